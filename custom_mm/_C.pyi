@@ -1,0 +1,28 @@
+from typing import Any, TypedDict
+
+class Workspace(TypedDict):
+    stream: int
+    nbytes: int
+
+class Handle(TypedDict):
+    library: str
+    device: int
+    thread: str
+    workspaces: list[Workspace]
+
+def init_cublas() -> int: ...
+def init_cublaslt() -> int: ...
+def init_cusparse() -> int: ...
+def destroy_cublas() -> int: ...
+def destroy_cublaslt() -> int: ...
+def destroy_cusparse() -> int: ...
+def handle_info() -> list[Handle]:
+    """The live handles of every thread: library, device, thread ("free" when its thread has ended), workspaces."""
+
+def set_workspace_size(nbytes: int) -> None:
+    """Bytes of workspace per (handle, stream) from the next call on; 0 takes the default (32 MiB from sm_90 on, 8 before)."""
+
+def workspace_size() -> int:
+    """What set_workspace_size asked for; 0 is the default."""
+
+def build_info() -> dict[str, Any]: ...

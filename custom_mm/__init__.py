@@ -1,0 +1,158 @@
+"""The compiled module's face: handles, build facts, and the low-level products under their libraries' names.
+
+Importing it loads `custom_mm._C`, which registers every operator under `torch.ops.custom_mm`.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+
+from . import _C
+from ._C import handle_info, set_workspace_size, workspace_size
+
+__all__ = [
+    "bias_act_",
+    "build_info",
+    "cublas_bmm",
+    "cublas_mmul",
+    "cublaslt_matmul",
+    "destroy_cublas",
+    "destroy_cublaslt",
+    "destroy_cusparse",
+    "handle_info",
+    "init_cublas",
+    "init_cublaslt",
+    "init_cusparse",
+    "set_workspace_size",
+    "workspace_size",
+]
+
+
+@functools.cache
+def _warn_no_cuda() -> None:
+    why = "this build has no CUDA" if _C.build_info()["cuda"] is None else "no CUDA device is visible"
+    warnings.warn(f"custom_mm: {why}; CPU tensors need no handle and work as they are", stacklevel=4)
+
+
+def _init(library: str) -> int:
+    devices: int = getattr(_C, f"init_{library}")()
+    if devices == 0:
+        _warn_no_cuda()
+    return devices
+
+
+def init_cublas() -> int:
+    """Create this thread's cuBLAS handle and workspace on every visible GPU, ahead of the first product.
+
+    Returns the number of devices made ready: 0 without CUDA, with one warning in a process's life. Idempotent.
+    """
+    return _init("cublas")
+
+
+def init_cublaslt() -> int:
+    """Create this thread's cuBLASLt handle and workspace on every visible GPU; as `init_cublas`."""
+    return _init("cublaslt")
+
+
+def init_cusparse() -> int:
+    """Create this thread's cuSPARSE handle on every visible GPU; as `init_cublas`."""
+    return _init("cusparse")
+
+
+def destroy_cublas() -> None:
+    """Destroy the cuBLAS handles and workspaces of every thread on every GPU. Idempotent; a later product makes new ones.
+
+    Raises RuntimeError while a CUDA graph that uses one is being captured.
+    """
+    _C.destroy_cublas()
+
+
+def destroy_cublaslt() -> None:
+    """Destroy the cuBLASLt handles, plans and workspaces; as `destroy_cublas`."""
+    _C.destroy_cublaslt()
+
+
+def destroy_cusparse() -> None:
+    """Destroy the cuSPARSE handles; as `destroy_cublas`."""
+    _C.destroy_cusparse()
+
+
+def build_info() -> dict[str, Any]:
+    """What the module was built with: torch, compiler, and with CUDA its version, architectures and libraries."""
+    return _C.build_info()
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, transa: bool, transb: bool) -> torch.Tensor:
+    if c is None:
+        return torch.ops.custom_mm.matmul.default(a, b, transa, transb)
+    torch.ops.custom_mm.matmul.out(a, b, transa, transb, out=c)
+    return c
+
+
+def cublas_mmul(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, transa: bool = False, transb: bool = False
+) -> torch.Tensor:
+    """op(a) @ op(b) for two matrices by cublasGemmEx; torch's BLAS on the CPU.
+
+    a: [M, K], or [K, M] with transa; b: [K, N], or [N, K] with transb; c: [M, N], written and returned when given.
+    float64, float32, float16, bfloat16, complex64, complex128, one dtype and device for all.
+    Raises RuntimeError on any other shape, dtype or device, and where c overlaps a or b.
+    """
+    if a.dim() != 2 or b.dim() != 2:
+        raise RuntimeError(f"cublas_mmul: expected two matrices, got shapes {list(a.shape)} and {list(b.shape)}")
+    return _product(a, b, c, transa, transb)
+
+
+def cublas_bmm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor | None = None,
+    dim: int | None = None,
+    transa: bool = False,
+    transb: bool = False,
+) -> torch.Tensor:
+    """op(a) @ op(b) for batches of matrices by cublasGemmStridedBatchedEx; torch's BLAS on the CPU.
+
+    a: [..., M, K], or [..., K, M] with transa; b: [..., K, N], or [..., N, K] with transb, with as many dimensions as a,
+    at least 3, batch sizes equal or 1; c: [..., M, N], written and returned when given. dim: the number of dimensions,
+    checked when given. dtypes and errors as `cublas_mmul`.
+    """
+    if a.dim() != b.dim() or a.dim() < 3 or dim not in (None, a.dim()):
+        expected = "at least 3 dimensions each, equally many" if dim is None else f"{dim} dimensions each"
+        raise RuntimeError(f"cublas_bmm: expected {expected}, got shapes {list(a.shape)} and {list(b.shape)}")
+    return _product(a, b, c, transa, transb)
+
+
+def cublaslt_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    transa: bool = False,
+    transb: bool = False,
+    c: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """activation(op(a) @ op(b) + bias) by cublasLtMatmul, bias and activation in its epilogue; torch's on the CPU.
+
+    a, b: any shapes that torch.matmul takes; bias: [N]; activation: None, "relu", "gelu" (by erf) or "gelu_tanh";
+    c: written and returned when given. A repeated shape costs one look-up in the handle's plan cache. "gelu" has no
+    epilogue in cuBLASLt: a second kernel applies it over the result. dtypes and errors as `cublas_mmul`; complex
+    dtypes take a bias, but no activation.
+    """
+    if c is None:
+        return torch.ops.custom_mm.cublaslt_matmul.default(a, b, bias, activation, transa, transb)
+    torch.ops.custom_mm.cublaslt_matmul.out(a, b, bias, activation, transa, transb, out=c)
+    return c
+
+
+def bias_act_(x: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None) -> torch.Tensor:
+    """x <- activation(x + bias) in place, one pass over x. Returns x.
+
+    x: [..., N] in float64, float32, float16 or bfloat16, any strides that do not overlap; bias: [N] or None;
+    activation: as `cublaslt_matmul`. Arithmetic in float32 or wider. No gradient: raises RuntimeError where one would
+    be recorded, since the gradient needs what is written over.
+    """
+    torch.ops.custom_mm.bias_act_.default(x, bias, activation)
+    return x

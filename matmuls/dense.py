@@ -1,0 +1,158 @@
+"""Dense products by cuBLAS and cuBLASLt, with gradients; torch's own BLAS for CPU tensors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.function import InplaceFunction
+from torch.utils.flop_counter import register_flop_formula
+
+import custom_mm
+
+_matmul = torch.ops.custom_mm.matmul.default
+_matmul_out = torch.ops.custom_mm.matmul.out
+_matmul_backward = torch.ops.custom_mm.matmul_backward.default
+_lt = torch.ops.custom_mm.cublaslt_matmul.default
+_lt_out = torch.ops.custom_mm.cublaslt_matmul.out
+
+
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    transa: bool = False,
+    transb: bool = False,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """activation(op(a) @ op(b) + bias), op the transpose of the last two dimensions where asked for.
+
+    a, b: as torch.matmul takes them, 1-D to N-D with broadcast batches, after the transposes; a vector is not
+    transposed. bias: [N]. activation: None, "relu", "gelu" (by erf) or "gelu_tanh". out: the exact shape of the result,
+    any strides that do not overlap; written and returned.
+
+    float64, float32, float16, bfloat16, complex64, complex128, one dtype and device for all; accumulation in float32
+    or wider, TF32 only where torch's own switch allows it. Strided views are multiplied where they lie wherever a
+    leading dimension can describe them. Differentiable, twice and more; under autocast as torch.matmul.
+
+    Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit, on an out that
+    overlaps an input, and on out= where a gradient would be recorded.
+
+    Source: cublasGemmEx, cublasGemmStridedBatchedEx; with bias or activation cublasLtMatmul.
+    """
+    if bias is None and activation is None:
+        if out is None:
+            return _matmul(a, b, transa, transb)
+        _matmul_out(a, b, transa, transb, out=out)
+        return out
+    if out is None:
+        return _lt(a, b, bias, activation, transa, transb)
+    _lt_out(a, b, bias, activation, transa, transb, out=out)
+    return out
+
+
+@contextmanager
+def handles() -> Iterator[int]:
+    """Library handles for the length of a block: created on entry, destroyed on exit. Yields the number of devices."""
+    try:
+        devices = custom_mm.init_cublas()
+        custom_mm.init_cublaslt()
+        custom_mm.init_cusparse()
+        yield devices
+    finally:
+        custom_mm.destroy_cublas()
+        custom_mm.destroy_cublaslt()
+        custom_mm.destroy_cusparse()
+
+
+# The seeds' classes. A Function with setup_context would cost 10 us more a call.
+
+
+def _forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, transa: bool, transb: bool) -> torch.Tensor:
+    ctx.save_for_backward(a, b)
+    return _matmul(a, b, transa, transb)
+
+
+def _backward(ctx: Any, grad: torch.Tensor, transa: bool, transb: bool) -> tuple[torch.Tensor | None, ...]:
+    a, b = ctx.saved_tensors
+    return _matmul_backward(grad, a, b, transa, transb, ctx.needs_input_grad)
+
+
+class cublasMM(InplaceFunction):
+    """`cublasMM.apply(a, b)`: a @ b. Shapes, dtypes and errors as `matmul`."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return _forward(ctx, a, b, False, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _backward(ctx, grad, False, False)
+
+
+class cublasTransaMM(InplaceFunction):
+    """`cublasTransaMM.apply(a, b)`: a^T @ b, the last two dimensions of a transposed. As `matmul(a, b, transa=True)`."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return _forward(ctx, a, b, True, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _backward(ctx, grad, True, False)
+
+
+class cublasTransbMM(InplaceFunction):
+    """`cublasTransbMM.apply(a, b)`: a @ b^T, the last two dimensions of b transposed. As `matmul(a, b, transb=True)`."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return _forward(ctx, a, b, False, True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _backward(ctx, grad, False, True)
+
+
+class cublasTransabMM(InplaceFunction):
+    """`cublasTransabMM.apply(a, b)`: a^T @ b^T. As `matmul(a, b, transa=True, transb=True)`."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return _forward(ctx, a, b, True, True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _backward(ctx, grad, True, True)
+
+
+# What torch.utils.flop_counter counts: one multiplication and one addition per term; bias and activation are free.
+
+
+def _product_flops(a: torch.Size, b: torch.Size, transa: bool, transb: bool) -> int:
+    m, k = (1, a[0]) if len(a) == 1 else (a[-1], a[-2]) if transa else (a[-2], a[-1])
+    n = 1 if len(b) == 1 else b[-2] if transb else b[-1]
+    return 2 * m * n * k * torch.broadcast_shapes(a[:-2], b[:-2]).numel()
+
+
+@register_flop_formula(torch.ops.custom_mm.matmul)
+def _matmul_flops(
+    a: torch.Size, b: torch.Size, transa: bool = False, transb: bool = False, *args: Any, **kwargs: Any
+) -> int:
+    return _product_flops(a, b, transa, transb)
+
+
+@register_flop_formula(torch.ops.custom_mm.cublaslt_matmul)
+def _lt_flops(
+    a: torch.Size,
+    b: torch.Size,
+    bias: torch.Size | None = None,
+    activation: str | None = None,
+    transa: bool = False,
+    transb: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return _product_flops(a, b, transa, transb)

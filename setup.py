@@ -1,0 +1,134 @@
+"""Builds custom_mm._C, with CUDA when the installed torch has CUDA and an nvcc is found.
+
+MATMULS_CUDA=0 leaves CUDA out, MATMULS_CUDA=1 fails where it cannot be built. TORCH_CUDA_ARCH_LIST decides for which
+GPUs; no GPU is needed to build.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def say(*words: object) -> None:
+    print("matmuls:", *words, file=sys.stderr, flush=True)
+
+
+try:
+    import torch
+except ImportError:
+    sys.exit(
+        "matmuls is built against the torch that it will run with, and no torch is importable here. Run\n"
+        "    pip install torch setuptools pybind11 ninja\n"
+        "    pip install --no-build-isolation ."
+    )
+
+
+def nvidia_wheels() -> list[Path]:
+    """Folders of the CUDA toolkit parts that torch's own wheels install, newest layout first."""
+    site = Path(torch.__file__).parents[1] / "nvidia"
+    return [p for p in (*sorted(site.glob("cu[0-9]*"), reverse=True), *sorted(site.glob("*"))) if p.is_dir()]
+
+
+def find_cuda_home() -> Path | None:
+    """The toolkit whose nvcc will compile: CUDA_HOME, PATH, the usual place, or nvidia-cuda-nvcc's wheel."""
+    nvcc = shutil.which("nvcc")
+    candidates = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
+    for home in [Path(c) for c in candidates if c] + nvidia_wheels():
+        if (home / "bin" / "nvcc").is_file() and (home / "nvvm").is_dir():  # not a wrapper elsewhere on PATH
+            return home
+    return None
+
+
+def find_one(pattern: str, folders: list[Path]) -> Path | None:
+    return next((f for folder in folders for f in sorted(folder.glob(pattern))), None)
+
+
+def cuda_build(home: Path) -> dict[str, list[str]] | str:
+    """Include folders and link arguments for CUDA, or what is missing."""
+    wheels = nvidia_wheels()
+    includes = [home / "include", home / "targets/x86_64-linux/include", *(w / "include" for w in wheels)]
+    libraries = [home / "lib64", home / "targets/x86_64-linux/lib", home / "lib", *(w / "lib" for w in wheels)]
+    found_includes, found_libraries = [], []
+    for header in ("cuda_runtime.h", "cublas_v2.h", "cublasLt.h", "cusparse.h"):
+        if (path := find_one(header, includes)) is None:
+            return f"the header {header} is neither in {home} nor in torch's nvidia wheels"
+        found_includes.append(str(path.parent))
+    for library in ("cudart", "cublas", "cublasLt", "cusparse"):
+        if (path := find_one(f"lib{library}.so*", libraries)) is None:
+            return f"lib{library}.so is neither in {home} nor in torch's nvidia wheels"
+        found_libraries += [f"-L{path.parent}", f"-l:{path.name}"]
+    return {"includes": list(dict.fromkeys(found_includes)), "link": list(dict.fromkeys(found_libraries))}
+
+
+def decide() -> dict[str, list[str]] | None:
+    wish = os.environ.get("MATMULS_CUDA", "")
+    if wish == "0":
+        say("building without CUDA: MATMULS_CUDA=0")
+        return None
+    home = find_cuda_home()
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} has no CUDA"
+    elif home is None:
+        why = "no nvcc in CUDA_HOME, on PATH, in /usr/local/cuda or in torch's nvidia wheels"
+    else:
+        os.environ["CUDA_HOME"] = str(home)  # read by torch.utils.cpp_extension when it is imported
+        build = cuda_build(home)
+        if isinstance(build, dict):
+            say(f"building with CUDA: torch {torch.__version__} for CUDA {torch.version.cuda}, nvcc from {home}")
+            return build
+        why = build
+    if wish == "1":
+        sys.exit(f"matmuls: MATMULS_CUDA=1 was asked for, but {why}")
+    say("building without CUDA:", why)
+    return None
+
+
+def as_cpp(source: Path) -> str:
+    """A .cu file without its CUDA part is plain C++: a one-line .cpp that includes it suits any compiler."""
+    stub = ROOT / "build" / "cpu" / f"{source.stem}.cpp"
+    stub.parent.mkdir(parents=True, exist_ok=True)
+    text = f'#include "{source.name}"\n'
+    if not stub.is_file() or stub.read_text() != text:
+        stub.write_text(text)
+    return str(stub.relative_to(ROOT))
+
+
+cuda = decide()
+
+from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402  after CUDA_HOME is set
+
+DEFAULT_ARCHS = "7.5 8.0 8.6 9.0a+PTX"
+sources = sorted(ROOT.glob("src/*.cpp")) + sorted(ROOT.glob("src/*.cu"))
+# torch 2.14 and later demand C++20; older ones pass -std=c++17 only where nothing is said.
+cxx = ["-O3", "-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
+extension = {
+    "name": "custom_mm._C",
+    "include_dirs": [str(ROOT / "src")],
+    "depends": [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.*h"))],
+}
+if cuda:
+    archs = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)
+    say("GPU architectures:", archs)
+    define = ["-DMATMULS_CUDA", f'-DMATMULS_ARCHS="{archs}"']
+    extension |= {
+        "sources": [str(p.relative_to(ROOT)) for p in sources],
+        "include_dirs": [str(ROOT / "src"), *cuda["includes"]],
+        "libraries": ["c10_cuda", "torch_cuda"],
+        "extra_link_args": cuda["link"],
+        "extra_compile_args": {
+            "cxx": cxx + define,
+            "nvcc": ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-lineinfo", *define],
+        },
+    }
+else:
+    extension |= {
+        "sources": [as_cpp(p) if p.suffix == ".cu" else str(p.relative_to(ROOT)) for p in sources],
+        "extra_compile_args": {"cxx": cxx},
+    }
+
+setup(ext_modules=[CppExtension(**extension)], cmdclass={"build_ext": BuildExtension})

@@ -1,0 +1,193 @@
+// bias_act_: x <- activation(x + bias) over x, bias one value per column.
+//
+// What a product ends with where cuBLASLt has no epilogue for it: gelu by erf, float64. One pass over x, read once and
+// written once; float32 arithmetic (float64 for float64).
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "activation.h"
+#include "autograd.h"
+#include "common.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "bias_act_";
+
+Activation check(const Tensor& x, const Tensor& bias, std::optional<std::string_view> activation) {
+  TORCH_CHECK(x.dim() >= 1, kOp, ": expected x of at least one dimension, got a scalar");
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kOp, ": expected a floating-point dtype, got ", x.scalar_type());
+  if (bias.defined()) {
+    TORCH_CHECK(bias.device() == x.device() && bias.scalar_type() == x.scalar_type(), kOp, ": expected bias in ",
+                x.scalar_type(), " on ", x.device(), ", got ", bias.scalar_type(), " on ", bias.device());
+    TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == x.sym_size(-1), kOp, ": expected bias of shape [",
+                x.sym_size(-1), "], got ", bias.sym_sizes());
+  }
+  return parse_activation(kOp, activation);
+}
+
+void with_torch(Tensor x, const Tensor& bias, Activation activation) {
+  if (bias.defined()) x.add_(bias);
+  activate_(x, activation);
+}
+
+}  // namespace
+}  // namespace matmuls
+
+// ---------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef MATMULS_CUDA
+#include <ATen/Dispatch.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <bit>
+
+#include "device.cuh"
+
+namespace matmuls {
+namespace {
+
+template <Activation activation, class F>
+__device__ F activated(F z) {
+  if constexpr (activation == Activation::relu) return z < F(0) ? F(0) : z;  // NaN stays
+  if constexpr (activation == Activation::gelu) return F(0.5) * z * (F(1) + erf(z * F(0.70710678118654752440)));
+  if constexpr (activation == Activation::gelu_tanh)
+    return F(0.5) * z * (F(1) + tanh(F(0.79788456080286535588) * (z + F(0.044715) * z * z * z)));
+  return z;
+}
+
+// A thread keeps V columns and their bias and walks down the rows, U of them in flight.
+template <class T, int V, Activation activation>
+__global__ void __launch_bounds__(256)
+    bias_act_kernel(T* x, const T* bias, int64_t rows, int64_t columns, int64_t row_stride) {
+  using F = typename Arithmetic<T>::type;
+  constexpr int U = 4;
+  const int64_t column = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * V;
+  if (column >= columns) return;
+  F b[V];
+#pragma unroll
+  for (int v = 0; v < V; ++v) b[v] = bias ? F(bias[column + v]) : F(0);
+  const int64_t step = int64_t(gridDim.y) * blockDim.y;
+  for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += U * step) {
+    Vec<T, V> z[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      if (row + u * step < rows)
+        z[u] = *reinterpret_cast<const Vec<T, V>*>(x + (row + u * step) * row_stride + column);
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      if (row + u * step >= rows) break;
+#pragma unroll
+      for (int v = 0; v < V; ++v) z[u].at[v] = T(activated<activation>(F(z[u].at[v]) + b[v]));
+      *reinterpret_cast<Vec<T, V>*>(x + (row + u * step) * row_stride + column) = z[u];
+    }
+  }
+}
+
+template <class T, int V>
+void launch(T* x, const T* bias, int64_t rows, int64_t columns, int64_t row_stride, Activation activation) {
+  const int64_t vectors = columns / V;
+  const unsigned tx = std::min<uint64_t>(256, std::bit_ceil(static_cast<uint64_t>(vectors))), ty = 256 / tx;
+  const dim3 grid(static_cast<unsigned>((vectors + tx - 1) / tx),
+                  static_cast<unsigned>(std::clamp<int64_t>((rows + 4 * ty - 1) / (4 * ty), 1, 65535)));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto run = [&](auto kernel) { kernel<<<grid, dim3(tx, ty), 0, stream>>>(x, bias, rows, columns, row_stride); };
+  switch (activation) {
+    case Activation::none: run(bias_act_kernel<T, V, Activation::none>); break;
+    case Activation::relu: run(bias_act_kernel<T, V, Activation::relu>); break;
+    case Activation::gelu: run(bias_act_kernel<T, V, Activation::gelu>); break;
+    case Activation::gelu_tanh: run(bias_act_kernel<T, V, Activation::gelu_tanh>); break;
+  }
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// The leading dimensions as rows one stride apart, if they are.
+std::optional<int64_t> row_stride_of(const Tensor& x) {
+  if (x.stride(-1) != 1 && x.size(-1) != 1) return std::nullopt;
+  int64_t stride = -1, expected = 0;
+  for (int64_t d = x.dim() - 2; d >= 0; --d) {
+    if (x.size(d) == 1) continue;
+    if (stride < 0)
+      stride = x.stride(d);
+    else if (x.stride(d) != expected)
+      return std::nullopt;
+    expected = x.stride(d) * x.size(d);
+  }
+  return stride < 0 ? x.size(-1) : stride;
+}
+
+void bias_act_cuda(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
+  const Tensor bias = maybe_bias.value_or(Tensor()).defined() ? maybe_bias->contiguous() : Tensor();
+  const Activation activation = check(x, bias, name);
+  check_no_overlap(kOp, x, {{"bias", bias}});
+  if (x.numel() == 0) return;
+  const auto row_stride = row_stride_of(x);
+  if (!row_stride) return with_torch(x, bias, activation);
+  c10::cuda::CUDAGuard guard(x.device());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), kOp, [&] {
+    constexpr int V = 16 / sizeof(scalar_t);
+    scalar_t* data = x.mutable_data_ptr<scalar_t>();
+    const scalar_t* bias_data = bias.defined() ? bias.const_data_ptr<scalar_t>() : nullptr;
+    const int64_t columns = x.size(-1), rows = x.numel() / columns;
+    const bool aligned = columns % V == 0 && *row_stride % V == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    if (aligned)
+      launch<scalar_t, V>(data, bias_data, rows, columns, *row_stride, activation);
+    else
+      launch<scalar_t, 1>(data, bias_data, rows, columns, *row_stride, activation);
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("bias_act_", bias_act_cuda); }
+
+}  // namespace matmuls
+#endif
+
+// ------------------------------------------------------------------------------------------------ CPU, registration
+
+namespace matmuls {
+namespace {
+
+void bias_act_cpu(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
+  const Tensor bias = maybe_bias.value_or(Tensor());
+  const Activation activation = check(x, bias, name);
+  check_no_overlap(kOp, x, {{"bias", bias}});
+  with_torch(x, bias, activation);
+}
+
+void bias_act_meta(Tensor x, const OptionalTensor& bias, std::optional<std::string_view> name) {
+  check(x, bias.value_or(Tensor()), name);
+}
+
+void bias_act_autograd(c10::DispatchKeySet keys, Tensor x, const OptionalTensor& bias,
+                       std::optional<std::string_view> name) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("custom_mm::bias_act_", "")
+                             .typed<void(Tensor, const OptionalTensor&, std::optional<std::string_view>)>();
+  TORCH_CHECK(!needs_gradient(kOp, {x, bias.value_or(Tensor())}), kOp,
+              ": expected no gradient to be recorded, since x, which the gradient needs, is written over; use "
+              "matmul(..., bias=, activation=) or torch.no_grad()");
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.redispatch(keys & c10::after_ADInplaceOrView_keyset, x, bias, name);
+  }
+  mark_written(x);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  m.def("bias_act_(Tensor(a!) x, Tensor? bias=None, str? activation=None) -> ()", {at::Tag::pt2_compliant_tag});
+}
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("bias_act_", bias_act_cpu); }
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("bias_act_", bias_act_meta); }
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("bias_act_", bias_act_autograd); }
+
+}  // namespace matmuls

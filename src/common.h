@@ -1,0 +1,46 @@
+// Checks shared by every operation: operands, overlap in memory, and library calls turned into exceptions.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+
+namespace matmuls {
+
+// a and b (and bias, out when given) must be strided tensors of one floating or complex dtype on one device.
+void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias = {},
+                    const at::Tensor& out = {});
+
+// True when writing x could change y: exact for strided layouts (a bounded search over both index spaces),
+// and true when the search would be longer than its bound.
+bool overlap(const at::Tensor& x, const at::Tensor& y);
+
+// `out` shares no element with itself nor with any named input.
+struct Named {
+  const char* name;
+  const at::Tensor& tensor;
+};
+void check_no_overlap(const char* op, const at::Tensor& out, std::initializer_list<Named> inputs);
+
+}  // namespace matmuls
+
+#ifdef MATMULS_CUDA
+#include <cublasLt.h>
+#include <cublas_v2.h>
+#include <cusparse.h>
+
+// The failing call, its status and what it was called for; the trailing arguments are evaluated on failure only.
+#define MATMULS_CUBLAS_CHECK(call, ...)                                                                     \
+  do {                                                                                                      \
+    const cublasStatus_t status_ = (call);                                                                  \
+    TORCH_CHECK(status_ == CUBLAS_STATUS_SUCCESS, #call, " failed with ", cublasGetStatusName(status_), " (", \
+                cublasGetStatusString(status_), ")" __VA_OPT__(, ) __VA_ARGS__);                            \
+  } while (0)
+
+#define MATMULS_CUSPARSE_CHECK(call, ...)                                                                          \
+  do {                                                                                                             \
+    const cusparseStatus_t status_ = (call);                                                                       \
+    TORCH_CHECK(status_ == CUSPARSE_STATUS_SUCCESS, #call, " failed with ", cusparseGetErrorName(status_), " (",   \
+                cusparseGetErrorString(status_), ")" __VA_OPT__(, ) __VA_ARGS__);                                  \
+  } while (0)
+#endif

@@ -1,0 +1,294 @@
+#include "handles.h"
+
+#ifndef MATMULS_CUDA
+
+namespace matmuls {
+int64_t init_handles(Library) { return 0; }
+int64_t destroy_handles(Library) { return 0; }
+std::vector<HandleInfo> live_handles() { return {}; }
+static int64_t workspace_nbytes = 0;
+void set_workspace_size(int64_t nbytes) {
+  TORCH_CHECK(nbytes >= 0, "set_workspace_size: expected a size >= 0 bytes, got ", nbytes);
+  workspace_nbytes = nbytes;
+}
+int64_t workspace_size() { return workspace_nbytes; }
+}  // namespace matmuls
+
+#else
+
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <pthread.h>
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+namespace matmuls {
+
+namespace {
+
+constexpr const char* kNames[] = {"cublas", "cublaslt", "cusparse"};
+constexpr const char* name_of(Library library) { return kNames[static_cast<int>(library)]; }
+
+// A child of fork() holds handles of a CUDA context that is not its own. The flag costs one load per call,
+// getpid() would cost a system call.
+std::atomic<bool> handles_made{false};
+std::atomic<bool> forked_with_handles{false};
+
+void check_not_forked(const char* op) {
+  TORCH_CHECK(!forked_with_handles.load(std::memory_order_relaxed), op,
+              ": the CUDA handles were made before fork() and belong to the parent process; start workers with "
+              "multiprocessing's 'spawn' method");
+}
+
+void watch_for_fork() {
+  static const int once = pthread_atfork(nullptr, nullptr, [] {
+    if (handles_made.load()) forked_with_handles.store(true);
+  });
+  (void)once;
+}
+
+void* create(Library library) {
+  watch_for_fork();
+  void* handle = nullptr;
+  switch (library) {
+    case Library::cublas:
+      MATMULS_CUBLAS_CHECK(cublasCreate(reinterpret_cast<cublasHandle_t*>(&handle)));
+      break;
+    case Library::cublaslt:
+      MATMULS_CUBLAS_CHECK(cublasLtCreate(reinterpret_cast<cublasLtHandle_t*>(&handle)));
+      break;
+    case Library::cusparse:
+      MATMULS_CUSPARSE_CHECK(cusparseCreate(reinterpret_cast<cusparseHandle_t*>(&handle)));
+      break;
+  }
+  handles_made.store(true);
+  return handle;
+}
+
+void destroy(Library library, void* handle) {
+  switch (library) {
+    case Library::cublas:
+      MATMULS_CUBLAS_CHECK(cublasDestroy(static_cast<cublasHandle_t>(handle)));
+      break;
+    case Library::cublaslt:
+      MATMULS_CUBLAS_CHECK(cublasLtDestroy(static_cast<cublasLtHandle_t>(handle)));
+      break;
+    case Library::cusparse:
+      MATMULS_CUSPARSE_CHECK(cusparseDestroy(static_cast<cusparseHandle_t>(handle)));
+      break;
+  }
+}
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
+// One handle and what belongs to it. The owner thread holds `mutex` for the length of a call, destroy_handles for the
+// length of the destruction; nobody else waits for it. Slots are never freed, only emptied.
+struct Slot {
+  const Library library;
+  const int device;
+  std::thread::id owner;  // guarded by the pool's mutex; a default id: free
+
+  std::mutex mutex;  // guards what follows
+  void* handle = nullptr;
+  std::map<cudaStream_t, at::Tensor> workspaces;
+  std::set<cudaStream_t> captured;  // streams that used the handle inside a capture
+  std::shared_ptr<void> attachment;
+
+  void release() {
+    c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+    attachment.reset();
+    destroy(library, std::exchange(handle, nullptr));
+    workspaces.clear();
+  }
+};
+
+namespace {
+
+struct Pool {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Slot>> slots;
+  std::atomic<int64_t> workspace_nbytes{0};
+};
+
+Pool& pool() {
+  static Pool* const leaked = new Pool;
+  return *leaked;
+}
+
+Slot* claim_slot(Library library, int device) {
+  std::lock_guard lock(pool().mutex);
+  for (auto& slot : pool().slots)
+    if (slot->library == library && slot->device == device && slot->owner == std::thread::id()) {
+      slot->owner = std::this_thread::get_id();
+      return slot.get();
+    }
+  pool().slots.emplace_back(new Slot{library, device, std::this_thread::get_id()});
+  return pool().slots.back().get();
+}
+
+// This thread's slots by library and device; given back to the pool when the thread ends.
+struct ThreadSlots {
+  std::array<std::vector<Slot*>, 3> by_library;
+
+  ~ThreadSlots() {
+    if (forked_with_handles.load()) return;  // the pool's mutex may have been held at the fork
+    std::lock_guard lock(pool().mutex);
+    for (auto& by_device : by_library)
+      for (auto* slot : by_device)
+        if (slot) slot->owner = std::thread::id();
+  }
+};
+
+Slot& my_slot(Library library, int device) {
+  thread_local ThreadSlots mine;
+  auto& by_device = mine.by_library[static_cast<int>(library)];
+  if (by_device.size() <= static_cast<size_t>(device)) by_device.resize(device + 1);
+  auto& slot = by_device[device];
+  if (!slot) slot = claim_slot(library, device);
+  return *slot;
+}
+
+std::vector<Slot*> all_slots() {
+  std::lock_guard lock(pool().mutex);
+  std::vector<Slot*> found;
+  for (auto& slot : pool().slots) found.push_back(slot.get());
+  return found;
+}
+
+int64_t workspace_nbytes_for(int device) {
+  const int64_t asked = pool().workspace_nbytes.load(std::memory_order_relaxed);
+  if (asked > 0) return asked;
+  return at::cuda::getDeviceProperties(device)->major >= 9 ? (32 << 20) : (8 << 20);
+}
+
+at::Tensor new_workspace(int device) {
+  return at::empty({workspace_nbytes_for(device)}, at::TensorOptions(at::kByte).device(at::kCUDA, device));
+}
+
+// A process that makes streams without end must not keep a workspace for each: torch's own pool has 64 a device.
+constexpr size_t kMaxWorkspaces = 80;
+
+const at::Tensor& cached_workspace(Slot& slot, cudaStream_t stream) {
+  if (auto it = slot.workspaces.find(stream);
+      it != slot.workspaces.end() && it->second.numel() == workspace_nbytes_for(slot.device))
+    return it->second;
+  if (slot.workspaces.size() >= kMaxWorkspaces) slot.workspaces.clear();
+  return slot.workspaces[stream] = new_workspace(slot.device);
+}
+
+void check_not_capturing(const char* op, Slot& slot) {
+  std::erase_if(slot.captured, [](cudaStream_t stream) { return !is_capturing(stream); });
+  TORCH_CHECK(slot.captured.empty(), op, ": expected no CUDA graph capture in progress, got one that uses the ",
+              name_of(slot.library), " handle on device ", slot.device, "; end the capture first");
+}
+
+}  // namespace
+
+int64_t init_handles(Library library) {
+  const std::string op = std::string("init_") + name_of(library);
+  const int devices = c10::cuda::device_count();  // 0, and no error, where there is no driver
+  if (devices == 0) return 0;
+  check_not_forked(op.c_str());
+  at::globalContext().lazyInitDevice(at::kCUDA);
+  for (int device = 0; device < devices; ++device) {
+    c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+    Borrowed(library, op.c_str());
+  }
+  return devices;
+}
+
+int64_t destroy_handles(Library library) {
+  if (forked_with_handles.load()) return 0;  // a forked child owns none
+  const std::string op = std::string("destroy_") + name_of(library);
+  std::vector<Slot*> slots = all_slots();
+  std::erase_if(slots, [&](Slot* slot) { return slot->library != library; });
+  if (c10::cuda::device_count() > 0 && !slots.empty())
+    TORCH_CHECK(!is_capturing(c10::cuda::getCurrentCUDAStream()), op,
+                ": expected no CUDA graph capture in progress, got the current stream capturing; end the capture first");
+  for (auto* slot : slots) {
+    std::lock_guard lock(slot->mutex);
+    check_not_capturing(op.c_str(), *slot);
+  }
+  int64_t destroyed = 0;
+  for (auto* slot : slots) {
+    std::lock_guard lock(slot->mutex);
+    if (!slot->handle) continue;
+    slot->release();
+    ++destroyed;
+  }
+  return destroyed;
+}
+
+std::vector<HandleInfo> live_handles() {
+  std::vector<HandleInfo> infos;
+  if (forked_with_handles.load()) return infos;
+  for (auto* slot : all_slots()) {
+    std::ostringstream thread;
+    {
+      std::lock_guard lock(pool().mutex);
+      slot->owner == std::thread::id() ? thread << "free" : thread << slot->owner;
+    }
+    std::lock_guard lock(slot->mutex);
+    if (!slot->handle) continue;
+    HandleInfo info{name_of(slot->library), thread.str(), slot->device, {}};
+    for (auto& [stream, workspace] : slot->workspaces)
+      info.workspaces.push_back({reinterpret_cast<uint64_t>(stream), workspace.numel()});
+    infos.push_back(std::move(info));
+  }
+  return infos;
+}
+
+void set_workspace_size(int64_t nbytes) {
+  TORCH_CHECK(nbytes >= 0, "set_workspace_size: expected a size >= 0 bytes, got ", nbytes);
+  pool().workspace_nbytes.store(nbytes);
+}
+
+int64_t workspace_size() { return pool().workspace_nbytes.load(); }
+
+Borrowed::Borrowed(Library library, const char* op)
+    : slot_((check_not_forked(op), my_slot(library, c10::cuda::current_device()))), lock_(slot_.mutex) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const bool capturing = is_capturing(stream);
+  if (!slot_.handle) {
+    TORCH_CHECK(!capturing, op, ": expected a live ", name_of(library), " handle for this thread on device ",
+                slot_.device, " during CUDA graph capture, got none: call init_", name_of(library),
+                "() or run the work once before the capture");
+    slot_.handle = create(library);
+  }
+  if (capturing) slot_.captured.insert(stream);
+  if (library == Library::cusparse) {
+    MATMULS_CUSPARSE_CHECK(cusparseSetStream(cusparse(), stream), ", in ", op);
+    return;
+  }
+  // Under capture the workspace is the capture's own: it comes from the capture's pool and goes back to it after the
+  // call, so that a replayed graph never writes where an eager call may, and memory stays flat.
+  workspace_ = capturing ? new_workspace(slot_.device) : cached_workspace(slot_, stream);
+  if (library == Library::cublas) {
+    // Stream first: cublasSetStream drops the workspace.
+    MATMULS_CUBLAS_CHECK(cublasSetStream(cublas(), stream), ", in ", op);
+    MATMULS_CUBLAS_CHECK(cublasSetWorkspace(cublas(), workspace(), workspace_nbytes()), ", in ", op);
+  }
+}
+
+cublasHandle_t Borrowed::cublas() const { return static_cast<cublasHandle_t>(slot_.handle); }
+cublasLtHandle_t Borrowed::cublaslt() const { return static_cast<cublasLtHandle_t>(slot_.handle); }
+cusparseHandle_t Borrowed::cusparse() const { return static_cast<cusparseHandle_t>(slot_.handle); }
+std::shared_ptr<void>& Borrowed::attachment() const { return slot_.attachment; }
+
+}  // namespace matmuls
+#endif

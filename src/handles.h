@@ -1,0 +1,65 @@
+// Library handles: one per (library, device, host thread), borrowed for the length of one call.
+//
+// A pool owns the handles and outlives the interpreter on purpose: nothing is destroyed at exit, when the driver may
+// already be gone. A thread that ends leaves its handles to the next one that starts.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common.h"
+
+namespace matmuls {
+
+enum class Library { cublas, cublaslt, cusparse };
+
+// Creates this thread's handle on every visible device; returns how many devices are ready, 0 without CUDA.
+int64_t init_handles(Library library);
+// Destroys the library's handles and workspaces of every thread on every device; returns how many there were.
+// Raises while a stream that used one is capturing a CUDA graph.
+int64_t destroy_handles(Library library);
+
+struct WorkspaceInfo {
+  uint64_t stream;
+  int64_t nbytes;
+};
+struct HandleInfo {
+  std::string library, thread;  // thread: an id, or "free" when the thread that made it has ended
+  int64_t device;
+  std::vector<WorkspaceInfo> workspaces;
+};
+std::vector<HandleInfo> live_handles();
+
+// Bytes of workspace per (handle, stream); 0 takes the default, 32 MiB from sm_90 on and 8 MiB before.
+void set_workspace_size(int64_t nbytes);
+int64_t workspace_size();
+
+#ifdef MATMULS_CUDA
+
+struct Slot;
+
+// A handle bound to the current device and stream, locked for this thread until the end of the scope.
+class Borrowed {
+ public:
+  Borrowed(Library library, const char* op);
+
+  cublasHandle_t cublas() const;
+  cublasLtHandle_t cublaslt() const;
+  cusparseHandle_t cusparse() const;
+
+  void* workspace() const { return workspace_.data_ptr(); }
+  size_t workspace_nbytes() const { return workspace_.nbytes(); }
+  // What an operation keeps beside the handle (plans, descriptors); freed with it.
+  std::shared_ptr<void>& attachment() const;
+
+ private:
+  Slot& slot_;
+  std::unique_lock<std::mutex> lock_;
+  at::Tensor workspace_;
+};
+
+#endif
+}  // namespace matmuls

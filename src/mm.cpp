@@ -1,0 +1,243 @@
+// matmul: out = op(a) @ op(b) by cuBLAS.
+//
+// Source: cublasGemmEx and cublasGemmStridedBatchedEx; on the CPU torch's own BLAS.
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "autograd.h"
+#include "product.h"
+
+#ifdef MATMULS_CUDA
+#include <c10/cuda/CUDAGuard.h>
+
+#include "gemm_types.h"
+#include "handles.h"
+#endif
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "matmul";
+
+ProductShape<int64_t> check(const Tensor& a, const Tensor& b, bool transa, bool transb, const Tensor& out = {}) {
+  check_operands(kOp, a, b, {}, out);
+  auto shape = product_shape(kOp, a.sizes(), b.sizes(), transa, transb);
+  if (out.defined()) check_out(kOp, out, shape.out(), {{"a", a}, {"b", b}});
+  return shape;
+}
+
+// ---------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef MATMULS_CUDA
+
+void launch(const Tensor& a, const Tensor& b, const Tensor& out, const ProductShape<int64_t>& shape, bool transa,
+            bool transb) {
+  if (out.numel() == 0) return;
+  if (shape.k == 0) {
+    out.zero_();
+    return;
+  }
+  const Gemm g = describe(a, b, out, shape, transa, transb);
+  const GemmTypes types(out.scalar_type());
+  const auto op = [](bool transposed) { return transposed ? CUBLAS_OP_T : CUBLAS_OP_N; };
+  Borrowed handle(Library::cublas, kOp);
+  // Split-K partial sums stay float32: torch's default lets cuBLAS round them to the 16-bit type.
+  MATMULS_CUBLAS_CHECK(
+      cublasSetMathMode(handle.cublas(), static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH |
+                                                                   CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
+  g.each([&](const char* x, const char* y, char* d) {
+    if (g.strided.size == 1) {
+      MATMULS_CUBLAS_CHECK(
+          cublasGemmEx_64(handle.cublas(), op(g.x.transposed), op(g.y.transposed), g.m, g.n, g.k, types.one(), x,
+                          types.data, g.x.ld, y, types.data, g.y.ld, types.zero(), d, types.data, g.ldd, types.compute,
+                          CUBLAS_GEMM_DEFAULT),
+          " for a ", a.sizes(), " and b ", b.sizes(), " in ", a.scalar_type());
+    } else {
+      MATMULS_CUBLAS_CHECK(
+          cublasGemmStridedBatchedEx_64(handle.cublas(), op(g.x.transposed), op(g.y.transposed), g.m, g.n, g.k,
+                                        types.one(), x, types.data, g.x.ld, g.strided.x, y, types.data, g.y.ld,
+                                        g.strided.y, types.zero(), d, types.data, g.ldd, g.strided.d, g.strided.size,
+                                        types.compute, CUBLAS_GEMM_DEFAULT),
+          " for a ", a.sizes(), " and b ", b.sizes(), " in ", a.scalar_type());
+    }
+  });
+  if (g.out_is_copy) out.copy_(g.out);
+}
+
+Tensor matmul_cuda(const Tensor& a, const Tensor& b, bool transa, bool transb) {
+  const auto shape = check(a, b, transa, transb);
+  c10::cuda::CUDAGuard guard(a.device());
+  Tensor out = at::empty(shape.out(), a.options());
+  launch(a, b, out, shape, transa, transb);
+  return out;
+}
+
+void matmul_out_cuda(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
+  const auto shape = check(a, b, transa, transb, out);
+  c10::cuda::CUDAGuard guard(a.device());
+  launch(a, b, out, shape, transa, transb);
+}
+
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- CPU
+
+Tensor op_of(const Tensor& t, bool transposed) { return transposed && t.dim() > 1 ? t.mT() : t; }
+
+Tensor matmul_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb) {
+  check(a, b, transa, transb);
+  return at::matmul(op_of(a, transa), op_of(b, transb));
+}
+
+void matmul_out_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
+  check(a, b, transa, transb, out);
+  at::matmul_out(out, op_of(a, transa), op_of(b, transb));
+}
+
+// ---------------------------------------------------------------------------------------- tracing, gradient, autocast
+
+Tensor matmul_meta(const Tensor& a, const Tensor& b, bool transa, bool transb) {
+  check_operands(kOp, a, b);
+  return at::empty_symint(product_shape(kOp, a.sym_sizes(), b.sym_sizes(), transa, transb).out(), a.options());
+}
+
+void matmul_out_meta(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
+  check_operands(kOp, a, b, {}, out);
+  const auto shape = product_shape(kOp, a.sym_sizes(), b.sym_sizes(), transa, transb).out();
+  TORCH_CHECK(out.sym_sizes() == c10::SymIntArrayRef(shape), kOp, ": expected out of shape ", shape, ", got ",
+              out.sym_sizes());
+}
+
+using MatmulSignature = Tensor(const Tensor&, const Tensor&, bool, bool);
+
+const auto& matmul_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("custom_mm::matmul", "").typed<MatmulSignature>();
+  return op;
+}
+
+// With A = op(a), B = op(b), Y = A B:  dA = dY B^H,  dB = A^H dY, each transposed back and summed over what was
+// broadcast. Everything here is differentiable again.
+std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const Tensor& a, const Tensor& b, bool transa,
+                                           bool transb, std::array<bool, 2> mask) {
+  const auto mm = [](const Tensor& x, const Tensor& y, bool tx, bool ty) { return matmul_op().call(x, y, tx, ty); };
+  const bool a_vector = a.dim() == 1, b_vector = b.dim() == 1;
+  // Under autocast the product has a narrower dtype than a saved float32 operand.
+  const Tensor x = (a_vector ? a.unsqueeze(0) : a).to(grad.scalar_type());
+  const Tensor y = (b_vector ? b.unsqueeze(1) : b).to(grad.scalar_type());
+  Tensor g = b_vector ? grad.unsqueeze(-1) : grad;
+  if (a_vector) g = g.unsqueeze(-2);
+  const bool tx = transa && !a_vector, ty = transb && !b_vector;
+
+  Tensor grad_a, grad_b;
+  if (mask[0]) {
+    const Tensor yc = y.is_complex() ? y.conj() : y;
+    grad_a = tx ? mm(yc, g, ty, true) : mm(g, yc, false, !ty);
+    grad_a = at::sum_to(grad_a, x.sym_sizes());
+    if (a_vector) grad_a = grad_a.squeeze(0);
+  }
+  if (mask[1]) {
+    const Tensor xc = x.is_complex() ? x.conj() : x;
+    if (y.dim() == 2 && x.dim() > 2 && !tx) {
+      // One weight for a batch: fold the batch into the inner size, so that the sum happens inside one product.
+      const Tensor xf = xc.flatten(0, -2), gf = g.flatten(0, -2);
+      grad_b = ty ? mm(gf, xf, true, false) : mm(xf, gf, true, false);
+    } else {
+      grad_b = ty ? mm(g, xc, true, tx) : mm(xc, g, !tx, false);
+      grad_b = at::sum_to(grad_b, y.sym_sizes());
+    }
+    if (b_vector) grad_b = grad_b.squeeze(1);
+  }
+  return {grad_a, grad_b};
+}
+
+struct MatmulFunction : torch::autograd::Function<MatmulFunction> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, bool transa,
+                        bool transb) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({a, b});
+    ctx->saved_data["transa"] = transa;
+    ctx->saved_data["transb"] = transb;
+    return matmul_op().call(a, b, transa, transb);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    if (!grads[0].defined()) return {{}, {}, {}, {}};
+    const auto saved = ctx->get_saved_variables();
+    auto [grad_a, grad_b] =
+        matmul_backward(grads[0], saved[0], saved[1], ctx->saved_data["transa"].toBool(),
+                        ctx->saved_data["transb"].toBool(), {ctx->needs_input_grad(0), ctx->needs_input_grad(1)});
+    return {grad_a, grad_b, {}, {}};
+  }
+};
+
+Tensor matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, bool transa, bool transb) {
+  if (needs_gradient(kOp, {a, b})) return MatmulFunction::apply(a, b, transa, transb);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return matmul_op().redispatch(keys & c10::after_autograd_keyset, a, b, transa, transb);
+}
+
+void matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, bool transa, bool transb,
+                         Tensor out) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("custom_mm::matmul", "out")
+                             .typed<void(const Tensor&, const Tensor&, bool, bool, Tensor)>();
+  check_no_gradient_into(kOp, "out", {a, b, out});
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.redispatch(keys & c10::after_ADInplaceOrView_keyset, a, b, transa, transb, out);
+  }
+  mark_written(out);
+}
+
+template <c10::DeviceType device>
+Tensor matmul_autocast(const Tensor& a, const Tensor& b, bool transa, bool transb) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  return matmul_op().call(at::autocast::cached_cast(dtype, a, device), at::autocast::cached_cast(dtype, b, device),
+                          transa, transb);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  m.def("matmul(Tensor a, Tensor b, bool transa=False, bool transb=False) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("matmul.out(Tensor a, Tensor b, bool transa=False, bool transb=False, *, Tensor(a!) out) -> ()",
+        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "matmul_backward(Tensor grad, Tensor a, Tensor b, bool transa, bool transb, bool[2] mask) -> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) { m.impl("matmul_backward", matmul_backward); }
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
+  m.impl("matmul", matmul_cpu);
+  m.impl("matmul.out", matmul_out_cpu);
+}
+
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
+  m.impl("matmul", matmul_cuda);
+  m.impl("matmul.out", matmul_out_cuda);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("matmul", matmul_meta);
+  m.impl("matmul.out", matmul_out_meta);
+}
+
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("matmul", matmul_autograd);
+  m.impl("matmul.out", matmul_out_autograd);
+}
+
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("matmul", matmul_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("matmul", matmul_autocast<at::kCUDA>); }
+
+}  // namespace matmuls

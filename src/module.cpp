@@ -1,0 +1,71 @@
+// custom_mm._C: the life of the handles and the facts of the build. Operators register themselves with the dispatcher,
+// each in its own file; this one includes none of them.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/version.h>
+
+#include "handles.h"
+
+namespace py = pybind11;
+using matmuls::Library;
+
+namespace {
+
+py::list handle_info() {
+  std::vector<matmuls::HandleInfo> infos;
+  {
+    py::gil_scoped_release release;
+    infos = matmuls::live_handles();
+  }
+  py::list result;
+  for (const auto& info : infos) {
+    py::list workspaces;
+    for (const auto& w : info.workspaces) workspaces.append(py::dict(py::arg("stream") = w.stream, py::arg("nbytes") = w.nbytes));
+    result.append(py::dict(py::arg("library") = info.library, py::arg("device") = info.device,
+                           py::arg("thread") = info.thread, py::arg("workspaces") = workspaces));
+  }
+  return result;
+}
+
+#ifdef MATMULS_CUDA
+template <class GetProperty>
+std::string version_of(GetProperty get) {
+  int major = 0, minor = 0, patch = 0;
+  get(MAJOR_VERSION, &major), get(MINOR_VERSION, &minor), get(PATCH_LEVEL, &patch);
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
+}
+#endif
+
+py::dict build_info() {
+  py::dict info;
+  info["torch"] = TORCH_VERSION;
+  info["compiler"] = __VERSION__;
+#ifdef MATMULS_CUDA
+  info["cuda"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+  info["archs"] = MATMULS_ARCHS;
+  info["cublas"] = version_of(cublasGetProperty);
+  info["cublaslt"] = std::to_string(cublasLtGetVersion());
+  info["cusparse"] = version_of(cusparseGetProperty);
+#else
+  info["cuda"] = py::none();
+#endif
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  // Driver calls and other threads' handles may take long: none of them holds the GIL.
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  const auto lifecycle = [&](const char* name, Library library) {
+    m.def((std::string("init_") + name).c_str(), [library] { return matmuls::init_handles(library); }, no_gil());
+    m.def((std::string("destroy_") + name).c_str(), [library] { return matmuls::destroy_handles(library); }, no_gil());
+  };
+  lifecycle("cublas", Library::cublas);
+  lifecycle("cublaslt", Library::cublaslt);
+  lifecycle("cusparse", Library::cusparse);
+  m.def("handle_info", handle_info);
+  m.def("set_workspace_size", matmuls::set_workspace_size, py::arg("nbytes"), no_gil());
+  m.def("workspace_size", matmuls::workspace_size, no_gil());
+  m.def("build_info", build_info);
+}

@@ -1,0 +1,164 @@
+#include "product.h"
+
+#include <algorithm>
+#include <optional>
+
+namespace matmuls {
+
+namespace {
+
+// More calls than this for one product cost more than copying an operand whose batch strides no single call can take:
+// a call is 2 to 3 us of host time, a copy of an attention-sized operand 5 to 10 us of the GPU's.
+constexpr int64_t kMaxCalls = 4;
+
+struct Layout {
+  int64_t ld;
+  bool row_major;
+};
+
+// A stride says nothing along a dimension of size 1, so any is taken there.
+std::optional<Layout> layout_of(int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride) {
+  if ((col_stride == 1 || cols == 1) && (rows == 1 || row_stride >= std::max<int64_t>(cols, 1)))
+    return Layout{rows == 1 ? std::max<int64_t>(cols, 1) : row_stride, true};
+  if ((row_stride == 1 || rows == 1) && (cols == 1 || col_stride >= std::max<int64_t>(rows, 1)))
+    return Layout{cols == 1 ? std::max<int64_t>(rows, 1) : col_stride, false};
+  return std::nullopt;
+}
+
+// A matrix of a batch: logical rows x cols after the transpose, and the batch strides expanded to the product's.
+struct Matrices {
+  at::Tensor t;
+  int64_t rows, cols, row_stride, col_stride;
+  std::vector<int64_t> batch_strides;
+  std::optional<Layout> layout;
+
+  Matrices(const at::Tensor& tensor, int64_t rows, int64_t cols, bool vector, bool column, bool transposed,
+           c10::IntArrayRef batch)
+      : t(tensor), rows(rows), cols(cols), batch_strides(batch.size(), 0) {
+    const auto sizes = t.sizes(), strides = t.strides();
+    const int64_t matrix_dims = vector ? 1 : 2, batch_dims = t.dim() - matrix_dims;
+    if (vector) {
+      row_stride = column ? strides[batch_dims] : 1;
+      col_stride = column ? 1 : strides[batch_dims];
+    } else {
+      row_stride = strides[t.dim() - (transposed ? 1 : 2)];
+      col_stride = strides[t.dim() - (transposed ? 2 : 1)];
+    }
+    for (int64_t d = 0; d < batch_dims; ++d)
+      batch_strides[batch.size() - batch_dims + d] = sizes[d] == 1 ? 0 : strides[d];
+    layout = layout_of(rows, cols, row_stride, col_stride);
+  }
+};
+
+struct BatchDim {
+  int64_t size, a, b, out;
+};
+
+}  // namespace
+
+void check_out(const char* op, const at::Tensor& out, c10::IntArrayRef shape, std::initializer_list<Named> inputs) {
+  TORCH_CHECK(out.sizes() == shape, op, ": expected out of shape ", shape, ", got ", out.sizes());
+  check_no_overlap(op, out, inputs);
+}
+
+Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, const ProductShape<int64_t>& shape,
+              bool transa, bool transb, bool row_major_out) {
+  const c10::IntArrayRef batch = shape.batch;
+  const auto matrices_a = [&](const at::Tensor& t) {
+    return Matrices(t, shape.m, shape.k, shape.a_vector, false, transa, batch);
+  };
+  const auto matrices_b = [&](const at::Tensor& t) {
+    return Matrices(t, shape.k, shape.n, shape.b_vector, true, transb, batch);
+  };
+  // A result without its row or column dimension (a vector operand) still has both strides: at::Tensor views give them.
+  const auto matrices_out = [&](const at::Tensor& t) {
+    at::Tensor full = shape.a_vector ? t.unsqueeze(shape.b_vector ? t.dim() : t.dim() - 1) : t;
+    if (shape.b_vector) full = full.unsqueeze(-1);
+    return Matrices(full, shape.m, shape.n, false, false, false, batch);
+  };
+
+  Matrices ma = matrices_a(a), mb = matrices_b(b), mo = matrices_out(out);
+  if (!ma.layout) ma = matrices_a(a.contiguous());
+  if (!mb.layout) mb = matrices_b(b.contiguous());
+  const bool out_is_copy = !mo.layout || (row_major_out && !mo.layout->row_major);
+  if (out_is_copy) mo = matrices_out(at::empty(out.sizes(), out.options()));
+
+  int64_t m = shape.m;
+  std::vector<BatchDim> dims;
+  const auto merge_batch = [&] {
+    m = shape.m;
+    dims.clear();
+    for (size_t i = 0; i < batch.size(); ++i) {
+      if (batch[i] == 1) continue;
+      const BatchDim dim{batch[i], ma.batch_strides[i], mb.batch_strides[i], mo.batch_strides[i]};
+      // One loop where the strides of all three continue each other.
+      if (!dims.empty()) {
+        auto& last = dims.back();
+        if (last.a == dim.size * dim.a && last.b == dim.size * dim.b && last.out == dim.size * dim.out) {
+          last = {last.size * dim.size, dim.a, dim.b, dim.out};
+          continue;
+        }
+      }
+      dims.push_back(dim);
+    }
+    // A right side without batch: the left's batch is more rows where they follow each other in memory.
+    while (!dims.empty() && dims.back().b == 0 && ma.layout->row_major && mo.layout->row_major) {
+      const auto& dim = dims.back();
+      if (m == 1 && dim.a >= shape.k && dim.out >= shape.n) {
+        ma.layout->ld = std::max<int64_t>(dim.a, 1);
+        mo.layout->ld = std::max<int64_t>(dim.out, 1);
+      } else if (dim.a != m * ma.layout->ld || dim.out != m * mo.layout->ld) {
+        break;
+      }
+      m *= dim.size;
+      dims.pop_back();
+    }
+  };
+  const auto calls = [&] {
+    int64_t product = 1, largest = 1;
+    for (const auto& dim : dims) product *= dim.size, largest = std::max(largest, dim.size);
+    return product / largest;
+  };
+  const auto broadcasts = [&] {
+    return std::any_of(dims.begin(), dims.end(), [](const BatchDim& d) { return d.a == 0 || d.b == 0; });
+  };
+  merge_batch();
+  if (calls() > kMaxCalls && !broadcasts()) {
+    ma = matrices_a(ma.t.contiguous());
+    mb = matrices_b(mb.t.contiguous());
+    merge_batch();
+  }
+
+  Gemm g{};
+  g.a = ma.t, g.b = mb.t, g.out = mo.t;
+  g.out_is_copy = out_is_copy;
+  g.d_row_major = mo.layout->row_major;
+  g.k = shape.k;
+  const auto operand = [](const Matrices& mat, bool transposed) {
+    return Gemm::Operand{mat.t.const_data_ptr(), mat.layout->ld, transposed};
+  };
+  // Column-major memory of a row-major matrix is its transpose.
+  if (g.d_row_major) {
+    g.m = shape.n, g.n = m;
+    g.x = operand(mb, !mb.layout->row_major);
+    g.y = operand(ma, !ma.layout->row_major);
+  } else {
+    g.m = m, g.n = shape.n;
+    g.x = operand(ma, ma.layout->row_major);
+    g.y = operand(mb, mb.layout->row_major);
+  }
+  g.d = mo.t.mutable_data_ptr();
+  g.ldd = mo.layout->ld;
+  for (const auto& dim : dims)
+    g.outer.push_back(g.d_row_major ? Gemm::Loop{dim.size, dim.b, dim.a, dim.out}
+                                    : Gemm::Loop{dim.size, dim.a, dim.b, dim.out});
+  const auto largest = std::max_element(g.outer.begin(), g.outer.end(),
+                                        [](const Gemm::Loop& l, const Gemm::Loop& r) { return l.size < r.size; });
+  if (largest != g.outer.end()) {
+    g.strided = *largest;
+    g.outer.erase(largest);
+  }
+  return g;
+}
+
+}  // namespace matmuls

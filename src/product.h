@@ -1,0 +1,110 @@
+// Shape and memory layout of  out = op(a) @ op(b), op the transpose of the last two dimensions or nothing.
+// Shared by every dense product, so that cuBLAS, cuBLASLt and the CPU agree on both to the letter.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "common.h"
+
+namespace matmuls {
+
+// torch.matmul's shape rules with the transposes applied first: vectors are rows on the left and columns on the right
+// (a transpose leaves them alone), batch dimensions broadcast. Int is int64_t, or c10::SymInt under tracing.
+template <class Int>
+struct ProductShape {
+  bool a_vector, b_vector;
+  Int m, n, k;
+  std::vector<Int> batch;  // broadcast
+  std::vector<Int> out() const {
+    std::vector<Int> sizes = batch;
+    if (!a_vector) sizes.push_back(m);
+    if (!b_vector) sizes.push_back(n);
+    return sizes;
+  }
+};
+
+template <class Int>
+ProductShape<Int> product_shape(const char* op, c10::ArrayRef<Int> a, c10::ArrayRef<Int> b, bool transa, bool transb) {
+  const bool a_vector = a.size() == 1, b_vector = b.size() == 1;
+  TORCH_CHECK(!a.empty() && !b.empty(), op, ": expected a and b of at least one dimension, got shapes ", a, " and ", b);
+  const auto a_at = [&](int from_end) { return a[a.size() - from_end]; };
+  const auto b_at = [&](int from_end) { return b[b.size() - from_end]; };
+  ProductShape<Int> s{a_vector, b_vector, 1, 1, a_vector || !transa ? a_at(1) : a_at(2), {}};
+  if (!a_vector) s.m = transa ? a_at(1) : a_at(2);
+  if (!b_vector) s.n = transb ? b_at(2) : b_at(1);
+  const Int k_b = b_vector || transb ? b_at(1) : b_at(2);
+  TORCH_CHECK(s.k == k_b, op, ": expected a and b with equal inner sizes, got ", s.k, " and ", k_b, " for a ", a,
+              transa ? " transposed" : "", " and b ", b, transb ? " transposed" : "");
+  const auto batch_a = a.slice(0, a_vector ? 0 : a.size() - 2), batch_b = b.slice(0, b_vector ? 0 : b.size() - 2);
+  const size_t dims = std::max(batch_a.size(), batch_b.size());
+  for (size_t i = 0; i < dims; ++i) {
+    const Int x = i + batch_a.size() < dims ? Int(1) : batch_a[i + batch_a.size() - dims];
+    const Int y = i + batch_b.size() < dims ? Int(1) : batch_b[i + batch_b.size() - dims];
+    TORCH_CHECK(x == y || x == 1 || y == 1, op, ": expected batch dimensions that broadcast, got ", x, " and ", y,
+                " for a ", a, " and b ", b);
+    s.batch.push_back(x == 1 ? y : x);
+  }
+  return s;
+}
+
+// Raises unless `out` has exactly the product's shape and shares no memory with itself or an input.
+void check_out(const char* op, const at::Tensor& out, c10::IntArrayRef shape, std::initializer_list<Named> inputs);
+
+// bias: one value per column of the product.
+template <class Int>
+void check_bias(const char* op, c10::ArrayRef<Int> bias, const ProductShape<Int>& shape) {
+  TORCH_CHECK(!shape.b_vector, op, ": expected b of at least two dimensions beside a bias, got a vector");
+  TORCH_CHECK(bias.size() == 1 && bias[0] == shape.n, op, ": expected bias of shape [", shape.n,
+              "], one value per column of the product, got ", bias);
+}
+
+// The product as BLAS sees it: column-major  D[m,n] = op(X)[m,k] @ op(Y)[k,n]  with leading dimensions, repeated over
+// batch loops. A row-major out is its own transpose in column-major memory, so there X is b and Y is a.
+struct Gemm {
+  struct Operand {
+    const void* data;
+    int64_t ld;
+    bool transposed;
+  };
+  struct Loop {
+    int64_t size, x, y, d;  // strides in elements
+  };
+  int64_t m, n, k;
+  Operand x, y;
+  void* d;
+  int64_t ldd;
+  Loop strided{1, 0, 0, 0};   // for the library's own strided batch
+  std::vector<Loop> outer;    // around it, one call each
+  at::Tensor a, b, out;       // what the pointers point into: the arguments, or copies of the few that no ld describes
+  bool out_is_copy = false;   // then `out` must be copied back
+  bool d_row_major = true;    // rows of the product are contiguous in out
+
+  // Calls f(x, y, d) for each strided batch.
+  template <class F>
+  void each(F f) const {
+    const int64_t item = a.element_size();
+    std::vector<int64_t> index(outer.size(), 0);
+    const char *px = static_cast<const char*>(x.data), *py = static_cast<const char*>(y.data);
+    char* pd = static_cast<char*>(d);
+    for (;;) {
+      f(px, py, pd);
+      size_t i = outer.size();
+      while (i-- > 0) {
+        px += outer[i].x * item, py += outer[i].y * item, pd += outer[i].d * item;
+        if (++index[i] < outer[i].size) break;
+        px -= outer[i].size * outer[i].x * item, py -= outer[i].size * outer[i].y * item;
+        pd -= outer[i].size * outer[i].d * item;
+        index[i] = 0;
+      }
+      if (i == static_cast<size_t>(-1)) return;
+    }
+  }
+};
+
+// `row_major_out` asks for contiguous rows of the product whatever out's layout (an epilogue's bias needs them).
+Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, const ProductShape<int64_t>& shape,
+              bool transa, bool transb, bool row_major_out = false);
+
+}  // namespace matmuls

@@ -1,0 +1,246 @@
+"""One test per property, over every row of the table."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from matmuls.specs import TABLE, Call, Draw, Spec
+
+WIDE = {torch.complex64: torch.complex128, torch.complex128: torch.complex128}
+
+
+def pairs(dtypes_of):
+    return [pytest.param(spec, dtype, id=f"{spec.name}-{dtype}".replace("torch.", "")) for spec in TABLE for dtype in dtypes_of(spec)]
+
+
+every_dtype = pytest.mark.parametrize(("spec", "dtype"), pairs(lambda spec: spec.dtypes))
+gradient_dtypes = pytest.mark.parametrize(
+    ("spec", "dtype"),
+    pairs(lambda spec: [d for d in (torch.float64, torch.complex128) if spec.gradient and d in spec.dtypes]),
+)
+every_row = pytest.mark.parametrize("spec", TABLE, ids=lambda spec: spec.name)
+
+
+def run(spec: Spec, call: Call, function=None):
+    """One call on copies: an in-place operation must not spoil the next."""
+    copies = call.map(lambda t: t.clone(memory_format=torch.preserve_format) if is_dense(t) else t)
+    return (function or spec.call)(*copies.args, **copies.kwargs)
+
+
+def is_dense(t):
+    """clone() keeps the strides of tensors without gaps alone; the others are used as they are."""
+    return torch.empty_like(t).stride() == t.stride()
+
+
+def error(x, truth, scale=None):
+    """Frobenius norm of the difference over that of the truth, or over `scale`; NaN where anything is not finite."""
+    difference = torch.linalg.vector_norm(x.to(truth.dtype) - truth).item()
+    scale = torch.linalg.vector_norm(truth).item() if scale is None else scale
+    return difference / scale if scale > 0 else difference
+
+
+def assert_close_as_torch(spec: Spec, call: Call, layout=torch.clone):
+    """Against float64, at most twice torch's own error in the same dtype on the same layout.
+
+    Errors are measured against the result for |inputs|, so that no sum cancels. One rounding more, where torch happens
+    to be exact; in float64, where torch is the truth itself, the few roundings of a sum in another order.
+    """
+    wide = call.map(lambda t: t.to(WIDE.get(t.dtype, torch.float64)))
+    truth = run(spec, wide, spec.reference)
+    scale = torch.linalg.vector_norm(run(spec, wide.map(torch.abs), spec.reference)).item()
+    ours, theirs = (f(*(c := call.map(layout)).args, **c.kwargs) for f in (spec.call, spec.reference))
+    assert ours.shape == theirs.shape
+    assert ours.dtype == theirs.dtype
+    assert ours.device == theirs.device
+    roundings = 4 if ours.dtype in (torch.float64, torch.complex128) else 1
+    bound = 2 * error(theirs, truth, scale) + roundings * torch.finfo(ours.dtype).eps
+    assert error(ours, truth, scale) <= bound
+
+
+@every_dtype
+def test_float64_is_the_truth(spec, dtype, device):
+    for call in spec.samples(Draw(dtype, device)):
+        assert_close_as_torch(spec, call)
+
+
+def transposed(t):
+    return t.mT.contiguous().mT if t.dim() > 1 else t.clone()
+
+
+def padded_rows(t):
+    wide = torch.full((*t.shape[:-1], t.shape[-1] + 3), float("nan"), dtype=t.dtype, device=t.device)
+    wide[..., : t.shape[-1]] = t
+    return wide[..., : t.shape[-1]]
+
+
+def stepped(t):
+    wide = torch.full((*t.shape[:-1], t.shape[-1] * 2), float("nan"), dtype=t.dtype, device=t.device)
+    wide[..., ::2] = t
+    return wide[..., ::2]
+
+
+def off_by_one_element(t):
+    flat = torch.full((t.numel() + 1,), float("nan"), dtype=t.dtype, device=t.device)
+    flat[1:] = t.flatten()
+    return flat[1:].view(t.shape)
+
+
+def batch_innermost(t):
+    return t.movedim(0, -1).contiguous().movedim(-1, 0) if t.dim() > 2 else t.clone()
+
+
+LAYOUTS = [transposed, padded_rows, stepped, off_by_one_element, batch_innermost]
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+def test_any_strides(spec, dtype, device, layout):
+    for call in spec.samples(Draw(dtype, device, seed=1)):
+        assert_close_as_torch(spec, call, layout)
+
+
+@every_dtype
+def test_empty(spec, dtype, device):
+    for call in spec.empty(Draw(dtype, device)):
+        ours, theirs = run(spec, call), run(spec, call, spec.reference)
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+def with_gradients(call: Call) -> Call:
+    return call.map(lambda t: t.detach().clone().requires_grad_())
+
+
+def as_function(spec: Spec, call: Call):
+    """The call as a function of its tensors alone."""
+    slots = [i for i, x in enumerate(call.args) if isinstance(x, torch.Tensor)]
+
+    def function(*tensors):
+        args = list(call.args)
+        for i, t in zip(slots, tensors, strict=True):
+            args[i] = t
+        return spec.call(*args, **call.kwargs)
+
+    return function, tuple(call.args[i] for i in slots)
+
+
+@gradient_dtypes
+def test_gradcheck(spec, dtype, device):
+    for call in spec.samples(Draw(dtype, device)):
+        function, tensors = as_function(spec, with_gradients(call))
+        if sum(t.numel() for t in tensors) > 200:
+            continue
+        fast = sum(t.numel() for t in tensors) > 60
+        assert torch.autograd.gradcheck(function, tensors, fast_mode=fast)
+
+
+@gradient_dtypes
+def test_gradgradcheck(spec, dtype, device):
+    for call in spec.samples(Draw(dtype, device)):
+        function, tensors = as_function(spec, with_gradients(call))
+        if sum(t.numel() for t in tensors) > 200:
+            continue
+        assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
+
+
+@gradient_dtypes
+def test_gradient_of_one_side_only(spec, dtype, device):
+    for call in spec.samples(Draw(dtype, device)):
+        function, tensors = as_function(spec, call)
+        for i in range(len(tensors)):
+            leaves = [t.detach().clone().requires_grad_(j == i) for j, t in enumerate(tensors)]
+            y = function(*leaves)
+            y.backward(torch.ones_like(y))
+            assert [leaf.grad is not None for leaf in leaves] == [j == i for j in range(len(leaves))]
+
+
+OWNERS = {spec.operators[0]: spec for spec in reversed(TABLE)}  # rows may share an operator: the first has its arguments
+
+
+@pytest.mark.parametrize("operator", OWNERS, ids=str)
+def test_opcheck(operator, device):
+    spec = OWNERS[operator]
+    for n, call in enumerate(spec.samples(Draw(torch.float32, device))):
+        if n % 7:
+            continue
+        args = (*call.args, *call.kwargs.values())
+        leaves = tuple(a.requires_grad_(spec.gradient) if isinstance(a, torch.Tensor) else a for a in args)
+        torch.library.opcheck(operator, leaves)
+        for out_variant in spec.operators[1:]:
+            detached = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
+            torch.library.opcheck(out_variant, detached, {"out": operator(*detached)})
+
+
+@every_row
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile(spec, device, dynamic):
+    torch._dynamo.reset()
+    for n, call in enumerate(spec.samples(Draw(torch.float32, device))):
+        if n % 11 != 2:
+            continue
+        torch._dynamo.reset()
+        compiled = torch.compile(spec.call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        leaves = [call.map(torch.clone) for _ in range(2)]
+        if spec.gradient:
+            leaves = [with_gradients(c) for c in leaves]
+        ours, eager = compiled(*leaves[0].args, **leaves[0].kwargs), spec.call(*leaves[1].args, **leaves[1].kwargs)
+        torch.testing.assert_close(ours, eager)
+        if spec.gradient:
+            for y in (ours, eager):
+                y.square().sum().backward()
+            for x, y in zip(leaves[0].tensors, leaves[1].tensors, strict=True):
+                torch.testing.assert_close(x.grad, y.grad)
+
+
+@every_row
+def test_autocast(spec, device):
+    if not spec.autocast:
+        pytest.skip("an in-place operation keeps its argument's dtype")
+    for call in spec.samples(Draw(torch.float32, device)):
+        leaves = with_gradients(call)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            ours, theirs = spec.call(*leaves.args, **leaves.kwargs), spec.reference(*call.args, **call.kwargs)
+        assert ours.dtype == theirs.dtype == torch.bfloat16
+        assert error(ours.double(), theirs.double()) < 2e-2
+        ours.backward(torch.ones_like(ours))
+        assert all(t.grad.dtype == torch.float32 for t in leaves.tensors)
+
+
+@every_row
+def test_flop_counter(spec):
+    if not spec.flops:
+        pytest.skip("no product inside")
+    for call in spec.samples(Draw(torch.float32)):
+        # torch does not count the product of two vectors and counts matrix-vector products only in some versions
+        if any(t.dim() == 1 for t in call.tensors[:2]):
+            continue
+        counts = []
+        for function in (spec.call, spec.reference):
+            with FlopCounterMode(display=False) as counter:
+                function(*call.args, **call.kwargs)
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1] > 0
+
+
+@every_dtype
+def test_bad_input(spec, dtype, device):
+    for bad in spec.bad(Draw(dtype, device)):
+        before = [t.clone() if t.layout == torch.strided else t for t in bad.call.tensors]
+        with pytest.raises(RuntimeError, match=bad.match):
+            spec.call(*bad.call.args, **bad.call.kwargs)
+        for x, y in zip(bad.call.tensors, before, strict=True):
+            assert x.layout != torch.strided or torch.equal(x, y)
+
+
+@pytest.mark.cuda
+@every_dtype
+def test_runs_on_cuda_under_its_own_kernel(spec, dtype):
+    """Nothing falls back: every kernel launched is a CUDA kernel and nothing is copied to the host."""
+    call = next(iter(spec.samples(Draw(dtype, "cuda"))))
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        result = run(spec, call)
+        torch.cuda.synchronize()
+    assert result.is_cuda
+    names = [event.name for event in profile.events()]
+    assert not any("DtoH" in name for name in names)

@@ -67,7 +67,7 @@ template <class T, int V, Activation activation>
 __global__ void __launch_bounds__(256)
     bias_act_kernel(T* x, const T* bias, int64_t rows, int64_t columns, int64_t row_stride) {
   using F = typename Arithmetic<T>::type;
-  constexpr int U = 4;
+  constexpr int U = sizeof(T) == 2 ? 2 : 4;
   const int64_t column = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * V;
   if (column >= columns) return;
   F b[V];

@@ -1,7 +1,8 @@
 // cublaslt_matmul: out = activation(op(a) @ op(b) + bias) by cuBLASLt, bias and activation in the product's epilogue.
 //
 // Source: cublasLtMatmul; on the CPU torch's own BLAS and activations. gelu by erf has no epilogue in cuBLASLt and
-// float64 has none at all: there the product is followed by bias_act_, panel by panel so that it reads from the L2.
+// float64 has none at all: there bias_act_ follows the product. (Row panels small enough for the L2 to hold between the
+// two were slower, 353 us instead of 314 at 16384x1024x4096: the second pass is bound by erf's arithmetic.)
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -31,6 +32,29 @@ using OptionalTensor = std::optional<Tensor>;
 using Name = std::optional<std::string_view>;
 
 constexpr const char* kOp = "cublaslt_matmul";
+
+// The plain product's operators, by way of the dispatcher.
+const auto& matmul_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("custom_mm::matmul", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, bool, bool)>();
+  return op;
+}
+
+const auto& matmul_out_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("custom_mm::matmul", "out")
+                             .typed<void(const Tensor&, const Tensor&, bool, bool, Tensor)>();
+  return op;
+}
+
+const auto& matmul_backward_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("custom_mm::matmul_backward", "")
+                             .typed<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, bool, bool,
+                                                               std::array<bool, 2>)>();
+  return op;
+}
 
 ProductShape<int64_t> check(const Tensor& a, const Tensor& b, const Tensor& bias, bool transa, bool transb,
                             const Tensor& out = {}) {
@@ -200,6 +224,7 @@ cublasLtEpilogue_t epilogue_of(bool bias, Activation activation) {
 }
 
 void bias_act_(const Tensor& x, const Tensor& bias, Activation activation) {
+  if (!bias.defined() && activation == Activation::none) return;
   if (x.is_complex()) {
     if (bias.defined()) x.add_(bias);
     return;
@@ -211,29 +236,17 @@ void bias_act_(const Tensor& x, const Tensor& bias, Activation activation) {
   op.call(x, bias.defined() ? OptionalTensor(bias) : std::nullopt, names[static_cast<int>(activation)]);
 }
 
-// The product, then bias and activation over it. Without a batch it goes in row panels of a quarter of the L2, so that
-// the second pass finds its rows there.
-void product_then_bias_act(const Tensor& a, const Tensor& b, const Tensor& bias, Activation activation,
-                           const Tensor& out, const ProductShape<int64_t>& shape, bool transa, bool transb) {
-  static const auto matmul_out = c10::Dispatcher::singleton()
-                                     .findSchemaOrThrow("custom_mm::matmul", "out")
-                                     .typed<void(const Tensor&, const Tensor&, bool, bool, Tensor)>();
-  const int64_t panel_bytes = at::cuda::getCurrentDeviceProperties()->l2CacheSize / 4;
-  const int64_t row_bytes = std::max<int64_t>(1, shape.n * out.element_size());
-  const int64_t panel = std::max<int64_t>(1024, panel_bytes / row_bytes);
-  const bool flat = b.dim() == 2 && !transa && a.dim() >= 2 && a.is_contiguous() && out.is_contiguous();
-  const int64_t rows = flat ? out.numel() / shape.n : 0;
-  if (rows <= panel) {
-    matmul_out.call(a, b, transa, transb, out);
-    return bias_act_(out, bias, activation);
+// What cuBLASLt's epilogue can end a product of this dtype with. Its gelu is the tanh form with a tanh good enough for
+// 16 bits only: in float32 it is off by more than torch's by far.
+bool has_epilogue(at::ScalarType dtype, Activation activation) {
+  const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
+  switch (activation) {
+    case Activation::none:
+    case Activation::relu: return half || dtype == at::kFloat;
+    case Activation::gelu_tanh: return half;
+    case Activation::gelu: return false;
   }
-  const Tensor a_rows = a.view({rows, shape.k}), out_rows = out.view({rows, shape.n});
-  for (int64_t start = 0; start < rows; start += panel) {
-    const int64_t count = std::min(panel, rows - start);
-    const Tensor part = out_rows.narrow(0, start, count);
-    matmul_out.call(a_rows.narrow(0, start, count), b, false, transb, part);
-    bias_act_(part, bias, activation);
-  }
+  return false;
 }
 
 void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activation activation, const Tensor& out,
@@ -242,17 +255,22 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activati
   // 16-byte alignment is what the bias epilogues read with.
   Tensor bias = given_bias.defined() ? given_bias.contiguous() : given_bias;
   if (bias.defined() && reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 16 != 0) bias = bias.clone();
-  const auto type = out.scalar_type();
-  const bool epilogues = type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
-  const bool plain = !bias.defined() && activation == Activation::none;
-  if (shape.k > 0 && (plain || (epilogues && activation != Activation::gelu))) {
+
+  // As much as possible in the epilogue, the rest in one pass over the result.
+  const bool fuse_bias = !bias.defined() || has_epilogue(out.scalar_type(), Activation::none);
+  const bool fuse_both = fuse_bias && (activation == Activation::none || has_epilogue(out.scalar_type(), activation));
+  const Tensor rest_bias = fuse_bias ? Tensor() : bias;
+  const Activation rest = fuse_both ? Activation::none : activation;
+  if (shape.k > 0) {
     const Gemm g = describe(a, b, out, shape, transa, transb, /*row_major_out=*/bias.defined());
-    if (product(g, bias, epilogue_of(bias.defined(), activation))) {
+    const auto epilogue = epilogue_of(fuse_bias && bias.defined(), fuse_both ? activation : Activation::none);
+    if (product(g, fuse_bias ? bias : Tensor(), epilogue)) {
       if (g.out_is_copy) out.copy_(g.out);
-      return;
+      return bias_act_(out, rest_bias, rest);
     }
   }
-  product_then_bias_act(a, b, bias, activation, out, shape, transa, transb);
+  matmul_out_op().call(a, b, transa, transb, out);
+  bias_act_(out, bias, activation);
 }
 
 Tensor cublaslt_matmul_cuda(const Tensor& a, const Tensor& b, const OptionalTensor& maybe_bias, Name name, bool transa,
@@ -303,7 +321,7 @@ void cublaslt_matmul_out_cpu(const Tensor& a, const Tensor& b, const OptionalTen
   const Tensor bias = maybe_bias.value_or(Tensor());
   const auto activation = check_activation(a, name);
   check(a, b, bias, transa, transb, out);
-  at::matmul_out(out, op_of(a, transa), op_of(b, transb));
+  matmul_out_op().call(a, b, transa, transb, out);
   if (bias.defined()) out.add_(bias);
   activate_(out, activation);
 }
@@ -340,13 +358,6 @@ const auto& cublaslt_matmul_op() {
   return op;
 }
 
-const auto& matmul_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("custom_mm::matmul", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, bool, bool)>();
-  return op;
-}
-
 // op(a) @ op(b) + bias with its gradient; an activation is applied outside, where torch differentiates it.
 struct AffineFunction : torch::autograd::Function<AffineFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& bias,
@@ -360,15 +371,11 @@ struct AffineFunction : torch::autograd::Function<AffineFunction> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& grads) {
-    static const auto backward_op = c10::Dispatcher::singleton()
-                                        .findSchemaOrThrow("custom_mm::matmul_backward", "")
-                                        .typed<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                                                          bool, bool, std::array<bool, 2>)>();
     if (!grads[0].defined()) return {{}, {}, {}, {}, {}};
     const auto saved = ctx->get_saved_variables();
-    auto [grad_a, grad_b] = backward_op.call(grads[0], saved[0], saved[1], ctx->saved_data["transa"].toBool(),
-                                             ctx->saved_data["transb"].toBool(),
-                                             {ctx->needs_input_grad(0), ctx->needs_input_grad(1)});
+    auto [grad_a, grad_b] = matmul_backward_op().call(
+        grads[0], saved[0], saved[1], ctx->saved_data["transa"].toBool(), ctx->saved_data["transb"].toBool(),
+        {ctx->needs_input_grad(0), ctx->needs_input_grad(1)});
     const Tensor grad_bias =
         ctx->needs_input_grad(2) ? at::sum_to(grads[0], {grads[0].sym_size(-1)}) : Tensor();
     return {grad_a, grad_b, grad_bias, {}, {}};

@@ -94,7 +94,11 @@ Tensor matmul_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb) {
 
 void matmul_out_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
   check(a, b, transa, transb, out);
-  at::matmul_out(out, op_of(a, transa), op_of(b, transb));
+  const Tensor x = op_of(a, transa), y = op_of(b, transb);
+  if (out.is_contiguous())
+    at::matmul_out(out, x, y);
+  else  // torch 2.11 to 2.13 fail on a batch of column-major results
+    out.copy_(at::matmul(x, y));
 }
 
 // ---------------------------------------------------------------------------------------- tracing, gradient, autocast

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Everything that a GPU must show, in one go: build, tests, sanitizer, BERT, benchmarks.
+# Usage: benchmarks/gpu.sh OUT [STEP...], with PYTHON and TORCH_CUDA_ARCH_LIST from the environment.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:?usage: benchmarks/gpu.sh OUT [STEP...]}
+shift
+steps=${*:-build tests cycles sanitize bert bench}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+failed=0
+
+step() { # name, command...
+  local name=$1 begin=$SECONDS
+  shift
+  "$@" >"$out/$name.log" 2>&1
+  local status=$?
+  echo "$name: status $status, $((SECONDS - begin)) s"
+  tail -n 3 "$out/$name.log" | cut -c1-300
+  ((status == 0)) || failed=1
+}
+
+sanitize() { # tool: a small run of the table; exit status 9 on any error
+  step "sanitize-$1" compute-sanitizer --tool "$1" --error-exitcode 9 ${2:+"$2"} \
+    "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_table.py \
+    -k "test_float64_is_the_truth or test_empty or (test_any_strides and off_by_one_element)"
+  grep -h "ERROR SUMMARY\|RACECHECK SUMMARY" "$out/sanitize-$1.log"
+}
+
+bert() {
+  "$python" -m matmuls bert --device cuda "How old are you?" "What is your age?" "A cat sat on the mat." "$@"
+}
+
+for name in $steps; do
+  case $name in
+    build) step build env TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0a}" "$python" setup.py build_ext --inplace ;;
+    tests) step tests "$python" -m pytest -q -m cuda --durations=8 ;;
+    cycles) step cycles env MATMULS_CYCLES=10000 "$python" -m pytest -q -s -m cuda -k 10_000_cycles ;;
+    sanitize)
+      sanitize memcheck
+      sanitize racecheck
+      sanitize initcheck
+      ;;
+    bert)
+      step bert-float32 bert
+      step bert-bfloat16 bert --dtype bfloat16
+      ;;
+    bench) step bench "$python" -m matmuls bench --device cuda --out "$out" ;;
+    *) echo "no step named $name" && failed=1 ;;
+  esac
+done
+exit $failed

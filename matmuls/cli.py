@@ -1,0 +1,208 @@
+"""The command `matmuls`."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="cuBLAS and cuSPARSE for PyTorch.")
+console = Console(width=None if sys.stdout.isatty() else 160)
+errors = Console(stderr=True)
+
+DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; a visible GPU is taken by default")]
+
+
+def fail(message: str) -> typer.Exit:
+    """One line on stderr and exit status 2: the call was wrong, or something it needs is missing."""
+    errors.print(f"matmuls: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
+    return typer.Exit(2)
+
+
+def pick_device(device: str | None) -> str:
+    import torch
+
+    import custom_mm
+
+    built = custom_mm.build_info()["cuda"] is not None
+    if device is None:
+        return "cuda" if built and torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise fail(f"--device is cpu or cuda, got {device}")
+    if device == "cuda" and not (built and torch.cuda.is_available()):
+        from .info import collect
+
+        raise fail(f"no CUDA device to run on; CUDA is {collect()['cuda']}")
+    return device
+
+
+def pick_dtype(name: str) -> Any:
+    import torch
+
+    if name not in ("float64", "float32", "float16", "bfloat16"):
+        raise fail(f"--dtype is float64, float32, float16 or bfloat16, got {name}")
+    return getattr(torch, name)
+
+
+@app.command()
+def info(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+    """Versions, GPU, libraries, handles and build facts: what a bug report needs."""
+    from .info import collect
+
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {v}" for k, v in value.items())
+        elif isinstance(value, list):
+            value = "\n".join(", ".join(f"{k} {v}" for k, v in item.items()) for item in value) or "none"
+        table.add_row(name, str(value))
+    console.print(table)
+
+
+@app.command()
+def bert(
+    texts: Annotated[list[str] | None, typer.Argument(help="the texts to embed and compare")] = None,
+    file: Annotated[Path | None, typer.Option(help="a file with one text a line")] = None,
+    device: DeviceOption = None,
+    dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16")] = "float32",
+    model: Annotated[Path | None, typer.Option(help="folder of a BERT model; all-MiniLM-L6-v2 by default")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """How alike texts are, by a real BERT whose attention runs on our products.
+
+    Exit status 1 if an embedding differs from stock attention's by more than 1e-5 in float32.
+    """
+    from .bert import ModelMissing, compare, model_folder
+
+    texts = list(texts or [])
+    if file is not None:
+        try:
+            texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise fail(f"cannot read {file}: {error}") from None
+    if not texts:
+        raise fail("no text: give texts as arguments or a file with --file")
+    if model is not None and not (model / "config.json").is_file():
+        raise fail(f"--model {model} is not a model folder: it has no config.json")
+    chosen = pick_device(device)
+    try:
+        result = compare(texts, model or model_folder(), chosen, pick_dtype(dtype))
+    except ModelMissing as error:
+        raise fail(str(error)) from None
+    except ImportError as error:
+        raise fail(f"{error}; run: pip install 'matmuls[bert]'") from None
+    if as_json:
+        print(json.dumps(asdict(result) | {"passed": result.passed}, indent=2))
+    else:
+        show_bert(result)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def show_bert(result: Any) -> None:
+    shown = result.texts[:12]
+    table = Table(title="Cosine similarity")
+    table.add_column("", overflow="fold")
+    for n in range(len(shown)):
+        table.add_column(str(n + 1), justify="right")
+    for n, text in enumerate(shown):
+        row = [f"{x:.3f}" for x in result.similarities[n][: len(shown)]]
+        table.add_row(f"{n + 1}  {text}", *row)
+    console.print(table)
+    if len(result.texts) > len(shown):
+        console.print(f"({len(result.texts)} texts; --json has all of them)")
+
+    runs = Table(title=f"{result.device}, {result.dtype}")
+    runs.add_column("attention")
+    runs.add_column("time, ms", justify="right")
+    runs.add_column("peak above weights, MiB", justify="right")
+    for run in result.runs:
+        name = run.attention + (" (ours)" if run.attention == "custom_mm" else " (stock)")
+        runs.add_row(name, f"{run.ms:.2f}", f"{run.peak_mib:.2f}")
+    console.print(runs)
+    verdict = "" if result.tolerance is None else f" (at most {result.tolerance:g} allowed)"
+    console.print(f"largest difference of an embedding from stock attention's: {result.difference:.2e}{verdict}")
+
+
+@app.command()
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="rows of the table; all of them by default")] = None,
+    device: DeviceOption = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="may be given several times")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for the JSON file")] = None,
+    quick: Annotated[bool, typer.Option(help="small cases only, in seconds")] = False,
+) -> None:
+    """Time the table's operations beside what you would use instead, against the roof measured in the same run."""
+    import torch
+
+    from . import bench as b
+
+    chosen = pick_device(device)
+    dtypes = dtype or list(b.GPU_DTYPES if chosen == "cuda" else b.CPU_DTYPES)
+    for name in dtypes:
+        pick_dtype(name)
+    try:
+        jobs = b.plan(names or [], chosen, dtypes, quick)
+    except ValueError as error:
+        raise fail(str(error)) from None
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+    rows = []
+    with progress:
+        task = progress.add_task("measuring the roofs", total=len(jobs))
+        roofs = b.measure_roofs(chosen, [getattr(torch, d) for d in dtypes], quick)
+        for job in jobs:
+            progress.update(task, description=job.label)
+            for _, measured in b.measure_jobs([job], chosen, roofs, 0.1 if quick else 0.4):
+                rows += measured
+            progress.advance(task)
+    show_bench(rows, roofs)
+    if out is not None:
+        path = out / f"bench-{chosen}{'-' + '-'.join(names) if names else ''}.json"
+        b.save(path, rows, roofs, chosen)
+        console.print(f"written: {path}")
+
+
+def show_bench(rows: list[Any], roofs: Any) -> None:
+    from .bench import geometric_mean
+
+    console.print(
+        f"roofs of this run: copy {roofs.copy / 1e12:.3f} TB/s; product "
+        + ", ".join(f"{dtype} {rate / 1e12:.1f} TFLOP/s" for dtype, rate in roofs.product.items())
+    )
+    table = Table(title="Time of ours, and the rival's over it (higher is better)")
+    for name in ("operation", "case", "dtype", "kind"):
+        table.add_column(name, overflow="fold")
+    for name in ("time, us", "TFLOP/s", "TB/s", "of the roof", "ratio"):
+        table.add_column(name, justify="right")
+
+    def number(x: float | None, digits: int) -> str:
+        return "" if x is None else f"{x:.{digits}f}"
+
+    for row in rows:
+        cells = [number(row.ours_us, 1), number(row.tflops, 2), number(row.tbps, 3), number(row.roof, 2), number(row.ratio, 3)]
+        table.add_row(row.operation, row.case, row.dtype, row.kind, *cells)
+    console.print(table)
+    for kind in dict.fromkeys(row.kind for row in rows):
+        ratios = [row.ratio for row in rows if row.kind == kind]
+        console.print(f"{kind}: geometric mean {geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}, {len(ratios)} cases")
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,57 @@
+"""`matmuls info`: what a bug report needs."""
+
+import platform
+import sys
+from typing import Any
+
+import torch
+
+import custom_mm
+import matmuls
+
+
+def collect() -> dict[str, Any]:
+    """Versions, GPU, libraries, live handles and build facts, ready for JSON."""
+    build = custom_mm.build_info()
+    return {
+        "matmuls": matmuls.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "cuda": _cuda_state(build),
+        "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
+        "packages": {name: _version(name) for name in ("numpy", "scipy", "transformers", "triton")},
+        "tf32": torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32,
+        "workspace_nbytes": custom_mm.workspace_size() or "default",
+        "handles": custom_mm.handle_info(),
+        "build": build,
+    }
+
+
+def _cuda_state(build: dict[str, Any]) -> str:
+    if build["cuda"] is None:
+        reason = "torch has no CUDA" if torch.version.cuda is None else "no nvcc was found when it was built"
+        return f"off: this build has no CUDA ({reason})"
+    if not torch.cuda.is_available():
+        return "off: built with CUDA, but no GPU or driver is visible"
+    return f"on: CUDA {build['cuda']}, built for {build['archs']}"
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "l2_mib": round(properties.L2_cache_size / 2**20, 1),
+    }
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,138 @@
+"""Time and memory of a call, on a GPU or a CPU: what `matmuls bench` and `matmuls bert` measure with."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the median of all rounds, and the spread between their quartiles as a share of it."""
+
+    seconds: float
+    spread: float
+
+
+def _timing(seconds: list[float]) -> Timing:
+    median = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median, median, median)
+    return Timing(median, (high - low) / median)
+
+
+def l2_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def graph_of(calls: Sequence[Run]) -> torch.cuda.CUDAGraph:
+    """The calls one after the other as a CUDA graph, warmed up first: no launch gaps, no host time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in (*calls[:2], *calls[:1]):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def time_on_gpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4) -> list[Timing]:
+    """GPU time per call of each rival. A rival is the same call on several sets of inputs, run in turn.
+
+    Rounds alternate between the rivals, so that the chip's clock drifts for all alike.
+    """
+    graphs = [graph_of(calls) for calls in rivals]
+    for graph in graphs:
+        graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for graph in graphs:
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    one_round = max(start.elapsed_time(end) / 1e3, 1e-5)
+    rounds = int(min(200, max(10, budget * len(rivals) / one_round)))
+    events = [[(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in graphs] for _ in range(rounds)]
+    for n, pairs in enumerate(events):
+        order = range(len(graphs)) if n % 2 == 0 else reversed(range(len(graphs)))
+        for i in order:
+            pairs[i][0].record()
+            graphs[i].replay()
+            pairs[i][1].record()
+    torch.cuda.synchronize()
+    return [
+        _timing([pairs[i][0].elapsed_time(pairs[i][1]) / 1e3 / len(calls) for pairs in events])
+        for i, calls in enumerate(rivals)
+    ]
+
+
+def time_on_cpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4) -> list[Timing]:
+    """Wall time per call of each rival; rounds alternate as on the GPU."""
+    begin = time.perf_counter()
+    for calls in rivals:
+        calls[0]()
+    one_round = time.perf_counter() - begin
+    repeats = max(1, int(2e-3 / max(one_round, 1e-7)))
+    rounds = int(min(100, max(5, budget * len(rivals) / (max(one_round, 1e-6) * repeats))))
+    seconds: list[list[float]] = [[] for _ in rivals]
+    for n in range(rounds):
+        order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
+        for i in order:
+            calls = rivals[i]
+            begin = time.perf_counter()
+            for k in range(repeats):
+                calls[k % len(calls)]()
+            seconds[i].append((time.perf_counter() - begin) / repeats)
+    return [_timing(s) for s in seconds]
+
+
+def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: int = 250) -> list[Timing]:
+    """Host time per call: what the caller waits before it may go on. The GPU is idle at the start of every round."""
+    for run in rivals:
+        for _ in range(calls):
+            run()
+    seconds: list[list[float]] = [[] for _ in rivals]
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for n in range(rounds):
+            order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
+            for i in order:
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                run = rivals[i]
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    run()
+                seconds[i].append((time.perf_counter() - begin) / calls)
+    finally:
+        if collecting:
+            gc.enable()
+    return [_timing(s) for s in seconds]
+
+
+def peak_memory(run: Run, device: str) -> int:
+    """Bytes of tensors alive at the peak of a call, above what was alive before it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    alive = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak

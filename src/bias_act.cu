@@ -42,17 +42,19 @@ void with_torch(Tensor x, const Tensor& bias, Activation activation) {
 
 #ifdef MATMULS_CUDA
 #include <ATen/Dispatch.h>
+#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <bit>
 
 #include "device.cuh"
+#include "handles.h"
 
 namespace matmuls {
 namespace {
 
+// float32 and float64: torch's formulas.
 template <Activation activation, class F>
 __device__ F activated(F z) {
   if constexpr (activation == Activation::relu) return z < F(0) ? F(0) : z;  // NaN stays
@@ -60,6 +62,29 @@ __device__ F activated(F z) {
   if constexpr (activation == Activation::gelu_tanh)
     return F(0.5) * z * (F(1) + tanh(F(0.79788456080286535588) * (z + F(0.044715) * z * z * z)));
   return z;
+}
+
+// 16-bit results: the same functions to 4e-5, a twelfth of float16's rounding, in half of the instructions. With erff (32
+// instructions an element) the kernel is bound by arithmetic: 2.8 of 4.2 TB/s.
+template <Activation activation>
+__device__ float activated_16bit(float z) {
+  if constexpr (activation == Activation::gelu) {
+    // Phi(-|z|) = P(t) exp(-z^2 / 2), t = 1 / (1 + 0.38 |z|), P fitted for the least relative error on |z| < 14.
+    const float t = reciprocal_approx(fmaf(0.38f, fabsf(z), 1.f));
+    float p = -0.0899285882f;
+    p = fmaf(p, t, 0.188877054f);
+    p = fmaf(p, t, 0.0919792529f);
+    p = fmaf(p, t, 0.157829639f);
+    p = fmaf(p, t, 0.151225119f);
+    const float tail = p * t * exp2_approx(-0.721347520f * z * z);  // log2(e) / 2
+    return z * (z > 0.f ? 1.f - tail : tail);
+  }
+  if constexpr (activation == Activation::gelu_tanh) {
+    // (1 + tanh u) / 2 = 1 / (1 + exp(-2u)),  u = sqrt(2 / pi) (z + 0.044715 z^3);  the factors hold -2 log2(e) too
+    const float exponent = z * fmaf(-0.102943240f, z * z, -2.30220819f);
+    return z * reciprocal_approx(1.f + exp2_approx(exponent));
+  }
+  return activated<activation>(z);
 }
 
 // A thread keeps V columns and their bias and walks down the rows, U of them in flight.
@@ -84,7 +109,13 @@ __global__ void __launch_bounds__(256)
     for (int u = 0; u < U; ++u) {
       if (row + u * step >= rows) break;
 #pragma unroll
-      for (int v = 0; v < V; ++v) z[u].at[v] = T(activated<activation>(F(z[u].at[v]) + b[v]));
+      for (int v = 0; v < V; ++v) {
+        const F sum = F(z[u].at[v]) + b[v];
+        if constexpr (sizeof(T) == 2)
+          z[u].at[v] = T(activated_16bit<activation>(sum));
+        else
+          z[u].at[v] = T(activated<activation>(sum));
+      }
       *reinterpret_cast<Vec<T, V>*>(x + (row + u * step) * row_stride + column) = z[u];
     }
   }
@@ -94,8 +125,12 @@ template <class T, int V>
 void launch(T* x, const T* bias, int64_t rows, int64_t columns, int64_t row_stride, Activation activation) {
   const int64_t vectors = columns / V;
   const unsigned tx = std::min<uint64_t>(256, std::bit_ceil(static_cast<uint64_t>(vectors))), ty = 256 / tx;
-  const dim3 grid(static_cast<unsigned>((vectors + tx - 1) / tx),
-                  static_cast<unsigned>(std::clamp<int64_t>((rows + 4 * ty - 1) / (4 * ty), 1, 65535)));
+  const int64_t blocks_x = (vectors + tx - 1) / tx, blocks_y = (rows + ty - 1) / ty;
+  // 4 to 16 rows a thread: as many as leave 8 blocks for each multiprocessor.
+  const int64_t enough = 8 * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const int64_t rows_a_thread = std::clamp<int64_t>(blocks_x * blocks_y / enough, 4, 16);
+  const dim3 grid(static_cast<unsigned>(blocks_x),
+                  static_cast<unsigned>(std::min<int64_t>((blocks_y + rows_a_thread - 1) / rows_a_thread, 65535)));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto run = [&](auto kernel) { kernel<<<grid, dim3(tx, ty), 0, stream>>>(x, bias, rows, columns, row_stride); };
   switch (activation) {
@@ -127,9 +162,9 @@ void bias_act_cuda(Tensor x, const OptionalTensor& maybe_bias, std::optional<std
   const Activation activation = check(x, bias, name);
   check_no_overlap(kOp, x, {{"bias", bias}});
   if (x.numel() == 0) return;
+  const OperationGuard guard(kOp, x);
   const auto row_stride = row_stride_of(x);
   if (!row_stride) return with_torch(x, bias, activation);
-  c10::cuda::CUDAGuard guard(x.device());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), kOp, [&] {
     constexpr int V = 16 / sizeof(scalar_t);
     scalar_t* data = x.mutable_data_ptr<scalar_t>();

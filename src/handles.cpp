@@ -19,7 +19,6 @@ int64_t workspace_size() { return workspace_nbytes; }
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <pthread.h>
 
 #include <array>
@@ -201,9 +200,9 @@ void check_not_capturing(const char* op, Slot& slot) {
 
 int64_t init_handles(Library library) {
   const std::string op = std::string("init_") + name_of(library);
+  check_not_forked(op.c_str());
   const int devices = c10::cuda::device_count();  // 0, and no error, where there is no driver
   if (devices == 0) return 0;
-  check_not_forked(op.c_str());
   at::globalContext().lazyInitDevice(at::kCUDA);
   for (int device = 0; device < devices; ++device) {
     c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
@@ -260,8 +259,11 @@ void set_workspace_size(int64_t nbytes) {
 
 int64_t workspace_size() { return pool().workspace_nbytes.load(); }
 
+OperationGuard::OperationGuard(const char* op, const at::Tensor& tensor)
+    : guard_((check_not_forked(op), tensor.device())) {}
+
 Borrowed::Borrowed(Library library, const char* op)
-    : slot_((check_not_forked(op), my_slot(library, c10::cuda::current_device()))), lock_(slot_.mutex) {
+    : slot_(my_slot(library, c10::cuda::current_device())), lock_(slot_.mutex) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const bool capturing = is_capturing(stream);
   if (!slot_.handle) {

@@ -4,6 +4,10 @@
 // already be gone. A thread that ends leaves its handles to the next one that starts.
 #pragma once
 
+#ifdef MATMULS_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#endif
+
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -38,6 +42,16 @@ void set_workspace_size(int64_t nbytes);
 int64_t workspace_size();
 
 #ifdef MATMULS_CUDA
+
+// What every CUDA operation opens with: the tensor's device becomes the current one, and a forked child of a process
+// with handles is told so instead of meeting whatever CUDA answers there.
+class OperationGuard {
+ public:
+  OperationGuard(const char* op, const at::Tensor& tensor);
+
+ private:
+  c10::cuda::CUDAGuard guard_;
+};
 
 struct Slot;
 

@@ -13,8 +13,6 @@
 
 #ifdef MATMULS_CUDA
 #include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAGuard.h>
-
 #include <array>
 #include <bit>
 #include <memory>
@@ -265,7 +263,7 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activati
     const Gemm g = describe(a, b, out, shape, transa, transb, /*row_major_out=*/bias.defined());
     const auto epilogue = epilogue_of(fuse_bias && bias.defined(), fuse_both ? activation : Activation::none);
     if (product(g, fuse_bias ? bias : Tensor(), epilogue)) {
-      if (g.out_is_copy) out.copy_(g.out);
+      if (g.out_is_copy) out.copy_(g.out.view(out.sizes()));
       return bias_act_(out, rest_bias, rest);
     }
   }
@@ -278,7 +276,7 @@ Tensor cublaslt_matmul_cuda(const Tensor& a, const Tensor& b, const OptionalTens
   const Tensor bias = maybe_bias.value_or(Tensor());
   const auto activation = check_activation(a, name);
   const auto shape = check(a, b, bias, transa, transb);
-  c10::cuda::CUDAGuard guard(a.device());
+  const OperationGuard guard(kOp, a);
   Tensor out = at::empty(shape.out(), a.options());
   launch(a, b, bias, activation, out, shape, transa, transb);
   return out;
@@ -289,7 +287,7 @@ void cublaslt_matmul_out_cuda(const Tensor& a, const Tensor& b, const OptionalTe
   const Tensor bias = maybe_bias.value_or(Tensor());
   const auto activation = check_activation(a, name);
   const auto shape = check(a, b, bias, transa, transb, out);
-  c10::cuda::CUDAGuard guard(a.device());
+  const OperationGuard guard(kOp, a);
   launch(a, b, bias, activation, out, shape, transa, transb);
 }
 

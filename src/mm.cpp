@@ -9,8 +9,6 @@
 #include "product.h"
 
 #ifdef MATMULS_CUDA
-#include <c10/cuda/CUDAGuard.h>
-
 #include "gemm_types.h"
 #include "handles.h"
 #endif
@@ -64,12 +62,12 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& out, const ProductSh
           " for a ", a.sizes(), " and b ", b.sizes(), " in ", a.scalar_type());
     }
   });
-  if (g.out_is_copy) out.copy_(g.out);
+  if (g.out_is_copy) out.copy_(g.out.view(out.sizes()));
 }
 
 Tensor matmul_cuda(const Tensor& a, const Tensor& b, bool transa, bool transb) {
   const auto shape = check(a, b, transa, transb);
-  c10::cuda::CUDAGuard guard(a.device());
+  const OperationGuard guard(kOp, a);
   Tensor out = at::empty(shape.out(), a.options());
   launch(a, b, out, shape, transa, transb);
   return out;
@@ -77,7 +75,7 @@ Tensor matmul_cuda(const Tensor& a, const Tensor& b, bool transa, bool transb) {
 
 void matmul_out_cuda(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
   const auto shape = check(a, b, transa, transb, out);
-  c10::cuda::CUDAGuard guard(a.device());
+  const OperationGuard guard(kOp, a);
   launch(a, b, out, shape, transa, transb);
 }
 

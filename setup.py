@@ -9,9 +9,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
+DEFAULT_ARCHS = "7.5 8.0 8.6 9.0a+PTX"
 
 
 def say(*words: object) -> None:
@@ -98,37 +99,38 @@ def as_cpp(source: Path) -> str:
     return str(stub.relative_to(ROOT))
 
 
-cuda = decide()
+def extension(cuda: dict[str, list[str]] | None) -> Extension:
+    from torch.utils.cpp_extension import CppExtension  # after decide() has set CUDA_HOME
 
-from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402  after CUDA_HOME is set
-
-DEFAULT_ARCHS = "7.5 8.0 8.6 9.0a+PTX"
-sources = sorted(ROOT.glob("src/*.cpp")) + sorted(ROOT.glob("src/*.cu"))
-# torch 2.14 and later demand C++20; older ones pass -std=c++17 only where nothing is said.
-cxx = ["-O3", "-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
-extension = {
-    "name": "custom_mm._C",
-    "include_dirs": [str(ROOT / "src")],
-    "depends": [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.*h"))],
-}
-if cuda:
+    sources = sorted(ROOT.glob("src/*.cpp")) + sorted(ROOT.glob("src/*.cu"))
+    # torch 2.14 and later demand C++20, which older ones do not ask for by themselves.
+    cxx = ["-O3", "-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
+    depends = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.*h"))]
+    if cuda is None:
+        return CppExtension(
+            "custom_mm._C",
+            [as_cpp(p) if p.suffix == ".cu" else str(p.relative_to(ROOT)) for p in sources],
+            include_dirs=[str(ROOT / "src")],
+            depends=depends,
+            extra_compile_args={"cxx": cxx},
+        )
     archs = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)
     say("GPU architectures:", archs)
     define = ["-DMATMULS_CUDA", f'-DMATMULS_ARCHS="{archs}"']
-    extension |= {
-        "sources": [str(p.relative_to(ROOT)) for p in sources],
-        "include_dirs": [str(ROOT / "src"), *cuda["includes"]],
-        "libraries": ["c10_cuda", "torch_cuda"],
-        "extra_link_args": cuda["link"],
-        "extra_compile_args": {
-            "cxx": cxx + define,
-            "nvcc": ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-lineinfo", *define],
-        },
-    }
-else:
-    extension |= {
-        "sources": [as_cpp(p) if p.suffix == ".cu" else str(p.relative_to(ROOT)) for p in sources],
-        "extra_compile_args": {"cxx": cxx},
-    }
+    nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-lineinfo"]
+    return CppExtension(
+        "custom_mm._C",
+        [str(p.relative_to(ROOT)) for p in sources],
+        include_dirs=[str(ROOT / "src"), *cuda["includes"]],
+        depends=depends,
+        libraries=["c10_cuda", "torch_cuda"],
+        extra_link_args=cuda["link"],
+        extra_compile_args={"cxx": cxx + define, "nvcc": nvcc + define},
+    )
 
-setup(ext_modules=[CppExtension(**extension)], cmdclass={"build_ext": BuildExtension})
+
+if __name__ != "find":  # install_deps.sh asks for find_cuda_home alone
+    module = extension(decide())
+    from torch.utils.cpp_extension import BuildExtension
+
+    setup(ext_modules=[module], cmdclass={"build_ext": BuildExtension})

@@ -61,6 +61,10 @@ void* create(Library library) {
   switch (library) {
     case Library::cublas:
       MATMULS_CUBLAS_CHECK(cublasCreate(reinterpret_cast<cublasHandle_t*>(&handle)));
+      // Split-K partial sums stay float32: torch's default lets cuBLAS round them to the 16-bit type.
+      MATMULS_CUBLAS_CHECK(cublasSetMathMode(
+          static_cast<cublasHandle_t>(handle),
+          static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
       break;
     case Library::cublaslt:
       MATMULS_CUBLAS_CHECK(cublasLtCreate(reinterpret_cast<cublasLtHandle_t*>(&handle)));

@@ -42,10 +42,6 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& out, const ProductSh
   const GemmTypes types(out.scalar_type());
   const auto op = [](bool transposed) { return transposed ? CUBLAS_OP_T : CUBLAS_OP_N; };
   Borrowed handle(Library::cublas, kOp);
-  // Split-K partial sums stay float32: torch's default lets cuBLAS round them to the 16-bit type.
-  MATMULS_CUBLAS_CHECK(
-      cublasSetMathMode(handle.cublas(), static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH |
-                                                                   CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
   g.each([&](const char* x, const char* y, char* d) {
     if (g.strided.size == 1) {
       MATMULS_CUBLAS_CHECK(

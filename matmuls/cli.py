@@ -1,6 +1,7 @@
 """The command `matmuls`."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is loaded: its profiler talks to stderr otherwise
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="cuBLAS and cuSPARSE for PyTorch.")
 console = Console(width=None if sys.stdout.isatty() else 160)
@@ -196,12 +199,43 @@ def show_bench(rows: list[Any], roofs: Any) -> None:
         return "" if x is None else f"{x:.{digits}f}"
 
     for row in rows:
-        cells = [number(row.ours_us, 1), number(row.tflops, 2), number(row.tbps, 3), number(row.roof, 2), number(row.ratio, 3)]
+        cells = [
+            number(row.ours_us, 1),
+            number(row.tflops, 2),
+            number(row.tbps, 3),
+            number(row.roof, 2),
+            number(row.ratio, 3),
+        ]
         table.add_row(row.operation, row.case, row.dtype, row.kind, *cells)
     console.print(table)
     for kind in dict.fromkeys(row.kind for row in rows):
         ratios = [row.ratio for row in rows if row.kind == kind]
-        console.print(f"{kind}: geometric mean {geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}, {len(ratios)} cases")
+        console.print(
+            f"{kind}: geometric mean {geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}, {len(ratios)} cases"
+        )
+
+
+@app.command()
+def report(
+    readme: Annotated[Path, typer.Option(help="the file whose tables are written")] = Path("README.md"),
+    results: Annotated[Path, typer.Option(help="folder of JSON files")] = Path("benchmarks/results"),
+    check: Annotated[bool, typer.Option(help="change nothing; exit status 1 if a table is out of date")] = False,
+) -> None:
+    """Write README's tables from the table of operations and the committed results."""
+    from .report import render
+
+    try:
+        old = readme.read_text(encoding="utf-8")
+        new = render(old, results)
+    except (OSError, ValueError) as error:
+        raise fail(str(error)) from None
+    if old == new:
+        console.print(f"{readme} is up to date")
+    elif check:
+        raise fail(f"{readme} is out of date; run: matmuls report")
+    else:
+        readme.write_text(new, encoding="utf-8")
+        console.print(f"{readme} written")
 
 
 def main() -> None:

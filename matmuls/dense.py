@@ -1,6 +1,6 @@
 """Dense products by cuBLAS and cuBLASLt, with gradients; torch's own BLAS for CPU tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 import custom_mm
 
-_matmul = torch.ops.custom_mm.matmul.default
-_matmul_out = torch.ops.custom_mm.matmul.out
-_matmul_backward = torch.ops.custom_mm.matmul_backward.default
-_lt = torch.ops.custom_mm.cublaslt_matmul.default
-_lt_out = torch.ops.custom_mm.cublaslt_matmul.out
+_matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.matmul.default
+_matmul_out: Callable[..., None] = torch.ops.custom_mm.matmul.out
+_matmul_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.ops.custom_mm.matmul_backward.default
+_lt: Callable[..., torch.Tensor] = torch.ops.custom_mm.cublaslt_matmul.default
+_lt_out: Callable[..., None] = torch.ops.custom_mm.cublaslt_matmul.out
 
 
 def matmul(
@@ -93,7 +93,7 @@ class cublasMM(InplaceFunction):
 
 
 class cublasTransaMM(InplaceFunction):
-    """`cublasTransaMM.apply(a, b)`: a^T @ b, the last two dimensions of a transposed. As `matmul(a, b, transa=True)`."""
+    """`cublasTransaMM.apply(a, b)`: a^T @ b, a's last two dimensions transposed. As `matmul(a, b, transa=True)`."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class cublasTransaMM(InplaceFunction):
 
 
 class cublasTransbMM(InplaceFunction):
-    """`cublasTransbMM.apply(a, b)`: a @ b^T, the last two dimensions of b transposed. As `matmul(a, b, transb=True)`."""
+    """`cublasTransbMM.apply(a, b)`: a @ b^T, b's last two dimensions transposed. As `matmul(a, b, transb=True)`."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,8 @@ class cublasTransabMM(InplaceFunction):
 def _product_flops(a: torch.Size, b: torch.Size, transa: bool, transb: bool) -> int:
     m, k = (1, a[0]) if len(a) == 1 else (a[-1], a[-2]) if transa else (a[-2], a[-1])
     n = 1 if len(b) == 1 else b[-2] if transb else b[-1]
-    return 2 * m * n * k * torch.broadcast_shapes(a[:-2], b[:-2]).numel()
+    batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
+    return 2 * m * n * k * batch.numel()
 
 
 @register_flop_formula(torch.ops.custom_mm.matmul)

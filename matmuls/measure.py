@@ -60,7 +60,10 @@ def time_on_gpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4) -> list[Ti
     torch.cuda.synchronize()
     one_round = max(start.elapsed_time(end) / 1e3, 1e-5)
     rounds = int(min(200, max(10, budget * len(rivals) / one_round)))
-    events = [[(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in graphs] for _ in range(rounds)]
+    events = [
+        [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in graphs]
+        for _ in range(rounds)
+    ]
     for n, pairs in enumerate(events):
         order = range(len(graphs)) if n % 2 == 0 else reversed(range(len(graphs)))
         for i in order:

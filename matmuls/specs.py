@@ -1,4 +1,4 @@
-"""The table: one row per operation. Tests, gradcheck, opcheck, benchmarks and README's operation list are drawn from it."""
+"""The table: one row per operation. Tests, gradcheck, opcheck, benchmarks and README's list are drawn from it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -120,7 +120,14 @@ SHAPES_ND = [
     ((2, 3, 4, 5), (2, 3, 5, 4)),
     ((5, 1, 3, 8), (1, 6, 8, 2)),
 ]
-EMPTY = [((0, 4), (4, 5)), ((3, 0), (0, 5)), ((3, 4), (4, 0)), ((0, 2, 3), (3, 4)), ((0,), (0,)), ((2, 3, 0), (2, 0, 4))]
+EMPTY = [
+    ((0, 4), (4, 5)),
+    ((3, 0), (0, 5)),
+    ((3, 4), (4, 0)),
+    ((0, 2, 3), (3, 4)),
+    ((0,), (0,)),
+    ((2, 3, 0), (2, 0, 4)),
+]
 
 
 def _calls(shapes: list[Any], transa: bool, transb: bool, **kwargs: Any) -> Callable[[Draw], Iterator[Call]]:
@@ -134,10 +141,15 @@ def _calls(shapes: list[Any], transa: bool, transb: bool, **kwargs: Any) -> Call
 def _bad_operands(transa: bool = False, transb: bool = False) -> Callable[[Draw], Iterator[Bad]]:
     def draw_bad(draw: Draw) -> Iterator[Bad]:
         a, b = _stored(draw, (3, 4), transa), _stored(draw, (4, 5), transb)
-        yield Bad(Call((a, _stored(draw, (6, 5), transb))), "matmul: expected a and b with equal inner sizes, got 4 and 6")
+        yield Bad(
+            Call((a, _stored(draw, (6, 5), transb))), "matmul: expected a and b with equal inner sizes, got 4 and 6"
+        )
         other = torch.float32 if draw.dtype != torch.float32 else torch.float64
         yield Bad(Call((a, b.real.to(other))), "matmul: expected b of dtype")
-        yield Bad(Call((a.real.to(torch.int64), b.real.to(torch.int64))), "expected a floating-point or complex dtype, got Long")
+        yield Bad(
+            Call((a.real.to(torch.int64), b.real.to(torch.int64))),
+            "expected a floating-point or complex dtype, got Long",
+        )
         yield Bad(Call((a.real.to_sparse().to(draw.dtype), b)), "Sparse|expected a to be a strided")
         if draw.device != "cpu":
             yield Bad(Call((a, b.cpu())), "matmul: expected b on cuda:0 as a is, got cpu")
@@ -163,7 +175,9 @@ def _product_cases(transa: bool, transb: bool, sizes: tuple[int, ...]) -> tuple[
     for batch, heads, length, width in ((16, 16, 512, 64), (64, 12, 512, 64)):
         lead = (batch, heads)
         batched.append(case(f"{batch}x{heads}x{length}x{width} scores", (*lead, length, width), (*lead, width, length)))
-        batched.append(case(f"{batch}x{heads}x{length}x{width} context", (*lead, length, length), (*lead, length, width)))
+        batched.append(
+            case(f"{batch}x{heads}x{length}x{width} context", (*lead, length, length), (*lead, length, width))
+        )
     return (*square, case("65536x1024x1024", (65536, 1024), (1024, 1024)), *batched)
 
 
@@ -208,7 +222,14 @@ def _affine(
     return _activated(x, activation)
 
 
-AFFINE = [((3, 4), (4, 8)), ((17, 64), (64, 24)), ((2, 3, 4), (4, 8)), ((4,), (4, 8)), ((2, 3, 4), (2, 4, 8)), ((9, 7), (7, 5))]
+AFFINE = [
+    ((3, 4), (4, 8)),
+    ((17, 64), (64, 24)),
+    ((2, 3, 4), (4, 8)),
+    ((4,), (4, 8)),
+    ((2, 3, 4), (2, 4, 8)),
+    ((9, 7), (7, 5)),
+]
 
 
 def _affine_samples(draw: Draw) -> Iterator[Call]:
@@ -244,7 +265,9 @@ def _linear_case(label: str, m: int, k: int, n: int, activation: str | None) -> 
 
 
 def _bias_act_samples(draw: Draw) -> Iterator[Call]:
-    for shape, activation in product([(5,), (3, 8), (2, 3, 16), (7, 33), (64, 1), (33, 2056)], (None, "relu", "gelu", "gelu_tanh")):
+    for shape, activation in product(
+        [(5,), (3, 8), (2, 3, 16), (7, 33), (64, 1), (33, 2056)], (None, "relu", "gelu", "gelu_tanh")
+    ):
         yield Call((draw(*shape), draw(shape[-1]), activation))
         yield Call((draw(*shape), None, activation))
 
@@ -253,7 +276,9 @@ def _bias_act_bad(draw: Draw) -> Iterator[Bad]:
     x = draw(3, 4)
     yield Bad(Call((x, draw(3))), r"bias_act_: expected bias of shape \[4\], got \[3\]")
     yield Bad(Call((x, None, "tanh")), "bias_act_: expected activation None, 'relu', 'gelu' or 'gelu_tanh', got 'tanh'")
-    yield Bad(Call((draw(3, 1).expand(3, 4), None, "relu")), "bias_act_: expected out to have one memory location per element")
+    yield Bad(
+        Call((draw(3, 1).expand(3, 4), None, "relu")), "bias_act_: expected out to have one memory location per element"
+    )
     yield Bad(Call((x, x[0])), "bias_act_: expected out and bias not to overlap in memory")
     yield Bad(Call((x.to(torch.int64), None)), "bias_act_: expected a floating-point dtype, got Long")
 

@@ -64,8 +64,8 @@ __device__ F activated(F z) {
   return z;
 }
 
-// 16-bit results: the same functions to 4e-5, a twelfth of float16's rounding, in half of the instructions. With erff (32
-// instructions an element) the kernel is bound by arithmetic: 2.8 of 4.2 TB/s.
+// 16-bit results: the same functions to 4e-5, a twelfth of float16's rounding, in half of the instructions. With erff
+// (32 instructions an element) the kernel is bound by arithmetic: 2.8 of 4.2 TB/s.
 template <Activation activation>
 __device__ float activated_16bit(float z) {
   if constexpr (activation == Activation::gelu) {
@@ -103,8 +103,7 @@ __global__ void __launch_bounds__(256)
     Vec<T, V> z[U];
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (row + u * step < rows)
-        z[u] = *reinterpret_cast<const Vec<T, V>*>(x + (row + u * step) * row_stride + column);
+      if (row + u * step < rows) z[u] = *reinterpret_cast<const Vec<T, V>*>(x + (row + u * step) * row_stride + column);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (row + u * step >= rows) break;

@@ -30,17 +30,17 @@ void check_no_overlap(const char* op, const at::Tensor& out, std::initializer_li
 #include <cusparse.h>
 
 // The failing call, its status and what it was called for; the trailing arguments are evaluated on failure only.
-#define MATMULS_CUBLAS_CHECK(call, ...)                                                                     \
-  do {                                                                                                      \
-    const cublasStatus_t status_ = (call);                                                                  \
+#define MATMULS_CUBLAS_CHECK(call, ...)                                                                       \
+  do {                                                                                                        \
+    const cublasStatus_t status_ = (call);                                                                    \
     TORCH_CHECK(status_ == CUBLAS_STATUS_SUCCESS, #call, " failed with ", cublasGetStatusName(status_), " (", \
-                cublasGetStatusString(status_), ")" __VA_OPT__(, ) __VA_ARGS__);                            \
+                cublasGetStatusString(status_), ")" __VA_OPT__(, ) __VA_ARGS__);                              \
   } while (0)
 
-#define MATMULS_CUSPARSE_CHECK(call, ...)                                                                          \
-  do {                                                                                                             \
-    const cusparseStatus_t status_ = (call);                                                                       \
-    TORCH_CHECK(status_ == CUSPARSE_STATUS_SUCCESS, #call, " failed with ", cusparseGetErrorName(status_), " (",   \
-                cusparseGetErrorString(status_), ")" __VA_OPT__(, ) __VA_ARGS__);                                  \
+#define MATMULS_CUSPARSE_CHECK(call, ...)                                                                        \
+  do {                                                                                                           \
+    const cusparseStatus_t status_ = (call);                                                                     \
+    TORCH_CHECK(status_ == CUSPARSE_STATUS_SUCCESS, #call, " failed with ", cusparseGetErrorName(status_), " (", \
+                cusparseGetErrorString(status_), ")" __VA_OPT__(, ) __VA_ARGS__);                                \
   } while (0)
 #endif

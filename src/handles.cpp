@@ -66,12 +66,8 @@ void* create(Library library) {
           static_cast<cublasHandle_t>(handle),
           static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
       break;
-    case Library::cublaslt:
-      MATMULS_CUBLAS_CHECK(cublasLtCreate(reinterpret_cast<cublasLtHandle_t*>(&handle)));
-      break;
-    case Library::cusparse:
-      MATMULS_CUSPARSE_CHECK(cusparseCreate(reinterpret_cast<cusparseHandle_t*>(&handle)));
-      break;
+    case Library::cublaslt: MATMULS_CUBLAS_CHECK(cublasLtCreate(reinterpret_cast<cublasLtHandle_t*>(&handle))); break;
+    case Library::cusparse: MATMULS_CUSPARSE_CHECK(cusparseCreate(reinterpret_cast<cusparseHandle_t*>(&handle))); break;
   }
   handles_made.store(true);
   return handle;
@@ -79,15 +75,9 @@ void* create(Library library) {
 
 void destroy(Library library, void* handle) {
   switch (library) {
-    case Library::cublas:
-      MATMULS_CUBLAS_CHECK(cublasDestroy(static_cast<cublasHandle_t>(handle)));
-      break;
-    case Library::cublaslt:
-      MATMULS_CUBLAS_CHECK(cublasLtDestroy(static_cast<cublasLtHandle_t>(handle)));
-      break;
-    case Library::cusparse:
-      MATMULS_CUSPARSE_CHECK(cusparseDestroy(static_cast<cusparseHandle_t>(handle)));
-      break;
+    case Library::cublas: MATMULS_CUBLAS_CHECK(cublasDestroy(static_cast<cublasHandle_t>(handle))); break;
+    case Library::cublaslt: MATMULS_CUBLAS_CHECK(cublasLtDestroy(static_cast<cublasLtHandle_t>(handle))); break;
+    case Library::cusparse: MATMULS_CUSPARSE_CHECK(cusparseDestroy(static_cast<cusparseHandle_t>(handle))); break;
   }
 }
 
@@ -124,7 +114,7 @@ namespace {
 
 struct Pool {
   std::mutex mutex;
-  std::vector<std::unique_ptr<Slot>> slots;
+  std::vector<std::unique_ptr<Slot> > slots;
   std::atomic<int64_t> workspace_nbytes{0};
 };
 
@@ -221,8 +211,9 @@ int64_t destroy_handles(Library library) {
   std::vector<Slot*> slots = all_slots();
   std::erase_if(slots, [&](Slot* slot) { return slot->library != library; });
   if (c10::cuda::device_count() > 0 && !slots.empty())
-    TORCH_CHECK(!is_capturing(c10::cuda::getCurrentCUDAStream()), op,
-                ": expected no CUDA graph capture in progress, got the current stream capturing; end the capture first");
+    TORCH_CHECK(
+        !is_capturing(c10::cuda::getCurrentCUDAStream()), op,
+        ": expected no CUDA graph capture in progress, got the current stream capturing; end the capture first");
   for (auto* slot : slots) {
     std::lock_guard lock(slot->mutex);
     check_not_capturing(op.c_str(), *slot);

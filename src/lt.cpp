@@ -65,8 +65,8 @@ ProductShape<int64_t> check(const Tensor& a, const Tensor& b, const Tensor& bias
 
 Activation check_activation(const Tensor& a, Name name) {
   const auto activation = parse_activation(kOp, name);
-  TORCH_CHECK(activation == Activation::none || !a.is_complex(), kOp, ": expected no activation for ",
-              a.scalar_type(), ", got '", *name, "'");
+  TORCH_CHECK(activation == Activation::none || !a.is_complex(), kOp, ": expected no activation for ", a.scalar_type(),
+              ", got '", *name, "'");
   return activation;
 }
 
@@ -196,19 +196,34 @@ bool product(const Gemm& g, const Tensor& bias, cublasLtEpilogue_t epilogue) {
   bool supported = true;
   g.each([&](const char* x, const char* y, char* d) {
     if (!supported) return;
-    const PlanKey key{stream.device_index(), types.data, types.compute, g.x.transposed, g.y.transposed, g.m, g.n, g.k,
-                      g.x.ld, g.y.ld, g.ldd, g.strided.size, g.strided.x, g.strided.y, g.strided.d,
-                      alignment(x, g.strided.x, item), alignment(y, g.strided.y, item),
-                      alignment(d, g.strided.d, item), epilogue, static_cast<int64_t>(handle.workspace_nbytes())};
+    const PlanKey key{stream.device_index(),
+                      types.data,
+                      types.compute,
+                      g.x.transposed,
+                      g.y.transposed,
+                      g.m,
+                      g.n,
+                      g.k,
+                      g.x.ld,
+                      g.y.ld,
+                      g.ldd,
+                      g.strided.size,
+                      g.strided.x,
+                      g.strided.y,
+                      g.strided.d,
+                      alignment(x, g.strided.x, item),
+                      alignment(y, g.strided.y, item),
+                      alignment(d, g.strided.d, item),
+                      epilogue,
+                      static_cast<int64_t>(handle.workspace_nbytes())};
     auto& plan = plan_for(handle, key, types);
     supported = plan.supported;
     if (!supported) return;
     if (bias.defined()) set(plan.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias.const_data_ptr());
-    MATMULS_CUBLAS_CHECK(
-        cublasLtMatmul(handle.cublaslt(), plan.desc.get(), types.one(), x, plan.x.get(), y, plan.y.get(), types.zero(),
-                       d, plan.d.get(), d, plan.d.get(), &plan.algo, handle.workspace(), handle.workspace_nbytes(),
-                       stream),
-        " for a ", g.a.sizes(), " and b ", g.b.sizes(), " in ", g.out.scalar_type());
+    MATMULS_CUBLAS_CHECK(cublasLtMatmul(handle.cublaslt(), plan.desc.get(), types.one(), x, plan.x.get(), y,
+                                        plan.y.get(), types.zero(), d, plan.d.get(), d, plan.d.get(), &plan.algo,
+                                        handle.workspace(), handle.workspace_nbytes(), stream),
+                         " for a ", g.a.sizes(), " and b ", g.b.sizes(), " in ", g.out.scalar_type());
   });
   return supported;
 }
@@ -349,10 +364,9 @@ void cublaslt_matmul_out_meta(const Tensor& a, const Tensor& b, const OptionalTe
 }
 
 const auto& cublaslt_matmul_op() {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("custom_mm::cublaslt_matmul", "")
-          .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name, bool, bool)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("custom_mm::cublaslt_matmul", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name, bool, bool)>();
   return op;
 }
 
@@ -371,11 +385,10 @@ struct AffineFunction : torch::autograd::Function<AffineFunction> {
                                                  const torch::autograd::variable_list& grads) {
     if (!grads[0].defined()) return {{}, {}, {}, {}, {}};
     const auto saved = ctx->get_saved_variables();
-    auto [grad_a, grad_b] = matmul_backward_op().call(
-        grads[0], saved[0], saved[1], ctx->saved_data["transa"].toBool(), ctx->saved_data["transb"].toBool(),
-        {ctx->needs_input_grad(0), ctx->needs_input_grad(1)});
-    const Tensor grad_bias =
-        ctx->needs_input_grad(2) ? at::sum_to(grads[0], {grads[0].sym_size(-1)}) : Tensor();
+    auto [grad_a, grad_b] = matmul_backward_op().call(grads[0], saved[0], saved[1], ctx->saved_data["transa"].toBool(),
+                                                      ctx->saved_data["transb"].toBool(),
+                                                      {ctx->needs_input_grad(0), ctx->needs_input_grad(1)});
+    const Tensor grad_bias = ctx->needs_input_grad(2) ? at::sum_to(grads[0], {grads[0].sym_size(-1)}) : Tensor();
     return {grad_a, grad_b, grad_bias, {}, {}};
   }
 };
@@ -385,9 +398,9 @@ Tensor cublaslt_matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const
   const Tensor bias = maybe_bias.value_or(Tensor());
   if (needs_gradient(kOp, {a, b, bias})) {
     const auto activation = check_activation(a, name);
-    return activate(bias.defined() ? AffineFunction::apply(a, b, bias, transa, transb)
-                                   : matmul_op().call(a, b, transa, transb),
-                    activation);
+    return activate(
+        bias.defined() ? AffineFunction::apply(a, b, bias, transa, transb) : matmul_op().call(a, b, transa, transb),
+        activation);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
   return cublaslt_matmul_op().redispatch(keys & c10::after_autograd_keyset, a, b, maybe_bias, name, transa, transb);

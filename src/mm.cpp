@@ -44,18 +44,16 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& out, const ProductSh
   Borrowed handle(Library::cublas, kOp);
   g.each([&](const char* x, const char* y, char* d) {
     if (g.strided.size == 1) {
-      MATMULS_CUBLAS_CHECK(
-          cublasGemmEx_64(handle.cublas(), op(g.x.transposed), op(g.y.transposed), g.m, g.n, g.k, types.one(), x,
-                          types.data, g.x.ld, y, types.data, g.y.ld, types.zero(), d, types.data, g.ldd, types.compute,
-                          CUBLAS_GEMM_DEFAULT),
-          " for a ", a.sizes(), " and b ", b.sizes(), " in ", a.scalar_type());
+      MATMULS_CUBLAS_CHECK(cublasGemmEx_64(handle.cublas(), op(g.x.transposed), op(g.y.transposed), g.m, g.n, g.k,
+                                           types.one(), x, types.data, g.x.ld, y, types.data, g.y.ld, types.zero(), d,
+                                           types.data, g.ldd, types.compute, CUBLAS_GEMM_DEFAULT),
+                           " for a ", a.sizes(), " and b ", b.sizes(), " in ", a.scalar_type());
     } else {
-      MATMULS_CUBLAS_CHECK(
-          cublasGemmStridedBatchedEx_64(handle.cublas(), op(g.x.transposed), op(g.y.transposed), g.m, g.n, g.k,
-                                        types.one(), x, types.data, g.x.ld, g.strided.x, y, types.data, g.y.ld,
-                                        g.strided.y, types.zero(), d, types.data, g.ldd, g.strided.d, g.strided.size,
-                                        types.compute, CUBLAS_GEMM_DEFAULT),
-          " for a ", a.sizes(), " and b ", b.sizes(), " in ", a.scalar_type());
+      MATMULS_CUBLAS_CHECK(cublasGemmStridedBatchedEx_64(
+                               handle.cublas(), op(g.x.transposed), op(g.y.transposed), g.m, g.n, g.k, types.one(), x,
+                               types.data, g.x.ld, g.strided.x, y, types.data, g.y.ld, g.strided.y, types.zero(), d,
+                               types.data, g.ldd, g.strided.d, g.strided.size, types.compute, CUBLAS_GEMM_DEFAULT),
+                           " for a ", a.sizes(), " and b ", b.sizes(), " in ", a.scalar_type());
     }
   });
   if (g.out_is_copy) out.copy_(g.out.view(out.sizes()));
@@ -206,9 +204,8 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("matmul(Tensor a, Tensor b, bool transa=False, bool transb=False) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("matmul.out(Tensor a, Tensor b, bool transa=False, bool transb=False, *, Tensor(a!) out) -> ()",
         {at::Tag::pt2_compliant_tag});
-  m.def(
-      "matmul_backward(Tensor grad, Tensor a, Tensor b, bool transa, bool transb, bool[2] mask) -> (Tensor, Tensor)",
-      {at::Tag::pt2_compliant_tag});
+  m.def("matmul_backward(Tensor grad, Tensor a, Tensor b, bool transa, bool transb, bool[2] mask) -> (Tensor, Tensor)",
+        {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) { m.impl("matmul_backward", matmul_backward); }

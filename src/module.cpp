@@ -20,7 +20,8 @@ py::list handle_info() {
   py::list result;
   for (const auto& info : infos) {
     py::list workspaces;
-    for (const auto& w : info.workspaces) workspaces.append(py::dict(py::arg("stream") = w.stream, py::arg("nbytes") = w.nbytes));
+    for (const auto& w : info.workspaces)
+      workspaces.append(py::dict(py::arg("stream") = w.stream, py::arg("nbytes") = w.nbytes));
     result.append(py::dict(py::arg("library") = info.library, py::arg("device") = info.device,
                            py::arg("thread") = info.thread, py::arg("workspaces") = workspaces));
   }

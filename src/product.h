@@ -75,11 +75,11 @@ struct Gemm {
   Operand x, y;
   void* d;
   int64_t ldd;
-  Loop strided{1, 0, 0, 0};   // for the library's own strided batch
-  std::vector<Loop> outer;    // around it, one call each
-  at::Tensor a, b, out;       // what the pointers point into: the arguments, or copies of the few that no ld describes
-  bool out_is_copy = false;   // then `out` must be copied back
-  bool d_row_major = true;    // rows of the product are contiguous in out
+  Loop strided{1, 0, 0, 0};  // for the library's own strided batch
+  std::vector<Loop> outer;   // around it, one call each
+  at::Tensor a, b, out;      // what the pointers point into: the arguments, or copies of the few that no ld describes
+  bool out_is_copy = false;  // then `out` must be copied back
+  bool d_row_major = true;   // rows of the product are contiguous in out
 
   // Calls f(x, y, d) for each strided batch.
   template <class F>

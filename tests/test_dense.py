@@ -36,8 +36,12 @@ def left_half(*shape, device):
 
 
 @pytest.mark.parametrize("layout", [row_major, column_major, every_other_column, left_half], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("kwargs", [{}, {"bias": True}, {"bias": True, "activation": "gelu_tanh"}, {"activation": "relu"}], ids=str)
-@pytest.mark.parametrize("shapes", [((6, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 3, 4), (2, 4, 5)), ((4,), (4, 5))], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"bias": True}, {"bias": True, "activation": "gelu_tanh"}, {"activation": "relu"}], ids=str
+)
+@pytest.mark.parametrize(
+    "shapes", [((6, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 3, 4), (2, 4, 5)), ((4,), (4, 5))], ids=str
+)
 def test_out_is_written_whole_and_nothing_beside_it(layout, kwargs, shapes, device):
     a, b = (draw(*s, device=device, seed=i) for i, s in enumerate(shapes))
     kwargs = kwargs | ({"bias": draw(5, device=device, seed=2)} if "bias" in kwargs else {})
@@ -261,10 +265,14 @@ def test_forward_mode_is_refused_not_dropped(device):
 
 
 @pytest.mark.cuda
-def test_threads_and_streams_are_bitwise_equal_to_one_after_the_other(products=1000):
+def test_threads_and_streams_are_bitwise_equal_to_one_after_the_other():
+    products = 1000
     a, b = draw(8, 4, 96, 160, device="cuda"), draw(8, 4, 160, 64, device="cuda", seed=1)
     bias = draw(64, device="cuda", seed=2)
-    expected = [[(matmuls.matmul(a[t, s], b[t, s]), matmuls.matmul(a[t, s], b[t, s], bias=bias)) for s in range(4)] for t in range(8)]
+    expected = [
+        [(matmuls.matmul(a[t, s], b[t, s]), matmuls.matmul(a[t, s], b[t, s], bias=bias)) for s in range(4)]
+        for t in range(8)
+    ]
     torch.cuda.synchronize()
     wrong = []
 
@@ -302,7 +310,9 @@ def step(x, w, bias):
 @pytest.mark.cuda
 def test_graph_of_forward_and_backward():
     """100 replays with new inputs are right and take no memory; nor do 50 captures."""
-    x, w, bias = (t.requires_grad_() for t in (draw(64, 48, device="cuda"), draw(32, 48, device="cuda"), draw(32, device="cuda")))
+    x, w, bias = (
+        t.requires_grad_() for t in (draw(64, 48, device="cuda"), draw(32, 48, device="cuda"), draw(32, device="cuda"))
+    )
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step(x, w, bias)

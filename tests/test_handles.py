@@ -19,7 +19,9 @@ DESTROY = [custom_mm.destroy_cublas, custom_mm.destroy_cublaslt, custom_mm.destr
 
 def python(code, *options):
     """A fresh interpreter; returns (status, stdout, stderr)."""
-    run = subprocess.run([sys.executable, *options, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, *options, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300
+    )
     return run.returncode, run.stdout, run.stderr
 
 

@@ -10,7 +10,11 @@ WIDE = {torch.complex64: torch.complex128, torch.complex128: torch.complex128}
 
 
 def pairs(dtypes_of):
-    return [pytest.param(spec, dtype, id=f"{spec.name}-{dtype}".replace("torch.", "")) for spec in TABLE for dtype in dtypes_of(spec)]
+    return [
+        pytest.param(spec, dtype, id=f"{spec.name}-{dtype}".replace("torch.", ""))
+        for spec in TABLE
+        for dtype in dtypes_of(spec)
+    ]
 
 
 every_dtype = pytest.mark.parametrize(("spec", "dtype"), pairs(lambda spec: spec.dtypes))
@@ -155,7 +159,9 @@ def test_gradient_of_one_side_only(spec, dtype, device):
             assert [leaf.grad is not None for leaf in leaves] == [j == i for j in range(len(leaves))]
 
 
-OWNERS = {spec.operators[0]: spec for spec in reversed(TABLE)}  # rows may share an operator: the first has its arguments
+OWNERS = {
+    spec.operators[0]: spec for spec in reversed(TABLE)
+}  # rows may share an operator: the first has its arguments
 
 
 @pytest.mark.parametrize("operator", OWNERS, ids=str)

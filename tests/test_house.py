@@ -1,0 +1,103 @@
+"""The rules of the house: who may import whom, what importing costs, what the repository may say."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from matmuls.specs import TABLE
+
+ROOT = Path(__file__).resolve().parents[1]
+OPERATIONS = {"dense"}  # the families
+# module -> what of ours it may import; `operations <- specs <- bench <- report <- cli`, `operations <- integrations`
+MAY_IMPORT = {
+    "matmuls": OPERATIONS,
+    **{family: {"custom_mm"} for family in OPERATIONS},
+    "specs": OPERATIONS | {"custom_mm"},
+    "measure": set(),
+    "info": {"custom_mm", "matmuls"},
+    "bench": {"specs", "measure", "custom_mm"},
+    "bert": {"measure", "integrations.transformers"},
+    "report": {"bench", "specs"},
+    "cli": {"info", "bench", "bert", "report", "custom_mm"},
+    "__main__": {"cli"},
+    "integrations": set(),
+    "integrations.transformers": OPERATIONS,
+}
+
+
+def imports_of(path: Path, package: str) -> set[str]:
+    """Names of our own modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, [base, node.module]))
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "matmuls" else [module]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "custom_mm":
+                found.add("custom_mm")
+            elif name.split(".")[0] == "matmuls":
+                found.add(name.removeprefix("matmuls.") if name != "matmuls" else "matmuls")
+    return found
+
+
+def modules():
+    for path in sorted((ROOT / "matmuls").rglob("*.py")):
+        parts = path.relative_to(ROOT / "matmuls").with_suffix("").parts
+        if parts[-1] == "__init__":
+            yield path, ".".join(parts[:-1]) or "matmuls", ".".join(["matmuls", *parts[:-1]])
+        else:
+            yield path, ".".join(parts), ".".join(["matmuls", *parts[:-1]])
+
+
+def test_import_rules():
+    for path, name, package in modules():
+        allowed = MAY_IMPORT[name]
+        taken = {
+            m for m in imports_of(path, package) if m not in allowed and not any(m.startswith(f"{a}.") for a in allowed)
+        }
+        assert not taken, f"{name} may not import {taken}"
+
+
+def test_the_face_of_the_compiled_module_imports_nothing_of_ours():
+    assert imports_of(ROOT / "custom_mm/__init__.py", "custom_mm") <= {"custom_mm"}
+
+
+def test_operation_files_do_not_include_each_other():
+    headers = {p.name for p in ROOT.glob("src/*.*h")}
+    for path in ROOT.glob("src/*"):
+        included = set(re.findall(r'#include "([^"]+)"', path.read_text()))
+        assert included <= headers, f"{path.name} includes {included - headers}"
+
+
+@pytest.mark.parametrize("module", ["matmuls", "custom_mm", "matmuls.specs"])
+def test_importing_is_light(module):
+    """No optional package, and no CUDA context, comes with an import."""
+    optional = ("transformers", "rich", "typer", "scipy")
+    code = f"""
+import sys, torch, {module}
+print([m for m in {optional} if m in sys.modules], torch.cuda.is_initialized())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[] False"
+
+
+def test_public_names_have_docstrings_and_rows():
+    import custom_mm
+    import matmuls
+
+    for module in (matmuls, custom_mm):
+        for name in module.__all__:
+            assert getattr(module, name).__doc__, name
+    rows = {spec.name for spec in TABLE}
+    lifecycle = {"handles", "handle_info", "build_info", "set_workspace_size", "workspace_size"}
+    public = {n for m in (matmuls, custom_mm) for n in m.__all__ if not n.startswith(("init_", "destroy_"))}
+    assert public - lifecycle == rows

@@ -1,0 +1,27 @@
+"""A client under mypy --strict: the stubs and annotations say what users rely on."""
+
+from typing import Any
+
+import torch
+
+import custom_mm
+import matmuls
+
+
+def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    devices: int = custom_mm.init_cublas()
+    assert devices >= 0
+    c: torch.Tensor = matmuls.matmul(a, b, transb=True, bias=b[0], activation="relu")
+    c = custom_mm.cublas_mmul(a, b, c, transa=False, transb=True)
+    c = custom_mm.cublas_bmm(a, b, None, 3)
+    c = custom_mm.cublaslt_matmul(a, b, bias=None, activation="gelu")
+    c = custom_mm.bias_act_(c, None, "gelu_tanh")
+    with matmuls.handles() as ready:
+        assert ready >= devices
+    custom_mm.destroy_cublas()
+    return c
+
+
+def facts() -> tuple[list[int], dict[str, Any]]:
+    custom_mm.set_workspace_size(custom_mm.workspace_size())
+    return [w["nbytes"] for h in custom_mm.handle_info() for w in h["workspaces"]], custom_mm.build_info()

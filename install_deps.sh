@@ -75,7 +75,7 @@ install_torch() {
   say "installing $1"
   # a CPU torch and a CUDA torch of one version look alike to pip: start from none
   pip uninstall -q -y torch >/dev/null 2>&1 || true
-  pip install -q ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$1" || die "cannot install $1 from the package index"
+  pip install -q ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$1" numpy || die "cannot install $1 from the package index"
 }
 install_tools() {
   say "installing ${build_tools[*]}"

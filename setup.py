@@ -24,7 +24,7 @@ try:
 except ImportError:
     sys.exit(
         "matmuls is built against the torch that it will run with, and no torch is importable here. Run\n"
-        "    pip install torch setuptools pybind11 ninja\n"
+        "    pip install torch numpy 'setuptools>=77' ninja\n"
         "    pip install --no-build-isolation ."
     )
 

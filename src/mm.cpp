@@ -87,9 +87,9 @@ Tensor matmul_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb) {
 void matmul_out_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
   check(a, b, transa, transb, out);
   const Tensor x = op_of(a, transa), y = op_of(b, transb);
-  if (out.is_contiguous())
+  if (out.is_contiguous() && x.dim() > 1 && y.dim() > 1)
     at::matmul_out(out, x, y);
-  else  // torch 2.11 to 2.13 fail on a batch of column-major results
+  else  // torch fails on a batch of column-major results (2.11 to 2.13) and resizes a vector (2.15)
     out.copy_(at::matmul(x, y));
 }
 

@@ -266,7 +266,7 @@ def test_forward_mode_is_refused_not_dropped(device):
 
 @pytest.mark.cuda
 def test_threads_and_streams_are_bitwise_equal_to_one_after_the_other():
-    products = 1000
+    products = 1000  # on each stream
     a, b = draw(8, 4, 96, 160, device="cuda"), draw(8, 4, 160, 64, device="cuda", seed=1)
     bias = draw(64, device="cuda", seed=2)
     expected = [
@@ -280,7 +280,7 @@ def test_threads_and_streams_are_bitwise_equal_to_one_after_the_other():
         streams = [torch.cuda.Stream() for _ in range(4)]
         count = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]
         torch.cuda.synchronize()
-        for n in range(products):
+        for n in range(4 * products):
             s = n % 4
             with torch.cuda.stream(streams[s]):
                 c, d = matmuls.matmul(a[t, s], b[t, s]), matmuls.matmul(a[t, s], b[t, s], bias=bias)

@@ -21,7 +21,7 @@ step() { # name, command...
 }
 
 sanitize() { # tool, tests: a small run of the table; exit status 9 on any error
-  step "sanitize-$1" compute-sanitizer --tool "$1" --error-exitcode 9 \
+  step "sanitize-$1" env MATMULS_POISON=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 compute-sanitizer --tool "$1" --error-exitcode 9 \
     "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_table.py -k "$2"
   grep -h "ERROR SUMMARY\|RACECHECK SUMMARY" "$out/sanitize-$1.log"
 }

@@ -15,6 +15,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <array>
 #include <bit>
+#include <limits>
 #include <memory>
 #include <unordered_map>
 
@@ -189,6 +190,7 @@ int64_t alignment(const void* data, int64_t stride, int64_t item) {
 
 // One cuBLASLt product, batch included; false when cuBLASLt has no algorithm for it with this epilogue.
 bool product(const Gemm& g, const Tensor& bias, cublasLtEpilogue_t epilogue) {
+  if (g.strided.size > std::numeric_limits<int32_t>::max()) return false;  // a batch count is 32 bits wide there
   const GemmTypes types(g.out.scalar_type());
   const int64_t item = g.out.element_size();
   const auto stream = c10::cuda::getCurrentCUDAStream();

@@ -32,7 +32,7 @@ while (($#)); do
 done
 
 if [[ -z $kind ]]; then
-  if nvidia-smi -L 2>/dev/null | grep -q GPU; then
+  if [[ $(nvidia-smi -L 2>/dev/null || true) == *GPU* ]]; then
     kind=cuda && say "a GPU is visible: CUDA build"
   else
     kind=cpu && say "no GPU is visible: CPU build (--cuda builds the CUDA code all the same)"
@@ -52,7 +52,7 @@ command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || die "no C++ 
   die "no Python.h for $python; install its development headers (Debian: python3-dev)"
 
 # ---- the environment
-if [[ ! -x $venv/bin/python ]]; then
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   say "making $venv with $("$python" --version)"
   "$python" -m venv "$venv" || die "$python cannot make a virtual environment (Debian: install python3-venv)"
 fi

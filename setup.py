@@ -6,13 +6,14 @@ GPUs; no GPU is needed to build.
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
-DEFAULT_ARCHS = "7.5 8.0 8.6 9.0a+PTX"
+DEFAULT_ARCHS = "7.5 8.0 8.6 9.0+PTX"
 
 
 def say(*words: object) -> None:
@@ -36,12 +37,18 @@ def nvidia_wheels() -> list[Path]:
 
 
 def find_cuda_home() -> Path | None:
-    """The toolkit whose nvcc will compile: CUDA_HOME, PATH, the usual place, or nvidia-cuda-nvcc's wheel."""
+    """The toolkit whose nvcc will compile: CUDA_HOME, PATH, the usual place, or nvidia-cuda-nvcc's wheel.
+
+    Only one of torch's own major version will do.
+    """
     nvcc = shutil.which("nvcc")
     candidates = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
     for home in [Path(c) for c in candidates if c] + nvidia_wheels():
         if (home / "bin" / "nvcc").is_file() and (home / "nvvm").is_dir():  # not a wrapper elsewhere on PATH
-            return home
+            version = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
+            if f"release {str(torch.version.cuda).split('.')[0]}." in version:
+                return home
+            say(f"passing over {home}: its nvcc is not of CUDA {torch.version.cuda}")
     return None
 
 
@@ -75,7 +82,7 @@ def decide() -> dict[str, list[str]] | None:
     if torch.version.cuda is None:
         why = f"torch {torch.__version__} has no CUDA"
     elif home is None:
-        why = "no nvcc in CUDA_HOME, on PATH, in /usr/local/cuda or in torch's nvidia wheels"
+        why = f"no nvcc of CUDA {torch.version.cuda} in CUDA_HOME, on PATH, in /usr/local/cuda or in nvidia's wheels"
     else:
         os.environ["CUDA_HOME"] = str(home)  # read by torch.utils.cpp_extension when it is imported
         build = cuda_build(home)

@@ -1,9 +1,9 @@
 """`matmuls bench`: every row of the table timed beside what a user would pick instead, in one run.
 
-Inputs are random; on a GPU the same call runs over as many sets of inputs as it takes to leave the L2 (128 at most),
-captured as a CUDA graph; both rivals get the same sets, layouts and precision, and their rounds alternate. Each result
-is held against float64 in the same run. The roof is measured in the same run too: the rate of a copy, and of the
-largest product in that dtype.
+Inputs are random; on a GPU the same call runs over as many sets of inputs as it takes to leave the L2 (128 at most: the
+smallest cases stay in it, for both rivals), captured as a CUDA graph; both rivals get the same sets, layouts and
+precision, and their rounds alternate. Each result is held against float64 in the same run. The roof is measured in the
+same run too: the rate of a copy, and of the largest product in that dtype.
 """
 
 import json
@@ -134,8 +134,9 @@ def measure_case(spec: Spec, case: Case, dtype: torch.dtype, device: str, roofs:
         return lambda: function(*c.args, **c.kwargs)
 
     time = measure.time_on_gpu if device == "cuda" else measure.time_on_cpu
+    own = [_copy(c) for c in calls] if spec.in_place else calls  # what we write over is not the rival's input
     with torch.no_grad():
-        ours, rival = time([[bind(f, c) for c in calls] for f in (spec.call, spec.reference)], budget)
+        ours, rival = time([[bind(spec.call, c) for c in own], [bind(spec.reference, c) for c in calls]], budget)
     return Row(
         operation=spec.name,
         case=case.label,
@@ -162,14 +163,8 @@ def measure_host(spec: Spec, dtype: torch.dtype, device: str) -> Iterator[Row]:
         if gradient:
             call = call.map(lambda t: t.requires_grad_())
 
-        def ours(c: Call = call) -> Any:
-            return spec.call(*c.args, **c.kwargs)
-
-        # What a user writes: no wrapper of ours around torch's own function.
-        def theirs(c: Call = call) -> Any:
-            return torch.matmul(*c.args) if spec.rival == "torch.matmul" else spec.reference(*c.args, **c.kwargs)
-
-        mine, rival = measure.time_of_host([ours, theirs], device)
+        rivals = (spec.call, spec.host_reference or spec.reference)
+        mine, rival = measure.time_of_host([lambda f=f, c=call: f(*c.args, **c.kwargs) for f in rivals], device)
         yield Row(
             operation=spec.name,
             case=spec.host_case.label + (", with a gradient" if gradient else ""),

@@ -71,13 +71,16 @@ def handles() -> Iterator[int]:
 
 
 def _forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, transa: bool, transb: bool) -> torch.Tensor:
-    ctx.save_for_backward(a, b)
+    need_a, need_b = ctx.needs_input_grad
+    if need_a or need_b:
+        ctx.save_for_backward(a if need_b else None, b if need_a else None)
+        ctx.sizes = a.shape, b.shape
     return _matmul(a, b, transa, transb)
 
 
 def _backward(ctx: Any, grad: torch.Tensor, transa: bool, transb: bool) -> tuple[torch.Tensor | None, ...]:
     a, b = ctx.saved_tensors
-    return _matmul_backward(grad, a, b, transa, transb, ctx.needs_input_grad)
+    return _matmul_backward(grad, a, b, *ctx.sizes, transa, transb)
 
 
 class cublasMM(InplaceFunction):

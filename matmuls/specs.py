@@ -79,11 +79,17 @@ class Spec:
     empty: Callable[[Draw], Iterator[Call]]
     cases: tuple[Case, ...] = ()
     host_case: Case | None = None  # small enough that the host's time is all there is
+    host_reference: Callable[..., Tensor] | None = None  # what a user would type for it
     dtypes: tuple[torch.dtype, ...] = ALL
     gradient: bool = True
     autocast: bool = True
     flops: bool = True  # torch.utils.flop_counter counts it
     rival: str = "torch"
+
+    @property
+    def in_place(self) -> bool:
+        """The first argument is written over."""
+        return self.name.endswith("_")
 
 
 # ------------------------------------------------------------------------------------------------------- dense products
@@ -197,6 +203,7 @@ def _product_spec(name: str, call: Callable[..., Tensor], transa: bool, transb: 
         empty=_calls(EMPTY, transa, transb),
         cases=_product_cases(transa, transb, SIZES),
         host_case=Case("64x64x64", lambda draw: Call((draw(64, 64), draw(64, 64)))),
+        host_reference=torch.matmul,
         rival="torch.matmul",
     )
 
@@ -239,6 +246,9 @@ def _affine_samples(draw: Draw) -> Iterator[Call]:
         args = (draw(*a), _stored(draw, b, transb), bias, activation, False, transb)
         yield Call(args)
     yield Call((draw(6, 4), draw(5, 6), draw(5), None, True, True))
+    for activation in activations:
+        yield Call((draw(4), draw(4), None, activation))
+        yield Call((draw(2, 3, 4), draw(4), None, activation))
 
 
 def _affine_bad(draw: Draw) -> Iterator[Bad]:
@@ -295,6 +305,7 @@ TABLE: tuple[Spec, ...] = (
         empty=_calls(EMPTY, False, False),
         cases=_product_cases(False, False, SIZES),
         host_case=Case("64x64x64", lambda draw: Call((draw(64, 64), draw(64, 64)))),
+        host_reference=torch.matmul,
         rival="torch.matmul",
     ),
     _product_spec("cublasMM", dense.cublasMM.apply, False, False, "`cublasMM.apply(a, b)`: a @ b"),
@@ -338,6 +349,7 @@ TABLE: tuple[Spec, ...] = (
             _linear_case("bias+gelu(tanh)", 2048, 768, 3072, "gelu_tanh"),
         ),
         host_case=_linear_case("bias+gelu(tanh)", 64, 64, 64, "gelu_tanh"),
+        host_reference=lambda x, w, bias, *_: F.gelu(F.linear(x, w, bias), approximate="tanh"),
         rival="F.linear, then the activation",
     ),
     Spec(

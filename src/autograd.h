@@ -2,7 +2,9 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -31,6 +33,38 @@ inline void check_no_gradient_into(const char* op, const char* written, std::ini
 // What ATen's own kernels do for their outputs: a saved tensor written over is then noticed by autograd.
 inline void mark_written(const at::Tensor& t) {
   if (!t.is_inference()) torch::autograd::impl::bump_version(t);
+}
+
+// torch's fallback materializes lazily conjugated or negated arguments, but knows no operator that returns nothing:
+// those that write resolve their inputs themselves and refuse such an output.
+inline at::Tensor resolved(const at::Tensor& t) { return t.defined() ? t.resolve_conj().resolve_neg() : t; }
+inline void check_not_lazy(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK(!t.is_conj() && !t.is_neg(), op, ": expected ", name,
+              " without a lazy conjugation or negation, got such a view");
+}
+
+// What the gradient of a product keeps: dA needs b, dB needs a, and the sizes of both.
+inline void save_product(torch::autograd::AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b, bool transa,
+                         bool transb) {
+  ctx->save_for_backward({b.requires_grad() ? a : at::Tensor(), a.requires_grad() ? b : at::Tensor()});
+  ctx->saved_data["a_sizes"] = a.sym_sizes();
+  ctx->saved_data["b_sizes"] = b.sym_sizes();
+  ctx->saved_data["transa"] = transa;
+  ctx->saved_data["transb"] = transb;
+}
+
+inline std::tuple<at::Tensor, at::Tensor> product_gradients(torch::autograd::AutogradContext* ctx,
+                                                            const at::Tensor& grad) {
+  using Optional = std::optional<at::Tensor>;
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("custom_mm::matmul_backward", "")
+          .typed<std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const Optional&, const Optional&,
+                                                    c10::SymIntArrayRef, c10::SymIntArrayRef, bool, bool)>();
+  const auto saved = ctx->get_saved_variables();
+  auto& data = ctx->saved_data;
+  return op.call(grad, saved[0], saved[1], data["a_sizes"].toSymIntVector(), data["b_sizes"].toSymIntVector(),
+                 data["transa"].toBool(), data["transb"].toBool());
 }
 
 }  // namespace matmuls

@@ -59,6 +59,15 @@ bool reachable(const std::vector<Loop>& loops, size_t level, int64_t target, con
 
 bool is_reachable(std::vector<Loop> loops, int64_t target) {
   std::sort(loops.begin(), loops.end(), [](const Loop& l, const Loop& r) { return l.stride > r.stride; });
+  // Two loops of one stride reach what one longer loop does; views of one matrix share their strides.
+  std::vector<Loop> merged;
+  for (const auto& l : loops) {
+    if (!merged.empty() && merged.back().stride == l.stride)
+      merged.back().count += l.count - 1;
+    else
+      merged.push_back(l);
+  }
+  loops = std::move(merged);
   std::vector<int64_t> rest(loops.size() + 1, 0), gcd(loops.size() + 1, 0);
   for (size_t i = loops.size(); i-- > 0;) {
     rest[i] = rest[i + 1] + loops[i].stride * (loops[i].count - 1);

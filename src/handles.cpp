@@ -17,12 +17,14 @@ int64_t workspace_size() { return workspace_nbytes; }
 #else
 
 #include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <pthread.h>
 
 #include <array>
 #include <atomic>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <set>
@@ -57,6 +59,7 @@ void watch_for_fork() {
 
 void* create(Library library) {
   watch_for_fork();
+  const Uncaptured uncaptured;
   void* handle = nullptr;
   switch (library) {
     case Library::cublas:
@@ -74,6 +77,7 @@ void* create(Library library) {
 }
 
 void destroy(Library library, void* handle) {
+  const Uncaptured uncaptured;
   switch (library) {
     case Library::cublas: MATMULS_CUBLAS_CHECK(cublasDestroy(static_cast<cublasHandle_t>(handle))); break;
     case Library::cublaslt: MATMULS_CUBLAS_CHECK(cublasLtDestroy(static_cast<cublasLtHandle_t>(handle))); break;
@@ -86,6 +90,18 @@ bool is_capturing(cudaStream_t stream) {
   C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
   return status != cudaStreamCaptureStatusNone;
 }
+
+// Of a stream that may be gone since.
+bool is_still_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) (void)cudaGetLastError();
+  return status == cudaStreamCaptureStatusActive;
+}
+
+// Another thread's capture (torch's default mode is global) must not break on what is allocated or freed here.
+struct Uncaptured {
+  c10::cuda::CUDAStreamCaptureModeGuard guard{cudaStreamCaptureModeRelaxed};
+};
 
 }  // namespace
 
@@ -105,8 +121,8 @@ struct Slot {
   void release() {
     c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
     attachment.reset();
+    const auto freed = std::exchange(workspaces, {});  // after the handle, and even if destroying it fails
     destroy(library, std::exchange(handle, nullptr));
-    workspaces.clear();
   }
 };
 
@@ -169,8 +185,24 @@ int64_t workspace_nbytes_for(int device) {
   return at::cuda::getDeviceProperties(device)->major >= 9 ? (32 << 20) : (8 << 20);
 }
 
+at::TensorOptions bytes_on(int device) { return at::TensorOptions(at::kByte).device(at::kCUDA, device); }
+
+// Memory of our own, not the caching allocator's: what torch allocates may belong to a private pool that somebody else
+// accounts for (CUDA graph trees do), and a workspace outlives any pool.
 at::Tensor new_workspace(int device) {
-  return at::empty({workspace_nbytes_for(device)}, at::TensorOptions(at::kByte).device(at::kCUDA, device));
+  const int64_t nbytes = workspace_nbytes_for(device);
+  const Uncaptured uncaptured;
+  void* data = nullptr;
+  if (cudaMalloc(&data, nbytes) != cudaSuccess) {
+    (void)cudaGetLastError();
+    c10::cuda::CUDACachingAllocator::emptyCache();
+    C10_CUDA_CHECK(cudaMalloc(&data, nbytes));
+  }
+  const auto free = [](void* p) {
+    const Uncaptured uncaptured;
+    C10_CUDA_CHECK_WARN(cudaFree(p));
+  };
+  return at::from_blob(data, {nbytes}, free, bytes_on(device));
 }
 
 // A process that makes streams without end must not keep a workspace for each: torch's own pool has 64 a device.
@@ -185,7 +217,7 @@ const at::Tensor& cached_workspace(Slot& slot, cudaStream_t stream) {
 }
 
 void check_not_capturing(const char* op, Slot& slot) {
-  std::erase_if(slot.captured, [](cudaStream_t stream) { return !is_capturing(stream); });
+  std::erase_if(slot.captured, [](cudaStream_t stream) { return !is_still_capturing(stream); });
   TORCH_CHECK(slot.captured.empty(), op, ": expected no CUDA graph capture in progress, got one that uses the ",
               name_of(slot.library), " handle on device ", slot.device, "; end the capture first");
 }
@@ -214,17 +246,22 @@ int64_t destroy_handles(Library library) {
     TORCH_CHECK(
         !is_capturing(c10::cuda::getCurrentCUDAStream()), op,
         ": expected no CUDA graph capture in progress, got the current stream capturing; end the capture first");
-  for (auto* slot : slots) {
-    std::lock_guard lock(slot->mutex);
-    check_not_capturing(op.c_str(), *slot);
-  }
+  // All at once, so that no capture begins between the check and the destruction. A thread holds one slot at a time.
+  std::vector<std::unique_lock<std::mutex> > locks;
+  for (auto* slot : slots) locks.emplace_back(slot->mutex);
+  for (auto* slot : slots) check_not_capturing(op.c_str(), *slot);
   int64_t destroyed = 0;
+  std::exception_ptr failure;
   for (auto* slot : slots) {
-    std::lock_guard lock(slot->mutex);
     if (!slot->handle) continue;
-    slot->release();
-    ++destroyed;
+    try {
+      slot->release();
+      ++destroyed;
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
   }
+  if (failure) std::rethrow_exception(failure);
   return destroyed;
 }
 
@@ -267,14 +304,18 @@ Borrowed::Borrowed(Library library, const char* op)
                 "() or run the work once before the capture");
     slot_.handle = create(library);
   }
-  if (capturing) slot_.captured.insert(stream);
+  if (capturing)
+    slot_.captured.insert(stream);
+  else if (!slot_.captured.empty())
+    slot_.captured.erase(stream);
   if (library == Library::cusparse) {
     MATMULS_CUSPARSE_CHECK(cusparseSetStream(cusparse(), stream), ", in ", op);
     return;
   }
   // Under capture the workspace is the capture's own: it comes from the capture's pool and goes back to it after the
   // call, so that a replayed graph never writes where an eager call may, and memory stays flat.
-  workspace_ = capturing ? new_workspace(slot_.device) : cached_workspace(slot_, stream);
+  workspace_ = capturing ? at::empty({workspace_nbytes_for(slot_.device)}, bytes_on(slot_.device))
+                         : cached_workspace(slot_, stream);
   if (library == Library::cublas) {
     // Stream first: cublasSetStream drops the workspace.
     MATMULS_CUBLAS_CHECK(cublasSetStream(cublas(), stream), ", in ", op);

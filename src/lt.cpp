@@ -4,7 +4,6 @@
 // float64 has none at all: there bias_act_ follows the product. (Row panels small enough for the L2 to hold between the
 // two were slower, 353 us instead of 314 at 16384x1024x4096: the second pass is bound by erf's arithmetic.)
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "activation.h"
@@ -44,14 +43,6 @@ const auto& matmul_out_op() {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("custom_mm::matmul", "out")
                              .typed<void(const Tensor&, const Tensor&, bool, bool, Tensor)>();
-  return op;
-}
-
-const auto& matmul_backward_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("custom_mm::matmul_backward", "")
-                             .typed<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, bool, bool,
-                                                               std::array<bool, 2>)>();
   return op;
 }
 
@@ -240,8 +231,9 @@ cublasLtEpilogue_t epilogue_of(bool bias, Activation activation) {
 
 void bias_act_(const Tensor& x, const Tensor& bias, Activation activation) {
   if (!bias.defined() && activation == Activation::none) return;
+  if (x.dim() == 0) return activate_(x, activation);  // the product of two vectors, which takes no bias
   if (x.is_complex()) {
-    if (bias.defined()) x.add_(bias);
+    x.add_(bias);
     return;
   }
   static const auto op = c10::Dispatcher::singleton()
@@ -377,19 +369,13 @@ struct AffineFunction : torch::autograd::Function<AffineFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& bias,
                         bool transa, bool transb) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({a, b});
-    ctx->saved_data["transa"] = transa;
-    ctx->saved_data["transb"] = transb;
+    save_product(ctx, a, b, transa, transb);
     return cublaslt_matmul_op().call(a, b, bias, std::nullopt, transa, transb);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& grads) {
-    if (!grads[0].defined()) return {{}, {}, {}, {}, {}};
-    const auto saved = ctx->get_saved_variables();
-    auto [grad_a, grad_b] = matmul_backward_op().call(grads[0], saved[0], saved[1], ctx->saved_data["transa"].toBool(),
-                                                      ctx->saved_data["transb"].toBool(),
-                                                      {ctx->needs_input_grad(0), ctx->needs_input_grad(1)});
+    auto [grad_a, grad_b] = product_gradients(ctx, grads[0]);
     const Tensor grad_bias = ctx->needs_input_grad(2) ? at::sum_to(grads[0], {grads[0].sym_size(-1)}) : Tensor();
     return {grad_a, grad_b, grad_bias, {}, {}};
   }
@@ -408,18 +394,36 @@ Tensor cublaslt_matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const
   return cublaslt_matmul_op().redispatch(keys & c10::after_autograd_keyset, a, b, maybe_bias, name, transa, transb);
 }
 
-void cublaslt_matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b,
-                                  const OptionalTensor& bias, Name name, bool transa, bool transb, Tensor out) {
+const auto& cublaslt_matmul_out_op() {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("custom_mm::cublaslt_matmul", "out")
           .typed<void(const Tensor&, const Tensor&, const OptionalTensor&, Name, bool, bool, Tensor)>();
+  return op;
+}
+
+void cublaslt_matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b,
+                                  const OptionalTensor& bias, Name name, bool transa, bool transb, Tensor out) {
   check_no_gradient_into(kOp, "out", {a, b, bias.value_or(Tensor()), out});
+  at::AutoDispatchBelowAutograd guard;
+  cublaslt_matmul_out_op().redispatch(keys & c10::after_autograd_keyset, a, b, bias, name, transa, transb, out);
+}
+
+void cublaslt_matmul_out_inplace(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, const OptionalTensor& bias,
+                                 Name name, bool transa, bool transb, Tensor out) {
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    op.redispatch(keys & c10::after_ADInplaceOrView_keyset, a, b, bias, name, transa, transb, out);
+    cublaslt_matmul_out_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, a, b, bias, name, transa, transb,
+                                        out);
   }
   mark_written(out);
+}
+
+void cublaslt_matmul_out_lazy(const Tensor& a, const Tensor& b, const OptionalTensor& bias, Name name, bool transa,
+                              bool transb, Tensor out) {
+  check_not_lazy(kOp, "out", out);
+  cublaslt_matmul_out_op().call(resolved(a), resolved(b), bias ? OptionalTensor(resolved(*bias)) : bias, name, transa,
+                                transb, out);
 }
 
 template <c10::DeviceType device>
@@ -466,6 +470,10 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("cublaslt_matmul", cublaslt_matmul_autograd);
   m.impl("cublaslt_matmul.out", cublaslt_matmul_out_autograd);
 }
+
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("cublaslt_matmul.out", cublaslt_matmul_out_inplace); }
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("cublaslt_matmul.out", cublaslt_matmul_out_lazy); }
+TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("cublaslt_matmul.out", cublaslt_matmul_out_lazy); }
 
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("cublaslt_matmul", cublaslt_matmul_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("cublaslt_matmul", cublaslt_matmul_autocast<at::kCUDA>); }

@@ -2,7 +2,6 @@
 //
 // Source: cublasGemmEx and cublasGemmStridedBatchedEx; on the CPU torch's own BLAS.
 #include <ATen/autocast_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "autograd.h"
@@ -116,36 +115,39 @@ const auto& matmul_op() {
 }
 
 // With A = op(a), B = op(b), Y = A B:  dA = dY B^H,  dB = A^H dY, each transposed back and summed over what was
-// broadcast. Everything here is differentiable again.
-std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const Tensor& a, const Tensor& b, bool transa,
-                                           bool transb, std::array<bool, 2> mask) {
+// broadcast. dA needs b alone, dB needs a alone; what is not given was not saved, and its counterpart is not computed.
+// Everything here is differentiable again.
+std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::optional<Tensor>& a,
+                                           const std::optional<Tensor>& b, c10::SymIntArrayRef a_sizes,
+                                           c10::SymIntArrayRef b_sizes, bool transa, bool transb) {
   const auto mm = [](const Tensor& x, const Tensor& y, bool tx, bool ty) { return matmul_op().call(x, y, tx, ty); };
-  const bool a_vector = a.dim() == 1, b_vector = b.dim() == 1;
-  // Under autocast the product has a narrower dtype than a saved float32 operand.
-  const Tensor x = (a_vector ? a.unsqueeze(0) : a).to(grad.scalar_type());
-  const Tensor y = (b_vector ? b.unsqueeze(1) : b).to(grad.scalar_type());
+  const bool a_vector = a_sizes.size() == 1, b_vector = b_sizes.size() == 1;
+  // A vector is a row on the left and a column on the right. Under autocast the product is narrower than a saved
+  // operand.
+  const auto matrix = [&](const Tensor& t, bool vector, int64_t dim) {
+    const Tensor conj = t.is_complex() ? t.conj() : t;
+    return (vector ? conj.unsqueeze(dim) : conj).to(grad.scalar_type());
+  };
   Tensor g = b_vector ? grad.unsqueeze(-1) : grad;
   if (a_vector) g = g.unsqueeze(-2);
   const bool tx = transa && !a_vector, ty = transb && !b_vector;
 
   Tensor grad_a, grad_b;
-  if (mask[0]) {
-    const Tensor yc = y.is_complex() ? y.conj() : y;
-    grad_a = tx ? mm(yc, g, ty, true) : mm(g, yc, false, !ty);
-    grad_a = at::sum_to(grad_a, x.sym_sizes());
-    if (a_vector) grad_a = grad_a.squeeze(0);
+  if (b && b->defined()) {
+    const Tensor y = matrix(*b, b_vector, 1);
+    grad_a = tx ? mm(y, g, ty, true) : mm(g, y, false, !ty);
+    grad_a = a_vector ? at::sum_to(grad_a, {c10::SymInt(1), a_sizes[0]}).squeeze(0) : at::sum_to(grad_a, a_sizes);
   }
-  if (mask[1]) {
-    const Tensor xc = x.is_complex() ? x.conj() : x;
-    if (y.dim() == 2 && x.dim() > 2 && !tx) {
+  if (a && a->defined()) {
+    const Tensor x = matrix(*a, a_vector, 0);
+    if (b_sizes.size() <= 2 && x.dim() > 2 && !tx) {
       // One weight for a batch: fold the batch into the inner size, so that the sum happens inside one product.
-      const Tensor xf = xc.flatten(0, -2), gf = g.flatten(0, -2);
+      const Tensor xf = x.flatten(0, -2), gf = g.flatten(0, -2);
       grad_b = ty ? mm(gf, xf, true, false) : mm(xf, gf, true, false);
     } else {
-      grad_b = ty ? mm(g, xc, true, tx) : mm(xc, g, !tx, false);
-      grad_b = at::sum_to(grad_b, y.sym_sizes());
+      grad_b = ty ? mm(g, x, true, tx) : mm(x, g, !tx, false);
     }
-    if (b_vector) grad_b = grad_b.squeeze(1);
+    grad_b = b_vector ? at::sum_to(grad_b, {b_sizes[0], c10::SymInt(1)}).squeeze(1) : at::sum_to(grad_b, b_sizes);
   }
   return {grad_a, grad_b};
 }
@@ -154,19 +156,13 @@ struct MatmulFunction : torch::autograd::Function<MatmulFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, bool transa,
                         bool transb) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->save_for_backward({a, b});
-    ctx->saved_data["transa"] = transa;
-    ctx->saved_data["transb"] = transb;
+    save_product(ctx, a, b, transa, transb);
     return matmul_op().call(a, b, transa, transb);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& grads) {
-    if (!grads[0].defined()) return {{}, {}, {}, {}};
-    const auto saved = ctx->get_saved_variables();
-    auto [grad_a, grad_b] =
-        matmul_backward(grads[0], saved[0], saved[1], ctx->saved_data["transa"].toBool(),
-                        ctx->saved_data["transb"].toBool(), {ctx->needs_input_grad(0), ctx->needs_input_grad(1)});
+    auto [grad_a, grad_b] = product_gradients(ctx, grads[0]);
     return {grad_a, grad_b, {}, {}};
   }
 };
@@ -177,17 +173,32 @@ Tensor matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& 
   return matmul_op().redispatch(keys & c10::after_autograd_keyset, a, b, transa, transb);
 }
 
-void matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, bool transa, bool transb,
-                         Tensor out) {
+const auto& matmul_out_op() {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("custom_mm::matmul", "out")
                              .typed<void(const Tensor&, const Tensor&, bool, bool, Tensor)>();
+  return op;
+}
+
+void matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, bool transa, bool transb,
+                         Tensor out) {
   check_no_gradient_into(kOp, "out", {a, b, out});
+  at::AutoDispatchBelowAutograd guard;
+  matmul_out_op().redispatch(keys & c10::after_autograd_keyset, a, b, transa, transb, out);
+}
+
+void matmul_out_inplace(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, bool transa, bool transb,
+                        Tensor out) {
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    op.redispatch(keys & c10::after_ADInplaceOrView_keyset, a, b, transa, transb, out);
+    matmul_out_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, a, b, transa, transb, out);
   }
   mark_written(out);
+}
+
+void matmul_out_lazy(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
+  check_not_lazy(kOp, "out", out);
+  matmul_out_op().call(resolved(a), resolved(b), transa, transb, out);
 }
 
 template <c10::DeviceType device>
@@ -204,8 +215,11 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("matmul(Tensor a, Tensor b, bool transa=False, bool transb=False) -> Tensor", {at::Tag::pt2_compliant_tag});
   m.def("matmul.out(Tensor a, Tensor b, bool transa=False, bool transb=False, *, Tensor(a!) out) -> ()",
         {at::Tag::pt2_compliant_tag});
-  m.def("matmul_backward(Tensor grad, Tensor a, Tensor b, bool transa, bool transb, bool[2] mask) -> (Tensor, Tensor)",
-        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "matmul_backward(Tensor grad, Tensor? a, Tensor? b, SymInt[] a_sizes, SymInt[] b_sizes, bool transa, bool "
+      "transb) "
+      "-> (Tensor, Tensor)",
+      {at::Tag::pt2_compliant_tag});
 }
 
 TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) { m.impl("matmul_backward", matmul_backward); }
@@ -231,6 +245,10 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("matmul", matmul_autograd);
   m.impl("matmul.out", matmul_out_autograd);
 }
+
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("matmul.out", matmul_out_inplace); }
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("matmul.out", matmul_out_lazy); }
+TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("matmul.out", matmul_out_lazy); }
 
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("matmul", matmul_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("matmul", matmul_autocast<at::kCUDA>); }

@@ -25,6 +25,12 @@ struct ProductShape {
   }
 };
 
+// Facts about sizes; under tracing, what is not known stays open: equality is then asserted at run time.
+inline bool equal(int64_t x, int64_t y) { return x == y; }
+inline bool equal(const c10::SymInt& x, const c10::SymInt& y) { return x.sym_eq(y).expect_true(__FILE__, __LINE__); }
+inline bool is_one(int64_t x) { return x == 1; }
+inline bool is_one(const c10::SymInt& x) { return x.sym_eq(1).guard_or_false(__FILE__, __LINE__); }
+
 template <class Int>
 ProductShape<Int> product_shape(const char* op, c10::ArrayRef<Int> a, c10::ArrayRef<Int> b, bool transa, bool transb) {
   const bool a_vector = a.size() == 1, b_vector = b.size() == 1;
@@ -35,16 +41,21 @@ ProductShape<Int> product_shape(const char* op, c10::ArrayRef<Int> a, c10::Array
   if (!a_vector) s.m = transa ? a_at(1) : a_at(2);
   if (!b_vector) s.n = transb ? b_at(2) : b_at(1);
   const Int k_b = b_vector || transb ? b_at(1) : b_at(2);
-  TORCH_CHECK(s.k == k_b, op, ": expected a and b with equal inner sizes, got ", s.k, " and ", k_b, " for a ", a,
+  TORCH_CHECK(equal(s.k, k_b), op, ": expected a and b with equal inner sizes, got ", s.k, " and ", k_b, " for a ", a,
               transa ? " transposed" : "", " and b ", b, transb ? " transposed" : "");
   const auto batch_a = a.slice(0, a_vector ? 0 : a.size() - 2), batch_b = b.slice(0, b_vector ? 0 : b.size() - 2);
   const size_t dims = std::max(batch_a.size(), batch_b.size());
   for (size_t i = 0; i < dims; ++i) {
-    const Int x = i + batch_a.size() < dims ? Int(1) : batch_a[i + batch_a.size() - dims];
-    const Int y = i + batch_b.size() < dims ? Int(1) : batch_b[i + batch_b.size() - dims];
-    TORCH_CHECK(x == y || x == 1 || y == 1, op, ": expected batch dimensions that broadcast, got ", x, " and ", y,
+    const bool only_b = i + batch_a.size() < dims, only_a = i + batch_b.size() < dims;
+    if (only_a || only_b) {
+      s.batch.push_back(only_a ? batch_a[i] : batch_b[i]);
+      continue;
+    }
+    const Int x = batch_a[i + batch_a.size() - dims], y = batch_b[i + batch_b.size() - dims];
+    const bool one_x = is_one(x), one_y = is_one(y);
+    TORCH_CHECK(one_x || one_y || equal(x, y), op, ": expected batch dimensions that broadcast, got ", x, " and ", y,
                 " for a ", a, " and b ", b);
-    s.batch.push_back(x == 1 ? y : x);
+    s.batch.push_back(one_x ? y : x);
   }
   return s;
 }
@@ -56,7 +67,7 @@ void check_out(const char* op, const at::Tensor& out, c10::IntArrayRef shape, st
 template <class Int>
 void check_bias(const char* op, c10::ArrayRef<Int> bias, const ProductShape<Int>& shape) {
   TORCH_CHECK(!shape.b_vector, op, ": expected b of at least two dimensions beside a bias, got a vector");
-  TORCH_CHECK(bias.size() == 1 && bias[0] == shape.n, op, ": expected bias of shape [", shape.n,
+  TORCH_CHECK(bias.size() == 1 && equal(bias[0], shape.n), op, ": expected bias of shape [", shape.n,
               "], one value per column of the product, got ", bias);
 }
 

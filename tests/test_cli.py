@@ -49,7 +49,7 @@ def test_bert_fails_where_attention_is_wrong(tmp_path):
 import sys
 from matmuls.integrations import transformers as integration
 right = integration._softmax
-integration._softmax = lambda scores, mask, scaling: right(scores, mask, 1.001 * scaling)
+integration._softmax = lambda scores, mask, scaling, bias: right(scores, mask, 1.001 * scaling, bias)
 from matmuls.cli import main
 main()
 """

@@ -93,6 +93,77 @@ def test_overlap_is_exact(device):
         matmuls.matmul(draw(4, 4, device=device), memory[::2, 8:], out=memory[2:6, 5:9])
 
 
+def test_overlap_of_large_interleaved_views_is_found_out_at_once(device):
+    memory = torch.zeros(200_000, 8, device=device)
+    eye = torch.eye(4, device=device)
+    matmuls.matmul(memory[:, :4], eye, out=memory[:, 4:])
+    square = torch.zeros(512, 512, device=device)
+    matmuls.matmul(square[:256, ::2], square[256:, ::2], out=square[:256, 1::2])
+    with pytest.raises(RuntimeError, match="out and a not to overlap"):
+        matmuls.matmul(memory[:, :4], eye, out=memory[:, 3:7])
+
+
+def test_lazy_conjugation_and_out(device):
+    a, b = (draw(*s, device=device, dtype=torch.complex64) for s in ((3, 4), (4, 5)))
+    out = torch.zeros(3, 5, device=device, dtype=torch.complex64)
+    torch.testing.assert_close(matmuls.matmul(a.conj(), b, out=out), a.conj() @ b)
+    torch.testing.assert_close(matmuls.matmul(a.conj(), b, bias=b[0].conj(), out=out), a.conj() @ b + b[0].conj())
+    torch.testing.assert_close(matmuls.matmul(a.conj().imag, b.real, out=out.real), a.conj().imag @ b.real)
+    for bad in (out.conj(), torch._neg_view(out)):
+        with pytest.raises(RuntimeError, match="matmul: expected out without a lazy conjugation or negation"):
+            matmuls.matmul(a, b, out=bad)
+    with pytest.raises(RuntimeError, match="bias_act_: expected x without a lazy conjugation or negation"):
+        custom_mm.bias_act_(out.conj().imag, None, "relu")
+
+
+def test_writing_in_inference_mode_is_seen_by_autograd(device):
+    x = draw(3, 3, device=device).requires_grad_()
+    for write in (
+        lambda s: matmuls.matmul(s.clone(), s.clone(), out=s),
+        lambda s: custom_mm.bias_act_(s, None, "relu"),
+    ):
+        saved = draw(3, 3, device=device)
+        y = x * saved
+        with torch.inference_mode():
+            write(saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+PRODUCTS = [matmuls.matmul, matmuls.cublasMM.apply, lambda a, b: matmuls.matmul(a, b, bias=b[0].detach())]
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=["matmul", "cublasMM", "bias"])
+def test_only_what_a_gradient_needs_is_kept(product, device):
+    """Of a product with a frozen weight the input may change, and is not kept alive; and the other way around."""
+    leaf, frozen = draw(3, 3, device=device).requires_grad_(), draw(3, 3, device=device, seed=1)
+    for order in (lambda x: (x, frozen), lambda x: (frozen, x)):
+        x = leaf * 1
+        y = product(*order(x))
+        x.detach().add_(1)
+        x.add_(1)
+        (grad,) = torch.autograd.grad(y.sum(), leaf)
+        ones = torch.ones(3, 3, device=device)
+        torch.testing.assert_close(grad, ones @ frozen.mT if order(0)[1] is frozen else frozen.mT @ ones)
+
+
+@pytest.mark.cuda
+def test_compile_with_cuda_graph_trees():
+    a, b = draw(64, 32, device="cuda"), draw(32, 48, device="cuda").requires_grad_()
+
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def step(a, b):
+        return matmuls.matmul(a, b, bias=a[0, :1].expand(48).contiguous()) + matmuls.cublasMM.apply(a, b)
+
+    for seed in range(5):
+        a.copy_(draw(64, 32, device="cuda", seed=seed))
+        torch.compiler.cudagraph_mark_step_begin()
+        y = step(a, b)
+        torch.testing.assert_close(y, 2 * (a @ b) + a[0, 0], atol=1e-4, rtol=1e-4)
+        (grad,) = torch.autograd.grad(y.sum(), b)
+        torch.testing.assert_close(grad, 2 * a.mT @ torch.ones(64, 48, device="cuda"), atol=1e-4, rtol=1e-4)
+
+
 def test_out_with_a_gradient_is_refused(device):
     a, b = draw(3, 4, device=device).requires_grad_(), draw(4, 5, device=device)
     out = torch.zeros(3, 5, device=device)

@@ -1,11 +1,16 @@
 """One test per property, over every row of the table."""
 
+import os
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from matmuls import matmul
 from matmuls.specs import TABLE, Call, Draw, Spec
 
+# Under the sanitizer: results start as NaN (see conftest.py), and no kernel but ours reads or writes on the GPU.
+POISON = bool(os.environ.get("MATMULS_POISON"))
 WIDE = {torch.complex64: torch.complex128, torch.complex128: torch.complex128}
 
 
@@ -49,13 +54,15 @@ def assert_close_as_torch(spec: Spec, call: Call, layout=torch.clone):
     Errors are measured against the result for |inputs|, so that no sum cancels. One rounding more, where torch happens
     to be exact; in float64, where torch is the truth itself, the few roundings of a sum in another order.
     """
-    wide = call.map(lambda t: t.to(WIDE.get(t.dtype, torch.float64)))
+    home = call.map(torch.Tensor.cpu) if POISON else call
+    wide = home.map(lambda t: t.to(WIDE.get(t.dtype, torch.float64)))
     truth = run(spec, wide, spec.reference)
     scale = torch.linalg.vector_norm(run(spec, wide.map(torch.abs), spec.reference)).item()
-    ours, theirs = (f(*(c := call.map(layout)).args, **c.kwargs) for f in (spec.call, spec.reference))
+    ours, theirs = (f(*(c := x.map(layout)).args, **c.kwargs) for f, x in ((spec.call, call), (spec.reference, home)))
     assert ours.shape == theirs.shape
     assert ours.dtype == theirs.dtype
-    assert ours.device == theirs.device
+    assert ours.device == call.tensors[0].device
+    ours = ours.to(theirs.device)
     roundings = 4 if ours.dtype in (torch.float64, torch.complex128) else 1
     bound = 2 * error(theirs, truth, scale) + roundings * torch.finfo(ours.dtype).eps
     assert error(ours, truth, scale) <= bound
@@ -176,6 +183,22 @@ def test_opcheck(operator, device):
         for out_variant in spec.operators[1:]:
             detached = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
             torch.library.opcheck(out_variant, detached, {"out": operator(*detached)})
+
+
+@pytest.mark.parametrize("operands", [((-1, 3, 4), (-1, 4, 5)), ((-1, 3, 4), (4, 5)), ((-1, 4), (4, 5))], ids=str)
+def test_compile_with_sizes_known_at_run_time_only(operands, device):
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def product(x, mask, y):
+        rows = mask.nonzero().squeeze(1)
+        return matmul(x[rows], y[rows] if y.dim() == x.dim() > 2 else y)
+
+    draw = Draw(torch.float32, device)
+    x, y = (draw(*(7 if n == -1 else n for n in shape)) for shape in operands)
+    mask = torch.arange(7, device=device) % 2 == 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.testing.assert_close(product(x, mask, y), x[mask] @ (y[mask] if y.dim() == x.dim() > 2 else y))
 
 
 @every_row

@@ -69,6 +69,9 @@ MODELS = {
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**SMALL)),
     "bert decoder": lambda: transformers.BertModel(transformers.BertConfig(**SMALL, is_decoder=True)),
     "grouped heads": lambda: transformers.LlamaModel(transformers.LlamaConfig(**SMALL, num_key_value_heads=2)),
+    "position bias": lambda: transformers.T5EncoderModel(
+        transformers.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=60)
+    ),
     "sliding window": lambda: transformers.MistralModel(
         transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=3)
     ),
@@ -96,6 +99,14 @@ def test_models_agree_with_eager(name, padded):
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
     for x, y in zip(*gradients, strict=True):
         torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_not_computed_is_refused():
+    config = transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=5.0)
+    model = transformers.Gemma2Model(config)
+    model.set_attn_implementation("custom_mm")
+    with pytest.raises(NotImplementedError, match="expected a model without softcap"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 
 def test_the_padding_mask_is_not_expanded():

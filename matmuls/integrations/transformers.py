@@ -67,7 +67,15 @@ def attention(
 
     query: [B, H, Q, D]; key, value: [B, H, K, D], or with fewer heads that H is a multiple of. attention_mask: bool,
     True where a key may be attended to, or float, added to the scores; any shape that broadcasts to [B, H, Q, K].
+    position_bias, where a model has one, is added to the scaled scores.
+
+    Raises NotImplementedError for a model with attention sinks or capped scores.
     """
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"attention: expected a model without {name}, got {type(module).__name__} with it"
+            )
     if scaling is None:
         scaling = query.size(-1) ** -0.5
     heads, key_heads = query.size(1), key.size(1)
@@ -77,7 +85,7 @@ def attention(
     scores = cublasTransbMM.apply(query, key)
     if heads != key_heads:
         scores = scores.flatten(1, 2)
-    probabilities = _softmax(scores, attention_mask, scaling)
+    probabilities = _softmax(scores, attention_mask, scaling, kwargs.get("position_bias"))
     dropped = torch.nn.functional.dropout(probabilities, p=dropout, training=module.training)
     if heads != key_heads:
         context = cublasMM.apply(dropped.unflatten(1, (key_heads, heads // key_heads)), value).flatten(1, 2)
@@ -86,9 +94,13 @@ def attention(
     return context.transpose(1, 2).contiguous(), probabilities
 
 
-def _softmax(scores: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
+def _softmax(
+    scores: torch.Tensor, mask: torch.Tensor | None, scaling: float, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Softmax of the scaled and masked scores; a row with nothing to attend to is uniform, as in stock attention."""
     scores = scores * scaling
+    if bias is not None:
+        scores = scores + bias
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:

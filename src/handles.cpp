@@ -57,6 +57,11 @@ void watch_for_fork() {
   (void)once;
 }
 
+// Another thread's capture (torch's default mode is global) must not break on what is allocated or freed here.
+struct Uncaptured {
+  c10::cuda::CUDAStreamCaptureModeGuard guard{cudaStreamCaptureModeRelaxed};
+};
+
 void* create(Library library) {
   watch_for_fork();
   const Uncaptured uncaptured;
@@ -97,11 +102,6 @@ bool is_still_capturing(cudaStream_t stream) {
   if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) (void)cudaGetLastError();
   return status == cudaStreamCaptureStatusActive;
 }
-
-// Another thread's capture (torch's default mode is global) must not break on what is allocated or freed here.
-struct Uncaptured {
-  c10::cuda::CUDAStreamCaptureModeGuard guard{cudaStreamCaptureModeRelaxed};
-};
 
 }  // namespace
 

@@ -131,7 +131,8 @@ def peak_memory(run: Run, device: str) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()
     alive = peak = 0
     for event in profile.profiler.kineto_results.events():

@@ -20,7 +20,10 @@ def handle_info() -> list[Handle]:
     """The live handles of every thread: library, device, thread ("free" when its thread has ended), workspaces."""
 
 def set_workspace_size(nbytes: int) -> None:
-    """Bytes of workspace per (handle, stream) from the next call on; 0: 32 MiB from sm_90 on, 8 MiB before."""
+    """Bytes of workspace per (handle, stream) from the next call on; 0: 32 MiB from sm_90 on, 8 MiB before.
+
+    Workspaces are allocated from the driver, beside torch's caching allocator; under graph capture from the capture's pool.
+    """
 
 def workspace_size() -> int:
     """What set_workspace_size asked for; 0 is the default."""

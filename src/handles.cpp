@@ -130,7 +130,7 @@ namespace {
 
 struct Pool {
   std::mutex mutex;
-  std::vector<std::unique_ptr<Slot> > slots;
+  std::vector<std::unique_ptr<Slot>> slots;
   std::atomic<int64_t> workspace_nbytes{0};
 };
 
@@ -247,7 +247,7 @@ int64_t destroy_handles(Library library) {
         !is_capturing(c10::cuda::getCurrentCUDAStream()), op,
         ": expected no CUDA graph capture in progress, got the current stream capturing; end the capture first");
   // All at once, so that no capture begins between the check and the destruction. A thread holds one slot at a time.
-  std::vector<std::unique_lock<std::mutex> > locks;
+  std::vector<std::unique_lock<std::mutex>> locks;
   for (auto* slot : slots) locks.emplace_back(slot->mutex);
   for (auto* slot : slots) check_not_capturing(op.c_str(), *slot);
   int64_t destroyed = 0;

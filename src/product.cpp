@@ -8,8 +8,8 @@ namespace matmuls {
 namespace {
 
 // A batch whose strides no single call can take: many small calls, or a copy of what does not fit. On an H200 two calls
-// beat the copy of a [2,12,512,64] view (10 us, with copies 11 to 20), four do not (20 us, 17), and 64 are three times
-// slower; calls of 34 GFLOP each beat it again (285 us, 306), and the memory is spared.
+// beat the copy of a [2,12,512,64] view (10 us, with copies 11 to 20), four do not (20 us, 17), and 64 at length 128
+// are three times slower; calls of 34 GFLOP each beat it again (285 us, 306), and the memory is spared.
 constexpr int64_t kMaxCalls = 2;
 constexpr double kLargeCall = 5e9;  // multiply-adds
 

@@ -22,7 +22,7 @@ def handle_info() -> list[Handle]:
 def set_workspace_size(nbytes: int) -> None:
     """Bytes of workspace per (handle, stream) from the next call on; 0: 32 MiB from sm_90 on, 8 MiB before.
 
-    Workspaces are allocated from the driver, beside torch's caching allocator; under graph capture from the capture's pool.
+    Workspaces come from the driver, beside torch's caching allocator; under graph capture from the capture's pool.
     """
 
 def workspace_size() -> int:

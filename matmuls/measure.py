@@ -44,32 +44,50 @@ def graph_of(calls: Sequence[Run]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_on_gpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4) -> list[Timing]:
+def _l2_filler() -> Run:
+    """Reads twice the L2's size and writes as much: half of what the L2 then holds is yet to be written.
+
+    The kernel timed next pays for that and leaves as much behind, as in the roof's back-to-back copies.
+    """
+    source, target = torch.zeros(2, 2 * l2_bytes(torch.device("cuda")) // 4, device="cuda")
+    return lambda: torch.neg(source, out=target)
+
+
+def time_on_gpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: Run | None = None) -> list[Timing]:
     """GPU time per call of each rival. A rival is the same call on several sets of inputs, run in turn.
 
-    Rounds alternate between the rivals, so that the chip's clock drifts for all alike.
+    Rounds alternate between the rivals, so that the chip's clock drifts for all alike. `restore` puts back what a rival
+    writes over; it runs untimed before every round of every rival, and the L2 is filled after it.
     """
     graphs = [graph_of(calls) for calls in rivals]
+    filler = _l2_filler()  # named: it holds the memory that its graph goes through
+    before = graph_of([restore, filler]) if restore else None  # one launch, so that the GPU never waits for the host
     for graph in graphs:
         graph.replay()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def replay(i: int, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        if before:
+            before.replay()
+        start.record()
+        graphs[i].replay()
+        end.record()
+
+    def event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    start, end = event(), event()
     start.record()
-    for graph in graphs:
-        graph.replay()
+    for i in range(len(graphs)):
+        replay(i, event(), event())
     end.record()
     torch.cuda.synchronize()
     one_round = max(start.elapsed_time(end) / 1e3, 1e-5)
-    rounds = int(min(200, max(10, budget * len(rivals) / one_round)))
-    events = [
-        [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in graphs]
-        for _ in range(rounds)
-    ]
+    rounds = int(min(200, max(20, budget * len(rivals) / one_round)))
+    events = [[(event(), event()) for _ in graphs] for _ in range(rounds)]
     for n, pairs in enumerate(events):
         order = range(len(graphs)) if n % 2 == 0 else reversed(range(len(graphs)))
         for i in order:
-            pairs[i][0].record()
-            graphs[i].replay()
-            pairs[i][1].record()
+            replay(i, *pairs[i])
     torch.cuda.synchronize()
     return [
         _timing([pairs[i][0].elapsed_time(pairs[i][1]) / 1e3 / len(calls) for pairs in events])
@@ -77,24 +95,35 @@ def time_on_gpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4) -> list[Ti
     ]
 
 
-def time_on_cpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4) -> list[Timing]:
-    """Wall time per call of each rival; rounds alternate as on the GPU."""
+def time_on_cpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: Run | None = None) -> list[Timing]:
+    """Wall time per call of each rival; rounds alternate as on the GPU. With `restore`, untimed, before each call."""
     begin = time.perf_counter()
     for calls in rivals:
+        if restore:
+            restore()
         calls[0]()
     one_round = time.perf_counter() - begin
-    repeats = max(1, int(2e-3 / max(one_round, 1e-7)))
+    repeats = 1 if restore else max(1, int(2e-3 / max(one_round, 1e-7)))
     rounds = int(min(100, max(5, budget * len(rivals) / (max(one_round, 1e-6) * repeats))))
     seconds: list[list[float]] = [[] for _ in rivals]
     for n in range(rounds):
         order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
         for i in order:
             calls = rivals[i]
+            if restore:
+                restore()
             begin = time.perf_counter()
             for k in range(repeats):
                 calls[k % len(calls)]()
             seconds[i].append((time.perf_counter() - begin) / repeats)
     return [_timing(s) for s in seconds]
+
+
+def time_on(
+    device: str, rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: Run | None = None
+) -> list[Timing]:
+    """Time per call of each rival, by the clock of the device."""
+    return (time_on_gpu if device == "cuda" else time_on_cpu)(rivals, budget, restore)
 
 
 def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: int = 250) -> list[Timing]:
@@ -124,13 +153,15 @@ def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: in
 
 def peak_memory(run: Run, device: str) -> int:
     """Bytes of tensors alive at the peak of a call, above what was alive before it."""
+    gc.collect()  # what is freed meanwhile would hide what is allocated
     if device == "cuda":
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
+        # requested, not allocated: a block is up to 1 MB larger than its tensor
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         run()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()

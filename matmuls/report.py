@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .bench import geometric_mean
+from .bench import COMPILED, geometric_mean
 from .specs import TABLE
 
 MARKER = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -20,7 +20,7 @@ Rows = list[dict[str, Any]]
 
 def render(text: str, results: Path) -> str:
     """The text with every marked table made anew. Raises ValueError on a name without a table."""
-    makers = {"operations": operations, "products": products, "epilogues": epilogues, "host": host}
+    makers = {f.__name__: f for f in (operations, products, epilogues, rowwise, masked, memory, host)}
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
@@ -32,12 +32,13 @@ def render(text: str, results: Path) -> str:
 
 
 def load(results: Path) -> dict[str, Any]:
-    """The newest full GPU run: environment, roofs and rows."""
-    files = sorted(results.glob("bench-cuda*.json"))
-    if not files:
-        return {"environment": {}, "roofs": {}, "rows": []}
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return max(runs, key=lambda run: (len(run["rows"]), run["environment"]["date"]))
+    """The rows of the committed GPU runs; of an operation those of the newest run that has it."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in results.glob("bench-cuda*.json")]
+    newest: dict[str, Rows] = {}
+    for run in sorted(runs, key=lambda run: run["environment"]["date"]):
+        rows = sorted(run["rows"], key=lambda row: row["operation"])
+        newest |= {name: list(own) for name, own in groupby(rows, key=lambda row: row["operation"])}
+    return {"rows": [row for spec in TABLE for row in newest.get(spec.name, [])]}
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -88,6 +89,56 @@ def epilogues(run: dict[str, Any]) -> str:
                 f"{r['rival_us']:.0f}",
                 f"{r['ratio']:.2f}",
                 f"{r['roof']:.2f}",
+            ]
+            for r in rows
+        ),
+    )
+
+
+def rowwise(run: dict[str, Any]) -> str:
+    """Share of the roof and speed over the fastest rival, per operation, direction, dtype and number of columns."""
+    cells: dict[tuple[str, ...], dict[int, str]] = {}
+    for r in run["rows"]:
+        if r["kind"] == "gpu" and r["operation"] in ("softmax_", "layer_norm_", "rms_norm_"):
+            direction, shape = r["case"].split()
+            line = cells.setdefault((f"`{r['operation']}`", direction, r["dtype"]), {})
+            line[int(shape.split("x")[1])] = f"{r['roof']:.2f} ({r['ratio']:.2f})"
+    columns = sorted({n for line in cells.values() for n in line})
+    return markdown(
+        ("operation", "direction", "dtype", *map(str, columns)),
+        ([*key, *(line.get(n, "") for n in columns)] for key, line in cells.items()),
+    )
+
+
+def masked(run: dict[str, Any]) -> str:
+    """The masked softmax, per shape, mask and direction, beside eager torch and torch.compile."""
+    table = []
+    for r in run["rows"]:
+        if r["kind"] == "gpu" and r["operation"] == "scaled_masked_softmax":
+            direction, shape, mask = r["case"].split(maxsplit=2)
+            eager = next(us for name, us in r["rivals_us"].items() if name != COMPILED)
+            speeds = (f"{us / r['ours_us']:.2f}" if us else "" for us in (eager, r["rivals_us"].get(COMPILED)))
+            ours = f"{r['ours_us']:.0f}"
+            table.append([shape, mask, direction, r["dtype"], ours, f"{r['roof']:.2f}", *speeds])
+    return markdown(
+        ("shape", "mask", "direction", "dtype", "ours, µs", "share of the roof", "over eager", "over torch.compile"),
+        table,
+    )
+
+
+def memory(run: dict[str, Any]) -> str:
+    """Peak memory of a call beside what a user would pick instead."""
+    rows = [r for r in run["rows"] if r["kind"] == "memory"]
+    return markdown(
+        ("operation", "case", "dtype", "ours, MiB", "rival, MiB", "rival / ours"),
+        (
+            [
+                f"`{r['operation']}`",
+                r["case"],
+                r["dtype"],
+                f"{r['ours_mib']:.1f}",
+                f"{r['rival_mib']:.1f}",
+                f"{r['ratio']:.2f}" if r["ratio"] else "",
             ]
             for r in rows
         ),

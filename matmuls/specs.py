@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import custom_mm
 
-from . import dense
+from . import dense, fused_softmax, rowwise
 
 REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ALL = (*REAL, torch.complex64, torch.complex128)
@@ -59,10 +60,16 @@ class Bad:
 
 @dataclass(frozen=True)
 class Case:
-    """One benchmark: a label and its arguments."""
+    """One benchmark: a label and its arguments; where it is not the row's own call, what it runs instead."""
 
     label: str
-    draw: Callable[[Draw], Call]
+    draw: Callable[[Draw], Call]  # from draw's tensors, dtype and device alone: it runs on "meta" too
+    call: Callable[..., Any] | None = None  # such as a backward operator; may return a tuple of tensors and None
+    reference: Callable[..., Any] | None = None
+    rival: str | None = None
+    in_place: bool | None = None
+    moved: Callable[[Call], int] | None = None  # bytes that must move, where not every input and result once
+    device: str | None = None  # "cpu" or "cuda" alone
 
 
 @dataclass(frozen=True)
@@ -78,18 +85,31 @@ class Spec:
     bad: Callable[[Draw], Iterator[Bad]]
     empty: Callable[[Draw], Iterator[Call]]
     cases: tuple[Case, ...] = ()
+    memory_cases: tuple[Case, ...] = ()  # their peak is measured, not their time
     host_case: Case | None = None  # small enough that the host's time is all there is
     host_reference: Callable[..., Tensor] | None = None  # what a user would type for it
     dtypes: tuple[torch.dtype, ...] = ALL
+    bench_dtypes: tuple[torch.dtype, ...] | None = None  # timed unless told otherwise; None: bench.GPU_DTYPES
+    cpu_bench_dtypes: tuple[torch.dtype, ...] | None = None  # None: bench.CPU_DTYPES
     gradient: bool = True
     autocast: bool = True
     flops: bool = True  # torch.utils.flop_counter counts it
     rival: str = "torch"
+    compiled: bool = False  # on a GPU torch.compile(reference) is a second rival
+
+    frozen: tuple[int, ...] = ()  # arguments without a gradient
+    contiguous: bool = False  # no other layout is taken
+    writes: bool = False  # written over its first argument, under a name that does not end in "_"
 
     @property
     def in_place(self) -> bool:
         """The first argument is written over."""
-        return self.name.endswith("_")
+        return self.writes or self.name.endswith("_")
+
+    def on_a_copy(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The call with its first argument left as it is; a leaf that requires grad is no leaf then."""
+        writes = self.in_place or kwargs.get("inplace")
+        return self.call(args[0].clone(), *args[1:], **kwargs) if writes else self.call(*args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------------- dense products
@@ -293,6 +313,328 @@ def _bias_act_bad(draw: Draw) -> Iterator[Bad]:
     yield Bad(Call((x.to(torch.int64), None)), "bias_act_: expected a floating-point dtype, got Long")
 
 
+# ------------------------------------------------------------------------------------------------------------- rows
+
+# 2^29 elements: 1 GB in 16 bits, so that the L2 holds none of it.
+COLUMNS = (128, 384, 512, 768, 1000, 1024, 2048, 4096, 8191, 8192, 16384, 65536, 262144)
+ROW_SHAPES = [(5,), (3, 8), (1, 1), (4, 3, 33), (7, 64), (2, 300), (33, 1), (1, 2056)]
+BAD_X = "expected x of a floating-point dtype, got Long"
+
+
+def _row_cases(
+    forward: Callable[[Draw, int, int], Call], backward: Callable[[Draw, int, int], Call], **functions: Any
+) -> tuple[Case, ...]:
+    """Forward and backward over 2^29 elements on a GPU; forward on a CPU."""
+
+    def case(direction: str, draw: Callable[[Draw, int, int], Call], rows: int, columns: int, device: str) -> Case:
+        own = functions if direction == "backward" else {}
+        return Case(f"{direction} {rows}x{columns}", lambda d: draw(d, rows, columns), device=device, **own)
+
+    gpu = [(2**29 // columns, columns) for columns in COLUMNS]
+    return (
+        *(case("forward", forward, *shape, "cuda") for shape in gpu),
+        *(case("backward", backward, *shape, "cuda") for shape in gpu),
+        *(case("forward", forward, *shape, "cpu") for shape in ((4096, 1024), (64, 65536))),
+    )
+
+
+def _softmax_samples(draw: Draw) -> Iterator[Call]:
+    for shape in ROW_SHAPES:
+        yield Call((draw(*shape),))
+    for dim in (0, 1, -2):
+        yield Call((draw(4, 3, 5), dim))
+
+
+def _softmax_bad(name: str) -> Callable[[Draw], Iterator[Bad]]:
+    def draw_bad(draw: Draw) -> Iterator[Bad]:
+        yield Bad(Call((draw(3, 4).to(torch.int64),)), f"{name}: {BAD_X}")
+        yield Bad(Call((draw(3, 4), 2)), f"{name}: expected dim between -2 and 1, got 2")
+        if name.endswith("_"):
+            yield Bad(Call((draw(3, 1).expand(3, 4),)), f"{name}: expected out to have one memory location per element")
+
+    return draw_bad
+
+
+def _softmax_gradient(y: Tensor, grad: Tensor, dim: int = -1) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(grad, y, dim, y.dtype)
+
+
+def _softmax_backward_draw(draw: Draw, rows: int, columns: int) -> Call:
+    return Call((torch.softmax(draw(rows, columns), -1), draw(rows, columns)))
+
+
+def _softmax_backward_samples(draw: Draw) -> Iterator[Call]:
+    for call in _softmax_samples(draw):
+        dim = call.args[1] if len(call.args) > 1 else -1
+        yield Call((torch.softmax(call.args[0], dim), draw(*call.args[0].shape), dim))
+
+
+def _softmax_backward_bad(draw: Draw) -> Iterator[Bad]:
+    y = draw(3, 4)
+    yield Bad(Call((y, draw(4, 3))), r"softmax_backward: expected grad of y's shape \[3, 4\], got \[4, 3\]")
+    yield Bad(Call((y, draw(3, 4).to(torch.int64))), "softmax_backward: expected grad to be a strided tensor in")
+    yield Bad(Call((y, draw(3, 4), -3)), "softmax_backward: expected dim between -2 and 1, got -3")
+
+
+_SOFTMAX_BACKWARD_CASES = {
+    "call": torch.ops.custom_mm.softmax_backward.default,
+    "reference": _softmax_gradient,
+    "in_place": False,
+}
+
+
+def _norm(
+    rms: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None
+) -> Tensor:
+    h = x if residual is None else x + residual
+    size = x.shape[-1:]
+    return F.rms_norm(h, size, weight, eps) if rms else F.layer_norm(h, size, weight, bias, eps)
+
+
+def _layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+) -> Tensor:
+    return _norm(False, x, weight, bias, eps, residual)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None) -> Tensor:
+    return _norm(True, x, weight, None, eps, residual)
+
+
+NORM_SHAPES = [(5,), (3, 8), (4, 3, 33), (7, 64), (2, 300), (1, 2056)]  # not 1 column: it is 0 by cancellation
+
+
+def _layer_norm_samples(draw: Draw) -> Iterator[Call]:
+    for shape in NORM_SHAPES:
+        n = shape[-1]
+        yield Call((draw(*shape),))
+        yield Call((draw(*shape), draw(n), draw(n), 1e-5, draw(*shape)))
+    yield Call((draw(3, 8), draw(8), None, 1e-3))
+    yield Call((draw(3, 8), None, draw(8)))
+    yield Call((draw(3, 8), None, None, 1e-5, draw(3, 8)))
+
+
+def _rms_norm_samples(draw: Draw) -> Iterator[Call]:
+    for shape in NORM_SHAPES:
+        yield Call((draw(*shape),))
+        yield Call((draw(*shape), draw(shape[-1]), 1e-5, draw(*shape)))
+    yield Call((draw(3, 8), draw(8), 1e-3))
+
+
+def _norm_bad(name: str) -> Callable[[Draw], Iterator[Bad]]:
+    def draw_bad(draw: Draw) -> Iterator[Bad]:
+        x = draw(3, 4)
+        yield Bad(Call((x.to(torch.int64),)), f"{name}: {BAD_X}")
+        yield Bad(Call((x, draw(3))), rf"{name}: expected weight of shape \[4\], got \[3\]")
+        yield Bad(Call((x, draw(4).to(torch.int64))), f"{name}: expected weight to be a strided tensor in")
+        yield Bad(Call((x, x[0])), f"{name}: expected out and weight not to overlap")
+        yield Bad(Call((draw(3, 1).expand(3, 4),)), f"{name}: expected out to have one memory location per element")
+        yield Bad(
+            Call((x, None), {"residual": draw(4)}), rf"{name}: expected residual of x's shape \[3, 4\], got \[4\]"
+        )
+        yield Bad(Call((x, None), {"residual": x}), f"{name}: expected out and residual not to overlap")
+        yield Bad(Call((x,), {"eps": -1.0}), f"{name}: expected eps of 0 or more, got -1")
+        if draw.device != "cpu":
+            yield Bad(Call((x, draw(4).cpu())), f"{name}: expected weight to be a strided tensor in .* on cuda:0")
+
+    return draw_bad
+
+
+def _norm_backward_draw(rms: bool) -> Callable[[Draw, int, int], Call]:
+    def draw_call(draw: Draw, rows: int, columns: int) -> Call:
+        rstd = draw(rows).float().abs()
+        return Call((draw(rows, columns), draw(rows, columns), rstd, draw(columns), rms))
+
+    return draw_call
+
+
+def _norm_gradient(grad: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor, rms: bool) -> tuple[Tensor, ...]:
+    """torch's own, where it has one that starts from what was kept."""
+    if not rms:
+        # with mean 0 and rstd 1 torch's xhat is its input: dx lacks the factor rstd alone
+        zeros, ones = torch.zeros_like(rstd), torch.ones_like(rstd)
+        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            grad, xhat, grad.shape[-1:], zeros.unsqueeze(-1), ones.unsqueeze(-1), weight, weight, [True, True, True]
+        )
+        return (dx.to(rstd.dtype) * rstd.unsqueeze(-1)).to(grad.dtype), dweight, dbias
+    wide = torch.promote_types(grad.dtype, rstd.dtype)
+    g, h = grad.to(wide), xhat.to(wide)
+    d = g * weight
+    dx = rstd.unsqueeze(-1) * (d - h * (d * h).mean(-1, keepdim=True))
+    return dx.to(grad.dtype), (g * h).sum(0).to(grad.dtype), g.sum(0).to(grad.dtype)
+
+
+_NORM_BACKWARD_CASES = {
+    "call": torch.ops.custom_mm.norm_backward.default,
+    "reference": _norm_gradient,
+    "in_place": False,
+}
+
+ATTENTION = [(8, 16, 1024, 1024), (2, 16, 4096, 4096), (32, 12, 512, 512), (64, 12, 128, 128)]
+MASKS: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
+    "[B,1,1,K]": lambda b, h, q, k: (b, 1, 1, k),
+    "[B,1,Q,K]": lambda b, h, q, k: (b, 1, q, k),
+    "causal": lambda b, h, q, k: (),
+}
+
+
+def _masked(
+    x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *, causal: bool = False, inplace: bool = False
+) -> Tensor:
+    """As a user would write it, and rows with nothing to attend to are 0."""
+    z = x * scale
+    dropped = torch.zeros((), dtype=torch.bool, device=x.device)
+    if causal:
+        dropped = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+    if mask is not None and mask.is_floating_point():
+        z = z + mask
+    elif mask is not None:
+        dropped = dropped | mask.bool()
+    y = torch.softmax(z.masked_fill(dropped, -torch.inf), -1)
+    return y.masked_fill(dropped.expand_as(y).all(-1, keepdim=True), 0)
+
+
+def _eager_masked(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *, causal: bool = False) -> Tensor:
+    """As a user would write it where no row is masked throughout."""
+    if causal:
+        mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+    return torch.softmax((x * scale).masked_fill(mask, torch.finfo(x.dtype).min), -1)
+
+
+def _eager_masked_gradient(
+    y: Tensor, grad: Tensor, dim: int, scale: float, causal: bool, mask: Tensor | None = None
+) -> Tensor:
+    if causal:
+        mask = torch.ones(y.shape[-2:], dtype=torch.bool, device=y.device).triu(1)
+    return _softmax_gradient(y, grad, dim).masked_fill(mask, 0) * scale
+
+
+def _masked_backward(
+    y: Tensor, grad: Tensor, dim: int, scale: float, causal: bool, mask: Tensor | None = None
+) -> Tensor:
+    return torch.ops.custom_mm.softmax_backward.default(y, grad, dim, scale, causal)
+
+
+def _masked_cases() -> Iterator[Case]:
+    for shape, (label, mask_shape) in product(ATTENTION, MASKS.items()):
+        causal, name = label == "causal", "x".join(map(str, shape))
+        sizes = mask_shape(*shape)
+        length = shape[-1]
+
+        def forward(draw: Draw, shape: Any = shape, sizes: Any = sizes, causal: bool = causal) -> Call:
+            mask = None if causal else draw(*sizes) > 1
+            return Call((draw(*shape), mask, 0.125), {"causal": causal})
+
+        def backward(draw: Draw, shape: Any = shape, sizes: Any = sizes, causal: bool = causal) -> Call:
+            mask = None if causal else draw(*sizes) > 1
+            y = _eager_masked(draw(*shape), mask, 0.125, causal=causal)
+            return Call((y, draw(*shape), -1, 0.125, causal, mask))
+
+        def seen(call: Call, length: int = length) -> float:
+            """Columns that a causal row reads, as a share."""
+            return (length + 1) / (2 * length)
+
+        yield Case(
+            f"forward {name} {label}",
+            forward,
+            reference=_eager_masked,
+            device="cuda",
+            moved=(lambda call, seen=seen: int(call.args[0].nbytes * (1 + seen(call)))) if causal else None,
+        )
+        yield Case(
+            f"backward {name} {label}",
+            backward,
+            call=_masked_backward,
+            reference=_eager_masked_gradient,
+            device="cuda",
+            # the mask is not read: y is 0 there
+            moved=lambda call, seen=seen, causal=causal: int(
+                call.args[0].nbytes * (1 + 2 * (seen(call) if causal else 1))
+            ),
+        )
+
+
+def _attention(masked_softmax: Callable[..., Tensor], scores: Any, context: Any) -> Callable[..., Any]:
+    """Forward and backward of attention's core with its probabilities kept; returns the three gradients."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        probabilities = masked_softmax(scores(leaves[0], leaves[1]), mask, 0.125)
+        y = context(probabilities, leaves[2])
+        del probabilities
+        return torch.autograd.grad(y, leaves, grad)
+
+    return run
+
+
+def _attention_draw(draw: Draw) -> Call:
+    q, k, v, grad = (draw(32, 12, 512, 64) for _ in range(4))
+    return Call((q, k, v, draw(32, 1, 1, 512) > 1, grad))
+
+
+_ATTENTION_MEMORY = Case(
+    "attention forward + backward 32x12x512x512, head size 64",
+    _attention_draw,
+    call=_attention(
+        lambda x, mask, scale: fused_softmax.scaled_masked_softmax(x, mask, scale, inplace=True),
+        dense.cublasTransbMM.apply,
+        dense.cublasMM.apply,
+    ),
+    reference=_attention(_eager_masked, lambda q, k: q @ k.mT, torch.matmul),
+    rival="eager",
+    in_place=False,
+    device="cuda",
+)
+
+
+def _masked_samples(draw: Draw) -> Iterator[Call]:
+    for shape in [(2, 3, 4, 5), (1, 2, 7, 33), (2, 2, 3, 64), (3, 300)]:
+        x, (*lead, q, k) = draw(*shape), shape
+        b, h = ([*lead, 1, 1])[:2]
+        yield Call((x,))
+        yield Call((x, None, 0.3), {"causal": True})
+        for mask in [(b, 1, 1, k), (1, 1, q, k), (b, 1, q, k), (b, h, q, k), (k,), (q, 1)]:
+            mask = mask[-len(shape) :]
+            yield Call((x, draw(*mask) > 0.5, -1.7))
+        yield Call((x, (draw(*shape) > 0.5).to(torch.uint8) * 3, 0.5), {"causal": True})
+        yield Call((x, draw(q, k), 2.0))
+        yield Call((x, draw(*shape), 0.125), {"inplace": True})
+
+
+def _masked_bad(draw: Draw) -> Iterator[Bad]:
+    x, name = draw(2, 3, 4), "scaled_masked_softmax"
+    yield Bad(Call((x.to(torch.int64),)), f"{name}: {BAD_X}")
+    yield Bad(
+        Call((x, draw(3, 5) > 0)), rf"{name}: expected a mask whose shape broadcasts to x's \[2, 3, 4\], got \[3, 5\]"
+    )
+    yield Bad(Call((x, draw(1, 2, 3, 4) > 0)), f"{name}: expected a mask whose shape broadcasts")
+    yield Bad(Call((x, draw(3, 4).to(torch.int32))), f"{name}: expected a mask in Bool, Byte, .* got Int")
+    yield Bad(Call((draw(4),), {"causal": True}), f"{name}: expected x of at least two dimensions where causal")
+    yield Bad(Call((x, x), {"inplace": True}), f"{name}: expected out and mask not to overlap")
+    yield Bad(Call((draw(3, 1).expand(3, 4),), {"inplace": True}), f"{name}: expected out to have one memory location")
+    if draw.device != "cpu":
+        yield Bad(Call((x, draw(4).cpu())), f"{name}: expected mask on cuda:0 as x is, got cpu")
+
+
+def _no_rows(draw: Draw) -> Iterator[Call]:
+    yield Call((draw(0, 4),))
+    yield Call((draw(3, 0),))
+
+
+ROWWISE: dict[str, Any] = {
+    "dtypes": REAL,
+    "bench_dtypes": (torch.bfloat16, torch.float32),
+    "cpu_bench_dtypes": (torch.float32, torch.bfloat16),
+    "autocast": False,
+    "flops": False,
+}
+_ops = torch.ops.custom_mm
+
+
 TABLE: tuple[Spec, ...] = (
     Spec(
         name="matmul",
@@ -371,6 +713,200 @@ TABLE: tuple[Spec, ...] = (
         autocast=False,
         flops=False,
         rival="x + bias, then the activation",
+    ),
+    Spec(
+        name="softmax_",
+        summary="`softmax_(x, dim)`: softmax in place",
+        call=rowwise.softmax_,
+        reference=lambda x, dim=-1: torch.softmax(x, dim),
+        operators=(_ops.softmax_.default,),
+        samples=_softmax_samples,
+        bad=_softmax_bad("softmax_"),
+        empty=_no_rows,
+        cases=_row_cases(lambda d, *shape: Call((d(*shape),)), _softmax_backward_draw, **_SOFTMAX_BACKWARD_CASES),
+        host_case=Case("64x64", lambda draw: Call((draw(64, 64),))),
+        rival="torch.softmax",
+        compiled=True,
+        **ROWWISE,
+    ),
+    Spec(
+        name="softmax",
+        summary="`softmax(x, dim, *, out)`: softmax, with an out that torch's lacks",
+        call=rowwise.softmax,
+        reference=lambda x, dim=-1: torch.softmax(x, dim),
+        operators=(_ops.softmax.default, _ops.softmax.out),
+        samples=_softmax_samples,
+        bad=_softmax_bad("softmax"),
+        empty=_no_rows,
+        rival="torch.softmax",
+        **ROWWISE | {"autocast": True},
+    ),
+    Spec(
+        name="softmax_backward",
+        summary="`softmax_backward(y, grad, dim)`: y * (grad - sum(y * grad))",
+        call=rowwise.softmax_backward,
+        reference=_softmax_gradient,
+        operators=(_ops.softmax_backward.default, _ops.softmax_backward.out),
+        samples=_softmax_backward_samples,
+        bad=_softmax_backward_bad,
+        empty=lambda draw: iter([Call((draw(0, 4), draw(0, 4))), Call((draw(3, 0), draw(3, 0)))]),
+        **ROWWISE,
+    ),
+    Spec(
+        name="softmax_backward_",
+        summary="`softmax_backward_(y, grad, dim)`: the same, over y",
+        call=rowwise.softmax_backward_,
+        reference=_softmax_gradient,
+        operators=(_ops.softmax_backward_.default,),
+        samples=_softmax_backward_samples,
+        bad=_softmax_backward_bad,
+        empty=lambda draw: iter([Call((draw(0, 4), draw(0, 4))), Call((draw(3, 0), draw(3, 0)))]),
+        gradient=False,
+        **ROWWISE,
+    ),
+    Spec(
+        name="inplace_softmax",
+        summary="`inplace_softmax(x, n_rows, n_cols)`: softmax in place over contiguous rows",
+        call=rowwise.inplace_softmax,
+        reference=lambda x, rows, columns: torch.softmax(x, -1),
+        operators=(_ops.softmax_.default,),
+        samples=lambda draw: (Call((draw(*s), prod(s[:-1]), s[-1])) for s in ROW_SHAPES),
+        bad=lambda draw: iter(
+            [
+                Bad(Call((draw(3, 4), 4, 4)), "inplace_softmax: expected a contiguous tensor of 4 x 4 elements"),
+                Bad(Call((draw(3, 4).mT, 4, 3)), "inplace_softmax: expected a contiguous tensor of 4 x 3 elements"),
+            ]
+        ),
+        empty=lambda draw: iter([Call((draw(0, 4), 0, 4))]),
+        writes=True,
+        contiguous=True,
+        **ROWWISE,
+    ),
+    Spec(
+        name="inplace_softmax_backward",
+        summary="`inplace_softmax_backward(output, d_ov, values, rows, cols_output, cols_values)`: the gradient of "
+        "attention's scores over its probabilities, in pieces of 8 MiB",
+        call=rowwise.inplace_softmax_backward,
+        reference=lambda y, d_ov, values, *counts: _softmax_gradient(y, d_ov @ values.mT),
+        operators=(_ops.softmax_backward_.default,),
+        samples=lambda draw: (
+            Call((torch.softmax(draw(*lead, q, k), -1), draw(*lead, q, c), draw(*lead, k, c), prod(lead) * q, k, c))
+            for lead, q, k, c in [((), 3, 5, 4), ((2, 3), 7, 33, 8), ((1,), 64, 64, 16)]
+        ),
+        bad=lambda draw: iter(
+            [
+                Bad(Call((draw(3, 5), draw(3, 4), draw(5, 4), 3, 4, 4)), "inplace_softmax_backward: expected a contig"),
+                Bad(
+                    Call((draw(3, 5), draw(3, 4), draw(4, 4), 3, 5, 4)),
+                    r"inplace_softmax_backward: expected d_ov of shape \[3, 4\] and values of shape \[5, 4\]",
+                ),
+            ]
+        ),
+        empty=lambda draw: iter([Call((draw(0, 5), draw(0, 4), draw(5, 4), 0, 5, 4))]),
+        gradient=False,
+        writes=True,
+        contiguous=True,
+        **ROWWISE,
+    ),
+    Spec(
+        name="layer_norm_",
+        summary="`layer_norm_(x, weight, bias, eps, residual)`: layer norm of x + residual in place",
+        call=rowwise.layer_norm_,
+        reference=_layer_norm,
+        operators=(_ops.layer_norm_.default, _ops.norm_keep_.default, _ops.norm_backward.default),
+        samples=_layer_norm_samples,
+        bad=_norm_bad("layer_norm_"),
+        empty=lambda draw: iter([Call((draw(0, 4), draw(4), draw(4))), Call((draw(0, 4),))]),
+        cases=_row_cases(
+            lambda d, rows, n: Call((d(rows, n), d(n), d(n))), _norm_backward_draw(False), **_NORM_BACKWARD_CASES
+        ),
+        host_case=Case("64x64", lambda draw: Call((draw(64, 64), draw(64), draw(64)))),
+        rival="F.layer_norm",
+        compiled=True,
+        **ROWWISE,
+    ),
+    Spec(
+        name="rms_norm_",
+        summary="`rms_norm_(x, weight, eps, residual)`: root mean square norm of x + residual in place",
+        call=rowwise.rms_norm_,
+        reference=_rms_norm,
+        operators=(_ops.rms_norm_.default,),
+        samples=_rms_norm_samples,
+        bad=_norm_bad("rms_norm_"),
+        empty=lambda draw: iter([Call((draw(0, 4), draw(4))), Call((draw(0, 4),))]),
+        cases=_row_cases(
+            lambda d, rows, n: Call((d(rows, n), d(n))), _norm_backward_draw(True), **_NORM_BACKWARD_CASES
+        ),
+        rival="F.rms_norm",
+        compiled=True,
+        **ROWWISE,
+    ),
+    Spec(
+        name="layernorm",
+        summary="`layernorm(x, n_rows, n_cols)`: layer norm without weights in place over contiguous rows",
+        call=rowwise.layernorm,
+        reference=lambda x, rows, columns: F.layer_norm(x, x.shape[-1:]),
+        operators=(_ops.layer_norm_.default,),
+        samples=lambda draw: (Call((draw(*s), prod(s[:-1]), s[-1])) for s in NORM_SHAPES),
+        bad=lambda draw: iter(
+            [Bad(Call((draw(3, 4), 4, 4)), "layernorm: expected a contiguous tensor of 4 x 4 elements")]
+        ),
+        empty=lambda draw: iter([Call((draw(0, 4), 0, 4))]),
+        writes=True,
+        contiguous=True,
+        **ROWWISE,
+    ),
+    Spec(
+        name="scaled_masked_softmax",
+        summary="`scaled_masked_softmax(x, mask, scale, *, causal, inplace)`: softmax(scale * x + mask) in one pass",
+        call=fused_softmax.scaled_masked_softmax,
+        reference=_masked,
+        operators=(_ops.scaled_masked_softmax.default, _ops.scaled_masked_softmax_.default),
+        samples=_masked_samples,
+        bad=_masked_bad,
+        empty=_no_rows,
+        cases=tuple(_masked_cases()),
+        memory_cases=(_ATTENTION_MEMORY,),
+        rival="eager",
+        compiled=True,
+        **ROWWISE | {"autocast": True, "bench_dtypes": (torch.float16, torch.bfloat16)},
+    ),
+    Spec(
+        name="scaled_masked_softmax_forward",
+        summary="`scaled_masked_softmax_forward(x, mask, scale)`: anything but 0 in the mask masks",
+        call=fused_softmax.scaled_masked_softmax_forward,
+        reference=lambda x, mask, scale: _masked(x, None if mask is None else mask.ne(0), scale),
+        operators=(_ops.scaled_masked_softmax.default,),
+        samples=lambda draw: (Call((draw(2, 3, 4, 5), (draw(2, 1, 1, 5) > 0).to(draw.dtype), 0.5)) for _ in range(3)),
+        bad=lambda draw: iter([Bad(Call((draw(3, 4), draw(5), 1.0)), "scaled_masked_softmax: expected a mask whose")]),
+        empty=lambda draw: iter([Call((draw(0, 4), None, 1.0))]),
+        frozen=(1,),
+        **ROWWISE,
+    ),
+    Spec(
+        name="scaled_masked_softmax_backward",
+        summary="`scaled_masked_softmax_backward(grad, y, scale, *, inplace)`: scale * y * (grad - sum(y * grad))",
+        call=fused_softmax.scaled_masked_softmax_backward,
+        reference=lambda grad, y, scale: _softmax_gradient(y, grad) * scale,
+        operators=(_ops.softmax_backward.default,),
+        samples=lambda draw: (Call((draw(2, 3, 4, n), torch.softmax(draw(2, 3, 4, n), -1), 0.5)) for n in (5, 33)),
+        bad=lambda draw: iter(
+            [Bad(Call((draw(3, 4), draw(4, 3), 1.0)), "softmax_backward: expected grad of y's shape")]
+        ),
+        empty=lambda draw: iter([Call((draw(0, 4), draw(0, 4), 1.0))]),
+        **ROWWISE,
+    ),
+    Spec(
+        name="FusedSoftmax",
+        summary="`FusedSoftmax.apply(src, mask, factor)`: scaled_masked_softmax_forward and its gradient",
+        call=fused_softmax.FusedSoftmax.apply,
+        reference=lambda x, mask, scale: _masked(x, mask.ne(0), scale),
+        operators=(_ops.scaled_masked_softmax.default, _ops.softmax_backward.default),
+        samples=lambda draw: (Call((draw(2, 3, 4, 5), (draw(2, 1, 4, 5) > 0).to(draw.dtype), 0.5)) for _ in range(3)),
+        bad=lambda draw: iter([Bad(Call((draw(3, 4), draw(5), 1.0)), "scaled_masked_softmax: expected a mask whose")]),
+        empty=lambda draw: iter([Call((draw(0, 4), draw(4), 1.0))]),
+        frozen=(1,),
+        **ROWWISE,
     ),
 )
 

@@ -43,6 +43,14 @@ inline void check_not_lazy(const char* op, const char* name, const at::Tensor& t
               " without a lazy conjugation or negation, got such a view");
 }
 
+// Whether a gradient that came in may be written over unseen: this is the last reference to it and to its memory, no
+// gradient of it will be asked for, and nothing is being traced.
+inline bool nobody_else_holds(const at::Tensor& grad) {
+  constexpr c10::DispatchKeySet traced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+  return !c10::GradMode::is_enabled() && !grad.key_set().has_any(traced) && grad.use_count() == 1 &&
+         grad.storage().use_count() == 1 && grad.is_non_overlapping_and_dense();
+}
+
 // What the gradient of a product keeps: dA needs b, dB needs a, and the sizes of both.
 inline void save_product(torch::autograd::AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b, bool transa,
                          bool transb) {

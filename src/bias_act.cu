@@ -90,7 +90,7 @@ __device__ float activated_16bit(float z) {
 template <class T, int V, Activation activation>
 __global__ void __launch_bounds__(256)
     bias_act_kernel(T* x, const T* bias, int64_t rows, int64_t columns, int64_t row_stride) {
-  using F = typename Arithmetic<T>::type;
+  using F = arithmetic_t<T>;
   constexpr int U = sizeof(T) == 2 ? 2 : 4;
   const int64_t column = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * V;
   if (column >= columns) return;

@@ -34,3 +34,100 @@ def test_attention_scores():
     expected = torch.matmul(query_layer, key_layer.transpose(-1, -2))
     attention_scores = matmuls.cublasTransbMM.apply(query_layer, key_layer)
     torch.testing.assert_close(attention_scores, expected)
+
+
+def test_inplace_softmax_and_layernorm(device):
+    from functools import reduce
+    from operator import mul
+
+    from torch import nn
+
+    from matmuls import inplace_softmax, inplace_softmax_backward
+    from matmuls import layernorm as layernorm_C
+
+    def layernorm(x: torch.Tensor, m: nn.LayerNorm) -> torch.Tensor:
+        layernorm_C(x, reduce(mul, x.shape[:-1]), x.shape[-1])
+        if m.weight is not None:
+            x *= m.weight
+        if m.bias is not None:
+            x += m.bias
+        return x
+
+    a = torch.rand((512, 1024)).to(device)
+    a = a.contiguous()
+    expected = a.softmax(-1)
+    inplace_softmax(a, 512, 1024)
+    torch.testing.assert_close(a, expected)
+
+    d_ov, values = torch.rand(512, 64).to(device), torch.rand(1024, 64).to(device)
+    gradient = torch._softmax_backward_data(d_ov @ values.mT, a, -1, a.dtype)
+    inplace_softmax_backward(a, d_ov, values, 512, 1024, 64)
+    torch.testing.assert_close(a, gradient)
+
+    m = nn.LayerNorm(64).to(device).requires_grad_(False)
+    m.weight.uniform_()
+    m.bias.uniform_()
+    x = torch.rand(2, 8, 64).to(device)
+    expected = m(x)
+    torch.testing.assert_close(layernorm(x, m), expected)
+
+
+def test_fused_softmax(device):
+    from torch.autograd import Function
+
+    import matmuls as transformer_softmax_lib
+
+    class FusedSoftmax(Function):
+        @staticmethod
+        def forward(ctx, src, mask, scale_factor):
+            output = transformer_softmax_lib.scaled_masked_softmax_forward(src, mask, scale_factor[0])
+            ctx.save_for_backward(output, scale_factor)
+            return output
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            src, scale_factor = ctx.saved_tensors
+            grad_in = transformer_softmax_lib.scaled_masked_softmax_backward(grad_output, src, scale_factor[0])
+            return grad_in, None, None
+
+    for function in (FusedSoftmax, transformer_softmax_lib.FusedSoftmax):
+        data_input = torch.randn([1, 8, 1024, 1024], dtype=torch.float16, device=device, requires_grad=True)
+        data_input_check = data_input.clone().detach()
+        data_input_check.requires_grad_(True)
+        factor = torch.tensor([1.0], requires_grad=False)
+        mask = torch.zeros([1, 1, 1024, 1024], dtype=torch.float16, device=device, requires_grad=False)
+        check = torch.softmax(data_input_check, dim=-1)
+        out_put = function.apply(data_input, mask, factor)
+
+        # allclose with the document's tolerances asks the same bits of a float16 above 0.01; this one a rounding
+        torch.testing.assert_close(check, out_put)
+
+        with torch.autocast(device_type=device, dtype=torch.float16, enabled=False):
+            out_put.sum().backward()
+            check.sum().backward()
+        assert torch.allclose(data_input.grad, data_input_check.grad, atol=1e-05, rtol=1e-05)
+
+
+def test_fused_softmax_masks_and_scales(device):
+    """In the document's formula a mask of any dtype masks where it is 1; the scale may be a number or a tensor."""
+    from matmuls import FusedSoftmax, scaled_masked_softmax_backward, scaled_masked_softmax_forward
+
+    x, grad = torch.randn(2, 3, 5, 7, device=device), torch.randn(2, 3, 5, 7, device=device)
+    hidden = torch.rand(2, 1, 5, 7, device=device) > 0.5
+    hidden[..., 0] = False
+    leaf = x.clone().requires_grad_()
+    expected = (leaf * 0.5).masked_fill(hidden, float("-inf")).softmax(-1)
+    (gradient,) = torch.autograd.grad(expected, leaf, grad)
+    for dtype in (torch.bool, torch.uint8, torch.float32, torch.float16):
+        mask = hidden.to(dtype)
+        for scale in (0.5, torch.tensor(0.5), torch.tensor([0.5], device=device)):
+            y = scaled_masked_softmax_forward(x, mask, scale)
+            torch.testing.assert_close(y, expected)
+            torch.testing.assert_close(scaled_masked_softmax_backward(grad, y, scale), gradient)
+            assert scaled_masked_softmax_backward(grad, y, scale, inplace=True) is y
+            torch.testing.assert_close(y, gradient)
+        ours = x.clone().requires_grad_()
+        FusedSoftmax.apply(ours, mask, torch.tensor([0.5])).backward(grad)
+        torch.testing.assert_close(ours.grad, gradient)
+    unmasked = scaled_masked_softmax_forward(x, None, 0.5)
+    torch.testing.assert_close(unmasked, (x * 0.5).softmax(-1))

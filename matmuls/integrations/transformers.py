@@ -8,6 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from matmuls.dense import cublasMM, cublasTransbMM
+from matmuls.fused_softmax import scaled_masked_softmax
 
 
 def register(name: str = "custom_mm") -> None:
@@ -63,7 +64,7 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores by cublasTransbMM, softmax, context by cublasMM; returns the context [B, Q, H, D] and the probabilities.
+    """Scores by cublasTransbMM, scaled_masked_softmax over them, context by cublasMM; returns the context [B, Q, H, D] and the probabilities.
 
     query: [B, H, Q, D]; key, value: [B, H, K, D], or with fewer heads that H is a multiple of. attention_mask: bool,
     True where a key may be attended to, or float, added to the scores; any shape that broadcasts to [B, H, Q, K].
@@ -97,12 +98,11 @@ def attention(
 def _softmax(
     scores: torch.Tensor, mask: torch.Tensor | None, scaling: float, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Softmax of the scaled and masked scores; a row with nothing to attend to is uniform, as in stock attention."""
-    scores = scores * scaling
+    """Softmax of the scaled and masked scores, written over them; a row with nothing to attend to is 0."""
     if bias is not None:
-        scores = scores + bias
+        scores, scaling = scores * scaling + bias, 1.0
     if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        mask = ~mask
     elif mask is not None:
-        scores = scores + mask
-    return torch.softmax(scores, dim=-1)
+        mask = mask.to(scores.dtype)
+    return scaled_masked_softmax(scores, mask, scaling, inplace=True)

@@ -1,0 +1,84 @@
+"""Scale, mask and softmax in one pass over the scores of attention."""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import Function
+
+_ops = torch.ops.custom_mm
+
+
+def scaled_masked_softmax(
+    x: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float = 1.0,
+    *,
+    causal: bool = False,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """softmax(scale * x + mask) over the last dimension, in one pass; with `inplace` written over x, which is returned.
+
+    x: [..., Q, K] (for attention [B, H, Q, K]) in float64, float32, float16 or bfloat16, any strides that do not
+    overlap. mask: bool or uint8, where anything but 0 masks a column, or float in x's dtype or float32 (but for
+    float64), added to the scaled scores, where -inf masks; any shape that broadcasts to x's: [B, 1, 1, K],
+    [1, 1, Q, K], [B, 1, Q, K], [B, H, Q, K]; read through its strides, never expanded. causal: row q sees the columns
+    0 to q, the others are not even read; no mask tensor needed. scale stays float32 (float64 for float64).
+
+    A masked column gives 0, a row with nothing to attend to is 0 throughout with gradient 0; NaN propagates otherwise.
+    Differentiable in x and in a float mask, twice and more; backward keeps the result alone. With `inplace` backward
+    writes over the gradient that comes in where nobody else holds it. Under autocast as torch.softmax; in place the
+    dtype stays. Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit.
+    """
+    if not inplace:
+        return _ops.scaled_masked_softmax.default(x, mask, scale, causal)
+    _ops.scaled_masked_softmax_.default(x, mask, scale, causal)
+    return x
+
+
+# The seed's functions. Its formula is `mask == 1` for a mask of any dtype: anything but 0 masks, in floats too.
+
+
+def _seed_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    return mask.ne(0) if mask is not None and mask.is_floating_point() else mask
+
+
+def scaled_masked_softmax_forward(
+    x: torch.Tensor, mask: torch.Tensor | None, scale: float | torch.Tensor
+) -> torch.Tensor:
+    """softmax(scale * x) over the last dimension without the columns where mask, of any dtype, is not 0.
+
+    Shapes and errors as `scaled_masked_softmax`, which adds a float mask instead. scale: a number or one in a tensor.
+    """
+    return scaled_masked_softmax(x, _seed_mask(mask), float(scale))
+
+
+def scaled_masked_softmax_backward(
+    grad: torch.Tensor, y: torch.Tensor, scale: float | torch.Tensor, *, inplace: bool = False
+) -> torch.Tensor:
+    """scale * y * (grad - sum(y * grad)) over the last dimension, y being the forward's result.
+
+    grad, y: one shape, dtype and device; with `inplace` written over y, which is returned, and no gradient is recorded.
+    """
+    if not inplace:
+        return _ops.softmax_backward.default(y, grad, -1, float(scale))
+    _ops.softmax_backward_.default(y, grad, -1, float(scale))
+    return y
+
+
+class FusedSoftmax(Function):
+    """`FusedSoftmax.apply(src, mask, factor)`: `scaled_masked_softmax_forward` with its gradient.
+
+    factor: the scale, a number or a tensor of one element.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, src: torch.Tensor, mask: torch.Tensor | None, factor: torch.Tensor | float) -> torch.Tensor:
+        ctx.scale = float(factor)
+        y = scaled_masked_softmax_forward(src, mask, ctx.scale)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        return scaled_masked_softmax_backward(grad, y, ctx.scale), None, None

@@ -1,0 +1,149 @@
+"""Softmax and the norms over rows, in place, with gradients."""
+
+from collections.abc import Callable
+
+import torch
+
+from .dense import matmul
+
+_ops = torch.ops.custom_mm
+_softmax: Callable[..., torch.Tensor] = _ops.softmax.default
+_softmax_out: Callable[..., None] = _ops.softmax.out
+_softmax_: Callable[..., None] = _ops.softmax_.default
+_softmax_backward: Callable[..., torch.Tensor] = _ops.softmax_backward.default
+_softmax_backward_: Callable[..., None] = _ops.softmax_backward_.default
+_layer_norm_: Callable[..., None] = _ops.layer_norm_.default
+_rms_norm_: Callable[..., None] = _ops.rms_norm_.default
+
+PIECE_BYTES = 8 << 20  # of the gradient of the probabilities that inplace_softmax_backward holds at a time
+
+
+def softmax_(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """x <- softmax of x along `dim`, in place: each element read once and written once. Returns x.
+
+    x: any shape and strides that do not overlap, float64, float32, float16 or bfloat16; statistics in float32 (float64
+    for float64). Values as torch.softmax, NaN and inf included. Differentiable, twice and more: backward needs x as it
+    is left here and nothing else; writing over x afterwards is noticed by autograd. A leaf that requires grad is
+    refused as torch refuses it. Raises RuntimeError, before anything is written, on any other dtype or layout.
+    """
+    _softmax_(x, dim)
+    return x
+
+
+def softmax(x: torch.Tensor, dim: int = -1, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Softmax of x along `dim`, in a new tensor or in `out`. Shapes, dtypes, values and errors as `softmax_`.
+
+    out: x's shape, dtype and device, any strides that do not overlap; no gradient is recorded into it. Under autocast
+    float32, as torch.softmax.
+    """
+    if out is None:
+        return _softmax(x, dim)
+    _softmax_out(x, dim, out=out)
+    return out
+
+
+def softmax_backward(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """The gradient of a softmax's input: y * (grad - sum(y * grad)) along `dim`. Differentiable.
+
+    y: the softmax's result; grad: the gradient of y, the same shape, dtype and device; dtypes as `softmax_`.
+    """
+    return _softmax_backward(y, grad, dim)
+
+
+def softmax_backward_(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """`softmax_backward` written over y. Returns y. Raises RuntimeError where a gradient would be recorded."""
+    _softmax_backward_(y, grad, dim)
+    return y
+
+
+def layer_norm_(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x <- layer norm of x + residual over the last dimension, times weight, plus bias, in place. Returns x.
+
+    x: [..., N] in float64, float32, float16 or bfloat16, any strides that do not overlap; weight, bias: [N]; residual:
+    x's shape; all of one dtype on one device. Statistics in float32 (float64 for float64), of x + residual before it is
+    rounded. Differentiable in all of them, twice and more (on a view of another tensor once). For backward the
+    normalized rows are kept, which without weight and bias are x itself, and one number a row.
+
+    Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit, on overlap, and on a
+    leaf that requires grad.
+    """
+    _layer_norm_(x, weight, bias, eps, residual)
+    return x
+
+
+def rms_norm_(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x <- (x + residual) / sqrt(mean((x + residual)^2) + eps) * weight over the last dimension, in place. Returns x.
+
+    Shapes, dtypes, gradients and errors as `layer_norm_`.
+    """
+    _rms_norm_(x, weight, eps, residual)
+    return x
+
+
+# The seeds' functions: rows and columns are counted by the caller.
+
+
+def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+    if not x.is_contiguous() or x.numel() != n_rows * n_cols:
+        raise RuntimeError(
+            f"{name}: expected a contiguous tensor of {n_rows} x {n_cols} elements, "
+            f"got sizes {list(x.shape)} with strides {list(x.stride())}"
+        )
+    return x.view(n_rows, n_cols)
+
+
+def inplace_softmax(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+    """`softmax_` over the rows of x, contiguous and of n_rows * n_cols elements. Returns x."""
+    softmax_(_rows("inplace_softmax", x, n_rows, n_cols))
+    return x
+
+
+def layernorm(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+    """x <- (x - E(x)) / sqrt(V(x) + 1e-5) over the rows of x, contiguous and of n_rows * n_cols elements. Returns x."""
+    rows = _rows("layernorm", x, n_rows, n_cols)
+    # not the view where x will do: on a view there is no second derivative
+    layer_norm_(x if x.shape[-1:] == rows.shape[-1:] else rows)
+    return x
+
+
+@torch.no_grad()
+def inplace_softmax_backward(
+    output: torch.Tensor, d_ov: torch.Tensor, values: torch.Tensor, rows: int, cols_output: int, cols_values: int
+) -> torch.Tensor:
+    """output <- the gradient of the scores that output = softmax(scores) came from, in place. Returns output.
+
+    output: [..., Q, K] probabilities, contiguous; d_ov: [..., Q, C], the gradient of output @ values; values:
+    [..., K, C]; rows: of output and d_ov, all leading dimensions multiplied; cols_output: K; cols_values: C. The
+    gradient of the probabilities, d_ov @ values^T, is made and used in pieces of at most 8 MiB (or one row). No
+    gradient is recorded. Raises RuntimeError, before anything is written, on shapes that do not fit.
+    """
+    name = "inplace_softmax_backward"
+    _rows(name, output, rows, cols_output)
+    if output.dim() < 2:
+        raise RuntimeError(f"{name}: expected output of at least two dimensions, got shape {list(output.shape)}")
+    lead, (queries, keys) = output.shape[:-2], output.shape[-2:]
+    expected = [*lead, queries, cols_values], [*lead, keys, cols_values]
+    if list(d_ov.shape) != expected[0] or list(values.shape) != expected[1]:
+        raise RuntimeError(
+            f"{name}: expected d_ov of shape {expected[0]} and values of shape {expected[1]} "
+            f"beside output of shape {list(output.shape)}, got {list(d_ov.shape)} and {list(values.shape)}"
+        )
+    if output.numel() == 0:
+        return output
+    probabilities = output.view(-1, queries, keys)
+    d_ov, values = d_ov.reshape(-1, queries, cols_values), values.reshape(-1, keys, cols_values)
+    matrices = max(1, PIECE_BYTES // (queries * keys * output.element_size()))
+    queries_a_piece = queries if matrices > 1 else max(1, PIECE_BYTES // (keys * output.element_size()))
+    for b in range(0, probabilities.shape[0], matrices):
+        for q in range(0, queries, queries_a_piece):
+            piece = slice(b, b + matrices), slice(q, q + queries_a_piece)
+            softmax_backward_(probabilities[piece], matmul(d_ov[piece], values[piece[0]], transb=True))
+    return output

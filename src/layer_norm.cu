@@ -1,0 +1,490 @@
+// layer_norm_ and rms_norm_: x <- xhat * weight + bias over the last dimension, in place, with
+// xhat = (h - mean(h)) * rstd, h = x + residual, rstd = 1 / sqrt(var(h) + eps); rms_norm_ has no mean: var is
+// mean(h^2).
+//
+// Statistics are float32 (float64 for float64) and h is not rounded before them. The gradient needs xhat and rstd:
+// where there is neither weight nor bias xhat is x itself, and nothing but rstd is kept.
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include "common.h"
+#include "operator.h"
+#include "rows.h"
+#include "rows_cpu.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+struct Call {
+  const char* op;
+  Tensor x, weight, bias, residual;  // the last three may be undefined
+  double eps;
+  bool rms;
+  Tensor xhat, rstd;  // written where defined
+};
+
+Tensor value(const OptionalTensor& t) { return t.value_or(Tensor()); }
+
+void check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual,
+           double eps) {
+  TORCH_CHECK(x.layout() == at::kStrided, op, ": expected x to be a strided tensor, got layout ", x.layout());
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()), op, ": expected x of a floating-point dtype, got ", x.scalar_type());
+  TORCH_CHECK(x.dim() >= 1, op, ": expected x of at least one dimension, got a scalar");
+  TORCH_CHECK(eps >= 0, op, ": expected eps of 0 or more, got ", eps);
+  const auto like_x = [&](const char* name, const Tensor& t) {
+    TORCH_CHECK(t.layout() == at::kStrided && t.device() == x.device() && t.scalar_type() == x.scalar_type(), op,
+                ": expected ", name, " to be a strided tensor in ", x.scalar_type(), " on ", x.device(),
+                " as x is, got ", t.layout(), " in ", t.scalar_type(), " on ", t.device());
+  };
+  const auto of_a_row = [&](const char* name, const Tensor& t) {
+    if (!t.defined()) return;
+    like_x(name, t);
+    TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == x.sym_size(-1), op, ": expected ", name, " of shape [", x.sym_size(-1),
+                "], got ", t.sym_sizes());
+  };
+  of_a_row("weight", weight);
+  of_a_row("bias", bias);
+  if (!residual.defined()) return;
+  like_x("residual", residual);
+  TORCH_CHECK(residual.sym_sizes() == x.sym_sizes(), op, ": expected residual of x's shape ", x.sym_sizes(), ", got ",
+              residual.sym_sizes());
+}
+
+}  // namespace
+}  // namespace matmuls
+
+// ---------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#include "rows.cuh"
+
+namespace matmuls {
+namespace {
+
+template <class T, bool rms, bool with_residual>
+struct Norm {
+  using Storage = T;
+  using F = arithmetic_t<T>;
+  static constexpr int kInputs = with_residual ? 2 : 1;
+  static constexpr int kNumbersPerColumn = kInputs + 1, kNumbers = sizeof(T) == 2 ? 64 : 48,
+                       kThreadsPerSm = 512;  // with weight and bias
+  static constexpr bool kColumnSums = false;
+
+  struct Row {
+    T *x, *xhat;
+    const T* residual;
+    F* rstd;
+    const int64_t* steps;
+
+    __device__ const T* input(int k) const { return k == 0 ? x : residual; }
+    __device__ int64_t column_stride(int k) const { return steps[k]; }
+    __device__ int visible(int columns) const { return columns; }
+  };
+  struct State {
+    F count, mean, squares;  // squares: of the distances from the mean
+  };
+  template <int V, int NV>
+  struct Note {  // on their way while the states are merged
+    Words<T, V> weight[NV], bias[NV];
+  };
+  struct Result {
+    F mean, rstd;
+  };
+
+  RowIndex<3> index;
+  T *x, *xhat;
+  const T *residual, *weight, *bias;
+  F* rstd;
+  int64_t steps[3];
+  F eps;
+
+  __device__ Row row(int64_t r) const {
+    const auto offsets = index(r);
+    return {x + offsets.at[0], xhat ? xhat + offsets.at[2] : nullptr, residual + offsets.at[1],
+            rstd ? rstd + r : nullptr, steps};
+  }
+  __device__ static F fill() { return F(0); }
+  __device__ static State identity() { return {F(0), F(0), F(0)}; }
+  template <int V, int NV>
+  __device__ void fetch_side(const Row&, const Span<V, NV>&, int, unsigned char*) const {}
+
+  // h into parts[.][0], and its statistics; several spans of a row merge by Chan's formula.
+  template <int V, int NV, bool all_whole, class Side>
+  __device__ void fold(State& state, Note<V, NV>& note, const Row&, const Span<V, NV, all_whole>& span,
+                       F (&parts)[NV][kInputs][V], const Side&) const {
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      if (!span.begins(i)) break;
+      if (weight) note.weight[i] = load_columns(weight, span, i);
+      if (bias) note.bias[i] = load_columns(bias, span, i);
+    }
+    F sums[4] = {}, squares[4] = {};
+    int held = 0;
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      held += span.count(i);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if constexpr (with_residual) parts[i][0][j] += parts[i][1][j];
+        if constexpr (rms)
+          squares[j % 4] += parts[i][0][j] * parts[i][0][j];
+        else
+          sums[j % 4] += parts[i][0][j];
+      }
+    }
+    const F count = held;
+    F mean = 0;
+    if constexpr (!rms) {
+      mean = held > 0 ? ((sums[0] + sums[1]) + (sums[2] + sums[3])) / count : F(0);
+#pragma unroll
+      for (int i = 0; i < NV; ++i) {
+        if (!span.whole(i, span.columns)) {  // what lies outside is at no distance
+          Numbers<F, V> numbers;
+#pragma unroll
+          for (int j = 0; j < V; ++j) numbers.at[j] = parts[i][0][j];
+          numbers = fill_outside(numbers, span.column(i), span.columns, mean);
+#pragma unroll
+          for (int j = 0; j < V; ++j) parts[i][0][j] = numbers.at[j];
+        }
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const F distance = parts[i][0][j] - mean;
+          squares[j % 4] += distance * distance;
+        }
+      }
+    }
+    const F all = state.count + count, apart = mean - state.mean;
+    state.squares += (squares[0] + squares[1]) + (squares[2] + squares[3]);
+    if constexpr (!rms) {
+      const F share = all > F(0) ? count / all : F(0);
+      state.squares += apart * apart * state.count * share;
+      state.mean += apart * share;
+    }
+    state.count = all;
+  }
+
+  __device__ State merge(const State& state, Lanes lanes) const {
+    const F count = lanes.sum(state.count);
+    if constexpr (rms) return {count, F(0), lanes.sum(state.squares)};
+    const F mean = lanes.sum(state.mean * state.count) / count;
+    const F apart = state.mean - mean;
+    return {count, mean, lanes.sum(state.squares + apart * apart * state.count)};
+  }
+  __device__ Result finish(const State& state) const {
+    return {state.mean, F(1) / sqrt(state.squares / state.count + eps)};
+  }
+
+  template <int V, int NV, bool all_whole>
+  __device__ void write(const Row& row, const Result& result, const Note<V, NV>& note,
+                        const Span<V, NV, all_whole>& span, F (&parts)[NV][kInputs][V]) const {
+    if (row.rstd && span.first <= 0 && span.first + V > 0) *row.rstd = result.rstd;
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      if (!span.begins(i)) break;
+      F(&y)[V] = parts[i][0];
+#pragma unroll
+      for (int j = 0; j < V; ++j) y[j] = (y[j] - result.mean) * result.rstd;
+      if (row.xhat) store(row.xhat, steps[2], span, i, y);
+      F w[V], b[V];
+      if (weight) {
+        unpack(note.weight[i], w);
+#pragma unroll
+        for (int j = 0; j < V; ++j) y[j] *= w[j];
+      }
+      if (bias) {
+        unpack(note.bias[i], b);
+#pragma unroll
+        for (int j = 0; j < V; ++j) y[j] += b[j];
+      }
+      store(row.x, steps[0], span, i, y);
+    }
+  }
+};
+
+template <class T, bool rms, bool with_residual>
+void launch(const Call& c) {
+  using F = arithmetic_t<T>;
+  const auto rows = rows_of<3>(c.op, {c.x, c.residual, c.xhat}, c.x.dim() - 1);
+  const auto data = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<T>() : nullptr; };
+  const Norm<T, rms, with_residual> op{RowIndex<3>(rows),
+                                       c.x.mutable_data_ptr<T>(),
+                                       c.xhat.defined() ? c.xhat.mutable_data_ptr<T>() : nullptr,
+                                       data(c.residual),
+                                       data(c.weight),
+                                       data(c.bias),
+                                       c.rstd.defined() ? c.rstd.mutable_data_ptr<F>() : nullptr,
+                                       {rows.column_strides[0], rows.column_strides[1], rows.column_strides[2]},
+                                       static_cast<F>(c.eps)};
+  // What is not there lies where x does.
+  const std::array<const void*, 3> pointers{op.x, op.residual ? op.residual : op.x, op.xhat ? op.xhat : op.x};
+  auto known = rows;
+  for (int t = 1; t < 3; ++t) {
+    if (pointers[t] != op.x) continue;
+    known.strides[t] = rows.strides[0];
+    known.column_strides[t] = rows.column_strides[0];
+  }
+  launch_rows(op, known, pointers, 0);
+}
+
+void run_cuda(const Call& c) {
+  if (c.x.numel() == 0) return;
+  const OperationGuard guard(c.op, c.x);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), "norm", [&] {
+    if (c.rms)
+      c.residual.defined() ? launch<scalar_t, true, true>(c) : launch<scalar_t, true, false>(c);
+    else
+      c.residual.defined() ? launch<scalar_t, false, true>(c) : launch<scalar_t, false, false>(c);
+  });
+}
+
+}  // namespace
+}  // namespace matmuls
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- CPU
+
+namespace matmuls {
+namespace {
+
+void run_cpu(const Call& c) {
+  if (c.x.numel() == 0) return;
+  const auto rows = rows_of<3>(c.op, {c.x, c.residual, c.xhat}, c.x.dim() - 1);
+  const auto& steps = rows.column_strides;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), "norm", [&] {
+    using F = arithmetic_t<scalar_t>;
+    const auto data = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<scalar_t>() : nullptr; };
+    scalar_t* x = c.x.mutable_data_ptr<scalar_t>();
+    scalar_t* xhat = c.xhat.defined() ? c.xhat.mutable_data_ptr<scalar_t>() : nullptr;
+    F* rstd = c.rstd.defined() ? c.rstd.mutable_data_ptr<F>() : nullptr;
+    const scalar_t *weight = data(c.weight), *bias = data(c.bias), *residual = data(c.residual);
+    for_rows<scalar_t, 3>(rows.count, rows.columns, [&](int64_t r, RowBuffers<scalar_t, 3>& buffers) {
+      scalar_t* row = x + rows.offset(0, r);
+      const scalar_t* from = buffers.gather(0, row, steps[0]);
+      const scalar_t* added = residual ? buffers.gather(1, residual + rows.offset(1, r), steps[1]) : nullptr;
+      scalar_t* to = buffers.target(2, row, steps[0]);
+      scalar_t* kept = xhat ? xhat + rows.offset(2, r) : nullptr;
+      const F scale = norm_row(from, added, weight, bias, to, kept, rows.columns, c.eps, c.rms);
+      if (rstd) rstd[r] = scale;
+      buffers.scatter(to, row, steps[0]);
+    });
+  });
+}
+
+// -------------------------------------------------------------------------------------------------------- operators
+
+MATMULS_OPERATOR(LayerNormOp, "custom_mm::layer_norm_", "",
+                 void(Tensor, const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&));
+MATMULS_OPERATOR(RmsNormOp, "custom_mm::rms_norm_", "",
+                 void(Tensor, const OptionalTensor&, double, const OptionalTensor&));
+MATMULS_OPERATOR(KeepOp, "custom_mm::norm_keep_", "",
+                 std::tuple<Tensor, Tensor>(Tensor, const OptionalTensor&, const OptionalTensor&, double,
+                                            const OptionalTensor&, bool));
+MATMULS_OPERATOR(BackwardOp, "custom_mm::norm_backward", "",
+                 std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                                    bool, bool, bool));
+
+using Runner = void(const Call&);
+const char* name_of(bool rms) { return rms ? "rms_norm_" : "layer_norm_"; }
+
+// rstd is one number a row in the arithmetic type; xhat is like x, or empty where x becomes xhat itself.
+std::tuple<Tensor, Tensor> kept_tensors(const Tensor& x, bool affine) {
+  const auto sizes = x.sym_sizes();
+  const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return {affine ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options()),
+          at::empty_symint(sizes.slice(0, sizes.size() - 1), x.options().dtype(type))};
+}
+
+void normalize(Runner run, Call c) {
+  check(c.op, c.x, c.weight, c.bias, c.residual, c.eps);
+  check_no_overlap(c.op, c.x, {{"weight", c.weight}, {"bias", c.bias}, {"residual", c.residual}});
+  if (c.weight.defined()) c.weight = c.weight.contiguous();
+  if (c.bias.defined()) c.bias = c.bias.contiguous();
+  run(c);
+}
+
+template <Runner run>
+void layer_norm_(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                 const OptionalTensor& residual) {
+  normalize(run, {name_of(false), x, value(weight), value(bias), value(residual), eps, false, {}, {}});
+}
+template <Runner run>
+void rms_norm_(Tensor x, const OptionalTensor& weight, double eps, const OptionalTensor& residual) {
+  normalize(run, {name_of(true), x, value(weight), Tensor(), value(residual), eps, true, {}, {}});
+}
+template <Runner run>
+std::tuple<Tensor, Tensor> norm_keep_(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                      const OptionalTensor& residual, bool rms) {
+  check(name_of(rms), x, value(weight), value(bias), value(residual), eps);
+  const bool affine = value(weight).defined() || value(bias).defined();
+  auto [xhat, rstd] = kept_tensors(x, affine);
+  normalize(run,
+            {name_of(rms), x, value(weight), value(bias), value(residual), eps, rms, affine ? xhat : Tensor(), rstd});
+  return {xhat, rstd};
+}
+
+void layer_norm_meta(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                     const OptionalTensor& residual) {
+  check(name_of(false), x, value(weight), value(bias), value(residual), eps);
+}
+void rms_norm_meta(Tensor x, const OptionalTensor& weight, double eps, const OptionalTensor& residual) {
+  check(name_of(true), x, value(weight), Tensor(), value(residual), eps);
+}
+std::tuple<Tensor, Tensor> norm_keep_meta(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                          double eps, const OptionalTensor& residual, bool rms) {
+  check(name_of(rms), x, value(weight), value(bias), value(residual), eps);
+  return kept_tensors(x, value(weight).defined() || value(bias).defined());
+}
+
+// ---------------------------------------------------------------------------------------------------------- gradient
+
+// With d = dy * weight:  dx = rstd * (d - mean(d) - xhat * mean(d * xhat)), dweight = sum dy * xhat, dbias = sum dy
+// over the rows; the residual's gradient is x's. xhat and rstd are results too: a second derivative reaches x through
+// them, by xhat like y, and by d rstd / dx = -rstd^2 * xhat / n.
+struct NormGradient : torch::autograd::Function<NormGradient> {
+  struct Arguments {
+    double eps;
+    bool rms;
+  };
+
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const Tensor& x,
+                                                const OptionalTensor& weight, const OptionalTensor& bias,
+                                                const OptionalTensor& residual, Arguments a) {
+    const auto need = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
+    ctx->saved_data["need_x"] = need(x);
+    ctx->saved_data["need_weight"] = need(value(weight));
+    ctx->saved_data["need_bias"] = need(value(bias));
+    ctx->saved_data["need_residual"] = need(value(residual));
+    auto [xhat, rstd] = KeepOp::below_autograd(x, weight, bias, a.eps, residual, a.rms);
+    const bool affine = value(weight).defined() || value(bias).defined();
+    ctx->mark_dirty({x});
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({affine ? xhat : x, rstd, value(weight)});
+    ctx->saved_data["rms"] = a.rms;
+    ctx->saved_data["affine"] = affine;
+    // autograd lets a Function that writes over a view have one result only: its gradient is then not differentiable.
+    ctx->saved_data["view"] = x.is_view();
+    if (x.is_view()) return {x};
+    if (!affine) return {x, rstd};
+    return {x, rstd, xhat};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &xhat = saved[0], &rstd = saved[1], &weight = saved[2];
+    const bool rms = ctx->saved_data["rms"].toBool();
+    const auto need = [&](const char* name) { return ctx->saved_data[name].toBool(); };
+    const bool need_residual = need("need_residual"), need_x = need("need_x") || need_residual;
+    const bool need_weight = need("need_weight"), need_bias = need("need_bias");
+    const Tensor& dy = grads[0];
+    const Tensor drstd = grads.size() > 1 ? grads[1] : Tensor(), dxhat = grads.size() > 2 ? grads[2] : Tensor();
+    if (!c10::GradMode::is_enabled() && dy.defined() && !drstd.defined() && !dxhat.defined()) {
+      auto [dx, dweight, dbias] =
+          BackwardOp::call(dy, xhat, rstd, weight.defined() ? OptionalTensor(weight) : std::nullopt, rms, need_x,
+                           need_weight || need_bias);
+      return {need_x ? dx : Tensor(),
+              need_weight ? dweight : Tensor(),
+              need_bias ? dbias : Tensor(),
+              need_residual ? dx : Tensor(),
+              {}};
+    }
+    TORCH_CHECK(!ctx->saved_data["view"].toBool(), name_of(rms),
+                ": expected first derivatives only, x being a view of another tensor; normalize the tensor itself");
+    const auto wide = [&](const Tensor& t) { return t.to(rstd.scalar_type()); };
+    const Tensor h = wide(xhat), r = rstd.unsqueeze(-1);
+    const auto rows = [&](const Tensor& t) { return t.reshape_symint({-1, h.sym_size(-1)}); };
+    Tensor d, dweight, dbias;
+    if (dy.defined()) {
+      const Tensor g = wide(dy);
+      d = weight.defined() ? g * wide(weight) : g;
+      if (need_weight) dweight = rows(g * h).sum(0).to(xhat.scalar_type());
+      if (need_bias) dbias = rows(g).sum(0).to(xhat.scalar_type());
+    }
+    if (dxhat.defined()) d = d.defined() ? d + wide(dxhat) : wide(dxhat);
+    Tensor dx;
+    if (need_x && d.defined()) {
+      dx = d - h * (d * h).mean(-1, true);
+      if (!rms) dx = dx - d.mean(-1, true);
+      dx = r * dx;
+    }
+    if (need_x && drstd.defined()) {
+      const Tensor through = -drstd.unsqueeze(-1) * r * r * h / h.sym_size(-1);
+      dx = dx.defined() ? dx + through : through;
+    }
+    if (dx.defined()) dx = dx.to(xhat.scalar_type());
+    return {dx, dweight, dbias, need_residual ? dx : Tensor(), {}};
+  }
+};
+
+void layer_norm_autograd(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                         const OptionalTensor& residual) {
+  const bool needed = needs_gradient(name_of(false), {x, value(weight), value(bias), value(residual)});
+  torch::autograd::check_inplace(x, needed);
+  if (!needed) return LayerNormOp::below_autograd(x, weight, bias, eps, residual);
+  NormGradient::apply(x, weight, bias, residual, NormGradient::Arguments{eps, false});
+}
+void rms_norm_autograd(Tensor x, const OptionalTensor& weight, double eps, const OptionalTensor& residual) {
+  const bool needed = needs_gradient(name_of(true), {x, value(weight), value(residual)});
+  torch::autograd::check_inplace(x, needed);
+  if (!needed) return RmsNormOp::below_autograd(x, weight, eps, residual);
+  NormGradient::apply(x, weight, std::nullopt, residual, NormGradient::Arguments{eps, true});
+}
+std::tuple<Tensor, Tensor> norm_keep_autograd(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias,
+                                              double eps, const OptionalTensor& residual, bool rms) {
+  check_no_gradient_into("norm_keep_", "x", {x, value(weight), value(bias), value(residual)});
+  return KeepOp::below_autograd(x, weight, bias, eps, residual, rms);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "layer_norm_(Tensor(a!) x, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, Tensor? residual=None) -> ()",
+      tags);
+  m.def("rms_norm_(Tensor(a!) x, Tensor? weight=None, float eps=1e-05, Tensor? residual=None) -> ()", tags);
+  m.def(
+      "norm_keep_(Tensor(a!) x, Tensor? weight, Tensor? bias, float eps, Tensor? residual, bool rms) -> (Tensor xhat, "
+      "Tensor rstd)",
+      tags);
+}
+
+#define MATMULS_NORM_KERNELS(run)          \
+  m.impl("layer_norm_", layer_norm_<run>); \
+  m.impl("rms_norm_", rms_norm_<run>);     \
+  m.impl("norm_keep_", norm_keep_<run>);
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m){MATMULS_NORM_KERNELS(run_cpu)}
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m){MATMULS_NORM_KERNELS(run_cuda)}
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("layer_norm_", layer_norm_meta);
+  m.impl("rms_norm_", rms_norm_meta);
+  m.impl("norm_keep_", norm_keep_meta);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("layer_norm_", layer_norm_autograd);
+  m.impl("rms_norm_", rms_norm_autograd);
+  m.impl("norm_keep_", norm_keep_autograd);
+}
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) {
+  m.impl("layer_norm_", LayerNormOp::inplace<0>);
+  m.impl("rms_norm_", RmsNormOp::inplace<0>);
+  m.impl("norm_keep_", KeepOp::inplace<0>);
+}
+#define MATMULS_LAZY_KERNELS                   \
+  m.impl("layer_norm_", LayerNormOp::lazy<0>); \
+  m.impl("rms_norm_", RmsNormOp::lazy<0>);     \
+  m.impl("norm_keep_", KeepOp::lazy<0>);
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m){MATMULS_LAZY_KERNELS} TORCH_LIBRARY_IMPL(custom_mm, Negative, m) {
+  MATMULS_LAZY_KERNELS
+}
+
+}  // namespace matmuls

@@ -1,0 +1,378 @@
+// norm_backward: the gradient of layer_norm_ and rms_norm_. With d = grad * weight, over the last dimension of n
+// columns
+//   dx = rstd * (d - mean(d) - xhat * mean(d * xhat))          without mean(d) for rms
+// and over the rows  dweight = sum grad * xhat,  dbias = sum grad.
+//
+// One pass reads grad and xhat and writes dx; each thread adds up its columns in float32 from row to row meanwhile, and
+// a second kernel adds the threads' sums in a fixed order: the same bits every time.
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include "common.h"
+#include "operator.h"
+#include "rows.h"
+#include "rows_cpu.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "norm_backward";
+
+struct Call {
+  Tensor grad, xhat, rstd, weight;
+  bool rms;
+  Tensor dx, dweight, dbias;  // undefined where not asked for
+};
+
+void check(const Tensor& grad, const Tensor& xhat, const Tensor& rstd, const Tensor& weight) {
+  TORCH_CHECK(at::isFloatingType(xhat.scalar_type()), kOp, ": expected xhat of a floating-point dtype, got ",
+              xhat.scalar_type());
+  TORCH_CHECK(xhat.dim() >= 1, kOp, ": expected xhat of at least one dimension, got a scalar");
+  const auto like_xhat = [&](const char* name, const Tensor& t, at::ScalarType type) {
+    TORCH_CHECK(t.layout() == at::kStrided && t.device() == xhat.device() && t.scalar_type() == type, kOp,
+                ": expected ", name, " to be a strided tensor in ", type, " on ", xhat.device(), ", got ", t.layout(),
+                " in ", t.scalar_type(), " on ", t.device());
+  };
+  like_xhat("grad", grad, xhat.scalar_type());
+  like_xhat("rstd", rstd, xhat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  TORCH_CHECK(grad.sym_sizes() == xhat.sym_sizes(), kOp, ": expected grad of xhat's shape ", xhat.sym_sizes(), ", got ",
+              grad.sym_sizes());
+  TORCH_CHECK(rstd.sym_sizes() == xhat.sym_sizes().slice(0, xhat.dim() - 1), kOp,
+              ": expected rstd of one number for each row of ", xhat.sym_sizes(), ", got ", rstd.sym_sizes());
+  if (!weight.defined()) return;
+  like_xhat("weight", weight, xhat.scalar_type());
+  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == xhat.sym_size(-1), kOp, ": expected weight of shape [",
+              xhat.sym_size(-1), "], got ", weight.sym_sizes());
+}
+
+}  // namespace
+}  // namespace matmuls
+
+// ---------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#include "rows.cuh"
+
+namespace matmuls {
+namespace {
+
+template <class T, bool rms>
+struct NormBackward {
+  using Storage = T;
+  using F = arithmetic_t<T>;
+  static constexpr int kInputs = 2;
+  static constexpr int kNumbersPerColumn = 4, kNumbers = 64, kThreadsPerSm = 512;  // with the column's two sums
+  static constexpr bool kColumnSums = true;
+
+  struct Row {
+    const T *grad, *xhat;
+    T* dx;
+    F rstd;
+    const int64_t* steps;
+
+    __device__ const T* input(int k) const { return k == 0 ? grad : xhat; }
+    __device__ int64_t column_stride(int k) const { return steps[k]; }
+    __device__ int visible(int columns) const { return columns; }
+  };
+  struct State {
+    F d, dxhat;  // sums of d and d * xhat
+  };
+  template <int V, int NV>
+  struct Note {
+    Words<T, V> weight[NV];
+  };
+
+  RowIndex<3> index;
+  const T *grad, *xhat, *weight;
+  T* dx;
+  const F* rstd;
+  int64_t steps[3];
+  F columns;
+  F* partial;  // [teams][2][columns], or null where the sums are not taken here
+
+  __device__ Row row(int64_t r) const {
+    const auto offsets = index(r);
+    return {grad + offsets.at[0], xhat + offsets.at[1], dx ? dx + offsets.at[2] : nullptr, rstd[r], steps};
+  }
+  __device__ static F fill() { return F(0); }
+  __device__ static State identity() { return {F(0), F(0)}; }
+  template <int V, int NV>
+  __device__ void fetch_side(const Row&, const Span<V, NV>&, int, unsigned char*) const {}
+
+  template <int V, int NV, bool all_whole, class Side>
+  __device__ void fold(State& state, Note<V, NV>& note, const Row&, const Span<V, NV, all_whole>& span,
+                       F (&parts)[NV][2][V], const Side&) const {
+    F d[2] = {}, dxhat[2] = {};
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      if (!span.begins(i)) break;
+      F w[V];
+      if (weight) {
+        note.weight[i] = load_columns(weight, span, i);
+        unpack(note.weight[i], w);
+      }
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const F each = weight ? parts[i][0][j] * w[j] : parts[i][0][j];
+        if constexpr (!rms) d[j % 2] += each;
+        dxhat[j % 2] += each * parts[i][1][j];
+      }
+    }
+    state.d += d[0] + d[1];
+    state.dxhat += dxhat[0] + dxhat[1];
+  }
+  __device__ State merge(const State& state, Lanes lanes) const {
+    return {rms ? F(0) : lanes.sum(state.d), lanes.sum(state.dxhat)};
+  }
+  __device__ State finish(const State& state) const { return {state.d / columns, state.dxhat / columns}; }
+
+  template <int V, int NV, bool all_whole>
+  __device__ void write(const Row& row, const State& mean, const Note<V, NV>& note, const Span<V, NV, all_whole>& span,
+                        F (&parts)[NV][2][V], F (&sums)[2][NV][V]) const {
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      if (!span.begins(i)) break;
+      F w[V], out[V];
+      if (weight) unpack(note.weight[i], w);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const F g = parts[i][0][j], h = parts[i][1][j], each = weight ? g * w[j] : g;
+        sums[0][i][j] += g * h;
+        sums[1][i][j] += g;
+        out[j] = row.rstd * (each - mean.d - h * mean.dxhat);
+      }
+      if (row.dx) store(row.dx, row.steps[2], span, i, out);
+    }
+  }
+
+  template <int V, int NV>
+  __device__ void write_sums(int64_t team, const Span<V, NV>& span, const F (&sums)[2][NV][V]) const {
+    if (!partial) return;
+#pragma unroll
+    for (int s = 0; s < 2; ++s)
+#pragma unroll
+      for (int i = 0; i < NV; ++i)
+#pragma unroll
+        for (int j = 0; j < V; ++j)
+          if (span.holds(i, j, span.columns))
+            partial[(team * 2 + s) * span.columns + span.column(i) + j] = sums[s][i][j];
+  }
+};
+
+// out[c] <- sum over the rows of [rows][stride] partial sums, 32 columns a block, its 32 warps in a fixed order.
+template <class T, class F>
+__global__ void __launch_bounds__(1024)
+    add_partials_kernel(const F* partial, int64_t rows, int columns, int64_t stride, T* out) {
+  __shared__ F warps[32][33];
+  const int column = blockIdx.x * 32 + threadIdx.x;
+  F sum = 0, lost = 0;  // Kahan's sum: there are thousands of rows
+  if (column < columns) {
+    for (int64_t r = threadIdx.y; r < rows; r += 32) {
+      const F value = partial[r * stride + column] - lost, next = sum + value;
+      lost = (next - sum) - value;
+      sum = next;
+    }
+  }
+  warps[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  sum = Lanes{32}.sum(warps[threadIdx.x][threadIdx.y]);
+  const int mine = blockIdx.x * 32 + threadIdx.y;
+  if (threadIdx.x == 0 && mine < columns) out[mine] = T(sum);
+}
+
+// The column sums by themselves, for rows that are not aligned alike or do not fit the registers: partial[block][2][c].
+template <class T, class F>
+__global__ void __launch_bounds__(256)
+    column_sums_kernel(const NormBackward<T, false> op, int64_t rows, int columns, F* partial) {
+  const int column = blockIdx.x * 256 + threadIdx.x;
+  if (column >= columns) return;
+  F dweight = 0, dbias = 0;
+  for (int64_t begin = blockIdx.y; begin < rows; begin += int64_t(16) * gridDim.y) {
+    F some_dweight = 0, some_dbias = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int64_t r = begin + int64_t(i) * gridDim.y;
+      if (r >= rows) break;
+      const auto offsets = op.index(r);
+      const F g = F(op.grad[offsets.at[0] + column * op.steps[0]]);
+      some_dweight += g * F(op.xhat[offsets.at[1] + column * op.steps[1]]);
+      some_dbias += g;
+    }
+    dweight += some_dweight;
+    dbias += some_dbias;
+  }
+  partial[(int64_t(blockIdx.y) * 2) * columns + column] = dweight;
+  partial[(int64_t(blockIdx.y) * 2 + 1) * columns + column] = dbias;
+}
+
+template <class T, bool rms>
+void launch(const Call& c) {
+  using F = arithmetic_t<T>;
+  auto rows = rows_of<3>(kOp, {c.grad, c.xhat, c.dx}, c.xhat.dim() - 1);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const NormBackward<T, rms> op{RowIndex<3>(rows),
+                                c.grad.const_data_ptr<T>(),
+                                c.xhat.const_data_ptr<T>(),
+                                c.weight.defined() ? c.weight.const_data_ptr<T>() : nullptr,
+                                c.dx.defined() ? c.dx.mutable_data_ptr<T>() : nullptr,
+                                c.rstd.const_data_ptr<F>(),
+                                {rows.column_strides[0], rows.column_strides[1], rows.column_strides[2]},
+                                static_cast<F>(rows.columns),
+                                nullptr};
+  const bool sums = c.dweight.defined();
+  Tensor partial;
+  int64_t parts = 0;
+  if (c.dx.defined()) {
+    launch_rows(op, rows, std::array<const void*, 3>{op.grad, op.xhat, op.dx}, 0,
+                [&](NormBackward<T, rms>& o, int64_t teams, bool columns_stay) {
+                  if (!sums || !columns_stay) return;
+                  parts = teams;
+                  partial = at::empty({teams, 2, rows.columns}, c.rstd.options());
+                  o.partial = partial.mutable_data_ptr<F>();
+                });
+  }
+  if (!sums) return;
+  const auto columns = static_cast<int>(rows.columns);
+  if (!partial.defined()) {
+    const int64_t blocks = (columns + 255) / 256;
+    parts = std::clamp<int64_t>(4096 / blocks, 1, std::min<int64_t>(rows.count, 1024));
+    partial = at::empty({parts, 2, rows.columns}, c.rstd.options());
+    const NormBackward<T, false> plain{
+        op.index,   op.grad, op.xhat, nullptr, nullptr, op.rstd, {op.steps[0], op.steps[1], op.steps[2]},
+        op.columns, nullptr};
+    column_sums_kernel<T, F><<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(parts)), 256, 0, stream>>>(
+        plain, rows.count, columns, partial.mutable_data_ptr<F>());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  const F* from = partial.const_data_ptr<F>();
+  const auto add = [&](const F* first, const Tensor& out) {
+    add_partials_kernel<T, F><<<static_cast<unsigned>((columns + 31) / 32), dim3(32, 32), 0, stream>>>(
+        first, parts, columns, 2 * rows.columns, out.mutable_data_ptr<T>());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  };
+  add(from, c.dweight);
+  add(from + rows.columns, c.dbias);
+}
+
+void run_cuda(const Call& c) {
+  if (c.xhat.numel() == 0) return;
+  const OperationGuard guard(kOp, c.xhat);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.xhat.scalar_type(), "norm_backward",
+                                  [&] { c.rms ? launch<scalar_t, true>(c) : launch<scalar_t, false>(c); });
+}
+
+}  // namespace
+}  // namespace matmuls
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- CPU
+
+namespace matmuls {
+namespace {
+
+constexpr int64_t kRowsASum = 256;  // before a float32 sum is added to the next level: its error stays near 1e-7
+
+// Each chunk of rows has column sums of its own, added in order at the end: the same bits for the same thread count.
+void run_cpu(const Call& c) {
+  if (c.xhat.numel() == 0) return;
+  const auto rows = rows_of<3>(kOp, {c.grad, c.xhat, c.dx}, c.xhat.dim() - 1);
+  const auto& steps = rows.column_strides;
+  const int64_t chunks = std::min<int64_t>(rows.count, at::get_num_threads());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.xhat.scalar_type(), "norm_backward", [&] {
+    using F = arithmetic_t<scalar_t>;
+    const scalar_t *grad = c.grad.const_data_ptr<scalar_t>(), *xhat = c.xhat.const_data_ptr<scalar_t>();
+    const scalar_t* weight = c.weight.defined() ? c.weight.const_data_ptr<scalar_t>() : nullptr;
+    const F* rstd = c.rstd.const_data_ptr<F>();
+    scalar_t* dx = c.dx.defined() ? c.dx.mutable_data_ptr<scalar_t>() : nullptr;
+    Tensor sums = c.dweight.defined() ? at::zeros({chunks, 2, rows.columns}, c.rstd.options()) : Tensor();
+    F* sum = sums.defined() ? sums.mutable_data_ptr<F>() : nullptr;
+    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      RowBuffers<scalar_t, 3> buffers(rows.columns);
+      std::vector<F> recent(sum ? 2 * rows.columns : 0);
+      F* dweight = sum ? recent.data() : nullptr;
+      F* dbias = sum ? recent.data() + rows.columns : nullptr;
+      for (int64_t chunk = begin; chunk < end; ++chunk) {
+        const auto add_up = [&] {
+          for (size_t i = 0; i < recent.size(); ++i)
+            sum[chunk * 2 * rows.columns + i] += std::exchange(recent[i], F(0));
+        };
+        for (int64_t r = rows.count * chunk / chunks; r < rows.count * (chunk + 1) / chunks; ++r) {
+          scalar_t* to = dx ? dx + rows.offset(2, r) : nullptr;
+          scalar_t* row = dx ? buffers.target(2, to, steps[2]) : nullptr;
+          norm_backward_row(buffers.gather(0, grad + rows.offset(0, r), steps[0]),
+                            buffers.gather(1, xhat + rows.offset(1, r), steps[1]), weight, rstd[r], row, dweight, dbias,
+                            rows.columns, c.rms);
+          if (dx) buffers.scatter(row, to, steps[2]);
+          if (r % kRowsASum == kRowsASum - 1) add_up();
+        }
+        add_up();
+      }
+    });
+    if (!sum) return;
+    c.dweight.copy_(sums.select(1, 0).sum(0));
+    c.dbias.copy_(sums.select(1, 1).sum(0));
+  });
+}
+
+// -------------------------------------------------------------------------------------------------------- operators
+
+MATMULS_OPERATOR(BackwardOp, "custom_mm::norm_backward", "",
+                 std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                                    bool, bool, bool));
+
+std::tuple<Tensor, Tensor, Tensor> results(const Tensor& xhat, bool need_dx, bool need_columns) {
+  const auto columns = [&] {
+    return need_columns ? at::empty_symint({xhat.sym_size(-1)}, xhat.options()) : at::empty({0}, xhat.options());
+  };
+  return {need_dx ? at::empty_symint(xhat.sym_sizes(), xhat.options()) : at::empty({0}, xhat.options()), columns(),
+          columns()};
+}
+
+template <void run(const Call&)>
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
+                                            const OptionalTensor& weight, bool rms, bool need_dx, bool need_columns) {
+  const Tensor w = weight.value_or(Tensor());
+  check(grad, xhat, rstd, w);
+  auto [dx, dweight, dbias] = results(xhat, need_dx, need_columns);
+  if (xhat.numel() == 0) dweight.zero_(), dbias.zero_();
+  run({grad, xhat, rstd.contiguous(), w.defined() ? w.contiguous() : w, rms, need_dx ? dx : Tensor(),
+       need_columns ? dweight : Tensor(), need_columns ? dbias : Tensor()});
+  return {dx, dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
+                                                 const OptionalTensor& weight, bool, bool need_dx, bool need_columns) {
+  check(grad, xhat, rstd, weight.value_or(Tensor()));
+  return results(xhat, need_dx, need_columns);
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_autograd(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
+                                                     const OptionalTensor& weight, bool rms, bool need_dx,
+                                                     bool need_columns) {
+  TORCH_CHECK(!needs_gradient(kOp, {grad, xhat, rstd, weight.value_or(Tensor())}), kOp,
+              ": expected no gradient to be recorded (second derivatives come through layer_norm_ and rms_norm_)");
+  return BackwardOp::below_autograd(grad, xhat, rstd, weight, rms, need_dx, need_columns);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  m.def(
+      "norm_backward(Tensor grad, Tensor xhat, Tensor rstd, Tensor? weight, bool rms, bool need_dx=True, bool "
+      "need_columns=True) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+      {at::Tag::pt2_compliant_tag});
+}
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("norm_backward", backward<run_cpu>); }
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("norm_backward", backward<run_cuda>); }
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("norm_backward", backward_meta); }
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("norm_backward", backward_autograd); }
+
+}  // namespace matmuls

@@ -1,0 +1,111 @@
+// A tensor as rows: one dimension is the row, all the others count the rows, whatever their strides.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <array>
+#include <numeric>
+#include <vector>
+
+namespace matmuls {
+
+// The rows of N tensors of one shape. Leading dimensions that are one step apart in every tensor are merged, so that
+// contiguous tensors have one. Dimensions count from the innermost.
+template <int N>
+struct Rows {
+  static constexpr int kMaxDims = 8;
+
+  int64_t count = 1, columns = 1;
+  int dims = 0;
+  std::array<int64_t, kMaxDims> sizes{};
+  std::array<std::array<int64_t, kMaxDims>, N> strides{};  // in elements
+  std::array<int64_t, N> column_strides{};
+
+  // The first element of a row in tensor t.
+  int64_t offset(int t, int64_t row) const {
+    int64_t sum = 0;
+    for (int d = 0; d + 1 < dims; ++d) {
+      sum += row % sizes[d] * strides[t][d];
+      row /= sizes[d];
+    }
+    return dims > 0 ? sum + row * strides[t][dims - 1] : 0;
+  }
+};
+
+// From the strides of each tensor; a tensor that is not there has none. `order`: the dimensions from the innermost.
+template <int N>
+Rows<N> rows_of(const char* op, at::IntArrayRef sizes, const std::array<at::IntArrayRef, N>& strides, int64_t dim,
+                at::IntArrayRef order) {
+  Rows<N> rows;
+  const auto stride = [&](int t, int64_t d) { return strides[t].empty() ? 0 : strides[t][d]; };
+  rows.columns = sizes[dim];
+  for (int t = 0; t < N; ++t) rows.column_strides[t] = rows.columns == 1 ? 1 : stride(t, dim);
+  for (const int64_t d : order) {
+    if (d == dim) continue;
+    rows.count *= sizes[d];
+    if (sizes[d] == 1) continue;
+    bool merges = rows.dims > 0;
+    for (int t = 0; merges && t < N; ++t)
+      merges = stride(t, d) == rows.strides[t][rows.dims - 1] * rows.sizes[rows.dims - 1];
+    if (merges) {
+      rows.sizes[rows.dims - 1] *= sizes[d];
+      continue;
+    }
+    TORCH_CHECK(rows.dims < Rows<N>::kMaxDims, op, ": expected at most ", Rows<N>::kMaxDims,
+                " leading dimensions that do not merge, got a tensor of sizes ", sizes);
+    rows.sizes[rows.dims] = sizes[d];
+    for (int t = 0; t < N; ++t) rows.strides[t][rows.dims] = stride(t, d);
+    ++rows.dims;
+  }
+  return rows;
+}
+
+template <int N>
+Rows<N> rows_of(const char* op, const std::array<at::Tensor, N>& tensors, int64_t dim) {
+  std::array<at::IntArrayRef, N> strides;
+  for (int t = 0; t < N; ++t)
+    if (tensors[t].defined()) strides[t] = tensors[t].strides();
+  std::vector<int64_t> order(tensors[0].dim());
+  std::iota(order.rbegin(), order.rend(), 0);
+  return rows_of<N>(op, tensors[0].sizes(), strides, dim, order);
+}
+
+// Rows whose columns lie apart pass through N buffers of one row, one set for each thread.
+template <class T, int N>
+class RowBuffers {
+ public:
+  explicit RowBuffers(int64_t columns) : columns_(columns) {}
+
+  const T* gather(int n, const T* row, int64_t step) {
+    if (step == 1) return row;
+    T* buffer = target(n, nullptr, step);
+    for (int64_t i = 0; i < columns_; ++i) buffer[i] = row[i * step];
+    return buffer;
+  }
+  T* target(int n, T* row, int64_t step) {
+    if (step == 1) return row;
+    buffers_[n].resize(columns_);
+    return buffers_[n].data();
+  }
+  void scatter(const T* from, T* row, int64_t step) const {
+    if (step == 1) return;
+    for (int64_t i = 0; i < columns_; ++i) row[i * step] = from[i];
+  }
+
+ private:
+  int64_t columns_;
+  std::array<std::vector<T>, N> buffers_;
+};
+
+// body(row, buffers) for every row, over torch's threads.
+template <class T, int N, class Body>
+void for_rows(int64_t count, int64_t columns, const Body& body) {
+  const int64_t grain = std::max<int64_t>(1, at::internal::GRAIN_SIZE / std::max<int64_t>(columns, 1));
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    RowBuffers<T, N> buffers(columns);
+    for (int64_t row = begin; row < end; ++row) body(row, buffers);
+  });
+}
+
+}  // namespace matmuls

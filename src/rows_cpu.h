@@ -1,0 +1,46 @@
+// Rows of softmax and of the norms on the CPU: one contiguous row a call, vectorised for the machine it runs on.
+//
+// Statistics are float32, float64 for float64. What is written may be what is read (in place), never partly so.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+
+#include "masks.h"
+#include "scalar_types.h"
+
+namespace matmuls {
+
+// One row of a mask; columns are `stride` elements apart (0: one value for all of them).
+struct MaskRow {
+  MaskKind kind = MaskKind::none;
+  const void* data = nullptr;
+  int64_t stride = 1;
+};
+
+// T: double, float, c10::Half or c10::BFloat16, for each of which these are instantiated.
+
+// y <- softmax(scale * x + mask) over the first `visible` of the row's columns, 0 in the others (causality). A masked
+// column gets 0, a row without a column to attend to is 0 throughout, NaN propagates.
+template <class T>
+void softmax_row(const T* x, T* y, int64_t columns, int64_t visible, double scale, const MaskRow& mask);
+
+// dx <- scale * y * (grad - sum(y * grad)) over the first `visible` columns, 0 in the others.
+template <class T>
+void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int64_t visible, double scale);
+
+// y <- xhat * weight + bias with xhat = (h - mean(h)) * rstd, h = x + residual, rstd = 1 / sqrt(var(h) + eps); with rms
+// the mean is 0. Returns rstd. residual, weight, bias and xhat (where xhat is kept) may be null.
+template <class T>
+arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* y, T* xhat, int64_t columns,
+                         double eps, bool rms);
+
+// dx <- rstd * (d - mean(d) - xhat * mean(d * xhat)), d = grad * weight; with rms without mean(d).
+// dweight += grad * xhat and dbias += grad, column by column. weight, dx, dweight and dbias may be null.
+template <class T>
+void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic_t<T> rstd, T* dx,
+                       arithmetic_t<T>* dweight, arithmetic_t<T>* dbias, int64_t columns, bool rms);
+
+}  // namespace matmuls

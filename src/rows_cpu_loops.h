@@ -1,0 +1,448 @@
+// The loops over a row, written once with vector extensions and included by rows_cpu.cpp once per instruction set, each
+// time in another namespace and with another ROWS_VECTOR_BYTES. Hence no include guard, and no #include: a header first
+// read here would be compiled for this instruction set, and its inline functions, shared by name with the rest of the
+// program, would then need it everywhere. For the same reason nothing here calls a template of the standard library.
+
+constexpr int64_t kBlock = 4096;  // columns summed apart; 16 KB of floats, so that a block stays in the L1 cache
+constexpr int64_t kMaxBlocks = 64;
+constexpr int kChains = 4;  // independent accumulators, which hide the latency of an addition
+
+template <class A>
+constexpr int kLanes = ROWS_VECTOR_BYTES / sizeof(A);
+template <class A>
+constexpr A kInfinity = __builtin_inf();
+
+template <class Element, int lanes>
+struct VectorOf {
+  typedef Element type __attribute__((vector_size(lanes * sizeof(Element))));
+};
+template <class A>
+using Vec = typename VectorOf<A, kLanes<A>>::type;
+template <class Element>
+using FloatLanes = typename VectorOf<Element, kLanes<float>>::type;  // as many as a Vec<float> has
+
+template <class T>
+constexpr bool kIsHalf = std::is_same_v<T, c10::Half>;
+template <class T>
+constexpr bool kIsBFloat16 = std::is_same_v<T, c10::BFloat16>;
+template <class T>
+using Bits = std::conditional_t<kIsHalf<T> || kIsBFloat16<T>, uint16_t, T>;
+
+// --- Vectors ---------------------------------------------------------------------------------------------------------
+
+template <class A>
+C10_ALWAYS_INLINE Vec<A> splat(A value) {
+  return value - Vec<A>{};
+}
+
+// Conversions that __builtin_convertvector lacks, or that GCC 12 takes apart into many instructions. (The maskz forms,
+// with every lane kept, because it warns of an uninitialised variable in the plain ones.)
+#if ROWS_VECTOR_BYTES == 64
+C10_ALWAYS_INLINE Vec<float> from_half(FloatLanes<uint16_t> bits) {
+  return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits);
+}
+C10_ALWAYS_INLINE FloatLanes<uint16_t> to_half(Vec<float> v) {
+  return (FloatLanes<uint16_t>)_mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT);
+}
+C10_ALWAYS_INLINE Vec<int32_t> widen(FloatLanes<uint16_t> v) {
+  return (Vec<int32_t>)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)v);
+}
+C10_ALWAYS_INLINE Vec<int32_t> widen(FloatLanes<uint8_t> v) {
+  return (Vec<int32_t>)_mm512_maskz_cvtepu8_epi32(0xffff, (__m128i)v);
+}
+#elif ROWS_VECTOR_BYTES == 32
+C10_ALWAYS_INLINE Vec<float> from_half(FloatLanes<uint16_t> bits) { return (Vec<float>)_mm256_cvtph_ps((__m128i)bits); }
+C10_ALWAYS_INLINE FloatLanes<uint16_t> to_half(Vec<float> v) {
+  return (FloatLanes<uint16_t>)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+}
+C10_ALWAYS_INLINE Vec<int32_t> widen(FloatLanes<uint16_t> v) { return (Vec<int32_t>)_mm256_cvtepu16_epi32((__m128i)v); }
+C10_ALWAYS_INLINE Vec<int32_t> widen(FloatLanes<uint8_t> v) {
+  return (Vec<int32_t>)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)v));
+}
+#else
+// Lane by lane and not inlined: a dozen instructions a lane.
+[[gnu::noinline]] Vec<float> from_half(FloatLanes<uint16_t> bits) {
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = c10::Half(bits[i], c10::Half::from_bits());
+  return v;
+}
+[[gnu::noinline]] FloatLanes<uint16_t> to_half(Vec<float> v) {
+  FloatLanes<uint16_t> bits;
+  for (int i = 0; i < kLanes<float>; ++i) bits[i] = c10::Half(v[i]).x;
+  return bits;
+}
+template <class Narrow>
+C10_ALWAYS_INLINE Vec<int32_t> widen(Narrow v) {
+  return __builtin_convertvector(v, Vec<int32_t>);
+}
+#endif
+
+C10_ALWAYS_INLINE Vec<float> from_bfloat16(FloatLanes<uint16_t> bits) { return (Vec<float>)(widen(bits) << 16); }
+
+// To nearest, ties to even: the carry of the added 0x7fff (and 1 more where the kept part is odd) rounds.
+C10_ALWAYS_INLINE FloatLanes<uint16_t> to_bfloat16(Vec<float> v) {
+  const Vec<uint32_t> bits = (Vec<uint32_t>)v;
+  const Vec<uint32_t> rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(v == v ? rounded : Vec<uint32_t>{} + 0x7fc0, FloatLanes<uint16_t>);
+}
+
+// The first `count` elements of a vector and no byte beyond them, neither by way of memory, where a wide load has to
+// wait for narrow stores, nor by a call of memcpy, which spills every vector register.
+template <class Element, int lanes, class V = typename VectorOf<Element, lanes>::type>
+C10_ALWAYS_INLINE V load_part(const void* p, int count) {
+  V v = {};
+#if ROWS_VECTOR_BYTES == 64
+  const __m512i part = _mm512_maskz_loadu_epi8((uint64_t{1} << count * sizeof(Element)) - 1, p);
+  __builtin_memcpy(&v, &part, sizeof(V));
+#else
+#pragma GCC unroll 8
+  for (int i = 0; i < lanes - 1; ++i) {
+    if (i >= count) break;
+    Element element;
+    __builtin_memcpy(&element, static_cast<const Element*>(p) + i, sizeof(Element));
+    v[i] = element;
+  }
+#endif
+  return v;
+}
+
+template <class Element, int lanes, class V = typename VectorOf<Element, lanes>::type>
+C10_ALWAYS_INLINE void store_part(void* p, V v, int count) {
+#if ROWS_VECTOR_BYTES == 64
+  __m512i part = {};
+  __builtin_memcpy(&part, &v, sizeof(V));
+  _mm512_mask_storeu_epi8(p, (uint64_t{1} << count * sizeof(Element)) - 1, part);
+#else
+#pragma GCC unroll 8
+  for (int i = 0; i < lanes - 1; ++i) {
+    if (i >= count) break;
+    const Element element = v[i];
+    __builtin_memcpy(static_cast<Element*>(p) + i, &element, sizeof(Element));
+  }
+#endif
+}
+
+// The first `count` elements at p, 0 in the lanes after them. A constant count (a whole vector) is a plain load.
+template <class A, class T>
+C10_ALWAYS_INLINE Vec<A> load(const T* p, int count) {
+  using Raw = typename VectorOf<Bits<T>, kLanes<A>>::type;
+  Raw raw;
+  if (count == kLanes<A>) {
+    __builtin_memcpy(&raw, p, sizeof(raw));
+  } else {
+    raw = load_part<Bits<T>, kLanes<A>>(p, count);
+  }
+  if constexpr (kIsHalf<T>) {
+    return from_half(raw);
+  } else if constexpr (kIsBFloat16<T>) {
+    return from_bfloat16(raw);
+  } else if constexpr (std::is_same_v<T, uint8_t> && std::is_same_v<A, float>) {
+    return __builtin_convertvector(widen(raw), Vec<float>);
+  } else {
+    return __builtin_convertvector(raw, Vec<A>);
+  }
+}
+
+template <class A, class T>
+C10_ALWAYS_INLINE void store(T* p, Vec<A> v, int count) {
+  typename VectorOf<Bits<T>, kLanes<A>>::type raw;
+  if constexpr (kIsHalf<T>) {
+    raw = to_half(v);
+  } else if constexpr (kIsBFloat16<T>) {
+    raw = to_bfloat16(v);
+  } else {
+    raw = v;
+  }
+  if (count == kLanes<A>) {
+    __builtin_memcpy(static_cast<void*>(p), &raw, sizeof(raw));
+  } else {
+    store_part<Bits<T>, kLanes<A>>(p, raw, count);
+  }
+}
+
+// v with `value` in the lanes from `count` on.
+template <class A>
+C10_ALWAYS_INLINE Vec<A> pad(Vec<A> v, int count, A value) {
+  if (count == kLanes<A>) return v;
+  Vec<A> lane;
+  for (int i = 0; i < kLanes<A>; ++i) lane[i] = i;
+  return lane < splat<A>(count) ? v : splat(value);
+}
+
+template <class A>
+C10_ALWAYS_INLINE Vec<A> greater(Vec<A> a, Vec<A> b) {
+  return a > b ? a : b;  // b where a is NaN
+}
+
+// Folds a vector in halves with `combine`, down to one element.
+template <class A, int lanes, class F>
+C10_ALWAYS_INLINE A fold(typename VectorOf<A, lanes>::type v, F combine) {
+  if constexpr (lanes == 1) {
+    return v[0];
+  } else {
+    typename VectorOf<A, lanes / 2>::type halves[2];
+    __builtin_memcpy(halves, &v, sizeof(v));
+    return fold<A, lanes / 2>(combine(halves[0], halves[1]), combine);
+  }
+}
+
+template <class A>
+C10_ALWAYS_INLINE A sum_of_lanes(Vec<A> v) {
+  return fold<A, kLanes<A>>(v, [](auto a, auto b) C10_ALWAYS_INLINE_ATTRIBUTE { return a + b; });
+}
+
+template <class A>
+C10_ALWAYS_INLINE A max_of_lanes(Vec<A> v) {
+  return fold<A, kLanes<A>>(v, [](auto a, auto b) C10_ALWAYS_INLINE_ATTRIBUTE { return a > b ? a : b; });
+}
+
+// exp(x) for x <= 0, to 1 ulp; 0 below -87.3, where the result would soon be subnormal; NaN for NaN.
+// x = n ln2 + r with |r| <= ln2 / 2, exp(x) = 2^n exp(r). Adding 1.5 * 2^23 rounds to an integer and leaves it in the
+// low bits. The polynomial is the minimax one of degree 6 with 1 + r fixed: 3e-9 relative.
+C10_ALWAYS_INLINE Vec<float> exp_nonpositive(Vec<float> x) {
+  const Vec<float> shifted = x * 0x1.715476p+0f + 0x1.8p23f;
+  const Vec<float> n = shifted - 0x1.8p23f;
+  const Vec<float> r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // the first product is exact
+  Vec<float> p = r * 0x1.6a23cep-10f + 0x1.123a20p-7f;
+  p = p * r + 0x1.5558f2p-5f;
+  p = p * r + 0x1.555492p-3f;
+  p = p * r + 0x1.fffffcp-2f;
+  p = (p * r) * r + r + 1.0f;
+  const Vec<float> scaled = (Vec<float>)((Vec<uint32_t>)p + ((Vec<uint32_t>)shifted << 23));
+  return x < -87.3f ? Vec<float>{} : scaled;
+}
+
+C10_ALWAYS_INLINE Vec<double> exp_nonpositive(Vec<double> x) {
+  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
+  return x;
+}
+
+// --- Loops -----------------------------------------------------------------------------------------------------------
+
+// f(column, count, chain) for the vectors of [begin, end): count is a whole vector but for the last, chain < kChains.
+template <class A, class F>
+C10_ALWAYS_INLINE void for_each_vector(int64_t begin, int64_t end, F f) {
+  constexpr int n = kLanes<A>;
+  int64_t c = begin;
+  for (; c + kChains * n <= end; c += kChains * n) {
+    f(c, n, 0);
+    f(c + n, n, 1);
+    f(c + 2 * n, n, 2);
+    f(c + 3 * n, n, 3);
+  }
+  for (; c + n <= end; c += n) f(c, n, 0);
+  if (c < end) f(c, static_cast<int>(end - c), 1);
+}
+
+template <class A>
+C10_ALWAYS_INLINE Vec<A> sum_of_chains(const Vec<A>* chains) {
+  return (chains[0] + chains[1]) + (chains[2] + chains[3]);
+}
+
+// N sums over the columns at once: add(column, count, sums) adds its terms to the N vectors sums[0], sums[kChains], ...
+// Each block has its own sums, so that the error does not grow with the length of a row of 262144.
+template <int N, class A, class F>
+C10_ALWAYS_INLINE void sum_columns(int64_t columns, A (&total)[N], F add) {
+  Vec<A> totals[N] = {};
+  for (int64_t begin = 0; begin < columns; begin += kBlock) {
+    const int64_t end = begin + kBlock < columns ? begin + kBlock : columns;
+    Vec<A> chains[N * kChains] = {};
+    for_each_vector<A>(begin, end, [&](int64_t c, int count, int chain) C10_ALWAYS_INLINE_ATTRIBUTE {
+      add(c, count, chains + chain);
+    });
+    for (int i = 0; i < N; ++i) totals[i] += sum_of_chains<A>(chains + i * kChains);
+  }
+  for (int i = 0; i < N; ++i) total[i] = sum_of_lanes<A>(totals[i]);
+}
+
+// --- Softmax ---------------------------------------------------------------------------------------------------------
+
+struct NoMask {
+  template <class V>
+  C10_ALWAYS_INLINE V apply(V z, int64_t, int) const {
+    return z;
+  }
+};
+
+template <class A>
+struct ByteMask {
+  const uint8_t* row;
+  C10_ALWAYS_INLINE Vec<A> apply(Vec<A> z, int64_t c, int count) const {
+    return load<A>(row + c, count) != 0 ? splat(-kInfinity<A>) : z;
+  }
+};
+
+template <class A, class M>
+struct AddedMask {
+  const M* row;
+  C10_ALWAYS_INLINE Vec<A> apply(Vec<A> z, int64_t c, int count) const {
+    const Vec<A> added = load<A>(row + c, count);
+    return added == -kInfinity<A> ? added : z + added;  // -inf whatever z is, NaN included
+  }
+};
+
+// A mask with the elements of one row side by side, in this thread's scratch where they are not yet.
+template <class M>
+C10_ALWAYS_INLINE const M* contiguous(const MaskRow& mask, int64_t columns) {
+  const M* data = static_cast<const M*>(mask.data);
+  if (mask.stride == 1) return data;
+  M* row = static_cast<M*>(scratch(Scratch::mask, columns * sizeof(M)));
+  for (int64_t c = 0; c < columns; ++c) row[c] = data[c * mask.stride];
+  return row;
+}
+
+// The row where the largest input is -inf or the sum NaN: 0 in the masked columns, NaN in the others.
+template <class A, class T, class Mask>
+void softmax_undefined(T* y, int64_t columns, Mask mask) {
+  for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    const Vec<A> masked = mask.apply(Vec<A>{}, c, count);
+    store<A>(y + c, masked == -kInfinity<A> ? Vec<A>{} : splat<A>(__builtin_nan("")), count);
+  });
+}
+
+// Block by block the maximum and the exponentials against the largest value so far, while the block is in the L1 cache;
+// then, once the sum is known, the factor that each block lacks. The exponentials wait in y, for 16-bit types in
+// scratch.
+template <class T, class Mask>
+void softmax(const T* x, T* y, int64_t columns, arithmetic_t<T> scale, Mask mask) {
+  using A = arithmetic_t<T>;
+  A* e;
+  if constexpr (sizeof(T) == sizeof(A)) {
+    e = y;
+  } else {
+    e = static_cast<A*>(scratch(Scratch::row, columns * sizeof(A)));
+  }
+  const auto z = [&](int64_t c, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
+    return pad(mask.apply(load<A>(x + c, count) * scale, c, count), count, -kInfinity<A>);
+  };
+  const int64_t block = columns <= kBlock * kMaxBlocks ? kBlock : (columns / kMaxBlocks / kLanes<A> + 1) * kLanes<A>;
+
+  A block_max[kMaxBlocks];
+  A max = -kInfinity<A>;
+  Vec<A> total = {};
+  for (int64_t begin = 0, b = 0; begin < columns; begin += block, ++b) {
+    const int64_t end = begin + block < columns ? begin + block : columns;
+    Vec<A> maxima[kChains];
+    for (Vec<A>& m : maxima) m = splat(max);
+    for_each_vector<A>(begin, end, [&](int64_t c, int count, int chain) C10_ALWAYS_INLINE_ATTRIBUTE {
+      maxima[chain] = greater<A>(z(c, count), maxima[chain]);
+    });
+    const A previous = max;
+    max = max_of_lanes<A>(greater<A>(greater<A>(maxima[0], maxima[1]), greater<A>(maxima[2], maxima[3])));
+    if (b > 0 && max > previous) total *= static_cast<A>(std::exp(static_cast<double>(previous - max)));
+    block_max[b] = max;
+
+    const A base = max == -kInfinity<A> ? 0 : max;  // nothing to attend to so far: exp(-inf - 0) = 0
+    Vec<A> sums[kChains] = {};
+    for_each_vector<A>(begin, end, [&](int64_t c, int count, int chain) C10_ALWAYS_INLINE_ATTRIBUTE {
+      const Vec<A> v = exp_nonpositive(z(c, count) - base);
+      store<A>(e + c, v, count);
+      sums[chain] += v;
+    });
+    total += sum_of_chains<A>(sums);
+  }
+
+  const A sum = sum_of_lanes<A>(total);
+  if (max == -kInfinity<A> || !(sum == sum)) return softmax_undefined<A>(y, columns, mask);
+  for (int64_t begin = 0, b = 0; begin < columns; begin += block, ++b) {
+    const int64_t end = begin + block < columns ? begin + block : columns;
+    const double lag = block_max[b] - max;
+    const A factor = (lag == 0 ? 1 : static_cast<A>(std::exp(lag))) / sum;
+    for_each_vector<A>(begin, end, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+      store<A>(y + c, load<A>(e + c, count) * factor, count);
+    });
+  }
+}
+
+template <class T>
+C10_ALWAYS_INLINE void zero(T* y, int64_t begin, int64_t end) {
+  __builtin_memset(static_cast<void*>(y + begin), 0, (end - begin) * sizeof(T));
+}
+
+template <class T>
+void softmax_row(const T* x, T* y, int64_t columns, int64_t visible, double scale, const MaskRow& mask) {
+  using A = arithmetic_t<T>;
+  const A s = static_cast<A>(scale);
+  switch (mask.kind) {
+    case MaskKind::none: softmax(x, y, visible, s, NoMask{}); break;
+    case MaskKind::bytes: softmax(x, y, visible, s, ByteMask<A>{contiguous<uint8_t>(mask, visible)}); break;
+    case MaskKind::same: softmax(x, y, visible, s, AddedMask<A, T>{contiguous<T>(mask, visible)}); break;
+    case MaskKind::float32: softmax(x, y, visible, s, AddedMask<A, float>{contiguous<float>(mask, visible)}); break;
+  }
+  if (visible < columns) zero(y, visible, columns);
+}
+
+template <class T>
+void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int64_t visible, double scale) {
+  using A = arithmetic_t<T>;
+  A dot[1];
+  sum_columns(visible, dot, [&](int64_t c, int count, Vec<A>* sums) C10_ALWAYS_INLINE_ATTRIBUTE {
+    sums[0] += load<A>(y + c, count) * load<A>(grad + c, count);
+  });
+  const A s = static_cast<A>(scale);
+  for_each_vector<A>(0, visible, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    store<A>(dx + c, load<A>(y + c, count) * s * (load<A>(grad + c, count) - dot[0]), count);
+  });
+  if (visible < columns) zero(dx, visible, columns);
+}
+
+// --- Norms -----------------------------------------------------------------------------------------------------------
+
+template <class T>
+arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* y, T* xhat, int64_t columns,
+                         double eps, bool rms) {
+  using A = arithmetic_t<T>;
+  const auto h = [&](int64_t c, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
+    Vec<A> v = load<A>(x + c, count);
+    if (residual != nullptr) v += load<A>(residual + c, count);
+    return v;
+  };
+  A sum[1] = {0};
+  if (!rms) {
+    sum_columns(columns, sum,
+                [&](int64_t c, int count, Vec<A>* sums) C10_ALWAYS_INLINE_ATTRIBUTE { sums[0] += h(c, count); });
+  }
+  const A mean = sum[0] / columns;
+  A squares[1];
+  sum_columns(columns, squares, [&](int64_t c, int count, Vec<A>* sums) C10_ALWAYS_INLINE_ATTRIBUTE {
+    const Vec<A> centred = pad<A>(h(c, count) - mean, count, 0);
+    sums[0] += centred * centred;
+  });
+  const A rstd = static_cast<A>(1 / std::sqrt(static_cast<double>(squares[0] / columns) + eps));
+
+  for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    Vec<A> v = (h(c, count) - mean) * rstd;
+    if (xhat != nullptr) store<A>(xhat + c, v, count);
+    if (weight != nullptr) v *= load<A>(weight + c, count);
+    if (bias != nullptr) v += load<A>(bias + c, count);
+    store<A>(y + c, v, count);
+  });
+  return rstd;
+}
+
+template <class T>
+void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic_t<T> rstd, T* dx,
+                       arithmetic_t<T>* dweight, arithmetic_t<T>* dbias, int64_t columns, bool rms) {
+  using A = arithmetic_t<T>;
+  const auto d = [&](Vec<A> g, int64_t c, int count)
+                     C10_ALWAYS_INLINE_ATTRIBUTE { return weight != nullptr ? g * load<A>(weight + c, count) : g; };
+  A sums[2];  // of d and of d * xhat
+  sum_columns(columns, sums, [&](int64_t c, int count, Vec<A>* s) C10_ALWAYS_INLINE_ATTRIBUTE {
+    const Vec<A> g = load<A>(grad + c, count), xh = load<A>(xhat + c, count), dc = d(g, c, count);
+    s[0] += dc;
+    s[kChains] += dc * xh;
+    if (dweight != nullptr) store<A>(dweight + c, load<A>(dweight + c, count) + g * xh, count);
+    if (dbias != nullptr) store<A>(dbias + c, load<A>(dbias + c, count) + g, count);
+  });
+  if (dx == nullptr) return;
+
+  const A mean_d = rms ? 0 : sums[0] / columns;
+  const A mean_dxhat = sums[1] / columns;
+  for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    const Vec<A> xh = load<A>(xhat + c, count), dc = d(load<A>(grad + c, count), c, count);
+    store<A>(dx + c, (dc - mean_d - xh * mean_dxhat) * rstd, count);
+  });
+}
+
+template <class T>
+constexpr Rows<T> kRows = {softmax_row<T>, softmax_backward_row<T>, norm_row<T>, norm_backward_row<T>};

@@ -1,0 +1,568 @@
+// softmax and its scaled, masked and causal form: y = exp(z - max z) / sum exp(z - max z) along one dimension, with
+// z = scale * x + mask, in place or into another tensor.
+//
+// A masked column gets 0; a row with nothing but masked columns is 0 throughout; NaN propagates as in torch.softmax.
+// Statistics are float32 (float64 for float64), the scale too. Each element is read once and written once.
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "common.h"
+#include "masks.h"
+#include "operator.h"
+#include "rows.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// One call, checked: what is read, what is written (x itself in place), and how.
+struct Call {
+  const char* op;
+  Tensor x, out;
+  int64_t dim = -1;
+  Tensor mask = {};  // expanded to x's sizes: strides of 0 where it repeats
+  MaskKind kind = MaskKind::none;
+  double scale = 1;
+  bool causal = false;
+
+  bool masked() const { return kind != MaskKind::none || causal || scale != 1; }
+};
+
+int64_t check_x(const char* op, const Tensor& x, int64_t dim) {
+  TORCH_CHECK(x.layout() == at::kStrided, op, ": expected x to be a strided tensor, got layout ", x.layout());
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()), op, ": expected x of a floating-point dtype, got ", x.scalar_type());
+  const int64_t dims = std::max<int64_t>(x.dim(), 1);
+  TORCH_CHECK(-dims <= dim && dim < dims, op, ": expected dim between ", -dims, " and ", dims - 1, ", got ", dim);
+  return dim < 0 ? dim + dims : dim;
+}
+
+MaskKind check_mask(const char* op, const Tensor& x, const OptionalTensor& mask) {
+  if (!mask || !mask->defined()) return MaskKind::none;
+  TORCH_CHECK(mask->device() == x.device(), op, ": expected mask on ", x.device(), " as x is, got ", mask->device());
+  TORCH_CHECK(mask->layout() == at::kStrided, op, ": expected mask to be a strided tensor, got layout ",
+              mask->layout());
+  bool broadcasts = mask->dim() <= x.dim();
+  for (int64_t d = 1; broadcasts && d <= mask->dim(); ++d)
+    broadcasts = mask->sym_size(-d) == 1 || mask->sym_size(-d) == x.sym_size(-d);
+  TORCH_CHECK(broadcasts, op, ": expected a mask whose shape broadcasts to x's ", x.sym_sizes(), ", got ",
+              mask->sym_sizes());
+  const auto type = mask->scalar_type();
+  if (type == at::kBool || type == at::kByte) return MaskKind::bytes;
+  if (type == x.scalar_type()) return MaskKind::same;
+  TORCH_CHECK(type == at::kFloat && x.scalar_type() != at::kDouble, op, ": expected a mask in Bool, Byte, ",
+              x.scalar_type(), " as x is", x.scalar_type() == at::kDouble ? "" : " or Float", ", got ", type);
+  return MaskKind::float32;
+}
+
+void check_out(const char* op, const Tensor& x, const Tensor& out) {
+  TORCH_CHECK(out.layout() == at::kStrided && out.device() == x.device() && out.scalar_type() == x.scalar_type(), op,
+              ": expected out to be a strided tensor in ", x.scalar_type(), " on ", x.device(), " as x is, got ",
+              out.layout(), " in ", out.scalar_type(), " on ", out.device());
+  TORCH_CHECK(out.sym_sizes() == x.sym_sizes(), op, ": expected out of shape ", x.sym_sizes(), ", got ",
+              out.sym_sizes());
+}
+
+// Rows of x, out, the mask, and the query's position: the index along the last but one dimension, as if it were an
+// offset.
+Rows<4> rows_of_call(const Call& c) {
+  const int64_t dims = c.x.dim();
+  std::vector<int64_t> position(dims, 0), order(dims);
+  if (c.causal && dims > 1) position[dims - 2] = 1;
+  std::iota(order.rbegin(), order.rend(), 0);
+  if (c.kind != MaskKind::none && dims > 2 && c.x.stride(-2) != 0) {
+    // Where more than 16 MB of x pass before a mask's row is needed again (by the next head), the dimensions that share
+    // it go innermost: it is then still in the L2.
+    const int64_t between = 2 * c.x.size(-1) * c.x.size(-2) * c.x.element_size();
+    if (between > (int64_t{16} << 20))
+      std::stable_partition(order.begin(), order.end(),
+                            [&](int64_t d) { return c.mask.stride(d) == 0 && d < dims - 2; });
+  }
+  std::array<at::IntArrayRef, 4> strides{c.x.strides(), c.out.strides(), {}, position};
+  if (c.mask.defined()) strides[2] = c.mask.strides();
+  return rows_of<4>(c.op, c.x.sizes(), strides, c.dim, order);
+}
+
+}  // namespace
+}  // namespace matmuls
+
+// ---------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#include "rows.cuh"
+
+namespace matmuls {
+namespace {
+
+template <class T, bool masked>
+struct Softmax {
+  using Storage = T;
+  using F = arithmetic_t<T>;
+  static constexpr int kInputs = 1;
+  static constexpr int kNumbersPerColumn = 1, kNumbers = 64, kThreadsPerSm = 512;
+  static constexpr bool kColumnSums = false;
+
+  struct Row {
+    const T* x;
+    T* y;
+    const char* mask;
+    int64_t x_step, y_step;
+    int last;  // column that a causal row may see
+
+    __device__ const T* input(int) const { return x; }
+    __device__ int64_t column_stride(int) const { return x_step; }
+    __device__ int visible(int columns) const { return masked ? min(columns, last + 1) : columns; }
+  };
+  struct State {
+    F max, sum;
+  };
+  template <int V, int NV>
+  struct Note {
+    F top;                                                          // the largest z: the parts are exp(z - top)
+    std::conditional_t<(NV * V > 32), uint64_t, uint32_t> dropped;  // bit V i + j: masked
+  };
+  struct Result {
+    F max, factor;
+  };
+
+  RowIndex<masked ? 4 : 2> index;
+  const T* x;
+  T* y;
+  const char* mask;
+  int64_t x_step, y_step, mask_step;
+  int mask_element;
+  MaskKind kind;
+  bool causal;
+  F scale;
+
+  __device__ Row row(int64_t r) const {
+    const auto offsets = index(r);
+    const auto& at = offsets.at;
+    if constexpr (masked)
+      return {x + at[0], y + at[1], mask + at[2] * mask_element, x_step, y_step, causal ? int(at[3]) : INT32_MAX - 1};
+    else
+      return {x + at[0], y + at[1], nullptr, x_step, y_step, 0};
+  }
+
+  __device__ static F fill() { return -std::numeric_limits<F>::infinity(); }
+  __device__ static State identity() { return {fill(), F(0)}; }
+  // Where |base| * log2(e) * 2^-24 is an error that 16 bits do not show.
+  __device__ static bool near_zero(F base) { return fabs(base) < F(512); }
+  __device__ static F or_zero(F max) { return max == fill() ? F(0) : max; }
+
+  // Whether V columns of the mask lie where asynchronous copies of 4, 8 or 16 bytes can bring them.
+  template <int V, int NV, bool all_whole>
+  __device__ bool side_holds_mask(const Row& row, const Span<V, NV, all_whole>& span, int i) const {
+    return masked && kind != MaskKind::none && V > 2 && mask_step == 1 && span.whole(i, span.columns) &&
+           reinterpret_cast<uintptr_t>(row.mask + span.column(i) * mask_element) % min(V * mask_element, 16) == 0;
+  }
+  template <int V, int NV>
+  __device__ void fetch_side(const Row& row, const Span<V, NV>& span, int i, unsigned char* side) const {
+    if (!side_holds_mask(row, span, i)) return;
+    const char* from = row.mask + span.column(i) * mask_element;
+    if (V * mask_element == 4) copy_async<4>(side, from);
+    if (V * mask_element == 8) copy_async<8>(side, from);
+    if (V * mask_element >= 16) copy_async<16>(side, from);
+    if (V * mask_element == 32) copy_async<16>(side + 16, from + 16);
+  }
+
+  // x -> z = scale * x + mask in one vector, -inf where masked; the bits of what is masked.
+  template <int V, int NV, bool all_whole>
+  __device__ uint32_t mask_vector(const Row& row, const Span<V, NV, all_whole>& span, int i, F (&z)[V],
+                                  const unsigned char* side) const {
+    uint32_t dropped = 0;
+#pragma unroll
+    for (int j = 0; j < V; ++j) z[j] *= scale;
+    const int visible = row.visible(span.columns);
+    if (!span.whole(i, visible)) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) dropped |= uint32_t(!span.holds(i, j, visible)) << j;
+    }
+    if (kind != MaskKind::none) {
+      const bool near = side_holds_mask(row, span, i);
+      const void* from = near ? static_cast<const void*>(side) : row.mask + span.column(i) * mask_step * mask_element;
+      const int64_t step = near ? 1 : mask_step;
+      const auto each = [&](auto element, auto apply) {
+        const auto* m = static_cast<const decltype(element)*>(from);
+#pragma unroll
+        for (int j = 0; j < V; ++j)
+          if (!(dropped >> j & 1)) apply(j, m[j * step]);
+      };
+      const auto add = [&](int j, auto m) {
+        z[j] += F(m);
+        dropped |= uint32_t(F(m) == fill()) << j;
+      };
+      if (kind == MaskKind::bytes) each(uint8_t{}, [&](int j, uint8_t m) { dropped |= uint32_t(m != 0) << j; });
+      if (kind == MaskKind::same) each(T{}, add);
+      if (kind == MaskKind::float32) each(float{}, add);
+    }
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (dropped >> j & 1) z[j] = fill();
+    return dropped;
+  }
+
+  template <int V, int NV, bool all_whole, class Side>
+  __device__ void fold(State& state, Note<V, NV>& note, const Row& row, const Span<V, NV, all_whole>& span,
+                       F (&z)[NV][1][V], const Side& side) const {
+    note.dropped = 0;
+    if constexpr (masked) {
+#pragma unroll
+      for (int i = 0; i < NV; ++i)
+        note.dropped |= decltype(note.dropped)(mask_vector(row, span, i, z[i][0], side(i))) << (i * V);
+    }
+    // Four chains each: a warp waits for one after the other otherwise, 256 cycles a row.
+    F tops[4] = {fill(), fill(), fill(), fill()}, sums[4] = {};
+#pragma unroll
+    for (int e = 0; e < NV * V; ++e) tops[e % 4] = larger(tops[e % 4], z[e / V][0][e % V]);
+    note.top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
+    const F base = or_zero(note.top);
+    if (sizeof(T) == 2 && near_zero(base)) {
+      // exp(z - base) by one multiply-add; its rounding, 6e-8 |base|, is far below that of 16 bits.
+      const float shift = -float(base) * kLog2e;
+#pragma unroll
+      for (int e = 0; e < NV * V; ++e)
+        sums[e % 4] += z[e / V][0][e % V] = exp2_approx(fmaf(float(z[e / V][0][e % V]), kLog2e, shift));
+    } else {
+#pragma unroll
+      for (int e = 0; e < NV * V; ++e) sums[e % 4] += z[e / V][0][e % V] = exp_of(z[e / V][0][e % V] - base);
+    }
+    const F sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    const F top = larger(state.max, note.top), both = or_zero(top);
+    state.sum = state.sum * exp_of(state.max - both) + sum * exp_of(note.top - both);
+    state.max = top;
+  }
+
+  __device__ State merge(const State& state, Lanes lanes) const {
+    const F top = lanes.max(state.max);
+    const F sum = lanes.sum(state.sum * exp_of(state.max - or_zero(top)));
+    return {top, sum};
+  }
+  // A row of -inf alone: 0 * inf makes NaN of it, as torch does.
+  __device__ Result finish(const State& state) const { return {or_zero(state.max), F(1) / state.sum}; }
+
+  template <int V, int NV, bool all_whole>
+  __device__ void write(const Row& row, const Result& result, const Note<V, NV>& note,
+                        const Span<V, NV, all_whole>& span, F (&z)[NV][1][V]) const {
+    const F factor = exp_of(note.top - result.max) * result.factor;
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      if (!span.begins(i)) break;
+#pragma unroll
+      for (int j = 0; j < V; ++j) z[i][0][j] = masked && (note.dropped >> (i * V + j) & 1) ? F(0) : z[i][0][j] * factor;
+      store(row.y, row.y_step, span, i, z[i][0]);
+    }
+  }
+};
+
+template <class T, bool masked>
+void launch(const Call& c, const Rows<4>& rows) {
+  Rows<masked ? 4 : 2> own;
+  own.count = rows.count, own.columns = rows.columns, own.dims = rows.dims, own.sizes = rows.sizes;
+  std::copy_n(rows.strides.begin(), own.strides.size(), own.strides.begin());
+  const int element = c.mask.defined() ? static_cast<int>(c.mask.element_size()) : 0;
+  const Softmax<T, masked> op{RowIndex<masked ? 4 : 2>(own),
+                              c.x.const_data_ptr<T>(),
+                              c.out.mutable_data_ptr<T>(),
+                              c.mask.defined() ? static_cast<const char*>(c.mask.const_data_ptr()) : nullptr,
+                              rows.column_strides[0],
+                              rows.column_strides[1],
+                              rows.column_strides[2],
+                              element,
+                              c.kind,
+                              c.causal,
+                              static_cast<arithmetic_t<T>>(c.scale)};
+  launch_rows(op, rows, std::array<const void*, 2>{op.x, op.y}, element);
+}
+
+void run_cuda(const Call& c) {
+  if (c.out.numel() == 0) return;
+  const OperationGuard guard(c.op, c.x);
+  const auto rows = rows_of_call(c);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), "softmax", [&] {
+    if (c.masked())
+      launch<scalar_t, true>(c, rows);
+    else
+      launch<scalar_t, false>(c, rows);
+  });
+}
+
+}  // namespace
+}  // namespace matmuls
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- CPU
+
+#include "rows_cpu.h"
+
+namespace matmuls {
+namespace {
+
+void run_cpu(const Call& c) {
+  if (c.out.numel() == 0) return;
+  const auto rows = rows_of_call(c);
+  const char* mask = c.mask.defined() ? static_cast<const char*>(c.mask.const_data_ptr()) : nullptr;
+  const int64_t element = c.mask.defined() ? c.mask.element_size() : 0;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), "softmax", [&] {
+    const scalar_t* x = c.x.const_data_ptr<scalar_t>();
+    scalar_t* y = c.out.mutable_data_ptr<scalar_t>();
+    for_rows<scalar_t, 2>(rows.count, rows.columns, [&](int64_t row, RowBuffers<scalar_t, 2>& buffers) {
+      const scalar_t* from = buffers.gather(0, x + rows.offset(0, row), rows.column_strides[0]);
+      scalar_t* to = buffers.target(1, y + rows.offset(1, row), rows.column_strides[1]);
+      const int64_t visible = c.causal ? std::min(rows.columns, rows.offset(3, row) + 1) : rows.columns;
+      softmax_row(from, to, rows.columns, visible, c.scale,
+                  MaskRow{c.kind, mask + rows.offset(2, row) * element, rows.column_strides[2]});
+      buffers.scatter(to, y + rows.offset(1, row), rows.column_strides[1]);
+    });
+  });
+}
+
+// -------------------------------------------------------------------------------------------------------- operators
+
+MATMULS_OPERATOR(SoftmaxOp, "custom_mm::softmax", "", Tensor(const Tensor&, int64_t));
+MATMULS_OPERATOR(SoftmaxOutOp, "custom_mm::softmax", "out", void(const Tensor&, int64_t, Tensor));
+MATMULS_OPERATOR(SoftmaxInplaceOp, "custom_mm::softmax_", "", void(Tensor, int64_t));
+MATMULS_OPERATOR(MaskedOp, "custom_mm::scaled_masked_softmax", "",
+                 Tensor(const Tensor&, const OptionalTensor&, double, bool));
+MATMULS_OPERATOR(MaskedInplaceOp, "custom_mm::scaled_masked_softmax_", "",
+                 void(Tensor, const OptionalTensor&, double, bool));
+MATMULS_OPERATOR(BackwardOp, "custom_mm::softmax_backward", "",
+                 Tensor(const Tensor&, const Tensor&, int64_t, double, bool));
+MATMULS_OPERATOR(BackwardOutOp, "custom_mm::softmax_backward", "out",
+                 void(const Tensor&, const Tensor&, int64_t, double, bool, Tensor));
+
+Tensor at_least_1d(const Tensor& x) { return x.dim() == 0 ? x.view({1}) : x; }
+
+using Runner = void(const Call&);
+
+void softmax_into(Runner run, const char* op, const Tensor& x, int64_t dim, const Tensor& out) {
+  dim = check_x(op, x, dim);
+  const bool in_place = out.is_same(x);
+  if (!in_place) check_out(op, x, out);
+  check_no_overlap(op, out, {{"x", in_place ? Tensor() : x}});
+  run({.op = op, .x = at_least_1d(x), .out = at_least_1d(out), .dim = dim});
+}
+
+void masked_into(Runner run, const char* op, const Tensor& x, const OptionalTensor& mask, double scale, bool causal,
+                 const Tensor& out) {
+  check_x(op, x, -1);
+  TORCH_CHECK(!causal || x.dim() >= 2, op, ": expected x of at least two dimensions where causal, got ", x.dim());
+  const MaskKind kind = check_mask(op, x, mask);
+  check_no_overlap(op, out, {{"mask", kind == MaskKind::none ? Tensor() : *mask}});
+  const Tensor wide = at_least_1d(x);
+  run({.op = op,
+       .x = wide,
+       .out = at_least_1d(out),
+       .dim = wide.dim() - 1,
+       .mask = kind == MaskKind::none ? Tensor() : mask->expand_as(wide),
+       .kind = kind,
+       .scale = scale,
+       .causal = causal});
+}
+
+template <Runner run>
+Tensor softmax(const Tensor& x, int64_t dim) {
+  check_x("softmax", x, dim);
+  Tensor out = at::empty_like(x);
+  softmax_into(run, "softmax", x, dim, out);
+  return out;
+}
+template <Runner run>
+void softmax_out(const Tensor& x, int64_t dim, Tensor out) {
+  softmax_into(run, "softmax", x, dim, out);
+}
+template <Runner run>
+void softmax_(Tensor x, int64_t dim) {
+  softmax_into(run, "softmax_", x, dim, x);
+}
+template <Runner run>
+Tensor masked_softmax(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
+  check_x("scaled_masked_softmax", x, -1);
+  check_mask("scaled_masked_softmax", x, mask);
+  Tensor out = at::empty_like(x);
+  masked_into(run, "scaled_masked_softmax", x, mask, scale, causal, out);
+  return out;
+}
+template <Runner run>
+void masked_softmax_(Tensor x, const OptionalTensor& mask, double scale, bool causal) {
+  masked_into(run, "scaled_masked_softmax", x, mask, scale, causal, x);
+}
+
+// Tracing: the checks, and the shape.
+Tensor softmax_meta(const Tensor& x, int64_t dim) {
+  check_x("softmax", x, dim);
+  return at::empty_like(x);
+}
+void softmax_out_meta(const Tensor& x, int64_t dim, Tensor out) {
+  check_x("softmax", x, dim);
+  check_out("softmax", x, out);
+}
+void softmax_inplace_meta(Tensor x, int64_t dim) { check_x("softmax_", x, dim); }
+Tensor masked_meta(const Tensor& x, const OptionalTensor& mask, double, bool) {
+  check_x("scaled_masked_softmax", x, -1);
+  check_mask("scaled_masked_softmax", x, mask);
+  return at::empty_like(x);
+}
+void masked_inplace_meta(Tensor x, const OptionalTensor& mask, double, bool) {
+  check_x("scaled_masked_softmax", x, -1);
+  check_mask("scaled_masked_softmax", x, mask);
+}
+
+// ---------------------------------------------------------------------------------------------------------- gradient
+
+// dx = scale * y * (dy - sum(y * dy)) needs the result alone: y is kept, which in place is x itself. Beyond that only
+// the sizes of a mask that wants a gradient.
+struct SoftmaxGradient : torch::autograd::Function<SoftmaxGradient> {
+  struct Arguments {
+    int64_t dim;
+    double scale;
+    bool masked, causal, in_place;
+  };
+
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const OptionalTensor& mask,
+                        Arguments a) {
+    Tensor y = x;
+    if (a.in_place) {
+      a.masked ? MaskedInplaceOp::below_autograd(x, mask, a.scale, a.causal)
+               : SoftmaxInplaceOp::below_autograd(x, a.dim);
+      ctx->mark_dirty({x});
+    } else {
+      y = a.masked ? MaskedOp::below_autograd(x, mask, a.scale, a.causal) : SoftmaxOp::below_autograd(x, a.dim);
+    }
+    ctx->save_for_backward({y});
+    ctx->saved_data["dim"] = a.dim;
+    ctx->saved_data["scale"] = a.scale;
+    ctx->saved_data["causal"] = a.causal;
+    ctx->saved_data["in_place"] = a.in_place;
+    if (mask && mask->requires_grad()) ctx->saved_data["mask_sizes"] = mask->sym_sizes();
+    return y;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    auto& data = ctx->saved_data;
+    const Tensor y = ctx->get_saved_variables()[0];
+    const auto dim = data["dim"].toInt();
+    const auto scale = data["scale"].toDouble();
+    const auto causal = data["causal"].toBool();
+    if (data.count("mask_sizes")) {
+      const Tensor dz = BackwardOp::call(y, grads[0], dim, 1, causal);
+      return {dz * scale, at::sum_to(dz, data["mask_sizes"].toSymIntVector()), {}};
+    }
+    // Who asked for work in place does not want a second tensor of this size here either.
+    if (data["in_place"].toBool() && nobody_else_holds(grads[0])) {
+      BackwardOutOp::call(y, grads[0], dim, scale, causal, grads[0]);
+      return {grads[0], {}, {}};
+    }
+    return {BackwardOp::call(y, grads[0], dim, scale, causal), {}, {}};
+  }
+};
+
+// A leaf, or a view that may not be written, is refused before anything is written, as torch refuses it.
+bool records_inplace(const char* op, const Tensor& x, const Tensor& mask = {}) {
+  const bool needed = needs_gradient(op, {x, mask});
+  torch::autograd::check_inplace(x, needed);
+  return needed;
+}
+
+Tensor softmax_autograd(const Tensor& x, int64_t dim) {
+  if (!needs_gradient("softmax", {x})) return SoftmaxOp::below_autograd(x, dim);
+  return SoftmaxGradient::apply(x, std::nullopt, SoftmaxGradient::Arguments{dim, 1, false, false, false});
+}
+void softmax_out_autograd(const Tensor& x, int64_t dim, Tensor out) {
+  check_no_gradient_into("softmax", "out", {x, out});
+  SoftmaxOutOp::below_autograd(x, dim, out);
+}
+void softmax_inplace_autograd(Tensor x, int64_t dim) {
+  if (!records_inplace("softmax_", x)) return SoftmaxInplaceOp::below_autograd(x, dim);
+  SoftmaxGradient::apply(x, std::nullopt, SoftmaxGradient::Arguments{dim, 1, false, false, true});
+}
+Tensor masked_autograd(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
+  const Tensor m = mask.value_or(Tensor());
+  if (!needs_gradient("scaled_masked_softmax", {x, m})) return MaskedOp::below_autograd(x, mask, scale, causal);
+  return SoftmaxGradient::apply(x, mask, SoftmaxGradient::Arguments{-1, scale, true, causal, false});
+}
+void masked_inplace_autograd(Tensor x, const OptionalTensor& mask, double scale, bool causal) {
+  const Tensor m = mask.value_or(Tensor());
+  if (!records_inplace("scaled_masked_softmax", x, m)) return MaskedInplaceOp::below_autograd(x, mask, scale, causal);
+  SoftmaxGradient::apply(x, mask, SoftmaxGradient::Arguments{-1, scale, true, causal, true});
+}
+
+// Autocast as torch.softmax: float32 comes out. In place the dtype stays.
+template <c10::DeviceType device>
+Tensor softmax_autocast(const Tensor& x, int64_t dim) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  return SoftmaxOp::call(at::autocast::cached_cast(at::kFloat, x, device), dim);
+}
+template <c10::DeviceType device>
+Tensor masked_autocast(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  OptionalTensor m = mask;
+  if (m && m->defined() && m->is_floating_point()) m = at::autocast::cached_cast(at::kFloat, *m, device);
+  return MaskedOp::call(at::autocast::cached_cast(at::kFloat, x, device), m, scale, causal);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("softmax(Tensor x, int dim=-1) -> Tensor", tags);
+  m.def("softmax.out(Tensor x, int dim=-1, *, Tensor(a!) out) -> ()", tags);
+  m.def("softmax_(Tensor(a!) x, int dim=-1) -> ()", tags);
+  m.def("scaled_masked_softmax(Tensor x, Tensor? mask=None, float scale=1.0, bool causal=False) -> Tensor", tags);
+  m.def("scaled_masked_softmax_(Tensor(a!) x, Tensor? mask=None, float scale=1.0, bool causal=False) -> ()", tags);
+}
+
+#define MATMULS_SOFTMAX_KERNELS(run)                    \
+  m.impl("softmax", softmax<run>);                      \
+  m.impl("softmax.out", softmax_out<run>);              \
+  m.impl("softmax_", softmax_<run>);                    \
+  m.impl("scaled_masked_softmax", masked_softmax<run>); \
+  m.impl("scaled_masked_softmax_", masked_softmax_<run>);
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m){MATMULS_SOFTMAX_KERNELS(run_cpu)}
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m){MATMULS_SOFTMAX_KERNELS(run_cuda)}
+#endif
+
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("softmax", softmax_meta);
+  m.impl("softmax.out", softmax_out_meta);
+  m.impl("softmax_", softmax_inplace_meta);
+  m.impl("scaled_masked_softmax", masked_meta);
+  m.impl("scaled_masked_softmax_", masked_inplace_meta);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("softmax", softmax_autograd);
+  m.impl("softmax.out", softmax_out_autograd);
+  m.impl("softmax_", softmax_inplace_autograd);
+  m.impl("scaled_masked_softmax", masked_autograd);
+  m.impl("scaled_masked_softmax_", masked_inplace_autograd);
+}
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) {
+  m.impl("softmax.out", SoftmaxOutOp::inplace<2>);
+  m.impl("softmax_", SoftmaxInplaceOp::inplace<0>);
+  m.impl("scaled_masked_softmax_", MaskedInplaceOp::inplace<0>);
+}
+#define MATMULS_LAZY_KERNELS                     \
+  m.impl("softmax.out", SoftmaxOutOp::lazy<2>);  \
+  m.impl("softmax_", SoftmaxInplaceOp::lazy<0>); \
+  m.impl("scaled_masked_softmax_", MaskedInplaceOp::lazy<0>);
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m){MATMULS_LAZY_KERNELS} TORCH_LIBRARY_IMPL(custom_mm, Negative, m){
+    MATMULS_LAZY_KERNELS} TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) {
+  m.impl("softmax", softmax_autocast<at::kCPU>);
+  m.impl("scaled_masked_softmax", masked_autocast<at::kCPU>);
+}
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) {
+  m.impl("softmax", softmax_autocast<at::kCUDA>);
+  m.impl("scaled_masked_softmax", masked_autocast<at::kCUDA>);
+}
+
+}  // namespace matmuls

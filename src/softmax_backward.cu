@@ -1,0 +1,309 @@
+// softmax_backward: dx = scale * y * (grad - sum(y * grad)) along one dimension, y the softmax's result.
+//
+// The gradient of every softmax here: where a mask left y at 0, dx is 0. Over y or grad itself on request. With
+// `causal` the columns that a row did not see are not read. Each element is read once and written once.
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include "common.h"
+#include "operator.h"
+#include "rows.h"
+#include "rows_cpu.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "softmax_backward";
+
+struct Call {
+  Tensor y, grad, out;
+  int64_t dim;
+  double scale;
+  bool causal;
+};
+
+int64_t check(const Tensor& y, const Tensor& grad, int64_t dim, const Tensor& out = {}) {
+  TORCH_CHECK(y.layout() == at::kStrided, kOp, ": expected y to be a strided tensor, got layout ", y.layout());
+  TORCH_CHECK(at::isFloatingType(y.scalar_type()), kOp, ": expected y of a floating-point dtype, got ",
+              y.scalar_type());
+  const auto like_y = [&](const char* name, const Tensor& t) {
+    TORCH_CHECK(t.layout() == at::kStrided && t.device() == y.device() && t.scalar_type() == y.scalar_type(), kOp,
+                ": expected ", name, " to be a strided tensor in ", y.scalar_type(), " on ", y.device(),
+                " as y is, got ", t.layout(), " in ", t.scalar_type(), " on ", t.device());
+    TORCH_CHECK(t.sym_sizes() == y.sym_sizes(), kOp, ": expected ", name, " of y's shape ", y.sym_sizes(), ", got ",
+                t.sym_sizes());
+  };
+  like_y("grad", grad);
+  if (out.defined()) like_y("out", out);
+  const int64_t dims = std::max<int64_t>(y.dim(), 1);
+  TORCH_CHECK(-dims <= dim && dim < dims, kOp, ": expected dim between ", -dims, " and ", dims - 1, ", got ", dim);
+  return dim < 0 ? dim + dims : dim;
+}
+
+// y, grad, out, and the query's position.
+Rows<4> rows_of_call(const Call& c) {
+  const int64_t dims = c.y.dim();
+  std::vector<int64_t> position(dims, 0), order(dims);
+  if (c.causal && dims > 1) position[dims - 2] = 1;
+  std::iota(order.rbegin(), order.rend(), 0);
+  return rows_of<4>(kOp, c.y.sizes(), {c.y.strides(), c.grad.strides(), c.out.strides(), position}, c.dim, order);
+}
+
+}  // namespace
+}  // namespace matmuls
+
+// ---------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#include "rows.cuh"
+
+namespace matmuls {
+namespace {
+
+template <class T>
+struct SoftmaxBackward {
+  using Storage = T;
+  using F = arithmetic_t<T>;
+  static constexpr int kInputs = 2;
+  static constexpr int kNumbersPerColumn = 2, kNumbers = 64, kThreadsPerSm = 512;
+  static constexpr bool kColumnSums = false;
+
+  struct Row {
+    const T *y, *grad;
+    T* dx;
+    const int64_t* steps;
+    int last;
+
+    __device__ const T* input(int k) const { return k == 0 ? y : grad; }
+    __device__ int64_t column_stride(int k) const { return steps[k]; }
+    __device__ int visible(int columns) const { return min(columns, last + 1); }
+  };
+  struct State {
+    F dot;
+  };
+  template <int V, int NV>
+  struct Note {};
+
+  RowIndex<4> index;
+  const T *y, *grad;
+  T* dx;
+  int64_t steps[3];
+  bool causal;
+  F scale;
+
+  __device__ Row row(int64_t r) const {
+    const auto offsets = index(r);
+    const auto& at = offsets.at;
+    return {y + at[0], grad + at[1], dx + at[2], steps, causal ? int(at[3]) : INT32_MAX - 1};
+  }
+  __device__ static F fill() { return F(0); }
+  __device__ static State identity() { return {F(0)}; }
+  template <int V, int NV>
+  __device__ void fetch_side(const Row&, const Span<V, NV>&, int, unsigned char*) const {}
+
+  template <int V, int NV, bool all_whole, class Side>
+  __device__ void fold(State& state, Note<V, NV>&, const Row&, const Span<V, NV, all_whole>&, F (&parts)[NV][2][V],
+                       const Side&) const {
+    F dots[4] = {};
+#pragma unroll
+    for (int e = 0; e < NV * V; ++e) dots[e % 4] += parts[e / V][0][e % V] * parts[e / V][1][e % V];
+    state.dot += (dots[0] + dots[1]) + (dots[2] + dots[3]);
+  }
+  __device__ State merge(const State& state, Lanes lanes) const { return {lanes.sum(state.dot)}; }
+  __device__ F finish(const State& state) const { return state.dot; }
+
+  template <int V, int NV, bool all_whole>
+  __device__ void write(const Row& row, F dot, const Note<V, NV>&, const Span<V, NV, all_whole>& span,
+                        F (&parts)[NV][2][V]) const {
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      if (!span.begins(i)) break;
+      F dx[V];
+#pragma unroll
+      for (int j = 0; j < V; ++j) dx[j] = scale * parts[i][0][j] * (parts[i][1][j] - dot);
+      store(row.dx, row.steps[2], span, i, dx);
+    }
+  }
+};
+
+void run_cuda(const Call& c) {
+  if (c.out.numel() == 0) return;
+  const OperationGuard guard(kOp, c.y);
+  const auto rows = rows_of_call(c);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kOp, [&] {
+    const SoftmaxBackward<scalar_t> op{RowIndex<4>(rows),
+                                       c.y.const_data_ptr<scalar_t>(),
+                                       c.grad.const_data_ptr<scalar_t>(),
+                                       c.out.mutable_data_ptr<scalar_t>(),
+                                       {rows.column_strides[0], rows.column_strides[1], rows.column_strides[2]},
+                                       c.causal,
+                                       static_cast<arithmetic_t<scalar_t>>(c.scale)};
+    launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx}, 0);
+  });
+}
+
+}  // namespace
+}  // namespace matmuls
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- CPU
+
+namespace matmuls {
+namespace {
+
+void run_cpu(const Call& c) {
+  if (c.out.numel() == 0) return;
+  const auto rows = rows_of_call(c);
+  const auto& steps = rows.column_strides;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kOp, [&] {
+    const scalar_t* y = c.y.const_data_ptr<scalar_t>();
+    const scalar_t* grad = c.grad.const_data_ptr<scalar_t>();
+    scalar_t* out = c.out.mutable_data_ptr<scalar_t>();
+    for_rows<scalar_t, 3>(rows.count, rows.columns, [&](int64_t row, RowBuffers<scalar_t, 3>& buffers) {
+      const scalar_t* y_row = buffers.gather(0, y + rows.offset(0, row), steps[0]);
+      const scalar_t* grad_row = buffers.gather(1, grad + rows.offset(1, row), steps[1]);
+      scalar_t* to = buffers.target(2, out + rows.offset(2, row), steps[2]);
+      const int64_t visible = c.causal ? std::min(rows.columns, rows.offset(3, row) + 1) : rows.columns;
+      softmax_backward_row(y_row, grad_row, to, rows.columns, visible, c.scale);
+      buffers.scatter(to, out + rows.offset(2, row), steps[2]);
+    });
+  });
+}
+
+// -------------------------------------------------------------------------------------------------------- operators
+
+MATMULS_OPERATOR(BackwardOp, "custom_mm::softmax_backward", "",
+                 Tensor(const Tensor&, const Tensor&, int64_t, double, bool));
+MATMULS_OPERATOR(BackwardOutOp, "custom_mm::softmax_backward", "out",
+                 void(const Tensor&, const Tensor&, int64_t, double, bool, Tensor));
+MATMULS_OPERATOR(BackwardInplaceOp, "custom_mm::softmax_backward_", "",
+                 void(Tensor, const Tensor&, int64_t, double, bool));
+
+Tensor at_least_1d(const Tensor& x) { return x.dim() == 0 ? x.view({1}) : x; }
+
+// One row is read before any of it is written, so out may be y or grad; anything in between is an overlap.
+template <void run(const Call&)>
+void backward_out(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal, Tensor out) {
+  dim = check(y, grad, dim, out);
+  const auto unless_same = [&](const Tensor& t) {
+    return t.is_same(out) || (t.const_data_ptr() == out.const_data_ptr() && t.strides() == out.strides()) ? Tensor()
+                                                                                                          : t;
+  };
+  check_no_overlap(kOp, out, {{"y", unless_same(y)}, {"grad", unless_same(grad)}});
+  run({at_least_1d(y), at_least_1d(grad), at_least_1d(out), dim, scale, causal});
+}
+template <void run(const Call&)>
+Tensor backward(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal) {
+  check(y, grad, dim);
+  Tensor out = at::empty_like(y);
+  backward_out<run>(y, grad, dim, scale, causal, out);
+  return out;
+}
+template <void run(const Call&)>
+void backward_inplace(Tensor y, const Tensor& grad, int64_t dim, double scale, bool causal) {
+  backward_out<run>(y, grad, dim, scale, causal, y);
+}
+
+Tensor backward_meta(const Tensor& y, const Tensor& grad, int64_t dim, double, bool) {
+  check(y, grad, dim);
+  return at::empty_like(y);
+}
+void backward_out_meta(const Tensor& y, const Tensor& grad, int64_t dim, double, bool, Tensor out) {
+  check(y, grad, dim, out);
+}
+void backward_inplace_meta(Tensor y, const Tensor& grad, int64_t dim, double, bool) { check(y, grad, dim); }
+
+// With v the gradient of dx: to grad the same operator, which is symmetric; to y
+// scale * (v * (grad - sum(y * grad)) - grad * sum(y * v)). Both are differentiable again.
+struct BackwardGradient : torch::autograd::Function<BackwardGradient> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& y, const Tensor& grad, int64_t dim,
+                        double scale, bool causal) {
+    ctx->save_for_backward({y, grad});
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["causal"] = causal;
+    return BackwardOp::below_autograd(y, grad, dim, scale, causal);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &y = saved[0], &grad = saved[1], &v = grads[0];
+    const auto dim = ctx->saved_data["dim"].toInt();
+    const auto scale = ctx->saved_data["scale"].toDouble();
+    Tensor grad_y, grad_grad;
+    if (ctx->needs_input_grad(0))
+      grad_y = scale * (v * (grad - (y * grad).sum(dim, true)) - grad * (y * v).sum(dim, true));
+    if (ctx->needs_input_grad(1)) grad_grad = BackwardOp::call(y, v, dim, scale, ctx->saved_data["causal"].toBool());
+    return {grad_y, grad_grad, {}, {}, {}};
+  }
+};
+
+Tensor backward_autograd(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal) {
+  if (needs_gradient(kOp, {y, grad})) return BackwardGradient::apply(y, grad, dim, scale, causal);
+  return BackwardOp::below_autograd(y, grad, dim, scale, causal);
+}
+void backward_out_autograd(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal, Tensor out) {
+  check_no_gradient_into(kOp, "out", {y, grad, out});
+  BackwardOutOp::below_autograd(y, grad, dim, scale, causal, out);
+}
+void backward_inplace_autograd(Tensor y, const Tensor& grad, int64_t dim, double scale, bool causal) {
+  TORCH_CHECK(!needs_gradient(kOp, {y, grad}),
+              "softmax_backward_: expected no gradient to be recorded, since y, which "
+              "the gradient needs, is written over; use softmax_backward or torch.no_grad()");
+  BackwardInplaceOp::below_autograd(y, grad, dim, scale, causal);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("softmax_backward(Tensor y, Tensor grad, int dim=-1, float scale=1.0, bool causal=False) -> Tensor", tags);
+  m.def(
+      "softmax_backward.out(Tensor y, Tensor grad, int dim=-1, float scale=1.0, bool causal=False, *, Tensor(a!) out) "
+      "-> ()",
+      tags);
+  m.def("softmax_backward_(Tensor(a!) y, Tensor grad, int dim=-1, float scale=1.0, bool causal=False) -> ()", tags);
+}
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
+  m.impl("softmax_backward", backward<run_cpu>);
+  m.impl("softmax_backward.out", backward_out<run_cpu>);
+  m.impl("softmax_backward_", backward_inplace<run_cpu>);
+}
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
+  m.impl("softmax_backward", backward<run_cuda>);
+  m.impl("softmax_backward.out", backward_out<run_cuda>);
+  m.impl("softmax_backward_", backward_inplace<run_cuda>);
+}
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("softmax_backward", backward_meta);
+  m.impl("softmax_backward.out", backward_out_meta);
+  m.impl("softmax_backward_", backward_inplace_meta);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("softmax_backward", backward_autograd);
+  m.impl("softmax_backward.out", backward_out_autograd);
+  m.impl("softmax_backward_", backward_inplace_autograd);
+}
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) {
+  m.impl("softmax_backward.out", BackwardOutOp::inplace<5>);
+  m.impl("softmax_backward_", BackwardInplaceOp::inplace<0>);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) {
+  m.impl("softmax_backward.out", BackwardOutOp::lazy<5>);
+  m.impl("softmax_backward_", BackwardInplaceOp::lazy<0>);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Negative, m) {
+  m.impl("softmax_backward.out", BackwardOutOp::lazy<5>);
+  m.impl("softmax_backward_", BackwardInplaceOp::lazy<0>);
+}
+
+}  // namespace matmuls

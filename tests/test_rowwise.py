@@ -1,0 +1,886 @@
+"""What the table cannot say of softmax and the norms: lengths, layouts, special values, what is kept and written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_table import batch_innermost, error, off_by_one_element, padded_rows, stepped, transposed
+
+import matmuls
+from matmuls.measure import graph_of, peak_memory
+from matmuls.specs import Draw
+
+INF, NAN = float("inf"), float("nan")
+SIXTEEN = [torch.bfloat16, torch.float16]
+SCALE = 0.125  # exact in every dtype: torch's own rounding of scale * x would make the bound wide
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN, torch.float64], ids=str)
+
+
+def draw(*shape, device="cpu", dtype=torch.float32, seed=0):
+    return Draw(dtype, device, seed)(*shape)
+
+
+def assert_as_good_as_torch(ours, theirs, truth, scale=None):
+    """At most twice torch's error against float64, and one rounding; in float64, where torch is the truth, sixteen."""
+    assert ours.dtype == theirs.dtype
+    roundings = 16 if ours.dtype == torch.float64 else 1
+    bound = 2 * error(theirs, truth, scale) + roundings * torch.finfo(ours.dtype).eps
+    assert error(ours, truth, scale) <= bound
+
+
+# ---------------------------------------------------------------------------------------- operations, and torch's ways
+
+
+@dataclass(frozen=True)
+class Operation:
+    """ours and reference take the drawn tensors and return tuples of results; ours may write over its arguments."""
+
+    draw: Callable
+    ours: Callable
+    reference: Callable
+    least_columns: int = 1
+
+    def check(self, tensors, layouts=(torch.clone,)):
+        """As good as torch with tensor after tensor in the given layouts, whose gaps (NaN) stay."""
+        laid = [layouts[i % len(layouts)](t) for i, t in enumerate(tensors)]
+        bases = [(t._base, t._base.numel() - t.numel()) for t in laid if t._base is not None and t.is_floating_point()]
+        theirs = self.reference(*tensors)
+        truths = self.reference(*(t.double() if t.is_floating_point() else t for t in tensors))
+        for triple in zip(self.ours(*laid), theirs, truths, strict=True):
+            assert_as_good_as_torch(*triple)
+        assert all(base.isnan().sum() == gaps for base, gaps in bases)
+
+
+def with_gradients(function):
+    """The result of function(x, ...), which may write over x, and the gradients, given that of the result first."""
+
+    def run(grad, *tensors):
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        y = function(leaves[0] * 1, *leaves[1:])
+        return y.detach(), *torch.autograd.grad(y, [t for t in leaves if t.requires_grad], grad)
+
+    return run
+
+
+def layer_norm(x, weight=None, bias=None, residual=None):
+    return F.layer_norm(x if residual is None else x + residual, x.shape[-1:], weight, bias)
+
+
+def rms_norm(x, weight=None, residual=None):
+    return F.rms_norm(x if residual is None else x + residual, x.shape[-1:], weight, 1e-5)
+
+
+def masked_softmax(x, mask=None, scale=SCALE, causal=False):
+    """softmax(scale * x + mask) as matmuls defines it, of torch's operations: 0 in rows with nothing to attend to."""
+    z, hidden = x * scale, torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+    if mask is not None and mask.is_floating_point():
+        z, hidden = z + mask, hidden | (mask == -INF)
+    elif mask is not None:
+        hidden = hidden | (mask != 0)
+    if causal:
+        hidden = hidden | torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+    dead = hidden.all(-1, keepdim=True)
+    z = z.masked_fill(hidden, -INF).masked_fill(dead, 0)
+    return z.softmax(-1).masked_fill(dead, 0).to(x.dtype)
+
+
+def masked(**kwargs):
+    def ours(grad, x, *masks):
+        return with_gradients(lambda x: matmuls.scaled_masked_softmax(x, *(masks or [None]), SCALE, **kwargs))(grad, x)
+
+    def reference(grad, x, *masks):
+        causal = kwargs.get("causal", False)
+        return with_gradients(lambda x: masked_softmax(x, *(masks or [None]), causal=causal))(grad, x)
+
+    return ours, reference
+
+
+def like(n, *others):
+    """Draws n tensors of the shape, then those that `others` make of it."""
+    return lambda d, *shape: (*(d(*shape) for _ in range(n)), *(other(d, shape) for other in others))
+
+
+def a_row(d, shape):
+    return d(shape[-1])
+
+
+def probabilities(d, *shape):
+    return d(*shape).softmax(-1), d(*shape)
+
+
+def softmax_backward(y, grad):
+    return (torch._softmax_backward_data(grad, y, -1, y.dtype),) * 2
+
+
+def sees_few(d, shape):
+    return d(*shape[:-2], 1, shape[-1]) > 0.5
+
+
+def for_all_rows(d, shape):
+    return d(*shape[-2:])
+
+
+def everything(x, residual, weight, bias):
+    return matmuls.layer_norm_(x, weight, bias, residual=residual)
+
+
+OPERATIONS = {
+    "softmax_": Operation(like(1), lambda x: (matmuls.softmax_(x),), lambda x: (x.softmax(-1),)),
+    "softmax out": Operation(
+        like(2), lambda x, out: (matmuls.softmax(x, out=out), out), lambda x, _: (x.softmax(-1),) * 2
+    ),
+    "softmax_backward": Operation(
+        probabilities, lambda y, g: (matmuls.softmax_backward(y, g), matmuls.softmax_backward_(y, g)), softmax_backward
+    ),
+    "layer_norm_": Operation(
+        like(2, a_row, a_row), lambda *t: (everything(*t),), lambda x, r, w, b: (layer_norm(x, w, b, r),)
+    ),
+    "layer_norm_ of x alone": Operation(like(1), lambda x: (matmuls.layer_norm_(x),), lambda x: (layer_norm(x),)),
+    "rms_norm_": Operation(like(1, a_row), lambda x, w: (matmuls.rms_norm_(x, w),), lambda x, w: (rms_norm(x, w),)),
+    "layer_norm_ gradients": Operation(
+        like(3, a_row, a_row),
+        with_gradients(everything),
+        with_gradients(lambda x, r, w, b: layer_norm(x, w, b, r)),
+        least_columns=3,
+    ),
+    "layer_norm_ gradient of x alone": Operation(
+        like(2), with_gradients(matmuls.layer_norm_), with_gradients(layer_norm), least_columns=3
+    ),
+    "rms_norm_ gradients": Operation(
+        like(3, a_row),
+        with_gradients(lambda x, r, w: matmuls.rms_norm_(x, w, residual=r)),
+        with_gradients(lambda x, r, w: rms_norm(x, w, r)),
+        least_columns=3,
+    ),
+    "masked": Operation(like(2, sees_few), *masked()),
+    "mask added, in place": Operation(like(2, for_all_rows), *masked(inplace=True)),
+    "causal, in place": Operation(like(2), *masked(inplace=True, causal=True)),
+}
+every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+
+COLUMNS = [1, 2, 3, 31, 32, 33, 127, 384, 512, 768, 1000, 1024, 1025, 4096, 8191, 16384, 65536, 100003, 262144]
+
+
+@every_operation
+@every_dtype
+def test_rows_of_any_length(operation, dtype, device):
+    """On a GPU with so many rows that each team of threads has several."""
+    elements, most = (2**26, 300_000) if device == "cuda" else (2**17, 64)
+    for columns in COLUMNS if dtype != torch.float64 else COLUMNS[3::3]:
+        if columns < operation.least_columns:
+            continue
+        rows = max(3, min(elements // columns, most))
+        operation.check(operation.draw(Draw(dtype, device, seed=columns), rows, columns))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *SIXTEEN], ids=str)
+def test_gradients_of_norms_of_few_columns(columns, dtype, device):
+    """Such a row hardly depends on x: dx is what cancellation leaves, and is measured against what cancels."""
+    draws = Draw(dtype, device)
+    grad, weight = draws(64, columns), draws(columns)
+    x = draws(64, columns) + 8 * torch.arange(columns, dtype=dtype, device=device)
+    for norm, reference in ((matmuls.layer_norm_, layer_norm), (matmuls.rms_norm_, rms_norm)):
+        wide = grad.double(), x.double(), weight.double()
+        ours, theirs = (with_gradients(f)(grad, x, weight) for f in (norm, reference))
+        truths = with_gradients(reference)(*wide)
+        h = wide[1] - (wide[1].mean(-1, keepdim=True) if norm is matmuls.layer_norm_ else 0)
+        dx_terms = wide[0] * wide[2] / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        for triple, terms in zip(zip(ours, theirs, truths, strict=True), (wide[2], dx_terms, wide[0]), strict=True):
+            assert_as_good_as_torch(*triple, torch.linalg.vector_norm(terms).item())
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 33), (7, 33), (100_000, 5), (100_000, 20)], ids=str)
+def test_any_number_of_rows(operation, dtype, shape, device):
+    operation.check(operation.draw(Draw(dtype, device), *shape))
+
+
+def permuted(t):
+    """Leading dimensions in another order than memory's."""
+    order = (*range(2, t.dim() - 1), 0, 1, t.dim() - 1) if t.dim() > 3 else range(t.dim())
+    return (
+        t.permute(*order)
+        .clone(memory_format=torch.contiguous_format)
+        .permute(*(list(order).index(d) for d in range(t.dim())))
+    )
+
+
+LAYOUTS = {
+    "transposed": [transposed],
+    "padded rows": [padded_rows],
+    "stepped": [stepped],
+    "off by one element": [off_by_one_element],
+    "batch innermost": [batch_innermost],
+    "permuted": [permuted],
+    "aligned apart": [torch.clone, off_by_one_element],
+    "each another": [off_by_one_element, padded_rows, transposed, stepped, torch.clone],
+}
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
+def test_any_layout_and_nothing_beside_it_is_written(operation, dtype, layouts, device):
+    for shape in ((2, 3, 2, 5, 37), (3, 6, 64), (3, 5003)):
+        operation.check(operation.draw(Draw(dtype, device), *shape), layouts)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("layout", [torch.clone, transposed, padded_rows], ids=lambda f: f.__name__)
+def test_softmax_along_any_dimension(dim, layout, device):
+    x, grad = (layout(draw(5, 33, 17, device=device, seed=i)) for i in range(2))
+    expected = with_gradients(lambda x: x.softmax(dim))(grad, x)
+    for function in (matmuls.softmax, matmuls.softmax_):
+        torch.testing.assert_close(with_gradients(lambda x, f=function: f(x, dim))(grad, x), expected)
+    y = layout(expected[0])
+    torch.testing.assert_close(matmuls.softmax(x, dim, out=torch.empty_like(x)), expected[0])
+    torch.testing.assert_close(matmuls.softmax_backward(y, grad, dim), expected[1])
+    torch.testing.assert_close(matmuls.softmax_backward_(y, grad, dim), expected[1])
+    torch.testing.assert_close(y, expected[1])
+    torch.testing.assert_close(matmuls.softmax_(x, dim), expected[0])
+    torch.testing.assert_close(x, expected[0])
+
+
+# ------------------------------------------------------------------------------------------------------ special values
+
+
+def special_rows(columns, dtype, device):
+    """Rows with a number or two, at the start, in the middle and at the end, that are not like the others."""
+    low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
+    rows = [draw(columns, device=device, dtype=dtype, seed=7) / 4]
+    for value in (NAN, INF, -INF, low, high):
+        for place in (0, columns // 2, columns - 1):
+            rows.append(rows[0].clone())
+            rows[-1][place] = value
+        rows.append(torch.full_like(rows[0], value))
+        rows.append(rows[-1].clone())
+        rows[-1][columns // 2] = 1
+    for pair in ((NAN, INF), (INF, -INF), (INF, INF), (NAN, -INF), (low, high)):
+        rows.append(rows[0].clone())
+        rows[-1][0], rows[-1][-1] = pair
+    return torch.stack(rows)
+
+
+def assert_special_alike(ours, theirs):
+    """NaN, 0 and 1 where torch has them, and close elsewhere."""
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours == 0, theirs == 0)
+    assert torch.equal(ours == 1, theirs == 1)
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("columns", [3, 40, 5003, 200_003])
+@every_dtype
+def test_softmax_of_special_values_is_torch_s(columns, dtype, device):
+    x = special_rows(columns, dtype, device)
+    expected = x.softmax(-1)
+    assert_special_alike(matmuls.softmax(x), expected)
+    assert_special_alike(matmuls.softmax_(off_by_one_element(x)), expected)
+    assert_special_alike(matmuls.softmax(x.mT, 0).mT, expected)
+    assert_special_alike(matmuls.scaled_masked_softmax(x, torch.zeros_like(x[:1])), expected)
+
+
+@pytest.mark.parametrize("norm", [matmuls.layer_norm_, matmuls.rms_norm_], ids=lambda f: f.__name__)
+@every_dtype
+def test_nan_stays_in_its_row_of_a_norm(norm, dtype, device):
+    for columns in (3, 40, 5003):
+        x = draw(3, columns, device=device, dtype=dtype)
+        expected = norm(x.clone())
+        for value in (NAN, INF):
+            y = x.clone()
+            y[1, columns // 2] = value
+            norm(y)
+            assert torch.equal(y[::2], expected[::2])
+            assert y[1].isnan().all() if value != value or norm is matmuls.layer_norm_ else y[1].isnan().any()
+
+
+def test_float16_sums_do_not_overflow_in_a_norm(device):
+    """x + residual lies beyond 65504, and so do its squares."""
+    x, residual = ((draw(5, 1000, device=device, seed=i) * 3000 + 50_000).half() for i in range(2))
+    h = x.double() + residual.double()
+    for ours, truth in (
+        (matmuls.layer_norm_(x.clone(), residual=residual), layer_norm(h)),
+        (matmuls.rms_norm_(x.clone(), residual=residual), rms_norm(h)),
+    ):
+        assert error(ours, truth) <= torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_of_the_lowest_number_added_is_uniform(dtype, device):
+    """Who masks by the lowest number instead of -inf gets what torch gives: equal shares where all is masked."""
+    x = draw(3, 4, 64, device=device, dtype=dtype)
+    mask = torch.zeros(4, 64, dtype=dtype, device=device)
+    mask[1], mask[2, 1:] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    y = matmuls.scaled_masked_softmax(x, mask)
+    assert (y[:, 1] == 1 / 64).all()
+    assert_special_alike(y, (x + mask).softmax(-1))
+
+
+# --------------------------------------------------------------------------------------------------------------- masks
+
+
+def masks_of(hidden, dtype):
+    """The same columns masked in every way there is."""
+    zeros = torch.zeros(hidden.shape, device=hidden.device)
+    return [
+        hidden,
+        hidden.to(torch.uint8) * 2,
+        hidden.to(torch.uint8) * 255,
+        zeros.to(dtype).masked_fill(hidden, -INF),
+        *([zeros.masked_fill(hidden, -INF)] if dtype != torch.float64 else []),
+    ]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("columns", [5, 64, 5003])
+@every_dtype
+def test_rows_with_nothing_to_attend_to_are_zero_and_have_no_gradient(inplace, columns, dtype, device):
+    x, grad = (draw(2, 3, columns, device=device, dtype=dtype, seed=i) for i in range(2))
+    x[1, 2, 0] = NAN
+    hidden = draw(2, 3, columns, device=device, seed=2) > 0
+    hidden[:, 0], hidden[1, 2] = True, True
+    expected = with_gradients(lambda x: masked_softmax(x, hidden))(grad, x)
+    for mask in masks_of(hidden, dtype):
+        run = with_gradients(lambda x, mask=mask: matmuls.scaled_masked_softmax(x, mask, SCALE, inplace=inplace))
+        y, dx = run(grad, x)
+        assert not y[hidden].any()
+        assert not dx[hidden].any()
+        assert all(error(*pair) <= 4 * torch.finfo(dtype).eps for pair in zip((y, dx), expected, strict=True))
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("columns", [5, 64, 5003])
+@every_dtype
+def test_masked_columns_do_not_spoil_the_others(value, columns, dtype, device):
+    x, grad = (draw(2, 3, columns, device=device, dtype=dtype, seed=i) for i in range(2))
+    hidden = torch.zeros(columns, dtype=torch.bool, device=device)
+    hidden[::3] = True
+    spoilt = x.masked_fill(hidden, value)
+    for mask in masks_of(hidden, dtype):
+        run = with_gradients(lambda x, mask=mask: matmuls.scaled_masked_softmax(x, mask, SCALE))
+        for ours, expected in zip(run(grad, spoilt), run(grad, x), strict=True):
+            assert torch.equal(ours, expected)
+
+
+def test_what_is_not_masked_spoils_its_row(device):
+    """NaN propagates, but not into masked columns, nor into other rows."""
+    x = draw(3, 40, device=device)
+    x[1, 7] = NAN
+    hidden = torch.arange(40, device=device) % 2 == 0
+    y = matmuls.scaled_masked_softmax(x, hidden)
+    assert torch.equal(y.isnan().nonzero().unique(dim=0)[:, 0].unique().cpu(), torch.tensor([1]))
+    assert y[1, ~hidden].isnan().all()
+    assert not y[:, hidden].any()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 9), (2, 3, 7, 7), (2, 3, 9, 4), (3, 1, 70), (1, 70, 5003)], ids=str)
+def test_causal_is_the_mask_of_a_triangle(shape, device):
+    """With fewer, as many and more queries than keys; what lies above the diagonal is not read."""
+    x, grad = (draw(*shape, device=device, seed=i) for i in range(2))
+    above = torch.ones(shape[-2:], dtype=torch.bool, device=device).triu(1)
+    also = draw(shape[-1], device=device, seed=2) > 1
+    for mask, hidden in ((None, above), (also, above | also)):
+        expected = with_gradients(lambda x, m=hidden: matmuls.scaled_masked_softmax(x, m, SCALE))(grad, x)
+        run = with_gradients(lambda x, m=mask: matmuls.scaled_masked_softmax(x, m, SCALE, causal=True))
+        torch.testing.assert_close(run(grad, x.masked_fill(above, NAN)), expected)
+        assert torch.equal(expected[0] != 0, ~hidden.expand(shape))
+
+
+STRIDED_MASKS = {
+    "batch": lambda m: m(2, 1, 1, 40).expand(2, 3, 5, 40),
+    "heads": lambda m: m(1, 1, 5, 40).expand(2, 3, 5, 40),
+    "not expanded": lambda m: m(2, 1, 5, 40),
+    "fewer dimensions": lambda m: m(40),
+    "transposed": lambda m: m(2, 1, 40, 5).mT,
+    "stepped": lambda m: m(2, 1, 5, 80)[..., ::2],
+    "offset": lambda m: m(2, 1, 5, 43)[..., 3:],
+    "one column for all": lambda m: m(2, 3, 5, 1).expand(2, 3, 5, 40),
+    "one number": lambda m: m(1).expand(2, 3, 5, 40),
+}
+
+
+@pytest.mark.parametrize("view", STRIDED_MASKS.values(), ids=STRIDED_MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mask_is_read_through_its_strides(view, dtype, device):
+    x = draw(2, 3, 5, 40, device=device, dtype=dtype)
+
+    def values(*shape):
+        return draw(*shape, device=device, seed=3)
+
+    for mask in (view(lambda *s: values(*s) > 0), view(lambda *s: values(*s).to(dtype)), view(values)):
+        whole = mask.expand(x.shape).contiguous()
+        assert torch.equal(matmuls.scaled_masked_softmax(x, mask), matmuls.scaled_masked_softmax(x, whole))
+        expected = masked_softmax(x.double(), whole.double() if whole.is_floating_point() else whole, 1)
+        torch.testing.assert_close(matmuls.scaled_masked_softmax(x, mask), expected.to(dtype))
+
+
+def test_a_mask_that_heads_share_beside_scores_larger_than_a_cache(device):
+    """The rows of one query are then taken head after head."""
+    x = draw(2, 3, 1500, 1500, device=device)
+    for mask in (draw(2, 1, 1500, 1500, device=device, seed=1) > 0, draw(1500, 1500, device=device, seed=1)):
+        torch.testing.assert_close(
+            matmuls.scaled_masked_softmax(x, mask, SCALE), masked_softmax(x, mask), atol=1e-7, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask_shape", [(1, 3, 4, 9), (2, 1, 1, 9), (9,), (4, 1), (2, 3, 4, 9)], ids=str)
+def test_an_added_mask_has_a_gradient(inplace, causal, mask_shape, device):
+    """A learned bias of the positions: with x's gradient, and without it."""
+    grad, x = (draw(2, 3, 4, 9, device=device, seed=i) for i in range(2))
+    mask = draw(*mask_shape, device=device, seed=2)
+
+    def ours(x, mask):
+        return matmuls.scaled_masked_softmax(x, mask, SCALE, causal=causal, inplace=inplace)
+
+    expected = with_gradients(lambda x, mask: masked_softmax(x, mask, causal=causal))(grad, x, mask)
+    torch.testing.assert_close(with_gradients(ours)(grad, x, mask), expected)
+    (y, dmask) = with_gradients(lambda mask: ours(x.clone(), mask))(grad, mask)
+    torch.testing.assert_close((y, dmask), (expected[0], expected[2]))
+
+
+def test_a_float32_mask_beside_16_bits_has_a_float32_gradient(device):
+    grad, x = (draw(2, 3, 4, 9, device=device, dtype=torch.bfloat16, seed=i) for i in range(2))
+    mask = draw(3, 1, 9, device=device)
+    ours = with_gradients(lambda x, m: matmuls.scaled_masked_softmax(x, m, SCALE))(grad, x, mask)
+    expected = with_gradients(lambda x, m: masked_softmax(x, m))(grad.double(), x.double(), mask.double())
+    assert [t.dtype for t in ours] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert all(error(*pair) < torch.finfo(torch.bfloat16).eps for pair in zip(ours, expected, strict=True))
+
+
+# --------------------------------------------------------------------------------- in place: what autograd must be told
+
+IN_PLACE = {
+    "softmax_": (matmuls.softmax_, lambda x: x.softmax(-1)),
+    "layer_norm_": (matmuls.layer_norm_, layer_norm),
+    "layer_norm_ affine": (
+        lambda x: matmuls.layer_norm_(x, x.detach()[0] * 0 + 2, x.detach()[0] * 0 + 1),
+        lambda x: layer_norm(x) * 2 + 1,
+    ),
+    "rms_norm_": (matmuls.rms_norm_, rms_norm),
+    "scaled_masked_softmax": (
+        lambda x: matmuls.scaled_masked_softmax(x, None, SCALE, inplace=True),
+        lambda x: (x * SCALE).softmax(-1),
+    ),
+    "inplace_softmax": (lambda x: matmuls.inplace_softmax(x, *x.shape), lambda x: x.softmax(-1)),
+    "layernorm": (lambda x: matmuls.layernorm(x, *x.shape), layer_norm),
+}
+in_place = pytest.mark.parametrize(("function", "reference"), IN_PLACE.values(), ids=IN_PLACE)
+
+
+@in_place
+def test_x_itself_is_returned_and_its_version_moves(function, reference, device):
+    x = draw(4, 9, device=device)
+    expected, version = reference(x), x._version
+    assert function(x) is x
+    assert x._version > version
+    torch.testing.assert_close(x, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in IN_PLACE if name != "layer_norm_ affine"])
+def test_writing_over_the_result_is_noticed(name, device):
+    """It is all that backward has."""
+    leaf = draw(4, 9, device=device).requires_grad_()
+    x = IN_PLACE[name][0](leaf * 1)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        x.sum().backward()
+
+
+def test_what_a_norm_has_kept_apart_survives_writing_over_the_result(device):
+    """With a weight the normalized rows are kept: the result itself may change."""
+    leaf, weight = draw(4, 9, device=device).requires_grad_(), draw(9, device=device)
+    x = matmuls.layer_norm_(leaf * 1, weight)
+    x.mul_(2).sum().backward()
+    expected = leaf.detach().requires_grad_()
+    layer_norm(expected, weight).mul(2).sum().backward()
+    torch.testing.assert_close(leaf.grad, expected.grad)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
+@in_place
+def test_what_others_have_saved_is_seen_to_be_written(function, reference, mode, device):
+    x, saved = draw(4, 9, device=device).requires_grad_(), draw(4, 9, device=device, seed=1)
+    y = x * saved
+    with mode():
+        function(saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: matmuls.softmax(x * 1, out=x), lambda x: matmuls.softmax_backward_(x, x * 1)]
+)
+def test_outputs_are_seen_to_be_written(write, device):
+    x, saved = draw(4, 9, device=device).requires_grad_(), draw(4, 9, device=device, seed=1)
+    y = x * saved
+    with torch.inference_mode():
+        write(saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@in_place
+def test_a_leaf_is_refused_before_anything_is_written(function, reference, device):
+    x = draw(4, 9, device=device).requires_grad_()
+    before, version = x.detach().clone(), x._version
+    for t in (x, x.view(4, 9)):
+        with pytest.raises(RuntimeError, match=r"leaf Variable that requires grad .*is being used in an in-place op"):
+            function(t)
+    assert torch.equal(x, before)
+    assert x._version == version
+    with torch.no_grad():
+        assert function(x) is x
+    torch.testing.assert_close(x, reference(before))
+
+
+VIEWS = {
+    "another shape": lambda t: t.view(8, 9),
+    "some rows": lambda t: t[1:3],
+    "every other column": lambda t: t[:, ::2],
+    "transposed": lambda t: t.mT,
+}
+
+
+@in_place
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_of_a_graph_s_tensor(function, reference, view, device):
+    """Written through the view, the base has the new values and the right history."""
+    leaf, weights = draw(4, 18, device=device).requires_grad_(), draw(4, 18, device=device, seed=1)
+    base, expected = leaf * 1, leaf * 1
+    if not view(base).is_contiguous() and function in (IN_PLACE["inplace_softmax"][0], IN_PLACE["layernorm"][0]):
+        pytest.skip("rows and columns are counted by the caller, in contiguous memory")
+    function(view(base))
+    view(expected).copy_(reference(view(expected).clone()))
+    torch.testing.assert_close(base, expected)
+    grads = [torch.autograd.grad((t * weights).sum(), leaf)[0] for t in (base, expected)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("norm", [matmuls.layer_norm_, matmuls.rms_norm_], ids=lambda f: f.__name__)
+def test_a_norm_of_a_view_is_differentiable_once(norm, device):
+    leaf = draw(4, 18, device=device, dtype=torch.float64).requires_grad_()
+    reference = layer_norm if norm is matmuls.layer_norm_ else rms_norm
+
+    def first(function, x):
+        (grad,) = torch.autograd.grad(function(x).pow(3).sum(), leaf, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), leaf)[0]
+
+    torch.testing.assert_close(first(norm, leaf * 1), first(reference, leaf * 1))
+    match = f"{norm.__name__}: expected first derivatives only, x being a view of another tensor"
+    with pytest.raises(RuntimeError, match=match):
+        first(norm, (leaf * 1).view(8, 9))
+
+
+@in_place
+def test_backward_twice_through_one_graph(function, reference, device):
+    """What backward keeps it does not write over."""
+    leaf, grad = draw(4, 9, device=device).requires_grad_(), draw(4, 9, device=device, seed=1)
+    y = function(leaf * 1) * 1
+    first, second = (torch.autograd.grad(y, leaf, grad, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, torch.autograd.grad(reference(leaf), leaf, grad)[0])
+
+
+SOFTMAXES = [
+    matmuls.softmax,
+    matmuls.softmax_,
+    matmuls.scaled_masked_softmax,
+    lambda x: matmuls.scaled_masked_softmax(x, inplace=True),
+]
+softmaxes = pytest.mark.parametrize("softmax", SOFTMAXES, ids=["softmax", "softmax_", "masked", "masked in place"])
+
+
+@softmaxes
+def test_a_gradient_that_the_caller_holds_is_not_written_over(softmax, device):
+    leaf, grad = draw(4, 9, device=device).requires_grad_(), draw(4, 9, device=device, seed=1)
+    before = grad.clone()
+    torch.autograd.grad(softmax(leaf * 1), leaf, grad)
+    torch.autograd.grad(softmax(leaf * 1).view(-1), leaf, grad.view(-1))
+    assert torch.equal(grad, before)
+
+
+@softmaxes
+def test_a_gradient_that_others_need_is_not_written_over(softmax, device):
+    """The other summand's gradient is the same tensor, or lies in the same memory; so do a hook's and a kept one."""
+    leaf, other = (draw(4, 9, device=device, seed=i).requires_grad_() for i in range(2))
+    weights = draw(4, 9, device=device, seed=2)
+    for join in (lambda y, z: y + z, lambda y, z: z + y, lambda y, z: (y.view(-1) + z.view(-1)).view(4, 9)):
+        seen = []
+        y = softmax(leaf * 1)
+        y.register_hook(seen.append)
+        y.retain_grad()
+        (join(y, other * 1) * weights).sum().backward()
+        assert torch.equal(other.grad, weights)
+        assert torch.equal(seen[0], weights)
+        assert torch.equal(y.grad, weights)
+        (expected,) = torch.autograd.grad((torch.softmax(leaf, -1) * weights).sum(), leaf)
+        torch.testing.assert_close(leaf.grad, expected)
+        leaf.grad = other.grad = None
+
+
+def test_softmax_backward_in_place_is_refused_where_a_gradient_is_recorded(device):
+    y = draw(4, 9, device=device).requires_grad_()
+    for args in ((y * 1, y.detach()), (y.detach().clone(), y)):
+        before = args[0].detach().clone()
+        with pytest.raises(RuntimeError, match="softmax_backward_: expected no gradient to be recorded"):
+            matmuls.softmax_backward_(*args)
+        assert torch.equal(args[0], before)
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+
+def kept_by(function):
+    """The tensors that function keeps for backward."""
+    kept = []
+
+    def pack(t):
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        function()
+    return kept
+
+
+@pytest.mark.parametrize("norm", [matmuls.layer_norm_, matmuls.rms_norm_], ids=lambda f: f.__name__)
+def test_a_norm_without_weight_keeps_itself_and_a_number_a_row(norm, device):
+    x = draw(64, 100, device=device).requires_grad_() * 1
+    kept = kept_by(lambda: norm(x))
+    assert sorted(tuple(t.shape) for t in kept) == [(64,), (64, 100)]
+    assert any(t.data_ptr() == x.data_ptr() for t in kept)
+    y = draw(64, 100, device=device).requires_grad_() * 1
+    assert 64 * 4 <= peak_memory(lambda: norm(y), device) <= 64 * 4 + 512
+
+
+def test_a_norm_with_weight_keeps_the_normalized_rows(device):
+    x, weight = draw(64, 100, device=device).requires_grad_() * 1, draw(100, device=device).requires_grad_()
+    kept = kept_by(lambda: matmuls.layer_norm_(x, weight))
+    assert sorted(tuple(t.shape) for t in kept) == [(64,), (64, 100), (100,)]
+    assert all(t.data_ptr() != x.data_ptr() for t in kept)
+
+
+@softmaxes
+def test_a_softmax_keeps_its_result_alone(softmax, device):
+    x = draw(4, 9, device=device).requires_grad_() * 1
+    results = []
+    kept = kept_by(lambda: results.append(softmax(x)))
+    assert [t.data_ptr() for t in kept] == [results[0].data_ptr()]
+
+
+def test_frozen_tensors_have_no_gradient(device):
+    for needed in range(4):
+        tensors = [
+            draw(*shape, device=device).requires_grad_(i == needed)
+            for i, shape in enumerate([(4, 9), (9,), (9,), (4, 9)])
+        ]
+        x, weight, bias, residual = tensors
+        matmuls.layer_norm_(x * 1, weight, bias, residual=residual).sum().backward()
+        assert [t.grad is not None for t in tensors] == [i == needed for i in range(4)]
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+IN_NO_MEMORY = {
+    "softmax_": lambda x: matmuls.softmax_(x),
+    "softmax_ of columns": lambda x: matmuls.softmax_(x, 0),
+    "softmax out": lambda x: matmuls.softmax(x, out=x),
+    "softmax_backward_": lambda x: matmuls.softmax_backward_(x, x),
+    "layer_norm_": lambda x: matmuls.layer_norm_(x),
+    "rms_norm_": lambda x: matmuls.rms_norm_(x),
+    "scaled_masked_softmax": lambda x: matmuls.scaled_masked_softmax(x, scale=SCALE, causal=True, inplace=True),
+    "layernorm": lambda x: matmuls.layernorm(x, *x.shape),
+    "inplace_softmax": lambda x: matmuls.inplace_softmax(x, *x.shape),
+}
+
+
+@pytest.mark.parametrize("function", IN_NO_MEMORY.values(), ids=IN_NO_MEMORY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [100, 70_000])
+def test_in_place_takes_no_memory(function, dtype, columns, device):
+    x = draw(16, columns, device=device, dtype=dtype)
+    assert peak_memory(lambda: torch.empty_like(x), device) >= x.nbytes  # what is measured is seen
+    assert peak_memory(lambda: function(x), device) == 0
+
+
+def test_weights_masks_and_outputs_of_any_stride_are_not_copied(device):
+    """Nor is anything else needed beside a weight, a residual or a mask."""
+    x, other, weight = (draw(*s, device=device) for s in ((64, 100), (64, 200), (100,)))
+    mask = torch.zeros(1, 100, dtype=torch.bool, device=device)
+    for call in (
+        lambda: matmuls.softmax(x, out=other[:, ::2]),
+        lambda: matmuls.layer_norm_(x, weight, weight, residual=other[:, ::2]),
+        lambda: matmuls.scaled_masked_softmax(x, mask, SCALE, inplace=True),
+        lambda: matmuls.scaled_masked_softmax(x, other[:, 100:], SCALE, inplace=True),
+        lambda: matmuls.softmax_backward_(x, other[:, ::2]),
+    ):
+        assert peak_memory(call, device) == 0
+
+
+def test_attention_with_gradients_holds_two_tensors_of_the_scores_size(device):
+    """Its probabilities, and their gradient, over which that of the scores is written."""
+    inputs = [draw(2, 4, 64, 8, device=device, seed=i).requires_grad_() for i in range(3)]
+    grad = draw(2, 4, 64, 8, device=device, seed=3)
+    small, scores = grad.nbytes, 2 * 4 * 64 * 64 * 4
+
+    def attention(inplace=True):
+        q, k, v = inputs
+        weights = matmuls.scaled_masked_softmax(matmuls.matmul(q, k, transb=True), None, 8**-0.5, inplace=inplace)
+        return torch.autograd.grad(matmuls.matmul(weights, v), inputs, grad)
+
+    torch.testing.assert_close(attention(), attention(inplace=False))
+    # the context, the gradients of q, k and v
+    assert peak_memory(attention, device) <= 2 * scores + 4 * small + 1024
+    assert peak_memory(lambda: attention(inplace=False), device) > 3 * scores
+
+
+# --------------------------------------------------------------------------------------------- inplace_softmax_backward
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3)], ids=str)
+@pytest.mark.parametrize("piece", [1, 4 * 11 * 3, 4 * 7 * 11, 4 * 7 * 11 * 2 + 8, 8 << 20])
+def test_inplace_softmax_backward_is_autograd_s(lead, piece, device, monkeypatch):
+    """In pieces of one row, of a few rows, of one matrix, of two matrices, and all at once."""
+    monkeypatch.setattr("matmuls.rowwise.PIECE_BYTES", piece)
+    scores, values = draw(*lead, 7, 11, device=device).requires_grad_(), draw(*lead, 11, 6, device=device, seed=1)
+    d_ov = draw(*lead, 7, 6, device=device, seed=2)
+    probabilities = scores.softmax(-1)
+    (expected,) = torch.autograd.grad(probabilities @ values, scores, d_ov)
+    output = probabilities.detach().clone()
+    rows = output.numel() // 11
+    assert matmuls.inplace_softmax_backward(output, d_ov, values, rows, 11, 6) is output
+    torch.testing.assert_close(output, expected)
+    output = probabilities.detach().clone()
+    matmuls.inplace_softmax_backward(output, transposed(d_ov), padded_rows(values), rows, 11, 6)
+    torch.testing.assert_close(output, expected)
+
+
+def test_inplace_softmax_backward_holds_pieces_of_8_mib(device):
+    draws = Draw(torch.float32, device)
+    output, d_ov, values = draws(1, 3, 1500, 1500), draws(1, 3, 1500, 4), draws(1, 3, 1500, 4)
+
+    def backward():
+        matmuls.inplace_softmax_backward(output, d_ov, values, 4500, 1500, 4)
+
+    backward()  # cuBLAS has its workspace from here on
+    assert 4 << 20 < peak_memory(backward, device) <= 8 << 20 < output.nbytes
+
+
+def test_inplace_softmax_backward_refuses_what_does_not_fit(device):
+    draws = Draw(torch.float32, device)
+    output, d_ov, values = draws(2, 7, 11), draws(2, 7, 6), draws(2, 11, 6)
+    before = output.clone()
+
+    def refused(match, output=output, d_ov=d_ov, values=values, rows=14, keys=11, columns=6):
+        with pytest.raises(RuntimeError, match=match):
+            matmuls.inplace_softmax_backward(output, d_ov, values, rows, keys, columns)
+
+    name = "inplace_softmax_backward: expected"
+    refused(f"{name} a contiguous tensor of 7 x 11 elements, got sizes", rows=7)
+    refused(f"{name} a contiguous tensor of 14 x 10 elements", keys=10)
+    refused(f"{name} a contiguous tensor of 14 x 11 elements", output=transposed(output))
+    refused(rf"{name} d_ov of shape \[2, 7, 5\] and values of shape \[2, 11, 5\]", columns=5)
+    refused(rf"{name} .* got \[2, 7, 6\] and \[2, 6, 11\]", values=values.mT)
+    refused(rf"{name} .* got \[7, 6\] and", d_ov=d_ov[0])
+    refused(f"{name} a contiguous tensor of 14 x 7 elements", output=output.view(-1), keys=7)
+    refused("expected .* of dtype", d_ov=d_ov.double())
+    refused("expected grad to be a strided tensor in Float", d_ov=d_ov.double(), values=values.double())
+    assert torch.equal(output, before)
+
+
+def test_inplace_softmax_backward_refuses_a_vector(device):
+    output = draw(22, device=device)
+    with pytest.raises(RuntimeError, match="inplace_softmax_backward: expected"):
+        matmuls.inplace_softmax_backward(output, draw(2, 6, device=device), draw(11, 6, device=device), 2, 11, 6)
+
+
+# ------------------------------------------------------------------------------------------ the same bits, every time
+
+
+@pytest.mark.parametrize("shape", [(5000, 64), (300, 1000), (33, 20_000)], ids=str)
+def test_gradients_of_a_norm_are_the_same_bits_every_time(shape, device):
+    grad, x = (draw(*shape, device=device, seed=i) for i in range(2))
+    weight, bias = (draw(shape[-1], device=device, seed=i) for i in (2, 3))
+    first, *others = [with_gradients(matmuls.layer_norm_)(grad, x, weight, bias) for _ in range(3)]
+    for other in others:
+        assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(5000, 64), (300, 5000), (33, 200_000)], ids=str)
+def test_softmax_is_the_same_bits_every_time(shape, device):
+    x = draw(*shape, device=device)
+    first, *others = [matmuls.softmax_(x.clone()) for _ in range(3)]
+    assert all(torch.equal(first, other) for other in others)
+
+
+# --------------------------------------------------------------------------------------------------- graphs, streams
+
+
+def both(x, weight, grad):
+    """softmax_ and layer_norm_ with their gradients."""
+    y = matmuls.softmax_(x * 1)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    z = matmuls.layer_norm_(x * 1, weight)
+    return y.detach(), dx, z.detach(), *torch.autograd.grad(z, (x, weight), grad)
+
+
+def inputs_of_both(rows, columns, seed):
+    x, weight, grad = (
+        draw(*shape, device="cuda", seed=seed + i)
+        for i, shape in enumerate([(rows, columns), (columns,), (rows, columns)])
+    )
+    return x.requires_grad_(), weight.requires_grad_(), grad
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(700, 100), (64, 5000), (16, 100_000)], ids=str)
+def test_a_graph_replayed_with_new_inputs(shape):
+    x, weight, grad = inputs_of_both(*shape, seed=0)
+    results = {}
+    graph = graph_of([lambda: results.update(enumerate(both(x, weight, grad)))])
+    for n in range(1, 5):
+        with torch.no_grad():
+            for t, other in zip((x, weight, grad), inputs_of_both(*shape, seed=10 * n), strict=True):
+                t.copy_(other)
+        graph.replay()
+        replayed = [results[i].clone() for i in range(len(results))]
+        for ours, eager in zip(replayed, both(x, weight, grad), strict=True):
+            assert torch.equal(ours, eager)
+        y, _, z, *_ = replayed
+        torch.testing.assert_close(y, x.detach().softmax(-1))
+        torch.testing.assert_close(z, layer_norm(x.detach(), weight.detach()))
+
+
+@pytest.mark.cuda
+def test_four_streams_at_once():
+    inputs = [inputs_of_both(600, 5000, seed=10 * n) for n in range(4)]
+    expected = [both(*tensors) for tensors in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                for ours, right in zip(both(*inputs[n]), expected[n], strict=True):
+                    wrong[n] += (ours != right).sum()
+    torch.cuda.synchronize()
+    assert [w.item() for w in wrong] == [0] * 4
+
+
+@pytest.mark.cuda
+def test_more_than_2_31_elements():
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GB of free memory")
+    x = torch.empty(2_100_000, 1024, dtype=torch.bfloat16, device="cuda").normal_()
+    rows = torch.tensor([0, 1, 1_048_575, 2_097_151, 2_097_152, 2_099_999], device="cuda")
+    for function, reference in ((matmuls.softmax_, lambda t: t.softmax(-1)), (matmuls.layer_norm_, layer_norm)):
+        before = x[rows]
+        function(x)
+        assert_as_good_as_torch(x[rows], reference(before), reference(before.double()))

@@ -276,7 +276,7 @@ void run_cuda(const Call& c) {
 namespace matmuls {
 namespace {
 
-constexpr int64_t kRowsASum = 256;  // before a float32 sum is added to the next level: its error stays near 1e-7
+constexpr int64_t kRowsASum = 64;  // before a float32 sum is added to a float64 one
 
 // Each chunk of rows has column sums of its own, added in order at the end: the same bits for the same thread count.
 void run_cpu(const Call& c) {
@@ -290,8 +290,9 @@ void run_cpu(const Call& c) {
     const scalar_t* weight = c.weight.defined() ? c.weight.const_data_ptr<scalar_t>() : nullptr;
     const F* rstd = c.rstd.const_data_ptr<F>();
     scalar_t* dx = c.dx.defined() ? c.dx.mutable_data_ptr<scalar_t>() : nullptr;
-    Tensor sums = c.dweight.defined() ? at::zeros({chunks, 2, rows.columns}, c.rstd.options()) : Tensor();
-    F* sum = sums.defined() ? sums.mutable_data_ptr<F>() : nullptr;
+    Tensor sums =
+        c.dweight.defined() ? at::zeros({chunks, 2, rows.columns}, c.rstd.options().dtype(at::kDouble)) : Tensor();
+    double* sum = sums.defined() ? sums.mutable_data_ptr<double>() : nullptr;
     at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
       RowBuffers<scalar_t, 3> buffers(rows.columns);
       std::vector<F> recent(sum ? 2 * rows.columns : 0);

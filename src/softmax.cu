@@ -106,7 +106,7 @@ struct Softmax {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr int kInputs = 1;
-  static constexpr int kNumbersPerColumn = 1, kNumbers = 64, kThreadsPerSm = 512;
+  static constexpr int kNumbersPerColumn = 1, kNumbers = masked ? 32 : 64, kThreadsPerSm = masked ? 768 : 512;
   static constexpr bool kColumnSums = false;
 
   struct Row {
@@ -125,11 +125,11 @@ struct Softmax {
   };
   template <int V, int NV>
   struct Note {
-    F top;                                                          // the largest z: the parts are exp(z - top)
-    std::conditional_t<(NV * V > 32), uint64_t, uint32_t> dropped;  // bit V i + j: masked
+    F top;  // the span's largest z: its parts are exp(z - top)
   };
   struct Result {
     F max, factor;
+    bool undefined;  // the sum is 0 or NaN
   };
 
   RowIndex<masked ? 4 : 2> index;
@@ -173,50 +173,79 @@ struct Softmax {
     if (V * mask_element == 32) copy_async<16>(side + 16, from + 16);
   }
 
-  // x -> z = scale * x + mask in one vector, -inf where masked; the bits of what is masked.
+  __device__ static F masked_by(F z, F m) { return m == fill() ? fill() : z + m; }
+
+  // The mask of one column, wherever it lies.
+  __device__ __noinline__ F mask_column(const char* row_mask, int64_t column, F z) const {
+    if (kind == MaskKind::none) return z;
+    const char* m = row_mask + column * mask_step * mask_element;
+    if (kind == MaskKind::bytes) return *m ? fill() : z;
+    return masked_by(
+        z, kind == MaskKind::same ? F(*reinterpret_cast<const T*>(m)) : F(*reinterpret_cast<const float*>(m)));
+  }
+  template <int V>
+  __device__ __noinline__ Numbers<F, V> mask_inside(const char* row_mask, int column, int visible,
+                                                    Numbers<F, V> z) const {
+#pragma unroll 1
+    for (int j = 0; j < V; ++j) {
+      const bool seen = static_cast<unsigned>(column + j) < static_cast<unsigned>(visible);
+#pragma unroll
+      for (int k = 0; k < V; ++k)
+        if (k == j) z.at[k] = seen ? mask_column(row_mask, column + j, z.at[k]) : fill();
+    }
+    return z;
+  }
+
+  // x -> z = scale * x + mask in one vector, -inf where masked.
   template <int V, int NV, bool all_whole>
-  __device__ uint32_t mask_vector(const Row& row, const Span<V, NV, all_whole>& span, int i, F (&z)[V],
-                                  const unsigned char* side) const {
-    uint32_t dropped = 0;
+  __device__ void mask_vector(const Row& row, const Span<V, NV, all_whole>& span, int i, F (&z)[V],
+                              const unsigned char* side) const {
 #pragma unroll
     for (int j = 0; j < V; ++j) z[j] *= scale;
     const int visible = row.visible(span.columns);
-    if (!span.whole(i, visible)) {
+    if (span.whole(i, visible) && kind == MaskKind::none) return;
+    if (span.whole(i, visible) && side_holds_mask(row, span, i)) {
+      if (kind == MaskKind::bytes) {
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(side);
 #pragma unroll
-      for (int j = 0; j < V; ++j) dropped |= uint32_t(!span.holds(i, j, visible)) << j;
+        for (int w = 0; w < (V + 3) / 4; ++w) {
+          const uint32_t four = words[w];
+#pragma unroll
+          for (int j = 0; j < 4 && 4 * w + j < V; ++j)
+            if (four & (0xffu << (8 * j))) z[4 * w + j] = fill();
+        }
+        return;
+      }
+      F m[V];
+      if (kind == MaskKind::same)
+        unpack(*reinterpret_cast<const Words<T, V>*>(side), m);
+      else
+        unpack_float<V>(side, m);
+#pragma unroll
+      for (int j = 0; j < V; ++j) z[j] = masked_by(z[j], m[j]);
+      return;
     }
-    if (kind != MaskKind::none) {
-      const bool near = side_holds_mask(row, span, i);
-      const void* from = near ? static_cast<const void*>(side) : row.mask + span.column(i) * mask_step * mask_element;
-      const int64_t step = near ? 1 : mask_step;
-      const auto each = [&](auto element, auto apply) {
-        const auto* m = static_cast<const decltype(element)*>(from);
+    Numbers<F, V> numbers;
 #pragma unroll
-        for (int j = 0; j < V; ++j)
-          if (!(dropped >> j & 1)) apply(j, m[j * step]);
-      };
-      const auto add = [&](int j, auto m) {
-        z[j] += F(m);
-        dropped |= uint32_t(F(m) == fill()) << j;
-      };
-      if (kind == MaskKind::bytes) each(uint8_t{}, [&](int j, uint8_t m) { dropped |= uint32_t(m != 0) << j; });
-      if (kind == MaskKind::same) each(T{}, add);
-      if (kind == MaskKind::float32) each(float{}, add);
-    }
+    for (int j = 0; j < V; ++j) numbers.at[j] = z[j];
+    numbers = mask_inside(row.mask, span.column(i), visible, numbers);
 #pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (dropped >> j & 1) z[j] = fill();
-    return dropped;
+    for (int j = 0; j < V; ++j) z[j] = numbers.at[j];
+  }
+  template <int V>
+  __device__ static void unpack_float(const unsigned char* side, F (&m)[V]) {
+    const float* numbers = reinterpret_cast<const float*>(side);
+#pragma unroll
+    for (int j = 0; j < V; ++j) m[j] = F(numbers[j]);
   }
 
   template <int V, int NV, bool all_whole, class Side>
   __device__ void fold(State& state, Note<V, NV>& note, const Row& row, const Span<V, NV, all_whole>& span,
                        F (&z)[NV][1][V], const Side& side) const {
-    note.dropped = 0;
     if constexpr (masked) {
 #pragma unroll
       for (int i = 0; i < NV; ++i)
-        note.dropped |= decltype(note.dropped)(mask_vector(row, span, i, z[i][0], side(i))) << (i * V);
+        if (span.begins(i)) mask_vector(row, span, i, z[i][0], side(i));
     }
     // Four chains each: a warp waits for one after the other otherwise, 256 cycles a row.
     F tops[4] = {fill(), fill(), fill(), fill()}, sums[4] = {};
@@ -246,7 +275,9 @@ struct Softmax {
     return {top, sum};
   }
   // A row of -inf alone: 0 * inf makes NaN of it, as torch does.
-  __device__ Result finish(const State& state) const { return {or_zero(state.max), F(1) / state.sum}; }
+  __device__ Result finish(const State& state) const {
+    return {or_zero(state.max), F(1) / state.sum, masked && !(state.sum > F(0))};
+  }
 
   template <int V, int NV, bool all_whole>
   __device__ void write(const Row& row, const Result& result, const Note<V, NV>& note,
@@ -255,9 +286,23 @@ struct Softmax {
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       if (!span.begins(i)) break;
+      if (masked && result.undefined) {
+        write_undefined<V>(row, span.column(i), span.columns);
+        continue;
+      }
 #pragma unroll
-      for (int j = 0; j < V; ++j) z[i][0][j] = masked && (note.dropped >> (i * V + j) & 1) ? F(0) : z[i][0][j] * factor;
+      for (int j = 0; j < V; ++j) z[i][0][j] *= factor;
       store(row.y, row.y_step, span, i, z[i][0]);
+    }
+  }
+  // A masked column is 0 even here; the others, if any, are NaN.
+  template <int V>
+  __device__ __noinline__ void write_undefined(const Row& row, int column, int columns) const {
+    const int visible = row.visible(columns);
+#pragma unroll 1
+    for (int c = max(column, 0); c < min(column + V, columns); ++c) {
+      const bool seen = c < visible && mask_column(row.mask, c, F(0)) != fill();
+      row.y[c * row.y_step] = seen ? T(std::numeric_limits<F>::quiet_NaN()) : T(F(0));
     }
   }
 };

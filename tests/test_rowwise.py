@@ -177,7 +177,7 @@ def test_rows_of_any_length(operation, dtype, device):
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *SIXTEEN], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
 def test_gradients_of_norms_of_few_columns(columns, dtype, device):
     """Such a row hardly depends on x: dx is what cancellation leaves, and is measured against what cancels."""
     draws = Draw(dtype, device)

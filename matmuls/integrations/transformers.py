@@ -64,7 +64,9 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores by cublasTransbMM, scaled_masked_softmax over them, context by cublasMM; returns the context [B, Q, H, D] and the probabilities.
+    """Scores by cublasTransbMM, scaled_masked_softmax over them, context by cublasMM.
+
+    Returns the context [B, Q, H, D] and the probabilities [B, H, Q, K].
 
     query: [B, H, Q, D]; key, value: [B, H, K, D], or with fewer heads that H is a multiple of. attention_mask: bool,
     True where a key may be attended to, or float, added to the scores; any shape that broadcasts to [B, H, Q, K].

@@ -41,10 +41,24 @@ struct RowIndex {
     int64_t at[N];
   };
   __device__ Offsets operator()(int64_t row) const {
-    if (dims > 1) return divided(row);
     Offsets offsets;
+    if (dims <= 1) {
 #pragma unroll
-    for (int t = 0; t < N; ++t) offsets.at[t] = row * strides[t][0];
+      for (int t = 0; t < N; ++t) offsets.at[t] = row * strides[t][0];
+      return offsets;
+    }
+    if (wide) return divided(row);
+#pragma unroll
+    for (int t = 0; t < N; ++t) offsets.at[t] = 0;
+    uint32_t rest = static_cast<uint32_t>(row);
+#pragma unroll 1
+    for (int d = 0; d < dims; ++d) {
+      const uint32_t next = d + 1 < dims ? dividers[d].div(rest) : 0;
+      const uint32_t index = rest - next * static_cast<uint32_t>(sizes[d]);
+#pragma unroll
+      for (int t = 0; t < N; ++t) offsets.at[t] += index * strides[t][d];
+      rest = next;
+    }
     return offsets;
   }
 
@@ -55,13 +69,12 @@ struct RowIndex {
   int64_t strides[N][Rows<N>::kMaxDims] = {};
 
  private:
-  // Not inlined: most tensors have one leading dimension left, and the kernel should fit the instruction cache.
+  // More than 2^31 rows.
   __device__ __noinline__ Offsets divided(int64_t row) const {
     Offsets offsets{};
 #pragma unroll 1
     for (int d = 0; d < dims; ++d) {
-      int64_t rest = 0;
-      if (d + 1 < dims) rest = wide ? row / sizes[d] : dividers[d].div(static_cast<uint32_t>(row));
+      const int64_t rest = d + 1 < dims ? row / sizes[d] : 0;
       const int64_t index = row - rest * sizes[d];
 #pragma unroll
       for (int t = 0; t < N; ++t) offsets.at[t] += index * strides[t][d];

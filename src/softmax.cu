@@ -69,9 +69,12 @@ void check_out(const char* op, const Tensor& x, const Tensor& out) {
               out.sym_sizes());
 }
 
-// Rows of x, out, the mask, and the query's position: the index along the last but one dimension, as if it were an
-// offset.
-Rows<4> rows_of_call(const Call& c) {
+// Rows of x and out, and beside them, where fewer dimensions merge, of the mask and the query's position: the index
+// along the last but one dimension, as if it were an offset.
+struct CallRows {
+  Rows<2> data, beside;
+};
+CallRows rows_of_call(const Call& c) {
   const int64_t dims = c.x.dim();
   std::vector<int64_t> position(dims, 0), order(dims);
   if (c.causal && dims > 1) position[dims - 2] = 1;
@@ -84,9 +87,9 @@ Rows<4> rows_of_call(const Call& c) {
       std::stable_partition(order.begin(), order.end(),
                             [&](int64_t d) { return c.mask.stride(d) == 0 && d < dims - 2; });
   }
-  std::array<at::IntArrayRef, 4> strides{c.x.strides(), c.out.strides(), {}, position};
-  if (c.mask.defined()) strides[2] = c.mask.strides();
-  return rows_of<4>(c.op, c.x.sizes(), strides, c.dim, order);
+  const at::IntArrayRef mask = c.mask.defined() ? c.mask.strides() : at::IntArrayRef{};
+  return {rows_of<2>(c.op, c.x.sizes(), {c.x.strides(), c.out.strides()}, c.dim, order),
+          rows_of<2>(c.op, c.x.sizes(), {mask, position}, c.dim, order)};
 }
 
 }  // namespace
@@ -128,11 +131,12 @@ struct Softmax {
     F top;  // the span's largest z: its parts are exp(z - top)
   };
   struct Result {
-    F max, factor;
+    F max, sum;
     bool undefined;  // the sum is 0 or NaN
   };
 
-  RowIndex<masked ? 4 : 2> index;
+  RowIndex<2> index;       // of x and y
+  RowIndex<2> mask_index;  // of the mask and the query's position
   const T* x;
   T* y;
   const char* mask;
@@ -144,11 +148,13 @@ struct Softmax {
 
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
-    const auto& at = offsets.at;
-    if constexpr (masked)
-      return {x + at[0], y + at[1], mask + at[2] * mask_element, x_step, y_step, causal ? int(at[3]) : INT32_MAX - 1};
-    else
-      return {x + at[0], y + at[1], nullptr, x_step, y_step, 0};
+    Row row{x + offsets.at[0], y + offsets.at[1], nullptr, x_step, y_step, INT32_MAX - 1};
+    if constexpr (masked) {
+      const auto other = mask_index(r);
+      row.mask = mask + other.at[0] * mask_element;
+      if (causal) row.last = static_cast<int>(other.at[1]);
+    }
+    return row;
   }
 
   __device__ static F fill() { return -std::numeric_limits<F>::infinity(); }
@@ -274,15 +280,15 @@ struct Softmax {
     const F sum = lanes.sum(state.sum * exp_of(state.max - or_zero(top)));
     return {top, sum};
   }
-  // A row of -inf alone: 0 * inf makes NaN of it, as torch does.
+  // A row of -inf alone: 0 / 0 makes NaN of it, as torch does.
   __device__ Result finish(const State& state) const {
-    return {or_zero(state.max), F(1) / state.sum, masked && !(state.sum > F(0))};
+    return {or_zero(state.max), state.sum, masked && !(state.sum > F(0))};
   }
 
   template <int V, int NV, bool all_whole>
   __device__ void write(const Row& row, const Result& result, const Note<V, NV>& note,
                         const Span<V, NV, all_whole>& span, F (&z)[NV][1][V]) const {
-    const F factor = exp_of(note.top - result.max) * result.factor;
+    const F factor = exp_of(note.top - result.max) / result.sum;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       if (!span.begins(i)) break;
@@ -308,23 +314,21 @@ struct Softmax {
 };
 
 template <class T, bool masked>
-void launch(const Call& c, const Rows<4>& rows) {
-  Rows<masked ? 4 : 2> own;
-  own.count = rows.count, own.columns = rows.columns, own.dims = rows.dims, own.sizes = rows.sizes;
-  std::copy_n(rows.strides.begin(), own.strides.size(), own.strides.begin());
+void launch(const Call& c, const CallRows& rows) {
   const int element = c.mask.defined() ? static_cast<int>(c.mask.element_size()) : 0;
-  const Softmax<T, masked> op{RowIndex<masked ? 4 : 2>(own),
+  const Softmax<T, masked> op{RowIndex<2>(rows.data),
+                              RowIndex<2>(rows.beside),
                               c.x.const_data_ptr<T>(),
                               c.out.mutable_data_ptr<T>(),
                               c.mask.defined() ? static_cast<const char*>(c.mask.const_data_ptr()) : nullptr,
-                              rows.column_strides[0],
-                              rows.column_strides[1],
-                              rows.column_strides[2],
+                              rows.data.column_strides[0],
+                              rows.data.column_strides[1],
+                              rows.beside.column_strides[0],
                               element,
                               c.kind,
                               c.causal,
                               static_cast<arithmetic_t<T>>(c.scale)};
-  launch_rows(op, rows, std::array<const void*, 2>{op.x, op.y}, element);
+  launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y}, element);
 }
 
 void run_cuda(const Call& c) {
@@ -358,13 +362,14 @@ void run_cpu(const Call& c) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), "softmax", [&] {
     const scalar_t* x = c.x.const_data_ptr<scalar_t>();
     scalar_t* y = c.out.mutable_data_ptr<scalar_t>();
-    for_rows<scalar_t, 2>(rows.count, rows.columns, [&](int64_t row, RowBuffers<scalar_t, 2>& buffers) {
-      const scalar_t* from = buffers.gather(0, x + rows.offset(0, row), rows.column_strides[0]);
-      scalar_t* to = buffers.target(1, y + rows.offset(1, row), rows.column_strides[1]);
-      const int64_t visible = c.causal ? std::min(rows.columns, rows.offset(3, row) + 1) : rows.columns;
-      softmax_row(from, to, rows.columns, visible, c.scale,
-                  MaskRow{c.kind, mask + rows.offset(2, row) * element, rows.column_strides[2]});
-      buffers.scatter(to, y + rows.offset(1, row), rows.column_strides[1]);
+    for_rows<scalar_t, 2>(rows.data.count, rows.data.columns, [&](int64_t row, RowBuffers<scalar_t, 2>& buffers) {
+      const scalar_t* from = buffers.gather(0, x + rows.data.offset(0, row), rows.data.column_strides[0]);
+      scalar_t* to = buffers.target(1, y + rows.data.offset(1, row), rows.data.column_strides[1]);
+      const int64_t visible =
+          c.causal ? std::min(rows.data.columns, rows.beside.offset(1, row) + 1) : rows.data.columns;
+      softmax_row(from, to, rows.data.columns, visible, c.scale,
+                  MaskRow{c.kind, mask + rows.beside.offset(0, row) * element, rows.beside.column_strides[0]});
+      buffers.scatter(to, y + rows.data.offset(1, row), rows.data.column_strides[1]);
     });
   });
 }

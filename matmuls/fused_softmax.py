@@ -1,11 +1,16 @@
 """Scale, mask and softmax in one pass over the scores of attention."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.function import Function
 
 _ops = torch.ops.custom_mm
+_masked: Callable[..., torch.Tensor] = _ops.scaled_masked_softmax.default
+_masked_: Callable[..., None] = _ops.scaled_masked_softmax_.default
+_backward: Callable[..., torch.Tensor] = _ops.softmax_backward.default
+_backward_: Callable[..., None] = _ops.softmax_backward_.default
 
 
 def scaled_masked_softmax(
@@ -30,8 +35,8 @@ def scaled_masked_softmax(
     dtype stays. Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit.
     """
     if not inplace:
-        return _ops.scaled_masked_softmax.default(x, mask, scale, causal)
-    _ops.scaled_masked_softmax_.default(x, mask, scale, causal)
+        return _masked(x, mask, scale, causal)
+    _masked_(x, mask, scale, causal)
     return x
 
 
@@ -60,8 +65,8 @@ def scaled_masked_softmax_backward(
     grad, y: one shape, dtype and device; with `inplace` written over y, which is returned, and no gradient is recorded.
     """
     if not inplace:
-        return _ops.softmax_backward.default(y, grad, -1, float(scale))
-    _ops.softmax_backward_.default(y, grad, -1, float(scale))
+        return _backward(y, grad, -1, float(scale))
+    _backward_(y, grad, -1, float(scale))
     return y
 
 

@@ -10,7 +10,7 @@
 #include <torch/library.h>
 
 #include "common.h"
-#include "operator.h"
+#include "row_operators.h"
 #include "rows.h"
 #include "rows_cpu.h"
 
@@ -32,15 +32,10 @@ Tensor value(const OptionalTensor& t) { return t.value_or(Tensor()); }
 
 void check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual,
            double eps) {
-  TORCH_CHECK(x.layout() == at::kStrided, op, ": expected x to be a strided tensor, got layout ", x.layout());
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()), op, ": expected x of a floating-point dtype, got ", x.scalar_type());
+  check_floating(op, "x", x);
   TORCH_CHECK(x.dim() >= 1, op, ": expected x of at least one dimension, got a scalar");
   TORCH_CHECK(eps >= 0, op, ": expected eps of 0 or more, got ", eps);
-  const auto like_x = [&](const char* name, const Tensor& t) {
-    TORCH_CHECK(t.layout() == at::kStrided && t.device() == x.device() && t.scalar_type() == x.scalar_type(), op,
-                ": expected ", name, " to be a strided tensor in ", x.scalar_type(), " on ", x.device(),
-                " as x is, got ", t.layout(), " in ", t.scalar_type(), " on ", t.device());
-  };
+  const auto like_x = [&](const char* name, const Tensor& t) { check_like(op, name, t, "x", x); };
   const auto of_a_row = [&](const char* name, const Tensor& t) {
     if (!t.defined()) return;
     like_x(name, t);
@@ -285,10 +280,6 @@ MATMULS_OPERATOR(RmsNormOp, "custom_mm::rms_norm_", "",
 MATMULS_OPERATOR(KeepOp, "custom_mm::norm_keep_", "",
                  std::tuple<Tensor, Tensor>(Tensor, const OptionalTensor&, const OptionalTensor&, double,
                                             const OptionalTensor&, bool));
-MATMULS_OPERATOR(BackwardOp, "custom_mm::norm_backward", "",
-                 std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                                    bool, bool, bool));
-
 using Runner = void(const Call&);
 const char* name_of(bool rms) { return rms ? "rms_norm_" : "layer_norm_"; }
 
@@ -386,8 +377,8 @@ struct NormGradient : torch::autograd::Function<NormGradient> {
     const Tensor drstd = grads.size() > 1 ? grads[1] : Tensor(), dxhat = grads.size() > 2 ? grads[2] : Tensor();
     if (!c10::GradMode::is_enabled() && dy.defined() && !drstd.defined() && !dxhat.defined()) {
       auto [dx, dweight, dbias] =
-          BackwardOp::call(dy, xhat, rstd, weight.defined() ? OptionalTensor(weight) : std::nullopt, rms, need_x,
-                           need_weight || need_bias);
+          NormBackwardOp::call(dy, xhat, rstd, weight.defined() ? OptionalTensor(weight) : std::nullopt, rms, need_x,
+                               need_weight || need_bias);
       return {need_x ? dx : Tensor(),
               need_weight ? dweight : Tensor(),
               need_bias ? dbias : Tensor(),

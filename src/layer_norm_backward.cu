@@ -7,11 +7,10 @@
 // a second kernel adds the threads' sums in a fixed order: the same bits every time.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include "common.h"
-#include "operator.h"
+#include "row_operators.h"
 #include "rows.h"
 #include "rows_cpu.h"
 
@@ -323,10 +322,6 @@ void run_cpu(const Call& c) {
 
 // -------------------------------------------------------------------------------------------------------- operators
 
-MATMULS_OPERATOR(BackwardOp, "custom_mm::norm_backward", "",
-                 std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                                    bool, bool, bool));
-
 std::tuple<Tensor, Tensor, Tensor> results(const Tensor& xhat, bool need_dx, bool need_columns) {
   const auto columns = [&] {
     return need_columns ? at::empty_symint({xhat.sym_size(-1)}, xhat.options()) : at::empty({0}, xhat.options());
@@ -358,7 +353,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_autograd(const Tensor& grad, const T
                                                      bool need_columns) {
   TORCH_CHECK(!needs_gradient(kOp, {grad, xhat, rstd, weight.value_or(Tensor())}), kOp,
               ": expected no gradient to be recorded (second derivatives come through layer_norm_ and rms_norm_)");
-  return BackwardOp::below_autograd(grad, xhat, rstd, weight, rms, need_dx, need_columns);
+  return NormBackwardOp::below_autograd(grad, xhat, rstd, weight, rms, need_dx, need_columns);
 }
 
 }  // namespace

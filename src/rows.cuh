@@ -504,6 +504,8 @@ struct RowConfig {
   bool held;
 };
 
+constexpr int kOwnShared = 4096;  // bytes at most that the merge takes of a block's shared memory
+
 // The kernels for short rows hold 1, 2, 3, 4, 6, 8 or `most` vectors a thread.
 constexpr int compiled_vectors(int vectors, int most) {
   for (const int held : {1, 2, 3, 4, 6, 8})
@@ -511,33 +513,32 @@ constexpr int compiled_vectors(int vectors, int most) {
   return most;
 }
 
-// How a row is shared out, measured on an H200. most: vectors of each input that a thread's registers hold, 64 numbers
-// in all. Few threads that hold much each need the fewest instructions a column; 512 of them an SM keep its memory busy
+// How a row is shared out, measured on an H200. most: vectors of each input that a thread's registers hold.
+// Few threads that hold much each need the fewest instructions a column; 512 of them an SM keep its memory busy
 // (more rows on their way at once are slower: the accesses spread over more pages of memory).
-inline RowConfig configure(int64_t columns, int V, int most, int slot_bytes, bool unaligned, int threads_per_sm) {
+inline RowConfig configure(int64_t vectors, bool clusters, int most, int slot_bytes, int threads_per_sm) {
   const auto up = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
   const auto power = [](int64_t x) { return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(x))); };
-  const int64_t vectors = up(columns, V) + (unaligned && V > 1);
   const auto* properties = at::cuda::getCurrentDeviceProperties();
   RowConfig c{};
   c.ranks = c.beside = 1;
   c.held = true;
   const int64_t threads = up(up(vectors, most), 32) * 32;
-  const bool clusters = V > 1 && properties->major >= 9;
+  clusters &= properties->major >= 9;
   c.vectors = most;
   c.stages = 2;
   if (threads == 32) {
     c.scope = Scope::warp;
     // Up to 8 lanes share even a row that fewer could hold: their accesses lie side by side.
     c.threads = std::min(32, std::max(power(up(vectors, most)), std::min(8, power(up(vectors, 2)))));
-    c.vectors = static_cast<int>(up(vectors, c.threads));
+    c.vectors = compiled_vectors(static_cast<int>(up(vectors, c.threads)), most);
     c.beside = 256 / c.threads;
-  } else if (threads <= 512) {
+  } else if (threads <= kMaxThreads) {
     c.scope = Scope::block;
     c.threads = static_cast<int>(threads);
-  } else if (clusters && threads <= 16 * 512) {
+  } else if (clusters && threads <= kMaxRanks * kMaxThreads) {
     c.scope = Scope::cluster;
-    c.ranks = std::clamp(power(up(threads, 256)), 2, 16);
+    c.ranks = std::clamp(power(up(threads, 256)), 2, kMaxRanks);
     c.threads = static_cast<int>(up(up(threads, c.ranks), 32) * 32);
     c.stages = 1;
   } else {
@@ -545,11 +546,9 @@ inline RowConfig configure(int64_t columns, int V, int most, int slot_bytes, boo
     c.threads = 256;
     c.held = false;
   }
-  if (c.scope == Scope::warp) c.beside = 256 / c.threads;
-  if (c.scope == Scope::warp) c.vectors = compiled_vectors(c.vectors, most);
   // What a block may have of shared memory is 227 KiB on sm_90, 64 KiB on sm_75.
   const auto bytes = [&] { return int64_t(c.stages) * c.vectors * c.threads * c.beside * slot_bytes; };
-  const int64_t most_bytes = static_cast<int64_t>(properties->sharedMemPerBlockOptin) - 4096;
+  const int64_t most_bytes = static_cast<int64_t>(properties->sharedMemPerBlockOptin) - kOwnShared;
   if (bytes() > most_bytes) c.stages = 1;
   while (bytes() > most_bytes) {
     c.threads /= 2;
@@ -562,7 +561,7 @@ inline RowConfig configure(int64_t columns, int V, int most, int slot_bytes, boo
     }
   }
   c.blocks_per_sm = std::max(1, threads_per_sm / (c.threads * c.beside));
-  const int64_t fit = static_cast<int64_t>(properties->sharedMemPerMultiprocessor) / (bytes() + 4096);
+  const int64_t fit = static_cast<int64_t>(properties->sharedMemPerMultiprocessor) / (bytes() + kOwnShared);
   c.blocks_per_sm = static_cast<int>(std::clamp<int64_t>(fit, 1, c.blocks_per_sm));
   return c;
 }
@@ -575,7 +574,7 @@ void permit(int device) {
   if (done.load(std::memory_order_relaxed) & bit) return;
   const auto* properties = at::cuda::getDeviceProperties(device);
   C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      static_cast<int>(properties->sharedMemPerBlockOptin) - 4 * 1024));
+                                      static_cast<int>(properties->sharedMemPerBlockOptin) - kOwnShared));
   if (properties->major >= 9)
     C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   done.fetch_or(bit, std::memory_order_relaxed);
@@ -638,8 +637,8 @@ void launch_vectors(const Op& op, int64_t rows, int64_t columns, int side_bytes,
   constexpr int kWords = V * Op::kNumbersPerColumn * static_cast<int>(sizeof(typename Op::F) / 4);
   constexpr int kMost = V == 1 ? 4 : Op::kNumbers / kWords;
   const int slot_bytes = static_cast<int>(sizeof(typename Op::Storage)) * V * Op::kInputs + side_bytes;
-  const RowConfig c = configure(columns, V, kMost, slot_bytes, unaligned, Op::kThreadsPerSm);
   const int64_t vectors = (columns + V - 1) / V + (unaligned && V > 1);
+  const RowConfig c = configure(vectors, V > 1, kMost, slot_bytes, Op::kThreadsPerSm);
   const RowShape shape{rows, static_cast<int>(columns), 1, 1, side_bytes};
   const auto go = [&]<int NV, Scope scope, bool held>() {
     launch_kernel<V, NV, scope, held>(op, c, shape, slot_bytes, vectors, prepare);

@@ -33,6 +33,12 @@ struct Rows {
   }
 };
 
+inline std::vector<int64_t> innermost_first(int64_t dims) {
+  std::vector<int64_t> order(dims);
+  std::iota(order.rbegin(), order.rend(), 0);
+  return order;
+}
+
 // From the strides of each tensor; a tensor that is not there has none. `order`: the dimensions from the innermost.
 template <int N>
 Rows<N> rows_of(const char* op, at::IntArrayRef sizes, const std::array<at::IntArrayRef, N>& strides, int64_t dim,
@@ -66,9 +72,7 @@ Rows<N> rows_of(const char* op, const std::array<at::Tensor, N>& tensors, int64_
   std::array<at::IntArrayRef, N> strides;
   for (int t = 0; t < N; ++t)
     if (tensors[t].defined()) strides[t] = tensors[t].strides();
-  std::vector<int64_t> order(tensors[0].dim());
-  std::iota(order.rbegin(), order.rend(), 0);
-  return rows_of<N>(op, tensors[0].sizes(), strides, dim, order);
+  return rows_of<N>(op, tensors[0].sizes(), strides, dim, innermost_first(tensors[0].dim()));
 }
 
 // Rows whose columns lie apart pass through N buffers of one row, one set for each thread.

@@ -5,7 +5,6 @@
 // Statistics are float32 (float64 for float64), the scale too. Each element is read once and written once.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
@@ -13,8 +12,9 @@
 
 #include "common.h"
 #include "masks.h"
-#include "operator.h"
+#include "row_operators.h"
 #include "rows.h"
+#include "rows_cpu.h"
 
 namespace matmuls {
 namespace {
@@ -36,11 +36,8 @@ struct Call {
 };
 
 int64_t check_x(const char* op, const Tensor& x, int64_t dim) {
-  TORCH_CHECK(x.layout() == at::kStrided, op, ": expected x to be a strided tensor, got layout ", x.layout());
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()), op, ": expected x of a floating-point dtype, got ", x.scalar_type());
-  const int64_t dims = std::max<int64_t>(x.dim(), 1);
-  TORCH_CHECK(-dims <= dim && dim < dims, op, ": expected dim between ", -dims, " and ", dims - 1, ", got ", dim);
-  return dim < 0 ? dim + dims : dim;
+  check_floating(op, "x", x);
+  return check_dim(op, x, dim);
 }
 
 MaskKind check_mask(const char* op, const Tensor& x, const OptionalTensor& mask) {
@@ -62,9 +59,7 @@ MaskKind check_mask(const char* op, const Tensor& x, const OptionalTensor& mask)
 }
 
 void check_out(const char* op, const Tensor& x, const Tensor& out) {
-  TORCH_CHECK(out.layout() == at::kStrided && out.device() == x.device() && out.scalar_type() == x.scalar_type(), op,
-              ": expected out to be a strided tensor in ", x.scalar_type(), " on ", x.device(), " as x is, got ",
-              out.layout(), " in ", out.scalar_type(), " on ", out.device());
+  check_like(op, "out", out, "x", x);
   TORCH_CHECK(out.sym_sizes() == x.sym_sizes(), op, ": expected out of shape ", x.sym_sizes(), ", got ",
               out.sym_sizes());
 }
@@ -76,9 +71,8 @@ struct CallRows {
 };
 CallRows rows_of_call(const Call& c) {
   const int64_t dims = c.x.dim();
-  std::vector<int64_t> position(dims, 0), order(dims);
-  if (c.causal && dims > 1) position[dims - 2] = 1;
-  std::iota(order.rbegin(), order.rend(), 0);
+  const auto position = position_strides(dims, c.causal);
+  auto order = innermost_first(dims);
   if (c.kind != MaskKind::none && dims > 2 && c.x.stride(-2) != 0) {
     // Where more than 16 MB of x pass before a mask's row is needed again (by the next head), the dimensions that share
     // it go innermost: it is then still in the L2.
@@ -349,8 +343,6 @@ void run_cuda(const Call& c) {
 
 // ----------------------------------------------------------------------------------------------------------- CPU
 
-#include "rows_cpu.h"
-
 namespace matmuls {
 namespace {
 
@@ -383,13 +375,6 @@ MATMULS_OPERATOR(MaskedOp, "custom_mm::scaled_masked_softmax", "",
                  Tensor(const Tensor&, const OptionalTensor&, double, bool));
 MATMULS_OPERATOR(MaskedInplaceOp, "custom_mm::scaled_masked_softmax_", "",
                  void(Tensor, const OptionalTensor&, double, bool));
-MATMULS_OPERATOR(BackwardOp, "custom_mm::softmax_backward", "",
-                 Tensor(const Tensor&, const Tensor&, int64_t, double, bool));
-MATMULS_OPERATOR(BackwardOutOp, "custom_mm::softmax_backward", "out",
-                 void(const Tensor&, const Tensor&, int64_t, double, bool, Tensor));
-
-Tensor at_least_1d(const Tensor& x) { return x.dim() == 0 ? x.view({1}) : x; }
-
 using Runner = void(const Call&);
 
 void softmax_into(Runner run, const char* op, const Tensor& x, int64_t dim, const Tensor& out) {
@@ -503,15 +488,15 @@ struct SoftmaxGradient : torch::autograd::Function<SoftmaxGradient> {
     const auto scale = data["scale"].toDouble();
     const auto causal = data["causal"].toBool();
     if (data.count("mask_sizes")) {
-      const Tensor dz = BackwardOp::call(y, grads[0], dim, 1, causal);
+      const Tensor dz = SoftmaxBackwardOp::call(y, grads[0], dim, 1, causal);
       return {dz * scale, at::sum_to(dz, data["mask_sizes"].toSymIntVector()), {}};
     }
     // Who asked for work in place does not want a second tensor of this size here either.
     if (data["in_place"].toBool() && nobody_else_holds(grads[0])) {
-      BackwardOutOp::call(y, grads[0], dim, scale, causal, grads[0]);
+      SoftmaxBackwardOutOp::call(y, grads[0], dim, scale, causal, grads[0]);
       return {grads[0], {}, {}};
     }
-    return {BackwardOp::call(y, grads[0], dim, scale, causal), {}, {}};
+    return {SoftmaxBackwardOp::call(y, grads[0], dim, scale, causal), {}, {}};
   }
 };
 

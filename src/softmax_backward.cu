@@ -4,11 +4,10 @@
 // `causal` the columns that a row did not see are not read. Each element is read once and written once.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include "common.h"
-#include "operator.h"
+#include "row_operators.h"
 #include "rows.h"
 #include "rows_cpu.h"
 
@@ -27,30 +26,23 @@ struct Call {
 };
 
 int64_t check(const Tensor& y, const Tensor& grad, int64_t dim, const Tensor& out = {}) {
-  TORCH_CHECK(y.layout() == at::kStrided, kOp, ": expected y to be a strided tensor, got layout ", y.layout());
-  TORCH_CHECK(at::isFloatingType(y.scalar_type()), kOp, ": expected y of a floating-point dtype, got ",
-              y.scalar_type());
+  check_floating(kOp, "y", y);
   const auto like_y = [&](const char* name, const Tensor& t) {
-    TORCH_CHECK(t.layout() == at::kStrided && t.device() == y.device() && t.scalar_type() == y.scalar_type(), kOp,
-                ": expected ", name, " to be a strided tensor in ", y.scalar_type(), " on ", y.device(),
-                " as y is, got ", t.layout(), " in ", t.scalar_type(), " on ", t.device());
+    check_like(kOp, name, t, "y", y);
     TORCH_CHECK(t.sym_sizes() == y.sym_sizes(), kOp, ": expected ", name, " of y's shape ", y.sym_sizes(), ", got ",
                 t.sym_sizes());
   };
   like_y("grad", grad);
   if (out.defined()) like_y("out", out);
-  const int64_t dims = std::max<int64_t>(y.dim(), 1);
-  TORCH_CHECK(-dims <= dim && dim < dims, kOp, ": expected dim between ", -dims, " and ", dims - 1, ", got ", dim);
-  return dim < 0 ? dim + dims : dim;
+  return check_dim(kOp, y, dim);
 }
 
 // y, grad, out, and the query's position.
 Rows<4> rows_of_call(const Call& c) {
   const int64_t dims = c.y.dim();
-  std::vector<int64_t> position(dims, 0), order(dims);
-  if (c.causal && dims > 1) position[dims - 2] = 1;
-  std::iota(order.rbegin(), order.rend(), 0);
-  return rows_of<4>(kOp, c.y.sizes(), {c.y.strides(), c.grad.strides(), c.out.strides(), position}, c.dim, order);
+  const auto position = position_strides(dims, c.causal);
+  return rows_of<4>(kOp, c.y.sizes(), {c.y.strides(), c.grad.strides(), c.out.strides(), position}, c.dim,
+                    innermost_first(dims));
 }
 
 }  // namespace
@@ -177,14 +169,8 @@ void run_cpu(const Call& c) {
 
 // -------------------------------------------------------------------------------------------------------- operators
 
-MATMULS_OPERATOR(BackwardOp, "custom_mm::softmax_backward", "",
-                 Tensor(const Tensor&, const Tensor&, int64_t, double, bool));
-MATMULS_OPERATOR(BackwardOutOp, "custom_mm::softmax_backward", "out",
-                 void(const Tensor&, const Tensor&, int64_t, double, bool, Tensor));
 MATMULS_OPERATOR(BackwardInplaceOp, "custom_mm::softmax_backward_", "",
                  void(Tensor, const Tensor&, int64_t, double, bool));
-
-Tensor at_least_1d(const Tensor& x) { return x.dim() == 0 ? x.view({1}) : x; }
 
 // One row is read before any of it is written, so out may be y or grad; anything in between is an overlap.
 template <void run(const Call&)>
@@ -227,7 +213,7 @@ struct BackwardGradient : torch::autograd::Function<BackwardGradient> {
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["causal"] = causal;
-    return BackwardOp::below_autograd(y, grad, dim, scale, causal);
+    return SoftmaxBackwardOp::below_autograd(y, grad, dim, scale, causal);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
@@ -239,18 +225,19 @@ struct BackwardGradient : torch::autograd::Function<BackwardGradient> {
     Tensor grad_y, grad_grad;
     if (ctx->needs_input_grad(0))
       grad_y = scale * (v * (grad - (y * grad).sum(dim, true)) - grad * (y * v).sum(dim, true));
-    if (ctx->needs_input_grad(1)) grad_grad = BackwardOp::call(y, v, dim, scale, ctx->saved_data["causal"].toBool());
+    if (ctx->needs_input_grad(1))
+      grad_grad = SoftmaxBackwardOp::call(y, v, dim, scale, ctx->saved_data["causal"].toBool());
     return {grad_y, grad_grad, {}, {}, {}};
   }
 };
 
 Tensor backward_autograd(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal) {
   if (needs_gradient(kOp, {y, grad})) return BackwardGradient::apply(y, grad, dim, scale, causal);
-  return BackwardOp::below_autograd(y, grad, dim, scale, causal);
+  return SoftmaxBackwardOp::below_autograd(y, grad, dim, scale, causal);
 }
 void backward_out_autograd(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal, Tensor out) {
   check_no_gradient_into(kOp, "out", {y, grad, out});
-  BackwardOutOp::below_autograd(y, grad, dim, scale, causal, out);
+  SoftmaxBackwardOutOp::below_autograd(y, grad, dim, scale, causal, out);
 }
 void backward_inplace_autograd(Tensor y, const Tensor& grad, int64_t dim, double scale, bool causal) {
   TORCH_CHECK(!needs_gradient(kOp, {y, grad}),
@@ -294,15 +281,15 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("softmax_backward_", backward_inplace_autograd);
 }
 TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) {
-  m.impl("softmax_backward.out", BackwardOutOp::inplace<5>);
+  m.impl("softmax_backward.out", SoftmaxBackwardOutOp::inplace<5>);
   m.impl("softmax_backward_", BackwardInplaceOp::inplace<0>);
 }
 TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) {
-  m.impl("softmax_backward.out", BackwardOutOp::lazy<5>);
+  m.impl("softmax_backward.out", SoftmaxBackwardOutOp::lazy<5>);
   m.impl("softmax_backward_", BackwardInplaceOp::lazy<0>);
 }
 TORCH_LIBRARY_IMPL(custom_mm, Negative, m) {
-  m.impl("softmax_backward.out", BackwardOutOp::lazy<5>);
+  m.impl("softmax_backward.out", SoftmaxBackwardOutOp::lazy<5>);
   m.impl("softmax_backward_", BackwardInplaceOp::lazy<0>);
 }
 

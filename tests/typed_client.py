@@ -22,6 +22,14 @@ def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return c
 
 
+def rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = matmuls.softmax_(x, dim=-1)
+    y = matmuls.softmax_backward_(y, matmuls.softmax(x, out=torch.empty_like(x)))
+    y = matmuls.rms_norm_(matmuls.layer_norm_(y, weight, bias=None, residual=x), weight, eps=1e-6)
+    y = matmuls.scaled_masked_softmax(y, mask=None, scale=0.125, causal=True, inplace=True)
+    return matmuls.inplace_softmax(y, 3, 4)
+
+
 def facts() -> tuple[list[int], dict[str, Any]]:
     custom_mm.set_workspace_size(custom_mm.workspace_size())
     return [w["nbytes"] for h in custom_mm.handle_info() for w in h["workspaces"]], custom_mm.build_info()

@@ -7,8 +7,8 @@
 #include <torch/library.h>
 
 #include "activation.h"
-#include "autograd.h"
 #include "product.h"
+#include "product_operators.h"
 
 #ifdef MATMULS_CUDA
 #include <ATen/cuda/CUDAContext.h>
@@ -30,21 +30,6 @@ using OptionalTensor = std::optional<Tensor>;
 using Name = std::optional<std::string_view>;
 
 constexpr const char* kOp = "cublaslt_matmul";
-
-// The plain product's operators, by way of the dispatcher.
-const auto& matmul_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("custom_mm::matmul", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, bool, bool)>();
-  return op;
-}
-
-const auto& matmul_out_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("custom_mm::matmul", "out")
-                             .typed<void(const Tensor&, const Tensor&, bool, bool, Tensor)>();
-  return op;
-}
 
 ProductShape<int64_t> check(const Tensor& a, const Tensor& b, const Tensor& bias, bool transa, bool transb,
                             const Tensor& out = {}) {
@@ -276,7 +261,7 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activati
       return bias_act_(out, rest_bias, rest);
     }
   }
-  matmul_out_op().call(a, b, transa, transb, out);
+  MatmulOutOp::call(a, b, transa, transb, out);
   bias_act_(out, bias, activation);
 }
 
@@ -328,7 +313,7 @@ void cublaslt_matmul_out_cpu(const Tensor& a, const Tensor& b, const OptionalTen
   const Tensor bias = maybe_bias.value_or(Tensor());
   const auto activation = check_activation(a, name);
   check(a, b, bias, transa, transb, out);
-  matmul_out_op().call(a, b, transa, transb, out);
+  MatmulOutOp::call(a, b, transa, transb, out);
   if (bias.defined()) out.add_(bias);
   activate_(out, activation);
 }
@@ -357,20 +342,13 @@ void cublaslt_matmul_out_meta(const Tensor& a, const Tensor& b, const OptionalTe
               out.sym_sizes());
 }
 
-const auto& cublaslt_matmul_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("custom_mm::cublaslt_matmul", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, Name, bool, bool)>();
-  return op;
-}
-
 // op(a) @ op(b) + bias with its gradient; an activation is applied outside, where torch differentiates it.
 struct AffineFunction : torch::autograd::Function<AffineFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& bias,
                         bool transa, bool transb) {
     at::AutoDispatchBelowADInplaceOrView guard;
     save_product(ctx, a, b, transa, transb);
-    return cublaslt_matmul_op().call(a, b, bias, std::nullopt, transa, transb);
+    return LtMatmulOp::call(a, b, bias, std::nullopt, transa, transb);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
@@ -387,43 +365,18 @@ Tensor cublaslt_matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const
   if (needs_gradient(kOp, {a, b, bias})) {
     const auto activation = check_activation(a, name);
     return activate(
-        bias.defined() ? AffineFunction::apply(a, b, bias, transa, transb) : matmul_op().call(a, b, transa, transb),
+        bias.defined() ? AffineFunction::apply(a, b, bias, transa, transb) : MatmulOp::call(a, b, transa, transb),
         activation);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  return cublaslt_matmul_op().redispatch(keys & c10::after_autograd_keyset, a, b, maybe_bias, name, transa, transb);
-}
-
-const auto& cublaslt_matmul_out_op() {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("custom_mm::cublaslt_matmul", "out")
-          .typed<void(const Tensor&, const Tensor&, const OptionalTensor&, Name, bool, bool, Tensor)>();
-  return op;
+  return LtMatmulOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, maybe_bias, name, transa, transb);
 }
 
 void cublaslt_matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b,
                                   const OptionalTensor& bias, Name name, bool transa, bool transb, Tensor out) {
   check_no_gradient_into(kOp, "out", {a, b, bias.value_or(Tensor()), out});
   at::AutoDispatchBelowAutograd guard;
-  cublaslt_matmul_out_op().redispatch(keys & c10::after_autograd_keyset, a, b, bias, name, transa, transb, out);
-}
-
-void cublaslt_matmul_out_inplace(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, const OptionalTensor& bias,
-                                 Name name, bool transa, bool transb, Tensor out) {
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    cublaslt_matmul_out_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, a, b, bias, name, transa, transb,
-                                        out);
-  }
-  mark_written(out);
-}
-
-void cublaslt_matmul_out_lazy(const Tensor& a, const Tensor& b, const OptionalTensor& bias, Name name, bool transa,
-                              bool transb, Tensor out) {
-  check_not_lazy(kOp, "out", out);
-  cublaslt_matmul_out_op().call(resolved(a), resolved(b), bias ? OptionalTensor(resolved(*bias)) : bias, name, transa,
-                                transb, out);
+  LtMatmulOutOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, bias, name, transa, transb, out);
 }
 
 template <c10::DeviceType device>
@@ -431,9 +384,8 @@ Tensor cublaslt_matmul_autocast(const Tensor& a, const Tensor& b, const Optional
                                 bool transb) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto dtype = at::autocast::get_autocast_dtype(device);
-  return cublaslt_matmul_op().call(at::autocast::cached_cast(dtype, a, device),
-                                   at::autocast::cached_cast(dtype, b, device),
-                                   at::autocast::cached_cast(dtype, bias, device), name, transa, transb);
+  return LtMatmulOp::call(at::autocast::cached_cast(dtype, a, device), at::autocast::cached_cast(dtype, b, device),
+                          at::autocast::cached_cast(dtype, bias, device), name, transa, transb);
 }
 
 }  // namespace
@@ -471,9 +423,9 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("cublaslt_matmul.out", cublaslt_matmul_out_autograd);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("cublaslt_matmul.out", cublaslt_matmul_out_inplace); }
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("cublaslt_matmul.out", cublaslt_matmul_out_lazy); }
-TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("cublaslt_matmul.out", cublaslt_matmul_out_lazy); }
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("cublaslt_matmul.out", LtMatmulOutOp::inplace<6>); }
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("cublaslt_matmul.out", LtMatmulOutOp::lazy<6>); }
+TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("cublaslt_matmul.out", LtMatmulOutOp::lazy<6>); }
 
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("cublaslt_matmul", cublaslt_matmul_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("cublaslt_matmul", cublaslt_matmul_autocast<at::kCUDA>); }

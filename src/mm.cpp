@@ -4,8 +4,8 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "autograd.h"
 #include "product.h"
+#include "product_operators.h"
 
 #ifdef MATMULS_CUDA
 #include "gemm_types.h"
@@ -106,21 +106,13 @@ void matmul_out_meta(const Tensor& a, const Tensor& b, bool transa, bool transb,
               out.sym_sizes());
 }
 
-using MatmulSignature = Tensor(const Tensor&, const Tensor&, bool, bool);
-
-const auto& matmul_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("custom_mm::matmul", "").typed<MatmulSignature>();
-  return op;
-}
-
 // With A = op(a), B = op(b), Y = A B:  dA = dY B^H,  dB = A^H dY, each transposed back and summed over what was
 // broadcast. dA needs b alone, dB needs a alone; what is not given was not saved, and its counterpart is not computed.
 // Everything here is differentiable again.
 std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::optional<Tensor>& a,
                                            const std::optional<Tensor>& b, c10::SymIntArrayRef a_sizes,
                                            c10::SymIntArrayRef b_sizes, bool transa, bool transb) {
-  const auto mm = [](const Tensor& x, const Tensor& y, bool tx, bool ty) { return matmul_op().call(x, y, tx, ty); };
+  const auto mm = [](const Tensor& x, const Tensor& y, bool tx, bool ty) { return MatmulOp::call(x, y, tx, ty); };
   const bool a_vector = a_sizes.size() == 1, b_vector = b_sizes.size() == 1;
   // A vector is a row on the left and a column on the right. Under autocast the product is narrower than a saved
   // operand.
@@ -157,7 +149,7 @@ struct MatmulFunction : torch::autograd::Function<MatmulFunction> {
                         bool transb) {
     at::AutoDispatchBelowADInplaceOrView guard;
     save_product(ctx, a, b, transa, transb);
-    return matmul_op().call(a, b, transa, transb);
+    return MatmulOp::call(a, b, transa, transb);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
@@ -170,43 +162,22 @@ struct MatmulFunction : torch::autograd::Function<MatmulFunction> {
 Tensor matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, bool transa, bool transb) {
   if (needs_gradient(kOp, {a, b})) return MatmulFunction::apply(a, b, transa, transb);
   at::AutoDispatchBelowADInplaceOrView guard;
-  return matmul_op().redispatch(keys & c10::after_autograd_keyset, a, b, transa, transb);
-}
-
-const auto& matmul_out_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("custom_mm::matmul", "out")
-                             .typed<void(const Tensor&, const Tensor&, bool, bool, Tensor)>();
-  return op;
+  return MatmulOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, transa, transb);
 }
 
 void matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, bool transa, bool transb,
                          Tensor out) {
   check_no_gradient_into(kOp, "out", {a, b, out});
   at::AutoDispatchBelowAutograd guard;
-  matmul_out_op().redispatch(keys & c10::after_autograd_keyset, a, b, transa, transb, out);
-}
-
-void matmul_out_inplace(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, bool transa, bool transb,
-                        Tensor out) {
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    matmul_out_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, a, b, transa, transb, out);
-  }
-  mark_written(out);
-}
-
-void matmul_out_lazy(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
-  check_not_lazy(kOp, "out", out);
-  matmul_out_op().call(resolved(a), resolved(b), transa, transb, out);
+  MatmulOutOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, transa, transb, out);
 }
 
 template <c10::DeviceType device>
 Tensor matmul_autocast(const Tensor& a, const Tensor& b, bool transa, bool transb) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto dtype = at::autocast::get_autocast_dtype(device);
-  return matmul_op().call(at::autocast::cached_cast(dtype, a, device), at::autocast::cached_cast(dtype, b, device),
-                          transa, transb);
+  return MatmulOp::call(at::autocast::cached_cast(dtype, a, device), at::autocast::cached_cast(dtype, b, device),
+                        transa, transb);
 }
 
 }  // namespace
@@ -246,9 +217,9 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("matmul.out", matmul_out_autograd);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("matmul.out", matmul_out_inplace); }
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("matmul.out", matmul_out_lazy); }
-TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("matmul.out", matmul_out_lazy); }
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("matmul.out", MatmulOutOp::inplace<4>); }
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("matmul.out", MatmulOutOp::lazy<4>); }
+TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("matmul.out", MatmulOutOp::lazy<4>); }
 
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("matmul", matmul_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("matmul", matmul_autocast<at::kCUDA>); }

@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
+#include <cstring>
 #include <tuple>
 #include <type_traits>
 
@@ -56,7 +57,8 @@ struct Operator<Self, R(A...)> {
   template <size_t written>
   static R lazy(A... args) {
     auto all = std::forward_as_tuple(args...);
-    check_not_lazy(Self::kName, "the tensor that is written", std::get<written>(all));
+    const char* const name = std::strchr(Self::kName, ':') + 2;  // without the library's
+    check_not_lazy(name, *Self::kOverload ? Self::kOverload : "the tensor that is written", std::get<written>(all));
     return [&]<size_t... I>(std::index_sequence<I...>) {
       return handle().call(resolve<I == written>(std::get<I>(all))...);
     }(std::index_sequence_for<A...>());

@@ -1,0 +1,20 @@
+// The dense products by way of the dispatcher, for the operations that are made of them.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "operator.h"
+
+namespace matmuls {
+
+MATMULS_OPERATOR(MatmulOp, "custom_mm::matmul", "", at::Tensor(const at::Tensor&, const at::Tensor&, bool, bool));
+MATMULS_OPERATOR(MatmulOutOp, "custom_mm::matmul", "out",
+                 void(const at::Tensor&, const at::Tensor&, bool, bool, at::Tensor));
+MATMULS_OPERATOR(LtMatmulOp, "custom_mm::cublaslt_matmul", "",
+                 at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                            std::optional<std::string_view>, bool, bool));
+MATMULS_OPERATOR(LtMatmulOutOp, "custom_mm::cublaslt_matmul", "out",
+                 void(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                      std::optional<std::string_view>, bool, bool, at::Tensor));
+
+}  // namespace matmuls

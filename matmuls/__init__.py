@@ -7,6 +7,7 @@ from .fused_softmax import (
     scaled_masked_softmax_backward,
     scaled_masked_softmax_forward,
 )
+from .inplace import linear_, matmul_, square_matmul, square_matmul_T
 from .rowwise import (
     inplace_softmax,
     inplace_softmax_backward,
@@ -30,7 +31,9 @@ __all__ = [
     "inplace_softmax_backward",
     "layer_norm_",
     "layernorm",
+    "linear_",
     "matmul",
+    "matmul_",
     "rms_norm_",
     "scaled_masked_softmax",
     "scaled_masked_softmax_backward",
@@ -39,5 +42,7 @@ __all__ = [
     "softmax_",
     "softmax_backward",
     "softmax_backward_",
+    "square_matmul",
+    "square_matmul_T",
 ]
 __version__ = "0.1.0"

@@ -28,6 +28,8 @@ struct ProductShape {
 // Facts about sizes; under tracing, what is not known stays open: equality is then asserted at run time.
 inline bool equal(int64_t x, int64_t y) { return x == y; }
 inline bool equal(const c10::SymInt& x, const c10::SymInt& y) { return x.sym_eq(y).expect_true(__FILE__, __LINE__); }
+inline bool at_most(int64_t x, int64_t y) { return x <= y; }
+inline bool at_most(const c10::SymInt& x, const c10::SymInt& y) { return x.sym_le(y).expect_true(__FILE__, __LINE__); }
 inline bool is_one(int64_t x) { return x == 1; }
 inline bool is_one(const c10::SymInt& x) { return x.sym_eq(1).guard_or_false(__FILE__, __LINE__); }
 

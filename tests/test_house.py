@@ -11,12 +11,13 @@ import pytest
 from matmuls.specs import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
-OPERATIONS = {"dense", "fused_softmax", "rowwise"}  # the families
+OPERATIONS = {"dense", "fused_softmax", "inplace", "rowwise"}  # the families
 # module -> what of ours it may import; `operations <- specs <- bench <- report <- cli`, `operations <- integrations`
 MAY_IMPORT = {
     "matmuls": OPERATIONS,
     **{family: {"custom_mm"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
+    "nn": OPERATIONS,
     "specs": OPERATIONS | {"custom_mm"},
     "measure": set(),
     "info": {"custom_mm", "matmuls"},

@@ -1,0 +1,69 @@
+"""Products that are written over their left side: A <- A @ B with a few MiB of workspace whatever A's size."""
+
+from collections.abc import Callable
+
+import torch
+
+_matmul_: Callable[..., None] = torch.ops.custom_mm.matmul_.default
+
+WORKSPACE = 8 << 20  # bytes
+
+
+def matmul_(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    transb: bool = False,
+    bias: torch.Tensor | None = None,
+    keep_input: bool = False,
+    workspace: int = WORKSPACE,
+) -> torch.Tensor:
+    """a[..., :N] <- a @ b + bias over a's own memory, b transposed first with `transb`. Returns a[..., :N].
+
+    a: [..., K] in float64, float32, float16 or bfloat16, any strides that do not overlap (fastest where each row's
+    elements lie side by side); b: [K, N] with N <= K, or [N, K] with transb, any strides; bias: [N]. workspace: bytes
+    of extra memory at most, one row of a at least. float32 takes TF32 where torch's switch for products allows it.
+
+    Differentiable in a and bias, twice and more, and keeps b alone. b's gradient needs the a that is written over:
+    a RuntimeError where one would be recorded, unless `keep_input` keeps a copy of a. Raises RuntimeError, before
+    anything is written, on shapes, dtypes or devices that do not fit and where a overlaps itself, b or bias.
+    """
+    _matmul_(a, b, transb, bias, keep_input, workspace)
+    columns = b.shape[0 if transb else 1]
+    return a if columns == a.shape[-1] else a[..., :columns]
+
+
+def linear_(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    keep_input: bool = False,
+    workspace: int = WORKSPACE,
+) -> torch.Tensor:
+    """x[..., :N] <- F.linear(x, weight, bias) over x's own memory; weight: [N, K] with N <= K. Else as `matmul_`."""
+    return matmul_(x, weight, transb=True, bias=bias, keep_input=keep_input, workspace=workspace)
+
+
+# The seed's functions.
+
+
+def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+    if not a.is_contiguous() or a.numel() != n_rows * n_cols or list(b.shape) != [n_cols, n_cols]:
+        raise RuntimeError(
+            f"{name}: expected a contiguous tensor of {n_rows} x {n_cols} elements and a square one of {n_cols} x "
+            f"{n_cols}, got shapes {list(a.shape)} with strides {list(a.stride())} and {list(b.shape)}"
+        )
+    return a if a.shape[-1:] == (n_cols,) else a.view(n_rows, n_cols)
+
+
+def square_matmul(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+    """a <- a @ b over the rows of a, contiguous and of n_rows * n_cols elements; b: [n_cols, n_cols]. Returns a."""
+    matmul_(_square("square_matmul", a, b, n_rows, n_cols), b)
+    return a
+
+
+def square_matmul_T(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+    """a <- a @ b^T over the rows of a; else as `square_matmul`. Returns a."""
+    matmul_(_square("square_matmul_T", a, b, n_rows, n_cols), b, transb=True)
+    return a

@@ -1,0 +1,204 @@
+// matmul_: a <- a @ op(b) + bias, over a's own rows, with a bounded workspace however large a is.
+//
+// A row of the result needs the same row of a alone. A panel of rows is copied into the workspace and the product is
+// written back over it by cuBLAS, or torch's BLAS on the CPU.
+#include <ATen/ATen.h>
+#include <ATen/TensorUtils.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include "product.h"
+#include "product_operators.h"
+
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#endif
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "matmul_";
+
+struct Call {
+  Tensor a, b, bias;
+  bool transb;
+  int64_t workspace;  // bytes
+
+  int64_t columns() const { return b.size(transb ? 0 : 1); }
+};
+
+template <class Int>
+void check_sizes(c10::ArrayRef<Int> a, c10::ArrayRef<Int> b, const Tensor& bias, c10::ArrayRef<Int> bias_sizes,
+                 bool transb) {
+  TORCH_CHECK(b.size() == 2, kOp, ": expected b of two dimensions, got shape ", b);
+  const auto shape = product_shape(kOp, a, b, false, transb);
+  TORCH_CHECK(at_most(shape.n, shape.k), kOp, ": expected a product no wider than a, ", shape.k, " columns, got ",
+              shape.n);
+  if (bias.defined()) check_bias(kOp, bias_sizes, shape);
+}
+
+void check_types(const Tensor& a, const Tensor& b, const Tensor& bias) {
+  check_operands(kOp, a, b, bias);
+  TORCH_CHECK(!a.is_complex(), kOp, ": expected a of a floating-point dtype, got ", a.scalar_type());
+}
+
+void check(const Call& c) {
+  check_types(c.a, c.b, c.bias);
+  check_sizes(c.a.sizes(), c.b.sizes(), c.bias, c.bias.defined() ? c.bias.sizes() : at::IntArrayRef(), c.transb);
+  const int64_t row_bytes = c.a.size(-1) * c.a.element_size();
+  TORCH_CHECK(c.workspace >= row_bytes, kOp, ": expected a workspace of at least one row of a, ", row_bytes,
+              " bytes, got ", c.workspace);
+  check_no_overlap(kOp, c.a, {{"b", c.b}, {"bias", c.bias}});
+}
+
+// a as matrices of rows at one distance; few tensors need more than one.
+template <class F>
+void each_matrix(const Tensor& a, const F& f) {
+  if (a.dim() == 1) return f(a.unsqueeze(0));
+  if (a.dim() == 2) return f(a);
+  const std::array<int64_t, 2> matrix{a.numel() / a.size(-1), a.size(-1)};
+  if (at::detail::computeStride(a.sizes(), a.strides(), matrix)) return f(a.view(matrix));
+  for (int64_t i = 0; i < a.size(0); ++i) each_matrix(a.select(0, i), f);
+}
+
+// product(from, to): to <- from @ op(b) + bias, from a copy of the rows of a that `to` lies in.
+template <class Product>
+void each_panel(const Call& c, int64_t workspace, int64_t multiple, const Product& product) {
+  if (c.a.numel() == 0 || c.columns() == 0) return;
+  each_matrix(c.a, [&](const Tensor& a) {
+    // Where a's columns lie apart the library's result passes through a second buffer.
+    const int64_t buffers = a.size(1) > 1 && a.stride(1) != 1 ? 2 : 1;
+    const int64_t rows = a.size(0), row_bytes = buffers * a.size(1) * a.element_size();
+    const int64_t most = std::max<int64_t>(1, workspace / row_bytes);
+    const int64_t panels = (rows + most - 1) / most, even = (rows + panels - 1) / panels;  // panels alike
+    const int64_t panel = std::min(most, (even + multiple - 1) / multiple * multiple);
+    const Tensor copy = at::empty({std::min(panel, rows), a.size(1)}, a.options());
+    for (int64_t begin = 0; begin < rows; begin += panel) {
+      const int64_t count = std::min(panel, rows - begin);
+      const Tensor here = a.narrow(0, begin, count), from = copy.narrow(0, 0, count);
+      from.copy_(here);
+      product(from, here.narrow(1, 0, c.columns()));
+    }
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef MATMULS_CUDA
+void run_cuda(const Call& c) {
+  const OperationGuard guard(kOp, c.a);
+  // Whole tiles of rows, 128 at most: a panel then ends where a tile does.
+  each_panel(c, c.workspace, 128, [&](const Tensor& from, const Tensor& to) {
+    if (c.bias.defined())
+      LtMatmulOutOp::call(from, c.b, c.bias, std::nullopt, false, c.transb, to);
+    else
+      MatmulOutOp::call(from, c.b, false, c.transb, to);
+  });
+}
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- CPU
+
+constexpr int64_t kPanelBytes = 2 << 20;  // stays in the caches between the copy and the product
+
+void run_cpu(const Call& c) {
+  const Tensor b = c.transb ? c.b.t() : c.b;
+  each_panel(c, std::min(c.workspace, kPanelBytes), 1, [&](const Tensor& from, Tensor to) {
+    if (c.bias.defined())
+      at::addmm_out(to, c.bias, from, b);
+    else
+      at::mm_out(to, from, b);
+  });
+}
+
+// -------------------------------------------------------------------------------------------------------- operators
+
+MATMULS_OPERATOR(InplaceOp, "custom_mm::matmul_", "",
+                 void(Tensor, const Tensor&, bool, const OptionalTensor&, bool, int64_t));
+
+template <void run(const Call&)>
+void matmul_(Tensor a, const Tensor& b, bool transb, const OptionalTensor& bias, bool, int64_t workspace) {
+  const Call c{a, b, bias.value_or(Tensor()), transb, workspace};
+  check(c);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  run(c);
+}
+
+void matmul_meta(Tensor a, const Tensor& b, bool transb, const OptionalTensor& maybe_bias, bool, int64_t) {
+  const Tensor bias = maybe_bias.value_or(Tensor());
+  check_types(a, b, bias);
+  check_sizes(a.sym_sizes(), b.sym_sizes(), bias, bias.defined() ? bias.sym_sizes() : c10::SymIntArrayRef(), transb);
+}
+
+// ---------------------------------------------------------------------------------------------------------- gradient
+
+// Y = A op(B) + bias over the first columns of A, which keeps the others:  dA = dY op(B)^T beside the others' gradient,
+// dbias = sum dY. dB = A^T dY needs the A that is written over: `before`, a copy of it, when asked for.
+struct InplaceGradient : torch::autograd::Function<InplaceGradient> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, bool transb,
+                        const OptionalTensor& bias, int64_t workspace, const OptionalTensor& before) {
+    ctx->save_for_backward({a.requires_grad() ? b : Tensor(), before.value_or(Tensor())});
+    ctx->saved_data["transb"] = transb;
+    ctx->saved_data["need_bias"] = bias && bias->defined() && bias->requires_grad();
+    ctx->saved_data["columns"] = b.sym_size(transb ? 0 : 1);
+    InplaceOp::below_autograd(a, b, transb, bias, false, workspace);
+    ctx->mark_dirty({a});
+    return a;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &b = saved[0], &before = saved[1];
+    const bool transb = ctx->saved_data["transb"].toBool();
+    const c10::SymInt columns = ctx->saved_data["columns"].toSymInt(), all = grads[0].sym_size(-1);
+    const Tensor dy = grads[0].narrow_symint(-1, 0, columns);
+    const auto rows = [](const Tensor& t) { return t.reshape_symint({-1, t.sym_size(-1)}); };
+    Tensor da, db, dbias;
+    if (b.defined()) {
+      da = MatmulOp::call(dy, b, false, !transb);
+      if (columns != all)
+        da = da + at::constant_pad_nd_symint(grads[0].narrow_symint(-1, columns, all - columns), {columns, 0});
+    }
+    if (before.defined())
+      db = transb ? MatmulOp::call(rows(dy), rows(before), true, false)
+                  : MatmulOp::call(rows(before), rows(dy), true, false);
+    if (ctx->saved_data["need_bias"].toBool()) dbias = at::sum_to(dy, {columns});
+    return {da, db, {}, dbias, {}, {}};
+  }
+};
+
+void matmul_autograd(Tensor a, const Tensor& b, bool transb, const OptionalTensor& bias, bool keep_input,
+                     int64_t workspace) {
+  const bool needed = needs_gradient(kOp, {a, b, bias.value_or(Tensor())});
+  torch::autograd::check_inplace(a, needed);
+  if (!needed) return InplaceOp::below_autograd(a, b, transb, bias, keep_input, workspace);
+  TORCH_CHECK(keep_input || !b.requires_grad(), kOp,
+              ": expected b without a gradient, which needs the a that is written over, got one that requires grad; "
+              "pass keep_input=True to keep a copy of a");
+  InplaceGradient::apply(a, b, transb, bias, workspace, b.requires_grad() ? OptionalTensor(a.clone()) : std::nullopt);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  m.def(
+      "matmul_(Tensor(a!) a, Tensor b, bool transb=False, Tensor? bias=None, bool keep_input=False, "
+      "int workspace=8388608) -> ()",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("matmul_", matmul_<run_cpu>); }
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("matmul_", matmul_<run_cuda>); }
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("matmul_", matmul_meta); }
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("matmul_", matmul_autograd); }
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("matmul_", InplaceOp::inplace<0>); }
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("matmul_", InplaceOp::lazy<0>); }
+TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("matmul_", InplaceOp::lazy<0>); }
+
+}  // namespace matmuls

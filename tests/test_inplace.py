@@ -1,0 +1,202 @@
+"""What the table cannot say of in-place products: sizes, layouts, workspace, gradients, who else runs meanwhile."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_rowwise import assert_as_good_as_torch, draw, every_dtype
+
+import matmuls
+from matmuls.measure import graph_of, peak_memory
+from matmuls.nn import InplaceLinear
+
+WIDTHS = [8, 64, 100, 384, 768, 1000, 1024, 2048]
+
+
+def check(a, b, transb=False, bias=None, workspace=matmuls.inplace.WORKSPACE):
+    """As good as torch, and each row as its own: a row that another one's result went to is far off."""
+    reference = [F.linear(x, y if transb else y.mT, z) for x, y, z in ((a, b, bias), tuple_of_double(a, b, bias))]
+    rest = a[..., reference[0].shape[-1] :].clone()
+    ours = matmuls.matmul_(a, b, transb=transb, bias=bias, workspace=workspace)
+    assert ours.data_ptr() == a.data_ptr()
+    assert_as_good_as_torch(ours, *reference)
+    rows = (ours - reference[1]).norm(dim=-1) <= 0.05 * reference[1].norm(dim=-1) + 1e-3
+    assert rows.all()
+    assert torch.equal(a[..., ours.shape[-1] :], rest)
+
+
+def tuple_of_double(*tensors):
+    return tuple(t.double() if t is not None else None for t in tensors)
+
+
+@every_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 7, 127, 128, 129])
+def test_sizes(device, rows, width, dtype):
+    if device == "cpu" and width > 1024:
+        pytest.skip("seconds on a CPU")
+    a, b = draw(rows, width, device=device, dtype=dtype), draw(width, width, device=device, dtype=dtype) / width**0.5
+    check(a.clone(), b)
+    check(a.clone(), b, transb=True, bias=draw(width, device=device, dtype=dtype, seed=1))
+    check(a.clone(), b[:, : width // 2])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(40000, 1024), (40000, 768), (5000, 4096), (1000, 8192)])
+def test_large(rows, width, dtype):
+    a, b = draw(rows, width, device="cuda", dtype=dtype), draw(width, width, device="cuda", dtype=dtype) / width**0.5
+    check(a.clone(), b)
+    check(a, b, transb=True)
+
+
+@every_dtype
+@pytest.mark.parametrize("transb", [False, True])
+def test_layouts(device, transb, dtype):
+    def own(*shape):
+        return draw(*shape, device=device, dtype=dtype)
+
+    for b in (own(64, 64).mT, own(64, 128)[:, ::2], own(128, 64)[::2], own(64, 80)[:, 8:72], own(64, 65)[:, 1:]):
+        check(own(33, 64), b / 8, transb)
+        check(own(33, 80)[:, 8:72], b / 8, transb)  # rows at a distance
+        check(own(33, 65)[:, 1:], b / 8, transb)  # off by one element
+        check(own(5, 7, 80)[:, 1:6, :64], b / 8, transb)
+        check(own(5, 7, 64).transpose(0, 1), b / 8, transb)
+
+
+@pytest.mark.parametrize("panel_rows", [1, 3, 128, 1000])
+def test_workspace_of_a_few_rows(device, panel_rows):
+    a, b = draw(300, 64, device=device), draw(64, 64, device=device) / 8
+    check(a.clone(), b, workspace=panel_rows * 64 * 4)
+    check(a, b[:, :40], bias=draw(40, device=device), workspace=panel_rows * 64 * 4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("workspace", [1 << 20, 8 << 20])
+def test_workspace_is_kept_to(workspace):
+    a, b = draw(50000, 1024, device="cuda", dtype=torch.bfloat16), draw(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    matmuls.matmul_(a.clone(), b)
+    assert peak_memory(lambda: matmuls.matmul_(a, b, workspace=workspace)) <= workspace
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("transb", [False, True])
+@pytest.mark.parametrize("columns", [5, 3])
+def test_gradients(device, transb, columns):
+    a, bias = (draw(*s, device=device, dtype=torch.float64).requires_grad_() for s in ((2, 3, 5), (columns,)))
+    b = draw(*((columns, 5) if transb else (5, columns)), device=device, dtype=torch.float64)
+
+    def whole(a, bias, b=b, keep_input=False):
+        x = a.clone()
+        y = matmuls.matmul_(x, b, transb=transb, bias=bias, keep_input=keep_input)
+        return y, x  # x holds the columns beside the product too
+
+    assert torch.autograd.gradcheck(whole, (a, bias))
+    assert torch.autograd.gradgradcheck(whole, (a, bias))
+    b.requires_grad_()
+    assert torch.autograd.gradcheck(lambda *args: whole(*args, keep_input=True), (a, bias, b))
+    assert torch.autograd.gradgradcheck(lambda *args: whole(*args, keep_input=True), (a, bias, b))
+
+
+def test_a_gradient_that_needs_the_old_a_is_refused(device):
+    a, b = draw(3, 4, device=device), draw(4, 4, device=device).requires_grad_()
+    before = a.clone()
+    with pytest.raises(RuntimeError, match="matmul_: expected b without a gradient, which needs the a that is written"):
+        matmuls.matmul_(a, b)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        matmuls.matmul_(a.requires_grad_(), b.detach())
+    assert torch.equal(a, before)
+    with torch.no_grad():
+        matmuls.matmul_(a, b)
+
+
+def test_autograd_refuses_a_stale_saved_tensor(device):
+    x = draw(3, 4, device=device).requires_grad_()
+    y = x * 1
+    z = (y * y).sum()
+    matmuls.matmul_(y, draw(4, 4, device=device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()
+
+
+def test_nothing_but_b_is_kept(device):
+    a, b = draw(3, 4, device=device).requires_grad_(), draw(4, 4, device=device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        matmuls.matmul_(a * 1, b)
+    assert [t.data_ptr() for t in kept if t.numel() == b.numel()] == [b.data_ptr()]
+    assert not [t for t in kept if t.shape == a.shape and t.data_ptr() != b.data_ptr() and t.data_ptr() != a.data_ptr()]
+
+
+# ------------------------------------------------------------------------------------------------------------- module
+
+
+def test_inplace_linear(device):
+    linear = torch.nn.Linear(16, 16).to(device).requires_grad_(False)
+    module, x = InplaceLinear.from_linear(linear), draw(5, 16, device=device)
+    assert module.weight is linear.weight
+    assert module.bias is linear.bias
+    expected, address = linear(x), x.data_ptr()
+    y = module(x)
+    assert y.data_ptr() == address
+    torch.testing.assert_close(y, expected)
+    assert list(module.state_dict()) == list(linear.state_dict())
+    narrow = InplaceLinear(16, 4, bias=False, device=device).requires_grad_(False)
+    x = draw(2, 3, 16, device=device)
+    torch.testing.assert_close(F.linear(x.clone(), narrow.weight), narrow(x))
+
+
+def test_inplace_linear_in_training(device):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 16).to(device)
+    x = draw(5, 16, device=device).requires_grad_()
+    with pytest.raises(RuntimeError, match="keep_input=True"):
+        InplaceLinear.from_linear(linear)(x * 1)
+    truth = torch.autograd.grad(linear(x * 1).square().sum(), (x, linear.weight, linear.bias))
+    ours = InplaceLinear.from_linear(linear, keep_input=True)(x * 1)
+    for got, want in zip(torch.autograd.grad(ours.square().sum(), (x, linear.weight, linear.bias)), truth, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_inplace_linear_cannot_grow():
+    with pytest.raises(ValueError, match="InplaceLinear: expected no more output than input features, got 5 and 4"):
+        InplaceLinear(4, 5)
+
+
+# ------------------------------------------------------------------------------------------------- under load (a GPU)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [768, 1024, 2048])
+def test_a_thousand_times_beside_others(width):
+    """The same buffers again and again, three more streams at work meanwhile: every result right, no hang."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    a = draw(5000, width, device="cuda", dtype=torch.bfloat16)
+    q = torch.linalg.qr(draw(width, width, device="cuda"))[0].to(torch.bfloat16)
+    others = [draw(2000, width, device="cuda", dtype=torch.bfloat16) for _ in streams]
+    expected = matmuls.matmul_(a.clone(), q)
+    x = torch.empty_like(a)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for stream, other in zip(streams, others, strict=True):
+            with torch.cuda.stream(stream):
+                matmuls.matmul_(other, q)
+        x.copy_(a)
+        matmuls.matmul_(x, q)
+        wrong += (x != expected).any()
+    assert wrong.item() == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [768, 1024, 2048, 4096])
+def test_in_a_graph(width):
+    a = draw(3000, width, device="cuda", dtype=torch.bfloat16)
+    b = draw(width, width, device="cuda", dtype=torch.bfloat16) / width**0.5
+    x = a.clone()
+    graph = graph_of(lambda: matmuls.matmul_(x, b))
+    for seed in range(5):
+        a = draw(3000, width, device="cuda", dtype=torch.bfloat16, seed=seed)
+        x.copy_(a)
+        graph.replay()
+        assert torch.equal(x, matmuls.matmul_(a, b))

@@ -45,7 +45,7 @@ def linear_(
     return matmul_(x, weight, transb=True, bias=bias, keep_input=keep_input, workspace=workspace)
 
 
-# The seed's functions.
+# The seed's functions, which work with any b: where b needs a gradient, a copy of a is kept for it.
 
 
 def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
@@ -59,11 +59,11 @@ def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: in
 
 def square_matmul(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
     """a <- a @ b over the rows of a, contiguous and of n_rows * n_cols elements; b: [n_cols, n_cols]. Returns a."""
-    matmul_(_square("square_matmul", a, b, n_rows, n_cols), b)
+    matmul_(_square("square_matmul", a, b, n_rows, n_cols), b, keep_input=True)
     return a
 
 
 def square_matmul_T(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
     """a <- a @ b^T over the rows of a; else as `square_matmul`. Returns a."""
-    matmul_(_square("square_matmul_T", a, b, n_rows, n_cols), b, transb=True)
+    matmul_(_square("square_matmul_T", a, b, n_rows, n_cols), b, transb=True, keep_input=True)
     return a

@@ -849,7 +849,6 @@ TABLE: tuple[Spec, ...] = (
             empty=lambda draw: iter([Call((draw(0, 4), draw(4, 4), 0, 4))]),
             writes=True,
             contiguous=True,
-            frozen=(1,),
             **INPLACE,
         )
         for name, call, formula, transposed in (

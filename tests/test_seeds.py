@@ -36,6 +36,36 @@ def test_attention_scores():
     torch.testing.assert_close(attention_scores, expected)
 
 
+def test_square_matmul(device):
+    from functools import reduce
+    from operator import mul
+
+    from torch import nn
+
+    from matmuls import square_matmul, square_matmul_T
+
+    a, b = torch.rand((512, 1024)).to(device), torch.rand((1024, 1024)).to(device)
+    expected = a @ b
+    square_matmul(a, b, 512, 1024)
+    torch.testing.assert_close(a, expected)
+
+    def inplace_linear(x: torch.Tensor, m: nn.Linear):
+        x = x.contiguous()
+        m.weight = m.weight.contiguous()
+        square_matmul_T(x, m.weight, reduce(mul, x.shape[:-1]), x.shape[-1])
+        if m.bias is not None:
+            x += m.bias
+        return x
+
+    m, x = nn.Linear(64, 64).to(device), torch.rand(2, 8, 64).to(device)
+    expected = m(x)
+    y = inplace_linear(x, m)
+    assert y.data_ptr() == x.data_ptr()
+    torch.testing.assert_close(y, expected)
+    for ours, theirs in zip(*(torch.autograd.grad(t.sum(), m.parameters()) for t in (y, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_inplace_softmax_and_layernorm(device):
     from functools import reduce
     from operator import mul

@@ -69,19 +69,19 @@ template <Activation activation>
 __device__ float activated_16bit(float z) {
   if constexpr (activation == Activation::gelu) {
     // Phi(-|z|) = P(t) exp(-z^2 / 2), t = 1 / (1 + 0.38 |z|), P fitted for the least relative error on |z| < 14.
-    const float t = reciprocal_approx(fmaf(0.38f, fabsf(z), 1.f));
+    const float t = ptx::reciprocal_approx(fmaf(0.38f, fabsf(z), 1.f));
     float p = -0.0899285882f;
     p = fmaf(p, t, 0.188877054f);
     p = fmaf(p, t, 0.0919792529f);
     p = fmaf(p, t, 0.157829639f);
     p = fmaf(p, t, 0.151225119f);
-    const float tail = p * t * exp2_approx(-0.721347520f * z * z);  // log2(e) / 2
+    const float tail = p * t * ptx::exp2_approx(-0.721347520f * z * z);  // log2(e) / 2
     return z * (z > 0.f ? 1.f - tail : tail);
   }
   if constexpr (activation == Activation::gelu_tanh) {
     // (1 + tanh u) / 2 = 1 / (1 + exp(-2u)),  u = sqrt(2 / pi) (z + 0.044715 z^3);  the factors hold -2 log2(e) too
     const float exponent = z * fmaf(-0.102943240f, z * z, -2.30220819f);
-    return z * reciprocal_approx(1.f + exp2_approx(exponent));
+    return z * ptx::reciprocal_approx(1.f + ptx::exp2_approx(exponent));
   }
   return activated<activation>(z);
 }

@@ -66,10 +66,10 @@ template <class T, bool rms, bool with_residual>
 struct Norm {
   using Storage = T;
   using F = arithmetic_t<T>;
-  static constexpr int kInputs = with_residual ? 2 : 1;
-  static constexpr int kNumbersPerColumn = kInputs + 1, kNumbers = sizeof(T) == 2 ? 64 : 48,
-                       kThreadsPerSm = 512;  // with weight and bias
-  static constexpr bool kColumnSums = false;
+  static constexpr int kInputs = with_residual ? 2 : 1, kConstants = rms ? 1 : 2;
+  static constexpr int kVectors = with_residual && sizeof(T) == 2 ? 2 : 4, kLongVectors = sizeof(T) == 2 ? 4 : 8;
+  static constexpr int kThreadsPerSm = 1024;
+  static constexpr bool kColumnSums = false, kWholeRows = false;
 
   struct Row {
     T *x, *xhat;
@@ -85,9 +85,7 @@ struct Norm {
     F count, mean, squares;  // squares: of the distances from the mean
   };
   template <int V, int NV>
-  struct Note {  // on their way while the states are merged
-    Words<T, V> weight[NV], bias[NV];
-  };
+  struct Held {};
   struct Result {
     F mean, rstd;
   };
@@ -104,33 +102,40 @@ struct Norm {
     return {x + offsets.at[0], xhat ? xhat + offsets.at[2] : nullptr, residual + offsets.at[1],
             rstd ? rstd + r : nullptr, steps};
   }
-  __device__ static F fill() { return F(0); }
+  __device__ const T* constant(int c) const { return c == 0 ? weight : bias; }
   __device__ static State identity() { return {F(0), F(0), F(0)}; }
-  template <int V, int NV>
-  __device__ void fetch_side(const Row&, const Span<V, NV>&, int, unsigned char*) const {}
 
-  // h into parts[.][0], and its statistics; several spans of a row merge by Chan's formula.
-  template <int V, int NV, bool all_whole, class Side>
-  __device__ void fold(State& state, Note<V, NV>& note, const Row&, const Span<V, NV, all_whole>& span,
-                       F (&parts)[NV][kInputs][V], const Side&) const {
+  // x + residual of one vector, `fill` outside the row.
+  template <int V, int NV, bool ragged>
+  __device__ static void sum_of(const Inputs<T, V, NV, kInputs>& inputs, const Span<V, ragged>& span, int i, F fill,
+                                F (&h)[V]) {
+    unpack(inputs.at[i][0], h);
+    if constexpr (with_residual) {
+      F r[V];
+      unpack(inputs.at[i][1], r);
 #pragma unroll
-    for (int i = 0; i < NV; ++i) {
-      if (!span.begins(i)) break;
-      if (weight) note.weight[i] = load_columns(weight, span, i);
-      if (bias) note.bias[i] = load_columns(bias, span, i);
+      for (int j = 0; j < V; ++j) h[j] += r[j];
     }
+    span.clear_outside(i, span.columns, fill, h);
+  }
+
+  // Several spans of a row merge by Chan's formula.
+  template <int V, int NV, bool ragged, class Constants>
+  __device__ void fold(State& state, Held<V, NV>&, const Row&, const Span<V, ragged>& span,
+                       const Inputs<T, V, NV, kInputs>& inputs, const Constants&) const {
     F sums[4] = {}, squares[4] = {};
     int held = 0;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       held += span.count(i);
+      F h[V];
+      sum_of(inputs, span, i, F(0), h);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if constexpr (with_residual) parts[i][0][j] += parts[i][1][j];
         if constexpr (rms)
-          squares[j % 4] += parts[i][0][j] * parts[i][0][j];
+          squares[j % 4] += h[j] * h[j];
         else
-          sums[j % 4] += parts[i][0][j];
+          sums[j % 4] += h[j];
       }
     }
     const F count = held;
@@ -139,17 +144,11 @@ struct Norm {
       mean = held > 0 ? ((sums[0] + sums[1]) + (sums[2] + sums[3])) / count : F(0);
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
-        if (!span.whole(i, span.columns)) {  // what lies outside is at no distance
-          Numbers<F, V> numbers;
-#pragma unroll
-          for (int j = 0; j < V; ++j) numbers.at[j] = parts[i][0][j];
-          numbers = fill_outside(numbers, span.column(i), span.columns, mean);
-#pragma unroll
-          for (int j = 0; j < V; ++j) parts[i][0][j] = numbers.at[j];
-        }
+        F h[V];
+        sum_of(inputs, span, i, mean, h);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          const F distance = parts[i][0][j] - mean;
+          const F distance = h[j] - mean;
           squares[j % 4] += distance * distance;
         }
       }
@@ -175,29 +174,32 @@ struct Norm {
     return {state.mean, F(1) / sqrt(state.squares / state.count + eps)};
   }
 
-  template <int V, int NV, bool all_whole>
-  __device__ void write(const Row& row, const Result& result, const Note<V, NV>& note,
-                        const Span<V, NV, all_whole>& span, F (&parts)[NV][kInputs][V]) const {
+  template <int V, int NV, bool ragged, class Constants, class Sums>
+  __device__ void write(const Row& row, const Result& result, const Held<V, NV>&, const Span<V, ragged>& span,
+                        const Inputs<T, V, NV, kInputs>& inputs, const Constants& constants, const Sums&) const {
     if (row.rstd && span.first <= 0 && span.first + V > 0) *row.rstd = result.rstd;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
-      if (!span.begins(i)) break;
-      F(&y)[V] = parts[i][0];
+      F y[V], w[V], b[V];
+      sum_of(inputs, span, i, F(0), y);
 #pragma unroll
       for (int j = 0; j < V; ++j) y[j] = (y[j] - result.mean) * result.rstd;
-      if (row.xhat) store(row.xhat, steps[2], span, i, y);
-      F w[V], b[V];
-      if (weight) {
-        unpack(note.weight[i], w);
+      if (row.xhat) span.store(row.xhat, steps[2], i, y);
+      if (weight && bias) {
+        constants(0, i, w);
+        constants(1, i, b);
+#pragma unroll
+        for (int j = 0; j < V; ++j) y[j] = y[j] * w[j] + b[j];
+      } else if (weight) {
+        constants(0, i, w);
 #pragma unroll
         for (int j = 0; j < V; ++j) y[j] *= w[j];
-      }
-      if (bias) {
-        unpack(note.bias[i], b);
+      } else if (bias) {
+        constants(1, i, b);
 #pragma unroll
         for (int j = 0; j < V; ++j) y[j] += b[j];
       }
-      store(row.x, steps[0], span, i, y);
+      span.store(row.x, steps[0], i, y);
     }
   }
 };
@@ -224,7 +226,7 @@ void launch(const Call& c) {
     known.strides[t] = rows.strides[0];
     known.column_strides[t] = rows.column_strides[0];
   }
-  launch_rows(op, known, pointers, 0);
+  launch_rows(op, known, pointers);
 }
 
 void run_cuda(const Call& c) {

@@ -65,9 +65,9 @@ template <class T, bool rms>
 struct NormBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
-  static constexpr int kInputs = 2;
-  static constexpr int kNumbersPerColumn = 4, kNumbers = 64, kThreadsPerSm = 512;  // with the column's two sums
-  static constexpr bool kColumnSums = true;
+  static constexpr int kInputs = 2, kConstants = 1;
+  static constexpr int kVectors = 2, kLongVectors = 2, kThreadsPerSm = 512;
+  static constexpr bool kColumnSums = true, kWholeRows = false;
 
   struct Row {
     const T *grad, *xhat;
@@ -83,9 +83,7 @@ struct NormBackward {
     F d, dxhat;  // sums of d and d * xhat
   };
   template <int V, int NV>
-  struct Note {
-    Words<T, V> weight[NV];
-  };
+  struct Held {};
 
   RowIndex<3> index;
   const T *grad, *xhat, *weight;
@@ -99,59 +97,64 @@ struct NormBackward {
     const auto offsets = index(r);
     return {grad + offsets.at[0], xhat + offsets.at[1], dx ? dx + offsets.at[2] : nullptr, rstd[r], steps};
   }
-  __device__ static F fill() { return F(0); }
+  __device__ const T* constant(int) const { return weight; }
   __device__ static State identity() { return {F(0), F(0)}; }
-  template <int V, int NV>
-  __device__ void fetch_side(const Row&, const Span<V, NV>&, int, unsigned char*) const {}
 
-  template <int V, int NV, bool all_whole, class Side>
-  __device__ void fold(State& state, Note<V, NV>& note, const Row&, const Span<V, NV, all_whole>& span,
-                       F (&parts)[NV][2][V], const Side&) const {
-    F d[2] = {}, dxhat[2] = {};
+  // grad * weight of one vector, and xhat.
+  template <int V, int NV, bool ragged, class Constants>
+  __device__ void numbers(const Inputs<T, V, NV, 2>& inputs, const Span<V, ragged>& span, int i,
+                          const Constants& constants, F (&g)[V], F (&d)[V], F (&h)[V]) const {
+    unpack(inputs.at[i][0], g);
+    unpack(inputs.at[i][1], h);
+    span.clear_outside(i, span.columns, F(0), g);
+    span.clear_outside(i, span.columns, F(0), h);
+    F w[V];
+    if (weight) constants(0, i, w);
+#pragma unroll
+    for (int j = 0; j < V; ++j) d[j] = weight ? g[j] * w[j] : g[j];
+  }
+
+  template <int V, int NV, bool ragged, class Constants>
+  __device__ void fold(State& state, Held<V, NV>&, const Row&, const Span<V, ragged>& span,
+                       const Inputs<T, V, NV, 2>& inputs, const Constants& constants) const {
+    F sums[2] = {}, dots[2] = {};
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
-      if (!span.begins(i)) break;
-      F w[V];
-      if (weight) {
-        note.weight[i] = load_columns(weight, span, i);
-        unpack(note.weight[i], w);
-      }
+      F g[V], d[V], h[V];
+      numbers(inputs, span, i, constants, g, d, h);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const F each = weight ? parts[i][0][j] * w[j] : parts[i][0][j];
-        if constexpr (!rms) d[j % 2] += each;
-        dxhat[j % 2] += each * parts[i][1][j];
+        if constexpr (!rms) sums[j % 2] += d[j];
+        dots[j % 2] += d[j] * h[j];
       }
     }
-    state.d += d[0] + d[1];
-    state.dxhat += dxhat[0] + dxhat[1];
+    state.d += sums[0] + sums[1];
+    state.dxhat += dots[0] + dots[1];
   }
   __device__ State merge(const State& state, Lanes lanes) const {
     return {rms ? F(0) : lanes.sum(state.d), lanes.sum(state.dxhat)};
   }
   __device__ State finish(const State& state) const { return {state.d / columns, state.dxhat / columns}; }
 
-  template <int V, int NV, bool all_whole>
-  __device__ void write(const Row& row, const State& mean, const Note<V, NV>& note, const Span<V, NV, all_whole>& span,
-                        F (&parts)[NV][2][V], F (&sums)[2][NV][V]) const {
+  template <int V, int NV, bool ragged, class Constants>
+  __device__ void write(const Row& row, const State& mean, const Held<V, NV>&, const Span<V, ragged>& span,
+                        const Inputs<T, V, NV, 2>& inputs, const Constants& constants, F (&sums)[2][NV][V]) const {
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
-      if (!span.begins(i)) break;
-      F w[V], out[V];
-      if (weight) unpack(note.weight[i], w);
+      F g[V], d[V], h[V];
+      numbers(inputs, span, i, constants, g, d, h);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const F g = parts[i][0][j], h = parts[i][1][j], each = weight ? g * w[j] : g;
-        sums[0][i][j] += g * h;
-        sums[1][i][j] += g;
-        out[j] = row.rstd * (each - mean.d - h * mean.dxhat);
+        sums[0][i][j] += g[j] * h[j];
+        sums[1][i][j] += g[j];
+        d[j] = row.rstd * (d[j] - mean.d - h[j] * mean.dxhat);
       }
-      if (row.dx) store(row.dx, row.steps[2], span, i, out);
+      if (row.dx) span.store(row.dx, row.steps[2], i, d);
     }
   }
 
-  template <int V, int NV>
-  __device__ void write_sums(int64_t team, const Span<V, NV>& span, const F (&sums)[2][NV][V]) const {
+  template <int V, int NV, bool ragged>
+  __device__ void write_sums(int64_t team, const Span<V, ragged>& span, const F (&sums)[2][NV][V]) const {
     if (!partial) return;
 #pragma unroll
     for (int s = 0; s < 2; ++s)
@@ -188,7 +191,7 @@ __global__ void __launch_bounds__(1024)
 // The column sums by themselves, for rows that are not aligned alike or do not fit the registers: partial[block][2][c].
 template <class T, class F>
 __global__ void __launch_bounds__(256)
-    column_sums_kernel(const NormBackward<T, false> op, int64_t rows, int columns, F* partial) {
+    column_sums_kernel(const __grid_constant__ NormBackward<T, false> op, int64_t rows, int columns, F* partial) {
   const int column = blockIdx.x * 256 + threadIdx.x;
   if (column >= columns) return;
   F dweight = 0, dbias = 0;
@@ -228,9 +231,9 @@ void launch(const Call& c) {
   Tensor partial;
   int64_t parts = 0;
   if (c.dx.defined()) {
-    launch_rows(op, rows, std::array<const void*, 3>{op.grad, op.xhat, op.dx}, 0,
-                [&](NormBackward<T, rms>& o, int64_t teams, bool columns_stay) {
-                  if (!sums || !columns_stay) return;
+    launch_rows(op, rows, std::array<const void*, 3>{op.grad, op.xhat, op.dx},
+                [&](NormBackward<T, rms>& o, int64_t teams) {
+                  if (!sums) return;
                   parts = teams;
                   partial = at::empty({teams, 2, rows.columns}, c.rstd.options());
                   o.partial = partial.mutable_data_ptr<F>();

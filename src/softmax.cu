@@ -98,13 +98,21 @@ CallRows rows_of_call(const Call& c) {
 namespace matmuls {
 namespace {
 
-template <class T, bool masked>
+// What a kernel knows of its mask: nothing is masked; or that it is of bytes (or not there) or of T, and by_words says
+// so of every row; or nothing.
+struct NoMask {};
+struct AnyMask {};
+
+template <class T, class Mask>
 struct Softmax {
   using Storage = T;
   using F = arithmetic_t<T>;
-  static constexpr int kInputs = 1;
-  static constexpr int kNumbersPerColumn = 1, kNumbers = masked ? 32 : 64, kThreadsPerSm = masked ? 768 : 512;
-  static constexpr bool kColumnSums = false;
+  static constexpr bool masked = !std::is_same_v<Mask, NoMask>, any = std::is_same_v<Mask, AnyMask>;
+  static constexpr bool kWholeRows = masked && !any;
+  static constexpr int kInputs = 1, kConstants = 0;
+  static constexpr int kVectors = masked || sizeof(T) == 2 ? 4 : 8, kLongVectors = sizeof(T) == 2 ? 4 : 8;
+  static constexpr int kThreadsPerSm = masked ? 768 : 1024;
+  static constexpr bool kColumnSums = false, kHoldsZ = sizeof(T) == 8;
 
   struct Row {
     const T* x;
@@ -121,8 +129,9 @@ struct Softmax {
     F max, sum;
   };
   template <int V, int NV>
-  struct Note {
-    F top;  // the span's largest z: its parts are exp(z - top)
+  struct Held {
+    F top;       // of the span's z
+    F e[NV][V];  // exp(z - top); z itself in float64, where each rounding counts
   };
   struct Result {
     F max, sum;
@@ -150,125 +159,106 @@ struct Softmax {
     }
     return row;
   }
+  __device__ static const T* constant(int) { return nullptr; }
 
   __device__ static F fill() { return -std::numeric_limits<F>::infinity(); }
   __device__ static State identity() { return {fill(), F(0)}; }
   // Where |base| * log2(e) * 2^-24 is an error that 16 bits do not show.
   __device__ static bool near_zero(F base) { return fabs(base) < F(512); }
   __device__ static F or_zero(F max) { return max == fill() ? F(0) : max; }
-
-  // Whether V columns of the mask lie where asynchronous copies of 4, 8 or 16 bytes can bring them.
-  template <int V, int NV, bool all_whole>
-  __device__ bool side_holds_mask(const Row& row, const Span<V, NV, all_whole>& span, int i) const {
-    return masked && kind != MaskKind::none && V > 2 && mask_step == 1 && span.whole(i, span.columns) &&
-           reinterpret_cast<uintptr_t>(row.mask + span.column(i) * mask_element) % min(V * mask_element, 16) == 0;
-  }
-  template <int V, int NV>
-  __device__ void fetch_side(const Row& row, const Span<V, NV>& span, int i, unsigned char* side) const {
-    if (!side_holds_mask(row, span, i)) return;
-    const char* from = row.mask + span.column(i) * mask_element;
-    if (V * mask_element == 4) copy_async<4>(side, from);
-    if (V * mask_element == 8) copy_async<8>(side, from);
-    if (V * mask_element >= 16) copy_async<16>(side, from);
-    if (V * mask_element == 32) copy_async<16>(side + 16, from + 16);
-  }
-
   __device__ static F masked_by(F z, F m) { return m == fill() ? fill() : z + m; }
 
-  // The mask of one column, wherever it lies.
-  __device__ __noinline__ F mask_column(const char* row_mask, int64_t column, F z) const {
-    if (kind == MaskKind::none) return z;
+  // z of one column behind its mask, wherever that lies.
+  __device__ F mask_column(const char* row_mask, int64_t column, F z) const {
     const char* m = row_mask + column * mask_step * mask_element;
     if (kind == MaskKind::bytes) return *m ? fill() : z;
-    return masked_by(
-        z, kind == MaskKind::same ? F(*reinterpret_cast<const T*>(m)) : F(*reinterpret_cast<const float*>(m)));
-  }
-  template <int V>
-  __device__ __noinline__ Numbers<F, V> mask_inside(const char* row_mask, int column, int visible,
-                                                    Numbers<F, V> z) const {
-#pragma unroll 1
-    for (int j = 0; j < V; ++j) {
-      const bool seen = static_cast<unsigned>(column + j) < static_cast<unsigned>(visible);
-#pragma unroll
-      for (int k = 0; k < V; ++k)
-        if (k == j) z.at[k] = seen ? mask_column(row_mask, column + j, z.at[k]) : fill();
-    }
-    return z;
+    if (kind == MaskKind::same) return masked_by(z, F(*reinterpret_cast<const T*>(m)));
+    return masked_by(z, F(*reinterpret_cast<const float*>(m)));
   }
 
-  // x -> z = scale * x + mask in one vector, -inf where masked.
-  template <int V, int NV, bool all_whole>
-  __device__ void mask_vector(const Row& row, const Span<V, NV, all_whole>& span, int i, F (&z)[V],
-                              const unsigned char* side) const {
-#pragma unroll
-    for (int j = 0; j < V; ++j) z[j] *= scale;
+  template <int V, int NV, bool ragged, class Constants>
+  __device__ void fold(State& state, Held<V, NV>& held, const Row& row, const Span<V, ragged>& span,
+                       const Inputs<T, V, NV, 1>& inputs, const Constants&) const {
     const int visible = row.visible(span.columns);
-    if (span.whole(i, visible) && kind == MaskKind::none) return;
-    if (span.whole(i, visible) && side_holds_mask(row, span, i)) {
-      if (kind == MaskKind::bytes) {
-        const uint32_t* words = reinterpret_cast<const uint32_t*>(side);
+    auto& e = held.e;  // z at first
+    const auto start = [&](int i) {
+      unpack(inputs.at[i][0], e[i]);
+      if constexpr (masked) {
 #pragma unroll
-        for (int w = 0; w < (V + 3) / 4; ++w) {
-          const uint32_t four = words[w];
-#pragma unroll
-          for (int j = 0; j < 4 && 4 * w + j < V; ++j)
-            if (four & (0xffu << (8 * j))) z[4 * w + j] = fill();
-        }
-        return;
+        for (int j = 0; j < V; ++j) e[i][j] *= scale;
       }
-      F m[V];
-      if (kind == MaskKind::same)
-        unpack(*reinterpret_cast<const Words<T, V>*>(side), m);
-      else
-        unpack_float<V>(side, m);
-#pragma unroll
-      for (int j = 0; j < V; ++j) z[j] = masked_by(z[j], m[j]);
-      return;
-    }
-    Numbers<F, V> numbers;
-#pragma unroll
-    for (int j = 0; j < V; ++j) numbers.at[j] = z[j];
-    numbers = mask_inside(row.mask, span.column(i), visible, numbers);
-#pragma unroll
-    for (int j = 0; j < V; ++j) z[j] = numbers.at[j];
-  }
-  template <int V>
-  __device__ static void unpack_float(const unsigned char* side, F (&m)[V]) {
-    const float* numbers = reinterpret_cast<const float*>(side);
-#pragma unroll
-    for (int j = 0; j < V; ++j) m[j] = F(numbers[j]);
-  }
-
-  template <int V, int NV, bool all_whole, class Side>
-  __device__ void fold(State& state, Note<V, NV>& note, const Row& row, const Span<V, NV, all_whole>& span,
-                       F (&z)[NV][1][V], const Side& side) const {
+    };
+    bool started = false;
     if constexpr (masked) {
-#pragma unroll
-      for (int i = 0; i < NV; ++i)
-        if (span.begins(i)) mask_vector(row, span, i, z[i][0], side(i));
+      if (kind != MaskKind::none) {
+        add_mask(row, span, visible, start, e);
+        started = true;
+      }
     }
-    // Four chains each: a warp waits for one after the other otherwise, 256 cycles a row.
-    F tops[4] = {fill(), fill(), fill(), fill()}, sums[4] = {};
+    if (!started) {
 #pragma unroll
-    for (int e = 0; e < NV * V; ++e) tops[e % 4] = larger(tops[e % 4], z[e / V][0][e % V]);
-    note.top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
-    const F base = or_zero(note.top);
-    if (sizeof(T) == 2 && near_zero(base)) {
-      // exp(z - base) by one multiply-add; its rounding, 6e-8 |base|, is far below that of 16 bits.
-      const float shift = -float(base) * kLog2e;
+      for (int i = 0; i < NV; ++i) start(i);
+    }
+    F tops[4] = {fill(), fill(), fill(), fill()}, sums[4] = {};  // four chains: a warp would wait for a single one
 #pragma unroll
-      for (int e = 0; e < NV * V; ++e)
-        sums[e % 4] += z[e / V][0][e % V] = exp2_approx(fmaf(float(z[e / V][0][e % V]), kLog2e, shift));
-    } else {
+    for (int i = 0; i < NV; ++i) {
+      span.clear_outside(i, visible, fill(), e[i]);
 #pragma unroll
-      for (int e = 0; e < NV * V; ++e) sums[e % 4] += z[e / V][0][e % V] = exp_of(z[e / V][0][e % V] - base);
+      for (int j = 0; j < V; ++j) tops[j % 4] = larger(tops[j % 4], e[i][j]);
+    }
+    held.top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
+    const F base = or_zero(held.top);
+    // exp(z - base) by one multiply-add; its rounding, 6e-8 |base|, is far below that of 16 bits.
+    const bool fast = sizeof(T) == 2 && near_zero(base);
+    const float shift = -float(base) * kLog2e;
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const F each = fast ? F(ptx::exp2_approx(fmaf(float(e[i][j]), kLog2e, shift))) : exp_of(e[i][j] - base);
+        sums[j % 4] += each;
+        if constexpr (!kHoldsZ) e[i][j] = each;
+      }
     }
     const F sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    const F top = larger(state.max, note.top), both = or_zero(top);
-    state.sum = state.sum * exp_of(state.max - both) + sum * exp_of(note.top - both);
+    const F top = larger(state.max, held.top), both = or_zero(top);
+    state.sum = state.sum * exp_of(state.max - both) + sum * exp_of(held.top - both);
     state.max = top;
   }
 
+  // z behind its mask; start(i) fills vector i of it.
+  template <int V, int NV, bool ragged, class Start>
+  __device__ void add_mask(const Row& row, const Span<V, ragged>& span, int visible, const Start& start,
+                           F (&z)[NV][V]) const {
+    if constexpr (!any) {
+      Words<Mask, V> words[NV];  // all on their way at once
+#pragma unroll
+      for (int i = 0; i < NV; ++i)
+        if (span.column(i) < visible)
+          load_constant<V * sizeof(Mask)>(row.mask + span.column(i) * sizeof(Mask), words[i].at);
+#pragma unroll
+      for (int i = 0; i < NV; ++i) {
+        start(i);
+        F m[V];
+        if constexpr (sizeof(Mask) > 1) unpack(words[i], m);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          if constexpr (sizeof(Mask) > 1)
+            z[i][j] = masked_by(z[i][j], m[j]);
+          else if (words[i].at[j / 4] & (0xffu << (8 * (j % 4))))
+            z[i][j] = fill();
+        }
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      start(i);
+#pragma unroll
+      for (int j = 0; j < V; ++j)
+        if (span.holds(i, j, visible)) z[i][j] = mask_column(row.mask, span.column(i) + j, z[i][j]);
+    }
+  }
   __device__ State merge(const State& state, Lanes lanes) const {
     const F top = lanes.max(state.max);
     const F sum = lanes.sum(state.sum * exp_of(state.max - or_zero(top)));
@@ -279,50 +269,70 @@ struct Softmax {
     return {or_zero(state.max), state.sum, masked && !(state.sum > F(0))};
   }
 
-  template <int V, int NV, bool all_whole>
-  __device__ void write(const Row& row, const Result& result, const Note<V, NV>& note,
-                        const Span<V, NV, all_whole>& span, F (&z)[NV][1][V]) const {
-    const F factor = exp_of(note.top - result.max) / result.sum;
+  template <int V, int NV, bool ragged, class Constants, class Sums>
+  __device__ void write(const Row& row, const Result& result, Held<V, NV>& held, const Span<V, ragged>& span,
+                        const Inputs<T, V, NV, 1>&, const Constants&, const Sums&) const {
+    if (masked && result.undefined) return write_undefined<V, NV>(row, span);
+    const F factor = exp_of(held.top - result.max) / result.sum;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
-      if (!span.begins(i)) break;
-      if (masked && result.undefined) {
-        write_undefined<V>(row, span.column(i), span.columns);
-        continue;
-      }
 #pragma unroll
-      for (int j = 0; j < V; ++j) z[i][0][j] *= factor;
-      store(row.y, row.y_step, span, i, z[i][0]);
+      for (int j = 0; j < V; ++j)
+        held.e[i][j] = kHoldsZ ? exp_of(held.e[i][j] - result.max) / result.sum : held.e[i][j] * factor;
+      span.store(row.y, row.y_step, i, held.e[i]);
     }
   }
   // A masked column is 0 even here; the others, if any, are NaN.
-  template <int V>
-  __device__ __noinline__ void write_undefined(const Row& row, int column, int columns) const {
-    const int visible = row.visible(columns);
+  template <int V, int NV, bool ragged>
+  __device__ void write_undefined(const Row& row, const Span<V, ragged>& span) const {
+    const int visible = row.visible(span.columns);
 #pragma unroll 1
-    for (int c = max(column, 0); c < min(column + V, columns); ++c) {
-      const bool seen = c < visible && mask_column(row.mask, c, F(0)) != fill();
-      row.y[c * row.y_step] = seen ? T(std::numeric_limits<F>::quiet_NaN()) : T(F(0));
+    for (int n = 0; n < NV * V; ++n) {
+      const int column = span.column(n / V) + n % V;
+      if (!span.holds(n / V, n % V, span.columns)) continue;
+      const bool seen = column < visible && (kind == MaskKind::none || mask_column(row.mask, column, F(0)) != fill());
+      row.y[column * row.y_step] = T(seen ? std::numeric_limits<F>::quiet_NaN() : F(0));
     }
   }
 };
 
-template <class T, bool masked>
+// Whether vectors of V columns of x lie beside V of the mask, on as many bytes.
+bool by_words(const Call& c, const Rows<2>& beside, int V) {
+  if (!c.mask.defined()) return true;
+  const int64_t element = c.mask.element_size(), bytes = std::min<int64_t>(V * element, 16);
+  bool aligned = beside.column_strides[0] == 1 && reinterpret_cast<uintptr_t>(c.mask.const_data_ptr()) % bytes == 0;
+  for (int d = 0; d < beside.dims; ++d) aligned &= beside.strides[0][d] * element % bytes == 0;
+  return aligned;
+}
+
+template <class T, class Mask>
 void launch(const Call& c, const CallRows& rows) {
-  const int element = c.mask.defined() ? static_cast<int>(c.mask.element_size()) : 0;
-  const Softmax<T, masked> op{RowIndex<2>(rows.data),
-                              RowIndex<2>(rows.beside),
-                              c.x.const_data_ptr<T>(),
-                              c.out.mutable_data_ptr<T>(),
-                              c.mask.defined() ? static_cast<const char*>(c.mask.const_data_ptr()) : nullptr,
-                              rows.data.column_strides[0],
-                              rows.data.column_strides[1],
-                              rows.beside.column_strides[0],
-                              element,
-                              c.kind,
-                              c.causal,
-                              static_cast<arithmetic_t<T>>(c.scale)};
-  launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y}, element);
+  const Softmax<T, Mask> op{RowIndex<2>(rows.data),
+                            RowIndex<2>(rows.beside),
+                            c.x.const_data_ptr<T>(),
+                            c.out.mutable_data_ptr<T>(),
+                            c.mask.defined() ? static_cast<const char*>(c.mask.const_data_ptr()) : nullptr,
+                            rows.data.column_strides[0],
+                            rows.data.column_strides[1],
+                            rows.beside.column_strides[0],
+                            c.mask.defined() ? static_cast<int>(c.mask.element_size()) : 0,
+                            c.kind,
+                            c.causal,
+                            static_cast<arithmetic_t<T>>(c.scale)};
+  launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y});
+}
+
+template <class T>
+void launch_masked(const Call& c, const CallRows& rows) {
+  constexpr int V = 16 / sizeof(T);
+  const auto a = alignment_of<T>(rows.data, std::array{c.x.const_data_ptr(), c.out.const_data_ptr()});
+  if constexpr (V > 2) {
+    if (a.whole && by_words(c, rows.beside, V)) {
+      if (c.kind == MaskKind::same) return launch<T, T>(c, rows);
+      if (c.kind != MaskKind::float32) return launch<T, uint8_t>(c, rows);
+    }
+  }
+  launch<T, AnyMask>(c, rows);
 }
 
 void run_cuda(const Call& c) {
@@ -331,9 +341,9 @@ void run_cuda(const Call& c) {
   const auto rows = rows_of_call(c);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), "softmax", [&] {
     if (c.masked())
-      launch<scalar_t, true>(c, rows);
+      launch_masked<scalar_t>(c, rows);
     else
-      launch<scalar_t, false>(c, rows);
+      launch<scalar_t, NoMask>(c, rows);
   });
 }
 

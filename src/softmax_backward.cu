@@ -61,9 +61,9 @@ template <class T>
 struct SoftmaxBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
-  static constexpr int kInputs = 2;
-  static constexpr int kNumbersPerColumn = 2, kNumbers = 64, kThreadsPerSm = 512;
-  static constexpr bool kColumnSums = false;
+  static constexpr int kInputs = 2, kConstants = 0;
+  static constexpr int kVectors = sizeof(T) == 2 ? 2 : 4, kLongVectors = 2 * kVectors, kThreadsPerSm = 1024;
+  static constexpr bool kColumnSums = false, kWholeRows = false;
 
   struct Row {
     const T *y, *grad;
@@ -79,7 +79,7 @@ struct SoftmaxBackward {
     F dot;
   };
   template <int V, int NV>
-  struct Note {};
+  struct Held {};
 
   RowIndex<4> index;
   const T *y, *grad;
@@ -93,32 +93,42 @@ struct SoftmaxBackward {
     const auto& at = offsets.at;
     return {y + at[0], grad + at[1], dx + at[2], steps, causal ? int(at[3]) : INT32_MAX - 1};
   }
-  __device__ static F fill() { return F(0); }
+  __device__ static const T* constant(int) { return nullptr; }
   __device__ static State identity() { return {F(0)}; }
-  template <int V, int NV>
-  __device__ void fetch_side(const Row&, const Span<V, NV>&, int, unsigned char*) const {}
 
-  template <int V, int NV, bool all_whole, class Side>
-  __device__ void fold(State& state, Note<V, NV>&, const Row&, const Span<V, NV, all_whole>&, F (&parts)[NV][2][V],
-                       const Side&) const {
+  template <int V, int NV, bool ragged, class Constants>
+  __device__ void fold(State& state, Held<V, NV>&, const Row& row, const Span<V, ragged>& span,
+                       const Inputs<T, V, NV, 2>& inputs, const Constants&) const {
+    const int visible = row.visible(span.columns);
     F dots[4] = {};
 #pragma unroll
-    for (int e = 0; e < NV * V; ++e) dots[e % 4] += parts[e / V][0][e % V] * parts[e / V][1][e % V];
+    for (int i = 0; i < NV; ++i) {
+      if (span.column(i) >= visible) break;
+      F y[V], g[V];
+      unpack(inputs.at[i][0], y);
+      unpack(inputs.at[i][1], g);
+      span.clear_outside(i, visible, F(0), y);
+      span.clear_outside(i, visible, F(0), g);
+#pragma unroll
+      for (int j = 0; j < V; ++j) dots[(i * V + j) % 4] += y[j] * g[j];
+    }
     state.dot += (dots[0] + dots[1]) + (dots[2] + dots[3]);
   }
   __device__ State merge(const State& state, Lanes lanes) const { return {lanes.sum(state.dot)}; }
   __device__ F finish(const State& state) const { return state.dot; }
 
-  template <int V, int NV, bool all_whole>
-  __device__ void write(const Row& row, F dot, const Note<V, NV>&, const Span<V, NV, all_whole>& span,
-                        F (&parts)[NV][2][V]) const {
+  template <int V, int NV, bool ragged, class Constants, class Sums>
+  __device__ void write(const Row& row, F dot, const Held<V, NV>&, const Span<V, ragged>& span,
+                        const Inputs<T, V, NV, 2>& inputs, const Constants&, const Sums&) const {
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
-      if (!span.begins(i)) break;
-      F dx[V];
+      F y[V], g[V];
+      unpack(inputs.at[i][0], y);
+      unpack(inputs.at[i][1], g);
 #pragma unroll
-      for (int j = 0; j < V; ++j) dx[j] = scale * parts[i][0][j] * (parts[i][1][j] - dot);
-      store(row.dx, row.steps[2], span, i, dx);
+      for (int j = 0; j < V; ++j) y[j] = scale * y[j] * (g[j] - dot);
+      span.clear_outside(i, row.visible(span.columns), F(0), y);
+      span.store(row.dx, row.steps[2], i, y);
     }
   }
 };
@@ -135,7 +145,7 @@ void run_cuda(const Call& c) {
                                        {rows.column_strides[0], rows.column_strides[1], rows.column_strides[2]},
                                        c.causal,
                                        static_cast<arithmetic_t<scalar_t>>(c.scale)};
-    launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx}, 0);
+    launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});
   });
 }
 

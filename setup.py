@@ -13,7 +13,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
-DEFAULT_ARCHS = "7.5 8.0 8.6 9.0+PTX"
+DEFAULT_ARCHS = "7.5 8.0 8.6+PTX 9.0a"  # later GPUs compile the PTX; 9.0a has Hopper's own instructions
 
 
 def say(*words: object) -> None:
@@ -124,6 +124,8 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     archs = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)
     say("GPU architectures:", archs)
     define = ["-DMATMULS_CUDA", f'-DMATMULS_ARCHS="{archs}"']
+    if "9.0a" in archs:
+        define.append("-DMATMULS_SM90A")
     nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-lineinfo"]
     return CppExtension(
         "custom_mm._C",

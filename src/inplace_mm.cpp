@@ -1,7 +1,8 @@
 // matmul_: a <- a @ op(b) + bias, over a's own rows, with a bounded workspace however large a is.
 //
-// A row of the result needs the same row of a alone. A panel of rows is copied into the workspace and the product is
-// written back over it by cuBLAS, or torch's BLAS on the CPU.
+// A row of the result needs the same row of a alone. Hopper multiplies up to 2048 columns in one kernel without any
+// workspace (inplace_mm_sm90.cu). Elsewhere a panel of rows is copied into the workspace and the product is written
+// back over it by cuBLAS, or torch's BLAS on the CPU.
 #include <ATen/ATen.h>
 #include <ATen/TensorUtils.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -12,6 +13,7 @@
 
 #ifdef MATMULS_CUDA
 #include "handles.h"
+#include "inplace_mm.h"
 #endif
 
 namespace matmuls {
@@ -64,38 +66,39 @@ void each_matrix(const Tensor& a, const F& f) {
   for (int64_t i = 0; i < a.size(0); ++i) each_matrix(a.select(0, i), f);
 }
 
-// product(from, to): to <- from @ op(b) + bias, from a copy of the rows of a that `to` lies in.
+// product(from, to): to <- from @ op(b) + bias, from a copy of the rows of the matrix a that `to` lies in.
 template <class Product>
-void each_panel(const Call& c, int64_t workspace, int64_t multiple, const Product& product) {
-  if (c.a.numel() == 0 || c.columns() == 0) return;
-  each_matrix(c.a, [&](const Tensor& a) {
-    // Where a's columns lie apart the library's result passes through a second buffer.
-    const int64_t buffers = a.size(1) > 1 && a.stride(1) != 1 ? 2 : 1;
-    const int64_t rows = a.size(0), row_bytes = buffers * a.size(1) * a.element_size();
-    const int64_t most = std::max<int64_t>(1, workspace / row_bytes);
-    const int64_t panels = (rows + most - 1) / most, even = (rows + panels - 1) / panels;  // panels alike
-    const int64_t panel = std::min(most, (even + multiple - 1) / multiple * multiple);
-    const Tensor copy = at::empty({std::min(panel, rows), a.size(1)}, a.options());
-    for (int64_t begin = 0; begin < rows; begin += panel) {
-      const int64_t count = std::min(panel, rows - begin);
-      const Tensor here = a.narrow(0, begin, count), from = copy.narrow(0, 0, count);
-      from.copy_(here);
-      product(from, here.narrow(1, 0, c.columns()));
-    }
-  });
+void each_panel(const Tensor& a, int64_t columns, int64_t workspace, int64_t multiple, const Product& product) {
+  // Where a's columns lie apart the library's result passes through a second buffer.
+  const int64_t buffers = a.size(1) > 1 && a.stride(1) != 1 ? 2 : 1;
+  const int64_t rows = a.size(0), row_bytes = buffers * a.size(1) * a.element_size();
+  const int64_t most = std::max<int64_t>(1, workspace / row_bytes);
+  const int64_t panels = (rows + most - 1) / most, even = (rows + panels - 1) / panels;  // panels alike
+  const int64_t panel = std::min(most, (even + multiple - 1) / multiple * multiple);
+  const Tensor copy = at::empty({std::min(panel, rows), a.size(1)}, a.options());
+  for (int64_t begin = 0; begin < rows; begin += panel) {
+    const int64_t count = std::min(panel, rows - begin);
+    const Tensor here = a.narrow(0, begin, count), from = copy.narrow(0, 0, count);
+    from.copy_(here);
+    product(from, here.narrow(1, 0, columns));
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef MATMULS_CUDA
 void run_cuda(const Call& c) {
+  if (c.a.numel() == 0 || c.columns() == 0) return;
   const OperationGuard guard(kOp, c.a);
-  // Whole tiles of rows, 128 at most: a panel then ends where a tile does.
-  each_panel(c, c.workspace, 128, [&](const Tensor& from, const Tensor& to) {
-    if (c.bias.defined())
-      LtMatmulOutOp::call(from, c.b, c.bias, std::nullopt, false, c.transb, to);
-    else
-      MatmulOutOp::call(from, c.b, false, c.transb, to);
+  each_matrix(c.a, [&](const Tensor& a) {
+    if (multiply_in_place_sm90(a, c.b, c.bias, c.transb)) return;
+    // Whole tiles of rows, 128 at most: a panel then ends where a tile does.
+    each_panel(a, c.columns(), c.workspace, 128, [&](const Tensor& from, const Tensor& to) {
+      if (c.bias.defined())
+        LtMatmulOutOp::call(from, c.b, c.bias, std::nullopt, false, c.transb, to);
+      else
+        MatmulOutOp::call(from, c.b, false, c.transb, to);
+    });
   });
 }
 #endif
@@ -105,12 +108,15 @@ void run_cuda(const Call& c) {
 constexpr int64_t kPanelBytes = 2 << 20;  // stays in the caches between the copy and the product
 
 void run_cpu(const Call& c) {
+  if (c.a.numel() == 0 || c.columns() == 0) return;
   const Tensor b = c.transb ? c.b.t() : c.b;
-  each_panel(c, std::min(c.workspace, kPanelBytes), 1, [&](const Tensor& from, Tensor to) {
-    if (c.bias.defined())
-      at::addmm_out(to, c.bias, from, b);
-    else
-      at::mm_out(to, from, b);
+  each_matrix(c.a, [&](const Tensor& a) {
+    each_panel(a, c.columns(), std::min(c.workspace, kPanelBytes), 1, [&](const Tensor& from, Tensor to) {
+      if (c.bias.defined())
+        at::addmm_out(to, c.bias, from, b);
+      else
+        at::mm_out(to, from, b);
+    });
   });
 }
 

@@ -59,9 +59,9 @@ __device__ inline unsigned cluster_blocks() {
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// A barrier that counts bytes: `expect` them once a phase, `send` adds those that it brings, `wait` for all of them.
-__device__ inline void barrier_init(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+// A barrier that counts arrivals and bytes: `expect` them and arrive, `send` adds those that it brings, `wait` for all.
+__device__ inline void barrier_init(uint64_t* barrier, unsigned arrivals = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 __device__ inline void barrier_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ inline void barrier_expect(uint64_t* barrier, unsigned bytes) {

@@ -84,8 +84,8 @@ struct RowIndex {
 // ------------------------------------------------------------------------------------------------- a thread's columns
 
 // The part of a row in one thread's hands: vectors of V neighbouring columns. In `ragged` rows, which do not start or
-// do not end on 16 bytes, the vectors still do, and the first and the last of a row reach over its ends: what lies there
-// is read, never used and never written.
+// do not end on 16 bytes, the vectors still do, and the first and the last of a row reach over its ends: what lies
+// there is read, never used and never written.
 template <int V, bool ragged>
 struct Span {
   int first, step;  // column of the first vector's first element, and the way to the next vector
@@ -450,7 +450,8 @@ void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& 
   };
   if (c.scope == Scope::block) return go.template operator()<kMost, Scope::block>();
   if constexpr (V > 1) {
-    if (c.scope == Scope::cluster && c.vectors > kMost) return go.template operator()<Op::kLongVectors, Scope::cluster>();
+    if (c.scope == Scope::cluster && c.vectors > kMost)
+      return go.template operator()<Op::kLongVectors, Scope::cluster>();
     if (c.scope == Scope::cluster) return go.template operator()<kMost, Scope::cluster>();
     const auto warps = [&]<int NV>() { go.template operator()<compiled_vectors(NV, kMost), Scope::warp>(); };
     if constexpr (!ragged) {

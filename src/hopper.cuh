@@ -1,0 +1,162 @@
+// Hopper's own instructions: bulk copies of tensor tiles (TMA) and products of a warpgroup (wgmma).
+//
+// Tiles lie in shared memory as TMA's 128-byte swizzle puts them: rows of 128 bytes, the 16-byte pieces of row r
+// exchanged by piece ^ (r % 8), every 1024 bytes alike.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <type_traits>
+
+#include "ptx.cuh"
+
+namespace matmuls::hopper {
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// ---- bulk copies: (x, y) is the column and the row of the tile's first element
+
+__device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          ptx::shared_address(to)),
+      "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y)
+      : "memory");
+}
+// The same tile to the same place of every block in `blocks`, each block's own barrier told.
+__device__ inline void load_for(uint16_t blocks, const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(ptx::shared_address(to)),
+      "l"(&map), "r"(ptx::shared_address(barrier)), "h"(blocks), "r"(x), "r"(y)
+      : "memory");
+}
+__device__ inline void store(const CUtensorMap& map, const void* from, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+               "r"(ptx::shared_address(from)), "r"(x), "r"(y)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until at most `pending` of this thread's stores still read shared memory.
+template <int pending>
+__device__ inline void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+// What was written to shared memory becomes visible to bulk copies.
+__device__ inline void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- who waits for whom
+
+__device__ inline void arrive_at(const uint64_t* barrier, unsigned block) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(ptx::address_in(barrier, block))
+               : "memory");
+}
+__device__ inline void wait_in_cluster(uint64_t* barrier, unsigned parity) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{\n\t.reg .pred p;\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(done)
+        : "r"(ptx::shared_address(barrier)), "r"(parity)
+        : "memory");
+}
+// Barrier `id`, 1 to 15, for `threads` of the block.
+__device__ inline void sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+template <int registers>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <int registers>
+__device__ inline void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// ---- products of a warpgroup
+
+// An operand's tile. K side by side: rows of 128 bytes, 8 of them every 1024 bytes. K apart: rows of 64 numbers, one
+// for each k, 8 of them every 1024 bytes, `apart` bytes to the next 64 columns.
+__device__ inline uint64_t descriptor(const void* tile, unsigned apart = 16) {
+  return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{apart >> 4} << 16) |
+         ((ptx::shared_address(tile) & 0x3ffff) >> 4);
+}
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int pending>
+__device__ inline void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+template <int N>  // the compiler does not move what it knows of them across
+__device__ inline void pin(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// d <- a @ b, or d + a @ b: 64 rows, 2 |d| columns, 32 bytes of K.
+#define MATMULS_8(d, i)                                                                                       \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define MATMULS_REGISTERS_128                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MATMULS_OPERANDS_128                                                                                \
+  MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24), MATMULS_8(d, 32), MATMULS_8(d, 40), \
+      MATMULS_8(d, 48), MATMULS_8(d, 56)
+#define MATMULS_REGISTERS_256                                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "             \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MATMULS_OPERANDS_256                                                                                      \
+  MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24), MATMULS_8(d, 32), MATMULS_8(d, 40),       \
+      MATMULS_8(d, 48), MATMULS_8(d, 56), MATMULS_8(d, 64), MATMULS_8(d, 72), MATMULS_8(d, 80), MATMULS_8(d, 88), \
+      MATMULS_8(d, 96), MATMULS_8(d, 104), MATMULS_8(d, 112), MATMULS_8(d, 120)
+
+#define MATMULS_WGMMA(n, k, types, transposes, a, b, add)                                            \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                           \
+               ", 0;\n\t"                                                                            \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k" #k ".f32" types " {" MATMULS_REGISTERS_##n \
+               "}, " a ", " b ", p, 1, 1" transposes ";\n\t}"                                        \
+               : MATMULS_OPERANDS_##n                                                                \
+               : "l"(desc_a), "l"(desc_b), "r"(int(accumulate)))
+#define MATMULS_MULTIPLY(k, types, transposes)                        \
+  if constexpr (N == 128)                                             \
+    MATMULS_WGMMA(256, k, types, transposes, "%128", "%129", "%130"); \
+  else                                                                \
+    MATMULS_WGMMA(128, k, types, transposes, "%64", "%65", "%66")
+
+template <class T, bool b_k_apart, int N>
+__device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b, bool accumulate) {
+  static_assert(N == 64 || N == 128);
+  if constexpr (std::is_same_v<T, float>) {
+    static_assert(!b_k_apart);  // TF32 has no transposed operand
+    MATMULS_MULTIPLY(8, ".tf32.tf32", "");
+  } else if constexpr (std::is_same_v<T, c10::BFloat16> && b_k_apart) {
+    MATMULS_MULTIPLY(16, ".bf16.bf16", ", 0, 1");
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    MATMULS_MULTIPLY(16, ".bf16.bf16", ", 0, 0");
+  } else if constexpr (b_k_apart) {
+    MATMULS_MULTIPLY(16, ".f16.f16", ", 0, 1");
+  } else {
+    MATMULS_MULTIPLY(16, ".f16.f16", ", 0, 0");
+  }
+}
+
+#endif
+
+}  // namespace matmuls::hopper

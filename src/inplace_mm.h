@@ -1,0 +1,12 @@
+// The one-kernel in-place product of Hopper, for inplace_mm.cpp.
+#pragma once
+
+#include <ATen/ATen.h>
+
+namespace matmuls {
+
+// a <- a @ op(b) + bias over a's first columns, with no memory beside a; false where this is not for it.
+// a: [M, K] with rows at any distance; b: [K, N], or [N, K] with transb; the device is the current one.
+bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool transb);
+
+}  // namespace matmuls

@@ -176,7 +176,7 @@ struct Norm {
 
   template <int V, int NV, bool ragged, class Constants, class Sums>
   __device__ void write(const Row& row, const Result& result, const Held<V, NV>&, const Span<V, ragged>& span,
-                        const Inputs<T, V, NV, kInputs>& inputs, const Constants& constants, const Sums&) const {
+                        const Inputs<T, V, NV, kInputs>& inputs, const Constants& constants, Sums&) const {
     if (row.rstd && span.first <= 0 && span.first + V > 0) *row.rstd = result.rstd;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {

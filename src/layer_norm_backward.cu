@@ -66,7 +66,7 @@ struct NormBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr int kInputs = 2, kConstants = 1;
-  static constexpr int kVectors = 2, kLongVectors = 2, kThreadsPerSm = 512;
+  static constexpr int kVectors = 2, kLongVectors = sizeof(T) == 2 ? 4 : 8, kThreadsPerSm = 512;
   static constexpr bool kColumnSums = true, kWholeRows = false;
 
   struct Row {
@@ -136,25 +136,26 @@ struct NormBackward {
   }
   __device__ State finish(const State& state) const { return {state.d / columns, state.dxhat / columns}; }
 
-  template <int V, int NV, bool ragged, class Constants>
+  template <int V, int NV, bool ragged, class Constants, class Sums>
   __device__ void write(const Row& row, const State& mean, const Held<V, NV>&, const Span<V, ragged>& span,
-                        const Inputs<T, V, NV, 2>& inputs, const Constants& constants, F (&sums)[2][NV][V]) const {
+                        const Inputs<T, V, NV, 2>& inputs, const Constants& constants, Sums& sums) const {
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       F g[V], d[V], h[V];
       numbers(inputs, span, i, constants, g, d, h);
+      sums.add(1, i, g);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        sums[0][i][j] += g[j] * h[j];
-        sums[1][i][j] += g[j];
         d[j] = row.rstd * (d[j] - mean.d - h[j] * mean.dxhat);
+        g[j] *= h[j];
       }
+      sums.add(0, i, g);
       if (row.dx) span.store(row.dx, row.steps[2], i, d);
     }
   }
 
-  template <int V, int NV, bool ragged>
-  __device__ void write_sums(int64_t team, const Span<V, ragged>& span, const F (&sums)[2][NV][V]) const {
+  template <int V, int NV, bool ragged, bool in_shared>
+  __device__ void write_sums(int64_t team, const Span<V, ragged>& span, ColumnSums<F, V, NV, in_shared>& sums) const {
     if (!partial) return;
 #pragma unroll
     for (int s = 0; s < 2; ++s)
@@ -163,7 +164,7 @@ struct NormBackward {
 #pragma unroll
         for (int j = 0; j < V; ++j)
           if (span.holds(i, j, span.columns))
-            partial[(team * 2 + s) * span.columns + span.column(i) + j] = sums[s][i][j];
+            partial[(team * 2 + s) * span.columns + span.column(i) + j] = sums.get(s, i, j);
   }
 };
 

@@ -172,8 +172,8 @@ struct RowShape {
 //   merge(state, lanes)                 the states of all lanes as one
 //   finish(state)                       what write takes
 //   write(row, result, held, span, inputs, constants, sums)
-//   kColumnSums                         whether write adds to `sums`, 2 NV V numbers that a thread keeps from row
-//   write_sums(team, span, sums)        to row; only where its columns stay the same
+//   kColumnSums                         whether write adds to `sums`, two for each of a thread's columns
+//   write_sums(team, span, sums)        those of all rows; only where a thread's columns stay the same
 // inputs.at[i][k] are the words of vector i of input k; constants(c, i, numbers) gives those of constant c.
 
 template <class T, int V, int NV, int K>
@@ -203,6 +203,44 @@ struct Inputs {
   }
 };
 
+// Two sums for each of a thread's columns, from row to row: in registers, or in slots of shared memory, 16 bytes of
+// each thread side by side.
+template <class F, int V, int NV, bool in_shared>
+struct ColumnSums {
+  static constexpr int kWide = std::min<int>(V, 16 / sizeof(F)), kPieces = V / kWide;
+  static constexpr size_t kBytes = in_shared ? 2 * NV * V * sizeof(F) : 0;  // of shared memory for a thread
+  struct alignas(kWide * sizeof(F)) Piece {
+    F at[kWide];
+  };
+  Piece own[in_shared ? 1 : std::max(1, 2 * NV * kPieces)] = {};
+  Piece* slots = nullptr;
+  int step = 1;
+
+  __device__ void start(unsigned char* shared, int threads, int thread) {
+    if constexpr (in_shared) {
+      slots = reinterpret_cast<Piece*>(shared) + thread;
+      step = threads;
+#pragma unroll 1
+      for (int n = 0; n < 2 * NV * kPieces; ++n) slots[n * step] = {};
+    }
+  }
+  __device__ Piece& piece(int s, int i, int p) {
+    const int n = (s * NV + i) * kPieces + p;
+    if constexpr (in_shared) return slots[n * step];
+    return own[n];
+  }
+  __device__ void add(int s, int i, const F (&values)[V]) {
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      Piece sum = piece(s, i, p);
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) sum.at[j] += values[p * kWide + j];
+      piece(s, i, p) = sum;
+    }
+  }
+  __device__ F get(int s, int i, int j) { return piece(s, i, j / kWide).at[j % kWide]; }
+};
+
 template <class Op, int V, bool ragged>
 __device__ Span<V, ragged> span_of(const typename Op::Row& row, int first_vector, int step, int columns) {
   int shift = 0;
@@ -210,6 +248,18 @@ __device__ Span<V, ragged> span_of(const typename Op::Row& row, int first_vector
     shift = static_cast<int>(reinterpret_cast<uintptr_t>(row.input(0)) % 16 / sizeof(typename Op::Storage));
   return {first_vector * V - shift, step * V, columns};
 }
+
+// Of a thread's shared memory: its columns of the constants.
+template <class Op, int V, int NV>
+constexpr size_t kConstantBytes = sizeof(Words<typename Op::Storage, V>) * Op::kConstants * NV;
+
+// With kLongVectors the registers are full.
+template <class Op, int NV, Scope scope>
+constexpr bool sums_in_shared = Op::kColumnSums && scope == Scope::cluster && NV > Op::kVectors;
+
+template <class Op, int V, int NV, Scope scope>
+constexpr size_t kThreadBytes = kConstantBytes<Op, V, NV> + ColumnSums < typename Op::F,
+                 V, Op::kColumnSums ? NV : 0, sums_in_shared < Op, NV, scope >> ::kBytes;
 
 template <Scope scope>
 constexpr int kBlockThreads = scope == Scope::warp ? 256 : kMaxThreads;
@@ -222,7 +272,7 @@ __global__ void __launch_bounds__(kBlockThreads<scope>,
   using F = typename Op::F;
   // With so much in each thread's hands there are too few threads to hide the wait for a row: the next one is on its
   // way while this one is worked on, where registers allow.
-  constexpr bool kAhead = Op::kColumnSums || (NV > Op::kVectors && NV * Op::kInputs <= 8);
+  constexpr bool kAhead = (Op::kColumnSums || NV > Op::kVectors) && NV * Op::kInputs <= 8;
   Team<scope> team;
   const int beside = scope == Scope::warp ? threadIdx.y : 0;
   const int64_t teams = scope == Scope::warp ? blockDim.y : 1;  // of a block
@@ -231,8 +281,8 @@ __global__ void __launch_bounds__(kBlockThreads<scope>,
 
   // Each thread keeps its own columns of the constants in slots of shared memory that no other thread touches.
   extern __shared__ __align__(16) unsigned char shared[];
+  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
   const auto slot = [&](int c, int i) -> Words<T, V>& {
-    const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
     return reinterpret_cast<Words<T, V>*>(shared)[(i * Op::kConstants + c) * threads + thread];
   };
   int kept = INT32_MIN;  // the first column of what is there
@@ -258,7 +308,8 @@ __global__ void __launch_bounds__(kBlockThreads<scope>,
     const auto row = row_at(base);
     next.load(row, span_at(row));
   }
-  F sums[Op::kColumnSums ? 2 : 1][NV][V] = {};
+  ColumnSums<F, V, Op::kColumnSums ? NV : 0, sums_in_shared<Op, NV, scope>> sums;
+  sums.start(shared + kConstantBytes<Op, V, NV> * threads, threads, thread);
 #pragma unroll 1
   for (int w = 0; w < shape.walk && base < shape.rows; ++w, base += step) {
     const typename Op::Row row = row_at(base);
@@ -294,7 +345,7 @@ __global__ void __launch_bounds__(kMaxThreads) long_rows_kernel(const __grid_con
   using T = typename Op::Storage;
   using F = typename Op::F;
   Team<Scope::block> team;
-  F sums[Op::kColumnSums ? 2 : 1][NV][V] = {};  // taken by another kernel
+  ColumnSums<F, V, Op::kColumnSums ? NV : 0, false> sums;  // taken by another kernel
 #pragma unroll 1
   for (int64_t r = blockIdx.x; r < shape.rows; r += gridDim.x) {
     const typename Op::Row row = op.row(r);
@@ -382,8 +433,7 @@ void permit(int device) {
 // prepare(op, teams) is called before the launch; `stay`: whether the columns of a thread can stay the same from row to
 // row, with teams a multiple of V.
 template <class Op, int V, int NV, Scope scope, bool ragged, class Prepare>
-void launch_held(Op op, const RowConfig& c, int64_t rows, int64_t columns, size_t shared_bytes,
-                 const Prepare& prepare) {
+void launch_held(Op op, const RowConfig& c, int64_t rows, int64_t columns, const Prepare& prepare) {
   constexpr auto kernel = rows_kernel<Op, V, NV, scope, ragged>;
   permit<kernel>(c10::cuda::current_device());
   const int64_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
@@ -391,7 +441,7 @@ void launch_held(Op op, const RowConfig& c, int64_t rows, int64_t columns, size_
   const int64_t needed = (rows + c.beside - 1) / c.beside;  // blocks or clusters, each for one row a team
   cudaLaunchConfig_t launch{};
   launch.blockDim = dim3(c.threads, c.beside);
-  launch.dynamicSmemBytes = shared_bytes;
+  launch.dynamicSmemBytes = kThreadBytes<Op, V, NV, scope> * c.threads * c.beside;
   launch.stream = c10::cuda::getCurrentCUDAStream();
   cudaLaunchAttribute cluster{};
   if constexpr (scope == Scope::cluster) {
@@ -441,12 +491,12 @@ void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& 
   const int64_t vectors = (columns + V - 1) / V + (ragged ? 1 : 0);
   RowConfig c = configure(vectors, V > 1, kMost, Op::kLongVectors);
   if (ragged || V == 1) c.vectors = std::max(c.vectors, kMost);  // one kernel for all short rows
-  const size_t shared_bytes =
-      sizeof(Words<typename Op::Storage, V>) * Op::kConstants * c.vectors * c.threads * c.beside;
-  const size_t most_shared = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 2048;
-  if (!c.held || shared_bytes > most_shared) return launch_long<Op, V, kMost, ragged>(op, 256, rows, columns);
   const auto go = [&]<int NV, Scope scope>() {
-    launch_held<Op, V, NV, scope, ragged>(op, c, rows, columns, shared_bytes, prepare);
+    const size_t most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 2048;  // the merge's own
+    if (c.held && kThreadBytes<Op, V, NV, scope> * c.threads * c.beside <= most)
+      launch_held<Op, V, NV, scope, ragged>(op, c, rows, columns, prepare);
+    else
+      launch_long<Op, V, kMost, ragged>(op, 256, rows, columns);
   };
   if (c.scope == Scope::block) return go.template operator()<kMost, Scope::block>();
   if constexpr (V > 1) {

@@ -271,7 +271,7 @@ struct Softmax {
 
   template <int V, int NV, bool ragged, class Constants, class Sums>
   __device__ void write(const Row& row, const Result& result, Held<V, NV>& held, const Span<V, ragged>& span,
-                        const Inputs<T, V, NV, 1>&, const Constants&, const Sums&) const {
+                        const Inputs<T, V, NV, 1>&, const Constants&, Sums&) const {
     if (masked && result.undefined) return write_undefined<V, NV>(row, span);
     const F factor = exp_of(held.top - result.max) / result.sum;
 #pragma unroll

@@ -119,7 +119,7 @@ struct SoftmaxBackward {
 
   template <int V, int NV, bool ragged, class Constants, class Sums>
   __device__ void write(const Row& row, F dot, const Held<V, NV>&, const Span<V, ragged>& span,
-                        const Inputs<T, V, NV, 2>& inputs, const Constants&, const Sums&) const {
+                        const Inputs<T, V, NV, 2>& inputs, const Constants&, Sums&) const {
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       F y[V], g[V];

@@ -286,7 +286,9 @@ bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::
   if (properties->major != 9 || properties->minor != 0 || encoder() == nullptr) return false;
   const at::Tensor rows = transb ? b : b.t();  // [N, K]
   const int64_t columns = rows.size(0);
-  if (columns > kMaxBlocks * 256 || a.size(0) > INT32_MAX || !walkable(a) || (bias.defined() && bias.stride(0) != 1))
+  // Bulk copies write 16 bytes at least.
+  if (columns > kMaxBlocks * 256 || columns * rows.element_size() % 16 != 0 || a.size(0) > INT32_MAX || !walkable(a) ||
+      (bias.defined() && bias.stride(0) != 1))
     return false;
   const bool k_apart = !walkable(rows);
   const at::Tensor b_rows = k_apart ? rows.t() : rows;

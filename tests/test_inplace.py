@@ -75,7 +75,7 @@ def test_workspace_of_a_few_rows(device, panel_rows):
 def test_workspace_is_kept_to(workspace):
     a, b = draw(50000, 1024, device="cuda", dtype=torch.bfloat16), draw(1024, 1024, device="cuda", dtype=torch.bfloat16)
     matmuls.matmul_(a.clone(), b)
-    assert peak_memory(lambda: matmuls.matmul_(a, b, workspace=workspace)) <= workspace
+    assert peak_memory(lambda: matmuls.matmul_(a, b, workspace=workspace), "cuda") <= workspace
 
 
 # ---------------------------------------------------------------------------------------------------------- gradients
@@ -194,7 +194,7 @@ def test_in_a_graph(width):
     a = draw(3000, width, device="cuda", dtype=torch.bfloat16)
     b = draw(width, width, device="cuda", dtype=torch.bfloat16) / width**0.5
     x = a.clone()
-    graph = graph_of(lambda: matmuls.matmul_(x, b))
+    graph = graph_of([lambda: matmuls.matmul_(x, b)])
     for seed in range(5):
         a = draw(3000, width, device="cuda", dtype=torch.bfloat16, seed=seed)
         x.copy_(a)

@@ -40,18 +40,48 @@ __device__ inline void store(const CUtensorMap& map, const void* from, int x, in
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
                "r"(ptx::shared_address(from)), "r"(x), "r"(y)
                : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until at most `pending` of this thread's stores still read shared memory.
+__device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until at most `pending` of this thread's committed groups of stores still read shared memory.
 template <int pending>
 __device__ inline void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
+// The map is fetched before the first copy asks for it.
+__device__ inline void prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// This thread's bulk copies come after what it has learnt from others' counters.
+__device__ inline void order_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 // What was written to shared memory becomes visible to bulk copies.
 __device__ inline void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- results on their way to shared memory
+
+// A pair as memory holds it, the left one in the lower half.
+template <class T>
+__device__ inline uint32_t two(float left, float right) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(left, right);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(left, right);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+// Four matrices of 8 x 8 16-bit numbers that a warp holds as products leave them; lane l names row l % 8 of matrix l
+// / 8.
+__device__ inline void store_matrices(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(ptx::shared_address(row)),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 // ---- who waits for whom
 
+__device__ inline void arrive(const uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ptx::shared_address(barrier)) : "memory");
+}
 __device__ inline void arrive_at(const uint64_t* barrier, unsigned block) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(ptx::address_in(barrier, block))
                : "memory");

@@ -1,8 +1,8 @@
 // matmul_: a <- a @ op(b) + bias, over a's own rows, with a bounded workspace however large a is.
 //
-// A row of the result needs the same row of a alone. Hopper multiplies up to 2048 columns in one kernel without any
-// workspace (inplace_mm_sm90.cu). Elsewhere a panel of rows is copied into the workspace and the product is written
-// back over it by cuBLAS, or torch's BLAS on the CPU.
+// A row of the result needs the same row of a alone. Hopper multiplies in one kernel (inplace_mm_sm90.cu). Elsewhere a
+// panel of rows is copied into the workspace and the product is written back over it by cuBLAS, or torch's BLAS on the
+// CPU.
 #include <ATen/ATen.h>
 #include <ATen/TensorUtils.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -91,7 +91,7 @@ void run_cuda(const Call& c) {
   if (c.a.numel() == 0 || c.columns() == 0) return;
   const OperationGuard guard(kOp, c.a);
   each_matrix(c.a, [&](const Tensor& a) {
-    if (multiply_in_place_sm90(a, c.b, c.bias, c.transb)) return;
+    if (multiply_in_place_sm90(a, c.b, c.bias, c.transb, c.workspace)) return;
     // Whole tiles of rows, 128 at most: a panel then ends where a tile does.
     each_panel(a, c.columns(), c.workspace, 128, [&](const Tensor& from, const Tensor& to) {
       if (c.bias.defined())

@@ -35,6 +35,21 @@ __device__ inline void store_once(void* to, uint4 w) {
 }
 
 #if __CUDA_ARCH__ >= 900
+// ---- counters that blocks meet at
+__device__ inline void add_release(unsigned* counter, unsigned n) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
+}
+__device__ inline unsigned add_acquire_release(unsigned* counter, unsigned n) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");
+  return before;
+}
+__device__ inline unsigned load_acquire(const unsigned* counter) {
+  unsigned now;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  return now;
+}
+
 // ---- clusters: blocks that see each other's shared memory
 __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));

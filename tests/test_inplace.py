@@ -42,7 +42,9 @@ def test_sizes(device, rows, width, dtype):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(40000, 1024), (40000, 768), (5000, 4096), (1000, 8192)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(40000, 1024), (40000, 768), (20001, 1160), (5000, 4096), (2000, 4400), (1000, 8192)]
+)
 def test_large(rows, width, dtype):
     a, b = draw(rows, width, device="cuda", dtype=dtype), draw(width, width, device="cuda", dtype=dtype) / width**0.5
     check(a.clone(), b)
@@ -176,8 +178,11 @@ def test_a_thousand_times_beside_others(width):
     q = torch.linalg.qr(draw(width, width, device="cuda"))[0].to(torch.bfloat16)
     others = [draw(2000, width, device="cuda", dtype=torch.bfloat16) for _ in streams]
     expected = matmuls.matmul_(a.clone(), q)
+    assert_as_good_as_torch(expected, a @ q, a.double() @ q.double())
     x = torch.empty_like(a)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for stream in streams:  # memory freed above is theirs only once this stream is through with it
+        stream.wait_stream(torch.cuda.current_stream())
     for _ in range(1000):
         for stream, other in zip(streams, others, strict=True):
             with torch.cuda.stream(stream):
@@ -185,7 +190,28 @@ def test_a_thousand_times_beside_others(width):
         x.copy_(a)
         matmuls.matmul_(x, q)
         wrong += (x != expected).any()
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
     assert wrong.item() == 0
+
+
+@pytest.mark.cuda
+def test_graphs_beside_each_other():
+    """Two graphs and a stream at once: none meets at another's counters."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    b = draw(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32
+    inputs = [draw(6000, 1024, device="cuda", dtype=torch.bfloat16, seed=i) for i in range(3)]
+    expected = [matmuls.matmul_(a.clone(), b) for a in inputs]
+    xs = [a.clone() for a in inputs]
+    calls = [lambda x=x, a=a: (x.copy_(a), matmuls.matmul_(x, b)) for x, a in zip(xs, inputs, strict=True)]
+    runs = [graph_of([calls[0]]).replay, graph_of([calls[1]]).replay, calls[2]]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for stream, run in zip(streams, runs, strict=True):
+            with torch.cuda.stream(stream):
+                run()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(xs, expected, strict=True))
 
 
 @pytest.mark.cuda

@@ -522,8 +522,8 @@ def _masked_backward(
 def _masked_cases() -> Iterator[Case]:
     for shape, (label, mask_shape) in product(ATTENTION, MASKS.items()):
         causal, name = label == "causal", "x".join(map(str, shape))
-        sizes = mask_shape(*shape)
-        length = shape[-1]
+        sizes, length = mask_shape(*shape), shape[-1]
+        seen = (length + 1) / (2 * length) if causal else 1.0  # of the columns, by the rows together
 
         def forward(draw: Draw, shape: Any = shape, sizes: Any = sizes, causal: bool = causal) -> Call:
             mask = None if causal else draw(*sizes) > 1
@@ -534,16 +534,12 @@ def _masked_cases() -> Iterator[Case]:
             y = _eager_masked(draw(*shape), mask, 0.125, causal=causal)
             return Call((y, draw(*shape), -1, 0.125, causal, mask))
 
-        def seen(call: Call, length: int = length) -> float:
-            """Columns that a causal row reads, as a share."""
-            return (length + 1) / (2 * length)
-
         yield Case(
             f"forward {name} {label}",
             forward,
             reference=_eager_masked,
             device="cuda",
-            moved=(lambda call, seen=seen: int(call.args[0].nbytes * (1 + seen(call)))) if causal else None,
+            moved=(lambda call, seen=seen: int(call.args[0].nbytes * (1 + seen))) if causal else None,
         )
         yield Case(
             f"backward {name} {label}",
@@ -552,9 +548,7 @@ def _masked_cases() -> Iterator[Case]:
             reference=_eager_masked_gradient,
             device="cuda",
             # the mask is not read: y is 0 there
-            moved=lambda call, seen=seen, causal=causal: int(
-                call.args[0].nbytes * (1 + 2 * (seen(call) if causal else 1))
-            ),
+            moved=lambda call, seen=seen: int(call.args[0].nbytes * (1 + 2 * seen)),
         )
 
 

@@ -467,17 +467,8 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("rms_norm_", rms_norm_autograd);
   m.impl("norm_keep_", norm_keep_autograd);
 }
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) {
-  m.impl("layer_norm_", LayerNormOp::inplace<0>);
-  m.impl("rms_norm_", RmsNormOp::inplace<0>);
-  m.impl("norm_keep_", KeepOp::inplace<0>);
-}
-#define MATMULS_LAZY_KERNELS                   \
-  m.impl("layer_norm_", LayerNormOp::lazy<0>); \
-  m.impl("rms_norm_", RmsNormOp::lazy<0>);     \
-  m.impl("norm_keep_", KeepOp::lazy<0>);
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m){MATMULS_LAZY_KERNELS} TORCH_LIBRARY_IMPL(custom_mm, Negative, m) {
-  MATMULS_LAZY_KERNELS
-}
+MATMULS_WRITES("layer_norm_", LayerNormOp, 0)
+MATMULS_WRITES("rms_norm_", RmsNormOp, 0)
+MATMULS_WRITES("norm_keep_", KeepOp, 0)
 
 }  // namespace matmuls

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <tuple>
@@ -73,5 +74,11 @@ struct Operator<Self, R(A...)> {
       return x;
   }
 };
+
+// What every operator that writes one of its arguments registers besides its kernels; by the name it is defined with.
+#define MATMULS_WRITES(name, type, written)                                                   \
+  TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl(name, type::inplace<written>); } \
+  TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl(name, type::lazy<written>); }          \
+  TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl(name, type::lazy<written>); }
 
 }  // namespace matmuls

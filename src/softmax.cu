@@ -591,17 +591,11 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("scaled_masked_softmax", masked_autograd);
   m.impl("scaled_masked_softmax_", masked_inplace_autograd);
 }
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) {
-  m.impl("softmax.out", SoftmaxOutOp::inplace<2>);
-  m.impl("softmax_", SoftmaxInplaceOp::inplace<0>);
-  m.impl("scaled_masked_softmax_", MaskedInplaceOp::inplace<0>);
-}
-#define MATMULS_LAZY_KERNELS                     \
-  m.impl("softmax.out", SoftmaxOutOp::lazy<2>);  \
-  m.impl("softmax_", SoftmaxInplaceOp::lazy<0>); \
-  m.impl("scaled_masked_softmax_", MaskedInplaceOp::lazy<0>);
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m){MATMULS_LAZY_KERNELS} TORCH_LIBRARY_IMPL(custom_mm, Negative, m){
-    MATMULS_LAZY_KERNELS} TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) {
+MATMULS_WRITES("softmax.out", SoftmaxOutOp, 2)
+MATMULS_WRITES("softmax_", SoftmaxInplaceOp, 0)
+MATMULS_WRITES("scaled_masked_softmax_", MaskedInplaceOp, 0)
+
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) {
   m.impl("softmax", softmax_autocast<at::kCPU>);
   m.impl("scaled_masked_softmax", masked_autocast<at::kCPU>);
 }

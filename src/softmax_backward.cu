@@ -290,17 +290,7 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("softmax_backward.out", backward_out_autograd);
   m.impl("softmax_backward_", backward_inplace_autograd);
 }
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) {
-  m.impl("softmax_backward.out", SoftmaxBackwardOutOp::inplace<5>);
-  m.impl("softmax_backward_", BackwardInplaceOp::inplace<0>);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) {
-  m.impl("softmax_backward.out", SoftmaxBackwardOutOp::lazy<5>);
-  m.impl("softmax_backward_", BackwardInplaceOp::lazy<0>);
-}
-TORCH_LIBRARY_IMPL(custom_mm, Negative, m) {
-  m.impl("softmax_backward.out", SoftmaxBackwardOutOp::lazy<5>);
-  m.impl("softmax_backward_", BackwardInplaceOp::lazy<0>);
-}
+MATMULS_WRITES("softmax_backward.out", SoftmaxBackwardOutOp, 5)
+MATMULS_WRITES("softmax_backward_", BackwardInplaceOp, 0)
 
 }  // namespace matmuls

@@ -66,9 +66,9 @@ struct NormBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr int kInputs = 2, kConstants = 1;
-  // Each column has two sums beside it: twice the vectors in the longest rows leave the numbers in shared memory.
-  static constexpr int kVectors = sizeof(T) == 2 ? 1 : 2, kLongVectors = 2 * kVectors;
-  static constexpr int kThreadsPerSm = 1024, kMostThreads = 1024;
+  // Each column has two sums beside it: 32 registers. Twice the vectors leave the numbers in shared memory.
+  static constexpr int kVectors = 2, kLongVectors = 4;
+  static constexpr int kThreadsPerSm = sizeof(T) == 2 ? 512 : 1024, kMostThreads = kThreadsPerSm;
   static constexpr bool kColumnSums = true, kWholeRows = false;
 
   struct Row {

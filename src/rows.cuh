@@ -128,7 +128,7 @@ struct Span {
 
 // The 16 bytes at any address: of the two aligned 16 bytes around it, those that lie before `end` and reach past
 // `begin`.
-__device__ inline uint4 load_constant_across(uintptr_t from, uintptr_t begin, uintptr_t end) {
+__device__ inline uint4 across_aligned(uintptr_t from, uintptr_t begin, uintptr_t end) {
   const uintptr_t low = from & ~uintptr_t{15};
   uint4 w[2] = {};
 #pragma unroll
@@ -145,6 +145,11 @@ __device__ inline uint4 load_constant_across(uintptr_t from, uintptr_t begin, ui
           __funnelshift_r(at[3], at[4], bits)};
 }
 
+// Out of line for rows where a weight that starts elsewhere is rare: their code stays short.
+__device__ __noinline__ uint4 across_aligned_rarely(uintptr_t from, uintptr_t begin, uintptr_t end) {
+  return across_aligned(from, begin, end);
+}
+
 // Columns of a row that is the same for all rows, a weight say; what lies outside is any number.
 template <class T, int V, bool ragged>
 __device__ Words<T, V> load_columns(const T* row, const Span<V, ragged>& span, int i) {
@@ -152,11 +157,14 @@ __device__ Words<T, V> load_columns(const T* row, const Span<V, ragged>& span, i
     return span.begins(i) ? load_once<T, 1>(row + span.column(i)) : Words<T, 1>{};
   } else {
     const auto from = reinterpret_cast<uintptr_t>(row + span.column(i));
+    const auto begin = reinterpret_cast<uintptr_t>(row), end = reinterpret_cast<uintptr_t>(row + span.columns);
     uint4 w{};
-    if (!ragged && from % 16 == 0) {
+    if constexpr (ragged) {
+      w = across_aligned(from, begin, end);
+    } else if (from % 16 == 0) {
       if (span.begins(i)) w = __ldg(reinterpret_cast<const uint4*>(from));
     } else {
-      w = load_constant_across(from, reinterpret_cast<uintptr_t>(row), reinterpret_cast<uintptr_t>(row + span.columns));
+      w = across_aligned_rarely(from, begin, end);
     }
     return {w.x, w.y, w.z, w.w};
   }
@@ -296,6 +304,10 @@ __global__ void __launch_bounds__(kRowThreads<scope>, Op::kThreadsPerSm / kRowTh
   ColumnSums<typename Op::F, V, 0> none;
   if (own) op.write(row, result, held, span, inputs, constants, none);
 }
+
+// Sums go from row to row; the constants of ragged rows are put in place once for all rows.
+template <class Op, bool ragged>
+constexpr bool kWalks = Op::kColumnSums || (ragged && Op::kConstants > 0);
 
 // Of a thread's shared memory: its columns of the constants, and of the next row.
 template <class Op, int V, int NV>
@@ -445,27 +457,28 @@ constexpr int compiled_vectors(int vectors, int most) {
 }
 
 // How a row is shared out. Few threads that hold much each need the fewest instructions a column.
-template <class Op, int V>
+template <class Op, int V, bool ragged>
 RowConfig configure(int64_t vectors) {
   const auto up = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
   const auto power = [](int64_t x) { return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(x))); };
   constexpr int most = V == 1 ? 4 : Op::kVectors;
-  constexpr bool sums = Op::kColumnSums;
+  constexpr bool walks = kWalks<Op, ragged>;
   const int64_t threads = up(up(vectors, most), 32) * 32;
   if (threads == 32) {
     // At least 4 lanes share a row, if it has 4 vectors: 64 bytes side by side.
     const int lanes = std::max(power(up(vectors, most)), std::min(4, power(vectors)));
     const int held = compiled_vectors(static_cast<int>(up(vectors, lanes)), most);
-    return {sums ? Way::walk : Way::row, Scope::warp, held, lanes, (sums ? 256 : 64) / lanes, 1};
+    return {walks ? Way::walk : Way::row, Scope::warp, held, lanes, (walks ? 256 : 64) / lanes, 1};
   }
+  // With two constants, keeping them pays from 320 threads on.
+  const bool keeps = V > 1 && Op::kConstants == 2 && threads > 320;
   if (threads <= 512)
-    return {
-        sums || (V > 1 && threads > 320) ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
+    return {walks || keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
   if (V > 1 && at::cuda::getCurrentDeviceProperties()->major >= 9) {
     for (const int held : {most, Op::kLongVectors}) {
       const int64_t all = up(vectors, held);
-      if (all > kMaxRanks * std::min(1024, Op::kMostThreads)) continue;
-      const int ranks = std::clamp(power(up(all, 256)), 2, kMaxRanks);
+      if (all > kMaxRanks * Op::kMostThreads) continue;
+      const int ranks = std::clamp(power(up(all, Op::kMostThreads)), 2, kMaxRanks);
       return {Way::walk, Scope::cluster, held, static_cast<int>(up(up(all, ranks), 32) * 32), 1, ranks};
     }
   }
@@ -541,14 +554,14 @@ template <int V, bool ragged, class Op, class Prepare>
 void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& prepare) {
   constexpr int kMost = V == 1 ? 4 : Op::kVectors;
   const int64_t vectors = (columns + V - 1) / V + (ragged ? 1 : 0);
-  const RowConfig c = configure<Op, V>(vectors);
+  const RowConfig c = configure<Op, V, ragged>(vectors);
   const auto go = [&]<int NV, Scope scope>() {
-    if constexpr (scope != Scope::cluster && !Op::kColumnSums) {
+    if constexpr (scope != Scope::cluster && !kWalks<Op, ragged>) {
       if (c.way == Way::row)
         return launch_rows_kernel<row_kernel<Op, V, NV, scope, ragged>>(
             op, dim3(c.threads, c.beside), (rows + c.beside - 1) / c.beside, rows, columns);
     }
-    if constexpr (scope != Scope::warp || Op::kColumnSums) {
+    if constexpr (scope != Scope::warp || kWalks<Op, ragged>) {
       const size_t most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 4096;  // the merge's own
       if (c.way == Way::walk && kThreadBytes<Op, V, NV> * c.threads * c.beside <= most)
         return launch_walking<Op, V, NV, scope, ragged>(op, c, rows, columns, prepare);

@@ -146,7 +146,7 @@ __device__ inline uint4 across_aligned(uintptr_t from, uintptr_t begin, uintptr_
 }
 
 // Out of line for rows where a weight that starts elsewhere is rare: their code stays short.
-__device__ __noinline__ uint4 across_aligned_rarely(uintptr_t from, uintptr_t begin, uintptr_t end) {
+static __device__ __noinline__ uint4 across_aligned_rarely(uintptr_t from, uintptr_t begin, uintptr_t end) {
   return across_aligned(from, begin, end);
 }
 

@@ -67,8 +67,8 @@ struct Norm {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr int kInputs = with_residual ? 2 : 1, kConstants = rms ? 1 : 2;
-  static constexpr int kVectors = with_residual && sizeof(T) == 2 ? 2 : 4, kLongVectors = sizeof(T) == 2 ? 4 : 8;
-  static constexpr int kThreadsPerSm = 1024;
+  static constexpr int kVectors = with_residual && sizeof(T) == 2 ? 2 : 4, kLongVectors = 4;
+  static constexpr int kThreadsPerSm = 1024, kMostThreads = 1024;
   static constexpr bool kColumnSums = false, kWholeRows = false;
 
   struct Row {
@@ -106,13 +106,12 @@ struct Norm {
   __device__ static State identity() { return {F(0), F(0), F(0)}; }
 
   // x + residual of one vector, `fill` outside the row.
-  template <int V, int NV, bool ragged>
-  __device__ static void sum_of(const Inputs<T, V, NV, kInputs>& inputs, const Span<V, ragged>& span, int i, F fill,
-                                F (&h)[V]) {
-    unpack(inputs.at[i][0], h);
+  template <int V, bool ragged, class Inputs>
+  __device__ static void sum_of(const Inputs& inputs, const Span<V, ragged>& span, int i, F fill, F (&h)[V]) {
+    unpack(inputs.words(i, 0), h);
     if constexpr (with_residual) {
       F r[V];
-      unpack(inputs.at[i][1], r);
+      unpack(inputs.words(i, 1), r);
 #pragma unroll
       for (int j = 0; j < V; ++j) h[j] += r[j];
     }
@@ -120,9 +119,9 @@ struct Norm {
   }
 
   // Several spans of a row merge by Chan's formula.
-  template <int V, int NV, bool ragged, class Constants>
-  __device__ void fold(State& state, Held<V, NV>&, const Row&, const Span<V, ragged>& span,
-                       const Inputs<T, V, NV, kInputs>& inputs, const Constants&) const {
+  template <int V, int NV, bool ragged, class Inputs, class Constants>
+  __device__ void fold(State& state, Held<V, NV>&, const Row&, const Span<V, ragged>& span, const Inputs& inputs,
+                       const Constants&) const {
     F sums[4] = {}, squares[4] = {};
     int held = 0;
 #pragma unroll
@@ -174,9 +173,9 @@ struct Norm {
     return {state.mean, F(1) / sqrt(state.squares / state.count + eps)};
   }
 
-  template <int V, int NV, bool ragged, class Constants, class Sums>
+  template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, const Result& result, const Held<V, NV>&, const Span<V, ragged>& span,
-                        const Inputs<T, V, NV, kInputs>& inputs, const Constants& constants, Sums&) const {
+                        const Inputs& inputs, const Constants& constants, Sums&) const {
     if (row.rstd && span.first <= 0 && span.first + V > 0) *row.rstd = result.rstd;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {

@@ -66,7 +66,9 @@ struct NormBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr int kInputs = 2, kConstants = 1;
-  static constexpr int kVectors = 2, kLongVectors = sizeof(T) == 2 ? 4 : 8, kThreadsPerSm = 512;
+  // Each column has two sums beside it: 32 registers. Twice the vectors leave the numbers in shared memory.
+  static constexpr int kVectors = 2, kLongVectors = 4;
+  static constexpr int kThreadsPerSm = sizeof(T) == 2 ? 512 : 1024, kMostThreads = kThreadsPerSm;
   static constexpr bool kColumnSums = true, kWholeRows = false;
 
   struct Row {
@@ -101,22 +103,23 @@ struct NormBackward {
   __device__ static State identity() { return {F(0), F(0)}; }
 
   // grad * weight of one vector, and xhat.
-  template <int V, int NV, bool ragged, class Constants>
-  __device__ void numbers(const Inputs<T, V, NV, 2>& inputs, const Span<V, ragged>& span, int i,
-                          const Constants& constants, F (&g)[V], F (&d)[V], F (&h)[V]) const {
-    unpack(inputs.at[i][0], g);
-    unpack(inputs.at[i][1], h);
+  template <int V, bool ragged, class Inputs, class Constants>
+  __device__ void numbers(const Inputs& inputs, const Span<V, ragged>& span, int i, const Constants& constants,
+                          F (&g)[V], F (&d)[V], F (&h)[V]) const {
+    unpack(inputs.words(i, 0), g);
+    unpack(inputs.words(i, 1), h);
     span.clear_outside(i, span.columns, F(0), g);
     span.clear_outside(i, span.columns, F(0), h);
     F w[V];
     if (weight) constants(0, i, w);
 #pragma unroll
     for (int j = 0; j < V; ++j) d[j] = weight ? g[j] * w[j] : g[j];
+    if (weight) span.clear_outside(i, span.columns, F(0), d);  // the weight may be anything there
   }
 
-  template <int V, int NV, bool ragged, class Constants>
-  __device__ void fold(State& state, Held<V, NV>&, const Row&, const Span<V, ragged>& span,
-                       const Inputs<T, V, NV, 2>& inputs, const Constants& constants) const {
+  template <int V, int NV, bool ragged, class Inputs, class Constants>
+  __device__ void fold(State& state, Held<V, NV>&, const Row&, const Span<V, ragged>& span, const Inputs& inputs,
+                       const Constants& constants) const {
     F sums[2] = {}, dots[2] = {};
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
@@ -136,9 +139,9 @@ struct NormBackward {
   }
   __device__ State finish(const State& state) const { return {state.d / columns, state.dxhat / columns}; }
 
-  template <int V, int NV, bool ragged, class Constants, class Sums>
+  template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, const State& mean, const Held<V, NV>&, const Span<V, ragged>& span,
-                        const Inputs<T, V, NV, 2>& inputs, const Constants& constants, Sums& sums) const {
+                        const Inputs& inputs, const Constants& constants, Sums& sums) const {
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       F g[V], d[V], h[V];
@@ -154,8 +157,8 @@ struct NormBackward {
     }
   }
 
-  template <int V, int NV, bool ragged, bool in_shared>
-  __device__ void write_sums(int64_t team, const Span<V, ragged>& span, ColumnSums<F, V, NV, in_shared>& sums) const {
+  template <int V, int NV, bool ragged>
+  __device__ void write_sums(int64_t team, const Span<V, ragged>& span, const ColumnSums<F, V, NV>& sums) const {
     if (!partial) return;
 #pragma unroll
     for (int s = 0; s < 2; ++s)
@@ -164,7 +167,7 @@ struct NormBackward {
 #pragma unroll
         for (int j = 0; j < V; ++j)
           if (span.holds(i, j, span.columns))
-            partial[(team * 2 + s) * span.columns + span.column(i) + j] = sums.get(s, i, j);
+            partial[(team * 2 + s) * span.columns + span.column(i) + j] = sums.at[s][i][j];
   }
 };
 

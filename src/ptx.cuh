@@ -34,6 +34,23 @@ __device__ inline void store_once(void* to, uint4 w) {
                : "memory");
 }
 
+__device__ inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+// 16 bytes on their way from memory to shared memory, which this thread alone may read after wait_ahead().
+__device__ inline void copy_ahead(void* shared, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(from) : "memory");
+#else
+  *static_cast<uint4*>(shared) = load_once(from);
+#endif
+}
+__device__ inline void wait_ahead() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 #if __CUDA_ARCH__ >= 900
 // ---- counters that blocks meet at
 __device__ inline void add_release(unsigned* counter, unsigned n) {
@@ -51,9 +68,6 @@ __device__ inline unsigned load_acquire(const unsigned* counter) {
 }
 
 // ---- clusters: blocks that see each other's shared memory
-__device__ inline uint32_t shared_address(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
 // The same variable of another block of the cluster.
 __device__ inline uint32_t address_in(const void* shared, unsigned block) {
   uint32_t remote;

@@ -7,8 +7,8 @@ namespace matmuls {
 
 enum class Scope { warp, block, cluster };
 
-constexpr int kMaxThreads = 512;  // of a block
-constexpr int kMaxRanks = 16;     // blocks of a cluster; more than 8 need the device's permission
+constexpr int kMaxThreads = 1024;  // of a block
+constexpr int kMaxRanks = 16;      // blocks of a cluster; more than 8 need the device's permission
 
 // Sums and maxima over `lanes` neighbours, a power of two.
 struct Lanes {
@@ -48,6 +48,13 @@ struct Team {
       ptx::cluster_arrive();  // the first merge waits for the others
 #endif
     }
+  }
+
+  __device__ int64_t count() const {  // of teams, or of the blocks that hold several
+#if __CUDA_ARCH__ >= 900
+    if constexpr (scope == Scope::cluster) return gridDim.x / ptx::cluster_blocks();
+#endif
+    return gridDim.x;
   }
 
   // The merge of all threads' states, the same in each. Buffers alternate, so that one barrier a merge is enough.

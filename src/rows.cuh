@@ -126,59 +126,58 @@ struct Span {
   }
 };
 
-// Columns of a row that is the same for all rows, a weight say; what lies outside is 0.
-template <class T, int V, bool ragged>
-__device__ Words<T, V> load_columns(const T* row, const Span<V, ragged>& span, int i) {
-  Words<T, V> words{};
-  const T* from = row + span.column(i);
-  if constexpr (V > 1) {
-    if (span.whole(i, span.columns) && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-      load_constant<16>(from, words.at);
-      return words;
-    }
-  }
+// The 16 bytes at any address: of the two aligned 16 bytes around it, those that lie before `end` and reach past
+// `begin`.
+__device__ inline uint4 across_aligned(uintptr_t from, uintptr_t begin, uintptr_t end) {
+  const uintptr_t low = from & ~uintptr_t{15};
+  uint4 w[2] = {};
 #pragma unroll
-  for (int j = 0; j < V; ++j) {
-    if (!span.holds(i, j, span.columns)) continue;
-    const Words<T, 1> one = load_once<T, 1>(from + j);
-    if constexpr (sizeof(T) == 2) {
-      words.at[j / 2] |= one.at[0] << (16 * (j % 2));
-    } else {
+  for (int n = 0; n < 2; ++n)
+    if (low + 16 * n < end && low + 16 * n + 16 > begin) w[n] = __ldg(reinterpret_cast<const uint4*>(low) + n);
+  const unsigned bytes = from % 16;
+  uint32_t at[8] = {w[0].x, w[0].y, w[0].z, w[0].w, w[1].x, w[1].y, w[1].z, w[1].w};
 #pragma unroll
-      for (int w = 0; w < Words<T, 1>::kCount; ++w) words.at[j * Words<T, 1>::kCount + w] = one.at[w];
-    }
-  }
-  return words;
+  for (int n = 0; n < 6; ++n) at[n] = bytes & 8 ? at[n + 2] : at[n];
+#pragma unroll
+  for (int n = 0; n < 5; ++n) at[n] = bytes & 4 ? at[n + 1] : at[n];
+  const unsigned bits = 8 * (bytes % 4);
+  return {__funnelshift_r(at[0], at[1], bits), __funnelshift_r(at[1], at[2], bits), __funnelshift_r(at[2], at[3], bits),
+          __funnelshift_r(at[3], at[4], bits)};
 }
 
-// ----------------------------------------------------------------------------------------------------------- kernels
+// Out of line for rows where a weight that starts elsewhere is rare: their code stays short.
+static __device__ __noinline__ uint4 across_aligned_rarely(uintptr_t from, uintptr_t begin, uintptr_t end) {
+  return across_aligned(from, begin, end);
+}
 
-struct RowShape {
-  int64_t rows;
-  int columns;
-  int walk;       // rows that a team walks at most
-  int64_t group;  // neighbouring blocks whose teams take rows in turn: a team's rows are `group` blocks apart
-};
+// Columns of a row that is the same for all rows, a weight say; what lies outside is any number.
+template <class T, int V, bool ragged>
+__device__ Words<T, V> load_columns(const T* row, const Span<V, ragged>& span, int i) {
+  if constexpr (V == 1) {
+    return span.begins(i) ? load_once<T, 1>(row + span.column(i)) : Words<T, 1>{};
+  } else {
+    const auto from = reinterpret_cast<uintptr_t>(row + span.column(i));
+    const auto begin = reinterpret_cast<uintptr_t>(row), end = reinterpret_cast<uintptr_t>(row + span.columns);
+    uint4 w{};
+    if constexpr (ragged) {
+      w = across_aligned(from, begin, end);
+    } else if (from % 16 == 0) {
+      if (span.begins(i)) w = __ldg(reinterpret_cast<const uint4*>(from));
+    } else {
+      w = across_aligned_rarely(from, begin, end);
+    }
+    return {w.x, w.y, w.z, w.w};
+  }
+}
 
-// Op, for a storage type T and arithmetic type F:
-//   kInputs, State, identity()          what is read, what a row is folded into
-//   kVectors, kLongVectors              vectors of each input that a thread holds; in rows that leave no other choice
-//   kThreadsPerSm                       how many threads an SM should have room for; half of them with kLongVectors
-//   Row row(r)                          row r: `input(k)`, and how many columns are worth reading
-//   kWholeRows                          whether it is for rows of whole, aligned vectors alone
-//   kConstants, constant(c)             rows of T that are the same for all rows, or null: a weight, a bias
-//   Held<V, NV>                         what fold leaves for write, in registers
-//   fold(state, held, row, span, inputs, constants)  the state with a span more
-//   merge(state, lanes)                 the states of all lanes as one
-//   finish(state)                       what write takes
-//   write(row, result, held, span, inputs, constants, sums)
-//   kColumnSums                         whether write adds to `sums`, two for each of a thread's columns
-//   write_sums(team, span, sums)        those of all rows; only where a thread's columns stay the same
-// inputs.at[i][k] are the words of vector i of input k; constants(c, i, numbers) gives those of constant c.
+// ------------------------------------------------------------------------------------------------ what a thread holds
 
+// Its vectors of a row: words(i, k) are those of vector i of input k. In registers: 16-bit numbers stay packed.
 template <class T, int V, int NV, int K>
 struct Inputs {
   Words<T, V> at[NV][K];
+
+  __device__ const Words<T, V>& words(int i, int k) const { return at[i][k]; }
 
   template <class Row, bool ragged>
   __device__ void load(const Row& row, const Span<V, ragged>& span) {
@@ -193,7 +192,7 @@ struct Inputs {
       }
     }
   }
-  // 16-bit numbers stay packed from fold to write: half the registers.
+  // The same numbers are unpacked again rather than kept from fold to write: half the registers.
   __device__ void forget_numbers() {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
@@ -203,42 +202,47 @@ struct Inputs {
   }
 };
 
-// Two sums for each of a thread's columns, from row to row: in registers, or in slots of shared memory, 16 bytes of
-// each thread side by side.
-template <class F, int V, int NV, bool in_shared>
-struct ColumnSums {
-  static constexpr int kWide = std::min<int>(V, 16 / sizeof(F)), kPieces = V / kWide;
-  static constexpr size_t kBytes = in_shared ? 2 * NV * V * sizeof(F) : 0;  // of shared memory for a thread
-  struct alignas(kWide * sizeof(F)) Piece {
-    F at[kWide];
-  };
-  Piece own[in_shared ? 1 : std::max(1, 2 * NV * kPieces)] = {};
-  Piece* slots = nullptr;
-  int step = 1;
+// Slots of shared memory, a vector each, that one thread alone uses: those of neighbours lie side by side.
+template <class T, int V>
+struct Slots {
+  Words<T, V>* first;
+  int step;
+  __device__ Words<T, V>& operator[](int n) const { return first[n * step]; }
+};
 
-  __device__ void start(unsigned char* shared, int threads, int thread) {
-    if constexpr (in_shared) {
-      slots = reinterpret_cast<Piece*>(shared) + thread;
-      step = threads;
-#pragma unroll 1
-      for (int n = 0; n < 2 * NV * kPieces; ++n) slots[n * step] = {};
-    }
+// A row on its way to shared memory while the one before is worked on.
+template <class T, int V, int NV, int K>
+struct Ahead {
+  Slots<T, V> slots;
+
+  __device__ const Words<T, V>& words(int i, int k) const { return slots[i * K + k]; }
+
+  template <class Row, bool ragged>
+  __device__ void fetch(const Row& row, const Span<V, ragged>& span) const {
+    const int end = row.visible(span.columns);
+#pragma unroll
+    for (int i = 0; i < NV; ++i)
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (span.column(i) < end) ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i));
   }
-  __device__ Piece& piece(int s, int i, int p) {
-    const int n = (s * NV + i) * kPieces + p;
-    if constexpr (in_shared) return slots[n * step];
-    return own[n];
+  // What came, into registers; the slots are free again.
+  __device__ void take(Inputs<T, V, NV, K>& inputs) const {
+#pragma unroll
+    for (int i = 0; i < NV; ++i)
+#pragma unroll
+      for (int k = 0; k < K; ++k) inputs.at[i][k] = slots[i * K + k];
   }
+};
+
+// Two sums for each of a thread's columns, from row to row.
+template <class F, int V, int NV>
+struct ColumnSums {
+  F at[2][std::max(NV, 1)][V] = {};
   __device__ void add(int s, int i, const F (&values)[V]) {
 #pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      Piece sum = piece(s, i, p);
-#pragma unroll
-      for (int j = 0; j < kWide; ++j) sum.at[j] += values[p * kWide + j];
-      piece(s, i, p) = sum;
-    }
+    for (int j = 0; j < V; ++j) at[s][i][j] += values[j];
   }
-  __device__ F get(int s, int i, int j) { return piece(s, i, j / kWide).at[j % kWide]; }
 };
 
 template <class Op, int V, bool ragged>
@@ -249,88 +253,147 @@ __device__ Span<V, ragged> span_of(const typename Op::Row& row, int first_vector
   return {first_vector * V - shift, step * V, columns};
 }
 
-// Of a thread's shared memory: its columns of the constants.
-template <class Op, int V, int NV>
-constexpr size_t kConstantBytes = sizeof(Words<typename Op::Storage, V>) * Op::kConstants * NV;
+// ----------------------------------------------------------------------------------------------------------- kernels
 
-// With kLongVectors the registers are full.
-template <class Op, int NV, Scope scope>
-constexpr bool sums_in_shared = Op::kColumnSums && scope == Scope::cluster && NV > Op::kVectors;
+struct RowShape {
+  int64_t rows;
+  int columns;
+};
 
-template <class Op, int V, int NV, Scope scope>
-constexpr size_t kThreadBytes = kConstantBytes<Op, V, NV> + ColumnSums < typename Op::F,
-                 V, Op::kColumnSums ? NV : 0, sums_in_shared < Op, NV, scope >> ::kBytes;
+// Op, for a storage type T and arithmetic type F:
+//   kInputs, State, identity()          what is read, what a row is folded into
+//   kVectors, kLongVectors              vectors of each input that a thread holds; in rows that leave no other choice
+//   kThreadsPerSm                       how many threads an SM should have room for
+//   Row row(r)                          row r: `input(k)`, and how many columns are worth reading
+//   kWholeRows                          whether it is for rows of whole, aligned vectors alone
+//   kConstants, constant(c)             rows of T that are the same for all rows, or null: a weight, a bias
+//   Held<V, NV>                         what fold leaves for write, in registers
+//   fold(state, held, row, span, inputs, constants)  the state with a span more
+//   merge(state, lanes)                 the states of all lanes as one
+//   finish(state)                       what write takes
+//   write(row, result, held, span, inputs, constants, sums)
+//   kColumnSums                         whether write adds to `sums`, two for each of a thread's columns
+//   write_sums(team, span, sums)        those of all rows; only where a thread's columns stay the same
+// inputs.words(i, k) are vector i of input k; constants(c, i, numbers) gives those of constant c.
 
+// A row for each team, and no more: where a row is in few hands many of them wait for memory at once.
 template <Scope scope>
-constexpr int kBlockThreads = scope == Scope::warp ? 256 : kMaxThreads;
+constexpr int kRowThreads = scope == Scope::warp ? 64 : 512;  // of a block at most
 
 template <class Op, int V, int NV, Scope scope, bool ragged>
-__global__ void __launch_bounds__(kBlockThreads<scope>,
-                                  Op::kThreadsPerSm / (NV > Op::kVectors ? 2 : 1) / kBlockThreads<scope>)
-    rows_kernel(const __grid_constant__ Op op, const RowShape shape) {
+__global__ void __launch_bounds__(kRowThreads<scope>, Op::kThreadsPerSm / kRowThreads<scope>)
+    row_kernel(const __grid_constant__ Op op, const RowShape shape) {
+  using T = typename Op::Storage;
+  Team<scope> team;
+  const int beside = scope == Scope::warp ? threadIdx.y : 0;
+  const int64_t first = team.index * (scope == Scope::warp ? blockDim.y : 1);
+  // Several teams of a warp go along; those past the last row with a row that is not theirs.
+  const bool own = first + beside < shape.rows;
+  const typename Op::Row row = op.row(own ? first + beside : first);
+  const auto span = span_of<Op, V, ragged>(row, team.rank, team.size, shape.columns);
+  const auto constants = [&](int c, int i, typename Op::F(&numbers)[V]) {
+    unpack(load_columns<T, V>(op.constant(c), span, i), numbers);
+  };
+  Inputs<T, V, NV, Op::kInputs> inputs;
+  inputs.load(row, span);
+  typename Op::State state = Op::identity();
+  typename Op::template Held<V, NV> held;
+  op.fold(state, held, row, span, inputs, constants);
+  const auto result = op.finish(team.merge(op, state));
+  if constexpr (std::is_empty_v<decltype(held)>) inputs.forget_numbers();
+  ColumnSums<typename Op::F, V, 0> none;
+  if (own) op.write(row, result, held, span, inputs, constants, none);
+}
+
+// Sums go from row to row; the constants of ragged rows are put in place once for all rows.
+template <class Op, bool ragged>
+constexpr bool kWalks = Op::kColumnSums || (ragged && Op::kConstants > 0);
+
+// Of a thread's shared memory: its columns of the constants, and of the next row.
+template <class Op, int V, int NV>
+constexpr size_t kThreadBytes =
+    sizeof(Words<typename Op::Storage, V>) * NV * (Op::kConstants + (V > 1 ? Op::kInputs : 0));
+
+// The registers do not hold so much beside the sums: it stays in shared memory.
+template <class Op, int V, int NV>
+constexpr bool kStaysShared = V > 1 && NV > Op::kVectors;
+
+template <Scope scope>
+constexpr int kWalkThreads = scope == Scope::warp    ? 256
+                             : scope == Scope::block ? 512
+                                                     : 1024;  // of a block at most
+
+// As many teams as run at once walk over the rows, each with the next row on its way: where a row needs so many threads
+// that few rows fit an SM, or sums go from row to row.
+template <class Op, int V, int NV, Scope scope, bool ragged>
+__global__ void __launch_bounds__(std::min(kWalkThreads<scope>, Op::kMostThreads),
+                                  std::max(1, Op::kThreadsPerSm / kWalkThreads<scope>))
+    walking_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   using F = typename Op::F;
-  // With so much in each thread's hands there are too few threads to hide the wait for a row: the next one is on its
-  // way while this one is worked on, where registers allow.
-  constexpr bool kAhead = (Op::kColumnSums || NV > Op::kVectors) && NV * Op::kInputs <= 8;
+  constexpr bool kAhead = V > 1, kShared = kStaysShared<Op, V, NV>;
   Team<scope> team;
   const int beside = scope == Scope::warp ? threadIdx.y : 0;
   const int64_t teams = scope == Scope::warp ? blockDim.y : 1;  // of a block
-  const int64_t step = shape.group * teams;
-  int64_t base = team.index / shape.group * step * shape.walk + team.index % shape.group * teams;
+  const int64_t step = team.count() * teams;
 
-  // Each thread keeps its own columns of the constants in slots of shared memory that no other thread touches.
   extern __shared__ __align__(16) unsigned char shared[];
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-  const auto slot = [&](int c, int i) -> Words<T, V>& {
-    return reinterpret_cast<Words<T, V>*>(shared)[(i * Op::kConstants + c) * threads + thread];
-  };
-  int kept = INT32_MIN;  // the first column of what is there
-  const auto keep = [&](const Span<V, ragged>& span) {
-    if (Op::kConstants == 0 || kept == span.first) return;
-    kept = span.first;
-#pragma unroll
-    for (int c = 0; c < Op::kConstants; ++c) {
-      if (!op.constant(c)) continue;
-#pragma unroll 1
-      for (int i = 0; i < NV; ++i) slot(c, i) = load_columns<T, V>(op.constant(c), span, i);
-    }
-  };
-  const auto constants = [&](int c, int i, F(&numbers)[V]) { unpack(slot(c, i), numbers); };
+  Words<T, V>* const slots = reinterpret_cast<Words<T, V>*>(shared) + thread;
+  const Slots<T, V> kept{slots, threads};
+  const Ahead<T, V, NV, Op::kInputs> ahead{{slots + NV * Op::kConstants * threads, threads}};
+  const auto constants = [&](int c, int i, F(&numbers)[V]) { unpack(kept[i * Op::kConstants + c], numbers); };
 
-  // Several teams of a warp walk side by side; those past the last row go along with a row that is not theirs.
   const auto row_at = [&](int64_t first) { return op.row(first + beside < shape.rows ? first + beside : first); };
   const auto span_at = [&](const typename Op::Row& row) {
     return span_of<Op, V, ragged>(row, team.rank, team.size, shape.columns);
   };
-  Inputs<T, V, NV, Op::kInputs> inputs, next;
-  if (kAhead && base < shape.rows) {
-    const auto row = row_at(base);
-    next.load(row, span_at(row));
-  }
-  ColumnSums<F, V, Op::kColumnSums ? NV : 0, sums_in_shared<Op, NV, scope>> sums;
-  sums.start(shared + kConstantBytes<Op, V, NV> * threads, threads, thread);
+  const auto fetch = [&](int64_t first) {
+    if constexpr (kAhead) {
+      if (first >= shape.rows) return;
+      const typename Op::Row row = row_at(first);
+      ahead.fetch(row, span_at(row));
+    }
+  };
+  int64_t base = team.index * teams;
+  fetch(base);
+  ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;
+  int columns_kept = INT32_MIN;  // the first column of the constants in the slots
 #pragma unroll 1
-  for (int w = 0; w < shape.walk && base < shape.rows; ++w, base += step) {
+  for (; base < shape.rows; base += step) {
     const typename Op::Row row = row_at(base);
     const auto span = span_at(row);
-    if constexpr (kAhead) {
-      inputs = next;
-      if (w + 1 < shape.walk && base + step < shape.rows) {
-        const auto row_ahead = row_at(base + step);
-        next.load(row_ahead, span_at(row_ahead));
+    if (Op::kConstants > 0 && columns_kept != span.first) {
+      columns_kept = span.first;
+#pragma unroll
+      for (int c = 0; c < Op::kConstants; ++c) {
+        if (!op.constant(c)) continue;
+#pragma unroll
+        for (int i = 0; i < NV; ++i) kept[i * Op::kConstants + c] = load_columns<T, V>(op.constant(c), span, i);
       }
-    } else {
-      inputs.load(row, span);
     }
-    keep(span);
-    typename Op::State state = Op::identity();
-    typename Op::template Held<V, NV> held;
-    op.fold(state, held, row, span, inputs, constants);
-    const auto result = op.finish(team.merge(op, state));
-    if constexpr (std::is_empty_v<decltype(held)>) inputs.forget_numbers();
-    if (scope == Scope::warp && base + beside >= shape.rows) continue;
-    op.write(row, result, held, span, inputs, constants, sums);
+    const auto work = [&](auto& inputs) {
+      typename Op::State state = Op::identity();
+      typename Op::template Held<V, NV> held;
+      op.fold(state, held, row, span, inputs, constants);
+      const auto result = op.finish(team.merge(op, state));
+      if constexpr (std::is_empty_v<decltype(held)> && !kShared) inputs.forget_numbers();
+      if (scope != Scope::warp || base + beside < shape.rows)
+        op.write(row, result, held, span, inputs, constants, sums);
+    };
+    if constexpr (kAhead) ptx::wait_ahead();
+    if constexpr (kShared) {
+      work(ahead);
+      fetch(base + step);
+    } else {
+      Inputs<T, V, NV, Op::kInputs> inputs;
+      if constexpr (kAhead)
+        ahead.take(inputs);
+      else
+        inputs.load(row, span);
+      fetch(base + step);
+      work(inputs);
+    }
   }
   team.leave();
   if constexpr (Op::kColumnSums) {
@@ -341,11 +404,11 @@ __global__ void __launch_bounds__(kBlockThreads<scope>,
 
 // A block for each row, whatever its length: one pass to fold it, one to write it.
 template <class Op, int V, int NV, bool ragged>
-__global__ void __launch_bounds__(kMaxThreads) long_rows_kernel(const __grid_constant__ Op op, const RowShape shape) {
+__global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   using F = typename Op::F;
   Team<Scope::block> team;
-  ColumnSums<F, V, Op::kColumnSums ? NV : 0, false> sums;  // taken by another kernel
+  ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;  // taken by another kernel
 #pragma unroll 1
   for (int64_t r = blockIdx.x; r < shape.rows; r += gridDim.x) {
     const typename Op::Row row = op.row(r);
@@ -376,8 +439,9 @@ __global__ void __launch_bounds__(kMaxThreads) long_rows_kernel(const __grid_con
 
 // ----------------------------------------------------------------------------------------------------------- launch
 
+enum class Way { row, walk, passes };
 struct RowConfig {
-  bool held;
+  Way way;
   Scope scope;
   int vectors;  // that a thread holds
   int threads;  // of a block, for one row
@@ -385,63 +449,79 @@ struct RowConfig {
   int ranks;    // blocks of a cluster
 };
 
-// The kernels for short rows hold 1, 2, 3, 4, 6 or `most` vectors a thread.
+// The kernels for short rows hold 1, 2, 3 or `most` vectors a thread.
 constexpr int compiled_vectors(int vectors, int most) {
-  for (const int held : {1, 2, 3, 4, 6})
+  for (const int held : {1, 2, 3})
     if (vectors <= held && held < most) return held;
   return most;
 }
 
 // How a row is shared out. Few threads that hold much each need the fewest instructions a column.
-inline RowConfig configure(int64_t vectors, bool clusters, int most, int most_if_long) {
+template <class Op, int V, bool ragged>
+RowConfig configure(int64_t vectors) {
   const auto up = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
   const auto power = [](int64_t x) { return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(x))); };
+  constexpr int most = V == 1 ? 4 : Op::kVectors;
+  constexpr bool walks = kWalks<Op, ragged>;
   const int64_t threads = up(up(vectors, most), 32) * 32;
   if (threads == 32) {
-    // Up to 8 lanes share even a row that fewer could hold: their accesses lie side by side.
-    const int lanes = std::max(power(up(vectors, most)), std::min(8, power(up(vectors, 2))));
-    return {true, Scope::warp, compiled_vectors(static_cast<int>(up(vectors, lanes)), most), lanes, 256 / lanes, 1};
+    // At least 4 lanes share a row, if it has 4 vectors: 64 bytes side by side.
+    const int lanes = std::max(power(up(vectors, most)), std::min(4, power(vectors)));
+    const int held = compiled_vectors(static_cast<int>(up(vectors, lanes)), most);
+    return {walks ? Way::walk : Way::row, Scope::warp, held, lanes, (walks ? 256 : 64) / lanes, 1};
   }
-  if (threads <= kMaxThreads) return {true, Scope::block, most, static_cast<int>(threads), 1, 1};
-  clusters &= at::cuda::getCurrentDeviceProperties()->major >= 9;
-  for (const int held : {most, most_if_long}) {
-    const int64_t all = up(vectors, held);
-    if (!clusters || all > kMaxRanks * kMaxThreads) continue;
-    const int ranks = std::clamp(power(up(all, 256)), 2, kMaxRanks);
-    return {true, Scope::cluster, held, static_cast<int>(up(up(all, ranks), 32) * 32), 1, ranks};
+  // With two constants, keeping them pays from 320 threads on.
+  const bool keeps = V > 1 && Op::kConstants == 2 && threads > 320;
+  if (threads <= 512)
+    return {walks || keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
+  if (V > 1 && at::cuda::getCurrentDeviceProperties()->major >= 9) {
+    for (const int held : {most, Op::kLongVectors}) {
+      const int64_t all = up(vectors, held);
+      if (all > kMaxRanks * Op::kMostThreads) continue;
+      const int ranks = std::clamp(power(up(all, Op::kMostThreads)), 2, kMaxRanks);
+      return {Way::walk, Scope::cluster, held, static_cast<int>(up(up(all, ranks), 32) * 32), 1, ranks};
+    }
   }
-  return {false, Scope::block, most, 256, 1, 1};
+  return {Way::passes, Scope::block, most, 256, 1, 1};
 }
 
-// Shared memory above 48 KiB and clusters of more than 8 blocks are asked for once per kernel and device.
+// How many blocks or clusters of a walking kernel run at once; asked once for a size, device and kernel.
 template <auto kernel>
-void permit(int device) {
-  static std::atomic<uint64_t> done{0};
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (done.load(std::memory_order_relaxed) & bit) return;
+int resident(const cudaLaunchConfig_t& launch, int ranks) {
+  const int device = c10::cuda::current_device();
+  const auto key =
+      (static_cast<uint64_t>(device + 1) << 32 | launch.blockDim.x << 8 | static_cast<unsigned>(ranks)) & 0xffffffffff;
+  static std::atomic<uint64_t> known{0};  // the last key and its answer
+  const uint64_t last = known.load(std::memory_order_relaxed);
+  if (last >> 24 == key) return static_cast<int>(last & 0xffffff);
+  int fit = 0;
   const auto* properties = at::cuda::getDeviceProperties(device);
+  // Shared memory above 48 KiB and clusters of more than 8 blocks must be asked for.
   cudaFuncAttributes attributes;
   C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
   C10_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(properties->sharedMemPerBlockOptin - attributes.sharedSizeBytes)));
-  if (properties->major >= 9)
+  if (ranks > 1) {
     C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-  done.fetch_or(bit, std::memory_order_relaxed);
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, kernel, &launch));
+  } else {
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &fit, kernel, static_cast<int>(launch.blockDim.x * launch.blockDim.y), launch.dynamicSmemBytes));
+    fit *= properties->multiProcessorCount;
+  }
+  fit = std::max(fit, 1);
+  known.store(key << 24 | static_cast<unsigned>(fit), std::memory_order_relaxed);
+  return fit;
 }
 
-// prepare(op, teams) is called before the launch; `stay`: whether the columns of a thread can stay the same from row to
-// row, with teams a multiple of V.
+// prepare(op, teams) is called before the launch of an operation with column sums.
 template <class Op, int V, int NV, Scope scope, bool ragged, class Prepare>
-void launch_held(Op op, const RowConfig& c, int64_t rows, int64_t columns, const Prepare& prepare) {
-  constexpr auto kernel = rows_kernel<Op, V, NV, scope, ragged>;
-  permit<kernel>(c10::cuda::current_device());
-  const int64_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-  const int64_t at_once = std::max<int64_t>(1, sms * Op::kThreadsPerSm / (c.threads * c.beside * c.ranks));
-  const int64_t needed = (rows + c.beside - 1) / c.beside;  // blocks or clusters, each for one row a team
+void launch_walking(Op op, const RowConfig& c, int64_t rows, int64_t columns, const Prepare& prepare) {
+  constexpr auto kernel = walking_kernel<Op, V, NV, scope, ragged>;
   cudaLaunchConfig_t launch{};
   launch.blockDim = dim3(c.threads, c.beside);
-  launch.dynamicSmemBytes = kThreadBytes<Op, V, NV, scope> * c.threads * c.beside;
+  launch.dynamicSmemBytes = kThreadBytes<Op, V, NV> * c.threads * c.beside;
   launch.stream = c10::cuda::getCurrentCUDAStream();
   cudaLaunchAttribute cluster{};
   if constexpr (scope == Scope::cluster) {
@@ -450,71 +530,59 @@ void launch_held(Op op, const RowConfig& c, int64_t rows, int64_t columns, const
     launch.attrs = &cluster;
     launch.numAttrs = 1;
   }
-  RowShape shape{rows, static_cast<int>(columns), 1, 1};
-  int64_t blocks = needed;
-  if constexpr (Op::kColumnSums) {  // as few teams as fill the device: each leaves sums behind
-    blocks = at_once;
-    if constexpr (scope == Scope::cluster) {
-      int fit = 0;
-      launch.gridDim = dim3(c.ranks);
-      C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, kernel, &launch));
-      blocks = std::min<int64_t>(blocks, std::max(fit, 1));
-    }
-    if (ragged && c.beside < V && blocks > V) blocks -= blocks % V;
-    blocks = std::min(blocks, needed);
-    shape.group = blocks;
-    shape.walk = static_cast<int>((needed + blocks - 1) / blocks);
-  } else if (Op::kConstants > 0) {  // loaded once for up to 16 rows, while there is work for 8 such rounds
-    shape.walk = static_cast<int>(std::clamp<int64_t>(needed / (8 * at_once), 1, 16));
-    if (ragged) shape.group = std::max(1, V / c.beside);
-    const int64_t rounds = shape.group * shape.walk;
-    blocks = (needed + rounds - 1) / rounds * shape.group;
-  }
+  launch.gridDim = dim3(c.ranks);
+  const int64_t needed = (rows + c.beside - 1) / c.beside;  // blocks or clusters, each for one row a team
+  int64_t blocks = resident<kernel>(launch, c.ranks);
+  // A team's rows are then all as far from a multiple of 16 bytes, and its columns stay the same.
+  if (ragged && c.beside < V && blocks > V) blocks -= blocks % V;
+  blocks = std::min(blocks, needed);
   launch.gridDim = dim3(static_cast<unsigned>(blocks * c.ranks));
   prepare(op, blocks * c.beside);
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, shape));
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, RowShape{rows, static_cast<int>(columns)}));
 }
 
-template <class Op, int V, int NV, bool ragged>
-void launch_long(const Op& op, int threads, int64_t rows, int64_t columns) {
+template <auto kernel, class Op>
+void launch_rows_kernel(const Op& op, dim3 threads, int64_t blocks, int64_t rows, int64_t columns) {
   cudaLaunchConfig_t launch{};
-  launch.blockDim = dim3(threads);
-  launch.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(rows, INT32_MAX)));
+  launch.blockDim = threads;
+  launch.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(blocks, INT32_MAX)));
   launch.stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, long_rows_kernel<Op, V, NV, ragged>, op,
-                                    RowShape{rows, static_cast<int>(columns), 1, 1}));
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, RowShape{rows, static_cast<int>(columns)}));
 }
 
 template <int V, bool ragged, class Op, class Prepare>
 void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& prepare) {
   constexpr int kMost = V == 1 ? 4 : Op::kVectors;
   const int64_t vectors = (columns + V - 1) / V + (ragged ? 1 : 0);
-  RowConfig c = configure(vectors, V > 1, kMost, Op::kLongVectors);
-  if (ragged || V == 1) c.vectors = std::max(c.vectors, kMost);  // one kernel for all short rows
+  const RowConfig c = configure<Op, V, ragged>(vectors);
   const auto go = [&]<int NV, Scope scope>() {
-    const size_t most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 2048;  // the merge's own
-    if (c.held && kThreadBytes<Op, V, NV, scope> * c.threads * c.beside <= most)
-      launch_held<Op, V, NV, scope, ragged>(op, c, rows, columns, prepare);
-    else
-      launch_long<Op, V, kMost, ragged>(op, 256, rows, columns);
+    if constexpr (scope != Scope::cluster && !kWalks<Op, ragged>) {
+      if (c.way == Way::row)
+        return launch_rows_kernel<row_kernel<Op, V, NV, scope, ragged>>(
+            op, dim3(c.threads, c.beside), (rows + c.beside - 1) / c.beside, rows, columns);
+    }
+    if constexpr (scope != Scope::warp || kWalks<Op, ragged>) {
+      const size_t most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 4096;  // the merge's own
+      if (c.way == Way::walk && kThreadBytes<Op, V, NV> * c.threads * c.beside <= most)
+        return launch_walking<Op, V, NV, scope, ragged>(op, c, rows, columns, prepare);
+    }
+    launch_rows_kernel<long_rows_kernel<Op, V, kMost, ragged>>(op, dim3(256), rows, rows, columns);
   };
   if (c.scope == Scope::block) return go.template operator()<kMost, Scope::block>();
   if constexpr (V > 1) {
     if (c.scope == Scope::cluster && c.vectors > kMost)
       return go.template operator()<Op::kLongVectors, Scope::cluster>();
     if (c.scope == Scope::cluster) return go.template operator()<kMost, Scope::cluster>();
-    const auto warps = [&]<int NV>() { go.template operator()<compiled_vectors(NV, kMost), Scope::warp>(); };
     if constexpr (!ragged) {
+      const auto warps = [&]<int NV>() { go.template operator()<compiled_vectors(NV, kMost), Scope::warp>(); };
       switch (c.vectors) {
         case 1: return warps.template operator()<1>();
         case 2: return warps.template operator()<2>();
         case 3: return warps.template operator()<3>();
-        case 4: return warps.template operator()<4>();
-        case 6: return warps.template operator()<6>();
       }
     }
   }
-  go.template operator()<kMost, Scope::warp>();
+  go.template operator()<kMost, Scope::warp>();  // ragged: one kernel for all short rows
 }
 
 // Whether 16-byte vectors serve the first P tensors of a row: columns side by side, and every row at the same distance

@@ -110,8 +110,8 @@ struct Softmax {
   static constexpr bool masked = !std::is_same_v<Mask, NoMask>, any = std::is_same_v<Mask, AnyMask>;
   static constexpr bool kWholeRows = masked && !any;
   static constexpr int kInputs = 1, kConstants = 0;
-  static constexpr int kVectors = masked || sizeof(T) == 2 ? 4 : 8, kLongVectors = sizeof(T) == 2 ? 4 : 8;
-  static constexpr int kThreadsPerSm = masked ? 768 : 1024;
+  static constexpr int kVectors = 4, kLongVectors = 4;
+  static constexpr int kThreadsPerSm = masked ? 768 : 1024, kMostThreads = masked ? 512 : 1024;
   static constexpr bool kColumnSums = false, kHoldsZ = sizeof(T) == 8;
 
   struct Row {
@@ -176,13 +176,13 @@ struct Softmax {
     return masked_by(z, F(*reinterpret_cast<const float*>(m)));
   }
 
-  template <int V, int NV, bool ragged, class Constants>
+  template <int V, int NV, bool ragged, class Inputs, class Constants>
   __device__ void fold(State& state, Held<V, NV>& held, const Row& row, const Span<V, ragged>& span,
-                       const Inputs<T, V, NV, 1>& inputs, const Constants&) const {
+                       const Inputs& inputs, const Constants&) const {
     const int visible = row.visible(span.columns);
     auto& e = held.e;  // z at first
     const auto start = [&](int i) {
-      unpack(inputs.at[i][0], e[i]);
+      unpack(inputs.words(i, 0), e[i]);
       if constexpr (masked) {
 #pragma unroll
         for (int j = 0; j < V; ++j) e[i][j] *= scale;
@@ -269,9 +269,9 @@ struct Softmax {
     return {or_zero(state.max), state.sum, masked && !(state.sum > F(0))};
   }
 
-  template <int V, int NV, bool ragged, class Constants, class Sums>
+  template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, const Result& result, Held<V, NV>& held, const Span<V, ragged>& span,
-                        const Inputs<T, V, NV, 1>&, const Constants&, Sums&) const {
+                        const Inputs&, const Constants&, Sums&) const {
     if (masked && result.undefined) return write_undefined<V, NV>(row, span);
     const F factor = exp_of(held.top - result.max) / result.sum;
 #pragma unroll

@@ -62,7 +62,8 @@ struct SoftmaxBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr int kInputs = 2, kConstants = 0;
-  static constexpr int kVectors = sizeof(T) == 2 ? 2 : 4, kLongVectors = 2 * kVectors, kThreadsPerSm = 1024;
+  static constexpr int kVectors = sizeof(T) == 2 ? 2 : 4, kLongVectors = kVectors;
+  static constexpr int kThreadsPerSm = 1024, kMostThreads = 1024;
   static constexpr bool kColumnSums = false, kWholeRows = false;
 
   struct Row {
@@ -96,17 +97,17 @@ struct SoftmaxBackward {
   __device__ static const T* constant(int) { return nullptr; }
   __device__ static State identity() { return {F(0)}; }
 
-  template <int V, int NV, bool ragged, class Constants>
-  __device__ void fold(State& state, Held<V, NV>&, const Row& row, const Span<V, ragged>& span,
-                       const Inputs<T, V, NV, 2>& inputs, const Constants&) const {
+  template <int V, int NV, bool ragged, class Inputs, class Constants>
+  __device__ void fold(State& state, Held<V, NV>&, const Row& row, const Span<V, ragged>& span, const Inputs& inputs,
+                       const Constants&) const {
     const int visible = row.visible(span.columns);
     F dots[4] = {};
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       if (span.column(i) >= visible) break;
       F y[V], g[V];
-      unpack(inputs.at[i][0], y);
-      unpack(inputs.at[i][1], g);
+      unpack(inputs.words(i, 0), y);
+      unpack(inputs.words(i, 1), g);
       span.clear_outside(i, visible, F(0), y);
       span.clear_outside(i, visible, F(0), g);
 #pragma unroll
@@ -117,14 +118,14 @@ struct SoftmaxBackward {
   __device__ State merge(const State& state, Lanes lanes) const { return {lanes.sum(state.dot)}; }
   __device__ F finish(const State& state) const { return state.dot; }
 
-  template <int V, int NV, bool ragged, class Constants, class Sums>
-  __device__ void write(const Row& row, F dot, const Held<V, NV>&, const Span<V, ragged>& span,
-                        const Inputs<T, V, NV, 2>& inputs, const Constants&, Sums&) const {
+  template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
+  __device__ void write(const Row& row, F dot, const Held<V, NV>&, const Span<V, ragged>& span, const Inputs& inputs,
+                        const Constants&, Sums&) const {
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       F y[V], g[V];
-      unpack(inputs.at[i][0], y);
-      unpack(inputs.at[i][1], g);
+      unpack(inputs.words(i, 0), y);
+      unpack(inputs.words(i, 1), g);
 #pragma unroll
       for (int j = 0; j < V; ++j) y[j] = scale * y[j] * (g[j] - dot);
       span.clear_outside(i, row.visible(span.columns), F(0), y);

@@ -7,6 +7,7 @@ from .fused_softmax import (
     scaled_masked_softmax_backward,
     scaled_masked_softmax_forward,
 )
+from .masked import MaskedFFN, MaskedLinear, MaskPlan, mask_plan, masked_ffn, masked_linear
 from .rowwise import (
     inplace_softmax,
     inplace_softmax_backward,
@@ -21,6 +22,9 @@ from .rowwise import (
 
 __all__ = [
     "FusedSoftmax",
+    "MaskPlan",
+    "MaskedFFN",
+    "MaskedLinear",
     "cublasMM",
     "cublasTransaMM",
     "cublasTransabMM",
@@ -30,6 +34,9 @@ __all__ = [
     "inplace_softmax_backward",
     "layer_norm_",
     "layernorm",
+    "mask_plan",
+    "masked_ffn",
+    "masked_linear",
     "matmul",
     "rms_norm_",
     "scaled_masked_softmax",

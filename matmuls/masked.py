@@ -232,12 +232,9 @@ def _ffn_forward_meta(
     return y, x.new_empty(rows.shape[0], 2 * w1.shape[0]) if keep else x.new_empty(0)
 
 
-def _ffn(*args: Any) -> Tensor:
-    return _ffn_forward(*args[:9], False)[0]
-
-
-def _ffn_meta(*args: Any) -> Tensor:
-    return _ffn_forward_meta(*args[:9], False)[0]
+def _ffn(x: Tensor, *args: Any) -> Tensor:
+    forward: Callable[..., tuple[Tensor, Tensor]] = _ffn_forward_meta if x.is_meta else _ffn_forward
+    return forward(x, *args[:8], False)[0]  # nothing is kept, so recompute has no say
 
 
 def _ffn_backward(
@@ -277,10 +274,10 @@ def _ffn_backward_meta(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 # ------------------------------------------------------------------------------------------------------- registration
-# Python is where Triton is called from, so the operators are registered in Python too; by Library.impl, as a custom_op
-# costs some 10 us more a call.
+# Triton is called from Python, so the operators are registered in Python too. By Library.impl: a call costs 5.4 us and
+# with a gradient 11.1, where a custom_op costs 7.8 and 18.8.
 
-_library = torch.library.Library("custom_mm", "FRAGMENT")
+_library: Any = torch.library.Library("custom_mm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _experts = "Tensor w1, Tensor w2, Tensor w3, Tensor u1, Tensor u2, Tensor u3"
 _schemas = (
     "mask_plan(Tensor mask) -> (Tensor, Tensor)",
@@ -301,7 +298,7 @@ for _name, _kernel, _meta in (
     ("masked_linear", _linear_kernel, _linear_meta),
     ("masked_weights", _weights_kernel, _weights_meta),
     ("masked_sums", _sums_kernel, _sums_meta),
-    ("masked_ffn", _ffn, _ffn_meta),
+    ("masked_ffn", _ffn, _ffn),
     ("masked_ffn_forward", _ffn_forward, _ffn_forward_meta),
     ("masked_ffn_backward", _ffn_backward, _ffn_backward_meta),
 ):
@@ -449,7 +446,7 @@ class _FfnBackward(Function):
             return _ffn_backward_op(*args)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError("masked_ffn_backward: expected to be differentiated once, got a second time")
 
@@ -524,7 +521,7 @@ def _ffn_flops(x: torch.Size, w1: torch.Size, *args: Any, **kwargs: Any) -> int:
 def _ffn_backward_flops(g: torch.Size, x: torch.Size, w1: torch.Size, *args: Any, **kwargs: Any) -> int:
     t, needs = args[7:9]
     again = 0 if t is not None else 4
-    products = again + 2 + 4 * needs[0] + 2 * sum(a or b for a, b in zip(needs[1:4], needs[4:], strict=True))
+    products: int = again + 2 + 4 * needs[0] + 2 * sum(a or b for a, b in zip(needs[1:4], needs[4:], strict=True))
     return products * x.numel() * w1[0]
 
 

@@ -40,12 +40,9 @@ def product_kernel(
             acc = accumulate(
                 acc, x + K, listed * sxm, v, sv, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION
             )
-        bias = w1
+        bias = b1
         if BIAS:
-            if first:
-                bias = b1
-            else:
-                bias = b2
+            bias = b1 if first else b2
         target = rows_at(rows, places, start, end, SCATTER) if SCATTER != GATHER else listed
         store_product(y, acc, bias, target * sym, places < end, column, N, BM, BN, EVEN_N, BIAS, PIECES)
 
@@ -134,14 +131,14 @@ def reduce_kernel(part, d1, d2, counts, size, M, chunk, FIRST: tl.constexpr, SEC
     inside = at < size
     chunk_at = part + at
     total = tl.zeros((BLOCK,), tl.float32)
-    for _ in range(0, c1):
+    for _ in range(c1):
         total += tl.load(chunk_at, mask=inside, other=0.0)
         chunk_at += size
     if FIRST:
         tl.store(d1 + at, total.to(d1.dtype.element_ty), mask=inside)
     if SECOND:
         total = tl.zeros((BLOCK,), tl.float32)
-        for _ in range(0, c2):
+        for _ in range(c2):
             total += tl.load(chunk_at, mask=inside, other=0.0)
             chunk_at += size
         tl.store(d2 + at, total.to(d2.dtype.element_ty), mask=inside)

@@ -65,8 +65,8 @@ def weight_tile(w, sw, column, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER
 
 @triton.jit
 def load_weight(
-    source, sw, column, k, N, K,
-    BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    source, sw, column, k, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """[BK, BN] of the weight, zero outside of it."""
     if TMA:

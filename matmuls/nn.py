@@ -62,5 +62,6 @@ class MaskedFFN(nn.Module):
         self.u1, self.u2, self.u3 = nn.Linear(*up), nn.Linear(*down, device, dtype), nn.Linear(*up)
 
     def forward(self, x: Tensor, mask: Tensor | MaskPlan) -> Tensor:
-        weights = (m.weight for m in (self.w1, self.w2, self.w3, self.u1, self.u2, self.u3))
-        return masked_ffn(x, *weights, mask, self.recompute)
+        w, u = (self.w1, self.w2, self.w3), (self.u1, self.u2, self.u3)
+        (w1, w2, w3), (u1, u2, u3) = ([layer.weight for layer in expert] for expert in (w, u))
+        return masked_ffn(x, w1, w2, w3, u1, u2, u3, mask, self.recompute)

@@ -184,14 +184,14 @@ def reload() -> None:
 def choose(
     mine: list[Entry], shipped: list[Entry], operator: str, m: int, n: int, k: int, dtype: str, version: str
 ) -> Tiles | None:
-    """The user's entry for this shape and Triton, the shipped one, the nearest shipped one, or none."""
-    for e in mine:
-        if (e.operator, e.k, e.n, e.m, e.dtype, e.triton) == (operator, k, n, m, dtype, version):
-            return e.tiles
+    """The user's entry for this K, N and Triton and the nearest M, then the nearest shipped one, or none."""
 
     def distance(e: Entry) -> float:
         return sum(abs(math.log2(a / b)) for a, b in ((e.m, m), (e.n, n), (e.k, k)))
 
+    own = [e for e in mine if (e.operator, e.k, e.n, e.dtype, e.triton) == (operator, k, n, dtype, version)]
+    if own:
+        return min(own, key=distance).tiles
     fits = [e for e in shipped if (e.operator, e.dtype) == (operator, dtype) and distance(e) <= NEAR]
     return min(fits, key=lambda e: (distance(e), e.triton != version)).tiles if fits else None
 
@@ -245,9 +245,10 @@ def tiles(operator: str, m: int, n: int, k: int, dtype: torch.dtype, index: int 
 @functools.cache
 def _advise(operator: str, n: int, k: int, dtype: str, name: str) -> None:
     group = "masked_ffn" if operator.startswith("masked_ffn") else "masked_linear"
+    layer = (n, k) if operator in ("masked_linear_t", "masked_ffn_down", "masked_ffn_input") else (k, n)
     warnings.warn(
         f"matmuls: {operator} with K={k}, N={n} in {dtype} is not tuned for {name} and runs with a default; "
-        f"to tune it: matmuls tune {group} --k {k} --n {n} --dtype {dtype}",
+        f"to tune it: matmuls tune {group} --k {layer[0]} --n {layer[1]} --dtype {dtype}",
         stacklevel=2,
     )
 

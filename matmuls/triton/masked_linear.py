@@ -88,11 +88,11 @@ def weights_kernel(
             listed = ahead.to(tl.int64)
             ahead = tl.load(rows + place + BR + rs, mask=place + BR + rs < end, other=0)
             in_plan = (place + rs).to(tl.int64)
-            from_g = g + (listed if GATHER_G else in_plan)[:, None] * sgm + ns[None, :]
+            from_g = g + (listed if GATHER_G else in_plan)[None, :] * sgm + ns[:, None]
             from_x = x + (listed if GATHER_X else in_plan)[:, None] * sxm + ks[None, :]
-            left = tl.load(from_g, mask=there[:, None] if EVEN_N else there[:, None] & (ns < N)[None, :], other=0.0)
+            left = tl.load(from_g, mask=there[None, :] if EVEN_N else there[None, :] & (ns < N)[:, None], other=0.0)
             right = tl.load(from_x, mask=there[:, None] if EVEN_K else there[:, None] & (ks < K)[None, :], other=0.0)
-            acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
         if SPLIT:
             to, stride = d1 + piece.to(tl.int64) * N * K, K
         elif first:

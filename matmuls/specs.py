@@ -687,6 +687,16 @@ def _trained(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...
     return run
 
 
+def _planned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """With the mask's plan, made beforehand: a model makes one for all of its layers."""
+
+    def run(x: Tensor, *args: Any) -> Tensor:
+        *weights, mask = args
+        return function(x, *weights, mask.plan)
+
+    return run
+
+
 def _is_real(a: Any) -> bool:
     return isinstance(a, Tensor) and a.is_floating_point()
 
@@ -706,6 +716,7 @@ def _mask_of(draw: Draw, m: int, kind: str) -> Tensor:
     if not mask.is_meta:  # what some rivals are given beforehand
         mask.lists = (mask.nonzero().squeeze(1), (~mask).nonzero().squeeze(1))  # type: ignore[attr-defined]
         mask.ends = torch.tensor([int(mask.sum()), m], dtype=torch.int32, device=mask.device)  # type: ignore[attr-defined]
+        mask.plan = masked.mask_plan(mask)  # type: ignore[attr-defined]
     return mask
 
 
@@ -737,11 +748,14 @@ def _masked_family_cases(
 
     for size, kind in product(sizes, EXPERT_MASKS):
         label = f"{'x'.join(map(str, size))} {kind}"
-        yield Case(label, partial(forward, size=size, kind=kind), dense=dense, others=others, device="cuda")
+        rivals: dict[str, Any] = {"dense": dense, "others": others, "device": "cuda"}
+        yield Case(label, partial(forward, size=size, kind=kind), call=_planned(ours), **rivals)
+        if kind == EXPERT_MASKS[2]:
+            yield Case(f"{label}, planning included", partial(forward, size=size, kind=kind), **rivals)
         yield Case(
             f"forward + backward {label}",
             partial(training, size=size, kind=kind),
-            call=_trained(ours),
+            call=_trained(_planned(ours)),
             reference=_trained(blend),
             dense=_trained(dense),
             others={name: _trained(f) for name, f in others.items() if f is not _grouped_linear},

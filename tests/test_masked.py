@@ -28,10 +28,11 @@ def draw(*shape, dtype=torch.float64, device="cpu"):
     return torch.randn(shape, dtype=torch.float64).div_(shape[-1] ** 0.5).to(dtype).to(device)
 
 
-def close(x, truth, dtype):
+def close(x, truth, dtype, terms=0):
+    """Within four roundings; float32 in a sum of so many terms, one after the other, within the root of them more."""
     assert x.isfinite().all()
     off = (x.double() - truth).norm() / truth.norm().clamp_min(1e-30)
-    assert off <= 4 * torch.finfo(dtype).eps
+    assert off <= (4 + (terms**0.5 if dtype == torch.float32 else 0)) * torch.finfo(dtype).eps
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_every_mask(m, dtype, device, poisoned):
         grad = draw(m, n, dtype=dtype)
         found = torch.autograd.grad(y, given, grad.to(device))
         for ours, expected in zip(found, torch.autograd.grad(truth, wide, grad.double()), strict=True):
-            close(ours.cpu(), expected, dtype)
+            close(ours.cpu(), expected, dtype, terms=m)
             assert ours.dtype == dtype
             if not expected.any():
                 assert ours.count_nonzero() == 0  # exactly
@@ -298,4 +299,4 @@ def test_large(dtype):
     for mask in masks(m, "cuda"):
         y = masked_linear(x, w1, w2, mask)
         truth = torch.where(mask[:, None], F.linear(x.double(), w1.double()), F.linear(x.double(), w2.double()))
-        close(y, truth, dtype)
+        close(y, truth, dtype, terms=k)

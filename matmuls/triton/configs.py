@@ -66,6 +66,11 @@ class Tiles:
         if not 1 <= self.group <= 64 or not 1 <= self.split <= 64:
             raise ValueError(f"expected a group and a split between 1 and 64, got {self}")
 
+    @property
+    def walk(self) -> int:
+        """0: one tile a program; 1: a loop over tiles; 2: as one pipeline."""
+        return self.persistent + (self.persistent and self.flatten)
+
 
 class Entry(NamedTuple):
     """What was found fastest for one shape."""
@@ -203,7 +208,7 @@ def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bo
         side = 128 if tf32 else 64
         if m <= 64 and operator != "masked_weights":
             return Tiles(16 if m <= 16 else 32, 64, 32, warps=4)
-        return Tiles(side, side, 32, warps=8 if tf32 else 4)
+        return Tiles(side, side, 32, warps=8 if tf32 else 4, pieces=min(pieces, 2))
     if operator == "masked_weights":
         chosen = Tiles(128, 256, 64) if gpu.capability >= (9, 0) else Tiles(128, 128, 32, stages=4)
         count = -(-n // chosen.rows) * -(-k // chosen.columns)

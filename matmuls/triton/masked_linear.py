@@ -11,35 +11,34 @@ from torch import Tensor
 
 from .configs import Tiles, gpu, run
 from .launch import launch
-from .tiles import accumulate, rows_at, store_product, tile_at, tiles_of
+from .tiles import accumulate, ahead, rows_at, store_product, tile_at, tiles_of, weight_of
 
 
 @triton.jit(do_not_specialize=["M"])
 def product_kernel(
     x, w1, w2, v1, v2, b1, b2, y, rows, counts, N, K, sxm, sw1, sw2, sv1, sv2, sym, M,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WALK: tl.constexpr, TMA: tl.constexpr,
     PIECES: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, PAIRS: tl.constexpr, K_INNER: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n1 = tl.load(counts)
-    for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=FLATTEN):
+    EARLY: tl.constexpr = TMA and WALK > 0
+    dw1 = ahead(w1, sw1, N, K, BN, BK, K_INNER, EARLY)
+    dw2 = ahead(w2, sw2, N, K, BN, BK, K_INNER, EARLY)
+    if PAIRS == 2:
+        dv1 = ahead(v1, sv1, N, K, BN, BK, K_INNER, EARLY)
+        dv2 = ahead(v2, sv2, N, K, BN, BK, K_INNER, EARLY)
+    for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
         start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
         places = start + tl.arange(0, BM)
         listed = rows_at(rows, places, start, end, GATHER)
+        at = listed * sxm
         acc = tl.zeros((BM, BN), tl.float32)
-        if first:
-            w, sw = w1, sw1
-        else:
-            w, sw = w2, sw2
-        acc = accumulate(acc, x, listed * sxm, w, sw, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
+        w, sw = weight_of(first, dw1, dw2, w1, w2, sw1, sw2, column, N, K, BN, BK, K_INNER, TMA, EARLY)
+        acc = accumulate(acc, x, at, w, sw, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
         if PAIRS == 2:  # x holds two operands side by side, each with its own weights
-            if first:
-                v, sv = v1, sv1
-            else:
-                v, sv = v2, sv2
-            acc = accumulate(
-                acc, x + K, listed * sxm, v, sv, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION
-            )
+            v, sv = weight_of(first, dv1, dv2, v1, v2, sv1, sv2, column, N, K, BN, BK, K_INNER, TMA, EARLY)
+            acc = accumulate(acc, x + K, at, v, sv, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
         bias = b1
         if BIAS:
             bias = b1 if first else b2
@@ -209,7 +208,7 @@ def product(
     def attempt(t: Tiles) -> None:
         args = (x, *weights[:2], *more[:2], b1, b2, y, rows, counts, N, K, x.stride(0), *strides[:2], *more[2:], N)
         layout = (gather, True, 1 if pair is None else 2, k_inner, K % t.depth == 0, N % t.columns == 0, b1 is not None)
-        shape = (t.rows, t.columns, t.depth, t.group, t.flatten, by_tma(t, weights, strides), t.pieces)
+        shape = (t.rows, t.columns, t.depth, t.group, t.walk, by_tma(t, weights, strides), t.pieces)
         grid = programs(t, M, N, x.device.index)
         launch(product_kernel, grid, args, (M,), (*shape, *layout, precision), t.warps, t.stages)
 

@@ -64,6 +64,32 @@ def weight_tile(w, sw, column, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER
 
 
 @triton.jit
+def ahead(w, sw, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, EARLY: tl.constexpr):
+    """With EARLY the weight's descriptor: a program that walks over tiles makes it once, not a microsecond a tile."""
+    return weight_tile(w, sw, 0, N, K, BN, BK, K_INNER, True) if EARLY else w
+
+
+@triton.jit
+def weight_of(
+    first, d1, d2, w1, w2, sw1, sw2, column, N, K,
+    BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Where the tile's expert's weight is read from, and its stride; d1, d2 as `ahead` made them."""
+    if first:
+        w, sw = w1, sw1
+    else:
+        w, sw = w2, sw2
+    if EARLY:
+        if first:
+            source = d1
+        else:
+            source = d2
+    else:
+        source = weight_tile(w, sw, column, N, K, BN, BK, K_INNER, TMA)
+    return source, sw
+
+
+@triton.jit
 def load_weight(
     source, sw, column, k, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
@@ -97,12 +123,11 @@ def load_rows(at, k, K, BK: tl.constexpr, EVEN_K: tl.constexpr):
 
 @triton.jit
 def accumulate(
-    acc, x, offsets, w, sw, column, N, K,
+    acc, x, offsets, source, sw, column, N, K,
     BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc + x[rows] @ w[columns]^T; rows are gathered by the loads themselves."""
-    source = weight_tile(w, sw, column, N, K, BN, BK, K_INNER, TMA)
     at = x + offsets[:, None] + tl.arange(0, BK)[None, :]
     for k in range(0, K, BK):
         a = load_rows(at, k, K, BK, EVEN_K)

@@ -224,7 +224,7 @@ def in_a_process(problem, tiles):
 
 
 def test_a_crash_costs_its_own_trial_alone(tmp_path):
-    process = tune.Process(in_a_process, limit=20.0)
+    process = tune.Process(in_a_process, limit=90.0)
     process(PROBLEM, [Tiles(128, 64, 64)])  # started
     process._limit = 3.0
     pids = set()
@@ -232,7 +232,7 @@ def test_a_crash_costs_its_own_trial_alone(tmp_path):
 
     def timer(problem, tiles):
         if process._process is None:
-            process._limit = 20.0 if tiles[0].rows != 32 else 3.0
+            process._limit = 90.0 if tiles[0].rows != 32 else 3.0
         elif tiles[0].rows == 32:
             process._limit = 3.0
         try:

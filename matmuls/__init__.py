@@ -8,6 +8,7 @@ from .fused_softmax import (
     scaled_masked_softmax_forward,
 )
 from .inplace import linear_, matmul_, square_matmul, square_matmul_T
+from .masked import MaskedFFN, MaskedLinear, MaskPlan, mask_plan, masked_ffn, masked_linear
 from .rowwise import (
     inplace_softmax,
     inplace_softmax_backward,
@@ -22,6 +23,9 @@ from .rowwise import (
 
 __all__ = [
     "FusedSoftmax",
+    "MaskPlan",
+    "MaskedFFN",
+    "MaskedLinear",
     "cublasMM",
     "cublasTransaMM",
     "cublasTransabMM",
@@ -32,6 +36,9 @@ __all__ = [
     "layer_norm_",
     "layernorm",
     "linear_",
+    "mask_plan",
+    "masked_ffn",
+    "masked_linear",
     "matmul",
     "matmul_",
     "rms_norm_",

@@ -36,6 +36,7 @@ CPU_FLOPS = 5e9  # the largest case worth its time on a CPU
 QUICK_FLOPS = 3e8
 PRECOMPILE_SECONDS = 300  # what is not compiled by then is compiled when its turn comes
 COMPILED = "torch.compile"
+DENSE = "one dense product"
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,10 @@ class Job:
         return self.spec.compiled and self.kind == "gpu"
 
     def rivals(self) -> dict[str, Callable[..., Any]]:
-        """What a user would pick instead."""
-        rivals = {self.rival: self.reference}
+        """What a user would pick instead, and, with another result, one dense product of the same size."""
+        rivals = {self.rival: self.reference, **self.case.others}
+        if self.case.dense is not None:
+            rivals[DENSE] = self.case.dense
         if self.compiled:
             torch.compiler.reset()  # past the limit of recompilations a function runs eagerly
             rivals[COMPILED] = torch.compile(self.reference, dynamic=False, fullgraph=True)  # whole, or an exception
@@ -167,7 +170,7 @@ def _flops(job: Job, call: Call) -> int:
     if not job.spec.flops:
         return 0
     with FlopCounterMode(display=False) as counter:
-        _run(job.reference, call)
+        _run(job.case.dense or job.reference, call)
     return counter.get_total_flops()
 
 
@@ -180,14 +183,14 @@ def _error(x: Tensor, truth: Tensor) -> float:
     return (torch.linalg.vector_norm(x.to(truth.dtype) - truth) / torch.linalg.vector_norm(truth)).item()
 
 
-def _errors(job: Job, call: Call, rivals: dict[str, Callable[..., Any]]) -> list[float]:
+def _errors(job: Job, call: Call, rivals: dict[str, Callable[..., Any]]) -> list[float | None]:
     """Of ours and of each rival against the reference in float64; the largest, where there are several results."""
     truths = _run(job.reference, call.map(_wide))
 
     def worst(function: Callable[..., Any], c: Call) -> float:
         return max(_error(x, truth) for x, truth in zip(_run(function, c), truths, strict=True))
 
-    return [worst(job.call, job.own(call)), *(worst(rival, call) for rival in rivals.values())]
+    return [worst(job.call, job.own(call)), *(None if n == DENSE else worst(f, call) for n, f in rivals.items())]
 
 
 def _bytes(job: Job, call: Call) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -213,6 +214,67 @@ def show_bench(rows: list[Any], roofs: Any) -> None:
             console.print(
                 f"{kind}: geometric mean {geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}, {len(ratios)} cases"
             )
+
+
+@app.command()
+def tune(
+    name: Annotated[str, typer.Argument(help="masked_linear or masked_ffn")],
+    k: Annotated[int, typer.Option(help="features of x; of masked_ffn the hidden size")],
+    n: Annotated[int, typer.Option(help="features of the result; of masked_ffn the intermediate size")],
+    m: Annotated[list[int] | None, typer.Option(help="rows; may be given several times")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    budget: Annotated[float, typer.Option(help="seconds for all of it")] = 600.0,
+) -> None:
+    """Find the fastest tiles of the masked kernels for a shape on this GPU, and keep them for every later call.
+
+    May be stopped at any time and goes on from there. Kept in the user's cache directory, a file for each GPU model.
+    """
+    pick_device("cuda")
+    try:
+        from . import tune as t
+        from .triton import configs
+    except ImportError as error:
+        raise fail(f"{error}; run: pip install triton") from None
+    try:
+        todo = t.problems(name, k, n, m or [512, 8192, 65536], dtype)
+    except ValueError as error:
+        raise fail(str(error)) from None
+    gpu = configs.gpu(0)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        disable=not sys.stderr.isatty(),
+    )
+    process = t.Process(t.measure_on_gpu)
+    with progress:
+        begin, fastest = time.monotonic(), dict.fromkeys(todo, float("inf"))
+        bar = progress.add_task("starting", total=budget)  # the budget is what ends it
+
+        def step(problem: Any, tiles: Any, seconds: float | None) -> None:
+            fastest[problem] = min(fastest[problem], seconds or float("inf"))
+            text = (
+                f"{todo.index(problem) + 1} of {len(todo)}: {_problem_name(problem)}, {fastest[problem] * 1e6:.1f} us"
+            )
+            progress.update(bar, description=text, completed=time.monotonic() - begin)
+
+        try:
+            found = t.tune(todo, gpu, configs.user_folder(), process, budget, step)
+        finally:
+            process.close()
+    table = Table(title=gpu.name)
+    for column in ("kernel", "tiles", "us", "default, us", "speed-up"):
+        table.add_column(column, overflow="fold")
+    for p, e in zip(todo, found, strict=True):
+        gain = f"{e.default_us / e.us:.3f}" if e.us else ""
+        table.add_row(_problem_name(p), str(e.tiles), f"{e.us:.1f}", f"{e.default_us:.1f}", gain)
+    console.print(table)
+    console.print(f"written: {configs.file_of(configs.user_folder(), gpu.name)}")
+
+
+def _problem_name(p: Any) -> str:
+    return f"{p.operator} {p.m}x{p.k}x{p.n} {p.dtype}"
 
 
 @app.command()

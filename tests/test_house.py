@@ -11,20 +11,30 @@ import pytest
 from matmuls.specs import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
-OPERATIONS = {"dense", "fused_softmax", "inplace", "rowwise"}  # the families
+OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise"}  # the families
 # module -> what of ours it may import; `operations <- specs <- bench <- report <- cli`, `operations <- integrations`
 MAY_IMPORT = {
     "matmuls": OPERATIONS,
     **{family: {"custom_mm"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
+    "masked": {"masked_plain", "triton"},
+    "masked_plain": set(),
+    "triton": set(),
+    "triton.tiles": set(),
+    "triton.launch": set(),
+    "triton.configs": {"triton.launch"},
+    "triton.mask_plan": {"triton.launch"},
+    "triton.masked_linear": {"triton.configs", "triton.launch", "triton.tiles"},
+    "triton.masked_ffn": {"triton.configs", "triton.launch", "triton.tiles", "triton.masked_linear"},
     "nn": OPERATIONS,
+    "tune": {"masked_plain", "measure", "triton"},
     "specs": OPERATIONS | {"custom_mm"},
     "measure": set(),
     "info": {"custom_mm", "matmuls"},
     "bench": {"specs", "measure", "custom_mm"},
     "bert": {"measure", "integrations.transformers"},
     "report": {"bench", "specs"},
-    "cli": {"info", "bench", "bert", "report", "custom_mm"},
+    "cli": {"info", "bench", "bert", "report", "tune", "triton", "custom_mm"},
     "__main__": {"cli"},
     "integrations": set(),
     "integrations.transformers": OPERATIONS,
@@ -83,7 +93,7 @@ def test_operation_files_do_not_include_each_other():
 @pytest.mark.parametrize("module", ["matmuls", "custom_mm", "matmuls.specs"])
 def test_importing_is_light(module):
     """No optional package, and no CUDA context, comes with an import."""
-    optional = ("transformers", "rich", "typer", "scipy")
+    optional = ("transformers", "rich", "typer", "scipy", "platformdirs")  # torch itself imports triton where it is
     code = f"""
 import sys, torch, {module}
 print([m for m in {optional} if m in sys.modules], torch.cuda.is_initialized())
@@ -101,5 +111,6 @@ def test_public_names_have_docstrings_and_rows():
             assert getattr(module, name).__doc__, name
     rows = {spec.name for spec in TABLE}
     lifecycle = {"handles", "handle_info", "build_info", "set_workspace_size", "workspace_size"}
+    lifecycle |= {"mask_plan", "MaskPlan"}  # no operation: what one takes
     public = {n for m in (matmuls, custom_mm) for n in m.__all__ if not n.startswith(("init_", "destroy_"))}
     assert public - lifecycle == rows

@@ -1,5 +1,7 @@
 """Every operator of the table is whole: kernels, tracing, gradient, autocast. Needs no GPU, in a CUDA build neither."""
 
+import re
+
 import pytest
 import torch
 
@@ -13,7 +15,8 @@ CUDA_BUILD = custom_mm.build_info()["cuda"] is not None
 @pytest.mark.parametrize("key", ["CPU", "CUDA", "Meta", "Autograd"])
 def test_every_operator_has_a_kernel_for(operator, key):
     has = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
-    assert has == (CUDA_BUILD or key != "CUDA")
+    in_triton = "mask_plan" in operator.name() or re.search("::masked_(linear|weights|sums|ffn)", operator.name())
+    assert has == (CUDA_BUILD or key != "CUDA" or bool(in_triton))  # Triton needs no nvcc
 
 
 @pytest.mark.parametrize("spec", [s for s in TABLE if s.autocast], ids=lambda s: s.name)

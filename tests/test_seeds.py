@@ -161,3 +161,73 @@ def test_fused_softmax_masks_and_scales(device):
         torch.testing.assert_close(ours.grad, gradient)
     unmasked = scaled_masked_softmax_forward(x, None, 0.5)
     torch.testing.assert_close(unmasked, (x * 0.5).softmax(-1))
+
+
+def test_masked_linear_and_ffn(device):
+    """The modules of the document; its TritonLinear drops the result, which is returned here."""
+    from torch import nn
+
+    from matmuls import MaskedFFN, MaskedLinear
+
+    class TorchLinear(nn.Module):
+        def __init__(self, in_dim, out_dim):
+            super().__init__()
+            self.linear_v = nn.Linear(in_dim, out_dim, bias=False)
+            self.linear_t = nn.Linear(in_dim, out_dim, bias=False)
+
+        def forward(self, x, visual_mask):
+            visual_mask = visual_mask[:, :, None]
+            return self.linear_v(x) * visual_mask + self.linear_t(x) * (~visual_mask)
+
+    class TritonLinear(TorchLinear):
+        def forward(self, x, visual_mask):
+            batch_size = x.shape[0]
+            return MaskedLinear.apply(
+                x.flatten(0, 1),
+                self.linear_v.weight.data.T,
+                self.linear_t.weight.data.T,
+                visual_mask.flatten(),
+            ).unflatten(0, (batch_size, -1))
+
+    class Torch(nn.Module):
+        def __init__(self, hidden_size, intermediate_size):
+            super().__init__()
+            self.w1 = nn.Linear(hidden_size, intermediate_size, bias=False)
+            self.w2 = nn.Linear(intermediate_size, hidden_size, bias=False)
+            self.w3 = nn.Linear(hidden_size, intermediate_size, bias=False)
+            self.u1 = nn.Linear(hidden_size, intermediate_size, bias=False)
+            self.u2 = nn.Linear(intermediate_size, hidden_size, bias=False)
+            self.u3 = nn.Linear(hidden_size, intermediate_size, bias=False)
+
+        @torch.no_grad()
+        def forward(self, x, mask):
+            mask = mask[:, :, None]
+            proj1 = torch.nn.functional.silu(self.w1(x)) * self.w3(x)
+            proj2 = torch.nn.functional.silu(self.u1(x)) * self.u3(x)
+            return self.w2(proj1) * mask + self.u2(proj2) * ~mask
+
+    class Triton(Torch):
+        @torch.no_grad()
+        def forward(self, x, mask):
+            batch_size = x.shape[0]
+            return MaskedFFN.apply(
+                x.flatten(0, 1),
+                self.w1.weight.data.T,
+                self.w2.weight.data.T,
+                self.w3.weight.data.T,
+                self.u1.weight.data.T,
+                self.u2.weight.data.T,
+                self.u3.weight.data.T,
+                mask.flatten(0, 1),
+            ).unflatten(0, (batch_size, -1))
+
+    x, mask = torch.randn(2, 33, 64, device=device), torch.rand(2, 33, device=device) < 0.5
+    for stock, ours in ((TorchLinear(64, 48), TritonLinear(64, 48)), (Torch(64, 80), Triton(64, 80))):
+        ours.load_state_dict(stock.state_dict())
+        torch.testing.assert_close(ours.to(device)(x, mask), stock.to(device)(x, mask))
+
+    w1, w2 = (torch.randn(64, 48, device=device, requires_grad=True) for _ in range(2))
+    y = MaskedLinear.apply(x.flatten(0, 1), w1, w2, mask.flatten())
+    expected = torch.where(mask.flatten()[:, None], x.flatten(0, 1) @ w1, x.flatten(0, 1) @ w2)
+    for a, b in zip(*(torch.autograd.grad(z.square().sum(), (w1, w2)) for z in (y, expected)), strict=True):
+        torch.testing.assert_close(a, b)

@@ -204,7 +204,9 @@ def test_opcheck(operator, device):
 def operator_arguments(operator, call: Call):
     """The arguments that the operator has; what the Python function decides by itself (inplace) is not among them."""
     names = [a.name for a in operator._schema.arguments]
-    given = dict(zip(names, call.args, strict=False)) | {k: v for k, v in call.kwargs.items() if k in names}
+    own = OWNERS[operator].arguments
+    args = own(call) if own else call.args
+    given = dict(zip(names, args, strict=False)) | {k: v for k, v in call.kwargs.items() if k in names}
     return tuple(given.get(a.name, a.default_value) for a in operator._schema.arguments[: len(names)])
 
 
@@ -272,7 +274,7 @@ def test_flop_counter(spec):
         if any(t.dim() == 1 for t in call.tensors[:2]):
             continue
         counts = []
-        for function in (spec.call, spec.reference):
+        for function in (spec.call, spec.dense or spec.reference):
             with FlopCounterMode(display=False) as counter:
                 function(*call.args, **call.kwargs)
             counts.append(counter.get_total_flops())

@@ -30,6 +30,13 @@ def rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return matmuls.inplace_softmax(y, 3, 4)
 
 
+def experts(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    plan: matmuls.MaskPlan = matmuls.mask_plan(mask)
+    y: torch.Tensor = matmuls.masked_linear(x, w, w, plan, w[0], w[1])
+    y = matmuls.masked_ffn(y, w, w, w, w, w, w, mask, recompute=True)
+    return matmuls.MaskedLinear.apply(y, w, w, plan)
+
+
 def facts() -> tuple[list[int], dict[str, Any]]:
     custom_mm.set_workspace_size(custom_mm.workspace_size())
     return [w["nbytes"] for h in custom_mm.handle_info() for w in h["workspaces"]], custom_mm.build_info()

@@ -1,0 +1,1 @@
+"""Triton kernels, one file per operation, and their configurations. Imported when a CUDA tensor first needs them."""

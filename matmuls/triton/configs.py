@@ -1,0 +1,281 @@
+"""Which tiles a kernel runs with: the user's file, the shipped file, the nearest shipped shape, a safe default.
+
+`matmuls tune` writes the user's file, one for each GPU model, in the user's cache directory. Files are JSON and not
+trusted: what is broken, foreign or oversized is reported once and ignored.
+"""
+
+import functools
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from .launch import INTERPRETED
+
+SCHEMA = 1
+LARGEST_FILE = 1 << 20  # bytes; a thousand entries are a fifth of it
+NEAR = 3.0  # how many doublings of M, K and N together a shipped shape may be away
+SHIPPED = Path(__file__).parent / "shipped"
+# The kernels that are tuned. K is what the product sums over, N how wide its result is; for masked_weights the rows
+# and columns of the gradient, both of which it writes.
+OPERATORS = (
+    "masked_linear",  # gather and scatter, weights [N, K]: forward
+    "masked_linear_t",  # the same on transposed weights: the gradient of x
+    "masked_weights",  # the gradient of the weights
+    "masked_ffn_gate_up",
+    "masked_ffn_down",  # scatter alone
+    "masked_ffn_gradient",
+    "masked_ffn_input",  # the gradient of x, two products into one sum
+)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One configuration. rows x columns of the result a tile, depth of the sum a step."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 8
+    stages: int = 3
+    group: int = 8  # row tiles that share a pass over the columns
+    persistent: bool = False  # as many programs as multiprocessors, each walks over tiles
+    flatten: bool = False  # the walk and the sum are one pipeline: the next tile's loads run under a tile's stores
+    tma: bool = False  # weights through TMA descriptors, on sm_90 and later
+    pieces: int = 1  # a tile's result is stored in so many parts
+    split: int = 1  # of masked_weights: the rows are cut into so many chunks, summed afterwards
+
+    def __post_init__(self) -> None:
+        powers = (self.rows, self.columns, self.depth, self.warps, self.pieces)
+        numbers = (*powers, self.stages, self.group, self.split)
+        if not all(type(n) is int for n in numbers) or not all(
+            type(b) is bool for b in (self.persistent, self.flatten, self.tma)
+        ):
+            raise ValueError(f"expected whole numbers, and true or false, got {self}")
+        if any(n < 1 or n & (n - 1) for n in powers) or not all(16 <= n <= 256 for n in powers[:3]):
+            raise ValueError(f"expected powers of two, tiles between 16 and 256, got {self}")
+        if self.warps > 16 or self.pieces > 8 or not 1 <= self.stages <= 8:
+            raise ValueError(f"expected at most 16 warps, 8 pieces and 8 stages, got {self}")
+        if not 1 <= self.group <= 64 or not 1 <= self.split <= 64:
+            raise ValueError(f"expected a group and a split between 1 and 64, got {self}")
+
+    @property
+    def walk(self) -> int:
+        """0: one tile a program; 1: a loop over tiles; 2: as one pipeline."""
+        return self.persistent + (self.persistent and self.flatten)
+
+
+class Entry(NamedTuple):
+    """What was found fastest for one shape."""
+
+    operator: str
+    k: int
+    n: int
+    m: int  # bucket
+    dtype: str
+    triton: str
+    tiles: Tiles
+    us: float
+    default_us: float
+
+
+def bucket(m: int) -> int:
+    """Row counts that share a configuration: the next power of two, 16 at least, 65536 at most."""
+    return min(65536, max(16, 1 << (m - 1).bit_length()))
+
+
+class Gpu(NamedTuple):
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+@functools.cache
+def gpu(index: int | None) -> Gpu:
+    if INTERPRETED or index is None:
+        return Gpu("interpreter", (8, 0), 4)
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(properties.name, (properties.major, properties.minor), properties.multi_processor_count)
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def file_of(folder: Path, name: str) -> Path:
+    return folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_')}.json"
+
+
+def user_folder() -> Path:
+    from platformdirs import user_cache_path
+
+    return user_cache_path("matmuls") / "tiles"
+
+
+def parse(text: str, name: str) -> list[Entry]:
+    """The entries of a file for the GPU called name. Raises ValueError with what is wrong."""
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"expected an object with schema {SCHEMA}")
+    if content.get("gpu") != name:
+        raise ValueError(f"expected entries for {name}, got {content.get('gpu')!r}")
+    if not isinstance(content.get("entries"), list):
+        raise ValueError("expected a list of entries")
+    return [_entry(e) for e in content["entries"]]
+
+
+def _entry(e: Any) -> Entry:
+    if not isinstance(e, dict) or set(e) != set(Entry._fields):
+        raise ValueError(f"expected an entry of {', '.join(Entry._fields)}, got {e!r:.200}")
+    whole = [e[f] for f in ("k", "n", "m")]
+    if e["operator"] not in OPERATORS or not all(type(n) is int and 0 < n < 1 << 31 for n in whole):
+        raise ValueError(f"expected a known operator and sizes, got {e!r:.200}")
+    if not all(isinstance(e[f], str) for f in ("dtype", "triton")) or not all(
+        isinstance(e[f], int | float) and math.isfinite(e[f]) for f in ("us", "default_us")
+    ):
+        raise ValueError(f"expected a dtype, a Triton version and times, got {e!r:.200}")
+    if not isinstance(e["tiles"], dict) or not set(e["tiles"]) <= {f.name for f in fields(Tiles)}:
+        raise ValueError(f"expected tiles, got {e['tiles']!r:.200}")
+    try:
+        return Entry(**{**e, "tiles": Tiles(**e["tiles"])})
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def read(path: Path, name: str) -> list[Entry]:
+    """The file's entries; none where there is no file, or none that can be used, which is reported."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise ValueError(f"expected at most {LARGEST_FILE} bytes")
+        return parse(content.decode(), name)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(f"matmuls: {path} is ignored: {error}", stacklevel=2)
+        return []
+
+
+def write(path: Path, name: str, entries: Iterable[Entry]) -> None:
+    """The whole file at once: a process that reads meanwhile sees the old one or the new one."""
+    content = {"schema": SCHEMA, "gpu": name, "entries": [{**e._asdict(), "tiles": asdict(e.tiles)} for e in entries]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+@functools.cache
+def _entries(name: str) -> tuple[list[Entry], list[Entry]]:
+    return read(file_of(user_folder(), name), name), read(file_of(SHIPPED, name), name)
+
+
+def reload() -> None:
+    """Read the files again at the next call."""
+    for cached in (_entries, tiles):
+        cached.cache_clear()
+
+
+# -------------------------------------------------------------------------------------------------------------- look-up
+
+
+def choose(
+    mine: list[Entry], shipped: list[Entry], operator: str, m: int, n: int, k: int, dtype: str, version: str
+) -> Tiles | None:
+    """The user's entry for this K, N and Triton and the nearest M, then the nearest shipped one, or none."""
+
+    def distance(e: Entry) -> float:
+        return sum(abs(math.log2(a / b)) for a, b in ((e.m, m), (e.n, n), (e.k, k)))
+
+    own = [e for e in mine if (e.operator, e.k, e.n, e.dtype, e.triton) == (operator, k, n, dtype, version)]
+    if own:
+        return min(own, key=distance).tiles
+    fits = [e for e in shipped if (e.operator, e.dtype) == (operator, dtype) and distance(e) <= NEAR]
+    return min(fits, key=lambda e: (distance(e), e.triton != version)).tiles if fits else None
+
+
+def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bool = False) -> Tiles:
+    """Tiles that fit every GPU of the kind, for elements of so many bytes; on sm_90 those that an H200 liked best."""
+    pieces = 4 if operator == "masked_ffn_gradient" else 1
+    if size > 2:
+        side = 128 if tf32 else 64
+        if m <= 64 and operator != "masked_weights":
+            return Tiles(16 if m <= 16 else 32, 64, 32, warps=4)
+        return Tiles(side, side, 32, warps=8 if tf32 else 4, pieces=min(pieces, 2))
+    if operator == "masked_weights":
+        chosen = Tiles(128, 256, 64) if gpu.capability >= (9, 0) else Tiles(128, 128, 32, stages=4)
+        count = -(-n // chosen.rows) * -(-k // chosen.columns)
+        # as many programs as multiprocessors, with a thousand rows each at least
+        split = max(1, min(gpu.multiprocessors // count, m // 1024, 16))
+        return Tiles(**{**asdict(chosen), "split": split})
+    if m <= 16:
+        return Tiles(16, 64, 128 if operator != "masked_ffn_gate_up" else 64, warps=4, pieces=min(pieces, 2))
+    if m <= 64:
+        return Tiles(64, 64, 64, warps=4, stages=4 if gpu.capability >= (9, 0) else 3, pieces=min(pieces, 2))
+    if gpu.capability < (9, 0):
+        wide = 64 if operator == "masked_ffn_gate_up" else 128
+        return Tiles(128, wide, 32, warps=8, stages=4, pieces=pieces)
+    if operator == "masked_ffn_gate_up":
+        return Tiles(128, 128, 64, pieces=2)
+    if (-(-m // 128) + 1) * -(-n // 256) < gpu.multiprocessors:
+        return Tiles(128, 128, 64, pieces=pieces)
+    return Tiles(128, 256, 64, pieces=pieces)
+
+
+SMALLEST = Tiles(32, 32, 32, warps=4, stages=2)  # for what did not fit after all
+
+
+@functools.lru_cache(maxsize=4096)
+def tiles(operator: str, m: int, n: int, k: int, dtype: torch.dtype, index: int | None, tf32: bool = False) -> Tiles:
+    """What `operator` runs with; m is a bucket."""
+    device = gpu(index)
+    name = str(dtype).removeprefix("torch.")
+    safe = default(operator, m, n, k, dtype.itemsize, device, tf32)
+    if INTERPRETED or index is None:
+        return safe
+    mine, shipped = _entries(device.name)
+    found = choose(mine, shipped, operator, m, n, k, name, triton.__version__)
+    if found is None:
+        _advise(operator, n, k, name, device.name)
+    return found or safe
+
+
+@functools.cache
+def _advise(operator: str, n: int, k: int, dtype: str, name: str) -> None:
+    group = "masked_ffn" if operator.startswith("masked_ffn") else "masked_linear"
+    layer = (n, k) if operator in ("masked_linear_t", "masked_ffn_down", "masked_ffn_input") else (k, n)
+    warnings.warn(
+        f"matmuls: {operator} with K={k}, N={n} in {dtype} is not tuned for {name} and runs with a default; "
+        f"to tune it: matmuls tune {group} --k {layer[0]} --n {layer[1]} --dtype {dtype}",
+        stacklevel=2,
+    )
+
+
+_refused: set[tuple[str, Tiles, int | None]] = set()
+forced: dict[str, Tiles] = {}  # operator -> what the tuner tries just now
+
+
+def run(
+    operator: str, m: int, n: int, k: int, like: torch.Tensor, tf32: bool, attempt: Callable[[Tiles], None]
+) -> None:
+    """`attempt` with the tiles of this shape; where the GPU cannot run them, with the smallest, and says so once."""
+    if operator in forced:
+        attempt(forced[operator])
+        return
+    index = like.device.index
+    chosen = tiles(operator, bucket(m), n, k, like.dtype, index, tf32)
+    if (operator, chosen, index) not in _refused:
+        try:
+            attempt(chosen)
+            return
+        except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError) as error:
+            warnings.warn(f"matmuls: {operator} with {chosen} does not run here: {error}", stacklevel=2)
+            _refused.add((operator, chosen, index))
+    attempt(SMALLEST)

@@ -1,0 +1,273 @@
+"""masked_linear: y[r] = x[r] @ w[r]^T + b[r], w[r] and b[r] the first or the second expert's by the plan.
+
+The gather of x is inside the load and the scatter of y inside the store: one launch, the traffic of one product.
+The gradient of x is the same kernel on transposed weights; those of the weights are products over each expert's rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import Tiles, gpu, run
+from .launch import launch
+from .tiles import accumulate, ahead, rows_at, store_product, tile_at, tiles_of, weight_of
+
+
+@triton.jit(do_not_specialize=["M"])
+def product_kernel(
+    x, w1, w2, v1, v2, b1, b2, y, rows, counts, N, K, sxm, sw1, sw2, sv1, sv2, sym, M,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WALK: tl.constexpr, TMA: tl.constexpr,
+    PIECES: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, PAIRS: tl.constexpr, K_INNER: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n1 = tl.load(counts)
+    EARLY: tl.constexpr = TMA and WALK > 0
+    dw1 = ahead(w1, sw1, N, K, BN, BK, K_INNER, EARLY)
+    dw2 = ahead(w2, sw2, N, K, BN, BK, K_INNER, EARLY)
+    if PAIRS == 2:
+        dv1 = ahead(v1, sv1, N, K, BN, BK, K_INNER, EARLY)
+        dv2 = ahead(v2, sv2, N, K, BN, BK, K_INNER, EARLY)
+    for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
+        start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
+        places = start + tl.arange(0, BM)
+        listed = rows_at(rows, places, start, end, GATHER)
+        at = listed * sxm
+        acc = tl.zeros((BM, BN), tl.float32)
+        w, sw = weight_of(first, dw1, dw2, w1, w2, sw1, sw2, column, N, K, BN, BK, K_INNER, TMA, EARLY)
+        acc = accumulate(acc, x, at, w, sw, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
+        if PAIRS == 2:  # x holds two operands side by side, each with its own weights
+            v, sv = weight_of(first, dv1, dv2, v1, v2, sv1, sv2, column, N, K, BN, BK, K_INNER, TMA, EARLY)
+            acc = accumulate(acc, x + K, at, v, sv, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
+        bias = b1
+        if BIAS:
+            bias = b1 if first else b2
+        target = rows_at(rows, places, start, end, SCATTER) if SCATTER != GATHER else listed
+        store_product(y, acc, bias, target * sym, places < end, column, N, BM, BN, EVEN_N, BIAS, PIECES)
+
+
+@triton.jit(do_not_specialize=["M", "chunk"])
+def weights_kernel(
+    g, x, d1, d2, rows, counts, N, K, sgm, sxm, sd1, sd2, M, chunk,
+    BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, GATHER_G: tl.constexpr,
+    GATHER_X: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dw[N, K] = g^T @ x over each expert's rows, cut into chunks of places of one expert each.
+
+    With SPLIT a chunk leaves its sum in d1[chunk, N, K], in float32; else a chunk is all that an expert has, none
+    included, and the sum is the gradient. No atomics: the result is the same bit by bit each time.
+    """
+    n1 = tl.load(counts)
+    wide, high = tl.cdiv(K, BK), tl.cdiv(N, BN)
+    piece = tl.program_id(0) // (wide * high)
+    within = tl.program_id(0) % (wide * high)
+    group = within // (GROUP * wide) * GROUP
+    height = tl.minimum(high - group, GROUP)
+    row = (group + within % (GROUP * wide) % height) * BN
+    column = within % (GROUP * wide) // height * BK
+    if SPLIT:
+        c1 = tl.cdiv(n1, chunk)
+        used = piece < c1 + tl.cdiv(M - n1, chunk)
+        first = piece < c1
+        start = tl.where(first, piece * chunk, n1 + (piece - c1) * chunk)
+        end = tl.minimum(start + chunk, tl.where(first, n1, M))
+    else:
+        used = True
+        first = (piece == 0) == (2 * n1 >= M)  # the expert with more rows begins, the other fills the gaps
+        start = tl.where(first, 0, n1)
+        end = tl.where(first, n1, M)
+    wanted = (first & FIRST) | ((first == 0) & SECOND)
+    if used & wanted:
+        ns, ks, rs = row + tl.arange(0, BN), column + tl.arange(0, BK), tl.arange(0, BR)
+        acc = tl.zeros((BN, BK), tl.float32)
+        ahead = tl.load(rows + start + rs, mask=start + rs < end, other=0)  # read one step before it is used
+        for place in range(start, end, BR):
+            there = place + rs < end
+            listed = ahead.to(tl.int64)
+            ahead = tl.load(rows + place + BR + rs, mask=place + BR + rs < end, other=0)
+            in_plan = (place + rs).to(tl.int64)
+            from_g = g + (listed if GATHER_G else in_plan)[None, :] * sgm + ns[:, None]
+            from_x = x + (listed if GATHER_X else in_plan)[:, None] * sxm + ks[None, :]
+            left = tl.load(from_g, mask=there[None, :] if EVEN_N else there[None, :] & (ns < N)[:, None], other=0.0)
+            right = tl.load(from_x, mask=there[:, None] if EVEN_K else there[:, None] & (ks < K)[None, :], other=0.0)
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        if SPLIT:
+            to, stride = d1 + piece.to(tl.int64) * N * K, K
+        elif first:
+            to, stride = d1, sd1
+        else:
+            to, stride = d2, sd2
+        at = to + ns.to(tl.int64)[:, None] * stride + ks[None, :]
+        tl.store(at, acc.to(to.dtype.element_ty), mask=(ns < N)[:, None] & (ks < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "chunk"])
+def sum_kernel(x, part, rows, counts, N, sxm, M, chunk, BR: tl.constexpr, BN: tl.constexpr):
+    """part[c, N] = the sum of x's rows in chunk c of the plan."""
+    n1 = tl.load(counts)
+    piece, c1 = tl.program_id(1), tl.cdiv(n1, chunk)
+    first = piece < c1
+    start = tl.where(first, piece * chunk, n1 + (piece - c1) * chunk)
+    end = tl.minimum(start + chunk, tl.where(first, n1, M))
+    ns, rs = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
+    total = tl.zeros((BN,), tl.float32)
+    for place in range(start, end, BR):
+        there = place + rs < end
+        listed = tl.load(rows + place + rs, mask=there, other=0).to(tl.int64)
+        tile = tl.load(x + listed[:, None] * sxm + ns[None, :], mask=there[:, None] & (ns < N)[None, :], other=0.0)
+        total += tl.sum(tile.to(tl.float32), 0)
+    tl.store(part + piece.to(tl.int64) * N + ns, total, mask=ns < N)
+
+
+@triton.jit(do_not_specialize=["M", "chunk"])
+def reduce_kernel(part, d1, d2, counts, size, M, chunk, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr):
+    """d1, d2 = each expert's chunks of part[chunks, size] added up in order; exactly 0 where it has none."""
+    n1 = tl.load(counts)
+    c1 = tl.cdiv(n1, chunk)
+    c2 = tl.cdiv(M - n1, chunk)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    chunk_at = part + at
+    total = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(c1):
+        total += tl.load(chunk_at, mask=inside, other=0.0)
+        chunk_at += size
+    if FIRST:
+        tl.store(d1 + at, total.to(d1.dtype.element_ty), mask=inside)
+    if SECOND:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for _ in range(c2):
+            total += tl.load(chunk_at, mask=inside, other=0.0)
+            chunk_at += size
+        tl.store(d2 + at, total.to(d2.dtype.element_ty), mask=inside)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    return "tf32" if dtype == torch.float32 and torch._C._get_cublas_allow_tf32() else "ieee"
+
+
+def read_rows(x: Tensor) -> Tensor:
+    """x itself where its rows are contiguous, whatever lies between them."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def oriented(*weights: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], bool]:
+    """Weights [N, K] that are all contiguous along K, or all along N, with their other strides. Which, comes last."""
+    if all(w.stride(1) == 1 for w in weights):
+        return weights, tuple(w.stride(0) for w in weights), True
+    if all(w.stride(0) == 1 for w in weights):
+        return weights, tuple(w.stride(1) for w in weights), False
+    weights = tuple(w.contiguous() for w in weights)
+    return weights, tuple(w.stride(0) for w in weights), True
+
+
+def by_tma(tiles: Tiles, weights: tuple[Tensor, ...], strides: tuple[int, ...]) -> bool:
+    """TMA takes addresses and strides of whole 16 bytes."""
+    return (
+        tiles.tma
+        and gpu(weights[0].device.index).capability >= (9, 0)
+        and all(w.data_ptr() % 16 == 0 for w in weights)
+        and all(s > 0 and s * w.element_size() % 16 == 0 for w, s in zip(weights, strides, strict=True))
+    )
+
+
+def programs(tiles: Tiles, m: int, n: int, index: int | None) -> int:
+    """The most tiles that any mask has, or as many programs as run at one time."""
+    count = (-(-m // tiles.rows) + 1) * -(-n // tiles.columns)
+    return min(count, gpu(index).multiprocessors) if tiles.persistent else count
+
+
+def product(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    pair: tuple[Tensor, Tensor] | None = None,
+    operator: str | None = None,
+) -> Tensor:
+    """x[r] @ w[r]^T + b[r] for x [M, K], w1, w2 [N, K]; M, N, K > 0.
+
+    pair: second weights, whose operand lies beside the first in x [M, 2K]. operator "masked_ffn_down" and
+    "masked_ffn_input" take x in the plan's order.
+    """
+    x, M, (N, K) = read_rows(x), x.shape[0], w1.shape
+    weights, strides, k_inner = oriented(w1, w2, *(pair or ()))
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    operator = operator or ("masked_linear" if k_inner else "masked_linear_t")
+    gather = operator in ("masked_linear", "masked_linear_t")
+    precision = precision_of(x.dtype)
+    more = (None, None, 0, 0) if pair is None else (*weights[2:], *strides[2:])
+    if b1 is not None and b2 is not None:
+        b1, b2 = b1.contiguous(), b2.contiguous()
+
+    def attempt(t: Tiles) -> None:
+        args = (x, *weights[:2], *more[:2], b1, b2, y, rows, counts, N, K, x.stride(0), *strides[:2], *more[2:], N)
+        layout = (gather, True, 1 if pair is None else 2, k_inner, K % t.depth == 0, N % t.columns == 0, b1 is not None)
+        shape = (t.rows, t.columns, t.depth, t.group, t.walk, by_tma(t, weights, strides), t.pieces)
+        grid = programs(t, M, N, x.device.index)
+        launch(product_kernel, grid, args, (M,), (*shape, *layout, precision), t.warps, t.stages)
+
+    run(operator, M, N, K, x, precision == "tf32", attempt)
+    return y
+
+
+def weight_gradients(
+    g: Tensor,
+    x: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    first: bool = True,
+    second: bool = True,
+    *,
+    gather_g: bool = True,
+    gather_x: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """g^T @ x over the rows of each expert, [N, K] each for g [M, N], x [M, K]; M, N, K > 0.
+
+    An expert that is not asked for is not computed: its result has no elements.
+    """
+    g, x, M, N, K = read_rows(g), read_rows(x), x.shape[0], g.shape[1], x.shape[1]
+    d1, d2 = (x.new_empty(N if wanted else 0, K) for wanted in (first, second))
+    precision = precision_of(x.dtype)
+
+    def attempt(t: Tiles) -> None:
+        chunk = -(-M // t.split)
+        split = t.split > 1
+        to = (x.new_empty(t.split + 1, N, K, dtype=torch.float32),) * 2 if split else (d1, d2)
+        grid = (t.split + 1 if split else 2) * -(-N // t.rows) * -(-K // t.columns)
+        args = (g, x, *to, rows, counts, N, K, g.stride(0), x.stride(0), K, K)
+        shape = (t.rows, t.columns, t.depth, t.group, gather_g, gather_x, split, first, second)
+        even = (N % t.rows == 0, K % t.columns == 0)
+        launch(weights_kernel, grid, args, (M, chunk), (*shape, *even, precision), t.warps, t.stages)
+        if split:
+            _reduce(to[0], d1, d2, counts, M, chunk, first, second)
+
+    run("masked_weights", M, N, K, x, precision == "tf32", attempt)
+    return d1, d2
+
+
+def _reduce(
+    part: Tensor, d1: Tensor, d2: Tensor, counts: Tensor, M: int, chunk: int, first: bool = True, second: bool = True
+) -> None:
+    size, block = part[0].numel(), 1024
+    args = (part, d1, d2, counts, size)
+    launch(reduce_kernel, -(-size // block), args, (M, chunk), (first, second, block), 4, 3)
+
+
+def sums(x: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    """[2, N]: the sum of each expert's rows of x [M, N], in float32 and then rounded; M, N > 0."""
+    x, (M, N) = read_rows(x), x.shape
+    chunk = max(256, -(-M // 64))
+    chunks, columns = -(-M // chunk) + 1, 128
+    part = x.new_empty(chunks, N, dtype=torch.float32)
+    y = x.new_empty(2, N)
+    launch(
+        sum_kernel, (-(-N // columns), chunks), (x, part, rows, counts, N, x.stride(0)), (M, chunk), (32, columns), 4, 3
+    )
+    _reduce(part, y[0], y[1], counts, M, chunk)
+    return y

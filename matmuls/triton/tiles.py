@@ -1,0 +1,164 @@
+"""What the masked kernels share: which rows a tile holds, and the loop over K.
+
+The plan lists the rows of the first expert, then those of the second. A tile holds rows of one expert alone, so the
+tiles of any mask are at most ceil(M / BM) + 1 a column: a grid of that size serves every mask, the counts stay on the
+device, and a CUDA graph replays with another mask.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tiles_of(n1, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """How many tiles this mask has."""
+    return (tl.cdiv(n1, BM) + tl.cdiv(M - n1, BM)) * tl.cdiv(N, BN)
+
+
+@triton.jit
+def tile_at(tile, n1, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """The tile's first place in the plan, where its expert's places end, its first column, and whose it is.
+
+    GROUP row tiles are walked column by column, so that what runs at one time shares rows and weights in the L2.
+    """
+    t1 = tl.cdiv(n1, BM)
+    high = t1 + tl.cdiv(M - n1, BM)
+    wide = tl.cdiv(N, BN)
+    group = tile // (GROUP * wide) * GROUP
+    height = tl.minimum(high - group, GROUP)
+    within = tile % (GROUP * wide)
+    row = group + within % height
+    first = row < t1
+    start = tl.where(first, row * BM, n1 + (row - t1) * BM)
+    end = tl.where(first, n1, M)
+    return start, end, within // height * BN, first
+
+
+@triton.jit
+def rows_at(rows, places, start, end, LISTED: tl.constexpr):
+    """The rows at these places of the plan; past the end the tile's first one, which is there to be read.
+
+    Without LISTED the operand lies in the plan's order already.
+    """
+    inside = tl.where(places < end, places, start)
+    if LISTED:
+        return tl.load(rows + inside).to(tl.int64)
+    return inside.to(tl.int64)
+
+
+@triton.jit
+def weight_tile(w, sw, column, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr):
+    """Where the loop over K reads columns of w[N, K] from: a TMA descriptor, or pointers [BK, BN]."""
+    if TMA:
+        if K_INNER:
+            return tl.make_tensor_descriptor(w, [N, K], [sw, 1], [BN, BK])
+        else:
+            return tl.make_tensor_descriptor(w, [K, N], [sw, 1], [BK, BN])
+    else:
+        ks = tl.arange(0, BK).to(tl.int64)[:, None]
+        columns = (column + tl.arange(0, BN)).to(tl.int64)[None, :]
+        if K_INNER:
+            return w + columns * sw + ks
+        else:
+            return w + ks * sw + columns
+
+
+@triton.jit
+def ahead(w, sw, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, EARLY: tl.constexpr):
+    """With EARLY the weight's descriptor: a program that walks over tiles makes it once, not a microsecond a tile."""
+    return weight_tile(w, sw, 0, N, K, BN, BK, K_INNER, True) if EARLY else w
+
+
+@triton.jit
+def weight_of(
+    first, d1, d2, w1, w2, sw1, sw2, column, N, K,
+    BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Where the tile's expert's weight is read from, and its stride; d1, d2 as `ahead` made them."""
+    if first:
+        w, sw = w1, sw1
+    else:
+        w, sw = w2, sw2
+    if EARLY:
+        if first:
+            source = d1
+        else:
+            source = d2
+    else:
+        source = weight_tile(w, sw, column, N, K, BN, BK, K_INNER, TMA)
+    return source, sw
+
+
+@triton.jit
+def load_weight(
+    source, sw, column, k, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """[BK, BN] of the weight, zero outside of it."""
+    if TMA:
+        if K_INNER:
+            return source.load([column, k]).T
+        else:
+            return source.load([k, column])
+    else:
+        at = source + (k if K_INNER else k * tl.cast(sw, tl.int64))
+        if EVEN_K and EVEN_N:
+            return tl.load(at)
+        elif EVEN_N:
+            return tl.load(at, mask=(k + tl.arange(0, BK) < K)[:, None], other=0.0)
+        elif EVEN_K:
+            return tl.load(at, mask=(column + tl.arange(0, BN) < N)[None, :], other=0.0)
+        else:
+            inside = (k + tl.arange(0, BK) < K)[:, None] & (column + tl.arange(0, BN) < N)[None, :]
+            return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_rows(at, k, K, BK: tl.constexpr, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(k + tl.arange(0, BK) < K)[None, :], other=0.0)
+
+
+@triton.jit
+def accumulate(
+    acc, x, offsets, source, sw, column, N, K,
+    BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + x[rows] @ w[columns]^T; rows are gathered by the loads themselves."""
+    at = x + offsets[:, None] + tl.arange(0, BK)[None, :]
+    for k in range(0, K, BK):
+        a = load_rows(at, k, K, BK, EVEN_K)
+        b = load_weight(source, sw, column, k, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        at += BK
+    return acc
+
+
+@triton.jit
+def store_tile(y, value, offsets, there, column, N, BN: tl.constexpr, EVEN_N: tl.constexpr):
+    columns = column + tl.arange(0, BN)
+    at = y + offsets[:, None] + columns[None, :]
+    if EVEN_N:
+        tl.store(at, value.to(y.dtype.element_ty), mask=there[:, None])
+    else:
+        tl.store(at, value.to(y.dtype.element_ty), mask=there[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def store_product(
+    y, acc, bias, offsets, there, column, N,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """acc + bias to rows of y. In PIECES: a tile passes shared memory piece by piece, which leaves room for a stage."""
+    if PIECES == 1:
+        if BIAS:
+            columns = column + tl.arange(0, BN)
+            acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        store_tile(y, acc, offsets, there, column, N, BN, EVEN_N)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        store_product(y, left, bias, offsets, there, column, N, BM, BN // 2, EVEN_N, BIAS, PIECES // 2)
+        store_product(y, right, bias, offsets, there, column + BN // 2, N, BM, BN // 2, EVEN_N, BIAS, PIECES // 2)

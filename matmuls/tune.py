@@ -1,0 +1,393 @@
+"""`matmuls tune`: the fastest tiles for a shape on this GPU, found by trying them.
+
+Each trial is checked against torch and timed as a CUDA graph over as many inputs as it takes to leave the L2. Trials
+run in a process of their own: one that crashes or hangs costs its own result and no more. Every result is written down
+as it comes, so that a search goes on where it was stopped. At the end the best and the default run side by side, and
+the default stays unless something is faster.
+"""
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import product
+from operator import attrgetter, ne
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import masked_plain as plain
+from . import measure
+from .triton import configs
+from .triton.configs import Entry, Gpu, Tiles
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FINALISTS = 3
+SHARED = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KB a block
+Measure = Callable[["Problem", list[Tiles]], list[float]]  # seconds of each
+Results = tuple[Tensor, ...]
+
+
+class Problem(NamedTuple):
+    """One kernel on one shape."""
+
+    operator: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+
+class Failed(Exception):
+    """A trial without a result: it was refused, wrong, crashed or hung."""
+
+
+def problems(group: str, k: int, n: int, ms: Sequence[int], dtype: str) -> list[Problem]:
+    """The kernels of masked_linear [K -> N], forward and backward, or of masked_ffn, hidden size K, intermediate N."""
+    shapes = {
+        "masked_linear": [("masked_linear", n, k), ("masked_linear_t", k, n), ("masked_weights", n, k)],
+        "masked_ffn": [
+            ("masked_ffn_gate_up", n, k),
+            ("masked_ffn_down", k, n),
+            ("masked_ffn_gradient", n, k),
+            ("masked_ffn_input", k, n),
+            ("masked_weights", n, k),
+            ("masked_weights", k, n),
+        ],
+    }
+    if group not in shapes:
+        raise ValueError(f"there is nothing to tune named {group}; there are {', '.join(shapes)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is {', '.join(DTYPES)}, got {dtype}")
+    if min((k, n, *ms)) < 1:
+        raise ValueError(f"--k, --n and --m are at least 1, got {min((k, n, *ms))}")
+    found = [Problem(op, m, n_, k_, dtype) for m in ms for op, n_, k_ in shapes[group]]
+    return list(dict.fromkeys(found))
+
+
+# -------------------------------------------------------------------------------------------------------------- space
+
+
+def _fits(t: Tiles, p: Problem, gpu: Gpu) -> bool:
+    size, sums = DTYPES[p.dtype].itemsize, 2 if p.operator == "masked_ffn_gate_up" else 1
+    sizes: tuple[tuple[int, int], ...]
+    if p.operator == "masked_weights":
+        stage = t.depth * (t.rows + t.columns)
+        sizes = ((t.rows, p.n), (t.columns, p.k))
+    else:
+        stage = t.depth * (t.rows + sums * t.columns)
+        sizes = ((t.rows, p.m), (t.columns, p.n), (t.depth, p.k))
+    kilobytes = SHARED.get(gpu.capability, SHARED.get((gpu.capability[0], 0), 99))
+    numbers = sums * t.rows * t.columns // (32 * t.warps)  # of the sum in a thread's registers
+    return (
+        t.stages * stage * size <= kilobytes * 1024
+        and 8 <= numbers <= (160 if sums == 1 and t.pieces > 1 else 128)
+        and all(tile <= max(16, 2 * have) for tile, have in sizes)
+    )
+
+
+def candidates(p: Problem, gpu: Gpu) -> list[Tiles]:
+    """What is worth a trial: the default first, then what differs from it least."""
+    default = configs.default(p.operator, configs.bucket(p.m), p.n, p.k, DTYPES[p.dtype].itemsize, gpu)
+    small = (16, 32) if p.m <= 64 and p.operator != "masked_weights" else ()
+    sides, depths = (*small, 64, 128, 256), (32, 64, 128)
+    found = set()
+    if p.operator == "masked_weights":
+        splits = sorted({1, 2, 3, 4, 6, 8, 12, 16, default.split})
+        for rows, columns, depth, warps, stages, group, split in product(
+            sides, sides, depths, (4, 8), (3, 4, 5), (4, 8), splits
+        ):
+            if split <= max(1, p.m // 512):
+                found.add(Tiles(rows, columns, depth, warps, stages, group, split=split))
+    else:
+        loops = ((False, False), (True, False), (True, True))
+        for rows, columns, depth, warps, stages, group, (persistent, flatten), tma, pieces in product(
+            sides, sides, depths, (4, 8), (3, 4, 5), (4, 8, 16), loops, (False, True), (1, 2, 4)
+        ):
+            if tma and gpu.capability < (9, 0):
+                continue
+            if pieces > 1 and not flatten and p.operator not in ("masked_ffn_gate_up", "masked_ffn_gradient"):
+                continue  # elsewhere its use is the shared memory that it leaves to the next tile's loads
+            found.add(Tiles(rows, columns, depth, warps, stages, group, persistent, flatten, tma, pieces))
+
+    def order(t: Tiles) -> tuple[int, list[int]]:
+        return differences(t, default), [int(x) for x in values_of(t)]
+
+    return [default, *sorted((t for t in found - {default} if _fits(t, p, gpu)), key=order)]
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+
+@dataclass
+class Journal:
+    """Every trial so far, in a file of one line each: what a stopped search goes on from."""
+
+    path: Path
+    version: str = triton.__version__
+    seconds: dict[tuple[Problem, Tiles], float | None] = field(default_factory=dict)  # None: it failed
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            return
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                e = json.loads(line)
+                if e["triton"] == self.version:
+                    self.seconds[Problem(**e["problem"]), Tiles(**e["tiles"])] = e["seconds"]
+            except (ValueError, TypeError, KeyError):
+                continue  # a line cut short by the stop
+
+    def note(self, problem: Problem, tiles: Tiles, seconds: float | None, why: str = "") -> None:
+        self.seconds[problem, tiles] = seconds
+        line = {"problem": problem._asdict(), "tiles": asdict(tiles), "seconds": seconds, "triton": self.version}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**line, "why": why[:200]} if why else line) + "\n")
+
+
+values_of = attrgetter(*(f.name for f in fields(Tiles)))
+
+
+def differences(a: Tiles, b: Tiles) -> int:
+    """In how many fields."""
+    return sum(map(ne, values_of(a), values_of(b)))
+
+
+def search(
+    problem: Problem,
+    tried: Sequence[Tiles],
+    measure_: Measure,
+    journal: Journal,
+    budget: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[tuple[Tiles, float | None]]:
+    """Trials with their seconds until the budget is spent: the first, then what differs least from the best so far.
+
+    What is in the journal is known already and costs nothing.
+    """
+    begin = clock()
+    known = {t: journal.seconds[problem, t] for t in tried if (problem, t) in journal.seconds}
+    rest = [t for t in tried if t not in known]
+    leader, lead = tried[0], float("inf")
+    for tiles, seconds in known.items():
+        if seconds is not None and seconds < lead:
+            leader, lead = tiles, seconds
+    while rest and clock() - begin <= budget:
+        tiles = min(rest, key=lambda t: differences(t, leader))  # the first of them: the list's order decides
+        rest.remove(tiles)
+        try:
+            (seconds,) = measure_(problem, [tiles])
+            journal.note(problem, tiles, seconds)
+            if seconds < lead:
+                leader, lead = tiles, seconds
+        except Failed as error:
+            seconds = None
+            journal.note(problem, tiles, None, str(error))
+        yield tiles, seconds
+
+
+def best(problem: Problem, default: Tiles, measure_: Measure, journal: Journal) -> Entry:
+    """The fastest of the best trials and the default, side by side; the default where nothing is faster."""
+    known = {t: s for (p, t), s in journal.seconds.items() if p == problem and s is not None and t != default}
+    finalists = [default, *sorted(known, key=lambda t: known[t])[:FINALISTS]]
+    try:
+        times = measure_(problem, finalists)
+    except Failed:  # in company; alone each of them had a result
+        times = [journal.seconds.get((problem, t)) or float("inf") for t in finalists]
+    fastest = min(range(len(finalists)), key=lambda i: times[i])
+    m = configs.bucket(problem.m)
+    us, default_us = (round(t * 1e6, 3) if t < float("inf") else 0.0 for t in (times[fastest], times[0]))
+    op, _, n, k, dtype = problem
+    return Entry(op, k, n, m, dtype, journal.version, finalists[fastest], us, default_us)
+
+
+def merge(path: Path, name: str, new: Sequence[Entry]) -> None:
+    """The new entries into the user's file, in place of older ones of the same shape."""
+    entries = {e[:6]: e for e in (*configs.read(path, name), *new)}
+    configs.write(path, name, sorted(entries.values(), key=lambda e: e[:6]))
+
+
+# ----------------------------------------------------------------------------------------------------------- a process
+
+
+def _serve(connection: Any, measure_: Measure) -> None:
+    while (job := connection.recv()) is not None:
+        try:
+            connection.send(("seconds", measure_(*job)))
+        except Failed as error:
+            connection.send(("failed", str(error)))
+        except Exception as error:  # the GPU may be in no state to go on: the next trial gets a new process
+            connection.send(("crashed", f"{type(error).__name__}: {error}"))
+            return
+
+
+class Process:
+    """`measure` in a process of its own, a new one after a crash or when a trial takes too long."""
+
+    def __init__(self, measure_: Measure, limit: float = 120.0) -> None:
+        self._measure, self._limit = measure_, limit
+        self._process: Any = None
+        self._connection: Any = None
+
+    def __call__(self, problem: Problem, tiles: list[Tiles]) -> list[float]:
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+            self._connection, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs, self._measure), daemon=True)
+            self._process.start()
+            theirs.close()
+        try:
+            self._connection.send((problem, tiles))
+            if not self._connection.poll(self._limit):
+                raise Failed(f"no result in {self._limit:.0f} s")
+            kind, answer = self._connection.recv()
+        except (EOFError, OSError, Failed) as error:
+            code = self._process.exitcode
+            self.close()
+            raise Failed(str(error) or f"the process died, exit code {code}") from None
+        if kind == "crashed":
+            self.close()
+        if kind != "seconds":
+            raise Failed(answer)
+        return list(answer)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+def _call(p: Problem, seed: int, device: str = "cuda") -> tuple[Callable[[], Results], Callable[[], Results]]:
+    """One kernel on random inputs, and the same by torch. Half of the rows are the first expert's, at random."""
+    from .triton import masked_ffn, masked_linear
+    from .triton.mask_plan import plan
+
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).div_(shape[-1] ** 0.25).to(DTYPES[p.dtype])
+
+    rows, counts = plan(torch.rand(p.m, generator=generator, device=device) < 0.5)
+    order = rows.long()
+    first = torch.zeros(p.m, 1, dtype=torch.bool, device=device)
+    first[order] = (torch.arange(p.m, device=device) < counts[0])[:, None]
+    by = plain.Blend(first)
+
+    def unsorted(x: Tensor) -> Tensor:
+        return torch.empty_like(x).index_copy_(0, order, x)
+
+    name, m, n, k, _ = p
+    if name == "masked_weights":
+        g, x = draw(m, n), draw(m, k)
+        return (
+            lambda: masked_linear.weight_gradients(g, x, rows, counts),
+            lambda: by.weights(g, x, True, True),
+        )
+    if name == "masked_linear":
+        x, w, u = draw(m, k), draw(n, k), draw(n, k)
+        return lambda: (masked_linear.product(x, w, u, rows, counts),), lambda: (by.linear(x, w, u),)
+    if name == "masked_linear_t":
+        x, w, u = draw(m, k), draw(k, n).T, draw(k, n).T
+        return lambda: (masked_linear.product(x, w, u, rows, counts),), lambda: (by.linear(x, w, u),)
+    if name == "masked_ffn_down":
+        x, w, u = draw(m, k), draw(n, k), draw(n, k)
+        return (
+            lambda: (masked_linear.product(x, w, u, rows, counts, operator=name),),
+            lambda: (by.linear(unsorted(x), w, u),),
+        )
+    if name == "masked_ffn_input":
+        x, w, u, v, z = draw(m, 2 * k), draw(k, n).T, draw(k, n).T, draw(k, n).T, draw(k, n).T
+        return (
+            lambda: (masked_linear.product(x, w, u, rows, counts, pair=(v, z), operator=name),),
+            lambda: (by.linear(unsorted(x), torch.cat([w, v], 1), torch.cat([u, z], 1)),),
+        )
+    if name == "masked_ffn_gate_up":
+        x, w1, w3, u1, u3 = draw(m, k), draw(n, k), draw(n, k), draw(n, k), draw(n, k)
+
+        def expected() -> Results:
+            gate, up = by.linear(x, w1, u1)[order], by.linear(x, w3, u3)[order]
+            return torch.nn.functional.silu(gate) * up, torch.cat([gate, up], 1)
+
+        return lambda: masked_ffn.gate_up(x, w1, w3, u1, u3, rows, counts, True), expected
+    dy, w2, u2, t = draw(m, k), draw(k, n), draw(k, n), draw(m, 2 * n)
+
+    def gradients() -> Results:
+        g = by.linear(dy, w2.T, u2.T)[order]
+        gate, up = t.chunk(2, 1)
+        s = gate.sigmoid()
+        silu = gate * s
+        return torch.cat([g * up * (s + silu * (1 - s)), g * silu], 1), silu * up
+
+    return lambda: masked_ffn.hidden_gradients(dy, w2, u2, t, rows, counts), gradients
+
+
+def check(p: Problem, tiles: Tiles, ours: Results, truth: Results) -> None:
+    """Raises where a result is not torch's, but for the roundings of the dtype."""
+    allowed = max(4 * torch.finfo(DTYPES[p.dtype]).eps, 1e-5)
+    for mine, other in zip(ours, truth, strict=True):
+        off = (torch.linalg.vector_norm(mine.float() - other.float()) / torch.linalg.vector_norm(other.float())).item()
+        if not off <= allowed:
+            raise Failed(f"{p.operator} with {tiles} is off by {off:.2e}, {allowed:.2e} allowed")
+
+
+@torch.no_grad()
+def measure_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
+    """Seconds of each, checked before."""
+    size = DTYPES[p.dtype].itemsize * (p.m * (p.n + p.k) + 2 * p.n * p.k)
+    sets = max(1, min(16, -(-2 * measure.l2_bytes(torch.device("cuda")) // size)))
+    calls = [_call(p, seed) for seed in range(sets)]
+    truth = calls[0][1]()
+    rivals = []
+    try:
+        for t in tiles:
+
+            def run(t: Tiles = t, ours: Callable[[], Results] = calls[0][0]) -> Results:
+                configs.forced[p.operator] = t
+                return ours()
+
+            torch.use_deterministic_algorithms(True)  # results start as NaN: what is not written is found
+            result = run()
+            torch.use_deterministic_algorithms(False)
+            check(p, t, result, truth)
+            rivals.append([lambda t=t, ours=ours, run=run: run(t, ours) for ours, _ in calls])
+        return [timing.seconds for timing in measure.time_on_gpu(rivals, 0.05)]
+    except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError) as error:
+        raise Failed(str(error)) from None
+    finally:
+        configs.forced.pop(p.operator, None)
+        torch.use_deterministic_algorithms(False)
+
+
+def tune(
+    todo: Sequence[Problem],
+    gpu: Gpu,
+    folder: Path,
+    measure_: Measure,
+    budget: float,
+    report: Callable[[Problem, Tiles, float | None], None] = lambda *_: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Entry]:
+    """Search every problem within its share of the budget; each winner is in the user's file as soon as it is known."""
+    path = configs.file_of(folder, gpu.name)
+    journal = Journal(path.with_suffix(".trials.jsonl"))
+    entries = []
+    end = clock() + budget
+    for at, problem in enumerate(todo):
+        tried = candidates(problem, gpu)
+        share = (end - clock()) / (len(todo) - at)
+        for tiles, seconds in search(problem, tried, measure_, journal, share, clock):
+            report(problem, tiles, seconds)
+        entries.append(best(problem, tried[0], measure_, journal))
+        merge(path, gpu.name, entries[-1:])
+    configs.reload()
+    return entries

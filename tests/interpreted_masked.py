@@ -1,0 +1,191 @@
+"""The Triton kernels of the masked family under Triton's interpreter; run by test_masked.py in a process of its own.
+
+The interpreter is chosen when triton is imported, by TRITON_INTERPRET=1. The operators then go to the kernels on CPU
+tensors too: forward, backward and double backward are those that a GPU runs.
+"""
+
+import os
+
+import pytest
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from matmuls import mask_plan, masked, masked_ffn, masked_linear
+from matmuls.triton import configs, launch
+from matmuls.triton import masked_linear as kernels
+
+ROWS = (1, 7, 64, 127, 129)
+
+
+def masks(m):
+    r = torch.arange(m)
+    yield from (r < 0, r >= 0, r == m // 2, (r >= m // 5) & (r < m // 5 + m // 2), r * 8 // m % 2 == 1)
+    yield torch.rand(m, generator=torch.Generator().manual_seed(m)) < 0.5
+
+
+@pytest.fixture(autouse=True)
+def through_the_kernels(monkeypatch):
+    monkeypatch.setattr(
+        masked, "_by_triton", lambda x, *sizes: x.dtype != torch.float64 and all(sizes) and x.numel() > 0
+    )
+    ran = []
+
+    def counted(kernel, *args):
+        ran.append(kernel.__name__)
+        launch.launch(kernel, *args)
+
+    for module in ("mask_plan", "masked_linear", "masked_ffn"):
+        monkeypatch.setattr(f"matmuls.triton.{module}.launch", counted)
+    real = torch.Tensor.new_empty, torch.empty
+
+    def poisoned(t):
+        return t.fill_(float("nan")) if t.is_floating_point() and t.device.type == "cpu" else t
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poisoned(real[0](*a, **k)))
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poisoned(real[1](*a, **k)))
+    yield ran
+    assert ran
+
+
+def error(x, truth):
+    assert x.isfinite().all()
+    scale = truth.norm().item()
+    return (x.double() - truth).norm().item() / scale if scale else x.double().norm().item()
+
+
+def compare(function, *tensors):
+    """Results and gradients by the kernels against the plain path in float64; the gradients."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    y, truth = function(*leaves), function(*wide)
+    dy = torch.randn(y.shape).to(y.dtype)
+    found, expected = torch.autograd.grad(y, leaves, dy), torch.autograd.grad(truth, wide, dy.double())
+    for x, t in zip((y, *found), (truth, *expected), strict=True):
+        assert x.dtype == y.dtype
+        assert error(x, t) < (1e-6 if y.dtype == torch.float32 else 1e-3)
+    return found
+
+
+@pytest.mark.parametrize("m", [*ROWS, 3000])
+def test_plan(m):
+    for mask in masks(m):
+        rows, counts, _ = mask_plan(mask)
+        expected = torch.cat([mask.nonzero().squeeze(1), (~mask).nonzero().squeeze(1)])
+        assert torch.equal(rows.long(), expected)
+        assert counts.tolist() == [mask.sum().item(), m - mask.sum().item()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("m", ROWS)
+def test_linear(m, dtype):
+    torch.manual_seed(m)
+    k, n = 40, 33
+    tensors = [t.to(dtype) for t in (torch.randn(m, k), *torch.randn(2, n, k) / k**0.5, *torch.randn(2, n))]
+    for mask in masks(m):
+        _, d1, d2, e1, e2 = compare(lambda x, w1, w2, b1, b2, p=mask: masked_linear(x, w1, w2, p, b1, b2), *tensors)
+        if mask.all():  # an expert without rows: exactly zero
+            assert d2.count_nonzero() == e2.count_nonzero() == 0
+        if not mask.any():
+            assert d1.count_nonzero() == e1.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("m", ROWS)
+def test_ffn(m, dtype):
+    torch.manual_seed(m)
+    d, h = 24, 40
+    weights = [torch.randn(*s) / s[1] ** 0.5 for s in ((h, d), (d, h), (h, d)) * 2]
+    tensors = [t.to(dtype) for t in (torch.randn(m, d), *weights)]
+    for n, mask in enumerate(masks(m)):
+        plan = mask_plan(mask)
+        compare(lambda *args, p=plan, again=n % 2 == 1: masked_ffn(*args, p, again), *tensors)
+
+
+TILES = [
+    configs.Tiles(16, 16, 16, stages=2, warps=4),
+    configs.Tiles(32, 64, 32, persistent=True),
+    configs.Tiles(32, 64, 32, persistent=True, flatten=True, pieces=4, group=1),
+    configs.Tiles(64, 32, 16, pieces=2, tma=True),
+    configs.Tiles(32, 32, 32, persistent=True, flatten=True, tma=True, split=3),
+    configs.Tiles(64, 64, 64, split=4),
+]
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_every_field_of_a_configuration(tiles, monkeypatch):
+    """Sizes that the tiles divide and sizes that they do not; TMA too, which the interpreter knows."""
+    monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles))
+    monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
+    for m, k, n in ((100, 64, 128), (75, 40, 24), (33, 19, 50)):
+        mask = torch.rand(m) < 0.4
+        x, w1, w2 = torch.randn(m, k), torch.randn(n, k), torch.randn(n, k)
+        compare(lambda x, w1, w2, p=mask: masked_linear(x, w1, w2, p), x, w1, w2)
+        weights = [torch.randn(*s) / s[1] ** 0.5 for s in ((n, k), (k, n), (n, k)) * 2]
+        compare(lambda *args, p=mask: masked_ffn(*args, p), x, *weights)
+
+
+def test_strides():
+    """Rows that lie apart, rows whose elements do, weights of every orientation."""
+    x, w1, w2 = torch.randn(50, 20), torch.randn(30, 20), torch.randn(30, 20)
+    mask = torch.rand(50) < 0.5
+    truth = masked_linear(x.double(), w1.double(), w2.double(), mask)
+    apart = torch.randn(50, 26)
+    apart[:, 3:23] = x
+    for x_ in (x, apart[:, 3:23], x.T.contiguous().T):
+        for a, b in ((w1, w2), (w1.T.contiguous().T, w2.T.contiguous().T), (w1, w2.T.contiguous().T)):
+            assert error(masked_linear(x_, a, b, mask), truth) < 1e-6
+    row = torch.randn(20)
+    y = masked_linear(row.expand(50, 20), w1, w2, mask)
+    assert error(y, masked_linear(row.double().expand(50, 20), w1.double(), w2.double(), mask)) < 1e-6
+
+
+def test_nan_stays_with_its_expert():
+    x, w1, w2 = torch.randn(40, 16), torch.randn(24, 16), torch.randn(24, 16)
+    mask = torch.arange(40) % 2 == 0
+    x[0] = float("nan")  # the row that places past the end stand in for
+    leaves = [t.requires_grad_() for t in (x, w1, w2)]
+    y = masked_linear(*leaves, mask)
+    y.sum().backward()
+    assert y[0].isnan().all()
+    assert y[1:].isfinite().all()
+    assert w1.grad.isnan().all()
+    assert w2.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("frozen", ["w1", "w2"])
+def test_a_frozen_expert_is_not_computed(frozen, through_the_kernels):
+    x, w1, w2 = torch.randn(40, 16), torch.randn(24, 16), torch.randn(24, 16)
+    mask = torch.rand(40) < 0.5
+    (w2 if frozen == "w1" else w1).requires_grad_()
+    masked_linear(x, w1, w2, mask).sum().backward()
+    assert through_the_kernels.count("product_kernel") == 1  # no gradient of x either
+    d1, d2 = torch.ops.custom_mm.masked_weights(
+        torch.randn(40, 24), x, *mask_plan(mask)[:2], frozen != "w1", frozen != "w2"
+    )
+    assert (d1.numel() == 0) == (frozen == "w1")
+    assert (d2.numel() == 0) == (frozen == "w2")
+
+
+def test_double_backward():
+    x, w1, w2 = (torch.randn(*s, requires_grad=True) for s in ((20, 16), (24, 16), (24, 16)))
+    mask = torch.rand(20) < 0.5
+
+    def twice(*leaves):
+        (dx,) = torch.autograd.grad(masked_linear(*leaves, mask).square().sum(), leaves[0], create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), leaves)
+
+    wide = twice(*(t.detach().double().requires_grad_() for t in (x, w1, w2)))
+    for ours, truth in zip(twice(x, w1, w2), wide, strict=True):
+        assert error(ours, truth) < 1e-5
+
+
+@pytest.mark.parametrize("operator", configs.OPERATORS)
+def test_what_the_tuner_checks_against(operator):
+    from matmuls import tune
+
+    problem = tune.Problem(operator, 70, 24, 40, "float32")
+    ours, truth = tune._call(problem, 0, "cpu")
+    tune.check(problem, configs.SMALLEST, ours(), truth())
+    with pytest.raises(tune.Failed, match="is off by"):
+        tune.check(problem, configs.SMALLEST, ours(), tuple(t * 1.001 for t in truth()))

@@ -1,0 +1,302 @@
+"""What the table cannot say of the masked family: masks, plans, frozen experts, graphs, modules, the Triton kernels."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import matmuls
+from matmuls import mask_plan, masked_ffn, masked_linear
+from matmuls.nn import MaskedFFN, MaskedLinear
+
+ROWS = (1, 7, 64, 127, 129, 8192)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def masks(m, device="cpu"):
+    r = torch.arange(m, device=device)
+    yield from (r < 0, r >= 0, r == m // 2, (r >= m // 5) & (r < m // 5 + m // 2), r * 32 // m % 2 == 1)
+    yield torch.rand(m, generator=torch.Generator().manual_seed(m)).to(device) < 0.5
+
+
+def draw(*shape, dtype=torch.float64, device="cpu"):
+    return torch.randn(shape, dtype=torch.float64).div_(shape[-1] ** 0.5).to(dtype).to(device)
+
+
+def close(x, truth, dtype, terms=0):
+    """Within four roundings; float32 in a sum of so many terms, one after the other, within the root of them more."""
+    assert x.isfinite().all()
+    off = (x.double() - truth).norm() / truth.norm().clamp_min(1e-30)
+    assert off <= (4 + (terms**0.5 if dtype == torch.float32 else 0)) * torch.finfo(dtype).eps
+
+
+@pytest.fixture
+def poisoned():
+    """Every torch.empty starts as NaN: a row that nobody wrote fails the comparison."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def test_kernels_under_the_interpreter():
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "interpreted_masked.py"],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert run.stdout.count(".") > 40  # as many tests, none skipped
+
+
+@pytest.mark.parametrize("m", [0, *ROWS, 1 << 21])
+def test_plan_is_a_stable_partition(m, device):
+    for mask in masks(m, device) if m else [torch.zeros(0, dtype=torch.bool, device=device)]:
+        plan = mask_plan(mask)
+        assert torch.equal(plan.rows.long(), torch.cat([mask.nonzero().squeeze(1), (~mask).nonzero().squeeze(1)]))
+        assert plan.counts.tolist() == [mask.sum().item(), m - mask.sum().item()]
+        assert plan.rows.dtype == plan.counts.dtype == torch.int32
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", ROWS)
+def test_every_mask(m, dtype, device, poisoned):
+    """Each row's own product, and its own alone; 40 and 33 are no multiples of 16."""
+    k, n = 40, 33
+    x, w1, w2 = draw(m, k), draw(n, k), draw(n, k)
+    b1, b2 = draw(n), draw(n)
+    given = [t.to(dtype).to(device).requires_grad_() for t in (x, w1, w2, b1, b2)]
+    wide = [t.detach().cpu().double().requires_grad_() for t in given]
+    for mask in masks(m):
+        y = masked_linear(*given[:3], mask_plan(mask.to(device)), *given[3:])
+        truth = torch.where(mask[:, None], F.linear(wide[0], wide[1], wide[3]), F.linear(wide[0], wide[2], wide[4]))
+        close(y.cpu(), truth, dtype)
+        grad = draw(m, n, dtype=dtype)
+        found = torch.autograd.grad(y, given, grad.to(device))
+        for ours, expected in zip(found, torch.autograd.grad(truth, wide, grad.double()), strict=True):
+            close(ours.cpu(), expected, dtype, terms=m)
+            assert ours.dtype == dtype
+            if not expected.any():
+                assert ours.count_nonzero() == 0  # exactly
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", [7, 129])
+def test_every_mask_of_an_ffn(m, dtype, recompute, device, poisoned):
+    d, h = 24, 40
+    up, down = (h, d), (d, h)
+    given = [draw(m, d), *(draw(*s) for s in (up, down, up, up, down, up))]
+    given = [t.to(dtype).to(device).requires_grad_() for t in given]
+    wide = [t.detach().cpu().double().requires_grad_() for t in given]
+    for mask in masks(m):
+        y = masked_ffn(*given, mask.to(device), recompute)
+        x, *w = wide
+        truth = torch.where(
+            mask[:, None],
+            F.linear(F.silu(F.linear(x, w[0])) * F.linear(x, w[2]), w[1]),
+            F.linear(F.silu(F.linear(x, w[3])) * F.linear(x, w[5]), w[4]),
+        )
+        grad = draw(m, d, dtype=dtype)
+        found = torch.autograd.grad(y, given, grad.to(device))
+        expected = torch.autograd.grad(truth, wide, grad.double())
+        for ours, t in zip((y, *found), (truth, *expected), strict=True):
+            close(ours.detach().cpu(), t.detach(), dtype)
+            if not t.any():
+                assert ours.count_nonzero() == 0
+
+
+def test_a_plan_serves_many_calls(device):
+    x, w1, w2 = (draw(*s, device=device).requires_grad_() for s in ((12, 8), (8, 8), (8, 8)))
+    mask = torch.arange(12, device=device) % 3 == 0
+    plan = mask_plan(mask)
+    y = masked_linear(masked_linear(x, w1, w2, plan), w2, w1, plan)
+    expected = masked_linear(masked_linear(x, w1, w2, mask), w2, w1, mask)
+    assert torch.equal(y, expected)
+    for n in (0, 12):  # what the host knows changes no value and no gradient
+        mask = torch.full((12,), n == 12, device=device)
+        pair = [masked_linear(x, w1, w2, p) for p in (mask_plan(mask), mask_plan(mask, known=n))]
+        grads = [torch.autograd.grad(y.square().sum(), (x, w1, w2)) for y in pair]
+        for a, b in zip((pair[0], *grads[0]), (pair[1], *grads[1]), strict=True):
+            torch.testing.assert_close(a, b)
+        assert grads[1][1 if n == 0 else 2].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("frozen", range(7))
+def test_a_frozen_weight_is_not_computed(frozen, device):
+    args = [draw(*s, device=device) for s in ((9, 4), (5, 4), (4, 5), (5, 4), (5, 4), (4, 5), (5, 4))]
+    mask = torch.arange(9, device=device) % 2 == 0
+
+    def flops(requires):
+        leaves = [a.clone().requires_grad_(r) for a, r in zip(args, requires, strict=True)]
+        y = masked_ffn(*leaves, mask)
+        with FlopCounterMode(display=False) as counter:
+            y.sum().backward()
+        assert [a.grad is not None for a in leaves] == requires
+        return counter.get_total_flops()
+
+    one = 2 * 9 * 4 * 5  # a weight's gradient, of both experts
+    alone = flops([n == frozen for n in range(7)])
+    assert alone == (3 if frozen == 0 else 2) * one  # G, and what is asked for: two products into x, else one
+
+
+def test_frozen_weights_of_a_linear(device):
+    x, w1, w2 = (draw(*s, device=device) for s in ((9, 4), (5, 4), (5, 4)))
+    mask = torch.arange(9, device=device) % 2 == 0
+    for requires in ((True, False, False), (False, True, False), (False, False, True)):
+        leaves = [a.clone().requires_grad_(r) for a, r in zip((x, w1, w2), requires, strict=True)]
+        masked_linear(*leaves, mask).sum().backward()
+        assert [a.grad is not None for a in leaves] == list(requires)
+
+
+def test_nan_stays_with_its_row_and_expert(device):
+    for dtype in (torch.float64, torch.float32):
+        x, w1, w2 = (draw(*s, dtype=dtype, device=device) for s in ((40, 16), (24, 16), (24, 16)))
+        x[0] = float("nan")
+        for t in (x, w1, w2):
+            t.requires_grad_()
+        y = masked_linear(x, w1, w2, torch.arange(40, device=device) % 2 == 0)
+        y.sum().backward()
+        assert y[0].isnan().all()
+        assert y[1:].isfinite().all()
+        assert w1.grad.isnan().all()
+        assert w2.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("make", [lambda: MaskedLinear(8, 6), lambda: MaskedFFN(8, 12), lambda: MaskedFFN(8, 12, True)])
+def test_modules(make, device):
+    torch.manual_seed(0)
+    module = make().to(device)
+    x, mask = torch.randn(2, 5, 8, device=device), torch.rand(2, 5, device=device) < 0.5
+    y = module(x, mask)
+    torch.testing.assert_close(module(x, mask_plan(mask)), y)
+    if isinstance(module, MaskedLinear):
+        expected = torch.where(mask[..., None], module.first(x), module.second(x))
+    else:
+        w, u = (
+            b(F.silu(a(x)) * c(x)) for a, b, c in ((module.w1, module.w2, module.w3), (module.u1, module.u2, module.u3))
+        )
+        expected = torch.where(mask[..., None], w, u)
+    torch.testing.assert_close(y, expected)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, mask), y)
+    y.sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+    copy = make().to(device)
+    copy.load_state_dict(module.state_dict())
+    torch.testing.assert_close(copy(x, mask), y)
+
+
+def test_a_module_of_two_layers():
+    first, second = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    module = MaskedLinear.from_linear(first, second)
+    x, mask = torch.randn(6, 4), torch.arange(6) < 2
+    torch.testing.assert_close(module(x, mask), torch.where(mask[:, None], first(x), second(x)))
+    assert {id(p) for p in module.parameters()} == {id(p) for m in (first, second) for p in m.parameters()}
+    with pytest.raises(ValueError, match="MaskedLinear: expected two layers of one shape"):
+        MaskedLinear.from_linear(first, torch.nn.Linear(4, 3, bias=False))
+
+
+def test_compiled_without_a_graph_break_nor_a_recompilation(device):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def layer(x, w1, w2, mask):
+        plan = mask_plan(mask)
+        return masked_linear(masked_linear(x, w1, w2, plan), w2, w1, plan)
+
+    x, w1, w2 = (draw(*s, dtype=torch.float32, device=device).requires_grad_() for s in ((12, 8), (8, 8), (8, 8)))
+    for mask in masks(12, device):
+        y = layer(x, w1, w2, mask)
+        y.sum().backward()
+        plan = mask_plan(mask)
+        torch.testing.assert_close(y, masked_linear(masked_linear(x, w1, w2, plan), w2, w1, plan))
+    assert counter.frame_count == 1
+
+
+def test_bad_plans_and_masks():
+    x, w = torch.randn(6, 4), torch.randn(5, 4)
+    with pytest.raises(RuntimeError, match=r"mask_plan: expected a strided mask of torch.bool, got torch.float32"):
+        mask_plan(torch.ones(6))
+    plan = mask_plan(torch.ones(5, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match=r"masked_linear: expected a mask or plan of 6 rows, .* got 5"):
+        masked_linear(x, w, w, plan)
+    wrong = matmuls.MaskPlan(torch.arange(6), torch.tensor([3, 3]))
+    with pytest.raises(RuntimeError, match=r"masked_linear: expected a plan made by mask_plan, got torch.int64"):
+        masked_linear(x, w, w, wrong)
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_replays_with_other_masks(training):
+    m, k, n = 1000, 256, 512
+    x, w1, w2 = (
+        draw(*s, dtype=torch.bfloat16, device="cuda").requires_grad_(training) for s in ((m, k), (n, k), (n, k))
+    )
+    mask = torch.zeros(m, dtype=torch.bool, device="cuda")
+    grad = draw(m, n, dtype=torch.bfloat16, device="cuda")
+
+    def step():
+        y = masked_linear(x, w1, w2, mask)
+        return (y, *torch.autograd.grad(y, (x, w1, w2), grad)) if training else (y,)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for n_ in range(100):
+        share = (0.0, 1.0, 0.05, 0.5)[n_ % 4]
+        mask.copy_(torch.rand(m, device="cuda") < share)
+        for r in results:
+            r.detach().fill_(float("nan"))
+        graph.replay()
+        for ours, eager in zip(results, step(), strict=True):
+            assert torch.equal(ours, eager)
+        truth = torch.where(mask[:, None], F.linear(x.double(), w1.double()), F.linear(x.double(), w2.double()))
+        close(results[0].detach(), truth.detach(), torch.bfloat16)
+
+
+@pytest.mark.cuda
+def test_nothing_waits_for_the_gpu():
+    x, w1, w2 = (draw(*s, dtype=torch.float16, device="cuda").requires_grad_() for s in ((300, 64), (48, 64), (48, 64)))
+    b1, b2 = (draw(48, dtype=torch.float16, device="cuda").requires_grad_() for _ in range(2))
+    ffn = [draw(*s, dtype=torch.float16, device="cuda").requires_grad_() for s in ((96, 64), (64, 96), (96, 64)) * 2]
+    mask = torch.rand(300, device="cuda") < 0.5
+
+    def step():
+        masked_linear(x, w1, w2, mask, b1, b2).sum().backward()
+        masked_ffn(x, *ffn, mask).sum().backward()
+        masked_linear(*(t.detach().double() for t in (x, w1, w2)), mask)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_large(dtype):
+    m, k, n = 40000, 1024, 1000
+    x, w1, w2 = (draw(*s, dtype=dtype, device="cuda") for s in ((m, k), (n, k), (n, k)))
+    for mask in masks(m, "cuda"):
+        y = masked_linear(x, w1, w2, mask)
+        truth = torch.where(mask[:, None], F.linear(x.double(), w1.double()), F.linear(x.double(), w2.double()))
+        close(y, truth, dtype, terms=k)

@@ -1,0 +1,274 @@
+"""Configurations and the search for them; the timer is a fake, the files and the processes are real."""
+
+import json
+import os
+import time
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from matmuls import cli, tune
+from matmuls.triton import configs
+from matmuls.triton.configs import Entry, Gpu, Tiles
+from matmuls.tune import Failed, Journal, Problem
+
+H200 = Gpu("NVIDIA H200", (9, 0), 132)
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108)
+PROBLEM = Problem("masked_linear", 8192, 1024, 1024, "bfloat16")
+SMALL = [Tiles(128, 256, 64), Tiles(128, 128, 64), Tiles(64, 64, 64), Tiles(64, 128, 64, warps=4)]
+
+
+def entry(**changes):
+    e = Entry("masked_linear", 1024, 1024, 8192, "bfloat16", "3.6.0", SMALL[0], 30.0, 31.0)
+    return e._replace(**changes)
+
+
+# ------------------------------------------------------------------------------------------------------------- look-up
+
+
+def choose(mine=(), shipped=(), operator="masked_linear", m=8192, n=1024, k=1024, dtype="bfloat16", version="3.6.0"):
+    return configs.choose(list(mine), list(shipped), operator, m, n, k, dtype, version)
+
+
+def test_order_of_look_up():
+    mine, shipped, near = (entry(tiles=t) for t in SMALL[1:4])
+    near = near._replace(k=2048)
+    assert choose([mine], [shipped, near]) == mine.tiles
+    assert choose([mine], [shipped, near], m=16384) == mine.tiles  # the nearest M of the user's own
+    assert choose([mine], [near, shipped], version="3.7.0") == shipped.tiles  # the user's was found with another Triton
+    assert choose([], [shipped, near], k=2048) == near.tiles
+    assert choose([], [shipped, near], k=4096) == near.tiles
+    assert choose([], [shipped, near], k=65536) is None  # nothing is near
+    assert choose([mine], [shipped], dtype="float16") is None
+    assert choose([mine], [shipped], operator="masked_weights") is None
+
+
+def test_buckets():
+    assert [configs.bucket(m) for m in (1, 16, 17, 512, 513, 40000, 10**6)] == [16, 16, 32, 512, 1024, 65536, 65536]
+
+
+@pytest.mark.parametrize("gpu", [H200, A100, Gpu("old", (8, 6), 82)], ids=lambda g: g.name)
+@pytest.mark.parametrize("operator", configs.OPERATORS)
+def test_the_default_fits_its_gpu(operator, gpu):
+    for m in (1, 16, 64, 512, 8192, 65536):
+        for n, k in ((1024, 1024), (4096, 11008), (24, 40)):
+            for dtype, size in (("bfloat16", 2), ("float32", 4)):
+                t = configs.default(operator, m, n, k, size, gpu)
+                huge = Problem(operator, 1 << 20, 1 << 20, 1 << 20, dtype)
+                assert tune._fits(t, huge, gpu) or m <= 64, t
+                assert t.split == 1 or m // t.split >= 1024
+
+
+def test_files(tmp_path, recwarn):
+    path = configs.file_of(tmp_path, H200.name)
+    assert path.name == "NVIDIA_H200.json"
+    assert configs.read(path, H200.name) == []
+    configs.write(path, H200.name, [entry(), entry(k=2048)])
+    assert configs.read(path, H200.name) == [entry(), entry(k=2048)]
+    tune.merge(path, H200.name, [entry(us=20.0)])
+    assert configs.read(path, H200.name) == [entry(us=20.0), entry(k=2048)]
+    assert not recwarn.list
+    assert configs.read(configs.file_of(configs.SHIPPED, H200.name), H200.name) is not None
+    assert not recwarn.list
+
+
+def broken(change):
+    content = {
+        "schema": 1,
+        "gpu": H200.name,
+        "entries": [{**entry()._asdict(), "tiles": {"rows": 64, "columns": 64, "depth": 64}}],
+    }
+    change(content)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("not JSON", "Expecting value"),
+        ("[" * 100000, "recursion|Expecting"),
+        ("[]", "expected an object with schema 1"),
+        (broken(lambda c: c.update(schema=2)), "expected an object with schema 1"),
+        (broken(lambda c: c.update(gpu="NVIDIA A100")), "expected entries for NVIDIA H200, got 'NVIDIA A100'"),
+        (broken(lambda c: c.update(entries={})), "expected a list of entries"),
+        (broken(lambda c: c["entries"].append(3)), "expected an entry of operator, k"),
+        (broken(lambda c: c["entries"][0].update(extra=1)), "expected an entry of operator, k"),
+        (broken(lambda c: c["entries"][0].update(operator="rm")), "expected a known operator and sizes"),
+        (broken(lambda c: c["entries"][0].update(k="1024")), "expected a known operator and sizes"),
+        (broken(lambda c: c["entries"][0].update(m=0)), "expected a known operator and sizes"),
+        (broken(lambda c: c["entries"][0].update(us=None)), "expected a dtype, a Triton version and times"),
+        (broken(lambda c: c["entries"][0].update(tiles=[])), "expected tiles"),
+        (broken(lambda c: c["entries"][0]["tiles"].update(shell="rm")), "expected tiles"),
+        (broken(lambda c: c["entries"][0]["tiles"].pop("rows")), "missing"),
+        (broken(lambda c: c["entries"][0]["tiles"].update(rows=96)), "expected powers of two"),
+        (broken(lambda c: c["entries"][0]["tiles"].update(rows=1 << 20)), "expected powers of two"),
+        (broken(lambda c: c["entries"][0]["tiles"].update(rows=64.0)), "expected whole numbers"),
+        (broken(lambda c: c["entries"][0]["tiles"].update(tma=1)), "expected whole numbers, and true or false"),
+        (broken(lambda c: c["entries"][0]["tiles"].update(stages=100)), "expected at most 16 warps"),
+        (broken(lambda c: c["entries"][0]["tiles"].update(split=10**9)), "expected a group and a split"),
+        (broken(lambda c: c.update(gpu=H200.name, note="x" * configs.LARGEST_FILE)), "expected at most 1048576 bytes"),
+    ],
+    ids=lambda x: "" if x[:1] in "{[n" else x[:40],
+)
+def test_a_bad_file_is_reported_and_ignored(text, words, tmp_path):
+    path = configs.file_of(tmp_path, H200.name)
+    path.write_text(text)
+    with pytest.warns(UserWarning, match=f"is ignored: .*({words})"):
+        assert configs.read(path, H200.name) == []
+
+
+def test_a_bad_file_is_reported_once_and_a_missing_shape_names_the_command(tmp_path, monkeypatch):
+    path = configs.file_of(tmp_path, H200.name)
+    path.write_text("[]")
+    monkeypatch.setattr(configs, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(configs, "SHIPPED", tmp_path / "none")
+    monkeypatch.setattr(configs, "gpu", lambda index: H200)
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    configs.reload()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for n in (1024, 2048, 1024):
+            t = configs.tiles("masked_linear_t", 8192, n, 512, torch.bfloat16, 0)
+            assert t == configs.default("masked_linear_t", 8192, n, 512, 2, H200)
+    text = [str(w.message) for w in told]
+    assert sum("is ignored" in t for t in text) == 1
+    assert sum("matmuls tune masked_linear --k 2048 --n 512 --dtype bfloat16" in t for t in text) == 1
+    configs.reload()
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+
+@pytest.mark.parametrize("gpu", [H200, A100], ids=lambda g: g.name)
+def test_candidates(gpu):
+    for problem in (*tune.problems("masked_linear", 1024, 1024, [1, 512, 65536], "bfloat16"),
+                    *tune.problems("masked_ffn", 1024, 2048, [8192], "float32")):  # fmt: skip
+        found = tune.candidates(problem, gpu)
+        assert 20 < len(found) < 6000
+        assert len(set(found)) == len(found)
+        assert all(tune._fits(t, problem, gpu) for t in found[1:])
+        assert gpu is H200 or not any(t.tma for t in found)
+    with pytest.raises(ValueError, match="there is nothing to tune named matmul; there are masked_linear, masked_ffn"):
+        tune.problems("matmul", 1, 1, [1], "bfloat16")
+
+
+def speed(tiles):
+    """A landscape: the larger the better, flatten and TMA help."""
+    return 1e-3 / (tiles.rows * tiles.columns) * (1 - 0.1 * tiles.flatten - 0.1 * tiles.tma) + 1e-9 * tiles.group
+
+
+class FakeClock:
+    now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+def test_the_search_finds_the_best_within_its_budget_and_goes_on_where_it_stopped(tmp_path):
+    calls = []
+
+    def timer(problem, tiles):
+        calls.append(tiles)
+        if len(tiles) == 1 and tiles[0].stages == 4:
+            raise Failed("out of resources")
+        return [speed(t) for t in tiles]
+
+    tried = tune.candidates(PROBLEM, H200)
+    journal = Journal(tmp_path / "trials")
+    first = list(tune.search(PROBLEM, tried, timer, journal, 30, FakeClock()))
+    assert len(first) == len(calls) == 30
+    assert first[0][0] == tried[0]
+    assert any(seconds is None for _, seconds in first)
+
+    (tmp_path / "trials").open("a").write('{"problem": {"operator"')  # stopped within a line
+    again = Journal(tmp_path / "trials")
+    assert again.seconds == journal.seconds
+    second = list(tune.search(PROBLEM, tried, timer, again, 100, FakeClock()))
+    assert not {t for t, _ in first} & {t for t, _ in second}
+
+    winner = tune.best(PROBLEM, tried[0], timer, again)
+    assert (winner.tiles.flatten, winner.tiles.tma) == (True, True)  # two changes away, found in 128 of thousands
+    assert winner.us < winner.default_us == round(speed(tried[0]) * 1e6, 3)
+    assert Journal(tmp_path / "trials", version="other").seconds == {}
+
+
+def test_never_worse_than_the_default(tmp_path):
+    """What was faster alone and is not beside the default does not win."""
+    journal = Journal(tmp_path / "trials")
+    for n, t in enumerate(SMALL):
+        journal.note(PROBLEM, t, 4e-5 - n * 1e-6)
+    assert tune.best(PROBLEM, SMALL[0], lambda p, ts: [1e-5 + n for n, _ in enumerate(ts)], journal).tiles == SMALL[0]
+
+    def fails(problem, tiles):
+        raise Failed("died")
+
+    assert tune.best(PROBLEM, SMALL[0], fails, journal).tiles == SMALL[3]
+
+
+def in_a_process(problem, tiles):
+    """A trial that may crash its process, hang, fail or be wrong."""
+    rows = tiles[0].rows
+    if rows == 16:
+        os._exit(3)
+    if rows == 32:
+        time.sleep(60)
+    if rows == 64:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if rows == 256:
+        raise Failed("is off by 1.0")
+    return [1e-5 * len(tiles)] * len(tiles)
+
+
+def test_a_crash_costs_its_own_trial_alone(tmp_path):
+    process = tune.Process(in_a_process, limit=90.0)
+    process(PROBLEM, [Tiles(128, 64, 64)])  # started
+    process._limit = 3.0
+    pids = set()
+    journal = Journal(tmp_path / "trials")
+
+    def timer(problem, tiles):
+        if process._process is None:
+            process._limit = 90.0 if tiles[0].rows != 32 else 3.0
+        elif tiles[0].rows == 32:
+            process._limit = 3.0
+        try:
+            return process(problem, tiles)
+        finally:
+            pids.add(process._process.pid if process._process else None)
+
+    tried = [Tiles(rows, 64, 64) for rows in (128, 16, 256, 32, 64)] + [Tiles(128, 128, 64)]
+    found = dict(tune.search(PROBLEM, tried, timer, journal, 1000))
+    process.close()
+    assert {t.rows for t, s in found.items() if s is None} == {16, 32, 64, 256}
+    assert len([s for s in found.values() if s]) == 2
+    why = [json.loads(line).get("why", "") for line in (tmp_path / "trials").read_text().splitlines()]
+    for words in ("exit code", "no result in 3 s", "illegal memory access", "is off by 1.0"):
+        assert any(words in w for w in why), why
+
+
+def test_tune_writes_what_look_up_reads(tmp_path):
+    todo = tune.problems("masked_ffn", 512, 1024, [512, 8192], "float16")
+    told = []
+    found = tune.tune(
+        todo, H200, tmp_path, lambda p, ts: [speed(t) for t in ts], 600, lambda *a: told.append(a), FakeClock()
+    )
+    assert len(found) == len(todo) == 12
+    assert {p for p, _, _ in told} == set(todo)
+    entries = configs.read(configs.file_of(tmp_path, H200.name), H200.name)
+    assert sorted(entries) == sorted(found)
+    for p, e in zip(todo, found, strict=True):
+        assert configs.choose(entries, [], p.operator, configs.bucket(p.m), p.n, p.k, p.dtype, e.triton) == e.tiles
+
+
+def test_the_command_needs_a_gpu():
+    import torch
+    from typer.testing import CliRunner
+
+    if torch.cuda.is_available():
+        pytest.skip("has one")
+    run = CliRunner().invoke(cli.app, ["tune", "masked_linear", "--k", "64", "--n", "64"])
+    assert run.exit_code == 2

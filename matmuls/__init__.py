@@ -18,26 +18,34 @@ from .rowwise import (
     softmax_backward,
     softmax_backward_,
 )
+from .sparse import SparsePlan, cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm
 
 __all__ = [
     "FusedSoftmax",
+    "SparsePlan",
     "cublasMM",
     "cublasTransaMM",
     "cublasTransabMM",
     "cublasTransbMM",
+    "cusparseMM",
     "handles",
     "inplace_softmax",
     "inplace_softmax_backward",
     "layer_norm_",
     "layernorm",
     "matmul",
+    "plan",
     "rms_norm_",
     "scaled_masked_softmax",
     "scaled_masked_softmax_backward",
     "scaled_masked_softmax_forward",
+    "sddmm",
     "softmax",
     "softmax_",
     "softmax_backward",
     "softmax_backward_",
+    "sparse_attention",
+    "sparse_softmax",
+    "spmm",
 ]
 __version__ = "0.1.0"

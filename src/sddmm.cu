@@ -76,7 +76,8 @@ struct Args {
   const I *crow, *col, *order;
   const T *a, *b;
   T* out;
-  int64_t rows, nonzeros, n, batches;
+  int64_t rows, nonzeros, batches;
+  int n;
   int64_t a_stride, b_stride, a_batch, b_batch;
   arithmetic_t<T> alpha;
   bool summed;
@@ -85,62 +86,63 @@ struct Args {
   bool by_column;
 };
 
-// L lanes share a product of V columns each; kTogether products are under way at once. Equal shares of the nonzeros,
-// however long the rows are.
+// L lanes share a product of V columns each, n a multiple of V; kTogether products are under way at once. Equal shares
+// of the nonzeros, however long the rows are.
 template <class T, class I, int V, int L, bool with_selected>
 __global__ void __launch_bounds__(kSparseThreads) sddmm_kernel(const __grid_constant__ Args<T, I> m) {
   using F = arithmetic_t<T>;
   const int64_t group = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / L) + threadIdx.x / L;
   const int lane = threadIdx.x % L;
-  // Groups past the end stay for the shuffles, with nothing to add.
+  const auto place_of = [&](int64_t p) { return m.order ? static_cast<int64_t>(m.order[p]) : p; };
+  // Groups past the end stay for the shuffles: they have products of 0 columns.
   const int64_t begin = min(group * kRun, m.nonzeros), end = min(begin + kRun, m.nonzeros);
   int64_t row = begin < end ? row_of(m.crow, m.rows, begin) : 0;
 #pragma unroll 1
-  for (int step = 0; step < kRun; step += kTogether) {
-    int64_t rows[kTogether], columns[kTogether], places[kTogether];
+  for (int64_t p = begin; p < begin + kRun; p += kTogether) {
+    I rows[kTogether], columns[kTogether];
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) {
-      const int64_t p = begin + step + u;
-      rows[u] = columns[u] = places[u] = 0;
-      if (p >= end) continue;
-      while (static_cast<int64_t>(m.crow[row + 1]) <= p) ++row;
-      rows[u] = row, columns[u] = m.col[p], places[u] = m.order ? static_cast<int64_t>(m.order[p]) : p;
+      // Past the end the last one again.
+      const int64_t q = min(p + u, end - 1);
+      while (begin < end && static_cast<int64_t>(m.crow[row + 1]) <= q) ++row;
+      rows[u] = static_cast<I>(row), columns[u] = begin < end ? m.col[q] : I(0);
     }
     // The batch is this block's own, or all of it where it is summed.
+#pragma unroll 1
     for (int64_t first = m.summed ? 0 : blockIdx.y; first < m.batches; first += m.summed ? m.batches : gridDim.y) {
       F sums[kTogether] = {};
+#pragma unroll 1
       for (int64_t batch = first; batch < (m.summed ? m.batches : first + 1); ++batch) {
         const T* const a = m.a + batch * m.a_batch;
         const T* const b = m.b + batch * m.b_batch;
 #pragma unroll 1
-        for (int64_t c = lane * V; c < m.n; c += L * V) {
+        for (int c = lane * V; c < m.n && begin < end; c += L * V) {
           Words<T, V> left[kTogether], right[kTogether];
 #pragma unroll
           for (int u = 0; u < kTogether; ++u) {
-            if (begin + step + u >= end) continue;
-            left[u] = load_vector<T, V>(a + rows[u] * m.a_stride, c, m.n);
-            right[u] = load_vector<T, V>(b + columns[u] * m.b_stride, c, m.n);
+            left[u] = load_vector<T, V>(a + rows[u] * m.a_stride + c);
+            right[u] = load_vector<T, V>(b + columns[u] * m.b_stride + c);
           }
 #pragma unroll
           for (int u = 0; u < kTogether; ++u) {
-            if (begin + step + u >= end) continue;
-            if constexpr (with_selected) {
-              const int64_t at = batch * m.selected_rows + (m.by_column ? columns[u] : rows[u]);
-              if (static_cast<int64_t>(m.selected[at * m.n + c]) != places[u]) continue;
-            }
             F x[V], y[V];
             unpack(left[u], x);
             unpack(right[u], y);
+            bool counts = true;
+            if constexpr (with_selected) {
+              const int64_t at = batch * m.selected_rows + (m.by_column ? columns[u] : rows[u]);
+              counts = static_cast<int64_t>(m.selected[at * m.n + c]) == place_of(min(p + u, end - 1));
+            }
 #pragma unroll
-            for (int v = 0; v < V; ++v) sums[u] += x[v] * y[v];
+            for (int v = 0; v < V; ++v)
+              if (counts) sums[u] += x[v] * y[v];
           }
         }
       }
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         const F sum = sum_of_group<L>(sums[u]);
-        if (lane == 0 && begin + step + u < end)
-          m.out[(m.summed ? 0 : first) * m.nonzeros + places[u]] = T(m.alpha * sum);
+        if (lane == 0 && p + u < end) m.out[(m.summed ? 0 : first) * m.nonzeros + place_of(p + u)] = T(m.alpha * sum);
       }
     }
   }
@@ -166,7 +168,9 @@ void run_cuda(const Call& c) {
       m.order = indices_or_null<index_t>(c.pattern.order);
       m.a = c.a.const_data_ptr<scalar_t>(), m.b = c.b.const_data_ptr<scalar_t>();
       m.out = c.out.mutable_data_ptr<scalar_t>();
-      m.rows = c.pattern.rows(), m.nonzeros = c.pattern.nonzeros(), m.n = c.a.size(2), m.batches = c.a.size(0);
+      m.rows = c.pattern.rows(), m.nonzeros = c.pattern.nonzeros(), m.batches = c.a.size(0);
+      TORCH_CHECK(c.a.size(2) <= INT32_MAX, kOp, ": expected at most 2^31 - 1 columns, got ", c.a.size(2));
+      m.n = static_cast<int>(c.a.size(2));
       m.a_stride = c.a.stride(1), m.b_stride = c.b.stride(1), m.a_batch = c.a.stride(0), m.b_batch = c.b.stride(0);
       m.alpha = static_cast<arithmetic_t<scalar_t>>(c.alpha);
       m.summed = c.summed;
@@ -176,8 +180,7 @@ void run_cuda(const Call& c) {
         return launch<1, 32, true>(m);
       }
       constexpr int V = 16 / sizeof(scalar_t);
-      if (!on_16_bytes(c.a, m.a_stride, m.a_batch) || !on_16_bytes(c.b, m.b_stride, m.b_batch))
-        return launch<1, 32, false>(m);
+      if (!of_vectors(c.a) || !of_vectors(c.b)) return launch<1, 32, false>(m);
       const int64_t lanes = ceil_of(m.n, V);
       if (lanes <= 4) return launch<V, 4, false>(m);
       if (lanes <= 8) return launch<V, 8, false>(m);

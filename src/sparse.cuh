@@ -26,42 +26,24 @@ __device__ int64_t row_of(const I* crow, int64_t rows, int64_t p) {
   return low;
 }
 
-// V numbers of a row from column c on, those at n and beyond left 0.
+// V numbers, 16 bytes of them at an address that is a multiple of 16, or one. Read again by other rows: the caches keep
+// it.
 template <class T, int V>
-__device__ Words<T, V> load_vector(const T* row, int64_t c, int64_t n) {
-  Words<T, V> words{};
-  if (c >= n) return words;
-  if constexpr (V > 1) {
-    if (c + V <= n) {
-      load_constant<16>(row + c, words.at);
-      return words;
-    }
+__device__ Words<T, V> load_vector(const T* from) {
+  if constexpr (V == 1) {
+    return load_once<T, 1>(from);
+  } else {
+    Words<T, V> words;
+    load_constant<16>(from, words.at);
+    return words;
   }
-#pragma unroll
-  for (int v = 0; v < V; ++v) {
-    if (c + v >= n) break;
-    const Words<T, 1> one = load_once<T, 1>(row + c + v);
-    if constexpr (sizeof(T) == 2) {
-      words.at[v / 2] |= one.at[0] << (16 * (v % 2));
-    } else {
-#pragma unroll
-      for (int w = 0; w < Words<T, 1>::kCount; ++w) words.at[v * Words<T, 1>::kCount + w] = one.at[w];
-    }
-  }
-  return words;
 }
-
 template <class T, int V, class F>
-__device__ void store_vector(T* row, int64_t c, int64_t n, const F (&numbers)[V]) {
-  if constexpr (V > 1) {
-    if (c + V <= n) {
-      store_once(row + c, pack<T, V>(numbers));
-      return;
-    }
-  }
-#pragma unroll
-  for (int v = 0; v < V; ++v)
-    if (c + v < n) row[c + v] = T(numbers[v]);
+__device__ void store_vector(T* to, const F (&numbers)[V]) {
+  if constexpr (V == 1)
+    *to = T(numbers[0]);
+  else
+    store_once(to, pack<T, V>(numbers));
 }
 
 // The sum over L lanes that lie side by side, the same bits in every one of them.
@@ -78,10 +60,11 @@ __device__ F largest_of_group(F x) {
   return x;
 }
 
-inline bool on_16_bytes(const at::Tensor& t, int64_t row_stride, int64_t batch_stride) {
+// Whether every row, [batch, rows, n], consists of whole vectors of 16 bytes.
+inline bool of_vectors(const at::Tensor& t) {
   const int64_t size = t.element_size();
-  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && row_stride * size % 16 == 0 &&
-         batch_stride * size % 16 == 0;
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.size(2) * size % 16 == 0 &&
+         t.stride(1) * size % 16 == 0 && t.stride(0) * size % 16 == 0;
 }
 
 inline int64_t ceil_of(int64_t x, int64_t y) { return (x + y - 1) / y; }

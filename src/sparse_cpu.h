@@ -25,6 +25,7 @@ struct Spmm {
   int64_t nonzeros, n, dense_stride, out_stride;
   arithmetic_t<T> alpha, beta;
   bool mean;
+  bool prefetch;  // the dense side is larger than a cache
 
   int64_t value_at(int64_t p) const { return order != nullptr ? static_cast<int64_t>(order[p]) : p; }
 };

@@ -7,22 +7,48 @@
 constexpr int kTile = 8;    // vectors of sums: 128 float32 columns with AVX-512, half of its registers
 constexpr int kAhead = 16;  // nonzeros that the prefetch runs ahead
 
-// sums += value * row of the dense side, over nonzeros begin to end, in NV vectors from column c on, `tail` columns in
-// the last one.
-template <int NV, class T, class I, class A = arithmetic_t<T>>
-C10_ALWAYS_INLINE void add_nonzeros(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, int tail,
-                                    Vec<A> (&sums)[NV]) {
-  constexpr int n = kLanes<A>;
-  constexpr int kLine = 64 / sizeof(T);
-  for (int64_t p = begin; p < end; ++p) {
-    const int64_t ahead = p + kAhead < m.nonzeros ? p + kAhead : p;
-    const T* next = m.dense + static_cast<int64_t>(m.col[ahead]) * m.dense_stride + c;
-    for (int line = 0; line < NV * n; line += kLine) __builtin_prefetch(next + line);
-    const T* row = m.dense + static_cast<int64_t>(m.col[p]) * m.dense_stride + c;
-    const Vec<A> value = splat(static_cast<A>(m.values[m.value_at(p)]));
+// What the innermost loop needs of a product, in registers: NV vectors of columns from c on, `tail` columns in the
+// last.
+template <int NV, bool ordered, bool prefetched, class T, class I>
+struct Tile {
+  using A = arithmetic_t<T>;
+  const I *col, *order;
+  const T *values, *dense;
+  int64_t stride, last;
+  int tail;
+
+  C10_ALWAYS_INLINE Tile(const Spmm<T, I>& m, int64_t c, int tail)
+      : col(m.col),
+        order(m.order),
+        values(m.values),
+        dense(m.dense + c),
+        stride(m.dense_stride),
+        last(m.nonzeros - 1),
+        tail(tail) {}
+
+  // sums += value * row of the dense side, for one nonzero.
+  C10_ALWAYS_INLINE void add(int64_t p, Vec<A> (&sums)[NV]) const {
+    constexpr int n = kLanes<A>;
+    if constexpr (prefetched) {
+      const T* next = dense + static_cast<int64_t>(col[p + kAhead < last ? p + kAhead : last]) * stride;
+      for (int line = 0; line < NV * n; line += 64 / sizeof(T)) __builtin_prefetch(next + line);
+    }
+    const T* row = dense + static_cast<int64_t>(col[p]) * stride;
+    const Vec<A> value = splat(static_cast<A>(values[ordered ? static_cast<int64_t>(order[p]) : p]));
     for (int i = 0; i + 1 < NV; ++i) sums[i] += value * load<A>(row + i * n, n);
     sums[NV - 1] += value * load<A>(row + (NV - 1) * n, tail);
   }
+};
+
+// f(tile) with the tile's kind as constants.
+template <int NV, class T, class I, class F>
+C10_ALWAYS_INLINE void with_tile(const Spmm<T, I>& m, int64_t c, int tail, F f) {
+  if (m.order != nullptr)
+    f(Tile<NV, true, true, T, I>(m, c, tail));
+  else if (m.prefetch)
+    f(Tile<NV, false, true, T, I>(m, c, tail));
+  else
+    f(Tile<NV, false, false, T, I>(m, c, tail));
 }
 
 template <class T, class I, class A = arithmetic_t<T>>
@@ -38,28 +64,42 @@ C10_ALWAYS_INLINE void finish(T* out, Vec<A> sum, A scale, A beta, int count) {
   store<A>(out, v, count);
 }
 
-// Rows begin to end in NV vectors of columns from c on.
-template <int NV, class T, class I, class A = arithmetic_t<T>>
-void tile_of_rows(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, int tail) {
+// Rows begin to end in NV vectors of columns from c on; `whole` where the last vector is.
+template <int NV, bool whole, class Tile, class T, class I, class A = arithmetic_t<T>>
+void rows_of_tile(Tile tile, const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c) {
   constexpr int n = kLanes<A>;
+  if constexpr (whole) tile.tail = n;
+  const I* const crow = m.crow;
+  const A beta = m.beta;
+  int64_t p = crow[begin];
   for (int64_t r = begin; r < end; ++r) {
+    const int64_t stop = crow[r + 1];
     Vec<A> sums[NV] = {};
-    if (tail == n)
-      add_nonzeros<NV>(m, m.crow[r], m.crow[r + 1], c, n, sums);
-    else
-      add_nonzeros<NV>(m, m.crow[r], m.crow[r + 1], c, tail, sums);
+    for (; p < stop; ++p) tile.add(p, sums);
     T* out = m.out + r * m.out_stride + c;
     const A scale = row_scale(m, r);
-    for (int i = 0; i + 1 < NV; ++i) finish<A>(out + i * n, sums[i], scale, m.beta, n);
-    finish<A>(out + (NV - 1) * n, sums[NV - 1], scale, m.beta, tail);
+    for (int i = 0; i + 1 < NV; ++i) finish<A>(out + i * n, sums[i], scale, beta, n);
+    finish<A>(out + (NV - 1) * n, sums[NV - 1], scale, beta, tile.tail);
   }
+}
+
+template <int NV, class T, class I>
+void tile_of_rows(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, int tail) {
+  with_tile<NV>(m, c, tail, [&](auto tile) {
+    if (tail == kLanes<arithmetic_t<T>>)
+      rows_of_tile<NV, true>(tile, m, begin, end, c);
+    else
+      rows_of_tile<NV, false>(tile, m, begin, end, c);
+  });
 }
 
 template <int NV, class T, class I, class A = arithmetic_t<T>>
 void tile_of_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, int tail, A* out) {
   constexpr int n = kLanes<A>;
   Vec<A> sums[NV] = {};
-  add_nonzeros<NV>(m, begin, end, c, tail, sums);
+  with_tile<NV>(m, c, tail, [&](const auto& tile) {
+    for (int64_t p = begin; p < end; ++p) tile.add(p, sums);
+  });
   for (int i = 0; i + 1 < NV; ++i) store<A>(out + c + i * n, sums[i], n);
   store<A>(out + c + (NV - 1) * n, sums[NV - 1], tail);
 }

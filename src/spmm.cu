@@ -131,9 +131,11 @@ struct Args {
   const I *crow, *col, *order;
   const T *values, *dense;
   T* out;
-  int64_t rows, nonzeros, n;
+  int64_t rows, nonzeros;
+  int n;
   int64_t values_batch, dense_batch, out_batch, dense_stride, out_stride;
   int64_t slot, slots, batches;
+  int64_t piece_blocks;  // of the grid, before those for rows
   arithmetic_t<T> alpha, beta;
   bool mean;
   arithmetic_t<T>* partial;  // [batch, slots, 2, n]
@@ -146,105 +148,95 @@ struct Args {
   }
 };
 
-// Sums of V columns in each of R vectors, L * V columns apart from the next.
-template <class T, int V, int R>
-struct Sums {
-  arithmetic_t<T> at[R][V] = {};
+// Nonzeros of one row: all of a short one, or the piece of a long one that lies in a slot.
+struct Piece {
+  int64_t row, begin, end;
+  int64_t kept;  // where in the workspace its sums wait; -1: they are the row's result
+};
 
-  // U nonzeros are under way at once.
-  template <int L, int U, class I>
-  __device__ void add(const Args<T, I>& m, int64_t batch, int64_t begin, int64_t end, int64_t c) {
-    const T* const values = m.values + batch * m.values_batch;
-    const T* const dense = m.dense + batch * m.dense_batch;
+// A long row is longer than a slot: one may end in a slot or pass through it (part 0), and one may begin (part 1).
+template <class T, class I>
+__device__ Piece piece_in_slot(const Args<T, I>& m, int64_t slot, int part, bool writes_begins) {
+  const int64_t begin = slot * m.slot, end = min(begin + m.slot, m.nonzeros);
+  const int64_t first = row_of(m.crow, m.rows, begin), last = row_of(m.crow, m.rows, end - 1);
+  const bool ends = m.is_long(first), begins = last != first && m.is_long(last);
+  if (writes_begins && part == 1) m.begins[slot] = begins ? last : ends && m.crow[first] == begin ? first : -1;
+  if (part == 0)
+    return {first, begin, ends ? min(end, static_cast<int64_t>(m.crow[first + 1])) : begin, ends ? 2 * slot : -2};
+  return {last, begins ? static_cast<int64_t>(m.crow[last]) : end, end, begins ? 2 * slot + 1 : -2};
+}
+
+// Blocks for the pieces of long rows first, since they take longest, then blocks for the rows. L lanes share a piece,
+// of n columns V * R each, by vectors of V; U nonzeros are under way at once. n is a multiple of V.
+template <class T, class I, int V, int L, int R, int U>
+__global__ void __launch_bounds__(kSparseThreads) spmm_kernel(const __grid_constant__ Args<T, I> m) {
+  using F = arithmetic_t<T>;
+  constexpr int kGroups = kSparseThreads / L;
+  const int c = static_cast<int>(blockIdx.y) * (L * V * R) + threadIdx.x % L * V;
+  if (c >= m.n) return;
+  Piece piece;
+  if (blockIdx.x < m.piece_blocks) {
+    const int64_t item = static_cast<int64_t>(blockIdx.x) * kGroups + threadIdx.x / L;
+    if (item >= 2 * m.slots) return;
+    piece = piece_in_slot(m, item / 2, static_cast<int>(item % 2), c == 0 && blockIdx.z == 0);
+    if (piece.kept == -2) return;
+  } else {
+    piece.row = (blockIdx.x - m.piece_blocks) * kGroups + threadIdx.x / L;
+    if (piece.row >= m.rows) return;
+    piece.begin = m.crow[piece.row], piece.end = m.crow[piece.row + 1], piece.kept = -1;
+    if (m.slots > 0 && piece.end - piece.begin > 2 * m.slot) return;
+  }
 #pragma unroll 1
-    for (int64_t p = begin; p < end; p += U) {
+  for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
+    const T* const values = m.values + batch * m.values_batch;
+    const T* const dense = m.dense + batch * m.dense_batch + c;
+    F sums[R][V] = {};
+#pragma unroll 1
+    for (int64_t p = piece.begin; p < piece.end; p += U) {
       Words<T, V> words[U][R];
       T value[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        if (p + u >= end) continue;
-        const T* const row = dense + static_cast<int64_t>(m.col[p + u]) * m.dense_stride;
-        value[u] = values[m.order ? static_cast<int64_t>(m.order[p + u]) : p + u];
-#pragma unroll
-        for (int r = 0; r < R; ++r) words[u][r] = load_vector<T, V>(row, c + r * L * V, m.n);
-      }
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        if (p + u >= end) continue;
-        const auto w = static_cast<arithmetic_t<T>>(value[u]);
+        value[u] = T(0);
+        if (p + u < piece.end) value[u] = values[m.order ? static_cast<int64_t>(m.order[p + u]) : p + u];
+        const T* const row = p + u < piece.end ? dense + m.col[p + u] * m.dense_stride : dense;
 #pragma unroll
         for (int r = 0; r < R; ++r) {
-          arithmetic_t<T> numbers[V];
+          words[u][r] = {};
+          if (p + u < piece.end && (r == 0 || c + r * L * V < m.n)) words[u][r] = load_vector<T, V>(row + r * L * V);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {  // past the end 0 * 0 is added
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          F numbers[V];
           unpack(words[u][r], numbers);
 #pragma unroll
-          for (int v = 0; v < V; ++v) at[r][v] += w * numbers[v];
+          for (int v = 0; v < V; ++v) sums[r][v] += static_cast<F>(value[u]) * numbers[v];
         }
       }
     }
-  }
-
-  template <int L, class I>
-  __device__ void write(const Args<T, I>& m, int64_t batch, int64_t row, int64_t c) {
-    T* const out = m.out + batch * m.out_batch + row * m.out_stride;
-    const auto scale = m.scale(row);
+    const F scale = piece.kept < 0 ? m.scale(piece.row) : F(1);
+    T* const out = m.out + batch * m.out_batch + piece.row * m.out_stride + c;
+    F* const kept = m.partial + (batch * m.slots * 2 + piece.kept) * m.n + c;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int64_t first = c + r * L * V;
-      if (first >= m.n) return;
-      arithmetic_t<T> old[V] = {};
-      if (m.beta != 0) unpack(load_vector<T, V>(out, first, m.n), old);
+      if (r > 0 && c + r * L * V >= m.n) break;
+      if (piece.kept >= 0) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) at[r][v] = m.beta != 0 ? scale * at[r][v] + m.beta * old[v] : scale * at[r][v];
-      store_vector(out, first, m.n, at[r]);
-    }
-  }
-
-  template <int L, class I>
-  __device__ void keep(const Args<T, I>& m, int64_t batch, int64_t slot, int part, int64_t c) const {
-    arithmetic_t<T>* const to = m.partial + ((batch * m.slots + slot) * 2 + part) * m.n;
+        for (int v = 0; v < V; ++v) kept[r * L * V + v] = sums[r][v];
+        continue;
+      }
 #pragma unroll
-    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sums[r][v] *= scale;
+      if (m.beta != 0) {
+        F old[V];
+        unpack(load_vector<T, V>(out + r * L * V), old);
 #pragma unroll
-      for (int v = 0; v < V; ++v)
-        if (c + r * L * V + v < m.n) to[c + r * L * V + v] = at[r][v];
-  }
-};
-
-// Blocks for the slots first, since long rows take longest, then blocks for the rows. L lanes share a row or a piece.
-template <class T, class I, int V, int L, int R, int U>
-__global__ void __launch_bounds__(kSparseThreads) spmm_kernel(const __grid_constant__ Args<T, I> m) {
-  constexpr int kGroups = kSparseThreads / L;
-  const int64_t slot_blocks = (m.slots + kGroups - 1) / kGroups;
-  const int64_t c = static_cast<int64_t>(blockIdx.y) * (L * V * R) + threadIdx.x % L * V;
-  const int group = threadIdx.x / L;
-  if (blockIdx.x >= slot_blocks) {
-    const int64_t row = (blockIdx.x - slot_blocks) * kGroups + group;
-    if (row >= m.rows || (m.slots > 0 && m.is_long(row))) return;
-    for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
-      Sums<T, V, R> sums;
-      sums.template add<L, U>(m, batch, m.crow[row], m.crow[row + 1], c);
-      sums.template write<L>(m, batch, row, c);
-    }
-    return;
-  }
-  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kGroups + group;
-  if (slot >= m.slots) return;
-  const int64_t begin = slot * m.slot, end = min(begin + m.slot, m.nonzeros);
-  // A long row is longer than a slot: one may end here, or pass through, and one may begin.
-  const int64_t first = row_of(m.crow, m.rows, begin), last = row_of(m.crow, m.rows, end - 1);
-  const bool ends = m.is_long(first), begins = last != first && m.is_long(last);
-  if (threadIdx.x % L == 0 && blockIdx.y == 0 && blockIdx.z == 0)
-    m.begins[slot] = begins ? last : ends && m.crow[first] == begin ? first : -1;
-  for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
-    if (ends) {
-      Sums<T, V, R> sums;
-      sums.template add<L, U>(m, batch, begin, min(end, static_cast<int64_t>(m.crow[first + 1])), c);
-      sums.template keep<L>(m, batch, slot, 0, c);
-    }
-    if (begins) {
-      Sums<T, V, R> sums;
-      sums.template add<L, U>(m, batch, m.crow[last], end, c);
-      sums.template keep<L>(m, batch, slot, 1, c);
+        for (int v = 0; v < V; ++v) sums[r][v] += m.beta * old[v];
+      }
+      store_vector(out + r * L * V, sums[r]);
     }
   }
 }
@@ -263,7 +255,7 @@ __global__ void __launch_bounds__(kSparseThreads) spmm_long_rows_kernel(const __
   for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
     T* const out = m.out + batch * m.out_batch + row * m.out_stride;
     const F* const partial = m.partial + batch * m.slots * 2 * m.n;
-    for (int64_t c = static_cast<int64_t>(blockIdx.y) * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
+    for (int64_t c = blockIdx.y * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
       F sum = partial[(slot * 2 + part) * m.n + c];
 #pragma unroll 4
       for (int64_t s = slot + 1; s <= last; ++s) sum += partial[s * 2 * m.n + c];
@@ -281,7 +273,7 @@ __global__ void __launch_bounds__(kSparseThreads) extremum_kernel(const __grid_c
   for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
     const T* const values = m.values + batch * m.values_batch;
     const T* const dense = m.dense + batch * m.dense_batch;
-    for (int64_t c = static_cast<int64_t>(blockIdx.y) * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
+    for (int64_t c = blockIdx.y * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
       F best = 0;
       I from = -1;
 #pragma unroll 4
@@ -308,7 +300,7 @@ __global__ void __launch_bounds__(kSparseThreads)
     const T* const values = m.values + batch * m.values_batch;
     const T* const dense = m.dense + batch * m.dense_batch;
     const I* const chosen = selected + batch * selected_rows * m.n;
-    for (int64_t c = static_cast<int64_t>(blockIdx.y) * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
+    for (int64_t c = blockIdx.y * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
       F sum = 0;
       for (int64_t p = m.crow[row]; p < m.crow[row + 1]; ++p) {
         const I at = m.order ? m.order[p] : static_cast<I>(p);
@@ -377,7 +369,9 @@ void run_cuda(const Call& c) {
       m.values = c.values.const_data_ptr<scalar_t>();
       m.dense = c.dense.const_data_ptr<scalar_t>();
       m.out = c.out.mutable_data_ptr<scalar_t>();
-      m.rows = c.pattern.rows(), m.nonzeros = c.pattern.nonzeros(), m.n = c.out.size(2);
+      m.rows = c.pattern.rows(), m.nonzeros = c.pattern.nonzeros();
+      TORCH_CHECK(c.out.size(2) <= INT32_MAX, kOp, ": expected at most 2^31 - 1 columns, got ", c.out.size(2));
+      m.n = static_cast<int>(c.out.size(2));
       m.values_batch = c.values.stride(0), m.dense_batch = c.dense.stride(0), m.out_batch = c.out.stride(0);
       m.dense_stride = c.dense.stride(1), m.out_stride = c.out.stride(1);
       m.batches = c.out.size(0);
@@ -410,8 +404,7 @@ void run_cuda(const Call& c) {
         m.partial = partial.template mutable_data_ptr<F>();
         m.begins = begins.mutable_data_ptr<int64_t>();
       }
-      launch_sum(m,
-                 on_16_bytes(c.dense, m.dense_stride, m.dense_batch) && on_16_bytes(c.out, m.out_stride, m.out_batch));
+      launch_sum(m, of_vectors(c.dense) && of_vectors(c.out));
     });
   });
 }
@@ -425,8 +418,9 @@ void run_cuda(const Call& c) {
 namespace matmuls {
 namespace {
 
-constexpr int64_t kShare = 8192;         // rows and nonzeros together: what a thread takes at a time
-constexpr int64_t kLongestWhole = 4096;  // nonzeros of a row that is not cut
+constexpr int64_t kShare = 8192;            // rows and nonzeros together: what a thread takes at a time
+constexpr int64_t kCacheBytes = 256 << 10;  // a dense side this small is soon in the L2 cache
+constexpr int64_t kLongestWhole = 4096;     // nonzeros of a row that is not cut
 
 // Rows in shares of equal work. A long row is cut where shares end, always at the same places; its pieces are added in
 // their order once all are there.
@@ -524,7 +518,8 @@ void run_cpu(const Call& c) {
                                         c.out.stride(1),
                                         static_cast<A>(c.alpha),
                                         static_cast<A>(c.beta),
-                                        c.reduce == Reduce::mean};
+                                        c.reduce == Reduce::mean,
+                                        c.dense.size(1) * n * c.dense.element_size() > kCacheBytes};
         if (c.selected.defined()) {
           const index_t* const selected = c.selected.const_data_ptr<index_t>() + b * c.selected.stride(0);
           for_rows_of_equal_work(

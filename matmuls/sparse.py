@@ -125,7 +125,7 @@ def _from_entries(
     order = None
     if not bool((row[1:] >= row[:-1]).all()):
         row, order = torch.sort(row, stable=True)
-        col = col[order]
+        col, order = col[order], order.to(col.dtype)
     crow = torch.searchsorted(row.contiguous(), torch.arange(shape[0] + 1, device=row.device, dtype=row.dtype))
     return _Structure(name, crow.to(row.dtype), col.contiguous(), shape, order=order, batch=batch)
 
@@ -160,9 +160,10 @@ def _structure_of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, 
         outer = torch.repeat_interleave(torch.arange(blocks.rows, device=inner.device), blocks.crow.diff().long())
         block_row, block_col = (outer, inner.long()) if by_rows else (inner.long(), outer)
         down, across = (torch.arange(n, device=inner.device) for n in (height, width))
+        index = inner.dtype if values.numel() < INT32_MAX else torch.int64
         row = (block_row[:, None, None] * height + down[None, :, None]).expand(-1, -1, width)
         col = (block_col[:, None, None] * width + across[None, None, :]).expand(-1, height, -1)
-        return _from_entries(name, row.reshape(-1).to(inner.dtype), col.reshape(-1).to(inner.dtype), (rows, columns))
+        return _from_entries(name, row.reshape(-1).to(index), col.reshape(-1).to(index), (rows, columns))
     if a.dim() == 2:
         structure = _Structure(name, offsets.contiguous(), inner.contiguous(), (outer_size, inner_size))
     else:

@@ -282,16 +282,17 @@ Tensor sddmm_meta(const Tensor& crow, const Tensor& col, const Tensor& a, const 
 // To a the product of the gradient's matrix and b, to b that of its transpose and a.
 struct SddmmFunction : torch::autograd::Function<SddmmFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Pattern& p,
-                        const c10::SymInt& columns, double alpha, const Tensor& selected, bool by_column, bool summed) {
+                        const c10::SymInt& columns, double alpha, const OptionalTensor& selected, bool by_column,
+                        bool summed) {
     ctx->save_for_backward({p.crow, p.col, p.order, p.t_crow, p.t_col, p.t_order, b.requires_grad() ? a : Tensor(),
-                            a.requires_grad() ? b : Tensor(), selected});
+                            a.requires_grad() ? b : Tensor(), tensor_or_none(selected)});
     ctx->saved_data["a_sizes"] = a.sym_sizes();
     ctx->saved_data["b_sizes"] = b.sym_sizes();
     ctx->saved_data["alpha"] = alpha;
     ctx->saved_data["by_column"] = by_column;
     return SddmmOp::below_autograd(p.crow, p.col, a, b, columns, alpha, none_or_tensor(p.order),
                                    none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order),
-                                   none_or_tensor(selected), by_column, summed);
+                                   selected, by_column, summed);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
@@ -323,8 +324,8 @@ Tensor sddmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& a, co
   if (!needs_gradient(kOp, {a, b}))
     return SddmmOp::below_autograd(crow, col, a, b, columns, alpha, order, t_crow, t_col, t_order, selected, by_column,
                                    summed);
-  return SddmmFunction::apply(a, b, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, alpha,
-                              tensor_or_none(selected), by_column, summed);
+  return SddmmFunction::apply(a, b, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, alpha, selected,
+                              by_column, summed);
 }
 
 // As torch.matmul.

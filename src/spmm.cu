@@ -381,8 +381,8 @@ void run_cuda(const Call& c) {
       const dim3 warps =
           grid_of(kOp, ceil_of(m.rows, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 1024), m.batches);
       if (c.selected.defined()) {
-        selected_kernel<<<warps, kSparseThreads, 0, stream>>>(m, c.selected.const_data_ptr<index_t>(),
-                                                              c.selected.size(1), c.by_column);
+        selected_kernel<scalar_t, index_t><<<warps, kSparseThreads, 0, stream>>>(
+            m, c.selected.const_data_ptr<index_t>(), c.selected.size(1), c.by_column);
         C10_CUDA_KERNEL_LAUNCH_CHECK();
         return;
       }
@@ -660,15 +660,15 @@ std::tuple<Tensor, Tensor> gradients(Context* ctx, const Tensor& grad, const Ten
 
 struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
   static Tensor forward(Context* ctx, const Tensor& values, const Tensor& dense, const Pattern& p,
-                        const c10::SymInt& columns, std::string_view reduce, double alpha, const Tensor& selected,
-                        bool by_column) {
-    save(ctx, p, values, dense, selected);
+                        const c10::SymInt& columns, std::string_view reduce, double alpha,
+                        const OptionalTensor& selected, bool by_column) {
+    save(ctx, p, values, dense, tensor_or_none(selected));
     ctx->saved_data["alpha"] = alpha;
     ctx->saved_data["mean"] = reduce == "mean";
     ctx->saved_data["by_column"] = by_column;
     return SpmmOp::below_autograd(p.crow, p.col, values, dense, columns, reduce, alpha, none_or_tensor(p.order),
                                   none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order),
-                                  none_or_tensor(selected), by_column);
+                                  selected, by_column);
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
@@ -723,7 +723,7 @@ Tensor spmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& values
     return alpha == 1 ? out : out * alpha;
   }
   return SpmmFunction::apply(values, dense, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, reduce,
-                             alpha, tensor_or_none(selected), by_column);
+                             alpha, selected, by_column);
 }
 
 void spmm_out_autograd(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,

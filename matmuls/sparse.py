@@ -207,7 +207,7 @@ def _structure_of(name: str, a: torch.Tensor) -> tuple[_Structure, torch.Tensor]
     else:
         raise ValueError(f"{name}: expected a sparse tensor or a plan, got a tensor of layout {a.layout}")
     key = offsets.data_ptr(), inner.data_ptr(), _version(offsets), _version(inner), a._nnz()
-    entry = _known.get(a)
+    entry = _known.get(a)  # type: ignore[no-untyped-call]
     if entry is not None and entry[0] == key:
         structure = entry[1]
     else:
@@ -502,7 +502,7 @@ class cusparseMM(InplaceFunction):
     """
 
     @classmethod
-    def apply(cls, a: Sparse, b: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def apply(cls, a: Sparse, b: torch.Tensor) -> torch.Tensor:
         if isinstance(a, SparsePlan) or a.layout != torch.strided:
             return spmm(a, b)
         if a.dim() < 2 or (a.dim() > 2 and a.shape[:-2] != b.shape[:-2]):

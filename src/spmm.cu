@@ -314,26 +314,23 @@ __global__ void __launch_bounds__(kSparseThreads)
   }
 }
 
-dim3 grid_of(const char* op, int64_t blocks, int64_t tiles, int64_t batches) {
-  TORCH_CHECK(blocks <= INT32_MAX && tiles <= 65535, op,
-              ": expected at most 2^31 blocks of rows and 65535 tiles of "
-              "columns, got ",
-              blocks, " and ", tiles);
+dim3 grid_of(int64_t blocks, int64_t tiles, int64_t batches) {
+  TORCH_CHECK(blocks <= INT32_MAX && tiles <= 65535, kOp,
+              ": expected at most 2^31 - 1 blocks of rows and 65535 tiles of columns, got ", blocks, " and ", tiles);
   return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(tiles),
               static_cast<unsigned>(std::min<int64_t>(batches, 65535)));
 }
 
 template <int V, int L, int R, int U, class T, class I>
-void launch(const Args<T, I>& m) {
-  const int64_t groups = kSparseThreads / L;
+void launch(Args<T, I> m) {
+  constexpr int64_t kGroups = kSparseThreads / L;
+  m.piece_blocks = ceil_of(2 * m.slots, kGroups);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const dim3 grid =
-      grid_of(kOp, ceil_of(m.slots, groups) + ceil_of(m.rows, groups), ceil_of(m.n, L * V * R), m.batches);
+  const dim3 grid = grid_of(m.piece_blocks + ceil_of(m.rows, kGroups), ceil_of(m.n, L * V * R), m.batches);
   spmm_kernel<T, I, V, L, R, U><<<grid, kSparseThreads, 0, stream>>>(m);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (m.slots == 0) return;
-  const dim3 rest =
-      grid_of(kOp, ceil_of(m.slots, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 64), m.batches);
+  const dim3 rest = grid_of(ceil_of(m.slots, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 64), m.batches);
   spmm_long_rows_kernel<T, I><<<rest, kSparseThreads, 0, stream>>>(m);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -379,7 +376,7 @@ void run_cuda(const Call& c) {
       m.mean = c.reduce == Reduce::mean;
       const auto stream = c10::cuda::getCurrentCUDAStream();
       const dim3 warps =
-          grid_of(kOp, ceil_of(m.rows, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 1024), m.batches);
+          grid_of(ceil_of(m.rows, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 1024), m.batches);
       if (c.selected.defined()) {
         selected_kernel<scalar_t, index_t><<<warps, kSparseThreads, 0, stream>>>(
             m, c.selected.const_data_ptr<index_t>(), c.selected.size(1), c.by_column);

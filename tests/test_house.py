@@ -11,12 +11,13 @@ import pytest
 from matmuls.specs import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
-OPERATIONS = {"dense", "fused_softmax", "rowwise"}  # the families
+OPERATIONS = {"dense", "fused_softmax", "rowwise", "sparse"}  # the families
 # module -> what of ours it may import; `operations <- specs <- bench <- report <- cli`, `operations <- integrations`
 MAY_IMPORT = {
     "matmuls": OPERATIONS,
     **{family: {"custom_mm"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
+    "sparse": {"custom_mm", "dense"},
     "specs": OPERATIONS | {"custom_mm"},
     "measure": set(),
     "info": {"custom_mm", "matmuls"},
@@ -100,5 +101,6 @@ def test_public_names_have_docstrings_and_rows():
             assert getattr(module, name).__doc__, name
     rows = {spec.name for spec in TABLE}
     lifecycle = {"handles", "handle_info", "build_info", "set_workspace_size", "workspace_size"}
+    lifecycle |= {"plan", "SparsePlan"}
     public = {n for m in (matmuls, custom_mm) for n in m.__all__ if not n.startswith(("init_", "destroy_"))}
     assert public - lifecycle == rows

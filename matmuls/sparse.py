@@ -533,13 +533,14 @@ class cusparseMM(InplaceFunction):
         structure: _Structure = ctx.structure
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = matmul(grad, b, transb=True).sum_to_size(a.shape)
+            grad_a = matmul(grad, b.to(grad.dtype), transb=True).sum_to_size(a.shape)
         if ctx.needs_input_grad[1]:
             if torch.is_grad_enabled():  # a second derivative is to be had
-                grad_b = cusparseMM.apply(a.mT, grad)
+                grad_b = cusparseMM.apply(a.to(grad.dtype).mT, grad)
             else:
                 t_crow, t_col, t_order = structure.transposed()
                 dense = _folded("cusparseMM", structure, grad, "grad")
+                values = values.to(grad.dtype)
                 grad_b = _spmm(t_crow, t_col, values, dense, structure.rows, "sum", 1.0, t_order).view(b.shape)
         return grad_a, grad_b
 

@@ -677,7 +677,8 @@ def _spmm_reference(values: Tensor, b: Tensor, plan: Any, reduce: str = "sum", a
     stored = _stored_dense(plan, torch.ones_like(values)) != 0
     lengths = stored.sum(-1, keepdim=True)
     if reduce == "mean":
-        return alpha * (dense @ b / lengths.clamp_min(1).to(b.dtype))
+        total = dense @ b
+        return alpha * (total / lengths.clamp_min(1).to(total.dtype))
     end = -torch.inf if reduce == "max" else torch.inf
     terms = torch.where(stored.unsqueeze(-1), dense.unsqueeze(-1) * b.unsqueeze(-3), end)
     best = terms.amax(-2) if reduce == "max" else terms.amin(-2)

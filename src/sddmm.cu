@@ -288,6 +288,8 @@ struct SddmmFunction : torch::autograd::Function<SddmmFunction> {
                             a.requires_grad() ? b : Tensor(), tensor_or_none(selected)});
     ctx->saved_data["a_sizes"] = a.sym_sizes();
     ctx->saved_data["b_sizes"] = b.sym_sizes();
+    ctx->saved_data["lead"] = c10::SymIntArrayRef(
+        at::infer_size_symdimvector(a.sym_sizes().slice(0, a.dim() - 2), b.sym_sizes().slice(0, b.dim() - 2)));
     ctx->saved_data["alpha"] = alpha;
     ctx->saved_data["by_column"] = by_column;
     return SddmmOp::below_autograd(p.crow, p.col, a, b, columns, alpha, none_or_tensor(p.order),
@@ -304,10 +306,15 @@ struct SddmmFunction : torch::autograd::Function<SddmmFunction> {
     const double alpha = ctx->saved_data["alpha"].toDouble();
     const bool by_column = ctx->saved_data["by_column"].toBool();
     const c10::SymInt columns = b_sizes[b_sizes.size() - 2];
+    // Of the whole batch, though a summed gradient and one operand may be the same for all of it.
     const auto product = [&](const Pattern& q, const Tensor& dense, const c10::SymInt& inner, bool selected_by_column) {
-      return SpmmOp::call(q.crow, q.col, grads[0], dense.to(grads[0].scalar_type()), inner, "sum", alpha,
-                          none_or_tensor(q.order), none_or_tensor(q.t_crow), none_or_tensor(q.t_col),
-                          none_or_tensor(q.t_order), none_or_tensor(saved[8]), selected_by_column);
+      const Tensor one = SpmmOp::call(q.crow, q.col, grads[0], dense.to(grads[0].scalar_type()), inner, "sum", alpha,
+                                      none_or_tensor(q.order), none_or_tensor(q.t_crow), none_or_tensor(q.t_col),
+                                      none_or_tensor(q.t_order), none_or_tensor(saved[8]), selected_by_column);
+      auto shape = ctx->saved_data["lead"].toSymIntVector();
+      shape.push_back(one.sym_size(-2));
+      shape.push_back(one.sym_size(-1));
+      return one.expand_symint(shape);
     };
     Tensor grad_a, grad_b;
     if (ctx->needs_input_grad(0)) grad_a = at::sum_to(product(p, saved[7], columns, by_column), a_sizes);

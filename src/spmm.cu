@@ -730,14 +730,15 @@ void spmm_out_autograd(const Tensor& crow, const Tensor& col, const Tensor& valu
   SpmmOutOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, beta, out);
 }
 
-// As torch.matmul.
+// Sums as torch.matmul; max and min in the wider of both dtypes.
 template <c10::DeviceType device>
 Tensor spmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                      c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
                      const OptionalTensor& t_crow, const OptionalTensor& t_col, const OptionalTensor& t_order,
                      const OptionalTensor& selected, bool by_column) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
+  const auto dtype = reduce == "max" || reduce == "min" ? at::promote_types(values.scalar_type(), dense.scalar_type())
+                                                        : at::autocast::get_autocast_dtype(device);
   return SpmmOp::call(crow, col, at::autocast::cached_cast(dtype, values, device),
                       at::autocast::cached_cast(dtype, dense, device), columns, reduce, alpha, order, t_crow, t_col,
                       t_order, selected, by_column);

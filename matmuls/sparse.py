@@ -217,10 +217,12 @@ def _structure_of(name: str, a: torch.Tensor) -> tuple[_Structure, torch.Tensor]
         else:
             structure = _structure_of_compressed(name, a, offsets, inner)
         _known[a] = key, structure
-    if a.layout == torch.sparse_coo:
-        return structure, a.values() if a.is_coalesced() else a.coalesce().values()
-    values = a.values()
-    return structure, values if values.dim() == 1 else values.reshape(-1)
+    return structure, _values_of(a)
+
+
+def _values_of(a: torch.Tensor) -> torch.Tensor:
+    values = a.values() if a.layout != torch.sparse_coo or a.is_coalesced() else a.coalesce().values()
+    return values if values.dim() == 1 else values.reshape(-1)
 
 
 def _structure_of_coo(name: str, a: torch.Tensor) -> _Structure:
@@ -247,11 +249,13 @@ class SparsePlan:
 
     def __init__(self, structure: _Structure, values: torch.Tensor, shape: tuple[int, ...]) -> None:
         self._structure, self._values, self.shape = structure, values, torch.Size(shape)
+        self._source: torch.Tensor | None = None  # the sparse tensor that takes the gradient
 
     @property
     def values(self) -> torch.Tensor:
         """[nonzeros], in the order of A.values() (flattened)."""
-        return self._values
+        # Taken anew each time: a graph can be walked back once.
+        return self._values if self._source is None else _values_of(self._source)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -275,7 +279,7 @@ class SparsePlan:
 
     def update(self, values: torch.Tensor) -> "SparsePlan":
         """Take other values for the same nonzeros, in the order of A.values(); nothing is inspected. Returns itself."""
-        self._values = self._checked(values)
+        self._values, self._source = self._checked(values), None
         return self
 
     def with_values(self, values: torch.Tensor) -> "SparsePlan":
@@ -322,14 +326,16 @@ def plan(a: Sparse) -> SparsePlan:
     if isinstance(a, SparsePlan):
         return a
     structure, values = _structure_of("plan", a)
-    return SparsePlan(structure.in_int32(), values, tuple(a.shape))
+    made = SparsePlan(structure.in_int32(), values.detach(), tuple(a.shape))
+    made._source = a if a.requires_grad else None
+    return made
 
 
 def _parts(name: str, a: Sparse) -> tuple[_Structure, torch.Tensor, torch.Size]:
     if isinstance(a, SparsePlan):
         if not torch.compiler.is_compiling():
             a._structure.check_unchanged(name)
-        return a._structure, a._values, a.shape
+        return a._structure, a.values, a.shape
     if not isinstance(a, torch.Tensor):
         raise TypeError(f"{name}: expected a sparse tensor or a plan, got {type(a).__name__}")
     structure, values = _structure_of(name, a)

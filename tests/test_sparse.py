@@ -442,6 +442,11 @@ def test_plan(device):
     for word in ("20 x 30", f"{made.nnz} nonzeros", "int32", "kept", f"{made.nbytes} bytes"):
         assert word in made.explain()
     assert "nnz=" in repr(made)
+    leaf = dense.to_sparse_csr().requires_grad_()
+    once = plan(leaf)
+    for n in (1, 2):  # a graph of its own for each product
+        (once @ b).sum().backward()
+        torch.testing.assert_close(leaf.grad.to_dense(), n * (dense != 0) * b.sum(1))
     for bad in (a.values()[1:], a.values()[None]):
         with pytest.raises(ValueError, match=r"SparsePlan: expected values of shape"):
             made.update(bad)

@@ -167,7 +167,7 @@ __device__ Piece piece_in_slot(const Args<T, I>& m, int64_t slot, int part, bool
 }
 
 // Blocks for the pieces of long rows first, since they take longest, then blocks for the rows. L lanes share a piece,
-// of n columns V * R each, by vectors of V; U nonzeros are under way at once. n is a multiple of V.
+// each with R vectors of V columns; U nonzeros are under way at once. n is a multiple of V.
 template <class T, class I, int V, int L, int R, int U>
 __global__ void __launch_bounds__(kSparseThreads) spmm_kernel(const __grid_constant__ Args<T, I> m) {
   using F = arithmetic_t<T>;

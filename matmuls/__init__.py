@@ -20,16 +20,19 @@ from .rowwise import (
     softmax_backward,
     softmax_backward_,
 )
+from .sparse import SparsePlan, cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm
 
 __all__ = [
     "FusedSoftmax",
     "MaskPlan",
     "MaskedFFN",
     "MaskedLinear",
+    "SparsePlan",
     "cublasMM",
     "cublasTransaMM",
     "cublasTransabMM",
     "cublasTransbMM",
+    "cusparseMM",
     "handles",
     "inplace_softmax",
     "inplace_softmax_backward",
@@ -41,15 +44,20 @@ __all__ = [
     "masked_linear",
     "matmul",
     "matmul_",
+    "plan",
     "rms_norm_",
     "scaled_masked_softmax",
     "scaled_masked_softmax_backward",
     "scaled_masked_softmax_forward",
+    "sddmm",
     "softmax",
     "softmax_",
     "softmax_backward",
     "softmax_backward_",
     "square_matmul",
     "square_matmul_T",
+    "sparse_attention",
+    "sparse_softmax",
+    "spmm",
 ]
 __version__ = "0.1.0"

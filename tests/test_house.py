@@ -11,7 +11,7 @@ import pytest
 from matmuls.specs import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
-OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise"}  # the families
+OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"}  # the families
 # module -> what of ours it may import; `operations <- specs <- bench <- report <- cli`, `operations <- integrations`
 MAY_IMPORT = {
     "matmuls": OPERATIONS,
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "triton.masked_ffn": {"triton.configs", "triton.launch", "triton.tiles", "triton.masked_linear"},
     "nn": OPERATIONS,
     "tune": {"masked_plain", "measure", "triton"},
+    "sparse": {"custom_mm", "dense"},
     "specs": OPERATIONS | {"custom_mm"},
     "measure": set(),
     "info": {"custom_mm", "matmuls"},
@@ -112,5 +113,6 @@ def test_public_names_have_docstrings_and_rows():
     rows = {spec.name for spec in TABLE}
     lifecycle = {"handles", "handle_info", "build_info", "set_workspace_size", "workspace_size"}
     lifecycle |= {"mask_plan", "MaskPlan"}  # no operation: what one takes
+    lifecycle |= {"plan", "SparsePlan"}
     public = {n for m in (matmuls, custom_mm) for n in m.__all__ if not n.startswith(("init_", "destroy_"))}
     assert public - lifecycle == rows

@@ -37,6 +37,15 @@ def experts(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
     return matmuls.MaskedLinear.apply(y, w, w, plan)
 
 
+def sparse(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    made: matmuls.SparsePlan = matmuls.plan(a).update(a.values())
+    y: torch.Tensor = made @ x + matmuls.spmm(a, x, reduce="mean", alpha=0.5) + matmuls.cusparseMM.apply(a, x)
+    y = matmuls.spmm(made.with_values(matmuls.sddmm(y, x.mT, made)), x, beta=1, out=y)
+    probabilities: torch.Tensor = matmuls.sparse_softmax(made.values, made, scale=0.5)
+    y += probabilities.sum() + made.nbytes
+    return matmuls.sparse_attention(y, x, x, made, scale=None)
+
+
 def facts() -> tuple[list[int], dict[str, Any]]:
     custom_mm.set_workspace_size(custom_mm.workspace_size())
     return [w["nbytes"] for h in custom_mm.handle_info() for w in h["workspaces"]], custom_mm.build_info()

@@ -1,0 +1,195 @@
+// csr_check: what is wrong with a sparse matrix's indices, if anything. csr_transpose: the same matrix by its columns.
+//
+// Both run once, when a matrix enters; nothing after them reads an index that they have not seen. On a GPU they are a
+// few calls of ATen's.
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "common.h"
+#include "sparse.h"
+
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#endif
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+
+// The first element of a result; the others are where, what is there, and the longest row (where nothing is wrong).
+enum class Problem : int64_t { none, first_offset, last_offset, decreasing, column };
+constexpr int64_t kFacts = 4;
+
+void check(const char* op, const Tensor& crow, const Tensor& col) {
+  check_pattern(op, pattern_of(crow, col, {}), crow);
+}
+
+Tensor facts_of(Problem problem, int64_t where, int64_t found, int64_t longest) {
+  return at::tensor({static_cast<int64_t>(problem), where, found, longest}, at::kLong);
+}
+
+// The smallest index in [begin, end) that `is_bad`, or end.
+template <class F>
+int64_t first_bad(int64_t begin, int64_t end, const F& is_bad) {
+  std::atomic<int64_t> found{end};
+  at::parallel_for(begin, end, at::internal::GRAIN_SIZE, [&](int64_t first, int64_t last) {
+    bool any = false;
+    for (int64_t i = first; i < last; ++i) any |= is_bad(i);
+    if (!any) return;
+    int64_t i = first;
+    while (!is_bad(i)) ++i;
+    int64_t seen = found.load();
+    while (i < seen && !found.compare_exchange_weak(seen, i)) {
+    }
+  });
+  return found;
+}
+
+Tensor csr_check_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_columns) {
+  check("csr_check", crow_, col_);
+  const Tensor crow_whole = crow_.contiguous(), col_whole = col_.contiguous();
+  const int64_t rows = crow_.size(0) - 1, nonzeros = col_.size(0), columns = sym_columns.expect_int();
+  Tensor facts;
+  AT_DISPATCH_INDEX_TYPES(crow_.scalar_type(), "csr_check", [&] {
+    const index_t *crow = crow_whole.const_data_ptr<index_t>(), *col = col_whole.const_data_ptr<index_t>();
+    facts = [&] {
+      if (crow[0] != 0) return facts_of(Problem::first_offset, 0, crow[0], 0);
+      if (crow[rows] != nonzeros) return facts_of(Problem::last_offset, rows, crow[rows], 0);
+      const int64_t row = first_bad(0, rows, [&](int64_t r) { return crow[r + 1] < crow[r]; });
+      if (row < rows) return facts_of(Problem::decreasing, row, crow[row + 1], 0);
+      const int64_t p = first_bad(0, nonzeros, [&](int64_t i) { return col[i] < 0 || col[i] >= columns; });
+      if (p < nonzeros) return facts_of(Problem::column, p, col[p], 0);
+      index_t longest = 0;
+      for (int64_t r = 0; r < rows; ++r) longest = std::max(longest, static_cast<index_t>(crow[r + 1] - crow[r]));
+      return facts_of(Problem::none, 0, 0, longest);
+    }();
+  });
+  return facts;
+}
+
+// A stable counting sort by column, each thread with counters of its own: the result does not depend on how many.
+std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_columns) {
+  check("csr_transpose", crow_, col_);
+  const Tensor crow_whole = crow_.contiguous(), col_whole = col_.contiguous();
+  const int64_t rows = crow_.size(0) - 1, nonzeros = col_.size(0), columns = sym_columns.expect_int();
+  Tensor t_crow = at::empty({columns + 1}, crow_.options());
+  Tensor t_col = at::empty({nonzeros}, crow_.options()), order = at::empty({nonzeros}, crow_.options());
+  AT_DISPATCH_INDEX_TYPES(crow_.scalar_type(), "csr_transpose", [&] {
+    const index_t *crow = crow_whole.const_data_ptr<index_t>(), *col = col_whole.const_data_ptr<index_t>();
+    index_t* const offsets = t_crow.mutable_data_ptr<index_t>();
+    index_t* const row_at = t_col.mutable_data_ptr<index_t>();
+    index_t* const from = order.mutable_data_ptr<index_t>();
+    // Counters must not cost more than the nonzeros that they count.
+    const int64_t parts = std::clamp<int64_t>(nonzeros / std::max<int64_t>(columns, 65536), 1, at::get_num_threads());
+    const int64_t part = (nonzeros + parts - 1) / parts;
+    std::vector<index_t> counters(parts * columns, 0);
+    at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+      for (int64_t k = first; k < last; ++k) {
+        index_t* const count = counters.data() + k * columns;
+        for (int64_t p = k * part; p < std::min(nonzeros, (k + 1) * part); ++p) ++count[col[p]];
+      }
+    });
+    index_t total = 0;
+    for (int64_t c = 0; c < columns; ++c) {
+      offsets[c] = total;
+      for (int64_t k = 0; k < parts; ++k) total += std::exchange(counters[k * columns + c], total);
+    }
+    offsets[columns] = total;
+    at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+      for (int64_t k = first; k < last; ++k) {
+        index_t* const next = counters.data() + k * columns;
+        int64_t row = std::upper_bound(crow, crow + rows + 1, static_cast<index_t>(k * part)) - crow - 1;
+        for (int64_t p = k * part; p < std::min(nonzeros, (k + 1) * part); ++p) {
+          while (crow[row + 1] <= p) ++row;
+          const index_t to = next[col[p]]++;
+          row_at[to] = static_cast<index_t>(row);
+          from[to] = static_cast<index_t>(p);
+        }
+      }
+    });
+  });
+  return {t_crow, t_col, order};
+}
+
+#ifdef MATMULS_CUDA
+// One look at the device's answer costs one synchronization; the caller takes it where it reads the facts.
+Tensor csr_check_cuda(const Tensor& crow, const Tensor& col, c10::SymInt sym_columns) {
+  check("csr_check", crow, col);
+  const OperationGuard guard("csr_check", crow);
+  const int64_t rows = crow.size(0) - 1, nonzeros = col.size(0), columns = sym_columns.expect_int();
+  const Tensor lengths = crow.diff();
+  const auto number = [&](int64_t n) { return at::scalar_tensor(n, crow.options().dtype(at::kLong)); };
+  const auto facts = [&](Problem problem, const Tensor& where, const Tensor& found) {
+    return at::stack({number(static_cast<int64_t>(problem)), where.to(at::kLong), found.to(at::kLong), number(0)});
+  };
+  Tensor result = at::stack({number(0), number(0), number(0), rows > 0 ? lengths.max().to(at::kLong) : number(0)});
+  if (nonzeros > 0) {
+    const Tensor bad = col.lt(0).logical_or(col.ge(columns)), where = bad.to(at::kByte).argmax();
+    result = at::where(bad.any(), facts(Problem::column, where, col.take(where)), result);
+  }
+  if (rows > 0) {
+    const Tensor bad = lengths.lt(0), where = bad.to(at::kByte).argmax();
+    result = at::where(bad.any(), facts(Problem::decreasing, where, crow.take(where + 1)), result);
+  }
+  const Tensor last = crow.select(0, rows), first = crow.select(0, 0);
+  result = at::where(last.ne(nonzeros), facts(Problem::last_offset, number(rows), last), result);
+  return at::where(first.ne(0), facts(Problem::first_offset, number(0), first), result);
+}
+
+std::tuple<Tensor, Tensor, Tensor> csr_transpose_cuda(const Tensor& crow, const Tensor& col, c10::SymInt sym_columns) {
+  check("csr_transpose", crow, col);
+  const OperationGuard guard("csr_transpose", crow);
+  const bool narrow = crow.scalar_type() == at::kInt;
+  const auto [sorted, order] = at::sort(col, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const Tensor rows_of = at::_convert_indices_from_csr_to_coo(crow, col, narrow).select(0, 0);
+  return {at::_convert_indices_from_coo_to_csr(sorted, sym_columns.expect_int(), narrow),
+          rows_of.index_select(0, order), order.to(crow.scalar_type())};
+}
+#endif
+
+Tensor csr_check_meta(const Tensor& crow, const Tensor& col, c10::SymInt) {
+  check("csr_check", crow, col);
+  return at::empty({kFacts}, crow.options().dtype(at::kLong));
+}
+std::tuple<Tensor, Tensor, Tensor> csr_transpose_meta(const Tensor& crow, const Tensor& col, c10::SymInt columns) {
+  check("csr_transpose", crow, col);
+  return {at::empty_symint({columns + 1}, crow.options()), at::empty_symint({col.sym_size(0)}, crow.options()),
+          at::empty_symint({col.sym_size(0)}, crow.options())};
+}
+
+// Indices have no gradient.
+MATMULS_OPERATOR(CsrCheckOp, "custom_mm::csr_check", "", Tensor(const Tensor&, const Tensor&, c10::SymInt));
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("csr_check(Tensor crow, Tensor col, SymInt columns) -> Tensor", tags);
+  m.def("csr_transpose(Tensor crow, Tensor col, SymInt columns) -> (Tensor, Tensor, Tensor)", tags);
+}
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
+  m.impl("csr_check", csr_check_cpu);
+  m.impl("csr_transpose", csr_transpose_cpu);
+}
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
+  m.impl("csr_check", csr_check_cuda);
+  m.impl("csr_transpose", csr_transpose_cuda);
+}
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("csr_check", csr_check_meta);
+  m.impl("csr_transpose", csr_transpose_meta);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("csr_check", CsrCheckOp::below_autograd);
+  m.impl("csr_transpose", CsrTransposeOp::below_autograd);
+}
+
+}  // namespace matmuls

@@ -1,0 +1,370 @@
+// csr_sddmm: out[p] = alpha * dot(a[row of p], b[column of p]) for every nonzero p of a sparse pattern (sparse.h).
+//
+// a: [..., rows, n], b: [..., columns, n], so that a @ b^T is sampled; out: [..., nonzeros] at the values' places. The
+// gradient of a sparse product's values, and the scores of sparse attention: no more than out is ever made. `summed`
+// adds up the batch. With `selected` a column counts only where it selected p's value (spmm.cu).
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "common.h"
+#include "sparse.h"
+#include "sparse_cpu.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "sddmm";
+
+// a [batch, rows, n], b [batch, columns, n], elements of a row side by side, out [batch, nonzeros] (or [1, nonzeros],
+// summed) contiguous.
+struct Call {
+  Pattern pattern;
+  Tensor a, b, out;
+  double alpha;
+  Tensor selected;  // read where defined, [batch, rows or columns, n]
+  bool by_column, summed;
+};
+
+c10::SymDimVector check(const Pattern& p, const Tensor& a, const Tensor& b, const c10::SymInt& columns,
+                        const Tensor& selected, bool by_column, bool summed) {
+  check_floating(kOp, "a", a);
+  check_like(kOp, "b", b, "a", a);
+  check_pattern(kOp, p, a);
+  TORCH_CHECK(a.dim() >= 2 && a.sym_size(-2) == p.sym_rows(), kOp, ": expected a of shape [..., ", p.sym_rows(),
+              ", n] beside a pattern of ", p.sym_rows(), " rows, got ", a.sym_sizes());
+  TORCH_CHECK(b.dim() >= 2 && b.sym_size(-2) == columns && b.sym_size(-1) == a.sym_size(-1), kOp,
+              ": expected b, transposed, of shape [..., ", columns, ", ", a.sym_size(-1), "] beside a pattern of ",
+              columns, " columns, got ", b.sym_sizes());
+  const auto lead =
+      at::infer_size_symdimvector(a.sym_sizes().slice(0, a.dim() - 2), b.sym_sizes().slice(0, b.dim() - 2));
+  if (selected.defined()) {
+    auto expected = lead;
+    expected.push_back(by_column ? columns : p.sym_rows());
+    expected.push_back(a.sym_size(-1));
+    TORCH_CHECK(selected.sym_sizes() == c10::SymIntArrayRef(expected) &&
+                    selected.scalar_type() == p.crow.scalar_type() && selected.device() == a.device(),
+                kOp, ": expected selected of shape ", c10::SymIntArrayRef(expected), " in ", p.crow.scalar_type(),
+                ", got ", selected.sym_sizes(), " in ", selected.scalar_type());
+  }
+  auto shape = summed ? c10::SymDimVector() : c10::SymDimVector(lead);
+  shape.push_back(p.col.sym_size(0));
+  return shape;
+}
+
+}  // namespace
+}  // namespace matmuls
+
+// ---------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#include "sparse.cuh"
+
+namespace matmuls {
+namespace {
+
+constexpr int kRun = 16;  // neighbouring nonzeros that a group of lanes works through
+constexpr int kTogether = 4;
+
+template <class T, class I>
+struct Args {
+  const I *crow, *col, *order;
+  const T *a, *b;
+  T* out;
+  int64_t rows, nonzeros, batches;
+  int n;
+  int64_t a_stride, b_stride, a_batch, b_batch;
+  arithmetic_t<T> alpha;
+  bool summed;
+  const I* selected;  // may be null
+  int64_t selected_rows;
+  bool by_column;
+};
+
+// L lanes share a product of V columns each, n a multiple of V; kTogether products are under way at once. Equal shares
+// of the nonzeros, however long the rows are.
+template <class T, class I, int V, int L, bool with_selected>
+__global__ void __launch_bounds__(kSparseThreads) sddmm_kernel(const __grid_constant__ Args<T, I> m) {
+  using F = arithmetic_t<T>;
+  const int64_t group = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / L) + threadIdx.x / L;
+  const int lane = threadIdx.x % L;
+  const auto place_of = [&](int64_t p) { return m.order ? static_cast<int64_t>(m.order[p]) : p; };
+  // Groups past the end stay for the shuffles: they have products of 0 columns.
+  const int64_t begin = min(group * kRun, m.nonzeros), end = min(begin + kRun, m.nonzeros);
+  int64_t row = begin < end ? row_of(m.crow, m.rows, begin) : 0;
+#pragma unroll 1
+  for (int64_t p = begin; p < begin + kRun; p += kTogether) {
+    I rows[kTogether], columns[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      // Past the end the last one again.
+      const int64_t q = min(p + u, end - 1);
+      while (begin < end && static_cast<int64_t>(m.crow[row + 1]) <= q) ++row;
+      rows[u] = static_cast<I>(row), columns[u] = begin < end ? m.col[q] : I(0);
+    }
+    // The batch is this block's own, or all of it where it is summed.
+#pragma unroll 1
+    for (int64_t first = m.summed ? 0 : blockIdx.y; first < m.batches; first += m.summed ? m.batches : gridDim.y) {
+      F sums[kTogether] = {};
+#pragma unroll 1
+      for (int64_t batch = first; batch < (m.summed ? m.batches : first + 1); ++batch) {
+        const T* const a = m.a + batch * m.a_batch;
+        const T* const b = m.b + batch * m.b_batch;
+#pragma unroll 1
+        for (int c = lane * V; c < m.n && begin < end; c += L * V) {
+          Words<T, V> left[kTogether], right[kTogether];
+#pragma unroll
+          for (int u = 0; u < kTogether; ++u) {
+            left[u] = load_vector<T, V>(a + rows[u] * m.a_stride + c);
+            right[u] = load_vector<T, V>(b + columns[u] * m.b_stride + c);
+          }
+#pragma unroll
+          for (int u = 0; u < kTogether; ++u) {
+            F x[V], y[V];
+            unpack(left[u], x);
+            unpack(right[u], y);
+            bool counts = true;
+            if constexpr (with_selected) {
+              const int64_t at = batch * m.selected_rows + (m.by_column ? columns[u] : rows[u]);
+              counts = static_cast<int64_t>(m.selected[at * m.n + c]) == place_of(min(p + u, end - 1));
+            }
+#pragma unroll
+            for (int v = 0; v < V; ++v)
+              if (counts) sums[u] += x[v] * y[v];
+          }
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const F sum = sum_of_group<L>(sums[u]);
+        if (lane == 0 && p + u < end) m.out[(m.summed ? 0 : first) * m.nonzeros + place_of(p + u)] = T(m.alpha * sum);
+      }
+    }
+  }
+}
+
+template <int V, int L, bool with_selected, class T, class I>
+void launch(const Args<T, I>& m) {
+  const int64_t blocks = ceil_of(ceil_of(m.nonzeros, kRun), kSparseThreads / L);
+  TORCH_CHECK(blocks <= INT32_MAX, kOp, ": expected at most 2^31 blocks of nonzeros, got ", blocks);
+  const dim3 grid(static_cast<unsigned>(blocks),
+                  m.summed ? 1 : static_cast<unsigned>(std::min<int64_t>(m.batches, 65535)));
+  sddmm_kernel<T, I, V, L, with_selected><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void run_cuda(const Call& c) {
+  const OperationGuard guard(kOp, c.a);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.a.scalar_type(), kOp, [&] {
+    AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
+      Args<scalar_t, index_t> m{};
+      m.crow = c.pattern.crow.const_data_ptr<index_t>();
+      m.col = c.pattern.col.const_data_ptr<index_t>();
+      m.order = indices_or_null<index_t>(c.pattern.order);
+      m.a = c.a.const_data_ptr<scalar_t>(), m.b = c.b.const_data_ptr<scalar_t>();
+      m.out = c.out.mutable_data_ptr<scalar_t>();
+      m.rows = c.pattern.rows(), m.nonzeros = c.pattern.nonzeros(), m.batches = c.a.size(0);
+      TORCH_CHECK(c.a.size(2) <= INT32_MAX, kOp, ": expected at most 2^31 - 1 columns, got ", c.a.size(2));
+      m.n = static_cast<int>(c.a.size(2));
+      m.a_stride = c.a.stride(1), m.b_stride = c.b.stride(1), m.a_batch = c.a.stride(0), m.b_batch = c.b.stride(0);
+      m.alpha = static_cast<arithmetic_t<scalar_t>>(c.alpha);
+      m.summed = c.summed;
+      if (c.selected.defined()) {
+        m.selected = c.selected.const_data_ptr<index_t>();
+        m.selected_rows = c.selected.size(1), m.by_column = c.by_column;
+        return launch<1, 32, true>(m);
+      }
+      constexpr int V = 16 / sizeof(scalar_t);
+      if (!of_vectors(c.a) || !of_vectors(c.b)) return launch<1, 32, false>(m);
+      const int64_t lanes = ceil_of(m.n, V);
+      if (lanes <= 4) return launch<V, 4, false>(m);
+      if (lanes <= 8) return launch<V, 8, false>(m);
+      if (lanes <= 16) return launch<V, 16, false>(m);
+      launch<V, 32, false>(m);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace matmuls
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- CPU
+
+namespace matmuls {
+namespace {
+
+template <class T, class I>
+arithmetic_t<T> selected_dot(const Call& c, const I* selected, const T* a, const T* b, int64_t batches, int64_t row,
+                             I place) {
+  using A = arithmetic_t<T>;
+  A sum = 0;
+  const int64_t n = c.a.size(2);
+  for (int64_t batch = 0; batch < batches; ++batch) {
+    const I* const chosen = selected + batch * c.selected.stride(0) + row * n;
+    for (int64_t i = 0; i < n; ++i)
+      if (chosen[i] == place)
+        sum += static_cast<A>(a[batch * c.a.stride(0) + i]) * static_cast<A>(b[batch * c.b.stride(0) + i]);
+  }
+  return sum;
+}
+
+void run_cpu(const Call& c) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.a.scalar_type(), kOp, [&] {
+    using A = arithmetic_t<scalar_t>;
+    AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
+      const index_t* const crow = c.pattern.crow.const_data_ptr<index_t>();
+      const index_t* const col = c.pattern.col.const_data_ptr<index_t>();
+      const index_t* const order = indices_or_null<index_t>(c.pattern.order);
+      const int64_t rows = c.pattern.rows(), nonzeros = c.pattern.nonzeros(), n = c.a.size(2);
+      const int64_t together = c.summed ? c.a.size(0) : 1;
+      constexpr int64_t kAhead = 8, kLine = 64 / sizeof(scalar_t);
+      const int64_t grain = std::max<int64_t>(1, at::internal::GRAIN_SIZE / std::max<int64_t>(n * together, 1));
+      for (int64_t batch = 0; batch < c.a.size(0); batch += together) {
+        const scalar_t* const a = c.a.const_data_ptr<scalar_t>() + batch * c.a.stride(0);
+        const scalar_t* const b = c.b.const_data_ptr<scalar_t>() + batch * c.b.stride(0);
+        const index_t* const selected =
+            c.selected.defined() ? c.selected.const_data_ptr<index_t>() + batch * c.selected.stride(0) : nullptr;
+        scalar_t* const out = c.out.mutable_data_ptr<scalar_t>() + (c.summed ? 0 : batch * nonzeros);
+        at::parallel_for(0, nonzeros, grain, [&](int64_t begin, int64_t end) {
+          int64_t row = std::upper_bound(crow, crow + rows + 1, static_cast<index_t>(begin)) - crow - 1;
+          for (int64_t p = begin; p < end; ++p) {
+            while (crow[row + 1] <= p) ++row;
+            const scalar_t* const next =
+                b + static_cast<int64_t>(col[std::min(p + kAhead, nonzeros - 1)]) * c.b.stride(1);
+            for (int64_t i = 0; i < std::min(n, 8 * kLine); i += kLine) __builtin_prefetch(next + i);
+            const index_t place = order != nullptr ? order[p] : static_cast<index_t>(p);
+            const scalar_t* const x = a + row * c.a.stride(1);
+            const scalar_t* const y = b + static_cast<int64_t>(col[p]) * c.b.stride(1);
+            const A sum = selected != nullptr
+                              ? selected_dot(c, selected, x, y, together, c.by_column ? int64_t(col[p]) : row, place)
+                              : dot_rows(x, y, n, together, c.a.stride(0), c.b.stride(0));
+            out[place] = static_cast<scalar_t>(static_cast<A>(c.alpha) * sum);
+          }
+        });
+      }
+    });
+  });
+}
+
+// -------------------------------------------------------------------------------------------------------- operators
+
+template <void run(const Call&)>
+Tensor sddmm(const Tensor& crow, const Tensor& col, const Tensor& a, const Tensor& b, c10::SymInt columns, double alpha,
+             const OptionalTensor& order, const OptionalTensor& t_crow, const OptionalTensor& t_col,
+             const OptionalTensor& t_order, const OptionalTensor& maybe_selected, bool by_column, bool summed) {
+  const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
+  const Tensor selected = tensor_or_none(maybe_selected);
+  Tensor out = at::empty_symint(check(p, a, b, columns, selected, by_column, summed), a.options());
+  if (out.numel() == 0) return out;
+  const auto lead = at::infer_size_dimvector(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
+  int64_t batch = 1;
+  for (const int64_t s : lead) batch *= s;
+  if (batch == 0) return out.zero_();
+  run({contiguous(p), with_contiguous_rows(as_batch(a, lead, batch, 2)),
+       with_contiguous_rows(as_batch(b, lead, batch, 2)), out.view({summed ? 1 : batch, p.nonzeros()}), alpha,
+       selected.defined() ? as_batch(selected, lead, batch, 2).contiguous() : selected, by_column, summed});
+  return out;
+}
+
+Tensor sddmm_meta(const Tensor& crow, const Tensor& col, const Tensor& a, const Tensor& b, c10::SymInt columns, double,
+                  const OptionalTensor& order, const OptionalTensor& t_crow, const OptionalTensor& t_col,
+                  const OptionalTensor& t_order, const OptionalTensor& selected, bool by_column, bool summed) {
+  const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
+  return at::empty_symint(check(p, a, b, columns, tensor_or_none(selected), by_column, summed), a.options());
+}
+
+// To a the product of the gradient's matrix and b, to b that of its transpose and a.
+struct SddmmFunction : torch::autograd::Function<SddmmFunction> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Pattern& p,
+                        const c10::SymInt& columns, double alpha, const OptionalTensor& selected, bool by_column,
+                        bool summed) {
+    ctx->save_for_backward({p.crow, p.col, p.order, p.t_crow, p.t_col, p.t_order, b.requires_grad() ? a : Tensor(),
+                            a.requires_grad() ? b : Tensor(), tensor_or_none(selected)});
+    ctx->saved_data["a_sizes"] = a.sym_sizes();
+    ctx->saved_data["b_sizes"] = b.sym_sizes();
+    ctx->saved_data["lead"] = c10::SymIntArrayRef(
+        at::infer_size_symdimvector(a.sym_sizes().slice(0, a.dim() - 2), b.sym_sizes().slice(0, b.dim() - 2)));
+    ctx->saved_data["alpha"] = alpha;
+    ctx->saved_data["by_column"] = by_column;
+    return SddmmOp::below_autograd(p.crow, p.col, a, b, columns, alpha, none_or_tensor(p.order),
+                                   none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order),
+                                   selected, by_column, summed);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Pattern p{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
+    const auto a_sizes = ctx->saved_data["a_sizes"].toSymIntVector();
+    const auto b_sizes = ctx->saved_data["b_sizes"].toSymIntVector();
+    const double alpha = ctx->saved_data["alpha"].toDouble();
+    const bool by_column = ctx->saved_data["by_column"].toBool();
+    const c10::SymInt columns = b_sizes[b_sizes.size() - 2];
+    // Of the whole batch, though a summed gradient and one operand may be the same for all of it.
+    const auto product = [&](const Pattern& q, const Tensor& dense, const c10::SymInt& inner, bool selected_by_column) {
+      const Tensor one = SpmmOp::call(q.crow, q.col, grads[0], dense.to(grads[0].scalar_type()), inner, "sum", alpha,
+                                      none_or_tensor(q.order), none_or_tensor(q.t_crow), none_or_tensor(q.t_col),
+                                      none_or_tensor(q.t_order), none_or_tensor(saved[8]), selected_by_column);
+      auto shape = ctx->saved_data["lead"].toSymIntVector();
+      shape.push_back(one.sym_size(-2));
+      shape.push_back(one.sym_size(-1));
+      return one.expand_symint(shape);
+    };
+    Tensor grad_a, grad_b;
+    if (ctx->needs_input_grad(0)) grad_a = at::sum_to(product(p, saved[7], columns, by_column), a_sizes);
+    if (ctx->needs_input_grad(1))
+      grad_b = at::sum_to(product(p.transposed(columns), saved[6], p.sym_rows(), !by_column), b_sizes);
+    return {grad_a, grad_b, {}, {}, {}, {}, {}, {}};
+  }
+};
+
+Tensor sddmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& a, const Tensor& b, c10::SymInt columns,
+                      double alpha, const OptionalTensor& order, const OptionalTensor& t_crow,
+                      const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& selected,
+                      bool by_column, bool summed) {
+  if (!needs_gradient(kOp, {a, b}))
+    return SddmmOp::below_autograd(crow, col, a, b, columns, alpha, order, t_crow, t_col, t_order, selected, by_column,
+                                   summed);
+  return SddmmFunction::apply(a, b, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, alpha, selected,
+                              by_column, summed);
+}
+
+// As torch.matmul.
+template <c10::DeviceType device>
+Tensor sddmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& a, const Tensor& b, c10::SymInt columns,
+                      double alpha, const OptionalTensor& order, const OptionalTensor& t_crow,
+                      const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& selected,
+                      bool by_column, bool summed) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  return SddmmOp::call(crow, col, at::autocast::cached_cast(dtype, a, device),
+                       at::autocast::cached_cast(dtype, b, device), columns, alpha, order, t_crow, t_col, t_order,
+                       selected, by_column, summed);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  m.def(
+      "csr_sddmm(Tensor crow, Tensor col, Tensor a, Tensor b, SymInt columns, float alpha=1.0, Tensor? order=None, "
+      "Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None, Tensor? selected=None, bool by_column=False, "
+      "bool "
+      "summed=False) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("csr_sddmm", sddmm<run_cpu>); }
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("csr_sddmm", sddmm<run_cuda>); }
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("csr_sddmm", sddmm_meta); }
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("csr_sddmm", sddmm_autograd); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_sddmm", sddmm_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_sddmm", sddmm_autocast<at::kCUDA>); }
+
+}  // namespace matmuls

@@ -1,0 +1,72 @@
+// What the sparse kernels share on the GPU: indices, vectors that may be cut short, groups of lanes.
+#pragma once
+
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "device.cuh"
+#include "sparse.h"
+
+namespace matmuls {
+
+constexpr int kSparseThreads = 256;
+
+// The row that nonzero p belongs to: the last row that begins at or before p and is not empty.
+template <class I>
+__device__ int64_t row_of(const I* crow, int64_t rows, int64_t p) {
+  int64_t low = 0, high = rows;  // crow[low] <= p < crow[high]
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (static_cast<int64_t>(crow[middle]) <= p)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// V numbers, 16 bytes of them at an address that is a multiple of 16, or one. Read again by other rows: the caches keep
+// it.
+template <class T, int V>
+__device__ Words<T, V> load_vector(const T* from) {
+  if constexpr (V == 1) {
+    return load_once<T, 1>(from);
+  } else {
+    Words<T, V> words;
+    load_constant<16>(from, words.at);
+    return words;
+  }
+}
+template <class T, int V, class F>
+__device__ void store_vector(T* to, const F (&numbers)[V]) {
+  if constexpr (V == 1)
+    *to = T(numbers[0]);
+  else
+    store_once(to, pack<T, V>(numbers));
+}
+
+// The sum over L lanes that lie side by side, the same bits in every one of them.
+template <int L, class F>
+__device__ F sum_of_group(F x) {
+#pragma unroll
+  for (int step = L / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+template <int L, class F>
+__device__ F largest_of_group(F x) {
+#pragma unroll
+  for (int step = L / 2; step > 0; step /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+
+// Whether every row, [batch, rows, n], consists of whole vectors of 16 bytes.
+inline bool of_vectors(const at::Tensor& t) {
+  const int64_t size = t.element_size();
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.size(2) * size % 16 == 0 &&
+         t.stride(1) * size % 16 == 0 && t.stride(0) * size % 16 == 0;
+}
+
+inline int64_t ceil_of(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+}  // namespace matmuls

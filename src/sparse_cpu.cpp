@@ -1,0 +1,114 @@
+// The products of sparse_cpu.h: the loops compiled for three instruction sets, and the choice among them at run time.
+#include "sparse_cpu.h"
+
+#include <c10/macros/Macros.h>
+
+#include <cstddef>
+#include <type_traits>
+
+// GCC's per-function targets; other compilers and other processors get the baseline only.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define SPARSE_X86_TARGETS 1
+#include <immintrin.h>
+#endif
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed only to functions that are inlined
+
+namespace matmuls {
+namespace {
+
+// The functions for one type as one instruction set has them.
+template <class T, class I>
+struct Kernels {
+  decltype(&spmm_rows<T, I>) rows;
+  decltype(&spmm_piece<T, I>) piece;
+  decltype(&spmm_finish<T, I>) finish;
+  decltype(&extremum_rows<T, I>) extremum;
+  decltype(&dot_rows<T>) dot;
+};
+
+#ifdef SPARSE_X86_TARGETS
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+namespace avx512 {
+#define ROWS_VECTOR_BYTES 64
+#include "sparse_cpu_loops.h"
+#undef ROWS_VECTOR_BYTES
+}  // namespace avx512
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace avx2 {
+#define ROWS_VECTOR_BYTES 32
+#include "sparse_cpu_loops.h"
+#undef ROWS_VECTOR_BYTES
+}  // namespace avx2
+#pragma GCC pop_options
+#endif
+
+namespace baseline {
+#define ROWS_VECTOR_BYTES 16
+#include "sparse_cpu_loops.h"
+#undef ROWS_VECTOR_BYTES
+}  // namespace baseline
+
+template <class T, class I>
+Kernels<T, I> best_kernels() {
+#ifdef SPARSE_X86_TARGETS
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (has_avx2 && has_avx512) return avx512::kKernels<T, I>;
+  if (has_avx2) return avx2::kKernels<T, I>;
+#endif
+  return baseline::kKernels<T, I>;
+}
+
+template <class T, class I>
+const Kernels<T, I>& kernels() {
+  static const Kernels<T, I> best = best_kernels<T, I>();
+  return best;
+}
+
+}  // namespace
+
+template <class T, class I>
+void spmm_rows(const Spmm<T, I>& m, int64_t begin, int64_t end) {
+  kernels<T, I>().rows(m, begin, end);
+}
+template <class T, class I>
+void spmm_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, arithmetic_t<T>* sums) {
+  kernels<T, I>().piece(m, begin, end, sums);
+}
+template <class T, class I>
+void spmm_finish(const Spmm<T, I>& m, int64_t row, const arithmetic_t<T>* sums) {
+  kernels<T, I>().finish(m, row, sums);
+}
+template <class T, class I>
+void extremum_rows(const Spmm<T, I>& m, bool largest, int64_t begin, int64_t end, I* arg) {
+  kernels<T, I>().extremum(m, largest, begin, end, arg);
+}
+template <class T>
+arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t n, int64_t batches, int64_t a_step, int64_t b_step) {
+  return kernels<T, int32_t>().dot(a, b, n, batches, a_step, b_step);
+}
+
+#define SPARSE_INSTANTIATE_FOR(T, I)                                               \
+  template void spmm_rows(const Spmm<T, I>&, int64_t, int64_t);                    \
+  template void spmm_piece(const Spmm<T, I>&, int64_t, int64_t, arithmetic_t<T>*); \
+  template void spmm_finish(const Spmm<T, I>&, int64_t, const arithmetic_t<T>*);   \
+  template void extremum_rows(const Spmm<T, I>&, bool, int64_t, int64_t, I*);
+#define SPARSE_INSTANTIATE(T)        \
+  SPARSE_INSTANTIATE_FOR(T, int32_t) \
+  SPARSE_INSTANTIATE_FOR(T, int64_t) \
+  template arithmetic_t<T> dot_rows(const T*, const T*, int64_t, int64_t, int64_t, int64_t);
+SPARSE_INSTANTIATE(double)
+SPARSE_INSTANTIATE(float)
+SPARSE_INSTANTIATE(c10::Half)
+SPARSE_INSTANTIATE(c10::BFloat16)
+#undef SPARSE_INSTANTIATE
+#undef SPARSE_INSTANTIATE_FOR
+
+}  // namespace matmuls

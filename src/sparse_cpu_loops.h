@@ -1,0 +1,206 @@
+// The loops of sparse_cpu.h, included by sparse_cpu.cpp once per instruction set, each time in another namespace and
+// with another ROWS_VECTOR_BYTES: no include guard, no other #include and no call of a template of the standard library
+// (vectors_cpu.h says why).
+
+#include "vectors_cpu.h"
+
+constexpr int kTile = 8;    // vectors of sums: 128 float32 columns with AVX-512, half of its registers
+constexpr int kAhead = 16;  // nonzeros that the prefetch runs ahead
+
+// What the innermost loop needs of a product, in registers: NV vectors of columns from c on, `tail` columns in the
+// last.
+template <int NV, bool ordered, bool prefetched, class T, class I>
+struct Tile {
+  using A = arithmetic_t<T>;
+  const I *col, *order;
+  const T *values, *dense;
+  int64_t stride, last;
+  int tail;
+
+  C10_ALWAYS_INLINE Tile(const Spmm<T, I>& m, int64_t c, int tail)
+      : col(m.col),
+        order(m.order),
+        values(m.values),
+        dense(m.dense + c),
+        stride(m.dense_stride),
+        last(m.nonzeros - 1),
+        tail(tail) {}
+
+  // sums += value * row of the dense side, for one nonzero.
+  C10_ALWAYS_INLINE void add(int64_t p, Vec<A> (&sums)[NV]) const {
+    constexpr int n = kLanes<A>;
+    if constexpr (prefetched) {
+      const T* next = dense + static_cast<int64_t>(col[p + kAhead < last ? p + kAhead : last]) * stride;
+      for (int line = 0; line < NV * n; line += 64 / sizeof(T)) __builtin_prefetch(next + line);
+    }
+    const T* row = dense + static_cast<int64_t>(col[p]) * stride;
+    const Vec<A> value = splat(static_cast<A>(values[ordered ? static_cast<int64_t>(order[p]) : p]));
+    for (int i = 0; i + 1 < NV; ++i) sums[i] += value * load<A>(row + i * n, n);
+    sums[NV - 1] += value * load<A>(row + (NV - 1) * n, tail);
+  }
+};
+
+// f(tile) with the tile's kind as constants.
+template <int NV, class T, class I, class F>
+C10_ALWAYS_INLINE void with_tile(const Spmm<T, I>& m, int64_t c, int tail, F f) {
+  if (m.order != nullptr)
+    f(Tile<NV, true, true, T, I>(m, c, tail));
+  else if (m.prefetch)
+    f(Tile<NV, false, true, T, I>(m, c, tail));
+  else
+    f(Tile<NV, false, false, T, I>(m, c, tail));
+}
+
+template <class T, class I, class A = arithmetic_t<T>>
+C10_ALWAYS_INLINE A row_scale(const Spmm<T, I>& m, int64_t row) {
+  const int64_t length = m.crow[row + 1] - m.crow[row];
+  return m.mean && length > 0 ? m.alpha / static_cast<A>(length) : m.alpha;
+}
+
+template <class A, class T>
+C10_ALWAYS_INLINE void finish(T* out, Vec<A> sum, A scale, A beta, int count) {
+  Vec<A> v = sum * scale;
+  if (beta != 0) v += load<A>(out, count) * beta;
+  store<A>(out, v, count);
+}
+
+// Rows begin to end in NV vectors of columns from c on; `whole` where the last vector is.
+template <int NV, bool whole, class Tile, class T, class I, class A = arithmetic_t<T>>
+void rows_of_tile(Tile tile, const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c) {
+  constexpr int n = kLanes<A>;
+  if constexpr (whole) tile.tail = n;
+  const I* const crow = m.crow;
+  const A beta = m.beta;
+  int64_t p = crow[begin];
+  for (int64_t r = begin; r < end; ++r) {
+    const int64_t stop = crow[r + 1];
+    Vec<A> sums[NV] = {};
+    for (; p < stop; ++p) tile.add(p, sums);
+    T* out = m.out + r * m.out_stride + c;
+    const A scale = row_scale(m, r);
+    for (int i = 0; i + 1 < NV; ++i) finish<A>(out + i * n, sums[i], scale, beta, n);
+    finish<A>(out + (NV - 1) * n, sums[NV - 1], scale, beta, tile.tail);
+  }
+}
+
+template <int NV, class T, class I>
+void tile_of_rows(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, int tail) {
+  with_tile<NV>(m, c, tail, [&](auto tile) {
+    if (tail == kLanes<arithmetic_t<T>>)
+      rows_of_tile<NV, true>(tile, m, begin, end, c);
+    else
+      rows_of_tile<NV, false>(tile, m, begin, end, c);
+  });
+}
+
+template <int NV, class T, class I, class A = arithmetic_t<T>>
+void tile_of_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, int tail, A* out) {
+  constexpr int n = kLanes<A>;
+  Vec<A> sums[NV] = {};
+  with_tile<NV>(m, c, tail, [&](const auto& tile) {
+    for (int64_t p = begin; p < end; ++p) tile.add(p, sums);
+  });
+  for (int i = 0; i + 1 < NV; ++i) store<A>(out + c + i * n, sums[i], n);
+  store<A>(out + c + (NV - 1) * n, sums[NV - 1], tail);
+}
+
+// f(vectors, c, tail) for tiles of up to kTile vectors over n columns, the number of vectors as a constant.
+template <class A, class F>
+C10_ALWAYS_INLINE void for_each_tile(int64_t columns, F f) {
+  constexpr int n = kLanes<A>;
+  for (int64_t c = 0; c < columns; c += kTile * n) {
+    const int64_t left = columns - c < kTile * n ? columns - c : kTile * n;
+    const int vectors = static_cast<int>((left + n - 1) / n), tail = static_cast<int>(left - (vectors - 1) * n);
+    switch (vectors) {
+      case 1: f(std::integral_constant<int, 1>{}, c, tail); break;
+      case 2: f(std::integral_constant<int, 2>{}, c, tail); break;
+      case 3: f(std::integral_constant<int, 3>{}, c, tail); break;
+      case 4: f(std::integral_constant<int, 4>{}, c, tail); break;
+      case 5: f(std::integral_constant<int, 5>{}, c, tail); break;
+      case 6: f(std::integral_constant<int, 6>{}, c, tail); break;
+      case 7: f(std::integral_constant<int, 7>{}, c, tail); break;
+      default: f(std::integral_constant<int, 8>{}, c, tail); break;
+    }
+  }
+}
+
+template <class T, class I>
+void spmm_rows(const Spmm<T, I>& m, int64_t begin, int64_t end) {
+  for_each_tile<arithmetic_t<T>>(
+      m.n, [&](auto vectors, int64_t c, int tail) { tile_of_rows<decltype(vectors)::value>(m, begin, end, c, tail); });
+}
+
+template <class T, class I>
+void spmm_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, arithmetic_t<T>* sums) {
+  for_each_tile<arithmetic_t<T>>(m.n, [&](auto vectors, int64_t c, int tail) {
+    tile_of_piece<decltype(vectors)::value>(m, begin, end, c, tail, sums);
+  });
+}
+
+template <class T, class I>
+void spmm_finish(const Spmm<T, I>& m, int64_t row, const arithmetic_t<T>* sums) {
+  using A = arithmetic_t<T>;
+  const A scale = row_scale(m, row);
+  T* out = m.out + row * m.out_stride;
+  constexpr int n = kLanes<A>;
+  for (int64_t c = 0; c < m.n; c += n) {
+    const int count = m.n - c < n ? static_cast<int>(m.n - c) : n;
+    finish<A>(out + c, load<A>(sums + c, count), scale, m.beta, count);
+  }
+}
+
+// A tile of columns at a time, so that the best of them and where they came from stay in the L1 cache.
+template <class T, class I>
+void extremum_rows(const Spmm<T, I>& m, bool largest, int64_t begin, int64_t end, I* arg) {
+  using A = arithmetic_t<T>;
+  constexpr int64_t kColumns = 256;
+  A best[kColumns];
+  I from[kColumns];
+  const A sign = largest ? 1 : -1;
+  for (int64_t c = 0; c < m.n; c += kColumns) {
+    const int64_t count = m.n - c < kColumns ? m.n - c : kColumns;
+    for (int64_t r = begin; r < end; ++r) {
+      for (int64_t i = 0; i < count; ++i) best[i] = -kInfinity<A>, from[i] = -1;
+      for (int64_t p = m.crow[r]; p < m.crow[r + 1]; ++p) {
+        const I at = static_cast<I>(m.value_at(p));
+        const A value = sign * static_cast<A>(m.values[at]);
+        const T* row = m.dense + static_cast<int64_t>(m.col[p]) * m.dense_stride + c;
+        for (int64_t i = 0; i < count; ++i) {
+          const A x = value * static_cast<A>(row[i]);
+          const bool better = (x > best[i]) | (from[i] < 0) | ((x != x) & (best[i] == best[i]));
+          best[i] = better ? x : best[i];
+          from[i] = better ? at : from[i];
+        }
+      }
+      T* out = m.out + r * m.out_stride + c;
+      for (int64_t i = 0; i < count; ++i) {
+        const A x = from[i] < 0 ? A(0) : sign * best[i] * m.alpha;
+        out[i] = static_cast<T>(m.beta != 0 ? x + m.beta * static_cast<A>(out[i]) : x);
+      }
+      if (arg != nullptr)
+        for (int64_t i = 0; i < count; ++i) arg[r * m.n + c + i] = from[i];
+    }
+  }
+}
+
+template <class T>
+arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t columns, int64_t batches, int64_t a_step, int64_t b_step) {
+  using A = arithmetic_t<T>;
+  constexpr int n = kLanes<A>;
+  Vec<A> sums[4] = {};
+  for (int64_t batch = 0; batch < batches; ++batch, a += a_step, b += b_step) {
+    int64_t c = 0;
+    for (; c + 4 * n <= columns; c += 4 * n)
+      for (int i = 0; i < 4; ++i) sums[i] += load<A>(a + c + i * n, n) * load<A>(b + c + i * n, n);
+    for (; c + n <= columns; c += n) sums[0] += load<A>(a + c, n) * load<A>(b + c, n);
+    if (c < columns) {
+      const int count = static_cast<int>(columns - c);
+      sums[1] += load<A>(a + c, count) * load<A>(b + c, count);
+    }
+  }
+  return sum_of_lanes<A>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <class T, class I>
+constexpr Kernels<T, I> kKernels = {spmm_rows<T, I>, spmm_piece<T, I>, spmm_finish<T, I>, extremum_rows<T, I>,
+                                    dot_rows<T>};

@@ -1,0 +1,380 @@
+// csr_softmax: y = softmax(scale * x) over the nonzeros of each row of a sparse pattern (sparse.h), and its gradient
+// csr_softmax_backward: dx = scale * y * (grad - sum(y * grad)). x, y, grad: [..., nonzeros].
+//
+// What is not in the pattern is as if it were masked: an empty row has nothing to give. Values as torch.softmax of the
+// row, NaN and inf included.
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "common.h"
+#include "rows_cpu.h"
+#include "sparse.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+
+constexpr const char *kOp = "sparse_softmax", *kBackwardOp = "sparse_softmax_backward";
+
+// All [batch, nonzeros] and contiguous. Forward: y of x. Backward: out of y and grad.
+struct Call {
+  Tensor crow, order, x, grad, out;  // grad: backward alone; order: may be undefined
+  double scale;
+};
+
+void check(const char* op, const char* name, const Tensor& crow, const Tensor& x, const Tensor& order) {
+  check_floating(op, name, x);
+  TORCH_CHECK_VALUE(crow.layout() == at::kStrided && crow.dim() == 1 && crow.sym_size(0) >= 1 &&
+                        (crow.scalar_type() == at::kInt || crow.scalar_type() == at::kLong),
+                    op, ": expected crow of shape [rows + 1] in Int or Long, got shape ", crow.sym_sizes(), " in ",
+                    crow.scalar_type());
+  TORCH_CHECK(crow.device() == x.device(), op, ": expected the pattern on ", x.device(), " as ", name, " is, got ",
+              crow.device());
+  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": expected ", name, " of shape [..., nonzeros], got a scalar");
+  TORCH_CHECK_VALUE(!order.defined() || (order.dim() == 1 && order.scalar_type() == crow.scalar_type() &&
+                                         order.sym_size(0) == x.sym_size(-1) && order.device() == x.device()),
+                    op, ": expected order of shape [", x.sym_size(-1), "] in ", crow.scalar_type());
+}
+
+Tensor flat(const Tensor& t) { return t.contiguous().view({-1, t.size(-1)}); }
+
+}  // namespace
+}  // namespace matmuls
+
+// ---------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#include "sparse.cuh"
+
+namespace matmuls {
+namespace {
+
+constexpr int64_t kLongRow = 1024;  // nonzeros; longer rows have the whole block
+
+template <class T, class I>
+struct Args {
+  const I *crow, *order;
+  const T *x, *grad;
+  T* out;
+  int64_t rows, nonzeros, batches;
+  arithmetic_t<T> scale;
+};
+
+// One number of all threads of a block from one of each, in the same order whatever the timing. fold: over a warp;
+// fold8: over 8 lanes, which hold the numbers of the 8 warps.
+template <class F, class Fold, class Fold8>
+__device__ F of_block(F x, F (&shared)[kSparseThreads / 32], const Fold& fold, const Fold8& fold8) {
+  const F of_warp = fold(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = of_warp;
+  __syncthreads();
+  return fold8(shared[threadIdx.x % (kSparseThreads / 32)]);
+}
+
+// A row in the hands of `size` threads, this one the `rank`-th: sum and largest fold a number of each into one for all.
+template <bool backward, class T, class I, class Sum, class Largest>
+__device__ void softmax_of(const Args<T, I>& m, int64_t batch, int64_t begin, int64_t end, int rank, int size,
+                           const Sum& sum, const Largest& largest) {
+  using F = arithmetic_t<T>;
+  const int64_t base = batch * m.nonzeros;
+  const auto place = [&](int64_t p) { return base + (m.order ? static_cast<int64_t>(m.order[p]) : p); };
+  if constexpr (backward) {
+    F dot = 0;
+    for (int64_t p = begin + rank; p < end; p += size) {
+      const int64_t at = place(p);
+      dot += static_cast<F>(m.x[at]) * static_cast<F>(m.grad[at]);
+    }
+    dot = sum(dot);
+    for (int64_t p = begin + rank; p < end; p += size) {
+      const int64_t at = place(p);
+      m.out[at] = T(m.scale * static_cast<F>(m.x[at]) * (static_cast<F>(m.grad[at]) - dot));
+    }
+  } else {
+    const auto z = [&](int64_t p) { return static_cast<F>(m.x[place(p)]) * m.scale; };
+    F top = -std::numeric_limits<F>::infinity();
+    for (int64_t p = begin + rank; p < end; p += size) top = larger(top, z(p));
+    top = largest(top);
+    F total = 0;
+    for (int64_t p = begin + rank; p < end; p += size) total += exp_of(z(p) - top);
+    total = sum(total);
+    for (int64_t p = begin + rank; p < end; p += size) m.out[place(p)] = T(exp_of(z(p) - top) / total);
+  }
+}
+
+// L lanes share a row; then all threads of the block share each of its long rows.
+template <class T, class I, int L, bool backward>
+__global__ void __launch_bounds__(kSparseThreads) sparse_softmax_kernel(const __grid_constant__ Args<T, I> m) {
+  using F = arithmetic_t<T>;
+  constexpr int kGroups = kSparseThreads / L;
+  __shared__ F shared[kSparseThreads / 32];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups, row = first + threadIdx.x / L;
+  int64_t begin = 0, end = 0;
+  if (row < m.rows) begin = m.crow[row], end = m.crow[row + 1];
+  const bool is_long = end - begin > kLongRow;
+  const bool any_long = __syncthreads_or(is_long);
+  for (int64_t batch = blockIdx.y; batch < m.batches; batch += gridDim.y) {
+    softmax_of<backward>(
+        m, batch, begin, is_long ? begin : end, threadIdx.x % L, L, [](F x) { return sum_of_group<L>(x); },
+        [](F x) { return largest_of_group<L>(x); });
+    if (!any_long) continue;
+    for (int64_t r = first; r < min(first + kGroups, m.rows); ++r) {
+      const int64_t from = m.crow[r], to = m.crow[r + 1];
+      if (to - from <= kLongRow) continue;
+      constexpr int kWarps = kSparseThreads / 32;
+      softmax_of<backward>(
+          m, batch, from, to, threadIdx.x, kSparseThreads,
+          [&](F x) {
+            return of_block(
+                x, shared, [](F y) { return sum_of_group<32>(y); }, [](F y) { return sum_of_group<kWarps>(y); });
+          },
+          [&](F x) {
+            return of_block(
+                x, shared, [](F y) { return largest_of_group<32>(y); },
+                [](F y) { return largest_of_group<kWarps>(y); });
+          });
+    }
+  }
+}
+
+template <bool backward>
+void run_cuda_as(const Call& c) {
+  const OperationGuard guard(backward ? kBackwardOp : kOp, c.x);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), kOp, [&] {
+    AT_DISPATCH_INDEX_TYPES(c.crow.scalar_type(), kOp, [&] {
+      const Args<scalar_t, index_t> m{c.crow.const_data_ptr<index_t>(),
+                                      indices_or_null<index_t>(c.order),
+                                      c.x.const_data_ptr<scalar_t>(),
+                                      backward ? c.grad.const_data_ptr<scalar_t>() : nullptr,
+                                      c.out.mutable_data_ptr<scalar_t>(),
+                                      c.crow.size(0) - 1,
+                                      c.x.size(1),
+                                      c.x.size(0),
+                                      static_cast<arithmetic_t<scalar_t>>(c.scale)};
+      const auto launch = [&](auto lanes) {
+        constexpr int L = decltype(lanes)::value;
+        const int64_t blocks = ceil_of(m.rows, kSparseThreads / L);
+        TORCH_CHECK(blocks <= INT32_MAX, kOp, ": expected at most 2^31 blocks of rows, got ", blocks);
+        const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(std::min<int64_t>(m.batches, 65535)));
+        sparse_softmax_kernel<scalar_t, index_t, L, backward>
+            <<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+      };
+      if (m.nonzeros <= 16 * m.rows)
+        launch(std::integral_constant<int, 8>{});
+      else
+        launch(std::integral_constant<int, 32>{});
+    });
+  });
+}
+
+void run_cuda(const Call& c) { c.grad.defined() ? run_cuda_as<true>(c) : run_cuda_as<false>(c); }
+
+}  // namespace
+}  // namespace matmuls
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- CPU
+
+namespace matmuls {
+namespace {
+
+// A row's values, side by side or gathered.
+template <class T, class I>
+class Values {
+ public:
+  explicit Values(const I* order) : order_(order) {}
+
+  const T* gather(int which, const T* values, int64_t begin, int64_t end) {
+    if (order_ == nullptr) return values + begin;
+    T* const to = target(which, nullptr, begin, end);
+    for (int64_t p = begin; p < end; ++p) to[p - begin] = values[order_[p]];
+    return to;
+  }
+  T* target(int which, T* values, int64_t begin, int64_t end) {
+    if (order_ == nullptr) return values + begin;
+    buffers_[which].resize(std::max<size_t>(buffers_[which].size(), end - begin));
+    return buffers_[which].data();
+  }
+  void scatter(const T* from, T* values, int64_t begin, int64_t end) const {
+    if (order_ == nullptr) return;
+    for (int64_t p = begin; p < end; ++p) values[order_[p]] = from[p - begin];
+  }
+
+ private:
+  const I* order_;
+  std::vector<T> buffers_[3];
+};
+
+void run_cpu(const Call& c) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), kOp, [&] {
+    AT_DISPATCH_INDEX_TYPES(c.crow.scalar_type(), kOp, [&] {
+      const index_t* const crow = c.crow.const_data_ptr<index_t>();
+      const int64_t rows = c.crow.size(0) - 1, nonzeros = c.x.size(1);
+      constexpr int64_t kShare = 8192;
+      const int64_t shares = shares_of(rows, nonzeros, kShare);
+      for (int64_t b = 0; b < c.x.size(0); ++b) {
+        const scalar_t* const x = c.x.const_data_ptr<scalar_t>() + b * nonzeros;
+        const scalar_t* const grad = c.grad.defined() ? c.grad.const_data_ptr<scalar_t>() + b * nonzeros : nullptr;
+        scalar_t* const out = c.out.mutable_data_ptr<scalar_t>() + b * nonzeros;
+        at::parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
+          Values<scalar_t, index_t> values(indices_or_null<index_t>(c.order));
+          const int64_t row_end = place_of(crow, rows, last, kShare, INT64_MAX).row;
+          for (int64_t r = place_of(crow, rows, first, kShare, INT64_MAX).row; r < row_end; ++r) {
+            const int64_t begin = crow[r], end = crow[r + 1];
+            if (begin == end) continue;
+            const scalar_t* const from = values.gather(0, x, begin, end);
+            scalar_t* const to = values.target(1, out, begin, end);
+            if (grad != nullptr) {
+              softmax_backward_row(from, values.gather(2, grad, begin, end), to, end - begin, end - begin, c.scale);
+            } else {
+              softmax_row(from, to, end - begin, end - begin, c.scale, MaskRow{});
+            }
+            values.scatter(to, out, begin, end);
+          }
+        });
+      }
+    });
+  });
+}
+
+// -------------------------------------------------------------------------------------------------------- operators
+
+MATMULS_OPERATOR(CsrSoftmaxOp, "custom_mm::csr_softmax", "",
+                 Tensor(const Tensor&, const Tensor&, double, const OptionalTensor&));
+MATMULS_OPERATOR(CsrSoftmaxBackwardOp, "custom_mm::csr_softmax_backward", "",
+                 Tensor(const Tensor&, const Tensor&, const Tensor&, double, const OptionalTensor&));
+
+template <void run(const Call&)>
+Tensor softmax(const Tensor& crow, const Tensor& x, double scale, const OptionalTensor& order) {
+  check(kOp, "x", crow, x, tensor_or_none(order));
+  Tensor out = at::empty(x.sizes(), x.options());
+  if (out.numel() == 0) return out;
+  const Tensor way = tensor_or_none(order);
+  run({crow.contiguous(), way.defined() ? way.contiguous() : way, flat(x), {}, flat(out), scale});
+  return out;
+}
+Tensor softmax_meta(const Tensor& crow, const Tensor& x, double, const OptionalTensor& order) {
+  check(kOp, "x", crow, x, tensor_or_none(order));
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+void check_backward(const Tensor& crow, const Tensor& y, const Tensor& grad, const Tensor& order) {
+  check(kBackwardOp, "y", crow, y, order);
+  check_like(kBackwardOp, "grad", grad, "y", y);
+  TORCH_CHECK(y.sym_sizes() == grad.sym_sizes(), kBackwardOp, ": expected grad of y's shape ", y.sym_sizes(), ", got ",
+              grad.sym_sizes());
+}
+template <void run(const Call&)>
+Tensor softmax_backward(const Tensor& crow, const Tensor& y, const Tensor& grad, double scale,
+                        const OptionalTensor& order) {
+  check_backward(crow, y, grad, tensor_or_none(order));
+  Tensor out = at::empty(y.sizes(), y.options());
+  if (out.numel() == 0) return out;
+  const Tensor way = tensor_or_none(order);
+  run({crow.contiguous(), way.defined() ? way.contiguous() : way, flat(y), flat(grad), flat(out), scale});
+  return out;
+}
+Tensor softmax_backward_meta(const Tensor& crow, const Tensor& y, const Tensor& grad, double,
+                             const OptionalTensor& order) {
+  check_backward(crow, y, grad, tensor_or_none(order));
+  return at::empty_symint(y.sym_sizes(), y.options());
+}
+
+struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& crow, double scale,
+                        const OptionalTensor& order) {
+    const Tensor y = CsrSoftmaxOp::below_autograd(crow, x, scale, order);
+    ctx->save_for_backward({crow, tensor_or_none(order), y});
+    ctx->saved_data["scale"] = scale;
+    return y;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    return {CsrSoftmaxBackwardOp::call(saved[0], saved[2], grads[0], ctx->saved_data["scale"].toDouble(),
+                                       none_or_tensor(saved[1])),
+            {},
+            {},
+            {}};
+  }
+};
+
+// With v the gradient of dx: to grad the same operator, which is symmetric; to y
+// scale * (v * (grad - sum(y * grad)) - grad * sum(y * v)), the sums over rows. softmax_backward with y set to 1 gives
+// scale * (g - sum(g)) of any g, and hence the sums.
+struct SoftmaxBackwardFunction : torch::autograd::Function<SoftmaxBackwardFunction> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& y, const Tensor& grad, const Tensor& crow,
+                        double scale, const OptionalTensor& order) {
+    ctx->save_for_backward({crow, tensor_or_none(order), y, grad});
+    ctx->saved_data["scale"] = scale;
+    return CsrSoftmaxBackwardOp::below_autograd(crow, y, grad, scale, order);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &crow = saved[0], &y = saved[2], &grad = saved[3], &v = grads[0];
+    const OptionalTensor order = none_or_tensor(saved[1]);
+    const double scale = ctx->saved_data["scale"].toDouble();
+    Tensor grad_y, grad_grad;
+    if (ctx->needs_input_grad(0)) {
+      const Tensor ones = at::ones_like(y);
+      const auto row_sums = [&](const Tensor& g) { return g - CsrSoftmaxBackwardOp::call(crow, ones, g, 1, order); };
+      grad_y = scale * (v * (grad - row_sums(y * grad)) - grad * row_sums(y * v));
+    }
+    if (ctx->needs_input_grad(1)) grad_grad = CsrSoftmaxBackwardOp::call(crow, y, v, scale, order);
+    return {grad_y, grad_grad, {}, {}, {}};
+  }
+};
+
+Tensor softmax_autograd(const Tensor& crow, const Tensor& x, double scale, const OptionalTensor& order) {
+  if (needs_gradient(kOp, {x})) return SoftmaxFunction::apply(x, crow, scale, order);
+  return CsrSoftmaxOp::below_autograd(crow, x, scale, order);
+}
+Tensor softmax_backward_autograd(const Tensor& crow, const Tensor& y, const Tensor& grad, double scale,
+                                 const OptionalTensor& order) {
+  if (needs_gradient(kBackwardOp, {y, grad})) return SoftmaxBackwardFunction::apply(y, grad, crow, scale, order);
+  return CsrSoftmaxBackwardOp::below_autograd(crow, y, grad, scale, order);
+}
+
+// float32, as torch.softmax.
+template <c10::DeviceType device>
+Tensor softmax_autocast(const Tensor& crow, const Tensor& x, double scale, const OptionalTensor& order) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  return CsrSoftmaxOp::call(crow, at::autocast::cached_cast(at::kFloat, x, device), scale, order);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("csr_softmax(Tensor crow, Tensor x, float scale=1.0, Tensor? order=None) -> Tensor", tags);
+  m.def("csr_softmax_backward(Tensor crow, Tensor y, Tensor grad, float scale=1.0, Tensor? order=None) -> Tensor",
+        tags);
+}
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
+  m.impl("csr_softmax", softmax<run_cpu>);
+  m.impl("csr_softmax_backward", softmax_backward<run_cpu>);
+}
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
+  m.impl("csr_softmax", softmax<run_cuda>);
+  m.impl("csr_softmax_backward", softmax_backward<run_cuda>);
+}
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("csr_softmax", softmax_meta);
+  m.impl("csr_softmax_backward", softmax_backward_meta);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("csr_softmax", softmax_autograd);
+  m.impl("csr_softmax_backward", softmax_backward_autograd);
+}
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_softmax", softmax_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_softmax", softmax_autocast<at::kCUDA>); }
+
+}  // namespace matmuls

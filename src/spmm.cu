@@ -1,0 +1,794 @@
+// csr_spmm: out = alpha * reduce(A @ dense) + beta * out, A sparse by rows (sparse.h), dense [..., columns, n].
+//
+// reduce: sum, mean (over a row's nonzeros), max or min; an empty row gives 0. With `selected`, [..., rows, n] indices
+// of values, a nonzero counts only in the columns where its own row (or its column's, by_column) selected its value:
+// the gradients of max and min. Accumulation in float32, float64 for float64, in an order that depends on the shapes
+// alone.
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "common.h"
+#include "sparse.h"
+#include "sparse_cpu.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "spmm";
+
+enum class Reduce { sum, mean, max, min };
+
+Reduce reduce_of(std::string_view name) {
+  if (name == "sum") return Reduce::sum;
+  if (name == "mean") return Reduce::mean;
+  if (name == "max") return Reduce::max;
+  TORCH_CHECK_VALUE(name == "min", kOp, ": expected reduce to be sum, mean, max or min, got ", name);
+  return Reduce::min;
+}
+
+// Shapes as the kernels see them: values [batch, nonzeros], dense [batch, columns, n], out [batch, rows, n], elements
+// of a row side by side.
+struct Call {
+  Pattern pattern;
+  Tensor values, dense, out;
+  Reduce reduce;
+  double alpha, beta;
+  Tensor arg;       // written where defined: max and min alone, [batch, rows, n]
+  Tensor selected;  // read where defined, [batch, rows or columns, n]
+  bool by_column;
+};
+
+c10::SymDimVector check(const Pattern& p, const Tensor& values, const Tensor& dense, const c10::SymInt& columns,
+                        const Tensor& selected, bool by_column) {
+  check_floating(kOp, "dense", dense);
+  check_like(kOp, "values", values, "dense", dense);
+  check_pattern(kOp, p, dense);
+  TORCH_CHECK_VALUE(values.dim() >= 1 && values.sym_size(-1) == p.col.sym_size(0), kOp,
+                    ": expected values of shape [..., ", p.col.sym_size(0), "], one for each nonzero, got ",
+                    values.sym_sizes());
+  TORCH_CHECK(dense.dim() >= 2 && dense.sym_size(-2) == columns, kOp, ": expected dense of shape [..., ", columns,
+              ", n] beside a sparse matrix of ", columns, " columns, got ", dense.sym_sizes());
+  TORCH_CHECK_VALUE(!p.t_crow.defined() || p.t_crow.sym_size(0) == columns + 1, kOp, ": expected t_crow of shape [",
+                    columns + 1, "], got ", p.t_crow.defined() ? p.t_crow.sym_sizes() : c10::SymIntArrayRef{});
+  const auto values_lead = values.sym_sizes().slice(0, values.dim() - 1);
+  const auto dense_lead = dense.sym_sizes().slice(0, dense.dim() - 2);
+  auto shape = c10::SymDimVector(at::infer_size_symdimvector(values_lead, dense_lead));
+  if (selected.defined()) {
+    auto expected = shape;
+    expected.push_back(by_column ? columns : p.sym_rows());
+    expected.push_back(dense.sym_size(-1));
+    TORCH_CHECK(selected.sym_sizes() == c10::SymIntArrayRef(expected) &&
+                    selected.scalar_type() == p.crow.scalar_type() && selected.device() == dense.device(),
+                kOp, ": expected selected of shape ", c10::SymIntArrayRef(expected), " in ", p.crow.scalar_type(),
+                ", got ", selected.sym_sizes(), " in ", selected.scalar_type());
+  }
+  shape.push_back(p.sym_rows());
+  shape.push_back(dense.sym_size(-1));
+  return shape;
+}
+
+int64_t product_of(at::IntArrayRef sizes) {
+  int64_t product = 1;
+  for (const int64_t s : sizes) product *= s;
+  return product;
+}
+
+// Runs over `out`, or over a copy of it where its rows are not contiguous.
+template <void run(const Call&)>
+void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Reduce reduce, double alpha, double beta,
+               const Tensor& arg, const Tensor& selected, bool by_column, const Tensor& out) {
+  if (out.numel() == 0) return;
+  const auto lead = out.sizes().slice(0, out.dim() - 2);
+  const int64_t batch = product_of(lead), rows = out.size(-2), n = out.size(-1);
+  const auto flat = [&](const Tensor& t) { return as_batch(t, lead, batch, 2); };
+  Tensor target = with_contiguous_rows(out);
+  if (target.dim() > 3 && !target.is_same(out)) target = target.contiguous();
+  Tensor over = target.dim() == 2 ? target.unsqueeze(0) : target;
+  if (over.dim() > 3) {  // leading dimensions that do not merge are written through a copy
+    const auto strides = at::detail::computeStride(over.sizes(), over.strides(), at::IntArrayRef({batch, rows, n}));
+    if (!strides) over = target = target.contiguous();
+    over = over.view({batch, rows, n});
+  }
+  run({contiguous(p), with_contiguous_rows(as_batch(values, lead, batch, 1)), with_contiguous_rows(flat(dense)), over,
+       reduce, alpha, beta, arg.defined() ? arg.view({batch, rows, n}) : arg,
+       selected.defined() ? flat(selected).contiguous() : selected, by_column});
+  if (!target.is_same(out)) out.copy_(target);
+}
+
+}  // namespace
+}  // namespace matmuls
+
+// ---------------------------------------------------------------------------------------------------------- CUDA
+
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#include "sparse.cuh"
+
+namespace matmuls {
+namespace {
+
+// A row of up to 2 * slot nonzeros has a group of lanes to itself. The longer ones are cut where multiples of `slot`
+// nonzeros end, each piece has a group, their sums wait in a workspace, and one group adds them in order. Pieces are as
+// short as the workspace allows: what a group does one nonzero after another is what the others wait for.
+struct SlotConfig {
+  static constexpr int64_t kShortest = 64, kMost = 16384, kBytes = 32 << 20;
+  int64_t slot, slots;
+};
+
+SlotConfig slots_of(int64_t nonzeros, int64_t n, int64_t batch, int64_t size) {
+  const int64_t fit = std::clamp<int64_t>(SlotConfig::kBytes / (2 * n * batch * size), 64, SlotConfig::kMost);
+  const int64_t slot = std::max(SlotConfig::kShortest, ceil_of(nonzeros, fit));
+  return {slot, ceil_of(nonzeros, slot)};
+}
+
+template <class T, class I>
+struct Args {
+  const I *crow, *col, *order;
+  const T *values, *dense;
+  T* out;
+  int64_t rows, nonzeros;
+  int n;
+  int64_t values_batch, dense_batch, out_batch, dense_stride, out_stride;
+  int64_t slot, slots, batches;
+  int64_t piece_blocks;  // of the grid, before those for rows
+  arithmetic_t<T> alpha, beta;
+  bool mean;
+  arithmetic_t<T>* partial;  // [batch, slots, 2, n]
+  int64_t* begins;           // [slots]: the long row that begins in a slot, or -1
+
+  __device__ bool is_long(int64_t row) const { return static_cast<int64_t>(crow[row + 1] - crow[row]) > 2 * slot; }
+  __device__ arithmetic_t<T> scale(int64_t row) const {
+    const int64_t length = crow[row + 1] - crow[row];
+    return mean && length > 0 ? alpha / static_cast<arithmetic_t<T>>(length) : alpha;
+  }
+};
+
+// Nonzeros of one row: all of a short one, or the piece of a long one that lies in a slot.
+struct Piece {
+  int64_t row, begin, end;
+  int64_t kept;  // where in the workspace its sums wait; -1: they are the row's result
+};
+
+// A long row is longer than a slot: one may end in a slot or pass through it (part 0), and one may begin (part 1).
+template <class T, class I>
+__device__ Piece piece_in_slot(const Args<T, I>& m, int64_t slot, int part, bool writes_begins) {
+  const int64_t begin = slot * m.slot, end = min(begin + m.slot, m.nonzeros);
+  const int64_t first = row_of(m.crow, m.rows, begin), last = row_of(m.crow, m.rows, end - 1);
+  const bool ends = m.is_long(first), begins = last != first && m.is_long(last);
+  if (writes_begins && part == 1) m.begins[slot] = begins ? last : ends && m.crow[first] == begin ? first : -1;
+  if (part == 0)
+    return {first, begin, ends ? min(end, static_cast<int64_t>(m.crow[first + 1])) : begin, ends ? 2 * slot : -2};
+  return {last, begins ? static_cast<int64_t>(m.crow[last]) : end, end, begins ? 2 * slot + 1 : -2};
+}
+
+// Blocks for the pieces of long rows first, since they take longest, then blocks for the rows. L lanes share a piece,
+// each with R vectors of V columns; U nonzeros are under way at once. n is a multiple of V.
+template <class T, class I, int V, int L, int R, int U>
+__global__ void __launch_bounds__(kSparseThreads) spmm_kernel(const __grid_constant__ Args<T, I> m) {
+  using F = arithmetic_t<T>;
+  constexpr int kGroups = kSparseThreads / L;
+  const int c = static_cast<int>(blockIdx.y) * (L * V * R) + threadIdx.x % L * V;
+  if (c >= m.n) return;
+  Piece piece;
+  if (blockIdx.x < m.piece_blocks) {
+    const int64_t item = static_cast<int64_t>(blockIdx.x) * kGroups + threadIdx.x / L;
+    if (item >= 2 * m.slots) return;
+    piece = piece_in_slot(m, item / 2, static_cast<int>(item % 2), c == 0 && blockIdx.z == 0);
+    if (piece.kept == -2) return;
+  } else {
+    piece.row = (blockIdx.x - m.piece_blocks) * kGroups + threadIdx.x / L;
+    if (piece.row >= m.rows) return;
+    piece.begin = m.crow[piece.row], piece.end = m.crow[piece.row + 1], piece.kept = -1;
+    if (m.slots > 0 && piece.end - piece.begin > 2 * m.slot) return;
+  }
+#pragma unroll 1
+  for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
+    const T* const values = m.values + batch * m.values_batch;
+    const T* const dense = m.dense + batch * m.dense_batch + c;
+    F sums[R][V] = {};
+#pragma unroll 1
+    for (int64_t p = piece.begin; p < piece.end; p += U) {
+      Words<T, V> words[U][R];
+      T value[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        value[u] = T(0);
+        if (p + u < piece.end) value[u] = values[m.order ? static_cast<int64_t>(m.order[p + u]) : p + u];
+        const T* const row = p + u < piece.end ? dense + m.col[p + u] * m.dense_stride : dense;
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          words[u][r] = {};
+          if (p + u < piece.end && (r == 0 || c + r * L * V < m.n)) words[u][r] = load_vector<T, V>(row + r * L * V);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {  // past the end 0 * 0 is added
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          F numbers[V];
+          unpack(words[u][r], numbers);
+#pragma unroll
+          for (int v = 0; v < V; ++v) sums[r][v] += static_cast<F>(value[u]) * numbers[v];
+        }
+      }
+    }
+    const F scale = piece.kept < 0 ? m.scale(piece.row) : F(1);
+    T* const out = m.out + batch * m.out_batch + piece.row * m.out_stride + c;
+    F* const kept = m.partial + (batch * m.slots * 2 + piece.kept) * m.n + c;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (r > 0 && c + r * L * V >= m.n) break;
+      if (piece.kept >= 0) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) kept[r * L * V + v] = sums[r][v];
+        continue;
+      }
+#pragma unroll
+      for (int v = 0; v < V; ++v) sums[r][v] *= scale;
+      if (m.beta != 0) {
+        F old[V];
+        unpack(load_vector<T, V>(out + r * L * V), old);
+#pragma unroll
+        for (int v = 0; v < V; ++v) sums[r][v] += m.beta * old[v];
+      }
+      store_vector(out + r * L * V, sums[r]);
+    }
+  }
+}
+
+// The pieces of each long row, added in their order by the lanes of the slot where it begins.
+template <class T, class I>
+__global__ void __launch_bounds__(kSparseThreads) spmm_long_rows_kernel(const __grid_constant__ Args<T, I> m) {
+  using F = arithmetic_t<T>;
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / 32) + threadIdx.x / 32;
+  if (slot >= m.slots) return;
+  const int64_t row = m.begins[slot];
+  if (row < 0) return;
+  const int64_t last = (static_cast<int64_t>(m.crow[row + 1]) - 1) / m.slot;
+  const int part = m.crow[row] == slot * m.slot ? 0 : 1;
+  const F scale = m.scale(row);
+  for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
+    T* const out = m.out + batch * m.out_batch + row * m.out_stride;
+    const F* const partial = m.partial + batch * m.slots * 2 * m.n;
+    for (int64_t c = blockIdx.y * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
+      F sum = partial[(slot * 2 + part) * m.n + c];
+#pragma unroll 4
+      for (int64_t s = slot + 1; s <= last; ++s) sum += partial[s * 2 * m.n + c];
+      out[c] = T(m.beta != 0 ? scale * sum + m.beta * static_cast<F>(out[c]) : scale * sum);
+    }
+  }
+}
+
+// max and min: a warp a row, a lane a column.
+template <class T, class I, bool largest>
+__global__ void __launch_bounds__(kSparseThreads) extremum_kernel(const __grid_constant__ Args<T, I> m, I* arg) {
+  using F = arithmetic_t<T>;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / 32) + threadIdx.x / 32;
+  if (row >= m.rows) return;
+  for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
+    const T* const values = m.values + batch * m.values_batch;
+    const T* const dense = m.dense + batch * m.dense_batch;
+    for (int64_t c = blockIdx.y * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
+      F best = 0;
+      I from = -1;
+#pragma unroll 4
+      for (int64_t p = m.crow[row]; p < m.crow[row + 1]; ++p) {
+        const I at = m.order ? m.order[p] : static_cast<I>(p);
+        const F x = static_cast<F>(values[at]) * static_cast<F>(dense[m.col[p] * m.dense_stride + c]);
+        if (from < 0 || (largest ? x > best : x < best) || (x != x && best == best)) best = x, from = at;
+      }
+      T* const out = m.out + batch * m.out_batch + row * m.out_stride + c;
+      *out = T(m.beta != 0 ? m.alpha * best + m.beta * static_cast<F>(*out) : m.alpha * best);
+      if (arg) arg[(batch * m.rows + row) * m.n + c] = from;
+    }
+  }
+}
+
+// The sum of what was selected: a warp a row, a lane a column.
+template <class T, class I>
+__global__ void __launch_bounds__(kSparseThreads)
+    selected_kernel(const __grid_constant__ Args<T, I> m, const I* selected, int64_t selected_rows, bool by_column) {
+  using F = arithmetic_t<T>;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / 32) + threadIdx.x / 32;
+  if (row >= m.rows) return;
+  for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
+    const T* const values = m.values + batch * m.values_batch;
+    const T* const dense = m.dense + batch * m.dense_batch;
+    const I* const chosen = selected + batch * selected_rows * m.n;
+    for (int64_t c = blockIdx.y * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
+      F sum = 0;
+      for (int64_t p = m.crow[row]; p < m.crow[row + 1]; ++p) {
+        const I at = m.order ? m.order[p] : static_cast<I>(p);
+        const int64_t column = m.col[p];
+        if (chosen[(by_column ? column : row) * m.n + c] == at)
+          sum += static_cast<F>(values[at]) * static_cast<F>(dense[column * m.dense_stride + c]);
+      }
+      T* const out = m.out + batch * m.out_batch + row * m.out_stride + c;
+      *out = T(m.beta != 0 ? m.alpha * sum + m.beta * static_cast<F>(*out) : m.alpha * sum);
+    }
+  }
+}
+
+dim3 grid_of(int64_t blocks, int64_t tiles, int64_t batches) {
+  TORCH_CHECK(blocks <= INT32_MAX && tiles <= 65535, kOp,
+              ": expected at most 2^31 - 1 blocks of rows and 65535 tiles of columns, got ", blocks, " and ", tiles);
+  return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(tiles),
+              static_cast<unsigned>(std::min<int64_t>(batches, 65535)));
+}
+
+template <int V, int L, int R, int U, class T, class I>
+void launch(Args<T, I> m) {
+  constexpr int64_t kGroups = kSparseThreads / L;
+  m.piece_blocks = ceil_of(2 * m.slots, kGroups);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const dim3 grid = grid_of(m.piece_blocks + ceil_of(m.rows, kGroups), ceil_of(m.n, L * V * R), m.batches);
+  spmm_kernel<T, I, V, L, R, U><<<grid, kSparseThreads, 0, stream>>>(m);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  if (m.slots == 0) return;
+  const dim3 rest = grid_of(ceil_of(m.slots, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 64), m.batches);
+  spmm_long_rows_kernel<T, I><<<rest, kSparseThreads, 0, stream>>>(m);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// As many lanes as a row of the dense side has vectors, up to a warp; two vectors a lane beyond. Where rows are long
+// twice as many nonzeros are under way.
+template <class T, class I>
+void launch_sum(const Args<T, I>& m, bool vectors) {
+  constexpr int V = 16 / sizeof(T);
+  const int64_t lanes = ceil_of(m.n, V);
+  const bool long_rows = m.nonzeros >= 16 * m.rows;
+  const auto with = [&](auto l) {
+    constexpr int L = decltype(l)::value;
+    long_rows ? launch<V, L, 1, 8>(m) : launch<V, L, 1, 4>(m);
+  };
+  if (!vectors) return launch<1, 32, 1, 8>(m);
+  if (lanes <= 4) return with(std::integral_constant<int, 4>{});
+  if (lanes <= 8) return with(std::integral_constant<int, 8>{});
+  if (lanes <= 16) return with(std::integral_constant<int, 16>{});
+  if (lanes <= 32) return with(std::integral_constant<int, 32>{});
+  launch<V, 32, 2, 4>(m);
+}
+
+void run_cuda(const Call& c) {
+  const OperationGuard guard(kOp, c.dense);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.dense.scalar_type(), kOp, [&] {
+    using F = arithmetic_t<scalar_t>;
+    AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
+      Args<scalar_t, index_t> m{};
+      m.crow = c.pattern.crow.const_data_ptr<index_t>();
+      m.col = c.pattern.col.const_data_ptr<index_t>();
+      m.order = indices_or_null<index_t>(c.pattern.order);
+      m.values = c.values.const_data_ptr<scalar_t>();
+      m.dense = c.dense.const_data_ptr<scalar_t>();
+      m.out = c.out.mutable_data_ptr<scalar_t>();
+      m.rows = c.pattern.rows(), m.nonzeros = c.pattern.nonzeros();
+      TORCH_CHECK(c.out.size(2) <= INT32_MAX, kOp, ": expected at most 2^31 - 1 columns, got ", c.out.size(2));
+      m.n = static_cast<int>(c.out.size(2));
+      m.values_batch = c.values.stride(0), m.dense_batch = c.dense.stride(0), m.out_batch = c.out.stride(0);
+      m.dense_stride = c.dense.stride(1), m.out_stride = c.out.stride(1);
+      m.batches = c.out.size(0);
+      m.alpha = static_cast<F>(c.alpha), m.beta = static_cast<F>(c.beta);
+      m.mean = c.reduce == Reduce::mean;
+      const auto stream = c10::cuda::getCurrentCUDAStream();
+      const dim3 warps =
+          grid_of(ceil_of(m.rows, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 1024), m.batches);
+      if (c.selected.defined()) {
+        selected_kernel<scalar_t, index_t><<<warps, kSparseThreads, 0, stream>>>(
+            m, c.selected.const_data_ptr<index_t>(), c.selected.size(1), c.by_column);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+        return;
+      }
+      if (c.reduce == Reduce::max || c.reduce == Reduce::min) {
+        index_t* const arg = c.arg.defined() ? c.arg.mutable_data_ptr<index_t>() : nullptr;
+        if (c.reduce == Reduce::max)
+          extremum_kernel<scalar_t, index_t, true><<<warps, kSparseThreads, 0, stream>>>(m, arg);
+        else
+          extremum_kernel<scalar_t, index_t, false><<<warps, kSparseThreads, 0, stream>>>(m, arg);
+        C10_CUDA_KERNEL_LAUNCH_CHECK();
+        return;
+      }
+      Tensor partial, begins;
+      if (m.nonzeros > 2 * SlotConfig::kShortest) {  // else no row is long
+        const auto config = slots_of(m.nonzeros, m.n, m.batches, sizeof(F));
+        m.slot = config.slot, m.slots = config.slots;
+        partial = at::empty({m.batches, m.slots, 2, m.n}, c.dense.options().dtype(c10::CppTypeToScalarType<F>::value));
+        begins = at::empty({m.slots}, c.dense.options().dtype(at::kLong));
+        m.partial = partial.template mutable_data_ptr<F>();
+        m.begins = begins.mutable_data_ptr<int64_t>();
+      }
+      launch_sum(m, of_vectors(c.dense) && of_vectors(c.out));
+    });
+  });
+}
+
+}  // namespace
+}  // namespace matmuls
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- CPU
+
+namespace matmuls {
+namespace {
+
+constexpr int64_t kShare = 8192;            // rows and nonzeros together: what a thread takes at a time
+constexpr int64_t kCacheBytes = 256 << 10;  // a dense side this small is soon in the L2 cache
+constexpr int64_t kLongestWhole = 4096;     // nonzeros of a row that is not cut
+
+// Rows in shares of equal work. A long row is cut where shares end, always at the same places; its pieces are added in
+// their order once all are there.
+template <class T, class I>
+void sum_cpu(const Spmm<T, I>& m, int64_t rows) {
+  using A = arithmetic_t<T>;
+  const int64_t shares = shares_of(rows, m.nonzeros, kShare);
+  const auto place = [&](int64_t k) { return place_of(m.crow, rows, k, kShare, kLongestWhole); };
+  if (shares == 1) return spmm_rows(m, 0, rows);
+  // For share k the piece of a row that began before it, and the piece of the row that goes on after it.
+  std::vector<A> sums;
+  bool cut = false;
+  for (int64_t k = 1; k < shares && !cut; ++k) {
+    const Place at = place(k);
+    cut = at.row < rows && at.at > m.crow[at.row];
+  }
+  if (cut) sums.resize(2 * shares * m.n);
+  at::parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
+    for (int64_t k = first; k < last; ++k) {
+      const Place from = place(k), to = place(k + 1);
+      A* const pieces = sums.data() + 2 * k * m.n;
+      int64_t row = from.row;
+      if (row < rows && from.at > m.crow[row]) {
+        const int64_t end = to.row > row ? static_cast<int64_t>(m.crow[row + 1]) : to.at;
+        spmm_piece(m, from.at, end, pieces);
+        if (to.row == row) continue;
+        ++row;
+      }
+      spmm_rows(m, row, to.row);
+      if (to.row < rows && to.at > m.crow[to.row]) spmm_piece(m, m.crow[to.row], to.at, pieces + m.n);
+    }
+  });
+  if (!cut) return;
+  for (int64_t k = 0; k < shares; ++k) {
+    const Place from = place(k), to = place(k + 1);
+    const bool begins = to.row < rows && to.at > m.crow[to.row] && (from.row < to.row || from.at == m.crow[to.row]);
+    if (!begins) continue;
+    A* const total = sums.data() + (2 * k + 1) * m.n;
+    for (int64_t next = k + 1; next < shares; ++next) {
+      const A* const piece = sums.data() + 2 * next * m.n;
+      for (int64_t c = 0; c < m.n; ++c) total[c] += piece[c];
+      if (place(next + 1).row > to.row) break;
+    }
+    spmm_finish(m, to.row, total);
+  }
+}
+
+// f(row begin, row end) over torch's threads, in shares of equal work.
+template <class I, class F>
+void for_rows_of_equal_work(const I* crow, int64_t rows, const F& f) {
+  const int64_t shares = shares_of(rows, crow[rows], kShare);
+  at::parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
+    f(place_of(crow, rows, first, kShare, INT64_MAX).row, place_of(crow, rows, last, kShare, INT64_MAX).row);
+  });
+}
+
+template <class T, class I>
+void selected_cpu(const Spmm<T, I>& m, const I* selected, bool by_column, int64_t begin, int64_t end) {
+  using A = arithmetic_t<T>;
+  std::vector<A> sums(m.n);
+  for (int64_t r = begin; r < end; ++r) {
+    std::fill(sums.begin(), sums.end(), A(0));
+    for (int64_t p = m.crow[r]; p < m.crow[r + 1]; ++p) {
+      const I at = static_cast<I>(m.value_at(p));
+      const A value = static_cast<A>(m.values[at]);
+      const int64_t column = m.col[p];
+      const I* const chosen = selected + (by_column ? column : r) * m.n;
+      const T* const row = m.dense + column * m.dense_stride;
+      for (int64_t c = 0; c < m.n; ++c)
+        if (chosen[c] == at) sums[c] += value * static_cast<A>(row[c]);
+    }
+    T* const out = m.out + r * m.out_stride;
+    for (int64_t c = 0; c < m.n; ++c) {
+      const A x = m.alpha * sums[c];
+      out[c] = static_cast<T>(m.beta != 0 ? x + m.beta * static_cast<A>(out[c]) : x);
+    }
+  }
+}
+
+void run_cpu(const Call& c) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.dense.scalar_type(), kOp, [&] {
+    using A = arithmetic_t<scalar_t>;
+    AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
+      const int64_t rows = c.pattern.rows(), n = c.out.size(2);
+      for (int64_t b = 0; b < c.out.size(0); ++b) {
+        const Spmm<scalar_t, index_t> m{c.pattern.crow.const_data_ptr<index_t>(),
+                                        c.pattern.col.const_data_ptr<index_t>(),
+                                        indices_or_null<index_t>(c.pattern.order),
+                                        c.values.const_data_ptr<scalar_t>() + b * c.values.stride(0),
+                                        c.dense.const_data_ptr<scalar_t>() + b * c.dense.stride(0),
+                                        c.out.mutable_data_ptr<scalar_t>() + b * c.out.stride(0),
+                                        c.pattern.nonzeros(),
+                                        n,
+                                        c.dense.stride(1),
+                                        c.out.stride(1),
+                                        static_cast<A>(c.alpha),
+                                        static_cast<A>(c.beta),
+                                        c.reduce == Reduce::mean,
+                                        c.dense.size(1) * n * c.dense.element_size() > kCacheBytes};
+        if (c.selected.defined()) {
+          const index_t* const selected = c.selected.const_data_ptr<index_t>() + b * c.selected.stride(0);
+          for_rows_of_equal_work(
+              m.crow, rows, [&](int64_t begin, int64_t end) { selected_cpu(m, selected, c.by_column, begin, end); });
+        } else if (c.reduce == Reduce::max || c.reduce == Reduce::min) {
+          index_t* const arg = c.arg.defined() ? c.arg.mutable_data_ptr<index_t>() + b * rows * n : nullptr;
+          for_rows_of_equal_work(m.crow, rows, [&](int64_t begin, int64_t end) {
+            extremum_rows(m, c.reduce == Reduce::max, begin, end, arg);
+          });
+        } else {
+          sum_cpu(m, rows);
+        }
+      }
+    });
+  });
+}
+
+// -------------------------------------------------------------------------------------------------------- operators
+
+MATMULS_OPERATOR(SpmmOutOp, "custom_mm::csr_spmm", "out",
+                 void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, std::string_view, double,
+                      const OptionalTensor&, double, Tensor));
+MATMULS_OPERATOR(SpmmArgOp, "custom_mm::csr_spmm_arg", "",
+                 std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
+                                            std::string_view, const OptionalTensor&, const OptionalTensor&,
+                                            const OptionalTensor&, const OptionalTensor&));
+
+template <void run(const Call&)>
+Tensor spmm(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+            std::string_view reduce, double alpha, const OptionalTensor& order, const OptionalTensor& t_crow,
+            const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& maybe_selected,
+            bool by_column) {
+  const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
+  const Tensor selected = tensor_or_none(maybe_selected);
+  const Reduce how = reduce_of(reduce);
+  TORCH_CHECK_VALUE(!selected.defined() || how == Reduce::sum, kOp, ": expected reduce sum beside selected, got ",
+                    reduce);
+  Tensor out = at::empty_symint(check(p, values, dense, columns, selected, by_column), dense.options());
+  run_batch<run>(p, values, dense, how, alpha, 0, {}, selected, by_column, out);
+  return out;
+}
+
+void check_out(const Pattern& p, const Tensor& values, const Tensor& dense, const c10::SymInt& columns,
+               const Tensor& out) {
+  const auto shape = check(p, values, dense, columns, {}, false);
+  check_like(kOp, "out", out, "dense", dense);
+  TORCH_CHECK(out.sym_sizes() == c10::SymIntArrayRef(shape), kOp, ": expected out of shape ",
+              c10::SymIntArrayRef(shape), ", got ", out.sym_sizes());
+}
+
+template <void run(const Call&)>
+void spmm_out(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+              std::string_view reduce, double alpha, const OptionalTensor& order, double beta, Tensor out) {
+  const Pattern p = pattern_of(crow, col, order);
+  const Reduce how = reduce_of(reduce);
+  check_out(p, values, dense, columns, out);
+  check_no_overlap(kOp, out, {{"values", values}, {"dense", dense}});
+  run_batch<run>(p, values, dense, how, alpha, beta, {}, {}, false, out);
+}
+
+template <void run(const Call&)>
+std::tuple<Tensor, Tensor> spmm_arg(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                                    c10::SymInt columns, std::string_view reduce, const OptionalTensor& order,
+                                    const OptionalTensor& t_crow, const OptionalTensor& t_col,
+                                    const OptionalTensor& t_order) {
+  const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
+  const Reduce how = reduce_of(reduce);
+  TORCH_CHECK_VALUE(how == Reduce::max || how == Reduce::min, kOp, ": expected reduce to be max or min, got ", reduce);
+  Tensor out = at::empty_symint(check(p, values, dense, columns, {}, false), dense.options());
+  Tensor arg = at::empty(out.sizes(), crow.options());
+  run_batch<run>(p, values, dense, how, 1, 0, arg, {}, false, out);
+  return {out, arg};
+}
+
+Tensor spmm_meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+                 std::string_view reduce, double, const OptionalTensor& order, const OptionalTensor& t_crow,
+                 const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& selected,
+                 bool by_column) {
+  reduce_of(reduce);
+  const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
+  return at::empty_symint(check(p, values, dense, columns, tensor_or_none(selected), by_column), dense.options());
+}
+void spmm_out_meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                   c10::SymInt columns, std::string_view reduce, double, const OptionalTensor& order, double,
+                   Tensor out) {
+  reduce_of(reduce);
+  check_out(pattern_of(crow, col, order), values, dense, columns, out);
+}
+std::tuple<Tensor, Tensor> spmm_arg_meta(const Tensor& crow, const Tensor& col, const Tensor& values,
+                                         const Tensor& dense, c10::SymInt columns, std::string_view reduce,
+                                         const OptionalTensor& order, const OptionalTensor& t_crow,
+                                         const OptionalTensor& t_col, const OptionalTensor& t_order) {
+  reduce_of(reduce);
+  const auto shape = check(pattern_of(crow, col, order, t_crow, t_col, t_order), values, dense, columns, {}, false);
+  return {at::empty_symint(shape, dense.options()), at::empty_symint(shape, crow.options())};
+}
+
+// --- gradients: to the values the product of G and dense where A has nonzeros, to dense the product of A^T and G. Both
+// are operators with gradients of the same two kinds.
+
+using Context = torch::autograd::AutogradContext;
+using Gradients = torch::autograd::variable_list;
+
+void save(Context* ctx, const Pattern& p, const Tensor& values, const Tensor& dense, const Tensor& selected) {
+  const bool to_values = values.requires_grad(), to_dense = dense.requires_grad();
+  ctx->save_for_backward({p.crow, p.col, p.order, p.t_crow, p.t_col, p.t_order, to_dense ? values : Tensor(),
+                          to_values ? dense : Tensor(), selected});
+  ctx->saved_data["values_sizes"] = values.sym_sizes();
+  ctx->saved_data["dense_sizes"] = dense.sym_sizes();
+}
+
+// The gradients of sum(A @ dense); `selected`: of what was selected of it.
+std::tuple<Tensor, Tensor> gradients(Context* ctx, const Tensor& grad, const Tensor& selected, bool by_column) {
+  const auto saved = ctx->get_saved_variables();
+  const Pattern p{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
+  const Tensor &values = saved[6], &dense = saved[7];
+  const auto values_sizes = ctx->saved_data["values_sizes"].toSymIntVector();
+  const auto dense_sizes = ctx->saved_data["dense_sizes"].toSymIntVector();
+  const c10::SymInt columns = dense_sizes[dense_sizes.size() - 2];
+  const OptionalTensor chosen = none_or_tensor(selected);
+  Tensor grad_values, grad_dense;
+  if (ctx->needs_input_grad(0)) {
+    const bool summed = values_sizes.size() == 1;  // one gradient for the whole batch: nothing larger than it is made
+    grad_values = SddmmOp::call(p.crow, p.col, grad, dense.to(grad.scalar_type()), columns, 1, none_or_tensor(p.order),
+                                none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order), chosen,
+                                by_column, summed);
+    grad_values = at::sum_to(grad_values, values_sizes);
+  }
+  if (ctx->needs_input_grad(1)) {
+    const Pattern t = p.transposed(columns);
+    grad_dense =
+        SpmmOp::call(t.crow, t.col, values.to(grad.scalar_type()), grad, p.sym_rows(), "sum", 1,
+                     none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), chosen, !by_column);
+    grad_dense = at::sum_to(grad_dense, dense_sizes);
+  }
+  return {grad_values, grad_dense};
+}
+
+struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
+  static Tensor forward(Context* ctx, const Tensor& values, const Tensor& dense, const Pattern& p,
+                        const c10::SymInt& columns, std::string_view reduce, double alpha,
+                        const OptionalTensor& selected, bool by_column) {
+    save(ctx, p, values, dense, tensor_or_none(selected));
+    ctx->saved_data["alpha"] = alpha;
+    ctx->saved_data["mean"] = reduce == "mean";
+    ctx->saved_data["by_column"] = by_column;
+    return SpmmOp::below_autograd(p.crow, p.col, values, dense, columns, reduce, alpha, none_or_tensor(p.order),
+                                  none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order),
+                                  selected, by_column);
+  }
+
+  static Gradients backward(Context* ctx, const Gradients& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const double alpha = ctx->saved_data["alpha"].toDouble();
+    Tensor grad = alpha == 1 ? grads[0] : grads[0] * alpha;
+    if (ctx->saved_data["mean"].toBool())
+      grad = grad / saved[0].diff().clamp_min(1).to(grad.scalar_type()).unsqueeze(-1);
+    auto [grad_values, grad_dense] = gradients(ctx, grad, saved[8], ctx->saved_data["by_column"].toBool());
+    return {grad_values, grad_dense, {}, {}, {}, {}, {}, {}};
+  }
+};
+
+struct SpmmArgFunction : torch::autograd::Function<SpmmArgFunction> {
+  static Gradients forward(Context* ctx, const Tensor& values, const Tensor& dense, const Pattern& p,
+                           const c10::SymInt& columns, std::string_view reduce) {
+    auto [out, arg] =
+        SpmmArgOp::below_autograd(p.crow, p.col, values, dense, columns, reduce, none_or_tensor(p.order),
+                                  none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order));
+    save(ctx, p, values, dense, arg);
+    ctx->mark_non_differentiable({arg});
+    return {out, arg};
+  }
+
+  static Gradients backward(Context* ctx, const Gradients& grads) {
+    auto [grad_values, grad_dense] = gradients(ctx, grads[0], ctx->get_saved_variables()[8], false);
+    return {grad_values, grad_dense, {}, {}, {}};
+  }
+};
+
+std::tuple<Tensor, Tensor> spmm_arg_autograd(const Tensor& crow, const Tensor& col, const Tensor& values,
+                                             const Tensor& dense, c10::SymInt columns, std::string_view reduce,
+                                             const OptionalTensor& order, const OptionalTensor& t_crow,
+                                             const OptionalTensor& t_col, const OptionalTensor& t_order) {
+  if (!needs_gradient(kOp, {values, dense}))
+    return SpmmArgOp::below_autograd(crow, col, values, dense, columns, reduce, order, t_crow, t_col, t_order);
+  const auto results =
+      SpmmArgFunction::apply(values, dense, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, reduce);
+  return {results[0], results[1]};
+}
+
+Tensor spmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                     c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
+                     const OptionalTensor& t_crow, const OptionalTensor& t_col, const OptionalTensor& t_order,
+                     const OptionalTensor& selected, bool by_column) {
+  if (!needs_gradient(kOp, {values, dense}))
+    return SpmmOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, t_crow, t_col, t_order,
+                                  selected, by_column);
+  if (reduce == "max" || reduce == "min") {
+    const Tensor out =
+        std::get<0>(spmm_arg_autograd(crow, col, values, dense, columns, reduce, order, t_crow, t_col, t_order));
+    return alpha == 1 ? out : out * alpha;
+  }
+  return SpmmFunction::apply(values, dense, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, reduce,
+                             alpha, selected, by_column);
+}
+
+void spmm_out_autograd(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                       c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
+                       double beta, Tensor out) {
+  check_no_gradient_into(kOp, "out", {values, dense, out});
+  SpmmOutOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, beta, out);
+}
+
+// Sums as torch.matmul; max and min in the wider of both dtypes.
+template <c10::DeviceType device>
+Tensor spmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                     c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
+                     const OptionalTensor& t_crow, const OptionalTensor& t_col, const OptionalTensor& t_order,
+                     const OptionalTensor& selected, bool by_column) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const auto dtype = reduce == "max" || reduce == "min" ? at::promote_types(values.scalar_type(), dense.scalar_type())
+                                                        : at::autocast::get_autocast_dtype(device);
+  return SpmmOp::call(crow, col, at::autocast::cached_cast(dtype, values, device),
+                      at::autocast::cached_cast(dtype, dense, device), columns, reduce, alpha, order, t_crow, t_col,
+                      t_order, selected, by_column);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "csr_spmm(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce=\"sum\", float "
+      "alpha=1.0, Tensor? order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None, Tensor? "
+      "selected=None, bool by_column=False) -> Tensor",
+      tags);
+  m.def(
+      "csr_spmm.out(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce=\"sum\", float "
+      "alpha=1.0, Tensor? order=None, float beta=0.0, *, Tensor(a!) out) -> ()",
+      tags);
+  m.def(
+      "csr_spmm_arg(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce, Tensor? "
+      "order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None) -> (Tensor, Tensor)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
+  m.impl("csr_spmm", spmm<run_cpu>);
+  m.impl("csr_spmm.out", spmm_out<run_cpu>);
+  m.impl("csr_spmm_arg", spmm_arg<run_cpu>);
+}
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
+  m.impl("csr_spmm", spmm<run_cuda>);
+  m.impl("csr_spmm.out", spmm_out<run_cuda>);
+  m.impl("csr_spmm_arg", spmm_arg<run_cuda>);
+}
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("csr_spmm", spmm_meta);
+  m.impl("csr_spmm.out", spmm_out_meta);
+  m.impl("csr_spmm_arg", spmm_arg_meta);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("csr_spmm", spmm_autograd);
+  m.impl("csr_spmm.out", spmm_out_autograd);
+  m.impl("csr_spmm_arg", spmm_arg_autograd);
+}
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("csr_spmm.out", SpmmOutOp::inplace<9>); }
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<9>); }
+TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<9>); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_spmm", spmm_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_spmm", spmm_autocast<at::kCUDA>); }
+
+}  // namespace matmuls

@@ -1,0 +1,699 @@
+"""Sparse products: every layout, dtype, index type and reduction against float64, gradients, plans, hostile input."""
+
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import matmuls
+from matmuls import cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+LAYOUTS = ["csr", "csc", "coo", "bsr", "bsc"]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def draw_sparse(rows, columns, density, dtype=torch.float32, device="cpu", seed=0, empty=()):
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    dense *= torch.rand(rows, columns, generator=generator) < density
+    dense[list(empty)] = 0
+    return dense.to(dtype).to(device)
+
+
+def in_layout(dense, layout, index=torch.int64):
+    if layout == "coo":
+        return dense.to_sparse()
+    blocks = next(n for n in (3, 2, 1) if dense.shape[0] % n == 0 and dense.shape[1] % n == 0)
+    sizes = ((blocks, blocks),) if layout in ("bsr", "bsc") else ()
+    sparse = getattr(dense, f"to_sparse_{layout}")(*sizes)
+    if index == torch.int64:
+        return sparse
+    by_rows = layout in ("csr", "bsr")
+    offsets = sparse.crow_indices() if by_rows else sparse.ccol_indices()
+    inner = sparse.col_indices() if by_rows else sparse.row_indices()
+    return torch.sparse_compressed_tensor(
+        offsets.to(index), inner.to(index), sparse.values(), sparse.shape, layout=sparse.layout
+    )
+
+
+def assert_close(ours, truth, torchs, scale=None):
+    """At most twice torch's own error in the same dtype and one rounding more, relative to what is summed."""
+    scale = torch.linalg.vector_norm(truth).item() if scale is None else scale
+    error, theirs = (torch.linalg.vector_norm(x.double() - truth).item() for x in (ours, torchs))
+    roundings = 4 if ours.dtype == torch.float64 else 1
+    assert error <= 2 * theirs + roundings * torch.finfo(ours.dtype).eps * scale
+
+
+def reduced(dense, b, reduce, stored=None):
+    """The reference, dense: over what is stored, which is what is not 0 unless told otherwise."""
+    stored = dense != 0 if stored is None else stored
+    if reduce == "sum":
+        return dense @ b
+    lengths = stored.sum(1, keepdim=True)
+    if reduce == "mean":
+        return dense @ b / lengths.clamp_min(1).to(b.dtype)
+    terms = dense[:, :, None] * b[None]
+    end = -torch.inf if reduce == "max" else torch.inf
+    terms = torch.where(stored[:, :, None], terms, end)
+    best = terms.amax(1) if reduce == "max" else terms.amin(1)
+    return torch.where(lengths > 0, best, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------- products
+
+
+@every_dtype
+@every_layout
+@pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
+def test_product_of_every_layout(layout, dtype, index, device):
+    dense = draw_sparse(30, 42, 0.2, dtype, device, empty=(3, 29))
+    a = in_layout(dense, layout, index)
+    for n in (1, 2, 7, 8, 16, 33, 64, 130):
+        b = draw_sparse(42, n, 1, dtype, device, seed=n)
+        truth = dense.double() @ b.double()
+        for matrix in (a, plan(a)):
+            assert_close(spmm(matrix, b), truth, dense @ b)
+    assert torch.equal(plan(a) @ b, spmm(a, b))
+    assert_close(spmm(a, b[:, 0]), truth[:, 0], dense @ b[:, 0])
+
+
+@every_dtype
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+def test_reductions(reduce, dtype, device):
+    dense = draw_sparse(40, 50, 0.15, dtype, device, empty=(0, 17))
+    for n in (1, 5, 32, 300):
+        b = draw_sparse(50, n, 1, dtype, device, seed=n)
+        truth = reduced(dense.double(), b.double(), reduce)
+        assert_close(spmm(dense.to_sparse_csr(), b, reduce=reduce), truth, reduced(dense, b, reduce))
+        assert_close(spmm(dense.to_sparse_csc(), b, reduce=reduce), truth, reduced(dense, b, reduce))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+def test_out_alpha_and_beta(reduce, device):
+    dense, b = draw_sparse(30, 20, 0.2, torch.float64, device, empty=(5,)), draw_sparse(20, 9, 1, torch.float64, device)
+    a, c = dense.to_sparse_csr(), draw_sparse(30, 9, 1, torch.float64, device, seed=2)
+    expected = 0.5 * reduced(dense, b, reduce) - 2 * c
+    torch.testing.assert_close(spmm(a, b, reduce=reduce, alpha=0.5), 0.5 * reduced(dense, b, reduce))
+    outs = [c.clone(), c.mT.contiguous().mT, torch.full((30, 12), 7.0, dtype=c.dtype, device=device)[:, 1:10]]
+    outs[2].copy_(c)
+    for out in outs:
+        version = out._version
+        assert spmm(a, b, reduce=reduce, alpha=0.5, beta=-2, out=out) is out
+        torch.testing.assert_close(out, expected)
+        assert out._version > version
+    vector = c[:, 0].clone()
+    spmm(a, b[:, 0], reduce=reduce, alpha=0.5, beta=-2, out=vector)
+    torch.testing.assert_close(vector, expected[:, 0])
+
+
+def long_rows(device="cpu", index=torch.int64):
+    """Rows of every length: longer than any share of the work, empty, one nonzero; 20,000 columns."""
+    lengths = torch.tensor([0, 1, 12000, 3, 0, 20000, 7, 65, 9000, 129, 0, 0, 2, 15000, 64, 4097, 1])
+    crow = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    generator = torch.Generator().manual_seed(0)
+    col = torch.cat([torch.randperm(20000, generator=generator)[:n] for n in lengths.tolist()])
+    values = torch.randn(col.numel(), generator=generator, dtype=torch.float64)
+    return crow.to(index).to(device), col.to(index).to(device), values.to(device), (len(lengths), 20000)
+
+
+@every_dtype
+@pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
+def test_rows_longer_than_a_share(dtype, index, device):
+    crow, col, values, shape = long_rows(device, index)
+    a = torch.sparse_csr_tensor(crow, col, values.to(dtype), shape)
+    dense = a.to_dense()
+    for n, reduce in ((1, "sum"), (16, "mean"), (37, "sum")):
+        b = draw_sparse(shape[1], n, 1, dtype, device, seed=n)
+        ours = spmm(a, b, reduce=reduce)
+        truth = reduced(dense.double(), b.double(), reduce)
+        scale = torch.linalg.vector_norm(reduced(dense.double().abs(), b.double().abs(), reduce)).item()
+        assert_close(ours, truth, reduced(dense, b, reduce), scale)
+        assert all(torch.equal(spmm(a, b, reduce=reduce), ours) for _ in range(3))
+    out = torch.ones(shape[0], n, dtype=dtype, device=device)
+    spmm(a, b, beta=1, out=out)
+    assert_close(out, truth + 1, dense @ b + 1, scale)
+
+
+def test_threads_do_not_change_a_bit():
+    crow, col, values, shape = long_rows()
+    a, b = torch.sparse_csr_tensor(crow, col, values.float(), shape), torch.randn(shape[1], 19)
+    threads = torch.get_num_threads()
+    results = []
+    for n in (1, 2, 5):
+        torch.set_num_threads(n)
+        results.append((spmm(a, b), *torch.ops.custom_mm.csr_transpose(crow, col, shape[1])))
+    torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+@every_dtype
+def test_any_strides_of_the_dense_side(dtype, device):
+    dense, b = draw_sparse(30, 20, 0.3, dtype, device), draw_sparse(20, 16, 1, dtype, device)
+    wide = torch.full((20, 48), float("nan"), dtype=dtype, device=device)
+    layouts = [b.mT.contiguous().mT, wide[:, :16].copy_(b), wide[:, 17:33].copy_(b), wide[:, 1::3].copy_(b)]
+    layouts.append(b[:1].expand(20, 16))
+    for x in layouts:
+        assert_close(spmm(dense.to_sparse_csr(), x), dense.double() @ x.double(), dense @ x)
+
+
+def test_unsorted_and_duplicate_columns(device):
+    crow, col = torch.tensor([0, 4, 4, 6], device=device), torch.tensor([2, 0, 2, 1, 1, 1], device=device)
+    values = torch.arange(1.0, 7, device=device)
+    a, b = torch.sparse_csr_tensor(crow, col, values, (3, 3)), torch.randn(3, 5, device=device)
+    expected = torch.stack([4 * b[2] + 2 * b[0] + 4 * b[1], 0 * b[0], 11 * b[1]])
+    torch.testing.assert_close(spmm(a, b), expected)
+    coo = torch.sparse_coo_tensor(torch.stack([torch.tensor([2, 0, 2, 0, 0, 0], device=device), col]), values, (3, 3))
+    torch.testing.assert_close(spmm(coo, b), coo.to_dense() @ b)
+
+
+@every_dtype
+def test_batches(dtype, device):
+    dense = torch.stack([draw_sparse(12, 10, 0.4, dtype, device, seed=s) for s in range(6)])
+    mask = draw_sparse(12, 10, 0.4, torch.float64, device) != 0
+    b = draw_sparse(60, 7, 1, dtype, device).view(6, 10, 7)
+    # one pattern, values and dense sides by the batch
+    dense = dense * 0 + torch.where(mask, torch.randn(6, 12, 10, device=device).to(dtype), 0)
+    one = plan(mask.to(dtype).to_sparse_csr())
+    values = dense[:, mask]
+    p = [torch.ops.custom_mm.csr_spmm, one._structure.crow, one._structure.col]
+    truth = dense.double() @ b.double()
+    assert_close(p[0](p[1], p[2], values, b, 10), truth, dense @ b)
+    assert_close(p[0](p[1], p[2], values.view(2, 3, -1), b.view(2, 3, 10, 7), 10).view(6, 12, 7), truth, dense @ b)
+    assert_close(p[0](p[1], p[2], values, b[0], 10), dense.double() @ b[0].double(), dense @ b[0])
+    assert_close(spmm(one.with_values(values[0]), b), dense[0].double() @ b.double(), dense[0] @ b)
+    # a batch of sparse matrices, each with its own pattern
+    counts = torch.stack([torch.randperm(120)[:40] for _ in range(6)]).to(device)
+    own = torch.zeros(6, 120, dtype=dtype, device=device).scatter_(1, counts, 1).view(6, 12, 10) * (1 + dense.abs())
+    for layout in ("csr", "csc"):
+        a = in_layout(own, layout)
+        assert_close(spmm(a, b), own.double() @ b.double(), own @ b)
+        assert_close(plan(a) @ b, own.double() @ b.double(), own @ b)
+        assert_close(spmm(a, b[0]), own.double() @ b[0].double(), own @ b[0])
+        out = torch.empty(6, 12, 7, dtype=dtype, device=device)
+        assert_close(spmm(a, b, out=out), own.double() @ b.double(), own @ b)
+
+
+def test_empty_shapes(device):
+    for rows, columns, n in product((0, 3), (0, 4), (0, 5)):
+        a = torch.zeros(rows, columns, device=device).to_sparse_csr()
+        b = torch.randn(columns, n, device=device)
+        for reduce in ("sum", "mean", "max", "min"):
+            assert torch.equal(spmm(a, b, reduce=reduce), torch.zeros(rows, n, device=device))
+        out = torch.ones(rows, n, device=device)
+        assert torch.equal(spmm(a, b, beta=2, out=out), torch.full((rows, n), 2.0, device=device))
+        assert sddmm(torch.randn(rows, n, device=device), torch.randn(n, columns, device=device), a).shape == (0,)
+        assert sparse_softmax(a.values(), a).shape == (0,)
+    a = torch.eye(3, device=device).to_sparse_csr()
+    assert torch.equal(
+        sddmm(torch.randn(3, 0, device=device), torch.randn(0, 3, device=device), a).cpu(), torch.zeros(3)
+    )
+    assert spmm(a, torch.randn(0, 3, 5, device=device)).shape == (0, 3, 5)
+
+
+def test_nan_and_inf_stay_in_their_rows(device):
+    dense, b = draw_sparse(20, 20, 0.2, torch.float32, device), torch.randn(20, 9, device=device)
+    b[3], b[7] = float("inf"), float("nan")
+    a = dense.to_sparse_csr()
+    stored = dense != 0
+    result = spmm(a, b)
+    assert result[~(stored[:, 3] | stored[:, 7])].isfinite().all()
+    assert result[stored[:, 7]].isnan().all()
+    assert (result[stored[:, 3] & ~stored[:, 7]].abs() == torch.inf).all()
+    for reduce in ("max", "min"):
+        assert spmm(a, b, reduce=reduce)[stored[:, 7]].isnan().all()
+
+
+# ---------------------------------------------------------------------------------------------------- SDDMM and softmax
+
+
+@every_dtype
+@every_layout
+def test_sddmm(layout, dtype, device):
+    dense = draw_sparse(30, 42, 0.2, dtype, device, empty=(4,))
+    pattern = in_layout(dense, layout)
+    for lead, d in (((), 1), ((), 8), ((), 33), ((), 128), ((3,), 16), ((2, 3), 5), ((2, 1), 64)):
+        x, y = (torch.randn(*lead, rows, d, device=device).to(dtype) for rows in (30, 42))
+        ours = sddmm(x, y.mT, plan(pattern), alpha=0.5)
+        assert torch.equal(ours, sddmm(x, y.mT, pattern, alpha=0.5))
+        # back in the pattern's own order: as values of a matrix of the same layout
+        full, truth = 0.5 * (x @ y.mT), 0.5 * (x.double() @ y.double().mT)
+        places = in_layout(
+            torch.arange(1.0, 30 * 42 + 1, device=device).view(30, 42) * (pattern.to_dense() != 0), layout
+        )
+        index = (places.coalesce() if layout == "coo" else places).values().reshape(-1).long() - 1
+        if layout in ("bsr", "bsc"):
+            keep = index >= 0
+            ours, index = ours[..., keep], index[keep]
+        sample = [t.flatten(-2)[..., index] for t in (truth, full)]
+        assert_close(ours, *sample, scale=torch.linalg.vector_norm(truth).item())
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", ["csr", "csc"])
+def test_sparse_softmax(layout, dtype, device):
+    dense = draw_sparse(30, 42, 0.3, dtype, device, empty=(4,))
+    a = in_layout(dense, layout)
+    ours = torch.zeros(30, 42, dtype=dtype, device=device)
+    where = in_layout(torch.where(dense != 0, torch.arange(1.0, 30 * 42 + 1, device=device).view(30, 42), 0), layout)
+    ours.view(-1)[where.values().long() - 1] = sparse_softmax(a.values(), a, scale=1.5)
+
+    def reference(x):
+        y = torch.softmax(torch.where(dense != 0, x * 1.5, -torch.inf), -1)
+        return torch.where((dense != 0).any(1, keepdim=True), y, 0)
+
+    assert_close(ours, reference(dense.double()), reference(dense))
+    batch = torch.stack([a.values(), a.values() * 2]).view(2, 1, -1)
+    assert torch.equal(sparse_softmax(batch, plan(a))[0, 0], sparse_softmax(a.values(), a))
+
+
+@every_dtype
+def test_softmax_of_long_rows(dtype, device):
+    crow, col, values, shape = long_rows(device)
+    x = values.to(dtype)
+    pattern = torch.sparse_csr_tensor(crow, col, x, shape)
+    rows = list(zip(crow.tolist()[:-1], crow.tolist()[1:], strict=True))
+    truth, theirs = (torch.cat([torch.softmax(t[b:e], 0) for b, e in rows]) for t in (x.double(), x))
+    assert_close(sparse_softmax(x, pattern), truth, theirs)
+    grad = torch.randn(len(x), device=device).to(dtype)
+    ours = torch.ops.custom_mm.csr_softmax_backward(crow, theirs, grad)
+    g = grad.double()
+    exact = torch.cat([t * (g[b:e] - (t * g[b:e]).sum()) for b, e in rows for t in [theirs[b:e].double()]])
+    narrow = torch.cat([torch._softmax_backward_data(grad[b:e], theirs[b:e], 0, dtype) for b, e in rows])
+    assert_close(ours, exact, narrow)
+
+
+def test_softmax_of_nan_and_inf(device):
+    x = torch.tensor([1.0, float("nan"), 2.0, 3.0, float("inf"), 1.0, -float("inf"), 0.0], device=device)
+    crow = torch.tensor([0, 2, 4, 6, 8], device=device)
+    ours = sparse_softmax(x, torch.sparse_csr_tensor(crow, torch.tensor([0, 1] * 4, device=device), x, (4, 2)))
+    torch.testing.assert_close(ours.view(4, 2), torch.softmax(x.view(4, 2), -1), equal_nan=True)
+
+
+@every_dtype
+@pytest.mark.parametrize("lead", [(), (3,), (2, 4)], ids=str)
+def test_sparse_attention(lead, dtype, device):
+    mask = draw_sparse(33, 21, 0.3, torch.float64, device, empty=(7,)) != 0
+    q, k, v = (torch.randn(*lead, rows, d, device=device).to(dtype) for rows, d in ((33, 16), (21, 16), (21, 24)))
+
+    def reference(q, k, v):
+        scores = torch.where(mask, q @ k.mT / 4, -torch.inf)
+        return torch.where(mask.any(1, keepdim=True), torch.softmax(scores, -1), 0) @ v
+
+    for pattern in (mask.to(dtype).to_sparse_csr(), plan(mask.to(dtype).to_sparse_csc())):
+        results, gradients = [], []
+        for function, wide in (
+            (lambda *x, p=pattern: sparse_attention(*x, p), False),
+            (reference, True),
+            (reference, False),
+        ):
+            leaves = [(t.double() if wide else t).clone().requires_grad_() for t in (q, k, v)]
+            results.append(function(*leaves))
+            results[-1].backward(torch.ones_like(results[-1]))
+            gradients.append([leaf.grad for leaf in leaves])
+        assert_close(*results)
+        for ours, truth, theirs in zip(*gradients, strict=True):
+            assert_close(ours, truth, theirs)
+
+
+def test_attention_never_makes_a_dense_score(device):
+    n = 20000  # dense scores would take 1.6 GB
+    crow, col = torch.arange(0, 4 * n + 1, 4, device=device), torch.randint(n, (4 * n,), device=device)
+    pattern = plan(torch.sparse_csr_tensor(crow, col, torch.ones(4 * n, device=device), (n, n)))
+    q, k, v = (torch.randn(n, 8, device=device, requires_grad=True) for _ in range(3))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        sparse_attention(q, k, v, pattern).sum().backward()
+    assert max(abs(e.self_cpu_memory_usage) for e in profile.events()) < 64 * n * 8
+    assert q.grad.shape == q.shape
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+def as_function(layout, reduce="sum", shape=(6, 9), seed=0):
+    dense = draw_sparse(*shape, 0.4, torch.float64, seed=seed, empty=(2,))
+    made = plan(in_layout(dense, layout))
+    return made, lambda values, b: spmm(made.with_values(values), b, reduce=reduce, alpha=0.75)
+
+
+@every_layout
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+def test_gradcheck_of_products(layout, reduce):
+    made, function = as_function(layout, reduce)
+    for lead in ((), (2,)):
+        values = torch.randn(made.nnz, dtype=torch.float64, requires_grad=True)
+        b = torch.randn(*lead, 9, 3, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(function, (values, b))
+        assert torch.autograd.gradgradcheck(function, (values, b))
+
+
+@every_layout
+def test_gradcheck_of_sddmm_softmax_and_attention(layout):
+    made, _ = as_function(layout)
+    q, k, v = (torch.randn(2, rows, 3, dtype=torch.float64, requires_grad=True) for rows in (6, 9, 9))
+    x = torch.randn(2, made.nnz, dtype=torch.float64, requires_grad=True)
+    for function, leaves in (
+        (lambda a, b: sddmm(a, b.mT, made, alpha=0.5), (q, k)),
+        (lambda t: sparse_softmax(t, made, scale=0.5), (x,)),
+        (lambda *t: sparse_attention(*t, made), (q, k, v)),
+    ):
+        assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+        assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("layout", ["csr", "coo"])
+def test_gradient_of_a_sparse_leaf_is_sparse(layout, device):
+    dense, b = draw_sparse(12, 8, 0.3, torch.float64, device), torch.randn(8, 5, dtype=torch.float64, device=device)
+    leaf = in_layout(dense, layout).requires_grad_()
+    b.requires_grad_()
+    weight = torch.randn(12, 5, dtype=torch.float64, device=device)
+    for function in (spmm, cusparseMM.apply, lambda a, b: plan(a) @ b):
+        leaf.grad = b.grad = None
+        (function(leaf, b) * weight).sum().backward()
+        assert leaf.grad.layout == leaf.layout
+        torch.testing.assert_close(leaf.grad.to_dense(), (weight @ b.detach().mT) * (dense != 0))
+        torch.testing.assert_close(b.grad, dense.mT @ weight)
+
+
+def test_gradient_of_long_rows_and_columns(device):
+    crow, col, values, shape = long_rows(device)
+    made = plan(torch.sparse_csr_tensor(crow, col, values, shape))
+    values = values.clone().requires_grad_()
+    b = torch.randn(shape[1], 6, dtype=torch.float64, device=device, requires_grad=True)
+    grad = torch.randn(shape[0], 6, dtype=torch.float64, device=device)
+    spmm(made.with_values(values), b).backward(grad)
+    dense = torch.sparse_csr_tensor(crow, col, values.detach(), shape).to_dense()
+    rows = torch.repeat_interleave(torch.arange(shape[0], device=device), crow.diff())
+    torch.testing.assert_close(b.grad, dense.mT @ grad)
+    torch.testing.assert_close(values.grad, (grad[rows] * b.detach()[col]).sum(1))
+
+
+def test_gradient_of_values_takes_no_more_than_nonzeros():
+    n = 30000  # densified 3.6 GB
+    crow, col = torch.arange(0, 3 * n + 1, 3), torch.randint(n, (3 * n,))
+    a = torch.sparse_csr_tensor(crow, col, torch.randn(3 * n), (n, n)).requires_grad_()
+    b = torch.randn(n, 4)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        spmm(a, b).sum().backward()
+    assert max(abs(e.self_cpu_memory_usage) for e in profile.events()) <= 2 * 8 * 3 * n
+    assert a.grad._nnz() == 3 * n
+
+
+@pytest.mark.parametrize("needed", [(True, False), (False, True)], ids=str)
+def test_gradient_of_one_side_only(needed, device):
+    made = plan(draw_sparse(6, 9, 0.4, torch.float64, device).to_sparse_csr())
+    values = made.values.detach().clone().requires_grad_(needed[0])
+    b = torch.randn(9, 3, dtype=torch.float64, device=device, requires_grad=needed[1])
+    spmm(made.with_values(values), b).sum().backward()
+    assert ((values.grad is not None), (b.grad is not None)) == needed
+
+
+def test_no_gradient_through_out():
+    a, b = torch.eye(3).to_sparse_csr(), torch.randn(3, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"spmm: expected no gradient to be recorded through out="):
+        spmm(a, b, out=torch.empty(3, 2))
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_plan(device):
+    dense = draw_sparse(20, 30, 0.2, torch.float32, device)
+    a = dense.to_sparse_csr()
+    made = plan(a)
+    assert plan(made) is made
+    assert made._structure.crow.dtype == torch.int32
+    assert (made.shape, made.nnz, made.dtype, made.device) == (a.shape, a._nnz(), torch.float32, a.device)
+    assert made.nbytes == 4 * 21 + 4 * made.nnz + 4 * made.nnz
+    b = torch.randn(30, 4, device=device)
+    torch.testing.assert_close(made @ b, dense @ b)
+    assert made.update(a.values() * 2) is made
+    torch.testing.assert_close(made @ b, 2 * dense @ b)
+    torch.testing.assert_close(made.with_values(a.values()) @ b, dense @ b)
+    torch.testing.assert_close(made @ b, 2 * dense @ b)
+    before = made.nbytes
+    spmm(made, b.clone().requires_grad_()).sum().backward()
+    assert made.nbytes == before + 4 * (31 + 2 * made.nnz)
+    for word in ("20 x 30", f"{made.nnz} nonzeros", "int32", "kept", f"{made.nbytes} bytes"):
+        assert word in made.explain()
+    assert "nnz=" in repr(made)
+    leaf = dense.to_sparse_csr().requires_grad_()
+    once = plan(leaf)
+    for n in (1, 2):  # a graph of its own for each product
+        (once @ b).sum().backward()
+        torch.testing.assert_close(leaf.grad.to_dense(), n * (dense != 0) * b.sum(1))
+    for bad in (a.values()[1:], a.values()[None]):
+        with pytest.raises(ValueError, match=r"SparsePlan: expected values of shape"):
+            made.update(bad)
+
+
+def test_indices_are_checked_once_and_again_when_written_to(device):
+    a = draw_sparse(20, 30, 0.2, torch.float32, device).to_sparse_csr()
+    b = torch.randn(30, 4, device=device)
+    narrow = in_layout(a.to_dense(), "csr", torch.int32)
+    made = plan(narrow)  # shares the indices
+    first = spmm(a, b)
+    structure = matmuls.sparse._known[a][1]
+    assert torch.equal(spmm(a, b), first)
+    assert matmuls.sparse._known[a][1] is structure
+    a.detach().values().mul_(2)
+    torch.testing.assert_close(spmm(a, b), 2 * first)
+    a.detach().col_indices()[3] = 30
+    with pytest.raises(ValueError, match=r"spmm: expected columns from 0 to 29 at nonzero 3, got 30"):
+        spmm(a, b)
+    narrow.detach().col_indices()[0] = 77
+    with pytest.raises(ValueError, match=r"spmm: expected indices as they were when they were checked"):
+        made @ b
+
+
+def test_a_structure_lives_no_longer_than_its_tensor():
+    a = torch.eye(4).to_sparse_csr()
+    before = len(matmuls.sparse._known)
+    spmm(a, torch.ones(4, 1))
+    assert len(matmuls.sparse._known) == before + 1
+    del a
+    assert len(matmuls.sparse._known) == before
+
+
+def test_compiled_plan():
+    made = plan(draw_sparse(6, 9, 0.4, torch.float32).to_sparse_csr())
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(values, b, q):
+        product = spmm(made.with_values(values), b, reduce="mean") + spmm(made.with_values(values), b, reduce="max")
+        return product.sum() + sparse_attention(q, b, b, made).square().sum()
+
+    torch.manual_seed(0)
+    drawn = [torch.randn(s) for s in ((made.nnz,), (9, 3), (6, 3))]
+    leaves = [[t.clone().requires_grad_() for t in drawn] for _ in range(2)]
+    results = step(*leaves[0]), step._torchdynamo_orig_callable(*leaves[1])
+    for result in results:
+        result.backward()
+    torch.testing.assert_close(*results)
+    for x, y in zip(*leaves, strict=True):
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_autocast(device):
+    made = plan(draw_sparse(6, 9, 0.4, torch.float32, device).to_sparse_csr())
+    b, q = torch.randn(9, 4, device=device, requires_grad=True), torch.randn(6, 4, device=device, requires_grad=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert (made @ b).dtype == torch.bfloat16
+        assert sddmm(q, b.mT, made).dtype == torch.bfloat16
+        assert sparse_softmax(made.values.bfloat16(), made).dtype == torch.float32
+        sparse_attention(q, b, b, made).float().sum().backward()
+    assert b.grad.dtype == torch.float32
+    assert q.grad.dtype == torch.float32
+
+
+def test_flops():
+    made = plan(draw_sparse(6, 9, 0.4).to_sparse_csr())
+    with FlopCounterMode(display=False) as counter:
+        made @ torch.randn(9, 4)
+        sddmm(torch.randn(2, 6, 5), torch.randn(2, 5, 9), made)
+    assert counter.get_total_flops() == 2 * made.nnz * 4 + 2 * made.nnz * 5 * 2
+
+
+# -------------------------------------------------------------------------------------------------------- the seed's MM
+
+
+@every_dtype
+def test_cusparse_mm(dtype, device):
+    dense = draw_sparse(12, 10, 0.3, dtype, device)
+    b = torch.randn(10, 7, device=device).to(dtype)
+    truth = dense.double() @ b.double()
+    for layout in LAYOUTS[:2]:
+        assert_close(cusparseMM.apply(in_layout(dense, layout), b), truth, dense @ b)
+    assert_close(cusparseMM.apply(dense, b), truth, dense @ b)
+    batch, wide = torch.stack([dense, dense.flip(0), dense * 0]), torch.stack([b, b * 2, b])
+    assert_close(cusparseMM.apply(batch, wide), batch.double() @ wide.double(), batch @ wide)
+    assert_close(cusparseMM.apply(dense, wide), dense.double() @ wide.double(), dense @ wide)
+
+
+@pytest.mark.parametrize("lead", [((), ()), ((2,), (2,)), ((), (2,))], ids=str)
+def test_gradcheck_of_cusparse_mm(lead):
+    # No element near 0: what is stored must not change with the step of the check.
+    a = draw_sparse(8, 6, 0.5, torch.float64).view(2, 4, 6)
+    a = (a.sign() + a)[: 2 if lead[0] else 1].reshape(*lead[0], 4, 6).requires_grad_()
+    b = torch.randn(*lead[1], 6, 3, dtype=torch.float64, requires_grad=True)
+    stored = (a != 0).detach()
+
+    def at_stored(a, b):
+        return cusparseMM.apply(torch.where(stored, a, 0), b)
+
+    assert torch.autograd.gradcheck(at_stored, (a, b))
+    assert torch.autograd.gradgradcheck(at_stored, (a, b))
+    cusparseMM.apply(a, b).sum().backward()
+    expected = torch.ones(4, 3, dtype=torch.float64) @ b.detach().mT
+    torch.testing.assert_close(a.grad, expected.sum_to_size(a.shape))  # at zeros too
+
+
+# -------------------------------------------------------------------------------------------------------- hostile input
+
+
+def csr(crow, col, values=None, shape=(3, 3)):
+    values = torch.ones(len(col)) if values is None else values
+    return torch.sparse_csr_tensor(torch.tensor(crow), torch.tensor(col), values, shape, check_invariants=False)
+
+
+HOSTILE = {
+    "column too large": (lambda: csr([0, 1, 2, 3], [0, 1, 3]), "columns from 0 to 2 at nonzero 2, got 3"),
+    "column negative": (lambda: csr([0, 1, 2, 3], [0, -1, 2]), "columns from 0 to 2 at nonzero 1, got -1"),
+    "offsets decrease": (lambda: csr([0, 2, 1, 3], [0, 1, 2]), "offsets that do not decrease after row 1, got 1"),
+    "first offset": (lambda: csr([1, 1, 2, 3], [0, 1, 2]), "the first offset to be 0, got 1"),
+    "last offset": (
+        lambda: csr([0, 1, 2, 4], [0, 1, 2]),
+        "the last offset to be 3, as many as there are columns, got 4",
+    ),
+    "few offsets": (lambda: csr([0, 1, 3], [0, 1, 2]), "4 offsets of rows, got offsets of shape"),
+    "few values": (lambda: csr([0, 1, 2, 3], [0, 1, 2], torch.ones(2)), "as many indices as values"),
+    "huge offset": (lambda: csr([0, 2**60, 2**61, 3], [0, 1, 2]), "offsets that do not decrease after row 2"),
+    "coo row": (
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0, 5], [0, 1]]), torch.ones(2), (3, 3), check_invariants=False),
+        "rows from 0 to 2, got 5",
+    ),
+    "coo column": (
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0, 2], [0, -1]]), torch.ones(2), (3, 3), check_invariants=False),
+        "columns from 0 to 2, got -1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_indices_are_told(case):
+    make, message = HOSTILE[case]
+    try:
+        a = make()
+    except RuntimeError:
+        pytest.skip("this torch refuses it by itself")
+    for name, call in (
+        ("spmm", lambda: spmm(a, torch.ones(3, 2))),
+        ("plan", lambda: plan(a)),
+        ("sddmm", lambda: sddmm(torch.ones(3, 2), torch.ones(2, 3), a)),
+        ("spmm", lambda: cusparseMM.apply(a, torch.ones(3, 2))),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: expected .*{message}"):
+            call()
+
+
+def test_operands_that_do_not_fit(device):
+    a = torch.eye(3, device=device).to_sparse_csr()
+    b = torch.randn(3, 2, device=device)
+    for call, message in (
+        (lambda: spmm(a, b[:2]), r"spmm: expected dense of shape \[..., 3, n\]"),
+        (lambda: spmm(a, b.double()), "spmm: expected values to be a strided tensor in Double"),
+        (lambda: spmm(a, b.long()), "spmm: expected dense of a floating-point dtype, got Long"),
+        (lambda: spmm(a, b, out=torch.empty(2, 2, device=device)), r"spmm: expected out of shape \[3, 2\], got"),
+        (lambda: spmm(a, b, out=b), "spmm: expected out and dense not to overlap"),
+        (lambda: spmm(a, b, out=b[:1].expand(3, 2)), "spmm: expected out to have one memory location"),
+        (lambda: sddmm(b, b.mT[:1], a), r"sddmm: expected b, transposed, of shape \[..., 3, 2\]"),
+        (lambda: sddmm(b[:2], b.mT, a), r"sddmm: expected a of shape \[..., 3, n\]"),
+        (lambda: cusparseMM.apply(b.mT, b[:2]), r"cusparseMM: expected b of shape \[..., 3, n\]"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    for call, message in (
+        (lambda: spmm(a, b, reduce="prod"), "spmm: expected reduce to be sum, mean, max or min, got prod"),
+        (lambda: spmm(a, b, beta=1), "spmm: expected out= beside beta=1"),
+        (lambda: spmm(b, b), "spmm: expected a sparse tensor or a plan"),
+        (lambda: sparse_softmax(b[0], a), r"sparse_softmax: expected values of shape \[..., 3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="spmm: expected a sparse tensor or a plan, got list"):
+        spmm([1], b)
+
+
+FUZZ = """
+import torch, warnings
+from hypothesis import given, settings, strategies as st, HealthCheck
+import matmuls
+warnings.simplefilter("ignore")
+number = st.one_of(st.integers(-3, 12), st.sampled_from([2**31 - 1, 2**31, -2**31, 2**62, -2**63]))
+right = wrong = 0
+
+@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def fuzz(data):
+    global right, wrong
+    rows, columns, n = (data.draw(st.integers(0, 6)) for _ in range(3))
+    kind = data.draw(st.sampled_from(["csr", "csc", "coo", "bsr"]))
+    nonzeros = data.draw(st.integers(0, 8))
+    sane = data.draw(st.booleans())
+    inner = st.integers(0, max(0, (columns if kind != "csc" else rows) - 1)) if sane else number
+    col = torch.tensor(data.draw(st.lists(inner, min_size=nonzeros, max_size=nonzeros)), dtype=torch.int64)
+    outer = columns if kind == "csc" else rows
+    if sane and outer > 0:
+        cuts = sorted(data.draw(st.lists(st.integers(0, nonzeros), min_size=outer - 1, max_size=outer - 1)))
+        crow = [0, *cuts, nonzeros]
+    else:
+        crow = data.draw(st.lists(number, min_size=0, max_size=outer + 3))
+    crow = torch.tensor(crow, dtype=torch.int64)
+    if data.draw(st.booleans()) and all(bool((t == t.int()).all()) for t in (crow, col)):
+        crow, col = crow.int(), col.int()
+    values = torch.randn(data.draw(st.sampled_from([nonzeros, nonzeros, nonzeros, nonzeros + 1])))
+    try:
+        if kind == "coo":
+            row = torch.tensor(data.draw(st.lists(number, min_size=nonzeros, max_size=nonzeros)), dtype=torch.int64)
+            a = torch.sparse_coo_tensor(torch.stack([row, col.long()]), values, (rows, columns), check_invariants=False)
+        elif kind == "bsr":
+            a = torch.sparse_bsr_tensor(crow, col, values[:, None, None], (rows, columns), check_invariants=False)
+        else:
+            a = getattr(torch, f"sparse_{kind}_tensor")(crow, col, values, (rows, columns), check_invariants=False)
+    except RuntimeError:
+        return
+    b = torch.randn(columns, n, requires_grad=True)
+    try:
+        out = matmuls.spmm(a, b, reduce=data.draw(st.sampled_from(["sum", "mean", "max"])))
+        out.sum().backward()
+        matmuls.sddmm(torch.randn(rows, 3), torch.randn(3, columns), a)
+        made = matmuls.plan(a)
+        matmuls.sparse_softmax(made.values, made)
+        product = made @ b
+        dense = torch.zeros(rows, columns)
+        s = made._structure
+        r = torch.repeat_interleave(torch.arange(rows), s.crow.diff().long())
+        v = made.values if s.order is None else made.values[s.order.long()]
+        dense.index_put_((r, s.col.long()), v, accumulate=True)
+        torch.testing.assert_close(product, dense @ b, atol=1e-4, rtol=1e-4)
+        right += 1
+    except ValueError as error:
+        assert ": expected " in str(error) and ", got " in str(error), error
+        wrong += 1
+
+fuzz()
+assert right > 50 and wrong > 50, (right, wrong)
+print("survived", right, wrong)
+"""
+
+
+def test_hostile_indices_never_crash():
+    """Whatever the indices are: the right result or a ValueError that says what came, in a process of its own."""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", FUZZ], capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "survived" in run.stdout

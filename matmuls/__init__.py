@@ -54,10 +54,10 @@ __all__ = [
     "softmax_",
     "softmax_backward",
     "softmax_backward_",
-    "square_matmul",
-    "square_matmul_T",
     "sparse_attention",
     "sparse_softmax",
     "spmm",
+    "square_matmul",
+    "square_matmul_T",
 ]
 __version__ = "0.1.0"

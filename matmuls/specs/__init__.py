@@ -1,0 +1,22 @@
+"""The table: one row per operation. Tests, gradcheck, opcheck, benchmarks and README's list are drawn from it."""
+
+import torch
+
+from . import dense, fused_softmax, inplace, masked, rowwise, sparse
+from .spec import ALL, REAL, Bad, Call, Case, Draw, Spec
+
+__all__ = ["ALL", "REAL", "TABLE", "Bad", "Call", "Case", "Draw", "Spec", "operators"]
+
+TABLE: tuple[Spec, ...] = (
+    *dense.TABLE,
+    *inplace.TABLE,
+    *rowwise.TABLE,
+    *fused_softmax.TABLE,
+    *masked.TABLE,
+    *sparse.TABLE,
+)
+
+
+def operators() -> list[torch._ops.OpOverload]:
+    """Every operator of the table, once."""
+    return list(dict.fromkeys(op for spec in TABLE for op in spec.operators))

@@ -1,0 +1,156 @@
+"""Rows of the in-place products."""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import inplace
+from .dense import turned
+from .spec import REAL, Bad, Call, Case, Draw, Spec
+
+_ops = torch.ops.custom_mm
+
+
+def _affine_in_place(a: Tensor, b: Tensor, transb: bool = False, bias: Tensor | None = None, **_: Any) -> Tensor:
+    return F.linear(a, b if transb else b.mT, bias)
+
+
+INPLACE_SHAPES = [
+    ((3, 4), (4, 4)),
+    ((17, 33), (33, 33)),
+    ((1, 64), (64, 64)),
+    ((129, 64), (64, 64)),
+    ((5,), (5, 5)),
+    ((2, 3, 16), (16, 16)),
+    ((7, 8), (8, 3)),
+    ((2, 1, 3, 6), (6, 2)),
+]
+
+
+def _inplace_samples(draw: Draw) -> Iterator[Call]:
+    for a, b in INPLACE_SHAPES:
+        yield Call((draw(*a), draw(*b)))
+        yield Call((draw(*a), draw(*b[::-1])), {"transb": True, "bias": draw(b[1])})
+
+
+def _inplace_bad(draw: Draw) -> Iterator[Bad]:
+    a, b = draw(3, 4), draw(4, 4)
+    yield Bad(Call((a, draw(5, 4))), "matmul_: expected a and b with equal inner sizes, got 4 and 5")
+    yield Bad(Call((a, draw(4, 5))), "matmul_: expected a product no wider than a, 4 columns, got 5")
+    yield Bad(Call((a, draw(2, 4, 4))), "matmul_: expected b of two dimensions")
+    yield Bad(Call((a, b), {"bias": draw(3)}), r"matmul_: expected bias of shape \[4\]")
+    yield Bad(Call((a.to(torch.int64), b)), "matmul_: expected a floating-point or complex dtype, got Long")
+    yield Bad(Call((draw(1, 4).expand(3, 4), b)), "matmul_: expected out to have one memory location per element")
+    whole = draw(7, 4)
+    yield Bad(Call((whole[:4], whole[3:])), "matmul_: expected out and b not to overlap in memory")
+    yield Bad(Call((a, b), {"workspace": 0}), "matmul_: expected a workspace of at least one row of a")
+    if draw.device != "cpu":
+        yield Bad(Call((a, b.cpu())), "matmul_: expected b on cuda:0 as a is, got cpu")
+
+
+def _inplace_empty(draw: Draw) -> Iterator[Call]:
+    yield Call((draw(0, 4), draw(4, 4)))
+    yield Call((draw(3, 4), draw(4, 0)))
+
+
+class _IntoOneBuffer:
+    """torch.mm(a, b, out=c), c being there already."""
+
+    out: Tensor | None = None
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.out is None or (self.out.shape, self.out.dtype, self.out.device) != (a.shape, a.dtype, a.device):
+            self.out = torch.empty_like(a)
+        return torch.mm(a, b, out=self.out)
+
+
+def _inplace_cases(bias: bool) -> Iterator[Case]:
+    def drawn(draw: Draw, m: int, k: int) -> Call:
+        # a matrix that keeps lengths: a may go through it many times
+        return Call((draw(m, k), draw(k, k) / k**0.5, draw(k)) if bias else (draw(m, k), draw(k, k) / k**0.5))
+
+    for m, k in [
+        (40000, 1024),
+        (16384, 768),
+        (65536, 768),
+        (16384, 1024),
+        (16384, 2048),
+        (16384, 4096),
+        (8192, 8192),
+        (512, 1024),
+        (2048, 4096),
+    ]:
+        yield Case(
+            f"{m}x{k}",
+            lambda draw, m=m, k=k: drawn(draw, m, k),
+            reference=None if bias else _IntoOneBuffer(),
+            device="cuda",
+        )
+    yield Case(
+        "4096x1024",
+        lambda draw: drawn(draw, 4096, 1024),
+        reference=None if bias else _IntoOneBuffer(),
+        device="cpu",
+    )
+
+
+INPLACE: dict[str, Any] = {"dtypes": REAL, "autocast": False, "flops": False}
+TABLE: tuple[Spec, ...] = (
+    Spec(
+        name="matmul_",
+        summary="`matmul_(a, b, *, transb, bias, keep_input, workspace)`: a ← a @ b, in place",
+        call=inplace.matmul_,
+        reference=_affine_in_place,
+        operators=(_ops.matmul_.default,),
+        samples=_inplace_samples,
+        bad=_inplace_bad,
+        empty=_inplace_empty,
+        cases=tuple(_inplace_cases(bias=False)),
+        memory_cases=tuple(_inplace_cases(bias=False)),
+        frozen=(1,),
+        rival="torch.mm(out=)",
+        **INPLACE,
+    ),
+    Spec(
+        name="linear_",
+        summary="`linear_(x, weight, bias)`: x ← F.linear(x, weight, bias), in place",
+        call=inplace.linear_,
+        reference=F.linear,
+        operators=(_ops.matmul_.default,),
+        samples=lambda draw: (Call((draw(*a), draw(*b[::-1]), draw(b[1]))) for a, b in INPLACE_SHAPES),
+        bad=lambda draw: iter([Bad(Call((draw(3, 4), draw(5, 4))), "matmul_: expected a product no wider than a")]),
+        empty=lambda draw: iter([Call((draw(0, 4), draw(4, 4), draw(4)))]),
+        cases=tuple(_inplace_cases(bias=True)),
+        frozen=(1,),
+        rival="F.linear",
+        **INPLACE,
+    ),
+    *(
+        Spec(
+            name=name,
+            summary=f"`{name}(a, b, n_rows, n_cols)`: a ← {formula}, in place",
+            call=call,
+            reference=lambda a, b, rows, columns, t=transposed: a @ turned(b, t),
+            operators=(_ops.matmul_.default,),
+            samples=lambda draw: (
+                Call((draw(*shape), draw(shape[-1], shape[-1]), prod(shape[:-1]), shape[-1]))
+                for shape in [(3, 4), (2, 3, 5), (129, 64)]
+            ),
+            bad=lambda draw, name=name: iter(
+                [Bad(Call((draw(3, 4), draw(4, 5), 3, 4)), f"{name}: expected a contiguous tensor of 3 x 4 elements")]
+            ),
+            empty=lambda draw: iter([Call((draw(0, 4), draw(4, 4), 0, 4))]),
+            writes=True,
+            contiguous=True,
+            **INPLACE,
+        )
+        for name, call, formula, transposed in (
+            ("square_matmul", inplace.square_matmul, "a @ b", False),
+            ("square_matmul_T", inplace.square_matmul_T, "a @ bᵀ", True),
+        )
+    ),
+)

@@ -1,0 +1,253 @@
+"""Rows of the sparse products."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import sparse
+from .rowwise import BAD_X
+from .spec import REAL, Bad, Call, Draw, Spec
+
+_ops = torch.ops.custom_mm
+
+
+def _sparse_plan(draw: Draw, rows: int, columns: int, layout: str = "csr") -> Any:
+    """A plan of a random matrix, about a quarter full, with an empty row where there are some."""
+    dense = torch.zeros(rows, columns, device=draw.device, dtype=draw.dtype)
+    if rows * columns:
+        chosen = Draw(torch.float64, "cpu", rows * 1000 + columns)(rows, columns) > 0.7
+        chosen[rows // 2] &= rows < 3
+        dense[chosen.to(draw.device)] = 1
+    return sparse.plan(getattr(dense, f"to_sparse_{layout}")())
+
+
+def _stored_dense(plan: Any, values: Tensor) -> Tensor:
+    """The matrix of a plan with other values, dense; differentiable."""
+    s = plan._structure
+    rows = torch.repeat_interleave(torch.arange(s.rows, device=values.device), s.crow.diff().long())
+    if s.order is not None:
+        values = values[..., s.order.long()]
+    index = (rows * s.columns + s.col.long()).expand(values.shape)
+    flat = values.new_zeros(*values.shape[:-1], s.rows * s.columns).scatter(-1, index, values)
+    return flat.view(*values.shape[:-1], s.rows, s.columns)
+
+
+def _in_order(plan: Any, dense: Tensor) -> Tensor:
+    """What a dense matrix, or a batch, has where a plan has nonzeros, in the order of the plan's values."""
+    s = plan._structure
+    rows = torch.repeat_interleave(torch.arange(s.rows, device=dense.device), s.crow.diff().long())
+    found = dense[..., rows, s.col.long()]
+    return found if s.order is None else found[..., torch.argsort(s.order)]
+
+
+def _spmm_reference(values: Tensor, b: Tensor, plan: Any, reduce: str = "sum", alpha: float = 1) -> Tensor:
+    dense = _stored_dense(plan, values)
+    if reduce == "sum":
+        return alpha * (dense @ b)
+    stored = _stored_dense(plan, torch.ones_like(values)) != 0
+    lengths = stored.sum(-1, keepdim=True)
+    if reduce == "mean":
+        total = dense @ b
+        return alpha * (total / lengths.clamp_min(1).to(total.dtype))
+    end = -torch.inf if reduce == "max" else torch.inf
+    terms = torch.where(stored.unsqueeze(-1), dense.unsqueeze(-1) * b.unsqueeze(-3), end)
+    best = terms.amax(-2) if reduce == "max" else terms.amin(-2)
+    return alpha * torch.where(lengths > 0, best, 0)
+
+
+def _spmm_call(values: Tensor, b: Tensor, plan: Any, **kwargs: Any) -> Tensor:
+    return sparse.spmm(plan.with_values(values), b, **kwargs)
+
+
+SPARSE_SHAPES = [(6, 5, 3), (1, 1, 1), (9, 17, 8), (33, 20, 64), (4, 300, 5)]
+
+
+def _spmm_samples(draw: Draw) -> Iterator[Call]:
+    for (rows, columns, n), layout, reduce in product(SPARSE_SHAPES, ("csr", "csc"), ("sum", "mean", "max", "min")):
+        plan = _sparse_plan(draw, rows, columns, layout)
+        yield Call((draw(plan.nnz), draw(columns, n), plan), {"reduce": reduce, "alpha": 0.5})
+    plan = _sparse_plan(draw, 7, 5)
+    yield Call((draw(plan.nnz), draw(2, 3, 5, 4), plan))
+
+
+def _spmm_bad(draw: Draw) -> Iterator[Bad]:
+    plan = _sparse_plan(draw, 6, 5)
+    yield Bad(Call((draw(plan.nnz), draw(6, 3), plan)), r"spmm: expected dense of shape \[..., 5, n\]")
+    yield Bad(Call((draw(plan.nnz), draw(5, 3).long(), plan)), "spmm: expected dense of a floating-point dtype")
+    other = torch.float32 if draw.dtype != torch.float32 else torch.float64
+    yield Bad(Call((draw(plan.nnz).to(other), draw(5, 3), plan)), "spmm: expected values to be a strided tensor in")
+    if draw.device != "cpu":
+        yield Bad(Call((draw(plan.nnz), draw(5, 3).cpu(), plan)), "spmm: expected values to be a strided tensor in")
+
+
+def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
+    s = _sparse_plan(draw, 6, 5)._structure
+    transposed = _ops.csr_transpose(s.crow, s.col, 5)
+    for reduce in ("sum", "mean", "max"):
+        values, dense = draw(s.nonzeros).requires_grad_(), draw(2, 5, 3).requires_grad_()
+        yield _ops.csr_spmm.default, (s.crow, s.col, values, dense, 5, reduce, 0.5)
+        yield _ops.csr_spmm.default, (s.crow, s.col, values, dense, 5, reduce, 1.0, None, *transposed)
+    yield _ops.csr_spmm_arg.default, (s.crow, s.col, values, dense, 5, "min")
+    chosen = _ops.csr_spmm_arg(s.crow, s.col, values.detach(), dense.detach(), 5, "max")[1]
+    yield _ops.csr_spmm.default, (s.crow, s.col, values, dense, 5, "sum", 1.0, None, *transposed, chosen)
+    yield _ops.csr_check.default, (s.crow, s.col, 5)
+    yield _ops.csr_transpose.default, (s.crow, s.col, 5)
+
+
+def _sddmm_samples(draw: Draw) -> Iterator[Call]:
+    for rows, columns, n in SPARSE_SHAPES:
+        for layout in ("csr", "csc"):
+            yield Call((draw(rows, n), draw(n, columns), _sparse_plan(draw, rows, columns, layout)))
+    yield Call((draw(2, 1, 7, 8), draw(3, 8, 5), _sparse_plan(draw, 7, 5)), {"alpha": 0.5})
+
+
+def _sddmm_bad(draw: Draw) -> Iterator[Bad]:
+    plan = _sparse_plan(draw, 6, 5)
+    yield Bad(Call((draw(5, 3), draw(3, 5), plan)), r"sddmm: expected a of shape \[..., 6, n\]")
+    yield Bad(Call((draw(6, 3), draw(4, 5), plan)), r"sddmm: expected b, transposed, of shape \[..., 5, 3\]")
+
+
+def _sddmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
+    s = _sparse_plan(draw, 6, 5)._structure
+    a, b = draw(2, 6, 3).requires_grad_(), draw(5, 3).requires_grad_()
+    yield _ops.csr_sddmm.default, (s.crow, s.col, a, b, 5)
+    yield _ops.csr_sddmm.default, (s.crow, s.col, a, b, 5, 0.5, *[None] * 5, False, True)
+
+
+def _sparse_softmax_reference(values: Tensor, plan: Any, scale: float = 1.0) -> Tensor:
+    stored = _stored_dense(plan, torch.ones_like(values)) != 0
+    scores = torch.where(stored, _stored_dense(plan, values) * scale, -torch.inf)
+    return _in_order(plan, torch.softmax(scores, -1))
+
+
+def _sparse_softmax_samples(draw: Draw) -> Iterator[Call]:
+    for rows, columns, _ in SPARSE_SHAPES:
+        for layout in ("csr", "csc"):
+            plan = _sparse_plan(draw, rows, columns, layout)
+            yield Call((draw(plan.nnz), plan), {"scale": 0.5})
+    plan = _sparse_plan(draw, 7, 5)
+    yield Call((draw(2, 3, plan.nnz), plan))
+
+
+def _sparse_softmax_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
+    s = _sparse_plan(draw, 6, 5)._structure
+    x, grad = draw(2, s.nonzeros).requires_grad_(), draw(2, s.nonzeros).requires_grad_()
+    yield _ops.csr_softmax.default, (s.crow, x, 0.5)
+    yield _ops.csr_softmax_backward.default, (s.crow, x, grad, 0.5)
+
+
+def _sparse_attention_reference(q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float | None = None) -> Tensor:
+    stored = _stored_dense(plan, torch.ones(plan.nnz, dtype=q.dtype, device=q.device)) != 0
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    probabilities = torch.softmax(torch.where(stored, scores, -torch.inf), -1)
+    return torch.where(stored.any(-1, keepdim=True), probabilities, 0).to(v.dtype) @ v
+
+
+def _sparse_attention_samples(draw: Draw) -> Iterator[Call]:
+    for rows, columns, n in SPARSE_SHAPES:
+        plan = _sparse_plan(draw, rows, columns)
+        yield Call((draw(rows, n), draw(columns, n), draw(columns, 3), plan))
+    plan = _sparse_plan(draw, 7, 5, "csc")
+    yield Call((draw(2, 7, 4), draw(2, 5, 4), draw(2, 5, 6), plan), {"scale": 0.3})
+
+
+def _half_empty(draw: Draw, *shape: int) -> Tensor:
+    x = draw(*shape)
+    return torch.where(x.abs() > 0.5, x, 0)
+
+
+SPARSE: dict[str, Any] = {"dtypes": REAL, "flops": False}
+TABLE: tuple[Spec, ...] = (
+    Spec(
+        name="spmm",
+        summary="`spmm(A, B, *, reduce, alpha, beta, out)`: A @ B, A sparse; sum, mean, max or min over each row",
+        call=_spmm_call,
+        reference=_spmm_reference,
+        operators=(
+            _ops.csr_spmm.default,
+            _ops.csr_spmm.out,
+            _ops.csr_spmm_arg.default,
+            _ops.csr_check.default,
+            _ops.csr_transpose.default,
+        ),
+        samples=_spmm_samples,
+        bad=_spmm_bad,
+        empty=lambda draw: (
+            Call((draw(0), draw(columns, n), _sparse_plan(draw, 0, columns)))
+            for columns, n in ((0, 0), (3, 0), (0, 4), (3, 4))
+        ),
+        opchecks=_spmm_opchecks,
+        **SPARSE,
+    ),
+    Spec(
+        name="sddmm",
+        summary="`sddmm(a, b, pattern)`: a @ b where the pattern has nonzeros",
+        call=sparse.sddmm,
+        reference=lambda a, b, plan, alpha=1: alpha * _in_order(plan, a @ b),
+        operators=(_ops.csr_sddmm.default,),
+        samples=_sddmm_samples,
+        bad=_sddmm_bad,
+        empty=lambda draw: iter([Call((draw(0, 4), draw(4, 3), _sparse_plan(draw, 0, 3)))]),
+        opchecks=_sddmm_opchecks,
+        **SPARSE,
+    ),
+    Spec(
+        name="sparse_softmax",
+        summary="`sparse_softmax(values, pattern, *, scale)`: softmax over the nonzeros of each row",
+        call=sparse.sparse_softmax,
+        reference=_sparse_softmax_reference,
+        operators=(_ops.csr_softmax.default, _ops.csr_softmax_backward.default),
+        samples=_sparse_softmax_samples,
+        bad=lambda draw: iter(
+            [
+                Bad(
+                    Call((draw(_sparse_plan(draw, 6, 5).nnz).long(), _sparse_plan(draw, 6, 5))),
+                    f"sparse_softmax: {BAD_X}",
+                )
+            ]
+        ),
+        empty=lambda draw: iter([Call((draw(0), _sparse_plan(draw, 0, 3)))]),
+        opchecks=_sparse_softmax_opchecks,
+        **SPARSE,
+    ),
+    Spec(
+        name="sparse_attention",
+        summary="`sparse_attention(q, k, v, pattern, scale)`: attention to the keys in each query's row of the pattern",
+        call=sparse.sparse_attention,
+        reference=_sparse_attention_reference,
+        operators=(_ops.csr_sddmm.default, _ops.csr_softmax.default, _ops.csr_spmm.default),
+        samples=_sparse_attention_samples,
+        bad=lambda draw: iter(
+            [Bad(Call((draw(5, 3), draw(5, 3), draw(5, 2), _sparse_plan(draw, 6, 5))), "sddmm: expected a of shape")]
+        ),
+        empty=lambda draw: iter([Call((draw(0, 4), draw(3, 4), draw(3, 2), _sparse_plan(draw, 0, 3)))]),
+        opchecks=_sddmm_opchecks,
+        **SPARSE,
+    ),
+    Spec(
+        name="cusparseMM",
+        summary="`cusparseMM.apply(a, b)`: a @ b, a sparse, or dense and mostly 0",
+        call=sparse.cusparseMM.apply,
+        reference=torch.matmul,
+        operators=(_ops.csr_spmm.default,),
+        samples=lambda draw: (
+            Call((_half_empty(draw, *lead, m, k), draw(*lead, k, n)))
+            for lead, m, k, n in [((), 3, 4, 5), ((), 17, 33, 9), ((), 1, 64, 3), ((2,), 3, 4, 5), ((2, 3), 4, 5, 8)]
+        ),
+        bad=lambda draw: iter(
+            [
+                Bad(
+                    Call((draw(3, 4), draw(5, 2))),
+                    r"cusparseMM: expected b of shape \[..., 4, n\] beside a of 4 columns",
+                )
+            ]
+        ),
+        empty=lambda draw: iter([Call((draw(0, 4), draw(4, 5))), Call((draw(3, 0), draw(0, 5)))]),
+        opchecks=_spmm_opchecks,
+        static=True,
+        **SPARSE,
+    ),
+)

@@ -293,9 +293,13 @@ CUtensorMap map_of(const void* data, int64_t rows, int64_t columns, int64_t row_
 std::optional<int> slot_of(cudaStream_t stream) {
   unsigned long long id = 0, capture = 0;
   cudaStreamCaptureStatus status;
-  C10_CUDA_CHECK(cudaStreamGetId(stream, &id));
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
-  if (status != cudaStreamCaptureStatusActive) capture = 0;
+  if (status == cudaStreamCaptureStatusActive) {
+    id = reinterpret_cast<uintptr_t>(stream);  // its number is not to be had in a capture, and it lives to the end
+  } else {
+    capture = 0;
+    C10_CUDA_CHECK(cudaStreamGetId(stream, &id));
+  }
   static std::mutex& mutex = *new std::mutex;
   static auto& known = *new std::map<std::tuple<int, unsigned long long, unsigned long long>, int>;
   static std::array<int, 64> taken{};

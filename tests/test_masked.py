@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -82,20 +82,10 @@ __device__ inline void store_matrices(void* row, uint32_t a, uint32_t b, uint32_
 __device__ inline void arrive(const uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ptx::shared_address(barrier)) : "memory");
 }
+// Without a scope of its own: released to the whole cluster it would be a fence of all memory, 1 us in each step. What
+// the barriers here order are bulk copies and products, which tell barriers themselves.
 __device__ inline void arrive_at(const uint64_t* barrier, unsigned block) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(ptx::address_in(barrier, block))
-               : "memory");
-}
-__device__ inline void wait_in_cluster(uint64_t* barrier, unsigned parity) {
-  uint32_t done = 0;
-  while (!done)
-    asm volatile(
-        "{\n\t.reg .pred p;\n\t"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
-        "selp.u32 %0, 1, 0, p;\n\t}"
-        : "=r"(done)
-        : "r"(ptx::shared_address(barrier)), "r"(parity)
-        : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ptx::address_in(barrier, block)) : "memory");
 }
 // Barrier `id`, 1 to 15, for `threads` of the block.
 __device__ inline void sync(int id, int threads) {

@@ -3,7 +3,9 @@
 // Two blocks of a cluster take two neighbouring panels of a's rows and the same columns of the result: each fetches its
 // own tile of a and half of b's, which goes to both. The clusters that share a pair of panels, one for each tile of
 // columns, are a team. A panel may be written over once the whole team has received the last tile of it: a counter in
-// global memory says when. Until then the results stand in shared memory, and the next pair is under way already.
+// global memory says when. Until then the results stand in shared memory, and the next pair is under way already: it
+// has a counter of its own, since a block may be done with the next pair when another still reads this one. It cannot
+// be done with the one after, whose results need the room of this one's.
 //
 // In a block one warp fetches tiles ahead, through the end of a panel into the next, one writes results back, and one
 // or two warpgroups multiply.
@@ -57,9 +59,10 @@ struct Shape {
   int rows, columns, pairs, across, steps;  // pairs of panels, tiles across the result, stages of K
 };
 
-// One counter a team, zero between launches: who leaves last sets it so. Launches that may run at once have their own.
+// Two counters a team, for its pairs in turn, zero between launches: who leaves last sets them so. Launches that may run
+// at once have their own.
 constexpr int kSlots = 2048, kTeams = 64;
-__device__ unsigned counters[kSlots][kTeams];
+__device__ unsigned counters[kSlots][kTeams][2];
 
 template <class T, class Tile, bool b_k_apart>
 __global__ void __launch_bounds__(Tile::threads, 1)
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
   const int cluster = blockIdx.x / kPair, teams = gridDim.x / kPair / shape.across;
   const int team = cluster / shape.across, column0 = cluster % shape.across * Tile::columns;
   const int group = threadIdx.x / kGroup, thread = threadIdx.x % kGroup;
-  unsigned* const counter = (spare ? spare : counters[slot]) + team;
+  unsigned* const counter = (spare ? spare : counters[slot][0]) + 2 * team;
   if (threadIdx.x == 0) {
     hopper::prefetch(a_map);
     hopper::prefetch(b_map);
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         for (int k = 0; k < shape.steps; ++k, ++n) {
           const int stage = n % Tile::stages;
           // Both blocks have read what was in this stage: half of b goes to both.
-          hopper::wait_in_cluster(&empty[stage], n / Tile::stages % 2 ^ 1);
+          ptx::barrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
           ptx::barrier_expect(&full[stage], Tile::a_bytes + Tile::b_bytes);
           hopper::load(a_map, a_tile(stage), &full[stage], k * Tile::wide, row);
           constexpr uint16_t both = (1 << kPair) - 1;
@@ -133,18 +136,17 @@ __global__ void __launch_bounds__(Tile::threads, 1)
       }
     } else if (thread == 32) {  // writes back
       const unsigned team_blocks = kPair * shape.across;
-      unsigned use = 0, read_by = 0;  // use: of a buffer; read_by: blocks that have read the panels so far
-      for (int pair = team; pair < shape.pairs; pair += teams) {
+      unsigned use = 0, turn = 0;  // use: of a buffer
+      for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
         const int row = (kPair * pair + rank) * Tile::rows;
-        read_by += team_blocks;
         const auto leave = [&](int part) {
           for (int g = 0; g < Tile::groups; ++g) hopper::arrive(&unstaged[part % 2 * Tile::groups + g]);
         };
         for (int part = 0; part < Tile::parts; ++part) {
           for (int g = 0; g < Tile::groups; ++g) {
-            hopper::wait_in_cluster(&staged[part % 2 * Tile::groups + g], (use + part / 2) % 2);
+            ptx::barrier_wait(&staged[part % 2 * Tile::groups + g], (use + part / 2) % 2);
             if (part == 0 && g == 0 && shape.across > 1) {
-              while (ptx::load_acquire(counter) < read_by) __nanosleep(20);
+              while (ptx::load_acquire(counter + turn % 2) < (turn / 2 + 1) * team_blocks) __nanosleep(20);
               hopper::order_copies();
             }
             for (int box = 0; box < Tile::boxes; ++box) {
@@ -163,22 +165,23 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         leave(Tile::parts - 1);
         use += Tile::parts / 2;
       }
-      if (shape.across > 1 && ptx::add_acquire_release(counter, 1) == read_by + team_blocks - 1) *counter = 0;
+      // All of the team's reads are counted by now: what more is added to the first counter counts who leaves.
+      if (shape.across > 1 && ptx::add_acquire_release(counter, 1) == ((turn + 1) / 2 + 1) * team_blocks - 1)
+        counter[0] = counter[1] = 0;
     }
   } else {
     hopper::take_registers<Tile::groups == 1 ? 240 : 232>();
     const int warp = thread / 32, lane = thread % 32;
     float acc[Tile::columns / 2];  // of 64 rows
     float* const group_bias = biases + group * Tile::columns;
-    unsigned n = 0, use = 0;
+    unsigned n = 0, use = 0, turn = 0;
     const auto release = [&](int stage) {  // one thread for the group, each to another block
       if (thread < kPair) hopper::arrive_at(&empty[stage], thread);
     };
-    for (int pair = team; pair < shape.pairs; pair += teams) {
+    for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
       for (int k = 0; k < shape.steps; ++k, ++n) {
         const int stage = n % Tile::stages;
-        hopper::wait_in_cluster(&full[stage], n / Tile::stages % 2);
-        if (k + 1 == shape.steps && shape.across > 1 && threadIdx.x == 0) ptx::add_release(counter, 1);
+        ptx::barrier_wait(&full[stage], n / Tile::stages % 2);
         hopper::pin(acc);
         hopper::begin_products();
 #pragma unroll
@@ -190,6 +193,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
           hopper::multiply<T, b_k_apart>(acc, hopper::descriptor(rows + part * 32), b, k > 0 || part > 0);
         }
         hopper::commit_products();
+        // The panel's last tile is here; the fence before the count, 1 us, runs under the products.
+        if (k + 1 == shape.steps && shape.across > 1 && threadIdx.x == 0) ptx::add_release(counter + turn % 2, 1);
         hopper::pin(acc);
         hopper::wait_for_products<1>();
         if (k > 0) release((n - 1) % Tile::stages);
@@ -209,7 +214,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #pragma unroll
       for (int part = 0; part < Tile::parts; ++part) {
         const int buffer = part % 2;
-        hopper::wait_in_cluster(&unstaged[buffer * Tile::groups + group], (use + part / 2) % 2 ^ 1);
+        ptx::barrier_wait(&unstaged[buffer * Tile::groups + group], (use + part / 2) % 2 ^ 1);
 #pragma unroll
         for (int box = 0; box < Tile::boxes; ++box) {
           unsigned char* const out = out_part(buffer, group) + box * Tile::box_bytes;
@@ -373,7 +378,7 @@ struct Way {
     if (across > 1) {
       c.numAttrs = 2;
       slot = slot_of(c.stream);
-      if (!slot) spare = at::zeros({kTeams}, o.a.options().dtype(at::kInt));
+      if (!slot) spare = at::zeros({2 * kTeams}, o.a.options().dtype(at::kInt));
     }
     T* const data = o.a.mutable_data_ptr<T>();
     const CUtensorMap a_map = map_of<T>(data, rows, inner, o.a.stride(0), Tile::rows);

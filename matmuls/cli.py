@@ -224,6 +224,9 @@ def tune(
     m: Annotated[list[int] | None, typer.Option(help="rows; may be given several times")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     budget: Annotated[float, typer.Option(help="seconds for all of it")] = 600.0,
+    jobs: Annotated[
+        int, typer.Option(help="processes that compile ahead; each takes half a GB of the GPU's memory")
+    ] = 4,
 ) -> None:
     """Find the fastest tiles of the masked kernels for a shape on this GPU, and keep them for every later call.
 
@@ -248,6 +251,7 @@ def tune(
         disable=not sys.stderr.isatty(),
     )
     process = t.Process(t.measure_on_gpu)
+    compilers = t.Compilers(t.compile_on_gpu, max(1, jobs))
     with progress:
         begin, fastest = time.monotonic(), dict.fromkeys(todo, float("inf"))
         bar = progress.add_task("starting", total=budget)  # the budget is what ends it
@@ -260,9 +264,10 @@ def tune(
             progress.update(bar, description=text, completed=time.monotonic() - begin)
 
         try:
-            found = t.tune(todo, gpu, configs.user_folder(), process, budget, step)
+            found = t.tune(todo, gpu, configs.user_folder(), process, budget, step, ahead=compilers)
         finally:
             process.close()
+            compilers.close()
     table = Table(title=gpu.name)
     for column in ("kernel", "tiles", "us", "default, us", "speed-up"):
         table.add_column(column, overflow="fold")

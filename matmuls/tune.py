@@ -10,11 +10,12 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from operator import attrgetter, ne
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
@@ -106,7 +107,7 @@ def candidates(p: Problem, gpu: Gpu) -> list[Tiles]:
     else:
         loops = ((False, False), (True, False), (True, True))
         for rows, columns, depth, warps, stages, group, (persistent, flatten), tma, pieces in product(
-            sides, sides, depths, (4, 8), (3, 4, 5), (4, 8, 16), loops, (False, True), (1, 2, 4)
+            sides, sides, depths, (4, 8), (3, 4, 5), (4, 8, 16), loops, (False, True), (1, 2, 4, 8)
         ):
             if tma and gpu.capability < (9, 0):
                 continue
@@ -158,6 +159,14 @@ def differences(a: Tiles, b: Tiles) -> int:
     return sum(map(ne, values_of(a), values_of(b)))
 
 
+class Ahead(Protocol):
+    """Compiles tiles of a problem, `width` at one time, so that their trials need not."""
+
+    @property
+    def width(self) -> int: ...
+    def __call__(self, problem: Problem, tiles: list[Tiles]) -> None: ...
+
+
 def search(
     problem: Problem,
     tried: Sequence[Tiles],
@@ -165,10 +174,11 @@ def search(
     journal: Journal,
     budget: float,
     clock: Callable[[], float] = time.monotonic,
+    ahead: Ahead | None = None,
 ) -> Iterator[tuple[Tiles, float | None]]:
     """Trials with their seconds until the budget is spent: the first, then what differs least from the best so far.
 
-    What is in the journal is known already and costs nothing.
+    What is in the journal is known already and costs nothing. `ahead` compiles the next few before they are timed.
     """
     begin = clock()
     known = {t: journal.seconds[problem, t] for t in tried if (problem, t) in journal.seconds}
@@ -177,8 +187,14 @@ def search(
     for tiles, seconds in known.items():
         if seconds is not None and seconds < lead:
             leader, lead = tiles, seconds
+    compiled: list[Tiles] = []
     while rest and clock() - begin <= budget:
-        tiles = min(rest, key=lambda t: differences(t, leader))  # the first of them: the list's order decides
+        if not compiled:
+            # a stable sort: among equals the list's order decides
+            compiled = sorted(rest, key=lambda t: differences(t, leader))[: ahead.width if ahead else 1]
+            if ahead:
+                ahead(problem, compiled)
+        tiles = compiled.pop(0)
         rest.remove(tiles)
         try:
             (seconds,) = measure_(problem, [tiles])
@@ -264,6 +280,28 @@ class Process:
             self._process = None
 
 
+class Compilers:
+    """So many processes that run each tile once, for what that leaves in Triton's cache on disk.
+
+    Nothing is timed meanwhile. What fails here fails again in its trial, which says why.
+    """
+
+    def __init__(self, compile_: Measure, width: int) -> None:
+        self.width = width
+        self._processes = [Process(compile_) for _ in range(width)]
+        self._threads = ThreadPoolExecutor(width)
+
+    def __call__(self, problem: Problem, tiles: list[Tiles]) -> None:
+        waiting = [self._threads.submit(p, problem, [t]) for p, t in zip(self._processes, tiles, strict=False)]
+        for each in waiting:
+            each.exception()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for process in self._processes:
+            process.close()
+
+
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
@@ -341,6 +379,17 @@ def check(p: Problem, tiles: Tiles, ours: Results, truth: Results) -> None:
 
 
 @torch.no_grad()
+def compile_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
+    """Each runs once."""
+    ours, _ = _call(p, 0)
+    for t in tiles:
+        configs.forced[p.operator] = t
+        ours()
+    torch.cuda.synchronize()
+    return [0.0] * len(tiles)
+
+
+@torch.no_grad()
 def measure_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
     """Seconds of each, checked before."""
     size = DTYPES[p.dtype].itemsize * (p.m * (p.n + p.k) + 2 * p.n * p.k)
@@ -376,6 +425,7 @@ def tune(
     budget: float,
     report: Callable[[Problem, Tiles, float | None], None] = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
+    ahead: Ahead | None = None,
 ) -> list[Entry]:
     """Search every problem within its share of the budget; each winner is in the user's file as soon as it is known."""
     path = configs.file_of(folder, gpu.name)
@@ -385,7 +435,7 @@ def tune(
     for at, problem in enumerate(todo):
         tried = candidates(problem, gpu)
         share = (end - clock()) / (len(todo) - at)
-        for tiles, seconds in search(problem, tried, measure_, journal, share, clock):
+        for tiles, seconds in search(problem, tried, measure_, journal, share, clock, ahead):
             report(problem, tiles, seconds)
         entries.append(best(problem, tried[0], measure_, journal))
         merge(path, gpu.name, entries[-1:])

@@ -4,6 +4,7 @@ import json
 import os
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,6 +249,32 @@ def test_a_crash_costs_its_own_trial_alone(tmp_path):
     why = [json.loads(line).get("why", "") for line in (tmp_path / "trials").read_text().splitlines()]
     for words in ("exit code", "no result in 3 s", "illegal memory access", "is off by 1.0"):
         assert any(words in w for w in why), why
+
+
+def compiles(problem, tiles):
+    """Leaves a file for each tile; one crashes."""
+    for t in tiles:
+        if t.rows == 16:
+            os._exit(3)
+        Path(problem.operator, str(hash(t))).touch()
+    return [0.0] * len(tiles)
+
+
+def test_every_trial_is_compiled_ahead_and_one_that_crashes_there_is_tried(tmp_path):
+    problem = PROBLEM._replace(operator=str(tmp_path))
+    tried = [Tiles(rows, 64, depth) for rows in (128, 16, 256) for depth in (32, 64)]
+    compilers = tune.Compilers(compiles, 4)
+    compiled = {}
+
+    def timer(problem, tiles):
+        compiled[tiles[0]] = (tmp_path / str(hash(tiles[0]))).exists()
+        return [1e-5]
+
+    found = list(tune.search(problem, tried, timer, Journal(tmp_path / "trials"), 1000, ahead=compilers))
+    compilers.close()
+    assert found[0][0] == tried[0]
+    assert len(found) == len(tried)
+    assert compiled == {t: t.rows != 16 for t in tried}
 
 
 def test_tune_writes_what_look_up_reads(tmp_path):

@@ -224,9 +224,10 @@ def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bo
         return Tiles(128, wide, 32, warps=8, stages=4, pieces=pieces)
     if operator == "masked_ffn_gate_up":
         return Tiles(128, 128, 64, pieces=2)
-    if (-(-m // 128) + 1) * -(-n // 256) < gpu.multiprocessors:
-        return Tiles(128, 128, 64, pieces=pieces)
-    return Tiles(128, 256, 64, pieces=pieces)
+    if operator == "masked_ffn_gradient":
+        return Tiles(128, 256, 64, pieces=pieces)
+    stages = 3 if k < 2048 else 4
+    return Tiles(128, 256, 64, stages=stages, persistent=True, flatten=True, tma=True, pieces=8)
 
 
 SMALLEST = Tiles(32, 32, 32, warps=4, stages=2)  # for what did not fit after all

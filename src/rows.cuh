@@ -84,8 +84,8 @@ struct RowIndex {
 // ------------------------------------------------------------------------------------------------- a thread's columns
 
 // The part of a row in one thread's hands: vectors of V neighbouring columns. In `ragged` rows, which do not start or
-// do not end on 16 bytes, the vectors still do, and the first and the last of a row reach over its ends: what lies
-// there is read, never used and never written.
+// do not end on 16 bytes, the vectors still do, and the first and the last of a row reach over its ends: of those the
+// row's own columns alone are read and written.
 template <int V, bool ragged>
 struct Span {
   int first, step;  // column of the first vector's first element, and the way to the next vector
@@ -126,14 +126,29 @@ struct Span {
   }
 };
 
-// The 16 bytes at any address: of the two aligned 16 bytes around it, those that lie before `end` and reach past
-// `begin`.
-__device__ inline uint4 across_aligned(uintptr_t from, uintptr_t begin, uintptr_t end) {
-  const uintptr_t low = from & ~uintptr_t{15};
-  uint4 w[2] = {};
+// A vector that reaches over an end of the row: 0 in columns that the row does not have.
+template <class T, int V>
+__device__ Words<T, V> load_edge(const T* row, int column, int columns) {
+  Words<T, V> words{};
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
-    if (low + 16 * n < end && low + 16 * n + 16 > begin) w[n] = __ldg(reinterpret_cast<const uint4*>(low) + n);
+  for (int j = 0; j < V; ++j) {
+    if (static_cast<unsigned>(column + j) >= static_cast<unsigned>(columns)) continue;
+    const T* const from = row + column + j;
+    if constexpr (sizeof(T) == 2) {
+      words.at[j / 2] |= static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(from)) << 16 * (j % 2);
+    } else {
+#pragma unroll
+      for (int w = 0; w < static_cast<int>(sizeof(T) / 4); ++w)
+        words.at[j * sizeof(T) / 4 + w] = reinterpret_cast<const uint32_t*>(from)[w];
+    }
+  }
+  return words;
+}
+
+// The 16 bytes at any address, of the two aligned 16 bytes around it.
+__device__ inline uint4 across_aligned(uintptr_t from) {
+  const uint4* const low = reinterpret_cast<const uint4*>(from & ~uintptr_t{15});
+  const uint4 w[2] = {__ldg(low), __ldg(low + 1)};
   const unsigned bytes = from % 16;
   uint32_t at[8] = {w[0].x, w[0].y, w[0].z, w[0].w, w[1].x, w[1].y, w[1].z, w[1].w};
 #pragma unroll
@@ -145,27 +160,35 @@ __device__ inline uint4 across_aligned(uintptr_t from, uintptr_t begin, uintptr_
           __funnelshift_r(at[3], at[4], bits)};
 }
 
+// Columns of a row that is the same for all rows, a weight say, where the vector does not start on 16 bytes or reaches
+// over an end.
+template <class T, int V>
+__device__ Words<T, V> load_unaligned(const T* row, int column, int columns) {
+  const auto from = reinterpret_cast<uintptr_t>(row + column), low = from & ~uintptr_t{15};
+  const auto begin = reinterpret_cast<uintptr_t>(row), end = reinterpret_cast<uintptr_t>(row + columns);
+  if (low < begin || low + 32 > end) return load_edge<T, V>(row, column, columns);
+  const uint4 w = across_aligned(from);
+  return {w.x, w.y, w.z, w.w};
+}
 // Out of line for rows where a weight that starts elsewhere is rare: their code stays short.
-static __device__ __noinline__ uint4 across_aligned_rarely(uintptr_t from, uintptr_t begin, uintptr_t end) {
-  return across_aligned(from, begin, end);
+template <class T, int V>
+__device__ __noinline__ Words<T, V> load_unaligned_rarely(const T* row, int column, int columns) {
+  return load_unaligned<T, V>(row, column, columns);
 }
 
-// Columns of a row that is the same for all rows, a weight say; what lies outside is any number.
+// Columns of a row that is the same for all rows; 0 beside them.
 template <class T, int V, bool ragged>
 __device__ Words<T, V> load_columns(const T* row, const Span<V, ragged>& span, int i) {
+  if (!span.begins(i)) return {};
+  const T* const from = row + span.column(i);
   if constexpr (V == 1) {
-    return span.begins(i) ? load_once<T, 1>(row + span.column(i)) : Words<T, 1>{};
+    return load_once<T, 1>(from);
+  } else if constexpr (ragged) {
+    return load_unaligned<T, V>(row, span.column(i), span.columns);
   } else {
-    const auto from = reinterpret_cast<uintptr_t>(row + span.column(i));
-    const auto begin = reinterpret_cast<uintptr_t>(row), end = reinterpret_cast<uintptr_t>(row + span.columns);
-    uint4 w{};
-    if constexpr (ragged) {
-      w = across_aligned(from, begin, end);
-    } else if (from % 16 == 0) {
-      if (span.begins(i)) w = __ldg(reinterpret_cast<const uint4*>(from));
-    } else {
-      w = across_aligned_rarely(from, begin, end);
-    }
+    if (reinterpret_cast<uintptr_t>(from) % 16 != 0)
+      return load_unaligned_rarely<T, V>(row, span.column(i), span.columns);
+    const uint4 w = __ldg(reinterpret_cast<const uint4*>(from));
     return {w.x, w.y, w.z, w.w};
   }
 }
@@ -187,8 +210,11 @@ struct Inputs {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         at[i][k] = {};
-        if (span.column(i) < end)
+        if (span.column(i) >= end) continue;
+        if (!ragged || span.whole(i, span.columns))
           at[i][k] = load_once<T, V>(row.input(k) + span.column(i) * (V == 1 ? row.column_stride(k) : 1));
+        else
+          at[i][k] = load_edge<T, V>(row.input(k), span.column(i), span.columns);
       }
     }
   }
@@ -223,8 +249,13 @@ struct Ahead {
 #pragma unroll
     for (int i = 0; i < NV; ++i)
 #pragma unroll
-      for (int k = 0; k < K; ++k)
-        if (span.column(i) < end) ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i));
+      for (int k = 0; k < K; ++k) {
+        if (span.column(i) >= end) continue;
+        if (!ragged || span.whole(i, span.columns))
+          ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i));
+        else
+          slots[i * K + k] = load_edge<T, V>(row.input(k), span.column(i), span.columns);
+      }
   }
   // What came, into registers; the slots are free again.
   __device__ void take(Inputs<T, V, NV, K>& inputs) const {

@@ -40,18 +40,18 @@ class Dense:
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
-        self._full: dict[torch.dtype, tuple[Any, torch.Tensor]] = {}
+        # What was made, and of which values: they are held, so that no others can lie at their address.
+        self._full: dict[torch.dtype, tuple[torch.Tensor, Any, torch.Tensor]] = {}
 
     def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values = values.detach()
-        made_of = values.data_ptr(), version_of(values), values.dtype
         entry = self._full.get(dtype)
-        if entry is None or entry[0] != made_of:
+        if entry is None or entry[1] != _state(values):
             if is_capturing(values.device):  # written at every replay; what lies in a graph's memory is not kept
                 return matmul(self._filled(values, dtype, None), b)
-            entry = made_of, self._filled(values, dtype, entry[1] if entry else None)
+            entry = values, _state(values), self._filled(values, dtype, entry[2] if entry else None)
             self._full[dtype] = entry
-        return matmul(entry[1], b)
+        return matmul(entry[2], b)
 
     def _filled(self, values: torch.Tensor, dtype: torch.dtype, full: torch.Tensor | None) -> torch.Tensor:
         s = self._structure
@@ -64,12 +64,16 @@ class Dense:
 
     def refresh(self, values: torch.Tensor) -> None:
         """For graphs that read it: what was made of other values is written over."""
-        for dtype, (_, full) in self._full.items():
-            self._full[dtype] = (values.data_ptr(), version_of(values), values.dtype), self._filled(values, dtype, full)
+        for dtype, (_, _, full) in self._full.items():
+            self._full[dtype] = values, _state(values), self._filled(values, dtype, full)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [full for _, full in self._full.values()]
+        return [full for _, _, full in self._full.values()]
+
+
+def _state(values: torch.Tensor) -> Any:
+    return values.data_ptr(), version_of(values), values.dtype
 
 
 class Cusparse:

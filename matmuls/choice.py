@@ -14,7 +14,7 @@ import torch
 from custom_mm.indices import version_of
 
 from .dense import matmul
-from .measure import time_briefly
+from .measure import time_warm
 from .structure import Structure
 
 OURS = "ours"
@@ -178,7 +178,8 @@ class Choice:
                 runs[name] = lambda made=made: made(values, b, dtype)  # type: ignore[misc]
             except RuntimeError:  # cuSPARSE does not support it, or there is no memory
                 refused[name] = None
-        seconds = [None] if len(runs) == 1 else time_briefly(list(runs.values()), b.device.type)
+        alone = len(runs) == 1
+        seconds = [None] if alone else [t.seconds for t in time_warm(list(runs.values()), b.device.type)]
         measurement = Measurement(b.shape[1], dict(zip(runs, seconds, strict=True)) | refused)
         self.measured[dtype, b.shape[1].bit_length()] = measurement
         kept = {m.fastest(True, True) for m in self.measured.values()}

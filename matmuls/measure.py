@@ -126,29 +126,30 @@ def time_on(
     return (time_on_gpu if device == "cuda" else time_on_cpu)(rivals, budget, restore)
 
 
-def time_briefly(rivals: Sequence[Run], device: str) -> list[float]:
-    """Seconds of one call of each rival, already warm: the best of three rounds, for a choice that must cost little."""
-    best = [float("inf")] * len(rivals)
-    if device != "cuda":
-        for _ in range(3):
-            for i, run in enumerate(rivals):
+def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3) -> list[Timing]:
+    """Time of one call of each rival, warm, its operands where the last call left them: few rounds, no graph.
+
+    Rounds alternate. On a GPU it first sleeps 160 us, so that the host runs ahead and no launch gap is timed.
+    """
+    seconds: list[list[float]] = [[] for _ in rivals]
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in rivals]
+    for n in range(rounds):
+        for i in range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals))):
+            if device == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(300_000)  # type: ignore[no-untyped-call]
+                start.record()
+                rivals[i](), rivals[i]()
+                end.record()
+                events[i].append((start, end))
+            else:
                 begin = time.perf_counter()
-                run()
-                best[i] = min(best[i], time.perf_counter() - begin)
-        return best
-    pairs = []
-    for _ in range(3):
-        for i, run in enumerate(rivals):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(150_000)  # type: ignore[no-untyped-call]  # 80 us: the host is ahead, no gap is timed
-            start.record()
-            run(), run()
-            end.record()
-            pairs.append((i, start, end))
-    torch.cuda.current_stream().synchronize()
-    for i, start, end in pairs:
-        best[i] = min(best[i], start.elapsed_time(end) / 2e3)
-    return best
+                rivals[i]()
+                seconds[i].append(time.perf_counter() - begin)
+    if device == "cuda":
+        torch.cuda.current_stream().synchronize()
+        seconds = [[start.elapsed_time(end) / 2e3 for start, end in pairs] for pairs in events]
+    return [_timing(s) for s in seconds]
 
 
 def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: int = 250) -> list[Timing]:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from matmuls import choice, plan, spmm
+from matmuls import choice, measure, plan, spmm
 
 
 @pytest.fixture
@@ -15,9 +15,9 @@ def dense_wins(monkeypatch):
 
     def time(runs, device):
         measured.append(len(runs))
-        return [float(len(runs) - i) for i in range(len(runs))]
+        return [measure.Timing(float(len(runs) - i), 0.0) for i in range(len(runs))]
 
-    monkeypatch.setattr(choice, "time_briefly", time)
+    monkeypatch.setattr(choice, "time_warm", time)
     return measured
 
 

@@ -41,9 +41,11 @@ MAY_IMPORT = {
     "measure": set(),
     "info": {"custom_mm", "matmuls"},
     "bench": {"specs", "measure", "custom_mm"},
+    "matrices": set(),
+    "experiment": {"bench", "measure", "matrices", "sparse", "custom_mm"},
     "bert": {"measure", "integrations.transformers"},
-    "report": {"bench", "specs"},
-    "cli": {"info", "bench", "bert", "report", "tune", "triton", "custom_mm"},
+    "report": {"bench", "experiment", "specs"},
+    "cli": {"info", "bench", "experiment", "matrices", "bert", "report", "tune", "triton", "custom_mm"},
     "__main__": {"cli"},
     "integrations": set(),
     "integrations.transformers": OPERATIONS,
@@ -102,7 +104,14 @@ def test_operation_files_do_not_include_each_other():
 @pytest.mark.parametrize("module", ["matmuls", "custom_mm", "matmuls.specs"])
 def test_importing_is_light(module):
     """No optional package, and no CUDA context, comes with an import."""
-    optional = ("transformers", "rich", "typer", "scipy", "platformdirs")  # torch itself imports triton where it is
+    optional = (
+        "transformers",
+        "rich",
+        "typer",
+        "scipy",
+        "matplotlib",
+        "platformdirs",
+    )  # torch itself imports triton where it is
     code = f"""
 import sys, torch, {module}
 print([m for m in {optional} if m in sys.modules], torch.cuda.is_initialized())

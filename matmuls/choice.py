@@ -124,7 +124,10 @@ class Measurement:
 
 
 def is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Choice:
@@ -178,8 +181,9 @@ class Choice:
                 runs[name] = lambda made=made: made(values, b, dtype)  # type: ignore[misc]
             except RuntimeError:  # cuSPARSE does not support it, or there is no memory
                 refused[name] = None
-        alone = len(runs) == 1
-        seconds = [None] if alone else [t.seconds for t in time_warm(list(runs.values()), b.device.type)]
+        with torch.cuda.device_of(b):  # type: ignore[no-untyped-call]
+            timings = time_warm(list(runs.values()), b.device.type) if len(runs) > 1 else []
+        seconds: list[float | None] = [t.seconds for t in timings] if timings else [None]
         measurement = Measurement(b.shape[1], dict(zip(runs, seconds, strict=True)) | refused)
         self.measured[dtype, b.shape[1].bit_length()] = measurement
         kept = {m.fastest(True, True) for m in self.measured.values()}

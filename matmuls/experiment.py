@@ -122,7 +122,7 @@ class Operands:
         return torch.randn(self.matrix.shape[1], n, generator=generator, device=self.device).to(self.dtype)
 
     def floor_bytes(self, n: int) -> int:
-        rows, touched = self.matrix.shape[0], self.col.unique().numel()
+        rows, touched = self.matrix.shape[0], int(torch.bincount(self.col).count_nonzero())
         indices = self.crow.nbytes + self.col.nbytes
         return indices + self.values.nbytes + (touched + rows) * n * self.dtype.itemsize
 
@@ -154,7 +154,7 @@ def _cusparse(m: Operands, b: Tensor, algorithm: str) -> Product:
 
 
 def _scipy(m: Operands, b: Tensor) -> Product:
-    from scipy.sparse import csr_array
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
     a = csr_array((m.values.numpy(), m.col.numpy(), m.crow.numpy()), shape=m.matrix.shape)
     other = b.numpy()
@@ -255,11 +255,11 @@ def _with_backward(case: Case, m: Operands, b: Tensor, made: sparse.SparsePlan) 
 
     def ours() -> None:
         values, right = m.values.detach().requires_grad_(), b.detach().requires_grad_()
-        (made.with_values(values) @ right).backward(grad)
+        torch.autograd.backward(made.with_values(values) @ right, grad)
 
     def theirs() -> None:
         left, right = m.csr.detach().requires_grad_(), b.detach().requires_grad_()
-        (left @ right).backward(grad)
+        torch.autograd.backward(left @ right, grad)
 
     runs: dict[str, Product] = {PLAN: ours}
     nbytes = m.matrix.shape[0] * m.matrix.shape[1] * m.dtype.itemsize
@@ -352,7 +352,7 @@ def plot(path: Path, cases: list[Case], sweep: bool) -> None:
         for name in dict.fromkeys(name for c in own for name in c.results):
             points = [(x, c.results[name].us) for x, c in zip(where, own, strict=True) if name in c.results]
             known = [(x, us) for x, us in points if us is not None]
-            style = {"linewidth": 2.5} if name in (PLAN, PLANLESS) else {"linewidth": 1, "alpha": 0.7}
+            style: dict[str, Any] = {"linewidth": 2.5} if name in (PLAN, PLANLESS) else {"linewidth": 1, "alpha": 0.7}
             axes.plot(*zip(*known, strict=True), "o-" if sweep else "o", label=name, **style) if known else None
         axes.plot(where, [c.floor_us for c in own], "k--" if sweep else "k_", label="floor")
         axes.set(yscale="log", title=f"{dtype}, {n} columns", ylabel="us", xlabel="share of zeros" if sweep else "")

@@ -58,7 +58,8 @@ def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tup
     crow = np.concatenate([[0], np.bincount(row, minlength=rows).cumsum()])
     dtype = np.int32 if max(rows, columns, row.size) < INT32_MAX else np.int64
     kept = None if values is None else torch.from_numpy(np.ascontiguousarray(values[order], dtype=np.float64))
-    return Matrix(name, *(torch.from_numpy(x.astype(dtype)) for x in (crow, col[order])), kept, shape)
+    offsets, inner = (torch.from_numpy(x.astype(dtype)) for x in (crow, col[order]))
+    return Matrix(name, offsets, inner, kept, shape)
 
 
 def _text(path: Path) -> str:

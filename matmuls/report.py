@@ -138,6 +138,8 @@ def sparse(run: dict[str, Any]) -> str:
         if speed is not None:
             cells.setdefault((c.matrix, c.dtype), {})[c.n] = f"{speed:.2f} ({share:.2f})"
     widths = sorted({n for line in cells.values() for n in line})
+    if not cells:
+        return ""
     return markdown(
         ("matrix", "dtype", *(f"{n} columns" for n in widths)),
         ([*key, *(line.get(n, "") for n in widths)] for key, line in cells.items()),
@@ -161,6 +163,8 @@ def sparse_means(run: dict[str, Any]) -> str:
             [c.backward_speed for c in own],
         )
         table.append([dtype, *map(cell, ratios), str(len(own))])
+    if not table:
+        return ""
     header = ("dtype", "with a plan", "without", "plan over dense", "forward + backward over torch.sparse", "cases")
     return markdown(header, table)
 

@@ -164,7 +164,7 @@ TABLE: tuple[Spec, ...] = (
     Spec(
         name="cusparse_sddmm",
         summary="`custom_mm.cusparse_sddmm(offsets, columns, a, b)`: a @ b where A has nonzeros, by cusparseSDDMM",
-        call=lambda a, b, m, **kwargs: custom_mm.cusparse_sddmm(*m.parts, a, b, **kwargs),
+        call=lambda a, b, m, alpha=1: custom_mm.cusparse_sddmm(m.offsets, m.indices, a, b, alpha=alpha),
         reference=lambda a, b, m, alpha=1: alpha * (a @ b)[m.places],
         samples=_sddmm_samples,
         bad=lambda draw: iter(

@@ -292,7 +292,10 @@ def spmm(
     shape: Annotated[str, typer.Option(help="of the matrices of --sweep")] = "4096x4096",
     backward: Annotated[bool, typer.Option(help="time forward and backward to both sides, too")] = False,
 ) -> None:
-    """Time every way to multiply a sparse matrix on the matrices that you name, each held against float64."""
+    """Time every way to multiply a sparse matrix on the matrices that you name, each held against float64.
+
+    Exit status 1 if one of ours is further from it than rounding explains.
+    """
     from . import experiment as e
     from . import matrices
 
@@ -341,6 +344,9 @@ def spmm(
         except ImportError as error:
             errors.print(f"no plot: {error}; run: pip install matplotlib")
         console.print(f"written: {', '.join(map(str, written))}")
+    if found := e.wrong(cases):
+        errors.print("\n".join(found), style="red")
+        raise typer.Exit(1)
 
 
 def show_spmm(cases: list[Any]) -> None:

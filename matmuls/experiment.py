@@ -305,6 +305,17 @@ def summary(cases: list[Case]) -> list[str]:
     return lines
 
 
+def wrong(cases: list[Case]) -> list[str]:
+    """Ours where they are further from float64 than rounding explains."""
+    return [
+        f"{c.matrix}, {c.dtype}, {c.n} columns: {name} is off by {r.error} {r.refused or ''}"
+        for c in cases
+        for name, r in c.results.items()
+        if name in (PLAN, PLANLESS)
+        and (r.error is None or not r.error <= 16 * torch.finfo(getattr(torch, c.dtype)).eps)
+    ]
+
+
 def crossovers(cases: list[Case]) -> list[str]:
     """Of a sweep: the lowest sparsity from which on ours, not the dense product, is faster, by dtype and width."""
     lines = []

@@ -1,5 +1,8 @@
 """cuSPARSE under its own names: layouts, algorithms, orders, what is prepared, what is refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -195,3 +198,61 @@ def test_operands_that_do_not_fit(device):
         with pytest.raises(RuntimeError, match=f"cusparse_spmm: expected {message}"):
             custom_mm.cusparse_spmm(*parts, b, 64, 48, **options)
     assert torch.equal(out, torch.ones_like(out))
+
+
+FUZZ = """
+import torch, custom_mm
+from hypothesis import given, settings, strategies as st, HealthCheck
+number = st.one_of(st.integers(-2, 7), st.sampled_from([2**31 - 1, 2**31, -2**31, 2**62, -2**63]))
+seen = {"right": 0, "wrong": 0}
+
+@settings(max_examples=800, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def fuzz(data):
+    rows, columns, n = (data.draw(st.integers(0, 5)) for _ in range(3))
+    layout = data.draw(st.sampled_from(["csr", "csc", "coo", "bsr"]))
+    nonzeros = data.draw(st.integers(0, 6))
+    if data.draw(st.booleans()):
+        outer, inner = (columns, rows) if layout == "csc" else (rows, columns)
+        size = nonzeros if layout == "coo" else outer + 1
+        high = max(outer - 1, 0) if layout == "coo" else nonzeros
+        offsets = sorted(data.draw(st.lists(st.integers(0, high), min_size=size, max_size=size)))
+        if layout != "coo":
+            offsets = [0, *offsets[1:-1], nonzeros][-size:]
+        indices = data.draw(st.lists(st.integers(0, max(inner - 1, 0)), min_size=nonzeros, max_size=nonzeros))
+    else:
+        offsets, indices = (data.draw(st.lists(number, max_size=8)) for _ in range(2))
+    block = data.draw(st.sampled_from([(1, 1), (2, 1), (0, 3)])) if layout == "bsr" else ()
+    values = torch.randn(data.draw(st.sampled_from([len(indices)] * 4 + [nonzeros + 1])), *block)
+    transa, transb = data.draw(st.booleans()), data.draw(st.booleans())
+    inner = rows if transa else columns
+    b = torch.randn(*((n, inner) if transb else (inner, n)))
+    o, i = (torch.tensor(t, dtype=torch.int64) for t in (offsets, indices))
+    try:
+        y = custom_mm.cusparse_spmm(o, i, values, b, rows, columns, layout=layout, transa=transa, transb=transb)
+    except (ValueError, RuntimeError) as error:
+        assert ": expected " in str(error) and ", got " in str(error), error
+        seen["wrong"] += 1
+        return
+    dense = torch.zeros(rows, columns)
+    for p in range(len(indices)):
+        first = offsets[p] if layout == "coo" else max(k for k in range(len(offsets) - 1) if offsets[k] <= p)
+        r, c = (indices[p], first) if layout == "csc" else (first, indices[p])
+        height, width = block or (1, 1)
+        for down in range(height):
+            for across in range(width):
+                dense[r * height + down, c * width + across] += values[p, down, across] if block else values[p]
+    torch.testing.assert_close(y, (dense.mT if transa else dense) @ (b.mT if transb else b), atol=1e-4, rtol=1e-4)
+    seen["right"] += 1
+
+fuzz()
+assert min(seen.values()) > 100, seen
+print("survived", seen)
+"""
+
+
+def test_hostile_parts_never_crash():
+    """Whatever the parts are: the right result or an error that says what came, in a process of its own."""
+    run = subprocess.run([sys.executable, "-c", FUZZ], capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "survived" in run.stdout

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,6 +75,14 @@ def test_ratios():
     assert refused.speed() is refused.pays_back_after is None
     lines = experiment.summary([case, made_up(plan=1.0, without_a_plan=1.0, cusparse_csr_alg2=10.0)])
     assert lines[0] == "float32, plan over the fastest rival: geometric mean 5.00, lowest 2.50, 2 cases"
+
+
+def test_what_is_wrong_is_told():
+    case = made_up(plan=1.0, without_a_plan=1.0)
+    assert experiment.wrong([case]) == []
+    for bad in (Result(1.0, 1e-3), Result(1.0, float("nan")), Result(refused="no memory")):
+        (line,) = experiment.wrong([replace(case, results=case.results | {"without a plan": bad})])
+        assert line.startswith("m, float32, 32 columns: without a plan is off by")
 
 
 def test_crossover_needs_every_sparser_matrix_to_pay():

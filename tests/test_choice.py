@@ -176,20 +176,21 @@ def test_capture_takes_what_was_measured_and_measures_nothing():
             assert torch.equal(y, first)
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["cusparse csr_alg3", "cusparse coo_alg2", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_every_candidate_is_right_and_the_same_every_time(name, dtype):
-    dense, b = draw("cuda", 300, 400, dtype)
+def test_every_candidate_is_right_and_the_same_every_time(name, dtype, device):
+    dense, b = draw(device, 300, 400, dtype)
     made = plan(dense.to_sparse_csc(), tune=[128])
     values, truth = made.values, dense.double() @ b.double()
     product = made._choice._made(name)
     try:
+        if name != "dense":
+            product.learn(values, b, dtype)
         first = product(values, b, dtype)
     except RuntimeError as error:
         if "NOT_SUPPORTED" not in str(error):
             raise
         pytest.skip(str(error))
     error = torch.linalg.vector_norm(first.double() - truth) / torch.linalg.vector_norm(truth)
-    assert error < 2 * torch.finfo(dtype).eps
+    assert error < 8 * torch.finfo(dtype).eps
     assert all(torch.equal(product(values, b, dtype), first) for _ in range(100))

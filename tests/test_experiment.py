@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from matmuls import experiment, report
+from matmuls import experiment, matrices, report
 from matmuls.experiment import Case, Result
 
 
@@ -103,10 +103,16 @@ def test_report_draws_its_tables(tmp_path):
     assert "| float32 | 2.50 (2.50) | 1.25 (1.25) |  |  | 2 |" in drawn
 
 
+def test_cusparses_candidates(device):
+    m = experiment.Operands(matrices.load("rmat:7:4"), torch.float32, device)
+    b = m.dense_side(9)
+    truth = m.csr.to_dense().double() @ b.double()
+    for algorithm in experiment.CUSPARSE:
+        torch.testing.assert_close(experiment._cusparse(m, b, algorithm)().double(), truth, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.cuda
 def test_every_candidate_on_a_gpu():
-    from matmuls import matrices
-
     for dtype in (torch.float32, torch.bfloat16):
         (case,) = experiment.measure_all(iter([matrices.load("rmat:12:8")]), [dtype], [64], "cuda", backward=True)
         bound = 2 * torch.finfo(dtype).eps

@@ -273,8 +273,8 @@ def cusparse_sddmm(
 ) -> torch.Tensor:
     """alpha * (a @ b) where a matrix by rows (CSR) has nonzeros, by cusparseSDDMM; our own on the CPU. [nnz].
 
-    offsets: [M + 1]; columns: [nnz]; a: [M, D]; b: [D, K], read where they lie. dtypes, gradients and errors as
-    `cusparse_spmm`.
+    offsets: [M + 1]; columns: [nnz]; a: [M, D]; b: [D, K], read where they lie. float64 or float32, 16-bit types where
+    cuSPARSE takes them. Gradients and errors as `cusparse_spmm`.
     """
     if b.dim() == 2:
         check_parts("cusparse_sddmm", "csr", offsets, columns, offsets.shape[0] - 1, b.shape[1], 1, 1)

@@ -5,7 +5,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT [STEP...]}
 shift
-steps=${*:-build tests cycles sanitize bert bench}
+steps=${*:-build tests cycles sanitize bert bench spmm}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 failed=0
@@ -30,6 +30,15 @@ bert() {
   "$python" -m matmuls bert --device cuda "How old are you?" "What is your age?" "A cat sat on the mat." "$@"
 }
 
+# MATRICES: a folder of .npz, .mtx or .graph files, beside the matrices that are drawn.
+spmm() {
+  local files=() drawn=(rmat:18:16 rmat:20:8 grid:1024)
+  [ -n "${MATRICES:-}" ] && files=("$MATRICES"/*.npz)
+  for share in 0.5 0.8 0.9 0.95 0.99; do drawn+=("pruned:4096x4096:$share" "pruned:3072x768:$share"); done
+  step spmm "$python" -m matmuls spmm "${files[@]}" "${drawn[@]}" --n 32,128,512 --backward \
+    --dtype float32 --dtype float16 --dtype bfloat16 --device cuda --out "$out"
+}
+
 for name in $steps; do
   case $name in
     build) step build env TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0a}" "$python" setup.py build_ext --inplace ;;
@@ -46,6 +55,7 @@ for name in $steps; do
       step bert-bfloat16 bert --dtype bfloat16
       ;;
     bench) step bench "$python" -m matmuls bench --device cuda --precompile 12 --out "$out" ;;
+    spmm) spmm ;;
     *) echo "no step named $name" && failed=1 ;;
   esac
 done

@@ -12,6 +12,7 @@ import torch
 
 from . import _C
 from ._C import handle_info, set_workspace_size, workspace_size
+from .indices import check_parts
 
 __all__ = [
     "bias_act_",
@@ -19,6 +20,10 @@ __all__ = [
     "cublas_bmm",
     "cublas_mmul",
     "cublaslt_matmul",
+    "cusparse_mmul",
+    "cusparse_prepare",
+    "cusparse_sddmm",
+    "cusparse_spmm",
     "destroy_cublas",
     "destroy_cublaslt",
     "destroy_cusparse",
@@ -33,6 +38,9 @@ __all__ = [
 
 _matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.matmul.default
 _cublaslt_matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.cublaslt_matmul.default
+_cusparse_spmm: Callable[..., torch.Tensor] = torch.ops.custom_mm.cusparse_spmm.default
+_cusparse_prepare: Callable[..., torch.Tensor] = torch.ops.custom_mm.cusparse_prepare.default
+_cusparse_sddmm: Callable[..., torch.Tensor] = torch.ops.custom_mm.cusparse_sddmm.default
 
 
 @functools.cache
@@ -161,3 +169,113 @@ def bias_act_(x: torch.Tensor, bias: torch.Tensor | None = None, activation: str
     """
     torch.ops.custom_mm.bias_act_.default(x, bias, activation)
     return x
+
+
+def _check_parts(
+    name: str, layout: str, offsets: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, rows: int, columns: int
+) -> None:
+    height, width = values.shape[1:] if layout == "bsr" and values.dim() == 3 else (1, 1)
+    if layout in ("csr", "csc", "coo", "bsr"):  # the operator tells of others
+        check_parts(name, layout, offsets, indices, rows, columns, height, width)
+
+
+def cusparse_mmul(
+    values: torch.Tensor,
+    columns: torch.Tensor,
+    offsets: torch.Tensor,
+    nnz: int,
+    rows: int,
+    cols: int,
+    b: torch.Tensor,
+    c: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A @ b by cusparseSpMM for A by rows (CSR); our own product on the CPU. As `cusparse_spmm`, in the seed's order.
+
+    values, columns: [nnz]; offsets: [rows + 1]; b: [cols, N]; c: [rows, N], written and returned when given.
+    """
+    if columns.shape != (nnz,) or values.shape != (nnz,):
+        raise ValueError(
+            f"cusparse_mmul: expected values and columns of shape [{nnz}], got {list(values.shape)} and "
+            f"{list(columns.shape)}"
+        )
+    return cusparse_spmm(offsets, columns, values, b, rows, cols, out=c)
+
+
+def cusparse_spmm(
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    b: torch.Tensor,
+    rows: int,
+    columns: int,
+    *,
+    layout: str = "csr",
+    algorithm: str = "default",
+    transa: bool = False,
+    transb: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    out: torch.Tensor | None = None,
+    prepared: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """alpha * op(A) @ op(b) by cusparseSpMM, or out <- that + beta * out; our own product on the CPU.
+
+    A: [rows, columns] in one of four layouts, with offsets and indices both int32 or both int64:
+    "csr": offsets [rows + 1], indices [nnz] are columns; "csc": offsets [columns + 1], indices [nnz] are rows;
+    "coo": offsets [nnz] are rows that do not decrease, indices [nnz] are columns; "bsr": offsets [rows / height + 1],
+    indices [blocks] count blocks, values [blocks, height, width]. values: [nnz] else.
+    b: [K, N], or [N, K] with transb, read where it lies by rows or by columns; out: [M, N] of any strides.
+    float64, float32, float16 or bfloat16, one dtype and device for all; 16-bit types are summed in float32.
+    algorithm: "default", or for csr and csc "csr_alg1" to "csr_alg3", for coo "coo_alg1" to "coo_alg4", for bsr
+    "bsr_alg1". cuSPARSE promises the same bits every time for "csr_alg3", "coo_alg2" and "bsr_alg1" alone, and for
+    none with transa. prepared: what `cusparse_prepare` returned for such a call.
+
+    Differentiable in values and b, by our own kernels. Indices are looked at once for as long as they live and are not
+    written to; that waits for the GPU. Raises ValueError on bad indices, layouts and algorithms, and RuntimeError on
+    shapes, dtypes and devices that do not fit, on overlap, and, naming the call, on what cuSPARSE does not support.
+    """
+    if out is None and beta != 0:
+        raise ValueError(f"cusparse_spmm: expected out= beside beta={beta}, which multiplies it")
+    if out is not None and prepared is not None:
+        raise ValueError("cusparse_spmm: expected out= or prepared=, got both")
+    _check_parts("cusparse_spmm", layout, offsets, indices, values, rows, columns)
+    arguments = offsets, indices, values, b, rows, columns, layout, algorithm, transa, transb, alpha
+    if out is None:
+        return _cusparse_spmm(*arguments, prepared)
+    torch.ops.custom_mm.cusparse_spmm.out(*arguments, beta, out=out)
+    return out
+
+
+def cusparse_prepare(
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    b: torch.Tensor,
+    rows: int,
+    columns: int,
+    *,
+    layout: str = "csr",
+    algorithm: str = "default",
+    transa: bool = False,
+    transb: bool = False,
+) -> torch.Tensor:
+    """What cusparseSpMM_preprocess learns of a matrix, for `cusparse_spmm(..., prepared=)` with the same arguments.
+
+    The values may change, and b's and the scalars', but not the indices, the algorithm, the number of columns or the
+    order in which b lies. One stream at a time may use it. A tensor of no elements whose storage is cuSPARSE's buffer.
+    """
+    _check_parts("cusparse_prepare", layout, offsets, indices, values, rows, columns)
+    return _cusparse_prepare(offsets, indices, values, b, rows, columns, layout, algorithm, transa, transb)
+
+
+def cusparse_sddmm(
+    offsets: torch.Tensor, columns: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float = 1.0
+) -> torch.Tensor:
+    """alpha * (a @ b) where a matrix by rows (CSR) has nonzeros, by cusparseSDDMM; our own on the CPU. [nnz].
+
+    offsets: [M + 1]; columns: [nnz]; a: [M, D]; b: [D, K], read where they lie. float64 or float32, 16-bit types where
+    cuSPARSE takes them. Gradients and errors as `cusparse_spmm`.
+    """
+    if b.dim() == 2:
+        check_parts("cusparse_sddmm", "csr", offsets, columns, offsets.shape[0] - 1, b.shape[1], 1, 1)
+    return _cusparse_sddmm(offsets, columns, a, b, alpha)

@@ -137,7 +137,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _copy_rate(count: int, device: str) -> float:
+def copy_rate(count: int, device: str) -> float:
     """Bytes read and written a second, by torch's copy or an elementwise kernel, whichever is faster."""
     source, target = (torch.randn(count, device=device) for _ in range(2))
     timings = measure.time_on(device, [[lambda: target.copy_(source)], [lambda: torch.neg(source, out=target)]])
@@ -146,7 +146,7 @@ def _copy_rate(count: int, device: str) -> float:
 
 def measure_roofs(device: str, dtypes: list[torch.dtype], quick: bool) -> Roofs:
     """A copy of 2 GB (GPU) or 128 MB, and square products, the best of the sizes."""
-    copy = _copy_rate(2**25 if device == "cpu" or quick else 2**29, device)
+    copy = copy_rate(2**25 if device == "cpu" or quick else 2**29, device)
     sizes = (512, 1024) if device == "cpu" or quick else (2048, 4096, 8192)
     product = {}
     for dtype in dtypes:

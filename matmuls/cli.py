@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -280,6 +281,108 @@ def tune(
 
 def _problem_name(p: Any) -> str:
     return f"{p.operator} {p.m}x{p.k}x{p.n} {p.dtype}"
+
+
+@app.command()
+def spmm(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(help="files (.mtx, .npz, .graph, .metis) or rmat:18:16, grid:1024, pruned:4096x4096:0.9"),
+    ] = None,
+    n: Annotated[str, typer.Option(help="columns of the dense side, separated by commas")] = "32,128,512",
+    dtype: Annotated[list[str] | None, typer.Option(help="may be given several times; float32 by default")] = None,
+    device: DeviceOption = None,
+    out: Annotated[Path | None, typer.Option(help="folder for a JSON file and a plot")] = None,
+    sweep: Annotated[str | None, typer.Option(help="shares of zeros, as 0.5,0.9: where sparse begins to pay")] = None,
+    shape: Annotated[str, typer.Option(help="of the matrices of --sweep")] = "4096x4096",
+    backward: Annotated[bool, typer.Option(help="time forward and backward to both sides, too")] = False,
+) -> None:
+    """Time every way to multiply a sparse matrix on the matrices that you name, each held against float64.
+
+    Exit status 1 if one of ours is further from it than rounding explains.
+    """
+    from . import experiment as e
+    from . import matrices
+
+    named = [*(sources or []), *(f"pruned:{shape}:{share}" for share in (sweep or "").split(",") if share)]
+    if not named:
+        raise fail("no matrix: name files or drawn matrices, or give --sweep")
+    chosen, dtypes = pick_device(device), [pick_dtype(name) for name in dtype or ["float32"]]
+    try:
+        widths = [int(x) for x in n.split(",")]
+    except ValueError:
+        widths = []
+    if not widths or min(widths) < 1:
+        raise fail(f"--n is numbers of columns separated by commas, got {n}")
+    for source in named:  # a long run must not end at a name that is not there
+        if ":" not in source and not Path(source).is_file():
+            raise fail(f"no file named {source}")
+    warnings.filterwarnings("ignore", "Sparse (CSR|invariant)")  # torch's, to whoever makes the first one
+    cases = []
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+    try:
+        with progress:
+            task = progress.add_task("measuring a copy", total=len(named) * len(dtypes) * len(widths))
+            for case in e.measure_all(map(matrices.load, named), dtypes, widths, chosen, backward):
+                cases.append(case)
+                progress.update(task, description=f"{case.matrix} {case.dtype} x {case.n}", advance=1)
+    except (ValueError, OSError) as error:
+        raise fail(str(error)) from None
+    show_spmm(cases)
+    for line in [*e.summary(cases), *(e.crossovers(cases) if sweep else [])]:
+        console.print(line)
+    if out is not None:
+        path = out / f"spmm-{chosen}{'-sweep' if sweep else ''}.json"
+        e.save(path, cases, chosen)
+        written = [path]
+        try:
+            e.plot(path.with_suffix(".png"), cases, bool(sweep))
+            written.append(path.with_suffix(".png"))
+        except ImportError as error:
+            errors.print(f"no plot: {error}; run: pip install matplotlib")
+        console.print(f"written: {', '.join(map(str, written))}")
+    if found := e.wrong(cases):
+        errors.print("\n".join(found), style="red")
+        raise typer.Exit(1)
+
+
+def show_spmm(cases: list[Any]) -> None:
+    table = Table(title="* what the plan chose; ratio: the fastest sparse rival's time over it (higher is better)")
+    table.add_column("matrix", overflow="fold")
+    table.add_column("with")
+    for name in ("time, us", "GFLOP/s", "of the floor", "ratio", "error"):
+        table.add_column(name, justify="right")
+    for c in cases:
+        fastest = min(c.rivals.values(), default=None)
+        title = f"{c.matrix}\n{c.rows} x {c.columns}, {c.nnz} nonzeros\n{c.dtype}, {c.n} columns"
+        for name, r in c.results.items():
+            shown = f"{name} ({c.chosen})*" if name == "plan" else name
+            if r.us is None:
+                table.add_row(title, shown, "refused")
+            else:
+                ratio = f"{fastest / r.us:.2f}" if fastest else ""
+                share = f"{c.floor_us / r.us:.2f}"
+                table.add_row(
+                    title, shown, f"{r.us:.1f}", f"{c.gflops / r.us * 1e6:.1f}", share, ratio, f"{r.error:.1e}"
+                )
+            title = ""
+        for name, r in c.backward.items():
+            took = "refused" if r.us is None else f"{r.us:.1f}"
+            mib = f"{c.backward_mib[name]:.1f} MiB" if name in c.backward_mib else ""
+            table.add_row("", f"forward + backward, {name}", took, "", mib)
+        pays = c.pays_back_after
+        back = "" if pays is None else f", paid back after {pays:.0f} products"
+        build = f"{c.plan_us:.0f} us, choice {c.tune_us:.0f} us, {c.plan_bytes / 2**20:.1f} MiB{back}"
+        table.add_row("", f"[dim]plan: {build}[/dim]", end_section=True)
+    console.print(table)
 
 
 @app.command()

@@ -1,12 +1,15 @@
 """Modules: parameters and one call of an operation."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
+from .sparse import SparsePlan, plan, spmm
 
-__all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear"]
+__all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 
 
 class InplaceLinear(nn.Linear):
@@ -112,3 +115,100 @@ class MaskedFFN(nn.Module):
         w, u = (self.w1, self.w2, self.w3), (self.u1, self.u2, self.u3)
         (w1, w2, w3), (u1, u2, u3) = ([layer.weight for layer in expert] for expert in (w, u))
         return masked_ffn(x, w1, w2, w3, u1, u2, u3, mask, self.recompute)
+
+
+class SparseLinear(nn.Module):
+    """nn.Linear with a sparse weight: x [..., in_features] -> x @ weight^T + bias, [..., out_features].
+
+    The parameters are `values`, [nonzeros], and `bias`; the weight's pattern by rows is in the buffers `offsets`,
+    [out_features + 1], and `columns`, [nonzeros]. All of them are in the state, whatever the number of nonzeros was
+    before it is loaded. Products go through a plan, which is made with the first one. A new module has no nonzeros:
+    `from_linear` makes one of a trained layer.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.values = nn.Parameter(torch.empty(0, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.offsets: Tensor
+        self.columns: Tensor
+        self.register_buffer("offsets", torch.zeros(out_features + 1, device=device, dtype=torch.int32))
+        self.register_buffer("columns", torch.empty(0, device=device, dtype=torch.int32))
+        self._plan: tuple[Any, SparsePlan] | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(
+        cls, linear: nn.Linear, *, sparsity: float | None = None, threshold: float | None = None
+    ) -> "SparseLinear":
+        """A copy of `linear` with its smallest weights left out.
+
+        sparsity: the share of the weights to leave out, from 0 to 1, those of the smallest magnitude; threshold: leaves
+        out magnitudes up to it; without either what is 0. Raises ValueError on both, and on a share beyond 0 and 1.
+        """
+        if sparsity is not None and threshold is not None:
+            raise ValueError(f"SparseLinear: expected sparsity or threshold, got both, {sparsity} and {threshold}")
+        if sparsity is not None and not 0 <= sparsity <= 1:
+            raise ValueError(f"SparseLinear: expected sparsity from 0 to 1, got {sparsity}")
+        weight = linear.weight.detach()
+        if sparsity is None:
+            keep = weight.abs() > (threshold or 0.0)
+        else:
+            kept = weight.numel() - round(sparsity * weight.numel())
+            largest = weight.abs().flatten().topk(kept, sorted=False).indices
+            keep = torch.zeros_like(weight, dtype=torch.bool)
+            keep.view(-1)[largest] = True
+        module = cls(linear.in_features, linear.out_features, linear.bias is not None, weight.device, weight.dtype)
+        module.values = nn.Parameter(weight[keep], requires_grad=linear.weight.requires_grad)
+        module.columns = keep.nonzero()[:, 1].int()
+        module.offsets[1:] = keep.sum(1).cumsum(0)
+        if module.bias is not None:
+            module.bias.copy_(linear.bias)
+        return module.train(linear.training)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a sparse CSR tensor, [out_features, in_features]; without a gradient."""
+        shape = self.out_features, self.in_features
+        return torch.sparse_csr_tensor(self.offsets, self.columns, self.values.detach(), shape, check_invariants=False)
+
+    def plan(self) -> SparsePlan:
+        """The plan of the weight; made anew when its pattern was written to or moved."""
+        indices = self.offsets, self.columns
+        state = [(id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in indices]
+        if self._plan is None or self._plan[0] != state:
+            self._plan = state, plan(self.weight)
+        made = self._plan[1]
+        return made if made._values is self.values else made.update(self.values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            raise RuntimeError(f"SparseLinear: expected x of shape [..., {self.in_features}], got {list(x.shape)}")
+        y = spmm(self.plan(), x.reshape(-1, self.in_features).mT).mT
+        return (y if self.bias is None else y + self.bias.to(y.dtype)).reshape(*x.shape[:-1], self.out_features)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("values", "columns"):
+            loaded, own = state_dict.get(prefix + name), getattr(self, name)
+            if loaded is not None and loaded.shape != own.shape and loaded.dim() == 1:
+                own.data = own.new_empty(loaded.shape)
+        self._plan = None
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_plan": None}  # it is soon made again
+
+    def extra_repr(self) -> str:
+        sparsity = 1 - self.values.numel() / max(self.in_features * self.out_features, 1)
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"sparsity={sparsity:.4f}"
+        )

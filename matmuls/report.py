@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from . import experiment
 from .bench import COMPILED, geometric_mean
 from .specs import TABLE
 
@@ -20,7 +21,9 @@ Rows = list[dict[str, Any]]
 
 def render(text: str, results: Path) -> str:
     """The text with every marked table made anew. Raises ValueError on a name without a table."""
-    makers = {f.__name__: f for f in (operations, products, epilogues, rowwise, masked, memory, host)}
+    makers = {
+        f.__name__: f for f in (operations, products, epilogues, rowwise, masked, sparse, sparse_means, memory, host)
+    }
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
@@ -38,7 +41,8 @@ def load(results: Path) -> dict[str, Any]:
     for run in sorted(runs, key=lambda run: run["environment"]["date"]):
         rows = sorted(run["rows"], key=lambda row: row["operation"])
         newest |= {name: list(own) for name, own in groupby(rows, key=lambda row: row["operation"])}
-    return {"rows": [row for spec in TABLE for row in newest.get(spec.name, [])]}
+    cases = [case for file in sorted(results.glob("spmm-cuda.json")) for case in experiment.load(file)]
+    return {"rows": [row for spec in TABLE for row in newest.get(spec.name, [])], "cases": cases}
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -124,6 +128,45 @@ def masked(run: dict[str, Any]) -> str:
         ("shape", "mask", "direction", "dtype", "ours, µs", "share of the roof", "over eager", "over torch.compile"),
         table,
     )
+
+
+def sparse(run: dict[str, Any]) -> str:
+    """Sparse products with a plan, per matrix, dtype and width: speed over the fastest rival, share of the floor."""
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for c in run["cases"]:
+        speed, share = c.speed(), c.floor_share
+        if speed is not None:
+            cells.setdefault((c.matrix, c.dtype), {})[c.n] = f"{speed:.2f} ({share:.2f})"
+    widths = sorted({n for line in cells.values() for n in line})
+    if not cells:
+        return ""
+    return markdown(
+        ("matrix", "dtype", *(f"{n} columns" for n in widths)),
+        ([*key, *(line.get(n, "") for n in widths)] for key, line in cells.items()),
+    )
+
+
+def sparse_means(run: dict[str, Any]) -> str:
+    """Geometric mean (lowest) over the matrices and widths, per dtype."""
+
+    def cell(ratios: list[float | None]) -> str:
+        known = [r for r in ratios if r is not None]
+        return f"{geometric_mean(known):.2f} ({min(known):.2f})" if known else ""
+
+    table = []
+    for dtype in [d for d in DTYPES if any(c.dtype == d for c in run["cases"])]:
+        own = [c for c in run["cases"] if c.dtype == dtype]
+        ratios = (
+            [c.speed() for c in own],
+            [c.speed(experiment.PLANLESS) for c in own],
+            [c.speed_over(experiment.DENSE) for c in own],
+            [c.backward_speed for c in own],
+        )
+        table.append([dtype, *map(cell, ratios), str(len(own))])
+    if not table:
+        return ""
+    header = ("dtype", "with a plan", "without", "plan over dense", "forward + backward over torch.sparse", "cases")
+    return markdown(header, table)
 
 
 def memory(run: dict[str, Any]) -> str:

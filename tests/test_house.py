@@ -28,19 +28,24 @@ MAY_IMPORT = {
     "triton.masked_ffn": {"triton.configs", "triton.launch", "triton.tiles", "triton.masked_linear"},
     "nn": OPERATIONS,
     "tune": {"masked_plain", "measure", "triton"},
-    "sparse": {"custom_mm", "dense"},
+    "structure": {"custom_mm"},
+    "choice": {"custom_mm", "dense", "measure", "structure"},
+    "sparse": {"choice", "dense", "structure"},
     "specs": {"specs"},
     "specs.spec": set(),
     **{f"specs.{family}": {family, "custom_mm", "specs.spec"} for family in OPERATIONS},
     "specs.inplace": {"inplace", "specs.dense", "specs.spec"},
     "specs.fused_softmax": {"dense", "fused_softmax", "specs.rowwise", "specs.spec"},
     "specs.sparse": {"sparse", "specs.rowwise", "specs.spec"},
+    "specs.cusparse": {"custom_mm", "specs.sparse", "specs.spec"},
     "measure": set(),
     "info": {"custom_mm", "matmuls"},
     "bench": {"specs", "measure", "custom_mm"},
+    "matrices": set(),
+    "experiment": {"bench", "measure", "matrices", "sparse", "custom_mm"},
     "bert": {"measure", "integrations.transformers"},
-    "report": {"bench", "specs"},
-    "cli": {"info", "bench", "bert", "report", "tune", "triton", "custom_mm"},
+    "report": {"bench", "experiment", "specs"},
+    "cli": {"info", "bench", "experiment", "matrices", "bert", "report", "tune", "triton", "custom_mm"},
     "__main__": {"cli"},
     "integrations": set(),
     "integrations.transformers": OPERATIONS,
@@ -99,7 +104,14 @@ def test_operation_files_do_not_include_each_other():
 @pytest.mark.parametrize("module", ["matmuls", "custom_mm", "matmuls.specs"])
 def test_importing_is_light(module):
     """No optional package, and no CUDA context, comes with an import."""
-    optional = ("transformers", "rich", "typer", "scipy", "platformdirs")  # torch itself imports triton where it is
+    optional = (
+        "transformers",
+        "rich",
+        "typer",
+        "scipy",
+        "matplotlib",
+        "platformdirs",
+    )  # torch itself imports triton where it is
     code = f"""
 import sys, torch, {module}
 print([m for m in {optional} if m in sys.modules], torch.cuda.is_initialized())
@@ -118,6 +130,6 @@ def test_public_names_have_docstrings_and_rows():
     rows = {spec.name for spec in TABLE}
     lifecycle = {"handles", "handle_info", "build_info", "set_workspace_size", "workspace_size"}
     lifecycle |= {"mask_plan", "MaskPlan"}  # no operation: what one takes
-    lifecycle |= {"plan", "SparsePlan"}
+    lifecycle |= {"plan", "SparsePlan", "cusparse_prepare"}
     public = {n for m in (matmuls, custom_mm) for n in m.__all__ if not n.startswith(("init_", "destroy_"))}
     assert public - lifecycle == rows

@@ -458,9 +458,9 @@ def test_indices_are_checked_once_and_again_when_written_to(device):
     narrow = in_layout(a.to_dense(), "csr", torch.int32)
     made = plan(narrow)  # shares the indices
     first = spmm(a, b)
-    structure = matmuls.sparse._known[a][1]
+    structure = matmuls.structure._known[a][1]
     assert torch.equal(spmm(a, b), first)
-    assert matmuls.sparse._known[a][1] is structure
+    assert matmuls.structure._known[a][1] is structure
     a.detach().values().mul_(2)
     torch.testing.assert_close(spmm(a, b), 2 * first)
     a.detach().col_indices()[3] = 30
@@ -473,11 +473,11 @@ def test_indices_are_checked_once_and_again_when_written_to(device):
 
 def test_a_structure_lives_no_longer_than_its_tensor():
     a = torch.eye(4).to_sparse_csr()
-    before = len(matmuls.sparse._known)
+    before = len(matmuls.structure._known)
     spmm(a, torch.ones(4, 1))
-    assert len(matmuls.sparse._known) == before + 1
+    assert len(matmuls.structure._known) == before + 1
     del a
-    assert len(matmuls.sparse._known) == before
+    assert len(matmuls.structure._known) == before
 
 
 def test_compiled_plan():

@@ -6,6 +6,7 @@ import torch
 
 import custom_mm
 import matmuls
+from matmuls.nn import SparseLinear
 
 
 def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -38,12 +39,21 @@ def experts(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 
 
 def sparse(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    made: matmuls.SparsePlan = matmuls.plan(a).update(a.values())
+    made: matmuls.SparsePlan = matmuls.plan(a, tune=[128]).update(a.values())
     y: torch.Tensor = made @ x + matmuls.spmm(a, x, reduce="mean", alpha=0.5) + matmuls.cusparseMM.apply(a, x)
     y = matmuls.spmm(made.with_values(matmuls.sddmm(y, x.mT, made)), x, beta=1, out=y)
     probabilities: torch.Tensor = matmuls.sparse_softmax(made.values, made, scale=0.5)
     y += probabilities.sum() + made.nbytes
     return matmuls.sparse_attention(y, x, x, made, scale=None)
+
+
+def cusparse(offsets: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    custom_mm.init_cusparse()
+    prepared: torch.Tensor = custom_mm.cusparse_prepare(offsets, columns, values, x, 3, 4, algorithm="csr_alg3")
+    y: torch.Tensor = custom_mm.cusparse_spmm(offsets, columns, values, x, 3, 4, transb=True, prepared=prepared)
+    y = custom_mm.cusparse_mmul(values, columns, offsets, 5, 3, 4, x, y)
+    layer = SparseLinear.from_linear(torch.nn.Linear(4, 3), sparsity=0.5)
+    return layer(x.mT).mT + custom_mm.cusparse_sddmm(offsets, columns, y, x, alpha=0.5).sum()  # type: ignore[no-any-return]
 
 
 def facts() -> tuple[list[int], dict[str, Any]]:

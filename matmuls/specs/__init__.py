@@ -2,7 +2,7 @@
 
 import torch
 
-from . import dense, fused_softmax, inplace, masked, rowwise, sparse
+from . import cusparse, dense, fused_softmax, inplace, masked, rowwise, sparse
 from .spec import ALL, REAL, Bad, Call, Case, Draw, Spec
 
 __all__ = ["ALL", "REAL", "TABLE", "Bad", "Call", "Case", "Draw", "Spec", "operators"]
@@ -14,6 +14,7 @@ TABLE: tuple[Spec, ...] = (
     *fused_softmax.TABLE,
     *masked.TABLE,
     *sparse.TABLE,
+    *cusparse.TABLE,
 )
 
 

@@ -1,0 +1,75 @@
+"""Indices of sparse matrices, looked at once: the kernels trust what was checked here and read it unchecked."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+_csr_check = torch.ops.custom_mm.csr_check.default
+
+
+def version_of(t: torch.Tensor) -> int:
+    """Moves with every write to t; an inference tensor has none."""
+    return -1 if t.is_inference() else t._version
+
+
+def check_rows(name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int, what: str = "columns") -> int:
+    """The longest row's nonzeros, or the longest column's; ValueError where an index is not what it must be.
+
+    offsets: [rows + 1], inner: [nonzeros] from 0 to size - 1, both int32 or both int64. Waits for the GPU.
+    """
+    problem, where, found, longest = _csr_check(offsets, inner, size).tolist()
+    if problem:
+        expected = {
+            1: "the first offset to be 0",
+            2: f"the last offset to be {inner.shape[0]}, as many as there are {what}",
+            3: f"offsets that do not decrease after row {where}",
+            4: f"{what} from 0 to {size - 1} at nonzero {where}",
+        }
+        raise ValueError(f"{name}: expected {expected[problem]}, got {found}")
+    return int(longest)
+
+
+def check_entries(name: str, row: torch.Tensor, column: torch.Tensor, shape: tuple[int, int]) -> None:
+    """ValueError unless every row and column lies in the shape. Waits for the GPU."""
+    if not row.numel() or not column.numel():
+        return
+    found = torch.stack([t.long() for pair in (row.aminmax(), column.aminmax()) for t in pair]).tolist()
+    for what, low, high, size in (("rows", *found[:2], shape[0]), ("columns", *found[2:], shape[1])):
+        if low < 0 or high >= size:
+            raise ValueError(f"{name}: expected {what} from 0 to {size - 1}, got {low if low < 0 else high}")
+
+
+# What was checked of a tensor of indices, for as long as it lives and is not written to.
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def check_parts(
+    name: str,
+    layout: str,
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+    rows: int,
+    columns: int,
+    height: int,
+    width: int,
+) -> None:
+    """The indices of a matrix in a layout of cuSPARSE's; height and width are a block's, 1 where there are none.
+
+    Looked at anew only when they were written to: a call with known ones does not wait for the GPU.
+    """
+    asked: tuple[Any, ...] = (layout, rows, columns, height, width, version_of(offsets), version_of(indices))
+    entry = _known.get(indices)  # type: ignore[no-untyped-call]
+    if entry is not None and entry[0]() is offsets and entry[1] == asked:
+        return
+    if layout == "coo":
+        check_entries(name, offsets, indices, (rows, columns))
+        if bool((offsets.diff() < 0).any()):
+            raise ValueError(f"{name}: expected rows that do not decrease, got rows in another order")
+    elif layout == "csc":
+        check_rows(name, offsets, indices, rows, "rows")
+    else:
+        check_rows(name, offsets, indices, columns // max(width, 1))
+    if -1 not in asked[-2:]:
+        _known[indices] = weakref.ref(offsets), asked

@@ -1,0 +1,233 @@
+"""Which product a plan takes: our own, one of cuSPARSE's or the dense one, measured once for a dtype and width.
+
+Only products that give the same bits every time are candidates: of cuSPARSE's algorithms csr_alg3 and coo_alg2, as its
+documentation has it. Which of them is fastest is a matter of time, though: with torch.use_deterministic_algorithms a
+plan takes our own, whatever is faster.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from custom_mm.indices import version_of
+
+from .dense import matmul
+from .measure import time_warm
+from .structure import Structure
+
+OURS = "ours"
+DENSE = "dense"
+CUSPARSE = {"cusparse csr_alg3": ("csr", "csr_alg3"), "cusparse coo_alg2": ("coo", "coo_alg2")}
+SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
+# How many elements of the dense matrix there may be for each nonzero, and bytes in all.
+FILL = {"cuda": 256, "cpu": 16}
+CPU_BYTES = 2**28
+
+
+class Product(Protocol):
+    """values [nonzeros] and b [K, N] in one dtype, or under autocast in any."""
+
+    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+
+    @property
+    def tensors(self) -> list[torch.Tensor]: ...
+
+
+class Dense:
+    """The matrix with its zeros. Written anew, in its place, when the values are others than those it was made of."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
+        # What was made, and of which values: they are held, so that no others can lie at their address.
+        self._full: dict[torch.dtype, tuple[torch.Tensor, Any, torch.Tensor]] = {}
+
+    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        values = values.detach()
+        entry = self._full.get(dtype)
+        if entry is None or entry[1] != _state(values):
+            if is_capturing(values.device):  # written at every replay; what lies in a graph's memory is not kept
+                return matmul(self._filled(values, dtype, None), b)
+            entry = values, _state(values), self._filled(values, dtype, entry[2] if entry else None)
+            self._full[dtype] = entry
+        return matmul(entry[2], b)
+
+    def _filled(self, values: torch.Tensor, dtype: torch.dtype, full: torch.Tensor | None) -> torch.Tensor:
+        s = self._structure
+        with torch.inference_mode(False), torch.no_grad():  # it may be saved for a gradient later
+            full = values.new_zeros(s.rows, s.columns, dtype=dtype) if full is None else full.zero_()
+            # Duplicates are added up, in a fixed order: index_put_ sorts them.
+            place = s.row.long() * s.columns + s.col
+            full.view(-1).index_put_((place,), s.by_rows(values).to(dtype), accumulate=True)
+        return full
+
+    def refresh(self, values: torch.Tensor) -> None:
+        """For graphs that read it: what was made of other values is written over."""
+        for dtype, (_, _, full) in self._full.items():
+            self._full[dtype] = values, _state(values), self._filled(values, dtype, full)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [full for _, _, full in self._full.values()]
+
+
+def _state(values: torch.Tensor) -> Any:
+    return values.data_ptr(), version_of(values), values.dtype
+
+
+class Cusparse:
+    """cusparseSpMM by one algorithm, with what cusparseSpMM_preprocess learned for the width that was measured."""
+
+    def __init__(self, structure: Structure, layout: str, algorithm: str) -> None:
+        self._structure, self._layout, self._algorithm = structure, layout, algorithm
+        self._offsets = structure.row if layout == "coo" else structure.crow
+        self._prepared: dict[Any, torch.Tensor] = {}
+
+    def _arguments(self, values: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
+        s = self._structure
+        return self._offsets, s.col, s.by_rows(values), b, s.rows, s.columns, self._layout, self._algorithm
+
+    @staticmethod
+    def _key(b: torch.Tensor, dtype: torch.dtype) -> Any:
+        # cuSPARSE writes into what it prepared: a stream of its own for each.
+        return b.shape[1], dtype, torch.cuda.current_stream(b.device).cuda_stream if b.is_cuda else 0
+
+    def learn(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
+        if b.is_contiguous():
+            arguments = self._arguments(values.to(dtype), b.to(dtype))
+            self._prepared[self._key(b, dtype)] = torch.ops.custom_mm.cusparse_prepare(*arguments)
+
+    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        prepared = self._prepared.get(self._key(b, dtype)) if b.is_contiguous() else None
+        arguments = self._arguments(values.to(dtype), b.to(dtype))
+        result: torch.Tensor = torch.ops.custom_mm.cusparse_spmm(*arguments, prepared=prepared)
+        return result
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        own = [self._offsets] if self._layout == "coo" else []
+        return own + list(self._prepared.values())
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of each candidate for a number of columns; None: it was refused, or ours was the only one."""
+
+    columns: int
+    seconds: dict[str, float | None]
+
+    def fastest(self, dense: bool, cusparse: bool) -> str:
+        kinds = {OURS: True, DENSE: dense}
+        found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
+        return min(found, key=lambda name: found[name], default=OURS)
+
+
+def is_capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+class Choice:
+    """A plan's products. `ours(values, b)` is the one that needs no choice."""
+
+    def __init__(self, structure: Structure, ours: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        self._structure, self._ours = structure, ours
+        self.measured: dict[tuple[torch.dtype, int], Measurement] = {}
+        self._products: dict[str, Product] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Choice":
+        return Choice(self._structure, self._ours)  # what cuSPARSE prepared cannot be copied; the rest is soon measured
+
+    def __reduce__(self) -> Any:
+        return Choice, (self._structure, self._ours)
+
+    def product(self, values: torch.Tensor, b: torch.Tensor, dense: bool) -> torch.Tensor | None:
+        """values and b multiplied by the fastest candidate; None where that is ours. dense: the values will stay."""
+        if self._structure.nonzeros * b.shape[-1] < SMALLEST or b.dim() != 2 or b.device != values.device:
+            return None
+        device = b.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else b.dtype
+        if (values.dtype != dtype and not autocast) or b.shape[0] != self._structure.columns:
+            return None  # the operator tells of it
+        recording = torch.is_grad_enabled()
+        if (recording and values.requires_grad) or torch.are_deterministic_algorithms_enabled():
+            return None  # our gradients know the transposed matrix
+        measurement = self.measured.get((dtype, b.shape[1].bit_length()))
+        if measurement is None:
+            if is_capturing(b.device):
+                return None
+            measurement = self.measure(values, b, dtype)
+        dense = dense and not values.is_inference()  # whether one was written to cannot be seen
+        name = measurement.fastest(dense, not (recording and b.requires_grad))
+        return None if name == OURS else self._made(name)(values, b, dtype)
+
+    @torch.no_grad()
+    def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Measurement:
+        """Waits for the GPU."""
+        values, b = values.detach(), b.detach()
+        runs: dict[str, Callable[[], object]] = {OURS: lambda: self._ours(values, b)}
+        runs[OURS]()
+        refused: dict[str, float | None] = {}
+        for name in self._candidates(dtype, b.device):
+            try:
+                made = self._made(name)
+                if isinstance(made, Cusparse):
+                    made.learn(values, b, dtype)
+                made(values, b, dtype)
+                runs[name] = lambda made=made: made(values, b, dtype)  # type: ignore[misc]
+            except RuntimeError:  # cuSPARSE does not support it, or there is no memory
+                refused[name] = None
+        with torch.cuda.device_of(b):  # type: ignore[no-untyped-call]
+            timings = time_warm(list(runs.values()), b.device.type) if len(runs) > 1 else []
+        seconds: list[float | None] = [t.seconds for t in timings] if timings else [None]
+        measurement = Measurement(b.shape[1], dict(zip(runs, seconds, strict=True)) | refused)
+        self.measured[dtype, b.shape[1].bit_length()] = measurement
+        kept = {m.fastest(True, True) for m in self.measured.values()}
+        self._products = {name: made for name, made in self._products.items() if name in kept}
+        return measurement
+
+    def _candidates(self, dtype: torch.dtype, device: torch.device) -> list[str]:
+        s = self._structure
+        found = list(CUSPARSE) if device.type == "cuda" else []
+        elements = s.rows * s.columns
+        room = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else CPU_BYTES
+        if elements <= FILL.get(device.type, 0) * s.nonzeros and elements * dtype.itemsize <= room:
+            found.append(DENSE)
+        return found
+
+    def _made(self, name: str) -> Product:
+        if name not in self._products:
+            s = self._structure
+            self._products[name] = Dense(s) if name == DENSE else Cusparse(s, *CUSPARSE[name])
+        return self._products[name]
+
+    def refresh(self, values: torch.Tensor) -> None:
+        """Other values, from now on."""
+        made = self._products.get(DENSE)
+        if isinstance(made, Dense) and not is_capturing(values.device):
+            made.refresh(values.detach())
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for made in self._products.values() for t in made.tensors]
+
+    def explain(self) -> str:
+        """A line for each measurement: microseconds of every candidate, an asterisk at the chosen one."""
+        lines = []
+        for (dtype, _), m in self.measured.items():
+            if len(m.seconds) == 1:
+                lines.append(
+                    f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: ours, without another candidate"
+                )
+                continue
+            chosen = m.fastest(True, True)
+            times = (
+                f"{name} {'refused' if t is None else f'{t * 1e6:.1f} us'}{'*' if name == chosen else ''}"
+                for name, t in m.seconds.items()
+            )
+            lines.append(f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: {', '.join(times)}")
+        return "\n".join(lines)

@@ -1,0 +1,375 @@
+"""`matmuls spmm`: every way to multiply a sparse matrix, on the matrices that the user names, in one run.
+
+Ours with a plan and without, each algorithm of cuSPARSE's (prepared where it can be), torch.sparse, scipy on a CPU, and
+the dense product where it fits. All of them get the same int32 indices, values and dense side, and are warm: a matrix
+is multiplied again and again. Each result is held against torch.sparse in float64. The floor is the time of a copy of
+as many bytes as must move: indices, values, the rows of the dense side that have a nonzero, and the result, each once.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import custom_mm
+
+from . import measure, sparse
+from .bench import copy_rate, environment, geometric_mean
+from .matrices import Matrix
+
+PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", "scipy", "dense"
+CUSPARSE = ("csr_alg1", "csr_alg2", "csr_alg3", "coo_alg1", "coo_alg2", "coo_alg3", "coo_alg4")
+PREPARED = ("csr_alg1", "csr_alg3")  # what cusparseSpMM_preprocess speeds up
+DENSE_ELEMENTS = 2**26
+ROUND_US = 5e5  # what the rounds of one case may take in all, where seven of them do not take longer
+Product = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One candidate's time and its error relative to the norm of the truth; or why there is none."""
+
+    us: float | None = None
+    error: float | None = None
+    spread: float | None = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One matrix, dtype and width."""
+
+    matrix: str
+    rows: int
+    columns: int
+    nnz: int
+    longest: int
+    dtype: str
+    n: int
+    floor_us: float
+    results: dict[str, Result]
+    chosen: str  # by the plan
+    plan_us: float  # building it
+    plan_bytes: int
+    tune_us: float  # what its first product took more than another
+    backward: dict[str, Result] = field(default_factory=dict)
+    backward_mib: dict[str, float] = field(default_factory=dict)  # peak above the operands
+
+    @property
+    def gflops(self) -> float:
+        return 2 * self.nnz * self.n / 1e9
+
+    @property
+    def rivals(self) -> dict[str, float]:
+        """What a user would pick instead: microseconds of all that are sparse and not ours."""
+        mine = (PLAN, PLANLESS, DENSE)
+        return {name: r.us for name, r in self.results.items() if r.us is not None and name not in mine}
+
+    def speed(self, name: str = PLAN) -> float | None:
+        """The fastest rival's time over a candidate's."""
+        own = self.results[name].us
+        return min(self.rivals.values()) / own if own and self.rivals else None
+
+    def speed_over(self, rival: str, name: str = PLAN) -> float | None:
+        own, other = self.results[name].us, self.results[rival].us if rival in self.results else None
+        return other / own if own and other else None
+
+    @property
+    def floor_share(self) -> float | None:
+        own = self.results[PLAN].us
+        return self.floor_us / own if own else None
+
+    @property
+    def backward_speed(self) -> float | None:
+        own, other = (self.backward.get(name, Result()).us for name in (PLAN, TORCH))
+        return other / own if own and other else None
+
+    @property
+    def pays_back_after(self) -> float | None:
+        """Products after which building a plan and choosing has cost less than it saved; None: never."""
+        own, other = self.results[PLAN].us, self.results[PLANLESS].us
+        saved = other - own if own and other else 0
+        return (self.plan_us + self.tune_us) / saved if saved > 0 else None
+
+
+class Operands:
+    """A matrix on a device in a dtype, in every form that a candidate takes."""
+
+    def __init__(self, matrix: Matrix, dtype: torch.dtype, device: str) -> None:
+        self.matrix, self.dtype, self.device = matrix, dtype, device
+        self.crow, self.col = matrix.crow.to(device), matrix.col.to(device)
+        generator = torch.Generator().manual_seed(0)
+        values = matrix.values
+        if values is None:
+            values = torch.randn(matrix.nnz, generator=generator)
+        self.values = values.to(dtype).to(device)
+        self.csr = self.as_csr(self.values)
+        self.row = torch.repeat_interleave(
+            torch.arange(matrix.shape[0], dtype=self.col.dtype, device=device), self.crow.diff().long()
+        )
+
+    def as_csr(self, values: Tensor) -> Tensor:
+        return torch.sparse_csr_tensor(self.crow, self.col, values, self.matrix.shape, check_invariants=False)
+
+    def dense_side(self, n: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(1)
+        return torch.randn(self.matrix.shape[1], n, generator=generator, device=self.device).to(self.dtype)
+
+    def floor_bytes(self, n: int) -> int:
+        rows, touched = self.matrix.shape[0], int(torch.bincount(self.col).count_nonzero())
+        indices = self.crow.nbytes + self.col.nbytes
+        return indices + self.values.nbytes + (touched + rows) * n * self.dtype.itemsize
+
+    @property
+    def fits_dense(self) -> bool:
+        return self.matrix.shape[0] * self.matrix.shape[1] <= DENSE_ELEMENTS
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _microseconds(run: Product, device: str) -> tuple[float, Any]:
+    _wait(device)
+    begin = time.perf_counter()
+    result = run()
+    _wait(device)
+    return (time.perf_counter() - begin) * 1e6, result
+
+
+def _cusparse(m: Operands, b: Tensor, algorithm: str) -> Product:
+    layout = algorithm[:3]
+    arguments = m.crow if layout == "csr" else m.row, m.col, m.values, b, *m.matrix.shape
+    options: dict[str, Any] = {"layout": layout, "algorithm": algorithm}
+    if algorithm in PREPARED:
+        options["prepared"] = custom_mm.cusparse_prepare(*arguments, **options)
+    return partial(custom_mm.cusparse_spmm, *arguments, **options)
+
+
+def _scipy(m: Operands, b: Tensor) -> Product:
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+    a = csr_array((m.values.numpy(), m.col.numpy(), m.crow.numpy()), shape=m.matrix.shape)
+    other = b.numpy()
+    return lambda: torch.from_numpy(a @ other)
+
+
+def _candidates(m: Operands, b: Tensor, made: sparse.SparsePlan) -> Iterator[tuple[str, Callable[[], Product]]]:
+    """Each by its name, and what readies it: that may be refused."""
+    yield PLAN, lambda: partial(made.__matmul__, b)
+    yield PLANLESS, lambda: partial(sparse.spmm, m.csr, b)
+    if m.device == "cuda":
+        for algorithm in CUSPARSE:
+            yield f"cusparse {algorithm}", partial(_cusparse, m, b, algorithm)
+    elif m.dtype in (torch.float32, torch.float64):
+        yield SCIPY, partial(_scipy, m, b)
+    yield TORCH, lambda: partial(torch.matmul, m.csr, b)
+    if m.fits_dense:
+        full = torch.zeros(m.matrix.shape, dtype=m.dtype, device=m.device)
+        full.index_put_((m.row.long(), m.col.long()), m.values, accumulate=True)
+        yield DENSE, lambda: partial(torch.matmul, full, b)
+
+
+def _checked(prepare: Callable[[], Product], truth: Tensor) -> tuple[Product | None, Result]:
+    """A candidate and its error, or why it was refused."""
+    try:
+        run = prepare()
+        result = run()
+        error = torch.linalg.vector_norm(result.double() - truth) / torch.linalg.vector_norm(truth).clamp_min(1e-300)
+        return run, Result(error=error.item())
+    except (RuntimeError, ImportError) as error:
+        return None, Result(refused=str(error).splitlines()[0][:200])
+
+
+def _time(runs: dict[str, Product], checked: dict[str, Result], device: str) -> dict[str, Result]:
+    """Every candidate's result with its time; those a hundred times slower than the fastest are run three times."""
+    once = {name: _microseconds(run, device)[0] for name, run in runs.items()}
+    slow = [name for name in runs if once[name] > max(100 * min(once.values()), 1e5)]
+    rest = [name for name in runs if name not in slow]
+    if device == "cpu":
+        timings = measure.time_on_cpu([[runs[name]] for name in rest], budget=0.05)
+    else:
+        rounds = int(min(20, max(7, ROUND_US / sum(2 * once[name] for name in rest))))
+        timings = measure.time_warm([runs[name] for name in rest], device, rounds)
+    timings += measure.time_warm([runs[name] for name in slow], device)
+    timed = dict(zip([*rest, *slow], timings, strict=True))
+    return {
+        name: Result(timed[name].seconds * 1e6, r.error, timed[name].spread) if name in timed else r
+        for name, r in checked.items()
+    }
+
+
+@torch.no_grad()
+def measure_case(m: Operands, n: int, copy: float, backward: bool) -> Case:
+    b = m.dense_side(n)
+    truth = torch.sparse_csr_tensor(m.crow, m.col, m.values.double(), m.matrix.shape) @ b.double()
+    fresh = torch.sparse_csr_tensor(m.crow.clone(), m.col.clone(), m.values, m.matrix.shape)
+    plan_us, made = _microseconds(lambda: sparse.plan(fresh), m.device)
+    first_us, _ = _microseconds(lambda: made @ b, m.device)
+    again_us, _ = _microseconds(lambda: made @ b, m.device)
+    runs: dict[str, Product] = {}
+    checked: dict[str, Result] = {}
+    for name, prepare in _candidates(m, b, made):
+        run, checked[name] = _checked(prepare, truth)
+        if run is not None:
+            runs[name] = run
+    if m.dtype == torch.bfloat16 and not any(name.startswith("cusparse") for name in runs):
+        half = Operands(m.matrix, torch.float16, m.device)
+        for algorithm in CUSPARSE if m.device == "cuda" else ():
+            name = f"cusparse {algorithm} (float16)"
+            run, checked[name] = _checked(partial(_cusparse, half, b.half(), algorithm), truth)
+            if run is not None:
+                runs[name] = run
+    del truth
+    lengths = m.crow.diff()
+    chosen = next(iter(made._choice.measured.values()), None) if made._choice else None
+    case = Case(
+        matrix=m.matrix.name,
+        rows=m.matrix.shape[0],
+        columns=m.matrix.shape[1],
+        nnz=m.matrix.nnz,
+        longest=int(lengths.max()) if lengths.numel() else 0,
+        dtype=str(m.dtype).removeprefix("torch."),
+        n=n,
+        floor_us=m.floor_bytes(n) / copy * 1e6,
+        results=_time(runs, checked, m.device),
+        chosen="ours" if chosen is None else chosen.fastest(True, True),
+        plan_us=plan_us,
+        plan_bytes=made.nbytes,
+        tune_us=max(0.0, first_us - again_us) if chosen else 0.0,
+    )
+    return _with_backward(case, m, b, made) if backward else case
+
+
+@torch.enable_grad()
+def _with_backward(case: Case, m: Operands, b: Tensor, made: sparse.SparsePlan) -> Case:
+    """Forward and backward to both sides. torch densifies the gradient of the values: where that does not fit, none."""
+    grad = torch.randn(m.matrix.shape[0], b.shape[1], device=m.device).to(m.dtype)
+
+    def ours() -> None:
+        values, right = m.values.detach().requires_grad_(), b.detach().requires_grad_()
+        torch.autograd.backward(made.with_values(values) @ right, grad)
+
+    def theirs() -> None:
+        left, right = m.csr.detach().requires_grad_(), b.detach().requires_grad_()
+        torch.autograd.backward(left @ right, grad)
+
+    runs: dict[str, Product] = {PLAN: ours}
+    nbytes = m.matrix.shape[0] * m.matrix.shape[1] * m.dtype.itemsize
+    room = torch.cuda.mem_get_info()[0] // 4 if m.device == "cuda" else 2**30
+    checked = {PLAN: Result(), TORCH: Result(refused=f"the gradient of the values would take {nbytes} bytes")}
+    ours()
+    if nbytes <= room:
+        try:
+            theirs()
+            runs[TORCH], checked[TORCH] = theirs, Result()
+        except RuntimeError as error:
+            checked[TORCH] = Result(refused=str(error).splitlines()[0][:200])
+    mib = {name: measure.peak_memory(run, m.device) / 2**20 for name, run in runs.items()}
+    return replace(case, backward=_time(runs, checked, m.device), backward_mib=mib)
+
+
+def measure_all(
+    matrices: Iterator[Matrix], dtypes: list[torch.dtype], widths: list[int], device: str, backward: bool = False
+) -> Iterator[Case]:
+    copy = copy_rate(2**29 if device == "cuda" else 2**25, device)
+    for matrix in matrices:
+        for dtype in dtypes:
+            operands = Operands(matrix, dtype, device)
+            for n in widths:
+                yield measure_case(operands, n, copy, backward)
+
+
+def summary(cases: list[Case]) -> list[str]:
+    """Geometric mean and lowest over the cases, by dtype."""
+    lines = []
+    for dtype in dict.fromkeys(c.dtype for c in cases):
+        own = [c for c in cases if c.dtype == dtype]
+        for words, ratios in (
+            ("plan over the fastest rival", [c.speed() for c in own]),
+            ("without a plan over the fastest rival", [c.speed(PLANLESS) for c in own]),
+            ("plan over the dense product", [c.speed_over(DENSE) for c in own]),
+            ("forward and backward over torch.sparse", [c.backward_speed for c in own]),
+        ):
+            known = [r for r in ratios if r is not None]
+            if known:
+                mean, low = geometric_mean(known), min(known)
+                lines.append(f"{dtype}, {words}: geometric mean {mean:.2f}, lowest {low:.2f}, {len(known)} cases")
+    return lines
+
+
+def wrong(cases: list[Case]) -> list[str]:
+    """Ours where they are further from float64 than rounding explains."""
+    return [
+        f"{c.matrix}, {c.dtype}, {c.n} columns: {name} is off by {r.error} {r.refused or ''}"
+        for c in cases
+        for name, r in c.results.items()
+        if name in (PLAN, PLANLESS)
+        and (r.error is None or not r.error <= (16 + c.longest**0.5) * torch.finfo(getattr(torch, c.dtype)).eps)
+    ]
+
+
+def crossovers(cases: list[Case]) -> list[str]:
+    """Of a sweep: the lowest sparsity from which on ours, not the dense product, is faster, by dtype and width."""
+    lines = []
+    for dtype, n in dict.fromkeys((c.dtype, c.n) for c in cases):
+        own = [c for c in cases if (c.dtype, c.n) == (dtype, n)]
+        pays = None
+        for c in sorted(own, key=_sparsity, reverse=True):
+            ratio = c.speed_over(DENSE, PLANLESS)
+            if ratio is None or ratio < 1:
+                break
+            pays = _sparsity(c)
+        words = "never" if pays is None else f"from {pays:.1%} zeros on"
+        lines.append(f"{dtype}, {n} columns: sparse begins to pay {words}")
+    return lines
+
+
+def _sparsity(c: Case) -> float:
+    return 1 - c.nnz / max(c.rows * c.columns, 1)
+
+
+def save(path: Path, cases: list[Case], device: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"environment": environment(device), "cases": [asdict(c) for c in cases]}
+    path.write_text(json.dumps(result, indent=1, default=float) + "\n")
+
+
+def load(path: Path) -> list[Case]:
+    """What `save` wrote."""
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    for c in cases:
+        c["results"], c["backward"] = ({n: Result(**r) for n, r in c[k].items()} for k in ("results", "backward"))
+    return [Case(**c) for c in cases]
+
+
+def plot(path: Path, cases: list[Case], sweep: bool) -> None:
+    """Microseconds of every candidate: over the sparsity in a sweep, else matrix by matrix. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys((c.dtype, c.n) for c in cases))
+    figure = Figure(figsize=(6 * min(len(kinds), 3), 4.5 * -(-len(kinds) // 3)), layout="constrained")
+    for i, (dtype, n) in enumerate(kinds):
+        own = [c for c in cases if (c.dtype, c.n) == (dtype, n)]
+        axes = figure.add_subplot(-(-len(kinds) // 3), min(len(kinds), 3), i + 1)
+        where = [_sparsity(c) for c in own] if sweep else list(range(len(own)))
+        for name in dict.fromkeys(name for c in own for name in c.results):
+            points = [(x, c.results[name].us) for x, c in zip(where, own, strict=True) if name in c.results]
+            known = [(x, us) for x, us in points if us is not None]
+            style: dict[str, Any] = {"linewidth": 2.5} if name in (PLAN, PLANLESS) else {"linewidth": 1, "alpha": 0.7}
+            axes.plot(*zip(*known, strict=True), "o-" if sweep else "o", label=name, **style) if known else None
+        axes.plot(where, [c.floor_us for c in own], "k--" if sweep else "k_", label="floor")
+        axes.set(yscale="log", title=f"{dtype}, {n} columns", ylabel="us", xlabel="share of zeros" if sweep else "")
+        if not sweep:
+            axes.set_xticks(where, [c.matrix for c in own], rotation=60, ha="right", fontsize=7)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

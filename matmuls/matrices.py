@@ -1,0 +1,208 @@
+"""Sparse matrices for experiments: read from files that people have, or drawn.
+
+Read are Matrix Market (.mtx), NumPy's .npz as scipy.sparse.save_npz writes it or with crow, col, shape and, if they are
+to be kept, values; and METIS graphs (.graph, .metis); each also compressed by gzip (.gz), .npz excepted. Drawn are
+`rmat:SCALE:EDGES` (2^SCALE rows, EDGES a row, skewed), `grid:SIDE` (a 5-point stencil on SIDE x SIDE points) and
+`pruned:ROWSxCOLUMNS:SPARSITY` (a weight of which that share is 0).
+"""
+
+import gzip
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+INT32_MAX = 2**31 - 1
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """By rows (CSR): crow and col int32, or int64 where that does not suffice; values float64, None: to be drawn."""
+
+    name: str
+    crow: torch.Tensor
+    col: torch.Tensor
+    values: torch.Tensor | None
+    shape: tuple[int, int]
+
+    @property
+    def nnz(self) -> int:
+        return self.col.numel()
+
+
+def load(source: str) -> Matrix:
+    """A file or a drawn matrix. ValueError, naming the source, on what is neither; OSError where a file is missing."""
+    kind = source.split(":")[0]
+    try:
+        if kind in DRAWN and ":" in source:
+            return DRAWN[kind](source)
+        path = Path(source)
+        suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+        if suffix not in READERS:
+            raise ValueError(f"expected a file ending in {', '.join(READERS)}, or {', '.join(DRAWN)}:..., got {source}")
+        return READERS[suffix](path)
+    except (ValueError, KeyError, IndexError, OverflowError, EOFError) as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tuple[int, int]) -> Matrix:
+    """From entries in any order; duplicates stay."""
+    rows, columns = shape
+    for what, index, size in (("row", row, rows), ("column", col, columns)):
+        if index.size and (index.min() < 0 or index.max() >= size):
+            raise ValueError(f"expected {what}s within {rows} x {columns}, got {index.min()} to {index.max()}, from 0")
+    order = np.argsort(row, kind="stable")
+    crow = np.concatenate([[0], np.bincount(row, minlength=rows).cumsum()])
+    dtype = np.int32 if max(rows, columns, row.size) < INT32_MAX else np.int64
+    kept = None if values is None else torch.from_numpy(np.ascontiguousarray(values[order], dtype=np.float64))
+    offsets, inner = (torch.from_numpy(x.astype(dtype)) for x in (crow, col[order]))
+    return Matrix(name, offsets, inner, kept, shape)
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("ascii")
+
+
+def _name(path: Path) -> str:
+    return path.name.removesuffix(".gz").rsplit(".", 1)[0]
+
+
+def read_matrix_market(path: Path) -> Matrix:
+    """Coordinate or array; real, integer or pattern; general, symmetric or skew-symmetric."""
+    banner, _, rest = _text(path).partition("\n")
+    words = banner.lower().split()
+    if len(words) != 5 or words[:2] != ["%%matrixmarket", "matrix"]:
+        raise ValueError(f"expected a Matrix Market banner, got {banner[:60]!r}")
+    form, field, symmetry = words[2:]
+    if field not in ("real", "integer", "pattern", "double") or symmetry not in (
+        "general",
+        "symmetric",
+        "skew-symmetric",
+    ):
+        raise ValueError(f"expected a real matrix, general or symmetric, got {field} {symmetry}")
+    while rest.startswith(("%", "\n")):
+        rest = rest.partition("\n")[2]
+    sizes, _, body = rest.partition("\n")
+    rows, columns, *entries = (int(x) for x in sizes.split())
+    numbers = np.array(body.split(), dtype=np.float64)
+    if form == "array":
+        full = _unpacked(numbers, rows, columns, symmetry)
+        row, col = full.nonzero()
+        return _by_rows(_name(path), row, col, full[row, col], (rows, columns))
+    width = 2 if field == "pattern" else 3
+    if numbers.size != entries[0] * width:
+        raise ValueError(f"expected {entries[0]} entries of {width} numbers, got {numbers.size} numbers")
+    table = numbers.reshape(-1, width)
+    row, col = (table[:, i].astype(np.int64) - 1 for i in (0, 1))
+    values = table[:, 2] if width == 3 else None
+    if symmetry != "general":
+        mirrored = row != col
+        row, col = np.concatenate([row, col[mirrored]]), np.concatenate([col, row[mirrored]])
+        sign = -1.0 if symmetry == "skew-symmetric" else 1.0
+        values = None if values is None else np.concatenate([values, sign * values[mirrored]])
+    return _by_rows(_name(path), row, col, values, (rows, columns))
+
+
+def _unpacked(numbers: Array, rows: int, columns: int, symmetry: str) -> Array:
+    """By columns, and of a symmetric matrix what is not above the diagonal."""
+    if symmetry == "general":
+        return numbers.reshape(columns, rows).T
+    skew = symmetry == "skew-symmetric"
+    full = np.zeros((rows, columns))
+    col, row = np.triu_indices(rows, 1 if skew else 0)  # the lower triangle, column after column
+    full[row, col] = numbers
+    return full + np.tril(full, -1).T * (-1 if skew else 1)
+
+
+def read_npz(path: Path) -> Matrix:
+    with np.load(path, allow_pickle=False) as file:
+        parts = dict(file)
+    rows, columns = (int(n) for n in parts["shape"])
+    name = _name(path)
+    if "crow" in parts:
+        crow, col, values = parts["crow"], parts["col"], parts.get("values")
+        return _by_rows(name, _expanded(crow, col, rows), col, values, (rows, columns))
+    form = parts["format"].item()
+    form = form.decode() if isinstance(form, bytes) else str(form)
+    data = parts["data"]
+    if form == "coo":
+        return _by_rows(name, parts["row"], parts["col"], data, (rows, columns))
+    if form not in ("csr", "csc", "bsr"):
+        raise ValueError(f"expected csr, csc, coo or bsr, got {form}")
+    height, width = data.shape[1:] if form == "bsr" else (1, 1)
+    indices, indptr = parts["indices"], parts["indptr"]
+    outer = _expanded(indptr, indices, columns if form == "csc" else rows // height)
+    row, col = (indices, outer) if form == "csc" else (outer, indices)
+    down, across = np.arange(height)[None, :, None], np.arange(width)[None, None, :]
+    row, col = row.astype(np.int64)[:, None, None] * height + down, col.astype(np.int64)[:, None, None] * width + across
+    row, col = (np.broadcast_to(x, (indices.size, height, width)).ravel() for x in (row, col))
+    return _by_rows(name, row, col, data.ravel(), (rows, columns))
+
+
+def _expanded(offsets: Array, inner: Array, outer: int) -> Array:
+    lengths = np.diff(offsets)
+    if offsets.shape != (outer + 1,) or offsets[0] != 0 or offsets[-1] != inner.size or (lengths < 0).any():
+        raise ValueError(f"expected {outer + 1} offsets that do not decrease, from 0 to {inner.size}")
+    return np.repeat(np.arange(outer), lengths)
+
+
+def read_metis(path: Path) -> Matrix:
+    """A line of neighbours for each vertex, counted from 1; weights of edges are its values, those of vertices none."""
+    lines = [line.split() for line in _text(path).splitlines() if not line.startswith("%")]
+    vertices, edges, *options = (int(x) for x in lines[0])
+    form = f"{options[0] if options else 0:03d}"
+    weights = options[1] if len(options) > 1 else int(form[1])
+    skipped, step = int(form[0]) + weights, 2 if form[2] == "1" else 1
+    own = lines[1 : vertices + 1]
+    if len(own) != vertices or any(line for line in lines[vertices + 1 :]):
+        raise ValueError(f"expected a line for each of {vertices} vertices, got {len(lines) - 1}")
+    flat = np.array([x for line in own for x in line[skipped:]], dtype=np.float64).reshape(-1, step)
+    if len(flat) != 2 * edges:
+        raise ValueError(f"expected {edges} edges, each at both of its ends, got {len(flat)} ends")
+    row = np.repeat(np.arange(vertices), [(len(line) - skipped) // step for line in own])
+    return _by_rows(
+        _name(path), row, flat[:, 0].astype(np.int64) - 1, flat[:, 1] if step == 2 else None, (vertices, vertices)
+    )
+
+
+def draw_rmat(source: str) -> Matrix:
+    """The recursive matrix of Chakrabarti, Zhan and Faloutsos with Graph500's a, b, c = 0.57, 0.19, 0.19."""
+    scale, edges = (int(x) for x in source.split(":")[1:])
+    generator = np.random.default_rng(0)
+    count = edges << scale
+    row, col = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    a, ab, abc = (round(p * 65536) for p in (0.57, 0.76, 0.95))
+    for _ in range(scale):
+        u = generator.integers(0, 65536, count, dtype=np.uint16)
+        down, across = u >= ab, ((u >= a) & (u < ab)) | (u >= abc)
+        row, col = row << 1 | down, col << 1 | across
+    both = np.unique(row.astype(np.int64) << scale | col)
+    return _by_rows(source, both >> scale, both & ((1 << scale) - 1), None, (1 << scale, 1 << scale))
+
+
+def draw_grid(source: str) -> Matrix:
+    (side,) = (int(x) for x in source.split(":")[1:])
+    y, x = (t.ravel() for t in np.mgrid[:side, :side])
+    rows, cols = [], []
+    for dy, dx in ((-1, 0), (0, -1), (0, 0), (0, 1), (1, 0)):
+        inside = (y + dy >= 0) & (y + dy < side) & (x + dx >= 0) & (x + dx < side)
+        rows.append((y * side + x)[inside])
+        cols.append(((y + dy) * side + x + dx)[inside])
+    return _by_rows(source, np.concatenate(rows), np.concatenate(cols), None, (side * side, side * side))
+
+
+def draw_pruned(source: str) -> Matrix:
+    _, shape, sparsity = source.split(":")
+    rows, columns = (int(n) for n in shape.split("x"))
+    if not 0 <= float(sparsity) <= 1:
+        raise ValueError(f"expected a sparsity from 0 to 1, got {sparsity}")
+    row, col = (np.random.default_rng(0).random((rows, columns), dtype=np.float32) >= float(sparsity)).nonzero()
+    return _by_rows(source, row, col, None, (rows, columns))
+
+
+READERS = {".mtx": read_matrix_market, ".npz": read_npz, ".graph": read_metis, ".metis": read_metis}
+DRAWN = {"rmat": draw_rmat, "grid": draw_grid, "pruned": draw_pruned}

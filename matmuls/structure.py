@@ -1,0 +1,224 @@
+"""A sparse matrix by its rows, without its values: checked once, and known for as long as its tensor lives."""
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from custom_mm.indices import check_entries, check_rows, version_of
+
+_csr_transpose: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
+    torch.ops.custom_mm.csr_transpose.default
+)
+
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+INT32_MAX = 2**31 - 1
+
+
+class Structure:
+    """A matrix without its values, checked: offsets and columns by rows, and nonzero p's value index order[p].
+
+    A batch of matrices with one pattern each is one matrix with the blocks on its diagonal.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        crow: torch.Tensor,
+        col: torch.Tensor,
+        shape: tuple[int, int],
+        *,
+        order: torch.Tensor | None = None,
+        transposed: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
+        batch: int | None = None,
+    ) -> None:
+        self.crow, self.col, self.order, self.batch = crow, col, order, batch
+        self.rows, self.columns = shape
+        self._transposed = transposed
+        if crow.dim() != 1 or crow.shape[0] != self.rows + 1:
+            raise ValueError(
+                f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
+            )
+        self.longest = check_rows(name, crow, col, self.columns)
+        self._versions = self._versions_now()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Structure":
+        return self  # nobody writes to it
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [version_of(t) for t in self.tensors]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (self.crow, self.col, self.order, *(self._transposed or ())) if t is not None]
+
+    @property
+    def nonzeros(self) -> int:
+        return self.col.shape[0]
+
+    @property
+    def row(self) -> torch.Tensor:
+        """[nonzeros]: the row of each, in the order of `col`."""
+        rows = torch.arange(self.rows, device=self.col.device, dtype=self.col.dtype)
+        return torch.repeat_interleave(rows, self.crow.diff(), output_size=self.nonzeros)
+
+    def by_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Values in the order of `col`."""
+        return values if self.order is None else values[self.order]
+
+    def check_unchanged(self, name: str) -> None:
+        """Indices were checked once; written over since, they are not what was checked."""
+        if self._versions != self._versions_now():
+            raise ValueError(f"{name}: expected indices as they were when they were checked, got indices written over")
+
+    def transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The same by columns, made once."""
+        if self._transposed is None:
+            t_crow, t_col, t_order = _csr_transpose(self.crow, self.col, self.columns)
+            self._transposed = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
+            self._versions = self._versions_now()
+        return self._transposed
+
+    def arguments(self, dense_gradient: bool) -> tuple[torch.Tensor | None, ...]:
+        """order, t_crow, t_col, t_order: the transposed matrix where a gradient will ask for it."""
+        if self._transposed is None and (not dense_gradient or torch.compiler.is_compiling()):
+            return self.order, None, None, None
+        return self.order, *(self.transposed() if dense_gradient else (None, None, None))
+
+    def in_int32(self) -> "Structure":
+        """Indices of 4 bytes, where they suffice: half of what a product reads of them."""
+        if self.crow.dtype == torch.int32 or max(self.rows, self.columns, self.nonzeros) >= INT32_MAX:
+            return self
+        narrow = object.__new__(Structure)
+        narrow.__dict__.update(self.__dict__)
+        narrow.crow, narrow.col = self.crow.int(), self.col.int()
+        narrow.order = None if self.order is None else self.order.int()
+        if self._transposed is not None:
+            t_crow, t_col, t_order = self._transposed
+            narrow._transposed = t_crow.int(), t_col.int(), None if t_order is None else t_order.int()
+        narrow._versions = narrow._versions_now()
+        return narrow
+
+
+def from_entries(
+    name: str, row: torch.Tensor, col: torch.Tensor, shape: tuple[int, int], batch: int | None = None
+) -> Structure:
+    """From the row and column of each value, in any order."""
+    if row.numel():
+        low, high = torch.stack([row.min(), row.max()]).tolist()
+        if low < 0 or high >= shape[0]:
+            raise ValueError(f"{name}: expected rows from 0 to {shape[0] - 1}, got {low if low < 0 else high}")
+    order = None
+    if not bool((row[1:] >= row[:-1]).all()):
+        row, order = torch.sort(row, stable=True)
+        col, order = col[order], order.to(col.dtype)
+    crow = torch.searchsorted(row.contiguous(), torch.arange(shape[0] + 1, device=row.device, dtype=row.dtype))
+    return Structure(name, crow.to(row.dtype), col.contiguous(), shape, order=order, batch=batch)
+
+
+def _expect_plain(name: str, a: torch.Tensor) -> None:
+    dense = a.dense_dim()
+    if dense or (a.layout == torch.sparse_coo and a.dim() != 2):
+        raise ValueError(f"{name}: expected a sparse matrix, got shape {list(a.shape)} with {dense} dense dimensions")
+
+
+def _compressed_parts(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if a.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return a.crow_indices(), a.col_indices()
+    return a.ccol_indices(), a.row_indices()
+
+
+def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.Tensor) -> Structure:
+    values = a.detach().values()
+    rows, columns = a.shape[-2], a.shape[-1]
+    if inner.shape != values.shape[: inner.dim()]:
+        raise ValueError(
+            f"{name}: expected as many indices as values, got {list(inner.shape)} and {list(values.shape)}"
+        )
+    by_rows = a.layout in (torch.sparse_csr, torch.sparse_bsr)
+    outer_size, inner_size = (rows, columns) if by_rows else (columns, rows)
+    if a.layout in (torch.sparse_bsr, torch.sparse_bsc):
+        if a.dim() != 2:
+            raise ValueError(f"{name}: expected one matrix in blocks, got a batch of shape {list(a.shape)}")
+        height, width = values.shape[1:]
+        outer_block, inner_block = (height, width) if by_rows else (width, height)
+        blocks = Structure(name, offsets, inner, (outer_size // outer_block, inner_size // inner_block))
+        outer = torch.repeat_interleave(torch.arange(blocks.rows, device=inner.device), blocks.crow.diff().long())
+        block_row, block_col = (outer, inner.long()) if by_rows else (inner.long(), outer)
+        down, across = (torch.arange(n, device=inner.device) for n in (height, width))
+        index = inner.dtype if values.numel() < INT32_MAX else torch.int64
+        row = (block_row[:, None, None] * height + down[None, :, None]).expand(-1, -1, width)
+        col = (block_col[:, None, None] * width + across[None, None, :]).expand(-1, height, -1)
+        return from_entries(name, row.reshape(-1).to(index), col.reshape(-1).to(index), (rows, columns))
+    if a.dim() == 2:
+        structure = Structure(name, offsets.contiguous(), inner.contiguous(), (outer_size, inner_size))
+    else:
+        # Blocks on a diagonal: offsets and columns go on where the matrix before ended.
+        offsets, inner = offsets.reshape(-1, offsets.shape[-1]), inner.reshape(-1, inner.shape[-1])
+        count, nonzeros = inner.shape
+        each = torch.arange(count, device=inner.device, dtype=inner.dtype)[:, None]
+        for one_offsets, one_inner in zip(offsets, inner, strict=True):
+            Structure(name, one_offsets.contiguous(), one_inner.contiguous(), (outer_size, inner_size))
+        if max(count * nonzeros, count * max(rows, columns)) >= INT32_MAX:
+            offsets, inner, each = offsets.long(), inner.long(), each.long()
+        joined = (offsets[:, :-1] + each * nonzeros).reshape(-1)
+        joined = torch.cat([joined, joined.new_full((1,), count * nonzeros)])
+        structure = Structure(
+            name, joined, (inner + each * inner_size).reshape(-1), (count * outer_size, count * inner_size), batch=count
+        )
+    if by_rows:
+        return structure
+    crow, col, order = _csr_transpose(structure.crow, structure.col, structure.columns)
+    return Structure(
+        name,
+        crow,
+        col,
+        (structure.columns, structure.rows),
+        order=order,
+        transposed=(structure.crow, structure.col, None),
+        batch=structure.batch,
+    )
+
+
+# What was checked and converted of a sparse tensor, for as long as the tensor lives and its indices are not written to.
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def structure_of(name: str, a: torch.Tensor) -> tuple[Structure, torch.Tensor]:
+    """A sparse tensor's structure and its values, [nonzeros], which gradients go through."""
+    if a.layout == torch.sparse_coo:
+        offsets, inner = a._indices(), a._indices()
+    elif a.layout in COMPRESSED:
+        offsets, inner = _compressed_parts(a)
+    else:
+        raise ValueError(f"{name}: expected a sparse tensor or a plan, got a tensor of layout {a.layout}")
+    key = offsets.data_ptr(), inner.data_ptr(), version_of(offsets), version_of(inner), a._nnz()
+    entry = _known.get(a)  # type: ignore[no-untyped-call]
+    if entry is not None and entry[0] == key:
+        structure = entry[1]
+    else:
+        _expect_plain(name, a)
+        coo = a.layout == torch.sparse_coo
+        structure = _of_coo(name, a) if coo else _of_compressed(name, a, offsets, inner)
+        _known[a] = key, structure
+    return structure, values_of(a)
+
+
+def values_of(a: torch.Tensor) -> torch.Tensor:
+    values = a.values() if a.layout != torch.sparse_coo or a.is_coalesced() else a.coalesce().values()
+    return values if values.dim() == 1 else values.reshape(-1)
+
+
+def _of_coo(name: str, a: torch.Tensor) -> Structure:
+    indices, nonzeros = a._indices(), a._values().shape[0]
+    if list(indices.shape) != [2, nonzeros]:
+        raise ValueError(f"{name}: expected indices of shape [2, {nonzeros}], got {list(indices.shape)}")
+    shape = a.shape[0], a.shape[1]
+    check_entries(name, indices[0], indices[1], shape)
+    if not a.is_coalesced():
+        indices = a.detach().coalesce().indices()
+    return from_entries(name, indices[0].contiguous(), indices[1].contiguous(), shape)

@@ -1,0 +1,125 @@
+// cusparse_sddmm: alpha * (a @ b) where a matrix by rows has nonzeros, by cusparseSDDMM; on the CPU our own.
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "sparse_parts.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "cusparse_sddmm";
+
+MATMULS_OPERATOR(CusparseSddmmOp, "custom_mm::cusparse_sddmm", "",
+                 Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, double));
+
+void check(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b) {
+  check_floating(kOp, "a", a);
+  check_like(kOp, "b", b, "a", a);
+  check_pattern(kOp, pattern_of(offsets, indices, {}), a);
+  TORCH_CHECK(a.dim() == 2 && a.sym_size(0) == offsets.sym_size(0) - 1, kOp, ": expected a of shape [",
+              offsets.sym_size(0) - 1, ", n], got ", a.sym_sizes());
+  TORCH_CHECK(b.dim() == 2 && b.sym_size(0) == a.sym_size(1), kOp, ": expected b of shape [", a.sym_size(1),
+              ", columns], got ", b.sym_sizes());
+}
+
+#ifdef MATMULS_CUDA
+Tensor sddmm_cuda(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
+  check(offsets, indices, a, b);
+  const OperationGuard guard(kOp, a);
+  const Tensor result = at::zeros({indices.size(0)}, a.options());
+  if (result.numel() == 0 || a.numel() == 0) return result;
+  const auto dtype = a.scalar_type();
+  const Tensor x = in_order(a), y = in_order(b);
+  const SparseDescriptor c =
+      describe(SparseParts{Layout::csr, offsets.contiguous(), indices.contiguous(), result, a.size(0), b.size(1)});
+  const DenseDescriptor left = describe(x), right = describe(y);
+  const Scalar one(alpha, dtype), zero(0, dtype);
+  const Borrowed handle(Library::cusparse, kOp);
+  const auto run = [&](auto function, auto last, const char* name) {
+    const auto plain = CUSPARSE_OPERATION_NON_TRANSPOSE;
+    const auto status = function(handle.cusparse(), plain, plain, one.at(), left.get(), right.get(), zero.at(), c.get(),
+                                 compute_type(dtype), CUSPARSE_SDDMM_ALG_DEFAULT, last);
+    if (status != CUSPARSE_STATUS_SUCCESS)
+      fail(name, status, c10::str(" in ", kOp, " for a ", a.sizes(), " and b ", b.sizes(), " in ", dtype));
+  };
+  size_t nbytes = 0;
+  run(cusparseSDDMM_bufferSize, &nbytes, "cusparseSDDMM_bufferSize");
+  const Tensor buffer = at::empty({static_cast<int64_t>(nbytes)}, a.options().dtype(at::kByte));
+  run(cusparseSDDMM, buffer.data_ptr(), "cusparseSDDMM");
+  return result;
+}
+#endif
+
+Tensor by_our_own(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
+  return SddmmOp::call(offsets, indices, a, b.mT(), b.sym_size(1), alpha, {}, {}, {}, {}, {}, false, false);
+}
+
+Tensor sddmm_cpu(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
+  check(offsets, indices, a, b);
+  return by_our_own(offsets, indices, a, b, alpha);
+}
+
+Tensor sddmm_meta(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double) {
+  check(offsets, indices, a, b);
+  return at::empty_symint({indices.sym_size(0)}, a.options());
+}
+
+// The gradients are products of the sparse matrix that the gradient makes of the pattern: our own.
+struct CusparseSddmmFunction : torch::autograd::Function<CusparseSddmmFunction> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& offsets,
+                        const Tensor& indices, double alpha) {
+    ctx->save_for_backward({offsets, indices, a, b});
+    ctx->saved_data["alpha"] = alpha;
+    return CusparseSddmmOp::below_autograd(offsets, indices, a, b, alpha);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &a = saved[2], &b = saved[3];
+    const Pattern p = pattern_of(saved[0], saved[1], {}), t = p.transposed(b.sym_size(1));
+    const double alpha = ctx->saved_data["alpha"].toDouble();
+    const auto product = [&](const Pattern& m, const Tensor& dense, const c10::SymInt& columns) {
+      return SpmmOp::call(m.crow, m.col, grads[0], dense, columns, "sum", alpha, none_or_tensor(m.order), m.t_crow,
+                          m.t_col, none_or_tensor(m.t_order), {}, false);
+    };
+    const Pattern rows{p.crow, p.col, {}, t.crow, t.col, t.order};
+    Tensor grad_a, grad_b;
+    if (ctx->needs_input_grad(0)) grad_a = product(rows, b.mT(), b.sym_size(1));
+    if (ctx->needs_input_grad(1)) grad_b = product(t, a, a.sym_size(0)).mT();
+    return {grad_a, grad_b, {}, {}, {}};
+  }
+};
+
+Tensor sddmm_autograd(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
+  if (needs_gradient(kOp, {a, b})) return CusparseSddmmFunction::apply(a, b, offsets, indices, alpha);
+  return CusparseSddmmOp::below_autograd(offsets, indices, a, b, alpha);
+}
+
+template <c10::DeviceType device>
+Tensor sddmm_autocast(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  return CusparseSddmmOp::call(offsets, indices, at::autocast::cached_cast(dtype, a, device),
+                               at::autocast::cached_cast(dtype, b, device), alpha);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  m.def("cusparse_sddmm(Tensor offsets, Tensor indices, Tensor a, Tensor b, float alpha=1.0) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("cusparse_sddmm", sddmm_cpu); }
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("cusparse_sddmm", sddmm_cuda); }
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("cusparse_sddmm", sddmm_meta); }
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("cusparse_sddmm", sddmm_autograd); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("cusparse_sddmm", sddmm_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("cusparse_sddmm", sddmm_autocast<at::kCUDA>); }
+
+}  // namespace matmuls

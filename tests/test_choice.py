@@ -1,0 +1,196 @@
+"""What a plan chooses, when it measures, and that its results stay right and the same."""
+
+import copy
+
+import pytest
+import torch
+
+from matmuls import choice, measure, plan, spmm
+
+
+@pytest.fixture
+def dense_wins(monkeypatch):
+    """The last candidate is the fastest; how often was measured."""
+    measured = []
+
+    def time(runs, device):
+        measured.append(len(runs))
+        return [measure.Timing(float(len(runs) - i), 0.0) for i in range(len(runs))]
+
+    monkeypatch.setattr(choice, "time_warm", time)
+    return measured
+
+
+def draw(device, rows=96, columns=80, dtype=torch.float32):
+    dense = torch.randn(rows, columns, dtype=torch.float64) * (torch.rand(rows, columns) < 0.5)
+    return dense.to(dtype).to(device), torch.randn(columns, 128, dtype=dtype, device=device)
+
+
+def test_the_dense_product_where_it_is_faster(dense_wins, device):
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    before = made.nbytes
+    first = made @ b
+    torch.testing.assert_close(first, dense @ b)
+    assert all(torch.equal(made @ b, first) for _ in range(20))
+    assert len(dense_wins) == 1
+    assert made.nbytes == before + dense.nbytes
+    assert "dense" in made.explain()
+    assert "*" in made.explain()
+    made @ b[:, :100].contiguous()  # between 64 and 128
+    assert len(dense_wins) == 2
+    made @ b[:, :90].contiguous()
+    assert len(dense_wins) == 2
+
+
+def test_other_values_are_seen(dense_wins, device):
+    dense, b = draw(device)
+    a = dense.to_sparse_csr()
+    made = plan(a)
+    made @ b
+    a.detach().values().mul_(3)
+    torch.testing.assert_close(made @ b, 3 * dense @ b)
+    made.update(a.values() * 2)
+    torch.testing.assert_close(made @ b, 6 * dense @ b)
+    torch.testing.assert_close(made.with_values(a.values()) @ b, 3 * dense @ b)
+    torch.testing.assert_close(made @ b, 6 * dense @ b)
+    with torch.inference_mode():
+        inferred = plan(dense.to_sparse_csr())
+        values = inferred.values.clone()
+        inferred.update(values)
+        inferred @ b
+        values.mul_(2)
+        torch.testing.assert_close(inferred @ b, 2 * dense @ b)
+
+
+def test_duplicates_are_added(dense_wins):
+    crow, col = torch.arange(0, 4 * 1000 + 1, 4), torch.randint(20, (4000,))
+    made = plan(torch.sparse_csr_tensor(crow, col, torch.randn(4000), (1000, 20)))
+    b = torch.randn(20, 128)
+    torch.testing.assert_close(made @ b, plan(made, tune=False) @ b)
+    expected = torch.zeros(1000, 20).index_put_((torch.arange(1000).repeat_interleave(4), col), made.values, True) @ b
+    torch.testing.assert_close(made @ b, expected)
+    assert made._choice.tensors
+
+
+@pytest.mark.parametrize("layout", ["csr", "csc"])
+def test_gradients(dense_wins, layout, device):
+    dense, b = draw(device, dtype=torch.float64)
+    made = plan(getattr(dense, f"to_sparse_{layout}")())
+    weight = torch.randn(dense.shape[0], b.shape[1], dtype=b.dtype, device=device)
+    b.requires_grad_()
+    (made @ b * weight).sum().backward()
+    torch.testing.assert_close(b.grad, dense.mT @ weight)
+    values = made.values.clone().requires_grad_()
+    b.grad = None
+    made.update(values)
+    (made @ b * weight).sum().backward()
+    torch.testing.assert_close(b.grad, dense.mT @ weight)
+    row, column = made._structure.row.long(), made._structure.col.long()
+    ours = made._structure.by_rows(values.grad)
+    torch.testing.assert_close(ours, (weight @ b.detach().mT)[row, column])
+
+
+def test_nothing_is_measured_where_it_must_not_be(dense_wins, device):
+    dense, b = draw(device)
+    a = dense.to_sparse_csr()
+    expected = spmm(a, b)
+    assert torch.equal(plan(a, tune=False) @ b, expected)
+    plan(a) @ b[:, :2].contiguous()  # small
+    made = plan(a)
+    compiled = torch.compile(lambda x: spmm(made, x), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(b), expected)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(plan(a) @ b, expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    leaf = dense.to_sparse_csr().requires_grad_()
+    plan(leaf) @ b
+    assert dense_wins == []
+
+
+def test_measured_ahead(dense_wins, device):
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr(), tune=[128, 4])
+    assert len(dense_wins) == 2
+    made @ b
+    assert plan(made) is made
+    assert len(dense_wins) == 2
+
+
+def test_autocast_and_copies(dense_wins, device):
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    with torch.autocast(device, dtype=torch.bfloat16):
+        result = made @ b
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.float(), dense @ b, atol=0.3, rtol=0.05)
+    torch.testing.assert_close(copy.deepcopy(made) @ b, dense @ b)
+
+
+def test_a_refused_candidate_is_told(dense_wins, monkeypatch):
+    dense, b = draw("cpu")
+
+    def refuse(self, *args):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(choice.Dense, "__call__", refuse)
+    made = plan(dense.to_sparse_csr())
+    torch.testing.assert_close(made @ b, dense @ b)
+    assert "dense refused" in made.explain()
+
+
+def test_operands_that_do_not_fit_are_told_before_anything_is_measured(dense_wins):
+    dense, b = draw("cpu")
+    made = plan(dense.to_sparse_csr())
+    with pytest.raises(RuntimeError, match=r"spmm: expected dense of shape \[..., 80, n\]"):
+        made @ b[1:]
+    with pytest.raises(RuntimeError, match="spmm: expected values to be a strided tensor in Double"):
+        made @ b.double()
+    assert dense_wins == []
+
+
+@pytest.mark.cuda
+def test_capture_takes_what_was_measured_and_measures_nothing():
+    dense, b = draw("cuda", 512, 512)
+    made = plan(dense.to_sparse_csr())
+    for n in range(2):  # before and after it was measured
+        if n:
+            made @ b
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            spmm(made, b, alpha=1.0, out=torch.empty(512, 128, device="cuda"))
+            if n:
+                made @ b
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = made @ b
+        assert len(made._choice.measured) == n
+        graph.replay()
+        torch.testing.assert_close(y.double(), dense.double() @ b.double(), atol=1e-3, rtol=1e-4)
+        first = y.clone()
+        for _ in range(100):
+            graph.replay()
+            assert torch.equal(y, first)
+
+
+@pytest.mark.parametrize("name", ["cusparse csr_alg3", "cusparse coo_alg2", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_candidate_is_right_and_the_same_every_time(name, dtype, device):
+    dense, b = draw(device, 300, 400, dtype)
+    made = plan(dense.to_sparse_csc(), tune=[128])
+    values, truth = made.values, dense.double() @ b.double()
+    product = made._choice._made(name)
+    try:
+        if name != "dense":
+            product.learn(values, b, dtype)
+        first = product(values, b, dtype)
+    except RuntimeError as error:
+        if "NOT_SUPPORTED" not in str(error):
+            raise
+        pytest.skip(str(error))
+    error = torch.linalg.vector_norm(first.double() - truth) / torch.linalg.vector_norm(truth)
+    assert error < 8 * torch.finfo(dtype).eps
+    assert all(torch.equal(product(values, b, dtype), first) for _ in range(100))

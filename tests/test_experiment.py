@@ -1,0 +1,123 @@
+"""`matmuls spmm`: as a user types it, and what it makes of its measurements."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from matmuls import experiment, matrices, report
+from matmuls.experiment import Case, Result
+
+
+def matmuls(*args):
+    return subprocess.run([sys.executable, "-m", "matmuls", *args], capture_output=True, text=True, timeout=300)
+
+
+def test_spmm_measures_checks_and_writes(tmp_path):
+    np.savez(tmp_path / "own.npz", crow=np.array([0, 1, 1, 3]), col=np.array([1, 0, 2]), shape=np.array([3, 3]))
+    sources = str(tmp_path / "own.npz"), "pruned:128x96:0.9"
+    run = matmuls("spmm", *sources, "--n", "4,8", "--device", "cpu", "--backward", "--out", str(tmp_path / "out"))
+    assert (run.returncode, run.stderr) == (0, "")
+    for words in ("own", "torch.sparse", "dense", "plan (ours)*", "geometric mean", "forward + backward", "MiB"):
+        assert words in run.stdout
+    result = json.loads((tmp_path / "out/spmm-cpu.json").read_text())
+    assert {"commit", "torch", "command", "device", "date"} <= result["environment"].keys()
+    assert [(c["matrix"], c["n"]) for c in result["cases"]] == [(m, n) for m in ("own", sources[1]) for n in (4, 8)]
+    for case in experiment.load(tmp_path / "out/spmm-cpu.json"):
+        assert {"plan", "without a plan", "torch.sparse", "dense"} <= case.results.keys()
+        assert all(r.us > 0 and r.error < 1e-6 for r in case.results.values())
+        assert case.speed() == min(case.rivals.values()) / case.results["plan"].us
+        assert case.floor_share > 0 < case.backward_speed
+        assert case.backward_mib["plan"] > 0
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "out/spmm-cpu.png").stat().st_size > 5000
+
+
+def test_sweep_says_where_sparse_pays(tmp_path):
+    run = matmuls("spmm", "--sweep", "0.5,0.99", "--shape", "256x256", "--n", "32", "--device", "cpu")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "float32, 32 columns: sparse begins to pay" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["spmm"], "no matrix: name files"),
+        (["spmm", "/no/such/file.mtx"], "no file named /no/such/file.mtx"),
+        (["spmm", "grid:4", "--n", "4,x"], "--n is numbers of columns separated by commas, got 4,x"),
+        (["spmm", "grid:4", "--dtype", "int8"], "--dtype is"),
+        (["spmm", "grid:4:4"], "grid:4:4"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_wrong_calls_are_told_in_one_line(args, words):
+    run = matmuls(*args, "--device", "cpu")
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert words in run.stderr
+
+
+def made_up(n=32, dtype="float32", nnz=100, **us):
+    results = {name.replace("_", " "): Result(time, 0.0) for name, time in us.items()}
+    return Case("m", 100, 100, nnz, 9, dtype, n, 1.0, results, "ours", 30.0, 1000, 10.0)
+
+
+def test_ratios():
+    case = made_up(plan=2.0, without_a_plan=4.0, cusparse_csr_alg2=5.0, dense=1.0)
+    assert (case.speed(), case.speed("without a plan")) == (2.5, 1.25)
+    assert (case.speed_over("dense"), case.floor_share, case.pays_back_after) == (0.5, 0.5, 20.0)
+    assert case.backward_speed is None
+    refused = made_up(plan=2.0, without_a_plan=None, cusparse_csr_alg2=None)
+    assert refused.speed() is refused.pays_back_after is None
+    lines = experiment.summary([case, made_up(plan=1.0, without_a_plan=1.0, cusparse_csr_alg2=10.0)])
+    assert lines[0] == "float32, plan over the fastest rival: geometric mean 5.00, lowest 2.50, 2 cases"
+
+
+def test_what_is_wrong_is_told():
+    case = made_up(plan=1.0, without_a_plan=1.0)
+    assert experiment.wrong([case]) == []
+    for bad in (Result(1.0, 1e-3), Result(1.0, float("nan")), Result(refused="no memory")):
+        (line,) = experiment.wrong([replace(case, results=case.results | {"without a plan": bad})])
+        assert line.startswith("m, float32, 32 columns: without a plan is off by")
+
+
+def test_crossover_needs_every_sparser_matrix_to_pay():
+    def case(sparsity, ratio):
+        return made_up(nnz=round(10000 * (1 - sparsity)), plan=1.0, without_a_plan=1.0, dense=ratio)
+
+    sweep = [case(0.5, 2.0), case(0.8, 0.9), case(0.9, 1.5), case(0.99, 3.0)]
+    assert experiment.crossovers(sweep) == ["float32, 32 columns: sparse begins to pay from 90.0% zeros on"]
+    assert "never" in experiment.crossovers([case(0.99, 0.5)])[0]
+
+
+def test_report_draws_its_tables(tmp_path):
+    cases = [made_up(n, plan=2.0, without_a_plan=4.0, cusparse_csr_alg2=5.0) for n in (32, 128)]
+    experiment.save(tmp_path / "spmm-cuda.json", cases, "cpu")
+    text = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("sparse", "sparse_means"))
+    drawn = report.render(text, tmp_path)
+    assert "| m | float32 | 2.50 (0.50) | 2.50 (0.50) |" in drawn
+    assert "| float32 | 2.50 (2.50) | 1.25 (1.25) |  |  | 2 |" in drawn
+
+
+def test_cusparses_candidates(device):
+    m = experiment.Operands(matrices.load("rmat:7:4"), torch.float32, device)
+    b = m.dense_side(9)
+    truth = m.csr.to_dense().double() @ b.double()
+    for algorithm in experiment.CUSPARSE:
+        torch.testing.assert_close(experiment._cusparse(m, b, algorithm)().double(), truth, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.cuda
+def test_every_candidate_on_a_gpu():
+    for dtype in (torch.float32, torch.bfloat16):
+        (case,) = experiment.measure_all(iter([matrices.load("rmat:12:8")]), [dtype], [64], "cuda", backward=True)
+        bound = (16 + case.longest**0.5) * torch.finfo(dtype).eps
+        assert {f"cusparse {a}" for a in experiment.CUSPARSE} <= case.results.keys()
+        for name, r in case.results.items():
+            assert r.refused or r.error < bound, (name, r)
+        assert case.results["plan"].us > 0 < case.results["without a plan"].us
+        assert case.rivals

@@ -1,0 +1,114 @@
+"""matmuls.nn.SparseLinear: a layer pruned, used, trained, saved, moved and copied."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from matmuls.nn import SparseLinear
+
+
+def layer(device, bias=True, dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Linear(40, 30, bias, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_as_the_pruned_layer(lead, bias, device):
+    linear = layer(device, bias)
+    sparse = SparseLinear.from_linear(linear, sparsity=0.7)
+    assert sparse.values.numel() == 360
+    pruned = sparse.weight.to_dense()
+    kept = pruned != 0
+    assert torch.equal(pruned[kept], linear.weight.detach()[kept])
+    assert linear.weight.detach()[~kept].abs().max() <= pruned[kept].abs().min()
+    x = torch.randn(*lead, 40, device=device)
+    y = sparse(x)
+    assert y.shape == (*lead, 30)
+    torch.testing.assert_close(y, nn.functional.linear(x, pruned, linear.bias))
+
+
+def test_threshold_and_zeros(device):
+    linear = layer(device)
+    for sparse, kept in (
+        (SparseLinear.from_linear(linear, threshold=0.1), linear.weight.detach().abs() > 0.1),
+        (SparseLinear.from_linear(linear), linear.weight.detach() != 0),
+        (SparseLinear.from_linear(linear, sparsity=1.0), torch.zeros(30, 40, dtype=torch.bool, device=device)),
+    ):
+        assert torch.equal(sparse.weight.to_dense(), linear.weight.detach() * kept)
+        sparse(torch.ones(3, 40, device=device))
+    for options, message in (
+        ({"sparsity": 1.5}, "sparsity from 0 to 1, got 1.5"),
+        ({"sparsity": 0.5, "threshold": 0.1}, "sparsity or threshold, got both"),
+    ):
+        with pytest.raises(ValueError, match=f"SparseLinear: expected {message}"):
+            SparseLinear.from_linear(linear, **options)
+    with pytest.raises(RuntimeError, match=r"SparseLinear: expected x of shape \[..., 40\], got \[3, 41\]"):
+        sparse(torch.ones(3, 41, device=device))
+
+
+def test_gradients(device):
+    sparse = SparseLinear.from_linear(layer(device, dtype=torch.float64), sparsity=0.5)
+    x = torch.randn(4, 40, dtype=torch.float64, device=device, requires_grad=True)
+
+    def function(values, bias, x):
+        return torch.func.functional_call(sparse, {"values": values, "bias": bias}, x)
+
+    leaves = [t.detach().clone().requires_grad_() for t in (sparse.values, sparse.bias, x)]
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    sparse(x).square().sum().backward()
+    pruned = sparse.weight.to_dense().requires_grad_()
+    nn.functional.linear(x.detach(), pruned, sparse.bias.detach()).square().sum().backward()
+    torch.testing.assert_close(sparse.values.grad, pruned.grad[pruned != 0])
+    assert sparse.bias.grad is not None
+
+
+def test_training_follows_the_values(device):
+    sparse = SparseLinear.from_linear(layer(device), sparsity=0.9)
+    optimizer = torch.optim.SGD(sparse.parameters(), lr=1.0)
+    x, target = torch.randn(64, 40, device=device), torch.randn(64, 30, device=device)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (sparse(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.95 * losses[0]
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(x), nn.functional.linear(x, sparse.weight.to_dense(), sparse.bias))
+
+
+def test_state(device):
+    sparse = SparseLinear.from_linear(layer(device), sparsity=0.8)
+    x = torch.randn(3, 40, device=device)
+    expected = sparse(x)
+    file = io.BytesIO()
+    torch.save(sparse.state_dict(), file)
+    file.seek(0)
+    for other in (SparseLinear(40, 30, device=device), SparseLinear.from_linear(layer(device), sparsity=0.2)):
+        other(x)
+        file.seek(0)
+        other.load_state_dict(torch.load(file, map_location=device))
+        assert torch.equal(other(x), expected)
+        assert "sparsity=0.8" in repr(other)
+    bad = sparse.state_dict()
+    bad["columns"] = bad["columns"] + 40
+    other.load_state_dict(bad)
+    with pytest.raises(ValueError, match="plan: expected columns from 0 to 39"):
+        other(x)
+
+
+def test_copies_and_dtypes(device):
+    sparse = SparseLinear.from_linear(layer(device), sparsity=0.5)
+    x = torch.randn(3, 40, device=device)
+    expected = sparse(x)
+    assert torch.equal(copy.deepcopy(sparse)(x), expected)
+    torch.testing.assert_close(sparse.double()(x.double()), expected.double(), atol=1e-5, rtol=1e-5)
+    compiled = torch.compile(copy.deepcopy(sparse).float(), backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert SparseLinear.from_linear(layer(device), sparsity=0.5)(x).dtype == torch.bfloat16

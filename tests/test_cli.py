@@ -34,8 +34,9 @@ def test_info():
 def test_bert_prints_similarities_difference_time_and_memory():
     run = matmuls("bert", "How old are you?", "What is your age?", "A cat sat on the mat.", "--device", "cpu")
     assert (run.returncode, run.stderr) == (0, "")
-    for words in ("Cosine similarity", "largest difference", "custom_mm (ours)", "sdpa (stock)", "MiB", "CPU"):
-        assert words in run.stdout
+    words = ("Cosine similarity", "largest difference", "custom_mm (ours)", "sdpa (stock)", "eager (stock)", "MiB", "CPU")
+    assert [w for w in words if w not in run.stdout] == []
+    assert "optimized" not in run.stdout
 
 
 def test_bert_json_and_file(tmp_path):
@@ -49,13 +50,41 @@ def test_bert_json_and_file(tmp_path):
     assert all(r["ms"] > 0 and r["peak_mib"] > 0.05 for r in result["runs"])
 
 
+def test_bert_optimized_beside_all_attentions_and_a_picture(tmp_path):
+    picture = tmp_path / "heads.png"
+    pytest.importorskip("matplotlib")
+    run = matmuls("bert", "How old are you?", "--optimize", "--attn", "eager", "--attentions", str(picture), "--json")
+    result = json.loads(run.stdout)
+    assert run.returncode == 0
+    ways = {(r["attention"], r["optimized"], r["probabilities"]) for r in result["runs"]}
+    stock = {("sdpa", False, False), ("eager", False, False), ("eager", False, True)}
+    ours = {("eager", True, False), *(("custom_mm", o, p) for o in (False, True) for p in (False, True))}
+    assert ways == stock | ours
+    assert 0 < result["difference"] <= 1e-5 < result["tolerance"] == 1e-4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bert_says_what_it_cannot_optimize(tmp_path):
+    import transformers
+
+    from matmuls.bert import model_folder
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    transformers.LayoutLMModel(transformers.LayoutLMConfig(**small)).save_pretrained(tmp_path)
+    for file in model_folder().glob("*"):
+        if "token" in file.name or file.name == "vocab.txt":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    run = matmuls("bert", "x", "--model", str(tmp_path), "--optimize", "--device", "cpu")
+    assert run.returncode == 2
+    assert "--optimize knows no layer of LayoutLMModel: 0 layers optimized; left as they are: " in run.stderr
+
+
 def test_bert_fails_where_attention_is_wrong(tmp_path):
     """Exit status 1 when an embedding is off: here the scores' scale is."""
     code = """
-import sys
-from matmuls.integrations import transformers as integration
-right = integration._softmax
-integration._softmax = lambda scores, mask, scaling, bias: right(scores, mask, 1.001 * scaling, bias)
+from matmuls import attention
+right = attention.scaled_masked_softmax
+attention.scaled_masked_softmax = lambda scores, mask, scale, **options: right(scores, mask, 1.001 * scale, **options)
 from matmuls.cli import main
 main()
 """
@@ -77,6 +106,8 @@ main()
         (["bert", "x", "--dtype", "int8"], "--dtype is"),
         (["bert", "--file", "/no/such/file"], "cannot read /no/such/file"),
         (["bert", "x", "--model", "/no/such/model"], "is not a model folder"),
+        (["bert", "x", "--attn", "flash"], "--attn is custom_mm, sdpa or eager, got flash"),
+        (["bert", "x", "--attentions", "x.pdf"], "--attentions is a .png file in a folder that exists, got x.pdf"),
         (["bench", "nothing"], "no benchmark named nothing; there are matmul"),
         (["report", "--readme", "/no/such/file"], "No such file"),
     ],

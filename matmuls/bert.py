@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,7 +168,7 @@ def compare(
             found = run()
             if name == attention and is_optimized == optimized:
                 embeddings = found
-            ms = _seconds(run, device) * 1e3
+            ms = measure.time_of_whole([run], device)[0].seconds * 1e3
             peak = measure.peak_memory(run, device) / 2**20
             difference = (found - truth).abs().max().item()
             runs.append(Run(name, is_optimized, probabilities, ms, peak, difference))
@@ -195,14 +194,3 @@ def compare(
         tolerance=None if dtype != torch.float32 else OPTIMIZED_TOLERANCE if optimized else TOLERANCE,
     )
 
-
-def _seconds(run: Callable[[], object], device: str, rounds: int = 7) -> float:
-    """Median wall time of a whole forward pass, host and device."""
-
-    def whole() -> None:
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    whole()
-    return measure.time_of_host([whole], device, rounds=rounds, calls=1)[0].seconds

@@ -230,6 +230,41 @@ def show_bench(rows: list[Any], roofs: Any) -> None:
             )
 
 
+@app.command("bench-bert")
+def bench_bert(
+    device: DeviceOption = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="a model of seconds, as on a CPU")] = False,
+    piece: Annotated[list[int] | None, typer.Option(help="MiB of scores at a time; several are compared")] = None,
+    chunk: Annotated[list[int] | None, typer.Option(help="MiB of optimized layers at a time; several too")] = None,
+    rounds: Annotated[int, typer.Option(help="calls of each way")] = 15,
+    out: Annotated[Path | None, typer.Option(help="folder for the JSON file")] = None,
+) -> None:
+    """BERT base and large of random weights in bfloat16: our attention, optimized or not, beside stock attention."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise fail(f"{error}; run: pip install 'matmuls[bert]'") from None
+    from . import bench_bert as b
+
+    chosen = pick_device(device)
+    table = Table(title="Speed over the first of each, memory as a share of its", show_lines=False)
+    for name in ("task", "model", "way"):
+        table.add_column(name, overflow="fold")
+    for name in ("piece", "chunk", "time, ms", "peak, MiB", "above probabilities", "speed", "memory", "error"):
+        table.add_column(name, justify="right")
+    rows = []
+    for r in b.run(chosen, tiny, piece or [], chunk or [], rounds):
+        rows.append(r)
+        sizes = ["" if x is None else f"{x:g}" for x in (r.piece_mib, r.chunk_mib)]
+        figures = [f"{r.ms:.2f}", f"{r.peak_mib:.1f}", f"{r.above_mib:.1f}", f"{r.speed:.2f}", f"{r.memory:.2f}"]
+        table.add_row(r.task, r.case, r.way, *sizes, *figures, f"{r.error:.1e}")
+    console.print(table)
+    if out is not None:
+        path = out / f"bert-{chosen}.json"
+        b.save(path, rows, chosen)
+        console.print(f"written: {path}")
+
+
 @app.command()
 def tune(
     name: Annotated[str, typer.Argument(help="masked_linear or masked_ffn")],

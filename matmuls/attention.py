@@ -115,18 +115,17 @@ def _forward(
     scale: float,
     causal: bool,
     keep: bool,
-    into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    into: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     context = q.new_empty(*q.shape[:3], v.size(3))
-    if into is not None:
-        y = into[1]
-    else:
-        y = q.new_empty(*q.shape[:3], k.size(2)) if keep else None
+    if into is None:
+        into = None, q.new_empty(*q.shape[:3], k.size(2)) if keep else None
+    y = into[1]
     for piece in _pieces(q, k):
         part = _softmax(q[piece], k[piece], _part(mask, piece), scale, causal, None if y is None else y[piece])
         matmul(part, v[piece], out=context[piece])
         del part  # before the next piece's is made
-    if into is not None:
+    if into[0] is not None:
         return into[0].copy_(context.transpose(1, 2)), y
     return context.transpose(1, 2).contiguous(), y
 
@@ -180,7 +179,9 @@ class _Attention(Function):
             grads = [g for g in (grad, grad_y) if g is not None]
             found = iter(torch.autograd.grad(outputs, needed, grads, create_graph=True, allow_unused=True))
             return (*(next(found) if need else None for need in ctx.needs_input_grad[:3]), *(None,) * 5)
-        results = [torch.empty_like(t) if need else None for t, need in zip((q, k, v), ctx.needs_input_grad, strict=False)]
+        results = [
+            torch.empty_like(t) if need else None for t, need in zip((q, k, v), ctx.needs_input_grad, strict=False)
+        ]
         if grad is None:
             results[2] = None
         else:
@@ -205,10 +206,7 @@ def _gradients_of_piece(
     dv: torch.Tensor | None,
 ) -> None:
     """Written into dq, dk, dv. The gradient of the probabilities becomes that of the scores where it lies."""
-    if y is not None:
-        y = y[piece]
-    else:
-        y = _softmax(q[piece], k[piece], _part(mask, piece), ctx.scale, ctx.causal)
+    y = _softmax(q[piece], k[piece], _part(mask, piece), ctx.scale, ctx.causal) if y is None else y[piece]
     if grad is None:
         assert grad_y is not None
         ds = grad_y[piece].clone(memory_format=torch.contiguous_format)

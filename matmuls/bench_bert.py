@@ -154,13 +154,7 @@ def _measure(
         for piece in ((pieces or [None]) if way.pieces else [None])
     ]
     runs = [_step(model, inputs, way.attention, training, returned, piece) for way, piece, _, model in tried]
-    peaks, above = [], []
-    for step in runs:
-        step()
-        results: list[Any] = []
-        peaks.append(measure.peak_memory(lambda: results.append(step()), device))  # noqa: B023, B026 called at once
-        above.append(peaks[-1] - sum(x.nbytes for x in results[0] or ()))
-        del results
+    peaks = [_peaks(step, device) for step in runs]
     times = measure.time_of_whole(runs, device, rounds)
     for i, (way, piece, chunk, model) in enumerate(tried):
         yield Row(
@@ -169,16 +163,24 @@ def _measure(
             way=way.name,
             ms=times[i].seconds * 1e3,
             spread=times[i].spread,
-            peak_mib=peaks[i] / MIB,
-            above_mib=above[i] / MIB,
+            peak_mib=peaks[i][0] / MIB,
+            above_mib=peaks[i][1] / MIB,
             speed=times[0].seconds / times[i].seconds,
-            memory=above[i] / above[0],
+            memory=peaks[i][1] / peaks[0][1],
             error=_error(models.truth, model, way.attention, inputs),
             piece_mib=piece,
             chunk_mib=chunk,
         )
     if device == "cuda":
         torch.cuda.empty_cache()
+
+
+def _peaks(step: Callable[[], tuple[Tensor, ...] | None], device: str) -> tuple[int, int]:
+    """Bytes at the peak of a step above the weights, and above the probabilities that it returns."""
+    step()
+    returned = []
+    peak = measure.peak_memory(lambda: returned.append(step()), device)
+    return peak, peak - sum(x.nbytes for x in returned[0] or ())
 
 
 def _step(

@@ -193,4 +193,3 @@ def compare(
         difference=torch.tensor(ours).max().item(),  # NaN if one is
         tolerance=None if dtype != torch.float32 else OPTIMIZED_TOLERANCE if optimized else TOLERANCE,
     )
-

@@ -106,7 +106,7 @@ def bert(
     if attentions is not None and (attentions.suffix != ".png" or not attentions.parent.is_dir()):
         raise fail(f"--attentions is a .png file in a folder that exists, got {attentions}")
     if attentions is not None and importlib.util.find_spec("matplotlib") is None:
-        raise fail("--attentions needs matplotlib; run: pip install matplotlib")
+        raise fail("--attentions needs matplotlib; run: pip install 'matmuls[plot]'")
     chosen = pick_device(device)
     try:
         result = compare(texts, model or model_folder(), chosen, pick_dtype(dtype), attn, optimize, attentions)

@@ -34,7 +34,15 @@ def test_info():
 def test_bert_prints_similarities_difference_time_and_memory():
     run = matmuls("bert", "How old are you?", "What is your age?", "A cat sat on the mat.", "--device", "cpu")
     assert (run.returncode, run.stderr) == (0, "")
-    words = ("Cosine similarity", "largest difference", "custom_mm (ours)", "sdpa (stock)", "eager (stock)", "MiB", "CPU")
+    words = (
+        "Cosine similarity",
+        "largest difference",
+        "custom_mm (ours)",
+        "sdpa (stock)",
+        "eager (stock)",
+        "MiB",
+        "CPU",
+    )
     assert [w for w in words if w not in run.stdout] == []
     assert "optimized" not in run.stdout
 
@@ -144,6 +152,43 @@ def test_bench_writes_json_and_no_progress_bar_into_a_file(tmp_path):
                 1e12 * row["tbps"] / result["roofs"]["copy"],
             )
             assert row["roof"] == pytest.approx(max(shares))
+
+
+def test_bench_bert_measures_every_way_of_a_tiny_model(tmp_path):
+    args = ("--tiny", "--rounds", "2", "--piece", "1", "--piece", "2", "--chunk", "1", "--chunk", "3")
+    run = matmuls("bench-bert", *args, "--device", "cpu", "--out", str(tmp_path))
+    assert (run.returncode, run.stderr) == (0, "")
+    result = json.loads((tmp_path / "bert-cpu.json").read_text())
+    assert {"commit", "torch", "transformers", "command", "device"} <= result["environment"].keys()
+    tasks = {}
+    for row in result["rows"]:
+        tasks.setdefault(row["task"], []).append((row["way"], row["piece_mib"], row["chunk_mib"]))
+        assert row["ms"] > 0 < row["above_mib"] <= row["peak_mib"]
+        assert row["error"] < 1e-6
+    pieces, chunks = (1, 2), (1, 3)
+    optimized = [("custom_mm, optimized", piece, chunk) for chunk in chunks for piece in pieces]
+    ours = [("custom_mm", piece, None) for piece in pieces]
+    again = [("custom_mm, recompute", piece, None) for piece in pieces]
+    hidden = [("sdpa", None, None), ("custom_mm", None, None)]
+    hidden += [("custom_mm, optimized", None, chunk) for chunk in chunks]
+    assert tasks == {
+        "probabilities": [("eager", None, None), *ours, *optimized],
+        "hidden states": hidden,
+        "hidden states, padded": hidden,
+        "training": [("eager", None, None), *ours, *again],
+        "training, probabilities returned": [("eager", None, None), *ours],
+    }
+    returned = [row["peak_mib"] - row["above_mib"] for row in result["rows"] if row["task"] == "probabilities"]
+    assert returned == [pytest.approx(2 * 3 * 4 * 16 * 16 * 4 / 2**20)] * 7
+
+
+def test_report_of_models(tmp_path):
+    row = {"task": "training", "case": "base 32x512", "way": "eager", "ms": 44.44, "above_mib": 7286.2}
+    for name, day, ms in (("bert-cuda-old", 1, 1.0), ("bert-cuda", 2, 44.44), ("bert-bfloat16", 3, 9.0)):
+        run = {"environment": {"date": f"2026-01-0{day}"}, "rows": [row | {"ms": ms, "speed": 1.5, "memory": 0.756}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(run))
+    table = report.bert(report.load(tmp_path)).splitlines()
+    assert table[2:] == ["| training | base 32x512 | eager | 44.4 | 7286 | 1.50 | 0.76 |"]
 
 
 def test_report_is_reproducible(tmp_path):

@@ -34,7 +34,7 @@ def encoder():
 
 def sentences(count):
     draw = random.Random(0)
-    words = "the a cat dog house of old runs over blue under and quickly nobody Berlin 1987".split()
+    words = ["the", "a", "cat", "dog", "house", "of", "old", "runs", "over", "blue", "nobody", "Berlin", "1987"]
     return [" ".join(draw.choices(words, k=draw.choice((1, 3, 8, 20, 40)))) for _ in range(count)]
 
 
@@ -168,8 +168,8 @@ def test_always_gives_every_module_its_probabilities():
 def test_dropout_in_training_as_torch_drops():
     model = model_of("bert").train()
     batch, hidden = batch_of(model), []
-    for attention in ("always", "eager"):
-        model.set_attn_implementation(attention)
+    for implementation in ("always", "eager"):
+        model.set_attn_implementation(implementation)
         torch.manual_seed(2)
         hidden.append(model(**batch).last_hidden_state)
     torch.testing.assert_close(*hidden, atol=1e-5, rtol=1e-5)
@@ -193,12 +193,12 @@ def test_a_mask_of_the_user_is_honoured(way):
 @pytest.mark.parametrize(
     ("mask", "error", "words"),
     [
-        (torch.ones(3, 1, 9, 8, dtype=torch.bool), RuntimeError, r"broadcasts to the scores' \[3, 4, 9, 9\], got \[3, 1, 9, 8\]"),
+        (torch.ones(3, 1, 9, 8), RuntimeError, r"broadcasts to the scores' \[3, 4, 9, 9\], got \[3, 1, 9, 8\]"),
         (torch.ones(2, 1, 9, 9), RuntimeError, r"got \[2, 1, 9, 9\]"),
         (torch.ones(3, 1, 9, 9, dtype=torch.long), TypeError, "in bool or a floating-point dtype, got torch.int64"),
     ],
     ids=["keys", "batch", "dtype"],
-)  # fmt: skip
+)
 def test_a_mask_that_does_not_fit_is_told(way, mask, error, words):
     model = model_of("bert")
     model.set_attn_implementation(way)
@@ -227,7 +227,9 @@ def test_float16_scores_beyond_its_range(way, device):
     scores = q.double() @ k.double().mT / 8
     assert scores.abs().max() == 80000
     torch.testing.assert_close(probabilities.double(), scores.softmax(-1), atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(context.double(), (scores.softmax(-1) @ v.double()).transpose(1, 2), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        context.double(), (scores.softmax(-1) @ v.double()).transpose(1, 2), atol=1e-2, rtol=1e-2
+    )
     context.sum().backward()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
 
@@ -253,7 +255,9 @@ def test_16_bits_are_as_near_to_the_truth_as_eager(dtype, device):
 @pytest.mark.parametrize("probabilities", [False, True], ids=["", "probabilities"])
 def test_compiles_whole(way, probabilities, device):
     model = model_of("bert", device)
-    model(**batch_of(model), output_attentions=True)  # transformers installs its hooks, under a lock that cannot be traced
+    model(
+        **batch_of(model), output_attentions=True
+    )  # transformers installs its hooks, under a lock that cannot be traced
     batch = batch_of(model, padded=True)
     model.set_attn_implementation(way)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -281,8 +285,8 @@ def test_generation_with_a_cache():
     ids = torch.randint(3, 60, (2, 4))
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     found = []
-    for attention in ("eager", *WAYS):
-        model.set_attn_implementation(attention)
+    for implementation in ("eager", *WAYS):
+        model.set_attn_implementation(implementation)
         found.append(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0))
     assert all(torch.equal(found[0], x) for x in found[1:])
 

@@ -158,8 +158,8 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
     """Run a batch through the model as it is and as stock with eager attention; compare what they return.
 
     Hidden states of all layers and, where the model returns them, attentions, each at the tokens that
-    batch["attention_mask"] keeps. tolerance: 1e-4 for float32, 1e-10 for float64, 2e-2 for float16 and 1e-1 for bfloat16
-    unless given. Raises VerificationError, which has the figures, where the difference is larger or not a number.
+    batch["attention_mask"] keeps. tolerance: unless given 1e-10 for float64, 1e-4 for float32, 2e-2 for float16, 1e-1
+    for bfloat16. Raises VerificationError, which has the figures, where the difference is larger or not a number.
     """
     if tolerance is None:
         dtype = next(model.parameters()).dtype
@@ -316,7 +316,12 @@ def _is_stock_gelu(activation: nn.Module) -> bool:
 
 
 def _layer(
-    layer: nn.Module, plan: _Plan, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    layer: nn.Module,
+    plan: _Plan,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """A layer's forward. hidden_states are left as they are: they may have been captured."""
     others = [*args, *(kwargs.get(name) for name in OTHER_INPUTS)]
@@ -373,7 +378,7 @@ def _attention(
 
 
 def _qkv(x: Tensor, plan: _Plan, heads: int) -> Tensor:
-    """q, k and v of [B, S, hidden] as one tensor [3, B, S, H, D]; of strides that need no copy where they lie together."""
+    """q, k and v of [B, S, hidden] as one tensor [3, B, S, H, D]: of one product where their weights allow it."""
     weight = _together([m.weight for m in plan.qkv])
     biases = [m.bias for m in plan.qkv if m.bias is not None]
     bias = _together(biases) if len(biases) == 3 else None

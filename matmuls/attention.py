@@ -26,13 +26,12 @@ def attend(
     dropout: float = 0.0,
     probabilities: bool = True,
     recompute: bool = False,
-    into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """softmax(scale * q @ k^T + mask) @ v. Returns the context [B, Q, H, E] and the probabilities [B, H, Q, K] or None.
 
     q: [B, H, Q, D]; k: [B, h, K, D]; v: [B, h, K, E], h a divisor of H. mask, causal, dtypes: as
-    `scaled_masked_softmax`. into: tensors of the results' shapes that take them where no gradient is to be recorded,
-    the context's of any strides.
+    `scaled_masked_softmax`. into: a tensor for the probabilities where no gradient is to be recorded.
 
     One score-sized tensor at most is kept for backward, none with `recompute` unless `probabilities` are returned; the
     gradients pass in pieces of PIECE_BYTES of scores, or one head's. With dropout, fewer key heads, a mask that wants
@@ -115,18 +114,14 @@ def _forward(
     scale: float,
     causal: bool,
     keep: bool,
-    into: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+    into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     context = q.new_empty(*q.shape[:3], v.size(3))
-    if into is None:
-        into = None, q.new_empty(*q.shape[:3], k.size(2)) if keep else None
-    y = into[1]
+    y = q.new_empty(*q.shape[:3], k.size(2)) if keep and into is None else into
     for piece in _pieces(q, k):
         part = _softmax(q[piece], k[piece], _part(mask, piece), scale, causal, None if y is None else y[piece])
         matmul(part, v[piece], out=context[piece])
         del part  # before the next piece's is made
-    if into[0] is not None:
-        return into[0].copy_(context.transpose(1, 2)), y
     return context.transpose(1, 2).contiguous(), y
 
 

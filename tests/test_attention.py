@@ -186,3 +186,11 @@ def test_empty(empty):
     assert (context.shape, y.shape) == ((b, n, H, E), (b, H, n, K))
     torch.testing.assert_close(y, torch.full_like(y, 1 / K if empty == "head size" else 0))
     assert q.grad.shape == q.shape
+
+
+def test_probabilities_into_a_tensor(device):
+    q, k, v = operands(device=device)
+    room = torch.full((B, H, Q, K), torch.nan, dtype=q.dtype, device=device)
+    context, y = attention.attend(q, k, v, None, 0.3, into=room)
+    assert y is room
+    torch.testing.assert_close((context, y), plain(q, k, v, None, 0.3))

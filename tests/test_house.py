@@ -12,7 +12,8 @@ from matmuls.specs import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"}  # the families
-# module -> what of ours it may import; `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
+# module -> what of ours it may import:
+# `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
 MAY_IMPORT = {
     "matmuls": OPERATIONS,
     **{family: {"custom_mm"} for family in OPERATIONS},

@@ -20,7 +20,7 @@ from matmuls.rowwise import layer_norm_
 
 from . import registered
 
-CHUNK_BYTES = 48 << 20  # of a feed-forward's inner rows, or of q, k and v beside probabilities, at a time
+CHUNK_BYTES = 24 << 20  # of q, k and v, or of a feed-forward's inner rows, at a time
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ def optimize(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> Optimized:
     """Make the encoder layers of a Hugging Face model ready for inference; returns a handle with `undo()`.
 
     Known: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ViT, bare or under any head. With grad disabled
-    and the model in eval mode a layer then computes q, k and v as one product, its output projection in place, residual
-    and layer norm in place, bias and activation in the product's epilogue, and the feed-forward network in pieces of
-    chunk_bytes of its inner rows; q, k and v too, where "custom_mm" (`register`) returns attentions. Attention itself
-    stays with the model's attention implementation. In any other call (gradients, training, autocast, torch.compile,
-    caches, hooks of yours inside a layer) the stock code runs, and gives what it always gave.
+    and the model in eval mode a layer then computes q, k and v as one product, residual and layer norm in place, and
+    bias and activation in the product's epilogue; at most chunk_bytes of q, k and v (where sdpa or "custom_mm" is the
+    model's attention, which stays what it is) and of the feed-forward network's inner rows at a time. The output
+    projection goes over its input or, of several pieces, into its place. In any other call (gradients, training,
+    autocast, torch.compile, caches, hooks of yours inside a layer) the stock code runs and gives what it always gave.
 
     The weights of q, k and v come to lie one after the other: no memory beyond one layer's while that happens. What is
     not known stays as it is and stands in the handle's `left`. Optimize after moving the model: `.to()` pulls q, k and
@@ -215,7 +215,6 @@ class _Plan:
     activation: nn.Module
     down: nn.Linear
     norm_first: bool
-    inner_projection: bool  # the attention module's result is projected
     chunk_bytes: int
     inside: tuple[tuple[dict[str, Any], str, nn.Module], ...]
 
@@ -242,7 +241,6 @@ class _Plan:
             layer.get_submodule(family.activation),
             linears[5],
             family.norm_first,
-            family.projection.startswith(f"{family.attention}."),
             chunk_bytes,
             inside,
         )
@@ -330,9 +328,7 @@ def _layer(
     kwargs = {name: x for name, x in kwargs.items() if name not in OTHER_INPUTS}
     first, second = plan.norms
     x = first(hidden_states) if plan.norm_first else hidden_states
-    x = plan.attention(x, attention_mask, **kwargs)[0]
-    if not plan.inner_projection:
-        x = _project_(x, plan.projection)
+    x = plan.attention(x, attention_mask, planned=True, **kwargs)[0]
     rows = x.view(-1, x.size(-1))
     if plan.norm_first:
         x += hidden_states
@@ -348,32 +344,46 @@ def _layer(
 
 
 def _attention(
-    attention: nn.Module, plan: _Plan, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    attention: nn.Module,
+    plan: _Plan,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    planned: bool = False,
+    **kwargs: Any,
 ) -> Any:
-    """A self-attention's forward: the context, projected where the module does it, and the probabilities or None."""
-    if kwargs.get("past_key_values") is not None or not plan.applies(attention, hidden_states):
+    """A self-attention's forward when `_layer` calls it: the projected context, and the probabilities or None."""
+    if not planned:
         return type(attention).forward(attention, hidden_states, attention_mask, **kwargs)
     batch, length = hidden_states.shape[:2]
+    name, heads = attention.config._attn_implementation, attention.config.num_attention_heads
     eager = sys.modules[type(attention).__module__].eager_attention_forward
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     attend = partial(function, attention, dropout=0.0, scaling=attention.scaling, **kwargs)
-    heads = attention.config.num_attention_heads
-    if not registered.gives_probabilities(function, attention, kwargs):
-        q, k, v = _qkv(hidden_states, plan, heads).transpose(2, 3).unbind(0)
-        context, probabilities = attend(q, k, v, attention_mask)
-        x = context.reshape(batch, length, -1)
-    else:
-        x = hidden_states.new_empty(batch, length, plan.qkv[0].out_features)
+    parts, probabilities = [slice(0, batch)], None
+    nbytes = 3 * length * plan.qkv[0].out_features * hidden_states.element_size()
+    if registered.gives_probabilities(function, attention, kwargs):
         probabilities = hidden_states.new_empty(batch, heads, length, length)
-        bytes_of_one = 3 * length * x.size(-1) * x.element_size()
-        for part in shares(batch, plan.chunk_bytes // bytes_of_one):
-            q, k, v = _qkv(hidden_states[part], plan, heads).transpose(2, 3).contiguous().unbind(0)
-            mask = attention_mask
-            if mask is not None and mask.dim() == 4 and mask.size(0) > 1:
-                mask = mask[part]
-            attend(q, k, v, mask, into=(x[part].unflatten(-1, (heads, -1)), probabilities[part]))
-    if plan.inner_projection:
-        x = _project_(x, plan.projection)
+        parts = list(shares(batch, plan.chunk_bytes // (2 * nbytes)))  # q, k and v lie there twice
+    elif name == "sdpa" or registered.is_ours(function):
+        parts = list(shares(batch, plan.chunk_bytes // nbytes))
+    x = None if len(parts) == 1 else hidden_states.new_empty(batch, length, plan.projection.out_features)
+    for part in parts:
+        mask = attention_mask
+        if mask is not None and mask.dim() == 4 and mask.size(0) > 1:
+            mask = mask[part]
+        qkv = _qkv(hidden_states[part], plan, heads).transpose(2, 3)
+        if probabilities is not None:
+            qkv = qkv.contiguous()
+            context, _ = attend(*qkv.unbind(0), mask, into=probabilities[part])
+        else:
+            context, given = attend(*qkv.unbind(0), mask)
+            probabilities = given if len(parts) == 1 else None
+        del qkv  # before the next part's is made
+        context = context.flatten(2)
+        if x is None:
+            return _project_(context, plan.projection), probabilities
+        matmul(context, plan.projection.weight, transb=True, bias=plan.projection.bias, out=x[part])
     return x, probabilities
 
 

@@ -78,7 +78,7 @@ def attention(
     *,
     sdpa: bool = True,
     recompute: bool = False,
-    into: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    into: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scores by cuBLAS, scaled_masked_softmax over them, context by cuBLAS; or sdpa where nobody sees the difference.
@@ -149,8 +149,12 @@ def wants_probabilities(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool
 
 def gives_probabilities(function: Any, module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether an attention function is ours and will return probabilities."""
-    ours = isinstance(function, partial) and function.func is attention
-    return ours and (not function.keywords["sdpa"] or wants_probabilities(module, kwargs))
+    return is_ours(function) and (not function.keywords["sdpa"] or wants_probabilities(module, kwargs))
+
+
+def is_ours(function: Any) -> bool:
+    """Whether `register` made it."""
+    return isinstance(function, partial) and function.func is attention
 
 
 def _check_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> None:

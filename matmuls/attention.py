@@ -40,7 +40,7 @@ def attend(
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
     gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     mask_gradient = torch.is_grad_enabled() and mask is not None and mask.requires_grad
     if dropout or mask_gradient or q.size(1) != k.size(1) or torch.compiler.is_compiling():

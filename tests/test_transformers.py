@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
-from matmuls.integrations.transformers import attention, attention_mask, register  # noqa: E402
+from matmuls.integrations.transformers import attention, attention_mask, optimize, register  # noqa: E402
 
 # sdpa where nobody asks for probabilities; our products always; none of the scores kept for backward
 WAYS = {"custom_mm": {}, "always": {"sdpa": False}, "again": {"sdpa": False, "recompute": True}}
@@ -42,10 +42,18 @@ def test_real_weights_on_200_sentences(encoder):
     texts = sentences(200)
     for first in range(0, len(texts), 50):
         batch = encoder.batch(texts[first : first + 50])
-        assert not batch["attention_mask"].all()
+        kept = batch["attention_mask"].bool()
+        assert not kept.all()
+        stock, ours = (encoder.run(batch, name, probabilities=True) for name in ("eager", "custom_mm"))
+        for x, y in zip(ours.attentions, stock.attentions, strict=True):
+            assert (x - y).transpose(1, 2)[kept].abs().max() < 1e-5
         stock = encoder.embed(batch, "eager")
         for probabilities in (False, True):
             assert (encoder.embed(batch, "custom_mm", probabilities) - stock).abs().max() < 1e-5
+        handle = optimize(encoder.model)
+        assert (encoder.embed(batch, "custom_mm", probabilities=True) - stock).abs().max() < 1e-4
+        handle.undo()
+        assert torch.equal(encoder.embed(batch, "eager"), stock)
 
 
 def test_a_text_in_a_batch_gives_what_it_gives_alone(encoder):

@@ -5,7 +5,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT [STEP...]}
 shift
-steps=${*:-build tests cycles sanitize bert bench spmm}
+steps=${*:-build tests cycles sanitize bert bench spmm bench-bert}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 failed=0
@@ -56,6 +56,7 @@ for name in $steps; do
       ;;
     bench) step bench "$python" -m matmuls bench --device cuda --precompile 12 --out "$out" ;;
     spmm) spmm ;;
+    bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
     *) echo "no step named $name" && failed=1 ;;
   esac
 done

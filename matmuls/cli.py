@@ -1,5 +1,6 @@
 """The command `matmuls`."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -80,13 +81,16 @@ def bert(
     device: DeviceOption = None,
     dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16")] = "float32",
     model: Annotated[Path | None, typer.Option(help="folder of a BERT model; all-MiniLM-L6-v2 by default")] = None,
+    attn: Annotated[str, typer.Option(help="custom_mm, sdpa or eager: whose answer it is")] = "custom_mm",
+    optimize: Annotated[bool, typer.Option("--optimize", help="the optimized model too, and its answer")] = False,
+    attentions: Annotated[Path | None, typer.Option(help="a picture of the first text's attention, .png")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """How alike texts are, by a real BERT whose attention runs on our products.
+    """How alike texts are, by a real BERT whose attention runs on our products, beside stock attention.
 
-    Exit status 1 if an embedding differs from stock attention's by more than 1e-5 in float32.
+    Exit status 1 if an embedding differs from stock attention's by more than 1e-5 in float32, 1e-4 with --optimize.
     """
-    from .bert import ModelMissing, compare, model_folder
+    from .bert import ATTENTIONS, ModelMissing, NothingToOptimize, compare, model_folder
 
     texts = list(texts or [])
     if file is not None:
@@ -98,13 +102,21 @@ def bert(
         raise fail("no text: give texts as arguments or a file with --file")
     if model is not None and not (model / "config.json").is_file():
         raise fail(f"--model {model} is not a model folder: it has no config.json")
+    if attn not in ATTENTIONS:
+        raise fail(f"--attn is {', '.join(ATTENTIONS[:-1])} or {ATTENTIONS[-1]}, got {attn}")
+    if attentions is not None and (attentions.suffix != ".png" or not attentions.parent.is_dir()):
+        raise fail(f"--attentions is a .png file in a folder that exists, got {attentions}")
+    if attentions is not None and importlib.util.find_spec("matplotlib") is None:
+        raise fail("--attentions needs matplotlib; run: pip install 'matmuls[plot]'")
     chosen = pick_device(device)
     try:
-        result = compare(texts, model or model_folder(), chosen, pick_dtype(dtype))
-    except ModelMissing as error:
+        result = compare(texts, model or model_folder(), chosen, pick_dtype(dtype), attn, optimize, attentions)
+    except (ModelMissing, NothingToOptimize) as error:
         raise fail(str(error)) from None
     except ImportError as error:
         raise fail(f"{error}; run: pip install 'matmuls[bert]'") from None
+    if attentions is not None:
+        errors.print(f"written: {attentions}", highlight=False)
     if as_json:
         print(json.dumps(asdict(result) | {"passed": result.passed}, indent=2))
     else:
@@ -128,11 +140,13 @@ def show_bert(result: Any) -> None:
 
     runs = Table(title=f"{result.device}, {result.dtype}")
     runs.add_column("attention")
-    runs.add_column("time, ms", justify="right")
-    runs.add_column("peak above weights, MiB", justify="right")
+    for name in ("probabilities", "time, ms", "peak above weights, MiB", "difference"):
+        runs.add_column(name, justify="right")
     for run in result.runs:
-        name = run.attention + (" (ours)" if run.attention == "custom_mm" else " (stock)")
-        runs.add_row(name, f"{run.ms:.2f}", f"{run.peak_mib:.2f}")
+        name = f"{run.attention}, optimized" if run.optimized else run.attention
+        name += " (ours)" if run.ours else " (stock)"
+        given = "returned" if run.probabilities else ""
+        runs.add_row(name, given, f"{run.ms:.2f}", f"{run.peak_mib:.2f}", f"{run.difference:.1e}")
     console.print(runs)
     verdict = "" if result.tolerance is None else f" (at most {result.tolerance:g} allowed)"
     console.print(f"largest difference of an embedding from stock attention's: {result.difference:.2e}{verdict}")
@@ -215,6 +229,41 @@ def show_bench(rows: list[Any], roofs: Any) -> None:
             console.print(
                 f"{kind}: geometric mean {geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}, {len(ratios)} cases"
             )
+
+
+@app.command("bench-bert")
+def bench_bert(
+    device: DeviceOption = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="a model of seconds, as on a CPU")] = False,
+    piece: Annotated[list[int] | None, typer.Option(help="MiB of scores at a time; several are compared")] = None,
+    chunk: Annotated[list[int] | None, typer.Option(help="MiB of optimized layers at a time; several too")] = None,
+    rounds: Annotated[int, typer.Option(help="calls of each way")] = 15,
+    out: Annotated[Path | None, typer.Option(help="folder for the JSON file")] = None,
+) -> None:
+    """BERT base and large of random weights in bfloat16: our attention, optimized or not, beside stock attention."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise fail(f"{error}; run: pip install 'matmuls[bert]'") from None
+    from . import bench_bert as b
+
+    chosen = pick_device(device)
+    table = Table(title="Speed over the first of each, memory as a share of its", show_lines=False)
+    for name in ("task", "model", "way"):
+        table.add_column(name, overflow="fold")
+    for name in ("piece", "chunk", "time, ms", "peak, MiB", "above probabilities", "speed", "memory", "error"):
+        table.add_column(name, justify="right")
+    rows = []
+    for r in b.run(chosen, tiny, piece or [], chunk or [], rounds):
+        rows.append(r)
+        sizes = ["" if x is None else f"{x:g}" for x in (r.piece_mib, r.chunk_mib)]
+        figures = [f"{r.ms:.2f}", f"{r.peak_mib:.1f}", f"{r.above_mib:.1f}", f"{r.speed:.2f}", f"{r.memory:.2f}"]
+        table.add_row(r.task, r.case, r.way, *sizes, *figures, f"{r.error:.1e}")
+    console.print(table)
+    if out is not None:
+        path = out / f"bert-{chosen}.json"
+        b.save(path, rows, chosen)
+        console.print(f"written: {path}")
 
 
 @app.command()

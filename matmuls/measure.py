@@ -177,6 +177,35 @@ def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: in
     return [_timing(s) for s in seconds]
 
 
+def time_of_whole(rivals: Sequence[Run], device: str, rounds: int = 7) -> list[Timing]:
+    """Time of whole calls, host and GPU: from an idle device until it is idle again. Rounds alternate as elsewhere.
+
+    On a GPU by its events, of which the first is recorded before the host begins.
+    """
+
+    def seconds(run: Run) -> float:
+        if device != "cuda":
+            begin = time.perf_counter()
+            run()
+            return time.perf_counter() - begin
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        first.record()
+        run()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) * 1e-3
+
+    for run in rivals:
+        run()
+    found: list[list[float]] = [[] for _ in rivals]
+    for n in range(rounds):
+        order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
+        for i in order:
+            found[i].append(seconds(rivals[i]))
+    return [_timing(s) for s in found]
+
+
 def peak_memory(run: Run, device: str) -> int:
     """Bytes of tensors alive at the peak of a call, above what was alive before it."""
     gc.collect()  # what is freed meanwhile would hide what is allocated

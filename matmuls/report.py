@@ -21,9 +21,8 @@ Rows = list[dict[str, Any]]
 
 def render(text: str, results: Path) -> str:
     """The text with every marked table made anew. Raises ValueError on a name without a table."""
-    makers = {
-        f.__name__: f for f in (operations, products, epilogues, rowwise, masked, sparse, sparse_means, memory, host)
-    }
+    tables = (operations, products, epilogues, rowwise, masked, sparse, sparse_means, memory, host, bert)
+    makers = {f.__name__: f for f in tables}
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
@@ -35,14 +34,19 @@ def render(text: str, results: Path) -> str:
 
 
 def load(results: Path) -> dict[str, Any]:
-    """The rows of the committed GPU runs; of an operation those of the newest run that has it."""
+    """The rows of the committed GPU runs; of an operation those of the newest run that has it; of BERT the newest."""
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in results.glob("bench-cuda*.json")]
     newest: dict[str, Rows] = {}
     for run in sorted(runs, key=lambda run: run["environment"]["date"]):
         rows = sorted(run["rows"], key=lambda row: row["operation"])
         newest |= {name: list(own) for name, own in groupby(rows, key=lambda row: row["operation"])}
-    cases = [case for file in sorted(results.glob("spmm-cuda.json")) for case in experiment.load(file)]
-    return {"rows": [row for spec in TABLE for row in newest.get(spec.name, [])], "cases": cases}
+    models = [json.loads(file.read_text(encoding="utf-8")) for file in results.glob("bert-cuda*.json")]
+    latest = max(models, key=lambda run: run["environment"]["date"], default={"rows": []})
+    return {
+        "rows": [row for spec in TABLE for row in newest.get(spec.name, [])],
+        "cases": [case for file in sorted(results.glob("spmm-cuda.json")) for case in experiment.load(file)],
+        "bert": latest["rows"],
+    }
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -196,5 +200,22 @@ def host(run: dict[str, Any]) -> str:
         (
             [f"`{r['operation']}`", r["case"], f"{r['ours_us']:.1f}", f"{r['rival_us']:.1f}", f"{1 / r['ratio']:.2f}"]
             for r in rows
+        ),
+    )
+
+
+def bert(run: dict[str, Any]) -> str:
+    """Whole models: time, peak memory above what is returned, and both beside the first way of each task and case."""
+    return markdown(
+        ("task", "model", "way", "ms", "peak, MiB", "speed", "memory"),
+        (
+            [
+                *(r[name] for name in ("task", "case", "way")),
+                f"{r['ms']:.1f}",
+                f"{r['above_mib']:.0f}",
+                f"{r['speed']:.2f}",
+                f"{r['memory']:.2f}",
+            ]
+            for r in run["bert"]
         ),
     )

@@ -34,8 +34,17 @@ def test_info():
 def test_bert_prints_similarities_difference_time_and_memory():
     run = matmuls("bert", "How old are you?", "What is your age?", "A cat sat on the mat.", "--device", "cpu")
     assert (run.returncode, run.stderr) == (0, "")
-    for words in ("Cosine similarity", "largest difference", "custom_mm (ours)", "sdpa (stock)", "MiB", "CPU"):
-        assert words in run.stdout
+    words = (
+        "Cosine similarity",
+        "largest difference",
+        "custom_mm (ours)",
+        "sdpa (stock)",
+        "eager (stock)",
+        "MiB",
+        "CPU",
+    )
+    assert [w for w in words if w not in run.stdout] == []
+    assert "optimized" not in run.stdout
 
 
 def test_bert_json_and_file(tmp_path):
@@ -49,13 +58,41 @@ def test_bert_json_and_file(tmp_path):
     assert all(r["ms"] > 0 and r["peak_mib"] > 0.05 for r in result["runs"])
 
 
+def test_bert_optimized_beside_all_attentions_and_a_picture(tmp_path):
+    picture = tmp_path / "heads.png"
+    pytest.importorskip("matplotlib")
+    run = matmuls("bert", "How old are you?", "--optimize", "--attn", "eager", "--attentions", str(picture), "--json")
+    result = json.loads(run.stdout)
+    assert run.returncode == 0
+    ways = {(r["attention"], r["optimized"], r["probabilities"]) for r in result["runs"]}
+    stock = {("sdpa", False, False), ("eager", False, False), ("eager", False, True)}
+    ours = {("eager", True, False), *(("custom_mm", o, p) for o in (False, True) for p in (False, True))}
+    assert ways == stock | ours
+    assert 0 < result["difference"] <= 1e-5 < result["tolerance"] == 1e-4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bert_says_what_it_cannot_optimize(tmp_path):
+    import transformers
+
+    from matmuls.bert import model_folder
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    transformers.LayoutLMModel(transformers.LayoutLMConfig(**small)).save_pretrained(tmp_path)
+    for file in model_folder().glob("*"):
+        if "token" in file.name or file.name == "vocab.txt":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    run = matmuls("bert", "x", "--model", str(tmp_path), "--optimize", "--device", "cpu")
+    assert run.returncode == 2
+    assert "--optimize knows no layer of LayoutLMModel: 0 layers optimized; left as they are: " in run.stderr
+
+
 def test_bert_fails_where_attention_is_wrong(tmp_path):
     """Exit status 1 when an embedding is off: here the scores' scale is."""
     code = """
-import sys
-from matmuls.integrations import transformers as integration
-right = integration._softmax
-integration._softmax = lambda scores, mask, scaling, bias: right(scores, mask, 1.001 * scaling, bias)
+from matmuls import attention
+right = attention.scaled_masked_softmax
+attention.scaled_masked_softmax = lambda scores, mask, scale, **options: right(scores, mask, 1.001 * scale, **options)
 from matmuls.cli import main
 main()
 """
@@ -77,6 +114,8 @@ main()
         (["bert", "x", "--dtype", "int8"], "--dtype is"),
         (["bert", "--file", "/no/such/file"], "cannot read /no/such/file"),
         (["bert", "x", "--model", "/no/such/model"], "is not a model folder"),
+        (["bert", "x", "--attn", "flash"], "--attn is custom_mm, sdpa or eager, got flash"),
+        (["bert", "x", "--attentions", "x.pdf"], "--attentions is a .png file in a folder that exists, got x.pdf"),
         (["bench", "nothing"], "no benchmark named nothing; there are matmul"),
         (["report", "--readme", "/no/such/file"], "No such file"),
     ],
@@ -113,6 +152,43 @@ def test_bench_writes_json_and_no_progress_bar_into_a_file(tmp_path):
                 1e12 * row["tbps"] / result["roofs"]["copy"],
             )
             assert row["roof"] == pytest.approx(max(shares))
+
+
+def test_bench_bert_measures_every_way_of_a_tiny_model(tmp_path):
+    args = ("--tiny", "--rounds", "2", "--piece", "1", "--piece", "2", "--chunk", "1", "--chunk", "3")
+    run = matmuls("bench-bert", *args, "--device", "cpu", "--out", str(tmp_path))
+    assert (run.returncode, run.stderr) == (0, "")
+    result = json.loads((tmp_path / "bert-cpu.json").read_text())
+    assert {"commit", "torch", "transformers", "command", "device"} <= result["environment"].keys()
+    tasks = {}
+    for row in result["rows"]:
+        tasks.setdefault(row["task"], []).append((row["way"], row["piece_mib"], row["chunk_mib"]))
+        assert row["ms"] > 0 < row["above_mib"] <= row["peak_mib"]
+        assert row["error"] < 1e-6
+    pieces, chunks = (1, 2), (1, 3)
+    optimized = [("custom_mm, optimized", piece, chunk) for chunk in chunks for piece in pieces]
+    ours = [("custom_mm", piece, None) for piece in pieces]
+    again = [("custom_mm, recompute", piece, None) for piece in pieces]
+    hidden = [("sdpa", None, None), ("custom_mm", None, None)]
+    hidden += [("custom_mm, optimized", None, chunk) for chunk in chunks]
+    assert tasks == {
+        "probabilities": [("eager", None, None), *ours, *optimized],
+        "hidden states": hidden,
+        "hidden states, padded": hidden,
+        "training": [("eager", None, None), *ours, *again],
+        "training, probabilities returned": [("eager", None, None), *ours],
+    }
+    returned = [row["peak_mib"] - row["above_mib"] for row in result["rows"] if row["task"] == "probabilities"]
+    assert returned == [pytest.approx(2 * 3 * 4 * 16 * 16 * 4 / 2**20)] * 7
+
+
+def test_report_of_models(tmp_path):
+    row = {"task": "training", "case": "base 32x512", "way": "eager", "ms": 44.44, "above_mib": 7286.2}
+    for name, day, ms in (("bert-cuda-old", 1, 1.0), ("bert-cuda", 2, 44.44), ("bert-bfloat16", 3, 9.0)):
+        run = {"environment": {"date": f"2026-01-0{day}"}, "rows": [row | {"ms": ms, "speed": 1.5, "memory": 0.756}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(run))
+    table = report.bert(report.load(tmp_path)).splitlines()
+    assert table[2:] == ["| training | base 32x512 | eager | 44.4 | 7286 | 1.50 | 0.76 |"]
 
 
 def test_report_is_reproducible(tmp_path):

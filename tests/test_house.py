@@ -12,7 +12,8 @@ from matmuls.specs import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"}  # the families
-# module -> what of ours it may import; `operations <- specs <- bench <- report <- cli`, `operations <- integrations`
+# module -> what of ours it may import:
+# `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
 MAY_IMPORT = {
     "matmuls": OPERATIONS,
     **{family: {"custom_mm"} for family in OPERATIONS},
@@ -26,6 +27,7 @@ MAY_IMPORT = {
     "triton.mask_plan": {"triton.launch"},
     "triton.masked_linear": {"triton.configs", "triton.launch", "triton.tiles"},
     "triton.masked_ffn": {"triton.configs", "triton.launch", "triton.tiles", "triton.masked_linear"},
+    "attention": {"dense", "fused_softmax"},
     "nn": OPERATIONS,
     "tune": {"masked_plain", "measure", "triton"},
     "structure": {"custom_mm"},
@@ -43,12 +45,15 @@ MAY_IMPORT = {
     "bench": {"specs", "measure", "custom_mm"},
     "matrices": set(),
     "experiment": {"bench", "measure", "matrices", "sparse", "custom_mm"},
+    "bench_bert": {"attention", "bench", "measure", "integrations.transformers"},
     "bert": {"measure", "integrations.transformers"},
     "report": {"bench", "experiment", "specs"},
-    "cli": {"info", "bench", "experiment", "matrices", "bert", "report", "tune", "triton", "custom_mm"},
+    "cli": {"info", "bench", "bench_bert", "experiment", "matrices", "bert", "report", "tune", "triton", "custom_mm"},
     "__main__": {"cli"},
     "integrations": set(),
-    "integrations.transformers": OPERATIONS,
+    "integrations.transformers": {"integrations.transformers"},
+    "integrations.transformers.registered": {"attention"},
+    "integrations.transformers.optimized": OPERATIONS | {"attention", "integrations.transformers"},
 }
 
 

@@ -1,4 +1,6 @@
-"""Attention inside Hugging Face models: real weights, padding, causality, grouped heads."""
+"""Attention inside Hugging Face models: real weights, padding, causality, grouped heads, what is asked for."""
+
+import random
 
 import pytest
 import torch
@@ -6,9 +8,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
-from matmuls.integrations.transformers import attention_mask, register  # noqa: E402
+from matmuls.integrations.transformers import attention, attention_mask, optimize, register  # noqa: E402
 
-register()
+# sdpa where nobody asks for probabilities; our products always; none of the scores kept for backward
+WAYS = {"custom_mm": {}, "always": {"sdpa": False}, "again": {"sdpa": False, "recompute": True}}
+for way, options in WAYS.items():
+    register(way, **options)
 
 TEXTS = [
     "How old are you?",
@@ -27,16 +32,33 @@ def encoder():
         pytest.skip(str(error))
 
 
-def test_real_weights_agree_with_stock_attention(encoder):
-    batch = encoder.batch(TEXTS)
-    ours = encoder.embed(batch, "custom_mm")
-    for stock in ("eager", "sdpa"):
-        assert (ours - encoder.embed(batch, stock)).abs().max() < 1e-5
+def sentences(count):
+    draw = random.Random(0)
+    words = ["the", "a", "cat", "dog", "house", "of", "old", "runs", "over", "blue", "nobody", "Berlin", "1987"]
+    return [" ".join(draw.choices(words, k=draw.choice((1, 3, 8, 20, 40)))) for _ in range(count)]
+
+
+def test_real_weights_on_200_sentences(encoder):
+    texts = sentences(200)
+    for first in range(0, len(texts), 50):
+        batch = encoder.batch(texts[first : first + 50])
+        kept = batch["attention_mask"].bool()
+        assert not kept.all()
+        stock, ours = (encoder.run(batch, name, probabilities=True) for name in ("eager", "custom_mm"))
+        for x, y in zip(ours.attentions, stock.attentions, strict=True):
+            assert (x - y).transpose(1, 2)[kept].abs().max() < 1e-5
+        stock = encoder.embed(batch, "eager")
+        for probabilities in (False, True):
+            assert (encoder.embed(batch, "custom_mm", probabilities) - stock).abs().max() < 1e-5
+        handle = optimize(encoder.model)
+        assert (encoder.embed(batch, "custom_mm", probabilities=True) - stock).abs().max() < 1e-4
+        handle.undo()
+        assert torch.equal(encoder.embed(batch, "eager"), stock)
 
 
 def test_a_text_in_a_batch_gives_what_it_gives_alone(encoder):
-    together = encoder.embed(encoder.batch(TEXTS), "custom_mm")
-    alone = torch.cat([encoder.embed(encoder.batch([text]), "custom_mm") for text in TEXTS])
+    together = encoder.embed(encoder.batch(TEXTS), "always")
+    alone = torch.cat([encoder.embed(encoder.batch([text]), "always") for text in TEXTS])
     assert (together - alone).abs().max() < 1e-5
 
 
@@ -52,61 +74,229 @@ def test_padding_would_leak_without_the_mask(encoder):
         register()
 
 
-def test_attentions_are_returned(encoder):
-    batch = encoder.batch(TEXTS[:2])
-    with torch.no_grad():
-        encoder.model.set_attn_implementation("custom_mm")
-        ours = encoder.model(**batch, output_attentions=True).attentions
-        encoder.model.set_attn_implementation("eager")
-        theirs = encoder.model(**batch, output_attentions=True).attentions
-    assert len(ours) == len(theirs) == 6
-    for x, y in zip(ours, theirs, strict=True):
-        assert (x - y).abs().max() < 1e-5
-
-
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60}
+DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
+IMAGES = SMALL | {"image_size": 24, "patch_size": 8}
+t = transformers
 MODELS = {
-    "bert": lambda: transformers.BertModel(transformers.BertConfig(**SMALL)),
-    "bert decoder": lambda: transformers.BertModel(transformers.BertConfig(**SMALL, is_decoder=True)),
-    "grouped heads": lambda: transformers.LlamaModel(transformers.LlamaConfig(**SMALL, num_key_value_heads=2)),
-    "position bias": lambda: transformers.T5EncoderModel(
-        transformers.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=60)
-    ),
-    "sliding window": lambda: transformers.MistralModel(
-        transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=3)
-    ),
+    "bert": lambda: t.BertModel(t.BertConfig(**SMALL)),
+    "bert decoder": lambda: t.BertModel(t.BertConfig(**SMALL, is_decoder=True)),
+    "roberta": lambda: t.RobertaModel(t.RobertaConfig(**SMALL)),
+    "electra": lambda: t.ElectraModel(t.ElectraConfig(**SMALL, embedding_size=16)),
+    "distilbert": lambda: t.DistilBertModel(t.DistilBertConfig(**DISTIL)),
+    "vit": lambda: t.ViTModel(t.ViTConfig(**IMAGES)),
+    "grouped heads": lambda: t.LlamaModel(t.LlamaConfig(**SMALL, num_key_value_heads=2)),
+    "position bias": lambda: t.T5EncoderModel(t.T5Config(**T5)),
+    "sliding window": lambda: t.MistralModel(t.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=3)),
+    "says nothing of causality": lambda: t.LayoutLMModel(t.LayoutLMConfig(**SMALL)),
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_models_agree_with_eager(name, padded):
+def model_of(name, device="cpu", dtype=torch.float32):
     torch.manual_seed(0)
-    model = MODELS[name]().eval()
-    ids = torch.randint(1, 60, (3, 9))
-    mask = torch.ones_like(ids)
+    return MODELS[name]().to(device, dtype).eval()
+
+
+def batch_of(model, padded=False):
+    torch.manual_seed(1)
+    if model.config.model_type == "vit":
+        return {"pixel_values": torch.randn(3, 3, 24, 24, device=model.device, dtype=model.dtype)}
+    mask = torch.ones(3, 9, dtype=torch.long, device=model.device)
     if padded:
         mask[0, 5:] = 0
         mask[1, 8:] = 0
-    outputs, gradients = [], []
-    for attention in ("custom_mm", "eager"):
-        model.set_attn_implementation(attention)
-        model.zero_grad()
-        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()]
-        hidden.square().sum().backward()
-        outputs.append(hidden.detach())
-        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
-    for x, y in zip(*gradients, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+    return {"input_ids": torch.randint(3, 60, (3, 9), device=model.device), "attention_mask": mask}
 
 
-def test_what_is_not_computed_is_refused():
-    config = transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=5.0)
-    model = transformers.Gemma2Model(config)
+def results(model, batch, attention, probabilities):
+    """Hidden states and attentions at the tokens that are not padding, and the parameters' gradients."""
+    model.set_attn_implementation(attention)
+    model.zero_grad()
+    output = model(**batch, output_attentions=probabilities)
+    kept = batch["attention_mask"].bool() if "attention_mask" in batch else ...
+    hidden = output.last_hidden_state[kept]
+    attentions = [x.transpose(1, 2)[kept] for x in output.attentions or ()]
+    (hidden.square().sum() + sum(x.square().sum() for x in attentions)).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return hidden.detach(), attentions, gradients
+
+
+@pytest.mark.parametrize("probabilities", [False, True], ids=["", "probabilities"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_agree_with_eager(name, way, padded, probabilities, device):
+    model = model_of(name, device)
+    batch = batch_of(model, padded)
+    ours, eager = (results(model, batch, attention, probabilities) for attention in (way, "eager"))
+    assert len(ours[1]) == len(eager[1]) == 2 * probabilities
+    torch.testing.assert_close(ours[:2], eager[:2], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours[2], eager[2], atol=1e-4, rtol=1e-4)
+
+
+class Watched:
+    """Counts calls of torch's sdpa."""
+
+    def __init__(self, monkeypatch):
+        self.calls, right = 0, torch.nn.functional.scaled_dot_product_attention
+
+        def watched(*args, **kwargs):
+            self.calls += 1
+            return right(*args, **kwargs)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+
+
+def test_sdpa_stands_in_where_nobody_asks_for_probabilities(monkeypatch):
+    model, sdpa = model_of("bert"), Watched(monkeypatch)
+    batch = batch_of(model)
     model.set_attn_implementation("custom_mm")
+    assert model(**batch).attentions is None
+    assert sdpa.calls == 2
+    assert len(model(**batch, output_attentions=True).attentions) == 2
+    model.set_attn_implementation("always")
+    model(**batch)
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    model.set_attn_implementation("custom_mm")
+    assert len(model(**batch).attentions) == 2
+    assert sdpa.calls == 2
+
+
+def test_always_gives_every_module_its_probabilities():
+    model = model_of("bert")
+    model.set_attn_implementation("always")
+    seen = []
+    model.encoder.layer[0].attention.self.register_forward_hook(lambda module, args, output: seen.append(output[1]))
+    model(**batch_of(model))
+    torch.testing.assert_close(seen[0].sum(-1), torch.ones(3, 4, 9))
+
+
+def test_dropout_in_training_as_torch_drops():
+    model = model_of("bert").train()
+    batch, hidden = batch_of(model), []
+    for implementation in ("always", "eager"):
+        model.set_attn_implementation(implementation)
+        torch.manual_seed(2)
+        hidden.append(model(**batch).last_hidden_state)
+    torch.testing.assert_close(*hidden, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mask_of_the_user_is_honoured(way):
+    model = model_of("bert")
+    ids = batch_of(model)["input_ids"]
+    near = (torch.arange(9)[:, None] - torch.arange(9)).abs() < 3
+    added = torch.zeros(9, 9).masked_fill(~near, -torch.inf)[None, None]
+    model.set_attn_implementation("eager")
+    right = model(input_ids=ids, attention_mask=added.expand(3, 1, 9, 9)).last_hidden_state
+    model.set_attn_implementation(way)
+    for mask in (added, added.expand(3, 1, 9, 9), added.expand(3, 4, 9, 9), near[None, None], added.double()):
+        found = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("mask", "error", "words"),
+    [
+        (torch.ones(3, 1, 9, 8), RuntimeError, r"broadcasts to the scores' \[3, 4, 9, 9\], got \[3, 1, 9, 8\]"),
+        (torch.ones(2, 1, 9, 9), RuntimeError, r"got \[2, 1, 9, 9\]"),
+        (torch.ones(3, 1, 9, 9, dtype=torch.long), TypeError, "in bool or a floating-point dtype, got torch.int64"),
+    ],
+    ids=["keys", "batch", "dtype"],
+)
+def test_a_mask_that_does_not_fit_is_told(way, mask, error, words):
+    model = model_of("bert")
+    model.set_attn_implementation(way)
+    with pytest.raises(error, match=words):
+        model(input_ids=batch_of(model)["input_ids"], attention_mask=mask)
+
+
+def test_a_query_that_may_attend_to_nothing_gets_nothing():
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind(0)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    mask[0, 0, 2] = False
+    context, probabilities = attention(torch.nn.Module(), q, k, v, mask, sdpa=False)
+    assert (probabilities.sum(-1) == 0).nonzero().tolist() == [[0, head, 2] for head in range(4)]
+    assert torch.equal(context[0, 2], torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_float16_scores_beyond_its_range(way, device):
+    """q @ k reaches 100 * 100 * 64 = 640000, 80000 when scaled: infinities, and NaN, in float16."""
+    q, k = (torch.randn(2, 4, 5, 64, device=device).sign().mul(100).half().requires_grad_() for _ in range(2))
+    v = torch.randn(2, 4, 5, 64, device=device, dtype=torch.float16, requires_grad=True)
+    k.data[:, :, 0] = q.data[:, :, 0]
+    module = torch.nn.Module().eval()
+    asked = {"output_attentions": True, **WAYS[way]}
+    context, probabilities = attention(module, q, k, v, None, **asked)
+    scores = q.double() @ k.double().mT / 8
+    assert scores.abs().max() == 80000
+    torch.testing.assert_close(probabilities.double(), scores.softmax(-1), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        context.double(), (scores.softmax(-1) @ v.double()).transpose(1, 2), atol=1e-2, rtol=1e-2
+    )
+    context.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bits_are_as_near_to_the_truth_as_eager(dtype, device):
+    model = model_of("bert", device)
+    batch = batch_of(model, padded=True)
+    kept = batch["attention_mask"].bool()
+
+    def error(attention):
+        model.set_attn_implementation(attention)
+        return (model(**batch, output_attentions=True).last_hidden_state[kept].double() - truth).abs().max()
+
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        truth = model.double()(**batch).last_hidden_state[kept]
+        model.to(dtype)
+        assert error("custom_mm") <= 2 * error("eager")
+
+
+@pytest.mark.parametrize("way", ["custom_mm", "again"])
+@pytest.mark.parametrize("probabilities", [False, True], ids=["", "probabilities"])
+def test_compiles_whole(way, probabilities, device):
+    model = model_of("bert", device)
+    model(
+        **batch_of(model), output_attentions=True
+    )  # transformers installs its hooks, under a lock that cannot be traced
+    batch = batch_of(model, padded=True)
+    model.set_attn_implementation(way)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for run in (model, compiled):
+        output = run(**batch, output_attentions=probabilities)
+        assert len(output.attentions or ()) == 2 * probabilities
+        loss = output.last_hidden_state.square().sum() + sum(x.square().sum() for x in output.attentions or ())
+        gradients.append(torch.autograd.grad(loss, [p for n, p in model.named_parameters() if "pooler" not in n]))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_computed_is_refused(way):
+    config = t.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=5.0)
+    model = t.Gemma2Model(config)
+    model.set_attn_implementation(way)
     with pytest.raises(NotImplementedError, match="expected a model without softcap"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+def test_generation_with_a_cache():
+    torch.manual_seed(0)
+    model = t.BertLMHeadModel(t.BertConfig(**SMALL, is_decoder=True)).eval()
+    ids = torch.randint(3, 60, (2, 4))
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    found = []
+    for implementation in ("eager", *WAYS):
+        model.set_attn_implementation(implementation)
+        found.append(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0))
+    assert all(torch.equal(found[0], x) for x in found[1:])
 
 
 def test_the_padding_mask_is_not_expanded():
@@ -115,3 +305,7 @@ def test_the_padding_mask_is_not_expanded():
     assert ours.shape == (2, 1, 1, 3)
     assert torch.equal(ours[:, 0, 0], mask.bool())
     assert attention_mask(batch_size=2, q_length=3, kv_length=3) is None
+    # nothing is masked: without a mask sdpa has its fastest kernel; who joins masks together asks for one all the same
+    full = {"batch_size": 2, "q_length": 3, "kv_length": 3, "attention_mask": torch.ones(2, 3)}
+    assert attention_mask(**full) is None
+    assert attention_mask(**full, allow_is_bidirectional_skip=False).shape == (2, 1, 1, 3)

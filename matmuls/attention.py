@@ -1,0 +1,218 @@
+"""Attention whose probabilities can be had: scores, softmax over them, context, a piece at a time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import Function
+
+from .dense import cublasMM, cublasTransbMM, matmul
+from .fused_softmax import scaled_masked_softmax
+
+_softmax_gradient = torch.ops.custom_mm.softmax_backward.out
+
+PIECE_BYTES = 32 << 20  # of scores at a time: the next kernel finds them in the L2, of 50 MB on an H200
+Piece = tuple[slice, slice]  # of the batch, of the heads
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *,
+    causal: bool = False,
+    dropout: float = 0.0,
+    probabilities: bool = True,
+    recompute: bool = False,
+    into: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """softmax(scale * q @ k^T + mask) @ v. Returns the context [B, Q, H, E] and the probabilities [B, H, Q, K] or None.
+
+    q: [B, H, Q, D]; k: [B, h, K, D]; v: [B, h, K, E], h a divisor of H. mask, causal, dtypes: as
+    `scaled_masked_softmax`. into: a tensor for the probabilities where no gradient is to be recorded.
+
+    One score-sized tensor at most is kept for backward, none with `recompute` unless `probabilities` are returned; the
+    gradients pass in pieces of PIECE_BYTES of scores, or one head's. With dropout, fewer key heads, a mask that wants
+    a gradient or under torch.compile it is one operation after the other, and backward holds two score-sized tensors.
+    Differentiable, twice and more. Raises RuntimeError on shapes, dtypes or devices that do not fit.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    mask_gradient = torch.is_grad_enabled() and mask is not None and mask.requires_grad
+    if dropout or mask_gradient or q.size(1) != k.size(1) or torch.compiler.is_compiling():
+        context, y = compose(q, k, v, mask, scale, causal=causal, dropout=dropout)
+        return context, y if probabilities else None
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once: cuBLAS would copy what has two batch strides
+    if gradient:
+        context, y = _Attention.apply(q, k, v, mask, scale, causal, probabilities, recompute)
+        return context, y
+    return _forward(q, k, v, mask, scale, causal, probabilities, into)
+
+
+def compose(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *,
+    causal: bool = False,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` as one operation after the other: for torch.compile, second derivatives, dropout, grouped heads."""
+    heads, key_heads = q.size(1), k.size(1)
+    if heads != key_heads:  # the batch broadcasts, keys and values are not repeated
+        q, k, v = q.unflatten(1, (key_heads, heads // key_heads)), k.unsqueeze(2), v.unsqueeze(2)
+    scores = cublasTransbMM.apply(q, k)
+    if heads != key_heads:
+        scores = scores.flatten(1, 2)
+    y = scaled_masked_softmax(scores, mask, scale, causal=causal, inplace=True)
+    dropped = torch.nn.functional.dropout(y, dropout)
+    if heads != key_heads:
+        context = cublasMM.apply(dropped.unflatten(1, (key_heads, heads // key_heads)), v).flatten(1, 2)
+    else:
+        context = cublasMM.apply(dropped, v)
+    return context.transpose(1, 2).contiguous(), y
+
+
+def _pieces(q: torch.Tensor, k: torch.Tensor) -> Iterator[Piece]:
+    """As many whole batch elements as PIECE_BYTES of scores hold, else as many heads of one, one head at least."""
+    batch, heads = q.shape[:2]
+    matrix = max(1, q.size(2) * k.size(2) * q.element_size())
+    if heads * matrix <= PIECE_BYTES:
+        yield from ((part, slice(None)) for part in shares(batch, PIECE_BYTES // (heads * matrix)))
+        return
+    for b in range(batch):
+        yield from ((slice(b, b + 1), part) for part in shares(heads, PIECE_BYTES // matrix))
+
+
+def shares(count: int, most: int) -> Iterator[slice]:
+    """Slices of nearly equal length, `most` at most."""
+    parts = -(-count // max(1, most))
+    step = -(-count // parts) if parts else 1
+    return (slice(i, i + step) for i in range(0, count, step))
+
+
+def _part(mask: torch.Tensor | None, piece: Piece) -> torch.Tensor | None:
+    """The mask of a piece of the scores, a view."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    b, h = (part if size > 1 else slice(None) for part, size in zip(piece, mask.shape, strict=False))
+    return mask[b, h]
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    keep: bool,
+    into: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    context = q.new_empty(*q.shape[:3], v.size(3))
+    y = q.new_empty(*q.shape[:3], k.size(2)) if keep and into is None else into
+    for piece in _pieces(q, k):
+        part = _softmax(q[piece], k[piece], _part(mask, piece), scale, causal, None if y is None else y[piece])
+        matmul(part, v[piece], out=context[piece])
+        del part  # before the next piece's is made
+    return context.transpose(1, 2).contiguous(), y
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b^T in a's dtype, autocast or not."""
+    return matmul(a, b, transb=True, out=a.new_empty(*a.shape[:3], b.size(2)) if out is None else out)
+
+
+def _softmax(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return scaled_masked_softmax(_product(q, k, out), mask, scale, causal=causal, inplace=True)
+
+
+class _Attention(Function):
+    """The whole of attention: what one operation after the other cannot do is to pass the gradients in pieces."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        causal: bool,
+        probabilities: bool,
+        recompute: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
+        context, y = _forward(q, k, v, mask, scale, causal, probabilities or not recompute)
+        ctx.save_for_backward(q, k, v, mask, None if recompute else y)
+        ctx.scale, ctx.causal = scale, causal
+        return context, y if probabilities else None
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None, grad_y: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, mask, y = ctx.saved_tensors
+        given = (grad is not None, grad_y is not None)
+        if not any(given):
+            return (None,) * 8
+        if torch.is_grad_enabled():  # a second derivative is to be had
+            outputs = [x for x, there in zip(compose(q, k, v, mask, ctx.scale, causal=ctx.causal), given) if there]  # noqa: B905
+            needed = [t for t, need in zip((q, k, v), ctx.needs_input_grad, strict=False) if need]
+            grads = [g for g in (grad, grad_y) if g is not None]
+            found = iter(torch.autograd.grad(outputs, needed, grads, create_graph=True, allow_unused=True))
+            return (*(next(found) if need else None for need in ctx.needs_input_grad[:3]), *(None,) * 5)
+        results = [
+            torch.empty_like(t) if need else None for t, need in zip((q, k, v), ctx.needs_input_grad, strict=False)
+        ]
+        if grad is None:
+            results[2] = None
+        else:
+            grad = grad.transpose(1, 2).contiguous()
+        for piece in _pieces(q, k):
+            _gradients_of_piece(ctx, piece, q, k, v, mask, y, grad, grad_y, *results)
+        return (*results, *(None,) * 5)
+
+
+def _gradients_of_piece(
+    ctx: Any,
+    piece: Piece,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    y: torch.Tensor | None,
+    grad: torch.Tensor | None,
+    grad_y: torch.Tensor | None,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+) -> None:
+    """Written into dq, dk, dv. The gradient of the probabilities becomes that of the scores where it lies."""
+    y = _softmax(q[piece], k[piece], _part(mask, piece), ctx.scale, ctx.causal) if y is None else y[piece]
+    if grad is None:
+        assert grad_y is not None
+        ds = grad_y[piece].clone(memory_format=torch.contiguous_format)
+    else:
+        if dv is not None:
+            matmul(y, grad[piece], transa=True, out=dv[piece])
+        ds = _product(grad[piece], v[piece])
+        if grad_y is not None:
+            ds += grad_y[piece]
+    _softmax_gradient(y, ds, -1, ctx.scale, ctx.causal, out=ds)
+    if dq is not None:
+        matmul(ds, k[piece], out=dq[piece])
+    if dk is not None:
+        matmul(ds, q[piece], transa=True, out=dk[piece])

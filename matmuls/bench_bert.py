@@ -1,0 +1,233 @@
+"""`matmuls bench-bert`: BERT of random weights with our attention beside stock attention, in one run.
+
+A model's time is that of whole calls by CUDA events, rounds alternating between the ways; its memory is the peak above
+the weights and, apart, above the probabilities that it returns. Each way's last hidden states are held against eager
+attention in float32 in the same run. A way may be measured with several sizes of pieces.
+"""
+
+import copy
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import attention, bench, measure
+
+MIB = 2**20
+SIZES = {
+    "base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+    "large": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+    "tiny": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64},
+}
+GPU_SHAPES = (("base", 32, 512), ("large", 16, 512), ("base", 8, 2048))
+TINY_SHAPES = (("tiny", 3, 16),)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way through a model, under the name of its attention implementation."""
+
+    name: str
+    attention: str
+    optimized: bool = False
+    pieces: bool = False  # it works in pieces of scores, whose size may be tried
+
+
+# what is measured -> the ways, of which the first is the rival
+TASKS = {
+    "probabilities": (
+        Way("eager", "eager"),
+        Way("custom_mm", "custom_mm", pieces=True),
+        Way("custom_mm, optimized", "custom_mm", optimized=True, pieces=True),
+    ),
+    "hidden states": (
+        Way("sdpa", "sdpa"),
+        Way("custom_mm", "custom_mm"),
+        Way("custom_mm, optimized", "custom_mm", optimized=True),
+    ),
+    "hidden states, padded": (
+        Way("sdpa", "sdpa"),
+        Way("custom_mm", "custom_mm"),
+        Way("custom_mm, optimized", "custom_mm", optimized=True),
+    ),
+    # probabilities are made, as eager makes them, and dropped by the layer
+    "training": (
+        Way("eager", "eager"),
+        Way("custom_mm", "custom_mm, always", pieces=True),
+        Way("custom_mm, recompute", "custom_mm, recompute", pieces=True),
+    ),
+    # and kept by the caller until the step is done
+    "training, probabilities returned": (
+        Way("eager", "eager"),
+        Way("custom_mm", "custom_mm, always", pieces=True),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way through one model. speed, memory: the rival's time over its, its peak over the rival's."""
+
+    task: str
+    case: str
+    way: str
+    ms: float
+    spread: float
+    peak_mib: float  # above the weights
+    above_mib: float  # and above the probabilities that are returned
+    speed: float
+    memory: float  # of above_mib
+    error: float  # of the last hidden states, beside eager attention's in float32
+    piece_mib: float | None = None
+    chunk_mib: float | None = None
+
+
+def run(device: str, tiny: bool, pieces: list[int], chunks: list[int], rounds: int) -> Iterator[Row]:
+    """Rows as they are measured. pieces, chunks: MiB of scores, of optimized layers; the first is the default's stead.
+
+    On a CPU, or with tiny, a model of seconds in float32.
+    """
+    from .integrations.transformers import register
+
+    register("custom_mm")
+    register("custom_mm, always", sdpa=False)
+    register("custom_mm, recompute", sdpa=False, recompute=True)
+    tiny = tiny or device == "cpu"
+    shapes, dtype = (TINY_SHAPES, torch.float32) if tiny else (GPU_SHAPES, torch.bfloat16)
+    for size, group in groupby(sorted(shapes), key=lambda shape: shape[0]):
+        models = Models.of(size, device, dtype, chunks)
+        for _, batch, length in group:
+            for task in TASKS:
+                yield from _measure(models, task, f"{size} {batch}x{length}", batch, length, pieces, rounds)
+        del models
+        gc.collect()
+
+
+@dataclass
+class Models:
+    """A stock model, optimized copies by their chunks in MiB (None: the default), and the weights in float32."""
+
+    stock: Any
+    optimized: dict[int | None, Any]
+    truth: Any
+
+    @classmethod
+    def of(cls, size: str, device: str, dtype: torch.dtype, chunks: list[int]) -> "Models":
+        from transformers import BertConfig, BertModel
+
+        from .integrations.transformers import optimize
+
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        torch.manual_seed(0)
+        with torch.device(device):
+            truth = BertModel(BertConfig(**SIZES[size], **dropout, max_position_embeddings=2048)).eval()
+        stock = copy.deepcopy(truth).to(dtype)
+        optimized: dict[int | None, Any] = {}
+        for chunk in chunks or [None]:
+            optimized[chunk] = copy.deepcopy(stock)
+            optimize(optimized[chunk], **({} if chunk is None else {"chunk_bytes": chunk * MIB}))
+        return cls(stock, optimized, truth)
+
+
+def _measure(
+    models: Models, task: str, case: str, batch: int, length: int, pieces: list[int], rounds: int
+) -> Iterator[Row]:
+    device = models.stock.device.type
+    ids = torch.randint(1000, 30000, (batch, length), device=device)
+    inputs = {"input_ids": ids}
+    if task.endswith("padded"):  # lengths from a half to the whole
+        lengths = torch.linspace(length // 2, length, batch, device=device)
+        inputs["attention_mask"] = (torch.arange(length, device=device) < lengths[:, None]).long()
+    training = task.startswith("training")
+    returned = "probabilities" in task
+    tried = [
+        (way, piece, chunk, models.optimized[chunk] if way.optimized else models.stock)
+        for way in TASKS[task]
+        for chunk in (models.optimized if way.optimized else (None,))
+        for piece in ((pieces or [None]) if way.pieces else [None])
+    ]
+    runs = [_step(model, inputs, way.attention, training, returned, piece) for way, piece, _, model in tried]
+    peaks = [_peaks(step, device) for step in runs]
+    times = measure.time_of_whole(runs, device, rounds)
+    for i, (way, piece, chunk, model) in enumerate(tried):
+        yield Row(
+            task=task,
+            case=case,
+            way=way.name,
+            ms=times[i].seconds * 1e3,
+            spread=times[i].spread,
+            peak_mib=peaks[i][0] / MIB,
+            above_mib=peaks[i][1] / MIB,
+            speed=times[0].seconds / times[i].seconds,
+            memory=peaks[i][1] / peaks[0][1],
+            error=_error(models.truth, model, way.attention, inputs),
+            piece_mib=piece,
+            chunk_mib=chunk,
+        )
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _peaks(step: Callable[[], tuple[Tensor, ...] | None], device: str) -> tuple[int, int]:
+    """Bytes at the peak of a step above the weights, and above the probabilities that it returns."""
+    step()
+    returned = []
+    peak = measure.peak_memory(lambda: returned.append(step()), device)
+    return peak, peak - sum(x.nbytes for x in returned[0] or ())
+
+
+def _step(
+    model: Any, inputs: dict[str, Tensor], implementation: str, training: bool, returned: bool, piece: int | None
+) -> Callable[[], tuple[Tensor, ...] | None]:
+    """One forward pass, or one of training without the optimizer's part; returns the probabilities."""
+
+    def step() -> tuple[Tensor, ...] | None:
+        with _as(model, implementation, piece), torch.inference_mode(not training):
+            output = model(**inputs, output_attentions=returned)
+            if training:
+                output.last_hidden_state.float().square().mean().backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+            attentions: tuple[Tensor, ...] | None = output.attentions
+            return attentions
+
+    return step
+
+
+@contextmanager
+def _as(model: Any, implementation: str, piece: int | None) -> Iterator[None]:
+    if model.config._attn_implementation != implementation:
+        model.set_attn_implementation(implementation)
+    default = attention.PIECE_BYTES
+    attention.PIECE_BYTES = default if piece is None else piece * MIB
+    try:
+        yield
+    finally:
+        attention.PIECE_BYTES = default
+
+
+@torch.inference_mode()
+def _error(truth: Any, model: Any, implementation: str, inputs: dict[str, Tensor]) -> float:
+    """Of two sequences, the tokens that are not padding."""
+    two = {name: x[:2] for name, x in inputs.items()}
+    kept = two.get("attention_mask", torch.ones_like(two["input_ids"])).bool()
+    hidden = []
+    for one, name in ((model, implementation), (truth, "eager")):
+        with _as(one, name, None):
+            hidden.append(one(**two, output_attentions=name == "custom_mm").last_hidden_state[kept].double())
+    return ((hidden[0] - hidden[1]).norm() / hidden[1].norm()).item()
+
+
+def save(path: Path, rows: list[Row], device: str) -> None:
+    import transformers
+
+    facts = bench.environment(device) | {"transformers": transformers.__version__}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

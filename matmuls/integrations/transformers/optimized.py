@@ -1,0 +1,397 @@
+"""Encoder layers for inference: fewer kernels, most of them over memory that is there already."""
+
+import inspect
+import sys
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import activations
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from matmuls.attention import shares
+from matmuls.dense import matmul
+from matmuls.inplace import linear_
+from matmuls.rowwise import layer_norm_
+
+from . import registered
+
+CHUNK_BYTES = 24 << 20  # of q, k and v, or of a feed-forward's inner rows, at a time
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a layer keeps its parts: paths from the layer, of q, k and v from its attention."""
+
+    attention: str
+    qkv: tuple[str, str, str]
+    projection: str
+    norms: tuple[str, str]
+    up: str
+    activation: str
+    down: str
+    norm_first: bool = False
+
+
+BERT = Family(
+    attention="attention.self",
+    qkv=("query", "key", "value"),
+    projection="attention.output.dense",
+    norms=("attention.output.LayerNorm", "output.LayerNorm"),
+    up="intermediate.dense",
+    activation="intermediate.intermediate_act_fn",
+    down="output.dense",
+)
+FAMILIES = {  # by the model's folder in transformers and the class of its layer
+    **{f"{name.lower()}.{name}Layer": BERT for name in ("Bert", "Camembert", "Electra", "Roberta")},
+    "xlm_roberta.XLMRobertaLayer": BERT,
+    "distilbert.TransformerBlock": Family(
+        attention="attention",
+        qkv=("q_lin", "k_lin", "v_lin"),
+        projection="attention.out_lin",
+        norms=("sa_layer_norm", "output_layer_norm"),
+        up="ffn.lin1",
+        activation="ffn.activation",
+        down="ffn.lin2",
+    ),
+    "vit.ViTLayer": Family(
+        attention="attention",
+        qkv=("q_proj", "k_proj", "v_proj"),
+        projection="attention.o_proj",
+        norms=("layernorm_before", "layernorm_after"),
+        up="mlp.fc1",
+        activation="mlp.activation_fn",
+        down="mlp.fc2",
+        norm_first=True,
+    ),
+}
+EPILOGUES = {  # what `matmul` has in its epilogue; any other activation is called
+    activations.GELUActivation: "gelu",
+    activations.NewGELUActivation: "gelu_tanh",
+    activations.GELUTanh: "gelu_tanh",
+    nn.ReLU: "relu",
+}
+OTHER_INPUTS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
+
+
+class VerificationError(RuntimeError):
+    """The optimized model's outputs are further from stock's than the tolerance."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest difference from stock, as a share of stock's largest magnitude where that is above 1."""
+
+    hidden_states: float
+    attentions: float | None  # None: the model returns none
+    tolerance: float
+
+
+@dataclass
+class Optimized:
+    """What `optimize` changed. `left`: modules with weights that it did not, and why. `undo()` takes all of it back."""
+
+    layers: dict[str, nn.Module] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def undo(self) -> None:
+        """Every layer as it was: forward methods, and for each parameter, the same object all the time, own memory."""
+        for layer in self.layers.values():
+            plan = _plan_of(layer)
+            for module in (layer, plan.attention) if plan else ():
+                del module.forward
+            for linear in plan.qkv if plan else ():
+                for parameter in linear.parameters():
+                    parameter.data = parameter.data.clone()
+        self.layers.clear()
+
+    def __str__(self) -> str:
+        left = ", ".join(f"{n} x {reason}" for reason, n in Counter(self.left.values()).items())
+        return f"{len(self.layers)} layers optimized; left as they are: {left or 'none'}"
+
+
+def optimize(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> Optimized:
+    """Make the encoder layers of a Hugging Face model ready for inference; returns a handle with `undo()`.
+
+    Known: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ViT, bare or under any head. With grad disabled
+    and the model in eval mode a layer then computes q, k and v as one product, residual and layer norm in place, and
+    bias and activation in the product's epilogue; at most chunk_bytes of q, k and v (where sdpa or "custom_mm" is the
+    model's attention, which stays what it is) and of the feed-forward network's inner rows at a time. The output
+    projection goes over its input or, of several pieces, into its place. In any other call (gradients, training,
+    autocast, torch.compile, caches, hooks of yours inside a layer) the stock code runs and gives what it always gave.
+
+    The weights of q, k and v come to lie one after the other: no memory beyond one layer's while that happens. What is
+    not known stays as it is and stands in the handle's `left`. Optimize after moving the model: `.to()` pulls q, k and
+    v apart again, and they become three products.
+    """
+    handle = Optimized()
+    for name, layer in model.named_modules():
+        folder = type(layer).__module__.removeprefix("transformers.models.").split(".")[0]
+        family = FAMILIES.get(f"{folder}.{type(layer).__name__}")
+        if family is None:
+            continue
+        plan = _Plan.of(layer, family, chunk_bytes)
+        if isinstance(plan, str):
+            handle.left[name] = f"{type(layer).__name__} ({plan})"
+            continue
+        for parameters in ([m.weight for m in plan.qkv], [m.bias for m in plan.qkv]):
+            _lay_together(parameters)
+        layer.forward = partial(_layer, layer, plan)
+        plan.attention.forward = partial(_attention, plan.attention, plan)
+        handle.layers[name] = layer
+    inside = {id(m) for layer in handle.layers.values() for m in layer.modules()}
+    for name, module in model.named_modules():
+        if id(module) not in inside and any(p.dim() > 1 for p in module.parameters(recurse=False)):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            handle.left.setdefault(name, f"{type(owner).__name__}'s {type(module).__name__}")
+    if not handle.layers:
+        warnings.warn(f"optimize: no layer of {type(model).__name__} was changed: {handle}", stacklevel=2)
+    return handle
+
+
+@torch.no_grad()
+def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None = None) -> Difference:
+    """Run a batch through the model as it is and as stock with eager attention; compare what they return.
+
+    Hidden states of all layers and, where the model returns them, attentions, each at the tokens that
+    batch["attention_mask"] keeps. tolerance: unless given 1e-10 for float64, 1e-4 for float32, 2e-2 for float16, 1e-1
+    for bfloat16. Raises VerificationError, which has the figures, where the difference is larger or not a number.
+    """
+    if tolerance is None:
+        dtype = next(model.parameters()).dtype
+        tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
+    implementation, training = model.config._attn_implementation, {m: m.training for m in model.modules()}
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    model.eval()
+    try:
+        ours = _results(model(**batch, **wanted))
+        forwards = {m: m.__dict__.pop("forward") for m in model.modules() if _plan_of(m)}
+        model.set_attn_implementation("eager")
+        try:
+            stock = _results(model(**batch, **wanted))
+        finally:
+            model.set_attn_implementation(implementation)
+            for module, forward in forwards.items():
+                module.forward = forward
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    kept = batch.get("attention_mask")
+    found = {name: _difference(ours[name], stock[name], kept) for name in stock if ours[name]}
+    result = Difference(found["hidden_states"], found.get("attentions"), tolerance)
+    if not all(x <= tolerance for x in found.values()):
+        raise VerificationError(f"verify: expected a difference from stock of at most {tolerance:g}, got {result}")
+    return result
+
+
+def _results(output: Any) -> dict[str, tuple[Tensor, ...]]:
+    return {name: tuple(getattr(output, name, None) or ()) for name in ("hidden_states", "attentions")}
+
+
+def _difference(ours: tuple[Tensor, ...], stock: tuple[Tensor, ...], kept: Tensor | None) -> float:
+    worst = 0.0
+    for x, y in zip(ours, stock, strict=True):
+        if kept is not None and kept.dim() == 2:  # [B, S] beside [B, S, hidden] or [B, H, S, S]
+            x, y = (t.movedim(-2, 1)[kept.bool()] for t in (x, y))
+        x, y = x.double(), y.double()
+        difference = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
+        worst = difference if difference > worst or difference != difference else worst
+    return worst
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """The parts of a layer, and for each module inside it the place where it must still be."""
+
+    attention: nn.Module
+    qkv: tuple[nn.Linear, ...]
+    projection: nn.Linear
+    norms: tuple[nn.LayerNorm, ...]
+    up: nn.Linear
+    activation: nn.Module
+    down: nn.Linear
+    norm_first: bool
+    chunk_bytes: int
+    inside: tuple[tuple[dict[str, Any], str, nn.Module], ...]
+
+    @classmethod
+    def of(cls, layer: nn.Module, family: Family, chunk_bytes: int) -> "_Plan | str":
+        """The plan, or why there is none."""
+        attention = layer.get_submodule(family.attention)
+        linears = [attention.get_submodule(name) for name in family.qkv]
+        linears += [layer.get_submodule(name) for name in (family.projection, family.up, family.down)]
+        norms = tuple(layer.get_submodule(name) for name in family.norms)
+        inside = tuple((parent._modules, name, m) for parent in layer.modules() for name, m in parent._modules.items())
+        if any("forward" in m.__dict__ for m in layer.modules()):
+            return "its forward has been replaced"
+        if any(type(m) is not nn.Linear for m in linears) or any(type(m) is not nn.LayerNorm for m in norms):
+            return "not all of its parts are nn.Linear and nn.LayerNorm"
+        if len({(m.weight.dtype, m.weight.device) for m in (*linears, *norms)}) > 1:
+            return "its weights differ in dtype or device"
+        return cls(
+            attention,
+            tuple(linears[:3]),
+            linears[3],
+            norms,
+            linears[4],
+            layer.get_submodule(family.activation),
+            linears[5],
+            family.norm_first,
+            chunk_bytes,
+            inside,
+        )
+
+    def applies(self, module: nn.Module, x: Tensor) -> bool:
+        """Inference as planned: nobody trains, watches the inside, or has put another module there."""
+        return (
+            not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
+            and not torch.is_autocast_enabled(x.device.type)
+            and x.dtype == self.up.weight.dtype
+            and not module.training
+            and all(
+                parent.get(name) is m and not (m.training or m._forward_pre_hooks or _watched(m))
+                for parent, name, m in self.inside
+            )
+        )
+
+
+def _watched(module: nn.Module) -> bool:
+    """Hooks but transformers' own, which take an attention's probabilities."""
+    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
+
+
+def _plan_of(module: nn.Module) -> _Plan | None:
+    forward = module.__dict__.get("forward")
+    return forward.args[1] if isinstance(forward, partial) and forward.func in (_layer, _attention) else None
+
+
+def _lay_together(parameters: list[Tensor | None]) -> None:
+    """Parameters of one shape, one after the other in one piece of memory; they stay the objects that they are."""
+    if any(p is None for p in parameters) or len({p.shape for p in parameters if p is not None}) > 1:
+        return
+    whole = torch.cat([p.data for p in parameters if p is not None])
+    for p, part in zip(parameters, whole.chunk(len(parameters)), strict=True):
+        if p is not None:
+            p.data = part
+
+
+def _together(parameters: list[Tensor]) -> Tensor | None:
+    """What `_lay_together` made of them, or None if they have been pulled apart."""
+    first = parameters[0]
+    start, step = first.data_ptr(), first.numel() * first.element_size()
+    if any(p.data_ptr() != start + i * step or not p.is_contiguous() for i, p in enumerate(parameters)):
+        return None
+    if first.untyped_storage().data_ptr() != parameters[-1].untyped_storage().data_ptr():
+        return None
+    return first.as_strided((len(parameters) * first.size(0), *first.shape[1:]), first.stride())
+
+
+def _linear(x: Tensor, linear: nn.Linear, activation: str | None = None) -> Tensor:
+    return matmul(x, linear.weight, transb=True, bias=linear.bias, activation=activation)
+
+
+def _project_(x: Tensor, linear: nn.Linear) -> Tensor:
+    """Over x where the result fits exactly."""
+    square = linear.in_features == linear.out_features
+    return linear_(x, linear.weight, linear.bias) if square else _linear(x, linear)
+
+
+def _feed_forward(x: Tensor, plan: _Plan) -> Tensor:
+    name = EPILOGUES.get(type(plan.activation)) if _is_stock_gelu(plan.activation) else None
+    inner = _linear(x, plan.up, name)
+    return _linear(inner if name else plan.activation(inner), plan.down)
+
+
+def _is_stock_gelu(activation: nn.Module) -> bool:
+    """Not the variants in Python, which round elsewhere."""
+    return not inspect.ismethod(getattr(activation, "act", None))
+
+
+def _layer(
+    layer: nn.Module,
+    plan: _Plan,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A layer's forward. hidden_states are left as they are: they may have been captured."""
+    others = [*args, *(kwargs.get(name) for name in OTHER_INPUTS)]
+    if any(x is not None for x in others) or not plan.applies(layer, hidden_states):
+        return type(layer).forward(layer, hidden_states, attention_mask, *args, **kwargs)
+    kwargs = {name: x for name, x in kwargs.items() if name not in OTHER_INPUTS}
+    first, second = plan.norms
+    x = first(hidden_states) if plan.norm_first else hidden_states
+    x = plan.attention(x, attention_mask, planned=True, **kwargs)[0]
+    rows = x.view(-1, x.size(-1))
+    if plan.norm_first:
+        x += hidden_states
+    else:
+        layer_norm_(x, first.weight, first.bias, first.eps, residual=hidden_states)
+    for part in shares(len(rows), plan.chunk_bytes // (plan.up.out_features * x.element_size())):
+        some = rows[part]
+        if plan.norm_first:
+            some += _feed_forward(second(some), plan)
+        else:
+            layer_norm_(some, second.weight, second.bias, second.eps, residual=_feed_forward(some, plan))
+    return x
+
+
+def _attention(
+    attention: nn.Module,
+    plan: _Plan,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    planned: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """A self-attention's forward when `_layer` calls it: the projected context, and the probabilities or None."""
+    if not planned:
+        return type(attention).forward(attention, hidden_states, attention_mask, **kwargs)
+    batch, length = hidden_states.shape[:2]
+    name, heads = attention.config._attn_implementation, attention.config.num_attention_heads
+    eager = sys.modules[type(attention).__module__].eager_attention_forward
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    attend = partial(function, attention, dropout=0.0, scaling=attention.scaling, **kwargs)
+    parts, probabilities = [slice(0, batch)], None
+    nbytes = 3 * length * plan.qkv[0].out_features * hidden_states.element_size()
+    if registered.gives_probabilities(function, attention, kwargs):
+        probabilities = hidden_states.new_empty(batch, heads, length, length)
+        parts = list(shares(batch, plan.chunk_bytes // (2 * nbytes)))  # q, k and v lie there twice
+    elif name == "sdpa" or registered.is_ours(function):
+        parts = list(shares(batch, plan.chunk_bytes // nbytes))
+    x = None if len(parts) == 1 else hidden_states.new_empty(batch, length, plan.projection.out_features)
+    for part in parts:
+        mask = attention_mask
+        if mask is not None and mask.dim() == 4 and mask.size(0) > 1:
+            mask = mask[part]
+        qkv = _qkv(hidden_states[part], plan, heads).transpose(2, 3)
+        if probabilities is not None:
+            qkv = qkv.contiguous()
+            context, _ = attend(*qkv.unbind(0), mask, into=probabilities[part])
+        else:
+            context, given = attend(*qkv.unbind(0), mask)
+            probabilities = given if len(parts) == 1 else None
+        del qkv  # before the next part's is made
+        context = context.flatten(2)
+        if x is None:
+            return _project_(context, plan.projection), probabilities
+        matmul(context, plan.projection.weight, transb=True, bias=plan.projection.bias, out=x[part])
+    return x, probabilities
+
+
+def _qkv(x: Tensor, plan: _Plan, heads: int) -> Tensor:
+    """q, k and v of [B, S, hidden] as one tensor [3, B, S, H, D]: of one product where their weights allow it."""
+    weight = _together([m.weight for m in plan.qkv])
+    biases = [m.bias for m in plan.qkv if m.bias is not None]
+    bias = _together(biases) if len(biases) == 3 else None
+    if weight is None or (bias is None and biases):
+        return torch.stack([_linear(x, m) for m in plan.qkv]).unflatten(-1, (heads, -1))
+    return matmul(x, weight, transb=True, bias=bias).unflatten(-1, (3, heads, -1)).movedim(2, 0)

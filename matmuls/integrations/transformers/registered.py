@@ -1,0 +1,175 @@
+"""The attention function and the mask function that transformers calls by name."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+from transformers.utils import output_capturing
+from transformers.utils.import_utils import is_tracing
+
+from matmuls.attention import attend
+
+FLOAT16_SPARE = 4  # binary digits of room above float16's largest score
+
+
+def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> None:
+    """Register `attention` and its mask function under one name: `model.set_attn_implementation(name)` then uses both.
+
+    Without its mask function transformers would drop the padding mask without a word. sdpa: torch's
+    scaled_dot_product_attention stands in wherever nobody asks for probabilities; False: every module gets them, as
+    with "eager". recompute: backward makes the scores again and keeps none of them. Several names may be registered.
+    """
+    AttentionInterface.register(name, partial(attention, sdpa=sdpa, recompute=recompute))
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = bidirectional_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    allow_is_bidirectional_skip: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """True where a key may be attended to: [B, 1, 1, K] for padding alone, [B, 1, Q, K] for any other pattern.
+
+    None where every query sees every key, or, in a causal module, every key up to its own. The arguments are those
+    that transformers.masking_utils passes.
+    """
+    if mask_function is bidirectional_mask_function and not use_vmap and kv_offset == 0:
+        if attention_mask is None and allow_is_bidirectional_skip:
+            return None
+        if attention_mask is not None and attention_mask.shape == (batch_size, kv_length):
+            # reading it waits for the GPU once a forward pass, as stock does: without a mask sdpa is twice as fast
+            if allow_is_bidirectional_skip and not is_tracing(attention_mask) and attention_mask.all():
+                return None
+            return attention_mask.bool()[:, None, None, :]
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        use_vmap=use_vmap,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        **kwargs,
+    )
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    sdpa: bool = True,
+    recompute: bool = False,
+    into: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores by cuBLAS, scaled_masked_softmax over them, context by cuBLAS; or sdpa where nobody sees the difference.
+
+    Returns the context [B, Q, H, D] and the probabilities [B, H, Q, K], before dropout, or None in their place where
+    `sdpa` allows it and neither the call nor the model's configuration asks for them.
+
+    query: [B, H, Q, D]; key, value: [B, H, K, D], or with fewer heads that H is a multiple of. attention_mask: bool,
+    True where a key may be attended to, or float, added to the scores; any shape that broadcasts to [B, H, Q, K]. None
+    in a module that is_causal: queries see no later key. position_bias, where a model has one, is added to the scaled
+    scores. recompute, into: as `matmuls.attention.attend` has them.
+
+    Raises NotImplementedError for a model with attention sinks, capped scores or a paged cache, TypeError and
+    RuntimeError on a mask that does not fit.
+    """
+    for name in ("softcap", "s_aux", "cache"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"attention: expected a model without {name}, got {type(module).__name__} with it"
+            )
+    _check_mask(attention_mask, query, key)
+    scaling = query.size(-1) ** -0.5 if scaling is None else scaling
+    is_causal = kwargs.pop("is_causal", None)
+    # a module that does not say is BERT's kin (LayoutLM, Splinter), where transformers' sdpa would take it for causal
+    is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    causal = bool(is_causal) and attention_mask is None and query.size(2) > 1
+    if sdpa and not wants_probabilities(module, kwargs):
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask = attention_mask.to(query.dtype)
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
+        )
+        return result
+
+    mask, bias = _masking(attention_mask), kwargs.get("position_bias")
+    if bias is not None:
+        mask = bias if mask is None else bias + mask if mask.is_floating_point() else bias.masked_fill(mask, -math.inf)
+    if mask is not None and mask.is_floating_point() and (query.dtype == torch.float64 or mask.dtype != torch.float32):
+        mask = mask.to(query.dtype)
+    if query.dtype == torch.float16 and scaling:
+        # unscaled, the scores of long vectors pass 65504, where eager attention gives NaN; a power of two is exact
+        fold = 2.0 ** (math.frexp(scaling)[1] - 1 - FLOAT16_SPARE)
+        query, scaling = query * fold, scaling / fold
+    return attend(
+        query,
+        key,
+        value,
+        mask,
+        scaling,
+        causal=causal,
+        dropout=dropout if module.training else 0.0,
+        recompute=recompute,
+        probabilities=not sdpa or wants_probabilities(module, kwargs),
+        into=into,
+    )
+
+
+def wants_probabilities(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether this forward pass returns attentions: by its argument, the configuration, or what is being captured."""
+    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+        return True
+    collector = getattr(output_capturing, "_active_collector", None)  # for models that do not pass the argument down
+    if collector is None:
+        return False
+    captured = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    return any("attentions" in key for key in captured or ())
+
+
+def gives_probabilities(function: Any, module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether an attention function is ours and will return probabilities."""
+    return is_ours(function) and (not function.keywords["sdpa"] or wants_probabilities(module, kwargs))
+
+
+def is_ours(function: Any) -> bool:
+    """Whether `register` made it."""
+    return isinstance(function, partial) and function.func is attention
+
+
+def _check_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> None:
+    if mask is None:
+        return
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attention: expected attention_mask in bool or a floating-point dtype, got {mask.dtype}")
+    scores = (*query.shape[:3], key.size(2))
+    if mask.dim() > 4 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], scores[::-1], strict=False)):
+        raise RuntimeError(
+            f"attention: expected attention_mask of a shape that broadcasts to the scores' {list(scores)}, "
+            f"got {list(mask.shape)}"
+        )
+
+
+def _masking(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """From True for what may be attended to, to True for what may not."""
+    return ~mask if mask is not None and mask.dtype == torch.bool else mask

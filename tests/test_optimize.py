@@ -1,0 +1,334 @@
+"""Encoders made ready for inference: the same results, less memory, and back again bit for bit."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from test_transformers import MODELS, SMALL, batch_of, model_of  # noqa: E402
+
+from matmuls import measure  # noqa: E402
+from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
+from matmuls.integrations.transformers import VerificationError, optimize, register, verify  # noqa: E402
+from matmuls.integrations.transformers import optimized as module_under_test  # noqa: E402
+
+register()
+KNOWN = ("bert", "bert decoder", "roberta", "electra", "distilbert", "vit")
+ATTENTIONS = ("custom_mm", "sdpa", "eager")
+ALL = {"output_hidden_states": True, "output_attentions": True}
+
+
+def hidden(model, batch, **wanted):
+    with torch.no_grad():
+        return model(**batch, **wanted).last_hidden_state
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3 * 48 * 4, 1 << 20])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_agrees_with_stock(name, padded, attention, chunk_bytes, device):
+    model = model_of(name, device)
+    batch = batch_of(model, padded)
+    model.set_attn_implementation(attention)
+    handle = optimize(model, chunk_bytes=chunk_bytes)
+    assert len(handle.layers) == 2
+    found = verify(model, batch)
+    assert found.hidden_states < 1e-5
+    if attention == "sdpa":
+        assert found.attentions is None  # it has none to return
+    else:
+        assert found.attentions < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_dtypes(dtype, device):
+    model = model_of("bert", device, dtype)
+    model.set_attn_implementation("custom_mm")
+    optimize(model)
+    verify(model, batch_of(model, padded=True))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_act": act} for act in ("relu", "gelu_new", "gelu_python", "silu")], ids=str
+)
+def test_activations(changes):
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**SMALL, **changes)).eval()
+    optimize(model)
+    assert verify(model, batch_of(model)).hidden_states < 1e-5
+
+
+def test_layers_run_as_planned(monkeypatch):
+    """The tests above compare stock with stock if they do not."""
+    calls = []
+    for name in ("linear_", "layer_norm_"):
+        right = getattr(module_under_test, name)
+        monkeypatch.setattr(module_under_test, name, lambda *a, r=right, n=name, **k: (calls.append(n), r(*a, **k))[1])
+    model = model_of("bert")
+    batch = batch_of(model)
+    optimize(model)
+    hidden(model, batch)
+    assert calls == ["linear_", "layer_norm_", "layer_norm_"] * 2
+
+
+def test_undo_restores_bit_for_bit():
+    model = model_of("bert")
+    batch = batch_of(model)
+    before, objects = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    stock, modules = hidden(model, batch), dict(model.named_modules())
+    forwards = {name: m.forward for name, m in modules.items()}
+    handle = optimize(model)
+    assert all(p is objects[name] for name, p in model.named_parameters())
+    handle.undo()
+    assert dict(model.named_modules()) == modules
+    assert {name: m.forward for name, m in modules.items()} == forwards
+    assert all(p is objects[name] for name, p in model.named_parameters())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert len({p.untyped_storage().data_ptr() for p in objects.values()}) == len(objects)
+    assert torch.equal(hidden(model, batch), stock)
+    assert handle.layers == {}
+    handle.undo()  # nothing is left to do
+
+
+def test_weights_take_no_more_memory():
+    model = model_of("bert")
+
+    def nbytes():
+        return sum({s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in model.parameters())}.values())
+
+    before = nbytes()
+    handle = optimize(model)
+    assert nbytes() == before
+    handle.undo()
+    assert nbytes() == before
+
+
+def test_weights_may_change_and_move_and_be_saved(tmp_path):
+    model = model_of("bert")
+    batch = batch_of(model)
+    optimize(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    assert verify(model, batch).hidden_states < 1e-5
+    model.double().float()  # q, k and v lie apart now
+    assert verify(model, batch).hidden_states < 1e-5
+    model.encoder.layer[0].attention.self.key.weight.data.mul_(2)
+    assert verify(model, batch).hidden_states < 1e-5
+    model.save_pretrained(tmp_path)
+    again = transformers.BertModel.from_pretrained(tmp_path)
+    assert all(torch.equal(x, y) for x, y in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    other = copy.deepcopy(model)
+    other.encoder.layer[0].output.dense.weight.data.zero_()
+    assert verify(other, batch).hidden_states < 1e-5
+    assert (hidden(other, batch) - hidden(model, batch)).abs().max() > 1e-3
+
+
+def test_gradients_and_training_are_stocks():
+    model = model_of("bert")
+    batch, found, dropped = batch_of(model), [], []
+    for optimized in (False, True):
+        if optimized:
+            optimize(model)
+        model.zero_grad()
+        model(**batch).last_hidden_state.square().sum().backward()
+        model.train()
+        torch.manual_seed(3)
+        found.append([*(p.grad.clone() for p in model.parameters() if p.grad is not None), hidden(model, batch)])
+        model.eval()
+        model.encoder.layer[1].output.dropout.train()  # Monte Carlo dropout, of this layer alone
+        torch.manual_seed(3)
+        dropped.append(hidden(model, batch))
+        model.eval()
+    assert all(map(torch.equal, *found))
+    torch.testing.assert_close(*dropped, atol=1e-5, rtol=1e-5)
+    assert (dropped[0] - hidden(model, batch)).abs().max() > 1e-2
+
+
+def test_autocast_is_stocks():
+    model = model_of("bert")
+    batch = batch_of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = hidden(model, batch)
+        optimize(model)
+        assert torch.equal(hidden(model, batch), before)
+
+
+def test_cross_attention_and_caches_are_stocks():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True)
+    model = transformers.BertLMHeadModel(config).eval()
+    batch = batch_of(model)
+    others = {"encoder_hidden_states": torch.randn(3, 5, 32), "encoder_attention_mask": torch.ones(3, 5)}
+    runs = [lambda: model(**batch, **others).logits, lambda: model(**batch).logits]
+    runs.append(lambda: model.generate(batch["input_ids"], max_new_tokens=5, do_sample=False, pad_token_id=0).float())
+    with torch.no_grad():
+        before = [run() for run in runs]
+        assert len(optimize(model).layers) == 2
+        torch.testing.assert_close([run() for run in runs], before, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["attention.self", "attention", "attention.output", "output", "intermediate.dense"])
+def test_hooks_inside_a_layer_see_what_they_always_saw(where):
+    model = model_of("bert")
+    batch, seen = batch_of(model), []
+    hook = (
+        model.encoder.layer[0]
+        .get_submodule(where)
+        .register_forward_hook(
+            lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output)
+        )
+    )
+    hidden(model, batch)
+    optimize(model)
+    hidden(model, batch)
+    torch.testing.assert_close(seen[0], seen[1])
+    hook.remove()
+    hidden(model, batch)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "vit"])
+def test_what_goes_into_a_layer_stays_as_it_was(name):
+    """It may have been captured as a hidden state."""
+    model, inputs = model_of(name), []
+    batch = batch_of(model)
+    handle = optimize(model)
+    for layer in handle.layers.values():
+        layer.register_forward_pre_hook(lambda module, args: inputs.append((args[0], args[0].clone())))
+    hidden(model, batch)
+    assert len(inputs) == 2
+    assert all(torch.equal(x, y) for x, y in inputs)
+
+
+def test_a_module_put_in_its_place_is_used():
+    model = model_of("bert")
+    batch = batch_of(model)
+    optimize(model)
+    layer = model.encoder.layer[0]
+    layer.intermediate.dense = torch.nn.Sequential(layer.intermediate.dense, torch.nn.ReLU())  # as adapters do
+    assert verify(model, batch).hidden_states < 1e-5
+
+
+def test_a_module_that_is_not_as_known_is_left():
+    model = model_of("bert")
+    first, second = model.encoder.layer
+    first.attention.self.query = torch.nn.Sequential(first.attention.self.query)
+    second.forward = second.forward
+    with pytest.warns(UserWarning, match="no layer of BertModel was changed"):
+        handle = optimize(model)
+    assert handle.left["encoder.layer.0"] == "BertLayer (not all of its parts are nn.Linear and nn.LayerNorm)"
+    assert handle.left["encoder.layer.1"] == "BertLayer (its forward has been replaced)"
+    second.__dict__.pop("forward")
+
+
+def test_an_unknown_model_is_left_and_told():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=60, bos_token_id=1, eos_token_id=1)
+    model = transformers.GPT2Model(config).eval()
+    before = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    with pytest.warns(UserWarning, match="no layer of GPT2Model was changed: 0 layers optimized; left as they are: 2"):
+        handle = optimize(model)
+    assert handle.left["h.0.attn.c_attn"] == "GPT2Attention's Conv1D"
+    assert not handle.layers
+    assert {name: dict(m.__dict__) for name, m in model.named_modules()} == before
+
+
+def test_under_a_head_what_is_left_is_named():
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
+    handle = optimize(model)
+    assert set(handle.layers) == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
+    assert handle.left["classifier"] == "BertForSequenceClassification's Linear"
+    assert "2 layers optimized; left as they are: 3 x BertEmbeddings's Embedding, 1 x BertPooler's Linear" in str(
+        handle
+    )
+    verify(model, batch_of(model))
+
+
+def test_optimizing_twice_changes_nothing_more():
+    model = model_of("bert")
+    first = optimize(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        second = optimize(model)
+    assert not second.layers
+    first.undo()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_verify_raises_with_figures(monkeypatch):
+    model = model_of("bert")
+    batch = batch_of(model)
+    right = module_under_test.layer_norm_
+    monkeypatch.setattr(module_under_test, "layer_norm_", lambda *a, **k: right(*a, **k).mul_(1.01))
+    model.set_attn_implementation("sdpa")
+    optimize(model)
+    model.encoder.layer[0].output.train()
+    with pytest.raises(VerificationError, match=r"a difference from stock of at most 0.0001, got .*hidden_states=0.0"):
+        verify(model, batch)
+    assert model.config._attn_implementation == "sdpa"
+    assert model.encoder.layer[0].output.training
+    assert "forward" in model.encoder.layer[0].__dict__
+    monkeypatch.setattr(module_under_test, "layer_norm_", lambda *a, **k: right(*a, **k).mul_(float("nan")))
+    with pytest.raises(VerificationError, match="nan"):
+        verify(model, batch)
+
+
+@pytest.mark.parametrize("probabilities", [False, True], ids=["", "probabilities"])
+def test_peak_memory_is_half(probabilities, device):
+    """Above what is returned, of a model whose feed-forward network is its largest tensor, as BERT's is."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=60), add_pooling_layer=False)
+    model = model.to(device).eval()
+    ids = torch.randint(3, 60, (16, 64), device=device)
+    peaks = []
+    for attention in ("eager", "custom_mm"):
+        model.set_attn_implementation(attention)
+        if attention == "custom_mm":
+            optimize(model, chunk_bytes=1 << 16)
+        kept = []
+
+        def run(kept=kept):
+            kept[:] = [model(input_ids=ids, output_attentions=probabilities)]
+
+        with torch.inference_mode():
+            run()
+            kept.clear()
+            peaks.append(measure.peak_memory(run, device) - sum(x.nbytes for x in kept[0].attentions or ()))
+    assert peaks[1] <= 0.5 * peaks[0]
+
+
+def test_compiled_it_is_stock():
+    model = model_of("bert")
+    batch = batch_of(model, padded=True)
+    model.set_attn_implementation("custom_mm")
+    optimize(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(hidden(compiled, batch), hidden(model, batch), atol=1e-5, rtol=1e-5)
+
+
+def test_real_weights():
+    try:
+        encoder = Encoder.load(model_folder(), "cpu", torch.float32)
+    except ModelMissing as error:
+        pytest.skip(str(error))
+    batch = encoder.batch(["A cat sat on the mat.", "word " * 30, "x"])
+    stock = encoder.embed(batch, "eager")
+    optimize(encoder.model)
+    for probabilities in (False, True):
+        assert (encoder.embed(batch, "custom_mm", probabilities) - stock).abs().max() < 1e-4
+    assert verify(encoder.model, batch).attentions < 1e-5
+
+
+def test_families_name_what_is_there():
+    """Each family's paths lead somewhere in the installed transformers."""
+    for name in module_under_test.FAMILIES:
+        folder, layer = name.split(".")
+        module = __import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=[layer])
+        assert hasattr(module, layer)
+        assert callable(module.eager_attention_forward)
+    assert set(KNOWN) <= set(MODELS)

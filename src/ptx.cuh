@@ -17,6 +17,13 @@ __device__ inline float reciprocal_approx(float x) {
   return y;
 }
 
+// base + a * b in one instruction; of the same in C++ the compiler makes two.
+__device__ inline uint64_t add_product(uint64_t base, uint32_t a, uint32_t b) {
+  uint64_t sum;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(sum) : "r"(a), "r"(b), "l"(base));
+  return sum;
+}
+
 // The compiler forgets what it knows of a word: numbers unpacked from it are unpacked again rather than kept.
 __device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
 
@@ -27,6 +34,19 @@ __device__ inline uint4 load_once(const void* from) {
                : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
                : "l"(from));
   return w;
+}
+// A number that nobody writes meanwhile and that is used once or soon again: the first that the L1 gives up.
+template <class T>
+__device__ inline T load_first_out(const T* from) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
+  T x;
+  if constexpr (sizeof(T) == 2)
+    asm("ld.global.nc.L1::evict_first.b16 %0, [%1];" : "=h"(reinterpret_cast<uint16_t&>(x)) : "l"(from));
+  else if constexpr (sizeof(T) == 4)
+    asm("ld.global.nc.L1::evict_first.b32 %0, [%1];" : "=r"(reinterpret_cast<uint32_t&>(x)) : "l"(from));
+  else
+    asm("ld.global.nc.L1::evict_first.b64 %0, [%1];" : "=l"(reinterpret_cast<uint64_t&>(x)) : "l"(from));
+  return x;
 }
 __device__ inline void store_once(void* to, uint4 w) {
   asm volatile("st.global.L1::no_allocate.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z),

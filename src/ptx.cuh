@@ -28,6 +28,19 @@ __device__ inline uint4 load_once(const void* from) {
                : "l"(from));
   return w;
 }
+// A number that nobody writes meanwhile and that is used once or soon again: the first that the L1 gives up.
+template <class T>
+__device__ inline T load_first_out(const T* from) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
+  T x;
+  if constexpr (sizeof(T) == 2)
+    asm("ld.global.nc.L1::evict_first.b16 %0, [%1];" : "=h"(reinterpret_cast<uint16_t&>(x)) : "l"(from));
+  else if constexpr (sizeof(T) == 4)
+    asm("ld.global.nc.L1::evict_first.b32 %0, [%1];" : "=r"(reinterpret_cast<uint32_t&>(x)) : "l"(from));
+  else
+    asm("ld.global.nc.L1::evict_first.b64 %0, [%1];" : "=l"(reinterpret_cast<uint64_t&>(x)) : "l"(from));
+  return x;
+}
 __device__ inline void store_once(void* to, uint4 w) {
   asm volatile("st.global.L1::no_allocate.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z),
                "r"(w.w)

@@ -86,17 +86,50 @@ struct Args {
   bool by_column;
 };
 
+// sums += products of rows of a and b, all of them on their way at once; `one_row`: of a, which is read once.
+template <bool one_row, int V, class T, class I, class F>
+__device__ void add_products(const T* a, const T* b, const Args<T, I>& m, const I (&rows)[kTogether],
+                             const I (&columns)[kTogether], F (&sums)[kTogether]) {
+  Words<T, V> left[kTogether], right[kTogether];
+#pragma unroll
+  for (int u = 0; u < kTogether; ++u) {
+    if (u == 0 || !one_row) left[u] = load_vector<T, V>(a + rows[u] * m.a_stride);
+    right[u] = load_vector<T, V>(b + columns[u] * m.b_stride);
+  }
+#pragma unroll
+  for (int u = 0; u < kTogether; ++u) {
+    F x[V], y[V];
+    unpack(left[one_row ? 0 : u], x);
+    unpack(right[u], y);
+#pragma unroll
+    for (int v = 0; v < V; ++v) sums[u] += x[v] * y[v];
+  }
+}
+
+// The sums of kTogether products over L lanes: a lane gets that of product lane / (L / kTogether).
+template <int L, class F>
+__device__ F sum_of_lane(const F (&sums)[kTogether]) {
+  static_assert(kTogether == 4 && L >= 4);
+  constexpr unsigned kAll = 0xffffffffu;
+  const bool upper = threadIdx.x & (L / 2), odd = threadIdx.x & (L / 4);
+  const F first = (upper ? sums[2] : sums[0]) + __shfl_xor_sync(kAll, upper ? sums[0] : sums[2], L / 2);
+  const F second = (upper ? sums[3] : sums[1]) + __shfl_xor_sync(kAll, upper ? sums[1] : sums[3], L / 2);
+  return sum_of_group<L / 4>((odd ? second : first) + __shfl_xor_sync(kAll, odd ? first : second, L / 4));
+}
+
 // L lanes share a product of V columns each, n a multiple of V; kTogether products are under way at once. Equal shares
-// of the nonzeros, however long the rows are.
+// of the nonzeros, however long the rows are. With 3 blocks asked for; without, ptxas saves registers and has one
+// product on its way.
 template <class T, class I, int V, int L, bool with_selected>
-__global__ void __launch_bounds__(kSparseThreads) sddmm_kernel(const __grid_constant__ Args<T, I> m) {
+__global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
+    sddmm_kernel(const __grid_constant__ Args<T, I> m) {
   using F = arithmetic_t<T>;
   const int64_t group = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / L) + threadIdx.x / L;
   const int lane = threadIdx.x % L;
   const auto place_of = [&](int64_t p) { return m.order ? static_cast<int64_t>(m.order[p]) : p; };
   // Groups past the end stay for the shuffles: they have products of 0 columns.
   const int64_t begin = min(group * kRun, m.nonzeros), end = min(begin + kRun, m.nonzeros);
-  int64_t row = begin < end ? row_of(m.crow, m.rows, begin) : 0;
+  int64_t row = row_of_group<L>(m.crow, m.rows, min(begin, m.nonzeros - 1));
 #pragma unroll 1
   for (int64_t p = begin; p < begin + kRun; p += kTogether) {
     I rows[kTogether], columns[kTogether];
@@ -117,33 +150,24 @@ __global__ void __launch_bounds__(kSparseThreads) sddmm_kernel(const __grid_cons
         const T* const b = m.b + batch * m.b_batch;
 #pragma unroll 1
         for (int c = lane * V; c < m.n && begin < end; c += L * V) {
-          Words<T, V> left[kTogether], right[kTogether];
+          if constexpr (with_selected) {
 #pragma unroll
-          for (int u = 0; u < kTogether; ++u) {
-            left[u] = load_vector<T, V>(a + rows[u] * m.a_stride + c);
-            right[u] = load_vector<T, V>(b + columns[u] * m.b_stride + c);
-          }
-#pragma unroll
-          for (int u = 0; u < kTogether; ++u) {
-            F x[V], y[V];
-            unpack(left[u], x);
-            unpack(right[u], y);
-            bool counts = true;
-            if constexpr (with_selected) {
+            for (int u = 0; u < kTogether; ++u) {
               const int64_t at = batch * m.selected_rows + (m.by_column ? columns[u] : rows[u]);
-              counts = static_cast<int64_t>(m.selected[at * m.n + c]) == place_of(min(p + u, end - 1));
+              if (static_cast<int64_t>(m.selected[at * m.n + c]) == place_of(min(p + u, end - 1)))
+                sums[u] += static_cast<F>(a[rows[u] * m.a_stride + c]) * static_cast<F>(b[columns[u] * m.b_stride + c]);
             }
-#pragma unroll
-            for (int v = 0; v < V; ++v)
-              if (counts) sums[u] += x[v] * y[v];
+          } else if (rows[0] == rows[kTogether - 1]) {
+            add_products<true, V>(a + c, b + c, m, rows, columns, sums);
+          } else {
+            add_products<false, V>(a + c, b + c, m, rows, columns, sums);
           }
         }
       }
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        const F sum = sum_of_group<L>(sums[u]);
-        if (lane == 0 && p + u < end) m.out[(m.summed ? 0 : first) * m.nonzeros + place_of(p + u)] = T(m.alpha * sum);
-      }
+      const F sum = sum_of_lane<L>(sums);
+      const int64_t q = p + lane / (L / kTogether);
+      if (lane % (L / kTogether) == 0 && q < end)
+        m.out[(m.summed ? 0 : first) * m.nonzeros + place_of(q)] = T(m.alpha * sum);
     }
   }
 }
@@ -181,11 +205,9 @@ void run_cuda(const Call& c) {
       }
       constexpr int V = 16 / sizeof(scalar_t);
       if (!of_vectors(c.a) || !of_vectors(c.b)) return launch<1, 32, false>(m);
-      const int64_t lanes = ceil_of(m.n, V);
-      if (lanes <= 4) return launch<V, 4, false>(m);
-      if (lanes <= 8) return launch<V, 8, false>(m);
-      if (lanes <= 16) return launch<V, 16, false>(m);
-      launch<V, 32, false>(m);
+      // Few lanes: what a product takes of a warp to be summed over them costs as much as a load.
+      if (ceil_of(m.n, V) <= 4) return launch<V, 4, false>(m);
+      launch<V, 8, false>(m);
     });
   });
 }
@@ -310,7 +332,7 @@ struct SddmmFunction : torch::autograd::Function<SddmmFunction> {
     const auto product = [&](const Pattern& q, const Tensor& dense, const c10::SymInt& inner, bool selected_by_column) {
       const Tensor one = SpmmOp::call(q.crow, q.col, grads[0], dense.to(grads[0].scalar_type()), inner, "sum", alpha,
                                       none_or_tensor(q.order), none_or_tensor(q.t_crow), none_or_tensor(q.t_col),
-                                      none_or_tensor(q.t_order), none_or_tensor(saved[8]), selected_by_column);
+                                      none_or_tensor(q.t_order), none_or_tensor(saved[8]), selected_by_column, -1);
       auto shape = ctx->saved_data["lead"].toSymIntVector();
       shape.push_back(one.sym_size(-2));
       shape.push_back(one.sym_size(-1));

@@ -26,17 +26,31 @@ __device__ int64_t row_of(const I* crow, int64_t rows, int64_t p) {
   return low;
 }
 
+// The same for each group of L lanes, in steps of L: all lanes of a warp come here together.
+template <int L, class I>
+__device__ int64_t row_of_group(const I* crow, int64_t rows, int64_t p) {
+  const int lane = threadIdx.x % L, shift = threadIdx.x % 32 / L * L;
+  int64_t low = 0;
+  for (int64_t span = rows; span > 1;) {  // the row is in [low, low + span)
+    const int64_t step = (span + L - 1) / L, probe = low + lane * step;
+    const bool begun = lane == 0 || (lane * step < span && probe < rows && static_cast<int64_t>(crow[probe]) <= p);
+    const unsigned votes = __ballot_sync(0xffffffffu, begun) >> shift;
+    low += (__popc(L == 32 ? votes : votes & ((1u << L % 32) - 1)) - 1) * step;
+    span = step;
+  }
+  return low;
+}
+
 // V numbers, 16 bytes of them at an address that is a multiple of 16, or one. Read again by other rows: the caches keep
 // it.
 template <class T, int V>
 __device__ Words<T, V> load_vector(const T* from) {
-  if constexpr (V == 1) {
-    return load_once<T, 1>(from);
-  } else {
-    Words<T, V> words;
-    load_constant<16>(from, words.at);
-    return words;
-  }
+  Words<T, V> words;
+  if constexpr (V * sizeof(T) == 2)
+    words.at[0] = __ldg(reinterpret_cast<const unsigned short*>(from));
+  else
+    load_constant<V * sizeof(T)>(from, words.at);
+  return words;
 }
 template <class T, int V, class F>
 __device__ void store_vector(T* to, const F (&numbers)[V]) {

@@ -23,7 +23,7 @@ MATMULS_OPERATOR(CsrTransposeOp, "custom_mm::csr_transpose", "",
 MATMULS_OPERATOR(SpmmOp, "custom_mm::csr_spmm", "",
                  at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,
                             std::string_view, double, const OptionalTensor&, const OptionalTensor&,
-                            const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool));
+                            const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool, int64_t));
 MATMULS_OPERATOR(SddmmOp, "custom_mm::csr_sddmm", "",
                  at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,
                             double, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,

@@ -2,8 +2,8 @@
 //
 // reduce: sum, mean (over a row's nonzeros), max or min; an empty row gives 0. With `selected`, [..., rows, n] indices
 // of values, a nonzero counts only in the columns where its own row (or its column's, by_column) selected its value:
-// the gradients of max and min. Accumulation in float32, float64 for float64, in an order that depends on the shapes
-// alone.
+// the gradients of max and min. `longest`, where known, spares work for rows longer than that. Accumulation in float32,
+// float64 for float64, in an order that depends on the shapes alone.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -41,6 +41,7 @@ struct Call {
   Tensor arg;       // written where defined: max and min alone, [batch, rows, n]
   Tensor selected;  // read where defined, [batch, rows or columns, n]
   bool by_column;
+  int64_t longest;  // row in nonzeros, a hint; -1: not known
 };
 
 c10::SymDimVector check(const Pattern& p, const Tensor& values, const Tensor& dense, const c10::SymInt& columns,
@@ -81,7 +82,7 @@ int64_t product_of(at::IntArrayRef sizes) {
 // Runs over `out`, or over a copy of it where its rows are not contiguous.
 template <void run(const Call&)>
 void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Reduce reduce, double alpha, double beta,
-               const Tensor& arg, const Tensor& selected, bool by_column, const Tensor& out) {
+               const Tensor& arg, const Tensor& selected, bool by_column, int64_t longest, const Tensor& out) {
   if (out.numel() == 0) return;
   const auto lead = out.sizes().slice(0, out.dim() - 2);
   const int64_t batch = product_of(lead), rows = out.size(-2), n = out.size(-1);
@@ -96,7 +97,7 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
   }
   run({contiguous(p), with_contiguous_rows(as_batch(values, lead, batch, 1)), with_contiguous_rows(flat(dense)), over,
        reduce, alpha, beta, arg.defined() ? arg.view({batch, rows, n}) : arg,
-       selected.defined() ? flat(selected).contiguous() : selected, by_column});
+       selected.defined() ? flat(selected).contiguous() : selected, by_column, longest});
   if (!target.is_same(out)) out.copy_(target);
 }
 
@@ -112,19 +113,16 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
 namespace matmuls {
 namespace {
 
-// A row of up to 2 * slot nonzeros has a group of lanes to itself. The longer ones are cut where multiples of `slot`
-// nonzeros end, each piece has a group, their sums wait in a workspace, and one group adds them in order. Pieces are as
-// short as the workspace allows: what a group does one nonzero after another is what the others wait for.
-struct SlotConfig {
-  static constexpr int64_t kShortest = 64, kMost = 16384, kBytes = 32 << 20;
-  int64_t slot, slots;
-};
-
-SlotConfig slots_of(int64_t nonzeros, int64_t n, int64_t batch, int64_t size) {
-  const int64_t fit = std::clamp<int64_t>(SlotConfig::kBytes / (2 * n * batch * size), 64, SlotConfig::kMost);
-  const int64_t slot = std::max(SlotConfig::kShortest, ceil_of(nonzeros, fit));
-  return {slot, ceil_of(nonzeros, slot)};
-}
+// What a device is tuned by; an H200 in mind.
+constexpr int64_t kWarpsAtOnce = 32;        // of a multiprocessor
+constexpr int64_t kGroupNonzeros = 32;      // neighbouring rows of about so many together are one group's
+constexpr int64_t kMostRows = 8;            // that a group has, at most as many as it has lanes
+constexpr int64_t kShortestPiece = 64;      // nonzeros; rows of up to twice as many are never cut
+constexpr int64_t kMostSlots = 16384;       // that rows are cut at
+constexpr int64_t kWorkspace = 32 << 20;    // bytes that sums of pieces may take, about
+constexpr int64_t kReuse = 6;               // reads of a dense row, on average, that make narrow slices pay
+constexpr int64_t kL2Bytes = 32 << 20;      // of a dense side that stays in the L2
+constexpr int64_t kNarrowWarpsAtOnce = 12;  // of a multiprocessor, with two vectors a lane; else one vector a lane
 
 template <class T, class I>
 struct Args {
@@ -134,109 +132,198 @@ struct Args {
   int64_t rows, nonzeros;
   int n;
   int64_t values_batch, dense_batch, out_batch, dense_stride, out_stride;
-  int64_t slot, slots, batches;
-  int64_t piece_blocks;  // of the grid, before those for rows
+  uint32_t dense_row_bytes;  // dense_stride in bytes
+  int64_t batches;
   arithmetic_t<T> alpha, beta;
   bool mean;
+  // The grid of spmm_kernel: `blocks` blocks, those for pieces before those for rows, for each slice of the columns.
+  unsigned blocks, piece_blocks, slices;
+  int rows_each;  // of a group
+  bool slices_first;
+  // Rows longer than 2 * slot are cut where multiples of slot nonzeros end; without slots none is.
+  int64_t slot, slots;
   arithmetic_t<T>* partial;  // [batch, slots, 2, n]
   int64_t* begins;           // [slots]: the long row that begins in a slot, or -1
 
-  __device__ bool is_long(int64_t row) const { return static_cast<int64_t>(crow[row + 1] - crow[row]) > 2 * slot; }
-  __device__ arithmetic_t<T> scale(int64_t row) const {
-    const int64_t length = crow[row + 1] - crow[row];
+  __device__ bool is_long(int64_t length) const { return slots > 0 && length > 2 * slot; }
+  __device__ arithmetic_t<T> scale(int64_t length) const {
     return mean && length > 0 ? alpha / static_cast<arithmetic_t<T>>(length) : alpha;
   }
 };
 
-// Nonzeros of one row: all of a short one, or the piece of a long one that lies in a slot.
-struct Piece {
-  int64_t row, begin, end;
-  int64_t kept;  // where in the workspace its sums wait; -1: they are the row's result
+// What a group of lanes sums: neighbouring rows, lane i knows the nonzeros of row first + i; or a piece of a long row,
+// whose sums wait in the workspace at `first`.
+template <class F, class I>
+struct Rows {
+  int64_t first;
+  I begin;
+  int length;  // -1: not this group's to write
+  F scale;
 };
 
-// A long row is longer than a slot: one may end in a slot or pass through it (part 0), and one may begin (part 1).
-template <class T, class I>
-__device__ Piece piece_in_slot(const Args<T, I>& m, int64_t slot, int part, bool writes_begins) {
-  const int64_t begin = slot * m.slot, end = min(begin + m.slot, m.nonzeros);
-  const int64_t first = row_of(m.crow, m.rows, begin), last = row_of(m.crow, m.rows, end - 1);
-  const bool ends = m.is_long(first), begins = last != first && m.is_long(last);
-  if (writes_begins && part == 1) m.begins[slot] = begins ? last : ends && m.crow[first] == begin ? first : -1;
-  if (part == 0)
-    return {first, begin, ends ? min(end, static_cast<int64_t>(m.crow[first + 1])) : begin, ends ? 2 * slot : -2};
-  return {last, begins ? static_cast<int64_t>(m.crow[last]) : end, end, begins ? 2 * slot + 1 : -2};
+template <int L, class T, class I>
+__device__ Rows<arithmetic_t<T>, I> rows_of_group(const Args<T, I>& m, int64_t group) {
+  const int64_t first = group * m.rows_each, row = first + threadIdx.x % L;
+  Rows<arithmetic_t<T>, I> mine{first, 0, -1, m.alpha};
+  if (static_cast<int>(threadIdx.x % L) >= m.rows_each || row >= m.rows) return mine;
+  mine.begin = m.crow[row];
+  const int64_t length = m.crow[row + 1] - mine.begin;
+  if (m.is_long(length)) return mine;
+  mine.length = static_cast<int>(length);
+  mine.scale = m.scale(length);
+  return mine;
 }
 
-// Blocks for the pieces of long rows first, since they take longest, then blocks for the rows. L lanes share a piece,
-// each with R vectors of V columns; U nonzeros are under way at once. n is a multiple of V.
-template <class T, class I, int V, int L, int R, int U>
-__global__ void __launch_bounds__(kSparseThreads) spmm_kernel(const __grid_constant__ Args<T, I> m) {
+// A long row is longer than a slot: one may have begun before a slot (part 0), and one may begin in it (part 1). All
+// lanes of a warp come here.
+template <int L, class T, class I>
+__device__ Rows<arithmetic_t<T>, I> piece_of_group(const Args<T, I>& m, int64_t item, bool writes_begins) {
+  const bool exists = item < 2 * m.slots;
+  const int64_t slot = exists ? item / 2 : 0, part = item % 2;
+  const int64_t begin = slot * m.slot, end = min(begin + m.slot, m.nonzeros);
+  const int64_t row = row_of_group<L>(m.crow, m.rows, part == 0 ? begin : end - 1);
+  const int64_t row_begin = m.crow[row], row_end = m.crow[row + 1];
+  const bool is_long = m.is_long(row_end - row_begin), begins = row_begin >= begin;
+  if (writes_begins && exists && part == 1) m.begins[slot] = is_long && begins ? row : -1;
+  Rows<arithmetic_t<T>, I> piece{item, 0, -1, 1};
+  if (!exists || !is_long || begins != (part == 1)) return piece;
+  piece.begin = static_cast<I>(max(begin, row_begin));
+  piece.length = static_cast<int>(min(end, row_end) - piece.begin);
+  return piece;
+}
+
+template <class F>
+struct Entry {
+  uint32_t column;
+  F value;
+};
+
+// The nonzero that a lane reads for its group: `left` of them from p on.
+template <int L, class T, class I>
+__device__ Entry<arithmetic_t<T>> entry_of_lane(const Args<T, I>& m, const T* values, I p, int left) {
+  const int lane = threadIdx.x % L;
+  if (lane >= left) return {0, 0};
+  const I at = m.order ? ptx::load_first_out(m.order + p + lane) : p + lane;
+  return {static_cast<uint32_t>(ptx::load_first_out(m.col + p + lane)),
+          static_cast<arithmetic_t<T>>(ptx::load_first_out(values + at))};
+}
+
+constexpr unsigned kWarp = 0xffffffffu;
+
+// sums += U of the group's entries times their dense rows, all on their way at once. `whole`: `left` is not less than
+// U.
+template <bool whole, int L, int U, class T, int V, int R, class F>
+__device__ void add(const Entry<F>& entry, int from, int left, const T* dense, uint32_t row_bytes, F (&sums)[R][V]) {
+  Words<T, V> words[U][R];
+  F value[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    const uint32_t column = __shfl_sync(kWarp, entry.column, from + u, L);
+    value[u] = __shfl_sync(kWarp, entry.value, from + u, L);
+    // Unsigned on purpose: of signed numbers, or of mad.wide as it stands, ptxas makes more instructions.
+    const auto* const row =
+        reinterpret_cast<const T*>(reinterpret_cast<const char*>(dense) + static_cast<uint64_t>(column) * row_bytes);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if constexpr (!whole) words[u][r] = {};  // past the end 0 * 0 is added
+      if (whole || u < left) words[u][r] = load_vector<T, V>(row + r * L * V);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      F numbers[V];
+      unpack(words[u][r], numbers);
+#pragma unroll
+      for (int v = 0; v < V; ++v) sums[r][v] += value[u] * numbers[v];
+    }
+  }
+}
+
+// sums += those of a block of up to L entries that have `left` nonzeros of a row, maybe more, before them.
+template <int L, int U, class T, int V, int R, class F>
+__device__ void add_block(const Entry<F>& entry, int left, const T* dense, uint32_t row_bytes, F (&sums)[R][V]) {
+#pragma unroll(L <= 2 * U ? L / U : 1)
+  for (int j = 0; j < L; j += U) {
+    if (!__any_sync(kWarp, j < left)) break;
+    if (__all_sync(kWarp, j + U <= left))
+      add<true, L, U>(entry, j, left - j, dense, row_bytes, sums);
+    else
+      add<false, L, U>(entry, j, left - j, dense, row_bytes, sums);
+  }
+}
+
+template <int L, class T, int V, int R, class F>
+__device__ void write_row(T* out, F scale, F beta, F (&sums)[R][V]) {
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) sums[r][v] *= scale;
+    if (beta != 0) {
+      F old[V];
+      unpack(load_vector<T, V>(out + r * L * V), old);
+#pragma unroll
+      for (int v = 0; v < V; ++v) sums[r][v] += beta * old[v];
+    }
+    store_vector(out + r * L * V, sums[r]);
+  }
+}
+
+template <int L, int V, int R, class F>
+__device__ void keep_piece(F* kept, const F (&sums)[R][V]) {
+#pragma unroll
+  for (int r = 0; r < R; ++r)
+#pragma unroll
+    for (int v = 0; v < V; ++v) kept[r * L * V + v] = sums[r][v];
+}
+
+// Blocks for the pieces of long rows come first, since they take longest. L lanes, a group, share a row; each has R
+// vectors of V columns of a slice; n is a multiple of V, with R > 1 of a slice. The groups of a warp go from row to row
+// together: every shuffle is of the whole warp. While a block of up to L entries is multiplied, the next is on its way.
+// Without kBlocks ptxas saves registers where it should not: it has one dense row at a time on its way.
+template <class T, class I, int V, int L, int R, int U, int kBlocks>
+__global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_kernel(const __grid_constant__ Args<T, I> m) {
   using F = arithmetic_t<T>;
   constexpr int kGroups = kSparseThreads / L;
-  const int c = static_cast<int>(blockIdx.y) * (L * V * R) + threadIdx.x % L * V;
-  if (c >= m.n) return;
-  Piece piece;
-  if (blockIdx.x < m.piece_blocks) {
-    const int64_t item = static_cast<int64_t>(blockIdx.x) * kGroups + threadIdx.x / L;
-    if (item >= 2 * m.slots) return;
-    piece = piece_in_slot(m, item / 2, static_cast<int>(item % 2), c == 0 && blockIdx.z == 0);
-    if (piece.kept == -2) return;
-  } else {
-    piece.row = (blockIdx.x - m.piece_blocks) * kGroups + threadIdx.x / L;
-    if (piece.row >= m.rows) return;
-    piece.begin = m.crow[piece.row], piece.end = m.crow[piece.row + 1], piece.kept = -1;
-    if (m.slots > 0 && piece.end - piece.begin > 2 * m.slot) return;
-  }
+  const unsigned slice = m.slices_first ? blockIdx.x % m.slices : blockIdx.x / m.blocks;
+  const unsigned block = m.slices_first ? blockIdx.x / m.slices : blockIdx.x % m.blocks;
+  const bool pieces = block < m.piece_blocks;
+  const int own = static_cast<int>(slice) * (L * V * R) + threadIdx.x % L * V;
+  const int c = min(own, m.n - V);  // lanes past the last column read it again: the shuffles need them
+  const int64_t group = static_cast<int64_t>(pieces ? block : block - m.piece_blocks) * kGroups + threadIdx.x / L;
+  const Rows<F, I> mine =
+      pieces ? piece_of_group<L>(m, group, own == 0 && blockIdx.z == 0) : rows_of_group<L>(m, group);
+  const int count = pieces ? 1 : m.rows_each;
 #pragma unroll 1
   for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
     const T* const values = m.values + batch * m.values_batch;
     const T* const dense = m.dense + batch * m.dense_batch + c;
-    F sums[R][V] = {};
+    I p = __shfl_sync(kWarp, mine.begin, 0, L);
+    int length = __shfl_sync(kWarp, mine.length, 0, L);
+    Entry<F> entry = entry_of_lane<L>(m, values, p, length);
 #pragma unroll 1
-    for (int64_t p = piece.begin; p < piece.end; p += U) {
-      Words<T, V> words[U][R];
-      T value[U];
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        value[u] = T(0);
-        if (p + u < piece.end) value[u] = values[m.order ? static_cast<int64_t>(m.order[p + u]) : p + u];
-        const T* const row = p + u < piece.end ? dense + m.col[p + u] * m.dense_stride : dense;
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-          words[u][r] = {};
-          if (p + u < piece.end && (r == 0 || c + r * L * V < m.n)) words[u][r] = load_vector<T, V>(row + r * L * V);
-        }
+    for (int k = 0; k < count; ++k) {
+      const I next_begin = __shfl_sync(kWarp, mine.begin, k + 1, L);
+      const int next_lane_length = __shfl_sync(kWarp, mine.length, k + 1, L);
+      const int next_length = k + 1 < count ? next_lane_length : 0;
+      F sums[R][V] = {};
+      bool more = true;
+#pragma unroll 1
+      for (int left = length; more; left -= L, p += L) {
+        more = __any_sync(kWarp, left > L);
+        const Entry<F> next = entry_of_lane<L>(m, values, more ? p + L : next_begin, more ? left - L : next_length);
+        add_block<L, U>(entry, left, dense, m.dense_row_bytes, sums);
+        entry = next;
       }
-#pragma unroll
-      for (int u = 0; u < U; ++u) {  // past the end 0 * 0 is added
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-          F numbers[V];
-          unpack(words[u][r], numbers);
-#pragma unroll
-          for (int v = 0; v < V; ++v) sums[r][v] += static_cast<F>(value[u]) * numbers[v];
-        }
+      const F scale = __shfl_sync(kWarp, mine.scale, k, L);
+      if (own < m.n && length >= 0) {
+        if (pieces)
+          keep_piece<L>(m.partial + (batch * m.slots * 2 + mine.first) * m.n + own, sums);
+        else
+          write_row<L>(m.out + batch * m.out_batch + (mine.first + k) * m.out_stride + own, scale, m.beta, sums);
       }
-    }
-    const F scale = piece.kept < 0 ? m.scale(piece.row) : F(1);
-    T* const out = m.out + batch * m.out_batch + piece.row * m.out_stride + c;
-    F* const kept = m.partial + (batch * m.slots * 2 + piece.kept) * m.n + c;
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      if (r > 0 && c + r * L * V >= m.n) break;
-      if (piece.kept >= 0) {
-#pragma unroll
-        for (int v = 0; v < V; ++v) kept[r * L * V + v] = sums[r][v];
-        continue;
-      }
-#pragma unroll
-      for (int v = 0; v < V; ++v) sums[r][v] *= scale;
-      if (m.beta != 0) {
-        F old[V];
-        unpack(load_vector<T, V>(out + r * L * V), old);
-#pragma unroll
-        for (int v = 0; v < V; ++v) sums[r][v] += m.beta * old[v];
-      }
-      store_vector(out + r * L * V, sums[r]);
+      p = next_begin, length = next_length;
     }
   }
 }
@@ -249,14 +336,13 @@ __global__ void __launch_bounds__(kSparseThreads) spmm_long_rows_kernel(const __
   if (slot >= m.slots) return;
   const int64_t row = m.begins[slot];
   if (row < 0) return;
-  const int64_t last = (static_cast<int64_t>(m.crow[row + 1]) - 1) / m.slot;
-  const int part = m.crow[row] == slot * m.slot ? 0 : 1;
-  const F scale = m.scale(row);
+  const int64_t row_end = m.crow[row + 1], last = (row_end - 1) / m.slot;
+  const F scale = m.scale(row_end - static_cast<int64_t>(m.crow[row]));
   for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
     T* const out = m.out + batch * m.out_batch + row * m.out_stride;
     const F* const partial = m.partial + batch * m.slots * 2 * m.n;
     for (int64_t c = blockIdx.y * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
-      F sum = partial[(slot * 2 + part) * m.n + c];
+      F sum = partial[(slot * 2 + 1) * m.n + c];
 #pragma unroll 4
       for (int64_t s = slot + 1; s <= last; ++s) sum += partial[s * 2 * m.n + c];
       out[c] = T(m.beta != 0 ? scale * sum + m.beta * static_cast<F>(out[c]) : scale * sum);
@@ -321,87 +407,166 @@ dim3 grid_of(int64_t blocks, int64_t tiles, int64_t batches) {
               static_cast<unsigned>(std::min<int64_t>(batches, 65535)));
 }
 
+// How a group works: L lanes, R vectors a lane.
+struct Split {
+  int lanes, vectors;
+};
+
+// Where dense rows are read often, slices of 128 or 256 bytes: a multiprocessor's L1 keeps more of them, and the L2
+// perhaps all. Else as much of a row as a warp takes: the nonzeros are read once.
+Split split_of(int64_t n, int64_t v, int64_t dense_rows, const Pattern& p, int64_t sms) {
+  const int64_t vectors = ceil_of(n, v);
+  if (v == 1) return {n <= 4 ? 4 : n <= 8 ? 8 : 32, 1};
+  if (vectors <= 4) return {4, 1};
+  if (vectors <= 8) return {8, 1};
+  if (p.nonzeros() < kReuse * dense_rows) return {vectors <= 16 ? 16 : 32, 1};
+  const bool fills = p.rows() * (vectors / 16) / 4 >= kNarrowWarpsAtOnce * sms;
+  return {8, vectors % 16 == 0 && fills && dense_rows * 256 <= kL2Bytes ? 2 : 1};
+}
+
+// The grid of spmm_kernel with slices of `columns`; neighbouring rows for a group as long as the GPU stays full.
+template <class T, class I>
+void set_grid(Args<T, I>& m, const Split& split, int64_t columns, int64_t groups_at_once, bool in_cache) {
+  const int64_t slices = ceil_of(m.n, columns), groups = m.rows * slices * m.batches;
+  int64_t rows = 1;
+  while (rows < std::min<int64_t>(kMostRows, split.lanes) && 2 * rows * m.nonzeros <= kGroupNonzeros * m.rows &&
+         groups / (2 * rows) >= 2 * groups_at_once)
+    rows *= 2;
+  m.rows_each = static_cast<int>(rows);
+  // The same slice comes to a multiprocessor again and again; or it is done before the next, which takes its place in
+  // the L2.
+  m.slices_first = in_cache;
+  const int64_t in_block = kSparseThreads / split.lanes;
+  const int64_t pieces = ceil_of(2 * m.slots, in_block), blocks = pieces + ceil_of(m.rows, in_block * rows);
+  TORCH_CHECK(blocks * slices <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of rows, got ", blocks * slices);
+  m.piece_blocks = static_cast<unsigned>(pieces), m.blocks = static_cast<unsigned>(blocks);
+  m.slices = static_cast<unsigned>(slices);
+}
+
+// A row is cut where it would take one group longer than all groups take for the rest: pieces of that share, but not
+// more of them than the workspace holds.
+template <class T, class I>
+void set_slots(Args<T, I>& m, int64_t columns, int64_t groups_at_once, int64_t longest) {
+  const int64_t share = ceil_of(m.nonzeros * m.batches * ceil_of(m.n, columns), groups_at_once);
+  const int64_t bytes = 2 * m.batches * m.n * static_cast<int64_t>(sizeof(arithmetic_t<T>));
+  const int64_t fit = std::clamp<int64_t>(kWorkspace / bytes, 64, kMostSlots);
+  m.slot = std::min<int64_t>(std::max({kShortestPiece, share, ceil_of(m.nonzeros, fit)}), INT32_MAX / 2);
+  const bool may_be_long = m.nonzeros > INT32_MAX || (longest < 0 || longest > 2 * m.slot);
+  m.slots = may_be_long && m.nonzeros > 2 * m.slot ? ceil_of(m.nonzeros, m.slot) : 0;
+}
+
 template <int V, int L, int R, int U, class T, class I>
-void launch(Args<T, I> m) {
-  constexpr int64_t kGroups = kSparseThreads / L;
-  m.piece_blocks = ceil_of(2 * m.slots, kGroups);
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  const dim3 grid = grid_of(m.piece_blocks + ceil_of(m.rows, kGroups), ceil_of(m.n, L * V * R), m.batches);
-  spmm_kernel<T, I, V, L, R, U><<<grid, kSparseThreads, 0, stream>>>(m);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  if (m.slots == 0) return;
-  const dim3 rest = grid_of(ceil_of(m.slots, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 64), m.batches);
-  spmm_long_rows_kernel<T, I><<<rest, kSparseThreads, 0, stream>>>(m);
+void launch(const Args<T, I>& m) {
+  constexpr int kBlocks = U * R * Words<T, V>::kCount < 32 ? 4 : 3;  // 64 registers, or 80
+  const dim3 grid = grid_of(static_cast<int64_t>(m.blocks) * m.slices, 1, m.batches);
+  spmm_kernel<T, I, V, L, R, U, kBlocks><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// As many lanes as a row of the dense side has vectors, up to a warp; two vectors a lane beyond. Where rows are long
-// twice as many nonzeros are under way.
 template <class T, class I>
-void launch_sum(const Args<T, I>& m, bool vectors) {
+void launch_long_rows(const Args<T, I>& m) {
+  const dim3 grid = grid_of(ceil_of(m.slots, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 64), m.batches);
+  spmm_long_rows_kernel<T, I><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <class T, class I>
+void launch_split(const Args<T, I>& m, const Split& split, bool vectors) {
   constexpr int V = 16 / sizeof(T);
-  const int64_t lanes = ceil_of(m.n, V);
-  const bool long_rows = m.nonzeros >= 16 * m.rows;
-  const auto with = [&](auto l) {
-    constexpr int L = decltype(l)::value;
-    long_rows ? launch<V, L, 1, 8>(m) : launch<V, L, 1, 4>(m);
-  };
-  if (!vectors) return launch<1, 32, 1, 8>(m);
-  if (lanes <= 4) return with(std::integral_constant<int, 4>{});
-  if (lanes <= 8) return with(std::integral_constant<int, 8>{});
-  if (lanes <= 16) return with(std::integral_constant<int, 16>{});
-  if (lanes <= 32) return with(std::integral_constant<int, 32>{});
-  launch<V, 32, 2, 4>(m);
+  if (!vectors) {
+    if (split.lanes == 4) return launch<1, 4, 1, 4>(m);
+    if (split.lanes == 8) return launch<1, 8, 1, 8>(m);
+    return launch<1, 32, 1, 8>(m);
+  }
+  if (split.vectors == 2) return launch<V, 8, 2, 4>(m);
+  if (split.lanes == 4) return launch<V, 4, 1, 4>(m);
+  if (split.lanes == 8) return launch<V, 8, 1, 8>(m);
+  if (split.lanes == 16) return launch<V, 16, 1, 8>(m);
+  launch<V, 32, 1, 8>(m);
+}
+
+template <class T, class I>
+void sum_cuda(const Call& c, Args<T, I>& m) {
+  using F = arithmetic_t<T>;
+  if (m.dense_stride * sizeof(T) > UINT32_MAX) {
+    Call packed = c;
+    packed.dense = c.dense.contiguous();
+    m.dense = packed.dense.template const_data_ptr<T>();
+    m.dense_batch = packed.dense.stride(0), m.dense_stride = packed.dense.stride(1);
+    TORCH_CHECK(m.dense_stride * sizeof(T) <= UINT32_MAX, kOp, ": expected rows of dense below 4 GiB, got ", m.n,
+                " columns");
+    return sum_cuda(packed, m);
+  }
+  TORCH_CHECK(c.dense.size(1) <= UINT32_MAX, kOp, ": expected a sparse matrix of at most 2^32 - 1 columns, got ",
+              c.dense.size(1));
+  m.dense_row_bytes = static_cast<uint32_t>(m.dense_stride * sizeof(T));
+  const bool vectors = of_vectors(c.dense) && of_vectors(c.out);
+  const int64_t v = vectors ? 16 / sizeof(T) : 1;
+  const int64_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const Split split = split_of(m.n, v, c.dense.size(1), c.pattern, sms);
+  const int64_t columns = split.lanes * split.vectors * v, groups_at_once = sms * kWarpsAtOnce * 32 / split.lanes;
+  set_slots(m, columns, groups_at_once, c.longest);
+  const bool in_cache = c.dense.numel() * static_cast<int64_t>(sizeof(T)) <= kL2Bytes;
+  set_grid(m, split, columns, groups_at_once, in_cache || split.lanes > 8);
+  if (m.slots == 0) return launch_split(m, split, vectors);
+  const Tensor partial =
+      at::empty({m.batches, m.slots, 2, m.n}, c.dense.options().dtype(c10::CppTypeToScalarType<F>::value));
+  const Tensor begins = at::empty({m.slots}, c.dense.options().dtype(at::kLong));
+  m.partial = partial.template mutable_data_ptr<F>();
+  m.begins = begins.mutable_data_ptr<int64_t>();
+  launch_split(m, split, vectors);
+  launch_long_rows(m);
+}
+
+template <class T, class I>
+Args<T, I> args_of(const Call& c) {
+  using F = arithmetic_t<T>;
+  TORCH_CHECK(c.out.size(2) <= INT32_MAX, kOp, ": expected at most 2^31 - 1 columns, got ", c.out.size(2));
+  Args<T, I> m{};
+  m.crow = c.pattern.crow.const_data_ptr<I>();
+  m.col = c.pattern.col.const_data_ptr<I>();
+  m.order = indices_or_null<I>(c.pattern.order);
+  m.values = c.values.const_data_ptr<T>();
+  m.dense = c.dense.const_data_ptr<T>();
+  m.out = c.out.mutable_data_ptr<T>();
+  m.rows = c.pattern.rows(), m.nonzeros = c.pattern.nonzeros();
+  m.n = static_cast<int>(c.out.size(2));
+  m.values_batch = c.values.stride(0), m.dense_batch = c.dense.stride(0), m.out_batch = c.out.stride(0);
+  m.dense_stride = c.dense.stride(1), m.out_stride = c.out.stride(1);
+  m.batches = c.out.size(0);
+  m.alpha = static_cast<F>(c.alpha), m.beta = static_cast<F>(c.beta);
+  m.mean = c.reduce == Reduce::mean;
+  return m;
+}
+
+template <class T, class I>
+void launch_extremum(const Args<T, I>& m, const Call& c, const dim3& grid) {
+  I* const arg = c.arg.defined() ? c.arg.mutable_data_ptr<I>() : nullptr;
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if (c.reduce == Reduce::max)
+    extremum_kernel<T, I, true><<<grid, kSparseThreads, 0, stream>>>(m, arg);
+  else
+    extremum_kernel<T, I, false><<<grid, kSparseThreads, 0, stream>>>(m, arg);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <class T, class I>
+void launch_selected(const Args<T, I>& m, const Call& c, const dim3& grid) {
+  selected_kernel<T, I><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      m, c.selected.const_data_ptr<I>(), c.selected.size(1), c.by_column);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void run_cuda(const Call& c) {
   const OperationGuard guard(kOp, c.dense);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.dense.scalar_type(), kOp, [&] {
-    using F = arithmetic_t<scalar_t>;
     AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
-      Args<scalar_t, index_t> m{};
-      m.crow = c.pattern.crow.const_data_ptr<index_t>();
-      m.col = c.pattern.col.const_data_ptr<index_t>();
-      m.order = indices_or_null<index_t>(c.pattern.order);
-      m.values = c.values.const_data_ptr<scalar_t>();
-      m.dense = c.dense.const_data_ptr<scalar_t>();
-      m.out = c.out.mutable_data_ptr<scalar_t>();
-      m.rows = c.pattern.rows(), m.nonzeros = c.pattern.nonzeros();
-      TORCH_CHECK(c.out.size(2) <= INT32_MAX, kOp, ": expected at most 2^31 - 1 columns, got ", c.out.size(2));
-      m.n = static_cast<int>(c.out.size(2));
-      m.values_batch = c.values.stride(0), m.dense_batch = c.dense.stride(0), m.out_batch = c.out.stride(0);
-      m.dense_stride = c.dense.stride(1), m.out_stride = c.out.stride(1);
-      m.batches = c.out.size(0);
-      m.alpha = static_cast<F>(c.alpha), m.beta = static_cast<F>(c.beta);
-      m.mean = c.reduce == Reduce::mean;
-      const auto stream = c10::cuda::getCurrentCUDAStream();
+      auto m = args_of<scalar_t, index_t>(c);
+      const bool extremum = c.reduce == Reduce::max || c.reduce == Reduce::min;
+      if (!c.selected.defined() && !extremum) return sum_cuda(c, m);
       const dim3 warps =
           grid_of(ceil_of(m.rows, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 1024), m.batches);
-      if (c.selected.defined()) {
-        selected_kernel<scalar_t, index_t><<<warps, kSparseThreads, 0, stream>>>(
-            m, c.selected.const_data_ptr<index_t>(), c.selected.size(1), c.by_column);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
-        return;
-      }
-      if (c.reduce == Reduce::max || c.reduce == Reduce::min) {
-        index_t* const arg = c.arg.defined() ? c.arg.mutable_data_ptr<index_t>() : nullptr;
-        if (c.reduce == Reduce::max)
-          extremum_kernel<scalar_t, index_t, true><<<warps, kSparseThreads, 0, stream>>>(m, arg);
-        else
-          extremum_kernel<scalar_t, index_t, false><<<warps, kSparseThreads, 0, stream>>>(m, arg);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
-        return;
-      }
-      Tensor partial, begins;
-      if (m.nonzeros > 2 * SlotConfig::kShortest) {  // else no row is long
-        const auto config = slots_of(m.nonzeros, m.n, m.batches, sizeof(F));
-        m.slot = config.slot, m.slots = config.slots;
-        partial = at::empty({m.batches, m.slots, 2, m.n}, c.dense.options().dtype(c10::CppTypeToScalarType<F>::value));
-        begins = at::empty({m.slots}, c.dense.options().dtype(at::kLong));
-        m.partial = partial.template mutable_data_ptr<F>();
-        m.begins = begins.mutable_data_ptr<int64_t>();
-      }
-      launch_sum(m, of_vectors(c.dense) && of_vectors(c.out));
+      c.selected.defined() ? launch_selected(m, c, warps) : launch_extremum(m, c, warps);
     });
   });
 }
@@ -538,7 +703,7 @@ void run_cpu(const Call& c) {
 
 MATMULS_OPERATOR(SpmmOutOp, "custom_mm::csr_spmm", "out",
                  void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, std::string_view, double,
-                      const OptionalTensor&, double, Tensor));
+                      const OptionalTensor&, double, int64_t, Tensor));
 MATMULS_OPERATOR(SpmmArgOp, "custom_mm::csr_spmm_arg", "",
                  std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
                                             std::string_view, const OptionalTensor&, const OptionalTensor&,
@@ -548,14 +713,14 @@ template <void run(const Call&)>
 Tensor spmm(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
             std::string_view reduce, double alpha, const OptionalTensor& order, const OptionalTensor& t_crow,
             const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& maybe_selected,
-            bool by_column) {
+            bool by_column, int64_t longest) {
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   const Tensor selected = tensor_or_none(maybe_selected);
   const Reduce how = reduce_of(reduce);
   TORCH_CHECK_VALUE(!selected.defined() || how == Reduce::sum, kOp, ": expected reduce sum beside selected, got ",
                     reduce);
   Tensor out = at::empty_symint(check(p, values, dense, columns, selected, by_column), dense.options());
-  run_batch<run>(p, values, dense, how, alpha, 0, {}, selected, by_column, out);
+  run_batch<run>(p, values, dense, how, alpha, 0, {}, selected, by_column, longest, out);
   return out;
 }
 
@@ -569,12 +734,13 @@ void check_out(const Pattern& p, const Tensor& values, const Tensor& dense, cons
 
 template <void run(const Call&)>
 void spmm_out(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
-              std::string_view reduce, double alpha, const OptionalTensor& order, double beta, Tensor out) {
+              std::string_view reduce, double alpha, const OptionalTensor& order, double beta, int64_t longest,
+              Tensor out) {
   const Pattern p = pattern_of(crow, col, order);
   const Reduce how = reduce_of(reduce);
   check_out(p, values, dense, columns, out);
   check_no_overlap(kOp, out, {{"values", values}, {"dense", dense}});
-  run_batch<run>(p, values, dense, how, alpha, beta, {}, {}, false, out);
+  run_batch<run>(p, values, dense, how, alpha, beta, {}, {}, false, longest, out);
 }
 
 template <void run(const Call&)>
@@ -587,20 +753,20 @@ std::tuple<Tensor, Tensor> spmm_arg(const Tensor& crow, const Tensor& col, const
   TORCH_CHECK_VALUE(how == Reduce::max || how == Reduce::min, kOp, ": expected reduce to be max or min, got ", reduce);
   Tensor out = at::empty_symint(check(p, values, dense, columns, {}, false), dense.options());
   Tensor arg = at::empty(out.sizes(), crow.options());
-  run_batch<run>(p, values, dense, how, 1, 0, arg, {}, false, out);
+  run_batch<run>(p, values, dense, how, 1, 0, arg, {}, false, -1, out);
   return {out, arg};
 }
 
 Tensor spmm_meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
                  std::string_view reduce, double, const OptionalTensor& order, const OptionalTensor& t_crow,
                  const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& selected,
-                 bool by_column) {
+                 bool by_column, int64_t) {
   reduce_of(reduce);
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   return at::empty_symint(check(p, values, dense, columns, tensor_or_none(selected), by_column), dense.options());
 }
 void spmm_out_meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
-                   c10::SymInt columns, std::string_view reduce, double, const OptionalTensor& order, double,
+                   c10::SymInt columns, std::string_view reduce, double, const OptionalTensor& order, double, int64_t,
                    Tensor out) {
   reduce_of(reduce);
   check_out(pattern_of(crow, col, order), values, dense, columns, out);
@@ -649,7 +815,7 @@ std::tuple<Tensor, Tensor> gradients(Context* ctx, const Tensor& grad, const Ten
     const Pattern t = p.transposed(columns);
     grad_dense =
         SpmmOp::call(t.crow, t.col, values.to(grad.scalar_type()), grad, p.sym_rows(), "sum", 1,
-                     none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), chosen, !by_column);
+                     none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), chosen, !by_column, -1);
     grad_dense = at::sum_to(grad_dense, dense_sizes);
   }
   return {grad_values, grad_dense};
@@ -658,14 +824,14 @@ std::tuple<Tensor, Tensor> gradients(Context* ctx, const Tensor& grad, const Ten
 struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
   static Tensor forward(Context* ctx, const Tensor& values, const Tensor& dense, const Pattern& p,
                         const c10::SymInt& columns, std::string_view reduce, double alpha,
-                        const OptionalTensor& selected, bool by_column) {
+                        const OptionalTensor& selected, bool by_column, int64_t longest) {
     save(ctx, p, values, dense, tensor_or_none(selected));
     ctx->saved_data["alpha"] = alpha;
     ctx->saved_data["mean"] = reduce == "mean";
     ctx->saved_data["by_column"] = by_column;
     return SpmmOp::below_autograd(p.crow, p.col, values, dense, columns, reduce, alpha, none_or_tensor(p.order),
                                   none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order),
-                                  selected, by_column);
+                                  selected, by_column, longest);
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
@@ -675,7 +841,7 @@ struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
     if (ctx->saved_data["mean"].toBool())
       grad = grad / saved[0].diff().clamp_min(1).to(grad.scalar_type()).unsqueeze(-1);
     auto [grad_values, grad_dense] = gradients(ctx, grad, saved[8], ctx->saved_data["by_column"].toBool());
-    return {grad_values, grad_dense, {}, {}, {}, {}, {}, {}};
+    return {grad_values, grad_dense, {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -710,24 +876,24 @@ std::tuple<Tensor, Tensor> spmm_arg_autograd(const Tensor& crow, const Tensor& c
 Tensor spmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                      c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
                      const OptionalTensor& t_crow, const OptionalTensor& t_col, const OptionalTensor& t_order,
-                     const OptionalTensor& selected, bool by_column) {
+                     const OptionalTensor& selected, bool by_column, int64_t longest) {
   if (!needs_gradient(kOp, {values, dense}))
     return SpmmOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, t_crow, t_col, t_order,
-                                  selected, by_column);
+                                  selected, by_column, longest);
   if (reduce == "max" || reduce == "min") {
     const Tensor out =
         std::get<0>(spmm_arg_autograd(crow, col, values, dense, columns, reduce, order, t_crow, t_col, t_order));
     return alpha == 1 ? out : out * alpha;
   }
   return SpmmFunction::apply(values, dense, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, reduce,
-                             alpha, selected, by_column);
+                             alpha, selected, by_column, longest);
 }
 
 void spmm_out_autograd(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                        c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
-                       double beta, Tensor out) {
+                       double beta, int64_t longest, Tensor out) {
   check_no_gradient_into(kOp, "out", {values, dense, out});
-  SpmmOutOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, beta, out);
+  SpmmOutOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, beta, longest, out);
 }
 
 // Sums as torch.matmul; max and min in the wider of both dtypes.
@@ -735,13 +901,13 @@ template <c10::DeviceType device>
 Tensor spmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                      c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
                      const OptionalTensor& t_crow, const OptionalTensor& t_col, const OptionalTensor& t_order,
-                     const OptionalTensor& selected, bool by_column) {
+                     const OptionalTensor& selected, bool by_column, int64_t longest) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto dtype = reduce == "max" || reduce == "min" ? at::promote_types(values.scalar_type(), dense.scalar_type())
                                                         : at::autocast::get_autocast_dtype(device);
   return SpmmOp::call(crow, col, at::autocast::cached_cast(dtype, values, device),
                       at::autocast::cached_cast(dtype, dense, device), columns, reduce, alpha, order, t_crow, t_col,
-                      t_order, selected, by_column);
+                      t_order, selected, by_column, longest);
 }
 
 }  // namespace
@@ -751,11 +917,11 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def(
       "csr_spmm(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce=\"sum\", float "
       "alpha=1.0, Tensor? order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None, Tensor? "
-      "selected=None, bool by_column=False) -> Tensor",
+      "selected=None, bool by_column=False, int longest=-1) -> Tensor",
       tags);
   m.def(
       "csr_spmm.out(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce=\"sum\", float "
-      "alpha=1.0, Tensor? order=None, float beta=0.0, *, Tensor(a!) out) -> ()",
+      "alpha=1.0, Tensor? order=None, float beta=0.0, int longest=-1, *, Tensor(a!) out) -> ()",
       tags);
   m.def(
       "csr_spmm_arg(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce, Tensor? "
@@ -785,9 +951,9 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("csr_spmm.out", spmm_out_autograd);
   m.impl("csr_spmm_arg", spmm_arg_autograd);
 }
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("csr_spmm.out", SpmmOutOp::inplace<9>); }
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<9>); }
-TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<9>); }
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("csr_spmm.out", SpmmOutOp::inplace<10>); }
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<10>); }
+TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<10>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_spmm", spmm_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_spmm", spmm_autocast<at::kCUDA>); }
 

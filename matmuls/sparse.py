@@ -148,7 +148,9 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
 def _ours(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     gradient = b.requires_grad and torch.is_grad_enabled()
     arguments = structure.arguments(gradient)
-    return _spmm(structure.crow, structure.col, values, b, structure.columns, "sum", 1.0, *arguments)
+    return _spmm(
+        structure.crow, structure.col, values, b, structure.columns, "sum", 1.0, *arguments, longest=structure.longest
+    )
 
 
 def _parts(name: str, a: Sparse) -> tuple[Structure, torch.Tensor, torch.Size]:
@@ -212,7 +214,17 @@ def spmm(
         return _spmm_of_batch(structure, values, shape, b, reduce, alpha, beta, out)
     if out is not None:
         _spmm_out(
-            structure.crow, structure.col, values, b, structure.columns, reduce, alpha, structure.order, beta, out=out
+            structure.crow,
+            structure.col,
+            values,
+            b,
+            structure.columns,
+            reduce,
+            alpha,
+            structure.order,
+            beta,
+            structure.longest,
+            out=out,
         )
         return out
     if reduce == "sum" and alpha == 1 and isinstance(a, SparsePlan) and not torch.compiler.is_compiling():
@@ -229,6 +241,7 @@ def spmm(
         reduce,
         alpha,
         *structure.arguments(dense_gradient),
+        longest=structure.longest,
     )
 
 
@@ -249,11 +262,11 @@ def _spmm_of_batch(
     arguments = structure.crow, structure.col, values, dense, structure.columns, reduce, alpha
     if out is None:
         needed = b.requires_grad and torch.is_grad_enabled()
-        return _spmm(*arguments, *structure.arguments(needed)).view(expected)
+        return _spmm(*arguments, *structure.arguments(needed), longest=structure.longest).view(expected)
     if list(out.shape) != expected:
         raise RuntimeError(f"spmm: expected out of shape {expected}, got {list(out.shape)}")
     flat = out.contiguous().view(-1, out.shape[-1])
-    _spmm_out(*arguments, structure.order, beta, out=flat)
+    _spmm_out(*arguments, structure.order, beta, structure.longest, out=flat)
     return out if flat.data_ptr() == out.data_ptr() else out.copy_(flat.view(expected))
 
 
@@ -305,7 +318,17 @@ def sparse_attention(
     probabilities = sparse_softmax(scores, ready, scale=scale).to(v.dtype)
     value = _folded("sparse_attention", structure, v, "v")
     arguments = structure.arguments(torch.is_grad_enabled())
-    result = _spmm(structure.crow, structure.col, probabilities, value, structure.columns, "sum", 1.0, *arguments)
+    result = _spmm(
+        structure.crow,
+        structure.col,
+        probabilities,
+        value,
+        structure.columns,
+        "sum",
+        1.0,
+        *arguments,
+        longest=structure.longest,
+    )
     return result if structure.batch is None else result.view(*q.shape[:-1], v.shape[-1])
 
 
@@ -354,7 +377,17 @@ class cusparseMM(InplaceFunction):
                 f"got {list(b.shape)}"
             )
         dense = _folded("cusparseMM", structure, b, "b")
-        product = _spmm(structure.crow, structure.col, values, dense, structure.columns, "sum", 1.0, structure.order)
+        product = _spmm(
+            structure.crow,
+            structure.col,
+            values,
+            dense,
+            structure.columns,
+            "sum",
+            1.0,
+            structure.order,
+            longest=structure.longest,
+        )
         return product if structure.batch is None else product.view(*a.shape[:-1], b.shape[-1])
 
     @staticmethod

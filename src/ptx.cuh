@@ -17,13 +17,6 @@ __device__ inline float reciprocal_approx(float x) {
   return y;
 }
 
-// base + a * b in one instruction; of the same in C++ the compiler makes two.
-__device__ inline uint64_t add_product(uint64_t base, uint32_t a, uint32_t b) {
-  uint64_t sum;
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(sum) : "r"(a), "r"(b), "l"(base));
-  return sum;
-}
-
 // The compiler forgets what it knows of a word: numbers unpacked from it are unpacked again rather than kept.
 __device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
 

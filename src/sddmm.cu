@@ -121,7 +121,8 @@ __device__ F sum_of_lane(const F (&sums)[kTogether]) {
 // of the nonzeros, however long the rows are. With 3 blocks asked for; without, ptxas saves registers and has one
 // product on its way.
 template <class T, class I, int V, int L, bool with_selected>
-__global__ void __launch_bounds__(kSparseThreads, 3) sddmm_kernel(const __grid_constant__ Args<T, I> m) {
+__global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
+    sddmm_kernel(const __grid_constant__ Args<T, I> m) {
   using F = arithmetic_t<T>;
   const int64_t group = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / L) + threadIdx.x / L;
   const int lane = threadIdx.x % L;

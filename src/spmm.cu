@@ -220,8 +220,9 @@ __device__ void add(const Entry<F>& entry, int from, int left, const T* dense, u
   for (int u = 0; u < U; ++u) {
     const uint32_t column = __shfl_sync(kWarp, entry.column, from + u, L);
     value[u] = __shfl_sync(kWarp, entry.value, from + u, L);
+    // Unsigned on purpose: of signed numbers, or of mad.wide as it stands, ptxas makes more instructions.
     const auto* const row =
-        reinterpret_cast<const T*>(ptx::add_product(reinterpret_cast<uint64_t>(dense), column, row_bytes));
+        reinterpret_cast<const T*>(reinterpret_cast<const char*>(dense) + static_cast<uint64_t>(column) * row_bytes);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       if constexpr (!whole) words[u][r] = {};  // past the end 0 * 0 is added

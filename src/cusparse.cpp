@@ -26,9 +26,6 @@ MATMULS_OPERATOR(CusparseSpmmOutOp, "custom_mm::cusparse_spmm", "out",
 MATMULS_OPERATOR(CusparsePrepareOp, "custom_mm::cusparse_prepare", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
                         std::string_view, std::string_view, bool, bool));
-MATMULS_OPERATOR(SpmmOutOp, "custom_mm::csr_spmm", "out",
-                 void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, std::string_view, double,
-                      const OptionalTensor&, double, Tensor));
 
 // Their order is that of kAlgorithms.
 enum class Algorithm { standard, csr1, csr2, csr3, coo1, coo2, coo3, coo4, bsr1 };
@@ -231,7 +228,7 @@ Tensor prepare_cuda(const Call& checked) {
 void run_cpu(const Call& c, double alpha, double beta, const OptionalTensor&, const Tensor& out) {
   const Pattern p = by_rows(c.a, c.transposed);
   SpmmOutOp::call(p.crow, p.col, c.a.values.reshape(-1), c.dense, c.columns(), "sum", alpha, none_or_tensor(p.order),
-                  beta, out);
+                  beta, -1, out);
 }
 
 Tensor prepare_cpu(const Call& c) { return at::empty({0}, c.dense.options().dtype(at::kByte)); }

@@ -59,8 +59,8 @@ struct Shape {
   int rows, columns, pairs, across, steps;  // pairs of panels, tiles across the result, stages of K
 };
 
-// Two counters a team, for its pairs in turn, zero between launches: who leaves last sets them so. Launches that may run
-// at once have their own.
+// Two counters a team, for its pairs in turn, zero between launches: who leaves last sets them so. Launches that may
+// run at once have their own.
 constexpr int kSlots = 2048, kTeams = 64;
 __device__ unsigned counters[kSlots][kTeams][2];
 

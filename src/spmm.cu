@@ -701,9 +701,6 @@ void run_cpu(const Call& c) {
 
 // -------------------------------------------------------------------------------------------------------- operators
 
-MATMULS_OPERATOR(SpmmOutOp, "custom_mm::csr_spmm", "out",
-                 void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, std::string_view, double,
-                      const OptionalTensor&, double, int64_t, Tensor));
 MATMULS_OPERATOR(SpmmArgOp, "custom_mm::csr_spmm_arg", "",
                  std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
                                             std::string_view, const OptionalTensor&, const OptionalTensor&,

@@ -1,5 +1,6 @@
 """Modules: parameters and one call of an operation."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -178,7 +179,11 @@ class SparseLinear(nn.Module):
     def weight(self) -> Tensor:
         """The weight as a sparse CSR tensor, [out_features, in_features]; without a gradient."""
         shape = self.out_features, self.in_features
-        return torch.sparse_csr_tensor(self.offsets, self.columns, self.values.detach(), shape, check_invariants=False)
+        with warnings.catch_warnings():  # torch calls the layout a beta, once a process
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.sparse_csr_tensor(
+                self.offsets, self.columns, self.values.detach(), shape, check_invariants=False
+            )
 
     def plan(self) -> SparsePlan:
         """The plan of the weight; made anew when its pattern was written to or moved."""

@@ -21,7 +21,7 @@ Rows = list[dict[str, Any]]
 
 def render(text: str, results: Path) -> str:
     """The text with every marked table made anew. Raises ValueError on a name without a table."""
-    tables = (operations, products, epilogues, rowwise, masked, sparse, sparse_means, memory, host, bert)
+    tables = (operations, products, epilogues, inplace, rowwise, masked, sparse, sparse_means, memory, host, bert)
     makers = {f.__name__: f for f in tables}
 
     def table(match: re.Match[str]) -> str:
@@ -103,6 +103,33 @@ def epilogues(run: dict[str, Any]) -> str:
     )
 
 
+INPLACE = ("matmul_", "linear_")
+
+
+def inplace(run: dict[str, Any]) -> str:
+    """Speed over the product into another tensor, per shape, operation and dtype, and the most memory beside a."""
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    extra: dict[tuple[str, bool], float] = {}
+    for r in run["rows"]:
+        if r["operation"] not in INPLACE:
+            continue
+        if r["kind"] == "gpu":
+            cells.setdefault(r["case"], {})[r["operation"], r["dtype"]] = f"{r['ratio']:.2f}"
+        elif r["kind"] == "memory":
+            key = r["case"], "16" in r["dtype"]
+            extra[key] = max(extra.get(key, 0.0), r["ours_mib"])
+    known = [(op, d) for op in INPLACE for d in DTYPES if any((op, d) in line for line in cells.values())]
+    widths = {"16 bits": True, "float32": False}
+
+    def memory_of(case: str) -> Iterable[str]:
+        return (f"{extra[case, narrow]:.0f}" if (case, narrow) in extra else "" for narrow in widths.values())
+
+    return markdown(
+        ("rows x K", *(f"`{op}` {d}" for op, d in known), *(f"extra MiB, {w}" for w in widths)),
+        ([case, *(line.get(key, "") for key in known), *memory_of(case)] for case, line in cells.items()),
+    )
+
+
 def rowwise(run: dict[str, Any]) -> str:
     """Share of the roof and speed over the fastest rival, per operation, direction, dtype and number of columns."""
     cells: dict[tuple[str, ...], dict[int, str]] = {}
@@ -175,7 +202,7 @@ def sparse_means(run: dict[str, Any]) -> str:
 
 def memory(run: dict[str, Any]) -> str:
     """Peak memory of a call beside what a user would pick instead."""
-    rows = [r for r in run["rows"] if r["kind"] == "memory"]
+    rows = [r for r in run["rows"] if r["kind"] == "memory" and r["operation"] not in INPLACE]
     return markdown(
         ("operation", "case", "dtype", "ours, MiB", "rival, MiB", "rival / ours"),
         (

@@ -170,7 +170,7 @@ struct Prepared {
 
 Call with_readable_operands(Call c) {
   c.a.offsets = c.a.offsets.contiguous(), c.a.indices = c.a.indices.contiguous();
-  c.a.values = c.a.values.contiguous(), c.dense = in_order(c.dense);
+  c.a.values = whole(c.a.values), c.dense = in_order(c.dense);
   return c;
 }
 

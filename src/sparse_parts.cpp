@@ -108,9 +108,10 @@ std::optional<Order> order_of(const Tensor& t) {
   const auto lies = [&](int64_t outer, int64_t inner) -> std::optional<Order> {
     const int64_t length = t.size(inner), lines = t.size(outer);
     if (length > 1 && t.stride(inner) != 1) return std::nullopt;
-    if (lines > 1 && t.stride(outer) < length) return std::nullopt;
-    return Order{inner == 1, lines > 1 ? t.stride(outer) : std::max<int64_t>(length, 1)};
+    if (lines > 1 && t.stride(outer) != length) return std::nullopt;
+    return Order{inner == 1, std::max<int64_t>(length, 1)};
   };
+  if (!is_aligned(t)) return std::nullopt;
   const auto rows = lies(0, 1);
   return rows ? rows : lies(1, 0);
 }

@@ -64,7 +64,8 @@ struct Scalar {
 // A failed call by its name and status, and what it was called for.
 [[noreturn]] void fail(const char* call, cusparseStatus_t status, const std::string& what_for);
 
-// How a matrix lies in memory: rows or columns side by side, `ld` elements apart. None: it must be copied.
+// How a matrix lies in memory: rows or columns side by side, `ld` elements apart. None: it must be copied, as cuSPARSE
+// is given nothing but whole matrices that start on 16 bytes.
 struct Order {
   bool by_rows;
   int64_t ld;
@@ -72,7 +73,13 @@ struct Order {
   bool operator==(const Order&) const = default;
 };
 std::optional<Order> order_of(const at::Tensor& matrix);
-inline at::Tensor in_order(const at::Tensor& matrix) { return order_of(matrix) ? matrix : matrix.contiguous(); }
+inline at::Tensor in_order(const at::Tensor& matrix) {
+  return order_of(matrix) ? matrix : matrix.clone(at::MemoryFormat::Contiguous);
+}
+inline bool is_aligned(const at::Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
+inline at::Tensor whole(const at::Tensor& t) {
+  return t.is_contiguous() && is_aligned(t) ? t : t.clone(at::MemoryFormat::Contiguous);
+}
 
 SparseDescriptor describe(const SparseParts& a);
 DenseDescriptor describe(const at::Tensor& matrix);  // one that has an order

@@ -62,7 +62,8 @@ def _trained(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...
 
     def run(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         leaves = [a.detach().requires_grad_() if _is_real(a) else a for a in args]
-        y = function(*leaves)
+        with torch.enable_grad():
+            y = function(*leaves)
         found = torch.autograd.grad(y, [a for a in leaves if _is_real(a)], grad, allow_unused=True)
         return tuple(g for g in found if g is not None)
 

@@ -19,7 +19,8 @@ def example(name, *args):
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"PYTHONPATH": path, "KINETO_LOG_LEVEL": "99"},  # torch's profiler talks to stderr
+        # torch's profiler talks to stderr, and torch warns of CSR
+        env=os.environ | {"PYTHONPATH": path, "KINETO_LOG_LEVEL": "99", "PYTHONWARNINGS": "ignore:Sparse"},
     )
     assert (run.returncode, run.stderr) == (0, "")
     return run.stdout
@@ -49,7 +50,7 @@ def test_pruned_bert():
     dense, *pruned = example("pruned_bert", "--sparsity", 0.5, 0.95).splitlines()
     assert dense.startswith("dense")
     cosines = [float(re.search(r"cosine ([-\d.]+)", line)[1]) for line in pruned]
-    assert 1 > cosines[0] > 0.8 > cosines[1]
+    assert 1 > cosines[0] > 0.7 > 0.5 > cosines[1]
     mib = [float(re.search(r"([\d.]+) MiB", line)[1]) for line in (dense, *pruned)]
     assert mib[2] < mib[0] / 4
 

@@ -31,7 +31,7 @@ def l2_bytes(device: torch.device) -> int:
 
 def graph_of(calls: Sequence[Run]) -> torch.cuda.CUDAGraph:
     """The calls one after the other as a CUDA graph, warmed up first: no launch gaps, no host time."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in (*calls[:2], *calls[:1]):
@@ -73,7 +73,7 @@ def time_on_gpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: R
         end.record()
 
     def event() -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     start, end = event(), event()
     start.record()
@@ -136,7 +136,7 @@ def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3) -> list[Timin
     for n in range(rounds):
         for i in range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals))):
             if device == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 torch.cuda._sleep(300_000)  # type: ignore[no-untyped-call]
                 start.record()
                 rivals[i](), rivals[i]()
@@ -188,13 +188,13 @@ def time_of_whole(rivals: Sequence[Run], device: str, rounds: int = 7) -> list[T
             begin = time.perf_counter()
             run()
             return time.perf_counter() - begin
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         first.record()
         run()
         last.record()
         last.synchronize()
-        return first.elapsed_time(last) * 1e-3
+        return float(first.elapsed_time(last)) * 1e-3
 
     for run in rivals:
         run()
@@ -216,7 +216,7 @@ def peak_memory(run: Run, device: str) -> int:
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         run()
         torch.cuda.synchronize()
-        return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()

@@ -216,7 +216,7 @@ def peak_memory(run: Run, device: str) -> int:
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         run()
         torch.cuda.synchronize()
-        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - before
+        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()

@@ -49,6 +49,8 @@ for name in $steps; do
       sanitize initcheck "the_truth or test_empty"
       # racecheck slows cuBLAS's kernels a hundredfold: every operation, in two dtypes
       sanitize racecheck "the_truth and (bfloat16 or float32)"
+      # blocks that wait for each other
+      sanitize synccheck "(matmul_ or linear_ or square) and the_truth and (bfloat16 or float32)"
       ;;
     bert)
       step bert-float32 bert

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
           }
         }
       }
-    } else if (thread == 64 && shape.across > 1) {  // counts: the fence takes 1 us, in which the others go on
+    } else if (thread == 64 && shape.across > 1) {  // counts: the others go on during its fence
       unsigned turn = 0;
       for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
         ptx::barrier_wait(&received[turn % 2], turn / 2 % 2);

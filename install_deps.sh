@@ -113,7 +113,7 @@ for extra in bert ${dev:+test lint}; do
 done
 
 install_package() {
-  say "building and installing matmuls ($kind build; a minute or two)"
+  say "building and installing matmuls ($kind build; some minutes)"
   local log=$venv/matmuls-build.log
   MATMULS_CUDA=$([[ $kind == cuda ]] && echo 1 || echo 0) \
     pip install --no-build-isolation -e . >"$log" 2>&1 || {

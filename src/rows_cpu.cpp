@@ -1,20 +1,11 @@
 // The rows of rows_cpu.h: the loops compiled for three instruction sets, and the choice among them at run time.
 #include "rows_cpu.h"
 
-#include <c10/macros/Macros.h>
-
 #include <cmath>
 #include <cstddef>
-#include <type_traits>
 #include <vector>
 
-// GCC's per-function targets; other compilers and other processors get the baseline only.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define ROWS_X86_TARGETS 1
-#include <immintrin.h>
-#endif
-
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed only to functions that are inlined
+#include "instruction_sets.h"
 
 namespace matmuls {
 namespace {
@@ -43,48 +34,12 @@ struct Rows {
   decltype(&norm_backward_row<T>) norm_backward;
 };
 
-#ifdef ROWS_X86_TARGETS
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
-namespace avx512 {
-#define ROWS_VECTOR_BYTES 64
-#include "rows_cpu_loops.h"
-#undef ROWS_VECTOR_BYTES
-}  // namespace avx512
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-namespace avx2 {
-#define ROWS_VECTOR_BYTES 32
-#include "rows_cpu_loops.h"
-#undef ROWS_VECTOR_BYTES
-}  // namespace avx2
-#pragma GCC pop_options
-#endif
-
-namespace baseline {
-#define ROWS_VECTOR_BYTES 16
-#include "rows_cpu_loops.h"
-#undef ROWS_VECTOR_BYTES
-}  // namespace baseline
-
-template <class T>
-Rows<T> best_rows() {
-#ifdef ROWS_X86_TARGETS
-  const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx2 && has_avx512) return avx512::kRows<T>;
-  if (has_avx2) return avx2::kRows<T>;
-#endif
-  return baseline::kRows<T>;
-}
+#define LOOPS "rows_cpu_loops.h"
+#include "each_instruction_set.h"
 
 template <class T>
 const Rows<T>& rows() {
-  static const Rows<T> best = best_rows<T>();
+  static const Rows<T> best = for_this_machine(avx512::kRows<T>, avx2::kRows<T>, baseline::kRows<T>);
   return best;
 }
 

@@ -562,7 +562,8 @@ def masked_linear(
     accumulation in float32 or wider, TF32 only where torch's own switch allows it. Differentiable, twice and more; an
     expert without rows gets a gradient of exactly 0, and for a frozen one none is computed. Under autocast as linear.
 
-    On a GPU rows are gathered inside a kernel's loads and scattered inside its stores; nothing waits for the mask.
+    On a GPU rows are gathered inside a kernel's loads and scattered inside its stores; nothing waits for the mask. Only
+    the gradient of large weights sorts a copy first, of x or of y's gradient, whichever has fewer columns.
     Rows may lie apart; where neither x nor its rows' elements are contiguous, and where one weight is transposed and
     the other is not, a copy is made. float64 runs both products and blends. On the CPU the rows are sorted, then two
     products. `matmuls tune masked_linear` finds the fastest tiles for a GPU and a shape.

@@ -56,8 +56,7 @@ def problems(group: str, k: int, n: int, ms: Sequence[int], dtype: str) -> list[
             ("masked_ffn_down", k, n),
             ("masked_ffn_gradient", n, k),
             ("masked_ffn_input", k, n),
-            ("masked_weights", n, k),
-            ("masked_weights", k, n),
+            ("masked_ffn_weights", n, k),
         ],
     }
     if group not in shapes:
@@ -76,7 +75,7 @@ def problems(group: str, k: int, n: int, ms: Sequence[int], dtype: str) -> list[
 def _fits(t: Tiles, p: Problem, gpu: Gpu) -> bool:
     size, sums = DTYPES[p.dtype].itemsize, 2 if p.operator == "masked_ffn_gate_up" else 1
     sizes: tuple[tuple[int, int], ...]
-    if p.operator == "masked_weights":
+    if p.operator in configs.WEIGHTS:
         stage = t.depth * (t.rows + t.columns)
         sizes = ((t.rows, p.n), (t.columns, p.k))
     else:
@@ -94,16 +93,21 @@ def _fits(t: Tiles, p: Problem, gpu: Gpu) -> bool:
 def candidates(p: Problem, gpu: Gpu) -> list[Tiles]:
     """What is worth a trial: the default first, then what differs from it least."""
     default = configs.default(p.operator, configs.bucket(p.m), p.n, p.k, DTYPES[p.dtype].itemsize, gpu)
-    small = (16, 32) if p.m <= 64 and p.operator != "masked_weights" else ()
+    small = (16, 32) if p.m <= 64 and p.operator not in configs.WEIGHTS else ()
     sides, depths = (*small, 64, 128, 256), (32, 64, 128)
     found = set()
-    if p.operator == "masked_weights":
+    if p.operator in configs.WEIGHTS:
         splits = sorted({1, 2, 3, 4, 6, 8, 12, 16, default.split})
-        for rows, columns, depth, warps, stages, group, split in product(
-            sides, sides, depths, (4, 8), (3, 4, 5), (4, 8), splits
+        wide, narrow = (p.n, p.k) if p.operator == "masked_ffn_weights" or p.n < p.k else (p.k, p.n)
+        for rows, columns, depth, warps, stages, group, split, tma in product(
+            sides, sides, depths, (4, 8), (3, 4, 5), (4, 8), splits, (False, True)
         ):
+            if tma and (gpu.capability < (9, 0) or narrow % rows or wide % columns):
+                continue
             if split <= max(1, p.m // 512):
-                found.add(Tiles(rows, columns, depth, warps, stages, group, split=split))
+                found.add(
+                    Tiles(rows, columns, depth, warps, stages, group, tma=tma, pieces=4 if tma else 1, split=split)
+                )
     else:
         loops = ((False, False), (True, False), (True, True))
         for rows, columns, depth, warps, stages, group, (persistent, flatten), tma, pieces in product(
@@ -330,6 +334,12 @@ def _call(p: Problem, seed: int, device: str = "cuda") -> tuple[Callable[[], Res
         return (
             lambda: masked_linear.weight_gradients(g, x, rows, counts),
             lambda: by.weights(g, x, True, True),
+        )
+    if name == "masked_ffn_weights":
+        g, x = draw(m, n), draw(m, k)
+        return (
+            lambda: masked_linear.weight_gradients(g, x, rows, counts, gather_g=False),
+            lambda: by.weights(unsorted(g), x, True, True),
         )
     if name == "masked_linear":
         x, w, u = draw(m, k), draw(n, k), draw(n, k)

@@ -109,6 +109,8 @@ TILES = [
     configs.Tiles(64, 32, 16, pieces=2, tma=True),
     configs.Tiles(32, 32, 32, persistent=True, flatten=True, tma=True, split=3),
     configs.Tiles(64, 64, 64, split=4),
+    configs.Tiles(32, 16, 32, split=2, pieces=2),
+    configs.Tiles(16, 32, 16, tma=True, split=2),
 ]
 
 
@@ -118,11 +120,11 @@ def test_every_field_of_a_configuration(tiles, monkeypatch):
     monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles))
     monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
     for m, k, n in ((100, 64, 128), (75, 40, 24), (33, 19, 50)):
-        mask = torch.rand(m) < 0.4
         x, w1, w2 = torch.randn(m, k), torch.randn(n, k), torch.randn(n, k)
-        compare(lambda x, w1, w2, p=mask: masked_linear(x, w1, w2, p), x, w1, w2)
         weights = [torch.randn(*s) / s[1] ** 0.5 for s in ((n, k), (k, n), (n, k)) * 2]
-        compare(lambda *args, p=mask: masked_ffn(*args, p), x, *weights)
+        for mask in (torch.rand(m) < 0.3, torch.arange(m) % 2 == 0):  # the second is cut where the experts meet
+            compare(lambda x, w1, w2, p=mask: masked_linear(x, w1, w2, p), x, w1, w2)
+            compare(lambda *args, p=mask: masked_ffn(*args, p), x, *weights)
 
 
 def test_strides():
@@ -140,10 +142,15 @@ def test_strides():
     assert error(y, masked_linear(row.double().expand(50, 20), w1.double(), w2.double(), mask)) < 1e-6
 
 
-def test_nan_stays_with_its_expert():
+@pytest.mark.parametrize(
+    "tiles", [None, configs.Tiles(16, 16, 16, tma=True), configs.Tiles(16, 16, 16, tma=True, split=2)]
+)
+def test_nan_stays_with_its_expert(tiles, monkeypatch):
     x, w1, w2 = torch.randn(40, 16), torch.randn(24, 16), torch.randn(24, 16)
     mask = torch.arange(40) % 2 == 0
     x[0] = float("nan")  # the row that places past the end stand in for
+    monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles) if tiles else {})
+    monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
     leaves = [t.requires_grad_() for t in (x, w1, w2)]
     y = masked_linear(*leaves, mask)
     y.sum().backward()
@@ -154,7 +161,7 @@ def test_nan_stays_with_its_expert():
 
 
 @pytest.mark.parametrize("frozen", ["w1", "w2"])
-def test_a_frozen_expert_is_not_computed(frozen, through_the_kernels):
+def test_a_frozen_expert_is_not_computed(frozen, through_the_kernels, monkeypatch):
     x, w1, w2 = torch.randn(40, 16), torch.randn(24, 16), torch.randn(24, 16)
     mask = torch.rand(40) < 0.5
     (w2 if frozen == "w1" else w1).requires_grad_()
@@ -163,6 +170,15 @@ def test_a_frozen_expert_is_not_computed(frozen, through_the_kernels):
     d1, d2 = torch.ops.custom_mm.masked_weights(
         torch.randn(40, 24), x, *mask_plan(mask)[:2], frozen != "w1", frozen != "w2"
     )
+    for split in (1, 2, 3):
+        monkeypatch.setattr(configs, "forced", {"masked_weights": configs.Tiles(16, 16, 16, tma=True, split=split)})
+        monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
+        g, plan = torch.randn(40, 32), mask_plan(mask)[:2]
+        both = torch.ops.custom_mm.masked_weights(g, x, *plan)
+        one = torch.ops.custom_mm.masked_weights(g, x, *plan, frozen != "w1", frozen != "w2")
+        assert torch.equal(one[frozen == "w1"], both[frozen == "w1"])
+        assert one[frozen != "w1"].numel() == 0
+    assert "sorted_weights_kernel" in through_the_kernels
     assert (d1.numel() == 0) == (frozen == "w1")
     assert (d2.numel() == 0) == (frozen == "w2")
 

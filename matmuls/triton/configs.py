@@ -23,8 +23,8 @@ SCHEMA = 1
 LARGEST_FILE = 1 << 20  # bytes; a thousand entries are a fifth of it
 NEAR = 3.0  # how many doublings of M, K and N together a shipped shape may be away
 SHIPPED = Path(__file__).parent / "shipped"
-# The kernels that are tuned. K is what the product sums over, N how wide its result is; for masked_weights the rows
-# and columns of the gradient, both of which it writes.
+# The kernels that are tuned. K is what the product sums over, N how wide its result is. A gradient of weights is [N, K]
+# or, of those of a network, [N, K] or [K, N], and of the operands the one of N columns lies in the plan's order.
 OPERATORS = (
     "masked_linear",  # gather and scatter, weights [N, K]: forward
     "masked_linear_t",  # the same on transposed weights: the gradient of x
@@ -33,7 +33,9 @@ OPERATORS = (
     "masked_ffn_down",  # scatter alone
     "masked_ffn_gradient",
     "masked_ffn_input",  # the gradient of x, two products into one sum
+    "masked_ffn_weights",
 )
+WEIGHTS = ("masked_weights", "masked_ffn_weights")
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class Tiles:
     group: int = 8  # row tiles that share a pass over the columns
     persistent: bool = False  # as many programs as multiprocessors, each walks over tiles
     flatten: bool = False  # the walk and the sum are one pipeline: the next tile's loads run under a tile's stores
-    tma: bool = False  # weights through TMA descriptors, on sm_90 and later
+    tma: bool = False  # weights, and of their gradient one operand, sorted, through TMA descriptors; sm_90 and later
     pieces: int = 1  # a tile's result is stored in so many parts
-    split: int = 1  # of masked_weights: the rows are cut into so many chunks, summed afterwards
+    split: int = 1  # of a gradient of weights: the rows are cut into so many chunks, summed afterwards
 
     def __post_init__(self) -> None:
         powers = (self.rows, self.columns, self.depth, self.warps, self.pieces)
@@ -206,11 +208,15 @@ def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bo
     pieces = 4 if operator == "masked_ffn_gradient" else 1
     if size > 2:
         side = 128 if tf32 else 64
-        if m <= 64 and operator != "masked_weights":
+        if m <= 64 and operator not in WEIGHTS:
             return Tiles(16 if m <= 16 else 32, 64, 32, warps=4)
         return Tiles(side, side, 32, warps=8 if tf32 else 4, pieces=min(pieces, 2))
-    if operator == "masked_weights":
-        chosen = Tiles(128, 256, 64) if gpu.capability >= (9, 0) else Tiles(128, 128, 32, stages=4)
+    if operator in WEIGHTS:
+        chosen = Tiles(128, 128, 32, stages=4)
+        if gpu.capability >= (9, 0):
+            # rows are sorted first where the product is long beside that
+            tma = operator == "masked_ffn_weights" or (m > 1024 and max(n, k) >= 2048)
+            chosen = Tiles(128, 256, 64, tma=True, pieces=4) if tma else Tiles(128, 128, 128)
         count = -(-n // chosen.rows) * -(-k // chosen.columns)
         # as many programs as multiprocessors, with a thousand rows each at least
         split = max(1, min(gpu.multiprocessors // count, m // 1024, 16))

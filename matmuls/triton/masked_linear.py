@@ -46,70 +46,191 @@ def product_kernel(
         store_product(y, acc, bias, target * sym, places < end, column, N, BM, BN, EVEN_N, BIAS, PIECES)
 
 
+@triton.jit
+def halved(n1, M, chunk, SPLIT: tl.constexpr):
+    """Of two chunks each expert gets one, as long as it is: what they sum is a gradient and not a part of it."""
+    return (SPLIT == 2) & (chunk < M) & (tl.abs(n1 - chunk) <= chunk // 8)
+
+
+@triton.jit
+def segment_of(piece, side, n1, M, chunk, SPLIT: tl.constexpr):
+    """Where a program's rows of one expert begin and end in the plan, whose they are, and whether it is to be done.
+
+    With SPLIT a piece is a chunk, which has as many rows for any mask: those of the first expert, then the second's.
+    Else it is all that an expert has, none included; the one with more rows begins, the other fills the gaps.
+    """
+    if SPLIT > 1:
+        begin = piece * chunk
+        stop = tl.minimum(begin + chunk, M)
+        if halved(n1, M, chunk, SPLIT):
+            begin = tl.where(piece == 0, 0, n1)
+            stop = tl.where(piece == 0, n1, M)
+        first = side == 0
+        start = tl.where(first, begin, tl.maximum(begin, n1))
+        end = tl.where(first, tl.minimum(stop, n1), stop)
+        return start, end, first, start < end
+    else:
+        first = (piece == 0) == (2 * n1 >= M)
+        return tl.where(first, 0, n1), tl.where(first, n1, M), first, M > 0
+
+
+@triton.jit
+def part_of(tile, height_of_all, wide, GROUP: tl.constexpr):
+    """The piece that a program works at, and its tile's row and column."""
+    within = tile % (wide * height_of_all)
+    group = within // (GROUP * wide) * GROUP
+    height = tl.minimum(height_of_all - group, GROUP)
+    row = group + within % (GROUP * wide) % height
+    return tile // (wide * height_of_all), row, within % (GROUP * wide) // height
+
+
+@triton.jit
+def store_sum(
+    to, acc, row, column, height, wide, si, sj, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    """acc[i, j] to to[(row + i) * si + (column + j) * sj], through shared memory piece by piece."""
+    if PIECES == 1:
+        rows, columns = (row + tl.arange(0, BM)).to(tl.int64), (column + tl.arange(0, BN)).to(tl.int64)
+        at = to + rows[:, None] * si + columns[None, :] * sj
+        if EVEN:
+            tl.store(at, acc.to(to.dtype.element_ty))
+        else:
+            tl.store(at, acc.to(to.dtype.element_ty), mask=(rows < height)[:, None] & (columns < wide)[None, :])
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        store_sum(to, left, row, column, height, wide, si, sj, BM, BN // 2, EVEN, PIECES // 2)
+        store_sum(to, right, row, column + BN // 2, height, wide, si, sj, BM, BN // 2, EVEN, PIECES // 2)
+
+
+@triton.jit
+def store_gradient(
+    part, d1, d2, acc, piece, side, first, n1, M, chunk, row, column, height, wide, si, sj,
+    BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """A sum to where it belongs: an expert's gradient, or with SPLIT its slot, chunk c's being c and c + 1."""
+    if SPLIT > 1:
+        if halved(n1, M, chunk, SPLIT):
+            store_sum(d1 if first else d2, acc, row, column, height, wide, si, sj, BM, BN, EVEN, PIECES)
+        else:
+            slot = part + (piece + side).to(tl.int64) * height * wide
+            store_sum(slot, acc, row, column, height, wide, si, sj, BM, BN, EVEN, PIECES)
+    else:
+        store_sum(d1 if first else d2, acc, row, column, height, wide, si, sj, BM, BN, EVEN, PIECES)
+
+
 @triton.jit(do_not_specialize=["M", "chunk"])
 def weights_kernel(
-    g, x, d1, d2, rows, counts, N, K, sgm, sxm, sd1, sd2, M, chunk,
+    g, x, part, d1, d2, rows, counts, N, K, sgm, sxm, M, chunk,
     BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, GATHER_G: tl.constexpr,
-    GATHER_X: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    GATHER_X: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PIECES: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dw[N, K] = g^T @ x over each expert's rows, cut into chunks of places of one expert each.
+    """dw[N, K] = g^T @ x over each expert's rows. No atomics: the result is the same bit by bit each time."""
+    n1 = tl.load(counts)
+    piece, row, column = part_of(tl.program_id(0), tl.cdiv(N, BN), tl.cdiv(K, BK), GROUP)
+    row *= BN
+    column *= BK
+    ns, ks, rs = row + tl.arange(0, BN), column + tl.arange(0, BK), tl.arange(0, BR)
+    for side in range(2 if SPLIT > 1 else 1):
+        start, end, first, used = segment_of(piece, side, n1, M, chunk, SPLIT)
+        if used & ((first & FIRST) | ((first == 0) & SECOND)):
+            acc = tl.zeros((BN, BK), tl.float32)
+            ahead = tl.load(rows + start + rs, mask=start + rs < end, other=0)  # read one step before it is used
+            for place in range(start, end, BR):
+                there = place + rs < end
+                listed = ahead.to(tl.int64)
+                ahead = tl.load(rows + place + BR + rs, mask=place + BR + rs < end, other=0)
+                in_plan = (place + rs).to(tl.int64)
+                from_g = g + (listed if GATHER_G else in_plan)[None, :] * sgm + ns[:, None]
+                from_x = x + (listed if GATHER_X else in_plan)[:, None] * sxm + ks[None, :]
+                left = tl.load(from_g, mask=there[None, :] if EVEN_N else there[None, :] & (ns < N)[:, None], other=0.0)
+                right = tl.load(
+                    from_x, mask=there[:, None] if EVEN_K else there[:, None] & (ks < K)[None, :], other=0.0
+                )
+                acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            EVEN: tl.constexpr = EVEN_N and EVEN_K
+            store_gradient(
+                part,
+                d1,
+                d2,
+                acc,
+                piece,
+                side,
+                first,
+                n1,
+                M,
+                chunk,
+                row,
+                column,
+                N,
+                K,
+                K,
+                1,
+                BN,
+                BK,
+                SPLIT,
+                EVEN,
+                PIECES,
+            )
 
-    With SPLIT a chunk leaves its sum in d1[chunk, N, K], in float32; else a chunk is all that an expert has, none
-    included, and the sum is the gradient. No atomics: the result is the same bit by bit each time.
+
+@triton.jit(do_not_specialize=["M", "chunk"])
+def sorted_weights_kernel(
+    p, q, part, d1, d2, rows, counts, P, Q, sp, sq, M, chunk,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, GATHER: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PIECES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d[P, Q], or [Q, P] if TRANSPOSED, = p^T @ q over each expert's rows; q lies in the plan's order and comes by TMA.
+
+    An SM loads half as much again by TMA as by pointers. P and Q are multiples of the tile's sides.
     """
     n1 = tl.load(counts)
-    wide, high = tl.cdiv(K, BK), tl.cdiv(N, BN)
-    piece = tl.program_id(0) // (wide * high)
-    within = tl.program_id(0) % (wide * high)
-    group = within // (GROUP * wide) * GROUP
-    height = tl.minimum(high - group, GROUP)
-    row = (group + within % (GROUP * wide) % height) * BN
-    column = within % (GROUP * wide) // height * BK
-    if SPLIT:
-        c1 = tl.cdiv(n1, chunk)
-        used = piece < c1 + tl.cdiv(M - n1, chunk)
-        first = piece < c1
-        start = tl.where(first, piece * chunk, n1 + (piece - c1) * chunk)
-        end = tl.minimum(start + chunk, tl.where(first, n1, M))
-    else:
-        used = True
-        first = (piece == 0) == (2 * n1 >= M)  # the expert with more rows begins, the other fills the gaps
-        start = tl.where(first, 0, n1)
-        end = tl.where(first, n1, M)
-    wanted = (first & FIRST) | ((first == 0) & SECOND)
-    if used & wanted:
-        ns, ks, rs = row + tl.arange(0, BN), column + tl.arange(0, BK), tl.arange(0, BR)
-        acc = tl.zeros((BN, BK), tl.float32)
-        ahead = tl.load(rows + start + rs, mask=start + rs < end, other=0)  # read one step before it is used
-        for place in range(start, end, BR):
-            there = place + rs < end
-            listed = ahead.to(tl.int64)
-            ahead = tl.load(rows + place + BR + rs, mask=place + BR + rs < end, other=0)
-            in_plan = (place + rs).to(tl.int64)
-            from_g = g + (listed if GATHER_G else in_plan)[None, :] * sgm + ns[:, None]
-            from_x = x + (listed if GATHER_X else in_plan)[:, None] * sxm + ks[None, :]
-            left = tl.load(from_g, mask=there[None, :] if EVEN_N else there[None, :] & (ns < N)[:, None], other=0.0)
-            right = tl.load(from_x, mask=there[:, None] if EVEN_K else there[:, None] & (ks < K)[None, :], other=0.0)
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
-        if SPLIT:
-            to, stride = d1 + piece.to(tl.int64) * N * K, K
-        elif first:
-            to, stride = d1, sd1
-        else:
-            to, stride = d2, sd2
-        at = to + ns.to(tl.int64)[:, None] * stride + ks[None, :]
-        tl.store(at, acc.to(to.dtype.element_ty), mask=(ns < N)[:, None] & (ks < K)[None, :])
+    piece, row, column = part_of(tl.program_id(0), P // BM, Q // BN, GROUP)
+    row *= BM
+    column *= BN
+    of_p = tl.make_tensor_descriptor(p, [M, P], [sp, 1], [BR, BM])
+    of_q = tl.make_tensor_descriptor(q, [M, Q], [sq, 1], [BR, BN])
+    ms, ns, rs = row + tl.arange(0, BM), column + tl.arange(0, BN), tl.arange(0, BR)
+    for side in range(2 if SPLIT > 1 else 1):
+        start, end, first, used = segment_of(piece, side, n1, M, chunk, SPLIT)
+        if used & ((first & FIRST) | ((first == 0) & SECOND)):
+            acc = tl.zeros((BM, BN), tl.float32)
+            whole = end - (end - start) % BR
+            if GATHER:
+                ahead = tl.load(rows + start + rs, mask=start + rs < end, other=0)  # read one step before it is used
+            for place in range(start, whole, BR):
+                if GATHER:
+                    listed = ahead.to(tl.int64)
+                    ahead = tl.load(rows + place + BR + rs, mask=place + BR + rs < end, other=0)
+                    left = tl.load(p + listed[None, :] * sp + ms[:, None])
+                else:
+                    left = of_p.load([place, row]).T
+                acc = tl.dot(left, of_q.load([place, column]), acc, input_precision=PRECISION)
+            if whole < end:  # what TMA would read past the end is the other expert's
+                there = whole + rs < end
+                places = (whole + rs).to(tl.int64)
+                listed = places
+                if GATHER:
+                    listed = tl.load(rows + places, mask=there, other=0).to(tl.int64)
+                left = tl.load(p + listed[None, :] * sp + ms[:, None], mask=there[None, :], other=0.0)
+                right = tl.load(q + places[:, None] * sq + ns[None, :], mask=there[:, None], other=0.0)
+                acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            si, sj = (1, P) if TRANSPOSED else (Q, 1)
+            store_gradient(
+                part, d1, d2, acc, piece, side, first, n1, M, chunk, row, column, P, Q, si, sj, BM, BN, SPLIT, True,
+                PIECES,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "chunk"])
 def sum_kernel(x, part, rows, counts, N, sxm, M, chunk, BR: tl.constexpr, BN: tl.constexpr):
-    """part[c, N] = the sum of x's rows in chunk c of the plan."""
-    n1 = tl.load(counts)
-    piece, c1 = tl.program_id(1), tl.cdiv(n1, chunk)
-    first = piece < c1
-    start = tl.where(first, piece * chunk, n1 + (piece - c1) * chunk)
-    end = tl.minimum(start + chunk, tl.where(first, n1, M))
+    """part[slot, N] = sums of x's rows: chunk c's as far as they are the first expert's in slot c, else in c + 1."""
+    n1, piece = tl.load(counts), tl.program_id(1)
+    first = piece * chunk < n1
+    start = tl.where(first, piece * chunk, tl.maximum((piece - 1) * chunk, n1))
+    end = tl.where(first, tl.minimum((piece + 1) * chunk, n1), tl.minimum(piece * chunk, M))
     ns, rs = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
     total = tl.zeros((BN,), tl.float32)
     for place in range(start, end, BR):
@@ -121,26 +242,36 @@ def sum_kernel(x, part, rows, counts, N, sxm, M, chunk, BR: tl.constexpr, BN: tl
 
 
 @triton.jit(do_not_specialize=["M", "chunk"])
-def reduce_kernel(part, d1, d2, counts, size, M, chunk, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr):
-    """d1, d2 = each expert's chunks of part[chunks, size] added up in order; exactly 0 where it has none."""
+def reduce_kernel(
+    part, d1, d2, counts, size, M, chunk,
+    SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """d1, d2 = each expert's slots of part[slots, size] added up in order; exactly 0 where it has none."""
     n1 = tl.load(counts)
-    c1 = tl.cdiv(n1, chunk)
-    c2 = tl.cdiv(M - n1, chunk)
+    if halved(n1, M, chunk, SPLIT):
+        return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    chunk_at = part + at
-    total = tl.zeros((BLOCK,), tl.float32)
-    for _ in range(c1):
-        total += tl.load(chunk_at, mask=inside, other=0.0)
-        chunk_at += size
     if FIRST:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for slot in range(tl.cdiv(n1, chunk)):
+            total += tl.load(part + tl.cast(slot, tl.int64) * size + at, mask=inside, other=0.0)
         tl.store(d1 + at, total.to(d1.dtype.element_ty), mask=inside)
     if SECOND:
         total = tl.zeros((BLOCK,), tl.float32)
-        for _ in range(c2):
-            total += tl.load(chunk_at, mask=inside, other=0.0)
-            chunk_at += size
+        for slot in range(n1 // chunk + 1, tl.where(n1 < M, tl.cdiv(M, chunk), 0) + 1):
+            total += tl.load(part + tl.cast(slot, tl.int64) * size + at, mask=inside, other=0.0)
         tl.store(d2 + at, total.to(d2.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def sort_kernel(x, y, rows, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr):
+    """y = x's rows in the plan's order."""
+    places, ks = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BK + tl.arange(0, BK)
+    listed = tl.load(rows + places, mask=places < M, other=0).to(tl.int64)
+    inside = (places < M)[:, None] & (ks < K)[None, :]
+    value = tl.load(x + listed[:, None] * sxm + ks[None, :], mask=inside)
+    tl.store(y + places.to(tl.int64)[:, None] * K + ks[None, :], value, mask=inside)
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -216,6 +347,13 @@ def product(
     return y
 
 
+def sorted_rows(x: Tensor, rows: Tensor) -> Tensor:
+    (M, K), (height, width) = x.shape, (16, 512)
+    y = x.new_empty(M, K)
+    launch(sort_kernel, (-(-M // height), -(-K // width)), (x, y, rows, K, x.stride(0)), (M,), (height, width), 4, 1)
+    return y
+
+
 def weight_gradients(
     g: Tensor,
     x: Tensor,
@@ -235,28 +373,56 @@ def weight_gradients(
     d1, d2 = (x.new_empty(N if wanted else 0, K) for wanted in (first, second))
     precision = precision_of(x.dtype)
 
+    # the wide operand comes by TMA, its rows sorted: those of the fewer columns, if they are not yet
+    transposed = gather_x and (not gather_g or N < K)
+    narrow, wide = (x, g) if transposed else (g, x)
+
     def attempt(t: Tiles) -> None:
         chunk = -(-M // t.split)
         split = t.split > 1
-        to = (x.new_empty(t.split + 1, N, K, dtype=torch.float32),) * 2 if split else (d1, d2)
-        grid = (t.split + 1 if split else 2) * -(-N // t.rows) * -(-K // t.columns)
-        args = (g, x, *to, rows, counts, N, K, g.stride(0), x.stride(0), K, K)
-        shape = (t.rows, t.columns, t.depth, t.group, gather_g, gather_x, split, first, second)
-        even = (N % t.rows == 0, K % t.columns == 0)
-        launch(weights_kernel, grid, args, (M, chunk), (*shape, *even, precision), t.warps, t.stages)
-        if split:
-            _reduce(to[0], d1, d2, counts, M, chunk, first, second)
+        pieces = -(-M // chunk) if split else 2
+        part = x.new_empty(pieces + 1, N, K, dtype=torch.float32) if split else None
+        sides = -(-narrow.shape[1] // t.rows), -(-wide.shape[1] // t.columns)
+        even = narrow.shape[1] % t.rows == 0, wide.shape[1] % t.columns == 0
+        if all(even) and by_tma(t, (narrow, wide), (narrow.stride(0), wide.stride(0))):
+            q = sorted_rows(wide, rows) if gather_g and gather_x else wide
+            args = (narrow, q, part, d1, d2, rows, counts, narrow.shape[1], q.shape[1], narrow.stride(0), q.stride(0))
+            shape = (t.rows, t.columns, t.depth, t.group, gather_g or gather_x, transposed, t.split)
+            constants = (*shape, first, second, t.pieces, precision)
+            launch(sorted_weights_kernel, pieces * sides[0] * sides[1], args, (M, chunk), constants, t.warps, t.stages)
+        else:
+            args = (g, x, part, d1, d2, rows, counts, N, K, g.stride(0), x.stride(0))
+            shape = (t.rows, t.columns, t.depth, t.group, gather_g, gather_x, t.split)
+            grid = pieces * -(-N // t.rows) * -(-K // t.columns)
+            masks = (N % t.rows == 0, K % t.columns == 0)
+            launch(
+                weights_kernel, grid, args, (M, chunk), (*shape, first, second, t.pieces, *masks, precision),
+                t.warps, t.stages,
+            )  # fmt: skip
+        if part is not None:
+            _reduce(part, d1, d2, counts, M, chunk, t.split, first, second)
 
-    run("masked_weights", M, N, K, x, precision == "tf32", attempt)
+    if gather_g and gather_x:
+        run("masked_weights", M, N, K, x, precision == "tf32", attempt)
+    else:  # of each layer of the network the operand of its hidden rows is sorted
+        run("masked_ffn_weights", M, wide.shape[1], narrow.shape[1], x, precision == "tf32", attempt)
     return d1, d2
 
 
 def _reduce(
-    part: Tensor, d1: Tensor, d2: Tensor, counts: Tensor, M: int, chunk: int, first: bool = True, second: bool = True
+    part: Tensor,
+    d1: Tensor,
+    d2: Tensor,
+    counts: Tensor,
+    M: int,
+    chunk: int,
+    split: int = 0,
+    first: bool = True,
+    second: bool = True,
 ) -> None:
     size, block = part[0].numel(), 1024
     args = (part, d1, d2, counts, size)
-    launch(reduce_kernel, -(-size // block), args, (M, chunk), (first, second, block), 4, 3)
+    launch(reduce_kernel, -(-size // block), args, (M, chunk), (split, first, second, block), 4, 3)
 
 
 def sums(x: Tensor, rows: Tensor, counts: Tensor) -> Tensor:

@@ -8,19 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from triton.runtime import _allocation
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for the TMA descriptors that a kernel makes: torch's, so that a graph being captured keeps it."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
 def _signature(arg: Any) -> Any:
     """What Triton compiles a kernel for: a pointer's type and alignment, an integer's value (1, a multiple of 16)."""
+    if isinstance(arg, TensorDescriptor):
+        return arg.base.dtype, *arg.block_shape
     return (arg.dtype, arg.data_ptr() % 16 == 0) if isinstance(arg, torch.Tensor) else arg
 
 
@@ -35,8 +32,8 @@ def launch(
 ) -> None:
     """Run `kernel` on the current stream of the first argument's device.
 
-    The kernel takes args (tensors, integers that it is compiled for, None), then free (integers that it is not
-    compiled for: do_not_specialize), then constants.
+    The kernel takes args (tensors, TMA descriptors, integers that it is compiled for, None), then free (integers that
+    it is not compiled for: do_not_specialize), then constants.
     """
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     if INTERPRETED:
@@ -49,11 +46,7 @@ def launch(
         return
     key = (kernel, device, warps, stages, constants, *map(_signature, args))
     compiled = _compiled.get(key)
-    token = _allocation._allocator.set(_scratch)  # the user's own allocator is back in place afterwards
-    try:
-        if compiled is None:
-            _compiled[key] = kernel[grid](*args, *free, *constants, num_warps=warps, num_stages=stages)
-        else:
-            compiled[grid](*args, *free, *constants)
-    finally:
-        _allocation._allocator.reset(token)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*args, *free, *constants, num_warps=warps, num_stages=stages)
+    else:
+        compiled[grid](*args, *free, *constants)

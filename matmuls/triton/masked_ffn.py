@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .configs import Tiles, run
 from .launch import launch
-from .masked_linear import by_tma, oriented, precision_of, product, programs, read_rows, weight_gradients
-from .tiles import accumulate, ahead, load_rows, load_weight, rows_at, store_tile, tile_at, tiles_of, weight_of
+from .masked_linear import described, oriented, precision_of, product, programs, read_rows, weight_gradients
+from .tiles import accumulate, load_rows, load_weight, rows_at, store_tile, tile_at, tiles_of, weight_of
 
 
 @triton.jit
@@ -49,17 +49,12 @@ def gate_up_kernel(
 ):  # fmt: skip
     """c = silu(x w1) * (x w3), and t with KEEP, in the plan's order; the rows of x are read once for both products."""
     n1 = tl.load(counts)
-    EARLY: tl.constexpr = TMA and WALK > 0
-    dw1 = ahead(w1, sw1, N, K, BN, BK, K_INNER, EARLY)
-    dw3 = ahead(w3, sw3, N, K, BN, BK, K_INNER, EARLY)
-    du1 = ahead(u1, su1, N, K, BN, BK, K_INNER, EARLY)
-    du3 = ahead(u3, su3, N, K, BN, BK, K_INNER, EARLY)
     for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
         start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
         places = start + tl.arange(0, BM)
         at = x + (rows_at(rows, places, start, end, True) * sxm)[:, None] + tl.arange(0, BK)[None, :]
-        gates, sa = weight_of(first, dw1, du1, w1, u1, sw1, su1, column, N, K, BN, BK, K_INNER, TMA, EARLY)
-        ups, sb = weight_of(first, dw3, du3, w3, u3, sw3, su3, column, N, K, BN, BK, K_INNER, TMA, EARLY)
+        gates, sa = weight_of(first, w1, u1, sw1, su1, column, BN, BK, K_INNER, TMA)
+        ups, sb = weight_of(first, w3, u3, sw3, su3, column, BN, BK, K_INNER, TMA)
         gate = tl.zeros((BM, BN), tl.float32)
         up = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
@@ -102,13 +97,10 @@ def gradient_kernel(
 ):  # fmt: skip
     """G = dy w2^T of the rows in the plan's order, never stored: the gradients of T1 and T2 are its epilogue."""
     n1 = tl.load(counts)
-    EARLY: tl.constexpr = TMA and WALK > 0
-    dw2 = ahead(w2, sw2, N, K, BN, BK, K_INNER, EARLY)
-    du2 = ahead(u2, su2, N, K, BN, BK, K_INNER, EARLY)
     for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
         start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
         places = start + tl.arange(0, BM)
-        w, sw = weight_of(first, dw2, du2, w2, u2, sw2, su2, column, N, K, BN, BK, K_INNER, TMA, EARLY)
+        w, sw = weight_of(first, w2, u2, sw2, su2, column, BN, BK, K_INNER, TMA)
         g = tl.zeros((BM, BN), tl.float32)
         offsets = rows_at(rows, places, start, end, True) * sdy
         g = accumulate(g, dy, offsets, w, sw, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
@@ -126,8 +118,9 @@ def gate_up(
     precision = precision_of(x.dtype)
 
     def attempt(s: Tiles) -> None:
-        args = (x, *weights, c, t, rows, counts, N, K, x.stride(0), *strides)
-        shape = (s.rows, s.columns, s.depth, s.group, s.walk, by_tma(s, weights, strides), s.pieces)
+        given = described(s, weights, strides, k_inner)
+        args = (x, *given, c, t, rows, counts, N, K, x.stride(0), *strides)
+        shape = (s.rows, s.columns, s.depth, s.group, s.walk, given is not weights, s.pieces)
         layout = (k_inner, K % s.depth == 0, N % s.columns == 0, keep, precision)
         launch(gate_up_kernel, programs(s, M, N, x.device.index), args, (M,), (*shape, *layout), s.warps, s.stages)
 
@@ -145,8 +138,9 @@ def hidden_gradients(
     precision = precision_of(dy.dtype)
 
     def attempt(s: Tiles) -> None:
-        args = (dy, *weights, t, dt, c, rows, counts, N, K, dy.stride(0), *strides)
-        shape = (s.rows, s.columns, s.depth, s.group, s.walk, by_tma(s, weights, strides), s.pieces)
+        given = described(s, weights, strides, k_inner)
+        args = (dy, *given, t, dt, c, rows, counts, N, K, dy.stride(0), *strides)
+        shape = (s.rows, s.columns, s.depth, s.group, s.walk, given is not weights, s.pieces)
         layout = (k_inner, K % s.depth == 0, N % s.columns == 0, precision)
         launch(gradient_kernel, programs(s, M, N, dy.device.index), args, (M,), (*shape, *layout), s.warps, s.stages)
 

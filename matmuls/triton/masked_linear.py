@@ -4,14 +4,18 @@ The gather of x is inside the load and the scatter of y inside the store: one la
 The gradient of x is the same kernel on transposed weights; those of the weights are products over each expert's rows.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import Tiles, gpu, run
 from .launch import launch
-from .tiles import accumulate, ahead, rows_at, store_product, tile_at, tiles_of, weight_of
+from .tiles import accumulate, rows_at, store_product, tile_at, tiles_of, weight_of
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -22,22 +26,16 @@ def product_kernel(
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n1 = tl.load(counts)
-    EARLY: tl.constexpr = TMA and WALK > 0
-    dw1 = ahead(w1, sw1, N, K, BN, BK, K_INNER, EARLY)
-    dw2 = ahead(w2, sw2, N, K, BN, BK, K_INNER, EARLY)
-    if PAIRS == 2:
-        dv1 = ahead(v1, sv1, N, K, BN, BK, K_INNER, EARLY)
-        dv2 = ahead(v2, sv2, N, K, BN, BK, K_INNER, EARLY)
     for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
         start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
         places = start + tl.arange(0, BM)
         listed = rows_at(rows, places, start, end, GATHER)
         at = listed * sxm
         acc = tl.zeros((BM, BN), tl.float32)
-        w, sw = weight_of(first, dw1, dw2, w1, w2, sw1, sw2, column, N, K, BN, BK, K_INNER, TMA, EARLY)
+        w, sw = weight_of(first, w1, w2, sw1, sw2, column, BN, BK, K_INNER, TMA)
         acc = accumulate(acc, x, at, w, sw, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
         if PAIRS == 2:  # x holds two operands side by side, each with its own weights
-            v, sv = weight_of(first, dv1, dv2, v1, v2, sv1, sv2, column, N, K, BN, BK, K_INNER, TMA, EARLY)
+            v, sv = weight_of(first, v1, v2, sv1, sv2, column, BN, BK, K_INNER, TMA)
             acc = accumulate(acc, x + K, at, v, sv, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
         bias = b1
         if BIAS:
@@ -177,21 +175,20 @@ def weights_kernel(
 
 @triton.jit(do_not_specialize=["M", "chunk"])
 def sorted_weights_kernel(
-    p, q, part, d1, d2, rows, counts, P, Q, sp, sq, M, chunk,
+    p, q, of_p, of_q, part, d1, d2, rows, counts, P, Q, sp, sq, M, chunk,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, GATHER: tl.constexpr,
     TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PIECES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d[P, Q], or [Q, P] if TRANSPOSED, = p^T @ q over each expert's rows; q lies in the plan's order and comes by TMA.
 
-    An SM loads half as much again by TMA as by pointers. P and Q are multiples of the tile's sides.
+    An SM loads half as much again by TMA as by pointers. of_p, of_q: descriptors of p, where it lies in that order too,
+    and of q. P and Q are multiples of the tile's sides.
     """
     n1 = tl.load(counts)
     piece, row, column = part_of(tl.program_id(0), P // BM, Q // BN, GROUP)
     row *= BM
     column *= BN
-    of_p = tl.make_tensor_descriptor(p, [M, P], [sp, 1], [BR, BM])
-    of_q = tl.make_tensor_descriptor(q, [M, Q], [sq, 1], [BR, BN])
     ms, ns, rs = row + tl.arange(0, BM), column + tl.arange(0, BN), tl.arange(0, BR)
     for side in range(2 if SPLIT > 1 else 1):
         start, end, first, used = segment_of(piece, side, n1, M, chunk, SPLIT)
@@ -303,6 +300,15 @@ def by_tma(tiles: Tiles, weights: tuple[Tensor, ...], strides: tuple[int, ...]) 
     )
 
 
+def described(tiles: Tiles, weights: tuple[Tensor, ...], strides: tuple[int, ...], k_inner: bool) -> Sequence[Any]:
+    """The weights as a kernel takes them: TMA descriptors of a tile each, or themselves."""
+    if not by_tma(tiles, weights, strides):
+        return weights
+    sides = 1 if k_inner else -1  # in memory [N, K] or [K, N]
+    block = [tiles.columns, tiles.depth][::sides]
+    return [TensorDescriptor(w, list(w.shape)[::sides], [s, 1], block) for w, s in zip(weights, strides, strict=True)]
+
+
 def programs(tiles: Tiles, m: int, n: int, index: int | None) -> int:
     """The most tiles that any mask has, or as many programs as run at one time."""
     count = (-(-m // tiles.rows) + 1) * -(-n // tiles.columns)
@@ -332,14 +338,15 @@ def product(
     operator = operator or ("masked_linear" if k_inner else "masked_linear_t")
     gather = operator in ("masked_linear", "masked_linear_t")
     precision = precision_of(x.dtype)
-    more = (None, None, 0, 0) if pair is None else (*weights[2:], *strides[2:])
     if b1 is not None and b2 is not None:
         b1, b2 = b1.contiguous(), b2.contiguous()
 
     def attempt(t: Tiles) -> None:
-        args = (x, *weights[:2], *more[:2], b1, b2, y, rows, counts, N, K, x.stride(0), *strides[:2], *more[2:], N)
+        given = described(t, weights, strides, k_inner)
+        none = (None, None) if pair is None else ()
+        args = (x, *given, *none, b1, b2, y, rows, counts, N, K, x.stride(0), *strides, *none, N)
         layout = (gather, True, 1 if pair is None else 2, k_inner, K % t.depth == 0, N % t.columns == 0, b1 is not None)
-        shape = (t.rows, t.columns, t.depth, t.group, t.walk, by_tma(t, weights, strides), t.pieces)
+        shape = (t.rows, t.columns, t.depth, t.group, t.walk, given is not weights, t.pieces)
         grid = programs(t, M, N, x.device.index)
         launch(product_kernel, grid, args, (M,), (*shape, *layout, precision), t.warps, t.stages)
 
@@ -352,6 +359,10 @@ def sorted_rows(x: Tensor, rows: Tensor) -> Tensor:
     y = x.new_empty(M, K)
     launch(sort_kernel, (-(-M // height), -(-K // width)), (x, y, rows, K, x.stride(0)), (M,), (height, width), 4, 1)
     return y
+
+
+def _of_rows(x: Tensor, height: int, width: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [height, width])
 
 
 def weight_gradients(
@@ -386,8 +397,11 @@ def weight_gradients(
         even = narrow.shape[1] % t.rows == 0, wide.shape[1] % t.columns == 0
         if all(even) and by_tma(t, (narrow, wide), (narrow.stride(0), wide.stride(0))):
             q = sorted_rows(wide, rows) if gather_g and gather_x else wide
-            args = (narrow, q, part, d1, d2, rows, counts, narrow.shape[1], q.shape[1], narrow.stride(0), q.stride(0))
-            shape = (t.rows, t.columns, t.depth, t.group, gather_g or gather_x, transposed, t.split)
+            gather = gather_g or gather_x
+            of_p = None if gather else _of_rows(narrow, t.depth, t.rows)
+            tensors = (narrow, q, of_p, _of_rows(q, t.depth, t.columns), part, d1, d2, rows, counts)
+            args: tuple[Any, ...] = (*tensors, narrow.shape[1], q.shape[1], narrow.stride(0), q.stride(0))
+            shape = (t.rows, t.columns, t.depth, t.group, gather, transposed, t.split)
             constants = (*shape, first, second, t.pieces, precision)
             launch(sorted_weights_kernel, pieces * sides[0] * sides[1], args, (M, chunk), constants, t.warps, t.stages)
         else:

@@ -47,46 +47,27 @@ def rows_at(rows, places, start, end, LISTED: tl.constexpr):
 
 
 @triton.jit
-def weight_tile(w, sw, column, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr):
-    """Where the loop over K reads columns of w[N, K] from: a TMA descriptor, or pointers [BK, BN]."""
-    if TMA:
-        if K_INNER:
-            return tl.make_tensor_descriptor(w, [N, K], [sw, 1], [BN, BK])
-        else:
-            return tl.make_tensor_descriptor(w, [K, N], [sw, 1], [BK, BN])
-    else:
-        ks = tl.arange(0, BK).to(tl.int64)[:, None]
-        columns = (column + tl.arange(0, BN)).to(tl.int64)[None, :]
-        if K_INNER:
-            return w + columns * sw + ks
-        else:
-            return w + ks * sw + columns
-
-
-@triton.jit
-def ahead(w, sw, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, EARLY: tl.constexpr):
-    """With EARLY the weight's descriptor: a program that walks over tiles makes it once, not a microsecond a tile."""
-    return weight_tile(w, sw, 0, N, K, BN, BK, K_INNER, True) if EARLY else w
-
-
-@triton.jit
 def weight_of(
-    first, d1, d2, w1, w2, sw1, sw2, column, N, K,
-    BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Where the tile's expert's weight is read from, and its stride; d1, d2 as `ahead` made them."""
+    first, w1, w2, sw1, sw2, column, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr
+):
+    """Where the loop over K reads columns of the expert's weight from, and its stride.
+
+    With TMA w1 and w2 are descriptors that the host made: a kernel would take a microsecond for each. Else what is read
+    from are pointers [BK, BN].
+    """
     if first:
         w, sw = w1, sw1
     else:
         w, sw = w2, sw2
-    if EARLY:
-        if first:
-            source = d1
-        else:
-            source = d2
+    if TMA:
+        return w, sw
     else:
-        source = weight_tile(w, sw, column, N, K, BN, BK, K_INNER, TMA)
-    return source, sw
+        ks = tl.arange(0, BK).to(tl.int64)[:, None]
+        columns = (column + tl.arange(0, BN)).to(tl.int64)[None, :]
+        if K_INNER:
+            return w + columns * sw + ks, sw
+        else:
+            return w + ks * sw + columns, sw
 
 
 @triton.jit

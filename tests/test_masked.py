@@ -301,3 +301,37 @@ def test_large(dtype):
         y = masked_linear(x, w1, w2, mask)
         truth = torch.where(mask[:, None], F.linear(x.double(), w1.double()), F.linear(x.double(), w2.double()))
         close(y, truth, dtype, terms=k)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_sorted_rows(dtype, split, poisoned, monkeypatch):
+    """The kernel that large weights take, whose one operand comes by TMA: ragged ends, experts without rows, NaN."""
+    from matmuls.triton import configs
+    from matmuls.triton import masked_linear as kernels
+
+    tiles = configs.Tiles(128, 256, 64, tma=True, pieces=4, split=split)
+    monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.WEIGHTS, tiles))
+    for m in (1, 64, 129, 2000):
+        g, x = draw(m, 512, dtype=dtype, device="cuda"), draw(m, 256, dtype=dtype, device="cuda")
+        for mask in masks(m, "cuda"):
+            rows, counts, _ = mask_plan(mask)
+            order = rows.long()
+            wide = [torch.where(mine[:, None], g, 0).double().T @ x.double() for mine in (mask, ~mask)]
+            for a, b in ((g, x), (x, g)):  # either may have fewer columns
+                truth = wide if a is g else [t.T for t in wide]
+                for sorted_a, sorted_b in ((False, False), (True, False), (False, True)):
+                    found = kernels.weight_gradients(
+                        a[order] if sorted_a else a, b[order] if sorted_b else b, rows, counts,
+                        gather_g=not sorted_a, gather_x=not sorted_b,
+                    )  # fmt: skip
+                    for ours, expected in zip(found, truth, strict=True):
+                        close(ours, expected, dtype)
+                        if not expected.any():
+                            assert ours.count_nonzero() == 0
+    x[0] = float("nan")  # stays with its expert
+    first = torch.arange(m, device="cuda") % 2 == 0
+    d1, d2 = kernels.weight_gradients(g, x, *mask_plan(first)[:2])
+    assert d1.isnan().all()
+    assert d2.isfinite().all()

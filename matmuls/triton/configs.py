@@ -216,7 +216,8 @@ def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bo
         if gpu.capability >= (9, 0):
             # rows are sorted first where the product is long beside that
             tma = operator == "masked_ffn_weights" or (m > 1024 and max(n, k) >= 2048)
-            chosen = Tiles(128, 256, 64, tma=True, pieces=4) if tma else Tiles(128, 128, 128)
+            small = Tiles(128, 128, 128) if m > 1024 else Tiles(128, 256, 64)
+            chosen = Tiles(128, 256, 64, tma=True, pieces=4) if tma else small
         count = -(-n // chosen.rows) * -(-k // chosen.columns)
         # as many programs as multiprocessors, with a thousand rows each at least
         split = max(1, min(gpu.multiprocessors // count, m // 1024, 16))

@@ -67,9 +67,13 @@ struct Norm {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr int kInputs = with_residual ? 2 : 1, kConstants = rms ? 1 : 2;
-  static constexpr int kVectors = with_residual && sizeof(T) == 2 ? 2 : 4, kLongVectors = 4;
-  static constexpr int kThreadsPerSm = 1024, kMostThreads = 1024;
-  static constexpr bool kColumnSums = false, kWholeRows = false;
+  static constexpr int kVectors = with_residual && sizeof(T) == 2 ? 2 : 4,
+                       kLongVectors = with_residual || sizeof(T) == 8 ? 4 : 8;
+  static constexpr int kHeldVectors = with_residual ? kVectors : kLongVectors;
+  // A row of more threads walks, by what an H200 showed.
+  static constexpr int kRowMost = sizeof(T) == 2 ? (rms ? 256 : 128) : 512;
+  static constexpr int kThreadsPerSm = 768, kMostThreads = 512;
+  static constexpr bool kNumber = false, kColumnSums = false, kWholeRows = false;
 
   struct Row {
     T *x, *xhat;
@@ -95,7 +99,7 @@ struct Norm {
   const T *residual, *weight, *bias;
   F* rstd;
   int64_t steps[3];
-  F eps;
+  F columns, eps;
 
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
@@ -103,11 +107,12 @@ struct Norm {
             rstd ? rstd + r : nullptr, steps};
   }
   __device__ const T* constant(int c) const { return c == 0 ? weight : bias; }
+  __device__ static F absent(int c) { return c == 0 ? F(1) : F(0); }
   __device__ static State identity() { return {F(0), F(0), F(0)}; }
 
-  // x + residual of one vector, `fill` outside the row.
-  template <int V, bool ragged, class Inputs>
-  __device__ static void sum_of(const Inputs& inputs, const Span<V, ragged>& span, int i, F fill, F (&h)[V]) {
+  // x + residual of one vector.
+  template <int V, class Inputs>
+  __device__ static void sum_of(const Inputs& inputs, int i, F (&h)[V]) {
     unpack(inputs.words(i, 0), h);
     if constexpr (with_residual) {
       F r[V];
@@ -115,7 +120,6 @@ struct Norm {
 #pragma unroll
       for (int j = 0; j < V; ++j) h[j] += r[j];
     }
-    span.clear_outside(i, span.columns, fill, h);
   }
 
   // Several spans of a row merge by Chan's formula.
@@ -128,7 +132,7 @@ struct Norm {
     for (int i = 0; i < NV; ++i) {
       held += span.count(i);
       F h[V];
-      sum_of(inputs, span, i, F(0), h);
+      sum_of(inputs, i, h);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         if constexpr (rms)
@@ -140,14 +144,16 @@ struct Norm {
     const F count = held;
     F mean = 0;
     if constexpr (!rms) {
-      mean = held > 0 ? ((sums[0] + sums[1]) + (sums[2] + sums[3])) / count : F(0);
+      mean = quotient((sums[0] + sums[1]) + (sums[2] + sums[3]), larger(count, F(1)));
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
         F h[V];
-        sum_of(inputs, span, i, mean, h);
+        sum_of(inputs, i, h);
+        if constexpr (ragged) span.clear_outside(i, span.columns, mean, h);
+        const F from = ragged || span.begins(i) ? mean : F(0);  // a vector beside the row is 0
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          const F distance = h[j] - mean;
+          const F distance = h[j] - from;
           squares[j % 4] += distance * distance;
         }
       }
@@ -155,23 +161,30 @@ struct Norm {
     const F all = state.count + count, apart = mean - state.mean;
     state.squares += (squares[0] + squares[1]) + (squares[2] + squares[3]);
     if constexpr (!rms) {
-      const F share = all > F(0) ? count / all : F(0);
+      const F share = state.count == F(0) ? F(1) : quotient(count, all);
       state.squares += apart * apart * state.count * share;
       state.mean += apart * share;
     }
     state.count = all;
   }
 
+  // To about the last bit, in four instructions.
+  __device__ static F quotient(F x, F y) {
+    if constexpr (sizeof(F) == 8) {
+      return x / y;
+    } else {
+      const F part = ptx::reciprocal_approx(y), about = x * part;
+      return fmaf(fmaf(-about, y, x), part, about);
+    }
+  }
   __device__ State merge(const State& state, Lanes lanes) const {
-    const F count = lanes.sum(state.count);
-    if constexpr (rms) return {count, F(0), lanes.sum(state.squares)};
-    const F mean = lanes.sum(state.mean * state.count) / count;
-    const F apart = state.mean - mean;
-    return {count, mean, lanes.sum(state.squares + apart * apart * state.count)};
+    if constexpr (rms) return {F(0), F(0), lanes.sum(state.squares)};
+    F sums[2] = {state.count, state.mean * state.count};
+    lanes.sums(sums);
+    const F mean = quotient(sums[1], sums[0]), apart = state.mean - mean;
+    return {sums[0], mean, lanes.sum(state.squares + apart * apart * state.count)};
   }
-  __device__ Result finish(const State& state) const {
-    return {state.mean, F(1) / sqrt(state.squares / state.count + eps)};
-  }
+  __device__ Result finish(const State& state) const { return {state.mean, rsqrt(state.squares / columns + eps)}; }
 
   template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, const Result& result, const Held<V, NV>&, const Span<V, ragged>& span,
@@ -179,24 +192,20 @@ struct Norm {
     if (row.rstd && span.first <= 0 && span.first + V > 0) *row.rstd = result.rstd;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
-      F y[V], w[V], b[V];
-      sum_of(inputs, span, i, F(0), y);
+      F y[V], w[V];
+      sum_of(inputs, i, y);
 #pragma unroll
       for (int j = 0; j < V; ++j) y[j] = (y[j] - result.mean) * result.rstd;
       if (row.xhat) span.store(row.xhat, steps[2], i, y);
-      if (weight && bias) {
-        constants(0, i, w);
+      constants(0, i, w);
+      if constexpr (rms) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) y[j] *= w[j];
+      } else {
+        F b[V];
         constants(1, i, b);
 #pragma unroll
         for (int j = 0; j < V; ++j) y[j] = y[j] * w[j] + b[j];
-      } else if (weight) {
-        constants(0, i, w);
-#pragma unroll
-        for (int j = 0; j < V; ++j) y[j] *= w[j];
-      } else if (bias) {
-        constants(1, i, b);
-#pragma unroll
-        for (int j = 0; j < V; ++j) y[j] += b[j];
       }
       span.store(row.x, steps[0], i, y);
     }
@@ -216,6 +225,7 @@ void launch(const Call& c) {
                                        data(c.bias),
                                        c.rstd.defined() ? c.rstd.mutable_data_ptr<F>() : nullptr,
                                        {rows.column_strides[0], rows.column_strides[1], rows.column_strides[2]},
+                                       static_cast<F>(rows.columns),
                                        static_cast<F>(c.eps)};
   // What is not there lies where x does.
   const std::array<const void*, 3> pointers{op.x, op.residual ? op.residual : op.x, op.xhat ? op.xhat : op.x};

@@ -66,15 +66,16 @@ struct NormBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr int kInputs = 2, kConstants = 1;
-  // Each column has two sums beside it: 32 registers. Twice the vectors leave the numbers in shared memory.
-  static constexpr int kVectors = 2, kLongVectors = 4;
-  static constexpr int kThreadsPerSm = sizeof(T) == 2 ? 512 : 1024, kMostThreads = kThreadsPerSm;
-  static constexpr bool kColumnSums = true, kWholeRows = false;
+  // Each column has two sums: 64 registers of a thread's 128, so that its numbers stay in shared memory.
+  static constexpr int kVectors = 4, kLongVectors = sizeof(T) == 4 ? 8 : 4, kHeldVectors = 2;
+  static constexpr int kRowMost = 0;
+  static constexpr int kThreadsPerSm = sizeof(T) == 2 ? 512 : 768, kMostThreads = 512;
+  static constexpr bool kNumber = true, kColumnSums = true, kWholeRows = false;
 
   struct Row {
     const T *grad, *xhat;
     T* dx;
-    F rstd;
+    const F* number;  // rstd
     const int64_t* steps;
 
     __device__ const T* input(int k) const { return k == 0 ? grad : xhat; }
@@ -97,24 +98,22 @@ struct NormBackward {
 
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
-    return {grad + offsets.at[0], xhat + offsets.at[1], dx ? dx + offsets.at[2] : nullptr, rstd[r], steps};
+    return {grad + offsets.at[0], xhat + offsets.at[1], dx ? dx + offsets.at[2] : nullptr, rstd + r, steps};
   }
   __device__ const T* constant(int) const { return weight; }
+  __device__ static F absent(int) { return F(1); }
   __device__ static State identity() { return {F(0), F(0)}; }
 
-  // grad * weight of one vector, and xhat.
-  template <int V, bool ragged, class Inputs, class Constants>
-  __device__ void numbers(const Inputs& inputs, const Span<V, ragged>& span, int i, const Constants& constants,
-                          F (&g)[V], F (&d)[V], F (&h)[V]) const {
+  // grad, grad * weight and xhat of one vector: 0 beside the row.
+  template <int V, class Inputs, class Constants>
+  __device__ void numbers(const Inputs& inputs, int i, const Constants& constants, F (&g)[V], F (&d)[V],
+                          F (&h)[V]) const {
     unpack(inputs.words(i, 0), g);
     unpack(inputs.words(i, 1), h);
-    span.clear_outside(i, span.columns, F(0), g);
-    span.clear_outside(i, span.columns, F(0), h);
     F w[V];
-    if (weight) constants(0, i, w);
+    constants(0, i, w);
 #pragma unroll
-    for (int j = 0; j < V; ++j) d[j] = weight ? g[j] * w[j] : g[j];
-    if (weight) span.clear_outside(i, span.columns, F(0), d);  // the weight may be anything there
+    for (int j = 0; j < V; ++j) d[j] = g[j] * w[j];
   }
 
   template <int V, int NV, bool ragged, class Inputs, class Constants>
@@ -124,7 +123,7 @@ struct NormBackward {
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       F g[V], d[V], h[V];
-      numbers(inputs, span, i, constants, g, d, h);
+      numbers(inputs, i, constants, g, d, h);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         if constexpr (!rms) sums[j % 2] += d[j];
@@ -135,21 +134,24 @@ struct NormBackward {
     state.dxhat += dots[0] + dots[1];
   }
   __device__ State merge(const State& state, Lanes lanes) const {
-    return {rms ? F(0) : lanes.sum(state.d), lanes.sum(state.dxhat)};
+    if constexpr (rms) return {F(0), lanes.sum(state.dxhat)};
+    F both[2] = {state.d, state.dxhat};
+    lanes.sums(both);
+    return {both[0], both[1]};
   }
   __device__ State finish(const State& state) const { return {state.d / columns, state.dxhat / columns}; }
 
   template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, const State& mean, const Held<V, NV>&, const Span<V, ragged>& span,
-                        const Inputs& inputs, const Constants& constants, Sums& sums) const {
+                        const Inputs& inputs, const Constants& constants, Sums& sums, F rstd = F(0)) const {
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       F g[V], d[V], h[V];
-      numbers(inputs, span, i, constants, g, d, h);
+      numbers(inputs, i, constants, g, d, h);
       sums.add(1, i, g);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        d[j] = row.rstd * (d[j] - mean.d - h[j] * mean.dxhat);
+        d[j] = rstd * (d[j] - mean.d - h[j] * mean.dxhat);
         g[j] *= h[j];
       }
       sums.add(0, i, g);
@@ -171,14 +173,18 @@ struct NormBackward {
   }
 };
 
-// out[c] <- sum over the rows of [rows][stride] partial sums, 32 columns a block, its 32 warps in a fixed order.
+// dweight and dbias <- the sums over the rows of partial[rows][2][columns], 32 columns of one a block, its 32 warps in
+// a fixed order.
 template <class T, class F>
 __global__ void __launch_bounds__(1024)
-    add_partials_kernel(const F* partial, int64_t rows, int columns, int64_t stride, T* out) {
+    add_partials_kernel(const F* partial, int64_t rows, int columns, T* dweight, T* dbias) {
   __shared__ F warps[32][33];
   const int column = blockIdx.x * 32 + threadIdx.x;
-  F sum = 0, lost = 0;  // Kahan's sum: there are thousands of rows
+  const int64_t stride = 2 * static_cast<int64_t>(columns);
+  partial += blockIdx.y * static_cast<int64_t>(columns);
+  F sum = 0, lost = 0;  // Kahan's sum: there may be thousands of rows
   if (column < columns) {
+#pragma unroll 4
     for (int64_t r = threadIdx.y; r < rows; r += 32) {
       const F value = partial[r * stride + column] - lost, next = sum + value;
       lost = (next - sum) - value;
@@ -189,7 +195,7 @@ __global__ void __launch_bounds__(1024)
   __syncthreads();
   sum = Lanes{32}.sum(warps[threadIdx.x][threadIdx.y]);
   const int mine = blockIdx.x * 32 + threadIdx.y;
-  if (threadIdx.x == 0 && mine < columns) out[mine] = T(sum);
+  if (threadIdx.x == 0 && mine < columns) (blockIdx.y == 0 ? dweight : dbias)[mine] = T(sum);
 }
 
 // The column sums by themselves, for rows that are not aligned alike or do not fit the registers: partial[block][2][c].
@@ -256,14 +262,9 @@ void launch(const Call& c) {
         plain, rows.count, columns, partial.mutable_data_ptr<F>());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
-  const F* from = partial.const_data_ptr<F>();
-  const auto add = [&](const F* first, const Tensor& out) {
-    add_partials_kernel<T, F><<<static_cast<unsigned>((columns + 31) / 32), dim3(32, 32), 0, stream>>>(
-        first, parts, columns, 2 * rows.columns, out.mutable_data_ptr<T>());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  };
-  add(from, c.dweight);
-  add(from + rows.columns, c.dbias);
+  add_partials_kernel<T, F><<<dim3(static_cast<unsigned>((columns + 31) / 32), 2), dim3(32, 32), 0, stream>>>(
+      partial.const_data_ptr<F>(), parts, columns, c.dweight.mutable_data_ptr<T>(), c.dbias.mutable_data_ptr<T>());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void run_cuda(const Call& c) {

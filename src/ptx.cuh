@@ -50,7 +50,8 @@ __device__ inline void store_once(void* to, uint4 w) {
 __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
-// 16 bytes on their way from memory to shared memory, which this thread alone may read after wait_ahead().
+// 16 bytes on their way from memory to shared memory. They make a group with those before, which this thread alone may
+// read after wait_ahead().
 __device__ inline void copy_ahead(void* shared, const void* from) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(from) : "memory");
@@ -58,9 +59,30 @@ __device__ inline void copy_ahead(void* shared, const void* from) {
   *static_cast<uint4*>(shared) = load_once(from);
 #endif
 }
-__device__ inline void wait_ahead() {
+// The same for 4 bytes.
+__device__ inline void copy_word_ahead(uint32_t* shared, const uint32_t* from) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(from) : "memory");
+#else
+  *shared = *from;
+#endif
+}
+__device__ inline void end_group_ahead() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// For all but the last n groups, 3 at most.
+__device__ inline void wait_ahead(int n) {
+#if __CUDA_ARCH__ >= 800
+  if (n == 0)
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  else if (n == 1)
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  else if (n == 2)
+    asm volatile("cp.async.wait_group 2;" ::: "memory");
+  else
+    asm volatile("cp.async.wait_group 3;" ::: "memory");
 #endif
 }
 

@@ -15,8 +15,24 @@ struct Lanes {
   int lanes;
   template <class F>
   __device__ F sum(F v) const {
-    for (int o = lanes / 2; o > 0; o /= 2) v += __shfl_xor_sync(0xffffffffu, v, o);
-    return v;
+    F each[1] = {v};
+    sums(each);
+    return each[0];
+  }
+  // Several at a time: their shuffles wait for each other no more than one's do.
+  template <class F, int N>
+  __device__ void sums(F (&v)[N]) const {
+    const auto add = [&](int apart) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) v[n] += __shfl_xor_sync(0xffffffffu, v[n], apart);
+    };
+    if (lanes == 32) {
+#pragma unroll
+      for (int o = 16; o > 0; o /= 2) add(o);
+    } else {
+#pragma unroll 1
+      for (int o = lanes / 2; o > 0; o /= 2) add(o);
+    }
   }
   template <class F>
   __device__ F max(F v) const {
@@ -29,12 +45,14 @@ template <Scope scope>
 struct Team {
   int rank, size;  // this thread's place in its team
   int64_t index;   // of this team, or of the block that holds several
+  int group;       // lanes that hold a state of each warp, a power of two
   int merges = 0;  // so far
 
   __device__ Team() {
     rank = threadIdx.x;
     size = blockDim.x;
     index = blockIdx.x;
+    group = 1 << (32 - __clz(static_cast<int>(blockDim.x - 1) / 32));
     if constexpr (scope == Scope::cluster) {
 #if __CUDA_ARCH__ >= 900
       const unsigned blocks = ptx::cluster_blocks();
@@ -42,7 +60,7 @@ struct Team {
       size *= blocks;
       index /= blocks;
       if (threadIdx.x == 0) {
-        for (int phase = 0; phase < 2; ++phase) ptx::barrier_init(mailbox(phase));
+        for (int phase = 0; phase < kPhases; ++phase) ptx::barrier_init(mailbox(phase));
         ptx::barrier_fence();
       }
       ptx::cluster_arrive();  // the first merge waits for the others
@@ -60,17 +78,28 @@ struct Team {
   // The merge of all threads' states, the same in each. Buffers alternate, so that one barrier a merge is enough.
   template <class Op, class State>
   __device__ State merge(const Op& op, State state) {
+    state = merge_block(op, state);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (scope == Scope::cluster) {
+      post(state);
+      state = collect(op);
+    }
+#endif
+    return state;
+  }
+
+  // Of one block.
+  template <class Op, class State>
+  __device__ State merge_block(const Op& op, State state) {
     if constexpr (scope == Scope::warp) return op.merge(state, Lanes{size});
     __shared__ State warps[2][kMaxThreads / 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, phase = merges % 2;
     state = op.merge(state, Lanes{32});
     if (lane == 0) warps[phase][warp] = state;
     __syncthreads();
-    state = lane < blockDim.x / 32 ? warps[phase][lane] : Op::identity();
-    state = op.merge(state, Lanes{32});
-#if __CUDA_ARCH__ >= 900
-    if constexpr (scope == Scope::cluster) state = merge_blocks(op, state);
-#endif
+    const int among = lane & (group - 1);  // as few lanes as there are warps hold them all, as often as fits
+    state = among < blockDim.x / 32 ? warps[phase][among] : Op::identity();
+    state = op.merge(state, Lanes{group});
     ++merges;
     return state;
   }
@@ -78,44 +107,60 @@ struct Team {
   // A team without a row: its blocks are waited for all the same.
   __device__ void leave() {
 #if __CUDA_ARCH__ >= 900
-    if (scope == Scope::cluster && merges == 0) ptx::cluster_wait();
+    if (scope == Scope::cluster && posted == 0) ptx::cluster_wait();
 #endif
   }
 
 #if __CUDA_ARCH__ >= 900
- private:
   // Blocks send their states to each other's shared memory, and each waits for the bytes that it is owed. A barrier of
   // the cluster would also wait for the stores of the row before: 2 us a row where this takes a fraction of one.
-  // A block that is one merge ahead writes the other buffer; to be two ahead it would need this block's next state,
-  // which is sent after its last read of this one. No block ends before it has received all that is sent to it.
-  __device__ static uint64_t* mailbox(int phase) {
-    __shared__ uint64_t barriers[2];
-    return &barriers[phase];
-  }
-
-  template <class Op, class State>
-  __device__ State merge_blocks(const Op& op, const State& state) {
-    union Letter {
-      State state;
-      uint64_t words[(sizeof(State) + 7) / 8];
-      __device__ Letter() {}
-    };
-    __shared__ __align__(8) unsigned char letters[2][kMaxRanks * sizeof(Letter)];
-    const unsigned blocks = ptx::cluster_blocks(), lane = threadIdx.x % 32;
-    const int phase = merges % 2;
-    Letter* const received = reinterpret_cast<Letter*>(letters[phase]);
-    if (merges == 0) ptx::cluster_wait();
-    if (threadIdx.x == 0) ptx::barrier_expect(mailbox(phase), static_cast<unsigned>(blocks * sizeof(Letter)));
+  // A block may post a merge before it has collected the one before, so others may lag by up to three, each in a buffer
+  // of its own: it posts merge n after it has collected n - 2, for which all had posted n - 2 and so collected n - 4.
+  // No block ends before it has received all that is sent to it.
+  template <class State>
+  __device__ void post(const State& state) {
+    const unsigned blocks = ptx::cluster_blocks();
+    const int phase = posted % kPhases;
+    if (posted++ == 0) ptx::cluster_wait();
+    if (threadIdx.x == 0) ptx::barrier_expect(mailbox(phase), static_cast<unsigned>(blocks * sizeof(Letter<State>)));
     if (threadIdx.x < blocks) {
-      Letter mine;
+      Letter<State> mine;
       mine.state = state;
-      const uint32_t to = ptx::address_in(&received[ptx::cluster_rank()], threadIdx.x);
+      const uint32_t to = ptx::address_in(&letters<State>(phase)[ptx::cluster_rank()], threadIdx.x);
       const uint32_t remote_mailbox = ptx::address_in(mailbox(phase), threadIdx.x);
 #pragma unroll
-      for (int w = 0; w < int(sizeof(Letter) / 8); ++w) ptx::send(to + 8 * w, mine.words[w], remote_mailbox);
+      for (int w = 0; w < int(sizeof(mine) / 8); ++w) ptx::send(to + 8 * w, mine.words[w], remote_mailbox);
     }
-    ptx::barrier_wait(mailbox(phase), merges / 2 % 2);
-    return op.merge(lane < blocks ? received[lane].state : Op::identity(), Lanes{32});
+  }
+  // The merge of all blocks, of the first post that is not collected yet.
+  template <class Op>
+  __device__ auto collect(const Op& op) {
+    using State = decltype(Op::identity());
+    const unsigned blocks = ptx::cluster_blocks(), lane = threadIdx.x % 32;
+    const int phase = collected % kPhases;
+    ptx::barrier_wait(mailbox(phase), collected / kPhases % 2);
+    ++collected;
+    return op.merge(lane < blocks ? letters<State>(phase)[lane].state : Op::identity(), Lanes{32});
+  }
+
+ private:
+  static constexpr int kPhases = 4;
+  int posted = 0, collected = 0;
+
+  template <class State>
+  union Letter {
+    State state;
+    uint64_t words[(sizeof(State) + 7) / 8];
+    __device__ Letter() {}
+  };
+  template <class State>
+  __device__ static Letter<State>* letters(int phase) {
+    __shared__ __align__(8) unsigned char bytes[kPhases][kMaxRanks * sizeof(Letter<State>)];
+    return reinterpret_cast<Letter<State>*>(bytes[phase]);
+  }
+  __device__ static uint64_t* mailbox(int phase) {
+    __shared__ uint64_t barriers[kPhases];
+    return &barriers[phase];
   }
 #endif
 };

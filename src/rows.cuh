@@ -2,7 +2,8 @@
 //
 // A team of threads owns a row. Each thread loads its part of the row by 16-byte vectors, folds it into a small state,
 // the states are merged, and the thread writes its part of the result: one read and one write of memory. Many small
-// blocks hide the waits; there is little code, for the instruction cache. A row too long to be held passes by twice.
+// blocks hide the waits. Where sums go from row to row, a weight is best kept, or a row fills an SM, teams walk over
+// the rows instead, two to four of each on their way in shared memory. A row too long to be held passes by twice.
 //
 // An operation is a struct: what to fold, how states merge, what to write (softmax_backward.cu is the plainest).
 #pragma once
@@ -45,6 +46,13 @@ struct RowIndex {
       return offsets;
     }
     if (wide) return divided(row);
+    if (dims == 2) {  // a mask's, mostly: its loads need not wait for a loop
+      const uint32_t outer = dividers[0].div(static_cast<uint32_t>(row));
+      const uint32_t inner = static_cast<uint32_t>(row) - outer * static_cast<uint32_t>(sizes[0]);
+#pragma unroll
+      for (int t = 0; t < N; ++t) offsets.at[t] = inner * strides[t][0] + outer * strides[t][1];
+      return offsets;
+    }
 #pragma unroll
     for (int t = 0; t < N; ++t) offsets.at[t] = 0;
     uint32_t rest = static_cast<uint32_t>(row);
@@ -176,10 +184,16 @@ __device__ __noinline__ Words<T, V> load_unaligned_rarely(const T* row, int colu
   return load_unaligned<T, V>(row, column, columns);
 }
 
-// Columns of a row that is the same for all rows; 0 beside them.
-template <class T, int V, bool ragged>
-__device__ Words<T, V> load_columns(const T* row, const Span<V, ragged>& span, int i) {
+// Columns of a row that is the same for all rows, or `absent` throughout where it is null; 0 beside them.
+template <class T, int V, bool ragged, class F>
+__device__ Words<T, V> load_columns(const T* row, const Span<V, ragged>& span, int i, F absent) {
   if (!span.begins(i)) return {};
+  if (!row) {
+    F numbers[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) numbers[j] = span.holds(i, j, span.columns) ? absent : F(0);
+    return pack<T, V>(numbers);
+  }
   const T* const from = row + span.column(i);
   if constexpr (V == 1) {
     return load_once<T, 1>(from);
@@ -195,7 +209,8 @@ __device__ Words<T, V> load_columns(const T* row, const Span<V, ragged>& span, i
 
 // ------------------------------------------------------------------------------------------------ what a thread holds
 
-// Its vectors of a row: words(i, k) are those of vector i of input k. In registers: 16-bit numbers stay packed.
+// Its vectors of a row: words(i, k) are those of vector i of input k, 0 in columns that the row does not have. In
+// registers: 16-bit numbers stay packed.
 template <class T, int V, int NV, int K>
 struct Inputs {
   Words<T, V> at[NV][K];
@@ -210,12 +225,17 @@ struct Inputs {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         at[i][k] = {};
-        if (span.column(i) >= end) continue;
-        if (!ragged || span.whole(i, span.columns))
+        if (span.column(i) < end && (!ragged || span.whole(i, span.columns)))
           at[i][k] = load_once<T, V>(row.input(k) + span.column(i) * (V == 1 ? row.column_stride(k) : 1));
-        else
-          at[i][k] = load_edge<T, V>(row.input(k), span.column(i), span.columns);
       }
+    }
+    if constexpr (ragged) {  // last: the others need not wait for what it takes to put an edge together
+#pragma unroll
+      for (int i = 0; i < NV; ++i)
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+          if (span.column(i) < end && !span.whole(i, span.columns))
+            at[i][k] = load_edge<T, V>(row.input(k), span.column(i), span.columns);
     }
   }
   // The same numbers are unpacked again rather than kept from fold to write: half the registers.
@@ -236,7 +256,16 @@ struct Slots {
   __device__ Words<T, V>& operator[](int n) const { return first[n * step]; }
 };
 
-// A row on its way to shared memory while the one before is worked on.
+// A 16-bit number beside a row's first or last whole word, too small to be copied ahead: in registers until the next
+// row.
+template <int K>
+struct Odd {
+  uint32_t* to = nullptr;  // in shared memory, of input 0
+  bool high;               // which half of its word
+  uint16_t number[K];
+};
+
+// A row on its way to shared memory while those before are worked on.
 template <class T, int V, int NV, int K>
 struct Ahead {
   Slots<T, V> slots;
@@ -244,18 +273,57 @@ struct Ahead {
   __device__ const Words<T, V>& words(int i, int k) const { return slots[i * K + k]; }
 
   template <class Row, bool ragged>
-  __device__ void fetch(const Row& row, const Span<V, ragged>& span) const {
+  __device__ void fetch(const Row& row, const Span<V, ragged>& span, Odd<K>& odd) const {
     const int end = row.visible(span.columns);
+    int last = -1;
 #pragma unroll
-    for (int i = 0; i < NV; ++i)
+    for (int i = 0; i < NV; ++i) {
+      const bool seen = span.column(i) < end, whole = !ragged || span.whole(i, span.columns);
+      if (seen && !whole && span.column(i) >= 0) last = i;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        if (span.column(i) >= end) continue;
-        if (!ragged || span.whole(i, span.columns))
+        if (!seen)
+          slots[i * K + k] = {};
+        else if (whole)
           ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i));
-        else
-          slots[i * K + k] = load_edge<T, V>(row.input(k), span.column(i), span.columns);
       }
+    }
+    if constexpr (ragged) {
+      if (span.first < 0) fetch_edge(row, span, 0, odd);
+      if (last >= 0) fetch_edge(row, span, last, odd);
+    }
+  }
+  // A vector that reaches over an end of the row: the row's own words, 0 beside them.
+  template <class Row, bool ragged>
+  __device__ void fetch_edge(const Row& row, const Span<V, ragged>& span, int i, Odd<K>& odd) const {
+    constexpr int kSize = sizeof(T);
+    const int begin = max(-span.column(i), 0) * kSize, end = min(span.columns - span.column(i), V) * kSize;  // bytes
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const bool low = 4 * w >= begin && 4 * w < end, high = 4 * w + 2 >= begin && 4 * w + 2 < end;
+      if (kSize == 2 && low != high) {
+        settle(odd);
+        odd.to = &slots[i * K].at[w];
+        odd.high = high;
+      }
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const auto* const from = reinterpret_cast<const uint32_t*>(row.input(k) + span.column(i)) + w;
+        if (low && high)
+          ptx::copy_word_ahead(&slots[i * K + k].at[w], from);
+        else if (kSize == 2 && low != high)
+          odd.number[k] = reinterpret_cast<const uint16_t*>(from)[high];
+        else
+          slots[i * K + k].at[w] = 0;
+      }
+    }
+  }
+  __device__ void settle(Odd<K>& odd) const {
+    if (!odd.to) return;
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      odd.to[4 * k * slots.step] = static_cast<uint32_t>(odd.number[k]) << (odd.high ? 16 : 0);
+    odd.to = nullptr;
   }
   // What came, into registers; the slots are free again.
   __device__ void take(Inputs<T, V, NV, K>& inputs) const {
@@ -293,11 +361,15 @@ struct RowShape {
 
 // Op, for a storage type T and arithmetic type F:
 //   kInputs, State, identity()          what is read, what a row is folded into
-//   kVectors, kLongVectors              vectors of each input that a thread holds; in rows that leave no other choice
+//   kVectors, kLongVectors              vectors of each input that a thread has; in rows that leave no other choice
+//   kHeldVectors                        vectors of each input that its registers hold
 //   kThreadsPerSm                       how many threads an SM should have room for
 //   Row row(r)                          row r: `input(k)`, and how many columns are worth reading
+//   kNumber                             whether a row has a number of its own, at row.number, which write takes last
+//   kRowMost                            threads of a row beyond which it walks
 //   kWholeRows                          whether it is for rows of whole, aligned vectors alone
-//   kConstants, constant(c)             rows of T that are the same for all rows, or null: a weight, a bias
+//   kConstants, constant(c), absent(c)  rows of T that are the same for all rows: a weight, a bias; what one is where
+//                                       it is null
 //   Held<V, NV>                         what fold leaves for write, in registers
 //   fold(state, held, row, span, inputs, constants)  the state with a span more
 //   merge(state, lanes)                 the states of all lanes as one
@@ -312,8 +384,9 @@ template <Scope scope>
 constexpr int kRowThreads = scope == Scope::warp ? 64 : 512;  // of a block at most
 
 template <class Op, int V, int NV, Scope scope, bool ragged>
-__global__ void __launch_bounds__(kRowThreads<scope>, Op::kThreadsPerSm / kRowThreads<scope>)
-    row_kernel(const __grid_constant__ Op op, const RowShape shape) {
+__global__ void __launch_bounds__(
+    kRowThreads<scope>, (scope == Scope::block && sizeof(typename Op::Storage) > 2 ? 1024 : Op::kThreadsPerSm) /
+                            kRowThreads<scope>) row_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   Team<scope> team;
   const int beside = scope == Scope::warp ? threadIdx.y : 0;
@@ -323,7 +396,7 @@ __global__ void __launch_bounds__(kRowThreads<scope>, Op::kThreadsPerSm / kRowTh
   const typename Op::Row row = op.row(own ? first + beside : first);
   const auto span = span_of<Op, V, ragged>(row, team.rank, team.size, shape.columns);
   const auto constants = [&](int c, int i, typename Op::F(&numbers)[V]) {
-    unpack(load_columns<T, V>(op.constant(c), span, i), numbers);
+    unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
   };
   Inputs<T, V, NV, Op::kInputs> inputs;
   inputs.load(row, span);
@@ -333,36 +406,89 @@ __global__ void __launch_bounds__(kRowThreads<scope>, Op::kThreadsPerSm / kRowTh
   const auto result = op.finish(team.merge(op, state));
   if constexpr (std::is_empty_v<decltype(held)>) inputs.forget_numbers();
   ColumnSums<typename Op::F, V, 0> none;
-  if (own) op.write(row, result, held, span, inputs, constants, none);
+  if (!own) return;
+  if constexpr (V > 1 && !ragged && Op::kConstants > 0) {
+    bool plain = true;  // there and aligned: no branch then keeps the loads of several vectors apart
+#pragma unroll
+    for (int c = 0; c < Op::kConstants; ++c)
+      plain &= op.constant(c) && reinterpret_cast<uintptr_t>(op.constant(c)) % 16 == 0;
+    const auto loaded = [&](int c, int i, typename Op::F(&numbers)[V]) {
+      Words<T, V> words{};
+      if (span.begins(i)) load_constant<16>(op.constant(c) + span.column(i), words.at);
+      unpack(words, numbers);
+    };
+    if (plain) return op.write(row, result, held, span, inputs, loaded, none);
+  }
+  op.write(row, result, held, span, inputs, constants, none);
 }
 
-// Sums go from row to row; the constants of ragged rows are put in place once for all rows.
+// Whether as many teams as run at once walk over rows of any length: sums go from row to row; the constants of ragged
+// rows are put in place once for all rows.
 template <class Op, bool ragged>
 constexpr bool kWalks = Op::kColumnSums || (ragged && Op::kConstants > 0);
 
-// Of a thread's shared memory: its columns of the constants, and of the next row.
-template <class Op, int V, int NV>
-constexpr size_t kThreadBytes =
-    sizeof(Words<typename Op::Storage, V>) * NV * (Op::kConstants + (V > 1 ? Op::kInputs : 0));
+// Where the rows of a block differ in where they start, so do a thread's columns.
+template <Scope scope, bool ragged>
+constexpr bool kOwnConstants = scope == Scope::warp && ragged;
 
 // The registers do not hold so much beside the sums: it stays in shared memory.
 template <class Op, int V, int NV>
-constexpr bool kStaysShared = V > 1 && NV > Op::kVectors;
+constexpr bool kStaysShared = V > 1 && NV > Op::kHeldVectors;
 
 template <Scope scope>
 constexpr int kWalkThreads = scope == Scope::warp    ? 256
                              : scope == Scope::block ? 512
-                                                     : 1024;  // of a block at most
+                                                     : 1024;
+// A ragged row has a vector more: room for a warp. Its 96 registers let blocks of 9 warps come in pairs.
+template <class Op, Scope scope, bool ragged>
+constexpr int kMostWalkers =
+    std::min(kWalkThreads<scope>, Op::kMostThreads) + (scope == Scope::block && ragged ? 32 : 0);
 
-// As many teams as run at once walk over the rows, each with the next row on its way: where a row needs so many threads
-// that few rows fit an SM, or sums go from row to row.
+// What the compiler is told of it: 16-bit rows without sums get 80 registers, ragged ones 72, so that three blocks of
+// 256 and of 288 threads run at once.
+template <class Op, Scope scope, bool ragged>
+constexpr int kWalkBound =
+    scope == Scope::block && !Op::kColumnSums && sizeof(typename Op::Storage) == 2 ? (ragged ? 896 : 768)
+                                                                                   : kMostWalkers<Op, scope, ragged>;
+
+struct WalkShape {
+  int64_t rows;
+  int columns;
+  int stages;  // rows in shared memory, 4 at most: one is worked on, the others are on their way
+};
+
+// Whether the teams of a block have the same columns, so that their sums become one.
+template <int V, Scope scope, bool ragged>
+constexpr bool kAddsTeams = scope == Scope::warp && V > 1 && !ragged;
+
+// Adds up the sums of a block's teams, in order, for the first of them. `shared` has room for a vector a thread.
+template <class F, int V, int NV>
+__device__ void add_teams(ColumnSums<F, V, NV>& sums, F* shared) {
+  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+#pragma unroll
+  for (int s = 0; s < 2; ++s)
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      __syncthreads();
+#pragma unroll
+      for (int j = 0; j < V; ++j) shared[j * threads + thread] = sums.at[s][i][j];
+      __syncthreads();
+      if (threadIdx.y > 0) continue;
+#pragma unroll 1
+      for (int n = thread + blockDim.x; n < threads; n += blockDim.x)
+#pragma unroll
+        for (int j = 0; j < V; ++j) sums.at[s][i][j] += shared[j * threads + n];
+    }
+}
+
+// As many teams as run at once walk over the rows, each with the next rows on their way.
 template <class Op, int V, int NV, Scope scope, bool ragged>
-__global__ void __launch_bounds__(std::min(kWalkThreads<scope>, Op::kMostThreads),
-                                  std::max(1, Op::kThreadsPerSm / kWalkThreads<scope>))
-    walking_kernel(const __grid_constant__ Op op, const RowShape shape) {
+__global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op::kThreadsPerSm / kWalkThreads<scope>))
+    walking_kernel(const __grid_constant__ Op op, const WalkShape shape) {
   using T = typename Op::Storage;
   using F = typename Op::F;
-  constexpr bool kAhead = V > 1, kShared = kStaysShared<Op, V, NV>;
+  constexpr int K = Op::kInputs;
+  constexpr bool kAhead = V > 1, kShared = kStaysShared<Op, V, NV>, kOwn = kOwnConstants<scope, ragged>;
   Team<scope> team;
   const int beside = scope == Scope::warp ? threadIdx.y : 0;
   const int64_t teams = scope == Scope::warp ? blockDim.y : 1;  // of a block
@@ -370,66 +496,148 @@ __global__ void __launch_bounds__(std::min(kWalkThreads<scope>, Op::kMostThreads
 
   extern __shared__ __align__(16) unsigned char shared[];
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-  Words<T, V>* const slots = reinterpret_cast<Words<T, V>*>(shared) + thread;
-  const Slots<T, V> kept{slots, threads};
-  const Ahead<T, V, NV, Op::kInputs> ahead{{slots + NV * Op::kConstants * threads, threads}};
+  Words<T, V>* const slots = reinterpret_cast<Words<T, V>*>(shared);
+  const int keepers = kOwn ? threads : blockDim.x;
+  const Slots<T, V> kept{slots + (kOwn ? thread : threadIdx.x), keepers};
   const auto constants = [&](int c, int i, F(&numbers)[V]) { unpack(kept[i * Op::kConstants + c], numbers); };
+  const auto stage = [&](int s) {
+    return Ahead<T, V, NV, K>{{slots + NV * Op::kConstants * keepers + s * NV * K * threads + thread, threads}};
+  };
+  // The row's own number, of each thread for itself.
+  F* const numbers =
+      reinterpret_cast<F*>(slots + NV * (Op::kConstants * keepers + shape.stages * K * threads)) + thread;
 
   const auto row_at = [&](int64_t first) { return op.row(first + beside < shape.rows ? first + beside : first); };
   const auto span_at = [&](const typename Op::Row& row) {
     return span_of<Op, V, ragged>(row, team.rank, team.size, shape.columns);
   };
-  const auto fetch = [&](int64_t first) {
-    if constexpr (kAhead) {
-      if (first >= shape.rows) return;
+  Odd<K> odd;
+  const auto fetch = [&](int64_t first, int s) {
+    if (first < shape.rows) {
       const typename Op::Row row = row_at(first);
-      ahead.fetch(row, span_at(row));
-    }
-  };
-  int64_t base = team.index * teams;
-  fetch(base);
-  ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;
-  int columns_kept = INT32_MIN;  // the first column of the constants in the slots
-#pragma unroll 1
-  for (; base < shape.rows; base += step) {
-    const typename Op::Row row = row_at(base);
-    const auto span = span_at(row);
-    if (Op::kConstants > 0 && columns_kept != span.first) {
-      columns_kept = span.first;
+      stage(s).fetch(row, span_at(row), odd);
+      if constexpr (Op::kNumber) {
 #pragma unroll
-      for (int c = 0; c < Op::kConstants; ++c) {
-        if (!op.constant(c)) continue;
-#pragma unroll
-        for (int i = 0; i < NV; ++i) kept[i * Op::kConstants + c] = load_columns<T, V>(op.constant(c), span, i);
+        for (int w = 0; w < int(sizeof(F) / 4); ++w)
+          ptx::copy_word_ahead(reinterpret_cast<uint32_t*>(numbers + s * threads) + w,
+                               reinterpret_cast<const uint32_t*>(row.number) + w);
       }
     }
+    ptx::end_group_ahead();
+  };
+  const auto keep = [&](const auto& span) {
+#pragma unroll
+    for (int c = 0; c < Op::kConstants; ++c)
+#pragma unroll
+      for (int i = 0; i < NV; ++i)
+        kept[i * Op::kConstants + c] = load_columns<T, V>(op.constant(c), span, i, op.absent(c));
+  };
+
+  int64_t base = team.index * teams;
+  if constexpr (kAhead) {
+    for (int s = 0; s < shape.stages; ++s) {
+      fetch(base + s * step, s);
+      if constexpr (ragged) stage(s).settle(odd);
+    }
+  }
+  if constexpr (!ragged && Op::kConstants > 0) {
+    if (threadIdx.y == 0) keep(span_at(op.row(0)));
+    if constexpr (scope == Scope::warp) __syncthreads();
+  }
+  ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;
+  int columns_kept = INT32_MIN;  // the first column of the constants in the slots
+  const auto put = [&](const typename Op::Row& row, F number, const auto& result, auto& held, const auto& span,
+                       const auto& inputs) {
+    if constexpr (Op::kNumber)
+      op.write(row, result, held, span, inputs, constants, sums, number);
+    else
+      op.write(row, result, held, span, inputs, constants, sums);
+  };
+  const auto keep_ragged = [&](const auto& span) {
+    if (!ragged || Op::kConstants == 0 || columns_kept == span.first) return;
+    columns_kept = span.first;
+    keep(span);
+  };
+#if __CUDA_ARCH__ >= 900
+  // Clusters write a row when they have folded the next: its merge came meanwhile.
+  if constexpr (scope == Scope::cluster && V > 1 && std::is_empty_v<typename Op::template Held<V, NV>>) {
+    typename Op::template Held<V, NV> none;
+    int64_t base_before = base;
+    int slot = 0, slot_before = 0;
+    const auto write = [&] {
+      const auto result = op.finish(team.collect(op));
+      const typename Op::Row row = row_at(base_before);
+      const auto span = span_at(row);
+      keep_ragged(span);
+      put(row, Op::kNumber ? numbers[slot_before * threads] : F(0), result, none, span, stage(slot_before));
+      fetch(base + (shape.stages - 1) * step, slot_before);
+    };
+    const int64_t begin = base;
+#pragma unroll 1
+    for (; shape.stages > 2 && base < shape.rows; base += step) {
+      const typename Op::Row row = row_at(base);
+      const auto span = span_at(row);
+      keep_ragged(span);
+      ptx::wait_ahead(shape.stages - 2);
+      if constexpr (ragged) stage(slot).settle(odd);
+      typename Op::State state = Op::identity();
+      op.fold(state, none, row, span, stage(slot), constants);
+      team.post(team.merge_block(op, state));
+      if (base > begin) write();
+      base_before = base;
+      slot_before = slot;
+      slot = slot + 1 < shape.stages ? slot + 1 : 0;
+    }
+    if (base > begin) write();
+  }
+#endif
+#pragma unroll 1
+  for (int s = 0; base < shape.rows; base += step) {
+    const typename Op::Row row = row_at(base);
+    const auto span = span_at(row);
+    keep_ragged(span);
+    F number = 0;
     const auto work = [&](auto& inputs) {
       typename Op::State state = Op::identity();
       typename Op::template Held<V, NV> held;
       op.fold(state, held, row, span, inputs, constants);
       const auto result = op.finish(team.merge(op, state));
       if constexpr (std::is_empty_v<decltype(held)> && !kShared) inputs.forget_numbers();
-      if (scope != Scope::warp || base + beside < shape.rows)
-        op.write(row, result, held, span, inputs, constants, sums);
+      if (scope != Scope::warp || base + beside < shape.rows) put(row, number, result, held, span, inputs);
     };
-    if constexpr (kAhead) ptx::wait_ahead();
+    Ahead<T, V, NV, K> ahead = stage(s);
+    if constexpr (kAhead) {
+      ptx::wait_ahead(shape.stages - 1);
+      if constexpr (ragged) ahead.settle(odd);
+      if constexpr (Op::kNumber) number = numbers[s * threads];
+    } else if constexpr (Op::kNumber) {
+      number = *row.number;
+    }
     if constexpr (kShared) {
       work(ahead);
-      fetch(base + step);
+      fetch(base + shape.stages * step, s);
     } else {
-      Inputs<T, V, NV, Op::kInputs> inputs;
-      if constexpr (kAhead)
+      Inputs<T, V, NV, K> inputs;
+      if constexpr (kAhead) {
         ahead.take(inputs);
-      else
+        fetch(base + shape.stages * step, s);
+      } else {
         inputs.load(row, span);
-      fetch(base + step);
+      }
       work(inputs);
     }
+    s = s + 1 < shape.stages ? s + 1 : 0;
   }
   team.leave();
   if constexpr (Op::kColumnSums) {
-    const int64_t mine = team.index * teams + beside;
-    op.write_sums(mine, span_at(op.row(mine < shape.rows ? mine : 0)), sums);
+    if constexpr (kAddsTeams<V, scope, ragged>) {
+      ptx::wait_ahead(0);
+      add_teams(sums, reinterpret_cast<F*>(shared));
+      if (threadIdx.y == 0) op.write_sums(team.index, span_at(op.row(0)), sums);
+    } else {
+      const int64_t mine = team.index * teams + beside;
+      op.write_sums(mine, span_at(op.row(mine < shape.rows ? mine : 0)), sums);
+    }
   }
 }
 
@@ -448,7 +656,7 @@ __global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ 
       for (int vector = team.rank; vector * V < shape.columns + (ragged ? V : 0); vector += NV * team.size) {
         const auto span = span_of<Op, V, ragged>(row, vector, team.size, shape.columns);
         const auto constants = [&](int c, int i, F(&numbers)[V]) {
-          unpack(load_columns<T, V>(op.constant(c), span, i), numbers);
+          unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
         };
         Inputs<T, V, NV, Op::kInputs> inputs;
         inputs.load(row, span);
@@ -462,7 +670,10 @@ __global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ 
     const auto result = op.finish(team.merge(op, state));
     typename Op::State again = Op::identity();
     pass(again, [&](auto& held, const auto& span, const auto& inputs, const auto& constants) {
-      op.write(row, result, held, span, inputs, constants, sums);
+      if constexpr (Op::kNumber)
+        op.write(row, result, held, span, inputs, constants, sums, *row.number);
+      else
+        op.write(row, result, held, span, inputs, constants, sums);
       again = Op::identity();
     });
   }
@@ -501,12 +712,12 @@ RowConfig configure(int64_t vectors) {
     const int held = compiled_vectors(static_cast<int>(up(vectors, lanes)), most);
     return {walks ? Way::walk : Way::row, Scope::warp, held, lanes, (walks ? 256 : 64) / lanes, 1};
   }
-  // With two constants, keeping them pays from 320 threads on.
-  const bool keeps = V > 1 && Op::kConstants == 2 && threads > 320;
-  if (threads <= 512)
-    return {walks || keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
+  const bool keeps = walks || (V > 1 && threads > Op::kRowMost);
+  if (threads <= (keeps ? kMostWalkers<Op, Scope::block, ragged> : 512))
+    return {keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
   if (V > 1 && at::cuda::getCurrentDeviceProperties()->major >= 9) {
-    for (const int held : {most, Op::kLongVectors}) {
+    // Two constants and a row of 8 vectors fill shared memory, and need half the blocks.
+    for (const int held : {Op::kConstants == 2 ? Op::kLongVectors : most, Op::kLongVectors}) {
       const int64_t all = up(vectors, held);
       if (all > kMaxRanks * Op::kMostThreads) continue;
       const int ranks = std::clamp(power(up(all, Op::kMostThreads)), 2, kMaxRanks);
@@ -546,13 +757,40 @@ int resident(const cudaLaunchConfig_t& launch, int ranks) {
   return fit;
 }
 
+// What walking takes of a block's shared memory: for the constants, for a row of each team, and for merging.
+template <class Op, int V, int NV, Scope scope, bool ragged>
+struct WalkBytes {
+  size_t constants, row;
+  int threads;
+  static constexpr size_t kMerging = (4 * kMaxRanks + 64) * (sizeof(typename Op::State) + 8) + 256;
+
+  explicit WalkBytes(const RowConfig& c) {
+    constexpr size_t word = sizeof(Words<typename Op::Storage, V>);
+    constants = word * NV * Op::kConstants * c.threads * (kOwnConstants<scope, ragged> ? c.beside : 1);
+    row = V > 1 ? (word * NV * Op::kInputs + (Op::kNumber ? sizeof(typename Op::F) : 0)) * c.threads * c.beside : 0;
+    threads = c.threads * c.beside;
+  }
+  // As many rows on their way as leave room for the blocks that an SM should have: two at least, four at most.
+  int stages() const {
+    if (row == 0) return 1;
+    const auto* properties = at::cuda::getCurrentDeviceProperties();
+    const size_t all = properties->sharedMemPerMultiprocessor;
+    for (int blocks = std::max(1, (Op::kThreadsPerSm + threads / 2) / threads);; --blocks) {
+      const size_t mine = std::min(all / blocks - 1024, properties->sharedMemPerBlockOptin) - kMerging;
+      const auto fit = mine > constants ? static_cast<int>((mine - constants) / row) : 0;
+      if (fit >= 2 || blocks == 1) return std::min(fit, 4);
+    }
+  }
+};
+
 // prepare(op, teams) is called before the launch of an operation with column sums.
 template <class Op, int V, int NV, Scope scope, bool ragged, class Prepare>
-void launch_walking(Op op, const RowConfig& c, int64_t rows, int64_t columns, const Prepare& prepare) {
+void launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t columns, const Prepare& prepare) {
   constexpr auto kernel = walking_kernel<Op, V, NV, scope, ragged>;
   cudaLaunchConfig_t launch{};
   launch.blockDim = dim3(c.threads, c.beside);
-  launch.dynamicSmemBytes = kThreadBytes<Op, V, NV> * c.threads * c.beside;
+  const WalkBytes<Op, V, NV, scope, ragged> bytes(c);
+  launch.dynamicSmemBytes = bytes.constants + bytes.row * stages;
   launch.stream = c10::cuda::getCurrentCUDAStream();
   cudaLaunchAttribute cluster{};
   if constexpr (scope == Scope::cluster) {
@@ -568,8 +806,8 @@ void launch_walking(Op op, const RowConfig& c, int64_t rows, int64_t columns, co
   if (ragged && c.beside < V && blocks > V) blocks -= blocks % V;
   blocks = std::min(blocks, needed);
   launch.gridDim = dim3(static_cast<unsigned>(blocks * c.ranks));
-  prepare(op, blocks * c.beside);
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, RowShape{rows, static_cast<int>(columns)}));
+  prepare(op, kAddsTeams<V, scope, ragged> ? blocks : blocks * c.beside);
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, WalkShape{rows, static_cast<int>(columns), stages}));
 }
 
 template <auto kernel, class Op>
@@ -592,10 +830,9 @@ void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& 
         return launch_rows_kernel<row_kernel<Op, V, NV, scope, ragged>>(
             op, dim3(c.threads, c.beside), (rows + c.beside - 1) / c.beside, rows, columns);
     }
-    if constexpr (scope != Scope::warp || kWalks<Op, ragged>) {
-      const size_t most = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 4096;  // the merge's own
-      if (c.way == Way::walk && kThreadBytes<Op, V, NV> * c.threads * c.beside <= most)
-        return launch_walking<Op, V, NV, scope, ragged>(op, c, rows, columns, prepare);
+    if constexpr (scope == Scope::cluster || kWalks<Op, ragged> || (scope == Scope::block && Op::kConstants > 0)) {
+      const int stages = c.way == Way::walk ? WalkBytes<Op, V, NV, scope, ragged>(c).stages() : 0;
+      if (stages > 0) return launch_walking<Op, V, NV, scope, ragged>(op, c, stages, rows, columns, prepare);
     }
     launch_rows_kernel<long_rows_kernel<Op, V, kMost, ragged>>(op, dim3(256), rows, rows, columns);
   };

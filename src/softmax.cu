@@ -111,8 +111,9 @@ struct Softmax {
   static constexpr bool kWholeRows = masked && !any;
   static constexpr int kInputs = 1, kConstants = 0;
   static constexpr int kVectors = 4, kLongVectors = 4;
+  static constexpr int kHeldVectors = kLongVectors, kRowMost = 512;
   static constexpr int kThreadsPerSm = masked ? 768 : 1024, kMostThreads = masked ? 512 : 1024;
-  static constexpr bool kColumnSums = false, kHoldsZ = sizeof(T) == 8;
+  static constexpr bool kNumber = false, kColumnSums = false, kHoldsZ = sizeof(T) == 8;
 
   struct Row {
     const T* x;
@@ -160,6 +161,7 @@ struct Softmax {
     return row;
   }
   __device__ static const T* constant(int) { return nullptr; }
+  __device__ static F absent(int) { return F(0); }
 
   __device__ static F fill() { return -std::numeric_limits<F>::infinity(); }
   __device__ static State identity() { return {fill(), F(0)}; }

@@ -63,8 +63,9 @@ struct SoftmaxBackward {
   using F = arithmetic_t<T>;
   static constexpr int kInputs = 2, kConstants = 0;
   static constexpr int kVectors = sizeof(T) == 2 ? 2 : 4, kLongVectors = kVectors;
+  static constexpr int kHeldVectors = kLongVectors, kRowMost = 512;
   static constexpr int kThreadsPerSm = 1024, kMostThreads = 1024;
-  static constexpr bool kColumnSums = false, kWholeRows = false;
+  static constexpr bool kNumber = false, kColumnSums = false, kWholeRows = false;
 
   struct Row {
     const T *y, *grad;
@@ -95,6 +96,7 @@ struct SoftmaxBackward {
     return {y + at[0], grad + at[1], dx + at[2], steps, causal ? int(at[3]) : INT32_MAX - 1};
   }
   __device__ static const T* constant(int) { return nullptr; }
+  __device__ static F absent(int) { return F(0); }
   __device__ static State identity() { return {F(0)}; }
 
   template <int V, int NV, bool ragged, class Inputs, class Constants>

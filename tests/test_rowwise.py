@@ -299,6 +299,14 @@ def test_nan_stays_in_its_row_of_a_norm(norm, dtype, device):
             assert y[1].isnan().all() if value != value or norm is matmuls.layer_norm_ else y[1].isnan().any()
 
 
+@every_dtype
+def test_equal_numbers_have_a_norm_of_zero(dtype, device):
+    """Exactly: the mean of a row is right to its last bit, whoever has a part of it."""
+    for columns in (2, 40, 1001, 5003, 20_001):
+        x = torch.full((3, columns), 1000.0, dtype=dtype, device=device)
+        assert not matmuls.layer_norm_(x).any()
+
+
 def test_float16_sums_do_not_overflow_in_a_norm(device):
     """x + residual lies beyond 65504, and so do its squares."""
     x, residual = ((draw(5, 1000, device=device, seed=i) * 3000 + 50_000).half() for i in range(2))

@@ -145,12 +145,26 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
     return made
 
 
-def _ours(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _ours(
+    structure: Structure, values: torch.Tensor, b: torch.Tensor, reduce: str = "sum", alpha: float = 1.0
+) -> torch.Tensor:
     gradient = b.requires_grad and torch.is_grad_enabled()
-    arguments = structure.arguments(gradient)
-    return _spmm(
-        structure.crow, structure.col, values, b, structure.columns, "sum", 1.0, *arguments, longest=structure.longest
-    )
+    parts = structure.crow, structure.col, values, b, structure.columns, reduce, alpha, *structure.arguments(gradient)
+    return _spmm(*parts, longest=structure.longest)
+
+
+def _ours_into(
+    out: torch.Tensor,
+    structure: Structure,
+    values: torch.Tensor,
+    b: torch.Tensor,
+    reduce: str,
+    alpha: float,
+    beta: float,
+) -> torch.Tensor:
+    parts = structure.crow, structure.col, values, b, structure.columns, reduce, alpha, structure.order, beta
+    _spmm_out(*parts, structure.longest, out=out)
+    return out
 
 
 def _parts(name: str, a: Sparse) -> tuple[Structure, torch.Tensor, torch.Size]:
@@ -213,36 +227,12 @@ def spmm(
     if structure.batch is not None:
         return _spmm_of_batch(structure, values, shape, b, reduce, alpha, beta, out)
     if out is not None:
-        _spmm_out(
-            structure.crow,
-            structure.col,
-            values,
-            b,
-            structure.columns,
-            reduce,
-            alpha,
-            structure.order,
-            beta,
-            structure.longest,
-            out=out,
-        )
-        return out
+        return _ours_into(out, structure, values, b, reduce, alpha, beta)
     if reduce == "sum" and alpha == 1 and isinstance(a, SparsePlan) and not torch.compiler.is_compiling():
         product = a._chosen(values, b)
         if product is not None:
             return product
-    dense_gradient = b.requires_grad and torch.is_grad_enabled()
-    return _spmm(
-        structure.crow,
-        structure.col,
-        values,
-        b,
-        structure.columns,
-        reduce,
-        alpha,
-        *structure.arguments(dense_gradient),
-        longest=structure.longest,
-    )
+    return _ours(structure, values, b, reduce, alpha)
 
 
 def _spmm_of_batch(
@@ -259,14 +249,11 @@ def _spmm_of_batch(
     if b.shape[-2] != shape[-1] or (b.dim() > 2 and b.shape[:-2] != shape[:-2]):
         raise RuntimeError(f"spmm: expected dense of shape {[*shape[:-2], shape[-1]]} and n, got {list(b.shape)}")
     dense = _folded("spmm", structure, b, "dense")
-    arguments = structure.crow, structure.col, values, dense, structure.columns, reduce, alpha
     if out is None:
-        needed = b.requires_grad and torch.is_grad_enabled()
-        return _spmm(*arguments, *structure.arguments(needed), longest=structure.longest).view(expected)
+        return _ours(structure, values, dense, reduce, alpha).view(expected)
     if list(out.shape) != expected:
         raise RuntimeError(f"spmm: expected out of shape {expected}, got {list(out.shape)}")
-    flat = out.contiguous().view(-1, out.shape[-1])
-    _spmm_out(*arguments, structure.order, beta, structure.longest, out=flat)
+    flat = _ours_into(out.contiguous().view(-1, out.shape[-1]), structure, values, dense, reduce, alpha, beta)
     return out if flat.data_ptr() == out.data_ptr() else out.copy_(flat.view(expected))
 
 
@@ -317,18 +304,7 @@ def sparse_attention(
     structure = ready._structure
     probabilities = sparse_softmax(scores, ready, scale=scale).to(v.dtype)
     value = _folded("sparse_attention", structure, v, "v")
-    arguments = structure.arguments(torch.is_grad_enabled())
-    result = _spmm(
-        structure.crow,
-        structure.col,
-        probabilities,
-        value,
-        structure.columns,
-        "sum",
-        1.0,
-        *arguments,
-        longest=structure.longest,
-    )
+    result = _ours(structure, probabilities, value)
     return result if structure.batch is None else result.view(*q.shape[:-1], v.shape[-1])
 
 
@@ -377,17 +353,7 @@ class cusparseMM(InplaceFunction):
                 f"got {list(b.shape)}"
             )
         dense = _folded("cusparseMM", structure, b, "b")
-        product = _spmm(
-            structure.crow,
-            structure.col,
-            values,
-            dense,
-            structure.columns,
-            "sum",
-            1.0,
-            structure.order,
-            longest=structure.longest,
-        )
+        product = _ours(structure, values, dense)
         return product if structure.batch is None else product.view(*a.shape[:-1], b.shape[-1])
 
     @staticmethod

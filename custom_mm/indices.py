@@ -41,7 +41,8 @@ def check_entries(name: str, row: torch.Tensor, column: torch.Tensor, shape: tup
             raise ValueError(f"{name}: expected {what} from 0 to {size - 1}, got {low if low < 0 else high}")
 
 
-# What was checked of a tensor of indices, for as long as it lives and is not written to.
+# What was checked of a tensor of indices in each layout, for as long as it lives and is not written to: one matrix by
+# rows and by entries shares its columns.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -60,7 +61,8 @@ def check_parts(
     Looked at anew only when they were written to: a call with known ones does not wait for the GPU.
     """
     asked: tuple[Any, ...] = (layout, rows, columns, height, width, version_of(offsets), version_of(indices))
-    entry = _known.get(indices)  # type: ignore[no-untyped-call]
+    seen = _known.get(indices, {})  # type: ignore[no-untyped-call]
+    entry = seen.get(layout)
     if entry is not None and entry[0]() is offsets and entry[1] == asked:
         return
     if layout == "coo":
@@ -72,4 +74,4 @@ def check_parts(
     else:
         check_rows(name, offsets, indices, columns // max(width, 1))
     if -1 not in asked[-2:]:
-        _known[indices] = weakref.ref(offsets), asked
+        _known[indices] = {**seen, layout: (weakref.ref(offsets), asked)}

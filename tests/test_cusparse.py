@@ -153,6 +153,9 @@ def test_indices_are_looked_at_once(monkeypatch, device):
     check = custom_mm.indices._csr_check
     monkeypatch.setattr(custom_mm.indices, "_csr_check", lambda *args: (looked.append(1), check(*args))[1])
     custom_mm.cusparse_spmm(offsets, columns, values, b, 64, 48)
+    rows = torch.arange(64, device=device, dtype=columns.dtype).repeat_interleave(offsets.diff())
+    custom_mm.cusparse_spmm(rows, columns, values, b, 64, 48, layout="coo")  # another matrix of the same columns
+    custom_mm.cusparse_spmm(offsets, columns, values, b, 64, 48)
     assert not looked
     columns[3] = 48
     with pytest.raises(ValueError, match="cusparse_spmm: expected columns from 0 to 47 at nonzero 3, got 48"):

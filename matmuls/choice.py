@@ -1,8 +1,9 @@
 """Which product a plan takes: our own, one of cuSPARSE's or the dense one, measured once for a dtype and width.
 
 Only products that give the same bits every time are candidates: of cuSPARSE's algorithms csr_alg3 and coo_alg2, as its
-documentation has it. Which of them is fastest is a matter of time, though: with torch.use_deterministic_algorithms a
-plan takes our own, whatever is faster.
+documentation has it, and of these csr_alg3 alone: coo_alg2 was never the fastest, and measuring it took three quarters
+of the time. Which candidate is fastest is a matter of time, though: with torch.use_deterministic_algorithms a plan
+takes our own, whatever is faster.
 """
 
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from .structure import Structure
 
 OURS = "ours"
 DENSE = "dense"
-CUSPARSE = {"cusparse csr_alg3": ("csr", "csr_alg3"), "cusparse coo_alg2": ("coo", "coo_alg2")}
+CUSPARSE = {"cusparse csr_alg3": ("csr", "csr_alg3")}
 SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
-# How many elements of the dense matrix there may be for each nonzero, and bytes in all.
-FILL = {"cuda": 256, "cpu": 16}
+# How many elements of the dense matrix there may be for each nonzero: on tensor cores and elsewhere. And bytes in all.
+FILL_TENSOR_CORES, FILL = 256, 16
 CPU_BYTES = 2**28
+CLOSE = 1.5  # times the fastest in a first round: those are timed again
 
 
 class Product(Protocol):
@@ -57,9 +59,11 @@ class Dense:
         s = self._structure
         with torch.inference_mode(False), torch.no_grad():  # it may be saved for a gradient later
             full = values.new_zeros(s.rows, s.columns, dtype=dtype) if full is None else full.zero_()
-            # Duplicates are added up, in a fixed order: index_put_ sorts them.
-            place = s.row.long() * s.columns + s.col
-            full.view(-1).index_put_((place,), s.by_rows(values).to(dtype), accumulate=True)
+            place, flat = s.row.long() * s.columns + s.col, full.view(-1)
+            if s.distinct:
+                flat.scatter_(0, place, s.by_rows(values).to(dtype))
+            else:  # duplicates are added up, in a fixed order: index_put_ sorts them
+                flat.index_put_((place,), s.by_rows(values).to(dtype), accumulate=True)
         return full
 
     def refresh(self, values: torch.Tensor) -> None:
@@ -130,6 +134,18 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def _race(runs: dict[str, Callable[[], object]], device: str) -> dict[str, float | None]:
+    """Seconds of each: a round tells the slow ones, and two more those that are close."""
+    seconds: dict[str, float | None] = {}
+    first = dict(zip(runs, (t.seconds for t in time_warm(list(runs.values()), device, 1)), strict=True))
+    close = [name for name in runs if first[name] <= CLOSE * min(first.values())]
+    if len(close) > 1:
+        again = time_warm([runs[name] for name in close], device, 2)
+        first |= {name: min(first[name], t.seconds) for name, t in zip(close, again, strict=True)}
+    seconds.update(first)
+    return seconds
+
+
 class Choice:
     """A plan's products. `ours(values, b)` is the one that needs no choice."""
 
@@ -181,10 +197,11 @@ class Choice:
                 runs[name] = lambda made=made: made(values, b, dtype)  # type: ignore[misc]
             except RuntimeError:  # cuSPARSE does not support it, or there is no memory
                 refused[name] = None
-        with torch.cuda.device_of(b):  # type: ignore[no-untyped-call]
-            timings = time_warm(list(runs.values()), b.device.type) if len(runs) > 1 else []
-        seconds: list[float | None] = [t.seconds for t in timings] if timings else [None]
-        measurement = Measurement(b.shape[1], dict(zip(runs, seconds, strict=True)) | refused)
+        seconds: dict[str, float | None] = {OURS: None}
+        if len(runs) > 1:
+            with torch.cuda.device_of(b):  # type: ignore[no-untyped-call]
+                seconds = _race(runs, b.device.type)
+        measurement = Measurement(b.shape[1], seconds | refused)
         self.measured[dtype, b.shape[1].bit_length()] = measurement
         kept = {m.fastest(True, True) for m in self.measured.values()}
         self._products = {name: made for name, made in self._products.items() if name in kept}
@@ -195,7 +212,11 @@ class Choice:
         found = list(CUSPARSE) if device.type == "cuda" else []
         elements = s.rows * s.columns
         room = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else CPU_BYTES
-        if elements <= FILL.get(device.type, 0) * s.nonzeros and elements * dtype.itemsize <= room:
+        tensor_cores = device.type == "cuda" and (
+            dtype.itemsize == 2 or (dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
+        )
+        fill = FILL_TENSOR_CORES if tensor_cores else FILL
+        if device.type in ("cpu", "cuda") and elements <= fill * s.nonzeros and elements * dtype.itemsize <= room:
             found.append(DENSE)
         return found
 

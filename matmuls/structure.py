@@ -35,6 +35,7 @@ class Structure:
         self.crow, self.col, self.order, self.batch = crow, col, order, batch
         self.rows, self.columns = shape
         self._transposed = transposed
+        self._distinct: bool | None = None
         if crow.dim() != 1 or crow.shape[0] != self.rows + 1:
             raise ValueError(
                 f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
@@ -65,6 +66,15 @@ class Structure:
         """[nonzeros]: the row of each, in the order of `col`."""
         rows = torch.arange(self.rows, device=self.col.device, dtype=self.col.dtype)
         return torch.repeat_interleave(rows, self.crow.diff(), output_size=self.nonzeros)
+
+    @property
+    def distinct(self) -> bool:
+        """Whether the columns of every row increase: none is there twice. Looked at once, which waits for the GPU."""
+        if self._distinct is None:
+            begins = torch.zeros(self.nonzeros + 1, dtype=torch.bool, device=self.col.device)
+            begins[self.crow.long()] = True
+            self._distinct = bool(((self.col[1:] > self.col[:-1]) | begins[1:-1]).all()) if self.nonzeros else True
+        return self._distinct
 
     def by_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values in the order of `col`."""

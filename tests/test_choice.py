@@ -13,7 +13,7 @@ def dense_wins(monkeypatch):
     """The last candidate is the fastest; how often was measured."""
     measured = []
 
-    def time(runs, device):
+    def time(runs, device, rounds):
         measured.append(len(runs))
         return [measure.Timing(float(len(runs) - i), 0.0) for i in range(len(runs))]
 
@@ -176,7 +176,7 @@ def test_capture_takes_what_was_measured_and_measures_nothing():
             assert torch.equal(y, first)
 
 
-@pytest.mark.parametrize("name", ["cusparse csr_alg3", "cusparse coo_alg2", "dense"])
+@pytest.mark.parametrize("name", ["cusparse csr_alg3", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_candidate_is_right_and_the_same_every_time(name, dtype, device):
     dense, b = draw(device, 300, 400, dtype)

@@ -25,7 +25,7 @@ SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all lau
 # How many elements of the dense matrix there may be for each nonzero: on tensor cores and elsewhere. And bytes in all.
 FILL_TENSOR_CORES, FILL = 256, 16
 CPU_BYTES = 2**28
-CLOSE = 1.5  # times the fastest in a first round: those are timed again
+CLOSE = 2  # times the fastest in a first round: those are timed again
 
 
 class Product(Protocol):

@@ -150,7 +150,7 @@ def _ours(
 ) -> torch.Tensor:
     gradient = b.requires_grad and torch.is_grad_enabled()
     parts = structure.crow, structure.col, values, b, structure.columns, reduce, alpha, *structure.arguments(gradient)
-    return _spmm(*parts, longest=structure.longest)
+    return _spmm(*parts, longest=structure.longest, t_longest=structure.longest_column)
 
 
 def _ours_into(
@@ -370,7 +370,8 @@ class cusparseMM(InplaceFunction):
                 t_crow, t_col, t_order = structure.transposed()
                 dense = _folded("cusparseMM", structure, grad, "grad")
                 values = values.to(grad.dtype)
-                grad_b = _spmm(t_crow, t_col, values, dense, structure.rows, "sum", 1.0, t_order).view(b.shape)
+                parts = t_crow, t_col, values, dense, structure.rows, "sum", 1.0, t_order
+                grad_b = _spmm(*parts, longest=structure.longest_column).view(b.shape)
         return grad_a, grad_b
 
 

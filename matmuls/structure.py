@@ -36,6 +36,7 @@ class Structure:
         self.rows, self.columns = shape
         self._transposed = transposed
         self._distinct: bool | None = None
+        self.longest_column = -1  # known with the transposed matrix
         if crow.dim() != 1 or crow.shape[0] != self.rows + 1:
             raise ValueError(
                 f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
@@ -90,6 +91,7 @@ class Structure:
         if self._transposed is None:
             t_crow, t_col, t_order = _csr_transpose(self.crow, self.col, self.columns)
             self._transposed = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
+            self.longest_column = int(t_crow.diff().max()) if self.columns else 0
             self._versions = self._versions_now()
         return self._transposed
 
@@ -183,7 +185,7 @@ def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: tor
     if by_rows:
         return structure
     crow, col, order = _csr_transpose(structure.crow, structure.col, structure.columns)
-    return Structure(
+    made = Structure(
         name,
         crow,
         col,
@@ -192,6 +194,8 @@ def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: tor
         transposed=(structure.crow, structure.col, None),
         batch=structure.batch,
     )
+    made.longest_column = structure.longest
+    return made
 
 
 # What was checked and converted of a sparse tensor, for as long as the tensor lives and its indices are not written to.

@@ -307,8 +307,9 @@ struct CusparseFunction : torch::autograd::Function<CusparseFunction> {
                         .view_as(c.a.values);
     if (ctx->needs_input_grad(1)) {
       const Pattern t = p.transposed(c.columns());
-      grad_dense = SpmmOp::call(t.crow, t.col, c.a.values.reshape(-1), grad, c.rows(), "sum", alpha,
-                                none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), {}, false, -1);
+      grad_dense =
+          SpmmOp::call(t.crow, t.col, c.a.values.reshape(-1), grad, c.rows(), "sum", alpha, none_or_tensor(t.order),
+                       t.t_crow, t.t_col, none_or_tensor(t.t_order), {}, false, -1, -1);
       if (data["transb"].toBool()) grad_dense = grad_dense.mT();
     }
     torch::autograd::variable_list all(12);

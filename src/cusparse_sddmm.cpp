@@ -83,7 +83,7 @@ struct CusparseSddmmFunction : torch::autograd::Function<CusparseSddmmFunction> 
     const double alpha = ctx->saved_data["alpha"].toDouble();
     const auto product = [&](const Pattern& m, const Tensor& dense, const c10::SymInt& columns) {
       return SpmmOp::call(m.crow, m.col, grads[0], dense, columns, "sum", alpha, none_or_tensor(m.order), m.t_crow,
-                          m.t_col, none_or_tensor(m.t_order), {}, false, -1);
+                          m.t_col, none_or_tensor(m.t_order), {}, false, -1, -1);
     };
     const Pattern rows{p.crow, p.col, {}, t.crow, t.col, t.order};
     Tensor grad_a, grad_b;

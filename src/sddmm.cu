@@ -332,7 +332,7 @@ struct SddmmFunction : torch::autograd::Function<SddmmFunction> {
     const auto product = [&](const Pattern& q, const Tensor& dense, const c10::SymInt& inner, bool selected_by_column) {
       const Tensor one = SpmmOp::call(q.crow, q.col, grads[0], dense.to(grads[0].scalar_type()), inner, "sum", alpha,
                                       none_or_tensor(q.order), none_or_tensor(q.t_crow), none_or_tensor(q.t_col),
-                                      none_or_tensor(q.t_order), none_or_tensor(saved[8]), selected_by_column, -1);
+                                      none_or_tensor(q.t_order), none_or_tensor(saved[8]), selected_by_column, -1, -1);
       auto shape = ctx->saved_data["lead"].toSymIntVector();
       shape.push_back(one.sym_size(-2));
       shape.push_back(one.sym_size(-1));

@@ -23,7 +23,8 @@ MATMULS_OPERATOR(CsrTransposeOp, "custom_mm::csr_transpose", "",
 MATMULS_OPERATOR(SpmmOp, "custom_mm::csr_spmm", "",
                  at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,
                             std::string_view, double, const OptionalTensor&, const OptionalTensor&,
-                            const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool, int64_t));
+                            const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool, int64_t,
+                            int64_t));
 MATMULS_OPERATOR(SpmmOutOp, "custom_mm::csr_spmm", "out",
                  void(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,
                       std::string_view, double, const OptionalTensor&, double, int64_t, at::Tensor));

@@ -2,8 +2,8 @@
 //
 // reduce: sum, mean (over a row's nonzeros), max or min; an empty row gives 0. With `selected`, [..., rows, n] indices
 // of values, a nonzero counts only in the columns where its own row (or its column's, by_column) selected its value:
-// the gradients of max and min. `longest`, where known, spares work for rows longer than that. Accumulation in float32,
-// float64 for float64, in an order that depends on the shapes alone.
+// the gradients of max and min. `longest`, where known, is that of the rows, t_longest of the columns: how work is
+// shared. Accumulation in float32, float64 for float64, in an order that depends on the shapes alone.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -108,247 +108,27 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
 
 #ifdef MATMULS_CUDA
 #include "handles.h"
-#include "sparse.cuh"
+#include "spmm.cuh"
 
 namespace matmuls {
 namespace {
 
 // What a device is tuned by; an H200 in mind.
-constexpr int64_t kWarpsAtOnce = 32;        // of a multiprocessor
-constexpr int64_t kGroupNonzeros = 32;      // neighbouring rows of about so many together are one group's
-constexpr int64_t kMostRows = 8;            // that a group has, at most as many as it has lanes
-constexpr int64_t kShortestPiece = 64;      // nonzeros; rows of up to twice as many are never cut
-constexpr int64_t kMostSlots = 16384;       // that rows are cut at
-constexpr int64_t kWorkspace = 32 << 20;    // bytes that sums of pieces may take, about
-constexpr int64_t kReuse = 6;               // reads of a dense row, on average, that make narrow slices pay
-constexpr int64_t kL2Bytes = 32 << 20;      // of a dense side that stays in the L2
-constexpr int64_t kNarrowWarpsAtOnce = 12;  // of a multiprocessor, with two vectors a lane; else one vector a lane
+constexpr int64_t kWarpsAtOnce = 32;      // of a multiprocessor
+constexpr int64_t kFullWarps = 14;        // of a multiprocessor, that keep its memory busy
+constexpr int64_t kGroupNonzeros = 32;    // neighbouring rows of about so many together are one team's
+constexpr int64_t kMostRows = 8;          // that a team has, at most as many as it has lanes
+constexpr int64_t kLongRows = 32;         // nonzeros, on average, that are worth a whole warp's lanes
+constexpr int64_t kSkewed = 8;            // times the average: the longest row of a matrix whose rows are cut
+constexpr int64_t kShortestPiece = 144;   // nonzeros; rows of up to twice as many are never cut
+constexpr int64_t kMostSlots = 16384;     // that teams cut rows at
+constexpr int64_t kWorkspace = 32 << 20;  // bytes that sums of pieces may take, about, or a quarter of the result's
+constexpr int64_t kShareSteps = 256;      // rows and nonzeros of a share; half of it where there are few
+constexpr int64_t kShareWarps = 24;       // of a multiprocessor, that work on shares at once
+constexpr int64_t kL2Bytes = 32 << 20;    // of a dense side that stays in the L2
 
 template <class T, class I>
-struct Args {
-  const I *crow, *col, *order;
-  const T *values, *dense;
-  T* out;
-  int64_t rows, nonzeros;
-  int n;
-  int64_t values_batch, dense_batch, out_batch, dense_stride, out_stride;
-  uint32_t dense_row_bytes;  // dense_stride in bytes
-  int64_t batches;
-  arithmetic_t<T> alpha, beta;
-  bool mean;
-  // The grid of spmm_kernel: `blocks` blocks, those for pieces before those for rows, for each slice of the columns.
-  unsigned blocks, piece_blocks, slices;
-  int rows_each;  // of a group
-  bool slices_first;
-  // Rows longer than 2 * slot are cut where multiples of slot nonzeros end; without slots none is.
-  int64_t slot, slots;
-  arithmetic_t<T>* partial;  // [batch, slots, 2, n]
-  int64_t* begins;           // [slots]: the long row that begins in a slot, or -1
-
-  __device__ bool is_long(int64_t length) const { return slots > 0 && length > 2 * slot; }
-  __device__ arithmetic_t<T> scale(int64_t length) const {
-    return mean && length > 0 ? alpha / static_cast<arithmetic_t<T>>(length) : alpha;
-  }
-};
-
-// What a group of lanes sums: neighbouring rows, lane i knows the nonzeros of row first + i; or a piece of a long row,
-// whose sums wait in the workspace at `first`.
-template <class F, class I>
-struct Rows {
-  int64_t first;
-  I begin;
-  int length;  // -1: not this group's to write
-  F scale;
-};
-
-template <int L, class T, class I>
-__device__ Rows<arithmetic_t<T>, I> rows_of_group(const Args<T, I>& m, int64_t group) {
-  const int64_t first = group * m.rows_each, row = first + threadIdx.x % L;
-  Rows<arithmetic_t<T>, I> mine{first, 0, -1, m.alpha};
-  if (static_cast<int>(threadIdx.x % L) >= m.rows_each || row >= m.rows) return mine;
-  mine.begin = m.crow[row];
-  const int64_t length = m.crow[row + 1] - mine.begin;
-  if (m.is_long(length)) return mine;
-  mine.length = static_cast<int>(length);
-  mine.scale = m.scale(length);
-  return mine;
-}
-
-// A long row is longer than a slot: one may have begun before a slot (part 0), and one may begin in it (part 1). All
-// lanes of a warp come here.
-template <int L, class T, class I>
-__device__ Rows<arithmetic_t<T>, I> piece_of_group(const Args<T, I>& m, int64_t item, bool writes_begins) {
-  const bool exists = item < 2 * m.slots;
-  const int64_t slot = exists ? item / 2 : 0, part = item % 2;
-  const int64_t begin = slot * m.slot, end = min(begin + m.slot, m.nonzeros);
-  const int64_t row = row_of_group<L>(m.crow, m.rows, part == 0 ? begin : end - 1);
-  const int64_t row_begin = m.crow[row], row_end = m.crow[row + 1];
-  const bool is_long = m.is_long(row_end - row_begin), begins = row_begin >= begin;
-  if (writes_begins && exists && part == 1) m.begins[slot] = is_long && begins ? row : -1;
-  Rows<arithmetic_t<T>, I> piece{item, 0, -1, 1};
-  if (!exists || !is_long || begins != (part == 1)) return piece;
-  piece.begin = static_cast<I>(max(begin, row_begin));
-  piece.length = static_cast<int>(min(end, row_end) - piece.begin);
-  return piece;
-}
-
-template <class F>
-struct Entry {
-  uint32_t column;
-  F value;
-};
-
-// The nonzero that a lane reads for its group: `left` of them from p on.
-template <int L, class T, class I>
-__device__ Entry<arithmetic_t<T>> entry_of_lane(const Args<T, I>& m, const T* values, I p, int left) {
-  const int lane = threadIdx.x % L;
-  if (lane >= left) return {0, 0};
-  const I at = m.order ? ptx::load_first_out(m.order + p + lane) : p + lane;
-  return {static_cast<uint32_t>(ptx::load_first_out(m.col + p + lane)),
-          static_cast<arithmetic_t<T>>(ptx::load_first_out(values + at))};
-}
-
-constexpr unsigned kWarp = 0xffffffffu;
-
-// sums += U of the group's entries times their dense rows, all on their way at once. `whole`: `left` is not less than
-// U.
-template <bool whole, int L, int U, class T, int V, int R, class F>
-__device__ void add(const Entry<F>& entry, int from, int left, const T* dense, uint32_t row_bytes, F (&sums)[R][V]) {
-  Words<T, V> words[U][R];
-  F value[U];
-#pragma unroll
-  for (int u = 0; u < U; ++u) {
-    const uint32_t column = __shfl_sync(kWarp, entry.column, from + u, L);
-    value[u] = __shfl_sync(kWarp, entry.value, from + u, L);
-    // Unsigned on purpose: of signed numbers, or of mad.wide as it stands, ptxas makes more instructions.
-    const auto* const row =
-        reinterpret_cast<const T*>(reinterpret_cast<const char*>(dense) + static_cast<uint64_t>(column) * row_bytes);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      if constexpr (!whole) words[u][r] = {};  // past the end 0 * 0 is added
-      if (whole || u < left) words[u][r] = load_vector<T, V>(row + r * L * V);
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < U; ++u) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      F numbers[V];
-      unpack(words[u][r], numbers);
-#pragma unroll
-      for (int v = 0; v < V; ++v) sums[r][v] += value[u] * numbers[v];
-    }
-  }
-}
-
-// sums += those of a block of up to L entries that have `left` nonzeros of a row, maybe more, before them.
-template <int L, int U, class T, int V, int R, class F>
-__device__ void add_block(const Entry<F>& entry, int left, const T* dense, uint32_t row_bytes, F (&sums)[R][V]) {
-#pragma unroll(L <= 2 * U ? L / U : 1)
-  for (int j = 0; j < L; j += U) {
-    if (!__any_sync(kWarp, j < left)) break;
-    if (__all_sync(kWarp, j + U <= left))
-      add<true, L, U>(entry, j, left - j, dense, row_bytes, sums);
-    else
-      add<false, L, U>(entry, j, left - j, dense, row_bytes, sums);
-  }
-}
-
-template <int L, class T, int V, int R, class F>
-__device__ void write_row(T* out, F scale, F beta, F (&sums)[R][V]) {
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-#pragma unroll
-    for (int v = 0; v < V; ++v) sums[r][v] *= scale;
-    if (beta != 0) {
-      F old[V];
-      unpack(load_vector<T, V>(out + r * L * V), old);
-#pragma unroll
-      for (int v = 0; v < V; ++v) sums[r][v] += beta * old[v];
-    }
-    store_vector(out + r * L * V, sums[r]);
-  }
-}
-
-template <int L, int V, int R, class F>
-__device__ void keep_piece(F* kept, const F (&sums)[R][V]) {
-#pragma unroll
-  for (int r = 0; r < R; ++r)
-#pragma unroll
-    for (int v = 0; v < V; ++v) kept[r * L * V + v] = sums[r][v];
-}
-
-// Blocks for the pieces of long rows come first, since they take longest. L lanes, a group, share a row; each has R
-// vectors of V columns of a slice; n is a multiple of V, with R > 1 of a slice. The groups of a warp go from row to row
-// together: every shuffle is of the whole warp. While a block of up to L entries is multiplied, the next is on its way.
-// Without kBlocks ptxas saves registers where it should not: it has one dense row at a time on its way.
-template <class T, class I, int V, int L, int R, int U, int kBlocks>
-__global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_kernel(const __grid_constant__ Args<T, I> m) {
-  using F = arithmetic_t<T>;
-  constexpr int kGroups = kSparseThreads / L;
-  const unsigned slice = m.slices_first ? blockIdx.x % m.slices : blockIdx.x / m.blocks;
-  const unsigned block = m.slices_first ? blockIdx.x / m.slices : blockIdx.x % m.blocks;
-  const bool pieces = block < m.piece_blocks;
-  const int own = static_cast<int>(slice) * (L * V * R) + threadIdx.x % L * V;
-  const int c = min(own, m.n - V);  // lanes past the last column read it again: the shuffles need them
-  const int64_t group = static_cast<int64_t>(pieces ? block : block - m.piece_blocks) * kGroups + threadIdx.x / L;
-  const Rows<F, I> mine =
-      pieces ? piece_of_group<L>(m, group, own == 0 && blockIdx.z == 0) : rows_of_group<L>(m, group);
-  const int count = pieces ? 1 : m.rows_each;
-#pragma unroll 1
-  for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
-    const T* const values = m.values + batch * m.values_batch;
-    const T* const dense = m.dense + batch * m.dense_batch + c;
-    I p = __shfl_sync(kWarp, mine.begin, 0, L);
-    int length = __shfl_sync(kWarp, mine.length, 0, L);
-    Entry<F> entry = entry_of_lane<L>(m, values, p, length);
-#pragma unroll 1
-    for (int k = 0; k < count; ++k) {
-      const I next_begin = __shfl_sync(kWarp, mine.begin, k + 1, L);
-      const int next_lane_length = __shfl_sync(kWarp, mine.length, k + 1, L);
-      const int next_length = k + 1 < count ? next_lane_length : 0;
-      F sums[R][V] = {};
-      bool more = true;
-#pragma unroll 1
-      for (int left = length; more; left -= L, p += L) {
-        more = __any_sync(kWarp, left > L);
-        const Entry<F> next = entry_of_lane<L>(m, values, more ? p + L : next_begin, more ? left - L : next_length);
-        add_block<L, U>(entry, left, dense, m.dense_row_bytes, sums);
-        entry = next;
-      }
-      const F scale = __shfl_sync(kWarp, mine.scale, k, L);
-      if (own < m.n && length >= 0) {
-        if (pieces)
-          keep_piece<L>(m.partial + (batch * m.slots * 2 + mine.first) * m.n + own, sums);
-        else
-          write_row<L>(m.out + batch * m.out_batch + (mine.first + k) * m.out_stride + own, scale, m.beta, sums);
-      }
-      p = next_begin, length = next_length;
-    }
-  }
-}
-
-// The pieces of each long row, added in their order by the lanes of the slot where it begins.
-template <class T, class I>
-__global__ void __launch_bounds__(kSparseThreads) spmm_long_rows_kernel(const __grid_constant__ Args<T, I> m) {
-  using F = arithmetic_t<T>;
-  const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / 32) + threadIdx.x / 32;
-  if (slot >= m.slots) return;
-  const int64_t row = m.begins[slot];
-  if (row < 0) return;
-  const int64_t row_end = m.crow[row + 1], last = (row_end - 1) / m.slot;
-  const F scale = m.scale(row_end - static_cast<int64_t>(m.crow[row]));
-  for (int64_t batch = blockIdx.z; batch < m.batches; batch += gridDim.z) {
-    T* const out = m.out + batch * m.out_batch + row * m.out_stride;
-    const F* const partial = m.partial + batch * m.slots * 2 * m.n;
-    for (int64_t c = blockIdx.y * 32 + threadIdx.x % 32; c < m.n; c += gridDim.y * 32) {
-      F sum = partial[(slot * 2 + 1) * m.n + c];
-#pragma unroll 4
-      for (int64_t s = slot + 1; s <= last; ++s) sum += partial[s * 2 * m.n + c];
-      out[c] = T(m.beta != 0 ? scale * sum + m.beta * static_cast<F>(out[c]) : scale * sum);
-    }
-  }
-}
+using Args = SpmmArgs<T, I>;
 
 // max and min: a warp a row, a lane a column.
 template <class T, class I, bool largest>
@@ -407,82 +187,157 @@ dim3 grid_of(int64_t blocks, int64_t tiles, int64_t batches) {
               static_cast<unsigned>(std::min<int64_t>(batches, 65535)));
 }
 
-// How a group works: L lanes, R vectors a lane.
+// How a row is worked on: L lanes with R vectors each, in P parts; or by equal shares, without parts.
 struct Split {
-  int lanes, vectors;
+  int lanes, parts, vectors;
+  bool shares = false;
 };
 
-// Where dense rows are read often, slices of 128 or 256 bytes: a multiprocessor's L1 keeps more of them, and the L2
-// perhaps all. Else as much of a row as a warp takes: the nonzeros are read once.
-Split split_of(int64_t n, int64_t v, int64_t dense_rows, const Pattern& p, int64_t sms) {
-  const int64_t vectors = ceil_of(n, v);
-  if (v == 1) return {n <= 4 ? 4 : n <= 8 ? 8 : 32, 1};
-  if (vectors <= 4) return {4, 1};
-  if (vectors <= 8) return {8, 1};
-  if (p.nonzeros() < kReuse * dense_rows) return {vectors <= 16 ? 16 : 32, 1};
-  const bool fills = p.rows() * (vectors / 16) / 4 >= kNarrowWarpsAtOnce * sms;
-  return {8, vectors % 16 == 0 && fills && dense_rows * 256 <= kL2Bytes ? 2 : 1};
+bool is_skewed(const Pattern& p, int64_t longest) {
+  return longest < 0 || longest * p.rows() > kSkewed * std::max(p.nonzeros(), p.rows());
 }
 
-// The grid of spmm_kernel with slices of `columns`; neighbouring rows for a group as long as the GPU stays full.
+// As measured (matmuls spmm): 32 bytes a lane rather than 16 where a dense row has that many, a dense row's slice in
+// one team, and a whole warp for a row where rows are long and else too few.
+Split split_of(int64_t n, int64_t v, const Pattern& p, int64_t batches, int64_t longest, int64_t sms) {
+  const int64_t vectors = ceil_of(n, v), mean = p.nonzeros() / std::max<int64_t>(p.rows(), 1);
+  const bool long_rows = mean >= kLongRows;
+  if (v == 1) return {n <= 4 ? 4 : n <= 8 ? 8 : 32, 1, 1};
+  Split split{32, 1, 1};
+  if (vectors <= 4)
+    split = {4, long_rows ? 8 : 1, 1};
+  else if (vectors <= 8)
+    split = {8, long_rows ? 4 : 1, 1};
+  else if (vectors == 16 && mean < 8 && p.rows() * batches * 8 / 32 >= kFullWarps * sms)
+    split = {8, 1, 2};
+  else if (vectors <= 16)
+    split = {16, 1, 1};
+  else if (vectors % 64 == 0)
+    split = {32, 1, 2};
+  else if (vectors % 32 == 0)
+    split = {16, 1, 2};
+  else if (vectors % 16 == 0)
+    split = {16, 1, 1};
+  const int64_t slices = ceil_of(vectors, split.lanes * split.vectors);
+  const auto warps = [&](int64_t lanes) { return p.rows() * slices * batches * lanes / 32; };
+  if (split.lanes == 16 && long_rows && warps(16) < kFullWarps * sms) split.parts = 2;
+  const int64_t groups = (p.rows() + p.nonzeros()) / (kShareSteps / 2) * slices * batches;
+  if (v >= 4 && is_skewed(p, longest) && groups * split.lanes / 32 >= 2 * kShareWarps * sms) {
+    if (split.lanes == 8 && split.vectors == 2) split = {16, 1, 1, true};
+    if (split.lanes == 16 && split.vectors == 2) split = {32, 1, 1, true};
+    split.parts = 1, split.shares = true;
+  }
+  return split;
+}
+
+// The grid of spmm_rows_kernel with slices of `columns`; neighbouring rows for a team as long as the GPU stays full.
 template <class T, class I>
-void set_grid(Args<T, I>& m, const Split& split, int64_t columns, int64_t groups_at_once, bool in_cache) {
-  const int64_t slices = ceil_of(m.n, columns), groups = m.rows * slices * m.batches;
+void set_grid(Args<T, I>& m, int64_t lanes, int64_t columns, int64_t teams_at_once, bool slices_first) {
+  const int64_t slices = ceil_of(m.n, columns), teams = m.rows * slices * m.batches;
   int64_t rows = 1;
-  while (rows < std::min<int64_t>(kMostRows, split.lanes) && 2 * rows * m.nonzeros <= kGroupNonzeros * m.rows &&
-         groups / (2 * rows) >= 2 * groups_at_once)
+  while (rows < std::min<int64_t>(kMostRows, lanes) && 2 * rows * m.nonzeros <= kGroupNonzeros * m.rows &&
+         teams / (2 * rows) >= 2 * teams_at_once)
     rows *= 2;
   m.rows_each = static_cast<int>(rows);
-  // The same slice comes to a multiprocessor again and again; or it is done before the next, which takes its place in
-  // the L2.
-  m.slices_first = in_cache;
-  const int64_t in_block = kSparseThreads / split.lanes;
+  m.slices_first = slices_first;
+  const int64_t in_block = kSparseThreads / lanes;
   const int64_t pieces = ceil_of(2 * m.slots, in_block), blocks = pieces + ceil_of(m.rows, in_block * rows);
   TORCH_CHECK(blocks * slices <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of rows, got ", blocks * slices);
   m.piece_blocks = static_cast<unsigned>(pieces), m.blocks = static_cast<unsigned>(blocks);
   m.slices = static_cast<unsigned>(slices);
 }
 
-// A row is cut where it would take one group longer than all groups take for the rest: pieces of that share, but not
-// more of them than the workspace holds.
+// A row is cut where it would take one team longer than all teams take for the rest: pieces of that share, but not
+// more of them than the workspace holds. Rows of about the same length are not, unless they are few.
 template <class T, class I>
-void set_slots(Args<T, I>& m, int64_t columns, int64_t groups_at_once, int64_t longest) {
-  const int64_t share = ceil_of(m.nonzeros * m.batches * ceil_of(m.n, columns), groups_at_once);
+void set_slots(Args<T, I>& m, const Pattern& p, int64_t columns, int64_t lanes, int64_t sms, int64_t longest) {
+  const int64_t slices = ceil_of(m.n, columns), teams_at_once = sms * kWarpsAtOnce * 32 / lanes;
+  const bool few = m.rows * slices * m.batches * lanes / 32 < kFullWarps / 2 * sms;
+  const int64_t share = ceil_of(m.nonzeros * m.batches * slices, teams_at_once);
   const int64_t bytes = 2 * m.batches * m.n * static_cast<int64_t>(sizeof(arithmetic_t<T>));
   const int64_t fit = std::clamp<int64_t>(kWorkspace / bytes, 64, kMostSlots);
   m.slot = std::min<int64_t>(std::max({kShortestPiece, share, ceil_of(m.nonzeros, fit)}), INT32_MAX / 2);
-  const bool may_be_long = m.nonzeros > INT32_MAX || (longest < 0 || longest > 2 * m.slot);
+  const bool may_be_long =
+      m.nonzeros > INT32_MAX || ((few || is_skewed(p, longest)) && (longest < 0 || longest > 2 * m.slot));
   m.slots = may_be_long && m.nonzeros > 2 * m.slot ? ceil_of(m.nonzeros, m.slot) : 0;
 }
 
-template <int V, int L, int R, int U, class T, class I>
-void launch(const Args<T, I>& m) {
+// The grid of spmm_shares_kernel.
+template <class T, class I>
+void set_shares(Args<T, I>& m, int64_t lanes, int64_t columns, int64_t sms) {
+  const int64_t slices = ceil_of(m.n, columns), way = m.rows + m.nonzeros, in_block = kSparseThreads / lanes;
+  const int64_t bytes = 2 * m.batches * m.n * static_cast<int64_t>(sizeof(arithmetic_t<T>));
+  const int64_t room = std::max<int64_t>(kWorkspace, m.batches * m.rows * m.n * static_cast<int64_t>(sizeof(T)) / 4);
+  const bool few = way / kShareSteps * slices * m.batches * lanes / 32 < 4 * kShareWarps * sms;
+  m.slot = std::max(few ? kShareSteps / 2 : kShareSteps, ceil_of(way, std::max<int64_t>(room / bytes, 64)));
+  TORCH_CHECK(m.slot <= INT32_MAX / 4, kOp, ": expected fewer nonzeros, got ", m.nonzeros);
+  m.slots = way / m.slot + 1;
+  const int64_t blocks = ceil_of(m.slots, in_block);
+  TORCH_CHECK(blocks * slices <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of rows, got ", blocks * slices);
+  m.blocks = static_cast<unsigned>(blocks), m.slices = static_cast<unsigned>(slices);
+}
+
+template <int V, int L, int P, int R, int U, class T, class I>
+void launch_rows(const Args<T, I>& m) {
   constexpr int kBlocks = U * R * Words<T, V>::kCount < 32 ? 4 : 3;  // 64 registers, or 80
   const dim3 grid = grid_of(static_cast<int64_t>(m.blocks) * m.slices, 1, m.batches);
-  spmm_kernel<T, I, V, L, R, U, kBlocks><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
+  spmm_rows_kernel<T, I, V, L, P, R, U, kBlocks><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <int L, int R, int U, int kBlocks, class T, class I>
+void launch_shares(const Args<T, I>& m) {
+  constexpr int V = 16 / sizeof(T);
+  const dim3 grid = grid_of(static_cast<int64_t>(m.blocks) * m.slices, 1, m.batches);
+  spmm_shares_kernel<T, I, V, L, R, U, kBlocks><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 template <class T, class I>
-void launch_long_rows(const Args<T, I>& m) {
-  const dim3 grid = grid_of(ceil_of(m.slots, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 64), m.batches);
-  spmm_long_rows_kernel<T, I><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
+void launch_long_rows(const Args<T, I>& m, bool vectors, bool counts_rows) {
+  constexpr int V = 16 / sizeof(arithmetic_t<T>);
+  const int64_t tiles = ceil_of(m.n, 32 * (vectors ? V : 1));
+  const dim3 grid = grid_of(ceil_of(m.slots, kSparseThreads / 32), std::min<int64_t>(tiles, 64), m.batches);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if (vectors)
+    spmm_long_rows_kernel<T, I, V><<<grid, kSparseThreads, 0, stream>>>(m, counts_rows);
+  else
+    spmm_long_rows_kernel<T, I, 1><<<grid, kSparseThreads, 0, stream>>>(m, counts_rows);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 template <class T, class I>
 void launch_split(const Args<T, I>& m, const Split& split, bool vectors) {
   constexpr int V = 16 / sizeof(T);
+  const auto is = [&](int lanes, int parts, int vectors_each) {
+    return split.lanes == lanes && split.parts == parts && split.vectors == vectors_each;
+  };
   if (!vectors) {
-    if (split.lanes == 4) return launch<1, 4, 1, 4>(m);
-    if (split.lanes == 8) return launch<1, 8, 1, 8>(m);
-    return launch<1, 32, 1, 8>(m);
+    if (split.lanes == 4) return launch_rows<1, 4, 1, 1, 4>(m);
+    if (split.lanes == 8) return launch_rows<1, 8, 1, 1, 8>(m);
+    return launch_rows<1, 32, 1, 1, 8>(m);
   }
-  if (split.vectors == 2) return launch<V, 8, 2, 4>(m);
-  if (split.lanes == 4) return launch<V, 4, 1, 4>(m);
-  if (split.lanes == 8) return launch<V, 8, 1, 8>(m);
-  if (split.lanes == 16) return launch<V, 16, 1, 8>(m);
-  launch<V, 32, 1, 8>(m);
+  if constexpr (sizeof(T) < 8) {  // of 64 bits below: fewer kernels
+    if (split.shares) {
+      if (split.lanes == 4) return launch_shares<4, 1, 4, 4>(m);
+      if (split.lanes == 8) return launch_shares<8, 1, 8, 3>(m);
+      if (split.lanes == 16) return launch_shares<16, 1, 4, 4>(m);
+      if (split.vectors == 1) return launch_shares<32, 1, 4, 4>(m);
+      return launch_shares<32, 2, sizeof(T) == 4 ? 2 : 4, sizeof(T) == 4 ? 4 : 3>(m);
+    }
+    if (is(4, 8, 1)) return launch_rows<V, 4, 8, 1, 4>(m);
+    if (is(8, 4, 1)) return launch_rows<V, 8, 4, 1, 4>(m);
+    if (is(8, 1, 2)) return launch_rows<V, 8, 1, 2, 4>(m);
+    if (is(16, 2, 1)) return launch_rows<V, 16, 2, 1, 8>(m);
+    if (is(16, 2, 2)) return launch_rows<V, 16, 2, 2, 4>(m);
+    if (is(16, 1, 2)) return launch_rows<V, 16, 1, 2, 4>(m);
+    if (is(32, 1, 2)) return launch_rows<V, 32, 1, 2, 4>(m);
+  }
+  if (is(4, 1, 1)) return launch_rows<V, 4, 1, 1, 4>(m);
+  if (is(8, 1, 1)) return launch_rows<V, 8, 1, 1, 8>(m);
+  if (is(16, 1, 1)) return launch_rows<V, 16, 1, 1, 8>(m);
+  TORCH_INTERNAL_ASSERT(is(32, 1, 1));
+  launch_rows<V, 32, 1, 1, 8>(m);
 }
 
 template <class T, class I>
@@ -503,11 +358,19 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
   const bool vectors = of_vectors(c.dense) && of_vectors(c.out);
   const int64_t v = vectors ? 16 / sizeof(T) : 1;
   const int64_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-  const Split split = split_of(m.n, v, c.dense.size(1), c.pattern, sms);
-  const int64_t columns = split.lanes * split.vectors * v, groups_at_once = sms * kWarpsAtOnce * 32 / split.lanes;
-  set_slots(m, columns, groups_at_once, c.longest);
-  const bool in_cache = c.dense.numel() * static_cast<int64_t>(sizeof(T)) <= kL2Bytes;
-  set_grid(m, split, columns, groups_at_once, in_cache || split.lanes > 8);
+  Split split = split_of(m.n, v, c.pattern, m.batches, c.longest, sms);
+  if (sizeof(T) == 8 && split.vectors * split.parts > 1)
+    split = {std::min(32, split.lanes * split.vectors), 1, 1};
+  const int64_t columns = split.lanes * split.vectors * v, team = split.lanes * split.parts;
+  if (split.shares) {
+    set_shares(m, split.lanes, columns, sms);
+  } else {
+    set_slots(m, c.pattern, columns, team, sms, c.longest);
+    // Narrow slices of what the L2 holds: the same slice comes to a multiprocessor again and again. Wide ones are done
+    // one after the other, which the L1 likes, unless the L2 does not hold them.
+    const bool in_cache = c.dense.numel() * static_cast<int64_t>(sizeof(T)) <= kL2Bytes;
+    set_grid(m, team, columns, sms * kWarpsAtOnce * 32 / team, in_cache == (split.lanes <= 8));
+  }
   if (m.slots == 0) return launch_split(m, split, vectors);
   const Tensor partial =
       at::empty({m.batches, m.slots, 2, m.n}, c.dense.options().dtype(c10::CppTypeToScalarType<F>::value));
@@ -515,7 +378,7 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
   m.partial = partial.template mutable_data_ptr<F>();
   m.begins = begins.mutable_data_ptr<int64_t>();
   launch_split(m, split, vectors);
-  launch_long_rows(m);
+  if (!split.shares || c.longest < 0 || c.longest > m.slot) launch_long_rows(m, vectors, split.shares);
 }
 
 template <class T, class I>
@@ -710,7 +573,7 @@ template <void run(const Call&)>
 Tensor spmm(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
             std::string_view reduce, double alpha, const OptionalTensor& order, const OptionalTensor& t_crow,
             const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& maybe_selected,
-            bool by_column, int64_t longest) {
+            bool by_column, int64_t longest, int64_t) {
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   const Tensor selected = tensor_or_none(maybe_selected);
   const Reduce how = reduce_of(reduce);
@@ -757,7 +620,7 @@ std::tuple<Tensor, Tensor> spmm_arg(const Tensor& crow, const Tensor& col, const
 Tensor spmm_meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
                  std::string_view reduce, double, const OptionalTensor& order, const OptionalTensor& t_crow,
                  const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& selected,
-                 bool by_column, int64_t) {
+                 bool by_column, int64_t, int64_t) {
   reduce_of(reduce);
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   return at::empty_symint(check(p, values, dense, columns, tensor_or_none(selected), by_column), dense.options());
@@ -792,7 +655,8 @@ void save(Context* ctx, const Pattern& p, const Tensor& values, const Tensor& de
 }
 
 // The gradients of sum(A @ dense); `selected`: of what was selected of it.
-std::tuple<Tensor, Tensor> gradients(Context* ctx, const Tensor& grad, const Tensor& selected, bool by_column) {
+std::tuple<Tensor, Tensor> gradients(Context* ctx, const Tensor& grad, const Tensor& selected, bool by_column,
+                                     int64_t longest, int64_t t_longest) {
   const auto saved = ctx->get_saved_variables();
   const Pattern p{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
   const Tensor &values = saved[6], &dense = saved[7];
@@ -810,9 +674,9 @@ std::tuple<Tensor, Tensor> gradients(Context* ctx, const Tensor& grad, const Ten
   }
   if (ctx->needs_input_grad(1)) {
     const Pattern t = p.transposed(columns);
-    grad_dense =
-        SpmmOp::call(t.crow, t.col, values.to(grad.scalar_type()), grad, p.sym_rows(), "sum", 1,
-                     none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), chosen, !by_column, -1);
+    grad_dense = SpmmOp::call(t.crow, t.col, values.to(grad.scalar_type()), grad, p.sym_rows(), "sum", 1,
+                              none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), chosen, !by_column,
+                              t_longest, longest);
     grad_dense = at::sum_to(grad_dense, dense_sizes);
   }
   return {grad_values, grad_dense};
@@ -821,14 +685,16 @@ std::tuple<Tensor, Tensor> gradients(Context* ctx, const Tensor& grad, const Ten
 struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
   static Tensor forward(Context* ctx, const Tensor& values, const Tensor& dense, const Pattern& p,
                         const c10::SymInt& columns, std::string_view reduce, double alpha,
-                        const OptionalTensor& selected, bool by_column, int64_t longest) {
+                        const OptionalTensor& selected, bool by_column, int64_t longest, int64_t t_longest) {
     save(ctx, p, values, dense, tensor_or_none(selected));
     ctx->saved_data["alpha"] = alpha;
     ctx->saved_data["mean"] = reduce == "mean";
     ctx->saved_data["by_column"] = by_column;
+    ctx->saved_data["longest"] = longest;
+    ctx->saved_data["t_longest"] = t_longest;
     return SpmmOp::below_autograd(p.crow, p.col, values, dense, columns, reduce, alpha, none_or_tensor(p.order),
                                   none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order),
-                                  selected, by_column, longest);
+                                  selected, by_column, longest, t_longest);
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
@@ -837,8 +703,10 @@ struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
     Tensor grad = alpha == 1 ? grads[0] : grads[0] * alpha;
     if (ctx->saved_data["mean"].toBool())
       grad = grad / saved[0].diff().clamp_min(1).to(grad.scalar_type()).unsqueeze(-1);
-    auto [grad_values, grad_dense] = gradients(ctx, grad, saved[8], ctx->saved_data["by_column"].toBool());
-    return {grad_values, grad_dense, {}, {}, {}, {}, {}, {}, {}};
+    auto [grad_values, grad_dense] =
+        gradients(ctx, grad, saved[8], ctx->saved_data["by_column"].toBool(), ctx->saved_data["longest"].toInt(),
+                  ctx->saved_data["t_longest"].toInt());
+    return {grad_values, grad_dense, {}, {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -854,7 +722,7 @@ struct SpmmArgFunction : torch::autograd::Function<SpmmArgFunction> {
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
-    auto [grad_values, grad_dense] = gradients(ctx, grads[0], ctx->get_saved_variables()[8], false);
+    auto [grad_values, grad_dense] = gradients(ctx, grads[0], ctx->get_saved_variables()[8], false, -1, -1);
     return {grad_values, grad_dense, {}, {}, {}};
   }
 };
@@ -873,17 +741,17 @@ std::tuple<Tensor, Tensor> spmm_arg_autograd(const Tensor& crow, const Tensor& c
 Tensor spmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                      c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
                      const OptionalTensor& t_crow, const OptionalTensor& t_col, const OptionalTensor& t_order,
-                     const OptionalTensor& selected, bool by_column, int64_t longest) {
+                     const OptionalTensor& selected, bool by_column, int64_t longest, int64_t t_longest) {
   if (!needs_gradient(kOp, {values, dense}))
     return SpmmOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, t_crow, t_col, t_order,
-                                  selected, by_column, longest);
+                                  selected, by_column, longest, t_longest);
   if (reduce == "max" || reduce == "min") {
     const Tensor out =
         std::get<0>(spmm_arg_autograd(crow, col, values, dense, columns, reduce, order, t_crow, t_col, t_order));
     return alpha == 1 ? out : out * alpha;
   }
   return SpmmFunction::apply(values, dense, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, reduce,
-                             alpha, selected, by_column, longest);
+                             alpha, selected, by_column, longest, t_longest);
 }
 
 void spmm_out_autograd(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
@@ -898,13 +766,13 @@ template <c10::DeviceType device>
 Tensor spmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                      c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
                      const OptionalTensor& t_crow, const OptionalTensor& t_col, const OptionalTensor& t_order,
-                     const OptionalTensor& selected, bool by_column, int64_t longest) {
+                     const OptionalTensor& selected, bool by_column, int64_t longest, int64_t t_longest) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto dtype = reduce == "max" || reduce == "min" ? at::promote_types(values.scalar_type(), dense.scalar_type())
                                                         : at::autocast::get_autocast_dtype(device);
   return SpmmOp::call(crow, col, at::autocast::cached_cast(dtype, values, device),
                       at::autocast::cached_cast(dtype, dense, device), columns, reduce, alpha, order, t_crow, t_col,
-                      t_order, selected, by_column, longest);
+                      t_order, selected, by_column, longest, t_longest);
 }
 
 }  // namespace
@@ -914,7 +782,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def(
       "csr_spmm(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce=\"sum\", float "
       "alpha=1.0, Tensor? order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None, Tensor? "
-      "selected=None, bool by_column=False, int longest=-1) -> Tensor",
+      "selected=None, bool by_column=False, int longest=-1, int t_longest=-1) -> Tensor",
       tags);
   m.def(
       "csr_spmm.out(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce=\"sum\", float "

@@ -139,6 +139,39 @@ def test_rows_longer_than_a_share(dtype, index, device):
     assert_close(out, truth + 1, dense @ b + 1, scale)
 
 
+@every_dtype
+@pytest.mark.parametrize(("batch", "n"), [(4, 512), (8, 128), (16, 64), (32, 32), (2, 1024)])
+def test_skewed_rows(batch, n, dtype, device):
+    """So many nonzeros, so unevenly spread, that a GPU takes them in equal shares: empty rows, short ones and a few of
+    thousands, which begin and end anywhere."""
+    generator = torch.Generator().manual_seed(n)
+    lengths = (40 / torch.rand(4000, generator=generator, dtype=torch.float64) ** 1.2).long().clamp_max(9000) // 4
+    lengths[torch.rand(4000, generator=generator) < 0.3] = 0
+    lengths[[0, 1, 2, 3997, 3998, 3999]] = torch.tensor([0, 3000, 256, 255, 2000, 0])
+    crow = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    col = torch.randint(400, (int(crow[-1]),), generator=generator).int()
+    values = torch.randn(col.numel(), generator=generator).to(dtype)
+    row = torch.arange(4000).repeat_interleave(lengths)
+    b = draw_sparse(batch * 400, n, 1, dtype, device, seed=n).view(batch, 400, n)
+    wide = [
+        torch.zeros(4000, 400, dtype=torch.float64).index_put_((row, col.long()), v, True).to(device)
+        for v in (values.double(), values.double().abs())
+    ]
+    truth, scale = wide[0] @ b.double(), torch.linalg.vector_norm(wide[1] @ b.double().abs()).item()
+    made = plan(torch.sparse_csr_tensor(crow, col, values, (4000, 400)).to(device), tune=False)
+    ours = made @ b
+    bound = 4 * torch.finfo(dtype).eps * scale
+    assert torch.linalg.vector_norm(ours.double() - truth) <= bound
+    assert all(torch.equal(made @ b, ours) for _ in range(100 if device == "cuda" else 1))
+    out = torch.ones_like(ours)
+    spmm(made, b, reduce="mean", alpha=0.5, beta=2, out=out)
+    mean = truth / lengths.clamp_min(1).to(device)[:, None]
+    assert (
+        torch.linalg.vector_norm(out.double() - 2 - 0.5 * mean)
+        <= bound + 4 * torch.finfo(dtype).eps * out.numel() ** 0.5
+    )
+
+
 def test_threads_do_not_change_a_bit():
     crow, col, values, shape = long_rows()
     a, b = torch.sparse_csr_tensor(crow, col, values.float(), shape), torch.randn(shape[1], 19)

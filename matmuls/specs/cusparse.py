@@ -33,6 +33,10 @@ class _Matrix:
     def parts(self) -> tuple[Tensor, Tensor]:
         return self.offsets, self.indices
 
+    def places_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where a reference computes, which is not always where the matrix lies."""
+        return self.places[0].to(device), self.places[1].to(device)
+
 
 def _matrix(draw: Draw, rows: int, columns: int, layout: str) -> _Matrix:
     """About a third full, whole blocks of 1 x 1 or 2 x 2 where the sizes are even."""
@@ -58,7 +62,7 @@ def _matrix(draw: Draw, rows: int, columns: int, layout: str) -> _Matrix:
 
 
 def _dense_of(values: Tensor, m: _Matrix) -> Tensor:
-    return values.new_zeros(m.shape).index_put(m.places, values.reshape(-1))
+    return values.new_zeros(m.shape).index_put(m.places_on(values.device), values.reshape(-1))
 
 
 def _spmm(values: Tensor, b: Tensor, m: _Matrix, **kwargs: Any) -> Tensor:
@@ -173,7 +177,7 @@ TABLE: tuple[Spec, ...] = (
         name="cusparse_sddmm",
         summary="`custom_mm.cusparse_sddmm(offsets, columns, a, b)`: a @ b where A has nonzeros, by cusparseSDDMM",
         call=lambda a, b, m, alpha=1: custom_mm.cusparse_sddmm(m.offsets, m.indices, a, b, alpha=alpha),
-        reference=lambda a, b, m, alpha=1: alpha * (a @ b)[m.places],
+        reference=lambda a, b, m, alpha=1: alpha * (a @ b)[m.places_on(a.device)],
         samples=_sddmm_samples,
         bad=lambda draw: iter(
             [

@@ -24,23 +24,28 @@ def _sparse_plan(draw: Draw, rows: int, columns: int, layout: str = "csr") -> An
     return sparse.plan(getattr(dense, f"to_sparse_{layout}")())
 
 
+def _places(plan: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, column and value's index of each nonzero, where a reference computes: not always where the plan lies."""
+    s = plan._structure
+    rows = torch.repeat_interleave(torch.arange(s.rows), s.crow.diff().long().cpu())
+    order = torch.arange(s.nonzeros) if s.order is None else s.order.long()
+    return rows.to(device), s.col.long().to(device), order.to(device)
+
+
 def _stored_dense(plan: Any, values: Tensor) -> Tensor:
     """The matrix of a plan with other values, dense; differentiable."""
     s = plan._structure
-    rows = torch.repeat_interleave(torch.arange(s.rows, device=values.device), s.crow.diff().long())
-    if s.order is not None:
-        values = values[..., s.order.long()]
-    index = (rows * s.columns + s.col.long()).expand(values.shape)
+    rows, columns, order = _places(plan, values.device)
+    values = values[..., order]
+    index = (rows * s.columns + columns).expand(values.shape)
     flat = values.new_zeros(*values.shape[:-1], s.rows * s.columns).scatter(-1, index, values)
     return flat.view(*values.shape[:-1], s.rows, s.columns)
 
 
 def _in_order(plan: Any, dense: Tensor) -> Tensor:
     """What a dense matrix, or a batch, has where a plan has nonzeros, in the order of the plan's values."""
-    s = plan._structure
-    rows = torch.repeat_interleave(torch.arange(s.rows, device=dense.device), s.crow.diff().long())
-    found = dense[..., rows, s.col.long()]
-    return found if s.order is None else found[..., torch.argsort(s.order)]
+    rows, columns, order = _places(plan, dense.device)
+    return dense[..., rows, columns][..., torch.argsort(order)]
 
 
 def _spmm_reference(values: Tensor, b: Tensor, plan: Any, reduce: str = "sum", alpha: float = 1) -> Tensor:

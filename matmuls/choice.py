@@ -6,6 +6,7 @@ of the time. Which candidate is fastest is a matter of time, though: with torch.
 takes our own, whatever is faster.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all lau
 FILL_TENSOR_CORES, FILL = 256, 16
 CPU_BYTES = 2**28
 CLOSE = 2  # times the fastest in a first round: those are timed again
+FAR = 2  # times the dense product: where ours takes longer, no algorithm of cuSPARSE's is faster
 
 
 class Product(Protocol):
@@ -134,18 +136,6 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _race(runs: dict[str, Callable[[], object]], device: str) -> dict[str, float | None]:
-    """Seconds of each: a round tells the slow ones, and two more those that are close."""
-    seconds: dict[str, float | None] = {}
-    first = dict(zip(runs, (t.seconds for t in time_warm(list(runs.values()), device, 1)), strict=True))
-    close = [name for name in runs if first[name] <= CLOSE * min(first.values())]
-    if len(close) > 1:
-        again = time_warm([runs[name] for name in close], device, 2)
-        first |= {name: min(first[name], t.seconds) for name, t in zip(close, again, strict=True)}
-    seconds.update(first)
-    return seconds
-
-
 class Choice:
     """A plan's products. `ours(values, b)` is the one that needs no choice."""
 
@@ -187,21 +177,38 @@ class Choice:
         values, b = values.detach(), b.detach()
         runs: dict[str, Callable[[], object]] = {OURS: lambda: self._ours(values, b)}
         runs[OURS]()
-        refused: dict[str, float | None] = {}
-        for name in self._candidates(dtype, b.device):
+        seconds: dict[str, float | None] = {}
+        best: dict[str, float] = {}
+
+        def ready(name: str) -> bool:
             try:
                 made = self._made(name)
                 if isinstance(made, Cusparse):
                     made.learn(values, b, dtype)
                 made(values, b, dtype)
-                runs[name] = lambda made=made: made(values, b, dtype)  # type: ignore[misc]
             except RuntimeError:  # cuSPARSE does not support it, or there is no memory
-                refused[name] = None
-        seconds: dict[str, float | None] = {OURS: None}
-        if len(runs) > 1:
+                seconds[name] = None
+                return False
+            runs[name] = lambda: made(values, b, dtype)
+            return True
+
+        def race(names: list[str], rounds: int) -> None:
             with torch.cuda.device_of(b):  # type: ignore[no-untyped-call]
-                seconds = _race(runs, b.device.type)
-        measurement = Measurement(b.shape[1], seconds | refused)
+                timings = time_warm([runs[name] for name in names], b.device.type, rounds)
+            for name, timing in zip(names, timings, strict=True):
+                best[name] = min(best.get(name, math.inf), timing.seconds)
+
+        candidates = self._candidates(dtype, b.device)
+        if DENSE in candidates and ready(DENSE):
+            race([OURS, DENSE], 1)
+        if best.get(OURS, 0) <= FAR * best.get(DENSE, math.inf):
+            others = [name for name in candidates if name != DENSE and ready(name)]
+            if others:
+                race(others if best else [OURS, *others], 1)
+        close = [name for name in best if best[name] <= CLOSE * min(best.values())]
+        if len(close) > 1:
+            race(close, 2)
+        measurement = Measurement(b.shape[1], {OURS: None, **seconds, **best})
         self.measured[dtype, b.shape[1].bit_length()] = measurement
         kept = {m.fastest(True, True) for m in self.measured.values()}
         self._products = {name: made for name, made in self._products.items() if name in kept}

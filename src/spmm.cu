@@ -121,6 +121,7 @@ constexpr int64_t kMostRows = 8;          // that a team has, at most as many as
 constexpr int64_t kLongRows = 32;         // nonzeros, on average, that are worth a whole warp's lanes
 constexpr int64_t kSkewed = 8;            // times the average: the longest row of a matrix whose rows are cut
 constexpr int64_t kShortestPiece = 64;    // nonzeros; rows of up to twice as many are never cut
+constexpr int64_t kPieceOfFour = 40;      // the same by teams of four lanes
 constexpr int64_t kMostSlots = 16384;     // that teams cut rows at
 constexpr int64_t kWorkspace = 32 << 20;  // bytes that sums of pieces may take, about, or a quarter of the result's
 constexpr int64_t kShareSteps = 256;      // rows and nonzeros of a share; half of it where there are few
@@ -256,7 +257,8 @@ void set_slots(Args<T, I>& m, const Pattern& p, int64_t columns, int64_t lanes, 
   const int64_t share = ceil_of(m.nonzeros * m.batches * slices, teams_at_once);
   const int64_t bytes = 2 * m.batches * m.n * static_cast<int64_t>(sizeof(arithmetic_t<T>));
   const int64_t fit = std::clamp<int64_t>(kWorkspace / bytes, 64, kMostSlots);
-  m.slot = std::min<int64_t>(std::max({kShortestPiece, share, ceil_of(m.nonzeros, fit)}), INT32_MAX / 2);
+  m.slot = std::min<int64_t>(std::max({lanes <= 4 ? kPieceOfFour : kShortestPiece, share, ceil_of(m.nonzeros, fit)}),
+                             INT32_MAX / 2);
   const bool may_be_long =
       m.nonzeros > INT32_MAX || ((few || is_skewed(p, longest)) && (longest < 0 || longest > 2 * m.slot));
   m.slots = may_be_long && m.nonzeros > 2 * m.slot ? ceil_of(m.nonzeros, m.slot) : 0;
@@ -359,8 +361,7 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
   const int64_t v = vectors ? 16 / sizeof(T) : 1;
   const int64_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   Split split = split_of(m.n, v, c.pattern, m.batches, c.longest, sms);
-  if (sizeof(T) == 8 && split.vectors * split.parts > 1)
-    split = {std::min(32, split.lanes * split.vectors), 1, 1};
+  if (sizeof(T) == 8 && split.vectors * split.parts > 1) split = {std::min(32, split.lanes * split.vectors), 1, 1};
   const int64_t columns = split.lanes * split.vectors * v, team = split.lanes * split.parts;
   if (split.shares) {
     set_shares(m, split.lanes, columns, sms);

@@ -87,7 +87,11 @@ class Job:
     @property
     def label(self) -> str:
         kind = {"host": " host time", "memory": " memory"}.get(self.kind, "")
-        return f"{self.spec.name} {self.case.label}{kind} {_name(self.dtype)}"
+        return f"{self.spec.name} {self.case.label}{kind} {self.precision}"
+
+    @property
+    def precision(self) -> str:
+        return "TF32" if self.case.tf32 else _name(self.dtype)
 
     @property
     def call(self) -> Callable[..., Any]:
@@ -130,7 +134,7 @@ class Job:
         return Call((call.args[0].clone(memory_format=torch.preserve_format), *call.args[1:]), call.kwargs)
 
     def row(self, **measured: Any) -> Row:
-        return Row(self.spec.name, self.case.label, _name(self.dtype), self.kind, **measured)
+        return Row(self.spec.name, self.case.label, self.precision, self.kind, **measured)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -288,9 +292,15 @@ def measure_host(job: Job) -> Iterator[Row]:
 
 
 def measure_job(job: Job, roofs: Roofs, budget: float = 0.1) -> list[Row]:
-    if job.kind == "host":
-        return list(measure_host(job))
-    return [measure_memory(job) if job.kind == "memory" else measure_case(job, roofs, budget)]
+    before = torch.get_float32_matmul_precision()
+    if job.case.tf32:
+        torch.set_float32_matmul_precision("high")
+    try:
+        if job.kind == "host":
+            return list(measure_host(job))
+        return [measure_memory(job) if job.kind == "memory" else measure_case(job, roofs, budget)]
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def plan(names: list[str], device: str, dtypes: list[torch.dtype], quick: bool) -> list[Job]:
@@ -309,7 +319,11 @@ def _jobs(spec: Spec, device: str, dtypes: list[torch.dtype]) -> Iterator[Job]:
     wanted = [dtype for dtype in dtypes or default if dtype in spec.dtypes]
     for dtype in wanted:
         for kind, cases in (("gpu" if device == "cuda" else "cpu", spec.cases), ("memory", spec.memory_cases)):
-            yield from (Job(spec, case, dtype, device, kind) for case in cases if case.device in (None, device))
+            yield from (
+                Job(spec, case, dtype, device, kind)
+                for case in cases
+                if case.device in (None, device) and (dtype == torch.float32 or not case.tf32)
+            )
     if spec.host_case is not None and wanted:
         yield Job(spec, spec.host_case, wanted[0], device, "host")
 

@@ -118,7 +118,7 @@ def inplace(run: dict[str, Any]) -> str:
         elif r["kind"] == "memory":
             key = r["case"], "16" in r["dtype"]
             extra[key] = max(extra.get(key, 0.0), r["ours_mib"])
-    known = [(op, d) for op in INPLACE for d in DTYPES if any((op, d) in line for line in cells.values())]
+    known = [(op, d) for op in INPLACE for d in (*DTYPES, "TF32") if any((op, d) in line for line in cells.values())]
     widths = {"16 bits": True, "float32": False}
 
     def memory_of(case: str) -> Iterable[str]:

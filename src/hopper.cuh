@@ -88,10 +88,23 @@ __device__ inline void arrive(const uint64_t* barrier) {
 __device__ inline void arrive_at(const uint64_t* barrier, unsigned block) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ptx::address_in(barrier, block)) : "memory");
 }
+// Four numbers to another block's shared memory, whose barrier counts their 16 bytes.
+__device__ inline void send(uint32_t to, float a, float b, float c, float d, uint32_t remote_barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(remote_barrier)
+      : "memory");
+}
 // Barrier `id`, 1 to 15, for `threads` of the block.
 __device__ inline void sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// Launched while the kernel before still runs, where the launch allows it: nothing of that one's is touched before
+// this.
+__device__ inline void after_the_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next kernel may be launched.
+__device__ inline void let_the_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 template <int registers>
 __device__ inline void take_registers() {
@@ -121,17 +134,26 @@ __device__ inline void pin(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int N>
+__device__ inline void pin(uint32_t (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
 
 // d <- a @ b, or d + a @ b: 64 rows, 2 |d| columns, 32 bytes of K.
 #define MATMULS_8(d, i)                                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
+#define MATMULS_REGISTERS_64                                               \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MATMULS_OPERANDS_64(d) MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24)
 #define MATMULS_REGISTERS_128                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MATMULS_OPERANDS_128                                                                                \
+#define MATMULS_OPERANDS_128(d)                                                                             \
   MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24), MATMULS_8(d, 32), MATMULS_8(d, 40), \
       MATMULS_8(d, 48), MATMULS_8(d, 56)
 #define MATMULS_REGISTERS_256                                                                    \
@@ -143,7 +165,7 @@ __device__ inline void pin(float (&d)[N]) {
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define MATMULS_OPERANDS_256                                                                                      \
+#define MATMULS_OPERANDS_256(d)                                                                                   \
   MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24), MATMULS_8(d, 32), MATMULS_8(d, 40),       \
       MATMULS_8(d, 48), MATMULS_8(d, 56), MATMULS_8(d, 64), MATMULS_8(d, 72), MATMULS_8(d, 80), MATMULS_8(d, 88), \
       MATMULS_8(d, 96), MATMULS_8(d, 104), MATMULS_8(d, 112), MATMULS_8(d, 120)
@@ -153,17 +175,19 @@ __device__ inline void pin(float (&d)[N]) {
                ", 0;\n\t"                                                                            \
                "wgmma.mma_async.sync.aligned.m64n" #n "k" #k ".f32" types " {" MATMULS_REGISTERS_##n \
                "}, " a ", " b ", p, 1, 1" transposes ";\n\t}"                                        \
-               : MATMULS_OPERANDS_##n                                                                \
+               : MATMULS_OPERANDS_##n(d)                                                             \
                : "l"(desc_a), "l"(desc_b), "r"(int(accumulate)))
 #define MATMULS_MULTIPLY(k, types, transposes)                        \
   if constexpr (N == 128)                                             \
     MATMULS_WGMMA(256, k, types, transposes, "%128", "%129", "%130"); \
+  else if constexpr (N == 64)                                         \
+    MATMULS_WGMMA(128, k, types, transposes, "%64", "%65", "%66");    \
   else                                                                \
-    MATMULS_WGMMA(128, k, types, transposes, "%64", "%65", "%66")
+    MATMULS_WGMMA(64, k, types, transposes, "%32", "%33", "%34")
 
 template <class T, bool b_k_apart, int N>
 __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b, bool accumulate) {
-  static_assert(N == 64 || N == 128);
+  static_assert(N == 32 || N == 64 || N == 128);
   if constexpr (std::is_same_v<T, float>) {
     static_assert(!b_k_apart);  // TF32 has no transposed operand
     MATMULS_MULTIPLY(8, ".tf32.tf32", "");
@@ -176,6 +200,40 @@ __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b,
   } else {
     MATMULS_MULTIPLY(16, ".f16.f16", ", 0, 0");
   }
+}
+
+// The same in TF32 with a in registers: of thread t the numbers of row t / 4 and t / 4 + 8 at k = t % 4, then at
+// t % 4 + 4.
+#define MATMULS_FRAGMENT_WGMMA(n, left, b, add)                                                                      \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                                           \
+               ", 0;\n\t"                                                                                            \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k8.f32.tf32.tf32 {" MATMULS_REGISTERS_##n "}, {" left "}, " b \
+                                                                                                 ", p, 1, 1;\n\t}"   \
+               : MATMULS_OPERANDS_##n(d)                                                                             \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(int(accumulate)))
+template <int N>
+__device__ inline void multiply_fragment(float (&d)[N], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
+  static_assert(N == 32 || N == 128);
+  if constexpr (N == 128)
+    MATMULS_FRAGMENT_WGMMA(256, "%128, %129, %130, %131", "%132", "%133");
+  else
+    MATMULS_FRAGMENT_WGMMA(64, "%32, %33, %34, %35", "%36", "%37");
+}
+
+// A warp's part of four such operands from a tile of 32 k by 32 numbers, a row for each k: of its 16 rows the first
+// eight are four at 16 bytes x place0 and four at 16 bytes x (place0 ^ 5), the others likewise; a lane passes its own.
+// Then the four k and the eight numbers that a warp reads at a time lie in different banks.
+__device__ inline void fragments_of(uint32_t (&fragment)[4][4], const unsigned char* tile, int place0, int place1,
+                                    int lane) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int k8 = lane % 4 + i / 2 * 4;
+      const float x = *reinterpret_cast<const float*>(tile + (8 * k + k8) * 128 +
+                                                      ((i % 2 ? place1 : place0) ^ k8) * 16 + lane / 4 % 4 * 4);
+      asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(fragment[k][i]) : "f"(x));
+    }
 }
 
 #endif

@@ -91,7 +91,7 @@ void run_cuda(const Call& c) {
   if (c.a.numel() == 0 || c.columns() == 0) return;
   const OperationGuard guard(kOp, c.a);
   each_matrix(c.a, [&](const Tensor& a) {
-    if (multiply_in_place_sm90(a, c.b, c.bias, c.transb, c.workspace)) return;
+    if (multiply_in_place_sm90(a, c.b, c.bias, c.transb)) return;
     // Whole tiles of rows, 128 at most: a panel then ends where a tile does.
     each_panel(a, c.columns(), c.workspace, 128, [&](const Tensor& from, const Tensor& to) {
       if (c.bias.defined())

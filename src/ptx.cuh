@@ -91,6 +91,15 @@ __device__ inline void wait_ahead(int n) {
 __device__ inline void add_release(unsigned* counter, unsigned n) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
 }
+// To zero after `last`.
+__device__ inline void increment(unsigned* counter, unsigned last) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
+}
+__device__ inline unsigned load_relaxed(const unsigned* counter) {
+  unsigned now;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  return now;
+}
 __device__ inline unsigned add_acquire_release(unsigned* counter, unsigned n) {
   unsigned before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n) : "memory");

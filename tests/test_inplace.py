@@ -51,6 +51,27 @@ def test_large(rows, width, dtype):
     check(a, b, transb=True)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("transb", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [(1, 64), (7, 8), (129, 100), (300, 1000), (512, 1024), (100, 2048), (5000, 768), (40000, 100), (2000, 4400)],
+)
+def test_tf32(rows, width, transb):
+    """Numbers cut to 10 bits after the leading one: each row within 1 in 500 of the truth."""
+    a, b = draw(rows, width, device="cuda"), draw(width, width, device="cuda") / width**0.5
+    torch.set_float32_matmul_precision("high")
+    try:
+        for columns, bias in ((width, None), (width, draw(width, device="cuda", seed=1)), (width // 8 * 4, None)):
+            x, y = a.clone(), (b[:columns] if transb else b[:, :columns])
+            matmuls.matmul_(x, y, transb=transb, bias=bias)
+            truth = F.linear(*tuple_of_double(a, y if transb else y.mT, bias))
+            assert ((x[:, :columns] - truth).norm(dim=1) <= 2e-3 * truth.norm(dim=1) + 1e-3).all()
+            assert torch.equal(x[:, columns:], a[:, columns:])
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 @every_dtype
 @pytest.mark.parametrize("transb", [False, True])
 def test_layouts(device, transb, dtype):
@@ -193,6 +214,37 @@ def test_a_thousand_times_beside_others(width):
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
     assert wrong.item() == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [(512, 512, 384, 300), (512, 5000, 3000, 40000)])
+def test_one_after_another_on_four_streams(rows):
+    """Ten products in a row on each of four streams, as often as it takes for every launch to meet every other."""
+    streams = [torch.cuda.Stream() for _ in rows]
+    q = torch.linalg.qr(draw(1024, 1024, device="cuda"))[0].to(torch.bfloat16)  # keeps lengths
+
+    def ten(x):
+        for _ in range(10):
+            matmuls.matmul_(x, q)
+        return x
+
+    inputs = [draw(m, 1024, device="cuda", dtype=torch.bfloat16, seed=m) for m in rows]
+    expected, xs = [ten(a.clone()) for a in inputs], [torch.empty_like(a) for a in inputs]
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in rows]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, a, x in zip(streams, inputs, xs, strict=True):
+            with torch.cuda.stream(stream):
+                x.copy_(a)
+        for _ in range(10):
+            for stream, x in zip(streams, xs, strict=True):
+                with torch.cuda.stream(stream):
+                    matmuls.matmul_(x, q)
+        for stream, x, y, count in zip(streams, xs, expected, wrong, strict=True):
+            with torch.cuda.stream(stream):
+                count += (x != y).any()
+    torch.cuda.synchronize()
+    assert not any(count.item() for count in wrong)
 
 
 @pytest.mark.cuda

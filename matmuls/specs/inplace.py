@@ -84,12 +84,14 @@ def _inplace_cases(bias: bool) -> Iterator[Case]:
         (512, 1024),
         (2048, 4096),
     ]:
-        yield Case(
-            f"{m}x{k}",
-            lambda draw, m=m, k=k: drawn(draw, m, k),
-            reference=None if bias else _IntoOneBuffer(),
-            device="cuda",
-        )
+        for tf32 in (False, True):
+            yield Case(
+                f"{m}x{k}",
+                lambda draw, m=m, k=k: drawn(draw, m, k),
+                reference=None if bias else _IntoOneBuffer(),
+                device="cuda",
+                tf32=tf32,
+            )
     yield Case(
         "4096x1024",
         lambda draw: drawn(draw, 4096, 1024),

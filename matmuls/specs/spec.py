@@ -66,6 +66,7 @@ class Case:
     device: str | None = None  # "cpu" or "cuda" alone
     others: dict[str, Callable[..., Any]] = field(default_factory=dict)  # more rivals
     dense: Callable[..., Any] | None = None  # a rival of as many operations on the same sizes, with another result
+    tf32: bool = False  # in float32 alone, torch's switch letting everybody's products take TF32
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,161 @@
+// What the one-kernel in-place products of Hopper share on the host: maps for bulk copies, counters, launches.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+
+#include "hopper.cuh"
+
+namespace matmuls::in_place {
+
+constexpr int kRowBytes = 128;  // of a tile in shared memory: the swizzle's width
+constexpr int kGroup = 128;     // threads of a warpgroup
+constexpr int kMaxShared = 227 << 10;
+
+// Two counters a team, zero between launches. Launches that may run at once have their own.
+constexpr int kSlots = 2048, kTeams = 64;
+
+struct Operands {
+  at::Tensor a, b, bias;
+  int64_t columns;
+};
+
+inline int up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1) / y); }
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+inline Encode encoder() {
+  static const Encode encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    C10_CUDA_CHECK(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
+    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
+  }();
+  return encode;
+}
+
+// A matrix with `columns` side by side, cut in boxes of 128 bytes by `box_rows`.
+template <class T>
+CUtensorMap map_of(const void* data, int64_t rows, int64_t columns, int64_t row_stride, int box_rows) {
+  constexpr auto type = std::is_same_v<T, float>           ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                        : std::is_same_v<T, c10::BFloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                           : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_stride) * sizeof(T)};
+  const cuuint32_t box[2] = {kRowBytes / sizeof(T), static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encoder()(&map, type, 2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TORCH_CHECK(result == CUDA_SUCCESS, "matmul_: cuTensorMapEncodeTiled failed with ", static_cast<int>(result), " for ",
+              rows, " x ", columns, " at a distance of ", row_stride);
+  return map;
+}
+
+// The counters of this stream, or of this capture of a graph on this stream. Two launches of one captured node write
+// over the same a: nobody runs them at once. None where all are taken.
+inline std::optional<int> slot_of(cudaStream_t stream) {
+  unsigned long long id = 0, capture = 0;
+  cudaStreamCaptureStatus status;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
+  if (status == cudaStreamCaptureStatusActive) {
+    id = reinterpret_cast<uintptr_t>(stream);  // its number is not to be had in a capture, and it lives to the end
+  } else {
+    capture = 0;
+    C10_CUDA_CHECK(cudaStreamGetId(stream, &id));
+  }
+  static std::mutex& mutex = *new std::mutex;
+  static auto& known = *new std::map<std::tuple<int, unsigned long long, unsigned long long>, int>;
+  static std::array<int, 64> taken{};
+  const int device = c10::cuda::current_device();
+  const std::lock_guard lock(mutex);
+  const auto key = std::make_tuple(device, id, capture);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  if (device >= static_cast<int>(taken.size()) || taken[device] == kSlots) return std::nullopt;
+  return known[key] = taken[device]++;
+}
+
+// The counters of one launch: this stream's, or their own.
+struct Counters {
+  std::optional<int> slot;
+  at::Tensor spare;
+
+  Counters(cudaStream_t stream, const at::Tensor& a) : slot(slot_of(stream)) {
+    if (!slot) spare = at::zeros({2 * kTeams}, a.options().dtype(at::kInt));
+  }
+  unsigned* own() const {
+    return spare.defined() ? reinterpret_cast<unsigned*>(spare.mutable_data_ptr<int>()) : nullptr;
+  }
+};
+
+// How a kernel in clusters is launched.
+struct Launch {
+  cudaLaunchAttribute attributes[3]{};
+  cudaLaunchConfig_t config{};
+
+  Launch(int blocks_of_a_cluster, int threads, int shared) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {static_cast<unsigned>(blocks_of_a_cluster), 1, 1};
+    config.gridDim = dim3(blocks_of_a_cluster);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.attrs = attributes;
+    config.numAttrs = 1;
+  }
+  Launch(const Launch&) = delete;
+
+  // On the current stream, where the kernel itself waits for the one before it: 0.4 to 0.8 us (H200). `together`: the
+  // GPU starts all of it or none of it. False where it has no room for that, a part of it alone being this process's.
+  template <class Kernel, class... Arguments>
+  bool start(Kernel kernel, int clusters, bool together, const Arguments&... arguments) {
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    attributes[2].id = cudaLaunchAttributeCooperative;
+    attributes[2].val.cooperative = 1;
+    config.numAttrs = together ? 3 : 2;
+    config.gridDim = dim3(attributes[0].val.clusterDim.x * clusters);
+    config.stream = c10::cuda::getCurrentCUDAStream();
+    const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments...);
+    if (launched == cudaErrorCooperativeLaunchTooLarge) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    C10_CUDA_CHECK(launched);
+    return true;
+  }
+};
+
+// Clusters of a kernel that run at once, asked once a device.
+template <auto kernel>
+int clusters_of(int blocks, int threads, int shared) {
+  static std::array<std::atomic<int>, 64> known{};
+  auto& most = known[c10::cuda::current_device() % 64];
+  if (most.load(std::memory_order_relaxed) == 0) {
+    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    const Launch launch(blocks, threads, shared);
+    int fit = 0;
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, kernel, &launch.config));
+    most.store(std::max(fit, 1), std::memory_order_relaxed);
+  }
+  return most.load(std::memory_order_relaxed);
+}
+
+// TF32 has no operand with K apart but one in registers, the left one: where b lies so, the tile is made as its
+// transpose, b's columns by a's rows.
+template <class T, bool b_k_apart>
+constexpr bool kTurned = sizeof(T) == 4 && b_k_apart;
+
+// The products of few rows, inplace_mm_few_sm90.cu. False where they are more than one wave.
+template <class T, bool b_k_apart>
+bool multiply_few_rows(const Operands& o);
+
+}  // namespace matmuls::in_place

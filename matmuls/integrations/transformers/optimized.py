@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from matmuls.attention import shares
+from matmuls.attention import reads_strided, shares
 from matmuls.dense import matmul
 from matmuls.inplace import linear_
 from matmuls.rowwise import layer_norm_
 
 from . import registered
 
-CHUNK_BYTES = 24 << 20  # of q, k and v, or of a feed-forward's inner rows, at a time
+CHUNK_BYTES = 24 << 20  # of q, k and v, or of a feed-forward's inner rows, at a time; less is launches, not memory
+CHUNK_STATES = 3  # or so many times the hidden states: q, k and v in one, BERT's inner rows in two
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,16 @@ class Optimized:
         return f"{len(self.layers)} layers optimized; left as they are: {left or 'none'}"
 
 
-def optimize(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> Optimized:
+def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
     """Make the encoder layers of a Hugging Face model ready for inference; returns a handle with `undo()`.
 
     Known: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ViT, bare or under any head. With grad disabled
     and the model in eval mode a layer then computes q, k and v as one product, residual and layer norm in place, and
     bias and activation in the product's epilogue; at most chunk_bytes of q, k and v (where sdpa or "custom_mm" is the
-    model's attention, which stays what it is) and of the feed-forward network's inner rows at a time. The output
-    projection goes over its input or, of several pieces, into its place. In any other call (gradients, training,
-    autocast, torch.compile, caches, hooks of yours inside a layer) the stock code runs and gives what it always gave.
+    model's attention, which stays what it is) and of the feed-forward network's inner rows at a time: unless given 24
+    MiB, or three times the hidden states if those are more. The output projection goes over its input or, of several
+    pieces, into its place. In any other call (gradients, training, autocast, torch.compile, caches, hooks of yours
+    inside a layer) the stock code runs and gives what it always gave.
 
     The weights of q, k and v come to lie one after the other: no memory beyond one layer's while that happens. What is
     not known stays as it is and stands in the handle's `left`. Optimize after moving the model: `.to()` pulls q, k and
@@ -215,11 +217,11 @@ class _Plan:
     activation: nn.Module
     down: nn.Linear
     norm_first: bool
-    chunk_bytes: int
+    chunk_bytes: int | None
     inside: tuple[tuple[dict[str, Any], str, nn.Module], ...]
 
     @classmethod
-    def of(cls, layer: nn.Module, family: Family, chunk_bytes: int) -> "_Plan | str":
+    def of(cls, layer: nn.Module, family: Family, chunk_bytes: int | None) -> "_Plan | str":
         """The plan, or why there is none."""
         attention = layer.get_submodule(family.attention)
         linears = [attention.get_submodule(name) for name in family.qkv]
@@ -244,6 +246,12 @@ class _Plan:
             chunk_bytes,
             inside,
         )
+
+    def room(self, hidden_states: Tensor) -> int:
+        """Bytes of one step's inner tensor."""
+        if self.chunk_bytes is not None:
+            return self.chunk_bytes
+        return max(CHUNK_BYTES, CHUNK_STATES * hidden_states.nbytes)
 
     def applies(self, module: nn.Module, x: Tensor) -> bool:
         """Inference as planned: nobody trains, watches the inside, or has put another module there."""
@@ -334,7 +342,7 @@ def _layer(
         x += hidden_states
     else:
         layer_norm_(x, first.weight, first.bias, first.eps, residual=hidden_states)
-    for part in shares(len(rows), plan.chunk_bytes // (plan.up.out_features * x.element_size())):
+    for part in shares(len(rows), plan.room(x) // (plan.up.out_features * x.element_size())):
         some = rows[part]
         if plan.norm_first:
             some += _feed_forward(second(some), plan)
@@ -361,12 +369,13 @@ def _attention(
     function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     attend = partial(function, attention, dropout=0.0, scaling=attention.scaling, **kwargs)
     parts, probabilities = [slice(0, batch)], None
+    strided = reads_strided(hidden_states, plan.qkv[0].out_features // heads)
     nbytes = 3 * length * plan.qkv[0].out_features * hidden_states.element_size()
     if registered.gives_probabilities(function, attention, kwargs):
         probabilities = hidden_states.new_empty(batch, heads, length, length)
-        parts = list(shares(batch, plan.chunk_bytes // (2 * nbytes)))  # q, k and v lie there twice
+        parts = list(shares(batch, plan.room(hidden_states) // (nbytes if strided else 2 * nbytes)))
     elif name == "sdpa" or registered.is_ours(function):
-        parts = list(shares(batch, plan.chunk_bytes // nbytes))
+        parts = list(shares(batch, plan.room(hidden_states) // nbytes))
     x = None if len(parts) == 1 else hidden_states.new_empty(batch, length, plan.projection.out_features)
     for part in parts:
         mask = attention_mask
@@ -374,7 +383,8 @@ def _attention(
             mask = mask[part]
         qkv = _qkv(hidden_states[part], plan, heads).transpose(2, 3)
         if probabilities is not None:
-            qkv = qkv.contiguous()
+            if not strided:
+                qkv = qkv.contiguous()  # they lie there twice for a moment
             context, _ = attend(*qkv.unbind(0), mask, into=probabilities[part])
         else:
             context, given = attend(*qkv.unbind(0), mask)

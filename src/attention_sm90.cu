@@ -1,0 +1,473 @@
+// Attention with its probabilities in one kernel on Hopper: scores, softmax and context without a score-sized tensor
+// that is read again. The probabilities are written once, which is the floor: 201 MB a layer of BERT base at 32 x 512.
+//
+// The keys pass by twice. The first time the products of queries and keys give each row's maximum and sum, the second
+// time the same products become probabilities, which leave for memory and, from the registers, multiply the values.
+// A third product costs less than the passes over memory that it saves: a row of scores in float32 has no room on chip.
+//
+// In a block two warpgroups have 64 queries each; one thread fetches tiles of keys and values ahead (a warp for it
+// would take registers from the others). Every warp writes its own 16 rows of probabilities by bulk copies, from two
+// buffers in turn; the first is where its queries lay.
+#ifdef MATMULS_CUDA
+#include <ATen/ATen.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <array>
+#include <atomic>
+#include <limits>
+
+#include "attention.h"
+#include "hopper.cuh"
+
+namespace matmuls {
+namespace {
+
+constexpr int kHead = 64;                            // D: a row of 128 bytes, the swizzle's width
+constexpr int kGroup = 128, kGroups = 2;             // threads of a warpgroup, warpgroups that multiply
+constexpr int kQueries = 64 * kGroups, kKeys = 128;  // of a block, of a stage
+constexpr int kHalf = 64;                            // keys of a box of probabilities
+constexpr int kStages = 4;
+constexpr int kRowBytes = 128, kStageBytes = kKeys * kRowBytes, kBoxBytes = 64 * kRowBytes;
+constexpr int kShared = kStages * kStageBytes + 2 * kGroups * kBoxBytes + 8 * (2 * kStages + 1);
+constexpr int kThreads = kGroups * kGroup;
+constexpr float kLog2e = 1.4426950408889634f;
+
+struct Shape {
+  int queries, keys, heads, tiles;  // tiles: of queries, for each head
+  bool causal;
+  float scale;  // times log2(e)
+  const unsigned char* mask;
+  int64_t mask_strides[4];  // of batch, head, query, key
+  void* context;
+  int64_t context_strides[3];  // of batch, query, head
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+__device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier, int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(ptx::shared_address(to)),
+      "l"(&map), "r"(ptx::shared_address(barrier)), "r"(0), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ inline void store(const CUtensorMap& map, const void* from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+               "r"(ptx::shared_address(from)), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+__device__ inline void load_matrices(const void* row, uint32_t (&a)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(ptx::shared_address(row))
+               : "memory");
+}
+
+// d <- a @ b, or d + a @ b: 64 rows, 2 |d| columns, 16 of K, a in registers.
+#define MATMULS_REGISTERS_64                                               \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MATMULS_OPERANDS_64 MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24)
+#define MATMULS_WGMMA_RS(n, types, transpose, a0, a1, a2, a3, b, add)                            \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                       \
+               ", 0;\n\t"                                                                        \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32" types " {" MATMULS_REGISTERS_##n \
+               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", p, 1, 1, " transpose ";\n\t}"        \
+               : MATMULS_OPERANDS_##n                                                            \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(int(accumulate)))
+#define MATMULS_MULTIPLY_RS(types, transpose)                                          \
+  if constexpr (N == 64)                                                               \
+    MATMULS_WGMMA_RS(128, types, transpose, "%64", "%65", "%66", "%67", "%68", "%69"); \
+  else                                                                                 \
+    MATMULS_WGMMA_RS(64, types, transpose, "%32", "%33", "%34", "%35", "%36", "%37");
+
+template <class T, bool b_k_apart, int N>
+__device__ inline void multiply(float (&d)[N], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
+  static_assert(N == 32 || N == 64);
+  if constexpr (std::is_same_v<T, c10::BFloat16> && b_k_apart) {
+    MATMULS_MULTIPLY_RS(".bf16.bf16", "1");
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    MATMULS_MULTIPLY_RS(".bf16.bf16", "0");
+  } else if constexpr (b_k_apart) {
+    MATMULS_MULTIPLY_RS(".f16.f16", "1");
+  } else {
+    MATMULS_MULTIPLY_RS(".f16.f16", "0");
+  }
+}
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+__device__ inline float or_zero(float max) { return max == kNothing ? 0.0f : max; }
+
+// What a thread's two rows may not see of 64 columns from `column` on: bit 2j + e is column + 8j + 2 (lane % 4) + e.
+struct Hidden {
+  uint32_t bits[2];
+};
+template <bool masked>
+__device__ inline Hidden hidden(const Shape& s, const unsigned char* const (&mask)[2], const int (&rows)[2], int column,
+                                int lane) {
+  Hidden h{};
+  const int first = column + 2 * (lane % 4);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (masked && r == 1 && !s.causal && mask[0] == mask[1]) {
+      h.bits[1] = h.bits[0];
+      break;
+    }
+    const int end = masked && s.causal ? min(s.keys, rows[r] + 1) : s.keys;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int c = first + 8 * (i / 2) + i % 2;
+      bool gone = c >= end;
+      if constexpr (masked) {
+        if (s.mask && !gone) gone = mask[r][c * s.mask_strides[3]] != 0;
+      }
+      h.bits[r] |= static_cast<uint32_t>(gone) << i;
+    }
+  }
+  return h;
+}
+// Scores from `begin` on of a tile.
+template <int begin, int N>
+__device__ inline void hide(float (&scores)[N], const Hidden& h) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i)
+    if (h.bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1) scores[begin + i] = kNothing;
+}
+
+template <class T, bool masked>
+__global__ void __launch_bounds__(kThreads, 2)
+    attention_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                     const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap p_map,
+                     const __grid_constant__ Shape shape) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  unsigned char* const boxes = shared + kStages * kStageBytes;  // [group][buffer]
+  uint64_t* const full = reinterpret_cast<uint64_t*>(boxes + 2 * kGroups * kBoxBytes);
+  uint64_t* const empty = full + kStages;
+  uint64_t* const queries_here = empty + kStages;
+
+  const int group = threadIdx.x / kGroup, lane = threadIdx.x % 32;
+  const int tile = blockIdx.x % shape.tiles, matrix = blockIdx.x / shape.tiles;
+  const int head = matrix % shape.heads, batch = matrix / shape.heads;
+  const int row0 = tile * kQueries;
+  const int tiles = (shape.keys + kKeys - 1) / kKeys;
+  // Of a causal block's last row.
+  const int seen = masked && shape.causal ? min(tiles, (row0 + kQueries + kKeys - 1) / kKeys) : tiles;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      ptx::barrier_init(&full[s]);
+      ptx::barrier_init(&empty[s], kGroups);
+    }
+    ptx::barrier_init(queries_here);
+    ptx::barrier_fence();
+  }
+  __syncthreads();
+
+  // Steps: keys of all tiles; then keys and values in turn.
+  const int steps = 3 * seen;
+  int fetched = 0;
+  const auto fetch = [&] {  // one thread's
+    const int stage = fetched % kStages, rest = fetched - seen;
+    if (fetched >= kStages) ptx::barrier_wait(&empty[stage], fetched / kStages % 2 ^ 1);
+    ptx::barrier_expect(&full[stage], kStageBytes);
+    const bool values = rest > 0 && rest % 2;
+    load(values ? v_map : k_map, shared + stage * kStageBytes, &full[stage], (rest < 0 ? fetched : rest / 2) * kKeys,
+         head, batch);
+    ++fetched;
+  };
+  if (threadIdx.x == 0) {
+    ptx::barrier_expect(queries_here, kGroups * kBoxBytes);
+    for (int g = 0; g < kGroups; ++g) load(q_map, boxes + 2 * g * kBoxBytes, queries_here, row0 + 64 * g, head, batch);
+    while (fetched < min(kStages, steps)) fetch();
+  }
+  __syncwarp();
+
+  const int warp = threadIdx.x % kGroup / 32;
+  const int warp_row = row0 + 64 * group + 16 * warp;
+  const int rows[2] = {warp_row + lane / 4, warp_row + lane / 4 + 8};
+  const unsigned char* mask[2] = {};
+  if constexpr (masked) {
+    if (shape.mask) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        mask[r] = shape.mask + batch * shape.mask_strides[0] + head * shape.mask_strides[1] +
+                  min(rows[r], shape.queries - 1) * shape.mask_strides[2];
+    }
+  }
+  unsigned char* const mine = boxes + 2 * group * kBoxBytes + warp * 16 * kRowBytes;  // and a box further
+  // This lane's row of an 8 x 8 matrix of 16 columns from 16 k on.
+  const auto at = [&](int buffer, int k) {
+    return mine + buffer * kBoxBytes + lane % 16 * kRowBytes + ((2 * k + lane / 16) ^ lane % 8) * 16;
+  };
+  uint32_t q[4][4];
+  ptx::barrier_wait(queries_here, 0);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) load_matrices(at(0, k), q[k]);
+
+  unsigned n = 0;
+  const auto arrived = [&] {
+    const int stage = n % kStages;
+    ptx::barrier_wait(&full[stage], n / kStages % 2);
+    ++n;
+    return stage;
+  };
+  const auto release = [&](int stage) {
+    if (threadIdx.x % kGroup == 0) hopper::arrive(&empty[stage]);
+  };
+  // While a product runs: the stages that have been released come again.
+  const auto refill = [&](int released) {
+    if (threadIdx.x == 0)
+      while (fetched < min(released + kStages, steps)) fetch();
+    __syncwarp();
+  };
+  const float scale = shape.scale;
+
+  // ---- first pass: each thread for the columns that it sees
+  float top[2] = {kNothing, kNothing}, sum[2] = {};
+  float scores[64] = {};
+  for (int i = 0; i < seen; ++i) {
+    const int stage = arrived();
+    hopper::begin_products();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      multiply<T, false>(scores, q[k], hopper::descriptor(shared + stage * kStageBytes + k * 32), k > 0);
+    hopper::commit_products();
+    refill(i);
+    hopper::wait_for_products<0>();
+    hopper::pin(scores);
+    release(stage);
+    if (masked || (i + 1) * kKeys > shape.keys) {
+      hide<0>(scores, hidden<masked>(shape, mask, rows, i * kKeys, lane));
+      hide<32>(scores, hidden<masked>(shape, mask, rows, i * kKeys + kHalf, lane));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float tops[2] = {top[r], kNothing};
+#pragma unroll
+      for (int j = 0; j < 32; ++j) tops[j % 2] = fmaxf(tops[j % 2], scores[j / 2 * 4 + 2 * r + j % 2]);
+      const float now = fmaxf(tops[0], tops[1]), base = or_zero(now);
+      float sums[2] = {sum[r] * ptx::exp2_approx((top[r] - base) * scale), 0};
+#pragma unroll
+      for (int j = 0; j < 32; ++j) sums[j % 2] += ptx::exp2_approx((scores[j / 2 * 4 + 2 * r + j % 2] - base) * scale);
+      top[r] = now, sum[r] = sums[0] + sums[1];
+    }
+  }
+  float shift[2];  // log2 of a row's sum
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float all = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+    all = or_zero(fmaxf(all, __shfl_xor_sync(~0u, all, 2)));
+    float total = sum[r] * ptx::exp2_approx((top[r] - all) * scale);
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    top[r] = all;
+    // A row that sees nothing is 0; one of -inf alone NaN, as torch has it.
+    shift[r] = masked && total == 0 ? std::numeric_limits<float>::infinity() : __log2f(total);
+  }
+
+  // ---- second pass
+  float out[32];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) out[i] = 0;
+  const auto room = [&] {
+    if (lane == 0) hopper::wait_for_stores<1>();
+    __syncwarp();
+  };
+  const auto leave = [&](int buffer, int column) {
+    hopper::publish();
+    __syncwarp();
+    if (lane == 0) {
+      if (column < shape.keys) store(p_map, mine + buffer * kBoxBytes, column, warp_row, matrix);
+      hopper::commit_stores();
+    }
+  };
+  float s[32] = {};
+  for (int i = 0; i < seen; ++i) {
+    const int keys = arrived();
+    int values = -1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = i * kKeys + half * kHalf;
+      hopper::begin_products();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        multiply<T, false>(s, q[k], hopper::descriptor(shared + keys * kStageBytes + half * kBoxBytes + k * 32), k > 0);
+      hopper::commit_products();
+      refill(seen + 2 * i);
+      hopper::wait_for_products<0>();
+      hopper::pin(s);
+      if (half == 1) release(keys);
+      Hidden h{};
+      const bool some = masked || column + kHalf > shape.keys;
+      if (some) {
+        h = hidden<masked>(shape, mask, rows, column, lane);
+        hide<0>(s, h);
+      }
+      uint32_t p[4][4];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float e[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float z = s[4 * j + c];
+          e[c] = ptx::exp2_approx(fmaf(z - top[c / 2], scale, -shift[c / 2]));
+          if (masked) e[c] = z == kNothing ? 0.0f : e[c];  // even where the row is NaN
+        }
+        p[j / 2][j % 2 * 2] = hopper::two<T>(e[0], e[1]);
+        p[j / 2][j % 2 * 2 + 1] = hopper::two<T>(e[2], e[3]);
+      }
+      if (half == 0) values = arrived();
+      hopper::begin_products();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        multiply<T, true>(
+            out, p[k], hopper::descriptor(shared + values * kStageBytes + half * kBoxBytes + k * 16 * kRowBytes), true);
+      hopper::commit_products();
+      room();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) hopper::store_matrices(at(half, k), p[k][0], p[k][1], p[k][2], p[k][3]);
+      leave(half, column);
+      hopper::wait_for_products<0>();
+      hopper::pin(out);
+    }
+    release(values);
+  }
+  T* const context =
+      static_cast<T*>(shape.context) + batch * shape.context_strides[0] + head * shape.context_strides[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (rows[r] >= shape.queries) continue;
+    T* const to = context + rows[r] * shape.context_strides[1] + 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      *reinterpret_cast<uint32_t*>(to + 8 * j) = hopper::two<T>(out[4 * j + 2 * r], out[4 * j + 2 * r + 1]);
+  }
+  if (seen < tiles) {  // what no row of the block sees
+    if (lane == 0) hopper::wait_for_stores<0>();
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) hopper::store_matrices(at(0, k), 0, 0, 0, 0);
+    for (int i = seen; i < tiles; ++i)
+      for (int half = 0; half < 2; ++half) leave(0, i * kKeys + half * kHalf);
+  }
+  if (lane == 0) hopper::wait_for_stores<0>();
+}
+#else
+template <class T, bool masked>
+__global__ void attention_kernel(const __grid_constant__ CUtensorMap, const __grid_constant__ CUtensorMap,
+                                 const __grid_constant__ CUtensorMap, const __grid_constant__ CUtensorMap,
+                                 const __grid_constant__ Shape) {}
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- launch
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+Encode encoder() {
+  static const Encode encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    C10_CUDA_CHECK(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
+    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
+  }();
+  return encode;
+}
+
+// sizes, strides: from the innermost dimension out, which lies side by side; strides in elements.
+template <class T, int dims>
+CUtensorMap map_of(const void* data, std::array<int64_t, dims> sizes, std::array<int64_t, dims> strides, int box_rows) {
+  constexpr auto type =
+      std::is_same_v<T, c10::BFloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  cuuint64_t extents[dims], distances[dims - 1];
+  cuuint32_t box[dims], steps[dims];
+  for (int d = 0; d < dims; ++d) {
+    extents[d] = sizes[d], box[d] = d == 0 ? 64 : d == 1 ? box_rows : 1, steps[d] = 1;
+    if (d > 0) distances[d - 1] = sizes[d] == 1 ? kRowBytes : strides[d] * sizeof(T);  // no way to go along a 1
+  }
+  CUtensorMap map;
+  const CUresult result = encoder()(&map, type, dims, const_cast<void*>(data), extents, distances, box, steps,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TORCH_CHECK(result == CUDA_SUCCESS, "attention: cuTensorMapEncodeTiled failed with ", static_cast<int>(result),
+              " for sizes ", at::IntArrayRef(sizes.data(), dims), " and strides ",
+              at::IntArrayRef(strides.data(), dims));
+  return map;
+}
+
+template <class T>
+CUtensorMap map_of_heads(const at::Tensor& t, int rows) {
+  return map_of<T, 4>(t.const_data_ptr(), {t.size(3), t.size(2), t.size(1), t.size(0)},
+                      {1, t.stride(2), t.stride(1), t.stride(0)}, rows);
+}
+
+template <class T, bool masked>
+void launch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Shape& shape, const at::Tensor& p) {
+  static std::array<std::atomic<bool>, 64> known{};
+  auto& ready = known[c10::cuda::current_device() % 64];
+  if (!ready.load(std::memory_order_relaxed)) {
+    C10_CUDA_CHECK(
+        cudaFuncSetAttribute(attention_kernel<T, masked>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+    ready.store(true, std::memory_order_relaxed);
+  }
+  const int64_t matrices = q.size(0) * q.size(1);
+  const auto p_map = map_of<T, 3>(p.const_data_ptr(), {shape.keys, shape.queries, matrices},
+                                  {1, shape.keys, int64_t{shape.keys} * shape.queries}, 16);
+  attention_kernel<T, masked>
+      <<<static_cast<unsigned>(matrices * shape.tiles), kThreads, kShared, c10::cuda::getCurrentCUDAStream()>>>(
+          map_of_heads<T>(q, 64), map_of_heads<T>(k, kKeys), map_of_heads<T>(v, kKeys), p_map, shape);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Heads that a bulk copy can walk.
+bool walkable(const at::Tensor& t) {
+  if (t.size(3) != kHead || t.stride(3) != 1 || reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 != 0) return false;
+  for (int d = 0; d < 3; ++d)
+    if (t.size(d) > 1 && (t.stride(d) <= 0 || t.stride(d) % 8 != 0)) return false;
+  return true;
+}
+
+}  // namespace
+
+bool attend_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scale,
+                 bool causal, const at::Tensor& context, const at::Tensor& probabilities) {
+#ifdef MATMULS_SM90A
+  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  if (properties->major != 9 || properties->minor != 0 || encoder() == nullptr) return false;
+  const bool bytes = mask.defined() && (mask.scalar_type() == at::kBool || mask.scalar_type() == at::kByte);
+  const int64_t queries = q.size(2), keys = k.size(2), tiles = (queries + kQueries - 1) / kQueries;
+  if ((q.scalar_type() != at::kBFloat16 && q.scalar_type() != at::kHalf) || !walkable(q) || !walkable(k) ||
+      !walkable(v) || (mask.defined() && !bytes) || !(scale > 0) || keys % 8 != 0 || context.stride(3) != 1 ||
+      !probabilities.defined() || !probabilities.is_contiguous() ||
+      reinterpret_cast<uintptr_t>(probabilities.const_data_ptr()) % 16 != 0 || queries > INT32_MAX / 2 ||
+      keys > INT32_MAX / 2 || q.size(0) * q.size(1) * tiles > INT32_MAX)
+    return false;
+  Shape shape{static_cast<int>(queries),
+              static_cast<int>(keys),
+              static_cast<int>(q.size(1)),
+              static_cast<int>(tiles),
+              causal,
+              static_cast<float>(scale) * kLog2e,
+              bytes ? static_cast<const unsigned char*>(mask.const_data_ptr()) : nullptr,
+              {},
+              context.mutable_data_ptr(),
+              {context.stride(0), context.stride(1), context.stride(2)}};
+  if (bytes) {
+    const at::Tensor whole = mask.expand({q.size(0), q.size(1), queries, keys});
+    for (int d = 0; d < 4; ++d) shape.mask_strides[d] = whole.stride(d);
+  }
+  const bool masked = bytes || causal;
+  if (q.scalar_type() == at::kBFloat16)
+    masked ? launch<c10::BFloat16, true>(q, k, v, shape, probabilities)
+           : launch<c10::BFloat16, false>(q, k, v, shape, probabilities);
+  else
+    masked ? launch<c10::Half, true>(q, k, v, shape, probabilities)
+           : launch<c10::Half, false>(q, k, v, shape, probabilities);
+  return true;
+#else
+  return false;
+#endif
+}
+
+}  // namespace matmuls
+#endif

@@ -221,7 +221,9 @@ def _flash_gradients(
     needs = ctx.needs_input_grad[:3]
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_(need) for t, need in zip((q, k, v), needs, strict=True)]
-        context = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=ctx.causal, scale=ctx.scale)
+        context = torch.nn.functional.scaled_dot_product_attention(
+            leaves[0], leaves[1], leaves[2], is_causal=ctx.causal, scale=ctx.scale
+        )
     assert grad is not None
     found = iter(torch.autograd.grad(context, [t for t in leaves if t.requires_grad], grad.transpose(1, 2)))
     return (next(found) if need else None for need in needs)

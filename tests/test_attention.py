@@ -29,7 +29,7 @@ def operands(dtype=torch.float64, device="cpu", strided=True):
 
 def plain(q, k, v, mask, scale, causal=False):
     scores = q @ k.mT * scale
-    dropped = torch.zeros(Q, K, dtype=torch.bool, device=q.device)
+    dropped = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=q.device)
     if causal:
         dropped = dropped.logical_not().triu(1)
     if mask is not None and mask.is_floating_point():

@@ -1,17 +1,20 @@
 """Attention whose probabilities can be had: scores, softmax over them, context, a piece at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd.function import Function
+from torch.utils.flop_counter import register_flop_formula
 
 from .dense import cublasMM, cublasTransbMM, matmul
 from .fused_softmax import scaled_masked_softmax
 
+_attention: Callable[..., torch.Tensor] = torch.ops.custom_mm.attention_forward.default
 _softmax_gradient = torch.ops.custom_mm.softmax_backward.out
 
 PIECE_BYTES = 32 << 20  # of scores at a time: the next kernel finds them in the L2, of 50 MB on an H200
+FLASH_HEAD = 128  # the largest head that torch's fused attentions have on every GPU, there and back
 Piece = tuple[slice, slice]  # of the batch, of the heads
 
 
@@ -33,8 +36,12 @@ def attend(
     q: [B, H, Q, D]; k: [B, h, K, D]; v: [B, h, K, E], h a divisor of H. mask, causal, dtypes: as
     `scaled_masked_softmax`. into: a tensor for the probabilities where no gradient is to be recorded.
 
+    On Hopper, 16-bit heads of 64 numbers, bool masks and rows of whole 16 bytes pass through one kernel, which writes
+    the probabilities once. Elsewhere the scores are made in pieces of PIECE_BYTES, or one head's.
+
     One score-sized tensor at most is kept for backward, none with `recompute` unless `probabilities` are returned; the
-    gradients pass in pieces of PIECE_BYTES of scores, or one head's. With dropout, fewer key heads, a mask that wants
+    gradients pass in pieces too. None is kept either on a GPU at 16 bits without a mask: where the probabilities get no
+    gradient, backward is that of torch's scaled_dot_product_attention. With dropout, fewer key heads, a mask that wants
     a gradient or under torch.compile it is one operation after the other, and backward holds two score-sized tensors.
     Differentiable, twice and more. Raises RuntimeError on shapes, dtypes or devices that do not fit.
     """
@@ -46,7 +53,6 @@ def attend(
     if dropout or mask_gradient or q.size(1) != k.size(1) or torch.compiler.is_compiling():
         context, y = compose(q, k, v, mask, scale, causal=causal, dropout=dropout)
         return context, y if probabilities else None
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once: cuBLAS would copy what has two batch strides
     if gradient:
         context, y = _Attention.apply(q, k, v, mask, scale, causal, probabilities, recompute)
         return context, y
@@ -116,13 +122,30 @@ def _forward(
     keep: bool,
     into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    context = q.new_empty(*q.shape[:3], v.size(3))
     y = q.new_empty(*q.shape[:3], k.size(2)) if keep and into is None else into
-    for piece in _pieces(q, k):
-        part = _softmax(q[piece], k[piece], _part(mask, piece), scale, causal, None if y is None else y[piece])
-        matmul(part, v[piece], out=context[piece])
-        del part  # before the next piece's is made
-    return context.transpose(1, 2).contiguous(), y
+    return _attention(q, k, v, mask, scale, causal, PIECE_BYTES, y), y
+
+
+def reads_strided(x: torch.Tensor, head: int) -> bool:
+    """Whether heads of x's kind are read where they lie, bool masks granted; else each piece's are copied."""
+    return (
+        x.is_cuda
+        and head == 64
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+    )
+
+
+def _has_flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether torch has a fused attention for these, whose backward needs no probabilities."""
+    sizes = q.size(3), v.size(3)
+    return (
+        q.is_cuda
+        and mask is None
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and sizes[0] == sizes[1] <= FLASH_HEAD
+        and sizes[0] % 8 == 0
+    )
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -157,6 +180,8 @@ class _Attention(Function):
         recompute: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
+        ctx.flash = _has_flash(q, v, mask)
+        recompute = recompute or ctx.flash
         context, y = _forward(q, k, v, mask, scale, causal, probabilities or not recompute)
         ctx.save_for_backward(q, k, v, mask, None if recompute else y)
         ctx.scale, ctx.causal = scale, causal
@@ -174,6 +199,9 @@ class _Attention(Function):
             grads = [g for g in (grad, grad_y) if g is not None]
             found = iter(torch.autograd.grad(outputs, needed, grads, create_graph=True, allow_unused=True))
             return (*(next(found) if need else None for need in ctx.needs_input_grad[:3]), *(None,) * 5)
+        if ctx.flash and grad_y is None:
+            return (*_flash_gradients(q, k, v, grad, ctx), *(None,) * 5)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once: cuBLAS would copy what has two batch strides
         results = [
             torch.empty_like(t) if need else None for t, need in zip((q, k, v), ctx.needs_input_grad, strict=False)
         ]
@@ -184,6 +212,21 @@ class _Attention(Function):
         for piece in _pieces(q, k):
             _gradients_of_piece(ctx, piece, q, k, v, mask, y, grad, grad_y, *results)
         return (*results, *(None,) * 5)
+
+
+def _flash_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor | None, ctx: Any
+) -> Iterator[torch.Tensor | None]:
+    """By torch's fused attention, made again for what its own backward keeps: a row's sum rather than the row."""
+    needs = ctx.needs_input_grad[:3]
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_(need) for t, need in zip((q, k, v), needs, strict=True)]
+        context = torch.nn.functional.scaled_dot_product_attention(
+            leaves[0], leaves[1], leaves[2], is_causal=ctx.causal, scale=ctx.scale
+        )
+    assert grad is not None
+    found = iter(torch.autograd.grad(context, [t for t in leaves if t.requires_grad], grad.transpose(1, 2)))
+    return (next(found) if need else None for need in needs)
 
 
 def _gradients_of_piece(
@@ -216,3 +259,9 @@ def _gradients_of_piece(
         matmul(ds, k[piece], out=dq[piece])
     if dk is not None:
         matmul(ds, q[piece], transa=True, out=dk[piece])
+
+
+@register_flop_formula(torch.ops.custom_mm.attention_forward)
+def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *args: Any, **kwargs: Any) -> int:
+    """Of the two products, as torch counts them, however often a kernel makes them."""
+    return 2 * q[:3].numel() * k[2] * (q[3] + v[3])

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from matmuls import attention, measure
 
@@ -28,7 +29,7 @@ def operands(dtype=torch.float64, device="cpu", strided=True):
 
 def plain(q, k, v, mask, scale, causal=False):
     scores = q @ k.mT * scale
-    dropped = torch.zeros(Q, K, dtype=torch.bool, device=q.device)
+    dropped = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=q.device)
     if causal:
         dropped = dropped.logical_not().triu(1)
     if mask is not None and mask.is_floating_point():
@@ -194,3 +195,126 @@ def test_probabilities_into_a_tensor(device):
     context, y = attention.attend(q, k, v, None, 0.3, into=room)
     assert y is room
     torch.testing.assert_close((context, y), plain(q, k, v, None, 0.3))
+
+
+OPERATOR = torch.ops.custom_mm.attention_forward.default
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_operator_and_what_it_writes(mask, device):
+    q, k, v = operands(device=device)
+    for given in (None, torch.full((B, H, Q, K), torch.nan, dtype=q.dtype, device=device)):
+        torch.library.opcheck(OPERATOR, (q, k, v, MASKS[mask](drawer(device)), 0.3, True, 1 << 10, given))
+    with FlopCounterMode(display=False) as counter:
+        OPERATOR(q, k, v, None, 0.3, False, 1, None)
+    assert counter.get_total_flops() == 2 * B * H * Q * K * (D + E)
+
+
+BAD = {
+    "three dimensions": ({"q": (H, Q, D)}, "q, k and v of four dimensions"),
+    "heads": ({"k": (B, 2, K, D)}, r"q \[B, H, Q, D\], k \[B, H, K, D\] and v"),
+    "keys": ({"v": (B, H, 5, E)}, r"q \[B, H, Q, D\], k \[B, H, K, D\] and v"),
+    "mask": ({"mask": (B, 1, 1, 5)}, r"a mask on cpu whose shape broadcasts to the scores' \[3, 4, 6, 7\], got"),
+    "probabilities": ({"probabilities": (B, H, K, Q)}, r"probabilities \[B, H, Q, K\] of q's dtype"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_operands_are_told_before_anything_is_written(bad):
+    q, k, v = operands()
+    given = {"q": q, "k": k, "v": v, "mask": None, "probabilities": torch.full((B, H, Q, K), 7.0, dtype=q.dtype)}
+    changed, words = BAD[bad]
+    given |= {name: torch.full(shape, 7.0, dtype=q.dtype) for name, shape in changed.items()}
+    with pytest.raises(RuntimeError, match=words):
+        OPERATOR(*(given[n] for n in ("q", "k", "v", "mask")), 0.3, False, 1, given["probabilities"])
+    assert (given["probabilities"] == 7).all()
+    inputs = [x.requires_grad_() for x in operands()]
+    with pytest.raises(RuntimeError, match="expected no gradient to be recorded"):
+        OPERATOR(*inputs, None, 0.3, False, 1, None)
+
+
+# of queries and keys: whole tiles and parts of them, one row, more keys than queries and fewer
+LENGTHS = [(128, 128), (64, 512), (200, 264), (1, 8), (300, 72), (384, 640), (130, 1024)]
+HIDDEN = {
+    "none": lambda b, h, q, k: None,
+    "padding": lambda b, h, q, k: torch.arange(k)[None, :] >= torch.tensor([k, 0, k // 2])[:b, None],
+    "queries": lambda b, h, q, k: torch.rand(b, 1, q, k) > 0.5,
+    "everything": lambda b, h, q, k: (torch.rand(b, h, q, k) > 0.5).byte(),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("mask", HIDDEN)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_one_kernel_is_as_near_to_the_truth_as_torch(dtype, mask, causal, lengths):
+    """Against float64: at most twice the error of the same steps in torch, and a rounding."""
+    torch.manual_seed(0)
+    b, h, (n, m), d = 3, 2, lengths, 64
+    whole = torch.randn(b, max(n, m), 3, h, d, device="cuda").to(dtype)
+    q, k, v = (whole[:, :size, i].transpose(1, 2) for i, size in enumerate((n, m, m)))  # one product's parts
+    hidden = HIDDEN[mask](b, h, n, m)
+    if hidden is not None:
+        hidden = (hidden[:, None, None] if hidden.dim() == 2 else hidden).cuda()
+    scale = d**-0.5
+    room = torch.full((b, h, n, m), torch.nan, device="cuda", dtype=dtype)
+    ours = OPERATOR(q, k, v, hidden, scale, causal, 1 << 20, room), room
+    dropped = torch.zeros(n, m, dtype=torch.bool, device="cuda")
+    if causal:
+        dropped = dropped.logical_not().triu(1)
+    if hidden is not None:
+        dropped = dropped | hidden.bool()
+
+    def plainly(q, k, v):
+        y = (q @ k.mT * scale).masked_fill(dropped, -torch.inf).softmax(-1).nan_to_num(0)
+        return (y @ v).transpose(1, 2), y
+
+    truth, torchs = plainly(*(x.double() for x in (q, k, v))), plainly(q, k, v)
+    for x, y, z in zip(ours, torchs, truth, strict=True):
+        error = [torch.linalg.vector_norm(t.double() - z).item() for t in (x, y)]
+        assert error[0] <= 2 * error[1] + torch.finfo(dtype).eps * torch.linalg.vector_norm(z).item()
+    assert (room.double()[dropped.expand_as(room)] == 0).all()
+
+
+@pytest.mark.cuda
+def test_the_one_kernel_on_wild_scores():
+    """Scores of hundreds, and NaN, which stays in its row."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda").mul(15).half() for _ in range(3))
+    q[0, 0, 3] = torch.nan
+    hidden = torch.zeros(256, dtype=torch.bool, device="cuda")
+    hidden[7] = True
+    room = torch.empty(1, 2, 256, 256, device="cuda", dtype=torch.half)
+    context = OPERATOR(q, k, v, hidden, 0.125, False, 1 << 20, room)
+    scores = (q.double() @ k.double().mT * 0.125).masked_fill(hidden, -torch.inf)
+    truth = scores.softmax(-1)
+    seen = torch.arange(256, device="cuda") != 7
+    assert room[0, 0, 3, seen].isnan().all()
+    assert (room[..., 7] == 0).all()
+    truth[0, 0, 3], room[0, 0, 3] = 0, 0
+    torch.testing.assert_close(room.double(), truth, atol=2e-3, rtol=2e-3)
+    assert context[0, 3, 0].isnan().all()
+    assert context.isnan().sum() == 64
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_gradients_at_16_bits(causal, wanted, recompute):
+    """By torch's fused backward, or, where the probabilities have a gradient, in pieces."""
+    torch.manual_seed(0)
+    shape = (2, 128, 3, 64)
+    inputs = [torch.randn(shape, device="cuda").bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
+    truth = plain(*(x.double() for x in inputs), None, 0.125, causal)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
+        ours = attention.attend(*inputs, None, 0.125, causal=causal, recompute=recompute)
+    assert sorted(kept) == [(2, 3, 128, 64)] * 3
+    losses = [sum((i + 1) * o[i].double().sin().sum() for i in wanted) for o in (ours, truth)]
+    found, true = (torch.autograd.grad(x, inputs, allow_unused=True) for x in losses)
+    assert [x is None for x in found] == [x is None for x in true]
+    for x, y in zip(found, true, strict=True):
+        if y is not None:
+            assert torch.linalg.vector_norm(x.double() - y) <= 2e-2 * torch.linalg.vector_norm(y)

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from matmuls.attention import shares
+from matmuls.attention import reads_strided, shares
 from matmuls.dense import matmul
 from matmuls.inplace import linear_
 from matmuls.rowwise import layer_norm_
 
 from . import registered
 
-CHUNK_BYTES = 24 << 20  # of q, k and v, or of a feed-forward's inner rows, at a time
+CHUNK_BYTES = 24 << 20  # of q, k and v, or of a feed-forward's inner rows, at a time; less is launches, not memory
+CHUNK_STATES = 3  # or so many times the hidden states: q, k and v in one, BERT's inner rows in two
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,16 @@ class Optimized:
         return f"{len(self.layers)} layers optimized; left as they are: {left or 'none'}"
 
 
-def optimize(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> Optimized:
+def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
     """Make the encoder layers of a Hugging Face model ready for inference; returns a handle with `undo()`.
 
     Known: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ViT, bare or under any head. With grad disabled
     and the model in eval mode a layer then computes q, k and v as one product, residual and layer norm in place, and
     bias and activation in the product's epilogue; at most chunk_bytes of q, k and v (where sdpa or "custom_mm" is the
-    model's attention, which stays what it is) and of the feed-forward network's inner rows at a time. The output
-    projection goes over its input or, of several pieces, into its place. In any other call (gradients, training,
-    autocast, torch.compile, caches, hooks of yours inside a layer) the stock code runs and gives what it always gave.
+    model's attention, which stays what it is) and of the feed-forward network's inner rows at a time: unless given 24
+    MiB, or three times the hidden states if those are more. The output projection goes over its input or, of several
+    pieces, into its place. In any other call (gradients, training, autocast, torch.compile, caches, hooks of yours
+    inside a layer) the stock code runs and gives what it always gave.
 
     The weights of q, k and v come to lie one after the other: no memory beyond one layer's while that happens. What is
     not known stays as it is and stands in the handle's `left`. Optimize after moving the model: `.to()` pulls q, k and
@@ -213,13 +215,15 @@ class _Plan:
     norms: tuple[nn.LayerNorm, ...]
     up: nn.Linear
     activation: nn.Module
+    epilogue: str | None
     down: nn.Linear
     norm_first: bool
-    chunk_bytes: int
+    heads: int
+    chunk_bytes: int | None
     inside: tuple[tuple[dict[str, Any], str, nn.Module], ...]
 
     @classmethod
-    def of(cls, layer: nn.Module, family: Family, chunk_bytes: int) -> "_Plan | str":
+    def of(cls, layer: nn.Module, family: Family, chunk_bytes: int | None) -> "_Plan | str":
         """The plan, or why there is none."""
         attention = layer.get_submodule(family.attention)
         linears = [attention.get_submodule(name) for name in family.qkv]
@@ -232,33 +236,45 @@ class _Plan:
             return "not all of its parts are nn.Linear and nn.LayerNorm"
         if len({(m.weight.dtype, m.weight.device) for m in (*linears, *norms)}) > 1:
             return "its weights differ in dtype or device"
+        activation = layer.get_submodule(family.activation)
         return cls(
             attention,
             tuple(linears[:3]),
             linears[3],
             norms,
             linears[4],
-            layer.get_submodule(family.activation),
+            activation,
+            EPILOGUES.get(type(activation)) if _is_stock_gelu(activation) else None,
             linears[5],
             family.norm_first,
+            attention.config.num_attention_heads,
             chunk_bytes,
             inside,
         )
 
+    def room(self, hidden_states: Tensor) -> int:
+        """Bytes of one step's inner tensor."""
+        if self.chunk_bytes is not None:
+            return self.chunk_bytes
+        return max(CHUNK_BYTES, CHUNK_STATES * hidden_states.nbytes)
+
     def applies(self, module: nn.Module, x: Tensor) -> bool:
         """Inference as planned: nobody trains, watches the inside, or has put another module there."""
-        return (
-            not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()
-            and not torch.is_autocast_enabled(x.device.type)
-            and x.dtype == self.up.weight.dtype
-            and not module.training
-            and all(
-                parent.get(name) is m and not (m.training or m._forward_pre_hooks or _watched(m))
-                for parent, name, m in self.inside
-            )
-        )
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+            or torch.is_autocast_enabled(x.device.type)
+            or x.dtype != self.up.weight.dtype
+            or module.training
+        ):
+            return False
+        for parent, name, m in self.inside:  # of every layer of every forward pass: 4 us
+            if parent.get(name) is not m or m.training or m._forward_pre_hooks:
+                return False
+            if m._forward_hooks and _watched(m):
+                return False
+        return True
 
 
 def _watched(module: nn.Module) -> bool:
@@ -283,13 +299,15 @@ def _lay_together(parameters: list[Tensor | None]) -> None:
 
 def _together(parameters: list[Tensor]) -> Tensor | None:
     """What `_lay_together` made of them, or None if they have been pulled apart."""
-    first = parameters[0]
-    start, step = first.data_ptr(), first.numel() * first.element_size()
-    if any(p.data_ptr() != start + i * step or not p.is_contiguous() for i, p in enumerate(parameters)):
+    first, second, third = parameters
+    start, step = first.data_ptr(), first.nbytes
+    if second.data_ptr() != start + step or third.data_ptr() != start + 2 * step:
         return None
-    if first.untyped_storage().data_ptr() != parameters[-1].untyped_storage().data_ptr():
+    if not (first.is_contiguous() and second.is_contiguous() and third.is_contiguous()):
         return None
-    return first.as_strided((len(parameters) * first.size(0), *first.shape[1:]), first.stride())
+    if first.untyped_storage().data_ptr() != third.untyped_storage().data_ptr():
+        return None
+    return first.as_strided((3 * first.size(0), *first.shape[1:]), first.stride())
 
 
 def _linear(x: Tensor, linear: nn.Linear, activation: str | None = None) -> Tensor:
@@ -303,9 +321,8 @@ def _project_(x: Tensor, linear: nn.Linear) -> Tensor:
 
 
 def _feed_forward(x: Tensor, plan: _Plan) -> Tensor:
-    name = EPILOGUES.get(type(plan.activation)) if _is_stock_gelu(plan.activation) else None
-    inner = _linear(x, plan.up, name)
-    return _linear(inner if name else plan.activation(inner), plan.down)
+    inner = _linear(x, plan.up, plan.epilogue)
+    return _linear(inner if plan.epilogue else plan.activation(inner), plan.down)
 
 
 def _is_stock_gelu(activation: nn.Module) -> bool:
@@ -334,7 +351,7 @@ def _layer(
         x += hidden_states
     else:
         layer_norm_(x, first.weight, first.bias, first.eps, residual=hidden_states)
-    for part in shares(len(rows), plan.chunk_bytes // (plan.up.out_features * x.element_size())):
+    for part in shares(len(rows), plan.room(x) // (plan.up.out_features * x.element_size())):
         some = rows[part]
         if plan.norm_first:
             some += _feed_forward(second(some), plan)
@@ -356,17 +373,18 @@ def _attention(
     if not planned:
         return type(attention).forward(attention, hidden_states, attention_mask, **kwargs)
     batch, length = hidden_states.shape[:2]
-    name, heads = attention.config._attn_implementation, attention.config.num_attention_heads
+    name, heads = attention.config._attn_implementation, plan.heads
     eager = sys.modules[type(attention).__module__].eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     attend = partial(function, attention, dropout=0.0, scaling=attention.scaling, **kwargs)
     parts, probabilities = [slice(0, batch)], None
+    strided = reads_strided(hidden_states, plan.qkv[0].out_features // heads)
     nbytes = 3 * length * plan.qkv[0].out_features * hidden_states.element_size()
     if registered.gives_probabilities(function, attention, kwargs):
         probabilities = hidden_states.new_empty(batch, heads, length, length)
-        parts = list(shares(batch, plan.chunk_bytes // (2 * nbytes)))  # q, k and v lie there twice
+        parts = list(shares(batch, plan.room(hidden_states) // (nbytes if strided else 2 * nbytes)))
     elif name == "sdpa" or registered.is_ours(function):
-        parts = list(shares(batch, plan.chunk_bytes // nbytes))
+        parts = list(shares(batch, plan.room(hidden_states) // nbytes))
     x = None if len(parts) == 1 else hidden_states.new_empty(batch, length, plan.projection.out_features)
     for part in parts:
         mask = attention_mask
@@ -374,7 +392,8 @@ def _attention(
             mask = mask[part]
         qkv = _qkv(hidden_states[part], plan, heads).transpose(2, 3)
         if probabilities is not None:
-            qkv = qkv.contiguous()
+            if not strided:
+                qkv = qkv.contiguous()  # they lie there twice for a moment
             context, _ = attend(*qkv.unbind(0), mask, into=probabilities[part])
         else:
             context, given = attend(*qkv.unbind(0), mask)
@@ -384,6 +403,7 @@ def _attention(
         if x is None:
             return _project_(context, plan.projection), probabilities
         matmul(context, plan.projection.weight, transb=True, bias=plan.projection.bias, out=x[part])
+        del context
     return x, probabilities
 
 

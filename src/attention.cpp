@@ -1,0 +1,167 @@
+// attention_forward: context = softmax(scale * q @ k^T + mask) @ v, and the softmax itself where it is wanted.
+//
+// Hopper has one kernel for what most models ask (attention_sm90.cu). Elsewhere the scores are made, softened and used
+// in pieces, of whole batch elements or of heads, each in the memory that the probabilities go to.
+#include "attention.h"
+
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "common.h"
+#include "product_operators.h"
+
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#endif
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "attention_forward";
+
+MATMULS_OPERATOR(AttentionOp, "custom_mm::attention_forward", "",
+                 Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double, bool, int64_t,
+                        OptionalTensor));
+MATMULS_OPERATOR(MaskedSoftmaxOp, "custom_mm::scaled_masked_softmax_", "",
+                 void(Tensor, const OptionalTensor&, double, bool));
+
+struct Call {
+  Tensor q, k, v, mask, probabilities;  // mask, probabilities: or undefined
+  double scale;
+  bool causal;
+  int64_t piece_bytes;
+};
+
+// What the operators below do not check themselves before they have written something.
+void check(const Call& c) {
+  check_operands(kOp, c.q, c.k, c.v);
+  TORCH_CHECK(c.q.dim() == 4 && c.k.dim() == 4 && c.v.dim() == 4, kOp,
+              ": expected q, k and v of four dimensions, got shapes ", c.q.sym_sizes(), ", ", c.k.sym_sizes(), ", ",
+              c.v.sym_sizes());
+  const bool fit = c.k.sym_size(0) == c.q.sym_size(0) && c.k.sym_size(1) == c.q.sym_size(1) &&
+                   c.k.sym_size(3) == c.q.sym_size(3) && c.v.sym_size(0) == c.k.sym_size(0) &&
+                   c.v.sym_size(1) == c.k.sym_size(1) && c.v.sym_size(2) == c.k.sym_size(2);
+  TORCH_CHECK(fit, kOp, ": expected q [B, H, Q, D], k [B, H, K, D] and v [B, H, K, E], got shapes ", c.q.sym_sizes(),
+              ", ", c.k.sym_sizes(), ", ", c.v.sym_sizes());
+  if (c.mask.defined()) {
+    const c10::SymInt sizes[] = {c.q.sym_size(0), c.q.sym_size(1), c.q.sym_size(2), c.k.sym_size(2)};
+    bool broadcasts = c.mask.dim() <= 4;
+    for (int64_t d = 1; broadcasts && d <= c.mask.dim(); ++d)
+      broadcasts = c.mask.sym_size(-d) == 1 || c.mask.sym_size(-d) == sizes[4 - d];
+    TORCH_CHECK(broadcasts && c.mask.device() == c.q.device(), kOp, ": expected a mask on ", c.q.device(),
+                " whose shape broadcasts to the scores' ", c10::SymIntArrayRef(sizes), ", got ", c.mask.sym_sizes(),
+                " on ", c.mask.device());
+  }
+  if (c.probabilities.defined()) {
+    const Tensor& p = c.probabilities;
+    TORCH_CHECK(p.dim() == 4 && p.sym_size(0) == c.q.sym_size(0) && p.sym_size(1) == c.q.sym_size(1) &&
+                    p.sym_size(2) == c.q.sym_size(2) && p.sym_size(3) == c.k.sym_size(2) &&
+                    p.scalar_type() == c.q.scalar_type() && p.device() == c.q.device(),
+                kOp, ": expected probabilities [B, H, Q, K] of q's dtype and device, got ", p.sym_sizes(), " in ",
+                p.scalar_type(), " on ", p.device());
+  }
+}
+
+// f(batch, batches, head, heads): as many whole batch elements as piece_bytes of scores hold, else as many heads of one
+// element, one head at least; pieces alike.
+template <class F>
+void each_piece(const Call& c, const F& f) {
+  const int64_t batch = c.q.size(0), heads = c.q.size(1);
+  const int64_t matrix = std::max<int64_t>(1, c.q.size(2) * c.k.size(2) * c.q.element_size());
+  const bool whole = heads * matrix <= c.piece_bytes;
+  const int64_t count = whole ? batch : heads;
+  const int64_t most = std::max<int64_t>(1, c.piece_bytes / (whole ? heads * matrix : matrix));
+  const int64_t parts = (count + most - 1) / most, step = parts ? (count + parts - 1) / parts : 1;
+  for (int64_t b = 0; b < (whole ? 1 : batch); ++b)
+    for (int64_t i = 0; i < count; i += step) {
+      const int64_t n = std::min(step, count - i);
+      whole ? f(i, n, 0, heads) : f(b, 1, i, n);
+    }
+}
+
+Tensor in_pieces(Call c) {
+  const int64_t batch = c.q.size(0), heads = c.q.size(1), queries = c.q.size(2), keys = c.k.size(2);
+  // Once: cuBLAS has one batch stride, and each piece's product would copy what has two.
+  c.q = c.q.contiguous(), c.k = c.k.contiguous(), c.v = c.v.contiguous();
+  const Tensor context = at::empty({batch, heads, queries, c.v.size(3)}, c.q.options());
+  Tensor mask = c.mask;
+  while (mask.defined() && mask.dim() < 4) mask = mask.unsqueeze(0);
+  each_piece(c, [&](int64_t b, int64_t batches, int64_t h, int64_t some) {
+    const auto part = [&](const Tensor& t) { return t.narrow(0, b, batches).narrow(1, h, some); };
+    OptionalTensor seen;
+    if (mask.defined())
+      seen = mask.narrow(0, mask.size(0) > 1 ? b : 0, mask.size(0) > 1 ? batches : 1)
+                 .narrow(1, mask.size(1) > 1 ? h : 0, mask.size(1) > 1 ? some : 1);
+    const Tensor scores =
+        c.probabilities.defined() ? part(c.probabilities) : at::empty({batches, some, queries, keys}, c.q.options());
+    MatmulOutOp::call(part(c.q), part(c.k), false, true, scores);
+    MaskedSoftmaxOp::call(scores, seen, c.scale, c.causal);
+    MatmulOutOp::call(scores, part(c.v), false, false, part(context));
+  });
+  return context.transpose(1, 2).contiguous();
+}
+
+template <bool cuda>
+Tensor run(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale, bool causal,
+           int64_t piece_bytes, OptionalTensor probabilities) {
+  const Call c{q, k, v, mask.value_or(Tensor()), probabilities.value_or(Tensor()), scale, causal, piece_bytes};
+  check(c);
+  if (c.probabilities.defined())
+    check_no_overlap(kOp, c.probabilities, {{"q", q}, {"k", k}, {"v", v}, {"mask", c.mask}});
+  at::AutoDispatchBelowADInplaceOrView guard;
+#ifdef MATMULS_CUDA
+  if (cuda && q.numel() > 0 && k.size(2) > 0 && c.probabilities.defined()) {
+    const OperationGuard device(kOp, q);
+    const Tensor context = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options());
+    if (attend_sm90(q, k, v, c.mask, scale, causal, context, c.probabilities)) return context;
+  }
+#endif
+  return in_pieces(c);
+}
+
+Tensor meta(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale, bool causal,
+            int64_t piece_bytes, OptionalTensor probabilities) {
+  check({q, k, v, mask.value_or(Tensor()), probabilities.value_or(Tensor()), scale, causal, piece_bytes});
+  return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), v.sym_size(3)}, q.options());
+}
+
+// The gradient is matmuls.attention's: it decides what is kept.
+Tensor without_gradient(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale,
+                        bool causal, int64_t piece_bytes, OptionalTensor probabilities) {
+  TORCH_CHECK(!needs_gradient(kOp, {q, k, v, mask.value_or(Tensor()), probabilities.value_or(Tensor())}), kOp,
+              ": expected no gradient to be recorded, got an argument that requires grad; matmuls.attention.attend has "
+              "one");
+  return AttentionOp::below_autograd(q, k, v, mask, scale, causal, piece_bytes, probabilities);
+}
+
+Tensor written(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+               double scale, bool causal, int64_t piece_bytes, OptionalTensor probabilities) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  Tensor context = AttentionOp::handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, q, k, v, mask, scale,
+                                                    causal, piece_bytes, probabilities);
+  if (probabilities && probabilities->defined()) mark_written(*probabilities);
+  return context;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  m.def(
+      "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int piece_bytes, "
+      "Tensor(a!)? probabilities) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("attention_forward", run<false>); }
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("attention_forward", run<true>); }
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("attention_forward", meta); }
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("attention_forward", without_gradient); }
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("attention_forward", written); }
+
+}  // namespace matmuls

@@ -1,9 +1,10 @@
 // Attention with its probabilities in one kernel on Hopper: scores, softmax and context without a score-sized tensor
 // that is read again. The probabilities are written once: 201 MB a layer of BERT base at 32 x 512, 62 us of an H200.
 //
-// The keys pass by twice. The first time the products of queries and keys give each row's maximum and sum, the second
-// time the same products become probabilities, which leave for memory and, from the registers, multiply the values.
-// A third product costs less than the passes over memory that it saves: a row of scores in float32 has no room on chip.
+// The keys pass by twice. The first time the products of queries and keys give each row's maximum and sum, the
+// second time the same products become probabilities, which leave for memory and, from the registers, multiply the
+// values. A third product costs less than the passes over memory that it saves: a row of scores in float32 has no
+// room on chip.
 //
 // In a block two warpgroups have 64 queries each; one thread fetches tiles of keys and values ahead (a warp for it
 // would take registers from the others). Probabilities leave through shared memory, where the warp's queries lay, so
@@ -62,45 +63,11 @@ __device__ inline void load_matrices(const void* row, uint32_t (&a)[4]) {
                : "memory");
 }
 
-// d <- a @ b, or d + a @ b: 64 rows, 2 |d| columns, 16 of K, a in registers.
-#define MATMULS_REGISTERS_64                                               \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
-  "%30, %31"
-#define MATMULS_OPERANDS_64 MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24)
-#define MATMULS_WGMMA_RS(n, types, transpose, a0, a1, a2, a3, b, add)                            \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                       \
-               ", 0;\n\t"                                                                        \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32" types " {" MATMULS_REGISTERS_##n \
-               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", p, 1, 1, " transpose ";\n\t}"        \
-               : MATMULS_OPERANDS_##n                                                            \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(int(accumulate)))
-#define MATMULS_MULTIPLY_RS(types, transpose)                                          \
-  if constexpr (N == 64)                                                               \
-    MATMULS_WGMMA_RS(128, types, transpose, "%64", "%65", "%66", "%67", "%68", "%69"); \
-  else                                                                                 \
-    MATMULS_WGMMA_RS(64, types, transpose, "%32", "%33", "%34", "%35", "%36", "%37");
-
-template <class T, bool b_k_apart, int N>
-__device__ inline void multiply(float (&d)[N], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
-  static_assert(N == 32 || N == 64);
-  if constexpr (std::is_same_v<T, c10::BFloat16> && b_k_apart) {
-    MATMULS_MULTIPLY_RS(".bf16.bf16", "1");
-  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    MATMULS_MULTIPLY_RS(".bf16.bf16", "0");
-  } else if constexpr (b_k_apart) {
-    MATMULS_MULTIPLY_RS(".f16.f16", "1");
-  } else {
-    MATMULS_MULTIPLY_RS(".f16.f16", "0");
-  }
-}
-
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 __device__ inline float or_zero(float max) { return max == kNothing ? 0.0f : max; }
 
-// What a thread's two rows may not see of 64 columns from `column` on: bit 8 (j
-// % 4) + e of word j / 4 is column
-// + 8 j + 2 (lane % 4) + e.
+// What a thread's two rows may not see of 64 columns from `column` on: bit 8 (j % 4) + e of word j / 4 is column + 8 j
+// + 2 (lane % 4) + e.
 struct Hidden {
   uint32_t at[2][2];  // [row][word]
   __device__ bool some() const { return (at[0][0] | at[0][1] | at[1][0] | at[1][1]) != 0; }
@@ -257,7 +224,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     hopper::begin_products();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      multiply<T, false>(scores, q[k], hopper::descriptor(shared + stage * kStageBytes + k * 32), k > 0);
+      hopper::multiply_fragment<T, false>(scores, q[k], hopper::descriptor(shared + stage * kStageBytes + k * 32),
+                                          k > 0);
     hopper::commit_products();
     refill(i);
     hopper::wait_for_products<0>();
@@ -323,7 +291,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       hopper::begin_products();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        multiply<T, false>(s, q[k], hopper::descriptor(shared + keys * kStageBytes + half * kBoxBytes + k * 32), k > 0);
+        hopper::multiply_fragment<T, false>(
+            s, q[k], hopper::descriptor(shared + keys * kStageBytes + half * kBoxBytes + k * 32), k > 0);
       hopper::commit_products();
       refill(seen + 2 * i);
       hopper::wait_for_products<0>();
@@ -354,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       hopper::begin_products();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        multiply<T, true>(
+        hopper::multiply_fragment<T, true>(
             out, p[k], hopper::descriptor(shared + values * kStageBytes + half * kBoxBytes + k * 16 * kRowBytes), true);
       hopper::commit_products();
 #pragma unroll

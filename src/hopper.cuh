@@ -202,22 +202,38 @@ __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b,
   }
 }
 
-// The same in TF32 with a in registers: of thread t the numbers of row t / 4 and t / 4 + 8 at k = t % 4, then at
-// t % 4 + 4.
-#define MATMULS_FRAGMENT_WGMMA(n, left, b, add)                                                                      \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                                           \
-               ", 0;\n\t"                                                                                            \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k8.f32.tf32.tf32 {" MATMULS_REGISTERS_##n "}, {" left "}, " b \
-                                                                                                 ", p, 1, 1;\n\t}"   \
-               : MATMULS_OPERANDS_##n(d)                                                                             \
+// The same with a in registers, as PTX lays out wgmma's: in TF32 thread t holds rows t / 4 and t / 4 + 8 at k = t % 4,
+// then at t % 4 + 4; in 16 bits two neighbours of k each.
+#define MATMULS_FRAGMENT_WGMMA(n, k, types, transpose, left, b, add)                                 \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                           \
+               ", 0;\n\t"                                                                            \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k" #k ".f32" types " {" MATMULS_REGISTERS_##n \
+               "}, {" left "}, " b ", p, 1, 1" transpose ";\n\t}"                                    \
+               : MATMULS_OPERANDS_##n(d)                                                             \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(int(accumulate)))
-template <int N>
+#define MATMULS_MULTIPLY_FRAGMENT(k, types, transpose)                                          \
+  if constexpr (N == 128)                                                                       \
+    MATMULS_FRAGMENT_WGMMA(256, k, types, transpose, "%128, %129, %130, %131", "%132", "%133"); \
+  else if constexpr (N == 64)                                                                   \
+    MATMULS_FRAGMENT_WGMMA(128, k, types, transpose, "%64, %65, %66, %67", "%68", "%69");       \
+  else                                                                                          \
+    MATMULS_FRAGMENT_WGMMA(64, k, types, transpose, "%32, %33, %34, %35", "%36", "%37")
+
+template <class T, bool b_k_apart, int N>
 __device__ inline void multiply_fragment(float (&d)[N], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
-  static_assert(N == 32 || N == 128);
-  if constexpr (N == 128)
-    MATMULS_FRAGMENT_WGMMA(256, "%128, %129, %130, %131", "%132", "%133");
-  else
-    MATMULS_FRAGMENT_WGMMA(64, "%32, %33, %34, %35", "%36", "%37");
+  static_assert(N == 32 || N == 64 || N == 128);
+  if constexpr (std::is_same_v<T, float>) {
+    static_assert(!b_k_apart);  // TF32 has no transposed operand
+    MATMULS_MULTIPLY_FRAGMENT(8, ".tf32.tf32", "");
+  } else if constexpr (std::is_same_v<T, c10::BFloat16> && b_k_apart) {
+    MATMULS_MULTIPLY_FRAGMENT(16, ".bf16.bf16", ", 1");
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    MATMULS_MULTIPLY_FRAGMENT(16, ".bf16.bf16", ", 0");
+  } else if constexpr (b_k_apart) {
+    MATMULS_MULTIPLY_FRAGMENT(16, ".f16.f16", ", 1");
+  } else {
+    MATMULS_MULTIPLY_FRAGMENT(16, ".f16.f16", ", 0");
+  }
 }
 
 // A warp's part of four such operands from a tile of 32 k by 32 numbers, a row for each k: of its 16 rows the first

@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int part = 0; part < 4; ++part) {  // 32 bytes of K each
         const uint64_t rows = hopper::descriptor(a_tile(n) + part * 32);
         if constexpr (turned)
-          hopper::multiply_fragment(acc, fragment[part], rows, true);
+          hopper::multiply_fragment<float, false>(acc, fragment[part], rows, true);
         else
           hopper::multiply<T, b_k_apart>(
               acc, rows, hopper::descriptor(b_tile(n) + part * (b_k_apart ? 16 * kRowBytes : 32)), true);

@@ -271,8 +271,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         for (int part = 0; part < 4; ++part) {  // 32 bytes of K each
           const unsigned char* const rows = a_tile(at) + group * 64 * kRowBytes;
           if constexpr (turned)
-            hopper::multiply_fragment(acc, fragment[part], hopper::descriptor(a_tile(at) + part * 32),
-                                      k > 0 || part > 0);
+            hopper::multiply_fragment<float, false>(acc, fragment[part], hopper::descriptor(a_tile(at) + part * 32),
+                                                    k > 0 || part > 0);
           else if constexpr (b_k_apart)
             hopper::multiply<T, true>(acc, hopper::descriptor(rows + part * 32),
                                       hopper::descriptor(b_tile(at) + part * 16 * kRowBytes, Tile::wide * kRowBytes),

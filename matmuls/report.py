@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import experiment
-from .bench import COMPILED, geometric_mean
+from .bench import COMPILED, DENSE, geometric_mean
 from .specs import TABLE
 
 MARKER = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -21,7 +21,10 @@ Rows = list[dict[str, Any]]
 
 def render(text: str, results: Path) -> str:
     """The text with every marked table made anew. Raises ValueError on a name without a table."""
-    tables = (operations, products, epilogues, inplace, rowwise, masked, sparse, sparse_means, memory, host, bert)
+    tables = (
+        *(operations, products, epilogues, inplace, rowwise, masked, two_experts),
+        *(sparse, sparse_means, memory, host, bert),
+    )
     makers = {f.__name__: f for f in tables}
 
     def table(match: re.Match[str]) -> str:
@@ -158,6 +161,21 @@ def masked(run: dict[str, Any]) -> str:
     return markdown(
         ("shape", "mask", "direction", "dtype", "ours, µs", "share of the roof", "over eager", "over torch.compile"),
         table,
+    )
+
+
+def two_experts(run: dict[str, Any]) -> str:
+    """Rows through one of two weights: speed over one dense product of the size, and over the fastest that does it."""
+    table = []
+    for r in run["rows"]:
+        if r["kind"] == "gpu" and DENSE in r["rivals_us"]:
+            rivals = {name: us for name, us in r["rivals_us"].items() if us}
+            dense = rivals.pop(DENSE)
+            fastest = min(rivals, key=rivals.__getitem__)
+            speeds = (f"{us / r['ours_us']:.2f}" for us in (dense, rivals[fastest]))
+            table.append([f"`{r['operation']}`", r["case"], r["dtype"], f"{r['ours_us']:.0f}", *speeds, fastest])
+    return markdown(
+        ("operation", "case", "dtype", "ours, µs", "over one dense", "over the fastest rival", "which is"), table
     )
 
 

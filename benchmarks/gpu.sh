@@ -42,7 +42,7 @@ spmm() {
 for name in $steps; do
   case $name in
     build) step build env TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0a}" "$python" setup.py build_ext --inplace ;;
-    tests) step tests "$python" -m pytest -q -m cuda --durations=8 ;;
+    tests) step tests "$python" -m pytest -vv -m cuda --durations=8 ;;
     cycles) step cycles env MATMULS_CYCLES=10000 "$python" -m pytest -q -s -m cuda -k 10_000_cycles ;;
     sanitize)
       sanitize memcheck "the_truth or test_empty or (any_strides and off_by_one_element)"

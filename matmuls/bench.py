@@ -419,9 +419,10 @@ def _driver() -> str | None:
         return None
 
 
-def save(path: Path, rows: list[Row], roofs: Roofs, device: str) -> None:
+def save(path: Path, rows: list[Row], roofs: Roofs, device: str, *, complete: bool = True) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": environment(device), "roofs": asdict(roofs), "rows": [asdict(row) for row in rows]}
+    facts = environment(device) | {"complete": complete}
+    result = {"environment": facts, "roofs": asdict(roofs), "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(result, indent=1, default=float) + "\n")
 
 

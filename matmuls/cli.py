@@ -3,9 +3,12 @@
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,6 +56,25 @@ def pick_dtype(name: str) -> Any:
     if name not in ("float64", "float32", "float16", "bfloat16"):
         raise fail(f"--dtype is float64, float32, float16 or bfloat16, got {name}")
     return getattr(torch, name)
+
+
+@contextmanager
+def may_be_stopped() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM end the block, and the list holds the exit status then."""
+    stopped: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        stopped.append(128 + number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    except KeyboardInterrupt:
+        errors.print("stopped; what follows was measured until then")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @app.command()
@@ -161,7 +183,10 @@ def bench(
     quick: Annotated[bool, typer.Option(help="small cases only, in seconds")] = False,
     precompile: Annotated[int, typer.Option(help="processes that first compile torch.compile's kernels")] = 0,
 ) -> None:
-    """Time the table's operations beside what you would use instead, against the roof measured in the same run."""
+    """Time the table's operations beside what you would use instead, against the roof measured in the same run.
+
+    May be stopped by Ctrl-C or SIGTERM: what was measured until then is shown and written; the exit status tells.
+    """
     from . import bench as b
 
     chosen = pick_device(device)
@@ -181,19 +206,22 @@ def bench(
         disable=not sys.stderr.isatty(),
         transient=True,
     )
-    rows = []
+    rows: list[b.Row] = []
     with progress:
         task = progress.add_task("measuring the roofs", total=len(jobs))
         roofs = b.measure_roofs(chosen, list(dict.fromkeys(job.dtype for job in jobs)), quick)
-        for job in jobs:
-            progress.update(task, description=job.label)
-            rows += b.measure_job(job, roofs, 0.1 if quick else 0.4)
-            progress.advance(task)
+        with may_be_stopped() as stopped:
+            for job in jobs:
+                progress.update(task, description=job.label)
+                rows += b.measure_job(job, roofs, 0.1 if quick else 0.4)
+                progress.advance(task)
     show_bench(rows, roofs)
     if out is not None:
         path = out / f"bench-{chosen}{'-' + '-'.join(names) if names else ''}.json"
-        b.save(path, rows, roofs, chosen)
+        b.save(path, rows, roofs, chosen, complete=not stopped)
         console.print(f"written: {path}")
+    if stopped:
+        raise typer.Exit(stopped[0])
 
 
 def show_bench(rows: list[Any], roofs: Any) -> None:
@@ -348,7 +376,8 @@ def spmm(
 ) -> None:
     """Time every way to multiply a sparse matrix on the matrices that you name, each held against float64.
 
-    Exit status 1 if one of ours is further from it than rounding explains.
+    May be stopped by Ctrl-C or SIGTERM: what was measured until then is shown and written. Exit status 1 if one of ours
+    is further from the truth than rounding explains.
     """
     from . import experiment as e
     from . import matrices
@@ -378,7 +407,7 @@ def spmm(
         transient=True,
     )
     try:
-        with progress:
+        with progress, may_be_stopped() as stopped:
             task = progress.add_task("measuring a copy", total=len(named) * len(dtypes) * len(widths))
             for case in e.measure_all(map(matrices.load, named), dtypes, widths, chosen, backward):
                 cases.append(case)
@@ -390,7 +419,7 @@ def spmm(
         console.print(line)
     if out is not None:
         path = out / f"spmm-{chosen}{'-sweep' if sweep else ''}.json"
-        e.save(path, cases, chosen)
+        e.save(path, cases, chosen, complete=not stopped)
         written = [path]
         try:
             e.plot(path.with_suffix(".png"), cases, bool(sweep))
@@ -401,6 +430,8 @@ def spmm(
     if found := e.wrong(cases):
         errors.print("\n".join(found), style="red")
         raise typer.Exit(1)
+    if stopped:
+        raise typer.Exit(stopped[0])
 
 
 def show_spmm(cases: list[Any]) -> None:

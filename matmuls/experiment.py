@@ -336,9 +336,9 @@ def _sparsity(c: Case) -> float:
     return 1 - c.nnz / max(c.rows * c.columns, 1)
 
 
-def save(path: Path, cases: list[Case], device: str) -> None:
+def save(path: Path, cases: list[Case], device: str, *, complete: bool = True) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": environment(device), "cases": [asdict(c) for c in cases]}
+    result = {"environment": environment(device) | {"complete": complete}, "cases": [asdict(c) for c in cases]}
     path.write_text(json.dumps(result, indent=1, default=float) + "\n")
 
 

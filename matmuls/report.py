@@ -168,7 +168,7 @@ def two_experts(run: dict[str, Any]) -> str:
     """Rows through one of two weights: speed over one dense product of the size, and over the fastest that does it."""
     table = []
     for r in run["rows"]:
-        if r["kind"] == "gpu" and DENSE in r["rivals_us"]:
+        if r["kind"] == "gpu" and DENSE in r.get("rivals_us", {}):
             rivals = {name: us for name, us in r["rivals_us"].items() if us}
             dense = rivals.pop(DENSE)
             fastest = min(rivals, key=rivals.__getitem__)

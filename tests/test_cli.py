@@ -91,8 +91,8 @@ def test_bert_fails_where_attention_is_wrong(tmp_path):
     """Exit status 1 when an embedding is off: here the scores' scale is."""
     code = """
 from matmuls import attention
-right = attention.scaled_masked_softmax
-attention.scaled_masked_softmax = lambda scores, mask, scale, **options: right(scores, mask, 1.001 * scale, **options)
+right = attention._attention
+attention._attention = lambda q, k, v, mask, scale, *rest: right(q, k, v, mask, 1.001 * scale, *rest)
 from matmuls.cli import main
 main()
 """
@@ -152,6 +152,29 @@ def test_bench_writes_json_and_no_progress_bar_into_a_file(tmp_path):
                 1e12 * row["tbps"] / result["roofs"]["copy"],
             )
             assert row["roof"] == pytest.approx(max(shares))
+
+
+def test_a_signal_ends_a_bench_and_keeps_what_was_measured(tmp_path):
+    """The second of two cases sends SIGTERM to its own process."""
+    code = """
+import os, signal
+from matmuls import bench
+right, calls = bench.measure_job, []
+def measure(job, *args):
+    calls.append(job)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return right(job, *args)
+bench.measure_job = measure
+from matmuls.cli import main
+main()
+"""
+    args = ("bench", "cublasMM", "--quick", "--device", "cpu", "--out", str(tmp_path))
+    run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 143
+    assert "stopped" in run.stderr
+    result = json.loads((tmp_path / "bench-cpu-cublasMM.json").read_text())
+    assert (len(result["rows"]), result["environment"]["complete"]) == (1, False)
 
 
 def test_bench_bert_measures_every_way_of_a_tiny_model(tmp_path):

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import cusparse, dense, fused_softmax, inplace, masked, rowwise, sparse
+from . import attention, cusparse, dense, fused_softmax, inplace, masked, rowwise, sparse
 from .spec import ALL, REAL, Bad, Call, Case, Draw, Spec
 
 __all__ = ["ALL", "REAL", "TABLE", "Bad", "Call", "Case", "Draw", "Spec", "operators"]
@@ -12,6 +12,7 @@ TABLE: tuple[Spec, ...] = (
     *inplace.TABLE,
     *rowwise.TABLE,
     *fused_softmax.TABLE,
+    *attention.TABLE,
     *masked.TABLE,
     *sparse.TABLE,
     *cusparse.TABLE,

@@ -20,7 +20,7 @@ MASKS: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
 }
 
 
-def _masked(
+def masked(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *, causal: bool = False, inplace: bool = False
 ) -> Tensor:
     """As a user would write it, and rows with nothing to attend to are 0."""
@@ -157,7 +157,7 @@ TABLE: tuple[Spec, ...] = (
         name="scaled_masked_softmax",
         summary="`scaled_masked_softmax(x, mask, scale, *, causal, inplace)`: softmax(scale * x + mask) in one pass",
         call=fused_softmax.scaled_masked_softmax,
-        reference=_masked,
+        reference=masked,
         operators=(_ops.scaled_masked_softmax.default, _ops.scaled_masked_softmax_.default),
         samples=_masked_samples,
         bad=_masked_bad,
@@ -172,7 +172,7 @@ TABLE: tuple[Spec, ...] = (
         name="scaled_masked_softmax_forward",
         summary="`scaled_masked_softmax_forward(x, mask, scale)`: anything but 0 in the mask masks",
         call=fused_softmax.scaled_masked_softmax_forward,
-        reference=lambda x, mask, scale: _masked(x, None if mask is None else mask.ne(0), scale),
+        reference=lambda x, mask, scale: masked(x, None if mask is None else mask.ne(0), scale),
         operators=(_ops.scaled_masked_softmax.default,),
         samples=lambda draw: (Call((draw(2, 3, 4, 5), (draw(2, 1, 1, 5) > 0).to(draw.dtype), 0.5)) for _ in range(3)),
         bad=lambda draw: iter([Bad(Call((draw(3, 4), draw(5), 1.0)), "scaled_masked_softmax: expected a mask whose")]),
@@ -197,7 +197,7 @@ TABLE: tuple[Spec, ...] = (
         name="FusedSoftmax",
         summary="`FusedSoftmax.apply(src, mask, factor)`: scaled_masked_softmax_forward and its gradient",
         call=fused_softmax.FusedSoftmax.apply,
-        reference=lambda x, mask, scale: _masked(x, mask.ne(0), scale),
+        reference=lambda x, mask, scale: masked(x, mask.ne(0), scale),
         operators=(_ops.scaled_masked_softmax.default, _ops.softmax_backward.default),
         samples=lambda draw: (Call((draw(2, 3, 4, 5), (draw(2, 1, 4, 5) > 0).to(draw.dtype), 0.5)) for _ in range(3)),
         bad=lambda draw: iter([Bad(Call((draw(3, 4), draw(5), 1.0)), "scaled_masked_softmax: expected a mask whose")]),

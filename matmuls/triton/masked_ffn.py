@@ -173,7 +173,7 @@ def backward(
 ) -> list[Tensor]:
     """Gradients of x, w1, w2, w3, u1, u2, u3; no elements where none is needed. Without t it is computed again."""
     if t is None:
-        _, t = gate_up(x, w[0], w[2], u[0], u[2], rows, counts, True)
+        t = gate_up(x, w[0], w[2], u[0], u[2], rows, counts, True)[1]  # a name for the other would keep it alive
     dt, c = hidden_gradients(dy, w[1], u[1], t, rows, counts)
     H = c.shape[1]
     grads = [x.new_empty(0) for _ in needs]

@@ -148,20 +148,9 @@ def _has_flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> b
     )
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b^T in a's dtype, autocast or not."""
-    return matmul(a, b, transb=True, out=a.new_empty(*a.shape[:3], b.size(2)) if out is None else out)
-
-
-def _softmax(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return scaled_masked_softmax(_product(q, k, out), mask, scale, causal=causal, inplace=True)
+    return matmul(a, b, transb=True, out=a.new_empty(*a.shape[:3], b.size(2)))
 
 
 class _Attention(Function):
@@ -244,7 +233,11 @@ def _gradients_of_piece(
     dv: torch.Tensor | None,
 ) -> None:
     """Written into dq, dk, dv. The gradient of the probabilities becomes that of the scores where it lies."""
-    y = _softmax(q[piece], k[piece], _part(mask, piece), ctx.scale, ctx.causal) if y is None else y[piece]
+    if y is None:
+        scores, seen = _product(q[piece], k[piece]), _part(mask, piece)
+        y = scaled_masked_softmax(scores, seen, ctx.scale, causal=ctx.causal, inplace=True)
+    else:
+        y = y[piece]
     if grad is None:
         assert grad_y is not None
         ds = grad_y[piece].clone(memory_format=torch.contiguous_format)

@@ -58,6 +58,12 @@ def pick_dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
+def counting() -> Progress:
+    """A bar of cases on stderr, gone at the end, and none into a file."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=errors, disable=not sys.stderr.isatty(), transient=True)
+
+
 @contextmanager
 def may_be_stopped() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM end the block, and the list holds the exit status then."""
@@ -197,17 +203,8 @@ def bench(
         raise fail(str(error)) from None
     if precompile and (failed := b.precompile(precompile, names or [], chosen, dtypes, quick)):
         errors.print(f"{failed} of the processes did not compile all of their share")
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=errors,
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
     rows: list[b.Row] = []
-    with progress:
+    with counting() as progress:
         task = progress.add_task("measuring the roofs", total=len(jobs))
         roofs = b.measure_roofs(chosen, list(dict.fromkeys(job.dtype for job in jobs)), quick)
         with may_be_stopped() as stopped:
@@ -397,17 +394,8 @@ def spmm(
             raise fail(f"no file named {source}")
     warnings.filterwarnings("ignore", "Sparse (CSR|invariant)")  # torch's, to whoever makes the first one
     cases = []
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=errors,
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
     try:
-        with progress, may_be_stopped() as stopped:
+        with counting() as progress, may_be_stopped() as stopped:
             task = progress.add_task("measuring a copy", total=len(named) * len(dtypes) * len(widths))
             for case in e.measure_all(map(matrices.load, named), dtypes, widths, chosen, backward):
                 cases.append(case)

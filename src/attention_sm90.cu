@@ -21,6 +21,7 @@
 
 #include "attention.h"
 #include "hopper.cuh"
+#include "tensor_map.h"
 
 namespace matmuls {
 namespace {
@@ -360,36 +361,16 @@ __global__ void attention_kernel(const __grid_constant__ CUtensorMap, const __gr
 // -----------------------------------------------------------------------------------------------------------
 // launch
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-Encode encoder() {
-  static const Encode encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    C10_CUDA_CHECK(
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
-    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
-  }();
-  return encode;
-}
-
 // Heads [B, H, S, D] of any strides, in boxes of `rows` of S.
 template <class T>
 CUtensorMap map_of(const at::Tensor& t, int rows) {
-  constexpr auto type =
-      std::is_same_v<T, c10::BFloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const auto size = [&](int d) { return static_cast<cuuint64_t>(t.size(d)); };
   const auto step = [&](int d) {  // no way to go along a 1
     return static_cast<cuuint64_t>(t.size(d) == 1 ? kRowBytes : t.stride(d) * t.element_size());
   };
   const cuuint64_t sizes[4] = {size(3), size(2), size(1), size(0)}, strides[3] = {step(2), step(1), step(0)};
-  const cuuint32_t box[4] = {kHead, static_cast<cuuint32_t>(rows), 1, 1}, steps[4] = {1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = encoder()(&map, type, 4, const_cast<void*>(t.const_data_ptr()), sizes, strides, box, steps,
-                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TORCH_CHECK(result == CUDA_SUCCESS, "attention_forward: cuTensorMapEncodeTiled failed with ",
-              static_cast<int>(result), " for sizes ", t.sizes(), " and strides ", t.strides());
-  return map;
+  const cuuint32_t box[4] = {kHead, static_cast<cuuint32_t>(rows), 1, 1};
+  return tensor_map<T>("attention_forward", t.const_data_ptr(), sizes, strides, box);
 }
 
 template <class T, bool masked>
@@ -423,7 +404,7 @@ bool attend_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
                  bool causal, const at::Tensor& context, const at::Tensor& probabilities) {
 #ifdef MATMULS_SM90A
   const auto* properties = at::cuda::getCurrentDeviceProperties();
-  if (properties->major != 9 || properties->minor != 0 || encoder() == nullptr) return false;
+  if (properties->major != 9 || properties->minor != 0 || tensor_map_encoder() == nullptr) return false;
   const bool bytes = mask.defined() && (mask.scalar_type() == at::kBool || mask.scalar_type() == at::kByte);
   const int64_t queries = q.size(2), keys = k.size(2), tiles = (queries + kQueries - 1) / kQueries;
   if ((q.scalar_type() != at::kBFloat16 && q.scalar_type() != at::kHalf) || !walkable(q) || !walkable(k) ||

@@ -418,7 +418,7 @@ bool walkable(const at::Tensor& t) {
 bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool transb) {
 #ifdef MATMULS_SM90A
   const auto* properties = at::cuda::getCurrentDeviceProperties();
-  if (properties->major != 9 || properties->minor != 0 || encoder() == nullptr) return false;
+  if (properties->major != 9 || properties->minor != 0 || tensor_map_encoder() == nullptr) return false;
   const bool tf32 = a.scalar_type() == at::kFloat;
   if (tf32 ? GemmTypes(at::kFloat).compute != CUBLAS_COMPUTE_32F_FAST_TF32
            : a.scalar_type() != at::kBFloat16 && a.scalar_type() != at::kHalf)

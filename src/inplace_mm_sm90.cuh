@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "hopper.cuh"
+#include "tensor_map.h"
 
 namespace matmuls::in_place {
 
@@ -31,34 +32,13 @@ struct Operands {
 
 inline int up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1) / y); }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-inline Encode encoder() {
-  static const Encode encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    C10_CUDA_CHECK(
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
-    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry) : nullptr;
-  }();
-  return encode;
-}
-
 // A matrix with `columns` side by side, cut in boxes of 128 bytes by `box_rows`.
 template <class T>
 CUtensorMap map_of(const void* data, int64_t rows, int64_t columns, int64_t row_stride, int box_rows) {
-  constexpr auto type = std::is_same_v<T, float>           ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                        : std::is_same_v<T, c10::BFloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                           : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_stride) * sizeof(T)};
-  const cuuint32_t box[2] = {kRowBytes / sizeof(T), static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
-  CUtensorMap map;
-  const CUresult result =
-      encoder()(&map, type, 2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  TORCH_CHECK(result == CUDA_SUCCESS, "matmul_: cuTensorMapEncodeTiled failed with ", static_cast<int>(result), " for ",
-              rows, " x ", columns, " at a distance of ", row_stride);
-  return map;
+  const cuuint32_t box[2] = {kRowBytes / sizeof(T), static_cast<cuuint32_t>(box_rows)};
+  return tensor_map<T>("matmul_", data, sizes, strides, box);
 }
 
 // The counters of this stream, or of this capture of a graph on this stream. Two launches of one captured node write

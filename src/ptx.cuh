@@ -130,6 +130,10 @@ __device__ inline unsigned cluster_blocks() {
 }
 // Every thread of every block arrives, and waits for all to have arrived.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// The same for who has written nothing that others read, new barriers apart: without a fence of all memory.
+__device__ inline void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // A barrier that counts arrivals and bytes: `expect` them and arrive, `send` adds those that it brings, `wait` for all.

@@ -97,10 +97,10 @@ __global__ void __launch_bounds__(Tile::threads, 1)
     ptx::barrier_init(&received[1]);
     ptx::barrier_fence();
   }
+  ptx::cluster_arrive_relaxed();
+  ptx::cluster_wait();
   hopper::after_the_launch_before();
   hopper::let_the_next_launch();
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
 
   // Both blocks count their steps alike: step n uses stage n % stages.
   if (group == Tile::groups) {
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
   }
   __syncwarp();  // the warps of the fetching, the counting and the writing thread
   // The other block may still send to this block's barriers.
-  ptx::cluster_arrive();
+  ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();
 #endif
 }

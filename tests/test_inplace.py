@@ -217,7 +217,7 @@ def test_a_thousand_times_beside_others(width):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("rows", [(512, 512, 384, 300), (512, 5000, 3000, 40000)])
+@pytest.mark.parametrize("rows", [(512, 512, 384, 300), (1024, 1024, 1000, 512), (512, 5000, 3000, 40000)])
 def test_one_after_another_on_four_streams(rows):
     """Ten products in a row on each of four streams, as often as it takes for every launch to meet every other."""
     streams = [torch.cuda.Stream() for _ in rows]

@@ -7,7 +7,7 @@ from .fused_softmax import (
     scaled_masked_softmax_backward,
     scaled_masked_softmax_forward,
 )
-from .inplace import linear_, matmul_, square_matmul, square_matmul_T
+from .inplace import feed_forward_, linear_, matmul_, square_matmul, square_matmul_T
 from .masked import MaskedFFN, MaskedLinear, MaskPlan, mask_plan, masked_ffn, masked_linear
 from .rowwise import (
     inplace_softmax,
@@ -33,6 +33,7 @@ __all__ = [
     "cublasTransabMM",
     "cublasTransbMM",
     "cusparseMM",
+    "feed_forward_",
     "handles",
     "inplace_softmax",
     "inplace_softmax_backward",

@@ -1,5 +1,6 @@
 """Attention whose probabilities can be had: scores, softmax over them, context, a piece at a time."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,12 +129,13 @@ def _forward(
 
 def reads_strided(x: torch.Tensor, head: int) -> bool:
     """Whether heads of x's kind are read where they lie, bool masks granted; else each piece's are copied."""
-    return (
-        x.is_cuda
-        and head == 64
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and torch.cuda.get_device_capability(x.device) == (9, 0)
-    )
+    return x.is_cuda and head == 64 and x.dtype in (torch.float16, torch.bfloat16) and _capability(x.device) == (9, 0)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """torch asks the driver each time: 3 us of every layer."""
+    return torch.cuda.get_device_capability(device)
 
 
 def _has_flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -1,12 +1,16 @@
 """Products that are written over their left side: A <- A @ B with a few MiB of workspace whatever A's size."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 _matmul_: Callable[..., None] = torch.ops.custom_mm.matmul_.default
+_feed_forward_: Callable[..., None] = torch.ops.custom_mm.feed_forward_.default
 
 WORKSPACE = 8 << 20  # bytes
+CHUNK_BYTES = 32 << 20  # of a feed-forward network's inner rows
 
 
 def matmul_(
@@ -43,6 +47,37 @@ def linear_(
 ) -> torch.Tensor:
     """x[..., :N] <- F.linear(x, weight, bias) over x's own memory; weight: [N, K] with N <= K. Else as `matmul_`."""
     return matmul_(x, weight, transb=True, bias=bias, keep_input=keep_input, workspace=workspace)
+
+
+def feed_forward_(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> torch.Tensor:
+    """x <- layer_norm(x + F.linear(activation(F.linear(x, up, up_bias)), down, down_bias), weight, bias). Returns x.
+
+    The second half of a transformer's layer, for inference, over chunks of rows: at most chunk_bytes of inner rows, or
+    one row, at a time. x: [..., H] in float64, float32, float16 or bfloat16, any strides that do not overlap; up:
+    [I, H]; up_bias: [I]; down: [H, I]; down_bias, weight, bias: [H]. activation: as `matmul` has them. Raises
+    RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit, where x overlaps itself or
+    another argument, and where a gradient would be recorded.
+    """
+    _feed_forward_(x, up, up_bias, down, down_bias, weight, bias, eps, activation, chunk_bytes)
+    return x
+
+
+@register_flop_formula(torch.ops.custom_mm.feed_forward_)
+def _flops(x: torch.Size, up: torch.Size, *args: Any, **kwargs: Any) -> int:
+    """Of the two products."""
+    return 4 * x.numel() * up[0]
 
 
 # The seed's functions, which work with any b: where b needs a gradient, a copy of a is kept for it.

@@ -1,6 +1,7 @@
 """Encoders made ready for inference: the same results, less memory, and back again bit for bit."""
 
 import copy
+import inspect
 import warnings
 
 import pytest
@@ -65,14 +66,14 @@ def test_activations(changes):
 def test_layers_run_as_planned(monkeypatch):
     """The tests above compare stock with stock if they do not."""
     calls = []
-    for name in ("linear_", "layer_norm_"):
+    for name in ("linear_", "layer_norm_", "feed_forward_"):
         right = getattr(module_under_test, name)
         monkeypatch.setattr(module_under_test, name, lambda *a, r=right, n=name, **k: (calls.append(n), r(*a, **k))[1])
     model = model_of("bert")
     batch = batch_of(model)
     optimize(model)
     hidden(model, batch)
-    assert calls == ["linear_", "layer_norm_", "layer_norm_"] * 2
+    assert calls == ["linear_", "layer_norm_", "feed_forward_"] * 2
 
 
 def test_undo_restores_bit_for_bit():
@@ -205,6 +206,106 @@ def test_what_goes_into_a_layer_stays_as_it_was(name):
     assert all(torch.equal(x, y) for x, y in inputs)
 
 
+WAYS_TO_SEE = {  # a hook, and what it sees of a layer's input or output
+    "embeddings": (lambda model: model.embeddings, lambda args, output: output),
+    "their norm": (lambda model: model.embeddings.LayerNorm, lambda args, output: output),
+    "the encoder's input": (lambda model: getattr(model, "encoder", None) or model.transformer, None),
+    "a layer": (lambda model: next(iter(layers_of(model))), lambda args, output: output),
+    "inside a layer": (lambda model: list(next(iter(layers_of(model))).modules())[-1], lambda args, output: output),
+}
+
+
+def layers_of(model):
+    return [m for m in model.modules() if type(m).__name__ in ("BertLayer", "TransformerBlock", "ElectraLayer")]
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "electra"])
+@pytest.mark.parametrize("way", WAYS_TO_SEE)
+def test_what_hooks_see_stays_as_it_was(name, way):
+    model, seen = model_of(name), []
+    optimize(model)
+    where, of = WAYS_TO_SEE[way]
+
+    def keep(x):
+        x = x[0] if isinstance(x, tuple) else x
+        seen.append((x, x.clone()))
+
+    if of is None:
+        hook = where(model).register_forward_pre_hook(
+            lambda module, args, kwargs: keep(args or kwargs["hidden_states"]), with_kwargs=True
+        )
+    else:
+        hook = where(model).register_forward_hook(lambda module, args, output: keep(of(args, output)))
+    hidden(model, batch_of(model))
+    assert seen
+    assert all(torch.equal(x, y) for x, y in seen)
+    hook.remove()
+
+
+def test_what_a_hook_of_all_modules_sees_stays_as_it_was():
+    model, seen = model_of("bert"), []
+    optimize(model)
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.append((output, output.clone())) if torch.is_tensor(output) else None
+    )
+    hidden(model, batch_of(model))
+    hook.remove()
+    assert len(seen) > 2
+    assert all(torch.equal(x, y) for x, y in seen)
+
+
+def test_what_a_module_of_yours_keeps_stays_as_it_was():
+    class Keeping(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.kept = inner, None
+
+        def forward(self, **kwargs):
+            if self.kept is None:
+                self.kept = self.inner(**kwargs)
+            return self.kept
+
+    for before in (True, False):
+        model = model_of("bert")
+        batch = batch_of(model)
+        if not before:
+            optimize(model)
+        model.embeddings = Keeping(model.embeddings)
+        if before:
+            optimize(model)
+        first = hidden(model, batch)
+        kept = model.embeddings.kept.clone()
+        assert torch.equal(hidden(model, batch), first)
+        assert torch.equal(model.embeddings.kept, kept)
+
+
+def test_what_is_given_to_a_part_of_a_model_stays_as_it_was():
+    model = model_of("bert")
+    optimize(model)
+    x = torch.randn(2, 5, 32)
+    before = x.clone()
+    with torch.no_grad():
+        model.encoder(x)
+        model.encoder.layer[0](x)
+        model(inputs_embeds=x)
+    assert torch.equal(x, before)
+
+
+def test_a_copy_and_a_signature():
+    model = model_of("bert")
+    batch = batch_of(model)
+    stock, signature = hidden(model, batch), inspect.signature(model.forward)
+    handle = optimize(model)
+    assert inspect.signature(model.forward) == signature
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight.zero_()
+    torch.testing.assert_close(hidden(other, batch), stock, atol=1e-5, rtol=1e-5)
+    assert inspect.signature(other.forward) == signature
+    handle.undo()
+    assert "forward" not in vars(model)
+
+
 def test_a_module_put_in_its_place_is_used():
     model = model_of("bert")
     batch = batch_of(model)
@@ -263,8 +364,8 @@ def test_optimizing_twice_changes_nothing_more():
 def test_verify_raises_with_figures(monkeypatch):
     model = model_of("bert")
     batch = batch_of(model)
-    right = module_under_test.layer_norm_
-    monkeypatch.setattr(module_under_test, "layer_norm_", lambda *a, **k: right(*a, **k).mul_(1.01))
+    right = module_under_test.feed_forward_
+    monkeypatch.setattr(module_under_test, "feed_forward_", lambda *a, **k: right(*a, **k).mul_(1.01))
     model.set_attn_implementation("sdpa")
     optimize(model)
     model.encoder.layer[0].output.train()
@@ -273,7 +374,7 @@ def test_verify_raises_with_figures(monkeypatch):
     assert model.config._attn_implementation == "sdpa"
     assert model.encoder.layer[0].output.training
     assert "forward" in model.encoder.layer[0].__dict__
-    monkeypatch.setattr(module_under_test, "layer_norm_", lambda *a, **k: right(*a, **k).mul_(float("nan")))
+    monkeypatch.setattr(module_under_test, "feed_forward_", lambda *a, **k: right(*a, **k).mul_(float("nan")))
     with pytest.raises(VerificationError, match="nan"):
         verify(model, batch)
 
@@ -300,6 +401,32 @@ def test_peak_memory_is_half(probabilities, device):
             kept.clear()
             peaks.append(measure.peak_memory(run, device) - sum(x.nbytes for x in kept[0].attentions or ()))
     assert peaks[1] <= 0.5 * peaks[0]
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert"])
+def test_peak_is_five_hidden_states(name, device):
+    """Of sdpa's eleven, BERT's: the hidden states, q, k and v, the context. The embeddings are the hidden states."""
+    torch.manual_seed(0)
+    if name == "bert":
+        sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 1, "intermediate_size": 256}
+        model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=60), add_pooling_layer=False)
+    else:
+        config = transformers.DistilBertConfig(dim=64, n_layers=3, n_heads=1, hidden_dim=256, vocab_size=60)
+        model = transformers.DistilBertModel(config)
+    model = model.to(device).eval()
+    model.set_attn_implementation("custom_mm")
+    ids = torch.randint(3, 60, (16, 64), device=device)
+    states = 16 * 64 * 64 * 4
+    optimize(model, chunk_bytes=3 * states)
+
+    def run():
+        kept[:] = [model(input_ids=ids)]
+
+    kept: list = []
+    with torch.inference_mode():
+        run()
+        kept.clear()
+        assert measure.peak_memory(run, device) <= 5.3 * states
 
 
 def test_compiled_it_is_stock():

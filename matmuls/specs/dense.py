@@ -25,7 +25,7 @@ def _stored(draw: Draw, shape: tuple[int, ...], transposed: bool) -> Tensor:
     return draw(*shape)
 
 
-def _activated(x: Tensor, activation: str | None) -> Tensor:
+def activated(x: Tensor, activation: str | None) -> Tensor:
     if activation is None:
         return x
     return {"relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh")}[activation](x)
@@ -147,7 +147,7 @@ def _affine(
     else:
         x = torch.matmul(turned(a, transa), turned(b, transb))
         x = x if bias is None else x + bias.to(x.dtype)
-    return _activated(x, activation)
+    return activated(x, activation)
 
 
 AFFINE = [
@@ -277,7 +277,7 @@ TABLE: tuple[Spec, ...] = (
         name="bias_act_",
         summary="`custom_mm.bias_act_(x, bias, activation)`: x ← activation(x + bias), in place",
         call=custom_mm.bias_act_,
-        reference=lambda x, bias=None, activation=None: _activated(x if bias is None else x + bias, activation),
+        reference=lambda x, bias=None, activation=None: activated(x if bias is None else x + bias, activation),
         operators=(torch.ops.custom_mm.bias_act_.default,),
         samples=_bias_act_samples,
         bad=_bias_act_bad,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import inplace
-from .dense import turned
+from .dense import activated, turned
 from .spec import REAL, Bad, Call, Case, Draw, Spec
 
 _ops = torch.ops.custom_mm
@@ -100,6 +100,69 @@ def _inplace_cases(bias: bool) -> Iterator[Case]:
     )
 
 
+def _feed_forward(
+    x: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    chunk_bytes: int = 0,
+) -> Tensor:
+    inner = activated(F.linear(x, up, up_bias), activation)
+    return F.layer_norm(x + F.linear(inner, down, down_bias), x.shape[-1:], weight, bias, eps)
+
+
+def _layer_of(draw: Draw, x: tuple[int, ...], inner: int, **kwargs: Any) -> Call:
+    h = x[-1]
+    up, down = draw(inner, h) / h**0.5, draw(h, inner) / inner**0.5
+    return Call((draw(*x), up, draw(inner), down, draw(h), draw(h), draw(h)), kwargs)
+
+
+def _feed_forward_samples(draw: Draw) -> Iterator[Call]:
+    for activation in ("gelu", "relu", "gelu_tanh", None):
+        for x, inner, chunk_bytes in [
+            ((5, 8), 16, 1),
+            ((2, 3, 24), 40, 1 << 20),
+            ((33, 16), 64, 1 << 10),
+            ((8,), 8, 1),
+        ]:
+            yield _layer_of(draw, x, inner, activation=activation, chunk_bytes=chunk_bytes)
+    call = _layer_of(draw, (6, 8), 16)
+    yield Call((*call.args[:2], None, call.args[3], None), {"activation": "gelu"})
+
+
+def _feed_forward_bad(draw: Draw) -> Iterator[Bad]:
+    call, name = _layer_of(draw, (3, 8), 16), "feed_forward_"
+    x, up, up_bias, down, down_bias = call.args[:5]
+    yield Bad(Call((x, down, up_bias, down, down_bias)), rf"{name}: expected x \[..., H\], up \[I, H\] and down")
+    yield Bad(Call((x, up, up_bias, up, down_bias)), rf"{name}: expected x \[..., H\], up \[I, H\] and down")
+    yield Bad(Call((x, up, down_bias, down, down_bias)), rf"{name}: expected up_bias of shape \[16\], got \[8\]")
+    yield Bad(Call((x, up, up_bias, down, down_bias, up_bias)), rf"{name}: expected weight of shape \[8\], got \[16\]")
+    yield Bad(Call(call.args, {"activation": "sine"}), f"{name}: expected activation None, 'relu', 'gelu'")
+    yield Bad(Call(call.args, {"chunk_bytes": 0}), f"{name}: expected chunk_bytes above 0")
+    yield Bad(
+        Call((x.to(torch.int64), *call.args[1:])), f"{name}: expected a floating-point or complex dtype, got Long"
+    )
+    yield Bad(Call((draw(1, 8).expand(3, 8), *call.args[1:])), f"{name}: expected out to have one memory location")
+    yield Bad(Call((up[:3], *call.args[1:])), f"{name}: expected out and up not to overlap in memory")
+    trained = up.clone().requires_grad_()
+    yield Bad(Call((x, trained, *call.args[2:])), f"{name}: expected no gradient to be recorded")
+
+
+def _feed_forward_cases() -> Iterator[Case]:
+    for m, h in [(16384, 768), (8192, 1024)]:
+        yield Case(
+            f"{m}x{h}x{4 * h}",
+            lambda draw, m=m, h=h: _layer_of(draw, (m, h), 4 * h, activation="gelu", chunk_bytes=3 * m * h * 2),
+            device="cuda",
+        )
+
+
 INPLACE: dict[str, Any] = {"dtypes": REAL, "autocast": False, "flops": False}
 TABLE: tuple[Spec, ...] = (
     Spec(
@@ -130,6 +193,23 @@ TABLE: tuple[Spec, ...] = (
         frozen=(1,),
         rival="F.linear",
         **INPLACE,
+    ),
+    Spec(
+        name="feed_forward_",
+        summary="`feed_forward_(x, up, up_bias, down, down_bias, weight, bias, eps, *, activation, chunk_bytes)`: "
+        "x ← layer_norm(x + its feed-forward network), in place, over chunks of rows",
+        call=inplace.feed_forward_,
+        reference=_feed_forward,
+        operators=(_ops.feed_forward_.default,),
+        samples=_feed_forward_samples,
+        bad=_feed_forward_bad,
+        empty=lambda draw: iter([_layer_of(draw, (0, 8), 16)]),
+        cases=tuple(_feed_forward_cases()),
+        memory_cases=tuple(_feed_forward_cases()),
+        gradient=False,
+        bench_dtypes=(torch.bfloat16, torch.float16),
+        dtypes=REAL,
+        autocast=False,
     ),
     *(
         Spec(

@@ -4,18 +4,21 @@ import inspect
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules_of_all
 from transformers import activations
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from matmuls.attention import reads_strided, shares
 from matmuls.dense import matmul
-from matmuls.inplace import linear_
+from matmuls.inplace import feed_forward_, linear_
 from matmuls.rowwise import layer_norm_
 
 from . import registered
@@ -70,6 +73,12 @@ FAMILIES = {  # by the model's folder in transformers and the class of its layer
         norm_first=True,
     ),
 }
+MODELS = {  # which hand the embeddings, and each layer's output, to the next layer and to nobody else
+    *(f"{name.lower()}.{name}Model" for name in ("Bert", "Camembert", "Electra", "Roberta")),
+    "xlm_roberta.XLMRobertaModel",
+    "distilbert.DistilBertModel",
+    "vit.ViTModel",
+}
 EPILOGUES = {  # what `matmul` has in its epilogue; any other activation is called
     activations.GELUActivation: "gelu",
     activations.NewGELUActivation: "gelu_tanh",
@@ -98,9 +107,13 @@ class Optimized:
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    _models: list[nn.Module] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
         """Every layer as it was: forward methods, and for each parameter, the same object all the time, own memory."""
+        for model in self._models:
+            vars(model).pop("forward", None)
+        self._models.clear()
         for layer in self.layers.values():
             plan = _plan_of(layer)
             for module in (layer, plan.attention) if plan else ():
@@ -123,8 +136,9 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
     bias and activation in the product's epilogue; at most chunk_bytes of q, k and v (where sdpa or "custom_mm" is the
     model's attention, which stays what it is) and of the feed-forward network's inner rows at a time: unless given 24
     MiB, or three times the hidden states if those are more. The output projection goes over its input or, of several
-    pieces, into its place. In any other call (gradients, training, autocast, torch.compile, caches, hooks of yours
-    inside a layer) the stock code runs and gives what it always gave.
+    pieces, into its place. Inside a whole model a layer writes over the hidden states that it is given, unless they are
+    to be returned or hooks of yours stand around the layers. In any other call (gradients, training, autocast,
+    torch.compile, caches, hooks of yours inside a layer) the stock code runs and gives what it always gave.
 
     The weights of q, k and v come to lie one after the other: no memory beyond one layer's while that happens. What is
     not known stays as it is and stands in the handle's `left`. Optimize after moving the model: `.to()` pulls q, k and
@@ -132,8 +146,7 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
     """
     handle = Optimized()
     for name, layer in model.named_modules():
-        folder = type(layer).__module__.removeprefix("transformers.models.").split(".")[0]
-        family = FAMILIES.get(f"{folder}.{type(layer).__name__}")
+        family = FAMILIES.get(_kind(layer))
         if family is None:
             continue
         plan = _Plan.of(layer, family, chunk_bytes)
@@ -145,6 +158,13 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
         layer.forward = partial(_layer, layer, plan)
         plan.attention.forward = partial(_attention, plan.attention, plan)
         handle.layers[name] = layer
+    for whole in [m for m in model.modules() if _kind(m) in MODELS]:
+        chain = _Chain.of(whole)
+        if chain:
+            signature = inspect.signature(whole.forward)
+            whole.forward = partial(_model, whole, chain)
+            whole.forward.__signature__ = signature  # asked for by whoever passes arguments on
+            handle._models.append(whole)
     inside = {id(m) for layer in handle.layers.values() for m in layer.modules()}
     for name, module in model.named_modules():
         if id(module) not in inside and any(p.dim() > 1 for p in module.parameters(recurse=False)):
@@ -159,9 +179,10 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
 def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None = None) -> Difference:
     """Run a batch through the model as it is and as stock with eager attention; compare what they return.
 
-    Hidden states of all layers and, where the model returns them, attentions, each at the tokens that
-    batch["attention_mask"] keeps. tolerance: unless given 1e-10 for float64, 1e-4 for float32, 2e-2 for float16, 1e-1
-    for bfloat16. Raises VerificationError, which has the figures, where the difference is larger or not a number.
+    Hidden states of all layers, the first result of a call that returns none of them and, where the model returns
+    them, attentions, each at the tokens that batch["attention_mask"] keeps. tolerance: unless given 1e-10 for float64,
+    1e-4 for float32, 2e-2 for float16, 1e-1 for bfloat16. Raises VerificationError, which has the figures, where the
+    difference is larger or not a number.
     """
     if tolerance is None:
         dtype = next(model.parameters()).dtype
@@ -171,10 +192,13 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
     model.eval()
     try:
         ours = _results(model(**batch, **wanted))
-        forwards = {m: m.__dict__.pop("forward") for m in model.modules() if _plan_of(m)}
+        ours["hidden_states"] += (model(**batch)[0],)  # layers write over their input then
+        forwards = {m: m.__dict__.pop("forward") for m in model.modules() if _is_ours(m)}
         model.set_attn_implementation("eager")
         try:
-            stock = _results(model(**batch, **wanted))
+            output = model(**batch, **wanted)
+            stock = _results(output)
+            stock["hidden_states"] += (output[0],)
         finally:
             model.set_attn_implementation(implementation)
             for module, forward in forwards.items():
@@ -197,7 +221,7 @@ def _results(output: Any) -> dict[str, tuple[Tensor, ...]]:
 def _difference(ours: tuple[Tensor, ...], stock: tuple[Tensor, ...], kept: Tensor | None) -> float:
     worst = 0.0
     for x, y in zip(ours, stock, strict=True):
-        if kept is not None and kept.dim() == 2:  # [B, S] beside [B, S, hidden] or [B, H, S, S]
+        if kept is not None and kept.dim() == 2 and x.dim() > 2:  # [B, S] beside [B, S, hidden] or [B, H, S, S]
             x, y = (t.movedim(-2, 1)[kept.bool()] for t in (x, y))
         x, y = x.double(), y.double()
         difference = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
@@ -218,6 +242,7 @@ class _Plan:
     epilogue: str | None
     down: nn.Linear
     norm_first: bool
+    eager: Callable[..., Any]
     heads: int
     chunk_bytes: int | None
     inside: tuple[tuple[dict[str, Any], str, nn.Module], ...]
@@ -247,6 +272,7 @@ class _Plan:
             EPILOGUES.get(type(activation)) if _is_stock_gelu(activation) else None,
             linears[5],
             family.norm_first,
+            sys.modules[type(attention).__module__].eager_attention_forward,
             attention.config.num_attention_heads,
             chunk_bytes,
             inside,
@@ -277,14 +303,66 @@ class _Plan:
         return True
 
 
+@dataclass(frozen=True, eq=False)
+class _Chain:
+    """A model's layers, and its modules but for their insides, each with its place and its own forward, or None."""
+
+    plans: frozenset["_Plan"]
+    links: tuple[tuple[dict[str, Any], str, nn.Module, Any], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Chain | None":
+        """None where one of them may keep what it is given: a layer that is not optimized, or somebody's own module."""
+        layers = [m for m in model.modules() if _kind(m) in FAMILIES]
+        inside = {id(m) for layer in layers for m in layer.modules()}
+        links = tuple(
+            (parent._modules, name, m, vars(m).get("forward"))
+            for parent in model.modules()
+            if id(parent) not in inside
+            for name, m in parent._modules.items()
+            if m is not None
+        )
+        known = all(type(m).__module__.startswith(("torch.", "transformers.")) for _, _, m, _ in links)
+        stock = all(forward is None or _is_ours(m) for _, _, m, forward in links)
+        plans = frozenset(plan for plan in map(_plan_of, layers) if plan)
+        if "forward" in vars(model) or not (plans and known and stock and len(plans) == len(layers)):
+            return None
+        return cls(plans, links)
+
+    def is_private(self) -> bool:
+        """Whether nobody else sees what one of them hands to the next."""
+        if modules_of_all._has_any_global_hook():
+            return False
+        for parent, name, m, forward in self.links:
+            if parent.get(name) is not m or m.__dict__.get("forward") is not forward or m._forward_pre_hooks:
+                return False
+            if m._forward_hooks and _watched(m):
+                return False
+        return True
+
+
+_running: ContextVar[_Chain | None] = ContextVar("running", default=None)  # whose layers may write over their input
+
+
+def _kind(module: nn.Module) -> str:
+    """A module's folder in transformers and its class."""
+    folder = type(module).__module__.removeprefix("transformers.models.").split(".")[0]
+    return f"{folder}.{type(module).__name__}"
+
+
 def _watched(module: nn.Module) -> bool:
     """Hooks but transformers' own, which take an attention's probabilities."""
     return any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
 
 
-def _plan_of(module: nn.Module) -> _Plan | None:
+def _is_ours(module: nn.Module) -> bool:
+    """Whether `optimize` replaced its forward."""
     forward = module.__dict__.get("forward")
-    return forward.args[1] if isinstance(forward, partial) and forward.func in (_layer, _attention) else None
+    return isinstance(forward, partial) and forward.func in (_model, _layer, _attention)
+
+
+def _plan_of(module: nn.Module) -> _Plan | None:
+    return module.__dict__["forward"].args[1] if _is_ours(module) else None
 
 
 def _lay_together(parameters: list[Tensor | None]) -> None:
@@ -305,7 +383,8 @@ def _together(parameters: list[Tensor]) -> Tensor | None:
         return None
     if not (first.is_contiguous() and second.is_contiguous() and third.is_contiguous()):
         return None
-    if first.untyped_storage().data_ptr() != third.untyped_storage().data_ptr():
+    storage = first.untyped_storage()
+    if storage.data_ptr() + storage.nbytes() < start + 3 * step:  # neighbours by chance
         return None
     return first.as_strided((3 * first.size(0), *first.shape[1:]), first.stride())
 
@@ -330,6 +409,17 @@ def _is_stock_gelu(activation: nn.Module) -> bool:
     return not inspect.ismethod(getattr(activation, "act", None))
 
 
+def _model(model: nn.Module, chain: _Chain, *args: Any, **kwargs: Any) -> Any:
+    """A whole model's forward. Its layers may write over their input where nobody sees that."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not chain.is_private():
+        return type(model).forward(model, *args, **kwargs)
+    before = _running.set(chain)
+    try:
+        return type(model).forward(model, *args, **kwargs)
+    finally:
+        _running.reset(before)
+
+
 def _layer(
     layer: nn.Module,
     plan: _Plan,
@@ -338,20 +428,41 @@ def _layer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A layer's forward. hidden_states are left as they are: they may have been captured."""
+    """A layer's forward. hidden_states are written over where `_model` allows it and nobody captures them."""
     others = [*args, *(kwargs.get(name) for name in OTHER_INPUTS)]
     if any(x is not None for x in others) or not plan.applies(layer, hidden_states):
+        if not torch.compiler.is_compiling():
+            _running.set(None)  # what runs now may keep what it returns
         return type(layer).forward(layer, hidden_states, attention_mask, *args, **kwargs)
-    kwargs = {name: x for name, x in kwargs.items() if name not in OTHER_INPUTS}
+    for name in OTHER_INPUTS:
+        kwargs.pop(name, None)
+    chain = _running.get()
+    over = chain is not None and plan in chain.plans and not registered.captures_hidden_states()
     first, second = plan.norms
     x = first(hidden_states) if plan.norm_first else hidden_states
     x = plan.attention(x, attention_mask, planned=True, **kwargs)[0]
-    rows = x.view(-1, x.size(-1))
+    x, other = (hidden_states, x) if over else (x, hidden_states)
     if plan.norm_first:
-        x += hidden_states
+        x += other
     else:
-        layer_norm_(x, first.weight, first.bias, first.eps, residual=hidden_states)
-    for part in shares(len(rows), plan.room(x) // (plan.up.out_features * x.element_size())):
+        layer_norm_(x, first.weight, first.bias, first.eps, residual=other)
+    del other
+    room, up, down = plan.room(x), plan.up, plan.down
+    if plan.epilogue and not plan.norm_first:
+        return feed_forward_(
+            x,
+            up.weight,
+            up.bias,
+            down.weight,
+            down.bias,
+            second.weight,
+            second.bias,
+            second.eps,
+            activation=plan.epilogue,
+            chunk_bytes=room,
+        )
+    rows = x.view(-1, x.size(-1))
+    for part in shares(len(rows), room // (up.out_features * x.element_size())):
         some = rows[part]
         if plan.norm_first:
             some += _feed_forward(second(some), plan)
@@ -372,46 +483,46 @@ def _attention(
     """A self-attention's forward when `_layer` calls it: the projected context, and the probabilities or None."""
     if not planned:
         return type(attention).forward(attention, hidden_states, attention_mask, **kwargs)
-    batch, length = hidden_states.shape[:2]
-    name, heads = attention.config._attn_implementation, plan.heads
-    eager = sys.modules[type(attention).__module__].eager_attention_forward
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    attend = partial(function, attention, dropout=0.0, scaling=attention.scaling, **kwargs)
-    parts, probabilities = [slice(0, batch)], None
-    strided = reads_strided(hidden_states, plan.qkv[0].out_features // heads)
-    nbytes = 3 * length * plan.qkv[0].out_features * hidden_states.element_size()
-    if registered.gives_probabilities(function, attention, kwargs):
-        probabilities = hidden_states.new_empty(batch, heads, length, length)
-        parts = list(shares(batch, plan.room(hidden_states) // (nbytes if strided else 2 * nbytes)))
-    elif name == "sdpa" or registered.is_ours(function):
-        parts = list(shares(batch, plan.room(hidden_states) // nbytes))
-    x = None if len(parts) == 1 else hidden_states.new_empty(batch, length, plan.projection.out_features)
+    batch, length, _ = hidden_states.shape
+    heads, projection = plan.heads, plan.projection
+    name = attention.config._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, plan.eager)
+    ours = registered.is_ours(function)
+    probabilities, strided, most = None, True, batch
+    if ours or name == "sdpa":
+        nbytes = 3 * length * plan.qkv[0].out_features * hidden_states.element_size()
+        if ours and registered.gives_probabilities(function, attention, kwargs):
+            probabilities = hidden_states.new_empty(batch, heads, length, length)
+            strided = reads_strided(hidden_states, plan.qkv[0].out_features // heads)
+        most = plan.room(hidden_states) // (nbytes if strided else 2 * nbytes)
+    kwargs |= {"dropout": 0.0, "scaling": attention.scaling}
+    parts = [slice(0, batch)] if most >= batch else list(shares(batch, most))
+    x = None if len(parts) == 1 else hidden_states.new_empty(batch, length, projection.out_features)
     for part in parts:
-        mask = attention_mask
-        if mask is not None and mask.dim() == 4 and mask.size(0) > 1:
-            mask = mask[part]
-        qkv = _qkv(hidden_states[part], plan, heads).transpose(2, 3)
-        if probabilities is not None:
-            if not strided:
-                qkv = qkv.contiguous()  # they lie there twice for a moment
-            context, _ = attend(*qkv.unbind(0), mask, into=probabilities[part])
-        else:
-            context, given = attend(*qkv.unbind(0), mask)
-            probabilities = given if len(parts) == 1 else None
+        some, mask, into = hidden_states, attention_mask, probabilities
+        if x is not None:
+            some, into = some[part], into if into is None else into[part]
+            mask = mask[part] if mask is not None and mask.dim() == 4 and mask.size(0) > 1 else mask
+        qkv = _qkv(some, plan, heads)
+        if not strided:
+            qkv = qkv.contiguous()  # they lie there twice for a moment
+        given = {} if into is None else {"into": into}
+        context, weights = function(attention, *qkv.unbind(0), mask, **kwargs, **given)
         del qkv  # before the next part's is made
         context = context.flatten(2)
         if x is None:
-            return _project_(context, plan.projection), probabilities
-        matmul(context, plan.projection.weight, transb=True, bias=plan.projection.bias, out=x[part])
+            return _project_(context, projection), weights
+        matmul(context, projection.weight, transb=True, bias=projection.bias, out=x[part])
         del context
     return x, probabilities
 
 
 def _qkv(x: Tensor, plan: _Plan, heads: int) -> Tensor:
-    """q, k and v of [B, S, hidden] as one tensor [3, B, S, H, D]: of one product where their weights allow it."""
+    """q, k and v of [B, S, hidden] as one tensor [3, B, H, S, D]: of one product where their weights allow it."""
     weight = _together([m.weight for m in plan.qkv])
     biases = [m.bias for m in plan.qkv if m.bias is not None]
     bias = _together(biases) if len(biases) == 3 else None
     if weight is None or (bias is None and biases):
-        return torch.stack([_linear(x, m) for m in plan.qkv]).unflatten(-1, (heads, -1))
-    return matmul(x, weight, transb=True, bias=bias).unflatten(-1, (3, heads, -1)).movedim(2, 0)
+        return torch.stack([_linear(x, m) for m in plan.qkv]).unflatten(-1, (heads, -1)).transpose(2, 3)
+    whole = matmul(x, weight, transb=True, bias=bias)
+    return whole.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)

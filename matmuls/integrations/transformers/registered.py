@@ -1,7 +1,7 @@
 """The attention function and the mask function that transformers calls by name."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -105,7 +105,8 @@ def attention(
     # a module that does not say is BERT's kin (LayoutLM, Splinter), where transformers' sdpa would take it for causal
     is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     causal = bool(is_causal) and attention_mask is None and query.size(2) > 1
-    if sdpa and not wants_probabilities(module, kwargs):
+    wanted = into is not None or not sdpa or wants_probabilities(module, kwargs)
+    if not wanted:
         if attention_mask is not None and attention_mask.is_floating_point():
             attention_mask = attention_mask.to(query.dtype)
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -131,7 +132,6 @@ def attention(
         causal=causal,
         dropout=dropout if module.training else 0.0,
         recompute=recompute,
-        probabilities=not sdpa or wants_probabilities(module, kwargs),
         into=into,
     )
 
@@ -140,11 +140,18 @@ def wants_probabilities(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool
     """Whether this forward pass returns attentions: by its argument, the configuration, or what is being captured."""
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         return True
-    collector = getattr(output_capturing, "_active_collector", None)  # for models that do not pass the argument down
-    if collector is None:
-        return False
-    captured = collector.global_var if torch.compiler.is_compiling() else collector.get()
-    return any("attentions" in key for key in captured or ())
+    return any("attentions" in key for key in _captured())  # for models that do not pass the argument down
+
+
+def captures_hidden_states() -> bool:
+    """Whether this forward pass returns hidden states of layers."""
+    return any("hidden_states" in key for key in _captured())
+
+
+def _captured() -> Collection[str]:
+    """What transformers' hooks collect now."""
+    collector = output_capturing._active_collector
+    return (collector.global_var if torch.compiler.is_compiling() else collector.get()) or ()
 
 
 def gives_probabilities(function: Any, module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:

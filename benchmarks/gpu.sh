@@ -20,10 +20,11 @@ step() { # name, command...
   ((status == 0)) || failed=1
 }
 
-sanitize() { # tool, tests: a small run of the table; exit status 9 on any error
-  step "sanitize-$1" env MATMULS_POISON=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 compute-sanitizer --tool "$1" --error-exitcode 9 \
-    "$python" -m pytest -q -m cuda -p no:cacheprovider tests/test_table.py -k "$2"
-  grep -h "ERROR SUMMARY\|RACECHECK SUMMARY" "$out/sanitize-$1.log"
+sanitize() { # tool, tests, file: a small run of the table or of a file; exit status 9 on any error
+  local file=${3:-table}
+  step "sanitize-$1-$file" env MATMULS_POISON=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 compute-sanitizer --tool "$1" --error-exitcode 9 \
+    "$python" -m pytest -q -m cuda -p no:cacheprovider "tests/test_$file.py" -k "$2"
+  grep -h "ERROR SUMMARY\|RACECHECK SUMMARY" "$out/sanitize-$1-$file.log"
 }
 
 bert() {
@@ -49,6 +50,9 @@ for name in $steps; do
       sanitize initcheck "the_truth or test_empty"
       # racecheck slows cuBLAS's kernels a hundredfold: every operation, in two dtypes
       sanitize racecheck "the_truth and (bfloat16 or float32)"
+      # attention's one kernel: both of its instances, every mask, rows and keys that fill their tiles and that do not;
+      # 3 s a test, nearly all of it the float64 products beside it
+      sanitize racecheck "one_kernel_is and bfloat16 and (200 or 384)" attention
       # blocks that wait for each other
       sanitize synccheck "(matmul_ or linear_ or square) and the_truth and (bfloat16 or float32)"
       ;;

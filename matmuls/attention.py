@@ -12,6 +12,7 @@ from .dense import cublasMM, cublasTransbMM, matmul
 from .fused_softmax import scaled_masked_softmax
 
 _attention: Callable[..., torch.Tensor] = torch.ops.custom_mm.attention_forward.default
+_attention_pieces: Callable[..., list[int]] = torch.ops.custom_mm.attention_pieces.default
 _softmax_gradient = torch.ops.custom_mm.softmax_backward.out
 
 PIECE_BYTES = 32 << 20  # of scores at a time: the next kernel finds them in the L2, of 50 MB on an H200
@@ -87,14 +88,10 @@ def compose(
 
 
 def _pieces(q: torch.Tensor, k: torch.Tensor) -> Iterator[Piece]:
-    """As many whole batch elements as PIECE_BYTES of scores hold, else as many heads of one, one head at least."""
-    batch, heads = q.shape[:2]
-    matrix = max(1, q.size(2) * k.size(2) * q.element_size())
-    if heads * matrix <= PIECE_BYTES:
-        yield from ((part, slice(None)) for part in shares(batch, PIECE_BYTES // (heads * matrix)))
-        return
-    for b in range(batch):
-        yield from ((slice(b, b + 1), part) for part in shares(heads, PIECE_BYTES // matrix))
+    """Those in which the operator makes the scores."""
+    numbers = iter(_attention_pieces(q, k, PIECE_BYTES))
+    for b, batches, h, heads in zip(numbers, numbers, numbers, numbers, strict=True):
+        yield slice(b, b + batches), slice(h, h + heads)
 
 
 def shares(count: int, most: int) -> Iterator[slice]:

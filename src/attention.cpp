@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "common.h"
 #include "product_operators.h"
@@ -66,21 +67,28 @@ void check(const Call& c) {
   }
 }
 
-// f(batch, batches, head, heads): as many whole batch elements as piece_bytes of scores hold, else as many heads of one
-// element, one head at least; pieces alike.
-template <class F>
-void each_piece(const Call& c, const F& f) {
-  const int64_t batch = c.q.size(0), heads = c.q.size(1);
-  const int64_t matrix = std::max<int64_t>(1, c.q.size(2) * c.k.size(2) * c.q.element_size());
-  const bool whole = heads * matrix <= c.piece_bytes;
+// Batch, batches, head, heads of each piece, one after the other: as many whole batch elements as piece_bytes of scores
+// hold, else as many heads of one element, one head at least; pieces alike. Python passes the gradients in the same
+// ones.
+std::vector<int64_t> pieces(const Tensor& q, const Tensor& k, int64_t piece_bytes) {
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "attention_pieces: expected q and k of four dimensions, got shapes ",
+              q.sizes(), " and ", k.sizes());
+  const int64_t batch = q.size(0), heads = q.size(1);
+  const int64_t matrix = std::max<int64_t>(1, q.size(2) * k.size(2) * q.element_size());
+  const bool whole = heads * matrix <= piece_bytes;
   const int64_t count = whole ? batch : heads;
-  const int64_t most = std::max<int64_t>(1, c.piece_bytes / (whole ? heads * matrix : matrix));
+  const int64_t most = std::max<int64_t>(1, piece_bytes / (whole ? std::max<int64_t>(1, heads) * matrix : matrix));
   const int64_t parts = (count + most - 1) / most, step = parts ? (count + parts - 1) / parts : 1;
+  std::vector<int64_t> found;
   for (int64_t b = 0; b < (whole ? 1 : batch); ++b)
     for (int64_t i = 0; i < count; i += step) {
       const int64_t n = std::min(step, count - i);
-      whole ? f(i, n, 0, heads) : f(b, 1, i, n);
+      if (whole)
+        found.insert(found.end(), {i, n, 0, heads});
+      else
+        found.insert(found.end(), {b, 1, i, n});
     }
+  return found;
 }
 
 Tensor in_pieces(Call c) {
@@ -90,7 +98,9 @@ Tensor in_pieces(Call c) {
   const Tensor context = at::empty({batch, heads, queries, c.v.size(3)}, c.q.options());
   Tensor mask = c.mask;
   while (mask.defined() && mask.dim() < 4) mask = mask.unsqueeze(0);
-  each_piece(c, [&](int64_t b, int64_t batches, int64_t h, int64_t some) {
+  const auto all = pieces(c.q, c.k, c.piece_bytes);
+  for (size_t i = 0; i < all.size(); i += 4) {
+    const int64_t b = all[i], batches = all[i + 1], h = all[i + 2], some = all[i + 3];
     const auto part = [&](const Tensor& t) { return t.narrow(0, b, batches).narrow(1, h, some); };
     OptionalTensor seen;
     if (mask.defined())
@@ -101,7 +111,7 @@ Tensor in_pieces(Call c) {
     MatmulOutOp::call(part(c.q), part(c.k), false, true, scores);
     MaskedSoftmaxOp::call(scores, seen, c.scale, c.causal);
     MatmulOutOp::call(scores, part(c.v), false, false, part(context));
-  });
+  }
   return context.transpose(1, 2).contiguous();
 }
 
@@ -154,7 +164,10 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int piece_bytes, "
       "Tensor(a!)? probabilities) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+  m.def("attention_pieces(Tensor q, Tensor k, int piece_bytes) -> int[]");
 }
+
+TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) { m.impl("attention_pieces", pieces); }
 
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("attention_forward", run<false>); }
 #ifdef MATMULS_CUDA

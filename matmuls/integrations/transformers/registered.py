@@ -137,21 +137,26 @@ def attention(
 
 
 def wants_probabilities(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether this forward pass returns attentions: by its argument, the configuration, or what is being captured."""
-    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+    """Whether this forward pass returns attentions: by its argument, what is being captured, or the configuration."""
+    if kwargs.get("output_attentions"):
         return True
-    return any("attentions" in key for key in _captured())  # for models that do not pass the argument down
+    captured = _captured()
+    if captured is None:
+        return bool(getattr(getattr(module, "config", None), "output_attentions", False))
+    # for models that do not pass the argument down; who captures has looked into the configuration
+    return any("attentions" in key for key in captured)
 
 
 def captures_hidden_states() -> bool:
     """Whether this forward pass returns hidden states of layers."""
-    return any("hidden_states" in key for key in _captured())
+    return any("hidden_states" in key for key in _captured() or ())
 
 
-def _captured() -> Collection[str]:
-    """What transformers' hooks collect now."""
+def _captured() -> Collection[str] | None:
+    """What transformers' hooks collect now; None outside of models that collect anything."""
     collector = output_capturing._active_collector
-    return (collector.global_var if torch.compiler.is_compiling() else collector.get()) or ()
+    captured: Collection[str] | None = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    return captured
 
 
 def gives_probabilities(function: Any, module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -450,6 +450,7 @@ def _layer(
         layer_norm_(x, first.weight, first.bias, first.eps, residual=other)
     del other
     room, up, down = plan.room(x, probabilities), plan.up, plan.down
+    del probabilities  # eager attention makes them for nobody
     if plan.epilogue and not plan.norm_first:
         return feed_forward_(
             x,

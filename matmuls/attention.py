@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import Function
+from torch.nn.attention import SDPBackend
 from torch.utils.flop_counter import register_flop_formula
 
 from .dense import cublasMM, cublasTransbMM, matmul
@@ -14,6 +15,10 @@ from .fused_softmax import scaled_masked_softmax
 _attention: Callable[..., torch.Tensor] = torch.ops.custom_mm.attention_forward.default
 _attention_pieces: Callable[..., list[int]] = torch.ops.custom_mm.attention_pieces.default
 _softmax_gradient = torch.ops.custom_mm.softmax_backward.out
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+_flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
 PIECE_BYTES = 32 << 20  # of scores at a time: the next kernel finds them in the L2, of 50 MB on an H200
 FLASH_HEAD = 128  # the largest head that torch's fused attentions have on every GPU, there and back
@@ -206,15 +211,23 @@ def _flash_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor | None, ctx: Any
 ) -> Iterator[torch.Tensor | None]:
     """By torch's fused attention, made again for what its own backward keeps: a row's sum rather than the row."""
-    needs = ctx.needs_input_grad[:3]
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_(need) for t, need in zip((q, k, v), needs, strict=True)]
-        context = torch.nn.functional.scaled_dot_product_attention(
-            leaves[0], leaves[1], leaves[2], is_causal=ctx.causal, scale=ctx.scale
-        )
     assert grad is not None
-    found = iter(torch.autograd.grad(context, [t for t in leaves if t.requires_grad], grad.transpose(1, 2)))
-    return (next(found) if need else None for need in needs)
+    grad, causal, scale = grad.transpose(1, 2), ctx.causal, ctx.scale
+    fused = torch._fused_sdp_choice(q, k, v, is_causal=causal, scale=scale)
+    if fused == SDPBackend.CUDNN_ATTENTION.value:  # called by name: a graph of autograd's own costs 120 us of the host
+        out, sums, *rest, _ = _cudnn(q, k, v, None, True, is_causal=causal, scale=scale)
+        lengths, seed = rest[:4], rest[4:]
+        found = _cudnn_backward(grad, q, k, v, out, sums, *seed, None, *lengths, 0.0, causal, scale=scale)
+    elif fused == SDPBackend.FLASH_ATTENTION.value:
+        out, sums, *rest, _ = _flash(q, k, v, is_causal=causal, scale=scale)
+        lengths, seed = rest[:4], rest[4:]
+        found = _flash_backward(grad, q, k, v, out, sums, *lengths, 0.0, causal, *seed, scale=scale)
+    else:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=scale)
+        found = torch.autograd.grad(out, leaves, grad)
+    return (x if need else None for x, need in zip(found, ctx.needs_input_grad, strict=False))
 
 
 def _gradients_of_piece(

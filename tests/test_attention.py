@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from matmuls import attention, measure
@@ -319,3 +320,24 @@ def test_gradients_at_16_bits(causal, wanted, recompute):
     for x, y in zip(found, true, strict=True):
         if y is not None:
             assert torch.linalg.vector_norm(x.double() - y) <= 2e-2 * torch.linalg.vector_norm(y)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("needed", ["qkv", "qv", "k"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize(
+    "fused", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+)
+def test_gradients_by_each_of_torch_s_attentions(fused, causal, needed):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 128, 3, 64, device="cuda").bfloat16().transpose(1, 2) for _ in range(3)]
+    for name, x in zip("qkv", inputs, strict=True):
+        x.requires_grad_(name in needed)
+    leaves = [x for x in inputs if x.requires_grad]
+    ours = attention.attend(*inputs, None, 0.125, causal=causal)[0]
+    truth = plain(*(x.double() for x in inputs), None, 0.125, causal)[0]
+    weights = torch.randn_like(truth)
+    with sdpa_kernel(fused):
+        found = torch.autograd.grad((ours.double() * weights).sum(), leaves)
+    for x, y in zip(found, torch.autograd.grad((truth * weights).sum(), leaves), strict=True):
+        assert torch.linalg.vector_norm(x.double() - y) <= 2e-2 * torch.linalg.vector_norm(y)

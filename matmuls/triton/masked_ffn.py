@@ -103,7 +103,7 @@ def gradient_kernel(
         w, sw = weight_of(first, w2, u2, sw2, su2, column, BN, BK, K_INNER, TMA)
         g = tl.zeros((BM, BN), tl.float32)
         offsets = rows_at(rows, places, start, end, True) * sdy
-        g = accumulate(g, dy, offsets, w, sw, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
+        g = accumulate(g, dy, offsets, w, sw, column, 0, K, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
         store_gradients(t, dt, c, g, places.to(tl.int64), places < end, column, N, BM, BN, EVEN_N, PIECES)
 
 
@@ -129,12 +129,15 @@ def gate_up(
 
 
 def hidden_gradients(
-    dy: Tensor, w2: Tensor, u2: Tensor, t: Tensor, rows: Tensor, counts: Tensor
+    dy: Tensor, w2: Tensor, u2: Tensor, t: Tensor, rows: Tensor, counts: Tensor, c: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of t, [M, 2H], and c once more, [M, H], in the plan's order, for dy [M, D]; weights [D, H]."""
+    """The gradient of t, [M, 2H], and c once more, [M, H], in the plan's order, for dy [M, D]; weights [D, H].
+
+    With c both are written over t and c: what a tile reads of t is all that it writes there, and it reads first.
+    """
     dy, M, (K, N) = read_rows(dy), dy.shape[0], w2.shape
     weights, strides, k_inner = oriented(w2.T, u2.T)
-    dt, c = torch.empty_like(t), t.new_empty(M, N)
+    dt, c = (torch.empty_like(t), t.new_empty(M, N)) if c is None else (t, c)
     precision = precision_of(dy.dtype)
 
     def attempt(s: Tiles) -> None:
@@ -173,16 +176,19 @@ def backward(
 ) -> list[Tensor]:
     """Gradients of x, w1, w2, w3, u1, u2, u3; no elements where none is needed. Without t it is computed again."""
     if t is None:
-        t = gate_up(x, w[0], w[2], u[0], u[2], rows, counts, True)[1]  # a name for the other would keep it alive
-    dt, c = hidden_gradients(dy, w[1], u[1], t, rows, counts)
+        c, t = gate_up(x, w[0], w[2], u[0], u[2], rows, counts, True)
+        dt, c = hidden_gradients(dy, w[1], u[1], t, rows, counts, c)
+    else:
+        dt, c = hidden_gradients(dy, w[1], u[1], t, rows, counts)
     H = c.shape[1]
     grads = [x.new_empty(0) for _ in needs]
-    if needs[0]:
-        pair = (w[2].T, u[2].T)
-        grads[0] = product(dt, w[0].T, u[0].T, rows, counts, pair=pair, operator="masked_ffn_input")
+    if needs[2] or needs[5]:
+        grads[2], grads[5] = weight_gradients(dy, c, rows, counts, needs[2], needs[5], gather_x=False)
+    del c  # a sixth of what is alive here
     for at, g in ((1, dt[:, :H]), (3, dt[:, H:])):
         if needs[at] or needs[at + 3]:
             grads[at], grads[at + 3] = weight_gradients(g, x, rows, counts, needs[at], needs[at + 3], gather_g=False)
-    if needs[2] or needs[5]:
-        grads[2], grads[5] = weight_gradients(dy, c, rows, counts, needs[2], needs[5], gather_x=False)
+    if needs[0]:
+        pair = (w[2].T, u[2].T)
+        grads[0] = product(dt, w[0].T, u[0].T, rows, counts, pair=pair, operator="masked_ffn_input")
     return grads

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import Tiles, gpu, run
 from .launch import launch
+from .cut import cut_product_kernel, cut_sum_kernel
 from .tiles import accumulate, rows_at, store_product, tile_at, tiles_of, weight_of
 
 
@@ -33,10 +34,10 @@ def product_kernel(
         at = listed * sxm
         acc = tl.zeros((BM, BN), tl.float32)
         w, sw = weight_of(first, w1, w2, sw1, sw2, column, BN, BK, K_INNER, TMA)
-        acc = accumulate(acc, x, at, w, sw, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
+        acc = accumulate(acc, x, at, w, sw, column, 0, K, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
         if PAIRS == 2:  # x holds two operands side by side, each with its own weights
             v, sv = weight_of(first, v1, v2, sv1, sv2, column, BN, BK, K_INNER, TMA)
-            acc = accumulate(acc, x + K, at, v, sv, column, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
+            acc = accumulate(acc, x + K, at, v, sv, column, 0, K, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
         bias = b1
         if BIAS:
             bias = b1 if first else b2
@@ -103,18 +104,15 @@ def store_sum(
 
 @triton.jit
 def store_gradient(
-    part, d1, d2, acc, piece, side, first, n1, M, chunk, row, column, height, wide, si, sj,
+    part, d1, d2, acc, piece, side, first, start, end, n1, M, row, column, height, wide, si, sj,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """A sum to where it belongs: an expert's gradient, or with SPLIT its slot, chunk c's being c and c + 1."""
-    if SPLIT > 1:
-        if halved(n1, M, chunk, SPLIT):
-            store_sum(d1 if first else d2, acc, row, column, height, wide, si, sj, BM, BN, EVEN, PIECES)
-        else:
-            slot = part + (piece + side).to(tl.int64) * height * wide
-            store_sum(slot, acc, row, column, height, wide, si, sj, BM, BN, EVEN, PIECES)
-    else:
+    """The sum over an expert's rows from start to end: its gradient, or a part of it, of chunk c in slot c or c + 1."""
+    if (start == tl.where(first, 0, n1)) & (end == tl.where(first, n1, M)):
         store_sum(d1 if first else d2, acc, row, column, height, wide, si, sj, BM, BN, EVEN, PIECES)
+    elif SPLIT > 1:
+        slot = part + (piece + side).to(tl.int64) * height * wide
+        store_sum(slot, acc, row, column, height, wide, si, sj, BM, BN, EVEN, PIECES)
 
 
 @triton.jit(do_not_specialize=["M", "chunk"])
@@ -149,28 +147,9 @@ def weights_kernel(
                 acc = tl.dot(left, right, acc, input_precision=PRECISION)
             EVEN: tl.constexpr = EVEN_N and EVEN_K
             store_gradient(
-                part,
-                d1,
-                d2,
-                acc,
-                piece,
-                side,
-                first,
-                n1,
-                M,
-                chunk,
-                row,
-                column,
-                N,
-                K,
-                K,
-                1,
-                BN,
-                BK,
-                SPLIT,
-                EVEN,
+                part, d1, d2, acc, piece, side, first, start, end, n1, M, row, column, N, K, K, 1, BN, BK, SPLIT, EVEN,
                 PIECES,
-            )
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "chunk"])
@@ -216,7 +195,7 @@ def sorted_weights_kernel(
                 acc = tl.dot(left, right, acc, input_precision=PRECISION)
             si, sj = (1, P) if TRANSPOSED else (Q, 1)
             store_gradient(
-                part, d1, d2, acc, piece, side, first, n1, M, chunk, row, column, P, Q, si, sj, BM, BN, SPLIT, True,
+                part, d1, d2, acc, piece, side, first, start, end, n1, M, row, column, P, Q, si, sj, BM, BN, SPLIT, True,
                 PIECES,
             )  # fmt: skip
 
@@ -238,27 +217,43 @@ def sum_kernel(x, part, rows, counts, N, sxm, M, chunk, BR: tl.constexpr, BN: tl
     tl.store(part + piece.to(tl.int64) * N + ns, total, mask=ns < N)
 
 
+@triton.jit
+def slots_sum(part, low, high, at, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """part[low, at] + ... + part[high - 1, at]; of SPLIT slots at most all loads are on their way at once."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    if SPLIT > 0:
+        for n in tl.static_range(SPLIT):
+            slot = tl.cast(low + n, tl.int64)
+            total += tl.load(part + slot * size + at, mask=at < tl.where(high > slot, size, 0), other=0.0)
+    else:
+        for n in range(low, high):
+            total += tl.load(part + tl.cast(n, tl.int64) * size + at, mask=at < size, other=0.0)
+    return total
+
+
 @triton.jit(do_not_specialize=["M", "chunk"])
 def reduce_kernel(
     part, d1, d2, counts, size, M, chunk,
     SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """d1, d2 = each expert's slots of part[slots, size] added up in order; exactly 0 where it has none."""
+    """d1, d2 = each expert's slots of part[slots, size] added up in order; exactly 0 where it has none.
+
+    What lies in one chunk alone is there already, but for SPLIT = 0: sums, all of them in slots.
+    """
     n1 = tl.load(counts)
     if halved(n1, M, chunk, SPLIT):
         return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
+    last = tl.cdiv(M, chunk)
     if FIRST:
-        total = tl.zeros((BLOCK,), tl.float32)
-        for slot in range(tl.cdiv(n1, chunk)):
-            total += tl.load(part + tl.cast(slot, tl.int64) * size + at, mask=inside, other=0.0)
-        tl.store(d1 + at, total.to(d1.dtype.element_ty), mask=inside)
+        low, high = 0, tl.cdiv(n1, chunk)
+        if (high != 1) | (SPLIT == 0):
+            tl.store(d1 + at, slots_sum(part, low, high, at, size, SPLIT, BLOCK), mask=inside)
     if SECOND:
-        total = tl.zeros((BLOCK,), tl.float32)
-        for slot in range(n1 // chunk + 1, tl.where(n1 < M, tl.cdiv(M, chunk), 0) + 1):
-            total += tl.load(part + tl.cast(slot, tl.int64) * size + at, mask=inside, other=0.0)
-        tl.store(d2 + at, total.to(d2.dtype.element_ty), mask=inside)
+        low, high = n1 // chunk + 1, tl.where(n1 < M, last, n1 // chunk) + 1
+        if (high - low != 1) | (SPLIT == 0):
+            tl.store(d2 + at, slots_sum(part, low, high, at, size, SPLIT, BLOCK), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -309,9 +304,14 @@ def described(tiles: Tiles, weights: tuple[Tensor, ...], strides: tuple[int, ...
     return [TensorDescriptor(w, list(w.shape)[::sides], [s, 1], block) for w, s in zip(weights, strides, strict=True)]
 
 
+def most_tiles(tiles: Tiles, m: int, n: int) -> int:
+    """That any mask has."""
+    return (-(-m // tiles.rows) + 1) * -(-n // tiles.columns)
+
+
 def programs(tiles: Tiles, m: int, n: int, index: int | None) -> int:
-    """The most tiles that any mask has, or as many programs as run at one time."""
-    count = (-(-m // tiles.rows) + 1) * -(-n // tiles.columns)
+    """One a tile, or as many as run at one time."""
+    count = most_tiles(tiles, m, n)
     return min(count, gpu(index).multiprocessors) if tiles.persistent else count
 
 
@@ -343,12 +343,23 @@ def product(
 
     def attempt(t: Tiles) -> None:
         given = described(t, weights, strides, k_inner)
+        sides, tma, bias = (t.rows, t.columns, t.depth, t.group), given is not weights, b1 is not None
+        even = K % t.depth == 0, N % t.columns == 0
+        if t.split > 1 and gather:
+            limit, height = gpu(x.device.index).multiprocessors, 4
+            part = x.new_empty(limit, t.rows, t.columns, dtype=torch.float32)
+            args: tuple[Any, ...] = (x, *given, b1, b2, y, part, rows, counts, N, K, x.stride(0), *strides, N)
+            constants = (*sides, tma, t.pieces, k_inner, *even, bias, precision)
+            launch(cut_product_kernel, limit, args, (M,), constants, t.warps, t.stages)
+            args = (y, b1, b2, part, rows, counts, N, N)
+            constants = (*sides[:2], t.group, even[1], bias, height)
+            launch(cut_sum_kernel, (limit // 2, t.rows // height), args, (M, limit), constants, 4, 1)
+            return
         none = (None, None) if pair is None else ()
         args = (x, *given, *none, b1, b2, y, rows, counts, N, K, x.stride(0), *strides, *none, N)
-        layout = (gather, True, 1 if pair is None else 2, k_inner, K % t.depth == 0, N % t.columns == 0, b1 is not None)
-        shape = (t.rows, t.columns, t.depth, t.group, t.walk, given is not weights, t.pieces)
+        layout = (gather, True, 1 if pair is None else 2, k_inner, *even, bias, precision)
         grid = programs(t, M, N, x.device.index)
-        launch(product_kernel, grid, args, (M,), (*shape, *layout, precision), t.warps, t.stages)
+        launch(product_kernel, grid, args, (M,), (*sides, t.walk, tma, t.pieces, *layout), t.warps, t.stages)
 
     run(operator, M, N, K, x, precision == "tf32", attempt)
     return y

@@ -104,13 +104,13 @@ def load_rows(at, k, K, BK: tl.constexpr, EVEN_K: tl.constexpr):
 
 @triton.jit
 def accumulate(
-    acc, x, offsets, source, sw, column, N, K,
+    acc, x, offsets, source, sw, column, begin, end, N, K,
     BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + x[rows] @ w[columns]^T; rows are gathered by the loads themselves."""
-    at = x + offsets[:, None] + tl.arange(0, BK)[None, :]
-    for k in range(0, K, BK):
+    """acc + x[rows] @ w[columns]^T over k from begin to end; rows are gathered by the loads themselves."""
+    at = x + offsets[:, None] + (begin + tl.arange(0, BK))[None, :]
+    for k in range(begin, end, BK):
         a = load_rows(at, k, K, BK, EVEN_K)
         b = load_weight(source, sw, column, k, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)

@@ -178,6 +178,48 @@ def _weights_meta(
     return x.new_empty(n if first else 0, k), x.new_empty(n if second else 0, k)
 
 
+def _check_linear_gradient(g: Tensor, x: Tensor, w1: Tensor, w2: Tensor, rows: Tensor, counts: Tensor) -> None:
+    _check_linear(x, w1, w2, rows, counts, None, None)
+    _check_like("masked_linear_backward", "the gradient", g, x, (*x.shape[:-1], w1.shape[0]))
+
+
+def _linear_backward(
+    g: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    first: bool = True,
+    second: bool = True,
+    known: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_linear_gradient(g, x, w1, w2, rows, counts)
+    if known not in (0, rows.shape[0]) and _by_triton(x, w1.shape[0]):
+        from .triton.masked_linear import gradients
+
+        dx, d1, d2 = gradients(_flat(g), _flat(x), w1, w2, rows, counts, first, second)
+        return dx.view(x.shape), d1, d2
+    dx = _linear_kernel(g, w1.T, w2.T, rows, counts, None, None, known)
+    return dx, *_weights_kernel(g, x, rows, counts, first, second, known)
+
+
+def _linear_backward_meta(
+    g: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    first: bool = True,
+    second: bool = True,
+    known: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_linear_gradient(g, x, w1, w2, rows, counts)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, *_weights_meta(g, x, rows, counts, first, second)
+
+
 def _sums_kernel(x: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
     _check_x("masked_sums", x, rows, counts)
     if _by_triton(x):
@@ -285,6 +327,8 @@ _schemas = (
     "SymInt known=-1) -> Tensor",
     "masked_weights(Tensor grad, Tensor x, Tensor rows, Tensor counts, bool first=True, bool second=True, "
     "SymInt known=-1) -> (Tensor, Tensor)",
+    "masked_linear_backward(Tensor grad, Tensor x, Tensor w1, Tensor w2, Tensor rows, Tensor counts, bool first=True, "
+    "bool second=True, SymInt known=-1) -> (Tensor, Tensor, Tensor)",
     "masked_sums(Tensor x, Tensor rows, Tensor counts) -> Tensor",
     f"masked_ffn(Tensor x, {_experts}, Tensor rows, Tensor counts, bool recompute=False) -> Tensor",
     f"masked_ffn_forward(Tensor x, {_experts}, Tensor rows, Tensor counts, bool keep) -> (Tensor, Tensor)",
@@ -297,6 +341,7 @@ for _name, _kernel, _meta in (
     ("mask_plan", _plan_kernel, _plan_meta),
     ("masked_linear", _linear_kernel, _linear_meta),
     ("masked_weights", _weights_kernel, _weights_meta),
+    ("masked_linear_backward", _linear_backward, _linear_backward_meta),
     ("masked_sums", _sums_kernel, _sums_meta),
     ("masked_ffn", _ffn, _ffn),
     ("masked_ffn_forward", _ffn_forward, _ffn_forward_meta),
@@ -310,6 +355,7 @@ _ops = torch.ops.custom_mm
 _plan: Callable[..., tuple[Tensor, Tensor]] = _ops.mask_plan.default
 _linear: Callable[..., Tensor] = _ops.masked_linear.default
 _weights: Callable[..., tuple[Tensor, Tensor]] = _ops.masked_weights.default
+_linear_backward_op: Callable[..., tuple[Tensor, ...]] = _ops.masked_linear_backward.default
 _sums: Callable[..., Tensor] = _ops.masked_sums.default
 _ffn_op: Callable[..., Tensor] = _ops.masked_ffn.default
 _ffn_forward_op: Callable[..., tuple[Tensor, Tensor]] = _ops.masked_ffn_forward.default
@@ -320,7 +366,8 @@ _ffn_backward_op: Callable[..., tuple[Tensor, ...]] = _ops.masked_ffn_backward.d
 
 
 class _Linear(Function):
-    """dx is the same operator on transposed weights, so that it is differentiable in its turn."""
+    """dx is the same operator on transposed weights, so that it is differentiable in its turn; where nobody asks for
+    that, dx and the weights' gradients are one operator, which shares the work on the gradient's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, rows: Tensor, counts: Tensor, *rest: Any) -> Tensor:
@@ -338,9 +385,11 @@ class _Linear(Function):
         x, w1, w2, rows, counts = ctx.saved_tensors
         need_x, need_1, need_2, _, _, need_b1, need_b2, _ = ctx.needs_input_grad
         dx = d1 = d2 = e1 = e2 = None
-        if need_x:
+        if need_x and (need_1 or need_2) and not torch.is_grad_enabled():
+            dx, d1, d2 = _linear_backward_op(dy, x, w1, w2, rows, counts, need_1, need_2, ctx.known)
+        elif need_x:
             dx = _linear(dy, w1.T, w2.T, rows, counts, None, None, ctx.known)
-        if need_1 or need_2:
+        if (need_1 or need_2) and d1 is None:
             d1, d2 = _weights(dy, x, rows, counts, need_1, need_2, ctx.known)
         if need_b1 or need_b2:
             e1, e2 = _sums(dy, rows, counts).unbind(0)
@@ -437,18 +486,22 @@ class _FfnForward(Function):
         return _Ffn.backward(ctx, dy)
 
 
-class _FfnBackward(Function):
-    """Refuses: `_Ffn.backward` asks other operators where a second derivative is wanted."""
+def _once(name: str) -> type[Function]:
+    """Refuses a gradient: `_Linear` and `_Ffn` ask other operators where a second derivative is wanted."""
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _ffn_backward_op(*args)
+    class Once(Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+            with torch._C._AutoDispatchBelowAutograd():
+                found: tuple[Tensor, ...] = getattr(_ops, name).default(*args)
+            return found
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("masked_ffn_backward: expected to be differentiated once, got a second time")
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            raise RuntimeError(f"{name}: expected to be differentiated once, got a second time")
+
+    return Once
 
 
 def _register_gradient(name: str, function: type[Function]) -> None:
@@ -470,7 +523,8 @@ for _name, _function in (
     ("masked_sums", _Sums),
     ("masked_ffn", _Ffn),
     ("masked_ffn_forward", _FfnForward),
-    ("masked_ffn_backward", _FfnBackward),
+    ("masked_linear_backward", _once("masked_linear_backward")),
+    ("masked_ffn_backward", _once("masked_ffn_backward")),
 ):
     _register_gradient(_name, _function)
 _library.impl("mask_plan", torch.library.fallthrough_kernel, "Autograd")
@@ -510,6 +564,11 @@ def _linear_flops(x: torch.Size, w1: torch.Size, *args: Any, **kwargs: Any) -> i
 @register_flop_formula(_ops.masked_weights)
 def _weights_flops(g: torch.Size, x: torch.Size, *args: Any, **kwargs: Any) -> int:
     return 2 * g.numel() * x[-1]
+
+
+@register_flop_formula(_ops.masked_linear_backward)
+def _linear_backward_flops(g: torch.Size, x: torch.Size, *args: Any, **kwargs: Any) -> int:
+    return 4 * g.numel() * x[-1]
 
 
 @register_flop_formula([_ops.masked_ffn, _ops.masked_ffn_forward])
@@ -563,7 +622,8 @@ def masked_linear(
     expert without rows gets a gradient of exactly 0, and for a frozen one none is computed. Under autocast as linear.
 
     On a GPU rows are gathered inside a kernel's loads and scattered inside its stores; nothing waits for the mask. Only
-    the gradient of large weights sorts a copy first, of x or of y's gradient, whichever has fewer columns.
+    the gradient of large weights reads sorted copies, of x and of y's gradient: on sm_90 a second stream makes them
+    while the gradient of x is computed; where that is not asked for, a copy of the one with fewer columns comes first.
     Rows may lie apart; where neither x nor its rows' elements are contiguous, and where one weight is transposed and
     the other is not, a copy is made. float64 runs both products and blends. On the CPU the rows are sorted, then two
     products. `matmuls tune masked_linear` finds the fastest tiles for a GPU and a shape.

@@ -160,6 +160,18 @@ def test_nan_stays_with_its_expert(tiles, monkeypatch):
     assert w2.grad.isfinite().all()
 
 
+def test_gradients_of_sorted_copies(through_the_kernels, monkeypatch):
+    """Those of many rows on sm_90: beside the product for x both operands are brought into the plan's order."""
+    monkeypatch.setattr(kernels, "LITTLE", 0)
+    monkeypatch.setattr(configs, "forced", {"masked_ffn_weights": configs.Tiles(64, 128, 32, tma=True, split=2)})
+    monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
+    tensors = [t.half() for t in (torch.randn(70, 256), *torch.randn(2, 256, 256) / 16)]
+    for mask in masks(70):
+        compare(lambda x, w1, w2, p=mask: masked_linear(x, w1, w2, p), *tensors)
+    assert through_the_kernels.count("sort_kernel") == 2 * len(list(masks(70)))
+    assert "sorted_weights_kernel" in through_the_kernels
+
+
 @pytest.mark.parametrize("frozen", ["w1", "w2"])
 def test_a_frozen_expert_is_not_computed(frozen, through_the_kernels, monkeypatch):
     x, w1, w2 = torch.randn(40, 16), torch.randn(24, 16), torch.randn(24, 16)

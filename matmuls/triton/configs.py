@@ -33,7 +33,7 @@ OPERATORS = (
     "masked_ffn_down",  # scatter alone
     "masked_ffn_gradient",
     "masked_ffn_input",  # the gradient of x, two products into one sum
-    "masked_ffn_weights",
+    "masked_ffn_weights",  # one operand in the order of the plan, or both: those of masked_linear too, on sm_90
 )
 WEIGHTS = ("masked_weights", "masked_ffn_weights")
 

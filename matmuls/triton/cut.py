@@ -28,7 +28,7 @@ def cut_product_kernel(
     steps = tl.cdiv(K, BK)
     whole, rest, parts = last_round(tiles_of(n1, M, N, BM, BN), tl.num_programs(0))
     rounds = whole // tl.num_programs(0)
-    for turn in range(0, rounds + (program < rest * parts).to(tl.int32)):
+    for turn in range(rounds + (program < rest * parts).to(tl.int32)):
         cut = (turn == rounds) & (parts > 1)
         tile = tl.where(turn == rounds, whole + program // parts, turn * tl.num_programs(0) + program)
         low = tl.where(cut, program % parts * steps // parts, 0)

@@ -4,6 +4,7 @@ The gather of x is inside the load and the scatter of y inside the store: one la
 The gradient of x is the same kernel on transposed weights; those of the weights are products over each expert's rows.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import Tiles, gpu, run
-from .launch import launch
 from .cut import cut_product_kernel, cut_sum_kernel
+from .launch import INTERPRETED, launch
 from .tiles import accumulate, rows_at, store_product, tile_at, tiles_of, weight_of
 
 
@@ -195,8 +196,8 @@ def sorted_weights_kernel(
                 acc = tl.dot(left, right, acc, input_precision=PRECISION)
             si, sj = (1, P) if TRANSPOSED else (Q, 1)
             store_gradient(
-                part, d1, d2, acc, piece, side, first, start, end, n1, M, row, column, P, Q, si, sj, BM, BN, SPLIT, True,
-                PIECES,
+                part, d1, d2, acc, piece, side, first, start, end, n1, M, row, column, P, Q, si, sj, BM, BN, SPLIT,
+                True, PIECES,
             )  # fmt: skip
 
 
@@ -259,11 +260,13 @@ def reduce_kernel(
 @triton.jit(do_not_specialize=["M"])
 def sort_kernel(x, y, rows, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr):
     """y = x's rows in the plan's order."""
-    places, ks = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BK + tl.arange(0, BK)
-    listed = tl.load(rows + places, mask=places < M, other=0).to(tl.int64)
-    inside = (places < M)[:, None] & (ks < K)[None, :]
-    value = tl.load(x + listed[:, None] * sxm + ks[None, :], mask=inside)
-    tl.store(y + places.to(tl.int64)[:, None] * K + ks[None, :], value, mask=inside)
+    wide = tl.cdiv(K, BK)
+    for block in range(tl.program_id(0), tl.cdiv(M, BR) * wide, tl.num_programs(0)):
+        places, ks = block // wide * BR + tl.arange(0, BR), block % wide * BK + tl.arange(0, BK)
+        listed = tl.load(rows + places, mask=places < M, other=0).to(tl.int64)
+        inside = (places < M)[:, None] & (ks < K)[None, :]
+        value = tl.load(x + listed[:, None] * sxm + ks[None, :], mask=inside)
+        tl.store(y + places.to(tl.int64)[:, None] * K + ks[None, :], value, mask=inside)
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -349,7 +352,7 @@ def product(
             limit, height = gpu(x.device.index).multiprocessors, 4
             part = x.new_empty(limit, t.rows, t.columns, dtype=torch.float32)
             args: tuple[Any, ...] = (x, *given, b1, b2, y, part, rows, counts, N, K, x.stride(0), *strides, N)
-            constants = (*sides, tma, t.pieces, k_inner, *even, bias, precision)
+            constants: tuple[Any, ...] = (*sides, tma, t.pieces, k_inner, *even, bias, precision)
             launch(cut_product_kernel, limit, args, (M,), constants, t.warps, t.stages)
             args = (y, b1, b2, part, rows, counts, N, N)
             constants = (*sides[:2], t.group, even[1], bias, height)
@@ -365,10 +368,12 @@ def product(
     return y
 
 
-def sorted_rows(x: Tensor, rows: Tensor) -> Tensor:
-    (M, K), (height, width) = x.shape, (16, 512)
-    y = x.new_empty(M, K)
-    launch(sort_kernel, (-(-M // height), -(-K // width)), (x, y, rows, K, x.stride(0)), (M,), (height, width), 4, 1)
+def sorted_rows(x: Tensor, rows: Tensor, y: Tensor | None = None, programs: int | None = None) -> Tensor:
+    """x's rows in the plan's order, in y if given; by so many programs, or by as many as fill the GPU."""
+    (M, K), (height, width) = x.shape, (8 if programs else 16, 512)
+    y = x.new_empty(M, K) if y is None else y
+    count = -(-M // height) * -(-K // width)
+    launch(sort_kernel, min(count, programs or count), (x, y, rows, K, x.stride(0)), (M,), (height, width), 4, 1)
     return y
 
 
@@ -432,6 +437,53 @@ def weight_gradients(
     else:  # of each layer of the network the operand of its hidden rows is sorted
         run("masked_ffn_weights", M, wide.shape[1], narrow.shape[1], x, precision == "tf32", attempt)
     return d1, d2
+
+
+LITTLE = 1024  # rows that are not worth a copy
+_beside = threading.local()
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each thread and device: two captures at one time must not meet in it."""
+    streams: dict[torch.device, torch.cuda.Stream] = _beside.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    return streams[device]
+
+
+def gradients(
+    g: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    first: bool = True,
+    second: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x and of the weights for g [M, N], x [M, K], w1, w2 [N, K]; M, N, K > 0.
+
+    On sm_90 rows in the plan's order, by TMA, are worth a copy of g and x, if the copy costs no time: while the product
+    for x computes, it leaves registers for two small programs a multiprocessor, which move memory on a second stream.
+    """
+    device, sides = gpu(x.device.index), (g.shape[1], x.shape[1])
+    if device.capability < (9, 0) or x.dtype.itemsize > 2 or len(x) <= LITTLE or any(n % 256 for n in sides):
+        return product(g, w1.T, w2.T, rows, counts), *weight_gradients(g, x, rows, counts, first, second)
+    g, x = read_rows(g), read_rows(x)
+    gs, xs = g.new_empty(g.shape), x.new_empty(x.shape)
+    if INTERPRETED:
+        dx = product(g, w1.T, w2.T, rows, counts)
+        for t, ordered in ((g, gs), (x, xs)):
+            sorted_rows(t, rows, ordered, 2 * device.multiprocessors)
+    else:
+        main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+        side.wait_stream(main)
+        dx = product(g, w1.T, w2.T, rows, counts)
+        with torch.cuda.stream(side):
+            for t, ordered in ((g, gs), (x, xs)):
+                sorted_rows(t, rows, ordered, 2 * device.multiprocessors)
+        main.wait_stream(side)
+    return dx, *weight_gradients(gs, xs, rows, counts, first, second, gather_g=False, gather_x=False)
 
 
 def _reduce(

@@ -21,13 +21,16 @@ from .structure import Structure
 
 OURS = "ours"
 DENSE = "dense"
+HALVES = "dense in halves"
 CUSPARSE = {"cusparse csr_alg3": ("csr", "csr_alg3")}
 SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
-# How many elements of the dense matrix there may be for each nonzero: on tensor cores and elsewhere. And bytes in all.
+# How many elements of the dense matrix there may be for each nonzero: on tensor cores and elsewhere. And bytes in all:
+# of a CPU's, and on a GPU without asking it for room.
 FILL_TENSOR_CORES, FILL = 256, 16
-CPU_BYTES = 2**28
-CLOSE = 2  # times the fastest in a first round: those are timed again
-FAR = 2  # times the dense product: where ours takes longer, no algorithm of cuSPARSE's is faster
+SMALL_BYTES = 2**28
+CLOSE = 1.5  # times the fastest in a first round: those are timed again
+FAR = 1.4  # times the dense product: where ours takes longer, no algorithm of cuSPARSE's is faster
+FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
 
 
 class Product(Protocol):
@@ -78,6 +81,47 @@ class Dense:
         return [full for _, _, full in self._full.values()]
 
 
+class Halves:
+    """A float32 matrix with its zeros, each number as two of float16: as exact, on tensor cores (src/filled.h)."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
+        self._kept: tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]] | None = None  # as Dense
+
+    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        s, values = self._structure, values.detach()
+        if self._kept is not None and self._kept[1] == _state(values):
+            kept = self._kept[2]
+        else:
+            kept = self._made(values)
+            if not is_capturing(values.device):
+                self._kept = values, _state(values), kept
+        values = values.to(dtype)
+        result: torch.Tensor = torch.ops.custom_mm.csr_spmm_halves(
+            *kept, s.crow, s.col, values, b.to(dtype), s.columns, s.order, s.longest
+        )
+        return result
+
+    def _made(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        s = self._structure
+        with torch.inference_mode(False), torch.no_grad():
+            made: tuple[torch.Tensor, ...] = torch.ops.custom_mm.csr_halves(
+                s.crow, s.col, values.float(), s.columns, s.order
+            )
+        return made
+
+    def refresh(self, values: torch.Tensor) -> None:
+        """As Dense: graphs read what is kept."""
+        if self._kept is not None:
+            for old, new in zip(self._kept[2], self._made(values), strict=True):
+                old.copy_(new)
+            self._kept = values, _state(values), self._kept[2]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [] if self._kept is None else list(self._kept[2])
+
+
 def _state(values: torch.Tensor) -> Any:
     return values.data_ptr(), version_of(values), values.dtype
 
@@ -124,7 +168,7 @@ class Measurement:
     seconds: dict[str, float | None]
 
     def fastest(self, dense: bool, cusparse: bool) -> str:
-        kinds = {OURS: True, DENSE: dense}
+        kinds = {OURS: True, DENSE: dense, HALVES: dense and cusparse}
         found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
         return min(found, key=lambda name: found[name], default=OURS)
 
@@ -198,11 +242,12 @@ class Choice:
             for name, timing in zip(names, timings, strict=True):
                 best[name] = min(best.get(name, math.inf), timing.seconds)
 
-        candidates = self._candidates(dtype, b.device)
-        if DENSE in candidates and ready(DENSE):
-            race([OURS, DENSE], 1)
-        if best.get(OURS, 0) <= FAR * best.get(DENSE, math.inf):
-            others = [name for name in candidates if name != DENSE and ready(name)]
+        candidates = self._candidates(dtype, b)
+        full = candidates.pop(0) if candidates and candidates[0] in (DENSE, HALVES) else None
+        if full and ready(full):
+            race([OURS, full], 1)
+        if best.get(OURS, 0) <= FAR * best.get(full or "", math.inf):
+            others = [name for name in candidates if ready(name)]
             if others:
                 race(others if best else [OURS, *others], 1)
         close = [name for name in best if best[name] <= CLOSE * min(best.values())]
@@ -214,30 +259,42 @@ class Choice:
         self._products = {name: made for name, made in self._products.items() if name in kept}
         return measurement
 
-    def _candidates(self, dtype: torch.dtype, device: torch.device) -> list[str]:
-        s = self._structure
-        found = list(CUSPARSE) if device.type == "cuda" else []
+    def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
+        """The matrix with its zeros first, where it is worth a try."""
+        s, device = self._structure, b.device
+        on_gpu = device.type == "cuda"
+        found = list(CUSPARSE) if on_gpu else []
         elements = s.rows * s.columns
-        room = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else CPU_BYTES
-        tensor_cores = device.type == "cuda" and (
-            dtype.itemsize == 2 or (dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
-        )
-        fill = FILL_TENSOR_CORES if tensor_cores else FILL
-        if device.type in ("cpu", "cuda") and elements <= fill * s.nonzeros and elements * dtype.itemsize <= room:
-            found.append(DENSE)
+        wide = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+        halves = wide and on_gpu and b.shape[1] % 8 == 0 and torch.cuda.get_device_capability(device) == (9, 0)
+        tensor_cores = on_gpu and not wide and dtype != torch.float64
+        fill = FILL_HALVES if halves else FILL_TENSOR_CORES if tensor_cores else FILL
+        if (
+            device.type in ("cpu", "cuda")
+            and elements <= fill * s.nonzeros
+            and self._fits(elements * dtype.itemsize, device)
+        ):
+            found.insert(0, HALVES if halves else DENSE)
         return found
+
+    @staticmethod
+    def _fits(nbytes: int, device: torch.device) -> bool:
+        if nbytes <= SMALL_BYTES or device.type != "cuda":  # to ask the GPU takes longer than a product
+            return nbytes <= SMALL_BYTES
+        return bool(nbytes <= torch.cuda.mem_get_info(device)[0] // 4)
 
     def _made(self, name: str) -> Product:
         if name not in self._products:
             s = self._structure
-            self._products[name] = Dense(s) if name == DENSE else Cusparse(s, *CUSPARSE[name])
+            full: dict[str, Callable[[Structure], Product]] = {DENSE: Dense, HALVES: Halves}
+            self._products[name] = full[name](s) if name in full else Cusparse(s, *CUSPARSE[name])
         return self._products[name]
 
     def refresh(self, values: torch.Tensor) -> None:
         """Other values, from now on."""
-        made = self._products.get(DENSE)
-        if isinstance(made, Dense) and not is_capturing(values.device):
-            made.refresh(values.detach())
+        for made in self._products.values():
+            if isinstance(made, (Dense, Halves)) and not is_capturing(values.device):
+                made.refresh(values.detach())
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 // csr_check: what is wrong with a sparse matrix's indices, if anything. csr_transpose: the same matrix by its columns.
 //
-// Both run once, when a matrix enters; nothing after them reads an index that they have not seen. On a GPU they are a
-// few calls of ATen's.
+// Both run once, when a matrix enters; nothing after them reads an index that they have not seen. On a GPU the second
+// is a few calls of ATen's.
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -10,6 +10,7 @@
 #include <atomic>
 
 #include "common.h"
+#include "csr_check.h"
 #include "sparse.h"
 
 #ifdef MATMULS_CUDA
@@ -20,10 +21,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-
-// The first element of a result; the others are where, what is there, and the longest row (where nothing is wrong).
-enum class Problem : int64_t { none, first_offset, last_offset, decreasing, column };
-constexpr int64_t kFacts = 4;
 
 void check(const char* op, const Tensor& crow, const Tensor& col) {
   check_pattern(op, pattern_of(crow, col, {}), crow);
@@ -118,27 +115,10 @@ std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const 
 
 #ifdef MATMULS_CUDA
 // One look at the device's answer costs one synchronization; the caller takes it where it reads the facts.
-Tensor csr_check_cuda(const Tensor& crow, const Tensor& col, c10::SymInt sym_columns) {
+Tensor csr_check_cuda(const Tensor& crow, const Tensor& col, c10::SymInt columns) {
   check("csr_check", crow, col);
   const OperationGuard guard("csr_check", crow);
-  const int64_t rows = crow.size(0) - 1, nonzeros = col.size(0), columns = sym_columns.expect_int();
-  const Tensor lengths = crow.diff();
-  const auto number = [&](int64_t n) { return at::scalar_tensor(n, crow.options().dtype(at::kLong)); };
-  const auto facts = [&](Problem problem, const Tensor& where, const Tensor& found) {
-    return at::stack({number(static_cast<int64_t>(problem)), where.to(at::kLong), found.to(at::kLong), number(0)});
-  };
-  Tensor result = at::stack({number(0), number(0), number(0), rows > 0 ? lengths.max().to(at::kLong) : number(0)});
-  if (nonzeros > 0) {
-    const Tensor bad = col.lt(0).logical_or(col.ge(columns)), where = bad.to(at::kByte).argmax();
-    result = at::where(bad.any(), facts(Problem::column, where, col.take(where)), result);
-  }
-  if (rows > 0) {
-    const Tensor bad = lengths.lt(0), where = bad.to(at::kByte).argmax();
-    result = at::where(bad.any(), facts(Problem::decreasing, where, crow.take(where + 1)), result);
-  }
-  const Tensor last = crow.select(0, rows), first = crow.select(0, 0);
-  result = at::where(last.ne(nonzeros), facts(Problem::last_offset, number(rows), last), result);
-  return at::where(first.ne(0), facts(Problem::first_offset, number(0), first), result);
+  return csr_check_on_gpu(crow.contiguous(), col.contiguous(), columns.expect_int());
 }
 
 std::tuple<Tensor, Tensor, Tensor> csr_transpose_cuda(const Tensor& crow, const Tensor& col, c10::SymInt sym_columns) {

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include "common.h"
+#include "filled.h"
 #include "sparse.h"
 #include "sparse_cpu.h"
 
@@ -73,6 +74,13 @@ c10::SymDimVector check(const Pattern& p, const Tensor& values, const Tensor& de
   return shape;
 }
 
+void check_float_values(const Pattern& p, const Tensor& values) {
+  check_pattern(kOp, p, values);
+  TORCH_CHECK_VALUE(values.scalar_type() == at::kFloat && values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0),
+                    kOp, ": expected values of shape [", p.col.sym_size(0), "] in Float, got ", values.sym_sizes(),
+                    " in ", values.scalar_type());
+}
+
 int64_t product_of(at::IntArrayRef sizes) {
   int64_t product = 1;
   for (const int64_t s : sizes) product *= s;
@@ -114,19 +122,20 @@ namespace matmuls {
 namespace {
 
 // What a device is tuned by; an H200 in mind.
-constexpr int64_t kWarpsAtOnce = 32;      // of a multiprocessor
-constexpr int64_t kFullWarps = 14;        // of a multiprocessor, that keep its memory busy
-constexpr int64_t kGroupNonzeros = 32;    // neighbouring rows of about so many together are one team's
-constexpr int64_t kMostRows = 8;          // that a team has, at most as many as it has lanes
-constexpr int64_t kLongRows = 32;         // nonzeros, on average, that are worth a whole warp's lanes
-constexpr int64_t kSkewed = 8;            // times the average: the longest row of a matrix whose rows are cut
-constexpr int64_t kShortestPiece = 64;    // nonzeros; rows of up to twice as many are never cut
-constexpr int64_t kPieceOfFour = 40;      // the same by teams of four lanes
-constexpr int64_t kMostSlots = 16384;     // that teams cut rows at
-constexpr int64_t kWorkspace = 32 << 20;  // bytes that sums of pieces may take, about, or a quarter of the result's
-constexpr int64_t kShareSteps = 256;      // rows and nonzeros of a share; half of it where there are few
-constexpr int64_t kShareWarps = 24;       // of a multiprocessor, that work on shares at once
-constexpr int64_t kL2Bytes = 32 << 20;    // of a dense side that stays in the L2
+constexpr int64_t kWarpsAtOnce = 32;         // of a multiprocessor
+constexpr int64_t kFullWarps = 14;           // of a multiprocessor, that keep its memory busy
+constexpr int64_t kGroupNonzeros = 32;       // neighbouring rows of about so many together are one team's
+constexpr int64_t kMostRows = 8;             // that a team has, at most as many as it has lanes
+constexpr int64_t kLongRows = 32;            // nonzeros, on average, that are worth a whole warp's lanes
+constexpr int64_t kSkewed = 8;               // times the average: the longest row of a matrix whose rows are cut
+constexpr int64_t kShortestPiece = 64;       // nonzeros; rows of up to twice as many are never cut
+constexpr int64_t kPieceOfFour = 40;         // the same by teams of four lanes
+constexpr int64_t kMostSlots = 16384;        // that teams cut rows at
+constexpr int64_t kWorkspace = 32 << 20;     // bytes that sums of pieces may take, about, or a quarter of the result's
+constexpr int64_t kShareSteps = 256;         // rows and nonzeros of a share; half of it where there are few
+constexpr int64_t kShareWarps = 24;          // of a multiprocessor, that work on shares at once
+constexpr int64_t kL2Bytes = 32 << 20;       // of a dense side that stays in the L2
+constexpr int64_t kFilledBytes = 128 << 20;  // of a matrix that is multiplied with its zeros
 
 template <class T, class I>
 using Args = SpmmArgs<T, I>;
@@ -382,6 +391,48 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
   if (!split.shares || c.longest < 0 || c.longest > m.slot) launch_long_rows(m, vectors, split.shares);
 }
 
+// Without a plan a matrix is filled for each product: float32 in three products of halves, where the GPU has them, the
+// others by cuBLAS, which torch holds for not deterministic.
+bool may_fill(const Call& c) {
+  const auto dtype = c.dense.scalar_type();
+  return c.reduce == Reduce::sum && !c.selected.defined() && c.beta == 0 && c.out.size(0) == 1 &&
+         c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) &&
+         (dtype == at::kFloat    ? can_multiply_halves()
+          : dtype == at::kDouble ? false
+                                 : !at::globalContext().deterministicAlgorithms());
+}
+
+// Microseconds of both ways, about, as measured on an H200.
+bool is_worth_filling(const Call& c) {
+  const bool wide = c.dense.scalar_type() == at::kFloat;
+  const double n = static_cast<double>(c.out.size(2)), nonzeros = static_cast<double>(c.pattern.nonzeros());
+  const double by_rows = wide ? 4 + nonzeros * n / 3.5e6 : 3 + nonzeros * n / 5.8e6;
+  if (by_rows < 20 || !may_fill(c)) return false;
+  const double elements = static_cast<double>(c.out.size(1)) * static_cast<double>(c.dense.size(1));
+  const double bytes = elements * (wide ? 4 : 2);
+  const double filled = wide ? 26 + bytes / 2.6e6 + nonzeros / 5e5 + std::max(bytes / 2.8e6, elements * n / 1.23e8)
+                             : 12 + bytes / 2.2e6 + nonzeros / 6.5e5 + std::max(5.0, elements * n / 3.5e8);
+  return bytes <= static_cast<double>(kFilledBytes) && filled < by_rows;
+}
+
+// The product with A's zeros, and by rows again where they matter.
+template <class T, class I>
+void sum_filled(const Call& c, Args<T, I>& m, const Filled& filled) {
+  if constexpr (sizeof(T) <= 4) {
+    const Tensor dense = c.dense[0];
+    Tensor out = c.out[0], facts;
+    if constexpr (sizeof(T) == 4) {
+      facts = multiply_halves(filled, dense, out, c.alpha);
+    } else {
+      facts = look_for_infinite(dense);
+      at::addmm_out(out, out, filled.parts.narrow(1, 0, dense.size(0)), dense, 0, c.alpha);
+    }
+    m.facts = static_cast<const FillFacts*>(filled.facts.const_data_ptr());
+    m.dense_facts = static_cast<const FillFacts*>(facts.const_data_ptr()), m.parts = facts.size(0) / kFactsOfPart;
+    sum_cuda(c, m);
+  }
+}
+
 template <class T, class I>
 Args<T, I> args_of(const Call& c) {
   using F = arithmetic_t<T>;
@@ -427,12 +478,27 @@ void run_cuda(const Call& c) {
     AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
       auto m = args_of<scalar_t, index_t>(c);
       const bool extremum = c.reduce == Reduce::max || c.reduce == Reduce::min;
-      if (!c.selected.defined() && !extremum) return sum_cuda(c, m);
+      if (!c.selected.defined() && !extremum)
+        return is_worth_filling(c) ? sum_filled(c, m, fill(c.pattern, c.values[0], c.dense.size(1))) : sum_cuda(c, m);
       const dim3 warps =
           grid_of(ceil_of(m.rows, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 1024), m.batches);
       c.selected.defined() ? launch_selected(m, c, warps) : launch_extremum(m, c, warps);
     });
   });
+}
+
+// With what a plan keeps; by rows where halves will not do.
+void run_halves(const Call& c, const Filled& kept) {
+  const OperationGuard guard(kOp, c.dense);
+  AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
+    auto m = args_of<float, index_t>(c);
+    may_fill(c) ? sum_filled(c, m, kept) : sum_cuda(c, m);
+  });
+}
+
+Filled fill_guarded(const Pattern& p, const Tensor& values, int64_t columns) {
+  const OperationGuard guard(kOp, values);
+  return fill(p, values, columns);
 }
 
 }  // namespace
@@ -641,6 +707,94 @@ std::tuple<Tensor, Tensor> spmm_arg_meta(const Tensor& crow, const Tensor& col, 
   return {at::empty_symint(shape, dense.options()), at::empty_symint(shape, crow.options())};
 }
 
+// --- what a plan keeps of a float32 matrix with its zeros (filled.h), and the product with it
+
+using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns);
+using HalvesFunction = void(const Call& c, const Filled& kept);
+
+Filled fill_cpu(const Pattern& p, const Tensor& values, int64_t columns) {
+  const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
+  Tensor full = at::zeros({p.rows(), (columns + 7) / 8 * 8}, values.options());
+  full.index_put_({row, p.col}, p.order.defined() ? values.index_select(0, p.order) : values, /*accumulate=*/true);
+  const Tensor largest = full.size(1) > 0 ? full.abs().amax(1) : at::zeros({p.rows()}, values.options());
+  const Tensor exponents = at::where(largest.gt(0).logical_and(largest.isfinite()),
+                                     (15 - std::get<1>(at::frexp(largest))).clamp_max(126), 0);
+  const Tensor scaled = at::ldexp(full, exponents.unsqueeze(1)), high = scaled.to(at::kHalf);
+  return {at::stack({high, ((scaled - high.to(at::kFloat)) * kLowScale).to(at::kHalf)}), exponents.to(at::kInt),
+          at::zeros({kFillFacts}, p.crow.options().dtype(at::kInt))};
+}
+void run_halves_cpu(const Call& c, const Filled&) { run_cpu(c); }
+
+template <FillFunction fill>
+std::tuple<Tensor, Tensor, Tensor> csr_halves(const Tensor& crow, const Tensor& col, const Tensor& values,
+                                              c10::SymInt columns, const OptionalTensor& order) {
+  const Pattern p = pattern_of(crow, col, order);
+  check_float_values(p, values);
+  const Filled made = fill(contiguous(p), values.contiguous(), columns.expect_int());
+  return {made.parts, made.exponents, made.facts};
+}
+
+template <HalvesFunction run>
+Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& crow,
+                       const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+                       const OptionalTensor& order, int64_t longest) {
+  const Pattern p = pattern_of(crow, col, order);
+  check_float_values(p, values);
+  Tensor out = at::empty_symint(check(p, values, dense, columns, {}, false), dense.options());
+  const int64_t stride = (columns.expect_int() + 7) / 8 * 8;
+  const auto whole = [&](const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
+    return t.sizes() == sizes && t.scalar_type() == dtype && t.is_contiguous() && t.device() == dense.device();
+  };
+  TORCH_CHECK(whole(parts, at::kHalf, {2, p.rows(), stride}) && whole(exponents, at::kInt, {p.rows()}) &&
+                  whole(facts, at::kInt, {kFillFacts}) && dense.dim() == 2,
+              kOp, ": expected what csr_halves made of this matrix, and dense of two dimensions, got parts of shape ",
+              parts.sizes(), ", dense of shape ", dense.sizes());
+  if (out.numel() == 0) return out;
+  run({contiguous(p),
+       values.contiguous().unsqueeze(0),
+       with_contiguous_rows(dense).unsqueeze(0),
+       out.unsqueeze(0),
+       Reduce::sum,
+       1,
+       0,
+       {},
+       {},
+       false,
+       longest},
+      {parts, exponents, facts});
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> csr_halves_meta(const Tensor& crow, const Tensor& col, const Tensor& values,
+                                                   c10::SymInt columns, const OptionalTensor& order) {
+  const Pattern p = pattern_of(crow, col, order);
+  check_float_values(p, values);
+  const auto ints = values.options().dtype(at::kInt);
+  return {at::empty_symint({2, p.sym_rows(), (columns + 7) / 8 * 8}, values.options().dtype(at::kHalf)),
+          at::empty_symint({p.sym_rows()}, ints), at::empty({kFillFacts}, ints)};
+}
+Tensor csr_spmm_halves_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
+                            const Tensor& values, const Tensor& dense, c10::SymInt columns, const OptionalTensor& order,
+                            int64_t) {
+  return at::empty_symint(check(pattern_of(crow, col, order), values, dense, columns, {}, false), dense.options());
+}
+
+MATMULS_OPERATOR(CsrHalvesOp, "custom_mm::csr_halves", "",
+                 std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
+                                                    const OptionalTensor&));
+MATMULS_OPERATOR(CsrSpmmHalvesOp, "custom_mm::csr_spmm_halves", "",
+                 Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                        const Tensor&, c10::SymInt, const OptionalTensor&, int64_t));
+
+// A product that records a gradient is csr_spmm's.
+Tensor csr_spmm_halves_autograd(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& crow,
+                                const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+                                const OptionalTensor& order, int64_t longest) {
+  if (needs_gradient(kOp, {values, dense}))
+    return SpmmOp::call(crow, col, values, dense, columns, "sum", 1, order, {}, {}, {}, {}, false, longest, -1);
+  return CsrSpmmHalvesOp::below_autograd(parts, exponents, facts, crow, col, values, dense, columns, order, longest);
+}
+
 // --- gradients: to the values the product of G and dense where A has nonzeros, to dense the product of A^T and G. Both
 // are operators with gradients of the same two kinds.
 
@@ -793,29 +947,45 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "csr_spmm_arg(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce, Tensor? "
       "order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None) -> (Tensor, Tensor)",
       tags);
+  m.def(
+      "csr_halves(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None) -> (Tensor, Tensor, "
+      "Tensor)",
+      tags);
+  m.def(
+      "csr_spmm_halves(Tensor parts, Tensor exponents, Tensor facts, Tensor crow, Tensor col, Tensor values, Tensor "
+      "dense, SymInt columns, Tensor? order=None, int longest=-1) -> Tensor",
+      tags);
 }
 
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
   m.impl("csr_spmm", spmm<run_cpu>);
   m.impl("csr_spmm.out", spmm_out<run_cpu>);
   m.impl("csr_spmm_arg", spmm_arg<run_cpu>);
+  m.impl("csr_halves", csr_halves<fill_cpu>);
+  m.impl("csr_spmm_halves", csr_spmm_halves<run_halves_cpu>);
 }
 #ifdef MATMULS_CUDA
 TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
   m.impl("csr_spmm", spmm<run_cuda>);
   m.impl("csr_spmm.out", spmm_out<run_cuda>);
   m.impl("csr_spmm_arg", spmm_arg<run_cuda>);
+  m.impl("csr_halves", csr_halves<fill_guarded>);
+  m.impl("csr_spmm_halves", csr_spmm_halves<run_halves>);
 }
 #endif
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
   m.impl("csr_spmm", spmm_meta);
   m.impl("csr_spmm.out", spmm_out_meta);
   m.impl("csr_spmm_arg", spmm_arg_meta);
+  m.impl("csr_halves", csr_halves_meta);
+  m.impl("csr_spmm_halves", csr_spmm_halves_meta);
 }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("csr_spmm", spmm_autograd);
   m.impl("csr_spmm.out", spmm_out_autograd);
   m.impl("csr_spmm_arg", spmm_arg_autograd);
+  m.impl("csr_halves", CsrHalvesOp::below_autograd);
+  m.impl("csr_spmm_halves", csr_spmm_halves_autograd);
 }
 TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("csr_spmm.out", SpmmOutOp::inplace<10>); }
 TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<10>); }

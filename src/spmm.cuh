@@ -2,6 +2,7 @@
 // the second step where a row was cut. Their order of additions depends on the shapes alone.
 #pragma once
 
+#include "filled.cuh"
 #include "sparse.cuh"
 
 namespace matmuls {
@@ -28,6 +29,27 @@ struct SpmmArgs {
   arithmetic_t<T>*
       partial;      // [batch, slots, 2, n]: of a row that began before a slot, and of one that goes on after it
   int64_t* begins;  // [slots]: the long row that begins in a slot, or -1
+  // Where given, the rows have been written (filled.h), and are written again only if what they were made of does not
+  // fit: facts of A, and of the dense side `parts` groups of kFactsOfPart, whose counts are added up.
+  const FillFacts *facts, *dense_facts;
+  int64_t parts;
+
+  // For all threads of a block.
+  __device__ bool spared() const {
+    if (!facts) return false;
+    const FillFacts own = *facts;
+    bool unfit = own.unfit;
+    for (int64_t i = threadIdx.x; i < parts; i += kSparseThreads) {
+      FillFacts together{};
+#pragma unroll
+      for (int k = 0; k < kFactsOfPart; ++k) {
+        const FillFacts one = dense_facts[i * kFactsOfPart + k];
+        together = {together.unfit | one.unfit, together.tiny | one.tiny, together.missing + one.missing};
+      }
+      unfit |= !fit(own, together);
+    }
+    return !__syncthreads_or(unfit);
+  }
 
   __device__ bool is_long(int64_t length) const { return slots > 0 && length > 2 * slot; }
   __device__ arithmetic_t<T> scale(int64_t length) const {
@@ -187,6 +209,7 @@ template <class T, class I, int V, int L, int P, int R, int U, int kBlocks>
 __global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_rows_kernel(const __grid_constant__ SpmmArgs<T, I> m) {
   using F = arithmetic_t<T>;
   constexpr int kTeam = L * P;
+  if (m.spared()) return;
   const unsigned slice = m.slices_first ? blockIdx.x % m.slices : blockIdx.x / m.blocks;
   const unsigned block = m.slices_first ? blockIdx.x / m.slices : blockIdx.x % m.blocks;
   const bool pieces = block < m.piece_blocks;
@@ -302,6 +325,7 @@ template <class T, class I, int V, int L, int R, int U, int kBlocks>
 __global__ void __launch_bounds__(kSparseThreads, kBlocks)
     spmm_shares_kernel(const __grid_constant__ SpmmArgs<T, I> m) {
   using F = arithmetic_t<T>;
+  if (m.spared()) return;
   const unsigned slice = blockIdx.x / m.blocks, block = blockIdx.x % m.blocks;
   const int own = static_cast<int>(slice) * (L * V * R) + threadIdx.x % L * V;
   const int c = min(own, m.n - V);  // as above
@@ -373,7 +397,7 @@ __global__ void __launch_bounds__(kSparseThreads)
     spmm_long_rows_kernel(const __grid_constant__ SpmmArgs<T, I> m, bool counts_rows) {
   using F = arithmetic_t<T>;
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / 32) + threadIdx.x / 32;
-  if (slot >= m.slots) return;
+  if (m.spared() || slot >= m.slots) return;
   const int64_t row = m.begins[slot];
   if (row < 0) return;
   const int64_t row_end = m.crow[row + 1], last = ((counts_rows ? row : 0) + row_end - 1) / m.slot;

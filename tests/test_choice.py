@@ -34,7 +34,8 @@ def test_the_dense_product_where_it_is_faster(dense_wins, device):
     torch.testing.assert_close(first, dense @ b)
     assert all(torch.equal(made @ b, first) for _ in range(20))
     assert len(dense_wins) == 1
-    assert made.nbytes == before + dense.nbytes
+    # As halves a number takes as many bytes; beside them lie a row's exponent and three facts.
+    assert made.nbytes == before + dense.nbytes + (96 * 4 + 12 if choice.HALVES in made.explain() else 0)
     assert "dense" in made.explain()
     assert "*" in made.explain()
     made @ b[:, :100].contiguous()  # between 64 and 128
@@ -49,18 +50,19 @@ def test_other_values_are_seen(dense_wins, device):
     made = plan(a)
     made @ b
     a.detach().values().mul_(3)
-    torch.testing.assert_close(made @ b, 3 * dense @ b)
+    product = dense @ b  # results are scaled back: tolerances are for numbers of this size
+    torch.testing.assert_close(made @ b / 3, product)
     made.update(a.values() * 2)
-    torch.testing.assert_close(made @ b, 6 * dense @ b)
-    torch.testing.assert_close(made.with_values(a.values()) @ b, 3 * dense @ b)
-    torch.testing.assert_close(made @ b, 6 * dense @ b)
+    torch.testing.assert_close(made @ b / 6, product)
+    torch.testing.assert_close(made.with_values(a.values()) @ b / 3, product)
+    torch.testing.assert_close(made @ b / 6, product)
     with torch.inference_mode():
         inferred = plan(dense.to_sparse_csr())
         values = inferred.values.clone()
         inferred.update(values)
         inferred @ b
         values.mul_(2)
-        torch.testing.assert_close(inferred @ b, 2 * dense @ b)
+        torch.testing.assert_close(inferred @ b / 2, product)
 
 
 def test_duplicates_are_added(dense_wins):
@@ -176,15 +178,17 @@ def test_capture_takes_what_was_measured_and_measures_nothing():
             assert torch.equal(y, first)
 
 
-@pytest.mark.parametrize("name", ["cusparse csr_alg3", "dense"])
+@pytest.mark.parametrize("name", ["cusparse csr_alg3", choice.HALVES, "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_candidate_is_right_and_the_same_every_time(name, dtype, device):
     dense, b = draw(device, 300, 400, dtype)
     made = plan(dense.to_sparse_csc(), tune=[128])
     values, truth = made.values, dense.double() @ b.double()
+    if name == choice.HALVES and dtype != torch.float32:
+        pytest.skip("halves are those of float32")
     product = made._choice._made(name)
     try:
-        if name != "dense":
+        if name.startswith("cusparse"):
             product.learn(values, b, dtype)
         first = product(values, b, dtype)
     except RuntimeError as error:

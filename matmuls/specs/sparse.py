@@ -100,6 +100,10 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     yield _ops.csr_spmm.default, (s.crow, s.col, values, dense, 5, "sum", 1.0, None, *transposed, chosen)
     yield _ops.csr_check.default, (s.crow, s.col, 5)
     yield _ops.csr_transpose.default, (s.crow, s.col, 5)
+    single, right = draw(s.nonzeros).float(), draw(5, 8).float()
+    yield _ops.csr_halves.default, (s.crow, s.col, single, 5)
+    halves = _ops.csr_halves(s.crow, s.col, single, 5)
+    yield _ops.csr_spmm_halves.default, (*halves, s.crow, s.col, single, right, 5)
 
 
 def _sddmm_samples(draw: Draw) -> Iterator[Call]:
@@ -177,6 +181,8 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_spmm_arg.default,
             _ops.csr_check.default,
             _ops.csr_transpose.default,
+            _ops.csr_halves.default,
+            _ops.csr_spmm_halves.default,
         ),
         samples=_spmm_samples,
         bad=_spmm_bad,

@@ -1,0 +1,83 @@
+// csr_check in two kernels: all indices, and what they say.
+#ifdef MATMULS_CUDA
+#include "csr_check.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+
+namespace matmuls {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMostBlocks = 2048;
+
+// Zeros at first: the first bad row and the first bad column as 2^62 less their places, and the longest row.
+struct Seen {
+  unsigned long long row, column, longest;
+};
+constexpr unsigned long long kFirst = 1ull << 62;
+
+__device__ unsigned long long larger(unsigned long long x, unsigned long long y) { return x > y ? x : y; }
+
+template <class I>
+__global__ void __launch_bounds__(kThreads)
+    look_kernel(const I* crow, const I* col, int64_t rows, int64_t nonzeros, int64_t columns, Seen* seen) {
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  Seen own{};
+  for (int64_t r = begin; r < rows; r += step) {
+    const int64_t length = static_cast<int64_t>(crow[r + 1]) - static_cast<int64_t>(crow[r]);
+    if (length < 0)
+      own.row = larger(own.row, kFirst - r);
+    else
+      own.longest = larger(own.longest, length);
+  }
+  for (int64_t p = begin; p < nonzeros; p += step) {
+    const int64_t c = col[p];
+    if (c < 0 || c >= columns) own.column = larger(own.column, kFirst - p);
+  }
+  for (int lanes = 16; lanes > 0; lanes /= 2)
+    own.longest = larger(own.longest, __shfl_xor_sync(0xffffffffu, own.longest, lanes));
+  if (threadIdx.x % 32 == 0 && own.longest > 0) atomicMax(&seen->longest, own.longest);
+  if (own.row > 0) atomicMax(&seen->row, own.row);
+  if (own.column > 0) atomicMax(&seen->column, own.column);
+}
+
+template <class I>
+__global__ void tell_kernel(const I* crow, const I* col, int64_t rows, int64_t nonzeros, const Seen* seen,
+                            int64_t* facts) {
+  const auto tell = [&](Problem problem, int64_t where, int64_t found, int64_t longest = 0) {
+    facts[0] = static_cast<int64_t>(problem), facts[1] = where, facts[2] = found, facts[3] = longest;
+  };
+  if (crow[0] != 0) return tell(Problem::first_offset, 0, crow[0]);
+  if (crow[rows] != nonzeros) return tell(Problem::last_offset, rows, crow[rows]);
+  if (seen->row > 0) return tell(Problem::decreasing, kFirst - seen->row, crow[kFirst - seen->row + 1]);
+  if (seen->column > 0) return tell(Problem::column, kFirst - seen->column, col[kFirst - seen->column]);
+  tell(Problem::none, 0, 0, static_cast<int64_t>(seen->longest));
+}
+
+}  // namespace
+
+at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns) {
+  const int64_t rows = crow.size(0) - 1, nonzeros = col.size(0);
+  const at::Tensor seen = at::zeros({3}, crow.options().dtype(at::kLong));
+  at::Tensor facts = at::empty({kFacts}, seen.options());
+  const int64_t blocks = std::clamp<int64_t>((std::max(rows, nonzeros) + kThreads - 1) / kThreads, 1, kMostBlocks);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  auto* const at = reinterpret_cast<Seen*>(seen.mutable_data_ptr<int64_t>());
+  AT_DISPATCH_INDEX_TYPES(crow.scalar_type(), "csr_check", [&] {
+    const index_t *offsets = crow.const_data_ptr<index_t>(), *places = col.const_data_ptr<index_t>();
+    look_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(offsets, places, rows, nonzeros, columns, at);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    tell_kernel<<<1, 1, 0, stream>>>(offsets, places, rows, nonzeros, at, facts.mutable_data_ptr<int64_t>());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
+  return facts;
+}
+
+}  // namespace matmuls
+#endif

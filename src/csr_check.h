@@ -1,0 +1,15 @@
+// csr_check on a GPU, for csr.cpp.
+#pragma once
+
+#include <ATen/ATen.h>
+
+namespace matmuls {
+
+// What is wrong with a matrix's indices, if anything, where, what is there, and the longest row.
+enum class Problem : int64_t { none, first_offset, last_offset, decreasing, column };
+constexpr int64_t kFacts = 4;
+
+// Both contiguous, on the current device.
+at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns);
+
+}  // namespace matmuls

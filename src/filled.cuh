@@ -1,0 +1,51 @@
+// Powers of two that bring float32 numbers into float16's range.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <climits>
+#include <cstdint>
+
+#include "filled.h"
+
+namespace matmuls {
+
+constexpr unsigned kInfinite = 0x7f800000;  // the bits of a magnitude that is not finite, or more
+
+// The power that brings a magnitude with these bits into [2^14, 2^15), at most 126.
+__device__ inline int exponent_for(unsigned bits) {
+  const int field = static_cast<int>(bits >> 23);
+  return bits == 0 || bits >= kInfinite ? 0 : min(14 + 127 - field, 126);
+}
+__device__ inline float power_of_two(int e) { return __uint_as_float(static_cast<unsigned>(e + 127) << 23); }
+// After scaling.
+__device__ inline bool is_tiny(float x) { return x != 0 && fabsf(x) < 1.f / (1 << 14); }
+__device__ inline bool is_large(float x) { return fabsf(x) >= 1 << 7; }
+
+// What was seen of A, or of columns of the dense side. Zeros say that nothing was.
+struct FillFacts {
+  int unfit;  // never to be multiplied so
+  int tiny;   // some number is
+  // Of A: INT_MAX less the large numbers of the row that has fewest. Of the dense side: the numbers that are not large,
+  // zeros too, of the column that has most.
+  int missing;
+};
+__device__ inline bool fit(const FillFacts& a, const FillFacts& dense) {
+  return !a.unfit && !dense.unfit && ((!a.tiny && !dense.tiny) || INT_MAX - a.missing > dense.missing);
+}
+
+// Two numbers as high + low / 2^12.
+__device__ inline void split_two(float x, float y, uint32_t& high, uint32_t& low) {
+  const __half2 big = __floats2half2_rn(x, y);
+  const float2 near = __half22float2(big);
+  const __half2 rest = __floats2half2_rn((x - near.x) * kLowScale, (y - near.y) * kLowScale);
+  high = reinterpret_cast<const uint32_t&>(big), low = reinterpret_cast<const uint32_t&>(rest);
+}
+
+// x * 2^e for e from -252 to 252.
+__device__ inline float times_power_of_two(float x, int e) {
+  const int half = e >> 1;
+  return x * power_of_two(half) * power_of_two(e - half);
+}
+
+}  // namespace matmuls

@@ -1,0 +1,199 @@
+"""Products with a matrix's zeros: float32 through float16 halves, and what goes by rows again (src/filled.h)."""
+
+import pytest
+import torch
+
+from matmuls import plan, spmm
+
+_ops = torch.ops.custom_mm
+
+
+def draw(rows, columns, density, dtype=torch.float32, device="cuda", index=torch.int32):
+    generator = torch.Generator().manual_seed(rows + columns)
+    dense = torch.randn(rows, columns, generator=generator)
+    dense *= torch.rand(rows, columns, generator=generator) < density
+    a = dense.to(dtype).to(device).to_sparse_csr()
+    return a.crow_indices().to(index), a.col_indices().to(index), a.values()
+
+
+def in_halves(crow, col, values, b, order=None):
+    kept = _ops.csr_halves(crow, col, values, b.shape[0], order)
+    return kept, _ops.csr_spmm_halves(*kept, crow, col, values, b, b.shape[0], order)
+
+
+def full(crow, col, values, columns):
+    return torch.sparse_csr_tensor(crow, col, values, (crow.shape[0] - 1, columns)).to_dense()
+
+
+def worst_element(result, a, b):
+    """The largest error of an element, relative to the sum of what is added up in it."""
+    a, b = a.double(), b.double()
+    scale = a.abs() @ b.abs()
+    error = (result.double() - a @ b).abs()
+    assert not error[scale == 0].any()
+    error = (error - 2**-149).clamp_min(0)  # the last place of a subnormal
+    return (error / scale.clamp_min(1e-300)).max().item() if error.numel() else 0
+
+
+def assert_as_exact_as_torch(result, crow, col, values, b):
+    """Every element: at most twice the error of torch's worst and one rounding more."""
+    a = full(crow, col, values, b.shape[0])
+    theirs = worst_element(torch.sparse_csr_tensor(crow, col, values, a.shape) @ b, a, b)
+    assert worst_element(result, a, b) <= 2 * theirs + torch.finfo(torch.float32).eps
+
+
+SHAPES = [(130, 70, 8), (1, 9, 16), (513, 1000, 72), (300, 9000, 40), (128, 64, 128), (2048, 4096, 256), (64, 40, 0)]
+
+
+@pytest.mark.parametrize(("rows", "columns", "n"), SHAPES)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_as_exact_as_sums_in_float32(rows, columns, n, index, device):
+    if device == "cpu" and rows > 1000:
+        pytest.skip("by rows on a CPU: smaller ones tell as much")
+    crow, col, values = draw(rows, columns, 0.5, device=device, index=index)
+    for spread in (0, 60):  # of the columns' scales, as powers of two
+        b = torch.randn(columns, n, device=device) * torch.exp2(torch.linspace(-spread, spread, n, device=device))
+        kept, result = in_halves(crow, col, values, b)
+        assert kept[2][0].item() == 0
+        assert_as_exact_as_torch(result, crow, col, values, b)
+        assert all(torch.equal(in_halves(crow, col, values, b)[1], result) for _ in range(10))
+
+
+def test_halves_add_up(device):
+    crow, col, values = draw(50, 30, 0.5, device=device)
+    values = values * torch.exp2(torch.randint(-3, 3, values.shape, device=device).float())
+    order = torch.randperm(values.numel(), device=device).int()
+    (high, low), exponents, _ = _ops.csr_halves(crow, col, values, 30, order)
+    sums = torch.ldexp(high.double() + low.double() / 4096, -exponents.double().unsqueeze(1))
+    expected = full(crow, col, values[order.long()].double(), 30)
+    assert not sums[:, 30:].any()
+    assert ((sums[:, :30] - expected).abs() <= 2**-22 * expected.abs()).all()
+    assert (high.abs().amax(1) >= 2**14 - 4).all()
+    assert (high.abs().amax(1) <= 2**15).all()
+
+
+HARD = [
+    "columns",
+    "rows",
+    "one in b",
+    "one in a",
+    "small ones in b",
+    "small ones in a",
+    "subnormal",
+    "cancelling",
+    "zeros",
+]
+
+
+@pytest.mark.parametrize("what", HARD)
+def test_every_element_is_as_exact_as_in_float32(what, device):
+    crow, col, values = draw(200, 304, 0.5, device=device)
+    b = torch.randn(304, 64, device=device)
+    if what == "columns":
+        b *= torch.exp2(torch.linspace(-100, 100, 64, device=device))
+    elif what == "rows":
+        rows = torch.repeat_interleave(torch.linspace(-100, 100, 200, device=device), crow.diff().long())
+        values = values * torch.exp2(rows)
+    elif what == "one in b":
+        b[3, 5], b[9, 11] = 1e30, 1e-30
+    elif what == "one in a":
+        values[7], values[5000] = 1e30, 1e-30
+    elif what == "small ones in b":
+        b[::2] *= 1e-12
+        b[:, 7] *= torch.arange(304, device=device) == 6
+    elif what == "small ones in a":
+        values[::2] *= 1e-12
+        b *= torch.rand(304, 64, device=device) < 0.02
+    elif what == "subnormal":
+        b *= 1e-40
+    elif what == "cancelling":
+        b[152:] = -b[:152]
+    else:
+        b[:, ::3] = 0
+        b *= torch.rand(304, 64, device=device) < 0.5
+    _, result = in_halves(crow, col, values, b)
+    assert_as_exact_as_torch(result, crow, col, values, b)
+
+
+@pytest.mark.parametrize("what", ["inf", "nan", "inf in a", "twice", "graded"])
+def test_what_halves_cannot_do_goes_by_rows(what, device):
+    crow, col, values = draw(200, 304, 0.5, device=device)
+    b = torch.randn(304, 64, device=device)
+    if what in ("inf", "nan"):
+        b[3, 5] = float(what)
+    elif what == "inf in a":
+        values[7] = float("inf")
+    elif what == "twice":
+        col[1] = col[0]
+    else:
+        b[:150] *= 1e10
+    _, result = in_halves(crow, col, values, b)
+    by_rows = _ops.csr_spmm(crow, col, values, b, 304)
+    assert torch.equal(result.isfinite(), by_rows.isfinite())
+    assert torch.equal(result.nan_to_num(), by_rows.nan_to_num())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["csr", "csc"])
+def test_without_a_plan_a_full_matrix_is_filled(dtype, layout):
+    crow, col, values = draw(2048, 2048, 0.6, dtype)
+    dense = full(crow, col, values, 2048)
+    a = getattr(dense, f"to_sparse_{layout}")()
+    b = torch.randn(2048, 512, device="cuda").to(dtype)
+    before = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
+    result = spmm(a, b)
+    assert torch.cuda.memory_stats()["requested_bytes.all.allocated"] - before > dense.nbytes
+    truth = dense.double() @ b.double()
+    error = torch.linalg.vector_norm(result.double() - truth) / torch.linalg.vector_norm(truth)
+    assert error < 2 * torch.finfo(dtype).eps
+    assert all(torch.equal(spmm(a, b), result) for _ in range(20))
+    scaled = spmm(a, b, alpha=-0.5)
+    torch.testing.assert_close(scaled.float(), -0.5 * result.float(), atol=0, rtol=2 * torch.finfo(dtype).eps)
+    b[3, 5] = float("inf")
+    stored = dense[:, 3] != 0
+    assert torch.equal(spmm(a, b)[:, 5].isfinite(), ~stored)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = spmm(a, b)
+    b[3, 5] = 0
+    graph.replay()
+    assert torch.equal(captured, spmm(a, b))
+
+
+@pytest.mark.cuda
+def test_gradients_of_a_filled_product():
+    crow, col, values = draw(2048, 2048, 0.6)
+    a = torch.sparse_csr_tensor(crow, col, values, (2048, 2048)).requires_grad_()
+    b = torch.randn(2048, 256, device="cuda", requires_grad=True)
+    grad = torch.randn(2048, 256, device="cuda")
+    to_a, to_b = torch.autograd.grad(spmm(a, b), (a, b), grad)
+    dense = full(crow, col, values, 2048).double()
+    torch.testing.assert_close(to_b.double(), dense.T @ grad.double(), atol=1e-3, rtol=1e-5)
+    sampled = (grad.double() @ b.detach().double().T)[dense != 0]
+    torch.testing.assert_close(to_a.values().double(), sampled, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.cuda
+def test_a_plan_of_halves_follows_its_values(monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("halves are Hopper's")
+    from matmuls import choice, measure
+
+    def last_is_fastest(runs, device, rounds):
+        return [measure.Timing(10.0**-i, 0.0) for i in range(len(runs))]
+
+    monkeypatch.setattr(choice, "time_warm", last_is_fastest)
+    crow, col, values = draw(256, 320, 0.5)
+    made = plan(torch.sparse_csr_tensor(crow, col, values, (256, 320)))
+    b = torch.randn(320, 128, device="cuda")
+    truth = full(crow, col, values, 320).double() @ b.double()
+    torch.testing.assert_close((made @ b).double(), truth, atol=1e-4, rtol=1e-5)
+    assert f"{choice.HALVES}" in made.explain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = made @ b
+    made.update(values * 3)
+    graph.replay()
+    torch.testing.assert_close(captured.double(), 3 * truth, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close((made @ b).double(), 3 * truth, atol=1e-3, rtol=1e-5)

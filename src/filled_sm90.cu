@@ -42,6 +42,13 @@ constexpr int kSplitThreads = 256, kSplitColumns = 16, kSplitBlocks = kFactsOfPa
 constexpr int kKeptRows = 512;                                                       // of a block, in shared memory
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Four numbers out of another block's shared memory.
+__device__ inline void load_from(uint32_t remote, float (&x)[4]) {
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(remote)
+               : "memory");
+}
 // The same number in another block's shared memory.
 __device__ inline unsigned load_int(const void* shared, unsigned block) {
   unsigned x;
@@ -52,7 +59,7 @@ __device__ inline unsigned load_int(const void* shared, unsigned block) {
 
 // halves: [2, rows, n]; facts: of each block, of whose columns' counts the largest is told: those of a cluster together
 // are at least its largest column's.
-__global__ void __cluster_dims__(kSplitBlocks) __launch_bounds__(kSplitThreads)
+__global__ void __launch_bounds__(kSplitThreads)
     split_kernel(const float* dense, int rows, int n, int64_t stride, int* exponents, uint2* halves, FillFacts* facts) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kQuads = kSplitColumns / 4, kStep = kSplitThreads / kQuads;
@@ -129,14 +136,6 @@ __global__ void __cluster_dims__(kSplitBlocks) __launch_bounds__(kSplitThreads)
 struct Shape {
   int rows, n, inner, across, steps;  // inner: K; across: tiles of columns; steps of K
 };
-
-// Four numbers out of another block's shared memory.
-__device__ inline void load_from(uint32_t remote, float (&x)[4]) {
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-               : "r"(remote)
-               : "memory");
-}
 
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -276,12 +275,13 @@ struct Launch {
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
 
-  Launch(int64_t clusters, int shares, int shared) {
-    TORCH_CHECK(clusters * shares <= INT32_MAX, "spmm: expected a smaller result, got ", clusters, " tiles of it");
+  Launch(int64_t clusters, int blocks_of_a_cluster, int threads, int shared) {
+    const int64_t blocks = clusters * blocks_of_a_cluster;
+    TORCH_CHECK(blocks <= INT32_MAX, "spmm: expected a smaller result, got ", clusters, " tiles of it");
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(shares), 1, 1};
-    config.gridDim = dim3(static_cast<unsigned>(clusters * shares));
-    config.blockDim = dim3(kThreads);
+    attribute.val.clusterDim = {static_cast<unsigned>(blocks_of_a_cluster), 1, 1};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = c10::cuda::getCurrentCUDAStream();
     config.attrs = &attribute;
@@ -298,7 +298,7 @@ int clusters_at_once(int shares) {
   if (most.load(std::memory_order_relaxed) == 0) {
     C10_CUDA_CHECK(
         cudaFuncSetAttribute(multiply_halves_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::shared));
-    const Launch launch(1, shares, Tile::shared);
+    const Launch launch(1, shares, kThreads, Tile::shared);
     int fit = 0;
     C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, multiply_halves_kernel<Tile>, &launch.config));
     most.store(std::max(fit, 1), std::memory_order_relaxed);
@@ -319,7 +319,7 @@ void launch(const Filled& a, const at::Tensor& halves, const at::Tensor& powers,
     const int64_t cost = up(tiles, clusters_at_once<Tile>(shares)) * (kStepsOfTile + up(shape.steps, shares));
     if (cost < least) best = shares, least = cost;
   }
-  const Launch with(tiles, best, Tile::shared);
+  const Launch with(tiles, best, kThreads, Tile::shared);
   C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, multiply_halves_kernel<Tile>, map_of(a.parts, kRows),
                                     map_of(halves, kWide), shape, a.exponents.const_data_ptr<int>(),
                                     powers.const_data_ptr<int>(), out.mutable_data_ptr<float>(), out.stride(0),
@@ -336,10 +336,10 @@ void split(const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& 
     ready.store(true, std::memory_order_relaxed);
   }
   const int shared = std::min(up(rows, kSplitBlocks), kKeptRows) * kSplitColumns * 4;
-  split_kernel<<<static_cast<unsigned>(facts.size(0)), kSplitThreads, shared, c10::cuda::getCurrentCUDAStream()>>>(
-      dense.const_data_ptr<float>(), rows, n, dense.stride(0), powers.mutable_data_ptr<int>(),
-      static_cast<uint2*>(halves.mutable_data_ptr()), static_cast<FillFacts*>(facts.mutable_data_ptr()));
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  const Launch with(facts.size(0) / kSplitBlocks, kSplitBlocks, kSplitThreads, shared);
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, split_kernel, dense.const_data_ptr<float>(), rows, n, dense.stride(0),
+                                    powers.mutable_data_ptr<int>(), static_cast<uint2*>(halves.mutable_data_ptr()),
+                                    static_cast<FillFacts*>(facts.mutable_data_ptr())));
 }
 
 }  // namespace

@@ -203,6 +203,7 @@ def bench(
         raise fail(str(error)) from None
     if precompile and (failed := b.precompile(precompile, names or [], chosen, dtypes, quick)):
         errors.print(f"{failed} of the processes did not compile all of their share")
+    budget = 0.4 if chosen == "cpu" and not quick else 0.1 if quick else 0.05  # of a rival; 20 rounds at least
     rows: list[b.Row] = []
     with counting() as progress:
         task = progress.add_task("measuring the roofs", total=len(jobs))
@@ -210,7 +211,7 @@ def bench(
         with may_be_stopped() as stopped:
             for job in jobs:
                 progress.update(task, description=job.label)
-                rows += b.measure_job(job, roofs, 0.1 if quick else 0.4)
+                rows += b.measure_job(job, roofs, budget)
                 progress.advance(task)
     show_bench(rows, roofs)
     if out is not None:

@@ -366,7 +366,7 @@ struct RowShape {
 //   kThreadsPerSm                       how many threads an SM should have room for
 //   Row row(r)                          row r: `input(k)`, and how many columns are worth reading
 //   kNumber                             whether a row has a number of its own, at row.number, which write takes last
-//   kRowMost                            threads of a row beyond which it walks
+//   kRowMost                            threads of a row beyond which it walks; 0: it is long
 //   kWholeRows                          whether it is for rows of whole, aligned vectors alone
 //   kConstants, constant(c), absent(c)  rows of T that are the same for all rows: a weight, a bias; what one is where
 //                                       it is null
@@ -380,13 +380,18 @@ struct RowShape {
 // inputs.words(i, k) are vector i of input k; constants(c, i, numbers) gives those of constant c.
 
 // A row for each team, and no more: where a row is in few hands many of them wait for memory at once.
-template <Scope scope>
-constexpr int kRowThreads = scope == Scope::warp ? 64 : 512;  // of a block at most
+// A ragged row has a vector more: room for a warp.
+template <Scope scope, bool ragged>
+constexpr int kRowThreads = scope == Scope::warp ? 64
+                            : ragged             ? 544
+                                                 : 512;  // of a block at most
 
 template <class Op, int V, int NV, Scope scope, bool ragged>
-__global__ void __launch_bounds__(
-    kRowThreads<scope>, (scope == Scope::block && sizeof(typename Op::Storage) > 2 ? 1024 : Op::kThreadsPerSm) /
-                            kRowThreads<scope>) row_kernel(const __grid_constant__ Op op, const RowShape shape) {
+__global__ void __launch_bounds__(kRowThreads<scope, ragged>,
+                                  (scope == Scope::block && sizeof(typename Op::Storage) > 2 ? 1024
+                                                                                             : Op::kThreadsPerSm) /
+                                      (kRowThreads<scope, false>))
+    row_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   Team<scope> team;
   const int beside = scope == Scope::warp ? threadIdx.y : 0;
@@ -398,6 +403,10 @@ __global__ void __launch_bounds__(
   const auto constants = [&](int c, int i, typename Op::F(&numbers)[V]) {
     unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
   };
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();  // the next kernel's blocks may start, and wait here
+  cudaGridDependencySynchronize();
+#endif
   Inputs<T, V, NV, Op::kInputs> inputs;
   inputs.load(row, span);
   typename Op::State state = Op::identity();
@@ -427,6 +436,10 @@ __global__ void __launch_bounds__(
 template <class Op, bool ragged>
 constexpr bool kWalks = Op::kColumnSums || (ragged && Op::kConstants > 0);
 
+// Whether it is for long rows alone.
+template <class Op>
+constexpr bool kLong = Op::kRowMost == 0 && !Op::kColumnSums;
+
 // Where the rows of a block differ in where they start, so do a thread's columns.
 template <Scope scope, bool ragged>
 constexpr bool kOwnConstants = scope == Scope::warp && ragged;
@@ -439,7 +452,7 @@ template <Scope scope>
 constexpr int kWalkThreads = scope == Scope::warp    ? 256
                              : scope == Scope::block ? 512
                                                      : 1024;
-// A ragged row has a vector more: room for a warp. Its 96 registers let blocks of 9 warps come in pairs.
+// A ragged row's 96 registers let blocks of 9 warps come in pairs.
 template <class Op, Scope scope, bool ragged>
 constexpr int kMostWalkers =
     std::min(kWalkThreads<scope>, Op::kMostThreads) + (scope == Scope::block && ragged ? 32 : 0);
@@ -447,9 +460,9 @@ constexpr int kMostWalkers =
 // What the compiler is told of it: 16-bit rows without sums get 80 registers, ragged ones 72, so that three blocks of
 // 256 and of 288 threads run at once.
 template <class Op, Scope scope, bool ragged>
-constexpr int kWalkBound =
-    scope == Scope::block && !Op::kColumnSums && sizeof(typename Op::Storage) == 2 ? (ragged ? 896 : 768)
-                                                                                   : kMostWalkers<Op, scope, ragged>;
+constexpr int kWalkBound = scope == Scope::block && !Op::kColumnSums && !kLong<Op> && sizeof(typename Op::Storage) == 2
+                               ? (ragged ? 896 : 768)
+                               : kMostWalkers<Op, scope, ragged>;
 
 struct WalkShape {
   int64_t rows;
@@ -648,6 +661,9 @@ __global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ 
   using F = typename Op::F;
   Team<Scope::block> team;
   ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;  // taken by another kernel
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
 #pragma unroll 1
   for (int64_t r = blockIdx.x; r < shape.rows; r += gridDim.x) {
     const typename Op::Row row = op.row(r);
@@ -712,8 +728,8 @@ RowConfig configure(int64_t vectors) {
     const int held = compiled_vectors(static_cast<int>(up(vectors, lanes)), most);
     return {walks ? Way::walk : Way::row, Scope::warp, held, lanes, (walks ? 256 : 64) / lanes, 1};
   }
-  const bool keeps = walks || (V > 1 && threads > Op::kRowMost);
-  if (threads <= (keeps ? kMostWalkers<Op, Scope::block, ragged> : 512))
+  const bool keeps = walks || (V > 1 && threads > Op::kRowMost + (ragged ? 32 : 0));
+  if (threads <= (keeps ? kMostWalkers<Op, Scope::block, ragged> : kRowThreads<Scope::block, ragged>))
     return {keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
   if (V > 1 && at::cuda::getCurrentDeviceProperties()->major >= 9) {
     // Two constants and a row of 8 vectors fill shared memory, and need half the blocks.
@@ -816,6 +832,12 @@ void launch_rows_kernel(const Op& op, dim3 threads, int64_t blocks, int64_t rows
   launch.blockDim = threads;
   launch.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(blocks, INT32_MAX)));
   launch.stream = c10::cuda::getCurrentCUDAStream();
+  // Its blocks start while the last ones of the kernel before work, and wait for them: a microsecond between kernels.
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  launch.attrs = &early;
+  launch.numAttrs = at::cuda::getCurrentDeviceProperties()->major >= 9 ? 1 : 0;
   C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, RowShape{rows, static_cast<int>(columns)}));
 }
 
@@ -825,12 +847,13 @@ void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& 
   const int64_t vectors = (columns + V - 1) / V + (ragged ? 1 : 0);
   const RowConfig c = configure<Op, V, ragged>(vectors);
   const auto go = [&]<int NV, Scope scope>() {
-    if constexpr (scope != Scope::cluster && !kWalks<Op, ragged>) {
+    if constexpr (scope != Scope::cluster && !kWalks<Op, ragged> && !kLong<Op>) {
       if (c.way == Way::row)
         return launch_rows_kernel<row_kernel<Op, V, NV, scope, ragged>>(
             op, dim3(c.threads, c.beside), (rows + c.beside - 1) / c.beside, rows, columns);
     }
-    if constexpr (scope == Scope::cluster || kWalks<Op, ragged> || (scope == Scope::block && Op::kConstants > 0)) {
+    if constexpr (scope == Scope::cluster || kWalks<Op, ragged> ||
+                  (scope == Scope::block && (Op::kConstants > 0 || kLong<Op>))) {
       const int stages = c.way == Way::walk ? WalkBytes<Op, V, NV, scope, ragged>(c).stages() : 0;
       if (stages > 0) return launch_walking<Op, V, NV, scope, ragged>(op, c, stages, rows, columns, prepare);
     }

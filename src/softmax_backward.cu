@@ -57,15 +57,16 @@ Rows<4> rows_of_call(const Call& c) {
 namespace matmuls {
 namespace {
 
-template <class T>
+// A thread has two vectors of each input (`few`), or four: of causal rows, of which half is read.
+template <class T, bool few>
 struct SoftmaxBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr int kInputs = 2, kConstants = 0;
-  static constexpr int kVectors = sizeof(T) == 2 ? 2 : 4, kLongVectors = kVectors;
+  static constexpr int kVectors = few ? 2 : 4, kLongVectors = kVectors;
   static constexpr int kHeldVectors = kLongVectors, kRowMost = 512;
   static constexpr int kThreadsPerSm = 1024, kMostThreads = 1024;
-  static constexpr bool kNumber = false, kColumnSums = false, kWholeRows = false;
+  static constexpr bool kNumber = false, kColumnSums = false, kWholeRows = sizeof(T) == 2 && !few;
 
   struct Row {
     const T *y, *grad;
@@ -123,32 +124,48 @@ struct SoftmaxBackward {
   template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, F dot, const Held<V, NV>&, const Span<V, ragged>& span, const Inputs& inputs,
                         const Constants&, Sums&) const {
+    const int visible = row.visible(span.columns);
+    const F scaled_dot = scale * dot;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
-      F y[V], g[V];
-      unpack(inputs.words(i, 0), y);
-      unpack(inputs.words(i, 1), g);
+      F y[V] = {};
+      if (span.column(i) < visible) {
+        F g[V];
+        unpack(inputs.words(i, 0), y);
+        unpack(inputs.words(i, 1), g);
 #pragma unroll
-      for (int j = 0; j < V; ++j) y[j] = scale * y[j] * (g[j] - dot);
-      span.clear_outside(i, row.visible(span.columns), F(0), y);
+        for (int j = 0; j < V; ++j) y[j] *= scale * g[j] - scaled_dot;
+        span.clear_outside(i, visible, F(0), y);
+      }
       span.store(row.dx, row.steps[2], i, y);
     }
   }
 };
+
+template <class T, bool few>
+void launch(const Call& c, const Rows<4>& rows) {
+  const auto& steps = rows.column_strides;
+  const SoftmaxBackward<T, few> op{RowIndex<4>(rows),
+                                   c.y.const_data_ptr<T>(),
+                                   c.grad.const_data_ptr<T>(),
+                                   c.out.mutable_data_ptr<T>(),
+                                   {steps[0], steps[1], steps[2]},
+                                   c.causal,
+                                   static_cast<arithmetic_t<T>>(c.scale)};
+  launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});
+}
 
 void run_cuda(const Call& c) {
   if (c.out.numel() == 0) return;
   const OperationGuard guard(kOp, c.y);
   const auto rows = rows_of_call(c);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kOp, [&] {
-    const SoftmaxBackward<scalar_t> op{RowIndex<4>(rows),
-                                       c.y.const_data_ptr<scalar_t>(),
-                                       c.grad.const_data_ptr<scalar_t>(),
-                                       c.out.mutable_data_ptr<scalar_t>(),
-                                       {rows.column_strides[0], rows.column_strides[1], rows.column_strides[2]},
-                                       c.causal,
-                                       static_cast<arithmetic_t<scalar_t>>(c.scale)};
-    launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});
+    if constexpr (sizeof(scalar_t) == 2) {
+      const std::array pointers{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()};
+      if (c.causal && rows.columns > 256 && rows.columns <= 16384 && alignment_of<scalar_t>(rows, pointers).whole)
+        return launch<scalar_t, false>(c, rows);
+    }
+    launch<scalar_t, sizeof(scalar_t) == 2>(c, rows);
   });
 }
 

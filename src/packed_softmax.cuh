@@ -1,0 +1,191 @@
+// The softmax of 16-bit rows behind a mask of bytes, a causal one, or both. Numbers stay packed until their
+// exponentials are taken, and vectors that a row may not see are neither read nor computed: a third of the instructions
+// of the softmax for any mask, which bound it.
+#pragma once
+
+#include <limits>
+
+#include "rows.cuh"
+
+namespace matmuls {
+
+// Two 16-bit numbers in a word.
+template <class T>
+struct Pair {
+  static constexpr bool kHalf = std::is_same_v<T, c10::Half>;
+  static constexpr uint32_t kMinusInfinity = kHalf ? 0xfc00fc00u : 0xff80ff80u;
+  static constexpr uint32_t kSigns = 0x80008000u;
+
+  // The larger of each; NaN only where both are.
+  __device__ static uint32_t max(uint32_t a, uint32_t b) {
+    uint32_t c;
+    if constexpr (kHalf)
+      asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    else
+      asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+  }
+  // Each half 0xffff where its byte of four, 2 * half and 2 * half + 1, is not 0.
+  __device__ static uint32_t spread(uint32_t bytes, int half) {
+    const uint32_t tops = bytes | ((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu);  // a byte's highest bit: it is not 0
+    uint32_t two;  // that bit throughout, twice for each byte: __byte_perm does not repeat bits
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(two) : "r"(tops), "r"(half ? 0xbbaau : 0x9988u));
+    return two;
+  }
+  // -inf where the bits of `hidden` are set.
+  __device__ static uint32_t hide(uint32_t two, uint32_t hidden) { return (two & ~hidden) | (kMinusInfinity & hidden); }
+};
+
+// scale is finite and not 0.
+template <class T, bool bytes>
+struct PackedSoftmax {
+  using Storage = T;
+  using F = float;
+  static constexpr bool kWholeRows = true;
+  static constexpr int kInputs = 1, kConstants = 0;
+  static constexpr int kVectors = 4, kLongVectors = 4, kHeldVectors = 4, kRowMost = 512;
+  static constexpr int kThreadsPerSm = 1024, kMostThreads = 512;
+  static constexpr bool kNumber = false, kColumnSums = false;
+
+  struct Row {
+    const T* x;
+    T* y;
+    const unsigned char* mask;
+    int last;  // column that it may see
+
+    __device__ const T* input(int) const { return x; }
+    __device__ int64_t column_stride(int) const { return 1; }
+    __device__ int visible(int columns) const { return min(columns, last + 1); }
+  };
+  // In units of log2: exponents are taken from `shift`, a whole number near the largest, so that 2^(shift - shift') and
+  // z - shift are exact.
+  struct State {
+    F shift, sum;
+  };
+  template <int V, int NV>
+  struct Held {
+    F shift;
+    F e[NV][V];  // 2^(z - shift)
+  };
+
+  RowIndex<2> index;       // of x and y
+  RowIndex<2> mask_index;  // of the mask and the query's position
+  const T* x;
+  T* y;
+  const unsigned char* mask;
+  bool causal, negative;  // the scale is
+  F factor;               // |scale| * log2(e)
+
+  __device__ Row row(int64_t r) const {
+    const auto offsets = index(r);
+    const auto other = mask_index(r);
+    return {x + offsets.at[0], y + offsets.at[1], mask + other.at[0], causal ? int(other.at[1]) : INT32_MAX - 1};
+  }
+  __device__ static const T* constant(int) { return nullptr; }
+  __device__ static F absent(int) { return F(0); }
+  __device__ static F lowest() { return -std::numeric_limits<F>::infinity(); }
+  __device__ static State identity() { return {lowest(), F(0)}; }
+  __device__ static F or_zero(F shift) { return shift == lowest() ? F(0) : shift; }
+
+  template <int V, int NV, bool ragged, class Inputs, class Constants>
+  __device__ void fold(State& state, Held<V, NV>& held, const Row& row, const Span<V, ragged>& span,
+                       const Inputs& inputs, const Constants&) const {
+    const int visible = row.visible(span.columns);
+    Words<T, V> words[NV];
+    Words<uint8_t, V> hidden[NV];
+    if constexpr (bytes) {
+#pragma unroll
+      for (int i = 0; i < NV; ++i) {
+        hidden[i] = {};
+        if (span.column(i) < visible) load_constant<V>(row.mask + span.column(i), hidden[i].at);
+      }
+    }
+    uint32_t tops = Pair<T>::kMinusInfinity;
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      words[i] = inputs.words(i, 0);
+      const int seen = visible - span.column(i);
+      if (seen <= 0) continue;
+      auto& at = words[i].at;
+      if (negative)
+#pragma unroll
+        for (auto& two : at) two ^= Pair<T>::kSigns;
+#pragma unroll
+      for (int w = 0; w < V / 2; ++w)
+        if constexpr (bytes) at[w] = Pair<T>::hide(at[w], Pair<T>::spread(hidden[i].at[w / 2], w % 2));
+      if (seen < V)
+#pragma unroll
+        for (int w = 0; w < V / 2; ++w) {
+          const int bits = 16 * (seen - 2 * w);  // of the word that are seen
+          at[w] = Pair<T>::hide(at[w], bits <= 0 ? ~0u : bits < 32 ? ~0u << bits : 0);
+        }
+#pragma unroll
+      for (int w = 0; w < V / 2; ++w) tops = Pair<T>::max(tops, at[w]);
+    }
+    F top[2];
+    unpack(Words<T, 2>{tops}, top);
+    const F base = larger(top[0], top[1]);
+    const F shift = rintf(base * factor);
+    held.shift = shift;
+    const F from = or_zero(shift);
+    F sums[4] = {};  // four chains: a warp would wait for a single one
+    const auto take = [&](const auto& exponent) {
+#pragma unroll
+      for (int i = 0; i < NV; ++i) {
+        if (span.column(i) >= visible) continue;
+        F z[V];
+        unpack(words[i], z);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          held.e[i][j] = ptx::exp2_approx(exponent(z[j]));
+          sums[j % 4] += held.e[i][j];
+        }
+      }
+    };
+    if (fabsf(from) < F(1 << 20))
+      take([&](F z) { return fmaf(z, factor, -from); });
+    else  // it is not exact there: exponents are far apart, or from equal numbers
+      take([&](F z) { return (z - base) * factor; });
+    const F sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    const F most = larger(state.shift, shift), all = or_zero(most);
+    state.sum = state.sum * ptx::exp2_approx(state.shift - all) + sum * ptx::exp2_approx(shift - all);
+    state.shift = most;
+  }
+  __device__ State merge(const State& state, Lanes lanes) const {
+    const F most = lanes.max(state.shift);
+    return {most, lanes.sum(state.sum * ptx::exp2_approx(state.shift - or_zero(most)))};
+  }
+  __device__ State finish(const State& state) const { return {or_zero(state.shift), state.sum}; }
+
+  template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
+  __device__ void write(const Row& row, const State& result, Held<V, NV>& held, const Span<V, ragged>& span,
+                        const Inputs&, const Constants&, Sums&) const {
+    if (!(result.sum > F(0))) return write_undefined<V, NV>(row, span);
+    const int visible = row.visible(span.columns);
+    const F share = ptx::exp2_approx(held.shift - result.shift) * ptx::reciprocal_approx(result.sum);
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      Words<T, V> words{};
+      if (span.column(i) < visible) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) held.e[i][j] *= share;
+        words = pack<T, V>(held.e[i]);
+      }
+      if (span.begins(i)) store_once(row.y + span.column(i), words);
+    }
+  }
+  // The sum is 0 or NaN: a masked column is 0 even here; the others, if any, are NaN.
+  template <int V, int NV, bool ragged>
+  __device__ void write_undefined(const Row& row, const Span<V, ragged>& span) const {
+    const int visible = row.visible(span.columns);
+#pragma unroll 1
+    for (int n = 0; n < NV * V; ++n) {
+      const int column = span.column(n / V) + n % V;
+      if (column >= span.columns) continue;
+      const bool seen = column < visible && (!bytes || row.mask[column] == 0);
+      row.y[column] = T(seen ? std::numeric_limits<F>::quiet_NaN() : F(0));
+    }
+  }
+};
+
+}  // namespace matmuls

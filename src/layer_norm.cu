@@ -126,40 +126,52 @@ struct Norm {
   template <int V, int NV, bool ragged, class Inputs, class Constants>
   __device__ void fold(State& state, Held<V, NV>&, const Row&, const Span<V, ragged>& span, const Inputs& inputs,
                        const Constants&) const {
-    F sums[4] = {}, squares[4] = {};
+    // In one pass where there are many: distances from one of them, which is at most sqrt(held) deviations from the
+    // mean.
+    constexpr bool once = !rms && !ragged && NV > 4;
+    F sums[4] = {}, squares[4] = {}, from = 0;
     int held = 0;
-#pragma unroll
-    for (int i = 0; i < NV; ++i) {
+    if constexpr (once) {
+      F h[V];
+      sum_of(inputs, 0, h);
+      from = h[0];
+    }
+    for_vectors<NV>(span, [&](int i, auto) {
       held += span.count(i);
       F h[V];
       sum_of(inputs, i, h);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if constexpr (rms)
-          squares[j % 4] += h[j] * h[j];
-        else
-          sums[j % 4] += h[j];
+        if constexpr (once) h[j] -= from;
+        if constexpr (!rms) sums[j % 4] += h[j];
+        if constexpr (rms || once) squares[j % 4] += h[j] * h[j];
       }
-    }
+    });
     const F count = held;
     F mean = 0;
-    if constexpr (!rms) {
-      mean = quotient((sums[0] + sums[1]) + (sums[2] + sums[3]), larger(count, F(1)));
+    if constexpr (!rms) mean = quotient((sums[0] + sums[1]) + (sums[2] + sums[3]), larger(count, F(1)));
+    if constexpr (!rms && !once) {
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
         F h[V];
         sum_of(inputs, i, h);
         if constexpr (ragged) span.clear_outside(i, span.columns, mean, h);
-        const F from = ragged || span.begins(i) ? mean : F(0);  // a vector beside the row is 0
+        const F own = ragged || span.begins(i) ? mean : F(0);  // a vector beside the row is 0
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          const F distance = h[j] - from;
+          const F distance = h[j] - own;
           squares[j % 4] += distance * distance;
         }
       }
     }
+    F all_squares = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+    if constexpr (once) {
+      all_squares -= mean * mean * count;
+      if (all_squares < F(0)) all_squares = 0;
+      mean += from;
+    }
     const F all = state.count + count, apart = mean - state.mean;
-    state.squares += (squares[0] + squares[1]) + (squares[2] + squares[3]);
+    state.squares += all_squares;
     if constexpr (!rms) {
       const F share = state.count == F(0) ? F(1) : quotient(count, all);
       state.squares += apart * apart * state.count * share;
@@ -190,13 +202,18 @@ struct Norm {
   __device__ void write(const Row& row, const Result& result, const Held<V, NV>&, const Span<V, ragged>& span,
                         const Inputs& inputs, const Constants& constants, Sums&) const {
     if (row.rstd && span.first <= 0 && span.first + V > 0) *row.rstd = result.rstd;
-#pragma unroll
-    for (int i = 0; i < NV; ++i) {
+    for_vectors<NV>(span, [&](int i, auto whole) {
+      const auto store = [&](T* to, int64_t step, const F(&values)[V]) {
+        if constexpr (decltype(whole)::value)
+          store_once(to + span.column(i), pack<T, V>(values));
+        else
+          span.store(to, step, i, values);
+      };
       F y[V], w[V];
       sum_of(inputs, i, y);
 #pragma unroll
       for (int j = 0; j < V; ++j) y[j] = (y[j] - result.mean) * result.rstd;
-      if (row.xhat) span.store(row.xhat, steps[2], i, y);
+      if (row.xhat) store(row.xhat, steps[2], y);
       constants(0, i, w);
       if constexpr (rms) {
 #pragma unroll
@@ -207,8 +224,8 @@ struct Norm {
 #pragma unroll
         for (int j = 0; j < V; ++j) y[j] = y[j] * w[j] + b[j];
       }
-      span.store(row.x, steps[0], i, y);
-    }
+      store(row.x, steps[0], y);
+    });
   }
 };
 

@@ -53,8 +53,8 @@ def test_other_values_are_seen(dense_wins, device):
     truth, size = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
 
     def assert_times(factor, result):
-        """Each element within four roundings of the sum of what is added up in it."""
-        assert ((result.double() - factor * truth).abs() <= factor * 2**-22 * size).all()
+        """Each element within eight roundings of the sum of what is added up in it; torch itself has four and a half."""
+        assert ((result.double() - factor * truth).abs() <= factor * 2**-21 * size).all()
 
     assert_times(3, made @ b)
     made.update(a.values() * 2)

@@ -53,7 +53,7 @@ def test_other_values_are_seen(dense_wins, device):
     truth, size = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
 
     def assert_times(factor, result):
-        """Each element within eight roundings of the sum of what is added up in it; torch itself has four and a half."""
+        """Each element within eight roundings of the sum of what is added up in it; torch has four and a half."""
         assert ((result.double() - factor * truth).abs() <= factor * 2**-21 * size).all()
 
     assert_times(3, made @ b)

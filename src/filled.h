@@ -1,4 +1,4 @@
-// A sparse matrix with its zeros, for spmm.cu: where a tenth of it or more is stored, tensor cores are faster than
+// A sparse matrix with its zeros, for csr_spmm: where a tenth of it or more is stored, tensor cores are faster than
 // what reads a row of the dense side for each nonzero.
 //
 // float32 goes through them as two float16 numbers for each, high + low / 2^12, after every row of A and every column

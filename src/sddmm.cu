@@ -2,7 +2,7 @@
 //
 // a: [..., rows, n], b: [..., columns, n], so that a @ b^T is sampled; out: [..., nonzeros] at the values' places. The
 // gradient of a sparse product's values, and the scores of sparse attention: no more than out is ever made. `summed`
-// adds up the batch. With `selected` a column counts only where it selected p's value (spmm.cu).
+// adds up the batch. With `selected` a column counts only where it selected p's value (spmm.h).
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>

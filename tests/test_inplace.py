@@ -42,9 +42,7 @@ def test_sizes(device, rows, width, dtype):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("rows", "width"), [(20001, 1160), (5000, 4096), (2000, 4400), (1000, 8192)]
-)
+@pytest.mark.parametrize(("rows", "width"), [(20001, 1160), (5000, 4096), (2000, 4400), (1000, 8192)])
 def test_large(rows, width, dtype):
     a, b = draw(rows, width, device="cuda", dtype=dtype), draw(width, width, device="cuda", dtype=dtype) / width**0.5
     check(a.clone(), b)

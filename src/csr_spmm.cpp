@@ -1,0 +1,448 @@
+// csr_spmm as operators: checks, batches, what a plan keeps of a full matrix, gradients, autocast.
+#include "spmm.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "common.h"
+
+namespace matmuls::spmm {
+namespace {
+
+using at::Tensor;
+
+Reduce reduce_of(std::string_view name) {
+  if (name == "sum") return Reduce::sum;
+  if (name == "mean") return Reduce::mean;
+  if (name == "max") return Reduce::max;
+  TORCH_CHECK_VALUE(name == "min", kOp, ": expected reduce to be sum, mean, max or min, got ", name);
+  return Reduce::min;
+}
+
+c10::SymDimVector check(const Pattern& p, const Tensor& values, const Tensor& dense, const c10::SymInt& columns,
+                        const Tensor& selected, bool by_column) {
+  check_floating(kOp, "dense", dense);
+  check_like(kOp, "values", values, "dense", dense);
+  check_pattern(kOp, p, dense);
+  TORCH_CHECK_VALUE(values.dim() >= 1 && values.sym_size(-1) == p.col.sym_size(0), kOp,
+                    ": expected values of shape [..., ", p.col.sym_size(0), "], one for each nonzero, got ",
+                    values.sym_sizes());
+  TORCH_CHECK(dense.dim() >= 2 && dense.sym_size(-2) == columns, kOp, ": expected dense of shape [..., ", columns,
+              ", n] beside a sparse matrix of ", columns, " columns, got ", dense.sym_sizes());
+  TORCH_CHECK_VALUE(!p.t_crow.defined() || p.t_crow.sym_size(0) == columns + 1, kOp, ": expected t_crow of shape [",
+                    columns + 1, "], got ", p.t_crow.defined() ? p.t_crow.sym_sizes() : c10::SymIntArrayRef{});
+  const auto values_lead = values.sym_sizes().slice(0, values.dim() - 1);
+  const auto dense_lead = dense.sym_sizes().slice(0, dense.dim() - 2);
+  auto shape = c10::SymDimVector(at::infer_size_symdimvector(values_lead, dense_lead));
+  if (selected.defined()) {
+    auto expected = shape;
+    expected.push_back(by_column ? columns : p.sym_rows());
+    expected.push_back(dense.sym_size(-1));
+    TORCH_CHECK(selected.sym_sizes() == c10::SymIntArrayRef(expected) &&
+                    selected.scalar_type() == p.crow.scalar_type() && selected.device() == dense.device(),
+                kOp, ": expected selected of shape ", c10::SymIntArrayRef(expected), " in ", p.crow.scalar_type(),
+                ", got ", selected.sym_sizes(), " in ", selected.scalar_type());
+  }
+  shape.push_back(p.sym_rows());
+  shape.push_back(dense.sym_size(-1));
+  return shape;
+}
+
+void check_float_values(const Pattern& p, const Tensor& values) {
+  check_pattern(kOp, p, values);
+  TORCH_CHECK_VALUE(values.scalar_type() == at::kFloat && values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0),
+                    kOp, ": expected values of shape [", p.col.sym_size(0), "] in Float, got ", values.sym_sizes(),
+                    " in ", values.scalar_type());
+}
+
+int64_t product_of(at::IntArrayRef sizes) {
+  int64_t product = 1;
+  for (const int64_t s : sizes) product *= s;
+  return product;
+}
+
+// Runs over `out`, or over a copy of it where its rows are not contiguous.
+template <void run(const Call&)>
+void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Reduce reduce, double alpha, double beta,
+               const Tensor& arg, const Tensor& selected, bool by_column, int64_t longest, const Tensor& out) {
+  if (out.numel() == 0) return;
+  const auto lead = out.sizes().slice(0, out.dim() - 2);
+  const int64_t batch = product_of(lead), rows = out.size(-2), n = out.size(-1);
+  const auto flat = [&](const Tensor& t) { return as_batch(t, lead, batch, 2); };
+  Tensor target = with_contiguous_rows(out);
+  if (target.dim() > 3 && !target.is_same(out)) target = target.contiguous();
+  Tensor over = target.dim() == 2 ? target.unsqueeze(0) : target;
+  if (over.dim() > 3) {  // leading dimensions that do not merge are written through a copy
+    const auto strides = at::detail::computeStride(over.sizes(), over.strides(), at::IntArrayRef({batch, rows, n}));
+    if (!strides) over = target = target.contiguous();
+    over = over.view({batch, rows, n});
+  }
+  run({contiguous(p), with_contiguous_rows(as_batch(values, lead, batch, 1)), with_contiguous_rows(flat(dense)), over,
+       reduce, alpha, beta, arg.defined() ? arg.view({batch, rows, n}) : arg,
+       selected.defined() ? flat(selected).contiguous() : selected, by_column, longest});
+  if (!target.is_same(out)) out.copy_(target);
+}
+
+MATMULS_OPERATOR(SpmmArgOp, "custom_mm::csr_spmm_arg", "",
+                 std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
+                                            std::string_view, const OptionalTensor&, const OptionalTensor&,
+                                            const OptionalTensor&, const OptionalTensor&));
+
+template <void run(const Call&)>
+Tensor csr_spmm(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+                std::string_view reduce, double alpha, const OptionalTensor& order, const OptionalTensor& t_crow,
+                const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& maybe_selected,
+                bool by_column, int64_t longest, int64_t) {
+  const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
+  const Tensor selected = tensor_or_none(maybe_selected);
+  const Reduce how = reduce_of(reduce);
+  TORCH_CHECK_VALUE(!selected.defined() || how == Reduce::sum, kOp, ": expected reduce sum beside selected, got ",
+                    reduce);
+  Tensor out = at::empty_symint(check(p, values, dense, columns, selected, by_column), dense.options());
+  run_batch<run>(p, values, dense, how, alpha, 0, {}, selected, by_column, longest, out);
+  return out;
+}
+
+void check_out(const Pattern& p, const Tensor& values, const Tensor& dense, const c10::SymInt& columns,
+               const Tensor& out) {
+  const auto shape = check(p, values, dense, columns, {}, false);
+  check_like(kOp, "out", out, "dense", dense);
+  TORCH_CHECK(out.sym_sizes() == c10::SymIntArrayRef(shape), kOp, ": expected out of shape ",
+              c10::SymIntArrayRef(shape), ", got ", out.sym_sizes());
+}
+
+template <void run(const Call&)>
+void spmm_out(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+              std::string_view reduce, double alpha, const OptionalTensor& order, double beta, int64_t longest,
+              Tensor out) {
+  const Pattern p = pattern_of(crow, col, order);
+  const Reduce how = reduce_of(reduce);
+  check_out(p, values, dense, columns, out);
+  check_no_overlap(kOp, out, {{"values", values}, {"dense", dense}});
+  run_batch<run>(p, values, dense, how, alpha, beta, {}, {}, false, longest, out);
+}
+
+template <void run(const Call&)>
+std::tuple<Tensor, Tensor> spmm_arg(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                                    c10::SymInt columns, std::string_view reduce, const OptionalTensor& order,
+                                    const OptionalTensor& t_crow, const OptionalTensor& t_col,
+                                    const OptionalTensor& t_order) {
+  const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
+  const Reduce how = reduce_of(reduce);
+  TORCH_CHECK_VALUE(how == Reduce::max || how == Reduce::min, kOp, ": expected reduce to be max or min, got ", reduce);
+  Tensor out = at::empty_symint(check(p, values, dense, columns, {}, false), dense.options());
+  Tensor arg = at::empty(out.sizes(), crow.options());
+  run_batch<run>(p, values, dense, how, 1, 0, arg, {}, false, -1, out);
+  return {out, arg};
+}
+
+Tensor spmm_meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+                 std::string_view reduce, double, const OptionalTensor& order, const OptionalTensor& t_crow,
+                 const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& selected,
+                 bool by_column, int64_t, int64_t) {
+  reduce_of(reduce);
+  const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
+  return at::empty_symint(check(p, values, dense, columns, tensor_or_none(selected), by_column), dense.options());
+}
+void spmm_out_meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                   c10::SymInt columns, std::string_view reduce, double, const OptionalTensor& order, double, int64_t,
+                   Tensor out) {
+  reduce_of(reduce);
+  check_out(pattern_of(crow, col, order), values, dense, columns, out);
+}
+std::tuple<Tensor, Tensor> spmm_arg_meta(const Tensor& crow, const Tensor& col, const Tensor& values,
+                                         const Tensor& dense, c10::SymInt columns, std::string_view reduce,
+                                         const OptionalTensor& order, const OptionalTensor& t_crow,
+                                         const OptionalTensor& t_col, const OptionalTensor& t_order) {
+  reduce_of(reduce);
+  const auto shape = check(pattern_of(crow, col, order, t_crow, t_col, t_order), values, dense, columns, {}, false);
+  return {at::empty_symint(shape, dense.options()), at::empty_symint(shape, crow.options())};
+}
+
+// --- what a plan keeps of a float32 matrix with its zeros (filled.h), and the product with it
+
+using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns);
+using HalvesFunction = void(const Call& c, const Filled& kept);
+
+Filled fill_cpu(const Pattern& p, const Tensor& values, int64_t columns) {
+  const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
+  Tensor full = at::zeros({p.rows(), (columns + 7) / 8 * 8}, values.options());
+  full.index_put_({row, p.col}, p.order.defined() ? values.index_select(0, p.order) : values, /*accumulate=*/true);
+  const Tensor largest = full.size(1) > 0 ? full.abs().amax(1) : at::zeros({p.rows()}, values.options());
+  const Tensor exponents = at::where(largest.gt(0).logical_and(largest.isfinite()),
+                                     (15 - std::get<1>(at::frexp(largest))).clamp_max(126), 0);
+  const Tensor scaled = at::ldexp(full, exponents.unsqueeze(1)), high = scaled.to(at::kHalf);
+  return {at::stack({high, ((scaled - high.to(at::kFloat)) * kLowScale).to(at::kHalf)}), exponents.to(at::kInt),
+          at::zeros({kFillFacts}, p.crow.options().dtype(at::kInt))};
+}
+void run_halves_cpu(const Call& c, const Filled&) { run_cpu(c); }
+
+template <FillFunction fill>
+std::tuple<Tensor, Tensor, Tensor> csr_halves(const Tensor& crow, const Tensor& col, const Tensor& values,
+                                              c10::SymInt columns, const OptionalTensor& order) {
+  const Pattern p = pattern_of(crow, col, order);
+  check_float_values(p, values);
+  const Filled made = fill(contiguous(p), values.contiguous(), columns.expect_int());
+  return {made.parts, made.exponents, made.facts};
+}
+
+template <HalvesFunction run>
+Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& crow,
+                       const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+                       const OptionalTensor& order, int64_t longest) {
+  const Pattern p = pattern_of(crow, col, order);
+  check_float_values(p, values);
+  Tensor out = at::empty_symint(check(p, values, dense, columns, {}, false), dense.options());
+  const int64_t stride = (columns.expect_int() + 7) / 8 * 8;
+  const auto whole = [&](const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
+    return t.sizes() == sizes && t.scalar_type() == dtype && t.is_contiguous() && t.device() == dense.device();
+  };
+  TORCH_CHECK(whole(parts, at::kHalf, {2, p.rows(), stride}) && whole(exponents, at::kInt, {p.rows()}) &&
+                  whole(facts, at::kInt, {kFillFacts}) && dense.dim() == 2,
+              kOp, ": expected what csr_halves made of this matrix, and dense of two dimensions, got parts of shape ",
+              parts.sizes(), ", dense of shape ", dense.sizes());
+  if (out.numel() == 0) return out;
+  run({contiguous(p),
+       values.contiguous().unsqueeze(0),
+       with_contiguous_rows(dense).unsqueeze(0),
+       out.unsqueeze(0),
+       Reduce::sum,
+       1,
+       0,
+       {},
+       {},
+       false,
+       longest},
+      {parts, exponents, facts});
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> csr_halves_meta(const Tensor& crow, const Tensor& col, const Tensor& values,
+                                                   c10::SymInt columns, const OptionalTensor& order) {
+  const Pattern p = pattern_of(crow, col, order);
+  check_float_values(p, values);
+  const auto ints = values.options().dtype(at::kInt);
+  return {at::empty_symint({2, p.sym_rows(), (columns + 7) / 8 * 8}, values.options().dtype(at::kHalf)),
+          at::empty_symint({p.sym_rows()}, ints), at::empty({kFillFacts}, ints)};
+}
+Tensor csr_spmm_halves_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
+                            const Tensor& values, const Tensor& dense, c10::SymInt columns, const OptionalTensor& order,
+                            int64_t) {
+  return at::empty_symint(check(pattern_of(crow, col, order), values, dense, columns, {}, false), dense.options());
+}
+
+MATMULS_OPERATOR(CsrHalvesOp, "custom_mm::csr_halves", "",
+                 std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
+                                                    const OptionalTensor&));
+MATMULS_OPERATOR(CsrSpmmHalvesOp, "custom_mm::csr_spmm_halves", "",
+                 Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                        const Tensor&, c10::SymInt, const OptionalTensor&, int64_t));
+
+// A product that records a gradient is csr_spmm's.
+Tensor csr_spmm_halves_autograd(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& crow,
+                                const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+                                const OptionalTensor& order, int64_t longest) {
+  if (needs_gradient(kOp, {values, dense}))
+    return SpmmOp::call(crow, col, values, dense, columns, "sum", 1, order, {}, {}, {}, {}, false, longest, -1);
+  return CsrSpmmHalvesOp::below_autograd(parts, exponents, facts, crow, col, values, dense, columns, order, longest);
+}
+
+// --- gradients: to the values the product of G and dense where A has nonzeros, to dense the product of A^T and G. Both
+// are operators with gradients of the same two kinds.
+
+using Context = torch::autograd::AutogradContext;
+using Gradients = torch::autograd::variable_list;
+
+void save(Context* ctx, const Pattern& p, const Tensor& values, const Tensor& dense, const Tensor& selected) {
+  const bool to_values = values.requires_grad(), to_dense = dense.requires_grad();
+  ctx->save_for_backward({p.crow, p.col, p.order, p.t_crow, p.t_col, p.t_order, to_dense ? values : Tensor(),
+                          to_values ? dense : Tensor(), selected});
+  ctx->saved_data["values_sizes"] = values.sym_sizes();
+  ctx->saved_data["dense_sizes"] = dense.sym_sizes();
+}
+
+// The gradients of sum(A @ dense); `selected`: of what was selected of it.
+std::tuple<Tensor, Tensor> gradients(Context* ctx, const Tensor& grad, const Tensor& selected, bool by_column,
+                                     int64_t longest, int64_t t_longest) {
+  const auto saved = ctx->get_saved_variables();
+  const Pattern p{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
+  const Tensor &values = saved[6], &dense = saved[7];
+  const auto values_sizes = ctx->saved_data["values_sizes"].toSymIntVector();
+  const auto dense_sizes = ctx->saved_data["dense_sizes"].toSymIntVector();
+  const c10::SymInt columns = dense_sizes[dense_sizes.size() - 2];
+  const OptionalTensor chosen = none_or_tensor(selected);
+  Tensor grad_values, grad_dense;
+  if (ctx->needs_input_grad(0)) {
+    const bool summed = values_sizes.size() == 1;  // one gradient for the whole batch: nothing larger than it is made
+    grad_values = SddmmOp::call(p.crow, p.col, grad, dense.to(grad.scalar_type()), columns, 1, none_or_tensor(p.order),
+                                none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order), chosen,
+                                by_column, summed);
+    grad_values = at::sum_to(grad_values, values_sizes);
+  }
+  if (ctx->needs_input_grad(1)) {
+    const Pattern t = p.transposed(columns);
+    grad_dense = SpmmOp::call(t.crow, t.col, values.to(grad.scalar_type()), grad, p.sym_rows(), "sum", 1,
+                              none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), chosen, !by_column,
+                              t_longest, longest);
+    grad_dense = at::sum_to(grad_dense, dense_sizes);
+  }
+  return {grad_values, grad_dense};
+}
+
+struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
+  static Tensor forward(Context* ctx, const Tensor& values, const Tensor& dense, const Pattern& p,
+                        const c10::SymInt& columns, std::string_view reduce, double alpha,
+                        const OptionalTensor& selected, bool by_column, int64_t longest, int64_t t_longest) {
+    save(ctx, p, values, dense, tensor_or_none(selected));
+    ctx->saved_data["alpha"] = alpha;
+    ctx->saved_data["mean"] = reduce == "mean";
+    ctx->saved_data["by_column"] = by_column;
+    ctx->saved_data["longest"] = longest;
+    ctx->saved_data["t_longest"] = t_longest;
+    return SpmmOp::below_autograd(p.crow, p.col, values, dense, columns, reduce, alpha, none_or_tensor(p.order),
+                                  none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order),
+                                  selected, by_column, longest, t_longest);
+  }
+
+  static Gradients backward(Context* ctx, const Gradients& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const double alpha = ctx->saved_data["alpha"].toDouble();
+    Tensor grad = alpha == 1 ? grads[0] : grads[0] * alpha;
+    if (ctx->saved_data["mean"].toBool())
+      grad = grad / saved[0].diff().clamp_min(1).to(grad.scalar_type()).unsqueeze(-1);
+    auto [grad_values, grad_dense] =
+        gradients(ctx, grad, saved[8], ctx->saved_data["by_column"].toBool(), ctx->saved_data["longest"].toInt(),
+                  ctx->saved_data["t_longest"].toInt());
+    return {grad_values, grad_dense, {}, {}, {}, {}, {}, {}, {}, {}};
+  }
+};
+
+struct SpmmArgFunction : torch::autograd::Function<SpmmArgFunction> {
+  static Gradients forward(Context* ctx, const Tensor& values, const Tensor& dense, const Pattern& p,
+                           const c10::SymInt& columns, std::string_view reduce) {
+    auto [out, arg] =
+        SpmmArgOp::below_autograd(p.crow, p.col, values, dense, columns, reduce, none_or_tensor(p.order),
+                                  none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order));
+    save(ctx, p, values, dense, arg);
+    ctx->mark_non_differentiable({arg});
+    return {out, arg};
+  }
+
+  static Gradients backward(Context* ctx, const Gradients& grads) {
+    auto [grad_values, grad_dense] = gradients(ctx, grads[0], ctx->get_saved_variables()[8], false, -1, -1);
+    return {grad_values, grad_dense, {}, {}, {}};
+  }
+};
+
+std::tuple<Tensor, Tensor> spmm_arg_autograd(const Tensor& crow, const Tensor& col, const Tensor& values,
+                                             const Tensor& dense, c10::SymInt columns, std::string_view reduce,
+                                             const OptionalTensor& order, const OptionalTensor& t_crow,
+                                             const OptionalTensor& t_col, const OptionalTensor& t_order) {
+  if (!needs_gradient(kOp, {values, dense}))
+    return SpmmArgOp::below_autograd(crow, col, values, dense, columns, reduce, order, t_crow, t_col, t_order);
+  const auto results =
+      SpmmArgFunction::apply(values, dense, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, reduce);
+  return {results[0], results[1]};
+}
+
+Tensor spmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                     c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
+                     const OptionalTensor& t_crow, const OptionalTensor& t_col, const OptionalTensor& t_order,
+                     const OptionalTensor& selected, bool by_column, int64_t longest, int64_t t_longest) {
+  if (!needs_gradient(kOp, {values, dense}))
+    return SpmmOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, t_crow, t_col, t_order,
+                                  selected, by_column, longest, t_longest);
+  if (reduce == "max" || reduce == "min") {
+    const Tensor out =
+        std::get<0>(spmm_arg_autograd(crow, col, values, dense, columns, reduce, order, t_crow, t_col, t_order));
+    return alpha == 1 ? out : out * alpha;
+  }
+  return SpmmFunction::apply(values, dense, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, reduce,
+                             alpha, selected, by_column, longest, t_longest);
+}
+
+void spmm_out_autograd(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                       c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
+                       double beta, int64_t longest, Tensor out) {
+  check_no_gradient_into(kOp, "out", {values, dense, out});
+  SpmmOutOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, beta, longest, out);
+}
+
+// Sums as torch.matmul; max and min in the wider of both dtypes.
+template <c10::DeviceType device>
+Tensor spmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                     c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,
+                     const OptionalTensor& t_crow, const OptionalTensor& t_col, const OptionalTensor& t_order,
+                     const OptionalTensor& selected, bool by_column, int64_t longest, int64_t t_longest) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const auto dtype = reduce == "max" || reduce == "min" ? at::promote_types(values.scalar_type(), dense.scalar_type())
+                                                        : at::autocast::get_autocast_dtype(device);
+  return SpmmOp::call(crow, col, at::autocast::cached_cast(dtype, values, device),
+                      at::autocast::cached_cast(dtype, dense, device), columns, reduce, alpha, order, t_crow, t_col,
+                      t_order, selected, by_column, longest, t_longest);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "csr_spmm(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce=\"sum\", float "
+      "alpha=1.0, Tensor? order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None, Tensor? "
+      "selected=None, bool by_column=False, int longest=-1, int t_longest=-1) -> Tensor",
+      tags);
+  m.def(
+      "csr_spmm.out(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce=\"sum\", float "
+      "alpha=1.0, Tensor? order=None, float beta=0.0, int longest=-1, *, Tensor(a!) out) -> ()",
+      tags);
+  m.def(
+      "csr_spmm_arg(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce, Tensor? "
+      "order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None) -> (Tensor, Tensor)",
+      tags);
+  m.def(
+      "csr_halves(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None) -> (Tensor, Tensor, "
+      "Tensor)",
+      tags);
+  m.def(
+      "csr_spmm_halves(Tensor parts, Tensor exponents, Tensor facts, Tensor crow, Tensor col, Tensor values, Tensor "
+      "dense, SymInt columns, Tensor? order=None, int longest=-1) -> Tensor",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
+  m.impl("csr_spmm", csr_spmm<run_cpu>);
+  m.impl("csr_spmm.out", spmm_out<run_cpu>);
+  m.impl("csr_spmm_arg", spmm_arg<run_cpu>);
+  m.impl("csr_halves", csr_halves<fill_cpu>);
+  m.impl("csr_spmm_halves", csr_spmm_halves<run_halves_cpu>);
+}
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
+  m.impl("csr_spmm", csr_spmm<run_cuda>);
+  m.impl("csr_spmm.out", spmm_out<run_cuda>);
+  m.impl("csr_spmm_arg", spmm_arg<run_cuda>);
+  m.impl("csr_halves", csr_halves<fill_on_gpu>);
+  m.impl("csr_spmm_halves", csr_spmm_halves<run_halves>);
+}
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("csr_spmm", spmm_meta);
+  m.impl("csr_spmm.out", spmm_out_meta);
+  m.impl("csr_spmm_arg", spmm_arg_meta);
+  m.impl("csr_halves", csr_halves_meta);
+  m.impl("csr_spmm_halves", csr_spmm_halves_meta);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("csr_spmm", spmm_autograd);
+  m.impl("csr_spmm.out", spmm_out_autograd);
+  m.impl("csr_spmm_arg", spmm_arg_autograd);
+  m.impl("csr_halves", CsrHalvesOp::below_autograd);
+  m.impl("csr_spmm_halves", csr_spmm_halves_autograd);
+}
+TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("csr_spmm.out", SpmmOutOp::inplace<10>); }
+TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<10>); }
+TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<10>); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_spmm", spmm_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_spmm", spmm_autocast<at::kCUDA>); }
+
+}  // namespace matmuls::spmm

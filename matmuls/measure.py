@@ -199,10 +199,17 @@ def time_of_whole(rivals: Sequence[Run], device: str, rounds: int = 7) -> list[T
     for run in rivals:
         run()
     found: list[list[float]] = [[] for _ in rivals]
-    for n in range(rounds):
-        order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
-        for i in order:
-            found[i].append(seconds(rivals[i]))
+    collecting = gc.isenabled()
+    gc.disable()  # as timeit does: a collection falls on one rival or another
+    try:
+        for n in range(rounds):
+            order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
+            for i in order:
+                gc.collect(1)  # what the last call left, lest its tensors pile up
+                found[i].append(seconds(rivals[i]))
+    finally:
+        if collecting:
+            gc.enable()
     return [_timing(s) for s in found]
 
 

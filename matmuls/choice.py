@@ -42,84 +42,90 @@ class Product(Protocol):
     def tensors(self) -> list[torch.Tensor]: ...
 
 
-class Dense:
+class Full:
     """The matrix with its zeros. Written anew, in its place, when the values are others than those it was made of."""
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
         # What was made, and of which values: they are held, so that no others can lie at their address.
-        self._full: dict[torch.dtype, tuple[torch.Tensor, Any, torch.Tensor]] = {}
+        self._kept: dict[torch.dtype, tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]] = {}
 
     def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values = values.detach()
-        entry = self._full.get(dtype)
+        entry = self._kept.get(dtype)
         if entry is None or entry[1] != _state(values):
             if is_capturing(values.device):  # written at every replay; what lies in a graph's memory is not kept
-                return matmul(self._filled(values, dtype, None), b)
-            entry = values, _state(values), self._filled(values, dtype, entry[2] if entry else None)
-            self._full[dtype] = entry
-        return matmul(entry[2], b)
+                return self._product(self._made(values, dtype, ()), values, b, dtype)
+            entry = values, _state(values), self._made(values, dtype, entry[2] if entry else ())
+            self._kept[dtype] = entry
+        return self._product(entry[2], values, b, dtype)
 
-    def _filled(self, values: torch.Tensor, dtype: torch.dtype, full: torch.Tensor | None) -> torch.Tensor:
+    def _made(
+        self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """In the place of what was made before, if anything was."""
+        raise NotImplementedError
+
+    def _product(
+        self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def refresh(self, values: torch.Tensor) -> None:
+        """For graphs that read it: what was made of other values is written over."""
+        for dtype, (_, _, old) in self._kept.items():
+            self._kept[dtype] = values, _state(values), self._made(values, dtype, old)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for _, _, kept in self._kept.values() for t in kept]
+
+
+class Dense(Full):
+    """By cuBLAS or, on a CPU, torch's BLAS."""
+
+    def _made(
+        self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         s = self._structure
         with torch.inference_mode(False), torch.no_grad():  # it may be saved for a gradient later
-            full = values.new_zeros(s.rows, s.columns, dtype=dtype) if full is None else full.zero_()
+            full = old[0].zero_() if old else values.new_zeros(s.rows, s.columns, dtype=dtype)
             place, flat = s.row.long() * s.columns + s.col, full.view(-1)
             if s.distinct:
                 flat.scatter_(0, place, s.by_rows(values).to(dtype))
             else:  # duplicates are added up, in a fixed order: index_put_ sorts them
                 flat.index_put_((place,), s.by_rows(values).to(dtype), accumulate=True)
-        return full
+        return (full,)
 
-    def refresh(self, values: torch.Tensor) -> None:
-        """For graphs that read it: what was made of other values is written over."""
-        for dtype, (_, _, full) in self._full.items():
-            self._full[dtype] = values, _state(values), self._filled(values, dtype, full)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [full for _, _, full in self._full.values()]
+    def _product(
+        self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return matmul(kept[0], b)
 
 
-class Halves:
-    """A float32 matrix with its zeros, each number as two of float16: as exact, on tensor cores (src/filled.h)."""
+class Halves(Full):
+    """Of float32, each number as two of float16: as exact, on tensor cores (src/filled.h)."""
 
-    def __init__(self, structure: Structure) -> None:
-        self._structure = structure
-        self._kept: tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]] | None = None  # as Dense
-
-    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        s, values = self._structure, values.detach()
-        if self._kept is not None and self._kept[1] == _state(values):
-            kept = self._kept[2]
-        else:
-            kept = self._made(values)
-            if not is_capturing(values.device):
-                self._kept = values, _state(values), kept
-        values = values.to(dtype)
-        result: torch.Tensor = torch.ops.custom_mm.csr_spmm_halves(
-            *kept, s.crow, s.col, values, b.to(dtype), s.columns, s.order, s.longest
-        )
-        return result
-
-    def _made(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _made(
+        self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         s = self._structure
         with torch.inference_mode(False), torch.no_grad():
-            made: tuple[torch.Tensor, ...] = torch.ops.custom_mm.csr_halves(
+            new: tuple[torch.Tensor, ...] = torch.ops.custom_mm.csr_halves(
                 s.crow, s.col, values.float(), s.columns, s.order
             )
-        return made
+            for x, y in zip(old, new, strict=False):
+                x.copy_(y)
+        return old or new
 
-    def refresh(self, values: torch.Tensor) -> None:
-        """As Dense: graphs read what is kept."""
-        if self._kept is not None:
-            for old, new in zip(self._kept[2], self._made(values), strict=True):
-                old.copy_(new)
-            self._kept = values, _state(values), self._kept[2]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [] if self._kept is None else list(self._kept[2])
+    def _product(
+        self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        s = self._structure
+        result: torch.Tensor = torch.ops.custom_mm.csr_spmm_halves(
+            *kept, s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest
+        )
+        return result
 
 
 def _state(values: torch.Tensor) -> Any:
@@ -279,9 +285,9 @@ class Choice:
 
     @staticmethod
     def _fits(nbytes: int, device: torch.device) -> bool:
-        if nbytes <= SMALL_BYTES or device.type != "cuda":  # to ask the GPU takes longer than a product
-            return nbytes <= SMALL_BYTES
-        return bool(nbytes <= torch.cuda.mem_get_info(device)[0] // 4)
+        if nbytes <= SMALL_BYTES:  # to ask the GPU takes longer than a product
+            return True
+        return device.type == "cuda" and bool(nbytes <= torch.cuda.mem_get_info(device)[0] // 4)
 
     def _made(self, name: str) -> Product:
         if name not in self._products:
@@ -293,7 +299,7 @@ class Choice:
     def refresh(self, values: torch.Tensor) -> None:
         """Other values, from now on."""
         for made in self._products.values():
-            if isinstance(made, (Dense, Halves)) and not is_capturing(values.device):
+            if isinstance(made, Full) and not is_capturing(values.device):
                 made.refresh(values.detach())
 
     @property

@@ -203,7 +203,7 @@ def bench(
         raise fail(str(error)) from None
     if precompile and (failed := b.precompile(precompile, names or [], chosen, dtypes, quick)):
         errors.print(f"{failed} of the processes did not compile all of their share")
-    budget = 0.4 if chosen == "cpu" and not quick else 0.1 if quick else 0.05  # of a rival; 20 rounds at least
+    budget = 0.1 if quick else 0.4 if chosen == "cpu" else 0.05  # of a rival; 20 rounds at least
     rows: list[b.Row] = []
     with counting() as progress:
         task = progress.add_task("measuring the roofs", total=len(jobs))

@@ -3,7 +3,8 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -152,15 +153,25 @@ def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3) -> list[Timin
     return [_timing(s) for s in seconds]
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """As timeit does: a collection would fall on one rival or another."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: int = 250) -> list[Timing]:
     """Host time per call: what the caller waits before it may go on. The GPU is idle at the start of every round."""
     for run in rivals:
         for _ in range(calls):
             run()
     seconds: list[list[float]] = [[] for _ in rivals]
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with _uncollected():
         for n in range(rounds):
             order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
             for i in order:
@@ -171,9 +182,6 @@ def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: in
                 for _ in range(calls):
                     run()
                 seconds[i].append((time.perf_counter() - begin) / calls)
-    finally:
-        if collecting:
-            gc.enable()
     return [_timing(s) for s in seconds]
 
 
@@ -199,17 +207,12 @@ def time_of_whole(rivals: Sequence[Run], device: str, rounds: int = 7) -> list[T
     for run in rivals:
         run()
     found: list[list[float]] = [[] for _ in rivals]
-    collecting = gc.isenabled()
-    gc.disable()  # as timeit does: a collection falls on one rival or another
-    try:
+    with _uncollected():
         for n in range(rounds):
             order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
             for i in order:
                 gc.collect(1)  # what the last call left, lest its tensors pile up
                 found[i].append(seconds(rivals[i]))
-    finally:
-        if collecting:
-            gc.enable()
     return [_timing(s) for s in found]
 
 
@@ -217,13 +220,8 @@ def peak_memory(run: Run, device: str) -> int:
     """Bytes of tensors alive at the peak of a call, above what was alive before it."""
     # What is collected meanwhile would hide what is allocated. To collect it all before takes 0.3 s in a process that
     # has compiled, a tenth of a long bench.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with _uncollected():
         return _peak_on_gpu(run) if device == "cuda" else _peak_on_cpu(run)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _peak_on_gpu(run: Run) -> int:

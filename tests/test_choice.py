@@ -70,6 +70,24 @@ def test_other_values_are_seen(dense_wins, device):
         assert_times(2, inferred @ b)
 
 
+@pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES])
+def test_other_values_are_written_in_place(name, device):
+    """Graphs read what is kept, and the next eager product may have other values."""
+    if device == "cuda" and name == choice.HALVES and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("halves are Hopper's")
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    values = made.values.detach().clone()
+    product = made._choice._made(name)
+    first = product(values, b, torch.float32)
+    places = [t.data_ptr() for t in product.tensors]
+    values.mul_(2)
+    assert torch.equal(product(values, b, torch.float32), 2 * first)
+    product.refresh(4 * values)
+    assert torch.equal(product(values, b, torch.float32), 2 * first)
+    assert [t.data_ptr() for t in product.tensors] == places
+
+
 def test_duplicates_are_added(dense_wins):
     crow, col = torch.arange(0, 4 * 1000 + 1, 4), torch.randint(20, (4000,))
     made = plan(torch.sparse_csr_tensor(crow, col, torch.randn(4000), (1000, 20)))

@@ -175,11 +175,10 @@ def backward(
     needs: list[bool],
 ) -> list[Tensor]:
     """Gradients of x, w1, w2, w3, u1, u2, u3; no elements where none is needed. Without t it is computed again."""
+    c = None
     if t is None:
         c, t = gate_up(x, w[0], w[2], u[0], u[2], rows, counts, True)
-        dt, c = hidden_gradients(dy, w[1], u[1], t, rows, counts, c)
-    else:
-        dt, c = hidden_gradients(dy, w[1], u[1], t, rows, counts)
+    dt, c = hidden_gradients(dy, w[1], u[1], t, rows, counts, c)
     H = c.shape[1]
     grads = [x.new_empty(0) for _ in needs]
     if needs[2] or needs[5]:

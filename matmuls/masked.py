@@ -624,6 +624,7 @@ def masked_linear(
     On a GPU rows are gathered inside a kernel's loads and scattered inside its stores; nothing waits for the mask. Only
     the gradient of large weights reads sorted copies, of x and of y's gradient: on sm_90 a second stream makes them
     while the gradient of x is computed; where that is not asked for, a copy of the one with fewer columns comes first.
+    Few rows on sm_90, where tuned tiles say so (512 on an H200), are copied too: one round of tiles, whatever the mask.
     Rows may lie apart; where neither x nor its rows' elements are contiguous, and where one weight is transposed and
     the other is not, a copy is made. float64 runs both products and blends. On the CPU the rows are sorted, then two
     products. `matmuls tune masked_linear` finds the fastest tiles for a GPU and a shape.

@@ -119,7 +119,7 @@ def candidates(p: Problem, gpu: Gpu) -> list[Tiles]:
                 continue  # elsewhere its use is the shared memory that it leaves to the next tile's loads
             found.add(Tiles(rows, columns, depth, warps, stages, group, persistent, flatten, tma, pieces))
             few = -(-p.m // rows) * -(-p.n // columns) < 2 * gpu.multiprocessors
-            if few and not persistent and p.operator in ("masked_linear", "masked_linear_t"):
+            if few and tma and not persistent and p.operator in ("masked_linear", "masked_linear_t"):
                 found.add(Tiles(rows, columns, depth, warps, stages, group, tma=tma, pieces=pieces, split=2))
 
     def order(t: Tiles) -> tuple[int, list[int]]:

@@ -35,7 +35,7 @@ def through_the_kernels(monkeypatch):
         ran.append(kernel.__name__)
         launch.launch(kernel, *args)
 
-    for module in ("mask_plan", "masked_linear", "masked_ffn"):
+    for module in ("mask_plan", "few", "masked_linear", "masked_ffn"):
         monkeypatch.setattr(f"matmuls.triton.{module}.launch", counted)
     real = torch.Tensor.new_empty, torch.empty
 
@@ -170,6 +170,29 @@ def test_gradients_of_sorted_copies(through_the_kernels, monkeypatch):
         compare(lambda x, w1, w2, p=mask: masked_linear(x, w1, w2, p), *tensors)
     assert through_the_kernels.count("sort_kernel") == 2 * len(list(masks(70)))
     assert "sorted_weights_kernel" in through_the_kernels
+
+
+@pytest.mark.parametrize("m", [33, 64, 100, 128])
+def test_gradients_of_few_rows(m, through_the_kernels, monkeypatch):
+    """One round of tiles for any mask, the smaller rest in strips; the weights' gradients of ordered copies."""
+    monkeypatch.setattr(kernels, "FEW", 0)
+    monkeypatch.setattr(kernels, "WIDE", 0)
+    tiles = configs.Tiles(32, 128, 64, tma=True, pieces=2, split=2)
+    monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles))
+    monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
+    g, x = torch.randn(m, 256).half(), torch.randn(m, 512).half()
+    w1, w2 = (torch.randn(2, 256, 512) / 22).half()
+    for mask in masks(m):
+        rows, counts, _ = mask_plan(mask)
+        y = kernels.product(x, w1, w2, rows, counts)
+        assert error(y, torch.where(mask[:, None], x.double() @ w1.double().T, x.double() @ w2.double().T)) < 1e-3
+        found = kernels.gradients(g, x, w1, w2, rows, counts)
+        truth = torch.where(mask[:, None], g.double() @ w1.double(), g.double() @ w2.double())
+        for ours, expected in zip(
+            found, (truth, *(g[mine].double().T @ x[mine].double() for mine in (mask, ~mask))), strict=True
+        ):
+            assert error(ours, expected) < 1e-3
+    assert set(through_the_kernels) == {"plan_kernel", "order_kernel", "few_product_kernel", "few_weights_kernel"}
 
 
 @pytest.mark.parametrize("frozen", ["w1", "w2"])

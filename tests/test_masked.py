@@ -240,8 +240,8 @@ def test_bad_plans_and_masks():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("training", [False, True])
-def test_a_graph_replays_with_other_masks(training):
-    m, k, n = 1000, 256, 512
+@pytest.mark.parametrize(("m", "k", "n"), [(1000, 256, 512), (512, 2048, 4096)])  # these take the kernels of few rows
+def test_a_graph_replays_with_other_masks(m, k, n, training):
     x, w1, w2 = (
         draw(*s, dtype=torch.bfloat16, device="cuda").requires_grad_(training) for s in ((m, k), (n, k), (n, k))
     )
@@ -301,6 +301,45 @@ def test_large(dtype):
         y = masked_linear(x, w1, w2, mask)
         truth = torch.where(mask[:, None], F.linear(x.double(), w1.double()), F.linear(x.double(), w2.double()))
         close(y, truth, dtype, terms=k)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("m", [1, 300, 512, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_few_rows(dtype, m, poisoned, monkeypatch):
+    """One round of tiles, the smaller rest of the two experts' rows in strips; gradients of ordered copies."""
+    from matmuls.triton import configs, few
+    from matmuls.triton import masked_linear as kernels
+
+    ran = []
+    real = kernels.launch
+
+    def counted(kernel, *args):
+        ran.append(kernel)
+        real(kernel, *args)
+
+    monkeypatch.setattr(kernels, "launch", counted)
+    monkeypatch.setattr(kernels, "FEW", 1)
+    tiles = configs.Tiles(128, 128, 64, warps=4, stages=5, tma=True, split=2)
+    monkeypatch.setattr(configs, "forced", {"masked_linear": tiles, "masked_linear_t": tiles})
+    k, n = 2048, 2304
+    x, w1, w2 = (draw(*s, dtype=dtype, device="cuda") for s in ((m, k), (n, k), (n, k)))
+    b1, b2, g = (draw(*s, dtype=dtype, device="cuda") for s in ((n,), (n,), (m, n)))
+    for mask in masks(m, "cuda"):
+        rows, counts, _ = mask_plan(mask)
+        y = kernels.product(x, w1, w2, rows, counts, b1, b2)
+        wide = [F.linear(x.double(), w.double(), b.double()) for w, b in ((w1, b1), (w2, b2))]
+        close(y, torch.where(mask[:, None], *wide), dtype, terms=k)
+        dx, d1, d2 = kernels.gradients(g, x, w1, w2, rows, counts)
+        wide = [g.double() @ w.double() for w in (w1, w2)]
+        close(dx, torch.where(mask[:, None], *wide), dtype, terms=n)
+        for ours, mine in ((d1, mask), (d2, ~mask)):
+            close(ours, torch.where(mine[:, None], g, 0).double().T @ x.double(), dtype, terms=m)
+            assert mine.any() or ours.count_nonzero() == 0
+        frozen = kernels.gradients(g, x, w1, w2, rows, counts, False, True)
+        assert frozen[1].numel() == 0
+        assert torch.equal(frozen[2], d2)
+    assert set(ran) == {few.few_product_kernel, few.few_weights_kernel}
 
 
 @pytest.mark.cuda

@@ -86,5 +86,6 @@ TABLE: tuple[Spec, ...] = (
         gradient=False,
         autocast=False,
         rival="eager",
+        compiled=True,
     ),
 )

@@ -210,6 +210,7 @@ TABLE: tuple[Spec, ...] = (
         bench_dtypes=(torch.bfloat16, torch.float16),
         dtypes=REAL,
         autocast=False,
+        compiled=True,
     ),
     *(
         Spec(

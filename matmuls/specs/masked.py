@@ -34,14 +34,32 @@ def _split_linear(x: Tensor, w1: Tensor, w2: Tensor, mask: Any, *_: Any) -> Tens
     return y
 
 
+def _grouped(x: Tensor, stacked: Tensor, mask: Any) -> Tensor:
+    order = torch.cat(mask.lists)
+    y = x.new_empty(x.shape[0], stacked.shape[-1])
+    y[order] = torch._grouped_mm(x[order], stacked, mask.ends)  # type: ignore[attr-defined]
+    return y
+
+
+def _stacked(w1: Any, w2: Tensor) -> Tensor:
+    if not hasattr(w1, "stacked"):
+        w1.stacked = torch.stack([w1, w2]).mT
+    stacked: Tensor = w1.stacked
+    return stacked
+
+
 def _grouped_linear(x: Tensor, w1: Tensor, w2: Tensor, mask: Any, *_: Any) -> Tensor:
     """torch's grouped product of sorted rows, on weights stacked beforehand, with what sorting and back costs."""
-    order, ends = torch.cat(mask.lists), mask.ends
-    if not hasattr(w1, "stacked"):
-        w1.stacked = torch.stack([w1, w2]).mT  # type: ignore[attr-defined]
-    y = x.new_empty(x.shape[0], w1.shape[0])
-    y[order] = torch._grouped_mm(x[order], w1.stacked, ends)  # type: ignore[attr-defined]
-    return y
+    return _grouped(x, _stacked(w1, w2), mask)
+
+
+def _grouped_training(grad: Tensor, x: Tensor, w1: Tensor, w2: Tensor, mask: Any) -> tuple[Tensor, ...]:
+    """The same forward and backward; the gradient of the stacked weights is that of both."""
+    x, stacked = (t.detach().requires_grad_() for t in (x, _stacked(w1, w2)))
+    with torch.enable_grad():
+        y = _grouped(x, stacked, mask)
+    dx, d = torch.autograd.grad(y, (x, stacked), grad)
+    return dx, *d.mT
 
 
 def _swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -141,7 +159,7 @@ def _masked_family_cases(
             call=_trained(_planned(ours)),
             reference=_trained(blend),
             dense=_trained(dense),
-            others={name: _trained(f) for name, f in others.items() if f is not _grouped_linear},
+            others={n: _grouped_training if f is _grouped_linear else _trained(f) for n, f in others.items()},
             in_place=False,
             device="cuda",
         )

@@ -52,8 +52,8 @@ class Tiles:
     flatten: bool = False  # the walk and the sum are one pipeline: the next tile's loads run under a tile's stores
     tma: bool = False  # weights, and of their gradient one operand, sorted, through TMA descriptors; sm_90 and later
     pieces: int = 1  # a tile's result is stored in so many parts
-    # of a gradient of weights: the rows are cut into so many chunks, summed afterwards; of masked_linear, if not 1: as
-    # many programs as multiprocessors walk over the tiles, and those of a last, half empty round are cut along K
+    # of a gradient of weights: the rows are cut into so many chunks, summed afterwards; of masked_linear, if not 1 and
+    # with tma: the kernel of few rows, one round of tiles for any mask
     split: int = 1
 
     def __post_init__(self) -> None:

@@ -5,7 +5,8 @@ The gradient of x is the same kernel on transposed weights; those of the weights
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import Tiles, gpu, run
-from .cut import cut_product_kernel, cut_sum_kernel
+from .few import few_product_kernel, few_weights_kernel, in_order, room
 from .launch import INTERPRETED, launch
 from .tiles import accumulate, rows_at, store_product, tile_at, tiles_of, weight_of
 
@@ -269,6 +270,14 @@ def sort_kernel(x, y, rows, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr):
         tl.store(y + places.to(tl.int64)[:, None] * K + ks[None, :], value, mask=inside)
 
 
+LARGEST_BLOCK = 226 << 10  # bytes of shared memory that a block on sm_90 may have, but for a few
+
+
+def power(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
 def precision_of(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch._C._get_cublas_allow_tf32() else "ieee"
 
@@ -329,11 +338,12 @@ def product(
     *,
     pair: tuple[Tensor, Tensor] | None = None,
     operator: str | None = None,
+    ordered: Tensor | None = None,
 ) -> Tensor:
     """x[r] @ w[r]^T + b[r] for x [M, K], w1, w2 [N, K]; M, N, K > 0.
 
     pair: second weights, whose operand lies beside the first in x [M, 2K]. operator "masked_ffn_down" and
-    "masked_ffn_input" take x in the plan's order.
+    "masked_ffn_input" take x in the plan's order. ordered: x `in_order`, where it is at hand.
     """
     x, M, (N, K) = read_rows(x), x.shape[0], w1.shape
     weights, strides, k_inner = oriented(w1, w2, *(pair or ()))
@@ -344,19 +354,24 @@ def product(
     if b1 is not None and b2 is not None:
         b1, b2 = b1.contiguous(), b2.contiguous()
 
+    def few_product(t: Tiles, xs: Tensor) -> None:
+        t = replace(t, rows=min(t.rows, max(64, power(M) // 4)))
+        high, wide, rest = -(-M // t.rows), -(-N // t.columns), max(16, t.rows // 2)
+        strip = max(16, power(-(-N // (high * wide))))
+        stage = (t.rows + t.columns + rest + strip) * t.depth * x.element_size()
+        given = (d for n in (t.columns, strip) for d in described(replace(t, columns=n), weights, strides, k_inner))
+        of_x = (_of_rows(xs, height, t.depth) for height in (t.rows, rest))
+        args = (y, *of_x, *given, b1, b2, rows, counts, N, K, N)
+        constants = (t.rows, t.columns, t.depth, rest, strip, k_inner, N % t.columns == 0, b1 is not None, t.pieces)
+        stages = max(1, min(t.stages, LARGEST_BLOCK // stage))
+        launch(few_product_kernel, high * wide, args, (M, high), (*constants, precision), t.warps, stages)
+
     def attempt(t: Tiles) -> None:
         given = described(t, weights, strides, k_inner)
         sides, tma, bias = (t.rows, t.columns, t.depth, t.group), given is not weights, b1 is not None
         even = K % t.depth == 0, N % t.columns == 0
-        if t.split > 1 and gather:
-            limit, height = gpu(x.device.index).multiprocessors, 4
-            part = x.new_empty(limit, t.rows, t.columns, dtype=torch.float32)
-            args: tuple[Any, ...] = (x, *given, b1, b2, y, part, rows, counts, N, K, x.stride(0), *strides, N)
-            constants: tuple[Any, ...] = (*sides, tma, t.pieces, k_inner, *even, bias, precision)
-            launch(cut_product_kernel, limit, args, (M,), constants, t.warps, t.stages)
-            args = (y, b1, b2, part, rows, counts, N, N)
-            constants = (*sides[:2], t.group, even[1], bias, height)
-            launch(cut_sum_kernel, (limit // 2, t.rows // height), args, (M, limit), constants, 4, 1)
+        if t.split > 1 and gather and tma and K * x.element_size() % 16 == 0:
+            few_product(t, in_order(x, rows, counts) if ordered is None else ordered)
             return
         none = (None, None) if pair is None else ()
         args = (x, *given, *none, b1, b2, y, rows, counts, N, K, x.stride(0), *strides, *none, N)
@@ -439,16 +454,34 @@ def weight_gradients(
     return d1, d2
 
 
-LITTLE = 1024  # rows that are not worth a copy
-_beside = threading.local()
+# `_few_gradients`' rows and columns; of more rows two copies hide beside a product
+FEW, LITTLE, WIDE = 256, 1024, 2048
+# 48 KB of stages: what the product for x leaves free in a multiprocessor's shared memory
+FEW_WEIGHTS = Tiles(128, 128, 32, warps=4, stages=3, pieces=4)
+_local = threading.local()
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for each thread and device: two captures at one time must not meet in it."""
-    streams: dict[torch.device, torch.cuda.Stream] = _beside.__dict__.setdefault("streams", {})
+    streams: dict[torch.device, torch.cuda.Stream] = _local.__dict__.setdefault("streams", {})
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)
     return streams[device]
+
+
+def _beside(device: torch.device, one: Callable[[], Tensor], other: Callable[[], None]) -> Tensor:
+    """one(), and beside it on a second stream other(), which allocates nothing."""
+    if INTERPRETED:
+        y = one()
+        other()
+        return y
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    y = one()
+    with torch.cuda.stream(side):
+        other()
+    main.wait_stream(side)
+    return y
 
 
 def gradients(
@@ -466,24 +499,39 @@ def gradients(
     On sm_90 rows in the plan's order, by TMA, are worth a copy of g and x, if the copy costs no time: while the product
     for x computes, it leaves registers for two small programs a multiprocessor, which move memory on a second stream.
     """
-    device, sides = gpu(x.device.index), (g.shape[1], x.shape[1])
-    if device.capability < (9, 0) or x.dtype.itemsize > 2 or len(x) <= LITTLE or any(n % 256 for n in sides):
+    device, M, sides = gpu(x.device.index), len(x), (g.shape[1], x.shape[1])
+    tma = device.capability >= (9, 0) and x.dtype.itemsize == 2 and all(n % 256 == 0 for n in sides)
+    if tma and (first or second) and FEW <= M <= LITTLE and min(sides) >= WIDE:
+        return _few_gradients(read_rows(g), read_rows(x), w1, w2, rows, counts, first, second)
+    if not tma or M <= LITTLE:
         return product(g, w1.T, w2.T, rows, counts), *weight_gradients(g, x, rows, counts, first, second)
     g, x = read_rows(g), read_rows(x)
     gs, xs = g.new_empty(g.shape), x.new_empty(x.shape)
-    if INTERPRETED:
-        dx = product(g, w1.T, w2.T, rows, counts)
+
+    def copies() -> None:
         for t, ordered in ((g, gs), (x, xs)):
             sorted_rows(t, rows, ordered, 2 * device.multiprocessors)
-    else:
-        main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-        side.wait_stream(main)
-        dx = product(g, w1.T, w2.T, rows, counts)
-        with torch.cuda.stream(side):
-            for t, ordered in ((g, gs), (x, xs)):
-                sorted_rows(t, rows, ordered, 2 * device.multiprocessors)
-        main.wait_stream(side)
+
+    dx = _beside(x.device, lambda: product(g, w1.T, w2.T, rows, counts), copies)
     return dx, *weight_gradients(gs, xs, rows, counts, first, second, gather_g=False, gather_x=False)
+
+
+def _few_gradients(
+    g: Tensor, x: Tensor, w1: Tensor, w2: Tensor, rows: Tensor, counts: Tensor, first: bool, second: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `gradients`. Both products need the copy of g; those of the weights run beside that for x."""
+    M, N, K = len(x), g.shape[1], x.shape[1]
+    d1, d2 = (x.new_empty(N if wanted else 0, K) for wanted in (first, second))
+    gs, xs = in_order(g, rows, counts), room(x)
+
+    def weights() -> None:
+        in_order(x, rows, counts, xs)
+        t = FEW_WEIGHTS
+        args = (d1, d2, _of_rows(gs, t.depth, t.rows), _of_rows(xs, t.depth, t.columns), counts, N, K)
+        constants = (t.rows, t.columns, t.depth, t.group, first, second, t.pieces, precision_of(x.dtype))
+        launch(few_weights_kernel, 2 * (N // t.rows) * (K // t.columns), args, (M,), constants, t.warps, t.stages)
+
+    return _beside(x.device, lambda: product(g, w1.T, w2.T, rows, counts, ordered=gs), weights), d1, d2
 
 
 def _reduce(

@@ -1,0 +1,135 @@
+"""Few rows: the tiles of any mask are one round, and all operands come by TMA, from rows in the plan's order.
+
+512 rows of two experts are 5 row tiles of 128, times 32 columns on 132 multiprocessors: two rounds, the second for 28
+tiles. But 4 row tiles hold all rows except the smaller of the two experts' rests, which is half a tile at most: each of
+the 128 programs multiplies a strip of its columns too, in the loop of its own tile. A tenth more time, not twice.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import launch
+from .tiles import store_product
+
+PAD = tl.constexpr(64)
+
+
+@triton.jit(do_not_specialize=["M"])
+def order_kernel(x, y, rows, counts, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr):
+    """y = x's rows in the plan's order, PAD rows of zeros between the first expert's and the second's."""
+    n1 = tl.load(counts)
+    at = tl.program_id(0) * BR + tl.arange(0, BR)
+    one = tl.load(rows + at, mask=at < M, other=0)  # both are on their way before n1 has come
+    other = tl.load(rows + at - PAD, mask=(at >= PAD) & (at < M + PAD), other=0)
+    listed = tl.where(at < n1, one, other).to(tl.int64)
+    there = (at < n1) | ((at >= n1 + PAD) & (at < M + PAD))
+    ks = tl.program_id(1) * BK + tl.arange(0, BK)
+    inside = (at < M + PAD)[:, None] & (ks < K)[None, :]
+    value = tl.load(x + listed[:, None] * sxm + ks[None, :], mask=there[:, None] & (ks < K)[None, :], other=0.0)
+    tl.store(y + at.to(tl.int64)[:, None] * K + ks[None, :], value, mask=inside)
+
+
+@triton.jit
+def tile_of(of_w, column, k, K_INNER: tl.constexpr):
+    if K_INNER:
+        return of_w.load([column, k]).T
+    else:
+        return of_w.load([k, column])
+
+
+@triton.jit
+def store_rows(
+    y, acc, b1, b2, first, rows, place, count, sym, column, N,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """acc and the expert's bias to the rows that `count` places of the plan name."""
+    bias = b1
+    if BIAS:
+        bias = b1 if first else b2
+    there = tl.arange(0, BM) < count
+    to = tl.load(rows + place + tl.arange(0, BM), mask=there, other=0).to(tl.int64)
+    store_product(y, acc, bias, to * sym, there, column, N, BM, BN, EVEN_N, BIAS, PIECES)
+
+
+@triton.jit(do_not_specialize=["M", "high"])
+def few_product_kernel(
+    y, of_x, of_rest, w1, w2, strip1, strip2, b1, b2, rows, counts, N, K, sym, M, high,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, REST: tl.constexpr, STRIP: tl.constexpr,
+    K_INNER: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """high: ceil(M / BM) row tiles. of_x, of_rest: x in order, by BM and by REST = BM / 2 rows at one time."""
+    n1, program = tl.load(counts), tl.program_id(0)
+    n2, second = M - n1, n1 + PAD
+    full1, full2 = n1 // BM, n2 // BM
+    rest1, rest2 = n1 - full1 * BM, n2 - full2 * BM
+    full, rest = full1 + full2, tl.minimum(rest1, rest2)
+    # row tiles: the first expert's full ones, the second's, the larger rest, and the smaller one if there is room
+    row, column = program % high, program // high * BN
+    first = (row < full1) | ((row == full) & (rest1 >= rest2)) | ((row == full + 1) & (rest1 < rest2))
+    begin = tl.where(row < full1, row, tl.where(row < full, row - full1, tl.where(first, full1, full2))) * BM
+    count = tl.where(row < full + 2, tl.where(first, n1, n2) - begin, 0)
+    if first:
+        w = w1
+    else:
+        w = w2
+    source = begin + tl.where(first, 0, second)
+    acc = tl.zeros((BM, BN), tl.float32)
+    if (full + 2 > high) & (rest > 0):
+        of_first = rest1 < rest2
+        if of_first:
+            strip = strip1
+        else:
+            strip = strip2
+        low = tl.where(of_first, full1, full2) * BM
+        from_row, narrow = low + tl.where(of_first, 0, second), program * STRIP
+        sums = tl.zeros((REST, STRIP), tl.float32)
+        for k in range(0, K, BK):
+            acc = tl.dot(of_x.load([source, k]), tile_of(w, column, k, K_INNER), acc, input_precision=PRECISION)
+            sums = tl.dot(
+                of_rest.load([from_row, k]), tile_of(strip, narrow, k, K_INNER), sums, input_precision=PRECISION
+            )
+        place = low + tl.where(of_first, 0, n1)
+        store_rows(y, sums, b1, b2, of_first, rows, place, rest, sym, narrow, N, REST, STRIP, False, BIAS, 1)
+    else:
+        for k in range(0, K, BK):
+            acc = tl.dot(of_x.load([source, k]), tile_of(w, column, k, K_INNER), acc, input_precision=PRECISION)
+    place = begin + tl.where(first, 0, n1)
+    store_rows(y, acc, b1, b2, first, rows, place, count, sym, column, N, BM, BN, EVEN_N, BIAS, PIECES)
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_weights_kernel(
+    d1, d2, of_g, of_x, counts, N, K, M,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d[N, K] = g^T @ x over each expert's rows, both in order. The expert with more rows begins."""
+    n1, high, wide = tl.load(counts), N // BM, K // BN
+    piece, within = tl.program_id(0) // (high * wide), tl.program_id(0) % (high * wide)
+    group = within // (GROUP * wide) * GROUP
+    height = tl.minimum(high - group, GROUP)
+    row, column = (group + within % (GROUP * wide) % height) * BM, within % (GROUP * wide) // height * BN
+    first = (piece == 0) == (2 * n1 >= M)
+    if (first & FIRST) | ((first == 0) & SECOND):
+        start = tl.where(first, 0, n1 + PAD)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for place in range(start, start + tl.where(first, n1, M - n1), BR):  # past the end it reads zeros
+            acc = tl.dot(of_g.load([place, row]).T, of_x.load([place, column]), acc, input_precision=PRECISION)
+        ns = row + tl.arange(0, BM)
+        store_product(
+            d1 if first else d2, acc, None, ns.to(tl.int64) * K, ns < N, column, K, BM, BN, True, False, PIECES
+        )
+
+
+def room(x: Tensor) -> Tensor:
+    """For x `in_order`."""
+    return x.new_empty(x.shape[0] + int(PAD.value), x.shape[1])
+
+
+def in_order(x: Tensor, rows: Tensor, counts: Tensor, y: Tensor | None = None) -> Tensor:
+    """x's rows in the plan's order, as the kernels here take them; in y if given."""
+    y, (height, width) = room(x) if y is None else y, (8, 512)
+    grid = -(-y.shape[0] // height), -(-x.shape[1] // width)
+    launch(order_kernel, grid, (x, y, rows, counts, x.shape[1], x.stride(0)), (x.shape[0],), (height, width), 4, 1)
+    return y

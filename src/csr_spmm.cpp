@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "common.h"
+#include "huge_pages.h"
 
 namespace matmuls::spmm {
 namespace {
@@ -98,7 +99,8 @@ Tensor csr_spmm(const Tensor& crow, const Tensor& col, const Tensor& values, con
   const Reduce how = reduce_of(reduce);
   TORCH_CHECK_VALUE(!selected.defined() || how == Reduce::sum, kOp, ": expected reduce sum beside selected, got ",
                     reduce);
-  Tensor out = at::empty_symint(check(p, values, dense, columns, selected, by_column), dense.options());
+  Tensor out =
+      in_huge_pages(at::empty_symint(check(p, values, dense, columns, selected, by_column), dense.options()));
   run_batch<run>(p, values, dense, how, alpha, 0, {}, selected, by_column, longest, out);
   return out;
 }
@@ -130,8 +132,8 @@ std::tuple<Tensor, Tensor> spmm_arg(const Tensor& crow, const Tensor& col, const
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   const Reduce how = reduce_of(reduce);
   TORCH_CHECK_VALUE(how == Reduce::max || how == Reduce::min, kOp, ": expected reduce to be max or min, got ", reduce);
-  Tensor out = at::empty_symint(check(p, values, dense, columns, {}, false), dense.options());
-  Tensor arg = at::empty(out.sizes(), crow.options());
+  Tensor out = in_huge_pages(at::empty_symint(check(p, values, dense, columns, {}, false), dense.options()));
+  Tensor arg = in_huge_pages(at::empty(out.sizes(), crow.options()));
   run_batch<run>(p, values, dense, how, 1, 0, arg, {}, false, -1, out);
   return {out, arg};
 }

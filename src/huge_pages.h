@@ -1,0 +1,28 @@
+// Memory that the CPU writes for the first time, in pages of 2 MiB where the system grants them to who asks.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+namespace matmuls {
+
+// A fresh tensor, as it came. To be given its memory in pages of 4 KiB takes longer than many a sparse product: one
+// with a result of 159 MiB took 113 ms on two cores, and takes 36.
+inline at::Tensor in_huge_pages(at::Tensor fresh) {
+#ifdef __linux__
+  constexpr size_t kLeast = size_t{4} << 20;
+  if (fresh.is_cpu() && fresh.nbytes() >= kLeast) {
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto data = reinterpret_cast<uintptr_t>(fresh.data_ptr()), begin = (data + page - 1) / page * page;
+    // Advice: where the system has no such pages it fails, and nothing is lost.
+    madvise(reinterpret_cast<void*>(begin), data + fresh.nbytes() - begin, MADV_HUGEPAGE);
+  }
+#endif
+  return fresh;
+}
+
+}  // namespace matmuls

@@ -2,8 +2,9 @@
 
 Only products that give the same bits every time are candidates: of cuSPARSE's algorithms csr_alg3 and coo_alg2, as its
 documentation has it, and of these csr_alg3 alone: coo_alg2 was never the fastest, and measuring it took three quarters
-of the time. Which candidate is fastest is a matter of time, though: with torch.use_deterministic_algorithms a plan
-takes our own, whatever is faster.
+of the time. Large products of which cuSPARSE's was never the fastest, or that by their size are far faster with or
+without the matrix's zeros, are not measured. Which candidate is fastest is a matter of time, though: with
+torch.use_deterministic_algorithms a plan takes our own, whatever is faster.
 """
 
 import math
@@ -17,7 +18,7 @@ from custom_mm.indices import version_of
 
 from .dense import matmul
 from .measure import time_warm
-from .structure import Structure
+from .structure import Structure, is_capturing
 
 OURS = "ours"
 DENSE = "dense"
@@ -31,6 +32,8 @@ SMALL_BYTES = 2**28
 CLOSE = 1.5  # times the fastest in a first round: those are timed again
 FAR = 1.4  # times the dense product: where ours takes longer, no algorithm of cuSPARSE's is faster
 FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
+LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
+CLEAR, CLEAR_PRODUCTS = 1.6, 2**24  # times that one way is estimated to take of another: nothing is measured then
 
 
 class Product(Protocol):
@@ -168,22 +171,19 @@ class Cusparse:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of each candidate for a number of columns; None: it was refused, or ours was the only one."""
+    """Seconds of each candidate for a number of columns; None: it was refused, or ours was the only one.
+
+    estimated: seconds by the size of the product alone, where they left nothing to measure.
+    """
 
     columns: int
     seconds: dict[str, float | None]
+    estimated: bool = False
 
     def fastest(self, dense: bool, cusparse: bool) -> str:
         kinds = {OURS: True, DENSE: dense, HALVES: dense and cusparse}
         found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
         return min(found, key=lambda name: found[name], default=OURS)
-
-
-def is_capturing(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 class Choice:
@@ -250,7 +250,11 @@ class Choice:
 
         candidates = self._candidates(dtype, b)
         full = candidates.pop(0) if candidates and candidates[0] in (DENSE, HALVES) else None
-        if full and ready(full):
+        clear = self._estimates(full, dtype, b) if full else {}
+        is_clear = bool(clear) and max(clear.values()) > CLEAR * min(clear.values())
+        if is_clear and (min(clear, key=lambda name: clear[name]) == OURS or ready(full or "")):
+            return self._known(dtype, Measurement(b.shape[1], {**clear}, estimated=True))
+        if full and full not in seconds and ready(full):
             race([OURS, full], 1)
         if best.get(OURS, 0) <= FAR * best.get(full or "", math.inf):
             others = [name for name in candidates if ready(name)]
@@ -259,17 +263,34 @@ class Choice:
         close = [name for name in best if best[name] <= CLOSE * min(best.values())]
         if len(close) > 1:
             race(close, 2)
-        measurement = Measurement(b.shape[1], {OURS: None, **seconds, **best})
-        self.measured[dtype, b.shape[1].bit_length()] = measurement
+        return self._known(dtype, Measurement(b.shape[1], {OURS: None, **seconds, **best}))
+
+    def _known(self, dtype: torch.dtype, measurement: Measurement) -> Measurement:
+        self.measured[dtype, measurement.columns.bit_length()] = measurement
         kept = {m.fastest(True, True) for m in self.measured.values()}
         self._products = {name: made for name, made in self._products.items() if name in kept}
         return measurement
+
+    def _estimates(self, full: str, dtype: torch.dtype, b: torch.Tensor) -> dict[str, float]:
+        """Seconds, about, of ours by rows and with the matrix's zeros, as measured on an H200; {} where not known."""
+        s, n = self._structure, b.shape[1]
+        products, elements = s.nonzeros * n, s.rows * s.columns
+        halves = full == HALVES
+        if products < CLEAR_PRODUCTS or b.device.type != "cuda" or not (halves or dtype.itemsize == 2):
+            return {}
+        if torch.cuda.get_device_capability(b.device) != (9, 0):
+            return {}
+        if halves:
+            us = {OURS: 4 + products / 3.5e6, full: 12 + max(elements / 7e5, elements * n / 1.23e8)}
+        else:
+            us = {OURS: 3 + products / 5.8e6, full: max(5.5, elements / 1.3e6, elements * n / 3.3e8)}
+        return {name: t * 1e-6 for name, t in us.items()}
 
     def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
         """The matrix with its zeros first, where it is worth a try."""
         s, device = self._structure, b.device
         on_gpu = device.type == "cuda"
-        found = list(CUSPARSE) if on_gpu else []
+        found = list(CUSPARSE) if on_gpu and s.nonzeros * b.shape[1] < LARGE else []
         elements = s.rows * s.columns
         wide = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
         halves = wide and on_gpu and b.shape[1] % 8 == 0 and torch.cuda.get_device_capability(device) == (9, 0)
@@ -316,6 +337,9 @@ class Choice:
                 )
                 continue
             chosen = m.fastest(True, True)
+            if m.estimated:
+                lines.append(f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: {chosen}, by its size alone")
+                continue
             times = (
                 f"{name} {'refused' if t is None else f'{t * 1e6:.1f} us'}{'*' if name == chosen else ''}"
                 for name, t in m.seconds.items()

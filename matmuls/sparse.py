@@ -15,6 +15,7 @@ from .structure import Structure, from_entries, structure_of, values_of
 
 _ops = torch.ops.custom_mm
 _spmm: Callable[..., torch.Tensor] = _ops.csr_spmm.default
+_spmm_chunks: Callable[..., torch.Tensor] = _ops.csr_spmm_chunks.default
 _spmm_out: Callable[..., None] = _ops.csr_spmm.out
 _sddmm: Callable[..., torch.Tensor] = _ops.csr_sddmm.default
 _softmax: Callable[..., torch.Tensor] = _ops.csr_softmax.default
@@ -93,7 +94,7 @@ class SparsePlan:
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
-        return [*self._structure.tensors, self._values]
+        return [*self._structure.tensors, *self._structure.chunk_tensors, self._values]
 
     def explain(self) -> str:
         """What the plan knows, in a few lines: the matrix, and every candidate's time where they were measured."""
@@ -145,9 +146,65 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
     return made
 
 
+# By chunks rather than by rows (src/spmm_chunks.h), as measured on an H200.
+CHUNKED_MEAN = 32  # nonzeros of a row, on average: longer ones keep their lanes busy as rows
+SKEWED = 4  # times the average: the longest row of a matrix whose rows wait for one another
+CHUNKED_PRODUCTS = 2**20  # of a nonzero and a column, where rows are skewed
+# Where they are not: rows, bytes of a row of the dense side, and bytes read of it.
+CHUNKED_ROWS, CHUNKED_ROW_BYTES, CHUNKED_BYTES = 2**13, 512, 2**24
+
+
+def _is_skewed(structure: Structure) -> bool:
+    return structure.longest * structure.rows > SKEWED * structure.nonzeros
+
+
+def takes_chunks(structure: Structure, n: int, row_bytes: int) -> bool:
+    """Whether chunks are faster. row_bytes: of the dense side, n columns."""
+    nonzeros, rows = structure.nonzeros, structure.rows
+    if nonzeros >= CHUNKED_MEAN * rows:
+        return False
+    if _is_skewed(structure):
+        return nonzeros * n >= CHUNKED_PRODUCTS
+    return rows >= CHUNKED_ROWS and row_bytes >= CHUNKED_ROW_BYTES and nonzeros * row_bytes >= CHUNKED_BYTES
+
+
+def chunk_sizes(structure: Structure, row_bytes: int) -> tuple[int, int]:
+    """Nonzeros of a chunk and of a piece of a long row."""
+    if structure.longest <= 64:
+        return 16 if structure.nonzeros < 2**17 else 64 if _is_skewed(structure) else 32, 64
+    if structure.nonzeros >= 2**20:
+        return 128, 128
+    return 32, 32 if row_bytes < 512 else 64
+
+
+def _by_chunks(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    """The sum by chunks of nonzeros, or None where that by rows is as good or the only one."""
+    if (
+        not b.is_cuda
+        or b.dim() != 2
+        or b.dtype == torch.float64
+        or structure.crow.dtype != torch.int32
+        or structure.nonzeros == 0
+        or (torch.is_grad_enabled() and (values.requires_grad or b.requires_grad))
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cuda")
+        or not takes_chunks(structure, b.shape[1], b.shape[1] * b.element_size())
+    ):
+        return None
+    made = structure.chunks(*chunk_sizes(structure, b.shape[1] * b.element_size()))
+    if made is None:
+        return None
+    parts = structure.crow, structure.col, values, b, structure.columns, made.slots, structure.order
+    return _spmm_chunks(made.begins, made.ends, made.cut, made.empty, *parts, structure.longest)
+
+
 def _ours(
     structure: Structure, values: torch.Tensor, b: torch.Tensor, reduce: str = "sum", alpha: float = 1.0
 ) -> torch.Tensor:
+    if reduce == "sum" and alpha == 1:
+        product = _by_chunks(structure, values, b)
+        if product is not None:
+            return product
     gradient = b.requires_grad and torch.is_grad_enabled()
     parts = structure.crow, structure.col, values, b, structure.columns, reduce, alpha, *structure.arguments(gradient)
     return _spmm(*parts, longest=structure.longest, t_longest=structure.longest_column)
@@ -214,6 +271,9 @@ def spmm(
     and inf reach no other row. On Hopper float32 then goes through the tensor cores, each number as two of float16
     under a scale for each row of A and column of b: at least 22 bits of it, products but for one in 2^22 of them, sums
     in float32. Where numbers lie so far apart that this would lose more, the GPU makes the product again by rows.
+
+    On a GPU rows of uneven length, or short ones, are shared out in chunks, with int32 indices: made at the first
+    product, which waits for the GPU, and kept with the matrix, about 4 bytes a nonzero.
 
     Differentiable, twice and more, in A's values (a sparse tensor with A's pattern: O(nonzeros) memory) and in b. The
     indices of a sparse tensor are checked once for as long as it lives; a plan spares the look-up. Under autocast as

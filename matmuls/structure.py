@@ -7,12 +7,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from custom_mm.indices import check_entries, check_rows, version_of
 
+from .chunks import Chunks, chunks_of
+
 _csr_transpose: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
     torch.ops.custom_mm.csr_transpose.default
 )
 
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 INT32_MAX = 2**31 - 1
+
+
+def is_capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Structure:
@@ -36,6 +45,7 @@ class Structure:
         self.rows, self.columns = shape
         self._transposed = transposed
         self._distinct: bool | None = None
+        self._chunks: dict[tuple[int, int], Chunks] = {}
         self.longest_column = -1  # known with the transposed matrix
         if crow.dim() != 1 or crow.shape[0] != self.rows + 1:
             raise ValueError(
@@ -77,6 +87,18 @@ class Structure:
             self._distinct = bool(((self.col[1:] > self.col[:-1]) | begins[1:-1]).all()) if self.nonzeros else True
         return self._distinct
 
+    def chunks(self, size: int, piece: int) -> Chunks | None:
+        """Of about `size` nonzeros, rows of more than `piece` cut; made once, which waits for the GPU: None where a
+        graph is being captured before that."""
+        made = self._chunks.get((size, piece))
+        if made is None and not is_capturing(self.crow.device):
+            made = self._chunks[size, piece] = chunks_of(self.crow, self.nonzeros, self.longest, size, piece)
+        return made
+
+    @property
+    def chunk_tensors(self) -> list[torch.Tensor]:
+        return [t for made in self._chunks.values() for t in made.tensors]
+
     def by_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values in the order of `col`."""
         return values if self.order is None else values[self.order]
@@ -106,7 +128,7 @@ class Structure:
         if self.crow.dtype == torch.int32 or max(self.rows, self.columns, self.nonzeros) >= INT32_MAX:
             return self
         narrow = object.__new__(Structure)
-        narrow.__dict__.update(self.__dict__)
+        narrow.__dict__.update(self.__dict__, _chunks={})
         narrow.crow, narrow.col = self.crow.int(), self.col.int()
         narrow.order = None if self.order is None else self.order.int()
         if self._transposed is not None:

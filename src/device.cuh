@@ -68,12 +68,13 @@ __device__ Words<T, V> pack(const F (&values)[V]) {
   return words;
 }
 
-// One number, or the 16 bytes of V at an address that is a multiple of 16; what is read once leaves the L1 alone.
-template <class T, int V>
+// One number, or the 16 bytes of V at an address that is a multiple of 16; what is read once leaves the L1 alone, and
+// what is `passing` the L2.
+template <class T, int V, bool passing = false>
 __device__ Words<T, V> load_once(const T* from) {
   Words<T, V> words{};
   if constexpr (V * sizeof(T) == 16) {
-    const uint4 four = ptx::load_once(from);
+    const uint4 four = passing ? ptx::load_passing(from) : ptx::load_once(from);
     words = {four.x, four.y, four.z, four.w};
   } else {
     static_assert(V == 1);
@@ -118,5 +119,13 @@ __device__ inline double larger(double a, double b) { return fmax(a, b); }
 constexpr float kLog2e = 1.44269504f;
 __device__ inline float exp_of(float x) { return ptx::exp2_approx(x * kLog2e); }
 __device__ inline double exp_of(double x) { return exp(x); }
+
+// The sum over L lanes that lie side by side, the same bits in every one of them.
+template <int L, class F>
+__device__ F sum_of_group(F x) {
+#pragma unroll
+  for (int step = L / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
 
 }  // namespace matmuls

@@ -20,6 +20,12 @@ __device__ inline float reciprocal_approx(float x) {
 // The compiler forgets what it knows of a word: numbers unpacked from it are unpacked again rather than kept.
 __device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
 
+// The same of an address: one instruction then adds a column to it, where it would be put together anew for each.
+template <class T>
+__device__ inline void forget(T*& address) {
+  asm volatile("" : "+l"(address));
+}
+
 // 16 bytes that are used once: they leave the L1 to what is read again.
 __device__ inline uint4 load_once(const void* from) {
   uint4 w;
@@ -27,6 +33,27 @@ __device__ inline uint4 load_once(const void* from) {
                : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
                : "l"(from));
   return w;
+}
+// The same, and they are the first that the L2 gives up: it keeps what is written.
+__device__ inline uint4 load_passing(const void* from) {
+  uint4 w;
+  asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(from));
+  return w;
+}
+// 4 or 2 bytes, without a branch; 0 where they are not `there`.
+__device__ inline uint32_t load_if(bool there, const uint32_t* from) {
+  uint32_t word = 0;
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p ld.global.b32 %0, [%1];\n\t}"
+               : "+r"(word)
+               : "l"(from), "r"(static_cast<int>(there)));
+  return word;
+}
+__device__ inline uint32_t load_if(bool there, const uint16_t* from) {
+  uint32_t word = 0;
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p ld.global.u16 %0, [%1];\n\t}"
+               : "+r"(word)
+               : "l"(from), "r"(static_cast<int>(there)));
+  return word;
 }
 // A number that nobody writes meanwhile and that is used once or soon again: the first that the L1 gives up.
 template <class T>

@@ -60,13 +60,6 @@ __device__ void store_vector(T* to, const F (&numbers)[V]) {
     store_once(to, pack<T, V>(numbers));
 }
 
-// The sum over L lanes that lie side by side, the same bits in every one of them.
-template <int L, class F>
-__device__ F sum_of_group(F x) {
-#pragma unroll
-  for (int step = L / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
 template <int L, class F>
 __device__ F largest_of_group(F x) {
 #pragma unroll

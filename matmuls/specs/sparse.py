@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import sparse
+from ..chunks import chunks_of
 from .rowwise import BAD_X
 from .spec import REAL, Bad, Call, Draw, Spec
 
@@ -104,6 +105,10 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     yield _ops.csr_halves.default, (s.crow, s.col, single, 5)
     halves = _ops.csr_halves(s.crow, s.col, single, 5)
     yield _ops.csr_spmm_halves.default, (*halves, s.crow, s.col, single, right, 5)
+    narrow = s.in_int32()
+    made = chunks_of(narrow.crow, s.nonzeros, s.longest, 4, 2)
+    parts = narrow.crow, narrow.col, single, right.clone().requires_grad_(), 5, made.slots
+    yield _ops.csr_spmm_chunks.default, (made.begins, made.ends, made.cut, made.empty, *parts)
 
 
 def _sddmm_samples(draw: Draw) -> Iterator[Call]:
@@ -183,6 +188,7 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_transpose.default,
             _ops.csr_halves.default,
             _ops.csr_spmm_halves.default,
+            _ops.csr_spmm_chunks.default,
         ),
         samples=_spmm_samples,
         bad=_spmm_bad,

@@ -1,0 +1,102 @@
+// csr_spmm_chunks on a GPU: what may go by chunks, and which kernel of spmm_chunks.cuh does it.
+#ifdef MATMULS_CUDA
+#include "spmm_chunks.cuh"
+
+#include "handles.h"
+#include "launch.cuh"
+#include "spmm_chunks.h"
+
+namespace matmuls::spmm {
+namespace {
+
+using at::Tensor;
+
+template <int V, int L, int U, int kBlocks, class T>
+void launch_chunks(ChunkArgs<T>& m) {
+  constexpr int kGroups = kSparseThreads / L;
+  m.slices = static_cast<unsigned>(ceil_of(m.n, L * V));
+  m.chunk_blocks = static_cast<unsigned>(ceil_of(m.chunks, kGroups));
+  m.blocks = m.chunk_blocks + static_cast<unsigned>(ceil_of(m.empties, kGroups * kEmptyRows));
+  const int64_t blocks = static_cast<int64_t>(m.blocks) * m.slices;
+  TORCH_CHECK(blocks <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of chunks, got ", blocks);
+  spmm_chunks_kernel<T, V, L, U, kBlocks>
+      <<<static_cast<unsigned>(blocks), kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <int L, class T>
+void launch_pieces(const ChunkArgs<T>& m) {
+  const dim3 grid(static_cast<unsigned>(m.cuts), static_cast<unsigned>(ceil_of(m.n, L * 4)));
+  launch_early(spmm_pieces_kernel<T, L>, grid, kSparseThreads, m);
+}
+
+template <class T>
+Tensor multiply(const ChunkedCall& c) {
+  const int64_t rows = c.pattern.rows(), n = c.dense.size(1);
+  const Tensor out = at::empty({rows, n}, c.dense.options());
+  const Tensor partial = at::empty({c.slots, n}, c.dense.options().dtype(at::kFloat));
+  const Tensor col = c.pattern.col.contiguous(), values = c.values.contiguous();
+  ChunkArgs<T> m{};
+  m.begins = c.begins.const_data_ptr<int>(), m.ends = c.ends.const_data_ptr<int>();
+  m.cut = c.cut.const_data_ptr<int>(), m.empty = c.empty.const_data_ptr<int>();
+  m.col = col.const_data_ptr<int>(), m.order = indices_or_null<int>(c.pattern.order);
+  m.values = values.template const_data_ptr<T>(), m.dense = c.dense.template const_data_ptr<T>();
+  m.out = out.template mutable_data_ptr<T>(), m.partial = partial.template mutable_data_ptr<float>();
+  m.chunks = static_cast<int>(c.begins.size(0) - 1), m.cuts = static_cast<int>(c.cut.size(0));
+  m.empties = static_cast<int>(c.empty.size(0)), m.rows = static_cast<int>(rows), m.n = static_cast<int>(n);
+  m.dense_row_bytes = static_cast<uint32_t>(c.dense.stride(0) * sizeof(T));
+  // As measured on an H200: wide rows by many warps with few nonzeros on their way, narrow ones by fewer with more; of
+  // 16 bits up to 128 columns 8 bytes a lane, so that fewer groups of lanes wait for one another at the ends of rows.
+  if constexpr (sizeof(T) == 4) {
+    if (n <= 32)
+      launch_chunks<4, 8, 8, 3>(m);
+    else if (n <= 64)
+      launch_chunks<4, 16, 4, 5>(m);
+    else
+      launch_chunks<4, 32, 4, 5>(m);
+  } else {
+    if (n <= 32)
+      launch_chunks<4, 8, 8, 4>(m);
+    else if (n <= 64)
+      launch_chunks<4, 16, 4, 5>(m);
+    else if (n <= 128)
+      launch_chunks<4, 32, 4, 5>(m);
+    else
+      launch_chunks<8, 32, 4, 4>(m);
+  }
+  if (m.cuts > 0) n <= 32 ? launch_pieces<8>(m) : launch_pieces<32>(m);
+  return out;
+}
+
+}  // namespace
+
+bool can_go_by_chunks(const ChunkedCall& c, int64_t columns) {
+  const Pattern& p = c.pattern;
+  const auto is_kept = [&](const Tensor& t, int64_t dims) {
+    return t.dim() == dims && t.scalar_type() == at::kInt && t.is_contiguous() && t.device() == c.dense.device();
+  };
+  const auto is_index = [&](const Tensor& t) { return !t.defined() || (is_kept(t, 1) && t.size(0) == p.col.size(0)); };
+  const auto dtype = c.dense.scalar_type();
+  if ((dtype != at::kFloat && dtype != at::kHalf && dtype != at::kBFloat16) || c.values.scalar_type() != dtype ||
+      c.dense.dim() != 2 || c.values.dim() != 1 || c.dense.size(0) != columns || c.dense.stride(1) != 1 ||
+      c.values.device() != c.dense.device() || !is_kept(p.crow, 1) || !is_index(p.col) || !is_index(p.order) ||
+      c.values.size(0) != p.col.size(0) || c.values.size(0) == 0 || c.dense.numel() == 0 ||
+      !of_vectors(c.dense.unsqueeze(0)) || c.dense.size(1) > INT32_MAX ||
+      c.dense.stride(0) * c.dense.element_size() > UINT32_MAX)
+    return false;
+  TORCH_CHECK_VALUE(is_kept(c.begins, 1) && c.begins.size(0) >= 1 && is_kept(c.ends, 1) &&
+                        c.ends.size(0) == p.col.size(0) && is_kept(c.cut, 2) && c.cut.size(1) == 3 &&
+                        is_kept(c.empty, 1) && c.slots >= 0 && p.rows() + c.slots <= INT32_MAX,
+                    kOp, ": expected chunks of a matrix of ", p.col.size(0), " nonzeros");
+  return true;
+}
+
+Tensor run_chunks(const ChunkedCall& c) {
+  const OperationGuard guard(kOp, c.dense);
+  const auto dtype = c.dense.scalar_type();
+  if (dtype == at::kFloat) return multiply<float>(c);
+  return dtype == at::kHalf ? multiply<c10::Half>(c) : multiply<c10::BFloat16>(c);
+}
+
+}  // namespace matmuls::spmm
+#endif

@@ -1,0 +1,164 @@
+// Kernels of spmm_chunks.h.
+#pragma once
+
+#include "sparse.cuh"
+
+namespace matmuls {
+
+template <class T>
+struct ChunkArgs {
+  const int *begins, *ends, *cut, *empty;
+  const int *col, *order;  // nonzero p has value order[p]; without it value p
+  const T *values, *dense;
+  T* out;
+  float* partial;  // [slots, n]
+  int chunks, cuts, empties, rows, n;
+  uint32_t dense_row_bytes;
+  unsigned chunk_blocks, blocks, slices;
+};
+
+constexpr int kEmptyRows = 8;  // that a group of lanes writes
+
+// What a lane knows of a nonzero. Past a chunk's end it is the last one again, which ends nothing: what it adds is not
+// written.
+struct ChunkEntry {
+  int column, end;
+  float value;
+};
+
+template <class T>
+__device__ ChunkEntry chunk_entry(const ChunkArgs<T>& m, int begin, int at, int size) {
+  if (size <= 0) return {0, -1, 0};
+  const int p = begin + min(at, size - 1);
+  const int q = m.order ? ptx::load_first_out(m.order + p) : p;
+  const int end = ptx::load_first_out(m.ends + p);
+  return {ptx::load_first_out(m.col + p), at < size ? end : -1, static_cast<float>(ptx::load_first_out(m.values + q))};
+}
+
+template <class T, int V>
+__device__ void store_row(T* to, const float (&sums)[V]) {
+  if constexpr (V * sizeof(T) == 16) {
+    store_vector(to, sums);
+  } else {
+    static_assert(V * sizeof(T) == 8);
+    const Words<T, V> words = pack<T, V>(sums);
+    *reinterpret_cast<uint2*>(to) = make_uint2(words.at[0], words.at[1]);
+  }
+}
+
+// To the row of the result, or, of a piece, to its slot. Few branches: lanes part here all the time.
+template <class T, int V>
+__device__ void write_end(const ChunkArgs<T>& m, int end, int column, bool writes, const float (&sums)[V]) {
+  const bool whole = end < m.rows;
+  if constexpr (sizeof(T) == 4) {
+    float* const to = whole ? m.out : m.partial;
+    const int row = whole ? end : end - m.rows;
+    if (writes) store_vector(to + static_cast<int64_t>(row) * m.n + column, sums);
+  } else {
+    if (writes && whole) store_row<T, V>(m.out + static_cast<int64_t>(end) * m.n + column, sums);
+    if (writes && !whole) {
+      float* const to = m.partial + static_cast<int64_t>(end - m.rows) * m.n + column;
+#pragma unroll
+      for (int v = 0; v < V; v += 4)
+        *reinterpret_cast<float4*>(to + v) = make_float4(sums[v], sums[v + 1], sums[v + 2], sums[v + 3]);
+    }
+  }
+}
+
+// L lanes walk through a chunk, U nonzeros at once. The groups of a warp stay together: shuffles are of the whole warp.
+template <class T, int V, int L, int U, int kBlocks>
+__global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_chunks_kernel(const __grid_constant__ ChunkArgs<T> m) {
+  constexpr int E = L < 8 ? 8 / L : 1, kBatch = L * E, kGroups = kSparseThreads / L;
+  constexpr unsigned kAll = 0xffffffffu, kFirsts = L == 32   ? 1u
+                                                   : L == 16 ? 0x10001u
+                                                   : L == 8  ? 0x1010101u
+                                                             : 0x11111111u;  // lane 0 of every group
+  static_assert(kBatch % U == 0);
+  cudaTriggerProgrammaticLaunchCompletion();
+  const unsigned slice = blockIdx.x / m.blocks, block = blockIdx.x % m.blocks;
+  const int lane = static_cast<int>(threadIdx.x) % L, group = static_cast<int>(threadIdx.x) / L;
+  const int own = static_cast<int>(slice) * (L * V) + lane * V;
+  const int column = min(own, m.n - V);  // lanes past the last column read it again: the shuffles need them
+  const bool writes = own < m.n;
+  if (block >= m.chunk_blocks) {
+    const int first = static_cast<int>(block - m.chunk_blocks) * (kGroups * kEmptyRows) + group;
+    const float zeros[V] = {};
+    for (int i = first; i < min(first + kGroups * kEmptyRows, m.empties); i += kGroups)
+      if (writes) store_row<T, V>(m.out + static_cast<int64_t>(m.empty[i]) * m.n + own, zeros);
+    return;
+  }
+  const int chunk = static_cast<int>(block) * kGroups + group;
+  const int begin = m.begins[min(chunk, m.chunks)], size = m.begins[min(chunk + 1, m.chunks)] - begin;
+  const int most = static_cast<int>(__reduce_max_sync(kAll, static_cast<unsigned>(size)));
+  const char* const dense = reinterpret_cast<const char*>(m.dense + column);
+  ChunkEntry batch[E];
+#pragma unroll
+  for (int e = 0; e < E; ++e) batch[e] = chunk_entry(m, begin, e * L + lane, size);
+  float sums[V] = {};
+#pragma unroll 1
+  for (int done = 0; done < most; done += kBatch) {
+    ChunkEntry next[E];
+    unsigned ends[E];
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+      next[e] = chunk_entry(m, begin, done + kBatch + e * L + lane, size);
+      ends[e] = __ballot_sync(kAll, batch[e].end >= 0);
+    }
+#pragma unroll(E > 1 ? kBatch / U : 1)
+    for (int j = 0; j < kBatch; j += U) {
+      if (kBatch > U && done + j >= most) break;
+      Words<T, V> words[U];
+      float value[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const int e = E > 1 ? (j + u) / L : 0, from = E > 1 ? (j + u) % L : j + u;
+        const auto row = static_cast<uint32_t>(__shfl_sync(kAll, batch[e].column, from, L));
+        words[u] =
+            load_vector<T, V>(reinterpret_cast<const T*>(dense + static_cast<uint64_t>(row) * m.dense_row_bytes));
+        value[u] = __shfl_sync(kAll, batch[e].value, from, L);
+      }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const int e = E > 1 ? (j + u) / L : 0, from = E > 1 ? (j + u) % L : j + u;
+        float numbers[V];
+        unpack(words[u], numbers);
+#pragma unroll
+        for (int v = 0; v < V; ++v) sums[v] += value[u] * numbers[v];
+        if (!(ends[e] & (kFirsts << from))) continue;  // no group's
+        const int end = __shfl_sync(kAll, batch[e].end, from, L);
+        write_end<T, V>(m, end, own, writes && end >= 0, sums);
+#pragma unroll
+        for (int v = 0; v < V; ++v) sums[v] = end >= 0 ? 0 : sums[v];
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < E; ++e) batch[e] = next[e];
+  }
+}
+
+// A block adds up the pieces of a long row, L lanes four columns each: group by group, then the groups in their order.
+template <class T, int L>
+__global__ void __launch_bounds__(kSparseThreads) spmm_pieces_kernel(const __grid_constant__ ChunkArgs<T> m) {
+  constexpr int kGroups = kSparseThreads / L;
+  __shared__ float4 found[kGroups][L];
+  const int lane = static_cast<int>(threadIdx.x) % L, group = static_cast<int>(threadIdx.x) / L;
+  const int column = static_cast<int>(blockIdx.y) * (L * 4) + lane * 4;
+  const int* const cut = m.cut + blockIdx.x * 3;
+  const int row = cut[0], first = cut[1], count = cut[2];
+  cudaGridDependencySynchronize();
+  float4 sum = {};
+  const auto add = [&](const float4& x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; };
+  if (column < m.n) {
+#pragma unroll 4
+    for (int i = group; i < count; i += kGroups)
+      add(*reinterpret_cast<const float4*>(m.partial + static_cast<int64_t>(first + i) * m.n + column));
+  }
+  found[group][lane] = sum;
+  __syncthreads();
+  if (group > 0 || column >= m.n) return;
+  for (int g = 1; g < min(kGroups, count); ++g) add(found[g][lane]);
+  const float numbers[4] = {sum.x, sum.y, sum.z, sum.w};
+  store_row<T, 4>(m.out + static_cast<int64_t>(row) * m.n + column, numbers);
+}
+
+}  // namespace matmuls

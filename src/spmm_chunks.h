@@ -1,0 +1,27 @@
+// Products by chunks: the nonzeros of A, in the order of its rows, in parts of about equal size that lanes walk through
+// whatever rows they belong to. Rows of more than a piece are cut; a second kernel adds their pieces up. Sums in an
+// order that depends on the chunks alone.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "sparse.h"
+#include "spmm.h"
+
+namespace matmuls::spmm {
+
+// As matmuls/chunks.py makes them, all int32: begins [chunks + 1], where each begins, at the first nonzero of a row or
+// piece; ends [nonzeros], the row whose last nonzero this is, rows + slot for a piece's, or -1; cut [long rows, 3], a
+// row, its first slot and how many pieces it has; empty, the rows without nonzeros. slots: pieces in all.
+struct ChunkedCall {
+  Pattern pattern;
+  at::Tensor values, dense, begins, ends, cut, empty;
+  int64_t slots;
+};
+
+// int32 indices, one matrix, up to 32 bits, rows of whole vectors of 16 bytes; ValueError where the chunks are not this
+// matrix's.
+bool can_go_by_chunks(const ChunkedCall& c, int64_t columns);
+at::Tensor run_chunks(const ChunkedCall& c);
+
+}  // namespace matmuls::spmm

@@ -1,0 +1,144 @@
+"""Sparse sums by chunks of nonzeros: how a matrix is cut, and that products are right whatever the cuts."""
+
+import itertools
+
+import pytest
+import torch
+
+from matmuls import plan, sparse, spmm
+from matmuls.chunks import chunks_of
+
+SHAPES = [(50, 60, 0.3), (200, 100, 0.05), (64, 64, 0.9), (300, 500, 0.004), (1, 50, 1.0), (50, 1, 0.5)]
+SIZES = [(8, 8), (8, 16), (16, 8), (32, 32), (1, 1), (4, 64)]
+
+
+def draw(rows, columns, density, device, dtype=torch.float32):
+    """With a full row and, where there are two, an empty one."""
+    dense = torch.randn(rows, columns, dtype=torch.float64) * (torch.rand(rows, columns) < density)
+    dense[rows // 3] = 0
+    dense[rows // 2] = torch.randn(columns)
+    return dense.to(dtype).to(device)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_nonzero_is_in_one_chunk_and_every_row_ends_once(shape, sizes, device):
+    a = draw(*shape, device).to_sparse_csr()
+    crow, nonzeros, rows = a.crow_indices().int(), a.values().numel(), shape[0]
+    longest = int(crow.diff().max())
+    made = chunks_of(crow, nonzeros, longest, *sizes)
+    assert all(t.dtype == torch.int32 for t in made.tensors)
+    size, piece = sizes
+    begins = made.begins.tolist()
+    assert (begins[0], begins[-1]) == (0, nonzeros)
+    assert all(0 <= y - x < size + piece for x, y in itertools.pairwise(begins))
+    ends = made.ends.tolist()
+    assert all(ends[b - 1] >= 0 for b in begins[1:])  # a chunk ends with a row or a piece
+    lengths = crow.diff().tolist()
+    cut = made.cut.tolist()
+    assert [row for row, _, _ in cut] == [r for r in range(rows) if lengths[r] > piece]
+    assert [first for _, first, _ in cut] == [sum(c for *_, c in cut[:i]) for i in range(len(cut))]
+    assert sum(count for *_, count in cut) == made.slots
+    expected, slot = [-1] * nonzeros, rows
+    for r, (begin, length) in enumerate(zip(crow.tolist(), lengths, strict=False)):
+        if length > piece:
+            for at in range(0, length, piece):
+                expected[begin + min(at + piece, length) - 1] = slot
+                slot += 1
+        elif length:
+            expected[begin + length - 1] = r
+    assert ends == expected
+    assert made.empty.tolist() == [r for r in range(rows) if lengths[r] == 0]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Chunks whatever the size of the product; of which sizes."""
+
+    def use(size, piece):
+        monkeypatch.setattr(sparse, "takes_chunks", lambda structure, n, row_bytes: True)
+        monkeypatch.setattr(sparse, "chunk_sizes", lambda structure, row_bytes: (size, piece))
+
+    return use
+
+
+def narrow(dense):
+    a = dense.to_sparse_csr()
+    return torch.sparse_csr_tensor(a.crow_indices().int(), a.col_indices().int(), a.values(), dense.shape)
+
+
+def assert_right(result, dense, b):
+    """Each element within a few roundings of the sum of what is added up in it, or half a step of subnormal numbers."""
+    size, of = dense.double().abs() @ b.double().abs(), torch.finfo(b.dtype)
+    bound = 2 * of.eps * size + 2**-21 * size + of.smallest_normal * of.eps / 2
+    assert ((result.double() - dense.double() @ b.double()).abs() <= bound).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (700, 900, 0.02)], ids=str)
+def test_products_by_chunks(shape, dtype, always):
+    dense = draw(*shape, "cuda", dtype)
+    a = narrow(dense)
+    for n in (8, 16, 24, 32, 40, 64, 128, 136, 512):
+        b = torch.randn(shape[1], n, device="cuda").to(dtype)
+        for sizes in SIZES:
+            always(*sizes)
+            torch.empty(1 << 16, device="cuda").fill_(torch.nan)  # what the result's memory may hold
+            result = spmm(a, b)
+            assert_right(result, dense, b)
+            assert torch.equal(spmm(a, b), result)
+    by_columns = plan(dense.to_sparse_csc(), tune=False)
+    assert_right(by_columns @ b, dense, b)
+    wide = torch.randn(shape[1], 200, device="cuda").to(dtype)
+    assert_right(spmm(a, wide[:, 8:72]), dense, wide[:, 8:72])
+    assert_right(spmm(a, wide[:, 1:65]), dense, wide[:, 1:65])  # not on 16 bytes: by rows
+
+
+@pytest.mark.cuda
+def test_what_is_not_finite_stays_in_its_rows(always):
+    always(8, 8)
+    dense = draw(200, 100, 0.05, "cuda")
+    a, b = narrow(dense), torch.randn(100, 32, device="cuda")
+    b[7, 3], b[50, 4], b[0, 9], b[99, 10] = torch.nan, torch.inf, torch.nan, torch.inf
+    result = spmm(a, b)
+    for row, column in ((7, 3), (50, 4), (0, 9), (99, 10)):
+        assert torch.equal(~result[:, column].isfinite(), dense[:, row] != 0)
+    assert result.isfinite().sum() == result.numel() - sum(int((dense[:, r] != 0).sum()) for r in (7, 50, 0, 99))
+
+
+@pytest.mark.cuda
+def test_gradients_beside_chunks(always):
+    always(8, 8)
+    dense = draw(200, 100, 0.05, "cuda")
+    a = narrow(dense).requires_grad_()
+    b = torch.randn(100, 32, device="cuda", requires_grad=True)
+    grad = torch.randn(200, 32, device="cuda")
+    plain = spmm(a.detach(), b.detach())
+    result = spmm(a, b)
+    torch.testing.assert_close(result, plain)
+    to_a, to_b = torch.autograd.grad(result, (a, b), grad)
+    torch.testing.assert_close(to_b, dense.mT @ grad)
+    torch.testing.assert_close(to_a.values(), (grad @ b.detach().mT)[dense != 0])
+
+
+@pytest.mark.cuda
+def test_a_graph_of_chunks(always):
+    always(8, 16)
+    dense = draw(700, 900, 0.02, "cuda")
+    a, b = narrow(dense), torch.randn(900, 128, device="cuda")
+    made = plan(a, tune=False)
+    unseen = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(unseen):  # nothing of it can be cut under capture: by rows
+        by_rows = made @ b
+    first = made @ b
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = made @ b
+    unseen.replay()
+    assert_right(by_rows, dense, b)
+    for _ in range(20):
+        result.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(result, first)
+    assert made.nbytes > plan(narrow(dense), tune=False).nbytes

@@ -27,6 +27,8 @@ MATMULS_OPERATOR(FeedForwardOp, "custom_mm::feed_forward_", "",
 MATMULS_OPERATOR(LayerNormOp, "custom_mm::layer_norm_", "",
                  void(Tensor, const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&));
 
+Tensor given(const OptionalTensor& t) { return t.value_or(Tensor()); }
+
 // All that the operators below would find only after something has been written.
 void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tensor& down, const Tensor& down_bias,
            const Tensor& weight, const Tensor& bias, Name activation, int64_t chunk_bytes) {
@@ -52,7 +54,6 @@ void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tenso
 
 void run(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down, const OptionalTensor& down_bias,
          const OptionalTensor& weight, const OptionalTensor& bias, double eps, Name activation, int64_t chunk_bytes) {
-  const auto given = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
   check(x, up, given(up_bias), down, given(down_bias), given(weight), given(bias), activation, chunk_bytes);
   check_no_overlap(kOp, x,
                    {{"up", up},
@@ -78,7 +79,6 @@ void run(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor
 void meta(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down,
           const OptionalTensor& down_bias, const OptionalTensor& weight, const OptionalTensor& bias, double,
           Name activation, int64_t chunk_bytes) {
-  const auto given = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
   check(x, up, given(up_bias), down, given(down_bias), given(weight), given(bias), activation, chunk_bytes);
 }
 
@@ -86,7 +86,6 @@ void meta(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tenso
 void without_gradient(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down,
                       const OptionalTensor& down_bias, const OptionalTensor& weight, const OptionalTensor& bias,
                       double eps, Name activation, int64_t chunk_bytes) {
-  const auto given = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
   TORCH_CHECK(!needs_gradient(kOp, {x, up, given(up_bias), down, given(down_bias), given(weight), given(bias)}), kOp,
               ": expected no gradient to be recorded, got an argument that requires grad; it is for inference");
   FeedForwardOp::below_autograd(x, up, up_bias, down, down_bias, weight, bias, eps, activation, chunk_bytes);

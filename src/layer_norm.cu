@@ -56,8 +56,10 @@ void check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef MATMULS_CUDA
+#include "even_rows.cuh"
 #include "handles.h"
 #include "rows.cuh"
+#include "stream_norm.h"
 
 namespace matmuls {
 namespace {
@@ -123,12 +125,13 @@ struct Norm {
   }
 
   // Several spans of a row merge by Chan's formula.
-  template <int V, int NV, bool ragged, class Inputs, class Constants>
-  __device__ void fold(State& state, Held<V, NV>&, const Row&, const Span<V, ragged>& span, const Inputs& inputs,
+  template <int V, int NV, class Columns, class Inputs, class Constants>
+  __device__ void fold(State& state, Held<V, NV>&, const Row&, const Columns& span, const Inputs& inputs,
                        const Constants&) const {
+    constexpr bool ragged = Columns::kRagged;
     // In one pass where there are many: distances from one of them, which is at most sqrt(held) deviations from the
     // mean.
-    constexpr bool once = !rms && !ragged && NV > 4;
+    constexpr bool once = !rms && !ragged && (NV > 4 || Columns::kEven);
     F sums[4] = {}, squares[4] = {}, from = 0;
     int held = 0;
     if constexpr (once) {
@@ -170,6 +173,10 @@ struct Norm {
       if (all_squares < F(0)) all_squares = 0;
       mean += from;
     }
+    if constexpr (Columns::kEven) {
+      state = {count, mean, all_squares};
+      return;
+    }
     const F all = state.count + count, apart = mean - state.mean;
     state.squares += all_squares;
     if constexpr (!rms) {
@@ -196,10 +203,17 @@ struct Norm {
     const F mean = quotient(sums[1], sums[0]), apart = state.mean - mean;
     return {sums[0], mean, lanes.sum(state.squares + apart * apart * state.count)};
   }
+  // Of `lanes` states of `each` columns.
+  template <int lanes>
+  __device__ static State merge_even(const State& state, int each) {
+    if constexpr (rms) return {F(0), F(0), sum_of_group<lanes>(state.squares)};
+    const F mean = sum_of_group<lanes>(state.mean) * (F(1) / lanes), apart = state.mean - mean;
+    return {F(0), mean, sum_of_group<lanes>(state.squares + apart * apart * each)};
+  }
   __device__ Result finish(const State& state) const { return {state.mean, rsqrt(state.squares / columns + eps)}; }
 
-  template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
-  __device__ void write(const Row& row, const Result& result, const Held<V, NV>&, const Span<V, ragged>& span,
+  template <int V, int NV, class Columns, class Inputs, class Constants, class Sums>
+  __device__ void write(const Row& row, const Result& result, const Held<V, NV>&, const Columns& span,
                         const Inputs& inputs, const Constants& constants, Sums&) const {
     if (row.rstd && span.first <= 0 && span.first + V > 0) *row.rstd = result.rstd;
     for_vectors<NV>(span, [&](int i, auto whole) {
@@ -229,6 +243,37 @@ struct Norm {
   }
 };
 
+// Both say whether they did. The rows that an H200 showed to gain by it.
+template <class T, bool rms>
+bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows, const std::array<const void*, 3>& pointers) {
+  constexpr int V = 16 / sizeof(T);
+  const int64_t vectors = rows.columns / V;
+  const auto present = [](const T* row) { return row && reinterpret_cast<uintptr_t>(row) % 16 == 0; };
+  if (rows.count > INT32_MAX || !alignment_of<T>(rows, pointers).whole || !present(op.weight)) return false;
+  if (!rms && !present(op.bias)) return false;
+  if constexpr (!rms) {
+    if (vectors > 96 && vectors < 128) return launch_even_rows<4, 32, false>(op, rows.count, rows.columns), true;
+    if (vectors == 512) return launch_even_rows<4, 128, true>(op, rows.count, rows.columns), true;
+    if (vectors == 1024) return launch_even_rows<4, 256, true>(op, rows.count, rows.columns), true;
+  }
+  if (vectors == 2048) return launch_even_rows<4, 512, true>(op, rows.count, rows.columns), true;
+  return false;
+}
+template <class T>
+bool launch_stream(const Norm<T, false, false>& op, const Rows<3>& rows, const std::array<const void*, 3>& pointers) {
+  const auto a = alignment_of<T>(rows, pointers);
+  if (rows.dims > 1 || rows.columns > INT16_MAX || !a.vectors || a.whole) return false;
+  return launch_stream_norm<T>({op.x,
+                                op.xhat,
+                                op.weight,
+                                op.bias,
+                                op.rstd,
+                                {rows.strides[0][0], rows.strides[2][0]},
+                                rows.count,
+                                static_cast<int>(rows.columns),
+                                op.eps});
+}
+
 template <class T, bool rms, bool with_residual>
 void launch(const Call& c) {
   using F = arithmetic_t<T>;
@@ -251,6 +296,11 @@ void launch(const Call& c) {
     if (pointers[t] != op.x) continue;
     known.strides[t] = rows.strides[0];
     known.column_strides[t] = rows.column_strides[0];
+  }
+  if constexpr (!with_residual && sizeof(T) == 2) {
+    if (launch_even<T, rms>(op, known, pointers)) return;
+    if constexpr (!rms)
+      if (launch_stream<T>(op, known, pointers)) return;
   }
   launch_rows(op, known, pointers);
 }

@@ -57,6 +57,7 @@ void check(const Tensor& grad, const Tensor& xhat, const Tensor& rstd, const Ten
 #ifdef MATMULS_CUDA
 #include "handles.h"
 #include "rows.cuh"
+#include "stream_norm_backward.h"
 
 namespace matmuls {
 namespace {
@@ -223,6 +224,31 @@ __global__ void __launch_bounds__(256)
   partial[(int64_t(blockIdx.y) * 2 + 1) * columns + column] = dbias;
 }
 
+// Rows that stream_norm_backward.cu serves better than rows.cuh's kernels; the number of partial sums that it left.
+template <class T, bool rms>
+int64_t launch_stream(const NormBackward<T, rms>& op, const Rows<3>& rows, Tensor& partial, bool sums) {
+  if (!op.dx || rows.dims > 1 || rows.columns > INT32_MAX / 4) return 0;
+  const auto a = alignment_of<T>(rows, std::array<const void*, 3>{op.grad, op.xhat, op.dx});
+  const int teams = a.vectors ? stream_norm_backward_teams<T>(rows.columns, rows.count, a.whole) : 0;
+  if (teams == 0) return 0;
+  const auto options = at::TensorOptions().device(at::kCUDA, at::cuda::current_device());
+  if (sums) partial = at::empty({teams, 2, rows.columns}, options.dtype(at::kFloat));
+  const Tensor letters = at::empty({a.whole ? teams : 0, StreamNormBackward<T>::kLetters}, options.dtype(at::kLong));
+  launch_stream_norm_backward<T>({op.grad,
+                                  op.xhat,
+                                  op.weight,
+                                  op.rstd,
+                                  op.dx,
+                                  {rows.strides[0][0], rows.strides[1][0], rows.strides[2][0]},
+                                  rows.count,
+                                  static_cast<int>(rows.columns),
+                                  rms,
+                                  sums ? partial.mutable_data_ptr<float>() : nullptr,
+                                  reinterpret_cast<uint64_t*>(letters.mutable_data_ptr<int64_t>())},
+                                 teams, a.whole);
+  return teams;
+}
+
 template <class T, bool rms>
 void launch(const Call& c) {
   using F = arithmetic_t<T>;
@@ -240,7 +266,8 @@ void launch(const Call& c) {
   const bool sums = c.dweight.defined();
   Tensor partial;
   int64_t parts = 0;
-  if (c.dx.defined()) {
+  if constexpr (sizeof(F) == 4) parts = launch_stream(op, rows, partial, sums);
+  if (c.dx.defined() && parts == 0) {
     launch_rows(op, rows, std::array<const void*, 3>{op.grad, op.xhat, op.dx},
                 [&](NormBackward<T, rms>& o, int64_t teams) {
                   if (!sums) return;

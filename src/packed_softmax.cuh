@@ -36,8 +36,19 @@ struct Pair {
   __device__ static uint32_t hide(uint32_t two, uint32_t hidden) { return (two & ~hidden) | (kMinusInfinity & hidden); }
 };
 
-// scale is finite and not 0.
-template <class T, bool bytes>
+// A row whose sum is 0 or NaN. A masked column is 0 even here; those that are `seen` are NaN.
+template <int NV, class T, int V, bool ragged, class Seen>
+__device__ void write_undefined(T* y, int64_t step, const Span<V, ragged>& span, int visible, const Seen& seen) {
+#pragma unroll 1
+  for (int n = 0; n < NV * V; ++n) {
+    const int column = span.column(n / V) + n % V;
+    if (!span.holds(n / V, n % V, span.columns)) continue;
+    y[column * step] = T(column < visible && seen(column) ? std::numeric_limits<arithmetic_t<T>>::quiet_NaN() : 0);
+  }
+}
+
+// scale is finite and not 0. bytes: there is a mask; ends: a row may end early, where it is causal.
+template <class T, bool bytes, bool ends>
 struct PackedSoftmax {
   using Storage = T;
   using F = float;
@@ -48,6 +59,7 @@ struct PackedSoftmax {
   static constexpr bool kNumber = false, kColumnSums = false;
 
   struct Row {
+    static constexpr bool kPassing = true;
     const T* x;
     T* y;
     const unsigned char* mask;
@@ -55,7 +67,7 @@ struct PackedSoftmax {
 
     __device__ const T* input(int) const { return x; }
     __device__ int64_t column_stride(int) const { return 1; }
-    __device__ int visible(int columns) const { return min(columns, last + 1); }
+    __device__ int visible(int columns) const { return ends ? min(columns, last + 1) : columns; }
   };
   // In units of log2: exponents are taken from `shift`, a whole number near the largest, so that 2^(shift - shift') and
   // z - shift are exact.
@@ -79,7 +91,11 @@ struct PackedSoftmax {
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
     const auto other = mask_index(r);
-    return {x + offsets.at[0], y + offsets.at[1], mask + other.at[0], causal ? int(other.at[1]) : INT32_MAX - 1};
+    Row row{x + offsets.at[0], y + offsets.at[1], mask + other.at[0],
+            ends && causal ? int(other.at[1]) : INT32_MAX - 1};
+    ptx::forget(row.x);
+    if (bytes) ptx::forget(row.mask);
+    return row;
   }
   __device__ static const T* constant(int) { return nullptr; }
   __device__ static F absent(int) { return F(0); }
@@ -100,20 +116,24 @@ struct PackedSoftmax {
         if (span.column(i) < visible) load_constant<V>(row.mask + span.column(i), hidden[i].at);
       }
     }
+#pragma unroll
+    for (int i = 0; i < NV; ++i) words[i] = inputs.words(i, 0);
+    if (negative) {
+#pragma unroll
+      for (int i = 0; i < NV; ++i)
+#pragma unroll
+        for (auto& two : words[i].at) two ^= Pair<T>::kSigns;
+    }
     uint32_t tops = Pair<T>::kMinusInfinity;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
-      words[i] = inputs.words(i, 0);
       const int seen = visible - span.column(i);
       if (seen <= 0) continue;
       auto& at = words[i].at;
-      if (negative)
-#pragma unroll
-        for (auto& two : at) two ^= Pair<T>::kSigns;
 #pragma unroll
       for (int w = 0; w < V / 2; ++w)
         if constexpr (bytes) at[w] = Pair<T>::hide(at[w], Pair<T>::spread(hidden[i].at[w / 2], w % 2));
-      if (seen < V)
+      if (ends && seen < V)
 #pragma unroll
         for (int w = 0; w < V / 2; ++w) {
           const int bits = 16 * (seen - 2 * w);  // of the word that are seen
@@ -160,8 +180,11 @@ struct PackedSoftmax {
   template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, const State& result, Held<V, NV>& held, const Span<V, ragged>& span,
                         const Inputs&, const Constants&, Sums&) const {
-    if (!(result.sum > F(0))) return write_undefined<V, NV>(row, span);
     const int visible = row.visible(span.columns);
+    if (!(result.sum > F(0)))
+      return write_undefined<NV>(row.y, 1, span, visible, [&](int column) { return !bytes || row.mask[column] == 0; });
+    T* y_row = row.y;
+    ptx::forget(y_row);
     const F share = ptx::exp2_approx(held.shift - result.shift) * ptx::reciprocal_approx(result.sum);
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
@@ -171,19 +194,7 @@ struct PackedSoftmax {
         for (int j = 0; j < V; ++j) held.e[i][j] *= share;
         words = pack<T, V>(held.e[i]);
       }
-      if (span.begins(i)) store_once(row.y + span.column(i), words);
-    }
-  }
-  // The sum is 0 or NaN: a masked column is 0 even here; the others, if any, are NaN.
-  template <int V, int NV, bool ragged>
-  __device__ void write_undefined(const Row& row, const Span<V, ragged>& span) const {
-    const int visible = row.visible(span.columns);
-#pragma unroll 1
-    for (int n = 0; n < NV * V; ++n) {
-      const int column = span.column(n / V) + n % V;
-      if (column >= span.columns) continue;
-      const bool seen = column < visible && (!bytes || row.mask[column] == 0);
-      row.y[column] = T(seen ? std::numeric_limits<F>::quiet_NaN() : F(0));
+      if (span.begins(i)) store_once(y_row + span.column(i), words);
     }
   }
 };

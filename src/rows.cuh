@@ -17,6 +17,7 @@
 #include <atomic>
 #include <bit>
 
+#include "launch.cuh"
 #include "row_team.cuh"
 #include "rows.h"
 
@@ -96,6 +97,7 @@ struct RowIndex {
 // row's own columns alone are read and written.
 template <int V, bool ragged>
 struct Span {
+  static constexpr bool kRagged = ragged, kEven = false;
   int first, step;  // column of the first vector's first element, and the way to the next vector
   int columns;      // that the row has
 
@@ -134,11 +136,11 @@ struct Span {
   }
 };
 
-// body(i, whole) for each of a thread's vectors; `whole` is a type that says so of the vector. Where they are more than
-// four and all there, as in most threads, no branch is made for each.
-template <int NV, int V, bool ragged, class Body>
+// body(i, whole) for each of a thread's vectors; `whole` is a type that says so of the vector. Where they are all
+// there, as in most threads, no branch is made for each, if they are more than four or `together` says so.
+template <int NV, bool together = (NV > 4), int V, bool ragged, class Body>
 __device__ void for_vectors(const Span<V, ragged>& span, const Body& body) {
-  if constexpr (NV > 4 && V > 1 && !ragged) {
+  if constexpr (together && V > 1 && !ragged) {
     if (span.whole(NV - 1, span.columns)) {
 #pragma unroll
       for (int i = 0; i < NV; ++i) body(i, std::true_type{});
@@ -153,9 +155,33 @@ __device__ void for_vectors(const Span<V, ragged>& span, const Body& body) {
   }
 }
 
-// A vector that reaches over an end of the row: 0 in columns that the row does not have.
+// A vector that starts on 16 bytes and reaches over an end of the row: 0 in columns that the row does not have. Without
+// a branch, so that several are on their way at once.
 template <class T, int V>
 __device__ Words<T, V> load_edge(const T* row, int column, int columns) {
+  Words<T, V> words;
+  const auto there = [&](int j) { return static_cast<unsigned>(column + j) < static_cast<unsigned>(columns); };
+  const T* const from = row + column;
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int w = 0; w < V / 2; ++w) {
+      const bool low = there(2 * w), high = there(2 * w + 1);
+      const auto* const half = reinterpret_cast<const uint16_t*>(from) + 2 * w + (high ? 1 : 0);
+      words.at[w] = ptx::load_if(low && high, reinterpret_cast<const uint32_t*>(from) + w) |
+                    ptx::load_if(low != high, half) << (high ? 16 : 0);
+    }
+  } else {
+    constexpr int kEach = sizeof(T) / 4;
+#pragma unroll
+    for (int w = 0; w < V * kEach; ++w)
+      words.at[w] = ptx::load_if(there(w / kEach), reinterpret_cast<const uint32_t*>(from) + w);
+  }
+  return words;
+}
+
+// The same at any address, number by number.
+template <class T, int V>
+__device__ Words<T, V> load_edge_anywhere(const T* row, int column, int columns) {
   Words<T, V> words{};
 #pragma unroll
   for (int j = 0; j < V; ++j) {
@@ -193,7 +219,7 @@ template <class T, int V>
 __device__ Words<T, V> load_unaligned(const T* row, int column, int columns) {
   const auto from = reinterpret_cast<uintptr_t>(row + column), low = from & ~uintptr_t{15};
   const auto begin = reinterpret_cast<uintptr_t>(row), end = reinterpret_cast<uintptr_t>(row + columns);
-  if (low < begin || low + 32 > end) return load_edge<T, V>(row, column, columns);
+  if (low < begin || low + 32 > end) return load_edge_anywhere<T, V>(row, column, columns);
   const uint4 w = across_aligned(from);
   return {w.x, w.y, w.z, w.w};
 }
@@ -238,6 +264,7 @@ struct Inputs {
 
   template <class Row, bool ragged>
   __device__ void load(const Row& row, const Span<V, ragged>& span) {
+    constexpr bool passing = requires { Row::kPassing; };
     const int end = row.visible(span.columns);
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
@@ -245,16 +272,19 @@ struct Inputs {
       for (int k = 0; k < K; ++k) {
         at[i][k] = {};
         if (span.column(i) < end && (!ragged || span.whole(i, span.columns)))
-          at[i][k] = load_once<T, V>(row.input(k) + span.column(i) * (V == 1 ? row.column_stride(k) : 1));
+          at[i][k] = load_once<T, V, passing>(row.input(k) + span.column(i) * (V == 1 ? row.column_stride(k) : 1));
       }
     }
     if constexpr (ragged) {  // last: the others need not wait for what it takes to put an edge together
 #pragma unroll
-      for (int i = 0; i < NV; ++i)
+      for (int i = 0; i < NV; ++i) {
+        if (span.column(i) >= end || span.whole(i, span.columns)) continue;
+        Words<T, V> edges[K];
 #pragma unroll
-        for (int k = 0; k < K; ++k)
-          if (span.column(i) < end && !span.whole(i, span.columns))
-            at[i][k] = load_edge<T, V>(row.input(k), span.column(i), span.columns);
+        for (int k = 0; k < K; ++k) edges[k] = load_edge<T, V>(row.input(k), span.column(i), span.columns);
+#pragma unroll
+        for (int k = 0; k < K; ++k) at[i][k] = edges[k];
+      }
     }
   }
   // The same numbers are unpacked again rather than kept from fold to write: half the registers.
@@ -391,6 +421,7 @@ struct RowShape {
 //   kHeldVectors                        vectors of each input that its registers hold
 //   kThreadsPerSm                       how many threads an SM should have room for
 //   Row row(r)                          row r: `input(k)`, and how many columns are worth reading
+//   Row::kPassing                       it is there: what is read is not used again soon, the L2 keeps what is written
 //   kNumber                             whether a row has a number of its own, at row.number, which write takes last
 //   kRowMost                            threads of a row beyond which it walks; 0: it is long
 //   kWholeRows                          whether it is for rows of whole, aligned vectors alone
@@ -768,6 +799,11 @@ RowConfig configure(int64_t vectors) {
       const int ranks = std::clamp(power(up(all, 256)), 2, kMaxRanks);
       return {Way::walk, Scope::cluster, Op::kLongVectors, static_cast<int>(up(up(all, ranks), 32) * 32), 1, ranks};
     }
+    // 16-bit rows with two constants: three small blocks a multiprocessor, 0.87 of a copy at 65536 columns, not 0.85.
+    if (const int64_t all = up(vectors, Op::kLongVectors); Op::kConstants == 2 && sizeof(typename Op::Storage) == 2 &&
+                                                           Op::kLongVectors > Op::kVectors && !ragged &&
+                                                           all > 4 * 128 && all <= 8 * 128)
+      return {Way::walk, Scope::cluster, Op::kLongVectors, static_cast<int>(up(up(all, 8), 32) * 32), 1, 8};
     // Two constants and a row of 8 vectors fill shared memory, and need half the blocks.
     for (const int held : {Op::kConstants == 2 ? Op::kLongVectors : most, Op::kLongVectors}) {
       const int64_t all = up(vectors, held);
@@ -865,17 +901,8 @@ void launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t
 
 template <auto kernel, class Op>
 void launch_rows_kernel(const Op& op, dim3 threads, int64_t blocks, int64_t rows, int64_t columns) {
-  cudaLaunchConfig_t launch{};
-  launch.blockDim = threads;
-  launch.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(blocks, INT32_MAX)));
-  launch.stream = c10::cuda::getCurrentCUDAStream();
-  // Its blocks start while the last ones of the kernel before work, and wait for them: a microsecond between kernels.
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  launch.attrs = &early;
-  launch.numAttrs = at::cuda::getCurrentDeviceProperties()->major >= 9 ? 1 : 0;
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, RowShape{rows, static_cast<int>(columns)}));
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(blocks, INT32_MAX)));
+  launch_early(kernel, grid, threads, op, RowShape{rows, static_cast<int>(columns)});
 }
 
 template <int V, bool ragged, class Op, class Prepare>

@@ -244,48 +244,51 @@ struct Softmax {
   // body(i) for the vectors of a whole row. In float32 most threads have all, and no branch is made for each: 0.89 to
   // 0.92 of a copy at 65536 columns; in bfloat16 that took 0.87 to 0.78 at 262144.
   template <int NV, int V, class Body>
-  __device__ static void for_vectors(const Span<V, false>& span, const Body& body) {
-    if (sizeof(T) > 2 && span.begins(NV - 1)) {
-#pragma unroll
-      for (int i = 0; i < NV; ++i) body(i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < NV; ++i)
-        if (span.begins(i)) body(i);
-    }
+  __device__ static void for_each(const Span<V, false>& span, const Body& body) {
+    for_vectors<NV, (sizeof(T) > 2)>(span, [&](int i, auto whole) {
+      if (whole || span.begins(i)) body(i);
+    });
   }
 
   // Of x alone, in whole vectors; nothing is held.
   template <int V, int NV, class Inputs>
   __device__ void take_once(State& state, const Span<V, false>& span, const Inputs& inputs) const {
-    const auto numbers = [&](int i, F(&x)[V]) { unpack(inputs.words(i, 0), x); };
+    Words<T, V> words[NV];  // read once from shared memory for the largest and for the sum
     F top = state.max;
     if constexpr (sizeof(T) == 2) {
       uint32_t tops = Pair<T>::kMinusInfinity;
-      for_vectors<NV>(span, [&](int i) {
-        const Words<T, V> words = inputs.words(i, 0);
+      for_each<NV>(span, [&](int i) {
+        words[i] = inputs.words(i, 0);
 #pragma unroll
-        for (const uint32_t two : words.at) tops = Pair<T>::max(tops, two);
+        for (const uint32_t two : words[i].at) tops = Pair<T>::max(tops, two);
       });
       F two[2];
       unpack(Words<T, 2>{tops}, two);
       top = larger(top, larger(two[0], two[1]));
     } else {
-      for_vectors<NV>(span, [&](int i) {
+      for_each<NV>(span, [&](int i) {
+        words[i] = inputs.words(i, 0);
         F x[V];
-        numbers(i, x);
+        unpack(words[i], x);
 #pragma unroll
         for (int j = 0; j < V; ++j) top = larger(top, x[j]);
       });
     }
     const F base = or_zero(top);
     F sums[4] = {state.sum * exp_of(state.max - base)};
-    for_vectors<NV>(span, [&](int i) {
-      F x[V];
-      numbers(i, x);
+    const auto add = [&](const auto& each) {
+      for_each<NV>(span, [&](int i) {
+        F x[V];
+        unpack(words[i], x);
 #pragma unroll
-      for (int j = 0; j < V; ++j) sums[j % 4] += exp_of(x[j] - base);
-    });
+        for (int j = 0; j < V; ++j) sums[j % 4] += each(x[j]);
+      });
+    };
+    const float shift = -float(base) * kLog2e;
+    if (sizeof(T) == 2 && near_zero(base))
+      add([&](F x) { return F(ptx::exp2_approx(fmaf(float(x), kLog2e, shift))); });
+    else
+      add([&](F x) { return exp_of(x - base); });
     state = {top, (sums[0] + sums[1]) + (sums[2] + sums[3])};
   }
 
@@ -343,7 +346,10 @@ struct Softmax {
   template <int V, int NV, bool ragged>
   __device__ void write_held(const Row& row, const Result& result, Held<V, NV>& held,
                              const Span<V, ragged>& span) const {
-    if (masked && result.undefined) return write_undefined<V, NV>(row, span);
+    if (masked && result.undefined)
+      return write_undefined<NV>(row.y, row.y_step, span, row.visible(span.columns), [&](int column) {
+        return kind == MaskKind::none || mask_column(row.mask, column, F(0)) != fill();
+      });
     const F factor = exp_of(held.top - result.max) / result.sum;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
@@ -357,29 +363,24 @@ struct Softmax {
   __device__ void write_again(const Row& row, const Result& result, const Span<V, false>& span,
                               const Inputs& inputs) const {
     static_assert(!masked);
-    const F factor = F(1) / result.sum;
-    for_vectors<NV>(span, [&](int i) {
-      F x[V];
-      unpack(inputs.words(i, 0), x);
+    const auto put = [&](const auto& each) {
+      for_each<NV>(span, [&](int i) {
+        F x[V];
+        unpack(inputs.words(i, 0), x);
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const F e = exp_of(x[j] - result.max);
-        x[j] = kHoldsZ ? e / result.sum : e * factor;  // in float64 each rounding counts
-      }
-      store_once(row.y + span.column(i), pack<T, V>(x));
-    });
-  }
-  // A masked column is 0 even here; the others, if any, are NaN.
-  template <int V, int NV, bool ragged>
-  __device__ void write_undefined(const Row& row, const Span<V, ragged>& span) const {
-    const int visible = row.visible(span.columns);
-#pragma unroll 1
-    for (int n = 0; n < NV * V; ++n) {
-      const int column = span.column(n / V) + n % V;
-      if (!span.holds(n / V, n % V, span.columns)) continue;
-      const bool seen = column < visible && (kind == MaskKind::none || mask_column(row.mask, column, F(0)) != fill());
-      row.y[column * row.y_step] = T(seen ? std::numeric_limits<F>::quiet_NaN() : F(0));
-    }
+        for (int j = 0; j < V; ++j) x[j] = each(x[j]);
+        store_once(row.y + span.column(i), pack<T, V>(x));
+      });
+    };
+    const F factor = F(1) / result.sum;
+    // The sum as one more term of the exponent: of 16 bits no digit is lost to that.
+    const float shift = -(float(result.max) * kLog2e + __log2f(float(result.sum)));
+    if constexpr (kHoldsZ)  // in float64 each rounding counts
+      put([&](F x) { return exp_of(x - result.max) / result.sum; });
+    else if (sizeof(T) == 2 && near_zero(result.max))
+      put([&](F x) { return F(ptx::exp2_approx(fmaf(float(x), kLog2e, shift))); });
+    else
+      put([&](F x) { return exp_of(x - result.max) * factor; });
   }
 };
 
@@ -411,16 +412,16 @@ void launch(const Call& c, const CallRows& rows) {
 
 float packed_factor(const Call& c) { return static_cast<float>(std::abs(c.scale)) * kLog2e; }
 
-template <class T, bool bytes>
+template <class T, bool bytes, bool ends>
 void launch_packed(const Call& c, const CallRows& rows) {
-  const PackedSoftmax<T, bytes> op{RowIndex<2>(rows.data),
-                                   RowIndex<2>(rows.beside),
-                                   c.x.const_data_ptr<T>(),
-                                   c.out.mutable_data_ptr<T>(),
-                                   bytes ? static_cast<const unsigned char*>(c.mask.const_data_ptr()) : nullptr,
-                                   c.causal,
-                                   c.scale < 0,
-                                   packed_factor(c)};
+  const PackedSoftmax<T, bytes, ends> op{RowIndex<2>(rows.data),
+                                         RowIndex<2>(rows.beside),
+                                         c.x.const_data_ptr<T>(),
+                                         c.out.mutable_data_ptr<T>(),
+                                         bytes ? static_cast<const unsigned char*>(c.mask.const_data_ptr()) : nullptr,
+                                         c.causal,
+                                         c.scale < 0,
+                                         packed_factor(c)};
   launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y});
 }
 
@@ -433,7 +434,8 @@ void launch_masked(const Call& c, const CallRows& rows) {
       if (c.kind == MaskKind::same) return launch<T, T>(c, rows);
       if constexpr (sizeof(T) == 2) {
         const bool packs = c.kind != MaskKind::float32 && std::isfinite(packed_factor(c)) && c.scale != 0;
-        if (packs) return c.kind == MaskKind::none ? launch_packed<T, false>(c, rows) : launch_packed<T, true>(c, rows);
+        if (packs && c.kind == MaskKind::none) return launch_packed<T, false, true>(c, rows);
+        if (packs) return c.causal ? launch_packed<T, true, true>(c, rows) : launch_packed<T, true, false>(c, rows);
       } else if (c.kind != MaskKind::float32) {
         return launch<T, uint8_t>(c, rows);
       }

@@ -94,7 +94,10 @@ struct SoftmaxBackward {
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
     const auto& at = offsets.at;
-    return {y + at[0], grad + at[1], dx + at[2], steps, causal ? int(at[3]) : INT32_MAX - 1};
+    Row row{y + at[0], grad + at[1], dx + at[2], steps, causal ? int(at[3]) : INT32_MAX - 1};
+    ptx::forget(row.y);
+    ptx::forget(row.grad);
+    return row;
   }
   __device__ static const T* constant(int) { return nullptr; }
   __device__ static F absent(int) { return F(0); }
@@ -126,6 +129,8 @@ struct SoftmaxBackward {
                         const Constants&, Sums&) const {
     const int visible = row.visible(span.columns);
     const F scaled_dot = scale * dot;
+    T* dx_row = row.dx;
+    ptx::forget(dx_row);
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       F y[V] = {};
@@ -137,7 +142,7 @@ struct SoftmaxBackward {
         for (int j = 0; j < V; ++j) y[j] *= scale * g[j] - scaled_dot;
         span.clear_outside(i, visible, F(0), y);
       }
-      span.store(row.dx, row.steps[2], i, y);
+      span.store(dx_row, row.steps[2], i, y);
     }
   }
 };
@@ -162,7 +167,7 @@ void run_cuda(const Call& c) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kOp, [&] {
     if constexpr (sizeof(scalar_t) == 2) {
       const std::array pointers{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()};
-      if (c.causal && rows.columns > 256 && rows.columns <= 16384 && alignment_of<scalar_t>(rows, pointers).whole)
+      if (c.causal && rows.columns > 64 && rows.columns <= 16384 && alignment_of<scalar_t>(rows, pointers).whole)
         return launch<scalar_t, false>(c, rows);
     }
     launch<scalar_t, sizeof(scalar_t) == 2>(c, rows);

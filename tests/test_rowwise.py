@@ -138,6 +138,9 @@ OPERATIONS = {
     "layer_norm_": Operation(
         like(2, a_row, a_row), lambda *t: (everything(*t),), lambda x, r, w, b: (layer_norm(x, w, b, r),)
     ),
+    "layer_norm_ without residual": Operation(
+        like(1, a_row, a_row), lambda *t: (matmuls.layer_norm_(*t),), lambda *t: (layer_norm(*t),)
+    ),
     "layer_norm_ of x alone": Operation(like(1), lambda x: (matmuls.layer_norm_(x),), lambda x: (layer_norm(x),)),
     "rms_norm_": Operation(like(1, a_row), lambda x, w: (matmuls.rms_norm_(x, w),), lambda x, w: (rms_norm(x, w),)),
     "layer_norm_ gradients": Operation(
@@ -226,7 +229,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_any_layout_and_nothing_beside_it_is_written(operation, dtype, layouts, device):
-    for shape in ((2, 3, 2, 5, 37), (3, 6, 64), (3, 5003)):
+    for shape in ((2, 3, 2, 5, 37), (3, 6, 64), (3, 5003), (3, 8191)):
         operation.check(operation.draw(Draw(dtype, device), *shape), layouts)
 
 
@@ -302,7 +305,7 @@ def test_nan_stays_in_its_row_of_a_norm(norm, dtype, device):
 @every_dtype
 def test_equal_numbers_have_a_norm_of_zero(dtype, device):
     """Exactly: the mean of a row is right to its last bit, whoever has a part of it."""
-    for columns in (2, 40, 1001, 5003, 20_001):
+    for columns in (2, 40, 1001, 5003, 8191, 20_001):
         x = torch.full((3, columns), 1000.0, dtype=dtype, device=device)
         assert not matmuls.layer_norm_(x).any()
 
@@ -812,7 +815,7 @@ def test_inplace_softmax_backward_refuses_a_vector(device):
 # ------------------------------------------------------------------------------------------ the same bits, every time
 
 
-@pytest.mark.parametrize("shape", [(5000, 64), (300, 1000), (33, 20_000)], ids=str)
+@pytest.mark.parametrize("shape", [(5000, 64), (300, 1000), (33, 20_000), (40, 140_000)], ids=str)
 def test_gradients_of_a_norm_are_the_same_bits_every_time(shape, device):
     grad, x = (draw(*shape, device=device, seed=i) for i in range(2))
     weight, bias = (draw(shape[-1], device=device, seed=i) for i in (2, 3))

@@ -1,0 +1,354 @@
+// norm_backward of rows that rows.cuh's kernels do not serve well: those too long for a cluster to have another on its
+// way, and middle ones of 16-bit numbers that do not start on 16 bytes. A block keeps the weight of its columns and
+// several rows on their way in shared memory, and the sums of its columns over the rows in registers. A row is written
+// after the next one is folded, so that nobody waits for its sums.
+//
+// Long rows: up to 64 blocks share one. They meet in memory, by letters that carry the number of their row: the GPU has
+// room for more such teams than for clusters of as many blocks.
+//
+// Unaligned rows: a block each. All rows of a block start equally far from a multiple of 16 bytes; of a row the columns
+// before its first whole vector and after its last are one thread's of the first warp each, so that no vector has to
+// ask where the row ends.
+#ifdef MATMULS_CUDA
+#include "stream_norm_backward.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+
+#include "device.cuh"
+
+namespace matmuls {
+namespace {
+
+constexpr int kMostBlocks = 64;  // of a team: a lane reads two letters
+
+// float32 rows, of half as many numbers: one block of twice the threads, by what an H200 showed.
+template <class T>
+struct Plan {
+  static constexpr int kVectors = 16 / sizeof(T);
+  static constexpr int kThreads = sizeof(T) == 4 ? 512 : 256, kWarps = kThreads / 32;
+  static constexpr int kBlocks = 512 / kThreads;  // of a multiprocessor
+  static constexpr int kHeld = 4;                 // vectors of each input that a thread has
+  static constexpr int kStages = 3;               // rows in shared memory
+  static constexpr int kPhases = 4;               // sums of rows that others may yet have to read
+  static constexpr int kPart = kThreads * kHeld;  // vectors of a row in one block
+  static constexpr int kBytes = 16 * kPart * (1 + 2 * kStages);
+};
+
+struct Letter {
+  uint64_t d, dxhat;  // a float and the number of its row each
+};
+static_assert(Plan<float>::kPhases * kMostBlocks * 2 <= StreamNormBackward<float>::kLetters);
+
+#if __CUDA_ARCH__ >= 900
+__device__ void post(Letter* to, float2 v, uint32_t number) {
+  const auto word = [&](float x) { return static_cast<uint64_t>(number) << 32 | __float_as_uint(x); };
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(word(v.x)), "l"(word(v.y)) : "memory");
+}
+// A letter, which may not be there yet.
+struct Glance {
+  uint64_t d, dxhat;
+
+  __device__ static Glance at(const Letter* from) {
+    Glance now;
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(now.d), "=l"(now.dxhat) : "l"(from) : "memory");
+    return now;
+  }
+  __device__ bool is(uint32_t number) const { return d >> 32 == number && dxhat >> 32 == number; }
+  __device__ float2 numbers() const {
+    return {__uint_as_float(static_cast<uint32_t>(d)), __uint_as_float(static_cast<uint32_t>(dxhat))};
+  }
+};
+
+template <int lanes>
+__device__ float2 sum_of(float2 v) {
+#pragma unroll
+  for (int o = lanes / 2; o > 0; o /= 2) {
+    v.x += __shfl_xor_sync(0xffffffffu, v.x, o);
+    v.y += __shfl_xor_sync(0xffffffffu, v.y, o);
+  }
+  return v;
+}
+
+// A number for each of the last rows, and the barrier that says it is there.
+template <int phases, class V>
+struct Ring {
+  V at[phases];
+  uint64_t barriers[phases];
+  __device__ V& operator[](int n) { return at[n % phases]; }
+  __device__ void arrive(int n) { ptx::barrier_expect(&barriers[n % phases], 0); }
+  __device__ void wait(int n) { ptx::barrier_wait(&barriers[n % phases], n / phases % 2); }
+};
+template <int warps>
+struct Sums {
+  float2 at[warps];
+};
+#endif
+
+// alone: a block has a row for itself, which may start and end anywhere; else `blocks` share a row of whole vectors.
+template <class T, bool rms, bool alone>
+__global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
+    stream_norm_backward_kernel(const __grid_constant__ StreamNormBackward<T> c, const int blocks) {
+#if __CUDA_ARCH__ >= 900
+  using P = Plan<T>;
+  constexpr int V = P::kVectors, NV = P::kHeld, S = P::kStages, kThreads = P::kThreads, kWarps = P::kWarps;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Ring<P::kPhases, Sums<kWarps>> folded;  // the sums of a row's columns by warps
+  __shared__ Ring<P::kPhases, float2> totals;        // and of all
+  auto* const slots = reinterpret_cast<Words<T, V>*>(shared) + threadIdx.x;
+  const auto weight = [&](int i) -> Words<T, V>& { return slots[i * kThreads]; };
+  const auto held = [&](int s, int i, int k) -> Words<T, V>& { return slots[(NV + (s * NV + i) * 2 + k) * kThreads]; };
+  const int team = alone ? blockIdx.x : blockIdx.x / blocks, rank = alone ? 0 : blockIdx.x % blocks;
+  const int teams = alone ? gridDim.x : gridDim.x / blocks;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int rows = static_cast<int>(c.rows);
+  const int mine = rows > team ? (rows - team + teams - 1) / teams : 0;  // rows of this team
+
+  if (thread == 0) {
+    for (int p = 0; p < P::kPhases; ++p) {
+      ptx::barrier_init(&totals.barriers[p]);
+      ptx::barrier_init(&folded.barriers[p], kWarps);
+    }
+  }
+  __syncthreads();
+  Letter* const letters = reinterpret_cast<Letter*>(c.letters + static_cast<int64_t>(team) * c.kLetters);
+
+  int head = 0, vectors = c.columns / V;  // columns before the first whole vector; whole vectors
+  if constexpr (alone) {
+    const auto from = reinterpret_cast<uintptr_t>(c.grad + team * c.strides[0]);
+    head = min(static_cast<int>((16 - from % 16) % 16 / sizeof(T)), c.columns);
+    vectors = (c.columns - head) / V;
+  }
+  const int first = rank * P::kPart + thread;
+  const auto has = [&](int i) { return first + i * kThreads < vectors; };
+  const int column = head + first * V;  // of the first vector; the others follow by kStep
+  constexpr int kStep = kThreads * V;
+  // A column beside the whole vectors, of a thread of the first warp.
+  const int edge = thread < V ? thread : head + (vectors - 1) * V + thread;
+  const bool has_edge = alone && (thread < V ? edge < head : thread < 2 * V && edge < c.columns);
+
+  const T* grad = c.grad + team * c.strides[0] + column;  // of the row to fetch next
+  const T* xhat = c.xhat + team * c.strides[1] + column;
+  int fetched = 0;
+  const auto fetch = [&](int s) {
+    if (fetched < mine) {
+#pragma unroll
+      for (int i = 0; i < NV; ++i) {
+        if (!has(i)) continue;
+        ptx::copy_ahead(&held(s, i, 0), grad + i * kStep);
+        ptx::copy_ahead(&held(s, i, 1), xhat + i * kStep);
+      }
+      grad += teams * c.strides[0];
+      xhat += teams * c.strides[1];
+      ++fetched;
+    }
+    ptx::end_group_ahead();
+  };
+  const auto edge_of = [&](int n) -> float2 {
+    if (!has_edge || n >= mine) return {};
+    const int64_t row = team + static_cast<int64_t>(n) * teams;
+    return {static_cast<float>(c.grad[row * c.strides[0] + edge]),
+            static_cast<float>(c.xhat[row * c.strides[1] + edge])};
+  };
+  const auto weight_of = [&](int j) { return c.weight ? static_cast<float>(c.weight[j]) : 1.0f; };
+
+#pragma unroll
+  for (int s = 0; s < S; ++s) {
+#pragma unroll
+    for (int i = 0; i < NV; ++i)
+      if (!has(i)) held(s, i, 0) = {}, held(s, i, 1) = {};
+    fetch(s);
+  }
+#pragma unroll
+  for (int i = 0; i < NV; ++i) {
+    float w[V] = {};
+    if (has(i))
+#pragma unroll
+      for (int j = 0; j < V; ++j) w[j] = weight_of(column + i * kStep + j);
+    weight(i) = pack<T, V>(w);
+  }
+  const float edge_weight = has_edge ? weight_of(edge) : 0.0f;
+  float2 edge_next{}, edge_now{}, edge_before{}, edge_sums{};
+  if (alone && warp == 0) edge_next = edge_of(0);
+
+  float dweight[NV][V] = {}, dbias[NV][V] = {}, rstd_before = 0;
+  const float share = 1.0f / static_cast<float>(c.columns);
+  const float* next_rstd = c.rstd + team;
+  T* dx = c.dx + team * c.strides[2] + column;
+  int s = 0, s_write = 0;
+#pragma unroll 1
+  for (int n = 0; n <= mine; ++n) {
+    float rstd_now = 0;
+    // A look at the letters of the row to write: they are mostly there, and it takes as long as to fold a row.
+    constexpr bool early = !alone && sizeof(T) == 4;
+    Glance glance{};
+    if (early && warp == 0 && n > 0 && lane < blocks)
+      glance = Glance::at(letters + (n - 1) % P::kPhases * kMostBlocks + lane);
+    if (n < mine) {
+      rstd_now = __ldg(next_rstd);
+      next_rstd += teams;
+      ptx::wait_ahead(S - 2);
+      float2 sums[2] = {};
+      if (alone && warp == 0) {
+        edge_now = edge_next;
+        edge_next = edge_of(n + 1);
+        const float d = edge_now.x * edge_weight;
+        sums[0] = {rms ? 0.0f : d, d * edge_now.y};
+      }
+#pragma unroll
+      for (int i = 0; i < NV; ++i) {
+        float g[V], h[V], w[V];
+        unpack(held(s, i, 0), g);
+        unpack(held(s, i, 1), h);
+        unpack(weight(i), w);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          const float d = g[j] * w[j];
+          if constexpr (!rms) sums[j % 2].x += d;
+          sums[j % 2].y += d * h[j];
+        }
+      }
+      s = s + 1 < S ? s + 1 : 0;
+      const float2 sum = sum_of<32>({sums[0].x + sums[1].x, sums[0].y + sums[1].y});
+      if (lane == 0) {
+        folded[n].at[warp] = sum;
+        folded.arrive(n);
+      }
+      if (!alone && warp == 0) {
+        folded.wait(n);
+        const float2 all = sum_of<kWarps>(folded[n].at[lane % kWarps]);
+        if (lane == 0) post(letters + n % P::kPhases * kMostBlocks + rank, all, n + 1);
+      }
+    }
+    if (n > 0) {
+      const int m = n - 1;  // the row to write
+      float2 mean;
+      if constexpr (alone) {
+        folded.wait(m);
+        mean = sum_of<kWarps>(folded[m].at[lane % kWarps]);
+      } else {
+        if (warp == 0) {
+          mean = {};
+          for (int from = lane; from < blocks; from += 32) {
+            if (!early || from != lane) glance = {};
+            while (!glance.is(n)) glance = Glance::at(letters + m % P::kPhases * kMostBlocks + from);
+            const float2 one = glance.numbers();
+            mean = {mean.x + one.x, mean.y + one.y};
+          }
+          __syncwarp();
+          mean = sum_of<32>(mean);
+          if (lane == 0) {
+            totals[m] = mean;
+            totals.arrive(m);
+          }
+        }
+        totals.wait(m);
+        mean = totals[m];
+      }
+      mean.x *= share, mean.y *= share;
+      const float scale = rstd_before;
+#pragma unroll
+      for (int i = 0; i < NV; ++i) {
+        float g[V], h[V], w[V], result[V];
+        unpack(held(s_write, i, 0), g);
+        unpack(held(s_write, i, 1), h);
+        unpack(weight(i), w);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          result[j] = scale * (g[j] * w[j] - mean.x - h[j] * mean.y);
+          dbias[i][j] += g[j];
+          dweight[i][j] += g[j] * h[j];
+        }
+        if (has(i)) store_once(dx + i * kStep, pack<T, V>(result));
+      }
+      if (alone && warp == 0 && has_edge) {
+        dx[edge - column] = static_cast<T>(scale * (edge_before.x * edge_weight - mean.x - edge_before.y * mean.y));
+        edge_sums.x += edge_before.x * edge_before.y;
+        edge_sums.y += edge_before.x;
+      }
+      dx += teams * c.strides[2];
+      fetch(s_write);
+      s_write = s_write + 1 < S ? s_write + 1 : 0;
+    }
+    edge_before = edge_now;
+    rstd_before = rstd_now;
+  }
+  ptx::wait_ahead(0);
+  if (!c.partial) return;
+  float* const sums = c.partial + static_cast<int64_t>(team) * 2 * c.columns;
+#pragma unroll
+  for (int i = 0; i < NV; ++i)
+    if (has(i))
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        sums[column + i * kStep + j] = dweight[i][j];
+        sums[c.columns + column + i * kStep + j] = dbias[i][j];
+      }
+  if (has_edge) sums[edge] = edge_sums.x, sums[c.columns + edge] = edge_sums.y;
+#endif
+}
+
+template <class T>
+int blocks_of_team(int64_t columns) {
+  constexpr int64_t kPart = Plan<T>::kPart * Plan<T>::kVectors;
+  return static_cast<int>((columns + kPart - 1) / kPart);
+}
+
+template <auto kernel, class T>
+void launch(const StreamNormBackward<T>& call, int teams, int blocks) {
+  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Plan<T>::kBytes));
+  cudaLaunchConfig_t launch{};
+  launch.blockDim = dim3(Plan<T>::kThreads);
+  launch.gridDim = dim3(static_cast<unsigned>(teams * blocks));
+  launch.dynamicSmemBytes = Plan<T>::kBytes;
+  launch.stream = c10::cuda::getCurrentCUDAStream();
+  cudaLaunchAttribute together{};  // where blocks wait for each other the GPU starts all of them or none
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  launch.attrs = &together;
+  launch.numAttrs = blocks > 1 ? 1 : 0;
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, call, blocks));
+}
+
+}  // namespace
+
+template <class T>
+int stream_norm_backward_teams(int64_t columns, int64_t rows, bool whole) {
+  using P = Plan<T>;
+  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  if (properties->major < 9 || rows > INT32_MAX / 2) return 0;
+  if (properties->sharedMemPerMultiprocessor < size_t{P::kBlocks} * (P::kBytes + 2048)) return 0;
+  const int resident = properties->multiProcessorCount * P::kBlocks;
+  if (whole) {
+    const int blocks = blocks_of_team<T>(columns);
+    if (columns * static_cast<int64_t>(sizeof(T)) <= int64_t{1} << 18 || blocks > kMostBlocks) return 0;
+    return static_cast<int>(std::min<int64_t>(resident / blocks, rows));
+  }
+  const int64_t vectors = columns / P::kVectors;
+  if (sizeof(T) != 2 || vectors > P::kPart || vectors <= P::kPart * 3 / 4) return 0;
+  return static_cast<int>(std::min<int64_t>(resident / P::kVectors * P::kVectors, rows));
+}
+template <class T>
+void launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, bool whole) {
+  const auto go = [&]<bool rms>() {
+    if constexpr (sizeof(T) == 2)
+      if (!whole) return launch<stream_norm_backward_kernel<T, rms, true>>(call, teams, 1);
+    C10_CUDA_CHECK(
+        cudaMemsetAsync(call.letters, 0, sizeof(uint64_t) * call.kLetters * teams, c10::cuda::getCurrentCUDAStream()));
+    launch<stream_norm_backward_kernel<T, rms, false>>(call, teams, blocks_of_team<T>(call.columns));
+  };
+  call.rms ? go.template operator()<true>() : go.template operator()<false>();
+}
+
+#define MATMULS_STREAM_NORM_BACKWARD(T)                               \
+  template int stream_norm_backward_teams<T>(int64_t, int64_t, bool); \
+  template void launch_stream_norm_backward(const StreamNormBackward<T>&, int, bool);
+MATMULS_STREAM_NORM_BACKWARD(float)
+MATMULS_STREAM_NORM_BACKWARD(c10::BFloat16)
+MATMULS_STREAM_NORM_BACKWARD(c10::Half)
+
+}  // namespace matmuls
+#endif

@@ -5,7 +5,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ Rows = list[dict[str, Any]]
 def render(text: str, results: Path) -> str:
     """The text with every marked table made anew. Raises ValueError on a name without a table."""
     tables = (
-        *(operations, products, epilogues, inplace, rowwise, masked, two_experts),
+        *(operations, products, epilogues, inplace, rowwise, masked, fused, two_experts),
         *(sparse, sparse_means, memory, host, bert),
     )
     makers = {f.__name__: f for f in tables}
@@ -148,19 +148,32 @@ def rowwise(run: dict[str, Any]) -> str:
     )
 
 
+def _over_torch(row: dict[str, Any]) -> Iterator[str]:
+    """Speed over eager torch and over torch.compile."""
+    eager = next(us for name, us in row["rivals_us"].items() if name != COMPILED)
+    return (f"{us / row['ours_us']:.2f}" if us else "" for us in (eager, row["rivals_us"].get(COMPILED)))
+
+
 def masked(run: dict[str, Any]) -> str:
     """The masked softmax, per shape, mask and direction, beside eager torch and torch.compile."""
     table = []
     for r in run["rows"]:
         if r["kind"] == "gpu" and r["operation"] == "scaled_masked_softmax":
             direction, shape, mask = r["case"].split(maxsplit=2)
-            eager = next(us for name, us in r["rivals_us"].items() if name != COMPILED)
-            speeds = (f"{us / r['ours_us']:.2f}" if us else "" for us in (eager, r["rivals_us"].get(COMPILED)))
             ours = f"{r['ours_us']:.0f}"
-            table.append([shape, mask, direction, r["dtype"], ours, f"{r['roof']:.2f}", *speeds])
+            table.append([shape, mask, direction, r["dtype"], ours, f"{r['roof']:.2f}", *_over_torch(r)])
     return markdown(
         ("shape", "mask", "direction", "dtype", "ours, µs", "share of the roof", "over eager", "over torch.compile"),
         table,
+    )
+
+
+def fused(run: dict[str, Any]) -> str:
+    """Attention with its probabilities and the feed-forward network in place, beside eager torch and torch.compile."""
+    rows = [r for r in run["rows"] if r["kind"] == "gpu" and r["operation"] in ("attention_forward", "feed_forward_")]
+    return markdown(
+        ("operation", "case", "dtype", "ours, µs", "over eager", "over torch.compile"),
+        ([f"`{r['operation']}`", r["case"], r["dtype"], f"{r['ours_us']:.0f}", *_over_torch(r)] for r in rows),
     )
 
 

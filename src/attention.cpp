@@ -20,7 +20,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "attention_forward";
 
@@ -118,7 +117,7 @@ Tensor in_pieces(Call c) {
 template <bool cuda>
 Tensor run(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale, bool causal,
            int64_t piece_bytes, OptionalTensor probabilities) {
-  const Call c{q, k, v, mask.value_or(Tensor()), probabilities.value_or(Tensor()), scale, causal, piece_bytes};
+  const Call c{q, k, v, tensor_or_none(mask), tensor_or_none(probabilities), scale, causal, piece_bytes};
   check(c);
   if (c.probabilities.defined())
     check_no_overlap(kOp, c.probabilities, {{"q", q}, {"k", k}, {"v", v}, {"mask", c.mask}});
@@ -135,14 +134,14 @@ Tensor run(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTens
 
 Tensor meta(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale, bool causal,
             int64_t piece_bytes, OptionalTensor probabilities) {
-  check({q, k, v, mask.value_or(Tensor()), probabilities.value_or(Tensor()), scale, causal, piece_bytes});
+  check({q, k, v, tensor_or_none(mask), tensor_or_none(probabilities), scale, causal, piece_bytes});
   return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), v.sym_size(3)}, q.options());
 }
 
 // The gradient is matmuls.attention's: it decides what is kept.
 Tensor without_gradient(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale,
                         bool causal, int64_t piece_bytes, OptionalTensor probabilities) {
-  TORCH_CHECK(!needs_gradient(kOp, {q, k, v, mask.value_or(Tensor()), probabilities.value_or(Tensor())}), kOp,
+  TORCH_CHECK(!needs_gradient(kOp, {q, k, v, tensor_or_none(mask), tensor_or_none(probabilities)}), kOp,
               ": expected no gradient to be recorded, got an argument that requires grad; matmuls.attention.attend has "
               "one");
   return AttentionOp::below_autograd(q, k, v, mask, scale, causal, piece_bytes, probabilities);

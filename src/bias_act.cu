@@ -13,7 +13,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "bias_act_";
 
@@ -156,7 +155,7 @@ std::optional<int64_t> row_stride_of(const Tensor& x) {
 }
 
 void bias_act_cuda(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
-  const Tensor bias = maybe_bias.value_or(Tensor()).defined() ? maybe_bias->contiguous() : Tensor();
+  const Tensor bias = tensor_or_none(maybe_bias).defined() ? maybe_bias->contiguous() : Tensor();
   const Activation activation = check(x, bias, name);
   check_no_overlap(kOp, x, {{"bias", bias}});
   if (x.numel() == 0) return;
@@ -189,14 +188,14 @@ namespace matmuls {
 namespace {
 
 void bias_act_cpu(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
-  const Tensor bias = maybe_bias.value_or(Tensor());
+  const Tensor bias = tensor_or_none(maybe_bias);
   const Activation activation = check(x, bias, name);
   check_no_overlap(kOp, x, {{"bias", bias}});
   with_torch(x, bias, activation);
 }
 
 void bias_act_meta(Tensor x, const OptionalTensor& bias, std::optional<std::string_view> name) {
-  check(x, bias.value_or(Tensor()), name);
+  check(x, tensor_or_none(bias), name);
 }
 
 const auto& bias_act_op() {
@@ -208,7 +207,7 @@ const auto& bias_act_op() {
 
 void bias_act_autograd(c10::DispatchKeySet keys, Tensor x, const OptionalTensor& bias,
                        std::optional<std::string_view> name) {
-  TORCH_CHECK(!needs_gradient(kOp, {x, bias.value_or(Tensor())}), kOp,
+  TORCH_CHECK(!needs_gradient(kOp, {x, tensor_or_none(bias)}), kOp,
               ": expected no gradient to be recorded, since x, which the gradient needs, is written over; use "
               "matmul(..., bias=, activation=) or torch.no_grad()");
   at::AutoDispatchBelowAutograd guard;

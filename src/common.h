@@ -3,9 +3,14 @@
 
 #include <ATen/ATen.h>
 
+#include <optional>
 #include <string>
 
 namespace matmuls {
+
+// What an operator may be called without. Below the operators it is an undefined tensor.
+using OptionalTensor = std::optional<at::Tensor>;
+inline at::Tensor tensor_or_none(const OptionalTensor& t) { return t ? *t : at::Tensor(); }
 
 // a and b (and bias, out when given) must be strided tensors of one floating or complex dtype on one device.
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias = {},

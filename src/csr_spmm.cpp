@@ -99,8 +99,7 @@ Tensor csr_spmm(const Tensor& crow, const Tensor& col, const Tensor& values, con
   const Reduce how = reduce_of(reduce);
   TORCH_CHECK_VALUE(!selected.defined() || how == Reduce::sum, kOp, ": expected reduce sum beside selected, got ",
                     reduce);
-  Tensor out =
-      in_huge_pages(at::empty_symint(check(p, values, dense, columns, selected, by_column), dense.options()));
+  Tensor out = in_huge_pages(at::empty_symint(check(p, values, dense, columns, selected, by_column), dense.options()));
   run_batch<run>(p, values, dense, how, alpha, 0, {}, selected, by_column, longest, out);
   return out;
 }

@@ -120,6 +120,18 @@ constexpr float kLog2e = 1.44269504f;
 __device__ inline float exp_of(float x) { return ptx::exp2_approx(x * kLog2e); }
 __device__ inline double exp_of(double x) { return exp(x); }
 
+// The largest of a warp's whole numbers.
+template <class I>
+__device__ I largest_of_warp(I x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, x);
+#else
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+#endif
+}
+
 // The sum over L lanes that lie side by side, the same bits in every one of them.
 template <int L, class F>
 __device__ F sum_of_group(F x) {

@@ -42,10 +42,8 @@ __global__ void __launch_bounds__(std::max(threads, 256), 1024 / std::max(thread
   const typename Op::Row row = op.row(min(own, shape.rows - 1));
   const int first = static_cast<int>(threadIdx.x) * V;
   const EvenSpan<V, NV, V * threads, exact> span{first, shape.columns, first + (NV - 1) * V * threads < shape.columns};
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();  // the next kernel's blocks may start, and wait here
-  cudaGridDependencySynchronize();
-#endif
+  ptx::let_next_start();  // and wait here
+  ptx::wait_for_earlier();
   if (own >= shape.rows) return;
   Inputs<T, V, NV, Op::kInputs> inputs;
 #pragma unroll

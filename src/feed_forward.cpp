@@ -16,7 +16,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using Name = std::optional<std::string_view>;
 
 constexpr const char* kOp = "feed_forward_";
@@ -26,8 +25,6 @@ MATMULS_OPERATOR(FeedForwardOp, "custom_mm::feed_forward_", "",
                       const OptionalTensor&, const OptionalTensor&, double, Name, int64_t));
 MATMULS_OPERATOR(LayerNormOp, "custom_mm::layer_norm_", "",
                  void(Tensor, const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&));
-
-Tensor given(const OptionalTensor& t) { return t.value_or(Tensor()); }
 
 // All that the operators below would find only after something has been written.
 void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tensor& down, const Tensor& down_bias,
@@ -54,14 +51,15 @@ void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tenso
 
 void run(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down, const OptionalTensor& down_bias,
          const OptionalTensor& weight, const OptionalTensor& bias, double eps, Name activation, int64_t chunk_bytes) {
-  check(x, up, given(up_bias), down, given(down_bias), given(weight), given(bias), activation, chunk_bytes);
+  check(x, up, tensor_or_none(up_bias), down, tensor_or_none(down_bias), tensor_or_none(weight), tensor_or_none(bias),
+        activation, chunk_bytes);
   check_no_overlap(kOp, x,
                    {{"up", up},
-                    {"up_bias", given(up_bias)},
+                    {"up_bias", tensor_or_none(up_bias)},
                     {"down", down},
-                    {"down_bias", given(down_bias)},
-                    {"weight", given(weight)},
-                    {"bias", given(bias)}});
+                    {"down_bias", tensor_or_none(down_bias)},
+                    {"weight", tensor_or_none(weight)},
+                    {"bias", tensor_or_none(bias)}});
   if (x.numel() == 0) return;
   at::AutoDispatchBelowADInplaceOrView guard;
   const Tensor rows = x.reshape({-1, x.size(-1)});  // a copy where no view will do
@@ -79,15 +77,17 @@ void run(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor
 void meta(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down,
           const OptionalTensor& down_bias, const OptionalTensor& weight, const OptionalTensor& bias, double,
           Name activation, int64_t chunk_bytes) {
-  check(x, up, given(up_bias), down, given(down_bias), given(weight), given(bias), activation, chunk_bytes);
+  check(x, up, tensor_or_none(up_bias), down, tensor_or_none(down_bias), tensor_or_none(weight), tensor_or_none(bias),
+        activation, chunk_bytes);
 }
 
 // Backward would need the rows that are written over.
 void without_gradient(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down,
                       const OptionalTensor& down_bias, const OptionalTensor& weight, const OptionalTensor& bias,
                       double eps, Name activation, int64_t chunk_bytes) {
-  TORCH_CHECK(!needs_gradient(kOp, {x, up, given(up_bias), down, given(down_bias), given(weight), given(bias)}), kOp,
-              ": expected no gradient to be recorded, got an argument that requires grad; it is for inference");
+  TORCH_CHECK(!needs_gradient(kOp, {x, up, tensor_or_none(up_bias), down, tensor_or_none(down_bias),
+                                    tensor_or_none(weight), tensor_or_none(bias)}),
+              kOp, ": expected no gradient to be recorded, got an argument that requires grad; it is for inference");
   FeedForwardOp::below_autograd(x, up, up_bias, down, down_bias, weight, bias, eps, activation, chunk_bytes);
 }
 

@@ -20,7 +20,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "matmul_";
 
@@ -127,14 +126,14 @@ MATMULS_OPERATOR(InplaceOp, "custom_mm::matmul_", "",
 
 template <void run(const Call&)>
 void matmul_(Tensor a, const Tensor& b, bool transb, const OptionalTensor& bias, bool, int64_t workspace) {
-  const Call c{a, b, bias.value_or(Tensor()), transb, workspace};
+  const Call c{a, b, tensor_or_none(bias), transb, workspace};
   check(c);
   at::AutoDispatchBelowADInplaceOrView guard;
   run(c);
 }
 
 void matmul_meta(Tensor a, const Tensor& b, bool transb, const OptionalTensor& maybe_bias, bool, int64_t) {
-  const Tensor bias = maybe_bias.value_or(Tensor());
+  const Tensor bias = tensor_or_none(maybe_bias);
   check_types(a, b, bias);
   check_sizes(a.sym_sizes(), b.sym_sizes(), bias, bias.defined() ? bias.sym_sizes() : c10::SymIntArrayRef(), transb);
 }
@@ -146,7 +145,7 @@ void matmul_meta(Tensor a, const Tensor& b, bool transb, const OptionalTensor& m
 struct InplaceGradient : torch::autograd::Function<InplaceGradient> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, bool transb,
                         const OptionalTensor& bias, int64_t workspace, const OptionalTensor& before) {
-    ctx->save_for_backward({a.requires_grad() ? b : Tensor(), before.value_or(Tensor())});
+    ctx->save_for_backward({a.requires_grad() ? b : Tensor(), tensor_or_none(before)});
     ctx->saved_data["transb"] = transb;
     ctx->saved_data["need_bias"] = bias && bias->defined() && bias->requires_grad();
     ctx->saved_data["columns"] = b.sym_size(transb ? 0 : 1);
@@ -179,7 +178,7 @@ struct InplaceGradient : torch::autograd::Function<InplaceGradient> {
 
 void matmul_autograd(Tensor a, const Tensor& b, bool transb, const OptionalTensor& bias, bool keep_input,
                      int64_t workspace) {
-  const bool needed = needs_gradient(kOp, {a, b, bias.value_or(Tensor())});
+  const bool needed = needs_gradient(kOp, {a, b, tensor_or_none(bias)});
   torch::autograd::check_inplace(a, needed);
   if (!needed) return InplaceOp::below_autograd(a, b, transb, bias, keep_input, workspace);
   TORCH_CHECK(keep_input || !b.requires_grad(), kOp,

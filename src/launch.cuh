@@ -10,7 +10,7 @@
 namespace matmuls {
 
 // Its blocks start while the last ones of the kernel before work, and wait for them, where the GPU can: a microsecond
-// between kernels. The kernel must call cudaGridDependencySynchronize before it reads.
+// between kernels. The kernel must call ptx::wait_for_earlier before it reads what that one writes.
 template <class... Wanted, class... Given>
 void launch_early(void (*kernel)(Wanted...), dim3 grid, dim3 threads, Given&&... arguments) {
   cudaLaunchConfig_t launch{};

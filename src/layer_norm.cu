@@ -18,7 +18,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 struct Call {
   const char* op;
@@ -27,8 +26,6 @@ struct Call {
   bool rms;
   Tensor xhat, rstd;  // written where defined
 };
-
-Tensor value(const OptionalTensor& t) { return t.value_or(Tensor()); }
 
 void check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual,
            double eps) {
@@ -380,34 +377,36 @@ void normalize(Runner run, Call c) {
 template <Runner run>
 void layer_norm_(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                  const OptionalTensor& residual) {
-  normalize(run, {name_of(false), x, value(weight), value(bias), value(residual), eps, false, {}, {}});
+  normalize(
+      run,
+      {name_of(false), x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual), eps, false, {}, {}});
 }
 template <Runner run>
 void rms_norm_(Tensor x, const OptionalTensor& weight, double eps, const OptionalTensor& residual) {
-  normalize(run, {name_of(true), x, value(weight), Tensor(), value(residual), eps, true, {}, {}});
+  normalize(run, {name_of(true), x, tensor_or_none(weight), Tensor(), tensor_or_none(residual), eps, true, {}, {}});
 }
 template <Runner run>
 std::tuple<Tensor, Tensor> norm_keep_(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                       const OptionalTensor& residual, bool rms) {
-  check(name_of(rms), x, value(weight), value(bias), value(residual), eps);
-  const bool affine = value(weight).defined() || value(bias).defined();
+  check(name_of(rms), x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual), eps);
+  const bool affine = tensor_or_none(weight).defined() || tensor_or_none(bias).defined();
   auto [xhat, rstd] = kept_tensors(x, affine);
-  normalize(run,
-            {name_of(rms), x, value(weight), value(bias), value(residual), eps, rms, affine ? xhat : Tensor(), rstd});
+  normalize(run, {name_of(rms), x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual), eps, rms,
+                  affine ? xhat : Tensor(), rstd});
   return {xhat, rstd};
 }
 
 void layer_norm_meta(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                      const OptionalTensor& residual) {
-  check(name_of(false), x, value(weight), value(bias), value(residual), eps);
+  check(name_of(false), x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual), eps);
 }
 void rms_norm_meta(Tensor x, const OptionalTensor& weight, double eps, const OptionalTensor& residual) {
-  check(name_of(true), x, value(weight), Tensor(), value(residual), eps);
+  check(name_of(true), x, tensor_or_none(weight), Tensor(), tensor_or_none(residual), eps);
 }
 std::tuple<Tensor, Tensor> norm_keep_meta(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias,
                                           double eps, const OptionalTensor& residual, bool rms) {
-  check(name_of(rms), x, value(weight), value(bias), value(residual), eps);
-  return kept_tensors(x, value(weight).defined() || value(bias).defined());
+  check(name_of(rms), x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual), eps);
+  return kept_tensors(x, tensor_or_none(weight).defined() || tensor_or_none(bias).defined());
 }
 
 // ---------------------------------------------------------------------------------------------------------- gradient
@@ -426,14 +425,14 @@ struct NormGradient : torch::autograd::Function<NormGradient> {
                                                 const OptionalTensor& residual, Arguments a) {
     const auto need = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
     ctx->saved_data["need_x"] = need(x);
-    ctx->saved_data["need_weight"] = need(value(weight));
-    ctx->saved_data["need_bias"] = need(value(bias));
-    ctx->saved_data["need_residual"] = need(value(residual));
+    ctx->saved_data["need_weight"] = need(tensor_or_none(weight));
+    ctx->saved_data["need_bias"] = need(tensor_or_none(bias));
+    ctx->saved_data["need_residual"] = need(tensor_or_none(residual));
     auto [xhat, rstd] = KeepOp::below_autograd(x, weight, bias, a.eps, residual, a.rms);
-    const bool affine = value(weight).defined() || value(bias).defined();
+    const bool affine = tensor_or_none(weight).defined() || tensor_or_none(bias).defined();
     ctx->mark_dirty({x});
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({affine ? xhat : x, rstd, value(weight)});
+    ctx->save_for_backward({affine ? xhat : x, rstd, tensor_or_none(weight)});
     ctx->saved_data["rms"] = a.rms;
     ctx->saved_data["affine"] = affine;
     // autograd lets a Function that writes over a view have one result only: its gradient is then not differentiable.
@@ -493,20 +492,22 @@ struct NormGradient : torch::autograd::Function<NormGradient> {
 
 void layer_norm_autograd(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                          const OptionalTensor& residual) {
-  const bool needed = needs_gradient(name_of(false), {x, value(weight), value(bias), value(residual)});
+  const bool needed =
+      needs_gradient(name_of(false), {x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual)});
   torch::autograd::check_inplace(x, needed);
   if (!needed) return LayerNormOp::below_autograd(x, weight, bias, eps, residual);
   NormGradient::apply(x, weight, bias, residual, NormGradient::Arguments{eps, false});
 }
 void rms_norm_autograd(Tensor x, const OptionalTensor& weight, double eps, const OptionalTensor& residual) {
-  const bool needed = needs_gradient(name_of(true), {x, value(weight), value(residual)});
+  const bool needed = needs_gradient(name_of(true), {x, tensor_or_none(weight), tensor_or_none(residual)});
   torch::autograd::check_inplace(x, needed);
   if (!needed) return RmsNormOp::below_autograd(x, weight, eps, residual);
   NormGradient::apply(x, weight, std::nullopt, residual, NormGradient::Arguments{eps, true});
 }
 std::tuple<Tensor, Tensor> norm_keep_autograd(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias,
                                               double eps, const OptionalTensor& residual, bool rms) {
-  check_no_gradient_into("norm_keep_", "x", {x, value(weight), value(bias), value(residual)});
+  check_no_gradient_into("norm_keep_", "x",
+                         {x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual)});
   return KeepOp::below_autograd(x, weight, bias, eps, residual, rms);
 }
 

@@ -18,7 +18,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "norm_backward";
 
@@ -368,7 +367,7 @@ std::tuple<Tensor, Tensor, Tensor> results(const Tensor& xhat, bool need_dx, boo
 template <void run(const Call&)>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
                                             const OptionalTensor& weight, bool rms, bool need_dx, bool need_columns) {
-  const Tensor w = weight.value_or(Tensor());
+  const Tensor w = tensor_or_none(weight);
   check(grad, xhat, rstd, w);
   auto [dx, dweight, dbias] = results(xhat, need_dx, need_columns);
   if (xhat.numel() == 0) dweight.zero_(), dbias.zero_();
@@ -379,14 +378,14 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& xh
 
 std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
                                                  const OptionalTensor& weight, bool, bool need_dx, bool need_columns) {
-  check(grad, xhat, rstd, weight.value_or(Tensor()));
+  check(grad, xhat, rstd, tensor_or_none(weight));
   return results(xhat, need_dx, need_columns);
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_autograd(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
                                                      const OptionalTensor& weight, bool rms, bool need_dx,
                                                      bool need_columns) {
-  TORCH_CHECK(!needs_gradient(kOp, {grad, xhat, rstd, weight.value_or(Tensor())}), kOp,
+  TORCH_CHECK(!needs_gradient(kOp, {grad, xhat, rstd, tensor_or_none(weight)}), kOp,
               ": expected no gradient to be recorded (second derivatives come through layer_norm_ and rms_norm_)");
   return NormBackwardOp::below_autograd(grad, xhat, rstd, weight, rms, need_dx, need_columns);
 }

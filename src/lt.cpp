@@ -26,7 +26,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using Name = std::optional<std::string_view>;
 
 constexpr const char* kOp = "cublaslt_matmul";
@@ -267,7 +266,7 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activati
 
 Tensor cublaslt_matmul_cuda(const Tensor& a, const Tensor& b, const OptionalTensor& maybe_bias, Name name, bool transa,
                             bool transb) {
-  const Tensor bias = maybe_bias.value_or(Tensor());
+  const Tensor bias = tensor_or_none(maybe_bias);
   const auto activation = check_activation(a, name);
   const auto shape = check(a, b, bias, transa, transb);
   const OperationGuard guard(kOp, a);
@@ -278,7 +277,7 @@ Tensor cublaslt_matmul_cuda(const Tensor& a, const Tensor& b, const OptionalTens
 
 void cublaslt_matmul_out_cuda(const Tensor& a, const Tensor& b, const OptionalTensor& maybe_bias, Name name,
                               bool transa, bool transb, Tensor out) {
-  const Tensor bias = maybe_bias.value_or(Tensor());
+  const Tensor bias = tensor_or_none(maybe_bias);
   const auto activation = check_activation(a, name);
   const auto shape = check(a, b, bias, transa, transb, out);
   const OperationGuard guard(kOp, a);
@@ -293,7 +292,7 @@ Tensor op_of(const Tensor& t, bool transposed) { return transposed && t.dim() > 
 
 Tensor cublaslt_matmul_cpu(const Tensor& a, const Tensor& b, const OptionalTensor& maybe_bias, Name name, bool transa,
                            bool transb) {
-  const Tensor bias = maybe_bias.value_or(Tensor());
+  const Tensor bias = tensor_or_none(maybe_bias);
   const auto activation = check_activation(a, name);
   check(a, b, bias, transa, transb);
   const Tensor x = op_of(a, transa), y = op_of(b, transb);
@@ -310,7 +309,7 @@ Tensor cublaslt_matmul_cpu(const Tensor& a, const Tensor& b, const OptionalTenso
 
 void cublaslt_matmul_out_cpu(const Tensor& a, const Tensor& b, const OptionalTensor& maybe_bias, Name name, bool transa,
                              bool transb, Tensor out) {
-  const Tensor bias = maybe_bias.value_or(Tensor());
+  const Tensor bias = tensor_or_none(maybe_bias);
   const auto activation = check_activation(a, name);
   check(a, b, bias, transa, transb, out);
   MatmulOutOp::call(a, b, transa, transb, out);
@@ -322,7 +321,7 @@ void cublaslt_matmul_out_cpu(const Tensor& a, const Tensor& b, const OptionalTen
 
 std::vector<c10::SymInt> traced_shape(const Tensor& a, const Tensor& b, const OptionalTensor& maybe_bias, Name name,
                                       bool transa, bool transb, const Tensor& out = {}) {
-  const Tensor bias = maybe_bias.value_or(Tensor());
+  const Tensor bias = tensor_or_none(maybe_bias);
   check_activation(a, name);
   check_operands(kOp, a, b, bias, out);
   const auto shape = product_shape(kOp, a.sym_sizes(), b.sym_sizes(), transa, transb);
@@ -361,7 +360,7 @@ struct AffineFunction : torch::autograd::Function<AffineFunction> {
 
 Tensor cublaslt_matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b,
                                 const OptionalTensor& maybe_bias, Name name, bool transa, bool transb) {
-  const Tensor bias = maybe_bias.value_or(Tensor());
+  const Tensor bias = tensor_or_none(maybe_bias);
   if (needs_gradient(kOp, {a, b, bias})) {
     const auto activation = check_activation(a, name);
     return activate(
@@ -374,7 +373,7 @@ Tensor cublaslt_matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const
 
 void cublaslt_matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b,
                                   const OptionalTensor& bias, Name name, bool transa, bool transb, Tensor out) {
-  check_no_gradient_into(kOp, "out", {a, b, bias.value_or(Tensor()), out});
+  check_no_gradient_into(kOp, "out", {a, b, tensor_or_none(bias), out});
   at::AutoDispatchBelowAutograd guard;
   LtMatmulOutOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, bias, name, transa, transb, out);
 }

@@ -18,12 +18,20 @@ struct Pair {
 
   // The larger of each; NaN only where both are.
   __device__ static uint32_t max(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 800
     uint32_t c;
     if constexpr (kHalf)
       asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     else
       asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     return c;
+#else
+    float x[2], y[2];
+    unpack(Words<T, 2>{a}, x);
+    unpack(Words<T, 2>{b}, y);
+    const float larger[2] = {fmaxf(x[0], y[0]), fmaxf(x[1], y[1])};
+    return pack<T, 2>(larger).at[0];
+#endif
   }
   // Each half 0xffff where its byte of four, 2 * half and 2 * half + 1, is not 0.
   __device__ static uint32_t spread(uint32_t bytes, int half) {

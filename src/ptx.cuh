@@ -113,6 +113,19 @@ __device__ inline void wait_ahead(int n) {
 #endif
 }
 
+// Of kernels that launch_early launched, or that go before one: its blocks may start now; wait for all that the kernels
+// before have written. Before sm_90 a kernel starts when those before have ended.
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ inline void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 #if __CUDA_ARCH__ >= 900
 // ---- counters that blocks meet at
 __device__ inline void add_release(unsigned* counter, unsigned n) {

@@ -36,12 +36,10 @@ struct Lanes {
   }
   template <class F>
   __device__ F max(F v) const {
-#if __CUDA_ARCH__ >= 800
     if (sizeof(F) == 4 && lanes == 32) {  // one instruction for whole numbers, whose order the bits of v have but for
       const auto flip = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };  // those below 0: theirs is reversed
-      return __int_as_float(flip(__reduce_max_sync(0xffffffffu, flip(__float_as_int(static_cast<float>(v))))));
+      return __int_as_float(flip(largest_of_warp(flip(__float_as_int(static_cast<float>(v))))));
     }
-#endif
     for (int o = lanes / 2; o > 0; o /= 2) v = larger(v, __shfl_xor_sync(0xffffffffu, v, o));
     return v;
   }

@@ -21,7 +21,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // One call, checked: what is read, what is written (x itself in place), and how.
 struct Call {
@@ -649,12 +648,12 @@ void softmax_inplace_autograd(Tensor x, int64_t dim) {
   SoftmaxGradient::apply(x, std::nullopt, SoftmaxGradient::Arguments{dim, 1, false, false, true});
 }
 Tensor masked_autograd(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
-  const Tensor m = mask.value_or(Tensor());
+  const Tensor m = tensor_or_none(mask);
   if (!needs_gradient("scaled_masked_softmax", {x, m})) return MaskedOp::below_autograd(x, mask, scale, causal);
   return SoftmaxGradient::apply(x, mask, SoftmaxGradient::Arguments{-1, scale, true, causal, false});
 }
 void masked_inplace_autograd(Tensor x, const OptionalTensor& mask, double scale, bool causal) {
-  const Tensor m = mask.value_or(Tensor());
+  const Tensor m = tensor_or_none(mask);
   if (!records_inplace("scaled_masked_softmax", x, m)) return MaskedInplaceOp::below_autograd(x, mask, scale, causal);
   SoftmaxGradient::apply(x, mask, SoftmaxGradient::Arguments{-1, scale, true, causal, true});
 }

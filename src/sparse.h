@@ -11,12 +11,11 @@
 #include <algorithm>
 #include <string_view>
 
+#include "common.h"
 #include "operator.h"
 #include "row_operators.h"
 
 namespace matmuls {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 MATMULS_OPERATOR(CsrTransposeOp, "custom_mm::csr_transpose", "",
                  std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, c10::SymInt));
@@ -50,7 +49,6 @@ struct Pattern {
   }
 };
 
-inline at::Tensor tensor_or_none(const OptionalTensor& t) { return t ? *t : at::Tensor(); }
 inline OptionalTensor none_or_tensor(const at::Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
 inline Pattern pattern_of(const at::Tensor& crow, const at::Tensor& col, const OptionalTensor& order,

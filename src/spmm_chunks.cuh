@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_chunks_kernel(co
                                                    : L == 8  ? 0x1010101u
                                                              : 0x11111111u;  // lane 0 of every group
   static_assert(kBatch % U == 0);
-  cudaTriggerProgrammaticLaunchCompletion();
+  ptx::let_next_start();
   const unsigned slice = blockIdx.x / m.blocks, block = blockIdx.x % m.blocks;
   const int lane = static_cast<int>(threadIdx.x) % L, group = static_cast<int>(threadIdx.x) / L;
   const int own = static_cast<int>(slice) * (L * V) + lane * V;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_chunks_kernel(co
   }
   const int chunk = static_cast<int>(block) * kGroups + group;
   const int begin = m.begins[min(chunk, m.chunks)], size = m.begins[min(chunk + 1, m.chunks)] - begin;
-  const int most = static_cast<int>(__reduce_max_sync(kAll, static_cast<unsigned>(size)));
+  const int most = static_cast<int>(largest_of_warp(static_cast<unsigned>(size)));
   const char* const dense = reinterpret_cast<const char*>(m.dense + column);
   ChunkEntry batch[E];
 #pragma unroll
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kSparseThreads) spmm_pieces_kernel(const __gri
   const int column = static_cast<int>(blockIdx.y) * (L * 4) + lane * 4;
   const int* const cut = m.cut + blockIdx.x * 3;
   const int row = cut[0], first = cut[1], count = cut[2];
-  cudaGridDependencySynchronize();
+  ptx::wait_for_earlier();
   float4 sum = {};
   const auto add = [&](const float4& x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; };
   if (column < m.n) {

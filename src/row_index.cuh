@@ -1,0 +1,75 @@
+// Where the rows of a tensor start, on the GPU.
+#pragma once
+
+#include <ATen/cuda/detail/IntegerDivider.cuh>
+
+#include "rows.h"
+
+namespace matmuls {
+
+template <int N>
+struct RowIndex {
+  explicit RowIndex(const Rows<N>& rows) : dims(rows.dims), wide(rows.count > INT32_MAX) {
+    for (int d = 0; d < dims; ++d) {
+      sizes[d] = rows.sizes[d];
+      if (!wide) dividers[d] = at::cuda::detail::IntDivider<uint32_t>(static_cast<uint32_t>(rows.sizes[d]));
+      for (int t = 0; t < N; ++t) strides[t][d] = rows.strides[t][d];
+    }
+  }
+
+  // Offsets of a row's first element in every tensor.
+  struct Offsets {
+    int64_t at[N];
+  };
+  __device__ Offsets operator()(int64_t row) const {
+    Offsets offsets;
+    if (dims <= 1) {
+#pragma unroll
+      for (int t = 0; t < N; ++t) offsets.at[t] = row * strides[t][0];
+      return offsets;
+    }
+    if (wide) return divided(row);
+    if (dims == 2) {  // a mask's, mostly: its loads need not wait for a loop
+      const uint32_t outer = dividers[0].div(static_cast<uint32_t>(row));
+      const uint32_t inner = static_cast<uint32_t>(row) - outer * static_cast<uint32_t>(sizes[0]);
+#pragma unroll
+      for (int t = 0; t < N; ++t) offsets.at[t] = inner * strides[t][0] + outer * strides[t][1];
+      return offsets;
+    }
+#pragma unroll
+    for (int t = 0; t < N; ++t) offsets.at[t] = 0;
+    uint32_t rest = static_cast<uint32_t>(row);
+#pragma unroll 1
+    for (int d = 0; d < dims; ++d) {
+      const uint32_t next = d + 1 < dims ? dividers[d].div(rest) : 0;
+      const uint32_t index = rest - next * static_cast<uint32_t>(sizes[d]);
+#pragma unroll
+      for (int t = 0; t < N; ++t) offsets.at[t] += index * strides[t][d];
+      rest = next;
+    }
+    return offsets;
+  }
+
+  int dims;
+  bool wide;
+  at::cuda::detail::IntDivider<uint32_t> dividers[Rows<N>::kMaxDims];
+  int64_t sizes[Rows<N>::kMaxDims] = {};
+  int64_t strides[N][Rows<N>::kMaxDims] = {};
+
+ private:
+  // More than 2^31 rows.
+  __device__ __noinline__ Offsets divided(int64_t row) const {
+    Offsets offsets{};
+#pragma unroll 1
+    for (int d = 0; d < dims; ++d) {
+      const int64_t rest = d + 1 < dims ? row / sizes[d] : 0;
+      const int64_t index = row - rest * sizes[d];
+#pragma unroll
+      for (int t = 0; t < N; ++t) offsets.at[t] += index * strides[t][d];
+      row = rest;
+    }
+    return offsets;
+  }
+};
+
+}  // namespace matmuls

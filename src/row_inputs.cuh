@@ -1,0 +1,164 @@
+// What a thread holds of its rows, in registers or on the way to shared memory.
+#pragma once
+
+#include <algorithm>
+
+#include "row_span.cuh"
+
+namespace matmuls {
+
+// Its vectors of a row: words(i, k) are those of vector i of input k, 0 in columns that the row does not have. In
+// registers: 16-bit numbers stay packed.
+template <class T, int V, int NV, int K>
+struct Inputs {
+  Words<T, V> at[NV][K];
+
+  __device__ const Words<T, V>& words(int i, int k) const { return at[i][k]; }
+
+  template <class Row, bool ragged>
+  __device__ void load(const Row& row, const Span<V, ragged>& span) {
+    constexpr bool passing = requires { Row::kPassing; };
+    const int end = row.visible(span.columns);
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        at[i][k] = {};
+        if (span.column(i) < end && (!ragged || span.whole(i, span.columns)))
+          at[i][k] = load_once<T, V, passing>(row.input(k) + span.column(i) * (V == 1 ? row.column_stride(k) : 1));
+      }
+    }
+    if constexpr (ragged) {  // last: the others need not wait for what it takes to put an edge together
+#pragma unroll
+      for (int i = 0; i < NV; ++i) {
+        if (span.column(i) >= end || span.whole(i, span.columns)) continue;
+        Words<T, V> edges[K];
+#pragma unroll
+        for (int k = 0; k < K; ++k) edges[k] = load_edge<T, V>(row.input(k), span.column(i), span.columns);
+#pragma unroll
+        for (int k = 0; k < K; ++k) at[i][k] = edges[k];
+      }
+    }
+  }
+  // The same numbers are unpacked again rather than kept from fold to write: half the registers.
+  __device__ void forget_numbers() {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int n = 0; n < NV * K * Words<T, V>::kCount; ++n)
+        ptx::forget(at[n / K / Words<T, V>::kCount][n / Words<T, V>::kCount % K].at[n % Words<T, V>::kCount]);
+    }
+  }
+};
+
+// Slots of shared memory, a vector each, that one thread alone uses: those of neighbours lie side by side.
+template <class T, int V>
+struct Slots {
+  Words<T, V>* first;
+  int step;
+  __device__ Words<T, V>& operator[](int n) const { return first[n * step]; }
+};
+
+// A 16-bit number beside a row's first or last whole word, too small to be copied ahead: in registers until the next
+// row.
+template <int K>
+struct Odd {
+  uint32_t* to = nullptr;  // in shared memory, of input 0
+  bool high;               // which half of its word
+  uint16_t number[K];
+};
+
+// A row on its way to shared memory while those before are worked on.
+template <class T, int V, int NV, int K>
+struct Ahead {
+  Slots<T, V> slots;
+
+  __device__ const Words<T, V>& words(int i, int k) const { return slots[i * K + k]; }
+
+  template <class Row, bool ragged>
+  __device__ void fetch(const Row& row, const Span<V, ragged>& span, Odd<K>& odd) const {
+    const int end = row.visible(span.columns);
+    if (NV > 4 && !ragged && span.column(NV - 1) < end) {  // no branch for each
+#pragma unroll
+      for (int i = 0; i < NV; ++i)
+#pragma unroll
+        for (int k = 0; k < K; ++k) ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i));
+      return;
+    }
+    int last = -1;
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      const bool seen = span.column(i) < end, whole = !ragged || span.whole(i, span.columns);
+      if (seen && !whole && span.column(i) >= 0) last = i;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        if (!seen)
+          slots[i * K + k] = {};
+        else if (whole)
+          ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i));
+      }
+    }
+    if constexpr (ragged) {
+      if (span.first < 0) fetch_edge(row, span, 0, odd);
+      if (last >= 0) fetch_edge(row, span, last, odd);
+    }
+  }
+  // A vector that reaches over an end of the row: the row's own words, 0 beside them.
+  template <class Row, bool ragged>
+  __device__ void fetch_edge(const Row& row, const Span<V, ragged>& span, int i, Odd<K>& odd) const {
+    constexpr int kSize = sizeof(T);
+    const int begin = max(-span.column(i), 0) * kSize, end = min(span.columns - span.column(i), V) * kSize;  // bytes
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const bool low = 4 * w >= begin && 4 * w < end, high = 4 * w + 2 >= begin && 4 * w + 2 < end;
+      if (kSize == 2 && low != high) {
+        settle(odd);
+        odd.to = &slots[i * K].at[w];
+        odd.high = high;
+      }
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const auto* const from = reinterpret_cast<const uint32_t*>(row.input(k) + span.column(i)) + w;
+        if (low && high)
+          ptx::copy_word_ahead(&slots[i * K + k].at[w], from);
+        else if (kSize == 2 && low != high)
+          odd.number[k] = reinterpret_cast<const uint16_t*>(from)[high];
+        else
+          slots[i * K + k].at[w] = 0;
+      }
+    }
+  }
+  __device__ void settle(Odd<K>& odd) const {
+    if (!odd.to) return;
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      odd.to[4 * k * slots.step] = static_cast<uint32_t>(odd.number[k]) << (odd.high ? 16 : 0);
+    odd.to = nullptr;
+  }
+  // What came, into registers; the slots are free again.
+  __device__ void take(Inputs<T, V, NV, K>& inputs) const {
+#pragma unroll
+    for (int i = 0; i < NV; ++i)
+#pragma unroll
+      for (int k = 0; k < K; ++k) inputs.at[i][k] = slots[i * K + k];
+  }
+};
+
+// Two sums for each of a thread's columns, from row to row.
+template <class F, int V, int NV>
+struct ColumnSums {
+  F at[2][std::max(NV, 1)][V] = {};
+  __device__ void add(int s, int i, const F (&values)[V]) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) at[s][i][j] += values[j];
+  }
+};
+
+template <class Op, int V, bool ragged>
+__device__ Span<V, ragged> span_of(const typename Op::Row& row, int first_vector, int step, int columns) {
+  int shift = 0;
+  if constexpr (ragged)
+    shift = static_cast<int>(reinterpret_cast<uintptr_t>(row.input(0)) % 16 / sizeof(typename Op::Storage));
+  return {first_vector * V - shift, step * V, columns};
+}
+
+}  // namespace matmuls

@@ -1,0 +1,350 @@
+// The kernels of rows.cuh: a team for each row, teams that walk over the rows, and a row that passes by twice. A
+// thread's columns are in row_span.cuh, what it holds of them in row_inputs.cuh, how a team merges in row_team.cuh.
+#pragma once
+
+#include <algorithm>
+
+#include "row_inputs.cuh"
+#include "row_team.cuh"
+
+namespace matmuls {
+
+struct RowShape {
+  int64_t rows;
+  int columns;
+};
+
+// Op, for a storage type T and arithmetic type F:
+//   kInputs, State, identity()          what is read, what a row is folded into
+//   kVectors, kLongVectors              vectors of each input that a thread has; in rows that leave no other choice
+//   kHeldVectors                        vectors of each input that its registers hold
+//   kThreadsPerSm                       how many threads an SM should have room for
+//   Row row(r)                          row r: `input(k)`, and how many columns are worth reading
+//   Row::kPassing                       it is there: what is read is not used again soon, the L2 keeps what is written
+//   kNumber                             whether a row has a number of its own, at row.number, which write takes last
+//   kRowMost                            threads of a row beyond which it walks; 0: it is long
+//   kWholeRows                          whether it is for rows of whole, aligned vectors alone
+//   kConstants, constant(c), absent(c)  rows of T that are the same for all rows: a weight, a bias; what one is where
+//                                       it is null
+//   Held<V, NV>                         what fold leaves for write, in registers
+//   fold(state, held, row, span, inputs, constants)  the state with a span more
+//   merge(state, lanes)                 the states of all lanes as one
+//   finish(state)                       what write takes
+//   write(row, result, held, span, inputs, constants, sums)
+//   kColumnSums                         whether write adds to `sums`, two for each of a thread's columns
+//   write_sums(team, span, sums)        those of all rows; only where a thread's columns stay the same
+// inputs.words(i, k) are vector i of input k; constants(c, i, numbers) gives those of constant c.
+
+// A row for each team, and no more: where a row is in few hands many of them wait for memory at once.
+// A ragged row has a vector more: room for a warp.
+template <Scope scope, bool ragged>
+constexpr int kRowThreads = scope == Scope::warp ? 64
+                            : ragged             ? 544
+                                                 : 512;  // of a block at most
+
+template <class Op, int V, int NV, Scope scope, bool ragged>
+__global__ void __launch_bounds__(kRowThreads<scope, ragged>,
+                                  (scope == Scope::block && sizeof(typename Op::Storage) > 2 ? 1024
+                                                                                             : Op::kThreadsPerSm) /
+                                      (kRowThreads<scope, false>))
+    row_kernel(const __grid_constant__ Op op, const RowShape shape) {
+  using T = typename Op::Storage;
+  Team<scope> team;
+  const int beside = scope == Scope::warp ? threadIdx.y : 0;
+  const int64_t first = team.index * (scope == Scope::warp ? blockDim.y : 1);
+  // Several teams of a warp go along; those past the last row with a row that is not theirs.
+  const bool own = first + beside < shape.rows;
+  const typename Op::Row row = op.row(own ? first + beside : first);
+  const auto span = span_of<Op, V, ragged>(row, team.rank, team.size, shape.columns);
+  const auto constants = [&](int c, int i, typename Op::F(&numbers)[V]) {
+    unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
+  };
+  ptx::let_next_start();  // and wait here
+  ptx::wait_for_earlier();
+  Inputs<T, V, NV, Op::kInputs> inputs;
+  inputs.load(row, span);
+  typename Op::State state = Op::identity();
+  typename Op::template Held<V, NV> held;
+  op.fold(state, held, row, span, inputs, constants);
+  const auto result = op.finish(team.merge(op, state));
+  if constexpr (std::is_empty_v<decltype(held)>) inputs.forget_numbers();
+  ColumnSums<typename Op::F, V, 0> none;
+  if (!own) return;
+  if constexpr (V > 1 && !ragged && Op::kConstants > 0) {
+    bool plain = true;  // there and aligned: no branch then keeps the loads of several vectors apart
+#pragma unroll
+    for (int c = 0; c < Op::kConstants; ++c)
+      plain &= op.constant(c) && reinterpret_cast<uintptr_t>(op.constant(c)) % 16 == 0;
+    const auto loaded = [&](int c, int i, typename Op::F(&numbers)[V]) {
+      Words<T, V> words{};
+      if (span.begins(i)) load_constant<16>(op.constant(c) + span.column(i), words.at);
+      unpack(words, numbers);
+    };
+    if (plain) return op.write(row, result, held, span, inputs, loaded, none);
+  }
+  op.write(row, result, held, span, inputs, constants, none);
+}
+
+// Whether as many teams as run at once walk over rows of any length: sums go from row to row; the constants of ragged
+// rows are put in place once for all rows.
+template <class Op, bool ragged>
+constexpr bool kWalks = Op::kColumnSums || (ragged && Op::kConstants > 0);
+
+// Whether it is for long rows alone.
+template <class Op>
+constexpr bool kLong = Op::kRowMost == 0 && !Op::kColumnSums;
+
+// Where the rows of a block differ in where they start, so do a thread's columns.
+template <Scope scope, bool ragged>
+constexpr bool kOwnConstants = scope == Scope::warp && ragged;
+
+// The registers do not hold so much beside the sums: it stays in shared memory.
+template <class Op, int V, int NV>
+constexpr bool kStaysShared = V > 1 && NV > Op::kHeldVectors;
+
+template <Scope scope>
+constexpr int kWalkThreads = scope == Scope::warp    ? 256
+                             : scope == Scope::block ? 512
+                                                     : 1024;
+// A ragged row's 96 registers let blocks of 9 warps come in pairs.
+template <class Op, Scope scope, bool ragged>
+constexpr int kMostWalkers =
+    std::min(kWalkThreads<scope>, Op::kMostThreads) + (scope == Scope::block && ragged ? 32 : 0);
+
+// What the compiler is told of it: 16-bit rows without sums get 80 registers, ragged ones 72, so that three blocks of
+// 256 and of 288 threads run at once.
+template <class Op, Scope scope, bool ragged>
+constexpr int kWalkBound = scope == Scope::block && !Op::kColumnSums && !kLong<Op> && sizeof(typename Op::Storage) == 2
+                               ? (ragged ? 896 : 768)
+                               : kMostWalkers<Op, scope, ragged>;
+
+struct WalkShape {
+  int64_t rows;
+  int columns;
+  int stages;  // rows in shared memory, 4 at most: one is worked on, the others are on their way
+};
+
+// Whether the teams of a block have the same columns, so that their sums become one.
+template <int V, Scope scope, bool ragged>
+constexpr bool kAddsTeams = scope == Scope::warp && V > 1 && !ragged;
+
+// Adds up the sums of a block's teams, in order, for the first of them. `shared` has room for a vector a thread.
+template <class F, int V, int NV>
+__device__ void add_teams(ColumnSums<F, V, NV>& sums, F* shared) {
+  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+#pragma unroll
+  for (int s = 0; s < 2; ++s)
+#pragma unroll
+    for (int i = 0; i < NV; ++i) {
+      __syncthreads();
+#pragma unroll
+      for (int j = 0; j < V; ++j) shared[j * threads + thread] = sums.at[s][i][j];
+      __syncthreads();
+      if (threadIdx.y > 0) continue;
+#pragma unroll 1
+      for (int n = thread + blockDim.x; n < threads; n += blockDim.x)
+#pragma unroll
+        for (int j = 0; j < V; ++j) sums.at[s][i][j] += shared[j * threads + n];
+    }
+}
+
+// As many teams as run at once walk over the rows, each with the next rows on their way.
+template <class Op, int V, int NV, Scope scope, bool ragged>
+__global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op::kThreadsPerSm / kWalkThreads<scope>))
+    walking_kernel(const __grid_constant__ Op op, const WalkShape shape) {
+  using T = typename Op::Storage;
+  using F = typename Op::F;
+  constexpr int K = Op::kInputs;
+  constexpr bool kAhead = V > 1, kShared = kStaysShared<Op, V, NV>, kOwn = kOwnConstants<scope, ragged>;
+  Team<scope> team;
+  const int beside = scope == Scope::warp ? threadIdx.y : 0;
+  const int64_t teams = scope == Scope::warp ? blockDim.y : 1;  // of a block
+  const int64_t step = team.count() * teams;
+
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  Words<T, V>* const slots = reinterpret_cast<Words<T, V>*>(shared);
+  const int keepers = kOwn ? threads : blockDim.x;
+  const Slots<T, V> kept{slots + (kOwn ? thread : threadIdx.x), keepers};
+  const auto constants = [&](int c, int i, F(&numbers)[V]) { unpack(kept[i * Op::kConstants + c], numbers); };
+  const auto stage = [&](int s) {
+    return Ahead<T, V, NV, K>{{slots + NV * Op::kConstants * keepers + s * NV * K * threads + thread, threads}};
+  };
+  // The row's own number, of each thread for itself.
+  F* const numbers =
+      reinterpret_cast<F*>(slots + NV * (Op::kConstants * keepers + shape.stages * K * threads)) + thread;
+
+  const auto row_at = [&](int64_t first) { return op.row(first + beside < shape.rows ? first + beside : first); };
+  const auto span_at = [&](const typename Op::Row& row) {
+    return span_of<Op, V, ragged>(row, team.rank, team.size, shape.columns);
+  };
+  Odd<K> odd;
+  const auto fetch = [&](int64_t first, int s) {
+    if (first < shape.rows) {
+      const typename Op::Row row = row_at(first);
+      stage(s).fetch(row, span_at(row), odd);
+      if constexpr (Op::kNumber) {
+#pragma unroll
+        for (int w = 0; w < int(sizeof(F) / 4); ++w)
+          ptx::copy_word_ahead(reinterpret_cast<uint32_t*>(numbers + s * threads) + w,
+                               reinterpret_cast<const uint32_t*>(row.number) + w);
+      }
+    }
+    ptx::end_group_ahead();
+  };
+  const auto keep = [&](const auto& span) {
+#pragma unroll
+    for (int c = 0; c < Op::kConstants; ++c)
+#pragma unroll
+      for (int i = 0; i < NV; ++i)
+        kept[i * Op::kConstants + c] = load_columns<T, V>(op.constant(c), span, i, op.absent(c));
+  };
+
+  int64_t base = team.index * teams;
+  if constexpr (kAhead) {
+    for (int s = 0; s < shape.stages; ++s) {
+      fetch(base + s * step, s);
+      if constexpr (ragged) stage(s).settle(odd);
+    }
+  }
+  if constexpr (!ragged && Op::kConstants > 0) {
+    if (threadIdx.y == 0) keep(span_at(op.row(0)));
+    if constexpr (scope == Scope::warp) __syncthreads();
+  }
+  ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;
+  int columns_kept = INT32_MIN;  // the first column of the constants in the slots
+  const auto put = [&](const typename Op::Row& row, F number, const auto& result, auto& held, const auto& span,
+                       const auto& inputs) {
+    if constexpr (Op::kNumber)
+      op.write(row, result, held, span, inputs, constants, sums, number);
+    else
+      op.write(row, result, held, span, inputs, constants, sums);
+  };
+  const auto keep_ragged = [&](const auto& span) {
+    if (!ragged || Op::kConstants == 0 || columns_kept == span.first) return;
+    columns_kept = span.first;
+    keep(span);
+  };
+#if __CUDA_ARCH__ >= 900
+  // Clusters write a row when they have folded the next: its merge came meanwhile.
+  if constexpr (scope == Scope::cluster && V > 1 && std::is_empty_v<typename Op::template Held<V, NV>>) {
+    typename Op::template Held<V, NV> none;
+    int64_t base_before = base;
+    int slot = 0, slot_before = 0;
+    const auto write = [&] {
+      const auto result = op.finish(team.collect(op));
+      const typename Op::Row row = row_at(base_before);
+      const auto span = span_at(row);
+      keep_ragged(span);
+      put(row, Op::kNumber ? numbers[slot_before * threads] : F(0), result, none, span, stage(slot_before));
+      fetch(base + (shape.stages - 1) * step, slot_before);
+    };
+    const int64_t begin = base;
+#pragma unroll 1
+    for (; shape.stages > 2 && base < shape.rows; base += step) {
+      const typename Op::Row row = row_at(base);
+      const auto span = span_at(row);
+      keep_ragged(span);
+      ptx::wait_ahead(shape.stages - 2);
+      if constexpr (ragged) stage(slot).settle(odd);
+      typename Op::State state = Op::identity();
+      op.fold(state, none, row, span, stage(slot), constants);
+      team.post(team.merge_block(op, state));
+      if (base > begin) write();
+      base_before = base;
+      slot_before = slot;
+      slot = slot + 1 < shape.stages ? slot + 1 : 0;
+    }
+    if (base > begin) write();
+  }
+#endif
+#pragma unroll 1
+  for (int s = 0; base < shape.rows; base += step) {
+    const typename Op::Row row = row_at(base);
+    const auto span = span_at(row);
+    keep_ragged(span);
+    F number = 0;
+    const auto work = [&](auto& inputs) {
+      typename Op::State state = Op::identity();
+      typename Op::template Held<V, NV> held;
+      op.fold(state, held, row, span, inputs, constants);
+      const auto result = op.finish(team.merge(op, state));
+      if constexpr (std::is_empty_v<decltype(held)> && !kShared) inputs.forget_numbers();
+      if (scope != Scope::warp || base + beside < shape.rows) put(row, number, result, held, span, inputs);
+    };
+    Ahead<T, V, NV, K> ahead = stage(s);
+    if constexpr (kAhead) {
+      ptx::wait_ahead(shape.stages - 1);
+      if constexpr (ragged) ahead.settle(odd);
+      if constexpr (Op::kNumber) number = numbers[s * threads];
+    } else if constexpr (Op::kNumber) {
+      number = *row.number;
+    }
+    if constexpr (kShared) {
+      work(ahead);
+      fetch(base + shape.stages * step, s);
+    } else {
+      Inputs<T, V, NV, K> inputs;
+      if constexpr (kAhead) {
+        ahead.take(inputs);
+        fetch(base + shape.stages * step, s);
+      } else {
+        inputs.load(row, span);
+      }
+      work(inputs);
+    }
+    s = s + 1 < shape.stages ? s + 1 : 0;
+  }
+  team.leave();
+  if constexpr (Op::kColumnSums) {
+    if constexpr (kAddsTeams<V, scope, ragged>) {
+      ptx::wait_ahead(0);
+      add_teams(sums, reinterpret_cast<F*>(shared));
+      if (threadIdx.y == 0) op.write_sums(team.index, span_at(op.row(0)), sums);
+    } else {
+      const int64_t mine = team.index * teams + beside;
+      op.write_sums(mine, span_at(op.row(mine < shape.rows ? mine : 0)), sums);
+    }
+  }
+}
+
+// A block for each row, whatever its length: one pass to fold it, one to write it.
+template <class Op, int V, int NV, bool ragged>
+__global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ Op op, const RowShape shape) {
+  using T = typename Op::Storage;
+  using F = typename Op::F;
+  Team<Scope::block> team;
+  ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;  // taken by another kernel
+  ptx::wait_for_earlier();
+#pragma unroll 1
+  for (int64_t r = blockIdx.x; r < shape.rows; r += gridDim.x) {
+    const typename Op::Row row = op.row(r);
+    const auto pass = [&](typename Op::State& state, const auto& body) {
+#pragma unroll 1
+      for (int vector = team.rank; vector * V < shape.columns + (ragged ? V : 0); vector += NV * team.size) {
+        const auto span = span_of<Op, V, ragged>(row, vector, team.size, shape.columns);
+        const auto constants = [&](int c, int i, F(&numbers)[V]) {
+          unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
+        };
+        Inputs<T, V, NV, Op::kInputs> inputs;
+        inputs.load(row, span);
+        typename Op::template Held<V, NV> held;
+        op.fold(state, held, row, span, inputs, constants);
+        body(held, span, inputs, constants);
+      }
+    };
+    typename Op::State state = Op::identity();
+    pass(state, [](auto&&...) {});
+    const auto result = op.finish(team.merge(op, state));
+    typename Op::State again = Op::identity();
+    pass(again, [&](auto& held, const auto& span, const auto& inputs, const auto& constants) {
+      if constexpr (Op::kNumber)
+        op.write(row, result, held, span, inputs, constants, sums, *row.number);
+      else
+        op.write(row, result, held, span, inputs, constants, sums);
+      again = Op::identity();
+    });
+  }
+}
+
+}  // namespace matmuls

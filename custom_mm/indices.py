@@ -60,7 +60,9 @@ def check_parts(
 
     Looked at anew only when they were written to: a call with known ones does not wait for the GPU.
     """
-    asked: tuple[Any, ...] = (layout, rows, columns, height, width, version_of(offsets), version_of(indices))
+    versions = version_of(offsets), version_of(indices)
+    addresses = offsets.data_ptr(), indices.data_ptr()  # others where somebody sets .data
+    asked: tuple[Any, ...] = (layout, rows, columns, height, width, *versions, *addresses)
     seen = _known.get(indices, {})  # type: ignore[no-untyped-call]
     entry = seen.get(layout)
     if entry is not None and entry[0]() is offsets and entry[1] == asked:
@@ -73,5 +75,5 @@ def check_parts(
         check_rows(name, offsets, indices, rows, "rows")
     else:
         check_rows(name, offsets, indices, columns // max(width, 1))
-    if -1 not in asked[-2:]:
+    if -1 not in versions:
         _known[indices] = {**seen, layout: (weakref.ref(offsets), asked)}

@@ -52,13 +52,15 @@ def attend(
     a gradient or under torch.compile it is one operation after the other, and backward holds two score-sized tensors.
     Differentiable, twice and more. Raises RuntimeError on shapes, dtypes or devices that do not fit.
     """
-    if torch.is_autocast_enabled(q.device.type):
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
     gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     mask_gradient = torch.is_grad_enabled() and mask is not None and mask.requires_grad
     if dropout or mask_gradient or q.size(1) != k.size(1) or torch.compiler.is_compiling():
         context, y = compose(q, k, v, mask, scale, causal=causal, dropout=dropout)
+        if into is not None and not (gradient or mask_gradient):
+            y = into.copy_(y)
         return context, y if probabilities else None
     if gradient:
         context, y = _Attention.apply(q, k, v, mask, scale, causal, probabilities, recompute)
@@ -187,6 +189,7 @@ class _Attention(Function):
         if not any(given):
             return (None,) * 8
         if torch.is_grad_enabled():  # a second derivative is to be had
+            q, k, v = (t.view_as(t) for t in (q, k, v))  # one may be given twice, or be made of another
             outputs = [x for x, there in zip(compose(q, k, v, mask, ctx.scale, causal=ctx.causal), given) if there]  # noqa: B905
             needed = [t for t, need in zip((q, k, v), ctx.needs_input_grad, strict=False) if need]
             grads = [g for g in (grad, grad_y) if g is not None]

@@ -46,12 +46,15 @@ class Product(Protocol):
 
 
 class Full:
-    """The matrix with its zeros. Written anew, in its place, when the values are others than those it was made of."""
+    """The matrix with its zeros. Made anew when the values are others than those it was made of: in its place, as CUDA
+    graphs read it there, unless autograd may yet read it and no graph does."""
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
         # What was made, and of which values: they are held, so that no others can lie at their address.
         self._kept: dict[torch.dtype, tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]] = {}
+        self._captured: set[torch.dtype] = set()
+        self._saved: set[torch.dtype] = set()
 
     def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values = values.detach()
@@ -59,9 +62,20 @@ class Full:
         if entry is None or entry[1] != _state(values):
             if is_capturing(values.device):  # written at every replay; what lies in a graph's memory is not kept
                 return self._product(self._made(values, dtype, ()), values, b, dtype)
-            entry = values, _state(values), self._made(values, dtype, entry[2] if entry else ())
-            self._kept[dtype] = entry
+            entry = self._keep(values, dtype)
+        elif is_capturing(values.device):
+            self._captured.add(dtype)
+        if b.requires_grad and torch.is_grad_enabled():
+            self._saved.add(dtype)
         return self._product(entry[2], values, b, dtype)
+
+    def _keep(self, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]:
+        entry = self._kept.get(dtype)
+        in_place = entry is not None and (dtype in self._captured or dtype not in self._saved)
+        made = self._made(values, dtype, entry[2] if entry and in_place else ())
+        self._saved.discard(dtype)
+        self._kept[dtype] = values, _state(values), made
+        return self._kept[dtype]
 
     def _made(
         self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
@@ -76,8 +90,8 @@ class Full:
 
     def refresh(self, values: torch.Tensor) -> None:
         """For graphs that read it: what was made of other values is written over."""
-        for dtype, (_, _, old) in self._kept.items():
-            self._kept[dtype] = values, _state(values), self._made(values, dtype, old)
+        for dtype in self._kept:
+            self._keep(values, dtype)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -97,7 +111,11 @@ class Dense(Full):
             if s.distinct:
                 flat.scatter_(0, place, s.by_rows(values).to(dtype))
             else:  # duplicates are added up, in a fixed order: index_put_ sorts them
-                flat.index_put_((place,), s.by_rows(values).to(dtype), accumulate=True)
+                parts = s.by_rows(values).to(dtype)
+                if flat.is_cuda:
+                    flat.index_put_((place,), parts, accumulate=True)
+                else:  # there index_put_ adds in the order in which threads come
+                    flat.index_add_(0, place, parts)
         return (full,)
 
     def _product(
@@ -193,6 +211,7 @@ class Choice:
         self._structure, self._ours = structure, ours
         self.measured: dict[tuple[torch.dtype, int], Measurement] = {}
         self._products: dict[str, Product] = {}
+        self._taken: set[str] = set()  # graphs may have captured what these keep
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Choice":
         return Choice(self._structure, self._ours)  # what cuSPARSE prepared cannot be copied; the rest is soon measured
@@ -209,6 +228,8 @@ class Choice:
         dtype = torch.get_autocast_dtype(device) if autocast else b.dtype
         if (values.dtype != dtype and not autocast) or b.shape[0] != self._structure.columns:
             return None  # the operator tells of it
+        if autocast and torch.float64 in (values.dtype, b.dtype):
+            return None  # which autocast leaves alone
         recording = torch.is_grad_enabled()
         if (recording and values.requires_grad) or torch.are_deterministic_algorithms_enabled():
             return None  # our gradients know the transposed matrix
@@ -216,14 +237,17 @@ class Choice:
         if measurement is None:
             if is_capturing(b.device):
                 return None
-            measurement = self.measure(values, b, dtype)
+            measurement = self.measure(values, b, dtype, dense)
         dense = dense and not values.is_inference()  # whether one was written to cannot be seen
         name = measurement.fastest(dense, not (recording and b.requires_grad))
-        return None if name == OURS else self._made(name)(values, b, dtype)
+        if name == OURS:
+            return None
+        self._taken.add(name)
+        return self._made(name)(values, b, dtype)
 
     @torch.no_grad()
-    def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Measurement:
-        """Waits for the GPU."""
+    def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stay: bool = True) -> Measurement:
+        """Waits for the GPU. stay: values that will not are not left in what graphs read."""
         values, b = values.detach(), b.detach()
         runs: dict[str, Callable[[], object]] = {OURS: lambda: self._ours(values, b)}
         runs[OURS]()
@@ -232,7 +256,7 @@ class Choice:
 
         def ready(name: str) -> bool:
             try:
-                made = self._made(name)
+                made = self._made(name) if stay or name in CUSPARSE else self._new(name)
                 if isinstance(made, Cusparse):
                     made.learn(values, b, dtype)
                 made(values, b, dtype)
@@ -253,6 +277,8 @@ class Choice:
         clear = self._estimates(full, dtype, b) if full else {}
         is_clear = bool(clear) and max(clear.values()) > CLEAR * min(clear.values())
         if is_clear and (min(clear, key=lambda name: clear[name]) == OURS or ready(full or "")):
+            if b.is_cuda:  # what was made is there for every stream
+                torch.cuda.current_stream(b.device).synchronize()
             return self._known(dtype, Measurement(b.shape[1], {**clear}, estimated=True))
         if full and full not in seconds and ready(full):
             race([OURS, full], 1)
@@ -267,7 +293,7 @@ class Choice:
 
     def _known(self, dtype: torch.dtype, measurement: Measurement) -> Measurement:
         self.measured[dtype, measurement.columns.bit_length()] = measurement
-        kept = {m.fastest(True, True) for m in self.measured.values()}
+        kept = {m.fastest(True, True) for m in self.measured.values()} | self._taken
         self._products = {name: made for name, made in self._products.items() if name in kept}
         return measurement
 
@@ -312,10 +338,12 @@ class Choice:
 
     def _made(self, name: str) -> Product:
         if name not in self._products:
-            s = self._structure
-            full: dict[str, Callable[[Structure], Product]] = {DENSE: Dense, HALVES: Halves}
-            self._products[name] = full[name](s) if name in full else Cusparse(s, *CUSPARSE[name])
+            self._products[name] = self._new(name)
         return self._products[name]
+
+    def _new(self, name: str) -> Product:
+        full: dict[str, Callable[[Structure], Product]] = {DENSE: Dense, HALVES: Halves}
+        return full[name](self._structure) if name in full else Cusparse(self._structure, *CUSPARSE[name])
 
     def refresh(self, values: torch.Tensor) -> None:
         """Other values, from now on."""

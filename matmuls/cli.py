@@ -394,21 +394,24 @@ def spmm(
         if ":" not in source and not Path(source).is_file():
             raise fail(f"no file named {source}")
     warnings.filterwarnings("ignore", "Sparse (CSR|invariant)")  # torch's, to whoever makes the first one
-    cases = []
+    cases, problem = [], ""
     try:
         with counting() as progress, may_be_stopped() as stopped:
             task = progress.add_task("measuring a copy", total=len(named) * len(dtypes) * len(widths))
             for case in e.measure_all(map(matrices.load, named), dtypes, widths, chosen, backward):
                 cases.append(case)
                 progress.update(task, description=f"{case.matrix} {case.dtype} x {case.n}", advance=1)
-    except (ValueError, OSError) as error:
-        raise fail(str(error)) from None
+    except (ValueError, OSError) as error:  # of a file that cannot be read: what came before it counts
+        problem = str(error)
+        if not cases:
+            raise fail(problem) from None
     show_spmm(cases)
-    for line in [*e.summary(cases), *(e.crossovers(cases) if sweep else [])]:
+    swept = [case for case in cases if sweep and case.matrix.startswith(f"pruned:{shape}:")]
+    for line in [*e.summary(cases), *e.crossovers(swept)]:
         console.print(line)
     if out is not None:
         path = out / f"spmm-{chosen}{'-sweep' if sweep else ''}.json"
-        e.save(path, cases, chosen, complete=not stopped)
+        e.save(path, cases, chosen, complete=not (stopped or problem))
         written = [path]
         try:
             e.plot(path.with_suffix(".png"), cases, bool(sweep))
@@ -419,6 +422,8 @@ def spmm(
     if found := e.wrong(cases):
         errors.print("\n".join(found), style="red")
         raise typer.Exit(1)
+    if problem:
+        raise fail(problem)
     if stopped:
         raise typer.Exit(stopped[0])
 

@@ -44,7 +44,7 @@ def scaled_masked_softmax(
 
 
 def _seed_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
-    return mask.ne(0) if mask is not None and mask.is_floating_point() else mask
+    return mask if mask is None or mask.dtype in (torch.bool, torch.uint8) else mask.ne(0)
 
 
 def scaled_masked_softmax_forward(

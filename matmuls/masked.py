@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import Function, once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
@@ -462,8 +463,9 @@ class _Ffn(Function):
         *tensors, t = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:7])
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted: by operators that have one
-            y = _ffn_by_parts(tensors[0], tensors[1:4], tensors[4:7], *tensors[7:])
-            wanted = [x for x, need in zip(tensors, needs, strict=False) if need]
+            own = [t.view_as(t) for t in tensors[:7]]  # one may be given twice, or be made of another
+            y = _ffn_by_parts(own[0], own[1:4], own[4:7], *tensors[7:])
+            wanted = [t for t, need in zip(own, needs, strict=True) if need]
             found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
             return (*(next(found) if need else None for need in needs), None, None, None)
         grads = _ffn_backward_op(dy, *tensors, t, needs)
@@ -509,6 +511,10 @@ def _register_gradient(name: str, function: type[Function]) -> None:
     defaults = [a.default_value for a in operator._schema.arguments]
 
     def autograd(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(
+            isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args
+        ):
+            _fail(name, "inputs without forward-mode tangents", "a dual tensor")
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return function.apply(*args, *defaults[len(args) :])  # type: ignore[no-untyped-call]
         with torch._C._AutoDispatchBelowAutograd():

@@ -7,6 +7,8 @@ to be kept, values; and METIS graphs (.graph, .metis); each also compressed by g
 """
 
 import gzip
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,11 @@ import torch
 
 INT32_MAX = 2**31 - 1
 Array = np.ndarray[Any, Any]
+# What the readers meet in files that are damaged or of another kind.
+UNREADABLE = (
+    *(ValueError, TypeError, KeyError, IndexError, OverflowError, EOFError),
+    *(zipfile.BadZipFile, zlib.error, gzip.BadGzipFile),
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ def load(source: str) -> Matrix:
         if suffix not in READERS:
             raise ValueError(f"expected a file ending in {', '.join(READERS)}, or {', '.join(DRAWN)}:..., got {source}")
         return READERS[suffix](path)
-    except (ValueError, KeyError, IndexError, OverflowError, EOFError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{source}: {error}") from None
 
 
@@ -64,7 +71,7 @@ def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tup
 
 def _text(path: Path) -> str:
     data = path.read_bytes()
-    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("ascii")
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("latin-1").replace("\r\n", "\n")
 
 
 def _name(path: Path) -> str:
@@ -84,7 +91,7 @@ def read_matrix_market(path: Path) -> Matrix:
         "skew-symmetric",
     ):
         raise ValueError(f"expected a real matrix, general or symmetric, got {field} {symmetry}")
-    while rest.startswith(("%", "\n")):
+    while rest and (rest.partition("\n")[0].strip() or "%").startswith("%"):
         rest = rest.partition("\n")[2]
     sizes, _, body = rest.partition("\n")
     rows, columns, *entries = (int(x) for x in sizes.split())
@@ -152,7 +159,7 @@ def _expanded(offsets: Array, inner: Array, outer: int) -> Array:
 
 def read_metis(path: Path) -> Matrix:
     """A line of neighbours for each vertex, counted from 1; weights of edges are its values, those of vertices none."""
-    lines = [line.split() for line in _text(path).splitlines() if not line.startswith("%")]
+    lines = [line.split() for line in _text(path).removesuffix("\n").split("\n") if not line.startswith("%")]
     vertices, edges, *options = (int(x) for x in lines[0])
     form = f"{options[0] if options else 0:03d}"
     weights = options[1] if len(options) > 1 else int(form[1])

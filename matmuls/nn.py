@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from custom_mm.indices import version_of
+
 from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
 from .sparse import SparsePlan, plan, spmm
@@ -188,7 +190,7 @@ class SparseLinear(nn.Module):
     def plan(self) -> SparsePlan:
         """The plan of the weight; made anew when its pattern was written to or moved."""
         indices = self.offsets, self.columns
-        state = [(id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in indices]
+        state = [(id(t), t.data_ptr(), version_of(t)) for t in indices]
         if self._plan is None or self._plan[0] != state:
             self._plan = state, plan(self.weight)
         made = self._plan[1]

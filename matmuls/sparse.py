@@ -66,7 +66,9 @@ class SparsePlan:
     def update(self, values: torch.Tensor) -> "SparsePlan":
         """Take other values for the same nonzeros, in the order of A.values(); nothing is inspected. Returns itself.
 
-        A captured graph that multiplied by the dense matrix reads the other values at its next replay.
+        Needed too after writes to the values that torch does not count (by `.data`, by a graph that replays an
+        optimizer): the plan may keep the matrix with its zeros. A captured graph that multiplied by that reads the
+        other values at its next replay.
         """
         self._values, self._source = self._checked(values), None
         if self._choice is not None:
@@ -246,7 +248,7 @@ def _folded(name: str, structure: Structure, x: torch.Tensor, what: str) -> torc
             f"{name}: expected {what} of shape [..., n, n] with {structure.batch} matrices, one for each sparse one, "
             f"got {list(x.shape)}"
         )
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2)
 
 
 def spmm(
@@ -264,7 +266,8 @@ def spmm(
     b: [..., K, N] dense, [K] too; one of float64, float32, float16, bfloat16 for both, on one device. reduce: "sum",
     "mean" (over the nonzeros of a row), "max" or "min"; a row without nonzeros gives 0. Duplicate and unsorted columns
     are fine. Rows of b are read where they lie, whatever their distance; columns that are not side by side are copied.
-    Sums in float32 (float64 for float64), in an order that depends on the matrix alone: the same every time.
+    Sums in float32 (float64 for float64), the same bits every time for the same matrix, width, alignment of b and
+    gradients asked for.
 
     On a GPU a matrix with much of its elements stored, a tenth to a half of them, is multiplied by a wide b with its
     zeros, which takes a workspace of up to 128 MiB: 4 bytes an element for float32, else 2. Results are as by rows: NaN
@@ -285,6 +288,8 @@ def spmm(
     if out is None and beta != 0:
         raise ValueError(f"spmm: expected out= beside beta={beta}, which multiplies it")
     structure, values, shape = _parts("spmm", a)
+    if b.dim() == 0:
+        raise RuntimeError(f"spmm: expected dense of shape [..., {shape[-1]}, n], got []")
     if b.dim() == 1:
         if out is not None:
             spmm(a, b.unsqueeze(-1), reduce=reduce, alpha=alpha, beta=beta, out=out.unsqueeze(-1))
@@ -319,7 +324,7 @@ def _spmm_of_batch(
         return _ours(structure, values, dense, reduce, alpha).view(expected)
     if list(out.shape) != expected:
         raise RuntimeError(f"spmm: expected out of shape {expected}, got {list(out.shape)}")
-    flat = _ours_into(out.contiguous().view(-1, out.shape[-1]), structure, values, dense, reduce, alpha, beta)
+    flat = _ours_into(out.contiguous().flatten(0, -2), structure, values, dense, reduce, alpha, beta)
     return out if flat.data_ptr() == out.data_ptr() else out.copy_(flat.view(expected))
 
 

@@ -46,6 +46,7 @@ class Structure:
         self._transposed = transposed
         self._distinct: bool | None = None
         self._chunks: dict[tuple[int, int], Chunks] = {}
+        self._narrow: Structure | None = None
         self.longest_column = -1  # known with the transposed matrix
         if crow.dim() != 1 or crow.shape[0] != self.rows + 1:
             raise ValueError(
@@ -59,6 +60,7 @@ class Structure:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
+        check_rows("SparsePlan", self.crow, self.col, self.columns)  # they may have been written over before
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
@@ -92,7 +94,10 @@ class Structure:
         graph is being captured before that."""
         made = self._chunks.get((size, piece))
         if made is None and not is_capturing(self.crow.device):
-            made = self._chunks[size, piece] = chunks_of(self.crow, self.nonzeros, self.longest, size, piece)
+            made = chunks_of(self.crow, self.nonzeros, self.longest, size, piece)
+            if self.crow.is_cuda:  # for every stream from now on
+                torch.cuda.current_stream(self.crow.device).synchronize()
+            self._chunks[size, piece] = made
         return made
 
     @property
@@ -105,21 +110,25 @@ class Structure:
 
     def check_unchanged(self, name: str) -> None:
         """Indices were checked once; written over since, they are not what was checked."""
-        if self._versions != self._versions_now():
+        versions = self._versions  # another thread may just be adding the transposed matrix
+        if versions != self._versions_now()[: len(versions)]:
             raise ValueError(f"{name}: expected indices as they were when they were checked, got indices written over")
 
     def transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The same by columns, made once."""
         if self._transposed is None:
             t_crow, t_col, t_order = _csr_transpose(self.crow, self.col, self.columns)
-            self._transposed = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
+            made = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
             self.longest_column = int(t_crow.diff().max()) if self.columns else 0
+            self._transposed = made  # nothing of it where that failed
             self._versions = self._versions_now()
         return self._transposed
 
     def arguments(self, dense_gradient: bool) -> tuple[torch.Tensor | None, ...]:
         """order, t_crow, t_col, t_order: the transposed matrix where a gradient will ask for it."""
-        if self._transposed is None and (not dense_gradient or torch.compiler.is_compiling()):
+        if self._transposed is None and (
+            not dense_gradient or torch.compiler.is_compiling() or is_capturing(self.crow.device)
+        ):
             return self.order, None, None, None
         return self.order, *(self.transposed() if dense_gradient else (None, None, None))
 
@@ -127,15 +136,18 @@ class Structure:
         """Indices of 4 bytes, where they suffice: half of what a product reads of them."""
         if self.crow.dtype == torch.int32 or max(self.rows, self.columns, self.nonzeros) >= INT32_MAX:
             return self
-        narrow = object.__new__(Structure)
-        narrow.__dict__.update(self.__dict__, _chunks={})
-        narrow.crow, narrow.col = self.crow.int(), self.col.int()
-        narrow.order = None if self.order is None else self.order.int()
-        if self._transposed is not None:
-            t_crow, t_col, t_order = self._transposed
-            narrow._transposed = t_crow.int(), t_col.int(), None if t_order is None else t_order.int()
-        narrow._versions = narrow._versions_now()
-        return narrow
+        if self._narrow is None:
+            narrow = object.__new__(Structure)
+            narrow.__dict__.update(self.__dict__, _chunks={})
+            with torch.inference_mode(False):
+                narrow.crow, narrow.col = self.crow.int(), self.col.int()
+                narrow.order = None if self.order is None else self.order.int()
+                if self._transposed is not None:
+                    t_crow, t_col, t_order = self._transposed
+                    narrow._transposed = t_crow.int(), t_col.int(), None if t_order is None else t_order.int()
+            narrow._versions = narrow._versions_now()
+            self._narrow = narrow
+        return self._narrow
 
 
 def from_entries(
@@ -192,7 +204,7 @@ def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: tor
         structure = Structure(name, offsets.contiguous(), inner.contiguous(), (outer_size, inner_size))
     else:
         # Blocks on a diagonal: offsets and columns go on where the matrix before ended.
-        offsets, inner = offsets.reshape(-1, offsets.shape[-1]), inner.reshape(-1, inner.shape[-1])
+        offsets, inner = offsets.flatten(0, -2), inner.flatten(0, -2)
         count, nonzeros = inner.shape
         each = torch.arange(count, device=inner.device, dtype=inner.dtype)[:, None]
         for one_offsets, one_inner in zip(offsets, inner, strict=True):
@@ -239,8 +251,10 @@ def structure_of(name: str, a: torch.Tensor) -> tuple[Structure, torch.Tensor]:
     else:
         _expect_plain(name, a)
         coo = a.layout == torch.sparse_coo
-        structure = _of_coo(name, a) if coo else _of_compressed(name, a, offsets, inner)
-        _known[a] = key, structure
+        with torch.inference_mode(False):  # a gradient may be recorded later
+            structure = _of_coo(name, a) if coo else _of_compressed(name, a, offsets, inner)
+        if -1 not in key[2:4]:  # of inference tensors nobody sees whether they were written to
+            _known[a] = key, structure
     return structure, values_of(a)
 
 

@@ -39,6 +39,8 @@ struct Call {
 // What the operators below do not check themselves before they have written something.
 void check(const Call& c) {
   check_operands(kOp, c.q, c.k, c.v);
+  TORCH_CHECK(at::isFloatingType(c.q.scalar_type()), kOp, ": expected q of a floating-point dtype, got ",
+              c.q.scalar_type());
   TORCH_CHECK(c.q.dim() == 4 && c.k.dim() == 4 && c.v.dim() == 4, kOp,
               ": expected q, k and v of four dimensions, got shapes ", c.q.sym_sizes(), ", ", c.k.sym_sizes(), ", ",
               c.v.sym_sizes());
@@ -48,6 +50,10 @@ void check(const Call& c) {
   TORCH_CHECK(fit, kOp, ": expected q [B, H, Q, D], k [B, H, K, D] and v [B, H, K, E], got shapes ", c.q.sym_sizes(),
               ", ", c.k.sym_sizes(), ", ", c.v.sym_sizes());
   if (c.mask.defined()) {
+    const auto type = c.mask.scalar_type(), own = c.q.scalar_type();
+    TORCH_CHECK(c.mask.layout() == at::kStrided && (type == at::kBool || type == at::kByte || type == own ||
+                                                    (type == at::kFloat && own != at::kDouble)),
+                kOp, ": expected a strided mask in Bool, Byte, ", own, " or Float, got ", type);
     const c10::SymInt sizes[] = {c.q.sym_size(0), c.q.sym_size(1), c.q.sym_size(2), c.k.sym_size(2)};
     bool broadcasts = c.mask.dim() <= 4;
     for (int64_t d = 1; broadcasts && d <= c.mask.dim(); ++d)

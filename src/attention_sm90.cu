@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     return stage;
   };
   const auto release = [&](int stage) {
-    if (threadIdx.x % kGroup == 0) hopper::arrive(&empty[stage]);
+    if (threadIdx.x % kGroup == 0) ptx::barrier_arrive(&empty[stage]);
   };
   // While a product runs: the stages that have been released come again.
   const auto refill = [&](int released) {

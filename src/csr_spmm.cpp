@@ -1,6 +1,7 @@
 // csr_spmm as operators: checks, batches, what a plan keeps of a full matrix, gradients, autocast.
 #include "spmm.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -309,8 +310,10 @@ struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
     const auto saved = ctx->get_saved_variables();
     const double alpha = ctx->saved_data["alpha"].toDouble();
     Tensor grad = alpha == 1 ? grads[0] : grads[0] * alpha;
-    if (ctx->saved_data["mean"].toBool())
-      grad = grad / saved[0].diff().clamp_min(1).to(grad.scalar_type()).unsqueeze(-1);
+    if (ctx->saved_data["mean"].toBool()) {  // a row may be longer than float16 can tell
+      const auto dtype = grad.scalar_type();
+      grad = (grad / saved[0].diff().clamp_min(1).to(at::toOpMathType(dtype)).unsqueeze(-1)).to(dtype);
+    }
     auto [grad_values, grad_dense] =
         gradients(ctx, grad, saved[8], ctx->saved_data["by_column"].toBool(), ctx->saved_data["longest"].toInt(),
                   ctx->saved_data["t_longest"].toInt());

@@ -14,6 +14,7 @@ static_assert(sizeof(FillFacts) == kFillFacts * sizeof(int));
 
 constexpr int kFillColumns = 8192;  // of a row at a time, in shared memory
 constexpr int kAtOnce = 4;          // nonzeros of a thread
+constexpr unsigned kAbsent = ~0u;   // a NaN that no 16-bit number is; a float32 one does not fit in any case
 
 struct FillShape {
   int64_t rows, part;  // part: elements of one half
@@ -31,7 +32,8 @@ __global__ void __launch_bounds__(kSparseThreads)
   const int64_t row = blockIdx.x;
   const int first = blockIdx.y * kFillColumns, width = min(kFillColumns, shape.stride - first);
   if (threadIdx.x == 0) largest = 0, tiny = 0, large = 0, stored = 0;
-  for (int i = threadIdx.x; i < width / 4; i += kSparseThreads) reinterpret_cast<float4*>(numbers)[i] = {0, 0, 0, 0};
+  for (int i = threadIdx.x; i < width / 4; i += kSparseThreads)
+    reinterpret_cast<uint4*>(numbers)[i] = {kAbsent, kAbsent, kAbsent, kAbsent};
   __syncthreads();
   const int64_t begin = crow[row], end = crow[row + 1];
   unsigned own = 0;
@@ -50,7 +52,7 @@ __global__ void __launch_bounds__(kSparseThreads)
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       own = max(own, __float_as_uint(value[i]) & 0x7fffffffu);
-      if (c[i] >= 0 && c[i] < width) twice |= atomicExch(&numbers[c[i]], value[i]) != 0;
+      if (c[i] >= 0 && c[i] < width) twice |= __float_as_uint(atomicExch(&numbers[c[i]], value[i])) != kAbsent;
     }
   }
   if constexpr (sizeof(T) == 4) {
@@ -71,6 +73,8 @@ __global__ void __launch_bounds__(kSparseThreads)
     const auto [a, b, c, d] = reinterpret_cast<const float4*>(numbers)[2 * i];
     const auto [f, g, h, k] = reinterpret_cast<const float4*>(numbers)[2 * i + 1];
     x[0] = a, x[1] = b, x[2] = c, x[3] = d, x[4] = f, x[5] = g, x[6] = h, x[7] = k;
+#pragma unroll
+    for (float& number : x) number = __float_as_uint(number) == kAbsent ? 0 : number;
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
       for (float& number : x) {

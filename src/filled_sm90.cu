@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < Tile::columns / 2; ++i) sums[i] = fmaf(low[i], 1 / kLowScale, sums[i]);
       hopper::wait_for_products<0>();
       hopper::pin(high);
-      if (thread == 0) hopper::arrive(&empty[stage]);
+      if (thread == 0) ptx::barrier_arrive(&empty[stage]);
 #pragma unroll
       for (int i = 0; i < Tile::columns / 2; ++i) sums[i] += high[i];
     }

@@ -83,9 +83,6 @@ __device__ inline void store_matrices(void* row, uint32_t a, uint32_t b, uint32_
 
 // ---- who waits for whom
 
-__device__ inline void arrive(const uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ptx::shared_address(barrier)) : "memory");
-}
 // Without a scope of its own: released to the whole cluster it is a fence of all memory, in each step of a product,
 // which then runs at 0.74 of cuBLAS instead of 0.94 (H200, 40000 x 1024). What the barriers here order are bulk copies
 // and products, which tell barriers themselves.

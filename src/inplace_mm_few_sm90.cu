@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     while (ptx::load_relaxed(counter) < readers) {
     }
     ptx::increment(counter, 2 * readers - 1);
-    hopper::arrive(free_panel);
+    ptx::barrier_arrive(free_panel);
   } else if (threadIdx.x < kProducts) {
     float acc[kColumns / 2];
 #pragma unroll
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       hopper::fragments_of(fragment, b_tile(at.index) + warp / 2 * 32 * kRowBytes, place(0), place(1), lane);
     };
     const auto release = [&](int stage) {
-      if (thread == 0) hopper::arrive(&empty[stage]);
+      if (thread == 0) ptx::barrier_arrive(&empty[stage]);
     };
     const auto step = [&](int n, uint32_t (&fragment)[4][4], uint32_t (&next)[4][4]) {
       const int now = at.index;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     } else {
       for (int n = 0; n < steps; ++n) step(n, even, odd);
     }
-    if (thread == 0) hopper::arrive(has_read);
+    if (thread == 0) ptx::barrier_arrive(has_read);
     if constexpr (!turned) {
       hopper::wait_for_products<0>();
       hopper::pin(acc);

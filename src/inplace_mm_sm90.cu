@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
       for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
         const int row = (kPair * pair + (turned ? 0 : rank)) * Tile::rows;
         const auto leave = [&](int buffer) {
-          for (int g = 0; g < Tile::groups; ++g) hopper::arrive(&unstaged[buffer * Tile::groups + g]);
+          for (int g = 0; g < Tile::groups; ++g) ptx::barrier_arrive(&unstaged[buffer * Tile::groups + g]);
         };
         for (int part = 0; part < Tile::parts; ++part) {
           for (int g = 0; g < Tile::groups; ++g) {
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         }
         hopper::publish();
         __syncwarp();
-        if (lane == 0) hopper::arrive(&staged[buffer * Tile::groups + group]);
+        if (lane == 0) ptx::barrier_arrive(&staged[buffer * Tile::groups + group]);
       }
     };
     using Zero = std::integral_constant<int, 0>;
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
                                        hopper::descriptor(b_tile(at) + part * 32), k > 0 || part > 0);
         }
         hopper::commit_products();
-        if (k + 1 == shape.steps && threadIdx.x == 0) hopper::arrive(&received[turn % 2]);
+        if (k + 1 == shape.steps && threadIdx.x == 0) ptx::barrier_arrive(&received[turn % 2]);
         if (narrow && turn > 0) {
           if (k == 0) stage(Zero());
           if constexpr (Tile::parts == 4) {

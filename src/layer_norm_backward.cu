@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(1024)
 #pragma unroll 4
     for (int64_t r = threadIdx.y; r < rows; r += 32) {
       const F value = partial[r * stride + column] - lost, next = sum + value;
-      lost = (next - sum) - value;
+      lost = isfinite(next) ? (next - sum) - value : F(0);
       sum = next;
     }
   }
@@ -252,6 +252,7 @@ template <class T, bool rms>
 void launch(const Call& c) {
   using F = arithmetic_t<T>;
   auto rows = rows_of<3>(kOp, {c.grad, c.xhat, c.dx}, c.xhat.dim() - 1);
+  check_columns(rows.columns);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const NormBackward<T, rms> op{RowIndex<3>(rows),
                                 c.grad.const_data_ptr<T>(),

@@ -77,15 +77,15 @@ struct PackedSoftmax {
     __device__ int64_t column_stride(int) const { return 1; }
     __device__ int visible(int columns) const { return ends ? min(columns, last + 1) : columns; }
   };
-  // In units of log2: exponents are taken from `shift`, a whole number near the largest, so that 2^(shift - shift') and
-  // z - shift are exact.
+  // In units of log2: exponents are taken from 4 * `shift`, a whole number near the largest, so that their differences
+  // are exact. Fours, because log2(e) times the lowest bfloat16 is -inf.
   struct State {
     F shift, sum;
   };
   template <int V, int NV>
   struct Held {
     F shift;
-    F e[NV][V];  // 2^(z - shift)
+    F e[NV][V];  // 2^(z - 4 * shift)
   };
 
   RowIndex<2> index;       // of x and y
@@ -153,9 +153,9 @@ struct PackedSoftmax {
     F top[2];
     unpack(Words<T, 2>{tops}, top);
     const F base = larger(top[0], top[1]);
-    const F shift = rintf(base * factor);
+    const F shift = rintf(base * (F(0.25) * factor));
     held.shift = shift;
-    const F from = or_zero(shift);
+    const F from = 4 * or_zero(shift);
     F sums[4] = {};  // four chains: a warp would wait for a single one
     const auto take = [&](const auto& exponent) {
 #pragma unroll
@@ -176,12 +176,12 @@ struct PackedSoftmax {
       take([&](F z) { return (z - base) * factor; });
     const F sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     const F most = larger(state.shift, shift), all = or_zero(most);
-    state.sum = state.sum * ptx::exp2_approx(state.shift - all) + sum * ptx::exp2_approx(shift - all);
+    state.sum = state.sum * ptx::exp2_approx(4 * (state.shift - all)) + sum * ptx::exp2_approx(4 * (shift - all));
     state.shift = most;
   }
   __device__ State merge(const State& state, Lanes lanes) const {
     const F most = lanes.max(state.shift);
-    return {most, lanes.sum(state.sum * ptx::exp2_approx(state.shift - or_zero(most)))};
+    return {most, lanes.sum(state.sum * ptx::exp2_approx(4 * (state.shift - or_zero(most))))};
   }
   __device__ State finish(const State& state) const { return {or_zero(state.shift), state.sum}; }
 
@@ -193,7 +193,7 @@ struct PackedSoftmax {
       return write_undefined<NV>(row.y, 1, span, visible, [&](int column) { return !bytes || row.mask[column] == 0; });
     T* y_row = row.y;
     ptx::forget(y_row);
-    const F share = ptx::exp2_approx(held.shift - result.shift) * ptx::reciprocal_approx(result.sum);
+    const F share = ptx::exp2_approx(4 * (held.shift - result.shift)) * ptx::reciprocal_approx(result.sum);
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       Words<T, V> words{};

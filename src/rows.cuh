@@ -62,7 +62,7 @@ RowConfig configure(int64_t vectors) {
   const bool keeps = walks || (V > 1 && threads > Op::kRowMost + (ragged ? 32 : 0));
   if (threads <= (keeps ? kMostWalkers<Op, Scope::block, ragged> : kRowThreads<Scope::block, ragged>))
     return {keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
-  if (V > 1 && at::cuda::getCurrentDeviceProperties()->major >= 9) {
+  if (V > 1 && has_sm90_code()) {
     // 16-bit rows with one constant: few threads that hold much, 0.90 to 0.92 of a copy at 262144 columns.
     if (kFewThreads<Op> && up(vectors, Op::kLongVectors) <= kMaxRanks * 256) {
       const int64_t all = up(vectors, Op::kLongVectors);
@@ -110,7 +110,7 @@ int resident(const cudaLaunchConfig_t& launch, int ranks) {
         &fit, kernel, static_cast<int>(launch.blockDim.x * launch.blockDim.y), launch.dynamicSmemBytes));
     fit *= properties->multiProcessorCount;
   }
-  fit = std::max(fit, 1);
+  if (ranks == 1) fit = std::max(fit, 1);  // 0: the GPU has no room for such a cluster
   known.store(key << 24 | static_cast<unsigned>(fit), std::memory_order_relaxed);
   return fit;
 }
@@ -142,9 +142,9 @@ struct WalkBytes {
   }
 };
 
-// prepare(op, teams) is called before the launch of an operation with column sums.
+// Whether the GPU has room for it. prepare(op, teams) is called before the launch of an operation with column sums.
 template <class Op, int V, int NV, Scope scope, bool ragged, class Prepare>
-void launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t columns, const Prepare& prepare) {
+bool launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t columns, const Prepare& prepare) {
   constexpr auto kernel = walking_kernel<Op, V, NV, scope, ragged>;
   cudaLaunchConfig_t launch{};
   launch.blockDim = dim3(c.threads, c.beside);
@@ -161,12 +161,14 @@ void launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t
   launch.gridDim = dim3(c.ranks);
   const int64_t needed = (rows + c.beside - 1) / c.beside;  // blocks or clusters, each for one row a team
   int64_t blocks = resident<kernel>(launch, c.ranks);
+  if (blocks == 0) return false;
   // A team's rows are then all as far from a multiple of 16 bytes, and its columns stay the same.
   if (ragged && c.beside < V && blocks > V) blocks -= blocks % V;
   blocks = std::min(blocks, needed);
   launch.gridDim = dim3(static_cast<unsigned>(blocks * c.ranks));
   prepare(op, kAddsTeams<V, scope, ragged> ? blocks : blocks * c.beside);
   C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, WalkShape{rows, static_cast<int>(columns), stages}));
+  return true;
 }
 
 template <auto kernel, class Op>
@@ -189,7 +191,7 @@ void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& 
     if constexpr (scope == Scope::cluster || kWalks<Op, ragged> ||
                   (scope == Scope::block && (Op::kConstants > 0 || kLong<Op>))) {
       const int stages = c.way == Way::walk ? WalkBytes<Op, V, NV, scope, ragged>(c).stages() : 0;
-      if (stages > 0) return launch_walking<Op, V, NV, scope, ragged>(op, c, stages, rows, columns, prepare);
+      if (stages > 0 && launch_walking<Op, V, NV, scope, ragged>(op, c, stages, rows, columns, prepare)) return;
     }
     launch_rows_kernel<long_rows_kernel<Op, V, kMost, ragged>>(op, dim3(256), rows, rows, columns);
   };
@@ -230,6 +232,11 @@ Alignment alignment_of(const Rows<N>& rows, const std::array<const void*, P>& po
   return {vectors, vectors && aligned, vectors && aligned && !off(rows.columns)};
 }
 
+// A thread's next column, 8192 further on at most, must be an int.
+inline void check_columns(int64_t columns) {
+  TORCH_CHECK(columns < INT32_MAX - (1 << 14), "expected rows of fewer than 2^31 columns, got ", columns);
+}
+
 // Runs an operation over its rows. pointers: the tensors that are read or written by vectors; prepare(op, teams) is
 // called before the launch of an operation with column sums, where a team's columns stay from row to row.
 constexpr auto kNothingToPrepare = [](auto&&...) {};
@@ -238,7 +245,7 @@ void launch_rows(const Op& op, const Rows<N>& rows, const std::array<const void*
                  const Prepare& prepare = kNothingToPrepare) {
   using T = typename Op::Storage;
   constexpr int V = 16 / sizeof(T);
-  TORCH_CHECK(rows.columns < INT32_MAX - 4096, "expected rows of fewer than 2^31 columns, got ", rows.columns);
+  check_columns(rows.columns);
   const auto a = alignment_of<T>(rows, pointers);
   if (a.whole || Op::kWholeRows) return launch_vectors<V, false>(op, rows.count, rows.columns, prepare);
   if constexpr (!Op::kWholeRows) {

@@ -432,7 +432,7 @@ void launch_masked(const Call& c, const CallRows& rows) {
     if (a.whole && by_words(c, rows.beside, V)) {
       if (c.kind == MaskKind::same) return launch<T, T>(c, rows);
       if constexpr (sizeof(T) == 2) {
-        const bool packs = c.kind != MaskKind::float32 && std::isfinite(packed_factor(c)) && c.scale != 0;
+        const bool packs = c.kind != MaskKind::float32 && std::isfinite(packed_factor(c)) && packed_factor(c) > 1e-30f;
         if (packs && c.kind == MaskKind::none) return launch_packed<T, false, true>(c, rows);
         if (packs) return c.causal ? launch_packed<T, true, true>(c, rows) : launch_packed<T, true, false>(c, rows);
       } else if (c.kind != MaskKind::float32) {
@@ -505,6 +505,8 @@ MATMULS_OPERATOR(MaskedInplaceOp, "custom_mm::scaled_masked_softmax_", "",
                  void(Tensor, const OptionalTensor&, double, bool));
 using Runner = void(const Call&);
 
+constexpr const char* kMasked = "scaled_masked_softmax";
+
 void softmax_into(Runner run, const char* op, const Tensor& x, int64_t dim, const Tensor& out) {
   dim = check_x(op, x, dim);
   const bool in_place = out.is_same(x);
@@ -513,14 +515,17 @@ void softmax_into(Runner run, const char* op, const Tensor& x, int64_t dim, cons
   run({.op = op, .x = at_least_1d(x), .out = at_least_1d(out), .dim = dim});
 }
 
-void masked_into(Runner run, const char* op, const Tensor& x, const OptionalTensor& mask, double scale, bool causal,
+MaskKind check_masked(const Tensor& x, const OptionalTensor& mask, bool causal) {
+  check_x(kMasked, x, -1);
+  TORCH_CHECK(!causal || x.dim() >= 2, kMasked, ": expected x of at least two dimensions where causal, got ", x.dim());
+  return check_mask(kMasked, x, mask);
+}
+void masked_into(Runner run, const Tensor& x, const OptionalTensor& mask, double scale, bool causal,
                  const Tensor& out) {
-  check_x(op, x, -1);
-  TORCH_CHECK(!causal || x.dim() >= 2, op, ": expected x of at least two dimensions where causal, got ", x.dim());
-  const MaskKind kind = check_mask(op, x, mask);
-  check_no_overlap(op, out, {{"mask", kind == MaskKind::none ? Tensor() : *mask}});
+  const MaskKind kind = check_masked(x, mask, causal);
+  check_no_overlap(kMasked, out, {{"mask", kind == MaskKind::none ? Tensor() : *mask}});
   const Tensor wide = at_least_1d(x);
-  run({.op = op,
+  run({.op = kMasked,
        .x = wide,
        .out = at_least_1d(out),
        .dim = wide.dim() - 1,
@@ -547,15 +552,14 @@ void softmax_(Tensor x, int64_t dim) {
 }
 template <Runner run>
 Tensor masked_softmax(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
-  check_x("scaled_masked_softmax", x, -1);
-  check_mask("scaled_masked_softmax", x, mask);
+  check_masked(x, mask, causal);
   Tensor out = at::empty_like(x);
-  masked_into(run, "scaled_masked_softmax", x, mask, scale, causal, out);
+  masked_into(run, x, mask, scale, causal, out);
   return out;
 }
 template <Runner run>
 void masked_softmax_(Tensor x, const OptionalTensor& mask, double scale, bool causal) {
-  masked_into(run, "scaled_masked_softmax", x, mask, scale, causal, x);
+  masked_into(run, x, mask, scale, causal, x);
 }
 
 // Tracing: the checks, and the shape.
@@ -568,15 +572,11 @@ void softmax_out_meta(const Tensor& x, int64_t dim, Tensor out) {
   check_out("softmax", x, out);
 }
 void softmax_inplace_meta(Tensor x, int64_t dim) { check_x("softmax_", x, dim); }
-Tensor masked_meta(const Tensor& x, const OptionalTensor& mask, double, bool) {
-  check_x("scaled_masked_softmax", x, -1);
-  check_mask("scaled_masked_softmax", x, mask);
+Tensor masked_meta(const Tensor& x, const OptionalTensor& mask, double, bool causal) {
+  check_masked(x, mask, causal);
   return at::empty_like(x);
 }
-void masked_inplace_meta(Tensor x, const OptionalTensor& mask, double, bool) {
-  check_x("scaled_masked_softmax", x, -1);
-  check_mask("scaled_masked_softmax", x, mask);
-}
+void masked_inplace_meta(Tensor x, const OptionalTensor& mask, double, bool causal) { check_masked(x, mask, causal); }
 
 // ---------------------------------------------------------------------------------------------------------- gradient
 
@@ -649,12 +649,12 @@ void softmax_inplace_autograd(Tensor x, int64_t dim) {
 }
 Tensor masked_autograd(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
   const Tensor m = tensor_or_none(mask);
-  if (!needs_gradient("scaled_masked_softmax", {x, m})) return MaskedOp::below_autograd(x, mask, scale, causal);
+  if (!needs_gradient(kMasked, {x, m})) return MaskedOp::below_autograd(x, mask, scale, causal);
   return SoftmaxGradient::apply(x, mask, SoftmaxGradient::Arguments{-1, scale, true, causal, false});
 }
 void masked_inplace_autograd(Tensor x, const OptionalTensor& mask, double scale, bool causal) {
   const Tensor m = tensor_or_none(mask);
-  if (!records_inplace("scaled_masked_softmax", x, m)) return MaskedInplaceOp::below_autograd(x, mask, scale, causal);
+  if (!records_inplace(kMasked, x, m)) return MaskedInplaceOp::below_autograd(x, mask, scale, causal);
   SoftmaxGradient::apply(x, mask, SoftmaxGradient::Arguments{-1, scale, true, causal, true});
 }
 

@@ -81,7 +81,7 @@ bool can_go_by_chunks(const ChunkedCall& c, int64_t columns) {
       c.dense.dim() != 2 || c.values.dim() != 1 || c.dense.size(0) != columns || c.dense.stride(1) != 1 ||
       c.values.device() != c.dense.device() || !is_kept(p.crow, 1) || !is_index(p.col) || !is_index(p.order) ||
       c.values.size(0) != p.col.size(0) || c.values.size(0) == 0 || c.dense.numel() == 0 ||
-      !of_vectors(c.dense.unsqueeze(0)) || c.dense.size(1) > INT32_MAX ||
+      !of_vectors(c.dense.unsqueeze(0)) || c.dense.size(1) > 65535 * 128 ||
       c.dense.stride(0) * c.dense.element_size() > UINT32_MAX)
     return false;
   TORCH_CHECK_VALUE(is_kept(c.begins, 1) && c.begins.size(0) >= 1 && is_kept(c.ends, 1) &&

@@ -15,6 +15,7 @@
 #include <algorithm>
 
 #include "device.cuh"
+#include "launch.cuh"
 
 namespace matmuls {
 namespace {
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) stream_norm_kernel(const __
       if (lane == 0) {
         const float apart = own * part_of_warp;
         partials[n % kPhases][warp] = {from + apart, positive(all_squares - own * apart)};
-        ptx::barrier_expect(&folded[n % kPhases], 0);
+        ptx::barrier_arrive(&folded[n % kPhases]);
       }
     }
     if (n > 0) {
@@ -200,7 +201,7 @@ bool launch_stream_norm(const StreamNorm<T>& call) {
   const auto* properties = at::cuda::getCurrentDeviceProperties();
   constexpr int kPart = kThreads * kHeld;
   const int vectors = call.columns / kVectors;
-  if (properties->major < 9 || properties->sharedMemPerMultiprocessor < kBlocks * (kBytes + 2048)) return false;
+  if (!has_sm90_code() || properties->sharedMemPerMultiprocessor < kBlocks * (kBytes + 2048)) return false;
   if (vectors <= kPart * 3 / 4 || vectors > kPart || call.rows > INT32_MAX / 2) return false;
   C10_CUDA_CHECK(cudaFuncSetAttribute(stream_norm_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   cudaLaunchConfig_t launch{};

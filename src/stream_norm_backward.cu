@@ -19,6 +19,7 @@
 #include <algorithm>
 
 #include "device.cuh"
+#include "launch.cuh"
 
 namespace matmuls {
 namespace {
@@ -79,7 +80,7 @@ struct Ring {
   V at[phases];
   uint64_t barriers[phases];
   __device__ V& operator[](int n) { return at[n % phases]; }
-  __device__ void arrive(int n) { ptx::barrier_expect(&barriers[n % phases], 0); }
+  __device__ void arrive(int n) { ptx::barrier_arrive(&barriers[n % phases]); }
   __device__ void wait(int n) { ptx::barrier_wait(&barriers[n % phases], n / phases % 2); }
 };
 template <int warps>
@@ -319,7 +320,7 @@ template <class T>
 int stream_norm_backward_teams(int64_t columns, int64_t rows, bool whole) {
   using P = Plan<T>;
   const auto* properties = at::cuda::getCurrentDeviceProperties();
-  if (properties->major < 9 || rows > INT32_MAX / 2) return 0;
+  if (!has_sm90_code() || rows > INT32_MAX / 2) return 0;
   if (properties->sharedMemPerMultiprocessor < size_t{P::kBlocks} * (P::kBytes + 2048)) return 0;
   const int resident = properties->multiProcessorCount * P::kBlocks;
   if (whole) {

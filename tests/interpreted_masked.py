@@ -67,6 +67,18 @@ def compare(function, *tensors):
     return found
 
 
+def test_every_switch_of_torch_for_tf32_counts(through_the_kernels):
+    through_the_kernels.append("none to run")
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    assert kernels.precision_of(torch.float32) == "ieee"
+    try:
+        products.fp32_precision = "tf32"
+        assert [kernels.precision_of(dtype) for dtype in (torch.float32, torch.float16)] == ["tf32", "ieee"]
+    finally:
+        products.fp32_precision = before
+
+
 @pytest.mark.parametrize("m", [*ROWS, 3000])
 def test_plan(m):
     for mask in masks(m):

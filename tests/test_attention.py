@@ -198,6 +198,36 @@ def test_probabilities_into_a_tensor(device):
     torch.testing.assert_close((context, y), plain(q, k, v, None, 0.3))
 
 
+def test_a_mask_of_another_dtype_is_told_before_anything_is_written():
+    q, k, v = operands()
+    room = torch.full((B, H, Q, K), 7.0, dtype=q.dtype)
+    with pytest.raises(RuntimeError, match="expected a strided mask in Bool, Byte, Double or Float, got Long"):
+        attention.attend(q, k, v, torch.zeros(K, dtype=torch.int64), 0.3, into=room)
+    with pytest.raises(RuntimeError, match="expected q of a floating-point dtype, got ComplexDouble"):
+        attention.attend(*(t.to(torch.complex128) for t in (q, k, v)), None, 0.3)
+    assert (room == 7).all()
+
+
+def test_probabilities_of_fewer_key_heads_into_a_tensor():
+    q, k, v = operands()
+    room = torch.full((B, H, Q, K), torch.nan, dtype=q.dtype)
+    context, y = attention.attend(q, k[:, :2], v[:, :2], None, 0.3, into=room)
+    assert y is room
+    torch.testing.assert_close((context, y), attention.attend(q, k[:, :2], v[:, :2], None, 0.3))
+
+
+@pytest.mark.parametrize("made", ["given twice", "of another"])
+def test_gradients_to_differentiate_are_the_gradients(made):
+    x = operands()[0].requires_grad_()
+
+    def gradient(create_graph):
+        k = x if made == "given twice" else x.tanh()
+        context, y = attention.attend(x, k, k, None, 0.3)
+        return torch.autograd.grad(context.square().sum() + y.square().sum(), x, create_graph=create_graph)[0]
+
+    torch.testing.assert_close(gradient(True).detach(), gradient(False))
+
+
 OPERATOR = torch.ops.custom_mm.attention_forward.default
 
 

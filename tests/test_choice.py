@@ -98,6 +98,63 @@ def test_duplicates_are_added(dense_wins):
     assert made._choice.tensors
 
 
+def test_what_was_taken_stays_for_graphs_that_read_it(dense_wins, monkeypatch, device):
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    made @ b
+    kept = made._choice.tensors
+    monkeypatch.setattr(choice, "time_warm", lambda runs, *_: [measure.Timing(1.0 + i, 0.0) for i in range(len(runs))])
+    plan(made, tune=[b.shape[1]])  # ours wins now
+    assert "ours" in made.explain().splitlines()[-1].partition("*")[0]
+    assert [t.data_ptr() for t in made._choice.tensors] == [t.data_ptr() for t in kept]
+
+
+def test_measuring_with_passing_values_leaves_what_is_kept_alone(dense_wins, device):
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    made @ b
+    before = [t.clone() for t in made._choice.tensors]
+    other = torch.randn(b.shape[0], 100, device=device)
+    result = made.with_values(2 * made.values) @ other
+    assert len(dense_wins) == 2
+    assert all(torch.equal(x, y) for x, y in zip(before, made._choice.tensors, strict=True))
+    torch.testing.assert_close(result, 2 * dense @ other)
+
+
+def test_other_values_between_a_product_and_its_gradient(dense_wins, device):
+    """Whichever candidate was the fastest."""
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    b.requires_grad_()
+    for _ in range(2):
+        y = made @ b
+        made.update(2 * made.values)
+        b.grad = None
+        y.sum().backward()
+        torch.testing.assert_close(b.grad, dense.sum(0)[:, None].expand(b.shape))
+        dense = 2 * dense
+    torch.testing.assert_close((made @ b).detach(), dense @ b.detach())
+
+
+def test_many_duplicates_are_added_in_one_order(dense_wins):
+    nonzeros = 300_000
+    crow, col = torch.tensor([0, nonzeros // 3, 2 * nonzeros // 3, nonzeros]), torch.randint(50, (nonzeros,))
+    made = plan(torch.sparse_csr_tensor(crow, col, torch.randn(nonzeros), (3, 50)))
+    b = torch.randn(50, 8)
+    first = made @ b
+    assert "dense" in made.explain()
+    assert all(torch.equal(made.update(made.values.clone()) @ b, first) for _ in range(10))
+
+
+def test_autocast_leaves_float64_alone(dense_wins, device):
+    dense, b = draw(device, dtype=torch.float64)
+    made = plan(dense.to_sparse_csr())
+    with torch.autocast(device, torch.bfloat16):
+        y = made @ b
+    assert y.dtype == torch.float64
+    torch.testing.assert_close(y, dense @ b)
+
+
 @pytest.mark.parametrize("layout", ["csr", "csc"])
 def test_gradients(dense_wins, layout, device):
     dense, b = draw(device, dtype=torch.float64)

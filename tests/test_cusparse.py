@@ -260,3 +260,11 @@ def test_hostile_parts_never_crash():
     run = subprocess.run([sys.executable, "-c", FUZZ], capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "survived" in run.stdout
+
+
+def test_other_indices_in_the_same_tensor_are_looked_at():
+    crow, col, values = torch.tensor([0, 1, 2]), torch.tensor([0, 2]), torch.ones(2)
+    custom_mm.cusparse_spmm(crow, col, values, torch.ones(3, 2), 2, 3)
+    col.data = torch.tensor([0, 5])
+    with pytest.raises(ValueError, match="columns from 0 to 2"):
+        custom_mm.cusparse_spmm(crow, col, values, torch.ones(3, 2), 2, 3)

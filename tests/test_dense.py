@@ -324,6 +324,14 @@ def test_the_classes_are_inplace_functions(function):
     assert type(y.grad_fn).__name__ == f"{function.__name__}Backward"
 
 
+def test_out_keeps_its_dtype_under_autocast():
+    a, b = draw(2, 64, 64, device="cpu", dtype=torch.float32), draw(64, 64, device="cpu", dtype=torch.float32)
+    for out in (torch.empty(2, 64, 64).mT, torch.empty(2, 64, 64)):
+        with torch.autocast("cpu", torch.bfloat16):
+            matmuls.matmul(a, b, out=out)
+        torch.testing.assert_close(out, a @ b)
+
+
 def test_forward_mode_is_refused_not_dropped(device):
     a = draw(3, 3, device=device)
     with torch.autograd.forward_ad.dual_level():

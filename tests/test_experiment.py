@@ -66,6 +66,18 @@ def made_up(n=32, dtype="float32", nnz=100, **us):
     return Case("m", 100, 100, nnz, 9, dtype, n, 1.0, results, "ours", 30.0, 1000, 10.0)
 
 
+def test_what_was_measured_before_a_file_that_cannot_be_read_is_kept(tmp_path):
+    (tmp_path / "bad.mtx").write_text("hello")
+    named = "grid:8", str(tmp_path / "bad.mtx")
+    run = matmuls("spmm", *named, "--n", "4", "--device", "cpu", "--out", str(tmp_path / "out"))
+    assert run.returncode == 2
+    assert "expected a Matrix Market banner" in run.stderr
+    assert "grid:8" in run.stdout
+    result = json.loads((tmp_path / "out/spmm-cpu.json").read_text())
+    assert not result["environment"]["complete"]
+    assert [c["matrix"] for c in result["cases"]] == ["grid:8"]
+
+
 def test_ratios():
     case = made_up(plan=2.0, without_a_plan=4.0, cusparse_csr_alg2=5.0, dense=1.0)
     assert (case.speed(), case.speed("without a plan")) == (2.5, 1.25)

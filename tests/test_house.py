@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "triton.masked_linear": {"triton.configs", "triton.few", "triton.launch", "triton.tiles"},
     "triton.masked_ffn": {"triton.configs", "triton.launch", "triton.tiles", "triton.masked_linear"},
     "attention": {"dense", "fused_softmax"},
-    "nn": OPERATIONS,
+    "nn": OPERATIONS | {"custom_mm"},
     "tune": {"masked_plain", "measure", "triton"},
     "chunks": set(),
     "structure": {"chunks", "custom_mm"},

@@ -153,6 +153,14 @@ def test_nothing_but_b_is_kept(device):
 # ------------------------------------------------------------------------------------------------------------- module
 
 
+def test_feed_forward_keeps_its_dtype_under_autocast(device):
+    x, up, down = (draw(*s, device=device, dtype=torch.float32) for s in ((5, 8), (16, 8), (8, 16)))
+    expected = F.layer_norm(x + F.linear(F.linear(x, up).relu(), down), (8,))
+    with torch.autocast(device, torch.bfloat16), torch.no_grad():
+        matmuls.feed_forward_(x, up, None, down, None, activation="relu")
+    torch.testing.assert_close(x, expected)
+
+
 def test_inplace_linear(device):
     linear = torch.nn.Linear(16, 16).to(device).requires_grad_(False)
     module, x = InplaceLinear.from_linear(linear), draw(5, 16, device=device)

@@ -223,6 +223,28 @@ def test_compiled_without_a_graph_break_nor_a_recompilation(device):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("tied", ["weights", "made of another"])
+def test_gradients_to_differentiate_are_the_gradients(tied):
+    x = torch.randn(9, 6, dtype=torch.float64)
+    w1, w2, w3 = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((8, 6), (6, 8), (8, 6)))
+    mask = torch.arange(9) % 3 == 0
+
+    def gradients(create_graph):
+        others = (w1, w2, w3) if tied == "weights" else (w1.tanh(), w2, w1 * w3)
+        y = masked_ffn(x, w1, w2, w3, *others, mask)
+        return torch.autograd.grad(y.square().sum(), (w1, w2, w3), create_graph=create_graph)
+
+    torch.testing.assert_close([g.detach() for g in gradients(True)], list(gradients(False)))
+
+
+def test_forward_mode_is_refused_not_dropped():
+    x, w = torch.randn(5, 4), torch.randn(3, 4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(RuntimeError, match="masked_linear: expected inputs without forward-mode tangents"):
+            masked_linear(dual, w, w, torch.arange(5) < 2)
+
+
 def test_bad_plans_and_masks():
     x, w = torch.randn(6, 4), torch.randn(5, 4)
     with pytest.raises(RuntimeError, match=r"mask_plan: expected a strided mask of torch.bool, got torch.float32"):

@@ -114,6 +114,10 @@ def test_drawn():
         ("a.graph", "2 2\n2\n1\n", "expected 2 edges"),
         ("a.graph", "2 1\n3\n1\n", "expected columns within 2 x 2"),
         ("a.npz", "PK", "a.npz"),
+        ("a.npz", "PK\x03\x04 no archive", "a.npz"),
+        ("a.mtx.gz", "no gzip", "a.mtx.gz: Not a gzipped file"),
+        ("a.mtx", "", "expected a Matrix Market banner"),
+        ("a.mtx", "%%MatrixMarket matrix coordinate real general\n%\n", "not enough values"),
     ],
 )
 def test_broken_files_are_told(tmp_path, name, text, message):
@@ -122,6 +126,14 @@ def test_broken_files_are_told(tmp_path, name, text, message):
     with pytest.raises((ValueError, OSError), match=message) as caught:
         matrices.load(str(path))
     assert name in str(caught.value)
+
+
+def test_matrix_market_as_others_write_it(tmp_path):
+    """A comment beyond ASCII, ends of lines as on Windows, lines of nothing."""
+    text = "%%MatrixMarket matrix coordinate real general\r\n% Müller\r\n\r\n  \r\n2 2 1\r\n2 1 4.5\r\n"
+    (tmp_path / "a.mtx").write_bytes(text.encode("latin-1"))
+    read = matrices.load(str(tmp_path / "a.mtx"))
+    assert (read.crow.tolist(), read.col.tolist(), read.values.tolist()) == ([0, 0, 1], [0], [4.5])
 
 
 def test_hostile_npz(tmp_path):

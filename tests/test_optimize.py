@@ -173,6 +173,39 @@ def test_cross_attention_and_caches_are_stocks():
         torch.testing.assert_close([run() for run in runs], before, atol=1e-5, rtol=1e-5)
 
 
+def test_hooks_of_all_modules_and_forwards_of_yours_see_what_they_always_saw():
+    model = model_of("bert")
+    batch, seen = batch_of(model), []
+    dense = model.encoder.layer[0].intermediate.dense
+    expected = hidden(model, batch)
+    optimize(model)
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.append(module) if module is dense else None
+    )
+    hidden(model, batch)
+    hook.remove()
+    assert seen == [dense]
+    dense.forward = lambda x: 0 * torch.nn.functional.linear(x, dense.weight)
+    assert not torch.allclose(hidden(model, batch), expected)
+    del dense.forward
+    torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_undo_leaves_a_forward_of_yours():
+    model = model_of("bert")
+    handle, stock = optimize(model), type(model).forward
+    model.forward = mine = lambda *args, **kwargs: stock(model, *args, **kwargs)
+    handle.undo()
+    assert model.forward is mine
+
+
+def test_meta_tensors_have_shapes():
+    model = model_of("bert")
+    optimize(model)
+    ids = batch_of(model)["input_ids"].to("meta")
+    assert hidden(model.to("meta"), {"input_ids": ids}).shape == (*ids.shape, model.config.hidden_size)
+
+
 @pytest.mark.parametrize("where", ["attention.self", "attention", "attention.output", "output", "intermediate.dense"])
 def test_hooks_inside_a_layer_see_what_they_always_saw(where):
     model = model_of("bert")

@@ -288,6 +288,39 @@ def test_softmax_of_special_values_is_torch_s(columns, dtype, device):
     assert_special_alike(matmuls.scaled_masked_softmax(x, torch.zeros_like(x[:1])), expected)
 
 
+@pytest.mark.parametrize("masked", ["bytes", "causal", "both"])
+@pytest.mark.parametrize("columns", [40, 256, 5000])
+@every_dtype
+def test_special_values_behind_a_mask_of_bytes(columns, dtype, masked, device):
+    """Nothing is hidden from the last row of a causal triangle, nor behind a mask of zeros."""
+    x = special_rows(columns, dtype, device)
+    rows = x[:, None].expand(-1, 2 if masked == "bytes" else columns if columns < 300 else 1, -1).contiguous()
+    causal = masked != "bytes" and rows.shape[1] == columns
+    mask = None if masked == "causal" else torch.zeros(columns, dtype=torch.bool, device=device)
+    ours = matmuls.scaled_masked_softmax(rows, mask, causal=causal)[:, -1]
+    assert_special_alike(ours, x.softmax(-1))
+    tiny = matmuls.scaled_masked_softmax(x[:1], None if mask is None else mask.clone().fill_(True), 1e-50)
+    assert (tiny == (1 / columns if mask is None else 0)).all() or mask is None
+
+
+def test_a_causal_vector_is_refused_while_tracing(device):
+    x = torch.empty(5, device="meta")
+    for inplace in (False, True):
+        with pytest.raises(RuntimeError, match="scaled_masked_softmax: expected x of at least two dimensions"):
+            matmuls.scaled_masked_softmax(x, causal=True, inplace=inplace)
+
+
+def test_an_infinite_gradient_makes_infinite_sums(device):
+    x = draw(300, 40, device=device, dtype=torch.float32)
+    weight, bias = (torch.ones(40, device=device, requires_grad=True) for _ in range(2))
+    grad = torch.ones_like(x)
+    grad[3, 7] = INF
+    matmuls.layer_norm_(x.clone(), weight, bias).backward(grad)
+    assert bias.grad[7] == INF
+    assert weight.grad[7].isinf()
+    assert bias.grad.isfinite().sum() == 39
+
+
 @pytest.mark.parametrize("norm", [matmuls.layer_norm_, matmuls.rms_norm_], ids=lambda f: f.__name__)
 @every_dtype
 def test_nan_stays_in_its_row_of_a_norm(norm, dtype, device):

@@ -148,7 +148,7 @@ def test_fused_softmax_masks_and_scales(device):
     leaf = x.clone().requires_grad_()
     expected = (leaf * 0.5).masked_fill(hidden, float("-inf")).softmax(-1)
     (gradient,) = torch.autograd.grad(expected, leaf, grad)
-    for dtype in (torch.bool, torch.uint8, torch.float32, torch.float16):
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int64, torch.float32, torch.float16):
         mask = hidden.to(dtype)
         for scale in (0.5, torch.tensor(0.5), torch.tensor([0.5], device=device)):
             y = scaled_masked_softmax_forward(x, mask, scale)

@@ -1,5 +1,6 @@
 """Sparse products: every layout, dtype, index type and reduction against float64, gradients, plans, hostile input."""
 
+import pickle
 import subprocess
 import sys
 from itertools import product
@@ -511,6 +512,86 @@ def test_a_structure_lives_no_longer_than_its_tensor():
     assert len(matmuls.structure._known) == before + 1
     del a
     assert len(matmuls.structure._known) == before
+
+
+def test_the_mean_of_a_row_that_float16_cannot_count(device):
+    nonzeros = 70_000
+    values = torch.ones(nonzeros, dtype=torch.float16)
+    a = torch.sparse_csr_tensor(torch.tensor([0, nonzeros]), torch.arange(nonzeros), values, (1, nonzeros))
+    b = torch.ones(nonzeros, 2, dtype=torch.float16, device=device, requires_grad=True)
+    spmm(a.to(device), b, reduce="mean").sum().backward()
+    torch.testing.assert_close(b.grad, torch.full_like(b, 1 / nonzeros), atol=1e-7, rtol=0)
+
+
+@every_layout
+def test_inference_first_and_training_after(layout, device):
+    a = in_layout(draw_sparse(6, 9, 0.5, device=device), layout)
+    x = torch.randn(9, 4, device=device)
+    with torch.inference_mode():
+        spmm(a, x)
+        made = plan(a)
+        made @ x
+    x.requires_grad_()
+    (spmm(a, x).sum() + (made @ x).sum()).backward()
+    torch.testing.assert_close(x.grad, 2 * a.to_dense().sum(0)[:, None].expand(-1, 4))
+
+
+def test_indices_of_inference_tensors_are_looked_at_each_time(device):
+    with torch.inference_mode():
+        a = draw_sparse(6, 9, 0.5, device=device).to_sparse_csr()
+        x = torch.randn(9, 4, device=device)
+        spmm(a, x)
+        a.col_indices()[0] = 10**6
+        with pytest.raises(ValueError, match="columns from 0 to 8"):
+            spmm(a, x)
+
+
+def test_a_plan_survives_a_transposition_that_failed(monkeypatch, device):
+    made = plan(draw_sparse(6, 9, 0.5, device=device).to_sparse_csr())
+    right, x = matmuls.structure._csr_transpose, torch.randn(9, 4, device=device, requires_grad=True)
+
+    def fails(*args):
+        t_crow, t_col, t_order = right(*args)
+        return t_crow[:0], t_col, t_order  # of no differences none is the largest
+
+    monkeypatch.setattr(matmuls.structure, "_csr_transpose", fails)
+    with pytest.raises(RuntimeError):
+        made @ x
+    monkeypatch.undo()
+    (made @ x).sum().backward()
+    torch.testing.assert_close(x.grad[:, 0], (made @ torch.eye(9, device=device)).sum(0))
+
+
+def test_empty_batches(device):
+    x = torch.randn(2, 4, 5, device=device)
+    assert torch.equal(spmm(torch.zeros(2, 3, 4, device=device).to_sparse_csr(), x), x.new_zeros(2, 3, 5))
+    full = torch.ones(2, 3, 4, device=device).to_sparse_csr()
+    assert spmm(full, x[..., :0]).shape == (2, 3, 0)
+    assert not sddmm(x.new_ones(2, 3, 0), x.new_ones(2, 0, 4), full).any()
+
+
+def test_int64_indices_are_narrowed_once(device, monkeypatch):
+    counted, right = [], matmuls.structure._csr_transpose
+    monkeypatch.setattr(matmuls.structure, "_csr_transpose", lambda *args: counted.append(1) or right(*args))
+    pattern = draw_sparse(8, 8, 0.5, device=device).to_sparse_csr()
+    q, k, v = (torch.randn(8, 4, device=device, requires_grad=True) for _ in range(3))
+    for _ in range(3):
+        sparse_attention(q, k, v, pattern).sum().backward()
+    assert len(counted) == 1
+
+
+def test_a_plan_pickled_after_its_indices_were_written_over_is_refused():
+    made = plan(draw_sparse(6, 9, 0.5).to_sparse_csr())
+    made._structure.col[0] = 100
+    kept = pickle.dumps(made)
+    with pytest.raises(ValueError, match="columns from 0 to 8"):
+        pickle.loads(kept)
+
+
+def test_a_number_is_no_dense_side(device):
+    made = plan(draw_sparse(6, 9, 0.5, device=device).to_sparse_csr())
+    with pytest.raises(RuntimeError, match=r"spmm: expected dense of shape \[..., 9, n\], got \[\]"):
+        made @ torch.tensor(1.0, device=device)
 
 
 def test_compiled_plan():

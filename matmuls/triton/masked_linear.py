@@ -279,7 +279,8 @@ def power(n: int) -> int:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    return "tf32" if dtype == torch.float32 and torch._C._get_cublas_allow_tf32() else "ieee"
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"  # whichever switch said so
+    return "tf32" if tf32 else "ieee"
 
 
 def read_rows(x: Tensor) -> Tensor:
@@ -461,26 +462,23 @@ FEW_WEIGHTS = Tiles(128, 128, 32, warps=4, stages=3, pieces=4)
 _local = threading.local()
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each thread and device: two captures at one time must not meet in it."""
-    streams: dict[torch.device, torch.cuda.Stream] = _local.__dict__.setdefault("streams", {})
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)
-    return streams[device]
-
-
 def _beside(device: torch.device, one: Callable[[], Tensor], other: Callable[[], None]) -> Tensor:
     """one(), and beside it on a second stream other(), which allocates nothing."""
     if INTERPRETED:
         y = one()
         other()
         return y
-    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    # A second stream for each thread and stream: two captures at one time, or a capture and a call, must not meet in it.
+    main = torch.cuda.current_stream(device)
+    streams: dict[torch.cuda.Stream, torch.cuda.Stream] = _local.__dict__.setdefault("streams", {})
+    side = streams.get(main) or streams.setdefault(main, torch.cuda.Stream(device))
     side.wait_stream(main)
     y = one()
-    with torch.cuda.stream(side):
-        other()
-    main.wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            other()
+    finally:  # what it began may still be at work in memory that others are given next
+        main.wait_stream(side)
     return y
 
 

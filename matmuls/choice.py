@@ -1,4 +1,4 @@
-"""Which product a plan takes: our own, one of cuSPARSE's or the dense one, measured once for a dtype and width.
+"""Which product a plan takes: ours by rows or blocks, one of cuSPARSE's or the dense one, measured for dtype and width.
 
 Only products that give the same bits every time are candidates: of cuSPARSE's algorithms csr_alg3 and coo_alg2, as its
 documentation has it, and of these csr_alg3 alone: coo_alg2 was never the fastest, and measuring it took three quarters
@@ -16,13 +16,15 @@ import torch
 
 from custom_mm.indices import version_of
 
+from .blocks import bsr_spmm
 from .dense import matmul
 from .measure import time_warm
-from .structure import Structure, is_capturing
+from .structure import Blocks, Structure, is_capturing
 
 OURS = "ours"
 DENSE = "dense"
 HALVES = "dense in halves"
+BLOCKS = "blocks on tensor cores"
 CUSPARSE = {"cusparse csr_alg3": ("csr", "csr_alg3")}
 SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
 # How many elements of the dense matrix there may be for each nonzero: on tensor cores and elsewhere. And bytes in all:
@@ -30,7 +32,7 @@ SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all lau
 FILL_TENSOR_CORES, FILL = 256, 16
 SMALL_BYTES = 2**28
 CLOSE = 1.5  # times the fastest in a first round: those are timed again
-FAR = 1.4  # times the dense product: where ours takes longer, no algorithm of cuSPARSE's is faster
+FAR = 1.4  # times the dense product: where ours takes longer, no algorithm of cuSPARSE's is faster; so too for blocks
 FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
 CLEAR, CLEAR_PRODUCTS = 1.6, 2**24  # times that one way is estimated to take of another: nothing is measured then
@@ -149,6 +151,37 @@ class Halves(Full):
         return result
 
 
+class ByBlocks:
+    """A matrix stored in blocks, which a kernel reads as they lie: values may change, and b may have a gradient."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+
+    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        s, height, width = self._blocks.structure, self._blocks.height, self._blocks.width
+        order, *reverse = s.arguments(b.requires_grad and torch.is_grad_enabled())
+        values = values.detach().to(dtype).reshape(-1, height, width)
+        return bsr_spmm(s.crow, s.col, values, b.to(dtype), s.columns * width, order, False, *reverse)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return []  # the structure's
+
+
+def takes_blocks(structure: Structure, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether tensor cores can multiply them: in 16 bits, or in float32 where TF32 is allowed."""
+    if structure.blocks is None or device.type != "cuda" or dtype == torch.float64:
+        return False
+    narrow = dtype.itemsize == 2 or torch.get_float32_matmul_precision() != "highest"
+    return narrow and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _agree(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """But for rounding; TF32 keeps 11 bits of a number."""
+    eps = torch.finfo(torch.float16 if x.dtype == torch.float32 else x.dtype).eps
+    return bool((x - y).float().norm() <= 16 * eps * y.float().norm())
+
+
 def _state(values: torch.Tensor) -> Any:
     return values.data_ptr(), version_of(values), values.dtype
 
@@ -199,7 +232,7 @@ class Measurement:
     estimated: bool = False
 
     def fastest(self, dense: bool, cusparse: bool) -> str:
-        kinds = {OURS: True, DENSE: dense, HALVES: dense and cusparse}
+        kinds = {OURS: True, BLOCKS: True, DENSE: dense, HALVES: dense and cusparse}
         found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
         return min(found, key=lambda name: found[name], default=OURS)
 
@@ -250,7 +283,7 @@ class Choice:
         """Waits for the GPU. stay: values that will not are not left in what graphs read."""
         values, b = values.detach(), b.detach()
         runs: dict[str, Callable[[], object]] = {OURS: lambda: self._ours(values, b)}
-        runs[OURS]()
+        ours = self._ours(values, b)
         seconds: dict[str, float | None] = {}
         best: dict[str, float] = {}
 
@@ -259,8 +292,12 @@ class Choice:
                 made = self._made(name) if stay or name in CUSPARSE else self._new(name)
                 if isinstance(made, Cusparse):
                     made.learn(values, b, dtype)
-                made(values, b, dtype)
-            except RuntimeError:  # cuSPARSE does not support it, or there is no memory
+                product = made(values, b, dtype)
+                if name == BLOCKS and not _agree(product, ours):
+                    raise RuntimeError(f"{name} differs from {OURS}")
+            except Exception as error:  # cuSPARSE does not support it, or there is no memory
+                if name != BLOCKS and not isinstance(error, RuntimeError):  # Triton's compiler raises what it likes
+                    raise
                 seconds[name] = None
                 return False
             runs[name] = lambda: made(values, b, dtype)
@@ -273,17 +310,18 @@ class Choice:
                 best[name] = min(best.get(name, math.inf), timing.seconds)
 
         candidates = self._candidates(dtype, b)
-        full = candidates.pop(0) if candidates and candidates[0] in (DENSE, HALVES) else None
-        clear = self._estimates(full, dtype, b) if full else {}
+        large = [name for name in candidates if name in (DENSE, HALVES, BLOCKS)]
+        clear = self._estimates(large[0], dtype, b) if large and BLOCKS not in large else {}
         is_clear = bool(clear) and max(clear.values()) > CLEAR * min(clear.values())
-        if is_clear and (min(clear, key=lambda name: clear[name]) == OURS or ready(full or "")):
+        if is_clear and (min(clear, key=lambda name: clear[name]) == OURS or ready(large[0])):
             if b.is_cuda:  # what was made is there for every stream
                 torch.cuda.current_stream(b.device).synchronize()
             return self._known(dtype, Measurement(b.shape[1], {**clear}, estimated=True))
-        if full and full not in seconds and ready(full):
-            race([OURS, full], 1)
-        if best.get(OURS, 0) <= FAR * best.get(full or "", math.inf):
-            others = [name for name in candidates if ready(name)]
+        found = [name for name in large if name not in seconds and ready(name)]
+        if found:
+            race([OURS, *found], 1)
+        if best.get(OURS, 0) <= FAR * min((best[name] for name in found), default=math.inf):
+            others = [name for name in candidates if name not in large and ready(name)]
             if others:
                 race(others if best else [OURS, *others], 1)
         close = [name for name in best if best[name] <= CLOSE * min(best.values())]
@@ -313,7 +351,7 @@ class Choice:
         return {name: t * 1e-6 for name, t in us.items()}
 
     def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
-        """The matrix with its zeros first, where it is worth a try."""
+        """The matrix with its zeros first, where it is worth a try; its blocks last."""
         s, device = self._structure, b.device
         on_gpu = device.type == "cuda"
         found = list(CUSPARSE) if on_gpu and s.nonzeros * b.shape[1] < LARGE else []
@@ -328,6 +366,8 @@ class Choice:
             and self._fits(elements * dtype.itemsize, device)
         ):
             found.insert(0, HALVES if halves else DENSE)
+        if takes_blocks(s, dtype, device):
+            found.append(BLOCKS)
         return found
 
     @staticmethod
@@ -342,8 +382,11 @@ class Choice:
         return self._products[name]
 
     def _new(self, name: str) -> Product:
+        s = self._structure
+        if name == BLOCKS and s.blocks is not None:
+            return ByBlocks(s.blocks)
         full: dict[str, Callable[[Structure], Product]] = {DENSE: Dense, HALVES: Halves}
-        return full[name](self._structure) if name in full else Cusparse(self._structure, *CUSPARSE[name])
+        return full[name](s) if name in full else Cusparse(s, *CUSPARSE[name])
 
     def refresh(self, values: torch.Tensor) -> None:
         """Other values, from now on."""

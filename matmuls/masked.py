@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import Function, once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from . import masked_plain as plain
+from .registration import library, register, register_autocast, register_gradient
 
 REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -317,40 +317,43 @@ def _ffn_backward_meta(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 # ------------------------------------------------------------------------------------------------------- registration
-# Triton is called from Python, so the operators are registered in Python too. By Library.impl: a call costs 5.4 us and
-# with a gradient 11.1, where a custom_op costs 7.8 and 18.8.
 
-_library: Any = torch.library.Library("custom_mm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _experts = "Tensor w1, Tensor w2, Tensor w3, Tensor u1, Tensor u2, Tensor u3"
-_schemas = (
-    "mask_plan(Tensor mask) -> (Tensor, Tensor)",
-    "masked_linear(Tensor x, Tensor w1, Tensor w2, Tensor rows, Tensor counts, Tensor? b1=None, Tensor? b2=None, "
-    "SymInt known=-1) -> Tensor",
-    "masked_weights(Tensor grad, Tensor x, Tensor rows, Tensor counts, bool first=True, bool second=True, "
-    "SymInt known=-1) -> (Tensor, Tensor)",
-    "masked_linear_backward(Tensor grad, Tensor x, Tensor w1, Tensor w2, Tensor rows, Tensor counts, bool first=True, "
-    "bool second=True, SymInt known=-1) -> (Tensor, Tensor, Tensor)",
-    "masked_sums(Tensor x, Tensor rows, Tensor counts) -> Tensor",
-    f"masked_ffn(Tensor x, {_experts}, Tensor rows, Tensor counts, bool recompute=False) -> Tensor",
-    f"masked_ffn_forward(Tensor x, {_experts}, Tensor rows, Tensor counts, bool keep) -> (Tensor, Tensor)",
-    f"masked_ffn_backward(Tensor grad, Tensor x, {_experts}, Tensor rows, Tensor counts, Tensor? t, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-for _schema in _schemas:
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-for _name, _kernel, _meta in (
-    ("mask_plan", _plan_kernel, _plan_meta),
-    ("masked_linear", _linear_kernel, _linear_meta),
-    ("masked_weights", _weights_kernel, _weights_meta),
-    ("masked_linear_backward", _linear_backward, _linear_backward_meta),
-    ("masked_sums", _sums_kernel, _sums_meta),
-    ("masked_ffn", _ffn, _ffn),
-    ("masked_ffn_forward", _ffn_forward, _ffn_forward_meta),
-    ("masked_ffn_backward", _ffn_backward, _ffn_backward_meta),
+for _schema, _kernel, _meta in (
+    ("mask_plan(Tensor mask) -> (Tensor, Tensor)", _plan_kernel, _plan_meta),
+    (
+        "masked_linear(Tensor x, Tensor w1, Tensor w2, Tensor rows, Tensor counts, Tensor? b1=None, Tensor? b2=None, "
+        "SymInt known=-1) -> Tensor",
+        _linear_kernel,
+        _linear_meta,
+    ),
+    (
+        "masked_weights(Tensor grad, Tensor x, Tensor rows, Tensor counts, bool first=True, bool second=True, "
+        "SymInt known=-1) -> (Tensor, Tensor)",
+        _weights_kernel,
+        _weights_meta,
+    ),
+    (
+        "masked_linear_backward(Tensor grad, Tensor x, Tensor w1, Tensor w2, Tensor rows, Tensor counts, "
+        "bool first=True, bool second=True, SymInt known=-1) -> (Tensor, Tensor, Tensor)",
+        _linear_backward,
+        _linear_backward_meta,
+    ),
+    ("masked_sums(Tensor x, Tensor rows, Tensor counts) -> Tensor", _sums_kernel, _sums_meta),
+    (f"masked_ffn(Tensor x, {_experts}, Tensor rows, Tensor counts, bool recompute=False) -> Tensor", _ffn, _ffn),
+    (
+        f"masked_ffn_forward(Tensor x, {_experts}, Tensor rows, Tensor counts, bool keep) -> (Tensor, Tensor)",
+        _ffn_forward,
+        _ffn_forward_meta,
+    ),
+    (
+        f"masked_ffn_backward(Tensor grad, Tensor x, {_experts}, Tensor rows, Tensor counts, Tensor? t, bool[] needs) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _ffn_backward,
+        _ffn_backward_meta,
+    ),
 ):
-    _library.impl(_name, _kernel, "CPU")
-    _library.impl(_name, _kernel, "CUDA")
-    _library.impl(_name, _meta, "Meta")
+    register(_schema, _kernel, _meta)
 
 _ops = torch.ops.custom_mm
 _plan: Callable[..., tuple[Tensor, Tensor]] = _ops.mask_plan.default
@@ -506,23 +509,6 @@ def _once(name: str) -> type[Function]:
     return Once
 
 
-def _register_gradient(name: str, function: type[Function]) -> None:
-    operator = getattr(_ops, name).default
-    defaults = [a.default_value for a in operator._schema.arguments]
-
-    def autograd(*args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(
-            isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args
-        ):
-            _fail(name, "inputs without forward-mode tangents", "a dual tensor")
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return function.apply(*args, *defaults[len(args) :])  # type: ignore[no-untyped-call]
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*args)
-
-    _library.impl(name, autograd, "Autograd")
-
-
 for _name, _function in (
     ("masked_linear", _Linear),
     ("masked_weights", _Weights),
@@ -532,31 +518,12 @@ for _name, _function in (
     ("masked_linear_backward", _once("masked_linear_backward")),
     ("masked_ffn_backward", _once("masked_ffn_backward")),
 ):
-    _register_gradient(_name, _function)
-_library.impl("mask_plan", torch.library.fallthrough_kernel, "Autograd")
+    register_gradient(_name, _function)
+library.impl("mask_plan", torch.library.fallthrough_kernel, "Autograd")
 
 
-def _register_autocast(name: str, device: str) -> None:
-    """Floats of another width to autocast's, as torch's linear has it; float64 stays."""
-    operator = getattr(_ops, name).default
-    key = f"Autocast{device.upper()}"
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def cast(a: Any, dtype: torch.dtype) -> Any:
-        eligible = isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
-        return a.to(dtype) if eligible and a.device.type == device else a
-
-    def autocast(*args: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device)
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return operator(*(cast(a, dtype) for a in args))
-
-    _library.impl(name, autocast, key)
-
-
-for _device in ("cpu", "cuda"):
-    for _name in ("masked_linear", "masked_ffn"):
-        _register_autocast(_name, _device)
+for _name in ("masked_linear", "masked_ffn"):
+    register_autocast(_name)
 
 
 # What torch.utils.flop_counter counts: every row goes through one expert.

@@ -1,12 +1,14 @@
 """A sparse matrix by its rows, without its values: checked once, and known for as long as its tensor lives."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from custom_mm.indices import check_entries, check_rows, version_of
 
+from .blocks import KERNEL_SIZES
 from .chunks import Chunks, chunks_of
 
 _csr_transpose: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
@@ -22,6 +24,15 @@ def is_capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where a matrix has blocks: a matrix of them, checked too. The values are [blocks, height, width]."""
+
+    structure: "Structure"
+    height: int
+    width: int
 
 
 class Structure:
@@ -47,6 +58,7 @@ class Structure:
         self._distinct: bool | None = None
         self._chunks: dict[tuple[int, int], Chunks] = {}
         self._narrow: Structure | None = None
+        self.blocks: Blocks | None = None  # where it is stored in blocks that a kernel takes
         self.longest_column = -1  # known with the transposed matrix
         if crow.dim() != 1 or crow.shape[0] != self.rows + 1:
             raise ValueError(
@@ -69,6 +81,10 @@ class Structure:
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (self.crow, self.col, self.order, *(self._transposed or ())) if t is not None]
+
+    @property
+    def block_tensors(self) -> list[torch.Tensor]:
+        return [] if self.blocks is None else self.blocks.structure.tensors
 
     @property
     def nonzeros(self) -> int:
@@ -113,6 +129,8 @@ class Structure:
         versions = self._versions  # another thread may just be adding the transposed matrix
         if versions != self._versions_now()[: len(versions)]:
             raise ValueError(f"{name}: expected indices as they were when they were checked, got indices written over")
+        if self.blocks is not None:
+            self.blocks.structure.check_unchanged(name)
 
     def transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The same by columns, made once."""
@@ -145,6 +163,8 @@ class Structure:
                 if self._transposed is not None:
                     t_crow, t_col, t_order = self._transposed
                     narrow._transposed = t_crow.int(), t_col.int(), None if t_order is None else t_order.int()
+            if self.blocks is not None:
+                narrow.blocks = replace(self.blocks, structure=self.blocks.structure.in_int32())
             narrow._versions = narrow._versions_now()
             self._narrow = narrow
         return self._narrow
@@ -199,7 +219,11 @@ def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: tor
         index = inner.dtype if values.numel() < INT32_MAX else torch.int64
         row = (block_row[:, None, None] * height + down[None, :, None]).expand(-1, -1, width)
         col = (block_col[:, None, None] * width + across[None, None, :]).expand(-1, height, -1)
-        return from_entries(name, row.reshape(-1).to(index), col.reshape(-1).to(index), (rows, columns))
+        made = from_entries(name, row.reshape(-1).to(index), col.reshape(-1).to(index), (rows, columns))
+        whole = rows % height == columns % width == 0
+        if whole and height in KERNEL_SIZES and width in KERNEL_SIZES:
+            made.blocks = Blocks(blocks if by_rows else _by_rows(name, blocks), height, width)
+        return made
     if a.dim() == 2:
         structure = Structure(name, offsets.contiguous(), inner.contiguous(), (outer_size, inner_size))
     else:
@@ -216,19 +240,22 @@ def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: tor
         structure = Structure(
             name, joined, (inner + each * inner_size).reshape(-1), (count * outer_size, count * inner_size), batch=count
         )
-    if by_rows:
-        return structure
-    crow, col, order = _csr_transpose(structure.crow, structure.col, structure.columns)
+    return structure if by_rows else _by_rows(name, structure)
+
+
+def _by_rows(name: str, by_columns: Structure) -> Structure:
+    """The transposed matrix, which keeps the other."""
+    crow, col, order = _csr_transpose(by_columns.crow, by_columns.col, by_columns.columns)
     made = Structure(
         name,
         crow,
         col,
-        (structure.columns, structure.rows),
+        (by_columns.columns, by_columns.rows),
         order=order,
-        transposed=(structure.crow, structure.col, None),
-        batch=structure.batch,
+        transposed=(by_columns.crow, by_columns.col, None),
+        batch=by_columns.batch,
     )
-    made.longest_column = structure.longest
+    made.longest_column = by_columns.longest
     return made
 
 

@@ -109,6 +109,12 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     made = chunks_of(narrow.crow, s.nonzeros, s.longest, 4, 2)
     parts = narrow.crow, narrow.col, single, right.clone().requires_grad_(), 5, made.slots
     yield _ops.csr_spmm_chunks.default, (made.begins, made.ends, made.cut, made.empty, *parts)
+    blocks, wide = draw(s.nonzeros, 16, 32).requires_grad_(), draw(5 * 32, 3).requires_grad_()
+    yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32)
+    yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32, None, False, *transposed)
+    tall = draw(6 * 16, 3).requires_grad_()
+    yield _ops.bsr_spmm.default, (*transposed[:2], blocks, tall, 6 * 16, transposed[2], True)
+    yield _ops.bsr_sddmm.default, (s.crow, s.col, tall, wide, 5 * 32, 16, 32)
 
 
 def _sddmm_samples(draw: Draw) -> Iterator[Call]:
@@ -189,6 +195,8 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_halves.default,
             _ops.csr_spmm_halves.default,
             _ops.csr_spmm_chunks.default,
+            _ops.bsr_spmm.default,
+            _ops.bsr_sddmm.default,
         ),
         samples=_spmm_samples,
         bad=_spmm_bad,

@@ -468,7 +468,7 @@ def _beside(device: torch.device, one: Callable[[], Tensor], other: Callable[[],
         y = one()
         other()
         return y
-    # A second stream for each thread and stream: two captures at one time, or a capture and a call, must not meet in it.
+    # One for each thread and stream: two captures at one time, or a capture and a call, must not meet in it.
     main = torch.cuda.current_stream(device)
     streams: dict[torch.cuda.Stream, torch.cuda.Stream] = _local.__dict__.setdefault("streams", {})
     side = streams.get(main) or streams.setdefault(main, torch.cuda.Stream(device))

@@ -1,0 +1,377 @@
+"""Matrices stored in blocks: their product with a dense one and, where they have blocks, that of two dense ones.
+
+Blocks lie as torch's BSR has them: offsets of the rows of blocks, the column of each block, values [blocks, h, w].
+Whoever calls has checked the indices (structure.py). Triton on a GPU for blocks of tensor cores' sizes, torch else.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.utils.flop_counter import register_flop_formula
+
+from .registration import register, register_autocast, register_gradient
+
+KERNEL_SIZES = (16, 32, 64, 128)  # heights and widths of blocks that triton/blocks.py takes
+REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def _fail(name: str, expected: str, got: object) -> None:
+    raise RuntimeError(f"{name}: expected {expected}, got {got}")
+
+
+def _check_dense(name: str, which: str, t: Tensor, rows: int, like: Tensor) -> None:
+    if t.layout != torch.strided or t.dim() != 2 or t.shape[0] != rows:
+        _fail(name, f"{which} to be strided, of shape [{rows}, n]", f"{t.layout} of shape {list(t.shape)}")
+    if t.dtype not in REAL or t.dtype != like.dtype:
+        _fail(name, f"{which} in one dtype with the others, float64, float32, float16 or bfloat16", t.dtype)
+    if t.device != like.device:
+        _fail(name, f"{which} on {like.device} as the others are", t.device)
+
+
+def _check_indices(
+    name: str, crow: Tensor, col: Tensor, columns: int, width: int, order: Tensor | None, device: torch.device
+) -> None:
+    if crow.dim() != 1 or col.dim() != 1 or crow.shape[0] == 0:
+        _fail(name, "offsets [rows + 1] and columns [blocks]", f"{list(crow.shape)} and {list(col.shape)}")
+    if crow.dtype not in (torch.int32, torch.int64) or col.dtype != crow.dtype:
+        _fail(name, "indices in int32 or in int64", f"{crow.dtype} and {col.dtype}")
+    if width < 1 or columns % width != 0:
+        _fail(name, "columns in whole blocks", f"{columns} for blocks of {width}")
+    if order is not None and (order.shape != col.shape or order.dtype not in (torch.int32, torch.int64)):
+        _fail(name, f"order to be whole numbers of shape {list(col.shape)}", f"{order.dtype} {list(order.shape)}")
+    for t in (crow, col) if order is None else (crow, col, order):
+        if t.device != device:
+            _fail(name, f"indices on {device} as the others are", t.device)
+
+
+def _check_reverse(name: str, t_crow: Tensor | None, t_col: Tensor | None, places: int, col: Tensor) -> None:
+    if (t_crow is None) != (t_col is None):
+        _fail(name, "both t_crow and t_col or neither", "t_col alone" if t_crow is None else "t_crow alone")
+    if t_crow is not None and t_col is not None and (t_crow.shape[0] != places + 1 or t_col.shape != col.shape):
+        expected = f"t_crow of shape [{places + 1}] and t_col of shape {list(col.shape)}"
+        _fail(name, expected, f"{list(t_crow.shape)} and {list(t_col.shape)}")
+
+
+def _check_spmm(
+    crow: Tensor,
+    col: Tensor,
+    values: Tensor,
+    dense: Tensor,
+    columns: int,
+    order: Tensor | None,
+    transposed: bool,
+    t_crow: Tensor | None,
+    t_col: Tensor | None,
+) -> None:
+    name = "bsr_spmm"
+    if values.layout != torch.strided or values.dim() != 3 or values.shape[0] != col.shape[0]:
+        expected = f"values to be strided, of shape [{col.shape[0]}, height, width]"
+        _fail(name, expected, f"{values.layout} of shape {list(values.shape)}")
+    width = values.shape[1 if transposed else 2]
+    _check_indices(name, crow, col, columns, width, order, values.device)
+    _check_reverse(name, t_crow, t_col, columns // width, col)
+    _check_dense(name, "dense", dense, columns, values)
+
+
+def _check_sddmm(
+    crow: Tensor,
+    col: Tensor,
+    a: Tensor,
+    b: Tensor,
+    columns: int,
+    height: int,
+    width: int,
+    order: Tensor | None,
+    t_crow: Tensor | None,
+    t_col: Tensor | None,
+) -> None:
+    name = "bsr_sddmm"
+    _check_indices(name, crow, col, columns, width, order, a.device)
+    _check_reverse(name, t_crow, t_col, columns // width, col)
+    _check_dense(name, "a", a, (crow.shape[0] - 1) * height, a)
+    _check_dense(name, "b", b, columns, a)
+    if a.shape[1] != b.shape[1]:
+        _fail(name, f"b of {a.shape[1]} columns as a has", b.shape[1])
+
+
+# --------------------------------------------------------------- kernels: Triton's or torch's, and shapes alone (Meta)
+
+
+def _by_triton(x: Tensor, height: int, width: int) -> bool:
+    return x.is_cuda and x.dtype != torch.float64 and height in KERNEL_SIZES and width in KERNEL_SIZES
+
+
+def _plain_spmm(
+    crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, order: Tensor | None, transposed: bool
+) -> Tensor:
+    """Every block by its rows of dense, and those of a row of blocks added up in order; in float32 or wider."""
+    blocks = values if order is None else values[order]
+    blocks = blocks.mT if transposed else blocks
+    wide = torch.promote_types(values.dtype, torch.float32)
+    (_, height, width), (K, N) = blocks.shape, dense.shape
+    parts = torch.bmm(blocks.to(wide), dense.reshape(K // width, width, N)[col].to(wide))
+    summed = torch.segment_reduce(parts, "sum", offsets=crow, axis=0)
+    return summed.to(values.dtype).view((crow.shape[0] - 1) * height, N)
+
+
+def _plain_sddmm(
+    crow: Tensor, col: Tensor, a: Tensor, b: Tensor, height: int, width: int, order: Tensor | None
+) -> Tensor:
+    rows, D = crow.shape[0] - 1, a.shape[1]
+    row = torch.repeat_interleave(torch.arange(rows, device=a.device), crow.diff(), output_size=col.shape[0])
+    wide = torch.promote_types(a.dtype, torch.float32)
+    left, right = a.reshape(rows, height, D)[row], b.reshape(b.shape[0] // width, width, D)[col]
+    found = torch.bmm(left.to(wide), right.to(wide).mT).to(a.dtype)
+    return found if order is None else torch.empty_like(found).index_copy_(0, order.long(), found)
+
+
+def _spmm_kernel(
+    crow: Tensor,
+    col: Tensor,
+    values: Tensor,
+    dense: Tensor,
+    columns: int,
+    order: Tensor | None = None,
+    transposed: bool = False,
+    t_crow: Tensor | None = None,
+    t_col: Tensor | None = None,
+    t_order: Tensor | None = None,
+) -> Tensor:
+    _check_spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col)
+    height, width = values.shape[1:]
+    rows, N = (crow.shape[0] - 1) * (width if transposed else height), dense.shape[1]
+    if col.shape[0] == 0 or N == 0 or height == 0:
+        return dense.new_zeros(rows, N)
+    if _by_triton(dense, height, width):
+        from .triton.blocks import product
+
+        return product(crow, col, values, dense, order, transposed)
+    return _plain_spmm(crow, col, values, dense, order, transposed)
+
+
+def _spmm_meta(
+    crow: Tensor,
+    col: Tensor,
+    values: Tensor,
+    dense: Tensor,
+    columns: int,
+    order: Tensor | None = None,
+    transposed: bool = False,
+    t_crow: Tensor | None = None,
+    t_col: Tensor | None = None,
+    t_order: Tensor | None = None,
+) -> Tensor:
+    _check_spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col)
+    return dense.new_empty((crow.shape[0] - 1) * values.shape[2 if transposed else 1], dense.shape[1])
+
+
+def _sddmm_kernel(
+    crow: Tensor,
+    col: Tensor,
+    a: Tensor,
+    b: Tensor,
+    columns: int,
+    height: int,
+    width: int,
+    order: Tensor | None = None,
+    t_crow: Tensor | None = None,
+    t_col: Tensor | None = None,
+    t_order: Tensor | None = None,
+) -> Tensor:
+    _check_sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col)
+    if col.shape[0] == 0 or a.shape[1] == 0 or height == 0:
+        return a.new_zeros(col.shape[0], height, width)
+    if _by_triton(a, height, width):
+        from .triton.blocks import sampled
+
+        return sampled(crow, col, a, b, height, width, order)
+    return _plain_sddmm(crow, col, a, b, height, width, order)
+
+
+def _sddmm_meta(
+    crow: Tensor,
+    col: Tensor,
+    a: Tensor,
+    b: Tensor,
+    columns: int,
+    height: int,
+    width: int,
+    order: Tensor | None = None,
+    t_crow: Tensor | None = None,
+    t_col: Tensor | None = None,
+    t_order: Tensor | None = None,
+) -> Tensor:
+    _check_sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col)
+    return a.new_empty(col.shape[0], height, width)
+
+
+_reverse = "Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None"
+register(
+    "bsr_spmm(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, Tensor? order=None, "
+    f"bool transposed=False, {_reverse}) -> Tensor",
+    _spmm_kernel,
+    _spmm_meta,
+)
+register(
+    "bsr_sddmm(Tensor crow, Tensor col, Tensor a, Tensor b, SymInt columns, SymInt height, SymInt width, "
+    f"Tensor? order=None, {_reverse}) -> Tensor",
+    _sddmm_kernel,
+    _sddmm_meta,
+)
+_ops = torch.ops.custom_mm
+_transpose: Callable[..., tuple[Tensor, Tensor, Tensor]] = _ops.csr_transpose.default
+_spmm: Callable[..., Tensor] = _ops.bsr_spmm.default
+_sddmm: Callable[..., Tensor] = _ops.bsr_sddmm.default
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+# Each operator's are the two operators again, over the blocks by rows or by columns: differentiable in their turn.
+
+Blocks = tuple[Tensor, Tensor, Tensor | None]  # offsets, columns, order
+
+
+def _by_columns(blocks: Blocks, across: int, t_crow: Tensor | None, t_col: Tensor | None, t_order: Any) -> Blocks:
+    """What was given, or made: `across` columns of blocks."""
+    if t_crow is not None and t_col is not None:
+        return t_crow, t_col, t_order
+    crow, col, order = blocks
+    t_crow, t_col, t_order = _transpose(crow, col, across)
+    return t_crow, t_col, t_order if order is None else order[t_order.long()]
+
+
+class _Spmm(Function):
+    @staticmethod
+    def forward(ctx: Any, crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, *rest: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            c = _spmm(crow, col, values, dense, *rest)
+        ctx.columns, order, ctx.transposed, *reverse = rest
+        ctx.sizes = values.shape[1:]
+        _, _, need_values, need_dense, *_ = ctx.needs_input_grad
+        kept = dense if need_values else None, values if need_dense else None
+        ctx.save_for_backward(crow, col, order, *reverse, *kept)
+        return c
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        crow, col, order, *reverse, dense, values = ctx.saved_tensors
+        _, _, need_values, need_dense, *_ = ctx.needs_input_grad
+        own, columns, (height, width) = (crow, col, order), ctx.columns, ctx.sizes
+        d_values = d_dense = None
+        if need_dense or ctx.transposed:
+            other = _by_columns(own, columns // (height if ctx.transposed else width), *reverse)
+        if need_dense:
+            d_dense = _spmm(*other[:2], values, g, g.shape[0], other[2], not ctx.transposed, *own)
+        if need_values and ctx.transposed:  # as the blocks lie: theirs are the rows of dense
+            d_values = _sddmm(*other[:2], dense, g, g.shape[0], height, width, other[2], *own)
+        elif need_values:
+            d_values = _sddmm(crow, col, g, dense, columns, height, width, order, *reverse)
+        return None, None, d_values, d_dense, *[None] * 6
+
+
+class _Sddmm(Function):
+    @staticmethod
+    def forward(ctx: Any, crow: Tensor, col: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            values = _sddmm(crow, col, a, b, *rest)
+        ctx.columns, _, ctx.width, order, *reverse = rest
+        _, _, need_a, need_b, *_ = ctx.needs_input_grad
+        ctx.rows = a.shape[0]
+        ctx.save_for_backward(crow, col, order, *reverse, a if need_b else None, b if need_a else None)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        crow, col, order, *reverse, a, b = ctx.saved_tensors
+        _, _, need_a, need_b, *_ = ctx.needs_input_grad
+        own = crow, col, order
+        da = db = None
+        if need_a:
+            da = _spmm(crow, col, g, b, ctx.columns, order, False, *reverse)
+        if need_b:
+            other = _by_columns(own, ctx.columns // ctx.width, *reverse)
+            db = _spmm(*other[:2], g, a, ctx.rows, other[2], True, *own)
+        return None, None, da, db, *[None] * 7
+
+
+for _name, _function in (("bsr_spmm", _Spmm), ("bsr_sddmm", _Sddmm)):
+    register_gradient(_name, _function)
+    register_autocast(_name)
+
+
+@register_flop_formula(_ops.bsr_spmm)
+def _spmm_flops(
+    crow: torch.Size, col: torch.Size, values: torch.Size, dense: torch.Size, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * values.numel() * dense[1]
+
+
+@register_flop_formula(_ops.bsr_sddmm)
+def _sddmm_flops(
+    crow: torch.Size,
+    col: torch.Size,
+    a: torch.Size,
+    b: torch.Size,
+    columns: int,
+    height: int,
+    width: int,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return 2 * col[0] * height * width * a[1]
+
+
+# -------------------------------------------------------------------------------------------------------------- public
+
+
+def bsr_spmm(
+    crow: Tensor,
+    col: Tensor,
+    values: Tensor,
+    dense: Tensor,
+    columns: int,
+    order: Tensor | None = None,
+    transposed: bool = False,
+    t_crow: Tensor | None = None,
+    t_col: Tensor | None = None,
+    t_order: Tensor | None = None,
+) -> Tensor:
+    """A @ dense, A stored in blocks [h, w]: [rows of blocks * h, N].
+
+    crow: [rows of blocks + 1]; col: [blocks], columns of blocks; int32 or int64, trusted. values: [blocks, h, w];
+    dense: [columns, N], rows of any stride; one of float64, float32, float16, bfloat16. order: block p's numbers are
+    values[order[p]]; transposed: they are read as [w, h]. t_crow, t_col, t_order: the blocks by columns, for a
+    gradient to dense; made anew where they are not given.
+
+    Sums in float32 (float64 for float64), TF32 only where torch's own switch allows it, in the order of `col`: the same
+    bits every time. Duplicates are added; a row without blocks is 0. Differentiable, twice and more, in values and
+    dense. Under autocast as torch.matmul.
+
+    Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not fit.
+    """
+    return _spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col, t_order)
+
+
+def bsr_sddmm(
+    crow: Tensor,
+    col: Tensor,
+    a: Tensor,
+    b: Tensor,
+    columns: int,
+    height: int,
+    width: int,
+    order: Tensor | None = None,
+    t_crow: Tensor | None = None,
+    t_col: Tensor | None = None,
+    t_order: Tensor | None = None,
+) -> Tensor:
+    """The blocks [height, width] of a @ b^T at crow and col: [blocks, height, width], block p at [order[p]] if given.
+
+    a: [rows of blocks * height, D]; b: [columns, D]; the rest, gradients and errors as `bsr_spmm`.
+    """
+    return _sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col, t_order)

@@ -25,7 +25,7 @@ OURS = "ours"
 DENSE = "dense"
 HALVES = "dense in halves"
 BLOCKS = "blocks on tensor cores"
-CUSPARSE = {"cusparse csr_alg3": ("csr", "csr_alg3")}
+CUSPARSE = "cusparse csr_alg3"
 SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
 # How many elements of the dense matrix there may be for each nonzero: on tensor cores and elsewhere. And bytes in all:
 # of a CPU's, and on a GPU without asking it for room.
@@ -187,16 +187,15 @@ def _state(values: torch.Tensor) -> Any:
 
 
 class Cusparse:
-    """cusparseSpMM by one algorithm, with what cusparseSpMM_preprocess learned for the width that was measured."""
+    """cusparseSpMM by csr_alg3, with what cusparseSpMM_preprocess learned for the width that was measured."""
 
-    def __init__(self, structure: Structure, layout: str, algorithm: str) -> None:
-        self._structure, self._layout, self._algorithm = structure, layout, algorithm
-        self._offsets = structure.row if layout == "coo" else structure.crow
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
         self._prepared: dict[Any, torch.Tensor] = {}
 
     def _arguments(self, values: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
         s = self._structure
-        return self._offsets, s.col, s.by_rows(values), b, s.rows, s.columns, self._layout, self._algorithm
+        return s.crow, s.col, s.by_rows(values), b, s.rows, s.columns, "csr", "csr_alg3"
 
     @staticmethod
     def _key(b: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -216,8 +215,7 @@ class Cusparse:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        own = [self._offsets] if self._layout == "coo" else []
-        return own + list(self._prepared.values())
+        return list(self._prepared.values())
 
 
 @dataclass(frozen=True)
@@ -289,7 +287,7 @@ class Choice:
 
         def ready(name: str) -> bool:
             try:
-                made = self._made(name) if stay or name in CUSPARSE else self._new(name)
+                made = self._made(name) if stay or name == CUSPARSE else self._new(name)
                 if isinstance(made, Cusparse):
                     made.learn(values, b, dtype)
                 product = made(values, b, dtype)
@@ -354,7 +352,7 @@ class Choice:
         """The matrix with its zeros first, where it is worth a try; its blocks last."""
         s, device = self._structure, b.device
         on_gpu = device.type == "cuda"
-        found = list(CUSPARSE) if on_gpu and s.nonzeros * b.shape[1] < LARGE else []
+        found = [CUSPARSE] if on_gpu and s.nonzeros * b.shape[1] < LARGE else []
         elements = s.rows * s.columns
         wide = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
         halves = wide and on_gpu and b.shape[1] % 8 == 0 and torch.cuda.get_device_capability(device) == (9, 0)
@@ -385,8 +383,8 @@ class Choice:
         s = self._structure
         if name == BLOCKS and s.blocks is not None:
             return ByBlocks(s.blocks)
-        full: dict[str, Callable[[Structure], Product]] = {DENSE: Dense, HALVES: Halves}
-        return full[name](s) if name in full else Cusparse(s, *CUSPARSE[name])
+        kinds: dict[str, Callable[[Structure], Product]] = {DENSE: Dense, HALVES: Halves, CUSPARSE: Cusparse}
+        return kinds[name](s)
 
     def refresh(self, values: torch.Tensor) -> None:
         """Other values, from now on."""

@@ -202,8 +202,6 @@ TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("matmul_", matmul_<run_cuda>); }
 #endif
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("matmul_", matmul_meta); }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("matmul_", matmul_autograd); }
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("matmul_", InplaceOp::inplace<0>); }
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("matmul_", InplaceOp::lazy<0>); }
-TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("matmul_", InplaceOp::lazy<0>); }
+MATMULS_WRITES("matmul_", InplaceOp, 0)
 
 }  // namespace matmuls

@@ -288,8 +288,6 @@ void cublaslt_matmul_out_cuda(const Tensor& a, const Tensor& b, const OptionalTe
 
 // ----------------------------------------------------------------------------------------------------------- CPU
 
-Tensor op_of(const Tensor& t, bool transposed) { return transposed && t.dim() > 1 ? t.mT() : t; }
-
 Tensor cublaslt_matmul_cpu(const Tensor& a, const Tensor& b, const OptionalTensor& maybe_bias, Name name, bool transa,
                            bool transb) {
   const Tensor bias = tensor_or_none(maybe_bias);
@@ -422,9 +420,7 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("cublaslt_matmul.out", cublaslt_matmul_out_autograd);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("cublaslt_matmul.out", LtMatmulOutOp::inplace<6>); }
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("cublaslt_matmul.out", LtMatmulOutOp::lazy<6>); }
-TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("cublaslt_matmul.out", LtMatmulOutOp::lazy<6>); }
+MATMULS_WRITES("cublaslt_matmul.out", LtMatmulOutOp, 6)
 
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("cublaslt_matmul", cublaslt_matmul_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("cublaslt_matmul", cublaslt_matmul_autocast<at::kCUDA>); }

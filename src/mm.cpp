@@ -76,8 +76,6 @@ void matmul_out_cuda(const Tensor& a, const Tensor& b, bool transa, bool transb,
 
 // ----------------------------------------------------------------------------------------------------------- CPU
 
-Tensor op_of(const Tensor& t, bool transposed) { return transposed && t.dim() > 1 ? t.mT() : t; }
-
 Tensor matmul_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb) {
   check(a, b, transa, transb);
   return at::matmul(op_of(a, transa), op_of(b, transb));
@@ -218,9 +216,7 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("matmul.out", matmul_out_autograd);
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("matmul.out", MatmulOutOp::inplace<4>); }
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("matmul.out", MatmulOutOp::lazy<4>); }
-TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("matmul.out", MatmulOutOp::lazy<4>); }
+MATMULS_WRITES("matmul.out", MatmulOutOp, 4)
 
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("matmul", matmul_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("matmul", matmul_autocast<at::kCUDA>); }

@@ -120,4 +120,6 @@ struct Gemm {
 Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, const ProductShape<int64_t>& shape,
               bool transa, bool transb, bool row_major_out = false);
 
+inline at::Tensor op_of(const at::Tensor& t, bool transposed) { return transposed && t.dim() > 1 ? t.mT() : t; }
+
 }  // namespace matmuls

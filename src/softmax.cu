@@ -314,14 +314,14 @@ struct Softmax {
             z[i][j] = fill();
         }
       }
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < NV; ++i) {
-      start(i);
+      for (int i = 0; i < NV; ++i) {
+        start(i);
 #pragma unroll
-      for (int j = 0; j < V; ++j)
-        if (span.holds(i, j, visible)) z[i][j] = mask_column(row.mask, span.column(i) + j, z[i][j]);
+        for (int j = 0; j < V; ++j)
+          if (span.holds(i, j, visible)) z[i][j] = mask_column(row.mask, span.column(i) + j, z[i][j]);
+      }
     }
   }
   __device__ State merge(const State& state, Lanes lanes) const {

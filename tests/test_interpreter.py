@@ -1,0 +1,23 @@
+"""The Triton kernels without a GPU: each file of them under Triton's interpreter, in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(("family", "least"), [("masked", 40), ("blocks", 60)])
+def test_kernels_under_the_interpreter(family, least):
+    pytest.importorskip("triton")
+    path = os.pathsep.join(filter(None, sys.path))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"interpreted_{family}.py"],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert run.stdout.count(".") > least  # as many tests, none skipped

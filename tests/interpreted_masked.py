@@ -1,4 +1,4 @@
-"""The Triton kernels of the masked family under Triton's interpreter; run by test_interpreter.py in a process of its own.
+"""The Triton kernels of the masked family under Triton's interpreter, in a process that test_interpreter.py starts.
 
 The interpreter is chosen when triton is imported, by TRITON_INTERPRET=1. The operators then go to the kernels on CPU
 tensors too: forward, backward and double backward are those that a GPU runs.

@@ -192,7 +192,8 @@ def _errors(job: Job, call: Call, rivals: dict[str, Callable[..., Any]]) -> list
     truths = _run(job.reference, call.map(_wide))
 
     def worst(function: Callable[..., Any], c: Call) -> float:
-        return max(_error(x, truth) for x, truth in zip(_run(function, c), truths, strict=True))
+        errors = [_error(x, truth) for x, truth in zip(_run(function, c), truths, strict=True)]
+        return torch.tensor(errors).max().item()  # NaN where one is
 
     return [worst(job.call, job.own(call)), *(None if n == DENSE else worst(f, call) for n, f in rivals.items())]
 
@@ -388,11 +389,12 @@ def _compile_share(
 
 def environment(device: str) -> dict[str, Any]:
     """Where and with what a result was measured."""
+    changes = _git("status", "--porcelain", "--", "src", "custom_mm", "matmuls")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["matmuls", *sys.argv[1:]]),
         "commit": os.environ.get("MATMULS_COMMIT") or _git("rev-parse", "HEAD"),
-        "modified": bool(_git("status", "--porcelain", "--", "src", "custom_mm", "matmuls")),
+        "modified": None if changes is None else bool(changes),
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -60,6 +60,7 @@ TASKS = {
     # probabilities are made, as eager makes them, and dropped by the layer
     "training": (
         Way("eager", "eager"),
+        Way("sdpa", "sdpa"),  # makes none
         Way("custom_mm", "custom_mm, always", pieces=True),
         Way("custom_mm, recompute", "custom_mm, recompute", pieces=True),
     ),
@@ -112,9 +113,10 @@ def run(device: str, tiny: bool, pieces: list[int], chunks: list[int], rounds: i
 
 @dataclass
 class Models:
-    """A stock model, optimized copies by their chunks in MiB (None: the default), and the weights in float32."""
+    """A stock model for each attention, optimized copies by their chunks in MiB (None: the default), and the weights in
+    float32. A model keeps its attention: to change it takes the host 0.14 ms."""
 
-    stock: Any
+    stock: dict[str, Any]
     optimized: dict[int | None, Any]
     truth: Any
 
@@ -133,13 +135,17 @@ class Models:
         for chunk in chunks or [None]:
             optimized[chunk] = copy.deepcopy(stock)
             optimize(optimized[chunk], **({} if chunk is None else {"chunk_bytes": chunk * MIB}))
-        return cls(stock, optimized, truth)
+            optimized[chunk].set_attn_implementation("custom_mm")
+        stocks = {way.attention: copy.deepcopy(stock) for ways in TASKS.values() for way in ways}
+        for name, model in stocks.items():
+            model.set_attn_implementation(name)
+        return cls(stocks, optimized, truth)
 
 
 def _measure(
     models: Models, task: str, case: str, batch: int, length: int, pieces: list[int], rounds: int
 ) -> Iterator[Row]:
-    device = models.stock.device.type
+    device = models.truth.device.type
     ids = torch.randint(1000, 30000, (batch, length), device=device)
     inputs = {"input_ids": ids}
     if task.endswith("padded"):  # lengths from a half to the whole
@@ -148,7 +154,7 @@ def _measure(
     training = task.startswith("training")
     returned = "probabilities" in task
     tried = [
-        (way, piece, chunk, models.optimized[chunk] if way.optimized else models.stock)
+        (way, piece, chunk, models.optimized[chunk] if way.optimized else models.stock[way.attention])
         for way in TASKS[task]
         for chunk in (models.optimized if way.optimized else (None,))
         for piece in ((pieces or [None]) if way.pieces else [None])

@@ -168,11 +168,16 @@ class ByBlocks:
         return []  # the structure's
 
 
+def _takes_tf32() -> bool:
+    """Whichever of torch's switches said so."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def takes_blocks(structure: Structure, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether tensor cores can multiply them: in 16 bits, or in float32 where TF32 is allowed."""
     if structure.blocks is None or device.type != "cuda" or dtype == torch.float64:
         return False
-    narrow = dtype.itemsize == 2 or torch.get_float32_matmul_precision() != "highest"
+    narrow = dtype.itemsize == 2 or _takes_tf32()
     return narrow and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -354,7 +359,7 @@ class Choice:
         on_gpu = device.type == "cuda"
         found = [CUSPARSE] if on_gpu and s.nonzeros * b.shape[1] < LARGE else []
         elements = s.rows * s.columns
-        wide = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+        wide = dtype == torch.float32 and not _takes_tf32()
         halves = wide and on_gpu and b.shape[1] % 8 == 0 and torch.cuda.get_device_capability(device) == (9, 0)
         tensor_cores = on_gpu and not wide and dtype != torch.float64
         fill = FILL_HALVES if halves else FILL_TENSOR_CORES if tensor_cores else FILL

@@ -21,7 +21,7 @@ def collect() -> dict[str, Any]:
         "cuda": _cuda_state(build),
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
         "packages": {name: _version(name) for name in ("numpy", "scipy", "transformers", "triton")},
-        "tf32": torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32,
+        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
         "workspace_nbytes": custom_mm.workspace_size() or "default",
         "handles": custom_mm.handle_info(),
         "build": build,

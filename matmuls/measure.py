@@ -127,15 +127,17 @@ def time_on(
     return (time_on_gpu if device == "cuda" else time_on_cpu)(rivals, budget, restore)
 
 
-def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3) -> list[Timing]:
+def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, after_itself: bool = False) -> list[Timing]:
     """Time of one call of each rival, warm, its operands where the last call left them: few rounds, no graph.
 
-    Rounds alternate. On a GPU it first sleeps 160 us, so that the host runs ahead and no launch gap is timed.
+    Rounds alternate. after_itself: the last call is the rival's own, untimed. On a GPU it first sleeps 160 us, so that the host runs ahead and no launch gap is timed.
     """
     seconds: list[list[float]] = [[] for _ in rivals]
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in rivals]
     for n in range(rounds):
         for i in range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals))):
+            if after_itself:
+                rivals[i]()
             if device == "cuda":
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 torch.cuda._sleep(300_000)  # type: ignore[no-untyped-call]

@@ -39,6 +39,7 @@ def render(text: str, results: Path) -> str:
 def load(results: Path) -> dict[str, Any]:
     """The rows of the committed GPU runs; of an operation those of the newest run that has it; of BERT the newest."""
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in results.glob("bench-cuda*.json")]
+    runs = [run for run in runs if run["environment"].get("complete", True)]
     newest: dict[str, Rows] = {}
     for run in sorted(runs, key=lambda run: run["environment"]["date"]):
         rows = sorted(run["rows"], key=lambda row: row["operation"])
@@ -209,11 +210,11 @@ def sparse(run: dict[str, Any]) -> str:
 
 
 def sparse_means(run: dict[str, Any]) -> str:
-    """Geometric mean (lowest) over the matrices and widths, per dtype."""
+    """Geometric mean (lowest) over the matrices and widths that have it, and how many these are, per dtype."""
 
     def cell(ratios: list[float | None]) -> str:
         known = [r for r in ratios if r is not None]
-        return f"{geometric_mean(known):.2f} ({min(known):.2f})" if known else ""
+        return f"{geometric_mean(known):.2f} ({min(known):.2f}), {len(known)}" if known else ""
 
     table = []
     for dtype in [d for d in DTYPES if any(c.dtype == d for c in run["cases"])]:
@@ -222,13 +223,18 @@ def sparse_means(run: dict[str, Any]) -> str:
             [c.speed() for c in own],
             [c.speed(experiment.PLANLESS) for c in own],
             [c.speed_over(experiment.DENSE) for c in own],
+            [c.speed_over_any for c in own],
             [c.backward_speed for c in own],
         )
-        table.append([dtype, *map(cell, ratios), str(len(own))])
+        table.append([dtype, *map(cell, ratios)])
     if not table:
         return ""
-    header = ("dtype", "with a plan", "without", "plan over dense", "forward + backward over torch.sparse", "cases")
-    return markdown(header, table)
+    header = (
+        *("dtype", "plan over sparse rivals", "without a plan", "plan over the dense product"),
+        *("plan over the fastest of all", "forward + backward over torch.sparse"),
+    )
+    filled = [i for i in range(len(header)) if any(row[i] for row in table)]  # not every run has every column
+    return markdown([header[i] for i in filled], ([row[i] for i in filled] for row in table))
 
 
 def memory(run: dict[str, Any]) -> str:

@@ -71,7 +71,7 @@ class Structure:
         return self  # nobody writes to it
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"blocks": None, "_narrow": None, **state})  # older pickles have neither
         check_rows("SparsePlan", self.crow, self.col, self.columns)  # they may have been written over before
         self._versions = self._versions_now()
 
@@ -208,7 +208,8 @@ def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: tor
             raise ValueError(f"{name}: expected one matrix in blocks, got a batch of shape {list(a.shape)}")
         height, width = values.shape[1:]
         outer_block, inner_block = (height, width) if by_rows else (width, height)
-        blocks = Structure(name, offsets, inner, (outer_size // outer_block, inner_size // inner_block))
+        sizes = outer_size // outer_block, inner_size // inner_block
+        blocks = Structure(name, offsets.contiguous(), inner.contiguous(), sizes)
         outer = torch.repeat_interleave(torch.arange(blocks.rows, device=inner.device), blocks.crow.diff().long())
         block_row, block_col = (outer, inner.long()) if by_rows else (inner.long(), outer)
         down, across = (torch.arange(n, device=inner.device) for n in (height, width))

@@ -294,6 +294,12 @@ int64_t workspace_size() { return pool().workspace_nbytes.load(); }
 OperationGuard::OperationGuard(const char* op, const at::Tensor& tensor)
     : guard_((check_not_forked(op), tensor.device())) {}
 
+bool Borrowed::is_to_be_had(Library library) {
+  Slot& slot = my_slot(library, c10::cuda::current_device());
+  const std::lock_guard lock(slot.mutex);
+  return slot.handle || !is_capturing(c10::cuda::getCurrentCUDAStream());
+}
+
 Borrowed::Borrowed(Library library, const char* op)
     : slot_(my_slot(library, c10::cuda::current_device())), lock_(slot_.mutex) {
   const auto stream = c10::cuda::getCurrentCUDAStream();

@@ -59,6 +59,8 @@ struct Slot;
 class Borrowed {
  public:
   Borrowed(Library library, const char* op);
+  // Whether it would be given: none is made while this thread captures a graph.
+  static bool is_to_be_had(Library library);
 
   cublasHandle_t cublas() const;
   cublasLtHandle_t cublaslt() const;

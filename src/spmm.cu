@@ -292,7 +292,8 @@ bool may_fill(const Call& c) {
          c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) &&
          (dtype == at::kFloat    ? can_multiply_halves()
           : dtype == at::kDouble ? false
-                                 : c.alpha == 1 && !at::globalContext().deterministicAlgorithms());
+                                 : c.alpha == 1 && !at::globalContext().deterministicAlgorithms() &&
+                                       Borrowed::is_to_be_had(Library::cublas));
 }
 
 // Microseconds of both ways, about, as measured on an H200.

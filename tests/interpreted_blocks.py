@@ -173,6 +173,16 @@ def test_strides():
     assert error(bsr_spmm(CROW, COL, values, row, 96), dense_of(CROW, COL, values.double(), 3) @ row.double()) < 1e-6
 
 
+def test_indices_that_lie_apart():
+    values, b, a = torch.randn(6, 16, 16), torch.randn(ACROSS * 16, 8), torch.randn(4 * 16, 8)
+    order = torch.randperm(6)
+    apart = torch.stack([CROW, CROW.flip(0)], 1)[:, 0], *(torch.stack([t, t.flip(0)], 1)[:, 0] for t in (COL, order))
+    ours = bsr_spmm(apart[0], apart[1], values, b, ACROSS * 16, apart[2])
+    assert torch.equal(ours, bsr_spmm(CROW, COL, values, b, ACROSS * 16, order))
+    ours = bsr_sddmm(apart[0], apart[1], a, b, ACROSS * 16, 16, 16, apart[2])
+    assert torch.equal(ours, bsr_sddmm(CROW, COL, a, b, ACROSS * 16, 16, 16, order))
+
+
 @every_size
 def test_nan_stays_in_its_rows(h, w):
     """A row of blocks that ends within a step takes nothing from the next one's, nor from where it has no block."""

@@ -146,6 +146,17 @@ def test_many_duplicates_are_added_in_one_order(dense_wins):
     assert all(torch.equal(made.update(made.values.clone()) @ b, first) for _ in range(10))
 
 
+def test_every_switch_of_torch_for_tf32_is_read(dense_wins, device):
+    products = torch.backends.cuda.matmul
+    dense, b = draw(device)
+    before = products.fp32_precision
+    try:
+        products.fp32_precision = "tf32"
+        torch.testing.assert_close(plan(dense.to_sparse_csr()) @ b, dense @ b, atol=1e-1, rtol=1e-2)
+    finally:
+        products.fp32_precision = before
+
+
 def test_autocast_leaves_float64_alone(dense_wins, device):
     dense, b = draw(device, dtype=torch.float64)
     made = plan(dense.to_sparse_csr())

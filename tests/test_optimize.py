@@ -191,6 +191,23 @@ def test_hooks_of_all_modules_and_forwards_of_yours_see_what_they_always_saw():
     torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_an_attention_s_forward_of_yours_runs():
+    model = model_of("bert")
+    batch = batch_of(model)
+    expected = hidden(model, batch)
+    optimize(model)
+    own, seen = model.encoder.layer[0].attention, []
+    stock = type(own).forward
+
+    def forward(*args, **kwargs):
+        seen.append(own)
+        return stock(own, *args, **kwargs)
+
+    own.forward = forward
+    torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-5)
+    assert seen == [own]
+
+
 def test_undo_leaves_a_forward_of_yours():
     model = model_of("bert")
     handle, stock = optimize(model), type(model).forward

@@ -588,6 +588,17 @@ def test_a_plan_pickled_after_its_indices_were_written_over_is_refused():
         pickle.loads(kept)
 
 
+def test_a_plan_pickled_before_it_knew_of_blocks():
+    dense = draw_sparse(6, 9, 0.5)
+    made = plan(dense.to_sparse_csr())
+    state = {k: v for k, v in made._structure.__dict__.items() if k not in ("blocks", "_narrow")}
+    made._structure.__dict__.clear()
+    made._structure.__setstate__(state)
+    x = torch.randn(9, 4)
+    torch.testing.assert_close(made @ x, dense @ x)
+    assert made.nbytes > 0
+
+
 def test_a_number_is_no_dense_side(device):
     made = plan(draw_sparse(6, 9, 0.5, device=device).to_sparse_csr())
     with pytest.raises(RuntimeError, match=r"spmm: expected dense of shape \[..., 9, n\], got \[\]"):

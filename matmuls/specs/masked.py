@@ -27,18 +27,13 @@ def _one_linear(x: Tensor, w1: Tensor, w2: Tensor, mask: Tensor, b1: Tensor | No
 
 def _split_linear(x: Tensor, w1: Tensor, w2: Tensor, mask: Any, *_: Any) -> Tensor:
     """Two products of the rows picked out; the lists are made beforehand, untimed."""
-    i1, i2 = mask.lists
-    y = x.new_empty(x.shape[0], w1.shape[0])
-    y[i1] = F.linear(x[i1], w1)
-    y[i2] = F.linear(x[i2], w2)
-    return y
+    parts = [F.linear(x.index_select(0, rows), w) for rows, w in zip(mask.lists, (w1, w2), strict=True)]
+    return torch.cat(parts).index_select(0, mask.inverse)
 
 
 def _grouped(x: Tensor, stacked: Tensor, mask: Any) -> Tensor:
-    order = torch.cat(mask.lists)
-    y = x.new_empty(x.shape[0], stacked.shape[-1])
-    y[order] = torch._grouped_mm(x[order], stacked, mask.ends)  # type: ignore[attr-defined]
-    return y
+    y: Tensor = torch._grouped_mm(x.index_select(0, mask.order), stacked, mask.ends)  # type: ignore[attr-defined]
+    return y.index_select(0, mask.inverse)
 
 
 def _stacked(w1: Any, w2: Tensor) -> Tensor:
@@ -69,6 +64,14 @@ def _swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 def _blend_ffn(x: Tensor, *args: Any) -> Tensor:
     *weights, mask = args[:7]
     return torch.where(mask.view(*x.shape[:-1], 1), _swiglu(x, *weights[:3]), _swiglu(x, *weights[3:]))
+
+
+def _split_ffn(x: Tensor, *args: Any) -> Tensor:
+    """Two networks of the rows picked out, as above."""
+    *weights, mask = args[:7]
+    experts = zip(mask.lists, (weights[:3], weights[3:]), strict=True)
+    parts = [_swiglu(x.index_select(0, rows), *expert) for rows, expert in experts]
+    return torch.cat(parts).index_select(0, mask.inverse)
 
 
 def _one_ffn(x: Tensor, *weights: Any) -> Tensor:
@@ -116,6 +119,8 @@ def _mask_of(draw: Draw, m: int, kind: str) -> Tensor:
     }[kind]
     if not mask.is_meta:  # what some rivals are given beforehand
         mask.lists = (mask.nonzero().squeeze(1), (~mask).nonzero().squeeze(1))  # type: ignore[attr-defined]
+        mask.order = torch.cat(mask.lists)  # type: ignore[attr-defined]
+        mask.inverse = torch.argsort(mask.order)  # type: ignore[attr-defined]
         mask.ends = torch.tensor([int(mask.sum()), m], dtype=torch.int32, device=mask.device)  # type: ignore[attr-defined]
         mask.plan = masked.mask_plan(mask)  # type: ignore[attr-defined]
     return mask
@@ -299,7 +304,7 @@ TABLE: tuple[Spec, ...] = (
                 masked.masked_ffn,
                 _blend_ffn,
                 _one_ffn,
-                {},
+                {"two networks of split rows": _split_ffn},
             )
         ),
         memory_cases=tuple(
@@ -307,7 +312,8 @@ TABLE: tuple[Spec, ...] = (
                 f"forward + backward 16384x4096x11008{', recompute' if recompute else ''}",
                 lambda draw: Call((draw(16384, 4096), *_masked_ffn_draw(draw, 16384, 4096, 11008, EXPERT_MASKS[2]))),
                 call=_trained(partial(masked.masked_ffn, recompute=recompute)),
-                reference=_trained(_blend_ffn),
+                reference=_trained(_split_ffn),
+                rival="two networks of split rows",
                 in_place=False,
                 device="cuda",
             )

@@ -173,6 +173,10 @@ def unit_of(itemsize: int, *sizes: int) -> int:
     return unit if all(n % unit == 0 for n in sizes) else 1
 
 
+def _side_by_side(crow: Tensor, col: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return crow.contiguous(), col.contiguous(), None if order is None else order.contiguous()
+
+
 def product(
     crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, order: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
@@ -181,6 +185,7 @@ def product(
 
     order: block p's numbers are values[order[p]]. transposed: they are read as [w, h].
     """
+    crow, col, order = _side_by_side(crow, col, order)
     values, dense, N = values.contiguous(), read_rows(dense), dense.shape[1]
     height, inner = values.shape[1:] if not transposed else (values.shape[2], values.shape[1])
     rows = crow.shape[0] - 1
@@ -202,6 +207,7 @@ def sampled(
 
     order: block p is written to [order[p]].
     """
+    crow, col, order = _side_by_side(crow, col, order)
     a, b, D, blocks = read_rows(a), read_rows(b), a.shape[1], col.shape[0]
     values = a.new_empty(blocks, height, width)
     precision = precision_of(a.dtype)

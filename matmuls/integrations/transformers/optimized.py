@@ -303,7 +303,8 @@ class _Plan:
         for parent, name, m in self.inside:  # of every layer of every forward pass: 4 us
             if parent.get(name) is not m or m.training or m._forward_pre_hooks:
                 return False
-            if ("forward" in m.__dict__ and m is not self.attention) or (m._forward_hooks and _watched(m)):
+            replaced = _plan_of(m) is not self if m is self.attention else "forward" in m.__dict__
+            if replaced or (m._forward_hooks and _watched(m)):
                 return False
         return True
 

@@ -170,7 +170,7 @@ class ByBlocks:
 
 def _takes_tf32() -> bool:
     """Whichever of torch's switches said so."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def takes_blocks(structure: Structure, dtype: torch.dtype, device: torch.device) -> bool:

@@ -130,7 +130,8 @@ def time_on(
 def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, after_itself: bool = False) -> list[Timing]:
     """Time of one call of each rival, warm, its operands where the last call left them: few rounds, no graph.
 
-    Rounds alternate. after_itself: the last call is the rival's own, untimed. On a GPU it first sleeps 160 us, so that the host runs ahead and no launch gap is timed.
+    Rounds alternate. after_itself: the last call is the rival's own, untimed. On a GPU it first sleeps 160 us, so that
+    the host runs ahead and no launch gap is timed.
     """
     seconds: list[list[float]] = [[] for _ in rivals]
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in rivals]

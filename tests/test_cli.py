@@ -198,7 +198,7 @@ def test_bench_bert_measures_every_way_of_a_tiny_model(tmp_path):
         "probabilities": [("eager", None, None), *ours, *optimized],
         "hidden states": hidden,
         "hidden states, padded": hidden,
-        "training": [("eager", None, None), *ours, *again],
+        "training": [("eager", None, None), ("sdpa", None, None), *ours, *again],
         "training, probabilities returned": [("eager", None, None), *ours],
     }
     returned = [row["peak_mib"] - row["above_mib"] for row in result["rows"] if row["task"] == "probabilities"]

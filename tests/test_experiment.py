@@ -112,7 +112,7 @@ def test_report_draws_its_tables(tmp_path):
     text = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("sparse", "sparse_means"))
     drawn = report.render(text, tmp_path)
     assert "| m | float32 | 2.50 (0.50) | 2.50 (0.50) |" in drawn
-    assert "| float32 | 2.50 (2.50) | 1.25 (1.25) |  |  | 2 |" in drawn
+    assert "| float32 | 2.50 (2.50), 2 | 1.25 (1.25), 2 | 2.50 (2.50), 2 |" in drawn  # none beside the dense product
 
 
 def test_cusparses_candidates(device):

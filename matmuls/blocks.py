@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils.flop_counter import register_flop_formula
 
-from .registration import register, register_autocast, register_gradient
+from .registration import fail, register, register_autocast, register_gradient
 
 KERNEL_SIZES = (16, 32, 64, 128)  # heights and widths of blocks that triton/blocks.py takes
 REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -21,41 +21,37 @@ REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def _fail(name: str, expected: str, got: object) -> None:
-    raise RuntimeError(f"{name}: expected {expected}, got {got}")
-
-
 def _check_dense(name: str, which: str, t: Tensor, rows: int, like: Tensor) -> None:
     if t.layout != torch.strided or t.dim() != 2 or t.shape[0] != rows:
-        _fail(name, f"{which} to be strided, of shape [{rows}, n]", f"{t.layout} of shape {list(t.shape)}")
+        fail(name, f"{which} to be strided, of shape [{rows}, n]", f"{t.layout} of shape {list(t.shape)}")
     if t.dtype not in REAL or t.dtype != like.dtype:
-        _fail(name, f"{which} in one dtype with the others, float64, float32, float16 or bfloat16", t.dtype)
+        fail(name, f"{which} in one dtype with the others, float64, float32, float16 or bfloat16", t.dtype)
     if t.device != like.device:
-        _fail(name, f"{which} on {like.device} as the others are", t.device)
+        fail(name, f"{which} on {like.device} as the others are", t.device)
 
 
 def _check_indices(
     name: str, crow: Tensor, col: Tensor, columns: int, width: int, order: Tensor | None, device: torch.device
 ) -> None:
     if crow.dim() != 1 or col.dim() != 1 or crow.shape[0] == 0:
-        _fail(name, "offsets [rows + 1] and columns [blocks]", f"{list(crow.shape)} and {list(col.shape)}")
+        fail(name, "offsets [rows + 1] and columns [blocks]", f"{list(crow.shape)} and {list(col.shape)}")
     if crow.dtype not in (torch.int32, torch.int64) or col.dtype != crow.dtype:
-        _fail(name, "indices in int32 or in int64", f"{crow.dtype} and {col.dtype}")
+        fail(name, "indices in int32 or in int64", f"{crow.dtype} and {col.dtype}")
     if width < 1 or columns % width != 0:
-        _fail(name, "columns in whole blocks", f"{columns} for blocks of {width}")
+        fail(name, "columns in whole blocks", f"{columns} for blocks of {width}")
     if order is not None and (order.shape != col.shape or order.dtype not in (torch.int32, torch.int64)):
-        _fail(name, f"order to be whole numbers of shape {list(col.shape)}", f"{order.dtype} {list(order.shape)}")
+        fail(name, f"order to be whole numbers of shape {list(col.shape)}", f"{order.dtype} {list(order.shape)}")
     for t in (crow, col) if order is None else (crow, col, order):
         if t.device != device:
-            _fail(name, f"indices on {device} as the others are", t.device)
+            fail(name, f"indices on {device} as the others are", t.device)
 
 
 def _check_reverse(name: str, t_crow: Tensor | None, t_col: Tensor | None, places: int, col: Tensor) -> None:
     if (t_crow is None) != (t_col is None):
-        _fail(name, "both t_crow and t_col or neither", "t_col alone" if t_crow is None else "t_crow alone")
+        fail(name, "both t_crow and t_col or neither", "t_col alone" if t_crow is None else "t_crow alone")
     if t_crow is not None and t_col is not None and (t_crow.shape[0] != places + 1 or t_col.shape != col.shape):
         expected = f"t_crow of shape [{places + 1}] and t_col of shape {list(col.shape)}"
-        _fail(name, expected, f"{list(t_crow.shape)} and {list(t_col.shape)}")
+        fail(name, expected, f"{list(t_crow.shape)} and {list(t_col.shape)}")
 
 
 def _check_spmm(
@@ -72,7 +68,7 @@ def _check_spmm(
     name = "bsr_spmm"
     if values.layout != torch.strided or values.dim() != 3 or values.shape[0] != col.shape[0]:
         expected = f"values to be strided, of shape [{col.shape[0]}, height, width]"
-        _fail(name, expected, f"{values.layout} of shape {list(values.shape)}")
+        fail(name, expected, f"{values.layout} of shape {list(values.shape)}")
     width = values.shape[1 if transposed else 2]
     _check_indices(name, crow, col, columns, width, order, values.device)
     _check_reverse(name, t_crow, t_col, columns // width, col)
@@ -97,7 +93,7 @@ def _check_sddmm(
     _check_dense(name, "a", a, (crow.shape[0] - 1) * height, a)
     _check_dense(name, "b", b, columns, a)
     if a.shape[1] != b.shape[1]:
-        _fail(name, f"b of {a.shape[1]} columns as a has", b.shape[1])
+        fail(name, f"b of {a.shape[1]} columns as a has", b.shape[1])
 
 
 # --------------------------------------------------------------- kernels: Triton's or torch's, and shapes alone (Meta)

@@ -9,7 +9,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from . import masked_plain as plain
-from .registration import library, register, register_autocast, register_gradient
+from .registration import fail, library, register, register_autocast, register_gradient
 
 REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -25,30 +25,26 @@ class MaskPlan(NamedTuple):
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def _fail(name: str, expected: str, got: object) -> None:
-    raise RuntimeError(f"{name}: expected {expected}, got {got}")
-
-
 def _check_x(name: str, x: Tensor, rows: Tensor, counts: Tensor) -> None:
     if x.layout != torch.strided or x.dtype not in REAL or x.dim() == 0:
         kind = f"{x.dtype} of shape {list(x.shape)}, {x.layout}"
-        _fail(name, "x to be strided, of float64, float32, float16 or bfloat16 and of at least one dimension", kind)
+        fail(name, "x to be strided, of float64, float32, float16 or bfloat16 and of at least one dimension", kind)
     m = x.shape[:-1].numel()
     if rows.dim() != 1 or rows.shape[0] != m:
-        _fail(name, f"a mask or plan of {m} rows, as x of shape {list(x.shape)} has", rows.numel())
+        fail(name, f"a mask or plan of {m} rows, as x of shape {list(x.shape)} has", rows.numel())
     if rows.dtype != torch.int32 or counts.dtype != torch.int32 or counts.numel() != 2:
-        _fail(name, "a plan made by mask_plan", f"{rows.dtype} and {counts.dtype} of {counts.numel()}")
+        fail(name, "a plan made by mask_plan", f"{rows.dtype} and {counts.dtype} of {counts.numel()}")
     if rows.device != x.device or counts.device != x.device:
-        _fail(name, f"the mask on {x.device} as x is", rows.device)
+        fail(name, f"the mask on {x.device} as x is", rows.device)
 
 
 def _check_like(name: str, which: str, t: Tensor, x: Tensor, shape: Sequence[int | torch.SymInt]) -> None:
     if list(t.shape) != list(shape):
-        _fail(name, f"{which} of shape {list(shape)}", list(t.shape))
+        fail(name, f"{which} of shape {list(shape)}", list(t.shape))
     if t.dtype != x.dtype:
-        _fail(name, f"{which} of dtype {x.dtype} as x is", t.dtype)
+        fail(name, f"{which} of dtype {x.dtype} as x is", t.dtype)
     if t.device != x.device:
-        _fail(name, f"{which} on {x.device} as x is", t.device)
+        fail(name, f"{which} on {x.device} as x is", t.device)
 
 
 def _check_linear(
@@ -57,11 +53,11 @@ def _check_linear(
     name = "masked_linear"
     _check_x(name, x, rows, counts)
     if w1.dim() != 2:
-        _fail(name, "w1 of two dimensions, [N, K]", list(w1.shape))
+        fail(name, "w1 of two dimensions, [N, K]", list(w1.shape))
     _check_like(name, "w1", w1, x, (w1.shape[0], x.shape[-1]))
     _check_like(name, "w2", w2, x, w1.shape)
     if (b1 is None) != (b2 is None):
-        _fail(name, "both b1 and b2 or neither", "b2 alone" if b1 is None else "b1 alone")
+        fail(name, "both b1 and b2 or neither", "b2 alone" if b1 is None else "b1 alone")
     if b1 is not None and b2 is not None:
         _check_like(name, "b1", b1, x, w1.shape[:1])
         _check_like(name, "b2", b2, x, w1.shape[:1])
@@ -76,7 +72,7 @@ def _check_ffn(x: Tensor, w: Sequence[Tensor], u: Sequence[Tensor], rows: Tensor
     name = "masked_ffn"
     _check_x(name, x, rows, counts)
     if w[0].dim() != 2:
-        _fail(name, "w1 of two dimensions, [H, D]", list(w[0].shape))
+        fail(name, "w1 of two dimensions, [H, D]", list(w[0].shape))
     up, down = (w[0].shape[0], x.shape[-1]), (x.shape[-1], w[0].shape[0])
     for letter, expert in (("w", w), ("u", u)):
         for n, (t, shape) in enumerate(zip(expert, (up, down, up), strict=True), 1):
@@ -96,9 +92,9 @@ def _by_triton(x: Tensor, *sizes: int) -> bool:
 
 def _check_mask(name: str, mask: Tensor) -> None:
     if mask.dtype != torch.bool or mask.layout != torch.strided:
-        _fail(name, "a strided mask of torch.bool", f"{mask.dtype}, {mask.layout}")
+        fail(name, "a strided mask of torch.bool", f"{mask.dtype}, {mask.layout}")
     if mask.numel() >= 2**31:
-        _fail(name, "a mask of fewer than 2^31 rows", mask.numel())
+        fail(name, "a mask of fewer than 2^31 rows", mask.numel())
 
 
 def _plan_kernel(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -575,7 +571,7 @@ def _planned(name: str, mask: Tensor | MaskPlan) -> tuple[Tensor, Tensor, int]:
     if isinstance(mask, tuple):
         return mask
     if mask.dtype != torch.bool:
-        _fail(name, "a mask of torch.bool, or a plan made by mask_plan", mask.dtype)
+        fail(name, "a mask of torch.bool, or a plan made by mask_plan", mask.dtype)
     return (*_plan(mask), -1)
 
 

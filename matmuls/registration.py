@@ -15,6 +15,10 @@ library: Any = torch.library.Library("custom_mm", "FRAGMENT")  # type: ignore[no
 _ops = torch.ops.custom_mm
 
 
+def fail(name: str, expected: str, got: object) -> None:
+    raise RuntimeError(f"{name}: expected {expected}, got {got}")
+
+
 def register(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any]) -> None:
     """kernel: for CPU and CUDA tensors; meta: shapes alone, for tracing."""
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -34,9 +38,7 @@ def register_gradient(name: str, function: type[Function]) -> None:
 
     def autograd(*args: Any, **kwargs: Any) -> Any:
         if forward_ad._current_level >= 0 and any(isinstance(a, Tensor) and _is_dual(a) for a in args):
-            raise RuntimeError(
-                f"{name}: expected inputs without forward-mode tangents (not implemented), got a dual tensor"
-            )
+            fail(name, "inputs without forward-mode tangents (not implemented)", "a dual tensor")
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return function.apply(*args, *defaults[len(args) :])  # type: ignore[no-untyped-call]
         with torch._C._AutoDispatchBelowAutograd():

@@ -8,6 +8,7 @@
 #include "activation.h"
 #include "autograd.h"
 #include "common.h"
+#include "operator.h"
 
 namespace matmuls {
 namespace {
@@ -198,34 +199,14 @@ void bias_act_meta(Tensor x, const OptionalTensor& bias, std::optional<std::stri
   check(x, tensor_or_none(bias), name);
 }
 
-const auto& bias_act_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("custom_mm::bias_act_", "")
-                             .typed<void(Tensor, const OptionalTensor&, std::optional<std::string_view>)>();
-  return op;
-}
+MATMULS_OPERATOR(BiasActOp, "custom_mm::bias_act_", "",
+                 void(Tensor, const OptionalTensor&, std::optional<std::string_view>));
 
-void bias_act_autograd(c10::DispatchKeySet keys, Tensor x, const OptionalTensor& bias,
-                       std::optional<std::string_view> name) {
+void bias_act_autograd(Tensor x, const OptionalTensor& bias, std::optional<std::string_view> name) {
   TORCH_CHECK(!needs_gradient(kOp, {x, tensor_or_none(bias)}), kOp,
               ": expected no gradient to be recorded, since x, which the gradient needs, is written over; use "
               "matmul(..., bias=, activation=) or torch.no_grad()");
-  at::AutoDispatchBelowAutograd guard;
-  bias_act_op().redispatch(keys & c10::after_autograd_keyset, x, bias, name);
-}
-
-void bias_act_inplace(c10::DispatchKeySet keys, Tensor x, const OptionalTensor& bias,
-                      std::optional<std::string_view> name) {
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    bias_act_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, x, bias, name);
-  }
-  mark_written(x);
-}
-
-void bias_act_lazy(Tensor x, const OptionalTensor& bias, std::optional<std::string_view> name) {
-  check_not_lazy(kOp, "x", x);
-  bias_act_op().call(x, bias ? OptionalTensor(resolved(*bias)) : bias, name);
+  BiasActOp::below_autograd(x, bias, name);
 }
 
 }  // namespace
@@ -236,8 +217,6 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("bias_act_", bias_act_cpu); }
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("bias_act_", bias_act_meta); }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("bias_act_", bias_act_autograd); }
-TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("bias_act_", bias_act_inplace); }
-TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("bias_act_", bias_act_lazy); }
-TORCH_LIBRARY_IMPL(custom_mm, Negative, m) { m.impl("bias_act_", bias_act_lazy); }
+MATMULS_WRITES("bias_act_", BiasActOp, 0)
 
 }  // namespace matmuls

@@ -59,7 +59,7 @@ struct Operator<Self, R(A...)> {
   static R lazy(A... args) {
     auto all = std::forward_as_tuple(args...);
     const char* const name = std::strchr(Self::kName, ':') + 2;  // without the library's
-    check_not_lazy(name, *Self::kOverload ? Self::kOverload : "the tensor that is written", std::get<written>(all));
+    check_not_lazy(name, handle().schema().arguments()[written].name().c_str(), std::get<written>(all));
     return [&]<size_t... I>(std::index_sequence<I...>) {
       return handle().call(resolve<I == written>(std::get<I>(all))...);
     }(std::index_sequence_for<A...>());

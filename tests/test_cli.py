@@ -409,6 +409,11 @@ def test_plan_takes_the_dtypes_and_devices_of_a_row(monkeypatch):
     assert [job.dtype for job in bench.plan([], "cuda", [], False)] == list(bench.GPU_DTYPES)
 
 
+@pytest.mark.parametrize("spec", [s for s in bench.TABLE if s.cases or s.memory_cases], ids=lambda s: s.name)
+def test_every_case_for_a_gpu_has_a_cost_without_one(spec):
+    assert bench.plan([spec.name], "cuda", [], False)
+
+
 def compiles_dies_or_hangs(share, *_):
     """Stands in for a process of `precompile`; top-level, as another process must find it."""
     if share == 1:

@@ -117,12 +117,12 @@ def _mask_of(draw: Draw, m: int, kind: str) -> Tensor:
         "random 50 %": noise > 0,
         "random 5 %": noise > 1.645,
     }[kind]
-    if not mask.is_meta:  # what some rivals are given beforehand
-        mask.lists = (mask.nonzero().squeeze(1), (~mask).nonzero().squeeze(1))  # type: ignore[attr-defined]
-        mask.order = torch.cat(mask.lists)  # type: ignore[attr-defined]
-        mask.inverse = torch.argsort(mask.order)  # type: ignore[attr-defined]
-        mask.ends = torch.tensor([int(mask.sum()), m], dtype=torch.int32, device=mask.device)  # type: ignore[attr-defined]
-        mask.plan = masked.mask_plan(mask)  # type: ignore[attr-defined]
+    # What some rivals are given beforehand; shapes alone have no rows to count.
+    lists = (r[: m // 2], r[m // 2 :]) if mask.is_meta else (mask.nonzero().squeeze(1), (~mask).nonzero().squeeze(1))
+    mask.lists, mask.order = lists, torch.cat(lists)  # type: ignore[attr-defined]
+    mask.inverse = torch.argsort(mask.order)  # type: ignore[attr-defined]
+    mask.ends = torch.tensor([len(lists[0]), m], dtype=torch.int32, device=mask.device)  # type: ignore[attr-defined]
+    mask.plan = masked.mask_plan(mask)  # type: ignore[attr-defined]
     return mask
 
 

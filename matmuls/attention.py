@@ -13,6 +13,7 @@ from .dense import cublasMM, cublasTransbMM, matmul
 from .fused_softmax import scaled_masked_softmax
 
 _attention: Callable[..., torch.Tensor] = torch.ops.custom_mm.attention_forward.default
+_at_once: Callable[..., bool] = torch.ops.custom_mm.attention_at_once.default
 _attention_pieces: Callable[..., list[int]] = torch.ops.custom_mm.attention_pieces.default
 _softmax_gradient = torch.ops.custom_mm.softmax_backward.out
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -126,9 +127,10 @@ def _forward(
     causal: bool,
     keep: bool,
     into: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     y = q.new_empty(*q.shape[:3], k.size(2)) if keep and into is None else into
-    return _attention(q, k, v, mask, scale, causal, PIECE_BYTES, y), y
+    return _attention(q, k, v, mask, scale, causal, PIECE_BYTES, y, sums), y
 
 
 def reads_strided(x: torch.Tensor, head: int) -> bool:
@@ -177,14 +179,18 @@ class _Attention(Function):
         ctx.set_materialize_grads(False)
         ctx.flash = _has_flash(q, v, mask)
         recompute = recompute or ctx.flash
-        context, y = _forward(q, k, v, mask, scale, causal, probabilities or not recompute)
-        ctx.save_for_backward(q, k, v, mask, None if recompute else y)
+        sums = None
+        if ctx.flash and probabilities and _at_once(q, k, v, mask, scale):
+            sums = q.new_empty(q.shape[:3], dtype=torch.float32)
+        context, y = _forward(q, k, v, mask, scale, causal, probabilities or not recompute, sums=sums)
+        kept = (None, None) if sums is None else (context, sums)
+        ctx.save_for_backward(q, k, v, mask, None if recompute else y, *kept)
         ctx.scale, ctx.causal = scale, causal
         return context, y if probabilities else None
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, grad_y: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, mask, y = ctx.saved_tensors
+        q, k, v, mask, y, *kept = ctx.saved_tensors
         given = (grad is not None, grad_y is not None)
         if not any(given):
             return (None,) * 8
@@ -196,7 +202,7 @@ class _Attention(Function):
             found = iter(torch.autograd.grad(outputs, needed, grads, create_graph=True, allow_unused=True))
             return (*(next(found) if need else None for need in ctx.needs_input_grad[:3]), *(None,) * 5)
         if ctx.flash and grad_y is None:
-            return (*_flash_gradients(q, k, v, grad, ctx), *(None,) * 5)
+            return (*_flash_gradients(q, k, v, grad, *kept, ctx), *(None,) * 5)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # once: cuBLAS would copy what has two batch strides
         results = [
             torch.empty_like(t) if need else None for t, need in zip((q, k, v), ctx.needs_input_grad, strict=False)
@@ -211,20 +217,29 @@ class _Attention(Function):
 
 
 def _flash_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor | None, ctx: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor | None,
+    context: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    ctx: Any,
 ) -> Iterator[torch.Tensor | None]:
-    """By torch's fused attention, made again for what its own backward keeps: a row's sum rather than the row."""
+    """By torch's fused attention, from each row's sum rather than the row; without the sums it is made again first."""
     assert grad is not None
     grad, causal, scale = grad.transpose(1, 2), ctx.causal, ctx.scale
     fused = torch._fused_sdp_choice(q, k, v, is_causal=causal, scale=scale)
+    kept: Any = None
+    if context is not None and sums is not None:
+        seed = q.new_empty((), dtype=torch.int64)  # for dropout, of which there is none
+        kept = context.transpose(1, 2), sums, None, None, q.size(2), k.size(2), seed, seed
     if fused == SDPBackend.CUDNN_ATTENTION.value:  # called by name: a graph of autograd's own costs 120 us of the host
-        out, sums, *rest, _ = _cudnn(q, k, v, None, True, is_causal=causal, scale=scale)
-        lengths, seed = rest[:4], rest[4:]
-        found = _cudnn_backward(grad, q, k, v, out, sums, *seed, None, *lengths, 0.0, causal, scale=scale)
+        out, sums, *lengths, seed, offset = kept or _cudnn(q, k, v, None, True, is_causal=causal, scale=scale)[:8]
+        sums = sums.view(*q.shape[:3], 1)
+        found = _cudnn_backward(grad, q, k, v, out, sums, seed, offset, None, *lengths, 0.0, causal, scale=scale)
     elif fused == SDPBackend.FLASH_ATTENTION.value:
-        out, sums, *rest, _ = _flash(q, k, v, is_causal=causal, scale=scale)
-        lengths, seed = rest[:4], rest[4:]
-        found = _flash_backward(grad, q, k, v, out, sums, *lengths, 0.0, causal, *seed, scale=scale)
+        out, sums, *lengths, seed, offset = kept or _flash(q, k, v, is_causal=causal, scale=scale)[:8]
+        found = _flash_backward(grad, q, k, v, out, sums, *lengths, 0.0, causal, seed, offset, scale=scale)
     else:
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]

@@ -2,6 +2,8 @@
 //
 // Hopper has one kernel for what most models ask (attention_sm90.cu). Elsewhere the scores are made, softened and used
 // in pieces, of whole batch elements or of heads, each in the memory that the probabilities go to.
+// attention_at_once says which it is; the one kernel also gives the logarithm of each row's sum of exponentials, which
+// torch's fused backward asks for.
 #include "attention.h"
 
 #include <torch/library.h>
@@ -25,16 +27,29 @@ constexpr const char* kOp = "attention_forward";
 
 MATMULS_OPERATOR(AttentionOp, "custom_mm::attention_forward", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double, bool, int64_t,
-                        OptionalTensor));
+                        OptionalTensor, OptionalTensor));
 MATMULS_OPERATOR(MaskedSoftmaxOp, "custom_mm::scaled_masked_softmax_", "",
                  void(Tensor, const OptionalTensor&, double, bool));
 
 struct Call {
-  Tensor q, k, v, mask, probabilities;  // mask, probabilities: or undefined
+  Tensor q, k, v, mask, probabilities, sums;  // the last three: or undefined
   double scale;
   bool causal;
   int64_t piece_bytes;
 };
+
+Call call_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale, bool causal,
+             int64_t piece_bytes, const OptionalTensor& probabilities, const OptionalTensor& sums) {
+  return {.q = q,
+          .k = k,
+          .v = v,
+          .mask = tensor_or_none(mask),
+          .probabilities = tensor_or_none(probabilities),
+          .sums = tensor_or_none(sums),
+          .scale = scale,
+          .causal = causal,
+          .piece_bytes = piece_bytes};
+}
 
 // What the operators below do not check themselves before they have written something.
 void check(const Call& c) {
@@ -70,6 +85,28 @@ void check(const Call& c) {
                 kOp, ": expected probabilities [B, H, Q, K] of q's dtype and device, got ", p.sym_sizes(), " in ",
                 p.scalar_type(), " on ", p.device());
   }
+  if (c.sums.defined()) {
+    const Tensor& s = c.sums;
+    TORCH_CHECK(s.dim() == 3 && s.sym_size(0) == c.q.sym_size(0) && s.sym_size(1) == c.q.sym_size(1) &&
+                    s.sym_size(2) == c.q.sym_size(2) && s.scalar_type() == at::kFloat && s.device() == c.q.device() &&
+                    s.is_contiguous(),
+                kOp, ": expected contiguous sums [B, H, Q] in Float on q's device, got ", s.sym_sizes(), " in ",
+                s.scalar_type(), " on ", s.device());
+  }
+}
+
+bool fits_one_kernel(const Call& c) {
+#ifdef MATMULS_CUDA
+  return c.q.is_cuda() && fits_sm90(c.q, c.k, c.v, c.mask, c.scale);
+#else
+  return false;
+#endif
+}
+
+bool at_once(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale) {
+  const Call c = call_of(q, k, v, mask, scale, false, 0, {}, {});
+  check(c);
+  return fits_one_kernel(c);
 }
 
 // Batch, batches, head, heads of each piece, one after the other: as many whole batch elements as piece_bytes of scores
@@ -120,45 +157,56 @@ Tensor in_pieces(Call c) {
   return context.transpose(1, 2).contiguous();
 }
 
-template <bool cuda>
+bool can_be_walked(const Tensor& probabilities) {
+  return probabilities.defined() && probabilities.is_contiguous() &&
+         reinterpret_cast<uintptr_t>(probabilities.const_data_ptr()) % 16 == 0;
+}
+
 Tensor run(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale, bool causal,
-           int64_t piece_bytes, OptionalTensor probabilities) {
-  const Call c{q, k, v, tensor_or_none(mask), tensor_or_none(probabilities), scale, causal, piece_bytes};
+           int64_t piece_bytes, OptionalTensor probabilities, OptionalTensor sums) {
+  const Call c = call_of(q, k, v, mask, scale, causal, piece_bytes, probabilities, sums);
   check(c);
   if (c.probabilities.defined())
-    check_no_overlap(kOp, c.probabilities, {{"q", q}, {"k", k}, {"v", v}, {"mask", c.mask}});
+    check_no_overlap(kOp, c.probabilities, {{"q", q}, {"k", k}, {"v", v}, {"mask", c.mask}, {"sums", c.sums}});
+  if (c.sums.defined()) check_no_overlap(kOp, c.sums, {{"q", q}, {"k", k}, {"v", v}, {"mask", c.mask}});
+  const bool whole = can_be_walked(c.probabilities) && fits_one_kernel(c);
+  TORCH_CHECK(
+      whole || !c.sums.defined(), kOp,
+      ": expected sums only with contiguous probabilities and where attention_at_once is true, got them elsewhere");
   at::AutoDispatchBelowADInplaceOrView guard;
 #ifdef MATMULS_CUDA
-  if (cuda && q.numel() > 0 && k.size(2) > 0 && c.probabilities.defined()) {
+  if (whole) {
     const OperationGuard device(kOp, q);
     const Tensor context = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options());
-    if (attend_sm90(q, k, v, c.mask, scale, causal, context, c.probabilities)) return context;
+    attend_sm90(q, k, v, c.mask, scale, causal, context, c.probabilities, c.sums);
+    return context;
   }
 #endif
   return in_pieces(c);
 }
 
 Tensor meta(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale, bool causal,
-            int64_t piece_bytes, OptionalTensor probabilities) {
-  check({q, k, v, tensor_or_none(mask), tensor_or_none(probabilities), scale, causal, piece_bytes});
+            int64_t piece_bytes, OptionalTensor probabilities, OptionalTensor sums) {
+  check(call_of(q, k, v, mask, scale, causal, piece_bytes, probabilities, sums));
   return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), v.sym_size(3)}, q.options());
 }
 
 // The gradient is matmuls.attention's: it decides what is kept.
 Tensor without_gradient(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale,
-                        bool causal, int64_t piece_bytes, OptionalTensor probabilities) {
+                        bool causal, int64_t piece_bytes, OptionalTensor probabilities, OptionalTensor sums) {
   TORCH_CHECK(!needs_gradient(kOp, {q, k, v, tensor_or_none(mask), tensor_or_none(probabilities)}), kOp,
               ": expected no gradient to be recorded, got an argument that requires grad; matmuls.attention.attend has "
               "one");
-  return AttentionOp::below_autograd(q, k, v, mask, scale, causal, piece_bytes, probabilities);
+  return AttentionOp::below_autograd(q, k, v, mask, scale, causal, piece_bytes, probabilities, sums);
 }
 
 Tensor written(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-               double scale, bool causal, int64_t piece_bytes, OptionalTensor probabilities) {
+               double scale, bool causal, int64_t piece_bytes, OptionalTensor probabilities, OptionalTensor sums) {
   at::AutoDispatchBelowADInplaceOrView guard;
   Tensor context = AttentionOp::handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, q, k, v, mask, scale,
-                                                    causal, piece_bytes, probabilities);
-  if (probabilities && probabilities->defined()) mark_written(*probabilities);
+                                                    causal, piece_bytes, probabilities, sums);
+  for (const OptionalTensor& t : {probabilities, sums})
+    if (t && t->defined()) mark_written(*t);
   return context;
 }
 
@@ -167,16 +215,20 @@ Tensor written(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def(
       "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int piece_bytes, "
-      "Tensor(a!)? probabilities) -> Tensor",
+      "Tensor(a!)? probabilities, Tensor(b!)? sums=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
+  m.def("attention_at_once(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> bool");
   m.def("attention_pieces(Tensor q, Tensor k, int piece_bytes) -> int[]");
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) { m.impl("attention_pieces", pieces); }
+TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) {
+  m.impl("attention_pieces", pieces);
+  m.impl("attention_at_once", at_once);
+}
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("attention_forward", run<false>); }
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("attention_forward", run); }
 #ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("attention_forward", run<true>); }
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("attention_forward", run); }
 #endif
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("attention_forward", meta); }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("attention_forward", without_gradient); }

@@ -5,11 +5,14 @@
 
 namespace matmuls {
 
-// context <- softmax(scale * q @ k^T) @ v and the softmax itself into `probabilities`; false, and nothing done, where
-// this is not for it. q: [B, H, Q, D]; k, v: [B, H, K, D], strided; mask: what check_mask in attention.cpp let pass, or
-// undefined; context: [B, Q, H, D] of any batch, row and head strides; probabilities: [B, H, Q, K], contiguous; the
-// device is the current one.
-bool attend_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scale,
-                 bool causal, const at::Tensor& context, const at::Tensor& probabilities);
+// Whether the kernel is for these. q: [B, H, Q, D]; k, v: [B, H, K, D], strided; mask: what check in attention.cpp let
+// pass, or undefined.
+bool fits_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scale);
+
+// context <- softmax(scale * q @ k^T) @ v, the softmax itself into `probabilities` and the logarithms of its rows' sums
+// into `sums`, of what fits. context: [B, Q, H, D], rows of D contiguous; probabilities: [B, H, Q, K], contiguous, from
+// 16 bytes on; sums: [B, H, Q] in float32, contiguous, or undefined; the device is the current one.
+void attend_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scale,
+                 bool causal, const at::Tensor& context, const at::Tensor& probabilities, const at::Tensor& sums);
 
 }  // namespace matmuls

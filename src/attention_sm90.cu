@@ -46,6 +46,7 @@ struct Shape {
   void* context;
   int64_t context_strides[3];  // of batch, query, head
   void* probabilities;
+  float* sums;  // the logarithm of each row's sum of exponentials, or null
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -261,6 +262,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     top[r] = all;
     // A row that sees nothing is 0; one of -inf alone NaN, as torch has it.
     shift[r] = masked && total == 0 ? std::numeric_limits<float>::infinity() : __log2f(total);
+    if (shape.sums && lane % 4 == 0 && rows[r] < shape.queries)
+      shape.sums[static_cast<int64_t>(matrix) * shape.queries + rows[r]] = fmaf(top[r], scale, shift[r]) / kLog2e;
   }
 
   // ---- second pass
@@ -398,45 +401,48 @@ bool walkable(const at::Tensor& t) {
   return true;
 }
 
+bool is_bytes(const at::Tensor& mask) { return mask.scalar_type() == at::kBool || mask.scalar_type() == at::kByte; }
+
 }  // namespace
 
-bool attend_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scale,
-                 bool causal, const at::Tensor& context, const at::Tensor& probabilities) {
+bool fits_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scale) {
 #ifdef MATMULS_SM90A
-  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  const auto* properties = at::cuda::getDeviceProperties(q.device().index());
   if (properties->major != 9 || properties->minor != 0 || tensor_map_encoder() == nullptr) return false;
-  const bool bytes = mask.defined() && (mask.scalar_type() == at::kBool || mask.scalar_type() == at::kByte);
   const int64_t queries = q.size(2), keys = k.size(2), tiles = (queries + kQueries - 1) / kQueries;
-  if ((q.scalar_type() != at::kBFloat16 && q.scalar_type() != at::kHalf) || !walkable(q) || !walkable(k) ||
-      !walkable(v) || (mask.defined() && !bytes) || !(scale > 0) || keys % 8 != 0 || context.stride(3) != 1 ||
-      !probabilities.defined() || !probabilities.is_contiguous() ||
-      reinterpret_cast<uintptr_t>(probabilities.const_data_ptr()) % 16 != 0 || queries > INT32_MAX / 2 ||
-      keys > INT32_MAX / 2 || q.size(0) * q.size(1) * tiles > INT32_MAX)
-    return false;
+  return (q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf) && q.numel() > 0 && keys > 0 &&
+         walkable(q) && walkable(k) && walkable(v) && (!mask.defined() || is_bytes(mask)) && scale > 0 &&
+         keys % 8 == 0 && queries <= INT32_MAX / 2 && keys <= INT32_MAX / 2 &&
+         q.size(0) * q.size(1) * tiles <= INT32_MAX;
+#else
+  return false;
+#endif
+}
+
+void attend_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scale,
+                 bool causal, const at::Tensor& context, const at::Tensor& probabilities, const at::Tensor& sums) {
+  const int64_t queries = q.size(2), keys = k.size(2);
   Shape shape{static_cast<int>(queries),
               static_cast<int>(keys),
               static_cast<int>(q.size(1)),
-              static_cast<int>(tiles),
+              static_cast<int>((queries + kQueries - 1) / kQueries),
               causal,
               static_cast<float>(scale) * kLog2e,
-              bytes ? static_cast<const unsigned char*>(mask.const_data_ptr()) : nullptr,
+              mask.defined() ? static_cast<const unsigned char*>(mask.const_data_ptr()) : nullptr,
               {},
               context.mutable_data_ptr(),
               {context.stride(0), context.stride(1), context.stride(2)},
-              probabilities.mutable_data_ptr()};
-  if (bytes) {
+              probabilities.mutable_data_ptr(),
+              sums.defined() ? sums.mutable_data_ptr<float>() : nullptr};
+  if (mask.defined()) {
     const at::Tensor whole = mask.expand({q.size(0), q.size(1), queries, keys});
     for (int d = 0; d < 4; ++d) shape.mask_strides[d] = whole.stride(d);
   }
-  const bool masked = bytes || causal;
+  const bool masked = mask.defined() || causal;
   if (q.scalar_type() == at::kBFloat16)
     masked ? launch<c10::BFloat16, true>(q, k, v, shape) : launch<c10::BFloat16, false>(q, k, v, shape);
   else
     masked ? launch<c10::Half, true>(q, k, v, shape) : launch<c10::Half, false>(q, k, v, shape);
-  return true;
-#else
-  return false;
-#endif
 }
 
 }  // namespace matmuls

@@ -247,6 +247,7 @@ BAD = {
     "keys": ({"v": (B, H, 5, E)}, r"q \[B, H, Q, D\], k \[B, H, K, D\] and v"),
     "mask": ({"mask": (B, 1, 1, 5)}, r"a mask on cpu whose shape broadcasts to the scores' \[3, 4, 6, 7\], got"),
     "probabilities": ({"probabilities": (B, H, K, Q)}, r"probabilities \[B, H, Q, K\] of q's dtype"),
+    "sums": ({"sums": (B, H, Q)}, r"contiguous sums \[B, H, Q\] in Float"),
 }
 
 
@@ -254,11 +255,14 @@ BAD = {
 def test_bad_operands_are_told_before_anything_is_written(bad):
     q, k, v = operands()
     given = {"q": q, "k": k, "v": v, "mask": None, "probabilities": torch.full((B, H, Q, K), 7.0, dtype=q.dtype)}
+    given["sums"] = None
     changed, words = BAD[bad]
     given |= {name: torch.full(shape, 7.0, dtype=q.dtype) for name, shape in changed.items()}
     with pytest.raises(RuntimeError, match=words):
-        OPERATOR(*(given[n] for n in ("q", "k", "v", "mask")), 0.3, False, 1, given["probabilities"])
+        OPERATOR(*(given[n] for n in ("q", "k", "v", "mask")), 0.3, False, 1, given["probabilities"], given["sums"])
     assert (given["probabilities"] == 7).all()
+    with pytest.raises(RuntimeError, match="expected sums only with contiguous probabilities and where"):
+        OPERATOR(*operands(), None, 0.3, False, 1, None, torch.empty(B, H, Q))
     inputs = [x.requires_grad_() for x in operands()]
     with pytest.raises(RuntimeError, match="expected no gradient to be recorded"):
         OPERATOR(*inputs, None, 0.3, False, 1, None)
@@ -290,7 +294,10 @@ def test_the_one_kernel_is_as_near_to_the_truth_as_torch(dtype, mask, causal, le
         hidden = (hidden[:, None, None] if hidden.dim() == 2 else hidden).cuda()
     scale = d**-0.5
     room = torch.full((b, h, n, m), torch.nan, device="cuda", dtype=dtype)
-    ours = OPERATOR(q, k, v, hidden, scale, causal, 1 << 20, room), room
+    once = torch.ops.custom_mm.attention_at_once(q, k, v, hidden, scale)
+    assert once == (torch.cuda.get_device_capability() == (9, 0))
+    sums = torch.full((b, h, n), torch.nan, device="cuda") if once else None
+    ours = OPERATOR(q, k, v, hidden, scale, causal, 1 << 20, room, sums), room
     dropped = torch.zeros(n, m, dtype=torch.bool, device="cuda")
     if causal:
         dropped = dropped.logical_not().triu(1)
@@ -306,6 +313,10 @@ def test_the_one_kernel_is_as_near_to_the_truth_as_torch(dtype, mask, causal, le
         error = [torch.linalg.vector_norm(t.double() - z).item() for t in (x, y)]
         assert error[0] <= 2 * error[1] + torch.finfo(dtype).eps * torch.linalg.vector_norm(z).item()
     assert (room.double()[dropped.expand_as(room)] == 0).all()
+    if sums is not None:
+        scores = (q.double() @ k.double().mT * scale).masked_fill(dropped, -torch.inf)
+        sees = ~dropped.expand_as(scores).all(-1)
+        torch.testing.assert_close(sums[sees].double(), scores.logsumexp(-1)[sees], atol=2e-5, rtol=1e-6)
 
 
 @pytest.mark.cuda
@@ -342,7 +353,8 @@ def test_gradients_at_16_bits(causal, wanted, recompute):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
         ours = attention.attend(*inputs, None, 0.125, causal=causal, recompute=recompute)
-    assert sorted(kept) == [(2, 3, 128, 64)] * 3
+    once = torch.ops.custom_mm.attention_at_once(*inputs, None, 0.125)  # its rows' sums and its context, or nothing
+    assert sorted(kept) == [(2, 3, 128)] * once + [(2, 3, 128, 64)] * 3 + [(2, 128, 3, 64)] * once
     weights = [torch.randn_like(x) for x in truth]  # a gradient that hardly varies along a row would cancel
     losses = [sum((o[i].double() * weights[i]).sum() for i in wanted) for o in (ours, truth)]
     found, true = (torch.autograd.grad(x, inputs, allow_unused=True) for x in losses)

@@ -68,13 +68,12 @@ __device__ Words<T, V> pack(const F (&values)[V]) {
   return words;
 }
 
-// One number, or the 16 bytes of V at an address that is a multiple of 16; what is read once leaves the L1 alone, and
-// what is `passing` the L2.
-template <class T, int V, bool passing = false>
+// One number, or the 16 bytes of V at an address that is a multiple of 16; what is read once leaves the L1 alone.
+template <class T, int V>
 __device__ Words<T, V> load_once(const T* from) {
   Words<T, V> words{};
   if constexpr (V * sizeof(T) == 16) {
-    const uint4 four = passing ? ptx::load_passing(from) : ptx::load_once(from);
+    const uint4 four = ptx::load_once(from);
     words = {four.x, four.y, four.z, four.w};
   } else {
     static_assert(V == 1);
@@ -86,6 +85,16 @@ __device__ Words<T, V> load_once(const T* from) {
     }
   }
   return words;
+}
+// The same where they are `there`, else 0; what is `passing` leaves the L2 alone too.
+template <bool passing, class T, int V>
+__device__ Words<T, V> load_if(bool there, const T* from) {
+  if constexpr (passing && V * sizeof(T) == 16) {
+    const uint4 four = ptx::load_passing(there, from);
+    return {four.x, four.y, four.z, four.w};
+  } else {
+    return there ? load_once<T, V>(from) : Words<T, V>{};
+  }
 }
 template <class T, int V>
 __device__ void store_once(T* to, const Words<T, V>& words) {
@@ -109,6 +118,14 @@ __device__ void load_constant(const void* from, uint32_t (&words)[bytes / 4]) {
       words[4 * q] = four.x, words[4 * q + 1] = four.y, words[4 * q + 2] = four.z, words[4 * q + 3] = four.w;
     }
   }
+}
+
+// Of a vector the first n numbers alone, 0 instead of the others.
+template <class T, int V>
+__device__ void keep_first(int n, Words<T, V>& words) {
+#pragma unroll
+  for (int w = 0; w < Words<T, V>::kCount; ++w)
+    words.at[w] &= ~ptx::ones_from(8 * static_cast<int>(sizeof(T)) * n - 32 * w);
 }
 
 // The larger one; NaN only where both are.

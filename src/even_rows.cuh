@@ -7,8 +7,9 @@
 
 namespace matmuls {
 
-// Span's questions with their answers. Unless `exact`, some threads lack the last of their vectors.
-template <int V, int NV, int step, bool exact>
+// Span's questions with their answers. Unless `exact`, some threads lack the last of their vectors; a row `ends` early
+// where it does not see all its columns.
+template <int V, int NV, int step, bool exact, bool ends>
 struct EvenSpan {
   static constexpr bool kRagged = false, kEven = true;
   int first, columns;
@@ -16,53 +17,63 @@ struct EvenSpan {
 
   __device__ int column(int i) const { return first + i * step; }
   __device__ bool begins(int i) const { return exact || i < NV - 1 || last; }
-  __device__ static constexpr int count(int) { return V; }
+  __device__ bool sees(int i, int end) const { return ends ? column(i) < end : begins(i); }
+  __device__ static constexpr bool whole(int, int) { return true; }
+  __device__ bool holds(int i, int j, int end) const { return column(i) + j < end; }
+  __device__ int count(int i) const { return begins(i) ? V : 0; }
+  template <class F>
+  __device__ void clear_outside(int i, int end, F fill, F (&values)[V]) const {
+    if (!ends || column(i) + V <= end) return;
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (!holds(i, j, end)) values[j] = fill;
+  }
   template <class T, class F>
   __device__ void store(T* row, int64_t, int i, const F (&values)[V]) const {
-    store_once(row + column(i), pack<T, V>(values));
+    if (begins(i)) store_once(row + column(i), pack<T, V>(values));
   }
 };
-template <int NV, int V, int step, bool exact, class Body>
-__device__ void for_vectors(const EvenSpan<V, NV, step, exact>& span, const Body& body) {
+// The last one too where it may not be there: behind a branch it would not be loaded before the others have come.
+template <int NV, int V, int step, bool exact, bool ends, class Body>
+__device__ void for_vectors(const EvenSpan<V, NV, step, exact, ends>&, const Body& body) {
 #pragma unroll
   for (int i = 0; i < NV - 1; ++i) body(i, std::true_type{});
-  if (span.begins(NV - 1)) body(NV - 1, std::true_type{});
+  body(NV - 1, std::bool_constant<exact>{});
 }
 
-// A row for each team of `threads`: a warp of several, or a block. Op::merge_even<lanes>(state, each): the merge of
-// states of `each` columns.
+// Rows that a block works on side by side: two warps retire sooner than eight.
+template <int threads>
+constexpr int kEvenBeside = threads < 64 ? 64 / threads : 1;
+
+// A row for each team of `threads`: some lanes of a warp, a warp, or a block. Of an operation it wants two things more:
+//   kEnds                         whether a row may see less than its columns
+//   merge_even<lanes>(state, each)  the merge of as many states of `each` columns
 template <class Op, int V, int NV, int threads, bool exact>
-__global__ void __launch_bounds__(std::max(threads, 256), 1024 / std::max(threads, 256))
+__global__ void __launch_bounds__(std::max(threads, 64), (NV > 4 ? 512 : 1024) / std::max(threads, 64))
     even_row_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   using F = typename Op::F;
   constexpr int kWarps = threads / 32;
   static_assert(exact || kWarps == 1);
-  const int64_t own = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const typename Op::Row row = op.row(min(own, shape.rows - 1));
+  const unsigned rows = static_cast<unsigned>(shape.rows), own = blockIdx.x * kEvenBeside<threads> + threadIdx.y;
+  const typename Op::Row row = op.row(min(own, rows - 1));
   const int first = static_cast<int>(threadIdx.x) * V;
-  const EvenSpan<V, NV, V * threads, exact> span{first, shape.columns, first + (NV - 1) * V * threads < shape.columns};
+  const EvenSpan<V, NV, V * threads, exact, Op::kEnds> span{first, shape.columns,
+                                                            first + (NV - 1) * V * threads < shape.columns};
   ptx::let_next_start();  // and wait here
   ptx::wait_for_earlier();
-  if (own >= shape.rows) return;
   Inputs<T, V, NV, Op::kInputs> inputs;
-#pragma unroll
-  for (int i = 0; i < NV; ++i)
-#pragma unroll
-    for (int k = 0; k < Op::kInputs; ++k) {
-      inputs.at[i][k] = {};
-      if (span.begins(i)) inputs.at[i][k] = load_once<T, V>(row.input(k) + span.column(i));
-    }
+  inputs.template load<true>(row, span);
   typename Op::State state = Op::identity();
   typename Op::template Held<V, NV> held;
   const auto constants = [&](int c, int i, F(&numbers)[V]) {
-    Words<T, V> words;
-    load_constant<16>(op.constant(c) + span.column(i), words.at);
+    Words<T, V> words{};
+    if (span.begins(i)) load_constant<16>(op.constant(c) + span.column(i), words.at);
     unpack(words, numbers);
   };
   op.fold(state, held, row, span, inputs, constants);
   if constexpr (exact)
-    state = op.template merge_even<32>(state, V * NV);
+    state = op.template merge_even<std::min(threads, 32)>(state, V * NV);
   else
     state = op.merge(state, Lanes{32});
   if constexpr (kWarps > 1) {
@@ -71,17 +82,26 @@ __global__ void __launch_bounds__(std::max(threads, 256), 1024 / std::max(thread
     __syncthreads();
     state = op.template merge_even<kWarps>(warps[threadIdx.x % kWarps], V * NV * 32);
   }
+  if (own >= rows) return;
   const auto result = op.finish(state);
-  inputs.forget_numbers();
+  if constexpr (std::is_empty_v<decltype(held)>) inputs.forget_numbers();
   ColumnSums<F, V, 0> none;
   op.write(row, result, held, span, inputs, constants, none);
 }
 
-template <int NV, int threads, bool exact, class Op>
-void launch_even_rows(const Op& op, int64_t rows, int64_t columns) {
-  constexpr int kBeside = threads == 32 ? 8 : 1;
+template <int NV, int threads, bool exact, class Op, int N>
+void launch_even_rows(const Op& op, const Rows<N>& rows) {
+  constexpr int kBeside = kEvenBeside<threads>;
   launch_rows_kernel<even_row_kernel<Op, 16 / sizeof(typename Op::Storage), NV, threads, exact>>(
-      op, dim3(threads, kBeside), (rows + kBeside - 1) / kBeside, rows, columns);
+      op, dim3(threads, kBeside), (rows.count + kBeside - 1) / kBeside, rows.count, rows.columns);
+}
+
+// Rows of four vectors for each of `most` threads, or of half as many, down to `least`. Whether they are.
+template <int least, int most, class Op, int N>
+bool launch_even_fours(const Op& op, const Rows<N>& rows) {
+  if (rows.columns * sizeof(typename Op::Storage) == 64 * most) return launch_even_rows<4, most, true>(op, rows), true;
+  if constexpr (most > least) return launch_even_fours<least, most / 2>(op, rows);
+  return false;
 }
 
 }  // namespace matmuls

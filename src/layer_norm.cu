@@ -72,7 +72,7 @@ struct Norm {
   // A row of more threads walks, by what an H200 showed.
   static constexpr int kRowMost = sizeof(T) == 2 ? (rms ? 256 : 128) : 512;
   static constexpr int kThreadsPerSm = 768, kMostThreads = 512;
-  static constexpr bool kNumber = false, kColumnSums = false, kWholeRows = false;
+  static constexpr bool kNumber = false, kColumnSums = false, kWholeRows = false, kEnds = false;
 
   struct Row {
     T *x, *xhat;
@@ -142,7 +142,7 @@ struct Norm {
       sum_of(inputs, i, h);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if constexpr (once) h[j] -= from;
+        if constexpr (once) h[j] = !Columns::kEven || span.begins(i) ? h[j] - from : F(0);
         if constexpr (!rms) sums[j % 4] += h[j];
         if constexpr (rms || once) squares[j % 4] += h[j] * h[j];
       }
@@ -243,17 +243,24 @@ struct Norm {
 // Both say whether they did. The rows that an H200 showed to gain by it.
 template <class T, bool rms>
 bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows, const std::array<const void*, 3>& pointers) {
-  constexpr int V = 16 / sizeof(T);
-  const int64_t vectors = rows.columns / V;
   const auto present = [](const T* row) { return row && reinterpret_cast<uintptr_t>(row) % 16 == 0; };
   if (rows.count > INT32_MAX || !alignment_of<T>(rows, pointers).whole || !present(op.weight)) return false;
   if (!rms && !present(op.bias)) return false;
-  if constexpr (!rms) {
-    if (vectors > 96 && vectors < 128) return launch_even_rows<4, 32, false>(op, rows.count, rows.columns), true;
-    if (vectors == 512) return launch_even_rows<4, 128, true>(op, rows.count, rows.columns), true;
-    if (vectors == 1024) return launch_even_rows<4, 256, true>(op, rows.count, rows.columns), true;
+  if constexpr (sizeof(T) == 4) {
+    constexpr int columns = rms ? 16384 : 8192;
+    if (rows.columns == columns) return launch_even_rows<columns / 2048, 512, true>(op, rows), true;
+  } else {
+    const int64_t vectors = rows.columns / 8;
+    if (vectors == 2048) return launch_even_rows<8, 256, true>(op, rows), true;
+    if constexpr (!rms) {
+      if (vectors == 48) return launch_even_rows<3, 16, true>(op, rows), true;
+      if (vectors > 64 && vectors < 96) return launch_even_rows<3, 32, false>(op, rows), true;
+      if (vectors == 96) return launch_even_rows<3, 32, true>(op, rows), true;
+      if (vectors > 96 && vectors < 128) return launch_even_rows<4, 32, false>(op, rows), true;
+      if (vectors == 1024) return launch_even_rows<8, 128, true>(op, rows), true;
+      return launch_even_fours<4, 128>(op, rows);
+    }
   }
-  if (vectors == 2048) return launch_even_rows<4, 512, true>(op, rows.count, rows.columns), true;
   return false;
 }
 template <class T>
@@ -294,9 +301,9 @@ void launch(const Call& c) {
     known.strides[t] = rows.strides[0];
     known.column_strides[t] = rows.column_strides[0];
   }
-  if constexpr (!with_residual && sizeof(T) == 2) {
+  if constexpr (!with_residual && sizeof(T) <= 4) {
     if (launch_even<T, rms>(op, known, pointers)) return;
-    if constexpr (!rms)
+    if constexpr (!rms && sizeof(T) == 2)
       if (launch_stream<T>(op, known, pointers)) return;
   }
   launch_rows(op, known, pointers);

@@ -45,8 +45,8 @@ struct Pair {
 };
 
 // A row whose sum is 0 or NaN. A masked column is 0 even here; those that are `seen` are NaN.
-template <int NV, class T, int V, bool ragged, class Seen>
-__device__ void write_undefined(T* y, int64_t step, const Span<V, ragged>& span, int visible, const Seen& seen) {
+template <int NV, int V, class T, class Columns, class Seen>
+__device__ void write_undefined(T* y, int64_t step, const Columns& span, int visible, const Seen& seen) {
 #pragma unroll 1
   for (int n = 0; n < NV * V; ++n) {
     const int column = span.column(n / V) + n % V;
@@ -60,14 +60,13 @@ template <class T, bool bytes, bool ends>
 struct PackedSoftmax {
   using Storage = T;
   using F = float;
-  static constexpr bool kWholeRows = true;
+  static constexpr bool kWholeRows = true, kEnds = ends;
   static constexpr int kInputs = 1, kConstants = 0;
   static constexpr int kVectors = 4, kLongVectors = 4, kHeldVectors = 4, kRowMost = 512;
   static constexpr int kThreadsPerSm = 1024, kMostThreads = 512;
   static constexpr bool kNumber = false, kColumnSums = false;
 
   struct Row {
-    static constexpr bool kPassing = true;
     const T* x;
     T* y;
     const unsigned char* mask;
@@ -111,9 +110,9 @@ struct PackedSoftmax {
   __device__ static State identity() { return {lowest(), F(0)}; }
   __device__ static F or_zero(F shift) { return shift == lowest() ? F(0) : shift; }
 
-  template <int V, int NV, bool ragged, class Inputs, class Constants>
-  __device__ void fold(State& state, Held<V, NV>& held, const Row& row, const Span<V, ragged>& span,
-                       const Inputs& inputs, const Constants&) const {
+  template <int V, int NV, class Columns, class Inputs, class Constants>
+  __device__ void fold(State& state, Held<V, NV>& held, const Row& row, const Columns& span, const Inputs& inputs,
+                       const Constants&) const {
     const int visible = row.visible(span.columns);
     Words<T, V> words[NV];
     Words<uint8_t, V> hidden[NV];
@@ -121,7 +120,7 @@ struct PackedSoftmax {
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
         hidden[i] = {};
-        if (span.column(i) < visible) load_constant<V>(row.mask + span.column(i), hidden[i].at);
+        if (span.sees(i, visible)) load_constant<V>(row.mask + span.column(i), hidden[i].at);
       }
     }
 #pragma unroll
@@ -135,18 +134,15 @@ struct PackedSoftmax {
     uint32_t tops = Pair<T>::kMinusInfinity;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
+      if (!span.sees(i, visible)) continue;
       const int seen = visible - span.column(i);
-      if (seen <= 0) continue;
       auto& at = words[i].at;
 #pragma unroll
       for (int w = 0; w < V / 2; ++w)
         if constexpr (bytes) at[w] = Pair<T>::hide(at[w], Pair<T>::spread(hidden[i].at[w / 2], w % 2));
       if (ends && seen < V)
 #pragma unroll
-        for (int w = 0; w < V / 2; ++w) {
-          const int bits = 16 * (seen - 2 * w);  // of the word that are seen
-          at[w] = Pair<T>::hide(at[w], bits <= 0 ? ~0u : bits < 32 ? ~0u << bits : 0);
-        }
+        for (int w = 0; w < V / 2; ++w) at[w] = Pair<T>::hide(at[w], ptx::ones_from(16 * (seen - 2 * w)));
 #pragma unroll
       for (int w = 0; w < V / 2; ++w) tops = Pair<T>::max(tops, at[w]);
     }
@@ -160,7 +156,7 @@ struct PackedSoftmax {
     const auto take = [&](const auto& exponent) {
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
-        if (span.column(i) >= visible) continue;
+        if (!span.sees(i, visible)) continue;
         F z[V];
         unpack(words[i], z);
 #pragma unroll
@@ -179,25 +175,31 @@ struct PackedSoftmax {
     state.sum = state.sum * ptx::exp2_approx(4 * (state.shift - all)) + sum * ptx::exp2_approx(4 * (shift - all));
     state.shift = most;
   }
-  __device__ State merge(const State& state, Lanes lanes) const {
+  template <class Team>
+  __device__ State merge(const State& state, Team lanes) const {
     const F most = lanes.max(state.shift);
     return {most, lanes.sum(state.sum * ptx::exp2_approx(4 * (state.shift - or_zero(most))))};
   }
+  template <int lanes>
+  __device__ State merge_even(const State& state, int) const {
+    return merge(state, FixedLanes<lanes>{});
+  }
   __device__ State finish(const State& state) const { return {or_zero(state.shift), state.sum}; }
 
-  template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
-  __device__ void write(const Row& row, const State& result, Held<V, NV>& held, const Span<V, ragged>& span,
-                        const Inputs&, const Constants&, Sums&) const {
+  template <int V, int NV, class Columns, class Inputs, class Constants, class Sums>
+  __device__ void write(const Row& row, const State& result, Held<V, NV>& held, const Columns& span, const Inputs&,
+                        const Constants&, Sums&) const {
     const int visible = row.visible(span.columns);
     if (!(result.sum > F(0)))
-      return write_undefined<NV>(row.y, 1, span, visible, [&](int column) { return !bytes || row.mask[column] == 0; });
+      return write_undefined<NV, V>(row.y, 1, span, visible,
+                                    [&](int column) { return !bytes || row.mask[column] == 0; });
     T* y_row = row.y;
     ptx::forget(y_row);
     const F share = ptx::exp2_approx(4 * (held.shift - result.shift)) * ptx::reciprocal_approx(result.sum);
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       Words<T, V> words{};
-      if (span.column(i) < visible) {
+      if (span.sees(i, visible)) {
 #pragma unroll
         for (int j = 0; j < V; ++j) held.e[i][j] *= share;
         words = pack<T, V>(held.e[i]);

@@ -17,6 +17,13 @@ __device__ inline float reciprocal_approx(float x) {
   return y;
 }
 
+// Bits that are 1 from number n on: all of them if n is below 0, none if it is beyond 31.
+__device__ inline uint32_t ones_from(int n) {
+  uint32_t bits;
+  asm("shl.b32 %0, %1, %2;" : "=r"(bits) : "r"(~0u), "r"(max(n, 0)));
+  return bits;
+}
+
 // The compiler forgets what it knows of a word: numbers unpacked from it are unpacked again rather than kept.
 __device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
 
@@ -34,10 +41,13 @@ __device__ inline uint4 load_once(const void* from) {
                : "l"(from));
   return w;
 }
-// The same, and they are the first that the L2 gives up: it keeps what is written.
-__device__ inline uint4 load_passing(const void* from) {
-  uint4 w;
-  asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(from));
+// The same where they are `there`, else 0, without a branch, and they are the first that the L2 gives up: it keeps what
+// is written.
+__device__ inline uint4 load_passing(bool there, const void* from) {
+  uint4 w{};
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t@p ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
+               : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w)
+               : "l"(from), "r"(static_cast<int>(there)));
   return w;
 }
 // 4 or 2 bytes, without a branch; 0 where they are not `there`.
@@ -110,6 +120,14 @@ __device__ inline void wait_ahead(int n) {
     asm volatile("cp.async.wait_group 2;" ::: "memory");
   else
     asm volatile("cp.async.wait_group 3;" ::: "memory");
+#endif
+}
+
+// Any number of them that is known when this is compiled.
+template <int n>
+__device__ inline void wait_ahead() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");
 #endif
 }
 

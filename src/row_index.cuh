@@ -23,22 +23,23 @@ struct RowIndex {
   };
   __device__ Offsets operator()(int64_t row) const {
     Offsets offsets;
+    if (wide) return divided(row);
+    const auto narrow = static_cast<uint32_t>(row);
     if (dims <= 1) {
 #pragma unroll
-      for (int t = 0; t < N; ++t) offsets.at[t] = row * strides[t][0];
+      for (int t = 0; t < N; ++t) offsets.at[t] = narrow * strides[t][0];
       return offsets;
     }
-    if (wide) return divided(row);
     if (dims == 2) {  // a mask's, mostly: its loads need not wait for a loop
-      const uint32_t outer = dividers[0].div(static_cast<uint32_t>(row));
-      const uint32_t inner = static_cast<uint32_t>(row) - outer * static_cast<uint32_t>(sizes[0]);
+      const uint32_t outer = dividers[0].div(narrow);
+      const uint32_t inner = narrow - outer * static_cast<uint32_t>(sizes[0]);
 #pragma unroll
       for (int t = 0; t < N; ++t) offsets.at[t] = inner * strides[t][0] + outer * strides[t][1];
       return offsets;
     }
 #pragma unroll
     for (int t = 0; t < N; ++t) offsets.at[t] = 0;
-    uint32_t rest = static_cast<uint32_t>(row);
+    uint32_t rest = narrow;
 #pragma unroll 1
     for (int d = 0; d < dims; ++d) {
       const uint32_t next = d + 1 < dims ? dividers[d].div(rest) : 0;

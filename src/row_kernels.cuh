@@ -20,7 +20,6 @@ struct RowShape {
 //   kHeldVectors                        vectors of each input that its registers hold
 //   kThreadsPerSm                       how many threads an SM should have room for
 //   Row row(r)                          row r: `input(k)`, and how many columns are worth reading
-//   Row::kPassing                       it is there: what is read is not used again soon, the L2 keeps what is written
 //   kNumber                             whether a row has a number of its own, at row.number, which write takes last
 //   kRowMost                            threads of a row beyond which it walks; 0: it is long
 //   kWholeRows                          whether it is for rows of whole, aligned vectors alone
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(kRowThreads<scope, ragged>,
   ptx::let_next_start();  // and wait here
   ptx::wait_for_earlier();
   Inputs<T, V, NV, Op::kInputs> inputs;
-  inputs.load(row, span);
+  inputs.template load<true>(row, span);
   typename Op::State state = Op::identity();
   typename Op::template Held<V, NV> held;
   op.fold(state, held, row, span, inputs, constants);
@@ -289,7 +288,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
         ahead.take(inputs);
         fetch(base + shape.stages * step, s);
       } else {
-        inputs.load(row, span);
+        inputs.template load<true>(row, span);
       }
       work(inputs);
     }
@@ -327,7 +326,7 @@ __global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ 
           unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
         };
         Inputs<T, V, NV, Op::kInputs> inputs;
-        inputs.load(row, span);
+        inputs.template load<false>(row, span);
         typename Op::template Held<V, NV> held;
         op.fold(state, held, row, span, inputs, constants);
         body(held, span, inputs, constants);

@@ -18,6 +18,7 @@ struct Span {
 
   __device__ int column(int i) const { return first + i * step; }
   __device__ bool begins(int i) const { return column(i) < columns; }
+  __device__ bool sees(int i, int end) const { return column(i) < end; }
   __device__ bool whole(int i, int end) const { return (!ragged || column(i) >= 0) && column(i) + V <= end; }
   __device__ bool holds(int i, int j, int end) const {
     return static_cast<unsigned>(column(i) + j) < static_cast<unsigned>(end);

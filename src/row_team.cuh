@@ -44,6 +44,21 @@ struct Lanes {
     return v;
   }
 };
+// The same over lanes that are known when this is compiled.
+template <int lanes>
+struct FixedLanes {
+  template <class F>
+  __device__ F sum(F v) const {
+    return sum_of_group<lanes>(v);
+  }
+  template <class F>
+  __device__ F max(F v) const {
+    if constexpr (lanes == 32) return Lanes{32}.max(v);
+#pragma unroll
+    for (int o = lanes / 2; o > 0; o /= 2) v = larger(v, __shfl_xor_sync(0xffffffffu, v, o));
+    return v;
+  }
+};
 
 template <Scope scope>
 struct Team {

@@ -92,6 +92,7 @@ CallRows rows_of_call(const Call& c) {
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef MATMULS_CUDA
+#include "even_rows.cuh"
 #include "handles.h"
 #include "packed_softmax.cuh"
 #include "rows.cuh"
@@ -115,7 +116,7 @@ struct Softmax {
   static constexpr int kVectors = 4, kLongVectors = 4;
   static constexpr int kHeldVectors = kLongVectors, kRowMost = holds ? 512 : 0;
   static constexpr int kThreadsPerSm = masked ? 768 : 1024, kMostThreads = masked ? 512 : 1024;
-  static constexpr bool kNumber = false, kColumnSums = false, kHoldsZ = sizeof(T) == 8;
+  static constexpr bool kNumber = false, kColumnSums = false, kEnds = masked, kHoldsZ = sizeof(T) == 8;
 
   struct Row {
     const T* x;
@@ -182,9 +183,9 @@ struct Softmax {
     return masked_by(z, F(*reinterpret_cast<const float*>(m)));
   }
 
-  template <int V, int NV, bool ragged, class Inputs, class Constants>
-  __device__ void fold(State& state, Held<V, NV>& held, const Row& row, const Span<V, ragged>& span,
-                       const Inputs& inputs, const Constants&) const {
+  template <int V, int NV, class Columns, class Inputs, class Constants>
+  __device__ void fold(State& state, Held<V, NV>& held, const Row& row, const Columns& span, const Inputs& inputs,
+                       const Constants&) const {
     if constexpr (holds)
       take(state, held, row, span, inputs);
     else
@@ -248,10 +249,14 @@ struct Softmax {
       if (whole || span.begins(i)) body(i);
     });
   }
+  template <int NV, int V, int step, bool exact, bool ends, class Body>
+  __device__ static void for_each(const EvenSpan<V, NV, step, exact, ends>& span, const Body& body) {
+    for_vectors(span, [&](int i, auto) { body(i); });
+  }
 
   // Of x alone, in whole vectors; nothing is held.
-  template <int V, int NV, class Inputs>
-  __device__ void take_once(State& state, const Span<V, false>& span, const Inputs& inputs) const {
+  template <int V, int NV, class Columns, class Inputs>
+  __device__ void take_once(State& state, const Columns& span, const Inputs& inputs) const {
     Words<T, V> words[NV];  // read once from shared memory for the largest and for the sum
     F top = state.max;
     if constexpr (sizeof(T) == 2) {
@@ -324,18 +329,23 @@ struct Softmax {
       }
     }
   }
-  __device__ State merge(const State& state, Lanes lanes) const {
+  template <class Team>
+  __device__ State merge(const State& state, Team lanes) const {
     const F top = lanes.max(state.max);
     const F sum = lanes.sum(state.sum * exp_of(state.max - or_zero(top)));
     return {top, sum};
+  }
+  template <int lanes>
+  __device__ State merge_even(const State& state, int) const {
+    return merge(state, FixedLanes<lanes>{});
   }
   // A row of -inf alone: 0 / 0 makes NaN of it, as torch does.
   __device__ Result finish(const State& state) const {
     return {or_zero(state.max), state.sum, masked && !(state.sum > F(0))};
   }
 
-  template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
-  __device__ void write(const Row& row, const Result& result, Held<V, NV>& held, const Span<V, ragged>& span,
+  template <int V, int NV, class Columns, class Inputs, class Constants, class Sums>
+  __device__ void write(const Row& row, const Result& result, Held<V, NV>& held, const Columns& span,
                         const Inputs& inputs, const Constants&, Sums&) const {
     if constexpr (!holds)
       write_again<V, NV>(row, result, span, inputs);
@@ -346,7 +356,7 @@ struct Softmax {
   __device__ void write_held(const Row& row, const Result& result, Held<V, NV>& held,
                              const Span<V, ragged>& span) const {
     if (masked && result.undefined)
-      return write_undefined<NV>(row.y, row.y_step, span, row.visible(span.columns), [&](int column) {
+      return write_undefined<NV, V>(row.y, row.y_step, span, row.visible(span.columns), [&](int column) {
         return kind == MaskKind::none || mask_column(row.mask, column, F(0)) != fill();
       });
     const F factor = exp_of(held.top - result.max) / result.sum;
@@ -358,9 +368,8 @@ struct Softmax {
       span.store(row.y, row.y_step, i, held.e[i]);
     }
   }
-  template <int V, int NV, class Inputs>
-  __device__ void write_again(const Row& row, const Result& result, const Span<V, false>& span,
-                              const Inputs& inputs) const {
+  template <int V, int NV, class Columns, class Inputs>
+  __device__ void write_again(const Row& row, const Result& result, const Columns& span, const Inputs& inputs) const {
     static_assert(!masked);
     const auto put = [&](const auto& each) {
       for_each<NV>(span, [&](int i) {
@@ -392,6 +401,16 @@ bool by_words(const Call& c, const Rows<2>& beside, int V) {
   return aligned;
 }
 
+// Whether it did: the rows of more than 16 KiB that an H200 showed to gain by it.
+template <class T>
+bool launch_even(const Softmax<T, NoMask, false>& op, const Rows<2>& rows) {
+  if (rows.count > INT32_MAX) return false;
+  if (rows.columns == 16384) return launch_even_rows<8, sizeof(T) == 2 ? 256 : 512, true>(op, rows), true;
+  if constexpr (sizeof(T) == 4)
+    if (rows.columns == 8192) return launch_even_rows<4, 512, true>(op, rows), true;
+  return false;
+}
+
 template <class T, class Mask, bool holds = true>
 void launch(const Call& c, const CallRows& rows) {
   const Softmax<T, Mask, holds> op{RowIndex<2>(rows.data),
@@ -406,6 +425,8 @@ void launch(const Call& c, const CallRows& rows) {
                                    c.kind,
                                    c.causal,
                                    static_cast<arithmetic_t<T>>(c.scale)};
+  if constexpr (!holds && sizeof(T) <= 4)
+    if (launch_even(op, rows.data)) return;
   launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y});
 }
 
@@ -421,6 +442,7 @@ void launch_packed(const Call& c, const CallRows& rows) {
                                          c.causal,
                                          c.scale < 0,
                                          packed_factor(c)};
+  if (rows.data.columns == 128 && rows.data.count <= INT32_MAX) return launch_even_rows<4, 4, true>(op, rows.data);
   launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y});
 }
 

@@ -51,6 +51,7 @@ Rows<4> rows_of_call(const Call& c) {
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef MATMULS_CUDA
+#include "even_rows.cuh"
 #include "handles.h"
 #include "rows.cuh"
 
@@ -66,7 +67,7 @@ struct SoftmaxBackward {
   static constexpr int kVectors = few ? 2 : 4, kLongVectors = kVectors;
   static constexpr int kHeldVectors = kLongVectors, kRowMost = 512;
   static constexpr int kThreadsPerSm = 1024, kMostThreads = 1024;
-  static constexpr bool kNumber = false, kColumnSums = false, kWholeRows = sizeof(T) == 2 && !few;
+  static constexpr bool kNumber = false, kColumnSums = false, kWholeRows = false, kEnds = true;
 
   struct Row {
     const T *y, *grad;
@@ -103,29 +104,41 @@ struct SoftmaxBackward {
   __device__ static F absent(int) { return F(0); }
   __device__ static State identity() { return {F(0)}; }
 
-  template <int V, int NV, bool ragged, class Inputs, class Constants>
-  __device__ void fold(State& state, Held<V, NV>&, const Row& row, const Span<V, ragged>& span, const Inputs& inputs,
+  template <int V, int NV, class Columns, class Inputs, class Constants>
+  __device__ void fold(State& state, Held<V, NV>&, const Row& row, const Columns& span, const Inputs& inputs,
                        const Constants&) const {
     const int visible = row.visible(span.columns);
     F dots[4] = {};
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
-      if (span.column(i) >= visible) break;
+      const int seen = visible - span.column(i);
+      if (seen <= 0) break;
+      auto y_words = inputs.words(i, 0), g_words = inputs.words(i, 1);
+      if (sizeof(T) == 2 && seen < V) {
+        keep_first<T, V>(seen, y_words);
+        keep_first<T, V>(seen, g_words);
+      }
       F y[V], g[V];
-      unpack(inputs.words(i, 0), y);
-      unpack(inputs.words(i, 1), g);
-      span.clear_outside(i, visible, F(0), y);
-      span.clear_outside(i, visible, F(0), g);
+      unpack(y_words, y);
+      unpack(g_words, g);
+      if constexpr (sizeof(T) > 2) {
+        span.clear_outside(i, visible, F(0), y);
+        span.clear_outside(i, visible, F(0), g);
+      }
 #pragma unroll
       for (int j = 0; j < V; ++j) dots[(i * V + j) % 4] += y[j] * g[j];
     }
     state.dot += (dots[0] + dots[1]) + (dots[2] + dots[3]);
   }
   __device__ State merge(const State& state, Lanes lanes) const { return {lanes.sum(state.dot)}; }
+  template <int lanes>
+  __device__ State merge_even(const State& state, int) const {
+    return {sum_of_group<lanes>(state.dot)};
+  }
   __device__ F finish(const State& state) const { return state.dot; }
 
-  template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
-  __device__ void write(const Row& row, F dot, const Held<V, NV>&, const Span<V, ragged>& span, const Inputs& inputs,
+  template <int V, int NV, class Columns, class Inputs, class Constants, class Sums>
+  __device__ void write(const Row& row, F dot, const Held<V, NV>&, const Columns& span, const Inputs& inputs,
                         const Constants&, Sums&) const {
     const int visible = row.visible(span.columns);
     const F scaled_dot = scale * dot;
@@ -157,6 +170,8 @@ void launch(const Call& c, const Rows<4>& rows) {
                                    {steps[0], steps[1], steps[2]},
                                    c.causal,
                                    static_cast<arithmetic_t<T>>(c.scale)};
+  if constexpr (sizeof(T) == 2 && !few)
+    if (c.causal && rows.columns == 128 && rows.count <= INT32_MAX) return launch_even_rows<4, 4, true>(op, rows);
   launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});
 }
 
@@ -167,8 +182,11 @@ void run_cuda(const Call& c) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kOp, [&] {
     if constexpr (sizeof(scalar_t) == 2) {
       const std::array pointers{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()};
-      if (c.causal && rows.columns > 64 && rows.columns <= 16384 && alignment_of<scalar_t>(rows, pointers).whole)
-        return launch<scalar_t, false>(c, rows);
+      // Of rows that are read throughout: those that leave no lane of a warp without its three vectors.
+      const auto within = [&](int64_t least, int64_t most) { return rows.columns > least && rows.columns <= most; };
+      const bool many = c.causal ? within(64, 16384) : within(256, 384) || within(512, 768);
+      const auto a = alignment_of<scalar_t>(rows, pointers);
+      if (a.whole ? many : a.vectors && within(4096, 16384)) return launch<scalar_t, false>(c, rows);
     }
     launch<scalar_t, sizeof(scalar_t) == 2>(c, rows);
   });

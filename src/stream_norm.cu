@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) stream_norm_kernel(const __
 #pragma unroll 1
   for (int n = 0; n <= mine; ++n) {
     if (n < mine) {
-      ptx::wait_ahead(S - 2);
+      ptx::wait_ahead<S - 2>();
       // In one pass: distances from one of the warp's columns, which is at most 32 of its deviations from its mean.
       float h[V], sums[2] = {}, squares[2] = {};
       unpack(held(s, 0), h);
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) stream_norm_kernel(const __
     }
     edge_before = edge_now;
   }
-  ptx::wait_ahead(0);
+  ptx::wait_ahead<0>();
 #endif
 }
 

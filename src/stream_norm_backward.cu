@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
     if (n < mine) {
       rstd_now = __ldg(next_rstd);
       next_rstd += teams;
-      ptx::wait_ahead(S - 2);
+      ptx::wait_ahead<S - 2>();
       float2 sums[2] = {};
       if (alone && warp == 0) {
         edge_now = edge_next;
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
     edge_before = edge_now;
     rstd_before = rstd_now;
   }
-  ptx::wait_ahead(0);
+  ptx::wait_ahead<0>();
   if (!c.partial) return;
   float* const sums = c.partial + static_cast<int64_t>(team) * 2 * c.columns;
 #pragma unroll

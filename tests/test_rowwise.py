@@ -164,7 +164,8 @@ OPERATIONS = {
 }
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 
-COLUMNS = [1, 2, 3, 31, 32, 33, 127, 384, 512, 768, 1000, 1024, 1025, 4096, 8191, 16384, 65536, 100003, 262144]
+COLUMNS = [1, 2, 3, 31, 32, 33, 127, 128, 256, 384, 512, 600, 768, 1000, 1024, 1025, 2048, 4096]
+COLUMNS += [8191, 8192, 16384, 65536, 100003, 262144]
 
 
 @every_operation
@@ -277,7 +278,7 @@ def assert_special_alike(ours, theirs):
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
-@pytest.mark.parametrize("columns", [3, 40, 5003, 200_003])
+@pytest.mark.parametrize("columns", [3, 40, 5003, 8192, 16384, 200_003])
 @every_dtype
 def test_softmax_of_special_values_is_torch_s(columns, dtype, device):
     x = special_rows(columns, dtype, device)
@@ -381,7 +382,7 @@ def masks_of(hidden, dtype):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("columns", [5, 64, 5003])
+@pytest.mark.parametrize("columns", [5, 64, 128, 5003])
 @every_dtype
 def test_rows_with_nothing_to_attend_to_are_zero_and_have_no_gradient(inplace, columns, dtype, device):
     x, grad = (draw(2, 3, columns, device=device, dtype=dtype, seed=i) for i in range(2))
@@ -398,7 +399,7 @@ def test_rows_with_nothing_to_attend_to_are_zero_and_have_no_gradient(inplace, c
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("columns", [5, 64, 5003])
+@pytest.mark.parametrize("columns", [5, 64, 128, 5003])
 @every_dtype
 def test_masked_columns_do_not_spoil_the_others(value, columns, dtype, device):
     x, grad = (draw(2, 3, columns, device=device, dtype=dtype, seed=i) for i in range(2))

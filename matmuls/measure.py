@@ -130,9 +130,10 @@ def time_on(
 def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, after_itself: bool = False) -> list[Timing]:
     """Time of one call of each rival, warm, its operands where the last call left them: few rounds, no graph.
 
-    Rounds alternate. after_itself: the last call is the rival's own, untimed. On a GPU it first sleeps 160 us, so that
-    the host runs ahead and no launch gap is timed.
+    Rounds alternate. after_itself: the last call is the rival's own, untimed. On a GPU it first sleeps 160 us, longer
+    where the host took longer in the round before, so that the host runs ahead and no launch gap is timed.
     """
+    host = [0.0 for _ in rivals]
     seconds: list[list[float]] = [[] for _ in rivals]
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in rivals]
     for n in range(rounds):
@@ -141,10 +142,14 @@ def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, after_itse
                 rivals[i]()
             if device == "cuda":
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                torch.cuda._sleep(300_000)  # type: ignore[no-untyped-call]
+                # At most a millisecond: a call that waits for the GPU waits for the sleep too.
+                cycles = min(max(300_000, int(3e9 * host[i])), 2_000_000)
+                torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+                begin = time.perf_counter()
                 start.record()
                 rivals[i](), rivals[i]()
                 end.record()
+                host[i] = time.perf_counter() - begin
                 events[i].append((start, end))
             else:
                 begin = time.perf_counter()

@@ -6,6 +6,9 @@
 #include <torch/library.h>
 
 #include "common.h"
+#ifdef MATMULS_CUDA
+#include "handles.h"
+#endif
 #include "huge_pages.h"
 
 namespace matmuls::spmm {
@@ -160,6 +163,44 @@ std::tuple<Tensor, Tensor> spmm_arg_meta(const Tensor& crow, const Tensor& col, 
   const auto shape = check(pattern_of(crow, col, order, t_crow, t_col, t_order), values, dense, columns, {}, false);
   return {at::empty_symint(shape, dense.options()), at::empty_symint(shape, crow.options())};
 }
+
+// --- a matrix with its zeros, in 16 bits: [rows, columns to a multiple of 8]. Its entries are distinct.
+
+Tensor filled_on_cpu(const Pattern& p, const Tensor& values, int64_t columns) {
+  const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
+  const Tensor numbers = p.order.defined() ? values.index_select(0, p.order) : values;
+  return at::zeros({p.rows(), (columns + 7) / 8 * 8}, values.options()).index_put_({row, p.col}, numbers);
+}
+#ifdef MATMULS_CUDA
+Tensor filled_on_gpu(const Pattern& p, const Tensor& values, int64_t columns) {
+  const OperationGuard guard(kOp, values);
+  return fill(p, values, columns).parts;
+}
+#endif
+
+void check_narrow_values(const Pattern& p, const Tensor& values) {
+  check_pattern(kOp, p, values);
+  const auto dtype = values.scalar_type();
+  TORCH_CHECK_VALUE(
+      (dtype == at::kHalf || dtype == at::kBFloat16) && values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0),
+      kOp, ": expected values of shape [", p.col.sym_size(0), "] in 16 bits, got ", values.sym_sizes(), " in ", dtype);
+}
+
+template <Tensor make(const Pattern&, const Tensor&, int64_t)>
+Tensor csr_filled(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
+                  const OptionalTensor& order) {
+  const Pattern p = pattern_of(crow, col, order);
+  check_narrow_values(p, values);
+  return make(contiguous(p), values.contiguous(), columns.expect_int());
+}
+Tensor csr_filled_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
+                       const OptionalTensor& order) {
+  const Pattern p = pattern_of(crow, col, order);
+  check_narrow_values(p, values);
+  return at::empty_symint({p.sym_rows(), (columns + 7) / 8 * 8}, values.options());
+}
+MATMULS_OPERATOR(CsrFilledOp, "custom_mm::csr_filled", "",
+                 Tensor(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&));
 
 // --- what a plan keeps of a float32 matrix with its zeros (filled.h), and the product with it
 
@@ -403,6 +444,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "csr_spmm_arg(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce, Tensor? "
       "order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None) -> (Tensor, Tensor)",
       tags);
+  m.def("csr_filled(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None) -> Tensor", tags);
   m.def(
       "csr_halves(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None) -> (Tensor, Tensor, "
       "Tensor)",
@@ -417,6 +459,7 @@ TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
   m.impl("csr_spmm", csr_spmm<run_cpu>);
   m.impl("csr_spmm.out", spmm_out<run_cpu>);
   m.impl("csr_spmm_arg", spmm_arg<run_cpu>);
+  m.impl("csr_filled", csr_filled<filled_on_cpu>);
   m.impl("csr_halves", csr_halves<fill_cpu>);
   m.impl("csr_spmm_halves", csr_spmm_halves<run_halves_cpu>);
 }
@@ -425,6 +468,7 @@ TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
   m.impl("csr_spmm", csr_spmm<run_cuda>);
   m.impl("csr_spmm.out", spmm_out<run_cuda>);
   m.impl("csr_spmm_arg", spmm_arg<run_cuda>);
+  m.impl("csr_filled", csr_filled<filled_on_gpu>);
   m.impl("csr_halves", csr_halves<fill_on_gpu>);
   m.impl("csr_spmm_halves", csr_spmm_halves<run_halves>);
 }
@@ -433,6 +477,7 @@ TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
   m.impl("csr_spmm", spmm_meta);
   m.impl("csr_spmm.out", spmm_out_meta);
   m.impl("csr_spmm_arg", spmm_arg_meta);
+  m.impl("csr_filled", csr_filled_meta);
   m.impl("csr_halves", csr_halves_meta);
   m.impl("csr_spmm_halves", csr_spmm_halves_meta);
 }
@@ -440,6 +485,7 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("csr_spmm", spmm_autograd);
   m.impl("csr_spmm.out", spmm_out_autograd);
   m.impl("csr_spmm_arg", spmm_arg_autograd);
+  m.impl("csr_filled", CsrFilledOp::below_autograd);
   m.impl("csr_halves", CsrHalvesOp::below_autograd);
   m.impl("csr_spmm_halves", csr_spmm_halves_autograd);
 }

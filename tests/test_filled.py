@@ -72,6 +72,17 @@ def test_halves_add_up(device):
     assert (high.abs().amax(1) <= 2**15).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(50, 30), (3, 9000), (300, 64), (4, 0)])
+def test_filled_is_the_matrix_with_its_zeros(rows, columns, dtype, device):
+    crow, col, values = draw(rows, columns, 0.3, dtype, device=device)
+    order = torch.randperm(values.numel(), device=device).int()
+    filled = _ops.csr_filled(crow, col, values, columns, order)
+    assert filled.shape == (rows, -(-columns // 8) * 8)
+    assert torch.equal(filled[:, :columns], full(crow, col, values[order.long()], columns))
+    assert not filled[:, columns:].any()
+
+
 HARD = [
     "columns",
     "rows",

@@ -102,6 +102,7 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     yield _ops.csr_check.default, (s.crow, s.col, 5)
     yield _ops.csr_transpose.default, (s.crow, s.col, 5)
     single, right = draw(s.nonzeros).float(), draw(5, 8).float()
+    yield _ops.csr_filled.default, (s.crow, s.col, single.half(), 5)
     yield _ops.csr_halves.default, (s.crow, s.col, single, 5)
     halves = _ops.csr_halves(s.crow, s.col, single, 5)
     yield _ops.csr_spmm_halves.default, (*halves, s.crow, s.col, single, right, 5)
@@ -192,6 +193,7 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_spmm_arg.default,
             _ops.csr_check.default,
             _ops.csr_transpose.default,
+            _ops.csr_filled.default,
             _ops.csr_halves.default,
             _ops.csr_spmm_halves.default,
             _ops.csr_spmm_chunks.default,

@@ -20,6 +20,7 @@ constexpr int64_t kFullWarps = 14;           // of a multiprocessor, that keep i
 constexpr int64_t kGroupNonzeros = 32;       // neighbouring rows of about so many together are one team's
 constexpr int64_t kMostRows = 8;             // that a team has, at most as many as it has lanes
 constexpr int64_t kLongRows = 32;            // nonzeros, on average, that are worth a whole warp's lanes
+constexpr int64_t kShortestOfParts = 4;      // nonzeros, on average, of rows that are split where they are few
 constexpr int64_t kSkewed = 8;               // times the average: the longest row of a matrix whose rows are cut
 constexpr int64_t kShortestPiece = 64;       // nonzeros; rows of up to twice as many are never cut
 constexpr int64_t kPieceOfFour = 40;         // the same by teams of four lanes
@@ -107,19 +108,23 @@ Split split_of(int64_t n, int64_t v, const Pattern& p, int64_t batches, int64_t 
   const bool long_rows = mean >= kLongRows;
   if (v == 1) return {n <= 4 ? 4 : n <= 8 ? 8 : 32, 1, 1};
   Split split{32, 1, 1};
+  // Rows too few to fill the GPU by themselves, and not so short that parts of them were empty; measured in float32.
+  const auto few = [&](int64_t lanes) {
+    return v == 4 && mean >= kShortestOfParts && p.rows() * batches * lanes / 32 < kFullWarps * sms;
+  };
   if (vectors <= 4)
     split = {4, long_rows ? 8 : 1, 1};
   else if (vectors <= 8)
-    split = {8, long_rows ? 4 : 1, 1};
+    split = {8, long_rows || few(8) ? 4 : 1, 1};
   else if (vectors == 16 && mean < 8 && p.rows() * batches * 8 / 32 >= kFullWarps * sms)
     split = {8, 1, 2};
   else if (vectors <= 16)
     split = {16, 1, 1};
   else if (vectors % 64 == 0)
     split = {32, 1, 2};
-  else if (vectors % 32 == 0)
+  else if (vectors % 32 == 0 && (vectors > 32 || long_rows || !few(16)))
     split = {16, 1, 2};
-  else if (vectors % 16 == 0)
+  else if (vectors % 32 == 16)
     split = {16, 1, 1};
   const int64_t slices = ceil_of(vectors, split.lanes * split.vectors);
   const auto warps = [&](int64_t lanes) { return p.rows() * slices * batches * lanes / 32; };

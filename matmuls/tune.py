@@ -66,6 +66,12 @@ def problems(group: str, k: int, n: int, ms: Sequence[int], dtype: str) -> list[
     if min((k, n, *ms)) < 1:
         raise ValueError(f"--k, --n and --m are at least 1, got {min((k, n, *ms))}")
     found = [Problem(op, m, n_, k_, dtype) for m in ms for op, n_, k_ in shapes[group]]
+    if group == "masked_linear":
+        from .triton.masked_linear import from_copies
+
+        for m in ms:
+            op = from_copies(m, n, k, DTYPES[dtype].itemsize)
+            found += [Problem(op, m, *((n, k) if op == "masked_few_weights" else (k, n)), dtype)] if op else []
     return list(dict.fromkeys(found))
 
 
@@ -96,7 +102,13 @@ def candidates(p: Problem, gpu: Gpu) -> list[Tiles]:
     small = (16, 32) if p.m <= 64 and p.operator not in configs.WEIGHTS else ()
     sides, depths = (*small, 64, 128, 256), (32, 64, 128)
     found = set()
-    if p.operator in configs.WEIGHTS:
+    if p.operator == "masked_few_weights":
+        for rows, columns, depth, warps, stages, group, pieces in product(
+            sides, sides, (32, 64), (4, 8), (2, 3, 4), (2, 4, 8), (1, 2, 4)
+        ):
+            if gpu.capability >= (9, 0):
+                found.add(Tiles(rows, columns, depth, warps, stages, group, tma=True, pieces=pieces))
+    elif p.operator in configs.WEIGHTS:
         splits = sorted({1, 2, 3, 4, 6, 8, 12, 16, default.split})
         wide, narrow = (p.n, p.k) if p.operator == "masked_ffn_weights" or p.n < p.k else (p.k, p.n)
         for rows, columns, depth, warps, stages, group, split, tma in product(
@@ -337,6 +349,12 @@ def _call(p: Problem, seed: int, device: str = "cuda") -> tuple[Callable[[], Res
         return (
             lambda: masked_linear.weight_gradients(g, x, rows, counts),
             lambda: by.weights(g, x, True, True),
+        )
+    if name == "masked_few_weights":
+        g, x, w, u = draw(m, n), draw(m, k), draw(n, k), draw(n, k)
+        return (
+            lambda: masked_linear.gradients(g, x, w, u, rows, counts),
+            lambda: (by.linear(g, w.T, u.T), *by.weights(g, x, True, True)),
         )
     if name == "masked_ffn_weights":
         g, x = draw(m, n), draw(m, k)

@@ -156,6 +156,18 @@ def test_candidates(gpu):
         tune.problems("matmul", 1, 1, [1], "bfloat16")
 
 
+def test_every_kernel_of_training_is_tuned():
+    todo = tune.problems("masked_linear", 4096, 2048, [16, 512, 8192], "bfloat16")
+    assert [p[:4] for p in todo if p.operator not in ("masked_linear", "masked_linear_t", "masked_weights")] == [
+        ("masked_few_weights", 512, 2048, 4096),
+        ("masked_ffn_weights", 8192, 4096, 2048),
+    ]
+    assert len(todo) == 3 * 3 + 2
+    few = tune.candidates(todo[-2], H200)
+    assert len(few) > 20
+    assert all(t.tma and t.split == 1 for t in few)
+
+
 def speed(tiles):
     """A landscape: the larger the better, flatten and TMA help."""
     return 1e-3 / (tiles.rows * tiles.columns) * (1 - 0.1 * tiles.flatten - 0.1 * tiles.tma) + 1e-9 * tiles.group

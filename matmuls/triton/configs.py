@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 
 from .launch import INTERPRETED
 
+Result = TypeVar("Result")
 SCHEMA = 1
 LARGEST_FILE = 1 << 20  # bytes; a thousand entries are a fifth of it
 NEAR = 3.0  # how many doublings of M, K and N together a shipped shape may be away
@@ -29,13 +30,14 @@ OPERATORS = (
     "masked_linear",  # gather and scatter, weights [N, K]: forward
     "masked_linear_t",  # the same on transposed weights: the gradient of x
     "masked_weights",  # the gradient of the weights
+    "masked_few_weights",  # the same of few rows, on sm_90: both operands in order, beside the product for x
     "masked_ffn_gate_up",
     "masked_ffn_down",  # scatter alone
     "masked_ffn_gradient",
     "masked_ffn_input",  # the gradient of x, two products into one sum
     "masked_ffn_weights",  # one operand in the order of the plan, or both: those of masked_linear too, on sm_90
 )
-WEIGHTS = ("masked_weights", "masked_ffn_weights")
+WEIGHTS = ("masked_weights", "masked_few_weights", "masked_ffn_weights")
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bo
         if m <= 64 and operator not in WEIGHTS:
             return Tiles(16 if m <= 16 else 32, 64, 32, warps=4)
         return Tiles(side, side, 32, warps=8 if tf32 else 4, pieces=min(pieces, 2))
+    if operator == "masked_few_weights":  # 48 KB of stages: what the product for x leaves free in a multiprocessor
+        return Tiles(128, 128, 32, warps=4, stages=3, group=4, tma=True, pieces=2)
     if operator in WEIGHTS:
         chosen = Tiles(128, 128, 32, stages=4)
         if gpu.capability >= (9, 0):
@@ -273,19 +277,17 @@ forced: dict[str, Tiles] = {}  # operator -> what the tuner tries just now
 
 
 def run(
-    operator: str, m: int, n: int, k: int, like: torch.Tensor, tf32: bool, attempt: Callable[[Tiles], None]
-) -> None:
+    operator: str, m: int, n: int, k: int, like: torch.Tensor, tf32: bool, attempt: Callable[[Tiles], Result]
+) -> Result:
     """`attempt` with the tiles of this shape; where the GPU cannot run them, with the smallest, and says so once."""
     if operator in forced:
-        attempt(forced[operator])
-        return
+        return attempt(forced[operator])
     index = like.device.index
     chosen = tiles(operator, bucket(m), n, k, like.dtype, index, tf32)
     if (operator, chosen, index) not in _refused:
         try:
-            attempt(chosen)
-            return
+            return attempt(chosen)
         except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError) as error:
             warnings.warn(f"matmuls: {operator} with {chosen} does not run here: {error}", stacklevel=2)
             _refused.add((operator, chosen, index))
-    attempt(SMALLEST)
+    return attempt(SMALLEST)

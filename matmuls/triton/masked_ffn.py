@@ -52,7 +52,7 @@ def gate_up_kernel(
     for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
         start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
         places = start + tl.arange(0, BM)
-        at = x + (rows_at(rows, places, start, end, True) * sxm)[:, None] + tl.arange(0, BK)[None, :]
+        at = x + (rows_at(rows, places, start, M, True) * sxm)[:, None] + tl.arange(0, BK)[None, :]
         gates, sa = weight_of(first, w1, u1, sw1, su1, column, BN, BK, K_INNER, TMA)
         ups, sb = weight_of(first, w3, u3, sw3, su3, column, BN, BK, K_INNER, TMA)
         gate = tl.zeros((BM, BN), tl.float32)
@@ -102,7 +102,7 @@ def gradient_kernel(
         places = start + tl.arange(0, BM)
         w, sw = weight_of(first, w2, u2, sw2, su2, column, BN, BK, K_INNER, TMA)
         g = tl.zeros((BM, BN), tl.float32)
-        offsets = rows_at(rows, places, start, end, True) * sdy
+        offsets = rows_at(rows, places, start, M, True) * sdy
         g = accumulate(g, dy, offsets, w, sw, column, 0, K, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
         store_gradients(t, dt, c, g, places.to(tl.int64), places < end, column, N, BM, BN, EVEN_N, PIECES)
 

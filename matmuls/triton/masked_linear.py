@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import Tiles, gpu, run
-from .few import few_product_kernel, few_weights_kernel, in_order, room
+from .few import PAD, few_product_kernel, few_weights_kernel, in_order, of_rows, room
 from .launch import INTERPRETED, launch
 from .tiles import accumulate, rows_at, store_product, tile_at, tiles_of, weight_of
 
@@ -32,7 +32,7 @@ def product_kernel(
     for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
         start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
         places = start + tl.arange(0, BM)
-        listed = rows_at(rows, places, start, end, GATHER)
+        listed = rows_at(rows, places, start, M, GATHER)
         at = listed * sxm
         acc = tl.zeros((BM, BN), tl.float32)
         w, sw = weight_of(first, w1, w2, sw1, sw2, column, BN, BK, K_INNER, TMA)
@@ -43,7 +43,7 @@ def product_kernel(
         bias = b1
         if BIAS:
             bias = b1 if first else b2
-        target = rows_at(rows, places, start, end, SCATTER) if SCATTER != GATHER else listed
+        target = rows_at(rows, places, start, M, SCATTER) if SCATTER != GATHER else listed
         store_product(y, acc, bias, target * sym, places < end, column, N, BM, BN, EVEN_N, BIAS, PIECES)
 
 
@@ -361,7 +361,7 @@ def product(
         strip = max(16, power(-(-N // (high * wide))))
         stage = (t.rows + t.columns + rest + strip) * t.depth * x.element_size()
         given = (d for n in (t.columns, strip) for d in described(replace(t, columns=n), weights, strides, k_inner))
-        of_x = (_of_rows(xs, height, t.depth) for height in (t.rows, rest))
+        of_x = (of_rows(xs, height, t.depth) for height in (t.rows, rest))
         args = (y, *of_x, *given, b1, b2, rows, counts, N, K, N)
         constants = (t.rows, t.columns, t.depth, rest, strip, k_inner, N % t.columns == 0, b1 is not None, t.pieces)
         stages = max(1, min(t.stages, LARGEST_BLOCK // stage))
@@ -391,10 +391,6 @@ def sorted_rows(x: Tensor, rows: Tensor, y: Tensor | None = None, programs: int 
     count = -(-M // height) * -(-K // width)
     launch(sort_kernel, min(count, programs or count), (x, y, rows, K, x.stride(0)), (M,), (height, width), 4, 1)
     return y
-
-
-def _of_rows(x: Tensor, height: int, width: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [height, width])
 
 
 def weight_gradients(
@@ -430,8 +426,8 @@ def weight_gradients(
         if all(even) and by_tma(t, (narrow, wide), (narrow.stride(0), wide.stride(0))):
             q = sorted_rows(wide, rows) if gather_g and gather_x else wide
             gather = gather_g or gather_x
-            of_p = None if gather else _of_rows(narrow, t.depth, t.rows)
-            tensors = (narrow, q, of_p, _of_rows(q, t.depth, t.columns), part, d1, d2, rows, counts)
+            of_p = None if gather else of_rows(narrow, t.depth, t.rows)
+            tensors = (narrow, q, of_p, of_rows(q, t.depth, t.columns), part, d1, d2, rows, counts)
             args: tuple[Any, ...] = (*tensors, narrow.shape[1], q.shape[1], narrow.stride(0), q.stride(0))
             shape = (t.rows, t.columns, t.depth, t.group, gather, transposed, t.split)
             constants = (*shape, first, second, t.pieces, precision)
@@ -455,10 +451,18 @@ def weight_gradients(
     return d1, d2
 
 
-# `_few_gradients`' rows and columns; of more rows two copies hide beside a product
 FEW, LITTLE, WIDE = 256, 1024, 2048
-# 48 KB of stages: what the product for x leaves free in a multiprocessor's shared memory
-FEW_WEIGHTS = Tiles(128, 128, 32, warps=4, stages=3, pieces=4)
+
+
+def from_copies(m: int, n: int, k: int, size: int) -> str | None:
+    """Which kernel of training computes the weights' gradients from copies in the plan's order, on sm_90; or none."""
+    if size != 2 or n % 256 or k % 256:
+        return None
+    if m > LITTLE:
+        return "masked_ffn_weights"
+    return "masked_few_weights" if m >= FEW and min(n, k) >= WIDE else None
+
+
 _local = threading.local()
 
 
@@ -496,12 +500,13 @@ def gradients(
 
     On sm_90 rows in the plan's order, by TMA, are worth a copy of g and x, if the copy costs no time: while the product
     for x computes, it leaves registers for two small programs a multiprocessor, which move memory on a second stream.
+    Of few rows it leaves room for the products for the weights too.
     """
     device, M, sides = gpu(x.device.index), len(x), (g.shape[1], x.shape[1])
-    tma = device.capability >= (9, 0) and x.dtype.itemsize == 2 and all(n % 256 == 0 for n in sides)
-    if tma and (first or second) and FEW <= M <= LITTLE and min(sides) >= WIDE:
+    kernel = from_copies(M, *sides, x.dtype.itemsize) if device.capability >= (9, 0) else None
+    if kernel == "masked_few_weights" and (first or second):
         return _few_gradients(read_rows(g), read_rows(x), w1, w2, rows, counts, first, second)
-    if not tma or M <= LITTLE:
+    if kernel != "masked_ffn_weights":
         return product(g, w1.T, w2.T, rows, counts), *weight_gradients(g, x, rows, counts, first, second)
     g, x = read_rows(g), read_rows(x)
     gs, xs = g.new_empty(g.shape), x.new_empty(x.shape)
@@ -520,16 +525,22 @@ def _few_gradients(
     """As `gradients`. Both products need the copy of g; those of the weights run beside that for x."""
     M, N, K = len(x), g.shape[1], x.shape[1]
     d1, d2 = (x.new_empty(N if wanted else 0, K) for wanted in (first, second))
-    gs, xs = in_order(g, rows, counts), room(x)
+    gs, xs, last = in_order(g, rows, counts), room(x), M + int(PAD.value)
+    precision = precision_of(x.dtype)
 
-    def weights() -> None:
+    def weights(t: Tiles) -> None:
         in_order(x, rows, counts, xs)
-        t = FEW_WEIGHTS
-        args = (d1, d2, _of_rows(gs, t.depth, t.rows), _of_rows(xs, t.depth, t.columns), counts, N, K)
-        constants = (t.rows, t.columns, t.depth, t.group, first, second, t.pieces, precision_of(x.dtype))
+        one, other = (of_rows(d, t.rows, t.columns // t.pieces) for d in (d1 if first else d2, d2 if second else d1))
+        operands = of_rows(gs[:last], t.depth, t.rows), of_rows(xs[:last], t.depth, t.columns)
+        constants = (t.rows, t.columns, t.depth, t.group, first, second, t.pieces, precision)
+        args = (counts, one, other, *operands, N, K)
         launch(few_weights_kernel, 2 * (N // t.rows) * (K // t.columns), args, (M,), constants, t.warps, t.stages)
 
-    return _beside(x.device, lambda: product(g, w1.T, w2.T, rows, counts, ordered=gs), weights), d1, d2
+    def attempt(t: Tiles) -> Tensor:
+        t = replace(t, depth=min(t.depth, int(PAD.value)))
+        return _beside(x.device, lambda: product(g, w1.T, w2.T, rows, counts, ordered=gs), lambda: weights(t))
+
+    return run("masked_few_weights", M, N, K, x, precision == "tf32", attempt), d1, d2
 
 
 def _reduce(

@@ -35,12 +35,13 @@ def tile_at(tile, n1, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.conste
 
 
 @triton.jit
-def rows_at(rows, places, start, end, LISTED: tl.constexpr):
-    """The rows at these places of the plan; past the end the tile's first one, which is there to be read.
+def rows_at(rows, places, start, M, LISTED: tl.constexpr):
+    """The rows at these places of the plan; past a tile's end those of others, to be read and not used.
 
-    Without LISTED the operand lies in the plan's order already.
+    Not one of them for all: programs that read one row again and again, all at one time, take up to three times as
+    long. Without LISTED the operand lies in the plan's order already.
     """
-    inside = tl.where(places < end, places, start)
+    inside = tl.where(places < M, places, tl.minimum(places - start, M - 1))
     if LISTED:
         return tl.load(rows + inside).to(tl.int64)
     return inside.to(tl.int64)

@@ -325,8 +325,7 @@ class Choice:
             return self._known(dtype, Measurement(b.shape[1], {**clear}, estimated=True))
         found = [name for name in large if name not in seconds and ready(name)]
         if found:
-            # Triton is launched from Python: how long that takes shows in the first round.
-            race([OURS, *found], 3 if BLOCKS in found else 1)
+            race([OURS, *found], 1)
         if best.get(OURS, 0) <= FAR * min((best[name] for name in found), default=math.inf):
             others = [name for name in candidates if name not in large and ready(name)]
             if others:

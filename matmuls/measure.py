@@ -11,6 +11,8 @@ import torch
 
 Run = Callable[[], object]
 
+ALIKE = 0.05  # the spread below which whole calls are taken for undisturbed
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -130,10 +132,8 @@ def time_on(
 def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, after_itself: bool = False) -> list[Timing]:
     """Time of one call of each rival, warm, its operands where the last call left them: few rounds, no graph.
 
-    Rounds alternate. after_itself: the last call is the rival's own, untimed. On a GPU it first sleeps 160 us, longer
-    where the host took longer in the round before, so that the host runs ahead and no launch gap is timed.
+    Rounds alternate. after_itself: the last call is the rival's own, untimed. On a GPU it is half of two calls.
     """
-    host = [0.0 for _ in rivals]
     seconds: list[list[float]] = [[] for _ in rivals]
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in rivals]
     for n in range(rounds):
@@ -141,16 +141,7 @@ def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, after_itse
             if after_itself:
                 rivals[i]()
             if device == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                # At most a millisecond: a call that waits for the GPU waits for the sleep too.
-                cycles = min(max(300_000, int(3e9 * host[i])), 2_000_000)
-                torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-                begin = time.perf_counter()
-                start.record()
-                rivals[i](), rivals[i]()
-                end.record()
-                host[i] = time.perf_counter() - begin
-                events[i].append((start, end))
+                events[i].append(_around_two(rivals[i]))
             else:
                 begin = time.perf_counter()
                 rivals[i]()
@@ -159,6 +150,20 @@ def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, after_itse
         torch.cuda.current_stream().synchronize()
         seconds = [[start.elapsed_time(end) / 2e3 for start, end in pairs] for pairs in events]
     return [_timing(s) for s in seconds]
+
+
+def _around_two(run: Run) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Two calls between events, launched while the GPU sleeps, so that no launch gap is timed: for 160 us, and again
+    for longer where the GPU woke before the host was done. A call that waits for the GPU always finds it awake."""
+    for cycles in (300_000, 1_200_000, 4_800_000):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+        start.record()
+        run(), run()
+        end.record()
+        if not start.query():  # type: ignore[no-untyped-call]
+            break
+    return start, end
 
 
 @contextmanager
@@ -196,7 +201,8 @@ def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: in
 def time_of_whole(rivals: Sequence[Run], device: str, rounds: int = 7) -> list[Timing]:
     """Time of whole calls, host and GPU: from an idle device until it is idle again. Rounds alternate as elsewhere.
 
-    On a GPU by its events, of which the first is recorded before the host begins.
+    On a GPU by its events, of which the first is recorded before the host begins. Up to four times as many rounds where
+    others disturb the host, until the calls of each rival are alike.
     """
 
     def seconds(run: Run) -> float:
@@ -216,7 +222,9 @@ def time_of_whole(rivals: Sequence[Run], device: str, rounds: int = 7) -> list[T
         run()
     found: list[list[float]] = [[] for _ in rivals]
     with _uncollected():
-        for n in range(rounds):
+        for n in range(4 * rounds):
+            if n >= rounds and all(_timing(s).spread < ALIKE for s in found):
+                break
             order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
             for i in order:
                 gc.collect(1)  # what the last call left, lest its tensors pile up

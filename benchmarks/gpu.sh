@@ -5,7 +5,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT [STEP...]}
 shift
-steps=${*:-build tests cycles sanitize bert bench spmm bench-bert}
+steps=${*:-build tests cycles sanitize bert bench spmm blocks bench-bert}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 failed=0
@@ -62,6 +62,7 @@ for name in $steps; do
       ;;
     bench) step bench "$python" -m matmuls bench --device cuda --precompile 12 --out "$out" ;;
     spmm) spmm ;;
+    blocks) step blocks "$python" benchmarks/blocks.py "$out" ;;
     bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
     *) echo "no step named $name" && failed=1 ;;
   esac

@@ -23,7 +23,7 @@ def render(text: str, results: Path) -> str:
     """The text with every marked table made anew. Raises ValueError on a name without a table."""
     tables = (
         *(operations, products, epilogues, inplace, rowwise, masked, fused, two_experts),
-        *(sparse, sparse_means, memory, host, bert),
+        *(sparse, sparse_means, blocks, memory, host, bert),
     )
     makers = {f.__name__: f for f in tables}
 
@@ -50,6 +50,7 @@ def load(results: Path) -> dict[str, Any]:
         "rows": [row for spec in TABLE for row in newest.get(spec.name, [])],
         "cases": [case for file in sorted(results.glob("spmm-cuda.json")) for case in experiment.load(file)],
         "bert": latest["rows"],
+        "blocks": [row for file in results.glob("blocks-cuda.json") for row in json.loads(file.read_text())["rows"]],
     }
 
 
@@ -235,6 +236,25 @@ def sparse_means(run: dict[str, Any]) -> str:
     )
     filled = [i for i in range(len(header)) if any(row[i] for row in table)]  # not every run has every column
     return markdown([header[i] for i in filled], ([row[i] for i in filled] for row in table))
+
+
+def blocks(run: dict[str, Any]) -> str:
+    """Products of matrices in blocks over cuSPARSE's and, in brackets, the dense product, in float16."""
+    rows = [row for row in run["blocks"] if row["dtype"] == "float16"]
+    cases = sorted({(row["zeros"], row["n"]) for row in rows})
+    cells = {
+        (row["block"], row["zeros"], row["n"]): "{:.1f} ({:.2f})".format(
+            *(row["us"][other] / row["us"]["bsr_spmm"] for other in ("cusparse bsr_alg1", "dense"))
+        )
+        for row in rows
+    }
+    return markdown(
+        ("blocks", *(f"{zeros:.0%} zeros, {n} columns" for zeros, n in cases)),
+        (
+            [f"{side}x{side}", *(cells.get((side, *case), "") for case in cases)]
+            for side in sorted({row["block"] for row in rows})
+        ),
+    )
 
 
 def memory(run: dict[str, Any]) -> str:

@@ -50,9 +50,9 @@ def attend(
     One score-sized tensor at most is kept for backward, none with `recompute` unless `probabilities` are returned; the
     gradients pass in pieces too. None is kept either on a GPU at 16 bits without a mask: where the probabilities get no
     gradient, backward is that of torch's scaled_dot_product_attention, from the rows' sums that the one kernel left or,
-    elsewhere, after another forward of torch's. With dropout, fewer key heads, a mask that wants
-    a gradient or under torch.compile it is one operation after the other, and backward holds two score-sized tensors.
-    Differentiable, twice and more. Raises RuntimeError on shapes, dtypes or devices that do not fit.
+    elsewhere, after another forward of torch's. With dropout, fewer key heads, a mask that wants a gradient or under
+    torch.compile it is one operation after the other, and backward holds two score-sized tensors. Differentiable, twice
+    and more. Raises RuntimeError on shapes, dtypes or devices that do not fit.
     """
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)

@@ -109,7 +109,8 @@ class Dense(Full):
         s = self._structure
         with torch.inference_mode(False), torch.no_grad():  # it may be saved for a gradient later
             if values.is_cuda and dtype.itemsize == 2 and s.distinct:
-                filled = torch.ops.custom_mm.csr_filled(s.crow, s.col, values.to(dtype), s.columns, s.order)
+                padded = torch.ops.custom_mm.csr_filled(s.crow, s.col, values.to(dtype), s.columns, s.order)
+                filled = padded[:, : s.columns]
                 return (old[0].copy_(filled) if old else filled,)
             full = old[0].zero_() if old else values.new_zeros(s.rows, s.columns, dtype=dtype)
             place, flat = s.row.long() * s.columns + s.col, full.view(-1)
@@ -126,7 +127,7 @@ class Dense(Full):
     def _product(
         self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        return matmul(kept[0][:, : self._structure.columns], b)
+        return matmul(kept[0], b)
 
 
 class Halves(Full):

@@ -50,7 +50,11 @@ def load(results: Path) -> dict[str, Any]:
         "rows": [row for spec in TABLE for row in newest.get(spec.name, [])],
         "cases": [case for file in sorted(results.glob("spmm-cuda.json")) for case in experiment.load(file)],
         "bert": latest["rows"],
-        "blocks": [row for file in results.glob("blocks-cuda.json") for row in json.loads(file.read_text())["rows"]],
+        "blocks": [
+            row
+            for file in results.glob("blocks-cuda.json")
+            for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
+        ],
     }
 
 

@@ -9,7 +9,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "common.h"
 #include "product_operators.h"
@@ -24,12 +23,6 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kOp = "attention_forward";
-
-MATMULS_OPERATOR(AttentionOp, "custom_mm::attention_forward", "",
-                 Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, double, bool, int64_t,
-                        OptionalTensor, OptionalTensor));
-MATMULS_OPERATOR(MaskedSoftmaxOp, "custom_mm::scaled_masked_softmax_", "",
-                 void(Tensor, const OptionalTensor&, double, bool));
 
 struct Call {
   Tensor q, k, v, mask, probabilities, sums;  // the last three: or undefined
@@ -103,56 +96,18 @@ bool fits_one_kernel(const Call& c) {
 #endif
 }
 
-bool at_once(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale) {
-  const Call c = call_of(q, k, v, mask, scale, false, 0, {}, {});
-  check(c);
-  return fits_one_kernel(c);
-}
-
-// Batch, batches, head, heads of each piece, one after the other: as many whole batch elements as piece_bytes of scores
-// hold, else as many heads of one element, one head at least; pieces alike. Python passes the gradients in the same
-// ones.
-std::vector<int64_t> pieces(const Tensor& q, const Tensor& k, int64_t piece_bytes) {
-  TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "attention_pieces: expected q and k of four dimensions, got shapes ",
-              q.sizes(), " and ", k.sizes());
-  const int64_t batch = q.size(0), heads = q.size(1);
-  const int64_t matrix = std::max<int64_t>(1, q.size(2) * k.size(2) * q.element_size());
-  const bool whole = heads * matrix <= piece_bytes;
-  const int64_t count = whole ? batch : heads;
-  const int64_t most = std::max<int64_t>(1, piece_bytes / (whole ? std::max<int64_t>(1, heads) * matrix : matrix));
-  const int64_t parts = (count + most - 1) / most, step = parts ? (count + parts - 1) / parts : 1;
-  std::vector<int64_t> found;
-  for (int64_t b = 0; b < (whole ? 1 : batch); ++b)
-    for (int64_t i = 0; i < count; i += step) {
-      const int64_t n = std::min(step, count - i);
-      if (whole)
-        found.insert(found.end(), {i, n, 0, heads});
-      else
-        found.insert(found.end(), {b, 1, i, n});
-    }
-  return found;
-}
-
 Tensor in_pieces(Call c) {
   const int64_t batch = c.q.size(0), heads = c.q.size(1), queries = c.q.size(2), keys = c.k.size(2);
   // Once: cuBLAS has one batch stride, and each piece's product would copy what has two.
   c.q = c.q.contiguous(), c.k = c.k.contiguous(), c.v = c.v.contiguous();
   const Tensor context = at::empty({batch, heads, queries, c.v.size(3)}, c.q.options());
-  Tensor mask = c.mask;
-  while (mask.defined() && mask.dim() < 4) mask = mask.unsqueeze(0);
-  const auto all = pieces(c.q, c.k, c.piece_bytes);
-  for (size_t i = 0; i < all.size(); i += 4) {
-    const int64_t b = all[i], batches = all[i + 1], h = all[i + 2], some = all[i + 3];
-    const auto part = [&](const Tensor& t) { return t.narrow(0, b, batches).narrow(1, h, some); };
-    OptionalTensor seen;
-    if (mask.defined())
-      seen = mask.narrow(0, mask.size(0) > 1 ? b : 0, mask.size(0) > 1 ? batches : 1)
-                 .narrow(1, mask.size(1) > 1 ? h : 0, mask.size(1) > 1 ? some : 1);
-    const Tensor scores =
-        c.probabilities.defined() ? part(c.probabilities) : at::empty({batches, some, queries, keys}, c.q.options());
-    MatmulOutOp::call(part(c.q), part(c.k), false, true, scores);
-    MaskedSoftmaxOp::call(scores, seen, c.scale, c.causal);
-    MatmulOutOp::call(scores, part(c.v), false, false, part(context));
+  for (const Piece& piece : pieces_of(c.q, c.k, c.piece_bytes)) {
+    const Tensor scores = c.probabilities.defined()
+                              ? piece.of(c.probabilities)
+                              : at::empty({piece.batches, piece.heads, queries, keys}, c.q.options());
+    MatmulOutOp::call(piece.of(c.q), piece.of(c.k), false, true, scores);
+    MaskedSoftmaxOp::call(scores, piece.of_mask(c.mask), c.scale, c.causal);
+    MatmulOutOp::call(scores, piece.of(c.v), false, false, piece.of(context));
   }
   return context.transpose(1, 2).contiguous();
 }
@@ -191,12 +146,12 @@ Tensor meta(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTen
   return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), v.sym_size(3)}, q.options());
 }
 
-// The gradient is matmuls.attention's: it decides what is kept.
+// attention_gradient.cpp has it: there is decided what is kept.
 Tensor without_gradient(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale,
                         bool causal, int64_t piece_bytes, OptionalTensor probabilities, OptionalTensor sums) {
-  TORCH_CHECK(!needs_gradient(kOp, {q, k, v, tensor_or_none(mask), tensor_or_none(probabilities)}), kOp,
-              ": expected no gradient to be recorded, got an argument that requires grad; matmuls.attention.attend has "
-              "one");
+  TORCH_CHECK(
+      !needs_gradient(kOp, {q, k, v, tensor_or_none(mask), tensor_or_none(probabilities)}), kOp,
+      ": expected no gradient to be recorded, got an argument that requires grad; custom_mm::attention has one");
   return AttentionOp::below_autograd(q, k, v, mask, scale, causal, piece_bytes, probabilities, sums);
 }
 
@@ -212,19 +167,45 @@ Tensor written(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const
 
 }  // namespace
 
+bool attends_at_once(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale) {
+  const Call c = call_of(q, k, v, mask, scale, false, 0, {}, {});
+  check(c);
+  return fits_one_kernel(c);
+}
+
+OptionalTensor Piece::of_mask(Tensor mask) const {
+  if (!mask.defined()) return {};
+  while (mask.dim() < 4) mask = mask.unsqueeze(0);
+  if (mask.size(0) > 1) mask = mask.narrow(0, batch, batches);
+  if (mask.size(1) > 1) mask = mask.narrow(1, head, heads);
+  return mask;
+}
+
+std::vector<Piece> pieces_of(const Tensor& q, const Tensor& k, int64_t piece_bytes) {
+  const int64_t batch = q.size(0), heads = q.size(1);
+  const int64_t matrix = std::max<int64_t>(1, q.size(2) * k.size(2) * q.element_size());
+  const bool whole = heads * matrix <= piece_bytes;
+  const int64_t count = whole ? batch : heads;
+  const int64_t most = std::max<int64_t>(1, piece_bytes / (whole ? std::max<int64_t>(1, heads) * matrix : matrix));
+  const int64_t parts = (count + most - 1) / most, step = parts ? (count + parts - 1) / parts : 1;
+  std::vector<Piece> found;
+  for (int64_t b = 0; b < (whole ? 1 : batch); ++b)
+    for (int64_t i = 0; i < count; i += step) {
+      const int64_t n = std::min(step, count - i);
+      found.push_back(whole ? Piece{i, n, 0, heads} : Piece{b, 1, i, n});
+    }
+  return found;
+}
+
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def(
       "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, int piece_bytes, "
       "Tensor(a!)? probabilities, Tensor(b!)? sums=None) -> Tensor",
       {at::Tag::pt2_compliant_tag});
   m.def("attention_at_once(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> bool");
-  m.def("attention_pieces(Tensor q, Tensor k, int piece_bytes) -> int[]");
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) {
-  m.impl("attention_pieces", pieces);
-  m.impl("attention_at_once", at_once);
-}
+TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) { m.impl("attention_at_once", attends_at_once); }
 
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("attention_forward", run); }
 #ifdef MATMULS_CUDA

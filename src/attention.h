@@ -1,9 +1,36 @@
-// Hopper's kernel of attention with its probabilities, for attention.cpp.
+// Attention with its probabilities: Hopper's kernel for attention.cpp, and what that shares with its gradient.
 #pragma once
 
 #include <ATen/ATen.h>
 
+#include <vector>
+
+#include "operator.h"
+
 namespace matmuls {
+
+MATMULS_OPERATOR(AttentionOp, "custom_mm::attention_forward", "",
+                 at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                            double, bool, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>));
+MATMULS_OPERATOR(MaskedSoftmaxOp, "custom_mm::scaled_masked_softmax_", "",
+                 void(at::Tensor, const std::optional<at::Tensor>&, double, bool));
+
+// Whether one kernel makes context and probabilities of these, and can tell each row's sum of exponentials. Raises what
+// attention_forward raises of them.
+bool attends_at_once(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const std::optional<at::Tensor>& mask, double scale);
+
+// A part of the scores [B, H, Q, K]: some batch elements, or some heads of one.
+struct Piece {
+  int64_t batch, batches, head, heads;
+
+  at::Tensor of(const at::Tensor& t) const { return t.narrow(0, batch, batches).narrow(1, head, heads); }
+  std::optional<at::Tensor> of_mask(at::Tensor mask) const;  // a view of what broadcasts to the scores, or undefined
+};
+
+// As many whole batch elements each as piece_bytes of scores hold, else as many heads of one element, one head at
+// least; pieces alike.
+std::vector<Piece> pieces_of(const at::Tensor& q, const at::Tensor& k, int64_t piece_bytes);
 
 // Whether the kernel is for these. q: [B, H, Q, D]; k, v: [B, H, K, D], strided; mask: what check in attention.cpp let
 // pass, or undefined.

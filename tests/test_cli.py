@@ -91,8 +91,8 @@ def test_bert_fails_where_attention_is_wrong(tmp_path):
     """Exit status 1 when an embedding is off: here the scores' scale is."""
     code = """
 from matmuls import attention
-right = attention._attention
-attention._attention = lambda q, k, v, mask, scale, *rest: right(q, k, v, mask, 1.001 * scale, *rest)
+right = attention._forward
+attention._forward = lambda q, k, v, mask, scale, *rest: right(q, k, v, mask, 1.001 * scale, *rest)
 from matmuls.cli import main
 main()
 """

@@ -32,7 +32,7 @@ def test_the_table_names_every_operator():
         n for n in registered if torch._C._dispatch_has_kernel_for_dispatch_key(n, "CompositeImplicitAutograd")
     }
     assert registered - composite == {op.name() for op in operators()}
-    assert composite == {"custom_mm::attention_at_once", "custom_mm::attention_pieces", "custom_mm::matmul_backward"}
+    assert composite == {"custom_mm::attention", "custom_mm::attention_at_once", "custom_mm::matmul_backward"}
 
 
 def test_a_cuda_build_knows_its_libraries():

@@ -1,4 +1,4 @@
-"""Row of attention with its probabilities. Its gradients are tested in tests/test_attention.py: Python passes them."""
+"""Row of attention with its probabilities. Its gradient, an operator of its own: tests/test_attention.py."""
 
 from collections.abc import Iterator
 

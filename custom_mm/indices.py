@@ -14,12 +14,15 @@ def version_of(t: torch.Tensor) -> int:
     return -1 if t.is_inference() else t._version
 
 
-def check_rows(name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int, what: str = "columns") -> int:
-    """The longest row's nonzeros, or the longest column's; ValueError where an index is not what it must be.
+def check_rows(
+    name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int, what: str = "columns"
+) -> tuple[int, bool]:
+    """The longest row's nonzeros, and whether the columns of every row increase: none is there twice. Of columns
+    likewise. ValueError where an index is not what it must be.
 
     offsets: [rows + 1], inner: [nonzeros] from 0 to size - 1, both int32 or both int64. Waits for the GPU.
     """
-    problem, where, found, longest = _csr_check(offsets, inner, size).tolist()
+    problem, where, found, longest, rises = _csr_check(offsets, inner, size).tolist()
     if problem:
         expected = {
             1: "the first offset to be 0",
@@ -28,7 +31,7 @@ def check_rows(name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int,
             4: f"{what} from 0 to {size - 1} at nonzero {where}",
         }
         raise ValueError(f"{name}: expected {expected[problem]}, got {found}")
-    return int(longest)
+    return int(longest), bool(rises)
 
 
 def check_entries(name: str, row: torch.Tensor, column: torch.Tensor, shape: tuple[int, int]) -> None:

@@ -2,14 +2,16 @@
 
 Only products that give the same bits every time are candidates: of cuSPARSE's algorithms csr_alg3 and coo_alg2, as its
 documentation has it, and of these csr_alg3 alone: coo_alg2 was never the fastest, and measuring it took three quarters
-of the time. Large products of which cuSPARSE's was never the fastest, or that by their size are far faster with or
-without the matrix's zeros, are not measured. Which candidate is fastest is a matter of time, though: with
-torch.use_deterministic_algorithms a plan takes our own, whatever is faster.
+of the time. Large products of which cuSPARSE's was never the fastest are measured without it, and those that by their
+size are faster with or without the matrix's zeros not at all: a measurement takes 1 to 5 ms, to choose by size 0.1.
+Which candidate is fastest is a matter of time, though: with torch.use_deterministic_algorithms a plan takes our own,
+whatever is faster.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +37,9 @@ CLOSE = 1.5  # times the fastest in a first round: those are timed again
 FAR = 1.4  # times the dense product: where ours takes longer, no algorithm of cuSPARSE's is faster; so too for blocks
 FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
-CLEAR, CLEAR_PRODUCTS = 1.6, 2**24  # times that one way is estimated to take of another: nothing is measured then
+CLEAR = 1.22  # times that one way is estimated to take of another: nothing is measured then
+CUT = 1024  # rows: of fewer the long ones are cut, and estimated too low
+EVEN = 4  # times the average: the longest row of a matrix whose product takes as long as its size says
 
 
 class Product(Protocol):
@@ -70,6 +74,12 @@ class Full:
         if b.requires_grad and torch.is_grad_enabled():
             self._saved.add(dtype)
         return self._product(entry[2], values, b, dtype)
+
+    def prepare(self, values: torch.Tensor, dtype: torch.dtype) -> None:
+        """For products by these values, on every stream from now on."""
+        self._keep(values, dtype)
+        if values.is_cuda:
+            torch.cuda.current_stream(values.device).synchronize()
 
     def _keep(self, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]:
         entry = self._kept.get(dtype)
@@ -172,6 +182,11 @@ class ByBlocks:
         return []  # the structure's
 
 
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)  # which takes 20 us
+
+
 def _takes_tf32() -> bool:
     """Whichever of torch's switches said so."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
@@ -182,7 +197,7 @@ def takes_blocks(structure: Structure, dtype: torch.dtype, device: torch.device)
     if structure.blocks is None or device.type != "cuda" or dtype == torch.float64:
         return False
     narrow = dtype.itemsize == 2 or _takes_tf32()
-    return narrow and torch.cuda.get_device_capability(device) >= (8, 0)
+    return narrow and _capability(device) >= (8, 0)
 
 
 def _agree(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -290,7 +305,6 @@ class Choice:
         """Waits for the GPU. stay: values that will not are not left in what graphs read."""
         values, b = values.detach(), b.detach()
         runs: dict[str, Callable[[], object]] = {OURS: lambda: self._ours(values, b)}
-        ours = self._ours(values, b)
         seconds: dict[str, float | None] = {}
         best: dict[str, float] = {}
 
@@ -300,7 +314,7 @@ class Choice:
                 if isinstance(made, Cusparse):
                     made.learn(values, b, dtype)
                 product = made(values, b, dtype)
-                if name == BLOCKS and not _agree(product, ours):
+                if name == BLOCKS and not _agree(product, self._ours(values, b)):
                     raise RuntimeError(f"{name} differs from {OURS}")
             except Exception as error:  # cuSPARSE does not support it, or there is no memory
                 if name != BLOCKS and not isinstance(error, RuntimeError):  # Triton's compiler raises what it likes
@@ -308,6 +322,16 @@ class Choice:
                 seconds[name] = None
                 return False
             runs[name] = lambda: made(values, b, dtype)
+            return True
+
+        def prepared(name: str) -> bool:
+            made = self._made(name)
+            try:
+                if stay and isinstance(made, Full):
+                    made.prepare(values, dtype)
+            except RuntimeError:  # there is no memory
+                seconds[name] = None
+                return False
             return True
 
         def race(names: list[str], rounds: int) -> None:
@@ -318,12 +342,11 @@ class Choice:
 
         candidates = self._candidates(dtype, b)
         large = [name for name in candidates if name in (DENSE, HALVES, BLOCKS)]
-        clear = self._estimates(large[0], dtype, b) if large and BLOCKS not in large else {}
-        is_clear = bool(clear) and max(clear.values()) > CLEAR * min(clear.values())
-        if is_clear and (min(clear, key=lambda name: clear[name]) == OURS or ready(large[0])):
-            if b.is_cuda:  # what was made is there for every stream
-                torch.cuda.current_stream(b.device).synchronize()
-            return self._known(dtype, Measurement(b.shape[1], {**clear}, estimated=True))
+        estimates = self._estimates(large, dtype, b)
+        fastest = min(estimates, key=lambda name: estimates[name], default="")
+        if fastest == OURS or (estimates and prepared(fastest)):
+            return self._known(dtype, Measurement(b.shape[1], {**estimates}, estimated=True))
+        self._ours(values, b)  # its first call is not timed
         found = [name for name in large if name not in seconds and ready(name)]
         if found:
             race([OURS, *found], 1)
@@ -342,20 +365,30 @@ class Choice:
         self._products = {name: made for name, made in self._products.items() if name in kept}
         return measurement
 
-    def _estimates(self, full: str, dtype: torch.dtype, b: torch.Tensor) -> dict[str, float]:
-        """Seconds, about, of ours by rows and with the matrix's zeros, as measured on an H200; {} where not known."""
-        s, n = self._structure, b.shape[1]
-        products, elements = s.nonzeros * n, s.rows * s.columns
-        halves = full == HALVES
-        if products < CLEAR_PRODUCTS or b.device.type != "cuda" or not (halves or dtype.itemsize == 2):
+    def _estimates(self, large: list[str], dtype: torch.dtype, b: torch.Tensor) -> dict[str, float]:
+        """Seconds, about, of ours by rows and of the one in `large`, as measured on an H200; {} where they are not
+        known, or too close."""
+        s, n, full = self._structure, b.shape[1], HALVES if dtype == torch.float32 else DENSE
+        if large != [full] or not b.is_cuda or dtype == torch.float64 or n % 8:
             return {}
-        if torch.cuda.get_device_capability(b.device) != (9, 0):
+        if s.rows < CUT or s.longest * s.rows > EVEN * s.nonzeros:
             return {}
-        if halves:
-            us = {OURS: 4 + products / 3.5e6, full: 12 + max(elements / 7e5, elements * n / 1.23e8)}
+        if _capability(b.device) != (9, 0):
+            return {}
+        products, elements, mean = s.nonzeros * max(n, 64 // dtype.itemsize), s.rows * s.columns, s.nonzeros / s.rows
+        if full == HALVES:
+            # As filled_sm90.cu shares it out: a share's steps of 64 columns, and four for its begin and end.
+            wide = n > 64
+            tiles = -(-s.rows // 128) * -(-n // (128 if wide else 64))
+            shares = min(8, max(1, 132 // tiles))
+            steps = -(-tiles * shares // 132) * (4 + s.columns / 64 / shares)
+            us = {OURS: 4.3 + max(products / 3.6e6, mean * 0.022), full: 8 + 1.5 * wide + n / 300}
+            us[full] += max(elements / 7.2e5, steps * (1.12 if wide else 0.9))
         else:
-            us = {OURS: 3 + products / 5.8e6, full: max(5.5, elements / 1.3e6, elements * n / 3.3e8)}
-        return {name: t * 1e-6 for name, t in us.items()}
+            us = {OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), mean * 0.02)}
+            us[full] = max(4 + min(s.columns / 600, 4.3) + elements * n / 5e8, elements / 1.55e6)
+        clear = max(us.values()) > CLEAR * min(us.values())
+        return {name: t * 1e-6 for name, t in us.items()} if clear else {}
 
     def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
         """The matrix with its zeros first, where it is worth a try; its blocks last."""
@@ -364,7 +397,7 @@ class Choice:
         found = [CUSPARSE] if on_gpu and s.nonzeros * b.shape[1] < LARGE else []
         elements = s.rows * s.columns
         wide = dtype == torch.float32 and not _takes_tf32()
-        halves = wide and on_gpu and b.shape[1] % 8 == 0 and torch.cuda.get_device_capability(device) == (9, 0)
+        halves = wide and on_gpu and b.shape[1] % 8 == 0 and _capability(device) == (9, 0)
         tensor_cores = on_gpu and not wide and dtype != torch.float64
         fill = FILL_HALVES if halves else FILL_TENSOR_CORES if tensor_cores else FILL
         if (

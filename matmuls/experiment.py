@@ -24,6 +24,7 @@ from .bench import copy_rate, environment, geometric_mean
 from .matrices import Matrix
 
 PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", "scipy", "dense"
+OURS = "ours"  # as a plan's choice is called
 CUSPARSE = ("csr_alg1", "csr_alg2", "csr_alg3", "coo_alg1", "coo_alg2", "coo_alg3", "coo_alg4")
 PREPARED = ("csr_alg1", "csr_alg3")  # what cusparseSpMM_preprocess speeds up
 DENSE_ELEMENTS = 2**26
@@ -58,6 +59,7 @@ class Case:
     plan_us: float  # building it
     plan_bytes: int
     tune_us: float  # what its first product took more than another
+    check_us: float = 0  # the same without a plan, which looks at the indices too
     backward: dict[str, Result] = field(default_factory=dict)
     backward_mib: dict[str, float] = field(default_factory=dict)  # peak above the operands
 
@@ -99,10 +101,10 @@ class Case:
 
     @property
     def pays_back_after(self) -> float | None:
-        """Products after which building a plan and choosing has cost less than it saved; None: never."""
+        """Products after which building a plan and choosing has cost less than it saved; None: never, or it is ours."""
         own, other = self.results[PLAN].us, self.results[PLANLESS].us
-        saved = other - own if own and other else 0
-        return (self.plan_us + self.tune_us) / saved if saved > 0 else None
+        saved = other - own if own and other and self.chosen != OURS else 0
+        return max(self.plan_us + self.tune_us - self.check_us, 0) / saved if saved > 0 else None
 
 
 class Operands:
@@ -217,10 +219,11 @@ def _time(runs: dict[str, Product], checked: dict[str, Result], device: str) -> 
 def measure_case(m: Operands, n: int, copy: float, backward: bool) -> Case:
     b = m.dense_side(n)
     truth = torch.sparse_csr_tensor(m.crow, m.col, m.values.double(), m.matrix.shape) @ b.double()
-    fresh = torch.sparse_csr_tensor(m.crow.clone(), m.col.clone(), m.values, m.matrix.shape)
+    fresh, other = (torch.sparse_csr_tensor(m.crow.clone(), m.col.clone(), m.values, m.matrix.shape) for _ in range(2))
     plan_us, made = _microseconds(lambda: sparse.plan(fresh), m.device)
     first_us, _ = _microseconds(lambda: made @ b, m.device)
     again_us, _ = _microseconds(lambda: made @ b, m.device)
+    checked_us, unchecked_us = (_microseconds(lambda: sparse.spmm(other, b), m.device)[0] for _ in range(2))
     runs: dict[str, Product] = {}
     checked: dict[str, Result] = {}
     for name, prepare in _candidates(m, b, made):
@@ -247,10 +250,11 @@ def measure_case(m: Operands, n: int, copy: float, backward: bool) -> Case:
         n=n,
         floor_us=m.floor_bytes(n) / copy * 1e6,
         results=_time(runs, checked, m.device),
-        chosen="ours" if chosen is None else chosen.fastest(True, True),
+        chosen=OURS if chosen is None else chosen.fastest(True, True),
         plan_us=plan_us,
         plan_bytes=made.nbytes,
         tune_us=max(0.0, first_us - again_us) if chosen else 0.0,
+        check_us=max(0.0, checked_us - unchecked_us),
     )
     return _with_backward(case, m, b, made) if backward else case
 

@@ -27,8 +27,8 @@ class SparsePlan:
     The indices were checked once and are kept by rows, in int32 where that suffices; with the first gradient to a dense
     side the same by columns. A product looks at none of them again. `plan @ B` takes the fastest of our product,
     cuSPARSE's, the dense one and, on a GPU, that by blocks; the first for a dtype and a number of columns (to a power
-    of two) measures them, in milliseconds, and waits for the GPU; no later one does, and none under CUDA-graph capture
-    or torch.compile.
+    of two) chooses, by size in a tenth of a millisecond or, where that does not tell, by measuring them in a few, and
+    waits for the GPU; no later one does, and none under CUDA-graph capture or torch.compile.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
     """Make a sparse matrix ready for many products: `plan(A) @ B`.
 
     a: a sparse tensor, [M, K] in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices, or a plan, which is
-    returned. tune: True measures the candidates at the first product of each dtype and number of columns; numbers of
-    columns are measured now, in a's dtype; False always takes our own product. Every candidate gives the same bits
+    returned. tune: True chooses among the candidates at the first product of each dtype and number of columns, by size
+    or by measuring them; numbers of columns are looked at now, in a's dtype; False always takes our own product. Every candidate gives the same bits
     every time, but not those of another; which one is fastest may change from process to process.
 
     By blocks, of BSR and BSC with sides of 16, 32, 64 or 128: on tensor cores, of capability 8.0 on, in float16,

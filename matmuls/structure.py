@@ -55,7 +55,6 @@ class Structure:
         self.crow, self.col, self.order, self.batch = crow, col, order, batch
         self.rows, self.columns = shape
         self._transposed = transposed
-        self._distinct: bool | None = None
         self._chunks: dict[tuple[int, int], Chunks] = {}
         self._narrow: Structure | None = None
         self.blocks: Blocks | None = None  # where it is stored in blocks that a kernel takes
@@ -64,7 +63,8 @@ class Structure:
             raise ValueError(
                 f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
             )
-        self.longest = check_rows(name, crow, col, self.columns)
+        # distinct: the columns of every row increase, none is there twice
+        self.longest, self.distinct = check_rows(name, crow, col, self.columns)
         self._versions = self._versions_now()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Structure":
@@ -72,7 +72,8 @@ class Structure:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update({"blocks": None, "_narrow": None, **state})  # older pickles have neither
-        check_rows("SparsePlan", self.crow, self.col, self.columns)  # they may have been written over before
+        # They may have been written over before.
+        self.longest, self.distinct = check_rows("SparsePlan", self.crow, self.col, self.columns)
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
@@ -95,15 +96,6 @@ class Structure:
         """[nonzeros]: the row of each, in the order of `col`."""
         rows = torch.arange(self.rows, device=self.col.device, dtype=self.col.dtype)
         return torch.repeat_interleave(rows, self.crow.diff(), output_size=self.nonzeros)
-
-    @property
-    def distinct(self) -> bool:
-        """Whether the columns of every row increase: none is there twice. Looked at once, which waits for the GPU."""
-        if self._distinct is None:
-            begins = torch.zeros(self.nonzeros + 1, dtype=torch.bool, device=self.col.device)
-            begins[self.crow.long()] = True
-            self._distinct = bool(((self.col[1:] > self.col[:-1]) | begins[1:-1]).all()) if self.nonzeros else True
-        return self._distinct
 
     def chunks(self, size: int, piece: int) -> Chunks | None:
         """Of about `size` nonzeros, rows of more than `piece` cut; made once, which waits for the GPU: None where a

@@ -26,8 +26,8 @@ void check(const char* op, const Tensor& crow, const Tensor& col) {
   check_pattern(op, pattern_of(crow, col, {}), crow);
 }
 
-Tensor facts_of(Problem problem, int64_t where, int64_t found, int64_t longest) {
-  return at::tensor({static_cast<int64_t>(problem), where, found, longest}, at::kLong);
+Tensor facts_of(Problem problem, int64_t where, int64_t found, int64_t longest = 0, bool rises = false) {
+  return at::tensor({static_cast<int64_t>(problem), where, found, longest, int64_t{rises}}, at::kLong);
 }
 
 // The smallest index in [begin, end) that `is_bad`, or end.
@@ -55,15 +55,20 @@ Tensor csr_check_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_co
   AT_DISPATCH_INDEX_TYPES(crow_.scalar_type(), "csr_check", [&] {
     const index_t *crow = crow_whole.const_data_ptr<index_t>(), *col = col_whole.const_data_ptr<index_t>();
     facts = [&] {
-      if (crow[0] != 0) return facts_of(Problem::first_offset, 0, crow[0], 0);
-      if (crow[rows] != nonzeros) return facts_of(Problem::last_offset, rows, crow[rows], 0);
+      if (crow[0] != 0) return facts_of(Problem::first_offset, 0, crow[0]);
+      if (crow[rows] != nonzeros) return facts_of(Problem::last_offset, rows, crow[rows]);
       const int64_t row = first_bad(0, rows, [&](int64_t r) { return crow[r + 1] < crow[r]; });
-      if (row < rows) return facts_of(Problem::decreasing, row, crow[row + 1], 0);
+      if (row < rows) return facts_of(Problem::decreasing, row, crow[row + 1]);
       const int64_t p = first_bad(0, nonzeros, [&](int64_t i) { return col[i] < 0 || col[i] >= columns; });
-      if (p < nonzeros) return facts_of(Problem::column, p, col[p], 0);
+      if (p < nonzeros) return facts_of(Problem::column, p, col[p]);
       index_t longest = 0;
       for (int64_t r = 0; r < rows; ++r) longest = std::max(longest, static_cast<index_t>(crow[r + 1] - crow[r]));
-      return facts_of(Problem::none, 0, 0, longest);
+      const int64_t falls_in = first_bad(0, rows, [&](int64_t r) {
+        bool falls = false;
+        for (int64_t p = crow[r] + 1; p < crow[r + 1]; ++p) falls |= col[p] <= col[p - 1];
+        return falls;
+      });
+      return facts_of(Problem::none, 0, 0, longest, falls_in == rows);
     }();
   });
   return facts;

@@ -5,9 +5,10 @@
 
 namespace matmuls {
 
-// What is wrong with a matrix's indices, if anything, where, what is there, and the longest row.
+// What is wrong with a matrix's indices, if anything, where, what is there, the longest row, and whether the columns of
+// every row increase.
 enum class Problem : int64_t { none, first_offset, last_offset, decreasing, column };
-constexpr int64_t kFacts = 4;
+constexpr int64_t kFacts = 5;
 
 // Both contiguous, on the current device.
 at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns);

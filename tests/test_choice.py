@@ -18,6 +18,7 @@ def dense_wins(monkeypatch):
         return [measure.Timing(10.0**-i, 0.0) for i in range(len(runs))]
 
     monkeypatch.setattr(choice, "time_warm", time)
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})
     return measured
 
 
@@ -42,6 +43,17 @@ def test_the_dense_product_where_it_is_faster(dense_wins, device):
     assert len(dense_wins) == 2
     made @ b[:, :90].contiguous()
     assert len(dense_wins) == 2
+
+
+@pytest.mark.parametrize("fastest", [choice.OURS, choice.DENSE])
+def test_nothing_is_measured_where_sizes_say_it(dense_wins, monkeypatch, fastest):
+    dense, b = draw("cpu")
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {choice.OURS: 2.0, choice.DENSE: 2.0, fastest: 1.0})
+    made = plan(dense.to_sparse_csr())
+    torch.testing.assert_close(made @ b, dense @ b)
+    assert not dense_wins
+    assert f"{fastest}, by its size alone" in made.explain()
+    assert len(made._choice.tensors) == (fastest == choice.DENSE)
 
 
 def test_other_values_are_seen(dense_wins, device):

@@ -570,6 +570,23 @@ def test_empty_batches(device):
     assert not sddmm(x.new_ones(2, 3, 0), x.new_ones(2, 0, 4), full).any()
 
 
+@pytest.mark.parametrize(
+    ("col", "rise"),
+    [
+        ([0, 2, 1, 2, 0, 1, 2], True),
+        ([0, 2, 1, 2, 0, 0, 2], False),
+        ([2, 0, 1, 2, 0, 1, 2], False),
+        ([0, 2, 1, 1, 0, 1, 2], False),
+    ],
+)
+def test_columns_that_do_not_rise_are_told(col, rise, device):
+    """Rows of 2, 0, 2, 3 and 0 nonzeros; beside them a long one."""
+    crow, long = torch.tensor([0, 2, 2, 4, 7, 7, 1007]), torch.arange(1000)
+    for last in (long, long.clamp(max=998)):
+        a = torch.sparse_csr_tensor(crow, torch.cat([torch.tensor(col), last]), torch.ones(1007), (6, 1000)).to(device)
+        assert plan(a)._structure.distinct == (rise and last is long)
+
+
 def test_int64_indices_are_narrowed_once(device, monkeypatch):
     counted, right = [], matmuls.structure._csr_transpose
     monkeypatch.setattr(matmuls.structure, "_csr_transpose", lambda *args: counted.append(1) or right(*args))

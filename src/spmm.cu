@@ -6,6 +6,7 @@
 
 #include "common.h"
 #include "handles.h"
+#include "launch.cuh"
 #include "product_operators.h"
 #include "spmm.h"
 
@@ -21,6 +22,7 @@ constexpr int64_t kGroupNonzeros = 32;       // neighbouring rows of about so ma
 constexpr int64_t kMostRows = 8;             // that a team has, at most as many as it has lanes
 constexpr int64_t kLongRows = 32;            // nonzeros, on average, that are worth a whole warp's lanes
 constexpr int64_t kShortestOfParts = 4;      // nonzeros, on average, of rows that are split where they are few
+constexpr int64_t kVeryLongRows = 64;        // the same, in 16 bits, that more teams with less ahead are worth
 constexpr int64_t kSkewed = 8;               // times the average: the longest row of a matrix whose rows are cut
 constexpr int64_t kShortestPiece = 64;       // nonzeros; rows of up to twice as many are never cut
 constexpr int64_t kPieceOfFour = 40;         // the same by teams of four lanes
@@ -91,10 +93,11 @@ dim3 grid_of(int64_t blocks, int64_t tiles, int64_t batches) {
               static_cast<unsigned>(std::min<int64_t>(batches, 65535)));
 }
 
-// How a row is worked on: L lanes with R vectors each, in P parts; or by equal shares, without parts.
+// How a row is worked on: L lanes with R vectors each, in P parts; or by equal shares, without parts. lean: with fewer
+// nonzeros ahead, in fewer registers.
 struct Split {
   int lanes, parts, vectors;
-  bool shares = false;
+  bool shares = false, lean = false;
 };
 
 bool is_skewed(const Pattern& p, int64_t longest) {
@@ -108,27 +111,31 @@ Split split_of(int64_t n, int64_t v, const Pattern& p, int64_t batches, int64_t 
   const bool long_rows = mean >= kLongRows;
   if (v == 1) return {n <= 4 ? 4 : n <= 8 ? 8 : 32, 1, 1};
   Split split{32, 1, 1};
-  // Rows too few to fill the GPU by themselves, and not so short that parts of them were empty; measured in float32.
+  // Rows too few to fill the GPU by themselves, and not so short that parts of them were empty.
   const auto few = [&](int64_t lanes) {
-    return v == 4 && mean >= kShortestOfParts && p.rows() * batches * lanes / 32 < kFullWarps * sms;
+    return v >= 4 && mean >= kShortestOfParts && p.rows() * batches * lanes / 32 < kFullWarps * sms;
   };
   if (vectors <= 4)
-    split = {4, long_rows ? 8 : 1, 1};
+    split = {4, long_rows && (v == 4 || few(12)) ? 8 : v == 8 && (long_rows || few(8)) ? 4 : 1, 1};
   else if (vectors <= 8)
-    split = {8, long_rows || few(8) ? 4 : 1, 1};
+    split = {8, long_rows || few(v == 4 ? 8 : 16) ? 4 : 1, 1};
   else if (vectors == 16 && mean < 8 && p.rows() * batches * 8 / 32 >= kFullWarps * sms)
     split = {8, 1, 2};
   else if (vectors <= 16)
     split = {16, 1, 1};
   else if (vectors % 64 == 0)
     split = {32, 1, 2};
-  else if (vectors % 32 == 0 && (vectors > 32 || long_rows || !few(16)))
+  else if (vectors % 32 == 0 && (vectors > 32 || long_rows || v > 4 || !few(16)))
     split = {16, 1, 2};
   else if (vectors % 32 == 16)
     split = {16, 1, 1};
   const int64_t slices = ceil_of(vectors, split.lanes * split.vectors);
   const auto warps = [&](int64_t lanes) { return p.rows() * slices * batches * lanes / 32; };
-  if (split.lanes == 16 && long_rows && warps(16) < kFullWarps * sms) split.parts = 2;
+  const bool narrow = v == 8 && split.vectors == 1 && slices == 1;
+  if (split.lanes == 16 && (long_rows || (narrow && few(16))) && warps(16) < kFullWarps * sms)
+    split.parts = 2;
+  else if (split.lanes == 16 && narrow && mean >= kVeryLongRows)
+    split.parts = 2, split.lean = true;
   const int64_t groups = (p.rows() + p.nonzeros()) / (kShareSteps / 2) * slices * batches;
   if (v >= 4 && is_skewed(p, longest) && groups * split.lanes / 32 >= 2 * kShareWarps * sms) {
     if (split.lanes == 8 && split.vectors == 2) split = {16, 1, 1, true};
@@ -190,7 +197,9 @@ template <int V, int L, int P, int R, int U, class T, class I>
 void launch_rows(const Args<T, I>& m) {
   constexpr int kBlocks = U * R * Words<T, V>::kCount < 32 ? 4 : 3;  // 64 registers, or 80
   const dim3 grid = grid_of(static_cast<int64_t>(m.blocks) * m.slices, 1, m.batches);
-  spmm_rows_kernel<T, I, V, L, P, R, U, kBlocks><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
+  const auto kernel = spmm_rows_kernel<T, I, V, L, P, R, U, kBlocks>;
+  if (m.facts) return launch_early(kernel, grid, kSparseThreads, m);
+  kernel<<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -233,6 +242,10 @@ void launch_split(const Args<T, I>& m, const Split& split, bool vectors) {
       if (split.lanes == 16) return launch_shares<16, 1, 4, 4>(m);
       if (split.vectors == 1) return launch_shares<32, 1, 4, 4>(m);
       return launch_shares<32, 2, sizeof(T) == 4 ? 2 : 4, sizeof(T) == 4 ? 4 : 3>(m);
+    }
+    if constexpr (sizeof(T) == 2) {
+      if (is(4, 4, 1)) return launch_rows<V, 4, 4, 1, 4>(m);
+      if (split.lean) return launch_rows<V, 16, 2, 1, 4>(m);
     }
     if (is(4, 8, 1)) return launch_rows<V, 4, 8, 1, 4>(m);
     if (is(8, 4, 1)) return launch_rows<V, 8, 4, 1, 4>(m);

@@ -37,6 +37,7 @@ struct SpmmArgs {
   // For all threads of a block.
   __device__ bool spared() const {
     if (!facts) return false;
+    ptx::wait_for_earlier();
     const FillFacts own = *facts;
     bool unfit = own.unfit;
     for (int64_t i = threadIdx.x; i < parts; i += kSparseThreads) {

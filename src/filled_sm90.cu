@@ -29,7 +29,7 @@ constexpr int kStepsOfTile = 4;  // of K, that take as long as a tile's begin an
 template <int columns_>
 struct Tile {
   static constexpr int columns = columns_;
-  static constexpr int a_bytes = kRows * kRowBytes, b_bytes = columns * kRowBytes;  // of one half
+  static constexpr int a_bytes = kRows * kRowBytes, b_bytes = std::max(columns, kWide) * kRowBytes;  // of one half
   static constexpr int stage_bytes = 2 * (a_bytes + b_bytes), stages = columns == 128 ? 3 : 4;
   static constexpr int shared = stages * stage_bytes + 2 * stages * 8;
   static constexpr int out_stride = columns + 8;  // floats: rows that a warp writes at a time lie in different banks
@@ -38,16 +38,17 @@ struct Tile {
 
 // ------------------------------------------------------------------------------------------------- the dense side
 
-constexpr int kSplitThreads = 256, kSplitColumns = 16, kSplitBlocks = kFactsOfPart;  // a cluster takes 16 columns
+constexpr int kSplitThreads = 512, kSplitColumns = 16, kSplitBlocks = kFactsOfPart;  // a cluster takes 16 columns
 constexpr int kKeptRows = 512;                                                       // of a block, in shared memory
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Four numbers out of another block's shared memory.
-__device__ inline void load_from(uint32_t remote, float (&x)[4]) {
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-               : "r"(remote)
-               : "memory");
+// Four numbers out of another block's shared memory, after a barrier of the cluster, where they are `there`: without a
+// branch.
+__device__ inline void load_from(uint32_t remote, bool there, float (&x)[4]) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t@p ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n\t}"
+      : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+      : "r"(remote), "r"(static_cast<int>(there)));
 }
 // The same number in another block's shared memory.
 __device__ inline unsigned load_int(const void* shared, unsigned block) {
@@ -66,6 +67,8 @@ __global__ void __launch_bounds__(kSplitThreads)
   extern __shared__ __align__(16) float4 kept[][kQuads];
   __shared__ unsigned largest[kSplitColumns];
   __shared__ int powers[kSplitColumns], missing[kSplitColumns], tiny;
+  ptx::wait_for_earlier();
+  ptx::let_next_start();
   const unsigned rank = ptx::cluster_rank();
   const int quad = threadIdx.x % kQuads, c = static_cast<int>(blockIdx.x) / kSplitBlocks * kSplitColumns + 4 * quad;
   const int each = (rows + kSplitBlocks - 1) / kSplitBlocks, first = static_cast<int>(rank) * each;
@@ -167,22 +170,34 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group == kGroups) {
     hopper::leave_registers<40>();
     if (thread == 0) {
-      for (int k = first, n = 0; k < last; ++k, ++n) {
-        const int stage = n % Tile::stages;
-        unsigned char* const to = tiles + stage * Tile::stage_bytes;
-        ptx::barrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
+      const auto load_a = [&](int k, int stage) {
         ptx::barrier_expect(&full[stage], Tile::stage_bytes);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          hopper::load(a_map, to + half * Tile::a_bytes, &full[stage], k * kWide, row0 + half * shape.rows);
+        for (int half = 0; half < 2; ++half)
+          hopper::load(a_map, tiles + stage * Tile::stage_bytes + half * Tile::a_bytes, &full[stage], k * kWide,
+                       row0 + half * shape.rows);
+      };
+      const int ahead = min(last - first, Tile::stages);  // while the dense side's halves are being made
+      for (int n = 0; n < ahead; ++n) load_a(first + n, n);
+      ptx::wait_for_earlier();
+      for (int k = first, n = 0; k < last; ++k, ++n) {
+        const int stage = n % Tile::stages;
+        if (n >= ahead) {
+          ptx::barrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
+          load_a(k, stage);
+        }
+        unsigned char* const to = tiles + stage * Tile::stage_bytes + 2 * Tile::a_bytes;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
           for (int c = 0; c < Tile::columns; c += kWide)
-            hopper::load(b_map, to + 2 * Tile::a_bytes + half * Tile::b_bytes + c * kRowBytes, &full[stage],
-                         column0 + c, k * kWide + half * shape.inner);
-        }
+            hopper::load(b_map, to + half * Tile::b_bytes + c * kRowBytes, &full[stage], column0 + c,
+                         k * kWide + half * shape.inner);
       }
     }
     __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
   } else {
     hopper::take_registers<232>();
     float sums[Tile::columns / 2] = {}, low[Tile::columns / 2] = {}, high[Tile::columns / 2] = {};
@@ -225,31 +240,41 @@ __global__ void __launch_bounds__(kThreads, 1)
       *reinterpret_cast<float2*>(to) = {sums[4 * j], sums[4 * j + 1]};
       *reinterpret_cast<float2*>(to + 8 * Tile::out_stride) = {sums[4 * j + 2], sums[4 * j + 3]};
     }
-  }
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-  if (group < kGroups) {
-    constexpr int across = Tile::columns / 4;
-    const int c = threadIdx.x % across * 4;
-    const int begin = static_cast<int>(rank * kRows / shares), end = static_cast<int>((rank + 1) * kRows / shares);
-    if (column0 + c < shape.n) {
-      int column_exponents[4];
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+    ptx::wait_for_earlier();  // for the columns' powers
+    // Four columns of four rows at once for a thread.
+    constexpr int across = Tile::columns / 4, apart = kGroups * kGroup / across, at_once = 4;
+    const int c = threadIdx.x % across * 4, first_row = static_cast<int>(rank * kRows / shares);
+    const int last_row = min(static_cast<int>((rank + 1) * kRows / shares), shape.rows - row0);
+    const int end = column0 + c < shape.n ? last_row : 0;
+    int column_exponents[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) column_exponents[i] = powers[column0 + c + i];
-      for (int own = begin + threadIdx.x / across; own < end; own += kGroups * kGroup / across) {
-        const int row = row0 + own;
-        if (row >= shape.rows) break;
-        float total[4] = {};
-        for (unsigned block = 0; block < shares; ++block) {
-          float part[4];
-          load_from(ptx::address_in(sums_of_block + own * Tile::out_stride + c, block), part);
+    for (int i = 0; i < 4; ++i) column_exponents[i] = powers[min(column0 + c, shape.n - 4) + i];
+    for (int own = first_row + threadIdx.x / across; own < end; own += at_once * apart) {
+      float total[at_once][4] = {};
+      int e[at_once];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) total[i] += part[i];
-        }
-        const int e = exponents[row];
+      for (int j = 0; j < at_once; ++j) e[j] = exponents[row0 + min(own + j * apart, end - 1)];
+#pragma unroll 4
+      for (unsigned block = 0; block < shares; ++block) {
+        const uint32_t from = ptx::address_in(sums_of_block + c, block);
+        float part[at_once][4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) total[i] = alpha * times_power_of_two(total[i], -e - column_exponents[i]);
-        *reinterpret_cast<float4*>(out + row * out_stride + column0 + c) = {total[0], total[1], total[2], total[3]};
+        for (int j = 0; j < at_once; ++j)
+          load_from(from + (own + j * apart) * Tile::out_stride * sizeof(float), own + j * apart < end, part[j]);
+#pragma unroll
+        for (int j = 0; j < at_once; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) total[j][i] += part[j][i];
+      }
+#pragma unroll
+      for (int j = 0; j < at_once; ++j) {
+        if (own + j * apart >= end) break;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[j][i] = alpha * times_power_of_two(total[j][i], -e[j] - column_exponents[i]);
+        *reinterpret_cast<float4*>(out + int64_t{row0 + own + j * apart} * out_stride + column0 + c) = {
+            total[j][0], total[j][1], total[j][2], total[j][3]};
       }
     }
   }
@@ -270,22 +295,24 @@ CUtensorMap map_of(const at::Tensor& halves, int box_rows) {
 
 int up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1) / y); }
 
-// How a kernel in clusters is launched.
+// How a kernel in clusters is launched: before those ahead of it have ended.
 struct Launch {
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
 
   Launch(int64_t clusters, int blocks_of_a_cluster, int threads, int shared) {
     const int64_t blocks = clusters * blocks_of_a_cluster;
     TORCH_CHECK(blocks <= INT32_MAX, "spmm: expected a smaller result, got ", clusters, " tiles of it");
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(blocks_of_a_cluster), 1, 1};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {static_cast<unsigned>(blocks_of_a_cluster), 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = c10::cuda::getCurrentCUDAStream();
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = 2;
   }
   Launch(const Launch&) = delete;
 };
@@ -298,7 +325,8 @@ int clusters_at_once(int shares) {
   if (most.load(std::memory_order_relaxed) == 0) {
     C10_CUDA_CHECK(
         cudaFuncSetAttribute(multiply_halves_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::shared));
-    const Launch launch(1, shares, kThreads, Tile::shared);
+    Launch launch(1, shares, kThreads, Tile::shared);
+    launch.config.numAttrs = 1;  // the cluster alone
     int fit = 0;
     C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, multiply_halves_kernel<Tile>, &launch.config));
     most.store(std::max(fit, 1), std::memory_order_relaxed);
@@ -361,7 +389,8 @@ at::Tensor multiply_halves(const Filled& a, const at::Tensor& dense, const at::T
   const at::Tensor halves = at::empty({2, inner, n}, dense.options().dtype(at::kHalf)), powers = at::empty({n}, ints);
   at::Tensor facts = at::empty({int64_t{up(n, kSplitColumns)} * kSplitBlocks, kFillFacts}, ints);
   split(dense, halves, powers, facts);
-  n > 64 ? launch<Tile<128>>(a, halves, powers, out, alpha) : launch<Tile<64>>(a, halves, powers, out, alpha);
+  const auto product = n > 64 ? launch<Tile<128>> : n > 32 ? launch<Tile<64>> : launch<Tile<32>>;
+  product(a, halves, powers, out, alpha);
   return facts;
 }
 

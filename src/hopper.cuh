@@ -145,6 +145,8 @@ __device__ inline void pin(uint32_t (&x)[N]) {
 #define MATMULS_8(d, i)                                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
+#define MATMULS_REGISTERS_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define MATMULS_OPERANDS_32(d) MATMULS_8(d, 0), MATMULS_8(d, 8)
 #define MATMULS_REGISTERS_64                                               \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -183,12 +185,14 @@ __device__ inline void pin(uint32_t (&x)[N]) {
     MATMULS_WGMMA(256, k, types, transposes, "%128", "%129", "%130"); \
   else if constexpr (N == 64)                                         \
     MATMULS_WGMMA(128, k, types, transposes, "%64", "%65", "%66");    \
+  else if constexpr (N == 32)                                         \
+    MATMULS_WGMMA(64, k, types, transposes, "%32", "%33", "%34");     \
   else                                                                \
-    MATMULS_WGMMA(64, k, types, transposes, "%32", "%33", "%34")
+    MATMULS_WGMMA(32, k, types, transposes, "%16", "%17", "%18")
 
 template <class T, bool b_k_apart, int N>
 __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b, bool accumulate) {
-  static_assert(N == 32 || N == 64 || N == 128);
+  static_assert(N == 16 || N == 32 || N == 64 || N == 128);
   if constexpr (std::is_same_v<T, float>) {
     static_assert(!b_k_apart);  // TF32 has no transposed operand
     MATMULS_MULTIPLY(8, ".tf32.tf32", "");

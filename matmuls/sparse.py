@@ -131,8 +131,9 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
 
     a: a sparse tensor, [M, K] in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices, or a plan, which is
     returned. tune: True chooses among the candidates at the first product of each dtype and number of columns, by size
-    or by measuring them; numbers of columns are looked at now, in a's dtype; False always takes our own product. Every candidate gives the same bits
-    every time, but not those of another; which one is fastest may change from process to process.
+    or by measuring them; numbers of columns are looked at now, in a's dtype; False always takes our own product. Every
+    candidate gives the same bits every time, but not those of another; which one is fastest may change from process to
+    process.
 
     By blocks, of BSR and BSC with sides of 16, 32, 64 or 128: on tensor cores, of capability 8.0 on, in float16,
     bfloat16 or, where torch.set_float32_matmul_precision allows TF32, float32; differentiable, twice and more, in b.

@@ -68,33 +68,32 @@ __device__ Words<T, V> pack(const F (&values)[V]) {
   return words;
 }
 
-// One number, or the 16 bytes of V at an address that is a multiple of 16; what is read once leaves the L1 alone.
-template <class T, int V>
-__device__ Words<T, V> load_once(const T* from) {
-  Words<T, V> words{};
-  if constexpr (V * sizeof(T) == 16) {
-    const uint4 four = ptx::load_once(from);
-    words = {four.x, four.y, four.z, four.w};
+template <class T>
+__device__ Words<T, 1> load_one(const T* from) {
+  Words<T, 1> words{};
+  if constexpr (sizeof(T) == 2) {
+    words.at[0] = *reinterpret_cast<const unsigned short*>(from);
   } else {
-    static_assert(V == 1);
-    if constexpr (sizeof(T) == 2) {
-      words.at[0] = *reinterpret_cast<const unsigned short*>(from);
-    } else {
 #pragma unroll
-      for (int w = 0; w < Words<T, V>::kCount; ++w) words.at[w] = reinterpret_cast<const uint32_t*>(from)[w];
-    }
+    for (int w = 0; w < Words<T, 1>::kCount; ++w) words.at[w] = reinterpret_cast<const uint32_t*>(from)[w];
   }
   return words;
 }
-// The same where they are `there`, else 0; what is `passing` leaves the L2 alone too.
-template <bool passing, class T, int V>
+// One number, or the 16 bytes of V at an address that is a multiple of 16, where they are `there`, else 0.
+template <class T, int V>
 __device__ Words<T, V> load_if(bool there, const T* from) {
-  if constexpr (passing && V * sizeof(T) == 16) {
-    const uint4 four = ptx::load_passing(there, from);
+  if constexpr (V * sizeof(T) == 16) {
+    const uint4 four = ptx::load_staying(there, from);
     return {four.x, four.y, four.z, four.w};
   } else {
-    return there ? load_once<T, V>(from) : Words<T, V>{};
+    static_assert(V == 1);
+    return there ? load_one(from) : Words<T, 1>{};
   }
+}
+template <class T, int V>
+__device__ void store_vector(T* to, const Words<T, V>& words) {
+  static_assert(V * sizeof(T) == 16);
+  ptx::store(to, {words.at[0], words.at[1], words.at[2], words.at[3]});
 }
 template <class T, int V>
 __device__ void store_once(T* to, const Words<T, V>& words) {

@@ -30,7 +30,7 @@ struct EvenSpan {
   }
   template <class T, class F>
   __device__ void store(T* row, int64_t, int i, const F (&values)[V]) const {
-    if (begins(i)) store_once(row + column(i), pack<T, V>(values));
+    if (begins(i)) store_vector(row + column(i), pack<T, V>(values));
   }
 };
 // The last one too where it may not be there: behind a branch it would not be loaded before the others have come.
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(std::max(threads, 64), (NV > 4 ? 512 : 1024) /
   ptx::let_next_start();  // and wait here
   ptx::wait_for_earlier();
   Inputs<T, V, NV, Op::kInputs> inputs;
-  inputs.template load<true>(row, span);
+  inputs.load(row, span);
   typename Op::State state = Op::identity();
   typename Op::template Held<V, NV> held;
   const auto constants = [&](int c, int i, F(&numbers)[V]) {

@@ -216,7 +216,7 @@ struct Norm {
     for_vectors<NV>(span, [&](int i, auto whole) {
       const auto store = [&](T* to, int64_t step, const F(&values)[V]) {
         if constexpr (decltype(whole)::value)
-          store_once(to + span.column(i), pack<T, V>(values));
+          store_vector(to + span.column(i), pack<T, V>(values));
         else
           span.store(to, step, i, values);
       };

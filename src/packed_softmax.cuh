@@ -204,7 +204,7 @@ struct PackedSoftmax {
         for (int j = 0; j < V; ++j) held.e[i][j] *= share;
         words = pack<T, V>(held.e[i]);
       }
-      if (span.begins(i)) store_once(y_row + span.column(i), words);
+      if (span.begins(i)) store_vector(y_row + span.column(i), words);
     }
   }
 };

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kRowThreads<scope, ragged>,
   ptx::let_next_start();  // and wait here
   ptx::wait_for_earlier();
   Inputs<T, V, NV, Op::kInputs> inputs;
-  inputs.template load<true>(row, span);
+  inputs.load(row, span);
   typename Op::State state = Op::identity();
   typename Op::template Held<V, NV> held;
   op.fold(state, held, row, span, inputs, constants);
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
         ahead.take(inputs);
         fetch(base + shape.stages * step, s);
       } else {
-        inputs.template load<true>(row, span);
+        inputs.load(row, span);
       }
       work(inputs);
     }
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ 
           unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
         };
         Inputs<T, V, NV, Op::kInputs> inputs;
-        inputs.template load<false>(row, span);
+        inputs.load(row, span);
         typename Op::template Held<V, NV> held;
         op.fold(state, held, row, span, inputs, constants);
         body(held, span, inputs, constants);

@@ -43,7 +43,7 @@ struct Span {
     if constexpr (V == 1) {
       if (begins(i)) row[column(i) * column_stride] = T(values[0]);
     } else if (whole(i, columns)) {
-      store_once(row + column(i), pack<T, V>(values));
+      store_vector(row + column(i), pack<T, V>(values));
     } else if constexpr (ragged) {
 #pragma unroll
       for (int j = 0; j < V; ++j)
@@ -157,7 +157,7 @@ __device__ Words<T, V> load_columns(const T* row, const Span<V, ragged>& span, i
   }
   const T* const from = row + span.column(i);
   if constexpr (V == 1) {
-    return load_once<T, 1>(from);
+    return load_one(from);
   } else if constexpr (ragged) {
     return load_unaligned<T, V>(row, span.column(i), span.columns);
   } else {

@@ -377,7 +377,7 @@ struct Softmax {
         unpack(inputs.words(i, 0), x);
 #pragma unroll
         for (int j = 0; j < V; ++j) x[j] = each(x[j]);
-        store_once(row.y + span.column(i), pack<T, V>(x));
+        store_vector(row.y + span.column(i), pack<T, V>(x));
       });
     };
     const F factor = F(1) / result.sum;

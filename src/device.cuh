@@ -81,9 +81,9 @@ __device__ Words<T, 1> load_one(const T* from) {
 }
 // One number, or the 16 bytes of V at an address that is a multiple of 16, where they are `there`, else 0.
 template <class T, int V>
-__device__ Words<T, V> load_if(bool there, const T* from) {
+__device__ Words<T, V> load_if(bool there, const T* from, ptx::L2Policy policy) {
   if constexpr (V * sizeof(T) == 16) {
-    const uint4 four = ptx::load_staying(there, from);
+    const uint4 four = ptx::load_if(there, reinterpret_cast<const uint4*>(from), policy);
     return {four.x, four.y, four.z, four.w};
   } else {
     static_assert(V == 1);

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(std::max(threads, 64), (NV > 4 ? 512 : 1024) /
   ptx::let_next_start();  // and wait here
   ptx::wait_for_earlier();
   Inputs<T, V, NV, Op::kInputs> inputs;
-  inputs.load(row, span);
+  inputs.load(row, span, ptx::l2_policy(shape.large));
   typename Op::State state = Op::identity();
   typename Op::template Held<V, NV> held;
   const auto constants = [&](int c, int i, F(&numbers)[V]) {

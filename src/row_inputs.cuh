@@ -16,7 +16,7 @@ struct Inputs {
   __device__ const Words<T, V>& words(int i, int k) const { return at[i][k]; }
 
   template <class Row, class Columns>
-  __device__ void load(const Row& row, const Columns& span) {
+  __device__ void load(const Row& row, const Columns& span, ptx::L2Policy policy) {
     constexpr bool ragged = Columns::kRagged;
     const int end = row.visible(span.columns);
 #pragma unroll
@@ -24,7 +24,7 @@ struct Inputs {
       const bool there = span.sees(i, end) && (!ragged || span.whole(i, span.columns));
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        at[i][k] = load_if<T, V>(there, row.input(k) + span.column(i) * (V == 1 ? row.column_stride(k) : 1));
+        at[i][k] = load_if<T, V>(there, row.input(k) + span.column(i) * (V == 1 ? row.column_stride(k) : 1), policy);
     }
     if constexpr (ragged) {  // last: the others need not wait for what it takes to put an edge together
 #pragma unroll

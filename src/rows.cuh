@@ -142,6 +142,12 @@ struct WalkBytes {
   }
 };
 
+template <class Op>
+RowShape shape_of(int64_t rows, int64_t columns) {
+  const int64_t bytes = rows * columns * Op::kInputs * static_cast<int64_t>(sizeof(typename Op::Storage));
+  return {rows, static_cast<int>(columns), bytes > at::cuda::getCurrentDeviceProperties()->l2CacheSize};
+}
+
 // Whether the GPU has room for it. prepare(op, teams) is called before the launch of an operation with column sums.
 template <class Op, int V, int NV, Scope scope, bool ragged, class Prepare>
 bool launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t columns, const Prepare& prepare) {
@@ -167,14 +173,14 @@ bool launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t
   blocks = std::min(blocks, needed);
   launch.gridDim = dim3(static_cast<unsigned>(blocks * c.ranks));
   prepare(op, kAddsTeams<V, scope, ragged> ? blocks : blocks * c.beside);
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, WalkShape{rows, static_cast<int>(columns), stages}));
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, WalkShape{shape_of<Op>(rows, columns), stages}));
   return true;
 }
 
 template <auto kernel, class Op>
 void launch_rows_kernel(const Op& op, dim3 threads, int64_t blocks, int64_t rows, int64_t columns) {
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(blocks, INT32_MAX)));
-  launch_early(kernel, grid, threads, op, RowShape{rows, static_cast<int>(columns)});
+  launch_early(kernel, grid, threads, op, shape_of<Op>(rows, columns));
 }
 
 template <int V, bool ragged, class Op, class Prepare>

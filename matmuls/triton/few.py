@@ -3,6 +3,7 @@
 512 rows of two experts are 5 row tiles of 128, times 32 columns on 132 multiprocessors: two rounds, the second for 28
 tiles. But 4 row tiles hold all rows except the smaller of the two experts' rests, which is half a tile at most: each of
 the 128 programs multiplies a strip of its columns too, in the loop of its own tile. A tenth more time, not twice.
+A kernel of its own for the strips, beside tiles that gather their rows without a copy: 40 us for 40.
 """
 
 import triton
@@ -148,7 +149,10 @@ def room(x: Tensor) -> Tensor:
 
 
 def in_order(x: Tensor, rows: Tensor, counts: Tensor, y: Tensor | None = None) -> Tensor:
-    """x's rows in the plan's order, as the kernels here take them; in y if given."""
+    """x's rows in the plan's order, as the kernels here take them; in y if given.
+
+    A product that gathers by pointers instead takes 34 us for 36 without a rest, but 43 for 39 with one.
+    """
     y, (height, width) = room(x) if y is None else y, (1, 4096)
     grid = -(-(x.shape[0] + int(PAD.value)) // height), -(-x.shape[1] // width)
     launch(order_kernel, grid, (x, y, rows, counts, x.shape[1], x.stride(0)), (x.shape[0],), (height, width), 4, 1)

@@ -1,6 +1,5 @@
 """Attention whose probabilities can be had: scores, softmax over them, context, a piece at a time."""
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .dense import cublasMM, cublasTransbMM
+from .device import capability
 from .fused_softmax import scaled_masked_softmax
 
 _attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch.ops.custom_mm.attention.default
@@ -95,13 +95,7 @@ def shares(count: int, most: int) -> Iterator[slice]:
 
 def reads_strided(x: torch.Tensor, head: int) -> bool:
     """Whether heads of x's kind are read where they lie, bool masks granted; else each piece's are copied."""
-    return x.is_cuda and head == 64 and x.dtype in (torch.float16, torch.bfloat16) and _capability(x.device) == (9, 0)
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """torch asks the driver each time: 3 us of every layer."""
-    return torch.cuda.get_device_capability(device)
+    return x.is_cuda and head == 64 and x.dtype in (torch.float16, torch.bfloat16) and capability(x.device) == (9, 0)
 
 
 @register_flop_formula(torch.ops.custom_mm.attention_forward)

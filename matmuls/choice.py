@@ -11,7 +11,6 @@ whatever is faster.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from custom_mm.indices import version_of
 
 from .blocks import bsr_spmm
 from .dense import matmul
+from .device import capability, takes_tf32
 from .measure import time_warm
 from .structure import Blocks, Structure, is_capturing
 
@@ -182,22 +182,12 @@ class ByBlocks:
         return []  # the structure's
 
 
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)  # which takes 20 us
-
-
-def _takes_tf32() -> bool:
-    """Whichever of torch's switches said so."""
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
-
-
 def takes_blocks(structure: Structure, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether tensor cores can multiply them: in 16 bits, or in float32 where TF32 is allowed."""
     if structure.blocks is None or device.type != "cuda" or dtype == torch.float64:
         return False
-    narrow = dtype.itemsize == 2 or _takes_tf32()
-    return narrow and _capability(device) >= (8, 0)
+    narrow = dtype.itemsize == 2 or takes_tf32()
+    return narrow and capability(device) >= (8, 0)
 
 
 def _agree(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -373,7 +363,7 @@ class Choice:
             return {}
         if s.rows < CUT or s.longest * s.rows > EVEN * s.nonzeros:
             return {}
-        if _capability(b.device) != (9, 0):
+        if capability(b.device) != (9, 0):
             return {}
         products, elements, mean = s.nonzeros * max(n, 64 // dtype.itemsize), s.rows * s.columns, s.nonzeros / s.rows
         if full == HALVES:
@@ -396,8 +386,8 @@ class Choice:
         on_gpu = device.type == "cuda"
         found = [CUSPARSE] if on_gpu and s.nonzeros * b.shape[1] < LARGE else []
         elements = s.rows * s.columns
-        wide = dtype == torch.float32 and not _takes_tf32()
-        halves = wide and on_gpu and b.shape[1] % 8 == 0 and _capability(device) == (9, 0)
+        wide = dtype == torch.float32 and not takes_tf32()
+        halves = wide and on_gpu and b.shape[1] % 8 == 0 and capability(device) == (9, 0)
         tensor_cores = on_gpu and not wide and dtype != torch.float64
         fill = FILL_HALVES if halves else FILL_TENSOR_CORES if tensor_cores else FILL
         if (

@@ -8,6 +8,7 @@ import torch
 
 import custom_mm
 import matmuls
+from matmuls.device import takes_tf32
 
 
 def collect() -> dict[str, Any]:
@@ -21,7 +22,7 @@ def collect() -> dict[str, Any]:
         "cuda": _cuda_state(build),
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
         "packages": {name: _version(name) for name in ("numpy", "scipy", "transformers", "triton")},
-        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "tf32": takes_tf32(),
         "workspace_nbytes": custom_mm.workspace_size() or "default",
         "handles": custom_mm.handle_info(),
         "build": build,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..device import takes_tf32
 from .configs import Tiles, gpu, run
 from .few import PAD, few_product_kernel, few_weights_kernel, in_order, of_rows, room
 from .launch import INTERPRETED, launch
@@ -279,8 +280,7 @@ def power(n: int) -> int:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"  # whichever switch said so
-    return "tf32" if tf32 else "ieee"
+    return "tf32" if dtype == torch.float32 and takes_tf32() else "ieee"
 
 
 def read_rows(x: Tensor) -> Tensor:

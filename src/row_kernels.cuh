@@ -12,7 +12,7 @@ namespace matmuls {
 struct RowShape {
   int64_t rows;
   int columns;
-  bool large;  // more is read than the L2 holds
+  bool large;  // more is read than the L2 holds; ragged rows, which would spill, do not ask
 };
 
 // Op, for a storage type T and arithmetic type F:
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kRowThreads<scope, ragged>,
   ptx::let_next_start();  // and wait here
   ptx::wait_for_earlier();
   Inputs<T, V, NV, Op::kInputs> inputs;
-  inputs.load(row, span, ptx::l2_policy(shape.large));
+  inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
   typename Op::State state = Op::identity();
   typename Op::template Held<V, NV> held;
   op.fold(state, held, row, span, inputs, constants);
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
         ahead.take(inputs);
         fetch(base + shape.stages * step, s);
       } else {
-        inputs.load(row, span, ptx::l2_policy(shape.large));
+        inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
       }
       work(inputs);
     }
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ 
           unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
         };
         Inputs<T, V, NV, Op::kInputs> inputs;
-        inputs.load(row, span, ptx::l2_policy(shape.large));
+        inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
         typename Op::template Held<V, NV> held;
         op.fold(state, held, row, span, inputs, constants);
         body(held, span, inputs, constants);

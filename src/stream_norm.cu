@@ -171,12 +171,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) stream_norm_kernel(const __
         unpack(held(s_write, i), y);
 #pragma unroll
         for (int j = 0; j < V; ++j) y[j] = (y[j] - mean) * rstd;
-        if (xhat) store_vector(xhat + i * kStep, pack<T, V>(y));
+        if (xhat) store_once(xhat + i * kStep, pack<T, V>(y));
         unpack(weight[i], w);
         unpack(bias[i], b);
 #pragma unroll
         for (int j = 0; j < V; ++j) y[j] = y[j] * w[j] + b[j];
-        store_vector(to + i * kStep, pack<T, V>(y));
+        store_once(to + i * kStep, pack<T, V>(y));
       });
       if (has_edge) {
         const float y = (edge_before - mean) * rstd;

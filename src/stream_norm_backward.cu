@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
           dbias[i][j] += g[j];
           dweight[i][j] += g[j] * h[j];
         }
-        if (has(i)) store_vector(dx + i * kStep, pack<T, V>(result));
+        if (has(i)) store_once(dx + i * kStep, pack<T, V>(result));
       }
       if (alone && warp == 0 && has_edge) {
         dx[edge - column] = static_cast<T>(scale * (edge_before.x * edge_weight - mean.x - edge_before.y * mean.y));

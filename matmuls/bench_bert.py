@@ -80,6 +80,7 @@ class Row:
     case: str
     way: str
     ms: float
+    fastest_ms: float
     spread: float
     peak_mib: float  # above the weights
     above_mib: float  # and above the probabilities that are returned
@@ -168,6 +169,7 @@ def _measure(
             case=case,
             way=way.name,
             ms=times[i].seconds * 1e3,
+            fastest_ms=times[i].fastest * 1e3,
             spread=times[i].spread,
             peak_mib=peaks[i][0] / MIB,
             above_mib=peaks[i][1] / MIB,

@@ -16,16 +16,20 @@ ALIKE = 0.05  # the spread below which whole calls are taken for undisturbed
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median of all rounds, and the spread between their quartiles as a share of it."""
+    """Seconds of one call: the median of all rounds, and the spread between their quartiles as a share of it.
+
+    fastest: those of the fastest round, which others on the machine disturbed least.
+    """
 
     seconds: float
     spread: float
+    fastest: float
 
 
 def _timing(seconds: list[float]) -> Timing:
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median, median, median)
-    return Timing(median, (high - low) / median)
+    return Timing(median, (high - low) / median, min(seconds))
 
 
 def l2_bytes(device: torch.device) -> int:

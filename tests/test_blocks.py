@@ -173,7 +173,9 @@ def blocks_win(monkeypatch):
     real = choice.takes_blocks
     monkeypatch.setattr(choice, "takes_blocks", lambda s, dtype, device: real(s, dtype, device) or device.type == "cpu")
     monkeypatch.setattr(
-        choice, "time_warm", lambda runs, device, rounds: [measure.Timing(10.0**-i, 0.0) for i in range(len(runs))]
+        choice,
+        "time_warm",
+        lambda runs, device, rounds: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))],
     )
 
 

@@ -15,7 +15,7 @@ def dense_wins(monkeypatch):
 
     def time(runs, device, rounds):
         measured.append(len(runs))
-        return [measure.Timing(10.0**-i, 0.0) for i in range(len(runs))]
+        return [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
 
     monkeypatch.setattr(choice, "time_warm", time)
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})
@@ -115,7 +115,9 @@ def test_what_was_taken_stays_for_graphs_that_read_it(dense_wins, monkeypatch, d
     made = plan(dense.to_sparse_csr())
     made @ b
     kept = made._choice.tensors
-    monkeypatch.setattr(choice, "time_warm", lambda runs, *_: [measure.Timing(1.0 + i, 0.0) for i in range(len(runs))])
+    monkeypatch.setattr(
+        choice, "time_warm", lambda runs, *_: [measure.Timing(1.0 + i, 0.0, 1.0 + i) for i in range(len(runs))]
+    )
     plan(made, tune=[b.shape[1]])  # ours wins now
     assert "ours" in made.explain().splitlines()[-1].partition("*")[0]
     assert [t.data_ptr() for t in made._choice.tensors] == [t.data_ptr() for t in kept]

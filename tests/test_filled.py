@@ -193,7 +193,7 @@ def test_a_plan_of_halves_follows_its_values(monkeypatch):
     from matmuls import choice, measure
 
     def last_is_fastest(runs, device, rounds):
-        return [measure.Timing(10.0**-i, 0.0) for i in range(len(runs))]
+        return [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
 
     monkeypatch.setattr(choice, "time_warm", last_is_fastest)
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})

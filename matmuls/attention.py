@@ -71,6 +71,11 @@ def compose(
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` as one operation after the other: for torch.compile, dropout, grouped heads, masks with a gradient."""
+    if not q.dim() == k.dim() == v.dim() == 4 or k.size(1) != v.size(1) or q.size(1) % max(1, k.size(1)):
+        raise RuntimeError(
+            "attention: expected q [B, H, Q, D], k [B, h, K, D] and v [B, h, K, E], h a divisor of H, got shapes "
+            f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
     heads, key_heads = q.size(1), k.size(1)
     if heads != key_heads:  # the batch broadcasts, keys and values are not repeated
         q, k, v = q.unflatten(1, (key_heads, heads // key_heads)), k.unsqueeze(2), v.unsqueeze(2)

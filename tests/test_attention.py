@@ -268,6 +268,18 @@ def test_bad_operands_are_told_before_anything_is_written(bad):
         OPERATOR(*inputs, None, 0.3, False, 1, None)
 
 
+@pytest.mark.parametrize(
+    "shapes", [((4, 6, 5), None, None), (None, (3, 3, 7, 5), (3, 3, 7, 5)), (None, None, (3, 2, 7, 5))]
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_operands_that_do_not_fit_each_other(shapes, dropout):
+    given = [x if s is None else torch.randn(s) for x, s in zip(operands(torch.float32), shapes, strict=True)]
+    for recorded in (False, True):
+        inputs = [x.detach().requires_grad_(recorded) for x in given]
+        with pytest.raises(RuntimeError, match=r"attention(_forward)?: expected q .* got shapes"):
+            attention.attend(*inputs, None, 0.3, dropout=dropout)
+
+
 # of queries and keys: whole tiles and parts of them, one row, more keys than queries and fewer
 LENGTHS = [(128, 128), (64, 512), (200, 264), (1, 8), (300, 72), (384, 640), (130, 1024)]
 HIDDEN = {

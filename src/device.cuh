@@ -101,6 +101,15 @@ __device__ void store_once(T* to, const Words<T, V>& words) {
   ptx::store_once(to, {words.at[0], words.at[1], words.at[2], words.at[3]});
 }
 
+// V floats to an address that is a multiple of 16.
+template <int V>
+__device__ void store_floats(float* to, const float (&values)[V]) {
+#pragma unroll
+  for (int j = 0; j < V; j += 4)
+    ptx::store(to + j, {__float_as_uint(values[j]), __float_as_uint(values[j + 1]), __float_as_uint(values[j + 2]),
+                        __float_as_uint(values[j + 3])});
+}
+
 // bytes, a multiple of 4 up to 16 or of 16, that nobody writes meanwhile, from an address that is a multiple of them or
 // of 16. Such loads may move past stores.
 template <int bytes>

@@ -163,29 +163,37 @@ struct NormBackward {
   __device__ void write_sums(int64_t team, const Span<V, ragged>& span, const ColumnSums<F, V, NV>& sums) const {
     if (!partial) return;
 #pragma unroll
-    for (int s = 0; s < 2; ++s)
+    for (int s = 0; s < 2; ++s) {
+      F* const to = partial + (team * 2 + s) * span.columns;
 #pragma unroll
-      for (int i = 0; i < NV; ++i)
+      for (int i = 0; i < NV; ++i) {
+        if constexpr (!ragged && V % 4 == 0) {
+          if (span.begins(i)) store_floats(to + span.column(i), sums.at[s][i]);
+        } else {
 #pragma unroll
-        for (int j = 0; j < V; ++j)
-          if (span.holds(i, j, span.columns))
-            partial[(team * 2 + s) * span.columns + span.column(i) + j] = sums.at[s][i][j];
+          for (int j = 0; j < V; ++j)
+            if (span.holds(i, j, span.columns)) to[span.column(i) + j] = sums.at[s][i][j];
+        }
+      }
+    }
   }
 };
 
-// dweight and dbias <- the sums over the rows of partial[rows][2][columns], 32 columns of one a block, its 32 warps in
-// a fixed order.
+// dweight and dbias <- the sums over the rows of partial[rows][2][columns], in a fixed order. `among` warps share 32
+// columns of one of them: one warp where rows are few, so that a block has 1024 columns, up to all 32.
 template <class T, class F>
 __global__ void __launch_bounds__(1024)
-    add_partials_kernel(const F* partial, int64_t rows, int columns, T* dweight, T* dbias) {
-  __shared__ F warps[32][33];
-  const int column = blockIdx.x * 32 + threadIdx.x;
+    add_partials_kernel(const F* partial, int64_t rows, int columns, int among, T* dweight, T* dbias) {
+  __shared__ F warps[32][32];
+  const int group = threadIdx.y / among, first = threadIdx.y - group * among;
+  const int column = (blockIdx.x * (32 / among) + group) * 32 + threadIdx.x;
   const int64_t stride = 2 * static_cast<int64_t>(columns);
   partial += blockIdx.y * static_cast<int64_t>(columns);
+  ptx::wait_for_earlier();
   F sum = 0, lost = 0;  // Kahan's sum: there may be thousands of rows
   if (column < columns) {
-#pragma unroll 4
-    for (int64_t r = threadIdx.y; r < rows; r += 32) {
+#pragma unroll 8
+    for (int64_t r = first; r < rows; r += among) {
       const F value = partial[r * stride + column] - lost, next = sum + value;
       lost = isfinite(next) ? (next - sum) - value : F(0);
       sum = next;
@@ -193,9 +201,10 @@ __global__ void __launch_bounds__(1024)
   }
   warps[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  sum = Lanes{32}.sum(warps[threadIdx.x][threadIdx.y]);
-  const int mine = blockIdx.x * 32 + threadIdx.y;
-  if (threadIdx.x == 0 && mine < columns) (blockIdx.y == 0 ? dweight : dbias)[mine] = T(sum);
+  if (first > 0 || column >= columns) return;
+#pragma unroll 4
+  for (int w = 1; w < among; ++w) sum += warps[threadIdx.y + w][threadIdx.x];
+  (blockIdx.y == 0 ? dweight : dbias)[column] = T(sum);
 }
 
 // The column sums by themselves, for rows that are not aligned alike or do not fit the registers: partial[block][2][c].
@@ -289,9 +298,11 @@ void launch(const Call& c) {
         plain, rows.count, columns, partial.mutable_data_ptr<F>());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
-  add_partials_kernel<T, F><<<dim3(static_cast<unsigned>((columns + 31) / 32), 2), dim3(32, 32), 0, stream>>>(
-      partial.const_data_ptr<F>(), parts, columns, c.dweight.mutable_data_ptr<T>(), c.dbias.mutable_data_ptr<T>());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  // About eight of them a warp: with all 32 among 32 columns each block of 1024 threads had 8 rows of 262144 columns.
+  const int among = static_cast<int>(std::min<uint64_t>(std::bit_ceil(static_cast<uint64_t>((parts + 7) / 8)), 32));
+  const dim3 blocks(static_cast<unsigned>((columns * int64_t{among} + 1023) / 1024), 2);
+  launch_early(add_partials_kernel<T, F>, blocks, dim3(32, 32), partial.const_data_ptr<F>(), parts, columns, among,
+               c.dweight.mutable_data_ptr<T>(), c.dbias.mutable_data_ptr<T>());
 }
 
 void run_cuda(const Call& c) {

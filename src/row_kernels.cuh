@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ 
           unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
         };
         Inputs<T, V, NV, Op::kInputs> inputs;
-        inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
+        inputs.load(row, span, ptx::l2_policy(true));  // it comes again
         typename Op::template Held<V, NV> held;
         op.fold(state, held, row, span, inputs, constants);
         body(held, span, inputs, constants);

@@ -920,6 +920,50 @@ def test_four_streams_at_once():
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(4000, 128), (20_000, 1024), (1000, 16_384), (200, 65_536), (60, 262_144)], ids=str)
+def test_kernels_that_start_early_wait_for_those_before(shape):
+    """Producers, row operations and consumers of the same memory: the bits of calls with a wait after each."""
+    sources = [draw(*shape, device="cuda", dtype=torch.bfloat16, seed=n) for n in range(4)]
+    weight = draw(shape[-1], device="cuda", dtype=torch.bfloat16, seed=4)
+    rstd = draw(shape[0], device="cuda", seed=5).abs()
+    x, z = (torch.empty_like(sources[0]) for _ in range(2))
+
+    def calls(n):
+        yield torch.mul(sources[n % 4], 1.5, out=x)
+        yield matmuls.softmax_(x)
+        yield torch.add(x, sources[(n + 1) % 4], out=z)
+        yield matmuls.layer_norm_(z, weight)
+        yield matmuls.rms_norm_(x, weight)
+        yield torch.mul(z, x, out=z)
+        dz, *sums = torch.ops.custom_mm.norm_backward(z, x, rstd, weight, False)
+        yield matmuls.softmax_(dz)
+        yield torch.add(dz, z, out=x)
+        yield (x, *sums)
+
+    def results(n, wait=False):
+        last = ()
+        for step in calls(n):
+            last = step
+            if wait:
+                torch.cuda.synchronize()
+        return last
+
+    expected = [[t.clone() for t in results(n, wait=True)] for n in range(4)]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def check():
+        for n in range(8):
+            for ours, right in zip(results(n), expected[n % 4], strict=True):
+                wrong.add_((ours != right).sum())
+
+    graph = graph_of([check])
+    for _ in range(20):
+        check()
+        graph.replay()
+    assert wrong.item() == 0
+
+
+@pytest.mark.cuda
 def test_more_than_2_31_elements():
     if torch.cuda.mem_get_info()[0] < 16 << 30:
         pytest.skip("needs 16 GB of free memory")

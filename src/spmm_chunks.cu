@@ -19,9 +19,7 @@ void launch_chunks(ChunkArgs<T>& m) {
   m.blocks = m.chunk_blocks + static_cast<unsigned>(ceil_of(m.empties, kGroups * kEmptyRows));
   const int64_t blocks = static_cast<int64_t>(m.blocks) * m.slices;
   TORCH_CHECK(blocks <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of chunks, got ", blocks);
-  spmm_chunks_kernel<T, V, L, U, kBlocks>
-      <<<static_cast<unsigned>(blocks), kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_early(spmm_chunks_kernel<T, V, L, U, kBlocks>, static_cast<unsigned>(blocks), kSparseThreads, m);
 }
 
 template <int L, class T>

@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_chunks_kernel(co
                                                    : L == 8  ? 0x1010101u
                                                              : 0x11111111u;  // lane 0 of every group
   static_assert(kBatch % U == 0);
-  ptx::let_next_start();
+  ptx::wait_for_earlier();
+  if (m.cuts > 0) ptx::let_next_start();  // what adds up the pieces
   const unsigned slice = blockIdx.x / m.blocks, block = blockIdx.x % m.blocks;
   const int lane = static_cast<int>(threadIdx.x) % L, group = static_cast<int>(threadIdx.x) / L;
   const int own = static_cast<int>(slice) * (L * V) + lane * V;

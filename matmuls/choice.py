@@ -26,6 +26,7 @@ from .structure import Blocks, Structure, is_capturing
 OURS = "ours"
 DENSE = "dense"
 HALVES = "dense in halves"
+TWO_OF_FOUR = "two of four in halves"
 BLOCKS = "blocks on tensor cores"
 CUSPARSE = "cusparse csr_alg3"
 SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
@@ -36,6 +37,8 @@ SMALL_BYTES = 2**28
 CLOSE = 1.5  # times the fastest in a first round: those are timed again
 FAR = 1.4  # times the dense product: where ours takes longer, no algorithm of cuSPARSE's is faster; so too for blocks
 FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
+PAIRED_FILL = 3  # the same, from where two of four are considered; and the most columns of it
+PAIRED_COLUMNS = 8192
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
 CLEAR = 1.22  # times that one way is estimated to take of another: nothing is measured then
 CUT = 1024  # rows: of fewer the long ones are cut, and estimated too low
@@ -143,13 +146,15 @@ class Dense(Full):
 class Halves(Full):
     """Of float32, each number as two of float16: as exact, on tensor cores (src/filled.h)."""
 
+    two_of_four = False
+
     def _made(
         self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
         s = self._structure
         with torch.inference_mode(False), torch.no_grad():
             new: tuple[torch.Tensor, ...] = torch.ops.custom_mm.csr_halves(
-                s.crow, s.col, values.float(), s.columns, s.order
+                s.crow, s.col, values.float(), s.columns, s.order, self.two_of_four
             )
             for x, y in zip(old, new, strict=False):
                 x.copy_(y)
@@ -163,6 +168,12 @@ class Halves(Full):
             *kept, s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest
         )
         return result
+
+
+class TwoOfFour(Halves):
+    """Two of every four columns, the rest by rows: half the bytes and half the products."""
+
+    two_of_four = True
 
 
 class ByBlocks:
@@ -244,9 +255,28 @@ class Measurement:
     estimated: bool = False
 
     def fastest(self, dense: bool, cusparse: bool) -> str:
-        kinds = {OURS: True, BLOCKS: True, DENSE: dense, HALVES: dense and cusparse}
+        halves = dense and cusparse
+        kinds = {OURS: True, BLOCKS: True, DENSE: dense, HALVES: halves, TWO_OF_FOUR: halves}
         found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
         return min(found, key=lambda name: found[name], default=OURS)
+
+
+def _us_in_halves(s: Structure, n: int) -> dict[str, float]:
+    """Microseconds, about, of a float32 product on tensor cores, as filled_sm90.cu shares it out: a share's steps of 64
+    columns, and four for its begin and end."""
+    wide = n > 64
+    tiles = -(-s.rows // 128) * -(-n // (128 if wide else 64))
+
+    def steps(at_once: int) -> float:
+        shares = min(8, max(1, at_once // tiles))
+        return -(-tiles * shares // 132) * (4 + s.columns / 64 / shares)
+
+    begin = 8 + 1.5 * wide + n / 300
+    us = {HALVES: begin + max(s.rows * s.columns / 7.2e5, steps(132) * (1.12 if wide else 0.9))}
+    if s.distinct and s.columns <= PAIRED_COLUMNS and s.rows * s.columns >= PAIRED_FILL * s.nonzeros:
+        rest = max(0.0, s.beyond_two * n / 2.5e6 - 3)  # beside the dense side's halves
+        us[TWO_OF_FOUR] = begin + steps(124) * (0.73 if wide else 0.42) + rest
+    return us
 
 
 class Choice:
@@ -331,7 +361,7 @@ class Choice:
                 best[name] = min(best.get(name, math.inf), timing.seconds)
 
         candidates = self._candidates(dtype, b)
-        large = [name for name in candidates if name in (DENSE, HALVES, BLOCKS)]
+        large = [name for name in candidates if name in (DENSE, HALVES, TWO_OF_FOUR, BLOCKS)]
         estimates = self._estimates(large, dtype, b)
         fastest = min(estimates, key=lambda name: estimates[name], default="")
         if fastest == OURS or (estimates and prepared(fastest)):
@@ -358,22 +388,19 @@ class Choice:
     def _estimates(self, large: list[str], dtype: torch.dtype, b: torch.Tensor) -> dict[str, float]:
         """Seconds, about, of ours by rows and of the one in `large`, as measured on an H200; {} where they are not
         known, or too close."""
-        s, n, full = self._structure, b.shape[1], HALVES if dtype == torch.float32 else DENSE
-        if large != [full] or not b.is_cuda or dtype == torch.float64 or n % 8:
+        s, n = self._structure, b.shape[1]
+        if len(large) != 1 or large[0] == BLOCKS or not b.is_cuda or dtype == torch.float64 or n % 8:
+            return {}
+        full = large[0]
+        if (full == DENSE) != (dtype != torch.float32):
             return {}
         if s.rows < CUT or s.longest * s.rows > EVEN * s.nonzeros:
             return {}
         if capability(b.device) != (9, 0):
             return {}
         products, elements, mean = s.nonzeros * max(n, 64 // dtype.itemsize), s.rows * s.columns, s.nonzeros / s.rows
-        if full == HALVES:
-            # As filled_sm90.cu shares it out: a share's steps of 64 columns, and four for its begin and end.
-            wide = n > 64
-            tiles = -(-s.rows // 128) * -(-n // (128 if wide else 64))
-            shares = min(8, max(1, 132 // tiles))
-            steps = -(-tiles * shares // 132) * (4 + s.columns / 64 / shares)
-            us = {OURS: 4.3 + max(products / 3.6e6, mean * 0.022), full: 8 + 1.5 * wide + n / 300}
-            us[full] += max(elements / 7.2e5, steps * (1.12 if wide else 0.9))
+        if full != DENSE:
+            us = {OURS: 4.3 + max(products / 3.6e6, mean * 0.022), full: _us_in_halves(s, n)[full]}
         else:
             us = {OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), mean * 0.02)}
             us[full] = max(4 + min(s.columns / 600, 4.3) + elements * n / 5e8, elements / 1.55e6)
@@ -395,7 +422,8 @@ class Choice:
             and elements <= fill * s.nonzeros
             and self._fits(elements * dtype.itemsize, device)
         ):
-            found.insert(0, HALVES if halves else DENSE)
+            us = _us_in_halves(s, b.shape[1]) if halves else {}
+            found.insert(0, min(us, key=lambda name: us[name], default=DENSE))
         if takes_blocks(s, dtype, device):
             found.append(BLOCKS)
         return found
@@ -415,7 +443,12 @@ class Choice:
         s = self._structure
         if name == BLOCKS and s.blocks is not None:
             return ByBlocks(s.blocks)
-        kinds: dict[str, Callable[[Structure], Product]] = {DENSE: Dense, HALVES: Halves, CUSPARSE: Cusparse}
+        kinds: dict[str, Callable[[Structure], Product]] = {
+            DENSE: Dense,
+            HALVES: Halves,
+            TWO_OF_FOUR: TwoOfFour,
+            CUSPARSE: Cusparse,
+        }
         return kinds[name](s)
 
     def refresh(self, values: torch.Tensor) -> None:

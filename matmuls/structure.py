@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -111,6 +112,12 @@ class Structure:
     @property
     def chunk_tensors(self) -> list[torch.Tensor]:
         return [t for made in self._chunks.values() for t in made.tensors]
+
+    @cached_property
+    def beyond_two(self) -> int:
+        """Nonzeros after the second in their four columns: about, where columns increase. Waits for the GPU."""
+        four = self.col >> 2
+        return int((four[2:] == four[:-2]).sum())
 
     def by_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values in the order of `col`."""

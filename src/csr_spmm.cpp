@@ -204,10 +204,15 @@ MATMULS_OPERATOR(CsrFilledOp, "custom_mm::csr_filled", "",
 
 // --- what a plan keeps of a float32 matrix with its zeros (filled.h), and the product with it
 
-using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns);
+template <class Int>
+Int up(const Int& x, int64_t y) {
+  return (x + (y - 1)) / y;
+}
+using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four);
 using HalvesFunction = void(const Call& c, const Filled& kept);
 
-Filled fill_cpu(const Pattern& p, const Tensor& values, int64_t columns) {
+Filled fill_cpu(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four) {
+  TORCH_CHECK(!two_of_four, kOp, ": expected two_of_four, tensor cores' own layout, on a GPU only");
   const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
   Tensor full = at::zeros({p.rows(), (columns + 7) / 8 * 8}, values.options());
   full.index_put_({row, p.col}, p.order.defined() ? values.index_select(0, p.order) : values, /*accumulate=*/true);
@@ -216,34 +221,41 @@ Filled fill_cpu(const Pattern& p, const Tensor& values, int64_t columns) {
                                      (15 - std::get<1>(at::frexp(largest))).clamp_max(126), 0);
   const Tensor scaled = at::ldexp(full, exponents.unsqueeze(1)), high = scaled.to(at::kHalf);
   return {at::stack({high, ((scaled - high.to(at::kFloat)) * kLowScale).to(at::kHalf)}), exponents.to(at::kInt),
-          at::zeros({kFillFacts}, p.crow.options().dtype(at::kInt))};
+          at::zeros({kFillFacts}, p.crow.options().dtype(at::kInt)),
+          at::empty({0, 2}, p.crow.options().dtype(at::kInt))};
 }
 void run_halves_cpu(const Call& c, const Filled&) { run_cpu(c); }
 
+using Halves = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
 template <FillFunction fill>
-std::tuple<Tensor, Tensor, Tensor> csr_halves(const Tensor& crow, const Tensor& col, const Tensor& values,
-                                              c10::SymInt columns, const OptionalTensor& order) {
+Halves csr_halves(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
+                  const OptionalTensor& order, bool two_of_four) {
   const Pattern p = pattern_of(crow, col, order);
   check_float_values(p, values);
-  const Filled made = fill(contiguous(p), values.contiguous(), columns.expect_int());
-  return {made.parts, made.exponents, made.facts};
+  const Filled made = fill(contiguous(p), values.contiguous(), columns.expect_int(), two_of_four);
+  return {made.parts, made.exponents, made.facts, made.rest};
 }
 
 template <HalvesFunction run>
-Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& crow,
-                       const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
-                       const OptionalTensor& order, int64_t longest) {
+Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& rest,
+                       const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                       c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
   const Pattern p = pattern_of(crow, col, order);
   check_float_values(p, values);
   Tensor out = at::empty_symint(check(p, values, dense, columns, {}, false), dense.options());
-  const int64_t stride = (columns.expect_int() + 7) / 8 * 8;
+  const int64_t inner = columns.expect_int();
   const auto whole = [&](const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
     return t.sizes() == sizes && t.scalar_type() == dtype && t.is_contiguous() && t.device() == dense.device();
   };
-  TORCH_CHECK(whole(parts, at::kHalf, {2, p.rows(), stride}) && whole(exponents, at::kInt, {p.rows()}) &&
-                  whole(facts, at::kInt, {kFillFacts}) && dense.dim() == 2,
-              kOp, ": expected what csr_halves made of this matrix, and dense of two dimensions, got parts of shape ",
-              parts.sizes(), ", dense of shape ", dense.sizes());
+  const bool as_made = rest.numel() > 0
+                           ? whole(parts, at::kHalf, {up(p.rows(), kTileRows), up(inner, kStepColumns), kStepHalves}) &&
+                                 whole(rest, at::kInt, {p.rows() + p.nonzeros() / 2, 2})
+                           : whole(parts, at::kHalf, {2, p.rows(), up(inner, 8) * 8});
+  TORCH_CHECK(
+      as_made && whole(exponents, at::kInt, {p.rows()}) && whole(facts, at::kInt, {kFillFacts}) && dense.dim() == 2,
+      kOp, ": expected what csr_halves made of this matrix, and dense of two dimensions, got parts of shape ",
+      parts.sizes(), ", dense of shape ", dense.sizes());
   if (out.numel() == 0) return out;
   run({contiguous(p),
        values.contiguous().unsqueeze(0),
@@ -256,38 +268,41 @@ Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tenso
        {},
        false,
        longest},
-      {parts, exponents, facts});
+      {parts, exponents, facts, rest});
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> csr_halves_meta(const Tensor& crow, const Tensor& col, const Tensor& values,
-                                                   c10::SymInt columns, const OptionalTensor& order) {
+Halves csr_halves_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
+                       const OptionalTensor& order, bool two_of_four) {
   const Pattern p = pattern_of(crow, col, order);
   check_float_values(p, values);
-  const auto ints = values.options().dtype(at::kInt);
-  return {at::empty_symint({2, p.sym_rows(), (columns + 7) / 8 * 8}, values.options().dtype(at::kHalf)),
-          at::empty_symint({p.sym_rows()}, ints), at::empty({kFillFacts}, ints)};
+  const auto ints = values.options().dtype(at::kInt), halves = values.options().dtype(at::kHalf);
+  const Tensor exponents = at::empty_symint({p.sym_rows()}, ints), facts = at::empty({kFillFacts}, ints);
+  if (two_of_four)
+    return {at::empty_symint({up(p.sym_rows(), kTileRows), up(columns, kStepColumns), kStepHalves}, halves), exponents,
+            facts, at::empty_symint({p.sym_rows() + p.col.sym_size(0) / 2, 2}, ints)};
+  return {at::empty_symint({2, p.sym_rows(), up(columns, 8) * 8}, halves), exponents, facts, at::empty({0, 2}, ints)};
 }
-Tensor csr_spmm_halves_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
-                            const Tensor& values, const Tensor& dense, c10::SymInt columns, const OptionalTensor& order,
-                            int64_t) {
+Tensor csr_spmm_halves_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow,
+                            const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
+                            const OptionalTensor& order, int64_t) {
   return at::empty_symint(check(pattern_of(crow, col, order), values, dense, columns, {}, false), dense.options());
 }
 
 MATMULS_OPERATOR(CsrHalvesOp, "custom_mm::csr_halves", "",
-                 std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
-                                                    const OptionalTensor&));
+                 Halves(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&, bool));
 MATMULS_OPERATOR(CsrSpmmHalvesOp, "custom_mm::csr_spmm_halves", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                        const Tensor&, c10::SymInt, const OptionalTensor&, int64_t));
+                        const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&, int64_t));
 
 // A product that records a gradient is csr_spmm's.
-Tensor csr_spmm_halves_autograd(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& crow,
-                                const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
-                                const OptionalTensor& order, int64_t longest) {
+Tensor csr_spmm_halves_autograd(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& rest,
+                                const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                                c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
   if (needs_gradient(kOp, {values, dense}))
     return SpmmOp::call(crow, col, values, dense, columns, "sum", 1, order, {}, {}, {}, {}, false, longest, -1);
-  return CsrSpmmHalvesOp::below_autograd(parts, exponents, facts, crow, col, values, dense, columns, order, longest);
+  return CsrSpmmHalvesOp::below_autograd(parts, exponents, facts, rest, crow, col, values, dense, columns, order,
+                                         longest);
 }
 
 // --- gradients: to the values the product of G and dense where A has nonzeros, to dense the product of A^T and G. Both
@@ -446,11 +461,13 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       tags);
   m.def("csr_filled(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None) -> Tensor", tags);
   m.def(
-      "csr_halves(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None) -> (Tensor, Tensor, "
-      "Tensor)",
+      "csr_halves(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None, bool two_of_four=False) "
+      "-> "
+      "(Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def(
-      "csr_spmm_halves(Tensor parts, Tensor exponents, Tensor facts, Tensor crow, Tensor col, Tensor values, Tensor "
+      "csr_spmm_halves(Tensor parts, Tensor exponents, Tensor facts, Tensor rest, Tensor crow, Tensor col, Tensor "
+      "values, Tensor "
       "dense, SymInt columns, Tensor? order=None, int longest=-1) -> Tensor",
       tags);
 }

@@ -34,6 +34,15 @@ __device__ inline bool fit(const FillFacts& a, const FillFacts& dense) {
   return !a.unfit && !dense.unfit && ((!a.tiny && !dense.tiny) || INT_MAX - a.missing > dense.missing);
 }
 
+// What two of four leaves of kTileRows x kStepColumns of A, as shared memory and tensor cores take it (hopper.cuh).
+struct StepOfTile {
+  // Of a row the 32 high halves, then the low ones; piece p of row r at p ^ r % 8.
+  uint4 numbers[kTileRows][8];
+  // Where of its four columns each of a pair lies, 2 bits each: [16 rows][row % 8][16 columns][row / 8 % 2][8 columns].
+  unsigned char places[kTileRows / 16][8][4][2][2];
+};
+static_assert(sizeof(StepOfTile) == 2 * kStepHalves);
+
 // Two numbers as high + low / 2^12.
 __device__ inline void split_two(float x, float y, uint32_t& high, uint32_t& low) {
   const __half2 big = __floats2half2_rn(x, y);

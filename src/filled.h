@@ -18,16 +18,22 @@
 namespace matmuls {
 
 constexpr float kLowScale = 4096;
-constexpr int kFillFacts = 3;    // ints of FillFacts, filled.cuh
-constexpr int kFactsOfPart = 8;  // that are those of a part of the dense side
+constexpr int kFillFacts = 3;                                          // ints of FillFacts, filled.cuh
+constexpr int kFactsOfPart = 8;                                        // that are those of a part of the dense side
+constexpr int kTileRows = 128, kStepColumns = 64, kStepHalves = 8704;  // of StepOfTile, filled.cuh
 
 // float32: parts [2, rows, columns to a multiple of 8] in float16, exponents [rows] of the rows' scales. 16 bits:
 // [rows, columns to a multiple of 8] as they are. facts: [kFillFacts].
+//
+// Of a float32 matrix most of whose columns, taken by four, hold two nonzeros or fewer, two of four suffice: half the
+// bytes, and tensor cores take half the time. parts: [tiles of rows, steps of columns, kStepHalves], StepOfTile's.
+// rest, [rows + nonzeros / 2, 2]: of each row from where to where below its other nonzeros lie, as columns and bits of
+// float32, which are multiplied as such. It is [0, 2] where parts hold all.
 struct Filled {
-  at::Tensor parts, exponents, facts;
+  at::Tensor parts, exponents, facts, rest;
 };
 // values: [nonzeros].
-Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns);
+Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four = false);
 
 // Facts of dense, [columns, n] with rows on 16 bytes, in 16 bits: whether it is finite. [kFactsOfPart, kFillFacts]
 at::Tensor look_for_infinite(const at::Tensor& dense);

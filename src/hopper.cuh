@@ -28,6 +28,13 @@ __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier,
       "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y)
       : "memory");
 }
+// Bytes as they lie in memory; a multiple of 16.
+__device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   ptx::shared_address(to)),
+               "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier))
+               : "memory");
+}
 // The same tile to the same place of every block in `blocks`, each block's own barrier told.
 __device__ inline void load_for(uint16_t blocks, const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y) {
   asm volatile(
@@ -205,6 +212,29 @@ __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b,
   } else {
     MATMULS_MULTIPLY(16, ".f16.f16", ", 0, 0");
   }
+}
+
+// The same in float16 where a keeps two of every four k, 16 of 32: which ones, 4 bits for every four, thread t tells of
+// its warp's rows t / 4 % 8 (the lower 16 bits) and 8 more, k from 16 * (t % 2) on; in the first of two such products
+// (which = 0) threads 0 and 1 of four do, in the second 2 and 3.
+#define MATMULS_SPARSE_WGMMA(n, a, b, e, half, add)                                                \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                         \
+               ", 0;\n\t"                                                                          \
+               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k32.f32.f16.f16 {" MATMULS_REGISTERS_##n \
+               "}, " a ", " b ", " e ", " half ", p, 1, 1, 0, 1;\n\t}"                             \
+               : MATMULS_OPERANDS_##n(d)                                                           \
+               : "l"(desc_a), "l"(desc_b), "r"(places), "r"(int(accumulate)), "n"(which))
+
+template <int which, int N>
+__device__ inline void multiply_two_of_four(float (&d)[N], uint64_t desc_a, uint64_t desc_b, uint32_t places,
+                                            bool accumulate) {
+  static_assert(N == 16 || N == 32 || N == 64);
+  if constexpr (N == 64)
+    MATMULS_SPARSE_WGMMA(128, "%64", "%65", "%66", "%68", "%67");
+  else if constexpr (N == 32)
+    MATMULS_SPARSE_WGMMA(64, "%32", "%33", "%34", "%36", "%35");
+  else
+    MATMULS_SPARSE_WGMMA(32, "%16", "%17", "%18", "%20", "%19");
 }
 
 // The same with a in registers, as PTX lays out wgmma's: in TF32 thread t holds rows t / 4 and t / 4 + 8 at k = t % 4,

@@ -401,9 +401,9 @@ void run_halves(const Call& c, const Filled& kept) {
   });
 }
 
-Filled fill_on_gpu(const Pattern& p, const Tensor& values, int64_t columns) {
+Filled fill_on_gpu(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four) {
   const OperationGuard guard(kOp, values);
-  return fill(p, values, columns);
+  return fill(p, values, columns, two_of_four);
 }
 
 }  // namespace matmuls::spmm

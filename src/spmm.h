@@ -36,6 +36,6 @@ void run_cuda(const Call& c);
 // The product with what a plan keeps of a float32 matrix (filled.h), by rows where halves will not do; and what it
 // keeps.
 void run_halves(const Call& c, const Filled& kept);
-Filled fill_on_gpu(const Pattern& p, const at::Tensor& values, int64_t columns);
+Filled fill_on_gpu(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four);
 
 }  // namespace matmuls::spmm

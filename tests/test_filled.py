@@ -16,8 +16,15 @@ def draw(rows, columns, density, dtype=torch.float32, device="cuda", index=torch
     return a.crow_indices().to(index), a.col_indices().to(index), a.values()
 
 
-def in_halves(crow, col, values, b, order=None):
-    kept = _ops.csr_halves(crow, col, values, b.shape[0], order)
+@pytest.fixture(params=[False, True], ids=["all", "two of four"])
+def two_of_four(request, device):
+    if request.param and device == "cpu":
+        pytest.skip("tensor cores' own layout")
+    return request.param
+
+
+def in_halves(crow, col, values, b, two_of_four, order=None):
+    kept = _ops.csr_halves(crow, col, values, b.shape[0], order, two_of_four)
     return kept, _ops.csr_spmm_halves(*kept, crow, col, values, b, b.shape[0], order)
 
 
@@ -47,29 +54,68 @@ SHAPES = [(130, 70, 8), (1, 9, 16), (513, 1000, 72), (300, 9000, 40), (128, 64, 
 
 @pytest.mark.parametrize(("rows", "columns", "n"), SHAPES)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_as_exact_as_sums_in_float32(rows, columns, n, index, device):
+@pytest.mark.parametrize("density", [0.5, 0.1])
+def test_as_exact_as_sums_in_float32(rows, columns, n, index, density, two_of_four, device):
     if device == "cpu" and rows > 1000:
         pytest.skip("by rows on a CPU: smaller ones tell as much")
-    crow, col, values = draw(rows, columns, 0.5, device=device, index=index)
+    if two_of_four and columns > 8192:
+        pytest.skip("rows of at most 8192 columns keep two of four")
+    crow, col, values = draw(rows, columns, density, device=device, index=index)
     for spread in (0, 60):  # of the columns' scales, as powers of two
         b = torch.randn(columns, n, device=device) * torch.exp2(torch.linspace(-spread, spread, n, device=device))
-        kept, result = in_halves(crow, col, values, b)
+        kept, result = in_halves(crow, col, values, b, two_of_four)
         assert kept[2][0].item() == 0
         assert_as_exact_as_torch(result, crow, col, values, b)
-        assert all(torch.equal(in_halves(crow, col, values, b)[1], result) for _ in range(10))
+        assert all(torch.equal(in_halves(crow, col, values, b, two_of_four)[1], result) for _ in range(10))
 
 
 def test_halves_add_up(device):
     crow, col, values = draw(50, 30, 0.5, device=device)
     values = values * torch.exp2(torch.randint(-3, 3, values.shape, device=device).float())
     order = torch.randperm(values.numel(), device=device).int()
-    (high, low), exponents, _ = _ops.csr_halves(crow, col, values, 30, order)
+    (high, low), exponents, *_ = _ops.csr_halves(crow, col, values, 30, order)
     sums = torch.ldexp(high.double() + low.double() / 4096, -exponents.double().unsqueeze(1))
     expected = full(crow, col, values[order.long()].double(), 30)
     assert not sums[:, 30:].any()
     assert ((sums[:, :30] - expected).abs() <= 2**-22 * expected.abs()).all()
     assert (high.abs().amax(1) >= 2**14 - 4).all()
     assert (high.abs().amax(1) <= 2**15).all()
+
+
+@pytest.mark.cuda
+def test_two_of_four_and_the_rest_are_the_matrix():
+    crow, col, values = draw(150, 203, 0.4)
+    values = values * torch.exp2(torch.randint(-3, 3, values.shape, device="cuda").float())
+    order = torch.randperm(values.numel(), device="cuda").int()
+    parts, exponents, _, rest = _ops.csr_halves(crow, col, values, 203, order, True)
+    assert parts.shape == (2, 4, 8704)
+    expected = full(crow, col, values[order.long()].double(), 203)
+    found, tiles = torch.zeros(256, 256, dtype=torch.float64), parts.cpu()
+    for row in range(256):
+        for step in range(4):
+            tile = tiles[row // 128, step]
+            pieces = tile[:8192].view(128, 8, 8)[row % 128]
+            numbers = pieces[torch.arange(8) ^ row % 8].double().view(2, 16, 2)  # high and low of 16 fours
+            places = tile[8192:].view(torch.uint8).view(8, 8, 4, 2, 2)[row % 128 // 16, row % 8, :, row // 8 % 2]
+            for four in range(16):
+                bits = int(places.reshape(8)[four // 2]) >> four % 2 * 4
+                first, second = bits & 3, bits >> 2 & 3
+                assert first < second
+                found[row, 64 * step + 4 * four + torch.tensor([first, second])] = (
+                    numbers[0, four] + numbers[1, four] / 4096
+                )
+    assert not found[150:].any()
+    assert not found[:, 203:].any()
+    found = torch.ldexp(found[:150, :203], -exponents.cpu().double().unsqueeze(1))
+    beyond = torch.zeros(150, 203, dtype=torch.float64)
+    for row, (begin, end) in enumerate(rest[:150].tolist()):
+        columns, numbers = rest[begin:end].cpu().unbind(1)
+        assert (columns.diff() > 0).all()
+        beyond[row, columns.long()] = numbers.view(torch.float32).double()
+    assert not (found * beyond).any()
+    assert beyond.any()
+    error = (found + beyond - expected.cpu()).abs()
+    assert (error <= 2**-22 * expected.cpu().abs()).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -97,7 +143,7 @@ HARD = [
 
 
 @pytest.mark.parametrize("what", HARD)
-def test_every_element_is_as_exact_as_in_float32(what, device):
+def test_every_element_is_as_exact_as_in_float32(what, two_of_four, device):
     crow, col, values = draw(200, 304, 0.5, device=device)
     b = torch.randn(304, 64, device=device)
     if what == "columns":
@@ -122,12 +168,12 @@ def test_every_element_is_as_exact_as_in_float32(what, device):
     else:
         b[:, ::3] = 0
         b *= torch.rand(304, 64, device=device) < 0.5
-    _, result = in_halves(crow, col, values, b)
+    _, result = in_halves(crow, col, values, b, two_of_four)
     assert_as_exact_as_torch(result, crow, col, values, b)
 
 
 @pytest.mark.parametrize("what", ["inf", "nan", "inf in a", "twice", "graded"])
-def test_what_halves_cannot_do_goes_by_rows(what, device):
+def test_what_halves_cannot_do_goes_by_rows(what, two_of_four, device):
     crow, col, values = draw(200, 304, 0.5, device=device)
     b = torch.randn(304, 64, device=device)
     if what in ("inf", "nan"):
@@ -138,7 +184,7 @@ def test_what_halves_cannot_do_goes_by_rows(what, device):
         col[1] = col[0]
     else:
         b[:150] *= 1e10
-    _, result = in_halves(crow, col, values, b)
+    _, result = in_halves(crow, col, values, b, two_of_four)
     by_rows = _ops.csr_spmm(crow, col, values, b, 304)
     assert torch.equal(result.isfinite(), by_rows.isfinite())
     assert torch.equal(result.nan_to_num(), by_rows.nan_to_num())
@@ -187,7 +233,8 @@ def test_gradients_of_a_filled_product():
 
 
 @pytest.mark.cuda
-def test_a_plan_of_halves_follows_its_values(monkeypatch):
+@pytest.mark.parametrize("density", [0.5, 0.1])
+def test_a_plan_of_halves_follows_its_values(density, monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("halves are Hopper's")
     from matmuls import choice, measure
@@ -197,12 +244,12 @@ def test_a_plan_of_halves_follows_its_values(monkeypatch):
 
     monkeypatch.setattr(choice, "time_warm", last_is_fastest)
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})
-    crow, col, values = draw(256, 320, 0.5)
+    crow, col, values = draw(256, 320, density)
     made = plan(torch.sparse_csr_tensor(crow, col, values, (256, 320)))
     b = torch.randn(320, 128, device="cuda")
     truth = full(crow, col, values, 320).double() @ b.double()
     torch.testing.assert_close((made @ b).double(), truth, atol=1e-4, rtol=1e-5)
-    assert f"{choice.HALVES}" in made.explain()
+    assert (choice.HALVES if density == 0.5 else choice.TWO_OF_FOUR) in made.explain()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = made @ b

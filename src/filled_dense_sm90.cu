@@ -1,0 +1,190 @@
+// The dense side's halves (filled.h): a cluster takes 16 columns, scales each to its largest number and splits it.
+#ifdef MATMULS_CUDA
+#include <array>
+#include <atomic>
+
+#include "filled.cuh"
+#include "filled_sm90.cuh"
+#include "ptx.cuh"
+
+namespace matmuls {
+namespace {
+
+constexpr int kSplitThreads = 512, kKeptRows = 512;  // of a block, in shared memory
+
+constexpr int kRestRows = 2, kRestClusters = 16;
+__host__ __device__ constexpr int lanes_of_rest(int n) { return n > 64 ? 32 : n > 32 ? 16 : 8; }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// A number in another block's shared memory.
+__device__ inline unsigned load_int(const void* shared, unsigned block) {
+  unsigned x;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(ptx::address_in(shared, block)) : "memory");
+  return x;
+}
+#endif
+
+// The products of what two of four leaves (filled.h), out: rows that have any. Blocks beside those that split.
+struct Rest {
+  const int2* of_rows;
+  int rows;
+  float* out;
+  int64_t out_stride;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Lanes of a team take four columns each of two rows at a time, four nonzeros of each.
+__device__ void multiply_rest(const float* dense, int n, int64_t stride, const Rest& rest, int block, int blocks) {
+  const int lanes = lanes_of_rest(n), teams = kSplitThreads / lanes, across = (n + 4 * lanes - 1) / (4 * lanes);
+  const int64_t items = int64_t{(rest.rows + kRestRows - 1) / kRestRows} * across;
+  for (int64_t item = int64_t{block} * teams + threadIdx.x / lanes; item < items; item += int64_t{blocks} * teams) {
+    const int row = static_cast<int>(item / across) * kRestRows;
+    const int c = static_cast<int>(item % across * lanes + threadIdx.x % lanes) * 4;
+    if (c >= n) continue;
+    int2 at[kRestRows];
+    bool any[kRestRows];
+    float sums[kRestRows][4] = {};
+#pragma unroll
+    for (int j = 0; j < kRestRows; ++j) {
+      at[j] = row + j < rest.rows ? rest.of_rows[row + j] : int2{0, 0};
+      any[j] = at[j].x < at[j].y;
+    }
+    while (at[0].x < at[0].y || at[1].x < at[1].y) {
+      int2 entry[kRestRows][4];
+      float4 x[kRestRows][4];
+#pragma unroll
+      for (int j = 0; j < kRestRows; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) entry[j][i] = at[j].x + i < at[j].y ? rest.of_rows[at[j].x + i] : int2{0, 0};
+#pragma unroll
+      for (int j = 0; j < kRestRows; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          x[j][i] = {};
+          if (at[j].x + i < at[j].y) x[j][i] = *reinterpret_cast<const float4*>(dense + entry[j][i].x * stride + c);
+        }
+#pragma unroll
+      for (int j = 0; j < kRestRows; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float a = __int_as_float(entry[j][i].y);
+          sums[j][0] = fmaf(a, x[j][i].x, sums[j][0]), sums[j][1] = fmaf(a, x[j][i].y, sums[j][1]);
+          sums[j][2] = fmaf(a, x[j][i].z, sums[j][2]), sums[j][3] = fmaf(a, x[j][i].w, sums[j][3]);
+        }
+        at[j].x += 4;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kRestRows; ++j)
+      if (any[j])
+        *reinterpret_cast<float4*>(rest.out + (row + j) * rest.out_stride + c) = {sums[j][0], sums[j][1], sums[j][2],
+                                                                                  sums[j][3]};
+  }
+}
+#endif
+
+// halves: [2, rows, n]; facts: of each block, of whose columns' counts the largest is told: those of a cluster together
+// are at least its largest column's.
+__global__ void __launch_bounds__(kSplitThreads, 2)
+    split_kernel(const float* dense, int rows, int n, int64_t stride, int* exponents, uint2* halves, FillFacts* facts,
+                 const Rest rest) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kQuads = kSplitColumns / 4, kStep = kSplitThreads / kQuads;
+  extern __shared__ __align__(16) float4 kept[][kQuads];
+  __shared__ unsigned largest[kSplitColumns];
+  __shared__ int powers[kSplitColumns], missing[kSplitColumns], tiny;
+  ptx::wait_for_earlier();
+  ptx::let_next_start();
+  const int splitting = (n + kSplitColumns - 1) / kSplitColumns * kSplitBlocks;
+  if (blockIdx.x >= splitting)
+    return multiply_rest(dense, n, stride, rest, blockIdx.x - splitting, gridDim.x - splitting);
+  const unsigned rank = ptx::cluster_rank();
+  const int quad = threadIdx.x % kQuads, c = static_cast<int>(blockIdx.x) / kSplitBlocks * kSplitColumns + 4 * quad;
+  const int each = (rows + kSplitBlocks - 1) / kSplitBlocks, first = static_cast<int>(rank) * each;
+  const int many = c < n ? max(min(each, rows - first), 0) : 0;  // n is a multiple of 8
+  if (threadIdx.x < kSplitColumns) largest[threadIdx.x] = 0, missing[threadIdx.x] = 0;
+  if (threadIdx.x == 0) tiny = 0;
+  __syncthreads();
+  const auto at = [&](int r) { return dense + (first + r) * stride + c; };
+  unsigned own[4] = {};
+#pragma unroll 8
+  for (int r = threadIdx.x / kQuads; r < many; r += kStep) {
+    const float4 x = *reinterpret_cast<const float4*>(at(r));
+    if (r < kKeptRows) kept[r][quad] = x;
+    own[0] = max(own[0], __float_as_uint(x.x) & 0x7fffffffu), own[1] = max(own[1], __float_as_uint(x.y) & 0x7fffffffu);
+    own[2] = max(own[2], __float_as_uint(x.z) & 0x7fffffffu), own[3] = max(own[3], __float_as_uint(x.w) & 0x7fffffffu);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    for (int step = kQuads; step < 32; step *= 2) own[i] = max(own[i], __shfl_xor_sync(0xffffffffu, own[i], step));
+    if (threadIdx.x % 32 < kQuads) atomicMax(&largest[4 * quad + i], own[i]);
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  unsigned most = 0;
+  if (threadIdx.x < kSplitColumns) {
+    for (unsigned block = 0; block < kSplitBlocks; ++block) most = max(most, load_int(&largest[threadIdx.x], block));
+    powers[threadIdx.x] = exponent_for(most);
+    const int column = c - 4 * quad + static_cast<int>(threadIdx.x);
+    if (rank == 0 && column < n) exponents[column] = powers[threadIdx.x];
+  }
+  __syncthreads();
+  ptx::cluster_arrive();  // waited for at the end: the others may still read this block's largest
+  float scale[4];
+  int own_missing[4] = {};
+  bool any_tiny = false;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scale[i] = power_of_two(powers[4 * quad + i]);
+#pragma unroll 4
+  for (int r = threadIdx.x / kQuads; r < many; r += kStep) {
+    const float4 numbers = r < kKeptRows ? kept[r][quad] : *reinterpret_cast<const float4*>(at(r));
+    const float x[4] = {numbers.x * scale[0], numbers.y * scale[1], numbers.z * scale[2], numbers.w * scale[3]};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) any_tiny |= is_tiny(x[i]), own_missing[i] += !is_large(x[i]);
+    const int64_t to = (static_cast<int64_t>(first + r) * n + c) / 4, apart = static_cast<int64_t>(rows) * n / 4;
+    uint2 high, low;
+    split_two(x[0], x[1], high.x, low.x), split_two(x[2], x[3], high.y, low.y);
+    halves[to] = high, halves[to + apart] = low;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (own_missing[i] > 0) atomicAdd(&missing[4 * quad + i], own_missing[i]);
+  if (any_tiny) tiny = 1;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    // A column of zeros is right whatever the rows are.
+    int most_missing = threadIdx.x < kSplitColumns && most > 0 ? missing[threadIdx.x] : 0;
+    for (int step = 16; step > 0; step /= 2)
+      most_missing = max(most_missing, __shfl_xor_sync(0xffffffffu, most_missing, step));
+    const bool infinite = __any_sync(0xffffffffu, most >= kInfinite);
+    if (threadIdx.x == 0) facts[blockIdx.x] = {infinite, tiny, most_missing};
+  }
+  ptx::cluster_wait();
+#endif
+}
+
+}  // namespace
+
+void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& facts,
+                 const at::Tensor& rest, const at::Tensor& out) {
+  static std::array<std::atomic<bool>, 64> known{};
+  auto& ready = known[c10::cuda::current_device() % 64];
+  const int rows = static_cast<int>(dense.size(0)), n = static_cast<int>(dense.size(1));
+  constexpr int most = kKeptRows * kSplitColumns * 4;
+  if (!ready.load(std::memory_order_relaxed)) {
+    C10_CUDA_CHECK(cudaFuncSetAttribute(split_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    ready.store(true, std::memory_order_relaxed);
+  }
+  const int shared = std::min(up(rows, kSplitBlocks), kKeptRows) * kSplitColumns * 4;
+  const int64_t lanes = lanes_of_rest(n), items = int64_t{up(out.size(0), kRestRows)} * up(n, 4 * lanes);
+  const int for_rest = rest.size(0) > 0 ? std::min(kRestClusters, up(items * lanes, kSplitThreads * kSplitBlocks)) : 0;
+  const Launch with(facts.size(0) / kSplitBlocks + for_rest, kSplitBlocks, kSplitThreads, shared);
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, split_kernel, dense.const_data_ptr<float>(), rows, n, dense.stride(0),
+                                    powers.mutable_data_ptr<int>(), static_cast<uint2*>(halves.mutable_data_ptr()),
+                                    static_cast<FillFacts*>(facts.mutable_data_ptr()),
+                                    Rest{static_cast<const int2*>(rest.const_data_ptr()), static_cast<int>(out.size(0)),
+                                         out.mutable_data_ptr<float>(), out.stride(0)}));
+}
+
+}  // namespace matmuls
+#endif

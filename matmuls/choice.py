@@ -39,6 +39,7 @@ FAR = 1.4  # times the dense product: where ours takes longer, no algorithm of c
 FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
 PAIRED_FILL = 3  # the same, from where two of four are considered; and the most columns of it
 PAIRED_COLUMNS = 8192
+CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)  # of 1 to 8 blocks that run at once on an H200
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
 CLEAR = 1.22  # times that one way is estimated to take of another: nothing is measured then
 CUT = 1024  # rows: of fewer the long ones are cut, and estimated too low
@@ -262,20 +263,22 @@ class Measurement:
 
 
 def _us_in_halves(s: Structure, n: int) -> dict[str, float]:
-    """Microseconds, about, of a float32 product on tensor cores, as filled_sm90.cu shares it out: a share's steps of 64
-    columns, and four for its begin and end."""
-    wide = n > 64
-    tiles = -(-s.rows // 128) * -(-n // (128 if wide else 64))
+    """Microseconds, about, of a float32 product on tensor cores, as filled_sm90.cu shares it out: steps of 64 columns,
+    and four for a tile's begin and end."""
 
-    def steps(at_once: int) -> float:
-        shares = min(8, max(1, at_once // tiles))
-        return -(-tiles * shares // 132) * (4 + s.columns / 64 / shares)
+    def cost(width: int) -> tuple[float, int, int]:
+        tiles = -(-s.rows // 128) * -(-n // width)
+        waves = ((-(-tiles // at_once), shares) for shares, at_once in enumerate(CLUSTERS, 1))
+        return min((w * (4 + -(-s.columns // (64 * k))) * (1.0 if width == 128 else 0.64), k, width) for w, k in waves)
 
-    begin = 8 + 1.5 * wide + n / 300
-    us = {HALVES: begin + max(s.rows * s.columns / 7.2e5, steps(132) * (1.12 if wide else 0.9))}
+    widths = (64, 128) if n > 64 else (64,) if n > 32 else (32,)
+    steps, shares, width = min(cost(width) for width in widths)
+    begin, wide = 4 + s.columns / 1600 + n / 110, width == 128
+    us = {HALVES: begin + steps * (1.02 if wide else 1.25)}
     if s.distinct and s.columns <= PAIRED_COLUMNS and s.rows * s.columns >= PAIRED_FILL * s.nonzeros:
-        rest = max(0.0, s.beyond_two * n / 2.5e6 - 3)  # beside the dense side's halves
-        us[TWO_OF_FOUR] = begin + steps(124) * (0.73 if wide else 0.42) + rest
+        # The rest, meanwhile: of 128 / shares rows, by teams of a quarter of a tile's columns in three warps.
+        rest = 3 + s.beyond_two / s.rows * 128 / shares * width / 384 / 4
+        us[TWO_OF_FOUR] = begin + max(steps * (0.76 if wide else 0.89), rest)
     return us
 
 

@@ -12,9 +12,6 @@ namespace {
 
 constexpr int kSplitThreads = 512, kKeptRows = 512;  // of a block, in shared memory
 
-constexpr int kRestRows = 2, kRestClusters = 16;
-__host__ __device__ constexpr int lanes_of_rest(int n) { return n > 64 ? 32 : n > 32 ? 16 : 8; }
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // A number in another block's shared memory.
 __device__ inline unsigned load_int(const void* shared, unsigned block) {
@@ -24,70 +21,10 @@ __device__ inline unsigned load_int(const void* shared, unsigned block) {
 }
 #endif
 
-// The products of what two of four leaves (filled.h), out: rows that have any. Blocks beside those that split.
-struct Rest {
-  const int2* of_rows;
-  int rows;
-  float* out;
-  int64_t out_stride;
-};
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Lanes of a team take four columns each of two rows at a time, four nonzeros of each.
-__device__ void multiply_rest(const float* dense, int n, int64_t stride, const Rest& rest, int block, int blocks) {
-  const int lanes = lanes_of_rest(n), teams = kSplitThreads / lanes, across = (n + 4 * lanes - 1) / (4 * lanes);
-  const int64_t items = int64_t{(rest.rows + kRestRows - 1) / kRestRows} * across;
-  for (int64_t item = int64_t{block} * teams + threadIdx.x / lanes; item < items; item += int64_t{blocks} * teams) {
-    const int row = static_cast<int>(item / across) * kRestRows;
-    const int c = static_cast<int>(item % across * lanes + threadIdx.x % lanes) * 4;
-    if (c >= n) continue;
-    int2 at[kRestRows];
-    bool any[kRestRows];
-    float sums[kRestRows][4] = {};
-#pragma unroll
-    for (int j = 0; j < kRestRows; ++j) {
-      at[j] = row + j < rest.rows ? rest.of_rows[row + j] : int2{0, 0};
-      any[j] = at[j].x < at[j].y;
-    }
-    while (at[0].x < at[0].y || at[1].x < at[1].y) {
-      int2 entry[kRestRows][4];
-      float4 x[kRestRows][4];
-#pragma unroll
-      for (int j = 0; j < kRestRows; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) entry[j][i] = at[j].x + i < at[j].y ? rest.of_rows[at[j].x + i] : int2{0, 0};
-#pragma unroll
-      for (int j = 0; j < kRestRows; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[j][i] = {};
-          if (at[j].x + i < at[j].y) x[j][i] = *reinterpret_cast<const float4*>(dense + entry[j][i].x * stride + c);
-        }
-#pragma unroll
-      for (int j = 0; j < kRestRows; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float a = __int_as_float(entry[j][i].y);
-          sums[j][0] = fmaf(a, x[j][i].x, sums[j][0]), sums[j][1] = fmaf(a, x[j][i].y, sums[j][1]);
-          sums[j][2] = fmaf(a, x[j][i].z, sums[j][2]), sums[j][3] = fmaf(a, x[j][i].w, sums[j][3]);
-        }
-        at[j].x += 4;
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kRestRows; ++j)
-      if (any[j])
-        *reinterpret_cast<float4*>(rest.out + (row + j) * rest.out_stride + c) = {sums[j][0], sums[j][1], sums[j][2],
-                                                                                  sums[j][3]};
-  }
-}
-#endif
-
 // halves: [2, rows, n]; facts: of each block, of whose columns' counts the largest is told: those of a cluster together
 // are at least its largest column's.
-__global__ void __launch_bounds__(kSplitThreads, 2)
-    split_kernel(const float* dense, int rows, int n, int64_t stride, int* exponents, uint2* halves, FillFacts* facts,
-                 const Rest rest) {
+__global__ void __launch_bounds__(kSplitThreads)
+    split_kernel(const float* dense, int rows, int n, int64_t stride, int* exponents, uint2* halves, FillFacts* facts) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kQuads = kSplitColumns / 4, kStep = kSplitThreads / kQuads;
   extern __shared__ __align__(16) float4 kept[][kQuads];
@@ -95,9 +32,6 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
   __shared__ int powers[kSplitColumns], missing[kSplitColumns], tiny;
   ptx::wait_for_earlier();
   ptx::let_next_start();
-  const int splitting = (n + kSplitColumns - 1) / kSplitColumns * kSplitBlocks;
-  if (blockIdx.x >= splitting)
-    return multiply_rest(dense, n, stride, rest, blockIdx.x - splitting, gridDim.x - splitting);
   const unsigned rank = ptx::cluster_rank();
   const int quad = threadIdx.x % kQuads, c = static_cast<int>(blockIdx.x) / kSplitBlocks * kSplitColumns + 4 * quad;
   const int each = (rows + kSplitBlocks - 1) / kSplitBlocks, first = static_cast<int>(rank) * each;
@@ -165,8 +99,7 @@ __global__ void __launch_bounds__(kSplitThreads, 2)
 
 }  // namespace
 
-void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& facts,
-                 const at::Tensor& rest, const at::Tensor& out) {
+void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& facts) {
   static std::array<std::atomic<bool>, 64> known{};
   auto& ready = known[c10::cuda::current_device() % 64];
   const int rows = static_cast<int>(dense.size(0)), n = static_cast<int>(dense.size(1));
@@ -176,14 +109,10 @@ void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Te
     ready.store(true, std::memory_order_relaxed);
   }
   const int shared = std::min(up(rows, kSplitBlocks), kKeptRows) * kSplitColumns * 4;
-  const int64_t lanes = lanes_of_rest(n), items = int64_t{up(out.size(0), kRestRows)} * up(n, 4 * lanes);
-  const int for_rest = rest.size(0) > 0 ? std::min(kRestClusters, up(items * lanes, kSplitThreads * kSplitBlocks)) : 0;
-  const Launch with(facts.size(0) / kSplitBlocks + for_rest, kSplitBlocks, kSplitThreads, shared);
+  const Launch with(facts.size(0) / kSplitBlocks, kSplitBlocks, kSplitThreads, shared);
   C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, split_kernel, dense.const_data_ptr<float>(), rows, n, dense.stride(0),
                                     powers.mutable_data_ptr<int>(), static_cast<uint2*>(halves.mutable_data_ptr()),
-                                    static_cast<FillFacts*>(facts.mutable_data_ptr()),
-                                    Rest{static_cast<const int2*>(rest.const_data_ptr()), static_cast<int>(out.size(0)),
-                                         out.mutable_data_ptr<float>(), out.stride(0)}));
+                                    static_cast<FillFacts*>(facts.mutable_data_ptr())));
 }
 
 }  // namespace matmuls

@@ -276,9 +276,10 @@ def _us_in_halves(s: Structure, n: int) -> dict[str, float]:
     begin, wide = 4 + s.columns / 1600 + n / 110, width == 128
     us = {HALVES: begin + steps * (1.02 if wide else 1.25)}
     if s.distinct and s.columns <= PAIRED_COLUMNS and s.rows * s.columns >= PAIRED_FILL * s.nonzeros:
-        # The rest, meanwhile: of 128 / shares rows, by teams of a quarter of a tile's columns in three warps.
-        rest = 3 + s.beyond_two / s.rows * 128 / shares * width / 384 / 4
-        us[TWO_OF_FOUR] = begin + max(steps * (0.76 if wide else 0.89), rest)
+        # The rest of 128 / shares rows is for three warps, in teams of a quarter of a tile's columns: each of a team's
+        # nonzeros makes all wait 0.15.
+        rest = s.beyond_two / s.rows * 128 / shares * width / 384
+        us[TWO_OF_FOUR] = begin + steps * (0.76 if wide else 0.89) + 0.15 * rest
     return us
 
 

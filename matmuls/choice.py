@@ -21,7 +21,7 @@ from .blocks import bsr_spmm
 from .dense import matmul
 from .device import capability, takes_tf32
 from .measure import time_warm
-from .structure import Blocks, Structure, is_capturing
+from .structure import Blocks, Structure, for_every_stream, is_capturing
 
 OURS = "ours"
 DENSE = "dense"
@@ -82,8 +82,7 @@ class Full:
     def prepare(self, values: torch.Tensor, dtype: torch.dtype) -> None:
         """For products by these values, on every stream from now on."""
         self._keep(values, dtype)
-        if values.is_cuda:
-            torch.cuda.current_stream(values.device).synchronize()
+        for_every_stream(values)
 
     def _keep(self, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]:
         entry = self._kept.get(dtype)

@@ -27,6 +27,12 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def for_every_stream(t: torch.Tensor) -> None:
+    """What the current stream has been given to do on t's device is done."""
+    if t.is_cuda:
+        torch.cuda.current_stream(t.device).synchronize()
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Where a matrix has blocks: a matrix of them, checked too. The values are [blocks, height, width]."""
@@ -104,8 +110,7 @@ class Structure:
         made = self._chunks.get((size, piece))
         if made is None and not is_capturing(self.crow.device):
             made = chunks_of(self.crow, self.nonzeros, self.longest, size, piece)
-            if self.crow.is_cuda:  # for every stream from now on
-                torch.cuda.current_stream(self.crow.device).synchronize()
+            for_every_stream(self.crow)
             self._chunks[size, piece] = made
         return made
 
@@ -165,6 +170,7 @@ class Structure:
             if self.blocks is not None:
                 narrow.blocks = replace(self.blocks, structure=self.blocks.structure.in_int32())
             narrow._versions = narrow._versions_now()
+            for_every_stream(narrow.crow)
             self._narrow = narrow
         return self._narrow
 

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from matmuls import choice, measure, plan, spmm
+from custom_mm.indices import check_rows
+from matmuls import choice, measure, plan, spmm, structure
 
 
 @pytest.fixture
@@ -25,6 +26,12 @@ def dense_wins(monkeypatch):
 def draw(device, rows=96, columns=80, dtype=torch.float32):
     dense = torch.randn(rows, columns, dtype=torch.float64) * (torch.rand(rows, columns) < 0.5)
     return dense.to(dtype).to(device), torch.randn(columns, 128, dtype=dtype, device=device)
+
+
+def assert_as_exact_as_float32(result, dense, b):
+    """Each element within eight roundings of the sum of what is added up in it; torch has four and a half."""
+    truth, size = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
+    assert ((result.double() - truth).abs() <= 2**-21 * size).all()
 
 
 def test_the_dense_product_where_it_is_faster(dense_wins, device):
@@ -62,11 +69,9 @@ def test_other_values_are_seen(dense_wins, device):
     made = plan(a)
     made @ b
     a.detach().values().mul_(3)
-    truth, size = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
 
     def assert_times(factor, result):
-        """Each element within eight roundings of the sum of what is added up in it; torch has four and a half."""
-        assert ((result.double() - factor * truth).abs() <= factor * 2**-21 * size).all()
+        assert_as_exact_as_float32(result, factor * dense, b)
 
     assert_times(3, made @ b)
     made.update(a.values() * 2)
@@ -149,7 +154,7 @@ def test_other_values_between_a_product_and_its_gradient(dense_wins, device):
         y.sum().backward()
         torch.testing.assert_close(b.grad, dense.sum(0)[:, None].expand(b.shape))
         dense = 2 * dense
-    torch.testing.assert_close((made @ b).detach(), dense @ b.detach())
+    assert_as_exact_as_float32((made @ b).detach(), dense, b.detach())
 
 
 def test_many_duplicates_are_added_in_one_order(dense_wins):
@@ -258,6 +263,26 @@ def test_operands_that_do_not_fit_are_told_before_anything_is_measured(dense_win
     with pytest.raises(RuntimeError, match="spmm: expected values to be a strided tensor in Double"):
         made @ b.double()
     assert dense_wins == []
+
+
+@pytest.mark.cuda
+def test_a_plan_is_for_every_stream(monkeypatch):
+    """Its indices in four bytes too, which are made after the check has waited for the GPU."""
+
+    def check_then_keep_the_gpu_busy(*args):
+        found = check_rows(*args)
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        return found
+
+    monkeypatch.setattr(structure, "check_rows", check_then_keep_the_gpu_busy)
+    dense, b = draw("cuda", 512, 512)
+    a = dense.to_sparse_csr()
+    torch.cuda.synchronize()
+    made = plan(a, tune=False)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        y = made @ b
+    torch.cuda.synchronize()
+    assert_as_exact_as_float32(y, dense, b)
 
 
 @pytest.mark.cuda

@@ -277,7 +277,7 @@ def _us_in_halves(s: Structure, n: int) -> dict[str, float]:
     if s.distinct and s.columns <= PAIRED_COLUMNS and s.rows * s.columns >= PAIRED_FILL * s.nonzeros:
         # The rest of 128 / shares rows is for three warps, in teams of a quarter of a tile's columns: each of a team's
         # nonzeros makes all wait 0.15.
-        rest = s.beyond_two / s.rows * 128 / shares * width / 384
+        rest = s.beyond_two / max(s.rows, 1) * 128 / shares * width / 384
         us[TWO_OF_FOUR] = begin + steps * (0.76 if wide else 0.89) + 0.15 * rest
     return us
 

@@ -265,6 +265,13 @@ def test_operands_that_do_not_fit_are_told_before_anything_is_measured(dense_win
     assert dense_wins == []
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_a_matrix_without_elements_is_looked_at_ahead_too(shape):
+    made = plan(torch.zeros(shape).to_sparse_csr(), tune=[8])
+    assert torch.equal(made @ torch.randn(shape[1], 8), torch.zeros(shape[0], 8))
+    assert min(choice._us_in_halves(made._structure, 8).values()) > 0
+
+
 @pytest.mark.cuda
 def test_a_plan_is_for_every_stream(monkeypatch):
     """Its indices in four bytes too, which are made after the check has waited for the GPU."""

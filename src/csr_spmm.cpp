@@ -462,13 +462,11 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("csr_filled(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None) -> Tensor", tags);
   m.def(
       "csr_halves(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None, bool two_of_four=False) "
-      "-> "
-      "(Tensor, Tensor, Tensor, Tensor)",
+      "-> (Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def(
       "csr_spmm_halves(Tensor parts, Tensor exponents, Tensor facts, Tensor rest, Tensor crow, Tensor col, Tensor "
-      "values, Tensor "
-      "dense, SymInt columns, Tensor? order=None, int longest=-1) -> Tensor",
+      "values, Tensor dense, SymInt columns, Tensor? order=None, int longest=-1) -> Tensor",
       tags);
 }
 

@@ -21,7 +21,7 @@ from .blocks import bsr_spmm
 from .dense import matmul
 from .device import capability, takes_tf32
 from .measure import time_warm
-from .structure import Blocks, Structure, for_every_stream, is_capturing
+from .structure import Blocks, Given, Structure, for_every_stream, is_capturing
 
 OURS = "ours"
 DENSE = "dense"
@@ -55,41 +55,52 @@ class Product(Protocol):
     def tensors(self) -> list[torch.Tensor]: ...
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What was made, and of which values: they are held, so that no others can lie at their address."""
+
+    values: torch.Tensor
+    state: Any
+    made: tuple[torch.Tensor, ...]
+    making: Given
+
+
 class Full:
     """The matrix with its zeros. Made anew when the values are others than those it was made of: in its place, as CUDA
     graphs read it there, unless autograd may yet read it and no graph does."""
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
-        # What was made, and of which values: they are held, so that no others can lie at their address.
-        self._kept: dict[torch.dtype, tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]] = {}
+        self._kept: dict[torch.dtype, Kept] = {}
         self._captured: set[torch.dtype] = set()
         self._saved: set[torch.dtype] = set()
 
     def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values = values.detach()
-        entry = self._kept.get(dtype)
-        if entry is None or entry[1] != _state(values):
+        kept = self._kept.get(dtype)
+        if kept is None or kept.state != _state(values):
             if is_capturing(values.device):  # written at every replay; what lies in a graph's memory is not kept
                 return self._product(self._made(values, dtype, ()), values, b, dtype)
-            entry = self._keep(values, dtype)
+            kept = self._keep(values, dtype)
         elif is_capturing(values.device):
             self._captured.add(dtype)
+        else:
+            kept.making.wait()
         if b.requires_grad and torch.is_grad_enabled():
             self._saved.add(dtype)
-        return self._product(entry[2], values, b, dtype)
+        return self._product(kept.made, values, b, dtype)
 
     def prepare(self, values: torch.Tensor, dtype: torch.dtype) -> None:
-        """For products by these values, on every stream from now on."""
+        """For products by these values, in graphs too from now on."""
         self._keep(values, dtype)
         for_every_stream(values)
 
-    def _keep(self, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]:
-        entry = self._kept.get(dtype)
-        in_place = entry is not None and (dtype in self._captured or dtype not in self._saved)
-        made = self._made(values, dtype, entry[2] if entry and in_place else ())
+    def _keep(self, values: torch.Tensor, dtype: torch.dtype) -> Kept:
+        old = self._kept.get(dtype)
+        in_place = old is not None and (dtype in self._captured or dtype not in self._saved)
+        made = self._made(values, dtype, old.made if old and in_place else ())
         self._saved.discard(dtype)
-        self._kept[dtype] = values, _state(values), made
+        self._kept[dtype] = Kept(values, _state(values), made, Given(values))
         return self._kept[dtype]
 
     def _made(
@@ -110,7 +121,7 @@ class Full:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [t for _, _, kept in self._kept.values() for t in kept]
+        return [t for kept in self._kept.values() for t in kept.made]
 
 
 class Dense(Full):

@@ -33,6 +33,26 @@ def for_every_stream(t: torch.Tensor) -> None:
         torch.cuda.current_stream(t.device).synchronize()
 
 
+class Given:
+    """What the current stream has been given to do on t's device so far."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self._stream = torch.cuda.current_stream(t.device) if t.is_cuda else None
+        self._event = self._stream.record_event() if self._stream else None
+
+    def wait(self) -> None:
+        """The current stream goes on when it is done."""
+        if self._stream is None or self._event is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        if current == self._stream:
+            return
+        if self._event.query():
+            self._event = None
+        else:
+            current.wait_event(self._event)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Where a matrix has blocks: a matrix of them, checked too. The values are [blocks, height, width]."""

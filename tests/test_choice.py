@@ -293,6 +293,23 @@ def test_a_plan_is_for_every_stream(monkeypatch):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("kind", [choice.Halves, choice.Dense])
+def test_what_a_stream_makes_of_other_values_others_wait_for(kind):
+    dense, b = draw("cuda", 512, 512)
+    made = plan(dense.to_sparse_csr(), tune=False)
+    values, product = made.values, kind(made._structure)
+    product(values, b, b.dtype)
+    values *= 2
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # a tenth of a second
+    product(values, b, b.dtype)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        y = product(values, b, b.dtype)
+    torch.cuda.synchronize()
+    assert_as_exact_as_float32(y, 2 * dense, b)
+
+
+@pytest.mark.cuda
 def test_capture_takes_what_was_measured_and_measures_nothing():
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr())

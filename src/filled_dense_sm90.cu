@@ -1,4 +1,5 @@
-// The dense side's halves (filled.h): a cluster takes 16 columns, scales each to its largest number and splits it.
+// The dense side's halves (filled.h): a cluster takes 16 columns, scales each to its largest number and splits it. It
+// is waiting most of the time, and there are few: what two of four leave of A is multiplied meanwhile, by CUDA cores.
 #ifdef MATMULS_CUDA
 #include <array>
 #include <atomic>
@@ -11,6 +12,15 @@ namespace matmuls {
 namespace {
 
 constexpr int kSplitThreads = 512, kKeptRows = 512;  // of a block, in shared memory
+constexpr int kBlocksAtOnce = 3;                     // of a multiprocessor: 512 columns are of 32 clusters
+constexpr int kRestBlocks = 396;                     // as many for an H200
+
+struct Rest {
+  const int2* rest;
+  float* out;
+  int64_t out_stride;
+  int rows, blocks, first_block;
+};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // A number in another block's shared memory.
@@ -21,10 +31,47 @@ __device__ inline unsigned load_int(const void* shared, unsigned block) {
 }
 #endif
 
+// out <- rest @ dense in the rows that have any: a warp takes a row, of narrow ones 32 / lanes nonzeros at a time.
+template <int lanes>
+__device__ inline void multiply_rest(const Rest& a, const float* dense, int n, int64_t stride, int block) {
+  constexpr int at_once = 4, parts = 32 / lanes, warps = kSplitThreads / 32;
+  const int lane = threadIdx.x % lanes, part = threadIdx.x % 32 / lanes, across = (n + 4 * lanes - 1) / (4 * lanes);
+  const int64_t tasks = static_cast<int64_t>(a.rows) * across;
+  for (int64_t task = static_cast<int64_t>(block) * warps + threadIdx.x / 32; task < tasks;
+       task += static_cast<int64_t>(a.blocks) * warps) {
+    const int64_t row = task / across;
+    const int c = static_cast<int>(task % across) * 4 * lanes + 4 * lane;
+    const int2 range = a.rest[row];
+    if (range.x >= range.y) continue;
+    float sum[4] = {};
+    for (int i = range.x + part; c < n && i < range.y; i += at_once * parts) {
+      int2 entry[at_once];
+      float4 x[at_once];
+#pragma unroll
+      for (int j = 0; j < at_once; ++j) entry[j] = a.rest[min(i + j * parts, range.y - 1)];
+#pragma unroll
+      for (int j = 0; j < at_once; ++j) x[j] = *reinterpret_cast<const float4*>(dense + entry[j].x * stride + c);
+#pragma unroll
+      for (int j = 0; j < at_once; ++j) {
+        if (i + j * parts >= range.y) break;
+        const float number = __int_as_float(entry[j].y);
+        sum[0] = fmaf(number, x[j].x, sum[0]), sum[1] = fmaf(number, x[j].y, sum[1]);
+        sum[2] = fmaf(number, x[j].z, sum[2]), sum[3] = fmaf(number, x[j].w, sum[3]);
+      }
+    }
+    for (int step = lanes; step < 32; step *= 2)
+#pragma unroll
+      for (float& x : sum) x += __shfl_xor_sync(0xffffffffu, x, step);
+    if (part == 0 && c < n)
+      *reinterpret_cast<float4*>(a.out + row * a.out_stride + c) = {sum[0], sum[1], sum[2], sum[3]};
+  }
+}
+
 // halves: [2, rows, n]; facts: of each block, of whose columns' counts the largest is told: those of a cluster together
 // are at least its largest column's.
-__global__ void __launch_bounds__(kSplitThreads)
-    split_kernel(const float* dense, int rows, int n, int64_t stride, int* exponents, uint2* halves, FillFacts* facts) {
+__global__ void __launch_bounds__(kSplitThreads, kBlocksAtOnce)
+    split_kernel(const float* dense, int rows, int n, int64_t stride, int* exponents, uint2* halves, FillFacts* facts,
+                 const Rest rest) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kQuads = kSplitColumns / 4, kStep = kSplitThreads / kQuads;
   extern __shared__ __align__(16) float4 kept[][kQuads];
@@ -32,6 +79,15 @@ __global__ void __launch_bounds__(kSplitThreads)
   __shared__ int powers[kSplitColumns], missing[kSplitColumns], tiny;
   ptx::wait_for_earlier();
   ptx::let_next_start();
+  if (const int block = static_cast<int>(blockIdx.x) - rest.first_block; block >= 0) {
+    if (n <= 32)
+      multiply_rest<8>(rest, dense, n, stride, block);
+    else if (n <= 64)
+      multiply_rest<16>(rest, dense, n, stride, block);
+    else
+      multiply_rest<32>(rest, dense, n, stride, block);
+    return;
+  }
   const unsigned rank = ptx::cluster_rank();
   const int quad = threadIdx.x % kQuads, c = static_cast<int>(blockIdx.x) / kSplitBlocks * kSplitColumns + 4 * quad;
   const int each = (rows + kSplitBlocks - 1) / kSplitBlocks, first = static_cast<int>(rank) * each;
@@ -41,7 +97,7 @@ __global__ void __launch_bounds__(kSplitThreads)
   __syncthreads();
   const auto at = [&](int r) { return dense + (first + r) * stride + c; };
   unsigned own[4] = {};
-#pragma unroll 8
+#pragma unroll 4
   for (int r = threadIdx.x / kQuads; r < many; r += kStep) {
     const float4 x = *reinterpret_cast<const float4*>(at(r));
     if (r < kKeptRows) kept[r][quad] = x;
@@ -99,7 +155,8 @@ __global__ void __launch_bounds__(kSplitThreads)
 
 }  // namespace
 
-void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& facts) {
+void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& facts,
+                 const at::Tensor& rest, const at::Tensor& out) {
   static std::array<std::atomic<bool>, 64> known{};
   auto& ready = known[c10::cuda::current_device() % 64];
   const int rows = static_cast<int>(dense.size(0)), n = static_cast<int>(dense.size(1));
@@ -109,10 +166,23 @@ void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Te
     ready.store(true, std::memory_order_relaxed);
   }
   const int shared = std::min(up(rows, kSplitBlocks), kKeptRows) * kSplitColumns * 4;
-  const Launch with(facts.size(0) / kSplitBlocks, kSplitBlocks, kSplitThreads, shared);
+  const int64_t clusters = facts.size(0) / kSplitBlocks;
+  Rest left{};
+  left.first_block = static_cast<int>(clusters * kSplitBlocks);
+  if (rest.size(0) > 0) {
+    const int lanes = n <= 32 ? 8 : n <= 64 ? 16 : 32, out_rows = static_cast<int>(out.size(0));
+    const int64_t warps = int64_t{out_rows} * up(n, 4 * lanes), blocks = warps / (kSplitThreads / 32) + 1;
+    left = {static_cast<const int2*>(rest.const_data_ptr()),
+            out.mutable_data_ptr<float>(),
+            out.stride(0),
+            out_rows,
+            kSplitBlocks * up(std::min<int64_t>(blocks, kRestBlocks), kSplitBlocks),
+            left.first_block};
+  }
+  const Launch with(clusters + left.blocks / kSplitBlocks, kSplitBlocks, kSplitThreads, shared);
   C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, split_kernel, dense.const_data_ptr<float>(), rows, n, dense.stride(0),
                                     powers.mutable_data_ptr<int>(), static_cast<uint2*>(halves.mutable_data_ptr()),
-                                    static_cast<FillFacts*>(facts.mutable_data_ptr())));
+                                    static_cast<FillFacts*>(facts.mutable_data_ptr()), left));
 }
 
 }  // namespace matmuls

@@ -50,71 +50,11 @@ struct Shape {
   int rows, n, inner, across, steps;  // inner: K; across: tiles of columns; steps of K
 };
 
-// Of two of four: the steps of all tiles, the rest, and the dense side as it was given.
+// Of two of four: the steps of all tiles, and the rest, whose product lies in out.
 struct TwoOfFour {
   const StepOfTile* steps;
   const int2* rest;
-  const float* dense;
-  int64_t dense_stride;
 };
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// The rest of rows from `row` on, in the columns from `column` on, to out where a row has any: by the warps that do not
-// fetch, while others multiply. Of a team each lane looks up a row, then they have these rows' nonzeros in common.
-template <class Tile>
-__device__ inline void multiply_rest(const TwoOfFour& a, float* out, int64_t out_stride, int row, int end, int column,
-                                     int n, int thread) {
-  constexpr int lanes = Tile::columns / 4, teams = (kGroup - 32) / lanes, at_once = 4;
-  const int lane = thread % lanes, c = column + 4 * lane;
-  const unsigned team = (lanes == 32 ? ~0u : (1u << lanes % 32) - 1) << thread % 32 / lanes * lanes;
-  const auto of = [&](int x, int of_lane) { return __shfl_sync(team, x, of_lane, lanes); };
-  for (row += thread / lanes; row < end; row += teams * lanes) {
-    const int2 range = row + lane * teams < end ? a.rest[row + lane * teams] : int2{0, 0};
-    int upto = range.y - range.x;  // nonzeros of the lanes' rows up to this one's
-    for (int step = 1; step < lanes; step *= 2) {
-      const int before = __shfl_up_sync(team, upto, step, lanes);
-      if (lane >= step) upto += before;
-    }
-    const int all = of(upto, lanes - 1), shift = range.y - upto;
-    int current = -1;
-    float sums[4] = {};
-    const auto leave = [&] {
-      if (current >= 0 && c < n)
-        *reinterpret_cast<float4*>(out + (row + current * teams) * out_stride + c) = {sums[0], sums[1], sums[2],
-                                                                                      sums[3]};
-      sums[0] = sums[1] = sums[2] = sums[3] = 0;
-    };
-    for (int first = 0; first < all; first += lanes) {
-      const int own = first + lane, many = min(all - first, lanes);
-      int whose = 0;  // the first lane whose rows go beyond
-#pragma unroll
-      for (int step = lanes / 2; step > 0; step /= 2)
-        if (of(upto, whose + step - 1) <= own) whose += step;
-      const int at = of(shift, whose) + own;
-      const int2 entry = own < all ? a.rest[at] : int2{0, 0};
-      for (int i = 0; i < many; i += at_once) {
-        float4 x[at_once];
-#pragma unroll
-        for (int j = 0; j < at_once; ++j) {
-          const int k = of(entry.x, i + j);
-          x[j] = {};
-          if (i + j < many && c < n) x[j] = *reinterpret_cast<const float4*>(a.dense + k * a.dense_stride + c);
-        }
-#pragma unroll
-        for (int j = 0; j < at_once; ++j) {
-          const float number = __int_as_float(of(entry.y, i + j));
-          const int its = of(whose, i + j);
-          if (i + j >= many) continue;
-          if (its != current) leave(), current = its;
-          sums[0] = fmaf(number, x[j].x, sums[0]), sums[1] = fmaf(number, x[j].y, sums[1]);
-          sums[2] = fmaf(number, x[j].z, sums[2]), sums[3] = fmaf(number, x[j].w, sums[3]);
-        }
-      }
-    }
-    leave();
-  }
-}
-#endif
 
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -146,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   // A stage: both halves of a, both of b.
   if (group == kGroups) {
-    hopper::leave_registers<Tile::two_of_four ? 56 : 40>();
+    hopper::leave_registers<40>();
     if (thread == 0) {
       const auto load_a = [&](int k, int stage) {
         unsigned char* const to = tiles + stage * Tile::stage_bytes;
@@ -162,6 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int ahead = min(last - first, Tile::stages);  // while the dense side's halves are being made
       for (int n = 0; n < ahead; ++n) load_a(first + n, n);
       ptx::wait_for_earlier();
+      ptx::let_next_start();  // which reads what the kernel before this one has told
       for (int k = first, n = 0; k < last; ++k, ++n) {
         const int stage = n % Tile::stages;
         if (n >= ahead) {
@@ -176,14 +117,12 @@ __global__ void __launch_bounds__(kThreads, 1)
             hopper::load(b_map, to + half * Tile::b_bytes + c * kRowBytes, &full[stage], column0 + c,
                          k * kWide + half * shape.inner);
       }
-    } else if (Tile::two_of_four && thread >= 32) {
-      multiply_rest<Tile>(pairs, out, out_stride, row0 + first_row, row0 + last_row, column0, shape.n, thread - 32);
     }
     __syncwarp();
     ptx::cluster_arrive();
     ptx::cluster_wait();
   } else {
-    hopper::take_registers<Tile::two_of_four ? 224 : 232>();
+    hopper::take_registers<232>();
     float sums[Tile::columns / 2] = {}, low[Tile::columns / 2] = {}, high[Tile::columns / 2] = {};
     for (int k = first, n = 0; k < last; ++k, ++n) {
       const int stage = n % Tile::stages;
@@ -334,8 +273,8 @@ Shares shares_of(int64_t rows, int64_t n, int64_t inner) {
 }
 
 template <class Tile>
-void launch(const Filled& a, const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers,
-            const at::Tensor& out, double alpha, int shares) {
+void launch(const Filled& a, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& out, double alpha,
+            int shares) {
   const int64_t rows = out.size(0), inner = halves.size(1), n = halves.size(2);
   const Shape shape{static_cast<int>(rows), static_cast<int>(n), static_cast<int>(inner), up(n, Tile::columns),
                     up(inner, kWide)};
@@ -343,7 +282,7 @@ void launch(const Filled& a, const at::Tensor& dense, const at::Tensor& halves, 
   TwoOfFour pairs{};
   if constexpr (Tile::two_of_four)
     pairs = {static_cast<const StepOfTile*>(a.parts.const_data_ptr()),
-             static_cast<const int2*>(a.rest.const_data_ptr()), dense.const_data_ptr<float>(), dense.stride(0)};
+             static_cast<const int2*>(a.rest.const_data_ptr())};
   C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, multiply_halves_kernel<Tile>,
                                     Tile::two_of_four ? CUtensorMap{} : map_of(a.parts, kRows), map_of(halves, kWide),
                                     pairs, shape, a.exponents.const_data_ptr<int>(), powers.const_data_ptr<int>(),
@@ -351,10 +290,10 @@ void launch(const Filled& a, const at::Tensor& dense, const at::Tensor& halves, 
 }
 
 template <bool two_of_four>
-void multiply(const Filled& a, const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers,
-              const at::Tensor& out, double alpha) {
+void multiply(const Filled& a, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& out,
+              double alpha) {
   const auto by = [&]<class Tile>(Tile, const Shares& shares) {
-    launch<Tile>(a, dense, halves, powers, out, alpha, shares.of_k);
+    launch<Tile>(a, halves, powers, out, alpha, shares.of_k);
   };
   const int64_t rows = out.size(0), inner = halves.size(1), n = halves.size(2);
   using Narrow = Tile<32, two_of_four>;
@@ -385,8 +324,8 @@ at::Tensor multiply_halves(const Filled& a, const at::Tensor& dense, const at::T
   const auto ints = dense.options().dtype(at::kInt);
   const at::Tensor halves = at::empty({2, inner, n}, dense.options().dtype(at::kHalf)), powers = at::empty({n}, ints);
   at::Tensor facts = at::empty({int64_t{up(n, kSplitColumns)} * kSplitBlocks, kFillFacts}, ints);
-  split_dense(dense, halves, powers, facts);
-  (a.rest.size(0) > 0 ? multiply<true> : multiply<false>)(a, dense, halves, powers, out, alpha);
+  split_dense(dense, halves, powers, facts, a.rest, out);
+  (a.rest.size(0) > 0 ? multiply<true> : multiply<false>)(a, halves, powers, out, alpha);
   return facts;
 }
 

@@ -12,8 +12,10 @@ namespace matmuls {
 
 constexpr int kSplitColumns = 16, kSplitBlocks = kFactsOfPart;  // a cluster takes 16 columns of the dense side
 
-// halves: [2, rows, n]; powers: [n], of the columns' scales; facts: [a cluster's blocks, kFillFacts].
-void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& facts);
+// halves: [2, rows, n]; powers: [n], of the columns' scales; facts: [a cluster's blocks, kFillFacts]. rest: what two of
+// four leave of A (filled.h); out <- rest @ dense, in the rows of A that have any.
+void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& facts,
+                 const at::Tensor& rest, const at::Tensor& out);
 
 inline int up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1) / y); }
 

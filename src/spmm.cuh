@@ -34,8 +34,12 @@ struct SpmmArgs {
   const FillFacts *facts, *dense_facts;
   int64_t parts;
 
-  // For all threads of a block.
+  // Waits for the kernels before this one; for all threads of a block. A float32 product in halves lets this kernel
+  // start once all facts are there: its blocks look at them and end while that one multiplies, all but the first ones,
+  // which end after it.
   __device__ bool spared() const {
+    constexpr bool early = sizeof(T) == 4;
+    if (!early || !facts) ptx::wait_for_earlier();
     if (!facts) return false;
     const FillFacts own = *facts;
     bool unfit = own.unfit;
@@ -48,7 +52,9 @@ struct SpmmArgs {
       }
       unfit |= !fit(own, together);
     }
-    return !__syncthreads_or(unfit);
+    unfit = __syncthreads_or(unfit);
+    if (early && (unfit || blockIdx.x == 0)) ptx::wait_for_earlier();
+    return !unfit;
   }
 
   __device__ bool is_long(int64_t length) const { return slots > 0 && length > 2 * slot; }
@@ -211,7 +217,6 @@ __global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_rows_kernel(cons
   constexpr int kTeam = L * P;
   // The next kernel is not let in early: its blocks would come to lie unevenly (4096x4096, 95 % zeros, 128 columns: 39
   // microseconds for 35).
-  ptx::wait_for_earlier();
   if (m.spared()) return;
   const unsigned slice = m.slices_first ? blockIdx.x % m.slices : blockIdx.x / m.blocks;
   const unsigned block = m.slices_first ? blockIdx.x / m.slices : blockIdx.x % m.blocks;
@@ -328,7 +333,6 @@ template <class T, class I, int V, int L, int R, int U, int kBlocks>
 __global__ void __launch_bounds__(kSparseThreads, kBlocks)
     spmm_shares_kernel(const __grid_constant__ SpmmArgs<T, I> m) {
   using F = arithmetic_t<T>;
-  ptx::wait_for_earlier();
   if (m.spared()) return;
   const unsigned slice = blockIdx.x / m.blocks, block = blockIdx.x % m.blocks;
   const int own = static_cast<int>(slice) * (L * V * R) + threadIdx.x % L * V;
@@ -401,7 +405,6 @@ __global__ void __launch_bounds__(kSparseThreads)
     spmm_long_rows_kernel(const __grid_constant__ SpmmArgs<T, I> m, bool counts_rows) {
   using F = arithmetic_t<T>;
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / 32) + threadIdx.x / 32;
-  ptx::wait_for_earlier();
   if (m.spared() || slot >= m.slots) return;
   const int64_t row = m.begins[slot];
   if (row < 0) return;

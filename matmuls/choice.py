@@ -276,20 +276,19 @@ def _us_in_halves(s: Structure, n: int) -> dict[str, float]:
     """Microseconds, about, of a float32 product on tensor cores, as filled_sm90.cu shares it out: steps of 64 columns,
     and four for a tile's begin and end."""
 
-    def cost(width: int) -> tuple[float, int, int]:
-        tiles = -(-s.rows // 128) * -(-n // width)
-        waves = ((-(-tiles // at_once), shares) for shares, at_once in enumerate(CLUSTERS, 1))
-        return min((w * (4 + -(-s.columns // (64 * k))) * (1.0 if width == 128 else 0.64), k, width) for w, k in waves)
+    def cost(width: int) -> tuple[float, float, int, int]:
+        tiles, narrow = -(-s.rows // 128) * -(-n // width), 1.0 if width == 128 else 0.64
+        waves = ((narrow * -(-tiles // at_once), -(-s.columns // (64 * k))) for k, at_once in enumerate(CLUSTERS, 1))
+        return min((w * (4 + steps), w, steps, width) for w, steps in waves)
 
     widths = (64, 128) if n > 64 else (64,) if n > 32 else (32,)
-    steps, shares, width = min(cost(width) for width in widths)
-    begin, wide = 4 + s.columns / 1600 + n / 110, width == 128
-    us = {HALVES: begin + steps * (1.02 if wide else 1.25)}
+    steps, waves, each, width = min(cost(width) for width in widths)
+    begin = 2.9 + s.columns / 740 + n / 256
+    us = {HALVES: begin + steps * 1.02}
     if s.distinct and s.columns <= PAIRED_COLUMNS and s.rows * s.columns >= PAIRED_FILL * s.nonzeros:
-        # The rest of 128 / shares rows is for three warps, in teams of a quarter of a tile's columns: each of a team's
-        # nonzeros makes all wait 0.15.
-        rest = s.beyond_two / max(s.rows, 1) * 128 / shares * width / 384
-        us[TWO_OF_FOUR] = begin + steps * (0.76 if wide else 0.89) + 0.15 * rest
+        # Of the rest each nonzero reads a row of the dense side: 6 TB/s, out of the L2.
+        of_pairs = 4.4 + 0.76 * each if width == 128 else 6 + 0.55 * each
+        us[TWO_OF_FOUR] = begin + waves * of_pairs + s.beyond_two * max(n, 32) / 1.5e6
     return us
 
 

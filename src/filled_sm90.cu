@@ -47,7 +47,7 @@ __device__ inline void load_from(uint32_t remote, bool there, float (&x)[4]) {
 #endif
 
 struct Shape {
-  int rows, n, inner, across, steps;  // inner: K; across: tiles of columns; steps of K
+  int rows, n, inner, across, steps, staying;  // inner: K; across: tiles of columns; steps of K, that stay in the L2
 };
 
 // Of two of four: the steps of all tiles, and the rest, whose product lies in out.
@@ -55,6 +55,24 @@ struct TwoOfFour {
   const StepOfTile* steps;
   const int2* rest;
 };
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// hopper.cuh's bulk copies, with what the L2 does of them.
+__device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y, ptx::L2Policy policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(ptx::shared_address(to)),
+      "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y), "l"(policy)
+      : "memory");
+}
+__device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes, ptx::L2Policy policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(ptx::shared_address(to)),
+      "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+#endif
 
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -79,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     hopper::prefetch(b_map);
     for (int s = 0; s < Tile::stages; ++s) {
       ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], kGroups);
+      ptx::barrier_init(&empty[s], kGroups * kGroup / 32);
     }
     ptx::barrier_fence();
   }
@@ -88,16 +106,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group == kGroups) {
     hopper::leave_registers<40>();
     if (thread == 0) {
+      const ptx::L2Policy staying = ptx::l2_policy(true), passing = ptx::l2_policy(false);
       const auto load_a = [&](int k, int stage) {
+        const ptx::L2Policy policy = k < shape.staying ? staying : passing;
         unsigned char* const to = tiles + stage * Tile::stage_bytes;
         ptx::barrier_expect(&full[stage], Tile::stage_bytes);
         if constexpr (Tile::two_of_four)
-          hopper::load_bytes(pairs.steps + int64_t{row0 / kRows} * shape.steps + k, to, &full[stage],
-                             sizeof(StepOfTile));
+          load_bytes(pairs.steps + int64_t{row0 / kRows} * shape.steps + k, to, &full[stage], sizeof(StepOfTile),
+                     policy);
         else
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            hopper::load(a_map, to + half * Tile::half_bytes, &full[stage], k * kWide, row0 + half * shape.rows);
+            load(a_map, to + half * Tile::half_bytes, &full[stage], k * kWide, row0 + half * shape.rows, policy);
       };
       const int ahead = min(last - first, Tile::stages);  // while the dense side's halves are being made
       for (int n = 0; n < ahead; ++n) load_a(first + n, n);
@@ -162,7 +182,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < Tile::columns / 2; ++i) sums[i] = fmaf(low[i], 1 / kLowScale, sums[i]);
       hopper::wait_for_products<0>();
       hopper::pin(high);
-      if (thread == 0) ptx::barrier_arrive(&empty[stage]);
+      __syncwarp();  // each warp has read its places
+      if (thread % 32 == 0) ptx::barrier_arrive(&empty[stage]);
 #pragma unroll
       for (int i = 0; i < Tile::columns / 2; ++i) sums[i] += high[i];
     }
@@ -253,6 +274,13 @@ int clusters_at_once(int shares) {
   return most.load(std::memory_order_relaxed);
 }
 
+// The steps of A that stay in the L2 from one product to the next: where it takes all that comes by, nothing is left of
+// A when it is read again. More than a third of the L2 for A and the `others` was slower (H200, 4096 x 4096).
+int staying_steps(size_t bytes, int64_t others, int steps) {
+  const double room = at::cuda::getCurrentDeviceProperties()->l2CacheSize / 3. - static_cast<double>(others);
+  return static_cast<int>(std::clamp(room / static_cast<double>(bytes), 0., 1.) * steps);
+}
+
 struct Shares {
   int64_t cost;
   int of_k;
@@ -276,8 +304,13 @@ template <class Tile>
 void launch(const Filled& a, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& out, double alpha,
             int shares) {
   const int64_t rows = out.size(0), inner = halves.size(1), n = halves.size(2);
-  const Shape shape{static_cast<int>(rows), static_cast<int>(n), static_cast<int>(inner), up(n, Tile::columns),
-                    up(inner, kWide)};
+  const int steps = up(inner, kWide);
+  const Shape shape{static_cast<int>(rows),
+                    static_cast<int>(n),
+                    static_cast<int>(inner),
+                    up(n, Tile::columns),
+                    steps,
+                    staying_steps(a.parts.nbytes(), (2 * inner + rows) * n * 4, steps)};
   const Launch with(int64_t{up(rows, kRows)} * shape.across, shares, kThreads, Tile::shared);
   TwoOfFour pairs{};
   if constexpr (Tile::two_of_four)

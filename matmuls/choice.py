@@ -1,4 +1,5 @@
-"""Which product a plan takes: ours by rows or blocks, one of cuSPARSE's or the dense one, measured for dtype and width.
+"""Which product a plan takes: ours by rows, tiles or blocks, one of cuSPARSE's or the dense one, measured for dtype and
+width.
 
 Only products that give the same bits every time are candidates: of cuSPARSE's algorithms csr_alg3 and coo_alg2, as its
 documentation has it, and of these csr_alg3 alone: coo_alg2 was never the fastest, and measuring it took three quarters
@@ -42,7 +43,8 @@ FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
 PAIRED_FILL = 3  # the same, from where two of four are considered; and the most columns of it
 PAIRED_COLUMNS = 8192
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
-CLEAR = 1.22  # times that one way is estimated to take of another: nothing is measured then
+CLEAR = 1.22  # times that one way is estimated to take of another: it is not measured then
+SOONER = 1.05  # times that tiles are estimated to be faster than ours: they are considered then
 CUT = 1024  # rows: of fewer the long ones are cut, and estimated too low
 EVEN = 4  # times the average: the longest row of a matrix whose product takes as long as its size says
 
@@ -319,7 +321,7 @@ class Measurement:
 
 def _us_by_rows(s: Structure, n: int) -> float:
     """Microseconds, about, of a float32 product by rows of about the same length."""
-    return 4.3 + max(s.nonzeros * max(n, 16) / 3.6e6, s.nonzeros / s.rows * 0.022)
+    return 4.3 + max(s.nonzeros * max(n, 16) / 3.6e6, s.nonzeros / s.rows * 0.022) + s.rows * n * 1e-6
 
 
 def _us_in_halves(s: Structure, n: int) -> dict[str, float]:
@@ -427,9 +429,10 @@ class Choice:
         candidates = self._candidates(dtype, b)
         large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, BLOCKS)]
         estimates = self._estimates(large, dtype, b)
-        fastest = min(estimates, key=lambda name: estimates[name], default="")
-        if fastest == OURS or (estimates and prepared(fastest)):
+        near = [name for name in estimates if estimates[name] <= CLEAR * min(estimates.values())]
+        if len(near) == 1 and (near == [OURS] or prepared(near[0])):
             return self._known(dtype, Measurement(b.shape[1], {**estimates}, estimated=True))
+        large = [name for name in large if not estimates or name in near]
         self._ours(values, b)  # its first call is not timed
         found = [name for name in large if name not in seconds and ready(name)]
         if found:
@@ -450,8 +453,8 @@ class Choice:
         return measurement
 
     def _estimates(self, large: list[str], dtype: torch.dtype, b: torch.Tensor) -> dict[str, float]:
-        """Seconds, about, of ours by rows and of those in `large`, as measured on an H200; {} where they are not known,
-        or the two fastest are too close."""
+        """Seconds, about, of ours by rows and of those in `large`, as measured on an H200; {} where they are not
+        known."""
         s, n = self._structure, b.shape[1]
         if not large or BLOCKS in large or not b.is_cuda or dtype == torch.float64 or n % 8:
             return {}
@@ -468,9 +471,7 @@ class Choice:
             products, elements = s.nonzeros * max(n, 64 // dtype.itemsize), s.rows * s.columns
             us = {OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), s.nonzeros / s.rows * 0.02)}
             us[DENSE] = max(4 + min(s.columns / 600, 4.3) + elements * n / 5e8, elements / 1.55e6)
-        first, second = sorted(us.values())[:2]
-        clear = second > CLEAR * first
-        return {name: t * 1e-6 for name, t in us.items()} if clear else {}
+        return {name: t * 1e-6 for name, t in us.items()}
 
     def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
         """The matrix with its zeros first, where it is worth a try; its blocks last."""
@@ -490,8 +491,10 @@ class Choice:
             us = _us_in_halves(s, b.shape[1]) if halves else {}
             found.insert(0, min(us, key=lambda name: us[name], default=DENSE))
         even = s.distinct and s.rows >= CUT and s.longest * s.rows <= EVEN * s.nonzeros
-        if halves and even and s.crow.dtype == torch.int32 and us_by_tiles(s, b.shape[1]) < _us_by_rows(s, b.shape[1]):
-            found.insert(0, TILES)
+        if halves and even and s.crow.dtype == torch.int32:
+            n = b.shape[1]
+            if SOONER * us_by_tiles(s, n) < _us_by_rows(s, n):
+                found.insert(0, TILES)
         if takes_blocks(s, dtype, device):
             found.append(BLOCKS)
         return found

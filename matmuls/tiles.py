@@ -19,16 +19,16 @@ class TileLayout(NamedTuple):
 
 
 def layout_of(s: Structure, n: int) -> TileLayout | None:
-    """That of products with n columns, or None where they are not made so: a panel for each team of blocks that an H200
-    runs at once, and a warp for each slice of it."""
+    """That of products with n columns, or None where they are not made so: a panel for each cluster of blocks that an
+    H200 runs at once, and a warp for each slice of it."""
     tiles, across = -(-s.columns // TILE_ROWS), -(-n // SLICE)
-    if not 1 <= tiles <= len(CLUSTERS) or (tiles > 1 and across > 1):  # tiles would be fetched anew, and summed up
+    if not s.rows or not 1 <= tiles <= len(CLUSTERS) or (tiles > 1 and across > 1):  # or tiles are fetched anew
         return None
     room = PANEL_ROWS
     if tiles > 1:  # sums of three panels beside the tile
         room = min(room, (SHARED - (TILE_ROWS + 1) * SLICE * 4) // (3 * SLICE * 4 * tiles) * tiles)
-    at_once = max(CLUSTERS[tiles - 1] // across // 2 * 2, 2)  # two teams fetch a tile together
-    panels = at_once * -(-s.rows // (at_once * room))
+    at_once = max(CLUSTERS[tiles - 1] // across, 1)
+    panels = min(at_once * -(-s.rows // (at_once * room)), s.rows)
     rows = -(-s.rows // panels)
     lanes = next((lanes for lanes in (16, 8, 4) if -(-rows * lanes // 32) <= WARPS), 2)
     return TileLayout(tiles, panels, lanes)
@@ -39,7 +39,7 @@ def us_by_tiles(s: Structure, n: int) -> float:
     layout = layout_of(s, n)
     if layout is None:
         return float("inf")
-    across, teams = -(-n // SLICE), CLUSTERS[layout.tiles - 1]
-    rounds = -(-across * layout.panels // teams)
+    across = -(-n // SLICE)
+    rounds = -(-across * layout.panels // CLUSTERS[layout.tiles - 1])
     products = s.nonzeros * SLICE * rounds / layout.panels / layout.tiles  # of a block
-    return (7.1 if layout.tiles > 1 else 4.7) + products * 1.81e-5 + s.rows * n * 1.5e-6
+    return (6.6 if layout.tiles > 1 else 4.2) + products * 1.85e-5 + s.rows * n * 1.5e-6

@@ -1,9 +1,9 @@
 // Kernel of spmm_tiles.h.
 //
-// A block holds a tile, a team of blocks all tiles of 32 columns. They go through the same panels of A and send each
+// A block holds a tile, a cluster all tiles of 32 columns. Its blocks go through the same panels of A and send each
 // other their sums, which the one that a row falls to adds up, always in the same order: of three panels at once, so
-// that nobody waits for the slowest of a panel before the next one is done. Two teams that go through a panel each are
-// one cluster, and fetch their tiles together: half of what the L2 is read.
+// that nobody waits for the slowest of a panel before the next one is done. (Two clusters that fetch their tiles
+// together, for half of what the L2 is read, are slower by up to a microsecond.)
 //
 // A lane adds up all 32 columns of its nonzeros: nothing passes between lanes for a nonzero, and shared memory, read
 // 128 bytes a cycle, is all that it waits for. Lane j of eight reads vector k ^ j of a row's eight vectors as its k-th:
@@ -36,7 +36,7 @@ struct TileArgs {
   const float* values;
   float* out;
   int rows, n, tiles, tile_rows, panels, panel_rows, slices, share;  // share: of a panel's rows that a block adds up
-  int items, teams;                                                  // an item: a panel and 32 columns
+  int items, clusters;                                               // an item: a panel and 32 columns
 };
 
 // Two nonzeros: their columns, the first in the lower half, and values.
@@ -79,17 +79,6 @@ __device__ void add_tiles(const TileArgs& m, int item, const float* sums, int ti
     *reinterpret_cast<float4*>(m.out + (int64_t{first_row} + i / kVectors) * m.n + c) = sum;
   }
 }
-
-// A quarter of a tile, of which every team of the cluster fetches a part for all.
-__device__ void fetch_stage(const TileArgs& m, const CUtensorMap& map, unsigned char* tile, uint64_t* ready, int c0,
-                            int first_row) {
-  const unsigned rank = ptx::cluster_rank(), teams = ptx::cluster_blocks() / m.tiles, team = rank / m.tiles;
-  const int rows = m.tile_rows / kTileStages, part = rows / static_cast<int>(teams) * static_cast<int>(team);
-  ptx::barrier_expect(ready, rows * kRowBytes);
-  if (teams == 1) return hopper::load(map, tile, ready, c0, first_row);
-  const auto blocks = static_cast<uint16_t>((1u | 1u << m.tiles) << rank % m.tiles);
-  hopper::load_for(blocks, map, tile + part * kRowBytes, ready, c0, first_row + part);
-}
 #endif
 
 template <int L>
@@ -99,25 +88,21 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   constexpr unsigned kAll = 0xffffffffu;
   extern __shared__ __align__(128) unsigned char tile[];
   __shared__ uint64_t ready[kTileStages];
-  const int tile_of_block = static_cast<int>(ptx::cluster_rank()) % m.tiles;
-  const unsigned first_block = ptx::cluster_rank() - tile_of_block;  // of the team
-  const int team = static_cast<int>(blockIdx.x) / m.tiles, thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int warps = static_cast<int>(blockDim.x) / 32, j = lane % kVectors, stage_rows = m.tile_rows / kTileStages;
+  const int rank = static_cast<int>(ptx::cluster_rank()), cluster = static_cast<int>(blockIdx.x) / m.tiles;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warps = static_cast<int>(blockDim.x) / 32;
+  const int j = lane % kVectors, stage_rows = m.tile_rows / kTileStages;
   float* const kept = reinterpret_cast<float*>(tile + (m.tile_rows + 1) * kRowBytes);
   const uint32_t mine = ptx::shared_address(tile) + j * 16;
   if (thread < kVectors) *reinterpret_cast<uint4*>(tile + m.tile_rows * kRowBytes + thread * 16) = uint4{};
   if (thread < kTileStages) ptx::barrier_init(&ready[thread]);
   ptx::barrier_fence();
   __syncthreads();
-  if (ptx::cluster_blocks() > 1) {  // all have begun, and have their barriers
-    ptx::cluster_arrive_relaxed();
-    ptx::cluster_wait();
-  }
+  if (m.tiles > 1) ptx::cluster_arrive_relaxed();
   ptx::wait_for_earlier();
   ptx::let_next_start();
-  const auto item_of = [&](int i) { return static_cast<int>(int64_t{i} * m.items / m.teams); };
+  const auto item_of = [&](int i) { return static_cast<int>(int64_t{i} * m.items / m.clusters); };
   const auto sums_of = [&](int item) { return kept + item % kSums * (m.tiles * m.share * kColumns); };
-  const int begin = item_of(team), end = item_of(team + 1);
+  const int begin = item_of(cluster), end = item_of(cluster + 1);
   bool there = false;  // the tile
   unsigned parity = 1;
   for (int item = begin; item < end; ++item) {
@@ -125,14 +110,18 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     if (item == begin || panel == 0) {
       if (item > begin) __syncthreads();
       parity ^= 1, there = false;
-      if (thread < kTileStages)
-        fetch_stage(m, map, tile + thread * stage_rows * kRowBytes, &ready[thread], c0,
-                    tile_of_block * m.tile_rows + thread * stage_rows);
+      if (thread < kTileStages) {
+        ptx::barrier_expect(&ready[thread], stage_rows * kRowBytes);
+        hopper::load(map, tile + thread * stage_rows * kRowBytes, &ready[thread], c0,
+                     rank * m.tile_rows + thread * stage_rows);
+      }
+      __syncwarp();
     }
-    const int base = (tile_of_block * m.panels + panel) * m.slices;
+    const int base = (rank * m.panels + panel) * m.slices;
     int slice = thread / 32;
     int4 head = slice < m.slices ? __ldg(m.heads + base + slice) : int4{};
     TileEntries entries = tile_entries(m, head.x, lane);
+    if (m.tiles > 1 && item == begin) ptx::cluster_wait();  // all have begun, and may be sent to
     for (; slice < m.slices; slice += warps) {
       const int4 next_head = slice + warps < m.slices ? __ldg(m.heads + base + slice + warps) : int4{};
       const int row = m.slots[(base + slice) * (32 / L) + lane / L].row;
@@ -175,8 +164,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       }
       if (row < 0 || lane % L >= kVectors) continue;
       const int owner = row / m.share;
-      const uint32_t to = ptx::address_in(sums_of(item) + (tile_of_block * m.share + row - owner * m.share) * kColumns,
-                                          first_block + owner);
+      const uint32_t to = ptx::address_in(sums_of(item) + (rank * m.share + row - owner * m.share) * kColumns, owner);
 #pragma unroll
       for (int k = 0; k < kVectors; k += L) {
         const int c = (k ^ j) * 4;
@@ -194,13 +182,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     __syncwarp();
     if (item > begin) {
       ptx::cluster_wait();
-      add_tiles(m, item - 1, sums_of(item - 1), tile_of_block);
+      add_tiles(m, item - 1, sums_of(item - 1), rank);
     }
     ptx::cluster_arrive();
   }
   if (m.tiles == 1) return;
   ptx::cluster_wait();
-  add_tiles(m, end - 1, sums_of(end - 1), tile_of_block);
+  add_tiles(m, end - 1, sums_of(end - 1), rank);
 #endif
 }
 
@@ -211,7 +199,7 @@ namespace {
 
 using at::Tensor;
 
-// Boxes of a stage or half of one, as they lie in memory: lanes read any rows.
+// Boxes of a stage, as they lie in memory: lanes read any rows.
 CUtensorMap map_of(const Tensor& dense, int rows) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(dense.size(1)), static_cast<cuuint64_t>(dense.size(0))};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(dense.stride(0)) * 4};
@@ -260,14 +248,10 @@ template <int L>
 void launch(const TileLayout& m, TileArgs& args, const Tensor& dense) {
   const int rounds = static_cast<int>(ceil_of(m.slices, kMostWarps)),
             warps = static_cast<int>(ceil_of(m.slices, rounds));
-  int teams = 1;  // of a cluster
-  if (2 * m.tiles <= kMostTiles && m.panels % 2 == 0 && args.items <= 2 * clusters_at_once<L>(2 * m.tiles))
-    args.teams = args.items, teams = 2;
-  else
-    args.teams = std::min(args.items, clusters_at_once<L>(m.tiles));
-  const ClusterLaunch with(args.teams / teams, teams * m.tiles, 32 * warps, shared_bytes(m));
+  args.clusters = std::min(args.items, clusters_at_once<L>(m.tiles));
+  const ClusterLaunch with(args.clusters, m.tiles, 32 * warps, shared_bytes(m));
   C10_CUDA_CHECK(
-      cudaLaunchKernelEx(&with.config, spmm_tiles_kernel<L>, args, map_of(dense, m.tile_rows / kTileStages / teams)));
+      cudaLaunchKernelEx(&with.config, spmm_tiles_kernel<L>, args, map_of(dense, m.tile_rows / kTileStages)));
 }
 
 }  // namespace

@@ -22,7 +22,6 @@
 namespace matmuls {
 
 constexpr int kTileStages = 4;        // that a tile comes in
-constexpr int kTileRound = 8;         // rows of a tile are a multiple of: two blocks fetch halves of a stage
 constexpr int kMostTileRows = 1024;   // of the dense side
 constexpr int kMostPanelRows = 1024;  // of A
 constexpr int kMostTiles = 8;         // blocks of a cluster
@@ -31,7 +30,7 @@ constexpr int kStepNonzeros = 32 * kEach;
 
 struct TileLayout {
   int rows, columns, tiles, panels, lanes;
-  int tile_rows, panel_rows, slices;  // of a tile, a panel, and a panel
+  int tile_rows, panel_rows, slices;  // of a tile, of a panel, and of a panel again
 
   TileLayout(int64_t all_rows, int64_t all_columns, int64_t tiles_of, int64_t panels_of, int64_t lanes_of)
       : rows(static_cast<int>(all_rows)),
@@ -39,7 +38,7 @@ struct TileLayout {
         tiles(static_cast<int>(tiles_of)),
         panels(static_cast<int>(panels_of)),
         lanes(static_cast<int>(lanes_of)),
-        tile_rows((columns + tiles * kTileRound - 1) / (tiles * kTileRound) * kTileRound),
+        tile_rows((columns + tiles * kTileStages - 1) / (tiles * kTileStages) * kTileStages),
         panel_rows((rows + panels - 1) / panels),
         slices((panel_rows + 32 / lanes - 1) / (32 / lanes)) {}
 };

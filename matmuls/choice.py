@@ -69,7 +69,7 @@ class Kept:
 
 
 class Full:
-    """The matrix with its zeros. Made anew when the values are others than those it was made of: in its place, as CUDA
+    """The matrix in another form. Made anew when the values are others than those it was made of: in its place, as CUDA
     graphs read it there, unless autograd may yet read it and no graph does."""
 
     def __init__(self, structure: Structure) -> None:

@@ -14,7 +14,7 @@
 #include <array>
 #include <atomic>
 
-#include "filled.h"
+#include "filled_sm90.cuh"
 #include "handles.h"
 #include "hopper.cuh"
 #include "sparse.cuh"
@@ -212,30 +212,14 @@ int shared_bytes(const TileLayout& m) {
   return (m.tile_rows + 1) * kRowBytes + (m.tiles > 1 ? kSums * m.tiles * share_of(m) * kRowBytes : 0);
 }
 
-// A cluster's blocks, launched before the kernel ahead of them has ended.
-struct ClusterLaunch {
-  cudaLaunchAttribute attributes[2]{};
-  cudaLaunchConfig_t config{};
-
-  ClusterLaunch(int clusters, int blocks, int threads, int shared, bool early = true) {
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = dim3(static_cast<unsigned>(clusters * blocks)), config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared, config.stream = c10::cuda::getCurrentCUDAStream();
-    config.attrs = attributes, config.numAttrs = early ? 2 : 1;
-  }
-  ClusterLaunch(const ClusterLaunch&) = delete;
-};
-
 // Clusters that run at once with all the shared memory there is, asked once a device.
 template <int L>
 int clusters_at_once(int blocks) {
   static std::array<std::array<std::atomic<int>, kMostTiles + 1>, 64> known{};
   auto& most = known[c10::cuda::current_device() % 64][blocks];
   if (most.load(std::memory_order_relaxed) == 0) {
-    const ClusterLaunch with(1, blocks, kMostThreads, kShared, false);
+    Launch with(1, blocks, kMostThreads, kShared);
+    with.config.numAttrs = 1;  // the cluster alone
     int fit = 0;
     C10_CUDA_CHECK(cudaFuncSetAttribute(spmm_tiles_kernel<L>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
     C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, spmm_tiles_kernel<L>, &with.config));
@@ -249,7 +233,7 @@ void launch(const TileLayout& m, TileArgs& args, const Tensor& dense) {
   const int rounds = static_cast<int>(ceil_of(m.slices, kMostWarps)),
             warps = static_cast<int>(ceil_of(m.slices, rounds));
   args.clusters = std::min(args.items, clusters_at_once<L>(m.tiles));
-  const ClusterLaunch with(args.clusters, m.tiles, 32 * warps, shared_bytes(m));
+  const Launch with(args.clusters, m.tiles, 32 * warps, shared_bytes(m));
   C10_CUDA_CHECK(
       cudaLaunchKernelEx(&with.config, spmm_tiles_kernel<L>, args, map_of(dense, m.tile_rows / kTileStages)));
 }

@@ -1,4 +1,5 @@
-"""Which product a plan takes: ours by rows or blocks, one of cuSPARSE's or the dense one, measured for dtype and width.
+"""Which product a plan takes: ours by rows, tiles or blocks, one of cuSPARSE's or the dense one, measured for dtype and
+width.
 
 Only products that give the same bits every time are candidates: of cuSPARSE's algorithms csr_alg3 and coo_alg2, as its
 documentation has it, and of these csr_alg3 alone: coo_alg2 was never the fastest, and measuring it took three quarters
@@ -19,14 +20,16 @@ from custom_mm.indices import version_of
 
 from .blocks import bsr_spmm
 from .dense import matmul
-from .device import capability, takes_tf32
+from .device import CLUSTERS, capability, takes_tf32
 from .measure import time_warm
 from .structure import Blocks, Given, Structure, for_every_stream, is_capturing
+from .tiles import TileLayout, layout_of, us_by_tiles
 
 OURS = "ours"
 DENSE = "dense"
 HALVES = "dense in halves"
 TWO_OF_FOUR = "two of four in halves"
+TILES = "tiles in shared memory"
 BLOCKS = "blocks on tensor cores"
 CUSPARSE = "cusparse csr_alg3"
 SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
@@ -39,9 +42,9 @@ FAR = 1.4  # times the dense product: where ours takes longer, no algorithm of c
 FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
 PAIRED_FILL = 3  # the same, from where two of four are considered; and the most columns of it
 PAIRED_COLUMNS = 8192
-CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)  # of 1 to 8 blocks that run at once on an H200
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
-CLEAR = 1.22  # times that one way is estimated to take of another: nothing is measured then
+CLEAR = 1.22  # times that one way is estimated to take of another: it is not measured then
+SOONER = 1.05  # times that tiles are estimated to be faster than ours: they are considered then
 CUT = 1024  # rows: of fewer the long ones are cut, and estimated too low
 EVEN = 4  # times the average: the longest row of a matrix whose product takes as long as its size says
 
@@ -66,46 +69,47 @@ class Kept:
 
 
 class Full:
-    """The matrix with its zeros. Made anew when the values are others than those it was made of: in its place, as CUDA
+    """The matrix in another form. Made anew when the values are others than those it was made of: in its place, as CUDA
     graphs read it there, unless autograd may yet read it and no graph does."""
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
-        self._kept: dict[torch.dtype, Kept] = {}
-        self._captured: set[torch.dtype] = set()
-        self._saved: set[torch.dtype] = set()
+        self._kept: dict[Any, Kept] = {}  # for each dtype, or whatever else tells what is made
+        self._captured: set[Any] = set()
+        self._saved: set[Any] = set()
 
     def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        values = values.detach()
-        kept = self._kept.get(dtype)
+        values, key = values.detach(), self._key(b, dtype)
+        kept = self._kept.get(key)
         if kept is None or kept.state != _state(values):
             if is_capturing(values.device):  # written at every replay; what lies in a graph's memory is not kept
-                return self._product(self._made(values, dtype, ()), values, b, dtype)
-            kept = self._keep(values, dtype)
+                return self._product(self._made(values, key, ()), values, b, dtype)
+            kept = self._keep(values, key)
         elif is_capturing(values.device):
-            self._captured.add(dtype)
+            self._captured.add(key)
         else:
             kept.making.wait()
         if b.requires_grad and torch.is_grad_enabled():
-            self._saved.add(dtype)
+            self._saved.add(key)
         return self._product(kept.made, values, b, dtype)
 
-    def prepare(self, values: torch.Tensor, dtype: torch.dtype) -> None:
+    def prepare(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
         """For products by these values, in graphs too from now on."""
-        self._keep(values, dtype)
+        self._keep(values, self._key(b, dtype))
         for_every_stream(values)
 
-    def _keep(self, values: torch.Tensor, dtype: torch.dtype) -> Kept:
-        old = self._kept.get(dtype)
-        in_place = old is not None and (dtype in self._captured or dtype not in self._saved)
-        made = self._made(values, dtype, old.made if old and in_place else ())
-        self._saved.discard(dtype)
-        self._kept[dtype] = Kept(values, _state(values), made, Given(values))
-        return self._kept[dtype]
+    def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
+        return dtype
 
-    def _made(
-        self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
+    def _keep(self, values: torch.Tensor, key: Any) -> Kept:
+        old = self._kept.get(key)
+        in_place = old is not None and (key in self._captured or key not in self._saved)
+        made = self._made(values, key, old.made if old and in_place else ())
+        self._saved.discard(key)
+        self._kept[key] = Kept(values, _state(values), made, Given(values))
+        return self._kept[key]
+
+    def _made(self, values: torch.Tensor, key: Any, old: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """In the place of what was made before, if anything was."""
         raise NotImplementedError
 
@@ -116,8 +120,8 @@ class Full:
 
     def refresh(self, values: torch.Tensor) -> None:
         """For graphs that read it: what was made of other values is written over."""
-        for dtype in self._kept:
-            self._keep(values, dtype)
+        for key in self._kept:
+            self._keep(values, key)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -185,6 +189,49 @@ class TwoOfFour(Halves):
     """Two of every four columns, the rest by rows: half the bytes and half the products."""
 
     two_of_four = True
+
+
+class Tiled(Full):
+    """Of float32, without zeros, laid out for products that keep part of b in shared memory (src/tiles.h)."""
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__(structure)
+        self._laid_out: dict[TileLayout, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        s = self._structure
+        if self._key(b, dtype) not in self._laid_out and is_capturing(b.device):  # to lay it out waits for the GPU
+            parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns
+            result: torch.Tensor = torch.ops.custom_mm.csr_spmm(*parts, order=s.order, longest=s.longest)
+            return result
+        return super().__call__(values, b, dtype)
+
+    def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
+        return layout_of(self._structure, b.shape[1])
+
+    def _made(self, values: torch.Tensor, key: Any, old: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        s = self._structure
+        with torch.inference_mode(False), torch.no_grad():
+            if key not in self._laid_out:
+                heads, slots = torch.ops.custom_mm.csr_tiles(s.crow, s.col, s.columns, *key)
+                first, _, until, _ = heads.view(-1, 4)[-1].tolist()
+                self._laid_out[key] = heads, slots, first + (until >> 16)
+            heads, slots, steps = self._laid_out[key]
+            entries = torch.ops.custom_mm.csr_tile_entries(
+                heads, slots, s.crow, s.col, values.float(), s.columns, key.lanes, steps, s.order
+            )
+            new: tuple[torch.Tensor, ...] = (heads, slots, *entries)
+            if old:
+                old[-1].copy_(new[-1])
+        return old or new
+
+    def _product(
+        self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        s, layout = self._structure, self._key(b, dtype)
+        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, layout.lanes
+        result: torch.Tensor = torch.ops.custom_mm.csr_spmm_tiles(*kept, *parts, s.order, s.longest)
+        return result
 
 
 class ByBlocks:
@@ -267,9 +314,14 @@ class Measurement:
 
     def fastest(self, dense: bool, cusparse: bool) -> str:
         halves = dense and cusparse
-        kinds = {OURS: True, BLOCKS: True, DENSE: dense, HALVES: halves, TWO_OF_FOUR: halves}
+        kinds = {OURS: True, BLOCKS: True, DENSE: dense, HALVES: halves, TWO_OF_FOUR: halves, TILES: halves}
         found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
         return min(found, key=lambda name: found[name], default=OURS)
+
+
+def _us_by_rows(s: Structure, n: int) -> float:
+    """Microseconds, about, of a float32 product by rows of about the same length."""
+    return 4.3 + max(s.nonzeros * max(n, 16) / 3.6e6, s.nonzeros / s.rows * 0.022) + s.rows * n * 1e-6
 
 
 def _us_in_halves(s: Structure, n: int) -> dict[str, float]:
@@ -361,7 +413,7 @@ class Choice:
             made = self._made(name)
             try:
                 if stay and isinstance(made, Full):
-                    made.prepare(values, dtype)
+                    made.prepare(values, b, dtype)
             except RuntimeError:  # there is no memory
                 seconds[name] = None
                 return False
@@ -374,11 +426,12 @@ class Choice:
                 best[name] = min(best.get(name, math.inf), timing.seconds)
 
         candidates = self._candidates(dtype, b)
-        large = [name for name in candidates if name in (DENSE, HALVES, TWO_OF_FOUR, BLOCKS)]
+        large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, BLOCKS)]
         estimates = self._estimates(large, dtype, b)
-        fastest = min(estimates, key=lambda name: estimates[name], default="")
-        if fastest == OURS or (estimates and prepared(fastest)):
+        near = [name for name in estimates if estimates[name] <= CLEAR * min(estimates.values())]
+        if len(near) == 1 and (near == [OURS] or prepared(near[0])):
             return self._known(dtype, Measurement(b.shape[1], {**estimates}, estimated=True))
+        large = [name for name in large if not estimates or name in near]
         self._ours(values, b)  # its first call is not timed
         found = [name for name in large if name not in seconds and ready(name)]
         if found:
@@ -399,26 +452,25 @@ class Choice:
         return measurement
 
     def _estimates(self, large: list[str], dtype: torch.dtype, b: torch.Tensor) -> dict[str, float]:
-        """Seconds, about, of ours by rows and of the one in `large`, as measured on an H200; {} where they are not
-        known, or too close."""
+        """Seconds, about, of ours by rows and of those in `large`, as measured on an H200; {} where they are not
+        known."""
         s, n = self._structure, b.shape[1]
-        if len(large) != 1 or large[0] == BLOCKS or not b.is_cuda or dtype == torch.float64 or n % 8:
+        if not large or BLOCKS in large or not b.is_cuda or dtype == torch.float64 or n % 8:
             return {}
-        full = large[0]
-        if (full == DENSE) != (dtype != torch.float32):
+        if (DENSE in large) != (dtype != torch.float32):
             return {}
         if s.rows < CUT or s.longest * s.rows > EVEN * s.nonzeros:
             return {}
         if capability(b.device) != (9, 0):
             return {}
-        products, elements, mean = s.nonzeros * max(n, 64 // dtype.itemsize), s.rows * s.columns, s.nonzeros / s.rows
-        if full != DENSE:
-            us = {OURS: 4.3 + max(products / 3.6e6, mean * 0.022), full: _us_in_halves(s, n)[full]}
+        if DENSE not in large:
+            us = {OURS: _us_by_rows(s, n), TILES: us_by_tiles(s, n), **_us_in_halves(s, n)}
+            us = {name: t for name, t in us.items() if name in (OURS, *large)}
         else:
-            us = {OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), mean * 0.02)}
-            us[full] = max(4 + min(s.columns / 600, 4.3) + elements * n / 5e8, elements / 1.55e6)
-        clear = max(us.values()) > CLEAR * min(us.values())
-        return {name: t * 1e-6 for name, t in us.items()} if clear else {}
+            products, elements = s.nonzeros * max(n, 64 // dtype.itemsize), s.rows * s.columns
+            us = {OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), s.nonzeros / s.rows * 0.02)}
+            us[DENSE] = max(4 + min(s.columns / 600, 4.3) + elements * n / 5e8, elements / 1.55e6)
+        return {name: t * 1e-6 for name, t in us.items()}
 
     def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
         """The matrix with its zeros first, where it is worth a try; its blocks last."""
@@ -437,6 +489,11 @@ class Choice:
         ):
             us = _us_in_halves(s, b.shape[1]) if halves else {}
             found.insert(0, min(us, key=lambda name: us[name], default=DENSE))
+        even = s.distinct and s.rows >= CUT and s.longest * s.rows <= EVEN * s.nonzeros
+        if halves and even and s.crow.dtype == torch.int32:
+            n = b.shape[1]
+            if SOONER * us_by_tiles(s, n) < _us_by_rows(s, n):
+                found.insert(0, TILES)
         if takes_blocks(s, dtype, device):
             found.append(BLOCKS)
         return found
@@ -458,6 +515,7 @@ class Choice:
             return ByBlocks(s.blocks)
         kinds: dict[str, Callable[[Structure], Product]] = {
             DENSE: Dense,
+            TILES: Tiled,
             HALVES: Halves,
             TWO_OF_FOUR: TwoOfFour,
             CUSPARSE: Cusparse,

@@ -14,3 +14,6 @@ def capability(device: torch.device) -> tuple[int, int]:
 def takes_tf32() -> bool:
     """Whether float32 products may round their operands to TF32, whichever of torch's switches said so."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)  # of 1 to 8 blocks that run at once on an H200

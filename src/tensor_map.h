@@ -25,11 +25,12 @@ inline EncodeTensorMap tensor_map_encoder() {
   return encode;
 }
 
-// Boxes of a tensor of T, the innermost dimension first, whose rows of 128 bytes are swizzled; 0 beyond its ends.
-// strides: in bytes, of all dimensions but the innermost.
+// Boxes of a tensor of T, the innermost dimension first, whose rows of 128 bytes are swizzled unless told otherwise; 0
+// beyond its ends. strides: in bytes, of all dimensions but the innermost.
 template <class T, int rank>
 CUtensorMap tensor_map(const char* name, const void* data, const cuuint64_t (&sizes)[rank],
-                       const cuuint64_t (&strides)[rank - 1], const cuuint32_t (&box)[rank]) {
+                       const cuuint64_t (&strides)[rank - 1], const cuuint32_t (&box)[rank],
+                       CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   constexpr auto type = std::is_same_v<T, float>           ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                         : std::is_same_v<T, c10::BFloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
@@ -37,7 +38,7 @@ CUtensorMap tensor_map(const char* name, const void* data, const cuuint64_t (&si
   std::fill_n(steps, rank, 1);
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(&map, type, rank, const_cast<void*>(data), sizes, strides, box, steps,
-                                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TORCH_CHECK(result == CUDA_SUCCESS, name, ": cuTensorMapEncodeTiled failed with ", static_cast<int>(result),
               " for sizes ", c10::ArrayRef<cuuint64_t>(sizes, rank), ", strides in bytes ",

@@ -87,7 +87,7 @@ def test_other_values_are_seen(dense_wins, device):
         assert_times(2, inferred @ b)
 
 
-@pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES, choice.TWO_OF_FOUR])
+@pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES, choice.TWO_OF_FOUR, choice.TILES])
 def test_other_values_are_written_in_place(name, device):
     """Graphs read what is kept, and the next eager product may have other values."""
     if device == "cuda" and name != choice.DENSE and torch.cuda.get_device_capability() != (9, 0):
@@ -334,14 +334,14 @@ def test_capture_takes_what_was_measured_and_measures_nothing():
             assert torch.equal(y, first)
 
 
-@pytest.mark.parametrize("name", ["cusparse csr_alg3", choice.HALVES, choice.TWO_OF_FOUR, "dense"])
+@pytest.mark.parametrize("name", ["cusparse csr_alg3", choice.HALVES, choice.TWO_OF_FOUR, choice.TILES, "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_candidate_is_right_and_the_same_every_time(name, dtype, device):
     dense, b = draw(device, 300, 400, dtype)
     made = plan(dense.to_sparse_csc(), tune=[128])
     values, truth = made.values, dense.double() @ b.double()
-    if name in (choice.HALVES, choice.TWO_OF_FOUR) and dtype != torch.float32:
-        pytest.skip("halves are those of float32")
+    if name in (choice.HALVES, choice.TWO_OF_FOUR, choice.TILES) and dtype != torch.float32:
+        pytest.skip("float32's alone")
     if device == "cpu" and name == choice.TWO_OF_FOUR:
         pytest.skip("tensor cores' own layout")
     product = made._choice._made(name)

@@ -110,6 +110,12 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     made = chunks_of(narrow.crow, s.nonzeros, s.longest, 4, 2)
     parts = narrow.crow, narrow.col, single, right.clone().requires_grad_(), 5, made.slots
     yield _ops.csr_spmm_chunks.default, (made.begins, made.ends, made.cut, made.empty, *parts)
+    laid_out = _ops.csr_tiles(narrow.crow, narrow.col, 5, 1, 2, 16)
+    yield _ops.csr_tiles.default, (narrow.crow, narrow.col, 5, 1, 2, 16)
+    first, _, until, _ = laid_out[0].view(-1, 4)[-1].tolist()
+    entries = (*laid_out, narrow.crow, narrow.col, single, 5, 16, first + (until >> 16))
+    yield _ops.csr_tile_entries.default, entries
+    yield _ops.csr_spmm_tiles.default, (*laid_out, *_ops.csr_tile_entries(*entries), *parts[:-1], 16)
     blocks, wide = draw(s.nonzeros, 16, 32).requires_grad_(), draw(5 * 32, 3).requires_grad_()
     yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32)
     yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32, None, False, *transposed)
@@ -197,6 +203,9 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_halves.default,
             _ops.csr_spmm_halves.default,
             _ops.csr_spmm_chunks.default,
+            _ops.csr_tiles.default,
+            _ops.csr_tile_entries.default,
+            _ops.csr_spmm_tiles.default,
             _ops.bsr_spmm.default,
             _ops.bsr_sddmm.default,
         ),

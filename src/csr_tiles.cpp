@@ -1,0 +1,236 @@
+// csr_tiles and csr_tile_entries lay a matrix out by tiles (tiles.h). csr_spmm_tiles: A @ dense as csr_spmm, by them.
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <vector>
+
+#include "spmm_tiles.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+
+MATMULS_OPERATOR(SpmmTilesOp, "custom_mm::csr_spmm_tiles", "",
+                 Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                        const Tensor&, const Tensor&, c10::SymInt, int64_t, const OptionalTensor&, int64_t));
+MATMULS_OPERATOR(CsrTilesOp, "custom_mm::csr_tiles", "",
+                 Tiles(const Tensor&, const Tensor&, c10::SymInt, int64_t, int64_t, int64_t));
+MATMULS_OPERATOR(CsrTileEntriesOp, "custom_mm::csr_tile_entries", "",
+                 Tiles(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, int64_t,
+                       int64_t, const OptionalTensor&));
+
+// Of one matrix in int32, cut into few enough parts that are neither too large.
+TileLayout layout_of(const Pattern& p, int64_t columns, int64_t tiles, int64_t panels, int64_t lanes) {
+  check_pattern(kTilesOp, p, p.crow);
+  TORCH_CHECK_VALUE(p.crow.scalar_type() == at::kInt && p.crow.is_contiguous() && p.col.is_contiguous(), kTilesOp,
+                    ": expected crow and col in Int and contiguous, got crow in ", p.crow.scalar_type());
+  TORCH_CHECK_VALUE(p.rows() > 0 && columns > 0 && columns <= kMostTiles * kMostTileRows && tiles > 0 &&
+                        tiles <= kMostTiles && panels > 0 && panels <= p.rows() && lanes > 1 && lanes <= 16 &&
+                        (lanes & (lanes - 1)) == 0,
+                    kTilesOp, ": expected rows, columns, 1 to 8 tiles, panels and 2, 4, 8 or 16 lanes, got ", p.rows(),
+                    ", ", columns, ", ", tiles, ", ", panels, ", ", lanes);
+  const TileLayout m(p.rows(), columns, tiles, panels, lanes);
+  TORCH_CHECK_VALUE(m.tile_rows <= kMostTileRows && m.panel_rows <= kMostPanelRows, kTilesOp, ": expected tiles of ",
+                    kMostTileRows, " columns and panels of ", kMostPanelRows, " rows at most, got ", m.tile_rows,
+                    " and ", m.panel_rows);
+  return m;
+}
+
+TileLayout layout_of(const Pattern& p, int64_t columns, const Tensor& heads, int64_t lanes) {
+  TORCH_CHECK_VALUE(heads.dim() == 4 && heads.numel() > 0, kTilesOp, ": expected heads as csr_tiles makes them, got ",
+                    heads.sizes());
+  return layout_of(p, columns, heads.size(0), heads.size(1), lanes);
+}
+
+void lay_out_on_cpu(const Pattern& p, const TileLayout& m, const Tensor& heads_, const Tensor& slots_) {
+  const int *crow = p.crow.const_data_ptr<int>(), *col = p.col.const_data_ptr<int>();
+  int *head = heads_.mutable_data_ptr<int>(), *slot = slots_.mutable_data_ptr<int>();
+  const int of_slice = 32 / m.lanes, step = m.lanes * kEach;
+  for (int tile = 0; tile < m.tiles; ++tile)
+    for (int panel = 0; panel < m.panels; ++panel) {
+      const int first_row = panel * m.panel_rows, many = std::clamp(m.rows - first_row, 0, m.panel_rows);
+      std::vector<std::array<int, kTileStages + 1>> edges(many);
+      std::vector<int> steps(many), order(many);
+      for (int r = 0; r < many; ++r) {
+        for (int s = 0; s <= kTileStages; ++s)
+          edges[r][s] = static_cast<int>(std::lower_bound(col + crow[first_row + r], col + crow[first_row + r + 1],
+                                                          tile * m.tile_rows + m.tile_rows / kTileStages * s) -
+                                         col);
+        steps[r] = (edges[r][kTileStages] - edges[r][0] + step - 1) / step;
+      }
+      std::iota(order.begin(), order.end(), 0);
+      std::stable_sort(order.begin(), order.end(), [&](int x, int y) { return steps[x] > steps[y]; });
+      for (int i = 0; i < m.slices * of_slice; ++i, slot += 3) {
+        slot[0] = i < many ? order[i] : -1;
+        slot[1] = i < many ? edges[order[i]][0] : 0, slot[2] = i < many ? edges[order[i]][kTileStages] : 0;
+      }
+      for (int slice = 0; slice < m.slices; ++slice, head += 4) {
+        const int begin = slice * of_slice, end = std::min(begin + of_slice, many);
+        const int all = begin < end ? steps[order[begin]] : 0;
+        int until[kTileStages] = {all, all, all, all};
+        for (int i = begin; i < end; ++i) {
+          const auto& own = edges[order[i]];
+          for (int s = 0; s < kTileStages - 1; ++s)
+            if (own[s + 1] < own[kTileStages]) until[s] = std::min(until[s], (own[s + 1] - own[0]) / step);
+        }
+        head[0] = all, head[1] = until[0] | until[1] << 16, head[2] = until[2] | all << 16, head[3] = 0;
+      }
+    }
+}
+
+void fill_tiles_on_cpu(const Pattern& p, const Tensor& values_, const TileLayout& m, const Tensor& heads_,
+                       const Tensor& slots_, const Tensor& places_, const Tensor& packed_) {
+  const int *col = p.col.const_data_ptr<int>(), *order = indices_or_null<int>(p.order);
+  const int *heads = heads_.const_data_ptr<int>(), *slots = slots_.const_data_ptr<int>();
+  const float* const values = values_.const_data_ptr<float>();
+  const auto places = places_.mutable_data_ptr<int16_t>();
+  const auto packed = packed_.mutable_data_ptr<float>();
+  const int64_t all = int64_t{m.tiles} * m.panels * m.slices;
+  const int room = static_cast<int>(packed_.size(0) / kStepNonzeros);
+  for (int64_t slice = 0; slice < all; ++slice) {
+    const int first = heads[slice * 4];
+    const int steps = std::min((heads[slice * 4 + 2] >> 16) + (slice == all - 1 ? 1 : 0), room - first);
+    const int first_column = static_cast<int>(slice / (m.panels * m.slices)) * m.tile_rows;
+    for (int64_t i = 0; i < int64_t{steps} * kStepNonzeros; ++i) {
+      const int64_t lane = i / kEach % 32, step = i / kStepNonzeros;
+      const int* const slot = slots + (slice * (32 / m.lanes) + lane / m.lanes) * 3;
+      const int64_t q = slot[1] + (step * m.lanes + lane % m.lanes) * kEach + i % kEach;
+      const int64_t to = int64_t{first} * kStepNonzeros + i;
+      places[to] = static_cast<int16_t>(q < slot[2] ? col[q] - first_column : m.tile_rows);
+      packed[to] = q < slot[2] ? values[order ? order[q] : q] : 0;
+    }
+  }
+}
+
+Tiles empty_tiles(const Tensor& crow, const c10::SymInt& rows, int64_t tiles, int64_t panels, int64_t lanes) {
+  const c10::SymInt slices = ((rows + panels - 1) / panels + (32 / lanes - 1)) / (32 / lanes);
+  const auto ints = crow.options().dtype(at::kInt);
+  return {at::empty_symint({tiles, panels, slices, 4}, ints),
+          at::empty_symint({tiles, panels, slices * (32 / lanes), 3}, ints)};
+}
+
+template <void (*lay_out)(const Pattern&, const TileLayout&, const Tensor&, const Tensor&)>
+Tiles csr_tiles(const Tensor& crow, const Tensor& col, c10::SymInt columns, int64_t tiles, int64_t panels,
+                int64_t lanes) {
+  const Pattern p = pattern_of(crow, col, {});
+  const TileLayout m = layout_of(p, columns.expect_int(), tiles, panels, lanes);
+  auto made = empty_tiles(crow, p.rows(), tiles, panels, lanes);
+  auto& [heads, slots] = made;
+  lay_out(p, m, heads, slots);
+  const Tensor steps = heads.view({-1, 4}).select(1, 0);
+  steps.copy_(steps.cumsum(0, at::kInt) - steps);
+  return made;
+}
+
+Tiles csr_tiles_meta(const Tensor& crow, const Tensor&, c10::SymInt, int64_t tiles, int64_t panels, int64_t lanes) {
+  return empty_tiles(crow, crow.sym_size(0) - 1, tiles, panels, lanes);
+}
+
+Tiles empty_entries(const Tensor& values, const c10::SymInt& steps) {
+  const c10::SymInt size = (steps + 1) * kStepNonzeros;
+  return {at::empty_symint({size}, values.options().dtype(at::kShort)), at::empty_symint({size}, values.options())};
+}
+
+template <void (*fill)(const Pattern&, const Tensor&, const TileLayout&, const Tensor&, const Tensor&, const Tensor&,
+                       const Tensor&)>
+Tiles csr_tile_entries(const Tensor& heads, const Tensor& slots, const Tensor& crow, const Tensor& col,
+                       const Tensor& values, c10::SymInt columns, int64_t lanes, int64_t steps,
+                       const OptionalTensor& order) {
+  const Pattern p = pattern_of(crow, col, order);
+  const TileLayout m = layout_of(p, columns.expect_int(), heads, lanes);
+  check_tiles(m, heads, slots);
+  TORCH_CHECK_VALUE(values.dim() == 1 && values.size(0) == p.nonzeros() && values.scalar_type() == at::kFloat &&
+                        values.device() == heads.device() && steps >= 0,
+                    kTilesOp, ": expected ", p.nonzeros(), " values in Float, got ", values.sizes(), " in ",
+                    values.scalar_type());
+  auto made = empty_entries(values, steps);
+  fill(contiguous(p), values.contiguous(), m, heads, slots, std::get<0>(made), std::get<1>(made));
+  return made;
+}
+
+Tiles csr_tile_entries_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& values,
+                            c10::SymInt, int64_t, int64_t steps, const OptionalTensor&) {
+  return empty_entries(values, steps);
+}
+
+Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
+               const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t, const OptionalTensor& order,
+               int64_t longest) {
+  return SpmmOp::call(crow, col, values, dense, std::move(columns), "sum", 1, order, {}, {}, {}, {}, false, longest,
+                      -1);
+}
+
+// A product that records a gradient is csr_spmm's.
+Tensor spmm_autograd(const Tensor& heads, const Tensor& slots, const Tensor& places, const Tensor& packed,
+                     const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                     c10::SymInt columns, int64_t lanes, const OptionalTensor& order, int64_t longest) {
+  const auto go = needs_gradient(spmm::kOp, {values, dense}) ? by_rows : SpmmTilesOp::below_autograd;
+  return go(heads, slots, places, packed, crow, col, values, dense, std::move(columns), lanes, order, longest);
+}
+
+#ifdef MATMULS_CUDA
+Tensor spmm_on_gpu(const Tensor& heads, const Tensor& slots, const Tensor& places, const Tensor& packed,
+                   const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                   c10::SymInt columns, int64_t lanes, const OptionalTensor& order, int64_t longest) {
+  const Pattern p = pattern_of(crow, col, order);
+  const spmm::TiledCall c{layout_of(p, columns.expect_int(), heads, lanes), heads, slots, places, packed, dense};
+  if (!spmm::can_go_by_tiles(c))
+    return by_rows(heads, slots, places, packed, crow, col, values, dense, columns, lanes, order, longest);
+  return spmm::run_tiles(c);
+}
+#endif
+
+}  // namespace
+
+void check_tiles(const TileLayout& m, const Tensor& heads, const Tensor& slots) {
+  const auto is = [&](const Tensor& t, at::IntArrayRef sizes) {
+    return t.sizes() == sizes && t.scalar_type() == at::kInt && t.is_contiguous() && t.device() == heads.device();
+  };
+  TORCH_CHECK_VALUE(
+      is(heads, {m.tiles, m.panels, m.slices, 4}) && is(slots, {m.tiles, m.panels, m.slices * (32 / m.lanes), 3}),
+      kTilesOp, ": expected what csr_tiles made of this matrix, got heads ", heads.sizes(), " and slots ",
+      slots.sizes());
+}
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "csr_tiles(Tensor crow, Tensor col, SymInt columns, int tiles, int panels, int lanes) -> (Tensor, "
+      "Tensor)",
+      tags);
+  m.def(
+      "csr_tile_entries(Tensor heads, Tensor slots, Tensor crow, Tensor col, Tensor values, SymInt columns, int lanes, "
+      "int steps, Tensor? order=None) -> (Tensor, Tensor)",
+      tags);
+  m.def(
+      "csr_spmm_tiles(Tensor heads, Tensor slots, Tensor places, Tensor packed, Tensor crow, Tensor col, Tensor "
+      "values, Tensor dense, SymInt columns, int lanes, Tensor? order=None, int longest=-1) -> Tensor",
+      tags);
+}
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
+  m.impl("csr_tiles", csr_tiles<lay_out_on_cpu>);
+  m.impl("csr_tile_entries", csr_tile_entries<fill_tiles_on_cpu>);
+  m.impl("csr_spmm_tiles", by_rows);
+}
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
+  m.impl("csr_tiles", csr_tiles<lay_out_on_gpu>);
+  m.impl("csr_tile_entries", csr_tile_entries<fill_tiles_on_gpu>);
+  m.impl("csr_spmm_tiles", spmm_on_gpu);
+}
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("csr_tiles", csr_tiles_meta);
+  m.impl("csr_tile_entries", csr_tile_entries_meta);
+  m.impl("csr_spmm_tiles", by_rows);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("csr_tiles", CsrTilesOp::below_autograd);
+  m.impl("csr_tile_entries", CsrTileEntriesOp::below_autograd);
+  m.impl("csr_spmm_tiles", spmm_autograd);
+}
+
+}  // namespace matmuls

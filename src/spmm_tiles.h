@@ -1,0 +1,24 @@
+// Products by tiles: rows of the dense side, 32 of its columns, lie in shared memory while rows of A read them again
+// and again. For float32 matrices of even rows whose nonzeros read each row of the dense side many times. Sums in an
+// order that depends on the layout alone.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "spmm.h"
+#include "tiles.h"
+
+namespace matmuls::spmm {
+
+struct TiledCall {
+  TileLayout layout;
+  at::Tensor heads, slots, places, packed;  // tiles.h
+  at::Tensor dense;
+};
+
+// Whether the GPU can, one dense matrix in float32, rows of whole vectors of 16 bytes; ValueError where the tiles are
+// not this matrix's.
+bool can_go_by_tiles(const TiledCall& c);
+at::Tensor run_tiles(const TiledCall& c);
+
+}  // namespace matmuls::spmm

@@ -75,7 +75,7 @@ __device__ void for_vectors(const Span<V, ragged>& span, const Body& body) {
 // their vectors; a row `ends` early where it does not see all its columns.
 template <int V, int NV, bool exact, bool ends>
 struct EvenSpan {
-  static constexpr bool kRagged = false, kEven = true;
+  static constexpr bool kRagged = false, kEven = true, kAlone = true;  // no other span of the row is this thread's
   int first, step, columns;
   bool last;
 
@@ -96,6 +96,11 @@ struct EvenSpan {
   __device__ void store(T* row, int64_t, int i, const F (&values)[V]) const {
     if (begins(i)) store_vector(row + column(i), pack<T, V>(values));
   }
+};
+// One of a thread's several spans of a row.
+template <int V, int NV, bool ends>
+struct EvenPart : EvenSpan<V, NV, true, ends> {
+  static constexpr bool kAlone = false;
 };
 // The last one too where it may not be there: behind a branch it would not be loaded before the others have come.
 template <int NV, bool = true, int V, bool exact, bool ends, class Body>

@@ -439,7 +439,7 @@ void launch_packed(const Call& c, const CallRows& rows) {
                                          c.scale < 0,
                                          packed_factor(c)};
   if (rows.data.count <= INT32_MAX) {
-    if (rows.data.columns == 128) return launch_even_rows<4, 4, true>(op, rows.data);
+    if (rows.data.columns == 128) return launch_even_rows<ends ? 4 : 2, ends ? 4 : 8, true>(op, rows.data);
     if constexpr (ends)  // 512 and 1024 columns, 0.90 and 0.93 of a copy where causal, 0.87 and 0.92 by row_kernel
       if (launch_even_fours<16, 32>(op, rows.data)) return;
   }

@@ -142,7 +142,8 @@ struct Norm {
       sum_of(inputs, i, h);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if constexpr (once) h[j] = !Columns::kEven || span.begins(i) ? h[j] - from : F(0);
+        if constexpr (once) h[j] -= from;
+        if constexpr (Columns::kEven) h[j] = span.begins(i) ? h[j] : F(0);
         if constexpr (!rms) sums[j % 4] += h[j];
         if constexpr (rms || once) squares[j % 4] += h[j] * h[j];
       }

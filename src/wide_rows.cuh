@@ -10,10 +10,9 @@ namespace matmuls {
 constexpr int kWideThreads = 512, kWideVectors = 8;  // of a block, and of a thread at most
 constexpr size_t kWideShared = 220 << 10;            // of a block, for rows on their way
 
-// Softmax and layer norm: of whom it was seen on an H200.
 template <class Op, int V>
-constexpr bool kWide = V > 1 && Op::kInputs == 1 && Op::kConstants != 1 && !Op::kColumnSums &&
-                       sizeof(typename Op::Storage) <= 4 && std::is_empty_v<typename Op::template Held<V, 1>>;
+constexpr bool kWide = V > 1 && Op::kInputs == 1 && !Op::kColumnSums && sizeof(typename Op::Storage) <= 4 &&
+                       std::is_empty_v<typename Op::template Held<V, 1>>;
 
 // Rows in shared memory: one is written, one folded, the others are on their way.
 constexpr size_t wide_row_bytes(int NV) { return size_t{16} * NV * kWideThreads; }

@@ -7,49 +7,20 @@
 
 namespace matmuls {
 
-// Span's questions with their answers. Unless `exact`, some threads lack the last of their vectors; a row `ends` early
-// where it does not see all its columns.
-template <int V, int NV, int step, bool exact, bool ends>
-struct EvenSpan {
-  static constexpr bool kRagged = false, kEven = true;
-  int first, columns;
-  bool last;
-
-  __device__ int column(int i) const { return first + i * step; }
-  __device__ bool begins(int i) const { return exact || i < NV - 1 || last; }
-  __device__ bool sees(int i, int end) const { return ends ? column(i) < end : begins(i); }
-  __device__ static constexpr bool whole(int, int) { return true; }
-  __device__ bool holds(int i, int j, int end) const { return column(i) + j < end; }
-  __device__ int count(int i) const { return begins(i) ? V : 0; }
-  template <class F>
-  __device__ void clear_outside(int i, int end, F fill, F (&values)[V]) const {
-    if (!ends || column(i) + V <= end) return;
-#pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (!holds(i, j, end)) values[j] = fill;
-  }
-  template <class T, class F>
-  __device__ void store(T* row, int64_t, int i, const F (&values)[V]) const {
-    if (begins(i)) store_vector(row + column(i), pack<T, V>(values));
-  }
-};
-// The last one too where it may not be there: behind a branch it would not be loaded before the others have come.
-template <int NV, int V, int step, bool exact, bool ends, class Body>
-__device__ void for_vectors(const EvenSpan<V, NV, step, exact, ends>&, const Body& body) {
-#pragma unroll
-  for (int i = 0; i < NV - 1; ++i) body(i, std::true_type{});
-  body(NV - 1, std::bool_constant<exact>{});
-}
-
-// Rows that a block works on side by side: two warps retire sooner than eight.
+// Rows that a block works on side by side: two warps retire sooner than eight. Of 8 threads, 128 columns, four warps:
+// an H200 starts a block each 1.3 ns, and so many blocks of two would take as long as the memory.
 template <int threads>
-constexpr int kEvenBeside = threads < 64 ? 64 / threads : 1;
+constexpr int kEvenBeside = threads == 8   ? 16
+                            : threads < 64 ? 64 / threads
+                                           : 1;
+template <int threads>
+constexpr int kEvenThreads = threads * kEvenBeside<threads>;
 
 // A row for each team of `threads`: some lanes of a warp, a warp, or a block. Of an operation it wants two things more:
 //   kEnds                         whether a row may see less than its columns
 //   merge_even<lanes>(state, each)  the merge of as many states of `each` columns
 template <class Op, int V, int NV, int threads, bool exact>
-__global__ void __launch_bounds__(std::max(threads, 64), (NV > 4 ? 512 : 1024) / std::max(threads, 64))
+__global__ void __launch_bounds__(kEvenThreads<threads>, (NV > 4 ? 512 : 1024) / kEvenThreads<threads>)
     even_row_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   using F = typename Op::F;
@@ -58,8 +29,8 @@ __global__ void __launch_bounds__(std::max(threads, 64), (NV > 4 ? 512 : 1024) /
   const unsigned rows = static_cast<unsigned>(shape.rows), own = blockIdx.x * kEvenBeside<threads> + threadIdx.y;
   const typename Op::Row row = op.row(min(own, rows - 1));
   const int first = static_cast<int>(threadIdx.x) * V;
-  const EvenSpan<V, NV, V * threads, exact, Op::kEnds> span{first, shape.columns,
-                                                            first + (NV - 1) * V * threads < shape.columns};
+  const EvenSpan<V, NV, exact, Op::kEnds> span{first, V * threads, shape.columns,
+                                               first + (NV - 1) * V * threads < shape.columns};
   ptx::let_next_start();  // and wait here
   ptx::wait_for_earlier();
   Inputs<T, V, NV, Op::kInputs> inputs;

@@ -53,7 +53,7 @@ void check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef MATMULS_CUDA
-#include "even_rows.cuh"
+#include "even_passes.cuh"
 #include "handles.h"
 #include "rows.cuh"
 #include "stream_norm.h"
@@ -142,7 +142,8 @@ struct Norm {
       sum_of(inputs, i, h);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if constexpr (once) h[j] = !Columns::kEven || span.begins(i) ? h[j] - from : F(0);
+        if constexpr (once) h[j] -= from;
+        if constexpr (Columns::kEven) h[j] = span.begins(i) ? h[j] : F(0);
         if constexpr (!rms) sums[j % 4] += h[j];
         if constexpr (rms || once) squares[j % 4] += h[j] * h[j];
       }
@@ -171,8 +172,10 @@ struct Norm {
       mean += from;
     }
     if constexpr (Columns::kEven) {
-      state = {count, mean, all_squares};
-      return;
+      if constexpr (Columns::kAlone) {
+        state = {count, mean, all_squares};
+        return;
+      }
     }
     const F all = state.count + count, apart = mean - state.mean;
     state.squares += all_squares;
@@ -247,12 +250,18 @@ bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows, const std::
   if (rows.count > INT32_MAX || !alignment_of<T>(rows, pointers).whole || !present(op.weight)) return false;
   if (!rms && !present(op.bias)) return false;
   if constexpr (sizeof(T) == 4) {
-    constexpr int columns = rms ? 16384 : 8192;
-    if (rows.columns == columns) return launch_even_rows<columns / 2048, 512, true>(op, rows), true;
+    if constexpr (rms) {
+      if (rows.columns == 16384) return launch_even_passes<2, 2, 1, 1024, 2>(op, rows), true;
+    } else {
+      if (rows.columns == 8192) return launch_even_passes<2, 2, 1, 512, 3>(op, rows), true;
+      if (rows.columns == 16384) return launch_even_passes<2, 4, 1, 512, 2>(op, rows), true;
+    }
   } else {
     const int64_t vectors = rows.columns / 8;
-    if (vectors == 2048) return launch_even_rows<8, 256, true>(op, rows), true;
-    if constexpr (!rms) {
+    if constexpr (rms) {
+      if (vectors == 2048) return launch_even_rows<8, 256, true>(op, rows), true;
+    } else {
+      if (vectors == 2048) return launch_even_passes<4, 1, 2, 512, 3>(op, rows), true;
       if (vectors == 48) return launch_even_rows<3, 16, true>(op, rows), true;
       if (vectors > 64 && vectors < 96) return launch_even_rows<3, 32, false>(op, rows), true;
       if (vectors == 96) return launch_even_rows<3, 32, true>(op, rows), true;

@@ -100,6 +100,14 @@ struct Ahead {
       if (last >= 0) fetch_edge(row, span, last, odd);
     }
   }
+  template <class Row, bool ends>
+  __device__ void fetch(const Row& row, const EvenSpan<V, NV, false, ends>& span) const {
+#pragma unroll
+    for (int i = 0; i < NV; ++i)
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        if (span.begins(i)) ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i));
+  }
   // A vector that reaches over an end of the row: the row's own words, 0 beside them.
   template <class Row, bool ragged>
   __device__ void fetch_edge(const Row& row, const Span<V, ragged>& span, int i, Odd<K>& odd) const {

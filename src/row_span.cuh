@@ -71,6 +71,45 @@ __device__ void for_vectors(const Span<V, ragged>& span, const Body& body) {
   }
 }
 
+// Span's questions with their answers, where threads share a row evenly. Unless `exact`, some threads lack the last of
+// their vectors; a row `ends` early where it does not see all its columns.
+template <int V, int NV, bool exact, bool ends>
+struct EvenSpan {
+  static constexpr bool kRagged = false, kEven = true, kAlone = true;  // no other span of the row is this thread's
+  int first, step, columns;
+  bool last;
+
+  __device__ int column(int i) const { return first + i * step; }
+  __device__ bool begins(int i) const { return exact || i < NV - 1 || last; }
+  __device__ bool sees(int i, int end) const { return ends ? column(i) < end : begins(i); }
+  __device__ static constexpr bool whole(int, int) { return true; }
+  __device__ bool holds(int i, int j, int end) const { return column(i) + j < end; }
+  __device__ int count(int i) const { return begins(i) ? V : 0; }
+  template <class F>
+  __device__ void clear_outside(int i, int end, F fill, F (&values)[V]) const {
+    if (!ends || column(i) + V <= end) return;
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (!holds(i, j, end)) values[j] = fill;
+  }
+  template <class T, class F>
+  __device__ void store(T* row, int64_t, int i, const F (&values)[V]) const {
+    if (begins(i)) store_vector(row + column(i), pack<T, V>(values));
+  }
+};
+// One of a thread's several spans of a row.
+template <int V, int NV, bool ends>
+struct EvenPart : EvenSpan<V, NV, true, ends> {
+  static constexpr bool kAlone = false;
+};
+// The last one too where it may not be there: behind a branch it would not be loaded before the others have come.
+template <int NV, bool = true, int V, bool exact, bool ends, class Body>
+__device__ void for_vectors(const EvenSpan<V, NV, exact, ends>&, const Body& body) {
+#pragma unroll
+  for (int i = 0; i < NV - 1; ++i) body(i, std::true_type{});
+  body(NV - 1, std::bool_constant<exact>{});
+}
+
 // A vector that starts on 16 bytes and reaches over an end of the row: 0 in columns that the row does not have. Without
 // a branch, so that several are on their way at once.
 template <class T, int V>

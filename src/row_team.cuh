@@ -107,7 +107,7 @@ struct Team {
     return state;
   }
 
-  // Of one block.
+  // Of one block; of a cluster's in its first warp, which posts it, alone.
   template <class Op, class State>
   __device__ State merge_block(const Op& op, State state) {
     if constexpr (scope == Scope::warp) return op.merge(state, Lanes{size});
@@ -116,10 +116,11 @@ struct Team {
     state = op.merge(state, Lanes{32});
     if (lane == 0) warps[phase][warp] = state;
     __syncthreads();
+    ++merges;
+    if (scope == Scope::cluster && warp > 0) return state;
     const int among = lane & (group - 1);  // as few lanes as there are warps hold them all, as often as fits
     state = among < blockDim.x / 32 ? warps[phase][among] : Op::identity();
     state = op.merge(state, Lanes{group});
-    ++merges;
     return state;
   }
 

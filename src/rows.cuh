@@ -21,6 +21,7 @@
 #include "row_index.cuh"
 #include "row_kernels.cuh"
 #include "rows.h"
+#include "wide_rows.cuh"
 
 namespace matmuls {
 
@@ -69,11 +70,6 @@ RowConfig configure(int64_t vectors) {
       const int ranks = std::clamp(power(up(all, 256)), 2, kMaxRanks);
       return {Way::walk, Scope::cluster, Op::kLongVectors, static_cast<int>(up(up(all, ranks), 32) * 32), 1, ranks};
     }
-    // 16-bit rows with two constants: three small blocks a multiprocessor, 0.87 of a copy at 65536 columns, not 0.85.
-    if (const int64_t all = up(vectors, Op::kLongVectors); Op::kConstants == 2 && sizeof(typename Op::Storage) == 2 &&
-                                                           Op::kLongVectors > Op::kVectors && !ragged &&
-                                                           all > 4 * 128 && all <= 8 * 128)
-      return {Way::walk, Scope::cluster, Op::kLongVectors, static_cast<int>(up(up(all, 8), 32) * 32), 1, 8};
     // Two constants and a row of 8 vectors fill shared memory, and need half the blocks.
     for (const int held : {Op::kConstants == 2 ? Op::kLongVectors : most, Op::kLongVectors}) {
       const int64_t all = up(vectors, held);
@@ -177,6 +173,41 @@ bool launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t
   return true;
 }
 
+// The same for rows of more than 2048 vectors. As few blocks for each as have room for it: their threads then have five
+// to eight vectors.
+template <class Op, int V>
+bool launch_wide(const Op& op, int64_t rows, int64_t columns) {
+  const int64_t vectors = columns / V;
+  int ranks = 1;
+  while (ranks * kWideThreads * kWideVectors < vectors) ranks *= 2;
+  // Clusters of 16 for float32 without constants: 0.95 of a copy at 262144 columns by walking_kernel, 0.91 by this one.
+  if (ranks > (V == 4 && Op::kConstants == 0 ? 8 : kMaxRanks)) return false;
+  const auto go = [&]<int NV>() {
+    constexpr auto kernel = wide_row_kernel<Op, V, NV>;
+    cudaLaunchConfig_t launch{};
+    launch.blockDim = dim3(kWideThreads);
+    launch.dynamicSmemBytes = wide_stages(NV) * wide_row_bytes(NV);
+    launch.stream = c10::cuda::getCurrentCUDAStream();
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
+    launch.attrs = &cluster;
+    launch.numAttrs = 1;
+    launch.gridDim = dim3(ranks);
+    const int64_t clusters = std::min<int64_t>(resident<kernel>(launch, ranks), rows);
+    if (clusters == 0) return false;
+    launch.gridDim = dim3(static_cast<unsigned>(clusters * ranks));
+    C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, shape_of<Op>(rows, columns)));
+    return true;
+  };
+  switch ((vectors + ranks * kWideThreads - 1) / (ranks * kWideThreads)) {
+    case 5: return go.template operator()<5>();
+    case 6: return go.template operator()<6>();
+    case 7: return go.template operator()<7>();
+    default: return go.template operator()<8>();
+  }
+}
+
 template <auto kernel, class Op>
 void launch_rows_kernel(const Op& op, dim3 threads, int64_t blocks, int64_t rows, int64_t columns) {
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(blocks, INT32_MAX)));
@@ -193,6 +224,9 @@ void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& 
       if (c.way == Way::row)
         return launch_rows_kernel<row_kernel<Op, V, NV, scope, ragged>>(
             op, dim3(c.threads, c.beside), (rows + c.beside - 1) / c.beside, rows, columns);
+    }
+    if constexpr (scope == Scope::cluster && !ragged && kWide<Op, V>) {
+      if (launch_wide<Op, V>(op, rows, columns)) return;
     }
     if constexpr (scope == Scope::cluster || kWalks<Op, ragged> ||
                   (scope == Scope::block && (Op::kConstants > 0 || kLong<Op>))) {

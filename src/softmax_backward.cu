@@ -170,9 +170,12 @@ void launch(const Call& c, const Rows<4>& rows, bool whole) {
                                    {steps[0], steps[1], steps[2]},
                                    c.causal,
                                    static_cast<arithmetic_t<T>>(c.scale)};
+  if constexpr (sizeof(T) == 4)
+    if (whole && rows.count <= INT32_MAX && !c.causal && rows.columns == 16384)
+      return launch_even_rows<4, 1024, true>(op, rows);
   if constexpr (sizeof(T) == 2 && !few) {
     if (whole && rows.count <= INT32_MAX) {
-      if (c.causal && rows.columns == 128) return launch_even_rows<4, 4, true>(op, rows);
+      if (c.causal && rows.columns == 128) return launch_even_rows<2, 8, true>(op, rows);
       if (!c.causal && launch_even_fours<256, 512>(op, rows)) return;
     }
   }
@@ -184,17 +187,17 @@ void run_cuda(const Call& c) {
   const OperationGuard guard(kOp, c.y);
   const auto rows = rows_of_call(c);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kOp, [&] {
+    const std::array pointers{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()};
+    const auto a = alignment_of<scalar_t>(rows, pointers);
     if constexpr (sizeof(scalar_t) == 2) {
-      const std::array pointers{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()};
       // Of rows that are read throughout: those that leave no lane of a warp without its three vectors, and two that
       // threads share evenly (16384 columns: 1.03 of a copy, 0.92 by clusters).
       const auto within = [&](int64_t least, int64_t most) { return rows.columns > least && rows.columns <= most; };
       const bool even = rows.columns == 8192 || rows.columns == 16384;
       const bool many = c.causal ? within(64, 16384) : within(256, 384) || within(512, 768) || even;
-      const auto a = alignment_of<scalar_t>(rows, pointers);
       if (a.whole ? many : a.vectors && within(4096, 16384)) return launch<scalar_t, false>(c, rows, a.whole);
     }
-    launch<scalar_t, sizeof(scalar_t) == 2>(c, rows, false);
+    launch<scalar_t, sizeof(scalar_t) == 2>(c, rows, a.whole);
   });
 }
 

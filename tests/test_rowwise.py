@@ -165,7 +165,7 @@ OPERATIONS = {
 every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 
 COLUMNS = [1, 2, 3, 31, 32, 33, 127, 128, 256, 384, 512, 600, 768, 1000, 1024, 1025, 2048, 4096]
-COLUMNS += [8191, 8192, 16384, 65536, 100003, 262144]
+COLUMNS += [8191, 8192, 16384, 24584, 65536, 100003, 100352, 262144]
 
 
 @every_operation

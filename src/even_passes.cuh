@@ -1,0 +1,75 @@
+// Rows of 32 and 64 KiB that the threads of a block share evenly, read twice: the second time from the L2, where it is
+// still. A block then holds a part of its row and two or three of them run at once, so that one reads while another
+// writes: float32 layer norm of 16384 columns at 0.98 of a copy, 0.91 where a block holds the whole row.
+#pragma once
+
+#include "even_rows.cuh"
+
+namespace matmuls {
+
+// `parts` of `each` vectors a thread, of which the first `kept` wait in registers; `blocks` run at once.
+template <class Op, int V, int parts, int each, int kept, int threads, int blocks>
+__global__ void __launch_bounds__(threads, blocks)
+    even_passes_kernel(const __grid_constant__ Op op, const RowShape shape) {
+  using T = typename Op::Storage;
+  using Part = Inputs<T, V, each, Op::kInputs>;
+  constexpr int kWarps = threads / 32, kStep = V * threads;
+  const typename Op::Row row = op.row(blockIdx.x);
+  const auto span = [&](int part) {
+    return EvenPart<V, each, Op::kEnds>{
+        {static_cast<int>(threadIdx.x) * V + part * each * kStep, kStep, shape.columns}};
+  };
+  const auto constants = [&](int part) {
+    return [&, at = span(part)](int c, int i, typename Op::F(&numbers)[V]) {
+      Words<T, V> words{};
+      load_constant<16>(op.constant(c) + at.column(i), words.at);
+      unpack(words, numbers);
+    };
+  };
+  ptx::let_next_start();  // and wait here
+  ptx::wait_for_earlier();
+  typename Op::State state = Op::identity();
+  typename Op::template Held<V, each> none;
+  const auto fold = [&](int part, Part& inputs) {
+    inputs.load(row, span(part), ptx::l2_policy(true));
+    op.fold(state, none, row, span(part), inputs, constants(part));
+  };
+  Part first[kept];
+#pragma unroll
+  for (int part = parts - 1; part >= kept; --part) {
+    Part inputs;
+    fold(part, inputs);
+  }
+#pragma unroll
+  for (int part = kept - 1; part >= 0; --part) fold(part, first[part]);
+
+  state = op.template merge_even<32>(state, V * each * parts);
+  __shared__ typename Op::State warps[kWarps];
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = state;
+  __syncthreads();
+  state = op.template merge_even<kWarps>(warps[threadIdx.x % kWarps], V * each * parts * 32);
+  const auto result = op.finish(state);
+
+  ColumnSums<typename Op::F, V, 0> no_sums;
+#pragma unroll
+  for (int part = 0; part < kept; ++part) {
+    first[part].forget_numbers();
+    op.write(row, result, none, span(part), first[part], constants(part), no_sums);
+  }
+#pragma unroll
+  for (int part = kept; part < parts; ++part) {
+    Part inputs;
+    inputs.load(row, span(part), ptx::l2_policy(false));  // for the last time
+    op.write(row, result, none, span(part), inputs, constants(part), no_sums);
+  }
+}
+
+// Rows of parts * each vectors for each of `threads`.
+template <int parts, int each, int kept, int threads, int blocks, class Op, int N>
+void launch_even_passes(const Op& op, const Rows<N>& rows) {
+  static_assert(std::is_empty_v<typename Op::template Held<1, each>>, "what fold leaves for write is read again");
+  launch_rows_kernel<even_passes_kernel<Op, 16 / sizeof(typename Op::Storage), parts, each, kept, threads, blocks>>(
+      op, dim3(threads), rows.count, rows.count, rows.columns);
+}
+
+}  // namespace matmuls

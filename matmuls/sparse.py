@@ -181,7 +181,7 @@ def takes_chunks(structure: Structure, n: int, row_bytes: int) -> bool:
 def chunk_sizes(structure: Structure, row_bytes: int) -> tuple[int, int]:
     """Nonzeros of a chunk and of a piece of a long row."""
     if structure.longest <= 64:
-        return 16 if structure.nonzeros < 2**17 else 64 if _is_skewed(structure) else 32, 64
+        return 16 if structure.nonzeros < 2**17 else 32, 64
     if structure.nonzeros >= 2**20:
         return 128, 128
     return 32, 32 if row_bytes < 512 else 64

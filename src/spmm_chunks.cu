@@ -11,15 +11,15 @@ namespace {
 
 using at::Tensor;
 
-template <int V, int L, int U, int kBlocks, class T>
+template <int V, int L, int U, int kThreads, int kBlocks, class T>
 void launch_chunks(ChunkArgs<T>& m) {
-  constexpr int kGroups = kSparseThreads / L;
+  constexpr int kGroups = kThreads / L;
   m.slices = static_cast<unsigned>(ceil_of(m.n, L * V));
   m.chunk_blocks = static_cast<unsigned>(ceil_of(m.chunks, kGroups));
   m.blocks = m.chunk_blocks + static_cast<unsigned>(ceil_of(m.empties, kGroups * kEmptyRows));
   const int64_t blocks = static_cast<int64_t>(m.blocks) * m.slices;
   TORCH_CHECK(blocks <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of chunks, got ", blocks);
-  launch_early(spmm_chunks_kernel<T, V, L, U, kBlocks>, static_cast<unsigned>(blocks), kSparseThreads, m);
+  launch_early(spmm_chunks_kernel<T, V, L, U, kThreads, kBlocks>, static_cast<unsigned>(blocks), kThreads, m);
 }
 
 template <int L, class T>
@@ -45,22 +45,24 @@ Tensor multiply(const ChunkedCall& c) {
   m.dense_row_bytes = static_cast<uint32_t>(c.dense.stride(0) * sizeof(T));
   // As measured on an H200: wide rows by many warps with few nonzeros on their way, narrow ones by fewer with more; of
   // 16 bits up to 128 columns 8 bytes a lane, so that fewer groups of lanes wait for one another at the ends of rows.
+  // Blocks are small, for a multiprocessor takes the next when the longest chunk of one has ended; smaller than 128
+  // threads wide ones would find less of their neighbours' rows in the L1.
   if constexpr (sizeof(T) == 4) {
     if (n <= 32)
-      launch_chunks<4, 8, 8, 3>(m);
+      launch_chunks<4, 8, 8, 64, 12>(m);
     else if (n <= 64)
-      launch_chunks<4, 16, 4, 5>(m);
+      launch_chunks<4, 16, 4, 128, 10>(m);
     else
-      launch_chunks<4, 32, 4, 5>(m);
+      launch_chunks<4, 32, 4, 128, 10>(m);
   } else {
     if (n <= 32)
-      launch_chunks<4, 8, 8, 4>(m);
+      launch_chunks<4, 8, 8, 64, 16>(m);
     else if (n <= 64)
-      launch_chunks<4, 16, 4, 5>(m);
+      launch_chunks<4, 16, 4, 128, 10>(m);
     else if (n <= 128)
-      launch_chunks<4, 32, 4, 5>(m);
+      launch_chunks<4, 32, 4, 128, 10>(m);
     else
-      launch_chunks<8, 32, 4, 4>(m);
+      launch_chunks<8, 32, 4, 128, 8>(m);
   }
   if (m.cuts > 0) n <= 32 ? launch_pieces<8>(m) : launch_pieces<32>(m);
   return out;

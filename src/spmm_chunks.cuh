@@ -66,9 +66,9 @@ __device__ void write_end(const ChunkArgs<T>& m, int end, int column, bool write
 }
 
 // L lanes walk through a chunk, U nonzeros at once. The groups of a warp stay together: shuffles are of the whole warp.
-template <class T, int V, int L, int U, int kBlocks>
-__global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_chunks_kernel(const __grid_constant__ ChunkArgs<T> m) {
-  constexpr int E = L < 8 ? 8 / L : 1, kBatch = L * E, kGroups = kSparseThreads / L;
+template <class T, int V, int L, int U, int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) spmm_chunks_kernel(const __grid_constant__ ChunkArgs<T> m) {
+  constexpr int E = L < 8 ? 8 / L : 1, kBatch = L * E, kGroups = kThreads / L;
   constexpr unsigned kAll = 0xffffffffu, kFirsts = L == 32   ? 1u
                                                    : L == 16 ? 0x10001u
                                                    : L == 8  ? 0x1010101u

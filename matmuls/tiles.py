@@ -25,8 +25,8 @@ def layout_of(s: Structure, n: int) -> TileLayout | None:
     if not s.rows or not 1 <= tiles <= len(CLUSTERS) or (tiles > 1 and across > 1):  # or tiles are fetched anew
         return None
     room = PANEL_ROWS
-    if tiles > 1:  # sums of three panels beside the tile
-        room = min(room, (SHARED - (TILE_ROWS + 1) * SLICE * 4) // (3 * SLICE * 4 * tiles) * tiles)
+    if tiles > 1:  # a panel's sums beside the tile
+        room = (SHARED - (TILE_ROWS + 1) * SLICE * 4) // (SLICE * 4 * tiles) * tiles
     at_once = max(CLUSTERS[tiles - 1] // across, 1)
     panels = min(at_once * -(-s.rows // (at_once * room)), s.rows)
     rows = -(-s.rows // panels)

@@ -1,9 +1,9 @@
 // Kernel of spmm_tiles.h.
 //
-// A block holds a tile, a cluster all tiles of 32 columns. Its blocks go through the same panels of A and send each
-// other their sums, which the one that a row falls to adds up, always in the same order: of three panels at once, so
-// that nobody waits for the slowest of a panel before the next one is done. (Two clusters that fetch their tiles
-// together, for half of what the L2 is read, are slower by up to a microsecond.)
+// A block holds a tile, a cluster all tiles of 32 columns. Its blocks go through the same panel of A and send each
+// other their sums, which the one that a row falls to adds up, always in the same order. Where there is one tile, a
+// block goes from panel to panel. (Two clusters that fetch their tiles together, for half of what the L2 is read, are
+// slower by up to a microsecond.)
 //
 // A lane adds up all 32 columns of its nonzeros: nothing passes between lanes for a nonzero, and shared memory, read
 // 128 bytes a cycle, is all that it waits for. Lane j of eight reads vector k ^ j of a row's eight vectors as its k-th:
@@ -27,7 +27,6 @@ constexpr int kColumns = 32, kVectors = kColumns / 4, kRowBytes = kColumns * 4;
 constexpr int kMostThreads = 640;
 constexpr int kMostWarps = kMostThreads / 32;
 constexpr int kShared = 226 << 10;
-constexpr int kSums = 3;  // panels whose sums are kept
 
 struct TileArgs {
   const int4* heads;
@@ -101,7 +100,6 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   ptx::wait_for_earlier();
   ptx::let_next_start();
   const auto item_of = [&](int i) { return static_cast<int>(int64_t{i} * m.items / m.clusters); };
-  const auto sums_of = [&](int item) { return kept + item % kSums * (m.tiles * m.share * kColumns); };
   const int begin = item_of(cluster), end = item_of(cluster + 1);
   bool there = false;  // the tile
   unsigned parity = 1;
@@ -121,7 +119,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     int slice = thread / 32;
     int4 head = slice < m.slices ? __ldg(m.heads + base + slice) : int4{};
     TileEntries entries = tile_entries(m, head.x, lane);
-    if (m.tiles > 1 && item == begin) ptx::cluster_wait();  // all have begun, and may be sent to
+    if (m.tiles > 1) ptx::cluster_wait();  // all have begun, and may be sent to
     for (; slice < m.slices; slice += warps) {
       const int4 next_head = slice + warps < m.slices ? __ldg(m.heads + base + slice + warps) : int4{};
       const int row = m.slots[(base + slice) * (32 / L) + lane / L].row;
@@ -164,7 +162,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       }
       if (row < 0 || lane % L >= kVectors) continue;
       const int owner = row / m.share;
-      const uint32_t to = ptx::address_in(sums_of(item) + (rank * m.share + row - owner * m.share) * kColumns, owner);
+      const uint32_t to = ptx::address_in(kept + (rank * m.share + row - owner * m.share) * kColumns, owner);
 #pragma unroll
       for (int k = 0; k < kVectors; k += L) {
         const int c = (k ^ j) * 4;
@@ -178,17 +176,12 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     if (!there)  // a warp without a slice; no tile comes over one that is on its way
       for (int stage = 0; stage < kTileStages; ++stage) ptx::barrier_wait(&ready[stage], parity);
     there = true;
-    if (m.tiles == 1) continue;
-    __syncwarp();
-    if (item > begin) {
-      ptx::cluster_wait();
-      add_tiles(m, item - 1, sums_of(item - 1), rank);
-    }
-    ptx::cluster_arrive();
   }
   if (m.tiles == 1) return;
+  __syncwarp();
+  ptx::cluster_arrive();
   ptx::cluster_wait();
-  add_tiles(m, end - 1, sums_of(end - 1), rank);
+  add_tiles(m, begin, kept, rank);
 #endif
 }
 
@@ -209,7 +202,7 @@ CUtensorMap map_of(const Tensor& dense, int rows) {
 
 int share_of(const TileLayout& m) { return (m.panel_rows + m.tiles - 1) / m.tiles; }
 int shared_bytes(const TileLayout& m) {
-  return (m.tile_rows + 1) * kRowBytes + (m.tiles > 1 ? kSums * m.tiles * share_of(m) * kRowBytes : 0);
+  return (m.tile_rows + 1) * kRowBytes + (m.tiles > 1 ? m.tiles * share_of(m) * kRowBytes : 0);
 }
 
 // Clusters that run at once with all the shared memory there is, asked once a device.
@@ -232,7 +225,8 @@ template <int L>
 void launch(const TileLayout& m, TileArgs& args, const Tensor& dense) {
   const int rounds = static_cast<int>(ceil_of(m.slices, kMostWarps)),
             warps = static_cast<int>(ceil_of(m.slices, rounds));
-  args.clusters = std::min(args.items, clusters_at_once<L>(m.tiles));
+  const int at_once = clusters_at_once<L>(m.tiles);
+  args.clusters = m.tiles > 1 ? args.items : std::min(args.items, at_once);
   const Launch with(args.clusters, m.tiles, 32 * warps, shared_bytes(m));
   C10_CUDA_CHECK(
       cudaLaunchKernelEx(&with.config, spmm_tiles_kernel<L>, args, map_of(dense, m.tile_rows / kTileStages)));

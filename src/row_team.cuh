@@ -142,6 +142,13 @@ struct Team {
     const unsigned blocks = ptx::cluster_blocks();
     const int phase = posted % kPhases;
     if (posted++ == 0) ptx::cluster_wait();
+    if (blocks == 1) {  // a cluster's instructions are for two and more
+      if (threadIdx.x == 0) {
+        letters<State>(phase)[0].state = state;
+        ptx::barrier_arrive(mailbox(phase));
+      }
+      return;
+    }
     if (threadIdx.x == 0) ptx::barrier_expect(mailbox(phase), static_cast<unsigned>(blocks * sizeof(Letter<State>)));
     if (threadIdx.x < blocks) {
       Letter<State> mine;

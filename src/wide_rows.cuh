@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     ptx::wait_ahead<kStages - 2>();
     typename Op::State state = Op::identity();
     op.fold(state, none, row, span, stage(slot), constants);
-    team.post(team.merge_block(op, state));
+    team.post(team.template merge_block<true>(op, state));
     if (any) write(r + (kStages - 1) * step);
     any = true;
     before = row;

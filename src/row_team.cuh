@@ -143,13 +143,6 @@ struct Team {
     const unsigned blocks = ptx::cluster_blocks();
     const int phase = posted % kPhases;
     if (posted++ == 0) ptx::cluster_wait();
-    if (blocks == 1) {  // a cluster's instructions are for two and more
-      if (threadIdx.x == 0) {
-        letters<State>(phase)[0].state = state;
-        ptx::barrier_arrive(mailbox(phase));
-      }
-      return;
-    }
     if (threadIdx.x == 0) ptx::barrier_expect(mailbox(phase), static_cast<unsigned>(blocks * sizeof(Letter<State>)));
     if (threadIdx.x < blocks) {
       Letter<State> mine;
@@ -159,6 +152,15 @@ struct Team {
 #pragma unroll
       for (int w = 0; w < int(sizeof(mine) / 8); ++w) ptx::send(to + 8 * w, mine.words[w], remote_mailbox);
     }
+  }
+  // The only block of its cluster: a cluster's stores are for two and more.
+  template <class State>
+  __device__ void post_to_itself(const State& state) {
+    const int phase = posted % kPhases;
+    if (posted++ == 0) ptx::cluster_wait();
+    if (threadIdx.x != 0) return;
+    letters<State>(phase)[0].state = state;
+    ptx::barrier_arrive(mailbox(phase));
   }
   // The merge of all blocks, of the first post that is not collected yet.
   template <class Op>

@@ -64,7 +64,11 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     ptx::wait_ahead<kStages - 2>();
     typename Op::State state = Op::identity();
     op.fold(state, none, row, span, stage(slot), constants);
-    team.post(team.template merge_block<true>(op, state));
+    state = team.template merge_block<true>(op, state);
+    if (team.size == kWideThreads)
+      team.post_to_itself(state);
+    else
+      team.post(state);
     if (any) write(r + (kStages - 1) * step);
     any = true;
     before = row;

@@ -196,6 +196,7 @@ class Tiled(Full):
 
     def __init__(self, structure: Structure) -> None:
         super().__init__(structure)
+        self._layouts: dict[int, TileLayout | None] = {}  # for each number of b's columns
         self._laid_out: dict[TileLayout, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -207,7 +208,10 @@ class Tiled(Full):
         return super().__call__(values, b, dtype)
 
     def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
-        return layout_of(self._structure, b.shape[1])
+        n = b.shape[1]
+        if n not in self._layouts:
+            self._layouts[n] = layout_of(self._structure, n)
+        return self._layouts[n]
 
     def _made(self, values: torch.Tensor, key: Any, old: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         s = self._structure
@@ -317,6 +321,11 @@ class Measurement:
         kinds = {OURS: True, BLOCKS: True, DENSE: dense, HALVES: halves, TWO_OF_FOUR: halves, TILES: halves}
         found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
         return min(found, key=lambda name: found[name], default=OURS)
+
+
+def _is_even(s: Structure) -> bool:
+    """Whether rows are about as long as each other, and none is cut: products take as long as their size says."""
+    return s.rows >= CUT and s.longest * s.rows <= EVEN * s.nonzeros
 
 
 def _us_by_rows(s: Structure, n: int) -> float:
@@ -459,7 +468,7 @@ class Choice:
             return {}
         if (DENSE in large) != (dtype != torch.float32):
             return {}
-        if s.rows < CUT or s.longest * s.rows > EVEN * s.nonzeros:
+        if not _is_even(s):
             return {}
         if capability(b.device) != (9, 0):
             return {}
@@ -489,8 +498,7 @@ class Choice:
         ):
             us = _us_in_halves(s, b.shape[1]) if halves else {}
             found.insert(0, min(us, key=lambda name: us[name], default=DENSE))
-        even = s.distinct and s.rows >= CUT and s.longest * s.rows <= EVEN * s.nonzeros
-        if halves and even and s.crow.dtype == torch.int32:
+        if halves and s.distinct and _is_even(s) and s.crow.dtype == torch.int32:
             n = b.shape[1]
             if SOONER * us_by_tiles(s, n) < _us_by_rows(s, n):
                 found.insert(0, TILES)

@@ -13,19 +13,13 @@ __global__ void __launch_bounds__(threads, blocks)
     even_passes_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   using Part = Inputs<T, V, each, Op::kInputs>;
-  constexpr int kWarps = threads / 32, kStep = V * threads;
+  constexpr int kStep = V * threads;
   const typename Op::Row row = op.row(blockIdx.x);
   const auto span = [&](int part) {
     return EvenPart<V, each, Op::kEnds>{
         {static_cast<int>(threadIdx.x) * V + part * each * kStep, kStep, shape.columns}};
   };
-  const auto constants = [&](int part) {
-    return [&, at = span(part)](int c, int i, typename Op::F(&numbers)[V]) {
-      Words<T, V> words{};
-      load_constant<16>(op.constant(c) + at.column(i), words.at);
-      unpack(words, numbers);
-    };
-  };
+  const auto constants = [&](int part) { return even_constants<T, V>(op, span(part)); };
   ptx::let_next_start();  // and wait here
   ptx::wait_for_earlier();
   typename Op::State state = Op::identity();
@@ -44,10 +38,7 @@ __global__ void __launch_bounds__(threads, blocks)
   for (int part = kept - 1; part >= 0; --part) fold(part, first[part]);
 
   state = op.template merge_even<32>(state, V * each * parts);
-  __shared__ typename Op::State warps[kWarps];
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = state;
-  __syncthreads();
-  state = op.template merge_even<kWarps>(warps[threadIdx.x % kWarps], V * each * parts * 32);
+  state = merge_even_warps<threads>(op, state, V * each * parts * 32);
   const auto result = op.finish(state);
 
   ColumnSums<typename Op::F, V, 0> no_sums;

@@ -16,6 +16,25 @@ constexpr int kEvenBeside = threads == 8   ? 16
 template <int threads>
 constexpr int kEvenThreads = threads * kEvenBeside<threads>;
 
+// The constants of an even row in a span's columns.
+template <class T, int V, class Op, class Columns>
+__device__ auto even_constants(const Op& op, const Columns& span) {
+  return [&op, span](int c, int i, typename Op::F(&numbers)[V]) {
+    Words<T, V> words{};
+    if (span.begins(i)) load_constant<16>(op.constant(c) + span.column(i), words.at);
+    unpack(words, numbers);
+  };
+}
+// The merge of a block's warps, each of `each` columns.
+template <int threads, class Op, class State>
+__device__ State merge_even_warps(const Op& op, const State& state, int each) {
+  constexpr int kWarps = threads / 32;
+  __shared__ State warps[kWarps];
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = state;
+  __syncthreads();
+  return op.template merge_even<kWarps>(warps[threadIdx.x % kWarps], each);
+}
+
 // A row for each team of `threads`: some lanes of a warp, a warp, or a block. Of an operation it wants two things more:
 //   kEnds                         whether a row may see less than its columns
 //   merge_even<lanes>(state, each)  the merge of as many states of `each` columns
@@ -37,22 +56,13 @@ __global__ void __launch_bounds__(kEvenThreads<threads>, (NV > 4 ? 512 : 1024) /
   inputs.load(row, span, ptx::l2_policy(shape.large));
   typename Op::State state = Op::identity();
   typename Op::template Held<V, NV> held;
-  const auto constants = [&](int c, int i, F(&numbers)[V]) {
-    Words<T, V> words{};
-    if (span.begins(i)) load_constant<16>(op.constant(c) + span.column(i), words.at);
-    unpack(words, numbers);
-  };
+  const auto constants = even_constants<T, V>(op, span);
   op.fold(state, held, row, span, inputs, constants);
   if constexpr (exact)
     state = op.template merge_even<std::min(threads, 32)>(state, V * NV);
   else
     state = op.merge(state, Lanes{32});
-  if constexpr (kWarps > 1) {
-    __shared__ typename Op::State warps[kWarps];
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = state;
-    __syncthreads();
-    state = op.template merge_even<kWarps>(warps[threadIdx.x % kWarps], V * NV * 32);
-  }
+  if constexpr (kWarps > 1) state = merge_even_warps<threads>(op, state, V * NV * 32);
   if (own >= rows) return;
   const auto result = op.finish(state);
   if constexpr (std::is_empty_v<decltype(held)>) inputs.forget_numbers();

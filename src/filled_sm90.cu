@@ -5,8 +5,6 @@
 // tiles ahead, two warpgroups multiply 64 rows each. Tensor cores round their sums towards zero: they add up 64
 // products at a time, and float32 registers the rest.
 #ifdef MATMULS_CUDA
-#include <array>
-#include <atomic>
 
 #include "filled.cuh"
 #include "filled_sm90.cuh"
@@ -56,24 +54,6 @@ struct TwoOfFour {
   const int2* rest;
 };
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// hopper.cuh's bulk copies, with what the L2 does of them.
-__device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y, ptx::L2Policy policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(ptx::shared_address(to)),
-      "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y), "l"(policy)
-      : "memory");
-}
-__device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes, ptx::L2Policy policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(ptx::shared_address(to)),
-      "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-#endif
-
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
     multiply_halves_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
@@ -112,12 +92,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         unsigned char* const to = tiles + stage * Tile::stage_bytes;
         ptx::barrier_expect(&full[stage], Tile::stage_bytes);
         if constexpr (Tile::two_of_four)
-          load_bytes(pairs.steps + int64_t{row0 / kRows} * shape.steps + k, to, &full[stage], sizeof(StepOfTile),
-                     policy);
+          hopper::load_bytes(pairs.steps + int64_t{row0 / kRows} * shape.steps + k, to, &full[stage],
+                             sizeof(StepOfTile), policy);
         else
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            load(a_map, to + half * Tile::half_bytes, &full[stage], k * kWide, row0 + half * shape.rows, policy);
+            hopper::load(a_map, to + half * Tile::half_bytes, &full[stage], k * kWide, row0 + half * shape.rows,
+                         policy);
       };
       const int ahead = min(last - first, Tile::stages);  // while the dense side's halves are being made
       for (int n = 0; n < ahead; ++n) load_a(first + n, n);
@@ -257,23 +238,6 @@ CUtensorMap map_of(const at::Tensor& halves, int box_rows) {
   return tensor_map<c10::Half>("spmm", halves.const_data_ptr(), sizes, strides, box);
 }
 
-// Clusters of `shares` blocks that run at once, asked once a device.
-template <class Tile>
-int clusters_at_once(int shares) {
-  static std::array<std::array<std::atomic<int>, kMostShares + 1>, 64> known{};
-  auto& most = known[c10::cuda::current_device() % 64][shares];
-  if (most.load(std::memory_order_relaxed) == 0) {
-    C10_CUDA_CHECK(
-        cudaFuncSetAttribute(multiply_halves_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::shared));
-    Launch launch(1, shares, kThreads, Tile::shared);
-    launch.config.numAttrs = 1;  // the cluster alone
-    int fit = 0;
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, multiply_halves_kernel<Tile>, &launch.config));
-    most.store(std::max(fit, 1), std::memory_order_relaxed);
-  }
-  return most.load(std::memory_order_relaxed);
-}
-
 // The steps of A that stay in the L2 from one product to the next: where it takes all that comes by, nothing is left of
 // A when it is read again. More than a third of the L2 for A and the `others` was slower (H200, 4096 x 4096).
 int staying_steps(size_t bytes, int64_t others, int steps) {
@@ -293,7 +257,8 @@ Shares shares_of(int64_t rows, int64_t n, int64_t inner) {
   const int64_t tiles = int64_t{up(rows, kRows)} * up(n, Tile::columns);
   Shares best{INT64_MAX, 1};
   for (int shares = 1; shares <= kMostShares; ++shares) {
-    const int64_t steps = up(tiles, clusters_at_once<Tile>(shares)) * (kStepsOfTile + up(up(inner, kWide), shares));
+    const int64_t steps = up(tiles, clusters_at_once<multiply_halves_kernel<Tile>, kThreads, Tile::shared>(shares)) *
+                          (kStepsOfTile + up(up(inner, kWide), shares));
     const int64_t cost = steps * (Tile::columns == 128 ? 100 : 64);
     if (cost < best.cost) best = {cost, shares};
   }

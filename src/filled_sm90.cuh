@@ -6,6 +6,10 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+
 #include "filled.h"
 
 namespace matmuls {
@@ -40,5 +44,22 @@ struct Launch {
   }
   Launch(const Launch&) = delete;
 };
+
+// Clusters of so many blocks, 8 at most, that run at once, asked once a device; the kernel is allowed its shared
+// memory.
+template <auto kernel, int threads, int shared>
+int clusters_at_once(int blocks) {
+  static std::array<std::array<std::atomic<int>, 9>, 64> known{};
+  auto& most = known[c10::cuda::current_device() % 64][blocks];
+  if (most.load(std::memory_order_relaxed) == 0) {
+    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    Launch launch(1, blocks, threads, shared);
+    launch.config.numAttrs = 1;  // the cluster alone
+    int fit = 0;
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, kernel, &launch.config));
+    most.store(std::max(fit, 1), std::memory_order_relaxed);
+  }
+  return most.load(std::memory_order_relaxed);
+}
 
 }  // namespace matmuls

@@ -28,12 +28,21 @@ __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier,
       "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y)
       : "memory");
 }
+// The same, and what the L2 does of it.
+__device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y, ptx::L2Policy policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(ptx::shared_address(to)),
+      "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y), "l"(policy)
+      : "memory");
+}
 // Bytes as they lie in memory; a multiple of 16.
-__device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   ptx::shared_address(to)),
-               "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier))
-               : "memory");
+__device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes, ptx::L2Policy policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(ptx::shared_address(to)),
+      "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier)), "l"(policy)
+      : "memory");
 }
 // The same tile to the same place of every block in `blocks`, each block's own barrier told.
 __device__ inline void load_for(uint16_t blocks, const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y) {

@@ -177,6 +177,7 @@ bool launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t
 // to eight vectors.
 template <class Op, int V>
 bool launch_wide(const Op& op, int64_t rows, int64_t columns) {
+  if (at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin < kWideShared + (4 << 10)) return false;
   const int64_t vectors = columns / V;
   int ranks = 1;
   while (ranks * kWideThreads * kWideVectors < vectors) ranks *= 2;

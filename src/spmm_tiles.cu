@@ -11,9 +11,6 @@
 #ifdef MATMULS_CUDA
 #include "spmm_tiles.h"
 
-#include <array>
-#include <atomic>
-
 #include "filled_sm90.cuh"
 #include "handles.h"
 #include "hopper.cuh"
@@ -205,27 +202,11 @@ int shared_bytes(const TileLayout& m) {
   return (m.tile_rows + 1) * kRowBytes + (m.tiles > 1 ? m.tiles * share_of(m) * kRowBytes : 0);
 }
 
-// Clusters that run at once with all the shared memory there is, asked once a device.
-template <int L>
-int clusters_at_once(int blocks) {
-  static std::array<std::array<std::atomic<int>, kMostTiles + 1>, 64> known{};
-  auto& most = known[c10::cuda::current_device() % 64][blocks];
-  if (most.load(std::memory_order_relaxed) == 0) {
-    Launch with(1, blocks, kMostThreads, kShared);
-    with.config.numAttrs = 1;  // the cluster alone
-    int fit = 0;
-    C10_CUDA_CHECK(cudaFuncSetAttribute(spmm_tiles_kernel<L>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, spmm_tiles_kernel<L>, &with.config));
-    most.store(std::max(fit, 1), std::memory_order_relaxed);
-  }
-  return most.load(std::memory_order_relaxed);
-}
-
 template <int L>
 void launch(const TileLayout& m, TileArgs& args, const Tensor& dense) {
   const int rounds = static_cast<int>(ceil_of(m.slices, kMostWarps)),
             warps = static_cast<int>(ceil_of(m.slices, rounds));
-  const int at_once = clusters_at_once<L>(m.tiles);
+  const int at_once = clusters_at_once<spmm_tiles_kernel<L>, kMostThreads, kShared>(m.tiles);
   args.clusters = m.tiles > 1 ? args.items : std::min(args.items, at_once);
   const Launch with(args.clusters, m.tiles, 32 * warps, shared_bytes(m));
   C10_CUDA_CHECK(

@@ -1,7 +1,7 @@
 """Indices of sparse matrices, looked at once: the kernels trust what was checked here and read it unchecked."""
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -14,15 +14,20 @@ def version_of(t: torch.Tensor) -> int:
     return -1 if t.is_inference() else t._version
 
 
-def check_rows(
-    name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int, what: str = "columns"
-) -> tuple[int, bool]:
-    """The longest row's nonzeros, and whether the columns of every row increase: none is there twice. Of columns
-    likewise. ValueError where an index is not what it must be.
+class Facts(NamedTuple):
+    """Of a matrix by rows, or by columns likewise."""
+
+    longest: int  # nonzeros of a row
+    distinct: bool  # the columns of every row increase: none is there twice
+    beyond_two: int  # nonzeros after the second in their four columns: about, where columns increase
+
+
+def check_rows(name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int, what: str = "columns") -> Facts:
+    """What the indices say. ValueError where one is not what it must be.
 
     offsets: [rows + 1], inner: [nonzeros] from 0 to size - 1, both int32 or both int64. Waits for the GPU.
     """
-    problem, where, found, longest, rises = _csr_check(offsets, inner, size).tolist()
+    problem, where, found, longest, rises, beyond_two = _csr_check(offsets, inner, size).tolist()
     if problem:
         expected = {
             1: "the first offset to be 0",
@@ -31,7 +36,7 @@ def check_rows(
             4: f"{what} from 0 to {size - 1} at nonzero {where}",
         }
         raise ValueError(f"{name}: expected {expected[problem]}, got {found}")
-    return int(longest), bool(rises)
+    return Facts(int(longest), bool(rises), int(beyond_two))
 
 
 def check_entries(name: str, row: torch.Tensor, column: torch.Tensor, shape: tuple[int, int]) -> None:

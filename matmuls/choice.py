@@ -3,15 +3,16 @@ width.
 
 Only products that give the same bits every time are candidates: of cuSPARSE's algorithms csr_alg3 and coo_alg2, as its
 documentation has it, and of these csr_alg3 alone: coo_alg2 was never the fastest, and measuring it took three quarters
-of the time. Large products of which cuSPARSE's was never the fastest are measured without it, and those that by their
-size are faster with or without the matrix's zeros not at all: a measurement takes 1 to 5 ms, to choose by size 0.1.
+of the time. Large products of which cuSPARSE's was never the fastest are measured without it. A measurement takes 1 to
+5 ms, to choose by size 0.1: where sizes tell, what 50 products could not pay back is not measured.
 Which candidate is fastest is a matter of time, though: with torch.use_deterministic_algorithms a plan takes our own,
 whatever is faster.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +45,8 @@ PAIRED_FILL = 3  # the same, from where two of four are considered; and the most
 PAIRED_COLUMNS = 8192
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
 CLEAR = 1.22  # times that one way is estimated to take of another: it is not measured then
-SOONER = 1.05  # times that tiles are estimated to be faster than ours: they are considered then
+RACE, PRODUCTS = 2e-3, 50  # seconds of a measurement, and products that must pay it back
+SOONER = 1.06  # times that another way is estimated to be faster than ours: it is considered then
 CUT = 1024  # rows: of fewer the long ones are cut, and estimated too low
 EVEN = 4  # times the average: the longest row of a matrix whose product takes as long as its size says
 
@@ -60,12 +62,13 @@ class Product(Protocol):
 
 @dataclass(frozen=True)
 class Kept:
-    """What was made, and of which values: they are held, so that no others can lie at their address."""
+    """What was made, and of which values: they are held, so that no others can lie at their address. making: what other
+    streams wait for."""
 
     values: torch.Tensor
     state: Any
     made: tuple[torch.Tensor, ...]
-    making: Given
+    making: Given | None
 
 
 class Full:
@@ -79,7 +82,7 @@ class Full:
         self._saved: set[Any] = set()
 
     def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        values, key = values.detach(), self._key(b, dtype)
+        values, key = values.detach() if values.requires_grad else values, self._key(b, dtype)
         kept = self._kept.get(key)
         if kept is None or kept.state != _state(values):
             if is_capturing(values.device):  # written at every replay; what lies in a graph's memory is not kept
@@ -87,26 +90,27 @@ class Full:
             kept = self._keep(values, key)
         elif is_capturing(values.device):
             self._captured.add(key)
-        else:
+        elif kept.making is not None:
             kept.making.wait()
         if b.requires_grad and torch.is_grad_enabled():
             self._saved.add(key)
         return self._product(kept.made, values, b, dtype)
 
     def prepare(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
-        """For products by these values, in graphs too from now on."""
-        self._keep(values, self._key(b, dtype))
-        for_every_stream(values)
+        """For products by these values, in graphs too from now on. Waits for the GPU."""
+        self._keep(values, self._key(b, dtype), wait=True)
 
     def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
         return dtype
 
-    def _keep(self, values: torch.Tensor, key: Any) -> Kept:
+    def _keep(self, values: torch.Tensor, key: Any, wait: bool = False) -> Kept:
         old = self._kept.get(key)
         in_place = old is not None and (key in self._captured or key not in self._saved)
         made = self._made(values, key, old.made if old and in_place else ())
         self._saved.discard(key)
-        self._kept[key] = Kept(values, _state(values), made, Given(values))
+        if wait:
+            for_every_stream(values)
+        self._kept[key] = Kept(values, _state(values), made, None if wait else Given(values))
         return self._kept[key]
 
     def _made(self, values: torch.Tensor, key: Any, old: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -315,12 +319,16 @@ class Measurement:
     columns: int
     seconds: dict[str, float | None]
     estimated: bool = False
+    _fastest: dict[tuple[bool, bool], str] = field(default_factory=dict, init=False, repr=False)
 
     def fastest(self, dense: bool, cusparse: bool) -> str:
-        halves = dense and cusparse
-        kinds = {OURS: True, BLOCKS: True, DENSE: dense, HALVES: halves, TWO_OF_FOUR: halves, TILES: halves}
-        found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
-        return min(found, key=lambda name: found[name], default=OURS)
+        known = self._fastest.get((dense, cusparse))
+        if known is None:
+            halves = dense and cusparse
+            kinds = {OURS: True, BLOCKS: True, DENSE: dense, HALVES: halves, TWO_OF_FOUR: halves, TILES: halves}
+            found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
+            known = self._fastest[dense, cusparse] = min(found, key=lambda name: found[name], default=OURS)
+        return known
 
 
 def _is_even(s: Structure) -> bool:
@@ -333,24 +341,37 @@ def _us_by_rows(s: Structure, n: int) -> float:
     return 4.3 + max(s.nonzeros * max(n, 16) / 3.6e6, s.nonzeros / s.rows * 0.022) + s.rows * n * 1e-6
 
 
+@lru_cache(4096)
+def _cost_in_halves(rows: int, columns: int, n: int, width: int) -> tuple[float, float, int, int]:
+    """Steps and waves in all, of tiles `width` wide, steps of one, and width."""
+    tiles, narrow = -(-rows // 128) * -(-n // width), 1.0 if width == 128 else 0.64
+    waves = ((narrow * -(-tiles // at_once), -(-columns // (64 * k))) for k, at_once in enumerate(CLUSTERS, 1))
+    return min((w * (4 + steps), w, steps, width) for w, steps in waves)
+
+
 def _us_in_halves(s: Structure, n: int) -> dict[str, float]:
     """Microseconds, about, of a float32 product on tensor cores, as filled_sm90.cu shares it out: steps of 64 columns,
     and four for a tile's begin and end."""
 
-    def cost(width: int) -> tuple[float, float, int, int]:
-        tiles, narrow = -(-s.rows // 128) * -(-n // width), 1.0 if width == 128 else 0.64
-        waves = ((narrow * -(-tiles // at_once), -(-s.columns // (64 * k))) for k, at_once in enumerate(CLUSTERS, 1))
-        return min((w * (4 + steps), w, steps, width) for w, steps in waves)
-
     widths = (64, 128) if n > 64 else (64,) if n > 32 else (32,)
-    steps, waves, each, width = min(cost(width) for width in widths)
-    begin = 2.9 + s.columns / 740 + n / 256
+    steps, waves, each, width = min(_cost_in_halves(s.rows, s.columns, n, width) for width in widths)
+    begin = 4.9 + s.columns / 1150 + n / 256
     us = {HALVES: begin + steps * 1.02}
     if s.distinct and s.columns <= PAIRED_COLUMNS and s.rows * s.columns >= PAIRED_FILL * s.nonzeros:
         # Of the rest each nonzero reads a row of the dense side: 6 TB/s, out of the L2.
         of_pairs = 4.4 + 0.76 * each if width == 128 else 6 + 0.55 * each
         us[TWO_OF_FOUR] = begin + waves * of_pairs + s.beyond_two * max(n, 32) / 1.5e6
     return us
+
+
+def _near(seconds: dict[str, float]) -> list[str]:
+    """Those of estimates among which to measure."""
+    if not seconds:
+        return []
+    best = min(seconds, key=lambda name: seconds[name])
+    if (CLEAR - 1) * seconds[best] * PRODUCTS < RACE:
+        return [OURS] if seconds[OURS] <= SOONER * seconds[best] else [best]
+    return [name for name in seconds if seconds[name] <= CLEAR * seconds[best]]
 
 
 class Choice:
@@ -437,9 +458,9 @@ class Choice:
         candidates = self._candidates(dtype, b)
         large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, BLOCKS)]
         estimates = self._estimates(large, dtype, b)
-        near = [name for name in estimates if estimates[name] <= CLEAR * min(estimates.values())]
+        near = _near(estimates)
         if len(near) == 1 and (near == [OURS] or prepared(near[0])):
-            return self._known(dtype, Measurement(b.shape[1], {**estimates}, estimated=True))
+            return self._known(dtype, Measurement(b.shape[1], {near[0]: estimates[near[0]]}, estimated=True))
         large = [name for name in large if not estimates or name in near]
         self._ours(values, b)  # its first call is not timed
         found = [name for name in large if name not in seconds and ready(name)]
@@ -464,22 +485,17 @@ class Choice:
         """Seconds, about, of ours by rows and of those in `large`, as measured on an H200; {} where they are not
         known."""
         s, n = self._structure, b.shape[1]
-        if not large or BLOCKS in large or not b.is_cuda or dtype == torch.float64 or n % 8:
+        if BLOCKS in large or not b.is_cuda or dtype == torch.float64 or n % 8 or not _is_even(s):
             return {}
-        if (DENSE in large) != (dtype != torch.float32):
+        if (dtype == torch.float32 and DENSE in large) or capability(b.device) != (9, 0):
             return {}
-        if not _is_even(s):
-            return {}
-        if capability(b.device) != (9, 0):
-            return {}
-        if DENSE not in large:
+        if dtype == torch.float32:
             us = {OURS: _us_by_rows(s, n), TILES: us_by_tiles(s, n), **_us_in_halves(s, n)}
-            us = {name: t for name, t in us.items() if name in (OURS, *large)}
         else:
             products, elements = s.nonzeros * max(n, 64 // dtype.itemsize), s.rows * s.columns
             us = {OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), s.nonzeros / s.rows * 0.02)}
             us[DENSE] = max(4 + min(s.columns / 600, 4.3) + elements * n / 5e8, elements / 1.55e6)
-        return {name: t * 1e-6 for name, t in us.items()}
+        return {name: us[name] * 1e-6 for name in (OURS, *large)}
 
     def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
         """The matrix with its zeros first, where it is worth a try; its blocks last."""
@@ -544,18 +560,14 @@ class Choice:
         """A line for each measurement: microseconds of every candidate, an asterisk at the chosen one."""
         lines = []
         for (dtype, _), m in self.measured.items():
-            if len(m.seconds) == 1:
-                lines.append(
-                    f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: ours, without another candidate"
-                )
-                continue
             chosen = m.fastest(True, True)
-            if m.estimated:
-                lines.append(f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: {chosen}, by its size alone")
-                continue
-            times = (
+            times = ", ".join(
                 f"{name} {'refused' if t is None else f'{t * 1e6:.1f} us'}{'*' if name == chosen else ''}"
                 for name, t in m.seconds.items()
             )
-            lines.append(f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: {', '.join(times)}")
+            if m.estimated:
+                times = f"{chosen}, by its size alone"
+            elif len(m.seconds) == 1:
+                times = "ours, without another candidate"
+            lines.append(f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: {times}")
         return "\n".join(lines)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ import custom_mm
 
 from . import measure, sparse
 from .bench import copy_rate, environment, geometric_mean
+from .choice import OURS
 from .matrices import Matrix
 
 PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", "scipy", "dense"
-OURS = "ours"  # as a plan's choice is called
 CUSPARSE = ("csr_alg1", "csr_alg2", "csr_alg3", "coo_alg1", "coo_alg2", "coo_alg3", "coo_alg4")
 PREPARED = ("csr_alg1", "csr_alg3")  # what cusparseSpMM_preprocess speeds up
 DENSE_ELEMENTS = 2**26
+SOON = 50  # calls, until a plan should have paid back
+CALLS, ROUNDS = 20, 3  # of what is timed by the wall clock
 ROUND_US = 5e5  # what the rounds of one case may take in all, where seven of them do not take longer
 Product = Callable[[], Any]
 
@@ -58,8 +61,12 @@ class Case:
     chosen: str  # by the plan
     plan_us: float  # building it
     plan_bytes: int
-    tune_us: float  # what its first product took more than another, in a process that knows the shape
-    check_us: float = 0  # the same without a plan, which looks at the indices too
+    # From here to the backward pass in wall-clock time of a process that knows the shape: building the plan and its
+    # first product, the first product without one, which looks at the indices too, and further calls of both.
+    first_us: float = 0
+    first_planless_us: float = 0
+    call_us: float = 0
+    call_planless_us: float = 0
     backward: dict[str, Result] = field(default_factory=dict)
     backward_mib: dict[str, float] = field(default_factory=dict)  # peak above the operands
 
@@ -101,10 +108,10 @@ class Case:
 
     @property
     def pays_back_after(self) -> float | None:
-        """Products after which building a plan and choosing has cost less than it saved; None: never, or it is ours."""
-        own, other = self.results[PLAN].us, self.results[PLANLESS].us
-        saved = other - own if own and other and self.chosen != OURS else 0
-        return max(self.plan_us + self.tune_us - self.check_us, 0) / saved if saved > 0 else None
+        """Calls, one after the other, after which all with a plan, its building and choosing among them, have taken no
+        longer than all without; None: never."""
+        spent, saved = self.first_us - self.first_planless_us, self.call_planless_us - self.call_us
+        return 1 if spent <= 0 else 1 + spent / saved if saved > 0 else None
 
 
 class Operands:
@@ -151,6 +158,32 @@ def _microseconds(run: Product, device: str) -> tuple[float, Any]:
     result = run()
     _wait(device)
     return (time.perf_counter() - begin) * 1e6, result
+
+
+def _wall_clock(m: Operands, b: Tensor) -> dict[str, float]:
+    """Microseconds of a fresh matrix's first product and of each further call, with a plan and without: the median of
+    rounds, each with a matrix nobody has seen."""
+    found: dict[str, list[float]] = {}
+
+    def took(name: str, run: Product, calls: int = 1) -> Any:
+        us, result = _microseconds(run, m.device)
+        found.setdefault(name, []).append(us / calls)
+        return result
+
+    def again(run: Product) -> None:
+        for _ in range(CALLS):
+            run()
+
+    for _ in range(ROUNDS):
+        fresh, other = (torch.sparse_csr_tensor(m.crow.clone(), m.col.clone(), m.values, m.matrix.shape) for _ in "ab")
+        made = took("plan_us", partial(sparse.plan, fresh))
+        planned, planless = partial(made.__matmul__, b), partial(sparse.spmm, other, b)
+        took("first_us", planned)
+        took("first_planless_us", planless)
+        took("call_us", partial(again, planned), CALLS)
+        took("call_planless_us", partial(again, planless), CALLS)
+    us = {name: median(times) for name, times in found.items()}
+    return us | {"first_us": us["plan_us"] + us["first_us"]}
 
 
 def _cusparse(m: Operands, b: Tensor, algorithm: str) -> Product:
@@ -219,15 +252,9 @@ def _time(runs: dict[str, Product], checked: dict[str, Result], device: str) -> 
 def measure_case(m: Operands, n: int, copy: float, backward: bool) -> Case:
     b = m.dense_side(n)
     truth = torch.sparse_csr_tensor(m.crow, m.col, m.values.double(), m.matrix.shape) @ b.double()
-    fresh, other, first = (
-        torch.sparse_csr_tensor(m.crow.clone(), m.col.clone(), m.values, m.matrix.shape) for _ in range(3)
-    )
+    made = sparse.plan(m.csr)
     # What a process loads once, cuBLAS's kernels for a shape among it, is neither's.
-    sparse.plan(first) @ b, sparse.spmm(first, b)
-    plan_us, made = _microseconds(lambda: sparse.plan(fresh), m.device)
-    first_us, _ = _microseconds(lambda: made @ b, m.device)
-    again_us, _ = _microseconds(lambda: made @ b, m.device)
-    checked_us, unchecked_us = (_microseconds(lambda: sparse.spmm(other, b), m.device)[0] for _ in range(2))
+    made @ b, sparse.spmm(m.csr, b)
     runs: dict[str, Product] = {}
     checked: dict[str, Result] = {}
     for name, prepare in _candidates(m, b, made):
@@ -255,10 +282,8 @@ def measure_case(m: Operands, n: int, copy: float, backward: bool) -> Case:
         floor_us=m.floor_bytes(n) / copy * 1e6,
         results=_time(runs, checked, m.device),
         chosen=OURS if chosen is None else chosen.fastest(True, True),
-        plan_us=plan_us,
         plan_bytes=made.nbytes,
-        tune_us=max(0.0, first_us - again_us) if chosen else 0.0,
-        check_us=max(0.0, checked_us - unchecked_us),
+        **_wall_clock(m, b),
     )
     return _with_backward(case, m, b, made) if backward else case
 
@@ -311,12 +336,15 @@ def summary(cases: list[Case]) -> list[str]:
             ("plan over the fastest rival", [c.speed() for c in own]),
             ("without a plan over the fastest rival", [c.speed(PLANLESS) for c in own]),
             ("plan over the dense product", [c.speed_over(DENSE) for c in own]),
+            ("plan's calls over those without", [c.call_planless_us / c.call_us for c in own if c.call_us]),
             ("forward and backward over torch.sparse", [c.backward_speed for c in own]),
         ):
             known = [r for r in ratios if r is not None]
             if known:
                 mean, low = geometric_mean(known), min(known)
                 lines.append(f"{dtype}, {words}: geometric mean {mean:.2f}, lowest {low:.2f}, {len(known)} cases")
+        late = sum(c.pays_back_after is None or c.pays_back_after > SOON for c in own)
+        lines.append(f"{dtype}, plan paid back after {SOON} calls: {len(own) - late} of {len(own)} cases")
     return lines
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from custom_mm import _C
 from custom_mm.indices import check_entries, check_rows, version_of
 
 from .blocks import KERNEL_SIZES
@@ -21,10 +21,7 @@ INT32_MAX = 2**31 - 1
 
 
 def is_capturing(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and _C.is_capturing(device.index)
 
 
 def for_every_stream(t: torch.Tensor) -> None:
@@ -37,20 +34,18 @@ class Given:
     """What the current stream has been given to do on t's device so far."""
 
     def __init__(self, t: torch.Tensor) -> None:
-        self._stream = torch.cuda.current_stream(t.device) if t.is_cuda else None
-        self._event = self._stream.record_event() if self._stream else None
+        self._device = t.device
+        self._stream = _C.current_stream(t.device.index) if t.is_cuda else 0
+        self._event = torch.cuda.current_stream(t.device).record_event() if t.is_cuda else None
 
     def wait(self) -> None:
         """The current stream goes on when it is done."""
-        if self._stream is None or self._event is None:
-            return
-        current = torch.cuda.current_stream(self._stream.device)
-        if current == self._stream:
+        if self._event is None or _C.current_stream(self._device.index) == self._stream:
             return
         if self._event.query():
             self._event = None
         else:
-            current.wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 @dataclass(frozen=True)
@@ -90,8 +85,7 @@ class Structure:
             raise ValueError(
                 f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
             )
-        # distinct: the columns of every row increase, none is there twice
-        self.longest, self.distinct = check_rows(name, crow, col, self.columns)
+        self.longest, self.distinct, self.beyond_two = check_rows(name, crow, col, self.columns)
         self._versions = self._versions_now()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Structure":
@@ -100,7 +94,7 @@ class Structure:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update({"blocks": None, "_narrow": None, **state})  # older pickles have neither
         # They may have been written over before.
-        self.longest, self.distinct = check_rows("SparsePlan", self.crow, self.col, self.columns)
+        self.longest, self.distinct, self.beyond_two = check_rows("SparsePlan", self.crow, self.col, self.columns)
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
@@ -137,12 +131,6 @@ class Structure:
     @property
     def chunk_tensors(self) -> list[torch.Tensor]:
         return [t for made in self._chunks.values() for t in made.tensors]
-
-    @cached_property
-    def beyond_two(self) -> int:
-        """Nonzeros after the second in their four columns: about, where columns increase. Waits for the GPU."""
-        four = self.col >> 2
-        return int((four[2:] == four[:-2]).sum())
 
     def by_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values in the order of `col`."""

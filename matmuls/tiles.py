@@ -42,4 +42,4 @@ def us_by_tiles(s: Structure, n: int) -> float:
     across = -(-n // SLICE)
     rounds = -(-across * layout.panels // CLUSTERS[layout.tiles - 1])
     products = s.nonzeros * SLICE * rounds / layout.panels / layout.tiles  # of a block
-    return (6.6 if layout.tiles > 1 else 4.2) + products * 1.85e-5 + s.rows * n * 1.5e-6
+    return (6.6 if layout.tiles > 1 else 4.5) + products * 1.85e-5 + s.rows * n * 1.5e-6

@@ -26,8 +26,9 @@ void check(const char* op, const Tensor& crow, const Tensor& col) {
   check_pattern(op, pattern_of(crow, col, {}), crow);
 }
 
-Tensor facts_of(Problem problem, int64_t where, int64_t found, int64_t longest = 0, bool rises = false) {
-  return at::tensor({static_cast<int64_t>(problem), where, found, longest, int64_t{rises}}, at::kLong);
+Tensor facts_of(Problem problem, int64_t where, int64_t found, int64_t longest = 0, bool rises = false,
+                int64_t beyond_two = 0) {
+  return at::tensor({static_cast<int64_t>(problem), where, found, longest, int64_t{rises}, beyond_two}, at::kLong);
 }
 
 // The smallest index in [begin, end) that `is_bad`, or end.
@@ -68,7 +69,9 @@ Tensor csr_check_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_co
         for (int64_t p = crow[r] + 1; p < crow[r + 1]; ++p) falls |= col[p] <= col[p - 1];
         return falls;
       });
-      return facts_of(Problem::none, 0, 0, longest, falls_in == rows);
+      int64_t beyond_two = 0;
+      for (int64_t p = 2; p < nonzeros; ++p) beyond_two += col[p] >> 2 == col[p - 2] >> 2;
+      return facts_of(Problem::none, 0, 0, longest, falls_in == rows, beyond_two);
     }();
   });
   return facts;

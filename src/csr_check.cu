@@ -15,10 +15,11 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kMostBlocks = 2048;
 
-// Zeros at first: the first bad row and the first bad column as 2^62 less their places, the longest row, and how many
-// columns are not above the one before, but for those that begin a row.
+// Zeros at first: the first bad row and the first bad column as 2^62 less their places, the longest row, how many
+// columns are not above the one before, but for those that begin a row, and how many lie in the same four as the one
+// before the one before.
 struct Seen {
-  unsigned long long row, column, longest, falls;
+  unsigned long long row, column, longest, falls, beyond_two;
 };
 constexpr unsigned long long kFirst = 1ull << 62;
 
@@ -43,13 +44,16 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t c = col[p];
     if (c < 0 || c >= columns) own.column = larger(own.column, kFirst - p);
     own.falls += p > 0 && c <= col[p - 1];
+    own.beyond_two += p > 1 && c >> 2 == static_cast<int64_t>(col[p - 2]) >> 2;
   }
   for (int lanes = 16; lanes > 0; lanes /= 2) {
     own.longest = larger(own.longest, __shfl_xor_sync(0xffffffffu, own.longest, lanes));
     own.falls += __shfl_xor_sync(0xffffffffu, own.falls, lanes);
+    own.beyond_two += __shfl_xor_sync(0xffffffffu, own.beyond_two, lanes);
   }
   if (threadIdx.x % 32 == 0 && own.longest > 0) atomicMax(&seen->longest, own.longest);
   if (threadIdx.x % 32 == 0 && own.falls != 0) atomicAdd(&seen->falls, own.falls);
+  if (threadIdx.x % 32 == 0 && own.beyond_two > 0) atomicAdd(&seen->beyond_two, own.beyond_two);
   if (own.row > 0) atomicMax(&seen->row, own.row);
   if (own.column > 0) atomicMax(&seen->column, own.column);
 }
@@ -59,7 +63,7 @@ __global__ void tell_kernel(const I* crow, const I* col, int64_t rows, int64_t n
                             int64_t* facts) {
   const auto tell = [&](Problem problem, int64_t where, int64_t found, int64_t longest = 0) {
     facts[0] = static_cast<int64_t>(problem), facts[1] = where, facts[2] = found, facts[3] = longest;
-    facts[4] = seen->falls == 0;
+    facts[4] = seen->falls == 0, facts[5] = static_cast<int64_t>(seen->beyond_two);
   };
   if (crow[0] != 0) return tell(Problem::first_offset, 0, crow[0]);
   if (crow[rows] != nonzeros) return tell(Problem::last_offset, rows, crow[rows]);
@@ -72,7 +76,7 @@ __global__ void tell_kernel(const I* crow, const I* col, int64_t rows, int64_t n
 
 at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns) {
   const int64_t rows = crow.size(0) - 1, nonzeros = col.size(0);
-  const at::Tensor seen = at::zeros({4}, crow.options().dtype(at::kLong));
+  const at::Tensor seen = at::zeros({sizeof(Seen) / sizeof(int64_t)}, crow.options().dtype(at::kLong));
   at::Tensor facts = at::empty({kFacts}, seen.options());
   const int64_t blocks = std::clamp<int64_t>((std::max(rows, nonzeros) + kThreads - 1) / kThreads, 1, kMostBlocks);
   const auto stream = c10::cuda::getCurrentCUDAStream();

@@ -5,10 +5,10 @@
 
 namespace matmuls {
 
-// What is wrong with a matrix's indices, if anything, where, what is there, the longest row, and whether the columns of
-// every row increase.
+// What is wrong with a matrix's indices, if anything, where, what is there, the longest row, whether the columns of
+// every row increase, and about how many nonzeros are not the first two in their four columns.
 enum class Problem : int64_t { none, first_offset, last_offset, decreasing, column };
-constexpr int64_t kFacts = 5;
+constexpr int64_t kFacts = 6;
 
 // Both contiguous, on the current device.
 at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns);

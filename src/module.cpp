@@ -3,6 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>
+#ifdef MATMULS_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
 
 #include "handles.h"
 
@@ -37,6 +40,23 @@ std::string version_of(GetProperty get) {
 }
 #endif
 
+bool is_capturing([[maybe_unused]] int device) {
+  bool captures = false;
+#ifdef MATMULS_CUDA
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));  // the default stream is the device's
+  captures = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+#endif
+  return captures;
+}
+
+uintptr_t current_stream([[maybe_unused]] int device) {
+  uintptr_t stream = 0;
+#ifdef MATMULS_CUDA
+  stream = reinterpret_cast<uintptr_t>(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream());
+#endif
+  return stream;
+}
+
 py::dict build_info() {
   py::dict info;
   info["torch"] = TORCH_VERSION;
@@ -68,5 +88,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("handle_info", handle_info);
   m.def("set_workspace_size", matmuls::set_workspace_size, py::arg("nbytes"), no_gil());
   m.def("workspace_size", matmuls::workspace_size, no_gil());
+  m.def("is_capturing", is_capturing, py::arg("device"));
+  m.def("current_stream", current_stream, py::arg("device"));
   m.def("build_info", build_info);
 }

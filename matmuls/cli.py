@@ -452,11 +452,8 @@ def show_spmm(cases: list[Any]) -> None:
             took = "refused" if r.us is None else f"{r.us:.1f}"
             mib = f"{c.backward_mib[name]:.1f} MiB" if name in c.backward_mib else ""
             table.add_row("", f"forward + backward, {name}", took, "", mib)
-        pays = c.pays_back_after
-        back = "" if pays is None else f", paid back after {pays:.0f} calls"
-        first = f"with its first product {c.first_us:.0f} (without a plan {c.first_planless_us:.0f}) us"
-        calls = f"calls {c.call_us:.1f} ({c.call_planless_us:.1f}) us"
-        build = f"{c.plan_us:.0f} us, {first}, {calls}, {c.plan_bytes / 2**20:.1f} MiB{back}"
+        first = f"with {c.calls} products {c.calls_us:.0f} us, {c.calls_planless_us:.0f} without it"
+        build = f"{c.plan_us:.0f} us, {c.plan_bytes / 2**20:.1f} MiB, {first}"
         table.add_row("", f"[dim]plan: {build}[/dim]", end_section=True)
     console.print(table)
 

@@ -29,8 +29,8 @@ PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", 
 CUSPARSE = ("csr_alg1", "csr_alg2", "csr_alg3", "coo_alg1", "coo_alg2", "coo_alg3", "coo_alg4")
 PREPARED = ("csr_alg1", "csr_alg3")  # what cusparseSpMM_preprocess speeds up
 DENSE_ELEMENTS = 2**26
-SOON = 50  # calls, until a plan should have paid back
-CALLS, ROUNDS = 20, 3  # of what is timed by the wall clock
+SOON = 50  # products, until a plan should have paid back
+ROUNDS, CALLS_US = 3, 2e5  # of that: how often, and how long it may take once, where five calls do not take longer
 ROUND_US = 5e5  # what the rounds of one case may take in all, where seven of them do not take longer
 Product = Callable[[], Any]
 
@@ -61,12 +61,11 @@ class Case:
     chosen: str  # by the plan
     plan_us: float  # building it
     plan_bytes: int
-    # From here to the backward pass in wall-clock time of a process that knows the shape: building the plan and its
-    # first product, the first product without one, which looks at the indices too, and further calls of both.
-    first_us: float = 0
-    first_planless_us: float = 0
-    call_us: float = 0
-    call_planless_us: float = 0
+    # A matrix's first products, one call after the other, in a process that knows the shape: how many, and how long in
+    # all by the wall clock; with a plan, building it and choosing among it, and without.
+    calls: int = 0
+    calls_us: float = 0
+    calls_planless_us: float = 0
     backward: dict[str, Result] = field(default_factory=dict)
     backward_mib: dict[str, float] = field(default_factory=dict)  # peak above the operands
 
@@ -107,11 +106,9 @@ class Case:
         return other / own if own and other else None
 
     @property
-    def pays_back_after(self) -> float | None:
-        """Calls, one after the other, after which all with a plan, its building and choosing among them, have taken no
-        longer than all without; None: never."""
-        spent, saved = self.first_us - self.first_planless_us, self.call_planless_us - self.call_us
-        return 1 if spent <= 0 else 1 + spent / saved if saved > 0 else None
+    def pays_back(self) -> float | None:
+        """The first products' time without a plan over that with one; from 1 on it has paid back."""
+        return self.calls_planless_us / self.calls_us if self.calls_us else None
 
 
 class Operands:
@@ -160,30 +157,26 @@ def _microseconds(run: Product, device: str) -> tuple[float, Any]:
     return (time.perf_counter() - begin) * 1e6, result
 
 
-def _wall_clock(m: Operands, b: Tensor) -> dict[str, float]:
-    """Microseconds of a fresh matrix's first product and of each further call, with a plan and without: the median of
-    rounds, each with a matrix nobody has seen."""
-    found: dict[str, list[float]] = {}
+def _first_products(m: Operands, b: Tensor, about: float) -> dict[str, float]:
+    """Of a matrix that nobody has seen, by the wall clock, and what building the plan took: medians of rounds. about:
+    microseconds of a product."""
+    calls = int(min(SOON, max(5, CALLS_US / about)))
+    taken: dict[str, list[float]] = {"plan_us": [], "calls_us": [], "calls_planless_us": []}
 
-    def took(name: str, run: Product, calls: int = 1) -> Any:
-        us, result = _microseconds(run, m.device)
-        found.setdefault(name, []).append(us / calls)
-        return result
+    def planned(a: Tensor) -> None:
+        made = sparse.plan(a)
+        for _ in range(calls):
+            made @ b
 
-    def again(run: Product) -> None:
-        for _ in range(CALLS):
-            run()
+    def planless(a: Tensor) -> None:
+        for _ in range(calls):
+            sparse.spmm(a, b)
 
     for _ in range(ROUNDS):
-        fresh, other = (torch.sparse_csr_tensor(m.crow.clone(), m.col.clone(), m.values, m.matrix.shape) for _ in "ab")
-        made = took("plan_us", partial(sparse.plan, fresh))
-        planned, planless = partial(made.__matmul__, b), partial(sparse.spmm, other, b)
-        took("first_us", planned)
-        took("first_planless_us", planless)
-        took("call_us", partial(again, planned), CALLS)
-        took("call_planless_us", partial(again, planless), CALLS)
-    us = {name: median(times) for name, times in found.items()}
-    return us | {"first_us": us["plan_us"] + us["first_us"]}
+        for times, run in zip(taken.values(), (sparse.plan, planned, planless), strict=True):
+            fresh = torch.sparse_csr_tensor(m.crow.clone(), m.col.clone(), m.values, m.matrix.shape)
+            times.append(_microseconds(partial(run, fresh), m.device)[0])
+    return {"calls": calls} | {name: median(times) for name, times in taken.items()}
 
 
 def _cusparse(m: Operands, b: Tensor, algorithm: str) -> Product:
@@ -255,6 +248,7 @@ def measure_case(m: Operands, n: int, copy: float, backward: bool) -> Case:
     made = sparse.plan(m.csr)
     # What a process loads once, cuBLAS's kernels for a shape among it, is neither's.
     made @ b, sparse.spmm(m.csr, b)
+    once, _ = _microseconds(lambda: sparse.spmm(m.csr, b), m.device)
     runs: dict[str, Product] = {}
     checked: dict[str, Result] = {}
     for name, prepare in _candidates(m, b, made):
@@ -283,7 +277,7 @@ def measure_case(m: Operands, n: int, copy: float, backward: bool) -> Case:
         results=_time(runs, checked, m.device),
         chosen=OURS if chosen is None else chosen.fastest(True, True),
         plan_bytes=made.nbytes,
-        **_wall_clock(m, b),
+        **_first_products(m, b, once),
     )
     return _with_backward(case, m, b, made) if backward else case
 
@@ -336,15 +330,13 @@ def summary(cases: list[Case]) -> list[str]:
             ("plan over the fastest rival", [c.speed() for c in own]),
             ("without a plan over the fastest rival", [c.speed(PLANLESS) for c in own]),
             ("plan over the dense product", [c.speed_over(DENSE) for c in own]),
-            ("plan's calls over those without", [c.call_planless_us / c.call_us for c in own if c.call_us]),
+            (f"the first {SOON} calls without a plan over those with one", [c.pays_back for c in own]),
             ("forward and backward over torch.sparse", [c.backward_speed for c in own]),
         ):
             known = [r for r in ratios if r is not None]
             if known:
                 mean, low = geometric_mean(known), min(known)
                 lines.append(f"{dtype}, {words}: geometric mean {mean:.2f}, lowest {low:.2f}, {len(known)} cases")
-        late = sum(c.pays_back_after is None or c.pays_back_after > SOON for c in own)
-        lines.append(f"{dtype}, plan paid back after {SOON} calls: {len(own) - late} of {len(own)} cases")
     return lines
 
 

@@ -3,9 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/version.h>
-#ifdef MATMULS_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#endif
 
 #include "handles.h"
 
@@ -43,8 +40,11 @@ std::string version_of(GetProperty get) {
 bool is_capturing([[maybe_unused]] int device) {
   bool captures = false;
 #ifdef MATMULS_CUDA
-  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));  // the default stream is the device's
-  captures = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
+  if (stream == nullptr) return false;  // the default one captures nothing
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  captures = status != cudaStreamCaptureStatusNone;
 #endif
   return captures;
 }

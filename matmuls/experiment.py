@@ -9,7 +9,7 @@ as many bytes as must move: indices, values, the rows of the dense side that hav
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -378,11 +378,12 @@ def save(path: Path, cases: list[Case], device: str, *, complete: bool = True) -
 
 
 def load(path: Path) -> list[Case]:
-    """What `save` wrote."""
+    """What `save` wrote; of an older version too, whose fields may be others."""
+    known = {f.name for f in fields(Case)}
     cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
     for c in cases:
         c["results"], c["backward"] = ({n: Result(**r) for n, r in c[k].items()} for k in ("results", "backward"))
-    return [Case(**c) for c in cases]
+    return [Case(**{name: c[name] for name in known & c.keys()}) for c in cases]
 
 
 def plot(path: Path, cases: list[Case], sweep: bool) -> None:

@@ -40,7 +40,7 @@ def measured(block: int, zeros: float, n: int, dtype: torch.dtype) -> dict[str, 
     }
     truth = dense.double() @ b.double()
     errors = {name: ((run().double() - truth).norm() / truth.norm()).item() for name, run in ways.items()}
-    times = measure.time_warm(list(ways.values()), "cuda", 5, after_itself=True)
+    times = measure.time_warm(list(ways.values()), "cuda", 5, own_before=measure.OWN_BEFORE)
     return {
         "block": block,
         "zeros": zeros,

@@ -231,8 +231,8 @@ def _time(runs: dict[str, Product], checked: dict[str, Result], device: str) -> 
     if device == "cpu":
         timings = measure.time_on_cpu([[runs[name]] for name in rest], budget=0.5)
     else:
-        rounds = int(min(20, max(7, ROUND_US / sum(2 * once[name] for name in rest))))
-        timings = measure.time_warm([runs[name] for name in rest], device, rounds, after_itself=True)
+        rounds = int(min(20, max(7, ROUND_US / sum((2 + measure.OWN_BEFORE) * once[name] for name in rest))))
+        timings = measure.time_warm([runs[name] for name in rest], device, rounds, own_before=measure.OWN_BEFORE)
     timings += measure.time_warm([runs[name] for name in slow], device)
     timed = dict(zip([*rest, *slow], timings, strict=True))
     return {

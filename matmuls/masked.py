@@ -149,6 +149,53 @@ def _linear_meta(
     return x.new_empty(*x.shape[:-1], w1.shape[0])
 
 
+def _rows_kept(x: Tensor, w1: Tensor, known: int) -> int:
+    """Rows of x in the plan's order that forward leaves to backward; 0 where that does not read x so."""
+    m, n = x.shape[:-1].numel(), w1.shape[0]
+    if known in (0, m) or not _by_triton(x, n) or not torch.cuda.is_available():
+        return 0
+    from .triton.masked_linear import rows_kept
+
+    return rows_kept(m, n, x.shape[-1], x)
+
+
+def _linear_forward(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    known: int = -1,
+    kept: int = 0,
+) -> tuple[Tensor, Tensor]:
+    _check_linear(x, w1, w2, rows, counts, b1, b2)
+    if kept not in (0, _rows_kept(x, w1, known)):
+        fail("masked_linear_forward", f"0 or {_rows_kept(x, w1, known)} rows to be kept", kept)
+    if not kept:
+        return _linear_kernel(x, w1, w2, rows, counts, b1, b2, known), x.new_empty(0, x.shape[-1])
+    from .triton.masked_linear import in_order, product, read_rows
+
+    ordered = in_order(read_rows(_flat(x)), rows, counts)
+    y = product(_flat(x), w1, w2, rows, counts, b1, b2, ordered=ordered)
+    return y.view(*x.shape[:-1], w1.shape[0]), ordered
+
+
+def _linear_forward_meta(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    known: int = -1,
+    kept: int = 0,
+) -> tuple[Tensor, Tensor]:
+    return _linear_meta(x, w1, w2, rows, counts, b1, b2, known), x.new_empty(kept, x.shape[-1])
+
+
 def _weights_kernel(
     g: Tensor, x: Tensor, rows: Tensor, counts: Tensor, first: bool = True, second: bool = True, known: int = -1
 ) -> tuple[Tensor, Tensor]:
@@ -190,12 +237,13 @@ def _linear_backward(
     first: bool = True,
     second: bool = True,
     known: int = -1,
+    ordered: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_linear_gradient(g, x, w1, w2, rows, counts)
     if known not in (0, rows.shape[0]) and _by_triton(x, w1.shape[0]):
         from .triton.masked_linear import gradients
 
-        dx, d1, d2 = gradients(_flat(g), _flat(x), w1, w2, rows, counts, first, second)
+        dx, d1, d2 = gradients(_flat(g), _flat(x), w1, w2, rows, counts, first, second, ordered)
         return dx.view(x.shape), d1, d2
     dx = _linear_kernel(g, w1.T, w2.T, rows, counts, None, None, known)
     return dx, *_weights_kernel(g, x, rows, counts, first, second, known)
@@ -211,6 +259,7 @@ def _linear_backward_meta(
     first: bool = True,
     second: bool = True,
     known: int = -1,
+    ordered: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_linear_gradient(g, x, w1, w2, rows, counts)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -324,6 +373,12 @@ for _schema, _kernel, _meta in (
         _linear_meta,
     ),
     (
+        "masked_linear_forward(Tensor x, Tensor w1, Tensor w2, Tensor rows, Tensor counts, Tensor? b1=None, "
+        "Tensor? b2=None, SymInt known=-1, SymInt kept=0) -> (Tensor, Tensor)",
+        _linear_forward,
+        _linear_forward_meta,
+    ),
+    (
         "masked_weights(Tensor grad, Tensor x, Tensor rows, Tensor counts, bool first=True, bool second=True, "
         "SymInt known=-1) -> (Tensor, Tensor)",
         _weights_kernel,
@@ -331,7 +386,7 @@ for _schema, _kernel, _meta in (
     ),
     (
         "masked_linear_backward(Tensor grad, Tensor x, Tensor w1, Tensor w2, Tensor rows, Tensor counts, "
-        "bool first=True, bool second=True, SymInt known=-1) -> (Tensor, Tensor, Tensor)",
+        "bool first=True, bool second=True, SymInt known=-1, Tensor? ordered=None) -> (Tensor, Tensor, Tensor)",
         _linear_backward,
         _linear_backward_meta,
     ),
@@ -355,6 +410,7 @@ _ops = torch.ops.custom_mm
 _plan: Callable[..., tuple[Tensor, Tensor]] = _ops.mask_plan.default
 _linear: Callable[..., Tensor] = _ops.masked_linear.default
 _weights: Callable[..., tuple[Tensor, Tensor]] = _ops.masked_weights.default
+_linear_forward_op: Callable[..., tuple[Tensor, Tensor]] = _ops.masked_linear_forward.default
 _linear_backward_op: Callable[..., tuple[Tensor, ...]] = _ops.masked_linear_backward.default
 _sums: Callable[..., Tensor] = _ops.masked_sums.default
 _ffn_op: Callable[..., Tensor] = _ops.masked_ffn.default
@@ -367,26 +423,31 @@ _ffn_backward_op: Callable[..., tuple[Tensor, ...]] = _ops.masked_ffn_backward.d
 
 class _Linear(Function):
     """dx is the same operator on transposed weights, so that it is differentiable in its turn; where nobody asks for
-    that, dx and the weights' gradients are one operator, which shares the work on the gradient's rows."""
+    that, dx and the weights' gradients are one operator, which shares the work on the gradient's rows and reads x in
+    order where forward has left it so."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, rows: Tensor, counts: Tensor, *rest: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            y = _linear(x, w1, w2, rows, counts, *rest)
         need_x, need_1, need_2 = ctx.needs_input_grad[:3]
+        kept, ordered = _rows_kept(x, w1, rest[2]) if need_x and (need_1 or need_2) else 0, None
+        with torch._C._AutoDispatchBelowAutograd():
+            if kept:
+                y, ordered = _linear_forward_op(x, w1, w2, rows, counts, *rest, kept)
+            else:
+                y = _linear(x, w1, w2, rows, counts, *rest)
         ctx.save_for_backward(
-            x if need_1 or need_2 else None, w1 if need_x else None, w2 if need_x else None, rows, counts
+            x if need_1 or need_2 else None, w1 if need_x else None, w2 if need_x else None, rows, counts, ordered
         )
         ctx.known = rest[2]
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w1, w2, rows, counts = ctx.saved_tensors
+        x, w1, w2, rows, counts, ordered = ctx.saved_tensors
         need_x, need_1, need_2, _, _, need_b1, need_b2, _ = ctx.needs_input_grad
         dx = d1 = d2 = e1 = e2 = None
         if need_x and (need_1 or need_2) and not torch.is_grad_enabled():
-            dx, d1, d2 = _linear_backward_op(dy, x, w1, w2, rows, counts, need_1, need_2, ctx.known)
+            dx, d1, d2 = _linear_backward_op(dy, x, w1, w2, rows, counts, need_1, need_2, ctx.known, ordered)
         elif need_x:
             dx = _linear(dy, w1.T, w2.T, rows, counts, None, None, ctx.known)
         if (need_1 or need_2) and d1 is None:
@@ -511,6 +572,7 @@ for _name, _function in (
     ("masked_sums", _Sums),
     ("masked_ffn", _Ffn),
     ("masked_ffn_forward", _FfnForward),
+    ("masked_linear_forward", _once("masked_linear_forward")),
     ("masked_linear_backward", _once("masked_linear_backward")),
     ("masked_ffn_backward", _once("masked_ffn_backward")),
 ):
@@ -525,7 +587,7 @@ for _name in ("masked_linear", "masked_ffn"):
 # What torch.utils.flop_counter counts: every row goes through one expert.
 
 
-@register_flop_formula(_ops.masked_linear)
+@register_flop_formula([_ops.masked_linear, _ops.masked_linear_forward])
 def _linear_flops(x: torch.Size, w1: torch.Size, *args: Any, **kwargs: Any) -> int:
     return 2 * x.numel() * w1[0]
 
@@ -594,6 +656,7 @@ def masked_linear(
     the gradient of large weights reads sorted copies, of x and of y's gradient: on sm_90 a second stream makes them
     while the gradient of x is computed; where that is not asked for, a copy of the one with fewer columns comes first.
     Few rows on sm_90, where tuned tiles say so (512 on an H200), are copied too: one round of tiles, whatever the mask.
+    Of 256 to 1024 rows and large weights in 16 bits the copy of x is kept for backward, beside x.
     Rows may lie apart; where neither x nor its rows' elements are contiguous, and where one weight is transposed and
     the other is not, a copy is made. float64 runs both products and blends. On the CPU the rows are sorted, then two
     products. `matmuls tune masked_linear` finds the fastest tiles for a GPU and a shape.

@@ -340,10 +340,40 @@ def test_few_rows(dtype, m, poisoned, monkeypatch):
         for ours, mine in ((d1, mask), (d2, ~mask)):
             close(ours, torch.where(mine[:, None], g, 0).double().T @ x.double(), dtype, terms=m)
             assert mine.any() or ours.count_nonzero() == 0
+        again = kernels.gradients(g, x, w1, w2, rows, counts, ordered=few.in_order(x, rows, counts))
+        assert all(map(torch.equal, again, (dx, d1, d2)))
         frozen = kernels.gradients(g, x, w1, w2, rows, counts, False, True)
         assert frozen[1].numel() == 0
         assert torch.equal(frozen[2], d2)
     assert set(ran) == {few.few_product_kernel, few.few_weights_kernel}
+
+
+@pytest.mark.cuda
+def test_backward_of_few_rows_reads_what_forward_ordered(monkeypatch):
+    from matmuls.triton import few
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("rows are ordered from sm_90 on")
+    copied = []
+    real = few.launch
+    monkeypatch.setattr(few, "launch", lambda *args: (copied.append(args), real(*args)))
+    x, w1, w2 = (draw(*s, dtype=torch.bfloat16, device="cuda") for s in ((512, 2048), (2304, 2048), (2304, 2048)))
+    leaves = [t.clone().requires_grad_() for t in (x, w1, w2)]
+    rows, counts, known = plan = mask_plan(torch.rand(512, device="cuda") < 0.5)
+    grad = draw(512, 2304, dtype=torch.bfloat16, device="cuda")
+    y = masked_linear(leaves[0].view(2, 256, 2048), *leaves[1:], plan)
+    found = torch.autograd.grad(y, leaves, grad.view(y.shape))
+    assert len(copied) == 2  # x once, grad once
+    alone = torch.ops.custom_mm.masked_linear_backward(grad, x, w1, w2, rows, counts)
+    assert all(map(torch.equal, found, alone))
+    forward = torch.ops.custom_mm.masked_linear_forward.default
+    args = x, w1, w2, rows, counts, None, None, known, 512 + 64 + 128
+    torch.library.opcheck(forward, args, test_utils=("test_schema", "test_faketensor"))
+    with pytest.raises(RuntimeError, match="masked_linear_forward: expected 0 or 704 rows to be kept, got 5"):
+        forward(*args[:8], 5)
+    y, ordered = forward(*args)
+    assert torch.equal(y, masked_linear(x, w1, w2, plan))
+    assert torch.equal(ordered[: 512 + 64], few.in_order(x, rows, counts)[: 512 + 64])
 
 
 @pytest.mark.cuda

@@ -260,6 +260,7 @@ TABLE: tuple[Spec, ...] = (
             _ops.masked_linear.default,
             _ops.mask_plan.default,
             _ops.masked_weights.default,
+            _ops.masked_linear_forward.default,
             _ops.masked_linear_backward.default,
             _ops.masked_sums.default,
         ),

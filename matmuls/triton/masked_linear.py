@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..device import takes_tf32
 from .configs import Tiles, gpu, run
-from .few import PAD, few_product_kernel, few_weights_kernel, in_order, of_rows, room
+from .few import PAD, TAIL, few_product_kernel, few_weights_kernel, in_order, of_rows, room
 from .launch import INTERPRETED, launch
 from .tiles import accumulate, rows_at, store_product, tile_at, tiles_of, weight_of
 
@@ -463,6 +463,13 @@ def from_copies(m: int, n: int, k: int, size: int) -> str | None:
     return "masked_few_weights" if m >= FEW and min(n, k) >= WIDE else None
 
 
+def rows_kept(m: int, n: int, k: int, x: Tensor) -> int:
+    """Rows of x `in_order`, [m, k] times [k, n], where both forward and backward read them; or 0."""
+    if gpu(x.device.index).capability < (9, 0) or from_copies(m, n, k, x.dtype.itemsize) != "masked_few_weights":
+        return 0
+    return m + int(PAD.value) + TAIL
+
+
 _local = threading.local()
 
 
@@ -495,8 +502,10 @@ def gradients(
     counts: Tensor,
     first: bool = True,
     second: bool = True,
+    ordered: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and of the weights for g [M, N], x [M, K], w1, w2 [N, K]; M, N, K > 0.
+    """The gradients of x and of the weights for g [M, N], x [M, K], w1, w2 [N, K]; M, N, K > 0. ordered: x `in_order`,
+    where it is at hand.
 
     On sm_90 rows in the plan's order, by TMA, are worth a copy of g and x, if the copy costs no time: while the product
     for x computes, it leaves registers for two small programs a multiprocessor, which move memory on a second stream.
@@ -505,7 +514,7 @@ def gradients(
     device, M, sides = gpu(x.device.index), len(x), (g.shape[1], x.shape[1])
     kernel = from_copies(M, *sides, x.dtype.itemsize) if device.capability >= (9, 0) else None
     if kernel == "masked_few_weights" and (first or second):
-        return _few_gradients(read_rows(g), read_rows(x), w1, w2, rows, counts, first, second)
+        return _few_gradients(read_rows(g), read_rows(x), w1, w2, rows, counts, first, second, ordered)
     if kernel != "masked_ffn_weights":
         return product(g, w1.T, w2.T, rows, counts), *weight_gradients(g, x, rows, counts, first, second)
     g, x = read_rows(g), read_rows(x)
@@ -520,16 +529,25 @@ def gradients(
 
 
 def _few_gradients(
-    g: Tensor, x: Tensor, w1: Tensor, w2: Tensor, rows: Tensor, counts: Tensor, first: bool, second: bool
+    g: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    first: bool,
+    second: bool,
+    ordered: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `gradients`. Both products need the copy of g; those of the weights run beside that for x."""
     M, N, K = len(x), g.shape[1], x.shape[1]
     d1, d2 = (x.new_empty(N if wanted else 0, K) for wanted in (first, second))
-    gs, xs, last = in_order(g, rows, counts), room(x), M + int(PAD.value)
+    gs, xs, last = in_order(g, rows, counts), room(x) if ordered is None else ordered, M + int(PAD.value)
     precision = precision_of(x.dtype)
 
     def weights(t: Tiles) -> None:
-        in_order(x, rows, counts, xs)
+        if ordered is None:
+            in_order(x, rows, counts, xs)
         one, other = (of_rows(d, t.rows, t.columns // t.pieces) for d in (d1 if first else d2, d2 if second else d1))
         operands = of_rows(gs[:last], t.depth, t.rows), of_rows(xs[:last], t.depth, t.columns)
         constants = (t.rows, t.columns, t.depth, t.group, first, second, t.pieces, precision)

@@ -20,11 +20,15 @@ import torch
 from custom_mm.indices import version_of
 
 from .blocks import bsr_spmm
-from .dense import matmul
 from .device import CLUSTERS, capability, takes_tf32
 from .measure import time_warm
 from .structure import Blocks, Given, Structure, for_every_stream, is_capturing
 from .tiles import TileLayout, layout_of, us_by_tiles
+
+_ops = torch.ops.custom_mm
+_matmul: Callable[..., torch.Tensor] = _ops.matmul.default
+_spmm_halves: Callable[..., torch.Tensor] = _ops.csr_spmm_halves.default
+_spmm_tiles: Callable[..., torch.Tensor] = _ops.csr_spmm_tiles.default
 
 OURS = "ours"
 DENSE = "dense"
@@ -141,7 +145,7 @@ class Dense(Full):
         s = self._structure
         with torch.inference_mode(False), torch.no_grad():  # it may be saved for a gradient later
             if values.is_cuda and dtype.itemsize == 2 and s.distinct:
-                padded = torch.ops.custom_mm.csr_filled(s.crow, s.col, values.to(dtype), s.columns, s.order)
+                padded = _ops.csr_filled(s.crow, s.col, values.to(dtype), s.columns, s.order)
                 filled = padded[:, : s.columns]
                 return (old[0].copy_(filled) if old else filled,)
             full = old[0].zero_() if old else values.new_zeros(s.rows, s.columns, dtype=dtype)
@@ -159,7 +163,7 @@ class Dense(Full):
     def _product(
         self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        return matmul(kept[0], b)
+        return _matmul(kept[0], b, False, False)
 
 
 class Halves(Full):
@@ -172,7 +176,7 @@ class Halves(Full):
     ) -> tuple[torch.Tensor, ...]:
         s = self._structure
         with torch.inference_mode(False), torch.no_grad():
-            new: tuple[torch.Tensor, ...] = torch.ops.custom_mm.csr_halves(
+            new: tuple[torch.Tensor, ...] = _ops.csr_halves(
                 s.crow, s.col, values.float(), s.columns, s.order, self.two_of_four
             )
             for x, y in zip(old, new, strict=False):
@@ -183,10 +187,7 @@ class Halves(Full):
         self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         s = self._structure
-        result: torch.Tensor = torch.ops.custom_mm.csr_spmm_halves(
-            *kept, s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest
-        )
-        return result
+        return _spmm_halves(*kept, s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest)
 
 
 class TwoOfFour(Halves):
@@ -207,7 +208,7 @@ class Tiled(Full):
         s = self._structure
         if self._key(b, dtype) not in self._laid_out and is_capturing(b.device):  # to lay it out waits for the GPU
             parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns
-            result: torch.Tensor = torch.ops.custom_mm.csr_spmm(*parts, order=s.order, longest=s.longest)
+            result: torch.Tensor = _ops.csr_spmm(*parts, order=s.order, longest=s.longest)
             return result
         return super().__call__(values, b, dtype)
 
@@ -221,11 +222,11 @@ class Tiled(Full):
         s = self._structure
         with torch.inference_mode(False), torch.no_grad():
             if key not in self._laid_out:
-                heads, slots = torch.ops.custom_mm.csr_tiles(s.crow, s.col, s.columns, *key)
+                heads, slots = _ops.csr_tiles(s.crow, s.col, s.columns, *key)
                 first, _, until, _ = heads.view(-1, 4)[-1].tolist()
                 self._laid_out[key] = heads, slots, first + (until >> 16)
             heads, slots, steps = self._laid_out[key]
-            entries = torch.ops.custom_mm.csr_tile_entries(
+            entries = _ops.csr_tile_entries(
                 heads, slots, s.crow, s.col, values.float(), s.columns, key.lanes, steps, s.order
             )
             new: tuple[torch.Tensor, ...] = (heads, slots, *entries)
@@ -238,8 +239,7 @@ class Tiled(Full):
     ) -> torch.Tensor:
         s, layout = self._structure, self._key(b, dtype)
         parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, layout.lanes
-        result: torch.Tensor = torch.ops.custom_mm.csr_spmm_tiles(*kept, *parts, s.order, s.longest)
-        return result
+        return _spmm_tiles(*kept, *parts, s.order, s.longest)
 
 
 class ByBlocks:
@@ -296,12 +296,12 @@ class Cusparse:
     def learn(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
         if b.is_contiguous():
             arguments = self._arguments(values.to(dtype), b.to(dtype))
-            self._prepared[self._key(b, dtype)] = torch.ops.custom_mm.cusparse_prepare(*arguments)
+            self._prepared[self._key(b, dtype)] = _ops.cusparse_prepare(*arguments)
 
     def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         prepared = self._prepared.get(self._key(b, dtype)) if b.is_contiguous() else None
         arguments = self._arguments(values.to(dtype), b.to(dtype))
-        result: torch.Tensor = torch.ops.custom_mm.cusparse_spmm(*arguments, prepared=prepared)
+        result: torch.Tensor = _ops.cusparse_spmm(*arguments, prepared=prepared)
         return result
 
     @property
@@ -391,21 +391,24 @@ class Choice:
 
     def product(self, values: torch.Tensor, b: torch.Tensor, dense: bool) -> torch.Tensor | None:
         """values and b multiplied by the fastest candidate; None where that is ours. dense: the values will stay."""
-        if self._structure.nonzeros * b.shape[-1] < SMALLEST or b.dim() != 2 or b.device != values.device:
+        device = b.device
+        if b.dim() != 2 or device != values.device:
             return None
-        device = b.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else b.dtype
-        if (values.dtype != dtype and not autocast) or b.shape[0] != self._structure.columns:
+        inner, n = b.shape
+        if values.shape[0] * n < SMALLEST:
+            return None
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else b.dtype
+        if (values.dtype != dtype and not autocast) or inner != self._structure.columns:
             return None  # the operator tells of it
         if autocast and torch.float64 in (values.dtype, b.dtype):
             return None  # which autocast leaves alone
         recording = torch.is_grad_enabled()
         if (recording and values.requires_grad) or torch.are_deterministic_algorithms_enabled():
             return None  # our gradients know the transposed matrix
-        measurement = self.measured.get((dtype, b.shape[1].bit_length()))
+        measurement = self.measured.get((dtype, n.bit_length()))
         if measurement is None:
-            if is_capturing(b.device):
+            if is_capturing(device):
                 return None
             measurement = self.measure(values, b, dtype, dense)
         dense = dense and not values.is_inference()  # whether one was written to cannot be seen

@@ -86,7 +86,7 @@ class Structure:
                 f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
             )
         self.longest, self.distinct, self.beyond_two = check_rows(name, crow, col, self.columns)
-        self._versions = self._versions_now()
+        self._watch()
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Structure":
         return self  # nobody writes to it
@@ -95,10 +95,10 @@ class Structure:
         self.__dict__.update({"blocks": None, "_narrow": None, **state})  # older pickles have neither
         # They may have been written over before.
         self.longest, self.distinct, self.beyond_two = check_rows("SparsePlan", self.crow, self.col, self.columns)
-        self._versions = self._versions_now()
+        self._watch()
 
-    def _versions_now(self) -> list[int]:
-        return [version_of(t) for t in self.tensors]
+    def _watch(self) -> None:
+        self._watched = [(t, version_of(t)) for t in self.tensors]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -138,9 +138,11 @@ class Structure:
 
     def check_unchanged(self, name: str) -> None:
         """Indices were checked once; written over since, they are not what was checked."""
-        versions = self._versions  # another thread may just be adding the transposed matrix
-        if versions != self._versions_now()[: len(versions)]:
-            raise ValueError(f"{name}: expected indices as they were when they were checked, got indices written over")
+        for t, version in self._watched:
+            if version_of(t) != version:
+                raise ValueError(
+                    f"{name}: expected indices as they were when they were checked, got indices written over"
+                )
         if self.blocks is not None:
             self.blocks.structure.check_unchanged(name)
 
@@ -151,7 +153,7 @@ class Structure:
             made = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
             self.longest_column = int(t_crow.diff().max()) if self.columns else 0
             self._transposed = made  # nothing of it where that failed
-            self._versions = self._versions_now()
+            self._watch()
         return self._transposed
 
     def arguments(self, dense_gradient: bool) -> tuple[torch.Tensor | None, ...]:
@@ -177,7 +179,7 @@ class Structure:
                     narrow._transposed = t_crow.int(), t_col.int(), None if t_order is None else t_order.int()
             if self.blocks is not None:
                 narrow.blocks = replace(self.blocks, structure=self.blocks.structure.in_int32())
-            narrow._versions = narrow._versions_now()
+            narrow._watch()
             for_every_stream(narrow.crow)
             self._narrow = narrow
         return self._narrow

@@ -1,5 +1,7 @@
 #include "product.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <optional>
 
@@ -184,3 +186,18 @@ Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, c
 }
 
 }  // namespace matmuls
+
+#ifdef MATMULS_CUDA
+#include <ATen/Context.h>
+
+#include "gemm_types.h"
+
+namespace matmuls {
+
+bool allows_tf32() {
+  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+         at::Float32Precision::TF32;
+}
+
+}  // namespace matmuls
+#endif

@@ -9,7 +9,7 @@
 // its kernel is chosen and launched; the kernels are in row_kernels.cuh.
 #pragma once
 
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 

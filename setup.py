@@ -113,7 +113,7 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     sources = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.cpp"))] + [as_cpp(ROOT / p) for p in kernels]
     # torch 2.14 and later demand C++20, which older ones do not ask for by themselves.
     # -g0: Python asks for debug symbols, a third of the time and nine tenths of the size.
-    # AT_PER_OPERATOR_HEADERS: torch's headers bring the operators that they need, not all: a third of the build.
+    # AT_PER_OPERATOR_HEADERS: torch's headers bring the operators that they need, not all of them.
     narrow = "-DAT_PER_OPERATOR_HEADERS"
     cxx = ["-O3", "-g0", "-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden", narrow]
     depends = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.*h"))]

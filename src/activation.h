@@ -18,7 +18,7 @@ inline Activation parse_activation(const char* op, std::optional<std::string_vie
   TORCH_CHECK(false, op, ": expected activation None, 'relu', 'gelu' or 'gelu_tanh', got '", *name, "'");
 }
 
-// torch's own activation, out of place and differentiable, or over its argument.
+// torch's own activation, out of place and differentiable, or over its argument. In product.cpp.
 at::Tensor activate(const at::Tensor& x, Activation activation);
 void activate_(at::Tensor x, Activation activation);
 

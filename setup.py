@@ -97,8 +97,8 @@ def decide() -> dict[str, list[str]] | None:
 
 
 def as_cpp(source: Path) -> str:
-    """A .cu file without its CUDA part is plain C++: a one-line .cpp that includes it suits any compiler."""
-    stub = ROOT / "build" / "cpu" / f"{source.stem}.cpp"
+    """What nvcc leaves of a .cu file is plain C++: a one-line .cpp that includes it suits any compiler."""
+    stub = ROOT / "build" / "cpp" / f"{source.stem}.cpp"
     stub.parent.mkdir(parents=True, exist_ok=True)
     text = f'#include "{source.name}"\n'
     if not stub.is_file() or stub.read_text() != text:
@@ -109,15 +109,18 @@ def as_cpp(source: Path) -> str:
 def extension(cuda: dict[str, list[str]] | None) -> Extension:
     from torch.utils.cpp_extension import CppExtension  # after decide() has set CUDA_HOME
 
-    sources = sorted(ROOT.glob("src/*.cpp")) + sorted(ROOT.glob("src/*.cu"))
+    kernels = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.cu"))]
+    sources = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.cpp"))] + [as_cpp(ROOT / p) for p in kernels]
     # torch 2.14 and later demand C++20, which older ones do not ask for by themselves.
     # -g0: Python asks for debug symbols, a third of the time and nine tenths of the size.
-    cxx = ["-O3", "-g0", "-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden"]
+    # AT_PER_OPERATOR_HEADERS: torch's headers bring the operators that they need, not all of them.
+    narrow = "-DAT_PER_OPERATOR_HEADERS"
+    cxx = ["-O3", "-g0", "-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden", narrow]
     depends = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.*h"))]
     if cuda is None:
         return CppExtension(
             "custom_mm._C",
-            [as_cpp(p) if p.suffix == ".cu" else str(p.relative_to(ROOT)) for p in sources],
+            sources,
             include_dirs=[str(ROOT / "src")],
             depends=depends,
             extra_compile_args={"cxx": cxx},
@@ -127,10 +130,10 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     define = ["-DMATMULS_CUDA", f'-DMATMULS_ARCHS="{archs}"']
     if "9.0a" in archs:
         define.append("-DMATMULS_SM90A")
-    nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-lineinfo"]
+    nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-lineinfo", narrow]
     return CppExtension(
         "custom_mm._C",
-        [str(p.relative_to(ROOT)) for p in sources],
+        sources + kernels,
         include_dirs=[str(ROOT / "src"), *cuda["includes"]],
         depends=depends,
         libraries=["c10_cuda", "torch_cuda"],

@@ -1,7 +1,7 @@
 // The activations that a product can end with, under torch's names.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 #include <string_view>
@@ -18,24 +18,8 @@ inline Activation parse_activation(const char* op, std::optional<std::string_vie
   TORCH_CHECK(false, op, ": expected activation None, 'relu', 'gelu' or 'gelu_tanh', got '", *name, "'");
 }
 
-// torch's own activation, out of place and differentiable, or over its argument.
-inline at::Tensor activate(const at::Tensor& x, Activation activation) {
-  switch (activation) {
-    case Activation::none: return x;
-    case Activation::relu: return at::relu(x);
-    case Activation::gelu: return at::gelu(x, "none");
-    case Activation::gelu_tanh: return at::gelu(x, "tanh");
-  }
-  return x;
-}
-
-inline void activate_(at::Tensor x, Activation activation) {
-  switch (activation) {
-    case Activation::none: break;
-    case Activation::relu: at::relu_(x); break;
-    case Activation::gelu: at::gelu_(x, "none"); break;
-    case Activation::gelu_tanh: at::gelu_(x, "tanh"); break;
-  }
-}
+// torch's own activation, out of place and differentiable, or over its argument. In product.cpp.
+at::Tensor activate(const at::Tensor& x, Activation activation);
+void activate_(at::Tensor x, Activation activation);
 
 }  // namespace matmuls

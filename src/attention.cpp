@@ -5,7 +5,9 @@
 // attention_at_once says which it is; the one kernel also gives the logarithm of each row's sum of exponentials, which
 // torch's fused backward asks for.
 #include "attention.h"
+#include "attention_operators.h"
 
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>

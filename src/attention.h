@@ -1,19 +1,12 @@
 // Attention with its probabilities: Hopper's kernel for attention.cpp, and what that shares with its gradient.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
-#include "operator.h"
-
 namespace matmuls {
-
-MATMULS_OPERATOR(AttentionOp, "custom_mm::attention_forward", "",
-                 at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                            double, bool, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>));
-MATMULS_OPERATOR(MaskedSoftmaxOp, "custom_mm::scaled_masked_softmax_", "",
-                 void(at::Tensor, const std::optional<at::Tensor>&, double, bool));
 
 // Whether one kernel makes context and probabilities of these, and can tell each row's sum of exponentials. Raises what
 // attention_forward raises of them.

@@ -6,12 +6,22 @@
 // kept for it, or none, and the scores are made again. Where its own gradient may be asked for, attention is made again
 // one operation after the other, and autograd has the rest.
 #include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
 #include <array>
 
 #include "attention.h"
+#include "attention_operators.h"
+#include "autograd.h"
 #include "common.h"
 #include "product_operators.h"
 #include "row_operators.h"

@@ -9,9 +9,9 @@
 // In a block two warpgroups have 64 queries each; one thread fetches tiles of keys and values ahead (a warp for it
 // would take registers from the others). Probabilities leave through shared memory, where the warp's queries lay, so
 // that whole lines are written.
-#ifdef MATMULS_CUDA
-#include <ATen/ATen.h>
-#include <ATen/cuda/CUDAContext.h>
+#ifdef __CUDACC__
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 

@@ -2,46 +2,30 @@
 //
 // What a product ends with where cuBLASLt has no epilogue for it: gelu by erf, float64. One pass over x, read once and
 // written once; float32 arithmetic (float64 for float64).
-#include <ATen/ATen.h>
-#include <torch/library.h>
+#include <ATen/core/Tensor.h>
 
 #include "activation.h"
-#include "autograd.h"
 #include "common.h"
-#include "operator.h"
 
 namespace matmuls {
+
+// x's leading dimensions are rows one stride apart, bias contiguous or undefined; false, and nothing done, where not.
+bool bias_act_on_gpu(const at::Tensor& x, const at::Tensor& bias, Activation activation);
+
 namespace {
 
 using at::Tensor;
 
 constexpr const char* kOp = "bias_act_";
 
-Activation check(const Tensor& x, const Tensor& bias, std::optional<std::string_view> activation) {
-  TORCH_CHECK(x.dim() >= 1, kOp, ": expected x of at least one dimension, got a scalar");
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kOp, ": expected a floating-point dtype, got ", x.scalar_type());
-  if (bias.defined()) {
-    TORCH_CHECK(bias.device() == x.device() && bias.scalar_type() == x.scalar_type(), kOp, ": expected bias in ",
-                x.scalar_type(), " on ", x.device(), ", got ", bias.scalar_type(), " on ", bias.device());
-    TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == x.sym_size(-1), kOp, ": expected bias of shape [",
-                x.sym_size(-1), "], got ", bias.sym_sizes());
-  }
-  return parse_activation(kOp, activation);
-}
-
-void with_torch(Tensor x, const Tensor& bias, Activation activation) {
-  if (bias.defined()) x.add_(bias);
-  activate_(x, activation);
-}
-
 }  // namespace
 }  // namespace matmuls
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include <ATen/Dispatch.h>
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -155,14 +139,12 @@ std::optional<int64_t> row_stride_of(const Tensor& x) {
   return stride < 0 ? x.size(-1) : stride;
 }
 
-void bias_act_cuda(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
-  const Tensor bias = tensor_or_none(maybe_bias).defined() ? maybe_bias->contiguous() : Tensor();
-  const Activation activation = check(x, bias, name);
-  check_no_overlap(kOp, x, {{"bias", bias}});
-  if (x.numel() == 0) return;
+}  // namespace
+
+bool bias_act_on_gpu(const Tensor& x, const Tensor& bias, Activation activation) {
   const OperationGuard guard(kOp, x);
   const auto row_stride = row_stride_of(x);
-  if (!row_stride) return with_torch(x, bias, activation);
+  if (!row_stride) return false;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), kOp, [&] {
     constexpr int V = 16 / sizeof(scalar_t);
     scalar_t* data = x.mutable_data_ptr<scalar_t>();
@@ -174,19 +156,46 @@ void bias_act_cuda(Tensor x, const OptionalTensor& maybe_bias, std::optional<std
     else
       launch<scalar_t, 1>(data, bias_data, rows, columns, *row_stride, activation);
   });
+  return true;
 }
 
-}  // namespace
-
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("bias_act_", bias_act_cuda); }
-
 }  // namespace matmuls
-#endif
+#else
 
 // ------------------------------------------------------------------------------------------------ CPU, registration
 
+#include <torch/library.h>
+
+#include "operator.h"
+
 namespace matmuls {
 namespace {
+
+Activation check(const Tensor& x, const Tensor& bias, std::optional<std::string_view> activation) {
+  TORCH_CHECK(x.dim() >= 1, kOp, ": expected x of at least one dimension, got a scalar");
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kOp, ": expected a floating-point dtype, got ", x.scalar_type());
+  if (bias.defined()) {
+    TORCH_CHECK(bias.device() == x.device() && bias.scalar_type() == x.scalar_type(), kOp, ": expected bias in ",
+                x.scalar_type(), " on ", x.device(), ", got ", bias.scalar_type(), " on ", bias.device());
+    TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == x.sym_size(-1), kOp, ": expected bias of shape [",
+                x.sym_size(-1), "], got ", bias.sym_sizes());
+  }
+  return parse_activation(kOp, activation);
+}
+
+void with_torch(Tensor x, const Tensor& bias, Activation activation) {
+  if (bias.defined()) x.add_(bias);
+  activate_(x, activation);
+}
+
+#ifdef MATMULS_CUDA
+void bias_act_cuda(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
+  const Tensor bias = tensor_or_none(maybe_bias).defined() ? maybe_bias->contiguous() : Tensor();
+  const Activation activation = check(x, bias, name);
+  check_no_overlap(kOp, x, {{"bias", bias}});
+  if (x.numel() > 0 && !bias_act_on_gpu(x, bias, activation)) with_torch(x, bias, activation);
+}
+#endif
 
 void bias_act_cpu(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
   const Tensor bias = tensor_or_none(maybe_bias);
@@ -215,8 +224,12 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("bias_act_(Tensor(a!) x, Tensor? bias=None, str? activation=None) -> ()", {at::Tag::pt2_compliant_tag});
 }
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("bias_act_", bias_act_cpu); }
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("bias_act_", bias_act_cuda); }
+#endif
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("bias_act_", bias_act_meta); }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("bias_act_", bias_act_autograd); }
 MATMULS_WRITES("bias_act_", BiasActOp, 0)
 
 }  // namespace matmuls
+#endif

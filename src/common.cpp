@@ -1,10 +1,16 @@
 #include "common.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 #include <numeric>
 #include <vector>
 
 namespace matmuls {
+
+at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }
+at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::zeros(sizes, options); }
 
 namespace {
 

@@ -1,7 +1,7 @@
 // Checks shared by every operation: operands, overlap in memory, and library calls turned into exceptions.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 #include <string>
@@ -11,6 +11,12 @@ namespace matmuls {
 // What an operator may be called without. Below the operators it is an undefined tensor.
 using OptionalTensor = std::optional<at::Tensor>;
 inline at::Tensor tensor_or_none(const OptionalTensor& t) { return t ? *t : at::Tensor(); }
+
+constexpr int64_t kGrain = 32768;  // elements worth a thread of the CPU: at::internal::GRAIN_SIZE
+
+// at::empty and at::zeros. Their own headers cost every file of CUDA code 13 s of compiling for two architectures.
+at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // a and b (and bias, out when given) must be strided tensors of one floating or complex dtype on one device.
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias = {},

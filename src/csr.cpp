@@ -2,16 +2,21 @@
 //
 // Both run once, when a matrix enters; nothing after them reads an index that they have not seen. On a GPU the second
 // is a few calls of ATen's.
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_convert_indices_from_coo_to_csr.h>
+#include <ATen/ops/_convert_indices_from_csr_to_coo.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sort.h>
+#include <ATen/ops/tensor.h>
 #include <torch/library.h>
 
 #include <atomic>
 
 #include "common.h"
 #include "csr_check.h"
-#include "sparse.h"
+#include "sparse_operators.h"
 
 #ifdef MATMULS_CUDA
 #include "handles.h"
@@ -35,7 +40,7 @@ Tensor facts_of(Problem problem, int64_t where, int64_t found, int64_t longest =
 template <class F>
 int64_t first_bad(int64_t begin, int64_t end, const F& is_bad) {
   std::atomic<int64_t> found{end};
-  at::parallel_for(begin, end, at::internal::GRAIN_SIZE, [&](int64_t first, int64_t last) {
+  at::parallel_for(begin, end, kGrain, [&](int64_t first, int64_t last) {
     bool any = false;
     for (int64_t i = first; i < last; ++i) any |= is_bad(i);
     if (!any) return;
@@ -154,6 +159,13 @@ std::tuple<Tensor, Tensor, Tensor> csr_transpose_meta(const Tensor& crow, const 
 MATMULS_OPERATOR(CsrCheckOp, "custom_mm::csr_check", "", Tensor(const Tensor&, const Tensor&, c10::SymInt));
 
 }  // namespace
+
+Pattern Pattern::transposed(const c10::SymInt& columns) const {
+  if (t_crow.defined()) return {t_crow, t_col, t_order, crow, col, order};
+  auto [tc, tr, to] = CsrTransposeOp::call(crow, col, columns);
+  if (order.defined()) to = order.index_select(0, to);
+  return {tc, tr, to, crow, col, order};
+}
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};

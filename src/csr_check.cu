@@ -1,13 +1,15 @@
 // csr_check in two kernels: all indices, and what they say.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "csr_check.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+
+#include "common.h"
 
 namespace matmuls {
 namespace {
@@ -76,8 +78,8 @@ __global__ void tell_kernel(const I* crow, const I* col, int64_t rows, int64_t n
 
 at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns) {
   const int64_t rows = crow.size(0) - 1, nonzeros = col.size(0);
-  const at::Tensor seen = at::zeros({sizeof(Seen) / sizeof(int64_t)}, crow.options().dtype(at::kLong));
-  at::Tensor facts = at::empty({kFacts}, seen.options());
+  const at::Tensor seen = zeros({sizeof(Seen) / sizeof(int64_t)}, crow.options().dtype(at::kLong));
+  at::Tensor facts = empty({kFacts}, seen.options());
   const int64_t blocks = std::clamp<int64_t>((std::max(rows, nonzeros) + kThreads - 1) / kThreads, 1, kMostBlocks);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   auto* const at = reinterpret_cast<Seen*>(seen.mutable_data_ptr<int64_t>());

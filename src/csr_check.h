@@ -1,7 +1,7 @@
 // csr_check on a GPU, for csr.cpp.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 namespace matmuls {
 

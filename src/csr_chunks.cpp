@@ -1,6 +1,7 @@
 // csr_spmm_chunks: A @ dense as csr_spmm, by chunks of A's nonzeros that were made once (spmm_chunks.h).
 #include <torch/library.h>
 
+#include "sparse_operators.h"
 #include "spmm_chunks.h"
 
 namespace matmuls::spmm {

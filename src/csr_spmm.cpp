@@ -2,10 +2,20 @@
 #include "spmm.h"
 
 #include <ATen/OpMathType.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/ops/_convert_indices_from_csr_to_coo.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/frexp.h>
+#include <ATen/ops/ldexp.h>
+#include <ATen/ops/promote_types.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "autograd.h"
 #include "common.h"
+#include "product_operators.h"
+#include "sparse_operators.h"
 #ifdef MATMULS_CUDA
 #include "handles.h"
 #endif
@@ -436,13 +446,17 @@ Tensor spmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& values
                      const OptionalTensor& selected, bool by_column, int64_t longest, int64_t t_longest) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto dtype = reduce == "max" || reduce == "min" ? at::promote_types(values.scalar_type(), dense.scalar_type())
-                                                        : at::autocast::get_autocast_dtype(device);
-  return SpmmOp::call(crow, col, at::autocast::cached_cast(dtype, values, device),
-                      at::autocast::cached_cast(dtype, dense, device), columns, reduce, alpha, order, t_crow, t_col,
-                      t_order, selected, by_column, longest, t_longest);
+                                                        : autocast_dtype(device);
+  return SpmmOp::call(crow, col, autocast_to(dtype, values, device), autocast_to(dtype, dense, device), columns, reduce,
+                      alpha, order, t_crow, t_col, t_order, selected, by_column, longest, t_longest);
 }
 
 }  // namespace
+
+bool must_be_deterministic() { return at::globalContext().deterministicAlgorithms(); }
+void multiply_filled(const Tensor& a, const Tensor& dense, const Tensor& out) {
+  MatmulOutOp::call(a, dense, false, false, out);
+}
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};

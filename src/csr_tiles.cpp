@@ -1,4 +1,6 @@
 // csr_tiles and csr_tile_entries lay a matrix out by tiles (tiles.h). csr_spmm_tiles: A @ dense as csr_spmm, by them.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -6,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "sparse_operators.h"
 #include "spmm_tiles.h"
 
 namespace matmuls {

@@ -3,11 +3,13 @@
 //
 // Source: cuSPARSE's generic API; on the CPU our own product over the same matrix by rows. cuSPARSE promises the same
 // bits every time for csr_alg3, coo_alg2 and bsr_alg1 alone, and for none of them where A is transposed.
-#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <mutex>
 
+#include "autograd.h"
+#include "sparse_operators.h"
 #include "sparse_parts.h"
 
 namespace matmuls {
@@ -341,10 +343,9 @@ Tensor spmm_autocast(const Tensor& offsets, const Tensor& indices, const Tensor&
                      c10::SymInt rows, c10::SymInt columns, std::string_view layout, std::string_view algorithm,
                      bool transa, bool transb, double alpha, const OptionalTensor& prepared) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return CusparseSpmmOp::call(offsets, indices, at::autocast::cached_cast(dtype, values, device),
-                              at::autocast::cached_cast(dtype, dense, device), rows, columns, layout, algorithm, transa,
-                              transb, alpha, prepared);
+  const auto dtype = autocast_dtype(device);
+  return CusparseSpmmOp::call(offsets, indices, autocast_to(dtype, values, device), autocast_to(dtype, dense, device),
+                              rows, columns, layout, algorithm, transa, transb, alpha, prepared);
 }
 
 }  // namespace

@@ -1,7 +1,10 @@
 // cusparse_sddmm: alpha * (a @ b) where a matrix by rows has nonzeros, by cusparseSDDMM; on the CPU our own.
-#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "autograd.h"
+#include "sparse_operators.h"
 #include "sparse_parts.h"
 
 namespace matmuls {
@@ -101,9 +104,8 @@ Tensor sddmm_autograd(const Tensor& offsets, const Tensor& indices, const Tensor
 template <c10::DeviceType device>
 Tensor sddmm_autocast(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return CusparseSddmmOp::call(offsets, indices, at::autocast::cached_cast(dtype, a, device),
-                               at::autocast::cached_cast(dtype, b, device), alpha);
+  const auto dtype = autocast_dtype(device);
+  return CusparseSddmmOp::call(offsets, indices, autocast_to(dtype, a, device), autocast_to(dtype, b, device), alpha);
 }
 
 }  // namespace

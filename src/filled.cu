@@ -1,5 +1,5 @@
 // What filled.h says but the product itself: A with its zeros, and the dense side in halves.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "filled.h"
 
 #include <ATen/Dispatch.h>
@@ -199,14 +199,14 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
   if (two_of_four) {
     TORCH_CHECK(wide && chunks <= 1 && rows + values.size(0) / 2 <= INT32_MAX, "spmm: expected float32 and at most ",
                 kFillColumns, " columns to keep two of four, got ", values.scalar_type(), " and ", columns);
-    made.parts = at::empty({tiles, stride / kStepColumns, kStepHalves}, halves);
-    made.rest = at::zeros({rows + values.size(0) / 2, 2}, ints);
+    made.parts = empty({tiles, stride / kStepColumns, kStepHalves}, halves);
+    made.rest = zeros({rows + values.size(0) / 2, 2}, ints);
   } else {
-    made.parts = wide ? at::empty({2, rows, stride}, halves) : at::empty({rows, stride}, values.options());
-    if (wide) made.rest = at::empty({0, 2}, ints);
+    made.parts = wide ? empty({2, rows, stride}, halves) : empty({rows, stride}, values.options());
+    if (wide) made.rest = empty({0, 2}, ints);
   }
-  if (wide) made.exponents = at::empty({rows}, ints);
-  made.facts = at::empty({kFillFacts}, ints);
+  if (wide) made.exponents = empty({rows}, ints);
+  made.facts = empty({kFillFacts}, ints);
   auto* const facts = static_cast<FillFacts*>(made.facts.mutable_data_ptr());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(cudaMemsetAsync(facts, 0, sizeof(FillFacts), stream));
@@ -238,7 +238,7 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
 at::Tensor look_for_infinite(const at::Tensor& dense) {
   const int64_t rows = dense.size(0), n = dense.size(1), stride = dense.stride(0);
   const int64_t blocks = std::clamp<int64_t>(ceil_of(rows * n / 8, 4 * kSparseThreads), 1, 1024);
-  at::Tensor made = at::empty({kFactsOfPart, kFillFacts}, dense.options().dtype(at::kInt));
+  at::Tensor made = empty({kFactsOfPart, kFillFacts}, dense.options().dtype(at::kInt));
   auto* const facts = static_cast<FillFacts*>(made.mutable_data_ptr());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(cudaMemsetAsync(facts, 0, kFactsOfPart * sizeof(FillFacts), stream));

@@ -11,7 +11,7 @@
 // are 2^-8 of their largest, beside which they vanish: more such numbers in each row than others in any column.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "sparse.h"
 

@@ -1,6 +1,6 @@
 // The dense side's halves (filled.h): a cluster takes 16 columns, scales each to its largest number and splits it. It
 // is waiting most of the time, and there are few: what two of four leave of A is multiplied meanwhile, by CUDA cores.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include <array>
 #include <atomic>
 

@@ -4,7 +4,7 @@
 // blocks of a cluster add up their sums through one another's shared memory, always in the same order. One warp fetches
 // tiles ahead, two warpgroups multiply 64 rows each. Tensor cores round their sums towards zero: they add up 64
 // products at a time, and float32 registers the rest.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 
 #include "filled.cuh"
 #include "filled_sm90.cuh"
@@ -320,8 +320,8 @@ at::Tensor multiply_halves(const Filled& a, const at::Tensor& dense, const at::T
   TORCH_CHECK(out.size(0) <= INT32_MAX / 2 && inner <= INT32_MAX / 2 && n <= INT32_MAX / 2,
               "spmm: expected smaller operands, got ", out.sizes(), " and ", dense.sizes());
   const auto ints = dense.options().dtype(at::kInt);
-  const at::Tensor halves = at::empty({2, inner, n}, dense.options().dtype(at::kHalf)), powers = at::empty({n}, ints);
-  at::Tensor facts = at::empty({int64_t{up(n, kSplitColumns)} * kSplitBlocks, kFillFacts}, ints);
+  const at::Tensor halves = empty({2, inner, n}, dense.options().dtype(at::kHalf)), powers = empty({n}, ints);
+  at::Tensor facts = empty({int64_t{up(n, kSplitColumns)} * kSplitBlocks, kFillFacts}, ints);
   split_dense(dense, halves, powers, facts, a.rest, out);
   (a.rest.size(0) > 0 ? multiply<true> : multiply<false>)(a, halves, powers, out, alpha);
   return facts;

@@ -1,12 +1,13 @@
 // How a dtype is multiplied: cuBLAS's data and compute types and the scalars 1 and 0 in the scale type.
 #pragma once
 
-#include <ATen/Context.h>
 #include <library_types.h>
 
 #include "common.h"
 
 namespace matmuls {
+
+bool allows_tf32();  // torch's switch, in product.cpp
 
 struct GemmTypes {
   cudaDataType_t data, scale;
@@ -14,9 +15,7 @@ struct GemmTypes {
 
   // float16 and bfloat16 accumulate in float32; float32 takes TF32 only where torch's switch allows it.
   explicit GemmTypes(at::ScalarType dtype) {
-    const bool tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-                      at::Float32Precision::TF32;
-    const auto single = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    const auto single = allows_tf32() ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     switch (dtype) {
       case at::kDouble: *this = {CUDA_R_64F, CUDA_R_64F, CUBLAS_COMPUTE_64F}; break;
       case at::kFloat: *this = {CUDA_R_32F, CUDA_R_32F, single}; break;

@@ -1,7 +1,7 @@
 // Memory that the CPU writes for the first time, in pages of 2 MiB where the system grants them to who asks.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #ifdef __linux__
 #include <sys/mman.h>

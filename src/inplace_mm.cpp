@@ -3,11 +3,16 @@
 // A row of the result needs the same row of a alone. Hopper multiplies in one kernel (inplace_mm_sm90.cu). Elsewhere a
 // panel of rows is copied into the workspace and the product is written back over it by cuBLAS, or torch's BLAS on the
 // CPU.
-#include <ATen/ATen.h>
 #include <ATen/TensorUtils.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
+#include "autograd.h"
 #include "product.h"
 #include "product_operators.h"
 

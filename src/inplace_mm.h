@@ -1,7 +1,7 @@
 // The one-kernel in-place product of Hopper, for inplace_mm.cpp.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 namespace matmuls {
 

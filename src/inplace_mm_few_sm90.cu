@@ -10,7 +10,7 @@
 //
 // Two blocks have room on a multiprocessor: the next launch waits there for the end of this one, and meanwhile brings
 // its first operands to the L2. That reads none of them, and the L2 follows what still changes.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "inplace_mm_sm90.cuh"
 
 namespace matmuls::in_place {

@@ -16,7 +16,7 @@
 // may start while the kernel before it in its stream ends, which runs as a whole by then: that one lets the next be
 // launched when all of its blocks have started. Inside a team clusters wait for nothing but that all have multiplied
 // the same pair, and that waits for earlier pairs alone.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "gemm_types.h"
 #include "inplace_mm.h"
 #include "inplace_mm_sm90.cuh"
@@ -420,9 +420,7 @@ bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::
   const auto* properties = at::cuda::getCurrentDeviceProperties();
   if (properties->major != 9 || properties->minor != 0 || tensor_map_encoder() == nullptr) return false;
   const bool tf32 = a.scalar_type() == at::kFloat;
-  if (tf32 ? GemmTypes(at::kFloat).compute != CUBLAS_COMPUTE_32F_FAST_TF32
-           : a.scalar_type() != at::kBFloat16 && a.scalar_type() != at::kHalf)
-    return false;
+  if (tf32 ? !allows_tf32() : a.scalar_type() != at::kBFloat16 && a.scalar_type() != at::kHalf) return false;
   at::Tensor rows = transb ? b : b.t();  // [N, K]
   const int64_t columns = rows.size(0);
   // Bulk copies write 16 bytes at least.

@@ -1,8 +1,8 @@
 // What the one-kernel in-place products of Hopper share on the host: maps for bulk copies, counters, launches.
 #pragma once
 
-#include <ATen/ATen.h>
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -13,6 +13,7 @@
 #include <optional>
 #include <tuple>
 
+#include "common.h"
 #include "hopper.cuh"
 #include "tensor_map.h"
 
@@ -70,7 +71,7 @@ struct Counters {
   at::Tensor spare;
 
   Counters(cudaStream_t stream, const at::Tensor& a) : slot(slot_of(stream)) {
-    if (!slot) spare = at::zeros({2 * kTeams}, a.options().dtype(at::kInt));
+    if (!slot) spare = zeros({2 * kTeams}, a.options().dtype(at::kInt));
   }
   unsigned* own() const {
     return spare.defined() ? reinterpret_cast<unsigned*>(spare.mutable_data_ptr<int>()) : nullptr;

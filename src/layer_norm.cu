@@ -4,55 +4,34 @@
 //
 // Statistics are float32 (float64 for float64) and h is not rounded before them. The gradient needs xhat and rstd:
 // where there is neither weight nor bias xhat is x itself, and nothing but rstd is kept.
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/library.h>
+#include <ATen/core/Tensor.h>
 
 #include "common.h"
-#include "row_operators.h"
 #include "rows.h"
-#include "rows_cpu.h"
 
 namespace matmuls {
+
+struct NormCall {
+  const char* op;
+  at::Tensor x, weight, bias, residual;  // the last three may be undefined
+  double eps;
+  bool rms;
+  at::Tensor xhat, rstd;  // written where defined
+};
+void run_cuda(const NormCall& c);
+
 namespace {
 
 using at::Tensor;
-
-struct Call {
-  const char* op;
-  Tensor x, weight, bias, residual;  // the last three may be undefined
-  double eps;
-  bool rms;
-  Tensor xhat, rstd;  // written where defined
-};
-
-void check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual,
-           double eps) {
-  check_floating(op, "x", x);
-  TORCH_CHECK(x.dim() >= 1, op, ": expected x of at least one dimension, got a scalar");
-  TORCH_CHECK(eps >= 0, op, ": expected eps of 0 or more, got ", eps);
-  const auto like_x = [&](const char* name, const Tensor& t) { check_like(op, name, t, "x", x); };
-  const auto of_a_row = [&](const char* name, const Tensor& t) {
-    if (!t.defined()) return;
-    like_x(name, t);
-    TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == x.sym_size(-1), op, ": expected ", name, " of shape [", x.sym_size(-1),
-                "], got ", t.sym_sizes());
-  };
-  of_a_row("weight", weight);
-  of_a_row("bias", bias);
-  if (!residual.defined()) return;
-  like_x("residual", residual);
-  TORCH_CHECK(residual.sym_sizes() == x.sym_sizes(), op, ": expected residual of x's shape ", x.sym_sizes(), ", got ",
-              residual.sym_sizes());
-}
+using Call = NormCall;
 
 }  // namespace
 }  // namespace matmuls
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "even_passes.cuh"
 #include "handles.h"
 #include "rows.cuh"
@@ -318,6 +297,8 @@ void launch(const Call& c) {
   launch_rows(op, known, pointers);
 }
 
+}  // namespace
+
 void run_cuda(const Call& c) {
   if (c.x.numel() == 0) return;
   const OperationGuard guard(c.op, c.x);
@@ -329,14 +310,41 @@ void run_cuda(const Call& c) {
   });
 }
 
-}  // namespace
 }  // namespace matmuls
-#endif
+#else
 
-// ----------------------------------------------------------------------------------------------------------- CPU
+// ------------------------------------------------------------------------------------------------ CPU, operators
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include "autograd.h"
+#include "row_operators.h"
+#include "rows_cpu.h"
 
 namespace matmuls {
 namespace {
+
+void check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual,
+           double eps) {
+  check_floating(op, "x", x);
+  TORCH_CHECK(x.dim() >= 1, op, ": expected x of at least one dimension, got a scalar");
+  TORCH_CHECK(eps >= 0, op, ": expected eps of 0 or more, got ", eps);
+  const auto like_x = [&](const char* name, const Tensor& t) { check_like(op, name, t, "x", x); };
+  const auto of_a_row = [&](const char* name, const Tensor& t) {
+    if (!t.defined()) return;
+    like_x(name, t);
+    TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == x.sym_size(-1), op, ": expected ", name, " of shape [", x.sym_size(-1),
+                "], got ", t.sym_sizes());
+  };
+  of_a_row("weight", weight);
+  of_a_row("bias", bias);
+  if (!residual.defined()) return;
+  like_x("residual", residual);
+  TORCH_CHECK(residual.sym_sizes() == x.sym_sizes(), op, ": expected residual of x's shape ", x.sym_sizes(), ", got ",
+              residual.sym_sizes());
+}
 
 void run_cpu(const Call& c) {
   if (c.x.numel() == 0) return;
@@ -565,3 +573,4 @@ MATMULS_WRITES("rms_norm_", RmsNormOp, 0)
 MATMULS_WRITES("norm_keep_", KeepOp, 0)
 
 }  // namespace matmuls
+#endif

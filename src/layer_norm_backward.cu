@@ -5,55 +5,34 @@
 //
 // One pass reads grad and xhat and writes dx; each thread adds up its columns in float32 from row to row meanwhile, and
 // a second kernel adds the threads' sums in a fixed order: the same bits every time.
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <torch/library.h>
+#include <ATen/core/Tensor.h>
 
 #include "common.h"
-#include "row_operators.h"
 #include "rows.h"
-#include "rows_cpu.h"
 
 namespace matmuls {
+
+struct NormBackwardCall {
+  at::Tensor grad, xhat, rstd, weight;
+  bool rms;
+  at::Tensor dx, dweight, dbias;  // undefined where not asked for
+};
+void run_cuda(const NormBackwardCall& c);
+
 namespace {
 
 using at::Tensor;
+using Call = NormBackwardCall;
 
 constexpr const char* kOp = "norm_backward";
-
-struct Call {
-  Tensor grad, xhat, rstd, weight;
-  bool rms;
-  Tensor dx, dweight, dbias;  // undefined where not asked for
-};
-
-void check(const Tensor& grad, const Tensor& xhat, const Tensor& rstd, const Tensor& weight) {
-  TORCH_CHECK(at::isFloatingType(xhat.scalar_type()), kOp, ": expected xhat of a floating-point dtype, got ",
-              xhat.scalar_type());
-  TORCH_CHECK(xhat.dim() >= 1, kOp, ": expected xhat of at least one dimension, got a scalar");
-  const auto like_xhat = [&](const char* name, const Tensor& t, at::ScalarType type) {
-    TORCH_CHECK(t.layout() == at::kStrided && t.device() == xhat.device() && t.scalar_type() == type, kOp,
-                ": expected ", name, " to be a strided tensor in ", type, " on ", xhat.device(), ", got ", t.layout(),
-                " in ", t.scalar_type(), " on ", t.device());
-  };
-  like_xhat("grad", grad, xhat.scalar_type());
-  like_xhat("rstd", rstd, xhat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  TORCH_CHECK(grad.sym_sizes() == xhat.sym_sizes(), kOp, ": expected grad of xhat's shape ", xhat.sym_sizes(), ", got ",
-              grad.sym_sizes());
-  TORCH_CHECK(rstd.sym_sizes() == xhat.sym_sizes().slice(0, xhat.dim() - 1), kOp,
-              ": expected rstd of one number for each row of ", xhat.sym_sizes(), ", got ", rstd.sym_sizes());
-  if (!weight.defined()) return;
-  like_xhat("weight", weight, xhat.scalar_type());
-  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == xhat.sym_size(-1), kOp, ": expected weight of shape [",
-              xhat.sym_size(-1), "], got ", weight.sym_sizes());
-}
 
 }  // namespace
 }  // namespace matmuls
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "handles.h"
 #include "rows.cuh"
 #include "stream_norm_backward.h"
@@ -240,8 +219,8 @@ int64_t launch_stream(const NormBackward<T, rms>& op, const Rows<3>& rows, Tenso
   const int teams = a.vectors ? stream_norm_backward_teams<T>(rows.columns, rows.count, a.whole) : 0;
   if (teams == 0) return 0;
   const auto options = at::TensorOptions().device(at::kCUDA, at::cuda::current_device());
-  if (sums) partial = at::empty({teams, 2, rows.columns}, options.dtype(at::kFloat));
-  const Tensor letters = at::empty({a.whole ? teams : 0, StreamNormBackward<T>::kLetters}, options.dtype(at::kLong));
+  if (sums) partial = empty({teams, 2, rows.columns}, options.dtype(at::kFloat));
+  const Tensor letters = empty({a.whole ? teams : 0, StreamNormBackward<T>::kLetters}, options.dtype(at::kLong));
   launch_stream_norm_backward<T>({op.grad,
                                   op.xhat,
                                   op.weight,
@@ -281,7 +260,7 @@ void launch(const Call& c) {
                 [&](NormBackward<T, rms>& o, int64_t teams) {
                   if (!sums) return;
                   parts = teams;
-                  partial = at::empty({teams, 2, rows.columns}, c.rstd.options());
+                  partial = empty({teams, 2, rows.columns}, c.rstd.options());
                   o.partial = partial.mutable_data_ptr<F>();
                 });
   }
@@ -290,7 +269,7 @@ void launch(const Call& c) {
   if (!partial.defined()) {
     const int64_t blocks = (columns + 255) / 256;
     parts = std::clamp<int64_t>(4096 / blocks, 1, std::min<int64_t>(rows.count, 1024));
-    partial = at::empty({parts, 2, rows.columns}, c.rstd.options());
+    partial = empty({parts, 2, rows.columns}, c.rstd.options());
     const NormBackward<T, false> plain{
         op.index,   op.grad, op.xhat, nullptr, nullptr, op.rstd, {op.steps[0], op.steps[1], op.steps[2]},
         op.columns, nullptr};
@@ -305,6 +284,8 @@ void launch(const Call& c) {
                c.dweight.mutable_data_ptr<T>(), c.dbias.mutable_data_ptr<T>());
 }
 
+}  // namespace
+
 void run_cuda(const Call& c) {
   if (c.xhat.numel() == 0) return;
   const OperationGuard guard(kOp, c.xhat);
@@ -312,14 +293,41 @@ void run_cuda(const Call& c) {
                                   [&] { c.rms ? launch<scalar_t, true>(c) : launch<scalar_t, false>(c); });
 }
 
-}  // namespace
 }  // namespace matmuls
-#endif
+#else
 
-// ----------------------------------------------------------------------------------------------------------- CPU
+// ------------------------------------------------------------------------------------------------ CPU, operators
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "row_operators.h"
+#include "rows_cpu.h"
 
 namespace matmuls {
 namespace {
+
+void check(const Tensor& grad, const Tensor& xhat, const Tensor& rstd, const Tensor& weight) {
+  TORCH_CHECK(at::isFloatingType(xhat.scalar_type()), kOp, ": expected xhat of a floating-point dtype, got ",
+              xhat.scalar_type());
+  TORCH_CHECK(xhat.dim() >= 1, kOp, ": expected xhat of at least one dimension, got a scalar");
+  const auto like_xhat = [&](const char* name, const Tensor& t, at::ScalarType type) {
+    TORCH_CHECK(t.layout() == at::kStrided && t.device() == xhat.device() && t.scalar_type() == type, kOp,
+                ": expected ", name, " to be a strided tensor in ", type, " on ", xhat.device(), ", got ", t.layout(),
+                " in ", t.scalar_type(), " on ", t.device());
+  };
+  like_xhat("grad", grad, xhat.scalar_type());
+  like_xhat("rstd", rstd, xhat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  TORCH_CHECK(grad.sym_sizes() == xhat.sym_sizes(), kOp, ": expected grad of xhat's shape ", xhat.sym_sizes(), ", got ",
+              grad.sym_sizes());
+  TORCH_CHECK(rstd.sym_sizes() == xhat.sym_sizes().slice(0, xhat.dim() - 1), kOp,
+              ": expected rstd of one number for each row of ", xhat.sym_sizes(), ", got ", rstd.sym_sizes());
+  if (!weight.defined()) return;
+  like_xhat("weight", weight, xhat.scalar_type());
+  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == xhat.sym_size(-1), kOp, ": expected weight of shape [",
+              xhat.sym_size(-1), "], got ", weight.sym_sizes());
+}
 
 constexpr int64_t kRowsASum = 64;  // before a float32 sum is added to a float64 one
 
@@ -418,3 +426,4 @@ TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("norm_backward", backward_meta);
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("norm_backward", backward_autograd); }
 
 }  // namespace matmuls
+#endif

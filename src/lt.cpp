@@ -3,15 +3,18 @@
 // Source: cublasLtMatmul; on the CPU torch's own BLAS and activations. gelu by erf has no epilogue in cuBLASLt and
 // float64 has none at all: there bias_act_ follows the product. (Row panels small enough for the L2 to hold between the
 // two were slower, 353 us instead of 320 at 16384x1024x4096 on an H200.)
-#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
 #include <torch/library.h>
 
 #include "activation.h"
+#include "autograd.h"
 #include "product.h"
 #include "product_operators.h"
 
 #ifdef MATMULS_CUDA
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <array>
 #include <bit>
 #include <limits>
@@ -380,9 +383,9 @@ template <c10::DeviceType device>
 Tensor cublaslt_matmul_autocast(const Tensor& a, const Tensor& b, const OptionalTensor& bias, Name name, bool transa,
                                 bool transb) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return LtMatmulOp::call(at::autocast::cached_cast(dtype, a, device), at::autocast::cached_cast(dtype, b, device),
-                          at::autocast::cached_cast(dtype, bias, device), name, transa, transb);
+  const auto dtype = autocast_dtype(device);
+  return LtMatmulOp::call(autocast_to(dtype, a, device), autocast_to(dtype, b, device),
+                          autocast_to(dtype, bias, device), name, transa, transb);
 }
 
 }  // namespace

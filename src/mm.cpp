@@ -1,9 +1,11 @@
 // matmul: out = op(a) @ op(b) by cuBLAS.
 //
 // Source: cublasGemmEx and cublasGemmStridedBatchedEx; on the CPU torch's own BLAS.
-#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/matmul.h>
 #include <torch/library.h>
 
+#include "autograd.h"
 #include "product.h"
 #include "product_operators.h"
 
@@ -174,9 +176,8 @@ void matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor
 template <c10::DeviceType device>
 Tensor matmul_autocast(const Tensor& a, const Tensor& b, bool transa, bool transb) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return MatmulOp::call(at::autocast::cached_cast(dtype, a, device), at::autocast::cached_cast(dtype, b, device),
-                        transa, transb);
+  const auto dtype = autocast_dtype(device);
+  return MatmulOp::call(autocast_to(dtype, a, device), autocast_to(dtype, b, device), transa, transb);
 }
 
 }  // namespace

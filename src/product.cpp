@@ -1,7 +1,13 @@
 #include "product.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/relu.h>
+
 #include <algorithm>
 #include <optional>
+
+#include "activation.h"
 
 namespace matmuls {
 
@@ -183,4 +189,38 @@ Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, c
   return g;
 }
 
+at::Tensor activate(const at::Tensor& x, Activation activation) {
+  switch (activation) {
+    case Activation::none: return x;
+    case Activation::relu: return at::relu(x);
+    case Activation::gelu: return at::gelu(x, "none");
+    case Activation::gelu_tanh: return at::gelu(x, "tanh");
+  }
+  return x;
+}
+
+void activate_(at::Tensor x, Activation activation) {
+  switch (activation) {
+    case Activation::none: break;
+    case Activation::relu: at::relu_(x); break;
+    case Activation::gelu: at::gelu_(x, "none"); break;
+    case Activation::gelu_tanh: at::gelu_(x, "tanh"); break;
+  }
+}
+
 }  // namespace matmuls
+
+#ifdef MATMULS_CUDA
+#include <ATen/Context.h>
+
+#include "gemm_types.h"
+
+namespace matmuls {
+
+bool allows_tf32() {
+  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+         at::Float32Precision::TF32;
+}
+
+}  // namespace matmuls
+#endif

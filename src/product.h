@@ -2,7 +2,7 @@
 // Shared by every dense product, so that cuBLAS, cuBLASLt and the CPU agree on both to the letter.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <vector>
 

@@ -1,7 +1,7 @@
 // The dense products by way of the dispatcher, for the operations that are made of them.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "operator.h"
 

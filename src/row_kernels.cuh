@@ -150,6 +150,9 @@ __device__ void add_teams(ColumnSums<F, V, NV>& sums, F* shared) {
 template <class Op, int V, int NV, Scope scope, bool ragged>
 __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op::kThreadsPerSm / kWalkThreads<scope>))
     walking_kernel(const __grid_constant__ Op op, const WalkShape shape) {
+#if __CUDA_ARCH__ < 900
+  if constexpr (scope == Scope::cluster) return;  // launched nowhere there, and a fifth of what is compiled
+#endif
   using T = typename Op::Storage;
   using F = typename Op::F;
   constexpr int K = Op::kInputs;

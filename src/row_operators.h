@@ -1,10 +1,7 @@
-// What an operation over rows and its gradient share: the gradient's operators, dimensions, the causal position.
+// What an operation over rows and its gradient share: the gradient's operators, dimensions.
 #pragma once
 
-#include <ATen/ATen.h>
-
-#include <numeric>
-#include <vector>
+#include <ATen/core/Tensor.h>
 
 #include "operator.h"
 
@@ -36,13 +33,6 @@ inline void check_like(const char* op, const char* name, const at::Tensor& t, co
   TORCH_CHECK(t.layout() == at::kStrided && t.device() == x.device() && t.scalar_type() == x.scalar_type(), op,
               ": expected ", name, " to be a strided tensor in ", x.scalar_type(), " on ", x.device(), " as ", x_name,
               " is, got ", t.layout(), " in ", t.scalar_type(), " on ", t.device());
-}
-
-// The query's position as if it were an offset: stride 1 along the last but one dimension where rows are causal.
-inline std::vector<int64_t> position_strides(int64_t dims, bool causal) {
-  std::vector<int64_t> strides(dims, 0);
-  if (causal && dims > 1) strides[dims - 2] = 1;
-  return strides;
 }
 
 }  // namespace matmuls

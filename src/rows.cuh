@@ -9,7 +9,7 @@
 // its kernel is chosen and launched; the kernels are in row_kernels.cuh.
 #pragma once
 
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -46,6 +46,11 @@ template <class Op>
 constexpr bool kFewThreads =
     Op::kConstants == 1 && !Op::kColumnSums && sizeof(typename Op::Storage) == 2 && Op::kLongVectors > Op::kVectors;
 
+// Whether a cluster's threads never hold fewer vectors. Two constants and a row of 8 vectors fill shared memory, and
+// need half the blocks.
+template <class Op>
+constexpr bool kLongClusters = Op::kConstants == 2 || kFewThreads<Op>;
+
 // How a row is shared out. Few threads that hold much each need the fewest instructions a column.
 template <class Op, int V, bool ragged>
 RowConfig configure(int64_t vectors) {
@@ -70,8 +75,9 @@ RowConfig configure(int64_t vectors) {
       const int ranks = std::clamp(power(up(all, 256)), 2, kMaxRanks);
       return {Way::walk, Scope::cluster, Op::kLongVectors, static_cast<int>(up(up(all, ranks), 32) * 32), 1, ranks};
     }
-    // Two constants and a row of 8 vectors fill shared memory, and need half the blocks.
-    for (const int held : {Op::kConstants == 2 ? Op::kLongVectors : most, Op::kLongVectors}) {
+    // Of few threads what is left has too many vectors for fewer each.
+    static_assert(!kFewThreads<Op> || 256 * Op::kLongVectors >= Op::kMostThreads * Op::kVectors);
+    for (const int held : {kLongClusters<Op> ? Op::kLongVectors : most, Op::kLongVectors}) {
       const int64_t all = up(vectors, held);
       if (all > kMaxRanks * Op::kMostThreads) continue;
       const int ranks = std::clamp(power(up(all, Op::kMostThreads)), 2, kMaxRanks);
@@ -238,9 +244,11 @@ void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& 
   };
   if (c.scope == Scope::block) return go.template operator()<kMost, Scope::block>();
   if constexpr (V > 1) {
-    if (c.scope == Scope::cluster && c.vectors > kMost)
+    if (c.scope == Scope::cluster) {
+      if constexpr (!kLongClusters<Op>)
+        if (c.vectors <= kMost) return go.template operator()<kMost, Scope::cluster>();
       return go.template operator()<Op::kLongVectors, Scope::cluster>();
-    if (c.scope == Scope::cluster) return go.template operator()<kMost, Scope::cluster>();
+    }
     if constexpr (!ragged) {
       const auto warps = [&]<int NV>() { go.template operator()<compiled_vectors(NV, kMost), Scope::warp>(); };
       switch (c.vectors) {

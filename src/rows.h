@@ -1,12 +1,14 @@
 // A tensor as rows: one dimension is the row, all the others count the rows, whatever their strides.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 
 #include <array>
 #include <numeric>
 #include <vector>
+
+#include "common.h"
 
 namespace matmuls {
 
@@ -75,6 +77,13 @@ Rows<N> rows_of(const char* op, const std::array<at::Tensor, N>& tensors, int64_
   return rows_of<N>(op, tensors[0].sizes(), strides, dim, innermost_first(tensors[0].dim()));
 }
 
+// The query's position as if it were an offset: stride 1 along the last but one dimension where rows are causal.
+inline std::vector<int64_t> position_strides(int64_t dims, bool causal) {
+  std::vector<int64_t> strides(dims, 0);
+  if (causal && dims > 1) strides[dims - 2] = 1;
+  return strides;
+}
+
 // Rows whose columns lie apart pass through N buffers of one row, one set for each thread.
 template <class T, int N>
 class RowBuffers {
@@ -105,7 +114,7 @@ class RowBuffers {
 // body(row, buffers) for every row, over torch's threads.
 template <class T, int N, class Body>
 void for_rows(int64_t count, int64_t columns, const Body& body) {
-  const int64_t grain = std::max<int64_t>(1, at::internal::GRAIN_SIZE / std::max<int64_t>(columns, 1));
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(columns, 1));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     RowBuffers<T, N> buffers(columns);
     for (int64_t row = begin; row < end; ++row) body(row, buffers);

@@ -3,65 +3,38 @@
 // a: [..., rows, n], b: [..., columns, n], so that a @ b^T is sampled; out: [..., nonzeros] at the values' places. The
 // gradient of a sparse product's values, and the scores of sparse attention: no more than out is ever made. `summed`
 // adds up the batch. With `selected` a column counts only where it selected p's value (spmm.h).
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
-#include <torch/library.h>
+#include <ATen/core/Tensor.h>
 
 #include "common.h"
 #include "sparse.h"
-#include "sparse_cpu.h"
 
 namespace matmuls {
-namespace {
-
-using at::Tensor;
-
-constexpr const char* kOp = "sddmm";
 
 // a [batch, rows, n], b [batch, columns, n], elements of a row side by side, out [batch, nonzeros] (or [1, nonzeros],
 // summed) contiguous.
-struct Call {
+struct SddmmCall {
   Pattern pattern;
-  Tensor a, b, out;
+  at::Tensor a, b, out;
   double alpha;
-  Tensor selected;  // read where defined, [batch, rows or columns, n]
+  at::Tensor selected;  // read where defined, [batch, rows or columns, n]
   bool by_column, summed;
 };
+void run_cuda(const SddmmCall& c);
 
-c10::SymDimVector check(const Pattern& p, const Tensor& a, const Tensor& b, const c10::SymInt& columns,
-                        const Tensor& selected, bool by_column, bool summed) {
-  check_floating(kOp, "a", a);
-  check_like(kOp, "b", b, "a", a);
-  check_pattern(kOp, p, a);
-  TORCH_CHECK(a.dim() >= 2 && a.sym_size(-2) == p.sym_rows(), kOp, ": expected a of shape [..., ", p.sym_rows(),
-              ", n] beside a pattern of ", p.sym_rows(), " rows, got ", a.sym_sizes());
-  TORCH_CHECK(b.dim() >= 2 && b.sym_size(-2) == columns && b.sym_size(-1) == a.sym_size(-1), kOp,
-              ": expected b, transposed, of shape [..., ", columns, ", ", a.sym_size(-1), "] beside a pattern of ",
-              columns, " columns, got ", b.sym_sizes());
-  const auto lead =
-      at::infer_size_symdimvector(a.sym_sizes().slice(0, a.dim() - 2), b.sym_sizes().slice(0, b.dim() - 2));
-  if (selected.defined()) {
-    auto expected = lead;
-    expected.push_back(by_column ? columns : p.sym_rows());
-    expected.push_back(a.sym_size(-1));
-    TORCH_CHECK(selected.sym_sizes() == c10::SymIntArrayRef(expected) &&
-                    selected.scalar_type() == p.crow.scalar_type() && selected.device() == a.device(),
-                kOp, ": expected selected of shape ", c10::SymIntArrayRef(expected), " in ", p.crow.scalar_type(),
-                ", got ", selected.sym_sizes(), " in ", selected.scalar_type());
-  }
-  auto shape = summed ? c10::SymDimVector() : c10::SymDimVector(lead);
-  shape.push_back(p.col.sym_size(0));
-  return shape;
-}
+namespace {
+
+using at::Tensor;
+using Call = SddmmCall;
+
+constexpr const char* kOp = "sddmm";
 
 }  // namespace
 }  // namespace matmuls
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "handles.h"
 #include "sparse.cuh"
 
@@ -182,6 +155,8 @@ void launch(const Args<T, I>& m) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+}  // namespace
+
 void run_cuda(const Call& c) {
   const OperationGuard guard(kOp, c.a);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.a.scalar_type(), kOp, [&] {
@@ -212,14 +187,47 @@ void run_cuda(const Call& c) {
   });
 }
 
-}  // namespace
 }  // namespace matmuls
-#endif
+#else
 
-// ----------------------------------------------------------------------------------------------------------- CPU
+// ------------------------------------------------------------------------------------------------ CPU, operators
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "autograd.h"
+#include "sparse_cpu.h"
+#include "sparse_operators.h"
 
 namespace matmuls {
 namespace {
+
+c10::SymDimVector check(const Pattern& p, const Tensor& a, const Tensor& b, const c10::SymInt& columns,
+                        const Tensor& selected, bool by_column, bool summed) {
+  check_floating(kOp, "a", a);
+  check_like(kOp, "b", b, "a", a);
+  check_pattern(kOp, p, a);
+  TORCH_CHECK(a.dim() >= 2 && a.sym_size(-2) == p.sym_rows(), kOp, ": expected a of shape [..., ", p.sym_rows(),
+              ", n] beside a pattern of ", p.sym_rows(), " rows, got ", a.sym_sizes());
+  TORCH_CHECK(b.dim() >= 2 && b.sym_size(-2) == columns && b.sym_size(-1) == a.sym_size(-1), kOp,
+              ": expected b, transposed, of shape [..., ", columns, ", ", a.sym_size(-1), "] beside a pattern of ",
+              columns, " columns, got ", b.sym_sizes());
+  const auto lead =
+      at::infer_size_symdimvector(a.sym_sizes().slice(0, a.dim() - 2), b.sym_sizes().slice(0, b.dim() - 2));
+  if (selected.defined()) {
+    auto expected = lead;
+    expected.push_back(by_column ? columns : p.sym_rows());
+    expected.push_back(a.sym_size(-1));
+    TORCH_CHECK(selected.sym_sizes() == c10::SymIntArrayRef(expected) &&
+                    selected.scalar_type() == p.crow.scalar_type() && selected.device() == a.device(),
+                kOp, ": expected selected of shape ", c10::SymIntArrayRef(expected), " in ", p.crow.scalar_type(),
+                ", got ", selected.sym_sizes(), " in ", selected.scalar_type());
+  }
+  auto shape = summed ? c10::SymDimVector() : c10::SymDimVector(lead);
+  shape.push_back(p.col.sym_size(0));
+  return shape;
+}
 
 template <class T, class I>
 arithmetic_t<T> selected_dot(const Call& c, const I* selected, const T* a, const T* b, int64_t batches, int64_t row,
@@ -246,7 +254,7 @@ void run_cpu(const Call& c) {
       const int64_t rows = c.pattern.rows(), nonzeros = c.pattern.nonzeros(), n = c.a.size(2);
       const int64_t together = c.summed ? c.a.size(0) : 1;
       constexpr int64_t kAhead = 8, kLine = 64 / sizeof(scalar_t);
-      const int64_t grain = std::max<int64_t>(1, at::internal::GRAIN_SIZE / std::max<int64_t>(n * together, 1));
+      const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(n * together, 1));
       for (int64_t batch = 0; batch < c.a.size(0); batch += together) {
         const scalar_t* const a = c.a.const_data_ptr<scalar_t>() + batch * c.a.stride(0);
         const scalar_t* const b = c.b.const_data_ptr<scalar_t>() + batch * c.b.stride(0);
@@ -364,10 +372,9 @@ Tensor sddmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& a, co
                       const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& selected,
                       bool by_column, bool summed) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  const auto dtype = at::autocast::get_autocast_dtype(device);
-  return SddmmOp::call(crow, col, at::autocast::cached_cast(dtype, a, device),
-                       at::autocast::cached_cast(dtype, b, device), columns, alpha, order, t_crow, t_col, t_order,
-                       selected, by_column, summed);
+  const auto dtype = autocast_dtype(device);
+  return SddmmOp::call(crow, col, autocast_to(dtype, a, device), autocast_to(dtype, b, device), columns, alpha, order,
+                       t_crow, t_col, t_order, selected, by_column, summed);
 }
 
 }  // namespace
@@ -390,3 +397,4 @@ TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_sddmm", sddmm_autoca
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_sddmm", sddmm_autocast<at::kCUDA>); }
 
 }  // namespace matmuls
+#endif

@@ -3,66 +3,36 @@
 //
 // A masked column gets 0; a row with nothing but masked columns is 0 throughout; NaN propagates as in torch.softmax.
 // Statistics are float32 (float64 for float64), the scale too. Each element is read once and written once.
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/library.h>
+#include <ATen/core/Tensor.h>
 
 #include <cmath>
 #include <limits>
 
 #include "common.h"
 #include "masks.h"
-#include "row_operators.h"
 #include "rows.h"
-#include "rows_cpu.h"
 
 namespace matmuls {
-namespace {
-
-using at::Tensor;
 
 // One call, checked: what is read, what is written (x itself in place), and how.
-struct Call {
+struct SoftmaxCall {
   const char* op;
-  Tensor x, out;
+  at::Tensor x, out;
   int64_t dim = -1;
-  Tensor mask = {};  // expanded to x's sizes: strides of 0 where it repeats
+  at::Tensor mask = {};  // expanded to x's sizes: strides of 0 where it repeats
   MaskKind kind = MaskKind::none;
   double scale = 1;
   bool causal = false;
 
   bool masked() const { return kind != MaskKind::none || causal || scale != 1; }
 };
+void run_cuda(const SoftmaxCall& c);
 
-int64_t check_x(const char* op, const Tensor& x, int64_t dim) {
-  check_floating(op, "x", x);
-  return check_dim(op, x, dim);
-}
+namespace {
 
-MaskKind check_mask(const char* op, const Tensor& x, const OptionalTensor& mask) {
-  if (!mask || !mask->defined()) return MaskKind::none;
-  TORCH_CHECK(mask->device() == x.device(), op, ": expected mask on ", x.device(), " as x is, got ", mask->device());
-  TORCH_CHECK(mask->layout() == at::kStrided, op, ": expected mask to be a strided tensor, got layout ",
-              mask->layout());
-  bool broadcasts = mask->dim() <= x.dim();
-  for (int64_t d = 1; broadcasts && d <= mask->dim(); ++d)
-    broadcasts = mask->sym_size(-d) == 1 || mask->sym_size(-d) == x.sym_size(-d);
-  TORCH_CHECK(broadcasts, op, ": expected a mask whose shape broadcasts to x's ", x.sym_sizes(), ", got ",
-              mask->sym_sizes());
-  const auto type = mask->scalar_type();
-  if (type == at::kBool || type == at::kByte) return MaskKind::bytes;
-  if (type == x.scalar_type()) return MaskKind::same;
-  TORCH_CHECK(type == at::kFloat && x.scalar_type() != at::kDouble, op, ": expected a mask in Bool, Byte, ",
-              x.scalar_type(), " as x is", x.scalar_type() == at::kDouble ? "" : " or Float", ", got ", type);
-  return MaskKind::float32;
-}
-
-void check_out(const char* op, const Tensor& x, const Tensor& out) {
-  check_like(op, "out", out, "x", x);
-  TORCH_CHECK(out.sym_sizes() == x.sym_sizes(), op, ": expected out of shape ", x.sym_sizes(), ", got ",
-              out.sym_sizes());
-}
+using at::Tensor;
+using Call = SoftmaxCall;
 
 // Rows of x and out, and beside them, where fewer dimensions merge, of the mask and the query's position: the index
 // along the last but one dimension, as if it were an offset.
@@ -91,7 +61,7 @@ CallRows rows_of_call(const Call& c) {
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "even_rows.cuh"
 #include "handles.h"
 #include "packed_softmax.cuh"
@@ -475,6 +445,8 @@ void launch_plain(const Call& c, const CallRows& rows) {
     launch<T, NoMask>(c, rows);
 }
 
+}  // namespace
+
 void run_cuda(const Call& c) {
   if (c.out.numel() == 0) return;
   const OperationGuard guard(c.op, c.x);
@@ -487,14 +459,50 @@ void run_cuda(const Call& c) {
   });
 }
 
-}  // namespace
 }  // namespace matmuls
-#endif
+#else
 
-// ----------------------------------------------------------------------------------------------------------- CPU
+// ------------------------------------------------------------------------------------------------ CPU, operators
+
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include "autograd.h"
+#include "row_operators.h"
+#include "rows_cpu.h"
 
 namespace matmuls {
 namespace {
+
+int64_t check_x(const char* op, const Tensor& x, int64_t dim) {
+  check_floating(op, "x", x);
+  return check_dim(op, x, dim);
+}
+
+MaskKind check_mask(const char* op, const Tensor& x, const OptionalTensor& mask) {
+  if (!mask || !mask->defined()) return MaskKind::none;
+  TORCH_CHECK(mask->device() == x.device(), op, ": expected mask on ", x.device(), " as x is, got ", mask->device());
+  TORCH_CHECK(mask->layout() == at::kStrided, op, ": expected mask to be a strided tensor, got layout ",
+              mask->layout());
+  bool broadcasts = mask->dim() <= x.dim();
+  for (int64_t d = 1; broadcasts && d <= mask->dim(); ++d)
+    broadcasts = mask->sym_size(-d) == 1 || mask->sym_size(-d) == x.sym_size(-d);
+  TORCH_CHECK(broadcasts, op, ": expected a mask whose shape broadcasts to x's ", x.sym_sizes(), ", got ",
+              mask->sym_sizes());
+  const auto type = mask->scalar_type();
+  if (type == at::kBool || type == at::kByte) return MaskKind::bytes;
+  if (type == x.scalar_type()) return MaskKind::same;
+  TORCH_CHECK(type == at::kFloat && x.scalar_type() != at::kDouble, op, ": expected a mask in Bool, Byte, ",
+              x.scalar_type(), " as x is", x.scalar_type() == at::kDouble ? "" : " or Float", ", got ", type);
+  return MaskKind::float32;
+}
+
+void check_out(const char* op, const Tensor& x, const Tensor& out) {
+  check_like(op, "out", out, "x", x);
+  TORCH_CHECK(out.sym_sizes() == x.sym_sizes(), op, ": expected out of shape ", x.sym_sizes(), ", got ",
+              out.sym_sizes());
+}
 
 void run_cpu(const Call& c) {
   if (c.out.numel() == 0) return;
@@ -684,14 +692,14 @@ void masked_inplace_autograd(Tensor x, const OptionalTensor& mask, double scale,
 template <c10::DeviceType device>
 Tensor softmax_autocast(const Tensor& x, int64_t dim) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return SoftmaxOp::call(at::autocast::cached_cast(at::kFloat, x, device), dim);
+  return SoftmaxOp::call(autocast_to(at::kFloat, x, device), dim);
 }
 template <c10::DeviceType device>
 Tensor masked_autocast(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   OptionalTensor m = mask;
-  if (m && m->defined() && m->is_floating_point()) m = at::autocast::cached_cast(at::kFloat, *m, device);
-  return MaskedOp::call(at::autocast::cached_cast(at::kFloat, x, device), m, scale, causal);
+  if (m && m->defined() && m->is_floating_point()) m = autocast_to(at::kFloat, *m, device);
+  return MaskedOp::call(autocast_to(at::kFloat, x, device), m, scale, causal);
 }
 
 }  // namespace
@@ -745,3 +753,4 @@ TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) {
 }
 
 }  // namespace matmuls
+#endif

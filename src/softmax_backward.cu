@@ -2,40 +2,28 @@
 //
 // The gradient of every softmax here: where a mask left y at 0, dx is 0. Over y or grad itself on request. With
 // `causal` the columns that a row did not see are not read. Each element is read once and written once.
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <torch/library.h>
+#include <ATen/core/Tensor.h>
 
 #include "common.h"
-#include "row_operators.h"
 #include "rows.h"
-#include "rows_cpu.h"
 
 namespace matmuls {
-namespace {
 
-using at::Tensor;
-
-constexpr const char* kOp = "softmax_backward";
-
-struct Call {
-  Tensor y, grad, out;
+struct SoftmaxBackwardCall {
+  at::Tensor y, grad, out;
   int64_t dim;
   double scale;
   bool causal;
 };
+void run_cuda(const SoftmaxBackwardCall& c);
 
-int64_t check(const Tensor& y, const Tensor& grad, int64_t dim, const Tensor& out = {}) {
-  check_floating(kOp, "y", y);
-  const auto like_y = [&](const char* name, const Tensor& t) {
-    check_like(kOp, name, t, "y", y);
-    TORCH_CHECK(t.sym_sizes() == y.sym_sizes(), kOp, ": expected ", name, " of y's shape ", y.sym_sizes(), ", got ",
-                t.sym_sizes());
-  };
-  like_y("grad", grad);
-  if (out.defined()) like_y("out", out);
-  return check_dim(kOp, y, dim);
-}
+namespace {
+
+using at::Tensor;
+using Call = SoftmaxBackwardCall;
+
+constexpr const char* kOp = "softmax_backward";
 
 // y, grad, out, and the query's position.
 Rows<4> rows_of_call(const Call& c) {
@@ -50,7 +38,7 @@ Rows<4> rows_of_call(const Call& c) {
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "even_rows.cuh"
 #include "handles.h"
 #include "rows.cuh"
@@ -182,6 +170,8 @@ void launch(const Call& c, const Rows<4>& rows, bool whole) {
   launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});
 }
 
+}  // namespace
+
 void run_cuda(const Call& c) {
   if (c.out.numel() == 0) return;
   const OperationGuard guard(kOp, c.y);
@@ -201,14 +191,32 @@ void run_cuda(const Call& c) {
   });
 }
 
-}  // namespace
 }  // namespace matmuls
-#endif
+#else
 
-// ----------------------------------------------------------------------------------------------------------- CPU
+// ------------------------------------------------------------------------------------------------ CPU, operators
+
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "autograd.h"
+#include "row_operators.h"
+#include "rows_cpu.h"
 
 namespace matmuls {
 namespace {
+
+int64_t check(const Tensor& y, const Tensor& grad, int64_t dim, const Tensor& out = {}) {
+  check_floating(kOp, "y", y);
+  const auto like_y = [&](const char* name, const Tensor& t) {
+    check_like(kOp, name, t, "y", y);
+    TORCH_CHECK(t.sym_sizes() == y.sym_sizes(), kOp, ": expected ", name, " of y's shape ", y.sym_sizes(), ", got ",
+                t.sym_sizes());
+  };
+  like_y("grad", grad);
+  if (out.defined()) like_y("out", out);
+  return check_dim(kOp, y, dim);
+}
 
 void run_cpu(const Call& c) {
   if (c.out.numel() == 0) return;
@@ -346,3 +354,4 @@ MATMULS_WRITES("softmax_backward.out", SoftmaxBackwardOutOp, 5)
 MATMULS_WRITES("softmax_backward_", BackwardInplaceOp, 0)
 
 }  // namespace matmuls
+#endif

@@ -1,7 +1,7 @@
 // What the sparse kernels share on the GPU: indices, vectors that may be cut short, groups of lanes.
 #pragma once
 
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 

@@ -6,31 +6,14 @@
 // form; without them a gradient that needs it makes it. Duplicate and unsorted columns are as good as others.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <string_view>
 
 #include "common.h"
-#include "operator.h"
-#include "row_operators.h"
 
 namespace matmuls {
-
-MATMULS_OPERATOR(CsrTransposeOp, "custom_mm::csr_transpose", "",
-                 std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, c10::SymInt));
-MATMULS_OPERATOR(SpmmOp, "custom_mm::csr_spmm", "",
-                 at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,
-                            std::string_view, double, const OptionalTensor&, const OptionalTensor&,
-                            const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool, int64_t,
-                            int64_t));
-MATMULS_OPERATOR(SpmmOutOp, "custom_mm::csr_spmm", "out",
-                 void(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,
-                      std::string_view, double, const OptionalTensor&, double, int64_t, at::Tensor));
-MATMULS_OPERATOR(SddmmOp, "custom_mm::csr_sddmm", "",
-                 at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,
-                            double, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                            const OptionalTensor&, const OptionalTensor&, bool, bool));
 
 // The matrix without its values.
 struct Pattern {
@@ -40,13 +23,8 @@ struct Pattern {
   int64_t rows() const { return crow.size(0) - 1; }
   int64_t nonzeros() const { return col.size(0); }
 
-  // The transposed matrix; `columns` of this one are its rows.
-  Pattern transposed(const c10::SymInt& columns) const {
-    if (t_crow.defined()) return {t_crow, t_col, t_order, crow, col, order};
-    auto [tc, tr, to] = CsrTransposeOp::call(crow, col, columns);
-    if (order.defined()) to = order.index_select(0, to);
-    return {tc, tr, to, crow, col, order};
-  }
+  // The transposed matrix; `columns` of this one are its rows. In csr.cpp.
+  Pattern transposed(const c10::SymInt& columns) const;
 };
 
 inline OptionalTensor none_or_tensor(const at::Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }

@@ -1,6 +1,14 @@
 // The parts of sparse_parts.h: their checks, their way to rows, their descriptors.
 #include "sparse_parts.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_convert_indices_from_coo_to_csr.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/sort.h>
+
+#include "row_operators.h"
+
 namespace matmuls {
 
 using at::Tensor;

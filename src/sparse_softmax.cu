@@ -3,51 +3,34 @@
 //
 // What is not in the pattern is as if it were masked: an empty row has nothing to give. Values as torch.softmax of the
 // row, NaN and inf included.
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
-#include <torch/library.h>
+#include <ATen/core/Tensor.h>
 
 #include "common.h"
-#include "rows_cpu.h"
 #include "sparse.h"
 
 namespace matmuls {
+
+// All [batch, nonzeros] and contiguous. Forward: y of x. Backward: out of y and grad.
+struct SparseSoftmaxCall {
+  at::Tensor crow, order, x, grad, out;  // grad: backward alone; order: may be undefined
+  double scale;
+};
+void run_cuda(const SparseSoftmaxCall& c);
+
 namespace {
 
 using at::Tensor;
+using Call = SparseSoftmaxCall;
 
 constexpr const char *kOp = "sparse_softmax", *kBackwardOp = "sparse_softmax_backward";
-
-// All [batch, nonzeros] and contiguous. Forward: y of x. Backward: out of y and grad.
-struct Call {
-  Tensor crow, order, x, grad, out;  // grad: backward alone; order: may be undefined
-  double scale;
-};
-
-void check(const char* op, const char* name, const Tensor& crow, const Tensor& x, const Tensor& order) {
-  check_floating(op, name, x);
-  TORCH_CHECK_VALUE(crow.layout() == at::kStrided && crow.dim() == 1 && crow.sym_size(0) >= 1 &&
-                        (crow.scalar_type() == at::kInt || crow.scalar_type() == at::kLong),
-                    op, ": expected crow of shape [rows + 1] in Int or Long, got shape ", crow.sym_sizes(), " in ",
-                    crow.scalar_type());
-  TORCH_CHECK(crow.device() == x.device(), op, ": expected the pattern on ", x.device(), " as ", name, " is, got ",
-              crow.device());
-  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": expected ", name, " of shape [..., nonzeros], got a scalar");
-  TORCH_CHECK_VALUE(!order.defined() || (order.dim() == 1 && order.scalar_type() == crow.scalar_type() &&
-                                         order.sym_size(0) == x.sym_size(-1) && order.device() == x.device()),
-                    op, ": expected order of shape [", x.sym_size(-1), "] in ", crow.scalar_type());
-}
-
-Tensor flat(const Tensor& t) { return t.contiguous().view({-1, t.size(-1)}); }
 
 }  // namespace
 }  // namespace matmuls
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "handles.h"
 #include "sparse.cuh"
 
@@ -172,16 +155,42 @@ void run_cuda_as(const Call& c) {
   });
 }
 
+}  // namespace
+
 void run_cuda(const Call& c) { c.grad.defined() ? run_cuda_as<true>(c) : run_cuda_as<false>(c); }
 
-}  // namespace
 }  // namespace matmuls
-#endif
+#else
 
-// ----------------------------------------------------------------------------------------------------------- CPU
+// ------------------------------------------------------------------------------------------------ CPU, operators
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/library.h>
+
+#include "autograd.h"
+#include "rows_cpu.h"
+#include "sparse_operators.h"
 
 namespace matmuls {
 namespace {
+
+void check(const char* op, const char* name, const Tensor& crow, const Tensor& x, const Tensor& order) {
+  check_floating(op, name, x);
+  TORCH_CHECK_VALUE(crow.layout() == at::kStrided && crow.dim() == 1 && crow.sym_size(0) >= 1 &&
+                        (crow.scalar_type() == at::kInt || crow.scalar_type() == at::kLong),
+                    op, ": expected crow of shape [rows + 1] in Int or Long, got shape ", crow.sym_sizes(), " in ",
+                    crow.scalar_type());
+  TORCH_CHECK(crow.device() == x.device(), op, ": expected the pattern on ", x.device(), " as ", name, " is, got ",
+              crow.device());
+  TORCH_CHECK_VALUE(x.dim() >= 1, op, ": expected ", name, " of shape [..., nonzeros], got a scalar");
+  TORCH_CHECK_VALUE(!order.defined() || (order.dim() == 1 && order.scalar_type() == crow.scalar_type() &&
+                                         order.sym_size(0) == x.sym_size(-1) && order.device() == x.device()),
+                    op, ": expected order of shape [", x.sym_size(-1), "] in ", crow.scalar_type());
+}
+
+Tensor flat(const Tensor& t) { return t.contiguous().view({-1, t.size(-1)}); }
 
 // A row's values, side by side or gathered.
 template <class T, class I>
@@ -345,7 +354,7 @@ Tensor softmax_backward_autograd(const Tensor& crow, const Tensor& y, const Tens
 template <c10::DeviceType device>
 Tensor softmax_autocast(const Tensor& crow, const Tensor& x, double scale, const OptionalTensor& order) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return CsrSoftmaxOp::call(crow, at::autocast::cached_cast(at::kFloat, x, device), scale, order);
+  return CsrSoftmaxOp::call(crow, autocast_to(at::kFloat, x, device), scale, order);
 }
 
 }  // namespace
@@ -378,3 +387,4 @@ TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_softmax", softmax_au
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_softmax", softmax_autocast<at::kCUDA>); }
 
 }  // namespace matmuls
+#endif

@@ -1,5 +1,5 @@
 // csr_spmm on a GPU: how rows are shared out, and which kernel of spmm.cuh or filled.h does it.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "spmm.cuh"
 
 #include <ATen/Dispatch.h>
@@ -7,7 +7,6 @@
 #include "common.h"
 #include "handles.h"
 #include "launch.cuh"
-#include "product_operators.h"
 #include "spmm.h"
 
 namespace matmuls::spmm {
@@ -286,8 +285,8 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
   }
   if (m.slots == 0) return launch_split(m, split, vectors);
   const Tensor partial =
-      at::empty({m.batches, m.slots, 2, m.n}, c.dense.options().dtype(c10::CppTypeToScalarType<F>::value));
-  const Tensor begins = at::empty({m.slots}, c.dense.options().dtype(at::kLong));
+      empty({m.batches, m.slots, 2, m.n}, c.dense.options().dtype(c10::CppTypeToScalarType<F>::value));
+  const Tensor begins = empty({m.slots}, c.dense.options().dtype(at::kLong));
   m.partial = partial.template mutable_data_ptr<F>();
   m.begins = begins.mutable_data_ptr<int64_t>();
   launch_split(m, split, vectors);
@@ -302,8 +301,7 @@ bool may_fill(const Call& c) {
          c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) &&
          (dtype == at::kFloat    ? can_multiply_halves()
           : dtype == at::kDouble ? false
-                                 : c.alpha == 1 && !at::globalContext().deterministicAlgorithms() &&
-                                       Borrowed::is_to_be_had(Library::cublas));
+                                 : c.alpha == 1 && !must_be_deterministic() && Borrowed::is_to_be_had(Library::cublas));
 }
 
 // Microseconds of both ways, about, as measured on an H200.
@@ -329,7 +327,7 @@ void sum_filled(const Call& c, Args<T, I>& m, const Filled& filled) {
       facts = multiply_halves(filled, dense, out, c.alpha);
     } else {
       facts = look_for_infinite(dense);
-      MatmulOutOp::call(filled.parts.narrow(1, 0, dense.size(0)), dense, false, false, out);  // sums in float32
+      multiply_filled(filled.parts.narrow(1, 0, dense.size(0)), dense, out);
     }
     m.facts = static_cast<const FillFacts*>(filled.facts.const_data_ptr());
     m.dense_facts = static_cast<const FillFacts*>(facts.const_data_ptr()), m.parts = facts.size(0) / kFactsOfPart;

@@ -6,7 +6,7 @@
 // shared. Accumulation in float32, float64 for float64, in an order that depends on the shapes alone.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "filled.h"
 #include "sparse.h"
@@ -32,6 +32,10 @@ struct Call {
 
 void run_cpu(const Call& c);
 void run_cuda(const Call& c);
+
+// What run_cuda asks of the rest of ATen, whose headers cost CUDA code more than its kernels. In csr_spmm.cpp.
+bool must_be_deterministic();
+void multiply_filled(const at::Tensor& a, const at::Tensor& dense, const at::Tensor& out);  // sums in float32
 
 // The product with what a plan keeps of a float32 matrix (filled.h), by rows where halves will not do; and what it
 // keeps.

@@ -1,5 +1,5 @@
 // csr_spmm_chunks on a GPU: what may go by chunks, and which kernel of spmm_chunks.cuh does it.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "spmm_chunks.cuh"
 
 #include "handles.h"
@@ -31,8 +31,8 @@ void launch_pieces(const ChunkArgs<T>& m) {
 template <class T>
 Tensor multiply(const ChunkedCall& c) {
   const int64_t rows = c.pattern.rows(), n = c.dense.size(1);
-  const Tensor out = at::empty({rows, n}, c.dense.options());
-  const Tensor partial = at::empty({c.slots, n}, c.dense.options().dtype(at::kFloat));
+  const Tensor out = empty({rows, n}, c.dense.options());
+  const Tensor partial = empty({c.slots, n}, c.dense.options().dtype(at::kFloat));
   const Tensor col = c.pattern.col.contiguous(), values = c.values.contiguous();
   ChunkArgs<T> m{};
   m.begins = c.begins.const_data_ptr<int>(), m.ends = c.ends.const_data_ptr<int>();

@@ -3,7 +3,7 @@
 // order that depends on the chunks alone.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "sparse.h"
 #include "spmm.h"

@@ -8,7 +8,7 @@
 // A lane adds up all 32 columns of its nonzeros: nothing passes between lanes for a nonzero, and shared memory, read
 // 128 bytes a cycle, is all that it waits for. Lane j of eight reads vector k ^ j of a row's eight vectors as its k-th:
 // they lie in different banks whatever the rows are.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "spmm_tiles.h"
 
 #include "filled_sm90.cuh"
@@ -237,7 +237,7 @@ Tensor run_tiles(const TiledCall& c) {
   const OperationGuard guard(kOp, c.dense);
   const TileLayout& m = c.layout;
   const int64_t n = c.dense.size(1);
-  const Tensor out = at::empty({m.rows, n}, c.dense.options());
+  const Tensor out = empty({m.rows, n}, c.dense.options());
   TileArgs args{};
   args.heads = static_cast<const int4*>(c.heads.const_data_ptr());
   args.slots = static_cast<const TileSlot*>(c.slots.const_data_ptr());

@@ -3,7 +3,7 @@
 // order that depends on the layout alone.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include "spmm.h"
 #include "tiles.h"

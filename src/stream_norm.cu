@@ -5,10 +5,10 @@
 // All rows of a block start equally far from a multiple of 16 bytes, so that its columns stay the same; of a row the
 // columns before its first whole vector and after its last are one thread's of the first warp each. No vector then has
 // to ask where the row ends: 17 instructions a column where rows.cuh's kernel takes 32.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "stream_norm.h"
 
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 

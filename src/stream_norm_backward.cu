@@ -10,10 +10,10 @@
 // Unaligned rows: a block each. All rows of a block start equally far from a multiple of 16 bytes; of a row the columns
 // before its first whole vector and after its last are one thread's of the first warp each, so that no vector has to
 // ask where the row ends.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "stream_norm_backward.h"
 
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 

@@ -1,5 +1,5 @@
 // tiles.h on a GPU.
-#ifdef MATMULS_CUDA
+#ifdef __CUDACC__
 #include "tiles.h"
 
 #include <climits>

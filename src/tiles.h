@@ -12,7 +12,7 @@
 // Of columns that increase in every row.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <tuple>

@@ -15,7 +15,8 @@ def test_kernels_under_the_interpreter(family, least):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"interpreted_{family}.py"],
         cwd=Path(__file__).parent,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "PYTEST_ADDOPTS": ""},
+        # One thread: the products are small, and a second makes them slower.
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )

@@ -248,11 +248,18 @@ def peak_memory(run: Run, device: str) -> int:
         return _peak_on_gpu(run) if device == "cuda" else _peak_on_cpu(run)
 
 
+def _requested() -> int:
+    # requested, not allocated: a block is up to 1 MB larger than its tensor
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
 def _peak_on_gpu(run: Run) -> int:
     torch.cuda.synchronize()
+    before, seen = _requested(), -1
+    while before != seen:  # autograd's thread may let go of the last call's tensors a little after it
+        time.sleep(1e-3)
+        before, seen = _requested(), before
     torch.cuda.reset_peak_memory_stats()
-    # requested, not allocated: a block is up to 1 MB larger than its tensor
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     run()
     torch.cuda.synchronize()
     return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)

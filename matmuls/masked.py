@@ -175,7 +175,8 @@ def _linear_forward(
         fail("masked_linear_forward", f"0 or {_rows_kept(x, w1, known)} rows to be kept", kept)
     if not kept:
         return _linear_kernel(x, w1, w2, rows, counts, b1, b2, known), x.new_empty(0, x.shape[-1])
-    from .triton.masked_linear import in_order, product, read_rows
+    from .triton.few import in_order
+    from .triton.masked_linear import product, read_rows
 
     ordered = in_order(read_rows(_flat(x)), rows, counts)
     y = product(_flat(x), w1, w2, rows, counts, b1, b2, ordered=ordered)

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "info": {"custom_mm", "device", "matmuls"},
     "bench": {"specs", "measure", "custom_mm"},
     "matrices": set(),
-    "experiment": {"bench", "measure", "matrices", "sparse", "custom_mm"},
+    "experiment": {"bench", "choice", "measure", "matrices", "sparse", "custom_mm"},
     "bench_bert": {"attention", "bench", "measure", "integrations.transformers"},
     "bert": {"measure", "integrations.transformers"},
     "report": {"bench", "experiment", "specs"},

@@ -319,7 +319,7 @@ class Measurement:
     columns: int
     seconds: dict[str, float | None]
     estimated: bool = False
-    _fastest: dict[tuple[bool, bool], str] = field(default_factory=dict, init=False, repr=False)
+    _fastest: dict[tuple[bool, bool], str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def fastest(self, dense: bool, cusparse: bool) -> str:
         known = self._fastest.get((dense, cusparse))

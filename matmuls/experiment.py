@@ -22,15 +22,14 @@ import custom_mm
 
 from . import measure, sparse
 from .bench import copy_rate, environment, geometric_mean
-from .choice import OURS
+from .choice import OURS, PRODUCTS
 from .matrices import Matrix
 
 PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", "scipy", "dense"
 CUSPARSE = ("csr_alg1", "csr_alg2", "csr_alg3", "coo_alg1", "coo_alg2", "coo_alg3", "coo_alg4")
 PREPARED = ("csr_alg1", "csr_alg3")  # what cusparseSpMM_preprocess speeds up
 DENSE_ELEMENTS = 2**26
-SOON = 50  # products, until a plan should have paid back
-ROUNDS, CALLS_US = 3, 2e5  # of that: how often, and how long it may take once, where five calls do not take longer
+ROUNDS, CALLS_US = 3, 2e5  # of the first products: how often, and how long once, where five do not take longer
 ROUND_US = 5e5  # what the rounds of one case may take in all, where seven of them do not take longer
 Product = Callable[[], Any]
 
@@ -160,7 +159,7 @@ def _microseconds(run: Product, device: str) -> tuple[float, Any]:
 def _first_products(m: Operands, b: Tensor, about: float) -> dict[str, float]:
     """Of a matrix that nobody has seen, by the wall clock, and what building the plan took: medians of rounds. about:
     microseconds of a product."""
-    calls = int(min(SOON, max(5, CALLS_US / about)))
+    calls = int(min(PRODUCTS, max(5, CALLS_US / about)))
     taken: dict[str, list[float]] = {"plan_us": [], "calls_us": [], "calls_planless_us": []}
 
     def planned(a: Tensor) -> None:
@@ -330,7 +329,7 @@ def summary(cases: list[Case]) -> list[str]:
             ("plan over the fastest rival", [c.speed() for c in own]),
             ("without a plan over the fastest rival", [c.speed(PLANLESS) for c in own]),
             ("plan over the dense product", [c.speed_over(DENSE) for c in own]),
-            (f"the first {SOON} calls without a plan over those with one", [c.pays_back for c in own]),
+            (f"the first {PRODUCTS} calls without a plan over those with one", [c.pays_back for c in own]),
             ("forward and backward over torch.sparse", [c.backward_speed for c in own]),
         ):
             known = [r for r in ratios if r is not None]

@@ -165,10 +165,10 @@ def _linear_forward(
     w2: Tensor,
     rows: Tensor,
     counts: Tensor,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
-    known: int = -1,
-    kept: int = 0,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    known: int,
+    kept: int,
 ) -> tuple[Tensor, Tensor]:
     _check_linear(x, w1, w2, rows, counts, b1, b2)
     if kept not in (0, _rows_kept(x, w1, known)):
@@ -183,18 +183,9 @@ def _linear_forward(
     return y.view(*x.shape[:-1], w1.shape[0]), ordered
 
 
-def _linear_forward_meta(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    rows: Tensor,
-    counts: Tensor,
-    b1: Tensor | None = None,
-    b2: Tensor | None = None,
-    known: int = -1,
-    kept: int = 0,
-) -> tuple[Tensor, Tensor]:
-    return _linear_meta(x, w1, w2, rows, counts, b1, b2, known), x.new_empty(kept, x.shape[-1])
+def _linear_forward_meta(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *operands, kept = args
+    return _linear_meta(x, *operands), x.new_empty(kept, x.shape[-1])
 
 
 def _weights_kernel(
@@ -374,8 +365,8 @@ for _schema, _kernel, _meta in (
         _linear_meta,
     ),
     (
-        "masked_linear_forward(Tensor x, Tensor w1, Tensor w2, Tensor rows, Tensor counts, Tensor? b1=None, "
-        "Tensor? b2=None, SymInt known=-1, SymInt kept=0) -> (Tensor, Tensor)",
+        "masked_linear_forward(Tensor x, Tensor w1, Tensor w2, Tensor rows, Tensor counts, Tensor? b1, Tensor? b2, "
+        "SymInt known, SymInt kept) -> (Tensor, Tensor)",
         _linear_forward,
         _linear_forward_meta,
     ),

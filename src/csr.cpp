@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <functional>
 
 #include "common.h"
 #include "csr_check.h"
@@ -74,8 +75,12 @@ Tensor csr_check_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_co
         for (int64_t p = crow[r] + 1; p < crow[r + 1]; ++p) falls |= col[p] <= col[p - 1];
         return falls;
       });
-      int64_t beyond_two = 0;
-      for (int64_t p = 2; p < nonzeros; ++p) beyond_two += col[p] >> 2 == col[p - 2] >> 2;
+      const auto beyond_two_in = [&](int64_t first, int64_t last, int64_t count) {
+        for (int64_t p = first; p < last; ++p) count += col[p] >> 2 == col[p - 2] >> 2;
+        return count;
+      };
+      const int64_t beyond_two =
+          at::parallel_reduce(int64_t{2}, nonzeros, kGrain, int64_t{0}, beyond_two_in, std::plus<int64_t>());
       return facts_of(Problem::none, 0, 0, longest, falls_in == rows, beyond_two);
     }();
   });

@@ -92,12 +92,6 @@ void destroy(Library library, void* handle) {
   }
 }
 
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status != cudaStreamCaptureStatusNone;
-}
-
 // Of a stream that may be gone since.
 bool is_still_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -106,6 +100,12 @@ bool is_still_capturing(cudaStream_t stream) {
 }
 
 }  // namespace
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
 
 // One handle and what belongs to it. The owner thread holds `mutex` for the length of a call, destroy_handles for the
 // length of the destruction; nobody else waits for it. Slots are never freed, only emptied.

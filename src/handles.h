@@ -42,6 +42,7 @@ void set_workspace_size(int64_t nbytes);
 int64_t workspace_size();
 
 #ifdef MATMULS_CUDA
+bool is_capturing(cudaStream_t stream);
 
 // What every CUDA operation opens with: the tensor's device becomes the current one, and a forked child of a process
 // with handles is told so instead of meeting whatever CUDA answers there.

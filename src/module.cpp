@@ -38,15 +38,12 @@ std::string version_of(GetProperty get) {
 #endif
 
 bool is_capturing([[maybe_unused]] int device) {
-  bool captures = false;
 #ifdef MATMULS_CUDA
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
-  if (stream == nullptr) return false;  // the default one captures nothing
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  captures = status != cudaStreamCaptureStatusNone;
+  return stream != nullptr && matmuls::is_capturing(stream);  // the default one captures nothing
+#else
+  return false;
 #endif
-  return captures;
 }
 
 uintptr_t current_stream([[maybe_unused]] int device) {

@@ -1,4 +1,7 @@
+from collections.abc import Sequence
 from typing import Any, TypedDict
+
+from torch import Tensor
 
 class Workspace(TypedDict):
     stream: int
@@ -33,5 +36,16 @@ def is_capturing(device: int) -> bool:
 
 def current_stream(device: int) -> int:
     """The address of a GPU's current stream; 0 is the default one. torch.cuda's takes 3 us."""
+
+class BoundCalls:
+    """Calls of operators of which every argument but one tensor is known, the last 16."""
+
+    def bind(self, name: str, arguments: Sequence[Any], at: int, watched: Sequence[Tensor], stream: int | None) -> None:
+        """A call as it has just been made; its argument `at` is the open one. watched: tensors that it reads, and reads
+        again unless they are written to or want a gradient. stream: the only one where they may be read, if any."""
+
+    def __call__(self, x: object, first: Tensor) -> Tensor | None:
+        """The result for x, or None where no call was bound for a tensor like it: of its shape, strides, dtype and
+        device, in a thread in the same modes, without a gradient or a capture. first: the first of the watched."""
 
 def build_info() -> dict[str, Any]: ...

@@ -19,16 +19,15 @@ import torch
 
 from custom_mm.indices import version_of
 
-from .blocks import bsr_spmm
+from .calls import Call
 from .device import CLUSTERS, capability, takes_tf32
 from .measure import time_warm
 from .structure import Blocks, Given, Structure, for_every_stream, is_capturing
 from .tiles import TileLayout, layout_of, us_by_tiles
 
 _ops = torch.ops.custom_mm
-_matmul: Callable[..., torch.Tensor] = _ops.matmul.default
-_spmm_halves: Callable[..., torch.Tensor] = _ops.csr_spmm_halves.default
-_spmm_tiles: Callable[..., torch.Tensor] = _ops.csr_spmm_tiles.default
+_matmul, _spmm, _cusparse_spmm = _ops.matmul.default, _ops.csr_spmm.default, _ops.cusparse_spmm.default
+_spmm_halves, _spmm_tiles, _bsr_spmm = _ops.csr_spmm_halves.default, _ops.csr_spmm_tiles.default, _ops.bsr_spmm.default
 
 OURS = "ours"
 DENSE = "dense"
@@ -58,7 +57,7 @@ EVEN = 4  # times the average: the longest row of a matrix whose product takes a
 class Product(Protocol):
     """values [nonzeros] and b [K, N] in one dtype, or under autocast in any."""
 
-    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call: ...
 
     @property
     def tensors(self) -> list[torch.Tensor]: ...
@@ -85,12 +84,12 @@ class Full:
         self._captured: set[Any] = set()
         self._saved: set[Any] = set()
 
-    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         values, key = values.detach() if values.requires_grad else values, self._key(b, dtype)
         kept = self._kept.get(key)
         if kept is None or kept.state != _state(values):
             if is_capturing(values.device):  # written at every replay; what lies in a graph's memory is not kept
-                return self._product(self._made(values, key, ()), values, b, dtype)
+                return self._call(self._made(values, key, ()), values, b, dtype)._replace(lasting=False)
             kept = self._keep(values, key)
         elif is_capturing(values.device):
             self._captured.add(key)
@@ -98,7 +97,8 @@ class Full:
             kept.making.wait()
         if b.requires_grad and torch.is_grad_enabled():
             self._saved.add(key)
-        return self._product(kept.made, values, b, dtype)
+        call = self._call(kept.made, values, b, dtype)
+        return call if kept.making is None else call._replace(stream=kept.making.stream)
 
     def prepare(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
         """For products by these values, in graphs too from now on. Waits for the GPU."""
@@ -121,9 +121,7 @@ class Full:
         """In the place of what was made before, if anything was."""
         raise NotImplementedError
 
-    def _product(
-        self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         raise NotImplementedError
 
     def refresh(self, values: torch.Tensor) -> None:
@@ -160,10 +158,8 @@ class Dense(Full):
                     flat.index_add_(0, place, parts)
         return (full,)
 
-    def _product(
-        self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        return _matmul(kept[0], b, False, False)
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        return Call(_matmul, (kept[0], b, False, False), 1)
 
 
 class Halves(Full):
@@ -183,11 +179,10 @@ class Halves(Full):
                 x.copy_(y)
         return old or new
 
-    def _product(
-        self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         s = self._structure
-        return _spmm_halves(*kept, s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest)
+        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest
+        return Call(_spmm_halves, (*kept, *parts), len(kept) + 3)
 
 
 class TwoOfFour(Halves):
@@ -204,13 +199,12 @@ class Tiled(Full):
         self._layouts: dict[int, TileLayout | None] = {}  # for each number of b's columns
         self._laid_out: dict[TileLayout, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
-    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        s = self._structure
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         if self._key(b, dtype) not in self._laid_out and is_capturing(b.device):  # to lay it out waits for the GPU
-            parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns
-            result: torch.Tensor = _ops.csr_spmm(*parts, order=s.order, longest=s.longest)
-            return result
-        return super().__call__(values, b, dtype)
+            s = self._structure
+            parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, "sum", 1.0, s.order
+            return Call(_spmm, (*parts, None, None, None, None, False, s.longest), 3, lasting=False)
+        return super().call(values, b, dtype)
 
     def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
         n = b.shape[1]
@@ -234,12 +228,10 @@ class Tiled(Full):
                 old[-1].copy_(new[-1])
         return old or new
 
-    def _product(
-        self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         s, layout = self._structure, self._key(b, dtype)
-        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, layout.lanes
-        return _spmm_tiles(*kept, *parts, s.order, s.longest)
+        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, layout.lanes, s.order, s.longest
+        return Call(_spmm_tiles, (*kept, *parts), len(kept) + 3)
 
 
 class ByBlocks:
@@ -248,11 +240,12 @@ class ByBlocks:
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
 
-    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         s, height, width = self._blocks.structure, self._blocks.height, self._blocks.width
         order, *reverse = s.arguments(b.requires_grad and torch.is_grad_enabled())
         values = values.detach().to(dtype).reshape(-1, height, width)
-        return bsr_spmm(s.crow, s.col, values, b.to(dtype), s.columns * width, order, False, *reverse)
+        parts = s.crow, s.col, values, b.to(dtype), s.columns * width, order, False, *reverse
+        return Call(_bsr_spmm, parts, 3)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -298,11 +291,10 @@ class Cusparse:
             arguments = self._arguments(values.to(dtype), b.to(dtype))
             self._prepared[self._key(b, dtype)] = _ops.cusparse_prepare(*arguments)
 
-    def __call__(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         prepared = self._prepared.get(self._key(b, dtype)) if b.is_contiguous() else None
         arguments = self._arguments(values.to(dtype), b.to(dtype))
-        result: torch.Tensor = _ops.cusparse_spmm(*arguments, prepared=prepared)
-        return result
+        return Call(_cusparse_spmm, (*arguments, False, False, 1.0, prepared), 3, lasting=False)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -389,8 +381,8 @@ class Choice:
     def __reduce__(self) -> Any:
         return Choice, (self._structure, self._ours)
 
-    def product(self, values: torch.Tensor, b: torch.Tensor, dense: bool) -> torch.Tensor | None:
-        """values and b multiplied by the fastest candidate; None where that is ours. dense: the values will stay."""
+    def call(self, values: torch.Tensor, b: torch.Tensor, dense: bool) -> Call | None:
+        """values times b by the fastest candidate; None where that is ours. dense: the values will stay."""
         device = b.device
         if b.dim() != 2 or device != values.device:
             return None
@@ -416,14 +408,46 @@ class Choice:
         if name == OURS:
             return None
         self._taken.add(name)
-        return self._made(name)(values, b, dtype)
+        return self._made(name).call(values, b, dtype)
 
-    @torch.no_grad()
     def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stay: bool = True) -> Measurement:
-        """Waits for the GPU. stay: values that will not are not left in what graphs read."""
-        values, b = values.detach(), b.detach()
+        """Waits for the GPU unless ours is taken without being measured. stay: values that will not are not left in
+        what graphs read."""
+        candidates = self._candidates(dtype, b)
+        large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, BLOCKS)]
+        estimates = self._estimates(large, dtype, b)
+        near = _near(estimates)
+        if len(near) == 1 or not candidates:
+            name = near[0] if near else OURS
+            if name == OURS or self._prepare(name, values, b, dtype, stay):
+                found = Measurement(b.shape[1], {name: estimates.get(name)}, estimated=bool(estimates))
+                return self._known(dtype, found)
+        large = [name for name in large if not estimates or name in near]
+        with torch.no_grad():
+            seconds = self._race(candidates, large, values.detach(), b.detach(), dtype, stay)
+        return self._known(dtype, Measurement(b.shape[1], seconds))
+
+    def _prepare(self, name: str, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stay: bool) -> bool:
+        made = self._made(name)
+        try:
+            if stay and isinstance(made, Full):
+                made.prepare(values.detach(), b, dtype)
+        except RuntimeError:  # there is no memory
+            return False
+        return True
+
+    def _race(
+        self,
+        candidates: list[str],
+        large: list[str],
+        values: torch.Tensor,
+        b: torch.Tensor,
+        dtype: torch.dtype,
+        stay: bool,
+    ) -> dict[str, float | None]:
+        """Seconds of ours, of those in `large` and, unless these are far ahead, of the other candidates."""
         runs: dict[str, Callable[[], object]] = {OURS: lambda: self._ours(values, b)}
-        seconds: dict[str, float | None] = {}
+        refused: dict[str, float | None] = {}
         best: dict[str, float] = {}
 
         def ready(name: str) -> bool:
@@ -431,25 +455,15 @@ class Choice:
                 made = self._made(name) if stay or name == CUSPARSE else self._new(name)
                 if isinstance(made, Cusparse):
                     made.learn(values, b, dtype)
-                product = made(values, b, dtype)
+                product = made.call(values, b, dtype).run()
                 if name == BLOCKS and not _agree(product, self._ours(values, b)):
                     raise RuntimeError(f"{name} differs from {OURS}")
             except Exception as error:  # cuSPARSE does not support it, or there is no memory
                 if name != BLOCKS and not isinstance(error, RuntimeError):  # Triton's compiler raises what it likes
                     raise
-                seconds[name] = None
+                refused[name] = None
                 return False
-            runs[name] = lambda: made(values, b, dtype)
-            return True
-
-        def prepared(name: str) -> bool:
-            made = self._made(name)
-            try:
-                if stay and isinstance(made, Full):
-                    made.prepare(values, b, dtype)
-            except RuntimeError:  # there is no memory
-                seconds[name] = None
-                return False
+            runs[name] = lambda: made.call(values, b, dtype).run()
             return True
 
         def race(names: list[str], rounds: int) -> None:
@@ -458,15 +472,8 @@ class Choice:
             for name, timing in zip(names, timings, strict=True):
                 best[name] = min(best.get(name, math.inf), timing.seconds)
 
-        candidates = self._candidates(dtype, b)
-        large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, BLOCKS)]
-        estimates = self._estimates(large, dtype, b)
-        near = _near(estimates)
-        if len(near) == 1 and (near == [OURS] or prepared(near[0])):
-            return self._known(dtype, Measurement(b.shape[1], {near[0]: estimates[near[0]]}, estimated=True))
-        large = [name for name in large if not estimates or name in near]
         self._ours(values, b)  # its first call is not timed
-        found = [name for name in large if name not in seconds and ready(name)]
+        found = [name for name in large if ready(name)]
         if found:
             race([OURS, *found], 1)
         if best.get(OURS, 0) <= FAR * min((best[name] for name in found), default=math.inf):
@@ -476,7 +483,7 @@ class Choice:
         close = [name for name in best if best[name] <= CLOSE * min(best.values())]
         if len(close) > 1:
             race(close, 2)
-        return self._known(dtype, Measurement(b.shape[1], {OURS: None, **seconds, **best}))
+        return {OURS: None, **refused, **best}
 
     def _known(self, dtype: torch.dtype, measurement: Measurement) -> Measurement:
         self.measured[dtype, measurement.columns.bit_length()] = measurement

@@ -29,7 +29,7 @@ PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", 
 CUSPARSE = ("csr_alg1", "csr_alg2", "csr_alg3", "coo_alg1", "coo_alg2", "coo_alg3", "coo_alg4")
 PREPARED = ("csr_alg1", "csr_alg3")  # what cusparseSpMM_preprocess speeds up
 DENSE_ELEMENTS = 2**26
-ROUNDS, CALLS_US = 3, 2e5  # of the first products: how often, and how long once, where five do not take longer
+ROUNDS, CALLS_US = 7, 2e5  # of the first products: how often, and how long once, where five do not take longer
 ROUND_US = 5e5  # what the rounds of one case may take in all, where seven of them do not take longer
 Product = Callable[[], Any]
 
@@ -171,8 +171,9 @@ def _first_products(m: Operands, b: Tensor, about: float) -> dict[str, float]:
         for _ in range(calls):
             sparse.spmm(a, b)
 
-    for _ in range(ROUNDS):
-        for times, run in zip(taken.values(), (sparse.plan, planned, planless), strict=True):
+    pairs = list(zip(taken.values(), (sparse.plan, planned, planless), strict=True))
+    for n in range(ROUNDS):
+        for times, run in pairs if n % 2 == 0 else reversed(pairs):
             fresh = torch.sparse_csr_tensor(m.crow.clone(), m.col.clone(), m.values, m.matrix.shape)
             times.append(_microseconds(partial(run, fresh), m.device)[0])
     return {"calls": calls} | {name: median(times) for name, times in taken.items()}

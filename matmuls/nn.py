@@ -10,7 +10,7 @@ from custom_mm.indices import version_of
 
 from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
-from .sparse import SparsePlan, plan, spmm
+from .sparse import SparsePlan, plan
 
 __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 
@@ -199,7 +199,7 @@ class SparseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise RuntimeError(f"SparseLinear: expected x of shape [..., {self.in_features}], got {list(x.shape)}")
-        y = spmm(self.plan(), x.reshape(-1, self.in_features).mT).mT
+        y = (self.plan() @ x.reshape(-1, self.in_features).mT).mT
         return (y if self.bias is None else y + self.bias.to(y.dtype)).reshape(*x.shape[:-1], self.out_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

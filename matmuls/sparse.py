@@ -9,13 +9,15 @@ import torch
 from torch.autograd.function import InplaceFunction
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm import _C
+
+from .calls import Call
 from .choice import Choice
 from .dense import matmul
-from .structure import Structure, from_entries, structure_of, values_of
+from .structure import Structure, from_entries, is_capturing, structure_of, values_of
 
 _ops = torch.ops.custom_mm
-_spmm: Callable[..., torch.Tensor] = _ops.csr_spmm.default
-_spmm_chunks: Callable[..., torch.Tensor] = _ops.csr_spmm_chunks.default
+_spmm, _spmm_chunks = _ops.csr_spmm.default, _ops.csr_spmm_chunks.default
 _spmm_out: Callable[..., None] = _ops.csr_spmm.out
 _sddmm: Callable[..., torch.Tensor] = _ops.csr_sddmm.default
 _softmax: Callable[..., torch.Tensor] = _ops.csr_softmax.default
@@ -28,7 +30,8 @@ class SparsePlan:
     side the same by columns. A product looks at none of them again. `plan @ B` takes the fastest of our product,
     cuSPARSE's, the dense one and, on a GPU, that by blocks; the first for a dtype and a number of columns (to a power
     of two) chooses, by size in a tenth of a millisecond or, where that does not tell, by measuring them in a few, and
-    waits for the GPU; no later one does, and none under CUDA-graph capture or torch.compile.
+    waits for the GPU; no later one does, and none under CUDA-graph capture or torch.compile. The same product again, by
+    another dense side of the same shape and strides and without a gradient, costs the host 2 us beside its launches.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class SparsePlan:
         self._structure, self._values, self.shape, self._choice = structure, values, torch.Size(shape), choice
         self._source: torch.Tensor | None = None  # the sparse tensor that takes the gradient
         self._stays = True  # the values will be multiplied more than once
+        self._bound: _C.BoundCalls | None = None  # the last products, to be made again
 
     @property
     def values(self) -> torch.Tensor:
@@ -71,7 +75,7 @@ class SparsePlan:
         optimizer): the plan may keep the matrix with its zeros. A captured graph that multiplied by that reads the
         other values at its next replay.
         """
-        self._values, self._source = self._checked(values), None
+        self._values, self._source, self._bound = self._checked(values), None, None
         if self._choice is not None:
             self._choice.refresh(values)
         return self
@@ -82,12 +86,35 @@ class SparsePlan:
         made._stays = False
         return made
 
-    def _chosen(self, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-        """The product by the fastest candidate, or None where that is ours."""
-        return None if self._choice is None else self._choice.product(values, b, self._stays)
+    def _product(self, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """By the fastest candidate."""
+        call = None if self._choice is None else self._choice.call(values, b, self._stays)
+        if call is None:
+            call = _our_call(self._structure, values, b)
+        product = call.run()
+        if self._source is None and self._stays and call.lasting and self._binds(values, b):
+            reads = [values, *self._structure.tensors, *self._structure.block_tensors, *call.reads]
+            bound = self._bound = self._bound or _C.BoundCalls()
+            name = call.operator.name()  # type: ignore[no-untyped-call]
+            bound.bind(name, call.arguments, call.dense, reads, call.stream)
+        return product
+
+    def _again(self, b: torch.Tensor) -> torch.Tensor | None:
+        """The product by b as one before, where nothing has changed since."""
+        bound = self._bound
+        return None if torch.compiler.is_compiling() or bound is None else bound(b, self._values)
+
+    def _binds(self, values: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether a product by b may be made again as it was: nothing of it depends on more than BoundCalls asks."""
+        return not (
+            (torch.is_grad_enabled() and (values.requires_grad or b.requires_grad))
+            or torch.is_autocast_enabled(b.device.type)
+            or is_capturing(b.device)
+        )
 
     def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
-        return spmm(self, b)
+        product = self._again(b)
+        return spmm(self, b) if product is None else product
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +180,7 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
         for n in tune:
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)
             made._choice.measure(made._values, b, made.dtype)
+        made._bound = None  # another may be the fastest now
     return made
 
 
@@ -187,7 +215,7 @@ def chunk_sizes(structure: Structure, row_bytes: int) -> tuple[int, int]:
     return 32, 32 if row_bytes < 512 else 64
 
 
-def _by_chunks(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+def _by_chunks(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> Call | None:
     """The sum by chunks of nonzeros, or None where that by rows is as good or the only one."""
     if (
         not b.is_cuda
@@ -204,20 +232,26 @@ def _by_chunks(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> t
     made = structure.chunks(*chunk_sizes(structure, b.shape[1] * b.element_size()))
     if made is None:
         return None
-    parts = structure.crow, structure.col, values, b, structure.columns, made.slots, structure.order
-    return _spmm_chunks(made.begins, made.ends, made.cut, made.empty, *parts, structure.longest)
+    parts = structure.crow, structure.col, values, b, structure.columns, made.slots, structure.order, structure.longest
+    return Call(_spmm_chunks, (made.begins, made.ends, made.cut, made.empty, *parts), 7)
+
+
+def _our_call(
+    structure: Structure, values: torch.Tensor, b: torch.Tensor, reduce: str = "sum", alpha: float = 1.0
+) -> Call:
+    if reduce == "sum" and alpha == 1:
+        call = _by_chunks(structure, values, b)
+        if call is not None:
+            return call
+    parts = structure.crow, structure.col, values, b, structure.columns, reduce, alpha
+    reverse = structure.arguments(b.requires_grad and torch.is_grad_enabled())
+    return Call(_spmm, (*parts, *reverse, None, False, structure.longest, structure.longest_column), 3)
 
 
 def _ours(
     structure: Structure, values: torch.Tensor, b: torch.Tensor, reduce: str = "sum", alpha: float = 1.0
 ) -> torch.Tensor:
-    if reduce == "sum" and alpha == 1:
-        product = _by_chunks(structure, values, b)
-        if product is not None:
-            return product
-    gradient = b.requires_grad and torch.is_grad_enabled()
-    parts = structure.crow, structure.col, values, b, structure.columns, reduce, alpha, *structure.arguments(gradient)
-    return _spmm(*parts, longest=structure.longest, t_longest=structure.longest_column)
+    return _our_call(structure, values, b, reduce, alpha).run()
 
 
 def _ours_into(
@@ -281,7 +315,7 @@ def spmm(
     zeros, which takes a workspace of up to 128 MiB: 4 bytes an element for float32, else 2. Results are as by rows: NaN
     and inf reach no other row. On Hopper float32 then goes through the tensor cores, each number as two of float16
     under a scale for each row of A and column of b: at least 22 bits of it, products but for one in 2^22 of them, sums
-    in float32. Where numbers lie so far apart that this would lose more, the GPU makes the product again by rows.
+    in float32. Columns whose numbers lie so far apart that this would lose more the GPU sums again by rows.
 
     On a GPU rows of uneven length, or short ones, are shared out in chunks, with int32 indices: made at the first
     product, which waits for the GPU, and kept with the matrix, about 4 bytes a nonzero.
@@ -295,6 +329,11 @@ def spmm(
     """
     if out is None and beta != 0:
         raise ValueError(f"spmm: expected out= beside beta={beta}, which multiplies it")
+    plain = out is None and reduce == "sum" and alpha == 1 and not torch.compiler.is_compiling()
+    if plain and isinstance(a, SparsePlan):
+        product = a._again(b)
+        if product is not None:
+            return product
     structure, values, shape = _parts("spmm", a)
     if b.dim() == 0:
         raise RuntimeError(f"spmm: expected dense of shape [..., {shape[-1]}, n], got []")
@@ -307,10 +346,8 @@ def spmm(
         return _spmm_of_batch(structure, values, shape, b, reduce, alpha, beta, out)
     if out is not None:
         return _ours_into(out, structure, values, b, reduce, alpha, beta)
-    if reduce == "sum" and alpha == 1 and isinstance(a, SparsePlan) and not torch.compiler.is_compiling():
-        product = a._chosen(values, b)
-        if product is not None:
-            return product
+    if plain and isinstance(a, SparsePlan):
+        return a._product(values, b)
     return _ours(structure, values, b, reduce, alpha)
 
 

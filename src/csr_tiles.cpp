@@ -1,11 +1,11 @@
 // csr_tiles and csr_tile_entries lay a matrix out by tiles (tiles.h). csr_spmm_tiles: A @ dense as csr_spmm, by them.
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "sparse_operators.h"
@@ -52,6 +52,7 @@ void lay_out_on_cpu(const Pattern& p, const TileLayout& m, const Tensor& heads_,
   const int *crow = p.crow.const_data_ptr<int>(), *col = p.col.const_data_ptr<int>();
   int *head = heads_.mutable_data_ptr<int>(), *slot = slots_.mutable_data_ptr<int>();
   const int of_slice = 32 / m.lanes, step = m.lanes * kEach;
+  int first = 0;
   for (int tile = 0; tile < m.tiles; ++tile)
     for (int panel = 0; panel < m.panels; ++panel) {
       const int first_row = panel * m.panel_rows, many = std::clamp(m.rows - first_row, 0, m.panel_rows);
@@ -79,7 +80,8 @@ void lay_out_on_cpu(const Pattern& p, const TileLayout& m, const Tensor& heads_,
           for (int s = 0; s < kTileStages - 1; ++s)
             if (own[s + 1] < own[kTileStages]) until[s] = std::min(until[s], (own[s + 1] - own[0]) / step);
         }
-        head[0] = all, head[1] = until[0] | until[1] << 16, head[2] = until[2] | all << 16, head[3] = 0;
+        head[0] = std::exchange(first, first + all), head[1] = until[0] | until[1] << 16,
+        head[2] = until[2] | all << 16, head[3] = 0;
       }
     }
 }
@@ -121,10 +123,7 @@ Tiles csr_tiles(const Tensor& crow, const Tensor& col, c10::SymInt columns, int6
   const Pattern p = pattern_of(crow, col, {});
   const TileLayout m = layout_of(p, columns.expect_int(), tiles, panels, lanes);
   auto made = empty_tiles(crow, p.rows(), tiles, panels, lanes);
-  auto& [heads, slots] = made;
-  lay_out(p, m, heads, slots);
-  const Tensor steps = heads.view({-1, 4}).select(1, 0);
-  steps.copy_(steps.cumsum(0, at::kInt) - steps);
+  lay_out(p, m, std::get<0>(made), std::get<1>(made));
   return made;
 }
 

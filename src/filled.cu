@@ -21,26 +21,6 @@ struct FillShape {
   int stride;          // columns to a multiple of 8, of two of four to whole steps
 };
 
-// What comes before this thread's in a block, and of all its threads.
-struct Before {
-  int before, all;
-};
-__device__ Before count_before(int own) {
-  __shared__ int of_warps[kSparseThreads / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int upto = own, before = 0, all = 0;
-  for (int step = 1; step < 32; step *= 2) {
-    const int left = __shfl_up_sync(0xffffffffu, upto, step);
-    if (lane >= step) upto += left;
-  }
-  __syncthreads();  // the last ones were read
-  if (lane == 31) of_warps[warp] = upto;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kSparseThreads / 32; ++w) before += w < warp ? of_warps[w] : 0, all += of_warps[w];
-  return {before + upto - own, all};
-}
-
 // Eight columns of a row, of which every four keep two, as StepOfTile has them; the others are told as a mask of bits.
 __device__ unsigned keep_two_of_four(const float (&x)[8], unsigned there, StepOfTile& step, int row, int eighth) {
   unsigned left = 0, places = 0;
@@ -238,10 +218,10 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
 at::Tensor look_for_infinite(const at::Tensor& dense) {
   const int64_t rows = dense.size(0), n = dense.size(1), stride = dense.stride(0);
   const int64_t blocks = std::clamp<int64_t>(ceil_of(rows * n / 8, 4 * kSparseThreads), 1, 1024);
-  at::Tensor made = empty({kFactsOfPart, kFillFacts}, dense.options().dtype(at::kInt));
+  at::Tensor made = empty({kFillFacts}, dense.options().dtype(at::kInt));
   auto* const facts = static_cast<FillFacts*>(made.mutable_data_ptr());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(cudaMemsetAsync(facts, 0, kFactsOfPart * sizeof(FillFacts), stream));
+  C10_CUDA_CHECK(cudaMemsetAsync(facts, 0, sizeof(FillFacts), stream));
   const auto launch = [&]<class T>(T) {
     infinite_kernel<T><<<static_cast<unsigned>(blocks), kSparseThreads, 0, stream>>>(
         dense.const_data_ptr<T>(), rows, static_cast<int>(n), stride, facts);

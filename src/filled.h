@@ -6,9 +6,10 @@
 // is not below 2^-28 of its row's or column's largest, and 2^-51 of that of what is. high @ high + (high @ low + low @
 // high) / 2^12 leaves out less than one in 2^22, and tensor cores add up 64 products at a time, float32 the rest.
 //
-// What that would not do is looked at on the GPU, and the product then made again by rows: numbers that are not finite;
-// a column twice in a row of A; numbers below 2^-28, unless every row of A meets in every column a product of two that
-// are 2^-8 of their largest, beside which they vanish: more such numbers in each row than others in any column.
+// What that would not do is looked at on the GPU, and those columns then summed by the rows' nonzeros in float32:
+// numbers that are not finite; a column twice in a row of A; numbers below 2^-28, unless every row of A meets in every
+// column a product of two that are 2^-8 of their largest, beside which they vanish: more such numbers in each row than
+// others in any column.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +20,6 @@ namespace matmuls {
 
 constexpr float kLowScale = 4096;
 constexpr int kFillFacts = 3;                                          // ints of FillFacts, filled.cuh
-constexpr int kFactsOfPart = 8;                                        // that are those of a part of the dense side
 constexpr int kTileRows = 128, kStepColumns = 64, kStepHalves = 8704;  // of StepOfTile, filled.cuh
 
 // float32: parts [2, rows, columns to a multiple of 8] in float16, exponents [rows] of the rows' scales. 16 bits:
@@ -35,12 +35,13 @@ struct Filled {
 // values: [nonzeros].
 Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four = false);
 
-// Facts of dense, [columns, n] with rows on 16 bytes, in 16 bits: whether it is finite. [kFactsOfPart, kFillFacts]
+// Facts of dense, [columns, n] with rows on 16 bytes, in 16 bits: whether it is finite. [kFillFacts]
 at::Tensor look_for_infinite(const at::Tensor& dense);
 
-// out <- alpha * A @ dense in float32; n a multiple of 8, rows of dense and out on 16 bytes. Returns facts
-// of parts of dense, [parts * kFactsOfPart, kFillFacts].
-at::Tensor multiply_halves(const Filled& a, const at::Tensor& dense, const at::Tensor& out, double alpha);
+// out <- alpha * A @ dense in float32, A of this pattern and these values, side by side in memory; n a multiple of 8,
+// rows of dense and out on 16 bytes.
+void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values, const at::Tensor& dense,
+                     const at::Tensor& out, double alpha);
 bool can_multiply_halves();
 
 }  // namespace matmuls

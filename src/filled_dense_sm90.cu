@@ -67,8 +67,7 @@ __device__ inline void multiply_rest(const Rest& a, const float* dense, int n, i
   }
 }
 
-// halves: [2, rows, n]; facts: of each block, of whose columns' counts the largest is told: those of a cluster together
-// are at least its largest column's.
+// Of a block's columns' counts the largest is told: those of a cluster together are at least its largest column's.
 __global__ void __launch_bounds__(kSplitThreads, kBlocksAtOnce)
     split_kernel(const float* dense, int rows, int n, int64_t stride, int* exponents, uint2* halves, FillFacts* facts,
                  const Rest rest) {
@@ -155,8 +154,7 @@ __global__ void __launch_bounds__(kSplitThreads, kBlocksAtOnce)
 
 }  // namespace
 
-void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& facts,
-                 const at::Tensor& rest, const at::Tensor& out) {
+void split_dense(const at::Tensor& dense, const DenseHalves& to, const at::Tensor& rest, const at::Tensor& out) {
   static std::array<std::atomic<bool>, 64> known{};
   auto& ready = known[c10::cuda::current_device() % 64];
   const int rows = static_cast<int>(dense.size(0)), n = static_cast<int>(dense.size(1));
@@ -166,7 +164,7 @@ void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Te
     ready.store(true, std::memory_order_relaxed);
   }
   const int shared = std::min(up(rows, kSplitBlocks), kKeptRows) * kSplitColumns * 4;
-  const int64_t clusters = facts.size(0) / kSplitBlocks;
+  const int64_t clusters = DenseHalves::parts(n);
   Rest left{};
   left.first_block = static_cast<int>(clusters * kSplitBlocks);
   if (rest.size(0) > 0) {
@@ -181,8 +179,7 @@ void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Te
   }
   const Launch with(clusters + left.blocks / kSplitBlocks, kSplitBlocks, kSplitThreads, shared);
   C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, split_kernel, dense.const_data_ptr<float>(), rows, n, dense.stride(0),
-                                    powers.mutable_data_ptr<int>(), static_cast<uint2*>(halves.mutable_data_ptr()),
-                                    static_cast<FillFacts*>(facts.mutable_data_ptr()), left));
+                                    to.powers, reinterpret_cast<uint2*>(to.halves), to.facts, left));
 }
 
 }  // namespace matmuls

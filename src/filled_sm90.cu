@@ -3,7 +3,7 @@
 // A block takes 128 rows and `columns` columns of the result and, where there are too few of those, its share of K: the
 // blocks of a cluster add up their sums through one another's shared memory, always in the same order. One warp fetches
 // tiles ahead, two warpgroups multiply 64 rows each. Tensor cores round their sums towards zero: they add up 64
-// products at a time, and float32 registers the rest.
+// products at a time, and float32 registers the rest. Columns that do not fit are summed again by the rows' nonzeros.
 #ifdef __CUDACC__
 
 #include "filled.cuh"
@@ -28,7 +28,8 @@ struct Tile {
   static constexpr int a_bytes = two_of_four ? sizeof(StepOfTile) : 2 * half_bytes;
   static constexpr int stage_bytes = a_bytes + 2 * b_bytes;
   static constexpr int stages = two_of_four ? (columns == 128 ? 4 : 6) : (columns == 128 ? 3 : 4);
-  static constexpr int shared = stages * stage_bytes + 2 * stages * 8;
+  // Beside a block there is room for one of split_kernel's: A's first tiles come while the dense side is split.
+  static constexpr int shared = stages * stage_bytes + 2 * stages * 8 + 8;
   static constexpr int out_stride = columns + 8;  // floats: rows that a warp writes at a time lie in different banks
   static_assert(kRows * out_stride * 4 <= stages * stage_bytes && shared <= 227 << 10);
 };
@@ -54,15 +55,104 @@ struct TwoOfFour {
   const int2* rest;
 };
 
+// A nonzero: the row of the dense side that it is multiplied by, and its number.
+struct Weighted {
+  int row;
+  float number;
+};
+
+// A warp's sum of a row's nonzeros, [begin, end), times four columns of `dense` for each of `lanes` lanes, which is
+// `within` or not; 32 / lanes nonzeros at a time. The same in all parts of the warp.
+template <int lanes, class Nonzero>
+__device__ inline float4 sum_of_row(int64_t begin, int64_t end, const float* dense, int64_t stride, bool within,
+                                    const Nonzero& nonzero) {
+  constexpr int parts = 32 / lanes, at_once = 8;
+  const int lane = static_cast<int>(threadIdx.x) % 32, part = lane / lanes;
+  float sum[4] = {};
+  Weighted next = begin + lane < end ? nonzero(begin + lane) : Weighted{};
+  for (int64_t i = begin; i < end; i += 32) {
+    const Weighted own = next;
+    next = i + 32 + lane < end ? nonzero(i + 32 + lane) : Weighted{};
+    const int many = static_cast<int>(min(end - i, int64_t{32}));
+    for (int first = part; first - part < many; first += at_once * parts) {
+      float4 x[at_once] = {};
+      float number[at_once];
+#pragma unroll
+      for (int j = 0; j < at_once; ++j) {
+        const int from = first + j * parts, row = __shfl_sync(0xffffffffu, own.row, from);
+        number[j] = __shfl_sync(0xffffffffu, own.number, from);
+        if (within && from < many) x[j] = *reinterpret_cast<const float4*>(dense + row * stride);
+      }
+#pragma unroll
+      for (int j = 0; j < at_once; ++j)
+        if (first + j * parts < many) {
+          sum[0] = fmaf(number[j], x[j].x, sum[0]), sum[1] = fmaf(number[j], x[j].y, sum[1]);
+          sum[2] = fmaf(number[j], x[j].z, sum[2]), sum[3] = fmaf(number[j], x[j].w, sum[3]);
+        }
+    }
+  }
+  for (int step = lanes; step < 32; step *= 2)
+#pragma unroll
+    for (float& x : sum) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return {sum[0], sum[1], sum[2], sum[3]};
+}
+
+// A and the dense side as they were, and what was seen of them.
+struct Given {
+  const void *crow, *col, *order;  // of 8 bytes if `wide`; order may be missing
+  const float *values, *dense;
+  int64_t stride;
+  bool wide;
+  const FillFacts *facts, *dense_facts;
+
+  __device__ int64_t index(const void* from, int64_t at) const {
+    return wide ? static_cast<const int64_t*>(from)[at] : static_cast<const int*>(from)[at];
+  }
+  __device__ Weighted nonzero(int64_t p) const {
+    return {static_cast<int>(index(col, p)), values[order ? index(order, p) : p]};
+  }
+
+  // Whether columns [first, last) do; asked by a warp.
+  __device__ bool fit_in(int first, int last) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    bool unfit = false;
+    for (int from = first; from < last; from += 32 / kSplitBlocks * kSplitColumns) {
+      const int part = from / kSplitColumns + lane / kSplitBlocks;
+      FillFacts all{};
+      if (part * kSplitColumns < last) all = dense_facts[part * kSplitBlocks + lane % kSplitBlocks];
+      for (int step = 1; step < kSplitBlocks; step *= 2) {
+        all.unfit |= __shfl_xor_sync(0xffffffffu, all.unfit, step);
+        all.tiny |= __shfl_xor_sync(0xffffffffu, all.tiny, step);
+        all.missing += __shfl_xor_sync(0xffffffffu, all.missing, step);
+      }
+      unfit |= !fit(*facts, all);
+    }
+    return !__any_sync(0xffffffffu, unfit);
+  }
+
+  // out <- alpha * A @ dense in rows [first, last), a warp each, and four columns from c on for each of `lanes` lanes.
+  template <int lanes>
+  __device__ void sum_rows(int first, int last, int c, int n, float* out, int64_t out_stride, float alpha) const {
+    for (int r = first + static_cast<int>(threadIdx.x) / 32; r < last; r += kGroups * kGroup / 32) {
+      const float4 sum = sum_of_row<lanes>(index(crow, r), index(crow, r + 1), dense + c, stride, c < n,
+                                           [&](int64_t p) { return nonzero(p); });
+      if (threadIdx.x % 32 < lanes && c < n)
+        *reinterpret_cast<float4*>(out + r * out_stride + c) = {alpha * sum.x, alpha * sum.y, alpha * sum.z,
+                                                                alpha * sum.w};
+    }
+  }
+};
+
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
     multiply_halves_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                            const TwoOfFour pairs, const Shape shape, const int* exponents, const int* powers,
-                           float* out, int64_t out_stride, float alpha) {
+                           float* out, int64_t out_stride, float alpha, const __grid_constant__ Given given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char tiles[];
   uint64_t* const full = reinterpret_cast<uint64_t*>(tiles + Tile::stages * Tile::stage_bytes);
   uint64_t* const empty = full + Tile::stages;
+  bool& fits = *reinterpret_cast<bool*>(empty + Tile::stages);
   float* const sums_of_block = reinterpret_cast<float*>(tiles);
   const unsigned rank = ptx::cluster_rank(), shares = ptx::cluster_blocks();
   const int tile = blockIdx.x / shares, row0 = tile / shape.across * kRows,
@@ -102,8 +192,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       };
       const int ahead = min(last - first, Tile::stages);  // while the dense side's halves are being made
       for (int n = 0; n < ahead; ++n) load_a(first + n, n);
-      ptx::wait_for_earlier();
-      ptx::let_next_start();  // which reads what the kernel before this one has told
+      ptx::wait_for_earlier();  // the next product's split_kernel is not let in beside: 1 to 2 us slower
       for (int k = first, n = 0; k < last; ++k, ++n) {
         const int stage = n % Tile::stages;
         if (n >= ahead) {
@@ -118,6 +207,10 @@ __global__ void __launch_bounds__(kThreads, 1)
             hopper::load(b_map, to + half * Tile::b_bytes + c * kRowBytes, &full[stage], column0 + c,
                          k * kWide + half * shape.inner);
       }
+    } else if (thread / 32 == 1) {
+      ptx::wait_for_earlier();
+      const bool fit = given.fit_in(column0, min(column0 + Tile::columns, shape.n));
+      if (thread % 32 == 0) fits = fit;
     }
     __syncwarp();
     ptx::cluster_arrive();
@@ -182,7 +275,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Four columns of four rows at once for a thread.
     constexpr int across = Tile::columns / 4, apart = kGroups * kGroup / across, at_once = 4;
     const int c = threadIdx.x % across * 4;
-    const int end = column0 + c < shape.n ? last_row : 0;
+    const int end = fits && column0 + c < shape.n ? last_row : 0;
+    if (!fits) given.sum_rows<across>(row0 + first_row, row0 + last_row, column0 + c, shape.n, out, out_stride, alpha);
     int column_exponents[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) column_exponents[i] = powers[min(column0 + c, shape.n - 4) + i];
@@ -229,13 +323,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// A matrix of halves in boxes of 64 columns.
-CUtensorMap map_of(const at::Tensor& halves, int box_rows) {
-  const int64_t columns = halves.size(2);
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(2 * halves.size(1))};
+// Both halves of a matrix in boxes of 64 columns.
+CUtensorMap map_of(const void* halves, int64_t rows, int64_t columns, int box_rows) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(2 * rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
   const cuuint32_t box[2] = {kWide, static_cast<cuuint32_t>(box_rows)};
-  return tensor_map<c10::Half>("spmm", halves.const_data_ptr(), sizes, strides, box);
+  return tensor_map<c10::Half>("spmm", halves, sizes, strides, box);
 }
 
 // The steps of A that stay in the L2 from one product to the next: where it takes all that comes by, nothing is left of
@@ -266,9 +359,9 @@ Shares shares_of(int64_t rows, int64_t n, int64_t inner) {
 }
 
 template <class Tile>
-void launch(const Filled& a, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& out, double alpha,
-            int shares) {
-  const int64_t rows = out.size(0), inner = halves.size(1), n = halves.size(2);
+void launch(const Filled& a, const DenseHalves& b, int64_t inner, const at::Tensor& out, double alpha,
+            const Given& given, int shares) {
+  const int64_t rows = out.size(0), n = out.size(1);
   const int steps = up(inner, kWide);
   const Shape shape{static_cast<int>(rows),
                     static_cast<int>(n),
@@ -277,23 +370,26 @@ void launch(const Filled& a, const at::Tensor& halves, const at::Tensor& powers,
                     steps,
                     staying_steps(a.parts.nbytes(), (2 * inner + rows) * n * 4, steps)};
   const Launch with(int64_t{up(rows, kRows)} * shape.across, shares, kThreads, Tile::shared);
+  CUtensorMap a_map{};
   TwoOfFour pairs{};
   if constexpr (Tile::two_of_four)
     pairs = {static_cast<const StepOfTile*>(a.parts.const_data_ptr()),
              static_cast<const int2*>(a.rest.const_data_ptr())};
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, multiply_halves_kernel<Tile>,
-                                    Tile::two_of_four ? CUtensorMap{} : map_of(a.parts, kRows), map_of(halves, kWide),
-                                    pairs, shape, a.exponents.const_data_ptr<int>(), powers.const_data_ptr<int>(),
-                                    out.mutable_data_ptr<float>(), out.stride(0), static_cast<float>(alpha)));
+  else
+    a_map = map_of(a.parts.const_data_ptr(), rows, a.parts.size(2), kRows);
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, multiply_halves_kernel<Tile>, a_map,
+                                    map_of(b.halves, inner, n, kWide), pairs, shape, a.exponents.const_data_ptr<int>(),
+                                    static_cast<const int*>(b.powers), out.mutable_data_ptr<float>(), out.stride(0),
+                                    static_cast<float>(alpha), given));
 }
 
 template <bool two_of_four>
-void multiply(const Filled& a, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& out,
-              double alpha) {
+void multiply(const Filled& a, const DenseHalves& b, int64_t inner, const at::Tensor& out, double alpha,
+              const Given& given) {
   const auto by = [&]<class Tile>(Tile, const Shares& shares) {
-    launch<Tile>(a, halves, powers, out, alpha, shares.of_k);
+    launch<Tile>(a, b, inner, out, alpha, given, shares.of_k);
   };
-  const int64_t rows = out.size(0), inner = halves.size(1), n = halves.size(2);
+  const int64_t rows = out.size(0), n = out.size(1);
   using Narrow = Tile<32, two_of_four>;
   using Middle = Tile<64, two_of_four>;
   using Wide = Tile<128, two_of_four>;
@@ -315,16 +411,24 @@ bool can_multiply_halves() {
 #endif
 }
 
-at::Tensor multiply_halves(const Filled& a, const at::Tensor& dense, const at::Tensor& out, double alpha) {
+void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values, const at::Tensor& dense,
+                     const at::Tensor& out, double alpha) {
   const int64_t inner = dense.size(0), n = dense.size(1);
   TORCH_CHECK(out.size(0) <= INT32_MAX / 2 && inner <= INT32_MAX / 2 && n <= INT32_MAX / 2,
               "spmm: expected smaller operands, got ", out.sizes(), " and ", dense.sizes());
-  const auto ints = dense.options().dtype(at::kInt);
-  const at::Tensor halves = empty({2, inner, n}, dense.options().dtype(at::kHalf)), powers = empty({n}, ints);
-  at::Tensor facts = empty({int64_t{up(n, kSplitColumns)} * kSplitBlocks, kFillFacts}, ints);
-  split_dense(dense, halves, powers, facts, a.rest, out);
-  (a.rest.size(0) > 0 ? multiply<true> : multiply<false>)(a, halves, powers, out, alpha);
-  return facts;
+  const at::Tensor memory = empty({DenseHalves::nbytes(inner, n)}, dense.options().dtype(at::kByte));
+  const DenseHalves halves(memory.mutable_data_ptr(), inner, n);
+  split_dense(dense, halves, a.rest, out);
+  const Given given{p.crow.const_data_ptr(),
+                    p.col.const_data_ptr(),
+                    p.order.defined() ? p.order.const_data_ptr() : nullptr,
+                    values.const_data_ptr<float>(),
+                    dense.const_data_ptr<float>(),
+                    dense.stride(0),
+                    p.crow.scalar_type() == at::kLong,
+                    static_cast<const FillFacts*>(a.facts.const_data_ptr()),
+                    halves.facts};
+  (a.rest.size(0) > 0 ? multiply<true> : multiply<false>)(a, halves, inner, out, alpha, given);
 }
 
 }  // namespace matmuls

@@ -1,4 +1,4 @@
-// What both kernels of a product in halves (filled.h) share: how they are launched.
+// What both kernels of a product in halves (filled.h) share: the dense side's halves, and how they are launched.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,18 +10,32 @@
 #include <array>
 #include <atomic>
 
-#include "filled.h"
+#include "filled.cuh"
 
 namespace matmuls {
 
-constexpr int kSplitColumns = 16, kSplitBlocks = kFactsOfPart;  // a cluster takes 16 columns of the dense side
-
-// halves: [2, rows, n]; powers: [n], of the columns' scales; facts: [a cluster's blocks, kFillFacts]. rest: what two of
-// four leave of A (filled.h); out <- rest @ dense, in the rows of A that have any.
-void split_dense(const at::Tensor& dense, const at::Tensor& halves, const at::Tensor& powers, const at::Tensor& facts,
-                 const at::Tensor& rest, const at::Tensor& out);
+constexpr int kSplitColumns = 16, kSplitBlocks = 8;  // a cluster takes 16 columns of the dense side
 
 inline int up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1) / y); }
+
+// The dense side, [inner, n], in halves. On 16 bytes each, in one piece of memory.
+struct DenseHalves {
+  __half* halves;    // [2, inner, n]
+  int* powers;       // [n], of the columns' scales
+  FillFacts* facts;  // [parts of kSplitColumns, kSplitBlocks]: of a block's rows of them
+
+  static int64_t parts(int64_t n) { return up(n, kSplitColumns); }
+  static int64_t nbytes(int64_t inner, int64_t n) {
+    return 4 * inner * n + 4 * n + parts(n) * kSplitBlocks * static_cast<int64_t>(sizeof(FillFacts));
+  }
+  DenseHalves(void* memory, int64_t inner, int64_t n)
+      : halves(static_cast<__half*>(memory)),
+        powers(reinterpret_cast<int*>(halves + 2 * inner * n)),
+        facts(reinterpret_cast<FillFacts*>(powers + n)) {}
+};
+
+// rest: what two of four leave of A (filled.h); out <- rest @ dense, in the rows of A that have any.
+void split_dense(const at::Tensor& dense, const DenseHalves& to, const at::Tensor& rest, const at::Tensor& out);
 
 // How a kernel in clusters is launched: before those ahead of it have ended.
 struct Launch {

@@ -102,6 +102,7 @@ bool is_still_capturing(cudaStream_t stream) {
 }  // namespace
 
 bool is_capturing(cudaStream_t stream) {
+  if (stream == nullptr) return false;  // the default one captures nothing
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
   return status != cudaStreamCaptureStatusNone;

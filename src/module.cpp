@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/version.h>
 
+#include "bound_calls.h"
 #include "handles.h"
 
 namespace py = pybind11;
@@ -39,8 +40,7 @@ std::string version_of(GetProperty get) {
 
 bool is_capturing([[maybe_unused]] int device) {
 #ifdef MATMULS_CUDA
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
-  return stream != nullptr && matmuls::is_capturing(stream);  // the default one captures nothing
+  return matmuls::is_capturing(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)));
 #else
   return false;
 #endif
@@ -88,4 +88,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_capturing", is_capturing, py::arg("device"));
   m.def("current_stream", current_stream, py::arg("device"));
   m.def("build_info", build_info);
+  matmuls::define_bound_calls(m);
 }

@@ -41,6 +41,26 @@ __device__ int64_t row_of_group(const I* crow, int64_t rows, int64_t p) {
   return low;
 }
 
+// What comes before this thread's in a block of kSparseThreads, and of all its threads.
+struct Before {
+  int before, all;
+};
+__device__ inline Before count_before(int own) {
+  __shared__ int of_warps[kSparseThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int upto = own, before = 0, all = 0;
+  for (int step = 1; step < 32; step *= 2) {
+    const int left = __shfl_up_sync(0xffffffffu, upto, step);
+    if (lane >= step) upto += left;
+  }
+  __syncthreads();  // the last ones were read
+  if (lane == 31) of_warps[warp] = upto;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kSparseThreads / 32; ++w) before += w < warp ? of_warps[w] : 0, all += of_warps[w];
+  return {before + upto - own, all};
+}
+
 // V numbers, 16 bytes of them at an address that is a multiple of 16, or one. Read again by other rows: the caches keep
 // it.
 template <class T, int V>

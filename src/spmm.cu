@@ -317,20 +317,17 @@ bool is_worth_filling(const Call& c) {
   return bytes <= static_cast<double>(kFilledBytes) && filled < by_rows;
 }
 
-// The product with A's zeros, and by rows again where they matter.
+// The product with A's zeros; by rows again where they matter.
 template <class T, class I>
 void sum_filled(const Call& c, Args<T, I>& m, const Filled& filled) {
-  if constexpr (sizeof(T) <= 4) {
-    const Tensor dense = c.dense[0];
-    Tensor out = c.out[0], facts;
-    if constexpr (sizeof(T) == 4) {
-      facts = multiply_halves(filled, dense, out, c.alpha);
-    } else {
-      facts = look_for_infinite(dense);
-      multiply_filled(filled.parts.narrow(1, 0, dense.size(0)), dense, out);
-    }
+  const Tensor dense = c.dense[0], out = c.out[0];
+  if constexpr (sizeof(T) == 4) {
+    multiply_halves(filled, c.pattern, c.values, dense, out, c.alpha);
+  } else if constexpr (sizeof(T) == 2) {
+    const Tensor facts = look_for_infinite(dense);
+    multiply_filled(filled.parts.narrow(1, 0, dense.size(0)), dense, out);
     m.facts = static_cast<const FillFacts*>(filled.facts.const_data_ptr());
-    m.dense_facts = static_cast<const FillFacts*>(facts.const_data_ptr()), m.parts = facts.size(0) / kFactsOfPart;
+    m.dense_facts = static_cast<const FillFacts*>(facts.const_data_ptr());
     sum_cuda(c, m);
   }
 }

@@ -29,32 +29,14 @@ struct SpmmArgs {
   arithmetic_t<T>*
       partial;      // [batch, slots, 2, n]: of a row that began before a slot, and of one that goes on after it
   int64_t* begins;  // [slots]: the long row that begins in a slot, or -1
-  // Where given, the rows have been written (filled.h), and are written again only if what they were made of does not
-  // fit: facts of A, and of the dense side `parts` groups of kFactsOfPart, whose counts are added up.
+  // Of 16 bits, where given: the rows have been written (filled.h), and are written again only if A or the dense side
+  // does not fit.
   const FillFacts *facts, *dense_facts;
-  int64_t parts;
 
-  // Waits for the kernels before this one; for all threads of a block. A float32 product in halves lets this kernel
-  // start once all facts are there: its blocks look at them and end while that one multiplies, all but the first ones,
-  // which end after it.
+  // Waits for the kernels before this one.
   __device__ bool spared() const {
-    constexpr bool early = sizeof(T) == 4;
-    if (!early || !facts) ptx::wait_for_earlier();
-    if (!facts) return false;
-    const FillFacts own = *facts;
-    bool unfit = own.unfit;
-    for (int64_t i = threadIdx.x; i < parts; i += kSparseThreads) {
-      FillFacts together{};
-#pragma unroll
-      for (int k = 0; k < kFactsOfPart; ++k) {
-        const FillFacts one = dense_facts[i * kFactsOfPart + k];
-        together = {together.unfit | one.unfit, together.tiny | one.tiny, together.missing + one.missing};
-      }
-      unfit |= !fit(own, together);
-    }
-    unfit = __syncthreads_or(unfit);
-    if (early && (unfit || blockIdx.x == 0)) ptx::wait_for_earlier();
-    return !unfit;
+    ptx::wait_for_earlier();
+    return sizeof(T) == 2 && facts && !facts->unfit && !dense_facts->unfit;
   }
 
   __device__ bool is_long(int64_t length) const { return slots > 0 && length > 2 * slot; }

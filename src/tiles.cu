@@ -69,6 +69,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// From each slice's number of steps its first one; a block.
+__global__ void __launch_bounds__(kSparseThreads) first_steps_kernel(int4* heads, int slices) {
+  int first = 0;
+  for (int from = 0; from < slices; from += kSparseThreads) {
+    const int i = from + static_cast<int>(threadIdx.x);
+    const auto [before, all] = count_before(i < slices ? heads[i].x : 0);
+    if (i < slices) heads[i].x = first + before;
+    first += all;
+  }
+}
+
 // A warp a slice.
 __global__ void __launch_bounds__(kThreads)
     fill_tiles_kernel(const TileLayout m, const int4* heads, const TileSlot* slots, const int* col, const int* order,
@@ -94,9 +105,12 @@ __global__ void __launch_bounds__(kThreads)
 void lay_out_on_gpu(const Pattern& p, const TileLayout& m, const at::Tensor& heads, const at::Tensor& slots) {
   const OperationGuard guard("csr_tiles", p.crow);
   const dim3 grid(static_cast<unsigned>(m.panels), static_cast<unsigned>(m.tiles));
-  lay_out_kernel<<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      m, p.crow.const_data_ptr<int>(), p.col.const_data_ptr<int>(), static_cast<int4*>(heads.mutable_data_ptr()),
-      static_cast<TileSlot*>(slots.mutable_data_ptr()));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  auto* const at = static_cast<int4*>(heads.mutable_data_ptr());
+  lay_out_kernel<<<grid, kThreads, 0, stream>>>(m, p.crow.const_data_ptr<int>(), p.col.const_data_ptr<int>(), at,
+                                                static_cast<TileSlot*>(slots.mutable_data_ptr()));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  first_steps_kernel<<<1, kSparseThreads, 0, stream>>>(at, m.tiles * m.panels * m.slices);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -53,7 +53,6 @@ using Tiles = std::tuple<at::Tensor, at::Tensor>;
 
 // ValueError where they are of another layout.
 void check_tiles(const TileLayout& m, const at::Tensor& heads, const at::Tensor& slots);
-// heads, in which each slice's first step is yet its number of steps, and slots.
 void lay_out_on_gpu(const Pattern& p, const TileLayout& m, const at::Tensor& heads, const at::Tensor& slots);
 void fill_tiles_on_gpu(const Pattern& p, const at::Tensor& values, const TileLayout& m, const at::Tensor& heads,
                        const at::Tensor& slots, const at::Tensor& places, const at::Tensor& packed);

@@ -98,12 +98,12 @@ def test_other_values_are_written_in_place(name, device):
     made = plan(dense.to_sparse_csr())
     values = made.values.detach().clone()
     product = made._choice._made(name)
-    first = product(values, b, torch.float32)
+    first = product.call(values, b, torch.float32).run()
     places = [t.data_ptr() for t in product.tensors]
     values.mul_(2)
-    assert torch.equal(product(values, b, torch.float32), 2 * first)
+    assert torch.equal(product.call(values, b, torch.float32).run(), 2 * first)
     product.refresh(4 * values)
-    assert torch.equal(product(values, b, torch.float32), 2 * first)
+    assert torch.equal(product.call(values, b, torch.float32).run(), 2 * first)
     assert [t.data_ptr() for t in product.tensors] == places
 
 
@@ -249,7 +249,7 @@ def test_a_refused_candidate_is_told(dense_wins, monkeypatch):
     def refuse(self, *args):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(choice.Dense, "__call__", refuse)
+    monkeypatch.setattr(choice.Dense, "call", refuse)
     made = plan(dense.to_sparse_csr())
     torch.testing.assert_close(made @ b, dense @ b)
     assert "dense refused" in made.explain()
@@ -298,13 +298,13 @@ def test_what_a_stream_makes_of_other_values_others_wait_for(kind):
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr(), tune=False)
     values, product = made.values, kind(made._structure)
-    product(values, b, b.dtype)
+    product.call(values, b, b.dtype).run()
     values *= 2
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # a tenth of a second
-    product(values, b, b.dtype)
+    product.call(values, b, b.dtype).run()
     with torch.cuda.stream(torch.cuda.Stream()):
-        y = product(values, b, b.dtype)
+        y = product.call(values, b, b.dtype).run()
     torch.cuda.synchronize()
     assert_as_exact_as_float32(y, 2 * dense, b)
 
@@ -348,11 +348,11 @@ def test_every_candidate_is_right_and_the_same_every_time(name, dtype, device):
     try:
         if name.startswith("cusparse"):
             product.learn(values, b, dtype)
-        first = product(values, b, dtype)
+        first = product.call(values, b, dtype).run()
     except RuntimeError as error:
         if "NOT_SUPPORTED" not in str(error):
             raise
         pytest.skip(str(error))
     error = torch.linalg.vector_norm(first.double() - truth) / torch.linalg.vector_norm(truth)
     assert error < 8 * torch.finfo(dtype).eps
-    assert all(torch.equal(product(values, b, dtype), first) for _ in range(100))
+    assert all(torch.equal(product.call(values, b, dtype).run(), first) for _ in range(100))

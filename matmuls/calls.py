@@ -1,0 +1,23 @@
+"""A sparse product as the call of an operator."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+
+class Call(NamedTuple):
+    operator: OpOverload
+    arguments: tuple[Any, ...]
+    dense: int  # the dense side's place among them
+    stream: int | None = None  # the only one that may read what was made for it, yet
+    lasting: bool = True  # nothing was made that is for this call alone
+
+    def run(self) -> torch.Tensor:
+        result: torch.Tensor = self.operator(*self.arguments)
+        return result
+
+    @property
+    def reads(self) -> list[torch.Tensor]:
+        """All tensors but the dense side."""
+        return [t for i, t in enumerate(self.arguments) if i != self.dense and isinstance(t, torch.Tensor)]

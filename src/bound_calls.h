@@ -1,0 +1,10 @@
+// custom_mm._C.BoundCalls.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace matmuls {
+
+void define_bound_calls(pybind11::module_& m);
+
+}  // namespace matmuls

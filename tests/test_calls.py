@@ -1,0 +1,260 @@
+"""Products of a plan that are made again as they were, and all that keeps them from it."""
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from custom_mm import _C
+from matmuls import choice, plan, spmm
+
+
+def draw(device="cpu", rows=64, columns=48, n=32, dtype=torch.float32, density=0.3):
+    dense = (torch.randn(rows, columns) * (torch.rand(rows, columns) < density)).to(dtype).to(device)
+    made = plan(dense.to_sparse_csr())
+    return dense, made, torch.randn(columns, n, device=device).to(dtype)
+
+
+def assert_product(result, dense, b):
+    truth = dense.double() @ b.double()
+    error = torch.linalg.vector_norm(result.double() - truth)
+    assert error <= 8 * torch.finfo(result.dtype).eps * torch.linalg.vector_norm(truth)
+
+
+def test_the_second_product_is_made_again_with_the_same_bits(device):
+    for kind in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        dense, made, b = draw(device, dtype=kind)
+        assert made._again(b) is None
+        first = made @ b
+        assert torch.equal(made._again(b), first)
+        assert torch.equal(spmm(made, b), first)
+        other = torch.randn_like(b)
+        assert_product(made._again(other), dense, other)
+        assert made._again(other).grad_fn is None
+
+
+def test_each_shape_has_a_call_and_the_last_ones_are_kept():
+    dense, made, _ = draw()
+    sides = [torch.randn(48, n) for n in range(1, 21)]
+    for b in sides:
+        made @ b
+    assert sum(made._again(b) is not None for b in sides) == 16
+    for b in sides:
+        assert_product(made @ b, dense, b)
+    batch = torch.randn(3, 48, 5)
+    made @ batch
+    assert torch.equal(made._again(batch), torch.stack([made @ b for b in batch]))
+
+
+def test_what_it_was_not_bound_for():
+    dense, made, b = draw()
+    made @ b
+    assert made._again(b.t().contiguous().t()) is None  # other strides
+    assert made._again(b.double()) is None
+    assert made._again(b[:, :31]) is None
+    assert made._again("b") is None
+    assert made._again(b.clone().requires_grad_()) is None
+    with torch.no_grad():
+        assert made._again(b.clone().requires_grad_()) is not None
+    with torch.inference_mode():
+        assert made._again(b) is None
+        assert_product(made @ b, dense, b)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert made._again(b) is None
+        assert (made @ b).dtype == torch.bfloat16
+    assert (made @ b).dtype == torch.float32
+    with pytest.raises(ValueError, match="expected out= beside beta"):
+        spmm(made, b, beta=1)
+    for wrong in (b[:47], b.double(), torch.zeros(48, 32, dtype=torch.int32)):
+        with pytest.raises(RuntimeError, match="spmm: expected"):
+            made @ wrong
+
+
+def test_deterministic_algorithms_are_asked_for():
+    _, made, b = draw()
+    made @ b
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert made._again(b) is None
+        made @ b
+        assert made._again(b) is not None
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_values_and_indices_that_were_written_to(device):
+    dense, made, b = draw(device)
+    a = dense.to_sparse_csr()
+    made = plan(a)
+    made @ b
+    a.values().mul_(2)
+    assert made._again(b) is None
+    assert_product(made @ b, 2 * dense, b)
+    made.update(a.values() * 2)
+    assert made._again(b) is None
+    assert_product(made @ b, 4 * dense, b)
+    values = made.values
+    values.data = 3 * values  # which counts as no write
+    assert made._again(b) is None
+    values.requires_grad_()
+    assert (made @ b).requires_grad
+    made._structure.col.zero_()
+    with pytest.raises(ValueError, match="indices as they were when they were checked"):
+        made @ b
+
+
+@pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES, choice.TILES, choice.TWO_OF_FOUR, choice.OURS])
+def test_values_of_a_plan_that_shares_what_is_made(name, device, monkeypatch):
+    """What was made of one plan's values is written over for the other's."""
+    if name == choice.TWO_OF_FOUR and device == "cpu":
+        pytest.skip("tensor cores' own layout")
+    if name not in (choice.DENSE, choice.OURS) and device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper's")
+    monkeypatch.setattr(choice, "SMALLEST", 0)
+    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [name])
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {name: 1.0})
+    dense, made, b = draw(device, 256, 192)
+    other = made.with_values(2 * made.values)
+    other._stays = True
+    for _ in range(3):
+        assert_product(made @ b, dense, b)
+        assert_product(made @ b, dense, b)
+        assert_product(other @ b, 2 * dense, b)
+    assert other._again(b) is not None
+
+
+def test_gradients_come_and_go():
+    dense, made, b = draw()
+    made @ b
+    for _ in range(3):
+        leaf = b.clone().requires_grad_()
+        (made @ leaf).sum().backward()
+        torch.testing.assert_close(leaf.grad, dense.sum(0)[:, None].expand(b.shape))
+        assert not (made @ b).requires_grad
+    a = dense.to_sparse_csr().requires_grad_()
+    trained = plan(a)
+    for _ in range(2):
+        (trained @ b).sum().backward()
+        with torch.no_grad():
+            assert_product(trained @ b, dense, b)
+    assert a.grad is not None
+
+
+def test_modes_see_it():
+    _, made, b = draw()
+    made @ b
+    with FlopCounterMode(display=False) as counted:
+        made @ b
+        made @ b
+    assert counted.get_total_flops() == 2 * 2 * made.nnz * 32
+
+
+def test_copies_start_anew():
+    _, made, b = draw()
+    expected = made @ b
+    stored = io.BytesIO()
+    torch.save(made, stored)
+    stored.seek(0)
+    for copied in (copy.deepcopy(made), torch.load(stored, weights_only=False)):
+        assert copied._again(b) is None
+        assert torch.equal(copied @ b, expected)
+        assert torch.equal(copied._again(b), expected)
+
+
+def test_threads_bind_and_call_at_once():
+    dense, made, _ = draw(rows=200, columns=100)
+    sides = [torch.randn(100, n) for n in range(1, 25)]
+    truths = [dense @ b for b in sides]
+    failures = []
+
+    def work(seed):
+        order = torch.randperm(len(sides), generator=torch.Generator().manual_seed(seed)).tolist()
+        for i in 20 * order:
+            if not torch.allclose(made @ sides[i], truths[i], atol=1e-4):
+                failures.append(i)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_nothing_is_kept_of_the_dense_side():
+    _, made, b = draw()
+    made @ b
+    made @ b
+    weak = b.untyped_storage()._weak_ref()
+    assert not torch.UntypedStorage._expired(weak)
+    del b
+    assert torch.UntypedStorage._expired(weak)
+    torch.UntypedStorage._free_weak_ref(weak)
+
+
+def test_bad_bindings_are_told():
+    x = torch.randn(3, 3)
+    calls = _C.BoundCalls()
+    with pytest.raises(RuntimeError, match="nothing_like_it"):
+        calls.bind("custom_mm::nothing_like_it", [x, x], 1, [], None)
+    calls.bind("custom_mm::matmul", [x, x, False, False], 1, [x], None)
+    assert torch.equal(calls(x, x), x @ x)
+    assert calls(x, x.clone()) is None
+    with pytest.raises(ValueError, match="expected tensors to watch"):
+        calls.bind("custom_mm::matmul", [x, x, False, False], 1, [], None)
+
+
+@pytest.mark.cuda
+def test_a_capture_is_left_to_the_plan():
+    dense, made, b = draw("cuda", 512, 512, 128)
+    first = made @ b
+    assert made._again(b) is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert made._again(b) is None
+        y = made @ b
+    made.update(2 * made.values)
+    graph.replay()
+    assert_product(made @ b, 2 * dense, b)
+    assert_product(first, dense, b)
+    assert y.isfinite().all()
+
+
+@pytest.mark.cuda
+def test_another_stream_waits_for_what_was_made(monkeypatch):
+    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [choice.DENSE])
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.DENSE: 1.0})
+    dense, made, b = draw("cuda", 1024, 1024, 256, torch.float16)
+    made @ b
+    for factor in (2, 4, 8):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)
+        made.values.mul_(2)
+        made @ b  # makes the matrix with its zeros anew, behind the sleep
+        assert made._again(b) is not None
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert made._again(b) is None
+            y = made @ b
+        torch.cuda.synchronize()
+        assert_product(y, factor * dense, b)
+
+
+@pytest.mark.cuda
+def test_no_memory_is_told_as_torch_does(monkeypatch):
+    _, made, b = draw("cuda")
+    made @ b
+
+    limit = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    wide = torch.randn(48, 1 << 22, device="cuda")
+    made @ wide
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(max(limit, torch.cuda.memory_reserved() / 1e12) + 0.0001)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            [made @ wide for _ in range(10)]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert made._again(wide) is not None

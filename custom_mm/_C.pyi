@@ -41,8 +41,9 @@ class BoundCalls:
     """Calls of operators of which every argument but one tensor is known, the last 16."""
 
     def bind(self, name: str, arguments: Sequence[Any], at: int, watched: Sequence[Tensor], stream: int | None) -> None:
-        """A call as it has just been made; its argument `at` is the open one. watched: tensors that it reads, and reads
-        again unless they are written to or want a gradient. stream: the only one where they may be read, if any."""
+        """A call as it has just been made; its argument `at` is the open one. Forgotten at once where it recorded a
+        gradient, under autocast and in a capture. watched: what it was made of beside its arguments; it is made again
+        unless one of either was written to or wants a gradient. stream: the only one where they may be read, if any."""
 
     def __call__(self, x: object, first: Tensor) -> Tensor | None:
         """The result for x, or None where no call was bound for a tensor like it: of its shape, strides, dtype and

@@ -16,8 +16,3 @@ class Call(NamedTuple):
     def run(self) -> torch.Tensor:
         result: torch.Tensor = self.operator(*self.arguments)
         return result
-
-    @property
-    def reads(self) -> list[torch.Tensor]:
-        """All tensors but the dense side."""
-        return [t for i, t in enumerate(self.arguments) if i != self.dense and isinstance(t, torch.Tensor)]

@@ -414,14 +414,13 @@ class Choice:
         """Waits for the GPU unless ours is taken without being measured. stay: values that will not are not left in
         what graphs read."""
         candidates = self._candidates(dtype, b)
+        if not candidates:
+            return self._known(dtype, Measurement(b.shape[1], {OURS: None}))
         large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, BLOCKS)]
         estimates = self._estimates(large, dtype, b)
         near = _near(estimates)
-        if len(near) == 1 or not candidates:
-            name = near[0] if near else OURS
-            if name == OURS or self._prepare(name, values, b, dtype, stay):
-                found = Measurement(b.shape[1], {name: estimates.get(name)}, estimated=bool(estimates))
-                return self._known(dtype, found)
+        if len(near) == 1 and (near == [OURS] or self._prepare(near[0], values, b, dtype, stay)):
+            return self._known(dtype, Measurement(b.shape[1], {near[0]: estimates[near[0]]}, estimated=True))
         large = [name for name in large if not estimates or name in near]
         with torch.no_grad():
             seconds = self._race(candidates, large, values.detach(), b.detach(), dtype, stay)
@@ -487,8 +486,9 @@ class Choice:
 
     def _known(self, dtype: torch.dtype, measurement: Measurement) -> Measurement:
         self.measured[dtype, measurement.columns.bit_length()] = measurement
-        kept = {m.fastest(True, True) for m in self.measured.values()} | self._taken
-        self._products = {name: made for name, made in self._products.items() if name in kept}
+        if self._products:
+            kept = {m.fastest(True, True) for m in self.measured.values()} | self._taken
+            self._products = {name: made for name, made in self._products.items() if name in kept}
         return measurement
 
     def _estimates(self, large: list[str], dtype: torch.dtype, b: torch.Tensor) -> dict[str, float]:

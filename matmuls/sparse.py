@@ -14,7 +14,7 @@ from custom_mm import _C
 from .calls import Call
 from .choice import Choice
 from .dense import matmul
-from .structure import Structure, from_entries, is_capturing, structure_of, values_of
+from .structure import Structure, from_entries, structure_of, values_of
 
 _ops = torch.ops.custom_mm
 _spmm, _spmm_chunks = _ops.csr_spmm.default, _ops.csr_spmm_chunks.default
@@ -92,25 +92,17 @@ class SparsePlan:
         if call is None:
             call = _our_call(self._structure, values, b)
         product = call.run()
-        if self._source is None and self._stays and call.lasting and self._binds(values, b):
-            reads = [values, *self._structure.tensors, *self._structure.block_tensors, *call.reads]
+        if self._source is None and self._stays and call.lasting:
             bound = self._bound = self._bound or _C.BoundCalls()
             name = call.operator.name()  # type: ignore[no-untyped-call]
-            bound.bind(name, call.arguments, call.dense, reads, call.stream)
+            made_of = [values, *self._structure.tensors, *self._structure.block_tensors]
+            bound.bind(name, call.arguments, call.dense, made_of, call.stream)
         return product
 
     def _again(self, b: torch.Tensor) -> torch.Tensor | None:
         """The product by b as one before, where nothing has changed since."""
         bound = self._bound
         return None if torch.compiler.is_compiling() or bound is None else bound(b, self._values)
-
-    def _binds(self, values: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether a product by b may be made again as it was: nothing of it depends on more than BoundCalls asks."""
-        return not (
-            (torch.is_grad_enabled() and (values.requires_grad or b.requires_grad))
-            or torch.is_autocast_enabled(b.device.type)
-            or is_capturing(b.device)
-        )
 
     def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
         product = self._again(b)

@@ -3,6 +3,7 @@
 #include "bound_calls.h"
 
 #include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -78,12 +79,17 @@ struct Call {
     const auto wants = [](const Seen& s) { return s.tensor.requires_grad(); };
     return at::GradMode::is_enabled() && (x.requires_grad() || std::any_of(watched.begin(), watched.end(), wants));
   }
-  bool may_read() const {
+  bool is_captured() const {
 #ifdef MATMULS_CUDA
-    if (device.is_cuda()) {
-      const cudaStream_t now = c10::cuda::getCurrentCUDAStream(device.index());
-      return (!stream || *stream == reinterpret_cast<uintptr_t>(now)) && !is_capturing(now);
-    }
+    return device.is_cuda() && is_capturing(c10::cuda::getCurrentCUDAStream(device.index()));
+#else
+    return false;
+#endif
+  }
+  bool may_read_here() const {
+#ifdef MATMULS_CUDA
+    if (stream && device.is_cuda())
+      return *stream == reinterpret_cast<uintptr_t>(c10::cuda::getCurrentCUDAStream(device.index()).stream());
 #endif
     return true;
   }
@@ -100,7 +106,7 @@ c10::IValue value_of(py::handle x, const c10::Argument& argument) {
 
 class BoundCalls {
  public:
-  void bind(const std::string& name, const py::sequence& arguments, size_t at, const std::vector<Tensor>& watched,
+  void bind(const std::string& name, const py::sequence& arguments, size_t at, std::vector<Tensor> watched,
             std::optional<uintptr_t> stream) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
     const auto& expected = op.schema().arguments();
@@ -109,19 +115,25 @@ class BoundCalls {
       stack.push_back(i < arguments.size() ? value_of(arguments[i], expected[i]) : expected[i].default_value().value());
     const Tensor x = std::exchange(stack.at(at), c10::IValue()).toTensor();
     TORCH_CHECK_VALUE(!watched.empty(), "BoundCalls: expected tensors to watch, got none");
-    if (!is_plain(x) || !std::all_of(watched.begin(), watched.end(), is_plain)) return;
+    for (const c10::IValue& value : stack)
+      if (value.isTensor()) watched.push_back(value.toTensor());
+    if (!is_plain(x) || !std::all_of(watched.begin(), watched.end(), is_plain) ||
+        at::autocast::is_autocast_enabled(x.device().type()))
+      return;
+    Call call{op,
+              std::move(stack),
+              at,
+              x.key_set(),
+              at::DimVector(x.sizes()),
+              at::DimVector(x.strides()),
+              x.scalar_type(),
+              x.device(),
+              Modes(),
+              {watched.begin(), watched.end()},
+              stream};
+    if (call.wants_gradient(x) || call.is_captured()) return;
     if (calls_.size() == kMost) calls_.erase(calls_.begin());
-    calls_.push_back({op,
-                      std::move(stack),
-                      at,
-                      x.key_set(),
-                      at::DimVector(x.sizes()),
-                      at::DimVector(x.strides()),
-                      x.scalar_type(),
-                      x.device(),
-                      Modes(),
-                      {watched.begin(), watched.end()},
-                      stream});
+    calls_.push_back(std::move(call));
   }
 
   std::optional<Tensor> operator()(py::handle maybe_x, const Tensor& first) {
@@ -129,12 +141,12 @@ class BoundCalls {
     const Tensor x = THPVariable_Unpack(maybe_x.ptr());
     const Modes now;
     for (auto call = calls_.begin(); call != calls_.end(); ++call) {
-      if (!call->is_for(x, first, now)) continue;
+      if (!call->is_for(x, first, now) || !call->may_read_here()) continue;
       if (!call->is_unchanged()) {
         calls_.erase(call);
         return {};
       }
-      if (call->wants_gradient(x) || !call->may_read()) return {};
+      if (call->wants_gradient(x) || call->is_captured()) return {};
       Stack stack = call->arguments;
       stack[call->at] = x;
       const auto op = call->op;

@@ -6,7 +6,7 @@
 // products at a time, and float32 registers the rest. Columns that do not fit are summed again by the rows' nonzeros.
 #ifdef __CUDACC__
 
-#include "filled.cuh"
+#include "filled_again.cuh"
 #include "filled_sm90.cuh"
 #include "hopper.cuh"
 #include "tensor_map.h"
@@ -53,94 +53,6 @@ struct Shape {
 struct TwoOfFour {
   const StepOfTile* steps;
   const int2* rest;
-};
-
-// A nonzero: the row of the dense side that it is multiplied by, and its number.
-struct Weighted {
-  int row;
-  float number;
-};
-
-// A warp's sum of a row's nonzeros, [begin, end), times four columns of `dense` for each of `lanes` lanes, which is
-// `within` or not; 32 / lanes nonzeros at a time. The same in all parts of the warp.
-template <int lanes, class Nonzero>
-__device__ inline float4 sum_of_row(int64_t begin, int64_t end, const float* dense, int64_t stride, bool within,
-                                    const Nonzero& nonzero) {
-  constexpr int parts = 32 / lanes, at_once = 8;
-  const int lane = static_cast<int>(threadIdx.x) % 32, part = lane / lanes;
-  float sum[4] = {};
-  Weighted next = begin + lane < end ? nonzero(begin + lane) : Weighted{};
-  for (int64_t i = begin; i < end; i += 32) {
-    const Weighted own = next;
-    next = i + 32 + lane < end ? nonzero(i + 32 + lane) : Weighted{};
-    const int many = static_cast<int>(min(end - i, int64_t{32}));
-    for (int first = part; first - part < many; first += at_once * parts) {
-      float4 x[at_once] = {};
-      float number[at_once];
-#pragma unroll
-      for (int j = 0; j < at_once; ++j) {
-        const int from = first + j * parts, row = __shfl_sync(0xffffffffu, own.row, from);
-        number[j] = __shfl_sync(0xffffffffu, own.number, from);
-        if (within && from < many) x[j] = *reinterpret_cast<const float4*>(dense + row * stride);
-      }
-#pragma unroll
-      for (int j = 0; j < at_once; ++j)
-        if (first + j * parts < many) {
-          sum[0] = fmaf(number[j], x[j].x, sum[0]), sum[1] = fmaf(number[j], x[j].y, sum[1]);
-          sum[2] = fmaf(number[j], x[j].z, sum[2]), sum[3] = fmaf(number[j], x[j].w, sum[3]);
-        }
-    }
-  }
-  for (int step = lanes; step < 32; step *= 2)
-#pragma unroll
-    for (float& x : sum) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return {sum[0], sum[1], sum[2], sum[3]};
-}
-
-// A and the dense side as they were, and what was seen of them.
-struct Given {
-  const void *crow, *col, *order;  // of 8 bytes if `wide`; order may be missing
-  const float *values, *dense;
-  int64_t stride;
-  bool wide;
-  const FillFacts *facts, *dense_facts;
-
-  __device__ int64_t index(const void* from, int64_t at) const {
-    return wide ? static_cast<const int64_t*>(from)[at] : static_cast<const int*>(from)[at];
-  }
-  __device__ Weighted nonzero(int64_t p) const {
-    return {static_cast<int>(index(col, p)), values[order ? index(order, p) : p]};
-  }
-
-  // Whether columns [first, last) do; asked by a warp.
-  __device__ bool fit_in(int first, int last) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    bool unfit = false;
-    for (int from = first; from < last; from += 32 / kSplitBlocks * kSplitColumns) {
-      const int part = from / kSplitColumns + lane / kSplitBlocks;
-      FillFacts all{};
-      if (part * kSplitColumns < last) all = dense_facts[part * kSplitBlocks + lane % kSplitBlocks];
-      for (int step = 1; step < kSplitBlocks; step *= 2) {
-        all.unfit |= __shfl_xor_sync(0xffffffffu, all.unfit, step);
-        all.tiny |= __shfl_xor_sync(0xffffffffu, all.tiny, step);
-        all.missing += __shfl_xor_sync(0xffffffffu, all.missing, step);
-      }
-      unfit |= !fit(*facts, all);
-    }
-    return !__any_sync(0xffffffffu, unfit);
-  }
-
-  // out <- alpha * A @ dense in rows [first, last), a warp each, and four columns from c on for each of `lanes` lanes.
-  template <int lanes>
-  __device__ void sum_rows(int first, int last, int c, int n, float* out, int64_t out_stride, float alpha) const {
-    for (int r = first + static_cast<int>(threadIdx.x) / 32; r < last; r += kGroups * kGroup / 32) {
-      const float4 sum = sum_of_row<lanes>(index(crow, r), index(crow, r + 1), dense + c, stride, c < n,
-                                           [&](int64_t p) { return nonzero(p); });
-      if (threadIdx.x % 32 < lanes && c < n)
-        *reinterpret_cast<float4*>(out + r * out_stride + c) = {alpha * sum.x, alpha * sum.y, alpha * sum.z,
-                                                                alpha * sum.w};
-    }
-  }
 };
 
 template <class Tile>
@@ -276,7 +188,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr int across = Tile::columns / 4, apart = kGroups * kGroup / across, at_once = 4;
     const int c = threadIdx.x % across * 4;
     const int end = fits && column0 + c < shape.n ? last_row : 0;
-    if (!fits) given.sum_rows<across>(row0 + first_row, row0 + last_row, column0 + c, shape.n, out, out_stride, alpha);
+    if (!fits)
+      given.sum_rows<kGroups * kGroup, Tile::columns, Tile::stages * Tile::stage_bytes>(
+          reinterpret_cast<float4*>(tiles), row0 + first_row, row0 + last_row, column0, shape.n, shape.inner, out,
+          out_stride, alpha);
     int column_exponents[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) column_exponents[i] = powers[min(column0 + c, shape.n - 4) + i];

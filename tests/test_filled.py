@@ -172,10 +172,11 @@ def test_every_element_is_as_exact_as_in_float32(what, two_of_four, device):
     assert_as_exact_as_torch(result, crow, col, values, b)
 
 
-@pytest.mark.parametrize("what", ["inf", "nan", "inf in a", "twice", "graded"])
-def test_what_halves_cannot_do_goes_by_rows(what, two_of_four, device):
-    crow, col, values = draw(200, 304, 0.5, device=device)
-    b = torch.randn(304, 64, device=device)
+@pytest.mark.parametrize("what", ["inf", "nan", "inf in a", "twice", "graded", "unsorted"])
+@pytest.mark.parametrize(("rows", "columns", "n"), [(200, 304, 64), (140, 4100, 24), (300, 1700, 200)])
+def test_what_halves_cannot_do_goes_by_rows(what, rows, columns, n, two_of_four, device):
+    crow, col, values = draw(rows, columns, 0.5, device=device)
+    b = torch.randn(columns, n, device=device)
     if what in ("inf", "nan"):
         b[3, 5] = float(what)
     elif what == "inf in a":
@@ -183,15 +184,18 @@ def test_what_halves_cannot_do_goes_by_rows(what, two_of_four, device):
     elif what == "twice":
         col[1] = col[0]
     else:
-        b[:150] *= 1e10
+        b[: columns // 2] *= 1e10
+    if what == "unsorted":
+        places = torch.cat([torch.randperm(int(m)) + int(first) for first, m in zip(crow, crow.diff(), strict=False)])
+        col, values = col[places.to(device)], values[places.to(device)]
     _, result = in_halves(crow, col, values, b, two_of_four)
-    by_rows = _ops.csr_spmm(crow, col, values, b, 304)
+    by_rows = _ops.csr_spmm(crow, col, values, b, columns)
     assert torch.equal(result.isnan(), by_rows.isnan())
     assert torch.equal(result.isfinite(), by_rows.isfinite())
     there = result.isfinite()
 
     def exact(values, b):  # where nothing is stored an infinite number of b is not met
-        a = torch.sparse_csr_tensor(crow.cpu(), col.cpu(), values.cpu().double(), (200, 304))
+        a = torch.sparse_csr_tensor(crow.cpu(), col.cpu(), values.cpu().double(), (rows, columns))
         return (a @ b.cpu().double()).to(device)
 
     error = (result - exact(values, b)).abs()

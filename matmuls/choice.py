@@ -519,7 +519,7 @@ class Choice:
         fill = FILL_HALVES if halves else FILL_TENSOR_CORES if tensor_cores else FILL
         if (
             device.type in ("cpu", "cuda")
-            and elements <= fill * s.nonzeros
+            and s.nonzeros <= elements <= fill * s.nonzeros  # more are mostly duplicates
             and self._fits(elements * dtype.itemsize, device)
         ):
             us = _us_in_halves(s, b.shape[1]) if halves else {}

@@ -105,8 +105,7 @@ class SparsePlan:
         return None if torch.compiler.is_compiling() or bound is None else bound(b, self._values)
 
     def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
-        product = self._again(b)
-        return spmm(self, b) if product is None else product
+        return spmm(self, b)
 
     @property
     def nbytes(self) -> int:

@@ -243,7 +243,7 @@ def test_another_stream_waits_for_what_was_made(monkeypatch):
 
 
 @pytest.mark.cuda
-def test_no_memory_is_told_as_torch_does(monkeypatch):
+def test_no_memory_is_told_as_torch_does():
     _, made, b = draw("cuda")
     made @ b
 

@@ -79,20 +79,7 @@ struct Call {
     const auto wants = [](const Seen& s) { return s.tensor.requires_grad(); };
     return at::GradMode::is_enabled() && (x.requires_grad() || std::any_of(watched.begin(), watched.end(), wants));
   }
-  bool is_captured() const {
-#ifdef MATMULS_CUDA
-    return device.is_cuda() && is_capturing(c10::cuda::getCurrentCUDAStream(device.index()));
-#else
-    return false;
-#endif
-  }
-  bool may_read_here() const {
-#ifdef MATMULS_CUDA
-    if (stream && device.is_cuda())
-      return *stream == reinterpret_cast<uintptr_t>(c10::cuda::getCurrentCUDAStream(device.index()).stream());
-#endif
-    return true;
-  }
+  bool may_read_here() const { return !stream || *stream == current_stream(device); }
 };
 
 c10::IValue value_of(py::handle x, const c10::Argument& argument) {
@@ -131,7 +118,8 @@ class BoundCalls {
               Modes(),
               {watched.begin(), watched.end()},
               stream};
-    if (call.wants_gradient(x) || call.is_captured()) return;
+    if (call.wants_gradient(x) || is_capturing(call.device)) return;
+    std::erase_if(calls_, [&](const Call& other) { return other.is_for(x, watched[0], call.modes); });
     if (calls_.size() == kMost) calls_.erase(calls_.begin());
     calls_.push_back(std::move(call));
   }
@@ -146,7 +134,7 @@ class BoundCalls {
         calls_.erase(call);
         return {};
       }
-      if (call->wants_gradient(x) || call->is_captured()) return {};
+      if (call->wants_gradient(x) || is_capturing(call->device)) return {};
       Stack stack = call->arguments;
       stack[call->at] = x;
       const auto op = call->op;

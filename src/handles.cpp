@@ -12,6 +12,8 @@ void set_workspace_size(int64_t nbytes) {
   workspace_nbytes = nbytes;
 }
 int64_t workspace_size() { return workspace_nbytes; }
+bool is_capturing(at::Device) { return false; }
+uintptr_t current_stream(at::Device) { return 0; }
 }  // namespace matmuls
 
 #else
@@ -99,13 +101,20 @@ bool is_still_capturing(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive;
 }
 
-}  // namespace
-
-bool is_capturing(cudaStream_t stream) {
+bool captures(cudaStream_t stream) {
   if (stream == nullptr) return false;  // the default one captures nothing
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
   return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
+bool is_capturing(at::Device device) {
+  return device.is_cuda() && captures(c10::cuda::getCurrentCUDAStream(device.index()));
+}
+uintptr_t current_stream(at::Device device) {
+  return device.is_cuda() ? reinterpret_cast<uintptr_t>(c10::cuda::getCurrentCUDAStream(device.index()).stream()) : 0;
 }
 
 // One handle and what belongs to it. The owner thread holds `mutex` for the length of a call, destroy_handles for the
@@ -247,7 +256,7 @@ int64_t destroy_handles(Library library) {
   std::erase_if(slots, [&](Slot* slot) { return slot->library != library; });
   if (c10::cuda::device_count() > 0 && !slots.empty())
     TORCH_CHECK(
-        !is_capturing(c10::cuda::getCurrentCUDAStream()), op,
+        !captures(c10::cuda::getCurrentCUDAStream()), op,
         ": expected no CUDA graph capture in progress, got the current stream capturing; end the capture first");
   // All at once, so that no capture begins between the check and the destruction. A thread holds one slot at a time.
   std::vector<std::unique_lock<std::mutex>> locks;
@@ -300,13 +309,13 @@ OperationGuard::OperationGuard(const char* op, const at::Tensor& tensor)
 bool Borrowed::is_to_be_had(Library library) {
   Slot& slot = my_slot(library, c10::cuda::current_device());
   const std::lock_guard lock(slot.mutex);
-  return slot.handle || !is_capturing(c10::cuda::getCurrentCUDAStream());
+  return slot.handle || !captures(c10::cuda::getCurrentCUDAStream());
 }
 
 Borrowed::Borrowed(Library library, const char* op)
     : slot_(my_slot(library, c10::cuda::current_device())), lock_(slot_.mutex) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const bool capturing = is_capturing(stream);
+  const bool capturing = captures(stream);
   if (!slot_.handle) {
     TORCH_CHECK(!capturing, op, ": expected a live ", name_of(library), " handle for this thread on device ",
                 slot_.device, " during CUDA graph capture, got none: call init_", name_of(library),

@@ -41,9 +41,12 @@ std::vector<HandleInfo> live_handles();
 void set_workspace_size(int64_t nbytes);
 int64_t workspace_size();
 
-#ifdef MATMULS_CUDA
-bool is_capturing(cudaStream_t stream);
+// Of the device's current stream: whether it captures a CUDA graph, and its address, 0 for the default one and on a
+// CPU.
+bool is_capturing(at::Device device);
+uintptr_t current_stream(at::Device device);
 
+#ifdef MATMULS_CUDA
 // What every CUDA operation opens with: the tensor's device becomes the current one, and a forked child of a process
 // with handles is told so instead of meeting whatever CUDA answers there.
 class OperationGuard {

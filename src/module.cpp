@@ -38,21 +38,7 @@ std::string version_of(GetProperty get) {
 }
 #endif
 
-bool is_capturing([[maybe_unused]] int device) {
-#ifdef MATMULS_CUDA
-  return matmuls::is_capturing(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)));
-#else
-  return false;
-#endif
-}
-
-uintptr_t current_stream([[maybe_unused]] int device) {
-  uintptr_t stream = 0;
-#ifdef MATMULS_CUDA
-  stream = reinterpret_cast<uintptr_t>(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream());
-#endif
-  return stream;
-}
+at::Device gpu(int index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
 
 py::dict build_info() {
   py::dict info;
@@ -85,8 +71,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("handle_info", handle_info);
   m.def("set_workspace_size", matmuls::set_workspace_size, py::arg("nbytes"), no_gil());
   m.def("workspace_size", matmuls::workspace_size, no_gil());
-  m.def("is_capturing", is_capturing, py::arg("device"));
-  m.def("current_stream", current_stream, py::arg("device"));
+  m.def("is_capturing", [](int device) { return matmuls::is_capturing(gpu(device)); }, py::arg("device"));
+  m.def("current_stream", [](int device) { return matmuls::current_stream(gpu(device)); }, py::arg("device"));
   m.def("build_info", build_info);
   matmuls::define_bound_calls(m);
 }

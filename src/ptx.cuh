@@ -105,10 +105,18 @@ __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 // 16 bytes on their way from memory to shared memory. They make a group with those before, which this thread alone may
-// read after wait_ahead().
+// read after wait_ahead(). The L2 gets the `around` bytes around them: norms of 8191 bfloat16 columns 1 to 2.5 %
+// faster (H200).
+template <int around = 128>
 __device__ inline void copy_ahead(void* shared, const void* from) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(from) : "memory");
+  static_assert(around == 128 || around == 256);
+  if constexpr (around == 128)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(from)
+                 : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(from)
+                 : "memory");
 #else
   *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
 #endif

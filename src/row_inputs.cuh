@@ -65,8 +65,8 @@ struct Odd {
   uint16_t number[K];
 };
 
-// A row on its way to shared memory while those before are worked on.
-template <class T, int V, int NV, int K>
+// A row on its way to shared memory while those before are worked on. around: see ptx::copy_ahead.
+template <class T, int V, int NV, int K, int around = 128>
 struct Ahead {
   Slots<T, V> slots;
 
@@ -79,7 +79,7 @@ struct Ahead {
 #pragma unroll
       for (int i = 0; i < NV; ++i)
 #pragma unroll
-        for (int k = 0; k < K; ++k) ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i));
+        for (int k = 0; k < K; ++k) ptx::copy_ahead<around>(&slots[i * K + k], row.input(k) + span.column(i));
       return;
     }
     int last = -1;
@@ -92,7 +92,7 @@ struct Ahead {
         if (!seen)
           slots[i * K + k] = {};
         else if (whole)
-          ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i));
+          ptx::copy_ahead<around>(&slots[i * K + k], row.input(k) + span.column(i));
       }
     }
     if constexpr (ragged) {
@@ -106,7 +106,7 @@ struct Ahead {
     for (int i = 0; i < NV; ++i)
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (span.begins(i)) ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i));
+        if (span.begins(i)) ptx::copy_ahead<around>(&slots[i * K + k], row.input(k) + span.column(i));
   }
   // A vector that reaches over an end of the row: the row's own words, 0 beside them.
   template <class Row, bool ragged>

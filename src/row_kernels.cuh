@@ -120,7 +120,12 @@ constexpr int kWalkBound = scope == Scope::block && !Op::kColumnSums && !kLong<O
 
 struct WalkShape : RowShape {
   int stages;  // rows in shared memory, 4 at most: one is worked on, the others are on their way
+  bool fours;  // a team takes four rows that follow each other at a time
 };
+// Whether a team may. Rows that do not end on 128 bytes then meet in one multiprocessor: the gradient of 1000 float32
+// columns at 0.957 of a copy for 0.914, of 8192 at 0.970 for 0.965; 16 rows at a time 0.957 and 0.955.
+template <class Op, int V, Scope scope, bool ragged>
+constexpr bool kTakesFours = Op::kColumnSums && V > 1 && scope == Scope::block && !ragged;
 
 // Whether the teams of a block have the same columns, so that their sums become one.
 template <int V, Scope scope, bool ragged>
@@ -168,8 +173,10 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
   const int keepers = kOwn ? threads : blockDim.x;
   const Slots<T, V> kept{slots + (kOwn ? thread : threadIdx.x), keepers};
   const auto constants = [&](int c, int i, F(&numbers)[V]) { unpack(kept[i * Op::kConstants + c], numbers); };
+  // Of short rows several lie in 256 bytes: gradients of 128 columns at 0.90 and 0.94 of a copy for 0.89 and 0.93.
+  using Stage = Ahead<T, V, NV, K, scope == Scope::warp && !ragged ? 256 : 128>;
   const auto stage = [&](int s) {
-    return Ahead<T, V, NV, K>{{slots + NV * Op::kConstants * keepers + s * NV * K * threads + thread, threads}};
+    return Stage{{slots + NV * Op::kConstants * keepers + s * NV * K * threads + thread, threads}};
   };
   // The row's own number, of each thread for itself.
   F* const numbers =
@@ -202,9 +209,17 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
   };
 
   int64_t base = team.index * teams;
+  const auto later = [&](int64_t row, int n) -> int64_t {  // this team's row n rows later
+    if constexpr (kTakesFours<Op, V, scope, ragged>) {
+      const int place = static_cast<int>(row & 3) + n;
+      if (shape.fours) return row - (row & 3) + (place & 3) + (place & ~3) * step;
+    }
+    return row + n * step;
+  };
+  if (kTakesFours<Op, V, scope, ragged> && shape.fours) base *= 4;
   if constexpr (kAhead) {
     for (int s = 0; s < shape.stages; ++s) {
-      fetch(base + s * step, s);
+      fetch(later(base, s), s);
       if constexpr (ragged) stage(s).settle(odd);
     }
   }
@@ -260,7 +275,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
   }
 #endif
 #pragma unroll 1
-  for (int s = 0; base < shape.rows; base += step) {
+  for (int s = 0; base < shape.rows; base = later(base, 1)) {
     const typename Op::Row row = row_at(base);
     const auto span = span_at(row);
     keep_ragged(span);
@@ -273,7 +288,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
       if constexpr (std::is_empty_v<decltype(held)> && !kShared) inputs.forget_numbers();
       if (scope != Scope::warp || base + beside < shape.rows) put(row, number, result, held, span, inputs);
     };
-    Ahead<T, V, NV, K> ahead = stage(s);
+    Stage ahead = stage(s);
     if constexpr (kAhead) {
       ptx::wait_ahead(shape.stages - 1);
       if constexpr (ragged) ahead.settle(odd);
@@ -283,12 +298,12 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
     }
     if constexpr (kShared) {
       work(ahead);
-      fetch(base + shape.stages * step, s);
+      fetch(later(base, shape.stages), s);
     } else {
       Inputs<T, V, NV, K> inputs;
       if constexpr (kAhead) {
         ahead.take(inputs);
-        fetch(base + shape.stages * step, s);
+        fetch(later(base, shape.stages), s);
       } else {
         inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
       }

@@ -204,6 +204,13 @@ def test_any_number_of_rows(operation, dtype, shape, device):
     operation.check(operation.draw(Draw(dtype, device), *shape))
 
 
+@pytest.mark.cuda
+@every_operation
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.float32, 520), (torch.bfloat16, 1032)], ids=str)
+def test_so_many_rows_that_a_team_takes_four_at_a_time(operation, dtype, columns):
+    operation.check(operation.draw(Draw(dtype, "cuda"), 200_001, columns))
+
+
 def permuted(t):
     """Leading dimensions in another order than memory's."""
     order = (*range(2, t.dim() - 1), 0, 1, t.dim() - 1) if t.dim() > 3 else range(t.dim())

@@ -63,9 +63,15 @@ def assert_close_as_torch(spec: Spec, call: Call, layout=torch.clone):
     wide = home.map(numbers(lambda t: t.to(WIDE.get(t.dtype, torch.float64))))
     truth = run(spec, wide, spec.reference)
     scale = torch.linalg.vector_norm(run(spec, wide.map(numbers(torch.abs)), spec.reference)).item()
-    ours, theirs = (
-        f(*(c := x.map(numbers(layout))).args, **c.kwargs) for f, x in ((spec.call, call), (spec.reference, home))
-    )
+
+    def both(laid_out):
+        functions = ((spec.call, call), (spec.reference, home))
+        return [f(*(c := x.map(numbers(laid_out))).args, **c.kwargs) for f, x in functions]
+
+    ours, theirs = both(layout)
+    if not theirs.isfinite().all():
+        # torch 2.11 to 2.13 with AMX: products of bfloat16 multiply what lies behind a row by 0
+        ours, theirs = both(lambda t: with_ones_beside(layout(t)))
     assert ours.shape == theirs.shape
     assert ours.dtype == theirs.dtype
     assert ours.device == call.tensors[0].device
@@ -73,6 +79,11 @@ def assert_close_as_torch(spec: Spec, call: Call, layout=torch.clone):
     roundings = 4 if ours.dtype in (torch.float64, torch.complex128) else 1
     bound = 2 * error(theirs, truth, scale) + roundings * torch.finfo(ours.dtype).eps
     assert error(ours, truth, scale) <= bound
+
+
+def with_ones_beside(t):
+    (t if t._base is None else t._base).nan_to_num_(nan=1.0)
+    return t
 
 
 @every_dtype

@@ -64,14 +64,16 @@ def assert_close_as_torch(spec: Spec, call: Call, layout=torch.clone):
     truth = run(spec, wide, spec.reference)
     scale = torch.linalg.vector_norm(run(spec, wide.map(numbers(torch.abs)), spec.reference)).item()
 
-    def both(laid_out):
-        functions = ((spec.call, call), (spec.reference, home))
-        return [f(*(c := x.map(numbers(laid_out))).args, **c.kwargs) for f, x in functions]
+    def on(x, function, laid_out):
+        laid = x.map(numbers(laid_out))
+        return function(*laid.args, **laid.kwargs)
 
-    ours, theirs = both(layout)
+    ours, theirs = on(call, spec.call, layout), on(home, spec.reference, layout)
     if not theirs.isfinite().all():
-        # torch 2.11 to 2.13 with AMX: products of bfloat16 multiply what lies behind a row by 0
-        ours, theirs = both(lambda t: with_ones_beside(layout(t)))
+        # torch 2.11 to 2.13 with AMX: its products of bfloat16, and ours by them, multiply what lies behind a row by 0
+        theirs = on(home, spec.reference, lambda t: with_ones_beside(layout(t)))
+        if ours.device.type == "cpu" and not ours.isfinite().all():
+            ours = on(call, spec.call, lambda t: with_ones_beside(layout(t)))
     assert ours.shape == theirs.shape
     assert ours.dtype == theirs.dtype
     assert ours.device == call.tensors[0].device

@@ -453,6 +453,7 @@ def show_spmm(cases: list[Any]) -> None:
             mib = f"{c.backward_mib[name]:.1f} MiB" if name in c.backward_mib else ""
             table.add_row("", f"forward + backward, {name}", took, "", mib)
         first = f"with {c.calls} products {c.calls_us:.0f} us, {c.calls_planless_us:.0f} without it"
+        first += f", each waited for {c.waited_us:.0f} and {c.waited_planless_us:.0f}" if c.waited_us else ""
         build = f"{c.plan_us:.0f} us, {c.plan_bytes / 2**20:.1f} MiB, {first}"
         table.add_row("", f"[dim]plan: {build}[/dim]", end_section=True)
     console.print(table)

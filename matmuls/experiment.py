@@ -60,11 +60,13 @@ class Case:
     chosen: str  # by the plan
     plan_us: float  # building it
     plan_bytes: int
-    # A matrix's first products, one call after the other, in a process that knows the shape: how many, and how long in
-    # all by the wall clock; with a plan, building it and choosing among it, and without.
+    # A matrix's first products in a process that knows the shape: how many, and how long in all by the wall clock; with
+    # a plan, building it and choosing among it, and without. One call after the other, and on a GPU each waited for.
     calls: int = 0
     calls_us: float = 0
     calls_planless_us: float = 0
+    waited_us: float = 0
+    waited_planless_us: float = 0
     backward: dict[str, Result] = field(default_factory=dict)
     backward_mib: dict[str, float] = field(default_factory=dict)  # peak above the operands
 
@@ -108,6 +110,11 @@ class Case:
     def pays_back(self) -> float | None:
         """The first products' time without a plan over that with one; from 1 on it has paid back."""
         return self.calls_planless_us / self.calls_us if self.calls_us else None
+
+    @property
+    def pays_back_waited(self) -> float | None:
+        """The same, each product waited for."""
+        return self.waited_planless_us / self.waited_us if self.waited_us else None
 
 
 class Operands:
@@ -160,18 +167,26 @@ def _first_products(m: Operands, b: Tensor, about: float) -> dict[str, float]:
     """Of a matrix that nobody has seen, by the wall clock, and what building the plan took: medians of rounds. about:
     microseconds of a product."""
     calls = int(min(PRODUCTS, max(5, CALLS_US / about)))
-    taken: dict[str, list[float]] = {"plan_us": [], "calls_us": [], "calls_planless_us": []}
 
-    def planned(a: Tensor) -> None:
+    def planned(done: Callable[[], None], a: Tensor) -> None:
         made = sparse.plan(a)
         for _ in range(calls):
             made @ b
+            done()
 
-    def planless(a: Tensor) -> None:
+    def planless(done: Callable[[], None], a: Tensor) -> None:
         for _ in range(calls):
             sparse.spmm(a, b)
+            done()
 
-    pairs = list(zip(taken.values(), (sparse.plan, planned, planless), strict=True))
+    ways: dict[str, Callable[[], None]] = {"calls": lambda: None}
+    if m.device == "cuda":
+        ways["waited"] = torch.cuda.synchronize
+    runs: dict[str, Callable[[Tensor], Any]] = {"plan_us": sparse.plan}
+    for name, done in ways.items():
+        runs |= {f"{name}_us": partial(planned, done), f"{name}_planless_us": partial(planless, done)}
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    pairs = list(zip(taken.values(), runs.values(), strict=True))
     for n in range(ROUNDS):
         for times, run in pairs if n % 2 == 0 else reversed(pairs):
             fresh = torch.sparse_csr_tensor(m.crow.clone(), m.col.clone(), m.values, m.matrix.shape)
@@ -231,7 +246,7 @@ def _time(runs: dict[str, Product], checked: dict[str, Result], device: str) -> 
     if device == "cpu":
         timings = measure.time_on_cpu([[runs[name]] for name in rest], budget=0.5)
     else:
-        rounds = int(min(20, max(7, ROUND_US / sum((2 + measure.OWN_BEFORE) * once[name] for name in rest))))
+        rounds = int(min(60, max(7, ROUND_US / sum((2 + measure.OWN_BEFORE) * once[name] for name in rest))))
         timings = measure.time_warm([runs[name] for name in rest], device, rounds, own_before=measure.OWN_BEFORE)
     timings += measure.time_warm([runs[name] for name in slow], device)
     timed = dict(zip([*rest, *slow], timings, strict=True))
@@ -331,6 +346,7 @@ def summary(cases: list[Case]) -> list[str]:
             ("without a plan over the fastest rival", [c.speed(PLANLESS) for c in own]),
             ("plan over the dense product", [c.speed_over(DENSE) for c in own]),
             (f"the first {PRODUCTS} calls without a plan over those with one", [c.pays_back for c in own]),
+            ("the same, each waited for", [c.pays_back_waited for c in own]),
             ("forward and backward over torch.sparse", [c.backward_speed for c in own]),
         ):
             known = [r for r in ratios if r is not None]

@@ -231,6 +231,7 @@ def sparse_means(run: dict[str, Any]) -> str:
             [c.speed_over_any for c in own],
             [c.backward_speed for c in own],
             [c.pays_back for c in own],
+            [c.pays_back_waited for c in own],
         )
         table.append([dtype, *map(cell, ratios)])
     if not table:
@@ -238,7 +239,7 @@ def sparse_means(run: dict[str, Any]) -> str:
     header = (
         *("dtype", "plan over sparse rivals", "without a plan", "plan over the dense product"),
         *("plan over the fastest of all", "forward + backward over torch.sparse"),
-        "first 50 calls, over those without a plan",
+        *("first 50 calls, over those without a plan", "the same, each waited for"),
     )
     filled = [i for i in range(len(header)) if any(row[i] for row in table)]  # not every run has every column
     return markdown([header[i] for i in filled], ([row[i] for i in filled] for row in table))

@@ -128,9 +128,7 @@ class Structure:
         graph is being captured before that."""
         made = self._chunks.get((size, piece))
         if made is None and not is_capturing(self.crow.device):
-            made = chunks_of(self.crow, self.nonzeros, self.longest, size, piece)
-            for_every_stream(self.crow)
-            self._chunks[size, piece] = made
+            made = self._chunks[size, piece] = chunks_of(self.crow, self.col, size, piece)
         return made
 
     @property

@@ -1,4 +1,4 @@
-// csr_check in two kernels: all indices, and what they say.
+// csr_check: all indices, and what they say.
 #ifdef __CUDACC__
 #include "csr_check.h"
 
@@ -15,33 +15,58 @@ namespace matmuls {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = 2048;
+constexpr int64_t kMostBlocks = 1056;
 
 // Zeros at first: the first bad row and the first bad column as 2^62 less their places, the longest row, how many
-// columns are not above the one before, but for those that begin a row, and how many lie in the same four as the one
-// before the one before.
+// columns are not above the one before, but for those that begin a row, how many lie in the same four as the one
+// before the one before, and how many blocks have told of theirs.
 struct Seen {
-  unsigned long long row, column, longest, falls, beyond_two;
+  unsigned long long row, column, longest, falls, beyond_two, blocks;
 };
 constexpr unsigned long long kFirst = 1ull << 62;
 
 __device__ unsigned long long larger(unsigned long long x, unsigned long long y) { return x > y ? x : y; }
 
+__device__ void add(Seen* seen, const Seen& own) {
+  if (own.longest > 0) atomicMax(&seen->longest, own.longest);
+  if (own.falls != 0) atomicAdd(&seen->falls, own.falls);
+  if (own.beyond_two > 0) atomicAdd(&seen->beyond_two, own.beyond_two);
+  if (own.row > 0) atomicMax(&seen->row, own.row);
+  if (own.column > 0) atomicMax(&seen->column, own.column);
+}
+
 template <class I>
-__global__ void __launch_bounds__(kThreads)
-    look_kernel(const I* crow, const I* col, int64_t rows, int64_t nonzeros, int64_t columns, Seen* seen) {
+__device__ void tell(const I* crow, const I* col, int64_t rows, int64_t nonzeros, const Seen& seen, int64_t* facts) {
+  const auto say = [&](Problem problem, int64_t where, int64_t found, int64_t longest = 0) {
+    facts[0] = static_cast<int64_t>(problem), facts[1] = where, facts[2] = found, facts[3] = longest;
+    facts[4] = seen.falls == 0, facts[5] = static_cast<int64_t>(seen.beyond_two);
+  };
+  if (crow[0] != 0) return say(Problem::first_offset, 0, crow[0]);
+  if (crow[rows] != nonzeros) return say(Problem::last_offset, rows, crow[rows]);
+  if (seen.row > 0) return say(Problem::decreasing, kFirst - seen.row, crow[kFirst - seen.row + 1]);
+  if (seen.column > 0) return say(Problem::column, kFirst - seen.column, col[kFirst - seen.column]);
+  say(Problem::none, 0, 0, static_cast<int64_t>(seen.longest));
+}
+
+// The last block to have looked tells of all.
+template <class I>
+__global__ void __launch_bounds__(kThreads) look_kernel(const I* crow, const I* col, int64_t rows, int64_t nonzeros,
+                                                        int64_t columns, Seen* seen, int64_t* facts) {
+  __shared__ Seen of_block;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  if (threadIdx.x == 0) of_block = {};
   Seen own{};
+#pragma unroll 4
   for (int64_t r = begin; r < rows; r += step) {
-    const int64_t length = static_cast<int64_t>(crow[r + 1]) - static_cast<int64_t>(crow[r]);
+    const int64_t first = crow[r], length = static_cast<int64_t>(crow[r + 1]) - first;
     if (length < 0)
       own.row = larger(own.row, kFirst - r);
     else
       own.longest = larger(own.longest, length);
-    const int64_t first = crow[r];
     if (length > 0 && first > 0 && first < nonzeros) own.falls -= col[first] <= col[first - 1];
   }
+#pragma unroll 4
   for (int64_t p = begin; p < nonzeros; p += step) {
     const int64_t c = col[p];
     if (c < 0 || c >= columns) own.column = larger(own.column, kFirst - p);
@@ -53,41 +78,33 @@ __global__ void __launch_bounds__(kThreads)
     own.falls += __shfl_xor_sync(0xffffffffu, own.falls, lanes);
     own.beyond_two += __shfl_xor_sync(0xffffffffu, own.beyond_two, lanes);
   }
-  if (threadIdx.x % 32 == 0 && own.longest > 0) atomicMax(&seen->longest, own.longest);
-  if (threadIdx.x % 32 == 0 && own.falls != 0) atomicAdd(&seen->falls, own.falls);
-  if (threadIdx.x % 32 == 0 && own.beyond_two > 0) atomicAdd(&seen->beyond_two, own.beyond_two);
-  if (own.row > 0) atomicMax(&seen->row, own.row);
-  if (own.column > 0) atomicMax(&seen->column, own.column);
-}
-
-template <class I>
-__global__ void tell_kernel(const I* crow, const I* col, int64_t rows, int64_t nonzeros, const Seen* seen,
-                            int64_t* facts) {
-  const auto tell = [&](Problem problem, int64_t where, int64_t found, int64_t longest = 0) {
-    facts[0] = static_cast<int64_t>(problem), facts[1] = where, facts[2] = found, facts[3] = longest;
-    facts[4] = seen->falls == 0, facts[5] = static_cast<int64_t>(seen->beyond_two);
-  };
-  if (crow[0] != 0) return tell(Problem::first_offset, 0, crow[0]);
-  if (crow[rows] != nonzeros) return tell(Problem::last_offset, rows, crow[rows]);
-  if (seen->row > 0) return tell(Problem::decreasing, kFirst - seen->row, crow[kFirst - seen->row + 1]);
-  if (seen->column > 0) return tell(Problem::column, kFirst - seen->column, col[kFirst - seen->column]);
-  tell(Problem::none, 0, 0, static_cast<int64_t>(seen->longest));
+  if (threadIdx.x % 32 != 0) own.longest = own.falls = own.beyond_two = 0;
+  __syncthreads();
+  add(&of_block, own);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  add(seen, of_block);
+  __threadfence();
+  if (atomicAdd(&seen->blocks, 1ull) + 1 < gridDim.x) return;
+  __threadfence();
+  const volatile Seen* const all = seen;
+  tell(crow, col, rows, nonzeros, {all->row, all->column, all->longest, all->falls, all->beyond_two, 0}, facts);
 }
 
 }  // namespace
 
 at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns) {
   const int64_t rows = crow.size(0) - 1, nonzeros = col.size(0);
-  const at::Tensor seen = zeros({sizeof(Seen) / sizeof(int64_t)}, crow.options().dtype(at::kLong));
-  at::Tensor facts = empty({kFacts}, seen.options());
+  at::Tensor facts = empty({kFacts}, crow.options().dtype(at::kLong));
+  const at::Tensor seen = empty({sizeof(Seen) / sizeof(int64_t)}, facts.options());
   const int64_t blocks = std::clamp<int64_t>((std::max(rows, nonzeros) + kThreads - 1) / kThreads, 1, kMostBlocks);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   auto* const at = reinterpret_cast<Seen*>(seen.mutable_data_ptr<int64_t>());
+  C10_CUDA_CHECK(cudaMemsetAsync(at, 0, sizeof(Seen), stream));
   AT_DISPATCH_INDEX_TYPES(crow.scalar_type(), "csr_check", [&] {
     const index_t *offsets = crow.const_data_ptr<index_t>(), *places = col.const_data_ptr<index_t>();
-    look_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(offsets, places, rows, nonzeros, columns, at);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-    tell_kernel<<<1, 1, 0, stream>>>(offsets, places, rows, nonzeros, at, facts.mutable_data_ptr<int64_t>());
+    look_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(offsets, places, rows, nonzeros, columns, at,
+                                                                        facts.mutable_data_ptr<int64_t>());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return facts;

@@ -1,6 +1,15 @@
-// csr_spmm_chunks: A @ dense as csr_spmm, by chunks of A's nonzeros that were made once (spmm_chunks.h).
+// csr_chunks cuts a matrix into chunks of its nonzeros (chunks.h). csr_spmm_chunks: A @ dense as csr_spmm, by them
+// (spmm_chunks.h).
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "chunks.h"
 #include "sparse_operators.h"
 #include "spmm_chunks.h"
 
@@ -8,10 +17,61 @@ namespace matmuls::spmm {
 namespace {
 
 using at::Tensor;
+using ChunkTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+MATMULS_OPERATOR(CsrChunksOp, "custom_mm::csr_chunks", "",
+                 ChunkTensors(const Tensor&, const Tensor&, int64_t, int64_t));
 MATMULS_OPERATOR(SpmmChunksOp, "custom_mm::csr_spmm_chunks", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         const Tensor&, const Tensor&, c10::SymInt, int64_t, const OptionalTensor&, int64_t));
+
+Chunks empty_chunks(const Tensor& crow, const Tensor& col, int64_t size, int64_t piece) {
+  const Pattern p = pattern_of(crow, col, {});
+  check_pattern(kChunksOp, p, crow);
+  TORCH_CHECK_VALUE(
+      crow.scalar_type() == at::kInt && size > 0 && size <= kMostChunk && piece > 0 && piece <= kMostChunk, kChunksOp,
+      ": expected crow and col in Int, and chunks and pieces of 1 to ", kMostChunk, " nonzeros, got crow in ",
+      crow.scalar_type(), ", ", size, " and ", piece);
+  const auto ints = crow.options();
+  const c10::SymInt nonzeros = col.sym_size(0);
+  return {at::empty_symint({(nonzeros + size - 1) / size + 1}, ints), at::empty_symint({nonzeros}, ints),
+          at::zeros_symint({nonzeros / (piece + 1), 3}, ints), at::zeros_symint({p.sym_rows()}, ints),
+          at::empty({3}, ints)};
+}
+
+void cut_on_cpu(const Pattern& p, int size, int piece, const Chunks& made) {
+  const int* const crow = p.crow.const_data_ptr<int>();
+  const int rows = static_cast<int>(p.rows());
+  int *begins = made.begins.mutable_data_ptr<int>(), *ends = made.ends.mutable_data_ptr<int>();
+  int *cut = made.cut.mutable_data_ptr<int>(), *empty = made.empty.mutable_data_ptr<int>();
+  int empties = 0, cuts = 0, slots = 0;
+  std::fill_n(ends, p.nonzeros(), -1);
+  for (int row = 0; row < rows; ++row) {
+    const int64_t begin = crow[row], end = crow[row + 1];
+    if (begin == end) {
+      empty[empties++] = row;
+    } else if (end - begin <= piece) {
+      ends[end - 1] = row;
+    } else {
+      const int first = slots;
+      for (int64_t at = begin; at < end; at += piece) ends[std::min(at + piece, end) - 1] = rows + slots++;
+      for (const int x : {row, first, slots - first}) cut[cuts++] = x;
+    }
+  }
+  for (int64_t i = 0; i < made.begins.size(0); ++i)
+    begins[i] = begin_of_chunk(crow, rows, std::min(i * size, p.nonzeros()), piece);
+  int* const counts = made.counts.mutable_data_ptr<int>();
+  counts[0] = empties, counts[1] = cuts / 3, counts[2] = slots;
+}
+
+template <void (*cut)(const Pattern&, int, int, const Chunks&)>
+ChunkTensors csr_chunks(const Tensor& crow, const Tensor& col, int64_t size, int64_t piece) {
+  const Chunks made = empty_chunks(crow, col, size, piece);
+  cut(contiguous(pattern_of(crow, col, {})), static_cast<int>(size), static_cast<int>(piece), made);
+  return {made.begins, made.ends, made.cut, made.empty, made.counts};
+}
+
+void cut_nothing(const Pattern&, int, int, const Chunks&) {}
 
 Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
                const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t, const OptionalTensor& order,
@@ -42,16 +102,30 @@ Tensor on_gpu(const Tensor& begins, const Tensor& ends, const Tensor& cut, const
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("csr_chunks(Tensor crow, Tensor col, int size, int piece) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", tags);
   m.def(
       "csr_spmm_chunks(Tensor begins, Tensor ends, Tensor cut, Tensor empty, Tensor crow, Tensor col, Tensor values, "
       "Tensor dense, SymInt columns, int slots, Tensor? order=None, int longest=-1) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+      tags);
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("csr_spmm_chunks", by_rows); }
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
+  m.impl("csr_chunks", csr_chunks<cut_on_cpu>);
+  m.impl("csr_spmm_chunks", by_rows);
+}
 #ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("csr_spmm_chunks", on_gpu); }
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
+  m.impl("csr_chunks", csr_chunks<cut_on_gpu>);
+  m.impl("csr_spmm_chunks", on_gpu);
+}
 #endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("csr_spmm_chunks", by_rows); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("csr_spmm_chunks", autograd); }
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("csr_chunks", csr_chunks<cut_nothing>);
+  m.impl("csr_spmm_chunks", by_rows);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("csr_chunks", CsrChunksOp::below_autograd);
+  m.impl("csr_spmm_chunks", autograd);
+}
 
 }  // namespace matmuls::spmm

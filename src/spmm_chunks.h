@@ -10,9 +10,7 @@
 
 namespace matmuls::spmm {
 
-// As matmuls/chunks.py makes them, all int32: begins [chunks + 1], where each begins, at the first nonzero of a row or
-// piece; ends [nonzeros], the row whose last nonzero this is, rows + slot for a piece's, or -1; cut [long rows, 3], a
-// row, its first slot and how many pieces it has; empty, the rows without nonzeros. slots: pieces in all.
+// The chunks as chunks.h has them, cut and empty no longer than they need be. slots: pieces in all.
 struct ChunkedCall {
   Pattern pattern;
   at::Tensor values, dense, begins, ends, cut, empty;

@@ -65,7 +65,7 @@ def test_wrong_calls_are_told_in_one_line(args, words):
 
 def made_up(n=32, dtype="float32", nnz=100, **us):
     results = {name.replace("_", " "): Result(time, 0.0) for name, time in us.items()}
-    return Case("m", 100, 100, nnz, 9, dtype, n, 1.0, results, "dense", 50.0, 1000, 50, 300.0, 450.0)
+    return Case("m", 100, 100, nnz, 9, dtype, n, 1.0, results, "dense", 50.0, 1000, 50, 300.0, 450.0, 500.0, 1000.0)
 
 
 def test_what_was_measured_before_a_file_that_cannot_be_read_is_kept(tmp_path):
@@ -85,6 +85,7 @@ def test_ratios():
     assert (case.speed(), case.speed("without a plan")) == (2.5, 1.25)
     assert (case.speed_over("dense"), case.floor_share, case.pays_back) == (0.5, 0.5, 1.5)
     assert replace(case, calls_us=0).pays_back is None
+    assert (case.pays_back_waited, replace(case, waited_us=0).pays_back_waited) == (2.0, None)
     assert case.backward_speed is None
     refused = made_up(plan=2.0, without_a_plan=None, cusparse_csr_alg2=None)
     assert refused.speed() is None

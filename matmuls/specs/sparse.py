@@ -107,8 +107,9 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     halves = _ops.csr_halves(s.crow, s.col, single, 5)
     yield _ops.csr_spmm_halves.default, (*halves, s.crow, s.col, single, right, 5)
     narrow = s.in_int32()
-    made = chunks_of(narrow.crow, s.nonzeros, s.longest, 4, 2)
+    made = chunks_of(narrow.crow, narrow.col, 4, 2)
     parts = narrow.crow, narrow.col, single, right.clone().requires_grad_(), 5, made.slots
+    yield _ops.csr_chunks.default, (narrow.crow, narrow.col, 4, 2)
     yield _ops.csr_spmm_chunks.default, (made.begins, made.ends, made.cut, made.empty, *parts)
     laid_out = _ops.csr_tiles(narrow.crow, narrow.col, 5, 1, 2, 16)
     yield _ops.csr_tiles.default, (narrow.crow, narrow.col, 5, 1, 2, 16)
@@ -202,6 +203,7 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_filled.default,
             _ops.csr_halves.default,
             _ops.csr_spmm_halves.default,
+            _ops.csr_chunks.default,
             _ops.csr_spmm_chunks.default,
             _ops.csr_tiles.default,
             _ops.csr_tile_entries.default,

@@ -1,0 +1,43 @@
+// The nonzeros of a sparse matrix, in the order of its rows, cut into chunks for the products of spmm_chunks.h: a chunk
+// is what begins within `size` nonzeros, rows of more than `piece` are cut into pieces.
+//   begins [ceil(nonzeros / size) + 1]: where each chunk begins, at the first nonzero of a row or piece
+//   ends [nonzeros]: the row whose last nonzero this is, rows + slot for a piece's, or -1
+//   cut [nonzeros / (piece + 1), 3]: the rows that were cut: a row, its first slot and how many pieces it has
+//   empty [rows]: the rows without nonzeros
+//   counts [3]: how many of `empty` and `cut` there are, zeros follow them, and slots in all
+// All int32.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/macros/Macros.h>
+
+#include "sparse.h"
+
+namespace matmuls {
+
+constexpr const char* kChunksOp = "csr_chunks";
+constexpr int64_t kMostChunk = 1 << 20;  // nonzeros
+
+struct Chunks {
+  at::Tensor begins, ends, cut, empty, counts;
+};
+
+// Where the chunk begins that takes what begins at `target` or later.
+C10_HOST_DEVICE inline int begin_of_chunk(const int* crow, int rows, int64_t target, int piece) {
+  int after = 0;  // the first row that begins there or later
+  for (int high = rows; after < high;) {
+    const int middle = after + (high - after) / 2;
+    if (crow[middle] < target)
+      after = middle + 1;
+    else
+      high = middle;
+  }
+  const int next = crow[after], first = after > 0 ? crow[after - 1] : next;
+  if (next - first <= piece) return next;
+  const int64_t next_piece = first + (target - first + piece - 1) / piece * piece;
+  return next_piece < next ? static_cast<int>(next_piece) : next;
+}
+
+void cut_on_gpu(const Pattern& p, int size, int piece, const Chunks& made);
+
+}  // namespace matmuls

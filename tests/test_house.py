@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "masked_plain": set(),
     "triton": set(),
     "triton.tiles": set(),
-    "triton.launch": set(),
+    "triton.launch": {"device"},
     "triton.configs": {"triton.launch"},
     "triton.mask_plan": {"triton.launch"},
     "triton.few": {"triton.launch", "triton.tiles"},

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import gpu
-from .launch import launch
+from .launch import launch, wait_for_earlier
 from .masked_linear import power, precision_of, read_rows
 
 
@@ -24,12 +24,13 @@ def fetch(indices, p, end):
 def product_kernel(
     c, crow, col, order, values, b, units, sb, rows,
     BM: tl.constexpr, INNER: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ORDERED: tl.constexpr, EVEN_N: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    ORDERED: tl.constexpr, EVEN_N: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BM rows and BN columns of c: a row of blocks [BM, INNER], as they are read, times the rows of b at their columns.
 
     The blocks lie side by side in the sum, BK of it a step: narrow ones several at a time, wide ones in parts.
     """
+    wait_for_earlier(EARLY)
     program, N = tl.program_id(0), tl.cast(units, tl.int64) * UNIT
     row = program % rows
     columns = (program // rows).to(tl.int64) * BN + tl.arange(0, BN)
@@ -96,9 +97,10 @@ def row_of(crow, p, rows):
 def sampled_kernel(
     values, crow, col, order, a, b, units, sa, sb, rows,
     H: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ORDERED: tl.constexpr,
-    EVEN_D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A tile [BM, BN] of one block [H, W] of a @ b^T: the sum over D of its rows of a and of b."""
+    wait_for_earlier(EARLY)
     ACROSS: tl.constexpr = W // BN
     TILES: tl.constexpr = H // BM * ACROSS
     p, tile, D = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.cast(units, tl.int64) * UNIT

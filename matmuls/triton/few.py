@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import launch
+from .launch import launch, wait_for_earlier
 from .tiles import store_product
 
 PAD = tl.constexpr(64)
@@ -31,8 +31,9 @@ TAIL = 128
 
 
 @triton.jit(do_not_specialize=["M"])
-def order_kernel(x, y, rows, counts, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr):
+def order_kernel(x, y, rows, counts, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr):
     """y = x's rows in the plan's order, PAD rows of zeros between the first expert's and the second's."""
+    wait_for_earlier(EARLY)
     n1 = tl.load(counts)
     at = tl.program_id(0) * BR + tl.arange(0, BR)
     one = tl.load(rows + at, mask=at < M, other=0)  # both are on their way before n1 has come
@@ -72,8 +73,10 @@ def few_product_kernel(
     y, of_x, of_rest, w1, w2, strip1, strip2, b1, b2, rows, counts, N, K, sym, M, high,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, REST: tl.constexpr, STRIP: tl.constexpr,
     K_INNER: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """high: ceil(M / BM) row tiles. of_x, of_rest: x in order, by BM and by REST = BM / 2 rows at one time."""
+    wait_for_earlier(EARLY)
     n1, program = tl.load(counts), tl.program_id(0)
     n2, second = M - n1, n1 + PAD
     full1, full2 = n1 // BM, n2 // BM
@@ -129,9 +132,10 @@ def store_described(to, acc, row, column, BM: tl.constexpr, BN: tl.constexpr, PI
 def few_weights_kernel(
     counts, d1, d2, of_g, of_x, N, K, M,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr,
-    SECOND: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
+    SECOND: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """d[N, K] = g^T @ x over each expert's rows, both in order. The expert with more rows begins."""
+    wait_for_earlier(EARLY)
     n1, high, wide = tl.load(counts), N // BM, K // BN
     piece, within = tl.program_id(0) // (high * wide), tl.program_id(0) % (high * wide)
     group = within // (GROUP * wide) * GROUP

@@ -8,10 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..device import capability
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 _compiled: dict[tuple[Any, ...], Any] = {}
+
+
+@triton.jit
+def wait_for_earlier(EARLY: tl.constexpr):
+    """Every kernel's first statement, before it reads or writes anything: it may have begun while others end."""
+    if EARLY:
+        gdc_wait()
 
 
 def _signature(arg: Any) -> Any:
@@ -33,20 +45,23 @@ def launch(
     """Run `kernel` on the current stream of the first argument's device.
 
     The kernel takes args (tensors, TMA descriptors, integers that it is compiled for, None), then free (integers that
-    it is not compiled for: do_not_specialize), then constants.
+    it is not compiled for: do_not_specialize), then constants, and last whether it begins early: on sm_90 and later by
+    programmatic dependent launch, which takes 0.3 to 0.7 us off a kernel in a graph.
     """
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     if INTERPRETED:
-        kernel[grid](*args, *free, *constants)
+        kernel[grid](*args, *free, *constants, False)
         return
-    device = args[0].device.index
-    if device != torch.cuda.current_device():
+    device = args[0].device
+    if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, programs, args, free, constants, warps, stages)
         return
-    key = (kernel, device, warps, stages, constants, *map(_signature, args))
+    early = capability(device) >= (9, 0)
+    key = (kernel, device.index, warps, stages, constants, *map(_signature, args))
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[grid](*args, *free, *constants, num_warps=warps, num_stages=stages)
+        options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
+        _compiled[key] = kernel[grid](*args, *free, *constants, early, **options)
     else:
-        compiled[grid](*args, *free, *constants)
+        compiled[grid](*args, *free, *constants, early)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import launch, wait_for_earlier
 
 BLOCK, SCAN, WARPS = 1024, 16384, 8
 # Every program counts the whole mask by itself, out of the L2: no second launch, nobody waits. Beyond this it costs
@@ -13,8 +13,9 @@ LARGEST = 1 << 20
 
 
 @triton.jit(do_not_specialize=["M"])
-def plan_kernel(mask, rows, counts, M, BLOCK: tl.constexpr, SCAN: tl.constexpr):
+def plan_kernel(mask, rows, counts, M, BLOCK: tl.constexpr, SCAN: tl.constexpr, EARLY: tl.constexpr):
     """The place of a row in the plan: how many of its kind come before it; the second kind follows all of the first."""
+    wait_for_earlier(EARLY)
     mine = tl.program_id(0) * BLOCK
     before = tl.zeros((SCAN,), tl.int32)
     total = tl.zeros((SCAN,), tl.int32)

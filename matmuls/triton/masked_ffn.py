@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import Tiles, run
-from .launch import launch
+from .launch import launch, wait_for_earlier
 from .masked_linear import described, oriented, precision_of, product, programs, read_rows, weight_gradients
 from .tiles import accumulate, load_rows, load_weight, rows_at, store_tile, tile_at, tiles_of, weight_of
 
@@ -45,9 +45,10 @@ def gate_up_kernel(
     x, w1, w3, u1, u3, c, t, rows, counts, N, K, sxm, sw1, sw3, su1, su3, M,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WALK: tl.constexpr, TMA: tl.constexpr,
     PIECES: tl.constexpr, K_INNER: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """c = silu(x w1) * (x w3), and t with KEEP, in the plan's order; the rows of x are read once for both products."""
+    wait_for_earlier(EARLY)
     n1 = tl.load(counts)
     for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
         start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
@@ -94,8 +95,10 @@ def gradient_kernel(
     dy, w2, u2, t, dt, c, rows, counts, N, K, sdy, sw2, su2, M,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WALK: tl.constexpr, TMA: tl.constexpr,
     PIECES: tl.constexpr, K_INNER: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """G = dy w2^T of the rows in the plan's order, never stored: the gradients of T1 and T2 are its epilogue."""
+    wait_for_earlier(EARLY)
     n1 = tl.load(counts)
     for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
         start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)

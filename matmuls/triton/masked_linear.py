@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..device import takes_tf32
 from .configs import Tiles, gpu, run
 from .few import PAD, TAIL, few_product_kernel, few_weights_kernel, in_order, of_rows, room
-from .launch import INTERPRETED, launch
+from .launch import INTERPRETED, launch, wait_for_earlier
 from .tiles import accumulate, rows_at, store_product, tile_at, tiles_of, weight_of
 
 
@@ -27,8 +27,9 @@ def product_kernel(
     x, w1, w2, v1, v2, b1, b2, y, rows, counts, N, K, sxm, sw1, sw2, sv1, sv2, sym, M,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WALK: tl.constexpr, TMA: tl.constexpr,
     PIECES: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, PAIRS: tl.constexpr, K_INNER: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(EARLY)
     n1 = tl.load(counts)
     for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
         start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
@@ -123,9 +124,10 @@ def weights_kernel(
     g, x, part, d1, d2, rows, counts, N, K, sgm, sxm, M, chunk,
     BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, GATHER_G: tl.constexpr,
     GATHER_X: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PIECES: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dw[N, K] = g^T @ x over each expert's rows. No atomics: the result is the same bit by bit each time."""
+    wait_for_earlier(EARLY)
     n1 = tl.load(counts)
     piece, row, column = part_of(tl.program_id(0), tl.cdiv(N, BN), tl.cdiv(K, BK), GROUP)
     row *= BN
@@ -160,13 +162,14 @@ def sorted_weights_kernel(
     p, q, of_p, of_q, part, d1, d2, rows, counts, P, Q, sp, sq, M, chunk,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, GATHER: tl.constexpr,
     TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PIECES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """d[P, Q], or [Q, P] if TRANSPOSED, = p^T @ q over each expert's rows; q lies in the plan's order and comes by TMA.
 
     An SM loads half as much again by TMA as by pointers. of_p, of_q: descriptors of p, where it lies in that order too,
     and of q. P and Q are multiples of the tile's sides.
     """
+    wait_for_earlier(EARLY)
     n1 = tl.load(counts)
     piece, row, column = part_of(tl.program_id(0), P // BM, Q // BN, GROUP)
     row *= BM
@@ -204,8 +207,9 @@ def sorted_weights_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "chunk"])
-def sum_kernel(x, part, rows, counts, N, sxm, M, chunk, BR: tl.constexpr, BN: tl.constexpr):
+def sum_kernel(x, part, rows, counts, N, sxm, M, chunk, BR: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr):
     """part[slot, N] = sums of x's rows: chunk c's as far as they are the first expert's in slot c, else in c + 1."""
+    wait_for_earlier(EARLY)
     n1, piece = tl.load(counts), tl.program_id(1)
     first = piece * chunk < n1
     start = tl.where(first, piece * chunk, tl.maximum((piece - 1) * chunk, n1))
@@ -237,12 +241,13 @@ def slots_sum(part, low, high, at, size, SPLIT: tl.constexpr, BLOCK: tl.constexp
 @triton.jit(do_not_specialize=["M", "chunk"])
 def reduce_kernel(
     part, d1, d2, counts, size, M, chunk,
-    SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """d1, d2 = each expert's slots of part[slots, size] added up in order; exactly 0 where it has none.
 
     What lies in one chunk alone is there already, but for SPLIT = 0: sums, all of them in slots.
     """
+    wait_for_earlier(EARLY)
     n1 = tl.load(counts)
     if halved(n1, M, chunk, SPLIT):
         return
@@ -260,8 +265,9 @@ def reduce_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def sort_kernel(x, y, rows, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr):
+def sort_kernel(x, y, rows, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr):
     """y = x's rows in the plan's order."""
+    wait_for_earlier(EARLY)
     wide = tl.cdiv(K, BK)
     for block in range(tl.program_id(0), tl.cdiv(M, BR) * wide, tl.num_programs(0)):
         places, ks = block // wide * BR + tl.arange(0, BR), block % wide * BK + tl.arange(0, BK)

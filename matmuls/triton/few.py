@@ -4,8 +4,9 @@
 tiles. But 4 row tiles hold all rows except the smaller of the two experts' rests, which is half a tile at most: each of
 the 128 programs multiplies a strip of its columns too, in the loop of its own tile. A tenth more time, not twice.
 A kernel of its own for the strips, beside tiles that gather their rows without a copy: 40 us for 40.
-Programs do best in step: with K begun elsewhere for each column 39 us for 38, for each row too 47; launched before the
-copy has ended (programmatic dependent launch) 41 for 37, and no less than before where there is no strip.
+Programs do best in step: with K begun elsewhere for each column 39 us for 38, for each row too 47; let in while the
+copy still runs (the copy saying when) 36 to 42 for 37 to 43, by the mask. The weights let in beside the product by
+that, without a second stream: 4 of 78 us more.
 They do not wait for DRAM: with one weight for both experts, or with it in the L2, 33 us for 34; with lines fetched
 to the L2 ahead 48. A rest of 32 rows by mma.sync, which queues behind wgmma in flight: 8 us more, both ways.
 A strip costs its wgmma, 4.5 of 47 thousand cycles; with all its loads from one place it takes 0 to 1.3 us less. Two
@@ -13,8 +14,9 @@ programs that share one: half of K each, 34.0 us for 33.7, of which their meetin
 for 32.9, but backward no less. Two or four of the weights' tiles a program, as one pipeline: 3 us more or worse.
 CUDA, by warps that fetch and warps that multiply, is no faster: 37 us for 32 to 36 with these tiles, 37 with x shared
 by a cluster of two, 39 with K in halves between them; 38 with rows gathered by cp.async, 190 by a TMA copy of 47 cycles
-for each row's 128 bytes. The weights by two warpgroups in turns: 44 us for 46 alone, 83 for 79 beside the product. By
-then the chip is at its power: 1.4 to 1.7 GHz, in torch.mm too.
+for each row's 128 bytes; without strips, by a row tile for both rests with as many rows as they have, 43 for 35: the
+fourth of the programs that have it load 56 KB a step for 32. The weights by two warpgroups in turns: 44 us for 46
+alone, 83 for 79 beside the product. By then the chip is at its power: 1.4 to 1.7 GHz, in torch.mm too.
 """
 
 import triton

@@ -4,8 +4,8 @@
 tiles. But 4 row tiles hold all rows except the smaller of the two experts' rests, which is half a tile at most: each of
 the 128 programs multiplies a strip of its columns too, in the loop of its own tile. A tenth more time, not twice.
 A kernel of its own for the strips, beside tiles that gather their rows without a copy: 40 us for 40.
-Neighbours share weights: row tiles are walked first, those of an expert one after the other. By 2 columns first 0 to
-0.7 us more, by 4 to 32 0.8 to 6; with the first expert's rest behind the second's tiles 3 of 109, both ways.
+Row tiles are walked first, so that neighbours share weights: by 2 columns first 0 to 0.7 us more, by 4 to 32 0.8 to 6;
+by an expert's tiles one after the other no less.
 Programs do best in step: with K begun elsewhere for each column 39 us for 38, for each row too 47; let in while the
 copy still runs (the copy saying when) 36 to 42 for 37 to 43, by the mask. The weights let in beside the product by
 that, without a second stream: 4 of 78 us more.
@@ -85,21 +85,19 @@ def few_product_kernel(
     n2, second = M - n1, n1 + PAD
     full1, full2 = n1 // BM, n2 // BM
     rest1, rest2 = n1 - full1 * BM, n2 - full2 * BM
-    room, rest = full1 + full2 + 2 <= high, tl.minimum(rest1, rest2)
-    # row tiles: the first expert's, then the second's, each with its rest, but of the smaller one only if there is room
-    tiles1 = full1 + ((rest1 > 0) & (room | (rest1 >= rest2))).to(tl.int32)
-    tiles2 = full2 + ((rest2 > 0) & (room | (rest1 < rest2))).to(tl.int32)
+    full, rest = full1 + full2, tl.minimum(rest1, rest2)
+    # row tiles: the first expert's full ones, the second's, the larger rest, and the smaller one if there is room
     row, column = program % high, program // high * BN
-    first = row < tiles1
-    begin = tl.where(first, row, tl.minimum(row - tiles1, full2)) * BM
-    count = tl.where(row < tiles1 + tiles2, tl.where(first, n1, n2) - begin, 0)
+    first = (row < full1) | ((row == full) & (rest1 >= rest2)) | ((row == full + 1) & (rest1 < rest2))
+    begin = tl.where(row < full1, row, tl.where(row < full, row - full1, tl.where(first, full1, full2))) * BM
+    count = tl.where(row < full + 2, tl.where(first, n1, n2) - begin, 0)
     if first:
         w = w1
     else:
         w = w2
     source = begin + tl.where(first, 0, second)
     acc = tl.zeros((BM, BN), tl.float32)
-    if (room == 0) & (rest > 0):
+    if (full + 2 > high) & (rest > 0):
         of_first = rest1 < rest2
         if of_first:
             strip = strip1

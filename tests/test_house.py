@@ -115,6 +115,20 @@ def test_operation_files_do_not_include_each_other():
         assert included <= headers, f"{path.name} includes {included - headers}"
 
 
+def test_what_is_launched_early_waits_first():
+    """A kernel of Triton's that touches memory before it has waited races with the kernel before it."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "matmuls/triton").glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "launch"]
+    launched = {c.args[0].id for c in calls} - {"kernel"}  # which is launch's own, again on another device
+    kernels = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name in launched]
+    assert len(kernels) >= 14
+    for kernel in kernels:
+        statements = [s for s in kernel.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+        assert ast.unparse(statements[0]) == "wait_for_earlier(EARLY)", kernel.name
+        assert kernel.args.args[-1].arg == "EARLY", kernel.name
+
+
 @pytest.mark.parametrize("module", ["matmuls", "custom_mm", "matmuls.specs"])
 def test_importing_is_light(module):
     """No optional package, and no CUDA context, comes with an import."""

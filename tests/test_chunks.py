@@ -31,26 +31,26 @@ def test_every_nonzero_is_in_one_chunk_and_every_row_ends_once(shape, sizes, dev
     made = chunks_of(crow, a.col_indices().int(), *sizes)
     assert all(t.dtype == torch.int32 for t in made.tensors)
     size, piece = sizes
-    begins = made.begins.tolist()
-    assert (begins[0], begins[-1]) == (0, nonzeros)
-    assert all(0 <= y - x < size + piece for x, y in itertools.pairwise(begins))
-    ends = made.ends.tolist()
-    assert all(ends[b - 1] >= 0 for b in begins[1:])  # a chunk ends with a row or a piece
-    lengths = crow.diff().tolist()
-    cut = made.cut.tolist()
-    assert [row for row, _, _ in cut] == [r for r in range(rows) if lengths[r] > piece]
-    assert [first for _, first, _ in cut] == [sum(c for *_, c in cut[:i]) for i in range(len(cut))]
-    assert sum(count for *_, count in cut) == made.slots
-    expected, slot = [-1] * nonzeros, rows
-    for r, (begin, length) in enumerate(zip(crow.tolist(), lengths, strict=False)):
-        if length > piece:
-            for at in range(0, length, piece):
-                expected[begin + min(at + piece, length) - 1] = slot
-                slot += 1
-        elif length:
-            expected[begin + length - 1] = r
-    assert ends == expected
-    assert made.empty.tolist() == [r for r in range(rows) if lengths[r] == 0]
+    begins, ends, cut, crow = made.begins.cpu(), made.ends.cpu(), made.cut.cpu(), crow.cpu()
+    assert (int(begins[0]), int(begins[-1])) == (0, nonzeros)
+    assert int(begins.diff().min()) >= 0
+    assert int(begins.diff().max()) < size + piece
+    assert (ends[begins[1:].long() - 1] >= 0).all()  # a chunk ends with a row or a piece
+    lengths, row = crow.diff(), torch.arange(rows)
+    long, whole = lengths > piece, (lengths > 0) & (lengths <= piece)
+    count = -(-lengths[long] // piece)
+    assert torch.equal(cut, torch.stack([row[long], count.cumsum(0) - count, count], 1).int())
+    assert int(count.sum()) == made.slots
+    assert torch.equal(made.empty.cpu(), row[lengths == 0].int())
+    expected = torch.full((nonzeros,), -1)
+    expected[crow[1:][whole].long() - 1] = row[whole]
+    pieces = (min(at + piece, end) - 1 for begin, end in cut_rows(crow, long) for at in range(begin, end, piece))
+    expected[list(pieces)] = rows + torch.arange(made.slots)
+    assert torch.equal(ends, expected.int())
+
+
+def cut_rows(crow, long):
+    return zip(crow[:-1][long].tolist(), crow[1:][long].tolist(), strict=True)
 
 
 @pytest.fixture

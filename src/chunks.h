@@ -9,7 +9,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/macros/Macros.h>
 
 #include "sparse.h"
 
@@ -24,15 +23,8 @@ struct Chunks {
 
 // Where the chunk begins that takes what begins at `target` or later.
 C10_HOST_DEVICE inline int begin_of_chunk(const int* crow, int rows, int64_t target, int piece) {
-  int after = 0;  // the first row that begins there or later
-  for (int high = rows; after < high;) {
-    const int middle = after + (high - after) / 2;
-    if (crow[middle] < target)
-      after = middle + 1;
-    else
-      high = middle;
-  }
-  const int next = crow[after], first = after > 0 ? crow[after - 1] : next;
+  const int row = first_from(crow, 0, rows, target);  // the first that begins there or later
+  const int next = crow[row], first = row > 0 ? crow[row - 1] : next;
   if (next - first <= piece) return next;
   const int64_t next_piece = first + (target - first + piece - 1) / piece * piece;
   return next_piece < next ? static_cast<int>(next_piece) : next;

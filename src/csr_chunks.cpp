@@ -25,15 +25,14 @@ MATMULS_OPERATOR(SpmmChunksOp, "custom_mm::csr_spmm_chunks", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         const Tensor&, const Tensor&, c10::SymInt, int64_t, const OptionalTensor&, int64_t));
 
-Chunks empty_chunks(const Tensor& crow, const Tensor& col, int64_t size, int64_t piece) {
-  const Pattern p = pattern_of(crow, col, {});
-  check_pattern(kChunksOp, p, crow);
+Chunks empty_chunks(const Pattern& p, int64_t size, int64_t piece) {
+  check_pattern(kChunksOp, p, p.crow);
   TORCH_CHECK_VALUE(
-      crow.scalar_type() == at::kInt && size > 0 && size <= kMostChunk && piece > 0 && piece <= kMostChunk, kChunksOp,
+      p.crow.scalar_type() == at::kInt && size > 0 && size <= kMostChunk && piece > 0 && piece <= kMostChunk, kChunksOp,
       ": expected crow and col in Int, and chunks and pieces of 1 to ", kMostChunk, " nonzeros, got crow in ",
-      crow.scalar_type(), ", ", size, " and ", piece);
-  const auto ints = crow.options();
-  const c10::SymInt nonzeros = col.sym_size(0);
+      p.crow.scalar_type(), ", ", size, " and ", piece);
+  const auto ints = p.crow.options();
+  const c10::SymInt nonzeros = p.col.sym_size(0);
   return {at::empty_symint({(nonzeros + size - 1) / size + 1}, ints), at::empty_symint({nonzeros}, ints),
           at::zeros_symint({nonzeros / (piece + 1), 3}, ints), at::zeros_symint({p.sym_rows()}, ints),
           at::empty({3}, ints)};
@@ -66,8 +65,9 @@ void cut_on_cpu(const Pattern& p, int size, int piece, const Chunks& made) {
 
 template <void (*cut)(const Pattern&, int, int, const Chunks&)>
 ChunkTensors csr_chunks(const Tensor& crow, const Tensor& col, int64_t size, int64_t piece) {
-  const Chunks made = empty_chunks(crow, col, size, piece);
-  cut(contiguous(pattern_of(crow, col, {})), static_cast<int>(size), static_cast<int>(piece), made);
+  const Pattern p = pattern_of(crow, col, {});
+  const Chunks made = empty_chunks(p, size, piece);
+  cut(contiguous(p), static_cast<int>(size), static_cast<int>(piece), made);
   return {made.begins, made.ends, made.cut, made.empty, made.counts};
 }
 

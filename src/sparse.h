@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/macros/Macros.h>
 
 #include <algorithm>
 #include <string_view>
@@ -65,6 +66,19 @@ inline void check_pattern(const char* op, const Pattern& p, const at::Tensor& de
   for (const auto& t : {p.crow, p.col, p.order, p.t_crow, p.t_col, p.t_order})
     TORCH_CHECK(!t.defined() || t.device() == device_of.device(), op, ": expected the pattern on ", device_of.device(),
                 " as the operands are, got ", t.device());
+}
+
+// The first place in [begin, end) where what increases is `least` or more, or end.
+template <class N>
+C10_HOST_DEVICE int first_from(const int* increasing, int begin, int end, N least) {
+  while (begin < end) {
+    const int middle = begin + (end - begin) / 2;
+    if (increasing[middle] < least)
+      begin = middle + 1;
+    else
+      end = middle;
+  }
+  return begin;
 }
 
 // Kernels read indices side by side.

@@ -12,18 +12,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The first of a row's nonzeros, [begin, end), in `column` or beyond.
-__device__ int first_from(const int* col, int begin, int end, int column) {
-  while (begin < end) {
-    const int middle = begin + (end - begin) / 2;
-    if (col[middle] < column)
-      begin = middle + 1;
-    else
-      end = middle;
-  }
-  return begin;
-}
-
 // A block a panel and a tile.
 __global__ void __launch_bounds__(kThreads)
     lay_out_kernel(const TileLayout m, const int* crow, const int* col, int4* heads, TileSlot* slots) {

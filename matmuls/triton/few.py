@@ -4,11 +4,11 @@
 tiles. But 4 row tiles hold all rows except the smaller of the two experts' rests, which is half a tile at most: each of
 the 128 programs multiplies a strip of its columns too, in the loop of its own tile. A tenth more time, not twice.
 A kernel of its own for the strips, beside tiles that gather their rows without a copy: 40 us for 40.
-Row tiles are walked first, so that neighbours share weights: by 2 columns first 0 to 0.7 us more, by 4 to 32 0.8 to 6;
-by an expert's tiles one after the other no less.
+Row tiles are walked first, so that neighbours share weights: by 2 columns first 0.4 us less to 0.7 more, by 4 to 32
+0.5 to 10 more; by an expert's tiles one after the other no less.
 Programs do best in step: with K begun elsewhere for each column 39 us for 38, for each row too 47; let in while the
-copy still runs (the copy saying when) 36 to 42 for 37 to 43, by the mask. The weights let in beside the product by
-that, without a second stream: 4 of 78 us more.
+copy still runs, the copy saying when, 1 us less to 7 more of 34 to 43, by the mask and by what the chip did before. The
+weights let in beside the product by that, without a second stream: 4 of 78 us more.
 They do not wait for DRAM: with one weight for both experts, or with it in the L2, 33 us for 34; with lines fetched
 to the L2 ahead 48. A rest of 32 rows by mma.sync, which queues behind wgmma in flight: 8 us more, both ways.
 A strip costs its wgmma, 4.5 of 47 thousand cycles; with all its loads from one place it takes 0 to 1.3 us less. Two

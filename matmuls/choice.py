@@ -22,11 +22,12 @@ from custom_mm.indices import version_of
 from .calls import Call
 from .device import CLUSTERS, capability, takes_tf32
 from .measure import time_warm
+from .ours import our_call
 from .structure import Blocks, Given, Structure, for_every_stream, is_capturing
 from .tiles import TileLayout, layout_of, us_by_tiles
 
 _ops = torch.ops.custom_mm
-_matmul, _spmm, _cusparse_spmm = _ops.matmul.default, _ops.csr_spmm.default, _ops.cusparse_spmm.default
+_matmul, _cusparse_spmm = _ops.matmul.default, _ops.cusparse_spmm.default
 _spmm_halves, _spmm_tiles, _bsr_spmm = _ops.csr_spmm_halves.default, _ops.csr_spmm_tiles.default, _ops.bsr_spmm.default
 
 OURS = "ours"
@@ -201,9 +202,7 @@ class Tiled(Full):
 
     def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         if self._key(b, dtype) not in self._laid_out and is_capturing(b.device):  # to lay it out waits for the GPU
-            s = self._structure
-            parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, "sum", 1.0, s.order
-            return Call(_spmm, (*parts, None, None, None, None, False, s.longest), 3, lasting=False)
+            return our_call(self._structure, values.to(dtype), b.to(dtype))._replace(lasting=False)
         return super().call(values, b, dtype)
 
     def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -367,19 +366,19 @@ def _near(seconds: dict[str, float]) -> list[str]:
 
 
 class Choice:
-    """A plan's products. `ours(values, b)` is the one that needs no choice."""
+    """A plan's products. Ours is the one that needs no choice."""
 
-    def __init__(self, structure: Structure, ours: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        self._structure, self._ours = structure, ours
+    def __init__(self, structure: Structure, *older: object) -> None:  # older: what pickles of before held
+        self._structure = structure
         self.measured: dict[tuple[torch.dtype, int], Measurement] = {}
         self._products: dict[str, Product] = {}
         self._taken: set[str] = set()  # graphs may have captured what these keep
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Choice":
-        return Choice(self._structure, self._ours)  # what cuSPARSE prepared cannot be copied; the rest is soon measured
+        return Choice(self._structure)  # what cuSPARSE prepared cannot be copied; the rest is soon measured
 
     def __reduce__(self) -> Any:
-        return Choice, (self._structure, self._ours)
+        return Choice, (self._structure,)
 
     def call(self, values: torch.Tensor, b: torch.Tensor, dense: bool) -> Call | None:
         """values times b by the fastest candidate; None where that is ours. dense: the values will stay."""
@@ -445,7 +444,11 @@ class Choice:
         stay: bool,
     ) -> dict[str, float | None]:
         """Seconds of ours, of those in `large` and, unless these are far ahead, of the other candidates."""
-        runs: dict[str, Callable[[], object]] = {OURS: lambda: self._ours(values, b)}
+
+        def ours() -> torch.Tensor:
+            return our_call(self._structure, values, b).run()
+
+        runs: dict[str, Callable[[], object]] = {OURS: ours}
         refused: dict[str, float | None] = {}
         best: dict[str, float] = {}
 
@@ -455,7 +458,7 @@ class Choice:
                 if isinstance(made, Cusparse):
                     made.learn(values, b, dtype)
                 product = made.call(values, b, dtype).run()
-                if name == BLOCKS and not _agree(product, self._ours(values, b)):
+                if name == BLOCKS and not _agree(product, ours()):
                     raise RuntimeError(f"{name} differs from {OURS}")
             except Exception as error:  # cuSPARSE does not support it, or there is no memory
                 if name != BLOCKS and not isinstance(error, RuntimeError):  # Triton's compiler raises what it likes
@@ -471,7 +474,7 @@ class Choice:
             for name, timing in zip(names, timings, strict=True):
                 best[name] = min(best.get(name, math.inf), timing.seconds)
 
-        self._ours(values, b)  # its first call is not timed
+        ours()  # its first call is not timed
         found = [name for name in large if ready(name)]
         if found:
             race([OURS, *found], 1)

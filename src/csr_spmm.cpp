@@ -25,6 +25,9 @@ namespace matmuls::spmm {
 namespace {
 
 using at::Tensor;
+using matmuls::ceil_of;
+
+c10::SymInt ceil_of(const c10::SymInt& x, int64_t y) { return (x + (y - 1)) / y; }
 
 Reduce reduce_of(std::string_view name) {
   if (name == "sum") return Reduce::sum;
@@ -179,7 +182,7 @@ std::tuple<Tensor, Tensor> spmm_arg_meta(const Tensor& crow, const Tensor& col, 
 Tensor filled_on_cpu(const Pattern& p, const Tensor& values, int64_t columns) {
   const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
   const Tensor numbers = p.order.defined() ? values.index_select(0, p.order) : values;
-  return at::zeros({p.rows(), (columns + 7) / 8 * 8}, values.options()).index_put_({row, p.col}, numbers);
+  return at::zeros({p.rows(), ceil_of(columns, 8) * 8}, values.options()).index_put_({row, p.col}, numbers);
 }
 #ifdef MATMULS_CUDA
 Tensor filled_on_gpu(const Pattern& p, const Tensor& values, int64_t columns) {
@@ -207,24 +210,20 @@ Tensor csr_filled_meta(const Tensor& crow, const Tensor& col, const Tensor& valu
                        const OptionalTensor& order) {
   const Pattern p = pattern_of(crow, col, order);
   check_narrow_values(p, values);
-  return at::empty_symint({p.sym_rows(), (columns + 7) / 8 * 8}, values.options());
+  return at::empty_symint({p.sym_rows(), ceil_of(columns, 8) * 8}, values.options());
 }
 MATMULS_OPERATOR(CsrFilledOp, "custom_mm::csr_filled", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&));
 
 // --- what a plan keeps of a float32 matrix with its zeros (filled.h), and the product with it
 
-template <class Int>
-Int up(const Int& x, int64_t y) {
-  return (x + (y - 1)) / y;
-}
 using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four);
 using HalvesFunction = void(const Call& c, const Filled& kept);
 
 Filled fill_cpu(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four) {
   TORCH_CHECK(!two_of_four, kOp, ": expected two_of_four, tensor cores' own layout, on a GPU only");
   const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
-  Tensor full = at::zeros({p.rows(), (columns + 7) / 8 * 8}, values.options());
+  Tensor full = at::zeros({p.rows(), ceil_of(columns, 8) * 8}, values.options());
   full.index_put_({row, p.col}, p.order.defined() ? values.index_select(0, p.order) : values, /*accumulate=*/true);
   const Tensor largest = full.size(1) > 0 ? full.abs().amax(1) : at::zeros({p.rows()}, values.options());
   const Tensor exponents = at::where(largest.gt(0).logical_and(largest.isfinite()),
@@ -258,10 +257,11 @@ Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tenso
   const auto whole = [&](const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
     return t.sizes() == sizes && t.scalar_type() == dtype && t.is_contiguous() && t.device() == dense.device();
   };
-  const bool as_made = rest.numel() > 0
-                           ? whole(parts, at::kHalf, {up(p.rows(), kTileRows), up(inner, kStepColumns), kStepHalves}) &&
-                                 whole(rest, at::kInt, {p.rows() + p.nonzeros() / 2, 2})
-                           : whole(parts, at::kHalf, {2, p.rows(), up(inner, 8) * 8});
+  const bool as_made =
+      rest.numel() > 0
+          ? whole(parts, at::kHalf, {ceil_of(p.rows(), kTileRows), ceil_of(inner, kStepColumns), kStepHalves}) &&
+                whole(rest, at::kInt, {p.rows() + p.nonzeros() / 2, 2})
+          : whole(parts, at::kHalf, {2, p.rows(), ceil_of(inner, 8) * 8});
   TORCH_CHECK(
       as_made && whole(exponents, at::kInt, {p.rows()}) && whole(facts, at::kInt, {kFillFacts}) && dense.dim() == 2,
       kOp, ": expected what csr_halves made of this matrix, and dense of two dimensions, got parts of shape ",
@@ -289,9 +289,10 @@ Halves csr_halves_meta(const Tensor& crow, const Tensor& col, const Tensor& valu
   const auto ints = values.options().dtype(at::kInt), halves = values.options().dtype(at::kHalf);
   const Tensor exponents = at::empty_symint({p.sym_rows()}, ints), facts = at::empty({kFillFacts}, ints);
   if (two_of_four)
-    return {at::empty_symint({up(p.sym_rows(), kTileRows), up(columns, kStepColumns), kStepHalves}, halves), exponents,
-            facts, at::empty_symint({p.sym_rows() + p.col.sym_size(0) / 2, 2}, ints)};
-  return {at::empty_symint({2, p.sym_rows(), up(columns, 8) * 8}, halves), exponents, facts, at::empty({0, 2}, ints)};
+    return {at::empty_symint({ceil_of(p.sym_rows(), kTileRows), ceil_of(columns, kStepColumns), kStepHalves}, halves),
+            exponents, facts, at::empty_symint({p.sym_rows() + p.col.sym_size(0) / 2, 2}, ints)};
+  return {at::empty_symint({2, p.sym_rows(), ceil_of(columns, 8) * 8}, halves), exponents, facts,
+          at::empty({0, 2}, ints)};
 }
 Tensor csr_spmm_halves_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow,
                             const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,

@@ -16,8 +16,6 @@ namespace matmuls {
 
 constexpr int kSplitColumns = 16, kSplitBlocks = 8;  // a cluster takes 16 columns of the dense side
 
-inline int up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1) / y); }
-
 // The dense side, [inner, n], in halves. On 16 bytes each, in one piece of memory.
 struct DenseHalves {
   __half* halves;    // [2, inner, n]

@@ -31,8 +31,6 @@ struct Operands {
   int64_t columns;
 };
 
-inline int up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1) / y); }
-
 // A matrix with `columns` side by side, cut in boxes of 128 bytes by `box_rows`.
 template <class T>
 CUtensorMap map_of(const void* data, int64_t rows, int64_t columns, int64_t row_stride, int box_rows) {

@@ -54,15 +54,14 @@ constexpr bool kLongClusters = Op::kConstants == 2 || kFewThreads<Op>;
 // How a row is shared out. Few threads that hold much each need the fewest instructions a column.
 template <class Op, int V, bool ragged>
 RowConfig configure(int64_t vectors) {
-  const auto up = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
   const auto power = [](int64_t x) { return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(x))); };
   constexpr int most = V == 1 ? 4 : Op::kVectors;
   constexpr bool walks = kWalks<Op, ragged>;
-  const int64_t threads = up(up(vectors, most), 32) * 32;
+  const int64_t threads = ceil_of(ceil_of(vectors, most), 32) * 32;
   if (threads == 32) {
     // At least 4 lanes share a row, if it has 4 vectors: 64 bytes side by side.
-    const int lanes = std::max(power(up(vectors, most)), std::min(4, power(vectors)));
-    const int held = compiled_vectors(static_cast<int>(up(vectors, lanes)), most);
+    const int lanes = std::max(power(ceil_of(vectors, most)), std::min(4, power(vectors)));
+    const int held = compiled_vectors(static_cast<int>(ceil_of(vectors, lanes)), most);
     return {walks ? Way::walk : Way::row, Scope::warp, held, lanes, (walks ? 256 : 64) / lanes, 1};
   }
   const bool keeps = walks || (V > 1 && threads > Op::kRowMost + (ragged ? 32 : 0));
@@ -70,18 +69,19 @@ RowConfig configure(int64_t vectors) {
     return {keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
   if (V > 1 && has_sm90_code()) {
     // 16-bit rows with one constant: few threads that hold much, 0.90 to 0.92 of a copy at 262144 columns.
-    if (kFewThreads<Op> && up(vectors, Op::kLongVectors) <= kMaxRanks * 256) {
-      const int64_t all = up(vectors, Op::kLongVectors);
-      const int ranks = std::clamp(power(up(all, 256)), 2, kMaxRanks);
-      return {Way::walk, Scope::cluster, Op::kLongVectors, static_cast<int>(up(up(all, ranks), 32) * 32), 1, ranks};
+    if (kFewThreads<Op> && ceil_of(vectors, Op::kLongVectors) <= kMaxRanks * 256) {
+      const int64_t all = ceil_of(vectors, Op::kLongVectors);
+      const int ranks = std::clamp(power(ceil_of(all, 256)), 2, kMaxRanks);
+      return {Way::walk, Scope::cluster, Op::kLongVectors, static_cast<int>(ceil_of(ceil_of(all, ranks), 32) * 32),
+              1,         ranks};
     }
     // Of few threads what is left has too many vectors for fewer each.
     static_assert(!kFewThreads<Op> || 256 * Op::kLongVectors >= Op::kMostThreads * Op::kVectors);
     for (const int held : {kLongClusters<Op> ? Op::kLongVectors : most, Op::kLongVectors}) {
-      const int64_t all = up(vectors, held);
+      const int64_t all = ceil_of(vectors, held);
       if (all > kMaxRanks * Op::kMostThreads) continue;
-      const int ranks = std::clamp(power(up(all, Op::kMostThreads)), 2, kMaxRanks);
-      return {Way::walk, Scope::cluster, held, static_cast<int>(up(up(all, ranks), 32) * 32), 1, ranks};
+      const int ranks = std::clamp(power(ceil_of(all, Op::kMostThreads)), 2, kMaxRanks);
+      return {Way::walk, Scope::cluster, held, static_cast<int>(ceil_of(ceil_of(all, ranks), 32) * 32), 1, ranks};
     }
   }
   return {Way::passes, Scope::block, most, 256, 1, 1};

@@ -94,6 +94,4 @@ inline bool of_vectors(const at::Tensor& t) {
          t.stride(1) * size % 16 == 0 && t.stride(0) * size % 16 == 0;
 }
 
-inline int64_t ceil_of(int64_t x, int64_t y) { return (x + y - 1) / y; }
-
 }  // namespace matmuls

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from matmuls import plan, sparse, spmm
+from matmuls import ours, plan, spmm
 from matmuls.chunks import chunks_of
 
 SHAPES = [(50, 60, 0.3), (200, 100, 0.05), (64, 64, 0.9), (300, 500, 0.004), (1, 50, 1.0), (50, 1, 0.5)]
@@ -58,8 +58,8 @@ def always(monkeypatch):
     """Chunks whatever the size of the product; of which sizes."""
 
     def use(size, piece):
-        monkeypatch.setattr(sparse, "takes_chunks", lambda structure, n, row_bytes: True)
-        monkeypatch.setattr(sparse, "chunk_sizes", lambda structure, row_bytes: (size, piece))
+        monkeypatch.setattr(ours, "takes_chunks", lambda structure, n, row_bytes: True)
+        monkeypatch.setattr(ours, "chunk_sizes", lambda structure, row_bytes: (size, piece))
 
     return use
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from threading import RLock
 from typing import Any, Protocol
 
 import torch
@@ -84,15 +85,17 @@ class Full:
         self._kept: dict[Any, Kept] = {}  # for each dtype, or whatever else tells what is made
         self._captured: set[Any] = set()
         self._saved: set[Any] = set()
+        self._making = RLock()  # one thread makes it, and none while another multiplies by what that one has made
 
     def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         values, key = values.detach() if values.requires_grad else values, self._key(b, dtype)
-        kept = self._kept.get(key)
-        if kept is None or kept.state != _state(values):
-            if is_capturing(values.device):  # written at every replay; what lies in a graph's memory is not kept
+        kept, capturing = self._kept_of(values, key), is_capturing(values.device)
+        if kept is None:
+            if capturing:  # written at every replay; what lies in a graph's memory is not kept
                 return self._call(self._made(values, key, ()), values, b, dtype)._replace(lasting=False)
-            kept = self._keep(values, key)
-        elif is_capturing(values.device):
+            with self._making:
+                kept = self._kept_of(values, key) or self._keep(values, key)
+        if capturing:
             self._captured.add(key)
         elif kept.making is not None:
             kept.making.wait()
@@ -108,15 +111,21 @@ class Full:
     def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
         return dtype
 
+    def _kept_of(self, values: torch.Tensor, key: Any) -> Kept | None:
+        """What was made of these values, as they are."""
+        kept = self._kept.get(key)
+        return kept if kept is not None and kept.state == _state(values) else None
+
     def _keep(self, values: torch.Tensor, key: Any, wait: bool = False) -> Kept:
-        old = self._kept.get(key)
-        in_place = old is not None and (key in self._captured or key not in self._saved)
-        made = self._made(values, key, old.made if old and in_place else ())
-        self._saved.discard(key)
-        if wait:
-            for_every_stream(values)
-        self._kept[key] = Kept(values, _state(values), made, None if wait else Given(values))
-        return self._kept[key]
+        with self._making:
+            old = self._kept.get(key)
+            in_place = old is not None and (key in self._captured or key not in self._saved)
+            made = self._made(values, key, old.made if old and in_place else ())
+            self._saved.discard(key)
+            if wait:
+                for_every_stream(values)
+            kept = self._kept[key] = Kept(values, _state(values), made, None if wait else Given(values))
+        return kept
 
     def _made(self, values: torch.Tensor, key: Any, old: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """In the place of what was made before, if anything was."""

@@ -119,8 +119,10 @@ class BoundCalls {
               {watched.begin(), watched.end()},
               stream};
     if (call.wants_gradient(x) || is_capturing(call.device)) return;
-    std::erase_if(calls_, [&](const Call& other) { return other.is_for(x, watched[0], call.modes); });
-    if (calls_.size() == kMost) calls_.erase(calls_.begin());
+    std::vector<Call> gone;  // freed below, when all is as it should be: a tensor that is freed may let go of the GIL
+    for (auto other = calls_.begin(); other != calls_.end();)
+      other = other->is_for(x, watched[0], call.modes) ? take(other, gone) : other + 1;
+    if (calls_.size() == kMost) take(calls_.begin(), gone);
     calls_.push_back(std::move(call));
   }
 
@@ -131,7 +133,8 @@ class BoundCalls {
     for (auto call = calls_.begin(); call != calls_.end(); ++call) {
       if (!call->is_for(x, first, now) || !call->may_read_here()) continue;
       if (!call->is_unchanged()) {
-        calls_.erase(call);
+        std::vector<Call> gone;
+        take(call, gone);
         return {};
       }
       if (call->wants_gradient(x) || is_capturing(call->device)) return {};
@@ -146,6 +149,13 @@ class BoundCalls {
   }
 
  private:
+  using Place = std::vector<Call>::iterator;
+
+  Place take(Place call, std::vector<Call>& to) {
+    to.push_back(std::move(*call));
+    return calls_.erase(call);
+  }
+
   std::vector<Call> calls_;
 };
 

@@ -3,13 +3,14 @@
 import copy
 import io
 import threading
+import weakref
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from custom_mm import _C
-from matmuls import choice, plan, spmm
+from matmuls import choice, measure, plan, spmm
 
 
 def draw(device="cpu", rows=64, columns=48, n=32, dtype=torch.float32, density=0.3):
@@ -182,6 +183,27 @@ def test_threads_bind_and_call_at_once():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_what_is_freed_may_multiply_too(monkeypatch):
+    """As another thread may, whom torch lets in while it frees a tensor."""
+    monkeypatch.setattr(
+        choice, "time_warm", lambda runs, *_: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
+    )
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})
+    dense, made, _ = draw(rows=96, columns=80, density=0.5)
+    made.update(made.values.clone())
+    sides = [torch.randn(80, n) for n in (128, 129, 130)]
+    others = [torch.randn(80, n) for n in range(1, 12)]
+    for b in sides:
+        made @ b
+    weakref.finalize(made._choice.tensors[0], lambda: [made @ b for b in others])
+    made @ torch.randn(80, 131, requires_grad=True)  # what is kept is saved: other values are kept elsewhere
+    with torch.no_grad():
+        made.values.mul_(2)
+    for b in sides:  # the calls of before let go of it one after the other
+        assert_product(made @ b, 2 * dense, b)
+    assert all(made._again(b) is not None for b in (*others, *sides))
 
 
 def test_nothing_is_kept_of_the_dense_side():

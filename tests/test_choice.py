@@ -1,6 +1,8 @@
 """What a plan chooses, when it measures, and that its results stay right and the same."""
 
 import copy
+import threading
+import time
 
 import pytest
 import torch
@@ -105,6 +107,34 @@ def test_other_values_are_written_in_place(name, device):
     product.refresh(4 * values)
     assert torch.equal(product.call(values, b, torch.float32).run(), 2 * first)
     assert [t.data_ptr() for t in product.tensors] == places
+
+
+def test_threads_that_meet_other_values_make_the_matrix_once(dense_wins, monkeypatch):
+    """Made again by a second one, in its place, it would be zeros under the first one's product."""
+    dense, b = draw("cpu")
+    made = plan(dense.to_sparse_csr())
+    made @ b
+    real, count = choice.Dense._made, []
+
+    def slow(self, *args):
+        count.append(args)
+        found = real(self, *args)
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(choice.Dense, "_made", slow)
+    with torch.no_grad():
+        made.values.mul_(2)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(made @ b)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(count) == 1
+    for result in results:
+        torch.testing.assert_close(result, 2 * dense @ b)
+    assert len(results) == 4
 
 
 def test_duplicates_are_added(dense_wins):

@@ -86,6 +86,7 @@ bool is_reachable(std::vector<Loop> loops, int64_t target) {
 // Distinct indices, distinct memory: sorted by stride, every stride clears all that the smaller ones reach.
 // Sufficient, not necessary; what fails it is an expanded or windowed view, which no output may be.
 bool overlaps_itself(const at::Tensor& t) {
+  if (t.numel() == 0) return false;
   for (int64_t d = 0; d < t.dim(); ++d)
     if (t.size(d) > 1 && t.stride(d) == 0) return true;
   auto loops = loops_of(t);

@@ -21,7 +21,8 @@ C10_ALWAYS_INLINE Vec<float> exp_nonpositive(Vec<float> x) {
   p = p * r + 0x1.fffffcp-2f;
   p = (p * r) * r + r + 1.0f;
   const Vec<float> scaled = (Vec<float>)((Vec<uint32_t>)p + ((Vec<uint32_t>)shifted << 23));
-  return x < -87.3f ? Vec<float>{} : scaled;
+  const Vec<float> result = x < -87.3f ? Vec<float>{} : scaled;
+  return x == x ? result : x;  // a NaN's bits, with the power added to them, may be a number's
 }
 
 C10_ALWAYS_INLINE Vec<double> exp_nonpositive(Vec<double> x) {

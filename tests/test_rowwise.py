@@ -296,6 +296,25 @@ def test_softmax_of_special_values_is_torch_s(columns, dtype, device):
     assert_special_alike(matmuls.scaled_masked_softmax(x, torch.zeros_like(x[:1])), expected)
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, 0x7F800001, -1, -0x400000])
+@pytest.mark.parametrize("columns", [4, 100])
+def test_every_nan_is_one(bits, columns, device):
+    """Whatever its sign and payload."""
+    x = torch.randn(2, columns, device=device)
+    x.view(torch.int32)[0, 1] = bits
+    masked = matmuls.scaled_masked_softmax(x, torch.zeros(columns, dtype=torch.bool, device=device))
+    for result in (matmuls.softmax(x), masked, matmuls.layer_norm_(x.clone()), matmuls.rms_norm_(x.clone())):
+        assert result[0].isnan().all()
+        assert result[1].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 1), (3, 0, 2, 5), (2, 0)])
+def test_what_has_no_elements_overlaps_nothing(shape, device):
+    x = torch.empty(1, device=device).expand(shape)
+    for write in (matmuls.softmax_, matmuls.layer_norm_, matmuls.rms_norm_):
+        assert write(x) is x
+
+
 @pytest.mark.parametrize("masked", ["bytes", "causal", "both"])
 @pytest.mark.parametrize("columns", [40, 256, 5000])
 @every_dtype

@@ -20,9 +20,9 @@ C10_ALWAYS_INLINE Vec<float> exp_nonpositive(Vec<float> x) {
   p = p * r + 0x1.555492p-3f;
   p = p * r + 0x1.fffffcp-2f;
   p = (p * r) * r + r + 1.0f;
-  const Vec<float> scaled = (Vec<float>)((Vec<uint32_t>)p + ((Vec<uint32_t>)shifted << 23));
-  const Vec<float> result = x < -87.3f ? Vec<float>{} : scaled;
-  return x == x ? result : x;  // a NaN's bits, with the power added to them, may be a number's
+  // By a product: a NaN's bits with the power added to them may be a number's.
+  const Vec<float> power = (Vec<float>)(((Vec<uint32_t>)shifted << 23) + 0x3f800000u);
+  return x < -87.3f ? Vec<float>{} : p * power;
 }
 
 C10_ALWAYS_INLINE Vec<double> exp_nonpositive(Vec<double> x) {

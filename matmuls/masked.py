@@ -1,5 +1,6 @@
 """Each row through one of two experts, by a mask: masked_linear, masked_ffn, with gradients. Triton on a GPU."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,11 +26,16 @@ class MaskPlan(NamedTuple):
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
+def _rows_of(x: Tensor) -> int:
+    """Symbolic where a size is: Size.numel() makes a number of it, and each number of rows is compiled anew."""
+    return math.prod(x.shape[:-1])
+
+
 def _check_x(name: str, x: Tensor, rows: Tensor, counts: Tensor) -> None:
     if x.layout != torch.strided or x.dtype not in REAL or x.dim() == 0:
         kind = f"{x.dtype} of shape {list(x.shape)}, {x.layout}"
         fail(name, "x to be strided, of float64, float32, float16 or bfloat16 and of at least one dimension", kind)
-    m = x.shape[:-1].numel()
+    m = _rows_of(x)
     if rows.dim() != 1 or rows.shape[0] != m:
         fail(name, f"a mask or plan of {m} rows, as x of shape {list(x.shape)} has", rows.numel())
     if rows.dtype != torch.int32 or counts.dtype != torch.int32 or counts.numel() != 2:
@@ -83,7 +89,7 @@ def _check_ffn(x: Tensor, w: Sequence[Tensor], u: Sequence[Tensor], rows: Tensor
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(_rows_of(x), x.shape[-1])
 
 
 def _by_triton(x: Tensor, *sizes: int) -> bool:
@@ -151,7 +157,7 @@ def _linear_meta(
 
 def _rows_kept(x: Tensor, w1: Tensor, known: int) -> int:
     """Rows of x in the plan's order that forward leaves to backward; 0 where that does not read x so."""
-    m, n = x.shape[:-1].numel(), w1.shape[0]
+    m, n = _rows_of(x), w1.shape[0]
     if known in (0, m) or not _by_triton(x, n) or not torch.cuda.is_available():
         return 0
     from .triton.masked_linear import rows_kept

@@ -227,6 +227,22 @@ def test_forward_mode_is_refused_not_dropped():
             masked_linear(dual, w, w, torch.arange(5) < 2)
 
 
+def test_any_number_of_rows_is_compiled_once():
+    w1, w2 = torch.randn(5, 4), torch.randn(5, 4)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(masked_linear, backend=counter, dynamic=True, fullgraph=True)
+    for rows in range(3, 15):
+        x, mask = torch.randn(rows, 4, requires_grad=True), torch.arange(rows) % 2 == 0
+        torch.testing.assert_close(compiled(x, w1, w2, mask), masked_linear(x, w1, w2, mask))
+    assert counter.frame_count == 1
+
+
+def test_sums_over_nothing():
+    for lead in ((), (2, 3)):
+        x, w = torch.randn(*lead, 0), torch.randn(5, 0)
+        assert torch.equal(masked_linear(x, w, w, torch.ones(lead, dtype=torch.bool)), torch.zeros(*lead, 5))
+
+
 def test_bad_plans_and_masks():
     x, w = torch.randn(6, 4), torch.randn(5, 4)
     with pytest.raises(RuntimeError, match=r"mask_plan: expected a strided mask of torch.bool, got torch.float32"):

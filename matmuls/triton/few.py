@@ -21,6 +21,9 @@ fourth of the programs that have it load 56 KB a step for 32. The weights by two
 alone, 83 for 79 beside the product. By then the chip is at its power: 1.4 to 1.7 GHz, in torch.mm too.
 What a dense product in CUDA of these sizes waits for is its end: results stored by the threads that hold them 26.6 to
 27.6 us, staged and by TMA 23.5 for cuBLAS's 23.3, with a cluster's multicast or without.
+But this product so made, warps that fetch and two warpgroups, each row sent by a bulk copy, is no faster: 34.8 us for
+34.7 without a strip, 38.5 for 37.6 with one, both ways 112 for 111 and 121 for 116; its first weights asked for while
+the copy still runs, 35.3 and 42.8.
 Steps of 32 K: 47 us for 36, however many stages. Rows' places asked for before the loop over K: 0.1 to 0.3 us less
 forward, of both within the noise. The weights' gradient at once, its rows of g gathered by pointers while others are
 copied: 5 to 8 us more of 109 to 118 at best.

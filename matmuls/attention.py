@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .dense import cublasMM, cublasTransbMM
+from .dense import matmul
 from .device import capability
 from .fused_softmax import scaled_masked_softmax
 
@@ -49,7 +49,7 @@ def attend(
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
     gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     mask_gradient = torch.is_grad_enabled() and mask is not None and mask.requires_grad
-    if dropout or mask_gradient or q.size(1) != k.size(1) or torch.compiler.is_compiling():
+    if dropout or mask_gradient or q.shape[1:2] != k.shape[1:2] or torch.compiler.is_compiling():
         context, y = compose(q, k, v, mask, scale, causal=causal, dropout=dropout)
         if into is not None and not (gradient or mask_gradient):
             y = into.copy_(y)
@@ -71,7 +71,13 @@ def compose(
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` as one operation after the other: for torch.compile, dropout, grouped heads, masks with a gradient."""
-    if not q.dim() == k.dim() == v.dim() == 4 or k.size(1) != v.size(1) or q.size(1) % max(1, k.size(1)):
+    if (
+        not q.dim() == k.dim() == v.dim() == 4
+        or not q.size(0) == k.size(0) == v.size(0)
+        or k.shape[1:3] != v.shape[1:3]
+        or q.size(3) != k.size(3)
+        or (q.size(1) % k.size(1) if k.size(1) else q.size(1))
+    ):
         raise RuntimeError(
             "attention: expected q [B, H, Q, D], k [B, h, K, D] and v [B, h, K, E], h a divisor of H, got shapes "
             f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
@@ -79,15 +85,15 @@ def compose(
     heads, key_heads = q.size(1), k.size(1)
     if heads != key_heads:  # the batch broadcasts, keys and values are not repeated
         q, k, v = q.unflatten(1, (key_heads, heads // key_heads)), k.unsqueeze(2), v.unsqueeze(2)
-    scores = cublasTransbMM.apply(q, k)
+    scores = matmul(q, k, transb=True)
     if heads != key_heads:
         scores = scores.flatten(1, 2)
     y = scaled_masked_softmax(scores, mask, scale, causal=causal, inplace=True)
     dropped = torch.nn.functional.dropout(y, dropout)
     if heads != key_heads:
-        context = cublasMM.apply(dropped.unflatten(1, (key_heads, heads // key_heads)), v).flatten(1, 2)
+        context = matmul(dropped.unflatten(1, (key_heads, heads // key_heads)), v).flatten(1, 2)
     else:
-        context = cublasMM.apply(dropped, v)
+        context = matmul(dropped, v)
     return context.transpose(1, 2).contiguous(), y
 
 

@@ -1,7 +1,7 @@
 """Scale, mask and softmax in one pass over the scores of attention."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import Function
@@ -34,10 +34,24 @@ def scaled_masked_softmax(
     writes over the gradient that comes in where nobody else holds it. Under autocast as torch.softmax; in place the
     dtype stays. Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit.
     """
+    if isinstance(scale, torch.Tensor):
+        scale = _number(scale)
     if not inplace:
         return _masked(x, mask, scale, causal)
     _masked_(x, mask, scale, causal)
     return x
+
+
+def _number(scale: float | torch.Tensor) -> float:
+    if isinstance(scale, torch.Tensor) and scale.requires_grad and torch.is_grad_enabled():
+        _refuse_gradient()
+    return float(scale)
+
+
+def _refuse_gradient() -> NoReturn:
+    raise RuntimeError(
+        "scaled_masked_softmax: expected a scale without a gradient, got one that requires grad; multiply x by it"
+    )
 
 
 # The seed's functions. Its formula is `mask == 1` for a mask of any dtype: anything but 0 masks, in floats too.
@@ -54,7 +68,7 @@ def scaled_masked_softmax_forward(
 
     Shapes and errors as `scaled_masked_softmax`, which adds a float mask instead. scale: a number or one in a tensor.
     """
-    return scaled_masked_softmax(x, _seed_mask(mask), float(scale))
+    return scaled_masked_softmax(x, _seed_mask(mask), _number(scale))
 
 
 def scaled_masked_softmax_backward(
@@ -65,8 +79,8 @@ def scaled_masked_softmax_backward(
     grad, y: one shape, dtype and device; with `inplace` written over y, which is returned, and no gradient is recorded.
     """
     if not inplace:
-        return _backward(y, grad, -1, float(scale))
-    _backward_(y, grad, -1, float(scale))
+        return _backward(y, grad, -1, _number(scale))
+    _backward_(y, grad, -1, _number(scale))
     return y
 
 
@@ -85,5 +99,7 @@ class FusedSoftmax(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.needs_input_grad[2]:
+            _refuse_gradient()
         (y,) = ctx.saved_tensors
         return scaled_masked_softmax_backward(grad, y, ctx.scale), None, None

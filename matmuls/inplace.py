@@ -74,8 +74,13 @@ def feed_forward_(
     return x
 
 
+@register_flop_formula(torch.ops.custom_mm.matmul_)
+def _product_flops(a: torch.Size, b: torch.Size, transb: bool = False, *args: Any, **kwargs: Any) -> int:
+    return 2 * a.numel() * b[0 if transb else 1]
+
+
 @register_flop_formula(torch.ops.custom_mm.feed_forward_)
-def _flops(x: torch.Size, up: torch.Size, *args: Any, **kwargs: Any) -> int:
+def _network_flops(x: torch.Size, up: torch.Size, *args: Any, **kwargs: Any) -> int:
     """Of the two products."""
     return 4 * x.numel() * up[0]
 

@@ -74,12 +74,13 @@ Gradients differentiable_gradients(const Kept& c, const Tensor& grad, const Tens
     outputs.push_back(MatmulOp::call(y, inputs[2], false, false).transpose(1, 2));
     grads.push_back(grad);
   }
-  if (grad_y.defined()) {
+  if (grad_y.defined() && y.requires_grad()) {  // not of v alone
     outputs.push_back(y);
     grads.push_back(grad_y);
   }
   for (size_t i = 0; i < inputs.size(); ++i)
     if (c.needed[i]) needed.push_back(inputs[i]);
+  if (outputs.empty()) return {};
   const auto found = torch::autograd::grad(outputs, needed, grads, std::nullopt, /*create_graph=*/true,
                                            /*allow_unused=*/true);
   Gradients results;

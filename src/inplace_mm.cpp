@@ -9,10 +9,10 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "inplace_gradient.h"
 #include "product.h"
 #include "product_operators.h"
 
@@ -154,7 +154,7 @@ struct InplaceGradient : torch::autograd::Function<InplaceGradient> {
     ctx->saved_data["transb"] = transb;
     ctx->saved_data["need_bias"] = bias && bias->defined() && bias->requires_grad();
     ctx->saved_data["columns"] = b.sym_size(transb ? 0 : 1);
-    InplaceOp::below_autograd(a, b, transb, bias, false, workspace);
+    write_recorded<InplaceOp>(a, b, transb, bias, false, workspace);
     ctx->mark_dirty({a});
     return a;
   }
@@ -166,7 +166,7 @@ struct InplaceGradient : torch::autograd::Function<InplaceGradient> {
     const bool transb = ctx->saved_data["transb"].toBool();
     const c10::SymInt columns = ctx->saved_data["columns"].toSymInt(), all = grads[0].sym_size(-1);
     const Tensor dy = grads[0].narrow_symint(-1, 0, columns);
-    const auto rows = [](const Tensor& t) { return t.reshape_symint({-1, t.sym_size(-1)}); };
+    const auto rows = [](const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2); };
     Tensor da, db, dbias;
     if (b.defined()) {
       da = MatmulOp::call(dy, b, false, !transb);
@@ -183,9 +183,9 @@ struct InplaceGradient : torch::autograd::Function<InplaceGradient> {
 
 void matmul_autograd(Tensor a, const Tensor& b, bool transb, const OptionalTensor& bias, bool keep_input,
                      int64_t workspace) {
-  const bool needed = needs_gradient(kOp, {a, b, tensor_or_none(bias)});
-  torch::autograd::check_inplace(a, needed);
-  if (!needed) return InplaceOp::below_autograd(a, b, transb, bias, keep_input, workspace);
+  if (!needs_gradient(kOp, {a, b, tensor_or_none(bias)}))
+    return InplaceOp::below_autograd(a, b, transb, bias, keep_input, workspace);
+  check_recorded(kOp, a, a.requires_grad() ? b : Tensor());
   TORCH_CHECK(keep_input || !b.requires_grad(), kOp,
               ": expected b without a gradient, which needs the a that is written over, got one that requires grad; "
               "pass keep_input=True to keep a copy of a");

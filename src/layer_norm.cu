@@ -316,10 +316,10 @@ void run_cuda(const Call& c) {
 // ------------------------------------------------------------------------------------------------ CPU, operators
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "inplace_gradient.h"
 #include "row_operators.h"
 #include "rows_cpu.h"
 
@@ -452,11 +452,12 @@ struct NormGradient : torch::autograd::Function<NormGradient> {
     ctx->saved_data["need_weight"] = need(tensor_or_none(weight));
     ctx->saved_data["need_bias"] = need(tensor_or_none(bias));
     ctx->saved_data["need_residual"] = need(tensor_or_none(residual));
-    auto [xhat, rstd] = KeepOp::below_autograd(x, weight, bias, a.eps, residual, a.rms);
+    auto [xhat, rstd] = write_recorded<KeepOp>(x, weight, bias, a.eps, residual, a.rms);
     const bool affine = tensor_or_none(weight).defined() || tensor_or_none(bias).defined();
     ctx->mark_dirty({x});
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({affine ? xhat : x, rstd, tensor_or_none(weight)});
+    // Of a view no history is kept: it would hold this node, and this node it.
+    ctx->save_for_backward({affine ? xhat : x.is_view() ? x.detach() : x, rstd, tensor_or_none(weight)});
     ctx->saved_data["rms"] = a.rms;
     ctx->saved_data["affine"] = affine;
     // autograd lets a Function that writes over a view have one result only: its gradient is then not differentiable.
@@ -490,7 +491,7 @@ struct NormGradient : torch::autograd::Function<NormGradient> {
                 ": expected first derivatives only, x being a view of another tensor; normalize the tensor itself");
     const auto wide = [&](const Tensor& t) { return t.to(rstd.scalar_type()); };
     const Tensor h = wide(xhat), r = rstd.unsqueeze(-1);
-    const auto rows = [&](const Tensor& t) { return t.reshape_symint({-1, h.sym_size(-1)}); };
+    const auto rows = [&](const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2); };
     Tensor d, dweight, dbias;
     if (dy.defined()) {
       const Tensor g = wide(dy);
@@ -516,16 +517,15 @@ struct NormGradient : torch::autograd::Function<NormGradient> {
 
 void layer_norm_autograd(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                          const OptionalTensor& residual) {
-  const bool needed =
-      needs_gradient(name_of(false), {x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual)});
-  torch::autograd::check_inplace(x, needed);
-  if (!needed) return LayerNormOp::below_autograd(x, weight, bias, eps, residual);
+  if (!needs_gradient(name_of(false), {x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual)}))
+    return LayerNormOp::below_autograd(x, weight, bias, eps, residual);
+  check_recorded(name_of(false), x, tensor_or_none(weight));
   NormGradient::apply(x, weight, bias, residual, NormGradient::Arguments{eps, false});
 }
 void rms_norm_autograd(Tensor x, const OptionalTensor& weight, double eps, const OptionalTensor& residual) {
-  const bool needed = needs_gradient(name_of(true), {x, tensor_or_none(weight), tensor_or_none(residual)});
-  torch::autograd::check_inplace(x, needed);
-  if (!needed) return RmsNormOp::below_autograd(x, weight, eps, residual);
+  if (!needs_gradient(name_of(true), {x, tensor_or_none(weight), tensor_or_none(residual)}))
+    return RmsNormOp::below_autograd(x, weight, eps, residual);
+  check_recorded(name_of(true), x, tensor_or_none(weight));
   NormGradient::apply(x, weight, std::nullopt, residual, NormGradient::Arguments{eps, true});
 }
 std::tuple<Tensor, Tensor> norm_keep_autograd(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias,

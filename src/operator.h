@@ -46,11 +46,11 @@ inline void check_not_lazy(const char* op, const char* name, const at::Tensor& t
 }
 
 // Whether a gradient that came in may be written over unseen: this is the last reference to it and to its memory, no
-// gradient of it will be asked for, and nothing is being traced.
+// gradient of it will be asked for, and nothing is being traced or batched.
 inline bool nobody_else_holds(const at::Tensor& grad) {
   constexpr c10::DispatchKeySet traced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
   return !c10::GradMode::is_enabled() && !grad.key_set().has_any(traced) && grad.use_count() == 1 &&
-         grad.storage().use_count() == 1 && grad.is_non_overlapping_and_dense();
+         grad.has_storage() && grad.storage().use_count() == 1 && grad.is_non_overlapping_and_dense();
 }
 
 // Autocast's dtype there, and what it would hand to an operator; torch's header for both brings all of ATen.

@@ -215,13 +215,16 @@ arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T
     sum_columns(columns, sum,
                 [&](int64_t c, int count, Vec<A>* sums) C10_ALWAYS_INLINE_ATTRIBUTE { sums[0] += h(c, count); });
   }
-  const A mean = sum[0] / columns;
-  A squares[1];
-  sum_columns(columns, squares, [&](int64_t c, int count, Vec<A>* sums) C10_ALWAYS_INLINE_ATTRIBUTE {
-    const Vec<A> centred = pad<A>(h(c, count) - mean, count, 0);
-    sums[0] += centred * centred;
+  const A about = sum[0] / columns;
+  A moments[2];  // the first is what rounding left out of the mean, and all that a row of one value would have
+  sum_columns(columns, moments, [&](int64_t c, int count, Vec<A>* sums) C10_ALWAYS_INLINE_ATTRIBUTE {
+    const Vec<A> centred = pad<A>(h(c, count) - about, count, 0);
+    sums[0] += centred;
+    sums[kChains] += centred * centred;
   });
-  const A rstd = static_cast<A>(1 / std::sqrt(static_cast<double>(squares[0] / columns) + eps));
+  const A off = rms ? 0 : moments[0] / columns, mean = about + off;
+  const A corrected = moments[1] / columns - off * off, variance = corrected < 0 ? 0 : corrected;
+  const A rstd = static_cast<A>(1 / std::sqrt(static_cast<double>(variance) + eps));
 
   for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
     Vec<A> v = (h(c, count) - mean) * rstd;

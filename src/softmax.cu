@@ -465,10 +465,11 @@ void run_cuda(const Call& c) {
 // ------------------------------------------------------------------------------------------------ CPU, operators
 
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "inplace_gradient.h"
 #include "row_operators.h"
 #include "rows_cpu.h"
 
@@ -616,24 +617,17 @@ struct SoftmaxGradient : torch::autograd::Function<SoftmaxGradient> {
   struct Arguments {
     int64_t dim;
     double scale;
-    bool masked, causal, in_place;
+    bool masked, causal;
   };
 
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const OptionalTensor& mask,
                         Arguments a) {
-    Tensor y = x;
-    if (a.in_place) {
-      a.masked ? MaskedInplaceOp::below_autograd(x, mask, a.scale, a.causal)
-               : SoftmaxInplaceOp::below_autograd(x, a.dim);
-      ctx->mark_dirty({x});
-    } else {
-      y = a.masked ? MaskedOp::below_autograd(x, mask, a.scale, a.causal) : SoftmaxOp::below_autograd(x, a.dim);
-    }
+    const Tensor y =
+        a.masked ? MaskedOp::below_autograd(x, mask, a.scale, a.causal) : SoftmaxOp::below_autograd(x, a.dim);
     ctx->save_for_backward({y});
     ctx->saved_data["dim"] = a.dim;
     ctx->saved_data["scale"] = a.scale;
     ctx->saved_data["causal"] = a.causal;
-    ctx->saved_data["in_place"] = a.in_place;
     if (mask && mask->requires_grad()) ctx->saved_data["mask_sizes"] = mask->sym_sizes();
     return y;
   }
@@ -645,47 +639,79 @@ struct SoftmaxGradient : torch::autograd::Function<SoftmaxGradient> {
     const auto dim = data["dim"].toInt();
     const auto scale = data["scale"].toDouble();
     const auto causal = data["causal"].toBool();
-    if (data.count("mask_sizes")) {
-      const Tensor dz = SoftmaxBackwardOp::call(y, grads[0], dim, 1, causal);
-      return {dz * scale, at::sum_to(dz, data["mask_sizes"].toSymIntVector()), {}};
-    }
-    // Who asked for work in place does not want a second tensor of this size here either.
-    if (data["in_place"].toBool() && nobody_else_holds(grads[0])) {
-      SoftmaxBackwardOutOp::call(y, grads[0], dim, scale, causal, grads[0]);
-      return {grads[0], {}, {}};
-    }
-    return {SoftmaxBackwardOp::call(y, grads[0], dim, scale, causal), {}, {}};
+    if (!data.count("mask_sizes")) return {SoftmaxBackwardOp::call(y, grads[0], dim, scale, causal), {}, {}};
+    const Tensor dz = SoftmaxBackwardOp::call(y, grads[0], dim, 1, causal);
+    return {dz * scale, at::sum_to(dz, data["mask_sizes"].toSymIntVector()), {}};
   }
 };
 
-// A leaf, or a view that may not be written, is refused before anything is written, as torch refuses it.
-bool records_inplace(const char* op, const Tensor& x, const Tensor& mask = {}) {
-  const bool needed = needs_gradient(op, {x, mask});
-  torch::autograd::check_inplace(x, needed);
-  return needed;
+// The same in place, as a Node of its own: a Function that writes over a view keeps it by a cycle, which frees the
+// memory only if backward runs, or without its history, which a second derivative needs.
+struct SoftmaxInplaceGradient : torch::autograd::Node {
+  torch::autograd::SavedVariable y;
+  int64_t dim = -1;
+  double scale = 1;
+  bool causal = false;
+  std::optional<std::vector<c10::SymInt>> mask_sizes;
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return {Tensor(), Tensor()};
+    const Tensor result = y.unpack(held(this));
+    if (mask_sizes) {
+      const Tensor dz = SoftmaxBackwardOp::call(result, grad, dim, 1, causal);
+      return {dz * scale, at::sum_to(dz, *mask_sizes)};
+    }
+    // Who asked for work in place does not want a second tensor of this size here either.
+    if (!nobody_else_holds(grad)) return {SoftmaxBackwardOp::call(result, grad, dim, scale, causal), Tensor()};
+    SoftmaxBackwardOutOp::call(result, grad, dim, scale, causal, grad);
+    return {grad, Tensor()};
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    y.reset_data();
+  }
+
+  std::string name() const override { return "SoftmaxInplaceGradient"; }
+};
+
+// write() over x, recorded.
+template <class Write>
+void record_in_place(const char* op, const Tensor& x, const Tensor& mask, int64_t dim, double scale, bool causal,
+                     const Write& write) {
+  check_recorded(op, x);
+  const auto node = new_node<SoftmaxInplaceGradient>();
+  node->set_next_edges(torch::autograd::collect_next_edges(x, mask));
+  node->dim = dim, node->scale = scale, node->causal = causal;
+  if (mask.defined() && mask.requires_grad()) node->mask_sizes = mask.sym_sizes().vec();
+  write();
+  torch::autograd::rebase_history(x, NodePtr(node));
+  node->y = torch::autograd::SavedVariable(x, /*is_output=*/true, /*is_inplace_on_view=*/x.is_view());
 }
 
 Tensor softmax_autograd(const Tensor& x, int64_t dim) {
   if (!needs_gradient("softmax", {x})) return SoftmaxOp::below_autograd(x, dim);
-  return SoftmaxGradient::apply(x, std::nullopt, SoftmaxGradient::Arguments{dim, 1, false, false, false});
+  return SoftmaxGradient::apply(x, std::nullopt, SoftmaxGradient::Arguments{dim, 1, false, false});
 }
 void softmax_out_autograd(const Tensor& x, int64_t dim, Tensor out) {
   check_no_gradient_into("softmax", "out", {x, out});
   SoftmaxOutOp::below_autograd(x, dim, out);
 }
 void softmax_inplace_autograd(Tensor x, int64_t dim) {
-  if (!records_inplace("softmax_", x)) return SoftmaxInplaceOp::below_autograd(x, dim);
-  SoftmaxGradient::apply(x, std::nullopt, SoftmaxGradient::Arguments{dim, 1, false, false, true});
+  const auto write = [&] { SoftmaxInplaceOp::below_autograd(x, dim); };
+  needs_gradient("softmax_", {x}) ? record_in_place("softmax_", x, {}, dim, 1, false, write) : write();
 }
 Tensor masked_autograd(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
   const Tensor m = tensor_or_none(mask);
   if (!needs_gradient(kMasked, {x, m})) return MaskedOp::below_autograd(x, mask, scale, causal);
-  return SoftmaxGradient::apply(x, mask, SoftmaxGradient::Arguments{-1, scale, true, causal, false});
+  return SoftmaxGradient::apply(x, mask, SoftmaxGradient::Arguments{-1, scale, true, causal});
 }
 void masked_inplace_autograd(Tensor x, const OptionalTensor& mask, double scale, bool causal) {
   const Tensor m = tensor_or_none(mask);
-  if (!records_inplace(kMasked, x, m)) return MaskedInplaceOp::below_autograd(x, mask, scale, causal);
-  SoftmaxGradient::apply(x, mask, SoftmaxGradient::Arguments{-1, scale, true, causal, true});
+  const auto write = [&] { MaskedInplaceOp::below_autograd(x, mask, scale, causal); };
+  needs_gradient(kMasked, {x, m}) ? record_in_place(kMasked, x, m, -1, scale, causal, write) : write();
 }
 
 // Autocast as torch.softmax: float32 comes out. In place the dtype stays.

@@ -82,6 +82,28 @@ def test_second_derivatives(recompute):
     assert torch.autograd.gradgradcheck(run, inputs)
 
 
+def test_second_derivatives_where_v_alone_has_a_gradient():
+    q, k, v = operands()
+    v.requires_grad_()
+    for given in ((0,), (0, 1)):
+        grads = []
+        for attend in (attention.attend, plain):
+            results = attend(q, k, v, None, 0.3)
+            (grad,) = torch.autograd.grad(sum(results[i].pow(2).sum() for i in given), v, create_graph=True)
+            grads.append((grad, *torch.autograd.grad(grad.sin().sum(), v)))
+        torch.testing.assert_close(*grads)
+    probabilities = attention.attend(q, k, v, None, 0.3)[1].sum()
+    assert torch.autograd.grad(probabilities, v, create_graph=True, allow_unused=True) == (None,)
+
+
+def test_one_tensor_as_query_key_and_value_compiles():
+    x = operands()[0].requires_grad_()
+    grads = []
+    for attend in (attention.attend, torch.compile(attention.attend, fullgraph=True, backend="aot_eager")):
+        grads.append(torch.autograd.grad(attend(x, x, x, None, 0.3)[0].sin().sum(), x)[0])
+    torch.testing.assert_close(*grads)
+
+
 def test_only_the_gradients_that_are_needed():
     for needed in product((False, True), repeat=3):
         inputs = [x.requires_grad_(need) for x, need in zip(operands(), needed, strict=True)]
@@ -269,7 +291,17 @@ def test_bad_operands_are_told_before_anything_is_written(bad):
 
 
 @pytest.mark.parametrize(
-    "shapes", [((4, 6, 5), None, None), (None, (3, 3, 7, 5), (3, 3, 7, 5)), (None, None, (3, 2, 7, 5))]
+    "shapes",
+    [
+        ((4, 6, 5), None, None),
+        ((5,), None, None),
+        (None, (3, 3, 7, 5), (3, 3, 7, 5)),
+        (None, None, (3, 2, 7, 5)),
+        (None, (1, H, K, 5), None),
+        (None, (1, H, K, 5), (1, H, K, 5)),
+        (None, (B, 0, K, 5), (B, 0, K, 5)),
+        (None, (B, H, K + 1, 5), None),
+    ],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_operands_that_do_not_fit_each_other(shapes, dropout):

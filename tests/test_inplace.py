@@ -120,6 +120,31 @@ def test_gradients(device, transb, columns):
     assert torch.autograd.gradgradcheck(lambda *args: whole(*args, keep_input=True), (a, bias, b))
 
 
+@pytest.mark.parametrize("keep_input", [False, True])
+def test_compiled_over_an_input_of_the_graph(device, keep_input):
+    """The write is one that gradients go through."""
+    torch._dynamo.reset()
+    leaf, b = (draw(9, 9, device=device, seed=i).requires_grad_(keep_input or i == 0) for i in range(2))
+    inputs = [t for t in (leaf, b) if t.requires_grad]
+
+    def function(a):
+        return matmuls.matmul_(a, b, keep_input=keep_input)
+
+    expected = torch.autograd.grad((leaf @ b).sin().sum(), inputs)
+    for f in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(torch.autograd.grad(f(leaf * 1).sin().sum(), inputs), expected)
+
+
+def test_gradients_of_a_product_without_columns(device):
+    leaf, b, bias = (draw(*shape, device=device).requires_grad_() for shape in ((2, 4, 6), (6, 0), (0,)))
+    a = leaf * 1
+    matmuls.matmul_(a, b, bias=bias, keep_input=True)
+    a.sum().backward()
+    assert torch.equal(leaf.grad, torch.ones_like(leaf))
+    assert b.grad.shape == b.shape
+    assert bias.grad.shape == bias.shape
+
+
 def test_a_gradient_that_needs_the_old_a_is_refused(device):
     a, b = draw(3, 4, device=device), draw(4, 4, device=device).requires_grad_()
     before = a.clone()

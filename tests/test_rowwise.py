@@ -1,5 +1,7 @@
 """What the table cannot say of softmax and the norms: lengths, layouts, special values, what is kept and written."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -366,8 +368,8 @@ def test_nan_stays_in_its_row_of_a_norm(norm, dtype, device):
 def test_equal_numbers_have_a_norm_of_zero(dtype, device):
     """Exactly: the mean of a row is right to its last bit, whoever has a part of it."""
     for columns in (2, 40, 1001, 5003, 8191, 20_001):
-        x = torch.full((3, columns), 1000.0, dtype=dtype, device=device)
-        assert not matmuls.layer_norm_(x).any()
+        for x in (torch.full((3, 1), 1000.0, dtype=dtype, device=device), draw(50, 1, dtype=dtype, device=device)):
+            assert not matmuls.layer_norm_(x.expand(-1, columns).contiguous()).any()
 
 
 def test_float16_sums_do_not_overflow_in_a_norm(device):
@@ -611,6 +613,28 @@ def test_a_leaf_is_refused_before_anything_is_written(function, reference, devic
     torch.testing.assert_close(x, reference(before))
 
 
+def test_what_inference_mode_made_is_refused_before_anything_is_written(device):
+    """Where a gradient is to be recorded: autograd cannot keep it."""
+    with torch.inference_mode():
+        x, weight = draw(4, 9, device=device), draw(9, device=device, seed=1)
+    before, leaf = x.clone(), draw(9, device=device).requires_grad_()
+    for write in (
+        lambda: matmuls.layer_norm_(x, leaf),
+        lambda: matmuls.rms_norm_(x, leaf),
+        lambda: matmuls.scaled_masked_softmax(x, leaf, inplace=True),
+        lambda: matmuls.matmul_(x, draw(9, 9, device=device).requires_grad_(), keep_input=True),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"expected tensors that autograd knows, .* got one made under torch.inf"
+        ):
+            write()
+    assert torch.equal(x, before)
+    x = leaf * 1
+    with pytest.raises(RuntimeError, match="layer_norm_: expected tensors that autograd knows"):
+        matmuls.layer_norm_(x, weight)
+    assert torch.equal(x, leaf)
+
+
 VIEWS = {
     "another shape": lambda t: t.view(8, 9),
     "some rows": lambda t: t[1:3],
@@ -632,6 +656,42 @@ def test_a_view_of_a_graph_s_tensor(function, reference, view, device):
     torch.testing.assert_close(base, expected)
     grads = [torch.autograd.grad((t * weights).sum(), leaf)[0] for t in (base, expected)]
     torch.testing.assert_close(*grads)
+
+
+@in_place
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_graph_that_is_let_go_of_is_freed(function, reference, view, device):
+    """Without a backward: what it keeps of x must not keep the graph that x is of."""
+    leaf = draw(4, 18, device=device).requires_grad_()
+    base = leaf * 1
+    if not view(base).is_contiguous() and function in (IN_PLACE["inplace_softmax"][0], IN_PLACE["layernorm"][0]):
+        pytest.skip("rows and columns are counted by the caller, in contiguous memory")
+    held = torch.nn.Module()
+    base.register_hook(lambda grad, held=held: None)
+    seen = weakref.ref(held)
+    function(view(base))
+    del base, held
+    gc.collect()
+    assert seen() is None
+
+
+@in_place
+def test_compiled_over_an_input_of_the_graph(function, reference, device):
+    """The write is one that gradients go through."""
+    torch._dynamo.reset()
+    leaf, grad = draw(4, 9, device=device).requires_grad_(), draw(4, 9, device=device, seed=1)
+    for f in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        (found,) = torch.autograd.grad(f(leaf * 1), leaf, grad)
+        torch.testing.assert_close(found, torch.autograd.grad(reference(leaf), leaf, grad)[0])
+
+
+@in_place
+def test_batched_gradients(function, reference, device):
+    leaf, grads = draw(4, 9, device=device).requires_grad_(), draw(3, 4, 9, device=device, seed=1)
+    found, expected = (
+        torch.autograd.grad(f(leaf * 1).sin(), leaf, grads, is_grads_batched=True)[0] for f in (function, reference)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("norm", [matmuls.layer_norm_, matmuls.rms_norm_], ids=lambda f: f.__name__)
@@ -666,6 +726,20 @@ SOFTMAXES = [
     lambda x: matmuls.scaled_masked_softmax(x, inplace=True),
 ]
 softmaxes = pytest.mark.parametrize("softmax", SOFTMAXES, ids=["softmax", "softmax_", "masked", "masked in place"])
+
+
+def test_a_softmax_of_a_view_is_differentiable_twice(device):
+    leaf = draw(4, 18, device=device, dtype=torch.float64).requires_grad_()
+
+    def second(function):
+        base = leaf * 1
+        function(base.view(8, 9)[1:4])
+        (grad,) = torch.autograd.grad(base.pow(3).sum(), leaf, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), leaf)[0]
+
+    expected = second(lambda x: x.copy_(x.clone().softmax(-1)))
+    torch.testing.assert_close(second(matmuls.softmax_), expected)
+    torch.testing.assert_close(second(lambda x: matmuls.scaled_masked_softmax(x, inplace=True)), expected)
 
 
 @softmaxes
@@ -744,6 +818,20 @@ def test_a_softmax_keeps_its_result_alone(softmax, device):
     results = []
     kept = kept_by(lambda: results.append(softmax(x)))
     assert [t.data_ptr() for t in kept] == [results[0].data_ptr()]
+
+
+def test_a_scale_with_a_gradient_is_refused(device):
+    """Rather than given none: backward keeps the result alone."""
+    x, scale = draw(4, 9, device=device).requires_grad_(), torch.tensor(0.5, requires_grad=True)
+    expected = "scaled_masked_softmax: expected a scale without a gradient"
+    for function in (matmuls.scaled_masked_softmax, matmuls.scaled_masked_softmax_forward):
+        with pytest.raises(RuntimeError, match=expected):
+            function(x, None, scale)
+        torch.testing.assert_close(function(x, None, scale.detach()), (0.5 * x).softmax(-1))
+    with torch.no_grad():
+        torch.testing.assert_close(matmuls.FusedSoftmax.apply(x, None, scale), (0.5 * x).softmax(-1))
+    with pytest.raises(RuntimeError, match=expected):
+        matmuls.FusedSoftmax.apply(x, None, scale).sum().backward()
 
 
 def test_frozen_tensors_have_no_gradient(device):

@@ -163,7 +163,7 @@ def _feed_forward_cases() -> Iterator[Case]:
         )
 
 
-INPLACE: dict[str, Any] = {"dtypes": REAL, "autocast": False, "flops": False}
+INPLACE: dict[str, Any] = {"dtypes": REAL, "autocast": False}
 TABLE: tuple[Spec, ...] = (
     Spec(
         name="matmul_",

@@ -330,16 +330,15 @@ void save(Context* ctx, const Pattern& p, const Tensor& values, const Tensor& de
   ctx->saved_data["dense_sizes"] = dense.sym_sizes();
 }
 
-// The gradients of sum(A @ dense); `selected`: of what was selected of it.
-std::tuple<Tensor, Tensor> gradients(Context* ctx, const Tensor& grad, const Tensor& selected, bool by_column,
+// The gradients of sum(A @ dense), or of what was selected of it. saved: unpacked once, as torch's checkpoints ask.
+std::tuple<Tensor, Tensor> gradients(Context* ctx, const Gradients& saved, const Tensor& grad, bool by_column,
                                      int64_t longest, int64_t t_longest) {
-  const auto saved = ctx->get_saved_variables();
   const Pattern p{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
   const Tensor &values = saved[6], &dense = saved[7];
   const auto values_sizes = ctx->saved_data["values_sizes"].toSymIntVector();
   const auto dense_sizes = ctx->saved_data["dense_sizes"].toSymIntVector();
   const c10::SymInt columns = dense_sizes[dense_sizes.size() - 2];
-  const OptionalTensor chosen = none_or_tensor(selected);
+  const OptionalTensor chosen = none_or_tensor(saved[8]);
   Tensor grad_values, grad_dense;
   if (ctx->needs_input_grad(0)) {
     const bool summed = values_sizes.size() == 1;  // one gradient for the whole batch: nothing larger than it is made
@@ -382,7 +381,7 @@ struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
       grad = (grad / saved[0].diff().clamp_min(1).to(at::toOpMathType(dtype)).unsqueeze(-1)).to(dtype);
     }
     auto [grad_values, grad_dense] =
-        gradients(ctx, grad, saved[8], ctx->saved_data["by_column"].toBool(), ctx->saved_data["longest"].toInt(),
+        gradients(ctx, saved, grad, ctx->saved_data["by_column"].toBool(), ctx->saved_data["longest"].toInt(),
                   ctx->saved_data["t_longest"].toInt());
     return {grad_values, grad_dense, {}, {}, {}, {}, {}, {}, {}, {}};
   }
@@ -400,7 +399,7 @@ struct SpmmArgFunction : torch::autograd::Function<SpmmArgFunction> {
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
-    auto [grad_values, grad_dense] = gradients(ctx, grads[0], ctx->get_saved_variables()[8], false, -1, -1);
+    auto [grad_values, grad_dense] = gradients(ctx, ctx->get_saved_variables(), grads[0], false, -1, -1);
     return {grad_values, grad_dense, {}, {}, {}};
   }
 };

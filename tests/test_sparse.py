@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import matmuls
@@ -445,6 +446,20 @@ def test_gradient_of_one_side_only(needed, device):
     b = torch.randn(9, 3, dtype=torch.float64, device=device, requires_grad=needed[1])
     spmm(made.with_values(values), b).sum().backward()
     assert ((values.grad is not None), (b.grad is not None)) == needed
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_checkpoints(reduce, device):
+    made = plan(draw_sparse(6, 9, 0.5, torch.float64, device).to_sparse_csc())
+    leaves = [made.values.clone().requires_grad_(), torch.randn(9, 3, dtype=torch.float64, device=device)]
+    leaves[1].requires_grad_()
+
+    def function(values, b):
+        return spmm(made.with_values(values), b, reduce=reduce).square().sum()
+
+    expected = torch.autograd.grad(function(*leaves), leaves)
+    again = torch.autograd.grad(checkpoint(function, *leaves, use_reentrant=False), leaves)
+    assert all(torch.equal(x, y) for x, y in zip(again, expected, strict=True))
 
 
 def test_no_gradient_through_out():

@@ -49,4 +49,7 @@ class BoundCalls:
         """The result for x, or None where no call was bound for a tensor like it: of its shape, strides, dtype and
         device, in a thread in the same modes, without a gradient or a capture. first: the first of the watched."""
 
+def check_no_overlap(op: str, out: Tensor, values: Tensor, dense: Tensor) -> None:
+    """RuntimeError where out shares an element with itself or with one of the others."""
+
 def build_info() -> dict[str, Any]: ...

@@ -295,6 +295,8 @@ def _spmm_of_batch(
         return _ours(structure, values, dense, reduce, alpha).view(expected)
     if list(out.shape) != expected:
         raise RuntimeError(f"spmm: expected out of shape {expected}, got {list(out.shape)}")
+    if not torch.compiler.is_compiling():  # what is multiplied below may be a copy of out, which overlaps nothing
+        _C.check_no_overlap("spmm", out, values, b)
     flat = _ours_into(out.contiguous().flatten(0, -2), structure, values, dense, reduce, alpha, beta)
     return out if flat.data_ptr() == out.data_ptr() else out.copy_(flat.view(expected))
 

@@ -2,9 +2,11 @@
 // each in its own file; this one includes none of them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include "bound_calls.h"
+#include "common.h"
 #include "handles.h"
 
 namespace py = pybind11;
@@ -74,5 +76,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_capturing", [](int device) { return matmuls::is_capturing(gpu(device)); }, py::arg("device"));
   m.def("current_stream", [](int device) { return matmuls::current_stream(gpu(device)); }, py::arg("device"));
   m.def("build_info", build_info);
+  m.def(
+      "check_no_overlap",
+      [](const std::string& op, const at::Tensor& out, const at::Tensor& values, const at::Tensor& dense) {
+        matmuls::check_no_overlap(op.c_str(), out, {{"values", values}, {"dense", dense}});
+      },
+      py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
   matmuls::define_bound_calls(m);
 }

@@ -234,6 +234,24 @@ def test_batches(dtype, device):
         assert_close(spmm(a, b, out=out), own.double() @ b.double(), own @ b)
 
 
+def test_a_batch_into_what_overlaps_is_refused(device):
+    dense = torch.randn(2, 4, 4, device=device)
+    a, b = dense.to_sparse_csr(), torch.randn(2, 4, 4, device=device)
+    over_itself, over_b = torch.zeros(20, device=device).as_strided((2, 4, 4), (2, 4, 1)), b.mT
+    over_values = a.values().view(-1).as_strided((2, 4, 4), (16, 1, 4))
+    for x, out, message in (
+        (b, over_itself, "spmm: expected out to have one memory location per element"),
+        (b, over_b, "spmm: expected out and dense not to overlap"),
+        (b, over_values, "spmm: expected out and values not to overlap"),
+    ):
+        before = out.clone()
+        with pytest.raises(RuntimeError, match=message):
+            spmm(a, x, out=out)
+        assert torch.equal(out, before)
+    out = torch.empty(2, 4, 4, device=device).mT
+    torch.testing.assert_close(spmm(a, b, out=out), dense @ b)
+
+
 def test_empty_shapes(device):
     for rows, columns, n in product((0, 3), (0, 4), (0, 5)):
         a = torch.zeros(rows, columns, device=device).to_sparse_csr()

@@ -531,6 +531,7 @@ class Choice:
         fill = FILL_HALVES if halves else FILL_TENSOR_CORES if tensor_cores else FILL
         if (
             device.type in ("cpu", "cuda")
+            and (s.distinct or dtype.itemsize > 2)  # duplicates are not added up in 16 bits
             and s.nonzeros <= elements <= fill * s.nonzeros  # more are mostly duplicates
             and self._fits(elements * dtype.itemsize, device)
         ):

@@ -147,6 +147,16 @@ def test_duplicates_are_added(dense_wins):
     assert made._choice.tensors
 
 
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 300), (torch.float16, 3000)], ids=str)
+def test_duplicates_are_not_added_in_16_bits(dense_wins, dtype, count, device):
+    crow, col = torch.arange(0, 64 * count + 1, count), torch.zeros(64 * count, dtype=torch.long)
+    a = torch.sparse_csr_tensor(crow, col, torch.ones(64 * count), (64, count)).to(device)
+    b, expected = torch.ones(count, 128, device=device), torch.full((64, 128), count, dtype=dtype, device=device)
+    assert torch.equal(plan(a.to(dtype)) @ b.to(dtype), expected)
+    with torch.autocast(device, dtype):
+        assert torch.equal(plan(a) @ b, expected)
+
+
 def test_what_was_taken_stays_for_graphs_that_read_it(dense_wins, monkeypatch, device):
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr())

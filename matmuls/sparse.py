@@ -75,7 +75,7 @@ class SparsePlan:
         other values at its next replay.
         """
         self._values, self._source, self._bound = self._checked(values), None, None
-        if self._choice is not None:
+        if self._choice is not None and self._stays:
             self._choice.refresh(values)
         return self
 
@@ -169,7 +169,7 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
     if not isinstance(tune, bool) and made._choice is not None:
         for n in tune:
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)
-            made._choice.measure(made._values, b, made.dtype)
+            made._choice.measure(made._values, b, made.dtype, made._stays)
         made._bound = None  # another may be the fastest now
     return made
 

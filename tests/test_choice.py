@@ -176,10 +176,14 @@ def test_measuring_with_passing_values_leaves_what_is_kept_alone(dense_wins, dev
     made @ b
     before = [t.clone() for t in made._choice.tensors]
     other = torch.randn(b.shape[0], 100, device=device)
-    result = made.with_values(2 * made.values) @ other
+    passing = made.with_values(2 * made.values)
+    result = passing @ other
     assert len(dense_wins) == 2
+    plan(passing.update(3 * made.values), tune=[b.shape[1]])
+    assert len(dense_wins) == 3
     assert all(torch.equal(x, y) for x, y in zip(before, made._choice.tensors, strict=True))
     torch.testing.assert_close(result, 2 * dense @ other)
+    torch.testing.assert_close(passing @ other, 3 * dense @ other)
 
 
 def test_other_values_between_a_product_and_its_gradient(dense_wins, device):

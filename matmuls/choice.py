@@ -67,8 +67,8 @@ class Product(Protocol):
 
 @dataclass(frozen=True)
 class Kept:
-    """What was made, and of which values: they are held, so that no others can lie at their address. making: what other
-    streams wait for."""
+    """What was made, and of which values: detached ones hold their memory, whatever a parameter's .data becomes, so that
+    no others can lie at their address. making: what other streams wait for."""
 
     values: torch.Tensor
     state: Any
@@ -124,7 +124,8 @@ class Full:
             self._saved.discard(key)
             if wait:
                 for_every_stream(values)
-            kept = self._kept[key] = Kept(values, _state(values), made, None if wait else Given(values))
+            kept = Kept(values.detach(), _state(values), made, None if wait else Given(values))
+            self._kept[key] = kept
         return kept
 
     def _made(self, values: torch.Tensor, key: Any, old: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

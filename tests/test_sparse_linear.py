@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from matmuls import choice
 from matmuls.nn import SparseLinear
 
 
@@ -80,6 +81,22 @@ def test_training_follows_the_values(device):
     assert losses[-1] < 0.95 * losses[0]
     with torch.no_grad():
         torch.testing.assert_close(sparse(x), nn.functional.linear(x, sparse.weight.to_dense(), sparse.bias))
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_another_storage_of_the_values(gradient, device, monkeypatch):
+    """At the address of the one before, which a product that kept the matrix with its zeros must hold."""
+    monkeypatch.setattr(choice, "SMALLEST", 0)
+    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [choice.DENSE])
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.DENSE: 1.0})
+    sparse = SparseLinear.from_linear(layer(device), sparsity=0.5).requires_grad_(gradient)
+    x = torch.randn(64, 40, device=device)
+    with torch.no_grad():
+        for _ in range(20):
+            sparse(x)
+            for _ in range(2):
+                sparse.values.data = torch.randn_like(sparse.values)
+            torch.testing.assert_close(sparse(x), nn.functional.linear(x, sparse.weight.to_dense(), sparse.bias))
 
 
 def test_state(device):

@@ -67,8 +67,8 @@ class Product(Protocol):
 
 @dataclass(frozen=True)
 class Kept:
-    """What was made, and of which values: detached ones hold their memory, whatever a parameter's .data becomes, so that
-    no others can lie at their address. making: what other streams wait for."""
+    """What was made, and of which values: detached they hold their memory, whatever .data of a parameter becomes, so
+    that no others can lie at their address. making: what other streams wait for."""
 
     values: torch.Tensor
     state: Any
@@ -137,12 +137,12 @@ class Full:
 
     def refresh(self, values: torch.Tensor) -> None:
         """For graphs that read it: what was made of other values is written over."""
-        for key in self._kept:
+        for key in list(self._kept):  # other threads may add to it
             self._keep(values, key)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [t for kept in self._kept.values() for t in kept.made]
+        return [t for kept in list(self._kept.values()) for t in kept.made]
 
 
 class Dense(Full):
@@ -500,8 +500,8 @@ class Choice:
     def _known(self, dtype: torch.dtype, measurement: Measurement) -> Measurement:
         self.measured[dtype, measurement.columns.bit_length()] = measurement
         if self._products:
-            kept = {m.fastest(True, True) for m in self.measured.values()} | self._taken
-            self._products = {name: made for name, made in self._products.items() if name in kept}
+            kept = {m.fastest(True, True) for m in list(self.measured.values())} | self._taken
+            self._products = {name: made for name, made in list(self._products.items()) if name in kept}
         return measurement
 
     def _estimates(self, large: list[str], dtype: torch.dtype, b: torch.Tensor) -> dict[str, float]:
@@ -572,18 +572,18 @@ class Choice:
 
     def refresh(self, values: torch.Tensor) -> None:
         """Other values, from now on."""
-        for made in self._products.values():
+        for made in list(self._products.values()):
             if isinstance(made, Full) and not is_capturing(values.device):
                 made.refresh(values.detach())
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [t for made in self._products.values() for t in made.tensors]
+        return [t for made in list(self._products.values()) for t in made.tensors]
 
     def explain(self) -> str:
         """A line for each measurement: microseconds of every candidate, an asterisk at the chosen one."""
         lines = []
-        for (dtype, _), m in self.measured.items():
+        for (dtype, _), m in list(self.measured.items()):
             chosen = m.fastest(True, True)
             times = ", ".join(
                 f"{name} {'refused' if t is None else f'{t * 1e6:.1f} us'}{'*' if name == chosen else ''}"

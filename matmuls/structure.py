@@ -133,7 +133,7 @@ class Structure:
 
     @property
     def chunk_tensors(self) -> list[torch.Tensor]:
-        return [t for made in self._chunks.values() for t in made.tensors]
+        return [t for made in list(self._chunks.values()) for t in made.tensors]
 
     def by_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values in the order of `col`."""

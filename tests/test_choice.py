@@ -137,6 +137,40 @@ def test_threads_that_meet_other_values_make_the_matrix_once(dense_wins, monkeyp
     assert len(results) == 4
 
 
+def test_threads_that_choose_while_others_look(dense_wins, monkeypatch):
+    """Another thread's first products, of another width and dtype, in the middle of whatever goes through the known."""
+    monkeypatch.setattr(
+        choice.Choice, "_candidates", lambda self, dtype, b: [choice.HALVES if b.shape[1] == 100 else choice.DENSE]
+    )
+    dense, b = draw("cpu")
+
+    def others(made):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made @ b
+        made @ b[:, :100].contiguous()
+
+    def meanwhile(place, name, look):
+        made, real, met = plan(dense.to_sparse_csr()), getattr(place, name), []
+        made @ b
+
+        def and_others(*args):
+            if not met:
+                met.append(threading.Thread(target=others, args=(made,)))
+                met[0].start()
+                met[0].join()
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, and_others)
+            look(made)
+        assert met
+        torch.testing.assert_close(made @ b, dense @ b)
+
+    meanwhile(choice.Full, "_keep", lambda made: made.update(made.values.clone()))
+    meanwhile(choice.Measurement, "fastest", lambda made: made.explain())
+    meanwhile(choice.Measurement, "fastest", lambda made: plan(made, tune=[7]))
+
+
 def test_duplicates_are_added(dense_wins):
     crow, col = torch.arange(0, 4 * 1000 + 1, 4), torch.randint(20, (4000,))
     made = plan(torch.sparse_csr_tensor(crow, col, torch.randn(4000), (1000, 20)))

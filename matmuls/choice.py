@@ -11,7 +11,7 @@ whatever is faster.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from threading import RLock
 from typing import Any, Protocol
@@ -134,6 +134,11 @@ class Full:
 
     def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         raise NotImplementedError
+
+    def forget(self) -> None:
+        """Of which values it was made: the next product makes it anew."""
+        with self._making:
+            self._kept = {key: replace(kept, state=None) for key, kept in self._kept.items()}
 
     def refresh(self, values: torch.Tensor) -> None:
         """For graphs that read it: what was made of other values is written over."""
@@ -383,6 +388,8 @@ class Choice:
         self.measured: dict[tuple[torch.dtype, int], Measurement] = {}
         self._products: dict[str, Product] = {}
         self._taken: set[str] = set()  # graphs may have captured what these keep
+        self.trained = False  # the values may be others since, without a count of it
+        self._forgetting = RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Choice":
         return Choice(self._structure)  # what cuSPARSE prepared cannot be copied; the rest is soon measured
@@ -553,6 +560,12 @@ class Choice:
         return device.type == "cuda" and bool(nbytes <= torch.cuda.mem_get_info(device)[0] // 4)
 
     def _made(self, name: str) -> Product:
+        if self.trained:
+            with self._forgetting:  # one thread, and none after others have made it anew
+                for made in list(self._products.values()) if self.trained else ():
+                    if isinstance(made, Full):
+                        made.forget()
+                self.trained = False
         if name not in self._products:
             self._products[name] = self._new(name)
         return self._products[name]

@@ -70,9 +70,10 @@ class SparsePlan:
     def update(self, values: torch.Tensor) -> "SparsePlan":
         """Take other values for the same nonzeros, in the order of A.values(); nothing is inspected. Returns itself.
 
-        Needed too after writes to the values that torch does not count (by `.data`, by a graph that replays an
-        optimizer): the plan may keep the matrix with its zeros. A captured graph that multiplied by that reads the
-        other values at its next replay.
+        Needed too after writes to the values that torch does not count (by `.data`, through the tensor that A was made
+        of, by a graph that replays an optimizer, by a fused optimizer if a product without a gradient came between the
+        one with it and the step): the plan may keep the matrix with its zeros. A captured graph that multiplied by that
+        reads the other values at its next replay.
         """
         self._values, self._source, self._bound = self._checked(values), None, None
         if self._choice is not None and self._stays:
@@ -102,6 +103,12 @@ class SparsePlan:
         """The product by b as one before, where nothing has changed since."""
         bound = self._bound
         return None if torch.compiler.is_compiling() or bound is None else bound(b, self._values)
+
+    def _forget(self) -> None:
+        """After a product that records a gradient to the values: torch does not count what fused optimizers write."""
+        self._bound = None
+        if self._choice is not None:
+            self._choice.trained = True
 
     def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
         return spmm(self, b)
@@ -261,6 +268,8 @@ def spmm(
         if product is not None:
             return product
     structure, values, shape = _parts("spmm", a)
+    if isinstance(a, SparsePlan) and a._stays and values.requires_grad and torch.is_grad_enabled():
+        a._forget()
     if b.dim() == 0:
         raise RuntimeError(f"spmm: expected dense of shape [..., {shape[-1]}, n], got []")
     if b.dim() == 1:

@@ -283,6 +283,32 @@ def test_gradients(dense_wins, layout, device):
     torch.testing.assert_close(ours, (weight @ b.detach().mT)[row, column])
 
 
+@pytest.mark.parametrize("train", ["matmul", "mean", "few columns", "compiled"])
+def test_values_that_a_fused_optimizer_wrote(dense_wins, train, device):
+    """Their version does not move."""
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    values = torch.nn.Parameter(made.values.clone())
+    made.update(values)
+    optimizer = torch.optim.SGD([values], lr=1.0, fused=True)
+    steps = {
+        "matmul": lambda: made @ b,
+        "mean": lambda: spmm(made, b, reduce="mean"),
+        "few columns": lambda: made @ b[:, :2],
+        "compiled": torch.compile(lambda: spmm(made, b), fullgraph=True, backend="aot_eager"),
+    }
+    for _ in range(3):
+        with torch.no_grad():
+            dense[made._structure.row.long(), made._structure.col.long()] = values
+            for _ in range(2):
+                assert_as_exact_as_float32(made @ b, dense, b)
+                assert_as_exact_as_float32(made @ b[:, :100], dense, b[:, :100])
+            assert made._again(b) is not None
+        optimizer.zero_grad()
+        steps[train]().square().mean().backward()
+        optimizer.step()
+
+
 def test_nothing_is_measured_where_it_must_not_be(dense_wins, device):
     dense, b = draw(device)
     a = dense.to_sparse_csr()

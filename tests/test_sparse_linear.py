@@ -67,9 +67,13 @@ def test_gradients(device):
     assert sparse.bias.grad is not None
 
 
-def test_training_follows_the_values(device):
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_follows_the_values(fused, device, monkeypatch):
+    monkeypatch.setattr(choice, "SMALLEST", 0)
+    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [choice.DENSE])
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.DENSE: 1.0})
     sparse = SparseLinear.from_linear(layer(device), sparsity=0.9)
-    optimizer = torch.optim.SGD(sparse.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(sparse.parameters(), lr=1.0, fused=fused)
     x, target = torch.randn(64, 40, device=device), torch.randn(64, 30, device=device)
     losses = []
     for _ in range(20):
@@ -78,9 +82,9 @@ def test_training_follows_the_values(device):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        with torch.no_grad():
+            torch.testing.assert_close(sparse(x), nn.functional.linear(x, sparse.weight.to_dense(), sparse.bias))
     assert losses[-1] < 0.95 * losses[0]
-    with torch.no_grad():
-        torch.testing.assert_close(sparse(x), nn.functional.linear(x, sparse.weight.to_dense(), sparse.bias))
 
 
 @pytest.mark.parametrize("gradient", [True, False])

@@ -392,6 +392,13 @@ class cusparseMM(InplaceFunction):
                 f"cusparseMM: expected a of shape [M, K], or [..., M, K] beside b of the same leading dimensions, "
                 f"got {list(a.shape)} and {list(b.shape)}"
             )
+        apply: Callable[..., torch.Tensor] = cls._apply
+        if torch.compiler.is_compiling():  # a break in the graph: torch traces no super() of a Function
+            apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
+        return apply(a, b)
+
+    @classmethod
+    def _apply(cls, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = super().apply(a, b)  # type: ignore[no-untyped-call]
         return result
 

@@ -16,6 +16,8 @@ _csr_transpose: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] =
     torch.ops.custom_mm.csr_transpose.default
 )
 
+_unsafe_view: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view.default
+
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 INT32_MAX = 2**31 - 1
 
@@ -302,6 +304,8 @@ def structure_of(name: str, a: torch.Tensor) -> tuple[Structure, torch.Tensor]:
 
 def values_of(a: torch.Tensor) -> torch.Tensor:
     values = a.values() if a.layout != torch.sparse_coo or a.is_coalesced() else a.coalesce().values()
+    # No view of a, which torch.compile takes for none of its own; detached ones share the version.
+    values = _unsafe_view(values, values.shape) if values.requires_grad else values.detach()
     return values if values.dim() == 1 else values.reshape(-1)
 
 

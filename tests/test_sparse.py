@@ -674,6 +674,24 @@ def test_compiled_plan():
         torch.testing.assert_close(x.grad, y.grad)
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("spmm", "csr"), ("spmm", "coo"), ("plan", "csr"), ("MM", "csr"), ("MM", "coo"), ("MM", "dense")],
+)
+def test_compiled_around_what_torch_does_not_trace(name, layout, gradient):
+    """A break in the graph."""
+    dense, b = draw_sparse(6, 9, 0.5), torch.randn(9, 4)
+    a = (dense if layout == "dense" else in_layout(dense, layout)).requires_grad_(gradient)
+    function = {"spmm": spmm, "plan": lambda a, b: plan(a) @ b, "MM": cusparseMM.apply}[name]
+    torch._dynamo.reset()
+    y = torch.compile(lambda a, b: function(a, b) + 1, backend="aot_eager")(a, b)
+    torch.testing.assert_close(y, dense @ b + 1)
+    if gradient:
+        y.sum().backward()
+        torch.testing.assert_close(a.grad.to_dense(), b.sum(1) * ((dense != 0) | (layout == "dense")))
+
+
 def test_autocast(device):
     made = plan(draw_sparse(6, 9, 0.4, torch.float32, device).to_sparse_csr())
     b, q = torch.randn(9, 4, device=device, requires_grad=True), torch.randn(6, 4, device=device, requires_grad=True)

@@ -1,5 +1,6 @@
 """Modules: parameters and one call of an operation."""
 
+import math
 import warnings
 from typing import Any
 
@@ -167,8 +168,9 @@ class SparseLinear(nn.Module):
         else:
             kept = weight.numel() - round(sparsity * weight.numel())
             largest = weight.abs().flatten().topk(kept, sorted=False).indices
-            keep = torch.zeros_like(weight, dtype=torch.bool)
-            keep.view(-1)[largest] = True
+            keep = weight.new_zeros(weight.numel(), dtype=torch.bool)
+            keep[largest] = True
+            keep = keep.view(weight.shape)
         module = cls(linear.in_features, linear.out_features, linear.bias is not None, weight.device, weight.dtype)
         module.values = nn.Parameter(weight[keep], requires_grad=linear.weight.requires_grad)
         module.columns = keep.nonzero()[:, 1].int()
@@ -199,14 +201,14 @@ class SparseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise RuntimeError(f"SparseLinear: expected x of shape [..., {self.in_features}], got {list(x.shape)}")
-        y = (self.plan() @ x.reshape(-1, self.in_features).mT).mT
+        y = (self.plan() @ x.reshape(math.prod(x.shape[:-1]), self.in_features).mT).mT
         return (y if self.bias is None else y + self.bias.to(y.dtype)).reshape(*x.shape[:-1], self.out_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("values", "columns"):
             loaded, own = state_dict.get(prefix + name), getattr(self, name)
             if loaded is not None and loaded.shape != own.shape and loaded.dim() == 1:
-                own.data = own.new_empty(loaded.shape)
+                own.grad, own.data = None, own.new_empty(loaded.shape)
         self._plan = None
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -32,6 +32,20 @@ def test_as_the_pruned_layer(lead, bias, device):
     torch.testing.assert_close(y, nn.functional.linear(x, pruned, linear.bias))
 
 
+def test_a_transposed_weight(device):
+    linear = layer(device)
+    expected = SparseLinear.from_linear(linear, sparsity=0.7)
+    linear.weight = nn.Parameter(linear.weight.detach().mT.contiguous().mT)
+    assert torch.equal(SparseLinear.from_linear(linear, sparsity=0.7).weight.to_dense(), expected.weight.to_dense())
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (0, 3)], ids=str)
+def test_no_input_features(lead, device):
+    sparse = SparseLinear(0, 3, device=device)
+    nn.init.ones_(sparse.bias)
+    assert torch.equal(sparse(torch.ones(*lead, 0, device=device)), torch.ones(*lead, 3, device=device))
+
+
 def test_threshold_and_zeros(device):
     linear = layer(device)
     for sparse, kept in (
@@ -111,10 +125,12 @@ def test_state(device):
     torch.save(sparse.state_dict(), file)
     file.seek(0)
     for other in (SparseLinear(40, 30, device=device), SparseLinear.from_linear(layer(device), sparsity=0.2)):
-        other(x)
+        other(x).sum().backward()  # leaves a gradient of another size
         file.seek(0)
         other.load_state_dict(torch.load(file, map_location=device))
         assert torch.equal(other(x), expected)
+        other(x).sum().backward()
+        assert other.values.grad.shape == sparse.values.shape
         assert "sparsity=0.8" in repr(other)
     bad = sparse.state_dict()
     bad["columns"] = bad["columns"] + 40

@@ -303,7 +303,11 @@ def structure_of(name: str, a: torch.Tensor) -> tuple[Structure, torch.Tensor]:
 
 
 def values_of(a: torch.Tensor) -> torch.Tensor:
-    values = a.values() if a.layout != torch.sparse_coo or a.is_coalesced() else a.coalesce().values()
+    if a.layout == torch.sparse_coo and not a.is_coalesced():
+        recording = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(recording):  # a plan may train later
+            a = a.coalesce()
+    values = a.values()
     # No view of a, which torch.compile takes for none of its own; detached ones share the version.
     values = _unsafe_view(values, values.shape) if values.requires_grad else values.detach()
     return values if values.dim() == 1 else values.reshape(-1)

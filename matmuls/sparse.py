@@ -162,6 +162,10 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
     By blocks, of BSR and BSC with sides of 16, 32, 64 or 128: on tensor cores, of capability 8.0 on, in float16,
     bfloat16 or, where torch.set_float32_matmul_precision allows TF32, float32; differentiable, twice and more, in b.
 
+    int32 indices are shared with a, and must not be written to through the tensors that a was made of: torch does not
+    count such writes, and products read them unchecked. Where the dense product is taken, NaN and inf in B reach every
+    row of the result, as those of torch.matmul do.
+
     Raises ValueError on indices that do not fit. Gradients go to a's values, or to those of `update`. A product that
     records a gradient to the values is our own.
     """
@@ -254,7 +258,8 @@ def spmm(
     product, which waits for the GPU, and kept with the matrix, about 4 bytes a nonzero and 4 a row.
 
     Differentiable, twice and more, in A's values (a sparse tensor with A's pattern: O(nonzeros) memory) and in b. The
-    indices of a sparse tensor are checked once for as long as it lives; a plan spares the look-up. Under autocast as
+    indices of a sparse tensor are checked once for as long as it lives, and again when they were written to, but not
+    through the tensors that it was made of, which torch does not count; a plan spares the look-up. Under autocast as
     torch.matmul.
 
     Raises ValueError on indices that do not fit, RuntimeError, before anything is written, on shapes, dtypes or devices

@@ -170,18 +170,25 @@ class Structure:
         return self.order, *(self.transposed() if dense_gradient else (None, None, None))
 
     def in_int32(self) -> "Structure":
-        """Indices of 4 bytes, where they suffice: half of what a product reads of them."""
-        if self.crow.dtype == torch.int32 or max(self.rows, self.columns, self.nonzeros) >= INT32_MAX:
+        """Indices of 4 bytes, where they suffice: half of what a product reads of them. Of those of inference tensors
+        copies: nobody sees whether they were written to."""
+        unseen = any(t.is_inference() for t in (*self.tensors, *self.block_tensors))
+        dtype = torch.int32 if max(self.rows, self.columns, self.nonzeros) < INT32_MAX else self.crow.dtype
+        if self.crow.dtype == dtype and not unseen:
             return self
+
+        def own(t: torch.Tensor) -> torch.Tensor:
+            return t.to(dtype, copy=unseen)
+
         if self._narrow is None:
             narrow = object.__new__(Structure)
             narrow.__dict__.update(self.__dict__, _chunks={})
             with torch.inference_mode(False):
-                narrow.crow, narrow.col = self.crow.int(), self.col.int()
-                narrow.order = None if self.order is None else self.order.int()
+                narrow.crow, narrow.col = own(self.crow), own(self.col)
+                narrow.order = None if self.order is None else own(self.order)
                 if self._transposed is not None:
                     t_crow, t_col, t_order = self._transposed
-                    narrow._transposed = t_crow.int(), t_col.int(), None if t_order is None else t_order.int()
+                    narrow._transposed = own(t_crow), own(t_col), None if t_order is None else own(t_order)
             if self.blocks is not None:
                 narrow.blocks = replace(self.blocks, structure=self.blocks.structure.in_int32())
             narrow._watch()

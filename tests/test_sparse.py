@@ -581,6 +581,23 @@ def test_indices_of_inference_tensors_are_looked_at_each_time(device):
             spmm(a, x)
 
 
+@pytest.mark.parametrize("layout", ["csr", "csc", "bsr"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_a_plan_of_inference_tensors_has_indices_of_its_own(layout, index, device):
+    """Written to unseen, they would lead anywhere."""
+    dense, x = draw_sparse(32, 32, 0.5, device=device), torch.randn(32, 4, device=device)
+    with torch.inference_mode():
+        a = in_layout(dense, layout, index)
+        if layout == "bsr":  # of a size that a kernel takes
+            a = dense.to_sparse_bsr((16, 16))
+            a = torch.sparse_bsr_tensor(a.crow_indices().to(index), a.col_indices().to(index), a.values(), a.shape)
+        made = plan(a)
+        for t in matmuls.structure._compressed_parts(a):
+            t.fill_(10**6)
+        torch.testing.assert_close(made @ x, dense @ x)
+    assert not any(t.is_inference() for t in (*made._structure.tensors, *made._structure.block_tensors))
+
+
 def test_a_plan_survives_a_transposition_that_failed(monkeypatch, device):
     made = plan(draw_sparse(6, 9, 0.5, device=device).to_sparse_csr())
     right, x = matmuls.structure._csr_transpose, torch.randn(9, 4, device=device, requires_grad=True)

@@ -199,7 +199,7 @@ class SparseLinear(nn.Module):
         return made if made._values is self.values else made.update(self.values)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.in_features:
+        if x.shape[-1:] != (self.in_features,):
             raise RuntimeError(f"SparseLinear: expected x of shape [..., {self.in_features}], got {list(x.shape)}")
         y = (self.plan() @ x.reshape(math.prod(x.shape[:-1]), self.in_features).mT).mT
         return (y if self.bias is None else y + self.bias.to(y.dtype)).reshape(*x.shape[:-1], self.out_features)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -169,6 +170,9 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
     Raises ValueError on indices that do not fit. Gradients go to a's values, or to those of `update`. A product that
     records a gradient to the values is our own.
     """
+    widths = () if isinstance(tune, bool) else tuple(tune) if isinstance(tune, Iterable) else None
+    if widths is None or not all(isinstance(n, Integral) and n >= 0 for n in widths):
+        raise TypeError(f"plan: expected tune to be True, False or several numbers of columns, got {tune!r}")
     if isinstance(a, SparsePlan):
         made = a
     else:
@@ -177,8 +181,8 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
         choice = Choice(structure) if tune is not False and structure.batch is None else None
         made = SparsePlan(structure, values.detach(), tuple(a.shape), choice)
         made._source = a if a.requires_grad else None
-    if not isinstance(tune, bool) and made._choice is not None:
-        for n in tune:
+    if widths and made._choice is not None:
+        for n in widths:
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)
             made._choice.measure(made._values, b, made.dtype, made._stays)
         made._bound = None  # another may be the fastest now
@@ -210,8 +214,6 @@ def _parts(name: str, a: Sparse) -> tuple[Structure, torch.Tensor, torch.Size]:
         if not torch.compiler.is_compiling():
             a._structure.check_unchanged(name)
         return a._structure, a.values, a.shape
-    if not isinstance(a, torch.Tensor):
-        raise TypeError(f"{name}: expected a sparse tensor or a plan, got {type(a).__name__}")
     structure, values = structure_of(name, a)
     return structure, values, a.shape
 
@@ -273,6 +275,8 @@ def spmm(
         if product is not None:
             return product
     structure, values, shape = _parts("spmm", a)
+    if not isinstance(b, torch.Tensor):
+        raise TypeError(f"spmm: expected a dense tensor, got {type(b).__name__}")
     if isinstance(a, SparsePlan) and a._stays and values.requires_grad and torch.is_grad_enabled():
         a._forget()
     if b.dim() == 0:
@@ -390,7 +394,7 @@ class cusparseMM(InplaceFunction):
 
     @classmethod
     def apply(cls, a: Sparse, b: torch.Tensor) -> torch.Tensor:
-        if isinstance(a, SparsePlan) or a.layout != torch.strided:
+        if not isinstance(a, torch.Tensor) or a.layout != torch.strided:
             return spmm(a, b)
         if a.dim() < 2 or (a.dim() > 2 and a.shape[:-2] != b.shape[:-2]):
             raise RuntimeError(

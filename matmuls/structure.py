@@ -289,6 +289,8 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def structure_of(name: str, a: torch.Tensor) -> tuple[Structure, torch.Tensor]:
     """A sparse tensor's structure and its values, [nonzeros], which gradients go through."""
+    if not isinstance(a, torch.Tensor):
+        raise TypeError(f"{name}: expected a sparse tensor or a plan, got {type(a).__name__}")
     if a.layout == torch.sparse_coo:
         offsets, inner = a._indices(), a._indices()
     elif a.layout in COMPRESSED:

@@ -837,8 +837,18 @@ def test_operands_that_do_not_fit(device):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(TypeError, match="spmm: expected a sparse tensor or a plan, got list"):
-        spmm([1], b)
+    for call, message in (
+        (lambda: spmm([1], b), "spmm: expected a sparse tensor or a plan, got list"),
+        (lambda: plan([1]), "plan: expected a sparse tensor or a plan, got list"),
+        (lambda: sddmm(b, b.mT, None), "sddmm: expected a sparse tensor or a plan, got NoneType"),
+        (lambda: cusparseMM.apply([1], b), "spmm: expected a sparse tensor or a plan, got list"),
+        (lambda: plan(a) @ [1], "spmm: expected a dense tensor, got list"),
+        (lambda: plan(a, tune=5), "plan: expected tune to be True, False or several numbers of columns, got 5"),
+        (lambda: plan(a, tune=["5"]), "plan: expected tune to be .* numbers of columns, got .'5'"),
+        (lambda: plan(a, tune=[-1]), r"plan: expected tune to be .* numbers of columns, got \[-1\]"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 FUZZ = """

@@ -651,7 +651,7 @@ struct SoftmaxInplaceGradient : torch::autograd::Node {
   torch::autograd::SavedVariable y;
   int64_t dim = -1;
   double scale = 1;
-  bool causal = false;
+  bool causal = false, of_view = false;
   std::optional<std::vector<c10::SymInt>> mask_sizes;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
@@ -669,7 +669,10 @@ struct SoftmaxInplaceGradient : torch::autograd::Node {
     return {grad, Tensor()};
   }
 
+  // Of a view autograd lets go of this node as a whole. Until then a second derivative may come by it twice: as what
+  // the base is made by and, once the view is gone, as what y is.
   void release_variables() override {
+    if (of_view) return;
     const std::lock_guard<std::mutex> lock(mutex_);
     y.reset_data();
   }
@@ -684,7 +687,7 @@ void record_in_place(const char* op, const Tensor& x, const Tensor& mask, int64_
   check_recorded(op, x);
   const auto node = new_node<SoftmaxInplaceGradient>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, mask));
-  node->dim = dim, node->scale = scale, node->causal = causal;
+  node->dim = dim, node->scale = scale, node->causal = causal, node->of_view = x.is_view();
   if (mask.defined() && mask.requires_grad()) node->mask_sizes = mask.sym_sizes().vec();
   write();
   torch::autograd::rebase_history(x, NodePtr(node));

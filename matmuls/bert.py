@@ -60,10 +60,17 @@ class Encoder:
         model = AutoModel.from_pretrained(folder, dtype=dtype).to(device).eval()
         return cls(model, tokenizer)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest input. RoBERTa and its kin count positions from the padding's on."""
+        places = [m for name, m in self.model.named_modules() if name.endswith("position_embeddings")]
+        padding = getattr(places[0], "padding_idx", None) if places else None
+        room = getattr(self.model.config, "max_position_embeddings", 512) - (0 if padding is None else padding + 1)
+        return min(room, self.tokenizer.model_max_length)
+
     def batch(self, texts: list[str]) -> dict[str, torch.Tensor]:
         """Token ids and padding mask of texts of any lengths, cut at the model's longest input."""
-        longest = getattr(self.model.config, "max_position_embeddings", 512)
-        encoded = self.tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        encoded = self.tokenizer(texts, padding=True, truncation=True, max_length=self.longest, return_tensors="pt")
         return {name: tensor.to(self.model.device) for name, tensor in encoded.items()}
 
     @torch.inference_mode()

@@ -164,7 +164,7 @@ class SparseLinear(nn.Module):
             raise ValueError(f"SparseLinear: expected sparsity from 0 to 1, got {sparsity}")
         weight = linear.weight.detach()
         if sparsity is None:
-            keep = weight.abs() > (threshold or 0.0)
+            keep = ~(weight.abs() <= (threshold or 0.0))  # NaN is no zero
         else:
             kept = weight.numel() - round(sparsity * weight.numel())
             largest = weight.abs().flatten().topk(kept, sorted=False).indices
@@ -176,12 +176,18 @@ class SparseLinear(nn.Module):
         module.columns = keep.nonzero()[:, 1].int()
         module.offsets[1:] = keep.sum(1).cumsum(0)
         if module.bias is not None:
-            module.bias.copy_(linear.bias)
+            module.bias.copy_(linear.bias).requires_grad_(linear.bias.requires_grad)
         return module.train(linear.training)
 
     @property
     def weight(self) -> Tensor:
-        """The weight as a sparse CSR tensor, [out_features, in_features]; without a gradient."""
+        """The weight as a sparse CSR tensor, [out_features, in_features]; without a gradient. Raises ValueError where a
+        loaded state does not fit together."""
+        self.plan()
+        return self._as_csr()
+
+    def _as_csr(self) -> Tensor:
+        """Not looked at."""
         shape = self.out_features, self.in_features
         with warnings.catch_warnings():  # torch calls the layout a beta, once a process
             warnings.simplefilter("ignore", UserWarning)
@@ -194,7 +200,7 @@ class SparseLinear(nn.Module):
         indices = self.offsets, self.columns
         state = [(id(t), t.data_ptr(), version_of(t)) for t in indices]
         if self._plan is None or self._plan[0] != state:
-            self._plan = state, plan(self.weight)
+            self._plan = state, plan(self._as_csr())
         made = self._plan[1]
         return made if made._values is self.values else made.update(self.values)
 

@@ -1,5 +1,6 @@
 """Encoders made ready for inference: the same results, less memory, and back again bit for bit."""
 
+import contextlib
 import copy
 import inspect
 import warnings
@@ -10,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from test_transformers import MODELS, SMALL, batch_of, model_of  # noqa: E402
+from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput, BertSelfOutput  # noqa: E402
 
 from matmuls import measure  # noqa: E402
 from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
@@ -375,6 +377,109 @@ def test_a_module_that_is_not_as_known_is_left():
     assert handle.left["encoder.layer.0"] == "BertLayer (not all of its parts are nn.Linear and nn.LayerNorm)"
     assert handle.left["encoder.layer.1"] == "BertLayer (its forward has been replaced)"
     second.__dict__.pop("forward")
+
+
+class Cut(BertOutput):
+    def forward(self, *args):
+        return super().forward(*args).relu()
+
+
+class Halved(BertIntermediate):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def replaced(layer, monkeypatch):
+    layer.output.dropout = torch.nn.Tanh()
+
+
+def of_a_class_of_yours(layer, monkeypatch):
+    layer.output.__class__ = Cut  # as adapter libraries do
+
+
+def of_another(layer, monkeypatch):
+    layer.intermediate.__class__ = Halved
+
+
+def of_all(layer, monkeypatch):
+    right = BertSelfOutput.forward
+    monkeypatch.setattr(BertSelfOutput, "forward", lambda *args: right(*args).relu())
+
+
+@pytest.mark.parametrize("change", [replaced, of_a_class_of_yours, of_another, of_all], ids=lambda f: f.__name__)
+def test_what_is_yours_inside_a_layer_runs(change, monkeypatch):
+    """Before `optimize` and after it."""
+
+    def large():
+        model = model_of("bert")
+        for m in model.encoder.modules():
+            if isinstance(m, torch.nn.Linear):
+                m.weight.data.mul_(10)
+        return model
+
+    model = large()
+    batch = batch_of(model)
+    stock = hidden(model, batch)
+    change(model.encoder.layer[0], monkeypatch)
+    expected = hidden(model, batch)
+    assert (expected - stock).abs().max() > 1e-3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle = optimize(model)
+    assert "encoder.layer.0" in handle.left
+    torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-5)
+    monkeypatch.undo()
+    model = large()
+    optimize(model)
+    change(model.encoder.layer[0], monkeypatch)
+    torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_copy_of_the_code_is_not_transformers_own(monkeypatch):
+    model = model_of("bert")
+    for kind in (type(model), type(model.encoder.layer[0])):
+        monkeypatch.setattr(kind, "__module__", "bert")
+    with pytest.warns(UserWarning, match="no layer of BertModel was changed"):
+        optimize(model)
+
+
+def test_norms_that_are_not_as_planned():
+    model = model_of("bert")
+    model.encoder.layer[0].output.LayerNorm = torch.nn.LayerNorm(32, elementwise_affine=False)
+    handle = optimize(model)
+    assert handle.left["encoder.layer.0"] == "BertLayer (its norms have no weights)"
+    assert verify(model, batch_of(model)).hidden_states < 1e-5
+    model = model_of("bert", dtype=torch.bfloat16)
+    handle = optimize(model)
+    for layer in handle.layers.values():
+        layer.output.LayerNorm.float()
+    ours = hidden(model, batch_of(model))
+    handle.undo()
+    assert torch.equal(ours, hidden(model, batch_of(model)))
+
+
+def test_made_ready_in_inference_mode_a_model_still_trains():
+    model = model_of("bert")
+    with torch.inference_mode():
+        handle = optimize(model)
+    assert not any(p.is_inference() for p in model.parameters())
+    with torch.inference_mode():
+        handle.undo()
+    assert not any(p.is_inference() for p in model.parameters())
+    model.train()(**batch_of(model)).last_hidden_state.sum().backward()
+
+
+def test_verify_leaves_each_part_its_own_attention():
+    bert = transformers.BertConfig(**SMALL)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(bert, bert)
+    model = transformers.EncoderDecoderModel(config).eval()
+    model.encoder.set_attn_implementation("eager")
+    model.decoder.set_attn_implementation("sdpa")
+    optimize(model)
+    before = [m.config._attn_implementation for m in (model, model.encoder, model.decoder)]
+    with contextlib.suppress(VerificationError, IndexError):
+        verify(model, {"input_ids": torch.ones(1, 4, dtype=torch.long), "decoder_input_ids": torch.ones(1, 3).long()})
+    assert [m.config._attn_implementation for m in (model, model.encoder, model.decoder)] == before
 
 
 def test_an_unknown_model_is_left_and_told():

@@ -47,6 +47,27 @@ def test_no_input_features(lead, device):
     assert torch.equal(sparse(torch.ones(*lead, 0, device=device)), torch.ones(*lead, 3, device=device))
 
 
+def test_what_is_frozen_or_not_a_number_stays_so(device):
+    linear = layer(device)
+    linear.bias.requires_grad_(False)
+    linear.weight.data[0, 0] = float("nan")
+    sparse = SparseLinear.from_linear(linear, threshold=0.1)
+    assert not sparse.bias.requires_grad
+    assert sparse.weight.to_dense()[0, 0].isnan()
+
+
+@pytest.mark.parametrize("wrong", ["offsets", "columns"])
+def test_a_state_that_does_not_fit_together_is_told(wrong, device):
+    """Not read as it is."""
+    sparse = SparseLinear.from_linear(layer(device), sparsity=0.3)
+    state = SparseLinear.from_linear(layer(device), sparsity=0.7).state_dict()
+    state.pop(wrong)
+    sparse.load_state_dict(state, strict=False)
+    for use in (lambda: sparse.weight, lambda: sparse(torch.ones(2, 40, device=device))):
+        with pytest.raises(ValueError, match="plan: expected"):
+            use()
+
+
 def test_threshold_and_zeros(device):
     linear = layer(device)
     for sparse, kept in (

@@ -1,6 +1,7 @@
 """Attention inside Hugging Face models: real weights, padding, causality, grouped heads, what is asked for."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -287,6 +288,22 @@ def test_what_is_not_computed_is_refused(way):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 
+@pytest.mark.parametrize(("name", "longest"), [("bert", 64), ("roberta", 62), ("distilbert", 64)])
+def test_texts_are_cut_at_the_longest_that_a_model_takes(name, longest):
+    torch.manual_seed(0)
+    config = {"bert": t.BertConfig, "roberta": t.RobertaConfig, "distilbert": t.DistilBertConfig}[name]
+    sizes = DISTIL if name == "distilbert" else SMALL
+    model = t.AutoModel.from_config(config(**sizes, max_position_embeddings=64, pad_token_id=1)).eval()
+    encoder = Encoder(model, SimpleNamespace(model_max_length=10**30))
+    assert encoder.longest == longest
+    ids = torch.randint(3, 60, (1, longest + 1))
+    batch = {"input_ids": ids[:, :-1], "attention_mask": torch.ones(1, longest, dtype=torch.long)}
+    assert encoder.embed(batch, "custom_mm").isfinite().all()
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=ids)
+    assert Encoder(model, SimpleNamespace(model_max_length=20)).longest == 20
+
+
 def test_generation_with_a_cache():
     torch.manual_seed(0)
     model = t.BertLMHeadModel(t.BertConfig(**SMALL, is_decoder=True)).eval()
@@ -299,13 +316,54 @@ def test_generation_with_a_cache():
     assert all(torch.equal(found[0], x) for x in found[1:])
 
 
+DECODERS = {
+    "bert": lambda: t.BertLMHeadModel(t.BertConfig(**SMALL, is_decoder=True)),
+    "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**SMALL, num_key_value_heads=2)),
+    "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=60)),
+    "sliding window": lambda: t.MistralForCausalLM(t.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=20)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_several_tokens_at_once_over_a_cache(name, way):
+    """Causal from the end of the keys, not from their beginning; so are drafts that a model looks through."""
+    torch.manual_seed(0)
+    model = DECODERS[name]().eval()
+    ids = torch.randint(3, 60, (2, 9))
+    model.set_attn_implementation(way)
+    with torch.no_grad():
+        whole = model(ids).logits
+        for mask in (None, torch.ones(2, 9, dtype=torch.long)):
+            cache = model(ids[:, :4], use_cache=True).past_key_values
+            rest = model(ids[:, 4:], past_key_values=cache, attention_mask=mask).logits
+            torch.testing.assert_close(rest, whole[:, 4:], atol=1e-5, rtol=1e-5)
+    drafts = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    repeated = ids[:1].repeat(1, 3)
+    ours = model.generate(repeated, attention_mask=torch.ones_like(repeated), **drafts)
+    model.set_attn_implementation("eager")
+    assert torch.equal(ours, model.generate(repeated, attention_mask=torch.ones_like(repeated), **drafts))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_sequences_do_not_see_each_other(way):
+    torch.manual_seed(0)
+    model = DECODERS["llama"]().eval()
+    model.set_attn_implementation(way)
+    ids, positions = torch.randint(3, 60, (1, 9)), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+        apart = torch.cat([model(part).logits for part in (ids[:, :4], ids[:, 4:])], 1)
+    torch.testing.assert_close(packed, apart, atol=1e-5, rtol=1e-5)
+
+
 def test_the_padding_mask_is_not_expanded():
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     ours = attention_mask(batch_size=2, q_length=3, kv_length=3, attention_mask=mask)
     assert ours.shape == (2, 1, 1, 3)
     assert torch.equal(ours[:, 0, 0], mask.bool())
-    assert attention_mask(batch_size=2, q_length=3, kv_length=3) is None
+    assert attention_mask(batch_size=2, q_length=3, kv_length=3, allow_is_bidirectional_skip=True) is None
     # nothing is masked: without a mask sdpa has its fastest kernel; who joins masks together asks for one all the same
     full = {"batch_size": 2, "q_length": 3, "kv_length": 3, "attention_mask": torch.ones(2, 3)}
-    assert attention_mask(**full) is None
-    assert attention_mask(**full, allow_is_bidirectional_skip=False).shape == (2, 1, 1, 3)
+    assert attention_mask(**full, allow_is_bidirectional_skip=True) is None
+    assert attention_mask(**full).shape == (2, 1, 1, 3)

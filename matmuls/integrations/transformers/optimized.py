@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_all
-from transformers import activations
+from transformers import PreTrainedModel, activations
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from matmuls.attention import reads_strided, shares
@@ -79,6 +79,7 @@ MODELS = {  # which hand the embeddings, and each layer's output, to the next la
     "distilbert.DistilBertModel",
     "vit.ViTModel",
 }
+PLAIN = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)  # in a layer, beside transformers' own
 EPILOGUES = {  # what `matmul` has in its epilogue; any other activation is called
     activations.GELUActivation: "gelu",
     activations.NewGELUActivation: "gelu_tanh",
@@ -109,6 +110,7 @@ class Optimized:
     left: dict[str, str] = field(default_factory=dict)
     _models: list[nn.Module] = field(default_factory=list, repr=False)
 
+    @torch.inference_mode(False)  # parameters made there never train again
     def undo(self) -> None:
         """Every layer as it was: forward methods, and for each parameter, the same object all the time, own memory."""
         for model in self._models:
@@ -145,7 +147,8 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
 
     The weights of q, k and v come to lie one after the other: no memory beyond one layer's while that happens. What is
     not known stays as it is and stands in the handle's `left`. Optimize after moving the model: `.to()` pulls q, k and
-    v apart again, and they become three products.
+    v apart again, and they become three products. `undo()` before a tool saves it that looks at what shares memory
+    (safetensors.torch.save_model, Accelerator.save_model): it would leave out k and v.
     """
     handle = Optimized()
     for name, layer in model.named_modules():
@@ -190,7 +193,9 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
     if tolerance is None:
         dtype = next(model.parameters()).dtype
         tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
-    implementation, training = model.config._attn_implementation, {m: m.training for m in model.modules()}
+    training = {m: m.training for m in model.modules()}
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}  # parents first
+    implementations = {name: config._attn_implementation for name, config in configs.items()}
     wanted = {"output_hidden_states": True, "output_attentions": True}
     model.eval()
     try:
@@ -203,7 +208,8 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
             stock = _results(output)
             stock["hidden_states"] += (output[0],)
         finally:
-            model.set_attn_implementation(implementation)
+            for name, config in configs.items():  # a parent's goes to its parts, which may have their own
+                config._attn_implementation = implementations[name]
             for module, forward in forwards.items():
                 module.forward = forward
     finally:
@@ -248,7 +254,7 @@ class _Plan:
     eager: Callable[..., Any]
     heads: int
     chunk_bytes: int | None
-    inside: tuple[tuple[dict[str, Any], str, nn.Module], ...]
+    inside: tuple[tuple[dict[str, Any], str, nn.Module, type, Callable[..., Any]], ...]
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family, chunk_bytes: int | None) -> "_Plan | str":
@@ -257,14 +263,24 @@ class _Plan:
         linears = [attention.get_submodule(name) for name in family.qkv]
         linears += [layer.get_submodule(name) for name in (family.projection, family.up, family.down)]
         norms = tuple(layer.get_submodule(name) for name in family.norms)
-        inside = tuple((parent._modules, name, m) for parent in layer.modules() for name, m in parent._modules.items())
+        inside = tuple(
+            (parent._modules, name, m, type(m), type(m).forward)
+            for parent in layer.modules()
+            for name, m in parent._modules.items()
+        )
+        activation = layer.get_submodule(family.activation)
         if any("forward" in m.__dict__ for m in layer.modules()):
             return "its forward has been replaced"
         if any(type(m) is not nn.Linear for m in linears) or any(type(m) is not nn.LayerNorm for m in norms):
             return "not all of its parts are nn.Linear and nn.LayerNorm"
+        for m in layer.modules():
+            known = type(m).__module__.startswith("transformers.") or type(m) in PLAIN or m is activation
+            if not known or not type(m).forward.__module__.startswith(("transformers.", "torch.")):
+                return f"its {type(m).__name__} is not known"
+        if any(m.weight is None for m in norms):
+            return "its norms have no weights"
         if len({(m.weight.dtype, m.weight.device) for m in (*linears, *norms)}) > 1:
             return "its weights differ in dtype or device"
-        activation = layer.get_submodule(family.activation)
         return cls(
             attention,
             tuple(linears[:3]),
@@ -296,12 +312,14 @@ class _Plan:
             or torch.compiler.is_compiling()
             or torch.jit.is_tracing()
             or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
-            or x.dtype != self.up.weight.dtype
+            or any(m.weight.dtype != x.dtype for m in (self.up, *self.norms))
             or module.training
         ):
             return False
-        for parent, name, m in self.inside:  # of every layer of every forward pass: 4 us
+        for parent, name, m, kind, forward in self.inside:  # of every layer of every forward pass: 5 us
             if parent.get(name) is not m or m.training or m._forward_pre_hooks:
+                return False
+            if type(m) is not kind or kind.forward is not forward:
                 return False
             replaced = _plan_of(m) is not self if m is self.attention else "forward" in m.__dict__
             if replaced or (m._forward_hooks and _watched(m)):
@@ -351,9 +369,9 @@ _running: ContextVar[_Chain | None] = ContextVar("running", default=None)  # who
 
 
 def _kind(module: nn.Module) -> str:
-    """A module's folder in transformers and its class."""
-    folder = type(module).__module__.removeprefix("transformers.models.").split(".")[0]
-    return f"{folder}.{type(module).__name__}"
+    """A module's folder in transformers and its class; nothing of one from elsewhere."""
+    where = type(module).__module__
+    return f"{where.split('.')[2]}.{type(module).__name__}" if where.startswith("transformers.models.") else ""
 
 
 def _watched(module: nn.Module) -> bool:
@@ -371,6 +389,7 @@ def _plan_of(module: nn.Module) -> _Plan | None:
     return module.__dict__["forward"].args[1] if _is_ours(module) else None
 
 
+@torch.inference_mode(False)  # parameters made there never train again
 def _lay_together(parameters: list[Tensor | None]) -> None:
     """Parameters of one shape, one after the other in one piece of memory; they stay the objects that they are."""
     if any(p is None for p in parameters) or len({p.shape for p in parameters if p is not None}) > 1:

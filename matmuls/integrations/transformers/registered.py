@@ -37,7 +37,7 @@ def attention_mask(
     mask_function: Callable[..., Any] = bidirectional_mask_function,
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
-    allow_is_bidirectional_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """True where a key may be attended to: [B, 1, 1, K] for padding alone, [B, 1, Q, K] for any other pattern.

@@ -164,9 +164,8 @@ void split_dense(const at::Tensor& dense, const DenseHalves& to, const at::Tenso
     ready.store(true, std::memory_order_relaxed);
   }
   const int shared = std::min(up(rows, kSplitBlocks), kKeptRows) * kSplitColumns * 4;
-  const int64_t clusters = DenseHalves::parts(n);
   Rest left{};
-  left.first_block = static_cast<int>(clusters * kSplitBlocks);
+  left.first_block = static_cast<int>(DenseHalves::parts(n) * kSplitBlocks);
   if (rest.size(0) > 0) {
     const int lanes = n <= 32 ? 8 : n <= 64 ? 16 : 32, out_rows = static_cast<int>(out.size(0));
     const int64_t warps = int64_t{out_rows} * up(n, 4 * lanes), blocks = warps / (kSplitThreads / 32) + 1;
@@ -177,9 +176,11 @@ void split_dense(const at::Tensor& dense, const DenseHalves& to, const at::Tenso
             kSplitBlocks * up(std::min<int64_t>(blocks, kRestBlocks), kSplitBlocks),
             left.first_block};
   }
-  const Launch with(clusters + left.blocks / kSplitBlocks, kSplitBlocks, kSplitThreads, shared);
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, split_kernel, dense.const_data_ptr<float>(), rows, n, dense.stride(0),
-                                    to.powers, reinterpret_cast<uint2*>(to.halves), to.facts, left));
+  Launch launch(left.first_block + left.blocks, kSplitThreads, shared);
+  launch.in_clusters(kSplitBlocks);
+  launch.early();
+  launch(split_kernel, dense.const_data_ptr<float>(), rows, n, dense.stride(0), to.powers,
+         reinterpret_cast<uint2*>(to.halves), to.facts, left);
 }
 
 }  // namespace matmuls

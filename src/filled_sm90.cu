@@ -284,7 +284,11 @@ void launch(const Filled& a, const DenseHalves& b, int64_t inner, const at::Tens
                     up(n, Tile::columns),
                     steps,
                     staying_steps(a.parts.nbytes(), (2 * inner + rows) * n * 4, steps)};
-  const Launch with(int64_t{up(rows, kRows)} * shape.across, shares, kThreads, Tile::shared);
+  const int64_t blocks = int64_t{up(rows, kRows)} * shape.across * shares;
+  TORCH_CHECK(blocks <= INT32_MAX, "spmm: expected a smaller result, got one of ", rows, " x ", n);
+  Launch launch(static_cast<unsigned>(blocks), kThreads, Tile::shared);
+  launch.in_clusters(shares);
+  launch.early();
   CUtensorMap a_map{};
   TwoOfFour pairs{};
   if constexpr (Tile::two_of_four)
@@ -292,10 +296,9 @@ void launch(const Filled& a, const DenseHalves& b, int64_t inner, const at::Tens
              static_cast<const int2*>(a.rest.const_data_ptr())};
   else
     a_map = map_of(a.parts.const_data_ptr(), rows, a.parts.size(2), kRows);
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&with.config, multiply_halves_kernel<Tile>, a_map,
-                                    map_of(b.halves, inner, n, kWide), pairs, shape, a.exponents.const_data_ptr<int>(),
-                                    static_cast<const int*>(b.powers), out.mutable_data_ptr<float>(), out.stride(0),
-                                    static_cast<float>(alpha), given));
+  launch(multiply_halves_kernel<Tile>, a_map, map_of(b.halves, inner, n, kWide), pairs, shape,
+         a.exponents.const_data_ptr<int>(), static_cast<const int*>(b.powers), out.mutable_data_ptr<float>(),
+         out.stride(0), static_cast<float>(alpha), given);
 }
 
 template <bool two_of_four>

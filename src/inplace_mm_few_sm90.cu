@@ -280,16 +280,17 @@ bool multiply_few_rows(const Operands& o) {
   constexpr int wide = kRowBytes / sizeof(T);
   const int64_t rows = o.a.size(0), inner = o.a.size(1);
   const int panels = up(rows, kRows), across = up(o.columns, kColumns), clusters = panels * across;
-  if (clusters > clusters_of<kernel>(kPair, kThreads, kShared) || panels > 2 * kTeams) return false;
+  if (clusters > clusters_at_once<kernel, kThreads, kShared>(kPair) || panels > 2 * kTeams) return false;
   const Shape shape{static_cast<int>(rows), static_cast<int>(o.columns), across, up(inner, wide), o.a.stride(0)};
   T* const data = o.a.mutable_data_ptr<T>();
   const CUtensorMap a_map = map_of<T>(data, rows, inner, o.a.stride(0), kRows);
   const CUtensorMap b_map = b_k_apart ? map_of<T>(o.b.const_data_ptr<T>(), inner, o.columns, o.b.stride(0), wide)
                                       : map_of<T>(o.b.const_data_ptr<T>(), o.columns, inner, o.b.stride(0), kColumns);
   const Counters counters(c10::cuda::getCurrentCUDAStream(), o.a);
-  return Launch(kPair, kThreads, kShared)
-      .start(kernel, clusters, across > 1, a_map, b_map, data, o.bias.defined() ? o.bias.const_data_ptr<T>() : nullptr,
-             shape, counters.own(), counters.slot.value_or(0));
+  Launch launch(clusters * kPair, kThreads, kShared);
+  return start(launch, across > 1, kPair, kernel, a_map, b_map, data,
+               o.bias.defined() ? o.bias.const_data_ptr<T>() : nullptr, shape, counters.own(),
+               counters.slot.value_or(0));
 }
 
 template bool multiply_few_rows<float, false>(const Operands&);

@@ -347,7 +347,7 @@ template <class T, class Tile, bool b_k_apart>
 struct Way {
   static constexpr auto kernel = inplace_mm_kernel<T, Tile, b_k_apart>;
 
-  static int clusters() { return clusters_of<kernel>(kPair, Tile::threads, Tile::shared); }
+  static int clusters() { return clusters_at_once<kernel, Tile::threads, Tile::shared>(kPair); }
 
   int pairs, across, most, waves;
 
@@ -372,10 +372,10 @@ struct Way {
         map_of<T>(data, rows, o.columns, o.a.stride(0), kTurned<T, b_k_apart> ? kPair * Tile::rows / Tile::parts : 64);
     std::optional<Counters> counters;
     if (meets()) counters.emplace(c10::cuda::getCurrentCUDAStream(), o.a);
-    return Launch(kPair, Tile::threads, Tile::shared)
-        .start(kernel, across * up(pairs, waves), across > 1, a_map, b_map, out_map,
-               o.bias.defined() ? o.bias.const_data_ptr<T>() : nullptr, shape, counters ? counters->own() : nullptr,
-               counters ? counters->slot.value_or(0) : 0);
+    Launch launch(across * up(pairs, waves) * kPair, Tile::threads, Tile::shared);
+    return start(launch, across > 1, kPair, kernel, a_map, b_map, out_map,
+                 o.bias.defined() ? o.bias.const_data_ptr<T>() : nullptr, shape, counters ? counters->own() : nullptr,
+                 counters ? counters->slot.value_or(0) : 0);
   }
 };
 

@@ -2,12 +2,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <array>
-#include <atomic>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -15,6 +13,7 @@
 
 #include "common.h"
 #include "hopper.cuh"
+#include "launch.cuh"
 #include "tensor_map.h"
 
 namespace matmuls::in_place {
@@ -76,56 +75,20 @@ struct Counters {
   }
 };
 
-// How a kernel in clusters is launched.
-struct Launch {
-  cudaLaunchAttribute attributes[3]{};
-  cudaLaunchConfig_t config{};
-
-  Launch(int blocks_of_a_cluster, int threads, int shared) {
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {static_cast<unsigned>(blocks_of_a_cluster), 1, 1};
-    config.gridDim = dim3(blocks_of_a_cluster);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared;
-    config.attrs = attributes;
-    config.numAttrs = 1;
+// Before the kernel ahead has ended, for which it waits by itself: 0.4 to 0.8 us (H200). False where the GPU has no
+// room for blocks that wait for each other, a part of it alone being this process's.
+template <class Kernel, class... Arguments>
+bool start(Launch& launch, bool together, int blocks_of_a_cluster, Kernel kernel, const Arguments&... arguments) {
+  launch.in_clusters(blocks_of_a_cluster);
+  launch.early();
+  if (together) launch.together();
+  const cudaError_t launched = cudaLaunchKernelEx(&launch.config, kernel, arguments...);
+  if (launched == cudaErrorCooperativeLaunchTooLarge) {
+    (void)cudaGetLastError();
+    return false;
   }
-  Launch(const Launch&) = delete;
-
-  // On the current stream, where the kernel itself waits for the one before it: 0.4 to 0.8 us (H200). `together`: the
-  // GPU starts all of it or none of it. False where it has no room for that, a part of it alone being this process's.
-  template <class Kernel, class... Arguments>
-  bool start(Kernel kernel, int clusters, bool together, const Arguments&... arguments) {
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    attributes[2].id = cudaLaunchAttributeCooperative;
-    attributes[2].val.cooperative = 1;
-    config.numAttrs = together ? 3 : 2;
-    config.gridDim = dim3(attributes[0].val.clusterDim.x * clusters);
-    config.stream = c10::cuda::getCurrentCUDAStream();
-    const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments...);
-    if (launched == cudaErrorCooperativeLaunchTooLarge) {
-      (void)cudaGetLastError();
-      return false;
-    }
-    C10_CUDA_CHECK(launched);
-    return true;
-  }
-};
-
-// Clusters of a kernel that run at once, asked once a device.
-template <auto kernel>
-int clusters_of(int blocks, int threads, int shared) {
-  static std::array<std::atomic<int>, 64> known{};
-  auto& most = known[c10::cuda::current_device() % 64];
-  if (most.load(std::memory_order_relaxed) == 0) {
-    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-    const Launch launch(blocks, threads, shared);
-    int fit = 0;
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, kernel, &launch.config));
-    most.store(std::max(fit, 1), std::memory_order_relaxed);
-  }
-  return most.load(std::memory_order_relaxed);
+  C10_CUDA_CHECK(launched);
+  return true;
 }
 
 // TF32 has no operand with K apart but one in registers, the left one: where b lies so, the tile is made as its

@@ -154,30 +154,20 @@ RowShape shape_of(int64_t rows, int64_t columns) {
 template <class Op, int V, int NV, Scope scope, bool ragged, class Prepare>
 bool launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t columns, const Prepare& prepare) {
   constexpr auto kernel = walking_kernel<Op, V, NV, scope, ragged>;
-  cudaLaunchConfig_t launch{};
-  launch.blockDim = dim3(c.threads, c.beside);
   const WalkBytes<Op, V, NV, scope, ragged> bytes(c);
-  launch.dynamicSmemBytes = bytes.constants + bytes.row * stages;
-  launch.stream = c10::cuda::getCurrentCUDAStream();
-  cudaLaunchAttribute cluster{};
-  if constexpr (scope == Scope::cluster) {
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(c.ranks), 1, 1};
-    launch.attrs = &cluster;
-    launch.numAttrs = 1;
-  }
-  launch.gridDim = dim3(c.ranks);
+  Launch launch(c.ranks, dim3(c.threads, c.beside), bytes.constants + bytes.row * stages);
+  if constexpr (scope == Scope::cluster) launch.in_clusters(c.ranks);
   const int64_t needed = (rows + c.beside - 1) / c.beside;  // blocks or clusters, each for one row a team
-  int64_t blocks = resident<kernel>(launch, c.ranks);
+  int64_t blocks = resident<kernel>(launch.config, c.ranks);
   if (blocks == 0) return false;
   // A team's rows are then all as far from a multiple of 16 bytes, and its columns stay the same.
   if (ragged && c.beside < V && blocks > V) blocks -= blocks % V;
   blocks = std::min(blocks, needed);
-  launch.gridDim = dim3(static_cast<unsigned>(blocks * c.ranks));
+  launch.config.gridDim = dim3(static_cast<unsigned>(blocks * c.ranks));
   prepare(op, kAddsTeams<V, scope, ragged> ? blocks : blocks * c.beside);
   // Of 128 rows a team and more: the teams that have four more than the others then cost 3 % at most.
   const bool fours = rows >= 128 * blocks;
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, WalkShape{shape_of<Op>(rows, columns), stages, fours}));
+  launch(kernel, op, WalkShape{shape_of<Op>(rows, columns), stages, fours});
   return true;
 }
 
@@ -193,20 +183,12 @@ bool launch_wide(const Op& op, int64_t rows, int64_t columns) {
   if (ranks > (V == 4 && Op::kConstants == 0 ? 8 : kMaxRanks)) return false;
   const auto go = [&]<int NV>() {
     constexpr auto kernel = wide_row_kernel<Op, V, NV>;
-    cudaLaunchConfig_t launch{};
-    launch.blockDim = dim3(kWideThreads);
-    launch.dynamicSmemBytes = wide_stages(NV) * wide_row_bytes(NV);
-    launch.stream = c10::cuda::getCurrentCUDAStream();
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
-    launch.attrs = &cluster;
-    launch.numAttrs = 1;
-    launch.gridDim = dim3(ranks);
-    const int64_t clusters = std::min<int64_t>(resident<kernel>(launch, ranks), rows);
+    Launch launch(ranks, kWideThreads, wide_stages(NV) * wide_row_bytes(NV));
+    launch.in_clusters(ranks);
+    const int64_t clusters = std::min<int64_t>(resident<kernel>(launch.config, ranks), rows);
     if (clusters == 0) return false;
-    launch.gridDim = dim3(static_cast<unsigned>(clusters * ranks));
-    C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, op, shape_of<Op>(rows, columns)));
+    launch.config.gridDim = dim3(static_cast<unsigned>(clusters * ranks));
+    launch(kernel, op, shape_of<Op>(rows, columns));
     return true;
   };
   switch ((vectors + ranks * kWideThreads - 1) / (ranks * kWideThreads)) {

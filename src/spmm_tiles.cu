@@ -208,9 +208,10 @@ void launch(const TileLayout& m, TileArgs& args, const Tensor& dense) {
             warps = static_cast<int>(ceil_of(m.slices, rounds));
   const int at_once = clusters_at_once<spmm_tiles_kernel<L>, kMostThreads, kShared>(m.tiles);
   args.clusters = m.tiles > 1 ? args.items : std::min(args.items, at_once);
-  const Launch with(args.clusters, m.tiles, 32 * warps, shared_bytes(m));
-  C10_CUDA_CHECK(
-      cudaLaunchKernelEx(&with.config, spmm_tiles_kernel<L>, args, map_of(dense, m.tile_rows / kTileStages)));
+  Launch launch(args.clusters * m.tiles, 32 * warps, shared_bytes(m));
+  launch.in_clusters(m.tiles);
+  launch.early();
+  launch(spmm_tiles_kernel<L>, args, map_of(dense, m.tile_rows / kTileStages));
 }
 
 }  // namespace

@@ -204,13 +204,9 @@ bool launch_stream_norm(const StreamNorm<T>& call) {
   if (!has_sm90_code() || properties->sharedMemPerMultiprocessor < kBlocks * (kBytes + 2048)) return false;
   if (vectors <= kPart * 3 / 4 || vectors > kPart || call.rows > INT32_MAX / 2) return false;
   C10_CUDA_CHECK(cudaFuncSetAttribute(stream_norm_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  cudaLaunchConfig_t launch{};
-  launch.blockDim = dim3(kThreads);
   const int blocks = properties->multiProcessorCount * kBlocks / kVectors * kVectors;
-  launch.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(blocks, call.rows)));
-  launch.dynamicSmemBytes = kBytes;
-  launch.stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, stream_norm_kernel<T>, call));
+  const Launch launch(static_cast<unsigned>(std::min<int64_t>(blocks, call.rows)), kThreads, kBytes);
+  launch(stream_norm_kernel<T>, call);
   return true;
 }
 

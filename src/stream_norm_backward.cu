@@ -306,17 +306,9 @@ int blocks_of_team(int64_t columns) {
 template <auto kernel, class T>
 void launch(const StreamNormBackward<T>& call, int teams, int blocks) {
   C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Plan<T>::kBytes));
-  cudaLaunchConfig_t launch{};
-  launch.blockDim = dim3(Plan<T>::kThreads);
-  launch.gridDim = dim3(static_cast<unsigned>(teams * blocks));
-  launch.dynamicSmemBytes = Plan<T>::kBytes;
-  launch.stream = c10::cuda::getCurrentCUDAStream();
-  cudaLaunchAttribute together{};  // where blocks wait for each other the GPU starts all of them or none
-  together.id = cudaLaunchAttributeCooperative;
-  together.val.cooperative = 1;
-  launch.attrs = &together;
-  launch.numAttrs = blocks > 1 ? 1 : 0;
-  C10_CUDA_CHECK(cudaLaunchKernelEx(&launch, kernel, call, blocks));
+  Launch launch(teams * blocks, Plan<T>::kThreads, Plan<T>::kBytes);
+  if (blocks > 1) launch.together();
+  launch(kernel, call, blocks);
 }
 
 }  // namespace

@@ -218,6 +218,19 @@ def test_undo_leaves_a_forward_of_yours():
     assert model.forward is mine
 
 
+def test_undo_comes_back_for_a_layer_that_somebody_stands_around():
+    model = model_of("bert")
+    handle, layer = optimize(model), model.encoder.layer[1]
+    ours = layer.forward
+    layer.forward = lambda *args, **kwargs: ours(*args, **kwargs)  # a profiler's
+    handle.undo()
+    assert list(handle.layers) == ["encoder.layer.1"]
+    layer.forward = ours
+    handle.undo()
+    assert not handle.layers
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
 def test_meta_tensors_have_shapes():
     model = model_of("bert")
     optimize(model)

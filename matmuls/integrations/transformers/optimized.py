@@ -112,20 +112,23 @@ class Optimized:
 
     @torch.inference_mode(False)  # parameters made there never train again
     def undo(self) -> None:
-        """Every layer as it was: forward methods, and for each parameter, the same object all the time, own memory."""
+        """Every layer as it was: forward methods, and for each parameter, the same object all the time, own memory. A
+        layer around which somebody has put a forward since stays in `layers`, for another undo() once that is gone."""
         for model in self._models:
             if _is_ours(model):  # not one that somebody has put there since
                 del model.forward
         self._models.clear()
-        for layer in self.layers.values():
+        for name, layer in list(self.layers.items()):
             plan = _plan_of(layer)
-            for module in (layer, plan.attention) if plan else ():
+            if plan is None:
+                continue
+            for module in (layer, plan.attention):
                 if _is_ours(module):
                     del module.forward
-            for linear in plan.qkv if plan else ():
+            for linear in plan.qkv:
                 for parameter in linear.parameters():
                     parameter.data = parameter.data.clone()
-        self.layers.clear()
+            del self.layers[name]
 
     def __str__(self) -> str:
         left = ", ".join(f"{n} x {reason}" for reason, n in Counter(self.left.values()).items())

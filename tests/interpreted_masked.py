@@ -31,9 +31,9 @@ def through_the_kernels(monkeypatch):
     )
     ran = []
 
-    def counted(kernel, *args):
+    def counted(kernel, *args, **options):
         ran.append(kernel.__name__)
-        launch.launch(kernel, *args)
+        launch.launch(kernel, *args, **options)
 
     for module in ("mask_plan", "few", "masked_linear", "masked_ffn"):
         monkeypatch.setattr(f"matmuls.triton.{module}.launch", counted)

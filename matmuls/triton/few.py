@@ -6,9 +6,12 @@ the 128 programs multiplies a strip of its columns too, in the loop of its own t
 A kernel of its own for the strips, beside tiles that gather their rows without a copy: 40 us for 40.
 Row tiles are walked first, so that neighbours share weights: by 2 columns first 0.4 us less to 0.7 more, by 4 to 32
 0.5 to 10 more; by an expert's tiles one after the other no less.
-Programs do best in step: with K begun elsewhere for each column 39 us for 38, for each row too 47; let in while the
-copy still runs, the copy saying when, 1 us less to 7 more of 34 to 43, by the mask and by what the chip did before. The
-weights let in beside the product by that, without a second stream: 4 of 78 us more.
+Programs do best in step: with K begun elsewhere for each column 39 us for 38, for each row too 47. The weights'
+gradient let in beside the product by programmatic launch, without a second stream: 4 of 78 us more; the copy of the
+gradient let in beside the product: 1 to 3 us more.
+The programs of the product take their places while the copy runs and ask for their first weights to the L2: 0.9 to 1.1
+us less of 34 to 38 forward, 1.5 to 4.4 of 111 to 117 both ways, if the copy wants as much of the cache to be shared
+memory as they do; else they wait for each multiprocessor to be idle, and find it in another order: 0.6 to 5 us more.
 They do not wait for DRAM: with one weight for both experts, or with it in the L2, 33 us for 34; with lines fetched
 to the L2 ahead 48. A rest of 32 rows by mma.sync, which queues behind wgmma in flight: 8 us more, both ways.
 A strip costs its wgmma, 4.5 of 47 thousand cycles; with all its loads from one place it takes 0 to 1.3 us less. Two
@@ -34,19 +37,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import launch, wait_for_earlier
+from .launch import fetch_ahead, launch, let_next_begin, wait_for_earlier
 from .tiles import store_product
 
 PAD = tl.constexpr(64)
 # Rows past the last that a tile of 128 rows may read and not use: past its end TMA is slow, 54 us instead of 31.
 TAIL = 128
 ORDERED = 1, 4096  # rows and columns of them that a program brings into order
+AHEAD = tl.constexpr(2)  # lines of 128 bytes along K of the weights that are asked for ahead; 4 and 8 are no better
 
 
 @triton.jit(do_not_specialize=["M"])
 def order_kernel(x, y, rows, counts, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr):
     """y = x's rows in the plan's order, PAD rows of zeros between the first expert's and the second's."""
     wait_for_earlier(EARLY)
+    let_next_begin(EARLY)
     n1 = tl.load(counts)
     at = tl.program_id(0) * BR + tl.arange(0, BR)
     one = tl.load(rows + at, mask=at < M, other=0)  # both are on their way before n1 has come
@@ -81,14 +86,35 @@ def store_rows(
     store_product(y, acc, bias, to * sym, there, column, N, BM, BN, EVEN_N, BIAS, PIECES)
 
 
+@triton.jit
+def first_lines(w1, w2, step1, step2, N, K, high, BN: tl.constexpr, K_INNER: tl.constexpr):
+    """Where a program's first weights lie, of the expert that it is likely to work for: half of its tile, of which the
+    next row tile's program asks for the other half."""
+    LINE: tl.constexpr = 1024 // w1.dtype.element_ty.primitive_bitwidth  # numbers in 128 bytes
+    row, column = tl.program_id(0) % high, tl.program_id(0) // high * BN
+    if row < high // 2:
+        w, step = w1, step1
+    else:
+        w, step = w2, step2
+    if K_INNER:
+        ns = column + row % 2 * (BN // 2) + tl.arange(0, BN // 2)[:, None]
+        ks = tl.arange(0, AHEAD)[None, :] * LINE
+        return w + tl.minimum(ns, N - 1).to(tl.int64) * step + tl.minimum(ks, K - 1)
+    ns = column + tl.arange(0, (BN + LINE - 1) // LINE)[None, :] * LINE
+    ks = row % 2 * (AHEAD * LINE // 2) + tl.arange(0, AHEAD * LINE // 2)[:, None]
+    return w + tl.minimum(ks, K - 1).to(tl.int64) * step + tl.minimum(ns, N - 1)
+
+
 @triton.jit(do_not_specialize=["M", "high"])
 def few_product_kernel(
-    y, of_x, of_rest, w1, w2, strip1, strip2, b1, b2, rows, counts, N, K, sym, M, high,
+    y, of_x, of_rest, w1, w2, strip1, strip2, whole1, whole2, b1, b2, rows, counts, N, K, sym, step1, step2, M, high,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, REST: tl.constexpr, STRIP: tl.constexpr,
     K_INNER: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """high: ceil(M / BM) row tiles. of_x, of_rest: x in order, by BM and by REST = BM / 2 rows at one time."""
+    """high: ceil(M / BM) row tiles. of_x, of_rest: x in order, by BM and by REST = BM / 2 rows at one time. whole1,
+    whole2: the weights themselves, step1 and step2 from one of their rows in memory to the next."""
+    fetch_ahead(first_lines(whole1, whole2, step1, step2, N, K, high, BN, K_INNER), EARLY)
     wait_for_earlier(EARLY)
     n1, program = tl.load(counts), tl.program_id(0)
     n2, second = M - n1, n1 + PAD
@@ -184,5 +210,6 @@ def in_order(x: Tensor, rows: Tensor, counts: Tensor, y: Tensor | None = None) -
     """
     y, (height, width) = room(x) if y is None else y, ORDERED
     grid = -(-(x.shape[0] + int(PAD.value)) // height), -(-x.shape[1] // width)
-    launch(order_kernel, grid, (x, y, rows, counts, x.shape[1], x.stride(0)), (x.shape[0],), ORDERED, 4, 1)
+    args = (x, y, rows, counts, x.shape[1], x.stride(0))
+    launch(order_kernel, grid, args, (x.shape[0],), ORDERED, 4, 1, shares=True)
     return y

@@ -368,7 +368,7 @@ def product(
         stage = (t.rows + t.columns + rest + strip) * t.depth * x.element_size()
         given = (d for n in (t.columns, strip) for d in described(replace(t, columns=n), weights, strides, k_inner))
         of_x = (of_rows(xs, height, t.depth) for height in (t.rows, rest))
-        args = (y, *of_x, *given, b1, b2, rows, counts, N, K, N)
+        args = (y, *of_x, *given, *weights, b1, b2, rows, counts, N, K, N, *strides)
         constants = (t.rows, t.columns, t.depth, rest, strip, k_inner, N % t.columns == 0, b1 is not None, t.pieces)
         stages = max(1, min(t.stages, LARGEST_BLOCK // stage))
         launch(few_product_kernel, high * wide, args, (M, high), (*constants, precision), t.warps, stages)

@@ -24,7 +24,7 @@ from .calls import Call
 from .device import CLUSTERS, capability, takes_tf32
 from .measure import time_warm
 from .ours import our_call
-from .structure import Blocks, Given, Structure, for_every_stream, is_capturing
+from .structure import Blocks, Given, Structure, current_stream, for_every_stream, is_capturing
 from .tiles import TileLayout, layout_of, us_by_tiles
 
 _ops = torch.ops.custom_mm
@@ -85,6 +85,7 @@ class Full:
         self._kept: dict[Any, Kept] = {}  # for each dtype, or whatever else tells what is made
         self._captured: set[Any] = set()
         self._saved: set[Any] = set()
+        self._readers: dict[int, torch.cuda.Stream] = {}
         self._making = RLock()  # one thread makes it, and none while another multiplies by what that one has made
 
     def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
@@ -102,7 +103,26 @@ class Full:
         if b.requires_grad and torch.is_grad_enabled():
             self._saved.add(key)
         call = self._call(kept.made, values, b, dtype)
-        return call if kept.making is None else call._replace(stream=kept.making.stream)
+        return call if capturing or not values.is_cuda else call._replace(stream=self._reader(values.device))
+
+    def _reader(self, device: torch.device) -> int:
+        """The current stream, which is known from now on to read what was made."""
+        stream = current_stream(device)
+        if stream not in self._readers:
+            self._readers[stream] = torch.cuda.current_stream(device)
+        return stream
+
+    def _after_readers(self, made: tuple[torch.Tensor, ...], device: torch.device) -> None:
+        """The current stream may write over it, and free it, when those that read it have."""
+        for number, stream in list(self._readers.items()) if device.type == "cuda" else ():
+            if number == current_stream(device):
+                continue
+            with torch.cuda.stream(stream):
+                capturing = is_capturing(device)
+            if not capturing:
+                torch.cuda.current_stream(device).wait_stream(stream)
+                for t in made:
+                    t.record_stream(stream)
 
     def prepare(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
         """For products by these values, in graphs too from now on. Waits for the GPU."""
@@ -120,6 +140,8 @@ class Full:
         with self._making:
             old = self._kept.get(key)
             in_place = old is not None and (key in self._captured or key not in self._saved)
+            if old is not None:
+                self._after_readers(old.made, values.device)
             made = self._made(values, key, old.made if old and in_place else ())
             self._saved.discard(key)
             if wait:
@@ -306,7 +328,9 @@ class Cusparse:
             self._prepared[self._key(b, dtype)] = _ops.cusparse_prepare(*arguments)
 
     def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
-        prepared = self._prepared.get(self._key(b, dtype)) if b.is_contiguous() else None
+        # a graph may be replayed beside this stream, and after what was prepared is gone
+        keeps = b.is_contiguous() and not is_capturing(b.device)
+        prepared = self._prepared.get(self._key(b, dtype)) if keeps else None
         arguments = self._arguments(values.to(dtype), b.to(dtype))
         return Call(_cusparse_spmm, (*arguments, False, False, 1.0, prepared), 3, lasting=False)
 

@@ -26,6 +26,11 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and _C.is_capturing(device.index)
 
 
+def current_stream(device: torch.device) -> int:
+    """The number of a GPU's."""
+    return _C.current_stream(device.index)
+
+
 def for_every_stream(t: torch.Tensor) -> None:
     """What the current stream has been given to do on t's device is done."""
     if t.is_cuda:

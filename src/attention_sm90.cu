@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int i = 0; i < 4; ++i) {
       const int row = 4 * i + lane / 8;
       const uint4 w = *reinterpret_cast<const uint4*>(mine + row * kRowBytes + (lane % 8 ^ row % 8) * 16);
-      if (row < rows_left && c < shape.keys) ptx::store_once(rows_out + row * shape.keys + c, w);
+      if (row < rows_left && c < shape.keys) ptx::store_once(rows_out + int64_t{row} * shape.keys + c, w);
     }
     __syncwarp();
   };

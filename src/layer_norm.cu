@@ -160,7 +160,7 @@ struct Norm {
     state.squares += all_squares;
     if constexpr (!rms) {
       const F share = state.count == F(0) ? F(1) : quotient(count, all);
-      state.squares += apart * apart * state.count * share;
+      state.squares += (apart * state.count) * (apart * share);  // 0 of no columns, however far apart
       state.mean += apart * share;
     }
     state.count = all;
@@ -180,7 +180,7 @@ struct Norm {
     F sums[2] = {state.count, state.mean * state.count};
     lanes.sums(sums);
     const F mean = quotient(sums[1], sums[0]), apart = state.mean - mean;
-    return {sums[0], mean, lanes.sum(state.squares + apart * apart * state.count)};
+    return {sums[0], mean, lanes.sum(state.squares + apart * (apart * state.count))};
   }
   // Of `lanes` states of `each` columns.
   template <int lanes>

@@ -414,6 +414,30 @@ def test_what_a_stream_makes_of_other_values_others_wait_for(kind):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("kind", [choice.Halves, choice.Dense])
+def test_other_values_wait_for_those_who_still_read(kind, bound):
+    """On whatever stream: a product goes by the values that it was called with."""
+    dense, b = draw("cuda", 512, 512)
+    made = plan(dense.to_sparse_csr(), tune=False)
+    values, product, side = made.values, kind(made._structure), torch.cuda.Stream()
+    calls = [product.call(values, b, b.dtype)]
+    calls[0].run()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        calls.append(product.call(values, b, b.dtype))
+        calls[1].run()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        y = (calls[1] if bound else product.call(values, b, b.dtype)).run()
+    assert all(call.stream is not None for call in calls)
+    product.refresh(2 * values)
+    torch.cuda.synchronize()
+    assert_as_exact_as_float32(y, dense, b)
+    assert_as_exact_as_float32(product.call(2 * values, b, b.dtype).run(), 2 * dense, b)
+
+
+@pytest.mark.cuda
 def test_capture_takes_what_was_measured_and_measures_nothing():
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr())

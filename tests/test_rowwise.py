@@ -377,6 +377,20 @@ def test_equal_numbers_have_a_norm_of_zero(dtype, device):
         assert (y.abs() <= roundings).all()
 
 
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_numbers_whose_squares_overflow_have_a_norm(dtype, affine, device):
+    """Their distances from the mean have squares."""
+    top = 2e154 if dtype == torch.float64 else 2e19
+    for columns in (3, 40, 1000, 1024, 5003, 8192, 16_384, 40_000):
+        x = (top * (1 + 1e-3 * draw(5, columns, device=device, dtype=torch.float64))).to(dtype)
+        weights = [draw(columns, device=device, dtype=dtype, seed=i) for i in (1, 2)] if affine else []
+        wide = x.double() / top  # the norm of numbers of a usual size, but for eps
+        truth = F.layer_norm(wide, (columns,), *(w.double() for w in weights), eps=1e-300)
+        ours = matmuls.layer_norm_(x.clone(), *weights)
+        assert error(ours, truth) <= (2**-7 if dtype == torch.bfloat16 else 1e-3)
+
+
 def test_float16_sums_do_not_overflow_in_a_norm(device):
     """x + residual lies beyond 65504, and so do its squares."""
     x, residual = ((draw(5, 1000, device=device, seed=i) * 3000 + 50_000).half() for i in range(2))

@@ -152,6 +152,7 @@ def few_product_kernel(
     else:
         for k in range(0, K, BK):
             acc = tl.dot(of_x.load([source, k]), tile_of(w, column, k, K_INNER), acc, input_precision=PRECISION)
+    let_next_begin(EARLY)
     place = begin + tl.where(first, 0, n1)
     store_rows(y, acc, b1, b2, first, rows, place, count, sym, column, N, BM, BN, EVEN_N, BIAS, PIECES)
 

@@ -6,9 +6,11 @@ as it comes, so that a search goes on where it was stopped. At the end the best 
 the default stays unless something is faster.
 """
 
+import fcntl
 import json
 import multiprocessing
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
@@ -158,8 +160,9 @@ class Journal:
             try:
                 e = json.loads(line)
                 if e["triton"] == self.version:
-                    self.seconds[Problem(**e["problem"]), Tiles(**e["tiles"])] = e["seconds"]
-            except (ValueError, TypeError, KeyError):
+                    seconds = None if e["seconds"] is None else float(e["seconds"])
+                    self.seconds[Problem(**e["problem"]), Tiles(**e["tiles"])] = seconds
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 continue  # a line cut short by the stop
 
     def note(self, problem: Problem, tiles: Tiles, seconds: float | None, why: str = "") -> None:
@@ -242,9 +245,21 @@ def best(problem: Problem, default: Tiles, measure_: Measure, journal: Journal) 
 
 
 def merge(path: Path, name: str, new: Sequence[Entry]) -> None:
-    """The new entries into the user's file, in place of older ones of the same shape."""
-    entries = {e[:6]: e for e in (*configs.read(path, name), *new)}
-    configs.write(path, name, sorted(entries.values(), key=lambda e: e[:6]))
+    """The new entries into the user's file, in place of older ones of the same shape.
+
+    What this version does not know stays in it; a file that cannot be read is moved out of the way.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another search may write its own: until closed
+        try:
+            old, unknown = configs.load(path, name)
+        except configs.UNREADABLE as error:
+            bad = path.replace(path.with_suffix(".bad"))
+            warnings.warn(f"matmuls: {path} is ignored, and is now {bad}: {error}", stacklevel=2)
+            old, unknown = [], []
+        entries = {e[:6]: e for e in (*old, *new)}
+        configs.write(path, name, sorted(entries.values(), key=lambda e: e[:6]), (e for e, _ in unknown))
 
 
 # ----------------------------------------------------------------------------------------------------------- a process

@@ -4,6 +4,7 @@ import json
 import os
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,34 @@ def test_files(tmp_path, recwarn):
     assert not recwarn.list
 
 
+def test_searches_that_end_at_once_keep_what_each_found(tmp_path):
+    path = configs.file_of(tmp_path, H200.name)
+    found = [entry(k=k) for k in range(1, 61)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda e: tune.merge(path, H200.name, [e]), found))
+    assert configs.read(path, H200.name) == found
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["NVIDIA_H200.json", "NVIDIA_H200.lock"]
+
+
+def test_a_search_keeps_what_its_version_does_not_know(tmp_path):
+    path = configs.file_of(tmp_path, H200.name)
+    later = {**entry(operator="masked_later")._asdict(), "tiles": {"cubes": 3}}
+    configs.write(path, H200.name, [entry()], [later])
+    tune.merge(path, H200.name, [entry(k=2048)])
+    with pytest.warns(UserWarning, match="is ignored: 1 of 3 entries, the first: expected a known operator"):
+        assert configs.read(path, H200.name) == [entry(), entry(k=2048)]
+    assert json.loads(path.read_text())["entries"][2] == json.loads(json.dumps(later))
+
+
+def test_a_search_moves_a_file_that_cannot_be_read_out_of_the_way(tmp_path):
+    path = configs.file_of(tmp_path, H200.name)
+    path.write_text('{"schema": 2}')
+    with pytest.warns(UserWarning, match=r"is ignored, and is now .*\.bad: expected an object with schema 1"):
+        tune.merge(path, H200.name, [entry()])
+    assert path.with_suffix(".bad").read_text() == '{"schema": 2}'
+    assert configs.read(path, H200.name) == [entry()]
+
+
 def broken(change):
     content = {
         "schema": 1,
@@ -101,6 +130,7 @@ def broken(change):
         (broken(lambda c: c["entries"][0].update(k="1024")), "expected a known operator and sizes"),
         (broken(lambda c: c["entries"][0].update(m=0)), "expected a known operator and sizes"),
         (broken(lambda c: c["entries"][0].update(us=None)), "expected a dtype, a Triton version and times"),
+        (broken(lambda c: c["entries"][0].update(us=10**400)), "expected a dtype, a Triton version and times"),
         (broken(lambda c: c["entries"][0].update(tiles=[])), "expected tiles"),
         (broken(lambda c: c["entries"][0]["tiles"].update(shell="rm")), "expected tiles"),
         (broken(lambda c: c["entries"][0]["tiles"].pop("rows")), "missing"),
@@ -197,7 +227,7 @@ def test_the_search_finds_the_best_within_its_budget_and_goes_on_where_it_stoppe
     assert first[0][0] == tried[0]
     assert any(seconds is None for _, seconds in first)
 
-    (tmp_path / "trials").open("a").write('{"problem": {"operator"')  # stopped within a line
+    (tmp_path / "trials").open("a").write("[" * 100000 + '\n{"problem": {"operator"')  # stopped within a line
     again = Journal(tmp_path / "trials")
     assert again.seconds == journal.seconds
     second = list(tune.search(PROBLEM, tried, timer, again, 100, FakeClock()))

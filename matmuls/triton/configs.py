@@ -1,7 +1,8 @@
 """Which tiles a kernel runs with: the user's file, the shipped file, the nearest shipped shape, a safe default.
 
 `matmuls tune` writes the user's file, one for each GPU model, in the user's cache directory. Files are JSON and not
-trusted: what is broken, foreign or oversized is reported once and ignored.
+trusted: what is broken, foreign or oversized is reported once and ignored, be it the file or an entry of a later
+version.
 """
 
 import functools
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import triton
 
+from .. import files
 from .launch import INTERPRETED
 
 Result = TypeVar("Result")
@@ -124,8 +126,15 @@ def user_folder() -> Path:
     return user_cache_path("matmuls") / "tiles"
 
 
-def parse(text: str, name: str) -> list[Entry]:
-    """The entries of a file for the GPU called name. Raises ValueError with what is wrong."""
+class Contents(NamedTuple):
+    """Of a file: its entries, and as they stand those that this version does not know, with what is wrong with each."""
+
+    entries: list[Entry]
+    unknown: list[tuple[dict[str, Any], ValueError]]
+
+
+def parse(text: str, name: str) -> Contents:
+    """A file for the GPU called name. Raises ValueError with what is wrong."""
     content = json.loads(text)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"expected an object with schema {SCHEMA}")
@@ -133,17 +142,25 @@ def parse(text: str, name: str) -> list[Entry]:
         raise ValueError(f"expected entries for {name}, got {content.get('gpu')!r}")
     if not isinstance(content.get("entries"), list):
         raise ValueError("expected a list of entries")
-    return [_entry(e) for e in content["entries"]]
+    found = Contents([], [])
+    for e in content["entries"]:
+        if not isinstance(e, dict):
+            raise ValueError(f"expected an entry of {', '.join(Entry._fields)}, got {e!r:.200}")
+        try:
+            found.entries.append(_entry(e))
+        except ValueError as error:
+            found.unknown.append((e, error))
+    return found
 
 
-def _entry(e: Any) -> Entry:
-    if not isinstance(e, dict) or set(e) != set(Entry._fields):
+def _entry(e: dict[str, Any]) -> Entry:
+    if set(e) != set(Entry._fields):
         raise ValueError(f"expected an entry of {', '.join(Entry._fields)}, got {e!r:.200}")
     whole = [e[f] for f in ("k", "n", "m")]
     if e["operator"] not in OPERATORS or not all(type(n) is int and 0 < n < 1 << 31 for n in whole):
         raise ValueError(f"expected a known operator and sizes, got {e!r:.200}")
     if not all(isinstance(e[f], str) for f in ("dtype", "triton")) or not all(
-        isinstance(e[f], int | float) and math.isfinite(e[f]) for f in ("us", "default_us")
+        isinstance(e[f], int | float) and abs(e[f]) < 1e15 for f in ("us", "default_us")
     ):
         raise ValueError(f"expected a dtype, a Triton version and times, got {e!r:.200}")
     if not isinstance(e["tiles"], dict) or not set(e["tiles"]) <= {f.name for f in fields(Tiles)}:
@@ -154,28 +171,38 @@ def _entry(e: Any) -> Entry:
         raise ValueError(str(error)) from None
 
 
-def read(path: Path, name: str) -> list[Entry]:
-    """The file's entries; none where there is no file, or none that can be used, which is reported."""
+UNREADABLE = (OSError, ValueError, RecursionError)
+
+
+def load(path: Path, name: str) -> Contents:
+    """The file, and nothing where there is none. Raises one of UNREADABLE with what is wrong."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
-        if len(content) > LARGEST_FILE:
-            raise ValueError(f"expected at most {LARGEST_FILE} bytes")
-        return parse(content.decode(), name)
     except FileNotFoundError:
-        return []
-    except (OSError, ValueError, RecursionError) as error:
+        return Contents([], [])
+    if len(content) > LARGEST_FILE:
+        raise ValueError(f"expected at most {LARGEST_FILE} bytes")
+    return parse(content.decode(), name)
+
+
+def read(path: Path, name: str) -> list[Entry]:
+    """The file's entries; none where there is no file, or none that can be used, which is reported."""
+    try:
+        entries, unknown = load(path, name)
+    except UNREADABLE as error:
         warnings.warn(f"matmuls: {path} is ignored: {error}", stacklevel=2)
         return []
+    if unknown:
+        count = f"{len(unknown)} of {len(entries) + len(unknown)} entries, the first"
+        warnings.warn(f"matmuls: a part of {path} is ignored: {count}: {unknown[0][1]}", stacklevel=2)
+    return entries
 
 
-def write(path: Path, name: str, entries: Iterable[Entry]) -> None:
-    """The whole file at once: a process that reads meanwhile sees the old one or the new one."""
-    content = {"schema": SCHEMA, "gpu": name, "entries": [{**e._asdict(), "tiles": asdict(e.tiles)} for e in entries]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+def write(path: Path, name: str, entries: Iterable[Entry], unknown: Iterable[dict[str, Any]] = ()) -> None:
+    known = ({**e._asdict(), "tiles": asdict(e.tiles)} for e in entries)
+    content = {"schema": SCHEMA, "gpu": name, "entries": [*known, *unknown]}
+    files.write(path, json.dumps(content, indent=1) + "\n")
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import custom_mm
 
-from . import measure
+from . import files, measure
 from .specs import TABLE, Call, Case, Draw, Spec
 
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -422,10 +422,9 @@ def _driver() -> str | None:
 
 
 def save(path: Path, rows: list[Row], roofs: Roofs, device: str, *, complete: bool = True) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     facts = environment(device) | {"complete": complete}
     result = {"environment": facts, "roofs": asdict(roofs), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(result, indent=1, default=float) + "\n")
+    files.write(path, json.dumps(result, indent=1, default=float) + "\n")
 
 
 def geometric_mean(values: list[float]) -> float:

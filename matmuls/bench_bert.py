@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, bench, measure
+from . import attention, bench, files, measure
 
 MIB = 2**20
 SIZES = {
@@ -238,5 +238,4 @@ def save(path: Path, rows: list[Row], device: str) -> None:
     import transformers
 
     facts = bench.environment(device) | {"transformers": transformers.__version__}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    files.write(path, json.dumps({"environment": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

@@ -466,6 +466,7 @@ def report(
     check: Annotated[bool, typer.Option(help="change nothing; exit status 1 if a table is out of date")] = False,
 ) -> None:
     """Write README's tables from the table of operations and the committed results."""
+    from . import files
     from .report import render
 
     try:
@@ -478,7 +479,7 @@ def report(
     elif check:
         raise fail(f"{readme} is out of date; run: matmuls report")
     else:
-        readme.write_text(new, encoding="utf-8")
+        files.write(readme, new)
         console.print(f"{readme} written")
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import custom_mm
 
-from . import measure, sparse
+from . import files, measure, sparse
 from .bench import copy_rate, environment, geometric_mean
 from .choice import OURS, PRODUCTS
 from .matrices import Matrix
@@ -388,9 +388,8 @@ def _sparsity(c: Case) -> float:
 
 
 def save(path: Path, cases: list[Case], device: str, *, complete: bool = True) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     result = {"environment": environment(device) | {"complete": complete}, "cases": [asdict(c) for c in cases]}
-    path.write_text(json.dumps(result, indent=1, default=float) + "\n")
+    files.write(path, json.dumps(result, indent=1, default=float) + "\n")
 
 
 def load(path: Path) -> list[Case]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write(path: Path, text: str) -> None:
-    """All of it at once: who reads meanwhile sees the old file or the new one, and a write that fails leaves the old."""
+    """All of it at once: who reads meanwhile sees the old file or the new one; a write that fails leaves the old."""
     path = path.resolve()  # of a link, what it points to
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{secrets.token_hex(8)}.new")  # not tempfile's, which only its owner may read

@@ -5,10 +5,10 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from . import experiment
 from .bench import COMPILED, DENSE, geometric_mean
@@ -17,6 +17,8 @@ from .specs import TABLE
 MARKER = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 Rows = list[dict[str, Any]]
+Read = TypeVar("Read")
+FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # JSON of another form
 
 
 def render(text: str, results: Path) -> str:
@@ -27,34 +29,61 @@ def render(text: str, results: Path) -> str:
     )
     makers = {f.__name__: f for f in tables}
 
+    run = load(results)
+
     def table(match: re.Match[str]) -> str:
         name = match["name"]
         if name not in makers:
             raise ValueError(f"no table named {name}; there are {', '.join(makers)}")
-        return match[1] + makers[name](load(results)) + match[3]
+        try:
+            return match[1] + makers[name](run) + match[3]
+        except FOREIGN as error:
+            raise ValueError(f"expected what benchmarks wrote for the table {name} in {results}: {error!r}") from None
 
     return MARKER.sub(table, text)
 
 
+class Run(NamedTuple):
+    date: str
+    complete: bool
+    rows: Rows
+
+
+def _run(file: Path) -> Run:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    facts = content["environment"]
+    return Run(str(facts["date"]), facts.get("complete", True), [dict(row) for row in content["rows"]])
+
+
+def _bench(file: Path) -> Run:
+    run = _run(file)
+    return run._replace(rows=sorted(run.rows, key=lambda row: row["operation"]))
+
+
 def load(results: Path) -> dict[str, Any]:
     """The rows of the committed GPU runs; of an operation those of the newest run that has it; of BERT the newest."""
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in results.glob("bench-cuda*.json")]
-    runs = [run for run in runs if run["environment"].get("complete", True)]
+
+    def read(pattern: str, of: Callable[[Path], Read]) -> list[Read]:
+        found = []
+        for file in sorted(results.glob(pattern)):
+            try:
+                found.append(of(file))
+            except FOREIGN as error:
+                raise ValueError(f"expected what a benchmark wrote in {file}: {error!r}") from None
+        return found
+
+    runs, models = read("bench-cuda*.json", _bench), read("bert-cuda*.json", _run)
+    cases, blocks = read("spmm-cuda.json", experiment.load), read("blocks-cuda.json", _run)
+    if not any((runs, models, cases, blocks)):
+        raise ValueError(f"expected a folder with the results of GPU runs, bench-cuda*.json and others, got {results}")
     newest: dict[str, Rows] = {}
-    for run in sorted(runs, key=lambda run: run["environment"]["date"]):
-        rows = sorted(run["rows"], key=lambda row: row["operation"])
-        newest |= {name: list(own) for name, own in groupby(rows, key=lambda row: row["operation"])}
-    models = [json.loads(file.read_text(encoding="utf-8")) for file in results.glob("bert-cuda*.json")]
-    latest = max(models, key=lambda run: run["environment"]["date"], default={"rows": []})
+    for run in sorted((run for run in runs if run.complete), key=lambda run: run.date):
+        newest |= {name: list(own) for name, own in groupby(run.rows, key=lambda row: row["operation"])}
     return {
         "rows": [row for spec in TABLE for row in newest.get(spec.name, [])],
-        "cases": [case for file in sorted(results.glob("spmm-cuda.json")) for case in experiment.load(file)],
-        "bert": latest["rows"],
-        "blocks": [
-            row
-            for file in results.glob("blocks-cuda.json")
-            for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
-        ],
+        "cases": [case for own in cases for case in own],
+        "bert": max(models, key=lambda run: run.date).rows if models else [],
+        "blocks": [row for run in blocks for row in run.rows],
     }
 
 

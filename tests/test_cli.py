@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,8 +10,9 @@ from functools import partial
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from matmuls import bench, cli, measure, report
+from matmuls import bench, cli, files, measure, report
 from matmuls.specs import REAL, Call, Case, Spec
 
 pytest.importorskip("transformers")
@@ -222,6 +224,39 @@ def test_report_is_reproducible(tmp_path):
     assert matmuls("report", "--readme", str(readme)).returncode == 0
     assert "cublasTransabMM" in readme.read_text()
     assert matmuls("report", "--readme", str(readme), "--check").returncode == 0
+
+
+def test_report_writes_nothing_where_results_are_none(tmp_path):
+    readme = tmp_path / "README.md"
+    text = "<!-- table: bert -->\nold\n<!-- end -->\n"
+    readme.write_text(text)
+    row = json.dumps({"environment": {"date": "2026-01-01"}, "rows": [{"task": "training"}]})
+    for name, content, words in (
+        ("none/x.json", "", "expected a folder with the results of GPU runs"),
+        ("cut/bert-cuda.json", row[:-1], "expected what a benchmark wrote in .*cut/bert-cuda.json: JSONDecodeError"),
+        ("list/bench-cuda.json", "[]", "expected what a benchmark wrote in .*list/bench-cuda.json: TypeError"),
+        ("case/spmm-cuda.json", '{"cases": [1]}', "expected what a benchmark wrote in .*case/spmm-cuda.json"),
+        ("row/bert-cuda.json", row, "expected what benchmarks wrote for the table bert in .*row: KeyError"),
+    ):
+        file = tmp_path / name
+        file.parent.mkdir()
+        file.write_text(content)
+        run = CliRunner().invoke(cli.app, ["report", "--readme", str(readme), "--results", str(file.parent)])
+        assert run.exit_code == 2
+        assert re.search(words, run.stderr)
+        assert readme.read_text() == text
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "file").chmod(0o640)
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(UnicodeEncodeError):
+        files.write(tmp_path / "link", "new" * 10**5 + "\ud800")
+    assert (tmp_path / "file").read_text() == "old"
+    files.write(tmp_path / "link", "new")
+    assert ((tmp_path / "file").read_text(), (tmp_path / "file").stat().st_mode & 0o777) == ("new", 0o640)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"]
 
 
 ROOFS = bench.Roofs(copy=1e10, product={})

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -56,6 +57,15 @@ def pick_dtype(name: str) -> Any:
     if name not in ("float64", "float32", "float16", "bfloat16"):
         raise fail(f"--dtype is float64, float32, float16 or bfloat16, got {name}")
     return getattr(torch, name)
+
+
+def need_writable(option: str, folder: Path) -> None:
+    """Before a long run, that it need not end at this."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise fail(f"{option}: expected a folder that can be written, got {folder}: {error.strerror}") from None
 
 
 def counting() -> Progress:
@@ -132,8 +142,12 @@ def bert(
         raise fail(f"--model {model} is not a model folder: it has no config.json")
     if attn not in ATTENTIONS:
         raise fail(f"--attn is {', '.join(ATTENTIONS[:-1])} or {ATTENTIONS[-1]}, got {attn}")
-    if attentions is not None and (attentions.suffix != ".png" or not attentions.parent.is_dir()):
+    if attentions is not None and (
+        attentions.suffix != ".png" or attentions.is_dir() or not attentions.parent.is_dir()
+    ):
         raise fail(f"--attentions is a .png file in a folder that exists, got {attentions}")
+    if attentions is not None:
+        need_writable("--attentions", attentions.parent)
     if attentions is not None and importlib.util.find_spec("matplotlib") is None:
         raise fail("--attentions needs matplotlib; run: pip install 'matmuls[plot]'")
     chosen = pick_device(device)
@@ -201,6 +215,8 @@ def bench(
         jobs = b.plan(names or [], chosen, dtypes, quick)
     except ValueError as error:
         raise fail(str(error)) from None
+    if out is not None:
+        need_writable("--out", out)
     if precompile and (failed := b.precompile(precompile, names or [], chosen, dtypes, quick)):
         errors.print(f"{failed} of the processes did not compile all of their share")
     budget = 0.1 if quick else 0.4 if chosen == "cpu" else 0.05  # of a rival; 20 rounds at least
@@ -274,6 +290,8 @@ def bench_bert(
     from . import bench_bert as b
 
     chosen = pick_device(device)
+    if out is not None:
+        need_writable("--out", out)
     table = Table(title="Speed over the first of each, memory as a share of its", show_lines=False)
     for name in ("task", "model", "way"):
         table.add_column(name, overflow="fold")
@@ -378,7 +396,6 @@ def spmm(
     is further from the truth than rounding explains.
     """
     from . import experiment as e
-    from . import matrices
 
     named = [*(sources or []), *(f"pruned:{shape}:{share}" for share in (sweep or "").split(",") if share)]
     if not named:
@@ -388,30 +405,31 @@ def spmm(
         widths = [int(x) for x in n.split(",")]
     except ValueError:
         widths = []
-    if not widths or min(widths) < 1:
+    if not widths or min(widths) < 1 or max(widths) >= 2**63:
         raise fail(f"--n is numbers of columns separated by commas, got {n}")
     for source in named:  # a long run must not end at a name that is not there
         if ":" not in source and not Path(source).is_file():
             raise fail(f"no file named {source}")
+    if out is not None:
+        need_writable("--out", out)
     warnings.filterwarnings("ignore", "Sparse (CSR|invariant)")  # torch's, to whoever makes the first one
-    cases, problem = [], ""
-    try:
-        with counting() as progress, may_be_stopped() as stopped:
-            task = progress.add_task("measuring a copy", total=len(named) * len(dtypes) * len(widths))
-            for case in e.measure_all(map(matrices.load, named), dtypes, widths, chosen, backward):
-                cases.append(case)
-                progress.update(task, description=f"{case.matrix} {case.dtype} x {case.n}", advance=1)
-    except (ValueError, OSError) as error:  # of a file that cannot be read: what came before it counts
-        problem = str(error)
-        if not cases:
-            raise fail(problem) from None
+    cases: list[Any] = []
+    refused: list[str] = []
+    with counting() as progress, may_be_stopped() as stopped:
+        task = progress.add_task("measuring a copy", total=len(named) * len(dtypes) * len(widths))
+        for case in e.measure_all(named, dtypes, widths, chosen, refused, backward):
+            cases.append(case)
+            progress.update(task, description=f"{case.matrix} {case.dtype} x {case.n}", advance=1)
+    told = fail("\n".join(refused)) if refused else None
+    if told and not cases:
+        raise told
     show_spmm(cases)
     swept = [case for case in cases if sweep and case.matrix.startswith(f"pruned:{shape}:")]
     for line in [*e.summary(cases), *e.crossovers(swept)]:
         console.print(line)
     if out is not None:
         path = out / f"spmm-{chosen}{'-sweep' if sweep else ''}.json"
-        e.save(path, cases, chosen, complete=not (stopped or problem))
+        e.save(path, cases, chosen, complete=not (stopped or refused))
         written = [path]
         try:
             e.plot(path.with_suffix(".png"), cases, bool(sweep))
@@ -422,8 +440,8 @@ def spmm(
     if found := e.wrong(cases):
         errors.print("\n".join(found), style="red")
         raise typer.Exit(1)
-    if problem:
-        raise fail(problem)
+    if told:
+        raise told
     if stopped:
         raise typer.Exit(stopped[0])
 

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import custom_mm
 
-from . import files, measure, sparse
+from . import files, matrices, measure, sparse
 from .bench import copy_rate, environment, geometric_mean
 from .choice import OURS, PRODUCTS
 from .matrices import Matrix
@@ -32,6 +32,7 @@ DENSE_ELEMENTS = 2**26
 ROUNDS, CALLS_US = 7, 2e5  # of the first products: how often, and how long once, where five do not take longer
 ROUND_US = 5e5  # what the rounds of one case may take in all, where seven of them do not take longer
 Product = Callable[[], Any]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -232,10 +233,25 @@ def _checked(prepare: Callable[[], Product], truth: Tensor) -> tuple[Product | N
     try:
         run = prepare()
         result = run()
-        error = torch.linalg.vector_norm(result.double() - truth) / torch.linalg.vector_norm(truth).clamp_min(1e-300)
-        return run, Result(error=error.item())
-    except (RuntimeError, ImportError) as error:
-        return None, Result(refused=str(error).splitlines()[0][:200])
+        return run, Result(error=_error(result, truth))
+    except (RuntimeError, MemoryError, ImportError) as error:
+        return None, Result(refused=_first_line(error)[:200])
+
+
+def _error(result: Tensor, truth: Tensor) -> float:
+    """Relative to the norm of the truth. What is no number, or beyond the dtype, is so in both: else infinite."""
+    info = torch.finfo(result.dtype)
+    result, slack = result.double(), 32 * info.eps
+    held = truth.abs() < info.max * (1 - slack)  # not of nan; so near to the largest, rounding decides
+    ours, theirs = (x[~held].clamp(-info.max, info.max) for x in (result, truth))
+    if not torch.allclose(ours, theirs, rtol=2 * slack, atol=0, equal_nan=True):
+        return float("inf")
+    ours, theirs = result[held], truth[held]
+    return float(torch.linalg.vector_norm(ours - theirs) / torch.linalg.vector_norm(theirs).clamp_min(1e-300))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _time(runs: dict[str, Product], checked: dict[str, Result], device: str) -> dict[str, Result]:
@@ -320,20 +336,42 @@ def _with_backward(case: Case, m: Operands, b: Tensor, made: sparse.SparsePlan) 
             theirs()
             runs[TORCH], checked[TORCH] = theirs, Result()
         except RuntimeError as error:
-            checked[TORCH] = Result(refused=str(error).splitlines()[0][:200])
+            checked[TORCH] = Result(refused=_first_line(error)[:200])
     mib = {name: measure.peak_memory(run, m.device) / 2**20 for name, run in runs.items()}
     return replace(case, backward=_time(runs, checked, m.device), backward_mib=mib)
 
 
 def measure_all(
-    matrices: Iterator[Matrix], dtypes: list[torch.dtype], widths: list[int], device: str, backward: bool = False
+    sources: list[str],
+    dtypes: list[torch.dtype],
+    widths: list[int],
+    device: str,
+    refused: list[str],
+    backward: bool = False,
 ) -> Iterator[Case]:
+    """Every case that can be read and held; why the others cannot is added to `refused`."""
     copy = copy_rate(2**29 if device == "cuda" else 2**25, device)
-    for matrix in matrices:
+
+    def attempt(what: str, make: Callable[[], Made]) -> Made | None:
+        try:
+            return make()
+        except (ValueError, OSError, MemoryError, RuntimeError, OverflowError) as error:
+            refused.append(what + _first_line(error))
+            return None
+
+    for source in sources:
+        matrix = attempt("", partial(matrices.load, source))  # its errors name the source
+        if matrix is None:
+            continue
         for dtype in dtypes:
-            operands = Operands(matrix, dtype, device)
+            name = f"{source}, {str(dtype).removeprefix('torch.')}"
+            operands = attempt(f"{name}: ", partial(Operands, matrix, dtype, device))
+            if operands is None:
+                continue
             for n in widths:
-                yield measure_case(operands, n, copy, backward)
+                case = attempt(f"{name}, {n} columns: ", partial(measure_case, operands, n, copy, backward))
+                if case is not None:
+                    yield case
 
 
 def summary(cases: list[Case]) -> list[str]:

@@ -7,8 +7,6 @@ to be kept, values; and METIS graphs (.graph, .metis); each also compressed by g
 """
 
 import gzip
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,6 @@ import torch
 
 INT32_MAX = 2**31 - 1
 Array = np.ndarray[Any, Any]
-# What the readers meet in files that are damaged or of another kind.
-UNREADABLE = (
-    *(ValueError, TypeError, KeyError, IndexError, OverflowError, EOFError),
-    *(zipfile.BadZipFile, zlib.error, gzip.BadGzipFile),
-)
 
 
 @dataclass(frozen=True)
@@ -51,8 +44,10 @@ def load(source: str) -> Matrix:
         if suffix not in READERS:
             raise ValueError(f"expected a file ending in {', '.join(READERS)}, or {', '.join(DRAWN)}:..., got {source}")
         return READERS[suffix](path)
-    except UNREADABLE as error:
-        raise ValueError(f"{source}: {error}") from None
+    except Exception as error:  # zip, zlib, gzip, numpy and int() have theirs, and of sizes MemoryError
+        if isinstance(error, OSError) and error.filename:
+            raise
+        raise ValueError(f"{source}: {str(error) or type(error).__name__}") from error
 
 
 def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tuple[int, int]) -> Matrix:

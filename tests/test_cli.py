@@ -118,6 +118,12 @@ main()
         (["bert", "x", "--model", "/no/such/model"], "is not a model folder"),
         (["bert", "x", "--attn", "flash"], "--attn is custom_mm, sdpa or eager, got flash"),
         (["bert", "x", "--attentions", "x.pdf"], "--attentions is a .png file in a folder that exists, got x.pdf"),
+        (
+            ["bert", "x", "--attentions", "/proc/x.png"],
+            "--attentions: expected a folder that can be written, got /proc",
+        ),
+        (["bench", "--out", "/proc/x"], "--out: expected a folder that can be written, got /proc/x"),
+        (["bench-bert", "--out", "/proc/x"], "--out: expected a folder that can be written, got /proc/x"),
         (["bench", "nothing"], "no benchmark named nothing; there are matmul"),
         (["report", "--readme", "/no/such/file"], "No such file"),
     ],

@@ -12,6 +12,8 @@ import torch
 from matmuls import experiment, matrices, report
 from matmuls.experiment import Case, Result
 
+MARKET = "%%MatrixMarket matrix coordinate real general\n"
+
 
 def matmuls(*args):
     return subprocess.run([sys.executable, "-m", "matmuls", *args], capture_output=True, text=True, timeout=300)
@@ -51,8 +53,11 @@ def test_sweep_says_where_sparse_pays(tmp_path):
         (["spmm"], "no matrix: name files"),
         (["spmm", "/no/such/file.mtx"], "no file named /no/such/file.mtx"),
         (["spmm", "grid:4", "--n", "4,x"], "--n is numbers of columns separated by commas, got 4,x"),
+        (["spmm", "grid:4", "--n", f"4,{2**63}"], "--n is numbers of columns separated by commas, got 4,9223372036854"),
         (["spmm", "grid:4", "--dtype", "int8"], "--dtype is"),
         (["spmm", "grid:4:4"], "grid:4:4"),
+        (["spmm", "grid:4", "--out", "/proc/x"], "--out: expected a folder that can be written, got /proc/x: No such"),
+        (["spmm", "grid:4", "--out", __file__], "test_experiment.py: File exists"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -78,6 +83,42 @@ def test_what_was_measured_before_a_file_that_cannot_be_read_is_kept(tmp_path):
     result = json.loads((tmp_path / "out/spmm-cpu.json").read_text())
     assert not result["environment"]["complete"]
     assert [c["matrix"] for c in result["cases"]] == ["grid:8"]
+
+
+def test_what_the_machine_cannot_hold_is_told_and_the_rest_is_measured(tmp_path):
+    (tmp_path / "long.mtx").write_text(f"{MARKET}{10**15} 3 1\n1 1 1\n")
+    (tmp_path / "wide.mtx").write_text(f"{MARKET}3 {10**18} 1\n1 1 1\n")
+    named = [*(str(tmp_path / name) for name in ("long.mtx", "wide.mtx")), "pruned:100000000x100000000:0.9", "grid:3"]
+    refused = []
+    cases = list(experiment.measure_all(named, [torch.float32], [99999999999999, 4], "cpu", refused))
+    assert [(c.matrix, c.n) for c in cases] == [("grid:3", 4)]
+    assert [line.split(":")[0] for line in refused] == [
+        named[0],
+        *(f"{named[1]}, float32, {n} columns" for n in (99999999999999, 4)),
+        "pruned",
+        "grid",
+    ]
+    assert "grid:3, float32, 99999999999999 columns: " in refused[-1]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_no_number_or_beyond_the_dtype_is_no_error(tmp_path, dtype):
+    (tmp_path / "a.mtx").write_text(f"{MARKET}5 4 6\n1 1 nan\n2 2 inf\n2 1 -inf\n3 1 1e30\n4 1 65519\n5 2 2\n")
+    refused = []
+    (case,) = experiment.measure_all([str(tmp_path / "a.mtx")], [getattr(torch, dtype)], [8], "cpu", refused)
+    assert experiment.wrong([case]) == refused == []
+
+
+def test_errors_beside_what_is_no_number_are_seen():
+    inf, nan = float("inf"), float("nan")
+    truth = torch.tensor([1.0, 1e9, -1e9, inf, nan, 65500.0], dtype=torch.float64)
+    right = truth.half()
+    assert experiment._error(right, truth) == 0
+    assert experiment._error(torch.tensor([1.0, 65504, -inf, 65504, nan, inf]).half(), truth) == 0  # as rounding goes
+    for n, other in ((0, 1.5), (0, inf), (0, nan), (1, -inf), (2, nan), (3, 6e4), (4, 1.0), (5, 4e4)):
+        wrong = right.clone()
+        wrong[n] = other
+        assert not experiment._error(wrong, truth) < 0.5
 
 
 def test_ratios():
@@ -130,7 +171,7 @@ def test_cusparses_candidates(device):
 @pytest.mark.cuda
 def test_every_candidate_on_a_gpu():
     for dtype in (torch.float32, torch.bfloat16):
-        (case,) = experiment.measure_all(iter([matrices.load("rmat:12:8")]), [dtype], [64], "cuda", backward=True)
+        (case,) = experiment.measure_all(["rmat:12:8"], [dtype], [64], "cuda", [], backward=True)
         bound = (16 + case.longest**0.5) * torch.finfo(dtype).eps
         assert {f"cusparse {a}" for a in experiment.CUSPARSE} <= case.results.keys()
         for name, r in case.results.items():

@@ -59,8 +59,7 @@ MAY_IMPORT = {
     "bench_bert": {"attention", "bench", "files", "measure", "integrations.transformers"},
     "bert": {"measure", "integrations.transformers"},
     "report": {"bench", "experiment", "specs"},
-    "cli": {"info", "bench", "bench_bert", "experiment", "files", "matrices", "bert", "report", "tune", "triton"}
-    | {"custom_mm"},
+    "cli": {"info", "bench", "bench_bert", "experiment", "files", "bert", "report", "tune", "triton", "custom_mm"},
     "__main__": {"cli"},
     "integrations": set(),
     "integrations.transformers": {"integrations.transformers"},

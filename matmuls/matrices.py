@@ -7,6 +7,7 @@ to be kept, values; and METIS graphs (.graph, .metis); each also compressed by g
 """
 
 import gzip
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-INT32_MAX = 2**31 - 1
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 Array = np.ndarray[Any, Any]
 
 
@@ -53,6 +54,14 @@ def load(source: str) -> Matrix:
 def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tuple[int, int]) -> Matrix:
     """From entries in any order; duplicates stay."""
     rows, columns = shape
+    if not 0 <= min(shape) <= max(shape) <= INT64_MAX:
+        raise ValueError(f"expected sizes from 0 to {INT64_MAX}, got {rows} x {columns}")
+    row, col = _whole("rows", row), _whole("columns", col)
+    if values is not None and values.dtype.kind not in "biuf":
+        raise ValueError(f"expected real values, got {values.dtype}")
+    if col.shape != row.shape or (values is not None and values.shape != row.shape):
+        got = f"{row.size}, {col.size}" + ("" if values is None else f" and values of shape {values.shape}")
+        raise ValueError(f"expected as many rows as columns and values, got {got}")
     for what, index, size in (("row", row, rows), ("column", col, columns)):
         if index.size and (index.min() < 0 or index.max() >= size):
             raise ValueError(f"expected {what}s within {rows} x {columns}, got {index.min()} to {index.max()}, from 0")
@@ -62,6 +71,17 @@ def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tup
     kept = None if values is None else torch.from_numpy(np.ascontiguousarray(values[order], dtype=np.float64))
     offsets, inner = (torch.from_numpy(x.astype(dtype)) for x in (crow, col[order]))
     return Matrix(name, offsets, inner, kept, shape)
+
+
+def _whole(what: str, numbers: Array) -> Array:
+    """As int64, and no other numbers than they were."""
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
+        raise ValueError(f"expected {what} as whole numbers in one dimension, got {numbers.dtype} of {numbers.shape}")
+    with np.errstate(invalid="ignore"):  # of what is no number: that is found below
+        whole = numbers.astype(np.int64, copy=False)
+    if (other := numbers[whole != numbers]).size:
+        raise ValueError(f"expected {what} as whole numbers, got {other[0]}")
+    return whole
 
 
 def _text(path: Path) -> str:
@@ -80,6 +100,8 @@ def read_matrix_market(path: Path) -> Matrix:
     if len(words) != 5 or words[:2] != ["%%matrixmarket", "matrix"]:
         raise ValueError(f"expected a Matrix Market banner, got {banner[:60]!r}")
     form, field, symmetry = words[2:]
+    if form not in ("coordinate", "array") or (form, field) == ("array", "pattern"):
+        raise ValueError(f"expected coordinates, or an array of numbers, got {form} {field}")
     if field not in ("real", "integer", "pattern", "double") or symmetry not in (
         "general",
         "symmetric",
@@ -90,6 +112,10 @@ def read_matrix_market(path: Path) -> Matrix:
         rest = rest.partition("\n")[2]
     sizes, _, body = rest.partition("\n")
     rows, columns, *entries = (int(x) for x in sizes.split())
+    if len(entries) != (form == "coordinate"):
+        raise ValueError(f"expected rows and columns, and the number of entries of coordinates alone, got {sizes!r}")
+    if symmetry != "general" and rows != columns:
+        raise ValueError(f"expected a {symmetry} matrix to be square, got {rows} x {columns}")
     numbers = np.array(body.split(), dtype=np.float64)
     if form == "array":
         full = _unpacked(numbers, rows, columns, symmetry)
@@ -99,7 +125,7 @@ def read_matrix_market(path: Path) -> Matrix:
     if numbers.size != entries[0] * width:
         raise ValueError(f"expected {entries[0]} entries of {width} numbers, got {numbers.size} numbers")
     table = numbers.reshape(-1, width)
-    row, col = (table[:, i].astype(np.int64) - 1 for i in (0, 1))
+    row, col = (_whole("indices", table[:, i]) - 1 for i in (0, 1))
     values = table[:, 2] if width == 3 else None
     if symmetry != "general":
         mirrored = row != col
@@ -123,7 +149,7 @@ def _unpacked(numbers: Array, rows: int, columns: int, symmetry: str) -> Array:
 def read_npz(path: Path) -> Matrix:
     with np.load(path, allow_pickle=False) as file:
         parts = dict(file)
-    rows, columns = (int(n) for n in parts["shape"])
+    rows, columns = _whole("sizes", parts["shape"]).tolist()
     name = _name(path)
     if "crow" in parts:
         crow, col, values = parts["crow"], parts["col"], parts.get("values")
@@ -136,20 +162,23 @@ def read_npz(path: Path) -> Matrix:
     if form not in ("csr", "csc", "bsr"):
         raise ValueError(f"expected csr, csc, coo or bsr, got {form}")
     height, width = data.shape[1:] if form == "bsr" else (1, 1)
-    indices, indptr = parts["indices"], parts["indptr"]
+    if min(height, width) < 1 or rows % height or columns % width:
+        raise ValueError(f"expected blocks that {rows} x {columns} can be cut into, got {height} x {width}")
+    indices, indptr = _whole("indices", parts["indices"]), parts["indptr"]
     outer = _expanded(indptr, indices, columns if form == "csc" else rows // height)
     row, col = (indices, outer) if form == "csc" else (outer, indices)
     down, across = np.arange(height)[None, :, None], np.arange(width)[None, None, :]
-    row, col = row.astype(np.int64)[:, None, None] * height + down, col.astype(np.int64)[:, None, None] * width + across
+    row, col = row[:, None, None] * height + down, col[:, None, None] * width + across
     row, col = (np.broadcast_to(x, (indices.size, height, width)).ravel() for x in (row, col))
-    return _by_rows(name, row, col, data.ravel(), (rows, columns))
+    return _by_rows(name, row, col, data.ravel() if form == "bsr" else data, (rows, columns))
 
 
 def _expanded(offsets: Array, inner: Array, outer: int) -> Array:
-    lengths = np.diff(offsets)
-    if offsets.shape != (outer + 1,) or offsets[0] != 0 or offsets[-1] != inner.size or (lengths < 0).any():
+    offsets = _whole("offsets", offsets)
+    before, after = offsets[:-1], offsets[1:]
+    if offsets.shape != (outer + 1,) or offsets[0] != 0 or offsets[-1] != inner.size or (after < before).any():
         raise ValueError(f"expected {outer + 1} offsets that do not decrease, from 0 to {inner.size}")
-    return np.repeat(np.arange(outer), lengths)
+    return np.repeat(np.arange(outer), after - before)
 
 
 def read_metis(path: Path) -> Matrix:
@@ -157,18 +186,22 @@ def read_metis(path: Path) -> Matrix:
     lines = [line.split() for line in _text(path).removesuffix("\n").split("\n") if not line.startswith("%")]
     vertices, edges, *options = (int(x) for x in lines[0])
     form = f"{options[0] if options else 0:03d}"
+    if not re.fullmatch("[01]{3}", form):
+        raise ValueError(f"expected a format of up to three digits, 0 or 1, got {form}")
     weights = options[1] if len(options) > 1 else int(form[1])
     skipped, step = int(form[0]) + weights, 2 if form[2] == "1" else 1
     own = lines[1 : vertices + 1]
     if len(own) != vertices or any(line for line in lines[vertices + 1 :]):
         raise ValueError(f"expected a line for each of {vertices} vertices, got {len(lines) - 1}")
+    counts = [len(line) - skipped for line in own]
+    if weights < 0 or any(count < 0 or count % step for count in counts):
+        raise ValueError(f"expected lines of {skipped} numbers and then {step} an edge, got {counts[:8]} after those")
     flat = np.array([x for line in own for x in line[skipped:]], dtype=np.float64).reshape(-1, step)
     if len(flat) != 2 * edges:
         raise ValueError(f"expected {edges} edges, each at both of its ends, got {len(flat)} ends")
-    row = np.repeat(np.arange(vertices), [(len(line) - skipped) // step for line in own])
-    return _by_rows(
-        _name(path), row, flat[:, 0].astype(np.int64) - 1, flat[:, 1] if step == 2 else None, (vertices, vertices)
-    )
+    row = np.repeat(np.arange(vertices), np.array(counts, dtype=np.int64) // step)
+    col = _whole("neighbours", flat[:, 0]) - 1
+    return _by_rows(_name(path), row, col, flat[:, 1] if step == 2 else None, (vertices, vertices))
 
 
 def draw_rmat(source: str) -> Matrix:
@@ -188,6 +221,8 @@ def draw_rmat(source: str) -> Matrix:
 
 def draw_grid(source: str) -> Matrix:
     (side,) = (int(x) for x in source.split(":")[1:])
+    if side < 0:
+        raise ValueError(f"expected a side of at least 0, got {side}")
     y, x = (t.ravel() for t in np.mgrid[:side, :side])
     rows, cols = [], []
     for dy, dx in ((-1, 0), (0, -1), (0, 0), (0, 1), (1, 0)):

@@ -24,6 +24,9 @@ def drawn(rows=12, columns=8, symmetric=False):
     return np.tril(dense) + np.tril(dense, -1).T if symmetric else dense
 
 
+MARKET = "%%MatrixMarket matrix coordinate real general\n"
+
+
 @pytest.mark.parametrize("layout", ["csr", "csc", "coo", "bsr"])
 def test_scipys_npz(tmp_path, layout):
     dense = drawn()
@@ -110,6 +113,24 @@ def test_drawn():
         ("a.mtx", "%%MatrixMarket matrix coordinate real general\n2 2 1\n3 1 1.0\n", "expected rows within 2 x 2"),
         ("a.mtx", "%%MatrixMarket matrix coordinate real general\n2 2 1\n0 1 1.0\n", "expected rows within 2 x 2"),
         ("a.mtx", "%%MatrixMarket matrix coordinate real general\n2 x 1\n", "invalid literal"),
+        ("a.mtx", f"{MARKET}2 2 1\n1 1.5 1.0\n", "expected indices as whole numbers, got 1.5"),
+        ("a.mtx", f"{MARKET}2 2 1\nnan 1 1.0\n", "expected indices as whole numbers, got nan"),
+        ("a.mtx", f"{MARKET}2 -2 0\n", "expected sizes from 0 to 9223372036854775807, got 2 x -2"),
+        ("a.mtx", f"{MARKET}2 {2**63} 0\n", "expected sizes from 0 to 9223372036854775807"),
+        ("a.mtx", f"{MARKET}{10**15} 2 0\n", "a.mtx: Unable to allocate"),
+        ("a.mtx", f"{MARKET}2 2\n1 1 1.0\n", "expected rows and columns, and the number of entries"),
+        ("a.mtx", MARKET.replace("coordinate", "foo"), "expected coordinates, or an array of numbers, got foo real"),
+        (
+            "a.mtx",
+            "%%MatrixMarket matrix array pattern general\n",
+            "coordinates, or an array of numbers, got array pat",
+        ),
+        ("a.mtx", MARKET.replace("general", "symmetric") + "3 2 0\n", "expected a symmetric matrix to be square"),
+        ("a.graph", "3 2 1\n2 3 2\n1 3 3\n3 2\n", r"expected lines of 0 numbers and then 2 an edge, got \[3, 3, 2\]"),
+        ("a.graph", "2 1 10\n\n1 2 1\n", r"expected lines of 1 numbers and then 1 an edge, got \[-1, 2\]"),
+        ("a.graph", "2 1 10 -1\n2\n1\n", "expected lines of -1 numbers"),
+        ("a.graph", "2 1 1011\n2\n1\n", "expected a format of up to three digits, 0 or 1, got 1011"),
+        ("a.graph", "2 1\n2.5\n1\n", "expected neighbours as whole numbers, got 2.5"),
         ("a.graph", "2 1\n2\n", "expected a line for each of 2 vertices, got 1"),
         ("a.graph", "2 2\n2\n1\n", "expected 2 edges"),
         ("a.graph", "2 1\n3\n1\n", "expected columns within 2 x 2"),
@@ -143,10 +164,34 @@ def test_hostile_npz(tmp_path):
         ({"col": [0, 5]}, "expected columns within 2 x 2"),
         ({"shape": [2]}, "a.npz"),
         ({"crow": np.array([None])}, "a.npz"),
+        ({"crow": np.array([0, 5, 2], np.uint32)}, "offsets that do not decrease"),
+        ({"crow": [[0, 1, 2]]}, r"expected offsets as whole numbers in one dimension, got int64 of \(1, 3\)"),
+        ({"col": [0, 0.7]}, "expected columns as whole numbers, got 0.7"),
+        ({"col": [[0, 1]]}, "a.npz"),
+        ({"shape": [2.5, 2]}, "expected sizes as whole numbers, got 2.5"),
+        ({"shape": [2, -2]}, "expected sizes from 0 to 9223372036854775807, got 2 x -2"),
+        ({"values": [1, 2j]}, "expected real values, got complex128"),
+        ({"values": ["1", "2"]}, "expected real values, got <U1"),
+        ({"values": [1, 2, 3]}, r"expected as many rows as columns and values, got 2, 2 and values of shape \(3,\)"),
+        ({"values": [[1], [2]]}, r"got 2, 2 and values of shape \(2, 1\)"),
     ):
         np.savez(path, **{"crow": [0, 1, 2], "col": [0, 1], "shape": [2, 2]} | change)
         with pytest.raises(ValueError, match=message):
             matrices.load(str(path))
-    for source in ("rmat:3", "grid:x", "pruned:3x3:2", "pruned:3:0.5"):
+    blocks = {"format": b"bsr", "indptr": [0, 1], "indices": [0], "shape": [3, 2]}
+    for block in ((2, 2), (0, 0)):
+        np.savez(path, **blocks, data=np.ones((1, *block)))
+        with pytest.raises(ValueError, match="expected blocks that 3 x 2 can be cut into, got"):
+            matrices.load(str(path))
+    np.savez(path, format=b"coo", row=[0, 1], col=[0, 1, 1], data=[1.0, 2, 3], shape=[2, 2])
+    with pytest.raises(ValueError, match="expected as many rows as columns and values, got 2, 3"):
+        matrices.load(str(path))
+    content = bytearray(path.read_bytes())
+    content[6] |= 1  # the flag of what is encrypted, here and in the directory
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.npz: .*encrypted"):
+        matrices.load(str(path))
+    for source in ("rmat:3", "rmat:60:1", "grid:-3", "grid:x", "pruned:3x3:2", "pruned:3:0.5"):
         with pytest.raises(ValueError, match=source):
             matrices.load(source)

@@ -108,9 +108,8 @@ def read_matrix_market(path: Path) -> Matrix:
         "skew-symmetric",
     ):
         raise ValueError(f"expected a real matrix, general or symmetric, got {field} {symmetry}")
-    while rest and (rest.partition("\n")[0].strip() or "%").startswith("%"):
-        rest = rest.partition("\n")[2]
-    sizes, _, body = rest.partition("\n")
+    # comments and lines of nothing in one pass: a copy of the rest for each took 4 s of 80,000
+    sizes, _, body = re.sub(r"\A([^\S\n]*(%.*)?\n)*+", "", rest).partition("\n")
     rows, columns, *entries = (int(x) for x in sizes.split())
     if len(entries) != (form == "coordinate"):
         raise ValueError(f"expected rows and columns, and the number of entries of coordinates alone, got {sizes!r}")

@@ -110,6 +110,8 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     from torch.utils.cpp_extension import CppExtension  # after decide() has set CUDA_HOME
 
     kernels = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.cu"))]
+    if not kernels:  # C++ of operators is in them too: a build for the CPU needs it
+        sys.exit(f"matmuls: expected the kernels of the source tree, src/*.cu, and found none in {ROOT / 'src'}")
     sources = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.cpp"))] + [as_cpp(ROOT / p) for p in kernels]
     # torch 2.14 and later demand C++20, which older ones do not ask for by themselves.
     # -g0: Python asks for debug symbols, a third of the time and nine tenths of the size.

@@ -1,9 +1,13 @@
 """The rules of the house: who may import whom, what importing costs, what the repository may say."""
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,6 +134,22 @@ def test_what_is_launched_early_waits_first():
         first = statements[0] if not ast.unparse(statements[0]).startswith("fetch_ahead(") else statements[1]
         assert ast.unparse(first) == "wait_for_earlier(EARLY)", kernel.name
         assert kernel.args.args[-1].arg == "EARLY", kernel.name
+
+
+def test_a_source_archive_has_all_that_builds(tmp_path):
+    for name in ("custom_mm", "matmuls", "src"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = [sys.executable, "setup.py", "-q", "sdist"]
+    make = partial(subprocess.run, command, cwd=tmp_path, env=os.environ | {"MATMULS_CUDA": "0"}, capture_output=True)
+    make(check=True)
+    with tarfile.open(next((tmp_path / "dist").glob("*.tar.gz"))) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"src/{p.name}" for p in ROOT.glob("src/*")} <= packed
+    for kernel in tmp_path.glob("src/*.cu"):
+        kernel.unlink()
+    assert b"expected the kernels of the source tree, src/*.cu, and found none" in make().stderr
 
 
 @pytest.mark.parametrize("module", ["matmuls", "custom_mm", "matmuls.specs"])

@@ -2,6 +2,7 @@
 # From a clean machine to a working virtual environment: torch, the build tools, the extension, the package, a model.
 # Run it again at any time: what is done already takes no time.
 set -euo pipefail
+unset CDPATH # with it cd prints where it went
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 # The known-good torch of each kind. TORCH_INDEX_URL names another package index for it, one of CPU-only builds say.
@@ -41,7 +42,7 @@ fi
 
 # ---- what must be on the machine
 python=""
-for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11; do
+for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
   if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
     python=$candidate && break
   fi

@@ -152,6 +152,28 @@ def test_a_source_archive_has_all_that_builds(tmp_path):
     assert b"expected the kernels of the source tree, src/*.cu, and found none" in make().stderr
 
 
+def test_the_installer_takes_paths_with_spaces_and_a_cdpath(tmp_path):
+    """Its Python says yes to everything and makes environments of itself; those on PATH say no."""
+    yes = '#!/bin/bash\n[[ "$*" == *"-m venv"* ]] && mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python"\nexit 0\n'
+    for name in ("no/python3", "no/python3.11", "no/python3.12", "no/python3.13", "a b/python"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("#!/bin/bash\nexit 1\n" if name.startswith("no") else yes)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "c d/src").mkdir(parents=True)
+    for name in ("install_deps.sh", "pyproject.toml", "setup.py", "src/rows.h"):
+        shutil.copy(ROOT / name, tmp_path / "c d" / name)
+    env = {"CDPATH": ".", "CXX": "true", "PYTHON": str(tmp_path / "a b/python")}
+    run = subprocess.run(
+        ["bash", "c d/install_deps.sh", "--cpu"],
+        cwd=tmp_path,
+        env=os.environ | env | {"PATH": f"{tmp_path / 'no'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert f"ready: {tmp_path / 'c d/.venv'}\n" in run.stdout
+
+
 @pytest.mark.parametrize("module", ["matmuls", "custom_mm", "matmuls.specs"])
 def test_importing_is_light(module):
     """No optional package, and no CUDA context, comes with an import."""

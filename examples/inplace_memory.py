@@ -20,6 +20,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--columns", type=int, default=512)
     a = parser.parse_args()
+    if min(a.rows, a.columns) < 1:
+        parser.error(f"--rows and --columns are at least 1, got {a.rows} and {a.columns}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     x, r = torch.randn(2, a.rows, a.columns, device=device)

@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=64, help="neighbours on each side")
     parser.add_argument("--global-tokens", type=int, default=8)
     a = parser.parse_args()
+    if min(a.tokens, a.heads) < 1 or a.window < 0 or not 0 <= a.global_tokens <= a.tokens:
+        parser.error("--tokens and --heads are at least 1, --window at least 0, --global-tokens from 0 to --tokens")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     q, k, v = (torch.randn(a.heads, a.tokens, 64, device=device, requires_grad=True) for _ in range(3))

@@ -277,9 +277,13 @@ def show_bench(rows: list[Any], roofs: Any) -> None:
 def bench_bert(
     device: DeviceOption = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="a model of seconds, as on a CPU")] = False,
-    piece: Annotated[list[int] | None, typer.Option(help="MiB of scores at a time; several are compared")] = None,
-    chunk: Annotated[list[int] | None, typer.Option(help="MiB of optimized layers at a time; several too")] = None,
-    rounds: Annotated[int, typer.Option(help="calls of each way")] = 15,
+    piece: Annotated[
+        list[int] | None, typer.Option(min=0, help="MiB of scores at a time; several are compared")
+    ] = None,
+    chunk: Annotated[
+        list[int] | None, typer.Option(min=1, help="MiB of optimized layers at a time; several too")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="calls of each way")] = 15,
     out: Annotated[Path | None, typer.Option(help="folder for the JSON file")] = None,
 ) -> None:
     """BERT base and large of random weights in bfloat16: our attention, optimized or not, beside stock attention."""

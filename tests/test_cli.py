@@ -136,6 +136,13 @@ def test_wrong_calls_are_told_in_one_line(args, words):
     assert words in run.stderr
 
 
+@pytest.mark.parametrize("args", [("--rounds", "0"), ("--rounds", "-1"), ("--piece", "-2"), ("--chunk", "-3")])
+def test_bench_bert_takes_no_counts_below_its_least(args):
+    run = CliRunner().invoke(cli.app, ["bench-bert", "--tiny", *args])
+    assert run.exit_code == 2
+    assert f"Invalid value for '{args[0]}'" in run.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_told():
     run = matmuls("bert", "x", "--device", "cuda")

@@ -13,8 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def example(name, *args):
+    run = called(name, *args)
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout
+
+
+def called(name, *args):
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run = subprocess.run(
+    return subprocess.run(
         [sys.executable, ROOT / "examples" / f"{name}.py", *map(str, args)],
         capture_output=True,
         text=True,
@@ -22,8 +28,6 @@ def example(name, *args):
         # torch's profiler talks to stderr, and torch warns of CSR
         env=os.environ | {"PYTHONPATH": path, "KINETO_LOG_LEVEL": "99", "PYTHONWARNINGS": "ignore:Sparse"},
     )
-    assert (run.returncode, run.stderr) == (0, "")
-    return run.stdout
 
 
 def need_weights():
@@ -75,3 +79,17 @@ def test_inplace_memory():
         assert in_place <= 0.5 < 2 <= new
         assert float(line.split()[-1]) < 1e-5
     assert len(out) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("inplace_memory", ("--rows", 0)),
+        ("sparse_attention", ("--tokens", 4)),  # fewer than are global
+        ("sparse_attention", ("--window", -1)),
+    ],
+)
+def test_sizes_that_make_no_sense_are_told(name, args):
+    run = called(name, *args)
+    assert run.returncode == 2
+    assert f"error: {'--rows' if name == 'inplace_memory' else '--tokens'} and" in run.stderr

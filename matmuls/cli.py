@@ -397,7 +397,7 @@ def spmm(
     """Time every way to multiply a sparse matrix on the matrices that you name, each held against float64.
 
     May be stopped by Ctrl-C or SIGTERM: what was measured until then is shown and written. Exit status 1 if one of ours
-    is further from the truth than rounding explains.
+    is further from the truth than rounding explains, 2 if something could not be read or held: the rest is measured.
     """
     from . import experiment as e
 

@@ -22,13 +22,12 @@ FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeErr
 
 
 def render(text: str, results: Path) -> str:
-    """The text with every marked table made anew. Raises ValueError on a name without a table."""
+    """The text with every marked table made anew. Raises ValueError on a name without a table, and on other results."""
     tables = (
         *(operations, products, epilogues, inplace, rowwise, masked, fused, two_experts),
         *(sparse, sparse_means, blocks, memory, host, bert),
     )
     makers = {f.__name__: f for f in tables}
-
     run = load(results)
 
     def table(match: re.Match[str]) -> str:

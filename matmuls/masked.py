@@ -352,11 +352,11 @@ def _ffn_backward(
 
 def _ffn_backward_meta(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     *experts, _, _, _, needs = args
-    contiguous = torch.contiguous_format
-    return tuple(
-        torch.empty_like(t, memory_format=contiguous) if need else t.new_empty(0)
-        for t, need in zip((x, *experts), needs, strict=True)
-    )
+    found = [torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else x.new_empty(0)]
+    for n, t in enumerate(experts, 1):
+        beside = needs[n + 3 if n < 4 else n - 3]  # the other expert's: one kernel makes both, one of no rows
+        found.append(t.new_empty(t.shape[0] if needs[n] else 0, t.shape[1]) if needs[n] or beside else t.new_empty(0))
+    return tuple(found)
 
 
 # ------------------------------------------------------------------------------------------------------- registration

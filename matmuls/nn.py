@@ -11,7 +11,7 @@ from custom_mm.indices import version_of
 
 from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
-from .sparse import SparsePlan, plan
+from .sparse import SparsePlan, plan, spmm
 
 __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 
@@ -191,8 +191,9 @@ class SparseLinear(nn.Module):
         shape = self.out_features, self.in_features
         with warnings.catch_warnings():  # torch calls the layout a beta, once a process
             warnings.simplefilter("ignore", UserWarning)
+            values = self.values.detach()
             return torch.sparse_csr_tensor(
-                self.offsets, self.columns, self.values.detach(), shape, check_invariants=False
+                self.offsets, self.columns, values, shape, device=values.device, check_invariants=False
             )
 
     def plan(self) -> SparsePlan:
@@ -207,7 +208,7 @@ class SparseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1:] != (self.in_features,):
             raise RuntimeError(f"SparseLinear: expected x of shape [..., {self.in_features}], got {list(x.shape)}")
-        y = (self.plan() @ x.reshape(math.prod(x.shape[:-1]), self.in_features).mT).mT
+        y = spmm(self.plan(), x.reshape(math.prod(x.shape[:-1]), self.in_features).mT).mT
         return (y if self.bias is None else y + self.bias.to(y.dtype)).reshape(*x.shape[:-1], self.out_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

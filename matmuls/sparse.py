@@ -315,8 +315,9 @@ def _spmm_of_batch(
         raise RuntimeError(f"spmm: expected out of shape {expected}, got {list(out.shape)}")
     if not torch.compiler.is_compiling():  # what is multiplied below may be a copy of out, which overlaps nothing
         _C.check_no_overlap("spmm", out, values, b)
+    whole = out.is_contiguous()
     flat = _ours_into(out.contiguous().flatten(0, -2), structure, values, dense, reduce, alpha, beta)
-    return out if flat.data_ptr() == out.data_ptr() else out.copy_(flat.view(expected))
+    return out if whole else out.copy_(flat.view(expected))
 
 
 def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1) -> torch.Tensor:
@@ -361,13 +362,13 @@ def sparse_attention(
     Differentiable, twice and more.
     """
     ready = plan(pattern)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = sddmm(q, k.mT, ready)
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
+    scores = sddmm(q, k.mT, ready, alpha=scale)  # in float32: unscaled, long vectors pass float16's 65504
     structure = ready._structure
-    probabilities = sparse_softmax(scores, ready, scale=scale).to(v.dtype)
+    probabilities = sparse_softmax(scores, ready).to(v.dtype)
     value = _folded("sparse_attention", structure, v, "v")
     result = _ours(structure, probabilities, value)
-    return result if structure.batch is None else result.view(*q.shape[:-1], v.shape[-1])
+    return result if structure.batch is None else result.view(*ready.shape[:-1], v.shape[-1])
 
 
 def _sparsified(name: str, a: torch.Tensor) -> tuple[Structure, torch.Tensor]:

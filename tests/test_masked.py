@@ -243,6 +243,17 @@ def test_sums_over_nothing():
         assert torch.equal(masked_linear(x, w, w, torch.ones(lead, dtype=torch.bool)), torch.zeros(*lead, 5))
 
 
+@pytest.mark.parametrize("wanted", [(1, 4), (2,), (4, 6), (1, 2, 3)], ids=str)
+def test_gradients_of_some_of_the_networks_weights_have_their_shapes_while_tracing(wanted):
+    """Of a pair of which one is wanted the kernels give both, one of them empty."""
+    x, w, v = (torch.randn(*s) for s in ((6, 4), (5, 4), (4, 5)))
+    rows, counts, _ = mask_plan(torch.arange(6) < 2)
+    needs = [n in (0, *wanted) for n in range(7)]
+    args = (torch.randn(6, 4), x, w, v, w, w, v, w, rows, counts, None, needs)
+    op = torch.ops.custom_mm.masked_ffn_backward.default
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_bad_plans_and_masks():
     x, w = torch.randn(6, 4), torch.randn(5, 4)
     with pytest.raises(RuntimeError, match=r"mask_plan: expected a strided mask of torch.bool, got torch.float32"):
@@ -372,7 +383,7 @@ def test_backward_of_few_rows_reads_what_forward_ordered(monkeypatch):
         pytest.skip("rows are ordered from sm_90 on")
     copied = []
     real = few.launch
-    monkeypatch.setattr(few, "launch", lambda *args: (copied.append(args), real(*args)))
+    monkeypatch.setattr(few, "launch", lambda *args, **options: (copied.append(args), real(*args, **options)))
     x, w1, w2 = (draw(*s, dtype=torch.bfloat16, device="cuda") for s in ((512, 2048), (2304, 2048), (2304, 2048)))
     leaves = [t.clone().requires_grad_() for t in (x, w1, w2)]
     rows, counts, known = plan = mask_plan(torch.rand(512, device="cuda") < 0.5)

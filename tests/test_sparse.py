@@ -674,6 +674,39 @@ def test_a_number_is_no_dense_side(device):
         made @ torch.tensor(1.0, device=device)
 
 
+def test_attention_whose_scores_are_beyond_float16(device):
+    """Before they are scaled: sums of 64 products."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(6, 64, device=device, dtype=torch.float16) for _ in range(3))
+    q, k = (36 + t for t in (q, k))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    assert not (q @ k.mT).isfinite().all()
+    pattern = torch.ones(6, 6, device=device, dtype=torch.float16).to_sparse_csr()
+    y = sparse_attention(*leaves, pattern)
+    truth = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in leaves))
+    assert (y - truth).abs().max() < 2e-2
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), leaves))
+
+
+def test_attention_of_odd_shapes(device):
+    v = torch.randn(5, 3, device=device)
+    made = plan(torch.ones(6, 5, device=device).to_sparse_csr())
+    y = sparse_attention(torch.ones(6, 0, device=device), torch.ones(5, 0, device=device), v, made)
+    torch.testing.assert_close(y, v.mean(0).expand(6, 3))
+    batched = torch.ones(2, 6, 5, device=device).to_sparse_csr()
+    q, k = torch.randn(6, 4, device=device), torch.randn(2, 5, 4, device=device)
+    expected = torch.softmax(q @ k.mT / 2, -1) @ v
+    torch.testing.assert_close(sparse_attention(q, k, v.expand(2, 5, 3), batched), expected)
+
+
+def test_compiled_batches_into_out():
+    a, b = plan(torch.ones(2, 4, 5).to_sparse_csr()), torch.randn(2, 5, 3)
+    step = torch.compile(lambda out: spmm(a, b, out=out), fullgraph=True, backend="aot_eager")
+    for out in (torch.empty(2, 4, 3), torch.empty(2, 3, 4).mT):
+        torch.testing.assert_close(step(out), torch.ones(2, 4, 5) @ b)
+        torch.testing.assert_close(out, torch.ones(2, 4, 5) @ b)
+
+
 def test_compiled_plan():
     made = plan(draw_sparse(6, 9, 0.4, torch.float32).to_sparse_csr())
 

@@ -68,6 +68,15 @@ def test_a_state_that_does_not_fit_together_is_told(wrong, device):
             use()
 
 
+def test_the_default_device_is_another(device):
+    sparse, x = SparseLinear.from_linear(layer(device), sparsity=0.5), torch.randn(4, 40, device=device)
+    expected = nn.functional.linear(x, sparse.weight.to_dense(), sparse.bias)
+    sparse._plan = None
+    with torch.device("meta"):
+        y = sparse(x)
+    torch.testing.assert_close(y, expected)
+
+
 def test_threshold_and_zeros(device):
     linear = layer(device)
     for sparse, kept in (

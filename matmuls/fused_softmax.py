@@ -1,11 +1,14 @@
 """Scale, mask and softmax in one pass over the scores of attention."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd.function import Function
 
+from .registration import fail, number
+
+_NAME = "scaled_masked_softmax"
 _ops = torch.ops.custom_mm
 _masked: Callable[..., torch.Tensor] = _ops.scaled_masked_softmax.default
 _masked_: Callable[..., None] = _ops.scaled_masked_softmax_.default
@@ -35,23 +38,11 @@ def scaled_masked_softmax(
     dtype stays. Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit.
     """
     if isinstance(scale, torch.Tensor):
-        scale = _number(scale)
+        scale = number(_NAME, "a scale", scale)
     if not inplace:
         return _masked(x, mask, scale, causal)
     _masked_(x, mask, scale, causal)
     return x
-
-
-def _number(scale: float | torch.Tensor) -> float:
-    if isinstance(scale, torch.Tensor) and scale.requires_grad and torch.is_grad_enabled():
-        _refuse_gradient()
-    return float(scale)
-
-
-def _refuse_gradient() -> NoReturn:
-    raise RuntimeError(
-        "scaled_masked_softmax: expected a scale without a gradient, got one that requires grad; multiply x by it"
-    )
 
 
 # The seed's functions. Its formula is `mask == 1` for a mask of any dtype: anything but 0 masks, in floats too.
@@ -68,7 +59,7 @@ def scaled_masked_softmax_forward(
 
     Shapes and errors as `scaled_masked_softmax`, which adds a float mask instead. scale: a number or one in a tensor.
     """
-    return scaled_masked_softmax(x, _seed_mask(mask), _number(scale))
+    return scaled_masked_softmax(x, _seed_mask(mask), number(_NAME, "a scale", scale))
 
 
 def scaled_masked_softmax_backward(
@@ -79,8 +70,8 @@ def scaled_masked_softmax_backward(
     grad, y: one shape, dtype and device; with `inplace` written over y, which is returned, and no gradient is recorded.
     """
     if not inplace:
-        return _backward(y, grad, -1, _number(scale))
-    _backward_(y, grad, -1, _number(scale))
+        return _backward(y, grad, -1, number(_NAME, "a scale", scale))
+    _backward_(y, grad, -1, number(_NAME, "a scale", scale))
     return y
 
 
@@ -100,6 +91,6 @@ class FusedSoftmax(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.needs_input_grad[2]:
-            _refuse_gradient()
+            fail(_NAME, "a scale without a gradient", "one that requires grad; multiply by it instead")
         (y,) = ctx.saved_tensors
         return scaled_masked_softmax_backward(grad, y, ctx.scale), None, None

@@ -621,17 +621,19 @@ def mask_plan(mask: Tensor, known: int | None = None) -> MaskPlan:
 
     mask: bool, any shape; True takes the first expert. Made on the mask's device in one launch, without a wait: a CUDA
     graph replays with another mask. known: how many are True, where the host knows it, and then it must be right: if
-    all rows are one expert's, a GPU runs the library's one product instead.
+    all rows are one expert's, a GPU runs the library's one product instead. A plan made under torch.inference_mode
+    serves inference alone: autograd cannot keep it.
     """
     rows, counts = _plan(mask)
     return MaskPlan(rows, counts, -1 if known is None else known)
 
 
 def _planned(name: str, mask: Tensor | MaskPlan) -> tuple[Tensor, Tensor, int]:
-    if isinstance(mask, tuple):
+    if isinstance(mask, MaskPlan):
         return mask
-    if mask.dtype != torch.bool:
-        fail(name, "a mask of torch.bool, or a plan made by mask_plan", mask.dtype)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        fail(name, "a mask of torch.bool, or a plan made by mask_plan", found)
     return (*_plan(mask), -1)
 
 

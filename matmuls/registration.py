@@ -19,6 +19,13 @@ def fail(name: str, expected: str, got: object) -> None:
     raise RuntimeError(f"{name}: expected {expected}, got {got}")
 
 
+def number(name: str, what: str, x: float | Tensor) -> float:
+    """x, which an operator takes as a number: no gradient would go to it."""
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        fail(name, f"{what} without a gradient", "one that requires grad; multiply by it instead")
+    return float(x)
+
+
 def register(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any]) -> None:
     """kernel: for CPU and CUDA tensors; meta: shapes alone, for tracing."""
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

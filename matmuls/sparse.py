@@ -14,6 +14,7 @@ from custom_mm import _C
 from .choice import Choice
 from .dense import matmul
 from .ours import our_call
+from .registration import number
 from .structure import Structure, from_entries, structure_of, values_of
 
 _ops = torch.ops.custom_mm
@@ -269,6 +270,8 @@ def spmm(
     """
     if out is None and beta != 0:
         raise ValueError(f"spmm: expected out= beside beta={beta}, which multiplies it")
+    if isinstance(alpha, torch.Tensor) or isinstance(beta, torch.Tensor):
+        alpha, beta = number("spmm", "alpha", alpha), number("spmm", "beta", beta)
     plain = out is None and reduce == "sum" and alpha == 1 and not torch.compiler.is_compiling()
     if plain and isinstance(a, SparsePlan):
         product = a._again(b)
@@ -332,6 +335,8 @@ def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1
         raise RuntimeError(f"sddmm: expected a and b of at least two dimensions, got {list(a.shape)}, {list(b.shape)}")
     x, y = _folded("sddmm", structure, a, "a"), _folded("sddmm", structure, b.mT, "b, transposed,")
     gradient = (a.requires_grad or b.requires_grad) and torch.is_grad_enabled()
+    if isinstance(alpha, torch.Tensor):
+        alpha = number("sddmm", "alpha", alpha)
     return _sddmm(structure.crow, structure.col, x, y, structure.columns, alpha, *structure.arguments(gradient))
 
 
@@ -348,6 +353,8 @@ def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0)
             f"sparse_softmax: expected values of shape [..., {structure.nonzeros}], one for each nonzero, "
             f"got {list(values.shape)}"
         )
+    if isinstance(scale, torch.Tensor):
+        scale = number("sparse_softmax", "a scale", scale)
     return _softmax(structure.crow, values, scale, structure.order)
 
 

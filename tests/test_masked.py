@@ -254,6 +254,13 @@ def test_gradients_of_some_of_the_networks_weights_have_their_shapes_while_traci
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_what_is_no_mask_is_told():
+    x, w = torch.ones(2, 3), torch.ones(4, 3)
+    for mask, kind in (([True, False], "list"), ((torch.zeros(2), torch.zeros(2)), "tuple"), (None, "NoneType")):
+        with pytest.raises(RuntimeError, match=f"masked_linear: expected a mask of torch.bool, .* got {kind}"):
+            masked_linear(x, w, w, mask)
+
+
 def test_bad_plans_and_masks():
     x, w = torch.randn(6, 4), torch.randn(5, 4)
     with pytest.raises(RuntimeError, match=r"mask_plan: expected a strided mask of torch.bool, got torch.float32"):

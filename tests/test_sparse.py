@@ -688,6 +688,24 @@ def test_attention_whose_scores_are_beyond_float16(device):
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), leaves))
 
 
+def test_scales_with_a_gradient_are_refused(device):
+    """Rather than given none."""
+    made, x = plan(torch.ones(3, 3, device=device).to_sparse_csr()), torch.ones(3, 3, device=device)
+    scale, out = torch.tensor(2.0, requires_grad=True), torch.zeros(3, 3, device=device)
+    for call in (
+        lambda s: spmm(made, x, alpha=s),
+        lambda s: spmm(made, x, beta=s, out=out),
+        lambda s: sddmm(x, x, made, alpha=s),
+        lambda s: sparse_softmax(torch.ones(9, device=device), made, scale=s),
+        lambda s: sparse_attention(x, x, x, made, scale=s),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r": expected .* without a gradient, got one that requires grad; multiply"
+        ):
+            call(scale)
+        torch.testing.assert_close(call(scale.detach()), call(2.0))
+
+
 def test_attention_of_odd_shapes(device):
     v = torch.randn(5, 3, device=device)
     made = plan(torch.ones(6, 5, device=device).to_sparse_csr())

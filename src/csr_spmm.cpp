@@ -104,7 +104,7 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
 MATMULS_OPERATOR(SpmmArgOp, "custom_mm::csr_spmm_arg", "",
                  std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
                                             std::string_view, const OptionalTensor&, const OptionalTensor&,
-                                            const OptionalTensor&, const OptionalTensor&));
+                                            const OptionalTensor&, const OptionalTensor&, double));
 
 template <void run(const Call&)>
 Tensor csr_spmm(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
@@ -144,13 +144,13 @@ template <void run(const Call&)>
 std::tuple<Tensor, Tensor> spmm_arg(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                                     c10::SymInt columns, std::string_view reduce, const OptionalTensor& order,
                                     const OptionalTensor& t_crow, const OptionalTensor& t_col,
-                                    const OptionalTensor& t_order) {
+                                    const OptionalTensor& t_order, double alpha) {
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   const Reduce how = reduce_of(reduce);
   TORCH_CHECK_VALUE(how == Reduce::max || how == Reduce::min, kOp, ": expected reduce to be max or min, got ", reduce);
   Tensor out = in_huge_pages(at::empty_symint(check(p, values, dense, columns, {}, false), dense.options()));
   Tensor arg = in_huge_pages(at::empty(out.sizes(), crow.options()));
-  run_batch<run>(p, values, dense, how, 1, 0, arg, {}, false, -1, out);
+  run_batch<run>(p, values, dense, how, alpha, 0, arg, {}, false, -1, out);
   return {out, arg};
 }
 
@@ -171,7 +171,7 @@ void spmm_out_meta(const Tensor& crow, const Tensor& col, const Tensor& values, 
 std::tuple<Tensor, Tensor> spmm_arg_meta(const Tensor& crow, const Tensor& col, const Tensor& values,
                                          const Tensor& dense, c10::SymInt columns, std::string_view reduce,
                                          const OptionalTensor& order, const OptionalTensor& t_crow,
-                                         const OptionalTensor& t_col, const OptionalTensor& t_order) {
+                                         const OptionalTensor& t_col, const OptionalTensor& t_order, double) {
   reduce_of(reduce);
   const auto shape = check(pattern_of(crow, col, order, t_crow, t_col, t_order), values, dense, columns, {}, false);
   return {at::empty_symint(shape, dense.options()), at::empty_symint(shape, crow.options())};
@@ -389,29 +389,32 @@ struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
 
 struct SpmmArgFunction : torch::autograd::Function<SpmmArgFunction> {
   static Gradients forward(Context* ctx, const Tensor& values, const Tensor& dense, const Pattern& p,
-                           const c10::SymInt& columns, std::string_view reduce) {
+                           const c10::SymInt& columns, std::string_view reduce, double alpha) {
     auto [out, arg] =
         SpmmArgOp::below_autograd(p.crow, p.col, values, dense, columns, reduce, none_or_tensor(p.order),
-                                  none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order));
+                                  none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order), alpha);
     save(ctx, p, values, dense, arg);
+    ctx->saved_data["alpha"] = alpha;
     ctx->mark_non_differentiable({arg});
     return {out, arg};
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
-    auto [grad_values, grad_dense] = gradients(ctx, ctx->get_saved_variables(), grads[0], false, -1, -1);
-    return {grad_values, grad_dense, {}, {}, {}};
+    const double alpha = ctx->saved_data["alpha"].toDouble();
+    const Tensor grad = alpha == 1 ? grads[0] : grads[0] * alpha;
+    auto [grad_values, grad_dense] = gradients(ctx, ctx->get_saved_variables(), grad, false, -1, -1);
+    return {grad_values, grad_dense, {}, {}, {}, {}};
   }
 };
 
 std::tuple<Tensor, Tensor> spmm_arg_autograd(const Tensor& crow, const Tensor& col, const Tensor& values,
                                              const Tensor& dense, c10::SymInt columns, std::string_view reduce,
                                              const OptionalTensor& order, const OptionalTensor& t_crow,
-                                             const OptionalTensor& t_col, const OptionalTensor& t_order) {
+                                             const OptionalTensor& t_col, const OptionalTensor& t_order, double alpha) {
   if (!needs_gradient(kOp, {values, dense}))
-    return SpmmArgOp::below_autograd(crow, col, values, dense, columns, reduce, order, t_crow, t_col, t_order);
-  const auto results =
-      SpmmArgFunction::apply(values, dense, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, reduce);
+    return SpmmArgOp::below_autograd(crow, col, values, dense, columns, reduce, order, t_crow, t_col, t_order, alpha);
+  const auto results = SpmmArgFunction::apply(values, dense, pattern_of(crow, col, order, t_crow, t_col, t_order),
+                                              columns, reduce, alpha);
   return {results[0], results[1]};
 }
 
@@ -422,11 +425,9 @@ Tensor spmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& values
   if (!needs_gradient(kOp, {values, dense}))
     return SpmmOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, t_crow, t_col, t_order,
                                   selected, by_column, longest, t_longest);
-  if (reduce == "max" || reduce == "min") {
-    const Tensor out =
-        std::get<0>(spmm_arg_autograd(crow, col, values, dense, columns, reduce, order, t_crow, t_col, t_order));
-    return alpha == 1 ? out : out * alpha;
-  }
+  if (reduce == "max" || reduce == "min")
+    return std::get<0>(
+        spmm_arg_autograd(crow, col, values, dense, columns, reduce, order, t_crow, t_col, t_order, alpha));
   return SpmmFunction::apply(values, dense, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, reduce,
                              alpha, selected, by_column, longest, t_longest);
 }
@@ -471,7 +472,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       tags);
   m.def(
       "csr_spmm_arg(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce, Tensor? "
-      "order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None) -> (Tensor, Tensor)",
+      "order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None, float alpha=1.0) -> (Tensor, Tensor)",
       tags);
   m.def("csr_filled(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None) -> Tensor", tags);
   m.def(

@@ -706,6 +706,20 @@ def test_scales_with_a_gradient_are_refused(device):
         torch.testing.assert_close(call(scale.detach()), call(2.0))
 
 
+@pytest.mark.parametrize("reduce", ["max", "min", "sum"])
+@pytest.mark.parametrize(("a", "b", "alpha"), [(1000.0, 100.0, 0.01), (1e-3, 1e-4, 1e4), (3.0, 5.0, -2.0)])
+def test_alpha_comes_before_rounding(reduce, a, b, alpha, device):
+    """With a gradient too."""
+    sparse = torch.tensor([[a]], device=device, dtype=torch.float16).to_sparse_csr()
+    dense = torch.tensor([[b]], device=device, dtype=torch.float16, requires_grad=True)
+    y = spmm(sparse, dense, reduce=reduce, alpha=alpha)
+    expected = (sparse.to_dense().double() * dense.double() * alpha).half()
+    assert torch.equal(y, expected)
+    (grad,) = torch.autograd.grad(y.sum(), dense)
+    torch.testing.assert_close(grad, (sparse.to_dense() * alpha).to(grad.dtype), atol=0, rtol=2e-3)
+    assert torch.equal(spmm(sparse, dense.detach(), reduce=reduce, alpha=alpha), expected)
+
+
 def test_attention_of_odd_shapes(device):
     v = torch.randn(5, 3, device=device)
     made = plan(torch.ones(6, 5, device=device).to_sparse_csr())

@@ -683,8 +683,8 @@ def test_attention_whose_scores_are_beyond_float16(device):
     assert not (q @ k.mT).isfinite().all()
     pattern = torch.ones(6, 6, device=device, dtype=torch.float16).to_sparse_csr()
     y = sparse_attention(*leaves, pattern)
-    truth = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in leaves))
-    assert (y - truth).abs().max() < 2e-2
+    scores = (q.double() @ k.double().mT / 8).half().double()  # as they are kept: 8 apart
+    assert (y - scores.softmax(-1) @ v.double()).abs().max() < 1e-2
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), leaves))
 
 

@@ -320,7 +320,7 @@ class Cusparse:
     @staticmethod
     def _key(b: torch.Tensor, dtype: torch.dtype) -> Any:
         # cuSPARSE writes into what it prepared: a stream of its own for each.
-        return b.shape[1], dtype, torch.cuda.current_stream(b.device).cuda_stream if b.is_cuda else 0
+        return b.shape[1], dtype, current_stream(b.device) if b.is_cuda else 0
 
     def learn(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
         if b.is_contiguous():

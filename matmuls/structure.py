@@ -42,17 +42,12 @@ class Given:
 
     def __init__(self, t: torch.Tensor) -> None:
         self._device = t.device
-        self._stream = _C.current_stream(t.device.index) if t.is_cuda else 0
+        self._stream = current_stream(t.device) if t.is_cuda else 0
         self._event = torch.cuda.current_stream(t.device).record_event() if t.is_cuda else None
-
-    @property
-    def stream(self) -> int | None:
-        """The only one that need not wait; None when none need."""
-        return None if self._event is None else self._stream
 
     def wait(self) -> None:
         """The current stream goes on when it is done."""
-        if self._event is None or _C.current_stream(self._device.index) == self._stream:
+        if self._event is None or current_stream(self._device) == self._stream:
             return
         if self._event.query():
             self._event = None

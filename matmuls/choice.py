@@ -46,6 +46,7 @@ SMALL_BYTES = 2**28
 CLOSE = 1.5  # times the fastest in a first round: those are timed again
 FAR = 1.4  # times the dense product: where ours takes longer, no algorithm of cuSPARSE's is faster; so too for blocks
 FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
+FEWEST_IN_HALVES = 16  # nonzeros of a row on average: sums of fewer round by less than halves leave out
 PAIRED_FILL = 3  # the same, from where two of four are considered; and the most columns of it
 PAIRED_COLUMNS = 8192
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
@@ -558,7 +559,8 @@ class Choice:
         found = [CUSPARSE] if on_gpu and s.nonzeros * b.shape[1] < LARGE else []
         elements = s.rows * s.columns
         wide = dtype == torch.float32 and not takes_tf32()
-        halves = wide and on_gpu and b.shape[1] % 8 == 0 and capability(device) == (9, 0)
+        hopper = wide and on_gpu and b.shape[1] % 8 == 0 and capability(device) == (9, 0)
+        halves = hopper and s.nonzeros >= FEWEST_IN_HALVES * s.rows
         tensor_cores = on_gpu and not wide and dtype != torch.float64
         fill = FILL_HALVES if halves else FILL_TENSOR_CORES if tensor_cores else FILL
         if (
@@ -569,7 +571,7 @@ class Choice:
         ):
             us = _us_in_halves(s, b.shape[1]) if halves else {}
             found.insert(0, min(us, key=lambda name: us[name], default=DENSE))
-        if halves and s.distinct and _is_even(s) and s.crow.dtype == torch.int32:
+        if hopper and s.distinct and _is_even(s) and s.crow.dtype == torch.int32:
             n = b.shape[1]
             if SOONER * us_by_tiles(s, n) < _us_by_rows(s, n):
                 found.insert(0, TILES)

@@ -310,6 +310,7 @@ bool is_worth_filling(const Call& c) {
   const double n = static_cast<double>(c.out.size(2)), nonzeros = static_cast<double>(c.pattern.nonzeros());
   const double by_rows = wide ? 4 + nonzeros * n / 3.5e6 : 3 + nonzeros * n / 5.8e6;
   if (by_rows < 20 || !may_fill(c)) return false;
+  if (wide && c.pattern.nonzeros() < kFewestInHalves * c.out.size(1)) return false;
   const double elements = static_cast<double>(c.out.size(1)) * static_cast<double>(c.dense.size(1));
   const double bytes = elements * (wide ? 4 : 2);
   const double filled = wide ? 26 + bytes / 2.6e6 + nonzeros / 5e5 + std::max(bytes / 2.8e6, elements * n / 1.23e8)

@@ -21,6 +21,7 @@
 #include "row_index.cuh"
 #include "row_kernels.cuh"
 #include "rows.h"
+#include "tiled_rows.cuh"
 #include "wide_rows.cuh"
 
 namespace matmuls {
@@ -67,6 +68,8 @@ RowConfig configure(int64_t vectors) {
   const bool keeps = walks || (V > 1 && threads > Op::kRowMost + (ragged ? 32 : 0));
   if (threads <= (keeps ? kMostWalkers<Op, Scope::block, ragged> : kRowThreads<Scope::block, ragged>))
     return {keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
+  if constexpr (V > 1 && ragged && requires { Op::kRaggedPasses; })
+    if (vectors <= Op::kRaggedPasses) return {Way::passes, Scope::block, most, 256, 1, 1};
   if (V > 1 && has_sm90_code()) {
     // 16-bit rows with one constant: few threads that hold much, 0.90 to 0.92 of a copy at 262144 columns.
     if (kFewThreads<Op> && ceil_of(vectors, Op::kLongVectors) <= kMaxRanks * 256) {
@@ -283,6 +286,8 @@ void launch_rows(const Op& op, const Rows<N>& rows, const std::array<const void*
   if (a.whole || Op::kWholeRows) return launch_vectors<V, false>(op, rows.count, rows.columns, prepare);
   if constexpr (!Op::kWholeRows) {
     if (!a.vectors) return launch_vectors<1, false>(op, rows.count, rows.columns, prepare);
+    if constexpr (sizeof(T) <= 4 && requires(typename Op::Row row, T** tiles) { row.place(tiles); })
+      if (side_by_side<P>(rows) && launch_tiled(op, rows.count, rows.columns)) return;
     launch_vectors<V, true>(op, rows.count, rows.columns, [&](Op& o, int64_t teams) {
       if (a.aligned || (rows.dims <= 1 && (teams % V == 0 || teams >= rows.count))) prepare(o, teams);
     });

@@ -98,6 +98,8 @@ struct Softmax {
     __device__ const T* input(int) const { return x; }
     __device__ int64_t column_stride(int) const { return x_step; }
     __device__ int visible(int columns) const { return masked ? min(columns, last + 1) : columns; }
+    __device__ T* output() const { return y; }
+    __device__ void place(T* const* tiles) { x = y = tiles[0]; }
   };
   struct State {
     F max, sum;
@@ -161,8 +163,8 @@ struct Softmax {
     else
       take_once<V, NV>(state, span, inputs);
   }
-  template <int V, int NV, bool ragged, class Inputs>
-  __device__ void take(State& state, Held<V, NV>& held, const Row& row, const Span<V, ragged>& span,
+  template <int V, int NV, class Columns, class Inputs>
+  __device__ void take(State& state, Held<V, NV>& held, const Row& row, const Columns& span,
                        const Inputs& inputs) const {
     const int visible = row.visible(span.columns);
     auto& e = held.e;  // z at first
@@ -182,14 +184,14 @@ struct Softmax {
     }
     if (!started) {
 #pragma unroll
-      for (int i = 0; i < NV; ++i) start(i);
+      for (int i = 0; i < NV && !span.past(i); ++i) start(i);
     }
     F tops[4] = {fill(), fill(), fill(), fill()}, sums[4] = {};  // four chains: a warp would wait for a single one
 #pragma unroll
-    for (int i = 0; i < NV; ++i) {
+    for (int i = 0; i < NV && !span.past(i); ++i) {
       span.clear_outside(i, visible, fill(), e[i]);
 #pragma unroll
-      for (int j = 0; j < V; ++j) tops[j % 4] = larger(tops[j % 4], e[i][j]);
+      for (int j = 0; j < V; ++j) tops[(i * V + j) % 4] = larger(tops[(i * V + j) % 4], e[i][j]);
     }
     held.top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
     const F base = or_zero(held.top);
@@ -197,11 +199,11 @@ struct Softmax {
     const bool fast = sizeof(T) == 2 && near_zero(base);
     const float shift = -float(base) * kLog2e;
 #pragma unroll
-    for (int i = 0; i < NV; ++i) {
+    for (int i = 0; i < NV && !span.past(i); ++i) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         const F each = fast ? F(ptx::exp2_approx(fmaf(float(e[i][j]), kLog2e, shift))) : exp_of(e[i][j] - base);
-        sums[j % 4] += each;
+        sums[(i * V + j) % 4] += each;
         if constexpr (!kHoldsZ) e[i][j] = each;
       }
     }
@@ -263,9 +265,8 @@ struct Softmax {
   }
 
   // z behind its mask; start(i) fills vector i of it.
-  template <int V, int NV, bool ragged, class Start>
-  __device__ void add_mask(const Row& row, const Span<V, ragged>& span, int visible, const Start& start,
-                           F (&z)[NV][V]) const {
+  template <int V, int NV, class Columns, class Start>
+  __device__ void add_mask(const Row& row, const Columns& span, int visible, const Start& start, F (&z)[NV][V]) const {
     if constexpr (!any) {
       Words<Mask, V> words[NV];  // all on their way at once
 #pragma unroll
@@ -287,7 +288,7 @@ struct Softmax {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < NV; ++i) {
+      for (int i = 0; i < NV && !span.past(i); ++i) {
         start(i);
 #pragma unroll
         for (int j = 0; j < V; ++j)
@@ -318,16 +319,15 @@ struct Softmax {
     else
       write_held(row, result, held, span);
   }
-  template <int V, int NV, bool ragged>
-  __device__ void write_held(const Row& row, const Result& result, Held<V, NV>& held,
-                             const Span<V, ragged>& span) const {
+  template <int V, int NV, class Columns>
+  __device__ void write_held(const Row& row, const Result& result, Held<V, NV>& held, const Columns& span) const {
     if (masked && result.undefined)
       return write_undefined<NV, V>(row.y, row.y_step, span, row.visible(span.columns), [&](int column) {
         return kind == MaskKind::none || mask_column(row.mask, column, F(0)) != fill();
       });
     const F factor = exp_of(held.top - result.max) / result.sum;
 #pragma unroll
-    for (int i = 0; i < NV; ++i) {
+    for (int i = 0; i < NV && !span.past(i); ++i) {
 #pragma unroll
       for (int j = 0; j < V; ++j)
         held.e[i][j] = kHoldsZ ? exp_of(held.e[i][j] - result.max) / result.sum : held.e[i][j] * factor;

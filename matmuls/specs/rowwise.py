@@ -14,12 +14,16 @@ from .spec import REAL, Bad, Call, Case, Draw, Spec
 _ops = torch.ops.custom_mm
 # 2^29 elements: 1 GB in 16 bits, so that the L2 holds none of it.
 COLUMNS = (128, 384, 512, 768, 1000, 1024, 2048, 4096, 8191, 8192, 16384, 65536, 262144)
+UNEVEN = (77, 197, 577, 1023)  # of attention
 ROW_SHAPES = [(5,), (3, 8), (1, 1), (4, 3, 33), (7, 64), (2, 300), (33, 1), (1, 2056)]
 BAD_X = "expected x of a floating-point dtype, got Long"
 
 
 def _row_cases(
-    forward: Callable[[Draw, int, int], Call], backward: Callable[[Draw, int, int], Call], **functions: Any
+    forward: Callable[[Draw, int, int], Call],
+    backward: Callable[[Draw, int, int], Call],
+    lengths: tuple[int, ...] = COLUMNS,
+    **functions: Any,
 ) -> tuple[Case, ...]:
     """Forward and backward over 2^29 elements on a GPU; forward on a CPU."""
 
@@ -27,7 +31,7 @@ def _row_cases(
         own = functions if direction == "backward" else {}
         return Case(f"{direction} {rows}x{columns}", lambda d: draw(d, rows, columns), device=device, **own)
 
-    gpu = [(2**29 // columns, columns) for columns in COLUMNS]
+    gpu = [(2**29 // columns, columns) for columns in lengths]
     return (
         *(case("forward", forward, *shape, "cuda") for shape in gpu),
         *(case("backward", backward, *shape, "cuda") for shape in gpu),
@@ -194,7 +198,9 @@ TABLE: tuple[Spec, ...] = (
         samples=_softmax_samples,
         bad=_softmax_bad("softmax_"),
         empty=no_rows,
-        cases=_row_cases(lambda d, *shape: Call((d(*shape),)), _softmax_backward_draw, **_SOFTMAX_BACKWARD_CASES),
+        cases=_row_cases(
+            lambda d, *shape: Call((d(*shape),)), _softmax_backward_draw, UNEVEN + COLUMNS, **_SOFTMAX_BACKWARD_CASES
+        ),
         host_case=Case("64x64", lambda draw: Call((draw(64, 64),))),
         rival="torch.softmax",
         compiled=True,

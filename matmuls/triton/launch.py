@@ -46,9 +46,11 @@ def fetch_ahead(places, EARLY: tl.constexpr):
 
 def _signature(arg: Any) -> Any:
     """What Triton compiles a kernel for: a pointer's type and alignment, an integer's value (1, a multiple of 16)."""
+    if arg is None or isinstance(arg, int):
+        return arg
     if isinstance(arg, TensorDescriptor):
         return arg.base.dtype, *arg.block_shape
-    return (arg.dtype, arg.data_ptr() % 16 == 0) if isinstance(arg, torch.Tensor) else arg
+    return arg.dtype, arg.data_ptr() % 16 == 0
 
 
 def launch(
@@ -78,17 +80,19 @@ def launch(
         with torch.cuda.device(device):
             launch(kernel, programs, args, free, constants, warps, stages, shares=shares)
         return
-    key = (kernel, device.index, warps, stages, constants, *map(_signature, args))
-    if key not in _compiled:
-        early = capability(device) >= (9, 0)
-        options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
-        compiled = kernel[grid](*args, *free, *constants, early, **options)
-        if shares and early:
-            _prefer_shared_memory(compiled)
-        _compiled[key] = compiled, early
-    else:
-        compiled, early = _compiled[key]
+    # Its number rather than the kernel: Triton hashes its source's.
+    key = (id(kernel), device.index, warps, stages, constants, *map(_signature, args))
+    found = _compiled.get(key)
+    if found is not None:
+        compiled, early = found
         compiled[grid](*args, *free, *constants, early)
+        return
+    early = capability(device) >= (9, 0)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
+    compiled = kernel[grid](*args, *free, *constants, early, **options)
+    if shares and early:
+        _prefer_shared_memory(compiled)
+    _compiled[key] = compiled, early
 
 
 def _prefer_shared_memory(compiled: Any) -> None:

@@ -219,15 +219,15 @@ def _parts(name: str, a: Sparse) -> tuple[Structure, torch.Tensor, torch.Size]:
     return structure, values, a.shape
 
 
-def _folded(name: str, structure: Structure, x: torch.Tensor, what: str) -> torch.Tensor:
-    """The dense side of a batch of sparse matrices as that of their block-diagonal matrix."""
+def _folded(name: str, structure: Structure, leading: torch.Size, x: torch.Tensor, what: str) -> torch.Tensor:
+    """The dense side of a batch [*leading, M, K] of sparse matrices as that of their block-diagonal matrix."""
     if structure.batch is None:
         return x
     if x.dim() == 2:
-        x = x.expand(structure.batch, *x.shape)
-    if x.dim() < 3 or math.prod(x.shape[:-2]) != structure.batch:
+        x = x.expand(*leading, *x.shape)
+    if x.shape[:-2] != leading:
         raise ValueError(
-            f"{name}: expected {what} of shape [..., n, n] with {structure.batch} matrices, one for each sparse one, "
+            f"{name}: expected {what} with leading dimensions {list(leading)}, a matrix for each sparse one, "
             f"got {list(x.shape)}"
         )
     return x.flatten(0, -2)
@@ -312,7 +312,7 @@ def _spmm_of_batch(
     expected = [*shape[:-1], b.shape[-1]]
     if b.shape[-2] != shape[-1] or (b.dim() > 2 and b.shape[:-2] != shape[:-2]):
         raise RuntimeError(f"spmm: expected dense of shape {[*shape[:-2], shape[-1]]} and n, got {list(b.shape)}")
-    dense = _folded("spmm", structure, b, "dense")
+    dense = _folded("spmm", structure, shape[:-2], b, "dense")
     if out is None:
         return _ours(structure, values, dense, reduce, alpha).view(expected)
     if list(out.shape) != expected:
@@ -331,10 +331,10 @@ def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1
     the indices alone matter. dtypes as `spmm`. b is read by columns: hand over k.mT for rows k. Nothing of M x K
     elements is ever made. Differentiable, twice and more; the same every time. `plan.with_values` takes the result.
     """
-    structure, _, _ = _parts("sddmm", pattern)
+    structure, _, shape = _parts("sddmm", pattern)
     if a.dim() < 2 or b.dim() < 2:
         raise RuntimeError(f"sddmm: expected a and b of at least two dimensions, got {list(a.shape)}, {list(b.shape)}")
-    x, y = _folded("sddmm", structure, a, "a"), _folded("sddmm", structure, b.mT, "b, transposed,")
+    x, y = (_folded("sddmm", structure, shape[:-2], *side) for side in ((a, "a"), (b.mT, "b, transposed,")))
     gradient = (a.requires_grad or b.requires_grad) and torch.is_grad_enabled()
     if isinstance(alpha, torch.Tensor):
         alpha = number("sddmm", "alpha", alpha)
@@ -374,7 +374,7 @@ def sparse_attention(
     scores = sddmm(q, k.mT, ready, alpha=scale)  # in float32: unscaled, long vectors pass float16's 65504
     structure = ready._structure
     probabilities = sparse_softmax(scores, ready).to(v.dtype)
-    value = _folded("sparse_attention", structure, v, "v")
+    value = _folded("sparse_attention", structure, ready.shape[:-2], v, "v")
     result = _ours(structure, probabilities, value)
     return result if structure.batch is None else result.view(*ready.shape[:-1], v.shape[-1])
 
@@ -430,7 +430,7 @@ class cusparseMM(InplaceFunction):
                 f"cusparseMM: expected b of shape [..., {a.shape[-1]}, n] beside a of {a.shape[-1]} columns, "
                 f"got {list(b.shape)}"
             )
-        dense = _folded("cusparseMM", structure, b, "b")
+        dense = _folded("cusparseMM", structure, a.shape[:-2], b, "b")
         product = _ours(structure, values, dense)
         return product if structure.batch is None else product.view(*a.shape[:-1], b.shape[-1])
 
@@ -446,7 +446,7 @@ class cusparseMM(InplaceFunction):
                 grad_b = cusparseMM.apply(a.to(grad.dtype).mT, grad)
             else:
                 t_crow, t_col, t_order = structure.transposed()
-                dense = _folded("cusparseMM", structure, grad, "grad")
+                dense = _folded("cusparseMM", structure, a.shape[:-2], grad, "grad")
                 values = values.to(grad.dtype)
                 parts = t_crow, t_col, values, dense, structure.rows, "sum", 1.0, t_order
                 grad_b = _spmm(*parts, longest=structure.longest_column).view(b.shape)

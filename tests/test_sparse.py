@@ -731,6 +731,15 @@ def test_attention_of_odd_shapes(device):
     torch.testing.assert_close(sparse_attention(q, k, v.expand(2, 5, 3), batched), expected)
 
 
+def test_a_batch_of_other_leading_dimensions_is_refused(device):
+    batched = torch.ones(2, 3, 6, 5, device=device).to_sparse_csr()
+    q, k, v = (torch.randn(3, 2, n, 4, device=device) for n in (6, 5, 5))
+    with pytest.raises(ValueError, match=r"sddmm: expected a with leading dimensions \[2, 3\].* got \[3, 2, 6, 4\]"):
+        sddmm(q, k.mT, batched)
+    with pytest.raises(ValueError, match=r"expected v with leading dimensions \[2, 3\].* got \[3, 2, 5, 4\]"):
+        sparse_attention(q.view(2, 3, 6, 4), k.view(2, 3, 5, 4), v, batched)
+
+
 def test_compiled_batches_into_out():
     a, b = plan(torch.ones(2, 4, 5).to_sparse_csr()), torch.randn(2, 5, 3)
     step = torch.compile(lambda out: spmm(a, b, out=out), fullgraph=True, backend="aot_eager")

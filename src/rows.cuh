@@ -6,7 +6,8 @@
 // the rows instead, two to four of each on their way in shared memory. A row too long to be held passes by twice.
 //
 // An operation is a struct: what to fold, how states merge, what to write (softmax_backward.cu is the plainest). Here
-// its kernel is chosen and launched; the kernels are in row_kernels.cuh.
+// its kernel is chosen and launched; the kernels are in row_kernels.cuh. Leaner ones for some rows: even_rows.cuh,
+// wide_rows.cuh, tiled_rows.cuh.
 #pragma once
 
 #include <ATen/cuda/CUDAContextLight.h>

@@ -253,10 +253,10 @@ def spmm(
 
     On a GPU a matrix with much of its elements stored, a tenth to a half of them, is multiplied by a wide b with its
     zeros, which takes a workspace of up to 128 MiB: 4 bytes an element for float32, else 2. Results are as by rows: NaN
-    and inf reach no other row. On Hopper float32 of 16 nonzeros a row or more then goes through the tensor cores, each
-    number as two of float16 under a scale for each row of A and column of b: at least 22 bits of it, products but for
-    one in 2^22 of them, sums in float32. Columns whose numbers lie so far apart that this would lose more the GPU sums
-    again by rows.
+    and inf reach no other row. On Hopper float32 of 16 nonzeros a row on average then goes through the tensor cores,
+    each number as two of float16 under a scale for each row of A and column of b: at least 22 bits of it, products but
+    for one in 2^22 of them, sums in float32. Columns whose numbers lie so far apart that this would lose more the GPU
+    sums again by rows.
 
     On a GPU rows of uneven length, or short ones, are shared out in chunks, with int32 indices: made at the first
     product, which waits for the GPU, and kept with the matrix, about 4 bytes a nonzero and 4 a row.

@@ -1,7 +1,7 @@
 // softmax_backward: dx = scale * y * (grad - sum(y * grad)) along one dimension, y the softmax's result.
 //
 // The gradient of every softmax here: where a mask left y at 0, dx is 0. Over y or grad itself on request. With
-// `causal` the columns that a row did not see are not read. Each element is read once and written once.
+// `causal` the columns that a row did not see do not count. Each element is read once and written once.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 

@@ -43,6 +43,37 @@ def test_every_length_and_nothing_beside_it_is_written(dtype, off, device):
             assert torch.equal(g, grad)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(("rows", "columns"), [(150_001, 50), (50_001, 77), (50_001, 197), (13_001, 1023)])
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
+def test_so_many_rows_that_a_lane_has_several(rows, columns, dtype):
+    x, grad = (Draw(dtype, "cuda", seed)(rows, columns) for seed in (columns, columns + 1))
+    theirs = torch.softmax(x, -1)
+    expected = torch.ops.aten._softmax_backward_data(grad, theirs, -1, dtype)
+    assert_as_good_as_torch(softmax_(x.clone()), theirs, torch.softmax(x.double(), -1))
+    exact = theirs.double() * (grad.double() - (theirs.double() * grad.double()).sum(-1, keepdim=True))
+    assert_as_good_as_torch(softmax_backward_(theirs, grad), expected, exact, scale=exact.abs().amax())
+
+
+@pytest.mark.parametrize("columns", [8697, 10001, 16383, 16385])
+@pytest.mark.parametrize("into", ["y", "grad"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+def test_gradients_of_longer_rows(columns, into, causal, dtype, device):
+    y, grad = (Draw(dtype, device, seed)(3, columns) for seed in (columns, columns + 1))
+    y = torch.softmax(y, -1)
+    if causal:
+        y = y.tril()
+    exact = y.double() * (grad.double() - (y.double() * grad.double()).sum(-1, keepdim=True))
+    expected = torch.ops.aten._softmax_backward_data(grad, y, -1, dtype)
+    (y, untouched), (grad, beside) = guarded(y, 1), guarded(grad, 1)
+    out = y if into == "y" else grad
+    torch.ops.custom_mm.softmax_backward.out(y, grad, -1, 1.0, causal, out=out)
+    assert_as_good_as_torch(out, expected, exact, scale=exact.abs().amax())
+    assert untouched()
+    assert beside()
+
+
 @pytest.mark.parametrize("columns", [5, 50, 77, 197, 265, 577, 1025, 2047])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -46,11 +46,9 @@ def fetch_ahead(places, EARLY: tl.constexpr):
 
 def _signature(arg: Any) -> Any:
     """What Triton compiles a kernel for: a pointer's type and alignment, an integer's value (1, a multiple of 16)."""
-    if arg is None or isinstance(arg, int):
-        return arg
-    if isinstance(arg, TensorDescriptor):
-        return arg.base.dtype, *arg.block_shape
-    return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    return (arg.base.dtype, *arg.block_shape) if isinstance(arg, TensorDescriptor) else arg
 
 
 def launch(
@@ -84,7 +82,7 @@ def launch(
     key = (id(kernel), device.index, warps, stages, constants, *map(_signature, args))
     found = _compiled.get(key)
     if found is not None:
-        compiled, early = found
+        compiled, early, _ = found
         compiled[grid](*args, *free, *constants, early)
         return
     early = capability(device) >= (9, 0)
@@ -92,7 +90,7 @@ def launch(
     compiled = kernel[grid](*args, *free, *constants, early, **options)
     if shares and early:
         _prefer_shared_memory(compiled)
-    _compiled[key] = compiled, early
+    _compiled[key] = compiled, early, kernel  # whose number stays its own
 
 
 def _prefer_shared_memory(compiled: Any) -> None:

@@ -23,8 +23,6 @@ struct RowShape {
 //   Row row(r)                          row r: `input(k)`, and how many columns are worth reading
 //   kNumber                             whether a row has a number of its own, at row.number, which write takes last
 //   kRowMost                            threads of a row beyond which it walks; 0: it is long
-//   kRaggedPasses                       vectors of a ragged row up to which it passes by twice, out of the L1, rather
-//                                       than be shared by a cluster; may be missing
 //   kWholeRows                          whether it is for rows of whole, aligned vectors alone
 //   kConstants, constant(c), absent(c)  rows of T that are the same for all rows: a weight, a bias; what one is where
 //                                       it is null

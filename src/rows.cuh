@@ -69,8 +69,6 @@ RowConfig configure(int64_t vectors) {
   const bool keeps = walks || (V > 1 && threads > Op::kRowMost + (ragged ? 32 : 0));
   if (threads <= (keeps ? kMostWalkers<Op, Scope::block, ragged> : kRowThreads<Scope::block, ragged>))
     return {keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
-  if constexpr (V > 1 && ragged && requires { Op::kRaggedPasses; })
-    if (vectors <= Op::kRaggedPasses) return {Way::passes, Scope::block, most, 256, 1, 1};
   if (V > 1 && has_sm90_code()) {
     // 16-bit rows with one constant: few threads that hold much, 0.90 to 0.92 of a copy at 262144 columns.
     if (kFewThreads<Op> && ceil_of(vectors, Op::kLongVectors) <= kMaxRanks * 256) {

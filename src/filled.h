@@ -5,7 +5,7 @@
 // of the dense side was scaled by a power of two to a largest number in [2^14, 2^15): they keep 22 bits or more of what
 // is not below 2^-28 of its row's or column's largest, and 2^-51 of that of what is. high @ high + (high @ low + low @
 // high) / 2^12 leaves out less than one in 2^22, and tensor cores add up 64 products at a time, float32 the rest. Sums
-// of few products would be less exact than float32's: it is not chosen for matrices of less than kFewestInHalves a row.
+// of few products would be less exact than float32's: matrices of less than kFewestInHalves a row go by rows.
 //
 // What that would not do is looked at on the GPU, and those columns then summed by the rows' nonzeros in float32:
 // numbers that are not finite; a column twice in a row of A; numbers below 2^-28, unless every row of A meets in every

@@ -299,7 +299,7 @@ bool may_fill(const Call& c) {
   const auto dtype = c.dense.scalar_type();
   return c.reduce == Reduce::sum && !c.selected.defined() && c.beta == 0 && c.out.size(0) == 1 &&
          c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) &&
-         (dtype == at::kFloat    ? can_multiply_halves()
+         (dtype == at::kFloat    ? c.pattern.nonzeros() >= kFewestInHalves * c.out.size(1) && can_multiply_halves()
           : dtype == at::kDouble ? false
                                  : c.alpha == 1 && !must_be_deterministic() && Borrowed::is_to_be_had(Library::cublas));
 }
@@ -310,7 +310,6 @@ bool is_worth_filling(const Call& c) {
   const double n = static_cast<double>(c.out.size(2)), nonzeros = static_cast<double>(c.pattern.nonzeros());
   const double by_rows = wide ? 4 + nonzeros * n / 3.5e6 : 3 + nonzeros * n / 5.8e6;
   if (by_rows < 20 || !may_fill(c)) return false;
-  if (wide && c.pattern.nonzeros() < kFewestInHalves * c.out.size(1)) return false;
   const double elements = static_cast<double>(c.out.size(1)) * static_cast<double>(c.dense.size(1));
   const double bytes = elements * (wide ? 4 : 2);
   const double filled = wide ? 26 + bytes / 2.6e6 + nonzeros / 5e5 + std::max(bytes / 2.8e6, elements * n / 1.23e8)

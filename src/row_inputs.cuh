@@ -102,11 +102,12 @@ struct Ahead {
   }
   template <class Row, bool ends>
   __device__ void fetch(const Row& row, const EvenSpan<V, NV, false, ends>& span) const {
+    const int end = row.visible(span.columns);
 #pragma unroll
     for (int i = 0; i < NV; ++i)
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (span.begins(i)) ptx::copy_ahead<around>(&slots[i * K + k], row.input(k) + span.column(i));
+        if (span.sees(i, end)) ptx::copy_ahead<around>(&slots[i * K + k], row.input(k) + span.column(i));
   }
   // A vector that reaches over an end of the row: the row's own words, 0 beside them.
   template <class Row, bool ragged>
@@ -156,6 +157,31 @@ struct ColumnSums {
   __device__ void add(int s, int i, const F (&values)[V]) {
 #pragma unroll
     for (int j = 0; j < V; ++j) at[s][i][j] += values[j];
+  }
+};
+
+// The numbers of a row beside its whole vectors: the first warp's, one of each input for each of its lanes. What an
+// operation does with vectors it does with them too.
+template <class Op>
+struct RowEnds {
+  Span<1, false> span;
+  Inputs<typename Op::Storage, 1, 1, Op::kInputs> inputs;
+  typename Op::template Held<1, 1> held;
+  bool any = false;  // whether this is that warp
+
+  __device__ void load(const typename Op::Row& row, const Inside& in, int rank, int columns) {
+    any = rank < 32;
+    if (!any) return;
+    span = {rank < in.first ? rank : in.end + rank - in.first, 0, columns};
+    inputs.load(row, span, ptx::L2Policy{});
+  }
+  __device__ void fold(const Op& op, typename Op::State& state, const typename Op::Row& row) {
+    if (any) op.fold(state, held, row, span, inputs, [](auto&&...) {});
+  }
+  template <class Result>
+  __device__ void write(const Op& op, const typename Op::Row& row, const Result& result) {
+    ColumnSums<typename Op::F, 1, 0> none;
+    if (any) op.write(row, result, held, span, inputs, [](auto&&...) {}, none);
   }
 };
 

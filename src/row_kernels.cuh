@@ -36,26 +36,32 @@ struct RowShape {
 // inputs.words(i, k) are vector i of input k; constants(c, i, numbers) gives those of constant c.
 
 // A row for each team, and no more: where a row is in few hands many of them wait for memory at once.
-// A ragged row has a vector more: room for a warp.
-template <Scope scope, bool ragged>
-constexpr int kRowThreads = scope == Scope::warp ? 64
-                            : ragged             ? 544
-                                                 : 512;  // of a block at most
+template <Scope scope>
+constexpr int kRowThreads = scope == Scope::warp ? 64 : 512;  // of a block at most
 
+// The numbers of a row beside its whole vectors are one more for each of a block's first threads. Of rows that some
+// lanes of a warp share vectors reach over both ends.
 template <class Op, int V, int NV, Scope scope, bool ragged>
-__global__ void __launch_bounds__(kRowThreads<scope, ragged>,
-                                  (scope == Scope::block && sizeof(typename Op::Storage) > 2 ? 1024
-                                                                                             : Op::kThreadsPerSm) /
-                                      (kRowThreads<scope, false>))
+__global__ void __launch_bounds__(kRowThreads<scope>, (scope == Scope::block && sizeof(typename Op::Storage) > 2
+                                                           ? 1024
+                                                           : Op::kThreadsPerSm) /
+                                                          kRowThreads<scope>)
     row_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
+  constexpr bool kInside = ragged && scope == Scope::block;
   Team<scope> team;
   const int beside = scope == Scope::warp ? threadIdx.y : 0;
   const int64_t first = team.index * (scope == Scope::warp ? blockDim.y : 1);
   // Several teams of a warp go along; those past the last row with a row that is not theirs.
   const bool own = first + beside < shape.rows;
   const typename Op::Row row = op.row(own ? first + beside : first);
-  const auto span = span_of<Op, V, ragged>(row, team.rank, team.size, shape.columns);
+  const Inside in = kInside ? inside_of<V>(row.input(0), shape.columns) : Inside{0, shape.columns};
+  const auto span = [&] {
+    if constexpr (kInside)
+      return Span<V, false>{in.first + team.rank * V, team.size * V, in.end};
+    else
+      return span_of<Op, V, ragged>(row, team.rank, team.size, shape.columns);
+  }();
   const auto constants = [&](int c, int i, typename Op::F(&numbers)[V]) {
     unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
   };
@@ -63,9 +69,12 @@ __global__ void __launch_bounds__(kRowThreads<scope, ragged>,
   ptx::wait_for_earlier();
   Inputs<T, V, NV, Op::kInputs> inputs;
   inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
+  RowEnds<Op> ends;
+  if constexpr (kInside) ends.load(row, in, team.rank, shape.columns);
   typename Op::State state = Op::identity();
   typename Op::template Held<V, NV> held;
   op.fold(state, held, row, span, inputs, constants);
+  if constexpr (kInside) ends.fold(op, state, row);
   const auto result = op.finish(team.merge(op, state));
   if constexpr (std::is_empty_v<decltype(held)>) inputs.forget_numbers();
   ColumnSums<typename Op::F, V, 0> none;
@@ -83,6 +92,7 @@ __global__ void __launch_bounds__(kRowThreads<scope, ragged>,
     if (plain) return op.write(row, result, held, span, inputs, loaded, none);
   }
   op.write(row, result, held, span, inputs, constants, none);
+  if constexpr (kInside) ends.write(op, row, result);
 }
 
 // Whether as many teams as run at once walk over rows of any length: sums go from row to row; the constants of ragged

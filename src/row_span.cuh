@@ -53,6 +53,17 @@ struct Span {
   }
 };
 
+// Of a row that does not start or end on 16 bytes: the columns of its whole vectors. Beside them it has up to V - 1
+// numbers at each end.
+struct Inside {
+  int first, end;
+};
+template <int V, class T>
+__device__ Inside inside_of(const T* row, int columns) {
+  const int first = min(static_cast<int>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), columns);
+  return {first, first + (columns - first) / V * V};
+}
+
 // body(i, whole) for each of a thread's vectors; `whole` is a type that says so of the vector. Where they are all
 // there, as in most threads, no branch is made for each, if they are more than four or `together` says so.
 template <int NV, bool together = (NV > 4), int V, bool ragged, class Body>

@@ -55,19 +55,21 @@ constexpr bool kLongClusters = Op::kConstants == 2 || kFewThreads<Op>;
 
 // How a row is shared out. Few threads that hold much each need the fewest instructions a column.
 template <class Op, int V, bool ragged>
-RowConfig configure(int64_t vectors) {
+RowConfig configure(int64_t columns) {
   const auto power = [](int64_t x) { return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(x))); };
   constexpr int most = V == 1 ? 4 : Op::kVectors;
   constexpr bool walks = kWalks<Op, ragged>;
-  const int64_t threads = ceil_of(ceil_of(vectors, most), 32) * 32;
+  const int64_t vectors = ceil_of(columns, V) + (ragged ? 1 : 0);
+  int64_t threads = ceil_of(ceil_of(vectors, most), 32) * 32;
   if (threads == 32) {
     // At least 4 lanes share a row, if it has 4 vectors: 64 bytes side by side.
     const int lanes = std::max(power(ceil_of(vectors, most)), std::min(4, power(vectors)));
     const int held = compiled_vectors(static_cast<int>(ceil_of(vectors, lanes)), most);
     return {walks ? Way::walk : Way::row, Scope::warp, held, lanes, (walks ? 256 : 64) / lanes, 1};
   }
+  if (ragged && !walks) threads = ceil_of(ceil_of(columns / V, most), 32) * 32;  // whole vectors alone
   const bool keeps = walks || (V > 1 && threads > Op::kRowMost + (ragged ? 32 : 0));
-  if (threads <= (keeps ? kMostWalkers<Op, Scope::block, ragged> : kRowThreads<Scope::block, ragged>))
+  if (threads <= (keeps ? kMostWalkers<Op, Scope::block, ragged> : kRowThreads<Scope::block>))
     return {keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
   if (V > 1 && has_sm90_code()) {
     // 16-bit rows with one constant: few threads that hold much, 0.90 to 0.92 of a copy at 262144 columns.
@@ -174,18 +176,20 @@ bool launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t
 }
 
 // The same for rows of more than 2048 vectors. As few blocks for each as have room for it: their threads then have five
-// to eight vectors.
-template <class Op, int V>
+// to eight vectors, or three to four of each of two inputs.
+template <class Op, int V, bool ragged>
 bool launch_wide(const Op& op, int64_t rows, int64_t columns) {
   if (at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin < kWideShared + (4 << 10)) return false;
+  constexpr int kMost = kWideVectors / Op::kInputs;
   const int64_t vectors = columns / V;
   int ranks = 1;
-  while (ranks * kWideThreads * kWideVectors < vectors) ranks *= 2;
+  while (ranks * kWideThreads * kMost < vectors) ranks *= 2;
   // Clusters of 16 for float32 without constants: 0.95 of a copy at 262144 columns by walking_kernel, 0.91 by this one.
-  if (ranks > (V == 4 && Op::kConstants == 0 ? 8 : kMaxRanks)) return false;
+  if (ranks > (V == 4 && Op::kConstants == 0 && !ragged ? 8 : kMaxRanks)) return false;
   const auto go = [&]<int NV>() {
-    constexpr auto kernel = wide_row_kernel<Op, V, NV>;
-    Launch launch(ranks, kWideThreads, wide_stages(NV) * wide_row_bytes(NV));
+    constexpr auto kernel = wide_row_kernel<Op, V, NV, ragged>;
+    constexpr int vectors_of_row = NV * Op::kInputs;
+    Launch launch(ranks, kWideThreads, wide_stages(vectors_of_row) * wide_row_bytes(vectors_of_row));
     launch.in_clusters(ranks);
     const int64_t clusters = std::min<int64_t>(resident<kernel>(launch.config, ranks), rows);
     if (clusters == 0) return false;
@@ -193,12 +197,24 @@ bool launch_wide(const Op& op, int64_t rows, int64_t columns) {
     launch(kernel, op, shape_of<Op>(rows, columns));
     return true;
   };
-  switch ((vectors + ranks * kWideThreads - 1) / (ranks * kWideThreads)) {
-    case 5: return go.template operator()<5>();
-    case 6: return go.template operator()<6>();
-    case 7: return go.template operator()<7>();
-    default: return go.template operator()<8>();
+  const auto held = (vectors + ranks * kWideThreads - 1) / (ranks * kWideThreads);
+  if constexpr (kMost == 4) {
+    return held == 3 ? go.template operator()<3>() : go.template operator()<4>();
+  } else {
+    switch (held) {
+      case 5: return go.template operator()<5>();
+      case 6: return go.template operator()<6>();
+      case 7: return go.template operator()<7>();
+      default: return go.template operator()<8>();
+    }
   }
+}
+
+// Whether rows that do not start or end on 16 bytes went so: those long enough, of an operation without constants.
+template <class Op>
+bool launch_wide_ragged(const Op& op, int64_t rows, int64_t columns) {
+  constexpr int V = 16 / sizeof(typename Op::Storage);
+  return columns / V > 2048 && has_sm90_code() && launch_wide<Op, V, true>(op, rows, columns);
 }
 
 template <auto kernel, class Op>
@@ -210,8 +226,7 @@ void launch_rows_kernel(const Op& op, dim3 threads, int64_t blocks, int64_t rows
 template <int V, bool ragged, class Op, class Prepare>
 void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& prepare) {
   constexpr int kMost = V == 1 ? 4 : Op::kVectors;
-  const int64_t vectors = (columns + V - 1) / V + (ragged ? 1 : 0);
-  const RowConfig c = configure<Op, V, ragged>(vectors);
+  const RowConfig c = configure<Op, V, ragged>(columns);
   const auto go = [&]<int NV, Scope scope>() {
     if constexpr (scope != Scope::cluster && !kWalks<Op, ragged> && !kLong<Op>) {
       if (c.way == Way::row)
@@ -219,7 +234,7 @@ void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& 
             op, dim3(c.threads, c.beside), (rows + c.beside - 1) / c.beside, rows, columns);
     }
     if constexpr (scope == Scope::cluster && !ragged && kWide<Op, V>) {
-      if (launch_wide<Op, V>(op, rows, columns)) return;
+      if (launch_wide<Op, V, false>(op, rows, columns)) return;
     }
     if constexpr (scope == Scope::cluster || kWalks<Op, ragged> ||
                   (scope == Scope::block && (Op::kConstants > 0 || kLong<Op>))) {

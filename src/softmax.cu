@@ -222,12 +222,12 @@ struct Softmax {
     });
   }
 
-  // Of x alone, in whole vectors; nothing is held.
+  // Of x alone, in whole vectors or single numbers; nothing is held.
   template <int V, int NV, class Columns, class Inputs>
   __device__ void take_once(State& state, const Columns& span, const Inputs& inputs) const {
     Words<T, V> words[NV];  // read once from shared memory for the largest and for the sum
     F top = state.max;
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (sizeof(T) == 2 && V > 1) {
       uint32_t tops = Pair<T>::kMinusInfinity;
       for_each<NV>(span, [&](int i) {
         words[i] = inputs.words(i, 0);
@@ -343,7 +343,10 @@ struct Softmax {
         unpack(inputs.words(i, 0), x);
 #pragma unroll
         for (int j = 0; j < V; ++j) x[j] = each(x[j]);
-        store_vector(row.y + span.column(i), pack<T, V>(x));
+        if constexpr (V > 1)
+          store_vector(row.y + span.column(i), pack<T, V>(x));
+        else
+          span.store(row.y, row.y_step, i, x);
       });
     };
     const F factor = F(1) / result.sum;
@@ -378,19 +381,24 @@ bool launch_even(const Softmax<T, NoMask, false>& op, const Rows<2>& rows) {
 }
 
 template <class T, class Mask, bool holds = true>
+Softmax<T, Mask, holds> operation(const Call& c, const CallRows& rows) {
+  return {RowIndex<2>(rows.data),
+          RowIndex<2>(rows.beside),
+          c.x.const_data_ptr<T>(),
+          c.out.mutable_data_ptr<T>(),
+          c.mask.defined() ? static_cast<const char*>(c.mask.const_data_ptr()) : nullptr,
+          rows.data.column_strides[0],
+          rows.data.column_strides[1],
+          rows.beside.column_strides[0],
+          c.mask.defined() ? static_cast<int>(c.mask.element_size()) : 0,
+          c.kind,
+          c.causal,
+          static_cast<arithmetic_t<T>>(c.scale)};
+}
+
+template <class T, class Mask, bool holds = true>
 void launch(const Call& c, const CallRows& rows) {
-  const Softmax<T, Mask, holds> op{RowIndex<2>(rows.data),
-                                   RowIndex<2>(rows.beside),
-                                   c.x.const_data_ptr<T>(),
-                                   c.out.mutable_data_ptr<T>(),
-                                   c.mask.defined() ? static_cast<const char*>(c.mask.const_data_ptr()) : nullptr,
-                                   rows.data.column_strides[0],
-                                   rows.data.column_strides[1],
-                                   rows.beside.column_strides[0],
-                                   c.mask.defined() ? static_cast<int>(c.mask.element_size()) : 0,
-                                   c.kind,
-                                   c.causal,
-                                   static_cast<arithmetic_t<T>>(c.scale)};
+  const auto op = operation<T, Mask, holds>(c, rows);
   if constexpr (!holds && sizeof(T) <= 4)
     if (launch_even(op, rows.data)) return;
   launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y});
@@ -439,10 +447,12 @@ void launch_masked(const Call& c, const CallRows& rows) {
 template <class T>
 void launch_plain(const Call& c, const CallRows& rows) {
   const auto a = alignment_of<T>(rows.data, std::array{c.x.const_data_ptr(), c.out.const_data_ptr()});
-  if (a.whole && c.x.size(c.dim) * sizeof(T) > 16384)
-    launch<T, NoMask, false>(c, rows);
-  else
-    launch<T, NoMask>(c, rows);
+  if (a.whole && c.x.size(c.dim) * sizeof(T) > 16384) return launch<T, NoMask, false>(c, rows);
+  if constexpr (sizeof(T) <= 4)
+    if (!a.whole && a.vectors &&
+        launch_wide_ragged(operation<T, NoMask, false>(c, rows), rows.data.count, rows.data.columns))
+      return;
+  launch<T, NoMask>(c, rows);
 }
 
 }  // namespace

@@ -155,7 +155,7 @@ struct SoftmaxBackward {
 };
 
 template <class T, bool few>
-void launch(const Call& c, const Rows<4>& rows, bool whole) {
+void launch(const Call& c, const Rows<4>& rows, const Alignment& a) {
   const auto& steps = rows.column_strides;
   const SoftmaxBackward<T, few> op{RowIndex<4>(rows),
                                    c.y.const_data_ptr<T>(),
@@ -165,14 +165,16 @@ void launch(const Call& c, const Rows<4>& rows, bool whole) {
                                    c.causal,
                                    static_cast<arithmetic_t<T>>(c.scale)};
   if constexpr (sizeof(T) == 4)
-    if (whole && rows.count <= INT32_MAX && !c.causal && rows.columns == 16384)
+    if (a.whole && rows.count <= INT32_MAX && !c.causal && rows.columns == 16384)
       return launch_even_rows<4, 1024, true>(op, rows);
   if constexpr (sizeof(T) == 2 && !few) {
-    if (whole && rows.count <= INT32_MAX) {
+    if (a.whole && rows.count <= INT32_MAX) {
       if (c.causal && rows.columns == 128) return launch_even_rows<2, 8, true>(op, rows);
       if (!c.causal && launch_even_fours<256, 512>(op, rows)) return;
     }
   }
+  if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few))
+    if (!a.whole && a.vectors && launch_wide_ragged(op, rows.count, rows.columns)) return;
   launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});
 }
 
@@ -191,9 +193,9 @@ void run_cuda(const Call& c) {
       const auto within = [&](int64_t least, int64_t most) { return rows.columns > least && rows.columns <= most; };
       const bool even = rows.columns == 8192 || rows.columns == 16384;
       const bool many = c.causal ? within(64, 16384) : within(256, 384) || within(512, 768) || even;
-      if (a.whole ? many : a.vectors && within(8192, 16384)) return launch<scalar_t, false>(c, rows, a.whole);
+      if (a.whole ? many : a.vectors && within(8192, 16384)) return launch<scalar_t, false>(c, rows, a);
     }
-    launch<scalar_t, sizeof(scalar_t) == 2>(c, rows, a.whole);
+    launch<scalar_t, sizeof(scalar_t) == 2>(c, rows, a);
   });
 }
 

@@ -1,13 +1,14 @@
-// Whole rows of one input for which a block is too small: clusters walk over them, each thread with as many vectors as
-// all others but for the last one. Known numbers of threads and vectors, and what is the same for all rows in
-// registers: half the instructions of walking_kernel, for which 16-bit rows wait.
+// Rows for which a block is too small: clusters walk over them, each thread with as many vectors as all others but for
+// the last one. Known numbers of threads and vectors, and what is the same for all rows in registers: half the
+// instructions of walking_kernel, for which 16-bit rows wait. Of a row that does not start or end on 16 bytes the
+// numbers beside its whole vectors are one more for each of the first threads.
 #pragma once
 
 #include "row_kernels.cuh"
 
 namespace matmuls {
 
-constexpr int kWideThreads = 512, kWideVectors = 8;  // of a block, and of a thread at most
+constexpr int kWideThreads = 512, kWideVectors = 8;  // of a block; of a thread at most, of all inputs together
 constexpr size_t kWideShared = 220 << 10;            // of a block, for rows on their way
 
 template <class Op, int V>
@@ -15,37 +16,53 @@ constexpr bool kWide = V > 1 && Op::kInputs == 1 && !Op::kColumnSums && sizeof(t
                        std::is_empty_v<typename Op::template Held<V, 1>>;
 
 // Rows in shared memory: one is written, one folded, the others are on their way.
-constexpr size_t wide_row_bytes(int NV) { return size_t{16} * NV * kWideThreads; }
-constexpr int wide_stages(int NV) { return std::min(4, static_cast<int>(kWideShared / wide_row_bytes(NV))); }
+constexpr size_t wide_row_bytes(int vectors) { return size_t{16} * vectors * kWideThreads; }
+constexpr int wide_stages(int vectors) { return std::min(4, static_cast<int>(kWideShared / wide_row_bytes(vectors))); }
 
-template <class Op, int V, int NV>
+template <class Op, int V, int NV, bool ragged>
 __global__ void __launch_bounds__(kWideThreads, 1)
     wide_row_kernel(const __grid_constant__ Op op, const RowShape shape) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Op::Storage;
-  constexpr int kStages = wide_stages(NV), kConstants = std::max(Op::kConstants, 1);
+  constexpr int K = Op::kInputs, kStages = wide_stages(NV * K), kConstants = std::max(Op::kConstants, 1);
+  static_assert(!ragged || Op::kConstants == 0);
   Team<Scope::cluster> team;
-  const EvenSpan<V, NV, false, false> span{team.rank * V, team.size * V, shape.columns,
-                                           (team.rank + (NV - 1) * team.size) * V < shape.columns};
+  const auto inside = [&](const typename Op::Row& row) -> Inside {
+    if constexpr (!ragged) return {0, shape.columns};  // known before the first row
+    return inside_of<V>(row.input(0), shape.columns);
+  };
+  const auto vectors_of = [&](const Inside& in) {
+    const int first = in.first + team.rank * V, step = team.size * V;
+    return EvenSpan<V, NV, false, ragged && Op::kEnds>{first, step, in.end, first + (NV - 1) * step < in.end};
+  };
   extern __shared__ __align__(16) unsigned char shared[];
   Words<T, V>* const slots = reinterpret_cast<Words<T, V>*>(shared) + threadIdx.x;
-  const auto stage = [&](int s) { return Ahead<T, V, NV, 1>{{slots + s * NV * kWideThreads, kWideThreads}}; };
+  const auto stage = [&](int s) { return Ahead<T, V, NV, K>{{slots + s * NV * K * kWideThreads, kWideThreads}}; };
   const int64_t step = team.count();
   const auto fetch = [&](int64_t r, int s) {
-    if (r < shape.rows) stage(s).fetch(op.row(r), span);
+    if (r < shape.rows) {
+      const typename Op::Row row = op.row(r);
+      stage(s).fetch(row, vectors_of(inside(row)));
+    }
     ptx::end_group_ahead();
+  };
+  RowEnds<Op> ends_before, ends, ends_after;
+  const auto fetch_ends = [&](int64_t r) {
+    if (!ragged || r >= shape.rows) return;
+    const typename Op::Row row = op.row(r);
+    ends_after.load(row, inside(row), team.rank, shape.columns);
   };
   int64_t r = team.index;
 #pragma unroll 1
   for (int s = 0; s < kStages; ++s) fetch(r + s * step, s);
+  fetch_ends(r);
 
   Words<T, V> kept[NV][kConstants];
+  const Span<V, false> columns{team.rank * V, team.size * V, shape.columns};
 #pragma unroll
   for (int c = 0; c < Op::kConstants; ++c)
 #pragma unroll
-    for (int i = 0; i < NV; ++i)
-      kept[i][c] =
-          load_columns<T, V>(op.constant(c), Span<V, false>{span.first, span.step, span.columns}, i, op.absent(c));
+    for (int i = 0; i < NV; ++i) kept[i][c] = load_columns<T, V>(op.constant(c), columns, i, op.absent(c));
   const auto constants = [&](int c, int i, typename Op::F(&numbers)[V]) { unpack(kept[i][c], numbers); };
 
   typename Op::template Held<V, NV> none;
@@ -53,7 +70,9 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   typename Op::Row before = op.row(min(r, shape.rows - 1));
   int slot = 0, slot_before = 0;
   const auto write = [&](int64_t row_after) {
-    op.write(before, op.finish(team.collect(op)), none, span, stage(slot_before), constants, no_sums);
+    const auto result = op.finish(team.collect(op));
+    op.write(before, result, none, vectors_of(inside(before)), stage(slot_before), constants, no_sums);
+    ends_before.write(op, before, result);
     fetch(row_after, slot_before);
   };
   // A row is written when the next one has been folded: its merge came meanwhile.
@@ -61,9 +80,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 #pragma unroll 1
   for (; r < shape.rows; r += step) {
     const typename Op::Row row = op.row(r);
+    ends = ends_after;
+    fetch_ends(r + step);
     ptx::wait_ahead<kStages - 2>();
     typename Op::State state = Op::identity();
-    op.fold(state, none, row, span, stage(slot), constants);
+    op.fold(state, none, row, vectors_of(inside(row)), stage(slot), constants);
+    ends.fold(op, state, row);
     state = team.template merge_block<true>(op, state);
     if (team.size == kWideThreads)
       team.post_to_itself(state);
@@ -72,6 +94,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     if (any) write(r + (kStages - 1) * step);
     any = true;
     before = row;
+    ends_before = ends;
     slot_before = slot;
     slot = slot + 1 < kStages ? slot + 1 : 0;
   }

@@ -1,4 +1,4 @@
-"""Rows of any length that lie side by side, which a GPU works on several at a time (src/tiled_rows.cuh)."""
+"""Rows that do not start or end on 16 bytes: short ones side by side, and long ones with numbers beside their vectors."""
 
 import pytest
 import torch
@@ -55,10 +55,25 @@ def test_so_many_rows_that_a_lane_has_several(rows, columns, dtype):
     assert_as_good_as_torch(softmax_backward_(theirs, grad), expected, exact, scale=exact.abs().amax())
 
 
-@pytest.mark.parametrize("columns", [8697, 10001, 16383, 16385])
+# Of a row's whole vectors one more or less than a warp, a block or a cluster of threads has.
+LONGER = [1039, 1087, 2047, 4095, 8191, 8697, 10001, 16383, 16385, 16391, 16393, 20001, 32767, 32769, 50257]
+
+
+@pytest.mark.parametrize("columns", [257, 525, *LONGER, 65537, 100003, 262145, 524301])
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
+def test_longer_rows(columns, dtype, device):
+    for off, rows in ((0, 3), (1, 2), (7, 1)):
+        x = Draw(dtype, device, columns)(rows, columns)
+        own, untouched = guarded(x, off)
+        softmax_(own)
+        assert_as_good_as_torch(own, torch.softmax(x, -1), torch.softmax(x.double(), -1))
+        assert untouched()
+
+
+@pytest.mark.parametrize("columns", [257, 525, *LONGER, 65537, 262145])
 @pytest.mark.parametrize("into", ["y", "grad"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
 def test_gradients_of_longer_rows(columns, into, causal, dtype, device):
     y, grad = (Draw(dtype, device, seed)(3, columns) for seed in (columns, columns + 1))
     y = torch.softmax(y, -1)
@@ -66,15 +81,51 @@ def test_gradients_of_longer_rows(columns, into, causal, dtype, device):
         y = y.tril()
     exact = y.double() * (grad.double() - (y.double() * grad.double()).sum(-1, keepdim=True))
     expected = torch.ops.aten._softmax_backward_data(grad, y, -1, dtype)
-    (y, untouched), (grad, beside) = guarded(y, 1), guarded(grad, 1)
-    out = y if into == "y" else grad
-    torch.ops.custom_mm.softmax_backward.out(y, grad, -1, 1.0, causal, out=out)
-    assert_as_good_as_torch(out, expected, exact, scale=exact.abs().amax())
-    assert untouched()
-    assert beside()
+    for off in (1, 6):
+        (mine, untouched), (theirs, beside) = guarded(y, off), guarded(grad, off)
+        out = mine if into == "y" else theirs
+        torch.ops.custom_mm.softmax_backward.out(mine, theirs, -1, 1.0, causal, out=out)
+        assert_as_good_as_torch(out, expected, exact, scale=exact.abs().amax())
+        assert untouched()
+        assert beside()
 
 
-@pytest.mark.parametrize("columns", [5, 50, 77, 197, 265, 577, 1025, 2047])
+@pytest.mark.cuda
+def test_a_causal_gradient_of_long_rows_that_see_their_ends():
+    """Of 16 395 rows the last see all whole vectors and all, one or none of the numbers beside them."""
+    columns, last = 16395, 20
+    y, grad = (Draw(torch.float32, "cuda", seed)(columns, columns)[-last:] for seed in (1, 2))
+    y = torch.softmax(y, -1).tril(columns - last)
+    own = y.new_zeros(columns, columns)
+    own[-last:] = y
+    beside = grad.new_zeros(columns, columns)
+    beside[-last:] = grad
+    torch.ops.custom_mm.softmax_backward.out(own, beside, -1, 1.0, True, out=own)
+    exact = y.double() * (grad.double() - (y.double() * grad.double()).sum(-1, keepdim=True))
+    expected = torch.ops.aten._softmax_backward_data(grad, y, -1, torch.float32)
+    assert_as_good_as_torch(own[-last:], expected, exact, scale=exact.abs().amax())
+    assert not own[:-last].any()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("columns", [16393, 32769, 50257, 65537])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_so_many_long_rows_that_a_team_has_several(columns, dtype):
+    rows = 1300
+    x, grad = (Draw(dtype, "cuda", seed)(rows, columns) for seed in (columns, columns + 1))
+    theirs = torch.softmax(x, -1)
+    expected = torch.ops.aten._softmax_backward_data(grad, theirs, -1, dtype)
+    own = softmax_(x.clone())
+    backward = softmax_backward_(theirs.clone(), grad)
+    for part in range(0, rows, 100):  # float64 of all of them is 2 GB
+        some = slice(part, part + 100)
+        assert_as_good_as_torch(own[some], theirs[some], torch.softmax(x[some].double(), -1))
+        y, g = theirs[some].double(), grad[some].double()
+        exact = y * (g - (y * g).sum(-1, keepdim=True))
+        assert_as_good_as_torch(backward[some], expected[some], exact, scale=exact.abs().amax())
+
+
+@pytest.mark.parametrize("columns", [5, 50, 77, 197, 265, 577, 1025, 2047, 8191, 16393])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_behind_a_mask(columns, causal, dtype, device):
@@ -93,7 +144,7 @@ def test_behind_a_mask(columns, causal, dtype, device):
         assert untouched()
 
 
-@pytest.mark.parametrize("columns", [3, 77, 1023])
+@pytest.mark.parametrize("columns", [3, 77, 1023, 4095, 20001])
 def test_special_values_stay_in_their_row(columns, device):
     x = Draw(torch.bfloat16, device, columns)(40, columns)
     x[3, columns // 2], x[5, 0], x[7, -1] = torch.nan, torch.inf, -torch.inf

@@ -84,7 +84,7 @@ struct Norm {
     return {x + offsets.at[0], xhat ? xhat + offsets.at[2] : nullptr, residual + offsets.at[1],
             rstd ? rstd + r : nullptr, steps};
   }
-  __device__ const T* constant(int c) const { return c == 0 ? weight : bias; }
+  __host__ __device__ const T* constant(int c) const { return c == 0 ? weight : bias; }
   __device__ static F absent(int c) { return c == 0 ? F(1) : F(0); }
   __device__ static State identity() { return {F(0), F(0), F(0)}; }
 
@@ -222,12 +222,10 @@ struct Norm {
   }
 };
 
-// Both say whether they did. The rows that an H200 showed to gain by it.
+// All say whether they did. The rows that an H200 showed to gain by it.
 template <class T, bool rms>
-bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows, const std::array<const void*, 3>& pointers) {
-  const auto present = [](const T* row) { return row && reinterpret_cast<uintptr_t>(row) % 16 == 0; };
-  if (rows.count > INT32_MAX || !alignment_of<T>(rows, pointers).whole || !present(op.weight)) return false;
-  if (!rms && !present(op.bias)) return false;
+bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows) {
+  if (rows.count > INT32_MAX || !has_plain_constants(op)) return false;
   if constexpr (sizeof(T) == 4) {
     if constexpr (rms) {
       if (rows.columns == 16384) return launch_even_passes<2, 2, 1, 1024, 2>(op, rows), true;
@@ -235,21 +233,25 @@ bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows, const std::
       if (rows.columns == 8192) return launch_even_passes<2, 2, 1, 512, 3>(op, rows), true;
       if (rows.columns == 16384) return launch_even_passes<2, 4, 1, 512, 2>(op, rows), true;
     }
-  } else {
+  } else if constexpr (!rms) {
     const int64_t vectors = rows.columns / 8;
-    if constexpr (rms) {
-      if (vectors == 2048) return launch_even_rows<8, 256, true>(op, rows), true;
-    } else {
-      if (vectors == 2048) return launch_even_passes<4, 1, 2, 512, 3>(op, rows), true;
-      if (vectors == 48) return launch_even_rows<3, 16, true>(op, rows), true;
-      if (vectors > 64 && vectors < 96) return launch_even_rows<3, 32, false>(op, rows), true;
-      if (vectors == 96) return launch_even_rows<3, 32, true>(op, rows), true;
-      if (vectors > 96 && vectors < 128) return launch_even_rows<4, 32, false>(op, rows), true;
-      if (vectors == 1024) return launch_even_rows<8, 128, true>(op, rows), true;
-      return launch_even_fours<4, 128>(op, rows);
-    }
+    if (vectors == 48) return launch_even_rows<3, 16, true>(op, rows), true;
+    if (vectors > 64 && vectors < 96) return launch_even_rows<3, 32, false>(op, rows), true;
+    if (vectors == 96) return launch_even_rows<3, 32, true>(op, rows), true;
+    if (vectors > 96 && vectors < 128) return launch_even_rows<4, 32, false>(op, rows), true;
+    return launch_even_fours<4, 128>(op, rows);
   }
   return false;
+}
+// With a residual, whose vectors are as many again, the threads are as many for half the columns.
+template <class T, bool rms, bool with_residual>
+bool launch_nearly_even_norm(const Norm<T, rms, with_residual>& op, const Rows<3>& rows) {
+  if constexpr (sizeof(T) != 2)
+    return false;
+  else if constexpr (with_residual)
+    return rows.columns > 512 && launch_nearly_even<false, 3, 4>(op, rows);
+  else
+    return rows.columns > 1024 && launch_nearly_even<false, 5, 6, 7, 8>(op, rows);
 }
 template <class T>
 bool launch_stream(const Norm<T, false, false>& op, const Rows<3>& rows, const std::array<const void*, 3>& pointers) {
@@ -289,10 +291,14 @@ void launch(const Call& c) {
     known.strides[t] = rows.strides[0];
     known.column_strides[t] = rows.column_strides[0];
   }
-  if constexpr (!with_residual && sizeof(T) <= 4) {
-    if (launch_even<T, rms>(op, known, pointers)) return;
-    if constexpr (!rms && sizeof(T) == 2)
+  if constexpr (sizeof(T) <= 4) {
+    if (alignment_of<T>(known, pointers).whole) {
+      if constexpr (!with_residual)
+        if (launch_even(op, known)) return;
+      if (launch_nearly_even_norm(op, known)) return;
+    } else if constexpr (!with_residual && !rms && sizeof(T) == 2) {
       if (launch_stream<T>(op, known, pointers)) return;
+    }
   }
   launch_rows(op, known, pointers);
 }

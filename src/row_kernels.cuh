@@ -35,6 +35,16 @@ struct RowShape {
 //   write_sums(team, span, sums)        those of all rows; only where a thread's columns stay the same
 // inputs.words(i, k) are vector i of input k; constants(c, i, numbers) gives those of constant c.
 
+// Whether all are there and aligned: no branch then keeps the loads of several vectors apart.
+template <class Op>
+__host__ __device__ bool has_plain_constants(const Op& op) {
+  bool plain = true;
+#pragma unroll
+  for (int c = 0; c < Op::kConstants; ++c)
+    plain &= op.constant(c) && reinterpret_cast<uintptr_t>(op.constant(c)) % 16 == 0;
+  return plain;
+}
+
 // A row for each team, and no more: where a row is in few hands many of them wait for memory at once.
 template <Scope scope>
 constexpr int kRowThreads = scope == Scope::warp ? 64 : 512;  // of a block at most
@@ -80,16 +90,12 @@ __global__ void __launch_bounds__(kRowThreads<scope>, (scope == Scope::block && 
   ColumnSums<typename Op::F, V, 0> none;
   if (!own) return;
   if constexpr (V > 1 && !ragged && Op::kConstants > 0) {
-    bool plain = true;  // there and aligned: no branch then keeps the loads of several vectors apart
-#pragma unroll
-    for (int c = 0; c < Op::kConstants; ++c)
-      plain &= op.constant(c) && reinterpret_cast<uintptr_t>(op.constant(c)) % 16 == 0;
     const auto loaded = [&](int c, int i, typename Op::F(&numbers)[V]) {
       Words<T, V> words{};
       if (span.begins(i)) load_constant<16>(op.constant(c) + span.column(i), words.at);
       unpack(words, numbers);
     };
-    if (plain) return op.write(row, result, held, span, inputs, loaded, none);
+    if (has_plain_constants(op)) return op.write(row, result, held, span, inputs, loaded, none);
   }
   op.write(row, result, held, span, inputs, constants, none);
   if constexpr (kInside) ends.write(op, row, result);

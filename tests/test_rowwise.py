@@ -168,6 +168,8 @@ every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=
 
 COLUMNS = [1, 2, 3, 31, 32, 33, 127, 128, 256, 384, 512, 600, 768, 1000, 1024, 1025, 2048, 4096]
 COLUMNS += [8191, 8192, 16384, 24584, 65536, 100003, 100352, 262144]
+# One vector more than threads have among them, some, and all: of 5 to 8 each, with a residual of 3 and 4.
+COLUMNS += [72, 136, 520, 640, 1032, 1152, 1280, 1536, 1792, 2056, 2304, 2560, 3080, 5120, 6152, 8200, 10240, 14344]
 
 
 @every_operation
@@ -239,7 +241,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_any_layout_and_nothing_beside_it_is_written(operation, dtype, layouts, device):
-    for shape in ((2, 3, 2, 5, 37), (3, 6, 64), (3, 5003), (3, 8191)):
+    for shape in ((2, 3, 2, 5, 37), (3, 6, 64), (3, 1280), (3, 5003), (3, 8191)):
         operation.check(operation.draw(Draw(dtype, device), *shape), layouts)
 
 
@@ -287,7 +289,7 @@ def assert_special_alike(ours, theirs):
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
-@pytest.mark.parametrize("columns", [3, 40, 5003, 8192, 16384, 200_003])
+@pytest.mark.parametrize("columns", [3, 40, 1160, 5003, 8192, 9001, 16384, 200_003])
 @every_dtype
 def test_softmax_of_special_values_is_torch_s(columns, dtype, device):
     x = special_rows(columns, dtype, device)
@@ -318,7 +320,7 @@ def test_what_has_no_elements_overlaps_nothing(shape, device):
 
 
 @pytest.mark.parametrize("masked", ["bytes", "causal", "both"])
-@pytest.mark.parametrize("columns", [40, 256, 5000])
+@pytest.mark.parametrize("columns", [40, 256, 1160, 5000])
 @every_dtype
 def test_special_values_behind_a_mask_of_bytes(columns, dtype, masked, device):
     """Nothing is hidden from the last row of a causal triangle, nor behind a mask of zeros."""

@@ -225,7 +225,6 @@ struct Norm {
 // All say whether they did. The rows that an H200 showed to gain by it.
 template <class T, bool rms>
 bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows) {
-  if (rows.count > INT32_MAX || !has_plain_constants(op)) return false;
   if constexpr (sizeof(T) == 4) {
     if constexpr (rms) {
       if (rows.columns == 16384) return launch_even_passes<2, 2, 1, 1024, 2>(op, rows), true;
@@ -236,11 +235,17 @@ bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows) {
   } else if constexpr (!rms) {
     const int64_t vectors = rows.columns / 8;
     if (vectors == 48) return launch_even_rows<3, 16, true>(op, rows), true;
-    if (vectors > 64 && vectors < 96) return launch_even_rows<3, 32, false>(op, rows), true;
     if (vectors == 96) return launch_even_rows<3, 32, true>(op, rows), true;
+    if (launch_threes(op, rows)) return true;
+    if (vectors > 48 && vectors < 64) return launch_even_rows<4, 16, false>(op, rows), true;
     if (vectors > 96 && vectors < 128) return launch_even_rows<4, 32, false>(op, rows), true;
     return launch_even_fours<4, 128>(op, rows);
   }
+  return false;
+}
+template <class T, bool rms>
+bool launch_even(const Norm<T, rms, true>& op, const Rows<3>& rows) {
+  if constexpr (sizeof(T) == 2) return launch_threes(op, rows);
   return false;
 }
 // With a residual, whose vectors are as many again, the threads are as many for half the columns.
@@ -249,7 +254,7 @@ bool launch_nearly_even_norm(const Norm<T, rms, with_residual>& op, const Rows<3
   if constexpr (sizeof(T) != 2)
     return false;
   else if constexpr (with_residual)
-    return rows.columns > 512 && launch_nearly_even<false, 3, 4>(op, rows);
+    return rows.columns > 768 && launch_nearly_even<false, 3, 4>(op, rows);
   else
     return rows.columns > 1024 && launch_nearly_even<false, 5, 6, 7, 8>(op, rows);
 }
@@ -293,8 +298,7 @@ void launch(const Call& c) {
   }
   if constexpr (sizeof(T) <= 4) {
     if (alignment_of<T>(known, pointers).whole) {
-      if constexpr (!with_residual)
-        if (launch_even(op, known)) return;
+      if (known.count <= INT32_MAX && has_plain_constants(op) && launch_even(op, known)) return;
       if (launch_nearly_even_norm(op, known)) return;
     } else if constexpr (!with_residual && !rms && sizeof(T) == 2) {
       if (launch_stream<T>(op, known, pointers)) return;

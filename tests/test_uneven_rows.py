@@ -1,4 +1,4 @@
-"""Rows that do not start or end on 16 bytes: short ones side by side, and long ones with numbers beside their vectors."""
+"""Rows that do not start or end on 16 bytes: short ones side by side, long ones with numbers beside their vectors."""
 
 import pytest
 import torch

@@ -15,6 +15,11 @@ _ops = torch.ops.custom_mm
 # 2^29 elements: 1 GB in 16 bits, so that the L2 holds none of it.
 COLUMNS = (128, 384, 512, 768, 1000, 1024, 2048, 4096, 8191, 8192, 16384, 65536, 262144)
 UNEVEN = (77, 197, 577, 1023)  # of attention
+VOCABULARIES = (30522, 50257)
+HIDDEN = (1280, 1600, 3584)  # that are no power of two, of GPT-2 and Qwen2
+SOFTMAX_COLUMNS = tuple(sorted(COLUMNS + UNEVEN + VOCABULARIES))
+NORM_COLUMNS = tuple(sorted(COLUMNS + HIDDEN))
+WITH_RESIDUAL = (384, 768, 1280, 4096)
 ROW_SHAPES = [(5,), (3, 8), (1, 1), (4, 3, 33), (7, 64), (2, 300), (33, 1), (1, 2056)]
 BAD_X = "expected x of a floating-point dtype, got Long"
 
@@ -169,6 +174,24 @@ def _norm_gradient(grad: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor, rms
     return dx.to(grad.dtype), (g * h).sum(0).to(grad.dtype), g.sum(0).to(grad.dtype)
 
 
+def _norm_call(draw: Draw, shape: tuple[int, ...], weights: int, **more: Tensor) -> Call:
+    return Call((draw(*shape), *(draw(shape[-1]) for _ in range(weights))), more)
+
+
+def _residual_cases(weights: int) -> tuple[Case, ...]:
+    """2^28 elements of each: x + residual of torch's is as many again."""
+
+    def case(rows: int, columns: int) -> Case:
+        shape = rows, columns
+        return Case(
+            f"residual {rows}x{columns}",
+            lambda d: _norm_call(d, shape, weights, residual=d(*shape)),
+            device="cuda",
+        )
+
+    return tuple(case(2**28 // columns, columns) for columns in WITH_RESIDUAL)
+
+
 _NORM_BACKWARD_CASES = {
     "call": torch.ops.custom_mm.norm_backward.default,
     "reference": _norm_gradient,
@@ -199,7 +222,7 @@ TABLE: tuple[Spec, ...] = (
         bad=_softmax_bad("softmax_"),
         empty=no_rows,
         cases=_row_cases(
-            lambda d, *shape: Call((d(*shape),)), _softmax_backward_draw, UNEVEN + COLUMNS, **_SOFTMAX_BACKWARD_CASES
+            lambda d, *shape: Call((d(*shape),)), _softmax_backward_draw, SOFTMAX_COLUMNS, **_SOFTMAX_BACKWARD_CASES
         ),
         host_case=Case("64x64", lambda draw: Call((draw(64, 64),))),
         rival="torch.softmax",
@@ -295,8 +318,9 @@ TABLE: tuple[Spec, ...] = (
         bad=_norm_bad("layer_norm_"),
         empty=lambda draw: iter([Call((draw(0, 4), draw(4), draw(4))), Call((draw(0, 4),))]),
         cases=_row_cases(
-            lambda d, rows, n: Call((d(rows, n), d(n), d(n))), _norm_backward_draw(False), **_NORM_BACKWARD_CASES
-        ),
+            lambda d, *shape: _norm_call(d, shape, 2), _norm_backward_draw(False), NORM_COLUMNS, **_NORM_BACKWARD_CASES
+        )
+        + _residual_cases(2),
         host_case=Case("64x64", lambda draw: Call((draw(64, 64), draw(64), draw(64)))),
         rival="F.layer_norm",
         compiled=True,
@@ -312,8 +336,9 @@ TABLE: tuple[Spec, ...] = (
         bad=_norm_bad("rms_norm_"),
         empty=lambda draw: iter([Call((draw(0, 4), draw(4))), Call((draw(0, 4),))]),
         cases=_row_cases(
-            lambda d, rows, n: Call((d(rows, n), d(n))), _norm_backward_draw(True), **_NORM_BACKWARD_CASES
-        ),
+            lambda d, *shape: _norm_call(d, shape, 1), _norm_backward_draw(True), NORM_COLUMNS, **_NORM_BACKWARD_CASES
+        )
+        + _residual_cases(1),
         rival="F.rms_norm",
         compiled=True,
         **ROWWISE,

@@ -105,7 +105,7 @@ bool launch_threes(const Op& op, const Rows<N>& rows) {
 // (layer norm at 0.99 of a copy for 0.66, softmax at 1.00 for 0.76). The numbers of a ragged row beside its whole
 // vectors are one more for each of the first threads.
 template <class Op, int V, int NV, bool ragged>
-__global__ void __launch_bounds__(256, NV * Op::kInputs > 5 ? 3 : 4)
+__global__ void __launch_bounds__(256, NV* Op::kInputs > 5 ? 3 : 4)
     nearly_even_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   Team<Scope::block> team;

@@ -52,11 +52,9 @@ constexpr int kRowThreads = scope == Scope::warp ? 64 : 512;  // of a block at m
 // The numbers of a row beside its whole vectors are one more for each of a block's first threads. Of rows that some
 // lanes of a warp share vectors reach over both ends.
 template <class Op, int V, int NV, Scope scope, bool ragged>
-__global__ void __launch_bounds__(kRowThreads<scope>, (scope == Scope::block && sizeof(typename Op::Storage) > 2
-                                                           ? 1024
-                                                           : Op::kThreadsPerSm) /
-                                                          kRowThreads<scope>)
-    row_kernel(const __grid_constant__ Op op, const RowShape shape) {
+__global__ void __launch_bounds__(
+    kRowThreads<scope>, (scope == Scope::block && sizeof(typename Op::Storage) > 2 ? 1024 : Op::kThreadsPerSm) /
+                            kRowThreads<scope>) row_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   constexpr bool kInside = ragged && scope == Scope::block;
   Team<scope> team;

@@ -434,8 +434,8 @@ void launch_masked(const Call& c, const CallRows& rows) {
   launch<T, AnyMask>(c, rows);
 }
 
-// Rows of middle length keep their exponentials in registers; of longer ones few threads have much, and take them again.
-// The longest wait in shared memory, several at a time.
+// Rows of middle length keep their exponentials in registers; of longer ones few threads have much, and take them
+// again. The longest wait in shared memory, several at a time.
 template <class T>
 void launch_plain(const Call& c, const CallRows& rows) {
   const auto a = alignment_of<T>(rows.data, std::array{c.x.const_data_ptr(), c.out.const_data_ptr()});

@@ -188,9 +188,9 @@ void run_cuda(const Call& c) {
     const std::array pointers{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()};
     const auto a = alignment_of<scalar_t>(rows, pointers);
     if constexpr (sizeof(scalar_t) == 2) {
-      // Of rows that are read throughout: those that leave no lane of a warp without its three vectors (136 columns: 1.05
-      // of a copy, 0.66 by twos), those that more than 512 threads would share (8200: 1.05 and 0.78), and 8192, which
-      // threads share evenly.
+      // Of rows that are read throughout: those that leave no lane of a warp without its three vectors (136
+      // columns: 1.05 of a copy, 0.66 by twos), those that more than 512 threads would share (8200: 1.05 and 0.78), and
+      // 8192, which threads share evenly.
       const auto within = [&](int64_t least, int64_t most) { return rows.columns > least && rows.columns <= most; };
       const bool threes = within(64, 96) || within(128, 192) || within(256, 384) || within(512, 768);
       const bool many = c.causal ? within(64, 16384) : threes || within(8191, 16384);

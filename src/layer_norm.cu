@@ -239,6 +239,8 @@ bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows) {
     if (launch_threes(op, rows)) return true;
     if (vectors > 48 && vectors < 64) return launch_even_rows<4, 16, false>(op, rows), true;
     if (vectors > 96 && vectors < 128) return launch_even_rows<4, 32, false>(op, rows), true;
+    if (vectors == 1024) return launch_even_rows<8, 128, true>(op, rows), true;
+    if (vectors == 2048) return launch_even_passes<4, 1, 2, 512, 3>(op, rows), true;
     return launch_even_fours<4, 128>(op, rows);
   }
   return false;

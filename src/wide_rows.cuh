@@ -27,13 +27,16 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   constexpr int K = Op::kInputs, kStages = wide_stages(NV * K), kConstants = std::max(Op::kConstants, 1);
   static_assert(!ragged || Op::kConstants == 0);
   Team<Scope::cluster> team;
-  const auto inside = [&](const typename Op::Row& row) -> Inside {
-    if constexpr (!ragged) return {0, shape.columns};  // known before the first row
-    return inside_of<V>(row.input(0), shape.columns);
-  };
-  const auto vectors_of = [&](const Inside& in) {
+  const auto share = [&](const Inside& in) {
     const int first = in.first + team.rank * V, step = team.size * V;
     return EvenSpan<V, NV, false, ragged && Op::kEnds>{first, step, in.end, first + (NV - 1) * step < in.end};
+  };
+  const auto all = share({0, shape.columns});  // known before the first row
+  const auto span_of_row = [&](const typename Op::Row& row) {
+    if constexpr (ragged)
+      return share(inside_of<V>(row.input(0), shape.columns));
+    else
+      return all;
   };
   extern __shared__ __align__(16) unsigned char shared[];
   Words<T, V>* const slots = reinterpret_cast<Words<T, V>*>(shared) + threadIdx.x;
@@ -42,7 +45,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const auto fetch = [&](int64_t r, int s) {
     if (r < shape.rows) {
       const typename Op::Row row = op.row(r);
-      stage(s).fetch(row, vectors_of(inside(row)));
+      stage(s).fetch(row, span_of_row(row));
     }
     ptx::end_group_ahead();
   };
@@ -50,7 +53,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const auto fetch_ends = [&](int64_t r) {
     if (!ragged || r >= shape.rows) return;
     const typename Op::Row row = op.row(r);
-    ends_after.load(row, inside(row), team.rank, shape.columns);
+    ends_after.load(row, inside_of<V>(row.input(0), shape.columns), team.rank, shape.columns);
   };
   int64_t r = team.index;
 #pragma unroll 1
@@ -58,11 +61,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   fetch_ends(r);
 
   Words<T, V> kept[NV][kConstants];
-  const Span<V, false> columns{team.rank * V, team.size * V, shape.columns};
 #pragma unroll
   for (int c = 0; c < Op::kConstants; ++c)
 #pragma unroll
-    for (int i = 0; i < NV; ++i) kept[i][c] = load_columns<T, V>(op.constant(c), columns, i, op.absent(c));
+    for (int i = 0; i < NV; ++i)
+      kept[i][c] =
+          load_columns<T, V>(op.constant(c), Span<V, false>{all.first, all.step, all.columns}, i, op.absent(c));
   const auto constants = [&](int c, int i, typename Op::F(&numbers)[V]) { unpack(kept[i][c], numbers); };
 
   typename Op::template Held<V, NV> none;
@@ -71,8 +75,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   int slot = 0, slot_before = 0;
   const auto write = [&](int64_t row_after) {
     const auto result = op.finish(team.collect(op));
-    op.write(before, result, none, vectors_of(inside(before)), stage(slot_before), constants, no_sums);
-    ends_before.write(op, before, result);
+    op.write(before, result, none, span_of_row(before), stage(slot_before), constants, no_sums);
+    if constexpr (ragged) ends_before.write(op, before, result);
     fetch(row_after, slot_before);
   };
   // A row is written when the next one has been folded: its merge came meanwhile.
@@ -84,8 +88,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     fetch_ends(r + step);
     ptx::wait_ahead<kStages - 2>();
     typename Op::State state = Op::identity();
-    op.fold(state, none, row, vectors_of(inside(row)), stage(slot), constants);
-    ends.fold(op, state, row);
+    op.fold(state, none, row, span_of_row(row), stage(slot), constants);
+    if constexpr (ragged) ends.fold(op, state, row);
     state = team.template merge_block<true>(op, state);
     if (team.size == kWideThreads)
       team.post_to_itself(state);

@@ -253,7 +253,9 @@ bool launch_even(const Norm<T, rms, true>& op, const Rows<3>& rows) {
 // With a residual, whose vectors are as many again, the threads are as many for half the columns.
 template <class T, bool rms, bool with_residual>
 bool launch_nearly_even_norm(const Norm<T, rms, with_residual>& op, const Rows<3>& rows) {
-  if constexpr (sizeof(T) != 2)
+  if constexpr (sizeof(T) == 4 && !with_residual)  // a warp's fives
+    return rows.columns > 512 && rows.columns <= 640 && launch_nearly_even<false, 5>(op, rows);
+  else if constexpr (sizeof(T) != 2)
     return false;
   else if constexpr (with_residual)
     return rows.columns > 768 && launch_nearly_even<false, 3, 4>(op, rows);

@@ -442,7 +442,9 @@ void launch_plain(const Call& c, const CallRows& rows) {
   const int64_t columns = rows.data.columns, bytes = columns * static_cast<int64_t>(sizeof(T));
   if constexpr (sizeof(T) <= 4) {
     const auto again = operation<T, NoMask, false>(c, rows);
-    if (a.vectors && bytes > (sizeof(T) == 2 ? 2 : 16) * 1024 && columns != 2048 && columns != 4096) {
+    // 513 to 672 float32 columns are five to six vectors for each of a warp.
+    const bool fives = sizeof(T) == 4 && columns > 512 && columns <= 672;
+    if (a.vectors && (fives || bytes > (sizeof(T) == 2 ? 2 : 16) * 1024) && columns != 2048 && columns != 4096) {
       if (a.whole ? launch_nearly_even<false, 5, 6, 7, 8>(again, rows.data)
                   : launch_nearly_even<true, 5, 6, 7, 8>(again, rows.data))
         return;

@@ -263,9 +263,8 @@ bool launch_nearly_even_norm(const Norm<T, rms, with_residual>& op, const Rows<3
     return rows.columns > 1024 && launch_nearly_even<false, 5, 6, 7, 8>(op, rows);
 }
 template <class T>
-bool launch_stream(const Norm<T, false, false>& op, const Rows<3>& rows, const std::array<const void*, 3>& pointers) {
-  const auto a = alignment_of<T>(rows, pointers);
-  if (rows.dims > 1 || rows.columns > INT16_MAX || !a.vectors || a.whole) return false;
+bool launch_stream(const Norm<T, false, false>& op, const Rows<3>& rows) {
+  if (rows.dims > 1 || rows.columns > INT16_MAX) return false;
   return launch_stream_norm<T>({op.x,
                                 op.xhat,
                                 op.weight,
@@ -301,11 +300,12 @@ void launch(const Call& c) {
     known.column_strides[t] = rows.column_strides[0];
   }
   if constexpr (sizeof(T) <= 4) {
-    if (alignment_of<T>(known, pointers).whole) {
+    const auto a = alignment_of<T>(known, pointers);
+    if (a.whole) {
       if (known.count <= INT32_MAX && has_plain_constants(op) && launch_even(op, known)) return;
       if (launch_nearly_even_norm(op, known)) return;
     } else if constexpr (!with_residual && !rms && sizeof(T) == 2) {
-      if (launch_stream<T>(op, known, pointers)) return;
+      if (a.vectors && launch_stream<T>(op, known)) return;
     }
   }
   launch_rows(op, known, pointers);

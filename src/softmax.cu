@@ -443,19 +443,19 @@ void launch_plain(const Call& c, const CallRows& rows) {
   const auto a = alignment_of<T>(rows.data, std::array{c.x.const_data_ptr(), c.out.const_data_ptr()});
   const int64_t columns = rows.data.columns, bytes = columns * static_cast<int64_t>(sizeof(T));
   if constexpr (sizeof(T) <= 4) {
-    const auto again = operation<T, NoMask, false>(c, rows);
     // 513 to 672 float32 columns are five to six vectors for each of a warp.
     const bool fives = sizeof(T) == 4 && columns > 512 && columns <= 672;
     const bool few_threads = fives || bytes > (sizeof(T) == 2 ? 2 : 16) * 1024;
     if (a.vectors && few_threads && !shared_by_fours(columns)) {
+      const auto again = operation<T, NoMask, false>(c, rows);
       if (a.whole ? launch_nearly_even<false, 5, 6, 7, 8>(again, rows.data)
                   : launch_nearly_even<true, 5, 6, 7, 8>(again, rows.data))
         return;
       if (!a.whole && launch_wide_ragged(again, rows.data.count, columns)) return;
+      if constexpr (sizeof(T) == 4)
+        if (a.whole && columns == 16384 && rows.data.count <= INT32_MAX)
+          return launch_even_rows<8, 512, true>(again, rows.data);
     }
-    if constexpr (sizeof(T) == 4)
-      if (a.whole && columns == 16384 && rows.data.count <= INT32_MAX)
-        return launch_even_rows<8, 512, true>(again, rows.data);
   }
   if (a.whole && bytes > 16384) return launch<T, NoMask, false>(c, rows);
   launch<T, NoMask>(c, rows);

@@ -194,7 +194,7 @@ void run_cuda(const Call& c) {
       const auto within = [&](int64_t least, int64_t most) { return rows.columns > least && rows.columns <= most; };
       const bool threes = within(64, 96) || within(128, 192) || within(256, 384) || within(512, 768);
       const bool many = c.causal ? within(64, 16384) : threes || within(8191, 16384);
-      if (a.whole ? many : a.vectors && within(8192, 16384)) return launch<scalar_t, false>(c, rows, a);
+      if (a.whole ? many : a.vectors && within(8192, 16391)) return launch<scalar_t, false>(c, rows, a);
     }
     launch<scalar_t, sizeof(scalar_t) == 2>(c, rows, a);
   });

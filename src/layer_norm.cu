@@ -35,7 +35,7 @@ using Call = NormCall;
 #include "even_passes.cuh"
 #include "handles.h"
 #include "rows.cuh"
-#include "stream_norm.h"
+#include "shifted_rows.cuh"
 
 namespace matmuls {
 namespace {
@@ -107,7 +107,7 @@ struct Norm {
     constexpr bool ragged = Columns::kRagged;
     // In one pass where there are many: distances from one of them, which is at most sqrt(held) deviations from the
     // mean.
-    constexpr bool once = !rms && !ragged && (NV > 4 || Columns::kEven);
+    constexpr bool once = !rms && !ragged && (NV > 4 || Columns::kOnce);
     F sums[4] = {}, squares[4] = {}, from = 0;
     int held = 0;
     if constexpr (once) {
@@ -262,20 +262,6 @@ bool launch_nearly_even_norm(const Norm<T, rms, with_residual>& op, const Rows<3
   else
     return rows.columns > 1024 && launch_nearly_even<false, 5, 6, 7, 8>(op, rows);
 }
-template <class T>
-bool launch_stream(const Norm<T, false, false>& op, const Rows<3>& rows) {
-  if (rows.dims > 1 || rows.columns > INT16_MAX) return false;
-  return launch_stream_norm<T>({op.x,
-                                op.xhat,
-                                op.weight,
-                                op.bias,
-                                op.rstd,
-                                {rows.strides[0][0], rows.strides[2][0]},
-                                rows.count,
-                                static_cast<int>(rows.columns),
-                                op.eps});
-}
-
 template <class T, bool rms, bool with_residual>
 void launch(const Call& c) {
   using F = arithmetic_t<T>;
@@ -304,8 +290,8 @@ void launch(const Call& c) {
     if (a.whole) {
       if (known.count <= INT32_MAX && has_plain_constants(op) && launch_even(op, known)) return;
       if (launch_nearly_even_norm(op, known)) return;
-    } else if constexpr (!with_residual && !rms && sizeof(T) == 2) {
-      if (a.vectors && launch_stream<T>(op, known)) return;
+    } else if (a.vectors) {
+      if (launch_shifted(op, known)) return;
     }
   }
   launch_rows(op, known, pointers);

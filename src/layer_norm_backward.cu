@@ -35,6 +35,7 @@ constexpr const char* kOp = "norm_backward";
 #ifdef __CUDACC__
 #include "handles.h"
 #include "rows.cuh"
+#include "shifted_rows.cuh"
 #include "stream_norm_backward.h"
 
 namespace matmuls {
@@ -75,6 +76,7 @@ struct NormBackward {
   F columns;
   F* partial;  // [teams][2][columns], or null where the sums are not taken here
 
+  __device__ F* partial_of(int64_t team) const { return partial + team * 2 * static_cast<int64_t>(columns); }
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
     return {grad + offsets.at[0], xhat + offsets.at[1], dx ? dx + offsets.at[2] : nullptr, rstd + r, steps};
@@ -95,8 +97,8 @@ struct NormBackward {
     for (int j = 0; j < V; ++j) d[j] = g[j] * w[j];
   }
 
-  template <int V, int NV, bool ragged, class Inputs, class Constants>
-  __device__ void fold(State& state, Held<V, NV>&, const Row&, const Span<V, ragged>& span, const Inputs& inputs,
+  template <int V, int NV, class Columns, class Inputs, class Constants>
+  __device__ void fold(State& state, Held<V, NV>&, const Row&, const Columns&, const Inputs& inputs,
                        const Constants& constants) const {
     F sums[2] = {}, dots[2] = {};
 #pragma unroll
@@ -120,8 +122,8 @@ struct NormBackward {
   }
   __device__ State finish(const State& state) const { return {state.d / columns, state.dxhat / columns}; }
 
-  template <int V, int NV, bool ragged, class Inputs, class Constants, class Sums>
-  __device__ void write(const Row& row, const State& mean, const Held<V, NV>&, const Span<V, ragged>& span,
+  template <int V, int NV, class Columns, class Inputs, class Constants, class Sums>
+  __device__ void write(const Row& row, const State& mean, const Held<V, NV>&, const Columns& span,
                         const Inputs& inputs, const Constants& constants, Sums& sums, F rstd = F(0)) const {
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
@@ -256,13 +258,19 @@ void launch(const Call& c) {
   int64_t parts = 0;
   if constexpr (sizeof(F) == 4) parts = launch_stream(op, rows, partial, sums);
   if (c.dx.defined() && parts == 0) {
-    launch_rows(op, rows, std::array<const void*, 3>{op.grad, op.xhat, op.dx},
-                [&](NormBackward<T, rms>& o, int64_t teams) {
-                  if (!sums) return;
-                  parts = teams;
-                  partial = empty({teams, 2, rows.columns}, c.rstd.options());
-                  o.partial = partial.mutable_data_ptr<F>();
-                });
+    const std::array<const void*, 3> pointers{op.grad, op.xhat, op.dx};
+    const auto prepare = [&](NormBackward<T, rms>& o, int64_t teams) {
+      if (!sums) return;
+      parts = teams;
+      partial = empty({teams, 2, rows.columns}, c.rstd.options());
+      o.partial = partial.mutable_data_ptr<F>();
+    };
+    bool done = false;
+    if constexpr (sizeof(T) <= 4) {
+      const auto a = alignment_of<T>(rows, pointers);
+      done = a.vectors && !a.whole && launch_shifted(op, rows, prepare);
+    }
+    if (!done) launch_rows(op, rows, pointers, prepare);
   }
   if (!sums) return;
   const auto columns = static_cast<int>(rows.columns);

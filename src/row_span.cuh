@@ -12,7 +12,7 @@ namespace matmuls {
 // row's own columns alone are read and written.
 template <int V, bool ragged>
 struct Span {
-  static constexpr bool kRagged = ragged, kEven = false;
+  static constexpr bool kRagged = ragged, kEven = false, kOnce = false;
   int first, step;  // column of the first vector's first element, and the way to the next vector
   int columns;      // that the row has
 
@@ -87,7 +87,8 @@ __device__ void for_vectors(const Span<V, ragged>& span, const Body& body) {
 // their vectors; a row `ends` early where it does not see all its columns.
 template <int V, int NV, bool exact, bool ends>
 struct EvenSpan {
-  static constexpr bool kRagged = false, kEven = true, kAlone = true;  // no other span of the row is this thread's
+  static constexpr bool kRagged = false, kEven = true, kOnce = true;
+  static constexpr bool kAlone = true;  // no other span of the row is this thread's
   int first, step, columns;
   bool last;
 

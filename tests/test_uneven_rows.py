@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_rowwise import SIXTEEN, assert_as_good_as_torch
 
-from matmuls import scaled_masked_softmax, softmax_, softmax_backward_
+from matmuls import layer_norm_, rms_norm_, scaled_masked_softmax, softmax_, softmax_backward_
 from matmuls.specs import Draw
 
 LENGTHS = [*range(1, 70), 127, 129, 197, 255, 257, 263, 264, 265, 270]
@@ -154,3 +155,79 @@ def test_special_values_stay_in_their_row(columns, device):
     assert torch.equal(softmax_(x).isnan(), expected.isnan())
     rest = [r for r in range(40) if r not in (3, 5, 9)]
     assert torch.allclose(x[rest].float(), expected[rest], rtol=2**-7, atol=1e-6)
+
+
+def norms(draw, columns, dtype, device):
+    """Each norm in place, by torch and in float64, of x and a residual or none."""
+    weight, bias = draw(columns), draw(columns)
+    zero = torch.zeros((), dtype=dtype, device=device)
+
+    def plain(norm, *constants):
+        def of(x, residual, dtype=None):
+            h = x.to(dtype) + residual.to(dtype)
+            return norm(h, (columns,), *(None if c is None else c.to(dtype) for c in constants), eps=1e-5)
+
+        return lambda x, residual: (
+            of(x, zero if residual is None else residual, dtype),
+            of(x, zero if residual is None else residual, torch.float64),
+        )
+
+    for w, b in ((weight, bias), (None, None), (None, bias)):
+        yield lambda x, r, w=w, b=b: layer_norm_(x, w, b, residual=r), plain(F.layer_norm, w, b)
+    for w in (weight, None):
+        yield lambda x, r, w=w: rms_norm_(x, w, residual=r), plain(F.rms_norm, w)
+
+
+NORMED = [20, 71, 72, 77, 127, 129, 135, 137, 197, 255, 257, 263, 383, 385, 513, 577, 641, 767, 769, 1023, 1031, 1033]
+NORMED += [1279, 1537, 2047, 2049, 2063, 3001, 4095, 4097, 8191, 12287]
+
+
+@pytest.mark.parametrize("off", [0, 1, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
+def test_norms_of_every_length_and_nothing_beside_is_written(dtype, off, device):
+    for columns in NORMED:
+        draw = Draw(dtype, device, columns)
+        for rows, with_residual in ((1, False), (5, True), (130 if columns < 1000 else 9, False)):
+            x = draw(rows, columns)
+            residual, _ = guarded(draw(rows, columns), off)
+            for ours, theirs in norms(draw, columns, dtype, device):
+                own, untouched = guarded(x, off)
+                ours(own, residual if with_residual else None)
+                expected, exact = theirs(x, residual if with_residual else None)
+                assert_as_good_as_torch(own, expected, exact)
+                assert untouched(), (rows, columns)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(70_001, 77), (40_001, 197), (20_001, 577), (9_001, 1023), (3_001, 3001)]
+)
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
+def test_norms_of_so_many_rows_that_a_team_has_several(rows, columns, with_residual, dtype):
+    draw = Draw(dtype, "cuda", columns)
+    x = draw(rows, columns)
+    residual = draw(rows, columns) if with_residual else None
+    for ours, theirs in norms(draw, columns, dtype, "cuda"):
+        own = x.clone()
+        ours(own, residual)
+        assert_as_good_as_torch(own, *theirs(x, residual))
+
+
+@pytest.mark.parametrize("columns", [77, 577, 1023, 3001])
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
+def test_gradients_after_norms_of_uneven_rows(columns, dtype, device):
+    draw = Draw(dtype, device, columns)
+    x, weight, bias, grad = draw(37, columns), draw(columns), draw(columns), draw(37, columns)
+
+    def gradients(norm, *tensors):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        return torch.autograd.grad(norm(*leaves), leaves, grad.to(leaves[0].dtype))
+
+    ours = gradients(lambda x, w, b: layer_norm_(x.clone(), w, b), x, weight, bias)
+    plain = [
+        gradients(lambda x, w, b: F.layer_norm(x, (columns,), w, b), *(t.to(d) for t in (x, weight, bias)))
+        for d in (dtype, torch.float64)
+    ]
+    for own, theirs, exact in zip(ours, *plain, strict=True):
+        assert_as_good_as_torch(own, theirs, exact, scale=exact.abs().amax())

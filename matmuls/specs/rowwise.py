@@ -14,11 +14,11 @@ from .spec import REAL, Bad, Call, Case, Draw, Spec
 _ops = torch.ops.custom_mm
 # 2^29 elements: 1 GB in 16 bits, so that the L2 holds none of it.
 COLUMNS = (128, 384, 512, 768, 1000, 1024, 2048, 4096, 8191, 8192, 16384, 65536, 262144)
-UNEVEN = (77, 197, 577, 1023)  # of attention
+UNEVEN = (77, 197, 577, 1023)  # text and image tokens of CLIP and ViT
 VOCABULARIES = (30522, 50257)
 HIDDEN = (1280, 1600, 3584)  # that are no power of two, of GPT-2 and Qwen2
 SOFTMAX_COLUMNS = tuple(sorted(COLUMNS + UNEVEN + VOCABULARIES))
-NORM_COLUMNS = tuple(sorted(COLUMNS + HIDDEN))
+NORM_COLUMNS = tuple(sorted(COLUMNS + UNEVEN + HIDDEN))
 WITH_RESIDUAL = (384, 768, 1280, 4096)
 ROW_SHAPES = [(5,), (3, 8), (1, 1), (4, 3, 33), (7, 64), (2, 300), (33, 1), (1, 2056)]
 BAD_X = "expected x of a floating-point dtype, got Long"

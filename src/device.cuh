@@ -165,4 +165,15 @@ __device__ F sum_of_group(F x) {
   return x;
 }
 
+// x / y to about the last bit, in four instructions.
+template <class F>
+__device__ F quotient(F x, F y) {
+  if constexpr (sizeof(F) == 8) {
+    return x / y;
+  } else {
+    const F part = ptx::reciprocal_approx(y), about = x * part;
+    return fmaf(fmaf(-about, y, x), part, about);
+  }
+}
+
 }  // namespace matmuls

@@ -36,6 +36,7 @@ using Call = NormCall;
 #include "handles.h"
 #include "rows.cuh"
 #include "shifted_rows.cuh"
+#include "walking_tiles.cuh"
 
 namespace matmuls {
 namespace {
@@ -44,7 +45,7 @@ template <class T, bool rms, bool with_residual>
 struct Norm {
   using Storage = T;
   using F = arithmetic_t<T>;
-  static constexpr int kInputs = with_residual ? 2 : 1, kConstants = rms ? 1 : 2;
+  static constexpr int kInputs = with_residual ? 2 : 1, kOutputs = 2, kConstants = rms ? 1 : 2;
   static constexpr int kVectors = with_residual && sizeof(T) == 2 ? 2 : 4,
                        kLongVectors = with_residual || sizeof(T) == 8 ? 4 : 8;
   static constexpr int kHeldVectors = with_residual ? kVectors : kLongVectors;
@@ -60,6 +61,11 @@ struct Norm {
     const int64_t* steps;
 
     __device__ const T* input(int k) const { return k == 0 ? x : residual; }
+    __device__ T* output(int n) const { return n == 0 ? x : xhat; }
+    __device__ void place(T* const* tiles) {
+      x = tiles[0];
+      if (xhat) xhat = tiles[1];
+    }
     __device__ int64_t column_stride(int k) const { return steps[k]; }
     __device__ int visible(int columns) const { return columns; }
   };
@@ -83,6 +89,9 @@ struct Norm {
     const auto offsets = index(r);
     return {x + offsets.at[0], xhat ? xhat + offsets.at[2] : nullptr, residual + offsets.at[1],
             rstd ? rstd + r : nullptr, steps};
+  }
+  __device__ Row row_beside(int64_t r, int64_t offset) const {
+    return {x + offset, xhat ? xhat + offset : nullptr, residual + offset, rstd ? rstd + r : nullptr, steps};
   }
   __host__ __device__ const T* constant(int c) const { return c == 0 ? weight : bias; }
   __device__ static F absent(int c) { return c == 0 ? F(1) : F(0); }
@@ -166,15 +175,6 @@ struct Norm {
     state.count = all;
   }
 
-  // To about the last bit, in four instructions.
-  __device__ static F quotient(F x, F y) {
-    if constexpr (sizeof(F) == 8) {
-      return x / y;
-    } else {
-      const F part = ptx::reciprocal_approx(y), about = x * part;
-      return fmaf(fmaf(-about, y, x), part, about);
-    }
-  }
   __device__ State merge(const State& state, Lanes lanes) const {
     if constexpr (rms) return {F(0), F(0), lanes.sum(state.squares)};
     F sums[2] = {state.count, state.mean * state.count};
@@ -189,7 +189,9 @@ struct Norm {
     const F mean = sum_of_group<lanes>(state.mean) * (F(1) / lanes), apart = state.mean - mean;
     return {F(0), mean, sum_of_group<lanes>(state.squares + apart * apart * each)};
   }
-  __device__ Result finish(const State& state) const { return {state.mean, rsqrt(state.squares / columns + eps)}; }
+  __device__ Result finish(const State& state) const {
+    return {state.mean, rsqrt(quotient(state.squares, columns) + eps)};
+  }
 
   template <int V, int NV, class Columns, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, const Result& result, const Held<V, NV>&, const Columns& span,
@@ -219,6 +221,42 @@ struct Norm {
       }
       store(row.x, steps[0], y);
     });
+  }
+
+  // The same of a row in walking_tiles.cuh's hands.
+  template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
+  __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs,
+                            const Constants& constants, Sums&, const Group& lanes, F) const {
+    F h[N][1], sums[4] = {}, squares[4] = {};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      sum_of(inputs, i, h[i]);
+      sums[i % 4] += h[i][0];
+    }
+    if constexpr (!rms) {
+      const F mean = quotient(lanes.sum((sums[0] + sums[1]) + (sums[2] + sums[3])), columns);
+#pragma unroll
+      for (int i = 0; i < N; ++i) h[i][0] = span.begins(i) ? h[i][0] - mean : F(0);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) squares[i % 4] += h[i][0] * h[i][0];
+    const F all_squares = lanes.sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    const F scale = rsqrt(quotient(all_squares, columns) + eps);
+    if (!own) return;
+    if (row.rstd && span.first == 0) *row.rstd = scale;
+    const auto put = [&](auto keeps) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        F w[1], b[1] = {};
+        h[i][0] *= scale;
+        if constexpr (decltype(keeps)::value) span.store(row.xhat, i, h[i]);
+        constants(0, i, w);
+        if constexpr (!rms) constants(1, i, b);
+        h[i][0] = rms ? h[i][0] * w[0] : h[i][0] * w[0] + b[0];
+        span.store(row.x, i, h[i]);
+      }
+    };
+    row.xhat ? put(std::true_type{}) : put(std::false_type{});
   }
 };
 
@@ -291,6 +329,7 @@ void launch(const Call& c) {
       if (known.count <= INT32_MAX && has_plain_constants(op) && launch_even(op, known)) return;
       if (launch_nearly_even_norm(op, known)) return;
     } else if (a.vectors) {
+      if (launch_walking_tiles(op, known, op.xhat ? 2 : 1)) return;
       if (launch_shifted(op, known)) return;
     }
   }

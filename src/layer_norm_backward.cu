@@ -37,6 +37,7 @@ constexpr const char* kOp = "norm_backward";
 #include "rows.cuh"
 #include "shifted_rows.cuh"
 #include "stream_norm_backward.h"
+#include "walking_tiles.cuh"
 
 namespace matmuls {
 namespace {
@@ -45,7 +46,7 @@ template <class T, bool rms>
 struct NormBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
-  static constexpr int kInputs = 2, kConstants = 1;
+  static constexpr int kInputs = 2, kOutputs = 1, kConstants = 1;
   // Each column has two sums: 64 registers of a thread's 128, so that its numbers stay in shared memory.
   static constexpr int kVectors = 4, kLongVectors = sizeof(T) == 4 ? 8 : 4, kHeldVectors = 2;
   static constexpr int kRowMost = 0;
@@ -59,6 +60,8 @@ struct NormBackward {
     const int64_t* steps;
 
     __device__ const T* input(int k) const { return k == 0 ? grad : xhat; }
+    __device__ T* output(int) const { return dx; }
+    __device__ void place(T* const* tiles) { dx = tiles[0]; }
     __device__ int64_t column_stride(int k) const { return steps[k]; }
     __device__ int visible(int columns) const { return columns; }
   };
@@ -80,6 +83,9 @@ struct NormBackward {
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
     return {grad + offsets.at[0], xhat + offsets.at[1], dx ? dx + offsets.at[2] : nullptr, rstd + r, steps};
+  }
+  __device__ Row row_beside(int64_t r, int64_t offset) const {
+    return {grad + offset, xhat + offset, dx + offset, rstd + r, steps};
   }
   __device__ const T* constant(int) const { return weight; }
   __device__ static F absent(int) { return F(1); }
@@ -137,6 +143,31 @@ struct NormBackward {
       }
       sums.add(0, i, g);
       if (row.dx) span.store(row.dx, row.steps[2], i, d);
+    }
+  }
+
+  // The same of a row in walking_tiles.cuh's hands.
+  template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
+  __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs,
+                            const Constants& constants, Sums& sums, const Group& lanes, F rstd) const {
+    F d[N][1], h[N][1], all[2] = {}, dots[2] = {};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      F g[1];
+      numbers(inputs, i, constants, g, d[i], h[i]);
+      sums.add(1, i, g);
+      g[0] *= h[i][0];
+      sums.add(0, i, g);
+      all[i % 2] += d[i][0];
+      dots[i % 2] += d[i][0] * h[i][0];
+    }
+    const F share = quotient(rstd, columns), by_xhat = share * lanes.sum(dots[0] + dots[1]);
+    const F less = rms ? F(0) : share * lanes.sum(all[0] + all[1]);
+    if (!own) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      d[i][0] = rstd * d[i][0] - (h[i][0] * by_xhat + less);
+      span.store(row.dx, i, d[i]);
     }
   }
 
@@ -268,7 +299,8 @@ void launch(const Call& c) {
     bool done = false;
     if constexpr (sizeof(T) <= 4) {
       const auto a = alignment_of<T>(rows, pointers);
-      done = a.vectors && !a.whole && launch_shifted(op, rows, prepare);
+      done = a.vectors && !a.whole &&
+             (launch_walking_tiles(op, rows, 1, prepare) || launch_shifted(op, rows, prepare));
     }
     if (!done) launch_rows(op, rows, pointers, prepare);
   }

@@ -107,8 +107,9 @@ __device__ inline uint32_t shared_address(const void* shared) {
 __device__ inline void store_shared(uint32_t to, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
-__device__ inline void store_shared(uint32_t to, uint16_t half) {
-  asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(half) : "memory");
+// Its lower half.
+__device__ inline void store_shared_half(uint32_t to, uint32_t word) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 // 16 bytes on their way from memory to shared memory. They make a group with those before, which this thread alone may
 // read after wait_ahead(). The L2 gets the `around` bytes around them: norms of 8191 bfloat16 columns 1 to 2.5 %

@@ -310,7 +310,7 @@ void launch_rows(const Op& op, const Rows<N>& rows, const std::array<const void*
   if (a.whole || Op::kWholeRows) return launch_vectors<V, false>(op, rows.count, rows.columns, prepare);
   if constexpr (!Op::kWholeRows) {
     if (!a.vectors) return launch_vectors<1, false>(op, rows.count, rows.columns, prepare);
-    if constexpr (sizeof(T) <= 4 && requires(typename Op::Row row, T** tiles) { row.place(tiles); })
+    if constexpr (sizeof(T) <= 4 && Op::kConstants == 0 && requires(typename Op::Row row, T** tiles) { row.place(tiles); })
       if (side_by_side<P>(rows) && launch_tiled(op, rows.count, rows.columns)) return;
     launch_vectors<V, true>(op, rows.count, rows.columns, [&](Op& o, int64_t teams) {
       if (a.aligned || (rows.dims <= 1 && (teams % V == 0 || teams >= rows.count))) prepare(o, teams);

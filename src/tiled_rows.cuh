@@ -46,7 +46,7 @@ struct TileSpan {
     const uint32_t word = pack<T, 1>(values).at[0], to = ptx::shared_address(row + first) + i * lanes * sizeof(T);
     if (!begins(i)) return;
     if constexpr (sizeof(T) == 2)
-      ptx::store_shared(to, static_cast<uint16_t>(word));
+      ptx::store_shared_half(to, word);
     else
       ptx::store_shared(to, word);
   }
@@ -71,18 +71,25 @@ struct WarpTile {
   int bytes;
 
   template <class Whole, class One>
-  __device__ void each(uintptr_t memory, const Whole& whole, const One& one) const {
+  __device__ void each(uintptr_t memory, bool over_front, bool over_back, const Whole& whole, const One& one) const {
     const int lane = static_cast<int>(threadIdx.x) % 32, shift = static_cast<int>(memory % 16), size = sizeof(T);
-    const int end = shift + bytes, first = shift > 0 ? 16 : 0, last = end & ~15;
+    const int end = shift + bytes, first = shift > 0 && !over_front ? 16 : 0, last = (over_back ? end + 15 : end) & ~15;
 #pragma unroll 1
-    for (int at = first + 16 * lane; at < last; at += 16 * 32) whole(memory - shift + at, shared + at);
+    for (int at = first + 16 * lane; at < last; at += 4 * 16 * 32) {
+      const uintptr_t from = memory - shift + at;
+      unsigned char* const here = shared + at;
+#pragma unroll
+      for (int n = 0; n < 4 * 16 * 32; n += 16 * 32)
+        if (at + n < last) whole(from + n, here + n);
+    }
     const int head = shift + lane * size, tail = last + lane * size;
     if (head < min(first, end)) one(memory - shift + head, shared + head);
     if (last >= first && tail < end) one(memory - shift + tail, shared + tail);
   }
-  __device__ void fetch(const T* from) const {
+  // Others of the tensor may lie in front and at the back: they come along where they share 16 bytes with these.
+  __device__ void fetch(const T* from, bool others_in_front, bool others_at_back) const {
     each(
-        reinterpret_cast<uintptr_t>(from),
+        reinterpret_cast<uintptr_t>(from), others_in_front, others_at_back,
         [](uintptr_t memory, unsigned char* here) { ptx::copy_ahead(here, reinterpret_cast<const void*>(memory)); },
         [](uintptr_t memory, unsigned char* here) {
           *reinterpret_cast<T*>(here) = *reinterpret_cast<const T*>(memory);
@@ -90,7 +97,7 @@ struct WarpTile {
   }
   __device__ void put(T* to) const {
     each(
-        reinterpret_cast<uintptr_t>(to),
+        reinterpret_cast<uintptr_t>(to), false, false,
         [](uintptr_t memory, unsigned char* here) {
           ptx::store(reinterpret_cast<void*>(memory), *reinterpret_cast<const uint4*>(here));
         },
@@ -119,7 +126,8 @@ __global__ void __launch_bounds__(32 * kTileWarps, 6)
             shift = static_cast<int>(reinterpret_cast<uintptr_t>(top.input(0)) % 16);
   unsigned char* const mine = tiles + warp * K * shape.bytes;
 #pragma unroll
-  for (int k = 0; k < K; ++k) WarpTile<T>{mine + k * shape.bytes, bytes}.fetch(top.input(k));
+  for (int k = 0; k < K; ++k)
+    WarpTile<T>{mine + k * shape.bytes, bytes}.fetch(top.input(k), first > 0, first + rows < shape.rows);
   ptx::end_group_ahead();
   ptx::wait_ahead<0>();
   __syncwarp();

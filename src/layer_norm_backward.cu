@@ -42,7 +42,7 @@ constexpr const char* kOp = "norm_backward";
 namespace matmuls {
 namespace {
 
-template <class T, bool rms>
+template <class T>
 struct NormBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
@@ -77,6 +77,7 @@ struct NormBackward {
   const F* rstd;
   int64_t steps[3];
   F columns;
+  bool rms;
   F* partial;  // [teams][2][columns], or null where the sums are not taken here
 
   __device__ F* partial_of(int64_t team) const { return partial + team * 2 * static_cast<int64_t>(columns); }
@@ -113,7 +114,7 @@ struct NormBackward {
       numbers(inputs, i, constants, g, d, h);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if constexpr (!rms) sums[j % 2] += d[j];
+        sums[j % 2] += d[j];
         dots[j % 2] += d[j] * h[j];
       }
     }
@@ -121,12 +122,13 @@ struct NormBackward {
     state.dxhat += dots[0] + dots[1];
   }
   __device__ State merge(const State& state, Lanes lanes) const {
-    if constexpr (rms) return {F(0), lanes.sum(state.dxhat)};
     F both[2] = {state.d, state.dxhat};
     lanes.sums(both);
     return {both[0], both[1]};
   }
-  __device__ State finish(const State& state) const { return {state.d / columns, state.dxhat / columns}; }
+  __device__ State finish(const State& state) const {
+    return {rms ? F(0) : state.d / columns, state.dxhat / columns};
+  }
 
   template <int V, int NV, class Columns, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, const State& mean, const Held<V, NV>&, const Columns& span,
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(1024)
 // The column sums by themselves, for rows that are not aligned alike or do not fit the registers: partial[block][2][c].
 template <class T, class F>
 __global__ void __launch_bounds__(256)
-    column_sums_kernel(const __grid_constant__ NormBackward<T, false> op, int64_t rows, int columns, F* partial) {
+    column_sums_kernel(const __grid_constant__ NormBackward<T> op, int64_t rows, int columns, F* partial) {
   const int column = blockIdx.x * 256 + threadIdx.x;
   if (column >= columns) return;
   F dweight = 0, dbias = 0;
@@ -245,8 +247,8 @@ __global__ void __launch_bounds__(256)
 }
 
 // Rows that stream_norm_backward.cu serves better than rows.cuh's kernels; the number of partial sums that it left.
-template <class T, bool rms>
-int64_t launch_stream(const NormBackward<T, rms>& op, const Rows<3>& rows, Tensor& partial, bool sums) {
+template <class T>
+int64_t launch_stream(const NormBackward<T>& op, const Rows<3>& rows, Tensor& partial, bool sums) {
   if (!op.dx || rows.dims > 1 || rows.columns > INT32_MAX / 4) return 0;
   const auto a = alignment_of<T>(rows, std::array<const void*, 3>{op.grad, op.xhat, op.dx});
   const int teams = a.vectors ? stream_norm_backward_teams<T>(rows.columns, rows.count, a.whole) : 0;
@@ -262,20 +264,20 @@ int64_t launch_stream(const NormBackward<T, rms>& op, const Rows<3>& rows, Tenso
                                   {rows.strides[0][0], rows.strides[1][0], rows.strides[2][0]},
                                   rows.count,
                                   static_cast<int>(rows.columns),
-                                  rms,
+                                  op.rms,
                                   sums ? partial.mutable_data_ptr<float>() : nullptr,
                                   reinterpret_cast<uint64_t*>(letters.mutable_data_ptr<int64_t>())},
                                  teams, a.whole);
   return teams;
 }
 
-template <class T, bool rms>
+template <class T>
 void launch(const Call& c) {
   using F = arithmetic_t<T>;
   auto rows = rows_of<3>(kOp, {c.grad, c.xhat, c.dx}, c.xhat.dim() - 1);
   check_columns(rows.columns);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const NormBackward<T, rms> op{RowIndex<3>(rows),
+  const NormBackward<T> op{RowIndex<3>(rows),
                                 c.grad.const_data_ptr<T>(),
                                 c.xhat.const_data_ptr<T>(),
                                 c.weight.defined() ? c.weight.const_data_ptr<T>() : nullptr,
@@ -283,6 +285,7 @@ void launch(const Call& c) {
                                 c.rstd.const_data_ptr<F>(),
                                 {rows.column_strides[0], rows.column_strides[1], rows.column_strides[2]},
                                 static_cast<F>(rows.columns),
+                                c.rms,
                                 nullptr};
   const bool sums = c.dweight.defined();
   Tensor partial;
@@ -290,7 +293,7 @@ void launch(const Call& c) {
   if constexpr (sizeof(F) == 4) parts = launch_stream(op, rows, partial, sums);
   if (c.dx.defined() && parts == 0) {
     const std::array<const void*, 3> pointers{op.grad, op.xhat, op.dx};
-    const auto prepare = [&](NormBackward<T, rms>& o, int64_t teams) {
+    const auto prepare = [&](NormBackward<T>& o, int64_t teams) {
       if (!sums) return;
       parts = teams;
       partial = empty({teams, 2, rows.columns}, c.rstd.options());
@@ -310,11 +313,8 @@ void launch(const Call& c) {
     const int64_t blocks = (columns + 255) / 256;
     parts = std::clamp<int64_t>(4096 / blocks, 1, std::min<int64_t>(rows.count, 1024));
     partial = empty({parts, 2, rows.columns}, c.rstd.options());
-    const NormBackward<T, false> plain{
-        op.index,   op.grad, op.xhat, nullptr, nullptr, op.rstd, {op.steps[0], op.steps[1], op.steps[2]},
-        op.columns, nullptr};
     column_sums_kernel<T, F><<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(parts)), 256, 0, stream>>>(
-        plain, rows.count, columns, partial.mutable_data_ptr<F>());
+        op, rows.count, columns, partial.mutable_data_ptr<F>());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   // About eight of them a warp: with all 32 among 32 columns each block of 1024 threads had 8 rows of 262144 columns.
@@ -330,7 +330,7 @@ void run_cuda(const Call& c) {
   if (c.xhat.numel() == 0) return;
   const OperationGuard guard(kOp, c.xhat);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.xhat.scalar_type(), "norm_backward",
-                                  [&] { c.rms ? launch<scalar_t, true>(c) : launch<scalar_t, false>(c); });
+                                  [&] { launch<scalar_t>(c); });
 }
 
 }  // namespace matmuls

@@ -71,6 +71,17 @@ __device__ inline uint32_t load_if(bool there, const uint32_t* from) {
                : "l"(from), "r"(static_cast<int>(there)));
   return word;
 }
+__device__ inline uint32_t load_if(bool there, const uint32_t* from, [[maybe_unused]] L2Policy policy) {
+  uint32_t word = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p ld.global.L2::cache_hint.b32 %0, [%1], %3;\n\t}"
+               : "+r"(word)
+               : "l"(from), "r"(static_cast<int>(there)), "l"(policy));
+#else
+  word = load_if(there, from);
+#endif
+  return word;
+}
 __device__ inline uint32_t load_if(bool there, const uint16_t* from) {
   uint32_t word = 0;
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p ld.global.u16 %0, [%1];\n\t}"
@@ -126,6 +137,16 @@ __device__ inline void copy_ahead(void* shared, const void* from) {
                  : "memory");
 #else
   *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
+#endif
+}
+// The same under a policy for the L2.
+__device__ inline void copy_ahead(void* shared, const void* from, [[maybe_unused]] L2Policy policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(from), "l"(policy)
+               : "memory");
+#else
+  copy_ahead(shared, from);
 #endif
 }
 // The same for 4 bytes.

@@ -87,10 +87,13 @@ struct WarpTile {
     if (last >= first && tail < end) one(memory - shift + tail, shared + tail);
   }
   // Others of the tensor may lie in front and at the back: they come along where they share 16 bytes with these.
-  __device__ void fetch(const T* from, bool others_in_front, bool others_at_back) const {
+  __device__ void fetch(const T* from, bool others_in_front, bool others_at_back, const ptx::L2Policy* policy) const {
     each(
         reinterpret_cast<uintptr_t>(from), others_in_front, others_at_back,
-        [](uintptr_t memory, unsigned char* here) { ptx::copy_ahead(here, reinterpret_cast<const void*>(memory)); },
+        [=](uintptr_t memory, unsigned char* here) {
+          const auto* const from = reinterpret_cast<const void*>(memory);
+          policy ? ptx::copy_ahead(here, from, *policy) : ptx::copy_ahead(here, from);
+        },
         [](uintptr_t memory, unsigned char* here) {
           *reinterpret_cast<T*>(here) = *reinterpret_cast<const T*>(memory);
         });
@@ -125,9 +128,10 @@ __global__ void __launch_bounds__(32 * kTileWarps, 6)
   const int row_bytes = shape.columns * static_cast<int>(sizeof(T)), bytes = rows * row_bytes,
             shift = static_cast<int>(reinterpret_cast<uintptr_t>(top.input(0)) % 16);
   unsigned char* const mine = tiles + warp * K * shape.bytes;
+  const ptx::L2Policy policy = ptx::l2_policy(true);
 #pragma unroll
   for (int k = 0; k < K; ++k)
-    WarpTile<T>{mine + k * shape.bytes, bytes}.fetch(top.input(k), first > 0, first + rows < shape.rows);
+    WarpTile<T>{mine + k * shape.bytes, bytes}.fetch(top.input(k), first > 0, first + rows < shape.rows, &policy);
   ptx::end_group_ahead();
   ptx::wait_ahead<0>();
   __syncwarp();

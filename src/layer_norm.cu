@@ -36,7 +36,7 @@ using Call = NormCall;
 #include "handles.h"
 #include "rows.cuh"
 #include "shifted_rows.cuh"
-#include "walking_tiles.cuh"
+#include "short_rows.cuh"
 
 namespace matmuls {
 namespace {
@@ -223,7 +223,7 @@ struct Norm {
     });
   }
 
-  // The same of a row in walking_tiles.cuh's hands.
+  // The same of a row in short_rows.cuh's hands.
   template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs,
                             const Constants& constants, Sums&, const Group& lanes, F) const {
@@ -247,13 +247,11 @@ struct Norm {
     const auto put = [&](auto keeps) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        F w[1], b[1] = {};
         h[i][0] *= scale;
-        if constexpr (decltype(keeps)::value) span.store(row.xhat, i, h[i]);
-        constants(0, i, w);
-        if constexpr (!rms) constants(1, i, b);
-        h[i][0] = rms ? h[i][0] * w[0] : h[i][0] * w[0] + b[0];
-        span.store(row.x, i, h[i]);
+        if constexpr (decltype(keeps)::value) span.store(row.xhat, 1, i, h[i]);
+        h[i][0] *= constants(0, i);
+        if constexpr (!rms) h[i][0] += constants(1, i);
+        span.store(row.x, 1, i, h[i]);
       }
     };
     row.xhat ? put(std::true_type{}) : put(std::false_type{});
@@ -329,7 +327,7 @@ void launch(const Call& c) {
       if (known.count <= INT32_MAX && has_plain_constants(op) && launch_even(op, known)) return;
       if (launch_nearly_even_norm(op, known)) return;
     } else if (a.vectors) {
-      if (launch_walking_tiles(op, known, op.xhat ? 2 : 1)) return;
+      if (launch_short_rows<3>(op, known, op.residual || op.xhat ? 2 : 1)) return;
       if (launch_shifted(op, known)) return;
     }
   }

@@ -36,8 +36,8 @@ constexpr const char* kOp = "norm_backward";
 #include "handles.h"
 #include "rows.cuh"
 #include "shifted_rows.cuh"
+#include "short_rows.cuh"
 #include "stream_norm_backward.h"
-#include "walking_tiles.cuh"
 
 namespace matmuls {
 namespace {
@@ -148,7 +148,7 @@ struct NormBackward {
     }
   }
 
-  // The same of a row in walking_tiles.cuh's hands.
+  // The same of a row in short_rows.cuh's hands.
   template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs,
                             const Constants& constants, Sums& sums, const Group& lanes, F rstd) const {
@@ -156,7 +156,9 @@ struct NormBackward {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       F g[1];
-      numbers(inputs, i, constants, g, d[i], h[i]);
+      unpack(inputs.words(i, 0), g);
+      unpack(inputs.words(i, 1), h[i]);
+      d[i][0] = g[0] * constants(0, i);
       sums.add(1, i, g);
       g[0] *= h[i][0];
       sums.add(0, i, g);
@@ -169,7 +171,7 @@ struct NormBackward {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       d[i][0] = rstd * d[i][0] - (h[i][0] * by_xhat + less);
-      span.store(row.dx, i, d[i]);
+      span.store(row.dx, 1, i, d[i]);
     }
   }
 
@@ -303,7 +305,7 @@ void launch(const Call& c) {
     if constexpr (sizeof(T) <= 4) {
       const auto a = alignment_of<T>(rows, pointers);
       done = a.vectors && !a.whole &&
-             (launch_walking_tiles(op, rows, 1, prepare) || launch_shifted(op, rows, prepare));
+             (launch_short_rows<3>(op, rows, 2, prepare) || launch_shifted(op, rows, prepare));
     }
     if (!done) launch_rows(op, rows, pointers, prepare);
   }

@@ -19,7 +19,6 @@ struct Span {
   __device__ int column(int i) const { return first + i * step; }
   __device__ bool begins(int i) const { return column(i) < columns; }
   __device__ bool sees(int i, int end) const { return column(i) < end; }
-  __device__ static constexpr bool past(int) { return false; }  // whether no thread of the row has so many vectors
   __device__ bool whole(int i, int end) const { return (!ragged || column(i) >= 0) && column(i) + V <= end; }
   __device__ bool holds(int i, int j, int end) const {
     return static_cast<unsigned>(column(i) + j) < static_cast<unsigned>(end);
@@ -94,7 +93,6 @@ struct EvenSpan {
 
   __device__ int column(int i) const { return first + i * step; }
   __device__ bool begins(int i) const { return exact || i < NV - 1 || last; }
-  __device__ static constexpr bool past(int) { return false; }
   __device__ bool sees(int i, int end) const { return ends ? column(i) < end : begins(i); }
   __device__ static constexpr bool whole(int, int) { return true; }
   __device__ bool holds(int i, int j, int end) const { return column(i) + j < end; }

@@ -7,7 +7,7 @@
 //
 // An operation is a struct: what to fold, how states merge, what to write (softmax_backward.cu is the plainest). Here
 // its kernel is chosen and launched; the kernels are in row_kernels.cuh. Leaner ones for some rows: even_rows.cuh,
-// wide_rows.cuh, tiled_rows.cuh.
+// wide_rows.cuh, shifted_rows.cuh, short_rows.cuh.
 #pragma once
 
 #include <ATen/cuda/CUDAContextLight.h>
@@ -22,7 +22,6 @@
 #include "row_index.cuh"
 #include "row_kernels.cuh"
 #include "rows.h"
-#include "tiled_rows.cuh"
 #include "wide_rows.cuh"
 
 namespace matmuls {
@@ -310,8 +309,6 @@ void launch_rows(const Op& op, const Rows<N>& rows, const std::array<const void*
   if (a.whole || Op::kWholeRows) return launch_vectors<V, false>(op, rows.count, rows.columns, prepare);
   if constexpr (!Op::kWholeRows) {
     if (!a.vectors) return launch_vectors<1, false>(op, rows.count, rows.columns, prepare);
-    if constexpr (sizeof(T) <= 4 && Op::kConstants == 0 && requires(typename Op::Row row, T** tiles) { row.place(tiles); })
-      if (side_by_side<P>(rows) && launch_tiled(op, rows.count, rows.columns)) return;
     launch_vectors<V, true>(op, rows.count, rows.columns, [&](Op& o, int64_t teams) {
       if (a.aligned || (rows.dims <= 1 && (teams % V == 0 || teams >= rows.count))) prepare(o, teams);
     });

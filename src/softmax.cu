@@ -66,6 +66,7 @@ CallRows rows_of_call(const Call& c) {
 #include "handles.h"
 #include "packed_softmax.cuh"
 #include "rows.cuh"
+#include "short_rows.cuh"
 
 namespace matmuls {
 namespace {
@@ -82,7 +83,7 @@ struct Softmax {
   using F = arithmetic_t<T>;
   static constexpr bool masked = !std::is_same_v<Mask, NoMask>, any = std::is_same_v<Mask, AnyMask>;
   static constexpr bool kWholeRows = !holds || (masked && !any);
-  static constexpr int kInputs = 1, kConstants = 0;
+  static constexpr int kInputs = 1, kOutputs = 1, kConstants = 0;
   static constexpr int kVectors = 4, kLongVectors = 4;
   static constexpr int kHeldVectors = kLongVectors, kRowMost = holds ? 512 : 0;
   static constexpr int kThreadsPerSm = masked ? 768 : 1024, kMostThreads = masked ? 512 : 1024;
@@ -98,7 +99,7 @@ struct Softmax {
     __device__ const T* input(int) const { return x; }
     __device__ int64_t column_stride(int) const { return x_step; }
     __device__ int visible(int columns) const { return masked ? min(columns, last + 1) : columns; }
-    __device__ T* output() const { return y; }
+    __device__ T* output(int) const { return y; }
     __device__ void place(T* const* tiles) { x = y = tiles[0]; }
   };
   struct State {
@@ -130,6 +131,15 @@ struct Softmax {
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
     Row row{x + offsets.at[0], y + offsets.at[1], nullptr, x_step, y_step, INT32_MAX - 1};
+    if constexpr (masked) {
+      const auto other = mask_index(r);
+      row.mask = mask + other.at[0] * mask_element;
+      if (causal) row.last = static_cast<int>(other.at[1]);
+    }
+    return row;
+  }
+  __device__ Row row_beside(int64_t r, int64_t offset) const {
+    Row row{x + offset, y + offset, nullptr, x_step, y_step, INT32_MAX - 1};
     if constexpr (masked) {
       const auto other = mask_index(r);
       row.mask = mask + other.at[0] * mask_element;
@@ -184,11 +194,11 @@ struct Softmax {
     }
     if (!started) {
 #pragma unroll
-      for (int i = 0; i < NV && !span.past(i); ++i) start(i);
+      for (int i = 0; i < NV; ++i) start(i);
     }
     F tops[4] = {fill(), fill(), fill(), fill()}, sums[4] = {};  // four chains: a warp would wait for a single one
 #pragma unroll
-    for (int i = 0; i < NV && !span.past(i); ++i) {
+    for (int i = 0; i < NV; ++i) {
       span.clear_outside(i, visible, fill(), e[i]);
 #pragma unroll
       for (int j = 0; j < V; ++j) tops[(i * V + j) % 4] = larger(tops[(i * V + j) % 4], e[i][j]);
@@ -199,7 +209,7 @@ struct Softmax {
     const bool fast = sizeof(T) == 2 && near_zero(base);
     const float shift = -float(base) * kLog2e;
 #pragma unroll
-    for (int i = 0; i < NV && !span.past(i); ++i) {
+    for (int i = 0; i < NV; ++i) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         const F each = fast ? F(ptx::exp2_approx(fmaf(float(e[i][j]), kLog2e, shift))) : exp_of(e[i][j] - base);
@@ -288,7 +298,7 @@ struct Softmax {
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < NV && !span.past(i); ++i) {
+      for (int i = 0; i < NV; ++i) {
         start(i);
 #pragma unroll
         for (int j = 0; j < V; ++j)
@@ -327,7 +337,7 @@ struct Softmax {
       });
     const F factor = exp_of(held.top - result.max) / result.sum;
 #pragma unroll
-    for (int i = 0; i < NV && !span.past(i); ++i) {
+    for (int i = 0; i < NV; ++i) {
 #pragma unroll
       for (int j = 0; j < V; ++j)
         held.e[i][j] = kHoldsZ ? exp_of(held.e[i][j] - result.max) / result.sum : held.e[i][j] * factor;
@@ -359,6 +369,52 @@ struct Softmax {
     else
       put([&](F x) { return exp_of(x - result.max) * factor; });
   }
+
+  // The same of a row in short_rows.cuh's hands.
+  template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
+  __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs, const Constants&,
+                            Sums&, const Group& lanes, F) const {
+    const int visible = row.visible(span.columns);
+    const bool adds = masked && kind != MaskKind::none;
+    F e[N][1], tops[4] = {fill(), fill(), fill(), fill()};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      unpack(inputs.words(i, 0), e[i]);
+      const bool seen = masked ? span.column(i) < visible : span.begins(i);
+      if constexpr (masked) {
+        e[i][0] *= scale;
+        if (adds && seen) e[i][0] = mask_column(row.mask, span.column(i), e[i][0]);
+      }
+      e[i][0] = seen ? e[i][0] : fill();
+      tops[i % 4] = larger(tops[i % 4], e[i][0]);
+    }
+    const F top = or_zero(lanes.max(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]))));
+    F sums[4] = {};
+    const auto raise = [&](const auto& each) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        e[i][0] = each(e[i][0]);
+        sums[i % 4] += e[i][0];
+      }
+    };
+    const float shift = -float(top) * kLog2e;
+    if (sizeof(T) == 2 && near_zero(top))
+      raise([&](F z) { return F(ptx::exp2_approx(fmaf(float(z), kLog2e, shift))); });
+    else
+      raise([&](F z) { return exp_of(z - top); });
+    const F sum = lanes.sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    if (!own) return;
+    if (masked && !(sum > F(0)))
+      return write_undefined<N, 1>(row.y, row.y_step, span, visible, [&](int column) {
+        return kind == MaskKind::none || mask_column(row.mask, column, F(0)) != fill();
+      });
+    const F factor = F(1) / sum;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      e[i][0] *= factor;
+      span.store(row.y, row.y_step, i, e[i]);
+    }
+  }
 };
 
 // Whether vectors of V columns of x lie beside V of the mask, on as many bytes.
@@ -389,7 +445,12 @@ Softmax<T, Mask, holds> operation(const Call& c, const CallRows& rows) {
 template <class T, class Mask, bool holds = true>
 void launch(const Call& c, const CallRows& rows) {
   const auto op = operation<T, Mask, holds>(c, rows);
-  launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y});
+  const std::array<const void*, 2> pointers{op.x, op.y};
+  if constexpr (sizeof(T) <= 4 && !op.kWholeRows) {
+    const auto a = alignment_of<T>(rows.data, pointers);
+    if (a.vectors && !a.whole && launch_short_rows<2>(op, rows.data)) return;
+  }
+  launch_rows(op, rows.data, pointers);
 }
 
 // 16-bit rows of which the threads of row_kernel have four vectors each: 1 to 2 % faster there.
@@ -446,7 +507,8 @@ void launch_plain(const Call& c, const CallRows& rows) {
     // 513 to 672 float32 columns are five to six vectors for each of a warp.
     const bool fives = sizeof(T) == 4 && columns > 512 && columns <= 672;
     const bool few_threads = fives || bytes > (sizeof(T) == 2 ? 2 : 16) * 1024;
-    if (a.vectors && few_threads && !shared_by_fours(columns)) {
+    const bool is_short = !a.whole && columns <= (sizeof(T) == 2 ? 1056 : 1024) && side_by_side<2>(rows.data);
+    if (a.vectors && few_threads && !is_short && !shared_by_fours(columns)) {
       const auto again = operation<T, NoMask, false>(c, rows);
       if (a.whole ? launch_nearly_even<false, 5, 6, 7, 8>(again, rows.data)
                   : launch_nearly_even<true, 5, 6, 7, 8>(again, rows.data))

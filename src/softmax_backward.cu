@@ -42,6 +42,7 @@ Rows<4> rows_of_call(const Call& c) {
 #include "even_rows.cuh"
 #include "handles.h"
 #include "rows.cuh"
+#include "short_rows.cuh"
 
 namespace matmuls {
 namespace {
@@ -51,7 +52,7 @@ template <class T, bool few>
 struct SoftmaxBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
-  static constexpr int kInputs = 2, kConstants = 0;
+  static constexpr int kInputs = 2, kOutputs = 1, kConstants = 0;
   static constexpr int kVectors = few ? 2 : 4, kLongVectors = kVectors;
   static constexpr int kHeldVectors = kLongVectors, kRowMost = 512;
   static constexpr int kThreadsPerSm = 1024, kMostThreads = 1024;
@@ -66,12 +67,8 @@ struct SoftmaxBackward {
     __device__ const T* input(int k) const { return k == 0 ? y : grad; }
     __device__ int64_t column_stride(int k) const { return steps[k]; }
     __device__ int visible(int columns) const { return min(columns, last + 1); }
-    __device__ T* output() const { return dx; }
-    __device__ void place(T* const* tiles)
-      requires(few || sizeof(T) == 4)  // of 16 bits the others are longer
-    {
-      y = dx = tiles[0], grad = tiles[1];
-    }
+    __device__ T* output(int) const { return dx; }
+    __device__ void place(T* const* tiles) { dx = tiles[0]; }
   };
   struct State {
     F dot;
@@ -94,6 +91,9 @@ struct SoftmaxBackward {
     ptx::forget(row.grad);
     return row;
   }
+  __device__ Row row_beside(int64_t r, int64_t offset) const {
+    return {y + offset, grad + offset, dx + offset, steps, causal ? int(index(r).at[3]) : INT32_MAX - 1};
+  }
   __device__ static const T* constant(int) { return nullptr; }
   __device__ static F absent(int) { return F(0); }
   __device__ static State identity() { return {F(0)}; }
@@ -104,7 +104,7 @@ struct SoftmaxBackward {
     const int visible = row.visible(span.columns);
     F dots[4] = {};
 #pragma unroll
-    for (int i = 0; i < NV && !span.past(i); ++i) {
+    for (int i = 0; i < NV; ++i) {
       const int seen = visible - span.column(i);
       if (seen <= 0) break;
       auto y_words = inputs.words(i, 0), g_words = inputs.words(i, 1);
@@ -139,7 +139,7 @@ struct SoftmaxBackward {
     T* dx_row = row.dx;
     ptx::forget(dx_row);
 #pragma unroll
-    for (int i = 0; i < NV && !span.past(i); ++i) {
+    for (int i = 0; i < NV; ++i) {
       F y[V] = {};
       if (span.column(i) < visible) {
         F g[V];
@@ -150,6 +150,29 @@ struct SoftmaxBackward {
         span.clear_outside(i, visible, F(0), y);
       }
       span.store(dx_row, row.steps[2], i, y);
+    }
+  }
+
+  // The same of a row in short_rows.cuh's hands.
+  template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
+  __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs, const Constants&,
+                            Sums&, const Group& lanes, F) const {
+    const int visible = row.visible(span.columns);
+    F y[N][1], g[N][1], dots[4] = {};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      unpack(inputs.words(i, 0), y[i]);
+      unpack(inputs.words(i, 1), g[i]);
+      if (causal && span.column(i) >= visible) y[i][0] = g[i][0] = 0;
+      dots[i % 4] += y[i][0] * g[i][0];
+    }
+    const F scaled_dot = scale * lanes.sum((dots[0] + dots[1]) + (dots[2] + dots[3]));
+    if (!own) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      y[i][0] *= scale * g[i][0] - scaled_dot;
+      if (causal && span.column(i) >= visible) y[i][0] = 0;
+      span.store(row.dx, 1, i, y[i]);
     }
   }
 };
@@ -175,6 +198,8 @@ void launch(const Call& c, const Rows<4>& rows, const Alignment& a) {
   }
   if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few))
     if (!a.whole && a.vectors && launch_wide_ragged(op, rows.count, rows.columns)) return;
+  if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few))
+    if (!a.whole && a.vectors && launch_short_rows<3>(op, rows)) return;
   launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});
 }
 

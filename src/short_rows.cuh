@@ -1,0 +1,334 @@
+// Short rows, side by side, that do not start or end on 16 bytes. Nothing is asked of a row's ends, which costs
+// rows.cuh's kernels as much as the rest of a short row: each lane has every so many'th number of it, known when this
+// is compiled. Warps bring several rows at once to shared memory by 16 bytes, work on them there, and take them back;
+// float32 rows of more than 160 columns, whose numbers are as wide as a lane's share of a memory transaction, they read
+// and write where they are. Many blocks with little work each: of layer norm's forward pass 0.93 to 1.0 of a copy,
+// where as many blocks as run at once, walking over the rows, had 0.80 to 0.87.
+#pragma once
+
+#include <algorithm>
+
+#include "rows.cuh"
+
+namespace matmuls {
+
+constexpr int kTileWarps = 4;   // of a block: each has its own rows, none waits for another
+constexpr int kTileStages = 2;  // tiles of a warp: one is worked on, the next on its way
+
+// A lane's numbers of a row, N at most, in shared memory or where the row is.
+template <int lanes, int N>
+struct ShortShare {
+  static constexpr int kSure = N > 4 ? N - std::max(4, N / 4) : 0;  // numbers that every lane has
+  int first, columns;
+  bool in_tile;
+
+  __device__ int column(int i) const { return first + i * lanes; }
+  __device__ bool begins(int i) const { return i < kSure || column(i) < columns; }
+  __device__ bool holds(int i, int, int end) const { return column(i) < end; }
+  template <class T, class F>
+  __device__ void store(T* row, int64_t, int i, const F (&number)[1]) const {
+    if (!begins(i)) return;
+    if (!in_tile) {
+      row[column(i)] = T(number[0]);
+      return;
+    }
+    const uint32_t word = pack<T, 1>(number).at[0], to = ptx::shared_address(row + first) + i * lanes * sizeof(T);
+    if constexpr (sizeof(T) == 2)
+      ptx::store_shared_half(to, word);
+    else
+      ptx::store_shared(to, word);
+  }
+};
+
+// A warp's numbers from memory to shared memory, or back: 16 bytes at a time but for its two ends. There they lie as
+// far from a multiple of 16 as in memory.
+template <class T>
+struct WarpTile {
+  unsigned char* shared;  // on 16 bytes
+  int bytes;
+
+  template <class Whole, class One>
+  __device__ void each(uintptr_t memory, bool over_front, bool over_back, const Whole& whole, const One& one) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32, shift = static_cast<int>(memory % 16), size = sizeof(T);
+    const int end = shift + bytes, first = shift > 0 && !over_front ? 16 : 0, last = (over_back ? end + 15 : end) & ~15;
+#pragma unroll 1
+    for (int at = first + 16 * lane; at < last; at += 4 * 16 * 32) {
+      const uintptr_t from = memory - shift + at;
+      unsigned char* const here = shared + at;
+#pragma unroll
+      for (int n = 0; n < 4 * 16 * 32; n += 16 * 32)
+        if (at + n < last) whole(from + n, here + n);
+    }
+    const int head = shift + lane * size, tail = last + lane * size;
+    if (head < min(first, end)) one(memory - shift + head, shared + head);
+    if (last >= first && tail < end) one(memory - shift + tail, shared + tail);
+  }
+  // Others of the tensor may lie in front and at the back: they come along where they share 16 bytes with these.
+  __device__ void fetch(const T* from, bool others_in_front, bool others_at_back, ptx::L2Policy policy) const {
+    each(
+        reinterpret_cast<uintptr_t>(from), others_in_front, others_at_back,
+        [=](uintptr_t memory, unsigned char* here) {
+          ptx::copy_ahead(here, reinterpret_cast<const void*>(memory), policy);
+        },
+        [](uintptr_t memory, unsigned char* here) {
+          *reinterpret_cast<T*>(here) = *reinterpret_cast<const T*>(memory);
+        });
+  }
+  __device__ void put(T* to) const {
+    each(
+        reinterpret_cast<uintptr_t>(to), false, false,
+        [](uintptr_t memory, unsigned char* here) {
+          ptx::store(reinterpret_cast<void*>(memory), *reinterpret_cast<const uint4*>(here));
+        },
+        [](uintptr_t memory, unsigned char* here) {
+          *reinterpret_cast<T*>(memory) = *reinterpret_cast<const T*>(here);
+        });
+  }
+};
+
+struct TileShape {
+  int64_t rows;
+  int columns;
+  int each, tiles;    // rows of a tile, tiles of a warp
+  int region, stage;  // bytes of shared memory for one tensor of a tile, and for all that are read or written
+  bool large;         // more is read than the L2 holds
+};
+
+// How many blocks run at once, by what a lane holds in registers.
+template <class Op, int N>
+constexpr int kTileBlocks = [] {
+  constexpr int held = N * (Op::kInputs + Op::kConstants + (Op::kColumnSums ? 2 : 0));
+  return held <= 36 ? 6 : held <= 48 ? 5 : held <= 76 ? 4 : 3;
+}();
+
+// Of an operation it wants what rows.cuh does but for fold and write, and
+//   row_beside(r, offset)  row r, where all lie side by side; what is read and written is at the offset of each tensor
+//   row.place(tiles)       what is written is in shared memory now, in the place of input 0, or 1 where it is second
+//   row.output(n)          where that then goes
+//   whole_row<N>(...)      all that is done with a row; `own` is false where a lane goes along with zeros
+template <class Op, int lanes, int N>
+__global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
+    tiled_rows_kernel(const __grid_constant__ Op op, const TileShape shape) {
+  using T = typename Op::Storage;
+  using F = typename Op::F;
+  using Row = typename Op::Row;
+  constexpr int K = Op::kInputs, C = Op::kConstants;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int team = lane / lanes, rank = lane % lanes, row_bytes = shape.columns * static_cast<int>(sizeof(T));
+  int64_t first = (static_cast<int64_t>(blockIdx.x) * kTileWarps + warp) * shape.each * shape.tiles;
+  const int64_t end = min(first + shape.each * shape.tiles, shape.rows);
+  unsigned char *now = shared + warp * kTileStages * shape.stage, *next = now + shape.stage;
+  const auto row_at = [&](int64_t r) { return op.row_beside(r, r * shape.columns); };
+  const auto rows_from = [&](int64_t r) { return r + shape.each <= end ? shape.each : static_cast<int>(end - r); };
+  const auto numbers_of = [&](unsigned char* tile) {  // each row's own
+    return reinterpret_cast<uint32_t*>(tile + shape.stage) - (shape.each + 3) / 4 * 4;
+  };
+  const ptx::L2Policy policy = ptx::l2_policy(shape.large);
+  const auto fetch = [&](int64_t r, unsigned char* tile) {
+    if (r < end) {
+      const Row top = row_at(r);
+      const int rows = rows_from(r);
+#pragma unroll
+      for (int k = 0; k < K; ++k)
+        WarpTile<T>{tile + k * shape.region, rows * row_bytes}.fetch(top.input(k), r > 0, r + rows < shape.rows,
+                                                                     policy);
+      if constexpr (Op::kNumber) {
+        for (int i = lane; i < rows; i += 32)
+          ptx::copy_word_ahead(numbers_of(tile) + i, reinterpret_cast<const uint32_t*>(top.number) + i);
+      }
+    }
+    ptx::end_group_ahead();
+  };
+  ptx::let_next_start();  // and wait here
+  ptx::wait_for_earlier();
+  fetch(first, now);
+  fetch(first + shape.each, next);
+
+  const ShortShare<lanes, N> span{rank, shape.columns, true};
+  F kept[std::max(C, 1)][N];
+#pragma unroll
+  for (int c = 0; c < C; ++c)
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      kept[c][i] = span.begins(i) && op.constant(c) ? F(op.constant(c)[span.column(i)]) : op.absent(c);
+  const auto constants = [&](int c, int i) { return kept[c][i]; };
+  ColumnSums<F, 1, Op::kColumnSums ? N : 0> sums;
+#pragma unroll 1
+  for (; first < end; first += shape.each) {
+    const int rows = rows_from(first);
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(row_at(first).input(0)) % 16);
+    ptx::wait_ahead<kTileStages - 1>();
+    __syncwarp();
+#pragma unroll 1
+    for (int r = team; r - team < rows; r += 32 / lanes) {
+      T* placed[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) placed[k] = reinterpret_cast<T*>(now + k * shape.region + shift + r * row_bytes);
+      const bool own = r < rows;
+      Inputs<T, 1, N, K> inputs{};
+      F number = 0;
+      if (own) {
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+#pragma unroll
+          for (int k = 0; k < K; ++k)
+            if (span.begins(i)) inputs.at[i][k] = load_one(placed[k] + rank + i * lanes);
+        if constexpr (Op::kNumber) number = __uint_as_float(numbers_of(now)[r]);
+      }
+      Row row = op.row_beside(own ? first + r : first, 0);
+      row.place(placed);
+      op.template whole_row<N>(row, own, span, inputs, constants, sums, FixedLanes<lanes>{}, number);
+    }
+    __syncwarp();
+    const Row top = row_at(first);
+#pragma unroll
+    for (int n = 0; n < Op::kOutputs; ++n)
+      if (T* const to = top.output(n)) WarpTile<T>{now + n * shape.region, rows * row_bytes}.put(to);
+    __syncwarp();
+    fetch(first + kTileStages * shape.each, now);
+    const auto before = now;
+    now = next;
+    next = before;
+  }
+  if constexpr (Op::kColumnSums) {
+    if (!op.partial) return;
+    ptx::wait_ahead<0>();
+    // A warp's teams, then the block's warps, in order.
+    float* const all = reinterpret_cast<float*>(shared);
+#pragma unroll 1
+    for (int w = 0; w < kTileWarps; ++w) {
+      __syncthreads();  // the first time, for the tiles, which lay there
+      if (w != warp) continue;
+#pragma unroll
+      for (int s = 0; s < 2; ++s)
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          F sum = sums.at[s][i][0];
+#pragma unroll
+          for (int apart = lanes; apart < 32; apart *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+          float* const to = all + s * shape.columns + span.column(i);
+          if (team == 0 && span.begins(i)) *to = w == 0 ? sum : *to + sum;
+        }
+    }
+    __syncthreads();
+    for (int n = static_cast<int>(threadIdx.x); n < 2 * shape.columns; n += 32 * kTileWarps)
+      op.partial_of(blockIdx.x)[n] = all[n];
+  }
+}
+
+// One row a warp, where it lies: of float32.
+template <class Op, int N>
+__global__ void __launch_bounds__(32 * kTileWarps, N <= 22 ? 8 : Op::kInputs == 1 ? 6 : 4)
+    direct_rows_kernel(const __grid_constant__ Op op, const RowShape shape) {
+  using T = typename Op::Storage;
+  using F = typename Op::F;
+  constexpr int K = Op::kInputs;
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * kTileWarps + threadIdx.y;
+  ptx::let_next_start();  // and wait here
+  ptx::wait_for_earlier();
+  if (r >= shape.rows) return;
+  const ShortShare<32, N> span{static_cast<int>(threadIdx.x), shape.columns, false};
+  const auto row = op.row_beside(r, r * shape.columns);
+  const ptx::L2Policy policy = ptx::l2_policy(shape.large);
+  Inputs<T, 1, N, K> inputs;
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      inputs.at[i][k].at[0] =
+          ptx::load_if(span.begins(i), reinterpret_cast<const uint32_t*>(row.input(k) + span.column(i)), policy);
+  const auto constants = [&](int c, int i) {
+    return span.begins(i) && op.constant(c) ? __ldg(op.constant(c) + span.column(i)) : op.absent(c);
+  };
+  ColumnSums<F, 1, 0> none;
+  op.template whole_row<N>(row, true, span, inputs, constants, none, FixedLanes<32>{}, F(0));
+}
+
+// Whether every row follows the one before it, in all tensors.
+template <int P, int N>
+bool side_by_side(const Rows<N>& rows) {
+  for (int t = 0; t < P; ++t) {
+    int64_t next = rows.columns;
+    for (int d = 0; d < rows.dims; next *= rows.sizes[d++])
+      if (rows.strides[t][d] != next) return false;
+  }
+  return true;
+}
+
+// Whether the rows went so, which are as far from a multiple of 16 bytes in the first P tensors. regions: tensors of a
+// tile, of which as many as are read come first. prepare(op, blocks) is called before the launch of an operation with
+// column sums.
+template <int P, class Op, int D, class Prepare = decltype(kNothingToPrepare)>
+bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
+                       const Prepare& prepare = kNothingToPrepare) {
+  using T = typename Op::Storage;
+  constexpr bool sums = Op::kColumnSums, wide = sizeof(T) == 4;
+  // Float32 in tiles: few numbers a lane. Other kernels are as fast for longer ones, and faster for gradients.
+  constexpr int kMost = sums             ? (wide ? 208 : 608)
+                        : wide           ? (Op::kInputs == 1 || Op::kConstants > 0 ? 1024 : 80)
+                        : Op::kConstants ? 608
+                                         : (Op::kInputs == 1 ? 1056 : 800);
+  if (rows.columns > kMost || !side_by_side<P>(rows)) return false;
+  const auto shape = shape_of<Op>(rows.count, rows.columns);
+  const auto direct = [&]<int N>() {
+    if (rows.columns > 32 * N) return false;
+    const int64_t blocks = ceil_of(rows.count, kTileWarps);
+    if (blocks > INT32_MAX) return false;
+    launch_early(direct_rows_kernel<Op, N>, dim3(static_cast<unsigned>(blocks)), dim3(32, kTileWarps), op, shape);
+    return true;
+  };
+  if constexpr (wide && !sums && kMost > 160) {
+    if (rows.columns > 160)
+      return direct.template operator()<7>() || direct.template operator()<10>() || direct.template operator()<13>() ||
+             direct.template operator()<16>() || direct.template operator()<19>() || direct.template operator()<22>() ||
+             direct.template operator()<25>() || direct.template operator()<28>() || direct.template operator()<32>();
+  }
+  const auto tiles = [&]<int lanes, int N>() {
+    if (rows.columns > lanes * N) return false;
+    constexpr auto kernel = tiled_rows_kernel<Op, lanes, N>;
+    constexpr int teams = 32 / lanes, kBytes = wide && sums ? 3072 : 2048;  // of a tile of one tensor, about
+    const int64_t row_bytes = rows.columns * static_cast<int64_t>(sizeof(T));
+    // As many rows as are worth a wait for memory, unless that left warps without any.
+    const int64_t warps = int64_t{24} * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+    const int64_t each = teams * std::clamp<int64_t>(rows.count / (teams * warps), 1,
+                                                     ceil_of(kBytes, teams * row_bytes));
+    const int64_t region = ceil_of(each * row_bytes + 16, 16) * 16;
+    const int64_t stage = regions * region + (Op::kNumber ? ceil_of(each, 4) * 16 : 0);
+    Launch launch(1, 32 * kTileWarps, std::max(kTileWarps * kTileStages * stage, sums ? 8 * rows.columns : 0));
+    // The more constants to put in place, the more tiles; with sums as few times the blocks that run at once as keep
+    // all of them busy.
+    int64_t count = wide ? 1 : Op::kConstants == 2 ? 4 : 2;
+    const int resident_blocks = resident<kernel>(launch.config, 1);
+    if (sums) count = std::max<int64_t>(ceil_of(rows.count, each * kTileWarps * (wide ? 1 : 4) * resident_blocks), 1);
+    const int64_t blocks = ceil_of(rows.count, each * kTileWarps * count);
+    if (blocks > INT32_MAX) return false;
+    launch.config.gridDim = dim3(static_cast<unsigned>(blocks));
+    prepare(op, blocks);
+    launch.early();
+    launch(kernel, op,
+           TileShape{rows.count, shape.columns, static_cast<int>(each), static_cast<int>(count),
+                     static_cast<int>(region), static_cast<int>(stage), shape.large});
+    return true;
+  };
+  const auto some = [&]<int lanes, int... N>() { return (tiles.template operator()<lanes, N>() || ...); };
+  if (some.template operator()<2, 4, 8>() || some.template operator()<4, 8>() ||
+      some.template operator()<8, 7, 10>())
+    return true;
+  if constexpr (kMost > 80) {
+    if (some.template operator()<8, 13>() || some.template operator()<16, 8, 10>()) return true;
+  }
+  if constexpr (sums || !wide) {
+    if (some.template operator()<16, 13>()) return true;
+  }
+  if constexpr (!wide) {
+    if (some.template operator()<32, 8, 10, 13, 16, 19>()) return true;
+    if constexpr (kMost > 608)
+      if (some.template operator()<32, 25>()) return true;
+    if constexpr (kMost > 800)
+      if (some.template operator()<32, 33>()) return true;
+  }
+  return false;
+}
+
+}  // namespace matmuls

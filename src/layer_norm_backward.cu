@@ -126,9 +126,7 @@ struct NormBackward {
     lanes.sums(both);
     return {both[0], both[1]};
   }
-  __device__ State finish(const State& state) const {
-    return {rms ? F(0) : state.d / columns, state.dxhat / columns};
-  }
+  __device__ State finish(const State& state) const { return {rms ? F(0) : state.d / columns, state.dxhat / columns}; }
 
   template <int V, int NV, class Columns, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, const State& mean, const Held<V, NV>&, const Columns& span,
@@ -280,15 +278,15 @@ void launch(const Call& c) {
   check_columns(rows.columns);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const NormBackward<T> op{RowIndex<3>(rows),
-                                c.grad.const_data_ptr<T>(),
-                                c.xhat.const_data_ptr<T>(),
-                                c.weight.defined() ? c.weight.const_data_ptr<T>() : nullptr,
-                                c.dx.defined() ? c.dx.mutable_data_ptr<T>() : nullptr,
-                                c.rstd.const_data_ptr<F>(),
-                                {rows.column_strides[0], rows.column_strides[1], rows.column_strides[2]},
-                                static_cast<F>(rows.columns),
-                                c.rms,
-                                nullptr};
+                           c.grad.const_data_ptr<T>(),
+                           c.xhat.const_data_ptr<T>(),
+                           c.weight.defined() ? c.weight.const_data_ptr<T>() : nullptr,
+                           c.dx.defined() ? c.dx.mutable_data_ptr<T>() : nullptr,
+                           c.rstd.const_data_ptr<F>(),
+                           {rows.column_strides[0], rows.column_strides[1], rows.column_strides[2]},
+                           static_cast<F>(rows.columns),
+                           c.rms,
+                           nullptr};
   const bool sums = c.dweight.defined();
   Tensor partial;
   int64_t parts = 0;
@@ -304,8 +302,7 @@ void launch(const Call& c) {
     bool done = false;
     if constexpr (sizeof(T) <= 4) {
       const auto a = alignment_of<T>(rows, pointers);
-      done = a.vectors && !a.whole &&
-             (launch_short_rows<3>(op, rows, 2, prepare) || launch_shifted(op, rows, prepare));
+      done = a.vectors && !a.whole && (launch_short_rows<3>(op, rows, 2, prepare) || launch_shifted(op, rows, prepare));
     }
     if (!done) launch_rows(op, rows, pointers, prepare);
   }

@@ -219,7 +219,9 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
 
 // One row a warp, where it lies: of float32.
 template <class Op, int N>
-__global__ void __launch_bounds__(32 * kTileWarps, N <= 22 ? 8 : Op::kInputs == 1 ? 6 : 4)
+__global__ void __launch_bounds__(32 * kTileWarps, N <= 22            ? 8
+                                                   : Op::kInputs == 1 ? 6
+                                                                      : 4)
     direct_rows_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   using F = typename Op::F;
@@ -291,8 +293,8 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
     const int64_t row_bytes = rows.columns * static_cast<int64_t>(sizeof(T));
     // As many rows as are worth a wait for memory, unless that left warps without any.
     const int64_t warps = int64_t{24} * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-    const int64_t each = teams * std::clamp<int64_t>(rows.count / (teams * warps), 1,
-                                                     ceil_of(kBytes, teams * row_bytes));
+    const int64_t each =
+        teams * std::clamp<int64_t>(rows.count / (teams * warps), 1, ceil_of(kBytes, teams * row_bytes));
     const int64_t region = ceil_of(each * row_bytes + 16, 16) * 16;
     const int64_t stage = regions * region + (Op::kNumber ? ceil_of(each, 4) * 16 : 0);
     Launch launch(1, 32 * kTileWarps, std::max(kTileWarps * kTileStages * stage, sums ? 8 * rows.columns : 0));
@@ -312,8 +314,7 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
     return true;
   };
   const auto some = [&]<int lanes, int... N>() { return (tiles.template operator()<lanes, N>() || ...); };
-  if (some.template operator()<2, 4, 8>() || some.template operator()<4, 8>() ||
-      some.template operator()<8, 7, 10>())
+  if (some.template operator()<2, 4, 8>() || some.template operator()<4, 8>() || some.template operator()<8, 7, 10>())
     return true;
   if constexpr (kMost > 80) {
     if (some.template operator()<8, 13>() || some.template operator()<16, 8, 10>()) return true;

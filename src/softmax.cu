@@ -130,16 +130,11 @@ struct Softmax {
 
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
-    Row row{x + offsets.at[0], y + offsets.at[1], nullptr, x_step, y_step, INT32_MAX - 1};
-    if constexpr (masked) {
-      const auto other = mask_index(r);
-      row.mask = mask + other.at[0] * mask_element;
-      if (causal) row.last = static_cast<int>(other.at[1]);
-    }
-    return row;
+    return row_at(r, offsets.at[0], offsets.at[1]);
   }
-  __device__ Row row_beside(int64_t r, int64_t offset) const {
-    Row row{x + offset, y + offset, nullptr, x_step, y_step, INT32_MAX - 1};
+  __device__ Row row_beside(int64_t r, int64_t offset) const { return row_at(r, offset, offset); }
+  __device__ Row row_at(int64_t r, int64_t x_offset, int64_t y_offset) const {
+    Row row{x + x_offset, y + y_offset, nullptr, x_step, y_step, INT32_MAX - 1};
     if constexpr (masked) {
       const auto other = mask_index(r);
       row.mask = mask + other.at[0] * mask_element;

@@ -270,7 +270,7 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
   using T = typename Op::Storage;
   constexpr bool sums = Op::kColumnSums, wide = sizeof(T) == 4;
   // Float32 in tiles: few numbers a lane. Other kernels are as fast for longer ones, and faster for gradients.
-  constexpr int kMost = sums             ? (wide ? 208 : 608)
+  constexpr int kMost = sums             ? (wide ? 416 : 608)
                         : wide           ? (Op::kInputs == 1 || Op::kConstants > 0 ? 1024 : 80)
                         : Op::kConstants ? 608
                                          : (Op::kInputs == 1 ? 1056 : 800);
@@ -323,10 +323,10 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
     if (some.template operator()<8, 13>() || some.template operator()<16, 8, 10>()) return true;
   }
   if constexpr (sums || !wide) {
-    if (some.template operator()<16, 13>()) return true;
+    if (some.template operator()<16, 13>() || some.template operator()<32, 8, 10, 13>()) return true;
   }
   if constexpr (!wide) {
-    if (some.template operator()<32, 8, 10, 13, 16, 19>()) return true;
+    if (some.template operator()<32, 16, 19>()) return true;
     if constexpr (kMost > 608)
       if (some.template operator()<32, 25>()) return true;
     if constexpr (kMost > 800)

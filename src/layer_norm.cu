@@ -189,9 +189,7 @@ struct Norm {
     const F mean = sum_of_group<lanes>(state.mean) * (F(1) / lanes), apart = state.mean - mean;
     return {F(0), mean, sum_of_group<lanes>(state.squares + apart * apart * each)};
   }
-  __device__ Result finish(const State& state) const {
-    return {state.mean, rsqrt(quotient(state.squares, columns) + eps)};
-  }
+  __device__ Result finish(const State& state) const { return {state.mean, rsqrt(state.squares / columns + eps)}; }
 
   template <int V, int NV, class Columns, class Inputs, class Constants, class Sums>
   __device__ void write(const Row& row, const Result& result, const Held<V, NV>&, const Columns& span,

@@ -300,7 +300,9 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
         teams * std::clamp<int64_t>(rows.count / (teams * warps), 1, ceil_of(kBytes, teams * row_bytes));
     const int64_t region = ceil_of(each * row_bytes + 16, 16) * 16;
     const int64_t stage = regions * region + (Op::kNumber ? ceil_of(each, 4) * 16 : 0);
-    Launch launch(1, 32 * kTileWarps, std::max(kTileWarps * kTileStages * stage, sums ? 8 * rows.columns : 0));
+    const int64_t bytes = std::max(kTileWarps * kTileStages * stage, sums ? 8 * rows.columns : 0);
+    if (bytes > static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin)) return false;
+    Launch launch(1, 32 * kTileWarps, bytes);
     // The more constants to put in place, the more tiles; with sums as few times the blocks that run at once as keep
     // all of them busy.
     int64_t count = wide ? 1 : Op::kConstants == 2 ? 4 : 2;

@@ -86,7 +86,8 @@ EPILOGUES = {  # what `matmul` has in its epilogue; any other activation is call
     activations.GELUTanh: "gelu_tanh",
     nn.ReLU: "relu",
 }
-OTHER_INPUTS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values")
+# transformers 5.24 renamed past_key_values
+OTHER_INPUTS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values", "cache")
 
 
 class VerificationError(RuntimeError):

@@ -2,8 +2,8 @@
 // rows.cuh's kernels as much as the rest of a short row: each lane has every so many'th number of it, known when this
 // is compiled. Warps bring several rows at once to shared memory by 16 bytes, work on them there, and take them back;
 // float32 rows of more than 160 columns, whose numbers are as wide as a lane's share of a memory transaction, they read
-// and write where they are. Many blocks with little work each: of layer norm's forward pass 0.93 to 1.0 of a copy,
-// where as many blocks as run at once, walking over the rows, had 0.80 to 0.87.
+// and write where they are. Many blocks with little work each: RMS norm at 0.92 to 1.0 of a copy,
+// where as many blocks as run at once, walking over the rows, had 0.79 to 0.87.
 #pragma once
 
 #include <algorithm>

@@ -306,7 +306,7 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
     // The more constants to put in place, the more tiles; with sums as few times the blocks that run at once as keep
     // all of them busy.
     int64_t count = wide ? 1 : Op::kConstants == 2 ? 4 : 2;
-    const int resident_blocks = resident<kernel>(launch.config, 1);
+    const int resident_blocks = resident<kernel>(launch.config, 1);  // which allows the kernel its shared memory, too
     if (sums) count = std::max<int64_t>(ceil_of(rows.count, each * kTileWarps * (wide ? 1 : 4) * resident_blocks), 1);
     const int64_t blocks = ceil_of(rows.count, each * kTileWarps * count);
     if (blocks > INT32_MAX) return false;

@@ -440,12 +440,7 @@ Softmax<T, Mask, holds> operation(const Call& c, const CallRows& rows) {
 template <class T, class Mask, bool holds = true>
 void launch(const Call& c, const CallRows& rows) {
   const auto op = operation<T, Mask, holds>(c, rows);
-  const std::array<const void*, 2> pointers{op.x, op.y};
-  if constexpr (sizeof(T) <= 4 && !op.kWholeRows) {
-    const auto a = alignment_of<T>(rows.data, pointers);
-    if (a.vectors && !a.whole && launch_short_rows<2>(op, rows.data)) return;
-  }
-  launch_rows(op, rows.data, pointers);
+  launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y});
 }
 
 // 16-bit rows of which the threads of row_kernel have four vectors each: 1 to 2 % faster there.
@@ -488,6 +483,7 @@ void launch_masked(const Call& c, const CallRows& rows) {
         return launch<T, uint8_t>(c, rows);
       }
     }
+    if (a.vectors && !a.whole && launch_short_rows<2>(operation<T, AnyMask>(c, rows), rows.data)) return;
   }
   launch<T, AnyMask>(c, rows);
 }
@@ -502,8 +498,8 @@ void launch_plain(const Call& c, const CallRows& rows) {
     // 513 to 672 float32 columns are five to six vectors for each of a warp.
     const bool fives = sizeof(T) == 4 && columns > 512 && columns <= 672;
     const bool few_threads = fives || bytes > (sizeof(T) == 2 ? 2 : 16) * 1024;
-    const bool is_short = !a.whole && columns <= (sizeof(T) == 2 ? 1056 : 1024) && side_by_side<2>(rows.data);
-    if (a.vectors && few_threads && !is_short && !shared_by_fours(columns)) {
+    if (a.vectors && !a.whole && launch_short_rows<2>(operation<T, NoMask>(c, rows), rows.data)) return;
+    if (a.vectors && few_threads && !shared_by_fours(columns)) {
       const auto again = operation<T, NoMask, false>(c, rows);
       if (a.whole ? launch_nearly_even<false, 5, 6, 7, 8>(again, rows.data)
                   : launch_nearly_even<true, 5, 6, 7, 8>(again, rows.data))

@@ -196,10 +196,10 @@ void launch(const Call& c, const Rows<4>& rows, const Alignment& a) {
       if (!c.causal && launch_even_fours<256, 512>(op, rows)) return;
     }
   }
-  if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few))
-    if (!a.whole && a.vectors && launch_wide_ragged(op, rows.count, rows.columns)) return;
-  if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few))
-    if (!a.whole && a.vectors && launch_short_rows<3>(op, rows)) return;
+  if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few)) {
+    if (!a.whole && a.vectors && (launch_short_rows<3>(op, rows) || launch_wide_ragged(op, rows.count, rows.columns)))
+      return;
+  }
   launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});
 }
 

@@ -261,6 +261,7 @@ template <class T, bool rms>
 bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows) {
   if constexpr (sizeof(T) == 4) {
     if constexpr (rms) {
+      if (rows.columns == 8192) return launch_even_rows<4, 512, true>(op, rows), true;
       if (rows.columns == 16384) return launch_even_passes<2, 2, 1, 1024, 2>(op, rows), true;
     } else {
       if (rows.columns == 8192) return launch_even_passes<2, 2, 1, 512, 3>(op, rows), true;

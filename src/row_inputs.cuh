@@ -109,6 +109,15 @@ struct Ahead {
       for (int k = 0; k < K; ++k)
         if (span.sees(i, end)) ptx::copy_ahead<around>(&slots[i * K + k], row.input(k) + span.column(i));
   }
+  // Of a span whose vectors are all there: ptxas 13.0 makes illegal instructions of several such copies behind
+  // predicates.
+  template <class Row, class Columns>
+  __device__ void fetch_all(const Row& row, const Columns& span, ptx::L2Policy policy) const {
+#pragma unroll
+    for (int i = 0; i < NV; ++i)
+#pragma unroll
+      for (int k = 0; k < K; ++k) ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i), policy);
+  }
   // A vector that reaches over an end of the row: the row's own words, 0 beside them.
   template <class Row, bool ragged>
   __device__ void fetch_edge(const Row& row, const Span<V, ragged>& span, int i, Odd<K>& odd) const {

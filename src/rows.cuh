@@ -7,7 +7,7 @@
 //
 // An operation is a struct: what to fold, how states merge, what to write (softmax_backward.cu is the plainest). Here
 // its kernel is chosen and launched; the kernels are in row_kernels.cuh. Leaner ones for some rows: even_rows.cuh,
-// wide_rows.cuh, shifted_rows.cuh, short_rows.cuh.
+// held_rows.cuh, wide_rows.cuh, shifted_rows.cuh, short_rows.cuh.
 #pragma once
 
 #include <ATen/cuda/CUDAContextLight.h>

@@ -64,6 +64,7 @@ CallRows rows_of_call(const Call& c) {
 #ifdef __CUDACC__
 #include "even_rows.cuh"
 #include "handles.h"
+#include "held_rows.cuh"
 #include "packed_softmax.cuh"
 #include "rows.cuh"
 #include "short_rows.cuh"
@@ -504,10 +505,9 @@ void launch_plain(const Call& c, const CallRows& rows) {
       if (a.whole ? launch_nearly_even<false, 5, 6, 7, 8>(again, rows.data)
                   : launch_nearly_even<true, 5, 6, 7, 8>(again, rows.data))
         return;
-      if (!a.whole && launch_wide_ragged(again, rows.data.count, columns)) return;
-      if constexpr (sizeof(T) == 4)
-        if (a.whole && columns == 16384 && rows.data.count <= INT32_MAX)
-          return launch_even_rows<8, 512, true>(again, rows.data);
+      // 16-bit rows that walk are faster in clusters: 131072 columns at 0.93 of a copy for 0.90.
+      const bool holds = sizeof(T) == 4 || !a.whole || blocks_that_hold<decltype(again)>(columns) == 1;
+      if (bytes > 32768 && holds && launch_held_rows(again, rows.data)) return;
     }
   }
   if (a.whole && bytes > 16384) return launch<T, NoMask, false>(c, rows);

@@ -41,6 +41,7 @@ Rows<4> rows_of_call(const Call& c) {
 #ifdef __CUDACC__
 #include "even_rows.cuh"
 #include "handles.h"
+#include "held_rows.cuh"
 #include "rows.cuh"
 #include "short_rows.cuh"
 
@@ -197,8 +198,13 @@ void launch(const Call& c, const Rows<4>& rows, const Alignment& a) {
     }
   }
   if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few)) {
-    if (!a.whole && a.vectors && (launch_short_rows<3>(op, rows) || launch_wide_ragged(op, rows.count, rows.columns)))
-      return;
+    // Rows that walk are faster where they would be held by clusters, or by more than two blocks each.
+    const bool held = !c.causal && blocks_that_hold<decltype(op)>(rows.columns) <= (a.whole ? 1 : 2);
+    if (a.vectors && held && launch_held_rows(op, rows)) return;
+    if (a.vectors && !a.whole) {
+      if (launch_short_rows<3>(op, rows) || launch_wide_ragged(op, rows.count, rows.columns)) return;
+      if (!c.causal && launch_held_rows(op, rows)) return;
+    }
   }
   launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});
 }

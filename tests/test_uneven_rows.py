@@ -59,6 +59,8 @@ def test_so_many_rows_that_a_lane_has_several(rows, columns, dtype):
 
 # Of a row's whole vectors one more or less than a warp, a block or a cluster of threads has.
 LONGER = [1039, 1087, 2047, 4095, 8191, 8697, 10001, 16383, 16385, 16391, 16393, 20001, 32767, 32769, 50257]
+# As long as one block or two hold, and one more; and as their parts.
+LONGER += [20495, 21761, 32783, 40975, 43521, 87041]
 
 
 @pytest.mark.parametrize("columns", [257, 525, *LONGER, 65537, 100003, 262145, 524301])
@@ -110,7 +112,7 @@ def test_a_causal_gradient_of_long_rows_that_see_their_ends():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("columns", [16393, 32769, 50257, 65537])
+@pytest.mark.parametrize("columns", [16393, 20000, 32768, 32769, 50257, 50304, 65536, 65537])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_so_many_long_rows_that_a_team_has_several(columns, dtype):
     rows = 1300
@@ -146,7 +148,7 @@ def test_behind_a_mask(columns, causal, dtype, device):
         assert untouched()
 
 
-@pytest.mark.parametrize("columns", [3, 77, 1023, 4095, 20001])
+@pytest.mark.parametrize("columns", [3, 77, 1023, 4095, 20001, 43521, 100003])
 def test_special_values_stay_in_their_row(columns, device):
     x = Draw(torch.bfloat16, device, columns)(40, columns)
     x[3, columns // 2], x[5, 0], x[7, -1] = torch.nan, torch.inf, -torch.inf

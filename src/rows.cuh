@@ -191,8 +191,7 @@ bool launch_wide(const Op& op, int64_t rows, int64_t columns) {
   const int64_t vectors = columns / V;
   int ranks = 1;
   while (ranks * kWideThreads * kMost < vectors) ranks *= 2;
-  // Clusters of 16 for float32 without constants: 0.95 of a copy at 262144 columns by walking_kernel, 0.91 by this one.
-  if (ranks > (V == 4 && Op::kConstants == 0 && !ragged ? 8 : kMaxRanks)) return false;
+  if (ranks > kMaxRanks) return false;
   const auto go = [&]<int NV>() {
     constexpr auto kernel = wide_row_kernel<Op, V, NV, ragged>;
     constexpr int vectors_of_row = NV * Op::kInputs;

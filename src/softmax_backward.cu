@@ -205,7 +205,7 @@ void launch(const Call& c, const Rows<4>& rows, const Alignment& a) {
     if (a.vectors && held && launch_held_rows(op, rows)) return;
     if (a.vectors && !a.whole) {
       if (launch_short_rows<3>(op, rows) || launch_wide_ragged(op, rows.count, rows.columns)) return;
-      if (!c.causal && launch_held_rows(op, rows)) return;
+      if (!c.causal && !held && launch_held_rows(op, rows)) return;
     }
   }
   launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});

@@ -128,6 +128,21 @@ __device__ void load_constant(const void* from, uint32_t (&words)[bytes / 4]) {
   }
 }
 
+// The same from any address, of the aligned words in which they lie.
+template <int words>
+__device__ void load_anywhere(const void* from, uint32_t (&at)[words]) {
+  const auto address = reinterpret_cast<uintptr_t>(from);
+  const auto* const aligned = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+  const unsigned bits = 8 * (address % 4);
+  uint32_t low = __ldg(aligned);
+#pragma unroll
+  for (int w = 0; w < words; ++w) {
+    const uint32_t high = w + 1 < words || bits > 0 ? __ldg(aligned + w + 1) : 0;
+    at[w] = __funnelshift_r(low, high, bits);
+    low = high;
+  }
+}
+
 // Of a vector the first n numbers alone, 0 instead of the others.
 template <class T, int V>
 __device__ void keep_first(int n, Words<T, V>& words) {

@@ -13,8 +13,6 @@ template <int threads>
 constexpr int kEvenBeside = threads == 8   ? 16
                             : threads < 64 ? 64 / threads
                                            : 1;
-template <int threads>
-constexpr int kEvenThreads = threads * kEvenBeside<threads>;
 
 // The constants of an even row in a span's columns.
 template <class T, int V, class Op, class Columns>
@@ -35,29 +33,38 @@ __device__ State merge_even_warps(const Op& op, const State& state, int each) {
   return op.template merge_even<kWarps>(warps[threadIdx.x % kWarps], each);
 }
 
-// A row for each team of `threads`: some lanes of a warp, a warp, or a block. Of an operation it wants two things more:
+// A row for each team of `threads`: some lanes of a warp, a warp, or a block. Of a ragged row the numbers beside its
+// whole vectors are one more for each thread, of which there are 16 at least. Of an operation it wants two things more:
 //   kEnds                         whether a row may see less than its columns
 //   merge_even<lanes>(state, each)  the merge of as many states of `each` columns
-template <class Op, int V, int NV, int threads, bool exact>
-__global__ void __launch_bounds__(kEvenThreads<threads>, (NV > 4 ? 512 : 1024) / kEvenThreads<threads>)
+template <class Op, int V, int NV, int threads, int beside, bool exact, bool ragged>
+__global__ void __launch_bounds__(threads* beside, (NV > 4             ? 512
+                                                    : ragged && NV > 2 ? 768
+                                                                       : 1024) /
+                                                       (threads * beside))
     even_row_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   using F = typename Op::F;
   constexpr int kWarps = threads / 32;
   static_assert(exact || kWarps <= 1);
-  const unsigned rows = static_cast<unsigned>(shape.rows), own = blockIdx.x * kEvenBeside<threads> + threadIdx.y;
+  static_assert(!ragged || (!exact && threads >= 16));
+  const unsigned rows = static_cast<unsigned>(shape.rows), own = blockIdx.x * beside + threadIdx.y;
   const typename Op::Row row = op.row(min(own, rows - 1));
-  const int first = static_cast<int>(threadIdx.x) * V;
-  const EvenSpan<V, NV, exact, Op::kEnds> span{first, V * threads, shape.columns,
-                                               first + (NV - 1) * V * threads < shape.columns};
+  const int rank = static_cast<int>(threadIdx.x);
+  const Inside in = ragged ? inside_of<V>(row.input(0), shape.columns) : Inside{0, shape.columns};
+  const int first = in.first + rank * V;
+  const EvenSpan<V, NV, exact, Op::kEnds> span{first, V * threads, in.end, first + (NV - 1) * V * threads < in.end};
   ptx::let_next_start();  // and wait here
   ptx::wait_for_earlier();
   Inputs<T, V, NV, Op::kInputs> inputs;
-  inputs.load(row, span, ptx::l2_policy(shape.large));
+  inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
+  RowEnds<Op> ends;
+  if constexpr (ragged) ends.load(row, in, rank, shape.columns);
   typename Op::State state = Op::identity();
   typename Op::template Held<V, NV> held;
   const auto constants = even_constants<T, V>(op, span);
   op.fold(state, held, row, span, inputs, constants);
+  if constexpr (ragged) ends.fold(op, state, row);
   if constexpr (exact)
     state = op.template merge_even<std::min(threads, 32)>(state, V * NV);
   else
@@ -68,13 +75,38 @@ __global__ void __launch_bounds__(kEvenThreads<threads>, (NV > 4 ? 512 : 1024) /
   if constexpr (std::is_empty_v<decltype(held)>) inputs.forget_numbers();
   ColumnSums<F, V, 0> none;
   op.write(row, result, held, span, inputs, constants, none);
+  if constexpr (ragged) ends.write(op, row, result);
 }
 
-template <int NV, int threads, bool exact, class Op, int N>
+template <int NV, int threads, bool exact, int beside = kEvenBeside<threads>, bool ragged = false, class Op, int N>
 void launch_even_rows(const Op& op, const Rows<N>& rows) {
-  constexpr int kBeside = kEvenBeside<threads>;
-  launch_rows_kernel<even_row_kernel<Op, 16 / sizeof(typename Op::Storage), NV, threads, exact>>(
-      op, dim3(threads, kBeside), (rows.count + kBeside - 1) / kBeside, rows.count, rows.columns);
+  launch_rows_kernel<even_row_kernel<Op, 16 / sizeof(typename Op::Storage), NV, threads, beside, exact, ragged>>(
+      op, dim3(threads, beside), (rows.count + beside - 1) / beside, rows.count, rows.columns);
+}
+
+// Rows that do not start or end on 16 bytes, of up to five whole vectors for each of a warp's lanes or four of half
+// of them; a block has eight rows or four, since one starts each 1.3 ns. Whether they are.
+template <class Op, int N>
+bool launch_ragged_warps(const Op& op, const Rows<N>& rows) {
+  constexpr int V = 16 / sizeof(typename Op::Storage);
+  const int64_t least = (rows.columns - V + 1) / V, most = rows.columns / V;  // vectors of a row
+  if (rows.count > INT32_MAX) return false;
+  const auto go = [&]<int threads, int NV>() {
+    const bool fits = most <= NV * threads && least >= (NV - 1) * threads;
+    if (fits) launch_even_rows<NV, threads, false, 128 / threads, true>(op, rows);
+    return fits;
+  };
+  return go.template operator()<16, 1>() || go.template operator()<16, 2>() || go.template operator()<16, 3>() ||
+         go.template operator()<16, 4>() || go.template operator()<32, 3>() || go.template operator()<32, 4>() ||
+         go.template operator()<32, 5>();
+}
+
+// Rows of as many vectors for each of a warp's lanes. Blocks of one warp would start too slowly where rows do not see
+// all of their columns. Whether they are.
+template <int... NVs, class Op, int N>
+bool launch_warps(const Op& op, const Rows<N>& rows) {
+  const int64_t held = ceil_of(rows.columns * static_cast<int64_t>(sizeof(typename Op::Storage)), 16 * 32);
+  return ((held == NVs && (launch_even_rows<NVs, 32, false>(op, rows), true)) || ...);
 }
 
 // Rows of four vectors for each of `most` threads, or of half as many, down to `least`. Whether they are.

@@ -1,6 +1,7 @@
 // The softmax of 16-bit rows behind a mask of bytes, a causal one, or both. Numbers stay packed until their
 // exponentials are taken, and vectors that a row may not see are neither read nor computed: a third of the instructions
-// of the softmax for any mask, which bound it.
+// of the softmax for any mask, which bound it. Rows that do not start or end on 16 bytes too: the numbers beside their
+// whole vectors come alone, in the lower half of a word.
 #pragma once
 
 #include <limits>
@@ -55,8 +56,24 @@ __device__ void write_undefined(T* y, int64_t step, const Columns& span, int vis
   }
 }
 
-// scale is finite and not 0. bytes: there is a mask; ends: a row may end early, where it is causal.
-template <class T, bool bytes, bool ends>
+// V columns of a mask's row, which may start anywhere.
+template <class Mask, int V, bool anywhere>
+__device__ Words<Mask, V> load_mask(const Mask* from) {
+  Words<Mask, V> words;
+  if constexpr (V == 1 && sizeof(Mask) == 1)
+    words.at[0] = __ldg(from);
+  else if constexpr (V == 1)
+    words = load_one(from);
+  else if constexpr (anywhere)
+    load_anywhere(from, words.at);
+  else
+    load_constant<V * sizeof(Mask)>(from, words.at);
+  return words;
+}
+
+// scale is finite and not 0. bytes: there is a mask; ends: a row may end early, where it is causal; anywhere: a mask's
+// row may start anywhere.
+template <class T, bool bytes, bool ends, bool anywhere = false>
 struct PackedSoftmax {
   using Storage = T;
   using F = float;
@@ -113,6 +130,7 @@ struct PackedSoftmax {
   template <int V, int NV, class Columns, class Inputs, class Constants>
   __device__ void fold(State& state, Held<V, NV>& held, const Row& row, const Columns& span, const Inputs& inputs,
                        const Constants&) const {
+    constexpr int kPairs = Words<T, V>::kCount;
     const int visible = row.visible(span.columns);
     Words<T, V> words[NV];
     Words<uint8_t, V> hidden[NV];
@@ -120,7 +138,7 @@ struct PackedSoftmax {
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
         hidden[i] = {};
-        if (span.sees(i, visible)) load_constant<V>(row.mask + span.column(i), hidden[i].at);
+        if (span.sees(i, visible)) hidden[i] = load_mask<uint8_t, V, anywhere>(row.mask + span.column(i));
       }
     }
 #pragma unroll
@@ -131,6 +149,10 @@ struct PackedSoftmax {
 #pragma unroll
         for (auto& two : words[i].at) two ^= Pair<T>::kSigns;
     }
+    if constexpr (V == 1) {
+#pragma unroll
+      for (int i = 0; i < NV; ++i) words[i].at[0] = Pair<T>::hide(words[i].at[0], 0xffff0000u);
+    }
     uint32_t tops = Pair<T>::kMinusInfinity;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
@@ -138,13 +160,13 @@ struct PackedSoftmax {
       const int seen = visible - span.column(i);
       auto& at = words[i].at;
 #pragma unroll
-      for (int w = 0; w < V / 2; ++w)
+      for (int w = 0; w < kPairs; ++w)
         if constexpr (bytes) at[w] = Pair<T>::hide(at[w], Pair<T>::spread(hidden[i].at[w / 2], w % 2));
       if (ends && seen < V)
 #pragma unroll
-        for (int w = 0; w < V / 2; ++w) at[w] = Pair<T>::hide(at[w], ptx::ones_from(16 * (seen - 2 * w)));
+        for (int w = 0; w < kPairs; ++w) at[w] = Pair<T>::hide(at[w], ptx::ones_from(16 * (seen - 2 * w)));
 #pragma unroll
-      for (int w = 0; w < V / 2; ++w) tops = Pair<T>::max(tops, at[w]);
+      for (int w = 0; w < kPairs; ++w) tops = Pair<T>::max(tops, at[w]);
     }
     F top[2];
     unpack(Words<T, 2>{tops}, top);
@@ -204,7 +226,11 @@ struct PackedSoftmax {
         for (int j = 0; j < V; ++j) held.e[i][j] *= share;
         words = pack<T, V>(held.e[i]);
       }
-      if (span.begins(i)) store_vector(y_row + span.column(i), words);
+      if (!span.begins(i)) continue;
+      if constexpr (V == 1)
+        y_row[span.column(i)] = span.sees(i, visible) ? T(held.e[i][0]) : T(0);
+      else
+        store_vector(y_row + span.column(i), words);
     }
   }
 };

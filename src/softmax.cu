@@ -72,13 +72,14 @@ CallRows rows_of_call(const Call& c) {
 namespace matmuls {
 namespace {
 
-// What a kernel knows of its mask: nothing is masked; or that it is of bytes (or not there) or of T, and by_words says
-// so of every row; or nothing.
+// What a kernel knows of its mask: nothing is masked; or that it is of bytes (or not there), of T or of float32, side
+// by side; or nothing.
 struct NoMask {};
 struct AnyMask {};
 
 // `holds`: exponentials wait in registers for their sum; else they are taken again, and the row waits in shared memory.
-template <class T, class Mask, bool holds = true>
+// Unless a mask's rows may start `anywhere`, by_words says so of all of them.
+template <class T, class Mask, bool holds = true, bool anywhere = false>
 struct Softmax {
   using Storage = T;
   using F = arithmetic_t<T>;
@@ -277,8 +278,13 @@ struct Softmax {
       Words<Mask, V> words[NV];  // all on their way at once
 #pragma unroll
       for (int i = 0; i < NV; ++i)
-        if (span.column(i) < visible)
-          load_constant<V * sizeof(Mask)>(row.mask + span.column(i) * sizeof(Mask), words[i].at);
+        if (span.column(i) < visible) {
+          const auto* const own = reinterpret_cast<const Mask*>(row.mask);
+          if constexpr (anywhere && V > 1 && V * sizeof(Mask) == 16)
+            words[i] = load_unaligned<Mask, V>(own, span.column(i), span.columns);
+          else
+            words[i] = load_mask<Mask, V, anywhere>(own + span.column(i));
+        }
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
         start(i);
@@ -371,18 +377,39 @@ struct Softmax {
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs, const Constants&,
                             Sums&, const Group& lanes, F) const {
     const int visible = row.visible(span.columns);
-    const bool adds = masked && kind != MaskKind::none;
     F e[N][1], tops[4] = {fill(), fill(), fill(), fill()};
+    // What a number is behind its mask is asked in a loop of its own for each kind of mask.
+    const auto take = [&](auto ends, const auto& behind) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      unpack(inputs.words(i, 0), e[i]);
-      const bool seen = masked ? span.column(i) < visible : span.begins(i);
-      if constexpr (masked) {
-        e[i][0] *= scale;
-        if (adds && seen) e[i][0] = mask_column(row.mask, span.column(i), e[i][0]);
+      for (int i = 0; i < N; ++i) {
+        unpack(inputs.words(i, 0), e[i]);
+        const bool seen = decltype(ends)::value ? span.column(i) < visible : span.begins(i);
+        if constexpr (masked) {
+          e[i][0] *= scale;
+          if (seen) e[i][0] = behind(i, e[i][0]);
+        }
+        e[i][0] = seen ? e[i][0] : fill();
+        tops[i % 4] = larger(tops[i % 4], e[i][0]);
       }
-      e[i][0] = seen ? e[i][0] : fill();
-      tops[i % 4] = larger(tops[i % 4], e[i][0]);
+    };
+    const auto as_it_is = [](int, F z) { return z; };
+    if constexpr (!masked) {
+      take(std::false_type{}, as_it_is);
+    } else if (kind == MaskKind::none) {
+      causal ? take(std::true_type{}, as_it_is) : take(std::false_type{}, as_it_is);
+    } else {
+      const auto behind = [&]<class M>(M, const auto& apply) {
+        const auto* const own = reinterpret_cast<const M*>(row.mask) + span.first * mask_step;
+        const int64_t step = (span.column(1) - span.first) * mask_step;
+        take(std::true_type{}, [&](int i, F z) { return apply(z, own[i * step]); });
+      };
+      const auto added = [](F z, auto m) { return masked_by(z, F(m)); };
+      if (kind == MaskKind::bytes)
+        behind(uint8_t(), [](F z, uint8_t m) { return m ? fill() : z; });
+      else if (kind == MaskKind::same)
+        behind(T(), added);
+      else
+        behind(float(), added);
     }
     const F top = or_zero(lanes.max(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]))));
     F sums[4] = {};
@@ -422,8 +449,8 @@ bool by_words(const Call& c, const Rows<2>& beside, int V) {
   return aligned;
 }
 
-template <class T, class Mask, bool holds = true>
-Softmax<T, Mask, holds> operation(const Call& c, const CallRows& rows) {
+template <class T, class Mask, bool holds = true, bool anywhere = false>
+Softmax<T, Mask, holds, anywhere> operation(const Call& c, const CallRows& rows) {
   return {RowIndex<2>(rows.data),
           RowIndex<2>(rows.beside),
           c.x.const_data_ptr<T>(),
@@ -449,42 +476,83 @@ bool shared_by_fours(int64_t columns) { return columns == 2048 || columns == 409
 
 float packed_factor(const Call& c) { return static_cast<float>(std::abs(c.scale)) * kLog2e; }
 
-template <class T, bool bytes, bool ends>
-void launch_packed(const Call& c, const CallRows& rows) {
-  const PackedSoftmax<T, bytes, ends> op{RowIndex<2>(rows.data),
-                                         RowIndex<2>(rows.beside),
-                                         c.x.const_data_ptr<T>(),
-                                         c.out.mutable_data_ptr<T>(),
-                                         bytes ? static_cast<const unsigned char*>(c.mask.const_data_ptr()) : nullptr,
-                                         c.causal,
-                                         c.scale < 0,
-                                         packed_factor(c)};
-  if (rows.data.count <= INT32_MAX) {
-    if (rows.data.columns == 128) return launch_even_rows<ends ? 4 : 2, ends ? 4 : 8, true>(op, rows.data);
-    if constexpr (ends)  // 512 and 1024 columns, 0.90 and 0.93 of a copy where causal, 0.87 and 0.92 by row_kernel
-      if (launch_even_fours<16, 32>(op, rows.data)) return;
+template <class T, bool bytes, bool ends, bool anywhere = false>
+PackedSoftmax<T, bytes, ends, anywhere> packed(const Call& c, const CallRows& rows) {
+  return {RowIndex<2>(rows.data),
+          RowIndex<2>(rows.beside),
+          c.x.const_data_ptr<T>(),
+          c.out.mutable_data_ptr<T>(),
+          bytes ? static_cast<const unsigned char*>(c.mask.const_data_ptr()) : nullptr,
+          c.causal,
+          c.scale < 0,
+          packed_factor(c)};
+}
+
+// Rows that do not start or end on 16 bytes may not go so; a mask's may start anywhere.
+template <class T, bool bytes, bool ends, bool ragged>
+bool launch_packed(const Call& c, const CallRows& rows) {
+  const auto op = packed < T, bytes, ends, ragged && bytes > (c, rows);
+  const Rows<2>& data = rows.data;
+  if constexpr (ragged) {
+    return launch_ragged_warps(op, data) || launch_nearly_even<true, 5, 6, 7, 8>(op, data);
+  } else {
+    if (data.count <= INT32_MAX) {
+      if (data.columns == 128) return launch_even_rows<ends ? 4 : 2, ends ? 4 : 8, true>(op, data), true;
+      if constexpr (ends) {  // 512 and 1024 columns, 0.90 and 0.93 of a copy where causal, 0.87 and 0.92 by row_kernel
+        if (launch_even_fours<16, 32>(op, data)) return true;
+        // 1032 and 1280 causal ones at 0.93 and 0.94 for 0.56 and 0.69.
+        if (!shared_by_fours(data.columns) && launch_warps<5, 6, 7, 8>(op, data)) return true;
+      }
+    }
+    if (data.columns > 1024 && !shared_by_fours(data.columns))
+      if (launch_nearly_even<false, 5, 6, 7, 8>(op, data)) return true;
+    launch_rows(op, data, std::array<const void*, 2>{op.x, op.y});
+    return true;
   }
-  if (rows.data.columns > 1024 && !shared_by_fours(rows.data.columns))
-    if (launch_nearly_even<false, 5, 6, 7, 8>(op, rows.data)) return;
-  launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y});
+}
+// The same of any other mask.
+template <class T, class Mask, bool ragged>
+bool launch_behind(const Call& c, const CallRows& rows) {
+  const auto op = operation<T, Mask, true, ragged>(c, rows);
+  const Rows<2>& data = rows.data;
+  constexpr int kMost = sizeof(T) == 4 ? 8 : 6;  // vectors of 16-bit numbers take twice the registers
+  if (ragged || (data.columns > 1024 && !shared_by_fours(data.columns)))
+    if (launch_nearly_even<ragged, 3, 4, 5, kMost>(op, data)) return true;
+  if constexpr (!ragged) launch_rows(op, data, std::array<const void*, 2>{op.x, op.y});
+  return !ragged;
+}
+
+// By what there is for this kind of mask, of 16-byte vectors. Whether there is.
+template <class T, bool ragged>
+bool launch_by_kind(const Call& c, const CallRows& rows) {
+  if (c.kind == MaskKind::same) return launch_behind<T, T, ragged>(c, rows);
+  if constexpr (sizeof(T) == 2) {
+    if (c.kind == MaskKind::float32) return launch_behind<T, float, ragged>(c, rows);
+    if (!std::isfinite(packed_factor(c)) || packed_factor(c) <= 1e-30f) return false;
+    if (c.kind == MaskKind::none) return launch_packed<T, false, true, ragged>(c, rows);
+    return c.causal ? launch_packed<T, true, true, ragged>(c, rows) : launch_packed<T, true, false, ragged>(c, rows);
+  } else {
+    return launch_behind<T, uint8_t, ragged>(c, rows);
+  }
 }
 
 template <class T>
 void launch_masked(const Call& c, const CallRows& rows) {
   constexpr int V = 16 / sizeof(T);
-  const auto a = alignment_of<T>(rows.data, std::array{c.x.const_data_ptr(), c.out.const_data_ptr()});
   if constexpr (V > 2) {
-    if (a.whole && by_words(c, rows.beside, V)) {
-      if (c.kind == MaskKind::same) return launch<T, T>(c, rows);
-      if constexpr (sizeof(T) == 2) {
-        const bool packs = c.kind != MaskKind::float32 && std::isfinite(packed_factor(c)) && packed_factor(c) > 1e-30f;
-        if (packs && c.kind == MaskKind::none) return launch_packed<T, false, true>(c, rows);
-        if (packs) return c.causal ? launch_packed<T, true, true>(c, rows) : launch_packed<T, true, false>(c, rows);
-      } else if (c.kind != MaskKind::float32) {
-        return launch<T, uint8_t>(c, rows);
-      }
+    const auto a = alignment_of<T>(rows.data, std::array{c.x.const_data_ptr(), c.out.const_data_ptr()});
+    if (a.whole) {
+      if (by_words(c, rows.beside, V) && launch_by_kind<T, false>(c, rows)) return;
+    } else if (a.vectors) {
+      const bool by_vectors = !c.mask.defined() || rows.beside.column_strides[0] == 1;
+      // Masks of bytes, and what causal rows do not see: by vectors, but for the shortest (77 columns: 0.38 of a copy
+      // for 0.54, 257: 0.81 for 0.48).
+      const bool packs = sizeof(T) == 2 && rows.data.columns >= 128 &&
+                         (c.kind == MaskKind::bytes || (c.kind == MaskKind::none && c.causal));
+      if (packs && by_vectors && launch_by_kind<T, true>(c, rows)) return;
+      if (launch_short_rows<2>(operation<T, AnyMask>(c, rows), rows.data)) return;
+      if (!packs && by_vectors && launch_by_kind<T, true>(c, rows)) return;
     }
-    if (a.vectors && !a.whole && launch_short_rows<2>(operation<T, AnyMask>(c, rows), rows.data)) return;
   }
   launch<T, AnyMask>(c, rows);
 }

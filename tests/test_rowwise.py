@@ -514,6 +514,22 @@ def test_a_mask_is_read_through_its_strides(view, dtype, device):
         torch.testing.assert_close(matmuls.scaled_masked_softmax(x, mask), expected.to(dtype))
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 6, 128), (2, 3, 5, 128), (1, 2, 131, 128), (3, 7, 1, 128), (5, 128)], ids=str)
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+def test_rows_that_share_a_mask_go_together(shape, dtype, device):
+    *lead, queries, columns = shape
+    x = draw(*shape, device=device, dtype=dtype)
+    batch = lead[:1] + [1] * len(lead[1:])
+    for mask_shape in ((columns,), (queries, columns), (*batch, 1, columns), (*batch, queries, columns), shape):
+        mask = draw(*mask_shape, device=device, seed=5) > 0.2
+        mask.view(-1, columns)[0] = True
+        expected = masked_softmax(x.double(), mask)
+        torch.testing.assert_close(matmuls.scaled_masked_softmax(x, mask, SCALE), expected.to(dtype))
+        assert torch.equal(
+            matmuls.scaled_masked_softmax(x, mask, SCALE), matmuls.scaled_masked_softmax(x, mask.expand(shape), SCALE)
+        )
+
+
 def test_a_mask_that_heads_share_beside_scores_larger_than_a_cache(device):
     """The rows of one query are then taken head after head."""
     x = draw(2, 3, 1500, 1500, device=device)

@@ -129,9 +129,9 @@ def test_so_many_long_rows_that_a_team_has_several(columns, dtype):
         assert_as_good_as_torch(backward[some], expected[some], exact, scale=exact.abs().amax())
 
 
-@pytest.mark.parametrize("columns", [5, 50, 77, 197, 265, 577, 1025, 2047, 8191, 16393])
+@pytest.mark.parametrize("columns", [5, 50, 77, 197, 265, 577, 1025, 1039, 1500, 2047, 3001, 8191, 16391, 16393])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
 def test_behind_a_mask(columns, causal, dtype, device):
     draw = Draw(dtype, device, columns)
     x = draw(2, 3, 7, columns)
@@ -145,6 +145,31 @@ def test_behind_a_mask(columns, causal, dtype, device):
         own, untouched = guarded(x, 1)
         scaled_masked_softmax(own, mask, 0.5, causal=causal, inplace=True)
         assert_as_good_as_torch(own, theirs, truth)
+        assert untouched()
+
+
+@pytest.mark.parametrize("columns", [1032, 1039, 1100, 1280, 1500, 2040, 2047])
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
+def test_causal_rows_of_every_length(columns, scale, dtype, device):
+    """With a mask that starts anywhere, and with none; one row sees nothing, another holds a NaN and an infinity."""
+    x = Draw(dtype, device, columns)(columns, columns)
+    above = torch.ones(columns, columns, dtype=torch.bool, device=device).triu(1)
+    memory = torch.rand(columns * columns + 3, device=device, generator=torch.Generator(device).manual_seed(1)) < 0.3
+    mask = memory[3:].view(columns, columns)
+    mask[columns // 2, : columns // 2 + 1] = True
+    x[columns - 9, 3], x[columns - 7, columns - 8] = torch.nan, torch.inf
+    for hidden in (None, mask):
+        seen = ~above if hidden is None else ~(above | hidden)
+        z = (x.double() * scale).masked_fill(~seen, -torch.inf)
+        truth = torch.softmax(z, -1)
+        truth[~seen.any(-1)] = 0
+        own, untouched = guarded(x, 1 if columns % 8 else 0)
+        scaled_masked_softmax(own, hidden, scale, causal=True, inplace=True)
+        odd = truth.isnan().any(-1)
+        assert torch.equal(own[odd].isnan(), truth[odd].isnan() & seen[odd])
+        theirs = torch.softmax(z[~odd].to(dtype), -1).nan_to_num(0)
+        assert_as_good_as_torch(own[~odd], theirs, truth[~odd])
         assert untouched()
 
 

@@ -34,7 +34,7 @@ _spmm_halves, _spmm_tiles, _bsr_spmm = _ops.csr_spmm_halves.default, _ops.csr_sp
 OURS = "ours"
 DENSE = "dense"
 HALVES = "dense in halves"
-TWO_OF_FOUR = "two of four in halves"
+TWO_OF_FOUR = "two of four"
 TILES = "tiles in shared memory"
 BLOCKS = "blocks on tensor cores"
 CUSPARSE = "cusparse csr_alg3"
@@ -47,8 +47,9 @@ CLOSE = 1.5  # times the fastest in a first round: those are timed again
 FAR = 1.4  # times the dense product: where ours takes longer, no algorithm of cuSPARSE's is faster; so too for blocks
 FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
 FEWEST_IN_HALVES = 16  # nonzeros of a row on average: sums of fewer round by less than halves leave out
-PAIRED_FILL = 3  # the same, from where two of four are considered; and the most columns of it
+PAIRED_FILL = 3  # the same, from where two of four are considered in float32; and the most columns of it
 PAIRED_COLUMNS = 8192
+NARROW_PAIRED_COLUMNS, PAIRED_WIDTH = 32768, 128  # in 16 bits, and the most columns of the dense side
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
 CLEAR = 1.22  # times that one way is estimated to take of another: it is not measured then
 RACE, PRODUCTS = 2e-3, 50  # seconds of a measurement, and products that must pay it back
@@ -212,7 +213,7 @@ class Halves(Full):
         s = self._structure
         with torch.inference_mode(False), torch.no_grad():
             new: tuple[torch.Tensor, ...] = _ops.csr_halves(
-                s.crow, s.col, values.float(), s.columns, s.order, self.two_of_four
+                s.crow, s.col, values.to(dtype), s.columns, s.order, self.two_of_four, s.beyond_two
             )
             for x, y in zip(old, new, strict=False):
                 x.copy_(y)
@@ -225,7 +226,7 @@ class Halves(Full):
 
 
 class TwoOfFour(Halves):
-    """Two of every four columns, the rest by rows: half the bytes and half the products."""
+    """Two of every four columns, the rest by rows: half the bytes and half the products. In 16 bits too."""
 
     two_of_four = True
 
@@ -395,6 +396,22 @@ def _us_in_halves(s: Structure, n: int) -> dict[str, float]:
     return us
 
 
+def _us_narrow(s: Structure, n: int) -> dict[str, float]:
+    """Microseconds, about, of a 16-bit product."""
+    wide, elements = max(n, 32), s.rows * s.columns
+    products = s.nonzeros * wide
+    us = {
+        OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), s.nonzeros / s.rows * 0.02),
+        DENSE: max(4 + min(s.columns / 600, 4.3) + elements * n / 5e8, 2.5 + elements / 1.9e6),
+    }
+    if s.distinct and s.columns <= NARROW_PAIRED_COLUMNS and n <= PAIRED_WIDTH:
+        # What is kept comes once for every 64 columns of the dense side, first out of memory and then of the L2; each
+        # nonzero of the rest waits for the one before.
+        again = (-(-n // 64) - 1) / 6.2e6
+        us[TWO_OF_FOUR] = 6.3 + (n > 32) * 1.3 + elements * (1 / 3.5e6 + again) + s.beyond_two * wide / 6e5
+    return us
+
+
 def _near(seconds: dict[str, float]) -> list[str]:
     """Those of estimates among which to measure."""
     if not seconds:
@@ -461,7 +478,8 @@ class Choice:
         estimates = self._estimates(large, dtype, b)
         near = _near(estimates)
         if len(near) == 1 and (near == [OURS] or self._prepare(near[0], values, b, dtype, stay)):
-            return self._known(dtype, Measurement(b.shape[1], {near[0]: estimates[near[0]]}, estimated=True))
+            known: dict[str, float | None] = {OURS: estimates[OURS]} if near == [OURS] else {**estimates}
+            return self._known(dtype, Measurement(b.shape[1], known, estimated=True))
         large = [name for name in large if not estimates or name in near]
         with torch.no_grad():
             seconds = self._race(candidates, large, values.detach(), b.detach(), dtype, stay)
@@ -547,9 +565,7 @@ class Choice:
         if dtype == torch.float32:
             us = {OURS: _us_by_rows(s, n), TILES: us_by_tiles(s, n), **_us_in_halves(s, n)}
         else:
-            products, elements = s.nonzeros * max(n, 64 // dtype.itemsize), s.rows * s.columns
-            us = {OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), s.nonzeros / s.rows * 0.02)}
-            us[DENSE] = max(4 + min(s.columns / 600, 4.3) + elements * n / 5e8, elements / 1.55e6)
+            us = _us_narrow(s, n)
         return {name: us[name] * 1e-6 for name in (OURS, *large)}
 
     def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
@@ -559,7 +575,8 @@ class Choice:
         found = [CUSPARSE] if on_gpu and s.nonzeros * b.shape[1] < LARGE else []
         elements = s.rows * s.columns
         wide = dtype == torch.float32 and not takes_tf32()
-        hopper = wide and on_gpu and b.shape[1] % 8 == 0 and capability(device) == (9, 0)
+        eights = on_gpu and b.shape[1] % 8 == 0 and capability(device) == (9, 0)
+        hopper = wide and eights
         halves = hopper and s.nonzeros >= FEWEST_IN_HALVES * s.rows
         tensor_cores = on_gpu and not wide and dtype != torch.float64
         fill = FILL_HALVES if halves else FILL_TENSOR_CORES if tensor_cores else FILL
@@ -571,6 +588,10 @@ class Choice:
         ):
             us = _us_in_halves(s, b.shape[1]) if halves else {}
             found.insert(0, min(us, key=lambda name: us[name], default=DENSE))
+            if eights and dtype.itemsize == 2:
+                narrow = _us_narrow(s, b.shape[1])
+                if narrow.get(TWO_OF_FOUR, math.inf) < CLEAR * narrow[DENSE]:
+                    found.insert(0, TWO_OF_FOUR)
         if hopper and s.distinct and _is_even(s) and s.crow.dtype == torch.int32:
             n = b.shape[1]
             if SOONER * us_by_tiles(s, n) < _us_by_rows(s, n):

@@ -12,6 +12,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <array>
+
 #include "autograd.h"
 #include "common.h"
 #include "product_operators.h"
@@ -66,11 +68,15 @@ c10::SymDimVector check(const Pattern& p, const Tensor& values, const Tensor& de
   return shape;
 }
 
-void check_float_values(const Pattern& p, const Tensor& values) {
+bool is_narrow(const Tensor& t) { return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16; }
+
+void check_kept_values(const Pattern& p, const Tensor& values, bool two_of_four) {
   check_pattern(kOp, p, values);
-  TORCH_CHECK_VALUE(values.scalar_type() == at::kFloat && values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0),
-                    kOp, ": expected values of shape [", p.col.sym_size(0), "] in Float, got ", values.sym_sizes(),
-                    " in ", values.scalar_type());
+  const bool known = values.scalar_type() == at::kFloat || (two_of_four && is_narrow(values));
+  TORCH_CHECK_VALUE(known && values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0), kOp,
+                    ": expected values of shape [", p.col.sym_size(0),
+                    "] in Float, or in 16 bits to keep two of four, ", "got ", values.sym_sizes(), " in ",
+                    values.scalar_type());
 }
 
 int64_t product_of(at::IntArrayRef sizes) {
@@ -193,10 +199,9 @@ Tensor filled_on_gpu(const Pattern& p, const Tensor& values, int64_t columns) {
 
 void check_narrow_values(const Pattern& p, const Tensor& values) {
   check_pattern(kOp, p, values);
-  const auto dtype = values.scalar_type();
-  TORCH_CHECK_VALUE(
-      (dtype == at::kHalf || dtype == at::kBFloat16) && values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0),
-      kOp, ": expected values of shape [", p.col.sym_size(0), "] in 16 bits, got ", values.sym_sizes(), " in ", dtype);
+  TORCH_CHECK_VALUE(is_narrow(values) && values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0), kOp,
+                    ": expected values of shape [", p.col.sym_size(0), "] in 16 bits, got ", values.sym_sizes(), " in ",
+                    values.scalar_type());
 }
 
 template <Tensor make(const Pattern&, const Tensor&, int64_t)>
@@ -215,12 +220,12 @@ Tensor csr_filled_meta(const Tensor& crow, const Tensor& col, const Tensor& valu
 MATMULS_OPERATOR(CsrFilledOp, "custom_mm::csr_filled", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&));
 
-// --- what a plan keeps of a float32 matrix with its zeros (filled.h), and the product with it
+// --- what a plan keeps of a matrix (filled.h), and the product with it: float32 with its zeros, or two of four
 
-using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four);
+using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four, int64_t beyond);
 using HalvesFunction = void(const Call& c, const Filled& kept);
 
-Filled fill_cpu(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four) {
+Filled fill_cpu(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four, int64_t) {
   TORCH_CHECK(!two_of_four, kOp, ": expected two_of_four, tensor cores' own layout, on a GPU only");
   const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
   Tensor full = at::zeros({p.rows(), ceil_of(columns, 8) * 8}, values.options());
@@ -239,11 +244,12 @@ using Halves = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 template <FillFunction fill>
 Halves csr_halves(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
-                  const OptionalTensor& order, bool two_of_four) {
+                  const OptionalTensor& order, bool two_of_four, int64_t beyond) {
   const Pattern p = pattern_of(crow, col, order);
-  check_float_values(p, values);
-  const Filled made = fill(contiguous(p), values.contiguous(), columns.expect_int(), two_of_four);
-  return {made.parts, made.exponents, made.facts, made.rest};
+  check_kept_values(p, values, two_of_four);
+  const Filled made = fill(contiguous(p), values.contiguous(), columns.expect_int(), two_of_four, beyond);
+  return {made.parts, made.exponents.defined() ? made.exponents : at::empty({0}, made.facts.options()), made.facts,
+          made.rest};
 }
 
 template <HalvesFunction run>
@@ -251,21 +257,23 @@ Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tenso
                        const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                        c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
   const Pattern p = pattern_of(crow, col, order);
-  check_float_values(p, values);
+  const bool narrow = is_narrow(values), pairs = rest.numel() > 0;
+  check_kept_values(p, values, pairs);
   Tensor out = at::empty_symint(check(p, values, dense, columns, {}, false), dense.options());
   const int64_t inner = columns.expect_int();
   const auto whole = [&](const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
     return t.sizes() == sizes && t.scalar_type() == dtype && t.is_contiguous() && t.device() == dense.device();
   };
-  const bool as_made =
-      rest.numel() > 0
-          ? whole(parts, at::kHalf, {ceil_of(p.rows(), kTileRows), ceil_of(inner, kStepColumns), kStepHalves}) &&
-                whole(rest, at::kInt, {p.rows() + p.nonzeros() / 2, 2})
-          : whole(parts, at::kHalf, {2, p.rows(), ceil_of(inner, 8) * 8});
-  TORCH_CHECK(
-      as_made && whole(exponents, at::kInt, {p.rows()}) && whole(facts, at::kInt, {kFillFacts}) && dense.dim() == 2,
-      kOp, ": expected what csr_halves made of this matrix, and dense of two dimensions, got parts of shape ",
-      parts.sizes(), ", dense of shape ", dense.sizes());
+  using Sizes = std::array<int64_t, 3>;
+  const Sizes sizes = pairs ? Sizes{ceil_of(p.rows(), kTileRows), ceil_of(inner, kStepColumns),
+                                    narrow ? kNarrowStepHalves : kStepHalves}
+                            : Sizes{2, p.rows(), ceil_of(inner, 8) * 8};
+  const bool as_made = whole(parts, narrow ? values.scalar_type() : at::kHalf, sizes) &&
+                       (!pairs || (rest.size(0) >= p.rows() && whole(rest, at::kInt, {rest.size(0), 2}))) &&
+                       whole(exponents, at::kInt, {narrow ? 0 : p.rows()}) && whole(facts, at::kInt, {kFillFacts});
+  TORCH_CHECK(as_made && dense.dim() == 2, kOp,
+              ": expected what csr_halves made of this matrix, and dense of two dimensions, got parts of shape ",
+              parts.sizes(), ", dense of shape ", dense.sizes());
   if (out.numel() == 0) return out;
   run({contiguous(p),
        values.contiguous().unsqueeze(0),
@@ -283,16 +291,21 @@ Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tenso
 }
 
 Halves csr_halves_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
-                       const OptionalTensor& order, bool two_of_four) {
+                       const OptionalTensor& order, bool two_of_four, int64_t beyond) {
   const Pattern p = pattern_of(crow, col, order);
-  check_float_values(p, values);
-  const auto ints = values.options().dtype(at::kInt), halves = values.options().dtype(at::kHalf);
-  const Tensor exponents = at::empty_symint({p.sym_rows()}, ints), facts = at::empty({kFillFacts}, ints);
-  if (two_of_four)
-    return {at::empty_symint({ceil_of(p.sym_rows(), kTileRows), ceil_of(columns, kStepColumns), kStepHalves}, halves),
-            exponents, facts, at::empty_symint({p.sym_rows() + p.col.sym_size(0) / 2, 2}, ints)};
-  return {at::empty_symint({2, p.sym_rows(), ceil_of(columns, 8) * 8}, halves), exponents, facts,
-          at::empty({0, 2}, ints)};
+  check_kept_values(p, values, two_of_four);
+  const bool narrow = is_narrow(values);
+  const auto ints = values.options().dtype(at::kInt), halves = narrow ? values.options() : ints.dtype(at::kHalf);
+  const Tensor facts = at::empty({kFillFacts}, ints);
+  const Tensor exponents = narrow ? at::empty({0}, ints) : at::empty_symint({p.sym_rows()}, ints);
+  if (!two_of_four)
+    return {at::empty_symint({2, p.sym_rows(), ceil_of(columns, 8) * 8}, halves), exponents, facts,
+            at::empty({0, 2}, ints)};
+  const c10::SymInt most = p.col.sym_size(0) / 2, room = beyond < 0 ? most : most.min(c10::SymInt(beyond));
+  return {at::empty_symint({ceil_of(p.sym_rows(), kTileRows), ceil_of(columns, kStepColumns),
+                            narrow ? kNarrowStepHalves : kStepHalves},
+                           halves),
+          exponents, facts, at::empty_symint({p.sym_rows() + room, 2}, ints)};
 }
 Tensor csr_spmm_halves_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow,
                             const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
@@ -301,7 +314,8 @@ Tensor csr_spmm_halves_meta(const Tensor&, const Tensor&, const Tensor&, const T
 }
 
 MATMULS_OPERATOR(CsrHalvesOp, "custom_mm::csr_halves", "",
-                 Halves(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&, bool));
+                 Halves(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&, bool,
+                        int64_t));
 MATMULS_OPERATOR(CsrSpmmHalvesOp, "custom_mm::csr_spmm_halves", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&, int64_t));
@@ -476,8 +490,8 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       tags);
   m.def("csr_filled(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None) -> Tensor", tags);
   m.def(
-      "csr_halves(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None, bool two_of_four=False) "
-      "-> (Tensor, Tensor, Tensor, Tensor)",
+      "csr_halves(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None, bool two_of_four=False, "
+      "int beyond=-1) -> (Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def(
       "csr_spmm_halves(Tensor parts, Tensor exponents, Tensor facts, Tensor rest, Tensor crow, Tensor col, Tensor "

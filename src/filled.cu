@@ -19,44 +19,69 @@ constexpr unsigned kAbsent = ~0u;   // a NaN that no 16-bit number is; a float32
 struct FillShape {
   int64_t rows, part;  // part: elements of one half
   int stride;          // columns to a multiple of 8, of two of four to whole steps
+  int at_once;         // columns of a block
+  int64_t room;        // of rest, for those beyond two of four
 };
 
-// Eight columns of a row, of which every four keep two, as StepOfTile has them; the others are told as a mask of bits.
-__device__ unsigned keep_two_of_four(const float (&x)[8], unsigned there, StepOfTile& step, int row, int eighth) {
-  unsigned left = 0, places = 0;
+// The four numbers that are kept of a row's columns 8 * eighth and seven more.
+template <class T>
+__device__ void put(StepOfTile& step, int row, int eighth, const float (&kept)[4]) {
   uint2 high, low;
+  split_two(kept[0], kept[1], high.x, low.x), split_two(kept[2], kept[3], high.y, low.y);
+  uint4* const pieces = step.numbers[row];
+  const int piece = eighth / 2;
+  reinterpret_cast<uint2*>(&pieces[piece ^ row % 8])[eighth % 2] = high;
+  reinterpret_cast<uint2*>(&pieces[(piece + 4) ^ row % 8])[eighth % 2] = low;
+}
+template <class T>
+__device__ void put(NarrowStepOfTile& step, int row, int eighth, const float (&kept)[4]) {
+  const auto packed = pack<T, 4>(kept);
+  reinterpret_cast<uint2*>(&step.numbers[row][eighth / 2 ^ row / 2 % 4])[eighth % 2] = {packed.at[0], packed.at[1]};
+}
+
+// Which of eight columns with nonzeros `there` are beyond two of four, as bits.
+__device__ inline unsigned beyond_two(unsigned there) {
+  unsigned beyond = 0;
+#pragma unroll
+  for (int four = 0; four < 2; ++four) {
+    const unsigned own = there >> 4 * four & 15, others = own & (own - 1);
+    beyond |= (others & (others - 1)) << 4 * four;
+  }
+  return beyond;
+}
+
+// Eight columns of a row, of which every four keep two.
+template <class T, class Step>
+__device__ void keep_two_of_four(const float (&x)[8], unsigned there, Step& step, int row, int eighth) {
+  unsigned places = 0;
+  float kept[4] = {};
 #pragma unroll
   for (int four = 0; four < 2; ++four) {
     unsigned taken = there >> 4 * four & 15;
     if (__popc(taken) < 2) taken |= taken & 8 ? 4 : 8;
     if (__popc(taken) < 2) taken |= 4;
-    const unsigned second = taken & (taken - 1), others = second & (second - 1);
-    left |= others << 4 * four;
-    const int at = __ffs(taken) - 1, then = __ffs(second) - 1;
+    const int at = __ffs(taken) - 1, then = __ffs(taken & (taken - 1)) - 1;
     places |= (at | then << 2) << 4 * four;
-    float a = 0, b = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a = i == at ? x[4 * four + i] : a, b = i == then ? x[4 * four + i] : b;
-    split_two(a, b, four ? high.y : high.x, four ? low.y : low.x);
+    for (int i = 0; i < 4; ++i) {
+      if (i == at) kept[2 * four] = x[4 * four + i];
+      if (i == then) kept[2 * four + 1] = x[4 * four + i];
+    }
   }
-  uint4* const pieces = step.numbers[row];
-  const int piece = eighth / 2;
-  reinterpret_cast<uint2*>(&pieces[piece ^ row % 8])[eighth % 2] = high;
-  reinterpret_cast<uint2*>(&pieces[(piece + 4) ^ row % 8])[eighth % 2] = low;
-  step.places[row / 16][row % 8][piece][row / 8 % 2][eighth % 2] = static_cast<unsigned char>(places);
-  return left;
+  put<T>(step, row, eighth, kept);
+  step.places[row / 16][row % 8][eighth / 2][row / 8 % 2][eighth % 2] = static_cast<unsigned char>(places);
 }
 
-// A block a row, or kFillColumns of it.
+// A block a row, or kFillColumns of it; of two of four a row.
 template <class T, class I, bool two_of_four = false>
 __global__ void __launch_bounds__(kSparseThreads)
     fill_kernel(const I* crow, const I* col, const I* order, const T* values, uint4* out, int* exponents,
                 FillFacts* facts, int2* rest, const FillShape shape) {
   extern __shared__ __align__(16) float numbers[];
   __shared__ unsigned largest;
-  __shared__ int tiny, large, stored;
+  __shared__ int tiny, large, stored, before_row;
   const int64_t row = blockIdx.x;
-  const int first = blockIdx.y * kFillColumns, width = min(kFillColumns, shape.stride - first);
+  const int first = blockIdx.y * shape.at_once, width = min(shape.at_once, shape.stride - first);
   if (threadIdx.x == 0) largest = 0, tiny = 0, large = 0, stored = 0;
   for (int i = threadIdx.x; i < width / 4; i += kSparseThreads)
     reinterpret_cast<uint4*>(numbers)[i] = {kAbsent, kAbsent, kAbsent, kAbsent};
@@ -95,37 +120,53 @@ __global__ void __launch_bounds__(kSparseThreads)
   }
   uint4* const to = out + (row * shape.stride + first) / 8;
   int own_tiny = 0, own_large = 0, own_stored = 0;
-  [[maybe_unused]] int64_t next = shape.rows + begin / 2;  // of rest: no more than half of a row's go there
-  [[maybe_unused]] const int64_t first_rest = next;
+  const auto there_of = [&](int i) {  // of columns 8 * i and seven more
+    unsigned there = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) there |= (__float_as_uint(numbers[8 * i + j]) != kAbsent) << j;
+    return there;
+  };
+  [[maybe_unused]] int64_t next = 0;  // in rest
+  if constexpr (two_of_four) {
+    int own_beyond = 0;
+    for (int i = threadIdx.x; i < width / 8; i += kSparseThreads) own_beyond += __popc(beyond_two(there_of(i)));
+    const int all = count_before(own_beyond).all;
+    if (threadIdx.x == 0) before_row = all > 0 ? atomicAdd(&facts->beyond, all) : 0;
+    __syncthreads();
+    next = shape.rows + before_row;
+    if (threadIdx.x == 0 && within) {
+      const int64_t until = shape.rows + shape.room;
+      rest[row] = {static_cast<int>(min(next, until)), static_cast<int>(min(next + all, until))};
+    }
+  }
   for (int i0 = 0; i0 < width / 8; i0 += kSparseThreads) {
     const int i = i0 + threadIdx.x;
     [[maybe_unused]] unsigned left = 0;
     if (i < width / 8) {
+      [[maybe_unused]] const unsigned there = two_of_four ? there_of(i) : 0;
       float x[8];
       const auto [a, b, c, d] = reinterpret_cast<const float4*>(numbers)[2 * i];
       const auto [f, g, h, k] = reinterpret_cast<const float4*>(numbers)[2 * i + 1];
       x[0] = a, x[1] = b, x[2] = c, x[3] = d, x[4] = f, x[5] = g, x[6] = h, x[7] = k;
-      [[maybe_unused]] unsigned there = 0;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        there |= (__float_as_uint(x[j]) != kAbsent) << j;
-        x[j] = __float_as_uint(x[j]) == kAbsent ? 0 : x[j];
-      }
+      for (int j = 0; j < 8; ++j) x[j] = __float_as_uint(x[j]) == kAbsent ? 0 : x[j];
       if constexpr (sizeof(T) == 4) {
 #pragma unroll
         for (float& number : x) {
           number *= scale;
           own_tiny += is_tiny(number), own_large += is_large(number), own_stored += number != 0;
         }
-        if constexpr (two_of_four) {
-          auto* const steps = reinterpret_cast<StepOfTile*>(out) + row / kTileRows * (shape.stride / kStepColumns);
-          left = keep_two_of_four(x, there, steps[i / 8], static_cast<int>(row % kTileRows), i % 8);
-        } else {
-          uint4 high, low;
-          split_two(x[0], x[1], high.x, low.x), split_two(x[2], x[3], high.y, low.y);
-          split_two(x[4], x[5], high.z, low.z), split_two(x[6], x[7], high.w, low.w);
-          to[i] = high, to[i + shape.part / 8] = low;
-        }
+      }
+      if constexpr (two_of_four) {
+        using Step = std::conditional_t<sizeof(T) == 4, StepOfTile, NarrowStepOfTile>;
+        auto* const steps = reinterpret_cast<Step*>(out) + row / kTileRows * (shape.stride / kStepColumns);
+        keep_two_of_four<T>(x, there, steps[i / 8], static_cast<int>(row % kTileRows), i % 8);
+        left = beyond_two(there);
+      } else if constexpr (sizeof(T) == 4) {
+        uint4 high, low;
+        split_two(x[0], x[1], high.x, low.x), split_two(x[2], x[3], high.y, low.y);
+        split_two(x[4], x[5], high.z, low.z), split_two(x[6], x[7], high.w, low.w);
+        to[i] = high, to[i + shape.part / 8] = low;
       } else {
         const auto packed = pack<T, 8>(x);
         to[i] = {packed.at[0], packed.at[1], packed.at[2], packed.at[3]};
@@ -135,13 +176,11 @@ __global__ void __launch_bounds__(kSparseThreads)
       const auto [before, all] = count_before(__popc(left));
       for (int64_t at = next + before; left != 0; left &= left - 1, ++at) {
         const int c = 8 * i + __ffs(left) - 1;
-        rest[at] = {c, static_cast<int>(__float_as_uint(numbers[c]))};
+        if (at < shape.rows + shape.room) rest[at] = {c, static_cast<int>(__float_as_uint(numbers[c]))};
       }
       next += all;
     }
   }
-  if constexpr (two_of_four)
-    if (threadIdx.x == 0 && within) rest[row] = {static_cast<int>(first_rest), static_cast<int>(next)};
   if constexpr (sizeof(T) == 4) {
     if (own_tiny > 0) tiny = 1;
     if (own_stored > 0) atomicAdd(&large, own_large), stored = 1;
@@ -168,19 +207,22 @@ __global__ void __launch_bounds__(kSparseThreads)
 
 }  // namespace
 
-Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four) {
+Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four, int64_t beyond) {
   const bool wide = values.scalar_type() == at::kFloat;
   const int64_t rows = p.rows(), many = two_of_four ? kStepColumns : 8, stride = ceil_of(columns, many) * many,
-                chunks = ceil_of(stride, kFillColumns), tiles = ceil_of(rows, kTileRows);
+                at_once = two_of_four ? stride : std::min<int64_t>(stride, kFillColumns),
+                chunks = stride > 0 ? ceil_of(stride, at_once) : 0, tiles = ceil_of(rows, kTileRows),
+                room = std::min(beyond < 0 ? INT64_MAX : beyond, values.size(0) / 2);
   TORCH_CHECK(rows <= INT32_MAX - kTileRows && chunks <= 65535, "spmm: expected a smaller matrix to fill, got ", rows,
               " x ", columns);
   const auto ints = values.options().dtype(at::kInt), halves = values.options().dtype(at::kHalf);
   Filled made;
   if (two_of_four) {
-    TORCH_CHECK(wide && chunks <= 1 && rows + values.size(0) / 2 <= INT32_MAX, "spmm: expected float32 and at most ",
-                kFillColumns, " columns to keep two of four, got ", values.scalar_type(), " and ", columns);
-    made.parts = empty({tiles, stride / kStepColumns, kStepHalves}, halves);
-    made.rest = zeros({rows + values.size(0) / 2, 2}, ints);
+    TORCH_CHECK(stride <= kMostPaired && rows + room <= INT32_MAX, "spmm: expected at most ", kMostPaired,
+                " columns to keep two of four, got ", columns, ", and fewer nonzeros than ", values.size(0));
+    made.parts = wide ? empty({tiles, stride / kStepColumns, kStepHalves}, halves)
+                      : empty({tiles, stride / kStepColumns, kNarrowStepHalves}, values.options());
+    made.rest = zeros({rows + room, 2}, ints);
   } else {
     made.parts = wide ? empty({2, rows, stride}, halves) : empty({rows, stride}, values.options());
     if (wide) made.rest = empty({0, 2}, ints);
@@ -191,26 +233,31 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
   const auto stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(cudaMemsetAsync(facts, 0, sizeof(FillFacts), stream));
   if (made.parts.numel() == 0) return made;
-  const FillShape shape{rows, rows * stride, static_cast<int>(stride)};
+  const FillShape shape{rows, rows * stride, static_cast<int>(stride), static_cast<int>(at_once), room};
   const dim3 grid(static_cast<unsigned>(two_of_four ? tiles * kTileRows : rows), static_cast<unsigned>(chunks));
-  const auto shared = static_cast<size_t>(std::min<int64_t>(stride, kFillColumns)) * sizeof(float);
-  const auto launch = [&]<class T, bool with_rest = false>(T) {
+  const auto shared = static_cast<size_t>(at_once) * sizeof(float);
+  const auto launch = [&]<class T, bool with_rest>(T) {
     AT_DISPATCH_INDEX_TYPES(p.crow.scalar_type(), "spmm", [&] {
-      fill_kernel<T, index_t, with_rest><<<grid, kSparseThreads, shared, stream>>>(
+      constexpr auto kernel = fill_kernel<T, index_t, with_rest>;
+      if (shared > (48 << 10))
+        C10_CUDA_CHECK(
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+      kernel<<<grid, kSparseThreads, shared, stream>>>(
           p.crow.const_data_ptr<index_t>(), p.col.const_data_ptr<index_t>(), indices_or_null<index_t>(p.order),
           values.const_data_ptr<T>(), static_cast<uint4*>(made.parts.mutable_data_ptr()),
           wide ? made.exponents.mutable_data_ptr<int>() : nullptr, facts,
           with_rest ? static_cast<int2*>(made.rest.mutable_data_ptr()) : nullptr, shape);
     });
   };
-  if (two_of_four)
-    launch.operator()<float, true>(0);
-  else if (wide)
-    launch(float());
-  else if (values.scalar_type() == at::kHalf)
-    launch(c10::Half());
-  else
-    launch(c10::BFloat16());
+  const auto by_type = [&]<bool with_rest>() {
+    if (wide)
+      launch.template operator()<float, with_rest>(0);
+    else if (values.scalar_type() == at::kHalf)
+      launch.template operator()<c10::Half, with_rest>({});
+    else
+      launch.template operator()<c10::BFloat16, with_rest>({});
+  };
+  two_of_four ? by_type.template operator()<true>() : by_type.template operator()<false>();
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return made;
 }

@@ -29,19 +29,25 @@ struct FillFacts {
   // Of A: INT_MAX less the large numbers of the row that has fewest. Of the dense side: the numbers that are not large,
   // zeros too, of the column that has most.
   int missing;
+  int beyond;  // of A's nonzeros, two of four
 };
 __device__ inline bool fit(const FillFacts& a, const FillFacts& dense) {
   return !a.unfit && !dense.unfit && ((!a.tiny && !dense.tiny) || INT_MAX - a.missing > dense.missing);
 }
 
-// What two of four leaves of kTileRows x kStepColumns of A, as shared memory and tensor cores take it (hopper.cuh).
+// What two of four keep of kTileRows x kStepColumns of A, as shared memory and tensor cores take it (hopper.cuh).
+// Where of its four columns each of a pair lies, 2 bits each: [16 rows][row % 8][16 columns][row / 8 % 2][8 columns].
+using PairPlaces = unsigned char[kTileRows / 16][8][4][2][2];
 struct StepOfTile {
   // Of a row the 32 high halves, then the low ones; piece p of row r at p ^ r % 8.
   uint4 numbers[kTileRows][8];
-  // Where of its four columns each of a pair lies, 2 bits each: [16 rows][row % 8][16 columns][row / 8 % 2][8 columns].
-  unsigned char places[kTileRows / 16][8][4][2][2];
+  PairPlaces places;
 };
-static_assert(sizeof(StepOfTile) == 2 * kStepHalves);
+struct NarrowStepOfTile {
+  uint4 numbers[kTileRows][4];  // of a row the 32; piece p of row r at p ^ r / 2 % 4
+  PairPlaces places;
+};
+static_assert(sizeof(StepOfTile) == 2 * kStepHalves && sizeof(NarrowStepOfTile) == 2 * kNarrowStepHalves);
 
 // Two numbers as high + low / 2^12.
 __device__ inline void split_two(float x, float y, uint32_t& high, uint32_t& low) {

@@ -21,21 +21,25 @@ namespace matmuls {
 
 constexpr float kLowScale = 4096;
 constexpr int kFewestInHalves = 16;                                    // choice.py's FEWEST_IN_HALVES
-constexpr int kFillFacts = 3;                                          // ints of FillFacts, filled.cuh
+constexpr int kFillFacts = 4;                                          // ints of FillFacts, filled.cuh
 constexpr int kTileRows = 128, kStepColumns = 64, kStepHalves = 8704;  // of StepOfTile, filled.cuh
+constexpr int kNarrowStepHalves = 4608;                                // of NarrowStepOfTile
+constexpr int kMostPaired = 32768;                                     // columns of two of four
 
 // float32: parts [2, rows, columns to a multiple of 8] in float16, exponents [rows] of the rows' scales. 16 bits:
 // [rows, columns to a multiple of 8] as they are. facts: [kFillFacts].
 //
-// Of a float32 matrix most of whose columns, taken by four, hold two nonzeros or fewer, two of four suffice: half the
-// bytes, and tensor cores take half the time. parts: [tiles of rows, steps of columns, kStepHalves], StepOfTile's.
-// rest, [rows + nonzeros / 2, 2]: of each row from where to where below its other nonzeros lie, as columns and bits of
-// float32, which are multiplied as such. It is [0, 2] where parts hold all.
+// Of a matrix most of whose columns, taken by four, hold two nonzeros or fewer, two of four suffice: half the bytes,
+// and tensor cores take half the time. parts: [tiles of rows, steps of columns, kStepHalves], StepOfTile's, or in 16
+// bits
+// [.., .., kNarrowStepHalves], NarrowStepOfTile's. rest, [rows + those beyond two, 2]: of each row from where to where
+// below its other nonzeros lie, as columns and bits of float32, which are multiplied as such. It is [0, 2] where parts
+// hold all.
 struct Filled {
   at::Tensor parts, exponents, facts, rest;
 };
-// values: [nonzeros].
-Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four = false);
+// values: [nonzeros]. beyond: how many of them are beyond two of four; -1: not known.
+Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four = false, int64_t beyond = -1);
 
 // Facts of dense, [columns, n] with rows on 16 bytes, in 16 bits: whether it is finite. [kFillFacts]
 at::Tensor look_for_infinite(const at::Tensor& dense);
@@ -45,5 +49,9 @@ at::Tensor look_for_infinite(const at::Tensor& dense);
 void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values, const at::Tensor& dense,
                      const at::Tensor& out, double alpha);
 bool can_multiply_halves();
+
+// out <- A @ dense in 16 bits, of what two of four keep of A; n a multiple of 8, rows of dense and out on 16 bytes. 0
+// times what is not finite is NaN, as in a product with all zeros, in the columns that are kept beside fewer than two.
+void multiply_two_of_four(const Filled& a, const at::Tensor& dense, const at::Tensor& out);
 
 }  // namespace matmuls

@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         };
         if constexpr (Tile::two_of_four) {
           const unsigned char* const own = a + half_a * kRowBytes / 2;
-          hopper::multiply_two_of_four<0>(acc, hopper::descriptor(own), b_from(0), places, accumulate);
-          hopper::multiply_two_of_four<1>(acc, hopper::descriptor(own + 32), b_from(32), places, true);
+          hopper::multiply_two_of_four<c10::Half, 0>(acc, hopper::descriptor(own), b_from(0), places, accumulate);
+          hopper::multiply_two_of_four<c10::Half, 1>(acc, hopper::descriptor(own + 32), b_from(32), places, true);
         } else {
 #pragma unroll
           for (int part = 0; part < 4; ++part)  // 16 k each

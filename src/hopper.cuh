@@ -140,6 +140,11 @@ __device__ inline uint64_t descriptor(const void* tile, unsigned apart = 16) {
   return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{apart >> 4} << 16) |
          ((ptx::shared_address(tile) & 0x3ffff) >> 4);
 }
+// The same of rows of 64 bytes with K side by side, whose pieces TMA's 64-byte swizzle exchanges: piece ^ (r / 2 % 4).
+__device__ inline uint64_t descriptor_of_narrow(const void* tile) {
+  return (uint64_t{2} << 62) | (uint64_t{512 >> 4} << 32) | (uint64_t{1} << 16) |
+         ((ptx::shared_address(tile) & 0x3ffff) >> 4);
+}
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int pending>
@@ -223,27 +228,33 @@ __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b,
   }
 }
 
-// The same in float16 where a keeps two of every four k, 16 of 32: which ones, 4 bits for every four, thread t tells of
-// its warp's rows t / 4 % 8 (the lower 16 bits) and 8 more, k from 16 * (t % 2) on; in the first of two such products
-// (which = 0) threads 0 and 1 of four do, in the second 2 and 3.
-#define MATMULS_SPARSE_WGMMA(n, a, b, e, half, add)                                                \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                         \
-               ", 0;\n\t"                                                                          \
-               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k32.f32.f16.f16 {" MATMULS_REGISTERS_##n \
-               "}, " a ", " b ", " e ", " half ", p, 1, 1, 0, 1;\n\t}"                             \
-               : MATMULS_OPERANDS_##n(d)                                                           \
+// The same where a keeps two of every four k, 16 of 32: which ones, 4 bits for every four, thread t tells of its warp's
+// rows t / 4 % 8 (the lower 16 bits) and 8 more, k from 16 * (t % 2) on; in the first of two such products (which = 0)
+// threads 0 and 1 of four do, in the second 2 and 3.
+#define MATMULS_SPARSE_WGMMA(n, types, a, b, e, half, add)                                          \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                          \
+               ", 0;\n\t"                                                                           \
+               "wgmma.mma_async.sp.sync.aligned.m64n" #n "k32.f32" types " {" MATMULS_REGISTERS_##n \
+               "}, " a ", " b ", " e ", " half ", p, 1, 1, 0, 1;\n\t}"                              \
+               : MATMULS_OPERANDS_##n(d)                                                            \
                : "l"(desc_a), "l"(desc_b), "r"(places), "r"(int(accumulate)), "n"(which))
+#define MATMULS_MULTIPLY_TWO_OF_FOUR(types)                              \
+  if constexpr (N == 64)                                                 \
+    MATMULS_SPARSE_WGMMA(128, types, "%64", "%65", "%66", "%68", "%67"); \
+  else if constexpr (N == 32)                                            \
+    MATMULS_SPARSE_WGMMA(64, types, "%32", "%33", "%34", "%36", "%35");  \
+  else                                                                   \
+    MATMULS_SPARSE_WGMMA(32, types, "%16", "%17", "%18", "%20", "%19")
 
-template <int which, int N>
+template <class T, int which, int N>
 __device__ inline void multiply_two_of_four(float (&d)[N], uint64_t desc_a, uint64_t desc_b, uint32_t places,
                                             bool accumulate) {
   static_assert(N == 16 || N == 32 || N == 64);
-  if constexpr (N == 64)
-    MATMULS_SPARSE_WGMMA(128, "%64", "%65", "%66", "%68", "%67");
-  else if constexpr (N == 32)
-    MATMULS_SPARSE_WGMMA(64, "%32", "%33", "%34", "%36", "%35");
-  else
-    MATMULS_SPARSE_WGMMA(32, "%16", "%17", "%18", "%20", "%19");
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    MATMULS_MULTIPLY_TWO_OF_FOUR(".bf16.bf16");
+  } else {
+    MATMULS_MULTIPLY_TWO_OF_FOUR(".f16.f16");
+  }
 }
 
 // The same with a in registers, as PTX lays out wgmma's: in TF32 thread t holds rows t / 4 and t / 4 + 8 at k = t % 4,

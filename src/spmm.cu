@@ -304,6 +304,11 @@ bool may_fill(const Call& c) {
                                  : c.alpha == 1 && !must_be_deterministic() && Borrowed::is_to_be_had(Library::cublas));
 }
 
+// In 16 bits, what a plan keeps so.
+bool may_keep_two_of_four(const Call& c) {
+  return c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) && can_multiply_halves();
+}
+
 // Microseconds of both ways, about, as measured on an H200.
 bool is_worth_filling(const Call& c) {
   const bool wide = c.dense.scalar_type() == at::kFloat;
@@ -390,15 +395,23 @@ void run_cuda(const Call& c) {
 
 void run_halves(const Call& c, const Filled& kept) {
   const OperationGuard guard(kOp, c.dense);
-  AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
-    auto m = args_of<float, index_t>(c);
-    may_fill(c) ? sum_filled(c, m, kept) : sum_cuda(c, m);
-  });
+  AT_DISPATCH_SWITCH(c.dense.scalar_type(), kOp, AT_DISPATCH_CASE(at::kFloat, [&] {
+                       AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
+                         auto m = args_of<float, index_t>(c);
+                         may_fill(c) ? sum_filled(c, m, kept) : sum_cuda(c, m);
+                       });
+                     }) AT_DISPATCH_CASE_REDUCED_FLOATING_TYPES([&] {
+                       if (may_keep_two_of_four(c)) return multiply_two_of_four(kept, c.dense[0], c.out[0]);
+                       AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
+                         auto m = args_of<scalar_t, index_t>(c);
+                         sum_cuda(c, m);
+                       });
+                     }));
 }
 
-Filled fill_on_gpu(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four) {
+Filled fill_on_gpu(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four, int64_t beyond) {
   const OperationGuard guard(kOp, values);
-  return fill(p, values, columns, two_of_four);
+  return fill(p, values, columns, two_of_four, beyond);
 }
 
 }  // namespace matmuls::spmm

@@ -37,9 +37,8 @@ void run_cuda(const Call& c);
 bool must_be_deterministic();
 void multiply_filled(const at::Tensor& a, const at::Tensor& dense, const at::Tensor& out);  // sums in float32
 
-// The product with what a plan keeps of a float32 matrix (filled.h), by rows where halves will not do; and what it
-// keeps.
+// The product with what a plan keeps of a matrix (filled.h), by rows where halves will not do; and what it keeps.
 void run_halves(const Call& c, const Filled& kept);
-Filled fill_on_gpu(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four);
+Filled fill_on_gpu(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four, int64_t beyond);
 
 }  // namespace matmuls::spmm

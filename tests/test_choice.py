@@ -44,8 +44,8 @@ def test_the_dense_product_where_it_is_faster(dense_wins, device):
     torch.testing.assert_close(first, dense @ b)
     assert all(torch.equal(made @ b, first) for _ in range(20))
     assert len(dense_wins) == 1
-    # As halves a number takes as many bytes; beside them lie a row's exponent and three facts.
-    assert made.nbytes == before + dense.nbytes + (96 * 4 + 12 if choice.HALVES in made.explain() else 0)
+    # As halves a number takes as many bytes; beside them lie a row's exponent and four facts.
+    assert made.nbytes == before + dense.nbytes + (96 * 4 + 16 if choice.HALVES in made.explain() else 0)
     assert "dense" in made.explain()
     assert "*" in made.explain()
     made @ b[:, :100].contiguous()  # between 64 and 128

@@ -13,10 +13,13 @@ from .spec import Bad, Call, Case, Draw, Spec
 
 _ops = torch.ops.custom_mm
 ATTENTION = [(8, 16, 1024, 1024), (2, 16, 4096, 4096), (32, 12, 512, 512), (64, 12, 128, 128)]
+ATTENTION += [(8, 16, 1500, 1500), (32, 12, 577, 577)]  # Whisper's and ViT's, whose rows do not end on 16 bytes
+ADDED = "added [B,1,Q,K]"
 MASKS: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
     "[B,1,1,K]": lambda b, h, q, k: (b, 1, 1, k),
     "[B,1,Q,K]": lambda b, h, q, k: (b, 1, q, k),
     "causal": lambda b, h, q, k: (),
+    ADDED: lambda b, h, q, k: (b, 1, q, k),
 }
 
 
@@ -40,6 +43,8 @@ def _eager_masked(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *, 
     """As a user would write it where no row is masked throughout."""
     if causal:
         mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+    if mask is not None and mask.is_floating_point():
+        return torch.softmax(x * scale + mask, -1)
     return torch.softmax((x * scale).masked_fill(mask, torch.finfo(x.dtype).min), -1)
 
 
@@ -62,9 +67,14 @@ def _masked_cases() -> Iterator[Case]:
         causal, name = label == "causal", "x".join(map(str, shape))
         sizes, length = mask_shape(*shape), shape[-1]
         seen = (length + 1) / (2 * length) if causal else 1.0  # of the columns, by the rows together
+        added = label == ADDED
 
-        def forward(draw: Draw, shape: Any = shape, sizes: Any = sizes, causal: bool = causal) -> Call:
+        def forward(
+            draw: Draw, shape: Any = shape, sizes: Any = sizes, causal: bool = causal, added: bool = added
+        ) -> Call:
             mask = None if causal else draw(*sizes) > 1
+            if added:
+                mask = torch.zeros(sizes, dtype=draw.dtype, device=draw.device).masked_fill(mask, -torch.inf)
             return Call((draw(*shape), mask, 0.125), {"causal": causal})
 
         def backward(draw: Draw, shape: Any = shape, sizes: Any = sizes, causal: bool = causal) -> Call:
@@ -79,6 +89,8 @@ def _masked_cases() -> Iterator[Case]:
             device="cuda",
             moved=(lambda call, seen=seen: int(call.args[0].nbytes * (1 + seen))) if causal else None,
         )
+        if added:  # its gradient is that of the others
+            continue
         yield Case(
             f"backward {name} {label}",
             backward,

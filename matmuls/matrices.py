@@ -3,7 +3,7 @@
 Read are Matrix Market (.mtx), NumPy's .npz as scipy.sparse.save_npz writes it or with crow, col, shape and, if they are
 to be kept, values; and METIS graphs (.graph, .metis); each also compressed by gzip (.gz), .npz excepted. Drawn are
 `rmat:SCALE:EDGES` (2^SCALE rows, EDGES a row, skewed), `grid:SIDE` (a 5-point stencil on SIDE x SIDE points) and
-`pruned:ROWSxCOLUMNS:SPARSITY` (a weight of which that share is 0).
+`pruned:ROWSxCOLUMNS:SPARSITY` (a weight of which that share is 0; `2of4`: two of each four of a row).
 """
 
 import gzip
@@ -234,10 +234,18 @@ def draw_grid(source: str) -> Matrix:
 def draw_pruned(source: str) -> Matrix:
     _, shape, sparsity = source.split(":")
     rows, columns = (int(n) for n in shape.split("x"))
-    if not 0 <= float(sparsity) <= 1:
-        raise ValueError(f"expected a sparsity from 0 to 1, got {sparsity}")
-    row, col = (np.random.default_rng(0).random((rows, columns), dtype=np.float32) >= float(sparsity)).nonzero()
-    return _by_rows(source, row, col, None, (rows, columns))
+    drawn = np.random.default_rng(0).random((rows, columns), dtype=np.float32)
+    if sparsity == "2of4":
+        if columns % 4 != 0:
+            raise ValueError(f"expected columns in fours to keep two of, got {columns}")
+        kept = np.zeros((rows, columns // 4, 4), dtype=bool)
+        np.put_along_axis(kept, np.argpartition(drawn.reshape(kept.shape), 1)[..., :2], True, -1)
+        kept = kept.reshape(rows, columns)
+    elif 0 <= float(sparsity) <= 1:
+        kept = drawn >= float(sparsity)
+    else:
+        raise ValueError(f"expected a sparsity from 0 to 1 or 2of4, got {sparsity}")
+    return _by_rows(source, *kept.nonzero(), None, (rows, columns))
 
 
 READERS = {".mtx": read_matrix_market, ".npz": read_npz, ".graph": read_metis, ".metis": read_metis}

@@ -100,6 +100,9 @@ def test_drawn():
     assert rmat.crow.diff().max() > 20 * 8
     pruned = matrices.load("pruned:200x300:0.9")
     assert pruned.nnz == pytest.approx(6000, rel=0.1)
+    halved = matrices.load("pruned:50x300:2of4")
+    row = torch.repeat_interleave(torch.arange(50), halved.crow.diff().long())
+    assert (torch.bincount(row * 75 + halved.col // 4, minlength=50 * 75) == 2).all()
     again = matrices.load("pruned:200x300:0.9")
     assert torch.equal(pruned.col, again.col)
 
@@ -200,6 +203,6 @@ def test_hostile_npz(tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"a.npz: .*encrypted"):
         matrices.load(str(path))
-    for source in ("rmat:3", "rmat:60:1", "grid:-3", "grid:x", "pruned:3x3:2", "pruned:3:0.5"):
+    for source in ("rmat:3", "rmat:60:1", "grid:-3", "grid:x", "pruned:3x3:2", "pruned:3x6:2of4", "pruned:3:0.5"):
         with pytest.raises(ValueError, match=source):
             matrices.load(source)

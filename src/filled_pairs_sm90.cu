@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       hopper::pin(acc);
       hopper::wait_for_products<1>();
       ptx::forget(earlier);  // the product before has read it until here
-      __syncwarp();          // all lanes have read their places
+      __syncwarp();          // all lanes have read their places: racecheck does not follow this
       if (n > 0 && lane < shape.beside)
         hopper::arrive_at(&empty[(n - 1) % Tile::stages], own_share * shape.beside + lane);
     };

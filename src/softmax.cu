@@ -491,7 +491,8 @@ PackedSoftmax<T, bytes, ends, anywhere> packed(const Call& c, const CallRows& ro
 // Rows that do not start or end on 16 bytes may not go so; a mask's may start anywhere.
 template <class T, bool bytes, bool ends, bool ragged>
 bool launch_packed(const Call& c, const CallRows& rows) {
-  const auto op = packed < T, bytes, ends, ragged && bytes > (c, rows);
+  constexpr bool anywhere = ragged && bytes;
+  const auto op = packed<T, bytes, ends, anywhere>(c, rows);
   const Rows<2>& data = rows.data;
   if constexpr (ragged) {
     return launch_ragged_warps(op, data) || launch_nearly_even<true, 5, 6, 7, 8>(op, data);

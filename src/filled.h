@@ -31,10 +31,9 @@ constexpr int kMostPaired = 32768;                                     // column
 //
 // Of a matrix most of whose columns, taken by four, hold two nonzeros or fewer, two of four suffice: half the bytes,
 // and tensor cores take half the time. parts: [tiles of rows, steps of columns, kStepHalves], StepOfTile's, or in 16
-// bits
-// [.., .., kNarrowStepHalves], NarrowStepOfTile's. rest, [rows + those beyond two, 2]: of each row from where to where
-// below its other nonzeros lie, as columns and bits of float32, which are multiplied as such. It is [0, 2] where parts
-// hold all.
+// bits kNarrowStepHalves, NarrowStepOfTile's. rest, [rows + those beyond two, 2]: of each row from where to where below
+// its other nonzeros lie, as columns and bits of float32, which are multiplied as such. It is [0, 2] where parts hold
+// all.
 struct Filled {
   at::Tensor parts, exponents, facts, rest;
 };

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     hopper::prefetch(dense_map);
     for (int s = 0; s < Tile::stages; ++s) {
       ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], kGroups * kGroup / 32 * shape.beside);
+      ptx::barrier_init(&empty[s], kGroups * kGroup + kGroups * kGroup / 32 * (shape.beside - 1));
     }
     ptx::barrier_fence();
   }
@@ -167,9 +167,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       hopper::pin(acc);
       hopper::wait_for_products<1>();
       ptx::forget(earlier);  // the product before has read it until here
-      __syncwarp();          // all lanes have read their places: racecheck does not follow this
-      if (n > 0 && lane < shape.beside)
-        hopper::arrive_at(&empty[(n - 1) % Tile::stages], own_share * shape.beside + lane);
+      // Each thread for the places that it has read; a lane of a warp for what another block brought.
+      if (n > 0) {
+        uint64_t* const read = &empty[(n - 1) % Tile::stages];
+        ptx::barrier_arrive(read);
+        if (lane < shape.beside && lane != own_beside) hopper::arrive_at(read, own_share * shape.beside + lane);
+      }
     };
     uint32_t even = 0, odd = 0;  // places, which a product reads until it has ended
     for (int n = 0; n < many; n += 2) {

@@ -41,6 +41,12 @@ struct Pair {
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(two) : "r"(tops), "r"(half ? 0xbbaau : 0x9988u));
     return two;
   }
+  // Each half 0xffff where it is -inf.
+  __device__ static uint32_t minus_infinities(uint32_t two) {
+    using Two = std::conditional_t<kHalf, __half2, __nv_bfloat162>;
+    const uint32_t infinities = kMinusInfinity;
+    return __heq2_mask(reinterpret_cast<const Two&>(two), reinterpret_cast<const Two&>(infinities));
+  }
   // -inf where the bits of `hidden` are set.
   __device__ static uint32_t hide(uint32_t two, uint32_t hidden) { return (two & ~hidden) | (kMinusInfinity & hidden); }
 };

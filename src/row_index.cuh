@@ -30,11 +30,13 @@ struct RowIndex {
       for (int t = 0; t < N; ++t) offsets.at[t] = narrow * strides[t][0];
       return offsets;
     }
-    if (dims == 2) {  // a mask's, mostly: its loads need not wait for a loop
-      const uint32_t outer = dividers[0].div(narrow);
-      const uint32_t inner = narrow - outer * static_cast<uint32_t>(sizes[0]);
+    if (dims <= 3) {  // a mask's, mostly: its loads need not wait for a loop
+      const uint32_t rest = dividers[0].div(narrow), inner = narrow - rest * static_cast<uint32_t>(sizes[0]);
+      const uint32_t outer = dims == 3 ? dividers[1].div(rest) : 0;
+      const uint32_t middle = rest - outer * static_cast<uint32_t>(sizes[1]);
 #pragma unroll
-      for (int t = 0; t < N; ++t) offsets.at[t] = inner * strides[t][0] + outer * strides[t][1];
+      for (int t = 0; t < N; ++t)
+        offsets.at[t] = inner * strides[t][0] + middle * strides[t][1] + outer * strides[t][2];
       return offsets;
     }
 #pragma unroll

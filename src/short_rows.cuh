@@ -263,17 +263,17 @@ bool side_by_side(const Rows<N>& rows) {
 
 // Whether the rows went so, which are as far from a multiple of 16 bytes in the first P tensors. regions: tensors of a
 // tile, of which as many as are read come first. prepare(op, blocks) is called before the launch of an operation with
-// column sums.
-template <int P, class Op, int D, class Prepare = decltype(kNothingToPrepare)>
+// column sums. Rows of more columns than `limit` are not for it, where others are compiled for them.
+template <int P, int limit = INT_MAX, class Op, int D, class Prepare = decltype(kNothingToPrepare)>
 bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
                        const Prepare& prepare = kNothingToPrepare) {
   using T = typename Op::Storage;
   constexpr bool sums = Op::kColumnSums, wide = sizeof(T) == 4;
   // Float32 in tiles: few numbers a lane. Other kernels are as fast for longer ones, and faster for gradients.
-  constexpr int kMost = sums             ? (wide ? 416 : 608)
-                        : wide           ? (Op::kInputs == 1 || Op::kConstants > 0 ? 1024 : 80)
-                        : Op::kConstants ? 608
-                                         : (Op::kInputs == 1 ? 1056 : 800);
+  constexpr int kMost = std::min(limit, sums             ? (wide ? 416 : 608)
+                                        : wide           ? (Op::kInputs == 1 || Op::kConstants > 0 ? 1024 : 80)
+                                        : Op::kConstants ? 608
+                                                         : (Op::kInputs == 1 ? 1056 : 800));
   if (rows.columns > kMost || !side_by_side<P>(rows)) return false;
   const auto shape = shape_of<Op>(rows.count, rows.columns);
   const auto direct = [&]<int N>() {
@@ -324,10 +324,10 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
   if constexpr (kMost > 80) {
     if (some.template operator()<8, 13>() || some.template operator()<16, 8, 10>()) return true;
   }
-  if constexpr (sums || !wide) {
+  if constexpr (kMost > 160 && (sums || !wide)) {
     if (some.template operator()<16, 13>() || some.template operator()<32, 8, 10, 13>()) return true;
   }
-  if constexpr (!wide) {
+  if constexpr (kMost > 416 && !wide) {
     if (some.template operator()<32, 16, 19>()) return true;
     if constexpr (kMost > 608)
       if (some.template operator()<32, 25>()) return true;

@@ -152,14 +152,27 @@ struct Softmax {
   // Where |base| * log2(e) * 2^-24 is an error that 16 bits do not show.
   __device__ static bool near_zero(F base) { return fabs(base) < F(512); }
   __device__ static F or_zero(F max) { return max == fill() ? F(0) : max; }
-  __device__ static F masked_by(F z, F m) { return m == fill() ? fill() : z + m; }
-
-  // z of one column behind its mask, wherever that lies.
-  __device__ F mask_column(const char* row_mask, int64_t column, F z) const {
-    const char* m = row_mask + column * mask_step * mask_element;
-    if (kind == MaskKind::bytes) return *m ? fill() : z;
-    if (kind == MaskKind::same) return masked_by(z, F(*reinterpret_cast<const T*>(m)));
-    return masked_by(z, F(*reinterpret_cast<const float*>(m)));
+  // z of x, which of no mask is scale * x.
+  __device__ F behind_byte(F x, bool masked) const { return masked ? fill() : scale * x; }
+  __device__ F behind(F x, F m) const { return m == fill() ? fill() : fma(scale, x, m); }
+  __device__ bool is_masked(const char* row_mask, int64_t column) const {
+    bool masked_out = false;
+    if (kind != MaskKind::none)
+      by_kind(row_mask, [&]<class Z>(const auto* own, Z, const auto& z_of) {
+        masked_out = z_of(F(0), static_cast<Z>(own[column * mask_step])) == fill();
+      });
+    return masked_out;
+  }
+  // body(own, unmasked, z_of) of a mask of any kind: its numbers, what one is where there is none, and z_of(x, number).
+  template <class Body>
+  __device__ void by_kind(const char* row_mask, const Body& body) const {
+    const auto added = [&](F x, F m) { return behind(x, m); };
+    if (kind == MaskKind::bytes)
+      body(reinterpret_cast<const uint8_t*>(row_mask), 0u, [&](F x, unsigned m) { return behind_byte(x, m); });
+    else if (kind == MaskKind::same)
+      body(reinterpret_cast<const T*>(row_mask), F(0), added);
+    else
+      body(reinterpret_cast<const float*>(row_mask), F(0), added);
   }
 
   template <int V, int NV, class Columns, class Inputs, class Constants>
@@ -175,23 +188,22 @@ struct Softmax {
                        const Inputs& inputs) const {
     const int visible = row.visible(span.columns);
     auto& e = held.e;  // z at first
-    const auto start = [&](int i) {
-      unpack(inputs.words(i, 0), e[i]);
-      if constexpr (masked) {
-#pragma unroll
-        for (int j = 0; j < V; ++j) e[i][j] *= scale;
-      }
-    };
     bool started = false;
     if constexpr (masked) {
       if (kind != MaskKind::none) {
-        add_mask(row, span, visible, start, e);
+        look_behind_mask(row, span, visible, inputs, e);
         started = true;
       }
     }
     if (!started) {
 #pragma unroll
-      for (int i = 0; i < NV; ++i) start(i);
+      for (int i = 0; i < NV; ++i) {
+        unpack(inputs.words(i, 0), e[i]);
+        if constexpr (masked) {
+#pragma unroll
+          for (int j = 0; j < V; ++j) e[i][j] *= scale;
+        }
+      }
     }
     F tops[4] = {fill(), fill(), fill(), fill()}, sums[4] = {};  // four chains: a warp would wait for a single one
 #pragma unroll
@@ -202,18 +214,23 @@ struct Softmax {
     }
     held.top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
     const F base = or_zero(held.top);
-    // exp(z - base) by one multiply-add; its rounding, 6e-8 |base|, is far below that of 16 bits.
-    const bool fast = sizeof(T) == 2 && near_zero(base);
-    const float shift = -float(base) * kLog2e;
+    const auto raise = [&](const auto& exponential) {
 #pragma unroll
-    for (int i = 0; i < NV; ++i) {
+      for (int i = 0; i < NV; ++i) {
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const F each = fast ? F(ptx::exp2_approx(fmaf(float(e[i][j]), kLog2e, shift))) : exp_of(e[i][j] - base);
-        sums[(i * V + j) % 4] += each;
-        if constexpr (!kHoldsZ) e[i][j] = each;
+        for (int j = 0; j < V; ++j) {
+          const F each = exponential(e[i][j]);
+          sums[(i * V + j) % 4] += each;
+          if constexpr (!kHoldsZ) e[i][j] = each;
+        }
       }
-    }
+    };
+    // exp(z - base) by one multiply-add; its rounding, 6e-8 |base|, is far below that of 16 bits.
+    const float shift = -float(base) * kLog2e;
+    if (sizeof(T) == 2 && near_zero(base))
+      raise([&](F z) { return F(ptx::exp2_approx(fmaf(float(z), kLog2e, shift))); });
+    else
+      raise([&](F z) { return exp_of(z - base); });
     const F sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     const F top = larger(state.max, held.top), both = or_zero(top);
     state.sum = state.sum * exp_of(state.max - both) + sum * exp_of(held.top - both);
@@ -271,9 +288,10 @@ struct Softmax {
     state = {top, (sums[0] + sums[1]) + (sums[2] + sums[3])};
   }
 
-  // z behind its mask; start(i) fills vector i of it.
-  template <int V, int NV, class Columns, class Start>
-  __device__ void add_mask(const Row& row, const Columns& span, int visible, const Start& start, F (&z)[NV][V]) const {
+  // z of all vectors.
+  template <int V, int NV, class Columns, class Inputs>
+  __device__ void look_behind_mask(const Row& row, const Columns& span, int visible, const Inputs& inputs,
+                                   F (&z)[NV][V]) const {
     if constexpr (!any) {
       Words<Mask, V> words[NV];  // all on their way at once
 #pragma unroll
@@ -287,25 +305,40 @@ struct Softmax {
         }
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
-        start(i);
+        auto x = inputs.words(i, 0);
         F m[V];
         if constexpr (sizeof(Mask) > 1) unpack(words[i], m);
+        // x is 0 where the mask is -inf, and the sum -inf.
+        constexpr bool by_pairs = sizeof(T) == 2 && sizeof(Mask) == 2 && V > 1;
+        if constexpr (by_pairs) {
+#pragma unroll
+          for (int w = 0; w < V / 2; ++w) x.at[w] &= ~Pair<T>::minus_infinities(words[i].at[w]);
+        }
+        unpack(x, z[i]);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-          if constexpr (sizeof(Mask) > 1)
-            z[i][j] = masked_by(z[i][j], m[j]);
-          else if (words[i].at[j / 4] & (0xffu << (8 * (j % 4))))
-            z[i][j] = fill();
+          if constexpr (by_pairs)
+            z[i][j] = fma(scale, z[i][j], m[j]);
+          else if constexpr (sizeof(Mask) > 1)
+            z[i][j] = behind(z[i][j], m[j]);
+          else
+            z[i][j] = behind_byte(z[i][j], words[i].at[j / 4] & (0xffu << (8 * (j % 4))));
         }
       }
     } else {
+      by_kind(row.mask, [&]<class Z>(const auto* own, Z unmasked, const auto& z_of) {
 #pragma unroll
-      for (int i = 0; i < NV; ++i) {
-        start(i);
+        for (int i = 0; i < NV; ++i) {
+          const auto* const first = own + span.column(i) * mask_step;
+          Z m[V];
 #pragma unroll
-        for (int j = 0; j < V; ++j)
-          if (span.holds(i, j, visible)) z[i][j] = mask_column(row.mask, span.column(i) + j, z[i][j]);
-      }
+          for (int j = 0; j < V; ++j)
+            m[j] = span.holds(i, j, visible) ? static_cast<Z>(first[j * mask_step]) : unmasked;
+          unpack(inputs.words(i, 0), z[i]);
+#pragma unroll
+          for (int j = 0; j < V; ++j) z[i][j] = z_of(z[i][j], m[j]);
+        }
+      });
     }
   }
   template <class Team>
@@ -334,9 +367,8 @@ struct Softmax {
   template <int V, int NV, class Columns>
   __device__ void write_held(const Row& row, const Result& result, Held<V, NV>& held, const Columns& span) const {
     if (masked && result.undefined)
-      return write_undefined<NV, V>(row.y, row.y_step, span, row.visible(span.columns), [&](int column) {
-        return kind == MaskKind::none || mask_column(row.mask, column, F(0)) != fill();
-      });
+      return write_undefined<NV, V>(row.y, row.y_step, span, row.visible(span.columns),
+                                    [&](int column) { return !is_masked(row.mask, column); });
     const F factor = exp_of(held.top - result.max) / result.sum;
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
@@ -379,37 +411,30 @@ struct Softmax {
     const int visible = row.visible(span.columns);
     F e[N][1], tops[4] = {fill(), fill(), fill(), fill()};
     // What a number is behind its mask is asked in a loop of its own for each kind of mask.
-    const auto take = [&](auto ends, const auto& behind) {
+    const auto take = [&](auto ends, const auto& z_of) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         unpack(inputs.words(i, 0), e[i]);
         const bool seen = decltype(ends)::value ? span.column(i) < visible : span.begins(i);
-        if constexpr (masked) {
-          e[i][0] *= scale;
-          if (seen) e[i][0] = behind(i, e[i][0]);
-        }
+        if constexpr (masked) e[i][0] = z_of(i, e[i][0]);
         e[i][0] = seen ? e[i][0] : fill();
         tops[i % 4] = larger(tops[i % 4], e[i][0]);
       }
     };
-    const auto as_it_is = [](int, F z) { return z; };
+    const auto scaled = [&](int, F x) { return scale * x; };
     if constexpr (!masked) {
-      take(std::false_type{}, as_it_is);
+      take(std::false_type{}, scaled);
     } else if (kind == MaskKind::none) {
-      causal ? take(std::true_type{}, as_it_is) : take(std::false_type{}, as_it_is);
+      causal ? take(std::true_type{}, scaled) : take(std::false_type{}, scaled);
     } else {
-      const auto behind = [&]<class M>(M, const auto& apply) {
-        const auto* const own = reinterpret_cast<const M*>(row.mask) + span.first * mask_step;
+      by_kind(row.mask, [&]<class Z>(const auto* own, Z unmasked, const auto& z_of) {
+        const auto* const first = own + span.first * mask_step;
         const int64_t step = (span.column(1) - span.first) * mask_step;
-        take(std::true_type{}, [&](int i, F z) { return apply(z, own[i * step]); });
-      };
-      const auto added = [](F z, auto m) { return masked_by(z, F(m)); };
-      if (kind == MaskKind::bytes)
-        behind(uint8_t(), [](F z, uint8_t m) { return m ? fill() : z; });
-      else if (kind == MaskKind::same)
-        behind(T(), added);
-      else
-        behind(float(), added);
+        Z m[N];  // all on their way at once
+#pragma unroll
+        for (int i = 0; i < N; ++i) m[i] = span.column(i) < visible ? static_cast<Z>(first[i * step]) : unmasked;
+        take(std::true_type{}, [&](int i, F x) { return z_of(x, m[i]); });
+      });
     }
     const F top = or_zero(lanes.max(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]))));
     F sums[4] = {};
@@ -428,9 +453,8 @@ struct Softmax {
     const F sum = lanes.sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
     if (!own) return;
     if (masked && !(sum > F(0)))
-      return write_undefined<N, 1>(row.y, row.y_step, span, visible, [&](int column) {
-        return kind == MaskKind::none || mask_column(row.mask, column, F(0)) != fill();
-      });
+      return write_undefined<N, 1>(row.y, row.y_step, span, visible,
+                                   [&](int column) { return !is_masked(row.mask, column); });
     const F factor = F(1) / sum;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -517,16 +541,25 @@ bool launch_behind(const Call& c, const CallRows& rows) {
   const auto op = operation<T, Mask, true, ragged>(c, rows);
   const Rows<2>& data = rows.data;
   constexpr int kMost = sizeof(T) == 4 ? 8 : 6;  // vectors of 16-bit numbers take twice the registers
-  if (ragged || (data.columns > 1024 && !shared_by_fours(data.columns)))
-    if (launch_nearly_even<ragged, 3, 4, 5, kMost>(op, data)) return true;
-  if constexpr (!ragged) launch_rows(op, data, std::array<const void*, 2>{op.x, op.y});
-  return !ragged;
+  if constexpr (ragged) {
+    if constexpr (sizeof(T) == 2)
+      if (launch_ragged_warps(op, data)) return true;
+    return launch_nearly_even<true, 3, 4, 5, kMost>(op, data);
+  } else {
+    if (data.columns > 1024 && !shared_by_fours(data.columns))
+      if (launch_nearly_even<false, 3, 4, 5, kMost>(op, data)) return true;
+    launch_rows(op, data, std::array<const void*, 2>{op.x, op.y});
+    return true;
+  }
 }
 
 // By what there is for this kind of mask, of 16-byte vectors. Whether there is.
 template <class T, bool ragged>
 bool launch_by_kind(const Call& c, const CallRows& rows) {
-  if (c.kind == MaskKind::same) return launch_behind<T, T, ragged>(c, rows);
+  if (c.kind == MaskKind::same) {
+    if (sizeof(T) == 2 && !std::isfinite(static_cast<float>(c.scale))) return false;  // times 0 it would be NaN
+    return launch_behind<T, T, ragged>(c, rows);
+  }
   if constexpr (sizeof(T) == 2) {
     if (c.kind == MaskKind::float32) return launch_behind<T, float, ragged>(c, rows);
     if (!std::isfinite(packed_factor(c)) || packed_factor(c) <= 1e-30f) return false;
@@ -542,17 +575,14 @@ void launch_masked(const Call& c, const CallRows& rows) {
   constexpr int V = 16 / sizeof(T);
   if constexpr (V > 2) {
     const auto a = alignment_of<T>(rows.data, std::array{c.x.const_data_ptr(), c.out.const_data_ptr()});
-    if (a.whole) {
-      if (by_words(c, rows.beside, V) && launch_by_kind<T, false>(c, rows)) return;
-    } else if (a.vectors) {
+    if (a.whole && by_words(c, rows.beside, V) && launch_by_kind<T, false>(c, rows)) return;
+    // Rows and masks that start anywhere: those of 16 bits by vectors, but for the shortest (77 columns: 0.38 of a copy
+    // for 0.54), of float32 only the longest; its whole rows number by number (2048 columns: 0.82 for 0.69).
+    constexpr bool narrow = sizeof(T) == 2;
+    if (a.vectors && (narrow || !a.whole)) {
+      if (!a.whole && launch_short_rows<2, narrow ? 127 : INT_MAX>(operation<T, AnyMask>(c, rows), rows.data)) return;
       const bool by_vectors = !c.mask.defined() || rows.beside.column_strides[0] == 1;
-      // Masks of bytes, and what causal rows do not see: by vectors, but for the shortest (77 columns: 0.38 of a copy
-      // for 0.54, 257: 0.81 for 0.48).
-      const bool packs = sizeof(T) == 2 && rows.data.columns >= 128 &&
-                         (c.kind == MaskKind::bytes || (c.kind == MaskKind::none && c.causal));
-      if (packs && by_vectors && launch_by_kind<T, true>(c, rows)) return;
-      if (launch_short_rows<2>(operation<T, AnyMask>(c, rows), rows.data)) return;
-      if (!packs && by_vectors && launch_by_kind<T, true>(c, rows)) return;
+      if (rows.data.columns > 127 && by_vectors && launch_by_kind<T, true>(c, rows)) return;
     }
   }
   launch<T, AnyMask>(c, rows);

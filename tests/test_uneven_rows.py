@@ -148,6 +148,59 @@ def test_behind_a_mask(columns, causal, dtype, device):
         assert untouched()
 
 
+# Where the numbers of a mask's row lie: of a wider memory, one for each of the row's columns.
+LYING = {
+    "side by side": lambda wide: wide[..., 8:],
+    "off by one": lambda wide: wide[..., 7:-1],
+    "stepped": lambda wide: wide.repeat_interleave(2, -1)[..., 16::2],
+    "one a row": lambda wide: wide[..., :1].expand(wide.shape)[..., 8:],
+}
+
+
+@pytest.mark.parametrize("columns", [24, 77, 128, 130, 197, 257, 384, 577, 1024, 1280, 1500, 2047, 2048, 3001])
+@pytest.mark.parametrize("lying", LYING)
+@pytest.mark.parametrize("kind", ["bool", "same", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
+def test_a_mask_of_any_kind_that_lies_anywhere(columns, lying, kind, dtype, device):
+    """Behind it lie NaN and infinities; where it is added it has finite numbers too."""
+    draw = Draw(dtype, device, columns)
+    x = draw(2, 3, 5, columns)
+    hides = torch.rand(2, 1, 5, columns + 8, device=device, generator=torch.Generator(device).manual_seed(1)) < 0.3
+    hides[:, :, 2] = True
+    mask = hides
+    if kind != "bool":
+        mask = draw(*hides.shape).to(dtype if kind == "same" else torch.float32).masked_fill(hides, -torch.inf)
+    hidden, mask = LYING[lying](hides), LYING[lying](mask)
+    x = x.where(~hidden, torch.tensor([torch.nan, torch.inf, -torch.inf], device=device, dtype=dtype)[:, None, None])
+    for causal in (False, True):
+        seen = ~hidden
+        if causal:
+            seen = seen & torch.ones(5, columns, dtype=torch.bool, device=device).tril()
+        z = x.double() * 0.5 + (0 if kind == "bool" else mask.double())
+        z = z.masked_fill(~seen, -torch.inf)
+        truth, theirs = (torch.softmax(z.to(d), -1).nan_to_num(0) for d in (torch.float64, dtype))
+        own, untouched = guarded(x, 0)
+        scaled_masked_softmax(own, mask, 0.5, causal=causal, inplace=True)
+        assert_as_good_as_torch(own, theirs, truth)
+        assert untouched()
+
+
+@pytest.mark.parametrize("columns", [24, 128, 130, 1024, 2047])
+@pytest.mark.parametrize("kind", ["bool", "same", "float32"])
+@pytest.mark.parametrize("scale", [torch.inf, torch.nan, 1e300])
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
+def test_what_a_mask_hides_is_0_whatever_the_scale(columns, kind, scale, dtype, device):
+    x = Draw(dtype, device, columns)(5, columns)
+    hidden = torch.rand(5, columns, device=device, generator=torch.Generator(device).manual_seed(1)) < 0.3
+    mask = hidden
+    if kind != "bool":
+        mask = torch.zeros(5, columns, device=device, dtype=dtype if kind == "same" else torch.float32)
+        mask = mask.masked_fill(hidden, -torch.inf)
+    y = scaled_masked_softmax(x, mask, scale)
+    assert not y[hidden].any()
+    assert y[~hidden].isnan().all()
+
+
 @pytest.mark.parametrize("columns", [1032, 1039, 1100, 1280, 1500, 2040, 2047])
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)

@@ -110,8 +110,8 @@ struct PackedSoftmax {
     F e[NV][V];  // 2^(z - 4 * shift)
   };
 
-  RowIndex<2> index;       // of x and y
-  RowIndex<2> mask_index;  // of the mask and the query's position
+  RowIndex<2, 3> index;       // of x and y
+  RowIndex<2, 3> mask_index;  // of the mask and the query's position
   const T* x;
   T* y;
   const unsigned char* mask;

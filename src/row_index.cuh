@@ -7,8 +7,11 @@
 
 namespace matmuls {
 
-template <int N>
+// Of up to `straight` dimensions without a loop, for which loads would wait: three where there are masks. Other kernels
+// that walk over rows are slower so: float32 layer norm of 262144 columns at 0.89 of a copy for 0.91.
+template <int N, int straight = 2>
 struct RowIndex {
+  static_assert(straight == 2 || straight == 3);
   explicit RowIndex(const Rows<N>& rows) : dims(rows.dims), wide(rows.count > INT32_MAX) {
     for (int d = 0; d < dims; ++d) {
       sizes[d] = rows.sizes[d];
@@ -30,13 +33,15 @@ struct RowIndex {
       for (int t = 0; t < N; ++t) offsets.at[t] = narrow * strides[t][0];
       return offsets;
     }
-    if (dims <= 3) {  // a mask's, mostly: its loads need not wait for a loop
+    if (dims <= straight) {
       const uint32_t rest = dividers[0].div(narrow), inner = narrow - rest * static_cast<uint32_t>(sizes[0]);
-      const uint32_t outer = dims == 3 ? dividers[1].div(rest) : 0;
-      const uint32_t middle = rest - outer * static_cast<uint32_t>(sizes[1]);
+      const uint32_t outer = straight == 3 && dims == 3 ? dividers[1].div(rest) : 0;
+      const uint32_t middle = straight == 3 ? rest - outer * static_cast<uint32_t>(sizes[1]) : rest;
 #pragma unroll
-      for (int t = 0; t < N; ++t)
-        offsets.at[t] = inner * strides[t][0] + middle * strides[t][1] + outer * strides[t][2];
+      for (int t = 0; t < N; ++t) {
+        offsets.at[t] = inner * strides[t][0] + middle * strides[t][1];
+        if constexpr (straight == 3) offsets.at[t] += outer * strides[t][2];
+      }
       return offsets;
     }
 #pragma unroll

@@ -119,8 +119,8 @@ struct Softmax {
     bool undefined;  // the sum is 0 or NaN
   };
 
-  RowIndex<2> index;       // of x and y
-  RowIndex<2> mask_index;  // of the mask and the query's position
+  RowIndex<2, masked ? 3 : 2> index;  // of x and y
+  RowIndex<2, 3> mask_index;          // of the mask and the query's position
   const T* x;
   T* y;
   const char* mask;
@@ -475,8 +475,9 @@ bool by_words(const Call& c, const Rows<2>& beside, int V) {
 
 template <class T, class Mask, bool holds = true, bool anywhere = false>
 Softmax<T, Mask, holds, anywhere> operation(const Call& c, const CallRows& rows) {
-  return {RowIndex<2>(rows.data),
-          RowIndex<2>(rows.beside),
+  using Op = Softmax<T, Mask, holds, anywhere>;
+  return {decltype(Op::index)(rows.data),
+          RowIndex<2, 3>(rows.beside),
           c.x.const_data_ptr<T>(),
           c.out.mutable_data_ptr<T>(),
           c.mask.defined() ? static_cast<const char*>(c.mask.const_data_ptr()) : nullptr,
@@ -502,8 +503,8 @@ float packed_factor(const Call& c) { return static_cast<float>(std::abs(c.scale)
 
 template <class T, bool bytes, bool ends, bool anywhere = false>
 PackedSoftmax<T, bytes, ends, anywhere> packed(const Call& c, const CallRows& rows) {
-  return {RowIndex<2>(rows.data),
-          RowIndex<2>(rows.beside),
+  return {RowIndex<2, 3>(rows.data),
+          RowIndex<2, 3>(rows.beside),
           c.x.const_data_ptr<T>(),
           c.out.mutable_data_ptr<T>(),
           bytes ? static_cast<const unsigned char*>(c.mask.const_data_ptr()) : nullptr,

@@ -152,8 +152,8 @@ struct Softmax {
   // Where |base| * log2(e) * 2^-24 is an error that 16 bits do not show.
   __device__ static bool near_zero(F base) { return fabs(base) < F(512); }
   __device__ static F or_zero(F max) { return max == fill() ? F(0) : max; }
-  // z of x, which of no mask is scale * x.
-  __device__ F behind_byte(F x, bool masked) const { return masked ? fill() : scale * x; }
+  // z of x behind a number of the mask; without one it is scale * x.
+  __device__ F behind_byte(F x, bool hides) const { return hides ? fill() : scale * x; }
   __device__ F behind(F x, F m) const { return m == fill() ? fill() : fma(scale, x, m); }
   __device__ bool is_masked(const char* row_mask, int64_t column) const {
     bool masked_out = false;

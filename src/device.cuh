@@ -128,16 +128,26 @@ __device__ void load_constant(const void* from, uint32_t (&words)[bytes / 4]) {
   }
 }
 
-// The same from any address, of the aligned words in which they lie.
-template <int words>
-__device__ void load_anywhere(const void* from, uint32_t (&at)[words]) {
+// The same from any address, of the aligned words in which they lie, and of the last of those only what is asked for:
+// memory may end there.
+template <class T, int words>
+__device__ void load_anywhere(const T* from, uint32_t (&at)[words]) {
   const auto address = reinterpret_cast<uintptr_t>(from);
   const auto* const aligned = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+  const auto* const last = aligned + words;
   const unsigned bits = 8 * (address % 4);
   uint32_t low = __ldg(aligned);
 #pragma unroll
   for (int w = 0; w < words; ++w) {
-    const uint32_t high = w + 1 < words || bits > 0 ? __ldg(aligned + w + 1) : 0;
+    uint32_t high = 0;
+    if (w + 1 < words) {
+      high = __ldg(aligned + w + 1);
+    } else if (sizeof(T) < 4) {
+      if (bits >= 16) high = __ldg(reinterpret_cast<const unsigned short*>(last));
+      if (sizeof(T) == 1 && bits % 16 != 0)
+        high |= static_cast<uint32_t>(__ldg(reinterpret_cast<const unsigned char*>(last) + bits / 16 * 2))
+                << (bits - 8);
+    }
     at[w] = __funnelshift_r(low, high, bits);
     low = high;
   }

@@ -283,6 +283,7 @@ def test_exit_is_silent():
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="the device's free memory is others' too")
 def test_10_000_cycles_leave_the_drivers_memory_alone(no_handles):
     cycles = int(os.environ.get("MATMULS_CYCLES", "500"))
     x = torch.ones(4, 4, device="cuda")

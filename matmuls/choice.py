@@ -49,7 +49,7 @@ FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
 FEWEST_IN_HALVES = 16  # nonzeros of a row on average: sums of fewer round by less than halves leave out
 PAIRED_FILL = 3  # the same, from where two of four are considered in float32; and the most columns of it
 PAIRED_COLUMNS = 8192
-NARROW_PAIRED_COLUMNS, PAIRED_WIDTH = 32768, 128  # in 16 bits, and the most columns of the dense side
+NARROW_PAIRED_COLUMNS = 32768  # in 16 bits
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
 CLEAR = 1.22  # times that one way is estimated to take of another: it is not measured then
 RACE, PRODUCTS = 2e-3, 50  # seconds of a measurement, and products that must pay it back
@@ -396,19 +396,31 @@ def _us_in_halves(s: Structure, n: int) -> dict[str, float]:
     return us
 
 
+@lru_cache(4096)
+def _cycles_of_pairs(rows: int, columns: int, n: int) -> int:
+    """Cycles, about, of what two of four keep in 16 bits, as filled_pairs_sm90.cu shares it out: tiles of 128 rows and
+    64 columns of the result, or of 256 and 128, for `peers` of a cluster and its shares of K."""
+    found = []
+    for peers, shares in ((p, s) for p in (1, 2, 4) for s in range(1, 8 // p + 1)):
+        steps, at_once = -(-columns // (64 * shares)), CLUSTERS[peers * shares - 1]
+        waves = -(-(-(-rows // (128 * peers)) * -(-n // 64)) // at_once)
+        found.append(waves * (3000 + 1000 * shares + steps * (455 + 20 // peers)))
+        if n > 64 and peers <= 2:
+            waves = -(-(-(-rows // 256) * -(-n // (128 * peers))) // at_once)
+            found.append(waves * (6000 * shares + steps * (940 - 25 * peers)))
+    return min(found)
+
+
 def _us_narrow(s: Structure, n: int) -> dict[str, float]:
     """Microseconds, about, of a 16-bit product."""
     wide, elements = max(n, 32), s.rows * s.columns
     products = s.nonzeros * wide
     us = {
         OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), s.nonzeros / s.rows * 0.02),
-        DENSE: max(4 + min(s.columns / 600, 4.3) + elements * n / 5e8, 2.5 + elements / 1.9e6),
+        DENSE: max(4 + min(s.columns / 600, 4.3), 5.1 + elements * n / 4.3e8, 2.5 + elements / 1.9e6),
     }
-    if s.distinct and s.columns <= NARROW_PAIRED_COLUMNS and n <= PAIRED_WIDTH:
-        # What is kept comes once for every 64 columns of the dense side, first out of memory and then of the L2; each
-        # nonzero of the rest waits for the one before.
-        again = (-(-n // 64) - 1) / 6.2e6
-        us[TWO_OF_FOUR] = 6.3 + (n > 32) * 1.3 + elements * (1 / 3.5e6 + again) + s.beyond_two * wide / 6e5
+    if s.distinct and s.columns <= NARROW_PAIRED_COLUMNS:
+        us[TWO_OF_FOUR] = 1.6 + _cycles_of_pairs(s.rows, s.columns, n) / 1755 + s.beyond_two * wide / 1e6
     return us
 
 

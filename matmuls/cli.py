@@ -393,6 +393,12 @@ def spmm(
     sweep: Annotated[str | None, typer.Option(help="shares of zeros, as 0.5,0.9: where sparse begins to pay")] = None,
     shape: Annotated[str, typer.Option(help="of the matrices of --sweep")] = "4096x4096",
     backward: Annotated[bool, typer.Option(help="time forward and backward to both sides, too")] = False,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="cusparse, torch.sparse, scipy, dense or torch 2:4, may be given several times; all by default"
+        ),
+    ] = None,
 ) -> None:
     """Time every way to multiply a sparse matrix on the matrices that you name, each held against float64.
 
@@ -411,6 +417,10 @@ def spmm(
         widths = []
     if not widths or min(widths) < 1 or max(widths) >= 2**63:
         raise fail(f"--n is numbers of columns separated by commas, got {n}")
+    try:
+        rivals = e.rivals_named(against or e.RIVALS)
+    except ValueError as error:
+        raise fail(f"--against is {error}") from error
     for source in named:  # a long run must not end at a name that is not there
         if ":" not in source and not Path(source).is_file():
             raise fail(f"no file named {source}")
@@ -421,7 +431,7 @@ def spmm(
     refused: list[str] = []
     with counting() as progress, may_be_stopped() as stopped:
         task = progress.add_task("measuring a copy", total=len(named) * len(dtypes) * len(widths))
-        for case in e.measure_all(named, dtypes, widths, chosen, refused, backward):
+        for case in e.measure_all(named, dtypes, widths, chosen, refused, backward, rivals):
             cases.append(case)
             progress.update(task, description=f"{case.matrix} {case.dtype} x {case.n}", advance=1)
     told = fail("\n".join(refused)) if refused else None

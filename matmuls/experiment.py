@@ -1,14 +1,15 @@
 """`matmuls spmm`: every way to multiply a sparse matrix, on the matrices that the user names, in one run.
 
-Ours with a plan and without, each algorithm of cuSPARSE's (prepared where it can be), torch.sparse, scipy on a CPU, and
-the dense product where it fits. All of them get the same int32 indices, values and dense side, and are warm: a matrix
-is multiplied again and again. Each result is held against torch.sparse in float64. The floor is the time of a copy of
-as many bytes as must move: indices, values, the rows of the dense side that have a nonzero, and the result, each once.
+Ours with a plan and without, each algorithm of cuSPARSE's (prepared where it can be), torch.sparse, scipy on a CPU, the
+dense product where it fits, and torch's semi-structured one of a matrix that keeps two of each four. All of them get
+the same int32 indices, values and dense side, and are warm: a matrix is multiplied again and again. Each result is held
+against torch.sparse in float64. The floor is the time of a copy of as many bytes as must move: indices, values, the
+rows of the dense side that have a nonzero, and the result, each once.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +27,23 @@ from .choice import OURS, PRODUCTS
 from .matrices import Matrix
 
 PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", "scipy", "dense"
+SEMI = "torch 2:4"
 CUSPARSE = ("csr_alg1", "csr_alg2", "csr_alg3", "coo_alg1", "coo_alg2", "coo_alg3", "coo_alg4")
+RIVALS = (*(f"cusparse {algorithm}" for algorithm in CUSPARSE), TORCH, SCIPY, DENSE, SEMI)
 PREPARED = ("csr_alg1", "csr_alg3")  # what cusparseSpMM_preprocess speeds up
 DENSE_ELEMENTS = 2**26
 ROUNDS, CALLS_US = 7, 2e5  # of the first products: how often, and how long once, where five do not take longer
 ROUND_US = 5e5  # what the rounds of one case may take in all, where seven of them do not take longer
 Product = Callable[[], Any]
 Made = TypeVar("Made")
+
+
+def rivals_named(names: Sequence[str]) -> tuple[str, ...]:
+    """Those of RIVALS; of a library the first word names all."""
+    for name in names:
+        if not any(name in (rival, rival.split()[0]) for rival in RIVALS):
+            raise ValueError(f"one of cusparse, {', '.join(RIVALS)}, got {name}")
+    return tuple(rival for rival in RIVALS if rival in names or rival.split()[0] in names)
 
 
 @dataclass(frozen=True)
@@ -226,6 +237,8 @@ def _candidates(m: Operands, b: Tensor, made: sparse.SparsePlan) -> Iterator[tup
         full = torch.zeros(m.matrix.shape, dtype=m.dtype, device=m.device)
         full.index_put_((m.row.long(), m.col.long()), m.values, accumulate=True)
         yield DENSE, lambda: partial(torch.matmul, full, b)
+        if m.device == "cuda" and m.dtype.itemsize == 2 and made._structure.beyond_two == 0:
+            yield SEMI, lambda: partial(torch.matmul, torch.sparse.to_sparse_semi_structured(full), b)
 
 
 def _checked(prepare: Callable[[], Product], truth: Tensor) -> tuple[Product | None, Result]:
@@ -274,7 +287,7 @@ def _time(runs: dict[str, Product], checked: dict[str, Result], device: str) -> 
 
 
 @torch.no_grad()
-def measure_case(m: Operands, n: int, copy: float, backward: bool) -> Case:
+def measure_case(m: Operands, n: int, copy: float, backward: bool, against: tuple[str, ...] = RIVALS) -> Case:
     b = m.dense_side(n)
     truth = torch.sparse_csr_tensor(m.crow, m.col, m.values.double(), m.matrix.shape) @ b.double()
     made = sparse.plan(m.csr)
@@ -284,12 +297,16 @@ def measure_case(m: Operands, n: int, copy: float, backward: bool) -> Case:
     runs: dict[str, Product] = {}
     checked: dict[str, Result] = {}
     for name, prepare in _candidates(m, b, made):
+        if name not in (PLAN, PLANLESS, *against):
+            continue
         run, checked[name] = _checked(prepare, truth)
         if run is not None:
             runs[name] = run
     if m.dtype == torch.bfloat16 and not any(name.startswith("cusparse") for name in runs):
         half = Operands(m.matrix, torch.float16, m.device)
         for algorithm in CUSPARSE if m.device == "cuda" else ():
+            if f"cusparse {algorithm}" not in against:
+                continue
             name = f"cusparse {algorithm} (float16)"
             run, checked[name] = _checked(partial(_cusparse, half, b.half(), algorithm), truth)
             if run is not None:
@@ -349,8 +366,10 @@ def measure_all(
     device: str,
     refused: list[str],
     backward: bool = False,
+    against: tuple[str, ...] = RIVALS,
 ) -> Iterator[Case]:
-    """Every case that can be read and held; why the others cannot is added to `refused`."""
+    """Every case that can be read and held; why the others cannot is added to `refused`. against: who is timed beside
+    ours."""
     copy = copy_rate(2**29 if device == "cuda" else 2**25, device)
 
     def attempt(what: str, make: Callable[[], Made]) -> Made | None:
@@ -370,7 +389,7 @@ def measure_all(
             if operands is None:
                 continue
             for n in widths:
-                case = attempt(f"{name}, {n} columns: ", partial(measure_case, operands, n, copy, backward))
+                case = attempt(f"{name}, {n} columns: ", partial(measure_case, operands, n, copy, backward, against))
                 if case is not None:
                     yield case
 

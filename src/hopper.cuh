@@ -52,6 +52,15 @@ __device__ inline void load_for(uint16_t blocks, const CUtensorMap& map, void* t
       "l"(&map), "r"(ptx::shared_address(barrier)), "h"(blocks), "r"(x), "r"(y)
       : "memory");
 }
+// The same of bytes as they lie in memory.
+__device__ inline void load_bytes_for(uint16_t blocks, const void* from, void* to, uint64_t* barrier, unsigned bytes,
+                                      ptx::L2Policy policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4, %5;" ::"r"(ptx::shared_address(to)),
+      "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier)), "h"(blocks), "l"(policy)
+      : "memory");
+}
 __device__ inline void store(const CUtensorMap& map, const void* from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
                "r"(ptx::shared_address(from)), "r"(x), "r"(y)

@@ -198,16 +198,11 @@ void launch(const Call& c, const Rows<4>& rows, const Alignment& a) {
     }
   }
   if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few)) {
-    // Longer rows are faster where they walk: 0.95 of a copy for 0.91 at 50304 bfloat16 columns, 0.86 for 0.81 at 50257
-    // float32 ones.
-    const int64_t most = a.whole ? 170 : sizeof(T) == 4 ? 380 : 400;  // KiB
-    const bool held = !c.causal && rows.columns * 2 * static_cast<int64_t>(sizeof(T)) <= most << 10;
-    if (a.vectors && held && launch_held_rows(op, rows)) return;
+    if (a.vectors && !c.causal && launch_held_rows(op, rows)) return;
     if (a.vectors && !a.whole) {
       // What causal rows do not see is not read: 577 columns at 0.84 of a copy for 0.63.
       if (sizeof(T) == 2 && c.causal && rows.columns >= 128 && launch_ragged_warps(op, rows)) return;
       if (launch_short_rows<3>(op, rows) || launch_wide_ragged(op, rows.count, rows.columns)) return;
-      if (!c.causal && !held && launch_held_rows(op, rows)) return;
     }
   }
   launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});

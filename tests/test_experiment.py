@@ -47,6 +47,25 @@ def test_sweep_says_where_sparse_pays(tmp_path):
     assert "float32, 32 columns: sparse begins to pay" in run.stdout
 
 
+def test_against_names_who_is_timed_beside_ours(tmp_path):
+    run = matmuls("spmm", "grid:8", "--n", "4", "--device", "cpu", "--against", "dense", "--out", str(tmp_path))
+    assert (run.returncode, run.stderr) == (0, "")
+    (case,) = experiment.load(tmp_path / "spmm-cpu.json")
+    assert case.results.keys() == {"plan", "without a plan", "dense"}
+    assert experiment.rivals_named(["cusparse", "torch 2:4"]) == (*experiment.RIVALS[:7], "torch 2:4")
+
+
+@pytest.mark.cuda
+def test_two_of_each_four_is_held_against_torchs_own(tmp_path):
+    sources = "pruned:256x256:2of4", "pruned:256x256:0.5"
+    options = "--n", "64", "--device", "cuda", "--dtype", "float16", "--against", "torch 2:4", "--out", str(tmp_path)
+    run = matmuls("spmm", *sources, *options)
+    assert (run.returncode, run.stderr) == (0, "")
+    semi, half = experiment.load(tmp_path / "spmm-cuda.json")
+    assert semi.results["torch 2:4"].refused or semi.results["torch 2:4"].error < 1e-2
+    assert half.results.keys() == {"plan", "without a plan"}
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -55,6 +74,10 @@ def test_sweep_says_where_sparse_pays(tmp_path):
         (["spmm", "grid:4", "--n", "4,x"], "--n is numbers of columns separated by commas, got 4,x"),
         (["spmm", "grid:4", "--n", f"4,{2**63}"], "--n is numbers of columns separated by commas, got 4,9223372036854"),
         (["spmm", "grid:4", "--dtype", "int8"], "--dtype is"),
+        (
+            ["spmm", "grid:4", "--against", "dense", "--against", "mkl"],
+            "--against is one of cusparse, cusparse csr_alg1",
+        ),
         (["spmm", "grid:4:4"], "grid:4:4"),
         (["spmm", "grid:4", "--out", "/proc/x"], "--out: expected a folder that can be written, got /proc/x: No such"),
         (["spmm", "grid:4", "--out", __file__], "test_experiment.py: File exists"),

@@ -426,7 +426,8 @@ def spmm(
             raise fail(f"no file named {source}")
     if out is not None:
         need_writable("--out", out)
-    warnings.filterwarnings("ignore", "Sparse (CSR|invariant)")  # torch's, to whoever makes the first one
+    # torch's, to whoever makes the first one
+    warnings.filterwarnings("ignore", "Sparse (CSR|invariant)|The PyTorch API of SparseSemiStructuredTensor")
     cases: list[Any] = []
     refused: list[str] = []
     with counting() as progress, may_be_stopped() as stopped:

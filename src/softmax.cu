@@ -581,10 +581,10 @@ void launch_masked(const Call& c, const CallRows& rows) {
     // for 0.54), of float32 only the longest; its whole rows number by number (2048 columns: 0.82 for 0.69).
     constexpr bool narrow = sizeof(T) == 2;
     if (a.vectors && (narrow || !a.whole)) {
-      // Masks that are added are as much to read as x: 197 columns at 0.53 of a copy for 0.39 by vectors.
+      // Masks that are added are as much to read as x: 150 columns at 0.49 of a copy for 0.39 by vectors.
       const bool added = c.kind == MaskKind::same || c.kind == MaskKind::float32;
-      const bool is_short = !a.whole && (!narrow || rows.data.columns <= (added ? 255 : 127));
-      if (is_short && launch_short_rows<2, narrow ? 255 : INT_MAX>(operation<T, AnyMask>(c, rows), rows.data)) return;
+      const bool is_short = !a.whole && (!narrow || rows.data.columns <= (added ? 160 : 127));
+      if (is_short && launch_short_rows<2, narrow ? 160 : INT_MAX>(operation<T, AnyMask>(c, rows), rows.data)) return;
       const bool by_vectors = !c.mask.defined() || rows.beside.column_strides[0] == 1;
       if (rows.data.columns > 127 && by_vectors && launch_by_kind<T, true>(c, rows)) return;
     }

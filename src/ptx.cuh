@@ -26,6 +26,7 @@ __device__ inline uint32_t ones_from(int n) {
 
 // The compiler forgets what it knows of a word: numbers unpacked from it are unpacked again rather than kept.
 __device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
+__device__ inline void forget(int& word) { asm volatile("" : "+r"(word)); }
 
 // The same of an address: one instruction then adds a column to it, where it would be put together anew for each.
 template <class T>

@@ -3,6 +3,8 @@
 
 #include <ATen/cuda/detail/IntegerDivider.cuh>
 
+#include <climits>
+
 #include "rows.h"
 
 namespace matmuls {
@@ -56,6 +58,13 @@ struct RowIndex {
       rest = next;
     }
     return offsets;
+  }
+
+  // How many rows from this one on are as far apart in every tensor: those of the innermost dimension.
+  __device__ int following(int64_t row) const {
+    if (dims <= 1) return INT_MAX;
+    const int64_t outer = wide ? row / sizes[0] : dividers[0].div(static_cast<uint32_t>(row));
+    return static_cast<int>(min((outer + 1) * sizes[0] - row, int64_t{INT_MAX}));
   }
 
   int dims;

@@ -18,6 +18,7 @@ constexpr int kTileStages = 2;  // tiles of a warp: one is worked on, the next o
 // A lane's numbers of a row, N at most, in shared memory or where the row is.
 template <int lanes, int N>
 struct ShortShare {
+  static constexpr int kStep = lanes;
   static constexpr int kSure = N > 4 ? N - std::max(4, N / 4) : 0;  // numbers that every lane has
   int first, columns;
   bool in_tile;
@@ -97,18 +98,24 @@ struct TileShape {
   int region, stage;  // bytes of shared memory for one tensor of a tile, and for all that are read or written
 };
 
+// Whether an operation must look up where something of a row's lies: a mask.
+template <class Op>
+constexpr bool kRuns = requires(const Op& op) { op.run_from(0); };
+
 // How many blocks run at once, by what a lane holds in registers.
 template <class Op, int N>
 constexpr int kTileBlocks = [] {
-  constexpr int held = N * (Op::kInputs + Op::kConstants + (Op::kColumnSums ? 2 : 0));
+  constexpr int held = N * (Op::kInputs + Op::kConstants + (Op::kColumnSums ? 2 : 0) + kRuns<Op>);
   return held <= 36 ? 6 : held <= 48 ? 5 : held <= 76 ? 4 : 3;
 }();
 
 // Of an operation it wants what rows.cuh does but for fold and write, and
 //   row_beside(r, offset)  row r, where all lie side by side; what is read and written is at the offset of each tensor
+//   run_from(r), row_in(run, r)  the same of many rows in turn, if it must look up where something of theirs lies: of
+//                          the run.rows that follow run.first, and of others more slowly
 //   row.place(tiles)       what is written is in shared memory now, in the place of input 0, or 1 where it is second
 //   row.output(n)          where that then goes
-//   whole_row<N>(...)      all that is done with a row; `own` is false where a lane goes along with zeros
+//   whole_row<N>(...)      all that is done with a row; `own` is false where a lane goes along with none
 template <class Op, int lanes, int N>
 __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
     tiled_rows_kernel(const __grid_constant__ Op op, const TileShape shape) {
@@ -157,10 +164,26 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
       kept[c][i] = span.begins(i) && op.constant(c) ? F(op.constant(c)[span.column(i)]) : op.absent(c);
   const auto constants = [&](int c, int i) { return kept[c][i]; };
   ColumnSums<F, 1, Op::kColumnSums ? N : 0> sums;
+  const auto run_from = [&](int64_t r) {
+    if constexpr (kRuns<Op>)
+      return op.run_from(r);
+    else
+      return 0;
+  };
+  auto run = run_from(first);
+  const auto row_of = [&](int64_t r) {
+    if constexpr (kRuns<Op>)
+      return op.row_in(run, r);
+    else
+      return op.row_beside(r, 0);
+  };
 #pragma unroll 1
   for (; first < end; first += shape.each) {
-    const int rows = rows_from(first);
-    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(row_at(first).input(0)) % 16);
+    int rows = rows_from(first), shift = static_cast<int>(reinterpret_cast<uintptr_t>(row_at(first).input(0)) % 16);
+    ptx::forget(rows);  // lest they are put together anew for each row
+    ptx::forget(shift);
+    if constexpr (kRuns<Op>)
+      if (first - run.first >= run.rows) run = run_from(first);
     ptx::wait_ahead<kTileStages - 1>();
     __syncwarp();
 #pragma unroll 1
@@ -171,7 +194,8 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
       const bool own = r < rows;
       Inputs<T, 1, N, K> inputs{};
       F number = 0;
-      if (own) {
+      // What lies past the last row is written nowhere; to sums it must be 0.
+      if (own || !Op::kColumnSums) {
 #pragma unroll
         for (int i = 0; i < N; ++i)
 #pragma unroll
@@ -179,7 +203,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
             if (span.begins(i)) inputs.at[i][k] = load_one(placed[k] + rank + i * lanes);
         if constexpr (Op::kNumber) number = __uint_as_float(numbers_of(now)[r]);
       }
-      Row row = op.row_beside(own ? first + r : first, 0);
+      Row row = row_of(own ? first + r : first);
       row.place(placed);
       op.template whole_row<N>(row, own, span, inputs, constants, sums, FixedLanes<lanes>{}, number);
     }
@@ -303,9 +327,11 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
     const int64_t bytes = std::max(kTileWarps * kTileStages * stage, sums ? 8 * rows.columns : 0);
     if (bytes > static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin)) return false;
     Launch launch(1, 32 * kTileWarps, bytes);
-    // The more constants to put in place, the more tiles; with sums as few times the blocks that run at once as keep
-    // all of them busy.
+    // The more constants to put in place or masks to find, the more tiles (behind an added mask, 131 columns at .88 of
+    // a copy for .83); with sums as few times the blocks that run at once as keep all of them busy.
     int64_t count = wide ? 1 : Op::kConstants == 2 ? 4 : 2;
+    if constexpr (kRuns<Op>)
+      if (!wide && op.mask) count = 4;
     const int resident_blocks = resident<kernel>(launch.config, 1);  // which allows the kernel its shared memory, too
     if (sums) count = std::max<int64_t>(ceil_of(rows.count, each * kTileWarps * (wide ? 1 : 4) * resident_blocks), 1);
     const int64_t blocks = ceil_of(rows.count, each * kTileWarps * count);

@@ -107,6 +107,14 @@ struct Softmax {
   struct State {
     F max, sum;
   };
+  // Rows that follow each other, and so do their masks' and their queries.
+  struct Run {
+    int64_t first;
+    int rows;
+    Row row;
+    int64_t mask_step;  // bytes
+    int last_step;
+  };
   template <int V, int NV, bool = holds>
   struct Held {
     F top;       // of the span's z
@@ -144,6 +152,20 @@ struct Softmax {
     }
     return row;
   }
+  __device__ Run run_from(int64_t r) const
+    requires masked
+  {
+    return {r, mask_index.following(r), row_beside(r, 0), mask_index.strides[0][0] * mask_element,
+            causal ? static_cast<int>(mask_index.strides[1][0]) : 0};
+  }
+  __device__ Row row_in(const Run& run, int64_t r) const {
+    const int n = static_cast<int>(r - run.first);
+    if (n >= run.rows) return row_beside(r, 0);
+    Row row = run.row;
+    row.mask += n * run.mask_step;
+    row.last += n * run.last_step;
+    return row;
+  }
   __device__ static const T* constant(int) { return nullptr; }
   __device__ static F absent(int) { return F(0); }
 
@@ -154,7 +176,10 @@ struct Softmax {
   __device__ static F or_zero(F max) { return max == fill() ? F(0) : max; }
   // z of x behind a number of the mask; without one it is scale * x.
   __device__ F behind_byte(F x, bool hides) const { return hides ? fill() : scale * x; }
-  __device__ F behind(F x, F m) const { return m == fill() ? fill() : fma(scale, x, m); }
+  __device__ F behind(F x, F m) const {
+    const F z = fma(scale, x, m);
+    return m == fill() ? fill() : z;
+  }
   __device__ bool is_masked(const char* row_mask, int64_t column) const {
     bool masked_out = false;
     if (kind != MaskKind::none)
@@ -409,40 +434,48 @@ struct Softmax {
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs, const Constants&,
                             Sums&, const Group& lanes, F) const {
     const int visible = row.visible(span.columns);
-    F e[N][1], tops[4] = {fill(), fill(), fill(), fill()};
+    F e[N][1], tops[4];
+    static_assert(N >= 4);
     // What a number is behind its mask is asked in a loop of its own for each kind of mask.
     const auto take = [&](auto ends, const auto& z_of) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         unpack(inputs.words(i, 0), e[i]);
-        const bool seen = decltype(ends)::value ? span.column(i) < visible : span.begins(i);
+        const bool there = decltype(ends)::value ? span.column(i) < visible : span.begins(i);
         if constexpr (masked) e[i][0] = z_of(i, e[i][0]);
-        e[i][0] = seen ? e[i][0] : fill();
-        tops[i % 4] = larger(tops[i % 4], e[i][0]);
+        e[i][0] = there ? e[i][0] : fill();
+        tops[i % 4] = i < 4 ? e[i][0] : larger(tops[i % 4], e[i][0]);
       }
     };
+    const auto seen = [&](const auto& z_of) { causal ? take(std::true_type{}, z_of) : take(std::false_type{}, z_of); };
     const auto scaled = [&](int, F x) { return scale * x; };
     if constexpr (!masked) {
       take(std::false_type{}, scaled);
     } else if (kind == MaskKind::none) {
-      causal ? take(std::true_type{}, scaled) : take(std::false_type{}, scaled);
+      seen(scaled);
     } else {
       by_kind(row.mask, [&]<class Z>(const auto* own, Z unmasked, const auto& z_of) {
-        const auto* const first = own + span.first * mask_step;
-        const int64_t step = (span.column(1) - span.first) * mask_step;
         Z m[N];  // all on their way at once
+        const auto load = [&](const auto* first, auto step) {
+          __builtin_assume(__isGlobal(first));
 #pragma unroll
-        for (int i = 0; i < N; ++i) m[i] = span.column(i) < visible ? static_cast<Z>(first[i * step]) : unmasked;
-        take(std::true_type{}, [&](int i, F x) { return z_of(x, m[i]); });
+          for (int i = 0; i < N; ++i)
+            m[i] = span.begins(i) ? static_cast<Z>(first[i * Columns::kStep * step]) : unmasked;
+        };
+        if (mask_step == 1)  // at distances that are known when this is compiled
+          load(own + span.first, std::integral_constant<int, 1>{});
+        else
+          load(own + span.first * mask_step, mask_step);
+        seen([&](int i, F x) { return z_of(x, m[i]); });
       });
     }
     const F top = or_zero(lanes.max(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]))));
-    F sums[4] = {};
+    F sums[4];
     const auto raise = [&](const auto& each) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         e[i][0] = each(e[i][0]);
-        sums[i % 4] += e[i][0];
+        sums[i % 4] = i < 4 ? e[i][0] : sums[i % 4] + e[i][0];
       }
     };
     const float shift = -float(top) * kLog2e;
@@ -455,7 +488,7 @@ struct Softmax {
     if (masked && !(sum > F(0)))
       return write_undefined<N, 1>(row.y, row.y_step, span, visible,
                                    [&](int column) { return !is_masked(row.mask, column); });
-    const F factor = F(1) / sum;
+    const F factor = quotient(F(1), sum);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       e[i][0] *= factor;
@@ -571,20 +604,30 @@ bool launch_by_kind(const Call& c, const CallRows& rows) {
   }
 }
 
+// Up to how many columns 16-bit rows that start anywhere go by tiles. On an H100, shares of a copy and what vectors
+// have: behind an added mask [B,1,1,K], as much to read as x, 131 columns .88 for .57, 785 .95 for .81, 1025 .85 for
+// .88; without one 197 .98 for .95, 257 .98 for 1.01; causal ones, of which vectors read half, 150 .65 for .61, 197 .65
+// for .72; behind one of bytes, [B,1,Q,K], 150 .74 for .81.
+int short_columns(const Call& c) {
+  if (c.kind == MaskKind::bytes) return 127;
+  if (c.kind == MaskKind::none) return c.causal ? 160 : 208;
+  return 800;
+}
+
 template <class T>
 void launch_masked(const Call& c, const CallRows& rows) {
   constexpr int V = 16 / sizeof(T);
   if constexpr (V > 2) {
     const auto a = alignment_of<T>(rows.data, std::array{c.x.const_data_ptr(), c.out.const_data_ptr()});
     if (a.whole && by_words(c, rows.beside, V) && launch_by_kind<T, false>(c, rows)) return;
-    // Rows and masks that start anywhere: those of 16 bits by vectors, but for the shortest (77 columns: 0.38 of a copy
-    // for 0.54), of float32 only the longest; its whole rows number by number (2048 columns: 0.82 for 0.69).
+    // Rows that start anywhere: short ones number by number, in tiles, others and their masks by vectors; of float32
+    // only the longest, its whole rows number by number (2048 columns: 0.82 of a copy for 0.69).
     constexpr bool narrow = sizeof(T) == 2;
     if (a.vectors && (narrow || !a.whole)) {
-      // Masks that are added are as much to read as x: 150 columns at 0.49 of a copy for 0.39 by vectors.
-      const bool added = c.kind == MaskKind::same || c.kind == MaskKind::float32;
-      const bool is_short = !a.whole && (!narrow || rows.data.columns <= (added ? 160 : 127));
-      if (is_short && launch_short_rows<2, narrow ? 160 : INT_MAX>(operation<T, AnyMask>(c, rows), rows.data)) return;
+      constexpr int kMost = narrow ? 800 : INT_MAX;
+      if (!a.whole && rows.data.columns <= (narrow ? short_columns(c) : kMost) &&
+          launch_short_rows<2, kMost>(operation<T, AnyMask>(c, rows), rows.data))
+        return;
       const bool by_vectors = !c.mask.defined() || rows.beside.column_strides[0] == 1;
       if (rows.data.columns > 127 && by_vectors && launch_by_kind<T, true>(c, rows)) return;
     }

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from matmuls.specs import TABLE
 
@@ -151,6 +153,19 @@ def test_a_source_archive_has_all_that_builds(tmp_path):
     for kernel in tmp_path.glob("src/*.cu"):
         kernel.unlink()
     assert b"expected the kernels of the source tree, src/*.cu, and found none" in make().stderr
+
+
+def test_a_build_is_for_the_gpus_that_are_asked_for_or_visible(monkeypatch):
+    setup = runpy.run_path(str(ROOT / "setup.py"), run_name="find")
+    gpus = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: gpus[i])
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert setup["architectures"]() == setup["DEFAULT_ARCHS"]
+    gpus += [(9, 0), (8, 9), (9, 0)]
+    assert setup["architectures"]() == "8.9+PTX 9.0a"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5 8.0")
+    assert setup["architectures"]() == "7.5 8.0"
 
 
 def test_the_installer_takes_paths_with_spaces_and_a_cdpath(tmp_path):

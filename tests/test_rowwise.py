@@ -530,6 +530,48 @@ def test_rows_that_share_a_mask_go_together(shape, dtype, device):
         )
 
 
+RAGGED = [
+    (5, 7, 3, 131),
+    (3, 4, 50, 25),
+    (2, 3, 41, 49),
+    (2, 2, 40, 197),
+    (1, 3, 7, 401),
+    (1, 2, 5, 577),
+    (2, 2, 3, 785),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", RAGGED, ids=str)
+@pytest.mark.parametrize("dtype", [*SIXTEEN, torch.float32], ids=str)
+def test_rows_off_16_bytes_behind_every_mask(shape, dtype, causal, device):
+    """Several rows that follow each other have masks that do so too, or one mask, or those of another head."""
+    batch, heads, queries, columns = shape
+    x = draw(*shape, device=device, dtype=dtype)
+    for n, lead in enumerate(((1, 1, 1), (batch, 1, 1), (batch, 1, queries), (1, heads, queries), shape[:3])):
+        hidden = draw(*lead, columns, device=device, seed=n) > 0.3
+        hidden[..., -1, :] = True
+        expected = masked_softmax(x.double(), hidden, causal=causal)
+        for mask in masks_of(hidden, dtype):
+            ours = matmuls.scaled_masked_softmax(x, mask, SCALE, causal=causal)
+            torch.testing.assert_close(ours, expected.to(dtype))
+    bias = draw(1, heads, queries, columns, device=device, dtype=dtype, seed=9)
+    expected = masked_softmax(x.double(), bias.double(), causal=causal)
+    torch.testing.assert_close(matmuls.scaled_masked_softmax(x, bias, SCALE, causal=causal), expected.to(dtype))
+    ours = matmuls.scaled_masked_softmax(x, None, SCALE, causal=causal)
+    torch.testing.assert_close(ours, masked_softmax(x.double(), None, causal=causal).to(dtype))
+
+
+@pytest.mark.parametrize("columns", [25, 131, 577])
+def test_many_rows_off_16_bytes_whose_masks_begin_anew_within_a_warp_s(columns, device):
+    x = draw(1300 // columns + 1, 12, 2500, columns, device=device, dtype=torch.bfloat16)
+    x = x if device == "cuda" else x[:, :2, :77]
+    bias = draw(*x.shape[1:], device=device, dtype=x.dtype, seed=1)
+    for mask in (bias, bias[:1], bias[0] > 0):
+        expected = masked_softmax(x.double(), mask if mask.dtype == torch.bool else mask.double())
+        torch.testing.assert_close(matmuls.scaled_masked_softmax(x, mask, SCALE), expected.to(x.dtype))
+
+
 def test_a_mask_that_heads_share_beside_scores_larger_than_a_cache(device):
     """The rows of one query are then taken head after head."""
     x = draw(2, 3, 1500, 1500, device=device)

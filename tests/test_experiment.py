@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from matmuls import experiment, matrices, report
+from matmuls import experiment, matrices, report, sparse
+from matmuls.choice import DENSE
 from matmuls.experiment import Case, Result
 
 MARKET = "%%MatrixMarket matrix coordinate real general\n"
@@ -189,6 +190,18 @@ def test_cusparses_candidates(device):
     truth = m.csr.to_dense().double() @ b.double()
     for algorithm in experiment.CUSPARSE:
         torch.testing.assert_close(experiment._cusparse(m, b, algorithm)().double(), truth, atol=1e-4, rtol=1e-4)
+
+
+def test_the_dense_product_reads_the_copy_that_a_plan_keeps(device):
+    operands = experiment.Operands(matrices.load("pruned:64x48:0.1"), torch.float32, device)
+    made, b = sparse.plan(operands.csr), operands.dense_side(8)
+    made @ b
+    before = experiment._full(operands, made)
+    made._choice._made(DENSE).prepare(operands.values, b, torch.float32)
+    after = experiment._full(operands, made)
+    assert any(after is t for t in made._choice.tensors)
+    assert torch.equal(after, before)
+    assert torch.equal(after, operands.full())
 
 
 @pytest.mark.cuda

@@ -50,6 +50,8 @@ for name in $steps; do
       sanitize initcheck "the_truth or test_empty"
       # racecheck slows cuBLAS's kernels a hundredfold: every operation, in two dtypes
       sanitize racecheck "the_truth and (bfloat16 or float32)"
+      # every tensor an allocation of its own: what is read past its end is seen
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "off_16_bytes and float16" rowwise
       # attention's one kernel: both of its instances, every mask, rows and keys that fill their tiles and that do not;
       # 3 s a test, nearly all of it the float64 products beside it
       sanitize racecheck "one_kernel_is and bfloat16 and (200 or 384)" attention

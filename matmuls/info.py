@@ -35,7 +35,31 @@ def _cuda_state(build: dict[str, Any]) -> str:
         return f"off: this build has no CUDA ({reason})"
     if not torch.cuda.is_available():
         return "off: built with CUDA, but no GPU or driver is visible"
-    return f"on: CUDA {build['cuda']}, built for {build['archs']}"
+    state = f"on: CUDA {build['cuda']}, built for {build['archs']}"
+    others = [
+        f"{torch.cuda.get_device_name(i)} ({'.'.join(map(str, capability))})"
+        for i, capability in enumerate(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
+        if not serves(build["archs"], capability)
+    ]
+    return f"{state} and not for {', '.join(others)}: build again here" if others else state
+
+
+def serves(archs: str, capability: tuple[int, int]) -> bool:
+    """Whether kernels built for `archs`, as TORCH_CUDA_ARCH_LIST has them, run on a GPU of this capability.
+
+    Those of its major and no later minor version do, of "9.0a" on 9.0 alone, and PTX of any earlier one.
+    """
+    for arch in archs.replace(";", " ").split():
+        number, _, ptx = arch.partition("+")
+        try:
+            major, minor = map(int, number.rstrip("af").split("."))
+        except ValueError:  # a name, "Hopper"
+            return True
+        if (major, minor) == capability:
+            return True
+        if not number.endswith("a") and (major, minor) <= capability and (ptx or major == capability[0]):
+            return True
+    return False
 
 
 def _gpu(index: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from matmuls import bench, cli, files, measure, report
+from matmuls import bench, cli, files, info, measure, report
 from matmuls.specs import REAL, Call, Case, Spec
 
 pytest.importorskip("transformers")
@@ -22,6 +22,14 @@ def matmuls(*args, **kwargs):
     return subprocess.run(
         [sys.executable, "-m", "matmuls", *args], capture_output=True, text=True, timeout=300, **kwargs
     )
+
+
+def test_info_knows_which_gpus_a_build_serves():
+    assert all(info.serves("7.5 8.0 8.6+PTX 9.0a", c) for c in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 1)))
+    assert not any(info.serves("8.6 9.0a", c) for c in ((7, 5), (8, 0), (9, 1), (10, 0)))
+    assert not info.serves("9.0a+PTX", (10, 0))
+    assert info.serves("8.0;10.0f", (10, 3))
+    assert info.serves("Hopper", (9, 0))
 
 
 def test_info():

@@ -16,8 +16,6 @@ inline at::Tensor tensor_or_none(const OptionalTensor& t) { return t ? *t : at::
 inline int64_t ceil_of(int64_t x, int64_t y) { return (x + y - 1) / y; }
 inline int up(int64_t x, int64_t y) { return static_cast<int>(ceil_of(x, y)); }
 
-constexpr int64_t kGrain = 32768;  // elements worth a thread of the CPU: at::internal::GRAIN_SIZE
-
 // at::empty and at::zeros. Their own headers cost every file of CUDA code 13 s of compiling for two architectures.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);

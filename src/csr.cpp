@@ -3,7 +3,6 @@
 // Both run once, when a matrix enters; nothing after them reads an index that they have not seen. On a GPU the second
 // is a few calls of ATen's.
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_convert_indices_from_coo_to_csr.h>
 #include <ATen/ops/_convert_indices_from_csr_to_coo.h>
@@ -13,11 +12,11 @@
 #include <torch/library.h>
 
 #include <atomic>
-#include <functional>
 
 #include "common.h"
 #include "csr_check.h"
 #include "sparse_operators.h"
+#include "threads.h"
 
 #ifdef MATMULS_CUDA
 #include "handles.h"
@@ -41,7 +40,7 @@ Tensor facts_of(Problem problem, int64_t where, int64_t found, int64_t longest =
 template <class F>
 int64_t first_bad(int64_t begin, int64_t end, const F& is_bad) {
   std::atomic<int64_t> found{end};
-  at::parallel_for(begin, end, kGrain, [&](int64_t first, int64_t last) {
+  parallel_for(begin, end, kGrain, [&](int64_t first, int64_t last) {
     bool any = false;
     for (int64_t i = first; i < last; ++i) any |= is_bad(i);
     if (!any) return;
@@ -75,12 +74,12 @@ Tensor csr_check_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_co
         for (int64_t p = crow[r] + 1; p < crow[r + 1]; ++p) falls |= col[p] <= col[p - 1];
         return falls;
       });
-      const auto beyond_two_in = [&](int64_t first, int64_t last, int64_t count) {
+      std::atomic<int64_t> beyond_two{0};
+      parallel_for(2, nonzeros, kGrain, [&](int64_t first, int64_t last) {
+        int64_t count = 0;
         for (int64_t p = first; p < last; ++p) count += col[p] >> 2 == col[p - 2] >> 2;
-        return count;
-      };
-      const int64_t beyond_two =
-          at::parallel_reduce(int64_t{2}, nonzeros, kGrain, int64_t{0}, beyond_two_in, std::plus<int64_t>());
+        beyond_two += count;
+      });
       return facts_of(Problem::none, 0, 0, longest, falls_in == rows, beyond_two);
     }();
   });
@@ -103,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const 
     const int64_t parts = std::clamp<int64_t>(nonzeros / std::max<int64_t>(columns, 65536), 1, at::get_num_threads());
     const int64_t part = (nonzeros + parts - 1) / parts;
     std::vector<index_t> counters(parts * columns, 0);
-    at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
       for (int64_t k = first; k < last; ++k) {
         index_t* const count = counters.data() + k * columns;
         for (int64_t p = k * part; p < std::min(nonzeros, (k + 1) * part); ++p) ++count[col[p]];
@@ -115,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const 
       for (int64_t k = 0; k < parts; ++k) total += std::exchange(counters[k * columns + c], total);
     }
     offsets[columns] = total;
-    at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
       for (int64_t k = first; k < last; ++k) {
         index_t* const next = counters.data() + k * columns;
         int64_t row = std::upper_bound(crow, crow + rows + 1, static_cast<index_t>(k * part)) - crow - 1;

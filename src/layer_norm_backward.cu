@@ -385,7 +385,7 @@ void run_cpu(const Call& c) {
     Tensor sums =
         c.dweight.defined() ? at::zeros({chunks, 2, rows.columns}, c.rstd.options().dtype(at::kDouble)) : Tensor();
     double* sum = sums.defined() ? sums.mutable_data_ptr<double>() : nullptr;
-    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
       RowBuffers<scalar_t, 3> buffers(rows.columns);
       std::vector<F> recent(sum ? 2 * rows.columns : 0);
       F* dweight = sum ? recent.data() : nullptr;

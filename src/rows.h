@@ -1,7 +1,6 @@
 // A tensor as rows: one dimension is the row, all the others count the rows, whatever their strides.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <array>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "common.h"
+#include "threads.h"
 
 namespace matmuls {
 
@@ -115,7 +115,7 @@ class RowBuffers {
 template <class T, int N, class Body>
 void for_rows(int64_t count, int64_t columns, const Body& body) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(columns, 1));
-  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     RowBuffers<T, N> buffers(columns);
     for (int64_t row = begin; row < end; ++row) body(row, buffers);
   });

@@ -192,13 +192,13 @@ void run_cuda(const Call& c) {
 
 // ------------------------------------------------------------------------------------------------ CPU, operators
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "autograd.h"
 #include "sparse_cpu.h"
 #include "sparse_operators.h"
+#include "threads.h"
 
 namespace matmuls {
 namespace {
@@ -261,7 +261,7 @@ void run_cpu(const Call& c) {
         const index_t* const selected =
             c.selected.defined() ? c.selected.const_data_ptr<index_t>() + batch * c.selected.stride(0) : nullptr;
         scalar_t* const out = c.out.mutable_data_ptr<scalar_t>() + (c.summed ? 0 : batch * nonzeros);
-        at::parallel_for(0, nonzeros, grain, [&](int64_t begin, int64_t end) {
+        parallel_for(0, nonzeros, grain, [&](int64_t begin, int64_t end) {
           int64_t row = std::upper_bound(crow, crow + rows + 1, static_cast<index_t>(begin)) - crow - 1;
           for (int64_t p = begin; p < end; ++p) {
             while (crow[row + 1] <= p) ++row;

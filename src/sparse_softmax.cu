@@ -164,7 +164,6 @@ void run_cuda(const Call& c) { c.grad.defined() ? run_cuda_as<true>(c) : run_cud
 
 // ------------------------------------------------------------------------------------------------ CPU, operators
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones_like.h>
 #include <torch/library.h>
@@ -172,6 +171,7 @@ void run_cuda(const Call& c) { c.grad.defined() ? run_cuda_as<true>(c) : run_cud
 #include "autograd.h"
 #include "rows_cpu.h"
 #include "sparse_operators.h"
+#include "threads.h"
 
 namespace matmuls {
 namespace {
@@ -230,7 +230,7 @@ void run_cpu(const Call& c) {
         const scalar_t* const x = c.x.const_data_ptr<scalar_t>() + b * nonzeros;
         const scalar_t* const grad = c.grad.defined() ? c.grad.const_data_ptr<scalar_t>() + b * nonzeros : nullptr;
         scalar_t* const out = c.out.mutable_data_ptr<scalar_t>() + b * nonzeros;
-        at::parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
+        parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
           Values<scalar_t, index_t> values(indices_or_null<index_t>(c.order));
           const int64_t row_end = place_of(crow, rows, last, kShare, INT64_MAX).row;
           for (int64_t r = place_of(crow, rows, first, kShare, INT64_MAX).row; r < row_end; ++r) {

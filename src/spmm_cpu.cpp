@@ -2,9 +2,9 @@
 #include "spmm.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 
 #include "sparse_cpu.h"
+#include "threads.h"
 
 namespace matmuls::spmm {
 namespace {
@@ -29,7 +29,7 @@ void sum_cpu(const Spmm<T, I>& m, int64_t rows) {
     cut = at.row < rows && at.at > m.crow[at.row];
   }
   if (cut) sums.resize(2 * shares * m.n);
-  at::parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
+  parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
     for (int64_t k = first; k < last; ++k) {
       const Place from = place(k), to = place(k + 1);
       A* const pieces = sums.data() + 2 * k * m.n;
@@ -63,7 +63,7 @@ void sum_cpu(const Spmm<T, I>& m, int64_t rows) {
 template <class I, class F>
 void for_rows_of_equal_work(const I* crow, int64_t rows, const F& f) {
   const int64_t shares = shares_of(rows, crow[rows], kShare);
-  at::parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
+  parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
     f(place_of(crow, rows, first, kShare, INT64_MAX).row, place_of(crow, rows, last, kShare, INT64_MAX).row);
   });
 }

@@ -126,7 +126,8 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     # -g0: Python asks for debug symbols, a third of the time and nine tenths of the size.
     # AT_PER_OPERATOR_HEADERS: torch's headers bring the operators that they need, not all of them.
     narrow = "-DAT_PER_OPERATOR_HEADERS"
-    # -fopenmp: without it at::parallel_for has one thread. Not to the linker: the threads are those of torch's own OpenMP.
+    # -fopenmp: without it at::parallel_for has one thread. Not for the linker: torch brings the OpenMP whose threads
+    # these are.
     cxx = ["-O3", "-g0", "-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden", "-fopenmp", narrow]
     depends = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.*h"))]
     if cuda is None:

@@ -124,6 +124,11 @@ def test_operation_files_do_not_include_each_other():
         assert included <= headers, f"{path.name} includes {included - headers}"
 
 
+def test_work_is_shared_by_the_one_that_knows_of_forks():
+    files = {p.name for p in ROOT.glob("src/*") if re.search(r"at::parallel_(for|reduce)\(|#pragma omp", p.read_text())}
+    assert files == {"threads.h"}
+
+
 def test_what_is_launched_early_waits_first():
     """A kernel of Triton's that touches memory before it has waited races with the kernel before it."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "matmuls/triton").glob("*.py")]

@@ -355,6 +355,7 @@ void run_cuda(const Call& c) {
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "huge_pages.h"
 #include "inplace_gradient.h"
 #include "row_operators.h"
 #include "rows_cpu.h"
@@ -422,7 +423,7 @@ const char* name_of(bool rms) { return rms ? "rms_norm_" : "layer_norm_"; }
 std::tuple<Tensor, Tensor> kept_tensors(const Tensor& x, bool affine) {
   const auto sizes = x.sym_sizes();
   const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return {affine ? at::empty_symint(sizes, x.options()) : at::empty({0}, x.options()),
+  return {affine ? in_huge_pages(at::empty_symint(sizes, x.options())) : at::empty({0}, x.options()),
           at::empty_symint(sizes.slice(0, sizes.size() - 1), x.options().dtype(type))};
 }
 

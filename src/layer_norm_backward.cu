@@ -341,6 +341,7 @@ void run_cuda(const Call& c) {
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "huge_pages.h"
 #include "row_operators.h"
 #include "rows_cpu.h"
 
@@ -419,8 +420,8 @@ std::tuple<Tensor, Tensor, Tensor> results(const Tensor& xhat, bool need_dx, boo
   const auto columns = [&] {
     return need_columns ? at::empty_symint({xhat.sym_size(-1)}, xhat.options()) : at::empty({0}, xhat.options());
   };
-  return {need_dx ? at::empty_symint(xhat.sym_sizes(), xhat.options()) : at::empty({0}, xhat.options()), columns(),
-          columns()};
+  return {need_dx ? in_huge_pages(at::empty_symint(xhat.sym_sizes(), xhat.options())) : at::empty({0}, xhat.options()),
+          columns(), columns()};
 }
 
 template <void run(const Call&)>

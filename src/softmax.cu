@@ -682,6 +682,7 @@ void run_cuda(const Call& c) {
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "huge_pages.h"
 #include "inplace_gradient.h"
 #include "row_operators.h"
 #include "rows_cpu.h"
@@ -782,7 +783,7 @@ void masked_into(Runner run, const Tensor& x, const OptionalTensor& mask, double
 template <Runner run>
 Tensor softmax(const Tensor& x, int64_t dim) {
   check_x("softmax", x, dim);
-  Tensor out = at::empty_like(x);
+  Tensor out = in_huge_pages(at::empty_like(x));
   softmax_into(run, "softmax", x, dim, out);
   return out;
 }
@@ -797,7 +798,7 @@ void softmax_(Tensor x, int64_t dim) {
 template <Runner run>
 Tensor masked_softmax(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
   check_masked(x, mask, causal);
-  Tensor out = at::empty_like(x);
+  Tensor out = in_huge_pages(at::empty_like(x));
   masked_into(run, x, mask, scale, causal, out);
   return out;
 }

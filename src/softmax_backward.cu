@@ -239,6 +239,7 @@ void run_cuda(const Call& c) {
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "huge_pages.h"
 #include "row_operators.h"
 #include "rows_cpu.h"
 
@@ -295,7 +296,7 @@ void backward_out(const Tensor& y, const Tensor& grad, int64_t dim, double scale
 template <void run(const Call&)>
 Tensor backward(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal) {
   check(y, grad, dim);
-  Tensor out = at::empty_like(y);
+  Tensor out = in_huge_pages(at::empty_like(y));
   backward_out<run>(y, grad, dim, scale, causal, out);
   return out;
 }

@@ -14,13 +14,14 @@ from matmuls.device import takes_tf32
 def collect() -> dict[str, Any]:
     """Versions, GPU, libraries, live handles and build facts, ready for JSON."""
     build = custom_mm.build_info()
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
     return {
         "matmuls": matmuls.__version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "torch": torch.__version__,
-        "cuda": _cuda_state(build),
-        "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
+        "cuda": _cuda_state(build, gpus),
+        "gpus": gpus,
         "packages": {name: _version(name) for name in ("numpy", "scipy", "transformers", "triton")},
         "tf32": takes_tf32(),
         "workspace_nbytes": custom_mm.workspace_size() or "default",
@@ -29,7 +30,7 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _cuda_state(build: dict[str, Any]) -> str:
+def _cuda_state(build: dict[str, Any], gpus: list[dict[str, Any]]) -> str:
     if build["cuda"] is None:
         reason = "torch has no CUDA" if torch.version.cuda is None else "no nvcc was found when it was built"
         return f"off: this build has no CUDA ({reason})"
@@ -37,9 +38,9 @@ def _cuda_state(build: dict[str, Any]) -> str:
         return "off: built with CUDA, but no GPU or driver is visible"
     state = f"on: CUDA {build['cuda']}, built for {build['archs']}"
     others = [
-        f"{torch.cuda.get_device_name(i)} ({'.'.join(map(str, capability))})"
-        for i, capability in enumerate(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
-        if not serves(build["archs"], capability)
+        f"{gpu['name']} ({gpu['capability']})"
+        for i, gpu in enumerate(gpus)
+        if not serves(build["archs"], torch.cuda.get_device_capability(i))
     ]
     return f"{state} and not for {', '.join(others)}: build again here" if others else state
 

@@ -604,6 +604,7 @@ bool launch_by_kind(const Call& c, const CallRows& rows) {
   }
 }
 
+constexpr int kTiledMost = 800;
 // Up to how many columns 16-bit rows that start anywhere go by tiles. On an H100, shares of a copy and what vectors
 // have: behind an added mask [B,1,1,K], as much to read as x, 131 columns .88 for .57, 785 .95 for .81, 1025 .85 for
 // .88; without one 197 .98 for .95, 257 .98 for 1.01; causal ones, of which vectors read half, 150 .65 for .61, 197 .65
@@ -611,7 +612,7 @@ bool launch_by_kind(const Call& c, const CallRows& rows) {
 int short_columns(const Call& c) {
   if (c.kind == MaskKind::bytes) return 127;
   if (c.kind == MaskKind::none) return c.causal ? 160 : 208;
-  return 800;
+  return kTiledMost;
 }
 
 template <class T>
@@ -624,9 +625,8 @@ void launch_masked(const Call& c, const CallRows& rows) {
     // only the longest, its whole rows number by number (2048 columns: 0.82 of a copy for 0.69).
     constexpr bool narrow = sizeof(T) == 2;
     if (a.vectors && (narrow || !a.whole)) {
-      constexpr int kMost = narrow ? 800 : INT_MAX;
-      if (!a.whole && rows.data.columns <= (narrow ? short_columns(c) : kMost) &&
-          launch_short_rows<2, kMost>(operation<T, AnyMask>(c, rows), rows.data))
+      const bool is_short = !a.whole && (!narrow || rows.data.columns <= short_columns(c));
+      if (is_short && launch_short_rows<2, narrow ? kTiledMost : INT_MAX>(operation<T, AnyMask>(c, rows), rows.data))
         return;
       const bool by_vectors = !c.mask.defined() || rows.beside.column_strides[0] == 1;
       if (rows.data.columns > 127 && by_vectors && launch_by_kind<T, true>(c, rows)) return;

@@ -563,7 +563,7 @@ def test_rows_off_16_bytes_behind_every_mask(shape, dtype, causal, device):
 
 
 @pytest.mark.parametrize("columns", [25, 131, 577])
-def test_many_rows_off_16_bytes_whose_masks_begin_anew_within_a_warp_s(columns, device):
+def test_many_rows_off_16_bytes_whose_masks_begin_anew_among_a_warp_s_rows(columns, device):
     x = draw(1300 // columns + 1, 12, 2500, columns, device=device, dtype=torch.bfloat16)
     x = x if device == "cuda" else x[:, :2, :77]
     bias = draw(*x.shape[1:], device=device, dtype=x.dtype, seed=1)

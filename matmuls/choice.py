@@ -24,18 +24,21 @@ from .calls import Call
 from .device import CLUSTERS, capability, takes_tf32
 from .measure import time_warm
 from .ours import our_call
+from .packed import expected_units, us_packed
 from .structure import Blocks, Given, Structure, current_stream, for_every_stream, is_capturing
 from .tiles import TileLayout, layout_of, us_by_tiles
 
 _ops = torch.ops.custom_mm
 _matmul, _cusparse_spmm = _ops.matmul.default, _ops.cusparse_spmm.default
 _spmm_halves, _spmm_tiles, _bsr_spmm = _ops.csr_spmm_halves.default, _ops.csr_spmm_tiles.default, _ops.bsr_spmm.default
+_spmm_packed = _ops.csr_spmm_packed.default
 
 OURS = "ours"
 DENSE = "dense"
 HALVES = "dense in halves"
 TWO_OF_FOUR = "two of four"
 TILES = "tiles in shared memory"
+PACKED = "packed on tensor cores"
 BLOCKS = "blocks on tensor cores"
 CUSPARSE = "cusparse csr_alg3"
 SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
@@ -50,6 +53,10 @@ FEWEST_IN_HALVES = 16  # nonzeros of a row on average: sums of fewer round by le
 PAIRED_FILL = 3  # the same, from where two of four are considered in float32; and the most columns of it
 PAIRED_COLUMNS = 8192
 NARROW_PAIRED_COLUMNS = 32768  # in 16 bits
+# Elements from which on a matrix is packed; None: not at all, as its kernel was timed and its results compared on an
+# H100, but compute-sanitizer has not seen it. 2^25 are more than the L2 holds in 16 bits.
+PACKED_ELEMENTS: int | None = None
+UNEVEN = 1.25  # times the units that a tile is expected to have: others have fewer, and their room is fetched too
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
 CLEAR = 1.22  # times that one way is estimated to take of another: it is not measured then
 RACE, PRODUCTS = 2e-3, 50  # seconds of a measurement, and products that must pay it back
@@ -272,6 +279,37 @@ class Tiled(Full):
         return Call(_spmm_tiles, (*kept, *parts), len(kept) + 3)
 
 
+class Packed(Full):
+    """In 16 bits, without most zeros, laid out as tensor cores take it (src/packed.h)."""
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__(structure)
+        self._units: int | None = None
+
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        if self._units is None and is_capturing(b.device):  # to measure it waits for the GPU
+            return our_call(self._structure, values.to(dtype), b.to(dtype))._replace(lasting=False)
+        return super().call(values, b, dtype)
+
+    def _made(
+        self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        s = self._structure
+        with torch.inference_mode(False), torch.no_grad():
+            if self._units is None:
+                units = int(_ops.csr_packed_units(s.crow, s.col, s.columns).item())
+                if units > UNEVEN * expected_units(s):
+                    raise RuntimeError(f"expected nonzeros that lie anywhere, got a tile of {units} units")
+                self._units = units
+            packed = _ops.csr_packed(s.crow, s.col, values.to(dtype), s.columns, self._units, s.order)
+            return (old[0].copy_(packed) if old else packed,)
+
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        s = self._structure
+        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest
+        return Call(_spmm_packed, (*kept, *parts), len(kept) + 3)
+
+
 class ByBlocks:
     """A matrix stored in blocks, which a kernel reads as they lie: values may change, and b may have a gradient."""
 
@@ -357,7 +395,9 @@ class Measurement:
         known = self._fastest.get((dense, cusparse))
         if known is None:
             halves = dense and cusparse
-            kinds = {OURS: True, BLOCKS: True, DENSE: dense, HALVES: halves, TWO_OF_FOUR: halves, TILES: halves}
+            kinds = {OURS: True, BLOCKS: True, DENSE: dense} | dict.fromkeys(
+                (HALVES, TWO_OF_FOUR, TILES, PACKED), halves
+            )
             found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
             known = self._fastest[dense, cusparse] = min(found, key=lambda name: found[name], default=OURS)
         return known
@@ -421,6 +461,8 @@ def _us_narrow(s: Structure, n: int) -> dict[str, float]:
     }
     if s.distinct and s.columns <= NARROW_PAIRED_COLUMNS:
         us[TWO_OF_FOUR] = 1.6 + _cycles_of_pairs(s.rows, s.columns, n) / 1755 + s.beyond_two * wide / 1e6
+    if s.distinct and PACKED_ELEMENTS is not None and elements >= PACKED_ELEMENTS:
+        us[PACKED] = us_packed(s, n)
     return us
 
 
@@ -486,7 +528,7 @@ class Choice:
         candidates = self._candidates(dtype, b)
         if not candidates:
             return self._known(dtype, Measurement(b.shape[1], {OURS: None}))
-        large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, BLOCKS)]
+        large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, PACKED, BLOCKS)]
         estimates = self._estimates(large, dtype, b)
         near = _near(estimates)
         if len(near) == 1 and (near == [OURS] or self._prepare(near[0], values, b, dtype, stay)):
@@ -602,8 +644,7 @@ class Choice:
             found.insert(0, min(us, key=lambda name: us[name], default=DENSE))
             if eights and dtype.itemsize == 2:
                 narrow = _us_narrow(s, b.shape[1])
-                if narrow.get(TWO_OF_FOUR, math.inf) < CLEAR * narrow[DENSE]:
-                    found.insert(0, TWO_OF_FOUR)
+                found[:0] = [k for k in (TWO_OF_FOUR, PACKED) if narrow.get(k, math.inf) < CLEAR * narrow[DENSE]]
         if hopper and s.distinct and _is_even(s) and s.crow.dtype == torch.int32:
             n = b.shape[1]
             if SOONER * us_by_tiles(s, n) < _us_by_rows(s, n):
@@ -636,6 +677,7 @@ class Choice:
         kinds: dict[str, Callable[[Structure], Product]] = {
             DENSE: Dense,
             TILES: Tiled,
+            PACKED: Packed,
             HALVES: Halves,
             TWO_OF_FOUR: TwoOfFour,
             CUSPARSE: Cusparse,

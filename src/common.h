@@ -14,6 +14,7 @@ inline at::Tensor tensor_or_none(const OptionalTensor& t) { return t ? *t : at::
 
 // x / y rounded up; `up` as an int, where a check says that it is one.
 inline int64_t ceil_of(int64_t x, int64_t y) { return (x + y - 1) / y; }
+inline c10::SymInt ceil_of(const c10::SymInt& x, int64_t y) { return (x + (y - 1)) / y; }
 inline int up(int64_t x, int64_t y) { return static_cast<int>(ceil_of(x, y)); }
 
 // at::empty and at::zeros. Their own headers cost every file of CUDA code 13 s of compiling for two architectures.

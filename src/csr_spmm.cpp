@@ -27,9 +27,6 @@ namespace matmuls::spmm {
 namespace {
 
 using at::Tensor;
-using matmuls::ceil_of;
-
-c10::SymInt ceil_of(const c10::SymInt& x, int64_t y) { return (x + (y - 1)) / y; }
 
 Reduce reduce_of(std::string_view name) {
   if (name == "sum") return Reduce::sum;

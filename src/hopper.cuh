@@ -37,6 +37,13 @@ __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier,
       : "memory");
 }
 // Bytes as they lie in memory; a multiple of 16.
+__device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   ptx::shared_address(to)),
+               "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier))
+               : "memory");
+}
+// The same, and what the L2 does of it.
 __device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes, ptx::L2Policy policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
@@ -280,12 +287,14 @@ __device__ inline void multiply_two_of_four(float (&d)[N], uint64_t desc_a, uint
     MATMULS_FRAGMENT_WGMMA(256, k, types, transpose, "%128, %129, %130, %131", "%132", "%133"); \
   else if constexpr (N == 64)                                                                   \
     MATMULS_FRAGMENT_WGMMA(128, k, types, transpose, "%64, %65, %66, %67", "%68", "%69");       \
+  else if constexpr (N == 32)                                                                   \
+    MATMULS_FRAGMENT_WGMMA(64, k, types, transpose, "%32, %33, %34, %35", "%36", "%37");        \
   else                                                                                          \
-    MATMULS_FRAGMENT_WGMMA(64, k, types, transpose, "%32, %33, %34, %35", "%36", "%37")
+    MATMULS_FRAGMENT_WGMMA(32, k, types, transpose, "%16, %17, %18, %19", "%20", "%21")
 
 template <class T, bool b_k_apart, int N>
 __device__ inline void multiply_fragment(float (&d)[N], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
-  static_assert(N == 32 || N == 64 || N == 128);
+  static_assert(N == 16 || N == 32 || N == 64 || N == 128);
   if constexpr (std::is_same_v<T, float>) {
     static_assert(!b_k_apart);  // TF32 has no transposed operand
     MATMULS_MULTIPLY_FRAGMENT(8, ".tf32.tf32", "");

@@ -117,6 +117,13 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     entries = (*laid_out, narrow.crow, narrow.col, single, 5, 16, first + (until >> 16))
     yield _ops.csr_tile_entries.default, entries
     yield _ops.csr_spmm_tiles.default, (*laid_out, *_ops.csr_tile_entries(*entries), *parts[:-1], 16)
+    short = single.half()
+    yield _ops.csr_packed_units.default, (s.crow, s.col, 5)
+    units = int(_ops.csr_packed_units(s.crow, s.col, 5).item())
+    yield _ops.csr_packed.default, (s.crow, s.col, short, 5, units)
+    packed = _ops.csr_packed(s.crow, s.col, short, 5, units)
+    narrow_right = right.half().requires_grad_()
+    yield _ops.csr_spmm_packed.default, (packed, s.crow, s.col, short, narrow_right, 5)
     blocks, wide = draw(s.nonzeros, 16, 32).requires_grad_(), draw(5 * 32, 3).requires_grad_()
     yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32)
     yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32, None, False, *transposed)
@@ -208,6 +215,9 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_tiles.default,
             _ops.csr_tile_entries.default,
             _ops.csr_spmm_tiles.default,
+            _ops.csr_packed_units.default,
+            _ops.csr_packed.default,
+            _ops.csr_spmm_packed.default,
             _ops.bsr_spmm.default,
             _ops.bsr_sddmm.default,
         ),

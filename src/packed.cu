@@ -1,0 +1,130 @@
+// packed.h on a GPU.
+#ifdef __CUDACC__
+#include "packed.h"
+
+#include <ATen/Dispatch.h>
+
+#include "handles.h"
+#include "sparse.cuh"
+
+namespace matmuls {
+namespace {
+
+constexpr int kThreads = 1024, kAtOnce = 4;  // nonzeros of a lane
+constexpr int kMasks = kPackedLanes / 2;     // words of a tile, two lanes' each
+
+// Of each nonzero of 64 rows do_with(its row and column among them, p). A warp a row.
+template <class I, class F>
+__device__ void for_each_nonzero(const I* crow, const I* col, int64_t first_row, int64_t rows, const F& do_with) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int r = static_cast<int>(threadIdx.x) / 32; r < kPackedRows && first_row + r < rows; r += kThreads / 32) {
+    const int64_t end = crow[first_row + r + 1];
+    for (int64_t p = crow[first_row + r] + lane; p < end; p += 32 * kAtOnce) {
+      int c[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) c[i] = p + 32 * i < end ? static_cast<int>(col[p + 32 * i]) : -1;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (c[i] >= 0) do_with(r, c[i], p + 32 * i);
+    }
+  }
+}
+
+// Which pairs there are in 64 rows: masks [steps, kMasks].
+template <class I>
+__device__ void find_pairs(const I* crow, const I* col, int64_t first_row, const PackedLayout& m, unsigned* masks) {
+  for (int i = static_cast<int>(threadIdx.x); i < m.steps * kMasks; i += kThreads) masks[i] = 0;
+  __syncthreads();
+  for_each_nonzero(crow, col, first_row, m.rows, [&](int r, int c, int64_t) {
+    const PackedPlace place(r, c % kPackedColumns);
+    atomicOr(&masks[c / kPackedColumns * kMasks + place.lane / 2], 1u << (place.lane % 2 * kPackedPairs + place.pair));
+  });
+  __syncthreads();
+}
+
+// A block 64 rows.
+template <class I>
+__global__ void __launch_bounds__(kThreads)
+    measure_kernel(const I* crow, const I* col, const PackedLayout m, int* least) {
+  extern __shared__ unsigned masks[];
+  find_pairs(crow, col, int64_t{blockIdx.x} * kPackedRows, m, masks);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int most = 0;
+  for (int step = static_cast<int>(threadIdx.x) / 32; step < m.steps; step += kThreads / 32) {
+    const unsigned* const own = masks + step * kMasks;
+    most = max(most, __reduce_add_sync(0xffffffffu, __popc(own[lane]) + __popc(own[32 + lane])));
+  }
+  if (lane == 0) atomicMax(least, (kPackedHeads + 4 * most + kPackedUnit - 1) / kPackedUnit);
+}
+
+// A block 64 rows: heads first, then each nonzero to its pair, whose other number is 0 before.
+template <class T, class I>
+__global__ void __launch_bounds__(kThreads) pack_kernel(const I* crow, const I* col, const I* order, const T* values,
+                                                        const PackedLayout m, unsigned bytes, unsigned char* packed) {
+  extern __shared__ unsigned masks[];
+  const auto tile_of = [&](int step) { return packed + (int64_t{blockIdx.x} * m.steps + step) * bytes; };
+  find_pairs(crow, col, int64_t{blockIdx.x} * kPackedRows, m, masks);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int step = static_cast<int>(threadIdx.x) / 32; step < m.steps; step += kThreads / 32) {
+    int before = 0;
+    for (int i = lane; i < kMasks; i += 32) {
+      const unsigned two = masks[step * kMasks + i], first = two & 0xffff;
+      int upto = __popc(two);
+      for (int apart = 1; apart < 32; apart *= 2) {
+        const int left = __shfl_up_sync(0xffffffffu, upto, apart);
+        if (lane >= apart) upto += left;
+      }
+      const unsigned begin = 4 * (before + upto - __popc(two));
+      reinterpret_cast<uint2*>(tile_of(step))[i] = {first | begin << 16, two >> 16 | (begin + 4 * __popc(first)) << 16};
+      before += __shfl_sync(0xffffffffu, upto, 31);
+    }
+  }
+  __syncthreads();
+  for_each_nonzero(crow, col, int64_t{blockIdx.x} * kPackedRows, m.rows, [&](int r, int c, int64_t p) {
+    const PackedPlace place(r, c % kPackedColumns);
+    unsigned char* const tile = tile_of(c / kPackedColumns);
+    const unsigned head = reinterpret_cast<const unsigned*>(tile)[place.lane];
+    const unsigned at = (head >> 16) + 4 * __popc(head & ((1u << place.pair) - 1));
+    if (kPackedHeads + at < bytes)
+      reinterpret_cast<T*>(tile + kPackedHeads + at)[place.side] = values[order ? static_cast<int64_t>(order[p]) : p];
+  });
+}
+
+template <class... Wanted, class... Given>
+void launch_by_rows(void (*kernel)(Wanted...), const PackedLayout& m, Given... given) {
+  const int shared = m.steps * kMasks * 4;
+  if (shared > (48 << 10))
+    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  kernel<<<static_cast<unsigned>(m.down), kThreads, shared, c10::cuda::getCurrentCUDAStream()>>>(given...);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+
+void measure_packed_on_gpu(const Pattern& p, const PackedLayout& m, const at::Tensor& least) {
+  const OperationGuard guard(kPackedOp, p.crow);
+  int* const to = least.mutable_data_ptr<int>();
+  C10_CUDA_CHECK(cudaMemsetAsync(to, 0, sizeof(int), c10::cuda::getCurrentCUDAStream()));
+  if (m.tiles() == 0) return;
+  AT_DISPATCH_INDEX_TYPES(p.crow.scalar_type(), kPackedOp, [&] {
+    launch_by_rows(measure_kernel<index_t>, m, p.crow.const_data_ptr<index_t>(), p.col.const_data_ptr<index_t>(), m,
+                   to);
+  });
+}
+
+void pack_on_gpu(const Pattern& p, const at::Tensor& values, const PackedLayout& m, const at::Tensor& packed) {
+  const OperationGuard guard(kPackedOp, values);
+  auto* const to = static_cast<unsigned char*>(packed.mutable_data_ptr());
+  if (m.tiles() == 0) return;
+  C10_CUDA_CHECK(cudaMemsetAsync(to, 0, packed.nbytes(), c10::cuda::getCurrentCUDAStream()));
+  AT_DISPATCH_REDUCED_FLOATING_TYPES(values.scalar_type(), kPackedOp, [&] {
+    AT_DISPATCH_INDEX_TYPES(p.crow.scalar_type(), kPackedOp, [&] {
+      launch_by_rows(pack_kernel<scalar_t, index_t>, m, p.crow.const_data_ptr<index_t>(),
+                     p.col.const_data_ptr<index_t>(), indices_or_null<index_t>(p.order),
+                     values.const_data_ptr<scalar_t>(), m, static_cast<unsigned>(packed.size(1) * 2), to);
+    });
+  });
+}
+
+}  // namespace matmuls
+#endif

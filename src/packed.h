@@ -1,0 +1,57 @@
+// A sparse matrix in 16 bits without most of its zeros, packed as tensor cores take it (spmm_packed.h).
+//
+// It is cut into tiles of 64 rows and 64 columns. Of a tile each of four warps has 16 rows, and of these, for every 16
+// columns, four squares of 8 x 8: the upper left, the lower left, the upper right, the lower right. Lane l of the warp
+// has of a square the columns 2 (l % 4) and one more of row l / 4: a pair, 16 of them in a tile. Pairs without a
+// nonzero are not stored.
+//   packed [tiles, units * 8]: tiles of so many units of 16 bytes, as the largest needs. Of 64 rows all tiles, from
+//   left to right and empty ones to a multiple of four, then those of the next 64 rows, to a multiple of 256. In a tile
+//   each lane's head, warp after warp: which pairs it has, in 16 bits, and from where on they lie, in bytes; then all
+//   pairs, a lane's side by side.
+// Of columns that differ in every row.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "sparse.h"
+
+namespace matmuls {
+
+constexpr int kPackedRows = 64, kPackedColumns = 64;  // of a tile
+constexpr int kPackedTiles = 4;                       // their number in a row and in a column is a multiple of it
+constexpr int kPackedLanes = 128, kPackedPairs = 16;  // of a tile; of a lane
+constexpr int kPackedHeads = 4 * kPackedLanes, kPackedUnit = 16;  // bytes
+constexpr int kLeastPackedUnits = kPackedHeads / kPackedUnit;     // of a tile
+constexpr int kMostPackedUnits = (kPackedHeads + 4 * kPackedLanes * kPackedPairs) / kPackedUnit;
+constexpr int kMostPackedColumns = 32768;
+
+constexpr const char* kPackedOp = "csr_packed";
+
+struct PackedLayout {
+  int64_t rows, columns;
+  int64_t down;  // tiles of a column
+  int steps;     // tiles of a row
+
+  PackedLayout(int64_t rows_of, int64_t columns_of)
+      : rows(rows_of),
+        columns(columns_of),
+        down(ceil_of(rows, kPackedTiles * kPackedRows) * kPackedTiles),
+        steps(up(columns, kPackedTiles * kPackedColumns) * kPackedTiles) {}
+  int64_t tiles() const { return down * steps; }
+};
+
+// Where in a tile a number lies: which lane has it, in which of its pairs, and on which side.
+struct PackedPlace {
+  int lane, pair, side;
+
+  C10_HOST_DEVICE PackedPlace(int row, int column)
+      : lane(row / 16 * 32 + row % 8 * 4 + column % 8 / 2),
+        pair(column / 16 * 4 + column / 8 % 2 * 2 + row / 8 % 2),
+        side(column % 2) {}
+};
+
+// least <- the units that the largest tile needs.
+void measure_packed_on_gpu(const Pattern& p, const PackedLayout& m, const at::Tensor& least);
+void pack_on_gpu(const Pattern& p, const at::Tensor& values, const PackedLayout& m, const at::Tensor& packed);
+
+}  // namespace matmuls

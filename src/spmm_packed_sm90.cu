@@ -1,0 +1,358 @@
+// Kernel of spmm_packed.h.
+//
+// Four warpgroups of a block multiply 64 rows of the result each, or two or all of them the same rows by different
+// parts of K; the blocks of a cluster share K among them. A block adds up its parts in shared memory and sends each row
+// to the block that it falls to, which adds up what it gets, in the same order always. One thread fetches: a stage is
+// each part's next 64 of K, of A's tiles as they are packed.
+#ifdef __CUDACC__
+#include "spmm_packed.h"
+
+#include "filled.h"
+#include "handles.h"
+#include "hopper.cuh"
+#include "launch.cuh"
+#include "sparse.cuh"
+#include "tensor_map.h"
+
+namespace matmuls {
+namespace {
+
+constexpr int kRowBytes = 128, kWide = 64;  // of a row of the dense side's tile: 64 numbers
+constexpr int kGroup = 128, kGroups = 4, kMultiply = kGroup * kGroups, kThreads = kMultiply + kGroup;
+constexpr int kMostBlocks = 8;  // of a cluster
+constexpr int kMostStages = 16, kEarly = 2, kBarriers = 2 * kMostStages * 8 + 16, kShared = 226 << 10;
+
+template <class T_, int columns_, int parts_>
+struct Tile {
+  using T = T_;
+  static constexpr int columns = columns_, parts = parts_;  // parts of K in a block
+  static constexpr int row_groups = kGroups / parts, rows = row_groups * kPackedRows;
+  static constexpr int depth = parts * kPackedColumns;  // of K in a stage
+  static constexpr int boxes = std::max(columns / kWide, 1), box_bytes = depth * kRowBytes;
+  static constexpr int dense_bytes = boxes * box_bytes;
+  // Unpacks while the numbers before are multiplied: there are registers for both.
+  static constexpr bool overlaps = columns <= 64;
+  static constexpr int stride = columns + 8;  // floats: rows that a warp writes at a time lie in different banks
+  static constexpr int across = columns / 8, apart = kMultiply / across;  // threads of a row of the result
+  static constexpr int sums_bytes = kGroups * kPackedRows * stride * 4;
+};
+
+struct Shape {
+  int rows, n, steps;  // tiles of a row of A
+  int each, more;      // stages of K for a block of a cluster, and how many blocks have one more
+  int stages, stage_bytes, tile_bytes, own_rows;
+  int64_t out_stride;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+__device__ inline uint32_t load_shared(uint32_t at) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at));
+  return x;
+}
+// The next of a lane's words if its head has this bit, else 0.
+__device__ inline uint32_t next_pair(uint32_t head, uint32_t bit, uint32_t& at) {
+  uint32_t x;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\t.reg .b32 has;\n\tand.b32 has, %2, %3;\n\tsetp.ne.b32 p, has, 0;\n\tmov.b32 %0, 0;\n\t"
+      "@p ld.shared.b32 %0, [%1];\n\t@p add.u32 %1, %1, 4;\n\t}"
+      : "=&r"(x), "+r"(at)
+      : "r"(head), "r"(bit));
+  return x;
+}
+__device__ inline void add(const float* from, float (&sum)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    const float4 x = *reinterpret_cast<const float4*>(from + i);
+    sum[i] += x.x, sum[i + 1] += x.y, sum[i + 2] += x.z, sum[i + 3] += x.w;
+  }
+}
+#endif
+
+template <class Tile>
+__global__ void __launch_bounds__(kThreads, 1)
+    packed_kernel(const __grid_constant__ CUtensorMap dense_map, const unsigned char* packed, typename Tile::T* out,
+                  const Shape shape) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using T = typename Tile::T;
+  extern __shared__ __align__(1024) unsigned char tiles[];
+  uint64_t* const full = reinterpret_cast<uint64_t*>(tiles + shape.stages * shape.stage_bytes);
+  uint64_t *const empty = full + kMostStages, *const received = empty + kMostStages;
+  float* const others = reinterpret_cast<float*>(tiles + shape.stages * shape.stage_bytes + kBarriers);
+  const int shares = static_cast<int>(gridDim.x), share = static_cast<int>(blockIdx.x);
+  const int down = static_cast<int>(blockIdx.y), column0 = static_cast<int>(blockIdx.z) * Tile::columns;
+  const int row0 = down * Tile::rows;
+  const int first = share * shape.each + min(share, shape.more), many = shape.each + (share < shape.more ? 1 : 0);
+  const int own_row = share * shape.own_rows, end_row = min(own_row + shape.own_rows, Tile::rows);
+  // The same in a warp, which the compiler knows of a shuffle alone.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / (kGroup / 32);
+  const int thread = static_cast<int>(threadIdx.x) % kGroup, lane = thread % 32;
+  if (lane == 0) {  // a warp each: to make one takes 40 cycles
+    if (warp < shape.stages) {
+      ptx::barrier_init(&full[warp]);
+      ptx::barrier_init(&empty[warp], kMultiply / 32);
+      ptx::barrier_fence();
+    } else if (warp == kMultiply / 32) {
+      ptx::barrier_init(received);
+      ptx::barrier_fence();
+      ptx::barrier_expect(received, (shares - 1) * max(end_row - own_row, 0) * Tile::columns * 4);
+    } else if (warp == kMultiply / 32 + 1) {
+      hopper::prefetch(dense_map);
+    }
+  }
+  __syncthreads();
+  if (shares > 1) ptx::cluster_arrive_relaxed();
+  ptx::let_next_start();
+  if (group == kGroups) {
+    hopper::leave_registers<32>();
+    if (thread == 0) {
+      const int bytes = Tile::parts * shape.tile_bytes;  // of a row of tiles
+      const int64_t apart = int64_t{shape.steps} * shape.tile_bytes;
+      const unsigned char* const from = packed + down * Tile::row_groups * apart + int64_t{first} * bytes;
+      const auto load_a = [&](int k, int stage) {
+        ptx::barrier_expect(&full[stage], Tile::row_groups * bytes + Tile::dense_bytes);
+#pragma unroll
+        for (int r = 0; r < Tile::row_groups; ++r)
+          hopper::load_bytes(from + r * apart + int64_t{k} * bytes,
+                             tiles + stage * shape.stage_bytes + Tile::dense_bytes + r * bytes, &full[stage], bytes);
+      };
+      const auto load_dense = [&](int k, int stage) {
+#pragma unroll
+        for (int box = 0; box < Tile::boxes; ++box)
+          hopper::load(dense_map, tiles + stage * shape.stage_bytes + box * Tile::box_bytes, &full[stage],
+                       column0 + box * kWide, (first + k) * Tile::depth);
+      };
+      // Each tile of rows begins elsewhere: all at once would ask the L2 for the same part of the dense side.
+      const int turn = down % many;
+      const auto turned = [&](int n) { return n + turn < many ? n + turn : n + turn - many; };
+      // A was there before the kernel that goes before this one.
+      for (int n = 0; n < min(many, kEarly); ++n) load_a(turned(n), n);
+      ptx::wait_for_earlier();
+      for (int n = 0; n < min(many, kEarly); ++n) load_dense(turned(n), n);
+      for (int n = kEarly, stage = kEarly, parity = 1; n < many; ++n, ++stage) {
+        if (stage == shape.stages) stage = 0, parity ^= 1;
+        if (n >= shape.stages) ptx::barrier_wait(&empty[stage], parity);
+        load_a(turned(n), stage), load_dense(turned(n), stage);
+      }
+    }
+    __syncwarp();
+    if (shares > 1) ptx::cluster_wait();
+  } else {
+    hopper::take_registers<112>();
+    const int row_group = group % Tile::row_groups, part = group / Tile::row_groups;
+    const uint32_t heads = ptx::shared_address(tiles) + Tile::dense_bytes +
+                           (row_group * Tile::parts + part) * shape.tile_bytes + 4 * thread;
+    const uint64_t dense =
+        hopper::descriptor(tiles + part * kPackedColumns * kRowBytes, Tile::boxes > 1 ? Tile::box_bytes : 16);
+    float acc[Tile::columns / 2];
+    int stage = 0;
+    unsigned parity = 0;
+    using Fragments = uint32_t[4][4];
+    const auto unpack = [&](Fragments& fragments) {
+      ptx::barrier_wait(&full[stage], parity);
+      const uint32_t at_head = heads + stage * shape.stage_bytes, head = load_shared(at_head);
+      const uint32_t begin = at_head - 4 * thread + kPackedHeads + (head >> 16);
+      // Four ways at once: an address waits until the load before has read it.
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        uint32_t at = begin + 4 * __popc(head & ((1u << 4 * s) - 1));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) fragments[s][i] = next_pair(head, 1u << (4 * s + i), at);
+      }
+    };
+    const auto multiply = [&](Fragments& fragments, bool more) {
+      const uint64_t b = dense + (static_cast<unsigned>(stage * shape.stage_bytes) >> 4);
+      hopper::begin_products();
+#pragma unroll
+      for (int s = 0; s < 4; ++s)
+        hopper::multiply_fragment<T, true>(acc, fragments[s], b + (16 * s * kRowBytes >> 4), more || s > 0);
+      hopper::commit_products();
+    };
+    const auto go_on = [&] {
+      const int done = stage;
+      if (++stage == shape.stages) stage = 0, parity ^= 1;
+      return done;
+    };
+    const auto leave = [&](int done) {
+      hopper::wait_for_products<0>();
+      if (lane == 0) ptx::barrier_arrive(&empty[done]);
+    };
+    if constexpr (Tile::overlaps) {
+      Fragments even, odd;
+      unpack(even), multiply(even, false);
+      int done = go_on(), n = 1;
+      for (; n + 1 < many; n += 2) {
+        unpack(odd), leave(done), multiply(odd, true), done = go_on();
+        unpack(even), leave(done), multiply(even, true), done = go_on();
+      }
+      leave(done);
+      if (n < many) unpack(odd), multiply(odd, true), hopper::wait_for_products<0>();
+    } else {  // other warpgroups unpack meanwhile
+      Fragments fragments;
+      for (int n = 0; n < many; ++n) unpack(fragments), multiply(fragments, n > 0), leave(go_on());
+    }
+    hopper::pin(acc);
+    hopper::sync(1, kMultiply);  // all have read the last tile, and nothing else is on its way here
+    float* const sums = reinterpret_cast<float*>(tiles);
+    const int row = group * kPackedRows + thread / 32 * 16 + lane / 4;  // of the parts, one after another
+#pragma unroll
+    for (int j = 0; j < Tile::columns / 8; ++j) {
+      float* const to = sums + row * Tile::stride + 8 * j + lane % 4 * 2;
+      *reinterpret_cast<float2*>(to) = {acc[4 * j], acc[4 * j + 1]};
+      *reinterpret_cast<float2*>(to + 8 * Tile::stride) = {acc[4 * j + 2], acc[4 * j + 3]};
+    }
+    hopper::sync(1, kMultiply);
+    const int own = static_cast<int>(threadIdx.x) / Tile::across, c = static_cast<int>(threadIdx.x) % Tile::across * 8;
+    const auto add_parts = [&](int r, float (&x)[8]) {
+#pragma unroll
+      for (int p = 0; p < Tile::parts; ++p) add(sums + (p * Tile::rows + r) * Tile::stride + c, x);
+    };
+    if (shares > 1) {
+      ptx::cluster_wait();  // the others' barriers are there
+      for (int r = own; r < Tile::rows; r += Tile::apart) {
+        const int to = static_cast<int>(static_cast<unsigned>(r) / shape.own_rows);
+        if (to == share) continue;
+        float x[8] = {};
+        add_parts(r, x);
+        const int slot = (share < to ? share : share - 1) * shape.own_rows + r - to * shape.own_rows;
+        const uint32_t there = ptx::address_in(others + slot * Tile::columns + c, to),
+                       barrier = ptx::address_in(received, to);
+        hopper::send(there, x[0], x[1], x[2], x[3], barrier);
+        hopper::send(there + 16, x[4], x[5], x[6], x[7], barrier);
+      }
+      ptx::barrier_wait(received, 0);
+    }
+    ptx::wait_for_earlier();  // before out is written
+    const int end = column0 + c < shape.n ? min(end_row, shape.rows - row0) : 0;
+    for (int r = own_row + own; r < end; r += Tile::apart) {
+      float x[8] = {};
+      for (int from = 0; from < shares; ++from)
+        if (from == share)
+          add_parts(r, x);
+        else
+          add(others + ((from < share ? from : from - 1) * shape.own_rows + r - own_row) * Tile::columns + c, x);
+      ptx::store(out + int64_t{row0 + r} * shape.out_stride + column0 + c,
+                 {hopper::two<T>(x[0], x[1]), hopper::two<T>(x[2], x[3]), hopper::two<T>(x[4], x[5]),
+                  hopper::two<T>(x[6], x[7])});
+    }
+  }
+#endif
+}
+
+// How a block lays out its shared memory.
+template <class Tile>
+struct Room {
+  int tile_bytes, stage_bytes, own_rows, sent_bytes, stages;
+
+  Room(const spmm::PackedCall& c, int shares)
+      : tile_bytes(static_cast<int>(c.packed.size(1)) * 2),
+        stage_bytes(Tile::dense_bytes + up(kGroups * tile_bytes, 1024) * 1024),
+        own_rows(up(Tile::rows, shares)),
+        sent_bytes((shares - 1) * own_rows * Tile::columns * 4),
+        stages(std::min(kMostStages, (kShared - kBarriers - sent_bytes) / stage_bytes)) {}
+  bool is_enough() const { return stages >= kEarly && stages * stage_bytes >= Tile::sums_bytes; }
+  int bytes() const { return stages * stage_bytes + kBarriers + sent_bytes; }
+};
+
+struct Cluster {
+  int64_t cost;
+  int shares;
+};
+
+// The cluster with which the longest of a multiprocessor's work is shortest, in cycles as an H100 took them: 96
+// products of 6 matrices, each with all clusters, within 9 %, and 2.5 % slower than the fastest.
+template <class Tile>
+Cluster cluster_of(const spmm::PackedCall& c) {
+  const int64_t n = c.dense.size(1), tiles = ceil_of(c.layout.rows, Tile::rows) * ceil_of(n, Tile::columns);
+  const int all = c.layout.steps / Tile::parts;
+  Cluster best{INT64_MAX, 1};
+  for (int shares = 1; shares <= std::min(kMostBlocks, all); ++shares) {
+    const Room<Tile> room(c, shares);
+    if (!room.is_enough()) continue;
+    const int at_once = clusters_at_once<packed_kernel<Tile>, kThreads, kShared>(shares);
+    const int64_t waves = ceil_of(tiles, at_once);
+    const double active = static_cast<double>(std::min<int64_t>(tiles, at_once)) / at_once;
+    // To unpack and multiply, or to fetch: A's bytes, and rows of the dense side by their length.
+    const double unpack = Tile::columns == 32 ? 605 : Tile::columns == 64 ? 715 : 990;
+    const double row = n <= 16 ? 7.5 : n <= 32 ? 4 : 3.8;
+    const double fetch = kGroups * room.tile_bytes / 33. + Tile::depth * Tile::boxes * row * (1 + active) / 2;
+    const double sent = shares > 1 ? 33. * Tile::columns * Tile::row_groups : 0;
+    const double each = 4360 + (up(all, shares) - 1) * std::max(unpack, fetch) + sent + 12. * Tile::columns;
+    const auto cost = static_cast<int64_t>(static_cast<double>(waves) * each);
+    if (cost < best.cost) best = {cost, shares};
+  }
+  return best;
+}
+
+template <class Tile>
+void launch(const spmm::PackedCall& c, const at::Tensor& out, int shares) {
+  using T = typename Tile::T;
+  const PackedLayout& m = c.layout;
+  const int64_t n = c.dense.size(1), across = ceil_of(n, Tile::columns), down = ceil_of(m.rows, Tile::rows);
+  TORCH_CHECK(across <= 65535 && down <= 65535, spmm::kOp, ": expected a smaller result, got one of ", m.rows, " x ",
+              n);
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(n), static_cast<cuuint64_t>(m.columns)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(c.dense.stride(0)) * sizeof(T)};
+  const cuuint32_t box[2] = {kWide, Tile::depth};
+  const int all = m.steps / Tile::parts;
+  const Room<Tile> room(c, shares);
+  Launch launch(dim3(shares, static_cast<unsigned>(down), static_cast<unsigned>(across)), kThreads, room.bytes());
+  launch.in_clusters(shares);
+  launch.early();
+  launch(packed_kernel<Tile>, tensor_map<T>(spmm::kOp, c.dense.const_data_ptr(), sizes, strides, box),
+         static_cast<const unsigned char*>(c.packed.const_data_ptr()), out.mutable_data_ptr<T>(),
+         Shape{static_cast<int>(m.rows), static_cast<int>(n), m.steps, all / shares, all % shares, room.stages,
+               room.stage_bytes, room.tile_bytes, room.own_rows, out.stride(0)});
+}
+
+template <class T, int columns>
+void multiply(const spmm::PackedCall& c, const at::Tensor& out) {
+  using All = Tile<T, columns, 1>;
+  using Half = Tile<T, columns, 2>;
+  using One = Tile<T, columns, 4>;
+  const Cluster all = cluster_of<All>(c), half = cluster_of<Half>(c), one = cluster_of<One>(c);
+  if (one.cost <= half.cost && one.cost <= all.cost) return launch<One>(c, out, one.shares);
+  half.cost <= all.cost ? launch<Half>(c, out, half.shares) : launch<All>(c, out, all.shares);
+}
+
+template <class T>
+void multiply(const spmm::PackedCall& c, const at::Tensor& out) {
+  const int64_t n = out.size(1);
+  n <= 32 ? multiply<T, 32>(c, out) : n <= 64 ? multiply<T, 64>(c, out) : multiply<T, 128>(c, out);
+}
+
+}  // namespace
+
+namespace spmm {
+
+using at::Tensor;
+
+bool can_go_packed(const PackedCall& c) {
+  const PackedLayout& m = c.layout;
+  const Tensor &dense = c.dense, &packed = c.packed;
+  if (dense.element_size() != 2 || dense.dim() != 2 || dense.size(0) != m.columns || dense.numel() == 0 ||
+      dense.stride(1) != 1 || !of_vectors(dense.unsqueeze(0)) || m.rows > INT32_MAX / 2 ||
+      dense.size(1) > INT32_MAX / 2 || dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 38 ||
+      !can_multiply_halves())
+    return false;
+  TORCH_CHECK_VALUE(packed.dim() == 2 && packed.size(0) == m.tiles() && packed.size(1) % (kPackedUnit / 2) == 0 &&
+                        packed.size(1) >= kLeastPackedUnits * (kPackedUnit / 2) &&
+                        packed.size(1) <= kMostPackedUnits * (kPackedUnit / 2) && packed.is_contiguous() &&
+                        reinterpret_cast<uintptr_t>(packed.const_data_ptr()) % 16 == 0 &&
+                        packed.scalar_type() == dense.scalar_type() && packed.device() == dense.device(),
+                    kOp, ": expected what csr_packed made of this matrix in ", dense.scalar_type(), ", got ",
+                    packed.sizes(), " in ", packed.scalar_type());
+  return true;
+}
+
+Tensor run_packed(const PackedCall& c) {
+  const OperationGuard guard(kOp, c.dense);
+  const Tensor out = empty({c.layout.rows, c.dense.size(1)}, c.dense.options());
+  if (out.numel() == 0) return out;
+  c.dense.scalar_type() == at::kHalf ? multiply<c10::Half>(c, out) : multiply<c10::BFloat16>(c, out);
+  return out;
+}
+
+}  // namespace spmm
+}  // namespace matmuls
+#endif

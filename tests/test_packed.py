@@ -1,0 +1,219 @@
+"""Packed matrices and their products (src/packed.h): where every number lies, and results."""
+
+import pytest
+import torch
+
+from matmuls import choice, plan
+from matmuls.packed import HEADS, PAIRS, expected_units, us_packed
+
+_ops = torch.ops.custom_mm
+DTYPES = [torch.float16, torch.bfloat16]
+SHAPES = [(64, 64, 0.5), (1, 1, 1.0), (130, 70, 0.3), (300, 513, 0.1), (70, 900, 0.02), (65, 257, 1.0), (9, 40, 0.0)]
+
+
+def draw(rows, columns, density, device, dtype=torch.float16, index=torch.int32):
+    generator = torch.Generator().manual_seed(rows + columns)
+    dense = torch.randn(rows, columns, generator=generator)
+    dense *= torch.rand(rows, columns, generator=generator) < density
+    dense = dense.to(dtype).to(device)
+    a = dense.to_sparse_csr()
+    return dense, a.crow_indices().to(index), a.col_indices().to(index), a.values()
+
+
+def pack(crow, col, values, columns, order=None):
+    units = int(_ops.csr_packed_units(crow, col, columns).item())
+    return _ops.csr_packed(crow, col, values, columns, units, order)
+
+
+def multiply(packed, crow, col, values, b):
+    return _ops.csr_spmm_packed(packed, crow, col, values, b, b.shape[0])
+
+
+def assert_right(result, dense, b):
+    """Each element within a rounding of its own dtype and four of float32 of the sum of what is added up in it."""
+    truth, size = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
+    error = (result.double() - truth).abs() - 2.0**-21 * size
+    assert (error <= torch.finfo(result.dtype).eps / 2 * truth.abs() + 2.0**-24).all()
+
+
+@pytest.mark.parametrize(("rows", "columns", "density"), SHAPES)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_nonzero_lies_where_its_lane_finds_it(rows, columns, density, index, dtype, device):
+    dense, crow, col, values = draw(rows, columns, density, device, dtype, index)
+    packed = pack(crow, col, values, columns).cpu()
+    down, across = -(-rows // 256) * 4, -(-columns // 256) * 4
+    assert packed.shape[0] == down * across
+    bits, numbers = packed.view(torch.int32), packed[:, HEADS // 2 :].reshape(down * across, -1, 2)
+    found, most = torch.zeros(down * 64, across * 64, dtype=dtype), 0
+    for tile in range(down * across):
+        first_row, first_column = tile // across * 64, tile % across * 64
+        heads = bits[tile, : HEADS // 4].tolist()
+        before = 0
+        for lane, head in enumerate(heads):
+            assert (head >> 16) & 0xFFFF == 4 * before
+            row = first_row + lane // 32 * 16 + lane % 32 // 4
+            column = first_column + lane % 4 * 2
+            for pair in (pair for pair in range(16) if head >> pair & 1):
+                r, c = row + pair % 2 * 8, column + pair // 4 * 16 + pair // 2 % 2 * 8
+                found[r, c : c + 2] = numbers[tile, before]
+                before += 1
+        most = max(most, before)
+        assert not numbers[tile, before:].any()
+    assert torch.equal(found[:rows, :columns], dense.cpu())
+    assert not found[rows:].any()
+    assert not found[:, columns:].any()
+    assert packed.shape[1] == -(-(HEADS + 4 * most) // 16) * 8
+
+
+def test_values_in_an_order_of_their_own(device):
+    _, crow, col, values = draw(130, 200, 0.3, device)
+    order = torch.randperm(values.numel()).int().to(device)
+    straight, ordered = pack(crow, col, values[order], 200), pack(crow, col, values, 200, order)
+    assert torch.equal(straight.view(torch.int32), ordered.view(torch.int32))  # heads may be NaN
+
+
+def test_too_small_a_tile_is_not_written_beyond(device):
+    _, crow, col, values = draw(64, 64, 1.0, device)
+    packed = _ops.csr_packed(crow, col, values, 64, HEADS // 16 + 1)
+    assert packed.shape == (16, HEADS // 2 + 8)
+    assert torch.equal(packed[0, HEADS // 2 :], pack(crow, col, values, 64)[0, HEADS // 2 : HEADS // 2 + 8])
+
+
+def test_what_does_not_fit_is_told(device):
+    _, crow, col, values = draw(64, 64, 0.5, device)
+    with pytest.raises(ValueError, match="csr_packed: expected at most 32768 columns"):
+        _ops.csr_packed_units(crow, col, 32769)
+    with pytest.raises(ValueError, match=r"csr_packed: expected .* values in Half or BFloat16"):
+        _ops.csr_packed(crow, col, values.float(), 64, 100)
+    with pytest.raises(ValueError, match=r"csr_packed: expected .* values in Half or BFloat16"):
+        _ops.csr_packed(crow, col, values[1:], 64, 100)
+    for units in (0, 31, 545):
+        with pytest.raises(ValueError, match=f"expected tiles of 32 to 544 units, got {units}"):
+            _ops.csr_packed(crow, col, values, 64, units)
+    if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        packed, b = pack(crow, col, values, 64), torch.randn(64, 8, device=device).half()
+        for bad in (packed[1:], packed.bfloat16(), packed[:, 1:], packed.cpu()):
+            with pytest.raises(ValueError, match="spmm: expected what csr_packed made of this matrix"):
+                multiply(bad, crow, col, values, b)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "density"), [*SHAPES, (2048, 4096, 0.2), (700, 130, 0.05), (4096, 768, 0.1), (513, 9000, 0.3)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products(rows, columns, density, dtype, device):
+    if device == "cpu" and rows * columns > 200_000:
+        pytest.skip("by rows on a CPU: smaller ones tell as much")
+    dense, crow, col, values = draw(rows, columns, density, device, dtype)
+    packed = pack(crow, col, values, columns)
+    for n in (8, 16, 32, 40, 64, 72, 128, 200):
+        b = torch.randn(columns, n, device=device).to(dtype)
+        torch.empty(rows * n, device=device, dtype=dtype).fill_(torch.nan)  # what the result's memory may hold
+        result = multiply(packed, crow, col, values, b)
+        assert_right(result, dense, b)
+        assert all(torch.equal(multiply(packed, crow, col, values, b), result) for _ in range(3))
+    wide = torch.randn(columns, 200, device=device).to(dtype)
+    for b in (wide[:, 8:72], wide[:, 1:65], wide[:, :7]):  # the last two not on 16 bytes: by rows
+        assert_right(multiply(packed, crow, col, values, b), dense, b)
+
+
+def test_what_is_not_finite_stays_in_its_column(device):
+    dense, crow, col, values = draw(200, 100, 0.5, device)
+    b = torch.randn(100, 32, device=device).half()
+    b[7, 3], b[50, 4], b[99, 10] = torch.nan, torch.inf, -torch.inf
+    result = multiply(pack(crow, col, values, 100), crow, col, values, b)
+    for row, column in ((7, 3), (50, 4), (99, 10)):
+        assert not result[dense[:, row] != 0, column].isfinite().any()
+        b[row] = 0
+    others = [c for c in range(32) if c not in (3, 4, 10)]
+    assert result[:, others].isfinite().all()
+
+
+def test_gradients_are_those_of_rows(device):
+    dense, crow, col, values = draw(50, 64, 0.3, device)
+    packed = pack(crow, col, values, 64)
+    values, b = values.clone().requires_grad_(), torch.randn(64, 32, device=device).half().requires_grad_()
+    grad = torch.randn(50, 32, device=device).half()
+    to_values, to_b = torch.autograd.grad(multiply(packed, crow, col, values, b), (values, b), grad)
+    torch.testing.assert_close(to_b.float(), dense.float().mT @ grad.float(), atol=2e-2, rtol=2e-3)
+    expected = (grad.float() @ b.detach().float().mT)[dense != 0]
+    torch.testing.assert_close(to_values.float(), expected, atol=2e-2, rtol=2e-3)
+
+
+def test_estimates():
+    """More nonzeros and more columns never take less; tiles of uniformly drawn matrices are as large as expected."""
+    sizes = []
+    for density in (0.05, 0.2, 0.5, 1.0):
+        _, crow, col, values = draw(512, 512, density, "cpu")
+        s = plan(torch.sparse_csr_tensor(crow, col, values, (512, 512)))._structure
+        expected = expected_units(s)
+        assert 0.95 * expected < int(_ops.csr_packed_units(crow, col, 512)) <= expected
+        assert expected <= (HEADS + 4 * PAIRS) // 16
+        times = [us_packed(s, n) for n in (8, 64, 128, 256, 512)]
+        assert times == sorted(times)
+        sizes.append(times[1])
+    assert sizes == sorted(sizes)
+
+
+@pytest.fixture
+def packed_wins(monkeypatch, device):
+    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper's")
+    monkeypatch.setattr(choice, "SMALLEST", 0)
+    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [choice.PACKED])
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.OURS: 1.0, choice.PACKED: 1e-6})
+
+
+def test_a_plan_follows_its_values(packed_wins, device):
+    dense, crow, col, values = draw(300, 400, 0.2, device)
+    made = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape))
+    b = torch.randn(400, 32, device=device).half()
+    assert_right(made @ b, dense, b)
+    assert choice.PACKED in made.explain()
+    made.update(2 * values)
+    assert_right(made @ b, 2 * dense, b)
+    assert made.nbytes >= made._choice._made(choice.PACKED).tensors[0].nbytes
+
+
+@pytest.mark.cuda
+def test_graphs_see_other_values(packed_wins):
+    dense, crow, col, values = draw(1500, 800, 0.1, "cuda")
+    made = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape))
+    for n in (32, 128):
+        b = torch.randn(800, n, device="cuda").half()
+        made.update(values)
+        made @ b
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = made @ b
+        for factor in (1, 2):
+            made.update(factor * values)
+            graph.replay()
+            assert_right(y, factor * dense, b)
+            first = y.clone()
+            for _ in range(100):
+                graph.replay()
+                assert torch.equal(y, first)
+
+
+def test_uneven_matrices_are_refused(device):
+    """All nonzeros in few tiles: the others' room would be fetched for nothing."""
+    dense = torch.zeros(1024, 1024, device=device, dtype=torch.float16)
+    for i in range(0, 1024, 64):
+        dense[i : i + 64, i : i + 64] = 1
+    a = dense.to_sparse_csr()
+    made = plan(a)
+    with pytest.raises(RuntimeError, match="expected nonzeros that lie anywhere"):
+        made._choice._made(choice.PACKED).call(made.values, torch.ones(1024, 8, device=device).half(), torch.float16)
+
+
+def test_when_a_matrix_is_packed(monkeypatch):
+    """In 16 bits from so many elements on, where it is estimated to be faster than with all zeros."""
+    dense, crow, col, values = draw(1100, 600, 0.1, "cpu")
+    s = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape))._structure
+    assert choice.PACKED not in choice._us_narrow(s, 32)
+    monkeypatch.setattr(choice, "PACKED_ELEMENTS", 1100 * 600)
+    assert choice._us_narrow(s, 32)[choice.PACKED] == us_packed(s, 32)
+    monkeypatch.setattr(choice, "PACKED_ELEMENTS", 1100 * 600 + 1)
+    assert choice.PACKED not in choice._us_narrow(s, 32)

@@ -23,7 +23,8 @@ import custom_mm
 
 from . import files, matrices, measure, sparse
 from .bench import copy_rate, environment, geometric_mean
-from .choice import OURS, PRODUCTS
+from .choice import PRODUCTS
+from .forms import OURS
 from .matrices import Matrix
 
 PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", "scipy", "dense"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from matmuls import choice, measure, plan, spmm
+from matmuls import choice, forms, measure, plan, spmm
 from matmuls.blocks import KERNEL_SIZES, bsr_sddmm, bsr_spmm
 from matmuls.structure import structure_of
 
@@ -258,7 +258,7 @@ def test_where_blocks_are_not_taken(device, blocks_win, monkeypatch):
     expected = untuned @ b
     made @ b
     assert_blocks_chosen(made)
-    monkeypatch.setattr(choice, "_bsr_spmm", None)
+    monkeypatch.setattr(forms, "_bsr_spmm", None)
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.equal(made @ b, expected)
@@ -295,7 +295,7 @@ def test_a_kernel_that_does_not_compile_is_refused(device, blocks_win, monkeypat
     def refuse(*args):
         raise CompilationError("no such instruction")
 
-    monkeypatch.setattr(choice, "_bsr_spmm", refuse)
+    monkeypatch.setattr(forms, "_bsr_spmm", refuse)
     full, made, b = draw_plan("bsr", device)
     assert_close(made @ b, full.double() @ b.double(), full.double().abs() @ b.double().abs(), 2e-3)
     assert f"{choice.BLOCKS} refused" in made.explain()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from custom_mm.indices import check_rows
-from matmuls import choice, measure, plan, spmm, structure
+from matmuls import choice, estimates, forms, measure, plan, spmm, structure
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_threads_that_meet_other_values_make_the_matrix_once(dense_wins, monkeyp
     dense, b = draw("cpu")
     made = plan(dense.to_sparse_csr())
     made @ b
-    real, count = choice.Dense._made, []
+    real, count = forms.Dense._made, []
 
     def slow(self, *args):
         count.append(args)
@@ -122,7 +122,7 @@ def test_threads_that_meet_other_values_make_the_matrix_once(dense_wins, monkeyp
         time.sleep(0.05)
         return found
 
-    monkeypatch.setattr(choice.Dense, "_made", slow)
+    monkeypatch.setattr(forms.Dense, "_made", slow)
     with torch.no_grad():
         made.values.mul_(2)
     results = []
@@ -166,7 +166,7 @@ def test_threads_that_choose_while_others_look(dense_wins, monkeypatch):
         assert met
         torch.testing.assert_close(made @ b, dense @ b)
 
-    meanwhile(choice.Full, "_keep", lambda made: made.update(made.values.clone()))
+    meanwhile(forms.Full, "_keep", lambda made: made.update(made.values.clone()))
     meanwhile(choice.Measurement, "fastest", lambda made: made.explain())
     meanwhile(choice.Measurement, "fastest", lambda made: plan(made, tune=[7]))
 
@@ -353,7 +353,7 @@ def test_a_refused_candidate_is_told(dense_wins, monkeypatch):
     def refuse(self, *args):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(choice.Dense, "call", refuse)
+    monkeypatch.setattr(forms.Dense, "call", refuse)
     made = plan(dense.to_sparse_csr())
     torch.testing.assert_close(made @ b, dense @ b)
     assert "dense refused" in made.explain()
@@ -373,7 +373,7 @@ def test_operands_that_do_not_fit_are_told_before_anything_is_measured(dense_win
 def test_a_matrix_without_elements_is_looked_at_ahead_too(shape):
     made = plan(torch.zeros(shape).to_sparse_csr(), tune=[8])
     assert torch.equal(made @ torch.randn(shape[1], 8), torch.zeros(shape[0], 8))
-    assert min(choice._us_in_halves(made._structure, 8).values()) > 0
+    assert min(estimates.us_in_halves(made._structure, 8).values()) > 0
 
 
 @pytest.mark.cuda
@@ -397,7 +397,7 @@ def test_a_plan_is_for_every_stream(monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kind", [choice.Halves, choice.Dense])
+@pytest.mark.parametrize("kind", [forms.Halves, forms.Dense])
 def test_what_a_stream_makes_of_other_values_others_wait_for(kind):
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr(), tune=False)
@@ -415,7 +415,7 @@ def test_what_a_stream_makes_of_other_values_others_wait_for(kind):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.parametrize("kind", [choice.Halves, choice.Dense])
+@pytest.mark.parametrize("kind", [forms.Halves, forms.Dense])
 def test_other_values_wait_for_those_who_still_read(kind, bound):
     """On whatever stream: a product goes by the values that it was called with."""
     dense, b = draw("cuda", 512, 512)

@@ -387,7 +387,7 @@ def test_a_plan_of_halves_follows_its_values(name, monkeypatch):
 
     monkeypatch.setattr(choice, "time_warm", last_is_fastest)
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})
-    monkeypatch.setattr(choice, "_us_in_halves", lambda *args: {name: 1.0})
+    monkeypatch.setattr(choice, "us_in_halves", lambda *args: {name: 1.0})
     crow, col, values = draw(256, 320, 0.1)
     made = plan(torch.sparse_csr_tensor(crow, col, values, (256, 320)))
     b = torch.randn(320, 128, device="cuda")

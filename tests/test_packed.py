@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from matmuls import choice, plan
+from matmuls import choice, estimates, plan
 from matmuls.packed import HEADS, PAIRS, expected_units, us_packed
 
 _ops = torch.ops.custom_mm
@@ -212,8 +212,8 @@ def test_when_a_matrix_is_packed(monkeypatch):
     """In 16 bits from so many elements on, where it is estimated to be faster than with all zeros."""
     dense, crow, col, values = draw(1100, 600, 0.1, "cpu")
     s = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape))._structure
-    assert choice.PACKED not in choice._us_narrow(s, 32)
-    monkeypatch.setattr(choice, "PACKED_ELEMENTS", 1100 * 600)
-    assert choice._us_narrow(s, 32)[choice.PACKED] == us_packed(s, 32)
-    monkeypatch.setattr(choice, "PACKED_ELEMENTS", 1100 * 600 + 1)
-    assert choice.PACKED not in choice._us_narrow(s, 32)
+    assert choice.PACKED not in estimates.us_narrow(s, 32)
+    monkeypatch.setattr(estimates, "PACKED_ELEMENTS", 1100 * 600)
+    assert estimates.us_narrow(s, 32)[choice.PACKED] == us_packed(s, 32)
+    monkeypatch.setattr(estimates, "PACKED_ELEMENTS", 1100 * 600 + 1)
+    assert choice.PACKED not in estimates.us_narrow(s, 32)

@@ -1,0 +1,355 @@
+"""How a plan keeps a matrix to multiply by it: with its zeros, by tiles, packed, in its blocks, or for cuSPARSE."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from threading import RLock
+from typing import Any, Protocol
+
+import torch
+
+from custom_mm.indices import version_of
+
+from .calls import Call
+from .device import capability, takes_tf32
+from .ours import our_call
+from .packed import expected_units
+from .structure import Blocks, Given, Structure, current_stream, for_every_stream, is_capturing
+from .tiles import TileLayout, layout_of
+
+_ops = torch.ops.custom_mm
+_matmul, _cusparse_spmm = _ops.matmul.default, _ops.cusparse_spmm.default
+_spmm_halves, _spmm_tiles, _bsr_spmm = _ops.csr_spmm_halves.default, _ops.csr_spmm_tiles.default, _ops.bsr_spmm.default
+_spmm_packed = _ops.csr_spmm_packed.default
+
+OURS = "ours"
+DENSE = "dense"
+HALVES = "dense in halves"
+TWO_OF_FOUR = "two of four"
+TILES = "tiles in shared memory"
+PACKED = "packed on tensor cores"
+BLOCKS = "blocks on tensor cores"
+CUSPARSE = "cusparse csr_alg3"
+UNEVEN = 1.25  # times the units that a tile is expected to have: others have fewer, and their room is fetched too
+
+
+class Product(Protocol):
+    """values [nonzeros] and b [K, N] in one dtype, or under autocast in any."""
+
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call: ...
+
+    @property
+    def tensors(self) -> list[torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was made, and of which values: detached they hold their memory, whatever .data of a parameter becomes, so
+    that no others can lie at their address. making: what other streams wait for."""
+
+    values: torch.Tensor
+    state: Any
+    made: tuple[torch.Tensor, ...]
+    making: Given | None
+
+
+class Full:
+    """The matrix in another form. Made anew when the values are others than those it was made of: in its place, as CUDA
+    graphs read it there, unless autograd may yet read it and no graph does."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
+        self._kept: dict[Any, Kept] = {}  # for each dtype, or whatever else tells what is made
+        self._captured: set[Any] = set()
+        self._saved: set[Any] = set()
+        self._readers: dict[int, torch.cuda.Stream] = {}
+        self._making = RLock()  # one thread makes it, and none while another multiplies by what that one has made
+
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        values, key = values.detach() if values.requires_grad else values, self._key(b, dtype)
+        kept, capturing = self._kept_of(values, key), is_capturing(values.device)
+        if kept is None:
+            if capturing:  # written at every replay; what lies in a graph's memory is not kept
+                return self._call(self._made(values, key, ()), values, b, dtype)._replace(lasting=False)
+            with self._making:
+                kept = self._kept_of(values, key) or self._keep(values, key)
+        if capturing:
+            self._captured.add(key)
+        elif kept.making is not None:
+            kept.making.wait()
+        if b.requires_grad and torch.is_grad_enabled():
+            self._saved.add(key)
+        call = self._call(kept.made, values, b, dtype)
+        return call if capturing or not values.is_cuda else call._replace(stream=self._reader(values.device))
+
+    def _reader(self, device: torch.device) -> int:
+        """The current stream, which is known from now on to read what was made."""
+        stream = current_stream(device)
+        if stream not in self._readers:
+            self._readers[stream] = torch.cuda.current_stream(device)
+        return stream
+
+    def _after_readers(self, made: tuple[torch.Tensor, ...], device: torch.device) -> None:
+        """The current stream may write over it, and free it, when those that read it have."""
+        for number, stream in list(self._readers.items()) if device.type == "cuda" else ():
+            if number == current_stream(device):
+                continue
+            with torch.cuda.stream(stream):
+                capturing = is_capturing(device)
+            if not capturing:
+                torch.cuda.current_stream(device).wait_stream(stream)
+                for t in made:
+                    t.record_stream(stream)
+
+    def prepare(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
+        """For products by these values, in graphs too from now on. Waits for the GPU."""
+        self._keep(values, self._key(b, dtype), wait=True)
+
+    def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
+        return dtype
+
+    def _kept_of(self, values: torch.Tensor, key: Any) -> Kept | None:
+        """What was made of these values, as they are."""
+        kept = self._kept.get(key)
+        return kept if kept is not None and kept.state == _state(values) else None
+
+    def _keep(self, values: torch.Tensor, key: Any, wait: bool = False) -> Kept:
+        with self._making:
+            old = self._kept.get(key)
+            in_place = old is not None and (key in self._captured or key not in self._saved)
+            if old is not None:
+                self._after_readers(old.made, values.device)
+            made = self._made(values, key, old.made if old and in_place else ())
+            self._saved.discard(key)
+            if wait:
+                for_every_stream(values)
+            kept = Kept(values.detach(), _state(values), made, None if wait else Given(values))
+            self._kept[key] = kept
+        return kept
+
+    def _made(self, values: torch.Tensor, key: Any, old: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """In the place of what was made before, if anything was."""
+        raise NotImplementedError
+
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Of which values it was made: the next product makes it anew."""
+        with self._making:
+            self._kept = {key: replace(kept, state=None) for key, kept in self._kept.items()}
+
+    def refresh(self, values: torch.Tensor) -> None:
+        """For graphs that read it: what was made of other values is written over."""
+        for key in list(self._kept):  # other threads may add to it
+            self._keep(values, key)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for kept in list(self._kept.values()) for t in kept.made]
+
+
+class Dense(Full):
+    """By cuBLAS or, on a CPU, torch's BLAS."""
+
+    def _made(
+        self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        s = self._structure
+        with torch.inference_mode(False), torch.no_grad():  # it may be saved for a gradient later
+            if values.is_cuda and dtype.itemsize == 2 and s.distinct:
+                padded = _ops.csr_filled(s.crow, s.col, values.to(dtype), s.columns, s.order)
+                filled = padded[:, : s.columns]
+                return (old[0].copy_(filled) if old else filled,)
+            full = old[0].zero_() if old else values.new_zeros(s.rows, s.columns, dtype=dtype)
+            place, flat = s.row.long() * s.columns + s.col, full.view(-1)
+            if s.distinct:
+                flat.scatter_(0, place, s.by_rows(values).to(dtype))
+            else:  # duplicates are added up, in a fixed order: index_put_ sorts them
+                parts = s.by_rows(values).to(dtype)
+                if flat.is_cuda:
+                    flat.index_put_((place,), parts, accumulate=True)
+                else:  # there index_put_ adds in the order in which threads come
+                    flat.index_add_(0, place, parts)
+        return (full,)
+
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        return Call(_matmul, (kept[0], b, False, False), 1)
+
+
+class Halves(Full):
+    """Of float32, each number as two of float16: as exact, on tensor cores (src/filled.h)."""
+
+    two_of_four = False
+
+    def _made(
+        self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        s = self._structure
+        with torch.inference_mode(False), torch.no_grad():
+            new: tuple[torch.Tensor, ...] = _ops.csr_halves(
+                s.crow, s.col, values.to(dtype), s.columns, s.order, self.two_of_four, s.beyond_two
+            )
+            for x, y in zip(old, new, strict=False):
+                x.copy_(y)
+        return old or new
+
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        s = self._structure
+        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest
+        return Call(_spmm_halves, (*kept, *parts), len(kept) + 3)
+
+
+class TwoOfFour(Halves):
+    """Two of every four columns, the rest by rows: half the bytes and half the products. In 16 bits too."""
+
+    two_of_four = True
+
+
+class Tiled(Full):
+    """Of float32, without zeros, laid out for products that keep part of b in shared memory (src/tiles.h)."""
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__(structure)
+        self._layouts: dict[int, TileLayout | None] = {}  # for each number of b's columns
+        self._laid_out: dict[TileLayout, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        if self._key(b, dtype) not in self._laid_out and is_capturing(b.device):  # to lay it out waits for the GPU
+            return our_call(self._structure, values.to(dtype), b.to(dtype))._replace(lasting=False)
+        return super().call(values, b, dtype)
+
+    def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
+        n = b.shape[1]
+        if n not in self._layouts:
+            self._layouts[n] = layout_of(self._structure, n)
+        return self._layouts[n]
+
+    def _made(self, values: torch.Tensor, key: Any, old: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        s = self._structure
+        with torch.inference_mode(False), torch.no_grad():
+            if key not in self._laid_out:
+                heads, slots = _ops.csr_tiles(s.crow, s.col, s.columns, *key)
+                first, _, until, _ = heads.view(-1, 4)[-1].tolist()
+                self._laid_out[key] = heads, slots, first + (until >> 16)
+            heads, slots, steps = self._laid_out[key]
+            entries = _ops.csr_tile_entries(
+                heads, slots, s.crow, s.col, values.float(), s.columns, key.lanes, steps, s.order
+            )
+            new: tuple[torch.Tensor, ...] = (heads, slots, *entries)
+            if old:
+                old[-1].copy_(new[-1])
+        return old or new
+
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        s, layout = self._structure, self._key(b, dtype)
+        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, layout.lanes, s.order, s.longest
+        return Call(_spmm_tiles, (*kept, *parts), len(kept) + 3)
+
+
+class Packed(Full):
+    """In 16 bits, without most zeros, laid out as tensor cores take it (src/packed.h)."""
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__(structure)
+        self._units: int | None = None
+
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        if self._units is None and is_capturing(b.device):  # to measure it waits for the GPU
+            return our_call(self._structure, values.to(dtype), b.to(dtype))._replace(lasting=False)
+        return super().call(values, b, dtype)
+
+    def _made(
+        self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        s = self._structure
+        with torch.inference_mode(False), torch.no_grad():
+            if self._units is None:
+                units = int(_ops.csr_packed_units(s.crow, s.col, s.columns).item())
+                if units > UNEVEN * expected_units(s):
+                    raise RuntimeError(f"expected nonzeros that lie anywhere, got a tile of {units} units")
+                self._units = units
+            packed = _ops.csr_packed(s.crow, s.col, values.to(dtype), s.columns, self._units, s.order)
+            return (old[0].copy_(packed) if old else packed,)
+
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        s = self._structure
+        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest
+        return Call(_spmm_packed, (*kept, *parts), len(kept) + 3)
+
+
+class ByBlocks:
+    """A matrix stored in blocks, which a kernel reads as they lie: values may change, and b may have a gradient."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        s, height, width = self._blocks.structure, self._blocks.height, self._blocks.width
+        order, *reverse = s.arguments(b.requires_grad and torch.is_grad_enabled())
+        values = values.detach().to(dtype).reshape(-1, height, width)
+        parts = s.crow, s.col, values, b.to(dtype), s.columns * width, order, False, *reverse
+        return Call(_bsr_spmm, parts, 3)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return []  # the structure's
+
+
+def takes_blocks(structure: Structure, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether tensor cores can multiply them: in 16 bits, or in float32 where TF32 is allowed."""
+    if structure.blocks is None or device.type != "cuda" or dtype == torch.float64:
+        return False
+    narrow = dtype.itemsize == 2 or takes_tf32()
+    return narrow and capability(device) >= (8, 0)
+
+
+def _state(values: torch.Tensor) -> Any:
+    return values.data_ptr(), version_of(values), values.dtype
+
+
+class Cusparse:
+    """cusparseSpMM by csr_alg3, with what cusparseSpMM_preprocess learned for the width that was measured."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
+        self._prepared: dict[Any, torch.Tensor] = {}
+
+    def _arguments(self, values: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
+        s = self._structure
+        return s.crow, s.col, s.by_rows(values), b, s.rows, s.columns, "csr", "csr_alg3"
+
+    @staticmethod
+    def _key(b: torch.Tensor, dtype: torch.dtype) -> Any:
+        # cuSPARSE writes into what it prepared: a stream of its own for each.
+        return b.shape[1], dtype, current_stream(b.device) if b.is_cuda else 0
+
+    def learn(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
+        if b.is_contiguous():
+            arguments = self._arguments(values.to(dtype), b.to(dtype))
+            self._prepared[self._key(b, dtype)] = _ops.cusparse_prepare(*arguments)
+
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        # a graph may be replayed beside this stream, and after what was prepared is gone
+        keeps = b.is_contiguous() and not is_capturing(b.device)
+        prepared = self._prepared.get(self._key(b, dtype)) if keeps else None
+        arguments = self._arguments(values.to(dtype), b.to(dtype))
+        return Call(_cusparse_spmm, (*arguments, False, False, 1.0, prepared), 3, lasting=False)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self._prepared.values())
+
+
+def form_of(name: str, structure: Structure) -> Product:
+    """Nothing is made before the first product."""
+    if name == BLOCKS and structure.blocks is not None:
+        return ByBlocks(structure.blocks)
+    kinds: dict[str, Callable[[Structure], Product]] = {
+        DENSE: Dense,
+        TILES: Tiled,
+        PACKED: Packed,
+        HALVES: Halves,
+        TWO_OF_FOUR: TwoOfFour,
+        CUSPARSE: Cusparse,
+    }
+    return kinds[name](structure)

@@ -40,6 +40,16 @@ spmm() {
     --dtype float32 --dtype float16 --dtype bfloat16 --device cuda --out "$out"
 }
 
+# Weights as language models have them, pruned, by few columns: what one token or a few dozen at a time ask for.
+spmm_pruned() {
+  local drawn=()
+  for shape in 4096x4096 768x3072 8192x8192 14336x4096 4096x14336; do
+    for share in 0.5 0.8 0.9 0.95; do drawn+=("pruned:$shape:$share"); done
+  done
+  step spmm-pruned "$python" -m matmuls spmm "${drawn[@]}" --n 8,32,64,128 --dtype float16 --dtype bfloat16 --device cuda \
+    --against dense --out "$out"
+}
+
 for name in $steps; do
   case $name in
     build) step build env TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0a}" "$python" setup.py build_ext --inplace ;;
@@ -55,6 +65,10 @@ for name in $steps; do
       # attention's one kernel: both of its instances, every mask, rows and keys that fill their tiles and that do not;
       # 3 s a test, nearly all of it the float64 products beside it
       sanitize racecheck "one_kernel_is and bfloat16 and (200 or 384)" attention
+      # packed matrices: every cluster's way of a product, few nonzeros and many
+      for tool in memcheck initcheck racecheck synccheck; do
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize "$tool" "not graphs and not 9000 and not 4096" packed
+      done
       # blocks that wait for each other
       sanitize synccheck "(matmul_ or linear_ or square) and the_truth and (bfloat16 or float32)"
       ;;
@@ -64,6 +78,7 @@ for name in $steps; do
       ;;
     bench) step bench "$python" -m matmuls bench --device cuda --precompile 12 --out "$out" ;;
     spmm) spmm ;;
+    spmm-pruned) spmm_pruned ;;
     blocks) step blocks "$python" benchmarks/blocks.py "$out" ;;
     bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
     *) echo "no step named $name" && failed=1 ;;

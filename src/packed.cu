@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
   int most = 0;
   for (int step = static_cast<int>(threadIdx.x) / 32; step < m.steps; step += kThreads / 32) {
     const unsigned* const own = masks + step * kMasks;
-    most = max(most, __reduce_add_sync(0xffffffffu, __popc(own[lane]) + __popc(own[32 + lane])));
+    most = max(most, sum_of_group<32>(__popc(own[lane]) + __popc(own[32 + lane])));
   }
   if (lane == 0) atomicMax(least, (kPackedHeads + 4 * most + kPackedUnit - 1) / kPackedUnit);
 }

@@ -65,6 +65,8 @@ class Full:
         self._making = RLock()  # one thread makes it, and none while another multiplies by what that one has made
 
     def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        if not self._is_laid_out(b, dtype) and is_capturing(b.device):
+            return our_call(self._structure, values.to(dtype), b.to(dtype))._replace(lasting=False)
         values, key = values.detach() if values.requires_grad else values, self._key(b, dtype)
         kept, capturing = self._kept_of(values, key), is_capturing(values.device)
         if kept is None:
@@ -106,6 +108,10 @@ class Full:
 
     def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
         return dtype
+
+    def _is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether making it does not wait for the GPU."""
+        return True
 
     def _kept_of(self, values: torch.Tensor, key: Any) -> Kept | None:
         """What was made of these values, as they are."""
@@ -213,10 +219,8 @@ class Tiled(Full):
         self._layouts: dict[int, TileLayout | None] = {}  # for each number of b's columns
         self._laid_out: dict[TileLayout, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
-    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
-        if self._key(b, dtype) not in self._laid_out and is_capturing(b.device):  # to lay it out waits for the GPU
-            return our_call(self._structure, values.to(dtype), b.to(dtype))._replace(lasting=False)
-        return super().call(values, b, dtype)
+    def _is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
+        return self._key(b, dtype) in self._laid_out
 
     def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
         n = b.shape[1]
@@ -253,10 +257,8 @@ class Packed(Full):
         super().__init__(structure)
         self._units: int | None = None
 
-    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
-        if self._units is None and is_capturing(b.device):  # to measure it waits for the GPU
-            return our_call(self._structure, values.to(dtype), b.to(dtype))._replace(lasting=False)
-        return super().call(values, b, dtype)
+    def _is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
+        return self._units is not None
 
     def _made(
         self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]

@@ -69,11 +69,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const I* crow, const I* 
     int before = 0;
     for (int i = lane; i < kMasks; i += 32) {
       const unsigned two = masks[step * kMasks + i], first = two & 0xffff;
-      int upto = __popc(two);
-      for (int apart = 1; apart < 32; apart *= 2) {
-        const int left = __shfl_up_sync(0xffffffffu, upto, apart);
-        if (lane >= apart) upto += left;
-      }
+      const int upto = up_to_lane(__popc(two));
       const unsigned begin = 4 * (before + upto - __popc(two));
       reinterpret_cast<uint2*>(tile_of(step))[i] = {first | begin << 16, two >> 16 | (begin + 4 * __popc(first)) << 16};
       before += __shfl_sync(0xffffffffu, upto, 31);

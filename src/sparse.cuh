@@ -41,6 +41,16 @@ __device__ int64_t row_of_group(const I* crow, int64_t rows, int64_t p) {
   return low;
 }
 
+// What comes before a lane's in its warp, and its own.
+__device__ inline int up_to_lane(int own) {
+  const int lane = threadIdx.x % 32;
+  for (int step = 1; step < 32; step *= 2) {
+    const int left = __shfl_up_sync(0xffffffffu, own, step);
+    if (lane >= step) own += left;
+  }
+  return own;
+}
+
 // What comes before this thread's in a block of kSparseThreads, and of all its threads.
 struct Before {
   int before, all;
@@ -48,11 +58,8 @@ struct Before {
 __device__ inline Before count_before(int own) {
   __shared__ int of_warps[kSparseThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int upto = own, before = 0, all = 0;
-  for (int step = 1; step < 32; step *= 2) {
-    const int left = __shfl_up_sync(0xffffffffu, upto, step);
-    if (lane >= step) upto += left;
-  }
+  const int upto = up_to_lane(own);
+  int before = 0, all = 0;
   __syncthreads();  // the last ones were read
   if (lane == 31) of_warps[warp] = upto;
   __syncthreads();

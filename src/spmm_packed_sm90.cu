@@ -19,7 +19,8 @@ namespace {
 
 constexpr int kRowBytes = 128, kWide = 64;  // of a row of the dense side's tile: 64 numbers
 constexpr int kGroup = 128, kGroups = 4, kMultiply = kGroup * kGroups, kThreads = kMultiply + kGroup;
-constexpr int kMostBlocks = 8;  // of a cluster
+constexpr int kMostBlocks = 8;            // of a cluster
+constexpr int kMostBlocksAcross = 65535;  // of a grid, and down
 constexpr int kMostStages = 16, kEarly = 2, kBarriers = 2 * kMostStages * 8 + 16, kShared = 226 << 10;
 
 template <class T_, int columns_, int parts_>
@@ -289,8 +290,6 @@ void launch(const spmm::PackedCall& c, const at::Tensor& out, int shares) {
   using T = typename Tile::T;
   const PackedLayout& m = c.layout;
   const int64_t n = c.dense.size(1), across = ceil_of(n, Tile::columns), down = ceil_of(m.rows, Tile::rows);
-  TORCH_CHECK(across <= 65535 && down <= 65535, spmm::kOp, ": expected a smaller result, got one of ", m.rows, " x ",
-              n);
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(n), static_cast<cuuint64_t>(m.columns)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(c.dense.stride(0)) * sizeof(T)};
   const cuuint32_t box[2] = {kWide, Tile::depth};
@@ -331,9 +330,9 @@ bool can_go_packed(const PackedCall& c) {
   const PackedLayout& m = c.layout;
   const Tensor &dense = c.dense, &packed = c.packed;
   if (dense.element_size() != 2 || dense.dim() != 2 || dense.size(0) != m.columns || dense.numel() == 0 ||
-      dense.stride(1) != 1 || !of_vectors(dense.unsqueeze(0)) || m.rows > INT32_MAX / 2 ||
-      dense.size(1) > INT32_MAX / 2 || dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 38 ||
-      !can_multiply_halves())
+      dense.stride(1) != 1 || !of_vectors(dense.unsqueeze(0)) || m.down > kMostBlocksAcross ||
+      ceil_of(dense.size(1), 2 * kWide) > kMostBlocksAcross || dense.stride(0) < dense.size(1) ||
+      dense.stride(0) >= int64_t{1} << 38 || !can_multiply_halves())
     return false;
   TORCH_CHECK_VALUE(packed.dim() == 2 && packed.size(0) == m.tiles() && packed.size(1) % (kPackedUnit / 2) == 0 &&
                         packed.size(1) >= kLeastPackedUnits * (kPackedUnit / 2) &&

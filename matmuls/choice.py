@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .calls import Call
-from .device import capability, takes_tf32
+from .device import capability, memory, takes_tf32
 from .estimates import is_even, us_by_rows, us_in_halves, us_narrow
 from .forms import (
     BLOCKS,
@@ -149,10 +149,11 @@ class Choice:
             return self._known(dtype, Measurement(b.shape[1], {OURS: None}))
         large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, PACKED, BLOCKS)]
         estimates = self._estimates(large, dtype, b)
-        near = _near(estimates)
-        if len(near) == 1 and (near == [OURS] or self._prepare(near[0], values, b, dtype, stay)):
-            known: dict[str, float | None] = {OURS: estimates[OURS]} if near == [OURS] else {**estimates}
-            return self._known(dtype, Measurement(b.shape[1], known, estimated=True))
+        while len(near := _near(estimates)) == 1:
+            if near == [OURS] or self._prepare(near[0], values, b, dtype, stay):
+                known: dict[str, float | None] = {OURS: estimates[OURS]} if near == [OURS] else {**estimates}
+                return self._known(dtype, Measurement(b.shape[1], known, estimated=True))
+            del estimates[near[0]]
         large = [name for name in large if not estimates or name in near]
         with torch.no_grad():
             seconds = self._race(candidates, large, values.detach(), b.detach(), dtype, stay)
@@ -163,7 +164,7 @@ class Choice:
         try:
             if stay and isinstance(made, Full):
                 made.prepare(values.detach(), b, dtype)
-        except RuntimeError:  # there is no memory
+        except RuntimeError:  # there is no memory, or nonzeros lie too unevenly
             return False
         return True
 
@@ -238,7 +239,7 @@ class Choice:
         if dtype == torch.float32:
             us = {OURS: us_by_rows(s, n), TILES: us_by_tiles(s, n), **us_in_halves(s, n)}
         else:
-            us = us_narrow(s, n)
+            us = us_narrow(s, n, memory(b.device))
         return {name: us[name] * 1e-6 for name in (OURS, *large)}
 
     def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
@@ -262,7 +263,7 @@ class Choice:
             us = us_in_halves(s, b.shape[1]) if halves else {}
             found.insert(0, min(us, key=lambda name: us[name], default=DENSE))
             if eights and dtype.itemsize == 2:
-                narrow = us_narrow(s, b.shape[1])
+                narrow = us_narrow(s, b.shape[1], memory(device))
                 found[:0] = [k for k in (TWO_OF_FOUR, PACKED) if narrow.get(k, math.inf) < CLEAR * narrow[DENSE]]
         if hopper and s.distinct and is_even(s) and s.crow.dtype == torch.int32:
             n = b.shape[1]

@@ -1,6 +1,7 @@
 """What a GPU and torch's switches allow."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -9,6 +10,21 @@ import torch
 def capability(device: torch.device) -> tuple[int, int]:
     """torch asks the driver each time: 3 to 20 us of the host."""
     return torch.cuda.get_device_capability(device)
+
+
+class Memory(NamedTuple):
+    rate: float  # bytes in a microsecond
+    l2: float  # bytes
+
+
+H200 = Memory(4.9e6, 60 * 2**20)
+
+
+@functools.cache
+def memory(device: torch.device) -> Memory:
+    """The GPU's, by its bus and clock."""
+    of = torch.cuda.get_device_properties(device)
+    return Memory(2 * of.memory_clock_rate * 1e-3 * of.memory_bus_width / 8, of.L2_cache_size)
 
 
 def takes_tf32() -> bool:

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from .device import CLUSTERS
+from .device import CLUSTERS, H200, Memory
 from .forms import DENSE, HALVES, OURS, PACKED, TWO_OF_FOUR
 from .packed import us_packed
 from .structure import Structure
@@ -12,9 +12,6 @@ EVEN = 4  # times the average: the longest row of a matrix whose product takes a
 PAIRED_FILL = 3  # elements for each nonzero from where on two of four are considered in float32
 PAIRED_COLUMNS = 8192  # the most of them; and in 16 bits
 NARROW_PAIRED_COLUMNS = 32768
-# Elements from which on a matrix is packed; None: not at all, as its kernel was timed and its results compared on an
-# H100, but compute-sanitizer has not seen it. 2^25 are more than the L2 holds in 16 bits.
-PACKED_ELEMENTS: int | None = None
 
 
 def is_even(s: Structure) -> bool:
@@ -65,16 +62,23 @@ def _cycles_of_pairs(rows: int, columns: int, n: int) -> int:
     return min(found)
 
 
-def us_narrow(s: Structure, n: int) -> dict[str, float]:
+def us_narrow(s: Structure, n: int, memory: Memory = H200) -> dict[str, float]:
     """Microseconds, about, of a 16-bit product."""
     wide, elements = max(n, 32), s.rows * s.columns
+    of_l2 = 3.4e6 if 32 < n <= 64 else 3.8e6
+    rate = of_l2 if 2 * elements <= 0.75 * memory.l2 else 0.8 * memory.rate  # bytes of the dense matrix
     products = s.nonzeros * wide
     us = {
         OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), s.nonzeros / s.rows * 0.02),
-        DENSE: max(4 + min(s.columns / 600, 4.3), 5.1 + elements * n / 4.3e8, 2.5 + elements / 1.9e6),
+        DENSE: max(
+            4 + min(s.columns / 600, 4.3), 4.7 + elements * n / (3e8 if n <= 256 else 4.3e8), 2.5 + 2 * elements / rate
+        ),
     }
     if s.distinct and s.columns <= NARROW_PAIRED_COLUMNS:
-        us[TWO_OF_FOUR] = 1.6 + _cycles_of_pairs(s.rows, s.columns, n) / 1755 + s.beyond_two * wide / 1e6
-    if s.distinct and PACKED_ELEMENTS is not None and elements >= PACKED_ELEMENTS:
-        us[PACKED] = us_packed(s, n)
+        paired = 1.125 * elements  # bytes
+        of_memory = paired / (0.75 * memory.rate) if paired > 0.75 * memory.l2 else 0
+        of_pairs = max(_cycles_of_pairs(s.rows, s.columns, n) / 1755, of_memory)
+        us[TWO_OF_FOUR] = 2.5 + of_pairs + s.beyond_two * wide / 0.5e6
+    if s.distinct:
+        us[PACKED] = us_packed(s, n, memory)
     return us

@@ -125,7 +125,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group == kGroups) {
     if constexpr (Tile::wide) hopper::leave_registers<40>();
     if (thread == 0) {
-      const ptx::L2Policy staying = ptx::l2_policy(true);
       const int last_part = (shape.rows - 1) / kTileRows;  // beyond it the last one's numbers come again
       const auto all_peers = static_cast<uint16_t>(((1 << peers) - 1) << own_share * peers);
       const NarrowStepOfTile* from[Tile::parts];
@@ -142,9 +141,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int part = 0; part < Tile::parts; ++part) {
           unsigned char* const to = a + part * sizeof(NarrowStepOfTile);
           if (!Tile::wide || peers == 1)
-            hopper::load_bytes(from[part] + n, to, &full[stage], sizeof(NarrowStepOfTile), staying);
+            hopper::load_bytes(from[part] + n, to, &full[stage], sizeof(NarrowStepOfTile));
           else if (part == peer)
-            hopper::load_bytes_for(all_peers, from[part] + n, to, &full[stage], sizeof(NarrowStepOfTile), staying);
+            hopper::load_bytes_for(all_peers, from[part] + n, to, &full[stage], sizeof(NarrowStepOfTile));
         }
 #pragma unroll
         for (int box = 0; box < Tile::boxes; ++box)

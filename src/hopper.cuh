@@ -28,7 +28,15 @@ __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier,
       "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y)
       : "memory");
 }
-// The same, and what the L2 does of it.
+// The same of a tensor of three dimensions.
+__device__ inline void load_of_three(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(ptx::shared_address(to)),
+      "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+// The first, and what the L2 does of it.
 __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y, ptx::L2Policy policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -60,12 +68,11 @@ __device__ inline void load_for(uint16_t blocks, const CUtensorMap& map, void* t
       : "memory");
 }
 // The same of bytes as they lie in memory.
-__device__ inline void load_bytes_for(uint16_t blocks, const void* from, void* to, uint64_t* barrier, unsigned bytes,
-                                      ptx::L2Policy policy) {
+__device__ inline void load_bytes_for(uint16_t blocks, const void* from, void* to, uint64_t* barrier, unsigned bytes) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4, %5;" ::"r"(ptx::shared_address(to)),
-      "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier)), "h"(blocks), "l"(policy)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(ptx::shared_address(to)),
+      "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier)), "h"(blocks)
       : "memory");
 }
 __device__ inline void store(const CUtensorMap& map, const void* from, int x, int y) {
@@ -151,9 +158,9 @@ __device__ inline void leave_registers() {
 // ---- products of a warpgroup
 
 // An operand's tile. K side by side: rows of 128 bytes, 8 of them every 1024 bytes. K apart: rows of 64 numbers, one
-// for each k, 8 of them every 1024 bytes, `apart` bytes to the next 64 columns.
-__device__ inline uint64_t descriptor(const void* tile, unsigned apart = 16) {
-  return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{apart >> 4} << 16) |
+// for each k, 8 of them every `eight` bytes, `apart` bytes to the next 64 columns.
+__device__ inline uint64_t descriptor(const void* tile, unsigned apart = 16, unsigned eight = 1024) {
+  return (uint64_t{1} << 62) | (uint64_t{eight >> 4} << 32) | (uint64_t{apart >> 4} << 16) |
          ((ptx::shared_address(tile) & 0x3ffff) >> 4);
 }
 // The same of rows of 64 bytes with K side by side, whose pieces TMA's 64-byte swizzle exchanges: piece ^ (r / 2 % 4).
@@ -182,6 +189,10 @@ __device__ inline void pin(uint32_t (&x)[N]) {
 #define MATMULS_8(d, i)                                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
+#define MATMULS_REGISTERS_8 "%0, %1, %2, %3"
+#define MATMULS_OPERANDS_8(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define MATMULS_REGISTERS_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define MATMULS_OPERANDS_16(d) MATMULS_8(d, 0)
 #define MATMULS_REGISTERS_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define MATMULS_OPERANDS_32(d) MATMULS_8(d, 0), MATMULS_8(d, 8)
 #define MATMULS_REGISTERS_64                                               \
@@ -289,12 +300,16 @@ __device__ inline void multiply_two_of_four(float (&d)[N], uint64_t desc_a, uint
     MATMULS_FRAGMENT_WGMMA(128, k, types, transpose, "%64, %65, %66, %67", "%68", "%69");       \
   else if constexpr (N == 32)                                                                   \
     MATMULS_FRAGMENT_WGMMA(64, k, types, transpose, "%32, %33, %34, %35", "%36", "%37");        \
+  else if constexpr (N == 16)                                                                   \
+    MATMULS_FRAGMENT_WGMMA(32, k, types, transpose, "%16, %17, %18, %19", "%20", "%21");        \
+  else if constexpr (N == 8)                                                                    \
+    MATMULS_FRAGMENT_WGMMA(16, k, types, transpose, "%8, %9, %10, %11", "%12", "%13");          \
   else                                                                                          \
-    MATMULS_FRAGMENT_WGMMA(32, k, types, transpose, "%16, %17, %18, %19", "%20", "%21")
+    MATMULS_FRAGMENT_WGMMA(8, k, types, transpose, "%4, %5, %6, %7", "%8", "%9")
 
 template <class T, bool b_k_apart, int N>
 __device__ inline void multiply_fragment(float (&d)[N], const uint32_t (&a)[4], uint64_t desc_b, bool accumulate) {
-  static_assert(N == 16 || N == 32 || N == 64 || N == 128);
+  static_assert(N == 4 || N == 8 || N == 16 || N == 32 || N == 64 || N == 128);
   if constexpr (std::is_same_v<T, float>) {
     static_assert(!b_k_apart);  // TF32 has no transposed operand
     MATMULS_MULTIPLY_FRAGMENT(8, ".tf32.tf32", "");

@@ -4,6 +4,9 @@
 // parts of K; the blocks of a cluster share K among them. A block adds up its parts in shared memory and sends each row
 // to the block that it falls to, which adds up what it gets, in the same order always. One thread fetches: a stage is
 // each part's next 64 of K, of A's tiles as they are packed.
+//
+// The dense side is fetched by rows of 128 bytes of shared memory, each of which costs its cycles: `aside` rows of 64 /
+// aside columns lie in one. Row 8 j + i of a tile of 64 is j of 8 where i says.
 #ifdef __CUDACC__
 #include "spmm_packed.h"
 
@@ -18,19 +21,21 @@ namespace matmuls {
 namespace {
 
 constexpr int kRowBytes = 128, kWide = 64;  // of a row of the dense side's tile: 64 numbers
+constexpr int kEight = 8 * kRowBytes;
 constexpr int kGroup = 128, kGroups = 4, kMultiply = kGroup * kGroups, kThreads = kMultiply + kGroup;
 constexpr int kMostBlocks = 8;            // of a cluster
 constexpr int kMostBlocksAcross = 65535;  // of a grid, and down
 constexpr int kMostStages = 16, kEarly = 2, kBarriers = 2 * kMostStages * 8 + 16, kShared = 226 << 10;
 
-template <class T_, int columns_, int parts_>
+template <class T_, int columns_, int aside_, int parts_>
 struct Tile {
   using T = T_;
-  static constexpr int columns = columns_, parts = parts_;  // parts of K in a block
+  static constexpr int columns = columns_, aside = aside_, parts = parts_;  // parts of K in a block
   static constexpr int row_groups = kGroups / parts, rows = row_groups * kPackedRows;
-  static constexpr int depth = parts * kPackedColumns;  // of K in a stage
-  static constexpr int boxes = std::max(columns / kWide, 1), box_bytes = depth * kRowBytes;
+  static constexpr int depth = parts * kPackedColumns, dense_rows = depth / aside;  // of K in a stage, of shared memory
+  static constexpr int boxes = std::max(columns / kWide, 1), box_bytes = dense_rows * kRowBytes;
   static constexpr int dense_bytes = boxes * box_bytes;
+  static constexpr int begin_of(int i) { return i / aside * parts * kEight + i % aside * (kRowBytes / aside); }
   // Unpacks while the numbers before are multiplied: there are registers for both.
   static constexpr bool overlaps = columns <= 64;
   static constexpr int stride = columns + 8;  // floats: rows that a warp writes at a time lie in different banks
@@ -120,8 +125,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       const auto load_dense = [&](int k, int stage) {
 #pragma unroll
         for (int box = 0; box < Tile::boxes; ++box)
-          hopper::load(dense_map, tiles + stage * shape.stage_bytes + box * Tile::box_bytes, &full[stage],
-                       column0 + box * kWide, (first + k) * Tile::depth);
+          hopper::load_of_three(dense_map, tiles + stage * shape.stage_bytes + box * Tile::box_bytes, &full[stage],
+                                column0 + box * kWide, (first + k) * (Tile::depth / 8), 0);
       };
       // Each tile of rows begins elsewhere: all at once would ask the L2 for the same part of the dense side.
       const int turn = down % many;
@@ -144,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t heads = ptx::shared_address(tiles) + Tile::dense_bytes +
                            (row_group * Tile::parts + part) * shape.tile_bytes + 4 * thread;
     const uint64_t dense =
-        hopper::descriptor(tiles + part * kPackedColumns * kRowBytes, Tile::boxes > 1 ? Tile::box_bytes : 16);
+        hopper::descriptor(tiles + part * kEight, Tile::boxes > 1 ? Tile::box_bytes : 16, Tile::begin_of(4));
     float acc[Tile::columns / 2];
     int stage = 0;
     unsigned parity = 0;
@@ -166,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       hopper::begin_products();
 #pragma unroll
       for (int s = 0; s < 4; ++s)
-        hopper::multiply_fragment<T, true>(acc, fragments[s], b + (16 * s * kRowBytes >> 4), more || s > 0);
+        hopper::multiply_fragment<T, true>(acc, fragments[s], b + (Tile::begin_of(s) >> 4), more || s > 0);
       hopper::commit_products();
     };
     const auto go_on = [&] {
@@ -260,8 +265,9 @@ struct Cluster {
   int shares;
 };
 
-// The cluster with which the longest of a multiprocessor's work is shortest, in cycles as an H100 took them: 96
-// products of 6 matrices, each with all clusters, within 9 %, and 2.5 % slower than the fastest.
+// The cluster with which the longest of a multiprocessor's work is shortest, in cycles as an H100 took them: 432
+// products of 12 shapes within 6 % on average. With all clusters were timed 36 of them: the fastest by more than a
+// hundredth in 3, by 4 % at most.
 template <class Tile>
 Cluster cluster_of(const spmm::PackedCall& c) {
   const int64_t n = c.dense.size(1), tiles = ceil_of(c.layout.rows, Tile::rows) * ceil_of(n, Tile::columns);
@@ -274,11 +280,11 @@ Cluster cluster_of(const spmm::PackedCall& c) {
     const int64_t waves = ceil_of(tiles, at_once);
     const double active = static_cast<double>(std::min<int64_t>(tiles, at_once)) / at_once;
     // To unpack and multiply, or to fetch: A's bytes, and rows of the dense side by their length.
-    const double unpack = Tile::columns == 32 ? 605 : Tile::columns == 64 ? 715 : 990;
-    const double row = n <= 16 ? 7.5 : n <= 32 ? 4 : 3.8;
-    const double fetch = kGroups * room.tile_bytes / 33. + Tile::depth * Tile::boxes * row * (1 + active) / 2;
+    const double unpack = Tile::columns <= 32 ? 550 : Tile::columns == 64 ? 710 : 1140;
+    const double row = Tile::aside > 1 || n > 64 ? 3.6 : n > 32 ? 3 : n > 16 ? 4 : 7.5;
+    const double fetch = kGroups * room.tile_bytes / 26. + Tile::dense_rows * Tile::boxes * row * (1 + active) / 2;
     const double sent = shares > 1 ? 33. * Tile::columns * Tile::row_groups : 0;
-    const double each = 4360 + (up(all, shares) - 1) * std::max(unpack, fetch) + sent + 12. * Tile::columns;
+    const double each = 3700 + (up(all, shares) - 1) * std::max(unpack, fetch) + sent + 17. * Tile::columns;
     const auto cost = static_cast<int64_t>(static_cast<double>(waves) * each);
     if (cost < best.cost) best = {cost, shares};
   }
@@ -290,9 +296,11 @@ void launch(const spmm::PackedCall& c, const at::Tensor& out, int shares) {
   using T = typename Tile::T;
   const PackedLayout& m = c.layout;
   const int64_t n = c.dense.size(1), across = ceil_of(n, Tile::columns), down = ceil_of(m.rows, Tile::rows);
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(n), static_cast<cuuint64_t>(m.columns)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(c.dense.stride(0)) * sizeof(T)};
-  const cuuint32_t box[2] = {kWide, Tile::depth};
+  const cuuint64_t row = static_cast<cuuint64_t>(c.dense.stride(0)) * sizeof(T);
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(n) * Tile::aside, static_cast<cuuint64_t>(m.columns) / 8,
+                               8 / Tile::aside};
+  const cuuint64_t strides[2] = {8 * row, Tile::aside * row};
+  const cuuint32_t box[3] = {kWide, Tile::depth / 8, 8 / Tile::aside};
   const int all = m.steps / Tile::parts;
   const Room<Tile> room(c, shares);
   Launch launch(dim3(shares, static_cast<unsigned>(down), static_cast<unsigned>(across)), kThreads, room.bytes());
@@ -304,11 +312,11 @@ void launch(const spmm::PackedCall& c, const at::Tensor& out, int shares) {
                room.stage_bytes, room.tile_bytes, room.own_rows, out.stride(0)});
 }
 
-template <class T, int columns>
+template <class T, int columns, int aside = 1>
 void multiply(const spmm::PackedCall& c, const at::Tensor& out) {
-  using All = Tile<T, columns, 1>;
-  using Half = Tile<T, columns, 2>;
-  using One = Tile<T, columns, 4>;
+  using All = Tile<T, columns, aside, 1>;
+  using Half = Tile<T, columns, aside, 2>;
+  using One = Tile<T, columns, aside, 4>;
   const Cluster all = cluster_of<All>(c), half = cluster_of<Half>(c), one = cluster_of<One>(c);
   if (one.cost <= half.cost && one.cost <= all.cost) return launch<One>(c, out, one.shares);
   half.cost <= all.cost ? launch<Half>(c, out, half.shares) : launch<All>(c, out, all.shares);
@@ -317,6 +325,11 @@ void multiply(const spmm::PackedCall& c, const at::Tensor& out) {
 template <class T>
 void multiply(const spmm::PackedCall& c, const at::Tensor& out) {
   const int64_t n = out.size(1);
+  if (c.dense.stride(0) == n) {  // one row right behind the other
+    if (n == 8) return multiply<T, 8, 8>(c, out);
+    if (n == 16) return multiply<T, 16, 4>(c, out);
+    if (n == 32) return multiply<T, 32, 2>(c, out);
+  }
   n <= 32 ? multiply<T, 32>(c, out) : n <= 64 ? multiply<T, 64>(c, out) : multiply<T, 128>(c, out);
 }
 
@@ -330,9 +343,9 @@ bool can_go_packed(const PackedCall& c) {
   const PackedLayout& m = c.layout;
   const Tensor &dense = c.dense, &packed = c.packed;
   if (dense.element_size() != 2 || dense.dim() != 2 || dense.size(0) != m.columns || dense.numel() == 0 ||
-      dense.stride(1) != 1 || !of_vectors(dense.unsqueeze(0)) || m.down > kMostBlocksAcross ||
+      m.columns % 8 != 0 || dense.stride(1) != 1 || !of_vectors(dense.unsqueeze(0)) || m.down > kMostBlocksAcross ||
       ceil_of(dense.size(1), 2 * kWide) > kMostBlocksAcross || dense.stride(0) < dense.size(1) ||
-      dense.stride(0) >= int64_t{1} << 38 || !can_multiply_halves())
+      dense.stride(0) >= int64_t{1} << 36 || !can_multiply_halves())
     return false;
   TORCH_CHECK_VALUE(packed.dim() == 2 && packed.size(0) == m.tiles() && packed.size(1) % (kPackedUnit / 2) == 0 &&
                         packed.size(1) >= kLeastPackedUnits * (kPackedUnit / 2) &&

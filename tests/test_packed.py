@@ -1,5 +1,7 @@
 """Packed matrices and their products (src/packed.h): where every number lies, and results."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,7 +10,17 @@ from matmuls.packed import HEADS, PAIRS, expected_units, us_packed
 
 _ops = torch.ops.custom_mm
 DTYPES = [torch.float16, torch.bfloat16]
-SHAPES = [(64, 64, 0.5), (1, 1, 1.0), (130, 70, 0.3), (300, 513, 0.1), (70, 900, 0.02), (65, 257, 1.0), (9, 40, 0.0)]
+SHAPES = [
+    (64, 64, 0.5),
+    (1, 1, 1.0),
+    (1, 8, 1.0),
+    (130, 72, 0.3),
+    (300, 513, 0.1),  # columns that are no multiple of 8: by rows
+    (300, 520, 0.1),
+    (70, 904, 0.02),
+    (65, 264, 1.0),
+    (9, 40, 0.0),
+]
 
 
 def draw(rows, columns, density, device, dtype=torch.float16, index=torch.int32):
@@ -53,10 +65,10 @@ def test_every_nonzero_lies_where_its_lane_finds_it(rows, columns, density, inde
         for lane, head in enumerate(heads):
             assert (head >> 16) & 0xFFFF == 4 * before
             row = first_row + lane // 32 * 16 + lane % 32 // 4
-            column = first_column + lane % 4 * 2
+            column = first_column + lane % 4 * 16
             for pair in (pair for pair in range(16) if head >> pair & 1):
-                r, c = row + pair % 2 * 8, column + pair // 4 * 16 + pair // 2 % 2 * 8
-                found[r, c : c + 2] = numbers[tile, before]
+                r, c = row + pair % 2 * 8, column + pair // 4 + pair // 2 % 2 * 4
+                found[r, c : c + 9 : 8] = numbers[tile, before]
                 before += 1
         most = max(most, before)
         assert not numbers[tile, before:].any()
@@ -99,7 +111,7 @@ def test_what_does_not_fit_is_told(device):
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "density"), [*SHAPES, (2048, 4096, 0.2), (700, 130, 0.05), (4096, 768, 0.1), (513, 9000, 0.3)]
+    ("rows", "columns", "density"), [*SHAPES, (2048, 4096, 0.2), (700, 136, 0.05), (4096, 768, 0.1), (513, 9000, 0.3)]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products(rows, columns, density, dtype, device):
@@ -107,27 +119,29 @@ def test_products(rows, columns, density, dtype, device):
         pytest.skip("by rows on a CPU: smaller ones tell as much")
     dense, crow, col, values = draw(rows, columns, density, device, dtype)
     packed = pack(crow, col, values, columns)
-    for n in (8, 16, 32, 40, 64, 72, 128, 200):
+    for n in (8, 16, 24, 32, 40, 64, 72, 128, 200):
         b = torch.randn(columns, n, device=device).to(dtype)
         torch.empty(rows * n, device=device, dtype=dtype).fill_(torch.nan)  # what the result's memory may hold
         result = multiply(packed, crow, col, values, b)
         assert_right(result, dense, b)
         assert all(torch.equal(multiply(packed, crow, col, values, b), result) for _ in range(3))
     wide = torch.randn(columns, 200, device=device).to(dtype)
-    for b in (wide[:, 8:72], wide[:, 1:65], wide[:, :7]):  # the last two not on 16 bytes: by rows
+    views = [wide[:, 8 : 8 + n] for n in (8, 16, 32, 64)]
+    for b in (*views, wide[:, 1:65], wide[:, :7]):  # the last two not on 16 bytes: by rows
         assert_right(multiply(packed, crow, col, values, b), dense, b)
 
 
 def test_what_is_not_finite_stays_in_its_column(device):
-    dense, crow, col, values = draw(200, 100, 0.5, device)
-    b = torch.randn(100, 32, device=device).half()
-    b[7, 3], b[50, 4], b[99, 10] = torch.nan, torch.inf, -torch.inf
-    result = multiply(pack(crow, col, values, 100), crow, col, values, b)
-    for row, column in ((7, 3), (50, 4), (99, 10)):
-        assert not result[dense[:, row] != 0, column].isfinite().any()
-        b[row] = 0
-    others = [c for c in range(32) if c not in (3, 4, 10)]
-    assert result[:, others].isfinite().all()
+    dense, crow, col, values = draw(200, 104, 0.5, device)
+    packed = pack(crow, col, values, 104)
+    for n in (8, 16, 32, 64):
+        b = torch.randn(104, n, device=device).half()
+        b[7, 3], b[50, 4], b[103, 7] = torch.nan, torch.inf, -torch.inf
+        result = multiply(packed, crow, col, values, b)
+        for row, column in ((7, 3), (50, 4), (103, 7)):
+            assert not result[dense[:, row] != 0, column].isfinite().any()
+        others = [c for c in range(n) if c not in (3, 4, 7)]
+        assert result[:, others].isfinite().all()
 
 
 def test_gradients_are_those_of_rows(device):
@@ -208,12 +222,32 @@ def test_uneven_matrices_are_refused(device):
         made._choice._made(choice.PACKED).call(made.values, torch.ones(1024, 8, device=device).half(), torch.float16)
 
 
-def test_when_a_matrix_is_packed(monkeypatch):
-    """In 16 bits from so many elements on, where it is estimated to be faster than with all zeros."""
-    dense, crow, col, values = draw(1100, 600, 0.1, "cpu")
-    s = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape))._structure
-    assert choice.PACKED not in estimates.us_narrow(s, 32)
-    monkeypatch.setattr(estimates, "PACKED_ELEMENTS", 1100 * 600)
-    assert estimates.us_narrow(s, 32)[choice.PACKED] == us_packed(s, 32)
-    monkeypatch.setattr(estimates, "PACKED_ELEMENTS", 1100 * 600 + 1)
-    assert choice.PACKED not in estimates.us_narrow(s, 32)
+def test_when_a_matrix_is_packed():
+    """In 16 bits for few columns; for many, where reading it bounds the product; never off vectors of 16 bytes."""
+
+    def fastest(rows, columns, share, n):
+        nonzeros = int(rows * columns * share)
+        s = SimpleNamespace(rows=rows, columns=columns, nonzeros=nonzeros, distinct=True, beyond_two=nonzeros // 10)
+        us = estimates.us_narrow(s, n)
+        return min(us, key=us.get)
+
+    for share in (0.05, 0.1, 0.2):
+        assert [fastest(4096, 4096, share, n) for n in (8, 32, 128)] == [choice.PACKED, choice.PACKED, choice.DENSE]
+        assert fastest(8192, 8192, share, 64) == choice.PACKED
+    assert fastest(4096, 4096, 0.01, 32) == choice.OURS
+    assert fastest(4096, 4100, 0.1, 32) == choice.DENSE
+
+
+def test_dense_where_packing_is_refused(monkeypatch, device):
+    """All nonzeros in few tiles, which sizes do not tell."""
+    dense = torch.zeros(1024, 1024, device=device, dtype=torch.float16)
+    for i in range(0, 1024, 64):
+        dense[i : i + 64, i : i + 64] = 1
+    made = plan(dense.to_sparse_csr())
+    monkeypatch.setattr(choice, "SMALLEST", 0)
+    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [choice.PACKED, choice.DENSE])
+    estimated = {choice.OURS: 3.0, choice.PACKED: 1.0, choice.DENSE: 2.0}
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: dict(estimated))
+    b = torch.randn(1024, 32, device=device).half()
+    assert_right(made @ b, dense, b)
+    assert f"{choice.DENSE}, by its size alone" in made.explain()

@@ -38,7 +38,7 @@ from .forms import (
 from .measure import time_warm
 from .ours import our_call
 from .structure import Structure, is_capturing
-from .tiles import us_by_tiles
+from .tiles import MOST_COLUMNS, us_by_tiles
 
 SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
 # How many elements of the dense matrix there may be for each nonzero: on tensor cores and elsewhere. And bytes in all:
@@ -74,6 +74,8 @@ class Measurement:
     _fastest: dict[tuple[bool, bool], str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def fastest(self, dense: bool, cusparse: bool) -> str:
+        if len(self.seconds) == 1:
+            return OURS
         known = self._fastest.get((dense, cusparse))
         if known is None:
             halves = dense and cusparse
@@ -118,7 +120,7 @@ class Choice:
         if b.dim() != 2 or device != values.device:
             return None
         inner, n = b.shape
-        if values.shape[0] * n < SMALLEST:
+        if values.shape[0] * n < SMALLEST or self._has_no_rival(b.dtype, n):
             return None
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else b.dtype
@@ -273,6 +275,13 @@ class Choice:
             found.append(BLOCKS)
         return found
 
+    def _has_no_rival(self, dtype: torch.dtype, n: int) -> bool:
+        """Sizes alone say so, and nothing else is asked: the GPU waits for a plan's first product."""
+        s = self._structure
+        empty = s.rows * s.columns > FILL_TENSOR_CORES * s.nonzeros
+        tiles = dtype == torch.float32 and s.columns <= MOST_COLUMNS
+        return empty and s.nonzeros * n >= LARGE and s.blocks is None and not tiles
+
     @staticmethod
     def _fits(nbytes: int, device: torch.device) -> bool:
         if nbytes <= SMALL_BYTES:  # to ask the GPU takes longer than a product
@@ -300,9 +309,12 @@ class Choice:
     def tensors(self) -> list[torch.Tensor]:
         return [t for made in list(self._products.values()) for t in made.tensors]
 
-    def explain(self) -> str:
-        """A line for each measurement: microseconds of every candidate, an asterisk at the chosen one."""
+    def explain(self, dtype: torch.dtype) -> list[str]:
+        """A line for each measurement: microseconds of every candidate, an asterisk at the chosen one. dtype: of
+        products that need none."""
         lines = []
+        if self._structure.nonzeros and self._has_no_rival(dtype, LARGE):
+            lines.append(f"from {-(-LARGE // self._structure.nonzeros)} columns on: ours, without another candidate")
         for (dtype, _), m in list(self.measured.items()):
             chosen = m.fastest(True, True)
             times = ", ".join(
@@ -314,4 +326,4 @@ class Choice:
             elif len(m.seconds) == 1:
                 times = "ours, without another candidate"
             lines.append(f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: {times}")
-        return "\n".join(lines)
+        return lines

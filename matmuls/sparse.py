@@ -142,7 +142,7 @@ class SparsePlan:
             f"indices: {s.crow.dtype}, values {order}\n"
             f"transposed matrix: {transposed}\n"
             f"{self.nbytes} bytes"
-            + ("\n" + self._choice.explain() if self._choice is not None and self._choice.measured else "")
+            + ("" if self._choice is None else "".join("\n" + line for line in self._choice.explain(self.dtype)))
         )
 
     def __repr__(self) -> str:
@@ -177,11 +177,13 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
     if isinstance(a, SparsePlan):
         made = a
     else:
-        structure, values = structure_of("plan", a)
+        structure, values = structure_of("plan", a, wait=False)
         structure = structure.in_int32()
         choice = Choice(structure) if tune is not False and structure.batch is None else None
-        made = SparsePlan(structure, values.detach(), tuple(a.shape), choice)
-        made._source = a if a.requires_grad else None
+        needs_gradient = a.requires_grad
+        made = SparsePlan(structure, values.detach() if needs_gradient else values, a.shape, choice)
+        made._source = a if needs_gradient else None
+        structure.checked("plan")
     if widths and made._choice is not None:
         for n in widths:
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)

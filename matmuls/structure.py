@@ -7,7 +7,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from custom_mm import _C
-from custom_mm.indices import check_entries, check_rows, version_of
+from custom_mm.indices import Check, check_entries, check_rows, version_of
 
 from .blocks import KERNEL_SIZES
 from .chunks import Chunks, chunks_of
@@ -80,7 +80,9 @@ class Structure:
         order: torch.Tensor | None = None,
         transposed: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
         batch: int | None = None,
+        wait: bool = True,
     ) -> None:
+        """wait: False where `checked` is called before anything else is."""
         self.crow, self.col, self.order, self.batch = crow, col, order, batch
         self.rows, self.columns = shape
         self._transposed = transposed
@@ -92,14 +94,27 @@ class Structure:
             raise ValueError(
                 f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
             )
-        self.longest, self.distinct, self.beyond_two = check_rows(name, crow, col, self.columns)
+        self._check: Check | None = Check(crow, col, self.columns)
         self._watch()
+        if wait:
+            self.checked(name)
+
+    def checked(self, name: str) -> "Structure":
+        """Its indices fit. Waits for the GPU, once."""
+        if self._check is not None:
+            self.longest, self.distinct, self.beyond_two = self._check.facts(name)
+            self._check = None
+        return self
+
+    @property
+    def is_checked(self) -> bool:
+        return self._check is None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Structure":
         return self  # nobody writes to it
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update({"blocks": None, "_narrow": None, **state})  # older pickles have neither
+        self.__dict__.update({"blocks": None, "_narrow": None, "_check": None, **state})  # older pickles have none
         # They may have been written over before.
         self.longest, self.distinct, self.beyond_two = check_rows("SparsePlan", self.crow, self.col, self.columns)
         self._watch()
@@ -176,6 +191,7 @@ class Structure:
         dtype = torch.int32 if max(self.rows, self.columns, self.nonzeros) < INT32_MAX else self.crow.dtype
         if self.crow.dtype == dtype and not unseen:
             return self
+        self.checked("plan")
 
         def own(t: torch.Tensor) -> torch.Tensor:
             return t.to(dtype, copy=unseen)
@@ -221,7 +237,7 @@ def _compressed_parts(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a.ccol_indices(), a.row_indices()
 
 
-def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.Tensor) -> Structure:
+def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.Tensor, wait: bool) -> Structure:
     values = a.detach().values()
     rows, columns = a.shape[-2], a.shape[-1]
     if inner.shape != values.shape[: inner.dim()]:
@@ -249,7 +265,8 @@ def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: tor
             made.blocks = Blocks(blocks if by_rows else _by_rows(name, blocks), height, width)
         return made
     if a.dim() == 2:
-        structure = Structure(name, offsets.contiguous(), inner.contiguous(), (outer_size, inner_size))
+        sizes = outer_size, inner_size
+        structure = Structure(name, offsets.contiguous(), inner.contiguous(), sizes, wait=wait or not by_rows)
     else:
         # Blocks on a diagonal: offsets and columns go on where the matrix before ended.
         offsets, inner = offsets.flatten(0, -2), inner.flatten(0, -2)
@@ -287,8 +304,9 @@ def _by_rows(name: str, by_columns: Structure) -> Structure:
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def structure_of(name: str, a: torch.Tensor) -> tuple[Structure, torch.Tensor]:
-    """A sparse tensor's structure and its values, [nonzeros], which gradients go through."""
+def structure_of(name: str, a: torch.Tensor, wait: bool = True) -> tuple[Structure, torch.Tensor]:
+    """A sparse tensor's structure and its values, [nonzeros], which gradients go through. wait: False where the
+    structure's `checked` is called before anything is multiplied: the host goes on while the GPU looks."""
     if not isinstance(a, torch.Tensor):
         raise TypeError(f"{name}: expected a sparse tensor or a plan, got {type(a).__name__}")
     if a.layout == torch.sparse_coo:
@@ -299,13 +317,13 @@ def structure_of(name: str, a: torch.Tensor) -> tuple[Structure, torch.Tensor]:
         raise ValueError(f"{name}: expected a sparse tensor or a plan, got a tensor of layout {a.layout}")
     key = offsets.data_ptr(), inner.data_ptr(), version_of(offsets), version_of(inner), a._nnz()
     entry = _known.get(a)  # type: ignore[no-untyped-call]
-    if entry is not None and entry[0] == key:
+    if entry is not None and entry[0] == key and entry[1].is_checked:  # else another thread's, on its stream
         structure = entry[1]
     else:
         _expect_plain(name, a)
         coo = a.layout == torch.sparse_coo
         with torch.inference_mode(False):  # a gradient may be recorded later
-            structure = _of_coo(name, a) if coo else _of_compressed(name, a, offsets, inner)
+            structure = _of_coo(name, a) if coo else _of_compressed(name, a, offsets, inner, wait)
         if -1 not in key[2:4]:  # of inference tensors nobody sees whether they were written to
             _known[a] = key, structure
     return structure, values_of(a)

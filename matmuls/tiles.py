@@ -10,6 +10,7 @@ SLICE = 32  # columns of b in a tile
 SHARED = 226 * 1024  # bytes of a block
 PANEL_ROWS = 1024
 WARPS = 20  # of a block, at most
+MOST_COLUMNS = TILE_ROWS * len(CLUSTERS)
 
 
 class TileLayout(NamedTuple):

@@ -54,6 +54,19 @@ def test_the_dense_product_where_it_is_faster(dense_wins, device):
     assert len(dense_wins) == 2
 
 
+def test_large_products_of_mostly_empty_matrices_have_no_rival(device):
+    index = torch.arange(2**17, device=device)
+    row, column = index // 16, index * 977 % 8192
+    a = torch.sparse_coo_tensor(torch.stack([row, column]), torch.randn(2**17, device=device).half(), (8192, 8192))
+    made = plan(a)
+    assert made.explain().endswith("from 32 columns on: ours, without another candidate")
+    b = torch.randn(8192, 32, device=device).half()
+    assert torch.equal(made @ b, spmm(a, b))
+    assert not made._choice.measured
+    made @ b[:, :31].contiguous()
+    assert len(made._choice.measured) == 1
+
+
 @pytest.mark.parametrize("fastest", [choice.OURS, choice.DENSE])
 def test_nothing_is_measured_where_sizes_say_it(dense_wins, monkeypatch, fastest):
     dense, b = draw("cpu")

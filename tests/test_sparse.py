@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import matmuls
+from custom_mm.indices import Check
 from matmuls import cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -536,6 +537,25 @@ def test_indices_are_checked_once_and_again_when_written_to(device):
     narrow.detach().col_indices()[0] = 77
     with pytest.raises(ValueError, match=r"spmm: expected indices as they were when they were checked"):
         made @ b
+
+
+def test_no_other_product_trusts_what_a_plan_has_yet_to_hear(monkeypatch, device):
+    """While a plan waits for what the GPU says of the indices, another thread's product looks at them itself."""
+    a = draw_sparse(20, 30, 0.2, torch.float32, device).to_sparse_csr()
+    a.detach().col_indices()[3] = 30
+    facts, met = Check.facts, []
+
+    def slow(self, name, *rest):
+        if name == "plan":
+            with pytest.raises(ValueError, match="spmm: expected columns from 0 to 29 at nonzero 3, got 30"):
+                spmm(a, torch.randn(30, 4, device=device))
+            met.append(name)
+        return facts(self, name, *rest)
+
+    monkeypatch.setattr(Check, "facts", slow)
+    with pytest.raises(ValueError, match="plan: expected columns from 0 to 29 at nonzero 3, got 30"):
+        plan(a)
+    assert met == ["plan"]
 
 
 def test_a_structure_lives_no_longer_than_its_tensor():

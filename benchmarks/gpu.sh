@@ -47,7 +47,15 @@ spmm_pruned() {
     for share in 0.5 0.8 0.9 0.95; do drawn+=("pruned:$shape:$share"); done
   done
   step spmm-pruned "$python" -m matmuls spmm "${drawn[@]}" --n 8,32,64,128 --dtype float16 --dtype bfloat16 --device cuda \
-    --against dense --out "$out"
+    --against dense --out "$out/pruned"
+}
+
+# Two of every four columns kept, as torch's semi-structured tensors want them.
+spmm_two_of_four() {
+  local drawn=()
+  for shape in 4096x4096 14336x4096 4096x14336 8192x8192; do drawn+=("pruned:$shape:2of4"); done
+  step spmm-two-of-four "$python" -m matmuls spmm "${drawn[@]}" --n 16,32,64,128,512,2048 --dtype bfloat16 --against dense \
+    --against "torch 2:4" --device cuda --out "$out/two-of-four"
 }
 
 for name in $steps; do
@@ -79,6 +87,7 @@ for name in $steps; do
     bench) step bench "$python" -m matmuls bench --device cuda --precompile 12 --out "$out" ;;
     spmm) spmm ;;
     spmm-pruned) spmm_pruned ;;
+    spmm-two-of-four) spmm_two_of_four ;;
     blocks) step blocks "$python" benchmarks/blocks.py "$out" ;;
     bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
     *) echo "no step named $name" && failed=1 ;;

@@ -19,7 +19,7 @@ import torch
 
 from .calls import Call
 from .device import capability, memory, takes_tf32
-from .estimates import is_even, us_by_rows, us_in_halves, us_narrow
+from .estimates import CUT, FEWEST_ROWS, is_even, us_by_rows, us_in_halves, us_narrow
 from .forms import (
     BLOCKS,
     CUSPARSE,
@@ -74,7 +74,7 @@ class Measurement:
     _fastest: dict[tuple[bool, bool], str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def fastest(self, dense: bool, cusparse: bool) -> str:
-        if len(self.seconds) == 1:
+        if len(self.seconds) == 1 and OURS in self.seconds:
             return OURS
         known = self._fastest.get((dense, cusparse))
         if known is None:
@@ -234,7 +234,8 @@ class Choice:
         """Seconds, about, of ours by rows and of those in `large`, as measured on an H200; {} where they are not
         known."""
         s, n = self._structure, b.shape[1]
-        if BLOCKS in large or not b.is_cuda or dtype == torch.float64 or n % 8 or not is_even(s):
+        fewest = FEWEST_ROWS if dtype.itemsize == 2 else CUT
+        if BLOCKS in large or not b.is_cuda or dtype == torch.float64 or n % 8 or not is_even(s, fewest):
             return {}
         if (dtype == torch.float32 and DENSE in large) or capability(b.device) != (9, 0):
             return {}

@@ -7,16 +7,17 @@ from .forms import DENSE, HALVES, OURS, PACKED, TWO_OF_FOUR
 from .packed import us_packed
 from .structure import Structure
 
-CUT = 1024  # rows: of fewer the long ones are cut, and estimated too low
+CUT, CUT_ROW = 1024, 128  # rows: of fewer those that are so long are cut, and take up to twice as long
+FEWEST_ROWS = 512  # of products in 16 bits
 EVEN = 4  # times the average: the longest row of a matrix whose product takes as long as its size says
 PAIRED_FILL = 3  # elements for each nonzero from where on two of four are considered in float32
 PAIRED_COLUMNS = 8192  # the most of them; and in 16 bits
 NARROW_PAIRED_COLUMNS = 32768
 
 
-def is_even(s: Structure) -> bool:
-    """Whether rows are about as long as each other, and none is cut: products take as long as their size says."""
-    return s.rows >= CUT and s.longest * s.rows <= EVEN * s.nonzeros
+def is_even(s: Structure, fewest: int = CUT) -> bool:
+    """Whether rows are about as long as each other, and not too few: products take as long as their size says."""
+    return s.rows >= fewest and s.longest * s.rows <= EVEN * s.nonzeros
 
 
 def us_by_rows(s: Structure, n: int) -> float:
@@ -67,9 +68,9 @@ def us_narrow(s: Structure, n: int, memory: Memory = H200) -> dict[str, float]:
     wide, elements = max(n, 32), s.rows * s.columns
     of_l2 = 3.4e6 if 32 < n <= 64 else 3.8e6
     rate = of_l2 if 2 * elements <= 0.75 * memory.l2 else 0.8 * memory.rate  # bytes of the dense matrix
-    products = s.nonzeros * wide
+    products, longer = s.nonzeros * wide, 2 if s.rows < CUT and s.nonzeros > CUT_ROW * s.rows else 1
     us = {
-        OURS: 4.9 + max(products / (4.5e6 if n > 32 else 4e6), s.nonzeros / s.rows * 0.02),
+        OURS: longer * (4.9 + max(products / (4.5e6 if n > 32 else 4e6), s.nonzeros / s.rows * 0.02)),
         DENSE: max(
             4 + min(s.columns / 600, 4.3), 4.7 + elements * n / (3e8 if n <= 256 else 4.3e8), 2.5 + 2 * elements / rate
         ),

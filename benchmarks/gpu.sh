@@ -40,14 +40,16 @@ spmm() {
     --dtype float32 --dtype float16 --dtype bfloat16 --device cuda --out "$out"
 }
 
-# Weights as language models have them, pruned, by few columns: what one token or a few dozen at a time ask for.
+# Weights as language models have them, pruned: by few columns, as a few dozen tokens ask for, and by many.
 spmm_pruned() {
   local drawn=()
   for shape in 4096x4096 768x3072 8192x8192 14336x4096 4096x14336; do
-    for share in 0.5 0.8 0.9 0.95; do drawn+=("pruned:$shape:$share"); done
+    for share in 0.5 0.8 0.9 0.95 0.99; do drawn+=("pruned:$shape:$share"); done
   done
   step spmm-pruned "$python" -m matmuls spmm "${drawn[@]}" --n 8,32,64,128 --dtype float16 --dtype bfloat16 --device cuda \
     --against dense --out "$out/pruned"
+  step spmm-pruned-wide "$python" -m matmuls spmm pruned:4096x4096:0.95 pruned:4096x4096:0.99 --n 512,2048 \
+    --dtype float16 --dtype bfloat16 --device cuda --against dense --out "$out/pruned-wide"
 }
 
 # Two of every four columns kept, as torch's semi-structured tensors want them.
@@ -88,6 +90,7 @@ for name in $steps; do
     spmm) spmm ;;
     spmm-pruned) spmm_pruned ;;
     spmm-two-of-four) spmm_two_of_four ;;
+    sparse-linear) step sparse-linear "$python" benchmarks/sparse_linear.py "$out" ;;
     blocks) step blocks "$python" benchmarks/blocks.py "$out" ;;
     bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
     *) echo "no step named $name" && failed=1 ;;

@@ -27,10 +27,12 @@ from .forms import (
     HALVES,
     OURS,
     PACKED,
+    PACKED_LINEAR,
     TILES,
     TWO_OF_FOUR,
     Cusparse,
     Full,
+    PackedLinear,
     Product,
     form_of,
     takes_blocks,
@@ -106,6 +108,7 @@ class Choice:
         self._products: dict[str, Product] = {}
         self._taken: set[str] = set()  # graphs may have captured what these keep
         self.trained = False  # the values may be others since, without a count of it
+        self._linear: dict[tuple[torch.dtype, int], bool] = {}  # whether rows are multiplied packed
         self._forgetting = RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Choice":
@@ -142,6 +145,43 @@ class Choice:
             return None
         self._taken.add(name)
         return self._made(name).call(values, b, dtype)
+
+    def linear(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """x W^T + bias by the packed matrix, where its size says that this is the fastest; else None. x: [n, columns];
+        values that stay."""
+        given = (values, x) if bias is None else (values, x, bias)
+        recording = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        if recording or values.is_inference() or torch.are_deterministic_algorithms_enabled():
+            return None
+        dtype, device = x.dtype, x.device
+        if dtype.itemsize != 2 or any(t.dtype != dtype or t.device != device for t in given):
+            return None
+        if torch.is_autocast_enabled(device.type) or not self._is_linear(dtype, x.shape[0], device):
+            return None
+        made = self._made(PACKED_LINEAR)
+        assert isinstance(made, PackedLinear)
+        if is_capturing(device) and not made.is_laid_out:
+            return None
+        self._taken.add(PACKED_LINEAR)
+        try:
+            call = made.call(values, x.mT, dtype)
+        except RuntimeError:  # there is no memory, or nonzeros lie too unevenly
+            self._linear[dtype, x.shape[0]] = False
+            return None
+        product: torch.Tensor = call.operator(*call.arguments, bias)
+        return product
+
+    def _is_linear(self, dtype: torch.dtype, n: int, device: torch.device) -> bool:
+        known = self._linear.get((dtype, n))
+        if known is None:
+            s = self._structure
+            whole = s.rows % 8 == s.columns % 8 == 0 and s.distinct and is_even(s, FEWEST_ROWS)
+            known = whole and device.type == "cuda" and capability(device) == (9, 0) and s.nonzeros * n >= SMALLEST
+            if known:
+                us = us_narrow(s, -(-n // 8) * 8, memory(device))
+                known = min(us, key=lambda name: us[name]) == PACKED
+            self._linear[dtype, n] = known
+        return known
 
     def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stay: bool = True) -> Measurement:
         """Waits for the GPU unless ours is taken without being measured. stay: values that will not are not left in

@@ -20,6 +20,7 @@ _ops = torch.ops.custom_mm
 _matmul, _cusparse_spmm = _ops.matmul.default, _ops.cusparse_spmm.default
 _spmm_halves, _spmm_tiles, _bsr_spmm = _ops.csr_spmm_halves.default, _ops.csr_spmm_tiles.default, _ops.bsr_spmm.default
 _spmm_packed = _ops.csr_spmm_packed.default
+_linear_packed = _ops.csr_linear_packed.default
 
 OURS = "ours"
 DENSE = "dense"
@@ -27,6 +28,7 @@ HALVES = "dense in halves"
 TWO_OF_FOUR = "two of four"
 TILES = "tiles in shared memory"
 PACKED = "packed on tensor cores"
+PACKED_LINEAR = "packed for a linear layer"
 BLOCKS = "blocks on tensor cores"
 CUSPARSE = "cusparse csr_alg3"
 UNEVEN = 1.25  # times the units that a tile is expected to have: others have fewer, and their room is fetched too
@@ -253,12 +255,18 @@ class Tiled(Full):
 class Packed(Full):
     """In 16 bits, without most zeros, laid out as tensor cores take it (src/packed.h)."""
 
+    in_order = False
+
     def __init__(self, structure: Structure) -> None:
         super().__init__(structure)
         self._units: int | None = None
 
-    def _is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    @property
+    def is_laid_out(self) -> bool:
         return self._units is not None
+
+    def _is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
+        return self.is_laid_out
 
     def _made(
         self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
@@ -266,17 +274,30 @@ class Packed(Full):
         s = self._structure
         with torch.inference_mode(False), torch.no_grad():
             if self._units is None:
-                units = int(_ops.csr_packed_units(s.crow, s.col, s.columns).item())
+                units = int(_ops.csr_packed_units(s.crow, s.col, s.columns, self.in_order).item())
                 if units > UNEVEN * expected_units(s):
                     raise RuntimeError(f"expected nonzeros that lie anywhere, got a tile of {units} units")
                 self._units = units
-            packed = _ops.csr_packed(s.crow, s.col, values.to(dtype), s.columns, self._units, s.order)
+            parts = s.crow, s.col, values.to(dtype), s.columns, self._units, s.order, self.in_order
+            packed = _ops.csr_packed(*parts)
             return (old[0].copy_(packed) if old else packed,)
 
     def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         s = self._structure
         parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest
         return Call(_spmm_packed, (*kept, *parts), len(kept) + 3)
+
+
+class PackedLinear(Packed):
+    """The same for rows x that are K apart: b = x^T, and the call gives x W^T, [n, rows]. A bias may come after its
+    arguments."""
+
+    in_order = True
+
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        s = self._structure
+        parts = s.crow, s.col, values.to(dtype), b.mT.to(dtype), s.columns, s.order, s.longest
+        return Call(_linear_packed, (*kept, *parts), len(kept) + 3)
 
 
 class ByBlocks:
@@ -350,6 +371,7 @@ def form_of(name: str, structure: Structure) -> Product:
         DENSE: Dense,
         TILES: Tiled,
         PACKED: Packed,
+        PACKED_LINEAR: PackedLinear,
         HALVES: Halves,
         TWO_OF_FOUR: TwoOfFour,
         CUSPARSE: Cusparse,

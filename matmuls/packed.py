@@ -45,7 +45,7 @@ def _cycles(rows: int, steps: int, n: int, units: int) -> float:
         tiles = -(-rows // (TILE * groups)) * -(-n // width)
         stage_bytes = parts * TILE // aside * 128 * boxes + -(-4 * units * UNIT // 1024) * 1024
         for shares in range(1, min(8, stages) + 1):
-            sent_bytes = (shares - 1) * -(-TILE * groups // shares) * width * 4
+            sent_bytes = (shares - 1) * -(-TILE * groups // 8 // shares) * 8 * width * 4
             room = min(16, (ROOM - BARRIERS - sent_bytes) // stage_bytes)
             if room < 2 or room * stage_bytes < 4 * TILE * (width + 8) * 4:
                 continue

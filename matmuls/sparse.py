@@ -301,6 +301,18 @@ def spmm(
     return _ours(structure, values, b, reduce, alpha)
 
 
+def linear(a: SparsePlan, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ A^T + bias, [n, M], as spmm(a, x.mT).mT + bias. x: [n, K]; bias: [M] or None. In 16 bits and without a
+    gradient the bias may be added before the sum is rounded."""
+    if a._choice is not None and a._stays and not torch.compiler.is_compiling():
+        a._structure.check_unchanged("spmm")
+        y = a._choice.linear(a.values, x, bias)
+        if y is not None:
+            return y
+    y = spmm(a, x.mT).mT
+    return y if bias is None else y + bias.to(y.dtype)
+
+
 def _spmm_of_batch(
     structure: Structure,
     values: torch.Tensor,

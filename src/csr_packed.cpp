@@ -1,5 +1,6 @@
 // csr_packed_units and csr_packed pack a matrix (packed.h). csr_spmm_packed: A @ dense as csr_spmm, by what they made.
 #include <ATen/Dispatch.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -18,16 +19,20 @@ namespace {
 using at::Tensor;
 
 MATMULS_OPERATOR(CsrPackedUnitsOp, "custom_mm::csr_packed_units", "",
-                 Tensor(const Tensor&, const Tensor&, c10::SymInt));
+                 Tensor(const Tensor&, const Tensor&, c10::SymInt, bool));
 MATMULS_OPERATOR(CsrPackedOp, "custom_mm::csr_packed", "",
-                 Tensor(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, const OptionalTensor&));
+                 Tensor(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, const OptionalTensor&,
+                        bool));
 MATMULS_OPERATOR(SpmmPackedOp, "custom_mm::csr_spmm_packed", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
                         const OptionalTensor&, int64_t));
+MATMULS_OPERATOR(LinearPackedOp, "custom_mm::csr_linear_packed", "",
+                 Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt,
+                        const OptionalTensor&, int64_t, const OptionalTensor&));
 
-PackedLayout layout_of(const Pattern& p, int64_t columns) {
+PackedLayout layout_of(const Pattern& p, int64_t columns, bool in_order) {
   check_pattern(kPackedOp, p, p.crow);
-  const PackedLayout m(p.rows(), columns);
+  const PackedLayout m(p.rows(), columns, in_order);
   TORCH_CHECK_VALUE(columns >= 0 && columns <= kMostPackedColumns && m.tiles() <= INT32_MAX / kMostPackedUnits,
                     kPackedOp, ": expected at most ", kMostPackedColumns, " columns and ", INT32_MAX / kMostPackedUnits,
                     " tiles of 64 x 64, got ", m.rows, " x ", columns);
@@ -43,7 +48,7 @@ void for_each_nonzero(const Pattern& p, const PackedLayout& m, int64_t row_tile,
   for (int64_t r = first; r < std::min(first + kPackedRows, m.rows); ++r)
     for (int64_t q = crow[r]; q < crow[r + 1]; ++q) {
       const auto c = static_cast<int>(col[q]);
-      do_with(c / kPackedColumns, PackedPlace(static_cast<int>(r - first), c % kPackedColumns), q);
+      do_with(c / kPackedColumns, PackedPlace(static_cast<int>(r - first), c % kPackedColumns, m.in_order), q);
     }
 }
 template <class I>
@@ -103,22 +108,22 @@ void pack_on_cpu(const Pattern& p, const Tensor& values, const PackedLayout& m, 
 }
 
 template <void (*measure)(const Pattern&, const PackedLayout&, const Tensor&)>
-Tensor csr_packed_units(const Tensor& crow, const Tensor& col, c10::SymInt columns) {
+Tensor csr_packed_units(const Tensor& crow, const Tensor& col, c10::SymInt columns, bool in_order) {
   const Pattern p = pattern_of(crow, col, {});
-  const PackedLayout m = layout_of(p, columns.expect_int());
+  const PackedLayout m = layout_of(p, columns.expect_int(), in_order);
   Tensor least = at::empty({1}, crow.options().dtype(at::kInt));
   measure(contiguous(p), m, least);
   return least;
 }
-Tensor csr_packed_units_meta(const Tensor& crow, const Tensor&, c10::SymInt) {
+Tensor csr_packed_units_meta(const Tensor& crow, const Tensor&, c10::SymInt, bool) {
   return at::empty({1}, crow.options().dtype(at::kInt));
 }
 
 template <void (*pack)(const Pattern&, const Tensor&, const PackedLayout&, const Tensor&)>
 Tensor csr_packed(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns, c10::SymInt units,
-                  const OptionalTensor& order) {
+                  const OptionalTensor& order, bool in_order) {
   const Pattern p = pattern_of(crow, col, order);
-  const PackedLayout m = layout_of(p, columns.expect_int());
+  const PackedLayout m = layout_of(p, columns.expect_int(), in_order);
   const int64_t many = units.expect_int();
   TORCH_CHECK_VALUE(values.dim() == 1 && values.size(0) == p.nonzeros() &&
                         at::isReducedFloatingType(values.scalar_type()) && values.device() == crow.device(),
@@ -131,7 +136,7 @@ Tensor csr_packed(const Tensor& crow, const Tensor& col, const Tensor& values, c
   return packed;
 }
 Tensor csr_packed_meta(const Tensor& crow, const Tensor&, const Tensor& values, c10::SymInt columns, c10::SymInt units,
-                       const OptionalTensor&) {
+                       const OptionalTensor&, bool) {
   const auto tiles = [](const c10::SymInt& x) { return ceil_of(x, kPackedTiles * kPackedRows) * kPackedTiles; };
   static_assert(kPackedRows == kPackedColumns);
   return at::empty_symint({tiles(crow.sym_size(0) - 1) * tiles(columns), units * (kPackedUnit / 2)}, values.options());
@@ -150,11 +155,38 @@ Tensor spmm_autograd(const Tensor& packed, const Tensor& crow, const Tensor& col
   return go(packed, crow, col, values, dense, std::move(columns), order, longest);
 }
 
+// x W^T + bias: [n, rows], a row behind the other.
+Tensor linear_by_rows(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
+                      const Tensor& x, c10::SymInt columns, const OptionalTensor& order, int64_t longest,
+                      const OptionalTensor& bias) {
+  TORCH_CHECK(x.dim() == 2, spmm::kOp, ": expected x of two dimensions, got ", x.sym_sizes());
+  const Tensor y = by_rows(packed, crow, col, values, x.t(), std::move(columns), order, longest).t();
+  return (bias ? at::add(y, *bias) : y).contiguous();
+}
+
+Tensor linear_autograd(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
+                       const Tensor& x, c10::SymInt columns, const OptionalTensor& order, int64_t longest,
+                       const OptionalTensor& bias) {
+  const bool recording = needs_gradient(spmm::kOp, {values, x}) || (bias && needs_gradient(spmm::kOp, {*bias}));
+  const auto go = recording ? linear_by_rows : LinearPackedOp::below_autograd;
+  return go(packed, crow, col, values, x, std::move(columns), order, longest, bias);
+}
+
 #ifdef MATMULS_CUDA
+Tensor of_whole_rows(const Tensor& t) { return t.dim() == 2 && t.stride(1) != 1 ? t.contiguous() : t; }
+
 Tensor spmm_on_gpu(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
                    const Tensor& dense, c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
-  const spmm::PackedCall c{layout_of(pattern_of(crow, col, order), columns.expect_int()), packed, dense};
-  if (!spmm::can_go_packed(c)) return by_rows(packed, crow, col, values, dense, columns, order, longest);
+  const PackedLayout m = layout_of(pattern_of(crow, col, order), columns.expect_int(), false);
+  const spmm::PackedCall c{m, packed, of_whole_rows(dense), {}};
+  if (!spmm::can_go_packed(c)) return by_rows(packed, crow, col, values, c.dense, columns, order, longest);
+  return spmm::run_packed(c);
+}
+Tensor linear_on_gpu(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
+                     c10::SymInt columns, const OptionalTensor& order, int64_t longest, const OptionalTensor& bias) {
+  const PackedLayout m = layout_of(pattern_of(crow, col, order), columns.expect_int(), true);
+  const spmm::PackedCall c{m, packed, of_whole_rows(x), bias ? bias->contiguous() : Tensor()};
+  if (!spmm::can_go_packed(c)) return linear_by_rows(packed, crow, col, values, x, columns, order, longest, bias);
   return spmm::run_packed(c);
 }
 #endif
@@ -163,36 +195,45 @@ Tensor spmm_on_gpu(const Tensor& packed, const Tensor& crow, const Tensor& col, 
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  m.def("csr_packed_units(Tensor crow, Tensor col, SymInt columns) -> Tensor", tags);
+  m.def("csr_packed_units(Tensor crow, Tensor col, SymInt columns, bool in_order=False) -> Tensor", tags);
   m.def(
-      "csr_packed(Tensor crow, Tensor col, Tensor values, SymInt columns, SymInt units, Tensor? order=None) -> Tensor",
+      "csr_packed(Tensor crow, Tensor col, Tensor values, SymInt columns, SymInt units, Tensor? order=None, bool "
+      "in_order=False) -> Tensor",
       tags);
   m.def(
       "csr_spmm_packed(Tensor packed, Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, Tensor? "
       "order=None, int longest=-1) -> Tensor",
+      tags);
+  m.def(
+      "csr_linear_packed(Tensor packed, Tensor crow, Tensor col, Tensor values, Tensor x, SymInt columns, Tensor? "
+      "order=None, int longest=-1, Tensor? bias=None) -> Tensor",
       tags);
 }
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
   m.impl("csr_packed_units", csr_packed_units<measure_on_cpu>);
   m.impl("csr_packed", csr_packed<pack_on_cpu>);
   m.impl("csr_spmm_packed", by_rows);
+  m.impl("csr_linear_packed", linear_by_rows);
 }
 #ifdef MATMULS_CUDA
 TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
   m.impl("csr_packed_units", csr_packed_units<measure_packed_on_gpu>);
   m.impl("csr_packed", csr_packed<pack_on_gpu>);
   m.impl("csr_spmm_packed", spmm_on_gpu);
+  m.impl("csr_linear_packed", linear_on_gpu);
 }
 #endif
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
   m.impl("csr_packed_units", csr_packed_units_meta);
   m.impl("csr_packed", csr_packed_meta);
   m.impl("csr_spmm_packed", by_rows);
+  m.impl("csr_linear_packed", linear_by_rows);
 }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("csr_packed_units", CsrPackedUnitsOp::below_autograd);
   m.impl("csr_packed", CsrPackedOp::below_autograd);
   m.impl("csr_spmm_packed", spmm_autograd);
+  m.impl("csr_linear_packed", linear_autograd);
 }
 
 }  // namespace matmuls

@@ -36,7 +36,7 @@ __device__ void find_pairs(const I* crow, const I* col, int64_t first_row, const
   for (int i = static_cast<int>(threadIdx.x); i < m.steps * kMasks; i += kThreads) masks[i] = 0;
   __syncthreads();
   for_each_nonzero(crow, col, first_row, m.rows, [&](int r, int c, int64_t) {
-    const PackedPlace place(r, c % kPackedColumns);
+    const PackedPlace place(r, c % kPackedColumns, m.in_order);
     atomicOr(&masks[c / kPackedColumns * kMasks + place.lane / 2], 1u << (place.lane % 2 * kPackedPairs + place.pair));
   });
   __syncthreads();
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const I* crow, const I* 
   }
   __syncthreads();
   for_each_nonzero(crow, col, int64_t{blockIdx.x} * kPackedRows, m.rows, [&](int r, int c, int64_t p) {
-    const PackedPlace place(r, c % kPackedColumns);
+    const PackedPlace place(r, c % kPackedColumns, m.in_order);
     unsigned char* const tile = tile_of(c / kPackedColumns);
     const unsigned head = reinterpret_cast<const unsigned*>(tile)[place.lane];
     const unsigned at = (head >> 16) + 4 * __popc(head & ((1u << place.pair) - 1));

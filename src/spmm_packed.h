@@ -10,14 +10,18 @@
 
 namespace matmuls::spmm {
 
+// Where it was packed in order, dense is x of a linear layer, [n, columns], and the result x W^T + bias, [n, rows].
 struct PackedCall {
   PackedLayout layout;
   at::Tensor packed;  // packed.h
   at::Tensor dense;
+  at::Tensor bias;  // [rows], or undefined
+
+  int64_t n() const { return dense.size(layout.in_order ? 0 : 1); }
 };
 
-// Whether the GPU can, one dense matrix in 16 bits, rows of whole vectors of 16 bytes; ValueError where what was packed
-// is not this matrix's.
+// Whether the GPU can, one dense matrix in 16 bits, rows of whole vectors of 16 bytes, of a result too; ValueError
+// where what was packed is not this matrix's.
 bool can_go_packed(const PackedCall& c);
 // 0 times what is not finite is NaN, as in a product with all zeros.
 at::Tensor run_packed(const PackedCall& c);

@@ -6,7 +6,7 @@
 // each part's next 64 of K, of A's tiles as they are packed.
 //
 // The dense side is fetched by rows of 128 bytes of shared memory, each of which costs its cycles: `aside` rows of 64 /
-// aside columns lie in one. Row 8 j + i of a tile of 64 is j of 8 where i says.
+// aside columns lie in one. Row 8 j + i of a tile of 64 is j of 8 where i says. Of a linear layer's x a row is 64 of K.
 #ifdef __CUDACC__
 #include "spmm_packed.h"
 
@@ -30,12 +30,15 @@ constexpr int kMostStages = 16, kEarly = 2, kBarriers = 2 * kMostStages * 8 + 16
 template <class T_, int columns_, int aside_, int parts_>
 struct Tile {
   using T = T_;
-  static constexpr int columns = columns_, aside = aside_, parts = parts_;  // parts of K in a block
+  static constexpr bool linear = aside_ == 0;
+  static constexpr int columns = columns_, aside = std::max(aside_, 1), parts = parts_;  // parts of K in a block
   static constexpr int row_groups = kGroups / parts, rows = row_groups * kPackedRows;
-  static constexpr int depth = parts * kPackedColumns, dense_rows = depth / aside;  // of K in a stage, of shared memory
-  static constexpr int boxes = std::max(columns / kWide, 1), box_bytes = dense_rows * kRowBytes;
-  static constexpr int dense_bytes = boxes * box_bytes;
-  static constexpr int begin_of(int i) { return i / aside * parts * kEight + i % aside * (kRowBytes / aside); }
+  static constexpr int depth = parts * kPackedColumns;  // of K in a stage
+  static constexpr int boxes = linear ? parts : std::max(columns / kWide, 1);
+  static constexpr int box_bytes = (linear ? columns : depth / aside) * kRowBytes, dense_bytes = boxes * box_bytes;
+  static constexpr int begin_of(int i) {
+    return linear ? 32 * i : i / aside * parts * kEight + i % aside * (kRowBytes / aside);
+  }
   // Unpacks while the numbers before are multiplied: there are registers for both.
   static constexpr bool overlaps = columns <= 64;
   static constexpr int stride = columns + 8;  // floats: rows that a warp writes at a time lie in different banks
@@ -43,11 +46,17 @@ struct Tile {
   static constexpr int sums_bytes = kGroups * kPackedRows * stride * 4;
 };
 
+template <class T>
+struct Result {
+  T* out;
+  int64_t stride;
+  const T* bias;
+};
+
 struct Shape {
   int rows, n, steps;  // tiles of a row of A
   int each, more;      // stages of K for a block of a cluster, and how many blocks have one more
   int stages, stage_bytes, tile_bytes, own_rows;
-  int64_t out_stride;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -77,8 +86,8 @@ __device__ inline void add(const float* from, float (&sum)[8]) {
 
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
-    packed_kernel(const __grid_constant__ CUtensorMap dense_map, const unsigned char* packed, typename Tile::T* out,
-                  const Shape shape) {
+    packed_kernel(const __grid_constant__ CUtensorMap dense_map, const unsigned char* packed,
+                  const Result<typename Tile::T> result, const Shape shape) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using T = typename Tile::T;
   extern __shared__ __align__(1024) unsigned char tiles[];
@@ -124,9 +133,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       };
       const auto load_dense = [&](int k, int stage) {
 #pragma unroll
-        for (int box = 0; box < Tile::boxes; ++box)
-          hopper::load_of_three(dense_map, tiles + stage * shape.stage_bytes + box * Tile::box_bytes, &full[stage],
-                                column0 + box * kWide, (first + k) * (Tile::depth / 8), 0);
+        for (int box = 0; box < Tile::boxes; ++box) {
+          unsigned char* const to = tiles + stage * shape.stage_bytes + box * Tile::box_bytes;
+          if constexpr (Tile::linear)
+            hopper::load(dense_map, to, &full[stage], (first + k) * Tile::depth + box * kPackedColumns, column0);
+          else
+            hopper::load_of_three(dense_map, to, &full[stage], column0 + box * kWide, (first + k) * (Tile::depth / 8),
+                                  0);
+        }
       };
       // Each tile of rows begins elsewhere: all at once would ask the L2 for the same part of the dense side.
       const int turn = down % many;
@@ -148,8 +162,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int row_group = group % Tile::row_groups, part = group / Tile::row_groups;
     const uint32_t heads = ptx::shared_address(tiles) + Tile::dense_bytes +
                            (row_group * Tile::parts + part) * shape.tile_bytes + 4 * thread;
-    const uint64_t dense =
-        hopper::descriptor(tiles + part * kEight, Tile::boxes > 1 ? Tile::box_bytes : 16, Tile::begin_of(4));
+    const uint64_t dense = Tile::linear ? hopper::descriptor(tiles + part * Tile::box_bytes)
+                                        : hopper::descriptor(tiles + part * kEight,
+                                                             Tile::boxes > 1 ? Tile::box_bytes : 16, Tile::begin_of(4));
     float acc[Tile::columns / 2];
     int stage = 0;
     unsigned parity = 0;
@@ -171,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       hopper::begin_products();
 #pragma unroll
       for (int s = 0; s < 4; ++s)
-        hopper::multiply_fragment<T, true>(acc, fragments[s], b + (Tile::begin_of(s) >> 4), more || s > 0);
+        hopper::multiply_fragment<T, !Tile::linear>(acc, fragments[s], b + (Tile::begin_of(s) >> 4), more || s > 0);
       hopper::commit_products();
     };
     const auto go_on = [&] {
@@ -229,17 +244,42 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::barrier_wait(received, 0);
     }
     ptx::wait_for_earlier();  // before out is written
-    const int end = column0 + c < shape.n ? min(end_row, shape.rows - row0) : 0;
-    for (int r = own_row + own; r < end; r += Tile::apart) {
-      float x[8] = {};
-      for (int from = 0; from < shares; ++from)
-        if (from == share)
-          add_parts(r, x);
-        else
-          add(others + ((from < share ? from : from - 1) * shape.own_rows + r - own_row) * Tile::columns + c, x);
-      ptx::store(out + int64_t{row0 + r} * shape.out_stride + column0 + c,
-                 {hopper::two<T>(x[0], x[1]), hopper::two<T>(x[2], x[3]), hopper::two<T>(x[4], x[5]),
-                  hopper::two<T>(x[6], x[7])});
+    const auto others_of = [&](int from, int r) {
+      return others + ((from < share ? from : from - 1) * shape.own_rows + r - own_row) * Tile::columns;
+    };
+    const int end = min(end_row, shape.rows - row0);
+    const auto store = [&](int64_t at, const float (&x)[8]) {
+      ptx::store(result.out + at, {hopper::two<T>(x[0], x[1]), hopper::two<T>(x[2], x[3]), hopper::two<T>(x[4], x[5]),
+                                   hopper::two<T>(x[6], x[7])});
+    };
+    if constexpr (Tile::linear) {  // eight rows of a column
+      for (int i = static_cast<int>(threadIdx.x); i < (end - own_row) / 8 * Tile::columns; i += kMultiply) {
+        const int r = own_row + i / Tile::columns * 8, column = i % Tile::columns;
+        if (column0 + column >= shape.n) continue;
+        float x[8] = {};
+        for (int from = 0; from < shares; ++from)
+#pragma unroll
+          for (int j = 0; j < 8; ++j)
+            if (from == share)
+#pragma unroll
+              for (int p = 0; p < Tile::parts; ++p) x[j] += sums[(p * Tile::rows + r + j) * Tile::stride + column];
+            else
+              x[j] += others_of(from, r + j)[column];
+        if (result.bias != nullptr)
+#pragma unroll
+          for (int j = 0; j < 8; ++j) x[j] += static_cast<float>(result.bias[row0 + r + j]);
+        store((column0 + column) * result.stride + row0 + r, x);
+      }
+    } else {
+      for (int r = own_row + own; r < (column0 + c < shape.n ? end : 0); r += Tile::apart) {
+        float x[8] = {};
+        for (int from = 0; from < shares; ++from)
+          if (from == share)
+            add_parts(r, x);
+          else
+            add(others_of(from, r) + c, x);
+        store((row0 + r) * result.stride + column0 + c, x);
+      }
     }
   }
 #endif
@@ -253,7 +293,7 @@ struct Room {
   Room(const spmm::PackedCall& c, int shares)
       : tile_bytes(static_cast<int>(c.packed.size(1)) * 2),
         stage_bytes(Tile::dense_bytes + up(kGroups * tile_bytes, 1024) * 1024),
-        own_rows(up(Tile::rows, shares)),
+        own_rows(up(up(Tile::rows, 8), shares) * 8),
         sent_bytes((shares - 1) * own_rows * Tile::columns * 4),
         stages(std::min(kMostStages, (kShared - kBarriers - sent_bytes) / stage_bytes)) {}
   bool is_enough() const { return stages >= kEarly && stages * stage_bytes >= Tile::sums_bytes; }
@@ -270,7 +310,7 @@ struct Cluster {
 // hundredth in 3, by 4 % at most.
 template <class Tile>
 Cluster cluster_of(const spmm::PackedCall& c) {
-  const int64_t n = c.dense.size(1), tiles = ceil_of(c.layout.rows, Tile::rows) * ceil_of(n, Tile::columns);
+  const int64_t n = c.n(), tiles = ceil_of(c.layout.rows, Tile::rows) * ceil_of(n, Tile::columns);
   const int all = c.layout.steps / Tile::parts;
   Cluster best{INT64_MAX, 1};
   for (int shares = 1; shares <= std::min(kMostBlocks, all); ++shares) {
@@ -281,8 +321,8 @@ Cluster cluster_of(const spmm::PackedCall& c) {
     const double active = static_cast<double>(std::min<int64_t>(tiles, at_once)) / at_once;
     // To unpack and multiply, or to fetch: A's bytes, and rows of the dense side by their length.
     const double unpack = Tile::columns <= 32 ? 550 : Tile::columns == 64 ? 710 : 1140;
-    const double row = Tile::aside > 1 || n > 64 ? 3.6 : n > 32 ? 3 : n > 16 ? 4 : 7.5;
-    const double fetch = kGroups * room.tile_bytes / 26. + Tile::dense_rows * Tile::boxes * row * (1 + active) / 2;
+    const double row = Tile::linear || Tile::aside > 1 || n > 64 ? 3.6 : n > 32 ? 3 : n > 16 ? 4 : 7.5;
+    const double fetch = kGroups * room.tile_bytes / 26. + Tile::dense_bytes / kRowBytes * row * (1 + active) / 2;
     const double sent = shares > 1 ? 33. * Tile::columns * Tile::row_groups : 0;
     const double each = 3700 + (up(all, shares) - 1) * std::max(unpack, fetch) + sent + 17. * Tile::columns;
     const auto cost = static_cast<int64_t>(static_cast<double>(waves) * each);
@@ -292,24 +332,31 @@ Cluster cluster_of(const spmm::PackedCall& c) {
 }
 
 template <class Tile>
+CUtensorMap map_of(const spmm::PackedCall& c) {
+  using T = typename Tile::T;
+  const cuuint64_t n = c.n(), columns = c.layout.columns, row = c.dense.stride(0) * int64_t{sizeof(T)};
+  const void* const from = c.dense.const_data_ptr();
+  if constexpr (Tile::linear)
+    return tensor_map<T, 2>(spmm::kOp, from, {columns, n}, {row}, {kPackedColumns, Tile::columns});
+  else
+    return tensor_map<T, 3>(spmm::kOp, from, {n * Tile::aside, columns / 8, 8 / Tile::aside},
+                            {8 * row, Tile::aside * row}, {kWide, Tile::depth / 8, 8 / Tile::aside});
+}
+
+template <class Tile>
 void launch(const spmm::PackedCall& c, const at::Tensor& out, int shares) {
   using T = typename Tile::T;
   const PackedLayout& m = c.layout;
-  const int64_t n = c.dense.size(1), across = ceil_of(n, Tile::columns), down = ceil_of(m.rows, Tile::rows);
-  const cuuint64_t row = static_cast<cuuint64_t>(c.dense.stride(0)) * sizeof(T);
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(n) * Tile::aside, static_cast<cuuint64_t>(m.columns) / 8,
-                               8 / Tile::aside};
-  const cuuint64_t strides[2] = {8 * row, Tile::aside * row};
-  const cuuint32_t box[3] = {kWide, Tile::depth / 8, 8 / Tile::aside};
+  const int64_t n = c.n(), across = ceil_of(n, Tile::columns), down = ceil_of(m.rows, Tile::rows);
   const int all = m.steps / Tile::parts;
   const Room<Tile> room(c, shares);
   Launch launch(dim3(shares, static_cast<unsigned>(down), static_cast<unsigned>(across)), kThreads, room.bytes());
   launch.in_clusters(shares);
   launch.early();
-  launch(packed_kernel<Tile>, tensor_map<T>(spmm::kOp, c.dense.const_data_ptr(), sizes, strides, box),
-         static_cast<const unsigned char*>(c.packed.const_data_ptr()), out.mutable_data_ptr<T>(),
+  launch(packed_kernel<Tile>, map_of<Tile>(c), static_cast<const unsigned char*>(c.packed.const_data_ptr()),
+         Result<T>{out.mutable_data_ptr<T>(), out.stride(0), c.bias.defined() ? c.bias.const_data_ptr<T>() : nullptr},
          Shape{static_cast<int>(m.rows), static_cast<int>(n), m.steps, all / shares, all % shares, room.stages,
-               room.stage_bytes, room.tile_bytes, room.own_rows, out.stride(0)});
+               room.stage_bytes, room.tile_bytes, room.own_rows});
 }
 
 template <class T, int columns, int aside = 1>
@@ -324,7 +371,14 @@ void multiply(const spmm::PackedCall& c, const at::Tensor& out) {
 
 template <class T>
 void multiply(const spmm::PackedCall& c, const at::Tensor& out) {
-  const int64_t n = out.size(1);
+  const int64_t n = c.n();
+  if (c.layout.in_order) {
+    constexpr int linear = 0;
+    if (n <= 8) return multiply<T, 8, linear>(c, out);
+    if (n <= 16) return multiply<T, 16, linear>(c, out);
+    if (n <= 32) return multiply<T, 32, linear>(c, out);
+    return n <= 64 ? multiply<T, 64, linear>(c, out) : multiply<T, 128, linear>(c, out);
+  }
   if (c.dense.stride(0) == n) {  // one row right behind the other
     if (n == 8) return multiply<T, 8, 8>(c, out);
     if (n == 16) return multiply<T, 16, 4>(c, out);
@@ -342,11 +396,16 @@ using at::Tensor;
 bool can_go_packed(const PackedCall& c) {
   const PackedLayout& m = c.layout;
   const Tensor &dense = c.dense, &packed = c.packed;
-  if (dense.element_size() != 2 || dense.dim() != 2 || dense.size(0) != m.columns || dense.numel() == 0 ||
-      m.columns % 8 != 0 || dense.stride(1) != 1 || !of_vectors(dense.unsqueeze(0)) || m.down > kMostBlocksAcross ||
-      ceil_of(dense.size(1), 2 * kWide) > kMostBlocksAcross || dense.stride(0) < dense.size(1) ||
-      dense.stride(0) >= int64_t{1} << 36 || !can_multiply_halves())
+  if (dense.element_size() != 2 || dense.dim() != 2 || dense.size(m.in_order ? 1 : 0) != m.columns ||
+      dense.numel() == 0 || m.columns % 8 != 0 || (m.in_order && m.rows % 8 != 0) || dense.stride(1) != 1 ||
+      !of_vectors(dense.unsqueeze(0)) || m.down > kMostBlocksAcross || ceil_of(c.n(), 2 * kWide) > kMostBlocksAcross ||
+      dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 36 || !can_multiply_halves())
     return false;
+  TORCH_CHECK_VALUE(
+      !c.bias.defined() || (c.bias.dim() == 1 && c.bias.size(0) == m.rows && c.bias.is_contiguous() &&
+                            c.bias.scalar_type() == dense.scalar_type() && c.bias.device() == dense.device()),
+      kOp, ": expected a bias of shape [", m.rows, "] in ", dense.scalar_type(), ", got ", c.bias.sizes(), " in ",
+      c.bias.scalar_type());
   TORCH_CHECK_VALUE(packed.dim() == 2 && packed.size(0) == m.tiles() && packed.size(1) % (kPackedUnit / 2) == 0 &&
                         packed.size(1) >= kLeastPackedUnits * (kPackedUnit / 2) &&
                         packed.size(1) <= kMostPackedUnits * (kPackedUnit / 2) && packed.is_contiguous() &&
@@ -359,7 +418,8 @@ bool can_go_packed(const PackedCall& c) {
 
 Tensor run_packed(const PackedCall& c) {
   const OperationGuard guard(kOp, c.dense);
-  const Tensor out = empty({c.layout.rows, c.dense.size(1)}, c.dense.options());
+  const int64_t rows = c.layout.rows, n = c.n();
+  const Tensor out = c.layout.in_order ? empty({n, rows}, c.dense.options()) : empty({rows, n}, c.dense.options());
   if (out.numel() == 0) return out;
   c.dense.scalar_type() == at::kHalf ? multiply<c10::Half>(c, out) : multiply<c10::BFloat16>(c, out);
   return out;

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from matmuls import choice, estimates, plan
+from matmuls.nn import SparseLinear
 from matmuls.packed import HEADS, PAIRS, expected_units, us_packed
 
 _ops = torch.ops.custom_mm
@@ -32,9 +33,9 @@ def draw(rows, columns, density, device, dtype=torch.float16, index=torch.int32)
     return dense, a.crow_indices().to(index), a.col_indices().to(index), a.values()
 
 
-def pack(crow, col, values, columns, order=None):
-    units = int(_ops.csr_packed_units(crow, col, columns).item())
-    return _ops.csr_packed(crow, col, values, columns, units, order)
+def pack(crow, col, values, columns, order=None, in_order=False):
+    units = int(_ops.csr_packed_units(crow, col, columns, in_order).item())
+    return _ops.csr_packed(crow, col, values, columns, units, order, in_order)
 
 
 def multiply(packed, crow, col, values, b):
@@ -51,9 +52,10 @@ def assert_right(result, dense, b):
 @pytest.mark.parametrize(("rows", "columns", "density"), SHAPES)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_nonzero_lies_where_its_lane_finds_it(rows, columns, density, index, dtype, device):
+@pytest.mark.parametrize("in_order", [False, True])
+def test_every_nonzero_lies_where_its_lane_finds_it(rows, columns, density, index, dtype, in_order, device):
     dense, crow, col, values = draw(rows, columns, density, device, dtype, index)
-    packed = pack(crow, col, values, columns).cpu()
+    packed = pack(crow, col, values, columns, in_order=in_order).cpu()
     down, across = -(-rows // 256) * 4, -(-columns // 256) * 4
     assert packed.shape[0] == down * across
     bits, numbers = packed.view(torch.int32), packed[:, HEADS // 2 :].reshape(down * across, -1, 2)
@@ -65,10 +67,12 @@ def test_every_nonzero_lies_where_its_lane_finds_it(rows, columns, density, inde
         for lane, head in enumerate(heads):
             assert (head >> 16) & 0xFFFF == 4 * before
             row = first_row + lane // 32 * 16 + lane % 32 // 4
-            column = first_column + lane % 4 * 16
             for pair in (pair for pair in range(16) if head >> pair & 1):
-                r, c = row + pair % 2 * 8, column + pair // 4 + pair // 2 % 2 * 4
-                found[r, c : c + 9 : 8] = numbers[tile, before]
+                r, step, place = row + pair % 2 * 8, pair // 4, pair // 2 % 2 * 8 + lane % 4 * 2
+                for side in range(2):
+                    p = place + side
+                    c = 16 * step + p if in_order else 8 * (p % 8) + step + p // 8 * 4
+                    found[r, first_column + c] = numbers[tile, before, side]
                 before += 1
         most = max(most, before)
         assert not numbers[tile, before:].any()
@@ -126,9 +130,75 @@ def test_products(rows, columns, density, dtype, device):
         assert_right(result, dense, b)
         assert all(torch.equal(multiply(packed, crow, col, values, b), result) for _ in range(3))
     wide = torch.randn(columns, 200, device=device).to(dtype)
-    views = [wide[:, 8 : 8 + n] for n in (8, 16, 32, 64)]
+    views = [*(wide[:, 8 : 8 + n] for n in (8, 16, 32, 64)), wide[:, :32].mT.contiguous().mT]
     for b in (*views, wide[:, 1:65], wide[:, :7]):  # the last two not on 16 bytes: by rows
         assert_right(multiply(packed, crow, col, values, b), dense, b)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "density"),
+    [
+        (64, 64, 0.5),
+        (8, 8, 1.0),
+        (136, 72, 0.3),
+        (300, 520, 0.1),  # rows that are no multiple of 8: by rows
+        (72, 904, 0.02),
+        (2048, 4096, 0.2),
+        (704, 136, 0.05),
+        (4096, 768, 0.1),
+        (520, 9000, 0.3),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear(rows, columns, density, dtype, device):
+    if device == "cpu" and rows * columns > 200_000:
+        pytest.skip("by rows on a CPU: smaller ones tell as much")
+    dense, crow, col, values = draw(rows, columns, density, device, dtype)
+    packed, bias = pack(crow, col, values, columns, in_order=True), torch.randn(rows, device=device).to(dtype)
+    wide = torch.randn(200, 2 * columns, device=device).to(dtype)
+    for n in (1, 3, 8, 13, 16, 32, 40, 64, 72, 128, 200):
+        for x in (wide[:n, :columns].contiguous(), wide[:n, columns:], wide[:n, ::2]):  # the last one is copied
+            torch.empty(rows * n, device=device, dtype=dtype).fill_(torch.nan)  # what the result's memory may hold
+            y = _ops.csr_linear_packed(packed, crow, col, values, x, columns)
+            assert y.is_contiguous()
+            assert_right(y.mT, dense, x.mT)
+            assert all(torch.equal(_ops.csr_linear_packed(packed, crow, col, values, x, columns), y) for _ in range(2))
+        y = _ops.csr_linear_packed(packed, crow, col, values, x, columns, None, -1, bias)
+        torch.testing.assert_close(
+            y.float(), x.float() @ dense.float().mT + bias.float(), atol=0.05, rtol=3 * torch.finfo(dtype).eps
+        )
+
+
+def test_linear_layers_take_it(monkeypatch, device):
+    """A SparseLinear does where its size says so, without a gradient, in a graph too."""
+    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper's")
+    layer = SparseLinear.from_linear(torch.nn.Linear(1024, 768), sparsity=0.9).half().to(device)
+    taken = []
+    made = choice.PackedLinear._call
+    monkeypatch.setattr(choice.PackedLinear, "_call", lambda *args: taken.append(1) or made(*args))
+    monkeypatch.setattr(choice.Choice, "_is_linear", lambda *_: True)
+    weight = layer.weight.to_dense()
+    for n in (1, 8, 33):
+        x = torch.randn(2, n, 1024, device=device).half()
+        with torch.no_grad():
+            y = layer(x)
+        truth = torch.nn.functional.linear(x.double(), weight.double(), layer.bias.double())
+        torch.testing.assert_close(y.double(), truth, atol=2e-3, rtol=2e-3)
+        assert len(taken) == 1
+        taken.clear()
+        torch.testing.assert_close(layer(x).double(), truth, atol=2e-3, rtol=2e-3)  # with a gradient
+        assert not taken
+    with torch.no_grad():
+        layer.values.mul_(2)
+        torch.testing.assert_close(layer(x).double(), 2 * truth - layer.bias.double(), atol=4e-3, rtol=2e-3)
+        assert taken.pop()
+        if device == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = layer(x)
+            graph.replay()
+            assert torch.equal(y, layer(x))
 
 
 def test_what_is_not_finite_stays_in_its_column(device):

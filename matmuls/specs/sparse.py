@@ -124,6 +124,11 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     packed = _ops.csr_packed(s.crow, s.col, short, 5, units)
     narrow_right = right.half().requires_grad_()
     yield _ops.csr_spmm_packed.default, (packed, s.crow, s.col, short, narrow_right, 5)
+    units = int(_ops.csr_packed_units(s.crow, s.col, 5, True).item())
+    in_order = _ops.csr_packed(s.crow, s.col, short, 5, units, None, True)
+    x, bias = draw(8, 5).half().requires_grad_(), draw(s.rows).half().requires_grad_()
+    yield _ops.csr_linear_packed.default, (in_order, s.crow, s.col, short, x, 5)
+    yield _ops.csr_linear_packed.default, (in_order, s.crow, s.col, short, x, 5, None, -1, bias)
     blocks, wide = draw(s.nonzeros, 16, 32).requires_grad_(), draw(5 * 32, 3).requires_grad_()
     yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32)
     yield _ops.bsr_spmm.default, (s.crow, s.col, blocks, wide, 5 * 32, None, False, *transposed)
@@ -218,6 +223,7 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_packed_units.default,
             _ops.csr_packed.default,
             _ops.csr_spmm_packed.default,
+            _ops.csr_linear_packed.default,
             _ops.bsr_spmm.default,
             _ops.bsr_sddmm.default,
         ),

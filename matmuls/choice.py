@@ -32,7 +32,6 @@ from .forms import (
     TWO_OF_FOUR,
     Cusparse,
     Full,
-    PackedLinear,
     Product,
     form_of,
     takes_blocks,
@@ -54,6 +53,7 @@ FEWEST_IN_HALVES = 16  # nonzeros of a row on average: sums of fewer round by le
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
 CLEAR = 1.22  # times that one way is estimated to take of another: it is not measured then
 RACE, PRODUCTS = 2e-3, 50  # seconds of a measurement, and products that must pay it back
+LINEAR_US, TURNED_US = 0.7, 5  # microseconds more of a bias and rows as they lie, and where both sides are turned over
 SOONER = 1.06  # times that another way is estimated to be faster than ours: it is considered then
 
 
@@ -108,7 +108,7 @@ class Choice:
         self._products: dict[str, Product] = {}
         self._taken: set[str] = set()  # graphs may have captured what these keep
         self.trained = False  # the values may be others since, without a count of it
-        self._linear: dict[tuple[torch.dtype, int], bool] = {}  # whether rows are multiplied packed
+        self._linear: dict[tuple[torch.dtype, int], str] = {}  # the fastest for a linear layer's rows
         self._forgetting = RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Choice":
@@ -147,41 +147,42 @@ class Choice:
         return self._made(name).call(values, b, dtype)
 
     def linear(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x W^T + bias by the packed matrix, where its size says that this is the fastest; else None. x: [n, columns];
-        values that stay."""
+        """x W^T + bias by the packed matrix or by the one with its zeros, whichever is faster by size; None where
+        another product is. x: [n, columns]; values that stay."""
         given = (values, x) if bias is None else (values, x, bias)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         if recording or values.is_inference() or torch.are_deterministic_algorithms_enabled():
             return None
-        dtype, device = x.dtype, x.device
+        dtype, device, n = x.dtype, x.device, x.shape[0]
         if dtype.itemsize != 2 or any(t.dtype != dtype or t.device != device for t in given):
             return None
-        if torch.is_autocast_enabled(device.type) or not self._is_linear(dtype, x.shape[0], device):
+        if torch.is_autocast_enabled(device.type) or n == 0:
             return None
-        made = self._made(PACKED_LINEAR)
-        assert isinstance(made, PackedLinear)
-        if is_capturing(device) and not made.is_laid_out:
+        name = self._linear.get((dtype, n)) or self._linear.setdefault((dtype, n), self._linear_of(n, device))
+        made = self._made(name) if name in (PACKED_LINEAR, DENSE) else None
+        if not isinstance(made, Full) or (is_capturing(device) and not made.is_laid_out(x.mT, dtype)):
             return None
-        self._taken.add(PACKED_LINEAR)
+        self._taken.add(name)
         try:
             call = made.call(values, x.mT, dtype)
         except RuntimeError:  # there is no memory, or nonzeros lie too unevenly
-            self._linear[dtype, x.shape[0]] = False
+            self._linear[dtype, n] = OURS
             return None
+        if name == DENSE:
+            return torch.nn.functional.linear(x, call.arguments[0], bias)
         product: torch.Tensor = call.operator(*call.arguments, bias)
         return product
 
-    def _is_linear(self, dtype: torch.dtype, n: int, device: torch.device) -> bool:
-        known = self._linear.get((dtype, n))
-        if known is None:
-            s = self._structure
-            whole = s.rows % 8 == s.columns % 8 == 0 and s.distinct and is_even(s, FEWEST_ROWS)
-            known = whole and device.type == "cuda" and capability(device) == (9, 0) and s.nonzeros * n >= SMALLEST
-            if known:
-                us = us_narrow(s, -(-n // 8) * 8, memory(device))
-                known = min(us, key=lambda name: us[name]) == PACKED
-            self._linear[dtype, n] = known
-        return known
+    def _linear_of(self, n: int, device: torch.device) -> str:
+        """The fastest for n rows in 16 bits: of a packed matrix, whose rows and columns must be eights, or another."""
+        s = self._structure
+        if device.type != "cuda" or capability(device) != (9, 0) or not s.distinct or not is_even(s, FEWEST_ROWS):
+            return OURS
+        us = us_narrow(s, -(-n // 8) * 8, memory(device))
+        packed = us.pop(PACKED) + LINEAR_US if s.rows % 8 == 0 else math.inf
+        others = {name: t if name == DENSE else t + TURNED_US for name, t in us.items()}
+        best = min(others, key=lambda name: others[name])
+        return PACKED_LINEAR if packed < others[best] else best
 
     def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stay: bool = True) -> Measurement:
         """Waits for the GPU unless ours is taken without being measured. stay: values that will not are not left in

@@ -67,7 +67,7 @@ class Full:
         self._making = RLock()  # one thread makes it, and none while another multiplies by what that one has made
 
     def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
-        if not self._is_laid_out(b, dtype) and is_capturing(b.device):
+        if not self.is_laid_out(b, dtype) and is_capturing(b.device):
             return our_call(self._structure, values.to(dtype), b.to(dtype))._replace(lasting=False)
         values, key = values.detach() if values.requires_grad else values, self._key(b, dtype)
         kept, capturing = self._kept_of(values, key), is_capturing(values.device)
@@ -111,7 +111,7 @@ class Full:
     def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
         return dtype
 
-    def _is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    def is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether making it does not wait for the GPU."""
         return True
 
@@ -221,7 +221,7 @@ class Tiled(Full):
         self._layouts: dict[int, TileLayout | None] = {}  # for each number of b's columns
         self._laid_out: dict[TileLayout, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
-    def _is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
+    def is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
         return self._key(b, dtype) in self._laid_out
 
     def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -261,12 +261,8 @@ class Packed(Full):
         super().__init__(structure)
         self._units: int | None = None
 
-    @property
-    def is_laid_out(self) -> bool:
+    def is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
         return self._units is not None
-
-    def _is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
-        return self.is_laid_out
 
     def _made(
         self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]

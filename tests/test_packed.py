@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from matmuls import choice, estimates, plan
+from matmuls import choice, estimates, forms, plan
+from matmuls.device import H200
 from matmuls.nn import SparseLinear
 from matmuls.packed import HEADS, PAIRS, expected_units, us_packed
 
@@ -169,15 +170,17 @@ def test_linear(rows, columns, density, dtype, device):
         )
 
 
-def test_linear_layers_take_it(monkeypatch, device):
-    """A SparseLinear does where its size says so, without a gradient, in a graph too."""
+@pytest.mark.parametrize("fastest", [choice.PACKED_LINEAR, choice.DENSE])
+def test_linear_layers_take_it(fastest, monkeypatch, device):
+    """A SparseLinear takes what its size says, without a gradient, in a graph too."""
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Hopper's")
     layer = SparseLinear.from_linear(torch.nn.Linear(1024, 768), sparsity=0.9).half().to(device)
-    taken = []
-    made = choice.PackedLinear._call
-    monkeypatch.setattr(choice.PackedLinear, "_call", lambda *args: taken.append(1) or made(*args))
-    monkeypatch.setattr(choice.Choice, "_is_linear", lambda *_: True)
+    taken, form = [], forms.PackedLinear if fastest == choice.PACKED_LINEAR else forms.Dense
+    made = form._call
+    monkeypatch.setattr(form, "_call", lambda *args: taken.append(1) or made(*args))
+    monkeypatch.setattr(choice.Choice, "_linear_of", lambda *_: fastest)
+    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [])
     weight = layer.weight.to_dense()
     for n in (1, 8, 33):
         x = torch.randn(2, n, 1024, device=device).half()
@@ -190,6 +193,7 @@ def test_linear_layers_take_it(monkeypatch, device):
         torch.testing.assert_close(layer(x).double(), truth, atol=2e-3, rtol=2e-3)  # with a gradient
         assert not taken
     with torch.no_grad():
+        assert layer(x[:, :0]).shape == (2, 0, 768)
         layer.values.mul_(2)
         torch.testing.assert_close(layer(x).double(), 2 * truth - layer.bias.double(), atol=4e-3, rtol=2e-3)
         assert taken.pop()
@@ -306,6 +310,24 @@ def test_when_a_matrix_is_packed():
         assert fastest(8192, 8192, share, 64) == choice.PACKED
     assert fastest(4096, 4096, 0.01, 32) == choice.OURS
     assert fastest(4096, 4100, 0.1, 32) == choice.DENSE
+
+
+def test_what_a_linear_layer_takes(monkeypatch):
+    monkeypatch.setattr(choice, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(choice, "memory", lambda _: H200)
+
+    def fastest(rows, columns, share, n):
+        nonzeros = int(rows * columns * share)
+        s = SimpleNamespace(rows=rows, columns=columns, nonzeros=nonzeros, distinct=True, beyond_two=nonzeros // 10)
+        s.longest = nonzeros // rows
+        return choice.Choice(s)._linear_of(n, torch.device("cuda"))
+
+    for n in (1, 8, 32):
+        assert fastest(4096, 4096, 0.1, n) == choice.PACKED_LINEAR
+    assert fastest(4096, 4096, 0.1, 128) == choice.DENSE
+    assert fastest(4100, 4096, 0.1, 8) == choice.DENSE
+    assert fastest(4096, 4100, 0.1, 8) == choice.DENSE
+    assert fastest(256, 4096, 0.1, 8) == choice.OURS  # of so few rows sizes say little
 
 
 def test_dense_where_packing_is_refused(monkeypatch, device):

@@ -108,7 +108,7 @@ class Choice:
         self._products: dict[str, Product] = {}
         self._taken: set[str] = set()  # graphs may have captured what these keep
         self.trained = False  # the values may be others since, without a count of it
-        self._linear: dict[tuple[torch.dtype, int], str] = {}  # the fastest for a linear layer's rows
+        self._linear: dict[tuple[torch.dtype, int], str] = {}  # for a linear layer's rows
         self._forgetting = RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Choice":
@@ -153,12 +153,13 @@ class Choice:
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         if recording or values.is_inference() or torch.are_deterministic_algorithms_enabled():
             return None
-        dtype, device, n = x.dtype, x.device, x.shape[0]
+        dtype, device, eights = x.dtype, x.device, -(-x.shape[0] // 8)
         if dtype.itemsize != 2 or any(t.dtype != dtype or t.device != device for t in given):
             return None
-        if torch.is_autocast_enabled(device.type) or n == 0:
+        if torch.is_autocast_enabled(device.type) or eights == 0:
             return None
-        name = self._linear.get((dtype, n)) or self._linear.setdefault((dtype, n), self._linear_of(n, device))
+        key = dtype, 8 * eights
+        name = self._linear.get(key) or self._linear.setdefault(key, self._linear_of(8 * eights, device))
         made = self._made(name) if name in (PACKED_LINEAR, DENSE) else None
         if not isinstance(made, Full) or (is_capturing(device) and not made.is_laid_out(x.mT, dtype)):
             return None
@@ -166,7 +167,7 @@ class Choice:
         try:
             call = made.call(values, x.mT, dtype)
         except RuntimeError:  # there is no memory, or nonzeros lie too unevenly
-            self._linear[dtype, n] = OURS
+            self._linear[key] = OURS
             return None
         if name == DENSE:
             return torch.nn.functional.linear(x, call.arguments[0], bias)
@@ -174,13 +175,15 @@ class Choice:
         return product
 
     def _linear_of(self, n: int, device: torch.device) -> str:
-        """The fastest for n rows in 16 bits: of a packed matrix, whose rows and columns must be eights, or another."""
+        """The fastest for n rows, in eights, in 16 bits: of a packed matrix, of eights too, or another."""
         s = self._structure
         if device.type != "cuda" or capability(device) != (9, 0) or not s.distinct or not is_even(s, FEWEST_ROWS):
             return OURS
-        us = us_narrow(s, -(-n // 8) * 8, memory(device))
+        us = us_narrow(s, n, memory(device))
         packed = us.pop(PACKED) + LINEAR_US if s.rows % 8 == 0 else math.inf
         others = {name: t if name == DENSE else t + TURNED_US for name, t in us.items()}
+        if not self._fits(2 * s.rows * s.columns, device):
+            del others[DENSE]
         best = min(others, key=lambda name: others[name])
         return PACKED_LINEAR if packed < others[best] else best
 
@@ -368,4 +371,7 @@ class Choice:
             elif len(m.seconds) == 1:
                 times = "ours, without another candidate"
             lines.append(f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: {times}")
+        for (dtype, n), name in list(self._linear.items()):
+            if name in (PACKED_LINEAR, DENSE):
+                lines.append(f"{str(dtype).removeprefix('torch.')}, {n - 7} to {n} rows of a linear layer: {name}")
         return lines

@@ -25,7 +25,7 @@ def render(text: str, results: Path) -> str:
     """The text with every marked table made anew. Raises ValueError on a name without a table, and on other results."""
     tables = (
         *(operations, products, epilogues, inplace, rowwise, masked, fused, two_experts),
-        *(sparse, sparse_means, blocks, memory, host, bert),
+        *(sparse, sparse_means, pruned, sparse_linear, blocks, memory, host, bert),
     )
     makers = {f.__name__: f for f in tables}
     run = load(results)
@@ -73,6 +73,7 @@ def load(results: Path) -> dict[str, Any]:
 
     runs, models = read("bench-cuda*.json", _bench), read("bert-cuda*.json", _run)
     cases, blocks = read("spmm-cuda.json", experiment.load), read("blocks-cuda.json", _run)
+    pruned, layers = read("spmm-pruned-cuda.json", experiment.load), read("sparse-linear-*.json", _run)
     if not any((runs, models, cases, blocks)):
         raise ValueError(f"expected a folder with the results of GPU runs, bench-cuda*.json and others, got {results}")
     newest: dict[str, Rows] = {}
@@ -83,6 +84,8 @@ def load(results: Path) -> dict[str, Any]:
         "cases": [case for own in cases for case in own],
         "bert": max(models, key=lambda run: run.date).rows if models else [],
         "blocks": [row for run in blocks for row in run.rows],
+        "pruned": [case for own in pruned for case in own],
+        "layers": max(layers, key=lambda run: run.date).rows if layers else [],
     }
 
 
@@ -271,6 +274,34 @@ def sparse_means(run: dict[str, Any]) -> str:
     )
     filled = [i for i in range(len(header)) if any(row[i] for row in table)]  # not every run has every column
     return markdown([header[i] for i in filled], ([row[i] for i in filled] for row in table))
+
+
+def pruned(run: dict[str, Any]) -> str:
+    """16-bit products of pruned weights with a plan, over the dense product with all zeros."""
+    cells: dict[str, dict[int, list[float]]] = {}
+    for c in run["pruned"]:
+        speed = c.speed_over(experiment.DENSE)
+        if speed is not None:
+            cells.setdefault(c.matrix.removeprefix("pruned:"), {}).setdefault(c.n, []).append(speed)
+    return _by_width(("weights", "columns"), cells)
+
+
+def sparse_linear(run: dict[str, Any]) -> str:
+    """Pruned linear layers in 16 bits, over those with all zeros."""
+    cells: dict[str, dict[int, list[float]]] = {}
+    for row in run["layers"]:
+        name, us = f"{row['inputs']} to {row['outputs']}, {row['zeros']:.0%} zeros", row["us"]
+        cells.setdefault(name, {}).setdefault(row["tokens"], []).append(us["nn.Linear"] / us["SparseLinear"])
+    return _by_width(("layer", "tokens"), cells)
+
+
+def _by_width(what: tuple[str, str], cells: dict[str, dict[int, list[float]]]) -> str:
+    """A line for each name, a column for each width; of several dtypes the lowest."""
+    widths = sorted({n for line in cells.values() for n in line})
+    return markdown(
+        (what[0], *(f"{n} {what[1]}" for n in widths)),
+        ([name, *(f"{min(line[n]):.2f}" if n in line else "" for n in widths)] for name, line in cells.items()),
+    )
 
 
 def blocks(run: dict[str, Any]) -> str:

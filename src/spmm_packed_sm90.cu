@@ -27,6 +27,7 @@ constexpr int kMostBlocks = 8;            // of a cluster
 constexpr int kMostBlocksAcross = 65535;  // of a grid, and down
 constexpr int kMostStages = 16, kEarly = 2, kBarriers = 2 * kMostStages * 8 + 16, kShared = 226 << 10;
 
+// aside: of a linear layer 0.
 template <class T_, int columns_, int aside_, int parts_>
 struct Tile {
   using T = T_;
@@ -49,8 +50,8 @@ struct Tile {
 template <class T>
 struct Result {
   T* out;
-  int64_t stride;
-  const T* bias;
+  int64_t stride;  // between rows; of a linear layer between its tokens
+  const T* bias;   // of its outputs, or null
 };
 
 struct Shape {
@@ -252,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::store(result.out + at, {hopper::two<T>(x[0], x[1]), hopper::two<T>(x[2], x[3]), hopper::two<T>(x[4], x[5]),
                                    hopper::two<T>(x[6], x[7])});
     };
-    if constexpr (Tile::linear) {  // eight rows of a column
+    if constexpr (Tile::linear) {  // eight outputs of a token
       for (int i = static_cast<int>(threadIdx.x); i < (end - own_row) / 8 * Tile::columns; i += kMultiply) {
         const int r = own_row + i / Tile::columns * 8, column = i % Tile::columns;
         if (column0 + column >= shape.n) continue;

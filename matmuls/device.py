@@ -24,7 +24,8 @@ H200 = Memory(4.9e6, 60 * 2**20)
 def memory(device: torch.device) -> Memory:
     """The GPU's, by its bus and clock."""
     of = torch.cuda.get_device_properties(device)
-    return Memory(2 * of.memory_clock_rate * 1e-3 * of.memory_bus_width / 8, of.L2_cache_size)
+    rate = 2 * of.memory_clock_rate * 1e-3 * of.memory_bus_width / 8
+    return Memory(rate, of.L2_cache_size) if rate > 0 else H200  # a driver may not tell
 
 
 def takes_tf32() -> bool:

@@ -41,6 +41,8 @@ from .ours import our_call
 from .structure import Structure, is_capturing
 from .tiles import MOST_COLUMNS, us_by_tiles
 
+_linear = torch.ops.aten.linear.default
+
 SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
 # How many elements of the dense matrix there may be for each nonzero: on tensor cores and elsewhere. And bytes in all:
 # of a CPU's, and on a GPU without asking it for room.
@@ -146,7 +148,7 @@ class Choice:
         self._taken.add(name)
         return self._made(name).call(values, b, dtype)
 
-    def linear(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    def linear(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> Call | None:
         """x W^T + bias by the packed matrix or by the one with its zeros, whichever is faster by size; None where
         another product is. x: [n, columns]; values that stay."""
         given = (values, x) if bias is None else (values, x, bias)
@@ -170,9 +172,8 @@ class Choice:
             self._linear[key] = OURS
             return None
         if name == DENSE:
-            return torch.nn.functional.linear(x, call.arguments[0], bias)
-        product: torch.Tensor = call.operator(*call.arguments, bias)
-        return product
+            return call._replace(operator=_linear, arguments=(x, call.arguments[0], bias), dense=0)
+        return call._replace(arguments=(*call.arguments, bias))
 
     def _linear_of(self, n: int, device: torch.device) -> str:
         """The fastest for n rows, in eights, in 16 bits: of a packed matrix, of eights too, or another."""

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from custom_mm import _C
 
+from .calls import Call
 from .choice import Choice
 from .dense import matmul
 from .ours import our_call
@@ -34,6 +35,8 @@ class SparsePlan:
     waits for the GPU; no later one does, and none under CUDA-graph capture or torch.compile. The same product again, by
     another dense side of the same shape and strides and without a gradient, costs the host 2 us beside its launches.
     """
+
+    _bound_linear: tuple[torch.Tensor | None, _C.BoundCalls] | None = None  # the same of linear layers, and their bias
 
     def __init__(
         self, structure: Structure, values: torch.Tensor, shape: tuple[int, ...], choice: Choice | None = None
@@ -77,7 +80,8 @@ class SparsePlan:
         one with it and the step): the plan may keep the matrix with its zeros. A captured graph that multiplied by that
         reads the other values at its next replay.
         """
-        self._values, self._source, self._bound = self._checked(values), None, None
+        self._values, self._source = self._checked(values), None
+        self._unbind()
         if self._choice is not None and self._stays:
             self._choice.refresh(values)
         return self
@@ -95,11 +99,37 @@ class SparsePlan:
             call = our_call(self._structure, values, b)
         product = call.run()
         if self._source is None and self._stays and call.lasting:
-            bound = self._bound = self._bound or _C.BoundCalls()
-            name = call.operator.name()  # type: ignore[no-untyped-call]
-            made_of = [values, *self._structure.tensors, *self._structure.block_tensors]
-            bound.bind(name, call.arguments, call.dense, made_of, call.stream)
+            self._bound = self._bound or _C.BoundCalls()
+            self._bind(self._bound, call, values)
         return product
+
+    def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """x W^T + bias, or None where a product by columns and a sum after it are the way."""
+        if self._choice is None or not self._stays or torch.compiler.is_compiling():
+            return None
+        known = self._bound_linear
+        bound = known[1] if known is not None and known[0] is bias else None
+        if bound is not None and (product := bound(x, self._values)) is not None:
+            return product
+        self._structure.check_unchanged("spmm")
+        values = self.values
+        call = self._choice.linear(values, x, bias)
+        if call is None:
+            return None
+        product = call.run()
+        if self._source is None and call.lasting:
+            bound = bound or _C.BoundCalls()
+            self._bound_linear = bias, bound
+            self._bind(bound, call, values)
+        return product
+
+    def _bind(self, bound: _C.BoundCalls, call: Call, values: torch.Tensor) -> None:
+        name = call.operator.name()  # type: ignore[no-untyped-call]
+        made_of = [values, *self._structure.tensors, *self._structure.block_tensors]
+        bound.bind(name, call.arguments, call.dense, made_of, call.stream)
+
+    def _unbind(self) -> None:
+        self._bound = self._bound_linear = None
 
     def _again(self, b: torch.Tensor) -> torch.Tensor | None:
         """The product by b as one before, where nothing has changed since."""
@@ -108,7 +138,7 @@ class SparsePlan:
 
     def _forget(self) -> None:
         """After a product that records a gradient to the values: torch does not count what fused optimizers write."""
-        self._bound = None
+        self._unbind()
         if self._choice is not None:
             self._choice.trained = True
 
@@ -188,7 +218,7 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
         for n in widths:
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)
             made._choice.measure(made._values, b, made.dtype, made._stays)
-        made._bound = None  # another may be the fastest now
+        made._unbind()  # another may be the fastest now
     return made
 
 
@@ -304,11 +334,9 @@ def spmm(
 def linear(a: SparsePlan, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ A^T + bias, [n, M], as spmm(a, x.mT).mT + bias. x: [n, K]; bias: [M] or None. In 16 bits and without a
     gradient the bias may be added before the sum is rounded."""
-    if a._choice is not None and a._stays and not torch.compiler.is_compiling():
-        a._structure.check_unchanged("spmm")
-        y = a._choice.linear(a.values, x, bias)
-        if y is not None:
-            return y
+    y = a._linear(x, bias)
+    if y is not None:
+        return y
     y = spmm(a, x.mT).mT
     return y if bias is None else y + bias.to(y.dtype)
 

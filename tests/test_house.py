@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "estimates": {"device", "forms", "packed", "structure"},
     "choice": {"calls", "device", "estimates", "forms", "measure", "ours", "structure", "tiles"},
     "fused_softmax": {"registration"},
-    "sparse": {"choice", "custom_mm", "dense", "ours", "registration", "structure"},
+    "sparse": {"calls", "choice", "custom_mm", "dense", "ours", "registration", "structure"},
     "specs": {"specs"},
     "specs.spec": set(),
     **{f"specs.{family}": {family, "custom_mm", "specs.spec"} for family in OPERATIONS},

@@ -198,6 +198,16 @@ def test_linear_layers_take_it(fastest, monkeypatch, device):
         layer.values.mul_(2)
         torch.testing.assert_close(layer(x).double(), 2 * truth - layer.bias.double(), atol=4e-3, rtol=2e-3)
         assert taken.pop()
+        assert torch.equal(layer(x), layer(x))
+        assert not taken  # the call of before
+        layer.bias.add_(1)
+        torch.testing.assert_close(layer(x).double(), 2 * truth + 2 - layer.bias.double(), atol=4e-3, rtol=2e-3)
+        layer.bias = torch.nn.Parameter(layer.bias - 1)
+        torch.testing.assert_close(layer(x).double(), 2 * truth - layer.bias.double(), atol=4e-3, rtol=2e-3)
+        plan(layer.weight).update(layer.values)
+        layer.plan().update(layer.values / 2)
+        layer.plan()  # takes its own values again
+        torch.testing.assert_close(layer(x).double(), 2 * truth - layer.bias.double(), atol=4e-3, rtol=2e-3)
         if device == "cuda":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

@@ -200,6 +200,10 @@ def test_linear_layers_take_it(fastest, monkeypatch, device):
         assert taken.pop()
         assert torch.equal(layer(x), layer(x))
         assert not taken  # the call of before
+        layer.plan().update(layer.values)
+        assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+        assert taken.pop()
+        assert not taken
         layer.bias.add_(1)
         torch.testing.assert_close(layer(x).double(), 2 * truth + 2 - layer.bias.double(), atol=4e-3, rtol=2e-3)
         layer.bias = torch.nn.Parameter(layer.bias - 1)

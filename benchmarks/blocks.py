@@ -14,7 +14,7 @@ import torch
 
 import custom_mm
 import matmuls
-from matmuls import bench, measure
+from matmuls import bench, files, measure
 from matmuls.blocks import bsr_spmm
 
 SIDE = 4096
@@ -61,9 +61,8 @@ def main(out: Path) -> None:
         for zeros in (0.8, 0.95)
         for n in (128, 512)
     ]
-    out.mkdir(parents=True, exist_ok=True)
     result = {"environment": bench.environment("cuda"), "rows": rows}
-    (out / "blocks-cuda.json").write_text(json.dumps(result, indent=1) + "\n")
+    files.write(out / "blocks-cuda.json", json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

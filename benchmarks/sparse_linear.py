@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from matmuls import bench, measure
+from matmuls import bench, files, measure
 from matmuls.nn import SparseLinear
 
 LAYERS = (4096, 4096), (4096, 14336), (14336, 4096), (768, 3072), (3072, 768)  # inputs, outputs
@@ -54,9 +54,8 @@ def main(out: Path) -> None:
         for zeros in (0.5, 0.8, 0.9, 0.95)
         for row in measured(*layer, zeros, dtype)
     ]
-    out.mkdir(parents=True, exist_ok=True)
     result = {"environment": bench.environment("cuda"), "rows": rows}
-    (out / "sparse-linear-cuda.json").write_text(json.dumps(result, indent=1) + "\n")
+    files.write(out / "sparse-linear-cuda.json", json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,32 +23,32 @@ class Facts(NamedTuple):
 
 
 class Check:
-    """What the indices say, which the GPU is asked at once.
+    """What the indices say, which the GPU is asked at once. name: of the operation that asks.
 
     offsets: [rows + 1], inner: [nonzeros] from 0 to size - 1, both int32 or both int64.
     """
 
-    def __init__(self, offsets: torch.Tensor, inner: torch.Tensor, size: int) -> None:
+    def __init__(self, name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int, what: str = "columns") -> None:
+        self.name, self._nonzeros, self._size, self._what = name, inner.shape[0], size, what
         self._said = _csr_check(offsets, inner, size)
-        self._nonzeros, self._size = inner.shape[0], size
 
-    def facts(self, name: str, what: str = "columns") -> Facts:
+    def facts(self) -> Facts:
         """ValueError where an index is not what it must be. Waits for the GPU, on the stream of before."""
         problem, where, found, longest, rises, beyond_two = self._said.tolist()
         if problem:
             expected = {
                 1: "the first offset to be 0",
-                2: f"the last offset to be {self._nonzeros}, as many as there are {what}",
+                2: f"the last offset to be {self._nonzeros}, as many as there are {self._what}",
                 3: f"offsets that do not decrease after row {where}",
-                4: f"{what} from 0 to {self._size - 1} at nonzero {where}",
+                4: f"{self._what} from 0 to {self._size - 1} at nonzero {where}",
             }
-            raise ValueError(f"{name}: expected {expected[problem]}, got {found}")
+            raise ValueError(f"{self.name}: expected {expected[problem]}, got {found}")
         return Facts(int(longest), bool(rises), int(beyond_two))
 
 
 def check_rows(name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int, what: str = "columns") -> Facts:
     """What the indices say, at once."""
-    return Check(offsets, inner, size).facts(name, what)
+    return Check(name, offsets, inner, size, what).facts()
 
 
 def check_entries(name: str, row: torch.Tensor, column: torch.Tensor, shape: tuple[int, int]) -> None:

@@ -41,7 +41,7 @@ from .ours import our_call
 from .structure import Structure, is_capturing
 from .tiles import MOST_COLUMNS, us_by_tiles
 
-_linear = torch.ops.aten.linear.default
+_aten_linear = torch.ops.aten.linear.default
 
 SMALLEST = 2**18  # products of a nonzero and a column; below, a call is all launch and Python
 # How many elements of the dense matrix there may be for each nonzero: on tensor cores and elsewhere. And bytes in all:
@@ -172,7 +172,7 @@ class Choice:
             self._linear[key] = OURS
             return None
         if name == DENSE:
-            return call._replace(operator=_linear, arguments=(x, call.arguments[0], bias), dense=0)
+            return call._replace(operator=_aten_linear, arguments=(x, call.arguments[0], bias), dense=0)
         return call._replace(arguments=(*call.arguments, bias))
 
     def _linear_of(self, n: int, device: torch.device) -> str:

@@ -255,7 +255,7 @@ class Tiled(Full):
 class Packed(Full):
     """In 16 bits, without most zeros, laid out as tensor cores take it (src/packed.h)."""
 
-    in_order = False
+    in_order, operator = False, _spmm_packed
 
     def __init__(self, structure: Structure) -> None:
         super().__init__(structure)
@@ -280,20 +280,16 @@ class Packed(Full):
 
     def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         s = self._structure
-        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, s.order, s.longest
-        return Call(_spmm_packed, (*kept, *parts), len(kept) + 3)
+        side = b.mT if self.in_order else b
+        parts = s.crow, s.col, values.to(dtype), side.to(dtype), s.columns, s.order, s.longest
+        return Call(self.operator, (*kept, *parts), len(kept) + 3)
 
 
 class PackedLinear(Packed):
     """The same for rows x that are K apart: b = x^T, and the call gives x W^T, [n, rows]. A bias may come after its
     arguments."""
 
-    in_order = True
-
-    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
-        s = self._structure
-        parts = s.crow, s.col, values.to(dtype), b.mT.to(dtype), s.columns, s.order, s.longest
-        return Call(_linear_packed, (*kept, *parts), len(kept) + 3)
+    in_order, operator = True, _linear_packed
 
 
 class ByBlocks:

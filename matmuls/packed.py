@@ -36,7 +36,7 @@ def us_packed(s: Structure, n: int, memory: Memory = H200) -> float:
 def _cycles(rows: int, steps: int, n: int, units: int) -> float:
     """As spmm_packed_sm90.cu shares a product out, cluster_of."""
     aside = 64 // n if n in (8, 16, 32) else 1  # rows of the dense side
-    width = 64 // aside if aside > 1 else 32 if n <= 32 else 64 if n <= 64 else 128
+    width = n if aside > 1 else 32 if n <= 32 else 64 if n <= 64 else 128
     boxes, unpack = max(width // 64, 1), 550 if width <= 32 else 710 if width == 64 else 1140
     row = 3.6 if aside > 1 or n > 64 else 3 if n > 32 else 4 if n > 16 else 7.5
     found = []

@@ -17,6 +17,7 @@ from .specs import TABLE
 MARKER = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 Rows = list[dict[str, Any]]
+Cells = dict[tuple[str, ...], dict[int, str]]  # of a line and a width
 Read = TypeVar("Read")
 FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # JSON of another form
 
@@ -231,18 +232,33 @@ def two_experts(run: dict[str, Any]) -> str:
 
 def sparse(run: dict[str, Any]) -> str:
     """Sparse products with a plan, per matrix, dtype and width: speed over the fastest rival, share of the floor."""
-    cells: dict[tuple[str, str], dict[int, str]] = {}
+    cells: Cells = {}
     for c in run["cases"]:
         speed, share = c.speed(), c.floor_share
         if speed is not None:
             cells.setdefault((c.matrix, c.dtype), {})[c.n] = f"{speed:.2f} ({share:.2f})"
-    widths = sorted({n for line in cells.values() for n in line})
+    return _by_width(("matrix", "dtype"), "columns", cells)
+
+
+def _by_width(names: tuple[str, ...], what: str, cells: Cells) -> str:
+    """A line for each key, a column for each width."""
     if not cells:
         return ""
+    widths = sorted({n for line in cells.values() for n in line})
     return markdown(
-        ("matrix", "dtype", *(f"{n} columns" for n in widths)),
+        (*names, *(f"{n} {what}" for n in widths)),
         ([*key, *(line.get(n, "") for n in widths)] for key, line in cells.items()),
     )
+
+
+def _lowest(speeds: Iterable[tuple[str, int, float | None]]) -> Cells:
+    """Of all that have a name and a width."""
+    least: dict[tuple[str, ...], dict[int, float]] = {}
+    for name, n, speed in speeds:
+        if speed is not None:
+            line = least.setdefault((name,), {})
+            line[n] = min(speed, line.get(n, speed))
+    return {key: {n: f"{speed:.2f}" for n, speed in line.items()} for key, line in least.items()}
 
 
 def sparse_means(run: dict[str, Any]) -> str:
@@ -277,31 +293,25 @@ def sparse_means(run: dict[str, Any]) -> str:
 
 
 def pruned(run: dict[str, Any]) -> str:
-    """16-bit products of pruned weights with a plan, over the dense product with all zeros."""
-    cells: dict[str, dict[int, list[float]]] = {}
-    for c in run["pruned"]:
-        speed = c.speed_over(experiment.DENSE)
-        if speed is not None:
-            cells.setdefault(c.matrix.removeprefix("pruned:"), {}).setdefault(c.n, []).append(speed)
-    return _by_width(("weights", "columns"), cells)
+    """16-bit products of pruned weights with a plan, over the dense one with all zeros; the lowest of the dtypes."""
+    return _by_width(
+        ("weights",),
+        "columns",
+        _lowest((c.matrix.removeprefix("pruned:"), c.n, c.speed_over(experiment.DENSE)) for c in run["pruned"]),
+    )
 
 
 def sparse_linear(run: dict[str, Any]) -> str:
-    """Pruned linear layers in 16 bits, over those with all zeros."""
-    cells: dict[str, dict[int, list[float]]] = {}
-    for row in run["layers"]:
-        name, us = f"{row['inputs']} to {row['outputs']}, {row['zeros']:.0%} zeros", row["us"]
-        cells.setdefault(name, {}).setdefault(row["tokens"], []).append(us["nn.Linear"] / us["SparseLinear"])
-    return _by_width(("layer", "tokens"), cells)
-
-
-def _by_width(what: tuple[str, str], cells: dict[str, dict[int, list[float]]]) -> str:
-    """A line for each name, a column for each width; of several dtypes the lowest."""
-    widths = sorted({n for line in cells.values() for n in line})
-    return markdown(
-        (what[0], *(f"{n} {what[1]}" for n in widths)),
-        ([name, *(f"{min(line[n]):.2f}" if n in line else "" for n in widths)] for name, line in cells.items()),
+    """Pruned linear layers in 16 bits, over those with all zeros; the lowest of the dtypes."""
+    speeds = (
+        (
+            f"{row['inputs']} to {row['outputs']}, {row['zeros']:.0%} zeros",
+            row["tokens"],
+            row["us"]["nn.Linear"] / row["us"]["SparseLinear"],
+        )
+        for row in run["layers"]
     )
+    return _by_width(("layer",), "tokens", _lowest(speeds))
 
 
 def blocks(run: dict[str, Any]) -> str:

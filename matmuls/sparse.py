@@ -36,7 +36,7 @@ class SparsePlan:
     another dense side of the same shape and strides and without a gradient, costs the host 2 us beside its launches.
     """
 
-    _bound_linear: tuple[torch.Tensor | None, _C.BoundCalls] | None = None  # the same of linear layers, and their bias
+    _bound_linear: _C.BoundCalls | None = None  # as _bound, of linear layers; not in older pickles
 
     def __init__(
         self, structure: Structure, values: torch.Tensor, shape: tuple[int, ...], choice: Choice | None = None
@@ -99,17 +99,15 @@ class SparsePlan:
             call = our_call(self._structure, values, b)
         product = call.run()
         if self._source is None and self._stays and call.lasting:
-            self._bound = self._bound or _C.BoundCalls()
-            self._bind(self._bound, call, values)
+            self._bound = self._bind(self._bound, call, values)
         return product
 
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """x W^T + bias, or None where a product by columns and a sum after it are the way."""
-        if self._choice is None or not self._stays or torch.compiler.is_compiling():
+        if self._choice is None or not self._stays:
             return None
-        known = self._bound_linear
-        bound = known[1] if known is not None and known[0] is bias else None
-        if bound is not None and (product := bound(x, self._values)) is not None:
+        bound, first = self._bound_linear, self._values if bias is None else bias
+        if bound is not None and (product := bound(x, first)) is not None:
             return product
         self._structure.check_unchanged("spmm")
         values = self.values
@@ -118,15 +116,16 @@ class SparsePlan:
             return None
         product = call.run()
         if self._source is None and call.lasting:
-            bound = bound or _C.BoundCalls()
-            self._bound_linear = bias, bound
-            self._bind(bound, call, values)
+            self._bound_linear = self._bind(bound, call, first, values)
         return product
 
-    def _bind(self, bound: _C.BoundCalls, call: Call, values: torch.Tensor) -> None:
+    def _bind(self, bound: _C.BoundCalls | None, call: Call, *made_of: torch.Tensor) -> _C.BoundCalls:
+        """With this call to be made again, by whoever hands over the first of what it was made of."""
+        bound = bound or _C.BoundCalls()
         name = call.operator.name()  # type: ignore[no-untyped-call]
-        made_of = [values, *self._structure.tensors, *self._structure.block_tensors]
-        bound.bind(name, call.arguments, call.dense, made_of, call.stream)
+        watched = [*made_of, *self._structure.tensors, *self._structure.block_tensors]
+        bound.bind(name, call.arguments, call.dense, watched, call.stream)
+        return bound
 
     def _unbind(self) -> None:
         self._bound = self._bound_linear = None
@@ -213,7 +212,7 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
         needs_gradient = a.requires_grad
         made = SparsePlan(structure, values.detach() if needs_gradient else values, a.shape, choice)
         made._source = a if needs_gradient else None
-        structure.checked("plan")
+        structure.checked()
     if widths and made._choice is not None:
         for n in widths:
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)

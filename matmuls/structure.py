@@ -7,7 +7,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from custom_mm import _C
-from custom_mm.indices import Check, check_entries, check_rows, version_of
+from custom_mm.indices import Check, check_entries, version_of
 
 from .blocks import KERNEL_SIZES
 from .chunks import Chunks, chunks_of
@@ -94,17 +94,16 @@ class Structure:
             raise ValueError(
                 f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
             )
-        self._check: Check | None = Check(crow, col, self.columns)
+        self._check: Check | None = Check(name, crow, col, self.columns)
         self._watch()
         if wait:
-            self.checked(name)
+            self.checked()
 
-    def checked(self, name: str) -> "Structure":
+    def checked(self) -> None:
         """Its indices fit. Waits for the GPU, once."""
         if self._check is not None:
-            self.longest, self.distinct, self.beyond_two = self._check.facts(name)
+            self.longest, self.distinct, self.beyond_two = self._check.facts()
             self._check = None
-        return self
 
     @property
     def is_checked(self) -> bool:
@@ -114,10 +113,11 @@ class Structure:
         return self  # nobody writes to it
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update({"blocks": None, "_narrow": None, "_check": None, **state})  # older pickles have none
+        self.__dict__.update({"blocks": None, "_narrow": None, **state})  # older pickles have neither
         # They may have been written over before.
-        self.longest, self.distinct, self.beyond_two = check_rows("SparsePlan", self.crow, self.col, self.columns)
+        self._check = Check("SparsePlan", self.crow, self.col, self.columns)
         self._watch()
+        self.checked()
 
     def _watch(self) -> None:
         self._watched = [(t, version_of(t)) for t in self.tensors]
@@ -191,7 +191,7 @@ class Structure:
         dtype = torch.int32 if max(self.rows, self.columns, self.nonzeros) < INT32_MAX else self.crow.dtype
         if self.crow.dtype == dtype and not unseen:
             return self
-        self.checked("plan")
+        self.checked()
 
         def own(t: torch.Tensor) -> torch.Tensor:
             return t.to(dtype, copy=unseen)

@@ -1,4 +1,5 @@
-// csr_packed_units and csr_packed pack a matrix (packed.h). csr_spmm_packed: A @ dense as csr_spmm, by what they made.
+// csr_packed_units and csr_packed pack a matrix (packed.h). csr_spmm_packed: A @ dense as csr_spmm, by what they made;
+// csr_linear_packed: x A^T + bias.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
@@ -167,25 +168,23 @@ Tensor linear_by_rows(const Tensor& packed, const Tensor& crow, const Tensor& co
 Tensor linear_autograd(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
                        const Tensor& x, c10::SymInt columns, const OptionalTensor& order, int64_t longest,
                        const OptionalTensor& bias) {
-  const bool recording = needs_gradient(spmm::kOp, {values, x}) || (bias && needs_gradient(spmm::kOp, {*bias}));
+  const bool recording = needs_gradient(spmm::kOp, {values, x, tensor_or_none(bias)});
   const auto go = recording ? linear_by_rows : LinearPackedOp::below_autograd;
   return go(packed, crow, col, values, x, std::move(columns), order, longest, bias);
 }
 
 #ifdef MATMULS_CUDA
-Tensor of_whole_rows(const Tensor& t) { return t.dim() == 2 && t.stride(1) != 1 ? t.contiguous() : t; }
-
 Tensor spmm_on_gpu(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
                    const Tensor& dense, c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
   const PackedLayout m = layout_of(pattern_of(crow, col, order), columns.expect_int(), false);
-  const spmm::PackedCall c{m, packed, of_whole_rows(dense), {}};
+  const spmm::PackedCall c{m, packed, with_contiguous_rows(dense), {}};
   if (!spmm::can_go_packed(c)) return by_rows(packed, crow, col, values, c.dense, columns, order, longest);
   return spmm::run_packed(c);
 }
 Tensor linear_on_gpu(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
                      c10::SymInt columns, const OptionalTensor& order, int64_t longest, const OptionalTensor& bias) {
   const PackedLayout m = layout_of(pattern_of(crow, col, order), columns.expect_int(), true);
-  const spmm::PackedCall c{m, packed, of_whole_rows(x), bias ? bias->contiguous() : Tensor()};
+  const spmm::PackedCall c{m, packed, with_contiguous_rows(x), bias ? bias->contiguous() : Tensor()};
   if (!spmm::can_go_packed(c)) return linear_by_rows(packed, crow, col, values, x, columns, order, longest, bias);
   return spmm::run_packed(c);
 }

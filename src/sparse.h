@@ -94,7 +94,7 @@ const I* indices_or_null(const at::Tensor& t) {
 
 // Rows whose elements are not side by side are copied: N passes over the nonzeros would cost more.
 inline at::Tensor with_contiguous_rows(const at::Tensor& t) {
-  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
+  return t.dim() == 0 || t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
 }
 
 // Leading dimensions as one: [batch, ...] with the last `kept` dimensions as they are, a view wherever there is one.

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from custom_mm.indices import check_rows
-from matmuls import choice, estimates, forms, measure, plan, spmm, structure
+from custom_mm.indices import Check
+from matmuls import choice, estimates, forms, measure, plan, spmm
 
 
 @pytest.fixture
@@ -393,12 +393,13 @@ def test_a_matrix_without_elements_is_looked_at_ahead_too(shape):
 def test_a_plan_is_for_every_stream(monkeypatch):
     """Its indices in four bytes too, which are made after the check has waited for the GPU."""
 
-    def check_then_keep_the_gpu_busy(*args):
-        found = check_rows(*args)
+    def check_then_keep_the_gpu_busy(check):
+        found = facts(check)
         torch.cuda._sleep(200_000_000)  # a tenth of a second
         return found
 
-    monkeypatch.setattr(structure, "check_rows", check_then_keep_the_gpu_busy)
+    facts = Check.facts
+    monkeypatch.setattr(Check, "facts", check_then_keep_the_gpu_busy)
     dense, b = draw("cuda", 512, 512)
     a = dense.to_sparse_csr()
     torch.cuda.synchronize()

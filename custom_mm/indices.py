@@ -20,6 +20,7 @@ class Facts(NamedTuple):
     longest: int  # nonzeros of a row
     distinct: bool  # the columns of every row increase: none is there twice
     beyond_two: int  # nonzeros after the second in their four columns: about, where columns increase
+    far: int  # rows that begin 2^14 columns or more from the diagonal
 
 
 class Check:
@@ -34,7 +35,7 @@ class Check:
 
     def facts(self) -> Facts:
         """ValueError where an index is not what it must be. Waits for the GPU, on the stream of before."""
-        problem, where, found, longest, rises, beyond_two = self._said.tolist()
+        problem, where, found, longest, rises, beyond_two, far = self._said.tolist()
         if problem:
             expected = {
                 1: "the first offset to be 0",
@@ -43,7 +44,7 @@ class Check:
                 4: f"{self._what} from 0 to {self._size - 1} at nonzero {where}",
             }
             raise ValueError(f"{self.name}: expected {expected[problem]}, got {found}")
-        return Facts(int(longest), bool(rises), int(beyond_two))
+        return Facts(int(longest), bool(rises), int(beyond_two), int(far))
 
 
 def check_rows(name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int, what: str = "columns") -> Facts:

@@ -1,13 +1,13 @@
 """A sparse product as the call of an operator."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 
 class Call(NamedTuple):
-    operator: OpOverload
+    operator: Callable[..., Any]  # an OpOverload where it is lasting
     arguments: tuple[Any, ...]
     dense: int  # the dense side's place among them
     stream: int | None = None  # the only one that may read what was made for it, yet

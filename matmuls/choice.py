@@ -19,7 +19,17 @@ import torch
 
 from .calls import Call
 from .device import capability, memory, takes_tf32
-from .estimates import CUT, FEWEST_ROWS, is_even, us_by_rows, us_in_halves, us_narrow
+from .estimates import (
+    CUT,
+    FEWEST_ROWS,
+    is_even,
+    us_by_reads,
+    us_by_rows,
+    us_in_halves,
+    us_narrow,
+    us_saved_by_reordering,
+    us_to_reorder,
+)
 from .forms import (
     BLOCKS,
     CUSPARSE,
@@ -28,16 +38,18 @@ from .forms import (
     OURS,
     PACKED,
     PACKED_LINEAR,
+    REORDERED,
     TILES,
     TWO_OF_FOUR,
     Cusparse,
     Full,
     Product,
     form_of,
+    reordered_of,
     takes_blocks,
 )
 from .measure import time_warm
-from .ours import our_call
+from .ours import is_skewed, our_call
 from .structure import Structure, is_capturing
 from .tiles import MOST_COLUMNS, us_by_tiles
 
@@ -56,6 +68,8 @@ LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm 
 CLEAR = 1.22  # times that one way is estimated to take of another: it is not measured then
 RACE, PRODUCTS = 2e-3, 50  # seconds of a measurement, and products that must pay it back
 LINEAR_US, TURNED_US = 0.7, 5  # microseconds more of a bias and rows as they lie, and where both sides are turned over
+# Of matrices whose rows are reordered: rows for each that begins far from the diagonal, and nonzeros of the longest.
+FEW_FAR, LONGEST_REORDERED = 4, 64
 SOONER = 1.06  # times that another way is estimated to be faster than ours: it is considered then
 
 
@@ -83,7 +97,7 @@ class Measurement:
         known = self._fastest.get((dense, cusparse))
         if known is None:
             halves = dense and cusparse
-            kinds = {OURS: True, BLOCKS: True, DENSE: dense} | dict.fromkeys(
+            kinds = {OURS: True, BLOCKS: True, DENSE: dense, REORDERED: dense} | dict.fromkeys(
                 (HALVES, TWO_OF_FOUR, TILES, PACKED), halves
             )
             found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
@@ -125,7 +139,7 @@ class Choice:
         if b.dim() != 2 or device != values.device:
             return None
         inner, n = b.shape
-        if values.shape[0] * n < SMALLEST or self._has_no_rival(b.dtype, n):
+        if values.shape[0] * n < SMALLEST or self._has_no_rival(b.dtype, n, device):
             return None
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else b.dtype
@@ -191,6 +205,9 @@ class Choice:
     def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stay: bool = True) -> Measurement:
         """Waits for the GPU unless ours is taken without being measured. stay: values that will not are not left in
         what graphs read."""
+        if stay and self._is_scattered(dtype, b.shape[1], b.device) and (us := self._us_reordered(values, b, dtype)):
+            known = {name: t * 1e-6 for name, t in us.items()}
+            return self._known(dtype, Measurement(b.shape[1], known, estimated=True))
         candidates = self._candidates(dtype, b)
         if not candidates:
             return self._known(dtype, Measurement(b.shape[1], {OURS: None}))
@@ -321,12 +338,42 @@ class Choice:
             found.append(BLOCKS)
         return found
 
-    def _has_no_rival(self, dtype: torch.dtype, n: int) -> bool:
+    def _is_scattered(self, dtype: torch.dtype, n: int, device: torch.device) -> bool:
+        """Whether rows one after the other read here and there of a dense side that the cache does not hold, so that
+        another order of them may pay back."""
+        s = self._structure
+        return (
+            FEW_FAR * s.far >= s.rows == s.columns
+            and device.type == "cuda"
+            and dtype.itemsize <= 4
+            and s.crow.dtype == torch.int32
+            and s.longest <= LONGEST_REORDERED
+            and not is_skewed(s)
+            and PRODUCTS * us_saved_by_reordering(s, n * dtype.itemsize, memory(device)) > us_to_reorder(s)
+        )
+
+    def _us_reordered(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
+        """Microseconds, about, of rows in their order and in another; {} where there is none in which they read less.
+        Waits for the GPU."""
+        s, row_bytes = self._structure, b.shape[1] * dtype.itemsize
+        try:
+            made = reordered_of(s)
+        except RuntimeError:  # there is no memory
+            made = None
+        if made is None or not self._prepare(REORDERED, values, b, dtype, stay=True):
+            return {}
+        return {
+            name: us_by_reads(s, row_bytes, dtype.itemsize, reads, memory(b.device))
+            for name, reads in zip((OURS, REORDERED), made.reads, strict=True)
+        }
+
+    def _has_no_rival(self, dtype: torch.dtype, n: int, device: torch.device) -> bool:
         """Sizes alone say so, and nothing else is asked: the GPU waits for a plan's first product."""
         s = self._structure
         empty = s.rows * s.columns > FILL_TENSOR_CORES * s.nonzeros
         tiles = dtype == torch.float32 and s.columns <= MOST_COLUMNS
-        return empty and s.nonzeros * n >= LARGE and s.blocks is None and not tiles
+        large = s.nonzeros * n >= LARGE and not self._is_scattered(dtype, n, device)
+        return empty and large and s.blocks is None and not tiles
 
     @staticmethod
     def _fits(nbytes: int, device: torch.device) -> bool:
@@ -359,7 +406,7 @@ class Choice:
         """A line for each measurement: microseconds of every candidate, an asterisk at the chosen one. dtype: of
         products that need none."""
         lines = []
-        if self._structure.nonzeros and self._has_no_rival(dtype, LARGE):
+        if self._structure.nonzeros and self._has_no_rival(dtype, LARGE, self._structure.crow.device):
             lines.append(f"from {-(-LARGE // self._structure.nonzeros)} columns on: ours, without another candidate")
         for (dtype, _), m in list(self.measured.items()):
             chosen = m.fastest(True, True)

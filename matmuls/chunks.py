@@ -21,11 +21,13 @@ class Chunks:
     tensors: list[torch.Tensor]
 
 
-def chunks_of(crow: torch.Tensor, col: torch.Tensor, size: int, piece: int) -> Chunks:
+def chunks_of(
+    crow: torch.Tensor, col: torch.Tensor, size: int, piece: int, names: torch.Tensor | None = None
+) -> Chunks:
     """Rows of more than `piece` nonzeros in pieces; a chunk is what begins within `size` nonzeros. Waits for the GPU.
 
-    crow: [rows + 1], col: [nonzeros], int32.
+    crow: [rows + 1], col: [nonzeros], names: [rows], what each row is told as, int32.
     """
-    begins, ends, cut, empty, counts = _csr_chunks(crow, col, size, piece)
+    begins, ends, cut, empty, counts = _csr_chunks(crow, col, size, piece, names)
     empties, cuts, slots = counts.tolist()
     return Chunks(begins, ends, cut[:cuts], empty[:empties], slots, [begins, ends, cut, empty])

@@ -11,8 +11,9 @@ from custom_mm.indices import version_of
 
 from .calls import Call
 from .device import capability, takes_tf32
-from .ours import our_call
+from .ours import Recorded, chunk_sizes, our_call, our_product, spmm_chunks
 from .packed import expected_units
+from .reorder import Reordered
 from .structure import Blocks, Given, Structure, current_stream, for_every_stream, is_capturing
 from .tiles import TileLayout, layout_of
 
@@ -29,6 +30,7 @@ TWO_OF_FOUR = "two of four"
 TILES = "tiles in shared memory"
 PACKED = "packed on tensor cores"
 PACKED_LINEAR = "packed for a linear layer"
+REORDERED = "rows reordered"
 BLOCKS = "blocks on tensor cores"
 CUSPARSE = "cusparse csr_alg3"
 UNEVEN = 1.25  # times the units that a tile is expected to have: others have fewer, and their room is fetched too
@@ -292,6 +294,72 @@ class PackedLinear(Packed):
     in_order, operator = True, _linear_packed
 
 
+class RowsReordered(Full):
+    """By rows in an order in which they read less (reorder.py), with a gradient those of the transposed matrix too."""
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__(structure)
+        self._transposed: RowsReordered | None = None
+
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        if not (torch.is_grad_enabled() and b.requires_grad):
+            return super().call(values, b, dtype)
+        capturing = self._structure._transposed is None and is_capturing(b.device)
+        if capturing or values.dtype != b.dtype or torch.is_autocast_enabled(b.device.type):
+            return our_call(self._structure, values, b)._replace(lasting=False)
+        return Call(Recorded.apply, (values, b, self._structure, self._product), 1, lasting=False)
+
+    def _product(self, structure: Structure, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """By the matrix or the transposed one."""
+        form: RowsReordered | None = self
+        if structure is not self._structure:
+            form = self._transposed
+            if form is None or form._structure is not structure:
+                form = self._transposed = RowsReordered(structure)
+        if is_capturing(b.device) or reordered_of(form._structure) is not None:
+            return form.call(values, b, b.dtype).run()
+        return our_product(structure, values, b)
+
+    def forget(self) -> None:
+        super().forget()
+        if self._transposed is not None:
+            self._transposed.forget()
+
+    def refresh(self, values: torch.Tensor) -> None:
+        super().refresh(values)
+        if self._transposed is not None:
+            self._transposed.refresh(values)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return super().tensors + ([] if self._transposed is None else self._transposed.tensors)
+
+    def is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
+        return reordered_of(self._structure) is not None
+
+    def _made(
+        self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        s, made = self._structure, reordered_of(self._structure)
+        if made is None:
+            raise RuntimeError("expected an order of the rows in which they read less")
+        with torch.inference_mode(False), torch.no_grad():
+            moved = s.by_rows(values).to(dtype).index_select(0, made.place)
+            return (old[0].copy_(moved) if old else moved,)
+
+    def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        s, made = self._structure, reordered_of(self._structure)
+        assert made is not None
+        chunks = made.chunks
+        cuts = chunks.begins, chunks.ends, chunks.cut, chunks.empty
+        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, chunks.slots, s.order, s.longest
+        return Call(spmm_chunks, (*cuts, *parts, made.col, *kept), len(cuts) + 3)
+
+
+def reordered_of(s: Structure) -> Reordered | None:
+    return s.reordered(*chunk_sizes(s, 0))
+
+
 class ByBlocks:
     """A matrix stored in blocks, which a kernel reads as they lie: values may change, and b may have a gradient."""
 
@@ -366,6 +434,7 @@ def form_of(name: str, structure: Structure) -> Product:
         PACKED_LINEAR: PackedLinear,
         HALVES: Halves,
         TWO_OF_FOUR: TwoOfFour,
+        REORDERED: RowsReordered,
         CUSPARSE: Cusparse,
     }
     return kinds[name](structure)

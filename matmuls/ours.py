@@ -1,12 +1,17 @@
 """Our own product as the call of an operator: by chunks where that is faster, else by rows."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from .calls import Call
-from .structure import Structure
+from .chunks import Chunks
+from .structure import Structure, is_capturing
 
 _ops = torch.ops.custom_mm
-_spmm, _spmm_chunks = _ops.csr_spmm.default, _ops.csr_spmm_chunks.default
+_spmm, spmm_chunks = _ops.csr_spmm.default, _ops.csr_spmm_chunks.default
+_sddmm = _ops.csr_sddmm.default
 
 # By chunks rather than by rows (src/spmm_chunks.h), as measured on an H200.
 CHUNKED_MEAN = 32  # nonzeros of a row, on average: longer ones keep their lanes busy as rows
@@ -16,7 +21,8 @@ CHUNKED_PRODUCTS = 2**20  # of a nonzero and a column, where rows are skewed
 CHUNKED_ROWS, CHUNKED_ROW_BYTES, CHUNKED_BYTES = 2**13, 512, 2**24
 
 
-def _is_skewed(structure: Structure) -> bool:
+def is_skewed(structure: Structure) -> bool:
+    """Whether the longest row is much longer than others."""
     return structure.longest * structure.rows > SKEWED * structure.nonzeros
 
 
@@ -25,7 +31,7 @@ def takes_chunks(structure: Structure, n: int, row_bytes: int) -> bool:
     nonzeros, rows = structure.nonzeros, structure.rows
     if nonzeros >= CHUNKED_MEAN * rows:
         return False
-    if _is_skewed(structure):
+    if is_skewed(structure):
         return nonzeros * n >= CHUNKED_PRODUCTS
     return rows >= CHUNKED_ROWS and row_bytes >= CHUNKED_ROW_BYTES and nonzeros * row_bytes >= CHUNKED_BYTES
 
@@ -39,25 +45,82 @@ def chunk_sizes(structure: Structure, row_bytes: int) -> tuple[int, int]:
     return 32, 32 if row_bytes < 512 else 64
 
 
+def _may_go_by_chunks(structure: Structure, b: torch.Tensor) -> bool:
+    return (
+        b.is_cuda
+        and b.dim() == 2
+        and b.dtype != torch.float64
+        and structure.crow.dtype == torch.int32
+        and structure.nonzeros > 0
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cuda")
+    )
+
+
+def _chunks(structure: Structure, b: torch.Tensor) -> Chunks | None:
+    """Those of products with as many columns as b, or None where rows are as good or the only way."""
+    row_bytes = b.shape[1] * b.element_size()
+    return (
+        structure.chunks(*chunk_sizes(structure, row_bytes)) if takes_chunks(structure, b.shape[1], row_bytes) else None
+    )
+
+
+class Recorded(torch.autograd.Function):
+    """A product and that to b's gradient, by the matrix and the transposed one, both by `product`: the operators'
+    gradients go by rows."""
+
+    @staticmethod
+    def forward(
+        values: torch.Tensor,
+        b: torch.Tensor,
+        structure: Structure,
+        product: Callable[[Structure, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        return product(structure, values, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        values, b, ctx.structure, ctx.product = inputs
+        to_values, to_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(values if to_b else None, b if to_values else None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        s: Structure = ctx.structure
+        values, b = ctx.saved_tensors
+        to_values = to_b = None
+        if b is not None:
+            to_values = _sddmm(s.crow, s.col, grad, b, s.columns, 1, *s.arguments(torch.is_grad_enabled()))
+        if values is not None:
+            to_b = ctx.product(s.t, values, grad)
+        return to_values, to_b, None, None
+
+
+def our_product(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return our_call(structure, values, b).run()
+
+
+def _recorded(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> Call | None:
+    """Chunks are made now: the backward pass may be in a graph's capture."""
+    if b.requires_grad and structure._transposed is None and is_capturing(b.device):
+        return None
+    made = [_chunks(structure, b), _chunks(structure.t, b) if b.requires_grad else None]
+    if all(chunks is None for chunks in made):
+        return None
+    return Call(Recorded.apply, (values, b, structure, our_product), 1, lasting=False)
+
+
 def _by_chunks(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> Call | None:
     """The sum by chunks of nonzeros, or None where that by rows is as good or the only one."""
-    if (
-        not b.is_cuda
-        or b.dim() != 2
-        or b.dtype == torch.float64
-        or structure.crow.dtype != torch.int32
-        or structure.nonzeros == 0
-        or (torch.is_grad_enabled() and (values.requires_grad or b.requires_grad))
-        or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled("cuda")
-        or not takes_chunks(structure, b.shape[1], b.shape[1] * b.element_size())
-    ):
+    if not _may_go_by_chunks(structure, b):
         return None
-    made = structure.chunks(*chunk_sizes(structure, b.shape[1] * b.element_size()))
+    if torch.is_grad_enabled() and (values.requires_grad or b.requires_grad):
+        return _recorded(structure, values, b)
+    made = _chunks(structure, b)
     if made is None:
         return None
     parts = structure.crow, structure.col, values, b, structure.columns, made.slots, structure.order, structure.longest
-    return Call(_spmm_chunks, (made.begins, made.ends, made.cut, made.empty, *parts), 7)
+    return Call(spmm_chunks, (made.begins, made.ends, made.cut, made.empty, *parts), 7)
 
 
 def our_call(

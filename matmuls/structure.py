@@ -11,6 +11,7 @@ from custom_mm.indices import Check, check_entries, version_of
 
 from .blocks import KERNEL_SIZES
 from .chunks import Chunks, chunks_of
+from .reorder import Reordered, reorder
 
 _csr_transpose: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
     torch.ops.custom_mm.csr_transpose.default
@@ -87,7 +88,9 @@ class Structure:
         self.rows, self.columns = shape
         self._transposed = transposed
         self._chunks: dict[tuple[int, int], Chunks] = {}
+        self._reordered: dict[tuple[int, int], Reordered | None] = {}
         self._narrow: Structure | None = None
+        self._t: Structure | None = None
         self.blocks: Blocks | None = None  # where it is stored in blocks that a kernel takes
         self.longest_column = -1  # known with the transposed matrix
         if crow.dim() != 1 or crow.shape[0] != self.rows + 1:
@@ -102,7 +105,7 @@ class Structure:
     def checked(self) -> None:
         """Its indices fit. Waits for the GPU, once."""
         if self._check is not None:
-            self.longest, self.distinct, self.beyond_two = self._check.facts()
+            self.longest, self.distinct, self.beyond_two, self.far = self._check.facts()
             self._check = None
 
     @property
@@ -113,7 +116,9 @@ class Structure:
         return self  # nobody writes to it
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update({"blocks": None, "_narrow": None, **state})  # older pickles have neither
+        self.__dict__.update(
+            {"blocks": None, "_narrow": None, "_t": None, "_reordered": {}, **state}
+        )  # older pickles have none
         # They may have been written over before.
         self._check = Check("SparsePlan", self.crow, self.col, self.columns)
         self._watch()
@@ -148,9 +153,18 @@ class Structure:
             made = self._chunks[size, piece] = chunks_of(self.crow, self.col, size, piece)
         return made
 
+    def reordered(self, size: int, piece: int) -> Reordered | None:
+        """The same by rows in an order in which they read less; None where none does."""
+        key = size, piece
+        if key not in self._reordered and not is_capturing(self.crow.device):
+            self._reordered[key] = reorder(self.crow, self.col, *key)
+        return self._reordered.get(key)
+
     @property
     def chunk_tensors(self) -> list[torch.Tensor]:
-        return [t for made in list(self._chunks.values()) for t in made.tensors]
+        made = *self._chunks.values(), *self._reordered.values()
+        of_transposed = [] if self._t is None else self._t.chunk_tensors
+        return [t for one in made if one is not None for t in one.tensors] + of_transposed
 
     def by_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values in the order of `col`."""
@@ -176,6 +190,19 @@ class Structure:
             self._watch()
         return self._transposed
 
+    @property
+    def t(self) -> "Structure":
+        """The transposed matrix, made once."""
+        if self._t is None:
+            crow, col, order = self.transposed()
+            t = object.__new__(Structure)
+            t.__dict__.update(self.__dict__, _chunks={}, _reordered={}, _narrow=None, blocks=None, far=0, batch=None)
+            t.crow, t.col, t.order, t._transposed = crow, col, order, (self.crow, self.col, self.order)
+            t.rows, t.columns = self.columns, self.rows
+            t.longest, t.longest_column = self.longest_column, self.longest
+            self._t = t
+        return self._t
+
     def arguments(self, dense_gradient: bool) -> tuple[torch.Tensor | None, ...]:
         """order, t_crow, t_col, t_order: the transposed matrix where a gradient will ask for it."""
         if self._transposed is None and (
@@ -198,7 +225,7 @@ class Structure:
 
         if self._narrow is None:
             narrow = object.__new__(Structure)
-            narrow.__dict__.update(self.__dict__, _chunks={})
+            narrow.__dict__.update(self.__dict__, _chunks={}, _reordered={}, _t=None)
             with torch.inference_mode(False):
                 narrow.crow, narrow.col = own(self.crow), own(self.col)
                 narrow.order = None if self.order is None else own(self.order)

@@ -21,6 +21,9 @@ struct Counts {
 struct RowsToCut {
   const int* crow;
   int rows, each, piece;  // each: rows of a block
+  const int* names;
+
+  __device__ int name(int64_t row) const { return names ? names[row] : static_cast<int>(row); }
 
   __device__ Counts count(int length) const {
     const int pieces = length > piece ? length / piece + (length % piece != 0) : 0;
@@ -61,9 +64,9 @@ __global__ void __launch_bounds__(kSparseThreads)
     const Counts own = m.count(length);
     Counts at = done;
     at += counts_before(own, all);
-    if (own.empty) empty[at.empty] = static_cast<int>(row);
-    if (own.cut) cut[at.cut] = make_int3(static_cast<int>(row), at.slots, own.slots);
-    if (length > 0 && !own.cut) ends[begin + length - 1] = static_cast<int>(row);
+    if (own.empty) empty[at.empty] = m.name(row);
+    if (own.cut) cut[at.cut] = make_int3(m.name(row), at.slots, own.slots);
+    if (length > 0 && !own.cut) ends[begin + length - 1] = m.name(row);
     for (unsigned left = __ballot_sync(0xffffffffu, own.cut > 0); left != 0; left &= left - 1) {
       const int lane = __ffs(static_cast<int>(left)) - 1, pieces = __shfl_sync(0xffffffffu, own.slots, lane);
       const int64_t row_begin = __shfl_sync(0xffffffffu, begin, lane);
@@ -78,12 +81,12 @@ __global__ void __launch_bounds__(kSparseThreads)
 
 }  // namespace
 
-void cut_on_gpu(const Pattern& p, int size, int piece, const Chunks& made) {
+void cut_on_gpu(const Pattern& p, int size, int piece, const at::Tensor& names, const Chunks& made) {
   const OperationGuard guard(kChunksOp, p.crow);
   const int64_t rows = p.rows();
   const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(ceil_of(rows, kSparseThreads), 1, kMostBlocks));
   const RowsToCut m{p.crow.const_data_ptr<int>(), static_cast<int>(rows), static_cast<int>(ceil_of(rows, blocks)),
-                    piece};
+                    piece, indices_or_null<int>(names)};
   const at::Tensor of_blocks = empty({blocks, 3}, p.crow.options());
   auto* const found = reinterpret_cast<Counts*>(of_blocks.mutable_data_ptr<int>());
   const auto stream = c10::cuda::getCurrentCUDAStream();

@@ -5,7 +5,7 @@
 //   cut [nonzeros / (piece + 1), 3]: the rows that were cut: a row, its first slot and how many pieces it has
 //   empty [rows]: the rows without nonzeros
 //   counts [3]: how many of `empty` and `cut` there are, zeros follow them, and slots in all
-// All int32.
+// All int32. names: row r is told as names[r], where given: those of a matrix before its rows were reordered.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,6 +30,6 @@ C10_HOST_DEVICE inline int begin_of_chunk(const int* crow, int rows, int64_t tar
   return next_piece < next ? static_cast<int>(next_piece) : next;
 }
 
-void cut_on_gpu(const Pattern& p, int size, int piece, const Chunks& made);
+void cut_on_gpu(const Pattern& p, int size, int piece, const at::Tensor& names, const Chunks& made);
 
 }  // namespace matmuls

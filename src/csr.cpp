@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <cstdlib>
 
 #include "common.h"
 #include "csr_check.h"
@@ -32,8 +33,8 @@ void check(const char* op, const Tensor& crow, const Tensor& col) {
 }
 
 Tensor facts_of(Problem problem, int64_t where, int64_t found, int64_t longest = 0, bool rises = false,
-                int64_t beyond_two = 0) {
-  return at::tensor({static_cast<int64_t>(problem), where, found, longest, int64_t{rises}, beyond_two}, at::kLong);
+                int64_t beyond_two = 0, int64_t far = 0) {
+  return at::tensor({static_cast<int64_t>(problem), where, found, longest, int64_t{rises}, beyond_two, far}, at::kLong);
 }
 
 // The smallest index in [begin, end) that `is_bad`, or end.
@@ -68,7 +69,11 @@ Tensor csr_check_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_co
       const int64_t p = first_bad(0, nonzeros, [&](int64_t i) { return col[i] < 0 || col[i] >= columns; });
       if (p < nonzeros) return facts_of(Problem::column, p, col[p]);
       index_t longest = 0;
-      for (int64_t r = 0; r < rows; ++r) longest = std::max(longest, static_cast<index_t>(crow[r + 1] - crow[r]));
+      int64_t far = 0;
+      for (int64_t r = 0; r < rows; ++r) {
+        longest = std::max(longest, static_cast<index_t>(crow[r + 1] - crow[r]));
+        far += crow[r] < crow[r + 1] && std::abs(static_cast<int64_t>(col[crow[r]]) - r) >= kFar;
+      }
       const int64_t falls_in = first_bad(0, rows, [&](int64_t r) {
         bool falls = false;
         for (int64_t p = crow[r] + 1; p < crow[r + 1]; ++p) falls |= col[p] <= col[p - 1];
@@ -80,7 +85,7 @@ Tensor csr_check_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_co
         for (int64_t p = first; p < last; ++p) count += col[p] >> 2 == col[p - 2] >> 2;
         beyond_two += count;
       });
-      return facts_of(Problem::none, 0, 0, longest, falls_in == rows, beyond_two);
+      return facts_of(Problem::none, 0, 0, longest, falls_in == rows, beyond_two, far);
     }();
   });
   return facts;

@@ -19,9 +19,9 @@ constexpr int64_t kMostBlocks = 1056;
 
 // Zeros at first: the first bad row and the first bad column as 2^62 less their places, the longest row, how many
 // columns are not above the one before, but for those that begin a row, how many lie in the same four as the one
-// before the one before, and how many blocks have told of theirs.
+// before the one before, how many rows begin far from the diagonal, and how many blocks have told of theirs.
 struct Seen {
-  unsigned long long row, column, longest, falls, beyond_two, blocks;
+  unsigned long long row, column, longest, falls, beyond_two, far, blocks;
 };
 constexpr unsigned long long kFirst = 1ull << 62;
 
@@ -31,6 +31,7 @@ __device__ void add(Seen* seen, const Seen& own) {
   if (own.longest > 0) atomicMax(&seen->longest, own.longest);
   if (own.falls != 0) atomicAdd(&seen->falls, own.falls);
   if (own.beyond_two > 0) atomicAdd(&seen->beyond_two, own.beyond_two);
+  if (own.far > 0) atomicAdd(&seen->far, own.far);
   if (own.row > 0) atomicMax(&seen->row, own.row);
   if (own.column > 0) atomicMax(&seen->column, own.column);
 }
@@ -40,6 +41,7 @@ __device__ void tell(const I* crow, const I* col, int64_t rows, int64_t nonzeros
   const auto say = [&](Problem problem, int64_t where, int64_t found, int64_t longest = 0) {
     facts[0] = static_cast<int64_t>(problem), facts[1] = where, facts[2] = found, facts[3] = longest;
     facts[4] = seen.falls == 0, facts[5] = static_cast<int64_t>(seen.beyond_two);
+    facts[6] = static_cast<int64_t>(seen.far);
   };
   if (crow[0] != 0) return say(Problem::first_offset, 0, crow[0]);
   if (crow[rows] != nonzeros) return say(Problem::last_offset, rows, crow[rows]);
@@ -64,7 +66,10 @@ __global__ void __launch_bounds__(kThreads) look_kernel(const I* crow, const I* 
       own.row = larger(own.row, kFirst - r);
     else
       own.longest = larger(own.longest, length);
-    if (length > 0 && first > 0 && first < nonzeros) own.falls -= col[first] <= col[first - 1];
+    if (length <= 0 || first < 0 || first >= nonzeros) continue;
+    const int64_t c = col[first];
+    own.far += c - r >= kFar || r - c >= kFar;
+    if (first > 0) own.falls -= c <= col[first - 1];
   }
 #pragma unroll 4
   for (int64_t p = begin; p < nonzeros; p += step) {
@@ -77,8 +82,9 @@ __global__ void __launch_bounds__(kThreads) look_kernel(const I* crow, const I* 
     own.longest = larger(own.longest, __shfl_xor_sync(0xffffffffu, own.longest, lanes));
     own.falls += __shfl_xor_sync(0xffffffffu, own.falls, lanes);
     own.beyond_two += __shfl_xor_sync(0xffffffffu, own.beyond_two, lanes);
+    own.far += __shfl_xor_sync(0xffffffffu, own.far, lanes);
   }
-  if (threadIdx.x % 32 != 0) own.longest = own.falls = own.beyond_two = 0;
+  if (threadIdx.x % 32 != 0) own.longest = own.falls = own.beyond_two = own.far = 0;
   __syncthreads();
   add(&of_block, own);
   __syncthreads();
@@ -88,7 +94,8 @@ __global__ void __launch_bounds__(kThreads) look_kernel(const I* crow, const I* 
   if (atomicAdd(&seen->blocks, 1ull) + 1 < gridDim.x) return;
   __threadfence();
   const volatile Seen* const all = seen;
-  tell(crow, col, rows, nonzeros, {all->row, all->column, all->longest, all->falls, all->beyond_two, 0}, facts);
+  tell(crow, col, rows, nonzeros, {all->row, all->column, all->longest, all->falls, all->beyond_two, all->far, 0},
+       facts);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // csr_chunks cuts a matrix into chunks of its nonzeros (chunks.h). csr_spmm_chunks: A @ dense as csr_spmm, by them
-// (spmm_chunks.h).
+// (spmm_chunks.h); chunk_col and chunk_values: columns and values of nonzeros in the chunks' order, where it is not
+// that of A's rows.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -20,10 +21,11 @@ using at::Tensor;
 using ChunkTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 MATMULS_OPERATOR(CsrChunksOp, "custom_mm::csr_chunks", "",
-                 ChunkTensors(const Tensor&, const Tensor&, int64_t, int64_t));
+                 ChunkTensors(const Tensor&, const Tensor&, int64_t, int64_t, const OptionalTensor&));
 MATMULS_OPERATOR(SpmmChunksOp, "custom_mm::csr_spmm_chunks", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                        const Tensor&, const Tensor&, c10::SymInt, int64_t, const OptionalTensor&, int64_t));
+                        const Tensor&, const Tensor&, c10::SymInt, int64_t, const OptionalTensor&, int64_t,
+                        const OptionalTensor&, const OptionalTensor&));
 
 Chunks empty_chunks(const Pattern& p, int64_t size, int64_t piece) {
   check_pattern(kChunksOp, p, p.crow);
@@ -38,7 +40,8 @@ Chunks empty_chunks(const Pattern& p, int64_t size, int64_t piece) {
           at::empty({3}, ints)};
 }
 
-void cut_on_cpu(const Pattern& p, int size, int piece, const Chunks& made) {
+void cut_on_cpu(const Pattern& p, int size, int piece, const Tensor& names, const Chunks& made) {
+  const int* const named = indices_or_null<int>(names);
   const int* const crow = p.crow.const_data_ptr<int>();
   const int rows = static_cast<int>(p.rows());
   int *begins = made.begins.mutable_data_ptr<int>(), *ends = made.ends.mutable_data_ptr<int>();
@@ -47,14 +50,15 @@ void cut_on_cpu(const Pattern& p, int size, int piece, const Chunks& made) {
   std::fill_n(ends, p.nonzeros(), -1);
   for (int row = 0; row < rows; ++row) {
     const int64_t begin = crow[row], end = crow[row + 1];
+    const int name = named ? named[row] : row;
     if (begin == end) {
-      empty[empties++] = row;
+      empty[empties++] = name;
     } else if (end - begin <= piece) {
-      ends[end - 1] = row;
+      ends[end - 1] = name;
     } else {
       const int first = slots;
       for (int64_t at = begin; at < end; at += piece) ends[std::min(at + piece, end) - 1] = rows + slots++;
-      for (const int x : {row, first, slots - first}) cut[cuts++] = x;
+      for (const int x : {name, first, slots - first}) cut[cuts++] = x;
     }
   }
   for (int64_t i = 0; i < made.begins.size(0); ++i)
@@ -63,19 +67,32 @@ void cut_on_cpu(const Pattern& p, int size, int piece, const Chunks& made) {
   counts[0] = empties, counts[1] = cuts / 3, counts[2] = slots;
 }
 
-template <void (*cut)(const Pattern&, int, int, const Chunks&)>
-ChunkTensors csr_chunks(const Tensor& crow, const Tensor& col, int64_t size, int64_t piece) {
+template <decltype(cut_on_cpu) cut>
+ChunkTensors csr_chunks(const Tensor& crow, const Tensor& col, int64_t size, int64_t piece,
+                        const OptionalTensor& maybe_names) {
   const Pattern p = pattern_of(crow, col, {});
+  const Tensor names = tensor_or_none(maybe_names);
   const Chunks made = empty_chunks(p, size, piece);
-  cut(contiguous(p), static_cast<int>(size), static_cast<int>(piece), made);
+  TORCH_CHECK_VALUE(!names.defined() || (names.dim() == 1 && names.sym_size(0) == p.sym_rows() &&
+                                         names.scalar_type() == at::kInt && names.device() == crow.device()),
+                    kChunksOp, ": expected names of ", p.sym_rows(), " rows in Int, got ", names.sym_sizes(), " in ",
+                    names.scalar_type());
+  cut(contiguous(p), static_cast<int>(size), static_cast<int>(piece), names.defined() ? names.contiguous() : names,
+      made);
   return {made.begins, made.ends, made.cut, made.empty, made.counts};
 }
 
-void cut_nothing(const Pattern&, int, int, const Chunks&) {}
+void cut_nothing(const Pattern&, int, int, const Tensor&, const Chunks&) {}
+
+void check_moved(const OptionalTensor& chunk_col, const OptionalTensor& chunk_values) {
+  TORCH_CHECK_VALUE(chunk_col.has_value() == chunk_values.has_value(), kOp,
+                    ": expected chunk_col and chunk_values together");
+}
 
 Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
                const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t, const OptionalTensor& order,
-               int64_t longest) {
+               int64_t longest, const OptionalTensor& chunk_col, const OptionalTensor& chunk_values) {
+  check_moved(chunk_col, chunk_values);
   return SpmmOp::call(crow, col, values, dense, std::move(columns), "sum", 1, order, {}, {}, {}, {}, false, longest,
                       -1);
 }
@@ -83,18 +100,30 @@ Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const
 // A product that records a gradient is csr_spmm's.
 Tensor autograd(const Tensor& begins, const Tensor& ends, const Tensor& cut, const Tensor& empty, const Tensor& crow,
                 const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t slots,
-                const OptionalTensor& order, int64_t longest) {
+                const OptionalTensor& order, int64_t longest, const OptionalTensor& chunk_col,
+                const OptionalTensor& chunk_values) {
   const auto go = needs_gradient(kOp, {values, dense}) ? by_rows : SpmmChunksOp::below_autograd;
-  return go(begins, ends, cut, empty, crow, col, values, dense, std::move(columns), slots, order, longest);
+  return go(begins, ends, cut, empty, crow, col, values, dense, std::move(columns), slots, order, longest, chunk_col,
+            chunk_values);
 }
 
 #ifdef MATMULS_CUDA
 Tensor on_gpu(const Tensor& begins, const Tensor& ends, const Tensor& cut, const Tensor& empty, const Tensor& crow,
               const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t slots,
-              const OptionalTensor& order, int64_t longest) {
-  const ChunkedCall c{{crow, col, tensor_or_none(order)}, values, dense, begins, ends, cut, empty, slots};
+              const OptionalTensor& order, int64_t longest, const OptionalTensor& chunk_col,
+              const OptionalTensor& chunk_values) {
+  check_moved(chunk_col, chunk_values);
+  const bool moved = chunk_col.has_value();
+  const ChunkedCall c{{crow, moved ? *chunk_col : col, moved ? Tensor() : tensor_or_none(order)},
+                      moved ? *chunk_values : values,
+                      dense,
+                      begins,
+                      ends,
+                      cut,
+                      empty,
+                      slots};
   if (!can_go_by_chunks(c, columns.expect_int()))
-    return by_rows(begins, ends, cut, empty, crow, col, values, dense, columns, slots, order, longest);
+    return by_rows(begins, ends, cut, empty, crow, col, values, dense, columns, slots, order, longest, {}, {});
   return run_chunks(c);
 }
 #endif
@@ -103,10 +132,14 @@ Tensor on_gpu(const Tensor& begins, const Tensor& ends, const Tensor& cut, const
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  m.def("csr_chunks(Tensor crow, Tensor col, int size, int piece) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", tags);
+  m.def(
+      "csr_chunks(Tensor crow, Tensor col, int size, int piece, Tensor? names=None) -> (Tensor, Tensor, Tensor, "
+      "Tensor, Tensor)",
+      tags);
   m.def(
       "csr_spmm_chunks(Tensor begins, Tensor ends, Tensor cut, Tensor empty, Tensor crow, Tensor col, Tensor values, "
-      "Tensor dense, SymInt columns, int slots, Tensor? order=None, int longest=-1) -> Tensor",
+      "Tensor dense, SymInt columns, int slots, Tensor? order=None, int longest=-1, Tensor? chunk_col=None, Tensor? "
+      "chunk_values=None) -> Tensor",
       tags);
 }
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {

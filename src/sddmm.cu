@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
     for (int u = 0; u < kTogether; ++u) {
       // Past the end the last one again.
       const int64_t q = min(p + u, end - 1);
-      while (begin < end && static_cast<int64_t>(m.crow[row + 1]) <= q) ++row;
+      if (begin < end) row = row_from(m.crow, m.rows, row, q);
       rows[u] = static_cast<I>(row), columns[u] = begin < end ? m.col[q] : I(0);
     }
     // The batch is this block's own, or all of it where it is summed.

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from matmuls import ours, plan, spmm
 from matmuls.chunks import chunks_of
@@ -109,19 +110,92 @@ def test_what_is_not_finite_stays_in_its_rows(always):
     assert result.isfinite().sum() == result.numel() - sum(int((dense[:, r] != 0).sum()) for r in (7, 50, 0, 99))
 
 
-@pytest.mark.cuda
-def test_gradients_beside_chunks(always):
+@pytest.fixture
+def anywhere(always, monkeypatch):
+    """On a CPU too, whose operator goes by rows."""
     always(8, 8)
-    dense = draw(200, 100, 0.05, "cuda")
-    a = narrow(dense).requires_grad_()
-    b = torch.randn(100, 32, device="cuda", requires_grad=True)
-    grad = torch.randn(200, 32, device="cuda")
-    plain = spmm(a.detach(), b.detach())
-    result = spmm(a, b)
-    torch.testing.assert_close(result, plain)
-    to_a, to_b = torch.autograd.grad(result, (a, b), grad)
-    torch.testing.assert_close(to_b, dense.mT @ grad)
-    torch.testing.assert_close(to_a.values(), (grad @ b.detach().mT)[dense != 0])
+    monkeypatch.setattr(ours, "_may_go_by_chunks", lambda structure, b: b.dim() == 2)
+
+
+@pytest.mark.parametrize("layout", ["csr", "csc"])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+def test_gradients_by_chunks(wanted, layout, device, anywhere, monkeypatch):
+    taken, go = [], ours.Recorded.apply
+    monkeypatch.setattr(ours.Recorded, "apply", lambda *args: (taken.append(args), go(*args))[1])
+    dense = draw(200, 100, 0.05, device)
+    made = plan(getattr(dense, f"to_sparse_{layout}")(), tune=False)
+    values = made.values.clone().requires_grad_(wanted[0])
+    b = torch.randn(100, 32, device=device, requires_grad=wanted[1])
+    grad = torch.randn(200, 32, device=device)
+    result = made.with_values(values) @ b
+    assert_right(result.detach(), dense, b.detach())
+    result.backward(grad)
+    assert len(taken) == 1
+    if wanted[1]:
+        assert_right(b.grad, dense.mT, grad)
+    if wanted[0]:
+        everywhere, stored = grad @ b.detach().mT, dense != 0
+        by_columns = layout == "csc"
+        expected = everywhere.mT[stored.mT] if by_columns else everywhere[stored]
+        torch.testing.assert_close(values.grad, expected)
+    (made @ b.detach().requires_grad_()).sum().backward()  # a gradient of one number for all
+
+
+def test_gradients_of_gradients_by_chunks(anywhere):
+    made = plan(draw(9, 7, 0.4, "cpu", torch.float64).to_sparse_csr(), tune=False)
+    values = made.values.clone().requires_grad_()
+    b = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+
+    def product(values, b):
+        return made.with_values(values) @ b
+
+    assert torch.autograd.gradcheck(product, (values, b))
+    assert torch.autograd.gradgradcheck(product, (values, b))
+    assert type(product(values, b).grad_fn).__name__.startswith("Recorded")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_by_chunks_are_those_by_rows(dtype, anywhere, monkeypatch):
+    a = narrow(draw(700, 900, 0.02, "cuda", dtype)).requires_grad_()
+    b, grad = (torch.randn(n, 64, device="cuda").to(dtype) for n in (900, 700))
+    b.requires_grad_()
+    by_chunks = torch.autograd.grad(spmm(a, b), (a, b), grad)
+    again = torch.autograd.grad(spmm(a, b), (a, b), grad)
+    assert all(torch.equal(x.to_dense(), y.to_dense()) for x, y in zip(by_chunks, again, strict=True))
+    monkeypatch.setattr(ours, "_may_go_by_chunks", lambda structure, b: False)
+    by_rows = torch.autograd.grad(spmm(a, b), (a, b), grad)
+    for x, y in zip(by_chunks, by_rows, strict=True):
+        torch.testing.assert_close(x.to_dense(), y.to_dense(), atol=1e-2 if dtype.itemsize == 2 else 1e-4, rtol=2e-2)
+
+
+@pytest.mark.cuda
+def test_a_graph_of_gradients_by_chunks(anywhere):
+    """Of a step: product and gradients; cut and transposed before, and under capture by rows where not."""
+    dense = draw(700, 900, 0.02, "cuda")
+    for known in (False, True):
+        made = plan(narrow(dense), tune=False)
+        b, grad = torch.randn(900, 128, device="cuda", requires_grad=True), torch.randn(700, 128, device="cuda")
+
+        def step(made=made, b=b, grad=grad):
+            return torch.autograd.grad(made @ b, b, grad)[0]
+
+        if known:
+            first = step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        graph.replay()
+        assert_right(captured, dense.mT, grad)
+        assert not known or torch.equal(captured, first)
+
+
+def test_a_step_that_is_checkpointed(anywhere, device):
+    dense = draw(200, 100, 0.05, device)
+    made, b = plan(dense.to_sparse_csr(), tune=False), torch.randn(100, 32, device=device, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(lambda x: made @ x, b, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(b.grad, dense.sum(0)[:, None].expand(100, 32), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.cuda

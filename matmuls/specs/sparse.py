@@ -111,6 +111,13 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     parts = narrow.crow, narrow.col, single, right.clone().requires_grad_(), 5, made.slots
     yield _ops.csr_chunks.default, (narrow.crow, narrow.col, 4, 2)
     yield _ops.csr_spmm_chunks.default, (made.begins, made.ends, made.cut, made.empty, *parts)
+    yield _ops.csr_spmm_chunks.default, (made.begins, made.ends, made.cut, made.empty, *parts, None, 4, *parts[1:3])
+    square = _sparse_plan(draw, 6, 6)._structure.in_int32()
+    yield _ops.csr_regions.default, (square.crow, square.col, 6, 2, 3)
+    order = torch.randperm(6, device=square.crow.device, dtype=torch.int32)
+    yield _ops.csr_reads.default, (square.crow, square.col, 6, 2, 2, order)
+    yield _ops.csr_reorder.default, (square.crow, square.col, order)
+    yield _ops.csr_chunks.default, (square.crow, square.col, 4, 2, order)
     laid_out = _ops.csr_tiles(narrow.crow, narrow.col, 5, 1, 2, 16)
     yield _ops.csr_tiles.default, (narrow.crow, narrow.col, 5, 1, 2, 16)
     first, _, until, _ = laid_out[0].view(-1, 4)[-1].tolist()
@@ -217,6 +224,9 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_spmm_halves.default,
             _ops.csr_chunks.default,
             _ops.csr_spmm_chunks.default,
+            _ops.csr_regions.default,
+            _ops.csr_reads.default,
+            _ops.csr_reorder.default,
             _ops.csr_tiles.default,
             _ops.csr_tile_entries.default,
             _ops.csr_spmm_tiles.default,

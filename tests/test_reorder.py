@@ -1,0 +1,322 @@
+"""Rows in an order in which neighbours read the same rows of the dense side (src/reorder.h, matmuls/reorder.py)."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from matmuls import choice, estimates, forms, plan, reorder, spmm
+from matmuls.chunks import chunks_of
+from matmuls.device import Memory
+
+_ops = torch.ops.custom_mm
+SIZES = 32, 64  # nonzeros of a chunk, and of a piece
+
+
+def grid(side, device, *, scrambled, keep=1.0):
+    """The five points around each of side x side, or a part of them; the points numbered as it comes. crow, col."""
+    at = torch.arange(side * side).view(side, side)
+    pairs = [torch.stack([at.flatten(), at.flatten()])]
+    for here, there in ((at[1:], at[:-1]), (at[:, 1:], at[:, :-1])):
+        pairs += [torch.stack([x.flatten(), y.flatten()]) for x, y in ((here, there), (there, here))]
+    row, col = torch.cat(pairs, 1)
+    kept = torch.rand(len(row), generator=torch.Generator().manual_seed(2)) < keep
+    row, col = row[kept], col[kept]
+    if scrambled:
+        names = torch.randperm(side * side, generator=torch.Generator().manual_seed(1))
+        row, col = names[row], names[col]
+    order = (row * side * side + col).argsort()
+    crow = torch.zeros(side * side + 1, dtype=torch.int32)
+    crow[1:] = torch.bincount(row, minlength=side * side).cumsum(0)
+    return crow.to(device), col[order].int().to(device)
+
+
+def regions_of(crow, col, size, rounds):
+    crow, col = crow.tolist(), col.tolist()
+    found = [row // size if row % size == 0 else -1 for row in range(len(crow) - 1)]
+    for _ in range(rounds):
+        before = list(found)
+        for row, own in enumerate(before):
+            if own < 0:
+                found[row] = max((before[c] for c in col[crow[row] : crow[row + 1]]), default=-1)
+    return torch.tensor([row // size if own < 0 else own for row, own in enumerate(found)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.4])  # of the latter some rows are reached from nowhere
+@pytest.mark.parametrize(("size", "rounds"), [(1, 1), (7, 1), (50, 2), (50, 7), (300, 40), (10_000, 3)])
+def test_regions(size, rounds, keep, device):
+    crow, col = grid(23, device, scrambled=True, keep=keep)
+    made = _ops.csr_regions(crow, col, 23 * 23, size, rounds)
+    assert torch.equal(made.cpu(), regions_of(crow, col, size, rounds))
+
+
+def test_regions_of_what_is_empty_or_not_square(device):
+    crow, col = grid(5, device, scrambled=False)
+    empty = crow[:1].clone()
+    assert _ops.csr_regions(empty, col[:0], 0, 4, 3).shape == (0,)
+    for bad in ((crow, col, 26), (crow.long(), col.long(), 25)):
+        for operator in (_ops.csr_regions, _ops.csr_reads):
+            with pytest.raises(ValueError, match="expected a square matrix in Int"):
+                operator(*bad, 4, 3)
+    for bad in ((0, 3), (4, 0), (4, 1025)):
+        with pytest.raises(ValueError, match="csr_regions: expected regions of 1 row at least and 1 to 1024 rounds"):
+            _ops.csr_regions(crow, col, 25, *bad)
+    for bad in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="csr_reads: expected windows of 1 row at least"):
+            _ops.csr_reads(crow, col, 25, *bad)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Regions, and rows on their way at once, for matrices of a few hundred rows."""
+    monkeypatch.setattr(reorder, "REGION_ROWS", 64)
+    monkeypatch.setattr(reorder, "AT_ONCE", 64)
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+@pytest.mark.parametrize("sizes", [SIZES, (8, 3)], ids=str)  # by the latter rows are cut
+def test_a_scrambled_grid_in_another_order(sizes, keep, device, small):
+    crow, col = grid(40, device, scrambled=True, keep=keep)
+    made = reorder.reorder(crow, col, *sizes)
+    before, after = made.reads
+    assert after < (0.5 if keep == 1 else 0.7) * before
+    assert sorted(made.place.tolist()) == list(range(len(col)))
+    assert torch.equal(made.col, col[made.place.long()])
+    row = torch.repeat_interleave(torch.arange(1600, device=device), crow.diff().long())
+    moved = row[made.place.long()]
+    order = torch.unique_consecutive(moved)
+    assert sorted(order.tolist()) == sorted(set(row.tolist()))  # a row's nonzeros stay together, and
+    assert all((made.place[moved == r].diff() == 1).all() for r in (0, 7, 1599))  # in their order
+    of_rows = chunks_of(crow, col, *sizes)
+    assert made.chunks.slots == of_rows.slots
+    assert sorted(made.chunks.empty.tolist()) == of_rows.empty.tolist()
+    ends = made.chunks.ends
+    whole = (ends >= 0) & (ends < 1600)
+    assert torch.equal(ends[whole].long(), moved[whole])
+    assert (ends >= 0).sum() == (of_rows.ends >= 0).sum()
+    cut = {r: count for r, _, count in of_rows.cut.tolist()}
+    assert {r: count for r, _, count in made.chunks.cut.tolist()} == cut
+
+
+def test_a_grid_in_order_is_left_so(device, small):
+    assert reorder.reorder(*grid(40, device, scrambled=False), *SIZES) is None
+
+
+def test_what_windows_read(device, small):
+    crow, col = grid(60, device, scrambled=True)
+    order = torch.randperm(3600, device=device, dtype=torch.int32)
+    row = torch.repeat_interleave(torch.arange(3600, device=device), crow.diff().long())
+    place = torch.empty_like(order).scatter_(0, order.long(), torch.arange(3600, device=device, dtype=torch.int32))
+    for given, at in ((None, row), (order, place[row])):
+        for at_once, every in ((64, 1), (64, 3), (1000, 2), (1, 1), (5000, 4)):
+            windows = (at // at_once).tolist()
+            pairs = {(w, c) for w, c in zip(windows, col.tolist(), strict=True) if w % every == 0}
+            assert _ops.csr_reads(crow, col, 3600, at_once, every, given).item() == len(pairs)
+
+
+def test_rows_in_another_order(device):
+    crow, col = grid(20, device, scrambled=True, keep=0.5)
+    order = torch.randperm(400, device=device, dtype=torch.int32)
+    new_crow, new_col, place = _ops.csr_reorder(crow, col, order)
+    dense = torch.sparse_csr_tensor(crow, col, torch.arange(1.0, len(col) + 1, device=device), (400, 400)).to_dense()
+    moved = torch.sparse_csr_tensor(new_crow, new_col, place + 1.0, (400, 400)).to_dense()
+    assert torch.equal(moved, dense[order.long()])
+    for bad in (order[:7], order.long(), order[:, None]):
+        with pytest.raises(ValueError, match="csr_reorder: expected the order of 400 rows in Int"):
+            _ops.csr_reorder(crow, col, bad)
+        with pytest.raises(ValueError, match="csr_chunks: expected names of 400 rows in Int"):
+            _ops.csr_chunks(crow, col, 8, 8, bad)
+
+
+def multiply(made, crow, col, values, b):
+    chunks = made.chunks
+    cuts = chunks.begins, chunks.ends, chunks.cut, chunks.empty
+    moved = values.index_select(0, made.place)
+    return _ops.csr_spmm_chunks(*cuts, crow, col, values, b, len(crow) - 1, chunks.slots, None, -1, made.col, moved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES, (8, 3)], ids=str)
+def test_products_are_those_of_the_matrix_in_order(sizes, dtype, device, small):
+    crow, col = grid(40, device, scrambled=True, keep=0.8)
+    values = torch.randn(len(col), device=device).to(dtype)
+    made, of_rows = reorder.reorder(crow, col, *sizes), chunks_of(crow, col, *sizes)
+    for n in (8, 64, 136, 520):
+        b = torch.randn(1600, n, device=device).to(dtype)
+        expected = _ops.csr_spmm_chunks(
+            of_rows.begins, of_rows.ends, of_rows.cut, of_rows.empty, crow, col, values, b, 1600, of_rows.slots
+        )
+        torch.empty_like(expected).fill_(torch.nan)  # what the result's memory may hold
+        assert torch.equal(multiply(made, crow, col, values, b), expected)
+    for b in (torch.randn(1600, 7, device=device).to(dtype), torch.randn(1600, 72, device=device).to(dtype)[:, 1:65]):
+        by_rows = _ops.csr_spmm(crow, col, values, b, 1600)
+        assert torch.equal(multiply(made, crow, col, values, b), by_rows)
+    b = torch.randn(1600, 16, device=device).to(dtype).requires_grad_()
+    (to_b,) = torch.autograd.grad(multiply(made, crow, col, values, b).sum(), b)
+    (expected,) = torch.autograd.grad(_ops.csr_spmm(crow, col, values, b, 1600).sum(), b)
+    assert torch.equal(to_b, expected)
+
+
+def test_columns_without_values_are_refused(device, small):
+    crow, col = grid(40, device, scrambled=True)
+    chunks = reorder.reorder(crow, col, *SIZES).chunks
+    cuts = chunks.begins, chunks.ends, chunks.cut, chunks.empty
+    parts = crow, col, torch.randn(len(col), device=device), torch.randn(1600, 8, device=device), 1600, chunks.slots
+    with pytest.raises(ValueError, match="expected chunk_col and chunk_values together"):
+        _ops.csr_spmm_chunks(*cuts, *parts, None, -1, col)
+
+
+def scrambled_plan(side, dtype=torch.float32, scrambled=True):
+    crow, col = grid(side, "cuda", scrambled=scrambled)
+    values = torch.randn(len(col), device="cuda").to(dtype)
+    a = torch.sparse_csr_tensor(crow, col, values, (side * side, side * side))
+    return a, plan(a)
+
+
+@pytest.fixture
+def small_cache(monkeypatch):
+    monkeypatch.setattr(choice, "memory", lambda device: Memory(4e5, 2**23))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_plan_reorders_and_follows_its_values(dtype, small_cache):
+    a, made = scrambled_plan(256, dtype)
+    before = made.nbytes
+    for n in (128, 512):
+        b = torch.randn(256 * 256, n, device="cuda").to(dtype)
+        first = made @ b
+        assert next(iter(made._choice.measured.values())).fastest(True, True) == forms.REORDERED
+        torch.testing.assert_close(first, spmm(a, b))
+        assert forms.REORDERED in made.explain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = made @ b
+        graph.replay()
+        assert torch.equal(captured, first)
+        assert all(torch.equal(made @ b, first) for _ in range(20))
+        made.update(a.values() * 2)
+        graph.replay()
+        torch.testing.assert_close(captured, 2 * first)  # but for subnormal numbers the same
+        assert torch.equal(made @ b, captured)
+        torch.testing.assert_close(copy.deepcopy(made) @ b, 2 * first)
+        made.update(a.values())
+        assert torch.equal(made @ b, first)
+    assert made.nbytes >= before + (4 + dtype.itemsize) * a.values().numel()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_in_another_order_too(dtype, small_cache):
+    a, made = scrambled_plan(256, dtype)
+    b, grad = (torch.randn(256 * 256, 128, device="cuda").to(dtype) for _ in range(2))
+    b.requires_grad_()
+
+    def step():
+        return torch.autograd.grad(made @ b, b, grad)[0]
+
+    first = step()
+    form = made._choice._products[forms.REORDERED]
+    assert form._transposed is not None and form._transposed.tensors
+    by_rows = torch.autograd.grad(spmm(a, b), b, grad)[0]
+    torch.testing.assert_close(first, by_rows)
+    assert torch.equal(step(), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert torch.equal(captured, first)
+    made.update(a.values() * 2)
+    graph.replay()
+    torch.testing.assert_close(captured, 2 * first)
+    torch.testing.assert_close(step(), 2 * first)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        torch.testing.assert_close(step().float(), 2 * first.float(), atol=0.5, rtol=0.05)
+    values = made.values.clone().requires_grad_()  # a gradient to the values is the matrix's in order
+    to_values, to_b = torch.autograd.grad(made.with_values(values) @ b, (values, b), grad)
+    torch.testing.assert_close(to_b, 2 * by_rows)
+    assert to_values.shape == values.shape
+
+
+@pytest.mark.cuda
+def test_a_graph_of_gradients_before_anything_is_known(small_cache):
+    a, made = scrambled_plan(256)
+    b, grad = (torch.randn(256 * 256, 128, device="cuda") for _ in range(2))
+    made @ b  # reorders the matrix, but not the transposed one
+    b.requires_grad_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(made @ b, b, grad)[0]
+    graph.replay()
+    torch.testing.assert_close(captured, torch.autograd.grad(spmm(a, b), b, grad)[0])
+
+
+@pytest.mark.cuda
+def test_a_plan_leaves_what_is_in_order_or_in_the_cache(small_cache):
+    b = torch.randn(256 * 256, 128, device="cuda")
+    for made, side in ((scrambled_plan(256, scrambled=False)[1], b), (scrambled_plan(256)[1], b[:, :16].contiguous())):
+        made @ side
+        assert forms.REORDERED not in made.explain()
+
+
+@pytest.mark.cuda
+def test_a_graph_before_anything_is_known(small_cache):
+    a, made = scrambled_plan(256)
+    b = torch.randn(256 * 256, 128, device="cuda")
+    spmm(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = made @ b
+    graph.replay()
+    torch.testing.assert_close(captured, spmm(a, b))
+
+
+@pytest.mark.cuda
+def test_without_memory_rows_stay_in_order(small_cache, monkeypatch):
+    def refuse(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    a, made = scrambled_plan(256)
+    monkeypatch.setattr("matmuls.structure.reorder", refuse)
+    b = torch.randn(256 * 256, 128, device="cuda")
+    torch.testing.assert_close(made @ b, spmm(a, b))
+    assert forms.REORDERED not in made.explain()
+
+
+def test_what_is_saved_and_what_it_costs():
+    """Of a mesh as measured on an H100: 13 us at 256 bytes a row, 50 at 512 and 200 at 2048 of 1100 to reorder it."""
+    s, h100 = SimpleNamespace(columns=258569, rows=258569, nonzeros=1026264), Memory(3.35e6, 50 * 2**20)
+    saved = [estimates.us_saved_by_reordering(s, row_bytes, h100) for row_bytes in (64, 256, 512, 2048)]
+    assert saved[0] < 0
+    for found, measured in zip(saved[1:], (13, 50, 200), strict=True):
+        assert found == pytest.approx(measured, rel=0.4)
+    assert estimates.us_to_reorder(s) == pytest.approx(1100, rel=0.1)
+    assert estimates.us_saved_by_reordering(SimpleNamespace(columns=0, rows=0, nonzeros=0), 64, h100) == 0
+    us = [estimates.us_by_reads(s, 512, 4, reads, h100) for reads in (786524, 358396)]
+    assert us == pytest.approx([172, 122], rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        ({}, True),
+        ({"far": 258569 // 5}, False),
+        ({"columns": 258570}, False),
+        ({"longest": 65}, False),
+        ({"longest": 20}, False),  # five times the average
+        ({"n": 64}, False),
+        ({"n": 512}, True),
+        ({"dtype": torch.float64}, False),
+        ({"device": torch.device("cpu")}, False),
+    ],
+    ids=str,
+)
+def test_which_matrices_are_reordered(changed, taken, monkeypatch):
+    monkeypatch.setattr(choice, "memory", lambda device: Memory(3.35e6, 50 * 2**20))
+    of = {"rows": 258569, "columns": 258569, "nonzeros": 1026264, "longest": 4, "far": 190000}
+    structure = SimpleNamespace(**of | {k: v for k, v in changed.items() if k in of}, crow=torch.zeros(1).int())
+    asked = {"dtype": torch.float32, "n": 128, "device": torch.device("cuda")}
+    asked |= {k: v for k, v in changed.items() if k in asked}
+    assert choice.Choice(structure)._is_scattered(**asked) == taken

@@ -218,7 +218,7 @@ def test_gradients_in_another_order_too(dtype, small_cache):
 
     first = step()
     form = made._choice._products[forms.REORDERED]
-    assert form._transposed is not None and form._transposed.tensors
+    assert form._transposed.tensors
     by_rows = torch.autograd.grad(spmm(a, b), b, grad)[0]
     torch.testing.assert_close(first, by_rows)
     assert torch.equal(step(), first)

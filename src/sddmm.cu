@@ -106,13 +106,17 @@ __global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
 #pragma unroll 1
   for (int64_t p = begin; p < begin + kRun; p += kTogether) {
     I rows[kTogether], columns[kTogether];
+    const int64_t row_end = m.crow[min(row + 1 + lane, m.rows)];  // of the next L rows
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) {
       // Past the end the last one again.
       const int64_t q = min(p + u, end - 1);
-      if (begin < end) row = row_from(m.crow, m.rows, row, q);
-      rows[u] = static_cast<I>(row), columns[u] = begin < end ? m.col[q] : I(0);
+      const unsigned done = __ballot_sync(0xffffffffu, row_end <= q) >> (threadIdx.x % 32 / L * L);
+      const int skipped = __popc(L == 32 ? done : done & ((1u << L % 32) - 1));
+      rows[u] = static_cast<I>(skipped < L ? row + skipped : row_from(m.crow, m.rows, row + L - 1, q));
+      columns[u] = begin < end ? m.col[q] : I(0);
     }
+    row = rows[kTogether - 1];
     // The batch is this block's own, or all of it where it is summed.
 #pragma unroll 1
     for (int64_t first = m.summed ? 0 : blockIdx.y; first < m.batches; first += m.summed ? m.batches : gridDim.y) {

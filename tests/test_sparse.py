@@ -286,6 +286,23 @@ def test_nan_and_inf_stay_in_their_rows(device):
 # ---------------------------------------------------------------------------------------------------- SDDMM and softmax
 
 
+@pytest.mark.parametrize("n", [3, 8, 16, 64])
+@pytest.mark.parametrize(
+    "rows", [(0, 1, 40, 5000), (4999, 5000), (17, 18, 19, 400, 433, 466, 3000), (0,), (2500,)], ids=str
+)
+def test_sampled_products_among_empty_rows(rows, n, device):
+    """Thousands of them one after the other, as web graphs have."""
+    each = torch.zeros(5001, dtype=torch.int32)
+    each[list(rows)] = torch.randint(1, 40, (len(rows),), dtype=torch.int32)
+    crow = torch.cat([each.new_zeros(1), each.cumsum(0, dtype=torch.int32)]).to(device)
+    col = torch.cat([torch.randperm(60)[:k].sort().values for k in each[each > 0].tolist()]).int().to(device)
+    a, b = torch.randn(5001, n, device=device), torch.randn(n, 60, device=device)
+    pattern = torch.sparse_csr_tensor(crow, col, torch.ones(len(col), device=device), (5001, 60))
+    row = torch.repeat_interleave(torch.arange(5001, device=device), crow.diff().long())
+    expected = (a.double()[row] * b.double().mT[col.long()]).sum(1)
+    torch.testing.assert_close(sddmm(a, b, pattern).double(), expected, atol=1e-5, rtol=1e-5)
+
+
 @every_dtype
 @every_layout
 def test_sddmm(layout, dtype, device):

@@ -505,6 +505,26 @@ def _spmm_flops(
     return 2 * col[0] * dense[-1] * batch.numel()
 
 
+@register_flop_formula([_ops.csr_spmm_chunks, _ops.csr_spmm_tiles, _ops.csr_spmm_halves])
+def _laid_out_flops(*args: Any, **kwargs: Any) -> int:
+    _, col, _, dense = args[4:8]  # after four tensors of the layout
+    return int(2 * col[0] * dense[-1])
+
+
+@register_flop_formula([_ops.csr_spmm_packed, _ops.csr_linear_packed])
+def _packed_flops(
+    packed: torch.Size,
+    crow: torch.Size,
+    col: torch.Size,
+    values: torch.Size,
+    dense: torch.Size,
+    columns: int,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return 2 * col[0] * math.prod(dense) // max(columns, 1)  # [columns, n], or rows of a linear layer [n, columns]
+
+
 @register_flop_formula(_ops.csr_sddmm)
 def _sddmm_flops(crow: torch.Size, col: torch.Size, a: torch.Size, b: torch.Size, *args: Any, **kwargs: Any) -> int:
     batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]

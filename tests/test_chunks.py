@@ -99,6 +99,23 @@ def test_products_by_chunks(shape, dtype, always):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("each", [1, 40], ids=["few values", "many, which are put in order first"])
+def test_values_in_another_order(each, always):
+    always(32, 64)
+    rows, columns = 60_000, 500
+    crow = torch.arange(rows + 1, device="cuda", dtype=torch.int32) * each
+    col = torch.rand(rows, columns, device="cuda").argsort()[:, :each].sort().values.flatten().int()
+    values, order = torch.randn(rows * each, device="cuda"), torch.randperm(rows * each, device="cuda").int()
+    b = torch.randn(columns, 32, device="cuda")
+    made = chunks_of(crow, col, 32, 64)
+    parts = made.begins, made.ends, made.cut, made.empty, crow, col
+    result = torch.ops.custom_mm.csr_spmm_chunks(*parts, values, b, columns, made.slots, order)
+    moved = values[order.long()]
+    assert torch.equal(result, torch.ops.custom_mm.csr_spmm_chunks(*parts, moved, b, columns, made.slots))
+    assert_right(result, torch.sparse_csr_tensor(crow, col, moved, (rows, columns)).to_dense(), b)
+
+
+@pytest.mark.cuda
 def test_what_is_not_finite_stays_in_its_rows(always):
     always(8, 8)
     dense = draw(200, 100, 0.05, "cuda")

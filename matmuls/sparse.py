@@ -190,6 +190,9 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
     candidate gives the same bits every time, but not those of another; which one is fastest may change from process to
     process.
 
+    On a GPU the rows of a square matrix that read here and there of a large dense side are multiplied in another order,
+    in which they read less (matmuls/reorder.py).
+
     By blocks, of BSR and BSC with sides of 16, 32, 64 or 128: on tensor cores, of capability 8.0 on, in float16,
     bfloat16 or, where torch.set_float32_matmul_precision allows TF32, float32; differentiable, twice and more, in b.
 
@@ -290,7 +293,8 @@ def spmm(
     sums again by rows.
 
     On a GPU rows of uneven length, or short ones, are shared out in chunks, with int32 indices: made at the first
-    product, which waits for the GPU, and kept with the matrix, about 4 bytes a nonzero and 4 a row.
+    product, which waits for the GPU, and kept with the matrix, about 4 bytes a nonzero and 4 a row; with a gradient to
+    b the transposed matrix and its chunks too, about 12 and 8.
 
     Differentiable, twice and more, in A's values (a sparse tensor with A's pattern: O(nonzeros) memory) and in b. The
     indices of a sparse tensor are checked once for as long as it lives, and again when they were written to, but not

@@ -1,13 +1,12 @@
 """A sparse product as the call of an operator."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 
 class Call(NamedTuple):
-    operator: Callable[..., Any]  # an OpOverload where it is lasting
+    operator: Any  # an OpOverload; where it is not lasting, whatever takes the arguments
     arguments: tuple[Any, ...]
     dense: int  # the dense side's place among them
     stream: int | None = None  # the only one that may read what was made for it, yet

@@ -205,9 +205,8 @@ class Choice:
     def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stay: bool = True) -> Measurement:
         """Waits for the GPU unless ours is taken without being measured. stay: values that will not are not left in
         what graphs read."""
-        if stay and self._is_scattered(dtype, b.shape[1], b.device) and (us := self._us_reordered(values, b, dtype)):
-            known = {name: t * 1e-6 for name, t in us.items()}
-            return self._known(dtype, Measurement(b.shape[1], known, estimated=True))
+        if stay and self._is_scattered(dtype, b.shape[1], b.device) and (found := self._reordered(values, b, dtype)):
+            return self._known(dtype, found)
         candidates = self._candidates(dtype, b)
         if not candidates:
             return self._known(dtype, Measurement(b.shape[1], {OURS: None}))
@@ -352,20 +351,15 @@ class Choice:
             and PRODUCTS * us_saved_by_reordering(s, n * dtype.itemsize, memory(device)) > us_to_reorder(s)
         )
 
-    def _us_reordered(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
-        """Microseconds, about, of rows in their order and in another; {} where there is none in which they read less.
+    def _reordered(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Measurement | None:
+        """By the size of rows in their order and in another, or None where there is none in which they read less.
         Waits for the GPU."""
-        s, row_bytes = self._structure, b.shape[1] * dtype.itemsize
-        try:
-            made = reordered_of(s)
-        except RuntimeError:  # there is no memory
-            made = None
+        s, (_, n) = self._structure, b.shape
+        made = reordered_of(s)
         if made is None or not self._prepare(REORDERED, values, b, dtype, stay=True):
-            return {}
-        return {
-            name: us_by_reads(s, row_bytes, dtype.itemsize, reads, memory(b.device))
-            for name, reads in zip((OURS, REORDERED), made.reads, strict=True)
-        }
+            return None
+        us = (us_by_reads(s, n * dtype.itemsize, dtype.itemsize, reads, memory(b.device)) for reads in made.reads)
+        return Measurement(n, {name: t * 1e-6 for name, t in zip((OURS, REORDERED), us, strict=True)}, estimated=True)
 
     def _has_no_rival(self, dtype: torch.dtype, n: int, device: torch.device) -> bool:
         """Sizes alone say so, and nothing else is asked: the GPU waits for a plan's first product."""

@@ -311,14 +311,16 @@ class RowsReordered(Full):
 
     def _product(self, structure: Structure, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """By the matrix or the transposed one."""
-        form: RowsReordered | None = self
-        if structure is not self._structure:
-            form = self._transposed
-            if form is None or form._structure is not structure:
-                form = self._transposed = RowsReordered(structure)
-        if is_capturing(b.device) or reordered_of(form._structure) is not None:
-            return form.call(values, b, b.dtype).run()
-        return our_product(structure, values, b)
+        if not is_capturing(b.device) and reordered_of(structure) is None:
+            return our_product(structure, values, b)
+        return self._form_of(structure).call(values, b, b.dtype).run()
+
+    def _form_of(self, structure: Structure) -> "RowsReordered":
+        if structure is self._structure:
+            return self
+        if self._transposed is None or self._transposed._structure is not structure:
+            self._transposed = RowsReordered(structure)
+        return self._transposed
 
     def forget(self) -> None:
         super().forget()

@@ -122,7 +122,7 @@ class SparsePlan:
     def _bind(self, bound: _C.BoundCalls | None, call: Call, *made_of: torch.Tensor) -> _C.BoundCalls:
         """With this call to be made again, by whoever hands over the first of what it was made of."""
         bound = bound or _C.BoundCalls()
-        name = call.operator.name()  # type: ignore[no-untyped-call]
+        name = call.operator.name()
         watched = [*made_of, *self._structure.tensors, *self._structure.block_tensors]
         bound.bind(name, call.arguments, call.dense, watched, call.stream)
         return bound

@@ -154,10 +154,13 @@ class Structure:
         return made
 
     def reordered(self, size: int, piece: int) -> Reordered | None:
-        """The same by rows in an order in which they read less; None where none does."""
+        """The same by rows in an order in which they read less; None where none does or there is no memory."""
         key = size, piece
         if key not in self._reordered and not is_capturing(self.crow.device):
-            self._reordered[key] = reorder(self.crow, self.col, *key)
+            try:
+                self._reordered[key] = reorder(self.crow, self.col, *key)
+            except torch.OutOfMemoryError:
+                self._reordered[key] = None
         return self._reordered.get(key)
 
     @property

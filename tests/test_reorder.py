@@ -1,6 +1,7 @@
 """Rows in an order in which neighbours read the same rows of the dense side (src/reorder.h, matmuls/reorder.py)."""
 
 import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -167,11 +168,18 @@ def test_columns_without_values_are_refused(device, small):
         _ops.csr_spmm_chunks(*cuts, *parts, None, -1, col)
 
 
-def scrambled_plan(side, dtype=torch.float32, scrambled=True):
-    crow, col = grid(side, "cuda", scrambled=scrambled)
-    values = torch.randn(len(col), device="cuda").to(dtype)
-    a = torch.sparse_csr_tensor(crow, col, values, (side * side, side * side))
+SIDE = 256  # of a grid with numbers farther apart than 2^14
+
+
+def scrambled_plan(device, dtype=torch.float32, scrambled=True):
+    crow, col = grid(SIDE, device, scrambled=scrambled)
+    values = torch.randn(len(col), device=device).to(dtype)
+    a = torch.sparse_csr_tensor(crow, col, values, (SIDE * SIDE, SIDE * SIDE))
     return a, plan(a)
+
+
+def dense_side(n, device, dtype=torch.float32):
+    return torch.randn(SIDE * SIDE, n, device=device).to(dtype)
 
 
 @pytest.fixture
@@ -179,59 +187,60 @@ def small_cache(monkeypatch):
     monkeypatch.setattr(choice, "memory", lambda device: Memory(4e5, 2**23))
 
 
-@pytest.mark.cuda
+@pytest.fixture
+def reordering(small_cache, monkeypatch):
+    """On a CPU too, where nothing is scattered and the operator goes by rows."""
+    go = choice.Choice._is_scattered
+    monkeypatch.setattr(
+        choice.Choice,
+        "_is_scattered",
+        lambda self, dtype, n, device: device.type == "cpu" or go(self, dtype, n, device),
+    )
+
+
+def takes(made):
+    return {m.fastest(True, True) for m in made._choice.measured.values()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_plan_reorders_and_follows_its_values(dtype, small_cache):
-    a, made = scrambled_plan(256, dtype)
+def test_a_plan_reorders_and_follows_its_values(dtype, device, reordering):
+    a, made = scrambled_plan(device, dtype)
     before = made.nbytes
-    for n in (128, 512):
-        b = torch.randn(256 * 256, n, device="cuda").to(dtype)
-        first = made @ b
-        assert next(iter(made._choice.measured.values())).fastest(True, True) == forms.REORDERED
-        torch.testing.assert_close(first, spmm(a, b))
-        assert forms.REORDERED in made.explain()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = made @ b
-        graph.replay()
-        assert torch.equal(captured, first)
-        assert all(torch.equal(made @ b, first) for _ in range(20))
-        made.update(a.values() * 2)
-        graph.replay()
-        torch.testing.assert_close(captured, 2 * first)  # but for subnormal numbers the same
-        assert torch.equal(made @ b, captured)
-        torch.testing.assert_close(copy.deepcopy(made) @ b, 2 * first)
-        made.update(a.values())
-        assert torch.equal(made @ b, first)
-    assert made.nbytes >= before + (4 + dtype.itemsize) * a.values().numel()
+    b = dense_side(128, device, dtype)
+    first = made @ b
+    assert takes(made) == {forms.REORDERED}
+    assert forms.REORDERED in made.explain()
+    torch.testing.assert_close(first, spmm(a, b))
+    assert all(torch.equal(made @ b, first) for _ in range(5))
+    assert made.nbytes >= before + (12 + dtype.itemsize) * a.values().numel()
+    made.update(a.values() * 2)
+    torch.testing.assert_close(made @ b, 2 * first)  # but for subnormal numbers the same
+    torch.testing.assert_close(copy.deepcopy(made) @ b, 2 * first)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(made)) @ b, 2 * first)
+    made.values.mul_(0.5)
+    assert torch.equal(made @ b, first)
+    torch.testing.assert_close(made.with_values(a.values() * 4) @ b, 4 * first)
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_in_another_order_too(dtype, small_cache):
-    a, made = scrambled_plan(256, dtype)
-    b, grad = (torch.randn(256 * 256, 128, device="cuda").to(dtype) for _ in range(2))
+def test_gradients_in_another_order(dtype, device, reordering):
+    a, made = scrambled_plan(device, dtype)
+    b, grad = (dense_side(128, device, dtype) for _ in range(2))
     b.requires_grad_()
 
     def step():
         return torch.autograd.grad(made @ b, b, grad)[0]
 
     first = step()
+    assert takes(made) == {forms.REORDERED}
     form = made._choice._products[forms.REORDERED]
     assert form._transposed.tensors
     by_rows = torch.autograd.grad(spmm(a, b), b, grad)[0]
     torch.testing.assert_close(first, by_rows)
     assert torch.equal(step(), first)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
-    assert torch.equal(captured, first)
     made.update(a.values() * 2)
-    graph.replay()
-    torch.testing.assert_close(captured, 2 * first)
     torch.testing.assert_close(step(), 2 * first)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16):
         torch.testing.assert_close(step().float(), 2 * first.float(), atol=0.5, rtol=0.05)
     values = made.values.clone().requires_grad_()  # a gradient to the values is the matrix's in order
     to_values, to_b = torch.autograd.grad(made.with_values(values) @ b, (values, b), grad)
@@ -239,50 +248,91 @@ def test_gradients_in_another_order_too(dtype, small_cache):
     assert to_values.shape == values.shape
 
 
-@pytest.mark.cuda
-def test_a_graph_of_gradients_before_anything_is_known(small_cache):
-    a, made = scrambled_plan(256)
-    b, grad = (torch.randn(256 * 256, 128, device="cuda") for _ in range(2))
-    made @ b  # reorders the matrix, but not the transposed one
-    b.requires_grad_()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = torch.autograd.grad(made @ b, b, grad)[0]
-    graph.replay()
-    torch.testing.assert_close(captured, torch.autograd.grad(spmm(a, b), b, grad)[0])
+def test_gradients_of_gradients_in_another_order(device, reordering):
+    _, made = scrambled_plan(device)
+    b = dense_side(64, device).requires_grad_()
+    grad = dense_side(64, device).requires_grad_()
+    (to_b,) = torch.autograd.grad(made @ b, b, grad, create_graph=True)
+    weight = dense_side(64, device)
+    (to_grad,) = torch.autograd.grad(to_b, grad, weight)
+    torch.testing.assert_close(to_grad, made @ weight)
+
+
+def test_without_memory_rows_stay_in_order(device, reordering, monkeypatch):
+    def refuse(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    a, made = scrambled_plan(device)
+    monkeypatch.setattr("matmuls.structure.reorder", refuse)
+    b = dense_side(128, device)
+    torch.testing.assert_close(made @ b, spmm(a, b))
+    assert forms.REORDERED not in made.explain()
+
+
+def test_without_memory_for_the_transposed_matrix_its_rows_stay_in_order(device, reordering, monkeypatch):
+    def refuse(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    a, made = scrambled_plan(device)
+    b = dense_side(128, device).requires_grad_()
+    product = made @ b
+    assert takes(made) == {forms.REORDERED}
+    monkeypatch.setattr("matmuls.structure.reorder", refuse)
+    torch.testing.assert_close(torch.autograd.grad(product.sum(), b)[0], torch.autograd.grad(spmm(a, b).sum(), b)[0])
 
 
 @pytest.mark.cuda
 def test_a_plan_leaves_what_is_in_order_or_in_the_cache(small_cache):
-    b = torch.randn(256 * 256, 128, device="cuda")
-    for made, side in ((scrambled_plan(256, scrambled=False)[1], b), (scrambled_plan(256)[1], b[:, :16].contiguous())):
+    b = dense_side(128, "cuda")
+    for scrambled, side in ((False, b), (True, b[:, :16].contiguous())):
+        made = scrambled_plan("cuda", scrambled=scrambled)[1]
         made @ side
         assert forms.REORDERED not in made.explain()
 
 
 @pytest.mark.cuda
-def test_a_graph_before_anything_is_known(small_cache):
-    a, made = scrambled_plan(256)
-    b = torch.randn(256 * 256, 128, device="cuda")
-    spmm(a, b)
+def test_a_graph_reads_other_values(reordering):
+    a, made = scrambled_plan("cuda")
+    b, grad = dense_side(512, "cuda").requires_grad_(), dense_side(512, "cuda")
+
+    def step():
+        return torch.autograd.grad(made @ b, b, grad)[0]
+
+    with torch.no_grad():
+        first = made @ b
+    gradient = step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = made @ b
+        with torch.no_grad():
+            captured = made @ b
+        captured_gradient = step()
     graph.replay()
-    torch.testing.assert_close(captured, spmm(a, b))
+    assert torch.equal(captured, first)
+    assert torch.equal(captured_gradient, gradient)
+    made.update(a.values() * 2)
+    graph.replay()
+    torch.testing.assert_close(captured, 2 * first)
+    torch.testing.assert_close(captured_gradient, 2 * gradient)
 
 
 @pytest.mark.cuda
-def test_without_memory_rows_stay_in_order(small_cache, monkeypatch):
-    def refuse(*args):
-        raise torch.OutOfMemoryError("no memory")
-
-    a, made = scrambled_plan(256)
-    monkeypatch.setattr("matmuls.structure.reorder", refuse)
-    b = torch.randn(256 * 256, 128, device="cuda")
-    torch.testing.assert_close(made @ b, spmm(a, b))
-    assert forms.REORDERED not in made.explain()
+@pytest.mark.parametrize("known", [False, True], ids=["nothing", "the matrix, not the transposed one"])
+def test_a_graph_before_everything_is_known(known, reordering):
+    a, made = scrambled_plan("cuda")
+    b, grad = dense_side(128, "cuda"), dense_side(128, "cuda")
+    if known:
+        made @ b
+    spmm(a, b)
+    b.requires_grad_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = made @ b
+        gradient = torch.autograd.grad(captured, b, grad)[0]
+    graph.replay()
+    expected = spmm(a, b)
+    torch.testing.assert_close(captured, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, b, grad)[0])
 
 
 def test_what_is_saved_and_what_it_costs():

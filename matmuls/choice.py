@@ -366,8 +366,8 @@ class Choice:
         s = self._structure
         empty = s.rows * s.columns > FILL_TENSOR_CORES * s.nonzeros
         tiles = dtype == torch.float32 and s.columns <= MOST_COLUMNS
-        large = s.nonzeros * n >= LARGE and not self._is_scattered(dtype, n, device)
-        return empty and large and s.blocks is None and not tiles
+        alone = empty and s.nonzeros * n >= LARGE and s.blocks is None and not tiles
+        return alone and not self._is_scattered(dtype, n, device)
 
     @staticmethod
     def _fits(nbytes: int, device: torch.device) -> bool:

@@ -116,9 +116,8 @@ class Structure:
         return self  # nobody writes to it
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(
-            {"blocks": None, "_narrow": None, "_t": None, "_reordered": {}, **state}
-        )  # older pickles have none
+        absent = {"blocks": None, "_narrow": None, "_t": None, "_reordered": {}}  # in older pickles
+        self.__dict__.update({**absent, **state})
         # They may have been written over before.
         self._check = Check("SparsePlan", self.crow, self.col, self.columns)
         self._watch()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from custom_mm.indices import Check
 from matmuls import choice, estimates, forms, plan, reorder, spmm
 from matmuls.chunks import chunks_of
 from matmuls.device import Memory
@@ -66,6 +67,21 @@ def test_regions_of_what_is_empty_or_not_square(device):
     for bad in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="csr_reads: expected windows of 1 row at least"):
             _ops.csr_reads(crow, col, 25, *bad)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_how_many_rows_begin_far_from_the_diagonal(index, device):
+    """2^14 columns or more: rows 2 and 3, and the last, by its first column alone; an empty one does not begin."""
+    begins = [16383, 16384, 16386, 40_000, None, 5]
+    col = [c for c in begins if c is not None]
+    far_row = 20_000
+    crow = torch.tensor([0, 1, 2, 3, 4, 4] + [5] * (far_row - 5) + [8], dtype=index, device=device)
+    col = torch.tensor([*col, 0, 19_999, 30_000], dtype=index, device=device)
+    facts = Check("here", crow, col, 50_000).facts()
+    rows = crow.diff().nonzero().flatten().cpu()
+    first = col.cpu()[crow.cpu()[:-1][rows].long()]
+    assert facts.far == int(((first - rows).abs() >= 2**14).sum()) == 3
+    assert facts.longest == 3
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ class Structure:
         return self  # nobody writes to it
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        absent = {"blocks": None, "_narrow": None, "_t": None, "_reordered": {}}  # in older pickles
+        absent: dict[str, object] = {"blocks": None, "_narrow": None, "_t": None, "_reordered": {}}  # in older pickles
         self.__dict__.update({**absent, **state})
         # They may have been written over before.
         self._check = Check("SparsePlan", self.crow, self.col, self.columns)

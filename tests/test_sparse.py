@@ -286,7 +286,7 @@ def test_nan_and_inf_stay_in_their_rows(device):
 # ---------------------------------------------------------------------------------------------------- SDDMM and softmax
 
 
-@pytest.mark.parametrize("n", [3, 8, 16, 64])
+@pytest.mark.parametrize("n", [3, 8, 16, 64, 136, 264, 520])
 @pytest.mark.parametrize(
     "rows", [(0, 1, 40, 5000), (4999, 5000), (17, 18, 19, 400, 433, 466, 3000), (0,), (2500,)], ids=str
 )
@@ -308,7 +308,17 @@ def test_sampled_products_among_empty_rows(rows, n, device):
 def test_sddmm(layout, dtype, device):
     dense = draw_sparse(30, 42, 0.2, dtype, device, empty=(4,))
     pattern = in_layout(dense, layout)
-    for lead, d in (((), 1), ((), 8), ((), 33), ((), 128), ((3,), 16), ((2, 3), 5), ((2, 1), 64)):
+    for lead, d in (
+        ((), 1),
+        ((), 8),
+        ((), 33),
+        ((), 128),
+        ((), 264),
+        ((3,), 16),
+        ((2, 3), 5),
+        ((2, 1), 64),
+        ((2,), 520),
+    ):
         x, y = (torch.randn(*lead, rows, d, device=device).to(dtype) for rows in (30, 42))
         ours = sddmm(x, y.mT, plan(pattern), alpha=0.5)
         assert torch.equal(ours, sddmm(x, y.mT, pattern, alpha=0.5))

@@ -50,7 +50,6 @@ def _may_go_by_chunks(structure: Structure, b: torch.Tensor) -> bool:
         b.is_cuda
         and b.dim() == 2
         and b.dtype != torch.float64
-        and structure.crow.dtype == torch.int32
         and structure.nonzeros > 0
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cuda")
@@ -114,6 +113,12 @@ def _by_chunks(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> C
     """The sum by chunks of nonzeros, or None where that by rows is as good or the only one."""
     if not _may_go_by_chunks(structure, b):
         return None
+    if structure.crow.dtype == torch.int64:
+        if is_capturing(b.device) or not takes_chunks(structure, b.shape[1], b.shape[1] * b.element_size()):
+            return None
+        structure = structure.in_int32()  # made once
+        if structure.crow.dtype == torch.int64:
+            return None  # a matrix too large for them
     if torch.is_grad_enabled() and (values.requires_grad or b.requires_grad):
         return _recorded(structure, values, b)
     made = _chunks(structure, b)

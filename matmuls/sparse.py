@@ -292,9 +292,9 @@ def spmm(
     for one in 2^22 of them, sums in float32. Columns whose numbers lie so far apart that this would lose more the GPU
     sums again by rows.
 
-    On a GPU rows of uneven length, or short ones, are shared out in chunks, with int32 indices: made at the first
-    product, which waits for the GPU, and kept with the matrix, about 4 bytes a nonzero and 4 a row; with a gradient to
-    b the transposed matrix and its chunks too, about 12 and 8.
+    On a GPU rows of uneven length, or short ones, are shared out in chunks: made at the first product, which waits for
+    the GPU, and kept with the matrix, about 4 bytes a nonzero and 4 a row, with int64 indices a copy in int32 too, and
+    with a gradient to b the transposed matrix and its chunks, about 12 and 8.
 
     Differentiable, twice and more, in A's values (a sparse tensor with A's pattern: O(nonzeros) memory) and in b. The
     indices of a sparse tensor are checked once for as long as it lives, and again when they were written to, but not

@@ -158,6 +158,23 @@ def test_gradients_by_chunks(wanted, layout, device, anywhere, monkeypatch):
     (made @ b.detach().requires_grad_()).sum().backward()  # a gradient of one number for all
 
 
+@pytest.mark.parametrize("recording", [False, True])
+def test_indices_of_64_bits_are_narrowed_once(recording, device, anywhere, monkeypatch):
+    dense = draw(200, 100, 0.05, device)
+    a, b, go, seen = dense.to_sparse_csr(), torch.randn(100, 32, device=device), ours.spmm_chunks, []
+    assert a.crow_indices().dtype == torch.int64
+    monkeypatch.setattr(ours, "spmm_chunks", lambda *args: (seen.append(args[4]), go(*args))[1])
+    for _ in range(2):
+        assert_right(spmm(a, b.requires_grad_(recording)).detach(), dense, b.detach())
+    first, second = seen
+    assert first is second
+    assert first.dtype == torch.int32
+    if recording:
+        spmm(a, b).sum().backward()
+        assert [t.dtype for t in seen] == [torch.int32] * 4
+        torch.testing.assert_close(b.grad, dense.sum(0)[:, None].expand(100, 32))
+
+
 def test_gradients_of_gradients_by_chunks(anywhere):
     made = plan(draw(9, 7, 0.4, "cpu", torch.float64).to_sparse_csr(), tune=False)
     values = made.values.clone().requires_grad_()

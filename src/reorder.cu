@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kSparseThreads)
       found += (atomicOr(own + col[p] / 32, bit) & bit) == 0;
     }
   }
-  found = __reduce_add_sync(0xffffffffu, found);
+  found = sum_of_group<32>(found);
   if (threadIdx.x % 32 == 0 && found > 0) atomicAdd(count, static_cast<unsigned long long>(found));
 }
 

@@ -71,6 +71,15 @@ def test_sparse_attention():
     assert float(re.search(r"gradients: (\S+)", out)[1]) < 1e-4
 
 
+def test_graph_network():
+    points, *ways = example("graph_network", "--graph", "grid:24", "--width", 16, "--steps", 8).splitlines()
+    assert points == f"576 points, {576 + 4 * 24 * 23} nonzeros, 16 features"
+    first, last = zip(*(map(float, re.search(r"loss ([\d.]+) to ([\d.]+)", way).groups()) for way in ways), strict=True)
+    assert first[0] == pytest.approx(first[1], abs=1e-3)
+    assert last[0] == pytest.approx(last[1], abs=1e-3)
+    assert last[0] < first[0]
+
+
 def test_inplace_memory():
     out = example("inplace_memory", "--rows", 2048, "--columns", 256).splitlines()
     assert out[0] == "x: 2048 x 256, 2.0 MiB"
@@ -82,14 +91,20 @@ def test_inplace_memory():
 
 
 @pytest.mark.parametrize(
-    ("name", "args"),
+    ("name", "args", "told"),
     [
-        ("inplace_memory", ("--rows", 0)),
-        ("sparse_attention", ("--tokens", 4)),  # fewer than are global
-        ("sparse_attention", ("--window", -1)),
+        ("inplace_memory", ("--rows", 0), "--rows and"),
+        ("sparse_attention", ("--tokens", 4), "--tokens and"),  # fewer than are global
+        ("sparse_attention", ("--window", -1), "--tokens and"),
+        ("graph_network", ("--steps", 0), "--width, --classes and --steps"),
     ],
 )
-def test_sizes_that_make_no_sense_are_told(name, args):
+def test_sizes_that_make_no_sense_are_told(name, args, told):
     run = called(name, *args)
     assert run.returncode == 2
-    assert f"error: {'--rows' if name == 'inplace_memory' else '--tokens'} and" in run.stderr
+    assert f"error: {told}" in run.stderr
+
+
+def test_a_graph_that_is_none_is_told():
+    run = called("graph_network", "--graph", "pruned:8x16:0.5")
+    assert (run.returncode, run.stderr) == (1, "expected a graph, a square matrix, got 8 x 16\n")

@@ -2,8 +2,8 @@
 
     python examples/graph_network.py --graph rmat:16:8 --width 128
 
-The graph is drawn (rmat:18:16, grid:1024) or read (.mtx, .npz, .graph). Every step multiplies by it twice forward and,
-for the gradient of what is between, once by the transposed matrix: both ways learn the same from the same weights.
+The graph is drawn (rmat:18:16, grid:1024) or read (.mtx, .npz, .graph). Every step multiplies by it twice forward
+and by the transposed matrix twice backward: both ways learn the same from the same weights.
 """
 
 import argparse

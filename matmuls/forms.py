@@ -11,7 +11,7 @@ from custom_mm.indices import version_of
 
 from .calls import Call
 from .device import capability, takes_tf32
-from .ours import Recorded, chunk_sizes, our_call, our_product, spmm_chunks
+from .ours import Recorded, call_by_chunks, chunk_sizes, our_call, our_product
 from .packed import expected_units
 from .reorder import Reordered
 from .structure import Blocks, Given, Structure, current_stream, for_every_stream, is_capturing
@@ -304,8 +304,7 @@ class RowsReordered(Full):
     def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         if not (torch.is_grad_enabled() and b.requires_grad):
             return super().call(values, b, dtype)
-        capturing = self._structure._transposed is None and is_capturing(b.device)
-        if capturing or values.dtype != b.dtype or torch.is_autocast_enabled(b.device.type):
+        if not self._structure.has_t or values.dtype != b.dtype or torch.is_autocast_enabled(b.device.type):
             return our_call(self._structure, values, b)._replace(lasting=False)
         return Call(Recorded.apply, (values, b, self._structure, self._product), 1, lasting=False)
 
@@ -342,20 +341,19 @@ class RowsReordered(Full):
     def _made(
         self, values: torch.Tensor, dtype: torch.dtype, old: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        s, made = self._structure, reordered_of(self._structure)
-        if made is None:
-            raise RuntimeError("expected an order of the rows in which they read less")
         with torch.inference_mode(False), torch.no_grad():
-            moved = s.by_rows(values).to(dtype).index_select(0, made.place)
+            moved = self._structure.by_rows(values).to(dtype).index_select(0, self._reordered.place)
             return (old[0].copy_(moved) if old else moved,)
 
     def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
-        s, made = self._structure, reordered_of(self._structure)
-        assert made is not None
-        chunks = made.chunks
-        cuts = chunks.begins, chunks.ends, chunks.cut, chunks.empty
-        parts = s.crow, s.col, values.to(dtype), b.to(dtype), s.columns, chunks.slots, s.order, s.longest
-        return Call(spmm_chunks, (*cuts, *parts, made.col, *kept), len(cuts) + 3)
+        made = self._reordered
+        return call_by_chunks(self._structure, made.chunks, values.to(dtype), b.to(dtype), made.col, *kept)
+
+    @property
+    def _reordered(self) -> Reordered:
+        made = reordered_of(self._structure)
+        assert made is not None  # else another product is taken
+        return made
 
 
 def reordered_of(s: Structure) -> Reordered | None:

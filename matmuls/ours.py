@@ -10,7 +10,7 @@ from .chunks import Chunks
 from .structure import Structure, is_capturing
 
 _ops = torch.ops.custom_mm
-_spmm, spmm_chunks = _ops.csr_spmm.default, _ops.csr_spmm_chunks.default
+_spmm, _spmm_chunks = _ops.csr_spmm.default, _ops.csr_spmm_chunks.default
 _sddmm = _ops.csr_sddmm.default
 
 # By chunks rather than by rows (src/spmm_chunks.h), as measured on an H200.
@@ -56,12 +56,23 @@ def _may_go_by_chunks(structure: Structure, b: torch.Tensor) -> bool:
     )
 
 
+def _takes_chunks(structure: Structure, b: torch.Tensor) -> bool:
+    return takes_chunks(structure, b.shape[1], b.shape[1] * b.element_size())
+
+
 def _chunks(structure: Structure, b: torch.Tensor) -> Chunks | None:
     """Those of products with as many columns as b, or None where rows are as good or the only way."""
-    row_bytes = b.shape[1] * b.element_size()
-    return (
-        structure.chunks(*chunk_sizes(structure, row_bytes)) if takes_chunks(structure, b.shape[1], row_bytes) else None
-    )
+    sizes = chunk_sizes(structure, b.shape[1] * b.element_size())
+    return structure.chunks(*sizes) if _takes_chunks(structure, b) else None
+
+
+def call_by_chunks(
+    structure: Structure, made: Chunks, values: torch.Tensor, b: torch.Tensor, *moved: torch.Tensor
+) -> Call:
+    """moved: columns and values of the nonzeros in the chunks' order, where it is not that of the rows."""
+    s, cuts = structure, (made.begins, made.ends, made.cut, made.empty)
+    parts = s.crow, s.col, values, b, s.columns, made.slots, s.order, s.longest
+    return Call(_spmm_chunks, (*cuts, *parts, *moved), 7)
 
 
 class Recorded(torch.autograd.Function):
@@ -101,7 +112,7 @@ def our_product(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> 
 
 def _recorded(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> Call | None:
     """Chunks are made now: the backward pass may be in a graph's capture."""
-    if b.requires_grad and structure._transposed is None and is_capturing(b.device):
+    if b.requires_grad and not structure.has_t:
         return None
     made = [_chunks(structure, b), _chunks(structure.t, b) if b.requires_grad else None]
     if all(chunks is None for chunks in made):
@@ -114,7 +125,7 @@ def _by_chunks(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> C
     if not _may_go_by_chunks(structure, b):
         return None
     if structure.crow.dtype == torch.int64:
-        if is_capturing(b.device) or not takes_chunks(structure, b.shape[1], b.shape[1] * b.element_size()):
+        if is_capturing(b.device) or not _takes_chunks(structure, b):
             return None
         structure = structure.in_int32()  # made once
         if structure.crow.dtype == torch.int64:
@@ -122,10 +133,7 @@ def _by_chunks(structure: Structure, values: torch.Tensor, b: torch.Tensor) -> C
     if torch.is_grad_enabled() and (values.requires_grad or b.requires_grad):
         return _recorded(structure, values, b)
     made = _chunks(structure, b)
-    if made is None:
-        return None
-    parts = structure.crow, structure.col, values, b, structure.columns, made.slots, structure.order, structure.longest
-    return Call(spmm_chunks, (made.begins, made.ends, made.cut, made.empty, *parts), 7)
+    return None if made is None else call_by_chunks(structure, made, values, b)
 
 
 def our_call(

@@ -193,17 +193,27 @@ class Structure:
         return self._transposed
 
     @property
+    def has_t(self) -> bool:
+        """Whether the transposed matrix is there or can be made now."""
+        return self._transposed is not None or not is_capturing(self.crow.device)
+
+    @property
     def t(self) -> "Structure":
         """The transposed matrix, made once."""
         if self._t is None:
             crow, col, order = self.transposed()
-            t = object.__new__(Structure)
-            t.__dict__.update(self.__dict__, _chunks={}, _reordered={}, _narrow=None, blocks=None, far=0, batch=None)
+            t = self._copy(_narrow=None, blocks=None, far=0, batch=None)
             t.crow, t.col, t.order, t._transposed = crow, col, order, (self.crow, self.col, self.order)
             t.rows, t.columns = self.columns, self.rows
             t.longest, t.longest_column = self.longest_column, self.longest
             self._t = t
         return self._t
+
+    def _copy(self, **changed: object) -> "Structure":
+        """Without what is made of its indices."""
+        copy = object.__new__(Structure)
+        copy.__dict__.update({**self.__dict__, "_chunks": {}, "_reordered": {}, "_t": None, **changed})
+        return copy
 
     def arguments(self, dense_gradient: bool) -> tuple[torch.Tensor | None, ...]:
         """order, t_crow, t_col, t_order: the transposed matrix where a gradient will ask for it."""
@@ -226,8 +236,7 @@ class Structure:
             return t.to(dtype, copy=unseen)
 
         if self._narrow is None:
-            narrow = object.__new__(Structure)
-            narrow.__dict__.update(self.__dict__, _chunks={}, _reordered={}, _t=None)
+            narrow = self._copy()
             with torch.inference_mode(False):
                 narrow.crow, narrow.col = own(self.crow), own(self.col)
                 narrow.order = None if self.order is None else own(self.order)

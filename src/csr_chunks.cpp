@@ -74,10 +74,7 @@ ChunkTensors csr_chunks(const Tensor& crow, const Tensor& col, int64_t size, int
   const Pattern p = pattern_of(crow, col, {});
   const Tensor names = tensor_or_none(maybe_names);
   const Chunks made = empty_chunks(p, size, piece);
-  TORCH_CHECK_VALUE(!names.defined() || (names.dim() == 1 && names.sym_size(0) == p.sym_rows() &&
-                                         names.scalar_type() == at::kInt && names.device() == crow.device()),
-                    kChunksOp, ": expected names of ", p.sym_rows(), " rows in Int, got ", names.sym_sizes(), " in ",
-                    names.scalar_type());
+  check_of_rows(kChunksOp, "names", p, names);
   cut(contiguous(p), static_cast<int>(size), static_cast<int>(piece), names.defined() ? names.contiguous() : names,
       made);
   return {made.begins, made.ends, made.cut, made.empty, made.counts};

@@ -34,13 +34,6 @@ Pattern square(const char* op, const Tensor& crow, const Tensor& col, const c10:
   return p;
 }
 
-void check_order(const char* op, const Pattern& p, const Tensor& order) {
-  TORCH_CHECK_VALUE(!order.defined() || (order.dim() == 1 && order.sym_size(0) == p.sym_rows() &&
-                                         order.scalar_type() == at::kInt && order.device() == p.crow.device()),
-                    op, ": expected the order of ", p.sym_rows(), " rows in Int, got ", order.sym_sizes(), " in ",
-                    order.scalar_type());
-}
-
 // ----------------------------------------------------------------------------------------------------------- on a CPU
 
 void grow_on_cpu(const Pattern& p, int size, int rounds, const Tensor& regions, const Tensor& before) {
@@ -113,7 +106,7 @@ Tensor csr_reads(const Tensor& crow, const Tensor& col, c10::SymInt columns, int
                  const OptionalTensor& maybe_order) {
   const Pattern p = square(kReadsOp, crow, col, columns);
   const Tensor order = tensor_or_none(maybe_order);
-  check_order(kReadsOp, p, order);
+  check_of_rows(kReadsOp, "the order", p, order);
   TORCH_CHECK_VALUE(at_once > 0 && at_once <= INT32_MAX && every > 0 && every <= INT32_MAX, kReadsOp,
                     ": expected windows of 1 row at least, and every window or fewer, got ", at_once, " and ", every);
   const Tensor found = at::zeros({1}, crow.options().dtype(at::kLong));
@@ -130,7 +123,7 @@ Moved csr_reorder(const Tensor& crow, const Tensor& col, const Tensor& order) {
   const Pattern p = pattern_of(crow, col, {});
   check_pattern(kReorderOp, p, crow);
   TORCH_CHECK_VALUE(crow.scalar_type() == at::kInt, kReorderOp, ": expected crow in Int, got ", crow.scalar_type());
-  check_order(kReorderOp, p, order);
+  check_of_rows(kReorderOp, "the order", p, order);
   Moved made{at::zeros_symint(crow.sym_sizes(), crow.options()), at::empty_symint(col.sym_sizes(), col.options()),
              at::empty_symint(col.sym_sizes(), col.options())};
   if constexpr (move == move_nothing) return made;

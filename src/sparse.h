@@ -68,6 +68,14 @@ inline void check_pattern(const char* op, const Pattern& p, const at::Tensor& de
                 " as the operands are, got ", t.device());
 }
 
+// One int32 number for each row, where given: `what`.
+inline void check_of_rows(const char* op, const char* what, const Pattern& p, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(!t.defined() || (t.dim() == 1 && t.sym_size(0) == p.sym_rows() && t.scalar_type() == at::kInt &&
+                                     t.device() == p.crow.device()),
+                    op, ": expected ", what, " of ", p.sym_rows(), " rows in Int, got ", t.sym_sizes(), " in ",
+                    t.scalar_type());
+}
+
 // The first place in [begin, end) where what increases is `least` or more, or end.
 template <class N>
 C10_HOST_DEVICE int first_from(const int* increasing, int begin, int end, N least) {

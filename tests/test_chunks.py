@@ -161,9 +161,9 @@ def test_gradients_by_chunks(wanted, layout, device, anywhere, monkeypatch):
 @pytest.mark.parametrize("recording", [False, True])
 def test_indices_of_64_bits_are_narrowed_once(recording, device, anywhere, monkeypatch):
     dense = draw(200, 100, 0.05, device)
-    a, b, go, seen = dense.to_sparse_csr(), torch.randn(100, 32, device=device), ours.spmm_chunks, []
+    a, b, go, seen = dense.to_sparse_csr(), torch.randn(100, 32, device=device), ours._spmm_chunks, []
     assert a.crow_indices().dtype == torch.int64
-    monkeypatch.setattr(ours, "spmm_chunks", lambda *args: (seen.append(args[4]), go(*args))[1])
+    monkeypatch.setattr(ours, "_spmm_chunks", lambda *args: (seen.append(args[4]), go(*args))[1])
     for _ in range(2):
         assert_right(spmm(a, b.requires_grad_(recording)).detach(), dense, b.detach())
     first, second = seen

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
       const int64_t q = min(p + u, end - 1);
       const unsigned done = __ballot_sync(0xffffffffu, row_end <= q) >> (threadIdx.x % 32 / L * L);
       const int skipped = __popc(L == 32 ? done : done & ((1u << L % 32) - 1));
-      rows[u] = static_cast<I>(skipped < L ? row + skipped : row_from(m.crow, m.rows, row + L - 1, q));
+      rows[u] = static_cast<I>(skipped < L ? row + skipped : row_from(m.crow, m.rows, row + L, q));
       columns[u] = begin < end ? m.col[q] : I(0);
     }
     row = rows[kTogether - 1];

@@ -26,11 +26,10 @@ __device__ int64_t row_of(const I* crow, int64_t rows, int64_t p) {
   return low;
 }
 
-// The same where it is `row` or one after it, mostly soon after it: there may be thousands of empty rows between.
+// The same, known not to be before row `low`, mostly soon after it: there may be thousands of empty rows between.
 template <class I>
-__device__ int64_t row_from(const I* crow, int64_t rows, int64_t row, int64_t p) {
-  if (static_cast<int64_t>(crow[row + 1]) > p) return row;
-  int64_t low = row + 1, step = 1;
+__device__ int64_t row_from(const I* crow, int64_t rows, int64_t low, int64_t p) {
+  int64_t step = 1;
   while (low + step < rows && static_cast<int64_t>(crow[low + step]) <= p) low += step, step *= 2;
   return low + row_of(crow + low, min(step, rows - low), p);
 }

@@ -4,7 +4,7 @@ width.
 Only products that give the same bits every time are candidates: of cuSPARSE's algorithms csr_alg3 and coo_alg2, as its
 documentation has it, and of these csr_alg3 alone: coo_alg2 was never the fastest, and measuring it took three quarters
 of the time. Large products of which cuSPARSE's was never the fastest are measured without it. A measurement takes 1 to
-5 ms, to choose by size 0.1: where sizes tell, what 50 products could not pay back is not measured.
+5 ms, to choose by size 0.1: where sizes tell, what 50 products, or those announced, could not pay back is not measured.
 Which candidate is fastest is a matter of time, though: with torch.use_deterministic_algorithms a plan takes our own,
 whatever is faster.
 """
@@ -12,6 +12,7 @@ whatever is faster.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -66,7 +67,7 @@ FILL_HALVES = 32  # elements of the dense matrix for each nonzero, as above
 FEWEST_IN_HALVES = 16  # nonzeros of a row on average: sums of fewer round by less than halves leave out
 LARGE = 2**22  # products of a nonzero and a column; from there on no algorithm of cuSPARSE's was faster than ours
 CLEAR = 1.22  # times that one way is estimated to take of another: it is not measured then
-RACE, PRODUCTS = 2e-3, 50  # seconds of a measurement, and products that must pay it back
+RACE, PRODUCTS = 2e-3, 50  # seconds of a measurement, and products that must pay it back unless more are announced
 LINEAR_US, TURNED_US = 0.7, 5  # microseconds more of a bias and rows as they lie, and where both sides are turned over
 # Of matrices whose rows are reordered: rows for each that begins far from the diagonal, and nonzeros of the longest.
 FEW_FAR, LONGEST_REORDERED = 4, 64
@@ -105,21 +106,22 @@ class Measurement:
         return known
 
 
-def _near(seconds: dict[str, float]) -> list[str]:
+def _near(seconds: dict[str, float], products: int) -> list[str]:
     """Those of estimates among which to measure."""
     if not seconds:
         return []
     best = min(seconds, key=lambda name: seconds[name])
-    if (CLEAR - 1) * seconds[best] * PRODUCTS < RACE:
+    if (CLEAR - 1) * seconds[best] * products < RACE:
         return [OURS] if seconds[OURS] <= SOONER * seconds[best] else [best]
     return [name for name in seconds if seconds[name] <= CLEAR * seconds[best]]
 
 
 class Choice:
-    """A plan's products. Ours is the one that needs no choice."""
+    """A plan's products. Ours is the one that needs no choice. products: how many must pay for choosing."""
 
-    def __init__(self, structure: Structure, *older: object) -> None:  # older: what pickles of before held
-        self._structure = structure
+    def __init__(self, structure: Structure, *older: object, products: int = PRODUCTS) -> None:
+        # older: what pickles of before held
+        self._structure, self.products = structure, products
         self.measured: dict[tuple[torch.dtype, int], Measurement] = {}
         self._products: dict[str, Product] = {}
         self._taken: set[str] = set()  # graphs may have captured what these keep
@@ -128,10 +130,11 @@ class Choice:
         self._forgetting = RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Choice":
-        return Choice(self._structure)  # what cuSPARSE prepared cannot be copied; the rest is soon measured
+        # What cuSPARSE prepared cannot be copied; the rest is soon measured.
+        return Choice(self._structure, products=self.products)
 
     def __reduce__(self) -> Any:
-        return Choice, (self._structure,)
+        return partial(Choice, products=self.products), (self._structure,)
 
     def call(self, values: torch.Tensor, b: torch.Tensor, dense: bool) -> Call | None:
         """values times b by the fastest candidate; None where that is ours. dense: the values will stay."""
@@ -212,7 +215,7 @@ class Choice:
             return self._known(dtype, Measurement(b.shape[1], {OURS: None}))
         large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, PACKED, BLOCKS)]
         estimates = self._estimates(large, dtype, b)
-        while len(near := _near(estimates)) == 1:
+        while len(near := _near(estimates, self.products)) == 1:
             if near == [OURS] or self._prepare(near[0], values, b, dtype, stay):
                 known: dict[str, float | None] = {OURS: estimates[OURS]} if near == [OURS] else {**estimates}
                 return self._known(dtype, Measurement(b.shape[1], known, estimated=True))
@@ -348,7 +351,7 @@ class Choice:
             and s.crow.dtype == torch.int32
             and s.longest <= LONGEST_REORDERED
             and not is_skewed(s)
-            and PRODUCTS * us_saved_by_reordering(s, n * dtype.itemsize, memory(device)) > us_to_reorder(s)
+            and self.products * us_saved_by_reordering(s, n * dtype.itemsize, memory(device)) > us_to_reorder(s)
         )
 
     def _reordered(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Measurement | None:

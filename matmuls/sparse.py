@@ -181,14 +181,15 @@ class SparsePlan:
 Sparse = torch.Tensor | SparsePlan
 
 
-def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
+def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None = None) -> SparsePlan:
     """Make a sparse matrix ready for many products: `plan(A) @ B`.
 
     a: a sparse tensor, [M, K] in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices, or a plan, which is
     returned. tune: True chooses among the candidates at the first product of each dtype and number of columns, by size
-    or by measuring them; numbers of columns are looked at now, in a's dtype; False always takes our own product. Every
-    candidate gives the same bits every time, but not those of another; which one is fastest may change from process to
-    process.
+    or by measuring them; numbers of columns are looked at now, in a's dtype; False always takes our own product.
+    products: about how many products of each width are to come, 50 unless given: more may pay for a longer choice. Of a
+    plan that is handed in it holds for the choices from now on. Every candidate gives the same bits every time, but not
+    those of another; which one is fastest may change from process to process.
 
     On a GPU the rows of a square matrix that read here and there of a large dense side are multiplied in another order,
     in which they read less (matmuls/reorder.py).
@@ -206,6 +207,8 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
     widths = () if isinstance(tune, bool) else tuple(tune) if isinstance(tune, Iterable) else None
     if widths is None or not all(isinstance(n, Integral) and n >= 0 for n in widths):
         raise TypeError(f"plan: expected tune to be True, False or several numbers of columns, got {tune!r}")
+    if products is not None and not (isinstance(products, Integral) and products >= 1):
+        raise TypeError(f"plan: expected products to be a whole number of 1 or more, got {products!r}")
     if isinstance(a, SparsePlan):
         made = a
     else:
@@ -216,6 +219,8 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True) -> SparsePlan:
         made = SparsePlan(structure, values.detach() if needs_gradient else values, a.shape, choice)
         made._source = a if needs_gradient else None
         structure.checked()
+    if products is not None and made._choice is not None:
+        made._choice.products = int(products)
     if widths and made._choice is not None:
         for n in widths:
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)

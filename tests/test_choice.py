@@ -1,6 +1,8 @@
 """What a plan chooses, when it measures, and that its results stay right and the same."""
 
 import copy
+import math
+import pickle
 import threading
 import time
 
@@ -348,6 +350,23 @@ def test_measured_ahead(dense_wins, device):
     made @ b
     assert plan(made) is made
     assert len(dense_wins) == 2
+
+
+def test_what_few_products_could_not_pay_for(dense_wins, device, monkeypatch):
+    """Sizes say 10 us of ours and 10.5 of the dense product: 50 of them would not pay for a measurement."""
+    known = {choice.OURS: 10.0e-6, choice.DENSE: 10.5e-6, choice.HALVES: 10.5e-6, choice.TILES: math.inf}
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda self, large, *args: {k: known[k] for k in ("ours", *large)})
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    few = made @ b
+    torch.testing.assert_close(few, dense @ b)
+    assert "float32, 128 columns: ours, by its size alone" in made.explain()
+    assert dense_wins == []
+    many = plan(dense.to_sparse_csr(), products=10**6)
+    for kept in (many, copy.deepcopy(many), pickle.loads(pickle.dumps(many)), plan(made, products=10**6, tune=[128])):
+        torch.testing.assert_close(kept @ b, dense @ b)
+        assert "dense" in kept.explain()
+    assert dense_wins == [2, 2, 2, 2]
 
 
 def test_autocast_and_copies(dense_wins, device):

@@ -374,6 +374,8 @@ def test_what_is_saved_and_what_it_costs():
         ({"longest": 20}, False),  # five times the average
         ({"n": 64}, False),
         ({"n": 512}, True),
+        ({"dtype": torch.float16}, False),
+        ({"dtype": torch.float16, "products": 200}, True),
         ({"dtype": torch.float64}, False),
         ({"device": torch.device("cpu")}, False),
     ],
@@ -385,4 +387,5 @@ def test_which_matrices_are_reordered(changed, taken, monkeypatch):
     structure = SimpleNamespace(**of | {k: v for k, v in changed.items() if k in of}, crow=torch.zeros(1).int())
     asked = {"dtype": torch.float32, "n": 128, "device": torch.device("cuda")}
     asked |= {k: v for k, v in changed.items() if k in asked}
-    assert choice.Choice(structure)._is_scattered(**asked) == taken
+    products = changed.get("products", choice.PRODUCTS)
+    assert choice.Choice(structure, products=products)._is_scattered(**asked) == taken

@@ -992,6 +992,8 @@ def test_operands_that_do_not_fit(device):
         (lambda: plan(a, tune=5), "plan: expected tune to be True, False or several numbers of columns, got 5"),
         (lambda: plan(a, tune=["5"]), "plan: expected tune to be .* numbers of columns, got .'5'"),
         (lambda: plan(a, tune=[-1]), r"plan: expected tune to be .* numbers of columns, got \[-1\]"),
+        (lambda: plan(a, products=0), "plan: expected products to be a whole number of 1 or more, got 0"),
+        (lambda: plan(plan(a), products=2.5), "plan: expected products to be a whole number of 1 or more, got 2.5"),
     ):
         with pytest.raises(TypeError, match=message):
             call()

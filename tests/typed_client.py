@@ -39,7 +39,7 @@ def experts(x: torch.Tensor, w: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 
 
 def sparse(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    made: matmuls.SparsePlan = matmuls.plan(a, tune=[128]).update(a.values())
+    made: matmuls.SparsePlan = matmuls.plan(a, tune=[128], products=1000).update(a.values())
     y: torch.Tensor = made @ x + matmuls.spmm(a, x, reduce="mean", alpha=0.5) + matmuls.cusparseMM.apply(a, x)
     y = matmuls.spmm(made.with_values(matmuls.sddmm(y, x.mT, made)), x, beta=1, out=y)
     probabilities: torch.Tensor = matmuls.sparse_softmax(made.values, made, scale=0.5)

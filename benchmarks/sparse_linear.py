@@ -4,8 +4,8 @@ Usage: python benchmarks/sparse_linear.py OUT. Writes OUT/sparse-linear-cuda.jso
 of it.
 """
 
+import argparse
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,4 +59,9 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the JSON file")
+    out = parser.parse_args().out
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device to run on")
+    main(out)

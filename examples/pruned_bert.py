@@ -35,6 +35,7 @@ def prune(model: torch.nn.Module, sparsity: float) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5, 0.8, 0.9, 0.95])
+    sparsities = parser.parse_args().sparsity
     device = "cuda" if torch.cuda.is_available() else "cpu"
     encoder = Encoder.load(model_folder(), device, torch.float32)
     batch = encoder.batch(TEXTS)
@@ -46,7 +47,7 @@ def main() -> None:
     layers = [m for layer in encoder.model.encoder.layer for m in (layer.intermediate.dense, layer.output.dense)]
     mib = sum(p.nbytes for m in layers for p in m.parameters()) / 2**20
     print(f"dense     {ms(encoder):8.2f} ms  {mib:6.1f} MiB")
-    for sparsity in parser.parse_args().sparsity:
+    for sparsity in sparsities:
         pruned = Encoder(copy.deepcopy(encoder.model), encoder.tokenizer)
         mib = prune(pruned.model, sparsity) / 2**20
         cosine = (pruned.embed(batch, "custom_mm") * whole).sum(-1)

@@ -1,5 +1,8 @@
 """PyTorch users' direct line to cuBLAS and cuSPARSE, and the in-place and fused kernels that PyTorch lacks."""
 
+import importlib
+from types import ModuleType
+
 from .dense import cublasMM, cublasTransabMM, cublasTransaMM, cublasTransbMM, handles, matmul
 from .fused_softmax import (
     FusedSoftmax,
@@ -62,3 +65,14 @@ __all__ = [
     "square_matmul_T",
 ]
 __version__ = "0.1.0"
+_MODULES = "attention", "blocks", "integrations", "nn"  # loaded where they are first asked for
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f".{name}", __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

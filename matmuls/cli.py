@@ -18,10 +18,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is loaded: its profiler talks to stderr otherwise
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="cuBLAS and cuSPARSE for PyTorch.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 console = Console(width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True)
 
@@ -30,7 +31,7 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; a visible G
 
 def fail(message: str) -> typer.Exit:
     """One line on stderr and exit status 2: the call was wrong, or something it needs is missing."""
-    errors.print(f"matmuls: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
+    errors.print(f"matmuls: {message}", style="red", highlight=False, soft_wrap=True, markup=False, emoji=False)
     return typer.Exit(2)
 
 
@@ -91,6 +92,23 @@ def may_be_stopped() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        from . import __version__
+
+        print(f"matmuls {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def matmuls(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it and exit.")
+    ] = False,
+) -> None:
+    """cuBLAS and cuSPARSE for PyTorch."""
 
 
 @app.command()
@@ -175,7 +193,7 @@ def show_bert(result: Any) -> None:
         table.add_column(str(n + 1), justify="right")
     for n, text in enumerate(shown):
         row = [f"{x:.3f}" for x in result.similarities[n][: len(shown)]]
-        table.add_row(f"{n + 1}  {text}", *row)
+        table.add_row(Text(f"{n + 1}  {text}"), *row)
     console.print(table)
     if len(result.texts) > len(shown):
         console.print(f"({len(result.texts)} texts; --json has all of them)")

@@ -622,18 +622,24 @@ def mask_plan(mask: Tensor, known: int | None = None) -> MaskPlan:
     mask: bool, any shape; True takes the first expert. Made on the mask's device in one launch, without a wait: a CUDA
     graph replays with another mask. known: how many are True, where the host knows it, and then it must be right: if
     all rows are one expert's, a GPU runs the library's one product instead. A plan made under torch.inference_mode
-    serves inference alone: autograd cannot keep it.
+    serves inference alone: autograd cannot keep it. Raises RuntimeError on another dtype and on a `known` that cannot
+    be.
     """
     rows, counts = _plan(mask)
+    if known is not None and not 0 <= known <= rows.shape[0]:
+        fail("mask_plan", f"known from 0 to the mask's {rows.shape[0]} elements", known)
     return MaskPlan(rows, counts, -1 if known is None else known)
 
 
-def _planned(name: str, mask: Tensor | MaskPlan) -> tuple[Tensor, Tensor, int]:
+def _planned(name: str, mask: Tensor | MaskPlan, x: Tensor) -> tuple[Tensor, Tensor, int]:
     if isinstance(mask, MaskPlan):
         return mask
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         fail(name, "a mask of torch.bool, or a plan made by mask_plan", found)
+    leading = x.shape[:-1]
+    if mask.dim() > 1 and len(leading) > 1 and mask.shape not in (leading, (*leading, 1)):
+        fail(name, f"a mask of shape {list(leading)} as the rows of x, or of one dimension", list(mask.shape))
     return (*_plan(mask), -1)
 
 
@@ -647,8 +653,8 @@ def masked_linear(
 ) -> Tensor:
     """x[r] @ w[r]^T + b[r] for every row r, w and b being w1, b1 where mask[r], else w2, b2. The time of one product.
 
-    x: [..., K]; w1, w2: [N, K], nn.Linear's layout, each of its own strides; mask: bool, an element for each row of x,
-    or a plan; b1, b2: [N], both or neither. float64, float32, float16, bfloat16, one dtype and device for all;
+    x: [..., K]; w1, w2: [N, K], nn.Linear's layout, each of its own strides; mask: bool, of x's leading dimensions or
+    flat, or a plan; b1, b2: [N], both or neither. float64, float32, float16, bfloat16, one dtype and device for all;
     accumulation in float32 or wider, TF32 only where torch's own switch allows it. Differentiable, twice and more; an
     expert without rows gets a gradient of exactly 0, and for a frozen one none is computed. Under autocast as linear.
 
@@ -663,7 +669,7 @@ def masked_linear(
 
     Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not fit.
     """
-    rows, counts, known = _planned("masked_linear", mask)
+    rows, counts, known = _planned("masked_linear", mask, x)
     return _linear(x, w1, w2, rows, counts, b1, b2, known)
 
 
@@ -687,7 +693,7 @@ def masked_ffn(
     On a GPU gate and up are one kernel, whose epilogue is SwiGLU; between it and the second product the hidden rows lie
     sorted by expert, so that only the first gathers and only the second scatters.
     """
-    rows, counts, _ = _planned("masked_ffn", mask)
+    rows, counts, _ = _planned("masked_ffn", mask, x)
     return _ffn_op(x, w1, w2, w3, u1, u2, u3, rows, counts, recompute)
 
 

@@ -203,9 +203,16 @@ def read_metis(path: Path) -> Matrix:
     return _by_rows(_name(path), row, col, flat[:, 1] if step == 2 else None, (vertices, vertices))
 
 
+def _numbers(source: str, pattern: str, form: str) -> list[int]:
+    found = re.fullmatch(pattern, source)
+    if found is None:
+        raise ValueError(f"expected {form}")
+    return [int(number) for number in found.groups()]
+
+
 def draw_rmat(source: str) -> Matrix:
     """The recursive matrix of Chakrabarti, Zhan and Faloutsos with Graph500's a, b, c = 0.57, 0.19, 0.19."""
-    scale, edges = (int(x) for x in source.split(":")[1:])
+    scale, edges = _numbers(source, r"rmat:(\d+):(\d+)", "rmat:SCALE:EDGES")
     generator = np.random.default_rng(0)
     count = edges << scale
     row, col = np.zeros(count, np.int32), np.zeros(count, np.int32)
@@ -219,9 +226,7 @@ def draw_rmat(source: str) -> Matrix:
 
 
 def draw_grid(source: str) -> Matrix:
-    (side,) = (int(x) for x in source.split(":")[1:])
-    if side < 0:
-        raise ValueError(f"expected a side of at least 0, got {side}")
+    (side,) = _numbers(source, r"grid:(\d+)", "grid:SIDE")
     y, x = (t.ravel() for t in np.mgrid[:side, :side])
     rows, cols = [], []
     for dy, dx in ((-1, 0), (0, -1), (0, 0), (0, 1), (1, 0)):
@@ -232,8 +237,8 @@ def draw_grid(source: str) -> Matrix:
 
 
 def draw_pruned(source: str) -> Matrix:
-    _, shape, sparsity = source.split(":")
-    rows, columns = (int(n) for n in shape.split("x"))
+    rows, columns = _numbers(source, r"pruned:(\d+)x(\d+):(?:2of4|[\d.]+)", "pruned:ROWSxCOLUMNS:SPARSITY")
+    sparsity = source.rpartition(":")[2]
     drawn = np.random.default_rng(0).random((rows, columns), dtype=np.float32)
     if sparsity == "2of4":
         if columns % 4 != 0:

@@ -21,7 +21,8 @@ class InplaceLinear(nn.Linear):
     """nn.Linear whose result is written over its input: [..., in_features] -> the same memory's [..., out_features].
 
     out_features <= in_features. As `matmuls.linear_`: the weight's gradient needs the input that is written over, so
-    where one would be recorded the call is refused, unless keep_input, which copies the input for it.
+    where one would be recorded the call is refused, unless keep_input, which copies the input for it. Under autocast
+    the weight is taken in the input's dtype, which stays. Raises ValueError on more output than input features.
     """
 
     def __init__(
@@ -60,13 +61,17 @@ class InplaceLinear(nn.Linear):
         return module.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        return inplace.linear_(x, self.weight, self.bias, keep_input=self.keep_input, workspace=self.workspace)
+        weight, bias = self.weight, self.bias
+        if x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        return inplace.linear_(x, weight, bias, keep_input=self.keep_input, workspace=self.workspace)
 
 
 class MaskedLinear(nn.Module):
     """Two nn.Linear of one shape; a row takes the first where the mask is True, else the second.
 
-    forward(x, mask): x [..., in_features]; mask: bool, an element for each row, or a plan of it.
+    forward(x, mask): x [..., in_features]; mask: bool, an element for each row, or a plan of it. dtypes and errors as
+    `matmuls.masked_linear`.
     """
 
     def __init__(
@@ -99,7 +104,8 @@ class MaskedFFN(nn.Module):
     """Two SwiGLU networks, w2(silu(w1 x) * w3 x) and the same of u; a row takes w where the mask is True, else u.
 
     forward(x, mask): x [..., hidden_size]; mask: bool, an element for each row, or a plan of it. recompute: backward
-    computes the products of size intermediate_size again instead of keeping them.
+    computes the products of size intermediate_size again instead of keeping them. dtypes and errors as
+    `matmuls.masked_ffn`.
     """
 
     def __init__(
@@ -129,7 +135,7 @@ class SparseLinear(nn.Module):
     [out_features + 1], and `columns`, [nonzeros]. All of them are in the state, whatever the number of nonzeros was
     before it is loaded. Products go through a plan, which is made with the first one. In 16 bits, without a gradient,
     on Hopper the bias is added before the sum is rounded. A new module has no nonzeros: `from_linear` makes one of a
-    trained layer.
+    trained layer. dtypes as `matmuls.spmm`; raises RuntimeError on an x that does not fit.
     """
 
     def __init__(

@@ -534,7 +534,25 @@ def _packed_flops(
     return 2 * col[0] * math.prod(dense) // max(columns, 1)  # [columns, n], or rows of a linear layer [n, columns]
 
 
-@register_flop_formula(_ops.csr_sddmm)
+@register_flop_formula(_ops.cusparse_spmm)
+def _cusparse_flops(
+    offsets: torch.Size,
+    indices: torch.Size,
+    values: torch.Size,
+    b: torch.Size,
+    rows: int,
+    columns: int,
+    layout: str = "csr",
+    algorithm: str = "default",
+    transa: bool = False,
+    transb: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return 2 * math.prod(values) * b[0 if transb else 1]
+
+
+@register_flop_formula([_ops.csr_sddmm, _ops.cusparse_sddmm])
 def _sddmm_flops(crow: torch.Size, col: torch.Size, a: torch.Size, b: torch.Size, *args: Any, **kwargs: Any) -> int:
     batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
     return 2 * col[0] * a[-1] * batch.numel()

@@ -32,6 +32,11 @@ def test_info_knows_which_gpus_a_build_serves():
     assert info.serves("Hopper", (9, 0))
 
 
+def test_version():
+    run = matmuls("--version")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "matmuls 0.1.0\n", "")
+
+
 def test_info():
     run = matmuls("info", "--json")
     facts = json.loads(run.stdout)
@@ -55,6 +60,13 @@ def test_bert_prints_similarities_difference_time_and_memory():
     )
     assert [w for w in words if w not in run.stdout] == []
     assert "optimized" not in run.stdout
+
+
+def test_texts_are_shown_as_they_are():
+    run = matmuls("bert", "one [/b] of [bold]two[/bold]", ":cat:", "--device", "cpu")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "one [/b] of [bold]two[/bold]" in run.stdout
+    assert ":cat:" in run.stdout
 
 
 def test_bert_json_and_file(tmp_path):

@@ -213,6 +213,18 @@ def test_inplace_linear_in_training(device):
         torch.testing.assert_close(got, want)
 
 
+def test_inplace_linear_under_autocast(device):
+    """It stays in the dtype that the layer before left."""
+    linear = torch.nn.Linear(16, 16).to(device).requires_grad_(False)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        x = linear(draw(5, 16, device=device).float())
+        expected, address = linear(x), x.data_ptr()
+        y = InplaceLinear.from_linear(linear)(x)
+    assert y.dtype == torch.bfloat16
+    assert y.data_ptr() == address
+    torch.testing.assert_close(y, expected)
+
+
 def test_inplace_linear_cannot_grow():
     with pytest.raises(ValueError, match="InplaceLinear: expected no more output than input features, got 5 and 4"):
         InplaceLinear(4, 5)

@@ -265,6 +265,13 @@ def test_bad_plans_and_masks():
     x, w = torch.randn(6, 4), torch.randn(5, 4)
     with pytest.raises(RuntimeError, match=r"mask_plan: expected a strided mask of torch.bool, got torch.float32"):
         mask_plan(torch.ones(6))
+    with pytest.raises(RuntimeError, match=r"mask_plan: expected known from 0 to the mask's 6 elements, got 7"):
+        mask_plan(torch.ones(6, dtype=torch.bool), known=7)
+    apart = torch.ones(2, 3, 4), w[:, :1].expand(-1, 4), w[:, :1].expand(-1, 4)
+    with pytest.raises(RuntimeError, match=r"masked_linear: expected a mask of shape \[2, 3\] .*, got \[3, 2\]"):
+        masked_linear(*apart, torch.ones(3, 2, dtype=torch.bool))
+    for fits in ((2, 3), (2, 3, 1), (6,)):
+        masked_linear(*apart, torch.ones(fits, dtype=torch.bool))
     plan = mask_plan(torch.ones(5, dtype=torch.bool))
     with pytest.raises(RuntimeError, match=r"masked_linear: expected a mask or plan of 6 rows, .* got 5"):
         masked_linear(x, w, w, plan)

@@ -72,7 +72,7 @@ def _bad(draw: Draw) -> Iterator[Bad]:
 TABLE: tuple[Spec, ...] = (
     Spec(
         name="attention_forward",
-        summary="`attention.attend(q, k, v, mask, scale, *, causal)`: attention and its probabilities",
+        summary="the forward half of `attention.attend(q, k, v, mask, scale, *, causal)`, which is differentiable",
         call=_context,
         reference=_plain,
         operators=(_operator,),

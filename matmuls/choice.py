@@ -50,7 +50,7 @@ from .forms import (
     takes_blocks,
 )
 from .measure import time_warm
-from .ours import is_skewed, our_call
+from .ours import COUNTED, is_skewed, our_call
 from .structure import Structure, is_capturing
 from .tiles import MOST_COLUMNS, us_by_tiles
 
@@ -350,6 +350,7 @@ class Choice:
             and dtype.itemsize <= 4
             and s.crow.dtype == torch.int32
             and s.longest <= LONGEST_REORDERED
+            and s.nonzeros + s.rows < COUNTED
             and not is_skewed(s)
             and self.products * us_saved_by_reordering(s, n * dtype.itemsize, memory(device)) > us_to_reorder(s)
         )

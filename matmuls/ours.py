@@ -17,6 +17,7 @@ _sddmm = _ops.csr_sddmm.default
 CHUNKED_MEAN = 32  # nonzeros of a row, on average: longer ones keep their lanes busy as rows
 SKEWED = 4  # times the average: the longest row of a matrix whose rows wait for one another
 CHUNKED_PRODUCTS = 2**20  # of a nonzero and a column, where rows are skewed
+COUNTED = 2**31  # rows and nonzeros: in 32 bits
 # Where they are not: rows, bytes of a row of the dense side, and bytes read of it.
 CHUNKED_ROWS, CHUNKED_ROW_BYTES, CHUNKED_BYTES = 2**13, 512, 2**24
 
@@ -29,7 +30,7 @@ def is_skewed(structure: Structure) -> bool:
 def takes_chunks(structure: Structure, n: int, row_bytes: int) -> bool:
     """Whether chunks are faster. row_bytes: of the dense side, n columns."""
     nonzeros, rows = structure.nonzeros, structure.rows
-    if nonzeros >= CHUNKED_MEAN * rows:
+    if nonzeros >= CHUNKED_MEAN * rows or nonzeros + rows >= COUNTED:
         return False
     if is_skewed(structure):
         return nonzeros * n >= CHUNKED_PRODUCTS

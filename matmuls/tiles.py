@@ -10,6 +10,7 @@ SLICE = 32  # columns of b in a tile
 SHARED = 226 * 1024  # bytes of a block
 PANEL_ROWS = 1024
 WARPS = 20  # of a block, at most
+MOST_ROWS = 2**27  # those of all tiles are counted in 32 bits
 MOST_COLUMNS = TILE_ROWS * len(CLUSTERS)
 
 
@@ -23,7 +24,9 @@ def layout_of(s: Structure, n: int) -> TileLayout | None:
     """That of products with n columns, or None where they are not made so: a panel for each cluster of blocks that an
     H200 runs at once, and a warp for each slice of it."""
     tiles, across = -(-s.columns // TILE_ROWS), -(-n // SLICE)
-    if not s.rows or not 1 <= tiles <= len(CLUSTERS) or (tiles > 1 and across > 1):  # or tiles are fetched anew
+    if (
+        not 1 <= s.rows <= MOST_ROWS or not 1 <= tiles <= len(CLUSTERS) or (tiles > 1 and across > 1)
+    ):  # or tiles are fetched anew
         return None
     room = PANEL_ROWS
     if tiles > 1:  # a panel's sums beside the tile

@@ -36,6 +36,8 @@ Chunks empty_chunks(const Pattern& p, int64_t size, int64_t piece) {
       p.crow.scalar_type(), ", ", size, " and ", piece);
   const auto ints = p.crow.options();
   const c10::SymInt nonzeros = p.col.sym_size(0);
+  TORCH_CHECK_VALUE(nonzeros + p.sym_rows() <= INT32_MAX, kChunksOp, ": expected at most ", INT32_MAX,
+                    " rows and nonzeros, got ", p.sym_rows(), " and ", nonzeros);
   return {at::empty_symint({(nonzeros + size - 1) / size + 1}, ints), at::empty_symint({nonzeros}, ints),
           at::zeros_symint({nonzeros / (piece + 1), 3}, ints), at::zeros_symint({p.sym_rows()}, ints),
           at::empty({3}, ints)};
@@ -91,8 +93,7 @@ Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const
                const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t, const OptionalTensor& order,
                int64_t longest, const OptionalTensor& chunk_col, const OptionalTensor& chunk_values) {
   check_moved(chunk_col, chunk_values);
-  return SpmmOp::call(crow, col, values, dense, std::move(columns), "sum", 1, order, {}, {}, {}, {}, false, longest,
-                      -1);
+  return product_by_rows(crow, col, values, dense, std::move(columns), order, longest);
 }
 
 // A product that records a gradient is csr_spmm's.

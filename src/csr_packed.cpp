@@ -145,8 +145,7 @@ Tensor csr_packed_meta(const Tensor& crow, const Tensor&, const Tensor& values, 
 
 Tensor by_rows(const Tensor&, const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
-  return SpmmOp::call(crow, col, values, dense, std::move(columns), "sum", 1, order, {}, {}, {}, {}, false, longest,
-                      -1);
+  return product_by_rows(crow, col, values, dense, std::move(columns), order, longest);
 }
 
 // A product that records a gradient is csr_spmm's.
@@ -156,11 +155,19 @@ Tensor spmm_autograd(const Tensor& packed, const Tensor& crow, const Tensor& col
   return go(packed, crow, col, values, dense, std::move(columns), order, longest);
 }
 
+void check_bias(const Tensor& crow, const Tensor& x, const OptionalTensor& bias) {
+  TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->sym_size(0) == crow.sym_size(0) - 1 &&
+                              bias->scalar_type() == x.scalar_type() && bias->device() == x.device()),
+                    spmm::kOp, ": expected a bias of shape [", crow.sym_size(0) - 1, "] in ", x.scalar_type(), " on ",
+                    x.device(), ", got ", bias->sym_sizes(), " in ", bias->scalar_type(), " on ", bias->device());
+}
+
 // x W^T + bias: [n, rows], a row behind the other.
 Tensor linear_by_rows(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
                       const Tensor& x, c10::SymInt columns, const OptionalTensor& order, int64_t longest,
                       const OptionalTensor& bias) {
   TORCH_CHECK(x.dim() == 2, spmm::kOp, ": expected x of two dimensions, got ", x.sym_sizes());
+  check_bias(crow, x, bias);
   const Tensor y = by_rows(packed, crow, col, values, x.t(), std::move(columns), order, longest).t();
   return (bias ? at::add(y, *bias) : y).contiguous();
 }
@@ -183,6 +190,7 @@ Tensor spmm_on_gpu(const Tensor& packed, const Tensor& crow, const Tensor& col, 
 }
 Tensor linear_on_gpu(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
                      c10::SymInt columns, const OptionalTensor& order, int64_t longest, const OptionalTensor& bias) {
+  check_bias(crow, x, bias);
   const PackedLayout m = layout_of(pattern_of(crow, col, order), columns.expect_int(), true);
   const spmm::PackedCall c{m, packed, with_contiguous_rows(x), bias ? bias->contiguous() : Tensor()};
   if (!spmm::can_go_packed(c)) return linear_by_rows(packed, crow, col, values, x, columns, order, longest, bias);

@@ -28,9 +28,9 @@ MATMULS_OPERATOR(CsrReorderOp, "custom_mm::csr_reorder", "", Moved(const Tensor&
 Pattern square(const char* op, const Tensor& crow, const Tensor& col, const c10::SymInt& columns) {
   const Pattern p = pattern_of(crow, col, {});
   check_pattern(op, p, crow);
-  TORCH_CHECK_VALUE(p.crow.scalar_type() == at::kInt && p.sym_rows() == columns, op,
-                    ": expected a square matrix in Int, got ", p.sym_rows(), " x ", columns, " in ",
-                    p.crow.scalar_type());
+  TORCH_CHECK_VALUE(p.crow.scalar_type() == at::kInt && p.sym_rows() == columns && columns <= INT32_MAX / 2, op,
+                    ": expected a square matrix in Int of at most ", INT32_MAX / 2, " rows, got ", p.sym_rows(), " x ",
+                    columns, " in ", p.crow.scalar_type());
   return p;
 }
 
@@ -122,7 +122,9 @@ template <decltype(move_rows_on_cpu) move>
 Moved csr_reorder(const Tensor& crow, const Tensor& col, const Tensor& order) {
   const Pattern p = pattern_of(crow, col, {});
   check_pattern(kReorderOp, p, crow);
-  TORCH_CHECK_VALUE(crow.scalar_type() == at::kInt, kReorderOp, ": expected crow in Int, got ", crow.scalar_type());
+  TORCH_CHECK_VALUE(crow.scalar_type() == at::kInt && p.sym_rows() <= INT32_MAX / 2, kReorderOp,
+                    ": expected crow in Int and at most ", INT32_MAX / 2, " rows, got ", p.sym_rows(), " in ",
+                    crow.scalar_type());
   check_of_rows(kReorderOp, "the order", p, order);
   Moved made{at::zeros_symint(crow.sym_sizes(), crow.options()), at::empty_symint(col.sym_sizes(), col.options()),
              at::empty_symint(col.sym_sizes(), col.options())};

@@ -10,6 +10,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 #include <array>
@@ -67,19 +68,12 @@ c10::SymDimVector check(const Pattern& p, const Tensor& values, const Tensor& de
 
 bool is_narrow(const Tensor& t) { return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16; }
 
-void check_kept_values(const Pattern& p, const Tensor& values, bool two_of_four) {
+void check_kept_values(const Pattern& p, const Tensor& values, bool wide, bool narrow) {
   check_pattern(kOp, p, values);
-  const bool known = values.scalar_type() == at::kFloat || (two_of_four && is_narrow(values));
+  const bool known = (wide && values.scalar_type() == at::kFloat) || (narrow && is_narrow(values));
   TORCH_CHECK_VALUE(known && values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0), kOp,
-                    ": expected values of shape [", p.col.sym_size(0),
-                    "] in Float, or in 16 bits to keep two of four, ", "got ", values.sym_sizes(), " in ",
-                    values.scalar_type());
-}
-
-int64_t product_of(at::IntArrayRef sizes) {
-  int64_t product = 1;
-  for (const int64_t s : sizes) product *= s;
-  return product;
+                    ": expected values of shape [", p.col.sym_size(0), "] in ", wide ? "Float" : "16 bits",
+                    wide && narrow ? " or 16 bits" : "", ", got ", values.sym_sizes(), " in ", values.scalar_type());
 }
 
 // Runs over `out`, or over a copy of it where its rows are not contiguous.
@@ -88,8 +82,8 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
                const Tensor& arg, const Tensor& selected, bool by_column, int64_t longest, const Tensor& out) {
   if (out.numel() == 0) return;
   const auto lead = out.sizes().slice(0, out.dim() - 2);
-  const int64_t batch = product_of(lead), rows = out.size(-2), n = out.size(-1);
-  const auto flat = [&](const Tensor& t) { return as_batch(t, lead, batch, 2); };
+  const int64_t batch = c10::multiply_integers(lead), rows = out.size(-2), n = out.size(-1);
+  const auto flat = [&](const Tensor& t, int64_t kept) { return as_batch(with_contiguous_rows(t), lead, batch, kept); };
   Tensor target = with_contiguous_rows(out);
   if (target.dim() > 3 && !target.is_same(out)) target = target.contiguous();
   Tensor over = target.dim() == 2 ? target.unsqueeze(0) : target;
@@ -98,9 +92,9 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
     if (!strides) over = target = target.contiguous();
     over = over.view({batch, rows, n});
   }
-  run({contiguous(p), with_contiguous_rows(as_batch(values, lead, batch, 1)), with_contiguous_rows(flat(dense)), over,
-       reduce, alpha, beta, arg.defined() ? arg.view({batch, rows, n}) : arg,
-       selected.defined() ? flat(selected).contiguous() : selected, by_column, longest});
+  run({contiguous(p), flat(values, 1), flat(dense, 2), over, reduce, alpha, beta,
+       arg.defined() ? arg.view({batch, rows, n}) : arg, selected.defined() ? flat(selected, 2).contiguous() : selected,
+       by_column, longest});
   if (!target.is_same(out)) out.copy_(target);
 }
 
@@ -194,24 +188,17 @@ Tensor filled_on_gpu(const Pattern& p, const Tensor& values, int64_t columns) {
 }
 #endif
 
-void check_narrow_values(const Pattern& p, const Tensor& values) {
-  check_pattern(kOp, p, values);
-  TORCH_CHECK_VALUE(is_narrow(values) && values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0), kOp,
-                    ": expected values of shape [", p.col.sym_size(0), "] in 16 bits, got ", values.sym_sizes(), " in ",
-                    values.scalar_type());
-}
-
 template <Tensor make(const Pattern&, const Tensor&, int64_t)>
 Tensor csr_filled(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
                   const OptionalTensor& order) {
   const Pattern p = pattern_of(crow, col, order);
-  check_narrow_values(p, values);
+  check_kept_values(p, values, false, true);
   return make(contiguous(p), values.contiguous(), columns.expect_int());
 }
 Tensor csr_filled_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
                        const OptionalTensor& order) {
   const Pattern p = pattern_of(crow, col, order);
-  check_narrow_values(p, values);
+  check_kept_values(p, values, false, true);
   return at::empty_symint({p.sym_rows(), ceil_of(columns, 8) * 8}, values.options());
 }
 MATMULS_OPERATOR(CsrFilledOp, "custom_mm::csr_filled", "",
@@ -243,7 +230,7 @@ template <FillFunction fill>
 Halves csr_halves(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
                   const OptionalTensor& order, bool two_of_four, int64_t beyond) {
   const Pattern p = pattern_of(crow, col, order);
-  check_kept_values(p, values, two_of_four);
+  check_kept_values(p, values, true, two_of_four);
   const Filled made = fill(contiguous(p), values.contiguous(), columns.expect_int(), two_of_four, beyond);
   return {made.parts, made.exponents.defined() ? made.exponents : at::empty({0}, made.facts.options()), made.facts,
           made.rest};
@@ -255,7 +242,7 @@ Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tenso
                        c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
   const Pattern p = pattern_of(crow, col, order);
   const bool narrow = is_narrow(values), pairs = rest.numel() > 0;
-  check_kept_values(p, values, pairs);
+  check_kept_values(p, values, true, pairs);
   Tensor out = at::empty_symint(check(p, values, dense, columns, {}, false), dense.options());
   const int64_t inner = columns.expect_int();
   const auto whole = [&](const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
@@ -290,7 +277,7 @@ Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tenso
 Halves csr_halves_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
                        const OptionalTensor& order, bool two_of_four, int64_t beyond) {
   const Pattern p = pattern_of(crow, col, order);
-  check_kept_values(p, values, two_of_four);
+  check_kept_values(p, values, true, two_of_four);
   const bool narrow = is_narrow(values);
   const auto ints = values.options().dtype(at::kInt), halves = narrow ? values.options() : ints.dtype(at::kHalf);
   const Tensor facts = at::empty({kFillFacts}, ints);
@@ -321,8 +308,7 @@ MATMULS_OPERATOR(CsrSpmmHalvesOp, "custom_mm::csr_spmm_halves", "",
 Tensor csr_spmm_halves_autograd(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& rest,
                                 const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                                 c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
-  if (needs_gradient(kOp, {values, dense}))
-    return SpmmOp::call(crow, col, values, dense, columns, "sum", 1, order, {}, {}, {}, {}, false, longest, -1);
+  if (needs_gradient(kOp, {values, dense})) return product_by_rows(crow, col, values, dense, columns, order, longest);
   return CsrSpmmHalvesOp::below_autograd(parts, exponents, facts, rest, crow, col, values, dense, columns, order,
                                          longest);
 }

@@ -39,6 +39,8 @@ TileLayout layout_of(const Pattern& p, int64_t columns, int64_t tiles, int64_t p
   TORCH_CHECK_VALUE(m.tile_rows <= kMostTileRows && m.panel_rows <= kMostPanelRows, kTilesOp, ": expected tiles of ",
                     kMostTileRows, " columns and panels of ", kMostPanelRows, " rows at most, got ", m.tile_rows,
                     " and ", m.panel_rows);
+  TORCH_CHECK_VALUE(int64_t{m.tiles} * m.panels * m.slices * (32 / m.lanes) <= INT32_MAX, kTilesOp,
+                    ": expected fewer rows in all tiles, got ", p.rows(), " in each of ", tiles);
   return m;
 }
 
@@ -161,8 +163,7 @@ Tiles csr_tile_entries_meta(const Tensor&, const Tensor&, const Tensor&, const T
 Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
                const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t, const OptionalTensor& order,
                int64_t longest) {
-  return SpmmOp::call(crow, col, values, dense, std::move(columns), "sum", 1, order, {}, {}, {}, {}, false, longest,
-                      -1);
+  return product_by_rows(crow, col, values, dense, std::move(columns), order, longest);
 }
 
 // A product that records a gradient is csr_spmm's.

@@ -12,6 +12,10 @@
 #include "sparse_operators.h"
 #include "sparse_parts.h"
 
+#ifdef MATMULS_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+#endif
+
 namespace matmuls {
 namespace {
 
@@ -147,6 +151,8 @@ class Arguments {
 struct Prepared {
   SparseDescriptor descriptor;
   Tensor buffer, offsets, indices;
+  Layout layout;
+  c10::SymInt rows, columns;
   Algorithm algorithm;
   bool transposed;
   at::ScalarType dtype;
@@ -161,12 +167,20 @@ struct Prepared {
     TORCH_CHECK_VALUE(self, kOp, ": expected prepared to be what cusparse_prepare returned, got another tensor");
     TORCH_CHECK_VALUE(
         self->offsets.const_data_ptr() == c.a.offsets.const_data_ptr() &&
-            self->indices.const_data_ptr() == c.a.indices.const_data_ptr() && self->algorithm == c.algorithm &&
+            self->indices.const_data_ptr() == c.a.indices.const_data_ptr() && self->layout == c.a.layout &&
+            self->rows == c.a.rows && self->columns == c.a.columns && self->algorithm == c.algorithm &&
             self->transposed == c.transposed && self->dtype == c.dense.scalar_type() && self->n == c.dense.size(1) &&
             self->dense.by_rows == order_of(c.dense)->by_rows && self->out.by_rows == order_of(out)->by_rows,
-        kOp, ": expected prepared for this matrix, algorithm, dtype, order and ", c.dense.size(1),
+        kOp, ": expected prepared for this matrix, layout, algorithm, dtype, order and ", c.dense.size(1),
         " columns, got what was prepared for another product of ", self->n, " columns");
     return *self;
+  }
+
+  // Its storage is not the allocator's, which would not hear of the stream by way of the tensor.
+  void record_stream() const {
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    for (const Tensor& t : {buffer, offsets, indices})
+      c10::cuda::CUDACachingAllocator::recordStream(t.storage().data_ptr(), stream);
   }
 };
 
@@ -191,6 +205,7 @@ void run_cuda(const Call& checked, double alpha, double beta, const OptionalTens
     MATMULS_CUSPARSE_CHECK(
         cusparseSpMatSetValues(kept.descriptor.get(), const_cast<void*>(c.a.values.const_data_ptr())));
     Arguments(c, alpha, beta, kept.descriptor.get(), target).multiply(kept.buffer);
+    kept.record_stream();
   } else {
     const SparseDescriptor a = describe(c.a);
     const Arguments arguments(c, alpha, beta, a.get(), target);
@@ -210,6 +225,7 @@ Tensor prepare_cuda(const Call& checked) {
   auto kept = std::make_unique<Prepared>();
   kept->descriptor = describe(c.a);
   kept->offsets = c.a.offsets, kept->indices = c.a.indices;
+  kept->layout = c.a.layout, kept->rows = c.a.rows, kept->columns = c.a.columns;
   kept->algorithm = c.algorithm, kept->transposed = c.transposed;
   kept->dtype = c.dense.scalar_type(), kept->n = c.dense.size(1);
   kept->dense = *order_of(c.dense), kept->out = *order_of(out);

@@ -35,8 +35,9 @@ Tensor sddmm_cuda(const Tensor& offsets, const Tensor& indices, const Tensor& a,
   if (result.numel() == 0 || a.numel() == 0) return result;
   const auto dtype = a.scalar_type();
   const Tensor x = in_order(a), y = in_order(b);
-  const SparseDescriptor c =
-      describe(SparseParts{Layout::csr, offsets.contiguous(), indices.contiguous(), result, a.size(0), b.size(1)});
+  // A descriptor holds addresses alone: these live as long as it does.
+  const SparseParts parts{Layout::csr, offsets.contiguous(), indices.contiguous(), result, a.size(0), b.size(1)};
+  const SparseDescriptor c = describe(parts);
   const DenseDescriptor left = describe(x), right = describe(y);
   const Scalar one(alpha, dtype), zero(0, dtype);
   const Borrowed handle(Library::cusparse, kOp);
@@ -73,7 +74,9 @@ Tensor sddmm_meta(const Tensor& offsets, const Tensor& indices, const Tensor& a,
 struct CusparseSddmmFunction : torch::autograd::Function<CusparseSddmmFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& offsets,
                         const Tensor& indices, double alpha) {
-    ctx->save_for_backward({offsets, indices, a, b});
+    ctx->save_for_backward({offsets, indices, b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()});
+    ctx->saved_data["rows"] = a.sym_size(0);
+    ctx->saved_data["columns"] = b.sym_size(1);
     ctx->saved_data["alpha"] = alpha;
     return CusparseSddmmOp::below_autograd(offsets, indices, a, b, alpha);
   }
@@ -82,16 +85,17 @@ struct CusparseSddmmFunction : torch::autograd::Function<CusparseSddmmFunction> 
                                                  const torch::autograd::variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor &a = saved[2], &b = saved[3];
-    const Pattern p = pattern_of(saved[0], saved[1], {}), t = p.transposed(b.sym_size(1));
+    const c10::SymInt rows = ctx->saved_data["rows"].toSymInt(), columns = ctx->saved_data["columns"].toSymInt();
+    const Pattern p = pattern_of(saved[0], saved[1], {}), t = p.transposed(columns);
     const double alpha = ctx->saved_data["alpha"].toDouble();
-    const auto product = [&](const Pattern& m, const Tensor& dense, const c10::SymInt& columns) {
-      return SpmmOp::call(m.crow, m.col, grads[0], dense, columns, "sum", alpha, none_or_tensor(m.order), m.t_crow,
+    const auto product = [&](const Pattern& m, const Tensor& dense, const c10::SymInt& many) {
+      return SpmmOp::call(m.crow, m.col, grads[0], dense, many, "sum", alpha, none_or_tensor(m.order), m.t_crow,
                           m.t_col, none_or_tensor(m.t_order), {}, false, -1, -1);
     };
-    const Pattern rows{p.crow, p.col, {}, t.crow, t.col, t.order};
+    const Pattern both{p.crow, p.col, {}, t.crow, t.col, t.order};
     Tensor grad_a, grad_b;
-    if (ctx->needs_input_grad(0)) grad_a = product(rows, b.mT(), b.sym_size(1));
-    if (ctx->needs_input_grad(1)) grad_b = product(t, a, a.sym_size(0)).mT();
+    if (ctx->needs_input_grad(0)) grad_a = product(both, b.mT(), columns);
+    if (ctx->needs_input_grad(1)) grad_b = product(t, a, rows).mT();
     return {grad_a, grad_b, {}, {}, {}};
   }
 };

@@ -136,6 +136,7 @@ __global__ void __launch_bounds__(kSparseThreads)
     next = shape.rows + before_row;
     if (threadIdx.x == 0 && within) {
       const int64_t until = shape.rows + shape.room;
+      if (next + all > until) facts->unfit = 1;  // more are beyond two than was said
       rest[row] = {static_cast<int>(min(next, until)), static_cast<int>(min(next + all, until))};
     }
   }
@@ -213,13 +214,13 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
                 at_once = two_of_four ? stride : std::min<int64_t>(stride, kFillColumns),
                 chunks = stride > 0 ? ceil_of(stride, at_once) : 0, tiles = ceil_of(rows, kTileRows),
                 room = std::min(beyond < 0 ? INT64_MAX : beyond, values.size(0) / 2);
-  TORCH_CHECK(rows <= INT32_MAX - kTileRows && chunks <= 65535, "spmm: expected a smaller matrix to fill, got ", rows,
-              " x ", columns);
+  TORCH_CHECK_VALUE(rows <= INT32_MAX - kTileRows && chunks <= 65535, "spmm: expected a smaller matrix to fill, got ",
+                    rows, " x ", columns);
   const auto ints = values.options().dtype(at::kInt), halves = values.options().dtype(at::kHalf);
   Filled made;
   if (two_of_four) {
-    TORCH_CHECK(stride <= kMostPaired && rows + room <= INT32_MAX, "spmm: expected at most ", kMostPaired,
-                " columns to keep two of four, got ", columns, ", and fewer nonzeros than ", values.size(0));
+    TORCH_CHECK_VALUE(stride <= kMostPaired && rows + room <= INT32_MAX, "spmm: expected at most ", kMostPaired,
+                      " columns to keep two of four, got ", columns, ", and fewer nonzeros than ", values.size(0));
     made.parts = wide ? empty({tiles, stride / kStepColumns, kStepHalves}, halves)
                       : empty({tiles, stride / kStepColumns, kNarrowStepHalves}, values.options());
     made.rest = zeros({rows + room, 2}, ints);

@@ -1,4 +1,4 @@
-// Powers of two that bring float32 numbers into float16's range.
+// Powers of two that bring float32 numbers into float16's range, and how what is kept of a matrix lies in memory.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -44,13 +44,14 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
 at::Tensor look_for_infinite(const at::Tensor& dense);
 
 // out <- alpha * A @ dense in float32, A of this pattern and these values, side by side in memory; n a multiple of 8,
-// rows of dense and out on 16 bytes.
+// rows of dense and out on 16 bytes. dense takes up to 128 MiB in halves, or those of 128 columns, at a time.
 void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values, const at::Tensor& dense,
                      const at::Tensor& out, double alpha);
-bool can_multiply_halves();
+bool can_multiply_halves(const at::Tensor& operand);  // on its GPU
 
-// out <- A @ dense in 16 bits, of what two of four keep of A; n a multiple of 8, rows of dense and out on 16 bytes. 0
-// times what is not finite is NaN, as in a product with all zeros, in the columns that are kept beside fewer than two.
+// out <- A @ dense in 16 bits, of what two of four keep of A, of columns that differ in every row; n a multiple of 8,
+// rows of dense, of which there is one, and out on 16 bytes and no nearer than they are long. 0 times what is not
+// finite is NaN, as in a product with all zeros, in the columns that are kept beside fewer than two.
 void multiply_two_of_four(const Filled& a, const at::Tensor& dense, const at::Tensor& out);
 
 }  // namespace matmuls

@@ -293,7 +293,7 @@ void launch(const Filled& a, const at::Tensor& dense, const at::Tensor& out, con
   const int peers = cluster.peers, across = up(up(n, Tile::columns), Tile::wide ? peers : 1);
   const int64_t down = up(up(rows, Tile::rows), Tile::wide ? 1 : peers);
   const int64_t blocks = down * across * peers * cluster.shares;
-  TORCH_CHECK(blocks <= INT32_MAX, "spmm: expected a smaller result, got one of ", rows, " x ", n);
+  TORCH_CHECK_VALUE(blocks <= INT32_MAX, "spmm: expected a smaller result, got one of ", rows, " x ", n);
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(n), static_cast<cuuint64_t>(inner)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(dense.stride(0)) * sizeof(T)};
   const cuuint32_t box[2] = {kWide, static_cast<cuuint32_t>(Tile::wide ? kWide : kWide / peers)};
@@ -323,8 +323,8 @@ void multiply(const Filled& a, const at::Tensor& dense, const at::Tensor& out) {
 }  // namespace
 
 void multiply_two_of_four(const Filled& a, const at::Tensor& dense, const at::Tensor& out) {
-  TORCH_CHECK(out.size(0) <= INT32_MAX / 2 && dense.size(0) <= INT32_MAX / 2 && out.size(1) <= INT32_MAX / 2,
-              "spmm: expected smaller operands, got ", out.sizes(), " and ", dense.sizes());
+  TORCH_CHECK_VALUE(out.size(0) <= INT32_MAX / 2 && dense.size(0) <= INT32_MAX / 2 && out.size(1) <= INT32_MAX / 2,
+                    "spmm: expected smaller operands, got ", out.sizes(), " and ", dense.sizes());
   dense.scalar_type() == at::kHalf ? multiply<c10::Half>(a, dense, out) : multiply<c10::BFloat16>(a, dense, out);
 }
 

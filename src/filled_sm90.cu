@@ -285,7 +285,7 @@ void launch(const Filled& a, const DenseHalves& b, int64_t inner, const at::Tens
                     steps,
                     staying_steps(a.parts.nbytes(), (2 * inner + rows) * n * 4, steps)};
   const int64_t blocks = int64_t{up(rows, kRows)} * shape.across * shares;
-  TORCH_CHECK(blocks <= INT32_MAX, "spmm: expected a smaller result, got one of ", rows, " x ", n);
+  TORCH_CHECK_VALUE(blocks <= INT32_MAX, "spmm: expected a smaller result, got one of ", rows, " x ", n);
   Launch launch(static_cast<unsigned>(blocks), kThreads, Tile::shared);
   launch.in_clusters(shares);
   launch.early();
@@ -320,9 +320,9 @@ void multiply(const Filled& a, const DenseHalves& b, int64_t inner, const at::Te
 
 }  // namespace
 
-bool can_multiply_halves() {
+bool can_multiply_halves([[maybe_unused]] const at::Tensor& operand) {
 #ifdef MATMULS_SM90A
-  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  const auto* properties = at::cuda::getDeviceProperties(operand.get_device());
   return properties->major == 9 && properties->minor == 0 && tensor_map_encoder() != nullptr;
 #else
   return false;
@@ -332,8 +332,16 @@ bool can_multiply_halves() {
 void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values, const at::Tensor& dense,
                      const at::Tensor& out, double alpha) {
   const int64_t inner = dense.size(0), n = dense.size(1);
-  TORCH_CHECK(out.size(0) <= INT32_MAX / 2 && inner <= INT32_MAX / 2 && n <= INT32_MAX / 2,
-              "spmm: expected smaller operands, got ", out.sizes(), " and ", dense.sizes());
+  TORCH_CHECK_VALUE(out.size(0) <= INT32_MAX / 2 && inner <= INT32_MAX / 2 && n <= INT32_MAX / 2,
+                    "spmm: expected smaller operands, got ", out.sizes(), " and ", dense.sizes());
+  const int64_t most = std::max<int64_t>(kHalvesBytes / (4 * inner) / 128 * 128, 128);
+  if (n > most) {  // the next slice takes the last one's memory
+    for (int64_t first = 0; first < n; first += most) {
+      const int64_t columns = std::min(most, n - first);
+      multiply_halves(a, p, values, dense.narrow(1, first, columns), out.narrow(1, first, columns), alpha);
+    }
+    return;
+  }
   const at::Tensor memory = empty({DenseHalves::nbytes(inner, n)}, dense.options().dtype(at::kByte));
   const DenseHalves halves(memory.mutable_data_ptr(), inner, n);
   split_dense(dense, halves, a.rest, out);

@@ -8,6 +8,7 @@
 
 namespace matmuls {
 
+constexpr int64_t kHalvesBytes = 128 << 20;          // of the dense side at once
 constexpr int kSplitColumns = 16, kSplitBlocks = 8;  // a cluster takes 16 columns of the dense side
 
 // The dense side, [inner, n], in halves. On 16 bytes each, in one piece of memory.

@@ -41,6 +41,7 @@ void grow_on_gpu(const Pattern& p, int size, int rounds, const at::Tensor& regio
 void count_reads_on_gpu(const Pattern& p, const at::Tensor& order, const Windows& windows, const at::Tensor& seen,
                         const at::Tensor& count);
 // The nonzeros by rows in their new order: their columns, and the place that each has in p. crow: the new offsets.
+// order names every row once: nobody looks.
 void move_rows_on_gpu(const Pattern& p, const at::Tensor& order, const at::Tensor& crow, const at::Tensor& col,
                       const at::Tensor& place);
 

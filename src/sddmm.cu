@@ -41,7 +41,8 @@ constexpr const char* kOp = "sddmm";
 namespace matmuls {
 namespace {
 
-constexpr int kRun = 16;  // neighbouring nonzeros that a group of lanes works through
+constexpr int kRun = 16;                       // neighbouring nonzeros that a group of lanes works through
+constexpr int kMostColumns = INT32_MAX - 256;  // a group of lanes steps over as many
 constexpr int kTogether = 4;
 
 template <class T, class I>
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
 template <int V, int L, bool with_selected, class T, class I>
 void launch(const Args<T, I>& m) {
   const int64_t blocks = ceil_of(ceil_of(m.nonzeros, kRun), kSparseThreads / L);
-  TORCH_CHECK(blocks <= INT32_MAX, kOp, ": expected at most 2^31 blocks of nonzeros, got ", blocks);
+  TORCH_CHECK_VALUE(blocks <= INT32_MAX, kOp, ": expected at most 2^31 blocks of nonzeros, got ", blocks);
   const dim3 grid(static_cast<unsigned>(blocks),
                   m.summed ? 1 : static_cast<unsigned>(std::min<int64_t>(m.batches, 65535)));
   sddmm_kernel<T, I, V, L, with_selected><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
@@ -172,7 +173,8 @@ void run_cuda(const Call& c) {
       m.a = c.a.const_data_ptr<scalar_t>(), m.b = c.b.const_data_ptr<scalar_t>();
       m.out = c.out.mutable_data_ptr<scalar_t>();
       m.rows = c.pattern.rows(), m.nonzeros = c.pattern.nonzeros(), m.batches = c.a.size(0);
-      TORCH_CHECK(c.a.size(2) <= INT32_MAX, kOp, ": expected at most 2^31 - 1 columns, got ", c.a.size(2));
+      TORCH_CHECK_VALUE(c.a.size(2) <= kMostColumns, kOp, ": expected at most ", kMostColumns, " columns, got ",
+                        c.a.size(2));
       m.n = static_cast<int>(c.a.size(2));
       m.a_stride = c.a.stride(1), m.b_stride = c.b.stride(1), m.a_batch = c.a.stride(0), m.b_batch = c.b.stride(0);
       m.alpha = static_cast<arithmetic_t<scalar_t>>(c.alpha);
@@ -201,6 +203,7 @@ void run_cuda(const Call& c) {
 // ------------------------------------------------------------------------------------------------ CPU, operators
 
 #include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 #include "autograd.h"
@@ -301,11 +304,10 @@ Tensor sddmm(const Tensor& crow, const Tensor& col, const Tensor& a, const Tenso
   Tensor out = at::empty_symint(check(p, a, b, columns, selected, by_column, summed), a.options());
   if (out.numel() == 0) return out;
   const auto lead = at::infer_size_dimvector(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
-  int64_t batch = 1;
-  for (const int64_t s : lead) batch *= s;
+  const int64_t batch = c10::multiply_integers(lead);
   if (batch == 0) return out.zero_();
-  run({contiguous(p), with_contiguous_rows(as_batch(a, lead, batch, 2)),
-       with_contiguous_rows(as_batch(b, lead, batch, 2)), out.view({summed ? 1 : batch, p.nonzeros()}), alpha,
+  run({contiguous(p), as_batch(with_contiguous_rows(a), lead, batch, 2),
+       as_batch(with_contiguous_rows(b), lead, batch, 2), out.view({summed ? 1 : batch, p.nonzeros()}), alpha,
        selected.defined() ? as_batch(selected, lead, batch, 2).contiguous() : selected, by_column, summed});
   return out;
 }

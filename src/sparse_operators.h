@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string_view>
+#include <utility>
 
 #include "row_operators.h"
 #include "sparse.h"
@@ -22,5 +23,13 @@ MATMULS_OPERATOR(SddmmOp, "custom_mm::csr_sddmm", "",
                  at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,
                             double, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                             const OptionalTensor&, const OptionalTensor&, bool, bool));
+
+// The product by rows of what a plan also keeps in another form.
+inline at::Tensor product_by_rows(const at::Tensor& crow, const at::Tensor& col, const at::Tensor& values,
+                                  const at::Tensor& dense, c10::SymInt columns, const OptionalTensor& order,
+                                  int64_t longest) {
+  return SpmmOp::call(crow, col, values, dense, std::move(columns), "sum", 1, order, {}, {}, {}, {}, false, longest,
+                      -1);
+}
 
 }  // namespace matmuls

@@ -141,7 +141,7 @@ void run_cuda_as(const Call& c) {
       const auto launch = [&](auto lanes) {
         constexpr int L = decltype(lanes)::value;
         const int64_t blocks = ceil_of(m.rows, kSparseThreads / L);
-        TORCH_CHECK(blocks <= INT32_MAX, kOp, ": expected at most 2^31 blocks of rows, got ", blocks);
+        TORCH_CHECK_VALUE(blocks <= INT32_MAX, kOp, ": expected at most 2^31 blocks of rows, got ", blocks);
         const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(std::min<int64_t>(m.batches, 65535)));
         sparse_softmax_kernel<scalar_t, index_t, L, backward>
             <<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
@@ -182,6 +182,8 @@ void check(const char* op, const char* name, const Tensor& crow, const Tensor& x
                         (crow.scalar_type() == at::kInt || crow.scalar_type() == at::kLong),
                     op, ": expected crow of shape [rows + 1] in Int or Long, got shape ", crow.sym_sizes(), " in ",
                     crow.scalar_type());
+  TORCH_CHECK_VALUE(crow.sym_size(0) > 1 || x.dim() == 0 || x.sym_size(-1) == 0, op,
+                    ": expected no nonzeros without rows, got ", x.sym_sizes());
   TORCH_CHECK(crow.device() == x.device(), op, ": expected the pattern on ", x.device(), " as ", name, " is, got ",
               crow.device());
   TORCH_CHECK_VALUE(x.dim() >= 1, op, ": expected ", name, " of shape [..., nonzeros], got a scalar");

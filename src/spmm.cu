@@ -86,8 +86,9 @@ __global__ void __launch_bounds__(kSparseThreads)
 }
 
 dim3 grid_of(int64_t blocks, int64_t tiles, int64_t batches) {
-  TORCH_CHECK(blocks <= INT32_MAX && tiles <= 65535, kOp,
-              ": expected at most 2^31 - 1 blocks of rows and 65535 tiles of columns, got ", blocks, " and ", tiles);
+  TORCH_CHECK_VALUE(blocks <= INT32_MAX && tiles <= 65535, kOp,
+                    ": expected at most 2^31 - 1 blocks of rows and 65535 tiles of columns, got ", blocks, " and ",
+                    tiles);
   return dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(tiles),
               static_cast<unsigned>(std::min<int64_t>(batches, 65535)));
 }
@@ -156,7 +157,8 @@ void set_grid(Args<T, I>& m, int64_t lanes, int64_t columns, int64_t teams_at_on
   m.slices_first = slices_first;
   const int64_t in_block = kSparseThreads / lanes;
   const int64_t pieces = ceil_of(2 * m.slots, in_block), blocks = pieces + ceil_of(m.rows, in_block * rows);
-  TORCH_CHECK(blocks * slices <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of rows, got ", blocks * slices);
+  TORCH_CHECK_VALUE(blocks * slices <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of rows, got ",
+                    blocks * slices);
   m.piece_blocks = static_cast<unsigned>(pieces), m.blocks = static_cast<unsigned>(blocks);
   m.slices = static_cast<unsigned>(slices);
 }
@@ -185,10 +187,11 @@ void set_shares(Args<T, I>& m, int64_t lanes, int64_t columns, int64_t sms) {
   const int64_t room = std::max<int64_t>(kWorkspace, m.batches * m.rows * m.n * static_cast<int64_t>(sizeof(T)) / 4);
   const bool few = way / kShareSteps * slices * m.batches * lanes / 32 < 4 * kShareWarps * sms;
   m.slot = std::max(few ? kShareSteps / 2 : kShareSteps, ceil_of(way, std::max<int64_t>(room / bytes, 64)));
-  TORCH_CHECK(m.slot <= INT32_MAX / 4, kOp, ": expected fewer nonzeros, got ", m.nonzeros);
+  TORCH_CHECK_VALUE(m.slot <= INT32_MAX / 4, kOp, ": expected fewer nonzeros, got ", m.nonzeros);
   m.slots = way / m.slot + 1;
   const int64_t blocks = ceil_of(m.slots, in_block);
-  TORCH_CHECK(blocks * slices <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of rows, got ", blocks * slices);
+  TORCH_CHECK_VALUE(blocks * slices <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of rows, got ",
+                    blocks * slices);
   m.blocks = static_cast<unsigned>(blocks), m.slices = static_cast<unsigned>(slices);
 }
 
@@ -261,12 +264,12 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
     packed.dense = c.dense.contiguous();
     m.dense = packed.dense.template const_data_ptr<T>();
     m.dense_batch = packed.dense.stride(0), m.dense_stride = packed.dense.stride(1);
-    TORCH_CHECK(m.dense_stride * sizeof(T) <= UINT32_MAX, kOp, ": expected rows of dense below 4 GiB, got ", m.n,
-                " columns");
+    TORCH_CHECK_VALUE(m.dense_stride * sizeof(T) <= UINT32_MAX, kOp, ": expected rows of dense below 4 GiB, got ", m.n,
+                      " columns");
     return sum_cuda(packed, m);
   }
-  TORCH_CHECK(c.dense.size(1) <= UINT32_MAX, kOp, ": expected a sparse matrix of at most 2^32 - 1 columns, got ",
-              c.dense.size(1));
+  TORCH_CHECK_VALUE(c.dense.size(1) <= UINT32_MAX, kOp, ": expected a sparse matrix of at most 2^32 - 1 columns, got ",
+                    c.dense.size(1));
   m.dense_row_bytes = static_cast<uint32_t>(m.dense_stride * sizeof(T));
   const bool vectors = of_vectors(c.dense) && of_vectors(c.out);
   const int64_t v = vectors ? 16 / sizeof(T) : 1;
@@ -299,14 +302,15 @@ bool may_fill(const Call& c) {
   const auto dtype = c.dense.scalar_type();
   return c.reduce == Reduce::sum && !c.selected.defined() && c.beta == 0 && c.out.size(0) == 1 &&
          c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) &&
-         (dtype == at::kFloat    ? c.pattern.nonzeros() >= kFewestInHalves * c.out.size(1) && can_multiply_halves()
+         (dtype == at::kFloat ? c.pattern.nonzeros() >= kFewestInHalves * c.out.size(1) && can_multiply_halves(c.dense)
           : dtype == at::kDouble ? false
                                  : c.alpha == 1 && !must_be_deterministic() && Borrowed::is_to_be_had(Library::cublas));
 }
 
 // In 16 bits, what a plan keeps so.
 bool may_keep_two_of_four(const Call& c) {
-  return c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) && can_multiply_halves();
+  return c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) && c.dense.numel() > 0 &&
+         c.dense.stride(1) >= c.dense.size(2) && can_multiply_halves(c.dense);
 }
 
 // Microseconds of both ways, about, as measured on an H200.
@@ -340,7 +344,7 @@ void sum_filled(const Call& c, Args<T, I>& m, const Filled& filled) {
 template <class T, class I>
 Args<T, I> args_of(const Call& c) {
   using F = arithmetic_t<T>;
-  TORCH_CHECK(c.out.size(2) <= INT32_MAX, kOp, ": expected at most 2^31 - 1 columns, got ", c.out.size(2));
+  TORCH_CHECK_VALUE(c.out.size(2) <= INT32_MAX, kOp, ": expected at most 2^31 - 1 columns, got ", c.out.size(2));
   Args<T, I> m{};
   m.crow = c.pattern.crow.const_data_ptr<I>();
   m.col = c.pattern.col.const_data_ptr<I>();

@@ -1,5 +1,6 @@
 // The sums of csr_spmm on a GPU, three kernels: rows by teams of lanes, shares of equal work by groups of lanes, and
-// the second step where a row was cut. Their order of additions depends on the shapes alone.
+// the second step where a row was cut. Their order of additions depends on the shapes, the lengths of rows, how the
+// operands lie and the GPU alone.
 #pragma once
 
 #include "filled.cuh"
@@ -109,7 +110,7 @@ __device__ void write_row(T* out, F scale, F beta, F (&sums)[R][V]) {
     for (int v = 0; v < V; ++v) sums[r][v] *= scale;
     if (beta != 0) {
       F old[V];
-      unpack(load_vector<T, V>(out + r * L * V), old);
+      unpack(load_own<T, V>(out + r * L * V), old);
 #pragma unroll
       for (int v = 0; v < V; ++v) sums[r][v] += beta * old[v];
     }

@@ -27,7 +27,7 @@ struct Call {
   at::Tensor arg;       // written where defined: max and min alone, [batch, rows, n]
   at::Tensor selected;  // read where defined, [batch, rows or columns, n]
   bool by_column;
-  int64_t longest;  // row in nonzeros, a hint; -1: not known
+  int64_t longest;  // row in nonzeros, or more; -1: not known
 };
 
 void run_cpu(const Call& c);

@@ -18,7 +18,7 @@ void launch_chunks(ChunkArgs<T>& m) {
   m.chunk_blocks = static_cast<unsigned>(ceil_of(m.chunks, kGroups));
   m.blocks = m.chunk_blocks + static_cast<unsigned>(ceil_of(m.empties, kGroups * kEmptyRows));
   const int64_t blocks = static_cast<int64_t>(m.blocks) * m.slices;
-  TORCH_CHECK(blocks <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of chunks, got ", blocks);
+  TORCH_CHECK_VALUE(blocks <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of chunks, got ", blocks);
   launch_early(spmm_chunks_kernel<T, V, L, U, kThreads, kBlocks>, static_cast<unsigned>(blocks), kThreads, m);
 }
 
@@ -33,11 +33,11 @@ Tensor multiply(const ChunkedCall& c) {
   const int64_t rows = c.pattern.rows(), n = c.dense.size(1);
   const Tensor out = empty({rows, n}, c.dense.options());
   const Tensor partial = empty({c.slots, n}, c.dense.options().dtype(at::kFloat));
-  const Tensor col = c.pattern.col.contiguous(), values = c.values.contiguous();
+  const Tensor values = c.values.contiguous();
   ChunkArgs<T> m{};
   m.begins = c.begins.const_data_ptr<int>(), m.ends = c.ends.const_data_ptr<int>();
   m.cut = c.cut.const_data_ptr<int>(), m.empty = c.empty.const_data_ptr<int>();
-  m.col = col.const_data_ptr<int>(), m.order = indices_or_null<int>(c.pattern.order);
+  m.col = c.pattern.col.const_data_ptr<int>(), m.order = indices_or_null<int>(c.pattern.order);
   m.values = values.template const_data_ptr<T>(), m.dense = c.dense.template const_data_ptr<T>();
   m.out = out.template mutable_data_ptr<T>(), m.partial = partial.template mutable_data_ptr<float>();
   m.chunks = static_cast<int>(c.begins.size(0) - 1), m.cuts = static_cast<int>(c.cut.size(0));

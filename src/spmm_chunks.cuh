@@ -68,12 +68,10 @@ __device__ void write_end(const ChunkArgs<T>& m, int end, int column, bool write
 // L lanes walk through a chunk, U nonzeros at once. The groups of a warp stay together: shuffles are of the whole warp.
 template <class T, int V, int L, int U, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) spmm_chunks_kernel(const __grid_constant__ ChunkArgs<T> m) {
-  constexpr int E = L < 8 ? 8 / L : 1, kBatch = L * E, kGroups = kThreads / L;
-  constexpr unsigned kAll = 0xffffffffu, kFirsts = L == 32   ? 1u
-                                                   : L == 16 ? 0x10001u
-                                                   : L == 8  ? 0x1010101u
-                                                             : 0x11111111u;  // lane 0 of every group
-  static_assert(kBatch % U == 0);
+  constexpr int kGroups = kThreads / L;
+  constexpr unsigned kAll = 0xffffffffu;
+  constexpr unsigned kFirsts = L == 32 ? 1u : L == 16 ? 0x10001u : 0x1010101u;  // lane 0 of every group
+  static_assert(L >= 8 && L % U == 0);
   ptx::wait_for_earlier();
   if (m.cuts > 0) ptx::let_next_start();  // what adds up the pieces
   const unsigned slice = blockIdx.x / m.blocks, block = blockIdx.x % m.blocks;
@@ -92,48 +90,38 @@ __global__ void __launch_bounds__(kThreads, kBlocks) spmm_chunks_kernel(const __
   const int begin = m.begins[min(chunk, m.chunks)], size = m.begins[min(chunk + 1, m.chunks)] - begin;
   const int most = static_cast<int>(largest_of_warp(static_cast<unsigned>(size)));
   const char* const dense = reinterpret_cast<const char*>(m.dense + column);
-  ChunkEntry batch[E];
-#pragma unroll
-  for (int e = 0; e < E; ++e) batch[e] = chunk_entry(m, begin, e * L + lane, size);
+  ChunkEntry batch = chunk_entry(m, begin, lane, size);
   float sums[V] = {};
 #pragma unroll 1
-  for (int done = 0; done < most; done += kBatch) {
-    ChunkEntry next[E];
-    unsigned ends[E];
-#pragma unroll
-    for (int e = 0; e < E; ++e) {
-      next[e] = chunk_entry(m, begin, done + kBatch + e * L + lane, size);
-      ends[e] = __ballot_sync(kAll, batch[e].end >= 0);
-    }
-#pragma unroll(E > 1 ? kBatch / U : 1)
-    for (int j = 0; j < kBatch; j += U) {
-      if (kBatch > U && done + j >= most) break;
+  for (int done = 0; done < most; done += L) {
+    const ChunkEntry next = chunk_entry(m, begin, done + L + lane, size);
+    const unsigned ends = __ballot_sync(kAll, batch.end >= 0);
+#pragma unroll 1
+    for (int j = 0; j < L; j += U) {
+      if (L > U && done + j >= most) break;
       Words<T, V> words[U];
       float value[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        const int e = E > 1 ? (j + u) / L : 0, from = E > 1 ? (j + u) % L : j + u;
-        const auto row = static_cast<uint32_t>(__shfl_sync(kAll, batch[e].column, from, L));
+        const auto row = static_cast<uint32_t>(__shfl_sync(kAll, batch.column, j + u, L));
         words[u] =
             load_vector<T, V>(reinterpret_cast<const T*>(dense + static_cast<uint64_t>(row) * m.dense_row_bytes));
-        value[u] = __shfl_sync(kAll, batch[e].value, from, L);
+        value[u] = __shfl_sync(kAll, batch.value, j + u, L);
       }
 #pragma unroll
       for (int u = 0; u < U; ++u) {
-        const int e = E > 1 ? (j + u) / L : 0, from = E > 1 ? (j + u) % L : j + u;
         float numbers[V];
         unpack(words[u], numbers);
 #pragma unroll
         for (int v = 0; v < V; ++v) sums[v] += value[u] * numbers[v];
-        if (!(ends[e] & (kFirsts << from))) continue;  // no group's
-        const int end = __shfl_sync(kAll, batch[e].end, from, L);
+        if (!(ends & (kFirsts << (j + u)))) continue;  // no group's
+        const int end = __shfl_sync(kAll, batch.end, j + u, L);
         write_end<T, V>(m, end, own, writes && end >= 0, sums);
 #pragma unroll
         for (int v = 0; v < V; ++v) sums[v] = end >= 0 ? 0 : sums[v];
       }
     }
-#pragma unroll
-    for (int e = 0; e < E; ++e) batch[e] = next[e];
+    batch = next;
   }
 }
 

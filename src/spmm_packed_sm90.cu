@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // Each tile of rows begins elsewhere: all at once would ask the L2 for the same part of the dense side.
       const int turn = down % many;
       const auto turned = [&](int n) { return n + turn < many ? n + turn : n + turn - many; };
-      // A was there before the kernel that goes before this one.
+      // What writes A lets no kernel after it begin early.
       for (int n = 0; n < min(many, kEarly); ++n) load_a(turned(n), n);
       ptx::wait_for_earlier();
       for (int n = 0; n < min(many, kEarly); ++n) load_dense(turned(n), n);
@@ -400,13 +400,8 @@ bool can_go_packed(const PackedCall& c) {
   if (dense.element_size() != 2 || dense.dim() != 2 || dense.size(m.in_order ? 1 : 0) != m.columns ||
       dense.numel() == 0 || m.columns % 8 != 0 || (m.in_order && m.rows % 8 != 0) || dense.stride(1) != 1 ||
       !of_vectors(dense.unsqueeze(0)) || m.down > kMostBlocksAcross || ceil_of(c.n(), 2 * kWide) > kMostBlocksAcross ||
-      dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 36 || !can_multiply_halves())
+      dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 36 || !can_multiply_halves(dense))
     return false;
-  TORCH_CHECK_VALUE(
-      !c.bias.defined() || (c.bias.dim() == 1 && c.bias.size(0) == m.rows && c.bias.is_contiguous() &&
-                            c.bias.scalar_type() == dense.scalar_type() && c.bias.device() == dense.device()),
-      kOp, ": expected a bias of shape [", m.rows, "] in ", dense.scalar_type(), ", got ", c.bias.sizes(), " in ",
-      c.bias.scalar_type());
   TORCH_CHECK_VALUE(packed.dim() == 2 && packed.size(0) == m.tiles() && packed.size(1) % (kPackedUnit / 2) == 0 &&
                         packed.size(1) >= kLeastPackedUnits * (kPackedUnit / 2) &&
                         packed.size(1) <= kMostPackedUnits * (kPackedUnit / 2) && packed.is_contiguous() &&

@@ -222,7 +222,7 @@ bool can_go_by_tiles(const TiledCall& c) {
   if (dense.scalar_type() != at::kFloat || c.packed.scalar_type() != at::kFloat || dense.dim() != 2 ||
       dense.size(0) != m.columns || dense.numel() == 0 || dense.stride(1) != 1 || !of_vectors(dense.unsqueeze(0)) ||
       dense.size(1) > INT32_MAX / m.panels || dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 38 ||
-      !can_multiply_halves() || shared_bytes(m) > kShared)
+      !can_multiply_halves(dense) || shared_bytes(m) > kShared)
     return false;
   check_tiles(m, c.heads, c.slots);
   TORCH_CHECK_VALUE(c.places.scalar_type() == at::kShort && c.places.sizes() == c.packed.sizes() &&

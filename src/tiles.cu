@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
   const int steps = min((head.z >> 16) + (slice == all - 1 ? 1 : 0), room - head.x);
   for (int i = 0; i < steps; ++i)
     for (int e = 0; e < kEach; ++e) {
-      const int p = slot.begin + (i * m.lanes + lane % m.lanes) * kEach + e;
+      const int64_t p = int64_t{slot.begin} + (i * m.lanes + lane % m.lanes) * kEach + e;
       const int64_t to = (int64_t{head.x + i} * 32 + lane) * kEach + e;
       places[to] = static_cast<uint16_t>(p < slot.end ? col[p] - first_column : m.tile_rows);
       packed[to] = p < slot.end ? values[order ? order[p] : p] : 0;

@@ -120,6 +120,10 @@ def test_what_was_prepared_for_something_else_is_refused():
     for x, indices, given in ((b[:, :8], columns, prepared), (b, columns.clone(), prepared), (b, columns, b)):
         with pytest.raises(ValueError, match="cusparse_spmm: expected prepared"):
             custom_mm.cusparse_spmm(offsets, indices, values, x, 64, 48, prepared=given)
+    _, (offsets, columns, values) = draw("csr", torch.float32, "cuda", 48, 48)
+    prepared = custom_mm.cusparse_prepare(offsets, columns, values, b, 48, 48)
+    with pytest.raises(ValueError, match="cusparse_spmm: expected prepared for this matrix, layout"):
+        custom_mm.cusparse_spmm(offsets, columns, values, b, 48, 48, layout="csc", prepared=prepared)
 
 
 @pytest.mark.cuda
@@ -133,6 +137,37 @@ def test_what_was_prepared_frees_its_memory():
         assert prepared.untyped_storage().nbytes() <= torch.cuda.memory_allocated() - before
         del prepared
         assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.cuda
+def test_what_was_prepared_may_be_let_go_while_another_stream_reads_it():
+    """Its buffer is not handed out again before."""
+    _, (offsets, columns, values) = draw("csr", torch.float32, "cuda", 2048, 2048)
+    b = torch.randn(2048, 256, device="cuda")
+    prepared = custom_mm.cusparse_prepare(offsets, columns, values, b, 2048, 2048, algorithm="csr_alg3")
+    size, other = prepared.untyped_storage().nbytes(), torch.cuda.Stream()
+    call = offsets, columns, values, b, 2048, 2048
+    expected = custom_mm.cusparse_spmm(*call, algorithm="csr_alg3", prepared=prepared)
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(100_000_000)  # 50 ms
+        result = custom_mm.cusparse_spmm(*call, algorithm="csr_alg3", prepared=prepared)
+    del prepared
+    over = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+    assert torch.equal(result, expected)
+    assert len(over) == 4
+
+
+@every_dtype
+def test_sddmm_of_indices_that_lie_apart(dtype, device):
+    """Their copies stay until the product has read them."""
+    dense, (offsets, columns, _) = draw("csr", dtype, device, 512, 512, torch.int32)
+    a, b = torch.randn(512, 40, device=device).to(dtype), torch.randn(40, 512, device=device).to(dtype)
+    together = supported(lambda: custom_mm.cusparse_sddmm(offsets, columns, a, b))
+    offsets, columns = torch.stack([offsets, offsets + 1], 1)[:, 0], torch.stack([columns, columns + 1], 1)[:, 0]
+    torch.testing.assert_close(custom_mm.cusparse_sddmm(offsets, columns, a, b), together)
+    assert_close(together, (a.double() @ b.double())[(dense != 0).nonzero(as_tuple=True)])
 
 
 @every_dtype

@@ -364,6 +364,32 @@ def test_without_a_plan_a_full_matrix_is_filled(dtype, layout):
 
 
 @pytest.mark.cuda
+def test_a_wide_dense_side_is_halved_piece_by_piece():
+    """128 MiB of it at a time, whatever it has."""
+    crow, col, values = draw(256, 64, 0.6)
+    dense, n = full(crow, col, values, 64), 3 * 2**18
+    a, b = dense.to_sparse_csr(), torch.randn(64, n, device="cuda")
+    b[5, 2**19 + 3] = float("nan")
+    spmm(a, b[:, :8192])
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = spmm(a, b)
+    assert torch.cuda.max_memory_allocated() - before <= result.nbytes + 2**27 + 2**25
+    assert torch.equal(result[:, 2**19 + 3].isfinite(), dense[:, 5] == 0)
+    for columns in (slice(0, 99), slice(2**19 - 99, 2**19 + 3), slice(2**19 + 4, 2**19 + 99), slice(n - 99, n)):
+        assert_as_exact_as_torch(result[:, columns], crow, col, values, b[:, columns])
+
+
+@pytest.mark.cuda
+def test_more_beyond_two_of_four_than_was_said():
+    """Nothing of them is left out: the product goes by rows."""
+    crow, col, values = draw(150, 200, 0.6)
+    b = torch.randn(200, 64, device="cuda")
+    kept = _ops.csr_halves(crow, col, values, 200, None, True, 5)
+    assert_as_exact_as_torch(_ops.csr_spmm_halves(*kept, crow, col, values, b, 200, None), crow, col, values, b)
+
+
+@pytest.mark.cuda
 def test_gradients_of_a_filled_product():
     crow, col, values = draw(2048, 2048, 0.6)
     a = torch.sparse_csr_tensor(crow, col, values, (2048, 2048)).requires_grad_()

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import matmuls
 from custom_mm.indices import Check
 from matmuls import cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm
+from matmuls.ours import takes_chunks
+from matmuls.tiles import layout_of
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LAYOUTS = ["csr", "csc", "coo", "bsr", "bsc"]
@@ -997,6 +1000,42 @@ def test_operands_that_do_not_fit(device):
     ):
         with pytest.raises(TypeError, match=message):
             call()
+
+
+def test_what_32_bits_do_not_count_is_told():
+    """Offsets of 8 GB and more, which meta tensors have without the memory."""
+    crow, col = (torch.empty(size, dtype=torch.int32, device="meta") for size in (2**31, 9))
+    ops = torch.ops.custom_mm
+    for call, message in (
+        (lambda: ops.csr_chunks(crow, col, 32, 64), "csr_chunks: expected at most 2147483647 rows and nonzeros"),
+        (lambda: ops.csr_regions(crow, col, 2**31 - 1, 2048, 24), "csr_regions: expected a square matrix .* at most"),
+        (lambda: ops.csr_reorder(crow, col, crow[1:]), "csr_reorder: expected crow in Int and at most"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    made = SimpleNamespace(rows=2**31 - 8, columns=100, nonzeros=9, longest=9)
+    assert not takes_chunks(made, 2**20, 4 * 2**20)
+    assert layout_of(made, 32) is None
+
+
+def test_softmax_of_nonzeros_without_rows_is_told(device):
+    with pytest.raises(ValueError, match="sparse_softmax: expected no nonzeros without rows"):
+        torch.ops.custom_mm.csr_softmax(torch.zeros(1, device=device).int(), torch.ones(5, device=device), 1.0)
+
+
+def test_a_shared_operand_is_copied_once(device):
+    """One whose rows do not lie side by side, beside a batch of 64."""
+    pattern = draw_sparse(40, 30, 0.3, device=device).to_sparse_csr()
+    crow, col = pattern.crow_indices(), pattern.col_indices()
+    a, b = torch.randn(64, 40, 16, device=device), torch.randn(16, 30, device=device)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        sddmm(a, b, pattern)
+    if device == "cpu":
+        assert max(abs(e.self_cpu_memory_usage) for e in profile.events()) <= max(a[0].nbytes, 64 * col.numel() * 4)
+    values, dense = torch.randn(64, col.numel(), device=device), torch.randn(9, 30, device=device).T
+    product = torch.ops.custom_mm.csr_spmm(crow, col, values, dense, 30)
+    one = torch.ops.custom_mm.csr_spmm(crow, col, values[7].clone(), dense, 30)
+    torch.testing.assert_close(product[7], one)
 
 
 FUZZ = """

@@ -193,6 +193,11 @@ def cusparse_mmul(
 
     values, columns: [nnz]; offsets: [rows + 1]; b: [cols, N]; c: [rows, N], written and returned when given.
     """
+    if not isinstance(columns, torch.Tensor) or not isinstance(values, torch.Tensor):
+        raise TypeError(
+            f"cusparse_mmul: expected tensors of values and columns, got {type(values).__name__} and "
+            f"{type(columns).__name__}"
+        )
     if columns.shape != (nnz,) or values.shape != (nnz,):
         raise ValueError(
             f"cusparse_mmul: expected values and columns of shape [{nnz}], got {list(values.shape)} and "
@@ -276,6 +281,6 @@ def cusparse_sddmm(
     offsets: [M + 1]; columns: [nnz]; a: [M, D]; b: [D, K], read where they lie. float64 or float32, 16-bit types where
     cuSPARSE takes them. Gradients and errors as `cusparse_spmm`.
     """
-    if b.dim() == 2:
+    if offsets.dim() == 1 and offsets.shape[0] > 0 and b.dim() == 2:
         check_parts("cusparse_sddmm", "csr", offsets, columns, offsets.shape[0] - 1, b.shape[1], 1, 1)
     return _cusparse_sddmm(offsets, columns, a, b, alpha)

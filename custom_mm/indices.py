@@ -81,6 +81,14 @@ def check_parts(
 
     Looked at anew only when they were written to: a call with known ones does not wait for the GPU.
     """
+    for what, t in (("offsets", offsets), ("indices", indices)):
+        if not isinstance(t, torch.Tensor) or t.dim() != 1 or t.dtype not in (torch.int32, torch.int64):
+            got = f"{t.dtype} of shape {list(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
+            raise ValueError(f"{name}: expected {what} of one dimension in int32 or int64, got {got}")
+    if layout != "coo" and not offsets.shape[0]:
+        raise ValueError(f"{name}: expected offsets, one more than there are of what they begin, got none")
+    if offsets.dtype != indices.dtype:
+        raise ValueError(f"{name}: expected offsets in {indices.dtype} as indices are, got {offsets.dtype}")
     versions = version_of(offsets), version_of(indices)
     addresses = offsets.data_ptr(), indices.data_ptr()  # others where somebody sets .data
     asked: tuple[Any, ...] = (layout, rows, columns, height, width, *versions, *addresses)

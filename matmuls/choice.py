@@ -11,7 +11,7 @@ whatever is faster.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -51,7 +51,8 @@ from .forms import (
 )
 from .measure import time_warm
 from .ours import COUNTED, is_skewed, our_call
-from .structure import Structure, is_capturing
+from .registration import has_tangent
+from .structure import Structure, is_capturing, is_transformed
 from .tiles import MOST_COLUMNS, us_by_tiles
 
 _aten_linear = torch.ops.aten.linear.default
@@ -126,6 +127,8 @@ class Choice:
         self._products: dict[str, Product] = {}
         self._taken: set[str] = set()  # graphs may have captured what these keep
         self.trained = False  # the values may be others since, without a count of it
+        self.generation = 0  # moves when what was made of them is forgotten for that
+        self._is_forgetting = False
         self._linear: dict[tuple[torch.dtype, int], str] = {}  # for a linear layer's rows
         self._forgetting = RLock()
 
@@ -153,17 +156,24 @@ class Choice:
         recording = torch.is_grad_enabled()
         if (recording and values.requires_grad) or torch.are_deterministic_algorithms_enabled():
             return None  # our gradients know the transposed matrix
+        if is_transformed() or has_tangent(values):
+            return None  # what would be kept is none, or has none
         measurement = self.measured.get((dtype, n.bit_length()))
         if measurement is None:
             if is_capturing(device):
                 return None
             measurement = self.measure(values, b, dtype, dense)
         dense = dense and not values.is_inference()  # whether one was written to cannot be seen
-        name = measurement.fastest(dense, not (recording and b.requires_grad))
-        if name == OURS:
-            return None
-        self._taken.add(name)
-        return self._made(name).call(values, b, dtype)
+        while (name := measurement.fastest(dense, not (recording and b.requires_grad))) != OURS:
+            try:
+                call = self._made(name).call(values, b, dtype)
+            except RuntimeError:  # there is no memory, or nonzeros lie too unevenly
+                refused = replace(measurement, seconds={**measurement.seconds, name: None})
+                measurement = self._known(dtype, refused)
+                continue
+            self._taken.add(name)
+            return call
+        return None
 
     def linear(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> Call | None:
         """x W^T + bias by the packed matrix or by the one with its zeros, whichever is faster by size; None where
@@ -175,7 +185,7 @@ class Choice:
         dtype, device, eights = x.dtype, x.device, -(-x.shape[0] // 8)
         if dtype.itemsize != 2 or any(t.dtype != dtype or t.device != device for t in given):
             return None
-        if torch.is_autocast_enabled(device.type) or eights == 0:
+        if torch.is_autocast_enabled(device.type) or eights == 0 or is_transformed() or has_tangent(values):
             return None
         key = dtype, 8 * eights
         name = self._linear.get(key) or self._linear.setdefault(key, self._linear_of(8 * eights, device))
@@ -210,7 +220,7 @@ class Choice:
         what graphs read."""
         if stay and self._is_scattered(dtype, b.shape[1], b.device) and (found := self._reordered(values, b, dtype)):
             return self._known(dtype, found)
-        candidates = self._candidates(dtype, b)
+        candidates = self._candidates(dtype, b) if b.shape[1] and self._structure.nonzeros else []
         if not candidates:
             return self._known(dtype, Measurement(b.shape[1], {OURS: None}))
         large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, PACKED, BLOCKS)]
@@ -380,15 +390,25 @@ class Choice:
         return device.type == "cuda" and bool(nbytes <= torch.cuda.mem_get_info(device)[0] // 4)
 
     def _made(self, name: str) -> Product:
-        if self.trained:
-            with self._forgetting:  # one thread, and none after others have made it anew
-                for made in list(self._products.values()) if self.trained else ():
-                    if isinstance(made, Full):
-                        made.forget()
-                self.trained = False
+        self.see_training()
         if name not in self._products:
             self._products[name] = form_of(name, self._structure)
         return self._products[name]
+
+    def see_training(self) -> None:
+        """What was made before the values were trained is forgotten."""
+        if not (self.trained or self._is_forgetting):
+            return
+        with self._forgetting:  # one thread, and none goes on before it has
+            if not self.trained:
+                return
+            self._is_forgetting = True
+            self.trained = False  # set again meanwhile, it is seen the next time
+            for made in list(self._products.values()):
+                if isinstance(made, Full):
+                    made.forget()
+            self.generation += 1
+            self._is_forgetting = False
 
     def refresh(self, values: torch.Tensor) -> None:
         """Other values, from now on."""

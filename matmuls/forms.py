@@ -57,14 +57,13 @@ class Kept:
 
 
 class Full:
-    """The matrix in another form. Made anew when the values are others than those it was made of: in its place, as CUDA
-    graphs read it there, unless autograd may yet read it and no graph does."""
+    """The matrix in another form. Made anew when the values are others than those it was made of: in its place where a
+    CUDA graph reads it there, elsewhere beside it, as other threads, streams and autograd may yet read the old one."""
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
         self._kept: dict[Any, Kept] = {}  # for each dtype, or whatever else tells what is made
         self._captured: set[Any] = set()
-        self._saved: set[Any] = set()
         self._readers: dict[int, torch.cuda.Stream] = {}
         self._making = RLock()  # one thread makes it, and none while another multiplies by what that one has made
 
@@ -82,8 +81,6 @@ class Full:
             self._captured.add(key)
         elif kept.making is not None:
             kept.making.wait()
-        if b.requires_grad and torch.is_grad_enabled():
-            self._saved.add(key)
         call = self._call(kept.made, values, b, dtype)
         return call if capturing or not values.is_cuda else call._replace(stream=self._reader(values.device))
 
@@ -125,11 +122,9 @@ class Full:
     def _keep(self, values: torch.Tensor, key: Any, wait: bool = False) -> Kept:
         with self._making:
             old = self._kept.get(key)
-            in_place = old is not None and (key in self._captured or key not in self._saved)
             if old is not None:
                 self._after_readers(old.made, values.device)
-            made = self._made(values, key, old.made if old and in_place else ())
-            self._saved.discard(key)
+            made = self._made(values, key, old.made if old and key in self._captured else ())
             if wait:
                 for_every_stream(values)
             kept = Kept(values.detach(), _state(values), made, None if wait else Given(values))
@@ -222,6 +217,11 @@ class Tiled(Full):
         super().__init__(structure)
         self._layouts: dict[int, TileLayout | None] = {}  # for each number of b's columns
         self._laid_out: dict[TileLayout, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
+        if self._key(b, dtype) is None:  # of a width near the one that was measured, which is not multiplied so
+            return our_call(self._structure, values.to(dtype), b.to(dtype))._replace(lasting=False)
+        return super().call(values, b, dtype)
 
     def is_laid_out(self, b: torch.Tensor, dtype: torch.dtype) -> bool:
         return self._key(b, dtype) in self._laid_out
@@ -387,7 +387,7 @@ def takes_blocks(structure: Structure, dtype: torch.dtype, device: torch.device)
 
 
 def _state(values: torch.Tensor) -> Any:
-    return values.data_ptr(), version_of(values), values.dtype
+    return values.data_ptr(), values.stride(), version_of(values), values.dtype
 
 
 class Cusparse:

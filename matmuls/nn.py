@@ -61,7 +61,8 @@ class InplaceLinear(nn.Linear):
         return module.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return inplace.linear_(x, weight, bias, keep_input=self.keep_input, workspace=self.workspace)
@@ -147,6 +148,10 @@ class SparseLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if min(in_features, out_features) < 0:
+            raise ValueError(
+                f"SparseLinear: expected numbers of features of 0 or more, got {in_features} and {out_features}"
+            )
         self.in_features, self.out_features = in_features, out_features
         self.values = nn.Parameter(torch.empty(0, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
@@ -164,10 +169,13 @@ class SparseLinear(nn.Module):
         """A copy of `linear` with its smallest weights left out.
 
         sparsity: the share of the weights to leave out, from 0 to 1, those of the smallest magnitude; threshold: leaves
-        out magnitudes up to it; without either what is 0. Raises ValueError on both, and on a share beyond 0 and 1.
+        out magnitudes up to it; without either what is 0. Raises ValueError on both, on a share beyond 0 and 1 and on a
+        threshold below 0.
         """
         if sparsity is not None and threshold is not None:
             raise ValueError(f"SparseLinear: expected sparsity or threshold, got both, {sparsity} and {threshold}")
+        if threshold is not None and not threshold >= 0:
+            raise ValueError(f"SparseLinear: expected a threshold of 0 or more, got {threshold}")
         if sparsity is not None and not 0 <= sparsity <= 1:
             raise ValueError(f"SparseLinear: expected sparsity from 0 to 1, got {sparsity}")
         weight = linear.weight.detach()
@@ -209,7 +217,7 @@ class SparseLinear(nn.Module):
         indices = self.offsets, self.columns
         state = [(id(t), t.data_ptr(), version_of(t)) for t in indices]
         if self._plan is None or self._plan[0] != state:
-            self._plan = state, plan(self._as_csr())
+            self._plan = state, plan(self._as_csr()).update(self.values)  # whole, as other threads take it
         made = self._plan[1]
         return made if made._values is self.values else made.update(self.values)
 

@@ -23,7 +23,17 @@ def number(name: str, what: str, x: float | Tensor) -> float:
     """x, which an operator takes as a number: no gradient would go to it."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         fail(name, f"{what} without a gradient", "one that requires grad; multiply by it instead")
+    if isinstance(x, Tensor) and x.numel() != 1:
+        fail(name, f"{what} to be a number", f"a tensor of shape {list(x.shape)}")
     return float(x)
+
+
+def expect_dense(name: str, **given: object) -> None:
+    """TypeError where one is no strided tensor: no operator would be found for it."""
+    for what, t in given.items():
+        if not isinstance(t, Tensor) or t.layout != torch.strided:
+            got = f"a tensor of layout {t.layout}" if isinstance(t, Tensor) else type(t).__name__
+            raise TypeError(f"{name}: expected {what} to be a dense tensor, got {got}")
 
 
 def register(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any]) -> None:
@@ -35,7 +45,10 @@ def register(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any]) 
     library.impl(name, meta, "Meta")
 
 
-def _is_dual(t: Tensor) -> bool:
+def has_tangent(t: Tensor) -> bool:
+    """In forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return False
     return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
 
 
@@ -44,7 +57,7 @@ def register_gradient(name: str, function: type[Function]) -> None:
     defaults = [a.default_value for a in operator._schema.arguments]
 
     def autograd(*args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(isinstance(a, Tensor) and _is_dual(a) for a in args):
+        if forward_ad._current_level >= 0 and any(isinstance(a, Tensor) and has_tangent(a) for a in args):
             fail(name, "inputs without forward-mode tangents (not implemented)", "a dual tensor")
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return function.apply(*args, *defaults[len(args) :])  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from .calls import Call
 from .choice import Choice
 from .dense import matmul
 from .ours import our_call
-from .registration import number
+from .registration import expect_dense, number
 from .structure import Structure, from_entries, structure_of, values_of
 
 _ops = torch.ops.custom_mm
@@ -37,6 +37,8 @@ class SparsePlan:
     """
 
     _bound_linear: _C.BoundCalls | None = None  # as _bound, of linear layers; not in older pickles
+    _values_shape: torch.Size | None = None  # A.values()', of blocks or of a batch; not in older pickles
+    _generation = 0  # of the choice, when they were bound
 
     def __init__(
         self, structure: Structure, values: torch.Tensor, shape: tuple[int, ...], choice: Choice | None = None
@@ -65,6 +67,9 @@ class SparsePlan:
         return self._structure.nonzeros
 
     def _checked(self, values: torch.Tensor) -> torch.Tensor:
+        expect_dense("SparsePlan", values=values)
+        if values.dim() > 1 and values.shape == self._values_shape and values.is_contiguous():
+            values = values.view(-1)
         if values.shape != (self.nnz,) or values.device != self.device:
             raise ValueError(
                 f"SparsePlan: expected values of shape [{self.nnz}] on {self.device}, "
@@ -73,7 +78,8 @@ class SparsePlan:
         return values
 
     def update(self, values: torch.Tensor) -> "SparsePlan":
-        """Take other values for the same nonzeros, in the order of A.values(); nothing is inspected. Returns itself.
+        """Take other values for the same nonzeros, in the order of A.values(), whose shape they may have; nothing is
+        inspected. Returns itself.
 
         Needed too after writes to the values that torch does not count (by `.data`, through the tensor that A was made
         of, by a graph that replays an optimizer, by a fused optimizer if a product without a gradient came between the
@@ -106,6 +112,7 @@ class SparsePlan:
         """x W^T + bias, or None where a product by columns and a sum after it are the way."""
         if self._choice is None or not self._stays:
             return None
+        self._see_training()
         bound, first = self._bound_linear, self._values if bias is None else bias
         if bound is not None and (product := bound(x, first)) is not None:
             return product
@@ -132,14 +139,23 @@ class SparsePlan:
 
     def _again(self, b: torch.Tensor) -> torch.Tensor | None:
         """The product by b as one before, where nothing has changed since."""
+        self._see_training()
         bound = self._bound
         return None if torch.compiler.is_compiling() or bound is None else bound(b, self._values)
 
     def _forget(self) -> None:
         """After a product that records a gradient to the values: torch does not count what fused optimizers write."""
-        self._unbind()
         if self._choice is not None:
             self._choice.trained = True
+
+    def _see_training(self) -> None:
+        """Of values by whichever plan that shares the choice."""
+        choice = self._choice
+        if choice is not None:
+            choice.see_training()
+            if self._generation != choice.generation:
+                self._generation = choice.generation
+                self._unbind()
 
     def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
         return spmm(self, b)
@@ -218,6 +234,7 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None =
         needs_gradient = a.requires_grad
         made = SparsePlan(structure, values.detach() if needs_gradient else values, a.shape, choice)
         made._source = a if needs_gradient else None
+        made._values_shape = a.detach()._values().shape if a.layout == torch.sparse_coo else a.detach().values().shape
         structure.checked()
     if products is not None and made._choice is not None:
         made._choice.products = int(products)
@@ -319,9 +336,10 @@ def spmm(
         if product is not None:
             return product
     structure, values, shape = _parts("spmm", a)
-    if not isinstance(b, torch.Tensor):
-        raise TypeError(f"spmm: expected a dense tensor, got {type(b).__name__}")
-    if isinstance(a, SparsePlan) and a._stays and values.requires_grad and torch.is_grad_enabled():
+    expect_dense("spmm", b=b)
+    if out is not None:
+        expect_dense("spmm", out=out)
+    if isinstance(a, SparsePlan) and values.requires_grad and torch.is_grad_enabled():
         a._forget()
     if b.dim() == 0:
         raise RuntimeError(f"spmm: expected dense of shape [..., {shape[-1]}, n], got []")
@@ -382,6 +400,7 @@ def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1
     elements is ever made. Differentiable, twice and more; the same every time. `plan.with_values` takes the result.
     """
     structure, _, shape = _parts("sddmm", pattern)
+    expect_dense("sddmm", a=a, b=b)
     if a.dim() < 2 or b.dim() < 2:
         raise RuntimeError(f"sddmm: expected a and b of at least two dimensions, got {list(a.shape)}, {list(b.shape)}")
     x, y = (_folded("sddmm", structure, shape[:-2], *side) for side in ((a, "a"), (b.mT, "b, transposed,")))
@@ -399,6 +418,7 @@ def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0)
     and inf included. Differentiable, twice and more. Under autocast float32.
     """
     structure, _, _ = _parts("sparse_softmax", pattern)
+    expect_dense("sparse_softmax", values=values)
     if values.dim() < 1 or values.shape[-1] != structure.nonzeros:
         raise ValueError(
             f"sparse_softmax: expected values of shape [..., {structure.nonzeros}], one for each nonzero, "
@@ -419,6 +439,12 @@ def sparse_attention(
     Nothing of M x K elements is ever made, forward or backward: scores and probabilities are [..., nonzeros].
     Differentiable, twice and more.
     """
+    expect_dense("sparse_attention", q=q, k=k, v=v)
+    if min(q.dim(), k.dim(), v.dim()) < 2:
+        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
+        raise RuntimeError(f"sparse_attention: expected q, k and v of at least two dimensions, got {shapes}")
+    if not isinstance(pattern, SparsePlan):
+        structure_of("sparse_attention", pattern)
     ready = plan(pattern)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     scores = sddmm(q, k.mT, ready, alpha=scale)  # in float32: unscaled, long vectors pass float16's 65504
@@ -455,6 +481,7 @@ class cusparseMM(InplaceFunction):
     def apply(cls, a: Sparse, b: torch.Tensor) -> torch.Tensor:
         if not isinstance(a, torch.Tensor) or a.layout != torch.strided:
             return spmm(a, b)
+        expect_dense("cusparseMM", b=b)
         if a.dim() < 2 or (a.dim() > 2 and a.shape[:-2] != b.shape[:-2]):
             raise RuntimeError(
                 f"cusparseMM: expected a of shape [M, K], or [..., M, K] beside b of the same leading dimensions, "

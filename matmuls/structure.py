@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.weak import WeakIdKeyDictionary
 
 from custom_mm import _C
@@ -30,6 +32,12 @@ def is_capturing(device: torch.device) -> bool:
 def current_stream(device: torch.device) -> int:
     """The number of a GPU's."""
     return _C.current_stream(device.index)
+
+
+def is_transformed() -> bool:
+    """Whether operators give something else than tensors with numbers: fake ones, or functorch's."""
+    fake: object = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is not None or peek_interpreter_stack() is not None
 
 
 def for_every_stream(t: torch.Tensor) -> None:
@@ -149,7 +157,8 @@ class Structure:
         graph is being captured before that."""
         made = self._chunks.get((size, piece))
         if made is None and not is_capturing(self.crow.device):
-            made = self._chunks[size, piece] = chunks_of(self.crow, self.col, size, piece)
+            with unset_fake_temporarily():
+                made = self._chunks[size, piece] = chunks_of(self.crow, self.col, size, piece)
         return made
 
     def reordered(self, size: int, piece: int) -> Reordered | None:
@@ -157,7 +166,8 @@ class Structure:
         key = size, piece
         if key not in self._reordered and not is_capturing(self.crow.device):
             try:
-                self._reordered[key] = reorder(self.crow, self.col, *key)
+                with unset_fake_temporarily():
+                    self._reordered[key] = reorder(self.crow, self.col, *key)
             except torch.OutOfMemoryError:
                 self._reordered[key] = None
         return self._reordered.get(key)
@@ -185,9 +195,10 @@ class Structure:
     def transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The same by columns, made once."""
         if self._transposed is None:
-            t_crow, t_col, t_order = _csr_transpose(self.crow, self.col, self.columns)
-            made = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
-            self.longest_column = int(t_crow.diff().max()) if self.columns else 0
+            with unset_fake_temporarily():
+                t_crow, t_col, t_order = _csr_transpose(self.crow, self.col, self.columns)
+                made = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
+                self.longest_column = int(t_crow.diff().max()) if self.columns else 0
             self._transposed = made  # nothing of it where that failed
             self._watch()
         return self._transposed
@@ -354,7 +365,7 @@ def structure_of(name: str, a: torch.Tensor, wait: bool = True) -> tuple[Structu
     else:
         raise ValueError(f"{name}: expected a sparse tensor or a plan, got a tensor of layout {a.layout}")
     key = offsets.data_ptr(), inner.data_ptr(), version_of(offsets), version_of(inner), a._nnz()
-    entry = _known.get(a)  # type: ignore[no-untyped-call]
+    entry = _known.get(a)  # type: ignore[no-untyped-call]  # which holds the indices: no others can lie where they did
     if entry is not None and entry[0] == key and entry[1].is_checked:  # else another thread's, on its stream
         structure = entry[1]
     else:
@@ -363,18 +374,20 @@ def structure_of(name: str, a: torch.Tensor, wait: bool = True) -> tuple[Structu
         with torch.inference_mode(False):  # a gradient may be recorded later
             structure = _of_coo(name, a) if coo else _of_compressed(name, a, offsets, inner, wait)
         if -1 not in key[2:4]:  # of inference tensors nobody sees whether they were written to
-            _known[a] = key, structure
+            _known[a] = key, structure, offsets, inner
     return structure, values_of(a)
 
 
 def values_of(a: torch.Tensor) -> torch.Tensor:
+    recording = torch.is_grad_enabled()
     if a.layout == torch.sparse_coo and not a.is_coalesced():
-        recording = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(recording):  # a plan may train later
-            a = a.coalesce()
+            narrow = a.dtype.itemsize == 2  # duplicates are added up in float32
+            a = a.float().coalesce().to(a.dtype) if narrow else a.coalesce()
     values = a.values()
-    # No view of a, which torch.compile takes for none of its own; detached ones share the version.
-    values = _unsafe_view(values, values.shape) if values.requires_grad else values.detach()
+    # No view of a, which torch.compile takes for none of its own; detached ones share the version, of which no writer
+    # needs to be seen where a gradient is recorded.
+    values = _unsafe_view(values, values.shape) if recording and values.requires_grad else values.detach()
     return values if values.dim() == 1 else values.reshape(-1)
 
 

@@ -44,9 +44,14 @@ struct Seen {
   Tensor tensor;
   const void* data;
   int64_t version;
+  at::DimVector sizes, strides;
 
-  explicit Seen(const Tensor& t) : tensor(t), data(t.const_data_ptr()), version(t._version()) {}
-  bool is_unchanged() const { return tensor._version() == version && tensor.const_data_ptr() == data; }
+  explicit Seen(const Tensor& t)
+      : tensor(t), data(t.const_data_ptr()), version(t._version()), sizes(t.sizes()), strides(t.strides()) {}
+  bool is_unchanged() const {
+    return tensor._version() == version && tensor.const_data_ptr() == data && tensor.sizes() == sizes &&
+           tensor.strides() == strides;
+  }
 };
 
 bool is_plain(const Tensor& t) {
@@ -121,7 +126,7 @@ class BoundCalls {
     if (call.wants_gradient(x) || is_capturing(call.device)) return;
     std::vector<Call> gone;  // freed below, when all is as it should be: a tensor that is freed may let go of the GIL
     for (auto other = calls_.begin(); other != calls_.end();)
-      other = other->is_for(x, watched[0], call.modes) ? take(other, gone) : other + 1;
+      other = other->is_for(x, watched[0], call.modes) || !other->is_unchanged() ? take(other, gone) : other + 1;
     if (calls_.size() == kMost) take(calls_.begin(), gone);
     calls_.push_back(std::move(call));
   }

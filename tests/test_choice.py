@@ -8,6 +8,8 @@ import time
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from custom_mm.indices import Check
 from matmuls import choice, estimates, forms, measure, plan, spmm
@@ -104,9 +106,10 @@ def test_other_values_are_seen(dense_wins, device):
         assert_times(2, inferred @ b)
 
 
+@pytest.mark.parametrize("read_by", ["a call", "a graph"])
 @pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES, choice.TWO_OF_FOUR, choice.TILES])
-def test_other_values_are_written_in_place(name, device):
-    """Graphs read what is kept, and the next eager product may have other values."""
+def test_other_values_are_written_in_place_for_graphs_alone(name, read_by, device):
+    """What a thread has yet to multiply by stays as it was."""
     if device == "cuda" and name != choice.DENSE and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("halves are Hopper's")
     if device == "cpu" and name == choice.TWO_OF_FOUR:
@@ -115,13 +118,18 @@ def test_other_values_are_written_in_place(name, device):
     made = plan(dense.to_sparse_csr())
     values = made.values.detach().clone()
     product = made._choice._made(name)
-    first = product.call(values, b, torch.float32).run()
-    places = [t.data_ptr() for t in product.tensors]
+    before = product.call(values.clone(), b, torch.float32)
+    first, places = before.run(), [t.data_ptr() for t in product.tensors]
+    if read_by == "a graph":
+        product._captured.add(product._key(b, torch.float32))
     values.mul_(2)
     assert torch.equal(product.call(values, b, torch.float32).run(), 2 * first)
     product.refresh(4 * values)
     assert torch.equal(product.call(values, b, torch.float32).run(), 2 * first)
-    assert [t.data_ptr() for t in product.tensors] == places
+    if read_by == "a graph":
+        assert [t.data_ptr() for t in product.tensors] == places
+    else:
+        assert torch.equal(before.run(), first)
 
 
 def test_threads_that_meet_other_values_make_the_matrix_once(dense_wins, monkeypatch):
@@ -322,6 +330,109 @@ def test_values_that_a_fused_optimizer_wrote(dense_wins, train, device):
         optimizer.zero_grad()
         steps[train]().square().mean().backward()
         optimizer.step()
+
+
+def test_values_that_a_fused_optimizer_wrote_by_another_plan(dense_wins, device):
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    values = torch.nn.Parameter(made.values.clone())
+    made.update(values)
+    optimizer = torch.optim.SGD([values], lr=1.0, fused=True)
+    for _ in range(2):
+        with torch.no_grad():
+            made @ b
+            made @ b
+        (made.with_values(values) @ b).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            dense[made._structure.row.long(), made._structure.col.long()] = values
+            assert_as_exact_as_float32(made @ b, dense, b)
+
+
+@pytest.mark.parametrize("layout", ["csr", "coo"])
+def test_a_sparse_leaf_that_was_written_to(dense_wins, layout, device):
+    dense, b = draw(device)
+    a = (dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()).requires_grad_()
+    made = plan(a)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_as_exact_as_float32(made @ b, a.detach().to_dense(), b)
+            a.values().mul_(2)
+    assert "dense" in made.explain()
+
+
+def test_values_elsewhere_at_the_same_address(dense_wins, device):
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    both = torch.randn(2 * made.nnz, device=device)
+    values = both[: made.nnz]
+    made.update(values)
+    for _ in range(2):
+        made @ b
+    values.data = both[::2]
+    torch.testing.assert_close(made @ b, plan(made, tune=False).with_values(both[::2].clone()) @ b)
+
+
+def test_what_stands_in_for_tensors_leaves_nothing_behind(dense_wins, device):
+    dense, b = draw(device)
+    made = plan(dense.to_sparse_csr())
+    leaf = b.clone().requires_grad_()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        product = made @ mode.from_tensor(b)
+        assert product.shape == (dense.shape[0], b.shape[1])
+        (made @ mode.from_tensor(leaf)).sum().backward()
+    torch.testing.assert_close(torch.func.vmap(lambda x: made @ x)(b[None]), (dense @ b)[None])
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda x: (made @ x).sum())(b)
+    assert dense_wins == []
+    for _ in range(2):
+        assert type(made @ b) is torch.Tensor
+        assert_as_exact_as_float32(made @ b, dense, b)
+    (made @ leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, dense.mT.sum(1, keepdim=True).expand_as(b))
+    with forward_ad.dual_level():
+        made.update(forward_ad.make_dual(made.values.clone(), torch.ones_like(made.values)))
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            made @ b
+
+
+def test_a_width_beside_the_one_that_was_measured(dense_wins, monkeypatch):
+    """Tiles of more than 1024 columns are for dense sides of at most 32."""
+    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [choice.TILES])
+    dense, _ = draw("cpu", 64, 2048)
+    made = plan(dense.to_sparse_csr())
+    for n in (32, 40, 63):
+        b = torch.randn(2048, n)
+        assert_as_exact_as_float32(made @ b, dense, b)
+    assert "tiles in shared memory" in made.explain()
+
+
+@pytest.mark.parametrize("passing_first", [False, True])
+def test_what_cannot_be_made_is_not_taken(passing_first, monkeypatch):
+    """Nonzeros that lie too unevenly to be packed, or no memory: whoever's product came first."""
+    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [choice.PACKED])
+    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.OURS: 9e-6, choice.PACKED: 6e-6})
+    dense, b = draw("cpu", 512, 512)
+    dense *= torch.rand(512, 512) < 0.1
+    dense[:64, :64] = 1
+    dense, b = dense.bfloat16(), b.bfloat16()
+    made = plan(dense.to_sparse_csr())
+    if passing_first:
+        made.with_values(made.values.clone()) @ b
+    torch.testing.assert_close(made @ b, dense @ b)
+    assert "ours" in made.explain().splitlines()[-1]
+
+
+@pytest.mark.parametrize("shape", [(2048, 2048), (0, 2048), (2048, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_to_multiply_is_not_measured(shape, dtype, device):
+    a = draw("cpu", *shape)[0].to(dtype).to(device).to_sparse_csr()
+    for n in (0, 8):
+        made = plan(a, tune=[n])
+        b = torch.randn(shape[1], n, device=device).to(dtype)
+        truth, theirs = a.to_dense().double() @ b.double(), a.to_dense() @ b
+        error, its = ((y - truth).norm() for y in (made @ b, theirs))
+        assert error <= 2 * its + torch.finfo(dtype).eps * truth.norm()
 
 
 def test_nothing_is_measured_where_it_must_not_be(dense_wins, device):

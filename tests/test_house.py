@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "ours": {"calls", "chunks", "structure"},
     "forms": {"calls", "custom_mm", "device", "ours", "packed", "reorder", "structure", "tiles"},
     "estimates": {"device", "forms", "packed", "structure"},
-    "choice": {"calls", "device", "estimates", "forms", "measure", "ours", "structure", "tiles"},
+    "choice": {"calls", "device", "estimates", "forms", "measure", "ours", "registration", "structure", "tiles"},
     "fused_softmax": {"registration"},
     "sparse": {"calls", "choice", "custom_mm", "dense", "ours", "registration", "structure"},
     "specs": {"specs"},

@@ -1,8 +1,10 @@
 """Sparse products: every layout, dtype, index type and reduction against float64, gradients, plans, hostile input."""
 
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 from itertools import product
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import matmuls
 from custom_mm.indices import Check
-from matmuls import cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm
+from matmuls import cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm, structure
 from matmuls.ours import takes_chunks
 from matmuls.tiles import layout_of
 
@@ -550,6 +552,15 @@ def test_plan(device):
             made.update(bad)
 
 
+def test_values_in_the_shape_that_the_tensor_has_them_in(device):
+    dense = draw_sparse(24, 36, 0.4, device=device)
+    batch = torch.stack([dense, dense]).to_sparse_csr()
+    for a in (dense.to_sparse_bsr((2, 3)), batch):
+        b = torch.randn(*a.shape[:-2], 36, 5, device=device)
+        torch.testing.assert_close(plan(a).update(3 * a.values()) @ b, 3 * (a.to_dense() @ b))
+        torch.testing.assert_close(plan(a).with_values(3 * a.values()) @ b, 3 * (a.to_dense() @ b))
+
+
 def test_indices_are_checked_once_and_again_when_written_to(device):
     a = draw_sparse(20, 30, 0.2, torch.float32, device).to_sparse_csr()
     b = torch.randn(30, 4, device=device)
@@ -991,7 +1002,16 @@ def test_operands_that_do_not_fit(device):
         (lambda: plan([1]), "plan: expected a sparse tensor or a plan, got list"),
         (lambda: sddmm(b, b.mT, None), "sddmm: expected a sparse tensor or a plan, got NoneType"),
         (lambda: cusparseMM.apply([1], b), "spmm: expected a sparse tensor or a plan, got list"),
-        (lambda: plan(a) @ [1], "spmm: expected a dense tensor, got list"),
+        (lambda: plan(a) @ [1], "spmm: expected b to be a dense tensor, got list"),
+        (
+            lambda: spmm(a, b.to_sparse()),
+            "spmm: expected b to be a dense tensor, got a tensor of layout torch.sparse_coo",
+        ),
+        (lambda: plan(a).update([1.0]), "SparsePlan: expected values to be a dense tensor, got list"),
+        (lambda: sddmm(None, b, a), "sddmm: expected a to be a dense tensor, got NoneType"),
+        (lambda: sparse_softmax(None, a), "sparse_softmax: expected values to be a dense tensor, got NoneType"),
+        (lambda: sparse_attention(b, b, [1.0], a), "sparse_attention: expected v to be a dense tensor, got list"),
+        (lambda: cusparseMM.apply(b, None), "cusparseMM: expected b to be a dense tensor, got NoneType"),
         (lambda: plan(a, tune=5), "plan: expected tune to be True, False or several numbers of columns, got 5"),
         (lambda: plan(a, tune=["5"]), "plan: expected tune to be .* numbers of columns, got .'5'"),
         (lambda: plan(a, tune=[-1]), r"plan: expected tune to be .* numbers of columns, got \[-1\]"),
@@ -1036,6 +1056,43 @@ def test_a_shared_operand_is_copied_once(device):
     product = torch.ops.custom_mm.csr_spmm(crow, col, values, dense, 30)
     one = torch.ops.custom_mm.csr_spmm(crow, col, values[7].clone(), dense, 30)
     torch.testing.assert_close(product[7], one)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 300), (torch.float16, 3000)], ids=str)
+def test_duplicates_of_entries_are_not_added_in_16_bits(dtype, count, device):
+    where = torch.zeros(2, count, dtype=torch.long)
+    a = torch.sparse_coo_tensor(where, torch.ones(count, dtype=dtype), (1, 1)).to(device).requires_grad_()
+    y = spmm(a, torch.ones(1, 1, dtype=dtype, device=device))
+    assert y.item() == torch.tensor(float(count)).to(dtype).item()
+    (gradient,) = torch.autograd.grad(y.sum(), a)
+    assert gradient.to_dense().item() == 1
+
+
+def test_other_entries_where_the_first_ones_lay(device):
+    """Set by .data twice: at the address of those that were looked at, if nobody holds these."""
+    b = torch.randn(50, 2, device=device)
+
+    def entries():
+        place = torch.randperm(2500, device=device)[:400]
+        return torch.sparse_coo_tensor(torch.stack([place // 50, place % 50]), torch.ones(400, device=device), (50, 50))
+
+    a = entries()
+    for _ in range(20):
+        spmm(a, b)
+        a.data = entries()
+        a.data = entries()
+        torch.testing.assert_close(spmm(a, b), a.to_dense() @ b)
+
+
+def test_what_is_known_of_a_tensor_goes_with_it():
+    for make in (torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc, torch.Tensor.to_sparse):
+        a = make(draw_sparse(9, 9, 0.5)).requires_grad_()
+        spmm(a, torch.randn(9, 2))
+        assert a in structure._known
+        gone = weakref.ref(a)
+        del a
+        gc.collect()
+        assert gone() is None
 
 
 FUZZ = """

@@ -16,7 +16,7 @@ from .choice import Choice
 from .dense import matmul
 from .ours import our_call
 from .registration import expect_dense, number
-from .structure import Structure, from_entries, structure_of, values_of
+from .structure import Structure, for_every_stream, from_entries, structure_of, values_of
 
 _ops = torch.ops.custom_mm
 _spmm: Callable[..., torch.Tensor] = _ops.csr_spmm.default
@@ -236,6 +236,8 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None =
         made._source = a if needs_gradient else None
         made._values_shape = a.detach()._values().shape if a.layout == torch.sparse_coo else a.detach().values().shape
         structure.checked()
+        if a.layout == torch.sparse_coo and not a.is_coalesced():
+            for_every_stream(values)  # which were added up after the look at the indices
     if products is not None and made._choice is not None:
         made._choice.products = int(products)
     if widths and made._choice is not None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from . import _C
-from ._C import handle_info, set_workspace_size, workspace_size
 from .indices import check_parts
 
 __all__ = [
@@ -90,6 +89,26 @@ def destroy_cublaslt() -> None:
 def destroy_cusparse() -> None:
     """Destroy the cuSPARSE handles; as `destroy_cublas`."""
     _C.destroy_cusparse()
+
+
+def handle_info() -> "list[_C.Handle]":
+    """The live handles of every thread: library, device, thread ("free" when its thread has ended) and workspaces, each
+    with its stream and bytes."""
+    return _C.handle_info()
+
+
+def set_workspace_size(nbytes: int) -> None:
+    """Bytes of workspace per (handle, stream) from the next call on; 0: 32 MiB from sm_90 on, 8 MiB before.
+
+    Workspaces come from the driver, beside torch's caching allocator; under graph capture from the capture's pool.
+    Raises RuntimeError on a size below 0.
+    """
+    _C.set_workspace_size(nbytes)
+
+
+def workspace_size() -> int:
+    """What `set_workspace_size` asked for, in bytes; 0 is the default."""
+    return _C.workspace_size()
 
 
 def build_info() -> dict[str, Any]:
@@ -268,6 +287,7 @@ def cusparse_prepare(
 
     The values may change, and b's and the scalars', but not the indices, the algorithm, the number of columns or the
     order in which b lies. One stream at a time may use it. A tensor of no elements whose storage is cuSPARSE's buffer.
+    dtypes and errors as `cusparse_spmm`; ValueError too on offsets and indices that are not contiguous.
     """
     _check_parts("cusparse_prepare", layout, offsets, indices, values, rows, columns)
     return _cusparse_prepare(offsets, indices, values, b, rows, columns, layout, algorithm, transa, transb)

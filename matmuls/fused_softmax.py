@@ -78,7 +78,7 @@ def scaled_masked_softmax_backward(
 class FusedSoftmax(Function):
     """`FusedSoftmax.apply(src, mask, factor)`: `scaled_masked_softmax_forward` with its gradient.
 
-    factor: the scale, a number or a tensor of one element.
+    factor: the scale, a number or a tensor of one element, which gets no gradient. Shapes, dtypes and errors as there.
     """
 
     @staticmethod

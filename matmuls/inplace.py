@@ -98,7 +98,8 @@ def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: in
 
 
 def square_matmul(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """a <- a @ b over the rows of a, contiguous and of n_rows * n_cols elements; b: [n_cols, n_cols]. Returns a."""
+    """a <- a @ b over the rows of a, contiguous and of n_rows * n_cols elements; b: [n_cols, n_cols]. Returns a. dtypes
+    and errors as `matmul_`, but that a copy of a is kept where b's gradient is recorded."""
     matmul_(_square("square_matmul", a, b, n_rows, n_cols), b, keep_input=True)
     return a
 

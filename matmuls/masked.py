@@ -701,7 +701,8 @@ def masked_ffn(
 
 
 class MaskedLinear:
-    """`MaskedLinear.apply(x, w1, w2, mask)`: `masked_linear` of weights [K, N]."""
+    """`MaskedLinear.apply(x, w1, w2, mask)`: `masked_linear` of weights [K, N]; else as there. The module is
+    `matmuls.nn.MaskedLinear`."""
 
     @staticmethod
     def apply(x: Tensor, w1: Tensor, w2: Tensor, mask: Tensor | MaskPlan) -> Tensor:
@@ -709,7 +710,8 @@ class MaskedLinear:
 
 
 class MaskedFFN:
-    """`MaskedFFN.apply(x, w1, w2, w3, u1, u2, u3, mask)`: `masked_ffn` of w1, w3, u1, u3 [D, H] and w2, u2 [H, D]."""
+    """`MaskedFFN.apply(x, w1, w2, w3, u1, u2, u3, mask)`: `masked_ffn` of w1, w3, u1, u3 [D, H] and w2, u2 [H, D]; else
+    as there. The module is `matmuls.nn.MaskedFFN`."""
 
     @staticmethod
     def apply(

@@ -51,7 +51,8 @@ def softmax_backward(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torc
 
 
 def softmax_backward_(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """`softmax_backward` written over y. Returns y. Raises RuntimeError where a gradient would be recorded."""
+    """`softmax_backward` written over y. Returns y. Shapes, dtypes and errors as there; RuntimeError too where a
+    gradient would be recorded."""
     _softmax_backward_(y, grad, dim)
     return y
 
@@ -101,13 +102,15 @@ def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
 
 
 def inplace_softmax(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """`softmax_` over the rows of x, contiguous and of n_rows * n_cols elements. Returns x."""
+    """`softmax_` over the rows of x, contiguous and of n_rows * n_cols elements. Returns x. dtypes as `softmax_`;
+    RuntimeError on another number of elements and on an x that is not contiguous."""
     softmax_(_rows("inplace_softmax", x, n_rows, n_cols))
     return x
 
 
 def layernorm(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """x <- (x - E(x)) / sqrt(V(x) + 1e-5) over the rows of x, contiguous and of n_rows * n_cols elements. Returns x."""
+    """x <- (x - E(x)) / sqrt(V(x) + 1e-5) over the rows of x, contiguous and of n_rows * n_cols elements. Returns x.
+    dtypes as `layer_norm_`; errors as `inplace_softmax`."""
     rows = _rows("layernorm", x, n_rows, n_cols)
     # not the view where x will do: on a view there is no second derivative
     layer_norm_(x if x.shape[-1:] == rows.shape[-1:] else rows)
@@ -120,10 +123,11 @@ def inplace_softmax_backward(
 ) -> torch.Tensor:
     """output <- the gradient of the scores that output = softmax(scores) came from, in place. Returns output.
 
-    output: [..., Q, K] probabilities, contiguous; d_ov: [..., Q, C], the gradient of output @ values; values:
-    [..., K, C]; rows: of output and d_ov, all leading dimensions multiplied; cols_output: K; cols_values: C. The
-    gradient of the probabilities, d_ov @ values^T, is made and used in pieces of at most 8 MiB (or one row). No
-    gradient is recorded. Raises RuntimeError, before anything is written, on shapes that do not fit.
+    output: [..., Q, K] probabilities, contiguous; d_ov: [..., Q, C], the gradient of output @ values; values: [..., K,
+    C]; rows: of output and d_ov, all leading dimensions multiplied; cols_output: K; cols_values: C. The gradient of the
+    probabilities, d_ov @ values^T, is made and used in pieces of at most 8 MiB (or one row); all three in one of
+    float64, float32, float16, bfloat16. No gradient is recorded. Raises RuntimeError, before anything is written, on
+    shapes that do not fit.
     """
     name = "inplace_softmax_backward"
     _rows(name, output, rows, cols_output)

@@ -223,7 +223,7 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None =
     widths = () if isinstance(tune, bool) else tuple(tune) if isinstance(tune, Iterable) else None
     if widths is None or not all(isinstance(n, Integral) and n >= 0 for n in widths):
         raise TypeError(f"plan: expected tune to be True, False or several numbers of columns, got {tune!r}")
-    if products is not None and not (isinstance(products, Integral) and products >= 1):
+    if products is not None and (not isinstance(products, Integral) or isinstance(products, bool) or products < 1):
         raise TypeError(f"plan: expected products to be a whole number of 1 or more, got {products!r}")
     if isinstance(a, SparsePlan):
         made = a
@@ -438,8 +438,8 @@ def sparse_attention(
 
     q: [..., M, D]; k: [..., K, D]; v: [..., K, E]; pattern: [M, K], a plan or a sparse tensor, of which the indices
     alone matter, the same for all heads and batches; scale: 1 / sqrt(D) unless given. A query that sees nothing gets 0.
-    Nothing of M x K elements is ever made, forward or backward: scores and probabilities are [..., nonzeros].
-    Differentiable, twice and more.
+    Nothing of M x K elements is ever made, forward or backward: scores and probabilities are [..., nonzeros]. dtypes as
+    `spmm`. Differentiable, twice and more. Raises TypeError, ValueError and RuntimeError as `sddmm` and `spmm` do.
     """
     expect_dense("sparse_attention", q=q, k=k, v=v)
     if min(q.dim(), k.dim(), v.dim()) < 2:

@@ -83,7 +83,7 @@ class FusedSoftmax(Function):
 
     @staticmethod
     def forward(ctx: Any, src: torch.Tensor, mask: torch.Tensor | None, factor: torch.Tensor | float) -> torch.Tensor:
-        ctx.scale = float(factor)
+        ctx.scale = number(_NAME, "factor", factor)
         y = scaled_masked_softmax_forward(src, mask, ctx.scale)
         ctx.save_for_backward(y)
         return y

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from custom_mm import _C
+
 from .dense import matmul
 
 _ops = torch.ops.custom_mm
@@ -93,7 +95,7 @@ def rms_norm_(
 
 
 def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    if not x.is_contiguous() or x.numel() != n_rows * n_cols:
+    if not x.is_contiguous() or x.numel() != n_rows * n_cols or min(n_rows, n_cols) < 0:
         raise RuntimeError(
             f"{name}: expected a contiguous tensor of {n_rows} x {n_cols} elements, "
             f"got sizes {list(x.shape)} with strides {list(x.stride())}"
@@ -140,8 +142,9 @@ def inplace_softmax_backward(
             f"{name}: expected d_ov of shape {expected[0]} and values of shape {expected[1]} "
             f"beside output of shape {list(output.shape)}, got {list(d_ov.shape)} and {list(values.shape)}"
         )
-    if output.numel() == 0:
-        return output
+    _C.check_no_overlap(name, output, values, d_ov)
+    if output.numel() == 0 or cols_values == 0:
+        return output.zero_()
     probabilities = output.view(-1, queries, keys)
     d_ov, values = d_ov.reshape(-1, queries, cols_values), values.reshape(-1, keys, cols_values)
     matrices = max(1, PIECE_BYTES // (queries * keys * output.element_size()))

@@ -32,4 +32,11 @@ inline std::tuple<at::Tensor, at::Tensor> product_gradients(torch::autograd::Aut
                  data["transa"].toBool(), data["transb"].toBool());
 }
 
+// Leading dimensions as one: flatten() has no batching rule for gradients of many at once.
+inline at::Tensor as_rows(const at::Tensor& t) {
+  c10::SymInt rows = 1;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) rows = rows * t.sym_size(d);
+  return t.reshape_symint({rows, t.sym_size(-1)});
+}
+
 }  // namespace matmuls

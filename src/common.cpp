@@ -18,14 +18,6 @@ void check_strided(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK(t.layout() == at::kStrided, op, ": expected ", name, " to be a strided tensor, got layout ", t.layout());
 }
 
-void check_same(const char* op, const char* name, const at::Tensor& t, const at::Tensor& a) {
-  if (!t.defined()) return;
-  check_strided(op, name, t);
-  TORCH_CHECK(t.device() == a.device(), op, ": expected ", name, " on ", a.device(), " as a is, got ", t.device());
-  TORCH_CHECK(t.scalar_type() == a.scalar_type(), op, ": expected ", name, " of dtype ", a.scalar_type(),
-              " as a is, got ", t.scalar_type());
-}
-
 // One loop over memory: `count` steps of `stride` bytes.
 struct Loop {
   int64_t stride, count;
@@ -100,6 +92,14 @@ bool overlaps_itself(const at::Tensor& t) {
 }
 
 }  // namespace
+
+void check_same(const char* op, const char* name, const at::Tensor& t, const at::Tensor& a) {
+  if (!t.defined()) return;
+  check_strided(op, name, t);
+  TORCH_CHECK(t.device() == a.device(), op, ": expected ", name, " on ", a.device(), " as a is, got ", t.device());
+  TORCH_CHECK(t.scalar_type() == a.scalar_type(), op, ": expected ", name, " of dtype ", a.scalar_type(),
+              " as a is, got ", t.scalar_type());
+}
 
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias,
                     const at::Tensor& out) {

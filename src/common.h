@@ -22,6 +22,8 @@ at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // a and b (and bias, out when given) must be strided tensors of one floating or complex dtype on one device.
+// A tensor beside `a`: strided, of its dtype and on its device.
+void check_same(const char* op, const char* name, const at::Tensor& t, const at::Tensor& a);
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias = {},
                     const at::Tensor& out = {});
 

@@ -110,43 +110,52 @@ __device__ void store_floats(float* to, const float (&values)[V]) {
                         __float_as_uint(values[j + 3])});
 }
 
-// bytes, a multiple of 4 up to 16 or of 16, that nobody writes meanwhile, from an address that is a multiple of them or
-// of 16. Such loads may move past stores.
-template <int bytes>
+template <bool constant, class W>
+__device__ W load_word(const W* from) {
+  if constexpr (constant)
+    return __ldg(from);
+  else
+    return *from;
+}
+
+// bytes, a multiple of 4 up to 16 or of 16, from an address that is a multiple of them or of 16. constant: nobody
+// writes them while the kernel runs, and such loads may move past stores; ptxas moves them before the wait for the
+// kernel ahead too, so not what that one may have written, unless something that is loaded otherwise says where they
+// lie.
+template <int bytes, bool constant = true>
 __device__ void load_constant(const void* from, uint32_t (&words)[bytes / 4]) {
   if constexpr (bytes == 4) {
-    words[0] = __ldg(static_cast<const uint32_t*>(from));
+    words[0] = load_word<constant>(static_cast<const uint32_t*>(from));
   } else if constexpr (bytes == 8) {
-    const uint2 two = __ldg(static_cast<const uint2*>(from));
+    const uint2 two = load_word<constant>(static_cast<const uint2*>(from));
     words[0] = two.x, words[1] = two.y;
   } else {
 #pragma unroll
     for (int q = 0; q < bytes / 16; ++q) {
-      const uint4 four = __ldg(static_cast<const uint4*>(from) + q);
+      const uint4 four = load_word<constant>(static_cast<const uint4*>(from) + q);
       words[4 * q] = four.x, words[4 * q + 1] = four.y, words[4 * q + 2] = four.z, words[4 * q + 3] = four.w;
     }
   }
 }
 
-// The same from any address, of the aligned words in which they lie, and of the last of those only what is asked for:
-// memory may end there.
+// From any address, of the aligned words in which they lie, and of the last of those only what is asked for: memory may
+// end there.
 template <class T, int words>
 __device__ void load_anywhere(const T* from, uint32_t (&at)[words]) {
   const auto address = reinterpret_cast<uintptr_t>(from);
   const auto* const aligned = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
   const auto* const last = aligned + words;
   const unsigned bits = 8 * (address % 4);
-  uint32_t low = __ldg(aligned);
+  uint32_t low = *aligned;
 #pragma unroll
   for (int w = 0; w < words; ++w) {
     uint32_t high = 0;
     if (w + 1 < words) {
-      high = __ldg(aligned + w + 1);
+      high = aligned[w + 1];
     } else if (sizeof(T) < 4) {
-      if (bits >= 16) high = __ldg(reinterpret_cast<const unsigned short*>(last));
+      if (bits >= 16) high = *reinterpret_cast<const unsigned short*>(last);
       if (sizeof(T) == 1 && bits % 16 != 0)
-        high |= static_cast<uint32_t>(__ldg(reinterpret_cast<const unsigned char*>(last) + bits / 16 * 2))
-                << (bits - 8);
+        high |= static_cast<uint32_t>(reinterpret_cast<const unsigned char*>(last)[bits / 16 * 2]) << (bits - 8);
     }
     at[w] = __funnelshift_r(low, high, bits);
     low = high;

@@ -29,8 +29,10 @@ MATMULS_OPERATOR(LayerNormOp, "custom_mm::layer_norm_", "",
 // All that the operators below would find only after something has been written.
 void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tensor& down, const Tensor& down_bias,
            const Tensor& weight, const Tensor& bias, Name activation, int64_t chunk_bytes) {
-  check_operands(kOp, x, up, up_bias, weight);
-  check_operands(kOp, x, down, down_bias, bias);
+  check_operands(kOp, x, x);
+  check_same(kOp, "up", up, x), check_same(kOp, "up_bias", up_bias, x);
+  check_same(kOp, "down", down, x), check_same(kOp, "down_bias", down_bias, x);
+  check_same(kOp, "weight", weight, x), check_same(kOp, "bias", bias, x);
   TORCH_CHECK(at::isFloatingType(x.scalar_type()), kOp, ": expected x of a floating-point dtype, got ",
               x.scalar_type());
   TORCH_CHECK(x.dim() > 0 && up.dim() == 2 && up.sym_size(1) == x.sym_size(-1) && down.dim() == 2 &&

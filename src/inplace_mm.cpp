@@ -166,7 +166,6 @@ struct InplaceGradient : torch::autograd::Function<InplaceGradient> {
     const bool transb = ctx->saved_data["transb"].toBool();
     const c10::SymInt columns = ctx->saved_data["columns"].toSymInt(), all = grads[0].sym_size(-1);
     const Tensor dy = grads[0].narrow_symint(-1, 0, columns);
-    const auto rows = [](const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2); };
     Tensor da, db, dbias;
     if (b.defined()) {
       da = MatmulOp::call(dy, b, false, !transb);
@@ -174,8 +173,8 @@ struct InplaceGradient : torch::autograd::Function<InplaceGradient> {
         da = da + at::constant_pad_nd_symint(grads[0].narrow_symint(-1, columns, all - columns), {columns, 0});
     }
     if (before.defined())
-      db = transb ? MatmulOp::call(rows(dy), rows(before), true, false)
-                  : MatmulOp::call(rows(before), rows(dy), true, false);
+      db = transb ? MatmulOp::call(as_rows(dy), as_rows(before), true, false)
+                  : MatmulOp::call(as_rows(before), as_rows(dy), true, false);
     if (ctx->saved_data["need_bias"].toBool()) dbias = at::sum_to(dy, {columns});
     return {da, db, {}, dbias, {}, {}};
   }
@@ -185,6 +184,7 @@ void matmul_autograd(Tensor a, const Tensor& b, bool transb, const OptionalTenso
                      int64_t workspace) {
   if (!needs_gradient(kOp, {a, b, tensor_or_none(bias)}))
     return InplaceOp::below_autograd(a, b, transb, bias, keep_input, workspace);
+  matmul_meta(a, b, transb, bias, keep_input, workspace);  // looks at types and shapes
   check_recorded(kOp, a, a.requires_grad() ? b : Tensor());
   TORCH_CHECK(keep_input || !b.requires_grad(), kOp,
               ": expected b without a gradient, which needs the a that is written over, got one that requires grad; "

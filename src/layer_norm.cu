@@ -239,7 +239,7 @@ struct Norm {
 #pragma unroll
     for (int i = 0; i < N; ++i) squares[i % 4] += h[i][0] * h[i][0];
     const F all_squares = lanes.sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
-    const F scale = rsqrt(quotient(all_squares, columns) + eps);
+    const F scale = rsqrt(all_squares / columns + eps);  // which may be inf: quotient() would make NaN of it
     if (!own) return;
     if (row.rstd && span.first == 0) *row.rstd = scale;
     const auto put = [&](auto keeps) {
@@ -528,13 +528,12 @@ struct NormGradient : torch::autograd::Function<NormGradient> {
                 ": expected first derivatives only, x being a view of another tensor; normalize the tensor itself");
     const auto wide = [&](const Tensor& t) { return t.to(rstd.scalar_type()); };
     const Tensor h = wide(xhat), r = rstd.unsqueeze(-1);
-    const auto rows = [&](const Tensor& t) { return t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2); };
     Tensor d, dweight, dbias;
     if (dy.defined()) {
       const Tensor g = wide(dy);
       d = weight.defined() ? g * wide(weight) : g;
-      if (need_weight) dweight = rows(g * h).sum(0).to(xhat.scalar_type());
-      if (need_bias) dbias = rows(g).sum(0).to(xhat.scalar_type());
+      if (need_weight) dweight = as_rows(g * h).sum(0).to(xhat.scalar_type());
+      if (need_bias) dbias = as_rows(g).sum(0).to(xhat.scalar_type());
     }
     if (dxhat.defined()) d = d.defined() ? d + wide(dxhat) : wide(dxhat);
     Tensor dx;

@@ -62,18 +62,18 @@ __device__ void write_undefined(T* y, int64_t step, const Columns& span, int vis
   }
 }
 
-// V columns of a mask's row, which may start anywhere.
+// V columns of a mask's row, which may start anywhere. The kernel ahead may have written them: no constant loads.
 template <class Mask, int V, bool anywhere>
 __device__ Words<Mask, V> load_mask(const Mask* from) {
   Words<Mask, V> words;
   if constexpr (V == 1 && sizeof(Mask) == 1)
-    words.at[0] = __ldg(from);
+    words.at[0] = *from;
   else if constexpr (V == 1)
     words = load_one(from);
   else if constexpr (anywhere)
     load_anywhere(from, words.at);
   else
-    load_constant<V * sizeof(Mask)>(from, words.at);
+    load_constant<V * sizeof(Mask), false>(from, words.at);
   return words;
 }
 
@@ -122,7 +122,7 @@ struct PackedSoftmax {
     const auto offsets = index(r);
     const auto other = mask_index(r);
     Row row{x + offsets.at[0], y + offsets.at[1], mask + other.at[0],
-            ends && causal ? int(other.at[1]) : INT32_MAX - 1};
+            ends && causal ? static_cast<int>(min(other.at[1], int64_t{INT32_MAX - 1})) : INT32_MAX - 1};
     ptx::forget(row.x);
     if (bytes) ptx::forget(row.mask);
     return row;

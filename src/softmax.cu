@@ -251,11 +251,13 @@ void run_cuda(const Call& c) {
 
 // ------------------------------------------------------------------------------------------------ CPU, operators
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "handles.h"
 #include "huge_pages.h"
 #include "inplace_gradient.h"
 #include "row_operators.h"
@@ -451,8 +453,11 @@ struct SoftmaxInplaceGradient : torch::autograd::Node {
       const Tensor dz = SoftmaxBackwardOp::call(result, grad, dim, 1, causal);
       return {dz * scale, at::sum_to(dz, *mask_sizes)};
     }
-    // Who asked for work in place does not want a second tensor of this size here either.
-    if (!nobody_else_holds(grad)) return {SoftmaxBackwardOp::call(result, grad, dim, scale, causal), Tensor()};
+    // Who asked for work in place does not want a second tensor of this size here either. Beside the default stream and
+    // a capture's, another may yet read what nobody holds any more.
+    const bool alone = !grad.is_cuda() || current_stream(grad.device()) == 0 || is_capturing(grad.device());
+    if (!alone || !nobody_else_holds(grad))
+      return {SoftmaxBackwardOp::call(result, grad, dim, scale, causal), Tensor()};
     SoftmaxBackwardOutOp::call(result, grad, dim, scale, causal, grad);
     return {grad, Tensor()};
   }
@@ -472,6 +477,7 @@ struct SoftmaxInplaceGradient : torch::autograd::Node {
 template <class Write>
 void record_in_place(const char* op, const Tensor& x, const Tensor& mask, int64_t dim, double scale, bool causal,
                      const Write& write) {
+  if (const auto& functorch = at::functorch::functorchTLSAccessor()) functorch->checkSupportsCppAutogradFunction();
   check_recorded(op, x);
   const auto node = new_node<SoftmaxInplaceGradient>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, mask));

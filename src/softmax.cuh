@@ -88,7 +88,7 @@ struct Softmax {
     if constexpr (masked) {
       const auto other = mask_index(r);
       row.mask = mask + other.at[0] * mask_element;
-      if (causal) row.last = static_cast<int>(other.at[1]);
+      if (causal) row.last = static_cast<int>(min(other.at[1], int64_t{INT32_MAX - 1}));
     }
     return row;
   }

@@ -87,13 +87,15 @@ struct SoftmaxBackward {
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
     const auto& at = offsets.at;
-    Row row{y + at[0], grad + at[1], dx + at[2], steps, causal ? int(at[3]) : INT32_MAX - 1};
+    Row row{y + at[0], grad + at[1], dx + at[2], steps,
+            causal ? static_cast<int>(min(at[3], int64_t{INT32_MAX - 1})) : INT32_MAX - 1};
     ptx::forget(row.y);
     ptx::forget(row.grad);
     return row;
   }
   __device__ Row row_beside(int64_t r, int64_t offset) const {
-    return {y + offset, grad + offset, dx + offset, steps, causal ? int(index(r).at[3]) : INT32_MAX - 1};
+    return {y + offset, grad + offset, dx + offset, steps,
+            causal ? static_cast<int>(min(index(r).at[3], int64_t{INT32_MAX - 1})) : INT32_MAX - 1};
   }
   __device__ static const T* constant(int) { return nullptr; }
   __device__ static F absent(int) { return F(0); }
@@ -315,7 +317,8 @@ void backward_out_meta(const Tensor& y, const Tensor& grad, int64_t dim, double,
 void backward_inplace_meta(Tensor y, const Tensor& grad, int64_t dim, double, bool) { check(y, grad, dim); }
 
 // With v the gradient of dx: to grad the same operator, which is symmetric; to y
-// scale * (v * (grad - sum(y * grad)) - grad * sum(y * v)). Both are differentiable again.
+// scale * (v * (grad - sum(y * grad)) - grad * sum(y * v)), of the columns that are seen. Both are differentiable
+// again.
 struct BackwardGradient : torch::autograd::Function<BackwardGradient> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& y, const Tensor& grad, int64_t dim,
                         double scale, bool causal) {
@@ -332,11 +335,14 @@ struct BackwardGradient : torch::autograd::Function<BackwardGradient> {
     const Tensor &y = saved[0], &grad = saved[1], &v = grads[0];
     const auto dim = ctx->saved_data["dim"].toInt();
     const auto scale = ctx->saved_data["scale"].toDouble();
+    const bool causal = ctx->saved_data["causal"].toBool();
     Tensor grad_y, grad_grad;
-    if (ctx->needs_input_grad(0))
-      grad_y = scale * (v * (grad - (y * grad).sum(dim, true)) - grad * (y * v).sum(dim, true));
-    if (ctx->needs_input_grad(1))
-      grad_grad = SoftmaxBackwardOp::call(y, v, dim, scale, ctx->saved_data["causal"].toBool());
+    if (ctx->needs_input_grad(0)) {
+      const auto seen = [&](const Tensor& t) { return causal ? t.tril() : t; };
+      const Tensor p = seen(y), g = seen(grad), w = seen(v);
+      grad_y = scale * (w * (g - (p * g).sum(dim, true)) - g * (p * w).sum(dim, true));
+    }
+    if (ctx->needs_input_grad(1)) grad_grad = SoftmaxBackwardOp::call(y, v, dim, scale, causal);
     return {grad_y, grad_grad, {}, {}, {}};
   }
 };

@@ -321,3 +321,18 @@ def test_in_a_graph(width):
         x.copy_(a)
         graph.replay()
         assert torch.equal(x, matmuls.matmul_(a, b))
+
+
+@pytest.mark.parametrize("b", [torch.randn(4), torch.tensor(1.0)], ids=["a vector", "a number"])
+def test_operands_are_looked_at_before_a_gradient_is_recorded(b):
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="matmul_: expected b of two dimensions"):
+        matmuls.matmul_(x * 1, b)
+
+
+@pytest.mark.parametrize("name", ["up", "up_bias", "down", "down_bias", "weight", "bias"])
+def test_a_feed_forward_networks_operands_are_named(name):
+    given = {"up": (6, 4), "up_bias": (6,), "down": (4, 6), "down_bias": (4,), "weight": (4,), "bias": (4,)}
+    given = {n: torch.randn(*shape, dtype=torch.float64 if n == name else None) for n, shape in given.items()}
+    with pytest.raises(RuntimeError, match=f"feed_forward_: expected {name} of dtype Float as a is, got Double"):
+        matmuls.feed_forward_(torch.randn(3, 4), **given)

@@ -627,3 +627,98 @@ def test_families_name_what_is_there():
         assert hasattr(module, layer)
         assert callable(module.eager_attention_forward)
     assert set(KNOWN) <= set(MODELS)
+
+
+# ----------------------------------------------------------------------------- what is not as transformers made it
+
+
+def drop_half_the_heads(model, name):
+    """Of every layer: two of four heads of 8, by narrower linears as transformers' head pruning left them."""
+    for layer in model.modules():
+        if module_under_test._kind(layer) not in module_under_test.FAMILIES:
+            continue
+        family = module_under_test.FAMILIES[module_under_test._kind(layer)]
+        attention = layer.get_submodule(family.attention)
+        for part in family.qkv:
+            old = attention.get_submodule(part)
+            attention.set_submodule(part, torch.nn.Linear(old.in_features, old.out_features // 2))
+        old = layer.get_submodule(family.projection)
+        layer.set_submodule(family.projection, torch.nn.Linear(old.in_features // 2, old.out_features))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "vit"])
+def test_layers_with_fewer_heads_than_the_configuration_says(name):
+    model = drop_half_the_heads(model_of(name), name)
+    handle = optimize(model)
+    assert len(handle.layers) == 2
+    assert verify(model, batch_of(model)).hidden_states < 1e-5
+
+
+def test_replicas_have_their_own_weights():
+    """As torch.nn.parallel.replicate makes them."""
+    model = model_of("bert")
+    batch = batch_of(model)
+    optimize(model)
+    modules = list(model.modules())
+    copies = {m: m._replicate_for_data_parallel() for m in modules}
+    for m, replica in copies.items():
+        for name, child in m._modules.items():
+            setattr(replica, name, None if child is None else copies[child])
+        for name, p in m._parameters.items():
+            setattr(replica, name, None if p is None else 2 * p.detach())
+    twice = copy.deepcopy(model_of("bert"))
+    with torch.no_grad():
+        for p in twice.parameters():
+            p.mul_(2)
+    torch.testing.assert_close(hidden(copies[model], batch), hidden(twice, batch))
+
+
+@pytest.mark.parametrize("owner", ["BertLayer", "BertEncoder"])
+def test_a_forward_put_on_a_class(owner, monkeypatch):
+    from transformers.models.bert import modeling_bert
+
+    model = model_of("bert")
+    batch = batch_of(model)
+    stock, seen = hidden(model, batch), []
+    optimize(model)
+    kind = getattr(modeling_bert, owner)
+    real = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *a, **k: (seen.append(a), real(self, *a, **k))[1])
+    torch.testing.assert_close(hidden(model, batch), stock)
+    assert len(seen) == {"BertLayer": 2, "BertEncoder": 1}[owner]
+
+
+def test_what_somebody_elses_attention_keeps_stays(monkeypatch):
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    kept = []
+
+    def keeping(*args, **kwargs):
+        result = sdpa_attention_forward(*args, **kwargs)
+        kept.append((result[0], result[0].clone()))
+        return result
+
+    AttentionInterface.register("keeping", keeping)
+    model = model_of("bert")
+    model.set_attn_implementation("keeping")
+    optimize(model)
+    hidden(model, batch_of(model))
+    assert len(kept) == 2
+    assert all(torch.equal(x, y) for x, y in kept)
+
+
+def test_layers_without_plain_weights_are_left():
+    model = model_of("bert")
+    layer = model.encoder.layer[1]
+    del layer.intermediate.intermediate_act_fn
+    layer.intermediate.intermediate_act_fn = torch.nn.functional.silu
+    first = model.encoder.layer[0].attention.self.query
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first.weight = torch.nn.Parameter(first.weight.detach().to_sparse_csr(), requires_grad=False)
+        handle = optimize(model)
+    assert not handle.layers
+    assert "not plain tensors" in str(handle)
+    assert all("forward" not in m.__dict__ for m in model.modules())

@@ -1,6 +1,7 @@
 """What the table cannot say of softmax and the norms: lengths, layouts, special values, what is kept and written."""
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -1167,3 +1168,82 @@ def test_more_than_2_31_elements():
         before = x[rows]
         function(x)
         assert_as_good_as_torch(x[rows], reference(before), reference(before.double()))
+
+
+# ---------------------------------------------------------------------------- second derivatives, transforms, aliases
+
+
+def test_what_a_causal_softmax_does_not_see_has_no_part_in_its_gradients():
+    backward = torch.ops.custom_mm.softmax_backward.default
+    y, grad = torch.randn(2, 4, 4).double().softmax(-1), torch.randn(2, 4, 4).double()
+    leaves = y.requires_grad_(), grad.requires_grad_()
+    assert torch.autograd.gradcheck(lambda y, g: backward(y, g, -1, 0.5, True), leaves)
+    assert torch.autograd.gradgradcheck(lambda y, g: backward(y, g, -1, 0.5, True), leaves)
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(4, 4, dtype=torch.float64).masked_fill(torch.ones(4, 4).triu(1) > 0, math.nan)
+    (first,) = torch.autograd.grad(matmuls.scaled_masked_softmax(x, causal=True), x, grad, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    assert first.isfinite().all()
+    assert second.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: matmuls.layer_norm_(x * 1, w[0]),
+        lambda x, w: matmuls.rms_norm_(x * 1, w[0]),
+        lambda x, w: matmuls.matmul_(x * 1, w, keep_input=True),
+    ],
+    ids=["layer_norm_", "rms_norm_", "matmul_"],
+)
+def test_many_gradients_at_once(function, device):
+    x, w = torch.randn(2, 3, 4, dtype=torch.float64, device=device), torch.randn(4, 4, dtype=torch.float64).to(device)
+    jacobian = torch.autograd.functional.jacobian
+    one_by_one = jacobian(function, (x, w))
+    at_once = jacobian(function, (x, w), vectorize=True)
+    for a, b in zip(one_by_one, at_once, strict=True):
+        torch.testing.assert_close(a, b)
+    hessian = torch.autograd.functional.hessian
+    scalar = lambda x, w: function(x, w).square().sum()  # noqa: E731
+    for a, b in zip(hessian(scalar, (x, w)), hessian(scalar, (x, w), vectorize=True), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_transform_that_cannot_see_what_is_written_is_refused():
+    x, mask = torch.randn(3, 4), torch.randn(3, 4)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda m: matmuls.scaled_masked_softmax(x, m, inplace=True).square().sum())(mask)
+
+
+def test_the_gradient_of_attentions_scores_over_what_it_reads(device):
+    y = torch.randn(5, 5, device=device).softmax(-1)
+    d = torch.randn(5, 5, device=device)
+    for arguments in ((y, d, y), (y, y, d)):
+        with pytest.raises(RuntimeError, match="inplace_softmax_backward: expected out"):
+            matmuls.inplace_softmax_backward(*arguments, 5, 5, 5)
+    none = torch.empty(5, 0, device=device)
+    assert torch.equal(matmuls.inplace_softmax_backward(y, none, none, 5, 5, 0), torch.zeros_like(y))
+    for function in (matmuls.inplace_softmax, matmuls.layernorm):
+        with pytest.raises(RuntimeError, match="expected a contiguous tensor of -5 x -5 elements"):
+            function(d, -5, -5)
+
+
+@pytest.mark.parametrize("columns", [7, 131, 1000])
+def test_squares_that_add_up_to_more_than_a_number_holds(columns, device):
+    x = torch.full((3, columns), 1e20, device=device)
+    assert torch.equal(matmuls.rms_norm_(x), torch.zeros_like(x))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("columns", [1536, 1792, 3072, 577, 1031])
+def test_a_mask_that_the_kernel_ahead_has_just_written(columns):
+    """Which lets the next one begin early, as ours and Triton's do."""
+    x = torch.randn(64, 4, columns, device="cuda", dtype=torch.float16)
+    masks = (torch.rand(8, 64, 1, columns, device="cuda") > 0.5).byte().view(torch.uint8)
+    expected = [matmuls.scaled_masked_softmax(x, m.bool()) for m in masks]
+    mask = torch.zeros_like(masks[0])
+    for _ in range(20):
+        for m, y in zip(masks, expected, strict=True):
+            mask.copy_(m)
+            matmuls.softmax_(x[:1].clone())
+            assert torch.equal(matmuls.scaled_masked_softmax(x, mask), y)

@@ -367,3 +367,21 @@ def test_the_padding_mask_is_not_expanded():
     full = {"batch_size": 2, "q_length": 3, "kv_length": 3, "attention_mask": torch.ones(2, 3)}
     assert attention_mask(**full, allow_is_bidirectional_skip=True) is None
     assert attention_mask(**full).shape == (2, 1, 1, 3)
+
+
+@pytest.mark.parametrize("name", ["s_aux", "sinks", "indices", "block_indices"])
+def test_what_a_model_asks_for_beyond_attention_is_refused(name):
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(NotImplementedError, match=f"expected a model without {name}"):
+        attention(torch.nn.Module(), q, q, q, None, **{name: torch.ones(2)})
+
+
+@pytest.mark.parametrize("sdpa", [True, False])
+def test_fewer_queries_than_keys_are_the_last_ones(sdpa):
+    q, k, v = (torch.randn(2, 2, n, 8, dtype=torch.float64) for n in (3, 7, 7))
+    module = torch.nn.Module().eval()
+    context, _ = attention(module, q, k, v, None, is_causal=True, sdpa=sdpa)
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        torch.cat([torch.randn(2, 2, 4, 8, dtype=torch.float64), q], 2), k, v, is_causal=True
+    )
+    torch.testing.assert_close(context, whole[:, :, 4:].transpose(1, 2))

@@ -117,7 +117,7 @@ class Optimized:
         layer around which somebody has put a forward since stays in `layers`, for another undo() once that is gone."""
         for model in self._models:
             if _is_ours(model):  # not one that somebody has put there since
-                del model.forward
+                _remove(model)
         self._models.clear()
         for name, layer in list(self.layers.items()):
             plan = _plan_of(layer)
@@ -125,7 +125,7 @@ class Optimized:
                 continue
             for module in (layer, plan.attention):
                 if _is_ours(module):
-                    del module.forward
+                    _remove(module)
             for linear in plan.qkv:
                 for parameter in linear.parameters():
                     parameter.data = parameter.data.clone()
@@ -155,24 +155,25 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
     (safetensors.torch.save_model, Accelerator.save_model): it would leave out k and v.
     """
     handle = Optimized()
-    for name, layer in model.named_modules():
-        family = FAMILIES.get(_kind(layer))
-        if family is None:
-            continue
-        plan = _Plan.of(layer, family, chunk_bytes)
+    plans = [
+        (name, layer, _Plan.of(layer, FAMILIES[_kind(layer)], chunk_bytes))
+        for name, layer in model.named_modules()
+        if _kind(layer) in FAMILIES
+    ]  # all of them before anything is changed
+    for name, layer, plan in plans:
         if isinstance(plan, str):
             handle.left[name] = f"{type(layer).__name__} ({plan})"
             continue
         for parameters in ([m.weight for m in plan.qkv], [m.bias for m in plan.qkv]):
             _lay_together(parameters)
-        layer.forward = partial(_layer, layer, plan)
-        plan.attention.forward = partial(_attention, plan.attention, plan)
+        _install(layer, partial(_layer, layer, plan))
+        _install(plan.attention, partial(_attention, plan.attention, plan))
         handle.layers[name] = layer
     for whole in [m for m in model.modules() if _kind(m) in MODELS]:
         chain = _Chain.of(whole)
         if chain:
             signature = inspect.signature(whole.forward)
-            whole.forward = partial(_model, whole, chain)
+            _install(whole, partial(_model, whole, chain))
             whole.forward.__signature__ = signature  # asked for by whoever passes arguments on
             handle._models.append(whole)
     inside = {id(m) for layer in handle.layers.values() for m in layer.modules()}
@@ -234,7 +235,8 @@ def _results(output: Any) -> dict[str, tuple[Tensor, ...]]:
 def _difference(ours: tuple[Tensor, ...], stock: tuple[Tensor, ...], kept: Tensor | None) -> float:
     worst = 0.0
     for x, y in zip(ours, stock, strict=True):
-        if kept is not None and kept.dim() == 2 and x.dim() > 2:  # [B, S] beside [B, S, hidden] or [B, H, S, S]
+        # [B, S] beside [B, S, hidden] or [B, H, S, S], which may be a decoder's
+        if kept is not None and x.dim() > 2 and kept.shape == (x.size(0), x.size(-2)):
             x, y = (t.movedim(-2, 1)[kept.bool()] for t in (x, y))
         x, y = x.double(), y.double()
         difference = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
@@ -256,14 +258,19 @@ class _Plan:
     down: nn.Linear
     norm_first: bool
     eager: Callable[..., Any]
-    heads: int
+    head_size: int
+    forward: Callable[..., Any]  # the layer's own
     chunk_bytes: int | None
     inside: tuple[tuple[dict[str, Any], str, nn.Module, type, Callable[..., Any]], ...]
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family, chunk_bytes: int | None) -> "_Plan | str":
         """The plan, or why there is none."""
-        attention = layer.get_submodule(family.attention)
+        try:
+            attention = layer.get_submodule(family.attention)
+            activation = layer.get_submodule(family.activation)
+        except AttributeError as error:
+            return str(error)
         linears = [attention.get_submodule(name) for name in family.qkv]
         linears += [layer.get_submodule(name) for name in (family.projection, family.up, family.down)]
         norms = tuple(layer.get_submodule(name) for name in family.norms)
@@ -272,7 +279,6 @@ class _Plan:
             for parent in layer.modules()
             for name, m in parent._modules.items()
         )
-        activation = layer.get_submodule(family.activation)
         if any("forward" in m.__dict__ for m in layer.modules()):
             return "its forward has been replaced"
         if any(type(m) is not nn.Linear for m in linears) or any(type(m) is not nn.LayerNorm for m in norms):
@@ -283,6 +289,14 @@ class _Plan:
                 return f"its {type(m).__name__} is not known"
         if any(m.weight is None for m in norms):
             return "its norms have no weights"
+        parameters = [p for m in (*linears, *norms) for p in m.parameters()]
+        if any(type(p.data) is not Tensor or p.layout != torch.strided for p in parameters):
+            return "its weights are not plain tensors"
+        heads = attention.config.num_attention_heads
+        size = getattr(attention, "attention_head_size", None) or getattr(attention, "head_dim", None)
+        size = size or linears[0].out_features // heads
+        if any(m.out_features % size for m in linears[:3]):
+            return f"its q, k and v are no heads of {size}"
         if len({(m.weight.dtype, m.weight.device) for m in (*linears, *norms)}) > 1:
             return "its weights differ in dtype or device"
         return cls(
@@ -296,7 +310,8 @@ class _Plan:
             linears[5],
             family.norm_first,
             sys.modules[type(attention).__module__].eager_attention_forward,
-            attention.config.num_attention_heads,
+            size,
+            type(layer).forward,
             chunk_bytes,
             inside,
         )
@@ -318,6 +333,7 @@ class _Plan:
             or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
             or any(m.weight.dtype != x.dtype for m in (self.up, *self.norms))
             or module.training
+            or type(module).forward is not self.forward
         ):
             return False
         for parent, name, m, kind, forward in self.inside:  # of every layer of every forward pass: 5 us
@@ -336,7 +352,7 @@ class _Chain:
     """A model's layers, and its modules but for their insides, each with its place and its own forward, or None."""
 
     plans: frozenset["_Plan"]
-    links: tuple[tuple[dict[str, Any], str, nn.Module, Any], ...]
+    links: tuple[tuple[dict[str, Any], str, nn.Module, Any, Callable[..., Any]], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> "_Chain | None":
@@ -344,14 +360,18 @@ class _Chain:
         layers = [m for m in model.modules() if _kind(m) in FAMILIES]
         inside = {id(m) for layer in layers for m in layer.modules()}
         links = tuple(
-            (parent._modules, name, m, vars(m).get("forward"))
+            (parent._modules, name, m, vars(m).get("forward"), type(m).forward)
             for parent in model.modules()
             if id(parent) not in inside
             for name, m in parent._modules.items()
             if m is not None
         )
-        known = all(type(m).__module__.startswith(("torch.", "transformers.")) for _, _, m, _ in links)
-        stock = all(forward is None or _is_ours(m) for _, _, m, forward in links)
+        theirs = "torch.", "transformers."
+        known = all(
+            type(m).__module__.startswith(theirs) and of_class.__module__.startswith(theirs)
+            for _, _, m, _, of_class in links
+        )
+        stock = all(forward is None or _is_ours(m) for _, _, m, forward, _ in links)
         plans = frozenset(plan for plan in map(_plan_of, layers) if plan)
         if "forward" in vars(model) or not (plans and known and stock and len(plans) == len(layers)):
             return None
@@ -361,7 +381,9 @@ class _Chain:
         """Whether nobody else sees what one of them hands to the next."""
         if modules_of_all._has_any_global_hook():
             return False
-        for parent, name, m, forward in self.links:
+        for parent, name, m, forward, of_class in self.links:
+            if type(m).forward is not of_class:
+                return False
             if parent.get(name) is not m or m.__dict__.get("forward") is not forward or m._forward_pre_hooks:
                 return False
             if m._forward_hooks and _watched(m):
@@ -387,6 +409,23 @@ def _is_ours(module: nn.Module) -> bool:
     """Whether `optimize` replaced its forward."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, partial) and forward.func in (_model, _layer, _attention)
+
+
+def _install(module: nn.Module, forward: Any) -> None:
+    """A forward of this module's own. torch's replicas of it, which get its attributes, have their class's."""
+    module.forward = forward
+    module._replicate_for_data_parallel = partial(_replica, module)  # type: ignore[assignment]
+
+
+def _remove(module: nn.Module) -> None:
+    del module.forward
+    module.__dict__.pop("_replicate_for_data_parallel", None)
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
+    _remove(replica)
+    return replica
 
 
 def _plan_of(module: nn.Module) -> _Plan | None:
@@ -514,7 +553,7 @@ def _attention(
     if not planned:
         return type(attention).forward(attention, hidden_states, attention_mask, **kwargs)
     batch, length, _ = hidden_states.shape
-    heads, projection = plan.heads, plan.projection
+    heads, projection = plan.qkv[0].out_features // plan.head_size, plan.projection
     name = attention.config._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get_interface(name, plan.eager)
     ours = registered.is_ours(function)
@@ -541,7 +580,9 @@ def _attention(
         del qkv  # before the next part's is made
         context = context.flatten(2)
         if x is None:
-            return _project_(context, projection), weights
+            # over the context, which somebody else's function may keep
+            project = _project_ if ours or name in ("sdpa", "eager") else _linear
+            return project(context, projection), weights
         matmul(context, projection.weight, transb=True, bias=projection.bias, out=x[part])
         del context
     return x, probabilities

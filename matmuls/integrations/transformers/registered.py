@@ -14,6 +14,9 @@ from transformers.utils.import_utils import is_tracing
 
 from matmuls.attention import attend
 
+# What a model hands to its attention function that this one does not do: capped scores, sinks, a paged cache, keys that
+# are chosen for each query.
+REFUSED = "softcap", "s_aux", "sinks", "cache", "indices", "block_indices"
 FLOAT16_SPARE = 4  # binary digits of room above float16's largest score
 
 
@@ -88,13 +91,13 @@ def attention(
 
     query: [B, H, Q, D]; key, value: [B, H, K, D], or with fewer heads that H is a multiple of. attention_mask: bool,
     True where a key may be attended to, or float, added to the scores; any shape that broadcasts to [B, H, Q, K]. None
-    in a module that is_causal: queries see no later key. position_bias, where a model has one, is added to the scaled
-    scores. recompute, into: as `matmuls.attention.attend` has them.
+    in a module that is_causal: queries see no later key; fewer queries than keys are the last ones. position_bias,
+    where a model has one, is added to the scaled scores. recompute, into: as `matmuls.attention.attend` has them.
 
-    Raises NotImplementedError for a model with attention sinks, capped scores or a paged cache, TypeError and
-    RuntimeError on a mask that does not fit.
+    Raises NotImplementedError for a model with attention sinks, capped scores, a paged cache or keys that are chosen
+    for each query, TypeError and RuntimeError on a mask that does not fit.
     """
-    for name in ("softcap", "s_aux", "cache"):
+    for name in REFUSED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"attention: expected a model without {name}, got {type(module).__name__} with it"
@@ -104,7 +107,11 @@ def attention(
     is_causal = kwargs.pop("is_causal", None)
     # a module that does not say is BERT's kin (LayoutLM, Splinter), where transformers' sdpa would take it for causal
     is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    causal = bool(is_causal) and attention_mask is None and query.size(2) > 1
+    queries, keys = query.size(2), key.size(2)
+    causal = bool(is_causal) and attention_mask is None and queries > 1
+    if causal and queries < keys:
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+        causal, attention_mask = False, seen.tril(keys - queries)[None, None]
     wanted = into is not None or not sdpa or wants_probabilities(module, kwargs)
     if not wanted:
         if attention_mask is not None and attention_mask.is_floating_point():

@@ -197,6 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const auto leave = [&](int done) {
       hopper::wait_for_products<0>();
+      __syncwarp();  // what every lane has read comes before: the products alone say so to nobody
       if (lane == 0) ptx::barrier_arrive(&empty[done]);
     };
     if constexpr (Tile::overlaps) {

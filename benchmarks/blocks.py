@@ -3,7 +3,6 @@
 Usage: python benchmarks/blocks.py OUT. Writes OUT/blocks-cuda.json; `matmuls report` makes README's table of it.
 """
 
-import argparse
 import json
 import warnings
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from out_folder import out_folder
 
 import custom_mm
 import matmuls
@@ -66,9 +66,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the JSON file")
-    out = parser.parse_args().out
-    if not torch.cuda.is_available():
-        parser.error("no CUDA device to run on")
-    main(out)
+    main(out_folder(__doc__))

@@ -4,7 +4,6 @@ Usage: python benchmarks/sparse_linear.py OUT. Writes OUT/sparse-linear-cuda.jso
 of it.
 """
 
-import argparse
 import json
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from out_folder import out_folder
 
 from matmuls import bench, files, measure
 from matmuls.nn import SparseLinear
@@ -59,9 +59,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the JSON file")
-    out = parser.parse_args().out
-    if not torch.cuda.is_available():
-        parser.error("no CUDA device to run on")
-    main(out)
+    main(out_folder(__doc__))

@@ -225,19 +225,7 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None =
         raise TypeError(f"plan: expected tune to be True, False or several numbers of columns, got {tune!r}")
     if products is not None and (not isinstance(products, Integral) or isinstance(products, bool) or products < 1):
         raise TypeError(f"plan: expected products to be a whole number of 1 or more, got {products!r}")
-    if isinstance(a, SparsePlan):
-        made = a
-    else:
-        structure, values = structure_of("plan", a, wait=False)
-        structure = structure.in_int32()
-        choice = Choice(structure) if tune is not False and structure.batch is None else None
-        needs_gradient = a.requires_grad
-        made = SparsePlan(structure, values.detach() if needs_gradient else values, a.shape, choice)
-        made._source = a if needs_gradient else None
-        made._values_shape = a.detach()._values().shape if a.layout == torch.sparse_coo else a.detach().values().shape
-        structure.checked()
-        if a.layout == torch.sparse_coo and not a.is_coalesced():
-            for_every_stream(values)  # which were added up after the look at the indices
+    made = a if isinstance(a, SparsePlan) else _made("plan", a, tune is not False)
     if products is not None and made._choice is not None:
         made._choice.products = int(products)
     if widths and made._choice is not None:
@@ -245,6 +233,20 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None =
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)
             made._choice.measure(made._values, b, made.dtype, made._stays)
         made._unbind()  # another may be the fastest now
+    return made
+
+
+def _made(name: str, a: torch.Tensor, tuned: bool) -> SparsePlan:
+    structure, values = structure_of(name, a, wait=False)
+    structure = structure.in_int32()
+    choice = Choice(structure) if tuned and structure.batch is None else None
+    needs_gradient = a.requires_grad
+    made = SparsePlan(structure, values.detach() if needs_gradient else values, a.shape, choice)
+    made._source = a if needs_gradient else None
+    made._values_shape = a.detach()._values().shape if a.layout == torch.sparse_coo else a.detach().values().shape
+    structure.checked()
+    if a.layout == torch.sparse_coo and not a.is_coalesced():
+        for_every_stream(values)  # which were added up after the look at the indices
     return made
 
 
@@ -445,9 +447,7 @@ def sparse_attention(
     if min(q.dim(), k.dim(), v.dim()) < 2:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
         raise RuntimeError(f"sparse_attention: expected q, k and v of at least two dimensions, got {shapes}")
-    if not isinstance(pattern, SparsePlan):
-        structure_of("sparse_attention", pattern)
-    ready = plan(pattern)
+    ready = pattern if isinstance(pattern, SparsePlan) else _made("sparse_attention", pattern, tuned=False)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     scores = sddmm(q, k.mT, ready, alpha=scale)  # in float32: unscaled, long vectors pass float16's 65504
     structure = ready._structure

@@ -123,7 +123,7 @@ __device__ W load_word(const W* from) {
 // kernel ahead too, so not what that one may have written, unless something that is loaded otherwise says where they
 // lie.
 template <int bytes, bool constant = true>
-__device__ void load_constant(const void* from, uint32_t (&words)[bytes / 4]) {
+__device__ void load_words(const void* from, uint32_t (&words)[bytes / 4]) {
   if constexpr (bytes == 4) {
     words[0] = load_word<constant>(static_cast<const uint32_t*>(from));
   } else if constexpr (bytes == 8) {

@@ -19,7 +19,7 @@ template <class T, int V, class Op, class Columns>
 __device__ auto even_constants(const Op& op, const Columns& span) {
   return [&op, span](int c, int i, typename Op::F(&numbers)[V]) {
     Words<T, V> words{};
-    if (span.begins(i)) load_constant<16>(op.constant(c) + span.column(i), words.at);
+    if (span.begins(i)) load_words<16>(op.constant(c) + span.column(i), words.at);
     unpack(words, numbers);
   };
 }

@@ -74,7 +74,7 @@ struct RestOfRow {
       if (i > range.x) fetch(rest, range, i);
       Words<T, 8> x[ahead];
 #pragma unroll
-      for (int j = 0; j < ahead; ++j) load_constant<16>(dense + entry[j].x * stride, x[j].at);
+      for (int j = 0; j < ahead; ++j) load_words<16>(dense + entry[j].x * stride, x[j].at);
 #pragma unroll
       for (int j = 0; j < ahead; ++j) {
         float numbers[8];

@@ -73,7 +73,7 @@ __device__ Words<Mask, V> load_mask(const Mask* from) {
   else if constexpr (anywhere)
     load_anywhere(from, words.at);
   else
-    load_constant<V * sizeof(Mask), false>(from, words.at);
+    load_words<V * sizeof(Mask), false>(from, words.at);
   return words;
 }
 

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(
   if constexpr (V > 1 && !ragged && Op::kConstants > 0) {
     const auto loaded = [&](int c, int i, typename Op::F(&numbers)[V]) {
       Words<T, V> words{};
-      if (span.begins(i)) load_constant<16>(op.constant(c) + span.column(i), words.at);
+      if (span.begins(i)) load_words<16>(op.constant(c) + span.column(i), words.at);
       unpack(words, numbers);
     };
     if (has_plain_constants(op)) return op.write(row, result, held, span, inputs, loaded, none);

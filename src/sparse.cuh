@@ -76,31 +76,15 @@ __device__ inline Before count_before(int own) {
   return {before + upto - own, all};
 }
 
-// V numbers, at an address that is a multiple of their bytes, which are a power of two or a multiple of 16. Read again
-// by other rows: the caches keep it. Of what no thread of this kernel writes.
-template <class T, int V>
+// V numbers, at an address that is a multiple of their bytes, which are a power of two or a multiple of 16; constant as
+// load_words has it. Read again by other rows: the caches keep it.
+template <class T, int V, bool constant = true>
 __device__ Words<T, V> load_vector(const T* from) {
   Words<T, V> words;
   if constexpr (V * sizeof(T) == 2)
-    words.at[0] = __ldg(reinterpret_cast<const unsigned short*>(from));
+    words.at[0] = load_word<constant>(reinterpret_cast<const unsigned short*>(from));
   else
-    load_constant<V * sizeof(T)>(from, words.at);
-  return words;
-}
-// The same of what this thread may write over.
-template <class T, int V>
-__device__ Words<T, V> load_own(const T* from) {
-  constexpr int kBytes = V * static_cast<int>(sizeof(T));
-  Words<T, V> words;
-  if constexpr (kBytes == 2)
-    words.at[0] = __ldcg(reinterpret_cast<const unsigned short*>(from));
-  else if constexpr (kBytes <= 8)
-#pragma unroll
-    for (int i = 0; i < kBytes / 4; ++i) words.at[i] = __ldcg(reinterpret_cast<const uint32_t*>(from) + i);
-  else
-#pragma unroll
-    for (int i = 0; i < kBytes / 16; ++i)
-      reinterpret_cast<uint4*>(words.at)[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i);
+    load_words<V * sizeof(T), constant>(from, words.at);
   return words;
 }
 template <class T, int V, class F>

@@ -110,7 +110,7 @@ __device__ void write_row(T* out, F scale, F beta, F (&sums)[R][V]) {
     for (int v = 0; v < V; ++v) sums[r][v] *= scale;
     if (beta != 0) {
       F old[V];
-      unpack(load_own<T, V>(out + r * L * V), old);
+      unpack(load_vector<T, V, false>(out + r * L * V), old);
 #pragma unroll
       for (int v = 0; v < V; ++v) sums[r][v] += beta * old[v];
     }

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (lane == 0) {  // a warp each: to make one takes 40 cycles
     if (warp < shape.stages) {
       ptx::barrier_init(&full[warp]);
-      ptx::barrier_init(&empty[warp], kMultiply / 32);
+      ptx::barrier_init(&empty[warp], kMultiply);
       ptx::barrier_fence();
     } else if (warp == kMultiply / 32) {
       ptx::barrier_init(received);
@@ -197,8 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const auto leave = [&](int done) {
       hopper::wait_for_products<0>();
-      __syncwarp();  // what every lane has read comes before: the products alone say so to nobody
-      if (lane == 0) ptx::barrier_arrive(&empty[done]);
+      ptx::barrier_arrive(&empty[done]);  // each lane for what it has read
     };
     if constexpr (Tile::overlaps) {
       Fragments even, odd;

@@ -29,12 +29,12 @@ int64_t extent(const std::vector<Loop>& loops) {
   return bytes;
 }
 
-// The bytes of a tensor as loops with positive strides from its lowest byte, the bytes of one element last.
+// The bytes of a tensor as loops of two or more with positive strides from its lowest byte, those of one element last.
 std::vector<Loop> loops_of(const at::Tensor& t) {
   std::vector<Loop> loops;
   for (int64_t d = 0; d < t.dim(); ++d)
     if (t.size(d) > 1 && t.stride(d) != 0) loops.push_back({t.stride(d) * t.element_size(), t.size(d)});
-  loops.push_back({1, t.element_size()});
+  if (t.element_size() > 1) loops.push_back({1, t.element_size()});
   return loops;
 }
 

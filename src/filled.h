@@ -50,7 +50,7 @@ void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values
 bool can_multiply_halves(const at::Tensor& operand);  // on its GPU
 
 // out <- A @ dense in 16 bits, of what two of four keep of A, of columns that differ in every row; n a multiple of 8,
-// rows of dense, of which there is one, and out on 16 bytes and no nearer than they are long. 0 times what is not
+// rows of dense, at least one, and out on 16 bytes and no nearer than they are long. 0 times what is not
 // finite is NaN, as in a product with all zeros, in the columns that are kept beside fewer than two.
 void multiply_two_of_four(const Filled& a, const at::Tensor& dense, const at::Tensor& out);
 

@@ -292,9 +292,8 @@ class _Plan:
         parameters = [p for m in (*linears, *norms) for p in m.parameters()]
         if any(type(p.data) is not Tensor or p.layout != torch.strided for p in parameters):
             return "its weights are not plain tensors"
-        heads = attention.config.num_attention_heads
         size = getattr(attention, "attention_head_size", None) or getattr(attention, "head_dim", None)
-        size = size or linears[0].out_features // heads
+        size = size or linears[0].out_features // attention.config.num_attention_heads
         if any(m.out_features % size for m in linears[:3]):
             return f"its q, k and v are no heads of {size}"
         if len({(m.weight.dtype, m.weight.device) for m in (*linears, *norms)}) > 1:

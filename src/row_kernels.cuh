@@ -39,7 +39,6 @@ struct RowShape {
 template <class Op>
 __host__ __device__ bool has_plain_constants(const Op& op) {
   bool plain = true;
-#pragma unroll
   for (int c = 0; c < Op::kConstants; ++c)
     plain &= op.constant(c) && reinterpret_cast<uintptr_t>(op.constant(c)) % 16 == 0;
   return plain;

@@ -53,10 +53,13 @@ struct FixedLanes {
   }
   template <class F>
   __device__ F max(F v) const {
-    if constexpr (lanes == 32) return Lanes{32}.max(v);
+    if constexpr (lanes == 32) {
+      return Lanes{32}.max(v);
+    } else {
 #pragma unroll
-    for (int o = lanes / 2; o > 0; o /= 2) v = larger(v, __shfl_xor_sync(0xffffffffu, v, o));
-    return v;
+      for (int o = lanes / 2; o > 0; o /= 2) v = larger(v, __shfl_xor_sync(0xffffffffu, v, o));
+      return v;
+    }
   }
 };
 

@@ -321,6 +321,14 @@ def test_what_has_no_elements_overlaps_nothing(shape, device):
         assert write(x) is x
 
 
+@pytest.mark.parametrize("op", [matmuls.softmax_, matmuls.layer_norm_, matmuls.rms_norm_])
+def test_numbers_of_one_byte_are_refused_for_their_dtype(op, device):
+    x = torch.ones(4, 8, device=device).to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="'Float8_e4m3fn'"):
+        op(x)
+    assert (x.float() == 1).all()
+
+
 @pytest.mark.parametrize("masked", ["bytes", "causal", "both"])
 @pytest.mark.parametrize("columns", [40, 256, 1160, 5000])
 @every_dtype

@@ -96,9 +96,9 @@ def may_be_stopped() -> Iterator[list[int]]:
 
 def show_version(asked: bool) -> None:
     if asked:
-        from . import __version__
+        from .info import VERSION
 
-        print(f"matmuls {__version__}")
+        print(f"matmuls {VERSION}")
         raise typer.Exit
 
 

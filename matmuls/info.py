@@ -10,13 +10,15 @@ import custom_mm
 import matmuls
 from matmuls.device import takes_tf32
 
+VERSION = matmuls.__version__
+
 
 def collect() -> dict[str, Any]:
     """Versions, GPU, libraries, live handles and build facts, ready for JSON."""
     build = custom_mm.build_info()
     gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
     return {
-        "matmuls": matmuls.__version__,
+        "matmuls": VERSION,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "torch": torch.__version__,

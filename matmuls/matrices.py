@@ -164,6 +164,9 @@ def read_npz(path: Path) -> Matrix:
     if min(height, width) < 1 or rows % height or columns % width:
         raise ValueError(f"expected blocks that {rows} x {columns} can be cut into, got {height} x {width}")
     indices, indptr = _whole("indices", parts["indices"]), parts["indptr"]
+    inner = rows if form == "csc" else columns // width
+    if indices.size and not 0 <= indices.min() <= indices.max() < inner:  # before they are multiplied
+        raise ValueError(f"expected indices from 0 to {inner - 1}, got {indices.min()} to {indices.max()}")
     outer = _expanded(indptr, indices, columns if form == "csc" else rows // height)
     row, col = (indices, outer) if form == "csc" else (outer, indices)
     down, across = np.arange(height)[None, :, None], np.arange(width)[None, None, :]

@@ -12,7 +12,7 @@ from custom_mm.indices import version_of
 
 from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
-from .sparse import SparsePlan, linear, plan
+from .sparse import SparsePlan, linear, plan_of
 
 __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 
@@ -217,7 +217,9 @@ class SparseLinear(nn.Module):
         indices = self.offsets, self.columns
         state = [(id(t), t.data_ptr(), version_of(t)) for t in indices]
         if self._plan is None or self._plan[0] != state:
-            self._plan = state, plan(self._as_csr()).update(self.values)  # whole, as other threads take it
+            shared = not self.columns.is_inference()  # what is written to those nobody sees
+            made = plan_of("plan", self._as_csr(), shared=shared).update(self.values)
+            self._plan = state, made  # whole, as other threads take it
         made = self._plan[1]
         return made if made._values is self.values else made.update(self.values)
 
@@ -231,12 +233,20 @@ class SparseLinear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        _, _, missing, _, errors = args
+        failures = len(errors)
+        names = "values", "offsets", "columns"
+        before = [(name, t := getattr(self, name), t.detach().clone()) for name in names]
         for name in ("values", "columns"):
             loaded, own = state_dict.get(prefix + name), getattr(self, name)
             if loaded is not None and loaded.shape != own.shape and loaded.dim() == 1:
                 own.grad, own.data = None, own.new_empty(loaded.shape)
         self._plan = None
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if len(errors) > failures or any(prefix + name in missing for name in names):  # a part alone fits no other
+            for name, own, numbers in before:
+                own.data = numbers
+                setattr(self, name, own)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_plan": None}  # it is soon made again

@@ -1,6 +1,7 @@
 """Sparse products by rows: SpMM, SDDMM, the softmax between them, and the plan that keeps a matrix ready for them."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from numbers import Integral
 from typing import Any
@@ -10,13 +11,14 @@ from torch.autograd.function import InplaceFunction
 from torch.utils.flop_counter import register_flop_formula
 
 from custom_mm import _C
+from custom_mm.indices import version_of
 
 from .calls import Call
 from .choice import Choice
 from .dense import matmul
 from .ours import our_call
 from .registration import expect_dense, number
-from .structure import Structure, for_every_stream, from_entries, structure_of, values_of
+from .structure import Structure, for_every_stream, from_entries, indices_of, is_capturing, structure_of, values_of
 
 _ops = torch.ops.custom_mm
 _spmm: Callable[..., torch.Tensor] = _ops.csr_spmm.default
@@ -39,6 +41,8 @@ class SparsePlan:
     _bound_linear: _C.BoundCalls | None = None  # as _bound, of linear layers; not in older pickles
     _values_shape: torch.Size | None = None  # A.values()', of blocks or of a batch; not in older pickles
     _generation = 0  # of the choice, when they were bound
+    _origin: weakref.ref[torch.Tensor] | None = None  # the sparse tensor whose values these are
+    _seen = 0  # its version, when its indices were those of the structure
 
     def __init__(
         self, structure: Structure, values: torch.Tensor, shape: tuple[int, ...], choice: Choice | None = None
@@ -86,7 +90,7 @@ class SparsePlan:
         one with it and the step): the plan may keep the matrix with its zeros. A captured graph that multiplied by that
         reads the other values at its next replay.
         """
-        self._values, self._source = self._checked(values), None
+        self._values, self._source, self._origin = self._checked(values), None, None
         self._unbind()
         if self._choice is not None and self._stays:
             self._choice.refresh(values)
@@ -116,7 +120,7 @@ class SparsePlan:
         bound, first = self._bound_linear, self._values if bias is None else bias
         if bound is not None and (product := bound(x, first)) is not None:
             return product
-        self._structure.check_unchanged("spmm")
+        self._look_again("spmm")
         values = self.values
         call = self._choice.linear(values, x, bias)
         if call is None:
@@ -133,6 +137,23 @@ class SparsePlan:
         watched = [*made_of, *self._structure.tensors, *self._structure.block_tensors]
         bound.bind(name, call.arguments, call.dense, watched, call.stream)
         return bound
+
+    def _look_again(self, name: str) -> None:
+        """After writes to the sparse tensor, whose values and indices have one version. Waits for the GPU."""
+        a = self._origin and self._origin()
+        if a is None or version_of(a) == self._seen or is_capturing(self.device):
+            return
+        seen, structure = version_of(a), structure_of(name, a)[0]
+        if not structure.in_int32(indices_of(name, a)).is_like(self._structure):
+            raise ValueError(f"{name}: expected the indices that the plan was made of, got others; make it anew")
+        self._seen = seen
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_origin": None}  # the values are a copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._origin = None if self._source is None else weakref.ref(self._source)
 
     def _unbind(self) -> None:
         self._bound = self._bound_linear = None
@@ -213,19 +234,20 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None =
     By blocks, of BSR and BSC with sides of 16, 32, 64 or 128: on tensor cores, of capability 8.0 on, in float16,
     bfloat16 or, where torch.set_float32_matmul_precision allows TF32, float32; differentiable, twice and more, in b.
 
-    int32 indices are shared with a, and must not be written to through the tensors that a was made of: torch does not
-    count such writes, and products read them unchecked. Where the dense product is taken, NaN and inf in B reach every
-    row of the result, as those of torch.matmul do.
+    a's values are shared with it, its indices are not. After a write to a that torch counts the next product looks
+    whether the indices are still those of before, which waits for the GPU, and raises ValueError where they are not;
+    compiled ones do not look. Where the dense product is taken, NaN and inf in B reach every row of the result, as
+    those of torch.matmul do.
 
-    Raises ValueError on indices that do not fit. Gradients go to a's values, or to those of `update`. A product that
-    records a gradient to the values is our own.
+    Raises ValueError on indices that do not fit. Gradients go to a's values where it requires one now, or to those of
+    `update`. A product that records a gradient to the values is our own.
     """
     widths = () if isinstance(tune, bool) else tuple(tune) if isinstance(tune, Iterable) else None
     if widths is None or not all(isinstance(n, Integral) and n >= 0 for n in widths):
         raise TypeError(f"plan: expected tune to be True, False or several numbers of columns, got {tune!r}")
     if products is not None and (not isinstance(products, Integral) or isinstance(products, bool) or products < 1):
         raise TypeError(f"plan: expected products to be a whole number of 1 or more, got {products!r}")
-    made = a if isinstance(a, SparsePlan) else _made("plan", a, tune is not False)
+    made = a if isinstance(a, SparsePlan) else plan_of("plan", a, tune is not False)
     if products is not None and made._choice is not None:
         made._choice.products = int(products)
     if widths and made._choice is not None:
@@ -236,13 +258,15 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None =
     return made
 
 
-def _made(name: str, a: torch.Tensor, tuned: bool) -> SparsePlan:
+def plan_of(name: str, a: torch.Tensor, tuned: bool = True, shared: bool = False) -> SparsePlan:
+    """shared: a's indices are the caller's, who sees what is written to them; int32 ones are not copied."""
     structure, values = structure_of(name, a, wait=False)
-    structure = structure.in_int32()
+    structure = structure.in_int32(() if shared else indices_of(name, a))
     choice = Choice(structure) if tuned and structure.batch is None else None
     needs_gradient = a.requires_grad
     made = SparsePlan(structure, values.detach() if needs_gradient else values, a.shape, choice)
     made._source = a if needs_gradient else None
+    made._origin, made._seen = weakref.ref(a), version_of(a)
     made._values_shape = a.detach()._values().shape if a.layout == torch.sparse_coo else a.detach().values().shape
     structure.checked()
     if a.layout == torch.sparse_coo and not a.is_coalesced():
@@ -273,7 +297,7 @@ def _ours_into(
 def _parts(name: str, a: Sparse) -> tuple[Structure, torch.Tensor, torch.Size]:
     if isinstance(a, SparsePlan):
         if not torch.compiler.is_compiling():
-            a._structure.check_unchanged(name)
+            a._look_again(name)
         return a._structure, a.values, a.shape
     structure, values = structure_of(name, a)
     return structure, values, a.shape
@@ -447,7 +471,7 @@ def sparse_attention(
     if min(q.dim(), k.dim(), v.dim()) < 2:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
         raise RuntimeError(f"sparse_attention: expected q, k and v of at least two dimensions, got {shapes}")
-    ready = pattern if isinstance(pattern, SparsePlan) else _made("sparse_attention", pattern, tuned=False)
+    ready = pattern if isinstance(pattern, SparsePlan) else plan_of("sparse_attention", pattern, tuned=False)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     scores = sddmm(q, k.mT, ready, alpha=scale)  # in float32: unscaled, long vectors pass float16's 65504
     structure = ready._structure

@@ -1,9 +1,11 @@
 """A sparse matrix by its rows, without its values: checked once, and known for as long as its tensor lives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch._C import _DisableFuncTorch
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.weak import WeakIdKeyDictionary
@@ -38,6 +40,13 @@ def is_transformed() -> bool:
     """Whether operators give something else than tensors with numbers: fake ones, or functorch's."""
     fake: object = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake is not None or peek_interpreter_stack() is not None
+
+
+@contextmanager
+def untransformed() -> Iterator[None]:
+    """What is made in it of plain tensors are plain ones, to be kept."""
+    with unset_fake_temporarily(), _DisableFuncTorch():
+        yield
 
 
 def for_every_stream(t: torch.Tensor) -> None:
@@ -106,7 +115,6 @@ class Structure:
                 f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
             )
         self._check: Check | None = Check(name, crow, col, self.columns)
-        self._watch()
         if wait:
             self.checked()
 
@@ -128,11 +136,7 @@ class Structure:
         self.__dict__.update({**absent, **state})
         # They may have been written over before.
         self._check = Check("SparsePlan", self.crow, self.col, self.columns)
-        self._watch()
         self.checked()
-
-    def _watch(self) -> None:
-        self._watched = [(t, version_of(t)) for t in self.tensors]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -157,7 +161,7 @@ class Structure:
         graph is being captured before that."""
         made = self._chunks.get((size, piece))
         if made is None and not is_capturing(self.crow.device):
-            with unset_fake_temporarily():
+            with untransformed():
                 made = self._chunks[size, piece] = chunks_of(self.crow, self.col, size, piece)
         return made
 
@@ -166,7 +170,7 @@ class Structure:
         key = size, piece
         if key not in self._reordered and not is_capturing(self.crow.device):
             try:
-                with unset_fake_temporarily():
+                with untransformed():
                     self._reordered[key] = reorder(self.crow, self.col, *key)
             except torch.OutOfMemoryError:
                 self._reordered[key] = None
@@ -182,25 +186,14 @@ class Structure:
         """Values in the order of `col`."""
         return values if self.order is None else values[self.order]
 
-    def check_unchanged(self, name: str) -> None:
-        """Indices were checked once; written over since, they are not what was checked."""
-        for t, version in self._watched:
-            if version_of(t) != version:
-                raise ValueError(
-                    f"{name}: expected indices as they were when they were checked, got indices written over"
-                )
-        if self.blocks is not None:
-            self.blocks.structure.check_unchanged(name)
-
     def transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The same by columns, made once."""
         if self._transposed is None:
-            with unset_fake_temporarily():
+            with untransformed():
                 t_crow, t_col, t_order = _csr_transpose(self.crow, self.col, self.columns)
                 made = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
                 self.longest_column = int(t_crow.diff().max()) if self.columns else 0
             self._transposed = made  # nothing of it where that failed
-            self._watch()
         return self._transposed
 
     @property
@@ -234,32 +227,41 @@ class Structure:
             return self.order, None, None, None
         return self.order, *(self.transposed() if dense_gradient else (None, None, None))
 
-    def in_int32(self) -> "Structure":
-        """Indices of 4 bytes, where they suffice: half of what a product reads of them. Of those of inference tensors
-        copies: nobody sees whether they were written to."""
-        unseen = any(t.is_inference() for t in (*self.tensors, *self.block_tensors))
+    def in_int32(self, beside: tuple[torch.Tensor, ...] = ()) -> "Structure":
+        """Indices of 4 bytes, where they suffice: half of what a product reads. None lies in the memory of those
+        beside, where what is written is not seen; but those of 8 bytes do, if torch counts the writes."""
         dtype = torch.int32 if max(self.rows, self.columns, self.nonzeros) < INT32_MAX else self.crow.dtype
-        if self.crow.dtype == dtype and not unseen:
-            return self
-        self.checked()
+        unwanted = beside if dtype == torch.int32 else [t for t in beside if t.is_inference()]
+        taken = {t.untyped_storage().data_ptr() for t in unwanted}
 
-        def own(t: torch.Tensor) -> torch.Tensor:
-            return t.to(dtype, copy=unseen)
+        def is_own(t: torch.Tensor) -> bool:
+            return t.untyped_storage().data_ptr() not in taken
+
+        if self.crow.dtype == dtype and all(map(is_own, (*self.tensors, *self.block_tensors))):
+            return self
+
+        def own(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if t is None else t.to(dtype, copy=not is_own(t))
 
         if self._narrow is None:
-            narrow = self._copy()
+            looked = self.is_checked
             with torch.inference_mode(False):
-                narrow.crow, narrow.col = own(self.crow), own(self.col)
-                narrow.order = None if self.order is None else own(self.order)
-                if self._transposed is not None:
-                    t_crow, t_col, t_order = self._transposed
-                    narrow._transposed = own(t_crow), own(t_col), None if t_order is None else own(t_order)
-            if self.blocks is not None:
-                narrow.blocks = replace(self.blocks, structure=self.blocks.structure.in_int32())
-            narrow._watch()
-            for_every_stream(narrow.crow)
-            self._narrow = narrow
+                crow, col, order = own(self.crow), own(self.col), own(self.order)
+                transposed = self._transposed and tuple(own(t) for t in self._transposed)
+            blocks = self.blocks and replace(self.blocks, structure=self.blocks.structure.in_int32(beside))
+            self.checked()  # which waits
+            if looked:
+                for_every_stream(self.crow)
+            self._narrow = self._copy(crow=crow, col=col, order=order, _transposed=transposed, blocks=blocks)
         return self._narrow
+
+    def is_like(self, other: "Structure") -> bool:
+        """Whether the indices are the same, in memory of their own. Waits for the GPU."""
+        pairs = [(s.crow, s.col, s.order) for s in (self, other)]
+        return all(
+            one is None is two or (one is not None and two is not None and torch.equal(one, two))
+            for one, two in zip(*pairs, strict=True)
+        ) and (self.nonzeros == 0 or self.col.data_ptr() != other.col.data_ptr())
 
 
 def from_entries(
@@ -299,18 +301,19 @@ def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: tor
         if a.dim() != 2:
             raise ValueError(f"{name}: expected one matrix in blocks, got a batch of shape {list(a.shape)}")
         height, width = values.shape[1:]
+        if min(height, width) < 1 or rows % height or columns % width:
+            raise ValueError(f"{name}: expected blocks that {rows} x {columns} can be cut into, got {height} x {width}")
         outer_block, inner_block = (height, width) if by_rows else (width, height)
         sizes = outer_size // outer_block, inner_size // inner_block
         blocks = Structure(name, offsets.contiguous(), inner.contiguous(), sizes)
         outer = torch.repeat_interleave(torch.arange(blocks.rows, device=inner.device), blocks.crow.diff().long())
         block_row, block_col = (outer, inner.long()) if by_rows else (inner.long(), outer)
         down, across = (torch.arange(n, device=inner.device) for n in (height, width))
-        index = inner.dtype if values.numel() < INT32_MAX else torch.int64
+        index = inner.dtype if max(values.numel(), rows, columns) < INT32_MAX else torch.int64
         row = (block_row[:, None, None] * height + down[None, :, None]).expand(-1, -1, width)
         col = (block_col[:, None, None] * width + across[None, None, :]).expand(-1, height, -1)
         made = from_entries(name, row.reshape(-1).to(index), col.reshape(-1).to(index), (rows, columns))
-        whole = rows % height == columns % width == 0
-        if whole and height in KERNEL_SIZES and width in KERNEL_SIZES:
+        if height in KERNEL_SIZES and width in KERNEL_SIZES:
             made.blocks = Blocks(blocks if by_rows else _by_rows(name, blocks), height, width)
         return made
     if a.dim() == 2:
@@ -353,17 +356,21 @@ def _by_rows(name: str, by_columns: Structure) -> Structure:
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def indices_of(name: str, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a sparse tensor, as it has them."""
+    if a.layout == torch.sparse_coo:
+        return a._indices(), a._indices()
+    if a.layout in COMPRESSED:
+        return _compressed_parts(a)
+    raise ValueError(f"{name}: expected a sparse tensor or a plan, got a tensor of layout {a.layout}")
+
+
 def structure_of(name: str, a: torch.Tensor, wait: bool = True) -> tuple[Structure, torch.Tensor]:
     """A sparse tensor's structure and its values, [nonzeros], which gradients go through. wait: False where the
     structure's `checked` is called before anything is multiplied: the host goes on while the GPU looks."""
     if not isinstance(a, torch.Tensor):
         raise TypeError(f"{name}: expected a sparse tensor or a plan, got {type(a).__name__}")
-    if a.layout == torch.sparse_coo:
-        offsets, inner = a._indices(), a._indices()
-    elif a.layout in COMPRESSED:
-        offsets, inner = _compressed_parts(a)
-    else:
-        raise ValueError(f"{name}: expected a sparse tensor or a plan, got a tensor of layout {a.layout}")
+    offsets, inner = indices_of(name, a)
     key = offsets.data_ptr(), inner.data_ptr(), version_of(offsets), version_of(inner), a._nnz()
     entry = _known.get(a)  # type: ignore[no-untyped-call]  # which holds the indices: no others can lie where they did
     if entry is not None and entry[0] == key and entry[1].is_checked:  # else another thread's, on its stream

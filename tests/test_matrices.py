@@ -194,6 +194,10 @@ def test_hostile_npz(tmp_path):
         np.savez(path, **blocks, data=np.ones((1, *block)))
         with pytest.raises(ValueError, match="expected blocks that 3 x 2 can be cut into, got"):
             matrices.load(str(path))
+    for index in (1, -1, 2**62):  # times the width of a block 2^64
+        np.savez(path, format="bsr", indptr=[0, 1], indices=[index], shape=[1, 4], data=np.ones((1, 1, 4)))
+        with pytest.raises(ValueError, match=rf"a.npz: expected indices from 0 to 0, got {index} to {index}"):
+            matrices.load(str(path))
     np.savez(path, format=b"coo", row=[0, 1], col=[0, 1, 1], data=[1.0, 2, 3], shape=[2, 2])
     with pytest.raises(ValueError, match="expected as many rows as columns and values, got 2, 3"):
         matrices.load(str(path))

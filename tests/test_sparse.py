@@ -564,8 +564,6 @@ def test_values_in_the_shape_that_the_tensor_has_them_in(device):
 def test_indices_are_checked_once_and_again_when_written_to(device):
     a = draw_sparse(20, 30, 0.2, torch.float32, device).to_sparse_csr()
     b = torch.randn(30, 4, device=device)
-    narrow = in_layout(a.to_dense(), "csr", torch.int32)
-    made = plan(narrow)  # shares the indices
     first = spmm(a, b)
     structure = matmuls.structure._known[a][1]
     assert torch.equal(spmm(a, b), first)
@@ -575,9 +573,54 @@ def test_indices_are_checked_once_and_again_when_written_to(device):
     a.detach().col_indices()[3] = 30
     with pytest.raises(ValueError, match=r"spmm: expected columns from 0 to 29 at nonzero 3, got 30"):
         spmm(a, b)
-    narrow.detach().col_indices()[0] = 77
-    with pytest.raises(ValueError, match=r"spmm: expected indices as they were when they were checked"):
-        made @ b
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("layout", ["csr", "csc", "coo", "bsr"])
+@pytest.mark.parametrize("leaf", [False, True])
+def test_a_plan_sees_what_is_written_to_its_matrix(leaf, layout, index, device):
+    """Values and indices have one version: the values are followed, the indices must be those of before."""
+    dense, b = draw_sparse(20, 30, 0.2, torch.float32, device).to_dense(), torch.randn(30, 4, device=device)
+    a, moved = in_layout(dense, layout, index), in_layout(dense.roll(10, 1), layout, index)
+    made, first = plan(a.requires_grad_(leaf)), spmm(a.detach(), b)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(made @ b, first)
+        (a._values() if layout == "coo" else a.values()).mul_(2)
+        for _ in range(2):
+            torch.testing.assert_close(made @ b, 2 * first)
+        copied = pickle.loads(pickle.dumps(made))
+        a.copy_(moved)
+        for use in (lambda: made @ b, lambda: sddmm(dense, b @ b.mT, made)):
+            with pytest.raises(ValueError, match=": expected the indices that the plan was made of, got others"):
+                use()
+        torch.testing.assert_close(copied @ b, 2 * first)
+        torch.testing.assert_close(made.update(copied.values) @ b, 2 * first)
+        torch.testing.assert_close(spmm(a, b), plan(moved) @ b)
+        assert a.to_dense().roll(-10, 1).equal(dense)
+
+
+def test_a_refused_transform_leaves_nothing_in_a_plan(device):
+    made = plan(torch.eye(4, device=device).to_sparse_csr())
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda b: (made @ b).sum())(torch.ones(4, 2, device=device))
+    pickle.loads(pickle.dumps(made))
+
+
+def test_blocks_beyond_the_reach_of_their_indices(device):
+    crow, col = torch.tensor([[0, 1], [2**30 - 1, 0]], dtype=torch.int32, device=device)
+    a = torch.sparse_bsr_tensor(crow, col[:1], torch.ones(1, 1, 4, device=device), (1, 2**33))
+    assert plan(a)._structure.col.tolist() == [2**32 - 4, 2**32 - 3, 2**32 - 2, 2**32 - 1]
+
+
+@pytest.mark.parametrize("block", [(0, 2), (2, 3)])
+def test_blocks_that_do_not_fill_the_matrix_are_refused(block, device):
+    crow, col = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    a = torch.sparse_bsr_tensor(crow, col, torch.zeros(0, *block, device=device), (2, 2), check_invariants=False)
+    with pytest.raises(
+        ValueError, match=rf"spmm: expected blocks that 2 x 2 can be cut into, got {block[0]} x {block[1]}"
+    ):
+        spmm(a, torch.ones(2, 1, device=device))
 
 
 def test_no_other_product_trusts_what_a_plan_has_yet_to_hear(monkeypatch, device):

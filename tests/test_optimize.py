@@ -674,6 +674,118 @@ def test_replicas_have_their_own_weights():
     torch.testing.assert_close(hidden(copies[model], batch), hidden(twice, batch))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", ["feed_forward_chunk", "eager_attention_forward"])
+def test_what_is_put_into_transformers_runs(what, when, monkeypatch):
+    from transformers.models.bert import modeling_bert
+
+    model = model_of("bert")
+    model.set_attn_implementation("eager")
+    batch = batch_of(model)
+    stock, seen = hidden(model, batch), []
+    owner = modeling_bert.BertLayer if what == "feed_forward_chunk" else modeling_bert
+    real = getattr(owner, what)
+
+    def attention(*args, **kwargs):
+        context, weights = real(*args, **kwargs)
+        seen.append((context, context.clone()))
+        return context, weights
+
+    def chunk(self, attention_output):
+        y = real(self, attention_output)
+        seen.append((y, y.clone()))
+        return y
+
+    theirs = chunk if what == "feed_forward_chunk" else attention
+
+    if when == "after":
+        optimize(model)
+    monkeypatch.setattr(owner, what, theirs)
+    if when == "before":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimize(model)
+    torch.testing.assert_close(hidden(model, batch), stock)
+    assert len(seen) == 2
+    assert all(torch.equal(x, kept) for x, kept in seen)
+
+
+def test_weights_of_another_kind_put_in_later():
+    """As torchao's are: their own products."""
+
+    class Scaled(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, f, types, args=(), kwargs=None):
+            if f is torch.nn.functional.linear:
+                return f(args[0], args[1].as_subclass(torch.Tensor) * 0.01, args[2])
+            return super().__torch_function__(f, types, args, kwargs or {})
+
+    found = []
+    for optimized in (False, True):
+        model = model_of("bert")
+        if optimized:
+            optimize(model)
+        for m in model.encoder.modules():
+            if isinstance(m, torch.nn.Linear):
+                scaled = (m.weight.detach() / 0.01).as_subclass(Scaled)
+                m.weight = torch.nn.Parameter(scaled, requires_grad=False)
+        found.append(hidden(model, batch_of(model)))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_model_made_in_inference_mode():
+    with torch.inference_mode():
+        model = model_of("bert")
+        stock = hidden(model, batch_of(model))
+        optimize(model)
+        torch.testing.assert_close(hidden(model, batch_of(model)), stock)
+    torch.testing.assert_close(hidden(model, batch_of(model)), stock)
+
+
+@pytest.mark.parametrize("shared", ["storage", "with processes"])
+def test_weights_that_share_their_memory_keep_it(shared):
+    model = model_of("bert")
+    attention = model.encoder.layer[0].attention.self
+    if shared == "storage":
+        attention.key.weight.data = attention.query.weight.data
+    else:
+        model.share_memory()
+    stock = hidden(model, batch_of(model))
+    before = [p.data_ptr() for p in attention.parameters()]
+    handle = optimize(model)
+    torch.testing.assert_close(hidden(model, batch_of(model)), stock)
+    assert [p.data_ptr() for n, p in attention.named_parameters() if "bias" not in n] == before[::2]
+    handle.undo()
+
+
+def test_a_layer_compiled_by_itself_hands_on_what_it_keeps():
+    model = model_of("bert")
+    optimize(model)
+    batch, kept = batch_of(model), []
+    stock = model(**batch, output_hidden_states=True).hidden_states[1].detach()
+    model.encoder.layer[0].output.register_forward_hook(lambda *args: kept.append(args[-1]))
+    model.encoder.layer[0].compile(backend="eager")
+    hidden(model, batch)
+    torch.testing.assert_close(kept[0], stock)
+
+
+def test_verify_of_a_module_around_a_model():
+    class Around(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = model_of("bert")
+
+        def forward(self, **batch):
+            return self.bert(**batch)
+
+    model = Around().eval()
+    handle = optimize(model)
+    assert verify(model, batch_of(model.bert)).hidden_states < 1e-5
+    assert all("forward" in vars(layer) for layer in handle.layers.values())
+    handle.undo()
+    assert not handle.layers
+
+
 @pytest.mark.parametrize("owner", ["BertLayer", "BertEncoder"])
 def test_a_forward_put_on_a_class(owner, monkeypatch):
     from transformers.models.bert import modeling_bert

@@ -346,6 +346,66 @@ def test_several_tokens_at_once_over_a_cache(name, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_keys_that_are_yet_to_come(name, way):
+    """A static cache has room for more keys than there are."""
+    torch.manual_seed(0)
+    model = DECODERS[name]().eval()
+    ids = torch.randint(3, 60, (2, 9))
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        whole = model(ids, use_cache=False).logits
+        model.set_attn_implementation(way)
+        cache = t.StaticCache(config=model.config, max_cache_len=20)
+        for part in (ids[:, :4], ids[:, 4:8], ids[:, 8:]):
+            begin = int(cache.get_seq_length())
+            some = model(part, past_key_values=cache).logits
+            torch.testing.assert_close(some, whole[:, begin : begin + part.shape[1]], atol=1e-5, rtol=1e-5)
+
+
+T5_LIKE = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 60,
+}
+LENS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+BESIDE_SDPA = {  # which transformers hands eager's masks alone
+    "decoders of modules that say they are not causal": lambda: t.NllbMoeForConditionalGeneration(
+        t.NllbMoeConfig(**T5_LIKE, num_experts=4)
+    ),
+    "pegasus x": lambda: t.PegasusXForConditionalGeneration(
+        t.PegasusXConfig(**T5_LIKE, block_size=8, num_global_tokens=4)
+    ),
+    "layers that add masks themselves": lambda: t.GitForCausalLM(
+        t.GitConfig(**SMALL, vision_config=LENS | {"image_size": 32, "patch_size": 16}, bos_token_id=1, eos_token_id=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BESIDE_SDPA)
+def test_models_that_take_no_masks_of_sdpa_get_eager_s(name, way):
+    torch.manual_seed(0)
+    model = BESIDE_SDPA[name]().eval()
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.normal_(0, 0.15)
+    ids = torch.randint(3, 60, (2, 9))
+    others = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    found = []
+    for implementation in ("eager", way):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found.append(model(input_ids=ids, **others).logits)
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_packed_sequences_do_not_see_each_other(way):
     torch.manual_seed(0)
     model = DECODERS["llama"]().eval()

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_all
 from transformers import PreTrainedModel, activations
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from matmuls.attention import reads_strided, shares
@@ -80,6 +82,7 @@ MODELS = {  # which hand the embeddings, and each layer's output, to the next la
     "vit.ViTModel",
 }
 PLAIN = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)  # in a layer, beside transformers' own
+TENSORS = (nn.Parameter, Tensor)  # of numbers, as every kernel reads them
 EPILOGUES = {  # what `matmul` has in its epilogue; any other activation is called
     activations.GELUActivation: "gelu",
     activations.NewGELUActivation: "gelu_tanh",
@@ -199,7 +202,8 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
         dtype = next(model.parameters()).dtype
         tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
     training = {m: m.training for m in model.modules()}
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}  # parents first
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]  # parents first
+    configs = {id(m.config): m.config for m in models}
     implementations = {name: config._attn_implementation for name, config in configs.items()}
     wanted = {"output_hidden_states": True, "output_attentions": True}
     model.eval()
@@ -207,8 +211,9 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
         ours = _results(model(**batch, **wanted))
         ours["hidden_states"] += (model(**batch)[0],)  # layers write over their input then
         forwards = {m: m.__dict__.pop("forward") for m in model.modules() if _is_ours(m)}
-        model.set_attn_implementation("eager")
         try:
+            for part in models:
+                part.set_attn_implementation("eager")
             output = model(**batch, **wanted)
             stock = _results(output)
             stock["hidden_states"] += (output[0],)
@@ -257,11 +262,12 @@ class _Plan:
     epilogue: str | None
     down: nn.Linear
     norm_first: bool
-    eager: Callable[..., Any]
     head_size: int
     forward: Callable[..., Any]  # the layer's own
     chunk_bytes: int | None
     inside: tuple[tuple[dict[str, Any], str, nn.Module, type, Callable[..., Any]], ...]
+    weighted: tuple[dict[str, Tensor | None], ...]  # the parameters of its linears and norms
+    methods: tuple[tuple[type, str, FunctionType], ...]  # of transformers' classes
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family, chunk_bytes: int | None) -> "_Plan | str":
@@ -287,6 +293,10 @@ class _Plan:
             known = type(m).__module__.startswith("transformers.") or type(m) in PLAIN or m is activation
             if not known or not type(m).forward.__module__.startswith(("transformers.", "torch.")):
                 return f"its {type(m).__name__} is not known"
+        classes = dict.fromkeys(type(m) for m in layer.modules() if type(m) not in PLAIN)
+        methods = tuple((c, name, f) for c in classes for name, f in vars(c).items() if isinstance(f, FunctionType))
+        if any(not f.__module__.startswith(("transformers.", "torch.")) for _, _, f in methods):
+            return "methods of its classes have been replaced"
         if any(m.weight is None for m in norms):
             return "its norms have no weights"
         parameters = [p for m in (*linears, *norms) for p in m.parameters()]
@@ -308,11 +318,12 @@ class _Plan:
             EPILOGUES.get(type(activation)) if _is_stock_gelu(activation) else None,
             linears[5],
             family.norm_first,
-            sys.modules[type(attention).__module__].eager_attention_forward,
             size,
             type(layer).forward,
             chunk_bytes,
             inside,
+            tuple(m._parameters for m in (*linears, *norms)),
+            methods,
         )
 
     def room(self, hidden_states: Tensor, probabilities: Tensor | None = None) -> int:
@@ -330,12 +341,18 @@ class _Plan:
             or torch.compiler.is_compiling()
             or torch.jit.is_tracing()
             or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
-            or any(m.weight.dtype != x.dtype for m in (self.up, *self.norms))
             or module.training
             or type(module).forward is not self.forward
         ):
             return False
-        for parent, name, m, kind, forward in self.inside:  # of every layer of every forward pass: 5 us
+        for parameters in self.weighted:  # of every layer of every forward pass: 8 us in all
+            weight = parameters.get("weight")
+            if weight is None or weight.dtype != x.dtype or type(weight) not in TENSORS:
+                return False
+        for of_class, name, method in self.methods:
+            if of_class.__dict__.get(name) is not method:
+                return False
+        for parent, name, m, kind, forward in self.inside:
             if parent.get(name) is not m or m.training or m._forward_pre_hooks:
                 return False
             if type(m) is not kind or kind.forward is not forward:
@@ -381,7 +398,7 @@ class _Chain:
         if modules_of_all._has_any_global_hook():
             return False
         for parent, name, m, forward, of_class in self.links:
-            if type(m).forward is not of_class:
+            if type(m).forward is not of_class or m._compiled_call_impl is not None:  # which hands on what it made
                 return False
             if parent.get(name) is not m or m.__dict__.get("forward") is not forward or m._forward_pre_hooks:
                 return False
@@ -433,8 +450,13 @@ def _plan_of(module: nn.Module) -> _Plan | None:
 
 @torch.inference_mode(False)  # parameters made there never train again
 def _lay_together(parameters: list[Tensor | None]) -> None:
-    """Parameters of one shape, one after the other in one piece of memory; they stay the objects that they are."""
+    """Parameters of one shape, one after the other in one piece of memory; they stay the objects that they are. Not
+    those that share theirs with others or may not be written to."""
     if any(p is None for p in parameters) or len({p.shape for p in parameters if p is not None}) > 1:
+        return
+    if any(p.is_inference() or (p.device.type == "cpu" and p.is_shared()) for p in parameters if p is not None):
+        return
+    if len({p.data_ptr() for p in parameters if p is not None}) < len(parameters):
         return
     whole = torch.cat([p.data for p in parameters if p is not None])
     for p, part in zip(parameters, whole.chunk(len(parameters)), strict=True):
@@ -554,10 +576,11 @@ def _attention(
     batch, length, _ = hidden_states.shape
     heads, projection = plan.qkv[0].out_features // plan.head_size, plan.projection
     name = attention.config._attn_implementation
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, plan.eager)
-    ours = registered.is_ours(function)
+    eager = sys.modules[type(attention).__module__].eager_attention_forward
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    ours, sdpa = registered.is_ours(function), function is sdpa_attention_forward
     probabilities, strided, most = None, True, batch
-    if ours or name == "sdpa":
+    if ours or sdpa:
         nbytes = 3 * length * plan.qkv[0].out_features * hidden_states.element_size()
         if ours and registered.gives_probabilities(function, attention, kwargs):
             probabilities = hidden_states.new_empty(batch, heads, length, length)
@@ -580,7 +603,8 @@ def _attention(
         context = context.flatten(2)
         if x is None:
             # over the context, which somebody else's function may keep
-            project = _project_ if ours or name in ("sdpa", "eager") else _linear
+            stock = function is eager and eager.__module__.startswith("transformers.")
+            project = _project_ if ours or sdpa or stock else _linear
             return project(context, projection), weights
         matmul(context, projection.weight, transb=True, bias=projection.bias, out=x[part])
         del context

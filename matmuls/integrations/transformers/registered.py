@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 from transformers.utils.import_utils import is_tracing
 
@@ -45,9 +45,26 @@ def attention_mask(
 ) -> torch.Tensor | None:
     """True where a key may be attended to: [B, 1, 1, K] for padding alone, [B, 1, Q, K] for any other pattern.
 
-    None where every query sees every key, or, in a causal module, every key up to its own. The arguments are those
-    that transformers.masking_utils passes.
+    None where every query sees every key, or, in a causal module of as many queries as keys, every key up to its own.
+    What "eager" has, to be added to scores, for a model that transformers does not say can take such masks: its layers
+    may do so themselves, or not say that they are causal. The arguments are those that transformers.masking_utils
+    passes.
     """
+    all_of_it: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "use_vmap": use_vmap,
+        "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+        **kwargs,
+    }
+    config = kwargs.get("config")
+    if config is not None and not _takes_sdpa_masks(type(config)):
+        return eager_mask(**all_of_it)
     if mask_function is bidirectional_mask_function and not use_vmap and kv_offset == 0:
         if attention_mask is None and allow_is_bidirectional_skip:
             return None
@@ -56,18 +73,16 @@ def attention_mask(
             if allow_is_bidirectional_skip and not is_tracing(attention_mask) and attention_mask.all():
                 return None
             return attention_mask.bool()[:, None, None, :]
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        use_vmap=use_vmap,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-        **kwargs,
-    )
+    # Of more keys than queries, as in a static cache, the queries are not always the last: a mask says which they are.
+    last = q_length == kv_length or (isinstance(q_offset, int) and q_length == 1 == kv_length + kv_offset - q_offset)
+    return sdpa_mask(**all_of_it | ({} if last else {"allow_is_causal_skip": False}))
+
+
+@lru_cache
+def _takes_sdpa_masks(config: type) -> bool:
+    models = MODEL_MAPPING.get(config, ())
+    models = models if isinstance(models, tuple) else (models,)
+    return bool(models) and all(model._supports_sdpa for model in models)
 
 
 def attention(

@@ -6,6 +6,7 @@
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -145,6 +146,24 @@ void matmul_meta(Tensor a, const Tensor& b, bool transb, const OptionalTensor& m
 
 // ---------------------------------------------------------------------------------------------------------- gradient
 
+// A copy before the write. Inductor moves the reading of a clone of a view behind an operator that writes it, but not
+// that of an operator.
+MATMULS_OPERATOR(KeptOp, "custom_mm::kept", "", Tensor(const Tensor&));
+
+Tensor kept(const Tensor& a) { return a.clone(); }
+
+struct KeptGradient : torch::autograd::Function<KeptGradient> {
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& a) { return KeptOp::below_autograd(a); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list& grads) {
+    return {grads[0]};
+  }
+};
+
+Tensor kept_autograd(const Tensor& a) {
+  return needs_gradient(kOp, {a}) ? KeptGradient::apply(a) : KeptOp::below_autograd(a);
+}
+
 // Y = A op(B) + bias over the first columns of A, which keeps the others:  dA = dY op(B)^T beside the others' gradient,
 // dbias = sum dY. dB = A^T dY needs the A that is written over: `before`, a copy of it, when asked for.
 struct InplaceGradient : torch::autograd::Function<InplaceGradient> {
@@ -189,7 +208,8 @@ void matmul_autograd(Tensor a, const Tensor& b, bool transb, const OptionalTenso
   TORCH_CHECK(keep_input || !b.requires_grad(), kOp,
               ": expected b without a gradient, which needs the a that is written over, got one that requires grad; "
               "pass keep_input=True to keep a copy of a");
-  InplaceGradient::apply(a, b, transb, bias, workspace, b.requires_grad() ? OptionalTensor(a.clone()) : std::nullopt);
+  const auto before = b.requires_grad() ? OptionalTensor(KeptOp::call(a)) : std::nullopt;
+  InplaceGradient::apply(a, b, transb, bias, workspace, before);
 }
 
 }  // namespace
@@ -199,14 +219,27 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "matmul_(Tensor(a!) a, Tensor b, bool transb=False, Tensor? bias=None, bool keep_input=False, "
       "int workspace=8388608) -> ()",
       {at::Tag::pt2_compliant_tag});
+  m.def("kept(Tensor a) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("matmul_", matmul_<run_cpu>); }
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
+  m.impl("matmul_", matmul_<run_cpu>);
+  m.impl("kept", kept);
+}
 #ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("matmul_", matmul_<run_cuda>); }
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
+  m.impl("matmul_", matmul_<run_cuda>);
+  m.impl("kept", kept);
+}
 #endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("matmul_", matmul_meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("matmul_", matmul_autograd); }
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("matmul_", matmul_meta);
+  m.impl("kept", kept);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("matmul_", matmul_autograd);
+  m.impl("kept", kept_autograd);
+}
 MATMULS_WRITES("matmul_", InplaceOp, 0)
 
 }  // namespace matmuls

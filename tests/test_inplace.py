@@ -135,6 +135,21 @@ def test_compiled_over_an_input_of_the_graph(device, keep_input):
         torch.testing.assert_close(torch.autograd.grad(f(leaf * 1).sin().sum(), inputs), expected)
 
 
+@pytest.mark.parametrize("make", [lambda x: x * 2, lambda x: torch.cat([x, x], -1)[..., :5]], ids=["product", "part"])
+def test_what_inductor_keeps_of_a_view_is_what_was_there(make, device):
+    torch._dynamo.reset()
+    x, w = draw(3, 4, 5, device=device), draw(5, 5, device=device).requires_grad_()
+
+    def function(x):
+        h = make(x)
+        matmuls.matmul_(h[:, 1:], w, keep_input=True)
+        return h.square().sum()
+
+    expected, found = (torch.autograd.grad(f(x), w)[0] for f in (function, torch.compile(function, fullgraph=True)))
+    torch.testing.assert_close(found, expected)
+    torch.library.opcheck(torch.ops.custom_mm.kept.default, (x.requires_grad_(),))
+
+
 def test_gradients_of_a_product_without_columns(device):
     leaf, b, bias = (draw(*shape, device=device).requires_grad_() for shape in ((2, 4, 6), (6, 0), (0,)))
     a = leaf * 1

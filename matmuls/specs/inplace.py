@@ -47,6 +47,7 @@ def _inplace_bad(draw: Draw) -> Iterator[Bad]:
     yield Bad(Call((draw(1, 4).expand(3, 4), b)), "matmul_: expected out to have one memory location per element")
     whole = draw(7, 4)
     yield Bad(Call((whole[:4], whole[3:])), "matmul_: expected out and b not to overlap in memory")
+    yield Bad(Call((a, b), {"bias": a[0]}), "matmul_: expected out and bias not to overlap in memory")
     yield Bad(Call((a, b), {"workspace": 0}), "matmul_: expected a workspace of at least one row of a")
     if draw.device != "cpu":
         yield Bad(Call((a, b.cpu())), "matmul_: expected b on cuda:0 as a is, got cpu")
@@ -170,7 +171,7 @@ TABLE: tuple[Spec, ...] = (
         summary="`matmul_(a, b, *, transb, bias, keep_input, workspace)`: a ← a @ b, in place",
         call=inplace.matmul_,
         reference=_affine_in_place,
-        operators=(_ops.matmul_.default,),
+        operators=(_ops.matmul_.default, _ops.kept.default),
         samples=_inplace_samples,
         bad=_inplace_bad,
         empty=_inplace_empty,

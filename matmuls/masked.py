@@ -99,12 +99,12 @@ def _by_triton(x: Tensor, *sizes: int) -> bool:
 def _check_mask(name: str, mask: Tensor) -> None:
     if mask.dtype != torch.bool or mask.layout != torch.strided:
         fail(name, "a strided mask of torch.bool", f"{mask.dtype}, {mask.layout}")
-    if mask.numel() >= 2**31:
-        fail(name, "a mask of fewer than 2^31 rows", mask.numel())
 
 
 def _plan_kernel(mask: Tensor) -> tuple[Tensor, Tensor]:
     _check_mask("mask_plan", mask)
+    if mask.numel() >= 2**31:  # a guard on every size where it is traced
+        fail("mask_plan", "a mask of fewer than 2^31 rows", mask.numel())
     mask = mask.reshape(-1)
     if _by_triton(mask):
         from .triton import mask_plan

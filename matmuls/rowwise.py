@@ -133,8 +133,11 @@ def inplace_softmax_backward(
     """
     name = "inplace_softmax_backward"
     _rows(name, output, rows, cols_output)
-    if output.dim() < 2:
-        raise RuntimeError(f"{name}: expected output of at least two dimensions, got shape {list(output.shape)}")
+    if output.dim() < 2 or output.shape[-1] != cols_output:
+        raise RuntimeError(
+            f"{name}: expected output of at least two dimensions and {cols_output} columns, "
+            f"got shape {list(output.shape)}"
+        )
     lead, (queries, keys) = output.shape[:-2], output.shape[-2:]
     expected = [*lead, queries, cols_values], [*lead, keys, cols_values]
     if list(d_ov.shape) != expected[0] or list(values.shape) != expected[1]:
@@ -150,8 +153,9 @@ def inplace_softmax_backward(
     d_ov, values = d_ov.reshape(-1, queries, cols_values), values.reshape(-1, keys, cols_values)
     matrices = max(1, PIECE_BYTES // (queries * keys * output.element_size()))
     queries_a_piece = queries if matrices > 1 else max(1, PIECE_BYTES // (keys * output.element_size()))
-    for b in range(0, probabilities.shape[0], matrices):
-        for q in range(0, queries, queries_a_piece):
-            piece = slice(b, b + matrices), slice(q, q + queries_a_piece)
-            softmax_backward_(probabilities[piece], matmul(d_ov[piece], values[piece[0]], transb=True))
+    with torch.autocast(output.device.type, enabled=False):  # output keeps its dtype
+        for b in range(0, probabilities.shape[0], matrices):
+            for q in range(0, queries, queries_a_piece):
+                piece = slice(b, b + matrices), slice(q, q + queries_a_piece)
+                softmax_backward_(probabilities[piece], matmul(d_ov[piece], values[piece[0]], transb=True))
     return output

@@ -21,5 +21,7 @@ inline Activation parse_activation(const char* op, std::optional<std::string_vie
 // torch's own activation, out of place and differentiable, or over its argument. In product.cpp.
 at::Tensor activate(const at::Tensor& x, Activation activation);
 void activate_(at::Tensor x, Activation activation);
+// x <- activation(x + bias), by torch; in 16 bits rounded once, with a MiB of float32 beside it.
+void add_and_activate_(at::Tensor x, const at::Tensor& bias, Activation activation);
 
 }  // namespace matmuls

@@ -183,17 +183,12 @@ Activation check(const Tensor& x, const Tensor& bias, std::optional<std::string_
   return parse_activation(kOp, activation);
 }
 
-void with_torch(Tensor x, const Tensor& bias, Activation activation) {
-  if (bias.defined()) x.add_(bias);
-  activate_(x, activation);
-}
-
 #ifdef MATMULS_CUDA
 void bias_act_cuda(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
   const Tensor bias = tensor_or_none(maybe_bias).defined() ? maybe_bias->contiguous() : Tensor();
   const Activation activation = check(x, bias, name);
   check_no_overlap(kOp, x, {{"bias", bias}});
-  if (x.numel() > 0 && !bias_act_on_gpu(x, bias, activation)) with_torch(x, bias, activation);
+  if (x.numel() > 0 && !bias_act_on_gpu(x, bias, activation)) add_and_activate_(x, bias, activation);
 }
 #endif
 
@@ -201,7 +196,7 @@ void bias_act_cpu(Tensor x, const OptionalTensor& maybe_bias, std::optional<std:
   const Tensor bias = tensor_or_none(maybe_bias);
   const Activation activation = check(x, bias, name);
   check_no_overlap(kOp, x, {{"bias", bias}});
-  with_torch(x, bias, activation);
+  add_and_activate_(x, bias, activation);
 }
 
 void bias_act_meta(Tensor x, const OptionalTensor& bias, std::optional<std::string_view> name) {

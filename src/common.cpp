@@ -75,18 +75,28 @@ bool is_reachable(std::vector<Loop> loops, int64_t target) {
   return reachable(loops, 0, target, rest, gcd, budget);
 }
 
-// Distinct indices, distinct memory: sorted by stride, every stride clears all that the smaller ones reach.
-// Sufficient, not necessary; what fails it is an expanded or windowed view, which no output may be.
+// Whether two indices share memory. They do not where, sorted by stride, every stride clears all that the smaller ones
+// reach. Else: is there a difference of two indices, above 0 in the first loop where it is not 0, that reaches nothing?
 bool overlaps_itself(const at::Tensor& t) {
   if (t.numel() == 0) return false;
   for (int64_t d = 0; d < t.dim(); ++d)
     if (t.size(d) > 1 && t.stride(d) == 0) return true;
   auto loops = loops_of(t);
   std::sort(loops.begin(), loops.end(), [](const Loop& l, const Loop& r) { return l.stride < r.stride; });
+  bool clear = true;
   int64_t reach = 0;
   for (const auto& l : loops) {
-    if (l.stride <= reach) return true;
+    clear &= l.stride > reach;
     reach += l.stride * (l.count - 1);
+  }
+  for (size_t first = 0; !clear && first < loops.size(); ++first) {
+    std::vector<Loop> differences{{loops[first].stride, loops[first].count - 1}};  // of 1 and up
+    int64_t target = -loops[first].stride;
+    for (size_t i = first + 1; i < loops.size(); ++i) {  // from 1 - count to count - 1
+      differences.push_back({loops[i].stride, 2 * loops[i].count - 1});
+      target += loops[i].stride * (loops[i].count - 1);
+    }
+    if (is_reachable(std::move(differences), target)) return true;
   }
   return false;
 }

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -88,7 +89,10 @@ struct Operator<Self, R(A...)> {
   // ADInplaceOrView for an operator that writes argument `written`.
   template <size_t written>
   static R inplace(c10::DispatchKeySet keys, A... args) {
-    const auto marked = [&] { mark_written(std::get<written>(std::forward_as_tuple(args...))); };
+    const auto& t = std::get<written>(std::forward_as_tuple(args...));
+    TORCH_CHECK(!t.is_inference() || c10::InferenceMode::is_enabled(), std::strchr(Self::kName, ':') + 2,
+                ": expected to write over a tensor made outside torch.inference_mode(), or to do so within it");
+    const auto marked = [&] { mark_written(t); };
     at::AutoDispatchBelowADInplaceOrView guard;
     if constexpr (std::is_void_v<R>) {
       handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, args...);

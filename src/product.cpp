@@ -208,6 +208,23 @@ void activate_(at::Tensor x, Activation activation) {
   }
 }
 
+void add_and_activate_(at::Tensor x, const at::Tensor& bias, Activation activation) {
+  if (x.element_size() > 2 || !bias.defined() || activation == Activation::none) {
+    if (bias.defined()) x.add_(bias);
+    return activate_(x, activation);
+  }
+  constexpr int64_t kMost = 1 << 18;  // numbers at a time
+  if (x.dim() > 1 && x.numel() > kMost) {
+    const int64_t all = x.size(0), some = std::max<int64_t>(kMost / (x.numel() / all), 1);
+    for (int64_t r = 0; r < all; r += some)
+      add_and_activate_(some > 1 ? x.narrow(0, r, std::min(some, all - r)) : x.select(0, r), bias, activation);
+    return;
+  }
+  at::Tensor wide = x.to(at::kFloat).add_(bias);
+  activate_(wide, activation);
+  x.copy_(wide);
+}
+
 }  // namespace matmuls
 
 #ifdef MATMULS_CUDA

@@ -165,10 +165,11 @@ __device__ Words<T, V> load_edge_anywhere(const T* row, int column, int columns)
   return words;
 }
 
-// The 16 bytes at any address, of the two aligned 16 bytes around it.
-__device__ inline uint4 across_aligned(uintptr_t from) {
+// The 16 bytes at any address, of the two aligned 16 bytes around it; constant as load_words has it.
+template <bool constant>
+__device__ uint4 across_aligned(uintptr_t from) {
   const uint4* const low = reinterpret_cast<const uint4*>(from & ~uintptr_t{15});
-  const uint4 w[2] = {__ldg(low), __ldg(low + 1)};
+  const uint4 w[2] = {load_word<constant>(low), load_word<constant>(low + 1)};
   const unsigned bytes = from % 16;
   uint32_t at[8] = {w[0].x, w[0].y, w[0].z, w[0].w, w[1].x, w[1].y, w[1].z, w[1].w};
 #pragma unroll
@@ -182,12 +183,12 @@ __device__ inline uint4 across_aligned(uintptr_t from) {
 
 // Columns of a row that is the same for all rows, a weight say, where the vector does not start on 16 bytes or reaches
 // over an end.
-template <class T, int V>
+template <class T, int V, bool constant = true>
 __device__ Words<T, V> load_unaligned(const T* row, int column, int columns) {
   const auto from = reinterpret_cast<uintptr_t>(row + column), low = from & ~uintptr_t{15};
   const auto begin = reinterpret_cast<uintptr_t>(row), end = reinterpret_cast<uintptr_t>(row + columns);
   if (low < begin || low + 32 > end) return load_edge_anywhere<T, V>(row, column, columns);
-  const uint4 w = across_aligned(from);
+  const uint4 w = across_aligned<constant>(from);
   return {w.x, w.y, w.z, w.w};
 }
 // Out of line for rows where a weight that starts elsewhere is rare: their code stays short.

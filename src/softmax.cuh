@@ -264,7 +264,7 @@ struct Softmax {
         if (span.column(i) < visible) {
           const auto* const own = reinterpret_cast<const Mask*>(row.mask);
           if constexpr (anywhere && V > 1 && V * sizeof(Mask) == 16)
-            words[i] = load_unaligned<Mask, V>(own, span.column(i), span.columns);
+            words[i] = load_unaligned<Mask, V, false>(own, span.column(i), span.columns);
           else
             words[i] = load_mask<Mask, V, anywhere>(own + span.column(i));
         }

@@ -183,6 +183,24 @@ def test_writing_out_is_seen_by_autograd(device):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("shape", [(64, 256), (2, 3, 60_000, 8), (300_000,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_bias_and_activation_are_rounded_once(shape, dtype, device):
+    x, bias = draw(*shape, device=device).to(dtype), draw(shape[-1], device=device, seed=1).to(dtype)
+    ours = custom_mm.bias_act_(x.clone(), bias, "gelu")
+    truth = torch.nn.functional.gelu(x.double() + bias.double())
+    assert ((ours.double() - truth).abs() <= torch.finfo(dtype).eps / 1.98 * truth.abs() + 1e-6).all()
+
+
+def test_a_bias_is_added_before_the_product_is_rounded(device):
+    x, w, bias = (draw(*s, device=device).bfloat16() for s in ((64, 256), (256, 256), (256,)))
+    truth = x.double() @ w.double().T + bias.double()
+    out = torch.empty_like(x)
+    for y in (matmuls.matmul(x, w, transb=True, bias=bias, out=out), matmuls.matmul(x, w, transb=True, bias=bias)):
+        error = (y.double() - truth).abs() - 2**-18 * (x.double().abs() @ w.double().abs().T)
+        assert (error <= 2**-8 * truth.abs()).all()
+
+
 def test_bias_act_is_seen_by_autograd_and_refuses_a_gradient(device):
     x, saved = draw(3, 3, device=device).requires_grad_(), draw(3, 3, device=device)
     y = x * saved

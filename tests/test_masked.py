@@ -449,3 +449,15 @@ def test_gradients_of_sorted_rows(dtype, split, poisoned, monkeypatch):
     d1, d2 = kernels.weight_gradients(g, x, *mask_plan(first)[:2])
     assert d1.isnan().all()
     assert d2.isfinite().all()
+
+
+def test_exported_with_any_number_of_rows():
+    class Layer(torch.nn.Module):
+        def forward(self, x, w, mask):
+            return matmuls.masked_linear(x, w, 2 * w, mask)
+
+    rows = torch.export.Dim("rows", min=2)
+    args = torch.randn(4, 5), torch.randn(3, 5), torch.tensor([True, False, True, True])
+    exported = torch.export.export(Layer(), args, dynamic_shapes=({0: rows}, None, {0: rows})).module()
+    args = torch.randn(9, 5), args[1], torch.arange(9) % 2 == 0
+    torch.testing.assert_close(exported(*args), Layer()(*args))

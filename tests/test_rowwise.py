@@ -321,6 +321,56 @@ def test_what_has_no_elements_overlaps_nothing(shape, device):
         assert write(x) is x
 
 
+@pytest.mark.parametrize("columns", [24, 160, 2056, 40_000])
+@every_dtype
+def test_small_probabilities_are_as_exact_as_large_ones(columns, dtype, device):
+    """Of scores far below their row's largest, down to where float32 has none; a norm of the row does not see those."""
+    x = draw(4, columns, device=device, dtype=dtype) - torch.linspace(0, 85, columns, device=device).to(dtype)
+    masked = torch.arange(columns, device=device) % 7 == 3
+    truth = torch.softmax(x.double(), -1)
+    behind = torch.softmax(x.double().masked_fill(masked, -math.inf), -1)
+    least = max(torch.finfo(dtype).tiny, torch.finfo(torch.float32).tiny if dtype != torch.float64 else 0)
+    for result, expected in (
+        (matmuls.softmax(x), truth),
+        (matmuls.softmax_(x.clone()), truth),
+        (matmuls.scaled_masked_softmax(x, masked), behind),
+        (matmuls.scaled_masked_softmax(x, None), truth),
+    ):
+        kept = expected >= 2 * least
+        share = (result.double() / expected)[kept]
+        assert (share - 1).abs().max() <= torch.finfo(dtype).eps / 2 + (1e-5 if dtype != torch.float64 else 1e-13)
+        assert (result[~kept] <= 4 * least).all()
+
+
+@pytest.mark.parametrize("op", [matmuls.softmax_, matmuls.layer_norm_, matmuls.rms_norm_])
+def test_a_tensor_of_inference_mode_is_written_over_there_alone(op, device):
+    with torch.inference_mode():
+        x = draw(4, 8, device=device)
+    before = x.clone()
+    with pytest.raises(RuntimeError, match=r"outside torch\.inference_mode"):
+        op(x)
+    assert torch.equal(x, before)
+    with torch.inference_mode():
+        assert op(x) is x
+    assert not torch.equal(x, before)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_strides_that_do_not_overlap_in_any_order(seed, device):
+    """Every distance that gives each element its own place is taken, and no other."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 5, (3,), generator=generator).tolist()
+    strides = torch.randint(1, 16, (3,), generator=generator).tolist()
+    x = draw(160, device=device).as_strided(sizes, strides)
+    places = torch.arange(160).as_strided(sizes, strides).flatten()
+    if len(places.unique()) == len(places):
+        expected = torch.softmax(x.double(), -1)
+        torch.testing.assert_close(matmuls.softmax_(x).double(), expected, atol=1e-6, rtol=1e-5)
+    else:
+        with pytest.raises(RuntimeError, match="expected out to have one memory location per element"):
+            matmuls.softmax_(x)
+
+
 @pytest.mark.parametrize("op", [matmuls.softmax_, matmuls.layer_norm_, matmuls.rms_norm_])
 def test_numbers_of_one_byte_are_refused_for_their_dtype(op, device):
     x = torch.ones(4, 8, device=device).to(torch.float8_e4m3fn)
@@ -1008,6 +1058,15 @@ def test_inplace_softmax_backward_is_autograd_s(lead, piece, device, monkeypatch
     output = probabilities.detach().clone()
     matmuls.inplace_softmax_backward(output, transposed(d_ov), padded_rows(values), rows, 11, 6)
     torch.testing.assert_close(output, expected)
+
+
+def test_inplace_softmax_backward_under_autocast(device):
+    output, d_ov, values = (draw(2, *shape, device=device) for shape in ((3, 4), (3, 5), (4, 5)))
+    expected = matmuls.inplace_softmax_backward(output.clone(), d_ov, values, 6, 4, 5)
+    with torch.autocast(device):
+        assert torch.equal(matmuls.inplace_softmax_backward(output, d_ov, values, 6, 4, 5), expected)
+    with pytest.raises(RuntimeError, match="expected output of at least two dimensions and 3 columns"):
+        matmuls.inplace_softmax_backward(output, d_ov, values, 8, 3, 5)
 
 
 def test_inplace_softmax_backward_holds_pieces_of_8_mib(device):

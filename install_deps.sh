@@ -15,7 +15,8 @@ usage="usage: ./install_deps.sh [--cpu | --cuda] [--dev] [--venv DIR]
   --cpu       build without CUDA        --dev       add the test and lint tools
   --cuda      build the CUDA code, whether this machine has a GPU or not
   --venv DIR  the virtual environment (default .venv)
-Without --cpu or --cuda a visible GPU decides."
+Without --cpu or --cuda a visible GPU decides. From the environment: PYTHON, an interpreter to use; TORCH_INDEX_URL, a
+package index for torch alone; TORCH_CUDA_ARCH_LIST, the GPUs to build for."
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 die() { printf 'install_deps.sh: %s\n' "$*" >&2 && exit 1; }
@@ -84,7 +85,7 @@ install_tools() {
 }
 torch=$cpu_torch
 [[ $kind == cuda ]] && torch=$cuda_torch
-once torch "$kind $torch" install_torch "$torch"
+once torch "$kind $torch${TORCH_INDEX_URL:+ $TORCH_INDEX_URL}" install_torch "$torch"
 once tools "${build_tools[*]}" install_tools
 
 if [[ $kind == cuda ]]; then

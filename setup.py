@@ -14,6 +14,7 @@ from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
 # Where no GPU is visible. Later GPUs compile the PTX; 9.0a has Hopper's own instructions.
+LEAST_TORCH = (2, 11)  # pyproject.toml's
 DEFAULT_ARCHS = "7.5 8.0 8.6+PTX 9.0a"
 
 
@@ -29,6 +30,10 @@ except ImportError:
         "    pip install torch numpy 'setuptools>=77' ninja\n"
         "    pip install --no-build-isolation ."
     )
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < LEAST_TORCH:
+    least = ".".join(map(str, LEAST_TORCH))
+    sys.exit(f"matmuls: expected torch {least} or later to build against, got {torch.__version__}")
 
 
 def nvidia_wheels() -> list[Path]:

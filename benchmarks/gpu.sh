@@ -2,10 +2,11 @@
 # Everything that a GPU must show, in one go: build, tests, sanitizer, BERT, benchmarks.
 # Usage: benchmarks/gpu.sh OUT [STEP...], with PYTHON and TORCH_CUDA_ARCH_LIST from the environment.
 set -uo pipefail
+shopt -s nullglob
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT [STEP...]}
 shift
-steps=${*:-build tests cycles sanitize bert bench spmm blocks bench-bert}
+steps=${*:-build tests cycles sanitize bert bench spmm spmm-pruned spmm-two-of-four sparse-linear blocks bench-bert}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 failed=0
@@ -31,10 +32,12 @@ bert() {
   "$python" -m matmuls bert --device cuda "How old are you?" "What is your age?" "A cat sat on the mat." "$@"
 }
 
-# MATRICES: a folder of .npz, .mtx or .graph files, beside the matrices that are drawn.
+# MATRICES: a folder of .npz, .mtx or .graph files, beside the matrices that are drawn. The results have five: the mesh mdual
+# of METIS's sources; Franz6_id1959_aug of SuiteSparse's; cond-mat-2005, email-Enron and NotreDame_www, undirected, of
+# graph-tool's collection. Values are drawn.
 spmm() {
   local files=() drawn=(rmat:18:16 rmat:20:8 grid:1024)
-  [ -n "${MATRICES:-}" ] && files=("$MATRICES"/*.npz)
+  [ -n "${MATRICES:-}" ] && files=("$MATRICES"/*.{npz,mtx,graph})
   for share in 0.5 0.8 0.9 0.95 0.99; do drawn+=("pruned:4096x4096:$share" "pruned:3072x768:$share"); done
   step spmm "$python" -m matmuls spmm "${files[@]}" "${drawn[@]}" --n 32,128,512 --backward \
     --dtype float32 --dtype float16 --dtype bfloat16 --device cuda --out "$out"

@@ -208,7 +208,7 @@ def cusparse_mmul(
     b: torch.Tensor,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A @ b by cusparseSpMM for A by rows (CSR); our own product on the CPU. As `cusparse_spmm`, in the seed's order.
+    """A @ b by cusparseSpMM for A by rows (CSR); our own product on the CPU. As `cusparse_spmm`, values first.
 
     values, columns: [nnz]; offsets: [rows + 1]; b: [cols, N]; c: [rows, N], written and returned when given.
     """

@@ -404,6 +404,9 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def _git(*args: str) -> str | None:
+    """Of the repository that has this file, not of one around an installed copy."""
+    if args[0] != "ls-files" and _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
     try:
         run = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10

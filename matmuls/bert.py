@@ -56,9 +56,14 @@ class Encoder:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         register(ATTENTION)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModel.from_pretrained(folder, dtype=dtype).to(device).eval()
-        return cls(model, tokenizer)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            model = AutoModel.from_pretrained(folder, dtype=dtype)
+        except (OSError, ValueError) as error:  # with advice about the hub below its first line
+            raise ModelMissing(
+                f"cannot load a model and its tokenizer from {folder}: {str(error).splitlines()[0]}"
+            ) from None
+        return cls(model.to(device).eval(), tokenizer)
 
     @property
     def longest(self) -> int:

@@ -528,7 +528,8 @@ def report(
     if old == new:
         console.print(f"{readme} is up to date")
     elif check:
-        raise fail(f"{readme} is out of date; run: matmuls report")
+        errors.print(f"{readme} is out of date; run: matmuls report", highlight=False)
+        raise typer.Exit(1)
     else:
         files.write(readme, new)
         console.print(f"{readme} written")

@@ -45,7 +45,7 @@ def scaled_masked_softmax(
     return x
 
 
-# The seed's functions. Its formula is `mask == 1` for a mask of any dtype: anything but 0 masks, in floats too.
+# The upstream document's functions: its formula is `mask == 1` in any dtype, where anything but 0 masks, in floats too.
 
 
 def _seed_mask(mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -85,7 +85,7 @@ def _network_flops(x: torch.Size, up: torch.Size, *args: Any, **kwargs: Any) -> 
     return 4 * x.numel() * up[0]
 
 
-# The seed's functions, which work with any b: where b needs a gradient, a copy of a is kept for it.
+# The upstream document's functions, which work with any b: where b needs a gradient, a copy of a is kept for it.
 
 
 def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:

@@ -697,7 +697,7 @@ def masked_ffn(
     return _ffn_op(x, w1, w2, w3, u1, u2, u3, rows, counts, recompute)
 
 
-# The seed's functions: weights [K, N], which are read where they lie.
+# The upstream document's functions: weights [K, N], which are read where they lie.
 
 
 class MaskedLinear:

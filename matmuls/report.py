@@ -25,7 +25,7 @@ FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeErr
 def render(text: str, results: Path) -> str:
     """The text with every marked table made anew. Raises ValueError on a name without a table, and on other results."""
     tables = (
-        *(operations, products, epilogues, inplace, rowwise, masked, fused, two_experts),
+        *(operations, products, epilogues, inplace, rowwise, masked, slower_than_compiled, fused, two_experts),
         *(sparse, sparse_means, pruned, sparse_linear, blocks, memory, host, bert),
     )
     makers = {f.__name__: f for f in tables}
@@ -203,6 +203,21 @@ def masked(run: dict[str, Any]) -> str:
     return markdown(
         ("shape", "mask", "direction", "dtype", "ours, µs", "share of the roof", "over eager", "over torch.compile"),
         table,
+    )
+
+
+def slower_than_compiled(run: dict[str, Any]) -> str:
+    """How many cases of row operations are."""
+    rows = ("softmax_", "layer_norm_", "rms_norm_", "scaled_masked_softmax")
+    compared = [r for r in run["rows"] if r["operation"] in rows and r["rivals_us"].get(COMPILED)]
+    slower = [r for r in compared if r["rivals_us"][COMPILED] < r["ours_us"]]
+    if not slower:
+        return f"Of {len(compared)} cases of row operations none is slower than torch.compile's.\n"
+    most = max(1 - r["rivals_us"][COMPILED] / r["ours_us"] for r in slower)
+    near = sum(r["roof"] >= 0.99 for r in slower)
+    return (
+        f"Of {len(compared)} cases of row operations {len(slower)} are slower than torch.compile's, by up to "
+        f"{most * 100:.1f} %, {near} of them at .99 of a copy's speed or more.\n"
     )
 
 

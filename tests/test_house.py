@@ -149,16 +149,19 @@ def test_what_is_launched_early_waits_first():
 
 
 def test_a_source_archive_has_all_that_builds(tmp_path):
-    for name in ("custom_mm", "matmuls", "src"):
+    folders = "custom_mm", "matmuls", "src", "tests", "benchmarks", "examples"
+    for name in folders:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"):
-        shutil.copy(ROOT / name, tmp_path)
+    files = [p for p in ROOT.iterdir() if p.is_file() and not p.name.startswith(".")]
+    for file in files:
+        shutil.copy(file, tmp_path)
     command = [sys.executable, "setup.py", "-q", "sdist"]
     make = partial(subprocess.run, command, cwd=tmp_path, env=os.environ | {"MATMULS_CUDA": "0"}, capture_output=True)
     make(check=True)
     with tarfile.open(next((tmp_path / "dist").glob("*.tar.gz"))) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"src/{p.name}" for p in ROOT.glob("src/*")} <= packed
+    wanted = {str(p.relative_to(tmp_path)) for name in folders for p in (tmp_path / name).rglob("*") if p.is_file()}
+    assert wanted | {file.name for file in files} <= packed
     for kernel in tmp_path.glob("src/*.cu"):
         kernel.unlink()
     assert b"expected the kernels of the source tree, src/*.cu, and found none" in make().stderr

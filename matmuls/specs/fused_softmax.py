@@ -198,7 +198,10 @@ TABLE: tuple[Spec, ...] = (
         call=fused_softmax.scaled_masked_softmax_backward,
         reference=lambda grad, y, scale: softmax_gradient(y, grad) * scale,
         operators=(_ops.softmax_backward.default,),
-        samples=lambda draw: (Call((draw(2, 3, 4, n), torch.softmax(draw(2, 3, 4, n), -1), 0.5)) for n in (5, 33)),
+        samples=lambda draw: (
+            Call((draw(*shape), torch.softmax(draw(*shape), -1), 0.5))
+            for shape in [(2, 3, 4, 33), (3, 7), (2, 1, 3, 5)]
+        ),
         bad=lambda draw: iter(
             [Bad(Call((draw(3, 4), draw(4, 3), 1.0)), "softmax_backward: expected grad of y's shape")]
         ),

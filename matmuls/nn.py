@@ -68,11 +68,20 @@ class InplaceLinear(nn.Linear):
         return inplace.linear_(x, weight, bias, keep_input=self.keep_input, workspace=self.workspace)
 
 
+def _expect_linear(name: str, *layers: nn.Module) -> None:
+    """Their weights are multiplied, and they are not called."""
+    for layer in layers:
+        plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+        if not plain or layer._forward_pre_hooks or layer._forward_hooks:
+            raise TypeError(f"{name}: expected layers that are nn.Linear without hooks, got {layer}")
+
+
 class MaskedLinear(nn.Module):
     """Two nn.Linear of one shape; a row takes the first where the mask is True, else the second.
 
     forward(x, mask): x [..., in_features]; mask: bool, an element for each row, or a plan of it. dtypes and errors as
-    `matmuls.masked_linear`.
+    `matmuls.masked_linear`; raises TypeError where a layer is something else than nn.Linear, or has hooks, which would
+    not be called.
     """
 
     def __init__(
@@ -98,6 +107,7 @@ class MaskedLinear(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | MaskPlan) -> Tensor:
         first, second = self.first, self.second
+        _expect_linear("MaskedLinear", first, second)
         return masked_linear(x, first.weight, second.weight, mask, first.bias, second.bias)
 
 
@@ -106,7 +116,7 @@ class MaskedFFN(nn.Module):
 
     forward(x, mask): x [..., hidden_size]; mask: bool, an element for each row, or a plan of it. recompute: backward
     computes the products of size intermediate_size again instead of keeping them. dtypes and errors as
-    `matmuls.masked_ffn`.
+    `matmuls.masked_ffn`, TypeError as `MaskedLinear`.
     """
 
     def __init__(
@@ -125,6 +135,7 @@ class MaskedFFN(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | MaskPlan) -> Tensor:
         w, u = (self.w1, self.w2, self.w3), (self.u1, self.u2, self.u3)
+        _expect_linear("MaskedFFN", *w, *u)
         (w1, w2, w3), (u1, u2, u3) = ([layer.weight for layer in expert] for expert in (w, u))
         return masked_ffn(x, w1, w2, w3, u1, u2, u3, mask, self.recompute)
 

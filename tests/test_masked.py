@@ -455,17 +455,18 @@ def test_gradients_of_sorted_rows(dtype, split, poisoned, monkeypatch):
 def test_layers_that_do_more_than_multiply_are_refused(change):
     module, x, mask = MaskedLinear(8, 6), torch.randn(5, 8), torch.tensor([True, False, True, True, False])
     if change == "a hook":
-        torch.nn.utils.prune.l1_unstructured(module.first, "weight", 0.5)
+        torch.nn.utils.parametrizations.weight_norm(module.second)  # its weight is made where it is read
+        module.first.register_forward_pre_hook(lambda *args: None)
     elif change == "a class":
         module.first.__class__ = type("Lora", (torch.nn.Linear,), {"forward": lambda self, x: 2 * x})
     else:
         module.first = torch.nn.Sequential(module.first)
         module.first.weight, module.first.bias = module.first[0].weight, None
-    with pytest.raises(TypeError, match=r"MaskedLinear: expected layers that are nn.Linear without hooks, got "):
+    with pytest.raises(TypeError, match=r"MaskedLinear: expected layers that are nn\.Linear without hooks, got "):
         module(x, mask)
     whole = MaskedFFN(8, 12)
     whole.u2.register_forward_hook(lambda *args: None)
-    with pytest.raises(TypeError, match="MaskedFFN: expected layers that are nn.Linear without hooks"):
+    with pytest.raises(TypeError, match=r"MaskedFFN: expected layers that are nn\.Linear without hooks"):
         whole(x, mask)
 
 

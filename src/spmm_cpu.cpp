@@ -84,10 +84,7 @@ void selected_cpu(const Spmm<T, I>& m, const I* selected, bool by_column, int64_
         if (chosen[c] == at) sums[c] += value * static_cast<A>(row[c]);
     }
     T* const out = m.out + r * m.out_stride;
-    for (int64_t c = 0; c < m.n; ++c) {
-      const A x = m.alpha * sums[c];
-      out[c] = static_cast<T>(m.beta != 0 ? x + m.beta * static_cast<A>(out[c]) : x);
-    }
+    for (int64_t c = 0; c < m.n; ++c) out[c] = static_cast<T>(m.alpha * sums[c]);
   }
 }
 

@@ -61,3 +61,16 @@ def test_more_rounds_while_the_host_is_disturbed(disturbed, rounds, monkeypatch)
     assert 5 <= len(calls) - 1 <= 20
     assert rounds is None or len(calls) - 1 == rounds
     assert timing.seconds <= 2.0
+
+
+@pytest.mark.parametrize("timed", ["on a CPU", "warm"])
+def test_rounds_alternate(timed):
+    """So that what changes on the machine while they run changes for all alike."""
+    order = []
+    first, second = (lambda: order.append("first")), (lambda: order.append("second"))
+    if timed == "warm":
+        measure.time_warm([first, second], "cpu", 4)
+    else:
+        measure.time_on_cpu([[first], [second]], restore=lambda: None)
+        del order[:2]  # a look at how long they take
+    assert order[:8] == ["first", "second", "second", "first"] * 2

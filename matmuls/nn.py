@@ -147,8 +147,8 @@ class SparseLinear(nn.Module):
     [out_features + 1], and `columns`, [nonzeros]. All of them are in the state, whatever the number of nonzeros was
     before it is loaded. Products go through a plan, which is made with the first one. In 16 bits, without a gradient,
     on Hopper the bias is added before the sum is rounded. A new module has no nonzeros: `from_linear` makes one of a
-    trained layer. dtypes as `matmuls.spmm`; raises RuntimeError on an x that does not fit. No parametrization of torch's
-    takes a parameter of the name `values`.
+    trained layer. dtypes as `matmuls.spmm`; raises RuntimeError on an x that does not fit. torch's parametrizations
+    take no parameter of the name `values`.
     """
 
     def __init__(

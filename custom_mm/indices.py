@@ -7,6 +7,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 _csr_check = torch.ops.custom_mm.csr_check.default
+_csr_check_copied = torch.ops.custom_mm.csr_check_copied.default
 
 
 def version_of(t: torch.Tensor) -> int:
@@ -26,12 +27,26 @@ class Facts(NamedTuple):
 class Check:
     """What the indices say, which the GPU is asked at once. name: of the operation that asks.
 
-    offsets: [rows + 1], inner: [nonzeros] from 0 to size - 1, both int32 or both int64.
+    offsets: [rows + 1], inner: [nonzeros] from 0 to size - 1, both int32 or both int64. copied: with `copies` of them
+    in int32, which is enough for each of them.
     """
 
-    def __init__(self, name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int, what: str = "columns") -> None:
+    def __init__(
+        self,
+        name: str,
+        offsets: torch.Tensor,
+        inner: torch.Tensor,
+        size: int,
+        what: str = "columns",
+        copied: bool = False,
+    ) -> None:
         self.name, self._nonzeros, self._size, self._what = name, inner.shape[0], size, what
-        self._said = _csr_check(offsets, inner, size)
+        self.copies: tuple[torch.Tensor, torch.Tensor] | None = None
+        if copied:
+            self._said, *copies = _csr_check_copied(offsets, inner, size)
+            self.copies = copies[0], copies[1]
+        else:
+            self._said = _csr_check(offsets, inner, size)
 
     def facts(self) -> Facts:
         """ValueError where an index is not what it must be. Waits for the GPU, on the stream of before."""

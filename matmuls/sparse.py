@@ -18,7 +18,7 @@ from .choice import Choice
 from .dense import matmul
 from .ours import our_call
 from .registration import expect_dense, number
-from .structure import Structure, for_every_stream, from_entries, indices_of, is_capturing, structure_of, values_of
+from .structure import Structure, for_every_stream, from_entries, is_capturing, structure_of, values_of
 
 _ops = torch.ops.custom_mm
 _spmm: Callable[..., torch.Tensor] = _ops.csr_spmm.default
@@ -144,7 +144,7 @@ class SparsePlan:
         if a is None or version_of(a) == self._seen or is_capturing(self.device):
             return
         seen, structure = version_of(a), structure_of(name, a)[0]
-        if not structure.in_int32(indices_of(name, a)).is_like(self._structure):
+        if not structure.in_int32(a).is_like(self._structure):
             raise ValueError(f"{name}: expected the indices that the plan was made of, got others; make it anew")
         self._seen = seen
 
@@ -260,8 +260,8 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None =
 
 def plan_of(name: str, a: torch.Tensor, tuned: bool = True, shared: bool = False) -> SparsePlan:
     """shared: a's indices are the caller's, who sees what is written to them; int32 ones are not copied."""
-    structure, values = structure_of(name, a, wait=False)
-    structure = structure.in_int32(() if shared else indices_of(name, a))
+    structure, values = structure_of(name, a, wait=False, copied=not shared)
+    structure = structure.in_int32(None if shared else a)
     choice = Choice(structure) if tuned and structure.batch is None else None
     needs_gradient = a.requires_grad
     made = SparsePlan(structure, values.detach() if needs_gradient else values, a.shape, choice)

@@ -99,8 +99,10 @@ class Structure:
         transposed: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
         batch: int | None = None,
         wait: bool = True,
+        copied: bool = False,
     ) -> None:
-        """wait: False where `checked` is called before anything else is."""
+        """wait: False where `checked` is called before anything else is. copied: the look copies the indices too, for
+        `in_int32`, where int32 suffices."""
         self.crow, self.col, self.order, self.batch = crow, col, order, batch
         self.rows, self.columns = shape
         self._transposed = transposed
@@ -114,7 +116,8 @@ class Structure:
             raise ValueError(
                 f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
             )
-        self._check: Check | None = Check(name, crow, col, self.columns)
+        copied = copied and max(self.rows, self.columns, self.nonzeros) < INT32_MAX
+        self._check: Check | None = Check(name, crow, col, self.columns, copied=copied)
         if wait:
             self.checked()
 
@@ -227,11 +230,17 @@ class Structure:
             return self.order, None, None, None
         return self.order, *(self.transposed() if dense_gradient else (None, None, None))
 
-    def in_int32(self, beside: tuple[torch.Tensor, ...] = ()) -> "Structure":
-        """Indices of 4 bytes, where they suffice: half of what a product reads. None lies in the memory of those
-        beside, where what is written is not seen; but those of 8 bytes do, if torch counts the writes."""
+    def in_int32(self, beside: torch.Tensor | None = None) -> "Structure":
+        """Indices of 4 bytes, where they suffice: half of what a product reads. None lies in the memory of those of the
+        sparse tensor beside, where what is written is not seen; but those of 8 bytes do, if torch counts the writes."""
+        if self._narrow is None and self._check is not None and self._check.copies is not None:
+            crow, col = self._check.copies
+            self.checked()
+            self._narrow = self._copy(crow=crow, col=col)
+            return self._narrow
         dtype = torch.int32 if max(self.rows, self.columns, self.nonzeros) < INT32_MAX else self.crow.dtype
-        unwanted = beside if dtype == torch.int32 else [t for t in beside if t.is_inference()]
+        parts = () if beside is None else _indices_of("plan", beside)
+        unwanted = [t for t in parts if dtype == torch.int32 or t.is_inference()]
         taken = {t.untyped_storage().data_ptr() for t in unwanted}
 
         def is_own(t: torch.Tensor) -> bool:
@@ -288,7 +297,9 @@ def _compressed_parts(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a.ccol_indices(), a.row_indices()
 
 
-def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.Tensor, wait: bool) -> Structure:
+def _of_compressed(
+    name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.Tensor, wait: bool, copied: bool
+) -> Structure:
     values = a.detach().values()
     rows, columns = a.shape[-2], a.shape[-1]
     if inner.shape != values.shape[: inner.dim()]:
@@ -318,7 +329,8 @@ def _of_compressed(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: tor
         return made
     if a.dim() == 2:
         sizes = outer_size, inner_size
-        structure = Structure(name, offsets.contiguous(), inner.contiguous(), sizes, wait=wait or not by_rows)
+        wait, copied = wait or not by_rows, copied and by_rows
+        structure = Structure(name, offsets.contiguous(), inner.contiguous(), sizes, wait=wait, copied=copied)
     else:
         # Blocks on a diagonal: offsets and columns go on where the matrix before ended.
         offsets, inner = offsets.flatten(0, -2), inner.flatten(0, -2)
@@ -356,7 +368,7 @@ def _by_rows(name: str, by_columns: Structure) -> Structure:
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def indices_of(name: str, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _indices_of(name: str, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a sparse tensor, as it has them."""
     if a.layout == torch.sparse_coo:
         return a._indices(), a._indices()
@@ -365,12 +377,13 @@ def indices_of(name: str, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     raise ValueError(f"{name}: expected a sparse tensor or a plan, got a tensor of layout {a.layout}")
 
 
-def structure_of(name: str, a: torch.Tensor, wait: bool = True) -> tuple[Structure, torch.Tensor]:
+def structure_of(name: str, a: torch.Tensor, wait: bool = True, copied: bool = False) -> tuple[Structure, torch.Tensor]:
     """A sparse tensor's structure and its values, [nonzeros], which gradients go through. wait: False where the
-    structure's `checked` is called before anything is multiplied: the host goes on while the GPU looks."""
+    structure's `checked` is called before anything is multiplied: the host goes on while the GPU looks. copied: as
+    Structure has it."""
     if not isinstance(a, torch.Tensor):
         raise TypeError(f"{name}: expected a sparse tensor or a plan, got {type(a).__name__}")
-    offsets, inner = indices_of(name, a)
+    offsets, inner = _indices_of(name, a)
     key = offsets.data_ptr(), inner.data_ptr(), version_of(offsets), version_of(inner), a._nnz()
     entry = _known.get(a)  # type: ignore[no-untyped-call]  # which holds the indices: no others can lie where they did
     if entry is not None and entry[0] == key and entry[1].is_checked:  # else another thread's, on its stream
@@ -379,7 +392,7 @@ def structure_of(name: str, a: torch.Tensor, wait: bool = True) -> tuple[Structu
         _expect_plain(name, a)
         coo = a.layout == torch.sparse_coo
         with torch.inference_mode(False):  # a gradient may be recorded later
-            structure = _of_coo(name, a) if coo else _of_compressed(name, a, offsets, inner, wait)
+            structure = _of_coo(name, a) if coo else _of_compressed(name, a, offsets, inner, wait, copied)
         if -1 not in key[2:4]:  # of inference tensors nobody sees whether they were written to
             _known[a] = key, structure, offsets, inner
     return structure, values_of(a)

@@ -1,6 +1,7 @@
-// csr_check: what is wrong with a sparse matrix's indices, if anything. csr_transpose: the same matrix by its columns.
+// csr_check: what is wrong with a sparse matrix's indices, if anything. csr_check_copied: and copies of them in int32.
+// csr_transpose: the same matrix by its columns.
 //
-// Both run once, when a matrix enters; nothing after them reads an index that they have not seen. On a GPU the second
+// They run once, when a matrix enters; nothing after them reads an index that they have not seen. On a GPU the last
 // is a few calls of ATen's.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
@@ -11,6 +12,7 @@
 #include <ATen/ops/tensor.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 
@@ -91,6 +93,21 @@ Tensor csr_check_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_co
   return facts;
 }
 
+using Copied = std::tuple<Tensor, Tensor, Tensor>;
+
+void check_fits(const Tensor& crow, const Tensor& col, const c10::SymInt& columns) {
+  check("csr_check_copied", crow, col);
+  TORCH_CHECK_VALUE(std::max({crow.size(0), col.size(0), columns.expect_int()}) <= INT32_MAX,
+                    "csr_check_copied: expected a matrix that int32 indices reach, got ", crow.size(0) - 1, " x ",
+                    columns, " with ", col.size(0), " nonzeros");
+}
+
+Copied csr_check_copied_cpu(const Tensor& crow, const Tensor& col, c10::SymInt columns) {
+  check_fits(crow, col, columns);
+  return {csr_check_cpu(crow, col, columns), crow.to(at::kInt, /*non_blocking=*/false, /*copy=*/true),
+          col.to(at::kInt, /*non_blocking=*/false, /*copy=*/true)};
+}
+
 // A stable counting sort by column, each thread with counters of its own: the result does not depend on how many.
 std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_columns) {
   check("csr_transpose", crow_, col_);
@@ -143,6 +160,15 @@ Tensor csr_check_cuda(const Tensor& crow, const Tensor& col, c10::SymInt columns
   return csr_check_on_gpu(crow.contiguous(), col.contiguous(), columns.expect_int());
 }
 
+Copied csr_check_copied_cuda(const Tensor& crow, const Tensor& col, c10::SymInt columns) {
+  check_fits(crow, col, columns);
+  const OperationGuard guard("csr_check_copied", crow);
+  const auto narrow = crow.options().dtype(at::kInt);
+  const Tensor own_crow = empty({crow.size(0)}, narrow), own_col = empty({col.size(0)}, narrow);
+  return {csr_check_on_gpu(crow.contiguous(), col.contiguous(), columns.expect_int(), own_crow, own_col), own_crow,
+          own_col};
+}
+
 std::tuple<Tensor, Tensor, Tensor> csr_transpose_cuda(const Tensor& crow, const Tensor& col, c10::SymInt sym_columns) {
   check("csr_transpose", crow, col);
   const OperationGuard guard("csr_transpose", crow);
@@ -158,6 +184,11 @@ Tensor csr_check_meta(const Tensor& crow, const Tensor& col, c10::SymInt) {
   check("csr_check", crow, col);
   return at::empty({kFacts}, crow.options().dtype(at::kLong));
 }
+Copied csr_check_copied_meta(const Tensor& crow, const Tensor& col, c10::SymInt columns) {
+  const auto narrow = crow.options().dtype(at::kInt);
+  return {csr_check_meta(crow, col, columns), at::empty_symint({crow.sym_size(0)}, narrow),
+          at::empty_symint({col.sym_size(0)}, narrow)};
+}
 std::tuple<Tensor, Tensor, Tensor> csr_transpose_meta(const Tensor& crow, const Tensor& col, c10::SymInt columns) {
   check("csr_transpose", crow, col);
   return {at::empty_symint({columns + 1}, crow.options()), at::empty_symint({col.sym_size(0)}, crow.options()),
@@ -166,6 +197,8 @@ std::tuple<Tensor, Tensor, Tensor> csr_transpose_meta(const Tensor& crow, const 
 
 // Indices have no gradient.
 MATMULS_OPERATOR(CsrCheckOp, "custom_mm::csr_check", "", Tensor(const Tensor&, const Tensor&, c10::SymInt));
+MATMULS_OPERATOR(CsrCheckCopiedOp, "custom_mm::csr_check_copied", "",
+                 Copied(const Tensor&, const Tensor&, c10::SymInt));
 
 }  // namespace
 
@@ -179,25 +212,30 @@ Pattern Pattern::transposed(const c10::SymInt& columns) const {
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def("csr_check(Tensor crow, Tensor col, SymInt columns) -> Tensor", tags);
+  m.def("csr_check_copied(Tensor crow, Tensor col, SymInt columns) -> (Tensor, Tensor, Tensor)", tags);
   m.def("csr_transpose(Tensor crow, Tensor col, SymInt columns) -> (Tensor, Tensor, Tensor)", tags);
 }
 
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
   m.impl("csr_check", csr_check_cpu);
+  m.impl("csr_check_copied", csr_check_copied_cpu);
   m.impl("csr_transpose", csr_transpose_cpu);
 }
 #ifdef MATMULS_CUDA
 TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
   m.impl("csr_check", csr_check_cuda);
+  m.impl("csr_check_copied", csr_check_copied_cuda);
   m.impl("csr_transpose", csr_transpose_cuda);
 }
 #endif
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
   m.impl("csr_check", csr_check_meta);
+  m.impl("csr_check_copied", csr_check_copied_meta);
   m.impl("csr_transpose", csr_transpose_meta);
 }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("csr_check", CsrCheckOp::below_autograd);
+  m.impl("csr_check_copied", CsrCheckCopiedOp::below_autograd);
   m.impl("csr_transpose", CsrTransposeOp::below_autograd);
 }
 

@@ -50,18 +50,26 @@ __device__ void tell(const I* crow, const I* col, int64_t rows, int64_t nonzeros
   say(Problem::none, 0, 0, static_cast<int64_t>(seen.longest));
 }
 
+struct Copies {
+  int* crow;
+  int* col;
+};
+
 // The last block to have looked tells of all.
-template <class I>
-__global__ void __launch_bounds__(kThreads) look_kernel(const I* crow, const I* col, int64_t rows, int64_t nonzeros,
-                                                        int64_t columns, Seen* seen, int64_t* facts) {
+template <class I, bool copied>
+__global__ void __launch_bounds__(kThreads)
+    look_kernel(const I* crow, const I* col, int64_t rows, int64_t nonzeros, int64_t columns, Seen* seen,
+                int64_t* facts, const Copies own_copies) {
   __shared__ Seen of_block;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   if (threadIdx.x == 0) of_block = {};
+  if (copied && begin == 0) own_copies.crow[0] = static_cast<int>(crow[0]);
   Seen own{};
 #pragma unroll 4
   for (int64_t r = begin; r < rows; r += step) {
-    const int64_t first = crow[r], length = static_cast<int64_t>(crow[r + 1]) - first;
+    const int64_t first = crow[r], next = crow[r + 1], length = next - first;
+    if constexpr (copied) own_copies.crow[r + 1] = static_cast<int>(next);
     if (length < 0)
       own.row = larger(own.row, kFirst - r);
     else
@@ -74,6 +82,7 @@ __global__ void __launch_bounds__(kThreads) look_kernel(const I* crow, const I* 
 #pragma unroll 4
   for (int64_t p = begin; p < nonzeros; p += step) {
     const int64_t c = col[p];
+    if constexpr (copied) own_copies.col[p] = static_cast<int>(c);
     if (c < 0 || c >= columns) own.column = larger(own.column, kFirst - p);
     own.falls += p > 0 && c <= col[p - 1];
     own.beyond_two += p > 1 && c >> 2 == static_cast<int64_t>(col[p - 2]) >> 2;
@@ -100,7 +109,8 @@ __global__ void __launch_bounds__(kThreads) look_kernel(const I* crow, const I* 
 
 }  // namespace
 
-at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns) {
+at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns, const at::Tensor& own_crow,
+                            const at::Tensor& own_col) {
   const int64_t rows = crow.size(0) - 1, nonzeros = col.size(0);
   at::Tensor facts = empty({kFacts}, crow.options().dtype(at::kLong));
   const at::Tensor seen = empty({sizeof(Seen) / sizeof(int64_t)}, facts.options());
@@ -110,8 +120,12 @@ at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64
   C10_CUDA_CHECK(cudaMemsetAsync(at, 0, sizeof(Seen), stream));
   AT_DISPATCH_INDEX_TYPES(crow.scalar_type(), "csr_check", [&] {
     const index_t *offsets = crow.const_data_ptr<index_t>(), *places = col.const_data_ptr<index_t>();
-    look_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(offsets, places, rows, nonzeros, columns, at,
-                                                                        facts.mutable_data_ptr<int64_t>());
+    const bool copied = own_crow.defined();
+    const Copies copies =
+        copied ? Copies{own_crow.mutable_data_ptr<int>(), own_col.mutable_data_ptr<int>()} : Copies{nullptr, nullptr};
+    const auto kernel = copied ? look_kernel<index_t, true> : look_kernel<index_t, false>;
+    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(offsets, places, rows, nonzeros, columns, at,
+                                                                   facts.mutable_data_ptr<int64_t>(), copies);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return facts;

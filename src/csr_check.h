@@ -12,7 +12,8 @@ enum class Problem : int64_t { none, first_offset, last_offset, decreasing, colu
 constexpr int64_t kFacts = 7;
 constexpr int64_t kFar = 1 << 14;
 
-// Both contiguous, on the current device.
-at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns);
+// Both contiguous, on the current device. own_crow, own_col: undefined, or what gets copies of them in int32.
+at::Tensor csr_check_on_gpu(const at::Tensor& crow, const at::Tensor& col, int64_t columns,
+                            const at::Tensor& own_crow = {}, const at::Tensor& own_col = {});
 
 }  // namespace matmuls

@@ -100,6 +100,7 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     chosen = _ops.csr_spmm_arg(s.crow, s.col, values.detach(), dense.detach(), 5, "max")[1]
     yield _ops.csr_spmm.default, (s.crow, s.col, values, dense, 5, "sum", 1.0, None, *transposed, chosen)
     yield _ops.csr_check.default, (s.crow, s.col, 5)
+    yield _ops.csr_check_copied.default, (s.crow, s.col, 5)
     yield _ops.csr_transpose.default, (s.crow, s.col, 5)
     single, right = draw(s.nonzeros).float(), draw(5, 8).float()
     yield _ops.csr_filled.default, (s.crow, s.col, single.half(), 5)
@@ -218,6 +219,7 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_spmm.out,
             _ops.csr_spmm_arg.default,
             _ops.csr_check.default,
+            _ops.csr_check_copied.default,
             _ops.csr_transpose.default,
             _ops.csr_filled.default,
             _ops.csr_halves.default,

@@ -140,7 +140,7 @@ class SparsePlan:
 
     def _look_again(self, name: str) -> None:
         """After writes to the sparse tensor, whose values and indices have one version. Waits for the GPU."""
-        a = self._origin and self._origin()
+        a = None if self._origin is None else self._origin()
         if a is None or version_of(a) == self._seen or is_capturing(self.device):
             return
         seen, structure = version_of(a), structure_of(name, a)[0]

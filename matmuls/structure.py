@@ -234,9 +234,9 @@ class Structure:
         """Indices of 4 bytes, where they suffice: half of what a product reads. None lies in the memory of those of the
         sparse tensor beside, where what is written is not seen; but those of 8 bytes do, if torch counts the writes."""
         if self._narrow is None and self._check is not None and self._check.copies is not None:
-            crow, col = self._check.copies
+            copies = self._check.copies
             self.checked()
-            self._narrow = self._copy(crow=crow, col=col)
+            self._narrow = self._copy(crow=copies[0], col=copies[1])
             return self._narrow
         dtype = torch.int32 if max(self.rows, self.columns, self.nonzeros) < INT32_MAX else self.crow.dtype
         parts = () if beside is None else _indices_of("plan", beside)

@@ -86,7 +86,7 @@ def test_deterministic_algorithms_are_asked_for():
         torch.use_deterministic_algorithms(False)
 
 
-def test_values_and_indices_that_were_written_to(device):
+def test_values_that_were_written_to(device):
     dense, made, b = draw(device)
     a = dense.to_sparse_csr()
     made = plan(a)
@@ -102,9 +102,6 @@ def test_values_and_indices_that_were_written_to(device):
     assert made._again(b) is None
     values.requires_grad_()
     assert (made @ b).requires_grad
-    made._structure.col.zero_()
-    with pytest.raises(ValueError, match="indices as they were when they were checked"):
-        made @ b
 
 
 @pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES, choice.TILES, choice.TWO_OF_FOUR, choice.OURS])

@@ -148,6 +148,12 @@ class SparsePlan:
             raise ValueError(f"{name}: expected the indices that the plan was made of, got others; make it anew")
         self._seen = seen
 
+    def __copy__(self) -> "SparsePlan":
+        made = object.__new__(SparsePlan)
+        made.__dict__.update(self.__dict__)
+        made._unbind()
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_origin": None}  # the values are a copy
 

@@ -1,5 +1,6 @@
 """Sparse products: every layout, dtype, index type and reduction against float64, gradients, plans, hostile input."""
 
+import copy
 import gc
 import pickle
 import subprocess
@@ -589,9 +590,9 @@ def test_a_plan_sees_what_is_written_to_its_matrix(leaf, layout, index, device):
         (a._values() if layout == "coo" else a.values()).mul_(2)
         for _ in range(2):
             torch.testing.assert_close(made @ b, 2 * first)
-        copied = pickle.loads(pickle.dumps(made))
+        copied, again = pickle.loads(pickle.dumps(made)), copy.copy(made)
         a.copy_(moved)
-        for use in (lambda: made @ b, lambda: sddmm(dense, b @ b.mT, made)):
+        for use in (lambda: made @ b, lambda: again @ b, lambda: sddmm(dense, b @ b.mT, made)):
             with pytest.raises(ValueError, match=": expected the indices that the plan was made of, got others"):
                 use()
         torch.testing.assert_close(copied @ b, 2 * first)

@@ -13,8 +13,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
-# Where no GPU is visible. Later GPUs compile the PTX; 9.0a has Hopper's own instructions.
 LEAST_TORCH = (2, 11)  # pyproject.toml's
+# Where no GPU is visible. Later GPUs compile the PTX; 9.0a has Hopper's own instructions.
 DEFAULT_ARCHS = "7.5 8.0 8.6+PTX 9.0a"
 
 

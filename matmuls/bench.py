@@ -389,11 +389,12 @@ def _compile_share(
 
 def environment(device: str) -> dict[str, Any]:
     """Where and with what a result was measured."""
-    changes = _git("status", "--porcelain", "--", "src", "custom_mm", "matmuls")
+    ours = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None  # no repository around a copy
+    changes = _git("status", "--porcelain", "--", "src", "custom_mm", "matmuls") if ours else None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["matmuls", *sys.argv[1:]]),
-        "commit": os.environ.get("MATMULS_COMMIT") or _git("rev-parse", "HEAD"),
+        "commit": os.environ.get("MATMULS_COMMIT") or (_git("rev-parse", "HEAD") if ours else None),
         "modified": None if changes is None else bool(changes),
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
@@ -404,9 +405,6 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def _git(*args: str) -> str | None:
-    """Of the repository that has this file, not of one around an installed copy."""
-    if args[0] != "ls-files" and _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
     try:
         run = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10

@@ -23,7 +23,6 @@ _csr_transpose: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] =
 
 _unsafe_view: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view.default
 
-COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 INT32_MAX = 2**31 - 1
 
 
@@ -266,11 +265,9 @@ class Structure:
 
     def is_like(self, other: "Structure") -> bool:
         """Whether the indices are the same, in memory of their own. Waits for the GPU."""
-        pairs = [(s.crow, s.col, s.order) for s in (self, other)]
-        return all(
-            one is None is two or (one is not None and two is not None and torch.equal(one, two))
-            for one, two in zip(*pairs, strict=True)
-        ) and (self.nonzeros == 0 or self.col.data_ptr() != other.col.data_ptr())
+        mine, theirs = ([t for t in (s.crow, s.col, s.order) if t is not None] for s in (self, other))
+        own = self.nonzeros == 0 or self.col.data_ptr() != other.col.data_ptr()
+        return own and len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
 
 def from_entries(
@@ -289,12 +286,6 @@ def _expect_plain(name: str, a: torch.Tensor) -> None:
     dense = a.dense_dim()
     if dense or (a.layout == torch.sparse_coo and a.dim() != 2):
         raise ValueError(f"{name}: expected a sparse matrix, got shape {list(a.shape)} with {dense} dense dimensions")
-
-
-def _compressed_parts(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if a.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return a.crow_indices(), a.col_indices()
-    return a.ccol_indices(), a.row_indices()
 
 
 def _of_compressed(
@@ -372,8 +363,10 @@ def _indices_of(name: str, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     """Of a sparse tensor, as it has them."""
     if a.layout == torch.sparse_coo:
         return a._indices(), a._indices()
-    if a.layout in COMPRESSED:
-        return _compressed_parts(a)
+    if a.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return a.crow_indices(), a.col_indices()
+    if a.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return a.ccol_indices(), a.row_indices()
     raise ValueError(f"{name}: expected a sparse tensor or a plan, got a tensor of layout {a.layout}")
 
 

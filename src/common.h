@@ -21,9 +21,9 @@ inline int up(int64_t x, int64_t y) { return static_cast<int>(ceil_of(x, y)); }
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// a and b (and bias, out when given) must be strided tensors of one floating or complex dtype on one device.
 // A tensor beside `a`: strided, of its dtype and on its device.
 void check_same(const char* op, const char* name, const at::Tensor& t, const at::Tensor& a);
+// a and b (and bias, out when given) must be strided tensors of one floating or complex dtype on one device.
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias = {},
                     const at::Tensor& out = {});
 

@@ -122,7 +122,7 @@ struct PackedSoftmax {
     const auto offsets = index(r);
     const auto other = mask_index(r);
     Row row{x + offsets.at[0], y + offsets.at[1], mask + other.at[0],
-            ends && causal ? static_cast<int>(min(other.at[1], int64_t{INT32_MAX - 1})) : INT32_MAX - 1};
+            ends && causal ? last_column(other.at[1]) : kLastColumn};
     ptx::forget(row.x);
     if (bytes) ptx::forget(row.mask);
     return row;

@@ -9,6 +9,10 @@
 
 namespace matmuls {
 
+// The last column that a causal row sees, or of any row; one more is an int too.
+constexpr int kLastColumn = INT32_MAX - 1;
+__device__ inline int last_column(int64_t column) { return static_cast<int>(min(column, int64_t{kLastColumn})); }
+
 // Of up to `straight` dimensions without a loop, for which loads would wait: three where there are masks. Other kernels
 // that walk over rows are slower so: float32 layer norm of 262144 columns at 0.89 of a copy for 0.91.
 template <int N, int straight = 2>

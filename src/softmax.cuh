@@ -84,11 +84,11 @@ struct Softmax {
   }
   __device__ Row row_beside(int64_t r, int64_t offset) const { return row_at(r, offset, offset); }
   __device__ Row row_at(int64_t r, int64_t x_offset, int64_t y_offset) const {
-    Row row{x + x_offset, y + y_offset, nullptr, x_step, y_step, INT32_MAX - 1};
+    Row row{x + x_offset, y + y_offset, nullptr, x_step, y_step, kLastColumn};
     if constexpr (masked) {
       const auto other = mask_index(r);
       row.mask = mask + other.at[0] * mask_element;
-      if (causal) row.last = static_cast<int>(min(other.at[1], int64_t{INT32_MAX - 1}));
+      if (causal) row.last = last_column(other.at[1]);
     }
     return row;
   }

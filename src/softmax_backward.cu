@@ -87,15 +87,13 @@ struct SoftmaxBackward {
   __device__ Row row(int64_t r) const {
     const auto offsets = index(r);
     const auto& at = offsets.at;
-    Row row{y + at[0], grad + at[1], dx + at[2], steps,
-            causal ? static_cast<int>(min(at[3], int64_t{INT32_MAX - 1})) : INT32_MAX - 1};
+    Row row{y + at[0], grad + at[1], dx + at[2], steps, causal ? last_column(at[3]) : kLastColumn};
     ptx::forget(row.y);
     ptx::forget(row.grad);
     return row;
   }
   __device__ Row row_beside(int64_t r, int64_t offset) const {
-    return {y + offset, grad + offset, dx + offset, steps,
-            causal ? static_cast<int>(min(index(r).at[3], int64_t{INT32_MAX - 1})) : INT32_MAX - 1};
+    return {y + offset, grad + offset, dx + offset, steps, causal ? last_column(index(r).at[3]) : kLastColumn};
   }
   __device__ static const T* constant(int) { return nullptr; }
   __device__ static F absent(int) { return F(0); }

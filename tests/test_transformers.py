@@ -324,13 +324,16 @@ DECODERS = {
 }
 
 
+def decoder_of(name):
+    torch.manual_seed(0)
+    return DECODERS[name]().eval(), torch.randint(3, 60, (2, 9))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_several_tokens_at_once_over_a_cache(name, way):
     """Causal from the end of the keys, not from their beginning; so are drafts that a model looks through."""
-    torch.manual_seed(0)
-    model = DECODERS[name]().eval()
-    ids = torch.randint(3, 60, (2, 9))
+    model, ids = decoder_of(name)
     model.set_attn_implementation(way)
     with torch.no_grad():
         whole = model(ids).logits
@@ -349,9 +352,7 @@ def test_several_tokens_at_once_over_a_cache(name, way):
 @pytest.mark.parametrize("name", DECODERS)
 def test_keys_that_are_yet_to_come(name, way):
     """A static cache has room for more keys than there are."""
-    torch.manual_seed(0)
-    model = DECODERS[name]().eval()
-    ids = torch.randint(3, 60, (2, 9))
+    model, ids = decoder_of(name)
     with torch.no_grad():
         model.set_attn_implementation("eager")
         whole = model(ids, use_cache=False).logits
@@ -373,7 +374,6 @@ T5_LIKE = {
     "decoder_ffn_dim": 48,
     "vocab_size": 60,
 }
-LENS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 BESIDE_SDPA = {  # which transformers hands eager's masks alone
     "decoders of modules that say they are not causal": lambda: t.NllbMoeForConditionalGeneration(
         t.NllbMoeConfig(**T5_LIKE, num_experts=4)
@@ -382,7 +382,7 @@ BESIDE_SDPA = {  # which transformers hands eager's masks alone
         t.PegasusXConfig(**T5_LIKE, block_size=8, num_global_tokens=4)
     ),
     "layers that add masks themselves": lambda: t.GitForCausalLM(
-        t.GitConfig(**SMALL, vision_config=LENS | {"image_size": 32, "patch_size": 16}, bos_token_id=1, eos_token_id=2)
+        t.GitConfig(**SMALL, vision_config=IMAGES, bos_token_id=1, eos_token_id=2)
     ),
 }
 

@@ -452,16 +452,14 @@ def _plan_of(module: nn.Module) -> _Plan | None:
 def _lay_together(parameters: list[Tensor | None]) -> None:
     """Parameters of one shape, one after the other in one piece of memory; they stay the objects that they are. Not
     those that share theirs with others or may not be written to."""
-    if any(p is None for p in parameters) or len({p.shape for p in parameters if p is not None}) > 1:
+    given = [p for p in parameters if p is not None]
+    if len({p.data_ptr() for p in given}) < len(parameters) or len({p.shape for p in given}) > 1:
         return
-    if any(p.is_inference() or (p.device.type == "cpu" and p.is_shared()) for p in parameters if p is not None):
+    if any(p.is_inference() or (p.device.type == "cpu" and p.is_shared()) for p in given):
         return
-    if len({p.data_ptr() for p in parameters if p is not None}) < len(parameters):
-        return
-    whole = torch.cat([p.data for p in parameters if p is not None])
-    for p, part in zip(parameters, whole.chunk(len(parameters)), strict=True):
-        if p is not None:
-            p.data = part
+    whole = torch.cat([p.data for p in given])
+    for p, part in zip(given, whole.chunk(len(given)), strict=True):
+        p.data = part
 
 
 def _together(parameters: list[Tensor]) -> Tensor | None:

@@ -6,7 +6,7 @@ shopt -s nullglob
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT [STEP...]}
 shift
-steps=${*:-build tests cycles sanitize bert bench spmm spmm-pruned spmm-two-of-four sparse-linear blocks bench-bert}
+steps=${*:-build tests cycles sanitize bert bench spmm spmm-pruned spmm-two-of-four sparse-linear constant blocks bench-bert}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 failed=0
@@ -95,6 +95,7 @@ for name in $steps; do
     spmm-pruned) spmm_pruned ;;
     spmm-two-of-four) spmm_two_of_four ;;
     sparse-linear) step sparse-linear "$python" benchmarks/sparse_linear.py "$out" ;;
+    constant) step constant "$python" benchmarks/constant.py "$out" ;;
     blocks) step blocks "$python" benchmarks/blocks.py "$out" ;;
     bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
     *) echo "no step named $name" && failed=1 ;;

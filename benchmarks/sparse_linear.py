@@ -28,6 +28,7 @@ def measured(inputs: int, outputs: int, zeros: float, dtype: torch.dtype) -> Ite
     dense = torch.nn.Linear(inputs, outputs, device="cuda", dtype=dtype)
     dense.weight.copy_(sparse.weight.to_dense())
     dense.bias.copy_(sparse.bias)
+    sparse.freeze()
     for n in TOKENS:
         x = torch.randn(n, inputs, device="cuda", dtype=dtype)
         truth = torch.nn.functional.linear(x.double(), dense.weight.double(), dense.bias.double())

@@ -26,15 +26,30 @@ def is_capturing(device: int) -> bool:
     """Whether a GPU's current stream captures a graph. False without CUDA."""
 
 def current_stream(device: int) -> int:
-    """The address of a GPU's current stream; 0 is the default one. torch.cuda's takes 3 us."""
+    """The id of a GPU's current stream, which no later stream gets; 0 without CUDA."""
+
+def synchronize_stream(device: int) -> None:
+    """Wait for a GPU's current stream, also while another thread captures a graph."""
+
+def synchronize_device(device: int) -> None:
+    """Wait for all streams of a GPU. RuntimeError where one of them captures a graph."""
+
+class RelaxedCapture:
+    """A context in which this thread may make calls that a capture in another thread forbids (allocations, events).
+
+    Without CUDA it does nothing.
+    """
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
 
 class BoundCalls:
     """Calls of operators of which every argument but one tensor is known, the last 16."""
 
-    def bind(self, name: str, arguments: Sequence[Any], at: int, watched: Sequence[Tensor], stream: int | None) -> None:
+    def bind(self, name: str, arguments: Sequence[Any], at: int, watched: Sequence[Tensor]) -> None:
         """A call as it has just been made; its argument `at` is the open one. Forgotten at once where it recorded a
         gradient, under autocast and in a capture. watched: what it was made of beside its arguments; it is made again
-        unless one of either was written to or wants a gradient. stream: the only one where they may be read, if any."""
+        unless one of either was written to or wants a gradient."""
 
     def __call__(self, x: object, first: Tensor) -> Tensor | None:
         """The result for x, or None where no call was bound for a tensor like it: of its shape, strides, dtype and

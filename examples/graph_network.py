@@ -66,7 +66,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     graph = neighbours(a.graph, device)
-    plan = matmuls.plan(graph, products=4 * a.steps)
+    plan = matmuls.plan(graph, products=4 * a.steps, constant=True)
     print(f"{graph.shape[0]} points, {plan.nnz} nonzeros, {a.width} features")
     x = torch.randn(graph.shape[0], a.width, device=device)
     shapes = (a.width, a.width), (a.width, a.classes)

@@ -27,7 +27,7 @@ def prune(model: torch.nn.Module, sparsity: float) -> int:
     nbytes = 0
     for layer in model.encoder.layer:
         for part in (layer.intermediate, layer.output):
-            part.dense = nn.SparseLinear.from_linear(part.dense, sparsity=sparsity)
+            part.dense = nn.SparseLinear.from_linear(part.dense, sparsity=sparsity).freeze()
             nbytes += sum(t.nbytes for t in (*part.dense.parameters(), *part.dense.buffers()))
     return nbytes
 

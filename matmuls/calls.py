@@ -9,7 +9,6 @@ class Call(NamedTuple):
     operator: Any  # an OpOverload; where it is not lasting, whatever takes the arguments
     arguments: tuple[Any, ...]
     dense: int  # the dense side's place among them
-    stream: int | None = None  # the only one that may read what was made for it, yet
     lasting: bool = True  # nothing was made that is for this call alone
 
     def run(self) -> torch.Tensor:

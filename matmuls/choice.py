@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import RLock
 from typing import Any
 
 import torch
@@ -72,6 +71,7 @@ RACE, PRODUCTS = 2e-3, 50  # seconds of a measurement, and products that must pa
 LINEAR_US, TURNED_US = 0.7, 5  # microseconds more of a bias and rows as they lie, and where both sides are turned over
 # Of matrices whose rows are reordered: rows for each that begins far from the diagonal, and nonzeros of the longest.
 FEW_FAR, LONGEST_REORDERED = 4, 64
+DIFFERENTIABLE = (OURS, BLOCKS, DENSE, REORDERED)  # candidates with a gradient to the dense side
 SOONER = 1.06  # times that another way is estimated to be faster than ours: it is considered then
 
 
@@ -91,19 +91,17 @@ class Measurement:
     columns: int
     seconds: dict[str, float | None]
     estimated: bool = False
-    _fastest: dict[tuple[bool, bool], str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _fastest: dict[bool, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def fastest(self, dense: bool, cusparse: bool) -> str:
+    def fastest(self, without_gradient: bool) -> str:
+        """The name of the fastest candidate; with a gradient to the dense side, of those that have one."""
         if len(self.seconds) == 1 and OURS in self.seconds:
             return OURS
-        known = self._fastest.get((dense, cusparse))
+        known = self._fastest.get(without_gradient)
         if known is None:
-            halves = dense and cusparse
-            kinds = {OURS: True, BLOCKS: True, DENSE: dense, REORDERED: dense} | dict.fromkeys(
-                (HALVES, TWO_OF_FOUR, TILES, PACKED), halves
-            )
-            found = {k: t for k, t in self.seconds.items() if t is not None and kinds.get(k, cusparse)}
-            known = self._fastest[dense, cusparse] = min(found, key=lambda name: found[name], default=OURS)
+            times = {name: t for name, t in self.seconds.items() if t is not None}
+            found = {name: t for name, t in times.items() if without_gradient or name in DIFFERENTIABLE}
+            known = self._fastest[without_gradient] = min(found, key=lambda name: found[name], default=OURS)
         return known
 
 
@@ -118,29 +116,39 @@ def _near(seconds: dict[str, float], products: int) -> list[str]:
 
 
 class Choice:
-    """A plan's products. Ours is the one that needs no choice. products: how many must pay for choosing."""
+    """The products that a plan may take, and which one is the fastest. Ours is the one that needs no choice.
 
-    def __init__(self, structure: Structure, *older: object, products: int = PRODUCTS) -> None:
-        # older: what pickles of before held
-        self._structure, self.products = structure, products
+    products: how many must pay for choosing. constant: the user said that the values stay as they are, so that a copy
+    of the matrix in another layout may serve; without it every candidate reads the values that it is given.
+    """
+
+    def __init__(
+        self, structure: Structure, *older: object, products: int = PRODUCTS, constant: bool = False
+    ) -> None:  # older: arguments in pickles of earlier versions
+        self._structure, self.products, self.constant = structure, products, constant
         self.measured: dict[tuple[torch.dtype, int], Measurement] = {}
         self._products: dict[str, Product] = {}
         self._taken: set[str] = set()  # graphs may have captured what these keep
-        self.trained = False  # the values may be others since, without a count of it
-        self.generation = 0  # moves when what was made of them is forgotten for that
-        self._is_forgetting = False
         self._linear: dict[tuple[torch.dtype, int], str] = {}  # for a linear layer's rows
-        self._forgetting = RLock()
+        self._varying: Choice | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Choice":
         # What cuSPARSE prepared cannot be copied; the rest is soon measured.
-        return Choice(self._structure, products=self.products)
+        return Choice(self._structure, products=self.products, constant=self.constant)
 
     def __reduce__(self) -> Any:
-        return partial(Choice, products=self.products), (self._structure,)
+        return partial(Choice, products=self.products, constant=self.constant), (self._structure,)
 
-    def call(self, values: torch.Tensor, b: torch.Tensor, dense: bool) -> Call | None:
-        """values times b by the fastest candidate; None where that is ours. dense: the values will stay."""
+    def of_other_values(self) -> "Choice":
+        """The choice for values that are not those of a constant plan; made once."""
+        if not self.constant:
+            return self
+        if self._varying is None:
+            self._varying = Choice(self._structure, products=self.products)
+        return self._varying
+
+    def call(self, values: torch.Tensor, b: torch.Tensor) -> Call | None:
+        """values times b by the fastest candidate; None where that is ours."""
         device = b.device
         if b.dim() != 2 or device != values.device:
             return None
@@ -162,9 +170,8 @@ class Choice:
         if measurement is None:
             if is_capturing(device):
                 return None
-            measurement = self.measure(values, b, dtype, dense)
-        dense = dense and not values.is_inference()  # whether one was written to cannot be seen
-        while (name := measurement.fastest(dense, not (recording and b.requires_grad))) != OURS:
+            measurement = self.measure(values, b, dtype)
+        while (name := measurement.fastest(not (recording and b.requires_grad))) != OURS:
             try:
                 call = self._made(name).call(values, b, dtype)
             except RuntimeError:  # there is no memory, or nonzeros lie too unevenly
@@ -177,10 +184,10 @@ class Choice:
 
     def linear(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> Call | None:
         """x W^T + bias by the packed matrix or by the one with its zeros, whichever is faster by size; None where
-        another product is. x: [n, columns]; values that stay."""
+        another product is, and for values that may change. x: [n, columns]."""
         given = (values, x) if bias is None else (values, x, bias)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        if recording or values.is_inference() or torch.are_deterministic_algorithms_enabled():
+        if not self.constant or recording or torch.are_deterministic_algorithms_enabled():
             return None
         dtype, device, eights = x.dtype, x.device, -(-x.shape[0] // 8)
         if dtype.itemsize != 2 or any(t.dtype != dtype or t.device != device for t in given):
@@ -215,10 +222,10 @@ class Choice:
         best = min(others, key=lambda name: others[name])
         return PACKED_LINEAR if packed < others[best] else best
 
-    def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stay: bool = True) -> Measurement:
-        """Waits for the GPU unless ours is taken without being measured. stay: values that will not are not left in
-        what graphs read."""
-        if stay and self._is_scattered(dtype, b.shape[1], b.device) and (found := self._reordered(values, b, dtype)):
+    def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Measurement:
+        """Waits for the GPU unless ours is taken without being measured."""
+        scattered = self.constant and self._is_scattered(dtype, b.shape[1], b.device)
+        if scattered and (found := self._reordered(values, b, dtype)):
             return self._known(dtype, found)
         candidates = self._candidates(dtype, b) if b.shape[1] and self._structure.nonzeros else []
         if not candidates:
@@ -226,19 +233,19 @@ class Choice:
         large = [name for name in candidates if name in (TILES, DENSE, HALVES, TWO_OF_FOUR, PACKED, BLOCKS)]
         estimates = self._estimates(large, dtype, b)
         while len(near := _near(estimates, self.products)) == 1:
-            if near == [OURS] or self._prepare(near[0], values, b, dtype, stay):
+            if near == [OURS] or self._prepare(near[0], values, b, dtype):
                 known: dict[str, float | None] = {OURS: estimates[OURS]} if near == [OURS] else {**estimates}
                 return self._known(dtype, Measurement(b.shape[1], known, estimated=True))
             del estimates[near[0]]
         large = [name for name in large if not estimates or name in near]
         with torch.no_grad():
-            seconds = self._race(candidates, large, values.detach(), b.detach(), dtype, stay)
+            seconds = self._race(candidates, large, values.detach(), b.detach(), dtype)
         return self._known(dtype, Measurement(b.shape[1], seconds))
 
-    def _prepare(self, name: str, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, stay: bool) -> bool:
+    def _prepare(self, name: str, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
         made = self._made(name)
         try:
-            if stay and isinstance(made, Full):
+            if isinstance(made, Full):
                 made.prepare(values.detach(), b, dtype)
         except RuntimeError:  # there is no memory, or nonzeros lie too unevenly
             return False
@@ -251,7 +258,6 @@ class Choice:
         values: torch.Tensor,
         b: torch.Tensor,
         dtype: torch.dtype,
-        stay: bool,
     ) -> dict[str, float | None]:
         """Seconds of ours, of those in `large` and, unless these are far ahead, of the other candidates."""
 
@@ -264,7 +270,7 @@ class Choice:
 
         def ready(name: str) -> bool:
             try:
-                made = self._made(name) if stay or name == CUSPARSE else form_of(name, self._structure)
+                made = self._made(name)
                 if isinstance(made, Cusparse):
                     made.learn(values, b, dtype)
                 product = made.call(values, b, dtype).run()
@@ -300,7 +306,7 @@ class Choice:
     def _known(self, dtype: torch.dtype, measurement: Measurement) -> Measurement:
         self.measured[dtype, measurement.columns.bit_length()] = measurement
         if self._products:
-            kept = {m.fastest(True, True) for m in list(self.measured.values())} | self._taken
+            kept = {m.fastest(True) for m in list(self.measured.values())} | self._taken
             self._products = {name: made for name, made in list(self._products.items()) if name in kept}
         return measurement
 
@@ -320,10 +326,19 @@ class Choice:
         return {name: us[name] * 1e-6 for name in (OURS, *large)}
 
     def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
-        """The matrix with its zeros first, where it is worth a try; its blocks last."""
+        """Names of what may be faster than ours: copies of a constant matrix first, its blocks last."""
         s, device = self._structure, b.device
+        found = self._copies(dtype, b) if self.constant else []
+        if device.type == "cuda" and s.nonzeros * b.shape[1] < LARGE:
+            found.append(CUSPARSE)
+        if takes_blocks(s, dtype, device):
+            found.append(BLOCKS)
+        return found
+
+    def _copies(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
+        """Layouts that are worth a try and keep a copy of the values."""
+        s, device, found = self._structure, b.device, []
         on_gpu = device.type == "cuda"
-        found = [CUSPARSE] if on_gpu and s.nonzeros * b.shape[1] < LARGE else []
         elements = s.rows * s.columns
         wide = dtype == torch.float32 and not takes_tf32()
         eights = on_gpu and b.shape[1] % 8 == 0 and capability(device) == (9, 0)
@@ -331,23 +346,21 @@ class Choice:
         halves = hopper and s.nonzeros >= FEWEST_IN_HALVES * s.rows
         tensor_cores = on_gpu and not wide and dtype != torch.float64
         fill = FILL_HALVES if halves else FILL_TENSOR_CORES if tensor_cores else FILL
+        if hopper and s.distinct and is_even(s) and s.crow.dtype == torch.int32:
+            n = b.shape[1]
+            if SOONER * us_by_tiles(s, n) < us_by_rows(s, n):
+                found.append(TILES)
         if (
             device.type in ("cpu", "cuda")
             and (s.distinct or dtype.itemsize > 2)  # duplicates are not added up in 16 bits
             and s.nonzeros <= elements <= fill * s.nonzeros  # more are mostly duplicates
             and self._fits(elements * dtype.itemsize, device)
         ):
-            us = us_in_halves(s, b.shape[1]) if halves else {}
-            found.insert(0, min(us, key=lambda name: us[name], default=DENSE))
             if eights and dtype.itemsize == 2:
                 narrow = us_narrow(s, b.shape[1], memory(device))
-                found[:0] = [k for k in (TWO_OF_FOUR, PACKED) if narrow.get(k, math.inf) < CLEAR * narrow[DENSE]]
-        if hopper and s.distinct and is_even(s) and s.crow.dtype == torch.int32:
-            n = b.shape[1]
-            if SOONER * us_by_tiles(s, n) < us_by_rows(s, n):
-                found.insert(0, TILES)
-        if takes_blocks(s, dtype, device):
-            found.append(BLOCKS)
+                found += [k for k in (TWO_OF_FOUR, PACKED) if narrow.get(k, math.inf) < CLEAR * narrow[DENSE]]
+            us = us_in_halves(s, b.shape[1]) if halves else {}
+            found.append(min(us, key=lambda name: us[name], default=DENSE))
         return found
 
     def _is_scattered(self, dtype: torch.dtype, n: int, device: torch.device) -> bool:
@@ -370,7 +383,7 @@ class Choice:
         Waits for the GPU."""
         s, (_, n) = self._structure, b.shape
         made = reordered_of(s)
-        if made is None or not self._prepare(REORDERED, values, b, dtype, stay=True):
+        if made is None or not self._prepare(REORDERED, values, b, dtype):
             return None
         us = (us_by_reads(s, n * dtype.itemsize, dtype.itemsize, reads, memory(b.device)) for reads in made.reads)
         return Measurement(n, {name: t * 1e-6 for name, t in zip((OURS, REORDERED), us, strict=True)}, estimated=True)
@@ -378,10 +391,13 @@ class Choice:
     def _has_no_rival(self, dtype: torch.dtype, n: int, device: torch.device) -> bool:
         """Sizes alone say so, and nothing else is asked: the GPU waits for a plan's first product."""
         s = self._structure
+        if s.nonzeros * n < LARGE or s.blocks is not None:
+            return False
+        if not self.constant:
+            return True
         empty = s.rows * s.columns > FILL_TENSOR_CORES * s.nonzeros
         tiles = dtype == torch.float32 and s.columns <= MOST_COLUMNS
-        alone = empty and s.nonzeros * n >= LARGE and s.blocks is None and not tiles
-        return alone and not self._is_scattered(dtype, n, device)
+        return empty and not tiles and not self._is_scattered(dtype, n, device)
 
     @staticmethod
     def _fits(nbytes: int, device: torch.device) -> bool:
@@ -390,31 +406,20 @@ class Choice:
         return device.type == "cuda" and bool(nbytes <= torch.cuda.mem_get_info(device)[0] // 4)
 
     def _made(self, name: str) -> Product:
-        self.see_training()
         if name not in self._products:
             self._products[name] = form_of(name, self._structure)
         return self._products[name]
-
-    def see_training(self) -> None:
-        """What was made before the values were trained is forgotten."""
-        if not (self.trained or self._is_forgetting):
-            return
-        with self._forgetting:  # one thread, and none goes on before it has
-            if not self.trained:
-                return
-            self._is_forgetting = True
-            self.trained = False  # set again meanwhile, it is seen the next time
-            for made in list(self._products.values()):
-                if isinstance(made, Full):
-                    made.forget()
-            self.generation += 1
-            self._is_forgetting = False
 
     def refresh(self, values: torch.Tensor) -> None:
         """Other values, from now on."""
         for made in list(self._products.values()):
             if isinstance(made, Full) and not is_capturing(values.device):
                 made.refresh(values.detach())
+
+    @property
+    def is_captured(self) -> bool:
+        """True where a captured graph reads a copy that is kept here."""
+        return any(isinstance(made, Full) and made.is_captured for made in list(self._products.values()))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -427,7 +432,7 @@ class Choice:
         if self._structure.nonzeros and self._has_no_rival(dtype, LARGE, self._structure.crow.device):
             lines.append(f"from {-(-LARGE // self._structure.nonzeros)} columns on: ours, without another candidate")
         for (dtype, _), m in list(self.measured.items()):
-            chosen = m.fastest(True, True)
+            chosen = m.fastest(True)
             times = ", ".join(
                 f"{name} {'refused' if t is None else f'{t * 1e6:.1f} us'}{'*' if name == chosen else ''}"
                 for name, t in m.seconds.items()

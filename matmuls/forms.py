@@ -1,7 +1,7 @@
 """How a plan keeps a matrix to multiply by it: with its zeros, by tiles, packed, in its blocks, or for cuSPARSE."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from .device import capability, takes_tf32
 from .ours import Recorded, call_by_chunks, chunk_sizes, our_call, our_product
 from .packed import expected_units
 from .reorder import Reordered
-from .structure import Blocks, Given, Structure, current_stream, for_every_stream, is_capturing
+from .structure import Blocks, Structure, current_stream, for_every_stream, is_capturing, synchronize
 from .tiles import TileLayout, layout_of
 
 _ops = torch.ops.custom_mm
@@ -47,24 +47,27 @@ class Product(Protocol):
 
 @dataclass(frozen=True)
 class Kept:
-    """What was made, and of which values: detached they hold their memory, whatever .data of a parameter becomes, so
-    that no others can lie at their address. making: what other streams wait for."""
+    """A copy of the matrix and the values that it was made of. Detached, these hold their memory, whatever .data of a
+    parameter becomes, so that no others can lie at their address."""
 
     values: torch.Tensor
     state: Any
     made: tuple[torch.Tensor, ...]
-    making: Given | None
 
 
 class Full:
-    """The matrix in another form. Made anew when the values are others than those it was made of: in its place where a
-    CUDA graph reads it there, elsewhere beside it, as other threads, streams and autograd may yet read the old one."""
+    """A copy of a constant matrix in another layout, values included.
+
+    The user said that the values stay as they are. After `update`, or a write that torch counts, the copy is made anew:
+    in its place where a CUDA graph reads it there, elsewhere beside the old one, which other threads, streams and
+    autograd may yet read. Making it waits for the GPU, so that any stream may read it from then on.
+    """
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
-        self._kept: dict[Any, Kept] = {}  # for each dtype, or whatever else tells what is made
+        self._kept: dict[Any, Kept] = {}  # by dtype, or whatever else the layout depends on
+        self._retired: dict[Any, Kept] = {}  # what products that other threads had begun may read; until the next one
         self._captured: set[Any] = set()
-        self._readers: dict[int, torch.cuda.Stream] = {}
         self._making = RLock()  # one thread makes it, and none while another multiplies by what that one has made
 
     def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
@@ -79,33 +82,11 @@ class Full:
                 kept = self._kept_of(values, key) or self._keep(values, key)
         if capturing:
             self._captured.add(key)
-        elif kept.making is not None:
-            kept.making.wait()
-        call = self._call(kept.made, values, b, dtype)
-        return call if capturing or not values.is_cuda else call._replace(stream=self._reader(values.device))
-
-    def _reader(self, device: torch.device) -> int:
-        """The current stream, which is known from now on to read what was made."""
-        stream = current_stream(device)
-        if stream not in self._readers:
-            self._readers[stream] = torch.cuda.current_stream(device)
-        return stream
-
-    def _after_readers(self, made: tuple[torch.Tensor, ...], device: torch.device) -> None:
-        """The current stream may write over it, and free it, when those that read it have."""
-        for number, stream in list(self._readers.items()) if device.type == "cuda" else ():
-            if number == current_stream(device):
-                continue
-            with torch.cuda.stream(stream):
-                capturing = is_capturing(device)
-            if not capturing:
-                torch.cuda.current_stream(device).wait_stream(stream)
-                for t in made:
-                    t.record_stream(stream)
+        return self._call(kept.made, values, b, dtype)
 
     def prepare(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
         """For products by these values, in graphs too from now on. Waits for the GPU."""
-        self._keep(values, self._key(b, dtype), wait=True)
+        self._keep(values, self._key(b, dtype))
 
     def _key(self, b: torch.Tensor, dtype: torch.dtype) -> Any:
         return dtype
@@ -119,16 +100,16 @@ class Full:
         kept = self._kept.get(key)
         return kept if kept is not None and kept.state == _state(values) else None
 
-    def _keep(self, values: torch.Tensor, key: Any, wait: bool = False) -> Kept:
+    def _keep(self, values: torch.Tensor, key: Any) -> Kept:
         with self._making:
-            old = self._kept.get(key)
-            if old is not None:
-                self._after_readers(old.made, values.device)
-            made = self._made(values, key, old.made if old and key in self._captured else ())
-            if wait:
-                for_every_stream(values)
-            kept = Kept(values.detach(), _state(values), made, None if wait else Given(values))
-            self._kept[key] = kept
+            old, in_place = self._kept.get(key), key in self._captured
+            if in_place or key in self._retired:  # on any stream a replay may read the one, a product the other
+                synchronize(values.device)
+            made = self._made(values, key, old.made if old is not None and in_place else ())
+            for_every_stream(values)
+            if old is not None and not in_place:
+                self._retired[key] = old
+            kept = self._kept[key] = Kept(values.detach(), _state(values), made)
         return kept
 
     def _made(self, values: torch.Tensor, key: Any, old: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -138,19 +119,19 @@ class Full:
     def _call(self, kept: tuple[torch.Tensor, ...], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         raise NotImplementedError
 
-    def forget(self) -> None:
-        """Of which values it was made: the next product makes it anew."""
-        with self._making:
-            self._kept = {key: replace(kept, state=None) for key, kept in self._kept.items()}
-
     def refresh(self, values: torch.Tensor) -> None:
         """For graphs that read it: what was made of other values is written over."""
         for key in list(self._kept):  # other threads may add to it
             self._keep(values, key)
 
     @property
+    def is_captured(self) -> bool:
+        return bool(self._captured)
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
-        return [t for kept in list(self._kept.values()) for t in kept.made]
+        kept = *list(self._kept.values()), *list(self._retired.values())
+        return [t for one in kept for t in one.made]
 
 
 class Dense(Full):
@@ -321,15 +302,14 @@ class RowsReordered(Full):
             self._transposed = RowsReordered(structure)
         return self._transposed
 
-    def forget(self) -> None:
-        super().forget()
-        if self._transposed is not None:
-            self._transposed.forget()
-
     def refresh(self, values: torch.Tensor) -> None:
         super().refresh(values)
         if self._transposed is not None:
             self._transposed.refresh(values)
+
+    @property
+    def is_captured(self) -> bool:
+        return super().is_captured or (self._transposed is not None and self._transposed.is_captured)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -145,11 +145,16 @@ class SparseLinear(nn.Module):
 
     The parameters are `values`, [nonzeros], and `bias`; the weight's pattern by rows is in the buffers `offsets`,
     [out_features + 1], and `columns`, [nonzeros]. All of them are in the state, whatever the number of nonzeros was
-    before it is loaded. Products go through a plan, which is made with the first one. In 16 bits, without a gradient,
-    on Hopper the bias is added before the sum is rounded. A new module has no nonzeros: `from_linear` makes one of a
-    trained layer. dtypes as `matmuls.spmm`; raises RuntimeError on an x that does not fit. torch's parametrizations
-    take no parameter of the name `values`.
+    before it is loaded. Products go through a plan, which is made with the first one, and read `values` as they are by
+    then, whoever wrote them. `freeze()` says that they stay: then products may keep a copy of the weight in a layout
+    for tensor cores, and in 16 bits, without a gradient, on Hopper the bias is added before the sum is rounded.
+
+    A new module has no nonzeros: `from_linear` makes one of a trained layer. dtypes as `matmuls.spmm`; raises
+    RuntimeError on an x that does not fit. torch's parametrizations take no parameter of the name `values`.
     """
+
+    _is_frozen = False  # not in older pickles, as what a captured graph reads
+    _captured: tuple[SparsePlan, ...] = ()
 
     def __init__(
         self,
@@ -224,13 +229,46 @@ class SparseLinear(nn.Module):
                 self.offsets, self.columns, values, shape, device=values.device, check_invariants=False
             )
 
+    def _drop_plan(self) -> None:
+        """Make the plan anew with the next product. One that a captured graph reads lives as long as the module."""
+        if self._plan is not None and self._plan[1]._is_captured:
+            self._captured = (*self._captured, self._plan[1])
+        self._plan = None
+
+    def freeze(self) -> "SparseLinear":
+        """Say that the values stay as they are, which lets products keep copies of them: for inference. Returns itself.
+
+        values and bias require no gradient from then on. Writes to values that torch counts are seen, loaded states
+        too; after others (`.data`, a replayed graph) call `freeze` again. It ends with `unfreeze()`, or where `values`
+        require a gradient again.
+        """
+        self._is_frozen = True
+        self._drop_plan()
+        for parameter in (self.values, self.bias):
+            if parameter is not None:
+                parameter.requires_grad_(False)
+        return self
+
+    def unfreeze(self) -> "SparseLinear":
+        """Let values and bias require a gradient and products read the values anew each time. Returns itself."""
+        self._is_frozen = False
+        self._drop_plan()
+        for parameter in (self.values, self.bias):
+            if parameter is not None:
+                parameter.requires_grad_(True)
+        return self
+
     def plan(self) -> SparsePlan:
         """The plan of the weight; made anew when its pattern was written to or moved."""
+        if self._is_frozen and self.values.requires_grad:  # about to be trained, by an optimizer that may count nothing
+            self._is_frozen = False
+            self._drop_plan()
         indices = self.offsets, self.columns
         state = [(id(t), t.data_ptr(), version_of(t)) for t in indices]
         if self._plan is None or self._plan[0] != state:
-            shared = not self.columns.is_inference()  # what is written to those nobody sees
-            made = plan_of("plan", self._as_csr(), shared=shared).update(self.values)
+            shared = not self.columns.is_inference()  # writes to those cannot be seen
+            made = plan_of("plan", self._as_csr(), shared=shared, constant=self._is_frozen).update(self.values)
+            self._drop_plan()
             self._plan = state, made  # whole, as other threads take it
         made = self._plan[1]
         return made if made._values is self.values else made.update(self.values)
@@ -253,7 +291,7 @@ class SparseLinear(nn.Module):
             loaded, own = state_dict.get(prefix + name), getattr(self, name)
             if loaded is not None and loaded.shape != own.shape and loaded.dim() == 1:
                 own.grad, own.data = None, own.new_empty(loaded.shape)
-        self._plan = None
+        self._drop_plan()
         super()._load_from_state_dict(state_dict, prefix, *args)
         if len(errors) > failures or any(prefix + name in missing for name in names):  # a part alone fits no other
             for name, own, numbers in before:
@@ -261,11 +299,11 @@ class SparseLinear(nn.Module):
                 setattr(self, name, own)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_plan": None}  # it is soon made again
+        return self.__dict__ | {"_plan": None, "_captured": ()}  # the plan is soon made again
 
     def extra_repr(self) -> str:
         sparsity = 1 - self.values.numel() / max(self.in_features * self.out_features, 1)
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"sparsity={sparsity:.4f}"
+            f"sparsity={sparsity:.4f}" + (", frozen" if self._is_frozen else "")
         )

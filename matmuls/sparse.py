@@ -31,25 +31,27 @@ class SparsePlan:
     """A sparse matrix made ready for products: `plan @ B`. Made by `plan(A)`.
 
     The indices were checked once and are kept by rows, in int32 where that suffices; with the first gradient to a dense
-    side the same by columns. A product looks at none of them again. `plan @ B` takes the fastest of our product,
-    cuSPARSE's, the dense one and, on a GPU, that by blocks; the first for a dtype and a number of columns (to a power
-    of two) chooses, by size in a tenth of a millisecond or, where that does not tell, by measuring them in a few, and
-    waits for the GPU; no later one does, and none under CUDA-graph capture or torch.compile. The same product again, by
-    another dense side of the same shape and strides and without a gradient, costs the host 2 us beside its launches.
+    side the same by columns. A product looks at none of them again. Values are read at every product, where A keeps
+    them; `plan(A, constant=True)` also takes products that keep a copy of them in another layout.
+
+    `plan @ B` takes the fastest candidate: our product, cuSPARSE's, that by blocks and, of a constant matrix, the dense
+    one and those on tensor cores. The first product for a dtype and a number of columns (to a power of two) chooses, by
+    size in a tenth of a millisecond or, where that does not tell, by measuring them in a few, and waits for the GPU; no
+    later one does, and none under CUDA-graph capture or torch.compile. The same product again, by another dense side of
+    the same shape and strides and without a gradient, costs the host 2 us beside its launches.
     """
 
     _bound_linear: _C.BoundCalls | None = None  # as _bound, of linear layers; not in older pickles
     _values_shape: torch.Size | None = None  # A.values()', of blocks or of a batch; not in older pickles
-    _generation = 0  # of the choice, when they were bound
     _origin: weakref.ref[torch.Tensor] | None = None  # the sparse tensor whose values these are
-    _seen = 0  # its version, when its indices were those of the structure
+    _seen: tuple[int, int] = (0, 0)  # its _state_of, when its indices were those of the structure
+    _is_apart = False  # the values' version is not the sparse tensor's
 
     def __init__(
         self, structure: Structure, values: torch.Tensor, shape: tuple[int, ...], choice: Choice | None = None
     ) -> None:
         self._structure, self._values, self.shape, self._choice = structure, values, torch.Size(shape), choice
-        self._source: torch.Tensor | None = None  # the sparse tensor that takes the gradient
-        self._stays = True  # the values will be multiplied more than once
+        self._source: torch.Tensor | None = None  # the sparse tensor whose values are taken anew for each product
         self._bound: _C.BoundCalls | None = None  # the last products, to be made again
 
     @property
@@ -85,38 +87,43 @@ class SparsePlan:
         """Take other values for the same nonzeros, in the order of A.values(), whose shape they may have; nothing is
         inspected. Returns itself.
 
-        Needed too after writes to the values that torch does not count (by `.data`, through the tensor that A was made
-        of, by a graph that replays an optimizer, by a fused optimizer if a product without a gradient came between the
-        one with it and the step): the plan may keep the matrix with its zeros. A captured graph that multiplied by that
-        reads the other values at its next replay.
+        They are read where they are at every product. Values that are written to need no update; a constant plan needs
+        one after writes that torch does not count (by `.data`, through a tensor that shares their memory without their
+        version, by a fused optimizer, by a replayed graph). What a constant plan keeps is then made anew, which waits
+        for the GPU, and in place where a captured graph reads it: its next replay reads the other values. Raises
+        ValueError where values of a constant plan require a gradient.
         """
-        self._values, self._source, self._origin = self._checked(values), None, None
+        values = self._checked(values)
+        self._expect_constant(values)
+        self._values, self._source, self._origin = values, None, None
         self._unbind()
-        if self._choice is not None and self._stays:
+        if self._choice is not None:
             self._choice.refresh(values)
         return self
 
+    def _expect_constant(self, values: torch.Tensor) -> None:
+        if self._choice is not None and self._choice.constant and values.requires_grad:
+            raise ValueError("SparsePlan: expected values without a gradient in a constant plan, got some with one")
+
     def with_values(self, values: torch.Tensor) -> "SparsePlan":
-        """A plan with other values for the same nonzeros, sharing everything else with this one."""
-        made = SparsePlan(self._structure, self._checked(values), self.shape, self._choice)
-        made._stays = False
-        return made
+        """A plan with other values for the same nonzeros, not constant, sharing everything else with this one."""
+        choice = None if self._choice is None else self._choice.of_other_values()
+        return SparsePlan(self._structure, self._checked(values), self.shape, choice)
 
     def _product(self, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """By the fastest candidate."""
-        call = None if self._choice is None else self._choice.call(values, b, self._stays)
+        call = None if self._choice is None else self._choice.call(values, b)
         if call is None:
             call = our_call(self._structure, values, b)
         product = call.run()
-        if self._source is None and self._stays and call.lasting:
+        if self._source is None and call.lasting:
             self._bound = self._bind(self._bound, call, values)
         return product
 
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """x W^T + bias, or None where a product by columns and a sum after it are the way."""
-        if self._choice is None or not self._stays:
+        if self._choice is None or not self._choice.constant:
             return None
-        self._see_training()
         bound, first = self._bound_linear, self._values if bias is None else bias
         if bound is not None and (product := bound(x, first)) is not None:
             return product
@@ -135,18 +142,19 @@ class SparsePlan:
         bound = bound or _C.BoundCalls()
         name = call.operator.name()
         watched = [*made_of, *self._structure.tensors, *self._structure.block_tensors]
-        bound.bind(name, call.arguments, call.dense, watched, call.stream)
+        bound.bind(name, call.arguments, call.dense, watched)
         return bound
 
     def _look_again(self, name: str) -> None:
-        """After writes to the sparse tensor, whose values and indices have one version. Waits for the GPU."""
+        """After writes to the sparse tensor, whose values and indices have one version, and after its `.data` was set.
+        Waits for the GPU."""
         a = None if self._origin is None else self._origin()
-        if a is None or version_of(a) == self._seen or is_capturing(self.device):
+        if a is None or (seen := _state_of(a)) == self._seen or is_capturing(self.device):
             return
-        seen, structure = version_of(a), structure_of(name, a)[0]
+        structure, values = structure_of(name, a)
         if not structure.in_int32(a).is_like(self._structure):
             raise ValueError(f"{name}: expected the indices that the plan was made of, got others; make it anew")
-        self._seen = seen
+        self._values, self._seen = values.detach() if values.requires_grad else values, seen
 
     def __copy__(self) -> "SparsePlan":
         made = object.__new__(SparsePlan)
@@ -166,23 +174,16 @@ class SparsePlan:
 
     def _again(self, b: torch.Tensor) -> torch.Tensor | None:
         """The product by b as one before, where nothing has changed since."""
-        self._see_training()
         bound = self._bound
-        return None if torch.compiler.is_compiling() or bound is None else bound(b, self._values)
+        if torch.compiler.is_compiling() or bound is None or self._was_replaced():
+            return None
+        return bound(b, self._values)
 
-    def _forget(self) -> None:
-        """After a product that records a gradient to the values: torch does not count what fused optimizers write."""
-        if self._choice is not None:
-            self._choice.trained = True
-
-    def _see_training(self) -> None:
-        """Of values by whichever plan that shares the choice."""
-        choice = self._choice
-        if choice is not None:
-            choice.see_training()
-            if self._generation != choice.generation:
-                self._generation = choice.generation
-                self._unbind()
+    def _was_replaced(self) -> bool:
+        """True after writes to the sparse tensor that leave the version of `_values` as it is: to values of which these
+        are a copy, and by `.data` of a COO tensor."""
+        a = None if self._origin is None or not self._is_apart else self._origin()
+        return a is not None and _state_of(a) != self._seen
 
     def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
         return spmm(self, b)
@@ -192,6 +193,11 @@ class SparsePlan:
         """Bytes of the indices, the values and what the chosen products need, which the plan keeps alive."""
         chosen = [] if self._choice is None else self._choice.tensors
         return sum(t.untyped_storage().nbytes() if t.numel() == 0 else t.nbytes for t in (*self._tensors, *chosen))
+
+    @property
+    def _is_captured(self) -> bool:
+        """True where a captured graph reads a copy that the plan keeps alive."""
+        return self._choice is not None and self._choice.is_captured
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
@@ -224,7 +230,18 @@ class SparsePlan:
 Sparse = torch.Tensor | SparsePlan
 
 
-def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None = None) -> SparsePlan:
+def _state_of(a: torch.Tensor) -> tuple[int, int]:
+    """What changes when a sparse tensor's indices or values are written to or replaced, as far as torch counts it."""
+    return version_of(a), a._values().data_ptr() if a.layout == torch.sparse_coo else 0
+
+
+def plan(
+    a: Sparse,
+    *,
+    tune: bool | Iterable[int] = True,
+    products: int | None = None,
+    constant: bool | None = None,
+) -> SparsePlan:
     """Make a sparse matrix ready for many products: `plan(A) @ B`.
 
     a: a sparse tensor, [M, K] in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices, or a plan, which is
@@ -234,13 +251,18 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None =
     plan that is handed in it holds for the choices from now on. Every candidate gives the same bits every time, but not
     those of another; which one is fastest may change from process to process.
 
-    On a GPU the rows of a square matrix that read here and there of a large dense side are multiplied in another order,
-    in which they read less (matmuls/reorder.py).
+    constant: True says that the values stay as they are, a pruned weight's or a graph's. Then candidates that keep a
+    copy of them in another layout may be taken: the dense product, those on tensor cores, and, on a GPU, rows in
+    another order, in which scattered ones read less of a large dense side (matmuls/reorder.py). Writes that torch
+    counts are seen; after others call `update`. Without it every product reads the values that A has by then, however
+    they were written. None, the default, is False, and leaves a plan that is handed in as it is. Raises ValueError
+    where the values require a gradient.
 
     By blocks, of BSR and BSC with sides of 16, 32, 64 or 128: on tensor cores, of capability 8.0 on, in float16,
     bfloat16 or, where torch.set_float32_matmul_precision allows TF32, float32; differentiable, twice and more, in b.
 
-    a's values are shared with it, its indices are not. After a write to a that torch counts the next product looks
+    a's values are shared with it, its indices are not; values that do not lie side by side, and those of an uncoalesced
+    COO tensor, are copied or added up for every product. After a write to a that torch counts the next product looks
     whether the indices are still those of before, which waits for the GPU, and raises ValueError where they are not;
     compiled ones do not look. Where the dense product is taken, NaN and inf in B reach every row of the result, as
     those of torch.matmul do.
@@ -253,31 +275,45 @@ def plan(a: Sparse, *, tune: bool | Iterable[int] = True, products: int | None =
         raise TypeError(f"plan: expected tune to be True, False or several numbers of columns, got {tune!r}")
     if products is not None and (not isinstance(products, Integral) or isinstance(products, bool) or products < 1):
         raise TypeError(f"plan: expected products to be a whole number of 1 or more, got {products!r}")
-    made = a if isinstance(a, SparsePlan) else plan_of("plan", a, tune is not False)
+    if constant is not None and not isinstance(constant, bool):
+        raise TypeError(f"plan: expected constant to be True or False, got {constant!r}")
+    made = a if isinstance(a, SparsePlan) else plan_of("plan", a, tune is not False, constant=bool(constant))
+    if constant is not None and made._choice is not None and made._choice.constant != constant:
+        if not constant:  # graphs may read what it keeps
+            raise ValueError("plan: expected constant=True for a constant plan, got False; make another of the matrix")
+        if made.values.requires_grad:
+            raise ValueError("plan: expected values without a gradient for constant=True, got some that require it")
+        made._choice = Choice(made._structure, products=made._choice.products, constant=True)
+        made._unbind()
     if products is not None and made._choice is not None:
         made._choice.products = int(products)
     if widths and made._choice is not None:
         for n in widths:
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)
-            made._choice.measure(made._values, b, made.dtype, made._stays)
+            made._choice.measure(made.values, b, made.dtype)
         made._unbind()  # another may be the fastest now
     return made
 
 
-def plan_of(name: str, a: torch.Tensor, tuned: bool = True, shared: bool = False) -> SparsePlan:
+def plan_of(name: str, a: torch.Tensor, tuned: bool = True, shared: bool = False, constant: bool = False) -> SparsePlan:
     """shared: a's indices are the caller's, who sees what is written to them; int32 ones are not copied."""
-    structure, values = structure_of(name, a, wait=False, copied=not shared)
-    structure = structure.in_int32(None if shared else a)
-    choice = Choice(structure) if tuned and structure.batch is None else None
-    needs_gradient = a.requires_grad
-    made = SparsePlan(structure, values.detach() if needs_gradient else values, a.shape, choice)
-    made._source = a if needs_gradient else None
-    made._origin, made._seen = weakref.ref(a), version_of(a)
-    made._values_shape = a.detach()._values().shape if a.layout == torch.sparse_coo else a.detach().values().shape
-    structure.checked()
-    if a.layout == torch.sparse_coo and not a.is_coalesced():
-        for_every_stream(values)  # which were added up after the look at the indices
-    return made
+    if constant and isinstance(a, torch.Tensor) and a.requires_grad:
+        raise ValueError(f"{name}: expected values without a gradient for constant=True, got a matrix that requires it")
+    with _C.RelaxedCapture():  # another thread's capture forbids none of this
+        structure, values = structure_of(name, a, wait=False, copied=not shared)
+        structure = structure.in_int32(None if shared else a)
+        choice = Choice(structure, constant=constant) if tuned and structure.batch is None else None
+        needs_gradient = a.requires_grad
+        made = SparsePlan(structure, values.detach() if needs_gradient else values, a.shape, choice)
+        own = a.detach()._values() if a.layout == torch.sparse_coo else a.detach().values()
+        is_copy = made.nnz > 0 and own.data_ptr() != values.data_ptr()
+        made._source = a if needs_gradient or (is_copy and not constant) else None
+        made._origin, made._seen, made._values_shape = weakref.ref(a), _state_of(a), own.shape
+        made._is_apart = is_copy or a.layout == torch.sparse_coo
+        structure.checked()
+        if a.layout == torch.sparse_coo and not a.is_coalesced():
+            for_every_stream(values)  # which were added up after the look at the indices
+        return made
 
 
 def _ours(
@@ -373,8 +409,6 @@ def spmm(
     expect_dense("spmm", b=b)
     if out is not None:
         expect_dense("spmm", out=out)
-    if isinstance(a, SparsePlan) and values.requires_grad and torch.is_grad_enabled():
-        a._forget()
     if b.dim() == 0:
         raise RuntimeError(f"spmm: expected dense of shape [..., {shape[-1]}, n], got []")
     if b.dim() == 1:

@@ -49,27 +49,15 @@ def untransformed() -> Iterator[None]:
 
 
 def for_every_stream(t: torch.Tensor) -> None:
-    """What the current stream has been given to do on t's device is done."""
+    """Wait until the work given to t's current stream is done, so that every stream may read its results."""
     if t.is_cuda:
-        torch.cuda.current_stream(t.device).synchronize()
+        _C.synchronize_stream(t.device.index)
 
 
-class Given:
-    """What the current stream has been given to do on t's device so far."""
-
-    def __init__(self, t: torch.Tensor) -> None:
-        self._device = t.device
-        self._stream = current_stream(t.device) if t.is_cuda else 0
-        self._event = torch.cuda.current_stream(t.device).record_event() if t.is_cuda else None
-
-    def wait(self) -> None:
-        """The current stream goes on when it is done."""
-        if self._event is None or current_stream(self._device) == self._stream:
-            return
-        if self._event.query():
-            self._event = None
-        else:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+def synchronize(device: torch.device) -> None:
+    """Wait until the work given to all streams of a GPU is done."""
+    if device.type == "cuda":
+        _C.synchronize_device(device.index)
 
 
 @dataclass(frozen=True)

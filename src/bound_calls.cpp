@@ -71,7 +71,6 @@ struct Call {
   at::Device device;
   Modes modes;
   std::vector<Seen> watched;
-  std::optional<uintptr_t> stream;  // the only one that may read them
 
   bool is_for(const Tensor& x, const Tensor& first, const Modes& now) const {
     return x.key_set() == keys && x.sizes() == sizes && x.strides() == strides && x.scalar_type() == dtype &&
@@ -84,7 +83,6 @@ struct Call {
     const auto wants = [](const Seen& s) { return s.tensor.requires_grad(); };
     return at::GradMode::is_enabled() && (x.requires_grad() || std::any_of(watched.begin(), watched.end(), wants));
   }
-  bool may_read_here() const { return !stream || *stream == current_stream(device); }
 };
 
 c10::IValue value_of(py::handle x, const c10::Argument& argument) {
@@ -98,8 +96,7 @@ c10::IValue value_of(py::handle x, const c10::Argument& argument) {
 
 class BoundCalls {
  public:
-  void bind(const std::string& name, const py::sequence& arguments, size_t at, std::vector<Tensor> watched,
-            std::optional<uintptr_t> stream) {
+  void bind(const std::string& name, const py::sequence& arguments, size_t at, std::vector<Tensor> watched) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
     const auto& expected = op.schema().arguments();
     Stack stack;
@@ -121,8 +118,7 @@ class BoundCalls {
               x.scalar_type(),
               x.device(),
               Modes(),
-              {watched.begin(), watched.end()},
-              stream};
+              {watched.begin(), watched.end()}};
     if (call.wants_gradient(x) || is_capturing(call.device)) return;
     std::vector<Call> gone;  // freed below, when all is as it should be: a tensor that is freed may let go of the GIL
     for (auto other = calls_.begin(); other != calls_.end();)
@@ -136,7 +132,7 @@ class BoundCalls {
     const Tensor x = THPVariable_Unpack(maybe_x.ptr());
     const Modes now;
     for (auto call = calls_.begin(); call != calls_.end(); ++call) {
-      if (!call->is_for(x, first, now) || !call->may_read_here()) continue;
+      if (!call->is_for(x, first, now)) continue;
       if (!call->is_unchanged()) {
         std::vector<Call> gone;
         take(call, gone);
@@ -169,8 +165,7 @@ class BoundCalls {
 void define_bound_calls(py::module_& m) {
   py::class_<BoundCalls>(m, "BoundCalls")
       .def(py::init())
-      .def("bind", &BoundCalls::bind, py::arg("name"), py::arg("arguments"), py::arg("at"), py::arg("watched"),
-           py::arg("stream"))
+      .def("bind", &BoundCalls::bind, py::arg("name"), py::arg("arguments"), py::arg("at"), py::arg("watched"))
       .def("__call__", torch::wrap_pybind_function([](BoundCalls& self, py::handle x, const Tensor& first) {
              return self(x, first);
            }),

@@ -13,7 +13,12 @@ void set_workspace_size(int64_t nbytes) {
 }
 int64_t workspace_size() { return workspace_nbytes; }
 bool is_capturing(at::Device) { return false; }
-uintptr_t current_stream(at::Device) { return 0; }
+uint64_t current_stream(at::Device) { return 0; }
+void synchronize_stream(at::Device) {}
+void synchronize_device(at::Device) {}
+struct RelaxedCapture::Guard {};
+RelaxedCapture::RelaxedCapture() = default;
+RelaxedCapture::~RelaxedCapture() = default;
 }  // namespace matmuls
 
 #else
@@ -108,14 +113,37 @@ bool captures(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+// Unique in the process: a stream that is made later may get the address of one that was destroyed, but never its id.
+uint64_t id_of(cudaStream_t stream) {
+  unsigned long long id = 0;
+  C10_CUDA_CHECK(cudaStreamGetId(stream, &id));
+  return id;
+}
+
 }  // namespace
 
 bool is_capturing(at::Device device) {
   return device.is_cuda() && captures(c10::cuda::getCurrentCUDAStream(device.index()));
 }
-uintptr_t current_stream(at::Device device) {
-  return device.is_cuda() ? reinterpret_cast<uintptr_t>(c10::cuda::getCurrentCUDAStream(device.index()).stream()) : 0;
+uint64_t current_stream(at::Device device) {
+  return device.is_cuda() ? id_of(c10::cuda::getCurrentCUDAStream(device.index())) : 0;
 }
+void synchronize_stream(at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  const Uncaptured uncaptured;
+  C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream(device.index())));
+}
+void synchronize_device(at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  const Uncaptured uncaptured;
+  C10_CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+struct RelaxedCapture::Guard {
+  Uncaptured uncaptured;
+};
+RelaxedCapture::RelaxedCapture() : guard_(std::make_unique<Guard>()) {}
+RelaxedCapture::~RelaxedCapture() = default;
 
 // One handle and what belongs to it. The owner thread holds `mutex` for the length of a call, destroy_handles for the
 // length of the destruction; nobody else waits for it. Slots are never freed, only emptied.
@@ -126,7 +154,11 @@ struct Slot {
 
   std::mutex mutex;  // guards what follows
   void* handle = nullptr;
-  std::map<cudaStream_t, at::Tensor> workspaces;
+  struct Workspace {
+    uint64_t stream_id;
+    at::Tensor bytes;
+  };
+  std::map<cudaStream_t, Workspace> workspaces;
   std::set<cudaStream_t> captured;  // streams that used the handle inside a capture
   std::shared_ptr<void> attachment;
 
@@ -221,11 +253,14 @@ at::Tensor new_workspace(int device) {
 constexpr size_t kMaxWorkspaces = 80;
 
 const at::Tensor& cached_workspace(Slot& slot, cudaStream_t stream) {
-  if (auto it = slot.workspaces.find(stream);
-      it != slot.workspaces.end() && it->second.numel() == workspace_nbytes_for(slot.device))
-    return it->second;
+  const uint64_t id = id_of(stream);
+  if (auto it = slot.workspaces.find(stream); it != slot.workspaces.end()) {
+    if (it->second.stream_id == id && it->second.bytes.numel() == workspace_nbytes_for(slot.device))
+      return it->second.bytes;
+    slot.workspaces.erase(it);  // a destroyed stream's work may still use it, for which cudaFree waits
+  }
   if (slot.workspaces.size() >= kMaxWorkspaces) slot.workspaces.clear();
-  return slot.workspaces[stream] = new_workspace(slot.device);
+  return slot.workspaces.insert_or_assign(stream, Slot::Workspace{id, new_workspace(slot.device)}).first->second.bytes;
 }
 
 void check_not_capturing(const char* op, Slot& slot) {
@@ -290,7 +325,7 @@ std::vector<HandleInfo> live_handles() {
     if (!slot->handle) continue;
     HandleInfo info{name_of(slot->library), thread.str(), slot->device, {}};
     for (auto& [stream, workspace] : slot->workspaces)
-      info.workspaces.push_back({reinterpret_cast<uint64_t>(stream), workspace.numel()});
+      info.workspaces.push_back({reinterpret_cast<uint64_t>(stream), workspace.bytes.numel()});
     infos.push_back(std::move(info));
   }
   return infos;

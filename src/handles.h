@@ -41,10 +41,25 @@ std::vector<HandleInfo> live_handles();
 void set_workspace_size(int64_t nbytes);
 int64_t workspace_size();
 
-// Of the device's current stream: whether it captures a CUDA graph, and its address, 0 for the default one and on a
-// CPU.
+// True where the device's current stream captures a CUDA graph.
 bool is_capturing(at::Device device);
-uintptr_t current_stream(at::Device device);
+// The id of the device's current stream, which no later stream gets; 0 without CUDA.
+uint64_t current_stream(at::Device device);
+
+// Wait for the device's current stream, or for all of its streams, also while another thread captures a graph.
+void synchronize_stream(at::Device device);
+void synchronize_device(at::Device device);
+
+// A scope in which this thread may make calls that a capture in another thread forbids: allocations, event queries.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+
+ private:
+  struct Guard;
+  std::unique_ptr<Guard> guard_;
+};
 
 #ifdef MATMULS_CUDA
 // What every CUDA operation opens with: the tensor's device becomes the current one, and a forked child of a process

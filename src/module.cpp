@@ -40,6 +40,10 @@ std::string version_of(GetProperty get) {
 }
 #endif
 
+struct Relaxed {
+  std::unique_ptr<matmuls::RelaxedCapture> entered;
+};
+
 at::Device gpu(int index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
 
 py::dict build_info() {
@@ -75,6 +79,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("workspace_size", matmuls::workspace_size, no_gil());
   m.def("is_capturing", [](int device) { return matmuls::is_capturing(gpu(device)); }, py::arg("device"));
   m.def("current_stream", [](int device) { return matmuls::current_stream(gpu(device)); }, py::arg("device"));
+  m.def(
+      "synchronize_stream", [](int device) { matmuls::synchronize_stream(gpu(device)); }, py::arg("device"), no_gil());
+  m.def(
+      "synchronize_device", [](int device) { matmuls::synchronize_device(gpu(device)); }, py::arg("device"), no_gil());
+  py::class_<Relaxed>(m, "RelaxedCapture")
+      .def(py::init())
+      .def("__enter__", [](Relaxed& self) { self.entered = std::make_unique<matmuls::RelaxedCapture>(); })
+      .def("__exit__", [](Relaxed& self, const py::args&) { self.entered.reset(); });
   m.def("build_info", build_info);
   m.def(
       "check_no_overlap",

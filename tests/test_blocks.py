@@ -191,7 +191,7 @@ def draw_plan(layout, device, dtype=torch.float16, h=32, w=16):
 
 def assert_blocks_chosen(made):
     assert f"{choice.BLOCKS} " in made.explain()
-    assert all(m.fastest(True, True) == choice.BLOCKS for m in made._choice.measured.values())
+    assert all(m.fastest(True) == choice.BLOCKS for m in made._choice.measured.values())
 
 
 @pytest.mark.parametrize("layout", ["bsr", "bsc"])

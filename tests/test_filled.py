@@ -85,7 +85,7 @@ def test_rows_of_few_nonzeros_are_not_multiplied_in_halves(of_a_row):
     dense[:, torch.randperm(64)[:of_a_row]] = torch.randn(20000, of_a_row, device="cuda")
     a, b = dense.to_sparse_csr(), torch.randn(64, 512, device="cuda")
     halves = of_a_row == choice.FEWEST_IN_HALVES
-    names = plan(a)._choice._candidates(torch.float32, b)
+    names = plan(a, constant=True)._choice._copies(torch.float32, b)
     assert bool({choice.HALVES, choice.TWO_OF_FOUR} & set(names)) == halves
     exact, scale = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
     assert ((spmm(a, b) - exact).abs() / scale).max() <= (2**-21 if halves else of_a_row * 2**-24)
@@ -225,7 +225,7 @@ def test_a_plan_keeps_two_of_four_where_they_are_all(dtype):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Hopper's")
     dense = two_of_each_four(14336, 4096, dtype)
-    made, b = plan(dense.to_sparse_csr()), torch.randn(4096, 32, device="cuda").to(dtype)
+    made, b = plan(dense.to_sparse_csr(), constant=True), torch.randn(4096, 32, device="cuda").to(dtype)
     before, truth = made.nbytes, dense.double() @ b.double()
     result = made @ b
     assert choice.TWO_OF_FOUR in made.explain()
@@ -237,7 +237,9 @@ def test_a_plan_keeps_two_of_four_where_they_are_all(dtype):
         captured = made @ b
     made.update(made.values * 2)
     graph.replay()
-    doubled = plan((2 * dense).to_sparse_csr()) @ b  # not 2 * result, which rounds subnormal numbers before
+    doubled = (
+        plan((2 * dense).to_sparse_csr(), constant=True) @ b
+    )  # not 2 * result, which rounds subnormal numbers before
     assert torch.equal(captured, doubled)
     assert torch.equal(made @ b, doubled)
     right = b.clone().requires_grad_()
@@ -415,7 +417,7 @@ def test_a_plan_of_halves_follows_its_values(name, monkeypatch):
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})
     monkeypatch.setattr(choice, "us_in_halves", lambda *args: {name: 1.0})
     crow, col, values = draw(256, 320, 0.1)
-    made = plan(torch.sparse_csr_tensor(crow, col, values, (256, 320)))
+    made = plan(torch.sparse_csr_tensor(crow, col, values, (256, 320)), constant=True)
     b = torch.randn(320, 128, device="cuda")
     truth = full(crow, col, values, 320).double() @ b.double()
     torch.testing.assert_close((made @ b).double(), truth, atol=1e-4, rtol=1e-5)

@@ -192,12 +192,12 @@ def test_linear_layers_take_it(fastest, monkeypatch, device):
     """A SparseLinear takes what its size says, without a gradient, in a graph too."""
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Hopper's")
-    layer = SparseLinear.from_linear(torch.nn.Linear(1024, 768), sparsity=0.9).half().to(device)
+    layer = SparseLinear.from_linear(torch.nn.Linear(1024, 768), sparsity=0.9).half().to(device).freeze()
     taken, form = [], forms.PackedLinear if fastest == choice.PACKED_LINEAR else forms.Dense
     made = form._call
     monkeypatch.setattr(form, "_call", lambda *args: taken.append(1) or made(*args))
     monkeypatch.setattr(choice.Choice, "_linear_of", lambda *_: fastest)
-    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [])
+    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [])
     weight = layer.weight.to_dense()
     for n in (1, 8, 33):
         x = torch.randn(2, n, 1024, device=device).half()
@@ -207,7 +207,8 @@ def test_linear_layers_take_it(fastest, monkeypatch, device):
         torch.testing.assert_close(y.double(), truth, atol=2e-3, rtol=2e-3)
         assert len(taken) == 1
         taken.clear()
-        torch.testing.assert_close(layer(x).double(), truth, atol=2e-3, rtol=2e-3)  # with a gradient
+        with_gradient = layer(x.clone().requires_grad_())
+        torch.testing.assert_close(with_gradient.double(), truth, atol=2e-3, rtol=2e-3)
         assert not taken
     assert f"float16, 65 to 72 rows of a linear layer: {fastest}" in layer.plan().explain()
     with torch.no_grad():
@@ -281,13 +282,13 @@ def packed_wins(monkeypatch, device):
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Hopper's")
     monkeypatch.setattr(choice, "SMALLEST", 0)
-    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [choice.PACKED])
+    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.PACKED])
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.OURS: 1.0, choice.PACKED: 1e-6})
 
 
 def test_a_plan_follows_its_values(packed_wins, device):
     dense, crow, col, values = draw(300, 400, 0.2, device)
-    made = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape))
+    made = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape), constant=True)
     b = torch.randn(400, 32, device=device).half()
     assert_right(made @ b, dense, b)
     assert choice.PACKED in made.explain()
@@ -299,7 +300,7 @@ def test_a_plan_follows_its_values(packed_wins, device):
 @pytest.mark.cuda
 def test_graphs_see_other_values(packed_wins):
     dense, crow, col, values = draw(1500, 800, 0.1, "cuda")
-    made = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape))
+    made = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape), constant=True)
     for n in (32, 128):
         b = torch.randn(800, n, device="cuda").half()
         made.update(values)
@@ -352,7 +353,7 @@ def test_what_a_linear_layer_takes(monkeypatch):
         nonzeros = int(rows * columns * share)
         s = SimpleNamespace(rows=rows, columns=columns, nonzeros=nonzeros, distinct=True, beyond_two=nonzeros // 10)
         s.longest = nonzeros // rows
-        return choice.Choice(s)._linear_of(n, torch.device("cuda"))
+        return choice.Choice(s, constant=True)._linear_of(n, torch.device("cuda"))
 
     for n in (8, 16, 32):
         assert fastest(4096, 4096, 0.1, n) == choice.PACKED_LINEAR
@@ -367,9 +368,9 @@ def test_dense_where_packing_is_refused(monkeypatch, device):
     dense = torch.zeros(1024, 1024, device=device, dtype=torch.float16)
     for i in range(0, 1024, 64):
         dense[i : i + 64, i : i + 64] = 1
-    made = plan(dense.to_sparse_csr())
+    made = plan(dense.to_sparse_csr(), constant=True)
     monkeypatch.setattr(choice, "SMALLEST", 0)
-    monkeypatch.setattr(choice.Choice, "_candidates", lambda *_: [choice.PACKED, choice.DENSE])
+    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.PACKED, choice.DENSE])
     estimated = {choice.OURS: 3.0, choice.PACKED: 1.0, choice.DENSE: 2.0}
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: dict(estimated))
     b = torch.randn(1024, 32, device=device).half()

@@ -51,7 +51,7 @@ from .forms import (
 from .measure import time_warm
 from .ours import COUNTED, is_skewed, our_call
 from .registration import has_tangent
-from .structure import Structure, is_capturing, is_transformed
+from .structure import Structure, is_capturing, is_transformed, relaxed_capture
 from .tiles import MOST_COLUMNS, us_by_tiles
 
 _aten_linear = torch.ops.aten.linear.default
@@ -238,7 +238,7 @@ class Choice:
                 return self._known(dtype, Measurement(b.shape[1], known, estimated=True))
             del estimates[near[0]]
         large = [name for name in large if not estimates or name in near]
-        with torch.no_grad():
+        with torch.no_grad(), relaxed_capture():
             seconds = self._race(candidates, large, values.detach(), b.detach(), dtype)
         return self._known(dtype, Measurement(b.shape[1], seconds))
 

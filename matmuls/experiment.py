@@ -347,7 +347,7 @@ def measure_case(m: Operands, n: int, copy: float, backward: bool, against: tupl
         n=n,
         floor_us=m.floor_bytes(n) / copy * 1e6,
         results=_time(runs, checked, m.device),
-        chosen=OURS if chosen is None else chosen.fastest(True, True),
+        chosen=OURS if chosen is None else chosen.fastest(True),
         plan_bytes=made.nbytes,
         **_first_products(m, b, once),
     )

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from custom_mm import _C
-
 Run = Callable[[], object]
 
 ALIKE = 0.05  # the spread below which whole calls are taken for undisturbed
@@ -144,22 +142,21 @@ def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, own_before
 
     Rounds alternate. own_before: so many calls before are the rival's own, untimed. On a GPU it is half of two calls.
     """
-    with _C.RelaxedCapture():  # events are asked, which another thread's capture forbids
-        seconds: list[list[float]] = [[] for _ in rivals]
-        events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in rivals]
-        for n in range(rounds):
-            for i in range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals))):
-                for _ in range(own_before):
-                    rivals[i]()
-                if device == "cuda":
-                    events[i].append(_around_two(rivals[i]))
-                else:
-                    begin = time.perf_counter()
-                    rivals[i]()
-                    seconds[i].append(time.perf_counter() - begin)
-        if device == "cuda":
-            torch.cuda.current_stream().synchronize()
-            seconds = [[start.elapsed_time(end) / 2e3 for start, end in pairs] for pairs in events]
+    seconds: list[list[float]] = [[] for _ in rivals]
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in rivals]
+    for n in range(rounds):
+        for i in range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals))):
+            for _ in range(own_before):
+                rivals[i]()
+            if device == "cuda":
+                events[i].append(_around_two(rivals[i]))
+            else:
+                begin = time.perf_counter()
+                rivals[i]()
+                seconds[i].append(time.perf_counter() - begin)
+    if device == "cuda":
+        torch.cuda.current_stream().synchronize()
+        seconds = [[start.elapsed_time(end) / 2e3 for start, end in pairs] for pairs in events]
     return [_timing(s) for s in seconds]
 
 

@@ -18,7 +18,7 @@ from .choice import Choice
 from .dense import matmul
 from .ours import our_call
 from .registration import expect_dense, number
-from .structure import Structure, for_every_stream, from_entries, is_capturing, structure_of, values_of
+from .structure import Structure, for_every_stream, from_entries, is_capturing, relaxed_capture, structure_of, values_of
 
 _ops = torch.ops.custom_mm
 _spmm: Callable[..., torch.Tensor] = _ops.csr_spmm.default
@@ -299,7 +299,7 @@ def plan_of(name: str, a: torch.Tensor, tuned: bool = True, shared: bool = False
     """shared: a's indices are the caller's, who sees what is written to them; int32 ones are not copied."""
     if constant and isinstance(a, torch.Tensor) and a.requires_grad:
         raise ValueError(f"{name}: expected values without a gradient for constant=True, got a matrix that requires it")
-    with _C.RelaxedCapture():  # another thread's capture forbids none of this
+    with relaxed_capture():  # another thread's capture forbids none of this
         structure, values = structure_of(name, a, wait=False, copied=not shared)
         structure = structure.in_int32(None if shared else a)
         choice = Choice(structure, constant=constant) if tuned and structure.batch is None else None

@@ -54,6 +54,10 @@ def for_every_stream(t: torch.Tensor) -> None:
         _C.synchronize_stream(t.device.index)
 
 
+# A context in which this thread may query events and allocate while another thread captures a graph.
+relaxed_capture = _C.RelaxedCapture
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the work given to all streams of a GPU is done."""
     if device.type == "cuda":

@@ -1,5 +1,6 @@
 """The life of the handles: ahead or on demand, per thread, across forks, captures and exits."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -147,6 +148,30 @@ def test_many_streams_do_not_keep_a_workspace_each(no_handles):
             product()
     torch.cuda.synchronize()
     assert len(live("cublas")[0]["workspaces"]) <= 80
+
+
+@pytest.mark.cuda
+def test_a_stream_at_a_destroyed_ones_address_is_another(no_handles):
+    """Its id is new, and so is its workspace, which the destroyed stream's work may still use."""
+    runtime = torch.cuda.cudart()
+    a = torch.randn(512, 512, device="cuda")
+    truth, ids, addresses = a @ a, set(), set()
+    for _ in range(20):
+        address = ctypes.c_void_p()
+        assert int(runtime.cudaStreamCreate(ctypes.addressof(address))) == 0
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.ExternalStream(address.value)):
+            torch.cuda._sleep(1_000_000)
+            y = custom_mm.cublas_mmul(a, a)
+            ids.add(custom_mm._C.current_stream(0))
+            addresses.add(address.value)
+        assert int(runtime.cudaStreamDestroy(address.value)) == 0
+        torch.cuda.synchronize()
+        torch.testing.assert_close(y, truth)
+    assert len(ids) == 20
+    assert len(addresses) < 20, "addresses are reused"
+    workspaces = [w["stream"] for handle in custom_mm.handle_info() for w in handle["workspaces"]]
+    assert len(workspaces) <= len(addresses)
 
 
 @pytest.mark.cuda

@@ -318,6 +318,7 @@ Cluster cluster_of(const spmm::PackedCall& c) {
     const Room<Tile> room(c, shares);
     if (!room.is_enough()) continue;
     const int at_once = clusters_at_once<packed_kernel<Tile>, kThreads, kShared>(shares);
+    if (at_once == 0) continue;
     const int64_t waves = ceil_of(tiles, at_once);
     const double active = static_cast<double>(std::min<int64_t>(tiles, at_once)) / at_once;
     // To unpack and multiply, or to fetch: A's bytes, and rows of the dense side by their length.
@@ -400,7 +401,7 @@ bool can_go_packed(const PackedCall& c) {
   if (dense.element_size() != 2 || dense.dim() != 2 || dense.size(m.in_order ? 1 : 0) != m.columns ||
       dense.numel() == 0 || m.columns % 8 != 0 || (m.in_order && m.rows % 8 != 0) || dense.stride(1) != 1 ||
       !of_vectors(dense.unsqueeze(0)) || m.down > kMostBlocksAcross || ceil_of(c.n(), 2 * kWide) > kMostBlocksAcross ||
-      dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 36 || !can_multiply_halves(dense))
+      dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 36 || !has_hopper_kernels(dense.get_device()))
     return false;
   TORCH_CHECK_VALUE(packed.dim() == 2 && packed.size(0) == m.tiles() && packed.size(1) % (kPackedUnit / 2) == 0 &&
                         packed.size(1) >= kLeastPackedUnits * (kPackedUnit / 2) &&

@@ -102,7 +102,9 @@ __global__ void __launch_bounds__(kThreads, 1)
             hopper::load(a_map, to + half * Tile::half_bytes, &full[stage], k * kWide, row0 + half * shape.rows,
                          policy);
       };
-      const int ahead = min(last - first, Tile::stages);  // while the dense side's halves are being made
+      // While the dense side's halves are being made: split_kernel lets this one in after its own wait, when all that
+      // came before it, A too, has been written.
+      const int ahead = min(last - first, Tile::stages);
       for (int n = 0; n < ahead; ++n) load_a(first + n, n);
       ptx::wait_for_earlier();  // the next product's split_kernel is not let in beside: 1 to 2 us slower
       for (int k = first, n = 0; k < last; ++k, ++n) {

@@ -59,3 +59,13 @@ def check_no_overlap(op: str, out: Tensor, values: Tensor, dense: Tensor) -> Non
     """RuntimeError where out shares an element with itself or with one of the others."""
 
 def build_info() -> dict[str, Any]: ...
+def simulate_device(
+    *,
+    shared_memory: int | None = None,
+    multiprocessors: int | None = None,
+    cooperative_multiprocessors: int | None = None,
+    capability: tuple[int, int] | None = None,
+    hopper_code: bool | None = None,
+) -> None:
+    """Launches are chosen as for such a GPU, and refused where it could not run them; without arguments no longer. For
+    tests of a build with CUDA."""

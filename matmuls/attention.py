@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .dense import matmul
-from .device import capability
+from .device import has_hopper_kernels
 from .fused_softmax import scaled_masked_softmax
 
 _attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch.ops.custom_mm.attention.default
@@ -106,7 +106,7 @@ def shares(count: int, most: int) -> Iterator[slice]:
 
 def reads_strided(x: torch.Tensor, head: int) -> bool:
     """Whether heads of x's kind are read where they lie, bool masks granted; else each piece's are copied."""
-    return x.is_cuda and head == 64 and x.dtype in (torch.float16, torch.bfloat16) and capability(x.device) == (9, 0)
+    return head == 64 and x.dtype in (torch.float16, torch.bfloat16) and has_hopper_kernels(x.device)
 
 
 @register_flop_formula(torch.ops.custom_mm.attention_forward)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .calls import Call
-from .device import capability, memory, takes_tf32
+from .device import has_hopper_kernels, memory, takes_tf32
 from .estimates import (
     CUT,
     FEWEST_ROWS,
@@ -212,7 +212,7 @@ class Choice:
     def _linear_of(self, n: int, device: torch.device) -> str:
         """The fastest for n rows, in eights, in 16 bits: of a packed matrix, of eights too, or another."""
         s = self._structure
-        if device.type != "cuda" or capability(device) != (9, 0) or not s.distinct or not is_even(s, FEWEST_ROWS):
+        if not has_hopper_kernels(device) or not s.distinct or not is_even(s, FEWEST_ROWS):
             return OURS
         us = us_narrow(s, n, memory(device))
         packed = us.pop(PACKED) + LINEAR_US if s.rows % 8 == 0 else math.inf
@@ -317,7 +317,7 @@ class Choice:
         fewest = FEWEST_ROWS if dtype.itemsize == 2 else CUT
         if BLOCKS in large or not b.is_cuda or dtype == torch.float64 or n % 8 or not is_even(s, fewest):
             return {}
-        if (dtype == torch.float32 and DENSE in large) or capability(b.device) != (9, 0):
+        if (dtype == torch.float32 and DENSE in large) or not has_hopper_kernels(b.device):
             return {}
         if dtype == torch.float32:
             us = {OURS: us_by_rows(s, n), TILES: us_by_tiles(s, n), **us_in_halves(s, n)}
@@ -341,7 +341,7 @@ class Choice:
         on_gpu = device.type == "cuda"
         elements = s.rows * s.columns
         wide = dtype == torch.float32 and not takes_tf32()
-        eights = on_gpu and b.shape[1] % 8 == 0 and capability(device) == (9, 0)
+        eights = b.shape[1] % 8 == 0 and has_hopper_kernels(device)
         hopper = wide and eights
         halves = hopper and s.nonzeros >= FEWEST_IN_HALVES * s.rows
         tensor_cores = on_gpu and not wide and dtype != torch.float64

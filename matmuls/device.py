@@ -1,15 +1,54 @@
 """What a GPU and torch's switches allow."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+
+import custom_mm
+
+HOPPER_KERNELS: bool = custom_mm.build_info().get("hopper_kernels", False)  # are in this build
+_simulated: dict[str, Any] = {}
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """torch asks the driver each time: 3 to 20 us of the host."""
-    return torch.cuda.get_device_capability(device)
+    simulated: tuple[int, int] | None = _simulated.get("capability")
+    return simulated or torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    simulated: int | None = _simulated.get("multiprocessors")
+    return simulated or torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether Hopper's own kernels run: the GPU is of capability 9.0 and this build has code for 9.0a."""
+    code = _simulated.get("hopper_code", HOPPER_KERNELS)
+    return bool(code and device.type == "cuda" and capability(device) == (9, 0))
+
+
+@contextmanager
+def simulate(**limits: Any) -> Iterator[None]:
+    """For tests: choices as on a GPU of these limits, `_C.simulate_device`'s; what that could not launch fails."""
+    _set(limits)
+    try:
+        yield
+    finally:
+        _set({})
+
+
+def _set(limits: dict[str, Any]) -> None:
+    custom_mm._C.simulate_device(**limits)
+    _simulated.clear()
+    _simulated.update(limits)
+    for asked in (capability, multiprocessors, has_hopper_kernels):
+        asked.cache_clear()
 
 
 class Memory(NamedTuple):

@@ -44,7 +44,11 @@ def _cuda_state(build: dict[str, Any], gpus: list[dict[str, Any]]) -> str:
         for i, gpu in enumerate(gpus)
         if not serves(build["archs"], torch.cuda.get_device_capability(i))
     ]
-    return f"{state} and not for {', '.join(others)}: build again here" if others else state
+    if others:
+        state = f"{state} and not for {', '.join(others)}: build again here"
+    if not build.get("hopper_kernels") and any(gpu["capability"] == "9.0" for gpu in gpus):
+        state = f"{state}; without Hopper's own kernels, for which a build needs TORCH_CUDA_ARCH_LIST=9.0a"
+    return state
 
 
 def serves(archs: str, capability: tuple[int, int]) -> bool:

@@ -11,16 +11,14 @@
 // that whole lines are written.
 #ifdef __CUDACC__
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <array>
-#include <atomic>
 #include <limits>
 
 #include "attention.h"
 #include "hopper.cuh"
+#include "launch.cuh"
 #include "tensor_map.h"
 
 namespace matmuls {
@@ -378,19 +376,18 @@ CUtensorMap map_of(const at::Tensor& t, int rows) {
 
 template <class T, bool masked>
 void launch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Shape& shape) {
-  static std::array<std::atomic<bool>, 64> known{};
-  auto& ready = known[c10::cuda::current_device() % 64];
+  constexpr auto kernel = attention_kernel<T, masked>;
+  static PerDevice<bool> known{};
+  auto& ready = known[c10::cuda::current_device()];
   if (!ready.load(std::memory_order_relaxed)) {
     C10_CUDA_CHECK(
-        cudaFuncSetAttribute(attention_kernel<T, masked>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
-    C10_CUDA_CHECK(cudaFuncSetAttribute(attention_kernel<T, masked>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                        cudaSharedmemCarveoutMaxShared));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
     ready.store(true, std::memory_order_relaxed);
   }
+  allow_shared_memory<kernel>();
   const int64_t blocks = q.size(0) * q.size(1) * shape.tiles;
-  attention_kernel<T, masked><<<static_cast<unsigned>(blocks), kThreads, kShared, c10::cuda::getCurrentCUDAStream()>>>(
-      map_of<T>(q, 64), map_of<T>(k, kKeys), map_of<T>(v, kKeys), shape);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  Launch launch(static_cast<unsigned>(blocks), kThreads, kShared);
+  launch(kernel, map_of<T>(q, 64), map_of<T>(k, kKeys), map_of<T>(v, kKeys), shape);
 }
 
 // Heads that a bulk copy can walk.
@@ -406,17 +403,12 @@ bool is_bytes(const at::Tensor& mask) { return mask.scalar_type() == at::kBool |
 }  // namespace
 
 bool fits_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scale) {
-#ifdef MATMULS_SM90A
-  const auto* properties = at::cuda::getDeviceProperties(q.device().index());
-  if (properties->major != 9 || properties->minor != 0 || tensor_map_encoder() == nullptr) return false;
+  if (!has_hopper_kernels(q.device().index())) return false;
   const int64_t queries = q.size(2), keys = k.size(2), tiles = (queries + kQueries - 1) / kQueries;
   return (q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf) && q.numel() > 0 && keys > 0 &&
          walkable(q) && walkable(k) && walkable(v) && (!mask.defined() || is_bytes(mask)) && scale > 0 &&
          keys % 8 == 0 && queries <= INT32_MAX / 2 && keys <= INT32_MAX / 2 &&
          q.size(0) * q.size(1) * tiles <= INT32_MAX;
-#else
-  return false;
-#endif
 }
 
 void attend_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scale,

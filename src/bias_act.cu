@@ -25,13 +25,13 @@ constexpr const char* kOp = "bias_act_";
 
 #ifdef __CUDACC__
 #include <ATen/Dispatch.h>
-#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <bit>
 
 #include "device.cuh"
+#include "device_limits.h"
 #include "handles.h"
 
 namespace matmuls {
@@ -109,7 +109,7 @@ void launch(T* x, const T* bias, int64_t rows, int64_t columns, int64_t row_stri
   const unsigned tx = std::min<uint64_t>(256, std::bit_ceil(static_cast<uint64_t>(vectors))), ty = 256 / tx;
   const int64_t blocks_x = (vectors + tx - 1) / tx, blocks_y = (rows + ty - 1) / ty;
   // 4 to 16 rows a thread: as many as leave 8 blocks for each multiprocessor.
-  const int64_t enough = 8 * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const int64_t enough = int64_t{8} * device_limits().multiprocessors;
   const int64_t rows_a_thread = std::clamp<int64_t>(blocks_x * blocks_y / enough, 4, 16);
   const dim3 grid(static_cast<unsigned>(blocks_x),
                   static_cast<unsigned>(std::min<int64_t>((blocks_y + rows_a_thread - 1) / rows_a_thread, 65535)));

@@ -5,6 +5,7 @@
 #include <ATen/Dispatch.h>
 
 #include "filled.cuh"
+#include "launch.cuh"
 #include "sparse.cuh"
 
 namespace matmuls {
@@ -12,9 +13,10 @@ namespace {
 
 static_assert(sizeof(FillFacts) == kFillFacts * sizeof(int));
 
-constexpr int kFillColumns = 8192;  // of a row at a time, in shared memory
-constexpr int kAtOnce = 4;          // nonzeros of a thread
-constexpr unsigned kAbsent = ~0u;   // a NaN that no 16-bit number is; a float32 one does not fit in any case
+constexpr int kFillColumns = 8192;        // of a row at a time, in shared memory
+constexpr int64_t kFillStatic = 1 << 10;  // bytes of shared memory beside them, at most
+constexpr int kAtOnce = 4;                // nonzeros of a thread
+constexpr unsigned kAbsent = ~0u;         // a NaN that no 16-bit number is; a float32 one does not fit in any case
 
 struct FillShape {
   int64_t rows, part;  // part: elements of one half
@@ -218,9 +220,15 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
                     rows, " x ", columns);
   const auto ints = values.options().dtype(at::kInt), halves = values.options().dtype(at::kHalf);
   Filled made;
+  const int64_t shared = at_once * static_cast<int64_t>(sizeof(float));
   if (two_of_four) {
     TORCH_CHECK_VALUE(stride <= kMostPaired && rows + room <= INT32_MAX, "spmm: expected at most ", kMostPaired,
                       " columns to keep two of four, got ", columns, ", and fewer nonzeros than ", values.size(0));
+    const int64_t fits = (device_limits().shared_per_block - kFillStatic) / static_cast<int64_t>(sizeof(float));
+    TORCH_CHECK_VALUE(at_once <= fits, "spmm: expected at most ", fits,
+                      " columns to keep two of four on this GPU, whose blocks have too little shared memory for more, "
+                      "got ",
+                      columns);
     made.parts = wide ? empty({tiles, stride / kStepColumns, kStepHalves}, halves)
                       : empty({tiles, stride / kStepColumns, kNarrowStepHalves}, values.options());
     made.rest = zeros({rows + room, 2}, ints);
@@ -236,15 +244,12 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
   if (made.parts.numel() == 0) return made;
   const FillShape shape{rows, rows * stride, static_cast<int>(stride), static_cast<int>(at_once), room};
   const dim3 grid(static_cast<unsigned>(two_of_four ? tiles * kTileRows : rows), static_cast<unsigned>(chunks));
-  const auto shared = static_cast<size_t>(at_once) * sizeof(float);
   const auto launch = [&]<class T, bool with_rest>(T) {
     AT_DISPATCH_INDEX_TYPES(p.crow.scalar_type(), "spmm", [&] {
       constexpr auto kernel = fill_kernel<T, index_t, with_rest>;
-      if (shared > (48 << 10))
-        C10_CUDA_CHECK(
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
-      kernel<<<grid, kSparseThreads, shared, stream>>>(
-          p.crow.const_data_ptr<index_t>(), p.col.const_data_ptr<index_t>(), indices_or_null<index_t>(p.order),
+      if (with_rest) allow_shared_memory<kernel>();  // the others take 32 KB at most
+      Launch(grid, kSparseThreads, shared)(
+          kernel, p.crow.const_data_ptr<index_t>(), p.col.const_data_ptr<index_t>(), indices_or_null<index_t>(p.order),
           values.const_data_ptr<T>(), static_cast<uint4*>(made.parts.mutable_data_ptr()),
           wide ? made.exponents.mutable_data_ptr<int>() : nullptr, facts,
           with_rest ? static_cast<int2*>(made.rest.mutable_data_ptr()) : nullptr, shape);
@@ -259,7 +264,6 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
       launch.template operator()<c10::BFloat16, with_rest>({});
   };
   two_of_four ? by_type.template operator()<true>() : by_type.template operator()<false>();
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
   return made;
 }
 

@@ -47,7 +47,7 @@ at::Tensor look_for_infinite(const at::Tensor& dense);
 // rows of dense and out on 16 bytes. dense takes up to 128 MiB in halves, or those of 128 columns, at a time.
 void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values, const at::Tensor& dense,
                      const at::Tensor& out, double alpha);
-bool can_multiply_halves(const at::Tensor& operand);  // on its GPU
+bool can_multiply_halves(const at::Tensor& operand);  // on its GPU, the current one
 
 // out <- A @ dense in 16 bits, of what two of four keep of A, of columns that differ in every row; n a multiple of 8,
 // rows of dense, at least one, and out on 16 bytes and no nearer than they are long. 0 times what is not

@@ -1,9 +1,6 @@
 // The dense side's halves (filled.h): a cluster takes 16 columns, scales each to its largest number and splits it. It
 // is waiting most of the time, and there are few: what two of four leave of A is multiplied meanwhile, by CUDA cores.
 #ifdef __CUDACC__
-#include <array>
-#include <atomic>
-
 #include "filled.cuh"
 #include "filled_sm90.cuh"
 #include "ptx.cuh"
@@ -154,15 +151,13 @@ __global__ void __launch_bounds__(kSplitThreads, kBlocksAtOnce)
 
 }  // namespace
 
+constexpr int kMostKept = kKeptRows * kSplitColumns * 4;  // bytes of shared memory
+
+bool can_split_dense() { return clusters_at_once<split_kernel, kSplitThreads, kMostKept>(kSplitBlocks) > 0; }
+
 void split_dense(const at::Tensor& dense, const DenseHalves& to, const at::Tensor& rest, const at::Tensor& out) {
-  static std::array<std::atomic<bool>, 64> known{};
-  auto& ready = known[c10::cuda::current_device() % 64];
   const int rows = static_cast<int>(dense.size(0)), n = static_cast<int>(dense.size(1));
-  constexpr int most = kKeptRows * kSplitColumns * 4;
-  if (!ready.load(std::memory_order_relaxed)) {
-    C10_CUDA_CHECK(cudaFuncSetAttribute(split_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
-    ready.store(true, std::memory_order_relaxed);
-  }
+  allow_shared_memory<split_kernel>();
   const int shared = std::min(up(rows, kSplitBlocks), kKeptRows) * kSplitColumns * 4;
   Rest left{};
   left.first_block = static_cast<int>(DenseHalves::parts(n) * kSplitBlocks);

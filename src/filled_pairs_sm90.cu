@@ -277,6 +277,7 @@ Cluster cluster_of(int64_t rows, int64_t n, int steps) {
     for (int shares = 1; shares <= std::min(kMostBlocks / peers, steps); ++shares) {
       const int64_t clusters = Tile::wide ? down * up(across, peers) : up(down, peers) * across;
       const int at_once = clusters_at_once<two_of_four_kernel<Tile>, kThreads, Tile::shared>(peers * shares);
+      if (at_once == 0) continue;
       const int64_t step = Tile::wide ? 940 - 25 * peers : 455 + 20 / peers;
       const int64_t begin_and_end = Tile::wide ? 6000 * shares : 3000 + 1000 * shares;
       const int64_t cost = ceil_of(clusters, at_once) * (begin_and_end + up(steps, shares) * step);

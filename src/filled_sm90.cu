@@ -102,7 +102,9 @@ __global__ void __launch_bounds__(kThreads, 1)
             hopper::load(a_map, to + half * Tile::half_bytes, &full[stage], k * kWide, row0 + half * shape.rows,
                          policy);
       };
-      const int ahead = min(last - first, Tile::stages);  // while the dense side's halves are being made
+      // While the dense side's halves are being made: split_kernel lets this one in after its own wait, when all that
+      // came before it, A too, has been written.
+      const int ahead = min(last - first, Tile::stages);
       for (int n = 0; n < ahead; ++n) load_a(first + n, n);
       ptx::wait_for_earlier();  // the next product's split_kernel is not let in beside: 1 to 2 us slower
       for (int k = first, n = 0; k < last; ++k, ++n) {
@@ -249,7 +251,7 @@ CUtensorMap map_of(const void* halves, int64_t rows, int64_t columns, int box_ro
 // The steps of A that stay in the L2 from one product to the next: where it takes all that comes by, nothing is left of
 // A when it is read again. More than a third of the L2 for A and the `others` was slower (H200, 4096 x 4096).
 int staying_steps(size_t bytes, int64_t others, int steps) {
-  const double room = at::cuda::getCurrentDeviceProperties()->l2CacheSize / 3. - static_cast<double>(others);
+  const double room = static_cast<double>(device_limits().l2) / 3. - static_cast<double>(others);
   return static_cast<int>(std::clamp(room / static_cast<double>(bytes), 0., 1.) * steps);
 }
 
@@ -265,8 +267,9 @@ Shares shares_of(int64_t rows, int64_t n, int64_t inner) {
   const int64_t tiles = int64_t{up(rows, kRows)} * up(n, Tile::columns);
   Shares best{INT64_MAX, 1};
   for (int shares = 1; shares <= kMostShares; ++shares) {
-    const int64_t steps = up(tiles, clusters_at_once<multiply_halves_kernel<Tile>, kThreads, Tile::shared>(shares)) *
-                          (kStepsOfTile + up(up(inner, kWide), shares));
+    const int at_once = clusters_at_once<multiply_halves_kernel<Tile>, kThreads, Tile::shared>(shares);
+    if (at_once == 0) continue;
+    const int64_t steps = up(tiles, at_once) * (kStepsOfTile + up(up(inner, kWide), shares));
     const int64_t cost = steps * (Tile::columns == 128 ? 100 : 64);
     if (cost < best.cost) best = {cost, shares};
   }
@@ -320,13 +323,8 @@ void multiply(const Filled& a, const DenseHalves& b, int64_t inner, const at::Te
 
 }  // namespace
 
-bool can_multiply_halves([[maybe_unused]] const at::Tensor& operand) {
-#ifdef MATMULS_SM90A
-  const auto* properties = at::cuda::getDeviceProperties(operand.get_device());
-  return properties->major == 9 && properties->minor == 0 && tensor_map_encoder() != nullptr;
-#else
-  return false;
-#endif
+bool can_multiply_halves(const at::Tensor& operand) {
+  return has_hopper_kernels(operand.get_device()) && can_split_dense();
 }
 
 void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values, const at::Tensor& dense,

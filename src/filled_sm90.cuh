@@ -28,6 +28,7 @@ struct DenseHalves {
 };
 
 // rest: what two of four leave of A (filled.h); out <- rest @ dense, in the rows of A that have any.
+bool can_split_dense();  // on the current device
 void split_dense(const at::Tensor& dense, const DenseHalves& to, const at::Tensor& rest, const at::Tensor& out);
 
 }  // namespace matmuls

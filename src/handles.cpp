@@ -23,7 +23,6 @@ RelaxedCapture::~RelaxedCapture() = default;
 
 #else
 
-#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -38,8 +37,11 @@ RelaxedCapture::~RelaxedCapture() = default;
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <string>
 #include <thread>
 #include <utility>
+
+#include "device_limits.h"
 
 namespace matmuls {
 
@@ -71,21 +73,66 @@ struct Uncaptured {
   c10::cuda::CUDAStreamCaptureModeGuard guard{cudaStreamCaptureModeRelaxed};
 };
 
-void* create(Library library) {
+// Gives back what torch's allocator keeps for later. It refuses while some thread captures a graph or allocates to a
+// pool, of which nothing tells before: its cache then stays.
+void empty_torch_cache() {
+  try {
+    c10::cuda::CUDACachingAllocator::emptyCache();
+  } catch (const c10::Error&) {
+  }
+}
+
+// Makes what takes memory of the GPU outside torch's allocator: make() returns false where there was too little. It is
+// tried again without torch's cache, and then torch.OutOfMemoryError is raised.
+template <class Make>
+void make_in_gpu_memory(const char* op, const char* name, int64_t nbytes, const Make& make) {
+  if (make()) return;
+  empty_torch_cache();
+  if (make()) return;
+  size_t free = 0, total = 0;
+  if (cudaMemGetInfo(&free, &total) != cudaSuccess) (void)cudaGetLastError();
+  TORCH_CHECK_WITH(OutOfMemoryError, false, op, ": CUDA out of memory. Expected room for ", name,
+                   nbytes > 0 ? " of " + std::to_string(nbytes) + " bytes" : std::string(),
+                   " outside torch's allocator, ", "got ", free, " bytes free of ", total);
+}
+
+bool was_made(cublasStatus_t status) {
+  if (status == CUBLAS_STATUS_ALLOC_FAILED) return false;
+  MATMULS_CUBLAS_CHECK(status);
+  return true;
+}
+bool was_made(cusparseStatus_t status) {
+  if (status == CUSPARSE_STATUS_ALLOC_FAILED) return false;
+  MATMULS_CUSPARSE_CHECK(status);
+  return true;
+}
+bool was_made(cudaError_t status) {
+  if (status == cudaErrorMemoryAllocation) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  C10_CUDA_CHECK(status);
+  return true;
+}
+
+void* create(Library library, const char* op) {
   watch_for_fork();
   const Uncaptured uncaptured;
   void* handle = nullptr;
-  switch (library) {
-    case Library::cublas:
-      MATMULS_CUBLAS_CHECK(cublasCreate(reinterpret_cast<cublasHandle_t*>(&handle)));
-      // Split-K partial sums stay float32: torch's default lets cuBLAS round them to the 16-bit type.
-      MATMULS_CUBLAS_CHECK(cublasSetMathMode(
-          static_cast<cublasHandle_t>(handle),
-          static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
-      break;
-    case Library::cublaslt: MATMULS_CUBLAS_CHECK(cublasLtCreate(reinterpret_cast<cublasLtHandle_t*>(&handle))); break;
-    case Library::cusparse: MATMULS_CUSPARSE_CHECK(cusparseCreate(reinterpret_cast<cusparseHandle_t*>(&handle))); break;
-  }
+  const std::string name = std::string("a ") + name_of(library) + " handle";
+  make_in_gpu_memory(op, name.c_str(), 0, [&] {
+    switch (library) {
+      case Library::cublas: return was_made(cublasCreate(reinterpret_cast<cublasHandle_t*>(&handle)));
+      case Library::cublaslt: return was_made(cublasLtCreate(reinterpret_cast<cublasLtHandle_t*>(&handle)));
+      case Library::cusparse: return was_made(cusparseCreate(reinterpret_cast<cusparseHandle_t*>(&handle)));
+    }
+    return true;
+  });
+  if (library == Library::cublas)
+    // Split-K partial sums stay float32: torch's default lets cuBLAS round them to the 16-bit type.
+    MATMULS_CUBLAS_CHECK(cublasSetMathMode(
+        static_cast<cublasHandle_t>(handle),
+        static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
   handles_made.store(true);
   return handle;
 }
@@ -226,22 +273,18 @@ std::vector<Slot*> all_slots() {
 int64_t workspace_nbytes_for(int device) {
   const int64_t asked = pool().workspace_nbytes.load(std::memory_order_relaxed);
   if (asked > 0) return asked;
-  return at::cuda::getDeviceProperties(device)->major >= 9 ? (32 << 20) : (8 << 20);
+  return device_limits(device).major >= 9 ? (32 << 20) : (8 << 20);
 }
 
 at::TensorOptions bytes_on(int device) { return at::TensorOptions(at::kByte).device(at::kCUDA, device); }
 
 // Memory of our own, not the caching allocator's: what torch allocates may belong to a private pool that somebody else
 // accounts for (CUDA graph trees do), and a workspace outlives any pool.
-at::Tensor new_workspace(int device) {
+at::Tensor new_workspace(int device, const char* op) {
   const int64_t nbytes = workspace_nbytes_for(device);
   const Uncaptured uncaptured;
   void* data = nullptr;
-  if (cudaMalloc(&data, nbytes) != cudaSuccess) {
-    (void)cudaGetLastError();
-    c10::cuda::CUDACachingAllocator::emptyCache();
-    C10_CUDA_CHECK(cudaMalloc(&data, nbytes));
-  }
+  make_in_gpu_memory(op, "a workspace", nbytes, [&] { return was_made(cudaMalloc(&data, nbytes)); });
   const auto free = [](void* p) {
     const Uncaptured uncaptured;
     C10_CUDA_CHECK_WARN(cudaFree(p));
@@ -252,7 +295,7 @@ at::Tensor new_workspace(int device) {
 // A process that makes streams without end must not keep a workspace for each: torch's own pool has 64 a device.
 constexpr size_t kMaxWorkspaces = 80;
 
-const at::Tensor& cached_workspace(Slot& slot, cudaStream_t stream) {
+const at::Tensor& cached_workspace(Slot& slot, cudaStream_t stream, const char* op) {
   const uint64_t id = id_of(stream);
   if (auto it = slot.workspaces.find(stream); it != slot.workspaces.end()) {
     if (it->second.stream_id == id && it->second.bytes.numel() == workspace_nbytes_for(slot.device))
@@ -260,7 +303,8 @@ const at::Tensor& cached_workspace(Slot& slot, cudaStream_t stream) {
     slot.workspaces.erase(it);  // a destroyed stream's work may still use it, for which cudaFree waits
   }
   if (slot.workspaces.size() >= kMaxWorkspaces) slot.workspaces.clear();
-  return slot.workspaces.insert_or_assign(stream, Slot::Workspace{id, new_workspace(slot.device)}).first->second.bytes;
+  return slot.workspaces.insert_or_assign(stream, Slot::Workspace{id, new_workspace(slot.device, op)})
+      .first->second.bytes;
 }
 
 void check_not_capturing(const char* op, Slot& slot) {
@@ -355,7 +399,7 @@ Borrowed::Borrowed(Library library, const char* op)
     TORCH_CHECK(!capturing, op, ": expected a live ", name_of(library), " handle for this thread on device ",
                 slot_.device, " during CUDA graph capture, got none: call init_", name_of(library),
                 "() or run the work once before the capture");
-    slot_.handle = create(library);
+    slot_.handle = create(library, op);
   }
   if (capturing)
     slot_.captured.insert(stream);
@@ -368,7 +412,7 @@ Borrowed::Borrowed(Library library, const char* op)
   // Under capture the workspace is the capture's own: it comes from the capture's pool and goes back to it after the
   // call, so that a replayed graph never writes where an eager call may, and memory stays flat.
   workspace_ = capturing ? at::empty({workspace_nbytes_for(slot_.device)}, bytes_on(slot_.device))
-                         : cached_workspace(slot_, stream);
+                         : cached_workspace(slot_, stream, op);
   if (library == Library::cublas) {
     // Stream first: cublasSetStream drops the workspace.
     MATMULS_CUBLAS_CHECK(cublasSetStream(cublas(), stream), ", in ", op);

@@ -122,10 +122,9 @@ bool launch_held_rows(const Op& op, const Rows<N>& rows) {
   if (ranks > kMaxRanks || rows.count > INT32_MAX / ranks || !has_sm90_code()) return false;
   const auto go = [&]<int kept, int blocks, Scope scope>() {
     constexpr auto kernel = held_rows_kernel<Op, V, kept, blocks, scope>;
-    const auto* gpu = at::cuda::getCurrentDeviceProperties();
     // Beside what the kernel has of its own; of gradients a part less: 43000 bfloat16 columns at 0.95 for 0.93.
-    const int64_t room = static_cast<int64_t>(gpu->sharedMemPerMultiprocessor) / blocks -
-                         (K == 1 && scope == Scope::block ? 2048 : 3072);
+    const int64_t room =
+        device_limits().shared_per_multiprocessor / blocks - (K == 1 && scope == Scope::block ? 2048 : 3072);
     // No more than it takes: the L1, through which registers are filled, has the rest (50257 bfloat16 columns at 0.99
     // of a copy, 0.80 with all).
     const int64_t slots = std::min(room / kHeldPartBytes, most + 1 - kept);

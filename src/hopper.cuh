@@ -90,6 +90,11 @@ __device__ inline void wait_for_stores() {
 __device__ inline void bring(const CUtensorMap& map, int x, int y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
 }
+// Bytes to the L2, as many as a multiple of 16. Nothing is read of them: what another kernel writes to them meanwhile
+// is seen by those who read them later.
+__device__ inline void bring_bytes(const void* from, unsigned bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 // The map is fetched before the first copy asks for it.
 __device__ inline void prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

@@ -389,8 +389,8 @@ bool multiply(const Operands& o) {
   if (multiply_few_rows<T, b_k_apart>(o)) return true;
   const Way<T, Tile<T, 2, 256, 4>, b_k_apart> large(o);
   // Teams of many clusters leave the rest of the GPU idle.
-  const int waves = up(int64_t{large.pairs} * large.across, large.clusters());
-  const bool idle = large.waves == 0 || large.waves > kPanels<T> * waves;
+  const int clusters = large.clusters();
+  const bool idle = large.waves == 0 || large.waves > kPanels<T> * up(int64_t{large.pairs} * large.across, clusters);
   if constexpr (kTurned<T, b_k_apart>) {
     return !idle && large.launch(o);
   } else {
@@ -416,9 +416,7 @@ bool walkable(const at::Tensor& t) {
 }  // namespace
 
 bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool transb) {
-#ifdef MATMULS_SM90A
-  const auto* properties = at::cuda::getCurrentDeviceProperties();
-  if (properties->major != 9 || properties->minor != 0 || tensor_map_encoder() == nullptr) return false;
+  if (!has_hopper_kernels(c10::cuda::current_device())) return false;
   const bool tf32 = a.scalar_type() == at::kFloat;
   if (tf32 ? !allows_tf32() : a.scalar_type() != at::kBFloat16 && a.scalar_type() != at::kHalf) return false;
   at::Tensor rows = transb ? b : b.t();  // [N, K]
@@ -434,9 +432,6 @@ bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::
   if (a.scalar_type() == at::kBFloat16)
     return k_apart ? multiply<c10::BFloat16, true>(o) : multiply<c10::BFloat16, false>(o);
   return k_apart ? multiply<c10::Half, true>(o) : multiply<c10::Half, false>(o);
-#else
-  return false;
-#endif
 }
 
 }  // namespace matmuls

@@ -82,13 +82,7 @@ bool start(Launch& launch, bool together, int blocks_of_a_cluster, Kernel kernel
   launch.in_clusters(blocks_of_a_cluster);
   launch.early();
   if (together) launch.together();
-  const cudaError_t launched = cudaLaunchKernelEx(&launch.config, kernel, arguments...);
-  if (launched == cudaErrorCooperativeLaunchTooLarge) {
-    (void)cudaGetLastError();
-    return false;
-  }
-  C10_CUDA_CHECK(launched);
-  return true;
+  return launch.if_all_fit(kernel, arguments...);
 }
 
 // TF32 has no operand with K apart but one in registers, the left one: where b lies so, the tile is made as its

@@ -256,19 +256,21 @@ int64_t launch_stream(const NormBackward<T>& op, const Rows<3>& rows, Tensor& pa
   const auto options = at::TensorOptions().device(at::kCUDA, at::cuda::current_device());
   if (sums) partial = empty({teams, 2, rows.columns}, options.dtype(at::kFloat));
   const Tensor letters = empty({a.whole ? teams : 0, StreamNormBackward<T>::kLetters}, options.dtype(at::kLong));
-  launch_stream_norm_backward<T>({op.grad,
-                                  op.xhat,
-                                  op.weight,
-                                  op.rstd,
-                                  op.dx,
-                                  {rows.strides[0][0], rows.strides[1][0], rows.strides[2][0]},
-                                  rows.count,
-                                  static_cast<int>(rows.columns),
-                                  op.rms,
-                                  sums ? partial.mutable_data_ptr<float>() : nullptr,
-                                  reinterpret_cast<uint64_t*>(letters.mutable_data_ptr<int64_t>())},
-                                 teams, a.whole);
-  return teams;
+  const bool launched =
+      launch_stream_norm_backward<T>({op.grad,
+                                      op.xhat,
+                                      op.weight,
+                                      op.rstd,
+                                      op.dx,
+                                      {rows.strides[0][0], rows.strides[1][0], rows.strides[2][0]},
+                                      rows.count,
+                                      static_cast<int>(rows.columns),
+                                      op.rms,
+                                      sums ? partial.mutable_data_ptr<float>() : nullptr,
+                                      reinterpret_cast<uint64_t*>(letters.mutable_data_ptr<int64_t>())},
+                                     teams, a.whole);
+  if (!launched) partial = Tensor();
+  return launched ? teams : 0;
 }
 
 template <class T>

@@ -8,6 +8,9 @@
 #include "bound_calls.h"
 #include "common.h"
 #include "handles.h"
+#ifdef MATMULS_CUDA
+#include "device_limits.h"
+#endif
 
 namespace py = pybind11;
 using matmuls::Library;
@@ -53,6 +56,11 @@ py::dict build_info() {
 #ifdef MATMULS_CUDA
   info["cuda"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
   info["archs"] = MATMULS_ARCHS;
+#ifdef MATMULS_SM90A
+  info["hopper_kernels"] = true;
+#else
+  info["hopper_kernels"] = false;
+#endif
   info["cublas"] = version_of(cublasGetProperty);
   info["cublaslt"] = std::to_string(cublasLtGetVersion());
   info["cusparse"] = version_of(cusparseGetProperty);
@@ -88,6 +96,19 @@ PYBIND11_MODULE(_C, m) {
       .def("__enter__", [](Relaxed& self) { self.entered = std::make_unique<matmuls::RelaxedCapture>(); })
       .def("__exit__", [](Relaxed& self, const py::args&) { self.entered.reset(); });
   m.def("build_info", build_info);
+#ifdef MATMULS_CUDA
+  m.def(
+      "simulate_device",
+      [](std::optional<int64_t> shared_memory, std::optional<int> multiprocessors,
+         std::optional<int> cooperative_multiprocessors, std::optional<std::pair<int, int>> capability,
+         std::optional<bool> hopper_code) {
+        matmuls::simulate_device(
+            {shared_memory, multiprocessors, cooperative_multiprocessors, capability, hopper_code});
+      },
+      py::kw_only(), py::arg("shared_memory") = py::none(), py::arg("multiprocessors") = py::none(),
+      py::arg("cooperative_multiprocessors") = py::none(), py::arg("capability") = py::none(),
+      py::arg("hopper_code") = py::none());
+#endif
   m.def(
       "check_no_overlap",
       [](const std::string& op, const at::Tensor& out, const at::Tensor& values, const at::Tensor& dense) {

@@ -5,6 +5,7 @@
 #include <ATen/Dispatch.h>
 
 #include "handles.h"
+#include "launch.cuh"
 #include "sparse.cuh"
 
 namespace matmuls {
@@ -30,42 +31,62 @@ __device__ void for_each_nonzero(const I* crow, const I* col, int64_t first_row,
   }
 }
 
+// The steps of 64 rows that a block has: as many as its shared memory holds masks for.
+struct Steps {
+  int first, many;
+
+  __device__ Steps(const PackedLayout& m, int at_once)
+      : first(static_cast<int>(blockIdx.y) * at_once), many(min(at_once, m.steps - first)) {}
+  // Of a column, or -1 where another block has it.
+  __device__ int of(int column) const {
+    const int step = column / kPackedColumns - first;
+    return step >= 0 && step < many ? step : -1;
+  }
+};
+
 // Which pairs there are in 64 rows: masks [steps, kMasks].
 template <class I>
-__device__ void find_pairs(const I* crow, const I* col, int64_t first_row, const PackedLayout& m, unsigned* masks) {
-  for (int i = static_cast<int>(threadIdx.x); i < m.steps * kMasks; i += kThreads) masks[i] = 0;
+__device__ void find_pairs(const I* crow, const I* col, int64_t first_row, const PackedLayout& m, const Steps& steps,
+                           unsigned* masks) {
+  for (int i = static_cast<int>(threadIdx.x); i < steps.many * kMasks; i += kThreads) masks[i] = 0;
   __syncthreads();
   for_each_nonzero(crow, col, first_row, m.rows, [&](int r, int c, int64_t) {
+    const int step = steps.of(c);
+    if (step < 0) return;
     const PackedPlace place(r, c % kPackedColumns, m.in_order);
-    atomicOr(&masks[c / kPackedColumns * kMasks + place.lane / 2], 1u << (place.lane % 2 * kPackedPairs + place.pair));
+    atomicOr(&masks[step * kMasks + place.lane / 2], 1u << (place.lane % 2 * kPackedPairs + place.pair));
   });
   __syncthreads();
 }
 
-// A block 64 rows.
+// A block 64 rows, or `at_once` of their steps.
 template <class I>
 __global__ void __launch_bounds__(kThreads)
-    measure_kernel(const I* crow, const I* col, const PackedLayout m, int* least) {
+    measure_kernel(const PackedLayout m, int at_once, const I* crow, const I* col, int* least) {
   extern __shared__ unsigned masks[];
-  find_pairs(crow, col, int64_t{blockIdx.x} * kPackedRows, m, masks);
+  const Steps steps(m, at_once);
+  find_pairs(crow, col, int64_t{blockIdx.x} * kPackedRows, m, steps, masks);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   int most = 0;
-  for (int step = static_cast<int>(threadIdx.x) / 32; step < m.steps; step += kThreads / 32) {
+  for (int step = static_cast<int>(threadIdx.x) / 32; step < steps.many; step += kThreads / 32) {
     const unsigned* const own = masks + step * kMasks;
     most = max(most, sum_of_group<32>(__popc(own[lane]) + __popc(own[32 + lane])));
   }
   if (lane == 0) atomicMax(least, (kPackedHeads + 4 * most + kPackedUnit - 1) / kPackedUnit);
 }
 
-// A block 64 rows: heads first, then each nonzero to its pair, whose other number is 0 before.
+// A block 64 rows, or `at_once` of their steps: heads first, then each nonzero to its pair, whose other number is 0
+// before.
 template <class T, class I>
-__global__ void __launch_bounds__(kThreads) pack_kernel(const I* crow, const I* col, const I* order, const T* values,
-                                                        const PackedLayout m, unsigned bytes, unsigned char* packed) {
+__global__ void __launch_bounds__(kThreads)
+    pack_kernel(const PackedLayout m, int at_once, const I* crow, const I* col, const I* order, const T* values,
+                unsigned bytes, unsigned char* packed) {
   extern __shared__ unsigned masks[];
-  const auto tile_of = [&](int step) { return packed + (int64_t{blockIdx.x} * m.steps + step) * bytes; };
-  find_pairs(crow, col, int64_t{blockIdx.x} * kPackedRows, m, masks);
+  const Steps steps(m, at_once);
+  const auto tile_of = [&](int step) { return packed + (int64_t{blockIdx.x} * m.steps + steps.first + step) * bytes; };
+  find_pairs(crow, col, int64_t{blockIdx.x} * kPackedRows, m, steps, masks);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int step = static_cast<int>(threadIdx.x) / 32; step < m.steps; step += kThreads / 32) {
+  for (int step = static_cast<int>(threadIdx.x) / 32; step < steps.many; step += kThreads / 32) {
     int before = 0;
     for (int i = lane; i < kMasks; i += 32) {
       const unsigned two = masks[step * kMasks + i], first = two & 0xffff;
@@ -77,8 +98,10 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const I* crow, const I* 
   }
   __syncthreads();
   for_each_nonzero(crow, col, int64_t{blockIdx.x} * kPackedRows, m.rows, [&](int r, int c, int64_t p) {
+    const int step = steps.of(c);
+    if (step < 0) return;
     const PackedPlace place(r, c % kPackedColumns, m.in_order);
-    unsigned char* const tile = tile_of(c / kPackedColumns);
+    unsigned char* const tile = tile_of(step);
     const unsigned head = reinterpret_cast<const unsigned*>(tile)[place.lane];
     const unsigned at = (head >> 16) + 4 * __popc(head & ((1u << place.pair) - 1));
     if (kPackedHeads + at < bytes)
@@ -86,13 +109,14 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const I* crow, const I* 
   });
 }
 
-template <class... Wanted, class... Given>
-void launch_by_rows(void (*kernel)(Wanted...), const PackedLayout& m, Given... given) {
-  const int shared = m.steps * kMasks * 4;
-  if (shared > (48 << 10))
-    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  kernel<<<static_cast<unsigned>(m.down), kThreads, shared, c10::cuda::getCurrentCUDAStream()>>>(given...);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+// A block for 64 rows, or several for parts of their steps where shared memory is too small for all masks.
+template <auto kernel, class... Given>
+void launch_by_rows(const PackedLayout& m, const Given&... given) {
+  constexpr int64_t kOfStep = kMasks * sizeof(unsigned);
+  const auto at_once = static_cast<int>(std::min<int64_t>(m.steps, device_limits().shared_per_block / kOfStep));
+  const dim3 grid(static_cast<unsigned>(m.down), static_cast<unsigned>(up(m.steps, at_once)));
+  allow_shared_memory<kernel>();
+  Launch(grid, kThreads, at_once * kOfStep)(kernel, m, at_once, given...);
 }
 
 }  // namespace
@@ -103,8 +127,7 @@ void measure_packed_on_gpu(const Pattern& p, const PackedLayout& m, const at::Te
   C10_CUDA_CHECK(cudaMemsetAsync(to, 0, sizeof(int), c10::cuda::getCurrentCUDAStream()));
   if (m.tiles() == 0) return;
   AT_DISPATCH_INDEX_TYPES(p.crow.scalar_type(), kPackedOp, [&] {
-    launch_by_rows(measure_kernel<index_t>, m, p.crow.const_data_ptr<index_t>(), p.col.const_data_ptr<index_t>(), m,
-                   to);
+    launch_by_rows<measure_kernel<index_t>>(m, p.crow.const_data_ptr<index_t>(), p.col.const_data_ptr<index_t>(), to);
   });
 }
 
@@ -115,9 +138,9 @@ void pack_on_gpu(const Pattern& p, const at::Tensor& values, const PackedLayout&
   C10_CUDA_CHECK(cudaMemsetAsync(to, 0, packed.nbytes(), c10::cuda::getCurrentCUDAStream()));
   AT_DISPATCH_REDUCED_FLOATING_TYPES(values.scalar_type(), kPackedOp, [&] {
     AT_DISPATCH_INDEX_TYPES(p.crow.scalar_type(), kPackedOp, [&] {
-      launch_by_rows(pack_kernel<scalar_t, index_t>, m, p.crow.const_data_ptr<index_t>(),
-                     p.col.const_data_ptr<index_t>(), indices_or_null<index_t>(p.order),
-                     values.const_data_ptr<scalar_t>(), m, static_cast<unsigned>(packed.size(1) * 2), to);
+      launch_by_rows<pack_kernel<scalar_t, index_t>>(
+          m, p.crow.const_data_ptr<index_t>(), p.col.const_data_ptr<index_t>(), indices_or_null<index_t>(p.order),
+          values.const_data_ptr<scalar_t>(), static_cast<unsigned>(packed.size(1) * 2), to);
     });
   });
 }

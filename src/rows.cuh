@@ -10,12 +10,10 @@
 // held_rows.cuh, wide_rows.cuh, shifted_rows.cuh, short_rows.cuh.
 #pragma once
 
-#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 
 #include "launch.cuh"
@@ -98,45 +96,15 @@ RowConfig configure(int64_t columns) {
   return {Way::passes, Scope::block, most, 256, 1, 1};
 }
 
-// How many blocks or clusters of a walking kernel run at once; asked once for a size, device and kernel.
-template <auto kernel>
-int resident(const cudaLaunchConfig_t& launch, int ranks) {
-  const int device = c10::cuda::current_device();
-  const auto key =
-      (static_cast<uint64_t>(device + 1) << 32 | launch.blockDim.x << 8 | static_cast<unsigned>(ranks)) & 0xffffffffff;
-  static std::atomic<uint64_t> known{0};  // the last key and its answer
-  const uint64_t last = known.load(std::memory_order_relaxed);
-  if (last >> 24 == key) return static_cast<int>(last & 0xffffff);
-  int fit = 0;
-  const auto* properties = at::cuda::getDeviceProperties(device);
-  // Shared memory above 48 KiB and clusters of more than 8 blocks must be asked for.
-  cudaFuncAttributes attributes;
-  C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-  C10_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(properties->sharedMemPerBlockOptin - attributes.sharedSizeBytes)));
-  if (ranks > 1) {
-    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&fit, kernel, &launch));
-  } else {
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &fit, kernel, static_cast<int>(launch.blockDim.x * launch.blockDim.y), launch.dynamicSmemBytes));
-    fit *= properties->multiProcessorCount;
-  }
-  if (ranks == 1) fit = std::max(fit, 1);  // 0: the GPU has no room for such a cluster
-  known.store(key << 24 | static_cast<unsigned>(fit), std::memory_order_relaxed);
-  return fit;
-}
-
 // What walking takes of a block's shared memory: for the constants, for a row of each team, and for merging.
 template <class Op, int V, int NV, Scope scope, bool ragged>
 struct WalkBytes {
-  size_t constants, row;
+  int64_t constants, row;
   int threads;
-  static constexpr size_t kMerging = (4 * kMaxRanks + 64) * (sizeof(typename Op::State) + 8) + 256;
+  static constexpr int64_t kMerging = (4 * kMaxRanks + 64) * (sizeof(typename Op::State) + 8) + 256;
 
   explicit WalkBytes(const RowConfig& c) {
-    constexpr size_t word = sizeof(Words<typename Op::Storage, V>);
+    constexpr int64_t word = sizeof(Words<typename Op::Storage, V>);
     constants = word * NV * Op::kConstants * c.threads * (kOwnConstants<scope, ragged> ? c.beside : 1);
     row = V > 1 ? (word * NV * Op::kInputs + (Op::kNumber ? sizeof(typename Op::F) : 0)) * c.threads * c.beside : 0;
     threads = c.threads * c.beside;
@@ -144,12 +112,12 @@ struct WalkBytes {
   // As many rows on their way as leave room for the blocks that an SM should have: two at least, four at most.
   int stages() const {
     if (row == 0) return 1;
-    const auto* properties = at::cuda::getCurrentDeviceProperties();
-    const size_t all = properties->sharedMemPerMultiprocessor;
+    const DeviceLimits& limits = device_limits();
     const bool few = scope == Scope::cluster && kFewThreads<Op> && NV == Op::kLongVectors;
     for (int blocks = few ? 1 : std::max(1, (Op::kThreadsPerSm + threads / 2) / threads);; --blocks) {
-      const size_t mine = std::min(all / blocks - 1024, properties->sharedMemPerBlockOptin) - kMerging;
-      const auto fit = mine > constants ? static_cast<int>((mine - constants) / row) : 0;
+      const int64_t mine =
+          std::min(limits.shared_per_multiprocessor / blocks - 1024, limits.shared_per_block) - kMerging - constants;
+      const auto fit = static_cast<int>(std::max<int64_t>(mine, 0) / row);
       if (fit >= 2 || blocks == 1) return std::min(fit, 4);
     }
   }
@@ -158,7 +126,7 @@ struct WalkBytes {
 template <class Op>
 RowShape shape_of(int64_t rows, int64_t columns) {
   const int64_t bytes = rows * columns * Op::kInputs * static_cast<int64_t>(sizeof(typename Op::Storage));
-  return {rows, static_cast<int>(columns), bytes > at::cuda::getCurrentDeviceProperties()->l2CacheSize};
+  return {rows, static_cast<int>(columns), bytes > device_limits().l2};
 }
 
 // Whether the GPU has room for it. prepare(op, teams) is called before the launch of an operation with column sums.
@@ -186,7 +154,6 @@ bool launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t
 // to eight vectors, or three to four of each of two inputs.
 template <class Op, int V, bool ragged>
 bool launch_wide(const Op& op, int64_t rows, int64_t columns) {
-  if (at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin < kWideShared + (4 << 10)) return false;
   constexpr int kMost = kWideVectors / Op::kInputs;
   const int64_t vectors = columns / V;
   int ranks = 1;

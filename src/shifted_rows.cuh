@@ -134,9 +134,10 @@ __global__ void __launch_bounds__(scope == Scope::block ? kShiftedThreads<Op> : 
 }
 
 // Whether the rows went so: each at the same distance from the one before, and not so short that most threads would
-// have nothing, or so long that 512 could not hold them. Half warps first, each thread with as much as it can hold: two
-// rows then share an instruction (layer norm of 577 bfloat16 columns at 0.82 of a copy, 0.73 where a warp has one).
-// prepare(op, blocks) is called before the launch of an operation with column sums.
+// have nothing, or so long that 512 could not hold them, or that their constants do not fit the GPU's shared memory.
+// Half warps first, each thread with as much as it can hold: two rows then share an instruction (layer norm of 577
+// bfloat16 columns at 0.82 of a copy, 0.73 where a warp has one). prepare(op, blocks) is called before the launch of an
+// operation with column sums.
 template <class Op, int N, class Prepare = decltype(kNothingToPrepare)>
 bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothingToPrepare) {
   constexpr int V = 16 / sizeof(typename Op::Storage), K = Op::kInputs;
@@ -150,12 +151,14 @@ bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothin
                                    Op::kColumnSums && scope == Scope::warp ? 8 * rows.columns : 0);
     Launch launch(1, dim3(static_cast<unsigned>(threads), static_cast<unsigned>(beside)), bytes);
     int64_t blocks = resident<kernel>(launch.config, 1);
+    if (blocks == 0) return false;
     if (scope == Scope::block) blocks = std::max<int64_t>(blocks - blocks % V, V);  // a team's rows are all equally off
     blocks = std::min(blocks, ceil_of(rows.count, beside));
     launch.config.gridDim = dim3(static_cast<unsigned>(blocks));
     prepare(op, blocks);
     launch.early();
     launch(kernel, op, shape_of<Op>(rows.count, rows.columns));
+    return true;
   };
   const auto fits = [&](int64_t threads, int held) {
     // Of the sums of float32 the warps' threads leave more idle than rows.cuh's: they pay where an eighth is at most.
@@ -163,7 +166,7 @@ bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothin
     return full && (held - 1) * threads <= least && most <= held * threads;
   };
   const auto warps = [&]<int... NVs>(int lanes) {
-    return ((fits(lanes, NVs) && (go.template operator()<NVs, Scope::warp>(lanes), true)) || ...);
+    return ((fits(lanes, NVs) && go.template operator()<NVs, Scope::warp>(lanes)) || ...);
   };
   // As many threads as leave the fewest without a vector.
   const auto block = [&]<int... NVs>(int64_t most_threads) {
@@ -174,7 +177,7 @@ bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothin
       if (wanted > most_threads || !fits(wanted, held) || (best > 0 && held * wanted >= best * threads)) continue;
       best = held, threads = wanted;
     }
-    return ((best == NVs && (go.template operator()<NVs, Scope::block>(threads), true)) || ...);
+    return ((best == NVs && go.template operator()<NVs, Scope::block>(threads)) || ...);
   };
   if constexpr (Op::kColumnSums) {  // of longer rows one small block would fill a multiprocessor's registers
     return most <= (V == 8 ? 512 : 768) &&

@@ -319,20 +319,20 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
     constexpr int teams = 32 / lanes, kBytes = wide && sums ? 3072 : 2048;  // of a tile of one tensor, about
     const int64_t row_bytes = rows.columns * static_cast<int64_t>(sizeof(T));
     // As many rows as are worth a wait for memory, unless that left warps without any.
-    const int64_t warps = int64_t{24} * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+    const int64_t warps = int64_t{24} * device_limits().multiprocessors;
     const int64_t each =
         teams * std::clamp<int64_t>(rows.count / (teams * warps), 1, ceil_of(kBytes, teams * row_bytes));
     const int64_t region = ceil_of(each * row_bytes + 16, 16) * 16;
     const int64_t stage = regions * region + (Op::kNumber ? ceil_of(each, 4) * 16 : 0);
     const int64_t bytes = std::max(kTileWarps * kTileStages * stage, sums ? 8 * rows.columns : 0);
-    if (bytes > static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin)) return false;
     Launch launch(1, 32 * kTileWarps, bytes);
     // The more constants to put in place or masks to find, the more tiles (behind an added mask, 131 columns at .88 of
     // a copy for .83); with sums as few times the blocks that run at once as keep all of them busy.
     int64_t count = wide ? 1 : Op::kConstants == 2 ? 4 : 2;
     if constexpr (kRuns<Op>)
       if (!wide && op.mask) count = 4;
-    const int resident_blocks = resident<kernel>(launch.config, 1);  // which allows the kernel its shared memory, too
+    const int resident_blocks = resident<kernel>(launch.config, 1);
+    if (resident_blocks == 0) return false;
     if (sums) count = std::max<int64_t>(ceil_of(rows.count, each * kTileWarps * (wide ? 1 : 4) * resident_blocks), 1);
     const int64_t blocks = ceil_of(rows.count, each * kTileWarps * count);
     if (blocks > INT32_MAX) return false;

@@ -273,7 +273,7 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
   m.dense_row_bytes = static_cast<uint32_t>(m.dense_stride * sizeof(T));
   const bool vectors = of_vectors(c.dense) && of_vectors(c.out);
   const int64_t v = vectors ? 16 / sizeof(T) : 1;
-  const int64_t sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const int64_t sms = device_limits().multiprocessors;
   Split split = split_of(m.n, v, c.pattern, m.batches, c.longest, sms);
   if (sizeof(T) == 8 && split.vectors * split.parts > 1) split = {std::min(32, split.lanes * split.vectors), 1, 1};
   const int64_t columns = split.lanes * split.vectors * v, team = split.lanes * split.parts;
@@ -310,7 +310,7 @@ bool may_fill(const Call& c) {
 // In 16 bits, what a plan keeps so.
 bool may_keep_two_of_four(const Call& c) {
   return c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) && c.dense.numel() > 0 &&
-         c.dense.stride(1) >= c.dense.size(2) && can_multiply_halves(c.dense);
+         c.dense.stride(1) >= c.dense.size(2) && has_hopper_kernels(c.dense.get_device());
 }
 
 // Microseconds of both ways, about, as measured on an H200.

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kSparseThreads) spmm_pieces_kernel(const __gri
   __shared__ float4 found[kGroups][L];
   const int lane = static_cast<int>(threadIdx.x) % L, group = static_cast<int>(threadIdx.x) / L;
   const int column = static_cast<int>(blockIdx.y) * (L * 4) + lane * 4;
-  const int* const cut = m.cut + blockIdx.x * 3;
+  const int* const cut = m.cut + blockIdx.x * 3;  // written before the chunks' kernel, which waited for it
   const int row = cut[0], first = cut[1], count = cut[2];
   ptx::wait_for_earlier();
   float4 sum = {};

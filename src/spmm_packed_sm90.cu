@@ -125,12 +125,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int bytes = Tile::parts * shape.tile_bytes;  // of a row of tiles
       const int64_t apart = int64_t{shape.steps} * shape.tile_bytes;
       const unsigned char* const from = packed + down * Tile::row_groups * apart + int64_t{first} * bytes;
+      const auto a_of = [&](int k, int r) { return from + r * apart + int64_t{k} * bytes; };
       const auto load_a = [&](int k, int stage) {
         ptx::barrier_expect(&full[stage], Tile::row_groups * bytes + Tile::dense_bytes);
 #pragma unroll
         for (int r = 0; r < Tile::row_groups; ++r)
-          hopper::load_bytes(from + r * apart + int64_t{k} * bytes,
-                             tiles + stage * shape.stage_bytes + Tile::dense_bytes + r * bytes, &full[stage], bytes);
+          hopper::load_bytes(a_of(k, r), tiles + stage * shape.stage_bytes + Tile::dense_bytes + r * bytes,
+                             &full[stage], bytes);
       };
       const auto load_dense = [&](int k, int stage) {
 #pragma unroll
@@ -146,10 +147,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       // Each tile of rows begins elsewhere: all at once would ask the L2 for the same part of the dense side.
       const int turn = down % many;
       const auto turned = [&](int n) { return n + turn < many ? n + turn : n + turn - many; };
-      // What writes A lets no kernel after it begin early.
-      for (int n = 0; n < min(many, kEarly); ++n) load_a(turned(n), n);
+      // The kernel before may have written A, and what it wrote is seen after this wait alone: until then A comes no
+      // further than to the L2.
+      for (int n = 0; n < min(many, kEarly); ++n)
+#pragma unroll
+        for (int r = 0; r < Tile::row_groups; ++r) hopper::bring_bytes(a_of(turned(n), r), bytes);
       ptx::wait_for_earlier();
-      for (int n = 0; n < min(many, kEarly); ++n) load_dense(turned(n), n);
+      for (int n = 0; n < min(many, kEarly); ++n) load_a(turned(n), n), load_dense(turned(n), n);
       for (int n = kEarly, stage = kEarly, parity = 1; n < many; ++n, ++stage) {
         if (stage == shape.stages) stage = 0, parity ^= 1;
         if (n >= shape.stages) ptx::barrier_wait(&empty[stage], parity);
@@ -318,6 +322,7 @@ Cluster cluster_of(const spmm::PackedCall& c) {
     const Room<Tile> room(c, shares);
     if (!room.is_enough()) continue;
     const int at_once = clusters_at_once<packed_kernel<Tile>, kThreads, kShared>(shares);
+    if (at_once == 0) continue;
     const int64_t waves = ceil_of(tiles, at_once);
     const double active = static_cast<double>(std::min<int64_t>(tiles, at_once)) / at_once;
     // To unpack and multiply, or to fetch: A's bytes, and rows of the dense side by their length.
@@ -400,7 +405,7 @@ bool can_go_packed(const PackedCall& c) {
   if (dense.element_size() != 2 || dense.dim() != 2 || dense.size(m.in_order ? 1 : 0) != m.columns ||
       dense.numel() == 0 || m.columns % 8 != 0 || (m.in_order && m.rows % 8 != 0) || dense.stride(1) != 1 ||
       !of_vectors(dense.unsqueeze(0)) || m.down > kMostBlocksAcross || ceil_of(c.n(), 2 * kWide) > kMostBlocksAcross ||
-      dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 36 || !can_multiply_halves(dense))
+      dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 36 || !has_hopper_kernels(dense.get_device()))
     return false;
   TORCH_CHECK_VALUE(packed.dim() == 2 && packed.size(0) == m.tiles() && packed.size(1) % (kPackedUnit / 2) == 0 &&
                         packed.size(1) >= kLeastPackedUnits * (kPackedUnit / 2) &&

@@ -11,9 +11,9 @@
 #ifdef __CUDACC__
 #include "spmm_tiles.h"
 
-#include "filled_sm90.cuh"
 #include "handles.h"
 #include "hopper.cuh"
+#include "launch.cuh"
 #include "sparse.cuh"
 #include "tensor_map.h"
 
@@ -203,11 +203,18 @@ int shared_bytes(const TileLayout& m) {
 }
 
 template <int L>
+int at_once(const TileLayout& m) {
+  return clusters_at_once<spmm_tiles_kernel<L>, kMostThreads, kShared>(m.tiles);
+}
+int clusters_at_once_of(const TileLayout& m) {
+  return m.lanes == 2 ? at_once<2>(m) : m.lanes == 4 ? at_once<4>(m) : m.lanes == 8 ? at_once<8>(m) : at_once<16>(m);
+}
+
+template <int L>
 void launch(const TileLayout& m, TileArgs& args, const Tensor& dense) {
   const int rounds = static_cast<int>(ceil_of(m.slices, kMostWarps)),
             warps = static_cast<int>(ceil_of(m.slices, rounds));
-  const int at_once = clusters_at_once<spmm_tiles_kernel<L>, kMostThreads, kShared>(m.tiles);
-  args.clusters = m.tiles > 1 ? args.items : std::min(args.items, at_once);
+  args.clusters = m.tiles > 1 ? args.items : std::min(args.items, at_once<L>(m));
   Launch launch(args.clusters * m.tiles, 32 * warps, shared_bytes(m));
   launch.in_clusters(m.tiles);
   launch.early();
@@ -222,8 +229,10 @@ bool can_go_by_tiles(const TiledCall& c) {
   if (dense.scalar_type() != at::kFloat || c.packed.scalar_type() != at::kFloat || dense.dim() != 2 ||
       dense.size(0) != m.columns || dense.numel() == 0 || dense.stride(1) != 1 || !of_vectors(dense.unsqueeze(0)) ||
       dense.size(1) > INT32_MAX / m.panels || dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 38 ||
-      !can_multiply_halves(dense) || shared_bytes(m) > kShared)
+      !has_hopper_kernels(dense.get_device()) || shared_bytes(m) > kShared)
     return false;
+  const OperationGuard guard(kOp, dense);
+  if (clusters_at_once_of(m) == 0) return false;
   check_tiles(m, c.heads, c.slots);
   TORCH_CHECK_VALUE(c.places.scalar_type() == at::kShort && c.places.sizes() == c.packed.sizes() &&
                         c.places.dim() == 1 && c.places.is_contiguous() && c.packed.is_contiguous() &&

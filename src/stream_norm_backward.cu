@@ -13,7 +13,6 @@
 #ifdef __CUDACC__
 #include "stream_norm_backward.h"
 
-#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -304,11 +303,11 @@ int blocks_of_team(int64_t columns) {
 }
 
 template <auto kernel, class T>
-void launch(const StreamNormBackward<T>& call, int teams, int blocks) {
-  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Plan<T>::kBytes));
+bool launch(const StreamNormBackward<T>& call, int teams, int blocks) {
+  allow_shared_memory<kernel>();
   Launch launch(teams * blocks, Plan<T>::kThreads, Plan<T>::kBytes);
   if (blocks > 1) launch.together();
-  launch(kernel, call, blocks);
+  return launch.if_all_fit(kernel, call, blocks);
 }
 
 }  // namespace
@@ -316,10 +315,10 @@ void launch(const StreamNormBackward<T>& call, int teams, int blocks) {
 template <class T>
 int stream_norm_backward_teams(int64_t columns, int64_t rows, bool whole) {
   using P = Plan<T>;
-  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  const DeviceLimits& limits = device_limits();
   if (!has_sm90_code() || rows > INT32_MAX / 2) return 0;
-  if (properties->sharedMemPerMultiprocessor < size_t{P::kBlocks} * (P::kBytes + 2048)) return 0;
-  const int resident = properties->multiProcessorCount * P::kBlocks;
+  if (limits.shared_per_multiprocessor < int64_t{P::kBlocks} * (P::kBytes + 2048)) return 0;
+  const int resident = limits.multiprocessors * P::kBlocks;
   if (whole) {
     const int blocks = blocks_of_team<T>(columns);
     if (columns <= (sizeof(T) == 2 ? 32768 : 65536) || blocks > kMostBlocks) return 0;
@@ -330,20 +329,20 @@ int stream_norm_backward_teams(int64_t columns, int64_t rows, bool whole) {
   return static_cast<int>(std::min<int64_t>(resident / P::kVectors * P::kVectors, rows));
 }
 template <class T>
-void launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, bool whole) {
+bool launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, bool whole) {
   const auto go = [&]<bool rms>() {
     if constexpr (sizeof(T) == 2)
       if (!whole) return launch<stream_norm_backward_kernel<T, rms, true>>(call, teams, 1);
     C10_CUDA_CHECK(
         cudaMemsetAsync(call.letters, 0, sizeof(uint64_t) * call.kLetters * teams, c10::cuda::getCurrentCUDAStream()));
-    launch<stream_norm_backward_kernel<T, rms, false>>(call, teams, blocks_of_team<T>(call.columns));
+    return launch<stream_norm_backward_kernel<T, rms, false>>(call, teams, blocks_of_team<T>(call.columns));
   };
-  call.rms ? go.template operator()<true>() : go.template operator()<false>();
+  return call.rms ? go.template operator()<true>() : go.template operator()<false>();
 }
 
 #define MATMULS_STREAM_NORM_BACKWARD(T)                               \
   template int stream_norm_backward_teams<T>(int64_t, int64_t, bool); \
-  template void launch_stream_norm_backward(const StreamNormBackward<T>&, int, bool);
+  template bool launch_stream_norm_backward(const StreamNormBackward<T>&, int, bool);
 MATMULS_STREAM_NORM_BACKWARD(float)
 MATMULS_STREAM_NORM_BACKWARD(c10::BFloat16)
 MATMULS_STREAM_NORM_BACKWARD(c10::Half)

@@ -26,7 +26,8 @@ struct StreamNormBackward {
 // `whole`: rows are whole 16-byte vectors, aligned.
 template <class T>
 int stream_norm_backward_teams(int64_t columns, int64_t rows, bool whole);
+// False, and nothing is written, where the teams' blocks, which wait for each other, do not all fit.
 template <class T>
-void launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, bool whole);
+bool launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, bool whole);
 
 }  // namespace matmuls

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from custom_mm import _C
 from matmuls import choice, measure, plan, spmm
+from matmuls.device import has_hopper_kernels
 
 
 def draw(device="cpu", rows=64, columns=48, n=32, dtype=torch.float32, density=0.3, constant=False):
@@ -109,7 +110,7 @@ def test_values_of_a_plan_that_shares_the_pattern(name, device, monkeypatch):
     """The copy that the constant plan keeps stays as it is."""
     if name == choice.TWO_OF_FOUR and device == "cpu":
         pytest.skip("tensor cores' own layout")
-    if name not in (choice.DENSE, choice.OURS) and device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+    if name not in (choice.DENSE, choice.OURS) and device == "cuda" and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
     monkeypatch.setattr(choice, "SMALLEST", 0)
     monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [name])

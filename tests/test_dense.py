@@ -304,6 +304,7 @@ def test_large_batches(batch):
 
 
 @pytest.mark.cuda
+@pytest.mark.gpu_memory(18)
 def test_more_than_2_31_elements():
     rows = 2**31 // 64 + 3
     a = torch.ones(rows, 64, dtype=torch.bfloat16, device="cuda")

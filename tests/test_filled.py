@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from matmuls import choice, measure, plan, spmm
+from matmuls.device import has_hopper_kernels
 
 _ops = torch.ops.custom_mm
 
@@ -79,7 +80,7 @@ def test_as_exact_as_sums_in_float32(rows, columns, n, index, density, two_of_fo
 @pytest.mark.cuda
 @pytest.mark.parametrize("of_a_row", [choice.FEWEST_IN_HALVES - 1, choice.FEWEST_IN_HALVES])
 def test_rows_of_few_nonzeros_are_not_multiplied_in_halves(of_a_row):
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
     dense = torch.zeros(20000, 64, device="cuda")
     dense[:, torch.randperm(64)[:of_a_row]] = torch.randn(20000, of_a_row, device="cuda")
@@ -222,7 +223,7 @@ def test_two_of_four_are_the_matrix_in_16_bits(dtype):
 @pytest.mark.cuda
 @NARROW
 def test_a_plan_keeps_two_of_four_where_they_are_all(dtype):
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
     dense = two_of_each_four(14336, 4096, dtype)
     made, b = plan(dense.to_sparse_csr(), constant=True), torch.randn(4096, 32, device="cuda").to(dtype)
@@ -407,7 +408,7 @@ def test_gradients_of_a_filled_product():
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", [choice.HALVES, choice.TWO_OF_FOUR])
 def test_a_plan_of_halves_follows_its_values(name, monkeypatch):
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("halves are Hopper's")
 
     def last_is_fastest(runs, device, rounds):

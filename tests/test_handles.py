@@ -140,6 +140,52 @@ def test_workspace_per_stream_is_settable_and_visible(no_handles):
 
 
 @pytest.mark.cuda
+def test_a_workspace_without_memory_is_told_as_torch_does(no_handles):
+    custom_mm.set_workspace_size(1 << 50)
+    x = torch.ones(16, 16, device="cuda")
+    told = f": CUDA out of memory.*a workspace of {1 << 50} bytes"
+    for work, name in ((matmuls.matmul, "matmul"), (custom_mm.cublaslt_matmul, "cublaslt_matmul")):
+        with pytest.raises(torch.OutOfMemoryError, match=f"^{name}{told}"):
+            work(x, x)
+    custom_mm.set_workspace_size(0)
+    assert product().eq(4).all()
+
+
+@pytest.mark.cuda
+def test_a_workspace_without_memory_beside_a_capture(no_handles):
+    """torch's cache cannot be emptied then, and the capture goes on."""
+    begun, tried = threading.Event(), threading.Event()
+    x, failures = torch.ones(4, 4, device="cuda"), []
+    graph = torch.cuda.CUDAGraph()
+
+    def capture():
+        try:
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+                y = x + 1
+                begun.set()
+                tried.wait(60)
+                y += 1
+        except RuntimeError as error:
+            failures.append(error)
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    custom_mm.set_workspace_size(1 << 50)
+    thread.start()
+    begun.wait(60)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=r"^matmul: CUDA out of memory"):
+            matmuls.matmul(x, x)
+    finally:
+        tried.set()
+        thread.join()
+    assert not failures
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.cuda
 def test_many_streams_do_not_keep_a_workspace_each(no_handles):
     custom_mm.set_workspace_size(1 << 16)
     for n in range(200):

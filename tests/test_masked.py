@@ -1,5 +1,7 @@
 """What the table cannot say of the masked family: masks, plans, frozen experts, graphs, modules."""
 
+import threading
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -387,6 +389,85 @@ def test_few_rows(dtype, m, poisoned, monkeypatch):
         assert frozen[1].numel() == 0
         assert torch.equal(frozen[2], d2)
     assert set(ran) == {few.few_product_kernel, few.few_weights_kernel}
+
+
+@pytest.mark.cuda
+def test_the_second_stream_is_nobody_elses():
+    """torch's pool gives a stream to many: it may capture a graph in another thread."""
+    from matmuls.triton import masked_linear as kernels
+
+    pool = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    found = []
+
+    def work(stream):
+        with torch.cuda.stream(stream):
+            x, y = (torch.zeros(1 << 16, device="cuda") for _ in range(2))
+
+            def other():
+                found.append(torch.cuda.current_stream().cuda_stream)
+                y.add_(1)
+
+            for n in range(2):
+                kernels._beside(x.device, lambda: x.add_(1), other)
+                assert (x + y).eq(2 * n + 2).all()
+
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    threads = [threading.Thread(target=work, args=(stream,)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6
+    assert not pool & set(found)
+    work(streams[0])  # in this thread, by a stream that an ended one has left
+    assert len(set(found)) <= 4
+    assert not pool & set(found)
+
+
+@pytest.mark.cuda
+def test_the_second_stream_beside_a_capture_of_another_thread():
+    """Whichever of torch's streams that thread captures on."""
+    from matmuls.triton import masked_linear as kernels
+
+    begun, tried, failures = threading.Event(), threading.Event(), []
+    x, y = (torch.zeros(1 << 16, device="cuda") for _ in range(2))
+    graph, pool = torch.cuda.CUDAGraph(), [torch.cuda.Stream() for _ in range(32)]
+
+    def capture():
+        try:
+            with torch.cuda.graph(graph, stream=pool[0], capture_error_mode="thread_local"):
+                for stream in pool[1:]:  # all of them
+                    stream.wait_stream(pool[0])
+                y.add_(1)
+                begun.set()
+                tried.wait(60)
+                for stream in pool[1:]:
+                    pool[0].wait_stream(stream)
+        except RuntimeError as error:
+            failures.append(error)
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    begun.wait(60)
+
+    def work():
+        try:
+            kernels._beside(x.device, lambda: x + 1, lambda: x.add_(1))
+        except RuntimeError as error:
+            failures.append(error)
+
+    other = threading.Thread(target=work)  # has no stream yet
+    other.start()
+    other.join()
+    tried.set()
+    thread.join()
+    assert not failures
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.eq(1).all()
+    assert y.eq(1).all()
 
 
 @pytest.mark.cuda

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from matmuls import choice, estimates, forms, plan
-from matmuls.device import H200
+from matmuls.device import H200, has_hopper_kernels
 from matmuls.nn import SparseLinear
 from matmuls.packed import HEADS, PAIRS, expected_units, us_packed
 
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_told(device):
     for units in (0, 31, 545):
         with pytest.raises(ValueError, match=f"expected tiles of 32 to 544 units, got {units}"):
             _ops.csr_packed(crow, col, values, 64, units)
-    if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+    if device == "cuda" and has_hopper_kernels(torch.device("cuda")):
         packed, b = pack(crow, col, values, 64), torch.randn(64, 8, device=device).half()
         for bad in (packed[1:], packed.bfloat16(), packed[:, 1:], packed.cpu()):
             with pytest.raises(ValueError, match="spmm: expected what csr_packed made of this matrix"):
@@ -190,7 +190,7 @@ def test_linear(rows, columns, density, dtype, device):
 @pytest.mark.parametrize("fastest", [choice.PACKED_LINEAR, choice.DENSE])
 def test_linear_layers_take_it(fastest, monkeypatch, device):
     """A SparseLinear takes what its size says, without a gradient, in a graph too."""
-    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+    if device == "cuda" and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
     layer = SparseLinear.from_linear(torch.nn.Linear(1024, 768), sparsity=0.9).half().to(device).freeze()
     taken, form = [], forms.PackedLinear if fastest == choice.PACKED_LINEAR else forms.Dense
@@ -279,7 +279,7 @@ def test_estimates():
 
 @pytest.fixture
 def packed_wins(monkeypatch, device):
-    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+    if device == "cuda" and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
     monkeypatch.setattr(choice, "SMALLEST", 0)
     monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.PACKED])
@@ -346,7 +346,7 @@ def test_when_a_matrix_is_packed():
 
 
 def test_what_a_linear_layer_takes(monkeypatch):
-    monkeypatch.setattr(choice, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(choice, "has_hopper_kernels", lambda _: True)
     monkeypatch.setattr(choice, "memory", lambda _: H200)
 
     def fastest(rows, columns, share, n):

@@ -174,6 +174,7 @@ COLUMNS += [72, 136, 264, 392, 520, 640, 1032, 1152, 1280, 1536, 1792, 2056, 230
 COLUMNS += [10240, 14344]
 
 
+@pytest.mark.gpu_memory(12)
 @every_operation
 @every_dtype
 def test_rows_of_any_length(operation, dtype, device):
@@ -1226,6 +1227,7 @@ def test_kernels_that_start_early_wait_for_those_before(shape):
 
 
 @pytest.mark.cuda
+@pytest.mark.gpu_memory(16)
 def test_more_than_2_31_elements():
     if torch.cuda.mem_get_info()[0] < 16 << 30:
         pytest.skip("needs 16 GB of free memory")

@@ -31,6 +31,7 @@ def csr(crow, col, values, shape, device):
     return torch.sparse_csr_tensor(*parts, torch.tensor(values, dtype=torch.bfloat16, device=device), shape)
 
 
+@pytest.mark.gpu_memory(10)
 def test_a_dense_side_of_more_elements(device):
     needs(device, 6)
     rows, n = MANY // 2**15 + 1, 2**15
@@ -49,6 +50,7 @@ def test_a_dense_side_of_more_elements(device):
     torch.testing.assert_close(values.grad.double(), expected, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.gpu_memory(16)
 def test_a_result_of_more_elements(device):
     needs(device, 12)
     rows, n = MANY // 2**15 + 1, 2**15
@@ -65,6 +67,7 @@ def test_a_result_of_more_elements(device):
         assert not y[65535:65537].any()
 
 
+@pytest.mark.gpu_memory(90)
 def test_more_nonzeros(device):
     """All in the first column, over and over, but for some; of them only a few are not 0."""
     needs(device, 60 if device == "cuda" else 8)
@@ -87,6 +90,7 @@ def test_more_nonzeros(device):
 
 
 @pytest.mark.cuda
+@pytest.mark.gpu_memory(90)
 def test_scores_of_more_nonzeros():
     needs("cuda", 90)
     crow = torch.tensor([0, 5, MANY - 7, MANY], device="cuda")

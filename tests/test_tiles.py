@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from matmuls import choice, plan
+from matmuls.device import has_hopper_kernels
 
 _ops = torch.ops.custom_mm
 # Rows, columns, density; tiles, panels, lanes.
@@ -153,7 +154,7 @@ def test_gradients_are_those_of_rows(device):
 
 @pytest.fixture
 def tiles_win(monkeypatch):
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("tiles are Hopper's")
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {choice.OURS: 1.0, choice.TILES: 1e-6})
 

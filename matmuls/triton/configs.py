@@ -19,6 +19,7 @@ import torch
 import triton
 
 from .. import files
+from ..device import capability, multiprocessors
 from .launch import INTERPRETED
 
 Result = TypeVar("Result")
@@ -109,8 +110,8 @@ class Gpu(NamedTuple):
 def gpu(index: int | None) -> Gpu:
     if INTERPRETED or index is None:
         return Gpu("interpreter", (8, 0), 4)
-    properties = torch.cuda.get_device_properties(index)
-    return Gpu(properties.name, (properties.major, properties.minor), properties.multi_processor_count)
+    device = torch.device("cuda", index)
+    return Gpu(torch.cuda.get_device_name(device), capability(device), multiprocessors(device))
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

@@ -4,7 +4,6 @@ The gather of x is inside the load and the scatter of y inside the store: one la
 The gradient of x is the same kernel on transposed weights; those of the weights are products over each expert's rows.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from ..device import takes_tf32
 from .configs import Tiles, gpu, run
 from .few import PAD, TAIL, few_product_kernel, few_weights_kernel, in_order, of_rows, room
 from .launch import INTERPRETED, launch, wait_for_earlier
+from .streams import beside
 from .tiles import accumulate, rows_at, store_product, tile_at, tiles_of, weight_of
 
 
@@ -476,19 +476,14 @@ def rows_kept(m: int, n: int, k: int, x: Tensor) -> int:
     return m + int(PAD.value) + TAIL
 
 
-_local = threading.local()
-
-
 def _beside(device: torch.device, one: Callable[[], Tensor], other: Callable[[], None]) -> Tensor:
     """one(), and beside it on a second stream other(), which allocates nothing."""
     if INTERPRETED:
         y = one()
         other()
         return y
-    # One for each thread and stream: two captures at one time, or a capture and a call, must not meet in it.
     main = torch.cuda.current_stream(device)
-    streams: dict[torch.cuda.Stream, torch.cuda.Stream] = _local.__dict__.setdefault("streams", {})
-    side = streams.get(main) or streams.setdefault(main, torch.cuda.Stream(device))
+    side = beside(main)
     side.wait_stream(main)
     y = one()
     try:

@@ -1,0 +1,89 @@
+"""Second streams for work beside the current one: made here, so that nobody else has them.
+
+torch.cuda.Stream gives out the same 32 streams again and again: one may be in use elsewhere, and capture a graph there.
+"""
+
+import ctypes
+import functools
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+MOST = 64  # of a thread, before they are given back
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+_free: dict[int, list[torch.cuda.ExternalStream]] = {}  # by device: those of threads that have ended
+_lock = threading.RLock()  # a thread that holds it may collect another one that has ended
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _ask(name: str, *arguments: Any) -> None:
+    status = getattr(_driver(), name)(*arguments)
+    if status != 0:
+        raise RuntimeError(f"beside: expected {name} to succeed, got CUresult {status}")
+
+
+class _OfThread:
+    """A second stream for each current one of a thread: two captures at one time must not meet in it."""
+
+    def __init__(self) -> None:
+        self.streams: dict[torch.cuda.Stream, torch.cuda.ExternalStream] = {}
+        weakref.finalize(self, _give_back, self.streams).atexit = False
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.own = _OfThread()
+
+
+_local = _Local()
+
+
+def beside(main: torch.cuda.Stream) -> torch.cuda.ExternalStream:
+    """The stream that this thread has for work beside `main`, a current stream."""
+    streams = _local.own.streams
+    found = streams.get(main)
+    if found is None:
+        if len(streams) >= MOST:
+            _give_back(streams)
+        found = streams[main] = _take(main.device)
+    return found
+
+
+def _give_back(streams: dict[torch.cuda.Stream, torch.cuda.ExternalStream]) -> None:
+    with _lock:
+        for stream in streams.values():
+            _free.setdefault(stream.device.index, []).append(stream)
+    streams.clear()
+
+
+def _take(device: torch.device) -> torch.cuda.ExternalStream:
+    mode = ctypes.c_int(RELAXED)  # another thread's capture must not break on what is asked here
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaMemGetInfo(device.index)  # makes the device's context this thread's
+        _ask("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            with _lock:
+                free = _free.get(device.index, [])
+                at = next((i for i, stream in enumerate(free) if not _captures(stream)), None)
+                if at is not None:
+                    return free.pop(at)
+            made = ctypes.c_void_p()
+            _ask("cuStreamCreate", ctypes.byref(made), ctypes.c_uint(NON_BLOCKING))
+        finally:
+            _ask("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    return torch.cuda.ExternalStream(made.value, device)
+
+
+def _captures(stream: torch.cuda.ExternalStream) -> bool:
+    """Whether it is still part of a capture, which the thread that had it left open."""
+    status = ctypes.c_int()
+    _ask("cuStreamIsCapturing", ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
+    return status.value != 0

@@ -30,6 +30,13 @@ def _ask(name: str, *arguments: Any) -> None:
         raise RuntimeError(f"beside: expected {name} to succeed, got CUresult {status}")
 
 
+def _give_back(streams: dict[torch.cuda.Stream, torch.cuda.ExternalStream]) -> None:
+    with _lock:
+        for stream in streams.values():
+            _free.setdefault(stream.device.index, []).append(stream)
+    streams.clear()
+
+
 class _OfThread:
     """A second stream for each current one of a thread: two captures at one time must not meet in it."""
 
@@ -57,19 +64,12 @@ def beside(main: torch.cuda.Stream) -> torch.cuda.ExternalStream:
     return found
 
 
-def _give_back(streams: dict[torch.cuda.Stream, torch.cuda.ExternalStream]) -> None:
-    with _lock:
-        for stream in streams.values():
-            _free.setdefault(stream.device.index, []).append(stream)
-    streams.clear()
-
-
 def _take(device: torch.device) -> torch.cuda.ExternalStream:
     mode = ctypes.c_int(RELAXED)  # another thread's capture must not break on what is asked here
     with torch.cuda.device(device):
-        torch.cuda.cudart().cudaMemGetInfo(device.index)  # makes the device's context this thread's
         _ask("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         try:
+            torch.cuda.cudart().cudaMemGetInfo(device.index)  # makes the device's context this thread's
             with _lock:
                 free = _free.get(device.index, [])
                 at = next((i for i, stream in enumerate(free) if not _captures(stream)), None)

@@ -1,5 +1,6 @@
 """cuSPARSE under its own names: layouts, algorithms, orders, what is prepared, what is refused."""
 
+import gc
 import subprocess
 import sys
 
@@ -128,6 +129,7 @@ def test_what_was_prepared_for_something_else_is_refused():
 
 @pytest.mark.cuda
 def test_what_was_prepared_frees_its_memory():
+    gc.collect()  # of tests before
     offsets, columns, values = draw("csr", torch.float32, "cuda", 4096, 4096)[1]
     b = torch.randn(4096, 64, device="cuda")
     custom_mm.cusparse_prepare(offsets, columns, values, b, 4096, 4096, algorithm="csr_alg3")  # the handle's workspace

@@ -76,11 +76,20 @@ void check_kept_values(const Pattern& p, const Tensor& values, bool wide, bool n
                     wide && narrow ? " or 16 bits" : "", ", got ", values.sym_sizes(), " in ", values.scalar_type());
 }
 
+// out <- beta * out: what is left of a product under alpha = 0, whose operands are not read, NaN or not, as in BLAS.
+void scale(const Tensor& out, double beta) {
+  if (beta == 0)
+    out.zero_();
+  else if (beta != 1)
+    out.mul_(beta);
+}
+
 // Runs over `out`, or over a copy of it where its rows are not contiguous.
 template <void run(const Call&)>
 void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Reduce reduce, double alpha, double beta,
                const Tensor& arg, const Tensor& selected, bool by_column, int64_t longest, const Tensor& out) {
   if (out.numel() == 0) return;
+  if (alpha == 0 && !arg.defined()) return scale(out, beta);
   const auto lead = out.sizes().slice(0, out.dim() - 2);
   const int64_t batch = c10::multiply_integers(lead), rows = out.size(-2), n = out.size(-1);
   const auto flat = [&](const Tensor& t, int64_t kept) { return as_batch(with_contiguous_rows(t), lead, batch, kept); };
@@ -96,6 +105,7 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
        arg.defined() ? arg.view({batch, rows, n}) : arg, selected.defined() ? flat(selected, 2).contiguous() : selected,
        by_column, longest});
   if (!target.is_same(out)) out.copy_(target);
+  if (alpha == 0) out.zero_();  // a maximum's place is told all the same
 }
 
 MATMULS_OPERATOR(SpmmArgOp, "custom_mm::csr_spmm_arg", "",
@@ -327,9 +337,13 @@ void save(Context* ctx, const Pattern& p, const Tensor& values, const Tensor& de
   ctx->saved_data["dense_sizes"] = dense.sym_sizes();
 }
 
-// The gradients of sum(A @ dense), or of what was selected of it. saved: unpacked once, as torch's checkpoints ask.
-std::tuple<Tensor, Tensor> gradients(Context* ctx, const Gradients& saved, const Tensor& grad, bool by_column,
-                                     int64_t longest, int64_t t_longest) {
+// Multiplied into the gradient. 0 goes to the products instead, which then read nothing.
+bool is_factor(double alpha) { return alpha != 1 && alpha != 0; }
+
+// The gradients of alpha * sum(A @ dense), or of what was selected of it. saved: unpacked once, as torch's checkpoints
+// ask.
+std::tuple<Tensor, Tensor> gradients(Context* ctx, const Gradients& saved, const Tensor& grad, double alpha,
+                                     bool by_column, int64_t longest, int64_t t_longest) {
   const Pattern p{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
   const Tensor &values = saved[6], &dense = saved[7];
   const auto values_sizes = ctx->saved_data["values_sizes"].toSymIntVector();
@@ -339,14 +353,14 @@ std::tuple<Tensor, Tensor> gradients(Context* ctx, const Gradients& saved, const
   Tensor grad_values, grad_dense;
   if (ctx->needs_input_grad(0)) {
     const bool summed = values_sizes.size() == 1;  // one gradient for the whole batch: nothing larger than it is made
-    grad_values = SddmmOp::call(p.crow, p.col, grad, dense.to(grad.scalar_type()), columns, 1, none_or_tensor(p.order),
-                                none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order), chosen,
-                                by_column, summed);
+    grad_values = SddmmOp::call(p.crow, p.col, grad, dense.to(grad.scalar_type()), columns, alpha,
+                                none_or_tensor(p.order), none_or_tensor(p.t_crow), none_or_tensor(p.t_col),
+                                none_or_tensor(p.t_order), chosen, by_column, summed);
     grad_values = at::sum_to(grad_values, values_sizes);
   }
   if (ctx->needs_input_grad(1)) {
     const Pattern t = p.transposed(columns);
-    grad_dense = SpmmOp::call(t.crow, t.col, values.to(grad.scalar_type()), grad, p.sym_rows(), "sum", 1,
+    grad_dense = SpmmOp::call(t.crow, t.col, values.to(grad.scalar_type()), grad, p.sym_rows(), "sum", alpha,
                               none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), chosen, !by_column,
                               t_longest, longest);
     grad_dense = at::sum_to(grad_dense, dense_sizes);
@@ -372,14 +386,14 @@ struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
   static Gradients backward(Context* ctx, const Gradients& grads) {
     const auto saved = ctx->get_saved_variables();
     const double alpha = ctx->saved_data["alpha"].toDouble();
-    Tensor grad = alpha == 1 ? grads[0] : grads[0] * alpha;
+    Tensor grad = is_factor(alpha) ? grads[0] * alpha : grads[0];
     if (ctx->saved_data["mean"].toBool()) {  // a row may be longer than float16 can tell
       const auto dtype = grad.scalar_type();
       grad = (grad / saved[0].diff().clamp_min(1).to(at::toOpMathType(dtype)).unsqueeze(-1)).to(dtype);
     }
     auto [grad_values, grad_dense] =
-        gradients(ctx, saved, grad, ctx->saved_data["by_column"].toBool(), ctx->saved_data["longest"].toInt(),
-                  ctx->saved_data["t_longest"].toInt());
+        gradients(ctx, saved, grad, alpha == 0 ? 0 : 1, ctx->saved_data["by_column"].toBool(),
+                  ctx->saved_data["longest"].toInt(), ctx->saved_data["t_longest"].toInt());
     return {grad_values, grad_dense, {}, {}, {}, {}, {}, {}, {}, {}};
   }
 };
@@ -398,8 +412,9 @@ struct SpmmArgFunction : torch::autograd::Function<SpmmArgFunction> {
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
     const double alpha = ctx->saved_data["alpha"].toDouble();
-    const Tensor grad = alpha == 1 ? grads[0] : grads[0] * alpha;
-    auto [grad_values, grad_dense] = gradients(ctx, ctx->get_saved_variables(), grad, false, -1, -1);
+    const Tensor grad = is_factor(alpha) ? grads[0] * alpha : grads[0];
+    auto [grad_values, grad_dense] =
+        gradients(ctx, ctx->get_saved_variables(), grad, alpha == 0 ? 0 : 1, false, -1, -1);
     return {grad_values, grad_dense, {}, {}, {}, {}};
   }
 };

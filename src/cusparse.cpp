@@ -193,7 +193,7 @@ Call with_readable_operands(Call c) {
 void run_cuda(const Call& checked, double alpha, double beta, const OptionalTensor& prepared, const Tensor& out) {
   if (out.numel() == 0) return;
   const OperationGuard guard(kOp, out);
-  if (checked.a.values.numel() == 0 || checked.dense.numel() == 0) {
+  if (alpha == 0 || checked.a.values.numel() == 0 || checked.dense.numel() == 0) {
     beta == 0 ? out.zero_() : out.mul_(beta);
     return;
   }

@@ -32,7 +32,7 @@ Tensor sddmm_cuda(const Tensor& offsets, const Tensor& indices, const Tensor& a,
   check(offsets, indices, a, b);
   const OperationGuard guard(kOp, a);
   const Tensor result = at::zeros({indices.size(0)}, a.options());
-  if (result.numel() == 0 || a.numel() == 0) return result;
+  if (alpha == 0 || result.numel() == 0 || a.numel() == 0) return result;
   const auto dtype = a.scalar_type();
   const Tensor x = in_order(a), y = in_order(b);
   // A descriptor holds addresses alone: these live as long as it does.

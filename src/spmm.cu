@@ -301,16 +301,27 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
 bool may_fill(const Call& c) {
   const auto dtype = c.dense.scalar_type();
   return c.reduce == Reduce::sum && !c.selected.defined() && c.beta == 0 && c.out.size(0) == 1 &&
-         c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) &&
          (dtype == at::kFloat ? c.pattern.nonzeros() >= kFewestInHalves * c.out.size(1) && can_multiply_halves(c.dense)
           : dtype == at::kDouble ? false
                                  : c.alpha == 1 && !must_be_deterministic() && Borrowed::is_to_be_had(Library::cublas));
 }
 
+// As filled products read the dense side and write the result. Others go through copies of a padded width.
+bool is_aligned(const Call& c) { return c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out); }
+
+Call padded(const Call& c) {
+  const int64_t n = c.out.size(2), width = ceil_of(n, 8) * 8;
+  Call wide = c;
+  wide.dense = zeros({1, c.dense.size(1), width}, c.dense.options());
+  wide.dense.narrow(2, 0, n).copy_(c.dense);
+  wide.out = empty({1, c.out.size(1), width}, c.out.options());
+  return wide;
+}
+
 // In 16 bits, what a plan keeps so.
 bool may_keep_two_of_four(const Call& c) {
-  return c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out) && c.dense.numel() > 0 &&
-         c.dense.stride(1) >= c.dense.size(2) && has_hopper_kernels(c.dense.get_device());
+  return is_aligned(c) && c.dense.numel() > 0 && c.dense.stride(1) >= c.dense.size(2) &&
+         has_hopper_kernels(c.dense.get_device());
 }
 
 // Microseconds of both ways, about, as measured on an H200.
@@ -323,7 +334,9 @@ bool is_worth_filling(const Call& c) {
   const double bytes = elements * (wide ? 4 : 2);
   const double filled = wide ? 26 + bytes / 2.6e6 + nonzeros / 5e5 + std::max(bytes / 2.8e6, elements * n / 1.23e8)
                              : 12 + bytes / 2.2e6 + nonzeros / 6.5e5 + std::max(5.0, elements * n / 3.5e8);
-  return bytes <= static_cast<double>(kFilledBytes) && filled < by_rows;
+  const double moved = static_cast<double>(c.dense.numel() + c.out.numel()) * (wide ? 4 : 2);
+  const double copies = is_aligned(c) ? 0 : 10 + 2 * moved / 2.2e6;
+  return bytes <= static_cast<double>(kFilledBytes) && filled + copies < by_rows;
 }
 
 // The product with A's zeros; by rows again where they matter.
@@ -362,6 +375,16 @@ Args<T, I> args_of(const Call& c) {
   return m;
 }
 
+// The matrix is filled for this product alone.
+template <class T, class I>
+void sum_filled(const Call& c) {
+  const Filled filled = fill(c.pattern, c.values[0], c.dense.size(1));
+  const Call aligned = is_aligned(c) ? c : padded(c);
+  auto m = args_of<T, I>(aligned);
+  sum_filled(aligned, m, filled);
+  if (!aligned.out.is_same(c.out)) c.out.copy_(aligned.out.narrow(2, 0, c.out.size(2)));
+}
+
 template <class T, class I>
 void launch_extremum(const Args<T, I>& m, const Call& c, const dim3& grid) {
   I* const arg = c.arg.defined() ? c.arg.mutable_data_ptr<I>() : nullptr;
@@ -389,7 +412,7 @@ void run_cuda(const Call& c) {
       auto m = args_of<scalar_t, index_t>(c);
       const bool extremum = c.reduce == Reduce::max || c.reduce == Reduce::min;
       if (!c.selected.defined() && !extremum)
-        return is_worth_filling(c) ? sum_filled(c, m, fill(c.pattern, c.values[0], c.dense.size(1))) : sum_cuda(c, m);
+        return is_worth_filling(c) ? sum_filled<scalar_t, index_t>(c) : sum_cuda(c, m);
       const dim3 warps =
           grid_of(ceil_of(m.rows, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 1024), m.batches);
       c.selected.defined() ? launch_selected(m, c, warps) : launch_extremum(m, c, warps);
@@ -402,7 +425,7 @@ void run_halves(const Call& c, const Filled& kept) {
   AT_DISPATCH_SWITCH(c.dense.scalar_type(), kOp, AT_DISPATCH_CASE(at::kFloat, [&] {
                        AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
                          auto m = args_of<float, index_t>(c);
-                         may_fill(c) ? sum_filled(c, m, kept) : sum_cuda(c, m);
+                         may_fill(c) && is_aligned(c) ? sum_filled(c, m, kept) : sum_cuda(c, m);
                        });
                      }) AT_DISPATCH_CASE_REDUCED_FLOATING_TYPES([&] {
                        if (may_keep_two_of_four(c)) return multiply_two_of_four(kept, c.dense[0], c.out[0]);

@@ -375,7 +375,7 @@ def spmm(
     "mean" (over the nonzeros of a row), "max" or "min"; a row without nonzeros gives 0. Duplicate and unsorted columns
     are fine. Rows of b are read where they lie, whatever their distance; columns that are not side by side are copied.
     Sums in float32 (float64 for float64), the same bits every time for the same matrix, width, alignment of b and
-    gradients asked for. With alpha = 0 no operand is read, with beta = 0 not `out`: NaN does not come through, as in BLAS.
+    gradients asked for. With alpha = 0 no operand is read, with beta = 0 not `out`, as in BLAS: no NaN comes through.
 
     On a GPU a matrix with much of its elements stored, a tenth to a half of them, is multiplied by a wide b with its
     zeros, which takes a workspace of up to 128 MiB: 4 bytes an element for float32, else 2. Results are as by rows: NaN

@@ -161,6 +161,7 @@ bool captures(cudaStream_t stream) {
 }
 
 // Unique in the process: a stream that is made later may get the address of one that was destroyed, but never its id.
+// CUDA does not tell it of a stream that captures.
 uint64_t id_of(cudaStream_t stream) {
   unsigned long long id = 0;
   C10_CUDA_CHECK(cudaStreamGetId(stream, &id));
@@ -173,7 +174,9 @@ bool is_capturing(at::Device device) {
   return device.is_cuda() && captures(c10::cuda::getCurrentCUDAStream(device.index()));
 }
 uint64_t current_stream(at::Device device) {
-  return device.is_cuda() ? id_of(c10::cuda::getCurrentCUDAStream(device.index())) : 0;
+  if (!device.is_cuda()) return 0;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index());
+  return stream == nullptr ? 0 : id_of(stream);
 }
 void synchronize_stream(at::Device device) {
   const c10::cuda::CUDAGuard guard(device);

@@ -43,7 +43,8 @@ int64_t workspace_size();
 
 // True where the device's current stream captures a CUDA graph.
 bool is_capturing(at::Device device);
-// The id of the device's current stream, which no later stream gets; 0 without CUDA.
+// The id of the device's current stream, which no later stream gets; 0 for the default one and without CUDA. Not to be
+// asked during a capture.
 uint64_t current_stream(at::Device device);
 
 // Wait for the device's current stream, or for all of its streams, also while another thread captures a graph.

@@ -455,7 +455,7 @@ struct SoftmaxInplaceGradient : torch::autograd::Node {
     }
     // Who asked for work in place does not want a second tensor of this size here either. Beside the default stream and
     // a capture's, another may yet read what nobody holds any more.
-    const bool alone = !grad.is_cuda() || current_stream(grad.device()) == 0 || is_capturing(grad.device());
+    const bool alone = !grad.is_cuda() || is_capturing(grad.device()) || current_stream(grad.device()) == 0;
     if (!alone || !nobody_else_holds(grad))
       return {SoftmaxBackwardOp::call(result, grad, dim, scale, causal), Tensor()};
     SoftmaxBackwardOutOp::call(result, grad, dim, scale, causal, grad);

@@ -26,7 +26,7 @@ def is_capturing(device: int) -> bool:
     """Whether a GPU's current stream captures a graph. False without CUDA."""
 
 def current_stream(device: int) -> int:
-    """The id of a GPU's current stream, which no later stream gets; 0 for the default one. Not for a capturing stream."""
+    """The id of a GPU's current stream, which no later stream gets; 0: the default one. Not for one that captures."""
 
 def synchronize_stream(device: int) -> None:
     """Wait for a GPU's current stream, also while another thread captures a graph."""

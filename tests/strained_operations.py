@@ -1,12 +1,22 @@
-"""Each operation in a child of its own, forked while its parent's threads wait for work: a process of test_threads.py.
+"""Each operation under threads, forks and too little memory: a process that test_threads.py starts, one for each of
+
+fork: in a child of its own, which is forked while its parent's threads wait for work, by one thread and by two;
+starve: so too, and before that with too little memory, again and again with a little more;
+threads: in four threads at once, each of which takes them in another order.
 
 Prints a line for each operation, tab-separated: its name, and "right" or what went wrong.
 """
 
+import ctypes
 import os
+import random
+import resource
 import signal
+import sys
+import threading
 import traceback
 import warnings
+from copy import deepcopy
 
 import torch
 from torch import nn
@@ -16,7 +26,8 @@ import matmuls
 from matmuls.attention import attend, compose
 from matmuls.nn import InplaceLinear, MaskedFFN, MaskedLinear, SparseLinear
 
-N = 256  # N x N elements are shared among threads by torch, MKL and oneDNN
+MODE = sys.argv[1]
+N = 512 if MODE == "starve" else 256  # N x N elements are shared among threads by torch, MKL and oneDNN
 LIMIT = 20  # seconds of a child; 2, once one has taken them all
 LAYOUTS = "csr", "csc", "coo", "bsr"
 
@@ -59,7 +70,6 @@ def written(call, first, *inputs):
 
 
 def module_of(module, *args):
-    module.zero_grad()
     x = args[0].clone().requires_grad_()
     result = module(x.clone(), *args[1:])
     result.square().sum().backward()
@@ -151,9 +161,9 @@ CALLS = {
         lambda offsets, columns, _: trained(lambda a, b: custom_mm.cusparse_sddmm(offsets, columns, a, b), x, w)
     ),
     # modules
-    "nn.InplaceLinear": lambda: module_of(InplaceLinear.from_linear(layers[0], keep_input=True), x),
-    "nn.MaskedLinear": lambda: module_of(MaskedLinear.from_linear(*layers), x, mask),
-    "nn.MaskedFFN": lambda: module_of(experts, x, mask),
+    "nn.InplaceLinear": lambda: module_of(InplaceLinear.from_linear(deepcopy(layers[0]), keep_input=True), x),
+    "nn.MaskedLinear": lambda: module_of(MaskedLinear.from_linear(*deepcopy(layers)), x, mask),
+    "nn.MaskedFFN": lambda: module_of(deepcopy(experts), x, mask),
     "nn.SparseLinear": lambda: module_of(SparseLinear.from_linear(layers[0], sparsity=0.9), x),
     "nn.SparseLinear, frozen": lambda: SparseLinear.from_linear(layers[0], sparsity=0.9).freeze()(x).detach(),
     # what rows of the table do not come to
@@ -200,6 +210,25 @@ def compare(result, expected):
         torch.testing.assert_close(ours, theirs, **close)
 
 
+def starved(call):
+    """How many calls failed, each with more memory than the one before."""
+    call()  # oneDNN keeps what it could not make for lack of memory, as an error
+    failed = 0
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)
+    for pages in range(0, 5 * N * N // 1024, N * N // 2048):  # up to five matrices of float32, in eighths
+        ctypes.CDLL(None).malloc_trim(0)
+        with open("/proc/self/statm") as sizes:
+            limit = (int(sizes.read().split()[0]) + pages) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (limit, unlimited[1]))
+        try:
+            call()
+        except (RuntimeError, MemoryError):
+            failed += 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, unlimited)
+    return failed
+
+
 def in_a_child(call, expected, limit):
     """What became of the call in a forked child, by one thread and by two."""
     read, write = os.pipe()
@@ -208,10 +237,11 @@ def in_a_child(call, expected, limit):
         try:
             os.close(read)
             signal.alarm(limit)
+            failed = starved(call) if MODE == "starve" else 1
             compare(call(), expected)
             torch.set_num_threads(2)
             compare(call(), expected)
-            os.write(write, b"right")
+            os.write(write, b"right" if failed else b"was never short of memory")
         except BaseException:
             os.write(write, traceback.format_exc().encode()[-2000:])
         finally:
@@ -223,8 +253,7 @@ def in_a_child(call, expected, limit):
     return said or ("no result in time" if status == signal.SIGALRM else f"status {status}")
 
 
-def main():
-    torch.testing.assert_close(x, x)  # imports what children would import one by one
+def in_children():
     limit = LIMIT
     for name, call in CALLS.items():
         expected = flat(call())
@@ -232,10 +261,31 @@ def main():
         assert len(os.listdir("/proc/self/task")) > 1
         said = in_a_child(call, expected, limit)
         limit = 2 if said == "no result in time" else limit
-        print(name, said.replace("\n", " | "), sep="\t", flush=True)
+        yield name, said
+
+
+def in_threads():
+    expected = {name: flat(call()) for name, call in CALLS.items()}
+    said = dict.fromkeys(CALLS, "right")
+
+    def work(seed):
+        for name in random.Random(seed).sample(list(CALLS), len(CALLS)):
+            try:
+                compare(CALLS[name](), expected[name])
+            except Exception:
+                said[name] = traceback.format_exc()[-2000:]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said.items()
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    torch.testing.assert_close(x, x)  # imports what children would import one by one
     torch.set_num_threads(2)
-    main()
+    for name, said in in_threads() if MODE == "threads" else in_children():
+        print(name, said.replace("\n", " | "), sep="\t", flush=True)

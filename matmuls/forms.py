@@ -1,9 +1,11 @@
 """How a plan keeps a matrix to multiply by it: with its zeros, by tiles, packed, in its blocks, or for cuSPARSE."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -69,6 +71,7 @@ class Full:
         self._retired: dict[Any, Kept] = {}  # what products that other threads had begun may read; until the next one
         self._captured: set[Any] = set()
         self._making = RLock()  # one thread makes it, and none while another multiplies by what that one has made
+        _every.add(self)
 
     def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Call:
         if not self.is_laid_out(b, dtype) and is_capturing(b.device):
@@ -132,6 +135,18 @@ class Full:
     def tensors(self) -> list[torch.Tensor]:
         kept = *list(self._kept.values()), *list(self._retired.values())
         return [t for one in kept for t in one.made]
+
+
+_every: WeakSet[Full] = WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a child of fork(), where the thread that held one of them does not exist."""
+    for form in list(_every):
+        form._making = RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 class Dense(Full):

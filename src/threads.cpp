@@ -1,17 +1,81 @@
+// OpenMP's threads end before a fork(). The parent starts them again with its next parallel work; the child has one
+// thread, until torch.set_num_threads asks for more.
+//
+// A child has no thread but the one that forked. GNU's OpenMP does not know: with a pool of threads copied from the
+// parent, the next parallel region of the child waits for ever, in our loops, in torch's and in MKL's. So the pool ends
+// first, by OpenMP's call for it. The pools of other threads do not reach the child. OpenBLAS does the same with its
+// threads. LLVM's and Intel's OpenMP start anew in a child by themselves, and fail where that call comes within fork().
 #include "threads.h"
 
+#include <dlfcn.h>
+#include <omp.h>
 #include <pthread.h>
 
 #include <atomic>
+#include <cstdio>
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+// torch brings the libraries: what they lack is null.
+#pragma weak omp_pause_resource_all
+extern "C" {
+[[gnu::weak]] void GOMP_PLUGIN_malloc();  // GNU's alone
+[[gnu::weak]] int MKL_Set_Num_Threads_Local(int count);
+}
 
 namespace matmuls {
 namespace {
 
-std::atomic<bool> forked{false};
-[[maybe_unused]] const int watching = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+std::atomic<bool> used_threads{false};  // the pool of a thread that forked had some
+
+// Those that are not ending: the kernel lists a thread for some microseconds after it was joined. 0 without /proc.
+int count_living() noexcept try {
+  constexpr unsigned kExiting = 4;  // PF_EXITING of <linux/sched.h>
+  int count = 0;
+  for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream file(thread.path() / "stat");
+    const std::string all{std::istreambuf_iterator<char>(file), {}};
+    unsigned flags = kExiting;  // proc(5): the seventh after the name, which stands in parentheses
+    std::sscanf(all.c_str() + all.rfind(')') + 1, " %*c %*d %*d %*d %*d %*d %u", &flags);
+    count += !(flags & kExiting);
+  }
+  return count;
+} catch (const std::exception&) {
+  return 0;
+}
+
+void before_fork() noexcept {
+  // A thread takes torch's number over once, by a flag in torch and one in this library: here, since the child would
+  // take its parent's.
+  at::get_num_threads();
+  at::internal::lazy_init_num_threads();
+  const int before = used_threads ? 0 : count_living();
+  omp_pause_resource_all(omp_pause_hard);  // nothing within a parallel region, where nobody forks
+  if (before > 0 && count_living() < before) used_threads = true;
+}
+
+// As many as a worker of torch's DataLoader has. at::set_num_threads takes locks that another thread may have held.
+void in_child() {
+  if (!used_threads) return;
+  omp_set_num_threads(1);
+  if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(1);
+}
+
+template <class F>
+const void* library_of(F* function) {
+  Dl_info info;
+  return function && dladdr(reinterpret_cast<const void*>(function), &info) ? info.dli_fbase : nullptr;
+}
+
+bool watch_forks() {
+  const void* const library = library_of(omp_pause_resource_all);
+  return library && library == library_of(GOMP_PLUGIN_malloc) && pthread_atfork(before_fork, nullptr, in_child) == 0;
+}
+
+[[maybe_unused]] const bool watching = watch_forks();
 
 }  // namespace
-
-bool is_forked() { return forked.load(std::memory_order_relaxed); }
-
 }  // namespace matmuls

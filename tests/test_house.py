@@ -130,9 +130,10 @@ def test_operation_files_do_not_include_each_other():
         assert included <= headers, f"{path.name} includes {included - headers}"
 
 
-def test_work_is_shared_by_the_one_that_knows_of_forks():
-    files = {p.name for p in ROOT.glob("src/*") if re.search(r"at::parallel_(for|reduce)\(|#pragma omp", p.read_text())}
-    assert files == {"threads.h"}
+def test_no_threads_but_torchs():
+    """A child of fork() has none of its parent's; torch's start again in it, as threads.cpp ends them before."""
+    own = re.compile(r"#pragma omp|std::(jthread|thread|async)\b(?!::)|pthread_create")
+    assert not [p.name for p in ROOT.glob("src/*") if own.search(p.read_text())]
 
 
 def test_what_is_launched_early_waits_first():

@@ -18,6 +18,7 @@
 
 #include "common.h"
 #include "csr_check.h"
+#include "csr_look.h"
 #include "sparse_operators.h"
 #include "threads.h"
 
@@ -32,6 +33,11 @@ using at::Tensor;
 
 void check(const char* op, const Tensor& crow, const Tensor& col) {
   check_pattern(op, pattern_of(crow, col, {}), crow);
+}
+
+void check_transposed(const Tensor& crow, const Tensor& col, const c10::SymInt& columns) {
+  check("csr_transpose", crow, col);
+  TORCH_CHECK_VALUE(columns >= 0, "csr_transpose: expected columns >= 0, got ", columns);
 }
 
 Tensor facts_of(Problem problem, int64_t where, int64_t found, int64_t longest = 0, bool rises = false,
@@ -110,13 +116,13 @@ Copied csr_check_copied_cpu(const Tensor& crow, const Tensor& col, c10::SymInt c
 
 // A stable counting sort by column, each thread with counters of its own: the result does not depend on how many.
 std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_columns) {
-  check("csr_transpose", crow_, col_);
-  const Tensor crow_whole = crow_.contiguous(), col_whole = col_.contiguous();
+  check_transposed(crow_, col_, sym_columns);
   const int64_t rows = crow_.size(0) - 1, nonzeros = col_.size(0), columns = sym_columns.expect_int();
+  const Pattern p = readable("csr_transpose", pattern_of(crow_, col_, {}), columns);
   Tensor t_crow = at::empty({columns + 1}, crow_.options());
   Tensor t_col = at::empty({nonzeros}, crow_.options()), order = at::empty({nonzeros}, crow_.options());
   AT_DISPATCH_INDEX_TYPES(crow_.scalar_type(), "csr_transpose", [&] {
-    const index_t *crow = crow_whole.const_data_ptr<index_t>(), *col = col_whole.const_data_ptr<index_t>();
+    const index_t *crow = p.crow.const_data_ptr<index_t>(), *col = p.col.const_data_ptr<index_t>();
     index_t* const offsets = t_crow.mutable_data_ptr<index_t>();
     index_t* const row_at = t_col.mutable_data_ptr<index_t>();
     index_t* const from = order.mutable_data_ptr<index_t>();
@@ -170,7 +176,7 @@ Copied csr_check_copied_cuda(const Tensor& crow, const Tensor& col, c10::SymInt 
 }
 
 std::tuple<Tensor, Tensor, Tensor> csr_transpose_cuda(const Tensor& crow, const Tensor& col, c10::SymInt sym_columns) {
-  check("csr_transpose", crow, col);
+  check_transposed(crow, col, sym_columns);
   const OperationGuard guard("csr_transpose", crow);
   const bool narrow = crow.scalar_type() == at::kInt;
   const auto [sorted, order] = at::sort(col, /*stable=*/true, /*dim=*/0, /*descending=*/false);
@@ -190,7 +196,7 @@ Copied csr_check_copied_meta(const Tensor& crow, const Tensor& col, c10::SymInt 
           at::empty_symint({col.sym_size(0)}, narrow)};
 }
 std::tuple<Tensor, Tensor, Tensor> csr_transpose_meta(const Tensor& crow, const Tensor& col, c10::SymInt columns) {
-  check("csr_transpose", crow, col);
+  check_transposed(crow, col, columns);
   return {at::empty_symint({columns + 1}, crow.options()), at::empty_symint({col.sym_size(0)}, crow.options()),
           at::empty_symint({col.sym_size(0)}, crow.options())};
 }

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "csr_look.h"
 #include "sparse_operators.h"
 #include "spmm_packed.h"
 
@@ -113,7 +114,7 @@ Tensor csr_packed_units(const Tensor& crow, const Tensor& col, c10::SymInt colum
   const Pattern p = pattern_of(crow, col, {});
   const PackedLayout m = layout_of(p, columns.expect_int(), in_order);
   Tensor least = at::empty({1}, crow.options().dtype(at::kInt));
-  measure(contiguous(p), m, least);
+  measure(readable(kPackedOp, p, columns.expect_int()), m, least);
   return least;
 }
 Tensor csr_packed_units_meta(const Tensor& crow, const Tensor&, c10::SymInt, bool) {
@@ -133,7 +134,7 @@ Tensor csr_packed(const Tensor& crow, const Tensor& col, const Tensor& values, c
   TORCH_CHECK_VALUE(m.tiles() == 0 || (many >= kLeastPackedUnits && many <= kMostPackedUnits), kPackedOp,
                     ": expected tiles of ", kLeastPackedUnits, " to ", kMostPackedUnits, " units, got ", many);
   Tensor packed = at::empty({m.tiles(), many * (kPackedUnit / 2)}, values.options());
-  pack(contiguous(p), values.contiguous(), m, packed);
+  pack(readable(kPackedOp, p, columns.expect_int()), values.contiguous(), m, packed);
   return packed;
 }
 Tensor csr_packed_meta(const Tensor& crow, const Tensor&, const Tensor& values, c10::SymInt columns, c10::SymInt units,

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "csr_look.h"
 #include "operator.h"
 #include "reorder.h"
 #include "threads.h"
@@ -97,7 +98,9 @@ Tensor csr_regions(const Tensor& crow, const Tensor& col, c10::SymInt columns, i
                     ": expected regions of 1 row at least and 1 to 1024 rounds, got ", size, " and ", rounds);
   const c10::SymDimVector shape{p.sym_rows()};
   const Tensor regions = at::empty_symint(shape, crow.options()), before = at::empty_symint(shape, crow.options());
-  if (regions.sym_numel() != 0) grow(contiguous(p), static_cast<int>(size), static_cast<int>(rounds), regions, before);
+  if constexpr (grow == grow_nothing) return regions;
+  const Pattern whole = readable(kRegionsOp, p, columns.expect_int());
+  if (p.rows() > 0) grow(whole, static_cast<int>(size), static_cast<int>(rounds), regions, before);
   return regions;
 }
 
@@ -111,10 +114,12 @@ Tensor csr_reads(const Tensor& crow, const Tensor& col, c10::SymInt columns, int
                     ": expected windows of 1 row at least, and every window or fewer, got ", at_once, " and ", every);
   const Tensor found = at::zeros({1}, crow.options().dtype(at::kLong));
   if constexpr (count == count_nothing) return found;
+  const Pattern whole = readable(kReadsOp, p, columns.expect_int());
+  if (order.defined()) look_at_indices(kReadsOp, "the order", order, p.rows());
   if (p.rows() == 0) return found;
   const Windows windows{static_cast<int>(at_once), static_cast<int>(every)};
   const Tensor seen = at::zeros({windows.of(p.rows()), ceil_of(p.rows(), 32)}, crow.options());
-  count(contiguous(p), order.defined() ? order.contiguous() : order, windows, seen, found);
+  count(whole, order.defined() ? order.contiguous() : order, windows, seen, found);
   return found;
 }
 
@@ -129,10 +134,14 @@ Moved csr_reorder(const Tensor& crow, const Tensor& col, const Tensor& order) {
   Moved made{at::zeros_symint(crow.sym_sizes(), crow.options()), at::empty_symint(col.sym_sizes(), col.options()),
              at::empty_symint(col.sym_sizes(), col.options())};
   if constexpr (move == move_nothing) return made;
+  look_at_offsets(kReorderOp, crow, p.nonzeros());
+  look_at_indices(kReorderOp, "the order", order, p.rows());
   if (p.rows() == 0) return made;
   const auto& [new_crow, new_col, place] = made;
   Tensor ends = new_crow.narrow(0, 1, p.rows());
   at::cumsum_out(ends, at::diff(crow).index_select(0, order), 0, at::kInt);
+  TORCH_CHECK_VALUE(!crow.is_cpu() || ends.const_data_ptr<int>()[p.rows() - 1] == p.nonzeros(), kReorderOp,
+                    ": expected an order that names every row once, got rows twice");
   move(contiguous(p), order.contiguous(), new_crow, new_col, place);
   return made;
 }

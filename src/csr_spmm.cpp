@@ -17,6 +17,7 @@
 
 #include "autograd.h"
 #include "common.h"
+#include "csr_look.h"
 #include "product_operators.h"
 #include "sparse_operators.h"
 #ifdef MATMULS_CUDA
@@ -90,6 +91,7 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
                const Tensor& arg, const Tensor& selected, bool by_column, int64_t longest, const Tensor& out) {
   if (out.numel() == 0) return;
   if (alpha == 0 && !arg.defined()) return scale(out, beta);
+  const Pattern whole = readable(kOp, p, dense.size(-2));
   const auto lead = out.sizes().slice(0, out.dim() - 2);
   const int64_t batch = c10::multiply_integers(lead), rows = out.size(-2), n = out.size(-1);
   const auto flat = [&](const Tensor& t, int64_t kept) { return as_batch(with_contiguous_rows(t), lead, batch, kept); };
@@ -101,7 +103,7 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
     if (!strides) over = target = target.contiguous();
     over = over.view({batch, rows, n});
   }
-  run({contiguous(p), flat(values, 1), flat(dense, 2), over, reduce, alpha, beta,
+  run({whole, flat(values, 1), flat(dense, 2), over, reduce, alpha, beta,
        arg.defined() ? arg.view({batch, rows, n}) : arg, selected.defined() ? flat(selected, 2).contiguous() : selected,
        by_column, longest});
   if (!target.is_same(out)) out.copy_(target);
@@ -203,7 +205,7 @@ Tensor csr_filled(const Tensor& crow, const Tensor& col, const Tensor& values, c
                   const OptionalTensor& order) {
   const Pattern p = pattern_of(crow, col, order);
   check_kept_values(p, values, false, true);
-  return make(contiguous(p), values.contiguous(), columns.expect_int());
+  return make(readable("csr_filled", p, columns.expect_int()), values.contiguous(), columns.expect_int());
 }
 Tensor csr_filled_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
                        const OptionalTensor& order) {
@@ -241,7 +243,8 @@ Halves csr_halves(const Tensor& crow, const Tensor& col, const Tensor& values, c
                   const OptionalTensor& order, bool two_of_four, int64_t beyond) {
   const Pattern p = pattern_of(crow, col, order);
   check_kept_values(p, values, true, two_of_four);
-  const Filled made = fill(contiguous(p), values.contiguous(), columns.expect_int(), two_of_four, beyond);
+  const Pattern whole = readable("csr_halves", p, columns.expect_int());
+  const Filled made = fill(whole, values.contiguous(), columns.expect_int(), two_of_four, beyond);
   return {made.parts, made.exponents.defined() ? made.exponents : at::empty({0}, made.facts.options()), made.facts,
           made.rest};
 }
@@ -269,7 +272,7 @@ Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tenso
               ": expected what csr_halves made of this matrix, and dense of two dimensions, got parts of shape ",
               parts.sizes(), ", dense of shape ", dense.sizes());
   if (out.numel() == 0) return out;
-  run({contiguous(p),
+  run({readable(kOp, p, inner),
        values.contiguous().unsqueeze(0),
        with_contiguous_rows(dense).unsqueeze(0),
        out.unsqueeze(0),

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "csr_look.h"
 #include "sparse_operators.h"
 #include "spmm_tiles.h"
 
@@ -112,6 +113,15 @@ void fill_tiles_on_cpu(const Pattern& p, const Tensor& values_, const TileLayout
   }
 }
 
+// No tile leads outside the nonzeros, or before the first place.
+void look_at_tiles(const Tensor& heads, const Tensor& slots, int64_t nonzeros) {
+  const int *head = heads.const_data_ptr<int>(), *slot = slots.const_data_ptr<int>();
+  bool good = true;
+  for (int64_t i = 0; i < heads.numel(); i += 4) good &= head[i] >= 0;
+  for (int64_t i = 0; i < slots.numel(); i += 3) good &= slot[i + 1] >= 0 && slot[i + 2] <= nonzeros;
+  TORCH_CHECK_VALUE(good, kTilesOp, ": expected heads and slots as csr_tiles made them of this matrix, got others");
+}
+
 Tiles empty_tiles(const Tensor& crow, const c10::SymInt& rows, int64_t tiles, int64_t panels, int64_t lanes) {
   const c10::SymInt slices = ((rows + panels - 1) / panels + (32 / lanes - 1)) / (32 / lanes);
   const auto ints = crow.options().dtype(at::kInt);
@@ -125,6 +135,7 @@ Tiles csr_tiles(const Tensor& crow, const Tensor& col, c10::SymInt columns, int6
   const Pattern p = pattern_of(crow, col, {});
   const TileLayout m = layout_of(p, columns.expect_int(), tiles, panels, lanes);
   auto made = empty_tiles(crow, p.rows(), tiles, panels, lanes);
+  readable(kTilesOp, p, columns.expect_int());
   lay_out(p, m, std::get<0>(made), std::get<1>(made));
   return made;
 }
@@ -147,11 +158,14 @@ Tiles csr_tile_entries(const Tensor& heads, const Tensor& slots, const Tensor& c
   const TileLayout m = layout_of(p, columns.expect_int(), heads, lanes);
   check_tiles(m, heads, slots);
   TORCH_CHECK_VALUE(values.dim() == 1 && values.size(0) == p.nonzeros() && values.scalar_type() == at::kFloat &&
-                        values.device() == heads.device() && steps >= 0,
-                    kTilesOp, ": expected ", p.nonzeros(), " values in Float, got ", values.sizes(), " in ",
-                    values.scalar_type());
+                        values.device() == heads.device() && steps >= 0 && steps <= INT32_MAX / kStepNonzeros - 1,
+                    kTilesOp, ": expected ", p.nonzeros(), " values in Float and steps from 0 to ",
+                    INT32_MAX / kStepNonzeros - 1, ", got ", values.sizes(), " in ", values.scalar_type(), " and ",
+                    steps);
+  const Pattern whole = readable(kTilesOp, p, columns.expect_int());
+  if (crow.is_cpu()) look_at_tiles(heads, slots, p.nonzeros());
   auto made = empty_entries(values, steps);
-  fill(contiguous(p), values.contiguous(), m, heads, slots, std::get<0>(made), std::get<1>(made));
+  fill(whole, values.contiguous(), m, heads, slots, std::get<0>(made), std::get<1>(made));
   return made;
 }
 

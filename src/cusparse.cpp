@@ -244,12 +244,16 @@ Tensor prepare_cuda(const Call& checked) {
 // ----------------------------------------------------------------------------------------------------------- CPU
 
 void run_cpu(const Call& c, double alpha, double beta, const OptionalTensor&, const Tensor& out) {
+  look_at_parts(kOp, c.a);
   const Pattern p = by_rows(c.a, c.transposed);
   SpmmOutOp::call(p.crow, p.col, c.a.values.reshape(-1), c.dense, c.columns(), "sum", alpha, none_or_tensor(p.order),
                   beta, -1, out);
 }
 
-Tensor prepare_cpu(const Call& c) { return at::empty({0}, c.dense.options().dtype(at::kByte)); }
+Tensor prepare_cpu(const Call& c) {
+  look_at_parts(kOp, c.a);
+  return at::empty({0}, c.dense.options().dtype(at::kByte));
+}
 
 // -------------------------------------------------------------------------------------------------------- operators
 

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "csr_look.h"
 #include "sparse_operators.h"
 #include "sparse_parts.h"
 
@@ -62,6 +63,8 @@ Tensor by_our_own(const Tensor& offsets, const Tensor& indices, const Tensor& a,
 
 Tensor sddmm_cpu(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
   check(offsets, indices, a, b);
+  look_at_offsets(kOp, offsets, indices.size(0));
+  look_at_indices(kOp, "columns", indices, b.size(1));
   return by_our_own(offsets, indices, a, b, alpha);
 }
 

@@ -207,6 +207,7 @@ void run_cuda(const Call& c) {
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "csr_look.h"
 #include "sparse_cpu.h"
 #include "sparse_operators.h"
 #include "threads.h"
@@ -306,7 +307,7 @@ Tensor sddmm(const Tensor& crow, const Tensor& col, const Tensor& a, const Tenso
   const auto lead = at::infer_size_dimvector(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
   const int64_t batch = c10::multiply_integers(lead);
   if (batch == 0 || alpha == 0) return out.zero_();  // nothing is read then, NaN or not, as in BLAS
-  run({contiguous(p), as_batch(with_contiguous_rows(a), lead, batch, 2),
+  run({readable(kOp, p, columns.expect_int()), as_batch(with_contiguous_rows(a), lead, batch, 2),
        as_batch(with_contiguous_rows(b), lead, batch, 2), out.view({summed ? 1 : batch, p.nonzeros()}), alpha,
        selected.defined() ? as_batch(selected, lead, batch, 2).contiguous() : selected, by_column, summed});
   return out;

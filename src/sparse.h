@@ -1,9 +1,10 @@
 // A sparse matrix by its rows (CSR) as the operators take it, and what they share.
 //
-// crow: [rows + 1] offsets, col: [nonzeros], both int32 or both int64, checked once by csr_check before any of these
-// operators sees them. order: nonzero p has value order[p]; without it value p. A matrix stored by columns, in blocks
-// or transposed is another order over the same values. t_crow, t_col, t_order are the transposed matrix in the same
-// form; without them a gradient that needs it makes it. Duplicate and unsorted columns are as good as others.
+// crow: [rows + 1] offsets, col: [nonzeros], both int32 or both int64. On the CPU every operator looks at them before
+// it reads through them (csr_look.h); on a GPU none does, as it would wait for the device: csr_check looks once,
+// before. order: nonzero p has value order[p]; without it value p. A matrix stored by columns, in blocks or transposed
+// is another order over the same values. t_crow, t_col, t_order are the transposed matrix in the same form; without
+// them a gradient that needs it makes it. Duplicate and unsorted columns are as good as others.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -14,6 +14,7 @@ struct Kernels {
   decltype(&spmm_finish<T, I>) finish;
   decltype(&extremum_rows<T, I>) extremum;
   decltype(&dot_rows<T>) dot;
+  decltype(&lie_within<I>) within;
 };
 
 #define LOOPS "sparse_cpu_loops.h"
@@ -48,6 +49,13 @@ template <class T>
 arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t n, int64_t batches, int64_t a_step, int64_t b_step) {
   return kernels<T, int32_t>().dot(a, b, n, batches, a_step, b_step);
 }
+
+template <class I>
+bool lie_within(const I* indices, int64_t count, I last) {
+  return kernels<float, I>().within(indices, count, last);
+}
+template bool lie_within(const int32_t*, int64_t, int32_t);
+template bool lie_within(const int64_t*, int64_t, int64_t);
 
 #define SPARSE_INSTANTIATE_FOR(T, I)                                               \
   template void spmm_rows(const Spmm<T, I>&, int64_t, int64_t);                    \

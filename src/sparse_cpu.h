@@ -51,4 +51,8 @@ void extremum_rows(const Spmm<T, I>& m, bool largest, int64_t begin, int64_t end
 template <class T>
 arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t n, int64_t batches, int64_t a_step, int64_t b_step);
 
+// True if all indices are from 0 to last.
+template <class I>
+bool lie_within(const I* indices, int64_t count, I last);
+
 }  // namespace matmuls

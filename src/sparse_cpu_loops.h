@@ -201,6 +201,19 @@ arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t columns, int64_t batche
   return sum_of_lanes<A>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
+// The sign bit of x | (last - x) is set where x < 0 or x > last: an OR of all needs no comparison, which most
+// instruction sets lack for 64-bit numbers.
+template <class I>
+bool lie_within(const I* indices, int64_t count, I last) {
+  using U = std::conditional_t<sizeof(I) == 4, uint32_t, uint64_t>;
+  U seen = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const U x = static_cast<U>(indices[i]);
+    seen |= x | (static_cast<U>(last) - x);
+  }
+  return seen >> (8 * sizeof(I) - 1) == 0;
+}
+
 template <class T, class I>
-constexpr Kernels<T, I> kKernels = {spmm_rows<T, I>, spmm_piece<T, I>, spmm_finish<T, I>, extremum_rows<T, I>,
-                                    dot_rows<T>};
+constexpr Kernels<T, I> kKernels = {spmm_rows<T, I>,     spmm_piece<T, I>, spmm_finish<T, I>,
+                                    extremum_rows<T, I>, dot_rows<T>,      lie_within<I>};

@@ -7,6 +7,7 @@
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/sort.h>
 
+#include "csr_look.h"
 #include "row_operators.h"
 
 namespace matmuls {
@@ -51,6 +52,23 @@ void check_parts(const char* op, const SparseParts& a, const Tensor& like) {
   }
   TORCH_CHECK_VALUE(a.offsets.sym_size(0) == offsets, op, ": expected offsets of shape [", offsets, "], got ",
                     a.offsets.sym_sizes());
+}
+
+void look_at_parts(const char* op, const SparseParts& a) {
+  if (!a.offsets.is_cpu()) return;
+  const int64_t rows = a.rows.expect_int(), columns = a.columns.expect_int(), count = a.indices.size(0);
+  switch (a.layout) {
+    case Layout::csr: look_at_offsets(op, a.offsets, count); return look_at_indices(op, "columns", a.indices, columns);
+    case Layout::csc:
+      look_at_offsets(op, a.offsets, count, "rows");
+      return look_at_indices(op, "rows", a.indices, rows);
+    case Layout::coo:
+      look_at_indices(op, "rows", a.offsets, rows);
+      return look_at_indices(op, "columns", a.indices, columns);
+    case Layout::bsr:
+      look_at_offsets(op, a.offsets, count);
+      return look_at_indices(op, "columns", a.indices, columns / a.values.size(2));
+  }
 }
 
 namespace {

@@ -23,6 +23,8 @@ Layout layout_of_name(const char* op, std::string_view name);
 
 // What can be seen without reading an index.
 void check_parts(const char* op, const SparseParts& a, const at::Tensor& like);
+// ValueError on the CPU where its indices do not fit.
+void look_at_parts(const char* op, const SparseParts& a);
 
 // The same matrix, or its transpose, by rows: the values it speaks of are a.values, flattened.
 Pattern by_rows(const SparseParts& a, bool transposed);

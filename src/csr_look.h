@@ -1,0 +1,23 @@
+// The look at the indices of a sparse matrix on the CPU, before anything is read or written through them.
+//
+// Every operator that reads through indices takes it at every call: whatever was written to them since an earlier look,
+// no index leads out of bounds. On a GPU operators take none, as it would wait for the device: there csr_check says
+// what is wrong. The functions return at once for tensors of another device.
+#pragma once
+
+#include <cstdint>
+
+#include "sparse.h"
+
+namespace matmuls {
+
+// ValueError unless offsets begin with 0, end with `nonzeros`, which count `what`, and never decrease.
+void look_at_offsets(const char* op, const at::Tensor& offsets, int64_t nonzeros, const char* what = "columns");
+// ValueError unless every index lies in [0, size).
+void look_at_indices(const char* op, const char* what, const at::Tensor& indices, int64_t size);
+
+// The pattern with contiguous indices, which kernels read, without the transposed one. ValueError on the CPU where they
+// do not fit: offsets, columns and order.
+Pattern readable(const char* op, const Pattern& p, int64_t columns);
+
+}  // namespace matmuls

@@ -1,0 +1,266 @@
+"""Calls of every registered operator with arguments that do not fit, one after the other: run by
+test_hostile_arguments.py in a process of its own.
+
+Usage: python hostile_calls.py LOG FIRST COUNT. Calls FIRST to FIRST + COUNT - 1, each drawn from its number alone. LOG gets
+a line before each call, so that the last line names the one that the process died in.
+"""
+
+import random
+import resource
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import matmuls
+from matmuls import specs
+from matmuls.nn import SparseLinear
+from matmuls.specs.spec import Draw
+
+EXTRA_BYTES = 3 << 30  # of address space: larger sizes raise instead of filling the machine's memory
+INTEGERS = -1, 0, 1, 2, 2**31 - 1, 2**31, 2**40, 2**62, -(2**63), 2**63 - 1
+CONTENTS = -1, 2**31 - 1, -(2**31), 2**40, 3, 0
+FLOATS = float("nan"), float("inf"), float("-inf"), 0.0, -1.0, 1e300
+DTYPES = torch.float64, torch.float16, torch.bool, torch.int8, torch.int32, torch.int64, torch.complex64, torch.float32
+REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError, NotImplementedError, OverflowError)
+CANARY = 16  # calls between two valid ones
+
+
+@dataclass
+class Base:
+    """A valid call as it was recorded, and what it gave: its result, or its arguments where it returns nothing."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any = None
+
+
+def copied(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.detach().clone(memory_format=torch.preserve_format)
+    if isinstance(x, list | tuple):
+        return type(x)(copied(one) for one in x)
+    return {name: copied(one) for name, one in x.items()} if isinstance(x, dict) else x
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps up to `most` calls of every operator of ours, of those that differ in their arguments' shapes and types."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.bases, self._seen = most, {}, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace == "custom_mm":
+            kept = self.bases.setdefault(str(func), [])
+            kind = str(func) + repr([signature(x) for x in (*args, *kwargs.values())])
+            if len(kept) < self.most and kind not in self._seen:
+                self._seen.add(kind)
+                kept.append(Base(func, copied(args), copied(kwargs)))
+        return func(*args, **kwargs)
+
+
+def signature(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.dtype, tuple(x.shape)
+    return [signature(one) for one in x] if isinstance(x, list | tuple) else x
+
+
+def layouts() -> None:
+    """What the table's calls do not reach on a CPU: layouts that plans keep on a GPU, and their products."""
+    ops = torch.ops.custom_mm
+    dense = torch.randn(64, 64) * (torch.rand(64, 64) < 0.3)
+    s = dense.to_sparse_csr()
+    crow, col, values, b = s.crow_indices().int(), s.col_indices().int(), s.values(), torch.randn(64, 16)
+    narrow = values.half()
+    ops.csr_check_copied(crow, col, 64)
+    begins, ends, cut, empty, counts = ops.csr_chunks(crow, col, 16, 8)
+    slots = int(counts[2])
+    ops.csr_spmm_chunks(begins, ends, cut, empty, crow, col, values, b, 64, slots)
+    heads, tile_slots = ops.csr_tiles(crow, col, 64, 1, 2, 4)
+    first, _, until, _ = heads.view(-1, 4)[-1].tolist()
+    entries = ops.csr_tile_entries(heads, tile_slots, crow, col, values, 64, 4, first + (until >> 16))
+    ops.csr_spmm_tiles(heads, tile_slots, *entries, crow, col, values, b, 64, 4)
+    units = int(ops.csr_packed_units(crow, col, 64))
+    packed = ops.csr_packed(crow, col, narrow, 64, units)
+    ops.csr_spmm_packed(packed, crow, col, narrow, b.half(), 64)
+    in_order = ops.csr_packed(crow, col, narrow, 64, units, None, True)
+    ops.csr_linear_packed(in_order, crow, col, narrow, b.half().mT.contiguous(), 64, None, -1, torch.ones(64).half())
+    ops.csr_filled(crow, col, narrow, 64)
+    halves = ops.csr_halves(crow, col, values, 64)
+    ops.csr_spmm_halves(*halves, crow, col, values, b, 64)
+    ops.csr_regions(crow, col, 64, 8, 3)
+    order = torch.randperm(64).int()
+    ops.csr_reads(crow, col, 64, 8, 1, order)
+    ops.csr_reorder(crow, col, order)
+    ops.csr_spmm_arg(crow, col, values, b, 64, "max")
+    parts = s.crow_indices(), s.col_indices(), values, b, 64, 64
+    ops.cusparse_prepare(*parts)
+    ops.cusparse_spmm.out(*parts, out=torch.empty(64, 16))
+    ops.cusparse_sddmm(s.crow_indices(), s.col_indices(), torch.randn(64, 8), torch.randn(8, 64))
+    coo = dense.to_sparse()
+    ops.cusparse_spmm(coo.indices()[0].contiguous(), coo.indices()[1].contiguous(), values, b, 64, 64, "coo")
+    csc = dense.to_sparse_csc()
+    ops.cusparse_spmm(csc.ccol_indices(), csc.row_indices(), csc.values(), b, 64, 64, "csc")
+    bsr = dense.to_sparse_bsr((16, 16))
+    ops.cusparse_spmm(bsr.crow_indices(), bsr.col_indices(), bsr.values(), b, 64, 64, "bsr")
+    ops.bsr_spmm(bsr.crow_indices(), bsr.col_indices(), bsr.values(), b, 64)
+    ops.bsr_sddmm(bsr.crow_indices(), bsr.col_indices(), torch.randn(64, 8), torch.randn(64, 8), 64, 16, 16)
+    q = torch.randn(1, 2, 8, 16)
+    ops.attention_at_once(q, q, q, None, 0.25)
+    layer = SparseLinear.from_linear(torch.nn.Linear(16, 8), sparsity=0.5)
+    layer(torch.randn(4, 16)).sum().backward()
+
+
+def recorded(most: int = 6) -> dict[str, list[Base]]:
+    """Valid calls of every operator, with their results."""
+    torch.manual_seed(0)
+    with Recorder(most) as recorder:
+        layouts()
+        for spec in specs.TABLE:
+            for dtype in spec.dtypes:
+                for call in (*spec.samples(Draw(dtype)), *spec.empty(Draw(dtype))):
+                    grads = spec.gradient and dtype in (torch.float64, torch.float32)
+                    call = call.map(lambda t: t.clone().requires_grad_(grads and t.is_floating_point()))  # noqa: B023
+                    try:
+                        y = spec.call(*call.args, **call.kwargs)
+                        if grads and isinstance(y, torch.Tensor) and y.requires_grad:
+                            y.square().sum().backward()
+                    except RuntimeError:  # in place over a leaf
+                        with torch.no_grad():
+                            spec.call(*call.args, **call.kwargs)
+    for bases in recorder.bases.values():
+        for base in bases:
+            base.result = run(base.operator, copied(base.args), copied(base.kwargs))
+    return recorder.bases
+
+
+def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        result = operator(*args, **kwargs)
+    return (args, kwargs) if result is None else result
+
+
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, list | tuple | dict):
+        for one in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(one)
+
+
+def same(x: Any, y: Any) -> bool:
+    pairs = zip(tensors_in(x), tensors_in(y), strict=True)
+    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-2, rtol=1e-2, equal_nan=True) for a, b in pairs)
+
+
+def changed_tensor(t: torch.Tensor, rng: random.Random) -> Any:
+    whole = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+    kinds = "dtype", "rank", "flat", "length", "longer", "empty", "meta", "strides", "expanded", "sparse", "gradient", "none"
+    kind = rng.choice((*kinds, "contents", "contents", "contents", "contents") if whole else kinds)
+    if kind == "contents" and t.numel():
+        t.view(-1)[rng.randrange(t.numel())] = rng.choice([c for c in CONTENTS if t.dtype == torch.int64 or abs(c) <= 127])
+        if t.dtype == torch.int32 and rng.random() < 0.7:
+            t.view(-1)[rng.randrange(t.numel())] = rng.choice((-1, 2**31 - 1, -(2**31), 65, 10**6))
+    elif kind == "dtype":
+        t = t.to(rng.choice(DTYPES))
+    elif kind == "rank":
+        t = t.unsqueeze(rng.randrange(t.dim() + 1)) if rng.random() < 0.5 or t.dim() == 0 else t.select(0, 0) if len(t) else t
+    elif kind == "flat":
+        t = t.reshape(-1)
+    elif kind == "length" and t.dim():
+        dim = rng.randrange(t.dim())
+        t = t.narrow(dim, 0, max(t.shape[dim] - rng.choice((1, 1, 2, t.shape[dim])), 0))
+    elif kind == "longer" and t.dim():
+        t = torch.cat([t, t] if rng.random() < 0.5 else [t, t.narrow(dim := rng.randrange(t.dim()), 0, min(1, t.shape[dim]))],
+                      rng.randrange(t.dim()) if rng.random() < 0.3 else 0) if t.dim() == 1 else torch.cat([t, t], rng.randrange(t.dim()))
+    elif kind == "empty":
+        t = t.new_empty(0)
+    elif kind == "meta":
+        t = t.to("meta")
+    elif kind == "strides" and t.dim():
+        t = torch.stack([t, t], -1)[..., 1]
+    elif kind == "expanded" and t.dim() and t.shape[0]:
+        t = t[:1].expand(t.shape)
+    elif kind == "sparse":
+        t = t.to_sparse()
+    elif kind == "gradient" and t.is_floating_point():
+        t.requires_grad_()
+    elif kind == "none":
+        return None
+    return t
+
+
+def changed(x: Any, rng: random.Random) -> Any:
+    if isinstance(x, torch.Tensor):
+        return changed_tensor(x, rng)
+    if isinstance(x, bool):
+        return rng.choice((not x, None, 7))
+    if isinstance(x, int):
+        return rng.choice((*INTEGERS, x + 1, x - 1, 2 * x, None))
+    if isinstance(x, float):
+        return rng.choice((*FLOATS, None))
+    if isinstance(x, str):
+        return rng.choice(("nonsense", "", "sum", "csr", "gelu", None))
+    if isinstance(x, list | tuple):
+        x = list(x)
+        kind = rng.randrange(4)
+        if kind == 0 or not x:
+            return x + (x[:1] or [0])
+        if kind == 1:
+            return x[:-1]
+        at = rng.randrange(len(x))
+        x[at] = changed(x[at], rng)
+        return x
+    return rng.choice((None, torch.zeros(3), torch.zeros(3, dtype=torch.int64), 5))
+
+
+def told(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype}{list(x.shape)}{'' if x.layout == torch.strided else x.layout}{x.device if x.is_meta else ''}"
+    return repr([told(one) for one in x]) if isinstance(x, list | tuple) else repr(x)
+
+
+def main(log_path: str, first: int, count: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(2)
+    bases = recorded()
+    names = sorted(bases)
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + EXTRA_BYTES, now + EXTRA_BYTES))
+    refused = 0
+    with open(log_path, "w") as log:
+        for number in range(first, first + count):
+            rng = random.Random(number)
+            base = rng.choice(bases[rng.choice(names)])
+            args, kwargs = list(copied(base.args)), copied(base.kwargs)
+            valid = number % CANARY == 0
+            for _ in range(0 if valid else rng.choice((1, 1, 1, 2, 3))):
+                places = [(args, i) for i in range(len(args))] + [(kwargs, name) for name in kwargs]
+                if places:
+                    where, at = rng.choice(places)
+                    where[at] = changed(where[at], rng)
+            log.write(f"{number} {base.operator} {told(args)} {told(list(kwargs.items()))}\n")
+            log.flush()
+            try:
+                result = run(base.operator, tuple(args), kwargs)
+            except REFUSALS as error:
+                refused += 1
+                if valid:
+                    raise AssertionError(f"a valid call was refused: {base.operator} {told(args)}") from error
+                continue
+            if valid and not same(result, base.result):
+                raise AssertionError(f"a valid call gave another result: {base.operator} {told(args)}")
+    print(f"{count} calls of {len(names)} operators, {refused} refused")
+
+
+if __name__ == "__main__":
+    assert matmuls.__version__
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

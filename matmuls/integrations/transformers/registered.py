@@ -17,7 +17,6 @@ from matmuls.attention import attend
 # What a model hands to its attention function that this one does not do: capped scores, sinks, a paged cache, keys that
 # are chosen for each query.
 REFUSED = "softcap", "s_aux", "sinks", "cache", "indices", "block_indices"
-FLOAT16_SPARE = 4  # binary digits of room above float16's largest score
 
 
 def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> None:
@@ -141,10 +140,6 @@ def attention(
         mask = bias if mask is None else bias + mask if mask.is_floating_point() else bias.masked_fill(mask, -math.inf)
     if mask is not None and mask.is_floating_point() and (query.dtype == torch.float64 or mask.dtype != torch.float32):
         mask = mask.to(query.dtype)
-    if query.dtype == torch.float16 and scaling:
-        # unscaled, the scores of long vectors pass 65504, where eager attention gives NaN; a power of two is exact
-        fold = 2.0 ** (math.frexp(scaling)[1] - 1 - FLOAT16_SPARE)
-        query, scaling = query * fold, scaling / fold
     return attend(
         query,
         key,

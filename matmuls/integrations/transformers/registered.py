@@ -25,6 +25,7 @@ def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = Fa
     Without its mask function transformers would drop the padding mask without a word. sdpa: torch's
     scaled_dot_product_attention stands in wherever nobody asks for probabilities; False: every module gets them, as
     with "eager". recompute: backward makes the scores again and keeps none of them. Several names may be registered.
+    `takes(model)` says whether a model calls the function: some classes compute attention themselves, whatever is set.
     """
     AttentionInterface.register(name, partial(attention, sdpa=sdpa, recompute=recompute))
     AttentionMaskInterface.register(name, attention_mask)

@@ -8,6 +8,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from torch._dynamo.testing import CompileCounter  # noqa: E402
+
 from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
 from matmuls.integrations.transformers import (  # noqa: E402
     VerificationError,
@@ -285,6 +287,26 @@ def test_compiles_whole(way, probabilities, device):
         loss = output.last_hidden_state.square().sum() + sum(x.square().sum() for x in output.attentions or ())
         gradients.append(torch.autograd.grad(loss, [p for n, p in model.named_parameters() if "pooler" not in n]))
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+@pytest.mark.parametrize("name", ["bert", "grouped heads"])
+def test_compiles_ahead_of_any_other_call_and_once(name, stock, monkeypatch):
+    """Nothing of transformers' is looked up, or guarded, that other models change."""
+    models = transformers.MODEL_MAPPING
+    monkeypatch.setattr(models, "_modules", {})  # as in a new process
+    model = model_of(name)
+    model.set_attn_implementation("sdpa" if stock else "custom_mm")
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        first = compiled(**batch_of(model, padded=True)).last_hidden_state
+        assert models[t.GPT2Config] is t.GPT2Model
+        register("another")
+        assert torch.equal(compiled(**batch_of(model, padded=True)).last_hidden_state, first)
+    assert counter.frame_count == 1
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -78,8 +78,13 @@ def attention_mask(
     return sdpa_mask(**all_of_it | ({} if last else {"allow_is_causal_skip": False}))
 
 
-@lru_cache
+@torch.compiler.assume_constant_result  # it imports a module at its first call, which torch.compile does not trace
 def _takes_sdpa_masks(config: type) -> bool:
+    return _all_take_sdpa_masks(config)
+
+
+@lru_cache
+def _all_take_sdpa_masks(config: type) -> bool:
     models = MODEL_MAPPING.get(config, ())
     models = models if isinstance(models, tuple) else (models,)
     return bool(models) and all(model._supports_sdpa for model in models)

@@ -1,5 +1,6 @@
 """Attention whose probabilities can be had: scores, softmax over them, context, a piece at a time."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,6 +83,9 @@ def compose(
             "attention: expected q [B, H, Q, D], k [B, h, K, D] and v [B, h, K, E], h a divisor of H, got shapes "
             f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
+    if q.dtype == torch.float16:
+        fold = score_fold(scale)
+        q, scale = q * fold, scale / fold
     heads, key_heads = q.size(1), k.size(1)
     if heads != key_heads:  # the batch broadcasts, keys and values are not repeated
         q, k, v = q.unflatten(1, (key_heads, heads // key_heads)), k.unsqueeze(2), v.unsqueeze(2)
@@ -95,6 +99,15 @@ def compose(
     else:
         context = matmul(dropped, v)
     return context.transpose(1, 2).contiguous(), y
+
+
+def score_fold(scale: float) -> float:
+    """The power of two by which float16 queries are multiplied ahead of the scores, which then get scale / it.
+
+    Unscaled scores of long vectors pass 65504 where scaled ones do not. The products hold scores / 16 at most; a power
+    of two is exact. As attention.cpp has it.
+    """
+    return 2.0 ** min(0, max(-24, math.frexp(scale)[1] - 5))
 
 
 def shares(count: int, most: int) -> Iterator[slice]:

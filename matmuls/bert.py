@@ -22,6 +22,10 @@ class ModelMissing(RuntimeError):
     """No model folder to load from."""
 
 
+class AttentionNotTaken(ValueError):
+    """No module of the model calls the attention function that is set for it."""
+
+
 class NothingToOptimize(ValueError):
     """The model has no layer that `optimize` knows."""
 
@@ -51,7 +55,7 @@ class Encoder:
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils import logging
 
-        from .integrations.transformers import register
+        from .integrations.transformers import register, takes
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -63,6 +67,11 @@ class Encoder:
             raise ModelMissing(
                 f"cannot load a model and its tokenizer from {folder}: {str(error).splitlines()[0]}"
             ) from None
+        taken = takes(model)
+        if not taken:
+            own = " and ".join(sorted(set(taken.ignoring.values())))
+            why = f"its {own} computes attention itself" if own else "it has no attention that does"
+            raise AttentionNotTaken(f"{type(model).__name__} never calls the attention function that is set: {why}")
         return cls(model.to(device).eval(), tokenizer)
 
     @property

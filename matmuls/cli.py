@@ -146,7 +146,7 @@ def bert(
 
     Exit status 1 if an embedding differs from stock attention's by more than 1e-5 in float32, 1e-4 with --optimize.
     """
-    from .bert import ATTENTIONS, ModelMissing, NothingToOptimize, compare, model_folder
+    from .bert import ATTENTIONS, AttentionNotTaken, ModelMissing, NothingToOptimize, compare, model_folder
 
     texts = list(texts or [])
     if file is not None:
@@ -171,7 +171,7 @@ def bert(
     chosen = pick_device(device)
     try:
         result = compare(texts, model or model_folder(), chosen, pick_dtype(dtype), attn, optimize, attentions)
-    except (ModelMissing, NothingToOptimize) as error:
+    except (ModelMissing, NothingToOptimize, AttentionNotTaken) as error:
         raise fail(str(error)) from None
     except ImportError as error:
         raise fail(f"{error}; run: pip install 'matmuls[bert]'") from None

@@ -1,21 +1,28 @@
 """Sparse matrices for experiments: read from files that people have, or drawn.
 
 Read are Matrix Market (.mtx), NumPy's .npz as scipy.sparse.save_npz writes it or with crow, col, shape and, if they are
-to be kept, values; and METIS graphs (.graph, .metis); each also compressed by gzip (.gz), .npz excepted. Drawn are
+to be kept, values; and METIS graphs (.graph, .metis); each also compressed (.gz, .bz2), .npz excepted. scipy reads what
+it has a reader for; it trusts its input, so files are checked before and matrices after. Drawn are
 `rmat:SCALE:EDGES` (2^SCALE rows, EDGES a row, skewed), `grid:SIDE` (a 5-point stencil on SIDE x SIDE points) and
 `pruned:ROWSxCOLUMNS:SPARSITY` (a weight of which that share is 0; `2of4`: two of each four of a row).
 """
 
+import bz2
 import gzip
+import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.io  # type: ignore[import-untyped]
+import scipy.sparse  # type: ignore[import-untyped]
 import torch
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+MOST_ROWS, ROWS_AN_ENTRY = 2**27, 16  # 1 GiB of offsets, or little more than the entries take
+NEWLINE = b"\n"
 Array = np.ndarray[Any, Any]
 
 
@@ -41,7 +48,7 @@ def load(source: str) -> Matrix:
         if kind in DRAWN and ":" in source:
             return DRAWN[kind](source)
         path = Path(source)
-        suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+        suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
         if suffix not in READERS:
             raise ValueError(f"expected a file ending in {', '.join(READERS)}, or {', '.join(DRAWN)}:..., got {source}")
         return READERS[suffix](path)
@@ -52,10 +59,8 @@ def load(source: str) -> Matrix:
 
 
 def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tuple[int, int]) -> Matrix:
-    """From entries in any order; duplicates stay."""
-    rows, columns = shape
-    if not 0 <= min(shape) <= max(shape) <= INT64_MAX:
-        raise ValueError(f"expected sizes from 0 to {INT64_MAX}, got {rows} x {columns}")
+    """From entries in any order; duplicates stay, and the entries of a row keep their order."""
+    rows, columns = _sizes(shape[0], shape[1], row.size)
     row, col = _whole("rows", row), _whole("columns", col)
     if values is not None and values.dtype.kind not in "biuf":
         raise ValueError(f"expected real values, got {values.dtype}")
@@ -65,18 +70,30 @@ def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tup
     for what, index, size in (("row", row, rows), ("column", col, columns)):
         if index.size and (index.min() < 0 or index.max() >= size):
             raise ValueError(f"expected {what}s within {rows} x {columns}, got {index.min()} to {index.max()}, from 0")
-    order = np.argsort(row, kind="stable")
-    crow = np.concatenate([[0], np.bincount(row, minlength=rows).cumsum()])
-    dtype = np.int32 if max(rows, columns, row.size) < INT32_MAX else np.int64
-    kept = None if values is None else torch.from_numpy(np.ascontiguousarray(values[order], dtype=np.float64))
-    offsets, inner = (torch.from_numpy(x.astype(dtype)) for x in (crow, col[order]))
-    return Matrix(name, offsets, inner, kept, shape)
+    kept = np.zeros(row.shape, np.int8) if values is None else values.astype(np.float64, copy=False)
+    entries = scipy.sparse.coo_array((kept, (row, col)), shape=shape)
+    entries.has_canonical_format = True  # or tocsr would add up duplicates
+    a = entries.tocsr()
+    dtype = torch.int32 if max(rows, columns, row.size) < INT32_MAX else torch.int64
+    crow, inner = (torch.from_numpy(x).to(dtype) for x in (a.indptr, a.indices))
+    return Matrix(name, crow, inner, None if values is None else torch.from_numpy(a.data), shape)
+
+
+def _sizes(rows: int, columns: int, entries: int) -> tuple[int, int]:
+    """The sizes, before memory is taken for the rows' offsets: a file of a few bytes may declare any."""
+    if not 0 <= min(rows, columns) <= max(rows, columns) <= INT64_MAX:
+        raise ValueError(f"expected sizes from 0 to {INT64_MAX}, got {rows} x {columns}")
+    if rows > (most := max(MOST_ROWS, ROWS_AN_ENTRY * entries)):
+        raise ValueError(f"expected at most {most} rows of {entries} entries, got {rows}")
+    return rows, columns
 
 
 def _whole(what: str, numbers: Array) -> Array:
-    """As int64, and no other numbers than they were."""
+    """As signed integers, and no other numbers than they were."""
     if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
         raise ValueError(f"expected {what} as whole numbers in one dimension, got {numbers.dtype} of {numbers.shape}")
+    if numbers.dtype.kind == "i":
+        return numbers
     with np.errstate(invalid="ignore"):  # of what is no number: that is found below
         whole = numbers.astype(np.int64, copy=False)
     if (other := numbers[whole != numbers]).size:
@@ -84,108 +101,184 @@ def _whole(what: str, numbers: Array) -> Array:
     return whole
 
 
-def _text(path: Path) -> str:
+def _content(path: Path) -> bytes:
     data = path.read_bytes()
-    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("latin-1").replace("\r\n", "\n")
+    return COMPRESSED[path.suffix](data) if path.suffix in COMPRESSED else data
 
 
 def _name(path: Path) -> str:
-    return path.name.removesuffix(".gz").rsplit(".", 1)[0]
+    return (path.stem if path.suffix in COMPRESSED else path.name).rsplit(".", 1)[0]
+
+
+# A possessive `*+` keeps no stack: one pass over the file. Blank lines may stand anywhere after the banner.
+COMMENTS = re.compile(rb"(?:[ \t\r]*+(?:%.*)?+\n)*+")
+SIZES = re.compile(rb"[ \t]*+(-?\d++)[ \t]++(-?\d++)(?:[ \t]++(\d++))?+[ \t\r]*+\n")
+BLANK = re.compile(rb"\n[ \t\r]*+(?=\n)")
+REAL = rb"-?+(?:(?:\d++\.?+\d*+|\.\d++)(?:[eE][-+]?+\d++)?+|(?i:inf(?:inity)?+|nan))"
+FIELDS = {"real": REAL, "double": REAL, "integer": rb"-?+\d++", "unsigned-integer": rb"\d++", "pattern": b""}
+SYMMETRIES = "general", "symmetric", "skew-symmetric"
+
+
+@dataclass(frozen=True)
+class _Market:
+    """A Matrix Market file up to its entries, which begin at `begin`."""
+
+    data: bytes
+    form: str
+    field: str
+    symmetry: str
+    shape: tuple[int, int]
+    entries: int
+    begin: int
+
+    @classmethod
+    def of(cls, data: bytes) -> "_Market":
+        banner = data[: data.find(b"\n")].decode("latin-1")
+        words = banner.lower().split()
+        if len(words) != 5 or words[:2] != ["%%matrixmarket", "matrix"]:
+            raise ValueError(f"line 1: expected a Matrix Market banner, got {banner[:60]!r}")
+        form, field, symmetry = words[2:]
+        if form not in ("coordinate", "array") or (form, field) == ("array", "pattern"):
+            raise ValueError(f"line 1: expected coordinates, or an array of numbers, got {form} {field}")
+        if field not in FIELDS or symmetry not in SYMMETRIES:
+            raise ValueError(f"line 1: expected a real matrix, general or symmetric, got {field} {symmetry}")
+        if (field, symmetry) == ("unsigned-integer", "skew-symmetric"):
+            raise ValueError(f"line 1: expected numbers that have a negative of a {symmetry} matrix, got {field}")
+        begin = _end(COMMENTS, data, len(banner) + 1)
+        sizes, where = SIZES.match(data, begin), _line(data, begin)
+        if sizes is None or (sizes[3] is None) != (form == "array"):
+            expected = "rows and columns, and the number of entries of coordinates alone"
+            raise ValueError(f"{where}: expected {expected}, got {_shown(data, begin)}")
+        rows, columns = int(sizes[1]), int(sizes[2])
+        if symmetry != "general" and rows != columns:
+            raise ValueError(f"{where}: expected a {symmetry} matrix to be square, got {rows} x {columns}")
+        stored = {"general": rows * columns, "symmetric": rows * (rows + 1) // 2}.get(symmetry, rows * (rows - 1) // 2)
+        entries = stored if form == "array" else int(sizes[3])
+        return cls(data, form, field, symmetry, _sizes(rows, columns, entries), entries, sizes.end())
+
+    def check_entries(self) -> None:
+        """One a line and as many as declared, before memory is taken for them.
+
+        scipy reads a number up to where it is none any more and skips the rest of the line; a NUL ends its process.
+        """
+        data = self.data
+        parts = [FIELDS[self.field]] if self.form == "array" else [rb"\d++", rb"\d++", FIELDS[self.field]]
+        entry = rb"[ \t]*+" + rb"[ \t]++".join(part for part in parts if part)
+        end = _end(re.compile(rb"(?:(?:" + entry + rb")?+[ \t\r]*+\n)*+"), data, self.begin)
+        if end < len(data):
+            expected = "" if self.form == "array" else "row and column" + (" and " if FIELDS[self.field] else "")
+            expected += f"a number of field {self.field}" if FIELDS[self.field] else ""
+            raise ValueError(f"{_line(data, end)}: expected {expected} on a line, got {_shown(data, end)}")
+        count = data.count(NEWLINE, self.begin)
+        if self.form == "array" or count != self.entries:  # scipy itself counts coordinates, not a symmetric array
+            count -= len(BLANK.findall(data, self.begin - 1))
+        if count != self.entries:
+            raise ValueError(f"expected {self.entries} entries of {sum(map(bool, parts))} numbers, got {count}")
+
+
+def _end(pattern: re.Pattern[bytes], data: bytes, begin: int) -> int:
+    found = pattern.match(data, begin)
+    return found.end() if found else begin
+
+
+def _line(data: bytes, at: int) -> str:
+    return f"line {data.count(NEWLINE, 0, at) + 1}"
+
+
+def _shown(data: bytes, at: int) -> str:
+    return repr(data[at : at + 60].partition(NEWLINE)[0].decode("latin-1"))
 
 
 def read_matrix_market(path: Path) -> Matrix:
-    """Coordinate or array; real, integer or pattern; general, symmetric or skew-symmetric."""
-    banner, _, rest = _text(path).partition("\n")
-    words = banner.lower().split()
-    if len(words) != 5 or words[:2] != ["%%matrixmarket", "matrix"]:
-        raise ValueError(f"expected a Matrix Market banner, got {banner[:60]!r}")
-    form, field, symmetry = words[2:]
-    if form not in ("coordinate", "array") or (form, field) == ("array", "pattern"):
-        raise ValueError(f"expected coordinates, or an array of numbers, got {form} {field}")
-    if field not in ("real", "integer", "pattern", "double") or symmetry not in (
-        "general",
-        "symmetric",
-        "skew-symmetric",
-    ):
-        raise ValueError(f"expected a real matrix, general or symmetric, got {field} {symmetry}")
-    # comments and lines of nothing in one pass: a copy of the rest for each took 4 s of 80,000
-    sizes, _, body = re.sub(r"\A([^\S\n]*(%.*)?\n)*+", "", rest).partition("\n")
-    rows, columns, *entries = (int(x) for x in sizes.split())
-    if len(entries) != (form == "coordinate"):
-        raise ValueError(f"expected rows and columns, and the number of entries of coordinates alone, got {sizes!r}")
-    if symmetry != "general" and rows != columns:
-        raise ValueError(f"expected a {symmetry} matrix to be square, got {rows} x {columns}")
-    numbers = np.array(body.split(), dtype=np.float64)
-    if form == "array":
-        full = _unpacked(numbers, rows, columns, symmetry)
-        row, col = full.nonzero()
-        return _by_rows(_name(path), row, col, full[row, col], (rows, columns))
-    width = 2 if field == "pattern" else 3
-    if numbers.size != entries[0] * width:
-        raise ValueError(f"expected {entries[0]} entries of {width} numbers, got {numbers.size} numbers")
-    table = numbers.reshape(-1, width)
-    row, col = (_whole("indices", table[:, i]) - 1 for i in (0, 1))
-    values = table[:, 2] if width == 3 else None
-    if symmetry != "general":
-        mirrored = row != col
-        row, col = np.concatenate([row, col[mirrored]]), np.concatenate([col, row[mirrored]])
-        sign = -1.0 if symmetry == "skew-symmetric" else 1.0
-        values = None if values is None else np.concatenate([values, sign * values[mirrored]])
-    return _by_rows(_name(path), row, col, values, (rows, columns))
+    """Coordinate or array; real, integer, unsigned-integer or pattern; general, symmetric or skew-symmetric."""
+    data = _content(path)
+    market = _Market.of(data if data.endswith(NEWLINE) else data + NEWLINE)
+    market.check_entries()
+    if market.entries == 0:  # an empty array ends scipy's process
+        a = scipy.sparse.coo_array(market.shape)
+    else:
+        banner = b"%%MatrixMarket"  # in this spelling alone does scipy know it
+        data = market.data if market.data.startswith(banner) else market.data.lstrip()
+        if not data.startswith(banner):
+            data = banner + data[len(banner) :]
+        a = scipy.sparse.coo_array(scipy.io.mmread(io.BytesIO(data)))
+    if market.symmetry == "skew-symmetric" and (rows := a.row[(a.row == a.col) & (a.data != 0)]).size:
+        raise ValueError(
+            f"expected a skew-symmetric matrix to have a diagonal of 0, got another number in row {rows[0] + 1}"
+        )
+    values = None if market.field == "pattern" else a.data
+    return _by_rows(_name(path), a.row, a.col, values, market.shape)
 
 
-def _unpacked(numbers: Array, rows: int, columns: int, symmetry: str) -> Array:
-    """By columns, and of a symmetric matrix what is not above the diagonal."""
-    if symmetry == "general":
-        return numbers.reshape(columns, rows).T
-    skew = symmetry == "skew-symmetric"
-    full = np.zeros((rows, columns))
-    col, row = np.triu_indices(rows, 1 if skew else 0)  # the lower triangle, column after column
-    full[row, col] = numbers
-    return full + np.tril(full, -1).T * (-1 if skew else 1)
+SCIPYS = {  # what scipy writes of each format beside the data: whole numbers
+    "csr": ("indices", "indptr"),
+    "csc": ("indices", "indptr"),
+    "bsr": ("indices", "indptr"),
+    "coo": ("row", "col"),
+    "dia": ("offsets",),
+}
 
 
 def read_npz(path: Path) -> Matrix:
     with np.load(path, allow_pickle=False) as file:
-        parts = dict(file)
-    rows, columns = _whole("sizes", parts["shape"]).tolist()
-    name = _name(path)
-    if "crow" in parts:
-        crow, col, values = parts["crow"], parts["col"], parts.get("values")
-        return _by_rows(name, _expanded(crow, col, rows), col, values, (rows, columns))
-    form = parts["format"].item()
-    form = form.decode() if isinstance(form, bytes) else str(form)
-    data = parts["data"]
-    if form == "coo":
-        return _by_rows(name, parts["row"], parts["col"], data, (rows, columns))
-    if form not in ("csr", "csc", "bsr"):
-        raise ValueError(f"expected csr, csc, coo or bsr, got {form}")
-    height, width = data.shape[1:] if form == "bsr" else (1, 1)
+
+        def part(name: str) -> Array:
+            if name not in file:
+                raise ValueError(f"expected {name}, got a file of {', '.join(sorted(file)) or 'nothing'}")
+            array: Array = file[name]
+            return array
+
+        sizes: list[int] = _whole("sizes", part("shape")).tolist()
+        if len(sizes) != 2:
+            raise ValueError(f"expected a shape of two sizes, got {sizes}")
+        ours = "crow" in file
+        data = part("col" if ours else "data")
+        rows, columns = shape = _sizes(sizes[0], sizes[1], data.size)
+        if ours:
+            counts = np.diff(_offsets(part("crow"), rows, data.size, data.size))
+            return _by_rows(_name(path), np.repeat(np.arange(rows), counts), data, file.get("values"), shape)
+        form = part("format").item()
+        form = form.decode() if isinstance(form, bytes) else str(form)
+        if form not in SCIPYS:
+            raise ValueError(f"expected {', '.join(SCIPYS)}, got {form}")
+        parts = {name: _whole(name, part(name)) for name in SCIPYS[form]}
+    if data.dtype.kind not in "biuf":
+        raise ValueError(f"expected real values, got {data.dtype}")
+    # scipy trusts offsets and blocks, and narrows the places of diagonals
+    height, width = data.shape[1:] if form == "bsr" and data.ndim == 3 else (int(form != "bsr"), 1)
     if min(height, width) < 1 or rows % height or columns % width:
-        raise ValueError(f"expected blocks that {rows} x {columns} can be cut into, got {height} x {width}")
-    indices, indptr = _whole("indices", parts["indices"]), parts["indptr"]
-    inner = rows if form == "csc" else columns // width
-    if indices.size and not 0 <= indices.min() <= indices.max() < inner:  # before they are multiplied
-        raise ValueError(f"expected indices from 0 to {inner - 1}, got {indices.min()} to {indices.max()}")
-    outer = _expanded(indptr, indices, columns if form == "csc" else rows // height)
-    row, col = (indices, outer) if form == "csc" else (outer, indices)
-    down, across = np.arange(height)[None, :, None], np.arange(width)[None, None, :]
-    row, col = row[:, None, None] * height + down, col[:, None, None] * width + across
-    row, col = (np.broadcast_to(x, (indices.size, height, width)).ravel() for x in (row, col))
-    return _by_rows(name, row, col, data.ravel() if form == "bsr" else data, (rows, columns))
+        raise ValueError(f"expected blocks that {rows} x {columns} can be cut into, got data of {data.shape}")
+    if "indptr" in parts:
+        count = parts["indices"].size
+        _offsets(parts["indptr"], columns if form == "csc" else rows // height, 0, count)
+    if form == "dia" and (far := [x for x in parts["offsets"].tolist() if abs(x) > max(INT32_MAX, rows, columns)]):
+        raise ValueError(f"expected diagonals of {rows} x {columns}, got {far[0]}")
+    a = scipy.sparse.load_npz(path)
+    if "indptr" in parts:
+        a.check_format(full_check=True)  # or conversions trust the indices too
+    a = a.tocoo()
+    return _by_rows(_name(path), a.row, a.col, a.data, shape)
 
 
-def _expanded(offsets: Array, inner: Array, outer: int) -> Array:
+def _offsets(offsets: Array, outer: int, least: int, most: int) -> Array:
+    """Of rows, or of columns: their inner indices begin at each of them. The last: from least to most."""
     offsets = _whole("offsets", offsets)
-    before, after = offsets[:-1], offsets[1:]
-    if offsets.shape != (outer + 1,) or offsets[0] != 0 or offsets[-1] != inner.size or (after < before).any():
-        raise ValueError(f"expected {outer + 1} offsets that do not decrease, from 0 to {inner.size}")
-    return np.repeat(np.arange(outer), after - before)
+    if (
+        offsets.shape != (outer + 1,)
+        or offsets[0] != 0
+        or not least <= offsets[-1] <= most
+        or (offsets[1:] < offsets[:-1]).any()
+    ):
+        raise ValueError(f"expected {outer + 1} offsets that do not decrease, from 0 to {most}")
+    return offsets
 
 
 def read_metis(path: Path) -> Matrix:
     """A line of neighbours for each vertex, counted from 1; weights of edges are its values, those of vertices none."""
-    lines = [line.split() for line in _text(path).removesuffix("\n").split("\n") if not line.startswith("%")]
+    text = _content(path).decode("latin-1").replace("\r\n", "\n").removesuffix("\n")
+    lines = [line.split() for line in text.split("\n") if not line.startswith("%")]
+    if grouped := next((x for line in lines for x in line if "_" in x), None):
+        raise ValueError(f"expected numbers, got {grouped}")  # which Python reads: 1_0 is ten
     vertices, edges, *options = (int(x) for x in lines[0])
     form = f"{options[0] if options else 0:03d}"
     if not re.fullmatch("[01]{3}", form):
@@ -256,5 +349,6 @@ def draw_pruned(source: str) -> Matrix:
     return _by_rows(source, *kept.nonzero(), None, (rows, columns))
 
 
+COMPRESSED = {".gz": gzip.decompress, ".bz2": bz2.decompress}
 READERS = {".mtx": read_matrix_market, ".npz": read_npz, ".graph": read_metis, ".metis": read_metis}
 DRAWN = {"rmat": draw_rmat, "grid": draw_grid, "pruned": draw_pruned}

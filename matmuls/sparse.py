@@ -513,9 +513,10 @@ def sparse_attention(
         raise RuntimeError(f"sparse_attention: expected q, k and v of at least two dimensions, got {shapes}")
     ready = pattern if isinstance(pattern, SparsePlan) else plan_of("sparse_attention", pattern, tuned=False)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
-    scores = sddmm(q, k.mT, ready, alpha=scale)  # in float32: unscaled, long vectors pass float16's 65504
+    # Float16 ends at 65504, scores of long vectors do not: a sixteenth of them is kept, which rounds as they would.
+    scores = sddmm(q, k.mT, ready, alpha=scale / 16)
     structure = ready._structure
-    probabilities = sparse_softmax(scores, ready).to(v.dtype)
+    probabilities = sparse_softmax(scores, ready, scale=16.0).to(v.dtype)
     value = _folded("sparse_attention", structure, ready.shape[:-2], v, "v")
     result = _ours(structure, probabilities, value)
     return result if structure.batch is None else result.view(*ready.shape[:-1], v.shape[-1])

@@ -8,9 +8,13 @@
 #include "attention_operators.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <utility>
 
 #include "common.h"
 #include "product_operators.h"
@@ -101,6 +105,7 @@ bool fits_one_kernel(const Call& c) {
 Tensor in_pieces(Call c) {
   const int64_t batch = c.q.size(0), heads = c.q.size(1), queries = c.q.size(2), keys = c.k.size(2);
   // Once: cuBLAS has one batch stride, and each piece's product would copy what has two.
+  std::tie(c.q, c.scale) = folded(c.q, c.scale);
   c.q = c.q.contiguous(), c.k = c.k.contiguous(), c.v = c.v.contiguous();
   const Tensor context = at::empty({batch, heads, queries, c.v.size(3)}, c.q.options());
   for (const Piece& piece : pieces_of(c.q, c.k, c.piece_bytes)) {
@@ -173,6 +178,14 @@ bool attends_at_once(const Tensor& q, const Tensor& k, const Tensor& v, const Op
   const Call c = call_of(q, k, v, mask, scale, false, 0, {}, {});
   check(c);
   return fits_one_kernel(c);
+}
+
+std::pair<Tensor, double> folded(const Tensor& q, double scale) {
+  if (q.scalar_type() != at::kHalf) return {q, scale};
+  int exponent = 0;
+  if (std::isfinite(scale)) std::frexp(scale, &exponent);
+  const double fold = std::ldexp(1.0, std::clamp(exponent - 5, -24, 0));
+  return {at::mul(q, fold), scale / fold};
 }
 
 OptionalTensor Piece::of_mask(Tensor mask) const {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace matmuls {
@@ -24,6 +25,11 @@ struct Piece {
 // As many whole batch elements each as piece_bytes of scores hold, else as many heads of one element, one head at
 // least; pieces alike.
 std::vector<Piece> pieces_of(const at::Tensor& q, const at::Tensor& k, int64_t piece_bytes);
+
+// Queries and scale for scores that are kept in q's dtype: in float16 q times a power of two and scale over it, of any
+// other dtype q and scale as they are. Unscaled scores of long vectors pass 65504 where scaled ones do not; the
+// products hold scores / 16 at most.
+std::pair<at::Tensor, double> folded(const at::Tensor& q, double scale);
 
 // Whether the kernel is for these. q: [B, H, Q, D]; k, v: [B, H, K, D], strided; mask: what check in attention.cpp let
 // pass, or undefined.

@@ -18,6 +18,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <utility>
 
 #include "attention.h"
 #include "attention_operators.h"
@@ -67,8 +68,9 @@ using Gradients = std::array<Tensor, 3>;  // of q, k and v: undefined where not 
 Gradients differentiable_gradients(const Kept& c, const Tensor& grad, const Tensor& grad_y) {
   // Views: one of them may be given twice, or be made of another.
   const Gradients inputs = {c.q.view_as(c.q), c.k.view_as(c.k), c.v.view_as(c.v)};
-  const Tensor y = MatmulOp::call(inputs[0], inputs[1], false, true);
-  MaskedSoftmaxOp::call(y, c.mask, c.scale, c.causal);
+  const auto [q, scale] = folded(inputs[0], c.scale);
+  const Tensor y = MatmulOp::call(q, inputs[1], false, true);
+  MaskedSoftmaxOp::call(y, c.mask, scale, c.causal);
   variable_list outputs, grads, needed;
   if (grad.defined()) {
     outputs.push_back(MatmulOp::call(y, inputs[2], false, false).transpose(1, 2));
@@ -128,6 +130,7 @@ Gradients fused_gradients(const Kept& c, const Tensor& grad) {
 // The gradient of the probabilities becomes that of the scores where it lies.
 Gradients gradients_in_pieces(Kept c, Tensor grad, const Tensor& grad_y) {
   c.q = c.q.contiguous(), c.k = c.k.contiguous(), c.v = c.v.contiguous();  // once, as in attention.cpp
+  const auto [scaled, scale] = c.y.defined() ? std::pair(Tensor(), 1.0) : folded(c.q, c.scale);  // to make the scores
   Gradients results;
   auto& [dq, dk, dv] = results;
   if (c.needed[0]) dq = at::empty_like(c.q);
@@ -145,8 +148,8 @@ Gradients gradients_in_pieces(Kept c, Tensor grad, const Tensor& grad_y) {
     if (c.y.defined()) {
       y = piece.of(c.y);
     } else {
-      y = scores_sized(q, k);
-      MaskedSoftmaxOp::call(y, piece.of_mask(c.mask), c.scale, c.causal);
+      y = scores_sized(piece.of(scaled), k);
+      MaskedSoftmaxOp::call(y, piece.of_mask(c.mask), scale, c.causal);
     }
     if (grad.defined()) {
       if (dv.defined()) MatmulOutOp::call(y, piece.of(grad), true, false, piece.of(dv));

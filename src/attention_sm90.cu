@@ -106,6 +106,16 @@ struct Masks {
     }
     return h;
   }
+
+  // Whether row r sees a key: a look at the mask again, for rows whose sum is 0 alone. Four lanes share a row.
+  __device__ bool sees(int r, int lane) const {
+    bool some = false;
+    const int keys = last[r] < end ? last[r] + 1 : end;
+#pragma unroll 4
+    for (int c = lane % 4; c < keys; c += 4)
+      some |= words ? !(words[c / 32] >> c % 32 & 1) : !rows[r] || rows[r][c * step] == 0;
+    return __any_sync(0xfu << (lane & ~3), some);
+  }
 };
 
 // Scores from `begin` on of a tile.
@@ -258,8 +268,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
     top[r] = all;
-    // A row that sees nothing is 0; one of -inf alone NaN, as torch has it.
-    shift[r] = masked && total == 0 ? std::numeric_limits<float>::infinity() : __log2f(total);
+    // A row that sees nothing is 0; one that sees -inf alone NaN, as torch has it.
+    const bool nothing = masked && total == 0 && !masks.sees(r, lane);  // one total for the row's four lanes
+    shift[r] = nothing ? std::numeric_limits<float>::infinity() : __log2f(total);
     if (shape.sums && lane % 4 == 0 && rows[r] < shape.queries)
       shape.sums[static_cast<int64_t>(matrix) * shape.queries + rows[r]] = fmaf(top[r], scale, shift[r]) / kLog2e;
   }

@@ -428,3 +428,106 @@ def test_gradients_by_each_of_torch_s_attentions(fused, causal, needed):
         found = torch.autograd.grad((ours.double() * weights).sum(), leaves)
     for x, y in zip(found, torch.autograd.grad((truth * weights).sum(), leaves), strict=True):
         assert torch.linalg.vector_norm(x.double() - y) <= 2e-2 * torch.linalg.vector_norm(y)
+
+
+def scaled_first(q, k, v, hidden, scale):
+    """Eager attention of models that scale the queries: the scores are kept in q's dtype."""
+    y = ((q * scale) @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0)
+    return (y @ v).transpose(1, 2), y
+
+
+HIDDEN_KEYS = {"none": False, "causal": True, "padding": False}
+
+
+@pytest.mark.parametrize("way", ["attend", "recompute", "compose", "fewer heads"])
+@pytest.mark.parametrize("mask", HIDDEN_KEYS)
+def test_float16_scores_that_pass_its_range_before_they_are_scaled(way, mask, device):
+    """q = k, 60 times normal numbers: 230000 on the diagonal, of which an eighth is left."""
+    torch.manual_seed(0)
+    heads = 2 if way == "fewer heads" else 4
+    q = (60 * torch.randn(2, 4, 24, 64, device=device)).half()
+    v = torch.randn(2, heads, 24, 64, device=device).half()
+    inputs = [q, q[:, :heads].clone(), v]
+    hidden = torch.zeros(24, 24, dtype=torch.bool, device=device)
+    padding = None
+    if mask == "causal":
+        hidden = ~hidden.logical_not().tril()
+    elif mask == "padding":
+        padding = (torch.arange(24, device=device) >= torch.tensor([24, 17], device=device)[:, None])[:, None, None]
+        hidden = padding
+    assert (q @ q.mT).isinf().any()
+
+    def with_gradients(run, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        context, y = run(*leaves)
+        return [context, y, *torch.autograd.grad(context.sin().sum() + y.sin().sum(), leaves)]
+
+    def ours(*leaves):
+        if way == "compose":
+            return attention.compose(*leaves, padding, 0.125, causal=mask == "causal")
+        options = {"causal": mask == "causal", "recompute": way == "recompute"}
+        return attention.attend(*leaves, padding, 0.125, **options)
+
+    def plainly(q, k, v):
+        k, v = (x.repeat_interleave(4 // heads, 1) for x in (k, v))
+        return scaled_first(q, k, v, hidden, 0.125)
+
+    truth = with_gradients(plainly, torch.float64)
+    for found, torchs, true in zip(with_gradients(ours, q.dtype), with_gradients(plainly, q.dtype), truth, strict=True):
+        error = [torch.linalg.vector_norm(t.double() - true).item() for t in (found, torchs)]
+        assert error[0] <= 2 * error[1] + torch.finfo(q.dtype).eps * torch.linalg.vector_norm(true).item()
+    with torch.no_grad():
+        context = ours(*inputs)[0]
+    torch.testing.assert_close(context.double(), truth[0], atol=2e-2, rtol=2e-2)
+
+
+def test_second_derivatives_of_float16_scores_that_pass_its_range():
+    torch.manual_seed(0)
+    q = (60 * torch.randn(1, 2, 8, 64)).half().requires_grad_()
+    v = torch.randn(1, 2, 8, 64).half().requires_grad_()
+    (grad,) = torch.autograd.grad(attention.attend(q, q, v, None, 0.125)[0].sin().sum(), v, create_graph=True)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(grad.sin().sum(), (q, v)))
+
+
+@pytest.mark.parametrize("scale", [0.0, 5e-324, 1e-30, 1.0, -0.125, 1e6])
+def test_float16_at_any_scale(scale, device):
+    """What q is multiplied by ahead of the product neither ends as 0 in float16 nor passes its range."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 5, 8, device=device).half() for _ in range(3))
+    k = (k * 1e-3).half() if scale == 1e6 else k
+    truth = plain(q.double(), k.double(), v.double(), None, scale)
+    for run in (attention.attend, attention.compose):
+        for x, y in zip(run(q, k, v, None, scale), truth, strict=True):
+            torch.testing.assert_close(x.double(), y, atol=2e-1 if scale == 1e6 else 2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "keys", "queries", "added"])
+def test_queries_that_see_minus_infinity_alone_get_nan_and_those_that_see_nothing_0(dtype, mask, device):
+    """As torch.softmax has the former. By the one kernel on Hopper at 16 bits, by pieces elsewhere."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 136, 64, device=device).to(dtype) for _ in range(3))
+    q[..., 0], k[..., 0] = 0, 1
+    q[:, 1, [3, 70, 135], 0] = -torch.inf
+    hidden = torch.zeros(2, 1, 136, 136, dtype=torch.bool, device=device)
+    if mask == "keys":
+        hidden = hidden[:, :, :1].clone()
+        hidden[0, ..., 100:] = True
+        hidden[1] = True
+    elif mask in ("queries", "added"):
+        hidden |= torch.rand(hidden.shape, device=device) > 0.9
+        hidden[:, :, [70, 71]] = True
+        hidden[0, :, 3, 1:], hidden[0, :, 3, 0] = True, False
+    given = hidden.to(dtype).masked_fill(hidden, -torch.inf) if mask == "added" else hidden
+    given = None if mask in ("none", "causal") else given
+    dropped = torch.ones(136, 136, dtype=torch.bool, device=device).triu(1) if mask == "causal" else hidden
+    context, y = attention.attend(q, k, v, given, 0.125, causal=mask == "causal")
+    blind = dropped.expand(2, 2, 136, 136).all(-1)
+    infinite = q[..., 0].isinf() & ~blind
+    assert infinite.any()
+    assert torch.equal(y.isnan().any(-1), infinite)
+    assert torch.equal(context.transpose(1, 2).isnan().all(-1), infinite)
+    assert (y[blind] == 0).all()
+    assert (context.transpose(1, 2)[blind] == 0).all()
+    scores = (q.double() @ k.double().mT * 0.125).masked_fill(dropped, -torch.inf)
+    assert torch.equal(scores.softmax(-1).isnan().any(-1), infinite | blind)  # torch's own, which has NaN for both

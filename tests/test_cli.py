@@ -109,6 +109,34 @@ def test_bert_says_what_it_cannot_optimize(tmp_path):
     assert "--optimize knows no layer of LayoutLMModel: 0 layers optimized; left as they are: " in run.stderr
 
 
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("MPNet", "MPNetSelfAttention"),
+        ("Deberta", "DisentangledSelfAttention"),
+        ("DebertaV2", "DisentangledSelfAttention"),
+    ],
+)
+def test_bert_fails_of_a_model_that_ignores_attention_functions(tmp_path, kind, own):
+    """It would measure stock attention under our name."""
+    import transformers
+
+    from matmuls.bert import model_folder
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    config = getattr(transformers, f"{kind}Config")(**small, vocab_size=60)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "x"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    assert model_folder() != tmp_path
+    for options in ([], ["--attn", "eager"], ["--optimize"]):
+        run = matmuls("bert", "x", "--model", str(tmp_path), "--device", "cpu", *options)
+        assert (run.returncode, run.stdout) == (2, "")
+        ignores = f"{kind}Model never calls the attention function that is set: its {own} computes attention itself"
+        assert run.stderr == f"matmuls: {ignores}\n"
+
+
 def test_bert_fails_where_attention_is_wrong(tmp_path):
     """Exit status 1 when an embedding is off: here the scores' scale is."""
     code = """

@@ -77,6 +77,7 @@ MAY_IMPORT = {
     "integrations": set(),
     "integrations.transformers": {"integrations.transformers"},
     "integrations.transformers.registered": {"attention"},
+    "integrations.transformers.taken": {"integrations.transformers"},
     "integrations.transformers.optimized": OPERATIONS | {"attention", "integrations.transformers"},
 }
 

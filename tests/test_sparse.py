@@ -408,6 +408,21 @@ def test_sparse_attention(lead, dtype, device):
             assert_close(ours, truth, theirs)
 
 
+def test_attention_of_float16_scores_that_pass_its_range(device):
+    """Scaled ones of 80000 and more, as torch's sdpa has them in float32; and their gradients."""
+    torch.manual_seed(0)
+    q = torch.randn(4, 12, 64, device=device).sign().mul(100).half()
+    v = torch.randn(4, 12, 8, device=device).half()
+    pattern = torch.ones(12, 12, device=device).tril().to_sparse_csr()
+    scores = (q.double() @ q.double().mT / 8).masked_fill(pattern.to_dense() == 0, -torch.inf)
+    assert scores.max() > 65504
+    leaves = [x.clone().requires_grad_() for x in (q, q, v)]
+    result = sparse_attention(*leaves, pattern)
+    torch.testing.assert_close(result.double(), scores.softmax(-1) @ v.double(), atol=1e-3, rtol=1e-3)
+    result.sum().backward()
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
 def test_attention_never_makes_a_dense_score(device):
     n = 20000  # dense scores would take 1.6 GB
     crow, col = torch.arange(0, 4 * n + 1, 4, device=device), torch.randint(n, (4 * n,), device=device)

@@ -8,8 +8,18 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from torch._dynamo.testing import CompileCounter  # noqa: E402
+
 from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
-from matmuls.integrations.transformers import attention, attention_mask, optimize, register  # noqa: E402
+from matmuls.integrations.transformers import (  # noqa: E402
+    VerificationError,
+    attention,
+    attention_mask,
+    optimize,
+    register,
+    takes,
+    verify,
+)
 
 # sdpa where nobody asks for probabilities; our products always; none of the scores kept for backward
 WAYS = {"custom_mm": {}, "always": {"sdpa": False}, "again": {"sdpa": False, "recompute": True}}
@@ -279,6 +289,26 @@ def test_compiles_whole(way, probabilities, device):
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+@pytest.mark.parametrize("name", ["bert", "grouped heads"])
+def test_compiles_ahead_of_any_other_call_and_once(name, stock, monkeypatch):
+    """Nothing of transformers' is looked up, or guarded, that other models change."""
+    models = transformers.MODEL_MAPPING
+    monkeypatch.setattr(models, "_modules", {})  # as in a new process
+    model = model_of(name)
+    model.set_attn_implementation("sdpa" if stock else "custom_mm")
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        first = compiled(**batch_of(model, padded=True)).last_hidden_state
+        assert models[t.GPT2Config] is t.GPT2Model
+        register("another")
+        assert torch.equal(compiled(**batch_of(model, padded=True)).last_hidden_state, first)
+    assert counter.frame_count == 1
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_not_computed_is_refused(way):
     config = t.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=5.0)
@@ -445,3 +475,62 @@ def test_fewer_queries_than_keys_are_the_last_ones(sdpa):
         torch.cat([torch.randn(2, 2, 4, 8, dtype=torch.float64), q], 2), k, v, is_causal=True
     )
     torch.testing.assert_close(context, whole[:, :, 4:].transpose(1, 2))
+
+
+IGNORING = {
+    "mpnet": (lambda: t.MPNetModel(t.MPNetConfig(**SMALL)), "MPNetSelfAttention"),
+    "deberta": (lambda: t.DebertaModel(t.DebertaConfig(**SMALL)), "DisentangledSelfAttention"),
+    "deberta v2": (lambda: t.DebertaV2Model(t.DebertaV2Config(**SMALL)), "DisentangledSelfAttention"),
+    "xlnet": (
+        lambda: t.XLNetModel(t.XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=60)),
+        "XLNetRelativeAttention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_take_attention_functions_are_told(name):
+    """By the code of their classes as by the calls of a forward pass."""
+    model = model_of(name)
+    before = model.config._attn_implementation
+    found = takes(model)
+    assert found
+    assert found.modules
+    assert not found.ignoring
+    assert takes(model, batch_of(model)) == found
+    assert model.config._attn_implementation == before
+    assert "custom_mm_counting" not in transformers.AttentionInterface._global_mapping
+
+
+@pytest.mark.parametrize("name", IGNORING)
+def test_models_that_ignore_attention_functions_are_told(name):
+    make, own = IGNORING[name]
+    model = make().eval()
+    batch = {"input_ids": torch.randint(3, 60, (2, 7))}
+    found = takes(model)
+    assert not found
+    assert not found.modules
+    assert list(found.ignoring.values()) == [own, own]
+    assert str(found) == f"call the attention function that is set: none; compute attention themselves: 2 x {own}"
+    assert takes(model, batch) == found
+    model.set_attn_implementation("custom_mm")
+    with pytest.raises(VerificationError, match=f"verify: expected layers that optimize .*2 x {own}"):
+        verify(model, batch)
+
+
+def test_a_model_that_takes_attention_functions_in_part():
+    encoder = IGNORING["mpnet"][0]()
+    decoder = t.BertLMHeadModel(t.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True))
+    found = takes(t.EncoderDecoderModel(encoder=encoder, decoder=decoder))
+    assert set(found.modules.values()) == {"BertSelfAttention", "BertCrossAttention"}
+    assert set(found.ignoring) == {f"encoder.encoder.layer.{i}.attention.attn" for i in (0, 1)}
+
+
+def test_verify_says_where_a_model_would_be_compared_with_itself():
+    model = model_of("bert")
+    for stock in ("eager", "sdpa"):
+        model.set_attn_implementation(stock)
+        with pytest.raises(VerificationError, match=r"got BertModel without any .*2 x BertSelfAttention"):
+            verify(model, batch_of(model))
+    model.set_attn_implementation("always")
+    assert verify(model, batch_of(model)).hidden_states < 1e-5

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_all
-from transformers import PreTrainedModel, activations
+from transformers import activations
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,6 +24,7 @@ from matmuls.inplace import feed_forward_, linear_
 from matmuls.rowwise import layer_norm_
 
 from . import registered
+from .taken import attending, takes
 
 CHUNK_BYTES = 24 << 20  # of q, k and v, or of a feed-forward's inner rows, at a time; less is launches, not memory
 CHUNK_STATES = 3  # or so many times the hidden states: q, k and v in one, BERT's inner rows in two
@@ -196,15 +197,18 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
     Hidden states of all layers, the first result of a call that returns none of them and, where the model returns
     them, attentions, each at the tokens that batch["attention_mask"] keeps. tolerance: unless given 1e-10 for float64,
     1e-4 for float32, 2e-2 for float16, 1e-1 for bfloat16. Raises VerificationError, which has the figures, where the
-    difference is larger or not a number.
+    difference is larger or not a number, and where the model has no layer of `optimize` and no module that calls an
+    attention function of `register`: it would be compared with itself.
     """
+    if not any(_is_ours(m) for m in model.modules()) and not _attends(model):
+        raise VerificationError(
+            "verify: expected layers that optimize changed or modules whose attention function is of register, got "
+            f"{type(model).__name__} without any ({takes(model)})"
+        )
     if tolerance is None:
         dtype = next(model.parameters()).dtype
         tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
     training = {m: m.training for m in model.modules()}
-    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]  # parents first
-    configs = {id(m.config): m.config for m in models}
-    implementations = {name: config._attn_implementation for name, config in configs.items()}
     wanted = {"output_hidden_states": True, "output_attentions": True}
     model.eval()
     try:
@@ -212,14 +216,11 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
         ours["hidden_states"] += (model(**batch)[0],)  # layers write over their input then
         forwards = {m: m.__dict__.pop("forward") for m in model.modules() if _is_ours(m)}
         try:
-            for part in models:
-                part.set_attn_implementation("eager")
-            output = model(**batch, **wanted)
+            with attending(model, "eager"):
+                output = model(**batch, **wanted)
             stock = _results(output)
             stock["hidden_states"] += (output[0],)
         finally:
-            for name, config in configs.items():  # a parent's goes to its parts, which may have their own
-                config._attn_implementation = implementations[name]
             for module, forward in forwards.items():
                 module.forward = forward
     finally:
@@ -231,6 +232,15 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
     if not all(x <= tolerance for x in found.values()):
         raise VerificationError(f"verify: expected a difference from stock of at most {tolerance:g}, got {result}")
     return result
+
+
+def _attends(model: nn.Module) -> bool:
+    """Whether a module calls an attention function of `register`."""
+    for name in takes(model).modules:
+        config = getattr(model.get_submodule(name), "config", getattr(model, "config", None))
+        if registered.is_ours(ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None))):
+            return True
+    return False
 
 
 def _results(output: Any) -> dict[str, tuple[Tensor, ...]]:

@@ -17,7 +17,6 @@ from matmuls.attention import attend
 # What a model hands to its attention function that this one does not do: capped scores, sinks, a paged cache, keys that
 # are chosen for each query.
 REFUSED = "softcap", "s_aux", "sinks", "cache", "indices", "block_indices"
-FLOAT16_SPARE = 4  # binary digits of room above float16's largest score
 
 
 def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> None:
@@ -26,6 +25,7 @@ def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = Fa
     Without its mask function transformers would drop the padding mask without a word. sdpa: torch's
     scaled_dot_product_attention stands in wherever nobody asks for probabilities; False: every module gets them, as
     with "eager". recompute: backward makes the scores again and keeps none of them. Several names may be registered.
+    `takes(model)` says whether a model calls the function: some classes compute attention themselves, whatever is set.
     """
     AttentionInterface.register(name, partial(attention, sdpa=sdpa, recompute=recompute))
     AttentionMaskInterface.register(name, attention_mask)
@@ -78,8 +78,13 @@ def attention_mask(
     return sdpa_mask(**all_of_it | ({} if last else {"allow_is_causal_skip": False}))
 
 
-@lru_cache
+@torch.compiler.assume_constant_result  # it imports a module at its first call, which torch.compile does not trace
 def _takes_sdpa_masks(config: type) -> bool:
+    return _all_take_sdpa_masks(config)
+
+
+@lru_cache
+def _all_take_sdpa_masks(config: type) -> bool:
     models = MODEL_MAPPING.get(config, ())
     models = models if isinstance(models, tuple) else (models,)
     return bool(models) and all(model._supports_sdpa for model in models)
@@ -141,10 +146,6 @@ def attention(
         mask = bias if mask is None else bias + mask if mask.is_floating_point() else bias.masked_fill(mask, -math.inf)
     if mask is not None and mask.is_floating_point() and (query.dtype == torch.float64 or mask.dtype != torch.float32):
         mask = mask.to(query.dtype)
-    if query.dtype == torch.float16 and scaling:
-        # unscaled, the scores of long vectors pass 65504, where eager attention gives NaN; a power of two is exact
-        fold = 2.0 ** (math.frexp(scaling)[1] - 1 - FLOAT16_SPARE)
-        query, scaling = query * fold, scaling / fold
     return attend(
         query,
         key,

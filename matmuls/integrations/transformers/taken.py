@@ -1,0 +1,113 @@
+"""Which attention modules of a model call the attention function that is set for it."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from . import registered
+
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, where a module looks for the function by its name
+_COUNTING = "custom_mm_counting"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The attention modules of a model by name, with their classes: those that call the function that is set, and those
+    that compute attention themselves, whatever is set."""
+
+    modules: dict[str, str]
+    ignoring: dict[str, str]
+
+    def __bool__(self) -> bool:
+        return bool(self.modules)
+
+    def __str__(self) -> str:
+        called, ignored = (
+            ", ".join(f"{n} x {name}" for name, n in Counter(classes.values()).items()) or "none"
+            for classes in (self.modules, self.ignoring)
+        )
+        return f"call the attention function that is set: {called}; compute attention themselves: {ignored}"
+
+
+def takes(model: nn.Module, batch: dict[str, Tensor] | None = None) -> Taken:
+    """Which modules call the attention function that `model.set_attn_implementation` names. False if none does.
+
+    Found in the code of the modules' classes, without a forward pass: those that do not look the function up (MPNet,
+    DeBERTa) ignore the setting, with a warning at most. batch: arguments of one forward pass, in which the calls are
+    counted instead; the model's own setting is as before afterwards.
+    """
+    called = set(_looking(model)) if batch is None else _calling(model, batch)
+    names = {m: name for name, m in model.named_modules()}
+    ignoring = [m for m in names if "Attention" in type(m).__name__ and next(m.parameters(), None) is not None]
+    # one that holds, or lies in, another that calls or computes is no attention of its own
+    holds = {m: set(m.modules()) for m in (*ignoring, *called)}
+    inside = {x for m in called for x in holds[m]}
+    ignoring = [m for m in ignoring if m not in inside and not holds[m] & called]
+    ignoring = [m for m in ignoring if not any(x in holds[m] for x in ignoring if x is not m)]
+    return Taken(*({names[m]: type(m).__name__ for m in names if m in kind} for kind in (called, set(ignoring))))
+
+
+@contextmanager
+def attending(model: nn.Module, name: str) -> Iterator[None]:
+    """All parts of a model with one attention implementation; each has its own again afterwards."""
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]  # parents first
+    configs = {id(m.config): m.config for m in models}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for part in models:
+            part.set_attn_implementation(name)
+        yield
+    finally:
+        for key, config in configs.items():  # a parent's goes to its parts, which may have their own
+            config._attn_implementation = before[key]
+
+
+def _looking(model: nn.Module) -> Iterator[nn.Module]:
+    for part in model.modules():
+        if _looks_it_up(type(part)):
+            yield part
+
+
+@lru_cache
+def _looks_it_up(kind: type) -> bool:
+    """Whether a method of a module's class asks transformers for the attention function by its name."""
+    own = [c for c in kind.__mro__ if not c.__module__.startswith("torch.") and c is not PreTrainedModel]
+    return any(_INTERFACE in _names(function) for c in own for function in vars(c).values() if callable(function))
+
+
+def _names(function: Callable[..., Any]) -> Iterator[str]:
+    """What a function's code refers to, functions inside it included."""
+    codes = [getattr(inspect.unwrap(function), "__code__", None)]
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            yield from code.co_names
+            codes.extend(c for c in code.co_consts if isinstance(c, CodeType))
+
+
+@torch.no_grad()
+def _calling(model: nn.Module, batch: dict[str, Tensor]) -> set[nn.Module]:
+    called = set()
+
+    def counting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called.add(module)
+        return registered.attention(module, *args, **kwargs)
+
+    AttentionInterface.register(_COUNTING, counting)
+    AttentionMaskInterface.register(_COUNTING, registered.attention_mask)
+    try:
+        with attending(model, _COUNTING):
+            model(**batch)
+    finally:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(_COUNTING, None)
+    return called

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.indices import check_rows
+
 from .registration import fail, register, register_autocast, register_gradient
 
 KERNEL_SIZES = (16, 32, 64, 128)  # heights and widths of blocks that triton/blocks.py takes
@@ -103,11 +105,18 @@ def _by_triton(x: Tensor, height: int, width: int) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and height in KERNEL_SIZES and width in KERNEL_SIZES
 
 
+def _look(name: str, crow: Tensor, col: Tensor, across: int) -> None:
+    """ValueError on a CPU where an index leads out of bounds, whatever was written to it since an earlier look."""
+    if crow.device.type == "cpu":
+        check_rows(name, crow, col, across)
+
+
 def _plain_spmm(
     crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, order: Tensor | None, transposed: bool
 ) -> Tensor:
     """Every block by its rows of dense, and those of a row of blocks added up in order; in float32 or wider."""
     blocks = values if order is None else values[order]
+    _look("bsr_spmm", crow, col, dense.shape[0] // values.shape[1 if transposed else 2])
     blocks = blocks.mT if transposed else blocks
     wide = torch.promote_types(values.dtype, torch.float32)
     (_, height, width), (K, N) = blocks.shape, dense.shape
@@ -120,6 +129,7 @@ def _plain_sddmm(
     crow: Tensor, col: Tensor, a: Tensor, b: Tensor, height: int, width: int, order: Tensor | None
 ) -> Tensor:
     rows, D = crow.shape[0] - 1, a.shape[1]
+    _look("bsr_sddmm", crow, col, b.shape[0] // width)
     row = torch.repeat_interleave(torch.arange(rows, device=a.device), crow.diff(), output_size=col.shape[0])
     wide = torch.promote_types(a.dtype, torch.float32)
     left, right = a.reshape(rows, height, D)[row], b.reshape(b.shape[0] // width, width, D)[col]

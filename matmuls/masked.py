@@ -337,9 +337,13 @@ def _ffn_backward(
     t: Tensor | None,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    w, u = (w1, w2, w3), (u1, u2, u3)
+    w, u, name = (w1, w2, w3), (u1, u2, u3), "masked_ffn_backward"
     _check_ffn(x, w, u, rows, counts)
-    _check_like("masked_ffn_backward", "the gradient", dy, x, x.shape)
+    _check_like(name, "the gradient", dy, x, x.shape)
+    if t is not None:
+        _check_like(name, "t", t, x, (_rows_of(x), 2 * w1.shape[0]))
+    if len(needs) != 7:
+        fail(name, "7 answers, which gradients are needed", len(needs))
     args = (_flat(dy), _flat(x), w, u, rows, counts, t, needs)
     if _by_triton(x, w1.shape[0]):
         from .triton.masked_ffn import backward

@@ -72,6 +72,10 @@ class Ordered:
         self.by: Split | Blend
         if rows.device.type == "cpu":
             n1 = int(counts[0])
+            if not 0 <= n1 <= m:
+                raise RuntimeError(f"mask: expected a plan of {m} rows, got one that gives {n1} to the first weight")
+            if not 0 <= n1 <= m or (m and not 0 <= int(rows.min()) <= int(rows.max()) < m):
+                raise RuntimeError(f"mask: expected rows of {m} and a count of them, got {rows.tolist()[:8]} and {n1}")
             self.by = Split(n1)
             if n1 not in (0, m):  # all rows of one expert: nothing to bring into order
                 self.rows = rows.long()

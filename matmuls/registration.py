@@ -36,10 +36,29 @@ def expect_dense(name: str, **given: object) -> None:
             raise TypeError(f"{name}: expected {what} to be a dense tensor, got {got}")
 
 
+def _naming_absent_tensors(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """run, with an error that says which tensor is None: torch hands None to a Python kernel for any tensor."""
+    expected = [
+        (i, a.name) for i, a in enumerate(getattr(_ops, name).default._schema.arguments) if str(a.type) == "Tensor"
+    ]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except (AttributeError, TypeError):
+            for i, what in expected:
+                if i < len(args) and args[i] is None:
+                    raise RuntimeError(f"{name}: expected a tensor for {what}, got None") from None
+            raise
+
+    return call
+
+
 def register(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any]) -> None:
     """kernel: for CPU and CUDA tensors; meta: shapes alone, for tracing."""
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema[: schema.index("(")]
+    kernel, meta = _naming_absent_tensors(name, kernel), _naming_absent_tensors(name, meta)
     library.impl(name, kernel, "CPU")
     library.impl(name, kernel, "CUDA")
     library.impl(name, meta, "Meta")
@@ -64,7 +83,7 @@ def register_gradient(name: str, function: type[Function]) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
 
-    library.impl(name, autograd, "Autograd")
+    library.impl(name, _naming_absent_tensors(name, autograd), "Autograd")
 
 
 def register_autocast(name: str) -> None:

@@ -117,7 +117,8 @@ Tensor csr_packed_units(const Tensor& crow, const Tensor& col, c10::SymInt colum
   measure(readable(kPackedOp, p, columns.expect_int()), m, least);
   return least;
 }
-Tensor csr_packed_units_meta(const Tensor& crow, const Tensor&, c10::SymInt, bool) {
+Tensor csr_packed_units_meta(const Tensor& crow, const Tensor& col, c10::SymInt, bool) {
+  check_pattern(kPackedOp, pattern_of(crow, col, {}), crow);
   return at::empty({1}, crow.options().dtype(at::kInt));
 }
 
@@ -137,8 +138,11 @@ Tensor csr_packed(const Tensor& crow, const Tensor& col, const Tensor& values, c
   pack(readable(kPackedOp, p, columns.expect_int()), values.contiguous(), m, packed);
   return packed;
 }
-Tensor csr_packed_meta(const Tensor& crow, const Tensor&, const Tensor& values, c10::SymInt columns, c10::SymInt units,
-                       const OptionalTensor&, bool) {
+Tensor csr_packed_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
+                       c10::SymInt units, const OptionalTensor& order, bool) {
+  check_pattern(kPackedOp, pattern_of(crow, col, order), crow);
+  TORCH_CHECK_VALUE(columns >= 0 && units >= 0, kPackedOp, ": expected columns and units of 0 or more, got ", columns,
+                    " and ", units);
   const auto tiles = [](const c10::SymInt& x) { return ceil_of(x, kPackedTiles * kPackedRows) * kPackedTiles; };
   static_assert(kPackedRows == kPackedColumns);
   return at::empty_symint({tiles(crow.sym_size(0) - 1) * tiles(columns), units * (kPackedUnit / 2)}, values.options());

@@ -26,16 +26,25 @@ MATMULS_OPERATOR(CsrTileEntriesOp, "custom_mm::csr_tile_entries", "",
                  Tiles(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, int64_t,
                        int64_t, const OptionalTensor&));
 
+void check_cut(int64_t tiles, int64_t panels, int64_t lanes) {
+  TORCH_CHECK_VALUE(
+      tiles > 0 && tiles <= kMostTiles && panels > 0 && lanes > 1 && lanes <= 16 && (lanes & (lanes - 1)) == 0,
+      kTilesOp, ": expected 1 to 8 tiles, panels and 2, 4, 8 or 16 lanes, got ", tiles, ", ", panels, ", ", lanes);
+}
+void check_steps(int64_t steps) {
+  TORCH_CHECK_VALUE(steps >= 0 && steps <= INT32_MAX / kStepNonzeros - 1, kTilesOp, ": expected steps from 0 to ",
+                    INT32_MAX / kStepNonzeros - 1, ", got ", steps);
+}
+
 // Of one matrix in int32, cut into few enough parts that are neither too large.
 TileLayout layout_of(const Pattern& p, int64_t columns, int64_t tiles, int64_t panels, int64_t lanes) {
   check_pattern(kTilesOp, p, p.crow);
   TORCH_CHECK_VALUE(p.crow.scalar_type() == at::kInt && p.crow.is_contiguous() && p.col.is_contiguous(), kTilesOp,
                     ": expected crow and col in Int and contiguous, got crow in ", p.crow.scalar_type());
-  TORCH_CHECK_VALUE(p.rows() > 0 && columns > 0 && columns <= kMostTiles * kMostTileRows && tiles > 0 &&
-                        tiles <= kMostTiles && panels > 0 && panels <= p.rows() && lanes > 1 && lanes <= 16 &&
-                        (lanes & (lanes - 1)) == 0,
-                    kTilesOp, ": expected rows, columns, 1 to 8 tiles, panels and 2, 4, 8 or 16 lanes, got ", p.rows(),
-                    ", ", columns, ", ", tiles, ", ", panels, ", ", lanes);
+  check_cut(tiles, panels, lanes);
+  TORCH_CHECK_VALUE(p.rows() > 0 && columns > 0 && columns <= kMostTiles * kMostTileRows && panels <= p.rows(),
+                    kTilesOp, ": expected rows, columns, and a row for each panel, got ", p.rows(), ", ", columns,
+                    " and ", panels, " panels");
   const TileLayout m(p.rows(), columns, tiles, panels, lanes);
   TORCH_CHECK_VALUE(m.tile_rows <= kMostTileRows && m.panel_rows <= kMostPanelRows, kTilesOp, ": expected tiles of ",
                     kMostTileRows, " columns and panels of ", kMostPanelRows, " rows at most, got ", m.tile_rows,
@@ -140,7 +149,9 @@ Tiles csr_tiles(const Tensor& crow, const Tensor& col, c10::SymInt columns, int6
   return made;
 }
 
-Tiles csr_tiles_meta(const Tensor& crow, const Tensor&, c10::SymInt, int64_t tiles, int64_t panels, int64_t lanes) {
+Tiles csr_tiles_meta(const Tensor& crow, const Tensor& col, c10::SymInt, int64_t tiles, int64_t panels, int64_t lanes) {
+  check_pattern(kTilesOp, pattern_of(crow, col, {}), crow);
+  check_cut(tiles, panels, lanes);
   return empty_tiles(crow, crow.sym_size(0) - 1, tiles, panels, lanes);
 }
 
@@ -158,10 +169,10 @@ Tiles csr_tile_entries(const Tensor& heads, const Tensor& slots, const Tensor& c
   const TileLayout m = layout_of(p, columns.expect_int(), heads, lanes);
   check_tiles(m, heads, slots);
   TORCH_CHECK_VALUE(values.dim() == 1 && values.size(0) == p.nonzeros() && values.scalar_type() == at::kFloat &&
-                        values.device() == heads.device() && steps >= 0 && steps <= INT32_MAX / kStepNonzeros - 1,
-                    kTilesOp, ": expected ", p.nonzeros(), " values in Float and steps from 0 to ",
-                    INT32_MAX / kStepNonzeros - 1, ", got ", values.sizes(), " in ", values.scalar_type(), " and ",
-                    steps);
+                        values.device() == heads.device(),
+                    kTilesOp, ": expected ", p.nonzeros(), " values in Float, got ", values.sizes(), " in ",
+                    values.scalar_type());
+  check_steps(steps);
   const Pattern whole = readable(kTilesOp, p, columns.expect_int());
   if (crow.is_cpu()) look_at_tiles(heads, slots, p.nonzeros());
   auto made = empty_entries(values, steps);
@@ -171,6 +182,7 @@ Tiles csr_tile_entries(const Tensor& heads, const Tensor& slots, const Tensor& c
 
 Tiles csr_tile_entries_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& values,
                             c10::SymInt, int64_t, int64_t steps, const OptionalTensor&) {
+  check_steps(steps);
   return empty_entries(values, steps);
 }
 

@@ -1,8 +1,8 @@
 """Calls of every registered operator with arguments that do not fit, one after the other: run by
 test_hostile_arguments.py in a process of its own.
 
-Usage: python hostile_calls.py LOG FIRST COUNT. Calls FIRST to FIRST + COUNT - 1, each drawn from its number alone. LOG gets
-a line before each call, so that the last line names the one that the process died in.
+Usage: python hostile_calls.py LOG FIRST COUNT. Calls FIRST to FIRST + COUNT - 1, each drawn from its number alone. LOG
+gets a line before each call, so that the last line names the one that the process died in.
 """
 
 import random
@@ -23,7 +23,7 @@ from matmuls.specs.spec import Draw
 
 EXTRA_BYTES = 3 << 30  # of address space: larger sizes raise instead of filling the machine's memory
 INTEGERS = -1, 0, 1, 2, 2**31 - 1, 2**31, 2**40, 2**62, -(2**63), 2**63 - 1
-CONTENTS = -1, 2**31 - 1, -(2**31), 2**40, 3, 0
+CONTENTS = -1, 2**31 - 1, -(2**31), 2**40, 10**6, 65, 3, 0
 FLOATS = float("nan"), float("inf"), float("-inf"), 0.0, -1.0, 1e300
 DTYPES = torch.float64, torch.float16, torch.bool, torch.int8, torch.int32, torch.int64, torch.complex64, torch.float32
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError, NotImplementedError, OverflowError)
@@ -112,10 +112,31 @@ def layouts() -> None:
     ops.cusparse_spmm(bsr.crow_indices(), bsr.col_indices(), bsr.values(), b, 64, 64, "bsr")
     ops.bsr_spmm(bsr.crow_indices(), bsr.col_indices(), bsr.values(), b, 64)
     ops.bsr_sddmm(bsr.crow_indices(), bsr.col_indices(), torch.randn(64, 8), torch.randn(64, 8), 64, 16, 16)
-    q = torch.randn(1, 2, 8, 16)
-    ops.attention_at_once(q, q, q, None, 0.25)
+    ops.csr_spmm.out(crow, col, values, b, 64, out=torch.empty(64, 16))
+    x, y, bias = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8)
+    ops.matmul.out(x, y, out=torch.empty(8, 8))
+    ops.cublaslt_matmul.out(x, y, bias, "relu", out=torch.empty(8, 8))
+    ops.kept(x)
+    ops.softmax.out(x, out=torch.empty(8, 8))
+    ops.softmax_backward.out(x.softmax(-1), y, out=torch.empty(8, 8))
+    xhat, rstd = ops.norm_keep_(x.clone(), bias, bias, 1e-5, None, False)
+    ops.norm_backward(y, xhat, rstd, bias, False)
+    rows, counts = ops.mask_plan(torch.rand(8) < 0.5)
+    ops.masked_linear_forward(x, y, y, rows, counts, bias, bias, -1, 0)
+    ops.masked_weights(x, y, rows, counts)
     layer = SparseLinear.from_linear(torch.nn.Linear(16, 8), sparsity=0.5)
     layer(torch.randn(4, 16)).sum().backward()
+
+
+def composite() -> list[Base]:
+    """Operators that are taken apart before a dispatch mode sees them."""
+    ops = torch.ops.custom_mm
+    q, x = torch.randn(1, 2, 8, 16), torch.randn(8, 8)
+    return [
+        Base(ops.attention_at_once.default, (q, q, q, None, 0.25), {}),
+        Base(ops.attention.default, (q, q, q, None, 0.25, False, True, False, 1 << 20), {}),
+        Base(ops.matmul_backward.default, (x, x, x, [8, 8], [8, 8], False, False), {}),
+    ]
 
 
 def recorded(most: int = 6) -> dict[str, list[Base]]:
@@ -135,6 +156,8 @@ def recorded(most: int = 6) -> dict[str, list[Base]]:
                     except RuntimeError:  # in place over a leaf
                         with torch.no_grad():
                             spec.call(*call.args, **call.kwargs)
+    for base in composite():
+        recorder.bases[str(base.operator)] = [base]
     for bases in recorder.bases.values():
         for base in bases:
             base.result = run(base.operator, copied(base.args), copied(base.kwargs))
@@ -160,41 +183,54 @@ def same(x: Any, y: Any) -> bool:
     return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-2, rtol=1e-2, equal_nan=True) for a, b in pairs)
 
 
+def longer(t: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    dim = rng.randrange(t.dim())
+    return torch.cat([t, t if rng.random() < 0.5 else t.narrow(dim, 0, min(1, t.shape[dim]))], dim)
+
+
+def shorter(t: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    dim = rng.randrange(t.dim())
+    return t.narrow(dim, 0, max(t.shape[dim] - rng.choice((1, 1, 2, t.shape[dim])), 0))
+
+
+def other_contents(t: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    info = torch.iinfo(t.dtype)
+    flat = t.reshape(-1)
+    for _ in range(rng.choice((1, 1, 5))):
+        if len(flat):
+            flat[rng.randrange(len(flat))] = min(max(rng.choice(CONTENTS), info.min), info.max)
+    return flat.reshape(t.shape)
+
+
+def other_rank(t: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    return t.select(0, 0) if t.dim() and len(t) and rng.random() < 0.5 else t.unsqueeze(rng.randrange(t.dim() + 1))
+
+
+ANY = {
+    "dtype": lambda t, rng: t.to(rng.choice(DTYPES)),
+    "rank": other_rank,
+    "flat": lambda t, rng: t.reshape(-1),
+    "empty": lambda t, rng: t.new_empty(0),
+    "meta": lambda t, rng: t.to("meta"),
+    "gradient": lambda t, rng: t.requires_grad_(t.is_floating_point()),
+    "none": lambda t, rng: None,
+    "sparse": lambda t, rng: t.to_sparse(),
+}
+OF_DIMENSIONS = {
+    "shorter": shorter,
+    "longer": longer,
+    "strides": lambda t, rng: torch.stack([t, t], -1)[..., 1],
+    "expanded": lambda t, rng: t[:1].expand(t.shape) if len(t) else t,
+}
+
+
 def changed_tensor(t: torch.Tensor, rng: random.Random) -> Any:
-    whole = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
-    kinds = "dtype", "rank", "flat", "length", "longer", "empty", "meta", "strides", "expanded", "sparse", "gradient", "none"
-    kind = rng.choice((*kinds, "contents", "contents", "contents", "contents") if whole else kinds)
-    if kind == "contents" and t.numel():
-        t.view(-1)[rng.randrange(t.numel())] = rng.choice([c for c in CONTENTS if t.dtype == torch.int64 or abs(c) <= 127])
-        if t.dtype == torch.int32 and rng.random() < 0.7:
-            t.view(-1)[rng.randrange(t.numel())] = rng.choice((-1, 2**31 - 1, -(2**31), 65, 10**6))
-    elif kind == "dtype":
-        t = t.to(rng.choice(DTYPES))
-    elif kind == "rank":
-        t = t.unsqueeze(rng.randrange(t.dim() + 1)) if rng.random() < 0.5 or t.dim() == 0 else t.select(0, 0) if len(t) else t
-    elif kind == "flat":
-        t = t.reshape(-1)
-    elif kind == "length" and t.dim():
-        dim = rng.randrange(t.dim())
-        t = t.narrow(dim, 0, max(t.shape[dim] - rng.choice((1, 1, 2, t.shape[dim])), 0))
-    elif kind == "longer" and t.dim():
-        t = torch.cat([t, t] if rng.random() < 0.5 else [t, t.narrow(dim := rng.randrange(t.dim()), 0, min(1, t.shape[dim]))],
-                      rng.randrange(t.dim()) if rng.random() < 0.3 else 0) if t.dim() == 1 else torch.cat([t, t], rng.randrange(t.dim()))
-    elif kind == "empty":
-        t = t.new_empty(0)
-    elif kind == "meta":
-        t = t.to("meta")
-    elif kind == "strides" and t.dim():
-        t = torch.stack([t, t], -1)[..., 1]
-    elif kind == "expanded" and t.dim() and t.shape[0]:
-        t = t[:1].expand(t.shape)
-    elif kind == "sparse":
-        t = t.to_sparse()
-    elif kind == "gradient" and t.is_floating_point():
-        t.requires_grad_()
-    elif kind == "none":
-        return None
-    return t
+    if t.layout != torch.strided or t.is_meta:  # by a change before
+        return t
+    ways = {**ANY, **OF_DIMENSIONS} if t.dim() else ANY
+    if t.dtype in (torch.int32, torch.int64, torch.int8) and rng.random() < 0.4:
+        return other_contents(t, rng)
+    return ways[rng.choice(sorted(ways))](t, rng)
 
 
 def changed(x: Any, rng: random.Random) -> Any:

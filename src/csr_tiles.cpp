@@ -26,10 +26,12 @@ MATMULS_OPERATOR(CsrTileEntriesOp, "custom_mm::csr_tile_entries", "",
                  Tiles(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, int64_t,
                        int64_t, const OptionalTensor&));
 
-void check_cut(int64_t tiles, int64_t panels, int64_t lanes) {
-  TORCH_CHECK_VALUE(
-      tiles > 0 && tiles <= kMostTiles && panels > 0 && lanes > 1 && lanes <= 16 && (lanes & (lanes - 1)) == 0,
-      kTilesOp, ": expected 1 to 8 tiles, panels and 2, 4, 8 or 16 lanes, got ", tiles, ", ", panels, ", ", lanes);
+void check_cut(const c10::SymInt& rows, const c10::SymInt& columns, int64_t tiles, int64_t panels, int64_t lanes) {
+  TORCH_CHECK_VALUE(rows > 0 && columns > 0 && columns <= kMostTiles * kMostTileRows && tiles > 0 &&
+                        tiles <= kMostTiles && panels > 0 && rows >= panels && lanes > 1 && lanes <= 16 &&
+                        (lanes & (lanes - 1)) == 0,
+                    kTilesOp, ": expected rows, columns, 1 to 8 tiles, panels and 2, 4, 8 or 16 lanes, got ", rows,
+                    ", ", columns, ", ", tiles, ", ", panels, ", ", lanes);
 }
 void check_steps(int64_t steps) {
   TORCH_CHECK_VALUE(steps >= 0 && steps <= INT32_MAX / kStepNonzeros - 1, kTilesOp, ": expected steps from 0 to ",
@@ -41,10 +43,7 @@ TileLayout layout_of(const Pattern& p, int64_t columns, int64_t tiles, int64_t p
   check_pattern(kTilesOp, p, p.crow);
   TORCH_CHECK_VALUE(p.crow.scalar_type() == at::kInt && p.crow.is_contiguous() && p.col.is_contiguous(), kTilesOp,
                     ": expected crow and col in Int and contiguous, got crow in ", p.crow.scalar_type());
-  check_cut(tiles, panels, lanes);
-  TORCH_CHECK_VALUE(p.rows() > 0 && columns > 0 && columns <= kMostTiles * kMostTileRows && panels <= p.rows(),
-                    kTilesOp, ": expected rows, columns, and a row for each panel, got ", p.rows(), ", ", columns,
-                    " and ", panels, " panels");
+  check_cut(p.rows(), columns, tiles, panels, lanes);
   const TileLayout m(p.rows(), columns, tiles, panels, lanes);
   TORCH_CHECK_VALUE(m.tile_rows <= kMostTileRows && m.panel_rows <= kMostPanelRows, kTilesOp, ": expected tiles of ",
                     kMostTileRows, " columns and panels of ", kMostPanelRows, " rows at most, got ", m.tile_rows,
@@ -149,9 +148,10 @@ Tiles csr_tiles(const Tensor& crow, const Tensor& col, c10::SymInt columns, int6
   return made;
 }
 
-Tiles csr_tiles_meta(const Tensor& crow, const Tensor& col, c10::SymInt, int64_t tiles, int64_t panels, int64_t lanes) {
+Tiles csr_tiles_meta(const Tensor& crow, const Tensor& col, c10::SymInt columns, int64_t tiles, int64_t panels,
+                     int64_t lanes) {
   check_pattern(kTilesOp, pattern_of(crow, col, {}), crow);
-  check_cut(tiles, panels, lanes);
+  check_cut(crow.sym_size(0) - 1, columns, tiles, panels, lanes);
   return empty_tiles(crow, crow.sym_size(0) - 1, tiles, panels, lanes);
 }
 

@@ -32,6 +32,8 @@ struct Rows {
   decltype(&softmax_backward_row<T>) softmax_backward;
   decltype(&norm_row<T>) norm;
   decltype(&norm_backward_row<T>) norm_backward;
+  decltype(&activation_row<T>) activation;
+  decltype(&gelu_backward_row<T>) gelu_backward;
 };
 
 #define LOOPS "rows_cpu_loops.h"
@@ -67,12 +69,24 @@ void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic
   rows<T>().norm_backward(grad, xhat, weight, rstd, dx, dweight, dbias, columns, rms);
 }
 
+template <class T>
+void activation_row(const T* x, const T* bias, int64_t bias_step, T* y, int64_t columns, Activation activation) {
+  rows<T>().activation(x, bias, bias_step, y, columns, activation);
+}
+
+template <class T>
+void gelu_backward_row(const T* grad, const T* x, T* dx, int64_t columns, Activation activation) {
+  rows<T>().gelu_backward(grad, x, dx, columns, activation);
+}
+
 #define ROWS_INSTANTIATE(T)                                                                                 \
   template void softmax_row(const T*, T*, int64_t, int64_t, double, const MaskRow&);                        \
   template void softmax_backward_row(const T*, const T*, T*, int64_t, int64_t, double);                     \
   template arithmetic_t<T> norm_row(const T*, const T*, const T*, const T*, T*, T*, int64_t, double, bool); \
   template void norm_backward_row(const T*, const T*, const T*, arithmetic_t<T>, T*, arithmetic_t<T>*,      \
-                                  arithmetic_t<T>*, int64_t, bool);
+                                  arithmetic_t<T>*, int64_t, bool);                                         \
+  template void activation_row(const T*, const T*, int64_t, T*, int64_t, Activation);                       \
+  template void gelu_backward_row(const T*, const T*, T*, int64_t, Activation);
 ROWS_INSTANTIATE(double)
 ROWS_INSTANTIATE(float)
 ROWS_INSTANTIATE(c10::Half)

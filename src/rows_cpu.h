@@ -1,4 +1,5 @@
-// Rows of softmax and of the norms on the CPU: one contiguous row a call, vectorised for the machine it runs on.
+// Rows of softmax, of the norms and of activations on the CPU: one contiguous row a call, vectorised for the machine it
+// runs on.
 //
 // Statistics are float32, float64 for float64. What is written may be what is read (in place), never partly so.
 #pragma once
@@ -8,6 +9,7 @@
 
 #include <cstdint>
 
+#include "activation.h"
 #include "masks.h"
 #include "scalar_types.h"
 
@@ -42,5 +44,13 @@ arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T
 template <class T>
 void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic_t<T> rstd, T* dx,
                        arithmetic_t<T>* dweight, arithmetic_t<T>* dbias, int64_t columns, bool rms);
+
+// y <- activation(x + bias), rounded once. bias: null, or `bias_step` apart from column to column (0 or 1).
+template <class T>
+void activation_row(const T* x, const T* bias, int64_t bias_step, T* y, int64_t columns, Activation activation);
+
+// dx <- grad * gelu'(x), of gelu or gelu_tanh.
+template <class T>
+void gelu_backward_row(const T* grad, const T* x, T* dx, int64_t columns, Activation activation);
 
 }  // namespace matmuls

@@ -36,7 +36,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, out: torch.Tensor | None = None) 
     """Softmax of x along `dim`, in a new tensor or in `out`. Shapes, dtypes, values and errors as `softmax_`.
 
     out: x's shape, dtype and device, any strides that do not overlap; no gradient is recorded into it. Under autocast
-    float32, as torch.softmax.
+    as torch.softmax: float32 on a GPU, x's dtype on a CPU.
     """
     if out is None:
         return _softmax(x, dim)

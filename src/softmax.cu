@@ -511,18 +511,17 @@ void masked_inplace_autograd(Tensor x, const OptionalTensor& mask, double scale,
   needs_gradient(kMasked, {x, m}) ? record_in_place(kMasked, x, m, -1, scale, causal, write) : write();
 }
 
-// Autocast as torch.softmax: float32 comes out. In place the dtype stays.
-template <c10::DeviceType device>
+// Autocast as torch.softmax: float32 comes out on a GPU, x's dtype on a CPU. In place the dtype stays.
 Tensor softmax_autocast(const Tensor& x, int64_t dim) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return SoftmaxOp::call(autocast_to(at::kFloat, x, device), dim);
+  return SoftmaxOp::call(autocast_to(at::kFloat, x, at::kCUDA), dim);
 }
 template <c10::DeviceType device>
 Tensor masked_autocast(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  OptionalTensor m = mask;
-  if (m && m->defined() && m->is_floating_point()) m = autocast_to(at::kFloat, *m, device);
-  return MaskedOp::call(autocast_to(at::kFloat, x, device), m, scale, causal);
+  const Tensor from = device == at::kCUDA ? autocast_to(at::kFloat, x, device) : x;
+  const bool casts = mask && mask->defined() && mask->is_floating_point() && mask->scalar_type() != from.scalar_type();
+  return MaskedOp::call(from, casts ? autocast_to(at::kFloat, mask, device) : mask, scale, causal);
 }
 
 }  // namespace
@@ -567,11 +566,11 @@ MATMULS_WRITES("softmax_", SoftmaxInplaceOp, 0)
 MATMULS_WRITES("scaled_masked_softmax_", MaskedInplaceOp, 0)
 
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) {
-  m.impl("softmax", softmax_autocast<at::kCPU>);
+  m.impl("softmax", torch::CppFunction::makeFallthrough());
   m.impl("scaled_masked_softmax", masked_autocast<at::kCPU>);
 }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) {
-  m.impl("softmax", softmax_autocast<at::kCUDA>);
+  m.impl("softmax", softmax_autocast);
   m.impl("scaled_masked_softmax", masked_autocast<at::kCUDA>);
 }
 

@@ -46,13 +46,9 @@ C10_ALWAYS_INLINE Vec<double> exp_normal(Vec<double> x) {
   return p * power;
 }
 
-// exp(x) for any x <= 0; 0 below -87.3, where the result would soon be subnormal.
+// exp(x) for any x <= 0; 0 where the result would soon be subnormal.
 C10_ALWAYS_INLINE Vec<float> exp_nonpositive(Vec<float> x) { return x < -87.3f ? Vec<float>{} : exp_normal(x); }
-
-C10_ALWAYS_INLINE Vec<double> exp_nonpositive(Vec<double> x) {
-  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
-  return x;
-}
+C10_ALWAYS_INLINE Vec<double> exp_nonpositive(Vec<double> x) { return x < -708.3 ? Vec<double>{} : exp_normal(x); }
 
 // --- Loops -----------------------------------------------------------------------------------------------------------
 
@@ -212,6 +208,49 @@ void softmax_row(const T* x, T* y, int64_t columns, int64_t visible, double scal
   if (visible < columns) zero(y, visible, columns);
 }
 
+// Short rows of N vectors, which stay in registers. The results of many rows are written after all of these have been
+// read: a load waits for a masked store ahead of it that may have written what it reads, 16 ns a row in place.
+template <int N, class T>
+void softmax_short_rows_of(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t rows, int columns,
+                           arithmetic_t<T> scale) {
+  using A = arithmetic_t<T>;
+  constexpr int n = kLanes<A>, kRows = 256 / N;
+  const int last = columns - (N - 1) * n;
+  Vec<A> results[kRows * N];
+  for (int64_t begin = 0; begin < rows; begin += kRows) {
+    const int some = rows - begin < kRows ? static_cast<int>(rows - begin) : kRows;
+    for (int r = 0; r < some; ++r) {
+      const T* row = x + (begin + r) * x_step;
+      Vec<A> z[N], max = splat(-kInfinity<A>), sum = {};
+      for (int i = 0; i < N; ++i) {
+        const int count = i + 1 < N ? n : last;
+        z[i] = pad<A>(load<A>(row + i * n, count) * scale, count, -kInfinity<A>);
+        max = greater<A>(z[i], max);
+      }
+      const Vec<A> base = splat(max_of_lanes<A>(max));
+      for (int i = 0; i < N; ++i) sum += z[i] = pad<A>(exp_nonpositive(z[i] - base), i + 1 < N ? n : last, 0);
+      const Vec<A> factor = splat<A>(1 / sum_of_lanes<A>(sum));
+      for (int i = 0; i < N; ++i) results[r * N + i] = z[i] * factor;
+    }
+    for (int r = 0; r < some; ++r)
+      for (int i = 0; i < N; ++i) store<A>(y + (begin + r) * y_step + i * n, results[r * N + i], i + 1 < N ? n : last);
+  }
+}
+
+template <class T>
+bool softmax_short_rows(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t rows, int64_t columns, double scale) {
+  using A = arithmetic_t<T>;
+  const A s = static_cast<A>(scale);
+  const int c = columns <= 4 * kLanes<A> ? static_cast<int>(columns) : INT_MAX;
+  switch ((c - 1) / kLanes<A>) {
+    case 0: return softmax_short_rows_of<1>(x, x_step, y, y_step, rows, c, s), true;
+    case 1: return softmax_short_rows_of<2>(x, x_step, y, y_step, rows, c, s), true;
+    case 2: return softmax_short_rows_of<3>(x, x_step, y, y_step, rows, c, s), true;
+    case 3: return softmax_short_rows_of<4>(x, x_step, y, y_step, rows, c, s), true;
+  }
+  return false;
+}
+
 template <class T>
 void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int64_t visible, double scale) {
   using A = arithmetic_t<T>;
@@ -224,6 +263,123 @@ void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int
     store<A>(dx + c, load<A>(y + c, count) * s * (load<A>(grad + c, count) - dot[0]), count);
   });
   if (visible < columns) zero(dx, visible, columns);
+}
+
+// --- Softmax of rows that lie side by side
+// -----------------------------------------------------------------------------
+
+constexpr int kTogether = 8;  // columns of one row that are read before its sum changes
+constexpr int kFewColumns = 16;
+
+// A number for each of up to kMostSideBySide rows, read and written by whole vectors.
+template <class A>
+struct Lanes {
+  A at[kMostSideBySide];
+
+  C10_ALWAYS_INLINE Vec<A> operator[](int64_t r) const { return load<A>(at + r, kLanes<A>); }
+  C10_ALWAYS_INLINE void set(int64_t r, Vec<A> v) { store<A>(at + r, v, kLanes<A>); }
+};
+
+// Sums, with what rounding has left out of them so far.
+template <class A>
+struct Sums {
+  Lanes<A> sum = {}, lost = {};
+
+  // The sum times `factor`, and `more`.
+  C10_ALWAYS_INLINE void add(int64_t r, Vec<A> factor, Vec<A> more) {
+    const Vec<A> before = sum[r] * factor, added = more - lost[r] * factor, after = before + added;
+    sum.set(r, after);
+    lost.set(r, (after - before) - added);
+  }
+};
+
+// f(column, count): all columns, kTogether at a time. What these write is written after all of it has been read: a load
+// waits for a masked store ahead of it that may have written what it reads.
+template <class F>
+C10_ALWAYS_INLINE void together(int64_t columns, F f) {
+  int64_t c = 0;
+  for (; c + kTogether <= columns; c += kTogether) f(c, kTogether);
+  if (c < columns) f(c, static_cast<int>(columns - c));
+}
+
+// Rows so short that all their exponentials are kept between the two.
+template <class T>
+void softmax_few_columns(const T* x, int64_t x_step, T* y, int64_t y_step, int columns, int64_t width,
+                         arithmetic_t<T> scale) {
+  using A = arithmetic_t<T>;
+  for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    Vec<A> e[kFewColumns], max = splat(-kInfinity<A>), sum = {};
+    for (int c = 0; c < columns; ++c) {
+      e[c] = load<A>(x + c * x_step + r, count) * scale;
+      max = greater<A>(e[c], max);
+    }
+    for (int c = 0; c < columns; ++c) sum += e[c] = exp_nonpositive(e[c] - max);
+    const Vec<A> factor = splat<A>(1) / sum;
+    for (int c = 0; c < columns; ++c) store<A>(y + c * y_step + r, e[c] * factor, count);
+  });
+}
+
+// Lane by lane another row: memory is read and written in the order in which it lies. First the maximum and the sum of
+// exponentials against the largest value so far, then, with both known, the exponentials once more.
+template <class T>
+void softmax_side_by_side(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t columns, int64_t width,
+                          double scale) {
+  using A = arithmetic_t<T>;
+  const A s = static_cast<A>(scale);
+  if (columns <= kFewColumns) return softmax_few_columns(x, x_step, y, y_step, static_cast<int>(columns), width, s);
+  Lanes<A> max;
+  Sums<A> sums;
+  for (A& m : max.at) m = -kInfinity<A>;
+  together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+      const Vec<A> before = max[r];
+      Vec<A> z[kTogether], most = before, sum = {};
+      for (int i = 0; i < some; ++i) {
+        z[i] = load<A>(x + (c + i) * x_step + r, count) * s;
+        most = greater<A>(z[i], most);
+      }
+      const Vec<A> base = most == -kInfinity<A> ? Vec<A>{} : most;
+      for (int i = 0; i < some; ++i) sum += exp_nonpositive(z[i] - base);
+      max.set(r, most);
+      sums.add(r, exp_nonpositive(before - base), sum);
+    });
+  });
+  Lanes<A> factor;
+  for (int64_t r = 0; r < width; r += kLanes<A>) factor.set(r, splat<A>(1) / sums.sum[r]);
+  together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+      Vec<A> e[kTogether];
+      for (int i = 0; i < some; ++i)
+        e[i] = exp_nonpositive(load<A>(x + (c + i) * x_step + r, count) * s - max[r]) * factor[r];
+      for (int i = 0; i < some; ++i) store<A>(y + (c + i) * y_step + r, e[i], count);
+    });
+  });
+}
+
+template <class T>
+void softmax_backward_side_by_side(const T* y, const T* grad, T* dx, const int64_t (&steps)[3], int64_t columns,
+                                   int64_t width, double scale) {
+  using A = arithmetic_t<T>;
+  const A s = static_cast<A>(scale);
+  Sums<A> dots;
+  together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+      Vec<A> dot = {};
+      for (int i = 0; i < some; ++i)
+        dot += load<A>(y + (c + i) * steps[0] + r, count) * load<A>(grad + (c + i) * steps[1] + r, count);
+      dots.add(r, splat<A>(1), dot);
+    });
+  });
+  together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+      Vec<A> d[kTogether];
+      for (int i = 0; i < some; ++i) {
+        const Vec<A> g = load<A>(grad + (c + i) * steps[1] + r, count) - dots.sum[r];
+        d[i] = load<A>(y + (c + i) * steps[0] + r, count) * s * g;
+      }
+      for (int i = 0; i < some; ++i) store<A>(dx + (c + i) * steps[2] + r, d[i], count);
+    });
+  });
 }
 
 // --- Norms -----------------------------------------------------------------------------------------------------------
@@ -287,110 +443,17 @@ void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic
   });
 }
 
-// --- Activations -----------------------------------------------------------------------------------------------------
+#include "activation_cpu_loops.h"
 
-// The share of the normal distribution that lies below z, and its density there; by tanh what approximates them.
-template <class A>
-struct Normal {
-  Vec<A> below, density;
+template <class T>
+constexpr Rows<T> kRows = {
+    softmax_row<T>,
+    softmax_short_rows<T>,
+    softmax_backward_row<T>,
+    softmax_side_by_side<T>,
+    softmax_backward_side_by_side<T>,
+    norm_row<T>,
+    norm_backward_row<T>,
+    activation_row<T>,
+    gelu_backward_row<T>,
 };
-
-template <class A>
-C10_ALWAYS_INLINE Vec<A> at_most(Vec<A> v, A most) {
-  return v > most ? splat(most) : v;  // NaN stays
-}
-C10_ALWAYS_INLINE Vec<float> absolute(Vec<float> v) { return (Vec<float>)((Vec<uint32_t>)v & 0x7fffffffu); }
-C10_ALWAYS_INLINE Vec<double> absolute(Vec<double> v) { return (Vec<double>)((Vec<uint64_t>)v & 0x7fffffffffffffffu); }
-
-constexpr double kGeluStart = -13.2;  // below it gelu is subnormal in float32, where exp_normal ends; 0 here
-
-// below(-a) = exp(-a^2 / 2) P(a) / Q(a), fitted to 5e-9.
-C10_ALWAYS_INLINE Normal<float> normal(Vec<float> z) {
-  const Vec<float> a = at_most<float>(absolute(z), -kGeluStart), e = exp_normal(a * a * -0.5f);
-  Vec<float> p = a * 0.00403672969f + 0.0400963724f;
-  p = p * a + 0.181641012f;
-  p = p * a + 0.43614006f;
-  p = p * a + 0.5f;
-  Vec<float> q = a * 0.0101184417f + 0.100513905f;
-  q = q * a + 0.465262443f;
-  q = q * a + 1.19587672f;
-  q = q * a + 1.67016506f;
-  q = q * a + 1.0f;
-  const Vec<float> tail = e * (p / q);
-  return {z > 0 ? 1.0f - tail : tail, e * 0.398942280f};
-}
-
-C10_ALWAYS_INLINE Normal<double> normal(Vec<double> z) {
-  Vec<double> below;
-  for (int i = 0; i < kLanes<double>; ++i) below[i] = 0.5 * (1 + std::erf(z[i] * 0.70710678118654752440));
-  const Vec<double> a = at_most<double>(absolute(z), 37);
-  return {below, exp_normal(a * a * -0.5) * 0.39894228040143267794};
-}
-
-// (1 + tanh u) / 2 and its slope, u = sqrt(2 / pi) (z + 0.044715 z^3).
-template <class A>
-C10_ALWAYS_INLINE Normal<A> normal_by_tanh(Vec<A> z) {
-  constexpr A twice = 1.59576912160573071176;
-  const Vec<A> square = z * z, twice_u = z * (square * A(twice * 0.044715) + twice);
-  const Vec<A> e = exp_normal(-at_most<A>(absolute(twice_u), std::is_same_v<A, float> ? 87 : 700));
-  const Vec<A> part = splat<A>(1) / (e + A(1)), slope = square * A(3 * 0.044715 * twice) + twice;
-  return {z > 0 ? part : e * part, e * part * part * slope};
-}
-
-template <class A, bool tanh>
-C10_ALWAYS_INLINE Normal<A> normal_as(Vec<A> z) {
-  if constexpr (tanh)
-    return normal_by_tanh<A>(z);
-  else
-    return normal(z);
-}
-
-template <class A, Activation activation>
-C10_ALWAYS_INLINE Vec<A> activated(Vec<A> z) {
-  if constexpr (activation == Activation::none) return z;
-  if constexpr (activation == Activation::relu) return z < 0 ? Vec<A>{} : z;
-  const Vec<A> y = z * normal_as<A, activation == Activation::gelu_tanh>(z).below;
-  return z < A(kGeluStart) ? Vec<A>{} : y;
-}
-
-template <Activation activation, class T>
-void activation_row_of(const T* x, const T* bias, int64_t bias_step, T* y, int64_t columns) {
-  using A = arithmetic_t<T>;
-  const Vec<A> one = splat<A>(bias == nullptr ? A(0) : A(*bias));
-  for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
-    Vec<A> z = load<A>(x + c, count);
-    if (bias != nullptr) z += bias_step == 0 ? one : load<A>(bias + c, count);
-    store<A>(y + c, activated<A, activation>(z), count);
-  });
-}
-
-template <class T>
-void activation_row(const T* x, const T* bias, int64_t bias_step, T* y, int64_t columns, Activation activation) {
-  switch (activation) {
-    case Activation::none: return activation_row_of<Activation::none>(x, bias, bias_step, y, columns);
-    case Activation::relu: return activation_row_of<Activation::relu>(x, bias, bias_step, y, columns);
-    case Activation::gelu: return activation_row_of<Activation::gelu>(x, bias, bias_step, y, columns);
-    case Activation::gelu_tanh: return activation_row_of<Activation::gelu_tanh>(x, bias, bias_step, y, columns);
-  }
-}
-
-template <bool tanh, class T>
-void gelu_backward_row_of(const T* grad, const T* x, T* dx, int64_t columns) {
-  using A = arithmetic_t<T>;
-  for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
-    const Vec<A> z = load<A>(x + c, count), from = z < A(-kGeluEnd) ? splat<A>(-kGeluEnd) : z;
-    const Vec<A> near = at_most<A>(from, kGeluEnd);
-    const Normal<A> n = normal_as<A, tanh>(near);
-    store<A>(dx + c, load<A>(grad + c, count) * (n.below + near * n.density), count);
-  });
-}
-
-template <class T>
-void gelu_backward_row(const T* grad, const T* x, T* dx, int64_t columns, Activation activation) {
-  activation == Activation::gelu_tanh ? gelu_backward_row_of<true>(grad, x, dx, columns)
-                                      : gelu_backward_row_of<false>(grad, x, dx, columns);
-}
-
-template <class T>
-constexpr Rows<T> kRows = {softmax_row<T>,       softmax_backward_row<T>, norm_row<T>,
-                           norm_backward_row<T>, activation_row<T>,       gelu_backward_row<T>};

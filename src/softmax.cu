@@ -303,6 +303,21 @@ void run_cpu(const Call& c) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), "softmax", [&] {
     const scalar_t* x = c.x.const_data_ptr<scalar_t>();
     scalar_t* y = c.out.mutable_data_ptr<scalar_t>();
+    const Rows<2>& data = rows.data;
+    const auto& steps = data.column_strides;
+    if (!c.mask.defined() && !c.causal) {
+      const auto side_by_side = [&](int64_t row, int64_t width) {
+        softmax_side_by_side(x + data.offset(0, row), steps[0], y + data.offset(1, row), steps[1], data.columns, width,
+                             c.scale);
+      };
+      const auto short_rows = [&](int64_t row, int64_t count) {
+        const int64_t x_step = data.dims > 0 ? data.strides[0][0] : 0, y_step = data.dims > 0 ? data.strides[1][0] : 0;
+        return softmax_short_rows(x + data.offset(0, row), x_step, y + data.offset(1, row), y_step, count, data.columns,
+                                  c.scale);
+      };
+      if (for_rows_side_by_side<scalar_t>(data, 2, kMostSideBySide, side_by_side)) return;
+      if (steps[0] == 1 && steps[1] == 1 && short_rows(0, 0)) return for_runs_of_rows(data, short_rows);
+    }
     for_rows<scalar_t, 2>(rows.data.count, rows.data.columns, [&](int64_t row, RowBuffers<scalar_t, 2>& buffers) {
       const scalar_t* from = buffers.gather(0, x + rows.data.offset(0, row), rows.data.column_strides[0]);
       scalar_t* to = buffers.target(1, y + rows.data.offset(1, row), rows.data.column_strides[1]);

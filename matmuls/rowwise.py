@@ -1,12 +1,10 @@
 """Softmax and the norms over rows, in place, with gradients."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-
-from custom_mm import _C
-
-from .dense import matmul
+from torch.utils.flop_counter import register_flop_formula
 
 _ops = torch.ops.custom_mm
 _softmax: Callable[..., torch.Tensor] = _ops.softmax.default
@@ -14,6 +12,7 @@ _softmax_out: Callable[..., None] = _ops.softmax.out
 _softmax_: Callable[..., None] = _ops.softmax_.default
 _softmax_backward: Callable[..., torch.Tensor] = _ops.softmax_backward.default
 _softmax_backward_: Callable[..., None] = _ops.softmax_backward_.default
+_scores_backward_: Callable[..., None] = _ops.scores_backward_.default
 _layer_norm_: Callable[..., None] = _ops.layer_norm_.default
 _rms_norm_: Callable[..., None] = _ops.rms_norm_.default
 
@@ -36,7 +35,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, out: torch.Tensor | None = None) 
     """Softmax of x along `dim`, in a new tensor or in `out`. Shapes, dtypes, values and errors as `softmax_`.
 
     out: x's shape, dtype and device, any strides that do not overlap; no gradient is recorded into it. Under autocast
-    float32, as torch.softmax.
+    as torch.softmax: float32 on a GPU, x's dtype on a CPU.
     """
     if out is None:
         return _softmax(x, dim)
@@ -145,17 +144,10 @@ def inplace_softmax_backward(
             f"{name}: expected d_ov of shape {expected[0]} and values of shape {expected[1]} "
             f"beside output of shape {list(output.shape)}, got {list(d_ov.shape)} and {list(values.shape)}"
         )
-    if not torch.compiler.is_compiling():  # which makes a tensor of its own for output
-        _C.check_no_overlap(name, output, values, d_ov)
-    if output.numel() == 0 or cols_values == 0:
-        return output.zero_()
-    probabilities = output.view(-1, queries, keys)
-    d_ov, values = d_ov.reshape(-1, queries, cols_values), values.reshape(-1, keys, cols_values)
-    matrices = max(1, PIECE_BYTES // (queries * keys * output.element_size()))
-    queries_a_piece = queries if matrices > 1 else max(1, PIECE_BYTES // (keys * output.element_size()))
-    with torch.autocast(output.device.type, enabled=False):  # output keeps its dtype
-        for b in range(0, probabilities.shape[0], matrices):
-            for q in range(0, queries, queries_a_piece):
-                piece = slice(b, b + matrices), slice(q, q + queries_a_piece)
-                softmax_backward_(probabilities[piece], matmul(d_ov[piece], values[piece[0]], transb=True))
+    _scores_backward_(output, d_ov, values, PIECE_BYTES)
     return output
+
+
+@register_flop_formula(_ops.scores_backward_)
+def _product_flops(y: torch.Size, grad: torch.Size, *args: Any, **kwargs: Any) -> int:
+    return 2 * y.numel() * grad[-1]

@@ -483,7 +483,7 @@ def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0)
 
     values: [..., nonzeros], in the order of the pattern's values, such as `sddmm` gives; pattern: a plan or a sparse
     tensor, of which the indices alone matter. Statistics in float32 (float64 for float64); values as torch.softmax, NaN
-    and inf included. Differentiable, twice and more. Under autocast float32.
+    and inf included. Differentiable, twice and more. Under autocast as torch.softmax: float32 on a GPU.
     """
     structure, _, _ = _parts("sparse_softmax", pattern)
     expect_dense("sparse_softmax", values=values)

@@ -1,7 +1,7 @@
 // The activations that a product can end with, under torch's names.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <optional>
 #include <string_view>
@@ -10,6 +10,9 @@ namespace matmuls {
 
 enum class Activation { none, relu, gelu, gelu_tanh };
 
+// Beyond this gelu(x) is x or 0 and its gradient 1 or 0, in every dtype. torch's formulas give NaN there: -inf * 0.
+constexpr double kGeluEnd = 64;
+
 inline Activation parse_activation(const char* op, std::optional<std::string_view> name) {
   if (!name) return Activation::none;
   if (*name == "relu") return Activation::relu;
@@ -17,11 +20,5 @@ inline Activation parse_activation(const char* op, std::optional<std::string_vie
   if (*name == "gelu_tanh") return Activation::gelu_tanh;
   TORCH_CHECK(false, op, ": expected activation None, 'relu', 'gelu' or 'gelu_tanh', got '", *name, "'");
 }
-
-// torch's own activation, out of place and differentiable, or over its argument. In product.cpp.
-at::Tensor activate(const at::Tensor& x, Activation activation);
-void activate_(at::Tensor x, Activation activation);
-// x <- activation(x + bias), by torch; in 16 bits rounded once, with a MiB of float32 beside it.
-void add_and_activate_(at::Tensor x, const at::Tensor& bias, Activation activation);
 
 }  // namespace matmuls

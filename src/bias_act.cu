@@ -1,7 +1,8 @@
-// bias_act_: x <- activation(x + bias) over x, bias one value per column.
+// bias_act_: x <- activation(x + bias) over x, bias one value per column. gelu and gelu_backward: the same activation
+// out of place, for products whose gradient is recorded.
 //
-// What a product ends with where cuBLASLt has no epilogue for it: gelu by erf, float64. One pass over x, read once and
-// written once; float32 arithmetic (float64 for float64).
+// bias_act_ ends a product where cuBLASLt has no epilogue for it: gelu by erf, float64. One pass over x, read once and
+// written once; float32 arithmetic (float64 for float64). gelu(-inf) is 0, where torch's is NaN.
 #include <ATen/core/Tensor.h>
 
 #include "activation.h"
@@ -9,12 +10,21 @@
 
 namespace matmuls {
 
+// One call, checked. out is x itself, or another tensor with x's strides; bias may be undefined. With `grad`
+// out <- grad * activation'(x), of gelu and gelu_tanh, without a bias.
+struct ActivationCall {
+  const char* op;
+  at::Tensor x, out;
+  Activation activation;
+  at::Tensor bias = {}, grad = {};
+};
 // x's leading dimensions are rows one stride apart, bias contiguous or undefined; false, and nothing done, where not.
-bool bias_act_on_gpu(const at::Tensor& x, const at::Tensor& bias, Activation activation);
+bool activate_on_gpu(const ActivationCall& c);
 
 namespace {
 
 using at::Tensor;
+using Call = ActivationCall;
 
 constexpr const char* kOp = "bias_act_";
 
@@ -29,6 +39,7 @@ constexpr const char* kOp = "bias_act_";
 #include <c10/cuda/CUDAStream.h>
 
 #include <bit>
+#include <cfloat>
 
 #include "device.cuh"
 #include "device_limits.h"
@@ -37,14 +48,35 @@ constexpr const char* kOp = "bias_act_";
 namespace matmuls {
 namespace {
 
+// z, or the lowest finite number for -inf, which times 0 would be NaN. For NaN the lowest number too: the other factor
+// is NaN then.
+__device__ float finite_or_inf(float z) { return fmaxf(z, -FLT_MAX); }
+__device__ double finite_or_inf(double z) { return fmax(z, -DBL_MAX); }
+
 // float32 and float64: torch's formulas.
 template <Activation activation, class F>
 __device__ F activated(F z) {
   if constexpr (activation == Activation::relu) return z < F(0) ? F(0) : z;  // NaN stays
-  if constexpr (activation == Activation::gelu) return F(0.5) * z * (F(1) + erf(z * F(0.70710678118654752440)));
+  const F half = F(0.5) * finite_or_inf(z);
+  if constexpr (activation == Activation::gelu) return half * (F(1) + erf(z * F(0.70710678118654752440)));
   if constexpr (activation == Activation::gelu_tanh)
-    return F(0.5) * z * (F(1) + tanh(F(0.79788456080286535588) * (z + F(0.044715) * z * z * z)));
+    return half * (F(1) + tanh(F(0.79788456080286535588) * (z + F(0.044715) * z * z * z)));
   return z;
+}
+
+// gelu's derivative, torch's formulas, at the nearest number within kGeluEnd.
+template <Activation activation, class F>
+__device__ F derivative(F z) {
+  const F end = F(kGeluEnd);
+  z = z < -end ? -end : z > end ? end : z;  // NaN stays
+  if constexpr (activation == Activation::gelu)
+    return F(0.5) * (F(1) + erf(z * F(0.70710678118654752440))) + z * exp(F(-0.5) * z * z) * F(0.39894228040143267794);
+  if constexpr (activation == Activation::gelu_tanh) {
+    constexpr F k = F(0.79788456080286535588), cubic = F(0.044715);
+    const F t = tanh(k * (z + cubic * z * z * z));
+    return F(0.5) * (F(1) + t + z * (F(1) - t * t) * k * (F(1) + F(3) * cubic * z * z));
+  }
+  return F(1);
 }
 
 // 16-bit results: the same functions to 4e-5, a twelfth of float16's rounding, in half of the instructions. With erff
@@ -60,51 +92,63 @@ __device__ float activated_16bit(float z) {
     p = fmaf(p, t, 0.157829639f);
     p = fmaf(p, t, 0.151225119f);
     const float tail = p * t * ptx::exp2_approx(-0.721347520f * z * z);  // log2(e) / 2
-    return z * (z > 0.f ? 1.f - tail : tail);
+    return finite_or_inf(z) * (z > 0.f ? 1.f - tail : tail);
   }
   if constexpr (activation == Activation::gelu_tanh) {
     // (1 + tanh u) / 2 = 1 / (1 + exp(-2u)),  u = sqrt(2 / pi) (z + 0.044715 z^3);  the factors hold -2 log2(e) too
     const float exponent = z * fmaf(-0.102943240f, z * z, -2.30220819f);
-    return z * ptx::reciprocal_approx(1.f + ptx::exp2_approx(exponent));
+    return finite_or_inf(z) * ptx::reciprocal_approx(1.f + ptx::exp2_approx(exponent));
   }
   return activated<activation>(z);
 }
 
+template <class T>
+struct Pointers {
+  const T *x, *grad, *bias;  // grad and bias may be null
+  T* out;
+};
+
 // A thread keeps V columns and their bias and walks down the rows, U of them in flight.
-template <class T, int V, Activation activation>
+template <class T, int V, Activation activation, bool backward>
 __global__ void __launch_bounds__(256)
-    bias_act_kernel(T* x, const T* bias, int64_t rows, int64_t columns, int64_t row_stride) {
+    activation_kernel(Pointers<T> p, int64_t rows, int64_t columns, int64_t row_stride) {
   using F = arithmetic_t<T>;
-  constexpr int U = sizeof(T) == 2 ? 2 : 4;
+  constexpr int U = (sizeof(T) == 2 ? 2 : 4) / (backward ? 2 : 1);
   const int64_t column = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * V;
   if (column >= columns) return;
   F b[V];
 #pragma unroll
-  for (int v = 0; v < V; ++v) b[v] = bias ? F(bias[column + v]) : F(0);
+  for (int v = 0; v < V; ++v) b[v] = p.bias ? F(p.bias[column + v]) : F(0);
   const int64_t step = int64_t(gridDim.y) * blockDim.y;
   for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += U * step) {
-    Vec<T, V> z[U];
+    Vec<T, V> z[U], g[backward ? U : 1];
 #pragma unroll
-    for (int u = 0; u < U; ++u)
-      if (row + u * step < rows) z[u] = *reinterpret_cast<const Vec<T, V>*>(x + (row + u * step) * row_stride + column);
+    for (int u = 0; u < U; ++u) {
+      const int64_t at = (row + u * step) * row_stride + column;
+      if (row + u * step < rows) z[u] = *reinterpret_cast<const Vec<T, V>*>(p.x + at);
+      if constexpr (backward)
+        if (row + u * step < rows) g[u] = *reinterpret_cast<const Vec<T, V>*>(p.grad + at);
+    }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (row + u * step >= rows) break;
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const F sum = F(z[u].at[v]) + b[v];
-        if constexpr (sizeof(T) == 2)
+        if constexpr (backward)
+          z[u].at[v] = T(F(g[u].at[v]) * derivative<activation>(sum));
+        else if constexpr (sizeof(T) == 2)
           z[u].at[v] = T(activated_16bit<activation>(sum));
         else
           z[u].at[v] = T(activated<activation>(sum));
       }
-      *reinterpret_cast<Vec<T, V>*>(x + (row + u * step) * row_stride + column) = z[u];
+      *reinterpret_cast<Vec<T, V>*>(p.out + (row + u * step) * row_stride + column) = z[u];
     }
   }
 }
 
 template <class T, int V>
-void launch(T* x, const T* bias, int64_t rows, int64_t columns, int64_t row_stride, Activation activation) {
+void launch(const Pointers<T>& p, int64_t rows, int64_t columns, int64_t row_stride, Activation activation) {
   const int64_t vectors = columns / V;
   const unsigned tx = std::min<uint64_t>(256, std::bit_ceil(static_cast<uint64_t>(vectors))), ty = 256 / tx;
   const int64_t blocks_x = (vectors + tx - 1) / tx, blocks_y = (rows + ty - 1) / ty;
@@ -114,12 +158,17 @@ void launch(T* x, const T* bias, int64_t rows, int64_t columns, int64_t row_stri
   const dim3 grid(static_cast<unsigned>(blocks_x),
                   static_cast<unsigned>(std::min<int64_t>((blocks_y + rows_a_thread - 1) / rows_a_thread, 65535)));
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const auto run = [&](auto kernel) { kernel<<<grid, dim3(tx, ty), 0, stream>>>(x, bias, rows, columns, row_stride); };
+  const auto run = [&](auto kernel) { kernel<<<grid, dim3(tx, ty), 0, stream>>>(p, rows, columns, row_stride); };
+  const auto gelu = [&](auto forward, auto backward) { p.grad ? run(backward) : run(forward); };
   switch (activation) {
-    case Activation::none: run(bias_act_kernel<T, V, Activation::none>); break;
-    case Activation::relu: run(bias_act_kernel<T, V, Activation::relu>); break;
-    case Activation::gelu: run(bias_act_kernel<T, V, Activation::gelu>); break;
-    case Activation::gelu_tanh: run(bias_act_kernel<T, V, Activation::gelu_tanh>); break;
+    case Activation::none: run(activation_kernel<T, V, Activation::none, false>); break;
+    case Activation::relu: run(activation_kernel<T, V, Activation::relu, false>); break;
+    case Activation::gelu:
+      gelu(activation_kernel<T, V, Activation::gelu, false>, activation_kernel<T, V, Activation::gelu, true>);
+      break;
+    case Activation::gelu_tanh:
+      gelu(activation_kernel<T, V, Activation::gelu_tanh, false>, activation_kernel<T, V, Activation::gelu_tanh, true>);
+      break;
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -141,20 +190,24 @@ std::optional<int64_t> row_stride_of(const Tensor& x) {
 
 }  // namespace
 
-bool bias_act_on_gpu(const Tensor& x, const Tensor& bias, Activation activation) {
-  const OperationGuard guard(kOp, x);
+bool activate_on_gpu(const Call& c) {
+  const Tensor& x = c.x;
+  const OperationGuard guard(c.op, x);
   const auto row_stride = row_stride_of(x);
   if (!row_stride) return false;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), kOp, [&] {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "activation", [&] {
     constexpr int V = 16 / sizeof(scalar_t);
-    scalar_t* data = x.mutable_data_ptr<scalar_t>();
-    const scalar_t* bias_data = bias.defined() ? bias.const_data_ptr<scalar_t>() : nullptr;
+    const auto data = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<scalar_t>() : nullptr; };
+    const Pointers<scalar_t> p{data(x), data(c.grad), data(c.bias), c.out.mutable_data_ptr<scalar_t>()};
     const int64_t columns = x.size(-1), rows = x.numel() / columns;
-    const bool aligned = columns % V == 0 && *row_stride % V == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    bool aligned = columns % V == 0 && *row_stride % V == 0;
+    for (const void* pointer :
+         {static_cast<const void*>(p.x), static_cast<const void*>(p.grad), static_cast<const void*>(p.out)})
+      aligned &= reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
     if (aligned)
-      launch<scalar_t, V>(data, bias_data, rows, columns, *row_stride, activation);
+      launch<scalar_t, V>(p, rows, columns, *row_stride, c.activation);
     else
-      launch<scalar_t, 1>(data, bias_data, rows, columns, *row_stride, activation);
+      launch<scalar_t, 1>(p, rows, columns, *row_stride, c.activation);
   });
   return true;
 }
@@ -164,9 +217,20 @@ bool bias_act_on_gpu(const Tensor& x, const Tensor& bias, Activation activation)
 
 // ------------------------------------------------------------------------------------------------ CPU, registration
 
+#include <ATen/Dispatch.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/where.h>
 #include <torch/library.h>
 
-#include "operator.h"
+#include "autograd.h"
+#include "product_operators.h"
+#include "row_operators.h"
+#include "rows.h"
+#include "rows_cpu.h"
 
 namespace matmuls {
 namespace {
@@ -183,20 +247,63 @@ Activation check(const Tensor& x, const Tensor& bias, std::optional<std::string_
   return parse_activation(kOp, activation);
 }
 
+using Runner = void(const Call&);
+
 #ifdef MATMULS_CUDA
-void bias_act_cuda(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
-  const Tensor bias = tensor_or_none(maybe_bias).defined() ? maybe_bias->contiguous() : Tensor();
-  const Activation activation = check(x, bias, name);
-  check_no_overlap(kOp, x, {{"bias", bias}});
-  if (x.numel() > 0 && !bias_act_on_gpu(x, bias, activation)) add_and_activate_(x, bias, activation);
+void run_cuda(const Call& c) {
+  if (c.x.numel() == 0 || activate_on_gpu(c)) return;
+  Call contiguous = c;
+  contiguous.x = contiguous.out = c.x.contiguous();
+  activate_on_gpu(contiguous);
+  c.out.copy_(contiguous.out);
 }
 #endif
 
-void bias_act_cpu(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
-  const Tensor bias = tensor_or_none(maybe_bias);
+// Along the dimension in which x's elements lie closest; without a bias dense memory is one row.
+void run_cpu(const Call& c) {
+  const Tensor& x = c.x;
+  if (x.numel() == 0) return;
+  const Tensor bias = c.bias.defined() ? c.bias.expand_as(x) : c.bias;
+  Rows<2> rows;
+  if (!bias.defined() && x.is_non_overlapping_and_dense()) {
+    rows.columns = x.numel();
+    rows.column_strides = {1, 0};
+  } else {
+    auto order = innermost_first(x.dim());
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+      return x.size(a) > 1 && (x.size(b) == 1 || x.stride(a) < x.stride(b));
+    });
+    const at::IntArrayRef bias_strides = bias.defined() ? bias.strides() : at::IntArrayRef{};
+    rows = rows_of<2>(c.op, x.sizes(), {x.strides(), bias_strides}, order[0], order);
+  }
+  const int64_t step = rows.column_strides[0], bias_step = rows.column_strides[1];
+  const int64_t piece = step == 1 ? std::min(rows.columns, kGrain) : rows.columns;
+  const int64_t pieces = ceil_of(rows.columns, piece);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "activation", [&] {
+    const auto data = [](const Tensor& t) { return t.defined() ? t.const_data_ptr<scalar_t>() : nullptr; };
+    const scalar_t *from = data(x), *grad = data(c.grad), *added = data(bias);
+    scalar_t* to = c.out.mutable_data_ptr<scalar_t>();
+    for_rows<scalar_t, 2>(rows.count * pieces, piece, [&](int64_t unit, RowBuffers<scalar_t, 2>& buffers) {
+      const int64_t row = unit / pieces, begin = unit % pieces * piece;
+      const int64_t offset = rows.offset(0, row) + begin, columns = std::min(piece, rows.columns - begin);
+      const scalar_t* x_row = buffers.gather(0, from + offset, step);
+      scalar_t* out_row = buffers.target(1, to + offset, step);
+      if (grad)
+        gelu_backward_row(grad + offset, x_row, out_row, columns, c.activation);
+      else
+        activation_row(x_row, added ? added + rows.offset(1, row) + begin * bias_step : nullptr, bias_step, out_row,
+                       columns, c.activation);
+      buffers.scatter(out_row, to + offset, step);
+    });
+  });
+}
+
+template <Runner run>
+void bias_act_(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
+  const Tensor bias = tensor_or_none(maybe_bias).defined() ? maybe_bias->contiguous() : Tensor();
   const Activation activation = check(x, bias, name);
   check_no_overlap(kOp, x, {{"bias", bias}});
-  add_and_activate_(x, bias, activation);
+  run({kOp, x, x, activation, bias});
 }
 
 void bias_act_meta(Tensor x, const OptionalTensor& bias, std::optional<std::string_view> name) {
@@ -213,17 +320,97 @@ void bias_act_autograd(Tensor x, const OptionalTensor& bias, std::optional<std::
   BiasActOp::below_autograd(x, bias, name);
 }
 
+// ---------------------------------------------------------------------------------------------- gelu, its gradient
+
+constexpr const char *kGelu = "gelu", *kGeluBackward = "gelu_backward";
+MATMULS_OPERATOR(GeluBackwardOp, "custom_mm::gelu_backward", "", Tensor(const Tensor&, const Tensor&, bool));
+
+Activation gelu_by(bool tanh) { return tanh ? Activation::gelu_tanh : Activation::gelu; }
+
+void check_gradient(const Tensor& grad, const Tensor& x) {
+  check_floating(kGeluBackward, "x", x);
+  check_like(kGeluBackward, "grad", grad, "x", x);
+  TORCH_CHECK(grad.sym_sizes() == x.sym_sizes(), kGeluBackward, ": expected grad of x's shape ", x.sym_sizes(),
+              ", got ", grad.sym_sizes());
+}
+
+template <Runner run>
+Tensor gelu(const Tensor& x, bool tanh) {
+  check_floating(kGelu, "x", x);
+  const Tensor from = at_least_1d(x.contiguous()), out = at::empty_like(from);
+  run({kGelu, from, out, gelu_by(tanh)});
+  return out.view(x.sizes());
+}
+template <Runner run>
+Tensor gelu_backward(const Tensor& grad, const Tensor& x, bool tanh) {
+  check_gradient(grad, x);
+  const Tensor from = at_least_1d(x.contiguous()), out = at::empty_like(from);
+  run({kGeluBackward, from, out, gelu_by(tanh), Tensor(), at_least_1d(grad.contiguous())});
+  return out.view(x.sizes());
+}
+Tensor gelu_meta(const Tensor& x, bool) {
+  check_floating(kGelu, "x", x);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+Tensor gelu_backward_meta(const Tensor& grad, const Tensor& x, bool) {
+  check_gradient(grad, x);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+struct GeluGradient : torch::autograd::Function<GeluGradient> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, bool tanh) {
+    ctx->save_for_backward({x});
+    ctx->saved_data["tanh"] = tanh;
+    return GeluOp::below_autograd(x, tanh);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    return {GeluBackwardOp::call(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["tanh"].toBool()), {}};
+  }
+};
+
+// The same by torch's operators alone, which differentiates them: for a compiler to fuse, and for second derivatives.
+const char* approximate(bool tanh) { return tanh ? "tanh" : "none"; }
+Tensor near(const Tensor& x) { return at::clamp(x, -kGeluEnd, kGeluEnd); }
+
+Tensor gelu_autograd(const Tensor& x, bool tanh) {
+  if (!needs_gradient(kGelu, {x})) return GeluOp::below_autograd(x, tanh);
+  if (is_traced(x)) return at::where(x > kGeluEnd, x, at::gelu(near(x), approximate(tanh)));
+  return GeluGradient::apply(x, tanh);
+}
+Tensor gelu_backward_autograd(const Tensor& grad, const Tensor& x, bool tanh) {
+  if (needs_gradient(kGeluBackward, {grad, x})) return at::gelu_backward(grad, near(x), approximate(tanh));
+  return GeluBackwardOp::below_autograd(grad, x, tanh);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
-  m.def("bias_act_(Tensor(a!) x, Tensor? bias=None, str? activation=None) -> ()", {at::Tag::pt2_compliant_tag});
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def("bias_act_(Tensor(a!) x, Tensor? bias=None, str? activation=None) -> ()", tags);
+  m.def("gelu(Tensor x, bool tanh=False) -> Tensor", tags);
+  m.def("gelu_backward(Tensor grad, Tensor x, bool tanh=False) -> Tensor", tags);
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("bias_act_", bias_act_cpu); }
+
+#define MATMULS_ACTIVATION_KERNELS(run) \
+  m.impl("bias_act_", bias_act_<run>);  \
+  m.impl("gelu", gelu<run>);            \
+  m.impl("gelu_backward", gelu_backward<run>);
+
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m){MATMULS_ACTIVATION_KERNELS(run_cpu)}
 #ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("bias_act_", bias_act_cuda); }
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m){MATMULS_ACTIVATION_KERNELS(run_cuda)}
 #endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("bias_act_", bias_act_meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("bias_act_", bias_act_autograd); }
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
+  m.impl("bias_act_", bias_act_meta);
+  m.impl("gelu", gelu_meta);
+  m.impl("gelu_backward", gelu_backward_meta);
+}
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
+  m.impl("bias_act_", bias_act_autograd);
+  m.impl("gelu", gelu_autograd);
+  m.impl("gelu_backward", gelu_backward_autograd);
+}
 MATMULS_WRITES("bias_act_", BiasActOp, 0)
 
 }  // namespace matmuls

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/relu.h>
 #include <torch/library.h>
 
 #include "activation.h"
@@ -48,6 +49,20 @@ Activation check_activation(const Tensor& a, Name name) {
   TORCH_CHECK(activation == Activation::none || !a.is_complex(), kOp, ": expected no activation for ", a.scalar_type(),
               ", got '", *name, "'");
   return activation;
+}
+
+void bias_act_(const Tensor& x, const Tensor& bias, Activation activation) {
+  if (!bias.defined() && activation == Activation::none) return;
+  if (x.dim() == 0) return bias_act_(x.view({1}), bias, activation);  // the product of two vectors
+  if (x.is_complex()) {
+    x.add_(bias);
+    return;
+  }
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("custom_mm::bias_act_", "")
+                             .typed<void(Tensor, const OptionalTensor&, Name)>();
+  static constexpr Name names[] = {std::nullopt, "relu", "gelu", "gelu_tanh"};
+  op.call(x, bias.defined() ? OptionalTensor(bias) : std::nullopt, names[static_cast<int>(activation)]);
 }
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
@@ -217,20 +232,6 @@ cublasLtEpilogue_t epilogue_of(bool bias, Activation activation) {
   }
 }
 
-void bias_act_(const Tensor& x, const Tensor& bias, Activation activation) {
-  if (!bias.defined() && activation == Activation::none) return;
-  if (x.dim() == 0) return activate_(x, activation);  // the product of two vectors, which takes no bias
-  if (x.is_complex()) {
-    x.add_(bias);
-    return;
-  }
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("custom_mm::bias_act_", "")
-                             .typed<void(Tensor, const OptionalTensor&, Name)>();
-  static constexpr Name names[] = {std::nullopt, "relu", "gelu", "gelu_tanh"};
-  op.call(x, bias.defined() ? OptionalTensor(bias) : std::nullopt, names[static_cast<int>(activation)]);
-}
-
 // What cuBLASLt's epilogue can end a product of this dtype with. Its gelu is the tanh form with a tanh good enough for
 // 16 bits only: in float32 it is off by more than torch's by far.
 bool has_epilogue(at::ScalarType dtype, Activation activation) {
@@ -300,7 +301,7 @@ Tensor cublaslt_matmul_cpu(const Tensor& a, const Tensor& b, const OptionalTenso
   const Tensor x = op_of(a, transa), y = op_of(b, transb);
   const bool with_bias = bias.defined() && y.dim() == 2;
   Tensor out = with_bias ? at::linear(x, y.t(), bias) : at::matmul(x, y);
-  add_and_activate_(out, with_bias ? Tensor() : bias, activation);
+  bias_act_(out, with_bias ? Tensor() : bias, activation);
   return out;
 }
 
@@ -315,7 +316,7 @@ void cublaslt_matmul_out_cpu(const Tensor& a, const Tensor& b, const OptionalTen
     at::addmm_out(out, bias, x, y);
   else
     MatmulOutOp::call(a, b, transa, transb, out);
-  add_and_activate_(out, with_bias ? Tensor() : bias, activation);
+  bias_act_(out, with_bias ? Tensor() : bias, activation);
 }
 
 // ---------------------------------------------------------------------------------------- tracing, gradient, autocast
@@ -364,9 +365,10 @@ Tensor cublaslt_matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const
   const Tensor bias = tensor_or_none(maybe_bias);
   if (needs_gradient(kOp, {a, b, bias})) {
     const auto activation = check_activation(a, name);
-    return activate(
-        bias.defined() ? AffineFunction::apply(a, b, bias, transa, transb) : MatmulOp::call(a, b, transa, transb),
-        activation);
+    const Tensor z =
+        bias.defined() ? AffineFunction::apply(a, b, bias, transa, transb) : MatmulOp::call(a, b, transa, transb);
+    if (activation == Activation::none) return z;
+    return activation == Activation::relu ? at::relu(z) : GeluOp::call(z, activation == Activation::gelu_tanh);
   }
   at::AutoDispatchBelowADInplaceOrView guard;
   return LtMatmulOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, maybe_bias, name, transa, transb);

@@ -46,12 +46,16 @@ inline void check_not_lazy(const char* op, const char* name, const at::Tensor& t
               " without a lazy conjugation or negation, got such a view");
 }
 
+// Whether what is done with t is recorded as operators, for a compiler: t has no numbers of its own.
+inline bool is_traced(const at::Tensor& t) {
+  return t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
+}
+
 // Whether a gradient that came in may be written over unseen: this is the last reference to it and to its memory, no
 // gradient of it will be asked for, and nothing is being traced or batched.
 inline bool nobody_else_holds(const at::Tensor& grad) {
-  constexpr c10::DispatchKeySet traced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
-  return !c10::GradMode::is_enabled() && !grad.key_set().has_any(traced) && grad.use_count() == 1 &&
-         grad.has_storage() && grad.storage().use_count() == 1 && grad.is_non_overlapping_and_dense();
+  return !c10::GradMode::is_enabled() && !is_traced(grad) && grad.use_count() == 1 && grad.has_storage() &&
+         grad.storage().use_count() == 1 && grad.is_non_overlapping_and_dense();
 }
 
 // Autocast's dtype there, and what it would hand to an operator; torch's header for both brings all of ATen.

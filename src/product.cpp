@@ -1,13 +1,9 @@
 #include "product.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/relu.h>
 
 #include <algorithm>
 #include <optional>
-
-#include "activation.h"
 
 namespace matmuls {
 
@@ -187,42 +183,6 @@ Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, c
     g.outer.erase(widest);
   }
   return g;
-}
-
-at::Tensor activate(const at::Tensor& x, Activation activation) {
-  switch (activation) {
-    case Activation::none: return x;
-    case Activation::relu: return at::relu(x);
-    case Activation::gelu: return at::gelu(x, "none");
-    case Activation::gelu_tanh: return at::gelu(x, "tanh");
-  }
-  return x;
-}
-
-void activate_(at::Tensor x, Activation activation) {
-  switch (activation) {
-    case Activation::none: break;
-    case Activation::relu: at::relu_(x); break;
-    case Activation::gelu: at::gelu_(x, "none"); break;
-    case Activation::gelu_tanh: at::gelu_(x, "tanh"); break;
-  }
-}
-
-void add_and_activate_(at::Tensor x, const at::Tensor& bias, Activation activation) {
-  if (x.element_size() > 2 || !bias.defined() || activation == Activation::none) {
-    if (bias.defined()) x.add_(bias);
-    return activate_(x, activation);
-  }
-  constexpr int64_t kMost = 1 << 18;  // numbers at a time
-  if (x.dim() > 1 && x.numel() > kMost) {
-    const int64_t all = x.size(0), some = std::max<int64_t>(kMost / (x.numel() / all), 1);
-    for (int64_t r = 0; r < all; r += some)
-      add_and_activate_(some > 1 ? x.narrow(0, r, std::min(some, all - r)) : x.select(0, r), bias, activation);
-    return;
-  }
-  at::Tensor wide = x.to(at::kFloat).add_(bias);
-  activate_(wide, activation);
-  x.copy_(wide);
 }
 
 }  // namespace matmuls

@@ -16,5 +16,6 @@ MATMULS_OPERATOR(LtMatmulOp, "custom_mm::cublaslt_matmul", "",
 MATMULS_OPERATOR(LtMatmulOutOp, "custom_mm::cublaslt_matmul", "out",
                  void(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                       std::optional<std::string_view>, bool, bool, at::Tensor));
+MATMULS_OPERATOR(GeluOp, "custom_mm::gelu", "", at::Tensor(const at::Tensor&, bool));
 
 }  // namespace matmuls

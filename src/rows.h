@@ -121,4 +121,39 @@ void for_rows(int64_t count, int64_t columns, const Body& body) {
   });
 }
 
+// body(first row, count) for runs of rows that are one step apart, over torch's threads.
+template <int N, class Body>
+void for_runs_of_rows(const Rows<N>& rows, const Body& body) {
+  const int64_t longest = rows.dims > 0 ? rows.sizes[0] : 1;
+  parallel_for(0, rows.count, std::max<int64_t>(1, kGrain / rows.columns), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end;) {
+      const int64_t count = std::min(end - row, longest - row % longest);
+      body(row, count);
+      row += count;
+    }
+  });
+}
+
+// Strips of rows that lie side by side in all N tensors, up to `most` wide and some MB in all, over torch's
+// threads: body(first row of the strip, width). False, and nothing done, where rows do not lie so or are a few alone.
+template <class T, int N, class Body>
+bool for_rows_side_by_side(const Rows<N>& rows, int tensors, int64_t most, const Body& body) {
+  constexpr int64_t kFew = 32 / sizeof(T), kBytes = 1 << 20;
+  if (rows.dims == 0 || rows.sizes[0] < kFew) return false;
+  for (int t = 0; t < tensors; ++t)
+    if (rows.strides[t][0] != 1 || (rows.columns > 1 && rows.column_strides[t] == 1)) return false;
+  constexpr int64_t kLine = 64 / sizeof(T);
+  const int64_t fits = kBytes / static_cast<int64_t>(sizeof(T)) / rows.columns / kLine * kLine;
+  const int64_t width = std::clamp<int64_t>(fits, 8 * kLine, most);
+  const int64_t strips = ceil_of(rows.sizes[0], width);
+  const int64_t grain = std::max<int64_t>(1, kGrain / (std::min(width, rows.sizes[0]) * rows.columns));
+  parallel_for(0, rows.count / rows.sizes[0] * strips, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i % strips * width;
+      body(i / strips * rows.sizes[0] + first, std::min(width, rows.sizes[0] - first));
+    }
+  });
+  return true;
+}
+
 }  // namespace matmuls

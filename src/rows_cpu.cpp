@@ -1,6 +1,7 @@
 // The rows of rows_cpu.h: the loops compiled for three instruction sets, and the choice among them at run time.
 #include "rows_cpu.h"
 
+#include <climits>
 #include <cmath>
 #include <cstddef>
 #include <vector>
@@ -29,9 +30,14 @@ void* scratch(Scratch which, size_t bytes) {
 template <class T>
 struct Rows {
   decltype(&softmax_row<T>) softmax;
+  decltype(&softmax_short_rows<T>) softmax_short_rows;
   decltype(&softmax_backward_row<T>) softmax_backward;
+  decltype(&softmax_side_by_side<T>) softmax_side_by_side;
+  decltype(&softmax_backward_side_by_side<T>) softmax_backward_side_by_side;
   decltype(&norm_row<T>) norm;
   decltype(&norm_backward_row<T>) norm_backward;
+  decltype(&activation_row<T>) activation;
+  decltype(&gelu_backward_row<T>) gelu_backward;
 };
 
 #define LOOPS "rows_cpu_loops.h"
@@ -51,8 +57,25 @@ void softmax_row(const T* x, T* y, int64_t columns, int64_t visible, double scal
 }
 
 template <class T>
+bool softmax_short_rows(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t rows, int64_t columns, double scale) {
+  return matmuls::rows<T>().softmax_short_rows(x, x_step, y, y_step, rows, columns, scale);
+}
+
+template <class T>
 void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int64_t visible, double scale) {
   rows<T>().softmax_backward(y, grad, dx, columns, visible, scale);
+}
+
+template <class T>
+void softmax_side_by_side(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t columns, int64_t width,
+                          double scale) {
+  rows<T>().softmax_side_by_side(x, x_step, y, y_step, columns, width, scale);
+}
+
+template <class T>
+void softmax_backward_side_by_side(const T* y, const T* grad, T* dx, const int64_t (&steps)[3], int64_t columns,
+                                   int64_t width, double scale) {
+  rows<T>().softmax_backward_side_by_side(y, grad, dx, steps, columns, width, scale);
 }
 
 template <class T>
@@ -67,12 +90,27 @@ void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic
   rows<T>().norm_backward(grad, xhat, weight, rstd, dx, dweight, dbias, columns, rms);
 }
 
-#define ROWS_INSTANTIATE(T)                                                                                 \
-  template void softmax_row(const T*, T*, int64_t, int64_t, double, const MaskRow&);                        \
-  template void softmax_backward_row(const T*, const T*, T*, int64_t, int64_t, double);                     \
-  template arithmetic_t<T> norm_row(const T*, const T*, const T*, const T*, T*, T*, int64_t, double, bool); \
-  template void norm_backward_row(const T*, const T*, const T*, arithmetic_t<T>, T*, arithmetic_t<T>*,      \
-                                  arithmetic_t<T>*, int64_t, bool);
+template <class T>
+void activation_row(const T* x, const T* bias, int64_t bias_step, T* y, int64_t columns, Activation activation) {
+  rows<T>().activation(x, bias, bias_step, y, columns, activation);
+}
+
+template <class T>
+void gelu_backward_row(const T* grad, const T* x, T* dx, int64_t columns, Activation activation) {
+  rows<T>().gelu_backward(grad, x, dx, columns, activation);
+}
+
+#define ROWS_INSTANTIATE(T)                                                                                            \
+  template bool softmax_short_rows(const T*, int64_t, T*, int64_t, int64_t, int64_t, double);                          \
+  template void softmax_side_by_side(const T*, int64_t, T*, int64_t, int64_t, int64_t, double);                        \
+  template void softmax_backward_side_by_side(const T*, const T*, T*, const int64_t (&)[3], int64_t, int64_t, double); \
+  template void softmax_row(const T*, T*, int64_t, int64_t, double, const MaskRow&);                                   \
+  template void softmax_backward_row(const T*, const T*, T*, int64_t, int64_t, double);                                \
+  template arithmetic_t<T> norm_row(const T*, const T*, const T*, const T*, T*, T*, int64_t, double, bool);            \
+  template void norm_backward_row(const T*, const T*, const T*, arithmetic_t<T>, T*, arithmetic_t<T>*,                 \
+                                  arithmetic_t<T>*, int64_t, bool);                                                    \
+  template void activation_row(const T*, const T*, int64_t, T*, int64_t, Activation);                                  \
+  template void gelu_backward_row(const T*, const T*, T*, int64_t, Activation);
 ROWS_INSTANTIATE(double)
 ROWS_INSTANTIATE(float)
 ROWS_INSTANTIATE(c10::Half)

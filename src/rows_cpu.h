@@ -1,4 +1,5 @@
-// Rows of softmax and of the norms on the CPU: one contiguous row a call, vectorised for the machine it runs on.
+// Rows of softmax, of the norms and of activations on the CPU: one contiguous row a call, vectorised for the machine it
+// runs on.
 //
 // Statistics are float32, float64 for float64. What is written may be what is read (in place), never partly so.
 #pragma once
@@ -8,6 +9,7 @@
 
 #include <cstdint>
 
+#include "activation.h"
 #include "masks.h"
 #include "scalar_types.h"
 
@@ -27,9 +29,23 @@ struct MaskRow {
 template <class T>
 void softmax_row(const T* x, T* y, int64_t columns, int64_t visible, double scale, const MaskRow& mask);
 
+// The same of `rows` rows without a mask, whose first elements are `step` apart; false, and nothing done, where they
+// are longer than a few vectors.
+template <class T>
+bool softmax_short_rows(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t rows, int64_t columns, double scale);
+
 // dx <- scale * y * (grad - sum(y * grad)) over the first `visible` columns, 0 in the others.
 template <class T>
 void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int64_t visible, double scale);
+
+// The same of `width` rows that lie side by side, without a mask: column c of row r at c * step + r.
+constexpr int64_t kMostSideBySide = 512;
+template <class T>
+void softmax_side_by_side(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t columns, int64_t width,
+                          double scale);
+template <class T>
+void softmax_backward_side_by_side(const T* y, const T* grad, T* dx, const int64_t (&steps)[3], int64_t columns,
+                                   int64_t width, double scale);
 
 // y <- xhat * weight + bias with xhat = (h - mean(h)) * rstd, h = x + residual, rstd = 1 / sqrt(var(h) + eps); with rms
 // the mean is 0. Returns rstd. residual, weight, bias and xhat (where xhat is kept) may be null.
@@ -42,5 +58,13 @@ arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T
 template <class T>
 void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic_t<T> rstd, T* dx,
                        arithmetic_t<T>* dweight, arithmetic_t<T>* dbias, int64_t columns, bool rms);
+
+// y <- activation(x + bias), rounded once. bias: null, or `bias_step` apart from column to column (0 or 1).
+template <class T>
+void activation_row(const T* x, const T* bias, int64_t bias_step, T* y, int64_t columns, Activation activation);
+
+// dx <- grad * gelu'(x), of gelu or gelu_tanh.
+template <class T>
+void gelu_backward_row(const T* grad, const T* x, T* dx, int64_t columns, Activation activation);
 
 }  // namespace matmuls

@@ -8,10 +8,10 @@ constexpr int kChains = 4;  // independent accumulators, which hide the latency 
 
 #include "vectors_cpu.h"
 
-// exp(x) for x <= 0, to 1 ulp; 0 below -87.3, where the result would soon be subnormal; NaN for NaN.
+// exp(x) for -87.3 <= x <= 0 (-708.3 of doubles), to 1 ulp; NaN for NaN.
 // x = n ln2 + r with |r| <= ln2 / 2, exp(x) = 2^n exp(r). Adding 1.5 * 2^23 rounds to an integer and leaves it in the
 // low bits. The polynomial is the minimax one of degree 6 with 1 + r fixed: 3e-9 relative.
-C10_ALWAYS_INLINE Vec<float> exp_nonpositive(Vec<float> x) {
+C10_ALWAYS_INLINE Vec<float> exp_normal(Vec<float> x) {
   const Vec<float> shifted = x * 0x1.715476p+0f + 0x1.8p23f;
   const Vec<float> n = shifted - 0x1.8p23f;
   const Vec<float> r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // the first product is exact
@@ -22,13 +22,33 @@ C10_ALWAYS_INLINE Vec<float> exp_nonpositive(Vec<float> x) {
   p = (p * r) * r + r + 1.0f;
   // By a product: a NaN's bits with the power added to them may be a number's.
   const Vec<float> power = (Vec<float>)(((Vec<uint32_t>)shifted << 23) + 0x3f800000u);
-  return x < -87.3f ? Vec<float>{} : p * power;
+  return p * power;
 }
 
-C10_ALWAYS_INLINE Vec<double> exp_nonpositive(Vec<double> x) {
-  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
-  return x;
+// The same in twice the digits. The polynomial is Taylor's of degree 13: 4e-18.
+C10_ALWAYS_INLINE Vec<double> exp_normal(Vec<double> x) {
+  const Vec<double> shifted = x * 0x1.71547652b82fep+0 + 0x1.8p52;
+  const Vec<double> n = shifted - 0x1.8p52;
+  const Vec<double> r = (x - n * 0x1.62e42fefap-1) - n * 0x1.cf79abc9e3b3ap-40;
+  Vec<double> p = r * (1.0 / 6227020800) + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = (p * r) * r + r + 1.0;
+  const Vec<double> power = (Vec<double>)(((Vec<uint64_t>)shifted << 52) + 0x3ff0000000000000u);
+  return p * power;
 }
+
+// exp(x) for any x <= 0; 0 where the result would soon be subnormal.
+C10_ALWAYS_INLINE Vec<float> exp_nonpositive(Vec<float> x) { return x < -87.3f ? Vec<float>{} : exp_normal(x); }
+C10_ALWAYS_INLINE Vec<double> exp_nonpositive(Vec<double> x) { return x < -708.3 ? Vec<double>{} : exp_normal(x); }
 
 // --- Loops -----------------------------------------------------------------------------------------------------------
 
@@ -188,6 +208,49 @@ void softmax_row(const T* x, T* y, int64_t columns, int64_t visible, double scal
   if (visible < columns) zero(y, visible, columns);
 }
 
+// Short rows of N vectors, which stay in registers. The results of many rows are written after all of these have been
+// read: a load waits for a masked store ahead of it that may have written what it reads, 16 ns a row in place.
+template <int N, class T>
+void softmax_short_rows_of(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t rows, int columns,
+                           arithmetic_t<T> scale) {
+  using A = arithmetic_t<T>;
+  constexpr int n = kLanes<A>, kRows = 256 / N;
+  const int last = columns - (N - 1) * n;
+  Vec<A> results[kRows * N];
+  for (int64_t begin = 0; begin < rows; begin += kRows) {
+    const int some = rows - begin < kRows ? static_cast<int>(rows - begin) : kRows;
+    for (int r = 0; r < some; ++r) {
+      const T* row = x + (begin + r) * x_step;
+      Vec<A> z[N], max = splat(-kInfinity<A>), sum = {};
+      for (int i = 0; i < N; ++i) {
+        const int count = i + 1 < N ? n : last;
+        z[i] = pad<A>(load<A>(row + i * n, count) * scale, count, -kInfinity<A>);
+        max = greater<A>(z[i], max);
+      }
+      const Vec<A> base = splat(max_of_lanes<A>(max));
+      for (int i = 0; i < N; ++i) sum += z[i] = pad<A>(exp_nonpositive(z[i] - base), i + 1 < N ? n : last, 0);
+      const Vec<A> factor = splat<A>(1 / sum_of_lanes<A>(sum));
+      for (int i = 0; i < N; ++i) results[r * N + i] = z[i] * factor;
+    }
+    for (int r = 0; r < some; ++r)
+      for (int i = 0; i < N; ++i) store<A>(y + (begin + r) * y_step + i * n, results[r * N + i], i + 1 < N ? n : last);
+  }
+}
+
+template <class T>
+bool softmax_short_rows(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t rows, int64_t columns, double scale) {
+  using A = arithmetic_t<T>;
+  const A s = static_cast<A>(scale);
+  const int c = columns <= 4 * kLanes<A> ? static_cast<int>(columns) : INT_MAX;
+  switch ((c - 1) / kLanes<A>) {
+    case 0: return softmax_short_rows_of<1>(x, x_step, y, y_step, rows, c, s), true;
+    case 1: return softmax_short_rows_of<2>(x, x_step, y, y_step, rows, c, s), true;
+    case 2: return softmax_short_rows_of<3>(x, x_step, y, y_step, rows, c, s), true;
+    case 3: return softmax_short_rows_of<4>(x, x_step, y, y_step, rows, c, s), true;
+  }
+  return false;
+}
+
 template <class T>
 void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int64_t visible, double scale) {
   using A = arithmetic_t<T>;
@@ -200,6 +263,123 @@ void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int
     store<A>(dx + c, load<A>(y + c, count) * s * (load<A>(grad + c, count) - dot[0]), count);
   });
   if (visible < columns) zero(dx, visible, columns);
+}
+
+// --- Softmax of rows that lie side by side
+// -----------------------------------------------------------------------------
+
+constexpr int kTogether = 8;  // columns of one row that are read before its sum changes
+constexpr int kFewColumns = 16;
+
+// A number for each of up to kMostSideBySide rows, read and written by whole vectors.
+template <class A>
+struct Lanes {
+  A at[kMostSideBySide];
+
+  C10_ALWAYS_INLINE Vec<A> operator[](int64_t r) const { return load<A>(at + r, kLanes<A>); }
+  C10_ALWAYS_INLINE void set(int64_t r, Vec<A> v) { store<A>(at + r, v, kLanes<A>); }
+};
+
+// Sums, with what rounding has left out of them so far.
+template <class A>
+struct Sums {
+  Lanes<A> sum = {}, lost = {};
+
+  // The sum times `factor`, and `more`.
+  C10_ALWAYS_INLINE void add(int64_t r, Vec<A> factor, Vec<A> more) {
+    const Vec<A> before = sum[r] * factor, added = more - lost[r] * factor, after = before + added;
+    sum.set(r, after);
+    lost.set(r, (after - before) - added);
+  }
+};
+
+// f(column, count): all columns, kTogether at a time. What these write is written after all of it has been read: a load
+// waits for a masked store ahead of it that may have written what it reads.
+template <class F>
+C10_ALWAYS_INLINE void together(int64_t columns, F f) {
+  int64_t c = 0;
+  for (; c + kTogether <= columns; c += kTogether) f(c, kTogether);
+  if (c < columns) f(c, static_cast<int>(columns - c));
+}
+
+// Rows so short that all their exponentials are kept between the two.
+template <class T>
+void softmax_few_columns(const T* x, int64_t x_step, T* y, int64_t y_step, int columns, int64_t width,
+                         arithmetic_t<T> scale) {
+  using A = arithmetic_t<T>;
+  for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    Vec<A> e[kFewColumns], max = splat(-kInfinity<A>), sum = {};
+    for (int c = 0; c < columns; ++c) {
+      e[c] = load<A>(x + c * x_step + r, count) * scale;
+      max = greater<A>(e[c], max);
+    }
+    for (int c = 0; c < columns; ++c) sum += e[c] = exp_nonpositive(e[c] - max);
+    const Vec<A> factor = splat<A>(1) / sum;
+    for (int c = 0; c < columns; ++c) store<A>(y + c * y_step + r, e[c] * factor, count);
+  });
+}
+
+// Lane by lane another row: memory is read and written in the order in which it lies. First the maximum and the sum of
+// exponentials against the largest value so far, then, with both known, the exponentials once more.
+template <class T>
+void softmax_side_by_side(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t columns, int64_t width,
+                          double scale) {
+  using A = arithmetic_t<T>;
+  const A s = static_cast<A>(scale);
+  if (columns <= kFewColumns) return softmax_few_columns(x, x_step, y, y_step, static_cast<int>(columns), width, s);
+  Lanes<A> max;
+  Sums<A> sums;
+  for (A& m : max.at) m = -kInfinity<A>;
+  together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+      const Vec<A> before = max[r];
+      Vec<A> z[kTogether], most = before, sum = {};
+      for (int i = 0; i < some; ++i) {
+        z[i] = load<A>(x + (c + i) * x_step + r, count) * s;
+        most = greater<A>(z[i], most);
+      }
+      const Vec<A> base = most == -kInfinity<A> ? Vec<A>{} : most;
+      for (int i = 0; i < some; ++i) sum += exp_nonpositive(z[i] - base);
+      max.set(r, most);
+      sums.add(r, exp_nonpositive(before - base), sum);
+    });
+  });
+  Lanes<A> factor;
+  for (int64_t r = 0; r < width; r += kLanes<A>) factor.set(r, splat<A>(1) / sums.sum[r]);
+  together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+      Vec<A> e[kTogether];
+      for (int i = 0; i < some; ++i)
+        e[i] = exp_nonpositive(load<A>(x + (c + i) * x_step + r, count) * s - max[r]) * factor[r];
+      for (int i = 0; i < some; ++i) store<A>(y + (c + i) * y_step + r, e[i], count);
+    });
+  });
+}
+
+template <class T>
+void softmax_backward_side_by_side(const T* y, const T* grad, T* dx, const int64_t (&steps)[3], int64_t columns,
+                                   int64_t width, double scale) {
+  using A = arithmetic_t<T>;
+  const A s = static_cast<A>(scale);
+  Sums<A> dots;
+  together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+      Vec<A> dot = {};
+      for (int i = 0; i < some; ++i)
+        dot += load<A>(y + (c + i) * steps[0] + r, count) * load<A>(grad + (c + i) * steps[1] + r, count);
+      dots.add(r, splat<A>(1), dot);
+    });
+  });
+  together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+      Vec<A> d[kTogether];
+      for (int i = 0; i < some; ++i) {
+        const Vec<A> g = load<A>(grad + (c + i) * steps[1] + r, count) - dots.sum[r];
+        d[i] = load<A>(y + (c + i) * steps[0] + r, count) * s * g;
+      }
+      for (int i = 0; i < some; ++i) store<A>(dx + (c + i) * steps[2] + r, d[i], count);
+    });
+  });
 }
 
 // --- Norms -----------------------------------------------------------------------------------------------------------
@@ -263,5 +443,17 @@ void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic
   });
 }
 
+#include "activation_cpu_loops.h"
+
 template <class T>
-constexpr Rows<T> kRows = {softmax_row<T>, softmax_backward_row<T>, norm_row<T>, norm_backward_row<T>};
+constexpr Rows<T> kRows = {
+    softmax_row<T>,
+    softmax_short_rows<T>,
+    softmax_backward_row<T>,
+    softmax_side_by_side<T>,
+    softmax_backward_side_by_side<T>,
+    norm_row<T>,
+    norm_backward_row<T>,
+    activation_row<T>,
+    gelu_backward_row<T>,
+};

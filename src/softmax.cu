@@ -303,6 +303,21 @@ void run_cpu(const Call& c) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), "softmax", [&] {
     const scalar_t* x = c.x.const_data_ptr<scalar_t>();
     scalar_t* y = c.out.mutable_data_ptr<scalar_t>();
+    const Rows<2>& data = rows.data;
+    const auto& steps = data.column_strides;
+    if (!c.mask.defined() && !c.causal) {
+      const auto side_by_side = [&](int64_t row, int64_t width) {
+        softmax_side_by_side(x + data.offset(0, row), steps[0], y + data.offset(1, row), steps[1], data.columns, width,
+                             c.scale);
+      };
+      const auto short_rows = [&](int64_t row, int64_t count) {
+        const int64_t x_step = data.dims > 0 ? data.strides[0][0] : 0, y_step = data.dims > 0 ? data.strides[1][0] : 0;
+        return softmax_short_rows(x + data.offset(0, row), x_step, y + data.offset(1, row), y_step, count, data.columns,
+                                  c.scale);
+      };
+      if (for_rows_side_by_side<scalar_t>(data, 2, kMostSideBySide, side_by_side)) return;
+      if (steps[0] == 1 && steps[1] == 1 && short_rows(0, 0)) return for_runs_of_rows(data, short_rows);
+    }
     for_rows<scalar_t, 2>(rows.data.count, rows.data.columns, [&](int64_t row, RowBuffers<scalar_t, 2>& buffers) {
       const scalar_t* from = buffers.gather(0, x + rows.data.offset(0, row), rows.data.column_strides[0]);
       scalar_t* to = buffers.target(1, y + rows.data.offset(1, row), rows.data.column_strides[1]);
@@ -511,18 +526,17 @@ void masked_inplace_autograd(Tensor x, const OptionalTensor& mask, double scale,
   needs_gradient(kMasked, {x, m}) ? record_in_place(kMasked, x, m, -1, scale, causal, write) : write();
 }
 
-// Autocast as torch.softmax: float32 comes out. In place the dtype stays.
-template <c10::DeviceType device>
+// Autocast as torch.softmax: float32 comes out on a GPU, x's dtype on a CPU. In place the dtype stays.
 Tensor softmax_autocast(const Tensor& x, int64_t dim) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return SoftmaxOp::call(autocast_to(at::kFloat, x, device), dim);
+  return SoftmaxOp::call(autocast_to(at::kFloat, x, at::kCUDA), dim);
 }
 template <c10::DeviceType device>
 Tensor masked_autocast(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  OptionalTensor m = mask;
-  if (m && m->defined() && m->is_floating_point()) m = autocast_to(at::kFloat, *m, device);
-  return MaskedOp::call(autocast_to(at::kFloat, x, device), m, scale, causal);
+  const Tensor from = device == at::kCUDA ? autocast_to(at::kFloat, x, device) : x;
+  const bool casts = mask && mask->defined() && mask->is_floating_point() && mask->scalar_type() != from.scalar_type();
+  return MaskedOp::call(from, casts ? autocast_to(at::kFloat, mask, device) : mask, scale, causal);
 }
 
 }  // namespace
@@ -567,11 +581,11 @@ MATMULS_WRITES("softmax_", SoftmaxInplaceOp, 0)
 MATMULS_WRITES("scaled_masked_softmax_", MaskedInplaceOp, 0)
 
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) {
-  m.impl("softmax", softmax_autocast<at::kCPU>);
+  m.impl("softmax", torch::CppFunction::makeFallthrough());
   m.impl("scaled_masked_softmax", masked_autocast<at::kCPU>);
 }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) {
-  m.impl("softmax", softmax_autocast<at::kCUDA>);
+  m.impl("softmax", softmax_autocast);
   m.impl("scaled_masked_softmax", masked_autocast<at::kCUDA>);
 }
 

@@ -266,6 +266,11 @@ void run_cpu(const Call& c) {
     const scalar_t* y = c.y.const_data_ptr<scalar_t>();
     const scalar_t* grad = c.grad.const_data_ptr<scalar_t>();
     scalar_t* out = c.out.mutable_data_ptr<scalar_t>();
+    if (!c.causal && for_rows_side_by_side<scalar_t>(rows, 3, kMostSideBySide, [&](int64_t row, int64_t width) {
+          softmax_backward_side_by_side(y + rows.offset(0, row), grad + rows.offset(1, row), out + rows.offset(2, row),
+                                        {steps[0], steps[1], steps[2]}, rows.columns, width, c.scale);
+        }))
+      return;
     for_rows<scalar_t, 3>(rows.count, rows.columns, [&](int64_t row, RowBuffers<scalar_t, 3>& buffers) {
       const scalar_t* y_row = buffers.gather(0, y + rows.offset(0, row), steps[0]);
       const scalar_t* grad_row = buffers.gather(1, grad + rows.offset(1, row), steps[1]);

@@ -360,11 +360,10 @@ Tensor softmax_backward_autograd(const Tensor& crow, const Tensor& y, const Tens
   return CsrSoftmaxBackwardOp::below_autograd(crow, y, grad, scale, order);
 }
 
-// float32, as torch.softmax.
-template <c10::DeviceType device>
+// As torch.softmax: float32 on a GPU, x's dtype on a CPU.
 Tensor softmax_autocast(const Tensor& crow, const Tensor& x, double scale, const OptionalTensor& order) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-  return CsrSoftmaxOp::call(crow, autocast_to(at::kFloat, x, device), scale, order);
+  return CsrSoftmaxOp::call(crow, autocast_to(at::kFloat, x, at::kCUDA), scale, order);
 }
 
 }  // namespace
@@ -393,8 +392,8 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("csr_softmax", softmax_autograd);
   m.impl("csr_softmax_backward", softmax_backward_autograd);
 }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_softmax", softmax_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_softmax", softmax_autocast<at::kCUDA>); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_softmax", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_softmax", softmax_autocast); }
 
 }  // namespace matmuls
 #endif

@@ -258,7 +258,12 @@ TABLE: tuple[Spec, ...] = (
         summary="`custom_mm.cublaslt_matmul(a, b, bias, activation)`: bias and activation in cuBLASLt's epilogue",
         call=custom_mm.cublaslt_matmul,
         reference=_affine,
-        operators=(torch.ops.custom_mm.cublaslt_matmul.default, torch.ops.custom_mm.cublaslt_matmul.out),
+        operators=(
+            torch.ops.custom_mm.cublaslt_matmul.default,
+            torch.ops.custom_mm.cublaslt_matmul.out,
+            torch.ops.custom_mm.gelu.default,
+            torch.ops.custom_mm.gelu_backward.default,
+        ),
         samples=_affine_samples,
         bad=_affine_bad,
         empty=_affine_empty,

@@ -221,8 +221,12 @@ TABLE: tuple[Spec, ...] = (
         samples=_softmax_samples,
         bad=_softmax_bad("softmax_"),
         empty=no_rows,
-        cases=_row_cases(
-            lambda d, *shape: Call((d(*shape),)), _softmax_backward_draw, SOFTMAX_COLUMNS, **_SOFTMAX_BACKWARD_CASES
+        cases=(
+            *_row_cases(
+                lambda d, *shape: Call((d(*shape),)), _softmax_backward_draw, SOFTMAX_COLUMNS, **_SOFTMAX_BACKWARD_CASES
+            ),
+            Case("dim 0 of 16384x4096", lambda draw: Call((draw(16384, 4096), 0)), device="cpu"),
+            Case("dim 1 of 64x512x300", lambda draw: Call((draw(64, 512, 300), 1)), device="cpu"),
         ),
         host_case=Case("64x64", lambda draw: Call((draw(64, 64),))),
         rival="torch.softmax",
@@ -288,7 +292,8 @@ TABLE: tuple[Spec, ...] = (
         "attention's scores over its probabilities, in pieces of 8 MiB",
         call=rowwise.inplace_softmax_backward,
         reference=lambda y, d_ov, values, *counts: softmax_gradient(y, d_ov @ values.mT),
-        operators=(_ops.softmax_backward_.default,),
+        operators=(_ops.scores_backward_.default,),
+        arguments=lambda call: call.args[:3],
         samples=lambda draw: (
             Call((torch.softmax(draw(*lead, q, k), -1), draw(*lead, q, c), draw(*lead, k, c), prod(lead) * q, k, c))
             for lead, q, k, c in [((), 3, 5, 4), ((2, 3), 7, 33, 8), ((1,), 64, 64, 16)]

@@ -1,0 +1,87 @@
+// scores_backward_: y <- y * (dy - sum(y * dy)) with dy = grad @ values^T, y being softmax(scores) and grad the
+// gradient of y @ values: the gradient of attention's scores over its probabilities.
+//
+// dy is made and used in pieces of at most piece_bytes, or one row.
+#include <torch/library.h>
+
+#include "common.h"
+#include "product_operators.h"
+#include "row_operators.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "inplace_softmax_backward";
+
+MATMULS_OPERATOR(ScoresBackwardOp, "custom_mm::scores_backward_", "",
+                 void(Tensor, const Tensor&, const Tensor&, int64_t));
+
+void check(const Tensor& y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
+  check_floating(kOp, "output", y);
+  check_operands(kOp, grad, values);
+  check_like(kOp, "grad", grad, "output", y);
+  TORCH_CHECK(piece_bytes > 0, kOp, ": expected piece_bytes above 0, got ", piece_bytes);
+  const int64_t dims = y.dim();
+  bool fits = dims >= 2 && grad.dim() == dims && values.dim() == dims && grad.sym_size(-1) == values.sym_size(-1) &&
+              grad.sym_size(-2) == y.sym_size(-2) && values.sym_size(-2) == y.sym_size(-1);
+  for (int64_t d = 0; fits && d + 2 < dims; ++d)
+    fits = grad.sym_size(d) == y.sym_size(d) && values.sym_size(d) == y.sym_size(d);
+  TORCH_CHECK(fits, kOp, ": expected output [..., Q, K], d_ov [..., Q, C] and values [..., K, C], got shapes ",
+              y.sym_sizes(), ", ", grad.sym_sizes(), ", ", values.sym_sizes());
+}
+
+void run(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
+  check(y, grad, values, piece_bytes);
+  check_no_overlap(kOp, y, {{"values", values}, {"d_ov", grad}});
+  TORCH_CHECK(y.is_contiguous(), kOp, ": expected a contiguous output, got strides ", y.strides());
+  if (y.numel() == 0) return;
+  at::AutoDispatchBelowADInplaceOrView guard;
+  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);  // in place the dtype stays
+  const int64_t queries = y.size(-2), keys = y.size(-1), columns = grad.size(-1);
+  if (columns == 0) {
+    y.zero_();
+    return;
+  }
+  const Tensor all_y = y.view({-1, queries, keys}), all_grad = grad.reshape({-1, queries, columns});
+  const Tensor all_values = values.reshape({-1, keys, columns});
+  const int64_t row_bytes = keys * y.element_size(), matrices = all_y.size(0);
+  const int64_t matrices_a_piece = std::max<int64_t>(1, piece_bytes / (queries * row_bytes));
+  const int64_t queries_a_piece = matrices_a_piece > 1 ? queries : std::max<int64_t>(1, piece_bytes / row_bytes);
+  for (int64_t b = 0; b < matrices; b += matrices_a_piece) {
+    const auto of = [&](const Tensor& t) { return t.narrow(0, b, std::min(matrices_a_piece, matrices - b)); };
+    for (int64_t q = 0; q < queries; q += queries_a_piece) {
+      const int64_t some = std::min(queries_a_piece, queries - q);
+      const Tensor piece = of(all_y).narrow(1, q, some);
+      const Tensor dy = MatmulOp::call(of(all_grad).narrow(1, q, some), of(all_values), false, true);
+      SoftmaxBackwardOutOp::call(piece, dy, -1, 1, false, piece);
+    }
+  }
+}
+
+void meta(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
+  check(y, grad, values, piece_bytes);
+}
+
+void without_gradient(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
+  TORCH_CHECK(!needs_gradient(kOp, {y, grad, values}), kOp,
+              ": expected no gradient to be recorded, since y, which the gradient needs, is written over");
+  ScoresBackwardOp::below_autograd(y, grad, values, piece_bytes);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  m.def("scores_backward_(Tensor(a!) y, Tensor grad, Tensor values, int piece_bytes=8388608) -> ()",
+        {at::Tag::pt2_compliant_tag});
+}
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("scores_backward_", run); }
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("scores_backward_", run); }
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("scores_backward_", meta); }
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("scores_backward_", without_gradient); }
+MATMULS_WRITES("scores_backward_", ScoresBackwardOp, 0)
+
+}  // namespace matmuls

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "chunks": set(),
     "tiles": {"device", "structure"},
     "packed": {"device", "structure"},
-    "blocks": {"registration", "triton"},
+    "blocks": {"custom_mm", "registration", "triton"},
     "reorder": {"chunks"},
     "structure": {"blocks", "chunks", "custom_mm", "reorder"},
     "calls": set(),

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from custom_mm.indices import check_rows
 
-from .registration import fail, register, register_autocast, register_gradient
+from .registration import check_permutation, fail, register, register_autocast, register_gradient
 
 KERNEL_SIZES = (16, 32, 64, 128)  # heights and widths of blocks that triton/blocks.py takes
 REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -48,12 +48,21 @@ def _check_indices(
             fail(name, f"indices on {device} as the others are", t.device)
 
 
-def _check_reverse(name: str, t_crow: Tensor | None, t_col: Tensor | None, places: int, col: Tensor) -> None:
+def _check_reverse(
+    name: str, t_crow: Tensor | None, t_col: Tensor | None, t_order: Tensor | None, places: int, col: Tensor
+) -> None:
     if (t_crow is None) != (t_col is None):
         fail(name, "both t_crow and t_col or neither", "t_col alone" if t_crow is None else "t_crow alone")
-    if t_crow is not None and t_col is not None and (t_crow.shape[0] != places + 1 or t_col.shape != col.shape):
-        expected = f"t_crow of shape [{places + 1}] and t_col of shape {list(col.shape)}"
-        fail(name, expected, f"{list(t_crow.shape)} and {list(t_col.shape)}")
+    shape = list(col.shape)
+    for what, t, sizes in (("t_crow", t_crow, [places + 1]), ("t_col", t_col, shape), ("t_order", t_order, shape)):
+        if t is None:
+            continue
+        if list(t.shape) != sizes:
+            fail(name, f"{what} of shape {sizes}", list(t.shape))
+        if t.dtype not in (torch.int32, torch.int64) or (what == "t_col" and t.dtype != t_crow.dtype):  # type: ignore[union-attr]
+            fail(name, f"{what} in int32 or int64, t_col as t_crow", t.dtype)
+        if t.device != col.device:
+            fail(name, f"{what} on {col.device} as the others are", t.device)
 
 
 def _check_spmm(
@@ -66,6 +75,7 @@ def _check_spmm(
     transposed: bool,
     t_crow: Tensor | None,
     t_col: Tensor | None,
+    t_order: Tensor | None,
 ) -> None:
     name = "bsr_spmm"
     if values.layout != torch.strided or values.dim() != 3 or values.shape[0] != col.shape[0]:
@@ -73,7 +83,7 @@ def _check_spmm(
         fail(name, expected, f"{values.layout} of shape {list(values.shape)}")
     width = values.shape[1 if transposed else 2]
     _check_indices(name, crow, col, columns, width, order, values.device)
-    _check_reverse(name, t_crow, t_col, columns // width, col)
+    _check_reverse(name, t_crow, t_col, t_order, columns // width, col)
     _check_dense(name, "dense", dense, columns, values)
 
 
@@ -88,10 +98,13 @@ def _check_sddmm(
     order: Tensor | None,
     t_crow: Tensor | None,
     t_col: Tensor | None,
+    t_order: Tensor | None,
 ) -> None:
     name = "bsr_sddmm"
+    if height < 0:
+        fail(name, "height of 0 or more", height)
     _check_indices(name, crow, col, columns, width, order, a.device)
-    _check_reverse(name, t_crow, t_col, columns // width, col)
+    _check_reverse(name, t_crow, t_col, t_order, columns // width, col)
     _check_dense(name, "a", a, (crow.shape[0] - 1) * height, a)
     _check_dense(name, "b", b, columns, a)
     if a.shape[1] != b.shape[1]:
@@ -105,18 +118,23 @@ def _by_triton(x: Tensor, height: int, width: int) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and height in KERNEL_SIZES and width in KERNEL_SIZES
 
 
-def _look(name: str, crow: Tensor, col: Tensor, across: int) -> None:
-    """ValueError on a CPU where an index leads out of bounds, whatever was written to it since an earlier look."""
+def _look(name: str, crow: Tensor, col: Tensor, across: int, order: Tensor | None) -> Tensor | None:
+    """order in int64. ValueError on a CPU where an index leads out of bounds, whatever was written to it since an
+    earlier look."""
+    order = None if order is None else order.long()
     if crow.device.type == "cpu":
         check_rows(name, crow, col, across)
+        if order is not None and len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(order):
+            raise ValueError(f"{name}: expected order from 0 to {len(order) - 1}, got {order.tolist()[:8]}")
+    return order
 
 
 def _plain_spmm(
     crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, order: Tensor | None, transposed: bool
 ) -> Tensor:
     """Every block by its rows of dense, and those of a row of blocks added up in order; in float32 or wider."""
+    order = _look("bsr_spmm", crow, col, dense.shape[0] // values.shape[1 if transposed else 2], order)
     blocks = values if order is None else values[order]
-    _look("bsr_spmm", crow, col, dense.shape[0] // values.shape[1 if transposed else 2])
     blocks = blocks.mT if transposed else blocks
     wide = torch.promote_types(values.dtype, torch.float32)
     (_, height, width), (K, N) = blocks.shape, dense.shape
@@ -129,12 +147,14 @@ def _plain_sddmm(
     crow: Tensor, col: Tensor, a: Tensor, b: Tensor, height: int, width: int, order: Tensor | None
 ) -> Tensor:
     rows, D = crow.shape[0] - 1, a.shape[1]
-    _look("bsr_sddmm", crow, col, b.shape[0] // width)
+    order = _look("bsr_sddmm", crow, col, b.shape[0] // width, order)
+    if order is not None and order.device.type == "cpu":
+        check_permutation("bsr_sddmm", "order", order)
     row = torch.repeat_interleave(torch.arange(rows, device=a.device), crow.diff(), output_size=col.shape[0])
     wide = torch.promote_types(a.dtype, torch.float32)
     left, right = a.reshape(rows, height, D)[row], b.reshape(b.shape[0] // width, width, D)[col]
     found = torch.bmm(left.to(wide), right.to(wide).mT).to(a.dtype)
-    return found if order is None else torch.empty_like(found).index_copy_(0, order.long(), found)
+    return found if order is None else torch.empty_like(found).index_copy_(0, order, found)
 
 
 def _spmm_kernel(
@@ -149,7 +169,7 @@ def _spmm_kernel(
     t_col: Tensor | None = None,
     t_order: Tensor | None = None,
 ) -> Tensor:
-    _check_spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col)
+    _check_spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col, t_order)
     height, width = values.shape[1:]
     rows, N = (crow.shape[0] - 1) * (width if transposed else height), dense.shape[1]
     if col.shape[0] == 0 or N == 0 or height == 0:
@@ -173,7 +193,7 @@ def _spmm_meta(
     t_col: Tensor | None = None,
     t_order: Tensor | None = None,
 ) -> Tensor:
-    _check_spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col)
+    _check_spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col, t_order)
     return dense.new_empty((crow.shape[0] - 1) * values.shape[2 if transposed else 1], dense.shape[1])
 
 
@@ -190,7 +210,7 @@ def _sddmm_kernel(
     t_col: Tensor | None = None,
     t_order: Tensor | None = None,
 ) -> Tensor:
-    _check_sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col)
+    _check_sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col, t_order)
     if col.shape[0] == 0 or a.shape[1] == 0 or height == 0:
         return a.new_zeros(col.shape[0], height, width)
     if _by_triton(a, height, width):
@@ -213,7 +233,7 @@ def _sddmm_meta(
     t_col: Tensor | None = None,
     t_order: Tensor | None = None,
 ) -> Tensor:
-    _check_sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col)
+    _check_sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col, t_order)
     return a.new_empty(col.shape[0], height, width)
 
 

@@ -38,10 +38,26 @@ def _check_x(name: str, x: Tensor, rows: Tensor, counts: Tensor) -> None:
     m = _rows_of(x)
     if rows.dim() != 1 or rows.shape[0] != m:
         fail(name, f"a mask or plan of {m} rows, as x of shape {list(x.shape)} has", rows.numel())
-    if rows.dtype != torch.int32 or counts.dtype != torch.int32 or counts.numel() != 2:
-        fail(name, "a plan made by mask_plan", f"{rows.dtype} and {counts.dtype} of {counts.numel()}")
+    if rows.dtype != torch.int32 or counts.dtype != torch.int32 or counts.dim() != 1 or counts.shape[0] != 2:
+        fail(name, "a plan made by mask_plan", f"{rows.dtype} and {counts.dtype} of shape {list(counts.shape)}")
+    if not rows.is_contiguous() or not counts.is_contiguous():
+        fail(name, "a contiguous plan, as mask_plan makes it", f"strides {rows.stride()} and {counts.stride()}")
     if rows.device != x.device or counts.device != x.device:
-        fail(name, f"the mask on {x.device} as x is", rows.device)
+        fail(name, f"the mask on {x.device} as x is", f"{rows.device} and {counts.device}")
+
+
+def _check_known(name: str, rows: Tensor, known: int) -> None:
+    if known != -1 and not 0 <= known <= rows.shape[0]:
+        fail(name, f"known from 0 to the mask's {rows.shape[0]} elements, or -1", known)
+
+
+def _one_expert(name: str, rows: Tensor, counts: Tensor, known: int) -> bool:
+    """All rows are one expert's, and the host knows it. On a CPU `known` is compared with the plan."""
+    if known not in (0, rows.shape[0]):
+        return False
+    if counts.device.type == "cpu" and (n1 := int(counts[0])) != known:
+        fail(name, f"known to be the plan's count, {n1}", known)
+    return True
 
 
 def _check_like(name: str, which: str, t: Tensor, x: Tensor, shape: Sequence[int | torch.SymInt]) -> None:
@@ -54,10 +70,18 @@ def _check_like(name: str, which: str, t: Tensor, x: Tensor, shape: Sequence[int
 
 
 def _check_linear(
-    x: Tensor, w1: Tensor, w2: Tensor, rows: Tensor, counts: Tensor, b1: Tensor | None, b2: Tensor | None
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    known: int,
 ) -> None:
     name = "masked_linear"
     _check_x(name, x, rows, counts)
+    _check_known(name, rows, known)
     if w1.dim() != 2:
         fail(name, "w1 of two dimensions, [N, K]", list(w1.shape))
     _check_like(name, "w1", w1, x, (w1.shape[0], x.shape[-1]))
@@ -69,8 +93,9 @@ def _check_linear(
         _check_like(name, "b2", b2, x, w1.shape[:1])
 
 
-def _check_rows(name: str, g: Tensor, x: Tensor, rows: Tensor, counts: Tensor) -> None:
+def _check_rows(name: str, g: Tensor, x: Tensor, rows: Tensor, counts: Tensor, known: int) -> None:
     _check_x(name, x, rows, counts)
+    _check_known(name, rows, known)
     _check_like(name, "the gradient", g, x, (*x.shape[:-1], g.shape[-1] if g.dim() else 0))
 
 
@@ -129,8 +154,8 @@ def _linear_kernel(
     b2: Tensor | None = None,
     known: int = -1,
 ) -> Tensor:
-    _check_linear(x, w1, w2, rows, counts, b1, b2)
-    if known in (0, rows.shape[0]):  # one expert has all rows, and the host knows: one product of the library's
+    _check_linear(x, w1, w2, rows, counts, b1, b2, known)
+    if _one_expert("masked_linear", rows, counts, known):  # one product of the library's
         return torch.nn.functional.linear(x, *((w1, b1) if known else (w2, b2)))
     if _by_triton(x, w1.shape[0]):
         from .triton.masked_linear import product
@@ -151,7 +176,7 @@ def _linear_meta(
     b2: Tensor | None = None,
     known: int = -1,
 ) -> Tensor:
-    _check_linear(x, w1, w2, rows, counts, b1, b2)
+    _check_linear(x, w1, w2, rows, counts, b1, b2, known)
     return x.new_empty(*x.shape[:-1], w1.shape[0])
 
 
@@ -176,7 +201,7 @@ def _linear_forward(
     known: int,
     kept: int,
 ) -> tuple[Tensor, Tensor]:
-    _check_linear(x, w1, w2, rows, counts, b1, b2)
+    _check_linear(x, w1, w2, rows, counts, b1, b2, known)
     if kept not in (0, _rows_kept(x, w1, known)):
         fail("masked_linear_forward", f"0 or {_rows_kept(x, w1, known)} rows to be kept", kept)
     if not kept:
@@ -197,10 +222,9 @@ def _linear_forward_meta(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _weights_kernel(
     g: Tensor, x: Tensor, rows: Tensor, counts: Tensor, first: bool = True, second: bool = True, known: int = -1
 ) -> tuple[Tensor, Tensor]:
-    _check_rows("masked_weights", g, x, rows, counts)
+    _check_rows("masked_weights", g, x, rows, counts, known)
     g, x = _flat(g), _flat(x)
-    m = rows.shape[0]
-    if m and known in (0, m):
+    if rows.shape[0] and _one_expert("masked_weights", rows, counts, known):
         all_of_it, nothing = (first, second) if known else (second, first)
         d = g.T @ x if all_of_it else x.new_empty(0, x.shape[1])
         zero = x.new_zeros(g.shape[1] if nothing else 0, x.shape[1])
@@ -215,14 +239,29 @@ def _weights_kernel(
 def _weights_meta(
     g: Tensor, x: Tensor, rows: Tensor, counts: Tensor, first: bool = True, second: bool = True, known: int = -1
 ) -> tuple[Tensor, Tensor]:
-    _check_rows("masked_weights", g, x, rows, counts)
+    _check_rows("masked_weights", g, x, rows, counts, known)
     n, k = g.shape[-1], x.shape[-1]
     return x.new_empty(n if first else 0, k), x.new_empty(n if second else 0, k)
 
 
-def _check_linear_gradient(g: Tensor, x: Tensor, w1: Tensor, w2: Tensor, rows: Tensor, counts: Tensor) -> None:
-    _check_linear(x, w1, w2, rows, counts, None, None)
-    _check_like("masked_linear_backward", "the gradient", g, x, (*x.shape[:-1], w1.shape[0]))
+def _check_linear_gradient(
+    g: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    known: int,
+    ordered: Tensor | None,
+) -> None:
+    name = "masked_linear_backward"
+    _check_linear(x, w1, w2, rows, counts, None, None, known)
+    _check_like(name, "the gradient", g, x, (*x.shape[:-1], w1.shape[0]))
+    if ordered is not None:  # traced, the number of rows that the GPU keeps is not known
+        kept = _rows_kept(x, w1, known) if not x.is_meta or ordered.dim() != 2 else ordered.shape[0]
+        _check_like(name, "ordered", ordered, x, (kept, x.shape[-1]))
+        if not ordered.is_contiguous():
+            fail(name, "ordered to be contiguous", f"strides {ordered.stride()}")
 
 
 def _linear_backward(
@@ -237,7 +276,9 @@ def _linear_backward(
     known: int = -1,
     ordered: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_linear_gradient(g, x, w1, w2, rows, counts)
+    _check_linear_gradient(g, x, w1, w2, rows, counts, known, ordered)
+    if ordered is not None and not ordered.shape[0]:
+        ordered = None
     if known not in (0, rows.shape[0]) and _by_triton(x, w1.shape[0]):
         from .triton.masked_linear import gradients
 
@@ -259,7 +300,7 @@ def _linear_backward_meta(
     known: int = -1,
     ordered: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_linear_gradient(g, x, w1, w2, rows, counts)
+    _check_linear_gradient(g, x, w1, w2, rows, counts, known, ordered)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, *_weights_meta(g, x, rows, counts, first, second)
 
@@ -323,6 +364,25 @@ def _ffn(x: Tensor, *args: Any) -> Tensor:
     return forward(x, *args[:8], False)[0]  # nothing is kept, so recompute has no say
 
 
+def _check_ffn_backward(
+    dy: Tensor,
+    x: Tensor,
+    w: Sequence[Tensor],
+    u: Sequence[Tensor],
+    rows: Tensor,
+    counts: Tensor,
+    t: Tensor | None,
+    needs: Sequence[bool],
+) -> None:
+    name = "masked_ffn_backward"
+    _check_ffn(x, w, u, rows, counts)
+    _check_like(name, "the gradient", dy, x, x.shape)
+    if t is not None:
+        _check_like(name, "t", t, x, (_rows_of(x), 2 * w[0].shape[0]))
+    if len(needs) != 7:
+        fail(name, "7 answers, which gradients are needed", len(needs))
+
+
 def _ffn_backward(
     dy: Tensor,
     x: Tensor,
@@ -337,13 +397,8 @@ def _ffn_backward(
     t: Tensor | None,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    w, u, name = (w1, w2, w3), (u1, u2, u3), "masked_ffn_backward"
-    _check_ffn(x, w, u, rows, counts)
-    _check_like(name, "the gradient", dy, x, x.shape)
-    if t is not None:
-        _check_like(name, "t", t, x, (_rows_of(x), 2 * w1.shape[0]))
-    if len(needs) != 7:
-        fail(name, "7 answers, which gradients are needed", len(needs))
+    w, u = (w1, w2, w3), (u1, u2, u3)
+    _check_ffn_backward(dy, x, w, u, rows, counts, t, needs)
     args = (_flat(dy), _flat(x), w, u, rows, counts, t, needs)
     if _by_triton(x, w1.shape[0]):
         from .triton.masked_ffn import backward
@@ -355,7 +410,8 @@ def _ffn_backward(
 
 
 def _ffn_backward_meta(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    *experts, _, _, _, needs = args
+    *experts, rows, counts, t, needs = args
+    _check_ffn_backward(dy, x, experts[:3], experts[3:], rows, counts, t, needs)
     found = [torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else x.new_empty(0)]
     for n, t in enumerate(experts, 1):
         beside = needs[n + 3 if n < 4 else n - 3]  # the other expert's: one kernel makes both, one of no rows

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .registration import check_permutation
+
 
 class Split:
     """Rows in the plan's order: the first n1 are the first expert's."""
@@ -74,11 +76,10 @@ class Ordered:
             n1 = int(counts[0])
             if not 0 <= n1 <= m:
                 raise RuntimeError(f"mask: expected a plan of {m} rows, got one that gives {n1} to the first weight")
-            if not 0 <= n1 <= m or (m and not 0 <= int(rows.min()) <= int(rows.max()) < m):
-                raise RuntimeError(f"mask: expected rows of {m} and a count of them, got {rows.tolist()[:8]} and {n1}")
             self.by = Split(n1)
             if n1 not in (0, m):  # all rows of one expert: nothing to bring into order
                 self.rows = rows.long()
+                check_permutation("mask", "rows", self.rows)
         else:
             first = torch.empty(m, dtype=torch.bool, device=rows.device)
             first[rows.long()] = torch.arange(m, device=rows.device) < counts[0]

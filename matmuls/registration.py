@@ -36,6 +36,17 @@ def expect_dense(name: str, **given: object) -> None:
             raise TypeError(f"{name}: expected {what} to be a dense tensor, got {got}")
 
 
+def check_permutation(name: str, what: str, order: Tensor) -> None:
+    """RuntimeError unless order, int64 on a CPU, has each of 0 to len(order) - 1 once."""
+    size = order.shape[0]
+    try:
+        every = bool(order.new_zeros(size, dtype=torch.bool).index_fill_(0, order, True).all())
+    except IndexError:
+        every = False
+    if not every or (size and int(order.min()) < 0):  # torch counts a negative index from the end
+        fail(name, f"{what} to be 0 to {size - 1} in some order", order.tolist()[:8])
+
+
 def _naming_absent_tensors(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """run, with an error that says which tensor is None: torch hands None to a Python kernel for any tensor."""
     expected = [

@@ -202,7 +202,7 @@ std::vector<Piece> pieces_of(const Tensor& q, const Tensor& k, int64_t piece_byt
   const bool whole = heads * matrix <= piece_bytes;
   const int64_t count = whole ? batch : heads;
   const int64_t most = std::max<int64_t>(1, piece_bytes / (whole ? std::max<int64_t>(1, heads) * matrix : matrix));
-  const int64_t parts = (count + most - 1) / most, step = parts ? (count + parts - 1) / parts : 1;
+  const int64_t parts = ceil_of(count, most), step = parts ? ceil_of(count, parts) : 1;
   std::vector<Piece> found;
   for (int64_t b = 0; b < (whole ? 1 : batch); ++b)
     for (int64_t i = 0; i < count; i += step) {

@@ -13,7 +13,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 inline at::Tensor tensor_or_none(const OptionalTensor& t) { return t ? *t : at::Tensor(); }
 
 // x / y rounded up; `up` as an int, where a check says that it is one.
-inline int64_t ceil_of(int64_t x, int64_t y) { return (x + y - 1) / y; }
+inline int64_t ceil_of(int64_t x, int64_t y) { return x / y + (x % y > 0); }  // x + y - 1 may overflow
 inline c10::SymInt ceil_of(const c10::SymInt& x, int64_t y) { return (x + (y - 1)) / y; }
 inline int up(int64_t x, int64_t y) { return static_cast<int>(ceil_of(x, y)); }
 

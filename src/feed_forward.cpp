@@ -68,7 +68,7 @@ void run(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor
   const Tensor rows = x.reshape({-1, x.size(-1)});                                   // a copy where no view will do
   const int64_t count = rows.size(0), row_bytes = std::max<int64_t>(1, up.size(0) * x.element_size());
   const int64_t most = std::max<int64_t>(1, chunk_bytes / row_bytes);
-  const int64_t chunks = (count + most - 1) / most, step = (count + chunks - 1) / chunks;  // chunks alike
+  const int64_t chunks = ceil_of(count, most), step = ceil_of(count, chunks);  // chunks alike
   for (int64_t begin = 0; begin < count; begin += step) {
     const Tensor some = chunks == 1 ? rows : rows.narrow(0, begin, std::min(step, count - begin));
     const Tensor inner = LtMatmulOp::call(some, up, up_bias, activation, false, true);

@@ -52,12 +52,16 @@ void check_types(const Tensor& a, const Tensor& b, const Tensor& bias) {
   TORCH_CHECK(!a.is_complex(), kOp, ": expected a of a floating-point dtype, got ", a.scalar_type());
 }
 
+template <class Int>
+void check_workspace(const Int& row_bytes, const Int& workspace) {
+  TORCH_CHECK(at_most(row_bytes, workspace), kOp, ": expected a workspace of at least one row of a, ", row_bytes,
+              " bytes, got ", workspace);
+}
+
 void check(const Call& c) {
   check_types(c.a, c.b, c.bias);
   check_sizes(c.a.sizes(), c.b.sizes(), c.bias, c.bias.defined() ? c.bias.sizes() : at::IntArrayRef(), c.transb);
-  const int64_t row_bytes = c.a.size(-1) * c.a.element_size();
-  TORCH_CHECK(c.workspace >= row_bytes, kOp, ": expected a workspace of at least one row of a, ", row_bytes,
-              " bytes, got ", c.workspace);
+  check_workspace(c.a.size(-1) * c.a.element_size(), c.workspace);
   check_no_overlap(kOp, c.a, {{"b", c.b}, {"bias", c.bias}});
 }
 
@@ -78,8 +82,8 @@ void each_panel(const Tensor& a, int64_t columns, int64_t workspace, int64_t mul
   const int64_t buffers = a.size(1) > 1 && a.stride(1) != 1 ? 2 : 1;
   const int64_t rows = a.size(0), row_bytes = buffers * a.size(1) * a.element_size();
   const int64_t most = std::max<int64_t>(1, workspace / row_bytes);
-  const int64_t panels = (rows + most - 1) / most, even = (rows + panels - 1) / panels;  // panels alike
-  const int64_t panel = std::min(most, (even + multiple - 1) / multiple * multiple);
+  const int64_t panels = ceil_of(rows, most), even = ceil_of(rows, panels);  // panels alike
+  const int64_t panel = std::min(most, ceil_of(even, multiple) * multiple);
   const Tensor copy = at::empty({std::min(panel, rows), a.size(1)}, a.options());
   for (int64_t begin = 0; begin < rows; begin += panel) {
     const int64_t count = std::min(panel, rows - begin);
@@ -138,10 +142,11 @@ void matmul_(Tensor a, const Tensor& b, bool transb, const OptionalTensor& bias,
   run(c);
 }
 
-void matmul_meta(Tensor a, const Tensor& b, bool transb, const OptionalTensor& maybe_bias, bool, int64_t) {
+void matmul_meta(Tensor a, const Tensor& b, bool transb, const OptionalTensor& maybe_bias, bool, int64_t workspace) {
   const Tensor bias = tensor_or_none(maybe_bias);
   check_types(a, b, bias);
   check_sizes(a.sym_sizes(), b.sym_sizes(), bias, bias.defined() ? bias.sym_sizes() : c10::SymIntArrayRef(), transb);
+  check_workspace<c10::SymInt>(a.sym_size(-1) * a.element_size(), workspace);
 }
 
 // ---------------------------------------------------------------------------------------------------------- gradient

@@ -19,7 +19,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "matmul";
+constexpr const char *kOp = "matmul", *kBackward = "matmul_backward";
 
 ProductShape<int64_t> check(const Tensor& a, const Tensor& b, bool transa, bool transb, const Tensor& out = {}) {
   check_operands(kOp, a, b, {}, out);
@@ -107,12 +107,26 @@ void matmul_out_meta(const Tensor& a, const Tensor& b, bool transa, bool transb,
               out.sym_sizes());
 }
 
+void check_backward(const Tensor& grad, const std::optional<Tensor>& a, const std::optional<Tensor>& b,
+                    c10::SymIntArrayRef a_sizes, c10::SymIntArrayRef b_sizes, bool transa, bool transb) {
+  const auto expect = [](const char* name, const Tensor& t, c10::SymIntArrayRef sizes) {
+    const auto found = t.sym_sizes();
+    bool fits = found.size() == sizes.size();
+    for (size_t d = 0; fits && d < sizes.size(); ++d) fits = equal(found[d], sizes[d]);
+    TORCH_CHECK(fits, kBackward, ": expected ", name, " of shape ", sizes, ", got ", found);
+  };
+  expect("grad", grad, product_shape(kBackward, a_sizes, b_sizes, transa, transb).out());
+  if (a && a->defined()) expect("a", *a, a_sizes);
+  if (b && b->defined()) expect("b", *b, b_sizes);
+}
+
 // With A = op(a), B = op(b), Y = A B:  dA = dY B^H,  dB = A^H dY, each transposed back and summed over what was
 // broadcast. dA needs b alone, dB needs a alone; what is not given was not saved, and its counterpart is not computed.
 // Everything here is differentiable again.
 std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::optional<Tensor>& a,
                                            const std::optional<Tensor>& b, c10::SymIntArrayRef a_sizes,
                                            c10::SymIntArrayRef b_sizes, bool transa, bool transb) {
+  check_backward(grad, a, b, a_sizes, b_sizes, transa, transb);
   const auto mm = [](const Tensor& x, const Tensor& y, bool tx, bool ty) { return MatmulOp::call(x, y, tx, ty); };
   const bool a_vector = a_sizes.size() == 1, b_vector = b_sizes.size() == 1;
   // A vector is a row on the left and a column on the right. Under autocast the product is narrower than a saved

@@ -55,6 +55,16 @@ class BoundCalls:
         """The result for x, or None where no call was bound for a tensor like it: of its shape, strides, dtype and
         device, in a thread in the same modes, without a gradient or a capture. first: the first of the watched."""
 
+def look_at_offsets(name: str, offsets: Tensor, nonzeros: int, what: str) -> None:
+    """ValueError where they do not begin with 0, end with `nonzeros`, of `what`, or decrease. Does nothing on a GPU."""
+
+def look_at_indices(name: str, what: str, indices: Tensor, size: int) -> None:
+    """ValueError where an index is not from 0 to size - 1. Does nothing on a GPU."""
+
+def trust_indices(crow: Tensor, col: Tensor, order: Tensor | None, columns: int) -> None:
+    """Look at indices that a plan alone holds and keep the result with them: operators on the CPU do not look again
+    until a write moves their version. ValueError where they do not fit. Does nothing on a GPU."""
+
 def check_no_overlap(op: str, out: Tensor, values: Tensor, dense: Tensor) -> None:
     """RuntimeError where out shares an element with itself or with one of the others."""
 

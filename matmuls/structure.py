@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch._C import _DisableFuncTorch
@@ -62,6 +63,15 @@ def synchronize(device: torch.device) -> None:
     """Wait until the work given to all streams of a GPU is done."""
     if device.type == "cuda":
         _C.synchronize_device(device.index)
+
+
+Indices: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # offsets, columns, order
+
+
+def _trust(made: Indices, of: Indices, columns: int) -> None:
+    """Operators on a CPU need not look at what was copied: nobody else writes to it."""
+    if all(a is not b for a, b in zip(made, of, strict=True) if a is not None):
+        _C.trust_indices(*made, columns)
 
 
 @dataclass(frozen=True)
@@ -186,6 +196,7 @@ class Structure:
             with untransformed():
                 t_crow, t_col, t_order = _csr_transpose(self.crow, self.col, self.columns)
                 made = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
+                _C.trust_indices(*made, self.rows)
                 self.longest_column = int(t_crow.diff().max()) if self.columns else 0
             self._transposed = made  # nothing of it where that failed
         return self._transposed
@@ -227,6 +238,7 @@ class Structure:
         if self._narrow is None and self._check is not None and self._check.copies is not None:
             copies = self._check.copies
             self.checked()
+            _C.trust_indices(*copies, None, self.columns)
             self._narrow = self._copy(crow=copies[0], col=copies[1])
             return self._narrow
         dtype = torch.int32 if max(self.rows, self.columns, self.nonzeros) < INT32_MAX else self.crow.dtype
@@ -240,18 +252,26 @@ class Structure:
         if self.crow.dtype == dtype and all(map(is_own, (*self.tensors, *self.block_tensors))):
             return self
 
-        def own(t: torch.Tensor | None) -> torch.Tensor | None:
-            return None if t is None else t.to(dtype, copy=not is_own(t))
+        def own(t: torch.Tensor) -> torch.Tensor:
+            return t.to(dtype, copy=not is_own(t))
+
+        def all_own(parts: Indices) -> Indices:
+            crow, col, order = parts
+            return own(crow), own(col), None if order is None else own(order)
 
         if self._narrow is None:
             looked = self.is_checked
+            before, t_before = (self.crow, self.col, self.order), self._transposed
             with torch.inference_mode(False):
-                crow, col, order = own(self.crow), own(self.col), own(self.order)
-                transposed = self._transposed and tuple(own(t) for t in self._transposed)
+                made, transposed = all_own(before), None if t_before is None else all_own(t_before)
             blocks = self.blocks and replace(self.blocks, structure=self.blocks.structure.in_int32(beside))
             self.checked()  # which waits
             if looked:
                 for_every_stream(self.crow)
+            _trust(made, before, self.columns)
+            if transposed is not None and t_before is not None:
+                _trust(transposed, t_before, self.rows)
+            crow, col, order = made
             self._narrow = self._copy(crow=crow, col=col, order=order, _transposed=transposed, blocks=blocks)
         return self._narrow
 
@@ -362,6 +382,22 @@ def _indices_of(name: str, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     raise ValueError(f"{name}: expected a sparse tensor or a plan, got a tensor of layout {a.layout}")
 
 
+def _look_again(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.Tensor) -> None:
+    """ValueError on a CPU where an index does not fit any more, though no version moved: a write to the tensor that
+    the sparse tensor was made of. Operators look at what they read, which for most layouts are copies."""
+    if a.layout == torch.sparse_coo:
+        for what, index, size in zip(("rows", "columns"), offsets, a.shape, strict=True):
+            _C.look_at_indices(name, what, index, size)
+        return
+    by_rows = a.layout in (torch.sparse_csr, torch.sparse_bsr)
+    what, size = ("columns", a.shape[-1]) if by_rows else ("rows", a.shape[-2])
+    if a.layout in (torch.sparse_bsr, torch.sparse_bsc):
+        size //= a.detach().values().shape[2 if by_rows else 1]
+    for one_offsets, one in zip(offsets.view(-1, offsets.shape[-1]), inner.view(-1, inner.shape[-1]), strict=True):
+        _C.look_at_offsets(name, one_offsets, one.shape[0], what)
+        _C.look_at_indices(name, what, one, size)
+
+
 def structure_of(name: str, a: torch.Tensor, wait: bool = True, copied: bool = False) -> tuple[Structure, torch.Tensor]:
     """A sparse tensor's structure and its values, [nonzeros], which gradients go through. wait: False where the
     structure's `checked` is called before anything is multiplied: the host goes on while the GPU looks. copied: as
@@ -373,6 +409,8 @@ def structure_of(name: str, a: torch.Tensor, wait: bool = True, copied: bool = F
     entry = _known.get(a)  # type: ignore[no-untyped-call]  # which holds the indices: no others can lie where they did
     if entry is not None and entry[0] == key and entry[1].is_checked:  # else another thread's, on its stream
         structure = entry[1]
+        if offsets.device.type == "cpu" and (not wait or a.layout != torch.sparse_csr):
+            _look_again(name, a, offsets, inner)
     else:
         _expect_plain(name, a)
         coo = a.layout == torch.sparse_coo

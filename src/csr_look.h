@@ -2,7 +2,8 @@
 //
 // Every operator that reads through indices takes it at every call: whatever was written to them since an earlier look,
 // no index leads out of bounds. On a GPU operators take none, as it would wait for the device: there csr_check says
-// what is wrong. The functions return at once for tensors of another device.
+// what is wrong. The functions return at once for tensors of another device, and for those that trust_indices() was
+// given and that nobody has written to since.
 #pragma once
 
 #include <cstdint>
@@ -19,5 +20,11 @@ void look_at_indices(const char* op, const char* what, const at::Tensor& indices
 // The pattern with contiguous indices, which kernels read, without the transposed one. ValueError on the CPU where they
 // do not fit: offsets, columns and order.
 Pattern readable(const char* op, const Pattern& p, int64_t columns);
+
+// Looks at the indices and keeps the result with the tensors, so that operators need not look again: a product with one
+// column would take a tenth longer. For copies that a plan alone holds. A write through the tensor or a view of it
+// moves its version, and then operators look again; a write that moves no version (through numpy, or through .data) is
+// not seen. Tensors without a version, or of another device, are left as they are.
+void trust_indices(const at::Tensor& crow, const at::Tensor& col, const OptionalTensor& order, int64_t columns);
 
 }  // namespace matmuls

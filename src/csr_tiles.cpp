@@ -54,8 +54,9 @@ TileLayout layout_of(const Pattern& p, int64_t columns, int64_t tiles, int64_t p
 }
 
 TileLayout layout_of(const Pattern& p, int64_t columns, const Tensor& heads, int64_t lanes) {
-  TORCH_CHECK_VALUE(heads.dim() == 4 && heads.numel() > 0, kTilesOp, ": expected heads as csr_tiles makes them, got ",
-                    heads.sizes());
+  TORCH_CHECK_VALUE(heads.dim() == 4 && heads.numel() > 0 && heads.device() == p.crow.device(), kTilesOp,
+                    ": expected heads as csr_tiles makes them, on ", p.crow.device(), ", got ", heads.sizes(), " on ",
+                    heads.device());
   return layout_of(p, columns, heads.size(0), heads.size(1), lanes);
 }
 

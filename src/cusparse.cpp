@@ -321,6 +321,7 @@ struct CusparseFunction : torch::autograd::Function<CusparseFunction> {
                          data["layout"].toStringRef(), "default", data["transa"].toBool(), data["transb"].toBool());
     const double alpha = data["alpha"].toDouble();
     const Tensor& grad = grads[0];
+    look_at_parts(kOp, c.a);  // which may have been written to since the forward
     const Pattern p = by_rows(c.a, c.transposed);
     Tensor grad_values, grad_dense;
     if (ctx->needs_input_grad(0))

@@ -7,6 +7,7 @@
 
 #include "bound_calls.h"
 #include "common.h"
+#include "csr_look.h"
 #include "handles.h"
 #ifdef MATMULS_CUDA
 #include "device_limits.h"
@@ -96,6 +97,20 @@ PYBIND11_MODULE(_C, m) {
       .def("__enter__", [](Relaxed& self) { self.entered = std::make_unique<matmuls::RelaxedCapture>(); })
       .def("__exit__", [](Relaxed& self, const py::args&) { self.entered.reset(); });
   m.def("build_info", build_info);
+  m.def(
+      "look_at_offsets",
+      [](const std::string& name, const at::Tensor& offsets, int64_t nonzeros, const std::string& what) {
+        matmuls::look_at_offsets(name.c_str(), offsets, nonzeros, what.c_str());
+      },
+      no_gil());
+  m.def(
+      "look_at_indices",
+      [](const std::string& name, const std::string& what, const at::Tensor& indices, int64_t size) {
+        matmuls::look_at_indices(name.c_str(), what.c_str(), indices, size);
+      },
+      no_gil());
+  m.def("trust_indices", matmuls::trust_indices, py::arg("crow"), py::arg("col"), py::arg("order"), py::arg("columns"),
+        no_gil());
 #ifdef MATMULS_CUDA
   m.def(
       "simulate_device",

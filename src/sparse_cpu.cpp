@@ -15,6 +15,7 @@ struct Kernels {
   decltype(&extremum_rows<T, I>) extremum;
   decltype(&dot_rows<T>) dot;
   decltype(&lie_within<I>) within;
+  decltype(&never_decrease<I>) rise;
 };
 
 #define LOOPS "sparse_cpu_loops.h"
@@ -54,6 +55,12 @@ template <class I>
 bool lie_within(const I* indices, int64_t count, I last) {
   return kernels<float, I>().within(indices, count, last);
 }
+template <class I>
+bool never_decrease(const I* offsets, int64_t count) {
+  return kernels<float, I>().rise(offsets, count);
+}
+template bool never_decrease(const int32_t*, int64_t);
+template bool never_decrease(const int64_t*, int64_t);
 template bool lie_within(const int32_t*, int64_t, int32_t);
 template bool lie_within(const int64_t*, int64_t, int64_t);
 

@@ -55,4 +55,8 @@ arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t n, int64_t batches, int
 template <class I>
 bool lie_within(const I* indices, int64_t count, I last);
 
+// True if offsets[0, count) are not negative and none is larger than the one after it, offsets[count] included.
+template <class I>
+bool never_decrease(const I* offsets, int64_t count);
+
 }  // namespace matmuls

@@ -214,6 +214,18 @@ bool lie_within(const I* indices, int64_t count, I last) {
   return seen >> (8 * sizeof(I) - 1) == 0;
 }
 
+// Likewise, of x | (y - x) for y after x: the difference of two numbers that are not negative does not overflow.
+template <class I>
+bool never_decrease(const I* offsets, int64_t count) {
+  using U = std::conditional_t<sizeof(I) == 4, uint32_t, uint64_t>;
+  U seen = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const U x = static_cast<U>(offsets[i]);
+    seen |= x | (static_cast<U>(offsets[i + 1]) - x);
+  }
+  return seen >> (8 * sizeof(I) - 1) == 0;
+}
+
 template <class T, class I>
-constexpr Kernels<T, I> kKernels = {spmm_rows<T, I>,     spmm_piece<T, I>, spmm_finish<T, I>,
-                                    extremum_rows<T, I>, dot_rows<T>,      lie_within<I>};
+constexpr Kernels<T, I> kKernels = {spmm_rows<T, I>, spmm_piece<T, I>, spmm_finish<T, I>, extremum_rows<T, I>,
+                                    dot_rows<T>,     lie_within<I>,    never_decrease<I>};

@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_convert_indices_from_coo_to_csr.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/diff.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/sort.h>
 
@@ -64,6 +65,8 @@ void look_at_parts(const char* op, const SparseParts& a) {
       return look_at_indices(op, "rows", a.indices, rows);
     case Layout::coo:
       look_at_indices(op, "rows", a.offsets, rows);
+      TORCH_CHECK_VALUE(at::diff(a.offsets).ge(0).all().item<bool>(), op,
+                        ": expected rows that do not decrease, got rows in another order");
       return look_at_indices(op, "columns", a.indices, columns);
     case Layout::bsr:
       look_at_offsets(op, a.offsets, count);

@@ -77,7 +77,9 @@ void look_at_parts(const char* op, const SparseParts& a) {
 namespace {
 
 Tensor offsets_of_sorted(const Tensor& rows, const c10::SymInt& size) {
-  return at::_convert_indices_from_coo_to_csr(rows, size.guard_int(__FILE__, __LINE__), rows.scalar_type() == at::kInt);
+  // torch reads rows as if they were contiguous.
+  return at::_convert_indices_from_coo_to_csr(rows.contiguous(), size.guard_int(__FILE__, __LINE__),
+                                              rows.scalar_type() == at::kInt);
 }
 
 // Blocks taken apart: the entries in the order of their values, then by rows.

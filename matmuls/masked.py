@@ -216,6 +216,8 @@ def _linear_forward(
 
 def _linear_forward_meta(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *operands, kept = args
+    if kept and kept < _rows_of(x):  # how many the GPU keeps beyond x's rows is not known here
+        fail("masked_linear_forward", f"0 or at least {_rows_of(x)} rows to be kept", kept)
     return _linear_meta(x, *operands), x.new_empty(kept, x.shape[-1])
 
 

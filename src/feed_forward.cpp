@@ -28,7 +28,7 @@ MATMULS_OPERATOR(LayerNormOp, "custom_mm::layer_norm_", "",
 
 // All that the operators below would find only after something has been written.
 void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tensor& down, const Tensor& down_bias,
-           const Tensor& weight, const Tensor& bias, Name activation, int64_t chunk_bytes) {
+           const Tensor& weight, const Tensor& bias, double eps, Name activation, int64_t chunk_bytes) {
   check_operands(kOp, x, x);
   check_same(kOp, "up", up, x), check_same(kOp, "up_bias", up_bias, x);
   check_same(kOp, "down", down, x), check_same(kOp, "down_bias", down_bias, x);
@@ -47,6 +47,7 @@ void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tenso
   check_vector("down_bias", down_bias, x.sym_size(-1));
   check_vector("weight", weight, x.sym_size(-1));
   check_vector("bias", bias, x.sym_size(-1));
+  TORCH_CHECK(eps >= 0, kOp, ": expected eps of 0 or more, got ", eps);
   parse_activation(kOp, activation);
   TORCH_CHECK(chunk_bytes > 0, kOp, ": expected chunk_bytes above 0, got ", chunk_bytes);
 }
@@ -54,7 +55,7 @@ void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tenso
 void run(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down, const OptionalTensor& down_bias,
          const OptionalTensor& weight, const OptionalTensor& bias, double eps, Name activation, int64_t chunk_bytes) {
   check(x, up, tensor_or_none(up_bias), down, tensor_or_none(down_bias), tensor_or_none(weight), tensor_or_none(bias),
-        activation, chunk_bytes);
+        eps, activation, chunk_bytes);
   check_no_overlap(kOp, x,
                    {{"up", up},
                     {"up_bias", tensor_or_none(up_bias)},
@@ -78,10 +79,10 @@ void run(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor
 }
 
 void meta(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down,
-          const OptionalTensor& down_bias, const OptionalTensor& weight, const OptionalTensor& bias, double,
+          const OptionalTensor& down_bias, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
           Name activation, int64_t chunk_bytes) {
   check(x, up, tensor_or_none(up_bias), down, tensor_or_none(down_bias), tensor_or_none(weight), tensor_or_none(bias),
-        activation, chunk_bytes);
+        eps, activation, chunk_bytes);
 }
 
 // Backward would need the rows that are written over.

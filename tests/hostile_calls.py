@@ -5,6 +5,7 @@ Usage: python hostile_calls.py LOG FIRST COUNT. Calls FIRST to FIRST + COUNT - 1
 gets a line before each call, so that the last line names the one that the process died in.
 """
 
+import faulthandler
 import random
 import resource
 import sys
@@ -28,6 +29,7 @@ FLOATS = float("nan"), float("inf"), float("-inf"), 0.0, -1.0, 1e300
 DTYPES = torch.float64, torch.float16, torch.bool, torch.int8, torch.int32, torch.int64, torch.complex64, torch.float32
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError, NotImplementedError, OverflowError)
 CANARY = 16  # calls between two valid ones
+LONGEST = 60  # seconds of a call: one that does not end ends the process
 
 
 @dataclass
@@ -165,8 +167,12 @@ def recorded(most: int = 6) -> dict[str, list[Base]]:
 
 
 def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch.no_grad():
+    recorded = any(t.requires_grad for t in tensors_in([args, kwargs]))
+    with torch.set_grad_enabled(recorded):
         result = operator(*args, **kwargs)
+        if recorded:
+            ends = [t for t in tensors_in(args if result is None else result) if t.grad_fn is not None]
+            torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
     return (args, kwargs) if result is None else result
 
 
@@ -259,7 +265,10 @@ def changed(x: Any, rng: random.Random) -> Any:
 
 def told(x: Any) -> str:
     if isinstance(x, torch.Tensor):
-        return f"{x.dtype}{list(x.shape)}{'' if x.layout == torch.strided else x.layout}{x.device if x.is_meta else ''}"
+        where = f"{x.device if x.is_meta else ''}{' with gradient' if x.requires_grad else ''}"
+        if x.layout != torch.strided:
+            return f"{x.dtype}{list(x.shape)}{x.layout}{where}"
+        return f"{x.dtype}{list(x.shape)}{'' if x.is_contiguous() else f' by {x.stride()}'}{where}"
     return repr([told(one) for one in x]) if isinstance(x, list | tuple) else repr(x)
 
 
@@ -285,6 +294,7 @@ def main(log_path: str, first: int, count: int) -> None:
                     where[at] = changed(where[at], rng)
             log.write(f"{number} {base.operator} {told(args)} {told(list(kwargs.items()))}\n")
             log.flush()
+            faulthandler.dump_traceback_later(LONGEST, exit=True)
             try:
                 result = run(base.operator, tuple(args), kwargs)
             except REFUSALS as error:

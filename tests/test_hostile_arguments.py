@@ -5,6 +5,7 @@ Exported programs may hand over any.
 MATMULS_HOSTILE_CALLS: how many calls are drawn, 2000 unless set.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -55,6 +56,10 @@ def named_calls():
     longer, dense = torch.cat([crow, crow[-1:] + 5]), torch.randn(10, 4)
     rows, counts = ops.mask_plan(torch.tensor([True, False, True]))
     x, w = torch.randn(3, 4), torch.randn(5, 4)
+    plan_twice = torch.zeros(3, dtype=torch.int32), counts
+    blocks = torch.tensor([0, 2]), torch.tensor([0, 1])
+    meta = functools.partial(torch.empty, device="meta")
+    meta_plan = rows.to("meta"), counts.to("meta")
     needs = [True] * 9
     return {
         "csr_transpose of fewer columns": lambda: ops.csr_transpose(crow, col, 2),
@@ -77,6 +82,38 @@ def named_calls():
         "masked_ffn_backward of a longer list": lambda: ops.masked_ffn_backward(
             x, x, w, w.mT, w, w, w.mT, w, rows, counts, None, needs
         ),
+        "masked_ffn_backward of another gradient, traced": lambda: ops.masked_ffn_backward(
+            meta(3, 9), meta(3, 4), *[meta(5, 4), meta(4, 5), meta(5, 4)] * 2, *meta_plan, None, [True] * 7
+        ),
+        "masked_linear of rows twice": lambda: ops.masked_linear(x, w, w, *plan_twice),
+        "masked_weights of rows twice": lambda: ops.masked_weights(x, x, *plan_twice),
+        "masked_linear of rows apart": lambda: ops.masked_linear(x, w, w, rows[:1].expand(3), counts),
+        "masked_linear of another known": lambda: ops.masked_linear(x, w, w, rows, counts, known=0),
+        "masked_linear of known beyond": lambda: ops.masked_linear(x, w, w, rows, counts, known=4),
+        "masked_linear_backward of other ordered rows": lambda: ops.masked_linear_backward(
+            torch.randn(3, 5), x, w, w, rows, counts, True, True, -1, torch.zeros(1, dtype=torch.int64)
+        ),
+        "masked_linear_forward of few rows kept, traced": lambda: ops.masked_linear_forward(
+            meta(3, 4), meta(5, 4), meta(5, 4), *meta_plan, None, None, -1, 2
+        ),
+        "matmul_backward of other sizes": lambda: ops.matmul_backward(x, w, w, [1, 1, 3, 4], [9], False, False),
+        "matmul_backward of another gradient": lambda: ops.matmul_backward(x, x, w, [3, 4], [5, 4], False, True),
+        "matmul_ of a small workspace, traced": lambda: ops.matmul_(meta(3, 4), meta(4, 4), workspace=1),
+        "feed_forward_ of eps below 0, traced": lambda: ops.feed_forward_(
+            meta(3, 4), meta(5, 4), None, meta(4, 5), None, eps=-1.0
+        ),
+        "bsr_sddmm of an order twice": lambda: ops.bsr_sddmm(
+            *blocks, torch.randn(2, 3), dense[:4, :3], 4, 2, 2, torch.tensor([0, 0])
+        ),
+        "bsr_spmm of a negative order": lambda: ops.bsr_spmm(
+            *blocks, torch.randn(2, 2, 2), dense[:4], 4, torch.tensor([-1, 0])
+        ),
+        "bsr_spmm of other transposed indices": lambda: ops.bsr_spmm(
+            *blocks, torch.randn(2, 2, 2), dense[:4], 4, t_crow=torch.zeros(3), t_col=blocks[1]
+        ),
+        "bsr_sddmm of a negative height": lambda: ops.bsr_sddmm(
+            torch.zeros(1, dtype=torch.int64), blocks[1][:0], torch.randn(0, 3), dense[:4, :3], 4, -2, 2
+        ),
         "masked_linear of another count": lambda: ops.masked_linear(x, w, w, rows, counts + 7),
         "bsr_spmm of an index beyond": lambda: ops.bsr_spmm(crow, bad, torch.randn(12, 2, 2), torch.randn(20, 4), 20),
     }
@@ -87,3 +124,29 @@ def test_what_ended_the_process_is_refused(name):
     call = named_calls()[name]
     with pytest.raises((RuntimeError, ValueError), match=r"expected|out of range|out of bounds"):
         call()
+
+
+def test_the_largest_pieces_are_one():
+    """A quotient rounded up overflowed: feed_forward_ divided by 0, attention_forward did not end."""
+    ops, most = torch.ops.custom_mm, 2**63 - 1
+    x = torch.randn(8, 4)
+    expected = torch.nn.functional.layer_norm(x, (4,))
+    ops.feed_forward_(x, torch.randn(0, 4), None, torch.randn(4, 0), None, chunk_bytes=most)
+    torch.testing.assert_close(x, expected)
+    for batch in 2, 5:
+        q, k = torch.randn(batch, 1, 3, 4), torch.randn(batch, 1, 0, 4)
+        context = ops.attention_forward(q, k, k, None, 1.0, False, most, None)
+        assert torch.equal(context, torch.zeros(batch, 3, 1, 4))
+
+
+def test_rows_of_entries_need_not_be_contiguous(device):
+    """torch's conversion of rows to offsets reads them as if they were: others were written, or memory of others."""
+    dense = torch.randn(6, 5) * (torch.rand(6, 5) < 0.5)
+    rows, columns = dense.nonzero().to(device).unbind(1)  # of stride 2
+    values = dense[rows.cpu(), columns.cpu()].to(device).requires_grad_()
+    b = torch.randn(5, 3, device=device, requires_grad=True)
+    c = torch.ops.custom_mm.cusparse_spmm(rows, columns, values, b, 6, 5, "coo")
+    torch.testing.assert_close(c, dense.to(device) @ b)
+    c.sum().backward()
+    torch.testing.assert_close(b.grad, dense.to(device).sum(0)[:, None].expand(5, 3))
+    torch.testing.assert_close(values.grad, b.detach().sum(1)[columns])

@@ -40,10 +40,10 @@ def check_permutation(name: str, what: str, order: Tensor) -> None:
     """RuntimeError unless order, int64 on a CPU, has each of 0 to len(order) - 1 once."""
     size = order.shape[0]
     try:
-        every = bool(order.new_zeros(size, dtype=torch.bool).index_fill_(0, order, True).all())
-    except IndexError:
+        every = bool(order.new_zeros(size, dtype=torch.bool).scatter_(0, order, True).all())
+    except RuntimeError:  # an index is out of bounds
         every = False
-    if not every or (size and int(order.min()) < 0):  # torch counts a negative index from the end
+    if not every:
         fail(name, f"{what} to be 0 to {size - 1} in some order", order.tolist()[:8])
 
 

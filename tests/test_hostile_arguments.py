@@ -86,6 +86,8 @@ def named_calls():
             meta(3, 9), meta(3, 4), *[meta(5, 4), meta(4, 5), meta(5, 4)] * 2, *meta_plan, None, [True] * 7
         ),
         "masked_linear of rows twice": lambda: ops.masked_linear(x, w, w, *plan_twice),
+        "masked_linear of a negative row": lambda: ops.masked_linear(x, w, w, rows.neg(), counts),
+        "masked_linear of a row beyond": lambda: ops.masked_linear(x, w, w, rows + 1, counts),
         "masked_weights of rows twice": lambda: ops.masked_weights(x, x, *plan_twice),
         "masked_linear of rows apart": lambda: ops.masked_linear(x, w, w, rows[:1].expand(3), counts),
         "masked_linear of another known": lambda: ops.masked_linear(x, w, w, rows, counts, known=0),

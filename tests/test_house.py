@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "rowwise": {"custom_mm", "dense"},
     "registration": set(),
     "masked": {"masked_plain", "registration", "triton"},
-    "masked_plain": set(),
+    "masked_plain": {"registration"},
     "triton": set(),
     "triton.tiles": set(),
     "triton.launch": {"device"},

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils.flop_counter import register_flop_formula
 
-from custom_mm.indices import check_rows
-
 from .registration import check_permutation, fail, register, register_autocast, register_gradient
 
 KERNEL_SIZES = (16, 32, 64, 128)  # heights and widths of blocks that triton/blocks.py takes
@@ -123,7 +121,10 @@ def _look(name: str, crow: Tensor, col: Tensor, across: int, order: Tensor | Non
     earlier look."""
     order = None if order is None else order.long()
     if crow.device.type == "cpu":
-        check_rows(name, crow, col, across)
+        problem, where, found = torch.ops.custom_mm.csr_check(crow, col, across)[:3].tolist()
+        if problem:
+            what = f"columns of blocks from 0 to {across - 1}" if problem == 4 else "offsets of blocks that rise"
+            raise ValueError(f"{name}: expected {what}, got {found} at {where}")
         if order is not None and len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(order):
             raise ValueError(f"{name}: expected order from 0 to {len(order) - 1}, got {order.tolist()[:8]}")
     return order

@@ -196,8 +196,8 @@ class Structure:
             with untransformed():
                 t_crow, t_col, t_order = _csr_transpose(self.crow, self.col, self.columns)
                 made = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
-                _C.trust_indices(*made, self.rows)
                 self.longest_column = int(t_crow.diff().max()) if self.columns else 0
+                _C.trust_indices(*made, self.rows)
             self._transposed = made  # nothing of it where that failed
         return self._transposed
 
@@ -393,7 +393,8 @@ def _look_again(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.
     what, size = ("columns", a.shape[-1]) if by_rows else ("rows", a.shape[-2])
     if a.layout in (torch.sparse_bsr, torch.sparse_bsc):
         size //= a.detach().values().shape[2 if by_rows else 1]
-    for one_offsets, one in zip(offsets.view(-1, offsets.shape[-1]), inner.view(-1, inner.shape[-1]), strict=True):
+    offsets, inner = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (offsets, inner))
+    for one_offsets, one in zip(offsets, inner, strict=True):
         _C.look_at_offsets(name, one_offsets, one.shape[0], what)
         _C.look_at_indices(name, what, one, size)
 

@@ -3,6 +3,7 @@
 import importlib
 from types import ModuleType
 
+from . import batching  # noqa: F401
 from .dense import cublasMM, cublasTransabMM, cublasTransaMM, cublasTransbMM, handles, matmul
 from .fused_softmax import (
     FusedSoftmax,

@@ -204,6 +204,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
                                      double scale, bool causal, bool probabilities, bool recompute,
                                      int64_t piece_bytes) {
   needs_gradient("attention", {q, k, v, tensor_or_none(mask)});  // tells of forward-mode tangents
+  if (const auto& functorch = at::functorch::functorchTLSAccessor()) functorch->checkSupportsCppAutogradFunction();
   const auto found = Attention::apply(q, k, v, mask, scale, causal, probabilities, recompute, piece_bytes);
   return {found[0], probabilities ? found[1] : Tensor()};
 }

@@ -1,12 +1,56 @@
 // What gradients of C++ are written with, and what those of products share.
 #pragma once
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 
+// A Function refuses to run under torch.func's transforms, as they do not see its forward's operators one level at a
+// time. The kernels of the Autograd key do run so, and ask what Python's Functions ask.
+#define checkSupportsCppAutogradFunction checkSupportsSingleLevelAutogradFunction
+#include <torch/csrc/autograd/custom_function.h>
+#undef checkSupportsCppAutogradFunction
+
+namespace at::functorch {  // ATen/functorch/DynamicLayer.h, which asks for a header that torch does not install
+TORCH_API void setSingleLevelAutogradFunctionAllowed(bool allowed);
+TORCH_API bool getSingleLevelAutogradFunctionAllowed();
+}  // namespace at::functorch
+
 namespace matmuls {
+
+// A Function that the Autograd key's kernel of an operator applies: T has its forward and backward. Under transforms the
+// operators of forward are recorded at the levels below, which need grad mode.
+template <class T>
+struct KernelFunction {
+  struct Applied : torch::autograd::Function<Applied> {
+    template <class... A>
+    static auto forward(torch::autograd::AutogradContext* ctx, A&&... args) {
+      const at::AutoGradMode recorded(at::functorch::functorchTLSAccessor() != nullptr);
+      return T::forward(ctx, std::forward<A>(args)...);
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                   const torch::autograd::variable_list& grads) {
+      return T::backward(ctx, grads);
+    }
+  };
+
+  template <class... A>
+  static auto apply(A&&... args) {
+    struct Allowed {
+      const bool transformed = at::functorch::functorchTLSAccessor() != nullptr;
+      const bool before = transformed && at::functorch::getSingleLevelAutogradFunctionAllowed();
+      Allowed() {
+        if (transformed) at::functorch::setSingleLevelAutogradFunctionAllowed(true);
+      }
+      ~Allowed() {
+        if (transformed) at::functorch::setSingleLevelAutogradFunctionAllowed(before);
+      }
+    } allowed;
+    return Applied::apply(std::forward<A>(args)...);
+  }
+};
 
 // What the gradient of a product keeps: dA needs b, dB needs a, and the sizes of both.
 inline void save_product(torch::autograd::AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b, bool transa,

@@ -357,7 +357,7 @@ Tensor gelu_backward_meta(const Tensor& grad, const Tensor& x, bool) {
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
-struct GeluGradient : torch::autograd::Function<GeluGradient> {
+struct GeluGradient : KernelFunction<GeluGradient> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, bool tanh) {
     ctx->save_for_backward({x});
     ctx->saved_data["tanh"] = tanh;

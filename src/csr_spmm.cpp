@@ -371,7 +371,7 @@ std::tuple<Tensor, Tensor> gradients(Context* ctx, const Gradients& saved, const
   return {grad_values, grad_dense};
 }
 
-struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
+struct SpmmFunction : KernelFunction<SpmmFunction> {
   static Tensor forward(Context* ctx, const Tensor& values, const Tensor& dense, const Pattern& p,
                         const c10::SymInt& columns, std::string_view reduce, double alpha,
                         const OptionalTensor& selected, bool by_column, int64_t longest, int64_t t_longest) {
@@ -401,7 +401,7 @@ struct SpmmFunction : torch::autograd::Function<SpmmFunction> {
   }
 };
 
-struct SpmmArgFunction : torch::autograd::Function<SpmmArgFunction> {
+struct SpmmArgFunction : KernelFunction<SpmmArgFunction> {
   static Gradients forward(Context* ctx, const Tensor& values, const Tensor& dense, const Pattern& p,
                            const c10::SymInt& columns, std::string_view reduce, double alpha) {
     auto [out, arg] =

@@ -296,7 +296,7 @@ void spmm_out_meta(const Tensor& offsets, const Tensor& indices, const Tensor& v
 }
 
 // Gradients by our own kernels: to the values where A has nonzeros, to the dense side by the transposed matrix.
-struct CusparseFunction : torch::autograd::Function<CusparseFunction> {
+struct CusparseFunction : KernelFunction<CusparseFunction> {
   using Context = torch::autograd::AutogradContext;
 
   static Tensor forward(Context* ctx, const Tensor& values, const Tensor& dense, const Tensor& offsets,

@@ -74,7 +74,7 @@ Tensor sddmm_meta(const Tensor& offsets, const Tensor& indices, const Tensor& a,
 }
 
 // The gradients are products of the sparse matrix that the gradient makes of the pattern: our own.
-struct CusparseSddmmFunction : torch::autograd::Function<CusparseSddmmFunction> {
+struct CusparseSddmmFunction : KernelFunction<CusparseSddmmFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& offsets,
                         const Tensor& indices, double alpha) {
     ctx->save_for_backward({offsets, indices, b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()});

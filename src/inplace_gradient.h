@@ -1,6 +1,7 @@
 // What the gradients of operators that write over an argument share.
 #pragma once
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 
@@ -13,6 +14,9 @@ namespace matmuls {
 // written; x, or what is kept for backward, made under inference_mode.
 inline void check_recorded(const char* op, const at::Tensor& x, const at::Tensor& kept = {}) {
   torch::autograd::check_inplace(x, true);
+  // Under a transform an x that it does not differentiate is not its own: the write would be lost to it.
+  if (const auto& functorch = at::functorch::functorchTLSAccessor(); functorch && !x.requires_grad())
+    functorch->checkSupportsCppAutogradFunction();
   for (const auto& t : {x, kept})
     TORCH_CHECK(!t.defined() || !t.is_inference(), op,
                 ": expected tensors that autograd knows, for a gradient to be recorded, got one made under "

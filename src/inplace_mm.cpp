@@ -157,7 +157,7 @@ MATMULS_OPERATOR(KeptOp, "custom_mm::kept", "", Tensor(const Tensor&));
 
 Tensor kept(const Tensor& a) { return a.clone(); }
 
-struct KeptGradient : torch::autograd::Function<KeptGradient> {
+struct KeptGradient : KernelFunction<KeptGradient> {
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& a) { return KeptOp::below_autograd(a); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
                                                  const torch::autograd::variable_list& grads) {
@@ -171,14 +171,14 @@ Tensor kept_autograd(const Tensor& a) {
 
 // Y = A op(B) + bias over the first columns of A, which keeps the others:  dA = dY op(B)^T beside the others' gradient,
 // dbias = sum dY. dB = A^T dY needs the A that is written over: `before`, a copy of it, when asked for.
-struct InplaceGradient : torch::autograd::Function<InplaceGradient> {
+struct InplaceGradient : KernelFunction<InplaceGradient> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, bool transb,
                         const OptionalTensor& bias, int64_t workspace, const OptionalTensor& before) {
     ctx->save_for_backward({a.requires_grad() ? b : Tensor(), tensor_or_none(before)});
     ctx->saved_data["transb"] = transb;
     ctx->saved_data["need_bias"] = bias && bias->defined() && bias->requires_grad();
     ctx->saved_data["columns"] = b.sym_size(transb ? 0 : 1);
-    write_recorded<InplaceOp>(a, b, transb, bias, false, workspace);
+    write_recorded<InplaceOp>(a, b, transb, bias, tensor_or_none(before).defined(), workspace);
     ctx->mark_dirty({a});
     return a;
   }

@@ -475,7 +475,7 @@ std::tuple<Tensor, Tensor> norm_keep_meta(Tensor x, const OptionalTensor& weight
 // With d = dy * weight:  dx = rstd * (d - mean(d) - xhat * mean(d * xhat)), dweight = sum dy * xhat, dbias = sum dy
 // over the rows; the residual's gradient is x's. xhat and rstd are results too: a second derivative reaches x through
 // them, by xhat like y, and by d rstd / dx = -rstd^2 * xhat / n.
-struct NormGradient : torch::autograd::Function<NormGradient> {
+struct NormGradient : KernelFunction<NormGradient> {
   struct Arguments {
     double eps;
     bool rms;
@@ -566,9 +566,12 @@ void rms_norm_autograd(Tensor x, const OptionalTensor& weight, double eps, const
 }
 std::tuple<Tensor, Tensor> norm_keep_autograd(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias,
                                               double eps, const OptionalTensor& residual, bool rms) {
-  check_no_gradient_into("norm_keep_", "x",
-                         {x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual)});
-  return KeepOp::below_autograd(x, weight, bias, eps, residual, rms);
+  if (!needs_gradient("norm_keep_", {x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual)}))
+    return KeepOp::below_autograd(x, weight, bias, eps, residual, rms);
+  check_recorded("norm_keep_", x, tensor_or_none(weight));
+  const auto results = NormGradient::apply(x, weight, bias, residual, NormGradient::Arguments{eps, rms});
+  TORCH_CHECK(results.size() > 1, "norm_keep_: expected x not to be a view of another tensor where a gradient is recorded");
+  return {results.size() > 2 ? results[2] : at::empty({0}, x.options()), results[1]};
 }
 
 }  // namespace

@@ -344,7 +344,7 @@ void cublaslt_matmul_out_meta(const Tensor& a, const Tensor& b, const OptionalTe
 }
 
 // op(a) @ op(b) + bias with its gradient; an activation is applied outside, where torch differentiates it.
-struct AffineFunction : torch::autograd::Function<AffineFunction> {
+struct AffineFunction : KernelFunction<AffineFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& bias,
                         bool transa, bool transb) {
     at::AutoDispatchBelowADInplaceOrView guard;

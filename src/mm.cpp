@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::option
   return {grad_a, grad_b};
 }
 
-struct MatmulFunction : torch::autograd::Function<MatmulFunction> {
+struct MatmulFunction : KernelFunction<MatmulFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, bool transa,
                         bool transb) {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -208,6 +208,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
 }
 
 TORCH_LIBRARY_IMPL(custom_mm, CompositeImplicitAutograd, m) { m.impl("matmul_backward", matmul_backward); }
+TORCH_LIBRARY_IMPL(custom_mm, FuncTorchBatchedDecomposition, m) { m.impl("matmul_backward", matmul_backward); }
 
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
   m.impl("matmul", matmul_cpu);

@@ -321,7 +321,7 @@ Tensor sddmm_meta(const Tensor& crow, const Tensor& col, const Tensor& a, const 
 }
 
 // To a the product of the gradient's matrix and b, to b that of its transpose and a.
-struct SddmmFunction : torch::autograd::Function<SddmmFunction> {
+struct SddmmFunction : KernelFunction<SddmmFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Pattern& p,
                         const c10::SymInt& columns, double alpha, const OptionalTensor& selected, bool by_column,
                         bool summed) {

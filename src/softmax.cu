@@ -251,7 +251,6 @@ void run_cuda(const Call& c) {
 
 // ------------------------------------------------------------------------------------------------ CPU, operators
 
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
@@ -418,7 +417,7 @@ void masked_inplace_meta(Tensor x, const OptionalTensor& mask, double, bool caus
 
 // dx = scale * y * (dy - sum(y * dy)) needs the result alone: y is kept, which in place is x itself. Beyond that only
 // the sizes of a mask that wants a gradient.
-struct SoftmaxGradient : torch::autograd::Function<SoftmaxGradient> {
+struct SoftmaxGradient : KernelFunction<SoftmaxGradient> {
   struct Arguments {
     int64_t dim;
     double scale;
@@ -492,7 +491,6 @@ struct SoftmaxInplaceGradient : torch::autograd::Node {
 template <class Write>
 void record_in_place(const char* op, const Tensor& x, const Tensor& mask, int64_t dim, double scale, bool causal,
                      const Write& write) {
-  if (const auto& functorch = at::functorch::functorchTLSAccessor()) functorch->checkSupportsCppAutogradFunction();
   check_recorded(op, x);
   const auto node = new_node<SoftmaxInplaceGradient>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, mask));

@@ -322,7 +322,7 @@ void backward_inplace_meta(Tensor y, const Tensor& grad, int64_t dim, double, bo
 // With v the gradient of dx: to grad the same operator, which is symmetric; to y
 // scale * (v * (grad - sum(y * grad)) - grad * sum(y * v)), of the columns that are seen. Both are differentiable
 // again.
-struct BackwardGradient : torch::autograd::Function<BackwardGradient> {
+struct BackwardGradient : KernelFunction<BackwardGradient> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& y, const Tensor& grad, int64_t dim,
                         double scale, bool causal) {
     ctx->save_for_backward({y, grad});

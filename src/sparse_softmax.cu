@@ -304,7 +304,7 @@ Tensor softmax_backward_meta(const Tensor& crow, const Tensor& y, const Tensor& 
   return at::empty_symint(y.sym_sizes(), y.options());
 }
 
-struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
+struct SoftmaxFunction : KernelFunction<SoftmaxFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& crow, double scale,
                         const OptionalTensor& order) {
     const Tensor y = CsrSoftmaxOp::below_autograd(crow, x, scale, order);
@@ -326,7 +326,7 @@ struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
 // With v the gradient of dx: to grad the same operator, which is symmetric; to y
 // scale * (v * (grad - sum(y * grad)) - grad * sum(y * v)), the sums over rows. softmax_backward with y set to 1 gives
 // scale * (g - sum(g)) of any g, and hence the sums.
-struct SoftmaxBackwardFunction : torch::autograd::Function<SoftmaxBackwardFunction> {
+struct SoftmaxBackwardFunction : KernelFunction<SoftmaxBackwardFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& y, const Tensor& grad, const Tensor& crow,
                         double scale, const OptionalTensor& order) {
     ctx->save_for_backward({crow, tensor_or_none(order), y, grad});

@@ -21,7 +21,7 @@ OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"
 # module -> what of ours it may import:
 # `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
 MAY_IMPORT = {
-    "matmuls": OPERATIONS,
+    "matmuls": OPERATIONS | {"batching"},
     **{family: {"custom_mm"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
     "registration": set(),
@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "forms": {"calls", "custom_mm", "device", "ours", "packed", "reorder", "structure", "tiles"},
     "estimates": {"device", "forms", "packed", "structure"},
     "choice": {"calls", "device", "estimates", "forms", "measure", "ours", "registration", "structure", "tiles"},
+    "batching": {"blocks", "custom_mm", "masked", "registration"},
     "fused_softmax": {"registration"},
     "sparse": {"calls", "choice", "custom_mm", "dense", "ours", "registration", "structure"},
     "specs": {"specs"},

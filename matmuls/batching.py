@@ -1,5 +1,5 @@
-"""What torch.func.vmap does with our operators: one call for the whole batch where leading dimensions can hold it, else
-one call for each sample."""
+"""Batching rules of our operators for torch.func.vmap: one call for the whole batch where leading dimensions can hold
+it, else one call for each sample."""
 
 import math
 from collections.abc import Callable
@@ -48,8 +48,8 @@ def _of_batch(t: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _padded(t: Tensor | None, dim: int | None, rank: int) -> Any:
-    """t with its batch first and ones behind it, so that a sample has `rank` dimensions: it broadcasts as a sample
-    does. What has no batch is as it was."""
+    """t with its batch first and ones behind it, so that a sample has `rank` dimensions and broadcasts as a sample
+    does. A tensor without a batch is returned as it is."""
     if t is None or dim is None:
         return t
     front = _front(t, dim)
@@ -304,7 +304,7 @@ def _leads(dims: _Dims, tensors: tuple[Tensor | None, ...], own: tuple[int, ...]
 
 
 def _spmm(operator: _Operator, selected: int | None) -> _Rule:
-    """Of a product of values and dense, which are arguments 2 and 3; `selected`: the one of the result's shape."""
+    """The rule of a product of values and dense, arguments 2 and 3. `selected`: the argument of the result's shape."""
 
     @_unless_batched(operator, *(i for i, a in enumerate(operator._schema.arguments) if _is_pattern(a.name)))
     def rule(size: int, dims: _Dims, *args: Any) -> tuple[Any, Any]:

@@ -20,8 +20,8 @@ TORCH_API bool getSingleLevelAutogradFunctionAllowed();
 
 namespace matmuls {
 
-// A Function that the Autograd key's kernel of an operator applies: T has its forward and backward. Under transforms the
-// operators of forward are recorded at the levels below, which need grad mode.
+// A Function that the Autograd key's kernel of an operator applies: T has its forward and backward. Under transforms
+// the operators of forward are recorded at the levels below, which need grad mode.
 template <class T>
 struct KernelFunction {
   struct Applied : torch::autograd::Function<Applied> {

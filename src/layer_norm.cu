@@ -570,7 +570,8 @@ std::tuple<Tensor, Tensor> norm_keep_autograd(Tensor x, const OptionalTensor& we
     return KeepOp::below_autograd(x, weight, bias, eps, residual, rms);
   check_recorded("norm_keep_", x, tensor_or_none(weight));
   const auto results = NormGradient::apply(x, weight, bias, residual, NormGradient::Arguments{eps, rms});
-  TORCH_CHECK(results.size() > 1, "norm_keep_: expected x not to be a view of another tensor where a gradient is recorded");
+  TORCH_CHECK(results.size() > 1,
+              "norm_keep_: expected x not to be a view of another tensor where a gradient is recorded");
   return {results.size() > 2 ? results[2] : at::empty({0}, x.options()), results[1]};
 }
 

@@ -46,7 +46,7 @@ inline void check_not_lazy(const char* op, const char* name, const at::Tensor& t
               " without a lazy conjugation or negation, got such a view");
 }
 
-// Whether what is done with t is recorded as operators, for a compiler: t has no numbers of its own.
+// True where a compiler records the operators that are called with t.
 inline bool is_traced(const at::Tensor& t) {
   return t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
 }

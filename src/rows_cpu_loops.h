@@ -293,8 +293,8 @@ struct Sums {
   }
 };
 
-// f(column, count): all columns, kTogether at a time. What these write is written after all of it has been read: a load
-// waits for a masked store ahead of it that may have written what it reads.
+// f(column, count): all columns, kTogether at a time. f reads them all before it writes: a load waits for a masked
+// store ahead of it whose address range overlaps.
 template <class F>
 C10_ALWAYS_INLINE void together(int64_t columns, F f) {
   int64_t c = 0;

@@ -43,7 +43,7 @@ def batched(call: Call, where: dict[int, int]):
 
 
 def as_function(spec, call: Call, together, in_dims):
-    """Of the tensors that are batched, since vmap's in_dims asks for tensors."""
+    """A function of the batched tensors alone, since vmap's in_dims asks for tensors."""
     slots = [i for i, d in enumerate(in_dims) if d is not None]
 
     def function(*tensors):

@@ -83,6 +83,11 @@ void with_data(const Tensor& indices, const F& f) {
 
 }  // namespace
 
+bool has_data(const Tensor& indices) {
+  const auto keys = indices.key_set();
+  return keys.has(c10::DispatchKey::CPU) && !keys.has(c10::DispatchKey::Python) && indices.has_storage();
+}
+
 void look_at_offsets(const char* op, const Tensor& offsets, int64_t nonzeros, const char* what) {
   if (!offsets.is_cpu() || is_known(offsets, Kind::offsets, nonzeros)) return;
   with_data(offsets, [&](const auto* data) { expect_offsets(op, data, offsets.size(0) - 1, nonzeros, what); });
@@ -107,9 +112,7 @@ void trust_indices(const Tensor& crow, const Tensor& col, const OptionalTensor& 
   const Pattern p = pattern_of(crow, col, order);
   check_pattern(op, p, crow);
   const auto may_trust = [](const Tensor& t) {
-    const auto keys = t.key_set();
-    return !t.defined() || (keys.has(c10::DispatchKey::CPU) && !keys.has(c10::DispatchKey::Python) && t.has_storage() &&
-                            !t.is_inference() && t.is_contiguous());
+    return !t.defined() || (has_data(t) && !t.is_inference() && t.is_contiguous());
   };
   if (!may_trust(p.crow) || !may_trust(p.col) || !may_trust(p.order)) return;
   readable(op, p, columns);

@@ -12,6 +12,10 @@
 
 namespace matmuls {
 
+// False for tensors that are traced or transformed: they have no data to look at, and those inside them meet an operator
+// that looks.
+bool has_data(const at::Tensor& indices);
+
 // ValueError unless offsets begin with 0, end with `nonzeros`, which count `what`, and never decrease.
 void look_at_offsets(const char* op, const at::Tensor& offsets, int64_t nonzeros, const char* what = "columns");
 // ValueError unless every index lies in [0, size).

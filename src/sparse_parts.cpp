@@ -56,9 +56,8 @@ void check_parts(const char* op, const SparseParts& a, const Tensor& like) {
 }
 
 void look_at_parts(const char* op, const SparseParts& a) {
-  // A traced backward pass has indices without data. The traced forward's operator looks at the same ones.
-  const auto is_traced = [](const Tensor& t) { return t.key_set().has(c10::DispatchKey::Python); };
-  if (!a.offsets.is_cpu() || is_traced(a.offsets) || is_traced(a.indices)) return;
+  // A traced or transformed backward pass has none. The forward's operator looks at the same indices.
+  if (!a.offsets.is_cpu() || !has_data(a.offsets) || !has_data(a.indices)) return;
   const int64_t rows = a.rows.expect_int(), columns = a.columns.expect_int(), count = a.indices.size(0);
   switch (a.layout) {
     case Layout::csr: look_at_offsets(op, a.offsets, count); return look_at_indices(op, "columns", a.indices, columns);

@@ -12,8 +12,8 @@
 
 namespace matmuls {
 
-// False for tensors that are traced or transformed: they have no data to look at, and those inside them meet an operator
-// that looks.
+// False for tensors that are traced or transformed: they have no data to look at, and those inside them meet an
+// operator that looks.
 bool has_data(const at::Tensor& indices);
 
 // ValueError unless offsets begin with 0, end with `nonzeros`, which count `what`, and never decrease.

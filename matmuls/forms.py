@@ -178,7 +178,7 @@ class Dense(Full):
 
 
 class Halves(Full):
-    """Of float32, each number as two of float16: as exact, on tensor cores (src/filled.h)."""
+    """Of float32, each number as two of float16: as exact, on tensor cores (src/sparse/spmm/densified/densified.h)."""
 
     two_of_four = False
 
@@ -207,7 +207,7 @@ class TwoOfFour(Halves):
 
 
 class Tiled(Full):
-    """Of float32, without zeros, laid out for products that keep part of b in shared memory (src/tiles.h)."""
+    """Of float32, without zeros, laid out for products that keep part of b in shared memory (smem_tiles/)."""
 
     def __init__(self, structure: Structure) -> None:
         super().__init__(structure)
@@ -251,7 +251,7 @@ class Tiled(Full):
 
 
 class Packed(Full):
-    """In 16 bits, without most zeros, laid out as tensor cores take it (src/packed.h)."""
+    """In 16 bits, without most zeros, laid out as tensor cores take it (src/sparse/spmm/packed_mma/layout.h)."""
 
     in_order, operator = False, _spmm_packed
 

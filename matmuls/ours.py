@@ -13,7 +13,7 @@ _ops = torch.ops.custom_mm
 _spmm, _spmm_chunks = _ops.csr_spmm.default, _ops.csr_spmm_chunks.default
 _sddmm = _ops.csr_sddmm.default
 
-# By chunks rather than by rows (src/spmm_chunks.h), as measured on an H200.
+# By chunks rather than by rows (src/sparse/spmm/chunks/kernel.h), as measured on an H200.
 CHUNKED_MEAN = 32  # nonzeros of a row, on average: longer ones keep their lanes busy as rows
 SKEWED = 4  # times the average: the longest row of a matrix whose rows wait for one another
 CHUNKED_PRODUCTS = 2**20  # of a nonzero and a column, where rows are skewed

@@ -1,4 +1,4 @@
-"""How long a product of a packed sparse matrix takes, and how much of it is packed (src/packed.h)."""
+"""How long a product of a packed sparse matrix takes, and how much of it is packed (src/sparse/spmm/packed_mma/)."""
 
 import math
 from functools import lru_cache
@@ -34,7 +34,7 @@ def us_packed(s: Structure, n: int, memory: Memory = H200) -> float:
 
 @lru_cache(4096)
 def _cycles(rows: int, steps: int, n: int, units: int) -> float:
-    """As spmm_packed_sm90.cu shares a product out, cluster_of."""
+    """As sparse/spmm/packed_mma/kernel_sm90.cu shares a product out, cluster_of."""
     aside = 64 // n if n in (8, 16, 32) else 1  # rows of the dense side
     width = n if aside > 1 else 32 if n <= 32 else 64 if n <= 64 else 128
     boxes, unpack = max(width // 64, 1), 550 if width <= 32 else 710 if width == 64 else 1140

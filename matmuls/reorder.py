@@ -1,5 +1,5 @@
 """The rows of a sparse matrix in an order in which those that are multiplied at about the same time read the same rows
-of the dense side, out of a GPU's cache rather than its memory (src/reorder.h).
+of the dense side, out of a GPU's cache rather than its memory (src/sparse/spmm/reordered/layout.h).
 
 For meshes and other graphs whose vertices are numbered as they came. A row's sum is added up as before.
 """

@@ -1,4 +1,5 @@
-"""How a sparse matrix is laid out for products that keep part of the dense side in shared memory (src/tiles.h)."""
+"""How a sparse matrix is laid out for products that keep part of the dense side in shared memory:
+src/sparse/spmm/smem_tiles/."""
 
 from typing import NamedTuple
 

@@ -5,12 +5,12 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-#include "bound_calls.h"
-#include "common.h"
-#include "csr_look.h"
-#include "handles.h"
+#include "glue/checks.h"
+#include "glue/handles.h"
+#include "glue/prepared_calls.h"
+#include "sparse/index_checks.h"
 #ifdef MATMULS_CUDA
-#include "device_limits.h"
+#include "gpu/device_limits.h"
 #endif
 
 namespace py = pybind11;

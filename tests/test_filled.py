@@ -1,4 +1,4 @@
-"""Products with a matrix's zeros: float32 through float16 halves, and what goes by rows again (src/filled.h)."""
+"""Products with a matrix's zeros: float32 through float16 halves, and what goes by rows again."""
 
 import pytest
 import torch

@@ -125,17 +125,65 @@ def test_the_face_of_the_compiled_module_imports_nothing_of_ours():
     assert imports_of(ROOT / "custom_mm/__init__.py", "custom_mm") <= {"custom_mm"}
 
 
-def test_operation_files_do_not_include_each_other():
-    headers = {p.name for p in ROOT.glob("src/*.*h")}
-    for path in ROOT.glob("src/*"):
-        included = set(re.findall(r'#include "([^"]+)"', path.read_text()))
-        assert included <= headers, f"{path.name} includes {included - headers}"
+PRIMITIVES = {"glue", "gpu", "cpu"}  # folders of src/ that any other may include
+FAMILIES = {"dense", "rows", "sparse", "attention"}
+
+
+def sources() -> dict[str, str]:
+    """Path below src/ -> text, of all of it."""
+    paths = [p for p in (ROOT / "src").rglob("*") if p.is_file()]
+    return {str(p.relative_to(ROOT / "src")): p.read_text() for p in paths}
+
+
+def may_include(path: str, header: str) -> bool:
+    """The rule of CONTRIBUTING's map: families meet in ops.h alone, and the layouts of sparse products do not meet."""
+    (family, *folders), (other, *others) = path.split("/")[:-1] or [""], header.split("/")[:-1]
+    if family == "" or other in PRIMITIVES:  # module.cpp binds all of them
+        return True
+    if family in PRIMITIVES:
+        return False
+    if family != other:
+        return header == f"{other}/ops.h"
+    if family != "sparse":
+        return True
+    inside = folders[: len(others)] == others  # the same folder or one around it
+    return inside or (folders == ["spmm"] and others[:1] == ["spmm"])
+
+
+def test_families_meet_in_their_operators_alone():
+    texts = sources()
+    assert {path.split("/")[0] for path in texts} == PRIMITIVES | FAMILIES | {"module.cpp"}
+    edges = [
+        (p, h) for p, text in texts.items() for h in re.findall(r'^#(?:include|define LOOPS) "([^"]+)"', text, re.M)
+    ]
+    assert len(edges) > 250
+    assert not [(p, h) for p, h in edges if h not in texts], "headers by their path below src/"
+    assert not [(p, h) for p, h in edges if not may_include(p, h)]
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "allowed"),
+    [
+        ("rows/softmax.cu", "glue/checks.h", True),
+        ("rows/softmax.cu", "dense/ops.h", True),
+        ("rows/softmax.cu", "dense/gemm.h", False),
+        ("gpu/launch.cuh", "rows/ops.h", False),
+        ("sparse/spmm/chunks/kernel.cu", "sparse/csr.cuh", True),
+        ("sparse/spmm/chunks/kernel.cu", "sparse/spmm/spmm.h", True),
+        ("sparse/spmm/chunks/kernel.cu", "sparse/spmm/densified/densified.h", False),
+        ("sparse/spmm/chunks/kernel.cu", "sparse/cusparse/descriptors.h", False),
+        ("sparse/spmm/spmm.cu", "sparse/spmm/densified/densified.h", True),
+        ("sparse/sddmm.cu", "sparse/spmm/spmm.h", False),
+    ],
+)
+def test_the_include_rule(path, header, allowed):
+    assert may_include(path, header) is allowed
 
 
 def test_no_threads_but_torchs():
-    """A child of fork() has none of its parent's; torch's start again in it, as threads.cpp ends them before."""
+    """A child of fork() has none of its parent's; torch's start again in it, as cpu/threads.cpp ends them before."""
     own = re.compile(r"#pragma omp|std::(jthread|thread|async)\b(?!::)|pthread_create")
-    assert not [p.name for p in ROOT.glob("src/*") if own.search(p.read_text())]
+    assert not [path for path, text in sources().items() if own.search(text)]
 
 
 def test_what_is_launched_early_waits_first():
@@ -167,9 +215,9 @@ def test_a_source_archive_has_all_that_builds(tmp_path):
         packed = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {str(p.relative_to(tmp_path)) for name in folders for p in (tmp_path / name).rglob("*") if p.is_file()}
     assert wanted | {file.name for file in files} <= packed
-    for kernel in tmp_path.glob("src/*.cu"):
+    for kernel in tmp_path.glob("src/**/*.cu"):
         kernel.unlink()
-    assert b"expected the kernels of the source tree, src/*.cu, and found none" in make().stderr
+    assert b"expected the kernels of the source tree, src/**/*.cu, and found none" in make().stderr
 
 
 def test_a_build_is_for_the_gpus_that_are_asked_for_or_visible(monkeypatch):
@@ -192,8 +240,8 @@ def test_the_installer_takes_paths_with_spaces_and_a_cdpath(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("#!/bin/bash\nexit 1\n" if name.startswith("no") else yes)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "c d/src").mkdir(parents=True)
-    for name in ("install_deps.sh", "pyproject.toml", "setup.py", "src/rows.h"):
+    (tmp_path / "c d/src/glue").mkdir(parents=True)
+    for name in ("install_deps.sh", "pyproject.toml", "setup.py", "src/glue/rows.h"):
         shutil.copy(ROOT / name, tmp_path / "c d" / name)
     env = {"CDPATH": ".", "CXX": "true", "PYTHON": str(tmp_path / "a b/python")}
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""Packed matrices and their products (src/packed.h): where every number lies, and results."""
+"""Packed matrices and their products (src/sparse/spmm/packed_mma/layout.h): where every number lies, and results."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Rows in an order in which neighbours read the same rows of the dense side (src/reorder.h, matmuls/reorder.py)."""
+"""Rows in an order in which neighbours read the same rows of the dense side (src/sparse/spmm/reordered/)."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Products with part of the dense side in shared memory (src/tiles.h): how a matrix is laid out, and their results."""
+"""Products with part of the dense side in shared memory: how a matrix is laid out, and their results."""
 
 import pytest
 import torch

@@ -1,11 +1,11 @@
 // attention_forward: context = softmax(scale * q @ k^T + mask) @ v, and the softmax itself where it is wanted.
 //
-// Hopper has one kernel for what most models ask (attention_sm90.cu). Elsewhere the scores are made, softened and used
-// in pieces, of whole batch elements or of heads, each in the memory that the probabilities go to.
+// Hopper has one kernel for what most models ask (attention/kernel_sm90.cu). Elsewhere the scores are made, softened
+// and used in pieces, of whole batch elements or of heads, each in the memory that the probabilities go to.
 // attention_at_once says which it is; the one kernel also gives the logarithm of each row's sum of exponentials, which
 // torch's fused backward asks for.
-#include "attention.h"
-#include "attention_operators.h"
+#include "attention/attention.h"
+#include "attention/ops.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
@@ -16,11 +16,11 @@
 #include <tuple>
 #include <utility>
 
-#include "common.h"
-#include "product_operators.h"
+#include "dense/ops.h"
+#include "glue/checks.h"
 
 #ifdef MATMULS_CUDA
-#include "handles.h"
+#include "glue/handles.h"
 #endif
 
 namespace matmuls {
@@ -153,7 +153,7 @@ Tensor meta(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTen
   return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), v.sym_size(3)}, q.options());
 }
 
-// attention_gradient.cpp has it: there is decided what is kept.
+// attention/backward.cpp has it: there is decided what is kept.
 Tensor without_gradient(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale,
                         bool causal, int64_t piece_bytes, OptionalTensor probabilities, OptionalTensor sums) {
   TORCH_CHECK(

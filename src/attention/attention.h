@@ -1,4 +1,5 @@
-// Attention with its probabilities: Hopper's kernel for attention.cpp, and what that shares with its gradient.
+// Attention with its probabilities: Hopper's kernel for attention/attention.cpp, and what that shares with its
+// gradient.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,8 +32,8 @@ std::vector<Piece> pieces_of(const at::Tensor& q, const at::Tensor& k, int64_t p
 // products hold scores / 16 at most.
 std::pair<at::Tensor, double> folded(const at::Tensor& q, double scale);
 
-// Whether the kernel is for these. q: [B, H, Q, D]; k, v: [B, H, K, D], strided; mask: what check in attention.cpp let
-// pass, or undefined.
+// Whether the kernel is for these. q: [B, H, Q, D]; k, v: [B, H, K, D], strided; mask: what check in
+// attention/attention.cpp let pass, or undefined.
 bool fits_sm90(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask, double scale);
 
 // context <- softmax(scale * q @ k^T) @ v, the softmax itself into `probabilities` and the logarithms of its rows' sums

@@ -2,9 +2,9 @@
 //
 // At 16 bits on a GPU and without a mask, where the probabilities get no gradient, it is that of torch's fused
 // attention, which needs each row's sum rather than the row: the sums that the one kernel left or, elsewhere, those of
-// another forward. Otherwise it passes in the pieces in which attention.cpp makes the scores; one score-sized tensor is
-// kept for it, or none, and the scores are made again. Where its own gradient may be asked for, attention is made again
-// one operation after the other, and autograd has the rest.
+// another forward. Otherwise it passes in the pieces in which attention/attention.cpp makes the scores; one score-sized
+// tensor is kept for it, or none, and the scores are made again. Where its own gradient may be asked for, attention is
+// made again one operation after the other, and autograd has the rest.
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
@@ -20,12 +20,12 @@
 #include <array>
 #include <utility>
 
-#include "attention.h"
-#include "attention_operators.h"
-#include "autograd.h"
-#include "common.h"
-#include "product_operators.h"
-#include "row_operators.h"
+#include "attention/attention.h"
+#include "attention/ops.h"
+#include "dense/ops.h"
+#include "glue/autograd.h"
+#include "glue/checks.h"
+#include "rows/ops.h"
 
 namespace matmuls {
 namespace {
@@ -129,7 +129,7 @@ Gradients fused_gradients(const Kept& c, const Tensor& grad) {
 
 // The gradient of the probabilities becomes that of the scores where it lies.
 Gradients gradients_in_pieces(Kept c, Tensor grad, const Tensor& grad_y) {
-  c.q = c.q.contiguous(), c.k = c.k.contiguous(), c.v = c.v.contiguous();  // once, as in attention.cpp
+  c.q = c.q.contiguous(), c.k = c.k.contiguous(), c.v = c.v.contiguous();  // once, as in attention/attention.cpp
   const auto [scaled, scale] = c.y.defined() ? std::pair(Tensor(), 1.0) : folded(c.q, c.scale);  // to make the scores
   Gradients results;
   auto& [dq, dk, dv] = results;

@@ -16,10 +16,10 @@
 
 #include <limits>
 
-#include "attention.h"
-#include "hopper.cuh"
-#include "launch.cuh"
-#include "tensor_map.h"
+#include "attention/attention.h"
+#include "gpu/hopper.cuh"
+#include "gpu/launch.cuh"
+#include "gpu/tensor_map.h"
 
 namespace matmuls {
 namespace {

@@ -1,7 +1,7 @@
 // What attention and its gradient call by way of the dispatcher, beside products.
 #pragma once
 
-#include "operator.h"
+#include "glue/operator.h"
 
 namespace matmuls {
 

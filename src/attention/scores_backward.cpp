@@ -4,9 +4,9 @@
 // dy is made and used in pieces of at most piece_bytes, or one row.
 #include <torch/library.h>
 
-#include "common.h"
-#include "product_operators.h"
-#include "row_operators.h"
+#include "dense/ops.h"
+#include "glue/checks.h"
+#include "rows/ops.h"
 
 namespace matmuls {
 namespace {

@@ -1,4 +1,4 @@
-// Activations and their gradients: a part of rows_cpu_loops.h, whose exponential they take, compiled as it is.
+// Activations and their gradients: a part of cpu/row_loops.h, whose exponential they take, compiled as it is.
 
 // The share of the normal distribution that lies below z, and its density there; by tanh what approximates them.
 template <class A>

@@ -1,4 +1,4 @@
-// What a file of loops needs to be compiled for several instruction sets (each_instruction_set.h).
+// What a file of loops needs to be compiled for several instruction sets (cpu/each_instruction_set.h).
 #pragma once
 
 #include <c10/macros/Macros.h>

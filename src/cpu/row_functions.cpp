@@ -1,12 +1,13 @@
-// The rows of rows_cpu.h: the loops compiled for three instruction sets, and the choice among them at run time.
-#include "rows_cpu.h"
+// The rows of cpu/row_functions.h: the loops compiled for three instruction sets, and the choice among them at run
+// time.
+#include "cpu/row_functions.h"
 
 #include <climits>
 #include <cmath>
 #include <cstddef>
 #include <vector>
 
-#include "instruction_sets.h"
+#include "cpu/instruction_sets.h"
 
 namespace matmuls {
 namespace {
@@ -40,8 +41,8 @@ struct Rows {
   decltype(&gelu_backward_row<T>) gelu_backward;
 };
 
-#define LOOPS "rows_cpu_loops.h"
-#include "each_instruction_set.h"
+#define LOOPS "cpu/row_loops.h"
+#include "cpu/each_instruction_set.h"
 
 template <class T>
 const Rows<T>& rows() {

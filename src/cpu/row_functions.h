@@ -9,9 +9,9 @@
 
 #include <cstdint>
 
-#include "activation.h"
-#include "masks.h"
-#include "scalar_types.h"
+#include "glue/activation.h"
+#include "glue/masks.h"
+#include "glue/scalar_types.h"
 
 namespace matmuls {
 

@@ -1,12 +1,12 @@
-// The loops over a row, written once with vector extensions and included by rows_cpu.cpp once per instruction set, each
-// time in another namespace and with another ROWS_VECTOR_BYTES: no include guard, no other #include and no call of a
-// template of the standard library (vectors_cpu.h says why).
+// The loops over a row, written once with vector extensions and included by cpu/row_functions.cpp once per instruction
+// set, each time in another namespace and with another ROWS_VECTOR_BYTES: no include guard, no other #include and no
+// call of a template of the standard library (cpu/vectors.h says why).
 
 constexpr int64_t kBlock = 4096;  // columns summed apart; 16 KB of floats, so that a block stays in the L1 cache
 constexpr int64_t kMaxBlocks = 64;
 constexpr int kChains = 4;  // independent accumulators, which hide the latency of an addition
 
-#include "vectors_cpu.h"
+#include "cpu/vectors.h"
 
 // exp(x) for -87.3 <= x <= 0 (-708.3 of doubles), to 1 ulp; NaN for NaN.
 // x = n ln2 + r with |r| <= ln2 / 2, exp(x) = 2^n exp(r). Adding 1.5 * 2^23 rounds to an integer and leaves it in the
@@ -461,7 +461,7 @@ void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic
   });
 }
 
-#include "activation_cpu_loops.h"
+#include "cpu/activation_loops.h"
 
 template <class T>
 constexpr Rows<T> kRows = {

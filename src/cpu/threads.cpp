@@ -5,7 +5,7 @@
 // parent, the next parallel region of the child waits for ever, in our loops, in torch's and in MKL's. So the pool ends
 // first, by OpenMP's call for it. The pools of other threads do not reach the child. OpenBLAS does the same with its
 // threads. LLVM's and Intel's OpenMP start anew in a child by themselves, and fail where that call comes within fork().
-#include "threads.h"
+#include "cpu/threads.h"
 
 #include <dlfcn.h>
 #include <omp.h>

@@ -1,4 +1,4 @@
-// Work shared among torch's threads on the CPU. What a child of fork() has of them: threads.cpp.
+// Work shared among torch's threads on the CPU. What a child of fork() has of them: cpu/threads.cpp.
 #pragma once
 
 #include <ATen/Parallel.h>

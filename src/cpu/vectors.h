@@ -1,5 +1,5 @@
-// Vectors by GCC's extension, whose width is ROWS_VECTOR_BYTES: included by the loops that rows_cpu.cpp and
-// sparse_cpu.cpp compile once per instruction set, each time in another namespace. Hence no include guard, and no
+// Vectors by GCC's extension, whose width is ROWS_VECTOR_BYTES: included by the loops that cpu/row_functions.cpp and
+// sparse/cpu.cpp compile once per instruction set, each time in another namespace. Hence no include guard, and no
 // #include: a header first read here would be compiled for this instruction set, and its inline functions, shared by
 // name with the rest of the program, would then need it everywhere.
 

@@ -5,8 +5,8 @@
 // written once; float32 arithmetic (float64 for float64). gelu(-inf) is 0, where torch's is NaN.
 #include <ATen/core/Tensor.h>
 
-#include "activation.h"
-#include "common.h"
+#include "glue/activation.h"
+#include "glue/checks.h"
 
 namespace matmuls {
 
@@ -41,9 +41,9 @@ constexpr const char* kOp = "bias_act_";
 #include <bit>
 #include <cfloat>
 
-#include "device.cuh"
-#include "device_limits.h"
-#include "handles.h"
+#include "glue/handles.h"
+#include "gpu/device_limits.h"
+#include "gpu/vector_io.cuh"
 
 namespace matmuls {
 namespace {
@@ -226,11 +226,11 @@ bool activate_on_gpu(const Call& c) {
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
-#include "autograd.h"
-#include "product_operators.h"
-#include "row_operators.h"
-#include "rows.h"
-#include "rows_cpu.h"
+#include "cpu/row_functions.h"
+#include "dense/ops.h"
+#include "glue/autograd.h"
+#include "glue/rows.h"
+#include "rows/ops.h"
 
 namespace matmuls {
 namespace {

@@ -10,10 +10,10 @@
 #include <ATen/ops/relu.h>
 #include <torch/library.h>
 
-#include "activation.h"
-#include "autograd.h"
-#include "product.h"
-#include "product_operators.h"
+#include "dense/gemm.h"
+#include "dense/ops.h"
+#include "glue/activation.h"
+#include "glue/autograd.h"
 
 #ifdef MATMULS_CUDA
 #include <ATen/cuda/CUDAContextLight.h>
@@ -23,8 +23,8 @@
 #include <memory>
 #include <unordered_map>
 
-#include "gemm_types.h"
-#include "handles.h"
+#include "dense/gemm_types.h"
+#include "glue/handles.h"
 #endif
 
 namespace matmuls {

@@ -7,10 +7,10 @@
 
 #include <algorithm>
 
-#include "activation.h"
-#include "common.h"
-#include "product.h"
-#include "product_operators.h"
+#include "dense/gemm.h"
+#include "dense/ops.h"
+#include "glue/activation.h"
+#include "glue/checks.h"
 
 namespace matmuls {
 namespace {

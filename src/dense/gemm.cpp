@@ -1,4 +1,4 @@
-#include "product.h"
+#include "dense/gemm.h"
 
 #include <ATen/ops/empty.h>
 
@@ -190,7 +190,7 @@ Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, c
 #ifdef MATMULS_CUDA
 #include <ATen/Context.h>
 
-#include "gemm_types.h"
+#include "dense/gemm_types.h"
 
 namespace matmuls {
 

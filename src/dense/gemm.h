@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "common.h"
+#include "glue/checks.h"
 
 namespace matmuls {
 

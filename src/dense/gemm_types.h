@@ -3,11 +3,11 @@
 
 #include <library_types.h>
 
-#include "common.h"
+#include "glue/checks.h"
 
 namespace matmuls {
 
-bool allows_tf32();  // torch's switch, in product.cpp
+bool allows_tf32();  // torch's switch, in dense/gemm.cpp
 
 struct GemmTypes {
   cudaDataType_t data, scale;

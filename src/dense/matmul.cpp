@@ -5,13 +5,13 @@
 #include <ATen/ops/matmul.h>
 #include <torch/library.h>
 
-#include "autograd.h"
-#include "product.h"
-#include "product_operators.h"
+#include "dense/gemm.h"
+#include "dense/ops.h"
+#include "glue/autograd.h"
 
 #ifdef MATMULS_CUDA
-#include "gemm_types.h"
-#include "handles.h"
+#include "dense/gemm_types.h"
+#include "glue/handles.h"
 #endif
 
 namespace matmuls {

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "operator.h"
+#include "glue/operator.h"
 
 namespace matmuls {
 

@@ -1,4 +1,4 @@
-#include "common.h"
+#include "glue/checks.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>

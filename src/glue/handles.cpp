@@ -1,4 +1,4 @@
-#include "handles.h"
+#include "glue/handles.h"
 
 #ifndef MATMULS_CUDA
 
@@ -41,7 +41,7 @@ RelaxedCapture::~RelaxedCapture() = default;
 #include <thread>
 #include <utility>
 
-#include "device_limits.h"
+#include "gpu/device_limits.h"
 
 namespace matmuls {
 

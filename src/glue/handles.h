@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "common.h"
+#include "glue/checks.h"
 
 namespace matmuls {
 

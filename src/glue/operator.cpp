@@ -1,4 +1,4 @@
-#include "operator.h"
+#include "glue/operator.h"
 
 #include <ATen/autocast_mode.h>
 

@@ -1,6 +1,6 @@
 // Calls of operators of which every argument but one tensor is known. What is asked and parsed for a call is asked
 // once, and then only whether all is as it was: 2 us of a call instead of 10 in Python.
-#include "bound_calls.h"
+#include "glue/prepared_calls.h"
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "handles.h"
+#include "glue/handles.h"
 
 namespace matmuls {
 namespace {

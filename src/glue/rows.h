@@ -7,8 +7,8 @@
 #include <numeric>
 #include <vector>
 
-#include "common.h"
-#include "threads.h"
+#include "cpu/threads.h"
+#include "glue/checks.h"
 
 namespace matmuls {
 

@@ -1,5 +1,5 @@
 #ifdef MATMULS_CUDA
-#include "device_limits.h"
+#include "gpu/device_limits.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAException.h>
@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "tensor_map.h"
+#include "gpu/tensor_map.h"
 
 namespace matmuls {
 namespace {

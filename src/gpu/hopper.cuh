@@ -13,7 +13,7 @@
 
 #include <type_traits>
 
-#include "ptx.cuh"
+#include "gpu/ptx.cuh"
 
 namespace matmuls::hopper {
 

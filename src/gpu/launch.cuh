@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "device_limits.h"
+#include "gpu/device_limits.h"
 
 namespace matmuls {
 

@@ -1,4 +1,4 @@
-// Maps by which Hopper's bulk copies (hopper.cuh) find tiles of a tensor, made on the host.
+// Maps by which Hopper's bulk copies (gpu/hopper.cuh) find tiles of a tensor, made on the host.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>

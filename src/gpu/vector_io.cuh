@@ -10,8 +10,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "ptx.cuh"
-#include "scalar_types.h"
+#include "glue/scalar_types.h"
+#include "gpu/ptx.cuh"
 
 namespace matmuls {
 

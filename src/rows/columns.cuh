@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "device.cuh"
+#include "gpu/vector_io.cuh"
 
 namespace matmuls {
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "row_span.cuh"
+#include "rows/columns.cuh"
 
 namespace matmuls {
 

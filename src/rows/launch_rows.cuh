@@ -5,9 +5,10 @@
 // blocks hide the waits. Where sums go from row to row, a weight is best kept, or a row fills an SM, teams walk over
 // the rows instead, two to four of each on their way in shared memory. A row too long to be held passes by twice.
 //
-// An operation is a struct: what to fold, how states merge, what to write (softmax_backward.cu is the plainest). Here
-// its kernel is chosen and launched; the kernels are in row_kernels.cuh. Leaner ones for some rows: even_rows.cuh,
-// held_rows.cuh, wide_rows.cuh, shifted_rows.cuh, short_rows.cuh.
+// An operation is a struct: what to fold, how states merge, what to write (rows/softmax_backward.cu is the plainest).
+// Here its kernel is chosen and launched; the kernels are in rows/kernels/row_kernels.cuh. Leaner ones for some rows:
+// rows/kernels/even_rows.cuh, rows/kernels/two_pass.cuh, rows/kernels/cluster.cuh,
+// rows/kernels/persistent_unaligned.cuh, rows/kernels/staged.cuh.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -16,11 +17,11 @@
 #include <algorithm>
 #include <bit>
 
-#include "launch.cuh"
-#include "row_index.cuh"
-#include "row_kernels.cuh"
-#include "rows.h"
-#include "wide_rows.cuh"
+#include "glue/rows.h"
+#include "gpu/launch.cuh"
+#include "rows/kernels/cluster.cuh"
+#include "rows/kernels/row_kernels.cuh"
+#include "rows/row_index.cuh"
 
 namespace matmuls {
 

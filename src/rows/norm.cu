@@ -7,8 +7,8 @@
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
-#include "common.h"
-#include "rows.h"
+#include "glue/checks.h"
+#include "glue/rows.h"
 
 namespace matmuls {
 
@@ -32,11 +32,11 @@ using Call = NormCall;
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef __CUDACC__
-#include "even_passes.cuh"
-#include "handles.h"
-#include "rows.cuh"
-#include "shifted_rows.cuh"
-#include "short_rows.cuh"
+#include "glue/handles.h"
+#include "rows/kernels/even_passes.cuh"
+#include "rows/kernels/persistent_unaligned.cuh"
+#include "rows/kernels/staged.cuh"
+#include "rows/launch_rows.cuh"
 
 namespace matmuls {
 namespace {
@@ -221,7 +221,7 @@ struct Norm {
     });
   }
 
-  // The same of a row in short_rows.cuh's hands.
+  // The same of a row in rows/kernels/staged.cuh's hands.
   template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs,
                             const Constants& constants, Sums&, const Group& lanes, F) const {
@@ -354,11 +354,11 @@ void run_cuda(const Call& c) {
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "autograd.h"
-#include "huge_pages.h"
-#include "inplace_gradient.h"
-#include "row_operators.h"
-#include "rows_cpu.h"
+#include "cpu/huge_pages.h"
+#include "cpu/row_functions.h"
+#include "glue/autograd.h"
+#include "glue/autograd_inplace.h"
+#include "rows/ops.h"
 
 namespace matmuls {
 namespace {

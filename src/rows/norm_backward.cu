@@ -8,8 +8,8 @@
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
-#include "common.h"
-#include "rows.h"
+#include "glue/checks.h"
+#include "glue/rows.h"
 
 namespace matmuls {
 
@@ -33,11 +33,11 @@ constexpr const char* kOp = "norm_backward";
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef __CUDACC__
-#include "handles.h"
-#include "rows.cuh"
-#include "shifted_rows.cuh"
-#include "short_rows.cuh"
-#include "stream_norm_backward.h"
+#include "glue/handles.h"
+#include "rows/kernels/norm_backward_stream.h"
+#include "rows/kernels/persistent_unaligned.cuh"
+#include "rows/kernels/staged.cuh"
+#include "rows/launch_rows.cuh"
 
 namespace matmuls {
 namespace {
@@ -146,7 +146,7 @@ struct NormBackward {
     }
   }
 
-  // The same of a row in short_rows.cuh's hands.
+  // The same of a row in rows/kernels/staged.cuh's hands.
   template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs,
                             const Constants& constants, Sums& sums, const Group& lanes, F rstd) const {
@@ -246,7 +246,8 @@ __global__ void __launch_bounds__(256)
   partial[(int64_t(blockIdx.y) * 2 + 1) * columns + column] = dbias;
 }
 
-// Rows that stream_norm_backward.cu serves better than rows.cuh's kernels; the number of partial sums that it left.
+// Rows that rows/kernels/norm_backward_stream.cu serves better than rows/launch_rows.cuh's kernels; the number of
+// partial sums that it left.
 template <class T>
 int64_t launch_stream(const NormBackward<T>& op, const Rows<3>& rows, Tensor& partial, bool sums) {
   if (!op.dx || rows.dims > 1 || rows.columns > INT32_MAX / 4) return 0;
@@ -343,9 +344,9 @@ void run_cuda(const Call& c) {
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "huge_pages.h"
-#include "row_operators.h"
-#include "rows_cpu.h"
+#include "cpu/huge_pages.h"
+#include "cpu/row_functions.h"
+#include "rows/ops.h"
 
 namespace matmuls {
 namespace {

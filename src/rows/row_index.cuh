@@ -5,7 +5,7 @@
 
 #include <climits>
 
-#include "rows.h"
+#include "glue/rows.h"
 
 namespace matmuls {
 

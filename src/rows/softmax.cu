@@ -8,9 +8,9 @@
 
 #include <cmath>
 
-#include "common.h"
-#include "masks.h"
-#include "rows.h"
+#include "glue/checks.h"
+#include "glue/masks.h"
+#include "glue/rows.h"
 
 namespace matmuls {
 
@@ -61,12 +61,12 @@ CallRows rows_of_call(const Call& c) {
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef __CUDACC__
-#include "even_rows.cuh"
-#include "handles.h"
-#include "held_rows.cuh"
-#include "rows.cuh"
-#include "short_rows.cuh"
-#include "softmax.cuh"
+#include "glue/handles.h"
+#include "rows/kernels/even_rows.cuh"
+#include "rows/kernels/staged.cuh"
+#include "rows/kernels/two_pass.cuh"
+#include "rows/launch_rows.cuh"
+#include "rows/softmax_math.cuh"
 
 namespace matmuls {
 namespace {
@@ -255,12 +255,12 @@ void run_cuda(const Call& c) {
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
-#include "autograd.h"
-#include "handles.h"
-#include "huge_pages.h"
-#include "inplace_gradient.h"
-#include "row_operators.h"
-#include "rows_cpu.h"
+#include "cpu/huge_pages.h"
+#include "cpu/row_functions.h"
+#include "glue/autograd.h"
+#include "glue/autograd_inplace.h"
+#include "glue/handles.h"
+#include "rows/ops.h"
 
 namespace matmuls {
 namespace {

@@ -5,8 +5,8 @@
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
-#include "common.h"
-#include "rows.h"
+#include "glue/checks.h"
+#include "glue/rows.h"
 
 namespace matmuls {
 
@@ -39,11 +39,11 @@ Rows<4> rows_of_call(const Call& c) {
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef __CUDACC__
-#include "even_rows.cuh"
-#include "handles.h"
-#include "held_rows.cuh"
-#include "rows.cuh"
-#include "short_rows.cuh"
+#include "glue/handles.h"
+#include "rows/kernels/even_rows.cuh"
+#include "rows/kernels/staged.cuh"
+#include "rows/kernels/two_pass.cuh"
+#include "rows/launch_rows.cuh"
 
 namespace matmuls {
 namespace {
@@ -154,7 +154,7 @@ struct SoftmaxBackward {
     }
   }
 
-  // The same of a row in short_rows.cuh's hands.
+  // The same of a row in rows/kernels/staged.cuh's hands.
   template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs, const Constants&,
                             Sums&, const Group& lanes, F) const {
@@ -238,10 +238,10 @@ void run_cuda(const Call& c) {
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
-#include "autograd.h"
-#include "huge_pages.h"
-#include "row_operators.h"
-#include "rows_cpu.h"
+#include "cpu/huge_pages.h"
+#include "cpu/row_functions.h"
+#include "glue/autograd.h"
+#include "rows/ops.h"
 
 namespace matmuls {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <limits>
 
-#include "rows.cuh"
+#include "rows/launch_rows.cuh"
 
 namespace matmuls {
 

@@ -1,13 +1,14 @@
-// softmax of a row, behind a mask of any kind: what the kernels of rows.cuh ask of an operation, for softmax.cu alone.
+// softmax of a row, behind a mask of any kind: what the kernels of rows/launch_rows.cuh ask of an operation, for
+// rows/softmax.cu alone.
 #pragma once
 
 #include <limits>
 #include <type_traits>
 
-#include "masks.h"
-#include "packed_softmax.cuh"
-#include "rows.cuh"
-#include "short_rows.cuh"
+#include "glue/masks.h"
+#include "rows/kernels/staged.cuh"
+#include "rows/launch_rows.cuh"
+#include "rows/softmax_half2.cuh"
 
 namespace matmuls {
 namespace {
@@ -369,7 +370,7 @@ struct Softmax {
       put([&](F x) { return exp_of(x - result.max) * factor; });
   }
 
-  // The same of a row in short_rows.cuh's hands.
+  // The same of a row in rows/kernels/staged.cuh's hands.
   template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs, const Constants&,
                             Sums&, const Group& lanes, F) const {

@@ -1,7 +1,7 @@
 // The threads that share a row: some lanes of a warp, a block, or a cluster of blocks.
 #pragma once
 
-#include "device.cuh"
+#include "gpu/vector_io.cuh"
 
 namespace matmuls {
 

@@ -1,7 +1,7 @@
-// The products of sparse_cpu.h: the loops compiled for three instruction sets, and the choice among them at run time.
-#include "sparse_cpu.h"
+// The products of sparse/cpu.h: the loops compiled for three instruction sets, and the choice among them at run time.
+#include "sparse/cpu.h"
 
-#include "instruction_sets.h"
+#include "cpu/instruction_sets.h"
 
 namespace matmuls {
 namespace {
@@ -18,8 +18,8 @@ struct Kernels {
   decltype(&never_decrease<I>) rise;
 };
 
-#define LOOPS "sparse_cpu_loops.h"
-#include "each_instruction_set.h"
+#define LOOPS "sparse/cpu_loops.h"
+#include "cpu/each_instruction_set.h"
 
 template <class T, class I>
 const Kernels<T, I>& kernels() {

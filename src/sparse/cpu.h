@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "scalar_types.h"
+#include "glue/scalar_types.h"
 
 namespace matmuls {
 

@@ -1,8 +1,8 @@
-// The loops of sparse_cpu.h, included by sparse_cpu.cpp once per instruction set, each time in another namespace and
+// The loops of sparse/cpu.h, included by sparse/cpu.cpp once per instruction set, each time in another namespace and
 // with another ROWS_VECTOR_BYTES: no include guard, no other #include and no call of a template of the standard library
-// (vectors_cpu.h says why).
+// (cpu/vectors.h says why).
 
-#include "vectors_cpu.h"
+#include "cpu/vectors.h"
 
 constexpr int kTile = 8;    // vectors of sums: 128 float32 columns with AVX-512, half of its registers
 constexpr int kAhead = 16;  // nonzeros that the prefetch runs ahead

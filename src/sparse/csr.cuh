@@ -5,8 +5,8 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "device.cuh"
-#include "sparse.h"
+#include "gpu/vector_io.cuh"
+#include "sparse/csr.h"
 
 namespace matmuls {
 

@@ -1,10 +1,10 @@
 // A sparse matrix by its rows (CSR) as the operators take it, and what they share.
 //
 // crow: [rows + 1] offsets, col: [nonzeros], both int32 or both int64. On the CPU every operator looks at them before
-// it reads through them (csr_look.h); on a GPU none does, as it would wait for the device: csr_check looks once,
-// before. order: nonzero p has value order[p]; without it value p. A matrix stored by columns, in blocks or transposed
-// is another order over the same values. t_crow, t_col, t_order are the transposed matrix in the same form; without
-// them a gradient that needs it makes it. Duplicate and unsorted columns are as good as others.
+// it reads through them (sparse/index_checks.h); on a GPU none does, as it would wait for the device: csr_check looks
+// once, before. order: nonzero p has value order[p]; without it value p. A matrix stored by columns, in blocks or
+// transposed is another order over the same values. t_crow, t_col, t_order are the transposed matrix in the same form;
+// without them a gradient that needs it makes it. Duplicate and unsorted columns are as good as others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <string_view>
 
-#include "common.h"
+#include "glue/checks.h"
 
 namespace matmuls {
 
@@ -25,7 +25,7 @@ struct Pattern {
   int64_t rows() const { return crow.size(0) - 1; }
   int64_t nonzeros() const { return col.size(0); }
 
-  // The transposed matrix; `columns` of this one are its rows. In csr.cpp.
+  // The transposed matrix; `columns` of this one are its rows. In sparse/csr_ops.cpp.
   Pattern transposed(const c10::SymInt& columns) const;
 };
 

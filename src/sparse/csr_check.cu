@@ -1,6 +1,6 @@
 // csr_check: all indices, and what they say.
 #ifdef __CUDACC__
-#include "csr_check.h"
+#include "sparse/csr_check.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/cuda/CUDAContextLight.h>
@@ -9,7 +9,7 @@
 
 #include <algorithm>
 
-#include "common.h"
+#include "glue/checks.h"
 
 namespace matmuls {
 namespace {

@@ -1,4 +1,4 @@
-// csr_check on a GPU, for csr.cpp.
+// csr_check on a GPU, for sparse/csr_ops.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>

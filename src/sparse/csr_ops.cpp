@@ -16,14 +16,14 @@
 #include <atomic>
 #include <cstdlib>
 
-#include "common.h"
-#include "csr_check.h"
-#include "csr_look.h"
-#include "sparse_operators.h"
-#include "threads.h"
+#include "cpu/threads.h"
+#include "glue/checks.h"
+#include "sparse/csr_check.h"
+#include "sparse/index_checks.h"
+#include "sparse/ops.h"
 
 #ifdef MATMULS_CUDA
-#include "handles.h"
+#include "glue/handles.h"
 #endif
 
 namespace matmuls {

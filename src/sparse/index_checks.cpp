@@ -1,11 +1,11 @@
-#include "csr_look.h"
+#include "sparse/index_checks.h"
 
 #include <algorithm>
 #include <atomic>
 #include <limits>
 
-#include "sparse_cpu.h"
-#include "threads.h"
+#include "cpu/threads.h"
+#include "sparse/cpu.h"
 
 namespace matmuls {
 namespace {

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "sparse.h"
+#include "sparse/csr.h"
 
 namespace matmuls {
 

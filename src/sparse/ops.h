@@ -1,11 +1,11 @@
-// The products of sparse.h by way of the dispatcher, for the operations that are made of them.
+// The products of sparse/csr.h by way of the dispatcher, for the operations that are made of them.
 #pragma once
 
 #include <string_view>
 #include <utility>
 
-#include "row_operators.h"
-#include "sparse.h"
+#include "rows/ops.h"
+#include "sparse/csr.h"
 
 namespace matmuls {
 

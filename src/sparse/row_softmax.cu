@@ -1,13 +1,13 @@
-// csr_softmax: y = softmax(scale * x) over the nonzeros of each row of a sparse pattern (sparse.h), and its gradient
-// csr_softmax_backward: dx = scale * y * (grad - sum(y * grad)). x, y, grad: [..., nonzeros].
+// csr_softmax: y = softmax(scale * x) over the nonzeros of each row of a sparse pattern (sparse/csr.h), and its
+// gradient csr_softmax_backward: dx = scale * y * (grad - sum(y * grad)). x, y, grad: [..., nonzeros].
 //
 // What is not in the pattern is as if it were masked: an empty row has nothing to give. Values as torch.softmax of the
 // row, NaN and inf included.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
-#include "common.h"
-#include "sparse.h"
+#include "glue/checks.h"
+#include "sparse/csr.h"
 
 namespace matmuls {
 
@@ -31,8 +31,8 @@ constexpr const char *kOp = "sparse_softmax", *kBackwardOp = "sparse_softmax_bac
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef __CUDACC__
-#include "handles.h"
-#include "sparse.cuh"
+#include "glue/handles.h"
+#include "sparse/csr.cuh"
 
 namespace matmuls {
 namespace {
@@ -168,11 +168,11 @@ void run_cuda(const Call& c) { c.grad.defined() ? run_cuda_as<true>(c) : run_cud
 #include <ATen/ops/ones_like.h>
 #include <torch/library.h>
 
-#include "autograd.h"
-#include "csr_look.h"
-#include "rows_cpu.h"
-#include "sparse_operators.h"
-#include "threads.h"
+#include "cpu/row_functions.h"
+#include "cpu/threads.h"
+#include "glue/autograd.h"
+#include "sparse/index_checks.h"
+#include "sparse/ops.h"
 
 namespace matmuls {
 namespace {

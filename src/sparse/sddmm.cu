@@ -1,13 +1,13 @@
-// csr_sddmm: out[p] = alpha * dot(a[row of p], b[column of p]) for every nonzero p of a sparse pattern (sparse.h).
+// csr_sddmm: out[p] = alpha * dot(a[row of p], b[column of p]) for every nonzero p of a sparse pattern (sparse/csr.h).
 //
 // a: [..., rows, n], b: [..., columns, n], so that a @ b^T is sampled; out: [..., nonzeros] at the values' places. The
 // gradient of a sparse product's values, and the scores of sparse attention: no more than out is ever made. `summed`
-// adds up the batch. With `selected` a column counts only where it selected p's value (spmm.h).
+// adds up the batch. With `selected` a column counts only where it selected p's value (sparse/spmm/spmm.h).
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
-#include "common.h"
-#include "sparse.h"
+#include "glue/checks.h"
+#include "sparse/csr.h"
 
 namespace matmuls {
 
@@ -35,8 +35,8 @@ constexpr const char* kOp = "sddmm";
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef __CUDACC__
-#include "handles.h"
-#include "sparse.cuh"
+#include "glue/handles.h"
+#include "sparse/csr.cuh"
 
 namespace matmuls {
 namespace {
@@ -206,11 +206,11 @@ void run_cuda(const Call& c) {
 #include <c10/util/accumulate.h>
 #include <torch/library.h>
 
-#include "autograd.h"
-#include "csr_look.h"
-#include "sparse_cpu.h"
-#include "sparse_operators.h"
-#include "threads.h"
+#include "cpu/threads.h"
+#include "glue/autograd.h"
+#include "sparse/cpu.h"
+#include "sparse/index_checks.h"
+#include "sparse/ops.h"
 
 namespace matmuls {
 namespace {

@@ -11,7 +11,7 @@
 // Two blocks have room on a multiprocessor: the next launch waits there for the end of this one, and meanwhile brings
 // its first operands to the L2. That reads none of them, and the L2 follows what still changes.
 #ifdef __CUDACC__
-#include "inplace_mm_sm90.cuh"
+#include "dense/inplace/panels_sm90.cuh"
 
 namespace matmuls::in_place {
 namespace {
@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     float acc[kColumns / 2];
 #pragma unroll
     for (float& x : acc) x = 0;
-    // Turned, as in inplace_mm_sm90.cu: this thread's columns of the result, one in a warp's first eight and one in its
-    // second, 32 in two warps.
+    // Turned, as in dense/inplace/panels_sm90.cu: this thread's columns of the result, one in a warp's first eight and
+    // one in its second, 32 in two warps.
     const auto place = [&](int h) { return 2 * warp % 4 + h ^ lane / 16 * 5; };
     // The columns that this thread writes: of both halves of a turned tile's rows two, else eight of a half's.
     const auto column_of = [&](int i) {

@@ -1,8 +1,8 @@
 // matmul_: a <- a @ op(b) + bias, over a's own rows, with a bounded workspace however large a is.
 //
-// A row of the result needs the same row of a alone. Hopper multiplies in one kernel (inplace_mm_sm90.cu). Elsewhere a
-// panel of rows is copied into the workspace and the product is written back over it by cuBLAS, or torch's BLAS on the
-// CPU.
+// A row of the result needs the same row of a alone. Hopper multiplies in one kernel (dense/inplace/panels_sm90.cu).
+// Elsewhere a panel of rows is copied into the workspace and the product is written back over it by cuBLAS, or torch's
+// BLAS on the CPU.
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
@@ -12,14 +12,14 @@
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
 
-#include "autograd.h"
-#include "inplace_gradient.h"
-#include "product.h"
-#include "product_operators.h"
+#include "dense/gemm.h"
+#include "dense/ops.h"
+#include "glue/autograd.h"
+#include "glue/autograd_inplace.h"
 
 #ifdef MATMULS_CUDA
-#include "handles.h"
-#include "inplace_mm.h"
+#include "dense/inplace/inplace_matmul.h"
+#include "glue/handles.h"
 #endif
 
 namespace matmuls {

@@ -1,4 +1,4 @@
-// The one-kernel in-place product of Hopper, for inplace_mm.cpp.
+// The one-kernel in-place product of Hopper, for dense/inplace/inplace_matmul.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>

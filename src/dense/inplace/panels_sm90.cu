@@ -17,9 +17,9 @@
 // launched when all of its blocks have started. Inside a team clusters wait for nothing but that all have multiplied
 // the same pair, and that waits for earlier pairs alone.
 #ifdef __CUDACC__
-#include "gemm_types.h"
-#include "inplace_mm.h"
-#include "inplace_mm_sm90.cuh"
+#include "dense/gemm_types.h"
+#include "dense/inplace/inplace_matmul.h"
+#include "dense/inplace/panels_sm90.cuh"
 
 namespace matmuls {
 namespace {

@@ -11,10 +11,10 @@
 #include <optional>
 #include <tuple>
 
-#include "common.h"
-#include "hopper.cuh"
-#include "launch.cuh"
-#include "tensor_map.h"
+#include "glue/checks.h"
+#include "gpu/hopper.cuh"
+#include "gpu/launch.cuh"
+#include "gpu/tensor_map.h"
 
 namespace matmuls::in_place {
 
@@ -90,7 +90,7 @@ bool start(Launch& launch, bool together, int blocks_of_a_cluster, Kernel kernel
 template <class T, bool b_k_apart>
 constexpr bool kTurned = sizeof(T) == 4 && b_k_apart;
 
-// The products of few rows, inplace_mm_few_sm90.cu. False where they are more than one wave.
+// The products of few rows, dense/inplace/few_rows_sm90.cu. False where they are more than one wave.
 template <class T, bool b_k_apart>
 bool multiply_few_rows(const Operands& o);
 

@@ -4,7 +4,7 @@
 // numbers beside its whole vectors are one more for each of the first threads.
 #pragma once
 
-#include "row_kernels.cuh"
+#include "rows/kernels/row_kernels.cuh"
 
 namespace matmuls {
 

@@ -3,7 +3,7 @@
 // writes: float32 layer norm of 16384 columns at 0.98 of a copy, 0.91 where a block holds the whole row.
 #pragma once
 
-#include "even_rows.cuh"
+#include "rows/kernels/even_rows.cuh"
 
 namespace matmuls {
 

@@ -1,9 +1,9 @@
 // Rows that threads share evenly: each has NV whole vectors, known when this is compiled. No branch asks whether a
-// vector is there, and addresses are a register and a number: half the instructions of rows.cuh's kernels, for which
-// 16-bit layer norm waits (8192 columns: 15 a column against 34, 0.94 of a copy against 0.85).
+// vector is there, and addresses are a register and a number: half the instructions of rows/launch_rows.cuh's kernels,
+// for which 16-bit layer norm waits (8192 columns: 15 a column against 34, 0.94 of a copy against 0.85).
 #pragma once
 
-#include "rows.cuh"
+#include "rows/launch_rows.cuh"
 
 namespace matmuls {
 

@@ -1,7 +1,7 @@
-// norm_backward of rows that rows.cuh's kernels do not serve well: those too long for a cluster to have another on its
-// way, and middle ones of 16-bit numbers that do not start on 16 bytes. A block keeps the weight of its columns and
-// several rows on their way in shared memory, and the sums of its columns over the rows in registers. A row is written
-// after the next one is folded, so that nobody waits for its sums.
+// norm_backward of rows that rows/launch_rows.cuh's kernels do not serve well: those too long for a cluster to have
+// another on its way, and middle ones of 16-bit numbers that do not start on 16 bytes. A block keeps the weight of its
+// columns and several rows on their way in shared memory, and the sums of its columns over the rows in registers. A row
+// is written after the next one is folded, so that nobody waits for its sums.
 //
 // Long rows: up to 64 blocks share one. They meet in memory, by letters that carry the number of their row: the GPU has
 // room for more such teams than for clusters of as many blocks. 65536 columns of 16 bits by four blocks of 512 threads
@@ -11,15 +11,15 @@
 // before its first whole vector and after its last are one thread's of the first warp each, so that no vector has to
 // ask where the row ends.
 #ifdef __CUDACC__
-#include "stream_norm_backward.h"
+#include "rows/kernels/norm_backward_stream.h"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 
-#include "device.cuh"
-#include "launch.cuh"
+#include "gpu/launch.cuh"
+#include "gpu/vector_io.cuh"
 
 namespace matmuls {
 namespace {

@@ -1,4 +1,4 @@
-// norm_backward of rows that stream through shared memory: see stream_norm_backward.cu.
+// norm_backward of rows that stream through shared memory: see rows/kernels/norm_backward_stream.cu.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +22,8 @@ struct StreamNormBackward {
   static constexpr int kLetters = 512;
 };
 
-// How many teams of blocks share such rows on the current device, 0 where rows.cuh's kernels serve them better.
-// `whole`: rows are whole 16-byte vectors, aligned.
+// How many teams of blocks share such rows on the current device, 0 where rows/launch_rows.cuh's kernels serve them
+// better. `whole`: rows are whole 16-byte vectors, aligned.
 template <class T>
 int stream_norm_backward_teams(int64_t columns, int64_t rows, bool whole);
 // False, and nothing is written, where the teams' blocks, which wait for each other, do not all fit.

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "rows.cuh"
+#include "rows/launch_rows.cuh"
 
 namespace matmuls {
 
@@ -161,7 +161,8 @@ bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothin
     return true;
   };
   const auto fits = [&](int64_t threads, int held) {
-    // Of the sums of float32 the warps' threads leave more idle than rows.cuh's: they pay where an eighth is at most.
+    // Of the sums of float32 the warps' threads leave more idle than rows/launch_rows.cuh's: they pay where an eighth
+    // is at most.
     const bool full = V == 8 || !Op::kColumnSums || threads > 32 || 8 * most >= 7 * held * threads;
     return full && (held - 1) * threads <= least && most <= held * threads;
   };
@@ -189,7 +190,8 @@ bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothin
   } else {
     if (warps.template operator()<1, 2, 3, 4, 5, 6, 7, 8>(16) || warps.template operator()<5, 6, 7, 8>(32)) return true;
     if constexpr (V == 8) return block.template operator()<6, 5, 8>(kShiftedThreads<Op>);
-    // 352 threads a multiprocessor are too few: layer norm of 8191 columns at 0.75 of a copy, by rows.cuh's at 0.87.
+    // 352 threads a multiprocessor are too few: layer norm of 8191 columns at 0.75 of a copy, by rows/launch_rows.cuh's
+    // at 0.87.
     return block.template operator()<6, 5>(256) || block.template operator()<4>(256);
   }
 }

@@ -1,11 +1,12 @@
-// The kernels of rows.cuh: a team for each row, teams that walk over the rows, and a row that passes by twice. A
-// thread's columns are in row_span.cuh, what it holds of them in row_inputs.cuh, how a team merges in row_team.cuh.
+// The kernels of rows/launch_rows.cuh: a team for each row, teams that walk over the rows, and a row that passes by
+// twice. A thread's columns are in rows/columns.cuh, what it holds of them in rows/inputs.cuh, how a team merges in
+// rows/team.cuh.
 #pragma once
 
 #include <algorithm>
 
-#include "row_inputs.cuh"
-#include "row_team.cuh"
+#include "rows/inputs.cuh"
+#include "rows/team.cuh"
 
 namespace matmuls {
 

@@ -1,14 +1,14 @@
 // Short rows, side by side, that do not start or end on 16 bytes. Nothing is asked of a row's ends, which costs
-// rows.cuh's kernels as much as the rest of a short row: each lane has every so many'th number of it, known when this
-// is compiled. Warps bring several rows at once to shared memory by 16 bytes, work on them there, and take them back;
-// float32 rows of more than 160 columns, whose numbers are as wide as a lane's share of a memory transaction, they read
-// and write where they are. Many blocks with little work each: RMS norm at 0.92 to 1.0 of a copy,
-// where as many blocks as run at once, walking over the rows, had 0.79 to 0.87.
+// rows/launch_rows.cuh's kernels as much as the rest of a short row: each lane has every so many'th number of it, known
+// when this is compiled. Warps bring several rows at once to shared memory by 16 bytes, work on them there, and take
+// them back; float32 rows of more than 160 columns, whose numbers are as wide as a lane's share of a memory
+// transaction, they read and write where they are. Many blocks with little work each: RMS norm at 0.92 to 1.0 of a
+// copy, where as many blocks as run at once, walking over the rows, had 0.79 to 0.87.
 #pragma once
 
 #include <algorithm>
 
-#include "rows.cuh"
+#include "rows/launch_rows.cuh"
 
 namespace matmuls {
 
@@ -109,7 +109,7 @@ constexpr int kTileBlocks = [] {
   return held <= 36 ? 6 : held <= 48 ? 5 : held <= 76 ? 4 : 3;
 }();
 
-// Of an operation it wants what rows.cuh does but for fold and write, and
+// Of an operation it wants what rows/launch_rows.cuh does but for fold and write, and
 //   row_beside(r, offset)  row r, where all lie side by side; what is read and written is at the offset of each tensor
 //   run_from(r), row_in(run, r)  the same of many rows in turn, if it must look up where something of theirs lies: of
 //                          the run.rows that follow run.first, and of others more slowly

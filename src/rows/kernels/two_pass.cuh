@@ -1,11 +1,11 @@
 // Long rows, a block or a cluster for each. Registers and shared memory together hold those of two or three blocks, so
-// that one reads while another writes: float32 softmax of 30522 columns at 0.98 of a copy, by wide_rows.cuh's blocks,
-// one of a multiprocessor, at 0.88. What they do not hold of a row is read twice, the second time from the L2, where it
-// is still. Of rows that do not start or end on 16 bytes the numbers beside the whole vectors are one more for each of
-// the first threads.
+// that one reads while another writes: float32 softmax of 30522 columns at 0.98 of a copy, by
+// rows/kernels/cluster.cuh's blocks, one of a multiprocessor, at 0.88. What they do not hold of a row is read twice,
+// the second time from the L2, where it is still. Of rows that do not start or end on 16 bytes the numbers beside the
+// whole vectors are one more for each of the first threads.
 #pragma once
 
-#include "rows.cuh"
+#include "rows/launch_rows.cuh"
 
 namespace matmuls {
 

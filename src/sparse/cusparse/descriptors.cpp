@@ -1,5 +1,5 @@
-// The parts of sparse_parts.h: their checks, their way to rows, their descriptors.
-#include "sparse_parts.h"
+// The parts of sparse/cusparse/descriptors.h: their checks, their way to rows, their descriptors.
+#include "sparse/cusparse/descriptors.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_convert_indices_from_coo_to_csr.h>
@@ -8,8 +8,8 @@
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/sort.h>
 
-#include "csr_look.h"
-#include "row_operators.h"
+#include "rows/ops.h"
+#include "sparse/index_checks.h"
 
 namespace matmuls {
 

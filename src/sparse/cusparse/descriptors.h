@@ -3,11 +3,12 @@
 //
 // csr: offsets [rows + 1], indices [nonzeros] are columns. csc: offsets [columns + 1], indices are rows. coo: offsets
 // are rows, [nonzeros] that do not decrease, indices are columns. bsr: offsets [rows / height + 1] and indices [blocks]
-// count blocks, values [blocks, height, width]. Like those of sparse.h they were checked before an operator sees them.
+// count blocks, values [blocks, height, width]. Like those of sparse/csr.h they were checked before an operator sees
+// them.
 #pragma once
 
-#include "common.h"
-#include "sparse.h"
+#include "glue/checks.h"
+#include "sparse/csr.h"
 
 namespace matmuls {
 
@@ -35,7 +36,7 @@ Pattern by_rows(const SparseParts& a, bool transposed);
 #include <memory>
 #include <optional>
 
-#include "handles.h"
+#include "glue/handles.h"
 
 namespace matmuls {
 

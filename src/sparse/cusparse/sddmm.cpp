@@ -3,10 +3,10 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "autograd.h"
-#include "csr_look.h"
-#include "sparse_operators.h"
-#include "sparse_parts.h"
+#include "glue/autograd.h"
+#include "sparse/cusparse/descriptors.h"
+#include "sparse/index_checks.h"
+#include "sparse/ops.h"
 
 namespace matmuls {
 namespace {

@@ -1,5 +1,6 @@
-// cusparse_spmm: out = alpha * op(A) @ op(dense) + beta * out by cusparseSpMM, A in the forms of sparse_parts.h.
-// cusparse_prepare: what cusparseSpMM_preprocess learns of A's indices, for many products of one kind.
+// cusparse_spmm: out = alpha * op(A) @ op(dense) + beta * out by cusparseSpMM, A in the forms of
+// sparse/cusparse/descriptors.h. cusparse_prepare: what cusparseSpMM_preprocess learns of A's indices, for many
+// products of one kind.
 //
 // Source: cuSPARSE's generic API; on the CPU our own product over the same matrix by rows. cuSPARSE promises the same
 // bits every time for csr_alg3, coo_alg2 and bsr_alg1 alone, and for none of them where A is transposed.
@@ -8,9 +9,9 @@
 
 #include <mutex>
 
-#include "autograd.h"
-#include "sparse_operators.h"
-#include "sparse_parts.h"
+#include "glue/autograd.h"
+#include "sparse/cusparse/descriptors.h"
+#include "sparse/ops.h"
 
 #ifdef MATMULS_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>

@@ -1,13 +1,14 @@
-// csr_spmm on a GPU: how rows are shared out, and which kernel of spmm.cuh or filled.h does it.
+// csr_spmm on a GPU: how rows are shared out, and which kernel of sparse/spmm/by_rows/by_rows.cuh or
+// sparse/spmm/densified/densified.h does it.
 #ifdef __CUDACC__
-#include "spmm.cuh"
+#include "sparse/spmm/by_rows/by_rows.cuh"
 
 #include <ATen/Dispatch.h>
 
-#include "common.h"
-#include "handles.h"
-#include "launch.cuh"
-#include "spmm.h"
+#include "glue/checks.h"
+#include "glue/handles.h"
+#include "gpu/launch.cuh"
+#include "sparse/spmm/spmm.h"
 
 namespace matmuls::spmm {
 namespace {

@@ -1,4 +1,4 @@
-// csr_spmm: out = alpha * reduce(A @ dense) + beta * out, A sparse by rows (sparse.h), dense [..., columns, n].
+// csr_spmm: out = alpha * reduce(A @ dense) + beta * out, A sparse by rows (sparse/csr.h), dense [..., columns, n].
 //
 // reduce: sum, mean (over a row's nonzeros), max or min; an empty row gives 0. With `selected`, [..., rows, n] indices
 // of values, a nonzero counts only in the columns where its own row (or its column's, by_column) selected its value:
@@ -8,8 +8,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "filled.h"
-#include "sparse.h"
+#include "sparse/csr.h"
+#include "sparse/spmm/densified/densified.h"
 
 namespace matmuls::spmm {
 
@@ -33,11 +33,13 @@ struct Call {
 void run_cpu(const Call& c);
 void run_cuda(const Call& c);
 
-// What run_cuda asks of the rest of ATen, whose headers cost CUDA code more than its kernels. In csr_spmm.cpp.
+// What run_cuda asks of the rest of ATen, whose headers cost CUDA code more than its kernels. In
+// sparse/spmm/spmm_ops.cpp.
 bool must_be_deterministic();
 void multiply_filled(const at::Tensor& a, const at::Tensor& dense, const at::Tensor& out);  // sums in float32
 
-// The product with what a plan keeps of a matrix (filled.h), by rows where halves will not do; and what it keeps.
+// The product with what a plan keeps of a matrix (sparse/spmm/densified/densified.h), by rows where halves will not do;
+// and what it keeps.
 void run_halves(const Call& c, const Filled& kept);
 Filled fill_on_gpu(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four, int64_t beyond);
 

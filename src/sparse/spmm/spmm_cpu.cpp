@@ -1,10 +1,10 @@
 // csr_spmm on the CPU: rows in shares of equal work over torch's threads.
-#include "spmm.h"
+#include "sparse/spmm/spmm.h"
 
 #include <ATen/Dispatch.h>
 
-#include "sparse_cpu.h"
-#include "threads.h"
+#include "cpu/threads.h"
+#include "sparse/cpu.h"
 
 namespace matmuls::spmm {
 namespace {

@@ -1,5 +1,5 @@
 // csr_spmm as operators: checks, batches, what a plan keeps of a full matrix, gradients, autocast.
-#include "spmm.h"
+#include "sparse/spmm/spmm.h"
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/_convert_indices_from_csr_to_coo.h>
@@ -15,15 +15,15 @@
 
 #include <array>
 
-#include "autograd.h"
-#include "common.h"
-#include "csr_look.h"
-#include "product_operators.h"
-#include "sparse_operators.h"
+#include "dense/ops.h"
+#include "glue/autograd.h"
+#include "glue/checks.h"
+#include "sparse/index_checks.h"
+#include "sparse/ops.h"
 #ifdef MATMULS_CUDA
-#include "handles.h"
+#include "glue/handles.h"
 #endif
-#include "huge_pages.h"
+#include "cpu/huge_pages.h"
 
 namespace matmuls::spmm {
 namespace {
@@ -216,7 +216,8 @@ Tensor csr_filled_meta(const Tensor& crow, const Tensor& col, const Tensor& valu
 MATMULS_OPERATOR(CsrFilledOp, "custom_mm::csr_filled", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&));
 
-// --- what a plan keeps of a matrix (filled.h), and the product with it: float32 with its zeros, or two of four
+// --- what a plan keeps of a matrix (sparse/spmm/densified/densified.h), and the product with it: float32 with its
+// zeros, or two of four
 
 using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four, int64_t beyond);
 using HalvesFunction = void(const Call& c, const Filled& kept);

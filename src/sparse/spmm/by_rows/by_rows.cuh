@@ -3,8 +3,8 @@
 // operands lie and the GPU alone.
 #pragma once
 
-#include "filled.cuh"
-#include "sparse.cuh"
+#include "sparse/csr.cuh"
+#include "sparse/spmm/fill_facts.cuh"
 
 namespace matmuls {
 
@@ -30,8 +30,8 @@ struct SpmmArgs {
   arithmetic_t<T>*
       partial;      // [batch, slots, 2, n]: of a row that began before a slot, and of one that goes on after it
   int64_t* begins;  // [slots]: the long row that begins in a slot, or -1
-  // Of 16 bits, where given: the rows have been written (filled.h), and are written again only if A or the dense side
-  // does not fit.
+  // Of 16 bits, where given: the rows have been written (sparse/spmm/densified/densified.h), and are written again only
+  // if A or the dense side does not fit.
   const FillFacts *facts, *dense_facts;
 
   // Waits for the kernels before this one.

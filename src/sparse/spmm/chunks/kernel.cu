@@ -1,10 +1,10 @@
-// csr_spmm_chunks on a GPU: what may go by chunks, and which kernel of spmm_chunks.cuh does it.
+// csr_spmm_chunks on a GPU: what may go by chunks, and which kernel of sparse/spmm/chunks/kernel.cuh does it.
 #ifdef __CUDACC__
-#include "spmm_chunks.cuh"
+#include "sparse/spmm/chunks/kernel.cuh"
 
-#include "handles.h"
-#include "launch.cuh"
-#include "spmm_chunks.h"
+#include "glue/handles.h"
+#include "gpu/launch.cuh"
+#include "sparse/spmm/chunks/kernel.h"
 
 namespace matmuls::spmm {
 namespace {

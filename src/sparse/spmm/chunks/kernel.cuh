@@ -1,7 +1,7 @@
-// Kernels of spmm_chunks.h.
+// Kernels of sparse/spmm/chunks/kernel.h.
 #pragma once
 
-#include "sparse.cuh"
+#include "sparse/csr.cuh"
 
 namespace matmuls {
 

@@ -5,12 +5,12 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "sparse.h"
-#include "spmm.h"
+#include "sparse/csr.h"
+#include "sparse/spmm/spmm.h"
 
 namespace matmuls::spmm {
 
-// The chunks as chunks.h has them, cut and empty no longer than they need be. slots: pieces in all.
+// The chunks as sparse/spmm/chunks/layout.h has them, cut and empty no longer than they need be. slots: pieces in all.
 struct ChunkedCall {
   Pattern pattern;
   at::Tensor values, dense, begins, ends, cut, empty;

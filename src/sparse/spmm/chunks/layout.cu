@@ -1,11 +1,12 @@
-// chunks.h on a GPU, in the order of rows: each block's share of them is counted before any is written.
+// sparse/spmm/chunks/layout.h on a GPU, in the order of rows: each block's share of them is counted before any is
+// written.
 #ifdef __CUDACC__
-#include "chunks.h"
+#include "sparse/spmm/chunks/layout.h"
 
 #include <algorithm>
 
-#include "handles.h"
-#include "sparse.cuh"
+#include "glue/handles.h"
+#include "sparse/csr.cuh"
 
 namespace matmuls {
 namespace {

@@ -1,5 +1,6 @@
-// The nonzeros of a sparse matrix, in the order of its rows, cut into chunks for the products of spmm_chunks.h: a chunk
-// is what begins within `size` nonzeros, rows of more than `piece` are cut into pieces.
+// The nonzeros of a sparse matrix, in the order of its rows, cut into chunks for the products of
+// sparse/spmm/chunks/kernel.h: a chunk is what begins within `size` nonzeros, rows of more than `piece` are cut into
+// pieces.
 //   begins [ceil(nonzeros / size) + 1]: where each chunk begins, at the first nonzero of a row or piece
 //   ends [nonzeros]: the row whose last nonzero this is, rows + slot for a piece's, or -1
 //   cut [nonzeros / (piece + 1), 3]: the rows that were cut: a row, its first slot and how many pieces it has
@@ -10,7 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "sparse.h"
+#include "sparse/csr.h"
 
 namespace matmuls {
 

@@ -1,6 +1,6 @@
-// csr_chunks cuts a matrix into chunks of its nonzeros (chunks.h). csr_spmm_chunks: A @ dense as csr_spmm, by them
-// (spmm_chunks.h); chunk_col and chunk_values: columns and values of nonzeros in the chunks' order, where it is not
-// that of A's rows.
+// csr_chunks cuts a matrix into chunks of its nonzeros (sparse/spmm/chunks/layout.h). csr_spmm_chunks: A @ dense as
+// csr_spmm, by them (sparse/spmm/chunks/kernel.h); chunk_col and chunk_values: columns and values of nonzeros in the
+// chunks' order, where it is not that of A's rows.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/zeros.h>
@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "chunks.h"
-#include "csr_look.h"
-#include "sparse_operators.h"
-#include "spmm_chunks.h"
+#include "sparse/index_checks.h"
+#include "sparse/ops.h"
+#include "sparse/spmm/chunks/kernel.h"
+#include "sparse/spmm/chunks/layout.h"
 
 namespace matmuls::spmm {
 namespace {

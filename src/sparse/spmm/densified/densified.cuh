@@ -3,10 +3,10 @@
 
 #include <cuda_fp16.h>
 
-#include <climits>
 #include <cstdint>
 
-#include "filled.h"
+#include "sparse/spmm/densified/densified.h"
+#include "sparse/spmm/fill_facts.cuh"
 
 namespace matmuls {
 
@@ -22,20 +22,7 @@ __device__ inline float power_of_two(int e) { return __uint_as_float(static_cast
 __device__ inline bool is_tiny(float x) { return x != 0 && fabsf(x) < 1.f / (1 << 14); }
 __device__ inline bool is_large(float x) { return fabsf(x) >= 1 << 7; }
 
-// What was seen of A, or of columns of the dense side. Zeros say that nothing was.
-struct FillFacts {
-  int unfit;  // never to be multiplied so
-  int tiny;   // some number is
-  // Of A: INT_MAX less the large numbers of the row that has fewest. Of the dense side: the numbers that are not large,
-  // zeros too, of the column that has most.
-  int missing;
-  int beyond;  // of A's nonzeros, two of four
-};
-__device__ inline bool fit(const FillFacts& a, const FillFacts& dense) {
-  return !a.unfit && !dense.unfit && ((!a.tiny && !dense.tiny) || INT_MAX - a.missing > dense.missing);
-}
-
-// What two of four keep of kTileRows x kStepColumns of A, as shared memory and tensor cores take it (hopper.cuh).
+// What two of four keep of kTileRows x kStepColumns of A, as shared memory and tensor cores take it (gpu/hopper.cuh).
 // Where of its four columns each of a pair lies, 2 bits each: [16 rows][row % 8][16 columns][row / 8 % 2][8 columns].
 using PairPlaces = unsigned char[kTileRows / 16][8][4][2][2];
 struct StepOfTile {

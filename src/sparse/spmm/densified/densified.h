@@ -15,16 +15,17 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "sparse.h"
+#include "sparse/csr.h"
 
 namespace matmuls {
 
 constexpr float kLowScale = 4096;
-constexpr int kFewestInHalves = 16;                                    // choice.py's FEWEST_IN_HALVES
-constexpr int kFillFacts = 4;                                          // ints of FillFacts, filled.cuh
-constexpr int kTileRows = 128, kStepColumns = 64, kStepHalves = 8704;  // of StepOfTile, filled.cuh
-constexpr int kNarrowStepHalves = 4608;                                // of NarrowStepOfTile
-constexpr int kMostPaired = 32768;                                     // columns of two of four
+constexpr int kFewestInHalves = 16;  // choice.py's FEWEST_IN_HALVES
+constexpr int kFillFacts = 4;        // ints of FillFacts, sparse/spmm/densified/densified.cuh
+constexpr int kTileRows = 128, kStepColumns = 64,
+              kStepHalves = 8704;        // of StepOfTile, sparse/spmm/densified/densified.cuh
+constexpr int kNarrowStepHalves = 4608;  // of NarrowStepOfTile
+constexpr int kMostPaired = 32768;       // columns of two of four
 
 // float32: parts [2, rows, columns to a multiple of 8] in float16, exponents [rows] of the rows' scales. 16 bits:
 // [rows, columns to a multiple of 8] as they are. facts: [kFillFacts].

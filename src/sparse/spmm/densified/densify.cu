@@ -1,12 +1,12 @@
-// What filled.h says but the product itself: A with its zeros, and the dense side in halves.
+// What sparse/spmm/densified/densified.h says but the product itself: A with its zeros, and the dense side in halves.
 #ifdef __CUDACC__
-#include "filled.h"
+#include "sparse/spmm/densified/densified.h"
 
 #include <ATen/Dispatch.h>
 
-#include "filled.cuh"
-#include "launch.cuh"
-#include "sparse.cuh"
+#include "gpu/launch.cuh"
+#include "sparse/csr.cuh"
+#include "sparse/spmm/densified/densified.cuh"
 
 namespace matmuls {
 namespace {

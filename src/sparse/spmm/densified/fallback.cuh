@@ -1,10 +1,10 @@
-// What would not fit in halves (filled.h), seen and summed where the product is made: by the rows' nonzeros, in
-// float32.
+// What would not fit in halves (sparse/spmm/densified/densified.h), seen and summed where the product is made: by the
+// rows' nonzeros, in float32.
 #pragma once
 
-#include "filled.cuh"
-#include "filled_sm90.cuh"
-#include "hopper.cuh"
+#include "gpu/hopper.cuh"
+#include "sparse/spmm/densified/densified.cuh"
+#include "sparse/spmm/densified/fp16x2_sm90.cuh"
 
 namespace matmuls {
 

@@ -1,4 +1,4 @@
-// The product of filled.h on Hopper.
+// The product of sparse/spmm/densified/densified.h on Hopper.
 //
 // A block takes 128 rows and `columns` columns of the result and, where there are too few of those, its share of K: the
 // blocks of a cluster add up their sums through one another's shared memory, always in the same order. One warp fetches
@@ -6,10 +6,10 @@
 // products at a time, and float32 registers the rest. Columns that do not fit are summed again by the rows' nonzeros.
 #ifdef __CUDACC__
 
-#include "filled_again.cuh"
-#include "filled_sm90.cuh"
-#include "hopper.cuh"
-#include "tensor_map.h"
+#include "gpu/hopper.cuh"
+#include "gpu/tensor_map.h"
+#include "sparse/spmm/densified/fallback.cuh"
+#include "sparse/spmm/densified/fp16x2_sm90.cuh"
 
 namespace matmuls {
 namespace {

@@ -1,10 +1,11 @@
-// What both kernels of a product in halves (filled.h) share: the dense side's halves, and how they are launched.
+// What both kernels of a product in halves (sparse/spmm/densified/densified.h) share: the dense side's halves, and how
+// they are launched.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include "filled.cuh"
-#include "launch.cuh"
+#include "gpu/launch.cuh"
+#include "sparse/spmm/densified/densified.cuh"
 
 namespace matmuls {
 
@@ -27,7 +28,8 @@ struct DenseHalves {
         facts(reinterpret_cast<FillFacts*>(powers + n)) {}
 };
 
-// rest: what two of four leave of A (filled.h); out <- rest @ dense, in the rows of A that have any.
+// rest: what two of four leave of A (sparse/spmm/densified/densified.h); out <- rest @ dense, in the rows of A that
+// have any.
 bool can_split_dense();  // on the current device
 void split_dense(const at::Tensor& dense, const DenseHalves& to, const at::Tensor& rest, const at::Tensor& out);
 

@@ -1,4 +1,4 @@
-// The product in 16 bits of what two of four keep (filled.h) with a dense side, on Hopper.
+// The product in 16 bits of what two of four keep (sparse/spmm/densified/densified.h) with a dense side, on Hopper.
 //
 // With a dense side of few columns it waits for what comes through the L2: A's kept numbers once, and the dense side
 // once for each tile of rows. A cluster is `peers` tiles of rows, whose blocks each fetch a part of the dense side's
@@ -10,11 +10,11 @@
 // before, while tiles are on their way, its loads waited 3 us behind those (H200, 4096 x 4096, 90 % zeros).
 #ifdef __CUDACC__
 
-#include "device.cuh"
-#include "filled.cuh"
-#include "hopper.cuh"
-#include "launch.cuh"
-#include "tensor_map.h"
+#include "gpu/hopper.cuh"
+#include "gpu/launch.cuh"
+#include "gpu/tensor_map.h"
+#include "gpu/vector_io.cuh"
+#include "sparse/spmm/densified/densified.cuh"
 
 namespace matmuls {
 namespace {

@@ -1,9 +1,10 @@
-// The dense side's halves (filled.h): a cluster takes 16 columns, scales each to its largest number and splits it. It
-// is waiting most of the time, and there are few: what two of four leave of A is multiplied meanwhile, by CUDA cores.
+// The dense side's halves (sparse/spmm/densified/densified.h): a cluster takes 16 columns, scales each to its largest
+// number and splits it. It is waiting most of the time, and there are few: what two of four leave of A is multiplied
+// meanwhile, by CUDA cores.
 #ifdef __CUDACC__
-#include "filled.cuh"
-#include "filled_sm90.cuh"
-#include "ptx.cuh"
+#include "gpu/ptx.cuh"
+#include "sparse/spmm/densified/densified.cuh"
+#include "sparse/spmm/densified/fp16x2_sm90.cuh"
 
 namespace matmuls {
 namespace {

@@ -1,4 +1,4 @@
-// Kernel of spmm_packed.h.
+// Kernel of sparse/spmm/packed_mma/kernel_sm90.h.
 //
 // Four warpgroups of a block multiply 64 rows of the result each, or two or all of them the same rows by different
 // parts of K; the blocks of a cluster share K among them. A block adds up its parts in shared memory and sends each row
@@ -8,14 +8,13 @@
 // The dense side is fetched by rows of 128 bytes of shared memory, each of which costs its cycles: `aside` rows of 64 /
 // aside columns lie in one. Row 8 j + i of a tile of 64 is j of 8 where i says. Of a linear layer's x a row is 64 of K.
 #ifdef __CUDACC__
-#include "spmm_packed.h"
+#include "sparse/spmm/packed_mma/kernel_sm90.h"
 
-#include "filled.h"
-#include "handles.h"
-#include "hopper.cuh"
-#include "launch.cuh"
-#include "sparse.cuh"
-#include "tensor_map.h"
+#include "glue/handles.h"
+#include "gpu/hopper.cuh"
+#include "gpu/launch.cuh"
+#include "gpu/tensor_map.h"
+#include "sparse/csr.cuh"
 
 namespace matmuls {
 namespace {

@@ -1,19 +1,19 @@
-// Products of a packed matrix (packed.h): tensor cores take its numbers out of registers, into which each warp unpacks
-// them. For matrices of which a twentieth or more is stored, times dense sides of few columns, where the product with
-// all zeros waits for them.
+// Products of a packed matrix (sparse/spmm/packed_mma/layout.h): tensor cores take its numbers out of registers, into
+// which each warp unpacks them. For matrices of which a twentieth or more is stored, times dense sides of few columns,
+// where the product with all zeros waits for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include "packed.h"
-#include "spmm.h"
+#include "sparse/spmm/packed_mma/layout.h"
+#include "sparse/spmm/spmm.h"
 
 namespace matmuls::spmm {
 
 // Where it was packed in order, dense is x of a linear layer, [n, columns], and the result x W^T + bias, [n, rows].
 struct PackedCall {
   PackedLayout layout;
-  at::Tensor packed;  // packed.h
+  at::Tensor packed;  // sparse/spmm/packed_mma/layout.h
   at::Tensor dense;
   at::Tensor bias;  // [rows], or undefined
 

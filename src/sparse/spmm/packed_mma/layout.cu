@@ -1,12 +1,12 @@
-// packed.h on a GPU.
+// sparse/spmm/packed_mma/layout.h on a GPU.
 #ifdef __CUDACC__
-#include "packed.h"
+#include "sparse/spmm/packed_mma/layout.h"
 
 #include <ATen/Dispatch.h>
 
-#include "handles.h"
-#include "launch.cuh"
-#include "sparse.cuh"
+#include "glue/handles.h"
+#include "gpu/launch.cuh"
+#include "sparse/csr.cuh"
 
 namespace matmuls {
 namespace {

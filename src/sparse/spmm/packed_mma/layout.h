@@ -1,11 +1,13 @@
-// A sparse matrix in 16 bits without most of its zeros, packed as tensor cores take it (spmm_packed.h).
+// A sparse matrix in 16 bits without most of its zeros, packed as tensor cores take it
+// (sparse/spmm/packed_mma/kernel_sm90.h).
 //
 // It is cut into tiles of 64 rows and 64 columns. A product takes a tile's columns in four steps of 16: in order, for a
 // dense side whose columns lie in memory; or of column 8 j + i step i % 4, and there the place 8 (i / 4) + j. So each
-// step finds its rows of the dense side 8 apart, and those of a narrow one can lie side by side (spmm_packed_sm90.cu).
-// Of a tile each of four warps has 16 rows, and of these, for every step, four squares of 8 x 8: the upper left, the
-// lower left, the upper right, the lower right. Lane l of the warp has of a square the places 2 (l % 4) and one more of
-// row l / 4: a pair, 16 of them in a tile. Pairs without a nonzero are not stored.
+// step finds its rows of the dense side 8 apart, and those of a narrow one can lie side by side
+// (sparse/spmm/packed_mma/kernel_sm90.cu). Of a tile each of four warps has 16 rows, and of these, for every step, four
+// squares of 8 x 8: the upper left, the lower left, the upper right, the lower right. Lane l of the warp has of a
+// square the places 2 (l % 4) and one more of row l / 4: a pair, 16 of them in a tile. Pairs without a nonzero are not
+// stored.
 //   packed [tiles, units * 8]: tiles of so many units of 16 bytes, as the largest needs. Of 64 rows all tiles, from
 //   left to right and empty ones to a multiple of four, then those of the next 64 rows, to a multiple of 256. In a tile
 //   each lane's head, warp after warp: which pairs it has, in 16 bits, and from where on they lie, in bytes; then all
@@ -15,7 +17,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "sparse.h"
+#include "sparse/csr.h"
 
 namespace matmuls {
 

@@ -1,5 +1,5 @@
-// csr_packed_units and csr_packed pack a matrix (packed.h). csr_spmm_packed: A @ dense as csr_spmm, by what they made;
-// csr_linear_packed: x A^T + bias.
+// csr_packed_units and csr_packed pack a matrix (sparse/spmm/packed_mma/layout.h). csr_spmm_packed: A @ dense as
+// csr_spmm, by what they made; csr_linear_packed: x A^T + bias.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "csr_look.h"
-#include "sparse_operators.h"
-#include "spmm_packed.h"
+#include "sparse/index_checks.h"
+#include "sparse/ops.h"
+#include "sparse/spmm/packed_mma/kernel_sm90.h"
 
 namespace matmuls {
 namespace {

@@ -1,12 +1,12 @@
-// reorder.h on a GPU: a thread a row, a launch a round.
+// sparse/spmm/reordered/layout.h on a GPU: a thread a row, a launch a round.
 #ifdef __CUDACC__
-#include "reorder.h"
+#include "sparse/spmm/reordered/layout.h"
 
 #include <utility>
 
-#include "handles.h"
-#include "launch.cuh"
-#include "sparse.cuh"
+#include "glue/handles.h"
+#include "gpu/launch.cuh"
+#include "sparse/csr.cuh"
 
 namespace matmuls {
 namespace {

@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "sparse.h"
+#include "sparse/csr.h"
 
 namespace matmuls {
 

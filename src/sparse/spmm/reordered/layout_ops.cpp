@@ -1,4 +1,5 @@
-// csr_regions, csr_reads and csr_reorder: a matrix's rows in another order (reorder.h), made once by a plan.
+// csr_regions, csr_reads and csr_reorder: a matrix's rows in another order (sparse/spmm/reordered/layout.h), made once
+// by a plan.
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/diff.h>
 #include <ATen/ops/empty.h>
@@ -9,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "csr_look.h"
-#include "operator.h"
-#include "reorder.h"
-#include "threads.h"
+#include "cpu/threads.h"
+#include "glue/operator.h"
+#include "sparse/index_checks.h"
+#include "sparse/spmm/reordered/layout.h"
 
 namespace matmuls {
 namespace {

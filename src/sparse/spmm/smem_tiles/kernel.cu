@@ -1,4 +1,4 @@
-// Kernel of spmm_tiles.h.
+// Kernel of sparse/spmm/smem_tiles/kernel.h.
 //
 // A block holds a tile, a cluster all tiles of 32 columns. Its blocks go through the same panel of A and send each
 // other their sums, which the one that a row falls to adds up, always in the same order. Where there is one tile, a
@@ -9,13 +9,13 @@
 // 128 bytes a cycle, is all that it waits for. Lane j of eight reads vector k ^ j of a row's eight vectors as its k-th:
 // they lie in different banks whatever the rows are.
 #ifdef __CUDACC__
-#include "spmm_tiles.h"
+#include "sparse/spmm/smem_tiles/kernel.h"
 
-#include "handles.h"
-#include "hopper.cuh"
-#include "launch.cuh"
-#include "sparse.cuh"
-#include "tensor_map.h"
+#include "glue/handles.h"
+#include "gpu/hopper.cuh"
+#include "gpu/launch.cuh"
+#include "gpu/tensor_map.h"
+#include "sparse/csr.cuh"
 
 namespace matmuls {
 namespace {

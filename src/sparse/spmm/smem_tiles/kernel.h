@@ -5,14 +5,14 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "spmm.h"
-#include "tiles.h"
+#include "sparse/spmm/smem_tiles/layout.h"
+#include "sparse/spmm/spmm.h"
 
 namespace matmuls::spmm {
 
 struct TiledCall {
   TileLayout layout;
-  at::Tensor heads, slots, places, packed;  // tiles.h
+  at::Tensor heads, slots, places, packed;  // sparse/spmm/smem_tiles/layout.h
   at::Tensor dense;
 };
 

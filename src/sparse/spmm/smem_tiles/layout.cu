@@ -1,11 +1,11 @@
-// tiles.h on a GPU.
+// sparse/spmm/smem_tiles/layout.h on a GPU.
 #ifdef __CUDACC__
-#include "tiles.h"
+#include "sparse/spmm/smem_tiles/layout.h"
 
 #include <climits>
 
-#include "handles.h"
-#include "sparse.cuh"
+#include "glue/handles.h"
+#include "sparse/csr.cuh"
 
 namespace matmuls {
 namespace {

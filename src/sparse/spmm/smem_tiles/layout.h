@@ -1,4 +1,5 @@
-// A sparse matrix laid out for products that keep part of the dense side in shared memory (spmm_tiles.h).
+// A sparse matrix laid out for products that keep part of the dense side in shared memory
+// (sparse/spmm/smem_tiles/kernel.h).
 //
 // Its columns are cut into `tiles`, its rows into `panels`. In each tile the rows of a panel are sorted, those with the
 // most nonzeros there first, and a warp takes a slice of them: 32 / lanes neighbours, `lanes` lanes a row. In a step
@@ -17,7 +18,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "sparse.h"
+#include "sparse/csr.h"
 
 namespace matmuls {
 

@@ -1,4 +1,5 @@
-// csr_tiles and csr_tile_entries lay a matrix out by tiles (tiles.h). csr_spmm_tiles: A @ dense as csr_spmm, by them.
+// csr_tiles and csr_tile_entries lay a matrix out by tiles (sparse/spmm/smem_tiles/layout.h). csr_spmm_tiles: A @ dense
+// as csr_spmm, by them.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -8,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "csr_look.h"
-#include "sparse_operators.h"
-#include "spmm_tiles.h"
+#include "sparse/index_checks.h"
+#include "sparse/ops.h"
+#include "sparse/spmm/smem_tiles/kernel.h"
 
 namespace matmuls {
 namespace {

@@ -145,12 +145,6 @@ __device__ inline void sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Launched while the kernel before still runs, where the launch allows it: nothing of that one's is touched before
-// this.
-__device__ inline void after_the_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next kernel may be launched.
-__device__ inline void let_the_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 template <int registers>
 __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));

@@ -50,7 +50,7 @@ struct Launch {
     ask(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   }
   // Its blocks start while the last ones of the kernel before work, and wait for them, where the GPU can: a microsecond
-  // between kernels. The kernel must call ptx::wait_for_earlier before it reads what that one writes.
+  // between kernels. The kernel must call ptx::griddepcontrol_wait before it reads what that one writes.
   void early() {
     if (has_sm90_code())
       ask(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;

@@ -185,14 +185,14 @@ __device__ inline void wait_ahead() {
 #endif
 }
 
-// Of kernels that launch_early launched, or that go before one: its blocks may start now; wait for all that the kernels
-// before have written. Before sm_90 a kernel starts when those before have ended.
-__device__ inline void let_next_start() {
+// Programmatic dependent launch (launch_early): the next kernel's blocks may start now; wait until the writes of all
+// earlier kernels are visible. Before sm_90 a kernel starts when those before have ended, and both do nothing.
+__device__ inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-__device__ inline void wait_for_earlier() {
+__device__ inline void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

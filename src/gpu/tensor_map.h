@@ -2,7 +2,9 @@
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 #include <cuda.h>
 

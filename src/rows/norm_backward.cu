@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(1024)
   const int column = (blockIdx.x * (32 / among) + group) * 32 + threadIdx.x;
   const int64_t stride = 2 * static_cast<int64_t>(columns);
   partial += blockIdx.y * static_cast<int64_t>(columns);
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_wait();
   F sum = 0, lost = 0;  // Kahan's sum: there may be thousands of rows
   if (column < columns) {
 #pragma unroll 8

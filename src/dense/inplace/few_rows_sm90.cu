@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncwarp();
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();  // the other block's barriers are there
-  hopper::after_the_launch_before();
-  hopper::let_the_next_launch();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
 
   if (threadIdx.x == kProducts) {  // fetches
     Stage at;

@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
   }
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();
-  hopper::after_the_launch_before();
-  hopper::let_the_next_launch();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
 
   // Both blocks count their steps alike: step n uses stage n % stages.
   if (group == Tile::groups) {

@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(threads, blocks)
         {static_cast<int>(threadIdx.x) * V + part * each * kStep, kStep, shape.columns}};
   };
   const auto constants = [&](int part) { return even_constants<T, V>(op, span(part)); };
-  ptx::let_next_start();  // and wait here
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_wait();
   typename Op::State state = Op::identity();
   typename Op::template Held<V, each> none;
   const auto fold = [&](int part, Part& inputs) {

@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(threads* beside, (NV > 4             ? 512
   const Inside in = ragged ? inside_of<V>(row.input(0), shape.columns) : Inside{0, shape.columns};
   const int first = in.first + rank * V;
   const EvenSpan<V, NV, exact, Op::kEnds> span{first, V * threads, in.end, first + (NV - 1) * V * threads < in.end};
-  ptx::let_next_start();  // and wait here
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_wait();
   Inputs<T, V, NV, Op::kInputs> inputs;
   inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
   RowEnds<Op> ends;
@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(256, NV* Op::kInputs > 5 ? 3 : 4)
   const Inside in = ragged ? inside_of<V>(row.input(0), shape.columns) : Inside{0, shape.columns};
   const int first = in.first + team.rank * V, step = team.size * V;
   const EvenSpan<V, NV, false, Op::kEnds> span{first, step, in.end, first + (NV - 1) * step < in.end};
-  ptx::let_next_start();  // and wait here
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_wait();
   Inputs<T, V, NV, Op::kInputs> inputs;
   inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
   RowEnds<Op> ends;

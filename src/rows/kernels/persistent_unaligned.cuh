@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(scope == Scope::block ? kShiftedThreads<Op> : 
     put(held, span, now.vectors, constants, sums);
     put(held_end, end, now.end, end_constants, end_sums);
   };
-  ptx::let_next_start();  // and wait here
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_wait();
   Held even, odd;
   load(even, first);
 #pragma unroll

@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(
   const auto constants = [&](int c, int i, typename Op::F(&numbers)[V]) {
     unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
   };
-  ptx::let_next_start();  // and wait here
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_wait();
   Inputs<T, V, NV, Op::kInputs> inputs;
   inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
   RowEnds<Op> ends;
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ 
   using F = typename Op::F;
   Team<Scope::block> team;
   ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;  // taken by another kernel
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_wait();
 #pragma unroll 1
   for (int64_t r = blockIdx.x; r < shape.rows; r += gridDim.x) {
     const typename Op::Row row = op.row(r);

@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
     }
     ptx::end_group_ahead();
   };
-  ptx::let_next_start();  // and wait here
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_wait();
   fetch(first, now);
   fetch(first + shape.each, next);
 
@@ -254,8 +254,8 @@ __global__ void __launch_bounds__(32 * kTileWarps, N <= 22            ? 8
   using F = typename Op::F;
   constexpr int K = Op::kInputs;
   const int64_t r = static_cast<int64_t>(blockIdx.x) * kTileWarps + threadIdx.y;
-  ptx::let_next_start();  // and wait here
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_wait();
   if (r >= shape.rows) return;
   const ShortShare<32, N> span{static_cast<int>(threadIdx.x), shape.columns, false};
   const auto row = op.row_beside(r, r * shape.columns);

@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kHeldThreads, blocks)
   const auto place = [&](int part) {
     return Ahead<T, V, each, K>{{slots + (part - kept) * each * K * kHeldThreads, kHeldThreads}};
   };
-  ptx::let_next_start();  // and wait here
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_wait();
   const ptx::L2Policy policy = ptx::l2_policy(true);
   Part first[kept];
 #pragma unroll

@@ -36,7 +36,7 @@ struct SpmmArgs {
 
   // Waits for the kernels before this one.
   __device__ bool spared() const {
-    ptx::wait_for_earlier();
+    ptx::griddepcontrol_wait();
     return sizeof(T) == 2 && facts && !facts->unfit && !dense_facts->unfit;
   }
 

@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) spmm_chunks_kernel(const __
   constexpr unsigned kAll = 0xffffffffu;
   constexpr unsigned kFirsts = L == 32 ? 1u : L == 16 ? 0x10001u : 0x1010101u;  // lane 0 of every group
   static_assert(L >= 8 && L % U == 0);
-  ptx::wait_for_earlier();
-  if (m.cuts > 0) ptx::let_next_start();  // what adds up the pieces
+  ptx::griddepcontrol_wait();
+  if (m.cuts > 0) ptx::griddepcontrol_launch_dependents();  // what adds up the pieces
   const unsigned slice = blockIdx.x / m.blocks, block = blockIdx.x % m.blocks;
   const int lane = static_cast<int>(threadIdx.x) % L, group = static_cast<int>(threadIdx.x) / L;
   const int own = static_cast<int>(slice) * (L * V) + lane * V;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kSparseThreads) spmm_pieces_kernel(const __gri
   const int column = static_cast<int>(blockIdx.y) * (L * 4) + lane * 4;
   const int* const cut = m.cut + blockIdx.x * 3;  // written before the chunks' kernel, which waited for it
   const int row = cut[0], first = cut[1], count = cut[2];
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_wait();
   float4 sum = {};
   const auto add = [&](const float4& x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; };
   if (column < m.n) {

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // came before it, A too, has been written.
       const int ahead = min(last - first, Tile::stages);
       for (int n = 0; n < ahead; ++n) load_a(first + n, n);
-      ptx::wait_for_earlier();  // the next product's split_kernel is not let in beside: 1 to 2 us slower
+      ptx::griddepcontrol_wait();  // the next product's split_kernel is not let in beside: 1 to 2 us slower
       for (int k = first, n = 0; k < last; ++k, ++n) {
         const int stage = n % Tile::stages;
         if (n >= ahead) {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                          k * kWide + half * shape.inner);
       }
     } else if (thread / 32 == 1) {
-      ptx::wait_for_earlier();
+      ptx::griddepcontrol_wait();
       const bool fit = given.fit_in(column0, min(column0 + Tile::columns, shape.n));
       if (thread % 32 == 0) fits = fit;
     }
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::cluster_arrive();
     ptx::cluster_wait();
-    ptx::wait_for_earlier();  // for the columns' powers
+    ptx::griddepcontrol_wait();  // for the columns' powers
     // Four columns of four rows at once for a thread.
     constexpr int across = Tile::columns / 4, apart = kGroups * kGroup / across, at_once = 4;
     const int c = threadIdx.x % across * 4;

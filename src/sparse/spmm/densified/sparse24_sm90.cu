@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncwarp();
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();  // the others' barriers are there
-  ptx::let_next_start();
-  ptx::wait_for_earlier();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
   if (group == kGroups) {
     if constexpr (Tile::wide) hopper::leave_registers<40>();
     if (thread == 0) {

@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kSplitThreads, kBlocksAtOnce)
   extern __shared__ __align__(16) float4 kept[][kQuads];
   __shared__ unsigned largest[kSplitColumns];
   __shared__ int powers[kSplitColumns], missing[kSplitColumns], tiny;
-  ptx::wait_for_earlier();
-  ptx::let_next_start();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   if (const int block = static_cast<int>(blockIdx.x) - rest.first_block; block >= 0) {
     if (n <= 32)
       multiply_rest<8>(rest, dense, n, stride, block);

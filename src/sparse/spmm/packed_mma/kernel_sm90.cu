@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (shares > 1) ptx::cluster_arrive_relaxed();
-  ptx::let_next_start();
+  ptx::griddepcontrol_launch_dependents();
   if (group == kGroups) {
     hopper::leave_registers<32>();
     if (thread == 0) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int n = 0; n < min(many, kEarly); ++n)
 #pragma unroll
         for (int r = 0; r < Tile::row_groups; ++r) hopper::bring_bytes(a_of(turned(n), r), bytes);
-      ptx::wait_for_earlier();
+      ptx::griddepcontrol_wait();
       for (int n = 0; n < min(many, kEarly); ++n) load_a(turned(n), n), load_dense(turned(n), n);
       for (int n = kEarly, stage = kEarly, parity = 1; n < many; ++n, ++stage) {
         if (stage == shape.stages) stage = 0, parity ^= 1;
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       ptx::barrier_wait(received, 0);
     }
-    ptx::wait_for_earlier();  // before out is written
+    ptx::griddepcontrol_wait();  // before out is written
     const auto others_of = [&](int from, int r) {
       return others + ((from < share ? from : from - 1) * shape.own_rows + r - own_row) * Tile::columns;
     };

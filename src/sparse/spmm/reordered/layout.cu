@@ -18,8 +18,8 @@ __device__ int64_t thread() { return static_cast<int64_t>(blockIdx.x) * kSparseT
 
 __global__ void __launch_bounds__(kSparseThreads)
     grow_kernel(const int* crow, const int* col, int rows, int size, Round round, const int* from, int* to) {
-  ptx::wait_for_earlier();
-  ptx::let_next_start();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   if (thread() >= rows) return;
   const int row = static_cast<int>(thread());
   const int region = round == Round::first ? seed(row, size) : grown(crow, col, row, from);

@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   ptx::barrier_fence();
   __syncthreads();
   if (m.tiles > 1) ptx::cluster_arrive_relaxed();
-  ptx::wait_for_earlier();
-  ptx::let_next_start();
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
   const auto item_of = [&](int i) { return static_cast<int>(int64_t{i} * m.items / m.clusters); };
   const int begin = item_of(cluster), end = item_of(cluster + 1);
   bool there = false;  // the tile

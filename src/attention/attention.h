@@ -20,8 +20,8 @@ struct Piece {
   int64_t batch, batches, head, heads;
 
   at::Tensor of(const at::Tensor& t) const { return t.narrow(0, batch, batches).narrow(1, head, heads); }
-  std::optional<at::Tensor> of_mask(
-      at::Tensor mask) const;  // view of a mask that broadcasts to the scores; undefined if mask is
+  // View of a mask that broadcasts to the scores; undefined if mask is.
+  std::optional<at::Tensor> of_mask(at::Tensor mask) const;
 };
 
 // Divides the scores into pieces of about equal size: as many whole batch elements as fit in piece_bytes of scores,

@@ -37,8 +37,8 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr int64_t kFusedHead =
-    128;  // largest head size that torch's fused attentions support on every GPU, forward and backward
+// Largest head size that torch's fused attentions support on every GPU, forward and backward.
+constexpr int64_t kFusedHead = 128;
 constexpr size_t kArguments = 9;  // arguments of forward
 
 // True if torch has a fused attention for these inputs, whose backward needs no probabilities.
@@ -134,8 +134,8 @@ Gradients fused_gradients(const Kept& c, const Tensor& grad) {
 // The gradient of the probabilities is turned into that of the scores in place.
 Gradients gradients_in_pieces(Kept c, Tensor grad, const Tensor& grad_y) {
   c.q = c.q.contiguous(), c.k = c.k.contiguous(), c.v = c.v.contiguous();  // once for all pieces, as in attention.cpp
-  const auto [scaled, scale] =
-      c.y.defined() ? std::pair(Tensor(), 1.0) : folded(c.q, c.scale);  // to recompute the scores
+  // To recompute the scores.
+  const auto [scaled, scale] = c.y.defined() ? std::pair(Tensor(), 1.0) : folded(c.q, c.scale);
   Gradients results;
   auto& [dq, dk, dv] = results;
   if (c.needed[0]) dq = at::empty_like(c.q);

@@ -38,8 +38,8 @@ void run(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes
   TORCH_CHECK(y.is_contiguous(), kOp, ": expected a contiguous output, got strides ", y.strides());
   if (y.numel() == 0) return;
   at::AutoDispatchBelowADInplaceOrView guard;
-  const c10::impl::ExcludeDispatchKeyGuard as_it_is(
-      c10::autocast_dispatch_keyset);  // in-place operators keep the dtype under autocast
+  // In-place operators keep the dtype under autocast.
+  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
   const int64_t queries = y.size(-2), keys = y.size(-1), columns = grad.size(-1);
   if (columns == 0) {
     y.zero_();

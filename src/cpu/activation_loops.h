@@ -14,8 +14,8 @@ C10_ALWAYS_INLINE Vec<A> at_most(Vec<A> v, A most) {
 C10_ALWAYS_INLINE Vec<float> absolute(Vec<float> v) { return (Vec<float>)((Vec<uint32_t>)v & 0x7fffffffu); }
 C10_ALWAYS_INLINE Vec<double> absolute(Vec<double> v) { return (Vec<double>)((Vec<uint64_t>)v & 0x7fffffffffffffffu); }
 
-constexpr double kGeluStart =
-    -13.2;  // gelu is subnormal in float32 below this, outside the range of exp_normal; the result is 0 here
+// gelu is subnormal in float32 below this, outside the range of exp_normal; the result is 0 here.
+constexpr double kGeluStart = -13.2;
 
 // below(-a) = exp(-a^2 / 2) P(a) / Q(a), fitted to 5e-9.
 C10_ALWAYS_INLINE Normal<float> normal(Vec<float> z) {

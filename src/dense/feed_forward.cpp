@@ -65,8 +65,8 @@ void run(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor
                     {"bias", tensor_or_none(bias)}});
   if (x.numel() == 0) return;
   at::AutoDispatchBelowADInplaceOrView guard;
-  const c10::impl::ExcludeDispatchKeyGuard as_it_is(
-      c10::autocast_dispatch_keyset);               // in-place operators keep the dtype under autocast
+  // In-place operators keep the dtype under autocast.
+  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
   const Tensor rows = x.reshape({-1, x.size(-1)});  // a copy if no view is possible
   const int64_t count = rows.size(0), row_bytes = std::max<int64_t>(1, up.size(0) * x.element_size());
   const int64_t most = std::max<int64_t>(1, chunk_bytes / row_bytes);

@@ -90,8 +90,8 @@ struct Gemm {
   int64_t ldd;
   Loop strided{1, 0, 0, 0};  // the library's strided batch
   std::vector<Loop> outer;   // outer loops, one library call per iteration
-  at::Tensor a, b,
-      out;  // owners of the pointers: the arguments, or copies of those that no leading dimension describes
+  // Owners of the pointers: the arguments, or copies of those that no leading dimension describes.
+  at::Tensor a, b, out;
   bool out_is_copy = false;  // then `out` must be copied back
   bool d_row_major = true;   // rows of the product are contiguous in out
 

@@ -85,8 +85,8 @@ Tensor matmul_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb) {
 
 void matmul_out_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
   check(a, b, transa, transb, out);
-  const c10::impl::ExcludeDispatchKeyGuard as_it_is(
-      c10::autocast_dispatch_keyset);  // out's dtype decides, not autocast's
+  // The dtype of out decides, not autocast.
+  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
   const Tensor x = op_of(a, transa), y = op_of(b, transb);
   if (out.is_contiguous() && x.dim() > 1 && y.dim() > 1)
     at::matmul_out(out, x, y);

@@ -18,8 +18,8 @@ constexpr bool kHopperCode = true;
 #else
 constexpr bool kHopperCode = false;
 #endif
-constexpr int64_t kHopperShared =
-    227 << 10;  // bytes; shared memory of a block of capability 9.0, for which the Hopper kernels are laid out
+// Bytes; shared memory of a block of capability 9.0, for which the Hopper kernels are laid out.
+constexpr int64_t kHopperShared = 227 << 10;
 constexpr int64_t kSharedOfSystem = 1 << 10;  // bytes that the system reserves per block, from capability 8.0 on
 
 const DeviceLimits& limits_of_gpu(int device) {

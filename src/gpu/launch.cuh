@@ -115,9 +115,9 @@ int resident(const cudaLaunchConfig_t& launch, int ranks) {
   static std::array<std::atomic<uint64_t>, kPlaces> known{};  // key << kAnswer | result
   const auto* const function = reinterpret_cast<const void*>(kernel);
   const int device = c10::cuda::current_device();
-  const uint64_t shared =
-      (launch.dynamicSmemBytes + 15) / 16;  // in units of 16 bytes; shared memory is allocated in units of 128 bytes
-  if (shared >= 1 << 15) return 0;          // half a megabyte
+  // In units of 16 bytes; shared memory is allocated in units of 128 bytes.
+  const uint64_t shared = (launch.dynamicSmemBytes + 15) / 16;
+  if (shared >= 1 << 15) return 0;  // half a megabyte
   const uint64_t key = static_cast<uint64_t>(device + 1) << 32 |
                        static_cast<uint64_t>(launch.blockDim.x * launch.blockDim.y) << 20 |
                        static_cast<uint64_t>(ranks) << 15 | shared;

@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr bool turned = kTurned<T, b_k_apart>;
   constexpr int wide = kRowBytes / sizeof(T);  // columns of a box, and K of a stage
   extern __shared__ __align__(1024) unsigned char tiles[];
-  float4* const sums =
-      reinterpret_cast<float4*>(tiles + kDeep * kStageBytes);  // received from the other block, [four][thread]
+  // Received from the other block, [four][thread].
+  float4* const sums = reinterpret_cast<float4*>(tiles + kDeep * kStageBytes);
   uint64_t* const full = reinterpret_cast<uint64_t*>(sums + kSumBytes / 16);
   uint64_t* const empty = full + kDeep;
   uint64_t *const has_read = empty + kDeep, *const free_panel = has_read + 1, *const received = free_panel + 1;

@@ -46,8 +46,8 @@ inline std::optional<int> slot_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status;
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
   if (status == cudaStreamCaptureStatusActive) {
-    id = reinterpret_cast<uintptr_t>(
-        stream);  // a stream's id cannot be queried in a capture; the address is valid until its end
+    // A stream's id cannot be queried in a capture; the address is valid until its end.
+    id = reinterpret_cast<uintptr_t>(stream);
   } else {
     capture = 0;
     C10_CUDA_CHECK(cudaStreamGetId(stream, &id));

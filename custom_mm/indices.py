@@ -49,7 +49,7 @@ class Check:
             self._said = _csr_check(offsets, inner, size)
 
     def facts(self) -> Facts:
-        """The facts; raises ValueError on an invalid index. Waits for the GPU, on the stream that was current before."""
+        """The facts; raises ValueError on an invalid index. Waits for the GPU, on the stream that started the check."""
         problem, where, found, longest, rises, beyond_two, far = self._said.tolist()
         if problem:
             expected = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import custom_mm  # noqa: F401 registers its operators and those of the next two
+import custom_mm  # noqa: F401  registers its operators and those of the next two
 
 from . import blocks, masked  # noqa: F401
 from .registration import fail, library

@@ -262,7 +262,7 @@ __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b,
 
 // Sparse form (2:4 sparsity): a stores 16 of 32 elements along K, two of each aligned four. Metadata: 4 bits per four
 // elements. Thread t passes those of its warp's row t / 4 % 8 (lower 16 bits) and of the row 8 below, for k from 16 *
-// (t % 2) on. Of each four threads, 0 and 1 pass the metadata of the first product (which = 0), 2 and 3 that of the
+// (t % 2) on. In each quad of threads, 0 and 1 pass the metadata of the first product (which = 0), 2 and 3 that of the
 // second (which = 1).
 #define MATMULS_SPARSE_WGMMA(n, types, a, b, e, half, add)                                          \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                          \

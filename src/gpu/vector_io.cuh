@@ -138,8 +138,8 @@ __device__ void load_words(const void* from, uint32_t (&words)[bytes / 4]) {
   }
 }
 
-// Loads from an unaligned address by the aligned words that contain the data. Of the last word only the needed bytes
-// are read: memory may end there.
+// Loads from an unaligned address by the aligned words that contain the data. Reads only the needed bytes of the last
+// word: memory may end there.
 template <class T, int words>
 __device__ void load_anywhere(const T* from, uint32_t (&at)[words]) {
   const auto address = reinterpret_cast<uintptr_t>(from);

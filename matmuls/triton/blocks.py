@@ -150,8 +150,7 @@ def _tile(height: int, width: int, itemsize: int, precision: str) -> Tile:
 
 
 def product_tile(rows: int, height: int, n: int, itemsize: int, precision: str, multiprocessors: int) -> Tile:
-    """Tiles of bsr_spmm. A program processes a whole block row: the longest one bounds the time of a product from
-    below.
+    """Tiles of bsr_spmm. A program processes a whole block row, so a product takes at least the time of the longest.
 
     A block row reads its rows of b once, whatever the tile width. So if tiles of 128 columns give fewer than two
     programs per multiprocessor, tiles are narrowed, to 32 columns at least: 64 bytes of 16-bit elements.

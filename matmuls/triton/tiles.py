@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def tiles_of(n1, M, N, BM: tl.constexpr, BN: tl.constexpr):
-    """The number of row tiles of this mask."""
+    """The number of tiles of this mask, over rows and columns."""
     return (tl.cdiv(n1, BM) + tl.cdiv(M - n1, BM)) * tl.cdiv(N, BN)
 
 

@@ -80,7 +80,7 @@ Gradients differentiable_gradients(const Kept& c, const Tensor& grad, const Tens
     outputs.push_back(MatmulOp::call(y, inputs[2], false, false).transpose(1, 2));
     grads.push_back(grad);
   }
-  if (grad_y.defined() && y.requires_grad()) {  // it may depend on v alone
+  if (grad_y.defined() && y.requires_grad()) {  // not if only v needs a gradient
     outputs.push_back(y);
     grads.push_back(grad_y);
   }

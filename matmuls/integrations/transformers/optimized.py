@@ -412,7 +412,7 @@ class _Chain:
         if modules_of_all._has_any_global_hook():
             return False
         for parent, name, m, forward, of_class in self.links:
-            if type(m).forward is not of_class or m._compiled_call_impl is not None:  # a wrapper may keep the output
+            if type(m).forward is not of_class or m._compiled_call_impl is not None:  # may keep its output
                 return False
             if parent.get(name) is not m or m.__dict__.get("forward") is not forward or m._forward_pre_hooks:
                 return False

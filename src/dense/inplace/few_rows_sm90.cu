@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     float acc[kColumns / 2];
 #pragma unroll
     for (float& x : acc) x = 0;
-    // Transposed product (kTurned), as in panels_sm90.cu: this thread's columns of the result, one in each eight rows
-    // of its warp's fragment; two warps cover 32.
+    // Transposed product (kTurned), as in panels_sm90.cu: the thread has one column of the result in each of the groups
+    // of four, place(0) and place(1); two warps cover 32 columns.
     const auto place = [&](int h) { return 2 * warp % 4 + h ^ lane / 16 * 5; };
-    // The columns this thread writes: two in both halves of a transposed tile's rows, else eight in one half's.
+    // The columns this thread writes. Transposed: two, i < 2. Otherwise: eight, in this block's half of the tile.
     const auto column_of = [&](int i) {
       return column0 + (turned ? warp / 2 * 32 + 4 * place(i) + lane / 4 % 4
                                : rank * kColumns / 2 + i / 2 * 8 + 2 * (lane % 4) + i % 2);
@@ -232,8 +232,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float4 sum = sums[i / 4 * kProducts + threadIdx.x];
       mine[i] += sum.x, mine[i + 1] += sum.y, mine[i + 2] += sum.z, mine[i + 3] += sum.w;
     }
-    // Of each of four groups of eight columns a thread has four numbers: two adjacent ones, and two either eight rows
-    // below them or, transposed, eight columns to the right.
+    // mine[4 j .. 4 j + 3] are two pairs of results, h = 0 and 1. Untransposed: the pair is two adjacent columns of
+    // column group j, the rows of h = 0 and 1 are 8 apart. Transposed: the pair is two adjacent rows of row group j, in
+    // column column_of(h).
     if constexpr (sizeof(T) == 2) {
       uint32_t words[2][4];
 #pragma unroll

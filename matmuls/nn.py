@@ -152,7 +152,7 @@ class SparseLinear(nn.Module):
     RuntimeError on an x that does not match. torch's parametrizations do not accept a parameter named `values`.
     """
 
-    _is_frozen = False  # class attributes: older pickles lack these, and the tensors that a captured graph reads
+    _is_frozen = False  # class attributes: older pickles lack this and _captured, the plans that graphs read
     _captured: tuple[SparsePlan, ...] = ()
 
     def __init__(

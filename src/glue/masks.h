@@ -3,8 +3,8 @@
 
 namespace matmuls {
 
-// bytes: bool or uint8, nonzero elements are masked. same, float32: added to the scaled input in that dtype, -inf
-// masks.
+// bytes: bool or uint8, nonzero elements are masked. same (the input's dtype) and float32: added to the scaled input,
+// -inf masks.
 enum class MaskKind { none, bytes, same, float32 };
 
 }  // namespace matmuls

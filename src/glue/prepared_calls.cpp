@@ -29,7 +29,7 @@ using torch::jit::Stack;
 
 constexpr size_t kMost = 16;  // prepared calls kept, the most recent ones
 
-// State besides the arguments that decides the path of a call through the dispatcher.
+// State, apart from the arguments, that decides the path of a call through the dispatcher.
 struct Modes {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   bool deterministic = at::globalContext().deterministicAlgorithms();

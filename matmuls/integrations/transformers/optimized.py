@@ -425,7 +425,7 @@ _running: ContextVar[_Chain | None] = ContextVar("running", default=None)  # its
 
 
 def _kind(module: nn.Module) -> str:
-    """ "folder.Class" of a transformers module; "" for others."""
+    """A transformers module as "folder.Class"; "" for other modules."""
     where = type(module).__module__
     return f"{where.split('.')[2]}.{type(module).__name__}" if where.startswith("transformers.models.") else ""
 

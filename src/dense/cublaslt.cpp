@@ -2,7 +2,7 @@
 //
 // Source: cublasLtMatmul; on the CPU torch's BLAS and activations. cuBLASLt has no epilogue for gelu by erf and none
 // for float64: bias_act_ follows the product then. (Processing panels of rows small enough to stay in the L2 between
-// the two kernels was slower: 353 us instead of 320 at 16384x1024x4096 on an H100.)
+// the two kernels was slower: 353 us instead of 320 at 16384x1024x4096 on an H200.)
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>

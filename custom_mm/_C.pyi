@@ -23,50 +23,51 @@ def handle_info() -> list[Handle]: ...
 def set_workspace_size(nbytes: int) -> None: ...
 def workspace_size() -> int: ...
 def is_capturing(device: int) -> bool:
-    """Whether a GPU's current stream captures a graph. False without CUDA."""
+    """True if the GPU's current stream captures a graph. False without CUDA."""
 
 def current_stream(device: int) -> int:
-    """The id of a GPU's current stream, which no later stream gets; 0: the default one. Not for one that captures."""
+    """Id of the GPU's current stream, never reused; 0: the default stream. Must not be called during a capture."""
 
 def synchronize_stream(device: int) -> None:
-    """Wait for a GPU's current stream, also while another thread captures a graph."""
+    """Wait for the GPU's current stream; allowed while another thread captures a graph."""
 
 def synchronize_device(device: int) -> None:
-    """Wait for all streams of a GPU. RuntimeError where one of them captures a graph."""
+    """Wait for all streams of a GPU. Raises RuntimeError if one of them captures a graph."""
 
 class RelaxedCapture:
     """A context in which this thread may make calls that a capture in another thread forbids (allocations, events).
 
-    Without CUDA it does nothing.
+    Does nothing without CUDA.
     """
 
     def __enter__(self) -> None: ...
     def __exit__(self, *args: object) -> None: ...
 
 class BoundCalls:
-    """Calls of operators of which every argument but one tensor is known, the last 16."""
+    """Prepared operator calls: all arguments but one tensor are fixed. Keeps the last 16."""
 
     def bind(self, name: str, arguments: Sequence[Any], at: int, watched: Sequence[Tensor]) -> None:
-        """A call as it has just been made; its argument `at` is the open one. Forgotten at once where it recorded a
-        gradient, under autocast and in a capture. watched: what it was made of beside its arguments; it is made again
-        unless one of either was written to or wants a gradient."""
+        """Prepares a call that has just been made; argument `at` is the open one. Does nothing if the call recorded a
+        gradient, under autocast and during a capture. watched: tensors, besides the arguments, that the result depends
+        on. The prepared call is valid until one of these or of the arguments is written to or requires a gradient."""
 
     def __call__(self, x: object, first: Tensor) -> Tensor | None:
-        """The result for x, or None where no call was bound for a tensor like it: of its shape, strides, dtype and
-        device, in a thread in the same modes, without a gradient or a capture. first: the first of the watched."""
+        """The result for x, or None if no prepared call matches x in shape, strides, dtype, device and dispatch modes,
+        or under a gradient or a capture. first: the first tensor of `watched`."""
 
 def look_at_offsets(name: str, offsets: Tensor, nonzeros: int, what: str) -> None:
-    """ValueError where they do not begin with 0, end with `nonzeros`, of `what`, or decrease. Does nothing on a GPU."""
+    """Raises ValueError unless offsets begin with 0, do not decrease and end with `nonzeros`, the number of `what`.
+    Does nothing on a GPU."""
 
 def look_at_indices(name: str, what: str, indices: Tensor, size: int) -> None:
-    """ValueError where an index is not from 0 to size - 1. Does nothing on a GPU."""
+    """Raises ValueError if an index is not from 0 to size - 1. Does nothing on a GPU."""
 
 def trust_indices(crow: Tensor, col: Tensor, order: Tensor | None, columns: int) -> None:
-    """Look at indices that a plan alone holds and keep the result with them: operators on the CPU do not look again
-    until a write moves their version. ValueError where they do not fit. Does nothing on a GPU."""
+    """Validates indices that only a plan owns and records the result with them: CPU operators do not validate them
+    again until a write changes their version. Raises ValueError if they are invalid. Does nothing on a GPU."""
 
 def check_no_overlap(op: str, out: Tensor, values: Tensor, dense: Tensor) -> None:
-    """RuntimeError where out shares an element with itself or with one of the others."""
+    """Raises RuntimeError if out shares an element with itself or with one of the others."""
 
 def build_info() -> dict[str, Any]: ...
 def simulate_device(
@@ -77,5 +78,5 @@ def simulate_device(
     capability: tuple[int, int] | None = None,
     hopper_code: bool | None = None,
 ) -> None:
-    """Launches are chosen as for such a GPU, and refused where it could not run them; without arguments no longer. For
-    tests of a build with CUDA."""
+    """Chooses launches as for a GPU with these limits and refuses those that it could not run; without arguments ends
+    the simulation. For tests of a build with CUDA."""

@@ -1,4 +1,4 @@
-"""The compiled module's face: handles, build facts, and the low-level products under their libraries' names.
+"""Library handles, build facts, and low-level products under their libraries' names; wraps the compiled module.
 
 Importing it loads `custom_mm._C`, which registers every operator under `torch.ops.custom_mm`.
 """
@@ -58,7 +58,7 @@ def _init(library: str) -> int:
 def init_cublas() -> int:
     """Create this thread's cuBLAS handle and workspace on every visible GPU, ahead of the first product.
 
-    Returns the number of devices made ready: 0 without CUDA, with one warning in a process's life. Idempotent.
+    Returns the number of devices; 0 without CUDA, with one warning per process. Idempotent.
     """
     return _init("cublas")
 
@@ -74,7 +74,7 @@ def init_cusparse() -> int:
 
 
 def destroy_cublas() -> None:
-    """Destroy the cuBLAS handles and workspaces of every thread on every GPU; a later product makes new ones.
+    """Destroy the cuBLAS handles and workspaces of every thread on every GPU; a later product creates new ones.
 
     Idempotent. Raises RuntimeError while a CUDA graph that uses one is being captured.
     """
@@ -92,7 +92,7 @@ def destroy_cusparse() -> None:
 
 
 def handle_info() -> "list[_C.Handle]":
-    """The live handles of every thread: library, device, thread ("free" when its thread has ended) and workspaces, each
+    """The live handles of all threads: library, device, thread ("free" if its thread has ended) and workspaces, each
     with its stream and bytes."""
     return _C.handle_info()
 
@@ -100,14 +100,14 @@ def handle_info() -> "list[_C.Handle]":
 def set_workspace_size(nbytes: int) -> None:
     """Bytes of workspace per (handle, stream) from the next call on; 0: 32 MiB from sm_90 on, 8 MiB before.
 
-    Workspaces come from the driver, beside torch's caching allocator; under graph capture from the capture's pool.
-    Raises RuntimeError on a size below 0.
+    Workspaces are allocated by the driver, outside torch's caching allocator; under graph capture from the capture's
+    pool. Raises RuntimeError on a size below 0.
     """
     _C.set_workspace_size(nbytes)
 
 
 def workspace_size() -> int:
-    """What `set_workspace_size` asked for, in bytes; 0 is the default."""
+    """The value given to `set_workspace_size`, in bytes; 0 is the default."""
     return _C.workspace_size()
 
 
@@ -128,9 +128,9 @@ def cublas_mmul(
 ) -> torch.Tensor:
     """op(a) @ op(b) for two matrices by cublasGemmEx; torch's BLAS on the CPU.
 
-    a: [M, K], or [K, M] with transa; b: [K, N], or [N, K] with transb; c: [M, N], written and returned when given.
-    float64, float32, float16, bfloat16, complex64, complex128, one dtype and device for all.
-    Raises RuntimeError on any other shape, dtype or device, and where c overlaps a or b.
+    a: [M, K], or [K, M] with transa; b: [K, N], or [N, K] with transb; c: [M, N], written and returned if given.
+    float64, float32, float16, bfloat16, complex64, complex128, one dtype and device for all. Raises RuntimeError on any
+    other shape, dtype or device, and if c overlaps a or b.
     """
     if a.dim() != 2 or b.dim() != 2:
         raise RuntimeError(f"cublas_mmul: expected two matrices, got shapes {list(a.shape)} and {list(b.shape)}")
@@ -147,9 +147,9 @@ def cublas_bmm(
 ) -> torch.Tensor:
     """op(a) @ op(b) for batches of matrices by cublasGemmStridedBatchedEx; torch's BLAS on the CPU.
 
-    a: [..., M, K], or [..., K, M] with transa; b: [..., K, N], or [..., N, K] with transb; as many dimensions as a, at
-    least 3, batch sizes equal or 1; c: [..., M, N], written and returned when given. dim: the number of dimensions,
-    checked when given. dtypes and errors as `cublas_mmul`.
+    a: [..., M, K], or [..., K, M] with transa; b: [..., K, N], or [..., N, K] with transb; both with the same number of
+    dimensions, at least 3, and batch sizes equal or 1; c: [..., M, N], written and returned if given. dim: the number
+    of dimensions, checked if given. dtypes and errors as `cublas_mmul`.
     """
     if a.dim() != b.dim() or a.dim() < 3 or dim not in (None, a.dim()):
         expected = "at least 3 dimensions each, equally many" if dim is None else f"{dim} dimensions each"
@@ -168,10 +168,10 @@ def cublaslt_matmul(
 ) -> torch.Tensor:
     """activation(op(a) @ op(b) + bias) by cublasLtMatmul, bias and activation in its epilogue; torch's on the CPU.
 
-    a, b: any shapes that torch.matmul takes; bias: [N]; activation: None, "relu", "gelu" (by erf) or "gelu_tanh";
-    c: written and returned when given. A repeated shape costs one look-up in the handle's plan cache. "gelu" has no
-    epilogue in cuBLASLt: a second kernel applies it over the result. dtypes and errors as `cublas_mmul`; complex
-    dtypes take a bias, but no activation.
+    a, b: any shapes that torch.matmul accepts; bias: [N]; activation: None, "relu", "gelu" (by erf) or "gelu_tanh"; c:
+    written and returned if given. A repeated shape costs one lookup in the handle's plan cache. "gelu" has no epilogue
+    in cuBLASLt: a second kernel applies it to the result. dtypes and errors as `cublas_mmul`; complex dtypes accept a
+    bias but no activation.
     """
     if c is None:
         return _cublaslt_matmul(a, b, bias, activation, transa, transb)
@@ -182,9 +182,9 @@ def cublaslt_matmul(
 def bias_act_(x: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None) -> torch.Tensor:
     """x <- activation(x + bias) in place, one pass over x. Returns x.
 
-    x: [..., N] in float64, float32, float16 or bfloat16, any strides that do not overlap; bias: [N] or None;
-    activation: as `cublaslt_matmul`. Arithmetic in float32 or wider. No gradient: raises RuntimeError where one would
-    be recorded, since the gradient needs what is written over.
+    x: [..., N] in float64, float32, float16 or bfloat16, any non-overlapping strides; bias: [N] or None; activation: as
+    `cublaslt_matmul`. Arithmetic in float32 or wider. No gradient: raises RuntimeError if one would be recorded, since
+    it needs the overwritten values.
     """
     torch.ops.custom_mm.bias_act_.default(x, bias, activation)
     return x
@@ -194,7 +194,7 @@ def _check_parts(
     name: str, layout: str, offsets: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, rows: int, columns: int
 ) -> None:
     height, width = values.shape[1:] if layout == "bsr" and values.dim() == 3 else (1, 1)
-    if layout in ("csr", "csc", "coo", "bsr"):  # the operator tells of others
+    if layout in ("csr", "csc", "coo", "bsr"):  # the operator raises for other layouts
         check_parts(name, layout, offsets, indices, rows, columns, height, width)
 
 
@@ -208,9 +208,9 @@ def cusparse_mmul(
     b: torch.Tensor,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A @ b by cusparseSpMM for A by rows (CSR); our own product on the CPU. As `cusparse_spmm`, values first.
+    """A @ b by cusparseSpMM for a CSR matrix A; this project's kernel on the CPU. As `cusparse_spmm`, values first.
 
-    values, columns: [nnz]; offsets: [rows + 1]; b: [cols, N]; c: [rows, N], written and returned when given.
+    values, columns: [nnz]; offsets: [rows + 1]; b: [cols, N]; c: [rows, N], written and returned if given.
     """
     if not isinstance(columns, torch.Tensor) or not isinstance(values, torch.Tensor):
         raise TypeError(
@@ -242,21 +242,26 @@ def cusparse_spmm(
     out: torch.Tensor | None = None,
     prepared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """alpha * op(A) @ op(b) by cusparseSpMM, or out <- that + beta * out; our own product on the CPU.
+    """alpha * op(A) @ op(b) by cusparseSpMM, or out <- that + beta * out; this project's kernel on the CPU.
 
-    A: [rows, columns] in one of four layouts, with offsets and indices both int32 or both int64:
-    "csr": offsets [rows + 1], indices [nnz] are columns; "csc": offsets [columns + 1], indices [nnz] are rows;
-    "coo": offsets [nnz] are rows that do not decrease, indices [nnz] are columns; "bsr": offsets [rows / height + 1],
-    indices [blocks] count blocks, values [blocks, height, width]. values: [nnz] else.
-    b: [K, N], or [N, K] with transb, read where it lies by rows or by columns; out: [M, N] of any strides.
-    float64, float32, float16 or bfloat16, one dtype and device for all; 16-bit types are summed in float32.
-    algorithm: "default", or for csr and csc "csr_alg1" to "csr_alg3", for coo "coo_alg1" to "coo_alg4", for bsr
-    "bsr_alg1". cuSPARSE promises the same bits every time for "csr_alg3", "coo_alg2" and "bsr_alg1" alone, and for
-    none with transa. prepared: what `cusparse_prepare` returned for such a call.
+    A: [rows, columns] in one of four layouts, with offsets and indices both int32 or both int64.
 
-    Differentiable in values and b, by our own kernels. Indices are looked at once for as long as they live and are not
-    written to; that waits for the GPU. Raises ValueError on bad indices, layouts and algorithms, and RuntimeError on
-    shapes, dtypes and devices that do not fit, on overlap, and, naming the call, on what cuSPARSE does not support.
+      layout  offsets                        indices                         values
+      "csr"   [rows + 1]                     [nnz]: columns                  [nnz]
+      "csc"   [columns + 1]                  [nnz]: rows                     [nnz]
+      "coo"   [nnz]: non-decreasing rows     [nnz]: columns                  [nnz]
+      "bsr"   [rows / height + 1]            [blocks]: block columns         [blocks, height, width]
+
+    b: [K, N], or [N, K] with transb, row- or column-major without a copy; out: [M, N], any strides. float64, float32,
+    float16 or bfloat16, one dtype and device for all; 16-bit types accumulate in float32. algorithm: "default", or for
+    csr and csc "csr_alg1" to "csr_alg3", for coo "coo_alg1" to "coo_alg4", for bsr "bsr_alg1". cuSPARSE guarantees
+    bitwise reproducible results only for "csr_alg3", "coo_alg2" and "bsr_alg1", and for none with transa. prepared: the
+    result of `cusparse_prepare` for such a call.
+
+    Differentiable in values and b, by this project's kernels. Indices are validated once, for as long as they live and
+    are not written to; validation waits for the GPU. Raises ValueError on bad indices, layouts and algorithms, and
+    RuntimeError on shapes, dtypes and devices that do not match, on overlap, and, naming the call, on what cuSPARSE
+    does not support.
     """
     if out is None and beta != 0:
         raise ValueError(f"cusparse_spmm: expected out= beside beta={beta}, which multiplies it")
@@ -283,11 +288,12 @@ def cusparse_prepare(
     transa: bool = False,
     transb: bool = False,
 ) -> torch.Tensor:
-    """What cusparseSpMM_preprocess learns of a matrix, for `cusparse_spmm(..., prepared=)` with the same arguments.
+    """The result of cusparseSpMM_preprocess for a matrix, for `cusparse_spmm(..., prepared=)` with the same arguments.
 
-    The values may change, and b's and the scalars', but not the indices, the algorithm, the number of columns or the
-    order in which b lies. One stream at a time may use it. A tensor of no elements whose storage is cuSPARSE's buffer.
-    dtypes and errors as `cusparse_spmm`; ValueError too on offsets and indices that are not contiguous.
+    The values of A and b and the scalars may change, but not the indices, the algorithm, the number of columns or the
+    order (row- or column-major) of b. Only one stream at a time may use it. Returns an empty tensor whose storage is
+    cuSPARSE's buffer. dtypes and errors as `cusparse_spmm`; also raises ValueError on non-contiguous offsets and
+    indices.
     """
     _check_parts("cusparse_prepare", layout, offsets, indices, values, rows, columns)
     return _cusparse_prepare(offsets, indices, values, b, rows, columns, layout, algorithm, transa, transb)
@@ -296,10 +302,11 @@ def cusparse_prepare(
 def cusparse_sddmm(
     offsets: torch.Tensor, columns: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float = 1.0
 ) -> torch.Tensor:
-    """alpha * (a @ b) where a matrix by rows (CSR) has nonzeros, by cusparseSDDMM; our own on the CPU. [nnz].
+    """alpha * (a @ b) at the nonzeros of a CSR matrix, by cusparseSDDMM; this project's kernel on the CPU. Returns
+    [nnz].
 
-    offsets: [M + 1]; columns: [nnz]; a: [M, D]; b: [D, K], read where they lie. float64 or float32, 16-bit types where
-    cuSPARSE takes them. Gradients and errors as `cusparse_spmm`.
+    offsets: [M + 1]; columns: [nnz]; a: [M, D]; b: [D, K], both read without a copy. float64 or float32, 16-bit types
+    where cuSPARSE supports them. Gradients and errors as `cusparse_spmm`.
     """
     if offsets.dim() == 1 and offsets.shape[0] > 0 and b.dim() == 2:
         check_parts("cusparse_sddmm", "csr", offsets, columns, offsets.shape[0] - 1, b.shape[1], 1, 1)

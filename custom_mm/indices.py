@@ -1,4 +1,4 @@
-"""Indices of sparse matrices, looked at once: the kernels trust what was checked here and read it unchecked."""
+"""Validates the indices of sparse matrices once: the kernels trust indices that were checked here."""
 
 import weakref
 from typing import Any, NamedTuple
@@ -11,24 +11,24 @@ _csr_check_copied = torch.ops.custom_mm.csr_check_copied.default
 
 
 def version_of(t: torch.Tensor) -> int:
-    """Moves with every write to t; an inference tensor has none."""
+    """t's version counter, which every write to t increments; -1 for an inference tensor, which has none."""
     return -1 if t.is_inference() else t._version
 
 
 class Facts(NamedTuple):
-    """Of a matrix by rows, or by columns likewise."""
+    """Facts about the indices of a CSR matrix (or CSC, with rows and columns exchanged)."""
 
-    longest: int  # nonzeros of a row
-    distinct: bool  # the columns of every row increase: none is there twice
-    beyond_two: int  # nonzeros after the second in their four columns: about, where columns increase
-    far: int  # rows that begin 2^14 columns or more from the diagonal
+    longest: int  # nonzeros of the longest row
+    distinct: bool  # columns strictly increase within each row: no duplicates
+    beyond_two: int  # nonzeros after the second in an aligned group of 4 columns; approximate unless columns increase
+    far: int  # number of rows that begin 2^14 columns or more from the diagonal
 
 
 class Check:
-    """What the indices say, which the GPU is asked at once. name: of the operation that asks.
+    """A validation of indices on the GPU, started at once; `facts` reads the result. name: the calling operation.
 
-    offsets: [rows + 1], inner: [nonzeros] from 0 to size - 1, both int32 or both int64. copied: with `copies` of them
-    in int32, which is enough for each of them.
+    offsets: [rows + 1], inner: [nonzeros] from 0 to size - 1, both int32 or both int64. copied: also makes int32
+    `copies` of both, whose values must fit.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Check:
             self._said = _csr_check(offsets, inner, size)
 
     def facts(self) -> Facts:
-        """ValueError where an index is not what it must be. Waits for the GPU, on the stream of before."""
+        """The facts; raises ValueError on an invalid index. Waits for the GPU, on the stream that started the check."""
         problem, where, found, longest, rises, beyond_two, far = self._said.tolist()
         if problem:
             expected = {
@@ -63,12 +63,12 @@ class Check:
 
 
 def check_rows(name: str, offsets: torch.Tensor, inner: torch.Tensor, size: int, what: str = "columns") -> Facts:
-    """What the indices say, at once."""
+    """Validates the indices and returns their facts at once."""
     return Check(name, offsets, inner, size, what).facts()
 
 
 def check_entries(name: str, row: torch.Tensor, column: torch.Tensor, shape: tuple[int, int]) -> None:
-    """ValueError unless every row and column lies in the shape. Waits for the GPU."""
+    """Raises ValueError unless every row and column lies in the shape. Waits for the GPU."""
     if not row.numel() or not column.numel():
         return
     found = torch.stack([t.long() for pair in (row.aminmax(), column.aminmax()) for t in pair]).tolist()
@@ -77,8 +77,8 @@ def check_entries(name: str, row: torch.Tensor, column: torch.Tensor, shape: tup
             raise ValueError(f"{name}: expected {what} from 0 to {size - 1}, got {low if low < 0 else high}")
 
 
-# What was checked of a tensor of indices in each layout, for as long as it lives and is not written to: one matrix by
-# rows and by entries shares its columns.
+# Results of validation per tensor of indices and layout, valid while the tensor lives and is not written to. CSR and
+# COO forms of one matrix share their columns tensor.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -92,9 +92,10 @@ def check_parts(
     height: int,
     width: int,
 ) -> None:
-    """The indices of a matrix in a layout of cuSPARSE's; height and width are a block's, 1 where there are none.
+    """Validates the indices of a matrix in one of cuSPARSE's layouts; height and width are a block's, 1 for other
+    layouts.
 
-    Looked at anew only when they were written to: a call with known ones does not wait for the GPU.
+    Indices are validated again only after a write: a call with known ones does not wait for the GPU.
     """
     for what, t in (("offsets", offsets), ("indices", indices)):
         if not isinstance(t, torch.Tensor) or t.dim() != 1 or t.dtype not in (torch.int32, torch.int64):
@@ -105,7 +106,7 @@ def check_parts(
     if offsets.dtype != indices.dtype:
         raise ValueError(f"{name}: expected offsets in {indices.dtype} as indices are, got {offsets.dtype}")
     versions = version_of(offsets), version_of(indices)
-    addresses = offsets.data_ptr(), indices.data_ptr()  # others where somebody sets .data
+    addresses = offsets.data_ptr(), indices.data_ptr()  # these change if .data is assigned
     asked: tuple[Any, ...] = (layout, rows, columns, height, width, *versions, *addresses)
     seen = _known.get(indices, {})  # type: ignore[no-untyped-call]
     entry = seen.get(layout)

@@ -1,4 +1,4 @@
-"""Attention whose probabilities can be had: scores, softmax over them, context, a piece at a time."""
+"""Attention that can return its probabilities: scores, softmax and context, computed piece by piece."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from .fused_softmax import scaled_masked_softmax
 _attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch.ops.custom_mm.attention.default
 _forward: Callable[..., torch.Tensor] = torch.ops.custom_mm.attention_forward.default
 
-PIECE_BYTES = 32 << 20  # of scores at a time: the next kernel finds them in the L2, of 50 MB on an H200
+PIECE_BYTES = 32 << 20  # bytes of scores at a time: the next kernel finds them in the L2, of 50 MB on an H200
 
 
 def attend(
@@ -33,17 +33,17 @@ def attend(
     """softmax(scale * q @ k^T + mask) @ v. Returns the context [B, Q, H, E] and the probabilities [B, H, Q, K] or None.
 
     q: [B, H, Q, D]; k: [B, h, K, D]; v: [B, h, K, E], h a divisor of H. mask, causal, dtypes: as
-    `scaled_masked_softmax`. into: a tensor for the probabilities where no gradient is to be recorded.
+    `scaled_masked_softmax`. into: a tensor for the probabilities if no gradient is recorded.
 
-    On Hopper, 16-bit heads of 64 numbers, bool masks and rows of whole 16 bytes pass through one kernel, which writes
-    the probabilities once. Elsewhere the scores are made in pieces of PIECE_BYTES, or one head's.
+    On Hopper one kernel handles 16-bit heads of size 64, with bool masks and rows that are multiples of 16 bytes; it
+    writes the probabilities once. Elsewhere the scores are computed in pieces of PIECE_BYTES, or of one head.
 
-    One score-sized tensor at most is kept for backward, none with `recompute` unless `probabilities` are returned; the
-    gradients pass in pieces too. None is kept either on a GPU at 16 bits without a mask: where the probabilities get no
-    gradient, backward is that of torch's scaled_dot_product_attention, from the rows' sums that the one kernel left or,
-    elsewhere, after another forward of torch's. With dropout, fewer key heads, a mask that wants a gradient or under
-    torch.compile it is one operation after the other, and backward holds two score-sized tensors. Differentiable, twice
-    and more. Raises RuntimeError on shapes, dtypes or devices that do not fit.
+    At most one score-sized tensor is saved for backward, and none with `recompute` unless `probabilities` are returned;
+    gradients are computed in pieces too. None is saved either on a GPU at 16 bits without a mask if the probabilities
+    get no gradient: backward is then that of torch's scaled_dot_product_attention, using the row sums of the one kernel
+    or, elsewhere, of another forward of torch's. With dropout, fewer key heads, a mask that needs a gradient, or under
+    torch.compile, attention is composed of single operations and backward holds two score-sized tensors. Differentiable
+    any number of times. Raises RuntimeError on shapes, dtypes or devices that do not match.
     """
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -71,7 +71,7 @@ def compose(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` as one operation after the other: for torch.compile, dropout, grouped heads, masks with a gradient."""
+    """`attend` composed of single operations: for torch.compile, dropout, grouped heads, masks with a gradient."""
     if (
         not q.dim() == k.dim() == v.dim() == 4
         or not q.size(0) == k.size(0) == v.size(0)
@@ -87,7 +87,7 @@ def compose(
         fold = score_fold(scale)
         q, scale = q * fold, scale / fold
     heads, key_heads = q.size(1), k.size(1)
-    if heads != key_heads:  # the batch broadcasts, keys and values are not repeated
+    if heads != key_heads:  # the batch broadcasts; keys and values are not repeated
         q, k, v = q.unflatten(1, (key_heads, heads // key_heads)), k.unsqueeze(2), v.unsqueeze(2)
     scores = matmul(q, k, transb=True)
     if heads != key_heads:
@@ -102,27 +102,27 @@ def compose(
 
 
 def score_fold(scale: float) -> float:
-    """The power of two by which float16 queries are multiplied ahead of the scores, which then get scale / it.
+    """The power of two by which float16 queries are multiplied before the scores, which are then scaled by scale / it.
 
-    Unscaled scores of long vectors pass 65504 where scaled ones do not. The products hold scores / 16 at most; a power
-    of two is exact. As attention/attention.cpp has it.
+    Unscaled scores of long vectors exceed 65504 where scaled ones do not. The products hold scores / 16 at most; a
+    power of two is exact. attention/attention.cpp does the same.
     """
     return 2.0 ** min(0, max(-24, math.frexp(scale)[1] - 5))
 
 
 def shares(count: int, most: int) -> Iterator[slice]:
-    """Slices of nearly equal length, `most` at most."""
+    """Slices of nearly equal length, each of at most `most` elements."""
     parts = -(-count // max(1, most))
     step = -(-count // parts) if parts else 1
     return (slice(i, i + step) for i in range(0, count, step))
 
 
 def reads_strided(x: torch.Tensor, head: int) -> bool:
-    """Whether heads of x's kind are read where they lie, bool masks granted; else each piece's are copied."""
+    """True if heads of x are read in place (given a bool mask); else each piece copies its heads."""
     return head == 64 and x.dtype in (torch.float16, torch.bfloat16) and has_hopper_kernels(x.device)
 
 
 @register_flop_formula(torch.ops.custom_mm.attention_forward)
 def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *args: Any, **kwargs: Any) -> int:
-    """Of the two products, as torch counts them, however often a kernel makes them."""
+    """FLOPs of the two products, counted once as torch does, even if a kernel computes them more often."""
     return 2 * q[:3].numel() * k[2] * (q[3] + v[3])

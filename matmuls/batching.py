@@ -1,5 +1,5 @@
-"""Batching rules of our operators for torch.func.vmap: one call for the whole batch where leading dimensions can hold
-it, else one call for each sample."""
+"""Batching rules for torch.func.vmap: one call for the whole batch if leading dimensions can hold it, else one per
+sample."""
 
 import math
 from collections.abc import Callable
@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import custom_mm  # noqa: F401  whose operators, and those of these two, are registered by then
+import custom_mm  # noqa: F401  registers its operators and those of the next two
 
 from . import blocks, masked  # noqa: F401
 from .registration import fail, library
 
 _ops = torch.ops.custom_mm
 _Operator = Any  # an OpOverload
-_Dims = tuple[Any, ...]  # of each argument, where the batch lies in it, or None
-_Rule = Callable[..., tuple[Any, Any]]  # of the batch's size, _Dims and all the arguments: the results and their _Dims
+_Dims = tuple[Any, ...]  # for each argument, the batch dimension or None
+_Rule = Callable[..., tuple[Any, Any]]  # (batch size, _Dims, *arguments) -> results, their _Dims
 
 
 def _writes(operator: _Operator) -> bool:
-    """Over its first argument."""
+    """True if the operator writes its first argument."""
     return bool(operator._schema.name.endswith("_"))
 
 
 def _register(operator: _Operator, rule: _Rule) -> None:
-    """Lets `rule` have all the arguments, defaults too."""
+    """Registers `rule`, which receives all the arguments, defaults included."""
     defaults = [a.default_value for a in operator._schema.arguments]
 
     def batched(info: Any, dims: _Dims, *args: Any) -> tuple[Any, Any]:
@@ -39,7 +39,7 @@ def _register(operator: _Operator, rule: _Rule) -> None:
 
 
 def _front(t: Tensor, dim: int | None) -> Tensor:
-    """t with its batch first; itself where it lies so, since a gradient through a view costs more."""
+    """t with its batch dimension first; t itself if it is, since gradients through a view cost more."""
     return t.movedim(dim, 0) if dim else t
 
 
@@ -48,8 +48,8 @@ def _of_batch(t: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _padded(t: Tensor | None, dim: int | None, rank: int) -> Any:
-    """t with its batch first and ones behind it, so that a sample has `rank` dimensions and broadcasts as a sample
-    does. A tensor without a batch is returned as it is."""
+    """t with its batch first, followed by ones, so that a sample has `rank` dimensions and broadcasts as a sample does.
+    A tensor without a batch is returned unchanged."""
     if t is None or dim is None:
         return t
     front = _front(t, dim)
@@ -58,7 +58,7 @@ def _padded(t: Tensor | None, dim: int | None, rank: int) -> Any:
 
 
 def _each(operator: _Operator) -> _Rule:
-    """One call for each sample, over a copy of what is written: a norm of a view is differentiable once alone."""
+    """One call per sample, on a copy of what is written: a norm of a view is differentiable only once."""
 
     def rule(size: int, dims: _Dims, *args: Any) -> tuple[Any, Any]:
         def sample(i: int) -> list[Any]:
@@ -81,7 +81,7 @@ def _each(operator: _Operator) -> _Rule:
 
 
 def _unless_batched(operator: _Operator, *arguments: int) -> Callable[[_Rule], _Rule]:
-    """A rule for batches of which these arguments have no part; else one call for each sample."""
+    """Decorates a rule for calls in which these arguments have no batch; otherwise one call per sample."""
     each = _each(operator)
 
     def decorate(rule: _Rule) -> _Rule:
@@ -110,9 +110,9 @@ def _product(
 ) -> Tensor:
     ranks = [t.dim() - (d is not None) for t, d in zip((a, b), dims, strict=False)]
     vectors = [rank == 1 for rank in ranks]
-    if vectors[0]:  # a row
+    if vectors[0]:  # a row vector
         a, transa = _front(a, dims[0]).unsqueeze(-2), False
-    if vectors[1]:  # a column
+    if vectors[1]:  # a column vector
         b, transb = _front(b, dims[1]).unsqueeze(-1), False
     rank = max(2, *ranks)
     fronts = [0 if d is not None and v else d for d, v in zip(dims, vectors, strict=False)]
@@ -167,12 +167,12 @@ def _elementwise(operator: _Operator) -> _Rule:
 
 
 def _with_a_row(x: Tensor, dim: int) -> Tensor:
-    """With its batch first and a last dimension, which a sample that is one number lacks."""
+    """x with its batch first and at least one more dimension, which a scalar sample lacks."""
     return _front(x, dim).unsqueeze(-1) if x.dim() == 1 else _front(x, dim)
 
 
 def _row_dim(name: str, x: Tensor, dim: int) -> int:
-    """A sample's dimension, counted from the batch's end; x has its batch first."""
+    """A sample's dimension as a negative index; x has its batch first."""
     dims = max(x.dim() - 1, 1)
     if not -dims <= dim < dims:
         fail(name, f"dim between {-dims} and {dims - 1}", dim)
@@ -298,14 +298,14 @@ def _norm_backward(
 
 
 def _leads(dims: _Dims, tensors: tuple[Tensor | None, ...], own: tuple[int, ...]) -> list[Any]:
-    """Tensors of `own` dimensions behind leading ones, which broadcast as a sample's do."""
+    """Adds ones so that tensors of `own` trailing dimensions broadcast in their leading ones as a sample's do."""
     given = [(t, d, n) for t, d, n in zip(tensors, dims, own, strict=True) if t is not None]
     rank = max(t.dim() - (d is not None) - n for t, d, n in given)
     return [_padded(t, d, rank + n) for t, d, n in zip(tensors, dims, own, strict=True)]
 
 
 def _spmm(operator: _Operator, selected: int | None) -> _Rule:
-    """The rule of a product of values and dense, arguments 2 and 3. `selected`: the argument of the result's shape."""
+    """Rule of a product of values and dense, arguments 2 and 3. `selected`: the argument with the result's shape."""
 
     @_unless_batched(operator, *(i for i, a in enumerate(operator._schema.arguments) if _is_pattern(a.name)))
     def rule(size: int, dims: _Dims, *args: Any) -> tuple[Any, Any]:
@@ -372,7 +372,7 @@ _RULES: dict[_Operator, _Rule] = {
     _ops.csr_softmax.default: _csr_softmax,
     _ops.csr_softmax_backward.default: _csr_softmax_backward,
 }
-# One call for each sample: what stands in one tensor's own values, or has kernels of matrices alone.
+# One call per sample: operators that read a tensor's values, or whose kernels take only matrices.
 _EACH = (
     _ops.attention_forward.default,
     _ops.bsr_sddmm.default,

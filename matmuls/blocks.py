@@ -1,7 +1,8 @@
-"""Matrices stored in blocks: their product with a dense one and, where they have blocks, that of two dense ones.
+"""Products of block-sparse matrices (BSR): with a dense matrix (bsr_spmm), and of two dense matrices at the blocks of a
+pattern (bsr_sddmm).
 
-Blocks lie as torch's BSR has them: offsets of the rows of blocks, the column of each block, values [blocks, h, w].
-Whoever calls has checked the indices (structure.py). Triton on a GPU for blocks of tensor cores' sizes, torch else.
+Layout as in torch's BSR: offsets of the block rows, the block column of each block, values [blocks, h, w]. The caller
+has validated the indices (structure.py). Triton on a GPU for block sizes that suit tensor cores, torch otherwise.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .registration import check_permutation, fail, register, register_autocast, register_gradient
 
-KERNEL_SIZES = (16, 32, 64, 128)  # heights and widths of blocks that triton/blocks.py takes
+KERNEL_SIZES = (16, 32, 64, 128)  # heights and widths of blocks that triton/blocks.py supports
 REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -109,7 +110,7 @@ def _check_sddmm(
         fail(name, f"b of {a.shape[1]} columns as a has", b.shape[1])
 
 
-# --------------------------------------------------------------- kernels: Triton's or torch's, and shapes alone (Meta)
+# --------------------------------------------------------------- kernels: Triton or torch, and shapes only (Meta)
 
 
 def _by_triton(x: Tensor, height: int, width: int) -> bool:
@@ -117,8 +118,7 @@ def _by_triton(x: Tensor, height: int, width: int) -> bool:
 
 
 def _look(name: str, crow: Tensor, col: Tensor, across: int, order: Tensor | None) -> Tensor | None:
-    """order in int64. ValueError on a CPU where an index leads out of bounds, whatever was written to it since an
-    earlier look."""
+    """order in int64. On a CPU raises ValueError on an index out of bounds, even if written after an earlier check."""
     order = None if order is None else order.long()
     if crow.device.type == "cpu":
         problem, where, found = torch.ops.custom_mm.csr_check(crow, col, across)[:3].tolist()
@@ -133,7 +133,7 @@ def _look(name: str, crow: Tensor, col: Tensor, across: int, order: Tensor | Non
 def _plain_spmm(
     crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, order: Tensor | None, transposed: bool
 ) -> Tensor:
-    """Every block by its rows of dense, and those of a row of blocks added up in order; in float32 or wider."""
+    """Multiplies every block by its rows of dense and adds up each block row in order; in float32 or wider."""
     order = _look("bsr_spmm", crow, col, dense.shape[0] // values.shape[1 if transposed else 2], order)
     blocks = values if order is None else values[order]
     blocks = blocks.mT if transposed else blocks
@@ -258,13 +258,15 @@ _sddmm: Callable[..., Tensor] = _ops.bsr_sddmm.default
 
 
 # ---------------------------------------------------------------------------------------------------------- gradients
-# Each operator's are the two operators again, over the blocks by rows or by columns: differentiable in their turn.
+#
+# The gradients of each operator are the two operators again, over the blocks by rows or by columns, so they are
+# differentiable.
 
 Blocks = tuple[Tensor, Tensor, Tensor | None]  # offsets, columns, order
 
 
 def _by_columns(blocks: Blocks, across: int, t_crow: Tensor | None, t_col: Tensor | None, t_order: Any) -> Blocks:
-    """What was given, or made: `across` columns of blocks."""
+    """The blocks by columns, as given or computed; `across`: number of block columns."""
     if t_crow is not None and t_col is not None:
         return t_crow, t_col, t_order
     crow, col, order = blocks
@@ -294,7 +296,7 @@ class _Spmm(Function):
             other = _by_columns(own, columns // (height if ctx.transposed else width), *reverse)
         if need_dense:
             d_dense = _spmm(*other[:2], values, g, g.shape[0], other[2], not ctx.transposed, *own)
-        if need_values and ctx.transposed:  # as the blocks lie: theirs are the rows of dense
+        if need_values and ctx.transposed:  # in the blocks' memory order: their rows are those of dense
             d_values = _sddmm(*other[:2], dense, g, g.shape[0], height, width, other[2], *own)
         elif need_values:
             d_values = _sddmm(crow, col, g, dense, columns, height, width, order, *reverse)
@@ -368,18 +370,18 @@ def bsr_spmm(
     t_col: Tensor | None = None,
     t_order: Tensor | None = None,
 ) -> Tensor:
-    """A @ dense, A stored in blocks [h, w]: [rows of blocks * h, N].
+    """A @ dense for A stored in blocks [h, w]: [block rows * h, N].
 
-    crow: [rows of blocks + 1]; col: [blocks], columns of blocks; int32 or int64, trusted. values: [blocks, h, w];
-    dense: [columns, N], rows of any stride; one of float64, float32, float16, bfloat16. order: block p's numbers are
-    values[order[p]]; transposed: they are read as [w, h]. t_crow, t_col, t_order: the blocks by columns, for a
-    gradient to dense; made anew where they are not given.
+    crow: [block rows + 1]; col: [blocks], block columns; int32 or int64, trusted. values: [blocks, h, w]; dense:
+    [columns, N], any row stride; one of float64, float32, float16, bfloat16. order: block p's elements are
+    values[order[p]]; transposed: they are read as [w, h]. t_crow, t_col, t_order: the blocks by columns, for dense's
+    gradient; computed if not given.
 
-    Sums in float32 (float64 for float64), TF32 only where torch's own switch allows it, in the order of `col`: the same
-    bits every time. Duplicates are added; a row without blocks is 0. Differentiable, twice and more, in values and
-    dense. Under autocast as torch.matmul.
+    Sums in float32 (float64 for float64), in TF32 only if torch's switch allows it, in the order of `col`: bitwise
+    reproducible. Duplicates are added; a block row without blocks is 0. Differentiable any number of times in values
+    and dense. Under autocast as torch.matmul.
 
-    Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not fit.
+    Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not match.
     """
     return _spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col, t_order)
 
@@ -399,6 +401,6 @@ def bsr_sddmm(
 ) -> Tensor:
     """The blocks [height, width] of a @ b^T at crow and col: [blocks, height, width], block p at [order[p]] if given.
 
-    a: [rows of blocks * height, D]; b: [columns, D]; the rest, gradients and errors as `bsr_spmm`.
+    a: [block rows * height, D]; b: [columns, D]; the rest, gradients and errors as `bsr_spmm`.
     """
     return _sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col, t_order)

@@ -27,18 +27,18 @@ def matmul(
     activation: str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """activation(op(a) @ op(b) + bias), op the transpose of the last two dimensions where asked for.
+    """activation(op(a) @ op(b) + bias); op transposes the last two dimensions if transa or transb is set.
 
-    a, b: as torch.matmul takes them, 1-D to N-D with broadcast batches, after the transposes; a vector is not
-    transposed. bias: [N]. activation: None, "relu", "gelu" (by erf) or "gelu_tanh". out: the exact shape of the result,
-    any strides that do not overlap; written and returned.
+    a, b: shapes of torch.matmul after the transposes, 1-D to N-D with broadcast batches; a vector is not transposed.
+    bias: [N]. activation: None, "relu", "gelu" (by erf) or "gelu_tanh". out: exactly the result's shape, any
+    non-overlapping strides; written and returned.
 
-    float64, float32, float16, bfloat16, complex64, complex128, one dtype and device for all; accumulation in float32
-    or wider, TF32 only where torch's own switch allows it. Strided views are multiplied where they lie wherever a
-    leading dimension can describe them. Differentiable, twice and more; under autocast as torch.matmul.
+    float64, float32, float16, bfloat16, complex64, complex128, one dtype and device for all. Accumulates in float32 or
+    wider; uses TF32 only if torch's switch allows it. Strided views are read in place if a leading dimension can
+    describe them, else copied. Differentiable any number of times. Under autocast it behaves as torch.matmul.
 
-    Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit, on an out that
-    overlaps an input, and on out= where a gradient would be recorded.
+    Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not match, on an out that
+    overlaps an input, and on out= when a gradient would be recorded.
 
     Source: cublasGemmEx, cublasGemmStridedBatchedEx; with bias or activation cublasLtMatmul.
     """
@@ -55,7 +55,7 @@ def matmul(
 
 @contextmanager
 def handles() -> Iterator[int]:
-    """Library handles for the length of a block: created on entry, destroyed on exit. Yields the number of devices."""
+    """Context manager: creates library handles on entry and destroys them on exit. Yields the number of devices."""
     try:
         devices = custom_mm.init_cublas()
         custom_mm.init_cublaslt()
@@ -67,7 +67,7 @@ def handles() -> Iterator[int]:
         custom_mm.destroy_cusparse()
 
 
-# The seeds' classes. A Function with setup_context would cost 10 us more a call.
+# The upstream document's classes. A Function with setup_context would cost 10 us more per call.
 
 
 def _forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, transa: bool, transb: bool) -> torch.Tensor:
@@ -96,7 +96,7 @@ class cublasMM(InplaceFunction):
 
 
 class cublasTransaMM(InplaceFunction):
-    """`cublasTransaMM.apply(a, b)`: a^T @ b, a's last two dimensions transposed. As `matmul(a, b, transa=True)`."""
+    """`cublasTransaMM.apply(a, b)`: a^T @ b, transposing a's last two dimensions. As `matmul(a, b, transa=True)`."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class cublasTransaMM(InplaceFunction):
 
 
 class cublasTransbMM(InplaceFunction):
-    """`cublasTransbMM.apply(a, b)`: a @ b^T, b's last two dimensions transposed. As `matmul(a, b, transb=True)`."""
+    """`cublasTransbMM.apply(a, b)`: a @ b^T, transposing b's last two dimensions. As `matmul(a, b, transb=True)`."""
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ class cublasTransabMM(InplaceFunction):
         return _backward(ctx, grad, True, True)
 
 
-# What torch.utils.flop_counter counts: one multiplication and one addition per term; bias and activation are free.
+# FLOPs for torch.utils.flop_counter: one multiplication and one addition per term; bias and activation are not counted.
 
 
 def _product_flops(a: torch.Size, b: torch.Size, transa: bool, transb: bool) -> int:

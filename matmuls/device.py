@@ -1,4 +1,4 @@
-"""What a GPU and torch's switches allow."""
+"""Facts about the GPU and torch's switches that decide which kernels run."""
 
 import functools
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ import torch
 
 import custom_mm
 
-HOPPER_KERNELS: bool = custom_mm.build_info().get("hopper_kernels", False)  # are in this build
+HOPPER_KERNELS: bool = custom_mm.build_info().get("hopper_kernels", False)  # the build contains Hopper kernels
 _simulated: dict[str, Any] = {}
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """torch asks the driver each time: 3 to 20 us of the host."""
+    """Compute capability, cached: torch asks the driver each time, 3 to 20 us on the host."""
     simulated: tuple[int, int] | None = _simulated.get("capability")
     return simulated or torch.cuda.get_device_capability(device)
 
@@ -28,14 +28,14 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def has_hopper_kernels(device: torch.device) -> bool:
-    """Whether Hopper's own kernels run: the GPU is of capability 9.0 and this build has code for 9.0a."""
+    """True if the Hopper kernels run: the GPU has capability 9.0 and this build has code for 9.0a."""
     code = _simulated.get("hopper_code", HOPPER_KERNELS)
     return bool(code and device.type == "cuda" and capability(device) == (9, 0))
 
 
 @contextmanager
 def simulate(**limits: Any) -> Iterator[None]:
-    """For tests: choices as on a GPU of these limits, `_C.simulate_device`'s; what that could not launch fails."""
+    """For tests: choose kernels for these limits (see `_C.simulate_device`); launches that exceed them fail."""
     _set(limits)
     try:
         yield
@@ -52,7 +52,7 @@ def _set(limits: dict[str, Any]) -> None:
 
 
 class Memory(NamedTuple):
-    rate: float  # bytes in a microsecond
+    rate: float  # bytes per microsecond
     l2: float  # bytes
 
 
@@ -61,15 +61,15 @@ H200 = Memory(4.9e6, 60 * 2**20)
 
 @functools.cache
 def memory(device: torch.device) -> Memory:
-    """The GPU's, by its bus and clock."""
+    """Memory bandwidth, computed from the bus width and clock, and L2 size of the GPU."""
     of = torch.cuda.get_device_properties(device)
     rate = 2 * of.memory_clock_rate * 1e-3 * of.memory_bus_width / 8
-    return Memory(rate, of.L2_cache_size) if rate > 0 else H200  # a driver may not tell
+    return Memory(rate, of.L2_cache_size) if rate > 0 else H200  # the driver may not report the clock
 
 
 def takes_tf32() -> bool:
-    """Whether float32 products may round their operands to TF32, whichever of torch's switches said so."""
+    """True if float32 products may round their operands to TF32, whichever of torch's switches allows it."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)  # of 1 to 8 blocks that run at once on an H200
+CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)  # clusters of 1 to 8 blocks that are resident at once on an H200

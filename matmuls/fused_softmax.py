@@ -1,4 +1,4 @@
-"""Scale, mask and softmax in one pass over the scores of attention."""
+"""Scale, mask and softmax of attention scores in one pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,16 +26,16 @@ def scaled_masked_softmax(
 ) -> torch.Tensor:
     """softmax(scale * x + mask) over the last dimension, in one pass; with `inplace` written over x, which is returned.
 
-    x: [..., Q, K] (for attention [B, H, Q, K]) in float64, float32, float16 or bfloat16, any strides that do not
-    overlap. mask: bool or uint8, where anything but 0 masks a column, or float in x's dtype or float32 (but for
-    float64), added to the scaled scores, where -inf masks; any shape that broadcasts to x's: [B, 1, 1, K],
-    [1, 1, Q, K], [B, 1, Q, K], [B, H, Q, K]; read through its strides, never expanded. causal: row q sees the columns
-    0 to q, the others are not even read; no mask tensor needed. scale stays float32 (float64 for float64).
+    x: [..., Q, K] (in attention [B, H, Q, K]) in float64, float32, float16 or bfloat16, any non-overlapping strides.
+    mask: bool or uint8, where nonzero masks a column; or float in x's dtype or float32 (not for float64 x), added to
+    the scaled scores, where -inf masks. The mask has any shape that broadcasts to x's: [B, 1, 1, K], [1, 1, Q, K], [B,
+    1, Q, K], [B, H, Q, K]; it is read through its strides, never expanded. causal: row q sees columns 0 to q; the
+    others are not even read, and no mask tensor is needed. scale stays float32 (float64 for float64).
 
-    A masked column gives 0, a row with nothing to attend to is 0 throughout with gradient 0; NaN propagates otherwise.
-    Differentiable in x and in a float mask, twice and more; backward keeps the result alone. With `inplace` backward
-    writes over the gradient that comes in where nobody else holds it. Under autocast as torch.softmax; in place the
-    dtype stays. Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit.
+    A masked column gives 0; a row with all columns masked is 0 with gradient 0; otherwise NaN propagates.
+    Differentiable any number of times in x and in a float mask; saves only the result. With `inplace` backward writes
+    over the incoming gradient if no other reference to it exists. Under autocast as torch.softmax; in place the dtype
+    stays. Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not match.
     """
     if isinstance(scale, torch.Tensor):
         scale = number(_NAME, "a scale", scale)
@@ -45,7 +45,7 @@ def scaled_masked_softmax(
     return x
 
 
-# The upstream document's functions: its formula is `mask == 1` in any dtype, where anything but 0 masks, in floats too.
+# The upstream document's functions. Its formula is `mask == 1` in any dtype; here any nonzero masks, in floats too.
 
 
 def _seed_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -55,9 +55,9 @@ def _seed_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
 def scaled_masked_softmax_forward(
     x: torch.Tensor, mask: torch.Tensor | None, scale: float | torch.Tensor
 ) -> torch.Tensor:
-    """softmax(scale * x) over the last dimension without the columns where mask, of any dtype, is not 0.
+    """softmax(scale * x) over the last dimension, masking columns where mask, of any dtype, is nonzero.
 
-    Shapes and errors as `scaled_masked_softmax`, which adds a float mask instead. scale: a number or one in a tensor.
+    Shapes and errors as `scaled_masked_softmax`, which adds a float mask instead. scale: a number, or a tensor of one.
     """
     return scaled_masked_softmax(x, _seed_mask(mask), number(_NAME, "a scale", scale))
 
@@ -65,9 +65,10 @@ def scaled_masked_softmax_forward(
 def scaled_masked_softmax_backward(
     grad: torch.Tensor, y: torch.Tensor, scale: float | torch.Tensor, *, inplace: bool = False
 ) -> torch.Tensor:
-    """scale * y * (grad - sum(y * grad)) over the last dimension, y being the forward's result.
+    """scale * y * (grad - sum(y * grad)) over the last dimension; y is the forward's result.
 
-    grad, y: one shape, dtype and device; with `inplace` written over y, which is returned, and no gradient is recorded.
+    grad, y: one shape, dtype and device. With `inplace` the result is written over y and returned; no gradient is
+    recorded.
     """
     if not inplace:
         return _backward(y, grad, -1, number(_NAME, "a scale", scale))

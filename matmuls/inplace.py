@@ -1,4 +1,4 @@
-"""Products that are written over their left side: A <- A @ B with a few MiB of workspace whatever A's size."""
+"""Products written over their left operand: A <- A @ B, with a workspace of a few MiB whatever the size of A."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ _matmul_: Callable[..., None] = torch.ops.custom_mm.matmul_.default
 _feed_forward_: Callable[..., None] = torch.ops.custom_mm.feed_forward_.default
 
 WORKSPACE = 8 << 20  # bytes
-CHUNK_BYTES = 32 << 20  # of a feed-forward network's inner rows
+CHUNK_BYTES = 32 << 20  # bytes of a feed-forward network's intermediate rows
 
 
 def matmul_(
@@ -22,15 +22,15 @@ def matmul_(
     keep_input: bool = False,
     workspace: int = WORKSPACE,
 ) -> torch.Tensor:
-    """a[..., :N] <- a @ b + bias over a's own memory, b transposed first with `transb`. Returns a[..., :N].
+    """a[..., :N] <- a @ b + bias over a's own memory; with `transb` b is transposed first. Returns a[..., :N].
 
-    a: [..., K] in float64, float32, float16 or bfloat16, any strides that do not overlap (fastest where each row's
-    elements lie side by side); b: [K, N] with N <= K, or [N, K] with transb, any strides; bias: [N]. workspace: bytes
-    of extra memory at most, one row of a at least. float32 takes TF32 where torch's switch for products allows it.
+    a: [..., K] in float64, float32, float16 or bfloat16, any non-overlapping strides (fastest if each row is
+    contiguous); b: [K, N] with N <= K, or [N, K] with transb, any strides; bias: [N]. workspace: bytes of extra memory
+    at most, but at least one row of a. float32 uses TF32 if torch's switch for products allows it.
 
-    Differentiable in a and bias, twice and more, and keeps b alone. b's gradient needs the a that is written over:
-    a RuntimeError where one would be recorded, unless `keep_input` keeps a copy of a. Raises RuntimeError, before
-    anything is written, on shapes, dtypes or devices that do not fit and where a overlaps itself, b or bias.
+    Differentiable any number of times in a and bias, saving only b. b's gradient needs the overwritten a: raises
+    RuntimeError if one would be recorded, unless `keep_input` saves a copy of a. Raises RuntimeError, before anything
+    is written, on shapes, dtypes or devices that do not match and if a overlaps itself, b or bias.
     """
     _matmul_(a, b, transb, bias, keep_input, workspace)
     columns = b.shape[0 if transb else 1]
@@ -45,7 +45,7 @@ def linear_(
     keep_input: bool = False,
     workspace: int = WORKSPACE,
 ) -> torch.Tensor:
-    """x[..., :N] <- F.linear(x, weight, bias) over x's own memory; weight: [N, K] with N <= K. Else as `matmul_`."""
+    """x[..., :N] <- F.linear(x, weight, bias) over x's own memory; weight: [N, K], N <= K. Otherwise as `matmul_`."""
     return matmul_(x, weight, transb=True, bias=bias, keep_input=keep_input, workspace=workspace)
 
 
@@ -64,11 +64,11 @@ def feed_forward_(
 ) -> torch.Tensor:
     """x <- layer_norm(x + F.linear(activation(F.linear(x, up, up_bias)), down, down_bias), weight, bias). Returns x.
 
-    The second half of a transformer's layer, for inference, over chunks of rows: at most chunk_bytes of inner rows, or
-    one row, at a time. x: [..., H] in float64, float32, float16 or bfloat16, any strides that do not overlap; up:
-    [I, H]; up_bias: [I]; down: [H, I]; down_bias, weight, bias: [H]. activation: as `matmul` has them. Raises
-    RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit, where x overlaps itself or
-    another argument, and where a gradient would be recorded.
+    The second half of a transformer layer, for inference. Works on chunks of rows, with at most chunk_bytes of
+    intermediate rows (or one row) at a time. x: [..., H] in float64, float32, float16 or bfloat16, any non-overlapping
+    strides; up: [I, H]; up_bias: [I]; down: [H, I]; down_bias, weight, bias: [H]. activation: as in `matmul`. Raises
+    RuntimeError, before anything is written, on shapes, dtypes or devices that do not match, if x overlaps itself or
+    another argument, and if a gradient would be recorded.
     """
     _feed_forward_(x, up, up_bias, down, down_bias, weight, bias, eps, activation, chunk_bytes)
     return x
@@ -81,11 +81,11 @@ def _product_flops(a: torch.Size, b: torch.Size, transb: bool = False, *args: An
 
 @register_flop_formula(torch.ops.custom_mm.feed_forward_)
 def _network_flops(x: torch.Size, up: torch.Size, *args: Any, **kwargs: Any) -> int:
-    """Of the two products."""
+    """FLOPs of the two products."""
     return 4 * x.numel() * up[0]
 
 
-# The upstream document's functions, which work with any b: where b needs a gradient, a copy of a is kept for it.
+# The upstream document's functions. They accept any b: if b needs a gradient, a copy of a is saved for it.
 
 
 def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
@@ -99,12 +99,12 @@ def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: in
 
 def square_matmul(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
     """a <- a @ b over the rows of a, contiguous and of n_rows * n_cols elements; b: [n_cols, n_cols]. Returns a. dtypes
-    and errors as `matmul_`, but that a copy of a is kept where b's gradient is recorded."""
+    and errors as `matmul_`, except that a copy of a is saved if b's gradient is recorded."""
     matmul_(_square("square_matmul", a, b, n_rows, n_cols), b, keep_input=True)
     return a
 
 
 def square_matmul_T(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """a <- a @ b^T over the rows of a; else as `square_matmul`. Returns a."""
+    """a <- a @ b^T over the rows of a; otherwise as `square_matmul`. Returns a."""
     matmul_(_square("square_matmul_T", a, b, n_rows, n_cols), b, transb=True, keep_input=True)
     return a

@@ -1,4 +1,4 @@
-"""Each row through one of two experts, by a mask: masked_linear, masked_ffn, with gradients. Triton on a GPU."""
+"""masked_linear and masked_ffn, with gradients: a mask selects one of two experts for each row. Triton on a GPU."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,18 +16,19 @@ REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class MaskPlan(NamedTuple):
-    """The rows of a mask by expert, for any number of calls, layers and backward passes. Made by `mask_plan`."""
+    """The rows of a mask grouped by expert, reusable for any number of calls, layers and backward passes. Made by
+    `mask_plan`."""
 
-    rows: Tensor  # int32 [M]: those where the mask is True in order, then the others in order
-    counts: Tensor  # int32 [2]: how many of each
-    known: int = -1  # counts[0], where the host knows it
+    rows: Tensor  # int32 [M]: rows with mask True in ascending order, then the others in ascending order
+    counts: Tensor  # int32 [2]: number of rows of each expert
+    known: int = -1  # counts[0] if known on the host, else -1
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
 def _rows_of(x: Tensor) -> int:
-    """Symbolic where a size is: Size.numel() makes a number of it, and each number of rows is compiled anew."""
+    """The number of rows, symbolic if a size is: Size.numel() would make it concrete and recompile for each number."""
     return math.prod(x.shape[:-1])
 
 
@@ -52,7 +53,7 @@ def _check_known(name: str, rows: Tensor, known: int) -> None:
 
 
 def _one_expert(name: str, rows: Tensor, counts: Tensor, known: int) -> bool:
-    """All rows are one expert's, and the host knows it. On a CPU `known` is compared with the plan."""
+    """True if all rows belong to one expert and the host knows it. On a CPU `known` is compared with the plan."""
     if known not in (0, rows.shape[0]):
         return False
     if counts.device.type == "cpu" and (n1 := int(counts[0])) != known:
@@ -110,7 +111,7 @@ def _check_ffn(x: Tensor, w: Sequence[Tensor], u: Sequence[Tensor], rows: Tensor
             _check_like(name, f"{letter}{n}", t, x, shape)
 
 
-# --------------------------------------------------------------- kernels: Triton's or torch's, and shapes alone (Meta)
+# --------------------------------------------------------------- kernels: Triton or torch, and shapes only (Meta)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def _check_mask(name: str, mask: Tensor) -> None:
 
 def _plan_kernel(mask: Tensor) -> tuple[Tensor, Tensor]:
     _check_mask("mask_plan", mask)
-    if mask.numel() >= 2**31:  # a guard on every size where it is traced
+    if mask.numel() >= 2**31:  # under tracing this is a guard on every size
         fail("mask_plan", "a mask of fewer than 2^31 rows", mask.numel())
     mask = mask.reshape(-1)
     if _by_triton(mask):
@@ -155,7 +156,7 @@ def _linear_kernel(
     known: int = -1,
 ) -> Tensor:
     _check_linear(x, w1, w2, rows, counts, b1, b2, known)
-    if _one_expert("masked_linear", rows, counts, known):  # one product of the library's
+    if _one_expert("masked_linear", rows, counts, known):  # one library product
         return torch.nn.functional.linear(x, *((w1, b1) if known else (w2, b2)))
     if _by_triton(x, w1.shape[0]):
         from .triton.masked_linear import product
@@ -181,7 +182,8 @@ def _linear_meta(
 
 
 def _rows_kept(x: Tensor, w1: Tensor, known: int) -> int:
-    """Rows of x in the plan's order that forward leaves to backward; 0 where that does not read x so."""
+    """The number of rows of x, in the plan's order, that forward saves for backward; 0 if backward does not read x that
+    way."""
     m, n = _rows_of(x), w1.shape[0]
     if known in (0, m) or not _by_triton(x, n) or not torch.cuda.is_available():
         return 0
@@ -216,7 +218,7 @@ def _linear_forward(
 
 def _linear_forward_meta(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *operands, kept = args
-    if kept and kept < _rows_of(x):  # how many the GPU keeps beyond x's rows is not known here
+    if kept and kept < _rows_of(x):  # under tracing the number of padding rows on the GPU is unknown
         fail("masked_linear_forward", f"0 or at least {_rows_of(x)} rows to be kept", kept)
     return _linear_meta(x, *operands), x.new_empty(kept, x.shape[-1])
 
@@ -259,7 +261,7 @@ def _check_linear_gradient(
     name = "masked_linear_backward"
     _check_linear(x, w1, w2, rows, counts, None, None, known)
     _check_like(name, "the gradient", g, x, (*x.shape[:-1], w1.shape[0]))
-    if ordered is not None:  # traced, the number of rows that the GPU keeps is not known
+    if ordered is not None:  # under tracing the number of rows kept by the GPU is unknown
         kept = _rows_kept(x, w1, known) if not x.is_meta or ordered.dim() != 2 else ordered.shape[0]
         _check_like(name, "ordered", ordered, x, (kept, x.shape[-1]))
         if not ordered.is_contiguous():
@@ -363,7 +365,7 @@ def _ffn_forward_meta(
 
 def _ffn(x: Tensor, *args: Any) -> Tensor:
     forward: Callable[..., tuple[Tensor, Tensor]] = _ffn_forward_meta if x.is_meta else _ffn_forward
-    return forward(x, *args[:8], False)[0]  # nothing is kept, so recompute has no say
+    return forward(x, *args[:8], False)[0]  # nothing is kept, so recompute has no effect
 
 
 def _check_ffn_backward(
@@ -416,7 +418,8 @@ def _ffn_backward_meta(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     _check_ffn_backward(dy, x, experts[:3], experts[3:], rows, counts, t, needs)
     found = [torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else x.new_empty(0)]
     for n, t in enumerate(experts, 1):
-        beside = needs[n + 3 if n < 4 else n - 3]  # the other expert's: one kernel makes both, one of no rows
+        # The other expert's weight: one kernel computes the gradients of both.
+        beside = needs[n + 3 if n < 4 else n - 3]
         found.append(t.new_empty(t.shape[0] if needs[n] else 0, t.shape[1]) if needs[n] or beside else t.new_empty(0))
     return tuple(found)
 
@@ -482,9 +485,9 @@ _ffn_backward_op: Callable[..., tuple[Tensor, ...]] = _ops.masked_ffn_backward.d
 
 
 class _Linear(Function):
-    """dx is the same operator on transposed weights, so that it is differentiable in its turn; where nobody asks for
-    that, dx and the weights' gradients are one operator, which shares the work on the gradient's rows and reads x in
-    order where forward has left it so."""
+    """Autograd Function of masked_linear. dx is masked_linear on transposed weights, and so differentiable. If no
+    second derivative is needed, one operator computes dx and the weights' gradients: it shares the work on the
+    gradient's rows and reads x in the plan's order if forward saved it so."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, rows: Tensor, counts: Tensor, *rest: Any) -> Tensor:
@@ -560,7 +563,7 @@ class _Sums(Function):
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
         rows, counts = ctx.saved_tensors
-        one = e.new_ones(*ctx.lead, 1)  # each row's gradient is its expert's: a product over K = 1
+        one = e.new_ones(*ctx.lead, 1)  # each row's gradient goes to its expert: a product over K = 1
         return _linear(one, e[0, :, None], e[1, :, None], rows, counts), None, None
 
 
@@ -582,8 +585,9 @@ class _Ffn(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, t = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:7])
-        if torch.is_grad_enabled():  # a gradient of the gradient is wanted: by operators that have one
-            own = [t.view_as(t) for t in tensors[:7]]  # one may be given twice, or be made of another
+        if torch.is_grad_enabled():  # a second derivative is needed: use differentiable operators
+            # Views, as one tensor may be passed twice or be computed from another.
+            own = [t.view_as(t) for t in tensors[:7]]
             y = _ffn_by_parts(own[0], own[1:4], own[4:7], *tensors[7:])
             wanted = [t for t, need in zip(own, needs, strict=True) if need]
             found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
@@ -593,7 +597,7 @@ class _Ffn(Function):
 
 
 class _FfnForward(Function):
-    """The operator by itself: t has no gradient of its own, y's is `_Ffn`'s."""
+    """The forward operator alone: t has no gradient of its own; y's gradient is that of `_Ffn`."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -609,7 +613,7 @@ class _FfnForward(Function):
 
 
 def _once(name: str) -> type[Function]:
-    """Refuses a gradient: `_Linear` and `_Ffn` ask other operators where a second derivative is wanted."""
+    """Raises on a second derivative: `_Linear` and `_Ffn` use other operators where one is needed."""
 
     class Once(Function):
         @staticmethod
@@ -644,7 +648,7 @@ for _name in ("masked_linear", "masked_ffn"):
     register_autocast(_name)
 
 
-# What torch.utils.flop_counter counts: every row goes through one expert.
+# FLOPs for torch.utils.flop_counter: every row goes through one expert.
 
 
 @register_flop_formula([_ops.masked_linear, _ops.masked_linear_forward])
@@ -679,13 +683,13 @@ def _ffn_backward_flops(g: torch.Size, x: torch.Size, w1: torch.Size, *args: Any
 
 
 def mask_plan(mask: Tensor, known: int | None = None) -> MaskPlan:
-    """The rows of a mask by expert: what `masked_linear` and `masked_ffn` take instead of the mask, again and again.
+    """The rows of a mask grouped by expert, passed to `masked_linear` and `masked_ffn` instead of the mask to reuse it.
 
-    mask: bool, any shape; True takes the first expert. Made on the mask's device in one launch, without a wait: a CUDA
-    graph replays with another mask. known: how many are True, where the host knows it, and then it must be right: if
-    all rows are one expert's, a GPU runs the library's one product instead. A plan made under torch.inference_mode
-    serves inference alone: autograd cannot keep it. Raises RuntimeError on another dtype and on a `known` that cannot
-    be.
+    mask: bool, any shape; True selects the first expert. Made on the mask's device in one launch, without
+    synchronization: a CUDA graph can replay with another mask. known: the number of True elements if the host knows it;
+    it must be right. If all rows belong to one expert, a GPU then runs a single library product. A plan made under
+    torch.inference_mode can be used in inference only: autograd cannot save it. Raises RuntimeError on another dtype
+    and on an impossible `known`.
     """
     rows, counts = _plan(mask)
     if known is not None and not 0 <= known <= rows.shape[0]:
@@ -713,23 +717,25 @@ def masked_linear(
     b1: Tensor | None = None,
     b2: Tensor | None = None,
 ) -> Tensor:
-    """x[r] @ w[r]^T + b[r] for every row r, w and b being w1, b1 where mask[r], else w2, b2. The time of one product.
+    """x[r] @ w[r]^T + b[r] for every row r; w, b are w1, b1 if mask[r], else w2, b2. Takes the time of one product.
 
-    x: [..., K]; w1, w2: [N, K], nn.Linear's layout, each of its own strides; mask: bool, of x's leading dimensions or
-    flat, or a plan; b1, b2: [N], both or neither. float64, float32, float16, bfloat16, one dtype and device for all;
-    accumulation in float32 or wider, TF32 only where torch's own switch allows it. Differentiable, twice and more; an
-    expert without rows gets a gradient of exactly 0, and for a frozen one none is computed. Under autocast as linear.
+    x: [..., K]; w1, w2: [N, K], nn.Linear's layout, each with its own strides; mask: bool with x's leading dimensions
+    or flat, or a plan; b1, b2: [N], both or neither. float64, float32, float16, bfloat16, one dtype and device for all.
+    Accumulates in float32 or wider; uses TF32 only if torch's switch allows it. Differentiable any number of times. An
+    expert without rows gets a gradient of exactly 0; a frozen expert's gradient is not computed. Under autocast it
+    behaves as linear.
 
-    On a GPU rows are gathered inside a kernel's loads and scattered inside its stores; nothing waits for the mask. Only
-    the gradient of large weights reads sorted copies, of x and of y's gradient: on sm_90 a second stream makes them
-    while the gradient of x is computed; where that is not asked for, a copy of the one with fewer columns comes first.
-    Few rows on sm_90, where tuned tiles say so (512 on an H200), are copied too: one round of tiles, whatever the mask.
-    Of 256 to 1024 rows and large weights in 16 bits the copy of x is kept for backward, beside x.
-    Rows may lie apart; where neither x nor its rows' elements are contiguous, and where one weight is transposed and
-    the other is not, a copy is made. float64 runs both products and blends. On the CPU the rows are sorted, then two
+    On a GPU rows are gathered by the kernel's loads and scattered by its stores; nothing synchronizes on the mask. Only
+    the gradient of large weights reads sorted copies, of x and of y's gradient. On sm_90 a second stream makes them
+    while the gradient of x is computed; if that is not needed, the one with fewer columns is copied first. Few rows on
+    sm_90, where tuned tiles say so (512 on an H200), are copied too: one wave of tiles for any mask. With 256 to 1024
+    rows and large weights in 16 bits, the copy of x is saved for backward in addition to x.
+
+    Rows may be strided. A copy is made if neither x nor its rows are contiguous, and if only one of the weights is
+    transposed. float64 runs both products and blends them. On the CPU the rows are sorted, then multiplied in two
     products. `matmuls tune masked_linear` finds the fastest tiles for a GPU and a shape.
 
-    Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not fit.
+    Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not match.
     """
     rows, counts, known = _planned("masked_linear", mask, x)
     return _linear(x, w1, w2, rows, counts, b1, b2, known)
@@ -749,21 +755,21 @@ def masked_ffn(
     """(silu(x w1^T) * (x w3^T)) w2^T for the rows where mask, the same with u1, u2, u3 for the others.
 
     x: [..., D]; w1, w3, u1, u3: [H, D]; w2, u2: [D, H], nn.Linear's layout; mask, dtypes, devices and errors as
-    `masked_linear`. Differentiable, twice and more. For backward x and the two products [M, H] are kept; with
-    `recompute` x alone, and backward computes them again.
+    `masked_linear`. Differentiable any number of times. Saves x and the two products [M, H] for backward; with
+    `recompute` only x, and backward computes the products again.
 
-    On a GPU gate and up are one kernel, whose epilogue is SwiGLU; between it and the second product the hidden rows lie
-    sorted by expert, so that only the first gathers and only the second scatters.
+    On a GPU gate and up projections are one kernel with SwiGLU in its epilogue. The hidden rows are stored sorted by
+    expert, so that only the first product gathers and only the second scatters.
     """
     rows, counts, _ = _planned("masked_ffn", mask, x)
     return _ffn_op(x, w1, w2, w3, u1, u2, u3, rows, counts, recompute)
 
 
-# The upstream document's functions: weights [K, N], which are read where they lie.
+# The upstream document's functions: weights [K, N], read in place.
 
 
 class MaskedLinear:
-    """`MaskedLinear.apply(x, w1, w2, mask)`: `masked_linear` of weights [K, N]; else as there. The module is
+    """`MaskedLinear.apply(x, w1, w2, mask)`: `masked_linear` with weights [K, N]; otherwise the same. The module is
     `matmuls.nn.MaskedLinear`."""
 
     @staticmethod
@@ -772,8 +778,8 @@ class MaskedLinear:
 
 
 class MaskedFFN:
-    """`MaskedFFN.apply(x, w1, w2, w3, u1, u2, u3, mask)`: `masked_ffn` of w1, w3, u1, u3 [D, H] and w2, u2 [H, D]; else
-    as there. The module is `matmuls.nn.MaskedFFN`."""
+    """`MaskedFFN.apply(x, w1, w2, w3, u1, u2, u3, mask)`: `masked_ffn` with w1, w3, u1, u3 [D, H] and w2, u2 [H, D];
+    otherwise the same. The module is `matmuls.nn.MaskedFFN`."""
 
     @staticmethod
     def apply(

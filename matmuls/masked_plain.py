@@ -1,7 +1,7 @@
-"""The masked operations by torch's own products: on the CPU, and on a GPU where the Triton kernels have no say.
+"""The masked operations with torch's own products: on the CPU, and on a GPU where the Triton kernels do not apply.
 
-On the CPU the counts are known: the rows are brought into the plan's order, where the two experts are two slices. On a
-GPU nobody waits for the counts: both experts' products are computed and blended (float64, and sizes of 0).
+On the CPU the counts are known: rows are sorted into the plan's order, where the two experts are two slices. On a GPU
+nothing synchronizes on the counts: both experts' products are computed and blended (float64, and sizes of 0).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .registration import check_permutation
 
 
 class Split:
-    """Rows in the plan's order: the first n1 are the first expert's."""
+    """Rows in the plan's order: the first n1 belong to the first expert."""
 
     def __init__(self, n1: int) -> None:
         self.n1 = n1
@@ -37,7 +37,8 @@ class Split:
 
 
 class Blend:
-    """Rows as they come; first, [M, 1], says whose they are. What is not an expert's counts as 0, were it NaN."""
+    """Rows in their original order; `first` [M, 1] marks those of the first expert. Rows of the other expert count as
+    0, even if they are NaN."""
 
     def __init__(self, first: Tensor) -> None:
         self.first = first
@@ -66,7 +67,7 @@ def plan(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Ordered:
-    """Operands for a Split or a Blend, and results back from it."""
+    """Arranges operands for a Split or a Blend, and results back."""
 
     def __init__(self, rows: Tensor, counts: Tensor) -> None:
         m = rows.shape[0]
@@ -77,7 +78,7 @@ class Ordered:
             if not 0 <= n1 <= m:
                 raise RuntimeError(f"mask: expected a plan of {m} rows, got one that gives {n1} to the first weight")
             self.by = Split(n1)
-            if n1 not in (0, m):  # all rows of one expert: nothing to bring into order
+            if n1 not in (0, m):  # all rows belong to one expert: no sorting needed
                 self.rows = rows.long()
                 check_permutation("mask", "rows", self.rows)
         else:
@@ -110,7 +111,7 @@ def sums(x: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def ffn(x: Tensor, w: Sequence[Tensor], u: Sequence[Tensor], rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """y and t = [T1, T2], the latter as it serves `ffn_backward`."""
+    """y and t = [T1, T2]; t in the form that `ffn_backward` takes."""
     o = Ordered(rows, counts)
     ordered = o.take(x)
     t1, t2 = o.by.linear(ordered, w[0], u[0]), o.by.linear(ordered, w[2], u[2])
@@ -127,7 +128,7 @@ def ffn_backward(
     t: Tensor | None,
     needs: Sequence[bool],
 ) -> list[Tensor]:
-    """Gradients of x, w1, w2, w3, u1, u2, u3; no elements where none is needed. Without t it is computed again."""
+    """Gradients of x, w1, w2, w3, u1, u2, u3; empty tensors where none is needed. Without t it is recomputed."""
     o = Ordered(rows, counts)
     x, dy = o.take(x), o.take(dy)
     if t is None:

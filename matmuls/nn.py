@@ -1,4 +1,4 @@
-"""Modules: parameters and one call of an operation."""
+"""nn.Modules around the operations: parameters and one call."""
 
 import math
 import warnings
@@ -18,11 +18,11 @@ __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 
 
 class InplaceLinear(nn.Linear):
-    """nn.Linear whose result is written over its input: [..., in_features] -> the same memory's [..., out_features].
+    """nn.Linear written over its input: [..., in_features] -> [..., out_features] in the same memory.
 
-    out_features <= in_features. As `matmuls.linear_`: the weight's gradient needs the input that is written over, so
-    where one would be recorded the call is refused, unless keep_input, which copies the input for it. Under autocast
-    the weight is taken in the input's dtype, which stays. Raises ValueError on more output than input features.
+    out_features <= in_features. As `matmuls.linear_`: the weight's gradient needs the overwritten input, so a call that
+    would record one is refused, unless keep_input saves a copy of the input. Under autocast the weight is cast to the
+    input's dtype, which stays. Raises ValueError if there are more output than input features.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class InplaceLinear(nn.Linear):
     def from_linear(
         cls, linear: nn.Linear, *, keep_input: bool = False, workspace: int = inplace.WORKSPACE
     ) -> "InplaceLinear":
-        """A module with the very parameters of `linear`."""
+        """A module that shares the parameters of `linear`."""
         module = cls(
             linear.in_features,
             linear.out_features,
@@ -69,7 +69,7 @@ class InplaceLinear(nn.Linear):
 
 
 def _expect_linear(name: str, *layers: nn.Module) -> None:
-    """Their weights are multiplied, and they are not called."""
+    """Raises TypeError for layers that are not plain nn.Linear: their weights are used, the layers are not called."""
     for layer in layers:
         plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
         if not plain or layer._forward_pre_hooks or layer._forward_hooks:
@@ -77,11 +77,10 @@ def _expect_linear(name: str, *layers: nn.Module) -> None:
 
 
 class MaskedLinear(nn.Module):
-    """Two nn.Linear of one shape; a row takes the first where the mask is True, else the second.
+    """Two nn.Linear of one shape; a row uses the first if the mask is True, else the second.
 
-    forward(x, mask): x [..., in_features]; mask: bool, an element for each row, or a plan of it. dtypes and errors as
-    `matmuls.masked_linear`; raises TypeError where a layer is something else than nn.Linear, or has hooks, which would
-    not be called.
+    forward(x, mask): x [..., in_features]; mask: bool, one element per row, or a plan of it. dtypes and errors as
+    `matmuls.masked_linear`. Raises TypeError if a layer is not an nn.Linear or has hooks, which would not be called.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class MaskedLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, first: nn.Linear, second: nn.Linear) -> "MaskedLinear":
-        """A module of two layers that are there already, and remain theirs."""
+        """A module of two existing layers, whose parameters it shares."""
         if first.weight.shape != second.weight.shape or (first.bias is None) != (second.bias is None):
             raise ValueError(f"MaskedLinear: expected two layers of one shape, got {first} and {second}")
         module = cls(1, 1, False, "meta")
@@ -112,11 +111,11 @@ class MaskedLinear(nn.Module):
 
 
 class MaskedFFN(nn.Module):
-    """Two SwiGLU networks, w2(silu(w1 x) * w3 x) and the same of u; a row takes w where the mask is True, else u.
+    """Two SwiGLU networks, w2(silu(w1 x) * w3 x) and the same with u; a row uses w if the mask is True, else u.
 
-    forward(x, mask): x [..., hidden_size]; mask: bool, an element for each row, or a plan of it. recompute: backward
-    computes the products of size intermediate_size again instead of keeping them. dtypes and errors as
-    `matmuls.masked_ffn`, TypeError as `MaskedLinear`.
+    forward(x, mask): x [..., hidden_size]; mask: bool, one element per row, or a plan of it. recompute: backward
+    recomputes the products of size intermediate_size instead of saving them. dtypes and errors as `matmuls.masked_ffn`,
+    TypeError as `MaskedLinear`.
     """
 
     def __init__(
@@ -143,17 +142,17 @@ class MaskedFFN(nn.Module):
 class SparseLinear(nn.Module):
     """nn.Linear with a sparse weight: x [..., in_features] -> x @ weight^T + bias, [..., out_features].
 
-    The parameters are `values`, [nonzeros], and `bias`; the weight's pattern by rows is in the buffers `offsets`,
-    [out_features + 1], and `columns`, [nonzeros]. All of them are in the state, whatever the number of nonzeros was
-    before it is loaded. Products go through a plan, which is made with the first one, and read `values` as they are by
-    then, whoever wrote them. `freeze()` says that they stay: then products may keep a copy of the weight in a layout
-    for tensor cores, and in 16 bits, without a gradient, on Hopper the bias is added before the sum is rounded.
+    Parameters: `values` [nonzeros] and `bias`. Buffers, the weight's CSR pattern: `offsets` [out_features + 1] and
+    `columns` [nonzeros]. All are in the state dict, which may have another number of nonzeros than the module it is
+    loaded into. Products go through a plan made by the first product; they read the current `values`, whatever wrote
+    them. `freeze()` declares the values constant: products may then keep a copy of the weight in a layout for tensor
+    cores, and in 16 bits, without a gradient, on Hopper, the bias is added before the sum is rounded.
 
-    A new module has no nonzeros: `from_linear` makes one of a trained layer. dtypes as `matmuls.spmm`; raises
-    RuntimeError on an x that does not fit. torch's parametrizations take no parameter of the name `values`.
+    A new module has no nonzeros: `from_linear` makes one from a trained layer. dtypes as `matmuls.spmm`; raises
+    RuntimeError on an x that does not match. torch's parametrizations do not accept a parameter named `values`.
     """
 
-    _is_frozen = False  # not in older pickles, as what a captured graph reads
+    _is_frozen = False  # class attributes: older pickles lack this and _captured, the plans that graphs read
     _captured: tuple[SparsePlan, ...] = ()
 
     def __init__(
@@ -183,10 +182,10 @@ class SparseLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, *, sparsity: float | None = None, threshold: float | None = None
     ) -> "SparseLinear":
-        """A copy of `linear` with its smallest weights left out.
+        """A sparse copy of `linear` without its smallest weights.
 
-        sparsity: the share of the weights to leave out, from 0 to 1, those of the smallest magnitude; threshold: leaves
-        out magnitudes up to it; without either what is 0. Raises ValueError on both, on a share beyond 0 and 1 and on a
+        sparsity: the fraction of weights to drop, from 0 to 1, those of smallest magnitude; threshold: drops magnitudes
+        up to it; with neither, drops zeros. Raises ValueError if both are given, on a fraction outside 0 to 1 and on a
         threshold below 0.
         """
         if sparsity is not None and threshold is not None:
@@ -197,7 +196,7 @@ class SparseLinear(nn.Module):
             raise ValueError(f"SparseLinear: expected sparsity from 0 to 1, got {sparsity}")
         weight = linear.weight.detach()
         if sparsity is None:
-            keep = ~(weight.abs() <= (threshold or 0.0))  # NaN is no zero
+            keep = ~(weight.abs() <= (threshold or 0.0))  # keeps NaN, which is not zero
         else:
             kept = weight.numel() - round(sparsity * weight.numel())
             largest = weight.abs().flatten().topk(kept, sorted=False).indices
@@ -214,15 +213,15 @@ class SparseLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as a sparse CSR tensor, [out_features, in_features]; without a gradient. Raises ValueError where a
-        loaded state does not fit together."""
+        """The weight as a sparse CSR tensor [out_features, in_features], without a gradient. Raises ValueError if a
+        loaded state is inconsistent."""
         self.plan()
         return self._as_csr()
 
     def _as_csr(self) -> Tensor:
-        """Not looked at."""
+        """The weight as a CSR tensor, without checking its indices."""
         shape = self.out_features, self.in_features
-        with warnings.catch_warnings():  # torch calls the layout a beta, once a process
+        with warnings.catch_warnings():  # torch warns once per process that the layout is in beta
             warnings.simplefilter("ignore", UserWarning)
             values = self.values.detach()
             return torch.sparse_csr_tensor(
@@ -230,17 +229,18 @@ class SparseLinear(nn.Module):
             )
 
     def _drop_plan(self) -> None:
-        """Make the plan anew with the next product. One that a captured graph reads lives as long as the module."""
+        """Drop the plan; the next product makes a new one. A plan that a captured graph reads is kept as long as the
+        module."""
         if self._plan is not None and self._plan[1]._is_captured:
             self._captured = (*self._captured, self._plan[1])
         self._plan = None
 
     def freeze(self) -> "SparseLinear":
-        """Say that the values stay as they are, which lets products keep copies of them: for inference. Returns itself.
+        """Declare the values constant, so that products may keep copies of them: for inference. Returns self.
 
-        values and bias require no gradient from then on. Writes to values that torch counts are seen, loaded states
-        too; after others (`.data`, a replayed graph) call `freeze` again. It ends with `unfreeze()`, or where `values`
-        require a gradient again.
+        values and bias no longer require a gradient. Writes to values that torch's version counter sees are noticed,
+        including loaded states; after others (`.data`, a replayed graph) call `freeze` again. Ends with `unfreeze()`,
+        or when `values` require a gradient again.
         """
         self._is_frozen = True
         self._drop_plan()
@@ -250,7 +250,7 @@ class SparseLinear(nn.Module):
         return self
 
     def unfreeze(self) -> "SparseLinear":
-        """Let values and bias require a gradient and products read the values anew each time. Returns itself."""
+        """Let values and bias require a gradient, and products read the values each time. Returns self."""
         self._is_frozen = False
         self._drop_plan()
         for parameter in (self.values, self.bias):
@@ -259,17 +259,18 @@ class SparseLinear(nn.Module):
         return self
 
     def plan(self) -> SparsePlan:
-        """The plan of the weight; made anew when its pattern was written to or moved."""
-        if self._is_frozen and self.values.requires_grad:  # about to be trained, by an optimizer that may count nothing
+        """The plan of the weight; made anew if its pattern was written to or moved."""
+        if self._is_frozen and self.values.requires_grad:
+            # About to be trained, perhaps by an optimizer that does not increment versions.
             self._is_frozen = False
             self._drop_plan()
         indices = self.offsets, self.columns
         state = [(id(t), t.data_ptr(), version_of(t)) for t in indices]
         if self._plan is None or self._plan[0] != state:
-            shared = not self.columns.is_inference()  # writes to those cannot be seen
+            shared = not self.columns.is_inference()  # writes to inference tensors cannot be detected
             made = plan_of("plan", self._as_csr(), shared=shared, constant=self._is_frozen).update(self.values)
             self._drop_plan()
-            self._plan = state, made  # whole, as other threads take it
+            self._plan = state, made  # one assignment: other threads see both or neither
         made = self._plan[1]
         return made if made._values is self.values else made.update(self.values)
 
@@ -277,7 +278,8 @@ class SparseLinear(nn.Module):
         if x.shape[-1:] != (self.in_features,):
             raise RuntimeError(f"SparseLinear: expected x of shape [..., {self.in_features}], got {list(x.shape)}")
         multiply: Callable[..., Tensor] = linear
-        if torch.compiler.is_compiling():  # the plan breaks the graph as it is; compiled, only ours would be taken
+        if torch.compiler.is_compiling():
+            # The plan breaks the graph anyway; compiled, only the default SpMM could be selected.
             multiply = torch.compiler.disable(linear)  # type: ignore[no-untyped-call]
         y = multiply(self.plan(), x.reshape(math.prod(x.shape[:-1]), self.in_features), self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
@@ -293,13 +295,14 @@ class SparseLinear(nn.Module):
                 own.grad, own.data = None, own.new_empty(loaded.shape)
         self._drop_plan()
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if len(errors) > failures or any(prefix + name in missing for name in names):  # a part alone fits no other
+        if len(errors) > failures or any(prefix + name in missing for name in names):
+            # A partial state is inconsistent with the rest.
             for name, own, numbers in before:
                 own.data = numbers
                 setattr(self, name, own)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_plan": None, "_captured": ()}  # the plan is soon made again
+        return self.__dict__ | {"_plan": None, "_captured": ()}  # the plan is cheap to make again
 
     def extra_repr(self) -> str:
         sparsity = 1 - self.values.numel() / max(self.in_features * self.out_features, 1)

@@ -1,4 +1,4 @@
-"""Softmax and the norms over rows, in place, with gradients."""
+"""Softmax and norms of rows, in place, with gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +16,16 @@ _scores_backward_: Callable[..., None] = _ops.scores_backward_.default
 _layer_norm_: Callable[..., None] = _ops.layer_norm_.default
 _rms_norm_: Callable[..., None] = _ops.rms_norm_.default
 
-PIECE_BYTES = 8 << 20  # of the gradient of the probabilities that inplace_softmax_backward holds at a time
+PIECE_BYTES = 8 << 20  # bytes of the probabilities' gradient that inplace_softmax_backward holds at a time
 
 
 def softmax_(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """x <- softmax of x along `dim`, in place: each element read once and written once. Returns x.
+    """x <- softmax of x along `dim`, in place: each element is read once and written once. Returns x.
 
-    x: any shape and strides that do not overlap, float64, float32, float16 or bfloat16; statistics in float32 (float64
-    for float64). Values as torch.softmax, NaN and inf included. Differentiable, twice and more: backward needs x as it
-    is left here and nothing else; writing over x afterwards is noticed by autograd. A leaf that requires grad is
-    refused as torch refuses it. Raises RuntimeError, before anything is written, on any other dtype or layout.
+    x: any shape, any non-overlapping strides, float64, float32, float16 or bfloat16; statistics in float32 (float64 for
+    float64). Values as torch.softmax, including NaN and inf. Differentiable any number of times: backward needs only
+    the result in x, and autograd detects later writes to x. A leaf that requires grad is refused, as by torch. Raises
+    RuntimeError, before anything is written, on any other dtype or layout.
     """
     _softmax_(x, dim)
     return x
@@ -34,8 +34,8 @@ def softmax_(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 def softmax(x: torch.Tensor, dim: int = -1, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Softmax of x along `dim`, in a new tensor or in `out`. Shapes, dtypes, values and errors as `softmax_`.
 
-    out: x's shape, dtype and device, any strides that do not overlap; no gradient is recorded into it. Under autocast
-    as torch.softmax: float32 on a GPU, x's dtype on a CPU.
+    out: x's shape, dtype and device, any non-overlapping strides; no gradient is recorded through it. Under autocast as
+    torch.softmax: float32 on a GPU, x's dtype on a CPU.
     """
     if out is None:
         return _softmax(x, dim)
@@ -52,7 +52,7 @@ def softmax_backward(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torc
 
 
 def softmax_backward_(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """`softmax_backward` written over y. Returns y. Shapes, dtypes and errors as there; RuntimeError too where a
+    """`softmax_backward` written over y. Returns y. Shapes, dtypes and errors as there; also raises RuntimeError if a
     gradient would be recorded."""
     _softmax_backward_(y, grad, dim)
     return y
@@ -67,13 +67,13 @@ def layer_norm_(
 ) -> torch.Tensor:
     """x <- layer norm of x + residual over the last dimension, times weight, plus bias, in place. Returns x.
 
-    x: [..., N] in float64, float32, float16 or bfloat16, any strides that do not overlap; weight, bias: [N]; residual:
-    x's shape; all of one dtype on one device. Statistics in float32 (float64 for float64), of x + residual before it is
-    rounded. Differentiable in all of them, twice and more (on a view of another tensor once). For backward the
-    normalized rows are kept, which without weight and bias are x itself, and one number a row.
+    x: [..., N] in float64, float32, float16 or bfloat16, any non-overlapping strides; weight, bias: [N]; residual: x's
+    shape; one dtype and device for all. Statistics in float32 (float64 for float64) of the unrounded x + residual.
+    Differentiable any number of times in all arguments (once if x is a view of another tensor). Saves the normalized
+    rows, which without weight and bias are x itself, and one number per row.
 
-    Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not fit, on overlap, and on a
-    leaf that requires grad.
+    Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not match, on overlap, and on
+    a leaf that requires grad.
     """
     _layer_norm_(x, weight, bias, eps, residual)
     return x
@@ -90,7 +90,7 @@ def rms_norm_(
     return x
 
 
-# The seeds' functions: rows and columns are counted by the caller.
+# The upstream document's functions; the caller passes the numbers of rows and columns.
 
 
 def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
 
 def inplace_softmax(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
     """`softmax_` over the rows of x, contiguous and of n_rows * n_cols elements. Returns x. dtypes as `softmax_`;
-    RuntimeError on another number of elements and on an x that is not contiguous."""
+    raises RuntimeError on another number of elements and if x is not contiguous."""
     softmax_(_rows("inplace_softmax", x, n_rows, n_cols))
     return x
 
@@ -113,7 +113,7 @@ def layernorm(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
     """x <- (x - E(x)) / sqrt(V(x) + 1e-5) over the rows of x, contiguous and of n_rows * n_cols elements. Returns x.
     dtypes as `layer_norm_`; errors as `inplace_softmax`."""
     rows = _rows("layernorm", x, n_rows, n_cols)
-    # not the view where x will do: on a view there is no second derivative
+    # pass x rather than a view if possible: a view has no second derivative
     layer_norm_(x if x.shape[-1:] == rows.shape[-1:] else rows)
     return x
 
@@ -122,13 +122,13 @@ def layernorm(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
 def inplace_softmax_backward(
     output: torch.Tensor, d_ov: torch.Tensor, values: torch.Tensor, rows: int, cols_output: int, cols_values: int
 ) -> torch.Tensor:
-    """output <- the gradient of the scores that output = softmax(scores) came from, in place. Returns output.
+    """output <- gradient of the scores s, for output = softmax(s), in place. Returns output.
 
     output: [..., Q, K] probabilities, contiguous; d_ov: [..., Q, C], the gradient of output @ values; values: [..., K,
-    C]; rows: of output and d_ov, all leading dimensions multiplied; cols_output: K; cols_values: C. The gradient of the
-    probabilities, d_ov @ values^T, is made and used in pieces of at most 8 MiB (or one row); all three in one of
-    float64, float32, float16, bfloat16. No gradient is recorded. Raises RuntimeError, before anything is written, on
-    shapes that do not fit.
+    C]; rows: product of the leading dimensions of output and d_ov; cols_output: K; cols_values: C. One of float64,
+    float32, float16, bfloat16 for all three. The gradient of the probabilities, d_ov @ values^T, is computed and used
+    in pieces of at most 8 MiB (or one row). No gradient is recorded. Raises RuntimeError, before anything is written,
+    on shapes that do not match.
     """
     name = "inplace_softmax_backward"
     _rows(name, output, rows, cols_output)

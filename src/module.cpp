@@ -1,5 +1,5 @@
-// custom_mm._C: the life of the handles and the facts of the build. Operators register themselves with the dispatcher,
-// each in its own file; this one includes none of them.
+// The Python module custom_mm._C: life cycle of the library handles, and facts about the build. Operators register
+// themselves with the dispatcher in their own files; this file includes none of them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -74,7 +74,7 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  // Driver calls and other threads' handles may take long: none of them holds the GIL.
+  // Driver calls and handles of other threads may block for long, so these functions release the GIL.
   using no_gil = py::call_guard<py::gil_scoped_release>;
   const auto lifecycle = [&](const char* name, Library library) {
     m.def((std::string("init_") + name).c_str(), [library] { return matmuls::init_handles(library); }, no_gil());

@@ -1,6 +1,6 @@
-"""Products of a matrix stored in blocks [h, w], both from 16 to 128: with a dense matrix, and of two where blocks are.
+"""Triton kernels of bsr_spmm and bsr_sddmm for blocks [h, w], h and w from 16 to 128.
 
-A program owns a tile of the result and adds up in the order of the indices: the same bits every time, no atomics.
+A program owns a tile of the result and adds up in the order of the indices: bitwise reproducible, no atomics.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from .masked_linear import power, precision_of, read_rows
 
 @triton.jit
 def fetch(indices, p, end):
-    """The index at place p, or those at several; 0 from `end` on."""
+    """The index at a place p (or several places); 0 from `end` on."""
     return tl.load(indices + p, mask=p < end, other=0).to(tl.int64)
 
 
@@ -26,9 +26,9 @@ def product_kernel(
     BM: tl.constexpr, INNER: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANSPOSED: tl.constexpr,
     ORDERED: tl.constexpr, EVEN_N: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BM rows and BN columns of c: a row of blocks [BM, INNER], as they are read, times the rows of b at their columns.
+    """BM rows and BN columns of c: a block row [BM, INNER], as stored, times the rows of b at the blocks' columns.
 
-    The blocks lie side by side in the sum, BK of it a step: narrow ones several at a time, wide ones in parts.
+    The blocks are concatenated along the sum, BK of it per step: several narrow blocks at a time, wide ones in parts.
     """
     wait_for_earlier(EARLY)
     program, N = tl.program_id(0), tl.cast(units, tl.int64) * UNIT
@@ -36,17 +36,17 @@ def product_kernel(
     columns = (program // rows).to(tl.int64) * BN + tl.arange(0, BN)
     begin, end = tl.load(crow + row), tl.load(crow + row + 1)
     NARROW: tl.constexpr = INNER < BK
-    PARTS: tl.constexpr = 1 if NARROW else INNER // BK  # of a block
-    TAKEN: tl.constexpr = BK // INNER if NARROW else 1  # blocks a step
+    PARTS: tl.constexpr = 1 if NARROW else INNER // BK  # parts per block
+    TAKEN: tl.constexpr = BK // INNER if NARROW else 1  # blocks per step
     SI: tl.constexpr = 1 if TRANSPOSED else INNER
     SK: tl.constexpr = BM if TRANSPOSED else 1
     ks = tl.arange(0, BK)
-    inside = ks % INNER if NARROW else ks  # of a block, along the sum
-    which = ks // INNER if NARROW else 0  # of the blocks of a step
+    inside = ks % INNER if NARROW else ks  # position within a block, along the sum
+    which = ks // INNER if NARROW else 0  # which block of the step
     from_block = values + tl.arange(0, BM)[:, None] * SI + inside[None, :] * SK
     from_b = b + columns[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
-    # Indices are read one step before they are used: no load waits for another.
+    # Indices are loaded one step ahead: no load waits for another.
     column = fetch(col, begin + which, end)
     place = fetch(order, begin + which, end) if ORDERED else column
     for step in range(tl.cdiv(end - begin, TAKEN) * PARTS):
@@ -83,7 +83,7 @@ def product_kernel(
 
 @triton.jit
 def row_of(crow, p, rows):
-    """The row of blocks that block p lies in."""
+    """The block row that contains block p."""
     low, high = p * 0, p * 0 + rows
     while low < high:
         middle = (low + high) // 2
@@ -99,7 +99,7 @@ def sampled_kernel(
     H: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ORDERED: tl.constexpr,
     EVEN_D: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile [BM, BN] of one block [H, W] of a @ b^T: the sum over D of its rows of a and of b."""
+    """A tile [BM, BN] of one block [H, W] of a @ b^T: the sum over D of its rows of a and b."""
     wait_for_earlier(EARLY)
     ACROSS: tl.constexpr = W // BN
     TILES: tl.constexpr = H // BM * ACROSS
@@ -125,34 +125,35 @@ def sampled_kernel(
     tl.store(at, acc.to(values.dtype.element_ty))
 
 
-STAGES_BYTES = 96 << 10  # of shared memory: two programs to a multiprocessor of sm_90, one where a block may have 99 KB
+# Bytes of shared memory: two programs per multiprocessor on sm_90, one where a block may have 99 KB.
+STAGES_BYTES = 96 << 10
 
 
 class Tile(NamedTuple):
     height: int
     width: int
-    depth: int  # of the sum, a step
+    depth: int  # of the sum per step
     warps: int
     stages: int
 
 
 def _largest(itemsize: int, precision: str) -> int:
-    """Side of a tile. Without tensor cores operands pass through registers too, which are full earlier."""
+    """Side of a tile. Without tensor cores operands also pass through registers, which fill up sooner."""
     return 64 if itemsize == 4 and precision == "ieee" else 128
 
 
 def _tile(height: int, width: int, itemsize: int, precision: str) -> Tile:
-    """128 bytes of the sum a step: a whole row of shared memory, of narrow blocks several."""
+    """Depth of a step: 128 bytes along the sum, a full row of shared memory; of narrow blocks several."""
     depth = 128 // itemsize
     stages = min(4, STAGES_BYTES // ((height + width) * depth * itemsize))
     return Tile(height, width, depth, 8 if height * width >= _largest(itemsize, precision) ** 2 else 4, stages)
 
 
 def product_tile(rows: int, height: int, n: int, itemsize: int, precision: str, multiprocessors: int) -> Tile:
-    """A program walks its row of blocks from end to end: the longest is the least time a product takes.
+    """Tiles of bsr_spmm. A program processes a whole block row, so a product takes at least the time of the longest.
 
-    A row of blocks reads its rows of b once, however wide its tiles are. So where 128 columns a tile leave fewer than
-    two programs to a multiprocessor, tiles are narrowed, to 32 columns at least: 64 bytes of 16-bit numbers.
+    A block row reads its rows of b once, whatever the tile width. So if tiles of 128 columns give fewer than two
+    programs per multiprocessor, tiles are narrowed, to 32 columns at least: 64 bytes of 16-bit elements.
     """
     width = min(_largest(itemsize, precision), max(16, power(n)))
     while width > 32 and rows * -(-n // width) < 2 * multiprocessors:
@@ -161,7 +162,7 @@ def product_tile(rows: int, height: int, n: int, itemsize: int, precision: str, 
 
 
 def sampled_tile(blocks: int, height: int, width: int, itemsize: int, precision: str, multiprocessors: int) -> Tile:
-    """A block, or a part of one where there are fewer than two programs a multiprocessor."""
+    """Tiles of bsr_sddmm: a block, or part of one if there are fewer than two programs per multiprocessor."""
     tiles, largest = blocks, _largest(itemsize, precision)
     while max(height, width) > 32 and (tiles < 2 * multiprocessors or max(height, width) > largest):
         height, width = (height // 2, width) if height >= width else (height, width // 2)
@@ -170,7 +171,7 @@ def sampled_tile(blocks: int, height: int, width: int, itemsize: int, precision:
 
 
 def unit_of(itemsize: int, *sizes: int) -> int:
-    """Numbers in 16 bytes if all sizes are multiples of it: of others than 16 numbers Triton would not know."""
+    """Elements in 16 bytes if all sizes are multiples of it, else 1. Triton recognizes only divisibility by 16."""
     unit = 16 // itemsize
     return unit if all(n % unit == 0 for n in sizes) else 1
 
@@ -182,10 +183,10 @@ def _side_by_side(crow: Tensor, col: Tensor, order: Tensor | None) -> tuple[Tens
 def product(
     crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, order: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
-    """A @ dense: [rows of blocks * h, N] for crow [rows of blocks + 1], col [blocks], values [blocks, h, w], dense
-    [K, N]; h and w powers of two from 16 to 128, nothing empty.
+    """A @ dense: [block rows * h, N] for crow [block rows + 1], col [blocks], values [blocks, h, w], dense [K, N]; h
+    and w powers of two from 16 to 128, nothing empty.
 
-    order: block p's numbers are values[order[p]]. transposed: they are read as [w, h].
+    order: block p's elements are values[order[p]]. transposed: they are read as [w, h].
     """
     crow, col, order = _side_by_side(crow, col, order)
     values, dense, N = values.contiguous(), read_rows(dense), dense.shape[1]
@@ -204,8 +205,8 @@ def product(
 def sampled(
     crow: Tensor, col: Tensor, a: Tensor, b: Tensor, height: int, width: int, order: Tensor | None = None
 ) -> Tensor:
-    """The blocks [height, width] of a @ b^T that crow and col have: [blocks, height, width] for a [rows, D], b
-    [columns, D]; sizes as `product`.
+    """The blocks [height, width] of a @ b^T at crow and col: [blocks, height, width] for a [rows, D], b [columns, D];
+    sizes as `product`.
 
     order: block p is written to [order[p]].
     """

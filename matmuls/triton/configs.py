@@ -1,8 +1,7 @@
-"""Which tiles a kernel runs with: the user's file, the shipped file, the nearest shipped shape, a safe default.
+"""Tile configurations of the kernels: from the user's file, the shipped file, the nearest shipped shape, or a default.
 
-`matmuls tune` writes the user's file, one for each GPU model, in the user's cache directory. Files are JSON and not
-trusted: what is broken, foreign or oversized is reported once and ignored, be it the file or an entry of a later
-version.
+`matmuls tune` writes the user's file, one per GPU model, in the user's cache directory. Files are JSON and not trusted:
+a broken, foreign or oversized file, or an entry of a later version, is reported once and ignored.
 """
 
 import functools
@@ -24,28 +23,28 @@ from .launch import INTERPRETED
 
 Result = TypeVar("Result")
 SCHEMA = 1
-LARGEST_FILE = 1 << 20  # bytes; a thousand entries are a fifth of it
-NEAR = 3.0  # how many doublings of M, K and N together a shipped shape may be away
+LARGEST_FILE = 1 << 20  # bytes; a thousand entries take a fifth of it
+NEAR = 3.0  # how many doublings of M, K and N together a shipped shape may differ
 SHIPPED = Path(__file__).parent / "shipped"
-# The kernels that are tuned. K is what the product sums over, N how wide its result is. A gradient of weights is [N, K]
-# or, of those of a network, [N, K] or [K, N], and of the operands the one of N columns lies in the plan's order.
+# The tuned kernels. K is the dimension summed over, N the width of the result. A gradient of weights is [N, K] (of a
+# network's weights [N, K] or [K, N]); the operand with N columns is in the plan's order.
 OPERATORS = (
-    "masked_linear",  # gather and scatter, weights [N, K]: forward
-    "masked_linear_t",  # the same on transposed weights: the gradient of x
+    "masked_linear",  # forward: gather and scatter, weights [N, K]
+    "masked_linear_t",  # the gradient of x: the same on transposed weights
     "masked_weights",  # the gradient of the weights
-    "masked_few_weights",  # the same of few rows, on sm_90: both operands in order, beside the product for x
+    "masked_few_weights",  # the same for few rows, on sm_90: both operands sorted, concurrent with the product for x
     "masked_ffn_gate_up",
-    "masked_ffn_down",  # scatter alone
+    "masked_ffn_down",  # scatter only
     "masked_ffn_gradient",
     "masked_ffn_input",  # the gradient of x, two products into one sum
-    "masked_ffn_weights",  # one operand in the order of the plan, or both: those of masked_linear too, on sm_90
+    "masked_ffn_weights",  # one or both operands in the plan's order; also used for masked_linear on sm_90
 )
 WEIGHTS = ("masked_weights", "masked_few_weights", "masked_ffn_weights")
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """One configuration. rows x columns of the result a tile, depth of the sum a step."""
+    """One configuration: a tile of rows x columns of the result, depth of the sum per step."""
 
     rows: int
     columns: int
@@ -53,12 +52,12 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     group: int = 8  # row tiles that share a pass over the columns
-    persistent: bool = False  # as many programs as multiprocessors, each walks over tiles
-    flatten: bool = False  # the walk and the sum are one pipeline: the next tile's loads run under a tile's stores
-    tma: bool = False  # weights, and of their gradient one operand, sorted, through TMA descriptors; sm_90 and later
-    pieces: int = 1  # a tile's result is stored in so many parts
-    # of a gradient of weights: the rows are cut into so many chunks, summed afterwards; of masked_linear, if not 1 and
-    # with tma: the kernel of few rows, one round of tiles for any mask
+    persistent: bool = False  # one program per multiprocessor, each loops over tiles
+    flatten: bool = False  # tile loop and sum loop form one pipeline: the next tile's loads overlap a tile's stores
+    tma: bool = False  # TMA descriptors for weights (for the weights' gradient: one sorted operand); sm_90 and later
+    pieces: int = 1  # number of parts in which a tile's result is stored
+    # gradient of weights: number of chunks into which the rows are cut, summed afterwards. masked_linear, if not 1 and
+    # with tma: the kernel for few rows, one wave of tiles for any mask
     split: int = 1
 
     def __post_init__(self) -> None:
@@ -77,12 +76,12 @@ class Tiles:
 
     @property
     def walk(self) -> int:
-        """0: one tile a program; 1: a loop over tiles; 2: as one pipeline."""
+        """0: one tile per program; 1: a loop over tiles; 2: the loop as one pipeline."""
         return self.persistent + (self.persistent and self.flatten)
 
 
 class Entry(NamedTuple):
-    """What was found fastest for one shape."""
+    """The fastest configuration found for one shape."""
 
     operator: str
     k: int
@@ -96,7 +95,7 @@ class Entry(NamedTuple):
 
 
 def bucket(m: int) -> int:
-    """Row counts that share a configuration: the next power of two, 16 at least, 65536 at most."""
+    """Rounds a row count to the bucket that shares a configuration: the next power of two from 16 to 65536."""
     return min(65536, max(16, 1 << (m - 1).bit_length()))
 
 
@@ -128,14 +127,14 @@ def user_folder() -> Path:
 
 
 class Contents(NamedTuple):
-    """Of a file: its entries, and as they stand those that this version does not know, with what is wrong with each."""
+    """Contents of a file: its entries, and verbatim those unknown to this version, each with what is wrong."""
 
     entries: list[Entry]
     unknown: list[tuple[dict[str, Any], ValueError]]
 
 
 def parse(text: str, name: str) -> Contents:
-    """A file for the GPU called name. Raises ValueError with what is wrong."""
+    """Parses a file for the GPU called name. Raises ValueError saying what is wrong."""
     content = json.loads(text)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"expected an object with schema {SCHEMA}")
@@ -176,7 +175,7 @@ UNREADABLE = (OSError, ValueError, RecursionError)
 
 
 def load(path: Path, name: str) -> Contents:
-    """The file, and nothing where there is none. Raises one of UNREADABLE with what is wrong."""
+    """Loads the file; empty if there is none. Raises one of UNREADABLE saying what is wrong."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
@@ -188,7 +187,7 @@ def load(path: Path, name: str) -> Contents:
 
 
 def read(path: Path, name: str) -> list[Entry]:
-    """The file's entries; none where there is no file, or none that can be used, which is reported."""
+    """The file's entries; none if the file is missing or, with a report, unusable."""
     try:
         entries, unknown = load(path, name)
     except UNREADABLE as error:
@@ -223,7 +222,7 @@ def reload() -> None:
 def choose(
     mine: list[Entry], shipped: list[Entry], operator: str, m: int, n: int, k: int, dtype: str, version: str
 ) -> Tiles | None:
-    """The user's entry for this K, N and Triton and the nearest M, then the nearest shipped one, or none."""
+    """The user's entry for this K, N and Triton version with the nearest M, else the nearest shipped one, else None."""
 
     def distance(e: Entry) -> float:
         return sum(abs(math.log2(a / b)) for a, b in ((e.m, m), (e.n, n), (e.k, k)))
@@ -236,24 +235,24 @@ def choose(
 
 
 def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bool = False) -> Tiles:
-    """Tiles that fit every GPU of the kind, for elements of so many bytes; on sm_90 those that an H200 liked best."""
+    """Tiles that fit every GPU of the kind, for an element size in bytes; on sm_90 the fastest ones on an H200."""
     pieces = 4 if operator == "masked_ffn_gradient" else 1
     if size > 2:
         side = 128 if tf32 else 64
         if m <= 64 and operator not in WEIGHTS:
             return Tiles(16 if m <= 16 else 32, 64, 32, warps=4)
         return Tiles(side, side, 32, warps=8 if tf32 else 4, pieces=min(pieces, 2))
-    if operator == "masked_few_weights":  # 48 KB of stages: what the product for x leaves free in a multiprocessor
+    if operator == "masked_few_weights":  # 48 KB of stages: what the product for x leaves free on a multiprocessor
         return Tiles(128, 128, 32, warps=4, stages=3, group=4, tma=True, pieces=2)
     if operator in WEIGHTS:
         chosen = Tiles(128, 128, 32, stages=4)
         if gpu.capability >= (9, 0):
-            # rows are sorted first where the product is long beside that
+            # rows are sorted first if the product is long compared with that
             tma = operator == "masked_ffn_weights" or (m > 1024 and max(n, k) >= 2048)
             small = Tiles(128, 128, 128) if m > 1024 else Tiles(128, 256, 64)
             chosen = Tiles(128, 256, 64, tma=True, pieces=4) if tma else small
         count = -(-n // chosen.rows) * -(-k // chosen.columns)
-        # as many programs as multiprocessors, with a thousand rows each at least
+        # as many programs as multiprocessors, with at least a thousand rows each
         split = max(1, min(gpu.multiprocessors // count, m // 1024, 16))
         return Tiles(**{**asdict(chosen), "split": split})
     if m <= 16:
@@ -271,12 +270,12 @@ def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bo
     return Tiles(128, 256, 64, stages=stages, persistent=True, flatten=True, tma=True, pieces=8)
 
 
-SMALLEST = Tiles(32, 32, 32, warps=4, stages=2)  # for what did not fit after all
+SMALLEST = Tiles(32, 32, 32, warps=4, stages=2)  # fallback if a configuration does not fit
 
 
 @functools.lru_cache(maxsize=4096)
 def tiles(operator: str, m: int, n: int, k: int, dtype: torch.dtype, index: int | None, tf32: bool = False) -> Tiles:
-    """What `operator` runs with; m is a bucket."""
+    """The tiles that `operator` runs with; m is a bucket."""
     device = gpu(index)
     name = str(dtype).removeprefix("torch.")
     safe = default(operator, m, n, k, dtype.itemsize, device, tf32)
@@ -301,13 +300,14 @@ def _advise(operator: str, n: int, k: int, dtype: str, name: str) -> None:
 
 
 _refused: set[tuple[str, Tiles, int | None]] = set()
-forced: dict[str, Tiles] = {}  # operator -> what the tuner tries just now
+forced: dict[str, Tiles] = {}  # operator -> what the tuner is trying
 
 
 def run(
     operator: str, m: int, n: int, k: int, like: torch.Tensor, tf32: bool, attempt: Callable[[Tiles], Result]
 ) -> Result:
-    """`attempt` with the tiles of this shape; where the GPU cannot run them, with the smallest, and says so once."""
+    """Runs `attempt` with the tiles of this shape; if the GPU cannot run them, with the smallest, which is reported
+    once."""
     if operator in forced:
         return attempt(forced[operator])
     index = like.device.index

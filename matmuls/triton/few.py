@@ -1,36 +1,47 @@
-"""Few rows: the tiles of any mask are one round, and all operands come by TMA, from rows in the plan's order.
+"""masked_linear for few rows: one wave of tiles for any mask; all operands load by TMA from rows in the plan's order.
 
-512 rows of two experts are 5 row tiles of 128, times 32 columns on 132 multiprocessors: two rounds, the second for 28
-tiles. But 4 row tiles hold all rows except the smaller of the two experts' rests, which is half a tile at most: each of
-the 128 programs multiplies a strip of its columns too, in the loop of its own tile. A tenth more time, not twice.
-A kernel of its own for the strips, beside tiles that gather their rows without a copy: 40 us for 40.
-Row tiles are walked first, so that neighbours share weights: by 2 columns first 0.4 us less to 0.7 more, by 4 to 32
-0.5 to 10 more; by an expert's tiles one after the other no less.
-Programs do best in step: with K begun elsewhere for each column 39 us for 38, for each row too 47. The weights'
-gradient let in beside the product by programmatic launch, without a second stream: 4 of 78 us more; the copy of the
-gradient let in beside the product: 1 to 3 us more.
-The programs of the product take their places while the copy runs and ask for their first weights to the L2: 0.9 to 1.1
-us less of 34 to 38 forward, 1.5 to 4.4 of 111 to 117 both ways, if the copy wants as much of the cache to be shared
-memory as they do; else they wait for each multiprocessor to be idle, and find it in another order: 0.6 to 5 us more.
-The copy of the gradient let in when the sums are done, not before: 0.4 us less of 107 both ways.
-They do not wait for DRAM: with one weight for both experts, or with it in the L2, 33 us for 34; with lines fetched
-to the L2 ahead 48. A rest of 32 rows by mma.sync, which queues behind wgmma in flight: 8 us more, both ways.
-A strip costs its wgmma, 4.5 of 47 thousand cycles; with all its loads from one place it takes 0 to 1.3 us less. Two
-programs that share one: half of K each, 34.0 us for 33.7, of which their meeting takes 1.0; half of the rows each, 32.4
-for 32.9, but backward no less. Two or four of the weights' tiles a program, as one pipeline: 3 us more or worse.
-CUDA, by warps that fetch and warps that multiply, is no faster: 37 us for 32 to 36 with these tiles, 37 with x shared
-by a cluster of two, 39 with K in halves between them; 38 with rows gathered by cp.async, 190 by a TMA copy of 47 cycles
-for each row's 128 bytes; without strips, by a row tile for both rests with as many rows as they have, 43 for 35: the
-fourth of the programs that have it load 56 KB a step for 32. The weights by two warpgroups in turns: 44 us for 46
-alone, 83 for 79 beside the product. By then the chip is at its power: 1.4 to 1.7 GHz, in torch.mm too.
-What a dense product in CUDA of these sizes waits for is its end: results stored by the threads that hold them 26.6 to
-27.6 us, staged and by TMA 23.5 for cuBLAS's 23.3, with a cluster's multicast or without.
-But this product so made, warps that fetch and two warpgroups, each row sent by a bulk copy, is no faster: 34.8 us for
-34.7 without a strip, 38.5 for 37.6 with one, both ways 112 for 111 and 121 for 116; its first weights asked for while
-the copy still runs, 35.3 and 42.8.
-Steps of 32 K: 47 us for 36, however many stages. Rows' places asked for before the loop over K: 0.1 to 0.3 us less
-forward, of both within the noise. The weights' gradient at once, its rows of g gathered by pointers while others are
-copied: 5 to 8 us more of 109 to 118 at best.
+Problem: 512 rows of two experts give 5 row tiles of 128, times 32 columns on 132 multiprocessors: two waves, the second
+with 28 tiles. But 4 row tiles hold all rows except the smaller of the two experts' rests, which is at most half a tile.
+So each of the 128 programs also multiplies a strip of that rest, in the loop of its own tile: a tenth more time, not
+twice.
+
+   rows in the plan's order:  [ first: full tiles | rest | pad | second: full tiles | rest ]
+   programs:                  full tiles of both experts and the larger rest, each plus a strip of the smaller rest
+
+Measured alternatives:
+
+- Strips in a kernel of their own, concurrent with tiles that gather their rows without a copy: 40 us against 40.
+- Tile order: row tiles first, so that neighbours share weights. By 2 columns first: 0.4 us less to 0.7 more; by 4 to
+  32: 0.5 to 10 more; by one expert's tiles after the other: no less.
+- Programs run best in step. K starting at a different place for each column: 39 us against 38; for each row too: 47.
+- Weights' gradient next to the product by programmatic dependent launch, without a second stream: 4 of 78 us more.
+  The gradient's copy next to the product in this way: 1 to 3 us more.
+- The product's programs become resident while the copy runs and prefetch their first weights to the L2: 0.9 to 1.1
+  us less of 34 to 38 forward, 1.5 to 4.4 of 111 to 117 forward and backward. This needs the copy to prefer as much
+  shared memory as the product; otherwise they wait for each multiprocessor to be idle and start in another order:
+  0.6 to 5 us more. Starting the gradient's copy when the sums are done, not before: 0.4 us less of 107 forward and
+  backward.
+- DRAM is not the bound: with one weight for both experts, or with it in the L2, 33 us against 34; with lines
+  prefetched to the L2 48.
+- A rest of 32 rows by mma.sync, which queues behind wgmma in flight: 8 us more forward and backward.
+- A strip costs its wgmma, 4.5 of 47 thousand cycles; with all its loads from one place it takes 0 to 1.3 us less.
+- Two programs sharing a strip: half of K each, 34.0 us against 33.7, of which their exchange takes 1.0; half of the
+  rows each, 32.4 against 32.9, but backward no less.
+- Two or four of the weights' tiles per program, as one pipeline: 3 us more or worse.
+- In CUDA, with loading and multiplying warps, no faster: 37 us against 32 to 36 with these tiles; 37 with x shared by
+  a cluster of two; 39 with K halved between them; 38 with rows gathered by cp.async; 190 by TMA, where each row's 128
+  bytes take 47 cycles; without strips, by a row tile that holds both rests, 43 against 35: the fourth of the programs
+  that have it load 56 KB a step instead of 32. Weights' gradient by two alternating warpgroups: 44 us against 46
+  alone, 83 against 79 next to the product. The chip is at its power limit then: 1.4 to 1.7 GHz, in torch.mm too.
+- A dense CUDA product of these sizes is bound by its epilogue: results stored by the threads that hold them 26.6 to
+  27.6 us, staged and stored by TMA 23.5 against cuBLAS's 23.3, with a cluster's multicast or without. This product in
+  that form (loading warps, two warpgroups, each row stored by a bulk copy) is no faster: 34.8 us against 34.7 without
+  a strip, 38.5 against 37.6 with one; forward and backward 112 against 111 and 121 against 116; with its first
+  weights prefetched while the copy runs, 35.3 and 42.8.
+- Steps of 32 K: 47 us against 36, whatever the number of stages.
+- Row indices loaded before the loop over K: 0.1 to 0.3 us less forward, within the noise forward and backward.
+- Weights' gradient at once, gathering its rows of g by pointers while others are copied: 5 to 8 us more of 109 to 118
+  at best.
 """
 
 import triton
@@ -42,20 +53,21 @@ from .launch import fetch_ahead, launch, let_next_begin, wait_for_earlier
 from .tiles import store_product
 
 PAD = tl.constexpr(64)
-# Rows past the last that a tile of 128 rows may read and not use: past its end TMA is slow, 54 us instead of 31.
+# Rows past the last one that a tile of 128 rows may read without using them: TMA is slow past a tensor's end, 54 us
+# instead of 31.
 TAIL = 128
-ORDERED = 1, 4096  # rows and columns of them that a program brings into order
-AHEAD = tl.constexpr(2)  # lines of 128 bytes along K of the weights that are asked for ahead; 4 and 8 are no better
+ORDERED = 1, 4096  # rows and columns that a program sorts
+AHEAD = tl.constexpr(2)  # lines of 128 bytes along K of the weights to prefetch; 4 and 8 are no better
 
 
 @triton.jit(do_not_specialize=["M"])
 def order_kernel(x, y, rows, counts, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr):
-    """y = x's rows in the plan's order, PAD rows of zeros between the first expert's and the second's."""
+    """y = x's rows in the plan's order, with PAD rows of zeros between the first expert's and the second's."""
     wait_for_earlier(EARLY)
     let_next_begin(EARLY)
     n1 = tl.load(counts)
     at = tl.program_id(0) * BR + tl.arange(0, BR)
-    one = tl.load(rows + at, mask=at < M, other=0)  # both are on their way before n1 has come
+    one = tl.load(rows + at, mask=at < M, other=0)  # both loads start before n1 arrives
     other = tl.load(rows + at - PAD, mask=(at >= PAD) & (at < M + PAD), other=0)
     listed = tl.where(at < n1, one, other).to(tl.int64)
     there = (at < n1) | ((at >= n1 + PAD) & (at < M + PAD))
@@ -78,7 +90,7 @@ def store_rows(
     y, acc, b1, b2, first, rows, place, count, sym, column, N,
     BM: tl.constexpr, BN: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """acc and the expert's bias to the rows that `count` places of the plan name."""
+    """Stores acc plus the expert's bias to the rows at `count` places of the plan."""
     bias = b1
     if BIAS:
         bias = b1 if first else b2
@@ -89,9 +101,9 @@ def store_rows(
 
 @triton.jit
 def first_lines(w1, w2, step1, step2, N, K, high, BN: tl.constexpr, K_INNER: tl.constexpr):
-    """Where a program's first weights lie, of the expert that it is likely to work for: half of its tile, of which the
-    next row tile's program asks for the other half."""
-    LINE: tl.constexpr = 1024 // w1.dtype.element_ty.primitive_bitwidth  # numbers in 128 bytes
+    """Addresses of a program's first weights, of the expert that it probably works for. Covers half of its tile; the
+    next row tile's program prefetches the other half."""
+    LINE: tl.constexpr = 1024 // w1.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     row, column = tl.program_id(0) % high, tl.program_id(0) // high * BN
     if row < high // 2:
         w, step = w1, step1
@@ -113,8 +125,8 @@ def few_product_kernel(
     K_INNER: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """high: ceil(M / BM) row tiles. of_x, of_rest: x in order, by BM and by REST = BM / 2 rows at one time. whole1,
-    whole2: the weights themselves, step1 and step2 from one of their rows in memory to the next."""
+    """high: ceil(M / BM) row tiles. of_x, of_rest: descriptors of the sorted x, by BM and by REST = BM / 2 rows.
+    whole1, whole2: the weights themselves; step1, step2: their row strides in memory."""
     fetch_ahead(first_lines(whole1, whole2, step1, step2, N, K, high, BN, K_INNER), EARLY)
     wait_for_earlier(EARLY)
     n1, program = tl.load(counts), tl.program_id(0)
@@ -160,7 +172,7 @@ def few_product_kernel(
 
 @triton.jit
 def store_described(to, acc, row, column, BM: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr):
-    """acc by TMA, piece by piece: to is a descriptor of a piece."""
+    """Stores acc by TMA, piece by piece; `to` is a descriptor of a piece."""
     if PIECES == 1:
         to.store([row, column], acc.to(to.dtype))
     else:
@@ -175,7 +187,7 @@ def few_weights_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr,
     SECOND: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """d[N, K] = g^T @ x over each expert's rows, both in order. The expert with more rows begins."""
+    """d[N, K] = g^T @ x over each expert's rows, both sorted. The expert with more rows starts first."""
     wait_for_earlier(EARLY)
     n1, high, wide = tl.load(counts), N // BM, K // BN
     piece, within = tl.program_id(0) // (high * wide), tl.program_id(0) % (high * wide)
@@ -196,19 +208,19 @@ def few_weights_kernel(
 
 
 def of_rows(x: Tensor, height: int, width: int) -> TensorDescriptor:
-    """x by TMA, in so many rows and columns at one time."""
+    """TMA descriptor of x, with boxes of the given rows and columns."""
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [height, width])
 
 
 def room(x: Tensor) -> Tensor:
-    """For x `in_order`."""
+    """An empty tensor for `in_order`'s result."""
     return x.new_empty(x.shape[0] + int(PAD.value) + TAIL, x.shape[1])
 
 
 def in_order(x: Tensor, rows: Tensor, counts: Tensor, y: Tensor | None = None) -> Tensor:
-    """x's rows in the plan's order, as the kernels here take them; in y if given.
+    """x's rows in the plan's order, padded as the kernels here need; written to y if given.
 
-    A product that gathers by pointers instead takes 34 us for 36 without a rest, but 43 for 39 with one.
+    A product that gathers by pointers instead takes 34 us against 36 without a rest, but 43 against 39 with one.
     """
     y, (height, width) = room(x) if y is None else y, ORDERED
     grid = -(-(x.shape[0] + int(PAD.value)) // height), -(-x.shape[1] // width)

@@ -1,4 +1,4 @@
-"""Launching a Triton kernel for less: the compiled kernel is found by what it was compiled for.
+"""Launches Triton kernels with less overhead, by caching the compiled kernel under its specialization key.
 
 Triton's own `kernel[grid](...)` binds, specializes and looks up in Python at each call.
 """
@@ -22,22 +22,23 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 @triton.jit
 def wait_for_earlier(EARLY: tl.constexpr):
-    """Every kernel's first statement, before it reads or writes anything: it may have begun while others end. But for
-    `fetch_ahead`, to the L2, where all that others write is seen."""
+    """Every kernel's first statement, before it reads or writes anything: with programmatic dependent launch (PDL) it
+    may start while earlier kernels end. Only `fetch_ahead` may come before: it prefetches to the L2, which stays
+    coherent."""
     if EARLY:
         gdc_wait()
 
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
-    """The next kernel's programs take their places beside these, which must leave them room; they wait there."""
+    """PDL: the next kernel's programs may become resident, if this one leaves them room, and wait there."""
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def fetch_ahead(places, EARLY: tl.constexpr):
-    """The lines at these addresses, to the L2."""
+    """Prefetches the cache lines at these addresses to the L2."""
     if EARLY:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
@@ -45,7 +46,7 @@ def fetch_ahead(places, EARLY: tl.constexpr):
 
 
 def _signature(arg: Any) -> Any:
-    """What Triton compiles a kernel for: a pointer's type and alignment, an integer's value (1, a multiple of 16)."""
+    """What Triton specializes a kernel on: a pointer's type and alignment, an integer's value (1, a multiple of 16)."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     return (arg.base.dtype, *arg.block_shape) if isinstance(arg, TensorDescriptor) else arg
@@ -64,10 +65,10 @@ def launch(
 ) -> None:
     """Run `kernel` on the current stream of the first argument's device.
 
-    The kernel takes args (tensors, TMA descriptors, integers that it is compiled for, None), then free (integers that
-    it is not compiled for: do_not_specialize), then constants, and last whether it begins early: on sm_90 and later by
-    programmatic dependent launch: 1.0 to 2.4 us less for four kernels in a graph. shares: the next one's programs are
-    to begin beside its own, and take most of a multiprocessor's shared memory.
+    The kernel takes args (tensors, TMA descriptors, integers that it is specialized on), then free (integers that it is
+    not specialized on: do_not_specialize), then constants, and last EARLY. On sm_90 and later it launches early by
+    programmatic dependent launch: 1.0 to 2.4 us less for four kernels in a graph. shares: the next kernel's programs
+    should become resident next to this one's; both then prefer most of a multiprocessor's cache as shared memory.
     """
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     if INTERPRETED:
@@ -78,7 +79,7 @@ def launch(
         with torch.cuda.device(device):
             launch(kernel, programs, args, free, constants, warps, stages, shares=shares)
         return
-    # Its number rather than the kernel: Triton hashes its source's.
+    # id(kernel) rather than the kernel: Triton hashes its source.
     key = (id(kernel), device.index, warps, stages, constants, *map(_signature, args))
     found = _compiled.get(key)
     if found is not None:
@@ -90,11 +91,12 @@ def launch(
     compiled = kernel[grid](*args, *free, *constants, early, **options)
     if shares and early:
         _prefer_shared_memory(compiled)
-    _compiled[key] = compiled, early, kernel  # whose number stays its own
+    _compiled[key] = compiled, early, kernel  # keeps the kernel alive, so that its id stays unique
 
 
 def _prefer_shared_memory(compiled: Any) -> None:
-    """A multiprocessor divides its cache anew only when it is idle: kernels that are to meet there want the same."""
+    """Sets the preferred shared memory carveout. A multiprocessor repartitions its cache only when idle, so kernels
+    that share one must prefer the same."""
     preferred_carveout, percent = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
         ctypes.c_void_p(compiled.function), preferred_carveout, percent

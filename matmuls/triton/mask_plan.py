@@ -1,4 +1,4 @@
-"""mask_plan: a stable partition of the rows into those of the first expert and those of the second, in one launch."""
+"""mask_plan: stable partition of the rows into the first expert's and the second's, in one launch."""
 
 import torch
 import triton
@@ -7,14 +7,15 @@ import triton.language as tl
 from .launch import launch, wait_for_earlier
 
 BLOCK, SCAN, WARPS = 1024, 16384, 8
-# Every program counts the whole mask by itself, out of the L2: no second launch, nobody waits. Beyond this it costs
-# more than the prefix sums of torch.
+# Every program counts the whole mask itself, from the L2: no second launch and no waiting between programs. Above this
+# size it costs more than torch's prefix sums.
 LARGEST = 1 << 20
 
 
 @triton.jit(do_not_specialize=["M"])
 def plan_kernel(mask, rows, counts, M, BLOCK: tl.constexpr, SCAN: tl.constexpr, EARLY: tl.constexpr):
-    """The place of a row in the plan: how many of its kind come before it; the second kind follows all of the first."""
+    """A row's place in the plan: the number of earlier rows of its expert; the second expert's rows follow all of the
+    first's."""
     wait_for_earlier(EARLY)
     mine = tl.program_id(0) * BLOCK
     before = tl.zeros((SCAN,), tl.int32)
@@ -27,7 +28,7 @@ def plan_kernel(mask, rows, counts, M, BLOCK: tl.constexpr, SCAN: tl.constexpr, 
     n1, earlier = tl.sum(total, 0), tl.sum(before, 0)
     r = mine + tl.arange(0, BLOCK)
     set_ = (tl.load(mask + r, mask=r < M, other=0) != 0).to(tl.int32)
-    ones = earlier + tl.cumsum(set_, 0) - set_  # rows of the first kind before r
+    ones = earlier + tl.cumsum(set_, 0) - set_  # rows of the first expert before r
     tl.store(rows + tl.where(set_ != 0, ones, n1 + r - ones), r, mask=r < M)
     if mine == 0:
         tl.store(counts, n1)

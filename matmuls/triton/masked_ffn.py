@@ -1,7 +1,7 @@
-"""masked_ffn: (silu(x w1) * (x w3)) w2 for the masked rows, the same of u for the others.
+"""masked_ffn: (silu(x w1) * (x w3)) w2 for the masked rows, the same with u for the others.
 
-Between the two products the hidden rows lie in the plan's order: only the first product gathers, only the second
-scatters, and so in backward. t holds T1 = x w1 and T2 = x w3 side by side, [M, 2H].
+Between the two products the hidden rows are in the plan's order: only the first product gathers and only the second
+scatters, also in backward. t [M, 2H] holds T1 = x w1 and T2 = x w3 side by side.
 """
 
 import torch
@@ -47,7 +47,7 @@ def gate_up_kernel(
     PIECES: tl.constexpr, K_INNER: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """c = silu(x w1) * (x w3), and t with KEEP, in the plan's order; the rows of x are read once for both products."""
+    """c = silu(x w1) * (x w3), and t if KEEP, in the plan's order; x's rows are read once for both products."""
     wait_for_earlier(EARLY)
     n1 = tl.load(counts)
     for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
@@ -72,7 +72,7 @@ def gate_up_kernel(
 def store_gradients(
     t, dt, c, g, offsets, there, column, H, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr
 ):
-    """dT1 = G T2 (s + T1 s (1 - s)) and dT2 = G T1 s, s = sigmoid(T1), beside each other; c = T1 s T2 once more."""
+    """Stores dT1 = G T2 (s + T1 s (1 - s)) and dT2 = G T1 s, s = sigmoid(T1), side by side; recomputes c = T1 s T2."""
     if PIECES == 1:
         columns = column + tl.arange(0, BN)
         inside = there[:, None] if EVEN else there[:, None] & (columns < H)[None, :]
@@ -97,7 +97,7 @@ def gradient_kernel(
     PIECES: tl.constexpr, K_INNER: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """G = dy w2^T of the rows in the plan's order, never stored: the gradients of T1 and T2 are its epilogue."""
+    """G = dy w2^T for the rows in the plan's order, never stored: the gradients of T1 and T2 are its epilogue."""
     wait_for_earlier(EARLY)
     n1 = tl.load(counts)
     for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
@@ -134,9 +134,9 @@ def gate_up(
 def hidden_gradients(
     dy: Tensor, w2: Tensor, u2: Tensor, t: Tensor, rows: Tensor, counts: Tensor, c: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of t, [M, 2H], and c once more, [M, H], in the plan's order, for dy [M, D]; weights [D, H].
+    """The gradient of t, [M, 2H], and c recomputed, [M, H], in the plan's order, for dy [M, D]; weights [D, H].
 
-    With c both are written over t and c: what a tile reads of t is all that it writes there, and it reads first.
+    With c given both are written over t and c: a tile writes exactly what it reads of t, and reads it first.
     """
     dy, M, (K, N) = read_rows(dy), dy.shape[0], w2.shape
     weights, strides, k_inner = oriented(w2.T, u2.T)
@@ -177,7 +177,7 @@ def backward(
     t: Tensor | None,
     needs: list[bool],
 ) -> list[Tensor]:
-    """Gradients of x, w1, w2, w3, u1, u2, u3; no elements where none is needed. Without t it is computed again."""
+    """Gradients of x, w1, w2, w3, u1, u2, u3; empty tensors where none is needed. Without t it is recomputed."""
     c = None
     if t is None:
         c, t = gate_up(x, w[0], w[2], u[0], u[2], rows, counts, True)
@@ -186,7 +186,7 @@ def backward(
     grads = [x.new_empty(0) for _ in needs]
     if needs[2] or needs[5]:
         grads[2], grads[5] = weight_gradients(dy, c, rows, counts, needs[2], needs[5], gather_x=False)
-    del c  # a sixth of what is alive here
+    del c  # frees a sixth of the live memory
     for at, g in ((1, dt[:, :H]), (3, dt[:, H:])):
         if needs[at] or needs[at + 3]:
             grads[at], grads[at + 3] = weight_gradients(g, x, rows, counts, needs[at], needs[at + 3], gather_g=False)

@@ -1,7 +1,7 @@
-"""masked_linear: y[r] = x[r] @ w[r]^T + b[r], w[r] and b[r] the first or the second expert's by the plan.
+"""masked_linear: y[r] = x[r] @ w[r]^T + b[r], where the plan selects w[r] and b[r] of the first or the second expert.
 
-The gather of x is inside the load and the scatter of y inside the store: one launch, the traffic of one product.
-The gradient of x is the same kernel on transposed weights; those of the weights are products over each expert's rows.
+The load gathers x and the store scatters y: one launch, with the memory traffic of one product. The gradient of x is
+the same kernel on transposed weights; the weights' gradients are products over each expert's rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,16 +51,17 @@ def product_kernel(
 
 @triton.jit
 def halved(n1, M, chunk, SPLIT: tl.constexpr):
-    """Of two chunks each expert gets one, as long as it is: what they sum is a gradient and not a part of it."""
+    """True if there are two chunks, one per expert, of its length: their sums are whole gradients, not parts."""
     return (SPLIT == 2) & (chunk < M) & (tl.abs(n1 - chunk) <= chunk // 8)
 
 
 @triton.jit
 def segment_of(piece, side, n1, M, chunk, SPLIT: tl.constexpr):
-    """Where a program's rows of one expert begin and end in the plan, whose they are, and whether it is to be done.
+    """A program's range of one expert's rows in the plan, which expert, and whether the range is used.
 
-    With SPLIT a piece is a chunk, which has as many rows for any mask: those of the first expert, then the second's.
-    Else it is all that an expert has, none included; the one with more rows begins, the other fills the gaps.
+    With SPLIT a piece is a chunk of the same number of rows for any mask: those of the first expert, then the second's.
+    Otherwise a piece is all rows of one expert, possibly none; the expert with more rows starts first, the other fills
+    the gaps.
     """
     if SPLIT > 1:
         begin = piece * chunk
@@ -79,7 +80,7 @@ def segment_of(piece, side, n1, M, chunk, SPLIT: tl.constexpr):
 
 @triton.jit
 def part_of(tile, height_of_all, wide, GROUP: tl.constexpr):
-    """The piece that a program works at, and its tile's row and column."""
+    """A program's piece, and its tile's row and column."""
     within = tile % (wide * height_of_all)
     group = within // (GROUP * wide) * GROUP
     height = tl.minimum(height_of_all - group, GROUP)
@@ -92,7 +93,7 @@ def store_sum(
     to, acc, row, column, height, wide, si, sj, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     PIECES: tl.constexpr,
 ):  # fmt: skip
-    """acc[i, j] to to[(row + i) * si + (column + j) * sj], through shared memory piece by piece."""
+    """Stores acc[i, j] to to[(row + i) * si + (column + j) * sj], through shared memory, piece by piece."""
     if PIECES == 1:
         rows, columns = (row + tl.arange(0, BM)).to(tl.int64), (column + tl.arange(0, BN)).to(tl.int64)
         at = to + rows[:, None] * si + columns[None, :] * sj
@@ -111,7 +112,8 @@ def store_gradient(
     part, d1, d2, acc, piece, side, first, start, end, n1, M, row, column, height, wide, si, sj,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The sum over an expert's rows from start to end: its gradient, or a part of it, of chunk c in slot c or c + 1."""
+    """Stores the sum over an expert's rows from start to end: to its gradient if these are all of its rows, else as a
+    partial sum of chunk c to slot c or c + 1."""
     if (start == tl.where(first, 0, n1)) & (end == tl.where(first, n1, M)):
         store_sum(d1 if first else d2, acc, row, column, height, wide, si, sj, BM, BN, EVEN, PIECES)
     elif SPLIT > 1:
@@ -126,7 +128,7 @@ def weights_kernel(
     GATHER_X: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PIECES: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """dw[N, K] = g^T @ x over each expert's rows. No atomics: the result is the same bit by bit each time."""
+    """dw[N, K] = g^T @ x over each expert's rows. No atomics: bitwise reproducible."""
     wait_for_earlier(EARLY)
     n1 = tl.load(counts)
     piece, row, column = part_of(tl.program_id(0), tl.cdiv(N, BN), tl.cdiv(K, BK), GROUP)
@@ -137,7 +139,7 @@ def weights_kernel(
         start, end, first, used = segment_of(piece, side, n1, M, chunk, SPLIT)
         if used & ((first & FIRST) | ((first == 0) & SECOND)):
             acc = tl.zeros((BN, BK), tl.float32)
-            ahead = tl.load(rows + start + rs, mask=start + rs < end, other=0)  # read one step before it is used
+            ahead = tl.load(rows + start + rs, mask=start + rs < end, other=0)  # loaded one step ahead
             for place in range(start, end, BR):
                 there = place + rs < end
                 listed = ahead.to(tl.int64)
@@ -164,9 +166,9 @@ def sorted_weights_kernel(
     TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PIECES: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """d[P, Q], or [Q, P] if TRANSPOSED, = p^T @ q over each expert's rows; q lies in the plan's order and comes by TMA.
+    """d[P, Q], or [Q, P] if TRANSPOSED, = p^T @ q over each expert's rows; q is in the plan's order and loads by TMA.
 
-    An SM loads half as much again by TMA as by pointers. of_p, of_q: descriptors of p, where it lies in that order too,
+    A multiprocessor loads half as much again by TMA as by pointers. of_p, of_q: descriptors of p, if it is sorted too,
     and of q. P and Q are multiples of the tile's sides.
     """
     wait_for_earlier(EARLY)
@@ -181,7 +183,7 @@ def sorted_weights_kernel(
             acc = tl.zeros((BM, BN), tl.float32)
             whole = end - (end - start) % BR
             if GATHER:
-                ahead = tl.load(rows + start + rs, mask=start + rs < end, other=0)  # read one step before it is used
+                ahead = tl.load(rows + start + rs, mask=start + rs < end, other=0)  # loaded one step ahead
             for place in range(start, whole, BR):
                 if GATHER:
                     listed = ahead.to(tl.int64)
@@ -190,7 +192,7 @@ def sorted_weights_kernel(
                 else:
                     left = of_p.load([place, row]).T
                 acc = tl.dot(left, of_q.load([place, column]), acc, input_precision=PRECISION)
-            if whole < end:  # what TMA would read past the end is the other expert's
+            if whole < end:  # TMA would also read rows of the other expert past the end
                 there = whole + rs < end
                 places = (whole + rs).to(tl.int64)
                 listed = places
@@ -208,7 +210,7 @@ def sorted_weights_kernel(
 
 @triton.jit(do_not_specialize=["M", "chunk"])
 def sum_kernel(x, part, rows, counts, N, sxm, M, chunk, BR: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr):
-    """part[slot, N] = sums of x's rows: chunk c's as far as they are the first expert's in slot c, else in c + 1."""
+    """part[slot, N] = sums of x's rows: chunk c's rows of the first expert in slot c, those of the second in c + 1."""
     wait_for_earlier(EARLY)
     n1, piece = tl.load(counts), tl.program_id(1)
     first = piece * chunk < n1
@@ -226,7 +228,7 @@ def sum_kernel(x, part, rows, counts, N, sxm, M, chunk, BR: tl.constexpr, BN: tl
 
 @triton.jit
 def slots_sum(part, low, high, at, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """part[low, at] + ... + part[high - 1, at]; of SPLIT slots at most all loads are on their way at once."""
+    """part[low, at] + ... + part[high - 1, at]; with at most SPLIT slots all loads are issued at once."""
     total = tl.zeros((BLOCK,), tl.float32)
     if SPLIT > 0:
         for n in tl.static_range(SPLIT):
@@ -243,9 +245,9 @@ def reduce_kernel(
     part, d1, d2, counts, size, M, chunk,
     SPLIT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """d1, d2 = each expert's slots of part[slots, size] added up in order; exactly 0 where it has none.
+    """d1, d2 = each expert's slots of part[slots, size] added up in order; exactly 0 for an expert without rows.
 
-    What lies in one chunk alone is there already, but for SPLIT = 0: sums, all of them in slots.
+    The sum of an expert with a single chunk is already in place, except with SPLIT = 0: then all sums are in slots.
     """
     wait_for_earlier(EARLY)
     n1 = tl.load(counts)
@@ -277,7 +279,7 @@ def sort_kernel(x, y, rows, K, sxm, M, BR: tl.constexpr, BK: tl.constexpr, EARLY
         tl.store(y + places.to(tl.int64)[:, None] * K + ks[None, :], value, mask=inside)
 
 
-LARGEST_BLOCK = 226 << 10  # bytes of shared memory that a block on sm_90 may have, but for a few
+LARGEST_BLOCK = 226 << 10  # bytes of shared memory that a block on sm_90 may have, rounded down
 
 
 def power(n: int) -> int:
@@ -290,12 +292,12 @@ def precision_of(dtype: torch.dtype) -> str:
 
 
 def read_rows(x: Tensor) -> Tensor:
-    """x itself where its rows are contiguous, whatever lies between them."""
+    """x itself if each row is contiguous, with any row stride; else a copy."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def oriented(*weights: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], bool]:
-    """Weights [N, K] that are all contiguous along K, or all along N, with their other strides. Which, comes last."""
+    """Weights [N, K] all contiguous along K, or all along N; their other strides; and True for K."""
     if all(w.stride(1) == 1 for w in weights):
         return weights, tuple(w.stride(0) for w in weights), True
     if all(w.stride(0) == 1 for w in weights):
@@ -305,7 +307,7 @@ def oriented(*weights: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...], boo
 
 
 def by_tma(tiles: Tiles, weights: tuple[Tensor, ...], strides: tuple[int, ...]) -> bool:
-    """TMA takes addresses and strides of whole 16 bytes."""
+    """True if TMA is to be used and can be: it needs addresses and strides that are multiples of 16 bytes."""
     return (
         tiles.tma
         and gpu(weights[0].device.index).capability >= (9, 0)
@@ -315,7 +317,7 @@ def by_tma(tiles: Tiles, weights: tuple[Tensor, ...], strides: tuple[int, ...]) 
 
 
 def described(tiles: Tiles, weights: tuple[Tensor, ...], strides: tuple[int, ...], k_inner: bool) -> Sequence[Any]:
-    """The weights as a kernel takes them: TMA descriptors of a tile each, or themselves."""
+    """The weights as kernel arguments: TMA descriptors with a tile as box, or the tensors."""
     if not by_tma(tiles, weights, strides):
         return weights
     sides = 1 if k_inner else -1  # in memory [N, K] or [K, N]
@@ -324,12 +326,12 @@ def described(tiles: Tiles, weights: tuple[Tensor, ...], strides: tuple[int, ...
 
 
 def most_tiles(tiles: Tiles, m: int, n: int) -> int:
-    """That any mask has."""
+    """The largest number of tiles of any mask."""
     return (-(-m // tiles.rows) + 1) * -(-n // tiles.columns)
 
 
 def programs(tiles: Tiles, m: int, n: int, index: int | None) -> int:
-    """One a tile, or as many as run at one time."""
+    """Programs to launch: one per tile, or as many as are resident at once."""
     count = most_tiles(tiles, m, n)
     return min(count, gpu(index).multiprocessors) if tiles.persistent else count
 
@@ -349,8 +351,8 @@ def product(
 ) -> Tensor:
     """x[r] @ w[r]^T + b[r] for x [M, K], w1, w2 [N, K]; M, N, K > 0.
 
-    pair: second weights, whose operand lies beside the first in x [M, 2K]. operator "masked_ffn_down" and
-    "masked_ffn_input" take x in the plan's order. ordered: x `in_order`, where it is at hand.
+    pair: second weights, for a second operand next to the first in x [M, 2K]. operator "masked_ffn_down" and
+    "masked_ffn_input" take x in the plan's order. ordered: x `in_order`, if available.
     """
     x, M, (N, K) = read_rows(x), x.shape[0], w1.shape
     weights, strides, k_inner = oriented(w1, w2, *(pair or ()))
@@ -391,7 +393,7 @@ def product(
 
 
 def sorted_rows(x: Tensor, rows: Tensor, y: Tensor | None = None, programs: int | None = None) -> Tensor:
-    """x's rows in the plan's order, in y if given; by so many programs, or by as many as fill the GPU."""
+    """x's rows in the plan's order, in y if given; by the given number of programs, or by as many as fill the GPU."""
     (M, K), (height, width) = x.shape, (8 if programs else 16, 512)
     y = x.new_empty(M, K) if y is None else y
     count = -(-M // height) * -(-K // width)
@@ -412,13 +414,13 @@ def weight_gradients(
 ) -> tuple[Tensor, Tensor]:
     """g^T @ x over the rows of each expert, [N, K] each for g [M, N], x [M, K]; M, N, K > 0.
 
-    An expert that is not asked for is not computed: its result has no elements.
+    An expert's result is empty, and not computed, if it is not needed.
     """
     g, x, M, N, K = read_rows(g), read_rows(x), x.shape[0], g.shape[1], x.shape[1]
     d1, d2 = (x.new_empty(N if wanted else 0, K) for wanted in (first, second))
     precision = precision_of(x.dtype)
 
-    # the wide operand comes by TMA, its rows sorted: those of the fewer columns, if they are not yet
+    # the wide operand loads by TMA from sorted rows: sort the one with fewer columns if neither is sorted
     transposed = gather_x and (not gather_g or N < K)
     narrow, wide = (x, g) if transposed else (g, x)
 
@@ -452,7 +454,7 @@ def weight_gradients(
 
     if gather_g and gather_x:
         run("masked_weights", M, N, K, x, precision == "tf32", attempt)
-    else:  # of each layer of the network the operand of its hidden rows is sorted
+    else:  # in both layers of the network the operand of hidden rows is sorted
         run("masked_ffn_weights", M, wide.shape[1], narrow.shape[1], x, precision == "tf32", attempt)
     return d1, d2
 
@@ -461,7 +463,7 @@ FEW, LITTLE, WIDE = 256, 1024, 2048
 
 
 def from_copies(m: int, n: int, k: int, size: int) -> str | None:
-    """Which kernel of training computes the weights' gradients from copies in the plan's order, on sm_90; or none."""
+    """The training kernel that computes the weights' gradients from copies in the plan's order, on sm_90; or None."""
     if size != 2 or n % 256 or k % 256:
         return None
     if m > LITTLE:
@@ -470,14 +472,14 @@ def from_copies(m: int, n: int, k: int, size: int) -> str | None:
 
 
 def rows_kept(m: int, n: int, k: int, x: Tensor) -> int:
-    """Rows of x `in_order`, [m, k] times [k, n], where both forward and backward read them; or 0."""
+    """Rows of x `in_order` to save for backward, [m, k] @ [k, n], if both forward and backward read them; else 0."""
     if gpu(x.device.index).capability < (9, 0) or from_copies(m, n, k, x.dtype.itemsize) != "masked_few_weights":
         return 0
     return m + int(PAD.value) + TAIL
 
 
 def _beside(device: torch.device, one: Callable[[], Tensor], other: Callable[[], None]) -> Tensor:
-    """one(), and beside it on a second stream other(), which allocates nothing."""
+    """Runs one() and, concurrently on a second stream, other(), which allocates nothing."""
     if INTERPRETED:
         y = one()
         other()
@@ -489,7 +491,7 @@ def _beside(device: torch.device, one: Callable[[], Tensor], other: Callable[[],
     try:
         with torch.cuda.stream(side):
             other()
-    finally:  # what it began may still be at work in memory that others are given next
+    finally:  # work already started may still use memory that would be reused
         main.wait_stream(side)
     return y
 
@@ -506,11 +508,11 @@ def gradients(
     ordered: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and of the weights for g [M, N], x [M, K], w1, w2 [N, K]; M, N, K > 0. ordered: x `in_order`,
-    where it is at hand.
+    if available.
 
-    On sm_90 rows in the plan's order, by TMA, are worth a copy of g and x, if the copy costs no time: while the product
-    for x computes, it leaves registers for two small programs a multiprocessor, which move memory on a second stream.
-    Of few rows it leaves room for the products for the weights too.
+    On sm_90 loading sorted rows by TMA is worth a copy of g and x if the copy is free: while the product for x
+    computes, it leaves registers for two small programs per multiprocessor, which copy on a second stream. With few
+    rows it leaves room for the weights' products too.
     """
     device, M, sides = gpu(x.device.index), len(x), (g.shape[1], x.shape[1])
     kernel = from_copies(M, *sides, x.dtype.itemsize) if device.capability >= (9, 0) else None
@@ -540,7 +542,7 @@ def _few_gradients(
     second: bool,
     ordered: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `gradients`. Both products need the copy of g; those of the weights run beside that for x."""
+    """As `gradients`. Both products need the copy of g; the weights' products run concurrently with the one for x."""
     M, N, K = len(x), g.shape[1], x.shape[1]
     d1, d2 = (x.new_empty(N if wanted else 0, K) for wanted in (first, second))
     gs, xs, last = in_order(g, rows, counts), room(x) if ordered is None else ordered, M + int(PAD.value)

@@ -1,6 +1,6 @@
-"""Second streams for work beside the current one: made here, so that nobody else has them.
+"""Second streams for work concurrent with the current one. They are created here and used by nothing else.
 
-torch.cuda.Stream gives out the same 32 streams again and again: one may be in use elsewhere, and capture a graph there.
+torch.cuda.Stream hands out the same 32 streams again and again: one may be in use elsewhere, or capture a graph there.
 """
 
 import ctypes
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-MOST = 64  # of a thread, before they are given back
+MOST = 64  # per thread, before they are returned
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
-_free: dict[int, list[torch.cuda.ExternalStream]] = {}  # by device: those of threads that have ended
-_lock = threading.RLock()  # a thread that holds it may collect another one that has ended
+_free: dict[int, list[torch.cuda.ExternalStream]] = {}  # by device: streams of threads that have ended
+_lock = threading.RLock()  # reentrant: garbage collection under the lock may end another _OfThread
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def _give_back(streams: dict[torch.cuda.Stream, torch.cuda.ExternalStream]) -> N
 
 
 class _OfThread:
-    """A second stream for each current one of a thread: two captures at one time must not meet in it."""
+    """A thread's second streams, one for each current stream: two concurrent captures must not share one."""
 
     def __init__(self) -> None:
         self.streams: dict[torch.cuda.Stream, torch.cuda.ExternalStream] = {}
@@ -54,7 +54,7 @@ _local = _Local()
 
 
 def beside(main: torch.cuda.Stream) -> torch.cuda.ExternalStream:
-    """The stream that this thread has for work beside `main`, a current stream."""
+    """This thread's second stream for `main`, a current stream."""
     streams = _local.own.streams
     found = streams.get(main)
     if found is None:
@@ -65,11 +65,11 @@ def beside(main: torch.cuda.Stream) -> torch.cuda.ExternalStream:
 
 
 def _take(device: torch.device) -> torch.cuda.ExternalStream:
-    mode = ctypes.c_int(RELAXED)  # another thread's capture must not break on what is asked here
+    mode = ctypes.c_int(RELAXED)  # these queries must not invalidate another thread's capture
     with torch.cuda.device(device):
         _ask("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         try:
-            torch.cuda.cudart().cudaMemGetInfo(device.index)  # makes the device's context this thread's
+            torch.cuda.cudart().cudaMemGetInfo(device.index)  # makes the device's context current in this thread
             with _lock:
                 free = _free.get(device.index, [])
                 at = next((i for i, stream in enumerate(free) if not _captures(stream)), None)
@@ -83,7 +83,7 @@ def _take(device: torch.device) -> torch.cuda.ExternalStream:
 
 
 def _captures(stream: torch.cuda.ExternalStream) -> bool:
-    """Whether it is still part of a capture, which the thread that had it left open."""
+    """True if the stream is still part of a capture that its former thread left open."""
     status = ctypes.c_int()
     _ask("cuStreamIsCapturing", ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
     return status.value != 0

@@ -1,8 +1,8 @@
-"""What the masked kernels share: which rows a tile holds, and the loop over K.
+"""Shared by the masked kernels: the rows of a tile, and the loop over K.
 
-The plan lists the rows of the first expert, then those of the second. A tile holds rows of one expert alone, so the
-tiles of any mask are at most ceil(M / BM) + 1 a column: a grid of that size serves every mask, the counts stay on the
-device, and a CUDA graph replays with another mask.
+The plan lists the rows of the first expert, then those of the second. A tile contains rows of one expert only, so any
+mask has at most ceil(M / BM) + 1 row tiles: a grid of that size serves every mask, the counts stay on the device, and a
+CUDA graph replays with another mask.
 """
 
 import triton
@@ -11,15 +11,15 @@ import triton.language as tl
 
 @triton.jit
 def tiles_of(n1, M, N, BM: tl.constexpr, BN: tl.constexpr):
-    """How many tiles this mask has."""
+    """The number of tiles of this mask, over rows and columns."""
     return (tl.cdiv(n1, BM) + tl.cdiv(M - n1, BM)) * tl.cdiv(N, BN)
 
 
 @triton.jit
 def tile_at(tile, n1, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """The tile's first place in the plan, where its expert's places end, its first column, and whose it is.
+    """The tile's first place in the plan, the end of its expert's places, its first column, and its expert.
 
-    GROUP row tiles are walked column by column, so that what runs at one time shares rows and weights in the L2.
+    GROUP row tiles are traversed column by column, so that concurrent programs share rows and weights in the L2.
     """
     t1 = tl.cdiv(n1, BM)
     high = t1 + tl.cdiv(M - n1, BM)
@@ -36,10 +36,10 @@ def tile_at(tile, n1, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.conste
 
 @triton.jit
 def rows_at(rows, places, start, M, LISTED: tl.constexpr):
-    """The rows at these places of the plan; past a tile's end those of others, to be read and not used.
+    """The rows at these places of the plan. Places past a tile's end give other rows, which are read but not used.
 
-    Not one of them for all: programs that read one row again and again, all at one time, take up to three times as
-    long. Without LISTED the operand lies in the plan's order already.
+    They differ on purpose: programs that all read one row at once take up to three times as long. Without LISTED the
+    operand is already in the plan's order.
     """
     inside = tl.where(places < M, places, tl.minimum(places - start, M - 1))
     if LISTED:
@@ -51,10 +51,10 @@ def rows_at(rows, places, start, M, LISTED: tl.constexpr):
 def weight_of(
     first, w1, w2, sw1, sw2, column, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr
 ):
-    """Where the loop over K reads columns of the expert's weight from, and its stride.
+    """Source of the expert's weight columns for the loop over K, and its stride.
 
-    With TMA w1 and w2 are descriptors that the host made: a kernel would take a microsecond for each. Else what is read
-    from are pointers [BK, BN].
+    With TMA, w1 and w2 are descriptors made on the host: making them in a kernel would take a microsecond each.
+    Otherwise the sources are pointers [BK, BN].
     """
     if first:
         w, sw = w1, sw1
@@ -76,7 +76,7 @@ def load_weight(
     source, sw, column, k, N, K, BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """[BK, BN] of the weight, zero outside of it."""
+    """[BK, BN] of the weight; zero outside of it."""
     if TMA:
         if K_INNER:
             return source.load([column, k]).T
@@ -109,7 +109,7 @@ def accumulate(
     BN: tl.constexpr, BK: tl.constexpr, K_INNER: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + x[rows] @ w[columns]^T over k from begin to end; rows are gathered by the loads themselves."""
+    """acc + x[rows] @ w[columns]^T over k from begin to end; the loads gather the rows."""
     at = x + offsets[:, None] + (begin + tl.arange(0, BK))[None, :]
     for k in range(begin, end, BK):
         a = load_rows(at, k, K, BK, EVEN_K)
@@ -134,7 +134,8 @@ def store_product(
     y, acc, bias, offsets, there, column, N,
     BM: tl.constexpr, BN: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """acc + bias to rows of y. In PIECES: a tile passes shared memory piece by piece, which leaves room for a stage."""
+    """Stores acc + bias to rows of y. With PIECES a tile passes through shared memory piece by piece, which leaves room
+    for another stage."""
     if PIECES == 1:
         if BIAS:
             columns = column + tl.arange(0, BN)

@@ -1,9 +1,9 @@
-// attention_forward: context = softmax(scale * q @ k^T + mask) @ v, and the softmax itself where it is wanted.
+// attention_forward: context = softmax(scale * q @ k^T + mask) @ v, and the probabilities on request.
 //
-// Hopper has one kernel for what most models ask (attention/kernel_sm90.cu). Elsewhere the scores are made, softened
-// and used in pieces, of whole batch elements or of heads, each in the memory that the probabilities go to.
-// attention_at_once says which it is; the one kernel also gives the logarithm of each row's sum of exponentials, which
-// torch's fused backward asks for.
+// Hopper has one kernel for the common cases (kernel_sm90.cu). Elsewhere scores, softmax and context are computed piece
+// by piece, a piece being whole batch elements or some heads, in the memory of the probabilities. attention_at_once
+// tells which path is taken; the one kernel also returns the logarithm of each row's sum of exponentials, which torch's
+// fused backward needs.
 #include "attention/attention.h"
 #include "attention/ops.h"
 
@@ -31,7 +31,7 @@ using at::Tensor;
 constexpr const char* kOp = "attention_forward";
 
 struct Call {
-  Tensor q, k, v, mask, probabilities, sums;  // the last three: or undefined
+  Tensor q, k, v, mask, probabilities, sums;  // the last three may be undefined
   double scale;
   bool causal;
   int64_t piece_bytes;
@@ -50,7 +50,7 @@ Call call_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTe
           .piece_bytes = piece_bytes};
 }
 
-// What the operators below do not check themselves before they have written something.
+// Checks up front what the operators below would detect only after something has been written.
 void check(const Call& c) {
   check_operands(kOp, c.q, c.k, c.v);
   TORCH_CHECK(at::isFloatingType(c.q.scalar_type()), kOp, ": expected q of a floating-point dtype, got ",
@@ -104,7 +104,7 @@ bool fits_one_kernel(const Call& c) {
 
 Tensor in_pieces(Call c) {
   const int64_t batch = c.q.size(0), heads = c.q.size(1), queries = c.q.size(2), keys = c.k.size(2);
-  // Once: cuBLAS has one batch stride, and each piece's product would copy what has two.
+  // Fold once for all pieces: cuBLAS has one batch stride, and each piece's product would copy an operand with two.
   std::tie(c.q, c.scale) = folded(c.q, c.scale);
   c.q = c.q.contiguous(), c.k = c.k.contiguous(), c.v = c.v.contiguous();
   const Tensor context = at::empty({batch, heads, queries, c.v.size(3)}, c.q.options());
@@ -153,7 +153,7 @@ Tensor meta(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTen
   return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), v.sym_size(3)}, q.options());
 }
 
-// attention/backward.cpp has it: there is decided what is kept.
+// The version with a gradient is in backward.cpp, which decides what is kept.
 Tensor without_gradient(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, double scale,
                         bool causal, int64_t piece_bytes, OptionalTensor probabilities, OptionalTensor sums) {
   TORCH_CHECK(

@@ -1,10 +1,13 @@
-// attention: context and probabilities with their gradient, in three ways.
+// attention: context and probabilities with their gradient, computed in one of three ways.
 //
-// At 16 bits on a GPU and without a mask, where the probabilities get no gradient, it is that of torch's fused
-// attention, which needs each row's sum rather than the row: the sums that the one kernel left or, elsewhere, those of
-// another forward. Otherwise it passes in the pieces in which attention/attention.cpp makes the scores; one score-sized
-// tensor is kept for it, or none, and the scores are made again. Where its own gradient may be asked for, attention is
-// made again one operation after the other, and autograd has the rest.
+// 1. 16-bit tensors on a GPU, no mask, no gradient into the probabilities: the backward of torch's fused attention,
+// which needs each row's sum instead of the row. The sums come from the one kernel or from another forward of torch's.
+//
+// 2. Otherwise: backward runs in the pieces in which attention.cpp computes the scores. One score-sized tensor is
+// saved, or none and the scores are computed again.
+//
+// 3. If the gradient itself may be differentiated: attention is recomputed with differentiable operations, and autograd
+// does the rest.
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
@@ -34,23 +37,24 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr int64_t kFusedHead = 128;  // the largest head that torch's fused attentions have on every GPU, there and back
-constexpr size_t kArguments = 9;     // of forward
+// Largest head size that torch's fused attentions support on every GPU, forward and backward.
+constexpr int64_t kFusedHead = 128;
+constexpr size_t kArguments = 9;  // arguments of forward
 
-// Whether torch has a fused attention for these, whose backward needs no probabilities.
+// True if torch has a fused attention for these inputs, whose backward needs no probabilities.
 bool has_fused(const Tensor& q, const Tensor& v, const Tensor& mask) {
   const auto type = q.scalar_type();
   return q.is_cuda() && !mask.defined() && (type == at::kHalf || type == at::kBFloat16) && q.size(3) == v.size(3) &&
          q.size(3) <= kFusedHead && q.size(3) % 8 == 0;
 }
 
-// What forward kept. y, context, sums: or undefined.
+// What forward saved. y, context and sums may be undefined.
 struct Kept {
   Tensor q, k, v, mask, y, context, sums;
   double scale;
   bool causal, fused;
   int64_t piece_bytes;
-  std::array<bool, 3> needed;  // of q, k and v
+  std::array<bool, 3> needed;  // whether q, k and v need a gradient
 
   explicit Kept(AutogradContext* ctx) {
     const auto saved = ctx->get_saved_variables();
@@ -64,9 +68,9 @@ struct Kept {
 
 using Gradients = std::array<Tensor, 3>;  // of q, k and v: undefined where not needed
 
-// grad, grad_y: of context and probabilities, either may be undefined.
+// grad, grad_y: gradients of context and probabilities; either may be undefined.
 Gradients differentiable_gradients(const Kept& c, const Tensor& grad, const Tensor& grad_y) {
-  // Views: one of them may be given twice, or be made of another.
+  // Views, as one tensor may be passed twice or be computed from another.
   const Gradients inputs = {c.q.view_as(c.q), c.k.view_as(c.k), c.v.view_as(c.v)};
   const auto [q, scale] = folded(inputs[0], c.scale);
   const Tensor y = MatmulOp::call(q, inputs[1], false, true);
@@ -76,7 +80,7 @@ Gradients differentiable_gradients(const Kept& c, const Tensor& grad, const Tens
     outputs.push_back(MatmulOp::call(y, inputs[2], false, false).transpose(1, 2));
     grads.push_back(grad);
   }
-  if (grad_y.defined() && y.requires_grad()) {  // not of v alone
+  if (grad_y.defined() && y.requires_grad()) {  // not if only v needs a gradient
     outputs.push_back(y);
     grads.push_back(grad_y);
   }
@@ -91,7 +95,7 @@ Gradients differentiable_gradients(const Kept& c, const Tensor& grad, const Tens
   return results;
 }
 
-// Of torch's attention, whichever it takes for these. grad: [B, Q, H, D].
+// Backward of torch's attention, with whichever backend torch selects. grad: [B, Q, H, D].
 Gradients fused_gradients(const Kept& c, const Tensor& grad) {
   const auto &q = c.q, &k = c.k, &v = c.v;
   const auto choice = static_cast<sdp::SDPBackend>(at::_fused_sdp_choice(q, k, v, {}, 0.0, c.causal, c.scale));
@@ -100,7 +104,7 @@ Gradients fused_gradients(const Kept& c, const Tensor& grad) {
   c10::SymInt queries = q.size(2), keys = k.size(2);
   if (c.sums.defined()) {
     out = c.context.transpose(1, 2), sums = c.sums;
-    seed = offset = at::empty({}, q.options().dtype(at::kLong));  // for dropout, of which there is none
+    seed = offset = at::empty({}, q.options().dtype(at::kLong));  // of a dropout that is not used
   }
   if (choice == sdp::SDPBackend::cudnn_attention) {
     if (!out.defined())
@@ -127,10 +131,11 @@ Gradients fused_gradients(const Kept& c, const Tensor& grad) {
   return {found[0], found[1], found[2]};
 }
 
-// The gradient of the probabilities becomes that of the scores where it lies.
+// The gradient of the probabilities is turned into that of the scores in place.
 Gradients gradients_in_pieces(Kept c, Tensor grad, const Tensor& grad_y) {
-  c.q = c.q.contiguous(), c.k = c.k.contiguous(), c.v = c.v.contiguous();  // once, as in attention/attention.cpp
-  const auto [scaled, scale] = c.y.defined() ? std::pair(Tensor(), 1.0) : folded(c.q, c.scale);  // to make the scores
+  c.q = c.q.contiguous(), c.k = c.k.contiguous(), c.v = c.v.contiguous();  // once for all pieces, as in attention.cpp
+  // To recompute the scores.
+  const auto [scaled, scale] = c.y.defined() ? std::pair(Tensor(), 1.0) : folded(c.q, c.scale);
   Gradients results;
   auto& [dq, dk, dv] = results;
   if (c.needed[0]) dq = at::empty_like(c.q);
@@ -139,7 +144,7 @@ Gradients gradients_in_pieces(Kept c, Tensor grad, const Tensor& grad_y) {
   if (grad.defined()) grad = grad.transpose(1, 2).contiguous();
   for (const Piece& piece : pieces_of(c.q, c.k, c.piece_bytes)) {
     const Tensor q = piece.of(c.q), k = piece.of(c.k);
-    const auto scores_sized = [&](const Tensor& a, const Tensor& b) {  // a @ b^T in a's dtype, autocast or not
+    const auto scores_sized = [&](const Tensor& a, const Tensor& b) {  // a @ b^T in a's dtype, also under autocast
       const Tensor product = at::empty({a.size(0), a.size(1), a.size(2), b.size(2)}, a.options());
       MatmulOutOp::call(a, b, false, true, product);
       return product;
@@ -203,7 +208,7 @@ struct Attention : torch::autograd::Function<Attention> {
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
                                      double scale, bool causal, bool probabilities, bool recompute,
                                      int64_t piece_bytes) {
-  needs_gradient("attention", {q, k, v, tensor_or_none(mask)});  // tells of forward-mode tangents
+  needs_gradient("attention", {q, k, v, tensor_or_none(mask)});  // raises on forward-mode tangents
   if (const auto& functorch = at::functorch::functorchTLSAccessor()) functorch->checkSupportsCppAutogradFunction();
   const auto found = Attention::apply(q, k, v, mask, scale, causal, probabilities, recompute, piece_bytes);
   return {found[0], probabilities ? found[1] : Tensor()};

@@ -1,14 +1,15 @@
-// Attention with its probabilities in one kernel on Hopper: scores, softmax and context without a score-sized tensor
-// that is read again. The probabilities are written once: 201 MB a layer of BERT base at 32 x 512, 62 us of an H200.
+// Attention with its probabilities in one kernel on Hopper: scores, softmax and context, without reading back a
+// score-sized tensor. The probabilities are written once: 201 MB a layer of BERT base at 32 x 512, 62 us of an H200.
 //
-// The keys pass by twice. The first time the products of queries and keys give each row's maximum and sum, the
-// second time the same products become probabilities, which leave for memory and, from the registers, multiply the
-// values. A third product costs less than the passes over memory that it saves: a row of scores in float32 has no
-// room on chip.
+// Two passes over the keys:
+//    pass 1:  S = q @ k^T  ->  each row's maximum and sum
+//    pass 2:  S = q @ k^T  ->  P = softmax(S)  ->  stored to memory, and from registers: context += P @ v
 //
-// In a block two warpgroups have 64 queries each; one thread fetches tiles of keys and values ahead (a warp for it
-// would take registers from the others). Probabilities leave through shared memory, where the warp's queries lay, so
-// that whole lines are written.
+// Computing S twice costs less than passing scores through memory: a float32 row of scores does not fit on chip.
+//
+// In a block two warpgroups process 64 queries each; one of their threads loads tiles of keys and values ahead (a warp
+// of its own would take registers from the others). Probabilities are stored through the shared memory of the warp's
+// queries, so that whole lines are written.
 #ifdef __CUDACC__
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAException.h>
@@ -24,27 +25,27 @@
 namespace matmuls {
 namespace {
 
-constexpr int kHead = 64;                            // D: a row of 128 bytes, the swizzle's width
-constexpr int kGroup = 128, kGroups = 2;             // threads of a warpgroup, warpgroups that multiply
-constexpr int kQueries = 64 * kGroups, kKeys = 128;  // of a block, of a stage
+constexpr int kHead = 64;                            // head size D: a row of 128 bytes, the swizzle width
+constexpr int kGroup = 128, kGroups = 2;             // threads of a warpgroup; warpgroups that multiply
+constexpr int kQueries = 64 * kGroups, kKeys = 128;  // queries of a block; keys of a stage
 constexpr int kHalf = 64;                            // keys of a box of probabilities
 constexpr int kStages = 4;
-constexpr int kWords = 512;  // of 32 keys each, of a mask that all queries share
+constexpr int kWords = 512;  // words of 32 keys each for a mask shared by all queries
 constexpr int kRowBytes = 128, kStageBytes = kKeys * kRowBytes, kBoxBytes = 64 * kRowBytes;
 constexpr int kShared = kStages * kStageBytes + kGroups * kBoxBytes + 8 * (2 * kStages + 1) + 8 + 4 * kWords;
 constexpr int kThreads = kGroups * kGroup;
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct Shape {
-  int queries, keys, heads, tiles;  // tiles: of queries, for each head
+  int queries, keys, heads, tiles;  // tiles of queries per head
   bool causal;
-  float scale;  // times log2(e)
+  float scale;  // includes the factor log2(e)
   const unsigned char* mask;
-  int64_t mask_strides[4];  // of batch, head, query, key
+  int64_t mask_strides[4];  // batch, head, query, key
   void* context;
-  int64_t context_strides[3];  // of batch, query, head
+  int64_t context_strides[3];  // batch, query, head
   void* probabilities;
-  float* sums;  // the logarithm of each row's sum of exponentials, or null
+  float* sums;  // logarithm of each row's sum of exponentials, or null
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -66,23 +67,23 @@ __device__ inline void load_matrices(const void* row, uint32_t (&a)[4]) {
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 __device__ inline float or_zero(float max) { return max == kNothing ? 0.0f : max; }
 
-// What a thread's two rows may not see of 64 columns from `column` on: bit 8 (j % 4) + e of word j / 4 is column + 8 j
-// + 2 (lane % 4) + e.
+// Masked elements of a thread's two rows in 64 columns from `column` on. Bit 8 (j % 4) + e of word j / 4 is column + 8
+// j + 2 (lane % 4) + e.
 struct Hidden {
   uint32_t at[2][2];  // [row][word]
   __device__ bool some() const { return (at[0][0] | at[0][1] | at[1][0] | at[1][1]) != 0; }
-  __device__ bool holds(int i) const {  // the i-th of a thread's 32 numbers
+  __device__ bool holds(int i) const {  // the i-th of a thread's 32 elements
     return at[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1;
   }
 };
 
-// What a thread knows of the mask.
+// A thread's view of the mask.
 struct Masks {
-  const uint32_t* words;         // of the keys that no query sees, a bit each; or null, then
-  const unsigned char* rows[2];  // of its two rows, or null
+  const uint32_t* words;         // one bit per key that is masked for all queries; or null, then `rows`
+  const unsigned char* rows[2];  // mask rows of the thread's two query rows, or null
   int64_t step;
-  int end;      // the first key from which on nobody sees any
-  int last[2];  // that a causal row sees
+  int end;      // keys from here on are masked for all queries
+  int last[2];  // last visible key of each row under the causal mask
 
   // `first`: the warp's first row.
   __device__ Hidden hidden(int column, int first, int lane) const {
@@ -107,7 +108,7 @@ struct Masks {
     return h;
   }
 
-  // Whether row r sees a key: a look at the mask again, for rows whose sum is 0 alone. Four lanes share a row.
+  // True if row r sees any key. Reads the mask again, only for rows whose sum is 0. Four lanes share a row.
   __device__ bool sees(int r, int lane) const {
     bool some = false;
     const int keys = last[r] < end ? last[r] + 1 : end;
@@ -118,7 +119,7 @@ struct Masks {
   }
 };
 
-// Scores from `begin` on of a tile.
+// Masks 32 scores of a tile from `begin` on.
 template <int begin, int N>
 __device__ inline void hide(float (&scores)[N], const Hidden& h) {
 #pragma unroll
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     attention_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                      const __grid_constant__ CUtensorMap v_map, const __grid_constant__ Shape shape) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  unsigned char* const boxes = shared + kStages * kStageBytes;  // of each group's queries, then of probabilities
+  unsigned char* const boxes = shared + kStages * kStageBytes;  // per warpgroup: its queries, later its probabilities
   uint64_t* const full = reinterpret_cast<uint64_t*>(boxes + kGroups * kBoxBytes);
   uint64_t* const empty = full + kStages;
   uint64_t* const queries_here = empty + kStages;
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
   const unsigned char* const mask = shape.mask + batch * shape.mask_strides[0] + head * shape.mask_strides[1];
-  // One row of mask for all queries becomes bits, and what follows its last key costs nothing.
+  // A mask row shared by all queries becomes bits; keys after its last visible key are skipped.
   const bool shares = masked && shape.mask && shape.mask_strides[2] == 0 && tiles * kKeys <= 32 * kWords;
   if (shares) {
     for (int c = threadIdx.x; c < tiles * kKeys; c += kThreads) {
@@ -167,13 +168,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
   }
   const int end = shares ? *shared_end : shape.keys;
-  // Tiles that the block sees; of a causal one its last row.
+  // Tiles of keys that the block sees; if causal, those that its last row sees.
   const int seen = (min(end, masked && shape.causal ? row0 + kQueries : end) + kKeys - 1) / kKeys;
 
-  // Steps: keys of all tiles; then keys and values in turn.
+  // Steps: the key tiles of pass 1, then alternating key and value tiles of pass 2.
   const int steps = 3 * seen;
   int fetched = 0;
-  const auto fetch = [&] {  // one thread's
+  const auto fetch = [&] {  // called by one thread
     const int stage = fetched % kStages, rest = fetched - seen;
     if (fetched >= kStages) ptx::barrier_wait(&empty[stage], fetched / kStages % 2 ^ 1);
     ptx::barrier_expect(&full[stage], kStageBytes);
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   unsigned char* const mine = boxes + group * kBoxBytes + warp * 16 * kRowBytes;
-  // This lane's row of an 8 x 8 matrix of 16 columns from 16 k on.
+  // Address of this lane's row of an 8 x 8 matrix, 16 columns from 16 k on.
   const auto at = [&](int k) { return mine + lane % 16 * kRowBytes + ((2 * k + lane / 16) ^ lane % 8) * 16; };
   uint32_t q[4][4];
   ptx::barrier_wait(queries_here, 0);
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const auto release = [&](int stage) {
     if (threadIdx.x % kGroup == 0) ptx::barrier_arrive(&empty[stage]);
   };
-  // While a product runs: the stages that have been released come again.
+  // While a product runs: refill the released stages.
   const auto refill = [&](int released) {
     if (threadIdx.x == 0)
       while (fetched < min(released + kStages, steps)) fetch();
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   };
   const float scale = shape.scale;
 
-  // ---- first pass: each thread for the columns that it sees
+  // ---- first pass: maximum and sum of each row, over the columns that a thread holds
   float top[2] = {kNothing, kNothing}, sum[2] = {};
   float scores[64] = {};
   for (int i = 0; i < seen; ++i) {
@@ -268,8 +269,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
     top[r] = all;
-    // A row that sees nothing is 0; one that sees -inf alone NaN, as torch has it.
-    const bool nothing = masked && total == 0 && !masks.sees(r, lane);  // one total for the row's four lanes
+    // A row with all keys masked is 0; a row whose visible scores are all -inf is NaN, as in torch.
+    const bool nothing = masked && total == 0 && !masks.sees(r, lane);  // the row's four lanes have the same total
     shift[r] = nothing ? std::numeric_limits<float>::infinity() : __log2f(total);
     if (shape.sums && lane % 4 == 0 && rows[r] < shape.queries)
       shape.sums[static_cast<int64_t>(matrix) * shape.queries + rows[r]] = fmaf(top[r], scale, shift[r]) / kLog2e;
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   T* const rows_out =
       static_cast<T*>(shape.probabilities) + (static_cast<int64_t>(matrix) * shape.queries + warp_row) * shape.keys;
   const int rows_left = shape.queries - warp_row;
-  // A warp's box leaves by whole lines of 128 bytes.
+  // Stores a warp's box in whole lines of 128 bytes.
   const auto leave = [&](int column) {
     __syncwarp();
     const int c = column + lane % 8 * 8;
@@ -324,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         p[j / 2][j % 2 * 2] = hopper::two<T>(e[0], e[1]);
         p[j / 2][j % 2 * 2 + 1] = hopper::two<T>(e[2], e[3]);
       }
-      if (h.some()) {  // 0 even where the row is NaN
+      if (h.some()) {  // 0 even if the row is NaN
 #pragma unroll
         for (int i = 0; i < 32; i += 2) {
           uint32_t& pair = p[i / 8][i / 2 % 4];
@@ -357,7 +358,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int j = 0; j < 8; ++j)
       *reinterpret_cast<uint32_t*>(to + 8 * j) = hopper::two<T>(out[4 * j + 2 * r], out[4 * j + 2 * r + 1]);
   }
-  if (seen < tiles) {  // what no row of the block sees
+  if (seen < tiles) {  // columns that no row of the block sees
 #pragma unroll
     for (int k = 0; k < 4; ++k) hopper::store_matrices(at(k), 0, 0, 0, 0);
     for (int i = seen; i < tiles; ++i)
@@ -370,14 +371,13 @@ __global__ void attention_kernel(const __grid_constant__ CUtensorMap, const __gr
                                  const __grid_constant__ CUtensorMap, const __grid_constant__ Shape) {}
 #endif
 
-// -----------------------------------------------------------------------------------------------------------
-// launch
+// ----------------------------------------------------------------------------------------------------------- launch
 
-// Heads [B, H, S, D] of any strides, in boxes of `rows` of S.
+// Tensor map of heads [B, H, S, D] of any strides, in boxes of `rows` of S.
 template <class T>
 CUtensorMap map_of(const at::Tensor& t, int rows) {
   const auto size = [&](int d) { return static_cast<cuuint64_t>(t.size(d)); };
-  const auto step = [&](int d) {  // no way to go along a 1
+  const auto step = [&](int d) {  // the stride of a dimension of size 1 is arbitrary
     return static_cast<cuuint64_t>(t.size(d) == 1 ? kRowBytes : t.stride(d) * t.element_size());
   };
   const cuuint64_t sizes[4] = {size(3), size(2), size(1), size(0)}, strides[3] = {step(2), step(1), step(0)};
@@ -401,7 +401,7 @@ void launch(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   launch(kernel, map_of<T>(q, 64), map_of<T>(k, kKeys), map_of<T>(v, kKeys), shape);
 }
 
-// Heads that a bulk copy can walk.
+// True if TMA can address the heads.
 bool walkable(const at::Tensor& t) {
   if (t.size(3) != kHead || t.stride(3) != 1 || reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 != 0) return false;
   for (int d = 0; d < 3; ++d)

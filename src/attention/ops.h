@@ -1,4 +1,4 @@
-// What attention and its gradient call by way of the dispatcher, beside products.
+// Operators that attention and its gradient call through the dispatcher, apart from products.
 #pragma once
 
 #include "glue/operator.h"

@@ -1,7 +1,7 @@
-// scores_backward_: y <- y * (dy - sum(y * dy)) with dy = grad @ values^T, y being softmax(scores) and grad the
-// gradient of y @ values: the gradient of attention's scores over its probabilities.
+// scores_backward_: the gradient of attention's scores, written over the probabilities y = softmax(scores): y <- y *
+// (dy - sum(y * dy)) with dy = grad @ values^T, grad being the gradient of y @ values.
 //
-// dy is made and used in pieces of at most piece_bytes, or one row.
+// dy is computed and used in pieces of at most piece_bytes, or one row.
 #include <torch/library.h>
 
 #include "dense/ops.h"
@@ -38,7 +38,8 @@ void run(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes
   TORCH_CHECK(y.is_contiguous(), kOp, ": expected a contiguous output, got strides ", y.strides());
   if (y.numel() == 0) return;
   at::AutoDispatchBelowADInplaceOrView guard;
-  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);  // in place the dtype stays
+  // In-place operators keep the dtype under autocast.
+  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
   const int64_t queries = y.size(-2), keys = y.size(-1), columns = grad.size(-1);
   if (columns == 0) {
     y.zero_();

@@ -1,6 +1,7 @@
-// Activations and their gradients: a part of cpu/row_loops.h, whose exponential they take, compiled as it is.
+// Activations and their gradients on the CPU. Included by row_loops.h, whose exponential they use, and compiled with
+// it.
 
-// The share of the normal distribution that lies below z, and its density there; by tanh what approximates them.
+// below: the standard normal CDF at z; density: its derivative. With tanh: the approximation of both.
 template <class A>
 struct Normal {
   Vec<A> below, density;
@@ -8,12 +9,13 @@ struct Normal {
 
 template <class A>
 C10_ALWAYS_INLINE Vec<A> at_most(Vec<A> v, A most) {
-  return v > most ? splat(most) : v;  // NaN stays
+  return v > most ? splat(most) : v;  // NaN propagates
 }
 C10_ALWAYS_INLINE Vec<float> absolute(Vec<float> v) { return (Vec<float>)((Vec<uint32_t>)v & 0x7fffffffu); }
 C10_ALWAYS_INLINE Vec<double> absolute(Vec<double> v) { return (Vec<double>)((Vec<uint64_t>)v & 0x7fffffffffffffffu); }
 
-constexpr double kGeluStart = -13.2;  // below it gelu is subnormal in float32, where exp_normal ends; 0 here
+// gelu is subnormal in float32 below this, outside the range of exp_normal; the result is 0 here.
+constexpr double kGeluStart = -13.2;
 
 // below(-a) = exp(-a^2 / 2) P(a) / Q(a), fitted to 5e-9.
 C10_ALWAYS_INLINE Normal<float> normal(Vec<float> z) {

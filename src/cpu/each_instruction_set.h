@@ -1,5 +1,5 @@
-// The file LOOPS once for each instruction set, each time in a namespace of its own: included after
-// cpu/instruction_sets.h, inside a namespace. No include guard: each .cpp includes it with its own LOOPS.
+// Includes the file LOOPS once per instruction set, each time in its own namespace. Include it after instruction_sets.h
+// and inside a namespace. No include guard: each .cpp includes it with its own LOOPS.
 
 #ifdef MATMULS_X86_TARGETS
 #pragma GCC push_options

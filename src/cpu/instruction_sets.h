@@ -1,4 +1,4 @@
-// What a file of loops needs to be compiled for several instruction sets (cpu/each_instruction_set.h).
+// Support for compiling a file of loops for several instruction sets (each_instruction_set.h).
 #pragma once
 
 #include <c10/macros/Macros.h>
@@ -6,17 +6,17 @@
 #include <cstddef>
 #include <type_traits>
 
-// GCC's per-function targets; other compilers and other processors get the baseline only.
+// Uses GCC's per-function targets; other compilers and processors get the baseline only.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define MATMULS_X86_TARGETS 1
 #include <immintrin.h>
 #endif
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed only to functions that are inlined
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed only to inlined functions
 
 namespace matmuls {
 
-// The best of three that this machine has the instructions for.
+// Returns the best of three versions that this CPU supports.
 template <class Kernels>
 const Kernels& for_this_machine(const Kernels& avx512, const Kernels& avx2, const Kernels& baseline) {
 #ifdef MATMULS_X86_TARGETS

@@ -1,5 +1,4 @@
-// The rows of cpu/row_functions.h: the loops compiled for three instruction sets, and the choice among them at run
-// time.
+// The functions of row_functions.h, compiled for three instruction sets and selected at run time.
 #include "cpu/row_functions.h"
 
 #include <climits>
@@ -12,8 +11,8 @@
 namespace matmuls {
 namespace {
 
-// This thread's buffers, which grow to the longest row met and are kept: the exponentials of a 16-bit row in float32,
-// and a mask whose elements are not side by side.
+// Per-thread buffers that grow to the longest row seen and are kept: row holds the float32 exponentials of a 16-bit
+// row, mask a contiguous copy of a strided mask row.
 enum class Scratch { row, mask };
 
 void* scratch(Scratch which, size_t bytes) {
@@ -27,7 +26,7 @@ void* scratch(Scratch which, size_t bytes) {
   return buffer.data();
 }
 
-// The functions for one type as one instruction set has them.
+// The functions for one dtype, compiled for one instruction set.
 template <class T>
 struct Rows {
   decltype(&softmax_row<T>) softmax;

@@ -1,7 +1,6 @@
-// Rows of softmax, of the norms and of activations on the CPU: one contiguous row a call, vectorised for the machine it
-// runs on.
+// Softmax, norms and activations on the CPU: one contiguous row per call, vectorized for the CPU at hand.
 //
-// Statistics are float32, float64 for float64. What is written may be what is read (in place), never partly so.
+// Statistics are float32, or float64 for float64. Output may be the input (in place) but must not partly overlap it.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -15,22 +14,22 @@
 
 namespace matmuls {
 
-// One row of a mask; columns are `stride` elements apart (0: one value for all of them).
+// One row of a mask. stride: elements between columns; 0: one value for all columns.
 struct MaskRow {
   MaskKind kind = MaskKind::none;
   const void* data = nullptr;
   int64_t stride = 1;
 };
 
-// T: double, float, c10::Half or c10::BFloat16, for each of which these are instantiated.
+// T: double, float, c10::Half or c10::BFloat16; all are instantiated.
 
-// y <- softmax(scale * x + mask) over the first `visible` of the row's columns, 0 in the others (causality). A masked
-// column gets 0, a row without a column to attend to is 0 throughout, NaN propagates.
+// y <- softmax(scale * x + mask) over the first `visible` of the row's columns, 0 in the others (causal mask). A masked
+// column gets 0, a row with all columns masked is 0, NaN propagates.
 template <class T>
 void softmax_row(const T* x, T* y, int64_t columns, int64_t visible, double scale, const MaskRow& mask);
 
-// The same of `rows` rows without a mask, whose first elements are `step` apart; false, and nothing done, where they
-// are longer than a few vectors.
+// softmax_row for `rows` rows without a mask. x_step, y_step: elements between rows. Returns false, doing nothing, if
+// the rows are longer than a few vectors.
 template <class T>
 bool softmax_short_rows(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t rows, int64_t columns, double scale);
 
@@ -38,7 +37,7 @@ bool softmax_short_rows(const T* x, int64_t x_step, T* y, int64_t y_step, int64_
 template <class T>
 void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int64_t visible, double scale);
 
-// The same of `width` rows that lie side by side, without a mask: column c of row r at c * step + r.
+// Softmax and its gradient for `width` adjacent rows without a mask: column c of row r is at c * step + r.
 constexpr int64_t kMostSideBySide = 512;
 template <class T>
 void softmax_side_by_side(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t columns, int64_t width,
@@ -48,7 +47,7 @@ void softmax_backward_side_by_side(const T* y, const T* grad, T* dx, const int64
                                    int64_t width, double scale);
 
 // y <- xhat * weight + bias with xhat = (h - mean(h)) * rstd, h = x + residual, rstd = 1 / sqrt(var(h) + eps); with rms
-// the mean is 0. Returns rstd. residual, weight, bias and xhat (where xhat is kept) may be null.
+// the mean is 0. Returns rstd. residual, weight, bias and xhat may be null; xhat is written only if given.
 template <class T>
 arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* y, T* xhat, int64_t columns,
                          double eps, bool rms);
@@ -59,11 +58,11 @@ template <class T>
 void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic_t<T> rstd, T* dx,
                        arithmetic_t<T>* dweight, arithmetic_t<T>* dbias, int64_t columns, bool rms);
 
-// y <- activation(x + bias), rounded once. bias: null, or `bias_step` apart from column to column (0 or 1).
+// y <- activation(x + bias), rounded once. bias: null, or elements `bias_step` apart (0: one value, or 1).
 template <class T>
 void activation_row(const T* x, const T* bias, int64_t bias_step, T* y, int64_t columns, Activation activation);
 
-// dx <- grad * gelu'(x), of gelu or gelu_tanh.
+// dx <- grad * gelu'(x) for gelu or gelu_tanh.
 template <class T>
 void gelu_backward_row(const T* grad, const T* x, T* dx, int64_t columns, Activation activation);
 

@@ -1,16 +1,16 @@
-// The loops over a row, written once with vector extensions and included by cpu/row_functions.cpp once per instruction
-// set, each time in another namespace and with another ROWS_VECTOR_BYTES: no include guard, no other #include and no
-// call of a template of the standard library (cpu/vectors.h says why).
+// Loops over one row, written with vector extensions. row_functions.cpp includes this file once per instruction set,
+// each time in another namespace and with another ROWS_VECTOR_BYTES. Hence no include guard, no other #include and no
+// templates of the standard library (vectors.h says why).
 
-constexpr int64_t kBlock = 4096;  // columns summed apart; 16 KB of floats, so that a block stays in the L1 cache
+constexpr int64_t kBlock = 4096;  // columns per partial sum; 16 KB of float32, so a block stays in the L1 cache
 constexpr int64_t kMaxBlocks = 64;
-constexpr int kChains = 4;  // independent accumulators, which hide the latency of an addition
+constexpr int kChains = 4;  // independent accumulators, which hide the latency of additions
 
 #include "cpu/vectors.h"
 
-// exp(x) for -87.3 <= x <= 0 (-708.3 of doubles), to 1 ulp; NaN for NaN.
-// x = n ln2 + r with |r| <= ln2 / 2, exp(x) = 2^n exp(r). Adding 1.5 * 2^23 rounds to an integer and leaves it in the
-// low bits. The polynomial is the minimax one of degree 6 with 1 + r fixed: 3e-9 relative.
+// exp(x) for -87.3 <= x <= 0 (double: -708.3), to 1 ulp; NaN for NaN. x = n ln2 + r with |r| <= ln2 / 2, exp(x) = 2^n
+// exp(r). Adding 1.5 * 2^23 rounds to an integer, left in the low bits. The polynomial is minimax of degree 6 with 1 +
+// r fixed: relative error 3e-9.
 C10_ALWAYS_INLINE Vec<float> exp_normal(Vec<float> x) {
   const Vec<float> shifted = x * 0x1.715476p+0f + 0x1.8p23f;
   const Vec<float> n = shifted - 0x1.8p23f;
@@ -20,12 +20,12 @@ C10_ALWAYS_INLINE Vec<float> exp_normal(Vec<float> x) {
   p = p * r + 0x1.555492p-3f;
   p = p * r + 0x1.fffffcp-2f;
   p = (p * r) * r + r + 1.0f;
-  // By a product: a NaN's bits with the power added to them may be a number's.
+  // Multiply instead of adding to the exponent bits: adding them to a NaN's bits may give a number.
   const Vec<float> power = (Vec<float>)(((Vec<uint32_t>)shifted << 23) + 0x3f800000u);
   return p * power;
 }
 
-// The same in twice the digits. The polynomial is Taylor's of degree 13: 4e-18.
+// Double precision. The polynomial is Taylor's of degree 13: relative error 4e-18.
 C10_ALWAYS_INLINE Vec<double> exp_normal(Vec<double> x) {
   const Vec<double> shifted = x * 0x1.71547652b82fep+0 + 0x1.8p52;
   const Vec<double> n = shifted - 0x1.8p52;
@@ -46,13 +46,14 @@ C10_ALWAYS_INLINE Vec<double> exp_normal(Vec<double> x) {
   return p * power;
 }
 
-// exp(x) for any x <= 0; 0 where the result would soon be subnormal.
+// exp(x) for any x <= 0; 0 if the result is close to subnormal.
 C10_ALWAYS_INLINE Vec<float> exp_nonpositive(Vec<float> x) { return x < -87.3f ? Vec<float>{} : exp_normal(x); }
 C10_ALWAYS_INLINE Vec<double> exp_nonpositive(Vec<double> x) { return x < -708.3 ? Vec<double>{} : exp_normal(x); }
 
 // --- Loops -----------------------------------------------------------------------------------------------------------
 
-// f(column, count, chain) for the vectors of [begin, end): count is a whole vector but for the last, chain < kChains.
+// Calls f(column, count, chain) for the vectors of [begin, end). count: the vector's lanes, fewer only in the last one;
+// chain < kChains selects an accumulator.
 template <class A, class F>
 C10_ALWAYS_INLINE void for_each_vector(int64_t begin, int64_t end, F f) {
   constexpr int n = kLanes<A>;
@@ -73,7 +74,7 @@ C10_ALWAYS_INLINE Vec<A> sum_of_chains(const Vec<A>* chains) {
 }
 
 // N sums over the columns at once: add(column, count, sums) adds its terms to the N vectors sums[0], sums[kChains], ...
-// Each block has its own sums, so that the error does not grow with the length of a row of 262144.
+// Each block has its own partial sums, so that the error does not grow with the length of a row of 262144.
 template <int N, class A, class F>
 C10_ALWAYS_INLINE void sum_columns(int64_t columns, A (&total)[N], F add) {
   Vec<A> totals[N] = {};
@@ -110,11 +111,11 @@ struct AddedMask {
   const M* row;
   C10_ALWAYS_INLINE Vec<A> apply(Vec<A> z, int64_t c, int count) const {
     const Vec<A> added = load<A>(row + c, count);
-    return added == -kInfinity<A> ? added : z + added;  // -inf whatever z is, NaN included
+    return added == -kInfinity<A> ? added : z + added;  // -inf for any z, also NaN
   }
 };
 
-// A mask with the elements of one row side by side, in this thread's scratch where they are not yet.
+// A mask row with adjacent elements; copied to this thread's scratch if it is strided.
 template <class M>
 C10_ALWAYS_INLINE const M* contiguous(const MaskRow& mask, int64_t columns) {
   const M* data = static_cast<const M*>(mask.data);
@@ -124,7 +125,7 @@ C10_ALWAYS_INLINE const M* contiguous(const MaskRow& mask, int64_t columns) {
   return row;
 }
 
-// The row where the largest input is -inf or the sum NaN: 0 in the masked columns, NaN in the others.
+// Result if the row's maximum is -inf or its sum NaN: 0 in the masked columns, NaN in the others.
 template <class A, class T, class Mask>
 void softmax_undefined(T* y, int64_t columns, Mask mask) {
   for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
@@ -133,9 +134,9 @@ void softmax_undefined(T* y, int64_t columns, Mask mask) {
   });
 }
 
-// Block by block the maximum and the exponentials against the largest value so far, while the block is in the L1 cache;
-// then, once the sum is known, the factor that each block lacks. The exponentials wait in y, for 16-bit types in
-// scratch.
+// One pass computes, block by block in the L1 cache, the maximum and the exponentials relative to the maximum so far. A
+// second pass multiplies each block by the factor to the final maximum and sum. The exponentials are kept in y, for
+// 16-bit types in scratch.
 template <class T, class Mask>
 void softmax(const T* x, T* y, int64_t columns, arithmetic_t<T> scale, Mask mask) {
   using A = arithmetic_t<T>;
@@ -150,7 +151,8 @@ void softmax(const T* x, T* y, int64_t columns, arithmetic_t<T> scale, Mask mask
   };
   const int64_t block = columns <= kBlock * kMaxBlocks ? kBlock : (columns / kMaxBlocks / kLanes<A> + 1) * kLanes<A>;
 
-  // To the next block, of the next row perhaps: 4096 float32 rows of 1024 in 400 us for 520 on two cores.
+  // Prefetch distance: the next block, possibly of the next row. 4096 float32 rows of 1024 columns take 400 us instead
+  // of 520 on two cores.
   const int64_t ahead = columns < block ? columns : block;
   A block_max[kMaxBlocks];
   A max = -kInfinity<A>;
@@ -167,7 +169,7 @@ void softmax(const T* x, T* y, int64_t columns, arithmetic_t<T> scale, Mask mask
     if (b > 0 && max > previous) total *= static_cast<A>(std::exp(static_cast<double>(previous - max)));
     block_max[b] = max;
 
-    const A base = max == -kInfinity<A> ? 0 : max;  // nothing to attend to so far: exp(-inf - 0) = 0
+    const A base = max == -kInfinity<A> ? 0 : max;  // all columns masked so far: exp(-inf - 0) = 0
     Vec<A> sums[kChains] = {};
     for_each_vector<A>(begin, end, [&](int64_t c, int count, int chain) C10_ALWAYS_INLINE_ATTRIBUTE {
       __builtin_prefetch(x + c + ahead);
@@ -208,8 +210,8 @@ void softmax_row(const T* x, T* y, int64_t columns, int64_t visible, double scal
   if (visible < columns) zero(y, visible, columns);
 }
 
-// Short rows of N vectors, which stay in registers. The results of many rows are written after all of these have been
-// read: a load waits for a masked store ahead of it that may have written what it reads, 16 ns a row in place.
+// Rows of at most N vectors, kept in registers. Results of kRows rows are written after all of these rows are read: a
+// load waits for an earlier masked store that may overlap it, 16 ns a row in place.
 template <int N, class T>
 void softmax_short_rows_of(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t rows, int columns,
                            arithmetic_t<T> scale) {
@@ -265,15 +267,14 @@ void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int
   if (visible < columns) zero(dx, visible, columns);
 }
 
-// --- Softmax of rows that lie side by side
-// -----------------------------------------------------------------------------
+// --- Softmax of adjacent rows ----------------------------------------------------------------------------------------
 
-constexpr int kTogether = 8;  // columns of one row that are read before its sum changes
-// Columns whose exponentials are kept: those of a strip of 4 vectors take 256 KiB of the L2 cache with AVX-512. By
-// benchmarks/softmax_dims_cpu.py 1.2 to 1.6 times as fast as computing them twice, in 16 bits.
+constexpr int kTogether = 8;  // columns read before any of them is written
+// Up to this many columns the exponentials are kept: for a strip of 4 vectors they take 256 KiB of the L2 cache with
+// AVX-512. 1.2 to 1.6 times as fast as computing them twice, in 16 bits (benchmarks/softmax_dims_cpu.py).
 constexpr int kKeptColumns = 1024;
 
-// A number for each of up to kMostSideBySide rows, read and written by whole vectors.
+// One value for each of up to kMostSideBySide rows, read and written by full vectors.
 template <class A>
 struct Lanes {
   A at[kMostSideBySide];
@@ -282,12 +283,12 @@ struct Lanes {
   C10_ALWAYS_INLINE void set(int64_t r, Vec<A> v) { store<A>(at + r, v, kLanes<A>); }
 };
 
-// Sums, with what rounding has left out of them so far.
+// Compensated sums: `lost` is the accumulated rounding error.
 template <class A>
 struct Sums {
   Lanes<A> sum = {}, lost = {};
 
-  // The sum times `factor`, and `more`.
+  // sum <- sum * factor + more.
   C10_ALWAYS_INLINE void add(int64_t r, Vec<A> factor, Vec<A> more) {
     const Vec<A> before = sum[r] * factor, added = more - lost[r] * factor, after = before + added;
     sum.set(r, after);
@@ -295,8 +296,8 @@ struct Sums {
   }
 };
 
-// f(column, count): all columns, kTogether at a time. f reads them all before it writes: a load waits for a masked
-// store ahead of it whose address range overlaps.
+// Calls f(column, count) over all columns, kTogether at a time. f reads all of them before it writes: a load waits for
+// an earlier masked store whose address range overlaps.
 template <class F>
 C10_ALWAYS_INLINE void together(int64_t columns, F f) {
   int64_t c = 0;
@@ -304,7 +305,8 @@ C10_ALWAYS_INLINE void together(int64_t columns, F f) {
   if (c < columns) f(c, static_cast<int>(columns - c));
 }
 
-// V vectors of rows, `count` lanes of the last one. Their exponentials stay in a cache: they are computed once.
+// Softmax of V vectors of adjacent rows, the last with `count` lanes. The exponentials stay in a cache and are computed
+// once.
 template <int V, class T>
 C10_ALWAYS_INLINE void softmax_strip(const T* x, int64_t x_step, T* y, int64_t y_step, int columns, int count,
                                      arithmetic_t<T> scale) {
@@ -337,8 +339,8 @@ void softmax_kept_columns(const T* x, int64_t x_step, T* y, int64_t y_step, int 
     softmax_strip<1>(x + r, x_step, y + r, y_step, columns, width - r < n ? static_cast<int>(width - r) : n, scale);
 }
 
-// Lane by lane another row: memory is read and written in the order in which it lies. First the maximum and the sum of
-// exponentials against the largest value so far, then, with both known, the exponentials once more.
+// Each lane is a row; memory is accessed in address order. The first pass computes each row's maximum and its sum of
+// exponentials relative to the maximum so far; the second computes the exponentials again with both known.
 template <class T>
 void softmax_side_by_side(const T* x, int64_t x_step, T* y, int64_t y_step, int64_t columns, int64_t width,
                           double scale) {
@@ -417,7 +419,7 @@ arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T
                 [&](int64_t c, int count, Vec<A>* sums) C10_ALWAYS_INLINE_ATTRIBUTE { sums[0] += h(c, count); });
   }
   const A about = sum[0] / columns;
-  A moments[2];  // the first is what rounding left out of the mean, and all that a row of one value would have
+  A moments[2];  // the first corrects the rounding of the mean; for a constant row it is the whole deviation
   sum_columns(columns, moments, [&](int64_t c, int count, Vec<A>* sums) C10_ALWAYS_INLINE_ATTRIBUTE {
     const Vec<A> centred = pad<A>(h(c, count) - about, count, 0);
     sums[0] += centred;
@@ -443,7 +445,7 @@ void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic
   using A = arithmetic_t<T>;
   const auto d = [&](Vec<A> g, int64_t c, int count)
                      C10_ALWAYS_INLINE_ATTRIBUTE { return weight != nullptr ? g * load<A>(weight + c, count) : g; };
-  A sums[2];  // of d and of d * xhat
+  A sums[2];  // sums of d and of d * xhat
   sum_columns(columns, sums, [&](int64_t c, int count, Vec<A>* s) C10_ALWAYS_INLINE_ATTRIBUTE {
     const Vec<A> g = load<A>(grad + c, count), xh = load<A>(xhat + c, count), dc = d(g, c, count);
     s[0] += dc;

@@ -1,10 +1,10 @@
-// OpenMP's threads end before a fork(). The parent starts them again with its next parallel work; the child has one
-// thread, until torch.set_num_threads asks for more.
+// Ends OpenMP's threads before a fork(). The parent restarts them with its next parallel region; the child has one
+// thread until torch.set_num_threads sets more.
 //
-// A child has no thread but the one that forked. GNU's OpenMP does not know: with a pool of threads copied from the
-// parent, the next parallel region of the child waits for ever, in our loops, in torch's and in MKL's. So the pool ends
-// first, by OpenMP's call for it. The pools of other threads do not reach the child. OpenBLAS does the same with its
-// threads. LLVM's and Intel's OpenMP start anew in a child by themselves, and fail where that call comes within fork().
+// A forked child has only the thread that forked, which GNU's OpenMP does not know: with the parent's copied thread
+// pool, the child's next parallel region (here, in torch or in MKL) waits forever. So the pool is ended first with
+// OpenMP's own call. Pools of other threads do not reach the child. OpenBLAS does the same with its threads. LLVM's and
+// Intel's OpenMP restart in a child by themselves, and fail if that call is made within fork().
 #include "cpu/threads.h"
 
 #include <dlfcn.h>
@@ -19,26 +19,27 @@
 #include <iterator>
 #include <string>
 
-// torch brings the libraries: what they lack is null.
+// torch loads the OpenMP libraries; missing functions are null.
 #pragma weak omp_pause_resource_all
 extern "C" {
-[[gnu::weak]] void GOMP_PLUGIN_malloc();  // GNU's alone
+[[gnu::weak]] void GOMP_PLUGIN_malloc();  // exists in GNU's OpenMP only
 [[gnu::weak]] int MKL_Set_Num_Threads_Local(int count);
 }
 
 namespace matmuls {
 namespace {
 
-std::atomic<bool> used_threads{false};  // the pool of a thread that forked had some
+std::atomic<bool> used_threads{false};  // the forking thread's pool had threads
 
-// Those that are not ending: the kernel lists a thread for some microseconds after it was joined. 0 without /proc.
+// Counts threads that are not ending: the kernel lists a thread for some microseconds after it was joined. 0 without
+// /proc.
 int count_living() noexcept try {
   constexpr unsigned kExiting = 4;  // PF_EXITING of <linux/sched.h>
   int count = 0;
   for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
     std::ifstream file(thread.path() / "stat");
     const std::string all{std::istreambuf_iterator<char>(file), {}};
-    unsigned flags = kExiting;  // proc(5): the seventh after the name, which stands in parentheses
+    unsigned flags = kExiting;  // proc(5): the seventh field after the name in parentheses
     std::sscanf(all.c_str() + all.rfind(')') + 1, " %*c %*d %*d %*d %*d %*d %u", &flags);
     count += !(flags & kExiting);
   }
@@ -48,16 +49,16 @@ int count_living() noexcept try {
 }
 
 void before_fork() noexcept {
-  // A thread takes torch's number over once, by a flag in torch and one in this library: here, since the child would
-  // take its parent's.
+  // A thread adopts torch's thread number once, recorded in a flag in torch and one in this library. Do it here:
+  // otherwise the child would adopt its parent's number.
   at::get_num_threads();
   at::internal::lazy_init_num_threads();
   const int before = used_threads ? 0 : count_living();
-  omp_pause_resource_all(omp_pause_hard);  // nothing within a parallel region, where nobody forks
+  omp_pause_resource_all(omp_pause_hard);  // no effect within a parallel region, where fork() is not called
   if (before > 0 && count_living() < before) used_threads = true;
 }
 
-// As many as a worker of torch's DataLoader has. at::set_num_threads takes locks that another thread may have held.
+// One thread, as in a worker of torch's DataLoader. at::set_num_threads takes locks that another thread may have held.
 void in_child() {
   if (!used_threads) return;
   omp_set_num_threads(1);

@@ -1,4 +1,4 @@
-// Work shared among torch's threads on the CPU. What a child of fork() has of them: cpu/threads.cpp.
+// Parallel loops on torch's CPU threads. For the state after fork() see threads.cpp.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -7,8 +7,8 @@
 
 namespace matmuls {
 
-constexpr int64_t kGrain = 32768;  // elements worth a thread: at::internal::GRAIN_SIZE
+constexpr int64_t kGrain = 32768;  // elements per thread that pay for starting it: at::internal::GRAIN_SIZE
 
-using at::parallel_for;  // f(begin, end) over parts of a range, of `grain` at least
+using at::parallel_for;  // f(begin, end) over parts of a range, each of at least `grain`
 
 }  // namespace matmuls

@@ -1,7 +1,7 @@
-// Vectors by GCC's extension, whose width is ROWS_VECTOR_BYTES: included by the loops that cpu/row_functions.cpp and
-// sparse/cpu.cpp compile once per instruction set, each time in another namespace. Hence no include guard, and no
-// #include: a header first read here would be compiled for this instruction set, and its inline functions, shared by
-// name with the rest of the program, would then need it everywhere.
+// Vectors of ROWS_VECTOR_BYTES by GCC's extension. Included by the loops that row_functions.cpp and sparse/cpu.cpp
+// compile once per instruction set, each time in another namespace. Hence no include guard and no #include: a header
+// first included here would be compiled for this instruction set, and its inline functions, which the linker shares
+// with the rest of the program by name, would then need that instruction set everywhere.
 
 template <class A>
 constexpr int kLanes = ROWS_VECTOR_BYTES / sizeof(A);
@@ -15,7 +15,7 @@ struct VectorOf {
 template <class A>
 using Vec = typename VectorOf<A, kLanes<A>>::type;
 template <class Element>
-using FloatLanes = typename VectorOf<Element, kLanes<float>>::type;  // as many as a Vec<float> has
+using FloatLanes = typename VectorOf<Element, kLanes<float>>::type;  // as many lanes as Vec<float>
 
 template <class T>
 constexpr bool kIsHalf = std::is_same_v<T, c10::Half>;
@@ -31,8 +31,8 @@ C10_ALWAYS_INLINE Vec<A> splat(A value) {
   return value - Vec<A>{};
 }
 
-// Conversions that __builtin_convertvector lacks, or that GCC 12 takes apart into many instructions. (The maskz forms,
-// with every lane kept, because it warns of an uninitialised variable in the plain ones.)
+// Conversions that __builtin_convertvector lacks, or that GCC 12 splits into many instructions. (The maskz forms with
+// all lanes set are used because GCC warns of an uninitialized variable in the plain ones.)
 #if ROWS_VECTOR_BYTES == 64
 C10_ALWAYS_INLINE Vec<float> from_half(FloatLanes<uint16_t> bits) {
   return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits);
@@ -56,7 +56,7 @@ C10_ALWAYS_INLINE Vec<int32_t> widen(FloatLanes<uint8_t> v) {
   return (Vec<int32_t>)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)v));
 }
 #else
-// Lane by lane and not inlined: a dozen instructions a lane.
+// Per lane and not inlined: a dozen instructions a lane.
 [[gnu::noinline]] Vec<float> from_half(FloatLanes<uint16_t> bits) {
   Vec<float> v;
   for (int i = 0; i < kLanes<float>; ++i) v[i] = c10::Half(bits[i], c10::Half::from_bits());
@@ -75,15 +75,15 @@ C10_ALWAYS_INLINE Vec<int32_t> widen(Narrow v) {
 
 C10_ALWAYS_INLINE Vec<float> from_bfloat16(FloatLanes<uint16_t> bits) { return (Vec<float>)(widen(bits) << 16); }
 
-// To nearest, ties to even: the carry of the added 0x7fff (and 1 more where the kept part is odd) rounds.
+// Rounds to nearest, ties to even: by the carry of adding 0x7fff, plus 1 if the kept part is odd.
 C10_ALWAYS_INLINE FloatLanes<uint16_t> to_bfloat16(Vec<float> v) {
   const Vec<uint32_t> bits = (Vec<uint32_t>)v;
   const Vec<uint32_t> rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return __builtin_convertvector(v == v ? rounded : Vec<uint32_t>{} + 0x7fc0, FloatLanes<uint16_t>);
 }
 
-// The first `count` elements of a vector and no byte beyond them, neither by way of memory, where a wide load has to
-// wait for narrow stores, nor by a call of memcpy, which spills every vector register.
+// Loads the first `count` elements and no byte beyond them. Avoids memory (a wide load waits for narrow stores) and
+// memcpy (a call spills every vector register).
 template <class Element, int lanes, class V = typename VectorOf<Element, lanes>::type>
 C10_ALWAYS_INLINE V load_part(const void* p, int count) {
   V v = {};
@@ -118,7 +118,7 @@ C10_ALWAYS_INLINE void store_part(void* p, V v, int count) {
 #endif
 }
 
-// The first `count` elements at p, 0 in the lanes after them. A constant count (a whole vector) is a plain load.
+// Loads the first `count` elements at p; the other lanes are 0. With a constant, full count it is a plain load.
 template <class A, class T>
 C10_ALWAYS_INLINE Vec<A> load(const T* p, int count) {
   using Raw = typename VectorOf<Bits<T>, kLanes<A>>::type;
@@ -156,7 +156,7 @@ C10_ALWAYS_INLINE void store(T* p, Vec<A> v, int count) {
   }
 }
 
-// v with `value` in the lanes from `count` on.
+// v with lanes from `count` on set to `value`.
 template <class A>
 C10_ALWAYS_INLINE Vec<A> pad(Vec<A> v, int count, A value) {
   if (count == kLanes<A>) return v;
@@ -167,10 +167,10 @@ C10_ALWAYS_INLINE Vec<A> pad(Vec<A> v, int count, A value) {
 
 template <class A>
 C10_ALWAYS_INLINE Vec<A> greater(Vec<A> a, Vec<A> b) {
-  return a > b ? a : b;  // b where a is NaN
+  return a > b ? a : b;  // b if a is NaN
 }
 
-// Folds a vector in halves with `combine`, down to one element.
+// Reduces a vector to one element with `combine`, halving it each time.
 template <class A, int lanes, class F>
 C10_ALWAYS_INLINE A fold(typename VectorOf<A, lanes>::type v, F combine) {
   if constexpr (lanes == 1) {

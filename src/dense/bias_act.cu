@@ -1,8 +1,8 @@
-// bias_act_: x <- activation(x + bias) over x, bias one value per column. gelu and gelu_backward: the same activation
-// out of place, for products whose gradient is recorded.
+// bias_act_: x <- activation(x + bias) in place, one bias value per column. Also gelu and gelu_backward: the same
+// activation out of place, for products whose gradient is recorded.
 //
-// bias_act_ ends a product where cuBLASLt has no epilogue for it: gelu by erf, float64. One pass over x, read once and
-// written once; float32 arithmetic (float64 for float64). gelu(-inf) is 0, where torch's is NaN.
+// bias_act_ follows a product for which cuBLASLt has no epilogue: gelu by erf, and float64. One pass over x, read once
+// and written once, in float32 arithmetic (float64 for float64). gelu(-inf) is 0; torch's is NaN.
 #include <ATen/core/Tensor.h>
 
 #include "glue/activation.h"
@@ -10,15 +10,16 @@
 
 namespace matmuls {
 
-// One call, checked. out is x itself, or another tensor with x's strides; bias may be undefined. With `grad`
-// out <- grad * activation'(x), of gelu and gelu_tanh, without a bias.
+// A checked call. out is x or another tensor with x's strides; bias may be undefined. With `grad`, out <- grad *
+// activation'(x) for gelu and gelu_tanh, without a bias.
 struct ActivationCall {
   const char* op;
   at::Tensor x, out;
   Activation activation;
   at::Tensor bias = {}, grad = {};
 };
-// x's leading dimensions are rows one stride apart, bias contiguous or undefined; false, and nothing done, where not.
+// Requires leading dimensions of x that form rows of one stride, and bias contiguous or undefined; else returns false,
+// doing nothing.
 bool activate_on_gpu(const ActivationCall& c);
 
 namespace {
@@ -48,15 +49,15 @@ constexpr const char* kOp = "bias_act_";
 namespace matmuls {
 namespace {
 
-// z, or the lowest finite number for -inf, which times 0 would be NaN. For NaN the lowest number too: the other factor
-// is NaN then.
+// Replaces -inf by the lowest finite number, since -inf * 0 would be NaN. NaN is replaced too; the other factor is NaN
+// then.
 __device__ float finite_or_inf(float z) { return fmaxf(z, -FLT_MAX); }
 __device__ double finite_or_inf(double z) { return fmax(z, -DBL_MAX); }
 
 // float32 and float64: torch's formulas.
 template <Activation activation, class F>
 __device__ F activated(F z) {
-  if constexpr (activation == Activation::relu) return z < F(0) ? F(0) : z;  // NaN stays
+  if constexpr (activation == Activation::relu) return z < F(0) ? F(0) : z;  // NaN propagates
   const F half = F(0.5) * finite_or_inf(z);
   if constexpr (activation == Activation::gelu) return half * (F(1) + erf(z * F(0.70710678118654752440)));
   if constexpr (activation == Activation::gelu_tanh)
@@ -64,11 +65,11 @@ __device__ F activated(F z) {
   return z;
 }
 
-// gelu's derivative, torch's formulas, at the nearest number within kGeluEnd.
+// gelu's derivative by torch's formulas, with z clamped to kGeluEnd.
 template <Activation activation, class F>
 __device__ F derivative(F z) {
   const F end = F(kGeluEnd);
-  z = z < -end ? -end : z > end ? end : z;  // NaN stays
+  z = z < -end ? -end : z > end ? end : z;  // NaN propagates
   if constexpr (activation == Activation::gelu)
     return F(0.5) * (F(1) + erf(z * F(0.70710678118654752440))) + z * exp(F(-0.5) * z * z) * F(0.39894228040143267794);
   if constexpr (activation == Activation::gelu_tanh) {
@@ -79,12 +80,12 @@ __device__ F derivative(F z) {
   return F(1);
 }
 
-// 16-bit results: the same functions to 4e-5, a twelfth of float16's rounding, in half of the instructions. With erff
+// 16-bit results: the same functions to 4e-5 (a twelfth of float16's rounding) in half of the instructions. With erff
 // (32 instructions an element) the kernel is bound by arithmetic: 2.8 of 4.2 TB/s.
 template <Activation activation>
 __device__ float activated_16bit(float z) {
   if constexpr (activation == Activation::gelu) {
-    // Phi(-|z|) = P(t) exp(-z^2 / 2), t = 1 / (1 + 0.38 |z|), P fitted for the least relative error on |z| < 14.
+    // Phi(-|z|) = P(t) exp(-z^2 / 2), t = 1 / (1 + 0.38 |z|); P minimizes the relative error on |z| < 14.
     const float t = ptx::reciprocal_approx(fmaf(0.38f, fabsf(z), 1.f));
     float p = -0.0899285882f;
     p = fmaf(p, t, 0.188877054f);
@@ -95,7 +96,7 @@ __device__ float activated_16bit(float z) {
     return finite_or_inf(z) * (z > 0.f ? 1.f - tail : tail);
   }
   if constexpr (activation == Activation::gelu_tanh) {
-    // (1 + tanh u) / 2 = 1 / (1 + exp(-2u)),  u = sqrt(2 / pi) (z + 0.044715 z^3);  the factors hold -2 log2(e) too
+    // (1 + tanh u) / 2 = 1 / (1 + exp(-2u)), u = sqrt(2 / pi) (z + 0.044715 z^3); -2 log2(e) is folded into the factors
     const float exponent = z * fmaf(-0.102943240f, z * z, -2.30220819f);
     return finite_or_inf(z) * ptx::reciprocal_approx(1.f + ptx::exp2_approx(exponent));
   }
@@ -108,7 +109,7 @@ struct Pointers {
   T* out;
 };
 
-// A thread keeps V columns and their bias and walks down the rows, U of them in flight.
+// Each thread handles V columns, keeps their bias and loops over rows, with U rows in flight.
 template <class T, int V, Activation activation, bool backward>
 __global__ void __launch_bounds__(256)
     activation_kernel(Pointers<T> p, int64_t rows, int64_t columns, int64_t row_stride) {
@@ -152,7 +153,7 @@ void launch(const Pointers<T>& p, int64_t rows, int64_t columns, int64_t row_str
   const int64_t vectors = columns / V;
   const unsigned tx = std::min<uint64_t>(256, std::bit_ceil(static_cast<uint64_t>(vectors))), ty = 256 / tx;
   const int64_t blocks_x = (vectors + tx - 1) / tx, blocks_y = (rows + ty - 1) / ty;
-  // 4 to 16 rows a thread: as many as leave 8 blocks for each multiprocessor.
+  // 4 to 16 rows per thread: as many as leave 8 blocks per multiprocessor.
   const int64_t enough = int64_t{8} * device_limits().multiprocessors;
   const int64_t rows_a_thread = std::clamp<int64_t>(blocks_x * blocks_y / enough, 4, 16);
   const dim3 grid(static_cast<unsigned>(blocks_x),
@@ -173,7 +174,7 @@ void launch(const Pointers<T>& p, int64_t rows, int64_t columns, int64_t row_str
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// The leading dimensions as rows one stride apart, if they are.
+// The stride of the rows if x's leading dimensions merge into rows of one stride.
 std::optional<int64_t> row_stride_of(const Tensor& x) {
   if (x.stride(-1) != 1 && x.size(-1) != 1) return std::nullopt;
   int64_t stride = -1, expected = 0;
@@ -259,7 +260,7 @@ void run_cuda(const Call& c) {
 }
 #endif
 
-// Along the dimension in which x's elements lie closest; without a bias dense memory is one row.
+// Runs along the dimension of smallest stride; without a bias, dense memory is treated as one row.
 void run_cpu(const Call& c) {
   const Tensor& x = c.x;
   if (x.numel() == 0) return;
@@ -369,7 +370,7 @@ struct GeluGradient : KernelFunction<GeluGradient> {
   }
 };
 
-// The same by torch's operators alone, which differentiates them: for a compiler to fuse, and for second derivatives.
+// The same with torch's operators, which torch differentiates: for compilers to fuse and for second derivatives.
 const char* approximate(bool tanh) { return tanh ? "tanh" : "none"; }
 Tensor near(const Tensor& x) { return at::clamp(x, -kGeluEnd, kGeluEnd); }
 

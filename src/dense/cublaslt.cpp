@@ -1,8 +1,8 @@
 // cublaslt_matmul: out = activation(op(a) @ op(b) + bias) by cuBLASLt, bias and activation in the product's epilogue.
 //
-// Source: cublasLtMatmul; on the CPU torch's own BLAS and activations. gelu by erf has no epilogue in cuBLASLt and
-// float64 has none at all: there bias_act_ follows the product. (Row panels small enough for the L2 to hold between the
-// two were slower, 353 us instead of 320 at 16384x1024x4096 on an H200.)
+// Source: cublasLtMatmul; on the CPU torch's BLAS and activations. cuBLASLt has no epilogue for gelu by erf and none
+// for float64: bias_act_ follows the product then. (Processing panels of rows small enough to stay in the L2 between
+// the two kernels was slower: 353 us instead of 320 at 16384x1024x4096 on an H200.)
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -53,7 +53,7 @@ Activation check_activation(const Tensor& a, Name name) {
 
 void bias_act_(const Tensor& x, const Tensor& bias, Activation activation) {
   if (!bias.defined() && activation == Activation::none) return;
-  if (x.dim() == 0) return bias_act_(x.view({1}), bias, activation);  // the product of two vectors
+  if (x.dim() == 0) return bias_act_(x.view({1}), bias, activation);  // a product of two vectors
   if (x.is_complex()) {
     x.add_(bias);
     return;
@@ -149,7 +149,7 @@ Plan make_plan(const Borrowed& handle, const PlanKey& key, const GemmTypes& type
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.align_y));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.align_d));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key.align_d));
-  // Split-K partial sums stay in the compute type.
+  // Keep split-K partial sums in the compute type.
   set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
       static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
 
@@ -164,7 +164,7 @@ Plan make_plan(const Borrowed& handle, const PlanKey& key, const GemmTypes& type
   return plan;
 }
 
-// The plans of one handle; a process that never repeats a shape must not keep them all.
+// The plans of one handle; bounded, for processes that never repeat a shape.
 using Plans = std::unordered_map<PlanKey, Plan, PlanKeyHash>;
 constexpr size_t kMaxPlans = 8192;
 
@@ -182,9 +182,9 @@ int64_t alignment(const void* data, int64_t stride, int64_t item) {
   return static_cast<int64_t>(bits & -bits);
 }
 
-// One cuBLASLt product, batch included; false when cuBLASLt has no algorithm for it with this epilogue.
+// One cuBLASLt product, batch included. Returns false if cuBLASLt has no algorithm for it with this epilogue.
 bool product(const Gemm& g, const Tensor& bias, cublasLtEpilogue_t epilogue) {
-  if (g.strided.size > std::numeric_limits<int32_t>::max()) return false;  // a batch count is 32 bits wide there
+  if (g.strided.size > std::numeric_limits<int32_t>::max()) return false;  // cuBLASLt's batch count has 32 bits
   const GemmTypes types(g.out.scalar_type());
   const int64_t item = g.out.element_size();
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -232,8 +232,8 @@ cublasLtEpilogue_t epilogue_of(bool bias, Activation activation) {
   }
 }
 
-// What cuBLASLt's epilogue can end a product of this dtype with. Its gelu is the tanh form with a tanh good enough for
-// 16 bits only: in float32 it is off by more than torch's by far.
+// True if cuBLASLt has an epilogue for this dtype and activation. Its gelu is the tanh form, with a tanh accurate
+// enough for 16 bits only: in float32 its error is far larger than torch's.
 bool has_epilogue(at::ScalarType dtype, Activation activation) {
   const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
   switch (activation) {
@@ -248,11 +248,11 @@ bool has_epilogue(at::ScalarType dtype, Activation activation) {
 void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activation activation, const Tensor& out,
             const ProductShape<int64_t>& shape, bool transa, bool transb) {
   if (out.numel() == 0) return;
-  // 16-byte alignment is what the bias epilogues read with.
+  // The bias epilogues read 16 bytes at a time and need that alignment.
   Tensor bias = given_bias.defined() ? given_bias.contiguous() : given_bias;
   if (bias.defined() && reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 16 != 0) bias = bias.clone();
 
-  // As much as possible in the epilogue, the rest in one pass over the result.
+  // Put as much as possible in the epilogue and the rest in one pass over the result.
   const bool fuse_bias = !bias.defined() || has_epilogue(out.scalar_type(), Activation::none);
   const bool fuse_both = fuse_bias && (activation == Activation::none || has_epilogue(out.scalar_type(), activation));
   const Tensor rest_bias = fuse_bias ? Tensor() : bias;
@@ -343,7 +343,7 @@ void cublaslt_matmul_out_meta(const Tensor& a, const Tensor& b, const OptionalTe
               out.sym_sizes());
 }
 
-// op(a) @ op(b) + bias with its gradient; an activation is applied outside, where torch differentiates it.
+// op(a) @ op(b) + bias with its gradient; the activation is applied outside, where torch differentiates it.
 struct AffineFunction : KernelFunction<AffineFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& bias,
                         bool transa, bool transb) {

@@ -1,8 +1,8 @@
 // feed_forward_: x <- layer_norm(x + activation(x @ up^T + up_bias) @ down^T + down_bias), the second half of a
-// transformer's layer, over chunks of rows: no more of the inner rows is there at a time than chunk_bytes hold.
+// transformer layer. Processes chunks of rows, so that the intermediate rows take at most chunk_bytes.
 //
-// One call where Python makes three and two views for each chunk. On an H200's host a call is 5 to 15 us, and a layer
-// of BERT-large takes the GPU 450 us.
+// One operator call replaces three calls and two views per chunk in Python. On an H200's host each call is 5 to 15 us,
+// and a layer of BERT-large takes the GPU 450 us.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ MATMULS_OPERATOR(FeedForwardOp, "custom_mm::feed_forward_", "",
 MATMULS_OPERATOR(LayerNormOp, "custom_mm::layer_norm_", "",
                  void(Tensor, const OptionalTensor&, const OptionalTensor&, double, const OptionalTensor&));
 
-// All that the operators below would find only after something has been written.
+// Checks up front what the operators below would detect only after something has been written.
 void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tensor& down, const Tensor& down_bias,
            const Tensor& weight, const Tensor& bias, double eps, Name activation, int64_t chunk_bytes) {
   check_operands(kOp, x, x);
@@ -65,11 +65,12 @@ void run(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor
                     {"bias", tensor_or_none(bias)}});
   if (x.numel() == 0) return;
   at::AutoDispatchBelowADInplaceOrView guard;
-  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);  // in place the dtype stays
-  const Tensor rows = x.reshape({-1, x.size(-1)});                                   // a copy where no view will do
+  // In-place operators keep the dtype under autocast.
+  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
+  const Tensor rows = x.reshape({-1, x.size(-1)});  // a copy if no view is possible
   const int64_t count = rows.size(0), row_bytes = std::max<int64_t>(1, up.size(0) * x.element_size());
   const int64_t most = std::max<int64_t>(1, chunk_bytes / row_bytes);
-  const int64_t chunks = ceil_of(count, most), step = ceil_of(count, chunks);  // chunks alike
+  const int64_t chunks = ceil_of(count, most), step = ceil_of(count, chunks);  // chunks of equal size
   for (int64_t begin = 0; begin < count; begin += step) {
     const Tensor some = chunks == 1 ? rows : rows.narrow(0, begin, std::min(step, count - begin));
     const Tensor inner = LtMatmulOp::call(some, up, up_bias, activation, false, true);
@@ -85,7 +86,7 @@ void meta(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tenso
         eps, activation, chunk_bytes);
 }
 
-// Backward would need the rows that are written over.
+// No gradient: backward would need the rows that are overwritten.
 void without_gradient(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down,
                       const OptionalTensor& down_bias, const OptionalTensor& weight, const OptionalTensor& bias,
                       double eps, Name activation, int64_t chunk_bytes) {

@@ -9,9 +9,9 @@ namespace matmuls {
 
 namespace {
 
-// A batch whose strides no single call can take: many small calls, or a copy of what does not fit. On an H200 two calls
-// beat the copy of a [2,12,512,64] view (10 us, with copies 11 to 20), four do not (20 us, 17), and 64 at length 128
-// are three times slower; calls of 34 GFLOP each beat it again (285 us, 306), and the memory is spared.
+// A batch that no strided call can express runs as many small calls or copies the operand that does not fit. On an H200
+// two calls beat the copy of a [2,12,512,64] view (10 us; with copies 11 to 20), four do not (20 us; 17), and 64 at
+// length 128 are three times slower. Calls of 34 GFLOP each beat the copy again (285 us; 306) and save its memory.
 constexpr int64_t kMaxCalls = 2;
 constexpr double kLargeCall = 5e9;  // multiply-adds
 
@@ -20,7 +20,7 @@ struct Layout {
   bool row_major;
 };
 
-// A stride says nothing along a dimension of size 1, so any is taken there.
+// The stride of a dimension of size 1 is arbitrary and ignored.
 std::optional<Layout> layout_of(int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride) {
   if ((col_stride == 1 || cols == 1) && (rows == 1 || row_stride >= std::max<int64_t>(cols, 1)))
     return Layout{rows == 1 ? std::max<int64_t>(cols, 1) : row_stride, true};
@@ -29,7 +29,8 @@ std::optional<Layout> layout_of(int64_t rows, int64_t cols, int64_t row_stride, 
   return std::nullopt;
 }
 
-// A matrix of a batch: logical rows x cols after the transpose, and the batch strides expanded to the product's.
+// The matrices of a batched operand: rows x cols after the transpose, with batch strides expanded to the product's
+// batch.
 struct Matrices {
   at::Tensor t;
   int64_t rows, cols, row_stride, col_stride;
@@ -59,7 +60,7 @@ struct Matrices {
     return false;
   }
 
-  // One stride walks through the whole batch.
+  // True if one stride covers the whole batch.
   bool collapses(c10::IntArrayRef batch) const {
     int64_t expected = -1;
     for (size_t i = batch.size(); i-- > 0;) {
@@ -91,7 +92,7 @@ Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, c
   const auto matrices_b = [&](const at::Tensor& t) {
     return Matrices(t, shape.k, shape.n, shape.b_vector, true, transb, batch);
   };
-  // A result without its row or column dimension (a vector operand) still has both strides: at::Tensor views give them.
+  // A result without its row or column dimension (vector operand) gets strides for both from tensor views.
   const auto matrices_out = [&](const at::Tensor& t) {
     at::Tensor full = shape.a_vector ? t.unsqueeze(shape.b_vector ? t.dim() : t.dim() - 1) : t;
     if (shape.b_vector) full = full.unsqueeze(-1);
@@ -116,7 +117,7 @@ Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, c
     for (size_t i = 0; i < batch.size(); ++i) {
       if (batch[i] == 1) continue;
       const BatchDim dim{batch[i], ma.batch_strides[i], mb.batch_strides[i], mo.batch_strides[i]};
-      // One loop where the strides of all three continue each other.
+      // Merge adjacent batch dimensions if the strides of all three tensors are compatible.
       if (!dims.empty()) {
         auto& last = dims.back();
         if (last.a == dim.size * dim.a && last.b == dim.size * dim.b && last.out == dim.size * dim.out) {
@@ -126,7 +127,7 @@ Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, c
       }
       dims.push_back(dim);
     }
-    // A right side without batch: the left's batch is more rows where they follow each other in memory.
+    // If b has no batch, a's batch becomes more rows, provided its matrices are adjacent in memory.
     while (!dims.empty() && dims.back().b == 0 && ma.layout->row_major && mo.layout->row_major) {
       const auto& dim = dims.back();
       if (m == 1 && dim.a >= shape.k && dim.out >= shape.n) {
@@ -145,7 +146,7 @@ Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, c
   calls /= largest;
   const double work = static_cast<double>(m) * shape.n * shape.k * largest;
   if (calls > kMaxCalls && work < kLargeCall) {
-    // A broadcast operand is never copied: its batch would be written out.
+    // A broadcast operand is never copied: that would materialize its batch.
     const auto in_the_way = [&](const Matrices& mat) { return !mat.collapses(batch) && !mat.broadcasts(batch); };
     if (in_the_way(ma)) ma = matrices_a(ma.t.contiguous());
     if (in_the_way(mb)) mb = matrices_b(mb.t.contiguous());
@@ -161,7 +162,7 @@ Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, c
   const auto operand = [](const Matrices& mat, bool transposed) {
     return Gemm::Operand{mat.t.const_data_ptr(), mat.layout->ld, transposed};
   };
-  // Column-major memory of a row-major matrix is its transpose.
+  // A row-major matrix is the transpose of the column-major matrix in the same memory.
   if (g.d_row_major) {
     g.m = shape.n, g.n = m;
     g.x = operand(mb, !mb.layout->row_major);

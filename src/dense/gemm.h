@@ -1,5 +1,5 @@
-// Shape and memory layout of  out = op(a) @ op(b), op the transpose of the last two dimensions or nothing.
-// Shared by every dense product, so that cuBLAS, cuBLASLt and the CPU agree on both to the letter.
+// Shape and memory layout of out = op(a) @ op(b), op being the identity or the transpose of the last two dimensions.
+// Shared by all dense products, so that cuBLAS, cuBLASLt and the CPU behave identically.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,8 +10,8 @@
 
 namespace matmuls {
 
-// torch.matmul's shape rules with the transposes applied first: vectors are rows on the left and columns on the right
-// (a transpose leaves them alone), batch dimensions broadcast. Int is int64_t, or c10::SymInt under tracing.
+// The product's shape by torch.matmul's rules, after the transposes: a vector is a row on the left and a column on the
+// right (and is not transposed); batch dimensions broadcast. Int is int64_t, or c10::SymInt under tracing.
 template <class Int>
 struct ProductShape {
   bool a_vector, b_vector;
@@ -25,7 +25,7 @@ struct ProductShape {
   }
 };
 
-// Facts about sizes; under tracing, what is not known stays open: equality is then asserted at run time.
+// Comparisons of sizes. Under tracing an unknown result stays symbolic: equality is asserted at run time.
 inline bool equal(int64_t x, int64_t y) { return x == y; }
 inline bool equal(const c10::SymInt& x, const c10::SymInt& y) { return x.sym_eq(y).expect_true(__FILE__, __LINE__); }
 inline bool at_most(int64_t x, int64_t y) { return x <= y; }
@@ -73,8 +73,8 @@ void check_bias(const char* op, c10::ArrayRef<Int> bias, const ProductShape<Int>
               "], one value per column of the product, got ", bias);
 }
 
-// The product as BLAS sees it: column-major  D[m,n] = op(X)[m,k] @ op(Y)[k,n]  with leading dimensions, repeated over
-// batch loops. A row-major out is its own transpose in column-major memory, so there X is b and Y is a.
+// The product in BLAS form, column-major: D[m,n] = op(X)[m,k] @ op(Y)[k,n] with leading dimensions, repeated over batch
+// loops. A row-major out is a transposed column-major matrix, so X is b and Y is a then.
 struct Gemm {
   struct Operand {
     const void* data;
@@ -88,9 +88,10 @@ struct Gemm {
   Operand x, y;
   void* d;
   int64_t ldd;
-  Loop strided{1, 0, 0, 0};  // for the library's own strided batch
-  std::vector<Loop> outer;   // around it, one call each
-  at::Tensor a, b, out;      // what the pointers point into: the arguments, or copies of the few that no ld describes
+  Loop strided{1, 0, 0, 0};  // the library's strided batch
+  std::vector<Loop> outer;   // outer loops, one library call per iteration
+  // Owners of the pointers: the arguments, or copies of those that no leading dimension describes.
+  at::Tensor a, b, out;
   bool out_is_copy = false;  // then `out` must be copied back
   bool d_row_major = true;   // rows of the product are contiguous in out
 
@@ -116,7 +117,7 @@ struct Gemm {
   }
 };
 
-// `row_major_out` asks for contiguous rows of the product whatever out's layout (an epilogue's bias needs them).
+// `row_major_out` requires contiguous rows of the product whatever out's layout (bias epilogues need them).
 Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, const ProductShape<int64_t>& shape,
               bool transa, bool transb, bool row_major_out = false);
 

@@ -1,4 +1,4 @@
-// How a dtype is multiplied: cuBLAS's data and compute types and the scalars 1 and 0 in the scale type.
+// cuBLAS data type, compute type and scalars (1 and 0 in the scale type) for each dtype.
 #pragma once
 
 #include <library_types.h>
@@ -7,13 +7,13 @@
 
 namespace matmuls {
 
-bool allows_tf32();  // torch's switch, in dense/gemm.cpp
+bool allows_tf32();  // torch's switch; defined in gemm.cpp
 
 struct GemmTypes {
   cudaDataType_t data, scale;
   cublasComputeType_t compute;
 
-  // float16 and bfloat16 accumulate in float32; float32 takes TF32 only where torch's switch allows it.
+  // float16 and bfloat16 accumulate in float32; float32 uses TF32 only if torch's switch allows it.
   explicit GemmTypes(at::ScalarType dtype) {
     const auto single = allows_tf32() ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     switch (dtype) {
@@ -36,7 +36,7 @@ struct GemmTypes {
   GemmTypes(cudaDataType_t data, cudaDataType_t scale, cublasComputeType_t compute)
       : data(data), scale(scale), compute(compute) {}
 
-  // {value, 0}: read as a real or a complex number.
+  // {value, 0}: valid as a real or a complex number.
   const void* scalars(int value) const {
     static constexpr double as_double[2][2] = {{0, 0}, {1, 0}};
     static constexpr float as_float[2][2] = {{0, 0}, {1, 0}};

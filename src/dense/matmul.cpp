@@ -1,6 +1,6 @@
 // matmul: out = op(a) @ op(b) by cuBLAS.
 //
-// Source: cublasGemmEx and cublasGemmStridedBatchedEx; on the CPU torch's own BLAS.
+// Source: cublasGemmEx and cublasGemmStridedBatchedEx; on the CPU torch's BLAS.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
 #include <torch/library.h>
@@ -85,7 +85,8 @@ Tensor matmul_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb) {
 
 void matmul_out_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
   check(a, b, transa, transb, out);
-  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);  // out's dtype is what counts
+  // The dtype of out decides, not autocast.
+  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
   const Tensor x = op_of(a, transa), y = op_of(b, transb);
   if (out.is_contiguous() && x.dim() > 1 && y.dim() > 1)
     at::matmul_out(out, x, y);
@@ -120,9 +121,9 @@ void check_backward(const Tensor& grad, const std::optional<Tensor>& a, const st
   if (b && b->defined()) expect("b", *b, b_sizes);
 }
 
-// With A = op(a), B = op(b), Y = A B:  dA = dY B^H,  dB = A^H dY, each transposed back and summed over what was
-// broadcast. dA needs b alone, dB needs a alone; what is not given was not saved, and its counterpart is not computed.
-// Everything here is differentiable again.
+// With A = op(a), B = op(b), Y = A B: dA = dY B^H, dB = A^H dY, each transposed back and summed over broadcast
+// dimensions. dA needs only b, dB only a: an undefined operand was not saved and the other's gradient is not computed.
+// All operations here are differentiable.
 std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::optional<Tensor>& a,
                                            const std::optional<Tensor>& b, c10::SymIntArrayRef a_sizes,
                                            c10::SymIntArrayRef b_sizes, bool transa, bool transb) {
@@ -148,7 +149,7 @@ std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::option
   if (a && a->defined()) {
     const Tensor x = matrix(*a, a_vector, 0);
     if (b_sizes.size() <= 2 && x.dim() > 2 && !tx) {
-      // One weight for a batch: fold the batch into the inner size, so that the sum happens inside one product.
+      // One weight for a whole batch: fold the batch into the inner dimension, so that one product also does the sum.
       const Tensor xf = x.flatten(0, -2), gf = g.flatten(0, -2);
       grad_b = ty ? mm(gf, xf, true, false) : mm(xf, gf, true, false);
     } else {

@@ -1,4 +1,4 @@
-// The dense products by way of the dispatcher, for the operations that are made of them.
+// The dense products, called through the dispatcher by other operations.
 #pragma once
 
 #include <ATen/core/Tensor.h>

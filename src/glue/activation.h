@@ -1,4 +1,4 @@
-// The activations that a product can end with, under torch's names.
+// Activations that can follow a product, named as in torch.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -10,7 +10,8 @@ namespace matmuls {
 
 enum class Activation { none, relu, gelu, gelu_tanh };
 
-// Beyond this gelu(x) is x or 0 and its gradient 1 or 0, in every dtype. torch's formulas give NaN there: -inf * 0.
+// For |x| above this, gelu(x) is x or 0 and its gradient 1 or 0 in every dtype. torch's formulas give NaN there: -inf *
+// 0.
 constexpr double kGeluEnd = 64;
 
 inline Activation parse_activation(const char* op, std::optional<std::string_view> name) {

@@ -1,4 +1,4 @@
-// What gradients of C++ are written with, and what those of products share.
+// Helpers for gradients written in C++: autograd Functions that run under torch.func, and the gradient of products.
 #pragma once
 
 #include <ATen/FuncTorchTLS.h>
@@ -7,21 +7,22 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 
-// A Function refuses to run under torch.func's transforms, as they do not see its forward's operators one level at a
-// time. The kernels of the Autograd key do run so, and ask what Python's Functions ask.
+// By default a C++ autograd Function refuses to run under torch.func's transforms, which do not see the operators of
+// its forward level by level. Kernels of the Autograd key do run per level, so they use the check of Python's
+// Functions.
 #define checkSupportsCppAutogradFunction checkSupportsSingleLevelAutogradFunction
 #include <torch/csrc/autograd/custom_function.h>
 #undef checkSupportsCppAutogradFunction
 
-namespace at::functorch {  // ATen/functorch/DynamicLayer.h, which asks for a header that torch does not install
+namespace at::functorch {  // ATen/functorch/DynamicLayer.h, which includes a header that torch does not install
 TORCH_API void setSingleLevelAutogradFunctionAllowed(bool allowed);
 TORCH_API bool getSingleLevelAutogradFunctionAllowed();
 }  // namespace at::functorch
 
 namespace matmuls {
 
-// A Function that the Autograd key's kernel of an operator applies: T has its forward and backward. Under transforms
-// the operators of forward are recorded at the levels below, which need grad mode.
+// The autograd Function that an operator's Autograd kernel applies; T provides forward and backward. Under transforms
+// the operators called in forward are recorded at the levels below, which requires grad mode.
 template <class T>
 struct KernelFunction {
   struct Applied : torch::autograd::Function<Applied> {
@@ -52,7 +53,7 @@ struct KernelFunction {
   }
 };
 
-// What the gradient of a product keeps: dA needs b, dB needs a, and the sizes of both.
+// Saves the inputs of a product's gradient: dA needs b, dB needs a, and both need the sizes of a and b.
 inline void save_product(torch::autograd::AutogradContext* ctx, const at::Tensor& a, const at::Tensor& b, bool transa,
                          bool transb) {
   ctx->save_for_backward({b.requires_grad() ? a : at::Tensor(), a.requires_grad() ? b : at::Tensor()});
@@ -76,7 +77,7 @@ inline std::tuple<at::Tensor, at::Tensor> product_gradients(torch::autograd::Aut
                  data["transa"].toBool(), data["transb"].toBool());
 }
 
-// Leading dimensions as one: flatten() has no batching rule for gradients of many at once.
+// Flattens the leading dimensions into one. flatten() has no batching rule for batched gradients.
 inline at::Tensor as_rows(const at::Tensor& t) {
   c10::SymInt rows = 1;
   for (int64_t d = 0; d + 1 < t.dim(); ++d) rows = rows * t.sym_size(d);

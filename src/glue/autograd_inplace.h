@@ -1,4 +1,4 @@
-// What the gradients of operators that write over an argument share.
+// Helpers for gradients of operators that write over an argument.
 #pragma once
 
 #include <ATen/FuncTorchTLS.h>
@@ -10,11 +10,11 @@
 
 namespace matmuls {
 
-// Before a write over x that is to be recorded, what torch would refuse after it: x a leaf or a view that may not be
-// written; x, or what is kept for backward, made under inference_mode.
+// Raises before a recorded write over x what torch would raise after it: x is a leaf or a view that must not be
+// written, or x or `kept` (a tensor saved for backward) was made under inference_mode.
 inline void check_recorded(const char* op, const at::Tensor& x, const at::Tensor& kept = {}) {
   torch::autograd::check_inplace(x, true);
-  // Under a transform an x that it does not differentiate is not its own: the write would be lost to it.
+  // Under a transform, an x that it does not differentiate belongs to an outer level: the write would be lost to it.
   if (const auto& functorch = at::functorch::functorchTLSAccessor(); functorch && !x.requires_grad())
     functorch->checkSupportsCppAutogradFunction();
   for (const auto& t : {x, kept})
@@ -23,15 +23,15 @@ inline void check_recorded(const char* op, const at::Tensor& x, const at::Tensor
                 "torch.inference_mode; clone it");
 }
 
-// Below autograd from a Function's forward. With grad mode, which is off there: under torch.compile a write without it
-// is one that no gradient goes through.
+// Calls the kernel below autograd from a Function's forward, with grad mode on (it is off there): under torch.compile
+// no gradient goes through a write made without it.
 template <class Op, class... A>
 auto write_recorded(A&&... args) {
   const at::AutoGradMode recorded(true);
   return Op::below_autograd(std::forward<A>(args)...);
 }
 
-// How torch holds a Node, by the standard's pointer or by its own, which from 2.13 on it does.
+// The smart pointer by which torch holds a Node: std::shared_ptr, or from torch 2.13 on an intrusive pointer.
 using NodePtr = decltype(torch::autograd::Edge::function);
 
 template <class T, class Ptr = NodePtr>

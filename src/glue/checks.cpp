@@ -18,7 +18,7 @@ void check_strided(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK(t.layout() == at::kStrided, op, ": expected ", name, " to be a strided tensor, got layout ", t.layout());
 }
 
-// One loop over memory: `count` steps of `stride` bytes.
+// A loop over memory: `count` steps of `stride` bytes.
 struct Loop {
   int64_t stride, count;
 };
@@ -29,7 +29,8 @@ int64_t extent(const std::vector<Loop>& loops) {
   return bytes;
 }
 
-// The bytes of a tensor as loops of two or more with positive strides from its lowest byte, those of one element last.
+// The bytes of a tensor as loops of count >= 2 with positive strides from its lowest byte. The last loop covers the
+// bytes of one element.
 std::vector<Loop> loops_of(const at::Tensor& t) {
   std::vector<Loop> loops;
   for (int64_t d = 0; d < t.dim(); ++d)
@@ -38,8 +39,8 @@ std::vector<Loop> loops_of(const at::Tensor& t) {
   return loops;
 }
 
-// Is there an index with sum(stride_i * x_i) == target, 0 <= x_i < count_i? Strides are sorted downwards, so the
-// choice at each level is narrow for every layout that people use; `budget` bounds the others.
+// Is there an index with sum(stride_i * x_i) == target, 0 <= x_i < count_i? Strides are sorted in descending order, so
+// each level has few choices for common layouts; `budget` bounds the search for the others.
 bool reachable(const std::vector<Loop>& loops, size_t level, int64_t target, const std::vector<int64_t>& rest,
                const std::vector<int64_t>& gcd, int64_t& budget) {
   if (target < 0 || target > rest[level]) return false;
@@ -57,7 +58,7 @@ bool reachable(const std::vector<Loop>& loops, size_t level, int64_t target, con
 
 bool is_reachable(std::vector<Loop> loops, int64_t target) {
   std::sort(loops.begin(), loops.end(), [](const Loop& l, const Loop& r) { return l.stride > r.stride; });
-  // Two loops of one stride reach what one longer loop does; views of one matrix share their strides.
+  // Two loops of equal stride reach the same offsets as one longer loop. Views of one matrix share their strides.
   std::vector<Loop> merged;
   for (const auto& l : loops) {
     if (!merged.empty() && merged.back().stride == l.stride)
@@ -75,8 +76,9 @@ bool is_reachable(std::vector<Loop> loops, int64_t target) {
   return reachable(loops, 0, target, rest, gcd, budget);
 }
 
-// Whether two indices share memory. They do not where, sorted by stride, every stride clears all that the smaller ones
-// reach. Else: is there a difference of two indices, above 0 in the first loop where it is not 0, that reaches nothing?
+// True if two indices of t share memory. They do not if, sorted by stride, every stride exceeds the reach of all
+// smaller ones. Otherwise search for a nonzero difference of two indices with offset 0; its first nonzero loop counts
+// up.
 bool overlaps_itself(const at::Tensor& t) {
   if (t.numel() == 0) return false;
   for (int64_t d = 0; d < t.dim(); ++d)
@@ -90,9 +92,9 @@ bool overlaps_itself(const at::Tensor& t) {
     reach += l.stride * (l.count - 1);
   }
   for (size_t first = 0; !clear && first < loops.size(); ++first) {
-    std::vector<Loop> differences{{loops[first].stride, loops[first].count - 1}};  // of 1 and up
+    std::vector<Loop> differences{{loops[first].stride, loops[first].count - 1}};  // differences of 1 and up
     int64_t target = -loops[first].stride;
-    for (size_t i = first + 1; i < loops.size(); ++i) {  // from 1 - count to count - 1
+    for (size_t i = first + 1; i < loops.size(); ++i) {  // differences from 1 - count to count - 1
       differences.push_back({loops[i].stride, 2 * loops[i].count - 1});
       target += loops[i].stride * (loops[i].count - 1);
     }
@@ -125,7 +127,7 @@ bool overlap(const at::Tensor& x, const at::Tensor& y) {
   if (x.numel() == 0 || y.numel() == 0 || !x.storage().is_alias_of(y.storage())) return false;
   auto lx = loops_of(x);
   const auto ly = loops_of(y);
-  // An address is shared when x0 + sum(sx * i) == y0 + sum(sy * j); with j' = last - j all terms turn positive.
+  // x and y share an address if x0 + sum(sx * i) == y0 + sum(sy * j); with j' = last - j all terms turn positive.
   const int64_t shift = static_cast<const char*>(y.const_data_ptr()) - static_cast<const char*>(x.const_data_ptr());
   const int64_t target = shift + extent(ly);
   if (shift > extent(lx) || target < 0) return false;

@@ -1,4 +1,4 @@
-// Checks shared by every operation: operands, overlap in memory, and library calls turned into exceptions.
+// Checks shared by all operations: operands, memory overlap, and library errors turned into exceptions.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,30 +8,32 @@
 
 namespace matmuls {
 
-// What an operator may be called without. Below the operators it is an undefined tensor.
+// An optional operator argument. Functions below the operators take an undefined tensor instead.
 using OptionalTensor = std::optional<at::Tensor>;
 inline at::Tensor tensor_or_none(const OptionalTensor& t) { return t ? *t : at::Tensor(); }
 
-// x / y rounded up; `up` as an int, where a check says that it is one.
+// x / y rounded up; `up` returns int, for results that a check has bounded.
 inline int64_t ceil_of(int64_t x, int64_t y) { return x / y + (x % y > 0); }  // x + y - 1 may overflow
 inline c10::SymInt ceil_of(const c10::SymInt& x, int64_t y) { return (x + (y - 1)) / y; }
 inline int up(int64_t x, int64_t y) { return static_cast<int>(ceil_of(x, y)); }
 
-// at::empty and at::zeros. Their own headers cost every file of CUDA code 13 s of compiling for two architectures.
+// at::empty and at::zeros. Including their own headers costs every CUDA file 13 s of compile time for two
+// architectures.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-// A tensor beside `a`: strided, of its dtype and on its device.
+// Raises unless t is strided and has the dtype and device of `a`.
 void check_same(const char* op, const char* name, const at::Tensor& t, const at::Tensor& a);
-// a and b (and bias, out when given) must be strided tensors of one floating or complex dtype on one device.
+// Raises unless a and b (and bias and out, if given) are strided tensors of one floating or complex dtype on one
+// device.
 void check_operands(const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias = {},
                     const at::Tensor& out = {});
 
-// True when writing x could change y: exact for strided layouts (a bounded search over both index spaces),
-// and true when the search would be longer than its bound.
+// True if writing x could change y: exact for strided layouts (a bounded search over both index spaces), and true if
+// the search exceeds its bound.
 bool overlap(const at::Tensor& x, const at::Tensor& y);
 
-// `out` shares no element with itself nor with any named input.
+// Raises if `out` shares an element with itself or with a named input.
 struct Named {
   const char* name;
   const at::Tensor& tensor;
@@ -45,7 +47,7 @@ void check_no_overlap(const char* op, const at::Tensor& out, std::initializer_li
 #include <cublas_v2.h>
 #include <cusparse.h>
 
-// The failing call, its status and what it was called for; the trailing arguments are evaluated on failure only.
+// Reports the failing call, its status and its purpose; the trailing arguments are evaluated on failure only.
 #define MATMULS_CUBLAS_CHECK(call, ...)                                                                       \
   do {                                                                                                        \
     const cublasStatus_t status_ = (call);                                                                    \

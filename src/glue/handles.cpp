@@ -50,7 +50,7 @@ namespace {
 constexpr const char* kNames[] = {"cublas", "cublaslt", "cusparse"};
 constexpr const char* name_of(Library library) { return kNames[static_cast<int>(library)]; }
 
-// A child of fork() holds handles of a CUDA context that is not its own. The flag costs one load per call,
+// A child of fork() inherits handles of a CUDA context that it cannot use. Reading the flag costs one load per call;
 // getpid() would cost a system call.
 std::atomic<bool> handles_made{false};
 std::atomic<bool> forked_with_handles{false};
@@ -68,13 +68,14 @@ void watch_for_fork() {
   (void)once;
 }
 
-// Another thread's capture (torch's default mode is global) must not break on what is allocated or freed here.
+// Allocations and frees in this scope do not invalidate a capture in another thread (torch's default capture mode is
+// global).
 struct Uncaptured {
   c10::cuda::CUDAStreamCaptureModeGuard guard{cudaStreamCaptureModeRelaxed};
 };
 
-// Gives back what torch's allocator keeps for later. It refuses while some thread captures a graph or allocates to a
-// pool, of which nothing tells before: its cache then stays.
+// Returns torch's cached GPU memory to the driver. torch refuses while any thread captures a graph or allocates to a
+// private pool, which cannot be queried in advance; the cache is kept then.
 void empty_torch_cache() {
   try {
     c10::cuda::CUDACachingAllocator::emptyCache();
@@ -82,8 +83,8 @@ void empty_torch_cache() {
   }
 }
 
-// Makes what takes memory of the GPU outside torch's allocator: make() returns false where there was too little. It is
-// tried again without torch's cache, and then torch.OutOfMemoryError is raised.
+// Makes something that takes GPU memory outside torch's allocator. make() returns false if memory ran out; it is called
+// again after torch's cache is emptied, and then torch.OutOfMemoryError is raised.
 template <class Make>
 void make_in_gpu_memory(const char* op, const char* name, int64_t nbytes, const Make& make) {
   if (make()) return;
@@ -129,7 +130,7 @@ void* create(Library library, const char* op) {
     return true;
   });
   if (library == Library::cublas)
-    // Split-K partial sums stay float32: torch's default lets cuBLAS round them to the 16-bit type.
+    // Keep split-K partial sums in float32: torch's default lets cuBLAS round them to the 16-bit type.
     MATMULS_CUBLAS_CHECK(cublasSetMathMode(
         static_cast<cublasHandle_t>(handle),
         static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
@@ -146,7 +147,7 @@ void destroy(Library library, void* handle) {
   }
 }
 
-// Of a stream that may be gone since.
+// The stream may have been destroyed since.
 bool is_still_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) (void)cudaGetLastError();
@@ -154,14 +155,14 @@ bool is_still_capturing(cudaStream_t stream) {
 }
 
 bool captures(cudaStream_t stream) {
-  if (stream == nullptr) return false;  // the default one captures nothing
+  if (stream == nullptr) return false;  // the default stream cannot capture
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Unique in the process: a stream that is made later may get the address of one that was destroyed, but never its id.
-// CUDA does not tell it of a stream that captures.
+// Unique in the process: a new stream may get the address of a destroyed one, but never its id. CUDA does not return
+// the id of a stream that captures.
 uint64_t id_of(cudaStream_t stream) {
   unsigned long long id = 0;
   C10_CUDA_CHECK(cudaStreamGetId(stream, &id));
@@ -195,14 +196,14 @@ struct RelaxedCapture::Guard {
 RelaxedCapture::RelaxedCapture() : guard_(std::make_unique<Guard>()) {}
 RelaxedCapture::~RelaxedCapture() = default;
 
-// One handle and what belongs to it. The owner thread holds `mutex` for the length of a call, destroy_handles for the
-// length of the destruction; nobody else waits for it. Slots are never freed, only emptied.
+// One handle and its resources. The owner thread holds `mutex` during a call, destroy_handles during the destruction;
+// no other thread waits for it. Slots are never freed, only emptied.
 struct Slot {
   const Library library;
   const int device;
-  std::thread::id owner;  // guarded by the pool's mutex; a default id: free
+  std::thread::id owner;  // guarded by the pool's mutex; a default-constructed id means free
 
-  std::mutex mutex;  // guards what follows
+  std::mutex mutex;  // guards the members below
   void* handle = nullptr;
   struct Workspace {
     uint64_t stream_id;
@@ -215,7 +216,7 @@ struct Slot {
   void release() {
     c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
     attachment.reset();
-    const auto freed = std::exchange(workspaces, {});  // after the handle, and even if destroying it fails
+    const auto freed = std::exchange(workspaces, {});  // freed after the handle, even if destroying it throws
     destroy(library, std::exchange(handle, nullptr));
   }
 };
@@ -244,7 +245,7 @@ Slot* claim_slot(Library library, int device) {
   return pool().slots.back().get();
 }
 
-// This thread's slots by library and device; given back to the pool when the thread ends.
+// This thread's slots by library and device; returned to the pool when the thread ends.
 struct ThreadSlots {
   std::array<std::vector<Slot*>, 3> by_library;
 
@@ -281,8 +282,8 @@ int64_t workspace_nbytes_for(int device) {
 
 at::TensorOptions bytes_on(int device) { return at::TensorOptions(at::kByte).device(at::kCUDA, device); }
 
-// Memory of our own, not the caching allocator's: what torch allocates may belong to a private pool that somebody else
-// accounts for (CUDA graph trees do), and a workspace outlives any pool.
+// Allocated with cudaMalloc, not by torch's caching allocator: its memory may belong to a private pool with its own
+// accounting (CUDA graph trees), and a workspace outlives any pool.
 at::Tensor new_workspace(int device, const char* op) {
   const int64_t nbytes = workspace_nbytes_for(device);
   const Uncaptured uncaptured;
@@ -295,7 +296,7 @@ at::Tensor new_workspace(int device, const char* op) {
   return at::from_blob(data, {nbytes}, free, bytes_on(device));
 }
 
-// A process that makes streams without end must not keep a workspace for each: torch's own pool has 64 a device.
+// Bounds the workspaces of a process that creates streams without end; torch's own pool has 64 streams a device.
 constexpr size_t kMaxWorkspaces = 80;
 
 const at::Tensor& cached_workspace(Slot& slot, cudaStream_t stream, const char* op) {
@@ -303,7 +304,7 @@ const at::Tensor& cached_workspace(Slot& slot, cudaStream_t stream, const char* 
   if (auto it = slot.workspaces.find(stream); it != slot.workspaces.end()) {
     if (it->second.stream_id == id && it->second.bytes.numel() == workspace_nbytes_for(slot.device))
       return it->second.bytes;
-    slot.workspaces.erase(it);  // a destroyed stream's work may still use it, for which cudaFree waits
+    slot.workspaces.erase(it);  // work of a destroyed stream may still use it; cudaFree waits for that
   }
   if (slot.workspaces.size() >= kMaxWorkspaces) slot.workspaces.clear();
   return slot.workspaces.insert_or_assign(stream, Slot::Workspace{id, new_workspace(slot.device, op)})
@@ -321,7 +322,7 @@ void check_not_capturing(const char* op, Slot& slot) {
 int64_t init_handles(Library library) {
   const std::string op = std::string("init_") + name_of(library);
   check_not_forked(op.c_str());
-  const int devices = c10::cuda::device_count();  // 0, and no error, where there is no driver
+  const int devices = c10::cuda::device_count();  // 0 without a driver, no error
   if (devices == 0) return 0;
   at::globalContext().lazyInitDevice(at::kCUDA);
   for (int device = 0; device < devices; ++device) {
@@ -340,7 +341,8 @@ int64_t destroy_handles(Library library) {
     TORCH_CHECK(
         !captures(c10::cuda::getCurrentCUDAStream()), op,
         ": expected no CUDA graph capture in progress, got the current stream capturing; end the capture first");
-  // All at once, so that no capture begins between the check and the destruction. A thread holds one slot at a time.
+  // Lock all slots first, so that no capture begins between the check and the destruction. A thread holds at most one
+  // slot.
   std::vector<std::unique_lock<std::mutex>> locks;
   for (auto* slot : slots) locks.emplace_back(slot->mutex);
   for (auto* slot : slots) check_not_capturing(op.c_str(), *slot);
@@ -412,12 +414,12 @@ Borrowed::Borrowed(Library library, const char* op)
     MATMULS_CUSPARSE_CHECK(cusparseSetStream(cusparse(), stream), ", in ", op);
     return;
   }
-  // Under capture the workspace is the capture's own: it comes from the capture's pool and goes back to it after the
-  // call, so that a replayed graph never writes where an eager call may, and memory stays flat.
+  // Under capture the workspace comes from the capture's pool and returns to it after the call: a replayed graph never
+  // writes where an eager call may, and memory use stays flat.
   workspace_ = capturing ? at::empty({workspace_nbytes_for(slot_.device)}, bytes_on(slot_.device))
                          : cached_workspace(slot_, stream, op);
   if (library == Library::cublas) {
-    // Stream first: cublasSetStream drops the workspace.
+    // Set the stream first: cublasSetStream resets the workspace.
     MATMULS_CUBLAS_CHECK(cublasSetStream(cublas(), stream), ", in ", op);
     MATMULS_CUBLAS_CHECK(cublasSetWorkspace(cublas(), workspace(), workspace_nbytes()), ", in ", op);
   }

@@ -1,7 +1,7 @@
-// Library handles: one per (library, device, host thread), borrowed for the length of one call.
+// Library handles: one per (library, device, host thread), borrowed for the duration of one call.
 //
-// A pool owns the handles and outlives the interpreter on purpose: nothing is destroyed at exit, when the driver may
-// already be gone. A thread that ends leaves its handles to the next one that starts.
+// The pool owns the handles and outlives the interpreter on purpose: nothing is destroyed at exit, when the driver may
+// already be gone. The handles of a thread that ends are reused by the next thread that starts.
 #pragma once
 
 #ifdef MATMULS_CUDA
@@ -20,10 +20,10 @@ namespace matmuls {
 
 enum class Library { cublas, cublaslt, cusparse };
 
-// Creates this thread's handle on every visible device; returns how many devices are ready, 0 without CUDA.
+// Creates this thread's handle on every visible device; returns the number of devices, 0 without CUDA.
 int64_t init_handles(Library library);
-// Destroys the library's handles and workspaces of every thread on every device; returns how many there were.
-// Raises while a stream that used one is capturing a CUDA graph.
+// Destroys the library's handles and workspaces of all threads on all devices; returns the number of handles. Raises
+// while a stream that used one captures a CUDA graph.
 int64_t destroy_handles(Library library);
 
 struct WorkspaceInfo {
@@ -31,27 +31,27 @@ struct WorkspaceInfo {
   int64_t nbytes;
 };
 struct HandleInfo {
-  std::string library, thread;  // thread: an id, or "free" when the thread that made it has ended
+  std::string library, thread;  // thread: an id, or "free" if the thread that made the handle has ended
   int64_t device;
   std::vector<WorkspaceInfo> workspaces;
 };
 std::vector<HandleInfo> live_handles();
 
-// Bytes of workspace per (handle, stream); 0 takes the default, 32 MiB from sm_90 on and 8 MiB before.
+// Bytes of workspace per (handle, stream); 0 selects the default: 32 MiB from sm_90 on, 8 MiB before.
 void set_workspace_size(int64_t nbytes);
 int64_t workspace_size();
 
-// True where the device's current stream captures a CUDA graph.
+// True if the device's current stream captures a CUDA graph.
 bool is_capturing(at::Device device);
-// The id of the device's current stream, which no later stream gets; 0 for the default one and without CUDA. Not to be
-// asked during a capture.
+// Id of the device's current stream, never reused by a later stream; 0 for the default stream and without CUDA. Must
+// not be called during a capture.
 uint64_t current_stream(at::Device device);
 
-// Wait for the device's current stream, or for all of its streams, also while another thread captures a graph.
+// Wait for the device's current stream, or for all its streams; allowed while another thread captures a graph.
 void synchronize_stream(at::Device device);
 void synchronize_device(at::Device device);
 
-// A scope in which this thread may make calls that a capture in another thread forbids: allocations, event queries.
+// Scope in which this thread may make calls that a capture in another thread forbids: allocations, event queries.
 class RelaxedCapture {
  public:
   RelaxedCapture();
@@ -63,8 +63,8 @@ class RelaxedCapture {
 };
 
 #ifdef MATMULS_CUDA
-// What every CUDA operation opens with: the tensor's device becomes the current one, and a forked child of a process
-// with handles is told so instead of meeting whatever CUDA answers there.
+// Every CUDA operation begins with this guard: it makes the tensor's device current, and raises in a forked child of a
+// process with handles before CUDA fails there.
 class OperationGuard {
  public:
   OperationGuard(const char* op, const at::Tensor& tensor);
@@ -79,7 +79,7 @@ struct Slot;
 class Borrowed {
  public:
   Borrowed(Library library, const char* op);
-  // Whether it would be given: none is made while this thread captures a graph.
+  // False if Borrowed would raise: no handle is created while this thread captures a graph.
   static bool is_to_be_had(Library library);
 
   cublasHandle_t cublas() const;
@@ -88,7 +88,7 @@ class Borrowed {
 
   void* workspace() const { return workspace_.data_ptr(); }
   size_t workspace_nbytes() const { return workspace_.nbytes(); }
-  // What an operation keeps beside the handle (plans, descriptors); freed with it.
+  // Data that an operation keeps with the handle (plans, descriptors); freed with it.
   std::shared_ptr<void>& attachment() const;
 
  private:

@@ -1,4 +1,5 @@
-// A registered operator as a type: called through the dispatcher, and the kernels that every operator of a kind shares.
+// A registered operator as a type: typed calls through the dispatcher, and the kernels that all operators of a kind
+// share.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -27,38 +28,39 @@ inline bool needs_gradient(const char* op, std::initializer_list<at::Tensor> inp
   return needed && c10::GradMode::is_enabled();
 }
 
-// An output that is written over has no gradient formula, as torch's own out= variants.
+// Operators that write an output argument have no gradient formula, like torch's own out= variants.
 inline void check_no_gradient_into(const char* op, const char* written, std::initializer_list<at::Tensor> tensors) {
   TORCH_CHECK(!needs_gradient(op, tensors), op, ": expected no gradient to be recorded through ", written,
               "=, got an argument that requires grad; drop ", written, "= or use torch.no_grad()");
 }
 
-// What ATen's own kernels do for their outputs: a saved tensor written over is then noticed by autograd.
+// Bumps the version counter, as ATen's kernels do for their outputs: autograd then detects that a saved tensor changed.
 inline void mark_written(const at::Tensor& t) {
   if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
-// torch's fallback materializes lazily conjugated or negated arguments, but knows no operator that returns nothing:
-// those that write resolve their inputs themselves and refuse such an output.
+// torch's fallback materializes lazily conjugated or negated arguments, but fails for operators that return nothing.
+// Those that write an argument resolve their inputs themselves and refuse such an output.
 inline at::Tensor resolved(const at::Tensor& t) { return t.defined() ? t.resolve_conj().resolve_neg() : t; }
 inline void check_not_lazy(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK(!t.is_conj() && !t.is_neg(), op, ": expected ", name,
               " without a lazy conjugation or negation, got such a view");
 }
 
-// True where a compiler records the operators that are called with t.
+// True if a tracer or compiler records the operators called with t.
 inline bool is_traced(const at::Tensor& t) {
   return t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
 }
 
-// Whether a gradient that came in may be written over unseen: this is the last reference to it and to its memory, no
-// gradient of it will be asked for, and nothing is being traced or batched.
+// True if an incoming gradient may be overwritten without anyone noticing: this is the last reference to it and to its
+// memory, it needs no gradient itself, and nothing is traced or batched.
 inline bool nobody_else_holds(const at::Tensor& grad) {
   return !c10::GradMode::is_enabled() && !is_traced(grad) && grad.use_count() == 1 && grad.has_storage() &&
          grad.storage().use_count() == 1 && grad.is_non_overlapping_and_dense();
 }
 
-// Autocast's dtype there, and what it would hand to an operator; torch's header for both brings all of ATen.
+// Autocast's dtype for the device, and the cast that autocast applies to an operator's argument. torch's header for
+// both includes all of ATen.
 at::ScalarType autocast_dtype(c10::DeviceType device);
 at::Tensor autocast_to(at::ScalarType dtype, const at::Tensor& t, c10::DeviceType device);
 inline std::optional<at::Tensor> autocast_to(at::ScalarType dtype, const std::optional<at::Tensor>& t,
@@ -66,7 +68,7 @@ inline std::optional<at::Tensor> autocast_to(at::ScalarType dtype, const std::op
   return t ? std::optional(autocast_to(dtype, *t, device)) : t;
 }
 
-// MATMULS_OPERATOR(SoftmaxOp, "custom_mm::softmax", "", Tensor(const Tensor&, int64_t));
+// Example: MATMULS_OPERATOR(SoftmaxOp, "custom_mm::softmax", "", Tensor(const Tensor&, int64_t));
 #define MATMULS_OPERATOR(type, name, overload, ...)                       \
   struct type : Operator<type, __VA_ARGS__> {                             \
     static constexpr const char *kName = (name), *kOverload = (overload); \
@@ -84,7 +86,7 @@ struct Operator<Self, R(A...)> {
   }
   static R call(A... args) { return handle().call(args...); }
 
-  // To the kernel under the Autograd key, which for an operator that writes is `inplace` below.
+  // Calls the kernel below the Autograd key; for an operator that writes an argument that is `inplace` below.
   static R below_autograd(A... args) {
     at::AutoDispatchBelowAutograd guard;
     return handle().call(args...);
@@ -108,11 +110,11 @@ struct Operator<Self, R(A...)> {
     }
   }
 
-  // Conjugate and Negative for an operator that writes argument `written`: the others are resolved.
+  // Conjugate and Negative kernels of an operator that writes argument `written`: the other arguments are resolved.
   template <size_t written>
   static R lazy(A... args) {
     auto all = std::forward_as_tuple(args...);
-    const char* const name = std::strchr(Self::kName, ':') + 2;  // without the library's
+    const char* const name = std::strchr(Self::kName, ':') + 2;  // without the namespace "custom_mm::"
     check_not_lazy(name, handle().schema().arguments()[written].name().c_str(), std::get<written>(all));
     return [&]<size_t... I>(std::index_sequence<I...>) {
       return handle().call(resolve<I == written>(std::get<I>(all))...);
@@ -131,7 +133,8 @@ struct Operator<Self, R(A...)> {
   }
 };
 
-// What every operator that writes one of its arguments registers besides its kernels; by the name it is defined with.
+// Registers what every operator that writes one of its arguments needs besides its kernels. name: as defined in the
+// library.
 #define MATMULS_WRITES(name, type, written)                                                   \
   TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl(name, type::inplace<written>); } \
   TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl(name, type::lazy<written>); }          \

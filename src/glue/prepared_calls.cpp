@@ -1,5 +1,6 @@
-// Calls of operators of which every argument but one tensor is known. What is asked and parsed for a call is asked
-// once, and then only whether all is as it was: 2 us of a call instead of 10 in Python.
+// Prepared operator calls: all arguments but one tensor are fixed. The arguments are parsed and checked once; later
+// calls only compare the tensor's dtype, shape, strides and device, the dispatch state and the fixed tensors. A call
+// takes 2 us instead of 10 in Python.
 #include "glue/prepared_calls.h"
 
 #include <ATen/Context.h>
@@ -26,9 +27,9 @@ namespace py = pybind11;
 using at::Tensor;
 using torch::jit::Stack;
 
-constexpr size_t kMost = 16;  // calls, the last ones
+constexpr size_t kMost = 16;  // prepared calls kept, the most recent ones
 
-// What decides, beside the arguments, which way a call takes through the dispatcher.
+// State, apart from the arguments, that decides the path of a call through the dispatcher.
 struct Modes {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   bool deterministic = at::globalContext().deterministicAlgorithms();
@@ -39,7 +40,7 @@ struct Modes {
   }
 };
 
-// A tensor as it was.
+// A tensor with the version, data pointer, sizes and strides it had when the call was prepared.
 struct Seen {
   Tensor tensor;
   const void* data;
@@ -64,7 +65,7 @@ bool is_plain(const Tensor& t) {
 struct Call {
   c10::OperatorHandle op;
   Stack arguments;
-  size_t at;  // of the open one
+  size_t at;  // index of the open argument
   c10::DispatchKeySet keys;
   at::DimVector sizes, strides;
   at::ScalarType dtype;
@@ -120,7 +121,7 @@ class BoundCalls {
               Modes(),
               {watched.begin(), watched.end()}};
     if (call.wants_gradient(x) || is_capturing(call.device)) return;
-    std::vector<Call> gone;  // freed below, when all is as it should be: a tensor that is freed may let go of the GIL
+    std::vector<Call> gone;  // freed after calls_ is consistent again: freeing a tensor may release the GIL
     for (auto other = calls_.begin(); other != calls_.end();)
       other = other->is_for(x, watched[0], call.modes) || !other->is_unchanged() ? take(other, gone) : other + 1;
     if (calls_.size() == kMost) take(calls_.begin(), gone);
@@ -142,7 +143,7 @@ class BoundCalls {
       Stack stack = call->arguments;
       stack[call->at] = x;
       const auto op = call->op;
-      const py::gil_scoped_release no_gil;  // others may bind from here on
+      const py::gil_scoped_release no_gil;  // other threads may call bind() from here on
       op.callBoxed(stack);
       return stack.at(0).toTensor();
     }

@@ -1,4 +1,4 @@
-// custom_mm._C.BoundCalls.
+// Defines custom_mm._C.BoundCalls (prepared operator calls).
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// A tensor as rows: one dimension is the row, all the others count the rows, whatever their strides.
+// Views tensors as rows: one dimension runs along the row, all others index the rows, with any strides.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +12,8 @@
 
 namespace matmuls {
 
-// The rows of N tensors of one shape. Leading dimensions that are one step apart in every tensor are merged, so that
-// contiguous tensors have one. Dimensions count from the innermost.
+// The rows of N tensors of one shape. Adjacent leading dimensions that have a common stride in every tensor are merged,
+// so contiguous tensors have one. Dimensions count from the innermost.
 template <int N>
 struct Rows {
   static constexpr int kMaxDims = 8;
@@ -24,7 +24,7 @@ struct Rows {
   std::array<std::array<int64_t, kMaxDims>, N> strides{};  // in elements
   std::array<int64_t, N> column_strides{};
 
-  // The first element of a row in tensor t.
+  // Offset in elements of a row's first element in tensor t.
   int64_t offset(int t, int64_t row) const {
     int64_t sum = 0;
     for (int d = 0; d + 1 < dims; ++d) {
@@ -41,7 +41,8 @@ inline std::vector<int64_t> innermost_first(int64_t dims) {
   return order;
 }
 
-// From the strides of each tensor; a tensor that is not there has none. `order`: the dimensions from the innermost.
+// Builds Rows from the strides of each tensor; an absent tensor has no strides. `order`: dimensions from the
+// innermost.
 template <int N>
 Rows<N> rows_of(const char* op, at::IntArrayRef sizes, const std::array<at::IntArrayRef, N>& strides, int64_t dim,
                 at::IntArrayRef order) {
@@ -77,14 +78,14 @@ Rows<N> rows_of(const char* op, const std::array<at::Tensor, N>& tensors, int64_
   return rows_of<N>(op, tensors[0].sizes(), strides, dim, innermost_first(tensors[0].dim()));
 }
 
-// The query's position as if it were an offset: stride 1 along the last but one dimension where rows are causal.
+// Strides that make the query position an offset: 1 along the second-to-last dimension if rows are causal, else 0.
 inline std::vector<int64_t> position_strides(int64_t dims, bool causal) {
   std::vector<int64_t> strides(dims, 0);
   if (causal && dims > 1) strides[dims - 2] = 1;
   return strides;
 }
 
-// Rows whose columns lie apart pass through N buffers of one row, one set for each thread.
+// Copies of rows whose columns are not adjacent: N buffers of one row each, per thread.
 template <class T, int N>
 class RowBuffers {
  public:
@@ -111,7 +112,7 @@ class RowBuffers {
   std::array<std::vector<T>, N> buffers_;
 };
 
-// body(row, buffers) for every row, over torch's threads.
+// Calls body(row, buffers) for every row, on torch's threads.
 template <class T, int N, class Body>
 void for_rows(int64_t count, int64_t columns, const Body& body) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(columns, 1));
@@ -121,7 +122,7 @@ void for_rows(int64_t count, int64_t columns, const Body& body) {
   });
 }
 
-// body(first row, count) for runs of rows that are one step apart, over torch's threads.
+// Calls body(first row, count) for runs of rows with a common stride, on torch's threads.
 template <int N, class Body>
 void for_runs_of_rows(const Rows<N>& rows, const Body& body) {
   const int64_t longest = rows.dims > 0 ? rows.sizes[0] : 1;
@@ -134,8 +135,8 @@ void for_runs_of_rows(const Rows<N>& rows, const Body& body) {
   });
 }
 
-// Strips of rows that lie side by side in all N tensors, up to `most` wide and some MB in all, over torch's
-// threads: body(first row of the strip, width). False, and nothing done, where rows do not lie so or are a few alone.
+// Calls body(first row, width) for strips of rows that are adjacent in all N tensors, on torch's threads. Strips are up
+// to `most` rows wide and some MB in size. Returns false, doing nothing, if the rows are not adjacent or too few.
 template <class T, int N, class Body>
 bool for_rows_side_by_side(const Rows<N>& rows, int tensors, int64_t most, const Body& body) {
   constexpr int64_t kFew = 32 / sizeof(T), kBytes = 1 << 20;

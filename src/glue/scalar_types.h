@@ -1,4 +1,4 @@
-// The arithmetic type of each storage type: float16 and bfloat16 are computed in float32.
+// arithmetic_t: the type in which a storage type is computed. float16 and bfloat16 are computed in float32.
 #pragma once
 
 namespace matmuls {

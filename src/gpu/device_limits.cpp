@@ -18,11 +18,12 @@ constexpr bool kHopperCode = true;
 #else
 constexpr bool kHopperCode = false;
 #endif
-constexpr int64_t kHopperShared = 227 << 10;  // of a block of capability 9.0, for which its kernels are laid out
-constexpr int64_t kSharedOfSystem = 1 << 10;  // of each block, from capability 8.0 on
+// Bytes; shared memory of a block of capability 9.0, for which the Hopper kernels are laid out.
+constexpr int64_t kHopperShared = 227 << 10;
+constexpr int64_t kSharedOfSystem = 1 << 10;  // bytes that the system reserves per block, from capability 8.0 on
 
 const DeviceLimits& limits_of_gpu(int device) {
-  static PerDevice<const DeviceLimits*> known{};  // never freed: one for each GPU
+  static PerDevice<const DeviceLimits*> known{};  // never freed: one entry per GPU
   auto& here = known.at(device);
   if (const auto* limits = here.load(std::memory_order_acquire)) return *limits;
   const auto* of = at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device));
@@ -109,7 +110,7 @@ int blocks_that_fit(const void* kernel, const cudaLaunchConfig_t& launch, int ra
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads_of(launch), launch.dynamicSmemBytes));
     return fit * gpu.multiprocessors;
   }
-  // Clusters of more than 8 blocks must be asked for.
+  // Clusters of more than 8 blocks are non-portable and need this attribute.
   if (ranks > 8) C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   const cudaError_t status = cudaOccupancyMaxActiveClusters(&fit, kernel, &launch);
   if (status == cudaErrorInvalidClusterSize) {
@@ -138,7 +139,7 @@ cudaError_t launch_simulated(const void* kernel, const cudaLaunchConfig_t& launc
   for (unsigned i = 0; i < launch.numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = launch.attrs[i];
     if (attribute.id != cudaLaunchAttributeCooperative) {
-      if (limits.major < 9) return cudaErrorNotSupported;  // clusters, programmatic launches
+      if (limits.major < 9) return cudaErrorNotSupported;  // clusters, programmatic dependent launch
     } else if (attribute.val.cooperative != 0) {
       int fit = 0;
       C10_CUDA_CHECK(

@@ -1,7 +1,7 @@
-// The limits of a GPU that launches are chosen by: asked once per device, in one place.
+// Limits of a GPU that decide how kernels are launched, queried once per device.
 //
-// A simulated device (tests) has other limits than the GPU at hand. Launches are then chosen for it, and those that it
-// could not run are refused as CUDA would refuse them.
+// A simulated device (for tests) has other limits than the real GPU. Launches are then chosen for the simulated limits,
+// and launches that exceed them are refused as CUDA would refuse them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,39 +21,39 @@ using PerDevice = std::array<std::atomic<T>, kMostDevices>;
 struct DeviceLimits {
   int major, minor;
   int multiprocessors;
-  int cooperative_multiprocessors;    // what a launch of cooperating blocks finds: a context may have fewer
-  int64_t shared_per_block;           // bytes, static and dynamic, that a block may have when it asks
+  int cooperative_multiprocessors;    // available to a cooperative launch: a context may have fewer
+  int64_t shared_per_block;           // bytes, static plus dynamic, that a block may opt in to
   int64_t shared_per_multiprocessor;  // bytes
   int64_t l2;                         // bytes
-  bool hopper_code;                   // the build has code for 9.0a
+  bool hopper_code;                   // the build contains sm_90a code
 };
 
 const DeviceLimits& device_limits(int device);
 const DeviceLimits& device_limits();  // of the current device
 
-// True where the kernels of the *_sm90.cu files run: the GPU is a Hopper one and they were compiled for it, "9.0a". A
-// build for "9.0" has empty kernels in their place.
+// True if the kernels of the *_sm90.cu files can run: the GPU is a Hopper GPU and they were compiled for "9.0a". A
+// build for "9.0" contains empty kernels instead.
 bool has_hopper_kernels(int device);
 
 struct SimulatedDevice {
-  std::optional<int64_t> shared_memory;  // of a block
+  std::optional<int64_t> shared_memory;  // bytes per block
   std::optional<int> multiprocessors, cooperative_multiprocessors;
   std::optional<std::pair<int, int>> capability;
   std::optional<bool> hopper_code;
 };
-// What is not given stays as the GPU has it. Nothing given: no simulation.
+// Values not given stay those of the GPU. If none is given, the simulation ends.
 void simulate_device(const SimulatedDevice& limits);
 bool is_simulated();
 
-// Allows a kernel as much dynamic shared memory as its device has. That is the same for every call: with each call's
-// own need, a call of another thread could lower it between this one's request and its launch.
+// Sets the kernel's dynamic shared memory limit to the device's maximum. That value is the same for every call; if each
+// call set its own need, another thread could lower the limit between this call's request and its launch.
 void allow_all_shared_memory(const void* kernel);
-// How many blocks, or clusters of `ranks` blocks, run at once on the current device; 0 where none fits. The kernel must
-// have been allowed its shared memory.
+// Number of blocks, or of clusters of `ranks` blocks, that can be resident on the current device; 0 if none fits.
+// Requires allow_all_shared_memory(kernel).
 int blocks_that_fit(const void* kernel, const cudaLaunchConfig_t& launch, int ranks);
-// The answer for the simulated device, from that for the GPU at hand.
+// The same for the simulated device, derived from the result on_this_gpu for the real GPU.
 int blocks_that_fit_simulated(const void* kernel, const cudaLaunchConfig_t& launch, int ranks, int on_this_gpu);
-// What a launch on the simulated device returns; cudaSuccess where it can run.
+// Status that a launch returns on the simulated device; cudaSuccess if it can run.
 cudaError_t launch_simulated(const void* kernel, const cudaLaunchConfig_t& launch);
 
 }  // namespace matmuls

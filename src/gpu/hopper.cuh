@@ -1,7 +1,7 @@
-// Hopper's own instructions: bulk copies of tensor tiles (TMA) and products of a warpgroup (wgmma).
+// Wrappers of Hopper's PTX instructions: TMA bulk copies of tensor tiles, and warpgroup products (wgmma).
 //
-// Tiles lie in shared memory as TMA's 128-byte swizzle puts them: rows of 128 bytes, the 16-byte pieces of row r
-// exchanged by piece ^ (r % 8), every 1024 bytes alike.
+// Tiles in shared memory use TMA's 128-byte swizzle: rows of 128 bytes; 16-byte chunk c of row r is stored at chunk c ^
+// (r % 8); the pattern repeats every 1024 bytes.
 #pragma once
 
 #include <cuda.h>
@@ -19,7 +19,7 @@ namespace matmuls::hopper {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// ---- bulk copies: (x, y) is the column and the row of the tile's first element
+// ---- TMA copies; (x, y): column and row of the tile's first element
 
 __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y) {
   asm volatile(
@@ -28,7 +28,7 @@ __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier,
       "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y)
       : "memory");
 }
-// The same of a tensor of three dimensions.
+// Loads a tile of a 3D tensor.
 __device__ inline void load_of_three(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
@@ -36,7 +36,7 @@ __device__ inline void load_of_three(const CUtensorMap& map, void* to, uint64_t*
       "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
-// The first, and what the L2 does of it.
+// Loads a 2D tile with an L2 cache policy.
 __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y, ptx::L2Policy policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -44,14 +44,14 @@ __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier,
       "l"(&map), "r"(ptx::shared_address(barrier)), "r"(x), "r"(y), "l"(policy)
       : "memory");
 }
-// Bytes as they lie in memory; a multiple of 16.
+// Copies contiguous bytes; their number is a multiple of 16.
 __device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    ptx::shared_address(to)),
                "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier))
                : "memory");
 }
-// The same, and what the L2 does of it.
+// Copies contiguous bytes with an L2 cache policy.
 __device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier, unsigned bytes, ptx::L2Policy policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
@@ -59,7 +59,7 @@ __device__ inline void load_bytes(const void* from, void* to, uint64_t* barrier,
       "l"(from), "r"(bytes), "r"(ptx::shared_address(barrier)), "l"(policy)
       : "memory");
 }
-// The same tile to the same place of every block in `blocks`, each block's own barrier told.
+// Multicast: loads one tile to the same offset in every block of the mask `blocks`, and signals the barrier of each.
 __device__ inline void load_for(uint16_t blocks, const CUtensorMap& map, void* to, uint64_t* barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -67,7 +67,7 @@ __device__ inline void load_for(uint16_t blocks, const CUtensorMap& map, void* t
       "l"(&map), "r"(ptx::shared_address(barrier)), "h"(blocks), "r"(x), "r"(y)
       : "memory");
 }
-// The same of bytes as they lie in memory.
+// Multicast of contiguous bytes.
 __device__ inline void load_bytes_for(uint16_t blocks, const void* from, void* to, uint64_t* barrier, unsigned bytes) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -81,32 +81,32 @@ __device__ inline void store(const CUtensorMap& map, const void* from, int x, in
                : "memory");
 }
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until at most `pending` of this thread's committed groups of stores still read shared memory.
+// Waits until at most `pending` of this thread's committed store groups still read shared memory.
 template <int pending>
 __device__ inline void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
-// To the L2 alone, which nobody has to wait for.
+// Prefetches a tile to L2; nothing waits for it.
 __device__ inline void bring(const CUtensorMap& map, int x, int y) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(x), "r"(y) : "memory");
 }
-// Bytes to the L2, as many as a multiple of 16. Nothing is read of them: what another kernel writes to them meanwhile
-// is seen by those who read them later.
+// Prefetches bytes (a multiple of 16) to L2. The data is not consumed here: later loads see whatever another kernel
+// writes to it in the meantime.
 __device__ inline void bring_bytes(const void* from, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// The map is fetched before the first copy asks for it.
+// Prefetches the tensor map before the first copy uses it.
 __device__ inline void prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// This thread's bulk copies come after what it has learnt from others' counters.
+// Orders this thread's later bulk copies after its earlier reads of counters (generic-to-async proxy fence).
 __device__ inline void order_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// What was written to shared memory becomes visible to bulk copies.
+// Makes earlier writes to shared memory visible to bulk copies.
 __device__ inline void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- results on their way to shared memory
+// ---- results to shared memory
 
-// A pair as memory holds it, the left one in the lower half.
+// Packs two floats into a word; `left` in the lower half.
 template <class T>
 __device__ inline uint32_t two(float left, float right) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
@@ -117,30 +117,30 @@ __device__ inline uint32_t two(float left, float right) {
     return reinterpret_cast<const uint32_t&>(pair);
   }
 }
-// Four matrices of 8 x 8 16-bit numbers that a warp holds as products leave them; lane l names row l % 8 of matrix l
-// / 8.
+// stmatrix: stores four 8x8 matrices of 16-bit elements in the register layout of mma and wgmma results. Lane l passes
+// the address of row l % 8 of matrix l / 8.
 __device__ inline void store_matrices(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(ptx::shared_address(row)),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
 
-// ---- who waits for whom
+// ---- synchronization
 
-// Without a scope of its own: released to the whole cluster it is a fence of all memory, in each step of a product,
-// which then runs at 0.74 of cuBLAS instead of 0.94 (H200, 40000 x 1024). What the barriers here order are bulk copies
-// and products, which tell barriers themselves.
+// No cluster-scope release: it would be a fence of all memory in each K step of a product, which then runs at 0.74 of
+// cuBLAS instead of 0.94 (H200, 40000 x 1024). These barriers order only bulk copies and wgmma, which signal barriers
+// themselves.
 __device__ inline void arrive_at(const uint64_t* barrier, unsigned block) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ptx::address_in(barrier, block)) : "memory");
 }
-// Four numbers to another block's shared memory, whose barrier counts their 16 bytes.
+// Sends four floats to another block's shared memory; its barrier counts the 16 bytes.
 __device__ inline void send(uint32_t to, float a, float b, float c, float d, uint32_t remote_barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
       "f"(a), "f"(b), "f"(c), "f"(d), "r"(remote_barrier)
       : "memory");
 }
-// Barrier `id`, 1 to 15, for `threads` of the block.
+// Named barrier `id` (1 to 15) for `threads` threads of the block.
 __device__ inline void sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -154,15 +154,16 @@ __device__ inline void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// ---- products of a warpgroup
+// ---- wgmma
 
-// An operand's tile. K side by side: rows of 128 bytes, 8 of them every 1024 bytes. K apart: rows of 64 numbers, one
-// for each k, 8 of them every `eight` bytes, `apart` bytes to the next 64 columns.
+// Shared-memory matrix descriptor of an operand tile, 128-byte swizzle. K-major: rows of 128 bytes, 8 of them every
+// 1024 bytes. MN-major: one row of 64 elements per k, 8 rows every `eight` bytes, and `apart` bytes to the next 64
+// columns.
 __device__ inline uint64_t descriptor(const void* tile, unsigned apart = 16, unsigned eight = 1024) {
   return (uint64_t{1} << 62) | (uint64_t{eight >> 4} << 32) | (uint64_t{apart >> 4} << 16) |
          ((ptx::shared_address(tile) & 0x3ffff) >> 4);
 }
-// The same of rows of 64 bytes with K side by side, whose pieces TMA's 64-byte swizzle exchanges: piece ^ (r / 2 % 4).
+// The same for K-major rows of 64 bytes with TMA's 64-byte swizzle: chunk c of row r at c ^ (r / 2 % 4).
 __device__ inline uint64_t descriptor_of_narrow(const void* tile) {
   return (uint64_t{2} << 62) | (uint64_t{512 >> 4} << 32) | (uint64_t{1} << 16) |
          ((ptx::shared_address(tile) & 0x3ffff) >> 4);
@@ -173,7 +174,7 @@ template <int pending>
 __device__ inline void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
-template <int N>  // the compiler does not move what it knows of them across
+template <int N>  // keeps the compiler from moving accesses to these registers across this point
 __device__ inline void pin(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
@@ -184,7 +185,7 @@ __device__ inline void pin(uint32_t (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// d <- a @ b, or d + a @ b: 64 rows, 2 |d| columns, 32 bytes of K.
+// d <- a @ b, or d + a @ b if `accumulate`: 64 rows, 2 N columns for N registers d, 32 bytes of K.
 #define MATMULS_8(d, i)                                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -254,9 +255,10 @@ __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b,
   }
 }
 
-// The same where a keeps two of every four k, 16 of 32: which ones, 4 bits for every four, thread t tells of its warp's
-// rows t / 4 % 8 (the lower 16 bits) and 8 more, k from 16 * (t % 2) on; in the first of two such products (which = 0)
-// threads 0 and 1 of four do, in the second 2 and 3.
+// Sparse form (2:4 sparsity): a stores 16 of 32 elements along K, two of each aligned four. Metadata: 4 bits per four
+// elements. Thread t passes those of its warp's row t / 4 % 8 (lower 16 bits) and of the row 8 below, for k from 16 *
+// (t % 2) on. In each quad of threads, 0 and 1 pass the metadata of the first product (which = 0), 2 and 3 that of the
+// second (which = 1).
 #define MATMULS_SPARSE_WGMMA(n, types, a, b, e, half, add)                                          \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                          \
                ", 0;\n\t"                                                                           \
@@ -283,8 +285,8 @@ __device__ inline void multiply_two_of_four(float (&d)[N], uint64_t desc_a, uint
   }
 }
 
-// The same with a in registers, as PTX lays out wgmma's: in TF32 thread t holds rows t / 4 and t / 4 + 8 at k = t % 4,
-// then at t % 4 + 4; in 16 bits two neighbours of k each.
+// The same with a in registers, in PTX's wgmma layout. TF32: thread t holds rows t / 4 and t / 4 + 8 at k = t % 4, then
+// at k = t % 4 + 4. 16 bits: two adjacent k each.
 #define MATMULS_FRAGMENT_WGMMA(n, k, types, transpose, left, b, add)                                 \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " add                                           \
                ", 0;\n\t"                                                                            \
@@ -323,9 +325,10 @@ __device__ inline void multiply_fragment(float (&d)[N], const uint32_t (&a)[4], 
   }
 }
 
-// A warp's part of four such operands from a tile of 32 k by 32 numbers, a row for each k: of its 16 rows the first
-// eight are four at 16 bytes x place0 and four at 16 bytes x (place0 ^ 5), the others likewise; a lane passes its own.
-// Then the four k and the eight numbers that a warp reads at a time lie in different banks.
+// Loads one warp's A fragments of four K steps from a tile of 32 k x 32 columns of float32, one 128-byte row per k. The
+// warp's 16 rows come from four 16-byte chunks: the first eight from chunks place0 and place0 ^ 5, the others likewise
+// from place1; each lane passes its own chunk. The four k and eight columns that a warp reads at once are in different
+// banks.
 __device__ inline void fragments_of(uint32_t (&fragment)[4][4], const unsigned char* tile, int place0, int place1,
                                     int lane) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// How kernels are launched that ask for more than a grid: before the one ahead has ended, in clusters, all at once.
+// Kernel launches with attributes: programmatic dependent launch (PDL), clusters, cooperative grids; and occupancy.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -14,13 +14,13 @@
 
 namespace matmuls {
 
-// A kernel that tells what all of them were compiled for.
+// An empty kernel whose attributes tell the PTX version that all kernels were compiled for.
 template <int = 0>
 __global__ void version_kernel() {}
 
-// Whether the code that runs here has Hopper's instructions: a later GPU may run the PTX of an earlier one.
+// True if the running code has sm_90 instructions. A later GPU may run the PTX of an earlier architecture.
 inline bool has_sm90_code() {
-  static PerDevice<int> known{};  // a kernel's PTX version; 0: not yet asked
+  static PerDevice<int> known{};  // a kernel's PTX version; 0: not yet queried
   const int device = c10::cuda::current_device();
   int version = known[device].load(std::memory_order_relaxed);
   if (version == 0) {
@@ -31,7 +31,7 @@ inline bool has_sm90_code() {
   return version >= 90 && device_limits(device).major >= 9;
 }
 
-// A launch on the current stream, and what it asks of the GPU beyond a grid.
+// A launch on the current stream with its attributes.
 struct Launch {
   cudaLaunchAttribute attributes[3]{};
   cudaLaunchConfig_t config{};
@@ -45,25 +45,26 @@ struct Launch {
   }
   Launch(const Launch&) = delete;
 
-  // The grid is of clusters of so many blocks.
+  // Groups the grid into clusters of `blocks` blocks.
   void in_clusters(int blocks) {
     ask(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   }
-  // Its blocks start while the last ones of the kernel before work, and wait for them, where the GPU can: a microsecond
-  // between kernels. The kernel must call ptx::griddepcontrol_wait before it reads what that one writes.
+  // Programmatic dependent launch where the GPU supports it: blocks start while the last blocks of the previous kernel
+  // run, which saves a microsecond between kernels. The kernel must call ptx::griddepcontrol_wait before it reads what
+  // that kernel writes.
   void early() {
     if (has_sm90_code())
       ask(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
   }
-  // The GPU starts all of its blocks or none, since they wait for each other.
+  // Cooperative launch: the GPU starts all blocks or none, because they wait for each other.
   void together() { ask(cudaLaunchAttributeCooperative).cooperative = 1; }
 
   template <class... Wanted, class... Given>
   void operator()(void (*kernel)(Wanted...), Given&&... arguments) const {
     C10_CUDA_CHECK(launched(kernel, std::forward<Given>(arguments)...));
   }
-  // Launches blocks that wait for each other. False, and nothing is launched, where they do not all fit: a context (a
-  // green one, MPS) may have fewer multiprocessors than the GPU.
+  // Launches blocks that wait for each other. Returns false, launching nothing, if they cannot all be resident: a
+  // context (green context, MPS) may have fewer multiprocessors than the GPU.
   template <class... Wanted, class... Given>
   [[nodiscard]] bool if_all_fit(void (*kernel)(Wanted...), Given&&... arguments) const {
     const cudaError_t status = launched(kernel, std::forward<Given>(arguments)...);
@@ -96,7 +97,7 @@ void launch_early(void (*kernel)(Wanted...), dim3 grid, dim3 threads, Given&&...
   launch(kernel, std::forward<Given>(arguments)...);
 }
 
-// A kernel may have as much dynamic shared memory as the device has: said once per device.
+// Allows the kernel all of the device's dynamic shared memory; set once per device.
 template <auto kernel>
 void allow_shared_memory() {
   static PerDevice<bool> done{};
@@ -106,17 +107,17 @@ void allow_shared_memory() {
   here.store(true, std::memory_order_release);
 }
 
-// How many blocks of a kernel, or clusters of `ranks` blocks, run at once; 0 where the device has no room for one. The
-// kernel is allowed its shared memory. The answers of the last launches are kept, by all that they depend on: the
-// device, the threads, the blocks of a cluster and the dynamic shared memory.
+// Number of blocks, or of clusters of `ranks` blocks, of a kernel that can be resident; 0 if none fits. Allows the
+// kernel its shared memory. Caches recent results by device, threads, blocks per cluster and dynamic shared memory.
 template <auto kernel>
 int resident(const cudaLaunchConfig_t& launch, int ranks) {
   constexpr int kAnswer = 24, kPlaces = 16;
-  static std::array<std::atomic<uint64_t>, kPlaces> known{};  // a key and its answer
+  static std::array<std::atomic<uint64_t>, kPlaces> known{};  // key << kAnswer | result
   const auto* const function = reinterpret_cast<const void*>(kernel);
   const int device = c10::cuda::current_device();
-  const uint64_t shared = (launch.dynamicSmemBytes + 15) / 16;  // shared memory is given out by 128 bytes
-  if (shared >= 1 << 15) return 0;                              // half a megabyte
+  // In units of 16 bytes; shared memory is allocated in units of 128 bytes.
+  const uint64_t shared = (launch.dynamicSmemBytes + 15) / 16;
+  if (shared >= 1 << 15) return 0;  // half a megabyte
   const uint64_t key = static_cast<uint64_t>(device + 1) << 32 |
                        static_cast<uint64_t>(launch.blockDim.x * launch.blockDim.y) << 20 |
                        static_cast<uint64_t>(ranks) << 15 | shared;
@@ -132,10 +133,10 @@ int resident(const cudaLaunchConfig_t& launch, int ranks) {
   return is_simulated() ? blocks_that_fit_simulated(function, launch, ranks, fit) : fit;
 }
 
-// Clusters of so many blocks, 8 at most, that run at once; 0 where none does. The kernel is allowed its shared memory.
+// Number of clusters of `blocks` (at most 8) that can be resident; 0 if none. Allows the kernel its shared memory.
 template <auto kernel, int threads, int shared>
 int clusters_at_once(int blocks) {
-  static std::array<PerDevice<int>, 9> known{};  // the answer and 1
+  static std::array<PerDevice<int>, 9> known{};  // result + 1; 0: unknown
   auto& here = known[blocks][c10::cuda::current_device()];
   const int last = here.load(std::memory_order_acquire);
   if (last > 0 && !is_simulated()) return last - 1;

@@ -1,11 +1,11 @@
-// Instructions that CUDA C++ has no name for.
+// Wrappers of PTX instructions that have no CUDA C++ function.
 #pragma once
 
 #include <cstdint>
 
 namespace matmuls::ptx {
 
-// 2^x and 1/x to 2 units in the last place, one instruction each: denormals flush, which spares the scaling around it.
+// 2^x and 1/x to 2 ulp, one instruction each. Denormals flush to zero, which avoids scaling code.
 __device__ inline float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -17,26 +17,28 @@ __device__ inline float reciprocal_approx(float x) {
   return y;
 }
 
-// Bits that are 1 from number n on: all of them if n is below 0, none if it is beyond 31.
+// A word whose bits are 1 from bit n up: all of them for n < 0, none for n > 31.
 __device__ inline uint32_t ones_from(int n) {
   uint32_t bits;
   asm("shl.b32 %0, %1, %2;" : "=r"(bits) : "r"(~0u), "r"(max(n, 0)));
   return bits;
 }
 
-// The compiler forgets what it knows of a word: numbers unpacked from it are unpacked again rather than kept.
+// Makes a word opaque to the compiler: numbers unpacked from it are unpacked again instead of kept in registers.
 __device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
 __device__ inline void forget(int& word) { asm volatile("" : "+r"(word)); }
 
-// The same of an address: one instruction then adds a column to it, where it would be put together anew for each.
+// The same for an address: the compiler then adds a column offset to it in one instruction instead of recomputing the
+// whole address.
 template <class T>
 __device__ inline void forget(T*& address) {
   asm volatile("" : "+l"(address));
 }
 
-// What the L2 gives up last or first of what is read. Last where it is too small for all of it, so that what is written
-// leaves it as it comes: of a copy 4.28 TB/s, with equal ranks 4.12, the other way round 4.0 to 4.1, by what other
-// kernels left there (H200). First where it is not: 128x128 rows of 64x12 at 3.86 TB/s for 3.70.
+// L2 eviction priority of reads: evict_last (staying) or evict_first. evict_last if the data exceeds the L2, so that
+// written lines are evicted as they come: a copy runs at 4.28 TB/s, 4.12 with equal priorities, 4.0 to 4.1 the other
+// way round, depending on what other kernels left in the L2 (H200). evict_first if the data fits: 128x128 rows of 64x12
+// run at 3.86 TB/s instead of 3.70.
 using L2Policy = uint64_t;
 __device__ inline L2Policy l2_policy(bool staying) {
 #if __CUDA_ARCH__ >= 900
@@ -48,7 +50,7 @@ __device__ inline L2Policy l2_policy(bool staying) {
   return 0;
 #endif
 }
-// 16 bytes where they are `there`, else 0, without a branch.
+// Loads 16 bytes if `there`, else 0, without a branch.
 __device__ inline uint4 load_if(bool there, const uint4* from, [[maybe_unused]] L2Policy policy) {
   uint4 w{};
 #if __CUDA_ARCH__ >= 900
@@ -64,7 +66,7 @@ __device__ inline uint4 load_if(bool there, const uint4* from, [[maybe_unused]] 
 #endif
   return w;
 }
-// 4 or 2 bytes, without a branch; 0 where they are not `there`.
+// Loads 4 or 2 bytes if `there`, else 0, without a branch.
 __device__ inline uint32_t load_if(bool there, const uint32_t* from) {
   uint32_t word = 0;
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p ld.global.b32 %0, [%1];\n\t}"
@@ -90,7 +92,8 @@ __device__ inline uint32_t load_if(bool there, const uint16_t* from) {
                : "l"(from), "r"(static_cast<int>(there)));
   return word;
 }
-// A number that nobody writes meanwhile and that is used once or soon again: the first that the L1 gives up.
+// Read-only load (ld.global.nc) with L1::evict_first, for values that no kernel writes meanwhile and that are used once
+// or again soon.
 template <class T>
 __device__ inline T load_first_out(const T* from) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
@@ -103,7 +106,7 @@ __device__ inline T load_first_out(const T* from) {
     asm("ld.global.nc.L1::evict_first.b64 %0, [%1];" : "=l"(reinterpret_cast<uint64_t&>(x)) : "l"(from));
   return x;
 }
-// 16 bytes that somebody reads soon; and such as leave the L1 and, before others, the L2.
+// Stores 16 bytes: `store` for data that is read soon, `store_once` without allocation in L1.
 __device__ inline void store(void* to, uint4 w) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
 }
@@ -119,13 +122,13 @@ __device__ inline uint32_t shared_address(const void* shared) {
 __device__ inline void store_shared(uint32_t to, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
-// Its lower half.
+// Stores the lower half of word.
 __device__ inline void store_shared_half(uint32_t to, uint32_t word) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
-// 16 bytes on their way from memory to shared memory. They make a group with those before, which this thread alone may
-// read after wait_ahead(). The L2 gets the `around` bytes around them: norms of 8191 bfloat16 columns 1 to 2.5 %
-// faster (H200).
+// cp.async of 16 bytes to shared memory. Copies up to end_group_ahead() form a group; only this thread may read it
+// after wait_ahead(). The L2 prefetches the `around` bytes that contain them: 256 makes norms of 8191 bfloat16 columns
+// 1 to 2.5 % faster (H200).
 template <int around = 128>
 __device__ inline void copy_ahead(void* shared, const void* from) {
 #if __CUDA_ARCH__ >= 800
@@ -140,7 +143,7 @@ __device__ inline void copy_ahead(void* shared, const void* from) {
   *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
 #endif
 }
-// The same under a policy for the L2.
+// The same with an L2 policy.
 __device__ inline void copy_ahead(void* shared, const void* from, [[maybe_unused]] L2Policy policy) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
@@ -150,7 +153,7 @@ __device__ inline void copy_ahead(void* shared, const void* from, [[maybe_unused
   copy_ahead(shared, from);
 #endif
 }
-// The same for 4 bytes.
+// cp.async of 4 bytes.
 __device__ inline void copy_word_ahead(uint32_t* shared, const uint32_t* from) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(from) : "memory");
@@ -163,7 +166,7 @@ __device__ inline void end_group_ahead() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// For all but the last n groups, 3 at most.
+// Waits for all but the last n groups, n <= 3.
 __device__ inline void wait_ahead(int n) {
 #if __CUDA_ARCH__ >= 800
   if (n == 0)
@@ -177,7 +180,7 @@ __device__ inline void wait_ahead(int n) {
 #endif
 }
 
-// Any number of them that is known when this is compiled.
+// The same for n known at compile time.
 template <int n>
 __device__ inline void wait_ahead() {
 #if __CUDA_ARCH__ >= 800
@@ -185,8 +188,9 @@ __device__ inline void wait_ahead() {
 #endif
 }
 
-// Programmatic dependent launch (launch_early): the next kernel's blocks may start now; wait until the writes of all
-// earlier kernels are visible. Before sm_90 a kernel starts when those before have ended, and both do nothing.
+// Programmatic dependent launch (PDL), for kernels launched by launch_early and those before them.
+// griddepcontrol_launch_dependents: the next kernel's blocks may start. griddepcontrol_wait: all writes of earlier
+// kernels are visible after it. Before sm_90 both do nothing: a kernel starts after the previous one has ended.
 __device__ inline void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -199,11 +203,11 @@ __device__ inline void griddepcontrol_wait() {
 }
 
 #if __CUDA_ARCH__ >= 900
-// ---- counters that blocks meet at
+// ---- counters in global memory that blocks synchronize on
 __device__ inline void add_release(unsigned* counter, unsigned n) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
 }
-// To zero after `last`.
+// Adds 1, or sets the counter to zero if it was `last`.
 __device__ inline void increment(unsigned* counter, unsigned last) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
 }
@@ -223,8 +227,9 @@ __device__ inline unsigned load_acquire(const unsigned* counter) {
   return now;
 }
 
-// ---- clusters: blocks that see each other's shared memory
-// The same variable of another block of the cluster.
+// ---- clusters: blocks that can access each other's shared memory
+//
+// Address of the same shared variable in another block of the cluster.
 __device__ inline uint32_t address_in(const void* shared, unsigned block) {
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(shared)), "r"(block));
@@ -240,15 +245,16 @@ __device__ inline unsigned cluster_blocks() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
   return blocks;
 }
-// Every thread of every block arrives, and waits for all to have arrived.
+// cluster_arrive, then cluster_wait: every thread of every block of the cluster arrives and waits for all.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// The same for who has written nothing that others read, new barriers apart: without a fence of all memory.
+// Arrives without a memory fence: for threads that have written nothing that others read, except new barriers.
 __device__ inline void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// A barrier that counts arrivals and bytes: `expect` them and arrive, `send` adds those that it brings, `wait` for all.
+// mbarrier that counts arrivals and bytes: `expect` arrives and adds bytes to expect, `send` delivers bytes, `wait`
+// waits for all.
 __device__ inline void barrier_init(uint64_t* barrier, unsigned arrivals = 1) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }

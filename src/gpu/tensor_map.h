@@ -1,4 +1,4 @@
-// Maps by which Hopper's bulk copies (gpu/hopper.cuh) find tiles of a tensor, made on the host.
+// Makes tensor maps on the host, by which TMA copies (hopper.cuh) address tiles of a tensor.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -15,7 +15,7 @@ namespace matmuls {
 
 using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function, or null where it is too old to have one.
+// The driver's cuTensorMapEncodeTiled, or null if the driver lacks it.
 inline EncodeTensorMap tensor_map_encoder() {
   static const EncodeTensorMap encode = [] {
     void* entry = nullptr;
@@ -27,8 +27,8 @@ inline EncodeTensorMap tensor_map_encoder() {
   return encode;
 }
 
-// Boxes of a tensor of T, the innermost dimension first, whose rows of 128 bytes are swizzled unless told otherwise; 0
-// beyond its ends. strides: in bytes, of all dimensions but the innermost.
+// Tensor map of T elements, innermost dimension first. Rows of 128 bytes are swizzled by default; elements outside the
+// tensor read as 0. strides: in bytes, of all dimensions but the innermost.
 template <class T, int rank>
 CUtensorMap tensor_map(const char* name, const void* data, const cuuint64_t (&sizes)[rank],
                        const cuuint64_t (&strides)[rank - 1], const cuuint32_t (&box)[rank],

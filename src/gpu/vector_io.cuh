@@ -1,4 +1,4 @@
-// Device helpers: numbers as memory holds them.
+// Vector loads, stores and conversions of device code, and small arithmetic helpers.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -21,7 +21,7 @@ struct alignas(sizeof(T) * V) Vec {
   T at[V];
 };
 
-// V numbers as the words that hold them: 16-bit numbers take half a register each.
+// V elements packed in 32-bit words; 16-bit elements take half a word each.
 template <class T, int V>
 struct Words {
   static constexpr int kCount = static_cast<int>(V * sizeof(T) + 3) / 4;
@@ -79,7 +79,7 @@ __device__ Words<T, 1> load_one(const T* from) {
   }
   return words;
 }
-// One number, or the 16 bytes of V at an address that is a multiple of 16, where they are `there`, else 0.
+// Loads one element, or V elements of 16 bytes from a 16-byte aligned address, if `there`; else 0.
 template <class T, int V>
 __device__ Words<T, V> load_if(bool there, const T* from, ptx::L2Policy policy) {
   if constexpr (V * sizeof(T) == 16) {
@@ -101,7 +101,7 @@ __device__ void store_once(T* to, const Words<T, V>& words) {
   ptx::store_once(to, {words.at[0], words.at[1], words.at[2], words.at[3]});
 }
 
-// V floats to an address that is a multiple of 16.
+// Stores V floats to a 16-byte aligned address.
 template <int V>
 __device__ void store_floats(float* to, const float (&values)[V]) {
 #pragma unroll
@@ -118,10 +118,10 @@ __device__ W load_word(const W* from) {
     return *from;
 }
 
-// bytes, a multiple of 4 up to 16 or of 16, from an address that is a multiple of them or of 16. constant: nobody
-// writes them while the kernel runs, and such loads may move past stores; ptxas moves them before the wait for the
-// kernel ahead too, so not what that one may have written, unless something that is loaded otherwise says where they
-// lie.
+// Loads `bytes` (4, 8, or a multiple of 16) from an address aligned to min(bytes, 16). constant: the data is not
+// written while the kernel runs; the load (ld.global.nc) may move past stores. ptxas moves it even before
+// griddepcontrol.wait, so do not use it for data that the previous kernel may have written, unless its address comes
+// from a normal load.
 template <int bytes, bool constant = true>
 __device__ void load_words(const void* from, uint32_t (&words)[bytes / 4]) {
   if constexpr (bytes == 4) {
@@ -138,8 +138,8 @@ __device__ void load_words(const void* from, uint32_t (&words)[bytes / 4]) {
   }
 }
 
-// From any address, of the aligned words in which they lie, and of the last of those only what is asked for: memory may
-// end there.
+// Loads from an unaligned address by the aligned words that contain the data. Reads only the needed bytes of the last
+// word: memory may end there.
 template <class T, int words>
 __device__ void load_anywhere(const T* from, uint32_t (&at)[words]) {
   const auto address = reinterpret_cast<uintptr_t>(from);
@@ -162,7 +162,7 @@ __device__ void load_anywhere(const T* from, uint32_t (&at)[words]) {
   }
 }
 
-// Of a vector the first n numbers alone, 0 instead of the others.
+// Keeps the first n elements of a vector and zeroes the others.
 template <class T, int V>
 __device__ void keep_first(int n, Words<T, V>& words) {
 #pragma unroll
@@ -170,16 +170,16 @@ __device__ void keep_first(int n, Words<T, V>& words) {
     words.at[w] &= ~ptx::ones_from(8 * static_cast<int>(sizeof(T)) * n - 32 * w);
 }
 
-// The larger one; NaN only where both are.
+// Maximum; NaN only if both arguments are NaN.
 __device__ inline float larger(float a, float b) { return fmaxf(a, b); }
 __device__ inline double larger(double a, double b) { return fmax(a, b); }
 
-// e^x for a softmax: what differs from 0 in the result differs from it here.
+// e^x for softmax. Every x whose e^x is nonzero in the result is nonzero here.
 constexpr float kLog2e = 1.44269504f;
 __device__ inline float exp_of(float x) { return ptx::exp2_approx(x * kLog2e); }
 __device__ inline double exp_of(double x) { return exp(x); }
 
-// The largest of a warp's whole numbers.
+// Maximum of an integer over the warp.
 template <class I>
 __device__ I largest_of_warp(I x) {
 #if __CUDA_ARCH__ >= 800
@@ -191,7 +191,7 @@ __device__ I largest_of_warp(I x) {
 #endif
 }
 
-// The sum over L lanes that lie side by side, the same bits in every one of them.
+// Sum over L adjacent lanes; all lanes get the same bits.
 template <int L, class F>
 __device__ F sum_of_group(F x) {
 #pragma unroll
@@ -199,7 +199,7 @@ __device__ F sum_of_group(F x) {
   return x;
 }
 
-// x / y to about the last bit, in four instructions.
+// x / y, accurate to about the last bit, in four instructions.
 template <class F>
 __device__ F quotient(F x, F y) {
   if constexpr (sizeof(F) == 8) {

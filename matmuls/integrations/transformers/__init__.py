@@ -1,4 +1,4 @@
-"""Hugging Face models on our products. Importing this imports transformers (5.17 or later)."""
+"""Hugging Face models on the products of matmuls. Importing this imports transformers (5.17 or later)."""
 
 from .optimized import Difference, Optimized, VerificationError, optimize, verify
 from .registered import attention, attention_mask, register

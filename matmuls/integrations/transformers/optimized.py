@@ -1,4 +1,4 @@
-"""Encoder layers for inference: fewer kernels, most of them over memory that is there already."""
+"""Optimized encoder layers for inference: fewer kernels, most of them in place."""
 
 import inspect
 import sys
@@ -26,13 +26,14 @@ from matmuls.rowwise import layer_norm_
 from . import registered
 from .taken import attending, takes
 
-CHUNK_BYTES = 24 << 20  # of q, k and v, or of a feed-forward's inner rows, at a time; less is launches, not memory
-CHUNK_STATES = 3  # or so many times the hidden states: q, k and v in one, BERT's inner rows in two
+# Bytes of q, k and v, or of a feed-forward's intermediate rows, at a time. Less adds launches and saves no memory.
+CHUNK_BYTES = 24 << 20
+CHUNK_STATES = 3  # or this multiple of the hidden states: q, k and v in one piece, BERT's intermediate rows in two
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where a layer keeps its parts: paths from the layer, of q, k and v from its attention."""
+    """Where a layer keeps its parts: attribute paths from the layer; those of q, k and v from its attention."""
 
     attention: str
     qkv: tuple[str, str, str]
@@ -53,7 +54,7 @@ BERT = Family(
     activation="intermediate.intermediate_act_fn",
     down="output.dense",
 )
-FAMILIES = {  # by the model's folder in transformers and the class of its layer
+FAMILIES = {  # by the model's folder in transformers and the layer's class
     **{f"{name.lower()}.{name}Layer": BERT for name in ("Bert", "Camembert", "Electra", "Roberta")},
     "xlm_roberta.XLMRobertaLayer": BERT,
     "distilbert.TransformerBlock": Family(
@@ -76,15 +77,15 @@ FAMILIES = {  # by the model's folder in transformers and the class of its layer
         norm_first=True,
     ),
 }
-MODELS = {  # which hand the embeddings, and each layer's output, to the next layer and to nobody else
+MODELS = {  # models that pass the embeddings, and each layer's output, only to the next layer
     *(f"{name.lower()}.{name}Model" for name in ("Bert", "Camembert", "Electra", "Roberta")),
     "xlm_roberta.XLMRobertaModel",
     "distilbert.DistilBertModel",
     "vit.ViTModel",
 }
-PLAIN = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)  # in a layer, beside transformers' own
-TENSORS = (nn.Parameter, Tensor)  # of numbers, as every kernel reads them
-EPILOGUES = {  # what `matmul` has in its epilogue; any other activation is called
+PLAIN = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)  # allowed in a layer, plus transformers' own
+TENSORS = (nn.Parameter, Tensor)  # types whose data kernels can read directly
+EPILOGUES = {  # activations in `matmul`'s epilogue; any other is called
     activations.GELUActivation: "gelu",
     activations.NewGELUActivation: "gelu_tanh",
     activations.GELUTanh: "gelu_tanh",
@@ -95,12 +96,12 @@ OTHER_INPUTS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_val
 
 
 class VerificationError(RuntimeError):
-    """The optimized model's outputs are further from stock's than the tolerance."""
+    """The optimized model's outputs differ from stock's by more than the tolerance."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference from stock, as a share of stock's largest magnitude where that is above 1."""
+    """Largest difference from stock, relative to stock's largest magnitude if that is above 1."""
 
     hidden_states: float
     attentions: float | None  # None: the model returns none
@@ -109,18 +110,20 @@ class Difference:
 
 @dataclass
 class Optimized:
-    """What `optimize` changed. `left`: modules with weights that it did not, and why. `undo()` takes all of it back."""
+    """What `optimize` changed. `left`: modules with weights that it did not change, and why. `undo()` reverts
+    everything."""
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     _models: list[nn.Module] = field(default_factory=list, repr=False)
 
-    @torch.inference_mode(False)  # parameters made there never train again
+    @torch.inference_mode(False)  # parameters created in inference mode can never train
     def undo(self) -> None:
-        """Every layer as it was: forward methods, and for each parameter, the same object all the time, own memory. A
-        layer around which somebody has put a forward since stays in `layers`, for another undo() once that is gone."""
+        """Restores every layer: its forward methods, and separate memory for each parameter, which stays the same
+        object. A layer whose forward has since been wrapped stays in `layers`, for another undo() once the wrapper
+        is gone."""
         for model in self._models:
-            if _is_ours(model):  # not one that somebody has put there since
+            if _is_ours(model):  # not one that replaced ours since
                 _remove(model)
         self._models.clear()
         for name, layer in list(self.layers.items()):
@@ -143,27 +146,27 @@ class Optimized:
 def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
     """Make the encoder layers of a Hugging Face model ready for inference; returns a handle with `undo()`.
 
-    Known: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ViT, bare or under any head. With grad disabled
-    and the model in eval mode a layer then computes q, k and v as one product, residual and layer norm in place, and
-    bias and activation in the product's epilogue; at most chunk_bytes of q, k and v (where sdpa or "custom_mm" is the
-    model's attention, which stays what it is) and of the feed-forward network's inner rows at a time: unless given 24
-    MiB, or three times the hidden states or half of the layer's probabilities if those are more. The output projection
-    goes over its input or, of several pieces, into its place. Inside a whole model a layer writes over the hidden
-    states that it is given, unless they are to be returned or hooks of yours stand around the layers. In any other call
-    (gradients, training, autocast, torch.compile, caches, hooks of yours inside a layer) the stock code runs and gives
-    what it always gave.
+    Supported: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ViT, bare or under any head. With grad
+    disabled and the model in eval mode, a layer then computes q, k and v in one product, residual and layer norm in
+    place, and bias and activation in the product's epilogue. It holds at most chunk_bytes of q, k and v (if the model's
+    attention, which stays unchanged, is sdpa or "custom_mm") and of the feed-forward network's intermediate rows at a
+    time. Default: the largest of 24 MiB, three times the hidden states, and half of the layer's probabilities. The
+    output projection is written over its input or, with several pieces, into its place. Inside a whole model a layer
+    writes over the hidden states that it receives, unless they are to be returned or you have hooks around the layers.
+    In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the stock code
+    runs, with unchanged results.
 
-    The weights of q, k and v come to lie one after the other: no memory beyond one layer's while that happens. What is
-    not known stays as it is and stands in the handle's `left`. Optimize after moving the model: `.to()` pulls q, k and
-    v apart again, and they become three products. `undo()` before a tool saves it that looks at what shares memory
-    (safetensors.torch.save_model, Accelerator.save_model): it would leave out k and v.
+    The weights of q, k and v are moved next to each other, which temporarily takes the memory of one layer's.
+    Unsupported modules stay unchanged and are listed in the handle's `left`. Optimize after moving the model: `.to()`
+    separates q, k and v again, and they become three products. Call `undo()` before saving with a tool that checks for
+    shared memory (safetensors.torch.save_model, Accelerator.save_model): it would leave out k and v.
     """
     handle = Optimized()
     plans = [
         (name, layer, _Plan.of(layer, FAMILIES[_kind(layer)], chunk_bytes))
         for name, layer in model.named_modules()
         if _kind(layer) in FAMILIES
-    ]  # all of them before anything is changed
+    ]  # all plans before anything is changed
     for name, layer, plan in plans:
         if isinstance(plan, str):
             handle.left[name] = f"{type(layer).__name__} ({plan})"
@@ -178,7 +181,7 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
         if chain:
             signature = inspect.signature(whole.forward)
             _install(whole, partial(_model, whole, chain))
-            whole.forward.__signature__ = signature  # asked for by whoever passes arguments on
+            whole.forward.__signature__ = signature  # read by code that forwards arguments
             handle._models.append(whole)
     inside = {id(m) for layer in handle.layers.values() for m in layer.modules()}
     for name, module in model.named_modules():
@@ -192,13 +195,13 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
 
 @torch.no_grad()
 def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None = None) -> Difference:
-    """Run a batch through the model as it is and as stock with eager attention; compare what they return.
+    """Run a batch through the model as it is and as stock with eager attention, and compare the outputs.
 
-    Hidden states of all layers, the first result of a call that returns none of them and, where the model returns
-    them, attentions, each at the tokens that batch["attention_mask"] keeps. tolerance: unless given 1e-10 for float64,
-    1e-4 for float32, 2e-2 for float16, 1e-1 for bfloat16. Raises VerificationError, which has the figures, where the
-    difference is larger or not a number, and where the model has no layer of `optimize` and no module that calls an
-    attention function of `register`: it would be compared with itself.
+    Compares hidden states of all layers, the first output of a call that returns none of them and, if the model returns
+    them, attentions, each at the tokens kept by batch["attention_mask"]. tolerance: by default 1e-10 for float64, 1e-4
+    for float32, 2e-2 for float16, 1e-1 for bfloat16. Raises VerificationError, with the figures, if the difference is
+    larger or NaN, and if the model has no layer changed by `optimize` and no module that calls an attention function of
+    `register`: it would be compared with itself.
     """
     if not any(_is_ours(m) for m in model.modules()) and not _attends(model):
         raise VerificationError(
@@ -213,7 +216,7 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
     model.eval()
     try:
         ours = _results(model(**batch, **wanted))
-        ours["hidden_states"] += (model(**batch)[0],)  # layers write over their input then
+        ours["hidden_states"] += (model(**batch)[0],)  # in such a call layers write over their input
         forwards = {m: m.__dict__.pop("forward") for m in model.modules() if _is_ours(m)}
         try:
             with attending(model, "eager"):
@@ -235,7 +238,7 @@ def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None =
 
 
 def _attends(model: nn.Module) -> bool:
-    """Whether a module calls an attention function of `register`."""
+    """True if a module calls an attention function made by `register`."""
     for name in takes(model).modules:
         config = getattr(model.get_submodule(name), "config", getattr(model, "config", None))
         if registered.is_ours(ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None))):
@@ -250,7 +253,7 @@ def _results(output: Any) -> dict[str, tuple[Tensor, ...]]:
 def _difference(ours: tuple[Tensor, ...], stock: tuple[Tensor, ...], kept: Tensor | None) -> float:
     worst = 0.0
     for x, y in zip(ours, stock, strict=True):
-        # [B, S] beside [B, S, hidden] or [B, H, S, S], which may be a decoder's
+        # mask [B, S] for x [B, S, hidden] or [B, H, S, S]; x may belong to a decoder, with other sizes
         if kept is not None and x.dim() > 2 and kept.shape == (x.size(0), x.size(-2)):
             x, y = (t.movedim(-2, 1)[kept.bool()] for t in (x, y))
         x, y = x.double(), y.double()
@@ -276,12 +279,12 @@ class _Plan:
     forward: Callable[..., Any]  # the layer's own
     chunk_bytes: int | None
     inside: tuple[tuple[dict[str, Any], str, nn.Module, type, Callable[..., Any]], ...]
-    weighted: tuple[dict[str, Tensor | None], ...]  # the parameters of its linears and norms
+    weighted: tuple[dict[str, Tensor | None], ...]  # parameters of its linears and norms
     methods: tuple[tuple[type, str, FunctionType], ...]  # of transformers' classes
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family, chunk_bytes: int | None) -> "_Plan | str":
-        """The plan, or why there is none."""
+        """The plan, or the reason why there is none."""
         try:
             attention = layer.get_submodule(family.attention)
             activation = layer.get_submodule(family.activation)
@@ -337,14 +340,15 @@ class _Plan:
         )
 
     def room(self, hidden_states: Tensor, probabilities: Tensor | None = None) -> int:
-        """Bytes of one step's inner tensor. Two chunks cost 5 % of a feed-forward network's time (H200, bfloat16)."""
+        """Bytes of one step's intermediate tensor. Two chunks cost 5 % of a feed-forward network's time (H200,
+        bfloat16)."""
         if self.chunk_bytes is not None:
             return self.chunk_bytes
         beside = 0 if probabilities is None else probabilities.nbytes // 2
         return max(CHUNK_BYTES, CHUNK_STATES * hidden_states.nbytes, beside)
 
     def applies(self, module: nn.Module, x: Tensor) -> bool:
-        """Inference as planned: nobody trains, watches the inside, or has put another module there."""
+        """True if the planned inference path is valid: no training, no hooks inside, and no module replaced."""
         if (
             torch.is_grad_enabled()
             or modules_of_all._has_any_global_hook()
@@ -355,7 +359,7 @@ class _Plan:
             or type(module).forward is not self.forward
         ):
             return False
-        for parameters in self.weighted:  # of every layer of every forward pass: 8 us in all
+        for parameters in self.weighted:  # checked for every layer of every forward pass: 8 us in all
             weight = parameters.get("weight")
             if weight is None or weight.dtype != x.dtype or type(weight) not in TENSORS:
                 return False
@@ -375,14 +379,14 @@ class _Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Chain:
-    """A model's layers, and its modules but for their insides, each with its place and its own forward, or None."""
+    """A model's layers and the modules around them, each with its place and its own forward, or None."""
 
     plans: frozenset["_Plan"]
     links: tuple[tuple[dict[str, Any], str, nn.Module, Any, Callable[..., Any]], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> "_Chain | None":
-        """None where one of them may keep what it is given: a layer that is not optimized, or somebody's own module."""
+        """None if a module may keep its input: a layer that is not optimized, or a module of unknown origin."""
         layers = [m for m in model.modules() if _kind(m) in FAMILIES]
         inside = {id(m) for layer in layers for m in layer.modules()}
         links = tuple(
@@ -404,11 +408,11 @@ class _Chain:
         return cls(plans, links)
 
     def is_private(self) -> bool:
-        """Whether nobody else sees what one of them hands to the next."""
+        """True if nothing else sees what one module passes to the next."""
         if modules_of_all._has_any_global_hook():
             return False
         for parent, name, m, forward, of_class in self.links:
-            if type(m).forward is not of_class or m._compiled_call_impl is not None:  # which hands on what it made
+            if type(m).forward is not of_class or m._compiled_call_impl is not None:  # may keep its output
                 return False
             if parent.get(name) is not m or m.__dict__.get("forward") is not forward or m._forward_pre_hooks:
                 return False
@@ -417,28 +421,29 @@ class _Chain:
         return True
 
 
-_running: ContextVar[_Chain | None] = ContextVar("running", default=None)  # whose layers may write over their input
+_running: ContextVar[_Chain | None] = ContextVar("running", default=None)  # its layers may write over their input
 
 
 def _kind(module: nn.Module) -> str:
-    """A module's folder in transformers and its class; nothing of one from elsewhere."""
+    """A transformers module as "folder.Class"; "" for other modules."""
     where = type(module).__module__
     return f"{where.split('.')[2]}.{type(module).__name__}" if where.startswith("transformers.models.") else ""
 
 
 def _watched(module: nn.Module) -> bool:
-    """Hooks but transformers' own, which take an attention's probabilities."""
+    """True if it has hooks other than transformers' own, which capture attention probabilities."""
     return any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """Whether `optimize` replaced its forward."""
+    """True if `optimize` replaced its forward."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, partial) and forward.func in (_model, _layer, _attention)
 
 
 def _install(module: nn.Module, forward: Any) -> None:
-    """A forward of this module's own. torch's replicas of it, which get its attributes, have their class's."""
+    """Sets a forward on this module. torch's data-parallel replicas copy its attributes; they get their class's
+    forward."""
     module.forward = forward
     module._replicate_for_data_parallel = partial(_replica, module)  # type: ignore[assignment]
 
@@ -458,10 +463,10 @@ def _plan_of(module: nn.Module) -> _Plan | None:
     return module.__dict__["forward"].args[1] if _is_ours(module) else None
 
 
-@torch.inference_mode(False)  # parameters made there never train again
+@torch.inference_mode(False)  # parameters created in inference mode can never train
 def _lay_together(parameters: list[Tensor | None]) -> None:
-    """Parameters of one shape, one after the other in one piece of memory; they stay the objects that they are. Not
-    those that share theirs with others or may not be written to."""
+    """Moves parameters of one shape next to each other in one storage; they stay the same objects. Skips parameters
+    that share memory with others or must not be written to."""
     given = [p for p in parameters if p is not None]
     if len({p.data_ptr() for p in given}) < len(parameters) or len({p.shape for p in given}) > 1:
         return
@@ -473,7 +478,7 @@ def _lay_together(parameters: list[Tensor | None]) -> None:
 
 
 def _together(parameters: list[Tensor]) -> Tensor | None:
-    """What `_lay_together` made of them, or None if they have been pulled apart."""
+    """The combined tensor of parameters that `_lay_together` has moved, or None if they have been separated again."""
     first, second, third = parameters
     start, step = first.data_ptr(), first.nbytes
     if second.data_ptr() != start + step or third.data_ptr() != start + 2 * step:
@@ -481,7 +486,7 @@ def _together(parameters: list[Tensor]) -> Tensor | None:
     if not (first.is_contiguous() and second.is_contiguous() and third.is_contiguous()):
         return None
     storage = first.untyped_storage()
-    if storage.data_ptr() + storage.nbytes() < start + 3 * step:  # neighbours by chance
+    if storage.data_ptr() + storage.nbytes() < start + 3 * step:  # adjacent by chance, in different storages
         return None
     return first.as_strided((3 * first.size(0), *first.shape[1:]), first.stride())
 
@@ -491,7 +496,7 @@ def _linear(x: Tensor, linear: nn.Linear, activation: str | None = None) -> Tens
 
 
 def _project_(x: Tensor, linear: nn.Linear) -> Tensor:
-    """Over x where the result fits exactly."""
+    """Linear, written over x if the result has x's size."""
     square = linear.in_features == linear.out_features
     return linear_(x, linear.weight, linear.bias) if square else _linear(x, linear)
 
@@ -502,12 +507,12 @@ def _feed_forward(x: Tensor, plan: _Plan) -> Tensor:
 
 
 def _is_stock_gelu(activation: nn.Module) -> bool:
-    """Not the variants in Python, which round elsewhere."""
+    """False for the variants written in Python, which round at other steps."""
     return not inspect.ismethod(getattr(activation, "act", None))
 
 
 def _model(model: nn.Module, chain: _Chain, *args: Any, **kwargs: Any) -> Any:
-    """A whole model's forward. Its layers may write over their input where nobody sees that."""
+    """A whole model's forward. Its layers may write over their input if that cannot be observed."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not chain.is_private():
         return type(model).forward(model, *args, **kwargs)
     before = _running.set(chain)
@@ -525,11 +530,11 @@ def _layer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A layer's forward. hidden_states are written over where `_model` allows it and nobody captures them."""
+    """A layer's forward. Writes over hidden_states if `_model` allows it and they are not captured."""
     others = [*args, *(kwargs.get(name) for name in OTHER_INPUTS)]
     if any(x is not None for x in others) or not plan.applies(layer, hidden_states):
         if not torch.compiler.is_compiling():
-            _running.set(None)  # what runs now may keep what it returns
+            _running.set(None)  # modules called from here may keep what they return
         return type(layer).forward(layer, hidden_states, attention_mask, *args, **kwargs)
     for name in OTHER_INPUTS:
         kwargs.pop(name, None)
@@ -545,7 +550,7 @@ def _layer(
         layer_norm_(x, first.weight, first.bias, first.eps, residual=other)
     del other
     room, up, down = plan.room(x, probabilities), plan.up, plan.down
-    del probabilities  # eager attention makes them for nobody
+    del probabilities  # eager attention returns them even if not requested
     if plan.epilogue and not plan.norm_first:
         return feed_forward_(
             x,
@@ -578,7 +583,7 @@ def _attention(
     planned: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """A self-attention's forward when `_layer` calls it: the projected context, and the probabilities or None."""
+    """A self-attention's forward when called by `_layer`: the projected context, and the probabilities or None."""
     if not planned:
         return type(attention).forward(attention, hidden_states, attention_mask, **kwargs)
     batch, length, _ = hidden_states.shape
@@ -604,13 +609,13 @@ def _attention(
             mask = mask[part] if mask is not None and mask.dim() == 4 and mask.size(0) > 1 else mask
         qkv = _qkv(some, plan, heads)
         if not strided:
-            qkv = qkv.contiguous()  # they lie there twice for a moment
+            qkv = qkv.contiguous()  # a temporary second copy
         given = {} if into is None else {"into": into}
         context, weights = function(attention, *qkv.unbind(0), mask, **kwargs, **given)
-        del qkv  # before the next part's is made
+        del qkv  # free before the next part
         context = context.flatten(2)
         if x is None:
-            # over the context, which somebody else's function may keep
+            # write over the context, unless the function is not ours and may keep it
             stock = function is eager and eager.__module__.startswith("transformers.")
             project = _project_ if ours or sdpa or stock else _linear
             return project(context, projection), weights
@@ -620,7 +625,7 @@ def _attention(
 
 
 def _qkv(x: Tensor, plan: _Plan, heads: int) -> Tensor:
-    """q, k and v of [B, S, hidden] as one tensor [3, B, H, S, D]: of one product where their weights allow it."""
+    """q, k and v of [B, S, hidden] as one tensor [3, B, H, S, D], in one product if the weights are adjacent."""
     weight = _together([m.weight for m in plan.qkv])
     biases = [m.bias for m in plan.qkv if m.bias is not None]
     bias = _together(biases) if len(biases) == 3 else None

@@ -14,18 +14,18 @@ from transformers.utils.import_utils import is_tracing
 
 from matmuls.attention import attend
 
-# What a model hands to its attention function that this one does not do: capped scores, sinks, a paged cache, keys that
-# are chosen for each query.
+# Arguments of attention functions that this one does not support: capped scores, sinks, a paged cache, keys selected
+# per query.
 REFUSED = "softcap", "s_aux", "sinks", "cache", "indices", "block_indices"
 
 
 def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> None:
-    """Register `attention` and its mask function under one name: `model.set_attn_implementation(name)` then uses both.
+    """Register `attention` and its mask function under one name; `model.set_attn_implementation(name)` then uses both.
 
-    Without its mask function transformers would drop the padding mask without a word. sdpa: torch's
-    scaled_dot_product_attention stands in wherever nobody asks for probabilities; False: every module gets them, as
-    with "eager". recompute: backward makes the scores again and keeps none of them. Several names may be registered.
-    `takes(model)` says whether a model calls the function: some classes compute attention themselves, whatever is set.
+    Without its mask function transformers would silently drop the padding mask. sdpa: True uses torch's
+    scaled_dot_product_attention whenever probabilities are not requested; False returns them to every module, as
+    "eager" does. recompute: backward recomputes the scores and saves none of them. Several names may be registered.
+    `takes(model)` tells whether a model calls the function: some classes compute attention themselves, whatever is set.
     """
     AttentionInterface.register(name, partial(attention, sdpa=sdpa, recompute=recompute))
     AttentionMaskInterface.register(name, attention_mask)
@@ -43,12 +43,13 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """True where a key may be attended to: [B, 1, 1, K] for padding alone, [B, 1, Q, K] for any other pattern.
+    """Bool mask, True where a key may be attended to: [B, 1, 1, K] for padding only, [B, 1, Q, K] for any other
+    pattern.
 
-    None where every query sees every key, or, in a causal module of as many queries as keys, every key up to its own.
-    What "eager" has, to be added to scores, for a model that transformers does not say can take such masks: its layers
-    may do so themselves, or not say that they are causal. The arguments are those that transformers.masking_utils
-    passes.
+    None if every query sees every key or, in a causal module with as many queries as keys, every key up to its own. For
+    models that transformers does not mark as supporting such masks, returns the additive mask of "eager": their layers
+    may build masks themselves, or not declare that they are causal. The arguments are those that
+    transformers.masking_utils passes.
     """
     all_of_it: dict[str, Any] = {
         "batch_size": batch_size,
@@ -69,16 +70,17 @@ def attention_mask(
         if attention_mask is None and allow_is_bidirectional_skip:
             return None
         if attention_mask is not None and attention_mask.shape == (batch_size, kv_length):
-            # reading it waits for the GPU once a forward pass, as stock does: without a mask sdpa is twice as fast
+            # reading the mask synchronizes with the GPU once per forward pass, as in stock: without a mask sdpa is
+            # twice as fast
             if allow_is_bidirectional_skip and not is_tracing(attention_mask) and attention_mask.all():
                 return None
             return attention_mask.bool()[:, None, None, :]
-    # Of more keys than queries, as in a static cache, the queries are not always the last: a mask says which they are.
+    # With more keys than queries (static cache) the queries are not always the last ones: a mask tells which they are.
     last = q_length == kv_length or (isinstance(q_offset, int) and q_length == 1 == kv_length + kv_offset - q_offset)
     return sdpa_mask(**all_of_it | ({} if last else {"allow_is_causal_skip": False}))
 
 
-@torch.compiler.assume_constant_result  # it imports a module at its first call, which torch.compile does not trace
+@torch.compiler.assume_constant_result  # its first call imports a module, which torch.compile does not trace
 def _takes_sdpa_masks(config: type) -> bool:
     return _all_take_sdpa_masks(config)
 
@@ -104,18 +106,18 @@ def attention(
     into: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores by cuBLAS, scaled_masked_softmax over them, context by cuBLAS; or sdpa where nobody sees the difference.
+    """Scores by cuBLAS, scaled_masked_softmax over them, context by cuBLAS; or sdpa if the result is the same.
 
-    Returns the context [B, Q, H, D] and the probabilities [B, H, Q, K], before dropout, or None in their place where
-    `sdpa` allows it and neither the call nor the model's configuration asks for them.
+    Returns the context [B, Q, H, D] and the probabilities [B, H, Q, K] before dropout, or None instead if `sdpa` allows
+    it and neither the call nor the model's configuration requests them.
 
-    query: [B, H, Q, D]; key, value: [B, H, K, D], or with fewer heads that H is a multiple of. attention_mask: bool,
+    query: [B, H, Q, D]; key, value: [B, H, K, D], or with fewer heads, of which H is a multiple. attention_mask: bool,
     True where a key may be attended to, or float, added to the scores; any shape that broadcasts to [B, H, Q, K]. None
-    in a module that is_causal: queries see no later key; fewer queries than keys are the last ones. position_bias,
-    where a model has one, is added to the scaled scores. recompute, into: as `matmuls.attention.attend` has them.
+    in a module with is_causal: queries see no later key; if there are fewer queries than keys, they are the last ones.
+    position_bias, if a model has one, is added to the scaled scores. recompute, into: as in `matmuls.attention.attend`.
 
-    Raises NotImplementedError for a model with attention sinks, capped scores, a paged cache or keys that are chosen
-    for each query, TypeError and RuntimeError on a mask that does not fit.
+    Raises NotImplementedError for a model with attention sinks, capped scores, a paged cache or keys selected per
+    query, TypeError and RuntimeError on a mask that does not match.
     """
     for name in REFUSED:
         if kwargs.get(name) is not None:
@@ -125,7 +127,7 @@ def attention(
     _check_mask(attention_mask, query, key)
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
     is_causal = kwargs.pop("is_causal", None)
-    # a module that does not say is BERT's kin (LayoutLM, Splinter), where transformers' sdpa would take it for causal
+    # modules without is_causal are related to BERT (LayoutLM, Splinter); transformers' sdpa would treat them as causal
     is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     queries, keys = query.size(2), key.size(2)
     causal = bool(is_causal) and attention_mask is None and queries > 1
@@ -160,35 +162,35 @@ def attention(
 
 
 def wants_probabilities(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether this forward pass returns attentions: by its argument, what is being captured, or the configuration."""
+    """True if this forward pass returns attentions: by its argument, what is being captured, or the configuration."""
     if kwargs.get("output_attentions"):
         return True
     captured = _captured()
     if captured is None:
         return bool(getattr(getattr(module, "config", None), "output_attentions", False))
-    # for models that do not pass the argument down; who captures has looked into the configuration
+    # for models that do not pass the argument down; transformers' capturing has read the configuration
     return any("attentions" in key for key in captured)
 
 
 def captures_hidden_states() -> bool:
-    """Whether this forward pass returns hidden states of layers."""
+    """True if this forward pass returns hidden states of layers."""
     return any("hidden_states" in key for key in _captured() or ())
 
 
 def _captured() -> Collection[str] | None:
-    """What transformers' hooks collect now; None outside of models that collect anything."""
+    """What transformers' hooks currently capture; None outside of models that capture anything."""
     collector = output_capturing._active_collector
     captured: Collection[str] | None = collector.global_var if torch.compiler.is_compiling() else collector.get()
     return captured
 
 
 def gives_probabilities(function: Any, module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether an attention function is ours and will return probabilities."""
+    """True if an attention function is ours and will return probabilities."""
     return is_ours(function) and (not function.keywords["sdpa"] or wants_probabilities(module, kwargs))
 
 
 def is_ours(function: Any) -> bool:
-    """Whether `register` made it."""
+    """True if `register` made it."""
     return isinstance(function, partial) and function.func is attention
 
 
@@ -206,5 +208,5 @@ def _check_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tenso
 
 
 def _masking(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """From True for what may be attended to, to True for what may not."""
+    """Inverts a mask: from True = may be attended to, to True = masked."""
     return ~mask if mask is not None and mask.dtype == torch.bool else mask

@@ -1,4 +1,4 @@
-"""Which attention modules of a model call the attention function that is set for it."""
+"""Finds the attention modules of a model that call the attention function set for it."""
 
 import inspect
 from collections import Counter
@@ -15,13 +15,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from . import registered
 
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # of transformers, where a module looks for the function by its name
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # where transformers' modules look up the function by name
 _COUNTING = "custom_mm_counting"
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The attention modules of a model by name, with their classes: those that call the function that is set, and those
+    """The attention modules of a model by name, with their classes: those that call the configured function, and those
     that compute attention themselves, whatever is set."""
 
     modules: dict[str, str]
@@ -39,16 +39,16 @@ class Taken:
 
 
 def takes(model: nn.Module, batch: dict[str, Tensor] | None = None) -> Taken:
-    """Which modules call the attention function that `model.set_attn_implementation` names. False if none does.
+    """The modules that call the attention function named by `model.set_attn_implementation`. False if none does.
 
-    Found in the code of the modules' classes, without a forward pass: those that do not look the function up (MPNet,
-    DeBERTa) ignore the setting, with a warning at most. batch: arguments of one forward pass, in which the calls are
-    counted instead; the model's own setting is as before afterwards.
+    Found in the code of the modules' classes, without a forward pass: modules that do not look up the function (MPNet,
+    DeBERTa) ignore the setting, at most with a warning. batch: arguments of one forward pass, in which the calls are
+    counted instead; the model's own setting is restored afterwards.
     """
     called = set(_looking(model)) if batch is None else _calling(model, batch)
     names = {m: name for name, m in model.named_modules()}
     ignoring = [m for m in names if "Attention" in type(m).__name__ and next(m.parameters(), None) is not None]
-    # one that holds, or lies in, another that calls or computes is no attention of its own
+    # a module that contains, or lies in, one that calls or computes attention is no attention module of its own
     holds = {m: set(m.modules()) for m in (*ignoring, *called)}
     inside = {x for m in called for x in holds[m]}
     ignoring = [m for m in ignoring if m not in inside and not holds[m] & called]
@@ -58,7 +58,7 @@ def takes(model: nn.Module, batch: dict[str, Tensor] | None = None) -> Taken:
 
 @contextmanager
 def attending(model: nn.Module, name: str) -> Iterator[None]:
-    """All parts of a model with one attention implementation; each has its own again afterwards."""
+    """Sets one attention implementation for all parts of a model; restores each part's own afterwards."""
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]  # parents first
     configs = {id(m.config): m.config for m in models}
     before = {key: config._attn_implementation for key, config in configs.items()}
@@ -67,7 +67,7 @@ def attending(model: nn.Module, name: str) -> Iterator[None]:
             part.set_attn_implementation(name)
         yield
     finally:
-        for key, config in configs.items():  # a parent's goes to its parts, which may have their own
+        for key, config in configs.items():  # a parent's setting also applies to its parts, which may have their own
             config._attn_implementation = before[key]
 
 
@@ -79,13 +79,13 @@ def _looking(model: nn.Module) -> Iterator[nn.Module]:
 
 @lru_cache
 def _looks_it_up(kind: type) -> bool:
-    """Whether a method of a module's class asks transformers for the attention function by its name."""
+    """True if a method of a module's class looks up the attention function in transformers by name."""
     own = [c for c in kind.__mro__ if not c.__module__.startswith("torch.") and c is not PreTrainedModel]
     return any(_INTERFACE in _names(function) for c in own for function in vars(c).values() if callable(function))
 
 
 def _names(function: Callable[..., Any]) -> Iterator[str]:
-    """What a function's code refers to, functions inside it included."""
+    """The names that a function's code refers to, including nested functions."""
     codes = [getattr(inspect.unwrap(function), "__code__", None)]
     while codes:
         code = codes.pop()

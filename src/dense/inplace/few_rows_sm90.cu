@@ -1,15 +1,21 @@
-// matmul_ of a few hundred rows on Hopper, in one wave.
+// matmul_ for a few hundred rows on Hopper, in one wave.
 //
-// Two blocks of a cluster share 128 x 64 numbers of the result: each multiplies over half of K, gives the other one
-// half of its sums and writes the other half. So it fetches 192 KB of 16-bit operands at K = 1024, where 64 x 64
-// numbers of its own need 256, and that is what such a product waits for. A panel of rows may be written over once all
-// of its blocks have their tiles of a: a counter in global memory says when.
+// A cluster of two blocks computes a 128 x 64 tile of the result. Each block multiplies over half of K, sends half of
+// its partial sums to the other block and writes the other half:
 //
-// Nobody waits for a block that does not run: blocks of a cluster start together, and where several clusters share a
-// panel the launch is a cooperative one, all of which the GPU starts or none.
+//            K first half   K second half
+//    block 0: 128 x 64 partial sums --+-- exchange --> writes its half of the tile
+//    block 1: 128 x 64 partial sums --+-- exchange --> writes its half of the tile
 //
-// Two blocks have room on a multiprocessor: the next launch waits there for the end of this one, and meanwhile brings
-// its first operands to the L2. That reads none of them, and the L2 follows what still changes.
+// So a block loads 192 KB of 16-bit operands at K = 1024 instead of the 256 KB of a 64 x 64 tile of its own, and such a
+// product is bound by these loads. A panel of rows may be overwritten once all blocks of the panel have loaded their
+// tiles of a; a counter in global memory tells when.
+//
+// No block waits for one that is not running: blocks of a cluster start together, and if several clusters share a panel
+// the launch is cooperative, so the GPU starts all blocks or none.
+//
+// Two blocks fit on a multiprocessor. The next launch waits there for the end of this one and meanwhile prefetches its
+// first operands to the L2. The prefetch consumes no data, and the L2 stays coherent with later writes.
 #ifdef __CUDACC__
 #include "dense/inplace/panels_sm90.cuh"
 
@@ -18,23 +24,23 @@ namespace {
 
 constexpr int kPair = 2, kRows = 128, kColumns = 64, kDeep = 4;  // blocks of a cluster; their tile; stages
 constexpr int kBytesA = kRows * kRowBytes, kBytesB = kColumns * kRowBytes, kStageBytes = kBytesA + kBytesB;
-constexpr int kAhead = 8;                 // steps that are brought to the L2 ahead
+constexpr int kAhead = 8;                 // K steps prefetched to the L2
 constexpr int kProducts = 2 * kGroup;     // threads that multiply, 64 rows a warpgroup
-constexpr int kThreads = kProducts + 64;  // a warp that fetches, one that counts
-constexpr int kSums = kColumns / 4;       // of a thread, those it gives away
+constexpr int kThreads = kProducts + 64;  // plus one warp that loads and one that updates the counter
+constexpr int kSums = kColumns / 4;       // sums per thread that are sent to the other block
 constexpr int kSumBytes = kProducts * kSums * 4;
 constexpr int kBarriers = 2 * kDeep + 3;
 constexpr int kShared = kDeep * kStageBytes + kSumBytes + 8 * kBarriers;
 static_assert(2 * (kShared + 1024) <= kMaxShared + 1024);
 
 struct Shape {
-  int rows, columns, across, steps;  // tiles across the result, steps of K
-  int64_t stride;                    // of a's rows
+  int rows, columns, across, steps;  // tiles across the result, K steps
+  int64_t stride;                    // row stride of a, in elements
 };
 
-__device__ unsigned counters[kSlots][2 * kTeams];  // one a panel
+__device__ unsigned counters[kSlots][2 * kTeams];  // one per panel
 
-// Where a step's tiles lie, and the parity of their turn.
+// A stage's tiles in shared memory and its barriers' phase parity.
 struct Stage {
   int index = 0;
   unsigned turn = 0;
@@ -43,8 +49,8 @@ struct Stage {
   }
 };
 
-// Four neighbouring lanes turn the 4 x 4 words they hold: word i of lane j becomes word j of lane i. So 16 bytes leave
-// at a time, which make whole sectors with the neighbours': half sectors cost the next launch 0.8 us (H200).
+// 4 x 4 transpose among four adjacent lanes: word i of lane j becomes word j of lane i. Each lane then stores 16 bytes,
+// and adjacent lanes fill whole sectors: half sectors cost the next launch 0.8 us (H200).
 __device__ inline void turn_among_four(uint32_t (&word)[4], int lane) {
 #pragma unroll
   for (int bit = 1; bit < 4; bit *= 2)
@@ -64,7 +70,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr bool turned = kTurned<T, b_k_apart>;
   constexpr int wide = kRowBytes / sizeof(T);  // columns of a box, and K of a stage
   extern __shared__ __align__(1024) unsigned char tiles[];
-  float4* const sums = reinterpret_cast<float4*>(tiles + kDeep * kStageBytes);  // from the other block [four][thread]
+  // Received from the other block, [four][thread].
+  float4* const sums = reinterpret_cast<float4*>(tiles + kDeep * kStageBytes);
   uint64_t* const full = reinterpret_cast<uint64_t*>(sums + kSumBytes / 16);
   uint64_t* const empty = full + kDeep;
   uint64_t *const has_read = empty + kDeep, *const free_panel = has_read + 1, *const received = free_panel + 1;
@@ -75,11 +82,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int panel = cluster / shape.across, tile = cluster % shape.across;
   const int row0 = panel * kRows, column0 = tile * kColumns;
   const int half = (shape.steps + 1) / 2, first = rank * half, steps = rank == 0 ? half : shape.steps - half;
-  const bool count = shape.across > 1;  // a cluster alone has read all when it has exchanged its sums
-  // The same in a warp, which the compiler knows of a shuffle alone.
+  const bool count = shape.across > 1;  // a single cluster has read everything once it has exchanged its sums
+  // Uniform within a warp, which the compiler knows only of a shuffle's result.
   const int group = __shfl_sync(~0u, threadIdx.x / kGroup, 0);
   const int thread = threadIdx.x % kGroup, warp = thread / 32, lane = thread % 32;
-  const auto fetch_b = [&](int n, const auto& fetch) {  // fetch(x, y, where in the tile)
+  const auto fetch_b = [&](int n, const auto& fetch) {  // fetch(x, y, offset in the tile)
     if constexpr (turned) {
       fetch(column0, n * wide, 0);
       fetch(column0 + wide, n * wide, kBytesB / 2);
@@ -92,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == kProducts) {
     for (int s = 0; s < kDeep; ++s) {
       ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], 2);  // warpgroups
+      ptx::barrier_init(&empty[s], 2);  // two warpgroups
     }
     ptx::barrier_init(has_read, 2);
     ptx::barrier_init(free_panel);
@@ -110,11 +117,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncwarp();
   ptx::cluster_arrive_relaxed();
-  ptx::cluster_wait();  // the other block's barriers are there
+  ptx::cluster_wait();  // the other block's barriers are initialized
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
 
-  if (threadIdx.x == kProducts) {  // fetches
+  if (threadIdx.x == kProducts) {  // loading thread
     Stage at;
     for (int n = 0; n < steps; ++n, at.advance()) {
       uint64_t* const filled = &full[at.index];
@@ -127,8 +134,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const unsigned readers = kPair * shape.across;
     unsigned* const counter = (spare ? spare : counters[slot]) + panel;
     ptx::barrier_wait(has_read, 0);
-    // Nothing that others wrote is read from here on, and what has been read does not change: no fence.
-    ptx::increment(counter, 2 * readers - 1);  // back to zero when all have left
+    // No data of others is read from here on, and what has been read does not change: no fence is needed.
+    ptx::increment(counter, 2 * readers - 1);  // reset to zero when all have left
     while (ptx::load_relaxed(counter) < readers) {
     }
     ptx::increment(counter, 2 * readers - 1);
@@ -137,22 +144,22 @@ __global__ void __launch_bounds__(kThreads, 2)
     float acc[kColumns / 2];
 #pragma unroll
     for (float& x : acc) x = 0;
-    // Turned, as in dense/inplace/panels_sm90.cu: this thread's columns of the result, one in a warp's first eight and
-    // one in its second, 32 in two warps.
+    // Transposed product (kTurned), as in panels_sm90.cu: the thread has one column of the result in each of the groups
+    // of four, place(0) and place(1); two warps cover 32 columns.
     const auto place = [&](int h) { return 2 * warp % 4 + h ^ lane / 16 * 5; };
-    // The columns that this thread writes: of both halves of a turned tile's rows two, else eight of a half's.
+    // The columns this thread writes. Transposed: two, i < 2. Otherwise: eight, in this block's half of the tile.
     const auto column_of = [&](int i) {
       return column0 + (turned ? warp / 2 * 32 + 4 * place(i) + lane / 4 % 4
                                : rank * kColumns / 2 + i / 2 * 8 + 2 * (lane % 4) + i % 2);
     };
-    float beside[8] = {};  // on its way meanwhile
+    float beside[8] = {};  // loaded in the background
     if (bias) {
 #pragma unroll
       for (int i = 0; i < (turned ? 2 : 8); ++i)
         if (column_of(i) < shape.columns) beside[i] = static_cast<float>(bias[column_of(i)]);
     }
     Stage at;
-    int last = 0;  // the stage before
+    int last = 0;  // previous stage
     const auto fragments = [&](uint32_t (&fragment)[4][4]) {
       ptx::barrier_wait(&full[at.index], at.turn);
       hopper::fragments_of(fragment, b_tile(at.index) + warp / 2 * 32 * kRowBytes, place(0), place(1), lane);
@@ -169,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       hopper::pin(acc);
       hopper::begin_products();
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {  // 32 bytes of K each, in units of 16
+      for (int part = 0; part < 4; ++part) {  // 32 bytes of K each; descriptor units of 16 bytes
         if constexpr (turned)
           hopper::multiply_fragment<float, false>(acc, fragment[part], rows + part * 2, true);
         else
@@ -188,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         last = now;
       }
     };
-    uint32_t even[4][4], odd[4][4];  // of b, for a step in flight and the next one
+    uint32_t even[4][4], odd[4][4];  // fragments of b for the step in flight and the next one
     if constexpr (turned) {
       if (steps > 0) fragments(even);
       for (int n = 0; n < steps; n += 2) {
@@ -204,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       hopper::pin(acc);
     }
 
-    // The other block gets one half of the sums, of columns or, turned, of rows.
+    // Send half of the sums to the other block: half of the columns, or of the rows if transposed.
     float mine[kSums];
 #pragma unroll
     for (int to = 0; to < 2; ++to) {
@@ -225,8 +232,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float4 sum = sums[i / 4 * kProducts + threadIdx.x];
       mine[i] += sum.x, mine[i + 1] += sum.y, mine[i + 2] += sum.z, mine[i + 3] += sum.w;
     }
-    // A thread has four numbers of each of four eights: two neighbours, and the two eight rows below them, or eight
-    // columns beside.
+    // mine[4 j .. 4 j + 3] are two pairs of results, h = 0 and 1. Untransposed: the pair is two adjacent columns of
+    // column group j, the rows of h = 0 and 1 are 8 apart. Transposed: the pair is two adjacent rows of row group j, in
+    // column column_of(h).
     if constexpr (sizeof(T) == 2) {
       uint32_t words[2][4];
 #pragma unroll

@@ -1,8 +1,7 @@
-// matmul_: a <- a @ op(b) + bias, over a's own rows, with a bounded workspace however large a is.
+// matmul_: a <- a @ op(b) + bias, over a's own rows, with a workspace that does not grow with a.
 //
-// A row of the result needs the same row of a alone. Hopper multiplies in one kernel (dense/inplace/panels_sm90.cu).
-// Elsewhere a panel of rows is copied into the workspace and the product is written back over it by cuBLAS, or torch's
-// BLAS on the CPU.
+// A row of the result needs only the same row of a. On Hopper one kernel does the product (panels_sm90.cu). Elsewhere a
+// panel of rows is copied to the workspace, and cuBLAS (torch's BLAS on the CPU) writes the product over the panel.
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
@@ -65,7 +64,7 @@ void check(const Call& c) {
   check_no_overlap(kOp, c.a, {{"b", c.b}, {"bias", c.bias}});
 }
 
-// a as matrices of rows at one distance; few tensors need more than one.
+// Calls f for a as matrices with one row stride; few tensors need more than one.
 template <class F>
 void each_matrix(const Tensor& a, const F& f) {
   if (a.dim() == 1) return f(a.unsqueeze(0));
@@ -75,14 +74,14 @@ void each_matrix(const Tensor& a, const F& f) {
   for (int64_t i = 0; i < a.size(0); ++i) each_matrix(a.select(0, i), f);
 }
 
-// product(from, to): to <- from @ op(b) + bias, from a copy of the rows of the matrix a that `to` lies in.
+// Calls product(from, to) per panel: to <- from @ op(b) + bias. `from` is a copy of the rows of a that contain `to`.
 template <class Product>
 void each_panel(const Tensor& a, int64_t columns, int64_t workspace, int64_t multiple, const Product& product) {
-  // Where a's columns lie apart the library's result passes through a second buffer.
+  // If a's columns are strided, the library's result passes through a second buffer.
   const int64_t buffers = a.size(1) > 1 && a.stride(1) != 1 ? 2 : 1;
   const int64_t rows = a.size(0), row_bytes = buffers * a.size(1) * a.element_size();
   const int64_t most = std::max<int64_t>(1, workspace / row_bytes);
-  const int64_t panels = ceil_of(rows, most), even = ceil_of(rows, panels);  // panels alike
+  const int64_t panels = ceil_of(rows, most), even = ceil_of(rows, panels);  // panels of equal size
   const int64_t panel = std::min(most, ceil_of(even, multiple) * multiple);
   const Tensor copy = at::empty({std::min(panel, rows), a.size(1)}, a.options());
   for (int64_t begin = 0; begin < rows; begin += panel) {
@@ -101,7 +100,7 @@ void run_cuda(const Call& c) {
   const OperationGuard guard(kOp, c.a);
   each_matrix(c.a, [&](const Tensor& a) {
     if (multiply_in_place_sm90(a, c.b, c.bias, c.transb)) return;
-    // Whole tiles of rows, 128 at most: a panel then ends where a tile does.
+    // Multiples of 128 rows at most: a panel then ends at a tile's end.
     each_panel(a, c.columns(), c.workspace, 128, [&](const Tensor& from, const Tensor& to) {
       if (c.bias.defined())
         LtMatmulOutOp::call(from, c.b, c.bias, std::nullopt, false, c.transb, to);
@@ -112,7 +111,7 @@ void run_cuda(const Call& c) {
 }
 #endif
 
-// ----------------------------------------------------------------------------------------------------------- CPU
+// stays in the caches between the copy and the product
 
 constexpr int64_t kPanelBytes = 2 << 20;  // stays in the caches between the copy and the product
 
@@ -151,8 +150,8 @@ void matmul_meta(Tensor a, const Tensor& b, bool transb, const OptionalTensor& m
 
 // ---------------------------------------------------------------------------------------------------------- gradient
 
-// A copy before the write. Inductor moves the reading of a clone of a view behind an operator that writes it, but not
-// that of an operator.
+// A copy made before the write. Inductor may move the read of a clone of a view after an operator that writes it, but
+// not the read of an operator.
 MATMULS_OPERATOR(KeptOp, "custom_mm::kept", "", Tensor(const Tensor&));
 
 Tensor kept(const Tensor& a) { return a.clone(); }
@@ -169,8 +168,9 @@ Tensor kept_autograd(const Tensor& a) {
   return needs_gradient(kOp, {a}) ? KeptGradient::apply(a) : KeptOp::below_autograd(a);
 }
 
-// Y = A op(B) + bias over the first columns of A, which keeps the others:  dA = dY op(B)^T beside the others' gradient,
-// dbias = sum dY. dB = A^T dY needs the A that is written over: `before`, a copy of it, when asked for.
+// Gradient of Y = A op(B) + bias over the first columns of A; the other columns of A stay. dA = dY op(B)^T, next to the
+// gradient of the other columns; dbias = sum dY. dB = A^T dY needs the overwritten A: `before` is a copy of it, made on
+// request.
 struct InplaceGradient : KernelFunction<InplaceGradient> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, bool transb,
                         const OptionalTensor& bias, int64_t workspace, const OptionalTensor& before) {
@@ -208,7 +208,7 @@ void matmul_autograd(Tensor a, const Tensor& b, bool transb, const OptionalTenso
                      int64_t workspace) {
   if (!needs_gradient(kOp, {a, b, tensor_or_none(bias)}))
     return InplaceOp::below_autograd(a, b, transb, bias, keep_input, workspace);
-  matmul_meta(a, b, transb, bias, keep_input, workspace);  // looks at types and shapes
+  matmul_meta(a, b, transb, bias, keep_input, workspace);  // checks types and shapes
   check_recorded(kOp, a, a.requires_grad() ? b : Tensor());
   TORCH_CHECK(keep_input || !b.requires_grad(), kOp,
               ": expected b without a gradient, which needs the a that is written over, got one that requires grad; "

@@ -1,12 +1,12 @@
-// The one-kernel in-place product of Hopper, for dense/inplace/inplace_matmul.cpp.
+// The one-kernel in-place product on Hopper, used by inplace_matmul.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace matmuls {
 
-// a <- a @ op(b) + bias over a's first columns; false, and nothing done, where this is not for it.
-// a: [M, K] with rows at any distance; b: [K, N], or [N, K] with transb; the device is the current one.
+// a <- a @ op(b) + bias over a's first columns. Returns false, doing nothing, if the kernel does not support the call.
+// a: [M, K], any row stride; b: [K, N], or [N, K] with transb; must be on the current device.
 bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool transb);
 
 }  // namespace matmuls

@@ -1,21 +1,27 @@
 // matmul_ in one kernel on Hopper: a <- a @ op(b) + bias over a's own rows.
 //
-// Two blocks of a cluster take two neighbouring panels of a's rows and the same columns of the result: each fetches its
-// own tile of a and half of b's, which goes to both. The clusters that share a pair of panels, one for each tile of
-// columns, are a team. A panel may be written over once the whole team has received the last tile of it: a counter in
-// global memory says when. Until then the results wait, 16-bit ones in registers and the others in shared memory, and
-// the next pair is under way already: it has a counter of its own, since a block may be done with the next pair when
-// another still reads this one. It cannot be done with the one after, whose results need the room of this one's: they
-// are staged before its last step, and nothing of them is before all of this one's have been written.
+// A cluster of two blocks takes two neighbouring panels of a's rows and one tile of the result's columns. Each block
+// loads its own tile of a and half of b's tile, which is multicast to both. The clusters that share a pair of panels,
+// one per tile of columns, form a team:
 //
-// In a block one warp fetches tiles ahead, through the end of a panel into the next, one counts panels read, one writes
-// results back, and one or two warpgroups multiply.
+//                columns 0 .. | columns 1 .. | columns 2 ..
+//    panel 2 p    cluster 0,  |  cluster 1,  |  cluster 2,     one team
+//    panel 2 p+1  2 blocks    |  2 blocks    |  2 blocks
 //
-// Nobody waits for a block that does not run. The grid is as large as what runs at once, and where teams have several
-// clusters it is a cooperative one: the GPU starts all of it or waits with all of it, whatever other streams run. It
-// may start while the kernel before it in its stream ends, which runs as a whole by then: that one lets the next be
-// launched when all of its blocks have started. Inside a team clusters wait for nothing but that all have multiplied
-// the same pair, and that waits for earlier pairs alone.
+// A panel may be overwritten once the whole team has loaded its last tile of it; a counter in global memory tells when.
+// Until then the results wait (16-bit in registers, others in shared memory) while the next pair is computed. The next
+// pair has its own counter, since a block may finish it while another still reads this pair. At most two pairs are in
+// flight: results of the pair after the next need this pair's staging space, which is free once all of this pair has
+// been stored; they are staged before its last step.
+//
+// Roles in a block: one warp loads tiles ahead, across panel ends; one counts panels read; one stores results; one or
+// two warpgroups multiply.
+//
+// No block waits for one that is not running. The grid is at most what can be resident, and if a team has several
+// clusters the launch is cooperative: the GPU starts all blocks or none, whatever other streams run. With programmatic
+// dependent launch it may start while the previous kernel of its stream ends; that kernel's blocks are all running by
+// then, since it allows the next launch only once all of them have started. Within a team, clusters wait only until all
+// have multiplied the same pair, which depends only on earlier pairs.
 #ifdef __CUDACC__
 #include "dense/gemm_types.h"
 #include "dense/inplace/inplace_matmul.h"
@@ -27,8 +33,8 @@ namespace {
 using namespace in_place;
 
 constexpr int kPair = 2;  // blocks of a cluster
-// A block's tile of the result: 64 rows for each of `groups` warpgroups, `columns` columns. It leaves in parts of 128
-// bytes a row, staged in two buffers a group.
+// A block's tile of the result: 64 rows for each of `groups` warpgroups, by `columns` columns. It is stored in parts of
+// 128 bytes per row, staged in two buffers per warpgroup.
 template <class T, int groups_, int columns_, int stages_>
 struct Tile {
   static constexpr int groups = groups_, columns = columns_, stages = stages_;
@@ -44,10 +50,10 @@ struct Tile {
 };
 
 struct Shape {
-  int rows, columns, pairs, across, steps;  // pairs of panels, tiles across the result, stages of K
+  int rows, columns, pairs, across, steps;  // pairs of panels, tiles across the result, K stages
 };
 
-// Two counters a team, for its pairs in turn: who leaves last sets them to zero.
+// Two counters per team, for alternate pairs. The last block to leave resets them to zero.
 __device__ unsigned counters[kSlots][kTeams][2];
 
 template <class T, class Tile, bool b_k_apart>
@@ -58,7 +64,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool turned = kTurned<T, b_k_apart>;
   constexpr int a_bytes = turned ? Tile::b_bytes : Tile::a_bytes, b_bytes = turned ? Tile::a_bytes : Tile::b_bytes;
-  constexpr int high = kPair * Tile::rows / Tile::parts;  // rows of a part of a turned tile
+  constexpr int high = kPair * Tile::rows / Tile::parts;  // rows of a part of a transposed tile
   extern __shared__ __align__(1024) unsigned char tiles[];
   unsigned char* const outs = tiles + Tile::stages * (Tile::a_bytes + Tile::b_bytes);
   float* const biases = reinterpret_cast<float*>(outs + Tile::groups * 2 * Tile::part_bytes);
@@ -66,14 +72,15 @@ __global__ void __launch_bounds__(Tile::threads, 1)
   uint64_t* const empty = full + Tile::stages;
   uint64_t* const staged = empty + Tile::stages;  // [part % 2][group]
   uint64_t* const unstaged = staged + 2 * Tile::groups;
-  uint64_t* const received = unstaged + 2 * Tile::groups;  // [turn % 2]: the last tile of a panel
+  uint64_t* const received = unstaged + 2 * Tile::groups;  // [turn % 2]: the last tile of a panel has arrived
   const auto a_tile = [&](int stage) { return tiles + stage * a_bytes; };
   const auto b_tile = [&](int stage) { return tiles + Tile::stages * a_bytes + stage * b_bytes; };
   const auto out_part = [&](int buffer, int group) {
     return outs + (buffer * Tile::groups + group) * Tile::part_bytes;
   };
 
-  // A team of one cluster has its panels to itself, a panel to each block, but where both blocks take the same rows.
+  // A team of one cluster owns its panels, one per block, and needs no counter, unless both blocks read the same rows
+  // (transposed).
   const bool meet = turned || shape.across > 1;
   const unsigned rank = ptx::cluster_rank();
   const int cluster = blockIdx.x / kPair, teams = gridDim.x / kPair / shape.across;
@@ -105,13 +112,13 @@ __global__ void __launch_bounds__(Tile::threads, 1)
   // Both blocks count their steps alike: step n uses stage n % stages.
   if (group == Tile::groups) {
     hopper::leave_registers<40>();
-    if (thread == 0) {  // fetches
+    if (thread == 0) {  // loading thread
       unsigned n = 0;
       for (int pair = team; pair < shape.pairs; pair += teams) {
         const int row = (kPair * pair + (turned ? 0 : rank)) * Tile::rows;
         for (int k = 0; k < shape.steps; ++k, ++n) {
           const int stage = n % Tile::stages;
-          // Both blocks have read what was in this stage: half of b goes to both.
+          // Both blocks must have read this stage: half of b goes to both.
           ptx::barrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
           ptx::barrier_expect(&full[stage], a_bytes + b_bytes);
           constexpr uint16_t both = (1 << kPair) - 1;
@@ -139,15 +146,15 @@ __global__ void __launch_bounds__(Tile::threads, 1)
           }
         }
       }
-    } else if (thread == 64 && meet) {  // counts: the others go on during its fence
+    } else if (thread == 64 && meet) {  // counting thread: the others proceed during its fence
       unsigned turn = 0;
       for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
         ptx::barrier_wait(&received[turn % 2], turn / 2 % 2);
         ptx::add_release(counter + turn % 2, 1);
       }
-    } else if (thread == 32) {  // writes back
+    } else if (thread == 32) {  // storing thread
       const unsigned team_blocks = kPair * shape.across;
-      unsigned use = 0, turn = 0;  // use: of a buffer
+      unsigned use = 0, turn = 0;  // use: phase of the staging buffers
       for (int pair = team; pair < shape.pairs; pair += teams, ++turn) {
         const int row = (kPair * pair + (turned ? 0 : rank)) * Tile::rows;
         const auto leave = [&](int buffer) {
@@ -177,42 +184,42 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         }
         use += Tile::parts / 2;
       }
-      // All of the team's reads are counted by now: what more is added to the first counter counts who leaves.
+      // All reads of the team are counted by now; further increments of the first counter count the blocks that leave.
       if (meet && ptx::add_acquire_release(counter, 1) == ((turn + 1) / 2 + 1) * team_blocks - 1)
         counter[0] = counter[1] = 0;
     }
   } else {
     hopper::take_registers<Tile::groups == 1 ? 240 : 232>();
-    float own_bias = 0;  // on its way during the first pair
+    float own_bias = 0;  // loaded during the first pair
     if (bias && threadIdx.x < Tile::columns && column0 + threadIdx.x < shape.columns)
       own_bias = static_cast<float>(bias[column0 + threadIdx.x]);
     const int warp = thread / 32, lane = thread % 32;
-    float acc[Tile::columns / 2];  // of 64 rows
+    float acc[Tile::columns / 2];  // 64 rows per warpgroup
     // 16-bit results leave their registers while the next pair is multiplied: half of them with its first step, the
-    // others half way through, when the team is long done with reading.
+    // other half midway, when the team has long finished reading.
     constexpr bool narrow = sizeof(T) == 2;
     uint32_t held[narrow ? Tile::columns / 4 : 1];
     unsigned n = 0, use = 0, turn = 0;
-    const auto release = [&](int stage) {  // one thread for the group, each to another block
+    const auto release = [&](int stage) {  // one thread per block of the cluster
       if (thread < kPair) hopper::arrive_at(&empty[stage], thread);
     };
-    const auto with_bias = [&](int j) -> float4 {  // of the eight columns j, two of two rows
+    const auto with_bias = [&](int j) -> float4 {  // eight columns from 8 j: two columns in each of two rows
       const float* const four = acc + 4 * j;
       if (!bias) return {four[0], four[1], four[2], four[3]};
       const auto [left, right] = *reinterpret_cast<const float2*>(biases + 8 * j + 2 * (lane % 4));
       return {four[0] + left, four[1] + right, four[2] + left, four[3] + right};
     };
-    // Turned: this thread's rows of the product, columns of the result: 4 x place(0), or place(1), from the first of
-    // its warp's 32, and b's numbers for them. The four k and the eight columns that a warp reads at a time lie in
-    // different banks, and so do the eight columns and the four rows of the result that it writes.
+    // Transposed product: this thread's rows of the product (columns of the result) start at 4 * place(0) and 4 *
+    // place(1) within its warp's 32; b's fragments use the same places. Then the four k and eight columns that a warp
+    // reads at once are in different banks, and so are the eight columns and four rows of the result that it writes.
     const auto place = [&](int h) { return 2 * warp % 4 + h ^ lane / 16 * 5; };
     const auto fragments = [&](uint32_t (&fragment)[4][4], unsigned n) {
       const int at = n % Tile::stages;
       ptx::barrier_wait(&full[at], n / Tile::stages % 2);
       hopper::fragments_of(fragment, b_tile(at) + (2 * group + warp / 2) * 32 * kRowBytes, place(0), place(1), lane);
     };
-    // Swizzled, so that the 8 rows that a warp writes at a time lie in different banks.
-    const auto stage = [&](auto first) {  // two parts from there
+    // Swizzled, so that the 8 rows that a warp writes at once are in different banks.
+    const auto stage = [&](auto first) {  // stages two parts
 #pragma unroll
       for (int buffer = 0; buffer < 2; ++buffer) {
         const int part = first + buffer;
@@ -221,7 +228,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         if constexpr (turned) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const int x = lane / 4 % 4;  // of four columns
+            const int x = lane / 4 % 4;  // one of four columns
             const float beside = bias ? biases[64 * group + warp / 2 * 32 + 4 * place(h) + x] : 0;
 #pragma unroll
             for (int i = 0; i < high / 4; ++i) {
@@ -235,7 +242,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 #pragma unroll
           for (int j = 0; j < eights; ++j) {
             if constexpr (narrow) {
-              if (j % 2 == 0) {  // 16 rows of 16 columns: a lane names a row of 8 columns
+              if (j % 2 == 0) {  // 16 rows of 16 columns: each lane passes the address of 8 columns of a row
                 const uint32_t* const four = held + 2 * (part * eights + j);
                 hopper::store_matrices(out + (warp * 16 + lane % 16) * kRowBytes + ((j + lane / 16) ^ lane % 8) * 16,
                                        four[0], four[1], four[2], four[3]);
@@ -291,7 +298,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
           if (k == late) use += Tile::parts / 2;
         }
         hopper::pin(acc);
-        if constexpr (turned) {  // the other warpgroup's products go on meanwhile
+        if constexpr (turned) {  // the other warpgroup's products run meanwhile
           if (k + 1 < shape.steps) fragments(next, n + 1);
           hopper::wait_for_products<0>();
           hopper::pin(acc);
@@ -302,7 +309,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         }
         ++n;
       };
-      uint32_t even[4][4], odd[4][4];  // of b, for a step in flight and the next one
+      uint32_t even[4][4], odd[4][4];  // fragments of b for the step in flight and the next one
       if constexpr (turned) {
         fragments(even, n);
         for (int k = 0; k < shape.steps; k += 2) {
@@ -334,8 +341,8 @@ __global__ void __launch_bounds__(Tile::threads, 1)
       stage_all(Halves());
     }
   }
-  __syncwarp();  // the warps of the fetching, the counting and the writing thread
-  // The other block may still send to this block's barriers.
+  __syncwarp();  // the warps of the loading, counting and storing threads
+  // The other block may still signal this block's barriers.
   ptx::cluster_arrive_relaxed();
   ptx::cluster_wait();
 #endif
@@ -357,7 +364,7 @@ struct Way {
     waves = most > 0 ? up(pairs, most) : 0;
   }
   bool meets() const { return kTurned<T, b_k_apart> || across > 1; }
-  // Cycles, roughly: a tile's last step and its way out, and `step` for each stage. 0: no team fits.
+  // Estimated cycles: 2000 for a tile's last step and its stores, plus `step` per K stage. 0: no team fits.
   double cost(double step, const Operands& o) const { return waves * (2000 + step * up(o.a.size(1), Tile::wide)); }
 
   bool launch(const Operands& o) const {
@@ -379,8 +386,8 @@ struct Way {
   }
 };
 
-// Idle waves from which on panels through a workspace are faster: they reach 0.87 to 0.93 of cuBLAS at 16 bits, 0.49 to
-// 0.58 in TF32 (H200).
+// Ratio of waves to those of a full GPU from which panels through a workspace are faster. They reach 0.87 to 0.93 of
+// cuBLAS at 16 bits, 0.49 to 0.58 in TF32 (H200).
 template <class T>
 constexpr double kPanels = sizeof(T) == 4 ? 1.7 : 1.15;
 
@@ -388,7 +395,7 @@ template <class T, bool b_k_apart>
 bool multiply(const Operands& o) {
   if (multiply_few_rows<T, b_k_apart>(o)) return true;
   const Way<T, Tile<T, 2, 256, 4>, b_k_apart> large(o);
-  // Teams of many clusters leave the rest of the GPU idle.
+  // Teams of many clusters may leave part of the GPU idle.
   const int clusters = large.clusters();
   const bool idle = large.waves == 0 || large.waves > kPanels<T> * up(int64_t{large.pairs} * large.across, clusters);
   if constexpr (kTurned<T, b_k_apart>) {
@@ -396,7 +403,7 @@ bool multiply(const Operands& o) {
   } else {
     const Way<T, Tile<T, 2, 128, 6>, b_k_apart> narrow(o);
     const Way<T, Tile<T, 1, 128, 8>, b_k_apart> small(o);
-    // 1024 cycles of products a stage of the large tile; the others wait for what they fetch, 24 and 16 KB.
+    // The large tile computes for 1024 cycles a stage; the others are bound by their loads of 24 and 16 KB.
     const double costs[3] = {large.cost(1024, o), narrow.cost(700, o), small.cost(450, o)};
     int best = -1;
     for (int i = 0; i < 3; ++i)
@@ -406,7 +413,7 @@ bool multiply(const Operands& o) {
   }
 }
 
-// A matrix that a bulk copy can walk: its rows, side by side inside, all start on 16 bytes.
+// True if TMA can address the matrix: contiguous rows that all start on 16 bytes.
 bool walkable(const at::Tensor& t) {
   const int64_t item = t.element_size();
   return t.stride(1) == 1 && t.stride(0) * item % 16 == 0 && t.stride(0) >= t.size(1) &&
@@ -421,7 +428,7 @@ bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::
   if (tf32 ? !allows_tf32() : a.scalar_type() != at::kBFloat16 && a.scalar_type() != at::kHalf) return false;
   at::Tensor rows = transb ? b : b.t();  // [N, K]
   const int64_t columns = rows.size(0);
-  // Bulk copies write 16 bytes at least.
+  // TMA stores write at least 16 bytes.
   if (columns * rows.element_size() % 16 != 0 || a.size(0) > INT32_MAX / 2 || !walkable(a) ||
       (bias.defined() && bias.stride(0) != 1))
     return false;

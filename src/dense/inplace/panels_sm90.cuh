@@ -1,4 +1,4 @@
-// What the one-kernel in-place products of Hopper share on the host: maps for bulk copies, counters, launches.
+// Host code shared by the one-kernel in-place products of Hopper: tensor maps, counters, launches.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,11 +18,11 @@
 
 namespace matmuls::in_place {
 
-constexpr int kRowBytes = 128;  // of a tile in shared memory: the swizzle's width
+constexpr int kRowBytes = 128;  // bytes of a tile's row in shared memory: the swizzle width
 constexpr int kGroup = 128;     // threads of a warpgroup
 constexpr int kMaxShared = 227 << 10;
 
-// Two counters a team, zero between launches. Launches that may run at once have their own.
+// Two counters per team, zero between launches. Launches that may run concurrently use different slots.
 constexpr int kSlots = 2048, kTeams = 64;
 
 struct Operands {
@@ -30,7 +30,7 @@ struct Operands {
   int64_t columns;
 };
 
-// A matrix with `columns` side by side, cut in boxes of 128 bytes by `box_rows`.
+// Tensor map of a matrix with `columns` contiguous columns, in boxes of 128 bytes by `box_rows`.
 template <class T>
 CUtensorMap map_of(const void* data, int64_t rows, int64_t columns, int64_t row_stride, int box_rows) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
@@ -39,14 +39,15 @@ CUtensorMap map_of(const void* data, int64_t rows, int64_t columns, int64_t row_
   return tensor_map<T>("matmul_", data, sizes, strides, box);
 }
 
-// The counters of this stream, or of this capture of a graph on this stream. Two launches of one captured node write
-// over the same a: nobody runs them at once. None where all are taken.
+// The counters' slot of this stream, or of this graph capture on this stream. Two launches of one captured node write
+// over the same a, so they never run concurrently. None if all slots are taken.
 inline std::optional<int> slot_of(cudaStream_t stream) {
   unsigned long long id = 0, capture = 0;
   cudaStreamCaptureStatus status;
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
   if (status == cudaStreamCaptureStatusActive) {
-    id = reinterpret_cast<uintptr_t>(stream);  // its number is not to be had in a capture, and it lives to the end
+    // A stream's id cannot be queried in a capture; the address is valid until its end.
+    id = reinterpret_cast<uintptr_t>(stream);
   } else {
     capture = 0;
     C10_CUDA_CHECK(cudaStreamGetId(stream, &id));
@@ -62,7 +63,7 @@ inline std::optional<int> slot_of(cudaStream_t stream) {
   return known[key] = taken[device]++;
 }
 
-// The counters of one launch: this stream's, or their own.
+// The counters of one launch: the stream's slot, or a tensor of its own.
 struct Counters {
   std::optional<int> slot;
   at::Tensor spare;
@@ -75,8 +76,8 @@ struct Counters {
   }
 };
 
-// Before the kernel ahead has ended, for which it waits by itself: 0.4 to 0.8 us (H200). False where the GPU has no
-// room for blocks that wait for each other, a part of it alone being this process's.
+// Launches early (PDL; the kernel waits for its predecessor itself): saves 0.4 to 0.8 us (H200). Returns false if
+// blocks that wait for each other cannot all be resident, as this process may have only part of the GPU.
 template <class Kernel, class... Arguments>
 bool start(Launch& launch, bool together, int blocks_of_a_cluster, Kernel kernel, const Arguments&... arguments) {
   launch.in_clusters(blocks_of_a_cluster);
@@ -85,12 +86,12 @@ bool start(Launch& launch, bool together, int blocks_of_a_cluster, Kernel kernel
   return launch.if_all_fit(kernel, arguments...);
 }
 
-// TF32 has no operand with K apart but one in registers, the left one: where b lies so, the tile is made as its
-// transpose, b's columns by a's rows.
+// TF32 wgmma reads an MN-major operand only from registers, and only as the left one. For such a b the tile is computed
+// transposed: b's columns by a's rows.
 template <class T, bool b_k_apart>
 constexpr bool kTurned = sizeof(T) == 4 && b_k_apart;
 
-// The products of few rows, dense/inplace/few_rows_sm90.cu. False where they are more than one wave.
+// The product of few rows (few_rows_sm90.cu). Returns false if the tiles do not fit in one wave.
 template <class T, bool b_k_apart>
 bool multiply_few_rows(const Operands& o);
 

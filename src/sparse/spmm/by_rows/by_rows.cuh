@@ -29,9 +29,8 @@ struct SpmmArgs {
   // Long rows are cut at multiples of `slot`. Teams cut rows of more than 2 * slot nonzeros and count nonzeros; shares
   // cut rows of more than slot nonzeros and count nonzeros plus the rows before them. slots == 0: no row is cut.
   int64_t slot, slots;
-  arithmetic_t<T>*
-      // [batch, slots, 2, n]: 0: the slot's part of a row that began earlier; 1: of a row that begins in it and goes on
-      partial;
+  // partial [batch, slots, 2, n]: a slot's part 0 of a row that began in an earlier slot, 1 of a row that begins in it.
+  arithmetic_t<T>* partial;
   int64_t* begins;  // [slots]: the long row that begins in the slot, or -1
   // 16-bit, optional: flags of a densified product that has already written out (densified/densified.h). out is written
   // again only if A or B is unfit.

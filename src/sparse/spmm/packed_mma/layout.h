@@ -1,28 +1,27 @@
 // Packed layout of a sparse 16-bit matrix A for tensor cores: only the register pairs of mma fragments that hold a
 // nonzero are stored. kernel_sm90.cu reads it.
 //
-// A is cut into tiles of 64 x 64. A tile is multiplied in four steps of 16 columns (K), as four m16k16 fragments of A,
+// A is cut into tiles of 64 x 64. A tile is multiplied in four steps of 16 columns (K): four 16 x 16 fragments of A,
 // one per warp. Column c of a tile falls to
 //
 //   in_order (B's columns contiguous, a linear layer):  step c / 16,  place c % 16
 //   otherwise, c = 8 j + i:                             step i % 4,   place 8 (i / 4) + j
 //
 // so that otherwise a step's rows of B lie 8 apart, and rows of a narrow B can share a row of shared memory
-// (kernel_sm90.cu). A step's 16 rows x 16 places of a warp, as in PTX's A fragment of mma.m16n8k16:
+// (kernel_sm90.cu). A warp's fragment of a step, as PTX lays out A of mma.m16n8k16, with pair numbers s = 4 * step +
+// ...:
 //
-//             place 0..7         place 8..15
-//   row 0..7    pair 4 step + 0    pair 4 step + 2     lane l of the warp holds, of each 8 x 8 square, the numbers at
-//   row 8..15   pair 4 step + 1    pair 4 step + 3     row l / 4, places 2 (l % 4) and 2 (l % 4) + 1: one pair of 4
-//   bytes
+//              place 0..7   place 8..15
+//   row 0..7     s + 0        s + 2       lane l of the warp holds of each 8 x 8 square the numbers at row l / 4,
+//   row 8..15    s + 1        s + 3       places 2 (l % 4) and 2 (l % 4) + 1: one pair of 4 bytes
 //
-//   packed [tiles, units * 8] 16-bit: all tiles of 64 rows from left to right, then those of the next 64 rows; empty
-//   tiles
-//     pad both directions to a multiple of kPackedTiles. All tiles have `units` units of 16 bytes, as the largest
+//   packed [tiles, units * 8] 16-bit: all tiles of 64 rows from left to right, then those of the next 64 rows. Empty
+//     tiles pad both directions to a multiple of kPackedTiles. Each tile has `units` units of 16 bytes, as the largest
 //     needs.
 //
 //   tile:  | head of lane 0 | ... | head of lane 127 | pairs of lane 0 | pairs of lane 1 | ... | zeros |
-//           uint32: low 16 bits: which of its 16 pairs are stored; high 16 bits: byte at which they begin after the
-//           heads
+//   head:  uint32, low 16 bits: which of the lane's 16 pairs are stored; high 16: byte where they begin, after the
+//   heads
 //
 // Precondition: the columns of a row differ.
 #pragma once

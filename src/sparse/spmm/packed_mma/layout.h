@@ -1,15 +1,14 @@
 // Packed layout of a sparse 16-bit matrix A for tensor cores: only the register pairs of mma fragments that hold a
 // nonzero are stored. kernel_sm90.cu reads it.
 //
-// A is cut into tiles of 64 x 64. A tile is multiplied in four steps of 16 columns (K): four 16 x 16 fragments of A,
-// one per warp. Column c of a tile falls to
+// A is cut into tiles of 64 x 64. A tile is multiplied in four steps of 16 columns (K), each a 16 x 16 fragment of
+// A per warp. Column c of a tile falls to
 //
 //   in_order (B's columns contiguous, a linear layer):  step c / 16,  place c % 16
 //   otherwise, c = 8 j + i:                             step i % 4,   place 8 (i / 4) + j
 //
 // so that otherwise a step's rows of B lie 8 apart, and rows of a narrow B can share a row of shared memory
-// (kernel_sm90.cu). A warp's fragment of a step, as PTX lays out A of mma.m16n8k16, with pair numbers s = 4 * step +
-// ...:
+// (kernel_sm90.cu). A warp's fragment is that of A in PTX's mma.m16n8k16. Pair numbers of a step, s = 4 * step:
 //
 //              place 0..7   place 8..15
 //   row 0..7     s + 0        s + 2       lane l of the warp holds of each 8 x 8 square the numbers at row l / 4,
@@ -20,8 +19,7 @@
 //     needs.
 //
 //   tile:  | head of lane 0 | ... | head of lane 127 | pairs of lane 0 | pairs of lane 1 | ... | zeros |
-//   head:  uint32, low 16 bits: which of the lane's 16 pairs are stored; high 16: byte where they begin, after the
-//   heads
+//   head:  uint32, low 16 bits: which of the lane's 16 pairs are stored; high 16: byte where they begin, past the heads
 //
 // Precondition: the columns of a row differ.
 #pragma once

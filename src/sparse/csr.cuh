@@ -1,4 +1,5 @@
-// What the sparse kernels share on the GPU: indices, vectors that may be cut short, groups of lanes.
+// Device functions shared by the sparse kernels: row lookup in CSR, prefix sums, vector loads, reductions over lane
+// groups.
 #pragma once
 
 #include <ATen/cuda/CUDAContextLight.h>
@@ -12,7 +13,7 @@ namespace matmuls {
 
 constexpr int kSparseThreads = 256;
 
-// The row that nonzero p belongs to: the last row that begins at or before p and is not empty.
+// The row that holds nonzero p: the last row r with crow[r] <= p. It is not empty.
 template <class I>
 __device__ int64_t row_of(const I* crow, int64_t rows, int64_t p) {
   int64_t low = 0, high = rows;  // crow[low] <= p < crow[high]
@@ -26,7 +27,8 @@ __device__ int64_t row_of(const I* crow, int64_t rows, int64_t p) {
   return low;
 }
 
-// The same, known not to be before row `low`, mostly soon after it: there may be thousands of empty rows between.
+// As row_of, for a row that is not before `low` and mostly soon after it. Gallops first: thousands of empty rows may
+// lie between.
 template <class I>
 __device__ int64_t row_from(const I* crow, int64_t rows, int64_t low, int64_t p) {
   int64_t step = 1;
@@ -34,7 +36,8 @@ __device__ int64_t row_from(const I* crow, int64_t rows, int64_t low, int64_t p)
   return low + row_of(crow + low, min(step, rows - low), p);
 }
 
-// The same for each group of L lanes, in steps of L: all lanes of a warp come here together.
+// As row_of, for one p per group of L lanes: an L-ary search with one probe per lane. All lanes of the warp must call
+// it.
 template <int L, class I>
 __device__ int64_t row_of_group(const I* crow, int64_t rows, int64_t p) {
   const int lane = threadIdx.x % L, shift = threadIdx.x % 32 / L * L;
@@ -49,7 +52,7 @@ __device__ int64_t row_of_group(const I* crow, int64_t rows, int64_t p) {
   return low;
 }
 
-// What comes before a lane's in its warp, and its own.
+// Inclusive prefix sum of `own` over the lanes of a warp.
 __device__ inline int up_to_lane(int own) {
   const int lane = threadIdx.x % 32;
   for (int step = 1; step < 32; step *= 2) {
@@ -59,7 +62,7 @@ __device__ inline int up_to_lane(int own) {
   return own;
 }
 
-// What comes before this thread's in a block of kSparseThreads, and of all its threads.
+// Exclusive prefix sum over a block of kSparseThreads threads, and the block's total.
 struct Before {
   int before, all;
 };
@@ -68,7 +71,7 @@ __device__ inline Before count_before(int own) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int upto = up_to_lane(own);
   int before = 0, all = 0;
-  __syncthreads();  // the last ones were read
+  __syncthreads();  // earlier results have been read
   if (lane == 31) of_warps[warp] = upto;
   __syncthreads();
 #pragma unroll
@@ -76,8 +79,8 @@ __device__ inline Before count_before(int own) {
   return {before + upto - own, all};
 }
 
-// V numbers, at an address that is a multiple of their bytes, which are a power of two or a multiple of 16; constant as
-// load_words has it. Read again by other rows: the caches keep it.
+// Loads V numbers. The address is a multiple of their size in bytes, which is a power of two or a multiple of 16.
+// `constant` as for load_words. Cached, since other rows read the same data again.
 template <class T, int V, bool constant = true>
 __device__ Words<T, V> load_vector(const T* from) {
   Words<T, V> words;
@@ -102,7 +105,7 @@ __device__ F largest_of_group(F x) {
   return x;
 }
 
-// Whether every row, [batch, rows, n], consists of whole vectors of 16 bytes.
+// Whether every row of t, [batch, rows, n], is 16-byte aligned and a multiple of 16 bytes long.
 inline bool of_vectors(const at::Tensor& t) {
   const int64_t size = t.element_size();
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && t.size(2) * size % 16 == 0 &&

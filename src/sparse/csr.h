@@ -1,10 +1,16 @@
-// A sparse matrix by its rows (CSR) as the operators take it, and what they share.
+// The CSR arguments that every sparse operator takes, their checks, and the merge-path split of rows and nonzeros.
 //
-// crow: [rows + 1] offsets, col: [nonzeros], both int32 or both int64. On the CPU every operator looks at them before
-// it reads through them (sparse/index_checks.h); on a GPU none does, as it would wait for the device: csr_check looks
-// once, before. order: nonzero p has value order[p]; without it value p. A matrix stored by columns, in blocks or
-// transposed is another order over the same values. t_crow, t_col, t_order are the transposed matrix in the same form;
-// without them a gradient that needs it makes it. Duplicate and unsorted columns are as good as others.
+//   crow [rows + 1] int32 or int64: row r holds nonzeros crow[r] to crow[r + 1] - 1
+//   col [nonzeros] dtype of crow: column of each nonzero
+//   order [nonzeros] dtype of crow, optional: value permutation; nonzero p has the value values[order[p]], or values[p]
+//     without order
+//   t_crow, t_col, t_order, optional: the transposed matrix in the same form; without them a gradient that needs them
+//     computes them
+//
+// `order` describes matrices stored in CSC, in blocks or transposed over one tensor of values. Columns of a row may be
+// unsorted and may repeat. On the CPU every operator validates the indices before it reads through them
+// (index_checks.h). On a GPU operators do not, because the check would synchronize with the device: csr_check validates
+// once, before.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,15 +23,15 @@
 
 namespace matmuls {
 
-// The matrix without its values.
+// The CSR structure of a matrix, without its values.
 struct Pattern {
-  at::Tensor crow, col, order, t_crow, t_col, t_order;  // those from `order` on may be undefined
+  at::Tensor crow, col, order, t_crow, t_col, t_order;  // order, t_crow, t_col and t_order may be undefined
 
   c10::SymInt sym_rows() const { return crow.sym_size(0) - 1; }
   int64_t rows() const { return crow.size(0) - 1; }
   int64_t nonzeros() const { return col.size(0); }
 
-  // The transposed matrix; `columns` of this one are its rows. In sparse/csr_ops.cpp.
+  // The CSR structure of the transposed matrix, which has `columns` rows. Defined in csr_ops.cpp.
   Pattern transposed(const c10::SymInt& columns) const;
 };
 
@@ -37,7 +43,7 @@ inline Pattern pattern_of(const at::Tensor& crow, const at::Tensor& col, const O
   return {crow, col, tensor_or_none(order), tensor_or_none(t_crow), tensor_or_none(t_col), tensor_or_none(t_order)};
 }
 
-// What can be seen of a pattern without reading its indices.
+// Checks what can be checked without reading indices: layout, dtype, shape, device.
 inline void check_pattern(const char* op, const Pattern& p, const at::Tensor& device_of) {
   const auto is_index = [](const at::Tensor& t) {
     return t.layout() == at::kStrided && t.dim() == 1 && (t.scalar_type() == at::kInt || t.scalar_type() == at::kLong);
@@ -69,7 +75,7 @@ inline void check_pattern(const char* op, const Pattern& p, const at::Tensor& de
                 " as the operands are, got ", t.device());
 }
 
-// One int32 number for each row, where given: `what`.
+// Checks t, if defined, to be [rows] int32. `what` names it in the error.
 inline void check_of_rows(const char* op, const char* what, const Pattern& p, const at::Tensor& t) {
   TORCH_CHECK_VALUE(!t.defined() || (t.dim() == 1 && t.sym_size(0) == p.sym_rows() && t.scalar_type() == at::kInt &&
                                      t.device() == p.crow.device()),
@@ -77,7 +83,7 @@ inline void check_of_rows(const char* op, const char* what, const Pattern& p, co
                     t.scalar_type());
 }
 
-// The first place in [begin, end) where what increases is `least` or more, or end.
+// Lower bound: the first index in [begin, end) with increasing[index] >= least, or end.
 template <class N>
 C10_HOST_DEVICE int first_from(const int* increasing, int begin, int end, N least) {
   while (begin < end) {
@@ -90,7 +96,7 @@ C10_HOST_DEVICE int first_from(const int* increasing, int begin, int end, N leas
   return begin;
 }
 
-// Kernels read indices side by side.
+// The pattern with contiguous crow, col and order, as kernels read them; the transposed matrix is dropped.
 inline Pattern contiguous(const Pattern& p) {
   const auto whole = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
   return {whole(p.crow), whole(p.col), whole(p.order), {}, {}, {}};
@@ -101,12 +107,13 @@ const I* indices_or_null(const at::Tensor& t) {
   return t.defined() ? t.const_data_ptr<I>() : nullptr;
 }
 
-// Rows whose elements are not side by side are copied: N passes over the nonzeros would cost more.
+// Returns t, or a contiguous copy if the elements of its rows are not contiguous: strided reads would recur for every
+// nonzero.
 inline at::Tensor with_contiguous_rows(const at::Tensor& t) {
   return t.dim() == 0 || t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
 }
 
-// Leading dimensions as one: [batch, ...] with the last `kept` dimensions as they are, a view wherever there is one.
+// Merges the leading dimensions: [batch, ...] with the last `kept` dimensions unchanged, as a view where possible.
 inline at::Tensor as_batch(const at::Tensor& t, at::IntArrayRef lead, int64_t batch, int64_t kept) {
   std::vector<int64_t> expanded(lead.begin(), lead.end()), flat{batch};
   for (int64_t d = t.dim() - kept; d < t.dim(); ++d) {
@@ -117,14 +124,15 @@ inline at::Tensor as_batch(const at::Tensor& t, at::IntArrayRef lead, int64_t ba
   return t.expand(expanded).reshape(flat);
 }
 
-// ------------------------------------------------------------------------------------------------ shares of the work
+// ------------------------------------------------------------------------------------------------- merge-path shares
 
-// A point on the way through a matrix: `row` rows are done and, of the next one, the nonzeros before `at`.
+// A split point of the merge path: rows before `row` are done, and of row `row` the nonzeros before `at`.
 struct Place {
   int64_t row, at;
 };
 
-// Share k of the nonzeros and rows, `share` of both together each. Short rows are not cut.
+// Where share k begins. The merge path has rows + nonzeros steps; each share takes `share` of them. A row of at most
+// `longest_whole` nonzeros is never split.
 template <class I>
 Place place_of(const I* crow, int64_t rows, int64_t k, int64_t share, int64_t longest_whole) {
   const int64_t target = k * share;

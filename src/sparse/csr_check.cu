@@ -1,4 +1,4 @@
-// csr_check: all indices, and what they say.
+// csr_check on a GPU: one pass over all indices that validates them and collects the statistics of csr_check.h.
 #ifdef __CUDACC__
 #include "sparse/csr_check.h"
 
@@ -17,9 +17,13 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kMostBlocks = 1056;
 
-// Zeros at first: the first bad row and the first bad column as 2^62 less their places, the longest row, how many
-// columns are not above the one before, but for those that begin a row, how many lie in the same four as the one
-// before the one before, how many rows begin far from the diagonal, and how many blocks have told of theirs.
+// Zero-initialized accumulator in global memory:
+//   row, column: 2^62 - index of the first row with decreasing offsets, of the first column out of range; 0: none
+//   longest: nonzeros of the longest row
+//   falls: nonzeros whose column is not above that of the nonzero before in the same row
+//   beyond_two: nonzeros in the same aligned group of 4 columns as the nonzero two before
+//   far: rows that begin kFar columns or more from the diagonal
+//   blocks: arrival counter of the blocks
 struct Seen {
   unsigned long long row, column, longest, falls, beyond_two, far, blocks;
 };
@@ -55,7 +59,8 @@ struct Copies {
   int* col;
 };
 
-// The last block to have looked tells of all.
+// Each block adds its result to *seen; the last block to arrive writes `facts`. copied: also writes int32 copies of
+// crow and col.
 template <class I, bool copied>
 __global__ void __launch_bounds__(kThreads)
     look_kernel(const I* crow, const I* col, int64_t rows, int64_t nonzeros, int64_t columns, Seen* seen,

@@ -14,26 +14,27 @@ using at::Tensor;
 
 enum class Kind { offsets, indices };
 
-// The result of a look, kept with its tensor. Copies and views of the tensor do not get it.
+// Result of a validation, stored with its tensor. Copies and views of the tensor do not inherit it.
 struct Looked : c10::BackendMeta {
   Looked(const Tensor& t, Kind kind, int64_t size)
       : kind(kind), size(size), version(t._version()), count(t.size(0)), data(t.const_data_ptr()) {}
   c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>&) const override { return {}; }
 
   Kind kind;
-  int64_t size;  // the last offset, or a size that every index is below
+  int64_t size;  // offsets: the last offset; indices: the exclusive upper bound they were checked against
   int64_t version, count;
   const void* data;
 };
 
-// True if `t` was looked at and nobody has written to it since. It has a version then.
+// True if `t` was validated with a bound at least this strict and has not been written to since. Then it has a version
+// counter.
 bool is_known(const Tensor& t, Kind kind, int64_t size) {
   const auto* const seen = dynamic_cast<const Looked*>(t.unsafeGetTensorImpl()->get_backend_meta());
   return seen != nullptr && seen->kind == kind && (kind == Kind::offsets ? seen->size == size : seen->size <= size) &&
          seen->version == t._version() && seen->count == t.size(0) && seen->data == t.const_data_ptr();
 }
 
-// True if f(begin, end) is for all parts of a range.
+// True if f(begin, end) holds for all parts of [0, count); parts run in parallel.
 template <class F>
 bool all_of_parts(int64_t count, const F& f) {
   if (count <= kGrain) return f(0, count);
@@ -54,7 +55,7 @@ void expect_offsets(const char* op, const I* offsets, int64_t rows, int64_t nonz
   TORCH_CHECK_VALUE(offsets[0] == 0, op, ": expected the first offset to be 0, got ", offsets[0]);
   TORCH_CHECK_VALUE(offsets[rows] == nonzeros, op, ": expected the last offset to be ", nonzeros,
                     ", as many as there are ", what, ", got ", offsets[rows]);
-  // Offsets that end with the number of nonzeros and never decrease lie between 0 and it.
+  // The first is 0, the last is nonzeros: if they never decrease, all are in range.
   const auto rise = [&](int64_t begin, int64_t end) { return never_decrease(offsets + begin, end - begin); };
   if (all_of_parts(rows, rise)) return;
   int64_t row = 0;

@@ -1,9 +1,9 @@
-// The look at the indices of a sparse matrix on the CPU, before anything is read or written through them.
+// Validation of CSR indices on the CPU, before anything is read or written through them.
 //
-// Every operator that reads through indices takes it at every call: whatever was written to them since an earlier look,
-// no index leads out of bounds. On a GPU operators take none, as it would wait for the device: there csr_check says
-// what is wrong. The functions return at once for tensors of another device, and for those that trust_indices() was
-// given and that nobody has written to since.
+// Every operator that reads through indices calls this at every call, so that no index leads out of bounds, whatever
+// was written to the index tensors since an earlier check. On a GPU operators do not validate, because it would
+// synchronize with the device: csr_check does. The functions return at once for tensors on another device, and for
+// tensors that trust_indices() validated and that have not been written to since.
 #pragma once
 
 #include <cstdint>
@@ -12,23 +12,24 @@
 
 namespace matmuls {
 
-// False for tensors that are traced or transformed: they have no data to look at, and those inside them meet an
-// operator that looks.
+// False for traced or transformed tensors (fake tensors, functorch): they hold no data to validate; the operator that
+// receives the inner tensors validates those.
 bool has_data(const at::Tensor& indices);
 
-// ValueError unless offsets begin with 0, end with `nonzeros`, which count `what`, and never decrease.
+// Raises ValueError unless `offsets` begin with 0, never decrease and end with `nonzeros`, the number of `what`.
 void look_at_offsets(const char* op, const at::Tensor& offsets, int64_t nonzeros, const char* what = "columns");
-// ValueError unless every index lies in [0, size).
+// Raises ValueError unless every index lies in [0, size).
 void look_at_indices(const char* op, const char* what, const at::Tensor& indices, int64_t size);
 
-// The pattern with contiguous indices, which kernels read, without the transposed one. ValueError on the CPU where they
-// do not fit: offsets, columns and order.
+// The pattern with contiguous indices, as kernels read them, without the transposed matrix. On the CPU, raises
+// ValueError if offsets, columns or order are invalid.
 Pattern readable(const char* op, const Pattern& p, int64_t columns);
 
-// Looks at the indices and keeps the result with the tensors, so that operators need not look again: a product with one
-// column would take a tenth longer. For copies that a plan alone holds. A write through the tensor or a view of it
-// moves its version, and then operators look again; a write that moves no version (through numpy, or through .data) is
-// not seen. Tensors without a version, or of another device, are left as they are.
+// Validates the indices and stores the result with the tensors, so that operators need not validate again: that check
+// would make a product with one column take a tenth longer. For copies that only a plan holds. A write through the
+// tensor or a view of it changes its version counter, and operators validate again; a write that does not change the
+// counter (through numpy or .data) goes unnoticed. Tensors without a version counter, or on another device, stay as
+// they are.
 void trust_indices(const at::Tensor& crow, const at::Tensor& col, const OptionalTensor& order, int64_t columns);
 
 }  // namespace matmuls

@@ -1,4 +1,4 @@
-// The products of sparse/csr.h by way of the dispatcher, for the operations that are made of them.
+// Dispatcher entry points of csr_transpose, csr_spmm and csr_sddmm, for operators that are composed of them.
 #pragma once
 
 #include <string_view>
@@ -24,7 +24,7 @@ MATMULS_OPERATOR(SddmmOp, "custom_mm::csr_sddmm", "",
                             double, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                             const OptionalTensor&, const OptionalTensor&, bool, bool));
 
-// The product by rows of what a plan also keeps in another form.
+// A @ dense by csr_spmm's kernels: the fallback of operators that take another layout of A as well.
 inline at::Tensor product_by_rows(const at::Tensor& crow, const at::Tensor& col, const at::Tensor& values,
                                   const at::Tensor& dense, c10::SymInt columns, const OptionalTensor& order,
                                   int64_t longest) {

@@ -1,19 +1,20 @@
-// Whether a product by tensor cores over a matrix with its zeros is exact enough: what was seen of A and of B on the
-// GPU. Columns of the result for which it is not are summed again in float32 by the kernels of by_rows/.
+// Decides on the GPU whether a densified product (tensor cores over A with explicit zeros) is exact enough. Columns of
+// the result for which it is not are recomputed in float32 by the kernels of by_rows/.
 #pragma once
 
 #include <climits>
 
 namespace matmuls {
 
-// What was seen of A, or of columns of the dense side. Zeros say that nothing was.
+// Flags collected from A, or from a range of columns of B. All zeros: nothing found.
 struct FillFacts {
-  int unfit;  // never to be multiplied so
-  int tiny;   // some number is
-  // Of A: INT_MAX less the large numbers of the row that has fewest. Of the dense side: the numbers that are not large,
-  // zeros too, of the column that has most.
+  int unfit;  // holds something that the densified product cannot represent, e.g. a non-finite number
+  int tiny;   // some number is tiny
+  // A: INT_MAX - (large numbers of the row with the fewest). B: numbers that are not large, zeros included, of the
+  // column with the most. If the first count exceeds the second, every row of A has a large number opposite a large one
+  // in every column.
   int missing;
-  int beyond;  // of A's nonzeros, two of four
+  int beyond;  // A only: nonzeros that do not fit into 2:4 sparsity
 };
 __device__ inline bool fit(const FillFacts& a, const FillFacts& dense) {
   return !a.unfit && !dense.unfit && ((!a.tiny && !dense.tiny) || INT_MAX - a.missing > dense.missing);

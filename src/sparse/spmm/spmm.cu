@@ -1,5 +1,5 @@
-// csr_spmm on a GPU: how rows are shared out, and which kernel of sparse/spmm/by_rows/by_rows.cuh or
-// sparse/spmm/densified/densified.h does it.
+// csr_spmm on a GPU: chooses between the row kernels (by_rows/by_rows.cuh) and the densified products
+// (densified/densified.h), and how the row kernels split the work.
 #ifdef __CUDACC__
 #include "sparse/spmm/by_rows/by_rows.cuh"
 
@@ -15,28 +15,30 @@ namespace {
 
 using at::Tensor;
 
-// What a device is tuned by; an H200 in mind.
-constexpr int64_t kWarpsAtOnce = 32;         // of a multiprocessor
-constexpr int64_t kFullWarps = 14;           // of a multiprocessor, that keep its memory busy
-constexpr int64_t kGroupNonzeros = 32;       // neighbouring rows of about so many together are one team's
-constexpr int64_t kMostRows = 8;             // that a team has, at most as many as it has lanes
-constexpr int64_t kLongRows = 32;            // nonzeros, on average, that are worth a whole warp's lanes
-constexpr int64_t kShortestOfParts = 4;      // nonzeros, on average, of rows that are split where they are few
-constexpr int64_t kVeryLongRows = 64;        // the same, in 16 bits, that more teams with less ahead are worth
-constexpr int64_t kSkewed = 8;               // times the average: the longest row of a matrix whose rows are cut
-constexpr int64_t kShortestPiece = 64;       // nonzeros; rows of up to twice as many are never cut
-constexpr int64_t kPieceOfFour = 40;         // the same by teams of four lanes
-constexpr int64_t kMostSlots = 16384;        // that teams cut rows at
-constexpr int64_t kWorkspace = 32 << 20;     // bytes that sums of pieces may take, about, or a quarter of the result's
-constexpr int64_t kShareSteps = 256;         // rows and nonzeros of a share; half of it where there are few
-constexpr int64_t kShareWarps = 24;          // of a multiprocessor, that work on shares at once
-constexpr int64_t kL2Bytes = 32 << 20;       // of a dense side that stays in the L2
-constexpr int64_t kFilledBytes = 128 << 20;  // of a matrix that is multiplied with its zeros
+// Tuning constants, measured on an H200.
+constexpr int64_t kWarpsAtOnce = 32;    // warps that a multiprocessor runs at once
+constexpr int64_t kFullWarps = 14;      // warps that keep a multiprocessor's memory pipeline busy
+constexpr int64_t kGroupNonzeros = 32;  // neighbouring rows with about this many nonzeros together go to one team
+constexpr int64_t kMostRows = 8;        // of a team, and at most one for each of its lanes
+constexpr int64_t kLongRows = 32;       // mean nonzeros per row from which a row occupies all lanes of a warp
+// mean nonzeros per row from which rows are split over parts, if rows are few
+constexpr int64_t kShortestOfParts = 4;
+// 16-bit: mean nonzeros per row from which more teams with less prefetch win
+constexpr int64_t kVeryLongRows = 64;
+constexpr int64_t kSkewed = 8;               // ratio of the longest row to the mean from which rows are cut
+constexpr int64_t kShortestPiece = 64;       // nonzeros of a piece; rows of up to twice as many are never cut
+constexpr int64_t kPieceOfFour = 40;         // the same for teams of four lanes
+constexpr int64_t kMostSlots = 16384;        // at most, where teams cut rows
+constexpr int64_t kWorkspace = 32 << 20;     // bytes for the partial sums, about, or a quarter of the result
+constexpr int64_t kShareSteps = 256;         // rows + nonzeros of a share; half as many where shares are few
+constexpr int64_t kShareWarps = 24;          // warps of a multiprocessor that work on shares at once
+constexpr int64_t kL2Bytes = 32 << 20;       // bytes of B that stay in the L2
+constexpr int64_t kFilledBytes = 128 << 20;  // bytes of the largest A that is densified
 
 template <class T, class I>
 using Args = SpmmArgs<T, I>;
 
-// max and min: a warp a row, a lane a column.
+// max and min: a warp per row of A, a lane per column of B.
 template <class T, class I, bool largest>
 __global__ void __launch_bounds__(kSparseThreads) extremum_kernel(const __grid_constant__ Args<T, I> m, I* arg) {
   using F = arithmetic_t<T>;
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(kSparseThreads) extremum_kernel(const __grid_c
   }
 }
 
-// The sum of what was selected: a warp a row, a lane a column.
+// Sum over the selected values: a warp per row of A, a lane per column of B.
 template <class T, class I>
 __global__ void __launch_bounds__(kSparseThreads)
     selected_kernel(const __grid_constant__ Args<T, I> m, const I* selected, int64_t selected_rows, bool by_column) {
@@ -94,8 +96,8 @@ dim3 grid_of(int64_t blocks, int64_t tiles, int64_t batches) {
               static_cast<unsigned>(std::min<int64_t>(batches, 65535)));
 }
 
-// How a row is worked on: L lanes with R vectors each, in P parts; or by equal shares, without parts. lean: with fewer
-// nonzeros ahead, in fewer registers.
+// How the row kernels divide a row of A: L lanes with R vectors of B's columns each, times P parts of the row's
+// nonzeros; or merge-path shares, which have no parts. lean: prefetches fewer nonzeros and so needs fewer registers.
 struct Split {
   int lanes, parts, vectors;
   bool shares = false, lean = false;
@@ -105,14 +107,14 @@ bool is_skewed(const Pattern& p, int64_t longest) {
   return longest < 0 || longest * p.rows() > kSkewed * std::max(p.nonzeros(), p.rows());
 }
 
-// As measured (matmuls spmm): 32 bytes a lane rather than 16 where a dense row has that many, a dense row's slice in
-// one team, and a whole warp for a row where rows are long and else too few.
+// As measured (matmuls spmm): a lane takes 32 bytes of a row of B rather than 16 if the row has as many, one team takes
+// a whole slice of B's row, and a whole warp takes a row of A where rows are long and otherwise too few.
 Split split_of(int64_t n, int64_t v, const Pattern& p, int64_t batches, int64_t longest, int64_t sms) {
   const int64_t vectors = ceil_of(n, v), mean = p.nonzeros() / std::max<int64_t>(p.rows(), 1);
   const bool long_rows = mean >= kLongRows;
   if (v == 1) return {n <= 4 ? 4 : n <= 8 ? 8 : 32, 1, 1};
   Split split{32, 1, 1};
-  // Rows too few to fill the GPU by themselves, and not so short that parts of them were empty.
+  // Whether rows are too few to fill the GPU alone, and long enough that no part is empty.
   const auto few = [&](int64_t lanes) {
     return v >= 4 && mean >= kShortestOfParts && p.rows() * batches * lanes / 32 < kFullWarps * sms;
   };
@@ -146,7 +148,8 @@ Split split_of(int64_t n, int64_t v, const Pattern& p, int64_t batches, int64_t 
   return split;
 }
 
-// The grid of spmm_rows_kernel with slices of `columns`; neighbouring rows for a team as long as the GPU stays full.
+// Sets the grid of spmm_rows_kernel for slices of `columns` columns of B. A team takes several neighbouring rows as
+// long as the GPU stays full.
 template <class T, class I>
 void set_grid(Args<T, I>& m, int64_t lanes, int64_t columns, int64_t teams_at_once, bool slices_first) {
   const int64_t slices = ceil_of(m.n, columns), teams = m.rows * slices * m.batches;
@@ -164,8 +167,9 @@ void set_grid(Args<T, I>& m, int64_t lanes, int64_t columns, int64_t teams_at_on
   m.slices = static_cast<unsigned>(slices);
 }
 
-// A row is cut where it would take one team longer than all teams take for the rest: pieces of that share, but not
-// more of them than the workspace holds. Rows of about the same length are not, unless they are few.
+// Sets the slots at which long rows are cut. A row is cut if it would take one team longer than all teams need for
+// their equal share; pieces have the size of that share, but there are no more than the workspace holds. Rows of
+// similar length are cut only if they are few.
 template <class T, class I>
 void set_slots(Args<T, I>& m, const Pattern& p, int64_t columns, int64_t lanes, int64_t sms, int64_t longest) {
   const int64_t slices = ceil_of(m.n, columns), teams_at_once = sms * kWarpsAtOnce * 32 / lanes;
@@ -180,7 +184,7 @@ void set_slots(Args<T, I>& m, const Pattern& p, int64_t columns, int64_t lanes, 
   m.slots = may_be_long && m.nonzeros > 2 * m.slot ? ceil_of(m.nonzeros, m.slot) : 0;
 }
 
-// The grid of spmm_shares_kernel.
+// Sets the grid of spmm_shares_kernel.
 template <class T, class I>
 void set_shares(Args<T, I>& m, int64_t lanes, int64_t columns, int64_t sms) {
   const int64_t slices = ceil_of(m.n, columns), way = m.rows + m.nonzeros, in_block = kSparseThreads / lanes;
@@ -198,7 +202,7 @@ void set_shares(Args<T, I>& m, int64_t lanes, int64_t columns, int64_t sms) {
 
 template <int V, int L, int P, int R, int U, class T, class I>
 void launch_rows(const Args<T, I>& m) {
-  constexpr int kBlocks = U * R * Words<T, V>::kCount < 32 ? 4 : 3;  // 64 registers, or 80
+  constexpr int kBlocks = U * R * Words<T, V>::kCount < 32 ? 4 : 3;  // 64 registers per thread, or 80
   const dim3 grid = grid_of(static_cast<int64_t>(m.blocks) * m.slices, 1, m.batches);
   launch_early(spmm_rows_kernel<T, I, V, L, P, R, U, kBlocks>, grid, kSparseThreads, m);
 }
@@ -230,7 +234,7 @@ void launch_split(const Args<T, I>& m, const Split& split, bool vectors) {
     if (split.lanes == 8) return launch_rows<1, 8, 1, 1, 8>(m);
     return launch_rows<1, 32, 1, 1, 8>(m);
   }
-  if constexpr (sizeof(T) < 8) {  // of 64 bits below: fewer kernels
+  if constexpr (sizeof(T) < 8) {  // not for 64-bit types, to compile fewer kernels
     if (split.shares) {
       if (split.lanes == 4) return launch_shares<4, 1, 4, 4>(m);
       if (split.lanes == 8) return launch_shares<8, 1, 8, 3>(m);
@@ -282,8 +286,8 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
     set_shares(m, split.lanes, columns, sms);
   } else {
     set_slots(m, c.pattern, columns, team, sms, c.longest);
-    // Narrow slices of what the L2 holds: the same slice comes to a multiprocessor again and again. Wide ones are done
-    // one after the other, which the L1 likes, unless the L2 does not hold them.
+    // Narrow slices of a B that fits into the L2 vary fastest, so that a multiprocessor meets the same slice again and
+    // again. Wide slices of such a B run one after another, for the L1. If B does not fit into the L2, the reverse.
     const bool in_cache = c.dense.numel() * static_cast<int64_t>(sizeof(T)) <= kL2Bytes;
     set_grid(m, team, columns, sms * kWarpsAtOnce * 32 / team, in_cache == (split.lanes <= 8));
   }
@@ -297,8 +301,8 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
   if (!split.shares || c.longest < 0 || c.longest > m.slot) launch_long_rows(m, vectors, split.shares);
 }
 
-// Without a plan a matrix is filled for each product: float32 in three products of halves, where the GPU has them, the
-// others by cuBLAS, which torch holds for not deterministic.
+// Whether A may be densified for this product alone. float32 takes three fp16 products, if the GPU has the kernels.
+// 16-bit types use cuBLAS, which torch counts as nondeterministic.
 bool may_fill(const Call& c) {
   const auto dtype = c.dense.scalar_type();
   return c.reduce == Reduce::sum && !c.selected.defined() && c.beta == 0 && c.out.size(0) == 1 &&
@@ -307,7 +311,7 @@ bool may_fill(const Call& c) {
                                  : c.alpha == 1 && !must_be_deterministic() && Borrowed::is_to_be_had(Library::cublas));
 }
 
-// As filled products read the dense side and write the result. Others go through copies of a padded width.
+// Whether the densified kernels can read B and write out in place. Other operands go through copies of padded width.
 bool is_aligned(const Call& c) { return c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out); }
 
 Call padded(const Call& c) {
@@ -319,13 +323,13 @@ Call padded(const Call& c) {
   return wide;
 }
 
-// In 16 bits, what a plan keeps so.
+// Whether the 16-bit 2:4 kernel can run on these operands.
 bool may_keep_two_of_four(const Call& c) {
   return is_aligned(c) && c.dense.numel() > 0 && c.dense.stride(1) >= c.dense.size(2) &&
          has_hopper_kernels(c.dense.get_device());
 }
 
-// Microseconds of both ways, about, as measured on an H200.
+// Compares the estimated microseconds of both ways, as measured on an H200.
 bool is_worth_filling(const Call& c) {
   const bool wide = c.dense.scalar_type() == at::kFloat;
   const double n = static_cast<double>(c.out.size(2)), nonzeros = static_cast<double>(c.pattern.nonzeros());
@@ -340,7 +344,7 @@ bool is_worth_filling(const Call& c) {
   return bytes <= static_cast<double>(kFilledBytes) && filled + copies < by_rows;
 }
 
-// The product with A's zeros; by rows again where they matter.
+// The product with densified A; the row kernel recomputes what needs it.
 template <class T, class I>
 void sum_filled(const Call& c, Args<T, I>& m, const Filled& filled) {
   const Tensor dense = c.dense[0], out = c.out[0];
@@ -376,7 +380,7 @@ Args<T, I> args_of(const Call& c) {
   return m;
 }
 
-// The matrix is filled for this product alone.
+// Densifies A for this product alone.
 template <class T, class I>
 void sum_filled(const Call& c) {
   const Filled filled = fill(c.pattern, c.values[0], c.dense.size(1));

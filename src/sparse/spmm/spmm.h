@@ -1,9 +1,12 @@
-// csr_spmm: out = alpha * reduce(A @ dense) + beta * out, A sparse by rows (sparse/csr.h), dense [..., columns, n].
+// csr_spmm: out = alpha * reduce(A @ dense) + beta * out, with A sparse in CSR (sparse/csr.h) and B = dense [...,
+// columns, n].
 //
-// reduce: sum, mean (over a row's nonzeros), max or min; an empty row gives 0. With `selected`, [..., rows, n] indices
-// of values, a nonzero counts only in the columns where its own row (or its column's, by_column) selected its value:
-// the gradients of max and min. `longest`, where known, is that of the rows, t_longest of the columns: how work is
-// shared. Accumulation in float32, float64 for float64, in an order that depends on the shapes alone.
+//   reduce: sum, mean (over the nonzeros of a row), max or min; an empty row gives 0
+//   selected [..., rows, n], by_column: [..., columns, n]; dtype of crow: indices of values. A nonzero counts in column
+//     c of B only if its row (by_column: its column) selected its value there. The gradients of max and min use this.
+//   longest: nonzeros of A's longest row, if known; t_longest: of A's longest column. They decide how work is split.
+//
+// Accumulates in float32, for float64 in float64. The order of additions depends only on shapes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,29 +20,29 @@ constexpr const char* kOp = "spmm";
 
 enum class Reduce { sum, mean, max, min };
 
-// Shapes as the kernels see them: values [batch, nonzeros], dense [batch, columns, n], out [batch, rows, n], elements
-// of a row side by side.
+// Operands as kernels take them: values [batch, nonzeros], dense [batch, columns, n], out [batch, rows, n]; the last
+// dimension is contiguous.
 struct Call {
   Pattern pattern;
   at::Tensor values, dense, out;
   Reduce reduce;
   double alpha, beta;
-  at::Tensor arg;       // written where defined: max and min alone, [batch, rows, n]
-  at::Tensor selected;  // read where defined, [batch, rows or columns, n]
+  at::Tensor arg;       // [batch, rows, n], written if defined: index of the value that gave the maximum or minimum
+  at::Tensor selected;  // [batch, rows or columns, n], read if defined
   bool by_column;
-  int64_t longest;  // row in nonzeros, or more; -1: not known
+  int64_t longest;  // nonzeros of A's longest row, or an upper bound; -1: unknown
 };
 
 void run_cpu(const Call& c);
 void run_cuda(const Call& c);
 
-// What run_cuda asks of the rest of ATen, whose headers cost CUDA code more than its kernels. In
-// sparse/spmm/spmm_ops.cpp.
+// What run_cuda needs of ATen, kept out of CUDA files because the headers cost more compile time than the kernels.
+// Defined in spmm_ops.cpp.
 bool must_be_deterministic();
-void multiply_filled(const at::Tensor& a, const at::Tensor& dense, const at::Tensor& out);  // sums in float32
+void multiply_filled(const at::Tensor& a, const at::Tensor& dense, const at::Tensor& out);  // accumulates in float32
 
-// The product with what a plan keeps of a matrix (sparse/spmm/densified/densified.h), by rows where halves will not do;
-// and what it keeps.
+// The product with A as a plan keeps it densified (densified/densified.h), or by the row kernel where that cannot be
+// used; and the conversion of A.
 void run_halves(const Call& c, const Filled& kept);
 Filled fill_on_gpu(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four, int64_t beyond);
 

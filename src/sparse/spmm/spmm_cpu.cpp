@@ -1,4 +1,4 @@
-// csr_spmm on the CPU: rows in shares of equal work over torch's threads.
+// csr_spmm on the CPU: merge-path shares of rows and nonzeros over torch's threads.
 #include "sparse/spmm/spmm.h"
 
 #include <ATen/Dispatch.h>
@@ -9,19 +9,20 @@
 namespace matmuls::spmm {
 namespace {
 
-constexpr int64_t kShare = 8192;            // rows and nonzeros together: what a thread takes at a time
-constexpr int64_t kCacheBytes = 256 << 10;  // a dense side this small is soon in the L2 cache
-constexpr int64_t kLongestWhole = 4096;     // nonzeros of a row that is not cut
+constexpr int64_t kShare = 8192;            // rows + nonzeros that a thread takes at a time
+constexpr int64_t kCacheBytes = 256 << 10;  // a B this small is soon in the L2 cache
+constexpr int64_t kLongestWhole = 4096;     // nonzeros of the longest row that is not cut
 
-// Rows in shares of equal work. A long row is cut where shares end, always at the same places; its pieces are added in
-// their order once all are there.
+// Sums by shares of equal work. Long rows are cut at the ends of shares, which do not depend on the number of threads;
+// their pieces are added in order once all are computed.
 template <class T, class I>
 void sum_cpu(const Spmm<T, I>& m, int64_t rows) {
   using A = arithmetic_t<T>;
   const int64_t shares = shares_of(rows, m.nonzeros, kShare);
   const auto place = [&](int64_t k) { return place_of(m.crow, rows, k, kShare, kLongestWhole); };
   if (shares == 1) return spmm_rows(m, 0, rows);
-  // For share k the piece of a row that began before it, and the piece of the row that goes on after it.
+  // For share k: the piece of a row that began before it, and the piece of a row that begins in it and goes on after
+  // it.
   std::vector<A> sums;
   bool cut = false;
   for (int64_t k = 1; k < shares && !cut; ++k) {
@@ -59,7 +60,7 @@ void sum_cpu(const Spmm<T, I>& m, int64_t rows) {
   }
 }
 
-// f(row begin, row end) over torch's threads, in shares of equal work.
+// Calls f(row begin, row end) over torch's threads, in shares of equal work.
 template <class I, class F>
 void for_rows_of_equal_work(const I* crow, int64_t rows, const F& f) {
   const int64_t shares = shares_of(rows, crow[rows], kShare);

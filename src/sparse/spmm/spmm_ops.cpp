@@ -1,4 +1,4 @@
-// csr_spmm as operators: checks, batches, what a plan keeps of a full matrix, gradients, autocast.
+// Operators csr_spmm, csr_spmm_arg, csr_filled, csr_halves and csr_spmm_halves: checks, batching, gradients, autocast.
 #include "sparse/spmm/spmm.h"
 
 #include <ATen/OpMathType.h>
@@ -77,7 +77,7 @@ void check_kept_values(const Pattern& p, const Tensor& values, bool wide, bool n
                     wide && narrow ? " or 16 bits" : "", ", got ", values.sym_sizes(), " in ", values.scalar_type());
 }
 
-// out <- beta * out: what is left of a product under alpha = 0, whose operands are not read, NaN or not, as in BLAS.
+// out <- beta * out: the product with alpha = 0. As in BLAS, its operands are not read, NaN or not.
 void scale(const Tensor& out, double beta) {
   if (beta == 0)
     out.zero_();
@@ -85,7 +85,7 @@ void scale(const Tensor& out, double beta) {
     out.mul_(beta);
 }
 
-// Runs over `out`, or over a copy of it where its rows are not contiguous.
+// Runs on `out`, or on a copy of it if its rows are not contiguous.
 template <void run(const Call&)>
 void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Reduce reduce, double alpha, double beta,
                const Tensor& arg, const Tensor& selected, bool by_column, int64_t longest, const Tensor& out) {
@@ -107,7 +107,7 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
        arg.defined() ? arg.view({batch, rows, n}) : arg, selected.defined() ? flat(selected, 2).contiguous() : selected,
        by_column, longest});
   if (!target.is_same(out)) out.copy_(target);
-  if (alpha == 0) out.zero_();  // a maximum's place is told all the same
+  if (alpha == 0) out.zero_();  // arg is computed all the same
 }
 
 MATMULS_OPERATOR(SpmmArgOp, "custom_mm::csr_spmm_arg", "",
@@ -186,7 +186,7 @@ std::tuple<Tensor, Tensor> spmm_arg_meta(const Tensor& crow, const Tensor& col, 
   return {at::empty_symint(shape, dense.options()), at::empty_symint(shape, crow.options())};
 }
 
-// --- a matrix with its zeros, in 16 bits: [rows, columns to a multiple of 8]. Its entries are distinct.
+// --- csr_filled: A with explicit zeros in 16 bits, [rows, columns to a multiple of 8]. The columns of a row differ.
 
 Tensor filled_on_cpu(const Pattern& p, const Tensor& values, int64_t columns) {
   const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
@@ -216,8 +216,8 @@ Tensor csr_filled_meta(const Tensor& crow, const Tensor& col, const Tensor& valu
 MATMULS_OPERATOR(CsrFilledOp, "custom_mm::csr_filled", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&));
 
-// --- what a plan keeps of a matrix (sparse/spmm/densified/densified.h), and the product with it: float32 with its
-// zeros, or two of four
+// --- csr_halves, csr_spmm_halves: what a plan keeps of A (densified/densified.h): float32 as fp16x2 halves, or A in
+// 2:4 form; and the product with it.
 
 using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four, int64_t beyond);
 using HalvesFunction = void(const Call& c, const Filled& kept);
@@ -318,7 +318,7 @@ MATMULS_OPERATOR(CsrSpmmHalvesOp, "custom_mm::csr_spmm_halves", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&, int64_t));
 
-// A product that records a gradient is csr_spmm's.
+// Products that record a gradient go to csr_spmm.
 Tensor csr_spmm_halves_autograd(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& rest,
                                 const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                                 c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
@@ -327,8 +327,8 @@ Tensor csr_spmm_halves_autograd(const Tensor& parts, const Tensor& exponents, co
                                          longest);
 }
 
-// --- gradients: to the values the product of G and dense where A has nonzeros, to dense the product of A^T and G. Both
-// are operators with gradients of the same two kinds.
+// --- Gradients: for values, G @ dense^T sampled at A's nonzeros (csr_sddmm); for dense, A^T @ G (csr_spmm). These
+// operators have gradients themselves.
 
 using Context = torch::autograd::AutogradContext;
 using Gradients = torch::autograd::variable_list;
@@ -341,11 +341,11 @@ void save(Context* ctx, const Pattern& p, const Tensor& values, const Tensor& de
   ctx->saved_data["dense_sizes"] = dense.sym_sizes();
 }
 
-// Multiplied into the gradient. 0 goes to the products instead, which then read nothing.
+// Whether alpha is multiplied into the gradient. alpha = 0 is passed to the products instead, which then read nothing.
 bool is_factor(double alpha) { return alpha != 1 && alpha != 0; }
 
-// The gradients of alpha * sum(A @ dense), or of what was selected of it. saved: unpacked once, as torch's checkpoints
-// ask.
+// Gradients of alpha * sum(A @ dense), or of its selected part. `saved` is unpacked only once, as torch's checkpoint
+// requires.
 std::tuple<Tensor, Tensor> gradients(Context* ctx, const Gradients& saved, const Tensor& grad, double alpha,
                                      bool by_column, int64_t longest, int64_t t_longest) {
   const Pattern p{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
@@ -356,7 +356,7 @@ std::tuple<Tensor, Tensor> gradients(Context* ctx, const Gradients& saved, const
   const OptionalTensor chosen = none_or_tensor(saved[8]);
   Tensor grad_values, grad_dense;
   if (ctx->needs_input_grad(0)) {
-    const bool summed = values_sizes.size() == 1;  // one gradient for the whole batch: nothing larger than it is made
+    const bool summed = values_sizes.size() == 1;  // one gradient for the whole batch: nothing larger is allocated
     grad_values = SddmmOp::call(p.crow, p.col, grad, dense.to(grad.scalar_type()), columns, alpha,
                                 none_or_tensor(p.order), none_or_tensor(p.t_crow), none_or_tensor(p.t_col),
                                 none_or_tensor(p.t_order), chosen, by_column, summed);
@@ -391,7 +391,7 @@ struct SpmmFunction : KernelFunction<SpmmFunction> {
     const auto saved = ctx->get_saved_variables();
     const double alpha = ctx->saved_data["alpha"].toDouble();
     Tensor grad = is_factor(alpha) ? grads[0] * alpha : grads[0];
-    if (ctx->saved_data["mean"].toBool()) {  // a row may be longer than float16 can tell
+    if (ctx->saved_data["mean"].toBool()) {  // a row may be longer than float16 can represent
       const auto dtype = grad.scalar_type();
       grad = (grad / saved[0].diff().clamp_min(1).to(at::toOpMathType(dtype)).unsqueeze(-1)).to(dtype);
     }
@@ -455,7 +455,7 @@ void spmm_out_autograd(const Tensor& crow, const Tensor& col, const Tensor& valu
   SpmmOutOp::below_autograd(crow, col, values, dense, columns, reduce, alpha, order, beta, longest, out);
 }
 
-// Sums as torch.matmul; max and min in the wider of both dtypes.
+// Sums cast as torch.matmul does; max and min use the wider of both dtypes.
 template <c10::DeviceType device>
 Tensor spmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                      c10::SymInt columns, std::string_view reduce, double alpha, const OptionalTensor& order,

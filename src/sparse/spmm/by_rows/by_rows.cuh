@@ -1,6 +1,8 @@
-// The sums of csr_spmm on a GPU, three kernels: rows by teams of lanes, shares of equal work by groups of lanes, and
-// the second step where a row was cut. Their order of additions depends on the shapes, the lengths of rows, how the
-// operands lie and the GPU alone.
+// The row kernels of csr_spmm (sum and mean) on a GPU:
+//   spmm_rows_kernel: a team of lanes sums neighbouring rows, or a piece of a long row
+//   spmm_shares_kernel: a group of lanes sums a merge-path share of rows and nonzeros, for skewed matrices
+//   spmm_long_rows_kernel: second step, adds the pieces of rows that were cut
+// The order of additions depends only on shapes, the lengths of rows, the operands' alignment and strides, and the GPU.
 #pragma once
 
 #include "sparse/csr.cuh"
@@ -20,21 +22,21 @@ struct SpmmArgs {
   int64_t batches;
   arithmetic_t<T> alpha, beta;
   bool mean;
-  // The grid: `blocks` blocks, those for pieces before those for rows, for each slice of the columns.
+  // Grid: for each slice of B's columns `blocks` blocks, of which the first piece_blocks do pieces, the others rows.
   unsigned blocks, piece_blocks, slices;
-  int rows_each;  // of a team
+  int rows_each;  // rows of A per team
   bool slices_first;
-  // Long rows are cut where multiples of `slot` end: by teams, rows longer than 2 * slot, counting nonzeros; by shares,
-  // rows longer than slot, counting nonzeros and the rows before them. Without slots none is.
+  // Long rows are cut at multiples of `slot`. Teams cut rows of more than 2 * slot nonzeros and count nonzeros; shares
+  // cut rows of more than slot nonzeros and count nonzeros plus the rows before them. slots == 0: no row is cut.
   int64_t slot, slots;
-  arithmetic_t<T>*
-      partial;      // [batch, slots, 2, n]: of a row that began before a slot, and of one that goes on after it
-  int64_t* begins;  // [slots]: the long row that begins in a slot, or -1
-  // Of 16 bits, where given: the rows have been written (sparse/spmm/densified/densified.h), and are written again only
-  // if A or the dense side does not fit.
+  // partial [batch, slots, 2, n]: a slot's part 0 of a row that began in an earlier slot, 1 of a row that begins in it.
+  arithmetic_t<T>* partial;
+  int64_t* begins;  // [slots]: the long row that begins in the slot, or -1
+  // 16-bit, optional: flags of a densified product that has already written out (densified/densified.h). out is written
+  // again only if A or B is unfit.
   const FillFacts *facts, *dense_facts;
 
-  // Waits for the kernels before this one.
+  // Waits for earlier kernels (griddepcontrol.wait), then says whether this one has nothing to do.
   __device__ bool spared() const {
     ptx::griddepcontrol_wait();
     return sizeof(T) == 2 && facts && !facts->unfit && !dense_facts->unfit;
@@ -54,7 +56,8 @@ struct Entry {
   F value;
 };
 
-// The nonzero that a lane reads for its L lanes: `left` of them from p on.
+// The nonzero that this lane loads for its group of L lanes: entry p + lane, or zeros if fewer than lane + 1 are
+// `left`.
 template <int L, class T, class I>
 __device__ Entry<arithmetic_t<T>> entry_of_lane(const SpmmArgs<T, I>& m, const T* values, I p, int left) {
   const int lane = threadIdx.x % L;
@@ -64,8 +67,8 @@ __device__ Entry<arithmetic_t<T>> entry_of_lane(const SpmmArgs<T, I>& m, const T
           static_cast<arithmetic_t<T>>(ptx::load_first_out(values + at))};
 }
 
-// U entries for each of P parts of L lanes, out of those that the parts hold together, and the dense rows that they
-// name, R vectors of V columns a lane: all on their way at once. `whole`: all of them exist.
+// U entries for each of P parts of L lanes, from the entries that the parts' lanes hold, with their rows of B: R
+// vectors of V columns per lane. All loads are in flight at once. `whole`: all entries exist.
 template <class T, int V, int R, int U>
 struct Ahead {
   Words<T, V> words[U][R];
@@ -79,12 +82,12 @@ struct Ahead {
       const int at = u * P + part;
       const uint32_t column = __shfl_sync(kWarp, entry.column, from + at, L * P);
       value[u] = __shfl_sync(kWarp, entry.value, from + at, L * P);
-      // Unsigned on purpose: of signed numbers, or of mad.wide as it stands, ptxas makes more instructions.
+      // Unsigned on purpose: with signed numbers, or with mad.wide as it stands, ptxas emits more instructions.
       const auto* const row =
           reinterpret_cast<const T*>(reinterpret_cast<const char*>(dense) + static_cast<uint64_t>(column) * row_bytes);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        if constexpr (!whole) words[u][r] = {};  // past the end 0 * 0 is added
+        if constexpr (!whole) words[u][r] = {};  // entries past the end add 0 * 0
         if (whole || at < left) words[u][r] = load_vector<T, V>(row + r * L * V);
       }
     }
@@ -126,15 +129,15 @@ __device__ void keep_piece(F* kept, const F (&sums)[R][V]) {
     for (int v = 0; v < V; ++v) kept[r * L * V + v] = sums[r][v];
 }
 
-// ----------------------------------------------------------------------------------------------------- rows by teams
+// ---------------------------------------------------------------------------------------------------- rows by teams
 
-// A team, L lanes in each of P parts, sums neighbouring rows, of which lane i knows the nonzeros of row first + i; or a
-// piece of a long row, whose sums wait in the workspace at `first`.
+// A team is L lanes for columns of B times P parts for nonzeros of A. It sums neighbouring rows, and lane i holds the
+// range of row first + i; or it sums one piece of a long row into partial[first].
 template <class F, class I>
 struct Rows {
   int64_t first;
   I begin;
-  int length;  // -1: not this team's to write
+  int length;  // nonzeros; -1: this team does not write the row
   F scale;
 };
 
@@ -151,8 +154,9 @@ __device__ Rows<arithmetic_t<T>, I> rows_of_team(const SpmmArgs<T, I>& m, int64_
   return mine;
 }
 
-// A long row is longer than a slot: one may have begun before a slot (part 0), and one may begin in it (part 1). All
-// lanes of a warp come here.
+// The piece of a long row that item = 2 * slot + part names: part 0 of a row that began before the slot, part 1 of one
+// that begins in it. A long row is longer than a slot, so there is at most one of each. All lanes of the warp must call
+// it.
 template <int L, class T, class I>
 __device__ Rows<arithmetic_t<T>, I> piece_of_team(const SpmmArgs<T, I>& m, int64_t item, bool writes_begins) {
   const bool exists = item < 2 * m.slots;
@@ -169,7 +173,8 @@ __device__ Rows<arithmetic_t<T>, I> piece_of_team(const SpmmArgs<T, I>& m, int64
   return piece;
 }
 
-// sums += those of a block of up to L * P entries that have `left` nonzeros of a row, maybe more, before them.
+// Adds a block of up to L * P entries to sums. `left` nonzeros of the row remain, this block's included; there may be
+// more than fit.
 template <int L, int P, int U, class T, int V, int R, class F>
 __device__ void add_block(const Entry<F>& entry, int left, const T* dense, uint32_t row_bytes, F (&sums)[R][V]) {
   constexpr int kTeam = L * P, kStep = U * P;
@@ -190,22 +195,30 @@ __device__ void add_block(const Entry<F>& entry, int left, const T* dense, uint3
   }
 }
 
-// Blocks for the pieces of long rows come first, since they take longest. A row's nonzeros go to the parts of its team
-// in turn; n is a multiple of V, with R > 1 of a slice. The teams of a warp go from row to row together: every shuffle
-// is of the whole warp. While a block of up to L * P entries is multiplied, the next is on its way. Without kBlocks
-// ptxas saves registers where it should not: it has one dense row at a time on its way.
+// Team of L * P lanes, for one row of A with nonzeros a0, a1, ... :
+//
+//                     columns of B
+//             lane 0   lane 1   ...  lane L-1       V * R columns each
+//   part 0    a0 aP a2P ...
+//   part 1    a1 aP+1 ...
+//   ...                                            at the end a butterfly shuffle adds the parts
+//
+// Blocks for pieces of long rows come first, because they take longest. n is a multiple of V, with R > 1 of a slice.
+// The teams of a warp advance from row to row together, because every shuffle involves the whole warp. While a block of
+// up to L * P entries is multiplied, the next one is loading. Without kBlocks ptxas saves registers in the wrong place
+// and keeps only one row of B in flight.
 template <class T, class I, int V, int L, int P, int R, int U, int kBlocks>
 __global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_rows_kernel(const __grid_constant__ SpmmArgs<T, I> m) {
   using F = arithmetic_t<T>;
   constexpr int kTeam = L * P;
-  // The next kernel is not let in early: its blocks would come to lie unevenly (4096x4096, 95 % zeros, 128 columns: 39
-  // microseconds for 35).
+  // No early griddepcontrol.launch_dependents: the next kernel's blocks would spread unevenly over multiprocessors
+  // (4096x4096, 95 % zeros, 128 columns: 39 microseconds instead of 35).
   if (m.spared()) return;
   const unsigned slice = m.slices_first ? blockIdx.x % m.slices : blockIdx.x / m.blocks;
   const unsigned block = m.slices_first ? blockIdx.x / m.slices : blockIdx.x % m.blocks;
   const bool pieces = block < m.piece_blocks;
   const int own = static_cast<int>(slice) * (L * V * R) + threadIdx.x % L * V;
-  const int c = min(own, m.n - V);  // lanes past the last column read it again: the shuffles need them
+  const int c = min(own, m.n - V);  // lanes past the last column reread it: the shuffles need them
   const int64_t team =
       static_cast<int64_t>(pieces ? block : block - m.piece_blocks) * (kSparseThreads / kTeam) + threadIdx.x / kTeam;
   const bool writes = own < m.n && threadIdx.x % kTeam < L;
@@ -235,7 +248,7 @@ __global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_rows_kernel(cons
         entry = next;
       }
 #pragma unroll
-      for (int step = L; step < kTeam; step *= 2)  // the parts' sums, the same bits in each
+      for (int step = L; step < kTeam; step *= 2)  // all parts get the same bits
 #pragma unroll
         for (int r = 0; r < R; ++r)
 #pragma unroll
@@ -252,10 +265,10 @@ __global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_rows_kernel(cons
   }
 }
 
-// ---------------------------------------------------------------------------------------------------- equal shares
+// ------------------------------------------------------------------------------------------------ merge-path shares
 
-// A matrix is a way of rows and nonzeros: row r begins at r + crow[r]. The rows that go on at two points of it, by a
-// group of L lanes in steps of L. All lanes of a warp come here.
+// Binary search on the merge path, where row r begins at step r + crow[r]: finds the rows in progress at two steps. A
+// group of L lanes searches together, one probe per lane. All lanes of the warp must call it.
 template <int L, class I>
 __device__ void rows_at(const I* crow, int64_t rows, const int64_t (&at)[2], int64_t (&found)[2]) {
   const int lane = threadIdx.x % L, shift = threadIdx.x % 32 / L * L;
@@ -277,14 +290,18 @@ __device__ void rows_at(const I* crow, int64_t rows, const int64_t (&at)[2], int
   }
 }
 
-// A share: the rows that begin on `slot` steps of the way. Where the first goes on from the share before, or the last
-// into the next, it is long and was cut.
+// A share: the rows that begin within `slot` steps of the merge path. Only a row longer than a slot is cut; its share
+// holds the part within these steps:
+//
+//   steps      | slot k-1     | slot k       | slot k+1     |
+//   long row         [ begins--|--goes on-----|--ends ]
+//   named as            behind | before       | before
 template <class I>
 struct Share {
-  I row, end_row;    // [row, end_row)
-  I begin, end;      // their nonzeros, without those cut off
-  I row_begin;       // of the first row
-  I before, behind;  // the row that was cut at the share's begin, at its end, or -1
+  I row, end_row;    // [row, end_row) of A
+  I begin, end;      // range of their nonzeros, without the parts cut off
+  I row_begin;       // where the first row begins
+  I before, behind;  // the row that began in an earlier share, that begins here and goes on in the next; -1: none
 };
 
 template <int L, class T, class I>
@@ -296,9 +313,9 @@ __device__ Share<I> share_of_group(const SpmmArgs<T, I>& m, int64_t share) {
   const int64_t head = found[0], tail = found[1];
   const int64_t head_begin = m.crow[head], head_end = m.crow[head + 1];
   const int64_t tail_begin = m.crow[tail], tail_end = m.crow[tail + 1];
-  const bool whole = head + head_begin == from;  // the first row begins here
+  const bool whole = head + head_begin == from;  // the first row begins at the first step
   const bool goes_on = !whole && head_end - head_begin > m.slot && head + head_end > from;
-  const bool begins = exists && (tail > head || whole);  // any row does
+  const bool begins = exists && (tail > head || whole);  // some row begins in this share
   const bool cut = begins && tail_end - tail_begin > m.slot && tail + tail_end > to;
   Share<I> s{};
   s.before = exists && goes_on ? static_cast<I>(head) : I(-1), s.behind = cut ? static_cast<I>(tail) : I(-1);
@@ -310,8 +327,8 @@ __device__ Share<I> share_of_group(const SpmmArgs<T, I>& m, int64_t share) {
   return s;
 }
 
-// L lanes, a group, take a share. U nonzeros are on their way at once, whatever rows they belong to: skewed matrices
-// keep all groups busy, and short rows do not wait for one another.
+// A group of L lanes takes one share and keeps the loads of U nonzeros in flight, across row ends: skewed matrices keep
+// all groups busy, and short rows do not wait for one another.
 template <class T, class I, int V, int L, int R, int U, int kBlocks>
 __global__ void __launch_bounds__(kSparseThreads, kBlocks)
     spmm_shares_kernel(const __grid_constant__ SpmmArgs<T, I> m) {
@@ -319,7 +336,7 @@ __global__ void __launch_bounds__(kSparseThreads, kBlocks)
   if (m.spared()) return;
   const unsigned slice = blockIdx.x / m.blocks, block = blockIdx.x % m.blocks;
   const int own = static_cast<int>(slice) * (L * V * R) + threadIdx.x % L * V;
-  const int c = min(own, m.n - V);  // as above
+  const int c = min(own, m.n - V);  // as in spmm_rows_kernel
   const int64_t share = static_cast<int64_t>(block) * (kSparseThreads / L) + threadIdx.x / L;
   const Share<I> s = share_of_group<L>(m, share);
   if (own == 0 && blockIdx.z == 0 && share < m.slots) m.begins[share] = s.behind;
@@ -329,11 +346,11 @@ __global__ void __launch_bounds__(kSparseThreads, kBlocks)
     const T* const dense = m.dense + batch * m.dense_batch + c;
     I row = s.row, p = s.begin, row_begin = s.row_begin;
     int left = static_cast<int>(s.end - s.begin);
-    // Nonzeros from p to the end of the row, and where the next one ends.
+    // until: nonzeros from p to the row's end; -1: no row left. next_end: where the row after it ends.
     int until = row < s.end_row ? static_cast<int>(min(m.crow[row + 1], s.end) - p) : -1;
     I next_end = row + 1 < s.end_row ? m.crow[row + 2] : s.end;
     F sums[R][V] = {};
-    const auto finish = [&](int done) {  // the rows that end after `done` nonzeros from p
+    const auto finish = [&](int done) {  // writes the rows that end `done` nonzeros after p
       while (until == done) {
         if (own < m.n) {
           if (row == s.before || row == s.behind)
@@ -379,9 +396,9 @@ __global__ void __launch_bounds__(kSparseThreads, kBlocks)
   }
 }
 
-// ----------------------------------------------------------------------------------------------------- the second step
+// -------------------------------------------------------------------------------- second step: pieces of long rows
 
-// The pieces of each long row, added in their order by the lanes of the slot where it begins: V columns a lane.
+// Adds the pieces of each long row, in order. The warp of the slot where the row begins does it, V columns per lane.
 // counts_rows: slots count rows and nonzeros, as shares do.
 template <class T, class I, int V>
 __global__ void __launch_bounds__(kSparseThreads)

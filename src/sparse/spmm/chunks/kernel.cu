@@ -1,4 +1,4 @@
-// csr_spmm_chunks on a GPU: what may go by chunks, and which kernel of sparse/spmm/chunks/kernel.cuh does it.
+// csr_spmm_chunks on a GPU: checks whether the chunk kernel can run and chooses its configuration.
 #ifdef __CUDACC__
 #include "sparse/spmm/chunks/kernel.cuh"
 
@@ -43,10 +43,10 @@ Tensor multiply(const ChunkedCall& c) {
   m.chunks = static_cast<int>(c.begins.size(0) - 1), m.cuts = static_cast<int>(c.cut.size(0));
   m.empties = static_cast<int>(c.empty.size(0)), m.rows = static_cast<int>(rows), m.n = static_cast<int>(n);
   m.dense_row_bytes = static_cast<uint32_t>(c.dense.stride(0) * sizeof(T));
-  // As measured on an H200: wide rows by many warps with few nonzeros on their way, narrow ones by fewer with more; of
-  // 16 bits up to 128 columns 8 bytes a lane, so that fewer groups of lanes wait for one another at the ends of rows.
-  // Blocks are small, for a multiprocessor takes the next when the longest chunk of one has ended; smaller than 128
-  // threads wide ones would find less of their neighbours' rows in the L1.
+  // As measured on an H200: wide rows of B by many warps with few loads in flight, narrow ones by fewer warps with
+  // more. In 16 bits up to 128 columns, 8 bytes per lane, so that fewer groups of lanes wait for one another at row
+  // ends. Blocks are small, because a multiprocessor takes the next block only when the longest chunk of one has ended;
+  // with fewer than 128 threads, wide rows would find fewer of their neighbours' rows of B in the L1.
   if constexpr (sizeof(T) == 4) {
     if (n <= 32)
       launch_chunks<4, 8, 8, 64, 12>(m);

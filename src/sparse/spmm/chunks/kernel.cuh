@@ -1,4 +1,4 @@
-// Kernels of sparse/spmm/chunks/kernel.h.
+// Kernels of csr_spmm_chunks (kernel.h, layout.h).
 #pragma once
 
 #include "sparse/csr.cuh"
@@ -8,7 +8,7 @@ namespace matmuls {
 template <class T>
 struct ChunkArgs {
   const int *begins, *ends, *cut, *empty;
-  const int *col, *order;  // nonzero p has value order[p]; without it value p
+  const int *col, *order;  // nonzero p has the value order[p], without order p
   const T *values, *dense;
   T* out;
   float* partial;  // [slots, n]
@@ -19,8 +19,8 @@ struct ChunkArgs {
 
 constexpr int kEmptyRows = 8;  // that a group of lanes writes
 
-// What a lane knows of a nonzero. Past a chunk's end it is the last one again, which ends nothing: what it adds is not
-// written.
+// A nonzero as one lane holds it. Past a chunk's end the last nonzero repeats with end = -1: its product is added but
+// never written.
 struct ChunkEntry {
   int column, end;
   float value;
@@ -46,7 +46,8 @@ __device__ void store_row(T* to, const float (&sums)[V]) {
   }
 }
 
-// To the row of the result, or, of a piece, to its slot. Few branches: lanes part here all the time.
+// Writes sums to the row of the result, or to the slot of a piece. Few branches, because lanes diverge here all the
+// time.
 template <class T, int V>
 __device__ void write_end(const ChunkArgs<T>& m, int end, int column, bool writes, const float (&sums)[V]) {
   const bool whole = end < m.rows;
@@ -65,7 +66,8 @@ __device__ void write_end(const ChunkArgs<T>& m, int end, int column, bool write
   }
 }
 
-// L lanes walk through a chunk, U nonzeros at once. The groups of a warp stay together: shuffles are of the whole warp.
+// A group of L lanes runs through a chunk, U nonzeros at once. The groups of a warp stay together, because shuffles
+// involve the whole warp.
 template <class T, int V, int L, int U, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) spmm_chunks_kernel(const __grid_constant__ ChunkArgs<T> m) {
   constexpr int kGroups = kThreads / L;
@@ -73,11 +75,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) spmm_chunks_kernel(const __
   constexpr unsigned kFirsts = L == 32 ? 1u : L == 16 ? 0x10001u : 0x1010101u;  // lane 0 of every group
   static_assert(L >= 8 && L % U == 0);
   ptx::griddepcontrol_wait();
-  if (m.cuts > 0) ptx::griddepcontrol_launch_dependents();  // what adds up the pieces
+  if (m.cuts > 0) ptx::griddepcontrol_launch_dependents();  // spmm_pieces_kernel
   const unsigned slice = blockIdx.x / m.blocks, block = blockIdx.x % m.blocks;
   const int lane = static_cast<int>(threadIdx.x) % L, group = static_cast<int>(threadIdx.x) / L;
   const int own = static_cast<int>(slice) * (L * V) + lane * V;
-  const int column = min(own, m.n - V);  // lanes past the last column read it again: the shuffles need them
+  const int column = min(own, m.n - V);  // lanes past the last column reread it: the shuffles need them
   const bool writes = own < m.n;
   if (block >= m.chunk_blocks) {
     const int first = static_cast<int>(block - m.chunk_blocks) * (kGroups * kEmptyRows) + group;
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) spmm_chunks_kernel(const __
         unpack(words[u], numbers);
 #pragma unroll
         for (int v = 0; v < V; ++v) sums[v] += value[u] * numbers[v];
-        if (!(ends & (kFirsts << (j + u)))) continue;  // no group's
+        if (!(ends & (kFirsts << (j + u)))) continue;  // no group's row ends here
         const int end = __shfl_sync(kAll, batch.end, j + u, L);
         write_end<T, V>(m, end, own, writes && end >= 0, sums);
 #pragma unroll
@@ -125,14 +127,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks) spmm_chunks_kernel(const __
   }
 }
 
-// A block adds up the pieces of a long row, L lanes four columns each: group by group, then the groups in their order.
+// A block adds the pieces of a long row, four columns per lane: each group of L lanes its pieces, then the groups in
+// order.
 template <class T, int L>
 __global__ void __launch_bounds__(kSparseThreads) spmm_pieces_kernel(const __grid_constant__ ChunkArgs<T> m) {
   constexpr int kGroups = kSparseThreads / L;
   __shared__ float4 found[kGroups][L];
   const int lane = static_cast<int>(threadIdx.x) % L, group = static_cast<int>(threadIdx.x) / L;
   const int column = static_cast<int>(blockIdx.y) * (L * 4) + lane * 4;
-  const int* const cut = m.cut + blockIdx.x * 3;  // written before the chunks' kernel, which waited for it
+  // safe before the wait: written before the chunk kernel, which waited for it
+  const int* const cut = m.cut + blockIdx.x * 3;
   const int row = cut[0], first = cut[1], count = cut[2];
   ptx::griddepcontrol_wait();
   float4 sum = {};

@@ -1,6 +1,6 @@
-// Products by chunks: the nonzeros of A, in the order of its rows, in parts of about equal size that lanes walk through
-// whatever rows they belong to. Rows of more than a piece are cut; a second kernel adds their pieces up. Sums in an
-// order that depends on the chunks alone.
+// Product by chunks (layout.h): A's nonzeros in row order, in parts of about equal size that groups of lanes run
+// through regardless of row ends. Long rows are cut into pieces, which a second kernel adds up. The order of additions
+// depends only on the chunks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,15 +10,15 @@
 
 namespace matmuls::spmm {
 
-// The chunks as sparse/spmm/chunks/layout.h has them, cut and empty no longer than they need be. slots: pieces in all.
+// begins, ends, cut and empty: as in layout.h, with cut and empty trimmed to the counts. slots: pieces in all.
 struct ChunkedCall {
   Pattern pattern;
   at::Tensor values, dense, begins, ends, cut, empty;
   int64_t slots;
 };
 
-// int32 indices, one matrix, up to 32 bits, rows of whole vectors of 16 bytes; ValueError where the chunks are not this
-// matrix's.
+// Whether the kernel can run: int32 indices, one matrix, at most 32-bit numbers, 16-byte aligned rows of B. Raises
+// ValueError if the chunks do not fit this matrix.
 bool can_go_by_chunks(const ChunkedCall& c, int64_t columns);
 at::Tensor run_chunks(const ChunkedCall& c);
 

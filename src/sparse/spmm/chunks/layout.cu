@@ -1,5 +1,5 @@
-// sparse/spmm/chunks/layout.h on a GPU, in the order of rows: each block's share of them is counted before any is
-// written.
+// Cuts a matrix into chunks (layout.h) on a GPU. A first kernel counts each block's rows, so that the second writes in
+// row order.
 #ifdef __CUDACC__
 #include "sparse/spmm/chunks/layout.h"
 
@@ -21,7 +21,7 @@ struct Counts {
 
 struct RowsToCut {
   const int* crow;
-  int rows, each, piece;  // each: rows of a block
+  int rows, each, piece;  // each: rows per block
   const int* names;
 
   __device__ int name(int64_t row) const { return names ? names[row] : static_cast<int>(row); }
@@ -32,7 +32,7 @@ struct RowsToCut {
   }
 };
 
-// Of the threads of a block before this one, and of all.
+// Exclusive prefix sums over the block's threads, and totals.
 __device__ Counts counts_before(const Counts& own, Counts& all) {
   const Before empty = count_before(own.empty), cut = count_before(own.cut), slots = count_before(own.slots);
   all = {empty.all, cut.all, slots.all};
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kSparseThreads) count_kernel(const RowsToCut m
   if (threadIdx.x == 0) of_blocks[blockIdx.x] = all;
 }
 
-// A thread a row; the pieces of a long one by its warp.
+// A thread per row; a warp writes the pieces of its long rows.
 __global__ void __launch_bounds__(kSparseThreads)
     cut_kernel(const RowsToCut m, const Counts* of_blocks, int nonzeros, int size, int chunks, int* begins, int* ends,
                int3* cut, int* empty, Counts* counts) {

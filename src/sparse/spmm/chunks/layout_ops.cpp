@@ -1,6 +1,7 @@
-// csr_chunks cuts a matrix into chunks of its nonzeros (sparse/spmm/chunks/layout.h). csr_spmm_chunks: A @ dense as
-// csr_spmm, by them (sparse/spmm/chunks/kernel.h); chunk_col and chunk_values: columns and values of nonzeros in the
-// chunks' order, where it is not that of A's rows.
+// Operators of the chunk layout:
+//   csr_chunks: cuts a matrix into chunks (layout.h)
+//   csr_spmm_chunks: A @ dense as csr_spmm, by chunks (kernel.h). chunk_col, chunk_values: columns and values in the
+//     order of the chunks, if that differs from A's row order
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/zeros.h>
@@ -98,7 +99,7 @@ Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const
   return product_by_rows(crow, col, values, dense, std::move(columns), order, longest);
 }
 
-// A product that records a gradient is csr_spmm's.
+// Products that record a gradient go to csr_spmm.
 Tensor autograd(const Tensor& begins, const Tensor& ends, const Tensor& cut, const Tensor& empty, const Tensor& crow,
                 const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t slots,
                 const OptionalTensor& order, int64_t longest, const OptionalTensor& chunk_col,
@@ -109,8 +110,8 @@ Tensor autograd(const Tensor& begins, const Tensor& ends, const Tensor& cut, con
 }
 
 #ifdef MATMULS_CUDA
-// From so many nonzeros on values that lie in another order are put in order first: of 4 to 8 million, the gradient of
-// an R-MAT graph, .73 to .99 of the time for which the product would wait for them (H100); fewer lie in the L2.
+// Nonzeros from which permuted values are gathered into order first. With 4 to 8 million, the gradient of an R-MAT
+// graph, this takes .73 to .99 of the time of a product that gathers (H100); fewer values stay in the L2.
 constexpr int64_t kOrderedFirst = 1 << 21;
 
 Tensor on_gpu(const Tensor& begins, const Tensor& ends, const Tensor& cut, const Tensor& empty, const Tensor& crow,

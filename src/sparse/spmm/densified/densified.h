@@ -1,16 +1,23 @@
-// A sparse matrix with its zeros, for csr_spmm: where a tenth of it or more is stored, tensor cores are faster than
-// what reads a row of the dense side for each nonzero.
+// Products for csr_spmm with A densified, i.e. stored with explicit zeros or in 2:4 sparse form, on tensor cores. Where
+// a tenth of A or more is stored, these beat the kernels that read a row of B for each nonzero.
 //
-// float32 goes through them as two float16 numbers for each, high + low / 2^12, after every row of A and every column
-// of the dense side was scaled by a power of two to a largest number in [2^14, 2^15): they keep 22 bits or more of what
-// is not below 2^-28 of its row's or column's largest, and 2^-51 of that of what is. high @ high + (high @ low + low @
-// high) / 2^12 leaves out less than one in 2^22, and tensor cores add up 64 products at a time, float32 the rest. Sums
-// of few products would be less exact than float32's: matrices of less than kFewestInHalves a row go by rows.
+// float32 (fp16x2): each number becomes two float16, high + low / 2^12, after every row of A and every column of B was
+// scaled by a power of two so that its largest magnitude lies in [2^14, 2^15).
 //
-// What that would not do is looked at on the GPU, and those columns then summed by the rows' nonzeros in float32:
-// numbers that are not finite; a column twice in a row of A; numbers below 2^-28, unless every row of A meets in every
-// column a product of two that are 2^-8 of their largest, beside which they vanish: more such numbers in each row than
-// others in any column.
+//   A @ B ~ high @ high + (high @ low + low @ high) / 2^12      three fp16 products
+//
+// Numbers of at least 2^-28 of the largest of their row or column keep 22 bits or more; smaller ones are off by up to
+// 2^-51 of that largest. The omitted low @ low is less than 2^-22 of the product. Tensor cores add up 64 products at a
+// time, float32 registers the rest. Sums of few products would be less exact than in float32: matrices of fewer than
+// kFewestInHalves nonzeros per row take the row kernel.
+//
+// Inputs that this cannot represent are detected on the GPU, and those columns of the result are recomputed in float32
+// from A's nonzeros (fallback.cuh):
+//   - non-finite numbers
+//   - a column that occurs twice in a row of A
+//   - numbers below 2^-28 of their largest, unless every row of A has more numbers of at least 2^-8 of its largest than
+//     any column of B has smaller ones. Then every sum holds a product of two such numbers, next to which the tiny ones
+//     are negligible.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,39 +27,46 @@
 namespace matmuls {
 
 constexpr float kLowScale = 4096;
-constexpr int kFewestInHalves = 16;  // choice.py's FEWEST_IN_HALVES
-constexpr int kFillFacts = 4;        // ints of FillFacts, sparse/spmm/densified/densified.cuh
+constexpr int kFewestInHalves = 16;  // nonzeros per row; choice.py's FEWEST_IN_HALVES
+constexpr int kFillFacts = 4;        // ints of FillFacts, fill_facts.cuh
 constexpr int kTileRows = 128, kStepColumns = 64,
-              kStepHalves = 8704;        // of StepOfTile, sparse/spmm/densified/densified.cuh
-constexpr int kNarrowStepHalves = 4608;  // of NarrowStepOfTile
-constexpr int kMostPaired = 32768;       // columns of two of four
+              kStepHalves = 8704;        // 2-byte elements of StepOfTile, densified.cuh
+constexpr int kNarrowStepHalves = 4608;  // 2-byte elements of NarrowStepOfTile
+constexpr int kMostPaired = 32768;       // columns of A at most, in 2:4 form
 
-// float32: parts [2, rows, columns to a multiple of 8] in float16, exponents [rows] of the rows' scales. 16 bits:
-// [rows, columns to a multiple of 8] as they are. facts: [kFillFacts].
+// A densified:
 //
-// Of a matrix most of whose columns, taken by four, hold two nonzeros or fewer, two of four suffice: half the bytes,
-// and tensor cores take half the time. parts: [tiles of rows, steps of columns, kStepHalves], StepOfTile's, or in 16
-// bits kNarrowStepHalves, NarrowStepOfTile's. rest, [rows + those beyond two, 2]: of each row from where to where below
-// its other nonzeros lie, as columns and bits of float32, which are multiplied as such. It is [0, 2] where parts hold
-// all.
+//   float32:  parts [2, rows, columns to a multiple of 8] float16: all high halves, then all low halves
+//             exponents [rows] int32: row r was scaled by 2^exponents[r];  rest [0, 2]
+//   16 bits:  parts [rows, columns to a multiple of 8]: the numbers as they are
+//   2:4:      parts [tiles of 128 rows, steps of 64 columns, kStepHalves], each a StepOfTile, in 16 bits
+//             [.., .., kNarrowStepHalves], each a NarrowStepOfTile (densified.cuh); float32 also has exponents
+//             rest [rows + nonzeros beyond 2:4, 2] int32: what does not fit into 2:4, multiplied by CUDA cores
+//
+//               rest[0 .. rows - 1]    begin, end of row r's entries, as indices into rest
+//               rest[rows ..]          column, bits of the number as float32
+//   facts [kFillFacts] int32: FillFacts
+//
+// 2:4 form suits a matrix most of whose aligned groups of four columns hold at most two nonzeros: it takes half the
+// bytes and half the tensor core time.
 struct Filled {
   at::Tensor parts, exponents, facts, rest;
 };
-// values: [nonzeros]. beyond: how many of them are beyond two of four; -1: not known.
+// values [nonzeros]. beyond: how many of them do not fit into 2:4; -1: unknown.
 Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four = false, int64_t beyond = -1);
 
-// Facts of dense, [columns, n] with rows on 16 bytes, in 16 bits: whether it is finite. [kFillFacts]
+// FillFacts, [kFillFacts] int32, of dense [columns, n] in 16 bits with 16-byte aligned rows: unfit if not finite.
 at::Tensor look_for_infinite(const at::Tensor& dense);
 
-// out <- alpha * A @ dense in float32, A of this pattern and these values, side by side in memory; n a multiple of 8,
-// rows of dense and out on 16 bytes. dense takes up to 128 MiB in halves, or those of 128 columns, at a time.
+// out <- alpha * A @ dense in float32. p and values: A's CSR, contiguous. n is a multiple of 8, rows of dense and out
+// are 16-byte aligned. Splits up to 128 MiB of dense at a time, or 128 columns if these are more.
 void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values, const at::Tensor& dense,
                      const at::Tensor& out, double alpha);
-bool can_multiply_halves(const at::Tensor& operand);  // on its GPU, the current one
+bool can_multiply_halves(const at::Tensor& operand);  // on operand's GPU, the current one
 
-// out <- A @ dense in 16 bits, of what two of four keep of A, of columns that differ in every row; n a multiple of 8,
-// rows of dense, at least one, and out on 16 bytes and no nearer than they are long. 0 times what is not
-// finite is NaN, as in a product with all zeros, in the columns that are kept beside fewer than two.
+// out <- A @ dense in 16 bits from A in 2:4 form; the columns of a row of A differ. n is a multiple of 8; rows of dense
+// (at least one) and of out are 16-byte aligned and do not overlap. In groups of four with fewer than two nonzeros 2:4
+// keeps zeros: such a 0 times a non-finite number is NaN, as in a dense product.
 void multiply_two_of_four(const Filled& a, const at::Tensor& dense, const at::Tensor& out);
 
 }  // namespace matmuls

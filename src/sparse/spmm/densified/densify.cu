@@ -1,4 +1,5 @@
-// What sparse/spmm/densified/densified.h says but the product itself: A with its zeros, and the dense side in halves.
+// Densifies a CSR matrix (densified.h): with explicit zeros, as float16 halves, or in 2:4 form. Also checks 16-bit B
+// for non-finite numbers.
 #ifdef __CUDACC__
 #include "sparse/spmm/densified/densified.h"
 
@@ -13,19 +14,20 @@ namespace {
 
 static_assert(sizeof(FillFacts) == kFillFacts * sizeof(int));
 
-constexpr int kFillColumns = 8192;        // of a row at a time, in shared memory
-constexpr int64_t kFillStatic = 1 << 10;  // bytes of shared memory beside them, at most
-constexpr int kAtOnce = 4;                // nonzeros of a thread
-constexpr unsigned kAbsent = ~0u;         // a NaN that no 16-bit number is; a float32 one does not fit in any case
+constexpr int kFillColumns = 8192;        // columns of a row at a time, in shared memory
+constexpr int64_t kFillStatic = 1 << 10;  // bytes of static shared memory at most
+constexpr int kAtOnce = 4;                // nonzeros that a thread loads at once
+// marks an empty column: a NaN that no 16-bit number converts to; a float32 NaN makes A unfit anyway
+constexpr unsigned kAbsent = ~0u;
 
 struct FillShape {
-  int64_t rows, part;  // part: elements of one half
-  int stride;          // columns to a multiple of 8, of two of four to whole steps
-  int at_once;         // columns of a block
-  int64_t room;        // of rest, for those beyond two of four
+  int64_t rows, part;  // part: elements of the high halves
+  int stride;          // columns of A to a multiple of 8, for 2:4 to whole steps
+  int at_once;         // columns per block
+  int64_t room;        // entries of `rest` after its first `rows`
 };
 
-// The four numbers that are kept of a row's columns 8 * eighth and seven more.
+// Stores the four numbers that a row keeps of columns 8 * eighth to 8 * eighth + 7 of a step.
 template <class T>
 __device__ void put(StepOfTile& step, int row, int eighth, const float (&kept)[4]) {
   uint2 high, low;
@@ -41,7 +43,7 @@ __device__ void put(NarrowStepOfTile& step, int row, int eighth, const float (&k
   reinterpret_cast<uint2*>(&step.numbers[row][eighth / 2 ^ row / 2 % 4])[eighth % 2] = {packed.at[0], packed.at[1]};
 }
 
-// Which of eight columns with nonzeros `there` are beyond two of four, as bits.
+// Which of eight columns exceed 2:4, as bits; `there`: those with a nonzero.
 __device__ inline unsigned beyond_two(unsigned there) {
   unsigned beyond = 0;
 #pragma unroll
@@ -52,7 +54,7 @@ __device__ inline unsigned beyond_two(unsigned there) {
   return beyond;
 }
 
-// Eight columns of a row, of which every four keep two.
+// Keeps two of every four of eight columns of a row, with their positions.
 template <class T, class Step>
 __device__ void keep_two_of_four(const float (&x)[8], unsigned there, Step& step, int row, int eighth) {
   unsigned places = 0;
@@ -74,7 +76,7 @@ __device__ void keep_two_of_four(const float (&x)[8], unsigned there, Step& step
   step.places[row / 16][row % 8][eighth / 2][row / 8 % 2][eighth % 2] = static_cast<unsigned char>(places);
 }
 
-// A block a row, or kFillColumns of it; of two of four a row.
+// A block per row, or per kFillColumns of it; for 2:4 always a whole row.
 template <class T, class I, bool two_of_four = false>
 __global__ void __launch_bounds__(kSparseThreads)
     fill_kernel(const I* crow, const I* col, const I* order, const T* values, uint4* out, int* exponents,
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(kSparseThreads)
   for (int i = threadIdx.x; i < width / 4; i += kSparseThreads)
     reinterpret_cast<uint4*>(numbers)[i] = {kAbsent, kAbsent, kAbsent, kAbsent};
   __syncthreads();
-  const bool within = row < shape.rows;  // tiles of two of four go on
+  const bool within = row < shape.rows;  // tiles of 2:4 extend past the last row
   const int64_t begin = within ? crow[row] : 0, end = within ? crow[row + 1] : 0;
   unsigned own = 0;
   bool twice = false;
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kSparseThreads)
     float value[kAtOnce];
     int64_t c[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {  // all on their way at once
+    for (int i = 0; i < kAtOnce; ++i) {  // all loads in flight at once
       const int64_t at = p + i * kSparseThreads;
       c[i] = -1, value[i] = 0;
       if (at >= end) continue;
@@ -122,13 +124,13 @@ __global__ void __launch_bounds__(kSparseThreads)
   }
   uint4* const to = out + (row * shape.stride + first) / 8;
   int own_tiny = 0, own_large = 0, own_stored = 0;
-  const auto there_of = [&](int i) {  // of columns 8 * i and seven more
+  const auto there_of = [&](int i) {  // which of columns 8 * i to 8 * i + 7 are stored
     unsigned there = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) there |= (__float_as_uint(numbers[8 * i + j]) != kAbsent) << j;
     return there;
   };
-  [[maybe_unused]] int64_t next = 0;  // in rest
+  [[maybe_unused]] int64_t next = 0;  // index in rest
   if constexpr (two_of_four) {
     int own_beyond = 0;
     for (int i = threadIdx.x; i < width / 8; i += kSparseThreads) own_beyond += __popc(beyond_two(there_of(i)));
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(kSparseThreads)
     next = shape.rows + before_row;
     if (threadIdx.x == 0 && within) {
       const int64_t until = shape.rows + shape.room;
-      if (next + all > until) facts->unfit = 1;  // more are beyond two than was said
+      if (next + all > until) facts->unfit = 1;  // more nonzeros exceed 2:4 than `beyond` said
       rest[row] = {static_cast<int>(min(next, until)), static_cast<int>(min(next + all, until))};
     }
   }

@@ -1,5 +1,5 @@
-// What would not fit in halves (sparse/spmm/densified/densified.h), seen and summed where the product is made: by the
-// rows' nonzeros, in float32.
+// Detects columns that the fp16x2 product cannot represent (densified.h) and recomputes them in float32 from A's
+// nonzeros, within the kernel of the product.
 #pragma once
 
 #include "gpu/hopper.cuh"
@@ -8,15 +8,15 @@
 
 namespace matmuls {
 
-// A nonzero: the row of the dense side that it is multiplied by, and its number.
+// A nonzero of A: its column, which is a row of B, and its value.
 struct Weighted {
   int row;
   float number;
 };
 
-// A and the dense side as they were, and what was seen of them.
+// A and B in their original form, and the flags found in them.
 struct Given {
-  const void *crow, *col, *order;  // of 8 bytes if `wide`; order may be missing
+  const void *crow, *col, *order;  // int64 if `wide`, else int32; order may be null
   const float *values, *dense;
   int64_t stride;
   bool wide;
@@ -29,7 +29,7 @@ struct Given {
     return {static_cast<int>(index(col, p)), values[order ? index(order, p) : p]};
   }
 
-  // Whether columns [first, last) do; asked by a warp.
+  // Whether columns [first, last) of the result fit; called by a whole warp.
   __device__ bool fit_in(int first, int last) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     bool unfit = false;
@@ -48,9 +48,9 @@ struct Given {
   }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  // out <- alpha * A @ dense in rows [first, last), 32 a warp at most, and so many columns from column0 on. The dense
-  // side comes by in shared memory, `bytes` at `kept`: out of the L2 it took up to half as long again. A row's columns
-  // that increase find it there, others may come too late.
+  // out <- alpha * A @ dense in rows [first, last), at most 32 per warp, and `columns` columns from column0 on. Slices
+  // of B pass through shared memory, `bytes` at `kept`: reading B from the L2 took up to half as long again. A row with
+  // increasing columns finds its rows of B there; nonzeros out of order read B from global memory.
   template <int threads, int columns, int bytes>
   __device__ void sum_rows(float4* kept, int first, int last, int column0, int n, int inner, float* out,
                            int64_t out_stride, float alpha) const {
@@ -58,7 +58,7 @@ struct Given {
     constexpr int kept_rows = bytes / (columns * 4);
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     const int part = lane / lanes, c = column0 + lane % lanes * 4;
-    const int own = first + warp + lane * warps;  // a lane knows where a row goes on
+    const int own = first + warp + lane * warps;  // each lane keeps the position of one row
     int64_t next = own < last ? index(crow, own) : 0;
     const int64_t own_end = own < last ? index(crow, own + 1) : 0;
     for (int k = 0; k < inner; k += kept_rows) {

@@ -1,9 +1,12 @@
-// The product of sparse/spmm/densified/densified.h on Hopper.
+// The float32 product with densified A as three fp16 products (densified.h) on Hopper, with A dense or in 2:4 form.
 //
-// A block takes 128 rows and `columns` columns of the result and, where there are too few of those, its share of K: the
-// blocks of a cluster add up their sums through one another's shared memory, always in the same order. One warp fetches
-// tiles ahead, two warpgroups multiply 64 rows each. Tensor cores round their sums towards zero: they add up 64
-// products at a time, and float32 registers the rest. Columns that do not fit are summed again by the rows' nonzeros.
+//   block:    128 rows x `columns` columns of the result; if these are too few, a share of K
+//   cluster:  the shares of K of one tile; they add up their sums through distributed shared memory, in fixed order
+//   warps:    one loads stages by TMA ahead, two warpgroups run wgmma on 64 rows each
+//   stage:    | A high | A low | B high | B low |   64 of K; in 2:4 form A is one StepOfTile
+//
+// Tensor cores round their sums towards zero. Hence they add up only 64 products at a time, and float32 registers add
+// the rest. Columns of the result that do not fit are recomputed in float32 from A's nonzeros (fallback.cuh).
 #ifdef __CUDACC__
 
 #include "gpu/hopper.cuh"
@@ -14,11 +17,11 @@
 namespace matmuls {
 namespace {
 
-constexpr int kRowBytes = 128, kWide = 64;  // of a tile's row: 64 numbers
+constexpr int kRowBytes = 128, kWide = 64;  // a row of a tile: 64 numbers
 constexpr int kGroup = 128, kGroups = 2, kRows = kTileRows;
 constexpr int kThreads = kGroup * (kGroups + 1);
 constexpr int kMostShares = 8;   // of K: blocks of a cluster
-constexpr int kStepsOfTile = 4;  // of K, that take as long as a tile's begin and end
+constexpr int kStepsOfTile = 4;  // steps of K that take as long as a tile's prologue and epilogue
 
 template <int columns_, bool two_of_four_>
 struct Tile {
@@ -28,14 +31,14 @@ struct Tile {
   static constexpr int a_bytes = two_of_four ? sizeof(StepOfTile) : 2 * half_bytes;
   static constexpr int stage_bytes = a_bytes + 2 * b_bytes;
   static constexpr int stages = two_of_four ? (columns == 128 ? 4 : 6) : (columns == 128 ? 3 : 4);
-  // Beside a block there is room for one of split_kernel's: A's first tiles come while the dense side is split.
+  // Leaves room for a block of split_kernel on the same multiprocessor: A's first tiles load while B is being split.
   static constexpr int shared = stages * stage_bytes + 2 * stages * 8 + 8;
-  static constexpr int out_stride = columns + 8;  // floats: rows that a warp writes at a time lie in different banks
+  static constexpr int out_stride = columns + 8;  // floats; rows that a warp writes together lie in different banks
   static_assert(kRows * out_stride * 4 <= stages * stage_bytes && shared <= 227 << 10);
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Four numbers out of another block's shared memory, after a barrier of the cluster, where they are `there`: without a
+// Loads four numbers from another block's shared memory, after a cluster barrier, if `there`; predicated, without a
 // branch.
 __device__ inline void load_from(uint32_t remote, bool there, float (&x)[4]) {
   asm volatile(
@@ -46,10 +49,11 @@ __device__ inline void load_from(uint32_t remote, bool there, float (&x)[4]) {
 #endif
 
 struct Shape {
-  int rows, n, inner, across, steps, staying;  // inner: K; across: tiles of columns; steps of K, that stay in the L2
+  // inner: K; across: tiles of columns; steps of K; how many of them stay in the L2
+  int rows, n, inner, across, steps, staying;
 };
 
-// Of two of four: the steps of all tiles, and the rest, whose product lies in out.
+// A in 2:4 form: its steps, and `rest`, whose product already lies in out.
 struct TwoOfFour {
   const StepOfTile* steps;
   const int2* rest;
@@ -72,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first = static_cast<int>(rank * shape.steps / shares),
             last = static_cast<int>((rank + 1) * shape.steps / shares);
   const int group = threadIdx.x / kGroup, thread = threadIdx.x % kGroup;
-  const int first_row = static_cast<int>(rank * kRows / shares),  // of those that this block adds up at the end
+  const int first_row = static_cast<int>(rank * kRows / shares),  // the rows that this block adds up at the end
       last_row = min(static_cast<int>((rank + 1) * kRows / shares), shape.rows - row0);
   if (threadIdx.x == 0) {
     if (!Tile::two_of_four) hopper::prefetch(a_map);
@@ -84,7 +88,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::barrier_fence();
   }
   __syncthreads();
-  // A stage: both halves of a, both of b.
   if (group == kGroups) {
     hopper::leave_registers<40>();
     if (thread == 0) {
@@ -102,11 +105,11 @@ __global__ void __launch_bounds__(kThreads, 1)
             hopper::load(a_map, to + half * Tile::half_bytes, &full[stage], k * kWide, row0 + half * shape.rows,
                          policy);
       };
-      // While the dense side's halves are being made: split_kernel lets this one in after its own wait, when all that
-      // came before it, A too, has been written.
+      // A's first tiles load while split_kernel still runs. It calls griddepcontrol.launch_dependents only after its
+      // own griddepcontrol.wait, when everything before it, A included, has been written.
       const int ahead = min(last - first, Tile::stages);
       for (int n = 0; n < ahead; ++n) load_a(first + n, n);
-      ptx::griddepcontrol_wait();  // the next product's split_kernel is not let in beside: 1 to 2 us slower
+      ptx::griddepcontrol_wait();  // no launch_dependents for the next product's split_kernel: it cost 1 to 2 us
       for (int k = first, n = 0; k < last; ++k, ++n) {
         const int stage = n % Tile::stages;
         if (n >= ahead) {
@@ -151,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           hopper::multiply_two_of_four<c10::Half, 1>(acc, hopper::descriptor(own + 32), b_from(32), places, true);
         } else {
 #pragma unroll
-          for (int part = 0; part < 4; ++part)  // 16 k each
+          for (int part = 0; part < 4; ++part)  // 16 of K each
             hopper::multiply<c10::Half, true>(acc, hopper::descriptor(a + half_a * Tile::half_bytes + part * 32),
                                               b_from(16 * part), accumulate || part > 0);
         }
@@ -170,12 +173,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < Tile::columns / 2; ++i) sums[i] = fmaf(low[i], 1 / kLowScale, sums[i]);
       hopper::wait_for_products<0>();
       hopper::pin(high);
-      // Each thread for the places that it has read; else a warp's first, for wgmma: all of them took 15 % more.
+      // 2:4: each thread arrives, for the metadata that it read. Otherwise one lane per warp: arrivals of all took 15 %
+      // more.
       if (Tile::two_of_four || thread % 32 == 0) ptx::barrier_arrive(&empty[stage]);
 #pragma unroll
       for (int i = 0; i < Tile::columns / 2; ++i) sums[i] += high[i];
     }
-    hopper::sync(1, kGroups * kGroup);  // both groups have read the last tile
+    hopper::sync(1, kGroups * kGroup);  // both warpgroups have read the last tile
     const int lane = thread % 32, row = group * 64 + thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < Tile::columns / 8; ++j) {
@@ -185,8 +189,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::cluster_arrive();
     ptx::cluster_wait();
-    ptx::griddepcontrol_wait();  // for the columns' powers
-    // Four columns of four rows at once for a thread.
+    ptx::griddepcontrol_wait();  // B's exponents are written
+    // A thread adds up four columns of four rows at once.
     constexpr int across = Tile::columns / 4, apart = kGroups * kGroup / across, at_once = 4;
     const int c = threadIdx.x % across * 4;
     const int end = fits && column0 + c < shape.n ? last_row : 0;
@@ -200,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int own = first_row + threadIdx.x / across; own < end; own += at_once * apart) {
       float total[at_once][4] = {};
       int e[at_once];
-      [[maybe_unused]] float4 beside[at_once] = {};  // the rest's, in place
+      [[maybe_unused]] float4 beside[at_once] = {};  // the product with rest
 #pragma unroll
       for (int j = 0; j < at_once; ++j) {
         const int r = row0 + min(own + j * apart, end - 1);
@@ -235,12 +239,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   __syncwarp();
-  ptx::cluster_arrive();  // the others may still read this block's sums
+  ptx::cluster_arrive();  // other blocks may still read this block's sums
   ptx::cluster_wait();
 #endif
 }
 
-// Both halves of a matrix in boxes of 64 columns.
+// Tensor map over both halves of a matrix, in boxes of 64 columns.
 CUtensorMap map_of(const void* halves, int64_t rows, int64_t columns, int box_rows) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(2 * rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
@@ -248,8 +252,9 @@ CUtensorMap map_of(const void* halves, int64_t rows, int64_t columns, int box_ro
   return tensor_map<c10::Half>("spmm", halves, sizes, strides, box);
 }
 
-// The steps of A that stay in the L2 from one product to the next: where it takes all that comes by, nothing is left of
-// A when it is read again. More than a third of the L2 for A and the `others` was slower (H200, 4096 x 4096).
+// How many steps of A should stay in the L2 from one product to the next. If the L2 takes everything that passes,
+// nothing of A is left when it is read again. More than a third of the L2 for A and the `others` was slower (H200, 4096
+// x 4096).
 int staying_steps(size_t bytes, int64_t others, int steps) {
   const double room = static_cast<double>(device_limits().l2) / 3. - static_cast<double>(others);
   return static_cast<int>(std::clamp(room / static_cast<double>(bytes), 0., 1.) * steps);
@@ -260,8 +265,8 @@ struct Shares {
   int of_k;
 };
 
-// The shares of K with which the longest of a multiprocessor's work is shortest: steps, and what a tile costs beside. A
-// step of 64 columns takes .64 of one of 128.
+// The number of shares of K with the least work for the busiest multiprocessor, counted in steps plus a tile's
+// overhead. A step of 64 columns takes .64 of one of 128.
 template <class Tile>
 Shares shares_of(int64_t rows, int64_t n, int64_t inner) {
   const int64_t tiles = int64_t{up(rows, kRows)} * up(n, Tile::columns);
@@ -333,7 +338,7 @@ void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values
   TORCH_CHECK_VALUE(out.size(0) <= INT32_MAX / 2 && inner <= INT32_MAX / 2 && n <= INT32_MAX / 2,
                     "spmm: expected smaller operands, got ", out.sizes(), " and ", dense.sizes());
   const int64_t most = std::max<int64_t>(kHalvesBytes / (4 * inner) / 128 * 128, 128);
-  if (n > most) {  // the next slice takes the last one's memory
+  if (n > most) {  // slices share the memory for B's halves
     for (int64_t first = 0; first < n; first += most) {
       const int64_t columns = std::min(most, n - first);
       multiply_halves(a, p, values, dense.narrow(1, first, columns), out.narrow(1, first, columns), alpha);

@@ -1,5 +1,4 @@
-// What both kernels of a product in halves (sparse/spmm/densified/densified.h) share: the dense side's halves, and how
-// they are launched.
+// The split form of B, shared by both kernels of the fp16x2 product (split_rhs_sm90.cu, fp16x2_sm90.cu; densified.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,14 +8,14 @@
 
 namespace matmuls {
 
-constexpr int64_t kHalvesBytes = 128 << 20;          // of the dense side at once
-constexpr int kSplitColumns = 16, kSplitBlocks = 8;  // a cluster takes 16 columns of the dense side
+constexpr int64_t kHalvesBytes = 128 << 20;          // of B's halves at once
+constexpr int kSplitColumns = 16, kSplitBlocks = 8;  // a cluster of kSplitBlocks blocks takes 16 columns of B
 
-// The dense side, [inner, n], in halves. On 16 bytes each, in one piece of memory.
+// B [inner, n] split into halves; all members in one piece of memory, 16-byte aligned each.
 struct DenseHalves {
-  __half* halves;    // [2, inner, n]
-  int* powers;       // [n], of the columns' scales
-  FillFacts* facts;  // [parts of kSplitColumns, kSplitBlocks]: of a block's rows of them
+  __half* halves;    // [2, inner, n]: high halves, then low halves
+  int* powers;       // [n]: column c was scaled by 2^powers[c]
+  FillFacts* facts;  // [groups of kSplitColumns, kSplitBlocks]: of one block's rows of the group's columns
 
   static int64_t parts(int64_t n) { return up(n, kSplitColumns); }
   static int64_t nbytes(int64_t inner, int64_t n) {
@@ -28,8 +27,7 @@ struct DenseHalves {
         facts(reinterpret_cast<FillFacts*>(powers + n)) {}
 };
 
-// rest: what two of four leave of A (sparse/spmm/densified/densified.h); out <- rest @ dense, in the rows of A that
-// have any.
+// Also out <- rest @ dense in the rows of A that have entries in `rest`, A's nonzeros beyond 2:4 (densified.h).
 bool can_split_dense();  // on the current device
 void split_dense(const at::Tensor& dense, const DenseHalves& to, const at::Tensor& rest, const at::Tensor& out);
 

@@ -1,13 +1,13 @@
-// The product in 16 bits of what two of four keep (sparse/spmm/densified/densified.h) with a dense side, on Hopper.
+// out = A @ B in 16 bits with A in 2:4 form (densified.h), by sparse wgmma on Hopper.
 //
-// With a dense side of few columns it waits for what comes through the L2: A's kept numbers once, and the dense side
-// once for each tile of rows. A cluster is `peers` tiles of rows, whose blocks each fetch a part of the dense side's
-// tile for all of them, times `shares` of K, whose sums are added up through shared memory, always in the same order.
-// With one of many columns it waits for shared memory, out of which tensor cores read twice what they do without zeros
-// in the time: tiles are as large as registers allow, and the peers of a cluster, tiles of columns, share A's.
+//   B of few columns: bound by L2 traffic, A once and B once per tile of rows
+//     cluster = `peers` tiles of rows x `shares` of K; each peer loads a part of B's tile and multicasts it to all
+//   B of many columns: bound by shared memory, of which sparse wgmma reads twice as much in the time as dense wgmma
+//     tiles as large as registers allow; peers are tiles of columns, which share A's tiles
 //
-// In a block one warp fetches, two warpgroups multiply. What two of four do not keep they multiply last, row by row:
-// before, while tiles are on their way, its loads waited 3 us behind those (H200, 4096 x 4096, 90 % zeros).
+// The shares of K are added up through distributed shared memory, always in the same order. In a block one warp loads
+// and two warpgroups multiply. They multiply the nonzeros beyond 2:4 last, row by row: earlier, while tiles were
+// loading, these loads waited 3 us behind the tiles (H200, 4096 x 4096, 90 % zeros).
 #ifdef __CUDACC__
 
 #include "gpu/hopper.cuh"
@@ -19,33 +19,34 @@
 namespace matmuls {
 namespace {
 
-constexpr int kRowBytes = 128, kWide = 64;  // of a row of the dense side's tile: 64 numbers
+constexpr int kRowBytes = 128, kWide = 64;  // a row of B's tile: 64 numbers
 constexpr int kGroup = 128, kGroups = 2, kThreads = kGroup * (kGroups + 1);
 constexpr int kMostBlocks = 8;  // of a cluster
 
-// high: the blocks of 64 rows that a warpgroup multiplies.
+// high: blocks of 64 rows that a warpgroup multiplies.
 template <class T_, int columns_, int high_>
 struct Tile {
   using T = T_;
   static constexpr int columns = columns_, high = high_, rows = kGroups * high * 64, parts = rows / kTileRows;
-  static constexpr bool wide = columns > kWide;               // peers share A, not the dense side
-  static constexpr int boxes = std::max(columns / kWide, 1);  // of the dense side
+  static constexpr bool wide = columns > kWide;               // peers share A's tiles instead of B's
+  static constexpr int boxes = std::max(columns / kWide, 1);  // of B
   static constexpr int a_bytes = parts * sizeof(NarrowStepOfTile), box_bytes = kWide * kRowBytes;
   static constexpr int stage_bytes = a_bytes + boxes * box_bytes, stages = (204 << 10) / stage_bytes;
   static constexpr int shared = stages * stage_bytes + 2 * stages * 8;
-  static constexpr int out_stride = columns + 8;  // floats: rows that a warp writes at a time lie in different banks
-  static constexpr int across = columns / 8, apart = kGroups * kGroup / across;  // threads of a row of the result
-  static constexpr int own = rows / apart, at_once = std::min(own, 4), batches = own / at_once;  // rows of a thread
+  static constexpr int out_stride = columns + 8;  // floats; rows that a warp writes together lie in different banks
+  // threads per row of the result, rows between those of a thread
+  static constexpr int across = columns / 8, apart = kGroups * kGroup / across;
+  static constexpr int own = rows / apart, at_once = std::min(own, 4), batches = own / at_once;  // rows per thread
   static_assert(rows * out_stride * 4 <= stages * stage_bytes && shared <= 227 << 10);
 };
 
 struct Shape {
-  int rows, n, across, steps, peers;  // clusters beside each other; steps of K; tiles of a cluster
+  int rows, n, across, steps, peers;  // across: clusters in a row of them; steps of K; peers: tiles of a cluster
   int64_t dense_stride, out_stride;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Eight numbers out of another block's shared memory, after a barrier of the cluster.
+// Adds eight numbers from another block's shared memory, after a cluster barrier.
 __device__ inline void add_from(uint32_t remote, float (&sum)[8]) {
   float x[8];
 #pragma unroll
@@ -58,7 +59,7 @@ __device__ inline void add_from(uint32_t remote, float (&sum)[8]) {
 }
 #endif
 
-// What two of four do not keep of a row, from `range`.x to .y, as many as one looks at ahead.
+// A row's entries of `rest`, range.x to range.y, with `ahead` of them prefetched.
 struct RestOfRow {
   static constexpr int ahead = 4;
   int2 entry[ahead];
@@ -67,7 +68,7 @@ struct RestOfRow {
 #pragma unroll
     for (int j = 0; j < ahead; ++j) entry[j] = from + j < range.y ? rest[from + j] : int2{0, 0};
   }
-  // sum <- it times eight columns of the dense side.
+  // sum += the row's entries times eight columns of B. The first `ahead` entries have been fetched.
   template <class T>
   __device__ void multiply(const int2* rest, int2 range, const T* dense, int64_t stride, float (&sum)[8]) {
     for (int i = range.x; i < range.y; i += ahead) {
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return static_cast<int>(static_cast<int64_t>(share) * all / shares);
   };
   const int first = share_of(shape.steps, own_share), many = share_of(shape.steps, own_share + 1) - first;
-  // The same in a warp, which the compiler knows of a shuffle alone.
+  // Uniform in a warp; the compiler infers that only from a shuffle.
   const int group = __shfl_sync(~0u, threadIdx.x / kGroup, 0);
   const int thread = threadIdx.x % kGroup, lane = thread % 32;
   if (threadIdx.x == 0) {
@@ -119,19 +120,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncwarp();
   ptx::cluster_arrive_relaxed();
-  ptx::cluster_wait();  // the others' barriers are there
+  ptx::cluster_wait();  // the other blocks' barriers are initialized
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   if (group == kGroups) {
     if constexpr (Tile::wide) hopper::leave_registers<40>();
     if (thread == 0) {
-      const int last_part = (shape.rows - 1) / kTileRows;  // beyond it the last one's numbers come again
+      const int last_part = (shape.rows - 1) / kTileRows;  // tiles beyond it load the last one again
       const auto all_peers = static_cast<uint16_t>(((1 << peers) - 1) << own_share * peers);
       const NarrowStepOfTile* from[Tile::parts];
 #pragma unroll
       for (int part = 0; part < Tile::parts; ++part)
         from[part] = steps + int64_t{min(row_tile * Tile::parts + part, last_part)} * shape.steps + first;
-      const int own_row = Tile::wide ? 0 : kWide / peers * peer;  // of the dense side's tile
+      const int own_row = Tile::wide ? 0 : kWide / peers * peer;  // of B's tile
       for (int n = 0; n < many; ++n) {
         const int stage = n % Tile::stages, y = (first + n) * kWide + own_row;
         if (n >= Tile::stages) ptx::barrier_wait(&empty[stage], n / Tile::stages % 2 ^ 1);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::cluster_wait();
   } else {
     if constexpr (Tile::wide) hopper::take_registers<232>();
-    // Of the tile's result a share's block adds up and writes some rows.
+    // Each share's block adds up and writes some rows of the tile.
     const int c = static_cast<int>(threadIdx.x) % Tile::across * 8;
     const int own_row = share_of(Tile::rows, own_share) + static_cast<int>(threadIdx.x) / Tile::across;
     const int end_row = column0 + c < shape.n ? min(share_of(Tile::rows, own_share + 1), shape.rows - row0) : 0;
@@ -206,16 +207,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       hopper::wait_for_products<1>();
 #pragma unroll
       for (int i = 0; i < Tile::high; ++i) ptx::forget(earlier[i]);  // the product before has read it until here
-      // Each thread for the places that it has read; a lane of a warp for what other blocks brought.
+      // Each thread arrives for the metadata that it read; one lane per peer signals the block that multicast data.
       if (n > 0) {
         uint64_t* const read = &empty[(n - 1) % Tile::stages];
         ptx::barrier_arrive(read);
         if (lane < peers && lane != peer) hopper::arrive_at(read, own_share * peers + lane);
       }
     };
-    Places even = {}, odd = {};  // a product reads them until it has ended
+    Places even = {}, odd = {};  // metadata registers; a product reads them until it has completed
     for (int n = 0; n < many; n += 2) {
-      // When the ranges are there; the loads before wait behind those of the tiles.
+      // The ranges have arrived by now; earlier loads would wait behind those of the tiles.
       if (n == many / 4 * 2) fetch(0);
       step(n, even, odd);
       if (n + 1 < many) step(n + 1, odd, even);
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     hopper::wait_for_products<0>();
 #pragma unroll
     for (int i = 0; i < Tile::high; ++i) hopper::pin(acc[i]), ptx::forget(even[i]), ptx::forget(odd[i]);
-    hopper::sync(1, kGroups * kGroup);  // both groups have read the last tile, and nothing else is on its way here
+    hopper::sync(1, kGroups * kGroup);  // both warpgroups have read the last tile, and no load into it is in flight
     float* const sums = reinterpret_cast<float*>(tiles);
 #pragma unroll
     for (int i = 0; i < Tile::high; ++i) {
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   __syncwarp();
-  ptx::cluster_arrive_relaxed();  // the others may still read this block's sums
+  ptx::cluster_arrive_relaxed();  // other blocks may still read this block's sums
   ptx::cluster_wait();
 #endif
 }
@@ -267,7 +268,7 @@ struct Cluster {
   int peers, shares;
 };
 
-// The cluster with which the longest of a multiprocessor's work is shortest, in cycles as an H200 took them.
+// The cluster with the least estimated cycles of the busiest multiprocessor, as measured on an H200.
 template <class Tile>
 Cluster cluster_of(int64_t rows, int64_t n, int steps) {
   const int64_t down = up(rows, Tile::rows), across = up(n, Tile::columns);

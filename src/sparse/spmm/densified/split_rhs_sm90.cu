@@ -1,6 +1,6 @@
-// The dense side's halves (sparse/spmm/densified/densified.h): a cluster takes 16 columns, scales each to its largest
-// number and splits it. It is waiting most of the time, and there are few: what two of four leave of A is multiplied
-// meanwhile, by CUDA cores.
+// Splits B into float16 halves (densified.h): a cluster takes 16 columns, scales each by its largest magnitude and
+// splits it. These blocks are few and mostly wait for memory, so other blocks multiply A's nonzeros beyond 2:4 on CUDA
+// cores meanwhile.
 #ifdef __CUDACC__
 #include "gpu/ptx.cuh"
 #include "sparse/spmm/densified/densified.cuh"
@@ -9,9 +9,9 @@
 namespace matmuls {
 namespace {
 
-constexpr int kSplitThreads = 512, kKeptRows = 512;  // of a block, in shared memory
-constexpr int kBlocksAtOnce = 3;                     // of a multiprocessor: 512 columns are of 32 clusters
-constexpr int kRestBlocks = 396;                     // as many for an H200
+constexpr int kSplitThreads = 512, kKeptRows = 512;  // rows of a block kept in shared memory
+constexpr int kBlocksAtOnce = 3;                     // per multiprocessor; 512 columns take 32 clusters
+constexpr int kRestBlocks = 396;                     // as many as an H200 runs at once
 
 struct Rest {
   const int2* rest;
@@ -21,7 +21,7 @@ struct Rest {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// A number in another block's shared memory.
+// Loads a number from another block's shared memory.
 __device__ inline unsigned load_int(const void* shared, unsigned block) {
   unsigned x;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(ptx::address_in(shared, block)) : "memory");
@@ -29,7 +29,8 @@ __device__ inline unsigned load_int(const void* shared, unsigned block) {
 }
 #endif
 
-// out <- rest @ dense in the rows that have any: a warp takes a row, of narrow ones 32 / lanes nonzeros at a time.
+// out <- rest @ dense in the rows that have entries. A warp takes a row, with 32 / lanes entries at a time if B is
+// narrow.
 template <int lanes>
 __device__ inline void multiply_rest(const Rest& a, const float* dense, int n, int64_t stride, int block) {
   constexpr int at_once = 4, parts = 32 / lanes, warps = kSplitThreads / 32;
@@ -65,7 +66,8 @@ __device__ inline void multiply_rest(const Rest& a, const float* dense, int n, i
   }
 }
 
-// Of a block's columns' counts the largest is told: those of a cluster together are at least its largest column's.
+// Each block reports its largest per-column count of numbers that are not large. The sum over a cluster bounds every
+// column's count from above.
 __global__ void __launch_bounds__(kSplitThreads, kBlocksAtOnce)
     split_kernel(const float* dense, int rows, int n, int64_t stride, int* exponents, uint2* halves, FillFacts* facts,
                  const Rest rest) {
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(kSplitThreads, kBlocksAtOnce)
     if (rank == 0 && column < n) exponents[column] = powers[threadIdx.x];
   }
   __syncthreads();
-  ptx::cluster_arrive();  // waited for at the end: the others may still read this block's largest
+  ptx::cluster_arrive();  // the wait is at the end: other blocks may still read this block's largest
   float scale[4];
   int own_missing[4] = {};
   bool any_tiny = false;
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(kSplitThreads, kBlocksAtOnce)
   if (any_tiny) tiny = 1;
   __syncthreads();
   if (threadIdx.x < 32) {
-    // A column of zeros is right whatever the rows are.
+    // A column of zeros is exact whatever A's rows are.
     int most_missing = threadIdx.x < kSplitColumns && most > 0 ? missing[threadIdx.x] : 0;
     for (int step = 16; step > 0; step /= 2)
       most_missing = max(most_missing, __shfl_xor_sync(0xffffffffu, most_missing, step));

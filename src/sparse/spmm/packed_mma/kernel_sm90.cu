@@ -1,12 +1,21 @@
-// Kernel of sparse/spmm/packed_mma/kernel_sm90.h.
+// Products with a packed matrix (kernel_sm90.h, layout.h) on Hopper: out = A @ B, or x A^T + bias.
 //
-// Four warpgroups of a block multiply 64 rows of the result each, or two or all of them the same rows by different
-// parts of K; the blocks of a cluster share K among them. A block adds up its parts in shared memory and sends each row
-// to the block that it falls to, which adds up what it gets, in the same order always. One thread fetches: a stage is
-// each part's next 64 of K, of A's tiles as they are packed.
+//   producer warpgroup: one thread loads stages by TMA; a stage is the next 64 of K for each part
+//   4 consumer warpgroups: unpack A's fragments from shared memory, wgmma with A in registers
+//      parts = 1: 64 rows of the result each      parts = 2, 4: `parts` warpgroups share the rows and divide K
+//   the blocks of a cluster (`shares`) also divide K
 //
-// The dense side is fetched by rows of 128 bytes of shared memory, each of which costs its cycles: `aside` rows of 64 /
-// aside columns lie in one. Row 8 j + i of a tile of 64 is j of 8 where i says. Of a linear layer's x a row is 64 of K.
+// A block adds its parts in shared memory and sends each row to the block that owns it, which adds what it receives,
+// always in the same order.
+//
+// B lies in shared memory in rows of 128 bytes, and TMA's time depends on the number of these rows. Hence a narrow B
+// puts `aside` rows of 64 / aside columns into one of them. For 64 rows of K and aside = 2:
+//
+//   at 128 * j of group 0:   B row 8 j + 0 | B row 8 j + 1
+//   at 128 * j of group 1:   B row 8 j + 2 | B row 8 j + 3     begin_of(i): where row i of j = 0 lies
+//   ...
+//
+// For a linear layer a row of 128 bytes holds 64 of K of one row of x.
 #ifdef __CUDACC__
 #include "sparse/spmm/packed_mma/kernel_sm90.h"
 
@@ -19,14 +28,14 @@
 namespace matmuls {
 namespace {
 
-constexpr int kRowBytes = 128, kWide = 64;  // of a row of the dense side's tile: 64 numbers
+constexpr int kRowBytes = 128, kWide = 64;  // a row of B's tile: 64 numbers
 constexpr int kEight = 8 * kRowBytes;
 constexpr int kGroup = 128, kGroups = 4, kMultiply = kGroup * kGroups, kThreads = kMultiply + kGroup;
 constexpr int kMostBlocks = 8;            // of a cluster
-constexpr int kMostBlocksAcross = 65535;  // of a grid, and down
+constexpr int kMostBlocksAcross = 65535;  // of a grid, in y and z
 constexpr int kMostStages = 16, kEarly = 2, kBarriers = 2 * kMostStages * 8 + 16, kShared = 226 << 10;
 
-// aside: of a linear layer 0.
+// columns: of the result. aside: rows of B per 128 bytes, 0: linear layer. parts: warpgroups that divide K.
 template <class T_, int columns_, int aside_, int parts_>
 struct Tile {
   using T = T_;
@@ -39,23 +48,24 @@ struct Tile {
   static constexpr int begin_of(int i) {
     return linear ? 32 * i : i / aside * parts * kEight + i % aside * (kRowBytes / aside);
   }
-  // Unpacks while the numbers before are multiplied: there are registers for both.
+  // Unpacks the next stage while wgmma works on this one: there are registers for both.
   static constexpr bool overlaps = columns <= 64;
-  static constexpr int stride = columns + 8;  // floats: rows that a warp writes at a time lie in different banks
-  static constexpr int across = columns / 8, apart = kMultiply / across;  // threads of a row of the result
+  static constexpr int stride = columns + 8;  // floats; rows that a warp writes together lie in different banks
+  // threads per row of the result, rows between those of a thread
+  static constexpr int across = columns / 8, apart = kMultiply / across;
   static constexpr int sums_bytes = kGroups * kPackedRows * stride * 4;
 };
 
 template <class T>
 struct Result {
   T* out;
-  int64_t stride;  // between rows; of a linear layer between its tokens
-  const T* bias;   // of its outputs, or null
+  int64_t stride;  // between rows of the result
+  const T* bias;   // [rows of A], or null
 };
 
 struct Shape {
-  int rows, n, steps;  // tiles of a row of A
-  int each, more;      // stages of K for a block of a cluster, and how many blocks have one more
+  int rows, n, steps;  // steps: tiles in a row of A
+  int each, more;      // stages of K per block of a cluster; how many blocks have one more
   int stages, stage_bytes, tile_bytes, own_rows;
 };
 
@@ -65,7 +75,7 @@ __device__ inline uint32_t load_shared(uint32_t at) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at));
   return x;
 }
-// The next of a lane's words if its head has this bit, else 0.
+// The lane's next pair if `bit` of its head is set, else 0.
 __device__ inline uint32_t next_pair(uint32_t head, uint32_t bit, uint32_t& at) {
   uint32_t x;
   asm volatile(
@@ -99,10 +109,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int row0 = down * Tile::rows;
   const int first = share * shape.each + min(share, shape.more), many = shape.each + (share < shape.more ? 1 : 0);
   const int own_row = share * shape.own_rows, end_row = min(own_row + shape.own_rows, Tile::rows);
-  // The same in a warp, which the compiler knows of a shuffle alone.
+  // Uniform in a warp; the compiler infers that only from a shuffle.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / (kGroup / 32);
   const int thread = static_cast<int>(threadIdx.x) % kGroup, lane = thread % 32;
-  if (lane == 0) {  // a warp each: to make one takes 40 cycles
+  if (lane == 0) {  // a warp per barrier: to initialize one takes 40 cycles
     if (warp < shape.stages) {
       ptx::barrier_init(&full[warp]);
       ptx::barrier_init(&empty[warp], kMultiply);
@@ -121,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group == kGroups) {
     hopper::leave_registers<32>();
     if (thread == 0) {
-      const int bytes = Tile::parts * shape.tile_bytes;  // of a row of tiles
+      const int bytes = Tile::parts * shape.tile_bytes;  // of one row group in a stage
       const int64_t apart = int64_t{shape.steps} * shape.tile_bytes;
       const unsigned char* const from = packed + down * Tile::row_groups * apart + int64_t{first} * bytes;
       const auto a_of = [&](int k, int r) { return from + r * apart + int64_t{k} * bytes; };
@@ -143,11 +153,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                                   0);
         }
       };
-      // Each tile of rows begins elsewhere: all at once would ask the L2 for the same part of the dense side.
+      // Each row of tiles begins at another step: otherwise all would request the same part of B from the L2 at once.
       const int turn = down % many;
       const auto turned = [&](int n) { return n + turn < many ? n + turn : n + turn - many; };
-      // The kernel before may have written A, and what it wrote is seen after this wait alone: until then A comes no
-      // further than to the L2.
+      // The previous kernel may have written A, and its writes are visible only after griddepcontrol.wait. Before that,
+      // A is prefetched into the L2 only.
       for (int n = 0; n < min(many, kEarly); ++n)
 #pragma unroll
         for (int r = 0; r < Tile::row_groups; ++r) hopper::bring_bytes(a_of(turned(n), r), bytes);
@@ -177,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::barrier_wait(&full[stage], parity);
       const uint32_t at_head = heads + stage * shape.stage_bytes, head = load_shared(at_head);
       const uint32_t begin = at_head - 4 * thread + kPackedHeads + (head >> 16);
-      // Four ways at once: an address waits until the load before has read it.
+      // Four independent address chains: within a step each address depends on the load before.
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
         uint32_t at = begin + 4 * __popc(head & ((1u << 4 * s) - 1));
@@ -200,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const auto leave = [&](int done) {
       hopper::wait_for_products<0>();
-      ptx::barrier_arrive(&empty[done]);  // each lane for what it has read
+      ptx::barrier_arrive(&empty[done]);  // each thread, after its own reads
     };
     if constexpr (Tile::overlaps) {
       Fragments even, odd;
@@ -217,9 +227,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int n = 0; n < many; ++n) unpack(fragments), multiply(fragments, n > 0), leave(go_on());
     }
     hopper::pin(acc);
-    hopper::sync(1, kMultiply);  // all have read the last tile, and nothing else is on its way here
+    hopper::sync(1, kMultiply);  // all have read the last tile, and no load into it is in flight
     float* const sums = reinterpret_cast<float*>(tiles);
-    const int row = group * kPackedRows + thread / 32 * 16 + lane / 4;  // of the parts, one after another
+    const int row = group * kPackedRows + thread / 32 * 16 + lane / 4;  // parts one after another
 #pragma unroll
     for (int j = 0; j < Tile::columns / 8; ++j) {
       float* const to = sums + row * Tile::stride + 8 * j + lane % 4 * 2;
@@ -233,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int p = 0; p < Tile::parts; ++p) add(sums + (p * Tile::rows + r) * Tile::stride + c, x);
     };
     if (shares > 1) {
-      ptx::cluster_wait();  // the others' barriers are there
+      ptx::cluster_wait();  // the other blocks' barriers are initialized
       for (int r = own; r < Tile::rows; r += Tile::apart) {
         const int to = static_cast<int>(static_cast<unsigned>(r) / shape.own_rows);
         if (to == share) continue;
@@ -256,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::store(result.out + at, {hopper::two<T>(x[0], x[1]), hopper::two<T>(x[2], x[3]), hopper::two<T>(x[4], x[5]),
                                    hopper::two<T>(x[6], x[7])});
     };
-    if constexpr (Tile::linear) {  // eight outputs of a token
+    if constexpr (Tile::linear) {  // eight outputs of one row of x
       for (int i = static_cast<int>(threadIdx.x); i < (end - own_row) / 8 * Tile::columns; i += kMultiply) {
         const int r = own_row + i / Tile::columns * 8, column = i % Tile::columns;
         if (column0 + column >= shape.n) continue;
@@ -289,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// How a block lays out its shared memory.
+// The layout of a block's shared memory: stages, barriers, rows received from other blocks.
 template <class Tile>
 struct Room {
   int tile_bytes, stage_bytes, own_rows, sent_bytes, stages;
@@ -309,9 +319,9 @@ struct Cluster {
   int shares;
 };
 
-// The cluster with which the longest of a multiprocessor's work is shortest, in cycles as an H100 took them: 432
-// products of 12 shapes within 6 % on average. With all clusters were timed 36 of them: the fastest by more than a
-// hundredth in 3, by 4 % at most.
+// The cluster size with the least estimated cycles of the busiest multiprocessor, as measured on an H100: 432 products
+// of 12 shapes within 6 % on average. 36 of them were timed with every cluster size: another size was faster by more
+// than 1 % in 3 of them, by 4 % at most.
 template <class Tile>
 Cluster cluster_of(const spmm::PackedCall& c) {
   const int64_t n = c.n(), tiles = ceil_of(c.layout.rows, Tile::rows) * ceil_of(n, Tile::columns);
@@ -324,7 +334,8 @@ Cluster cluster_of(const spmm::PackedCall& c) {
     if (at_once == 0) continue;
     const int64_t waves = ceil_of(tiles, at_once);
     const double active = static_cast<double>(std::min<int64_t>(tiles, at_once)) / at_once;
-    // To unpack and multiply, or to fetch: A's bytes, and rows of the dense side by their length.
+    // The slower of unpacking with wgmma and fetching: A's bytes, and B's rows of 128 bytes by how long their global
+    // reads are.
     const double unpack = Tile::columns <= 32 ? 550 : Tile::columns == 64 ? 710 : 1140;
     const double row = Tile::linear || Tile::aside > 1 || n > 64 ? 3.6 : n > 32 ? 3 : n > 16 ? 4 : 7.5;
     const double fetch = kGroups * room.tile_bytes / 26. + Tile::dense_bytes / kRowBytes * row * (1 + active) / 2;
@@ -384,7 +395,7 @@ void multiply(const spmm::PackedCall& c, const at::Tensor& out) {
     if (n <= 32) return multiply<T, 32, linear>(c, out);
     return n <= 64 ? multiply<T, 64, linear>(c, out) : multiply<T, 128, linear>(c, out);
   }
-  if (c.dense.stride(0) == n) {  // one row right behind the other
+  if (c.dense.stride(0) == n) {  // the rows of B are contiguous
     if (n == 8) return multiply<T, 8, 8>(c, out);
     if (n == 16) return multiply<T, 16, 4>(c, out);
     if (n == 32) return multiply<T, 32, 2>(c, out);

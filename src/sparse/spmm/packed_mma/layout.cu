@@ -1,4 +1,4 @@
-// sparse/spmm/packed_mma/layout.h on a GPU.
+// Packs a sparse matrix into the layout of layout.h on a GPU.
 #ifdef __CUDACC__
 #include "sparse/spmm/packed_mma/layout.h"
 
@@ -11,10 +11,10 @@
 namespace matmuls {
 namespace {
 
-constexpr int kThreads = 1024, kAtOnce = 4;  // nonzeros of a lane
-constexpr int kMasks = kPackedLanes / 2;     // words of a tile, two lanes' each
+constexpr int kThreads = 1024, kAtOnce = 4;  // nonzeros that a lane loads at once
+constexpr int kMasks = kPackedLanes / 2;     // words of a tile: the masks of two lanes each
 
-// Of each nonzero of 64 rows do_with(its row and column among them, p). A warp a row.
+// Calls do_with(row in the tile, column of A, p) for each nonzero p of 64 rows. A warp takes a row.
 template <class I, class F>
 __device__ void for_each_nonzero(const I* crow, const I* col, int64_t first_row, int64_t rows, const F& do_with) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -31,20 +31,20 @@ __device__ void for_each_nonzero(const I* crow, const I* col, int64_t first_row,
   }
 }
 
-// The steps of 64 rows that a block has: as many as its shared memory holds masks for.
+// The tiles of 64 rows that this block handles: as many as its shared memory holds masks for.
 struct Steps {
   int first, many;
 
   __device__ Steps(const PackedLayout& m, int at_once)
       : first(static_cast<int>(blockIdx.y) * at_once), many(min(at_once, m.steps - first)) {}
-  // Of a column, or -1 where another block has it.
+  // The tile of a column of A, counted from `first`; -1: another block handles it.
   __device__ int of(int column) const {
     const int step = column / kPackedColumns - first;
     return step >= 0 && step < many ? step : -1;
   }
 };
 
-// Which pairs there are in 64 rows: masks [steps, kMasks].
+// masks [steps, kMasks] <- which pairs hold a nonzero.
 template <class I>
 __device__ void find_pairs(const I* crow, const I* col, int64_t first_row, const PackedLayout& m, const Steps& steps,
                            unsigned* masks) {
@@ -59,7 +59,7 @@ __device__ void find_pairs(const I* crow, const I* col, int64_t first_row, const
   __syncthreads();
 }
 
-// A block 64 rows, or `at_once` of their steps.
+// A block takes 64 rows, or `at_once` of their tiles.
 template <class I>
 __global__ void __launch_bounds__(kThreads)
     measure_kernel(const PackedLayout m, int at_once, const I* crow, const I* col, int* least) {
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) atomicMax(least, (kPackedHeads + 4 * most + kPackedUnit - 1) / kPackedUnit);
 }
 
-// A block 64 rows, or `at_once` of their steps: heads first, then each nonzero to its pair, whose other number is 0
-// before.
+// A block takes 64 rows, or `at_once` of their tiles: writes the heads, then stores each nonzero into its pair. packed
+// was zeroed before.
 template <class T, class I>
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const PackedLayout m, int at_once, const I* crow, const I* col, const I* order, const T* values,
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// A block for 64 rows, or several for parts of their steps where shared memory is too small for all masks.
+// Launches a block per 64 rows, or several if shared memory cannot hold the masks of all their tiles.
 template <auto kernel, class... Given>
 void launch_by_rows(const PackedLayout& m, const Given&... given) {
   constexpr int64_t kOfStep = kMasks * sizeof(unsigned);

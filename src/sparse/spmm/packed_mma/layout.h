@@ -1,18 +1,27 @@
-// A sparse matrix in 16 bits without most of its zeros, packed as tensor cores take it
-// (sparse/spmm/packed_mma/kernel_sm90.h).
+// Packed layout of a sparse 16-bit matrix A for tensor cores: only the register pairs of mma fragments that hold a
+// nonzero are stored. kernel_sm90.cu reads it.
 //
-// It is cut into tiles of 64 rows and 64 columns. A product takes a tile's columns in four steps of 16: in order, for a
-// dense side whose columns lie in memory; or of column 8 j + i step i % 4, and there the place 8 (i / 4) + j. So each
-// step finds its rows of the dense side 8 apart, and those of a narrow one can lie side by side
-// (sparse/spmm/packed_mma/kernel_sm90.cu). Of a tile each of four warps has 16 rows, and of these, for every step, four
-// squares of 8 x 8: the upper left, the lower left, the upper right, the lower right. Lane l of the warp has of a
-// square the places 2 (l % 4) and one more of row l / 4: a pair, 16 of them in a tile. Pairs without a nonzero are not
-// stored.
-//   packed [tiles, units * 8]: tiles of so many units of 16 bytes, as the largest needs. Of 64 rows all tiles, from
-//   left to right and empty ones to a multiple of four, then those of the next 64 rows, to a multiple of 256. In a tile
-//   each lane's head, warp after warp: which pairs it has, in 16 bits, and from where on they lie, in bytes; then all
-//   pairs, a lane's side by side.
-// Of columns that differ in every row.
+// A is cut into tiles of 64 x 64. A tile is multiplied in four steps of 16 columns (K), each a 16 x 16 fragment of
+// A per warp. Column c of a tile falls to
+//
+//   in_order (B's columns contiguous, a linear layer):  step c / 16,  place c % 16
+//   otherwise, c = 8 j + i:                             step i % 4,   place 8 (i / 4) + j
+//
+// so that otherwise a step's rows of B lie 8 apart, and rows of a narrow B can share a row of shared memory
+// (kernel_sm90.cu). A warp's fragment is that of A in PTX's mma.m16n8k16. Pair numbers of a step, s = 4 * step:
+//
+//              place 0..7   place 8..15
+//   row 0..7     s + 0        s + 2       lane l of the warp holds of each 8 x 8 square the numbers at row l / 4,
+//   row 8..15    s + 1        s + 3       places 2 (l % 4) and 2 (l % 4) + 1: one pair of 4 bytes
+//
+//   packed [tiles, units * 8] 16-bit: all tiles of 64 rows from left to right, then those of the next 64 rows. Empty
+//     tiles pad both directions to a multiple of kPackedTiles. Each tile has `units` units of 16 bytes, as the largest
+//     needs.
+//
+//   tile:  | head of lane 0 | ... | head of lane 127 | pairs of lane 0 | pairs of lane 1 | ... | zeros |
+//   head:  uint32, low 16 bits: which of the lane's 16 pairs are stored; high 16: byte where they begin, past the heads
+//
+// Precondition: the columns of a row differ.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,8 +31,8 @@
 namespace matmuls {
 
 constexpr int kPackedRows = 64, kPackedColumns = 64;  // of a tile
-constexpr int kPackedTiles = 4;                       // their number in a row and in a column is a multiple of it
-constexpr int kPackedLanes = 128, kPackedPairs = 16;  // of a tile; of a lane
+constexpr int kPackedTiles = 4;                       // tiles per row and per column of tiles are multiples of it
+constexpr int kPackedLanes = 128, kPackedPairs = 16;  // lanes per tile, pairs per lane
 constexpr int kPackedHeads = 4 * kPackedLanes, kPackedUnit = 16;  // bytes
 constexpr int kLeastPackedUnits = kPackedHeads / kPackedUnit;     // of a tile
 constexpr int kMostPackedUnits = (kPackedHeads + 4 * kPackedLanes * kPackedPairs) / kPackedUnit;
@@ -33,8 +42,8 @@ constexpr const char* kPackedOp = "csr_packed";
 
 struct PackedLayout {
   int64_t rows, columns;
-  int64_t down;  // tiles of a column
-  int steps;     // tiles of a row
+  int64_t down;  // rows of tiles
+  int steps;     // tiles per row of tiles
   bool in_order;
 
   PackedLayout(int64_t rows_of, int64_t columns_of, bool in_order_of)
@@ -46,7 +55,7 @@ struct PackedLayout {
   int64_t tiles() const { return down * steps; }
 };
 
-// Where in a tile a number lies: which lane has it, in which of its pairs, and on which side.
+// The place of a number in its tile: the lane that holds it, the pair of that lane, and which half of the pair.
 struct PackedPlace {
   int lane, pair, side;
 
@@ -59,7 +68,7 @@ struct PackedPlace {
   }
 };
 
-// least <- the units that the largest tile needs.
+// least <- units of 16 bytes that the largest tile needs.
 void measure_packed_on_gpu(const Pattern& p, const PackedLayout& m, const at::Tensor& least);
 void pack_on_gpu(const Pattern& p, const at::Tensor& values, const PackedLayout& m, const at::Tensor& packed);
 

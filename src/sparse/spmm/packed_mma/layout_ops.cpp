@@ -1,5 +1,7 @@
-// csr_packed_units and csr_packed pack a matrix (sparse/spmm/packed_mma/layout.h). csr_spmm_packed: A @ dense as
-// csr_spmm, by what they made; csr_linear_packed: x A^T + bias.
+// Operators of the packed layout (layout.h):
+//   csr_packed_units, csr_packed: measure and pack a matrix
+//   csr_spmm_packed: A @ dense as csr_spmm, from the packed matrix
+//   csr_linear_packed: x A^T + bias
 #include <ATen/Dispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
@@ -41,7 +43,7 @@ PackedLayout layout_of(const Pattern& p, int64_t columns, bool in_order) {
   return m;
 }
 
-// Of 64 rows each tile's lanes: the pairs that they have.
+// For each tile of 64 rows, which pairs each lane holds.
 using Lanes = std::array<uint16_t, kPackedLanes>;
 template <class I, class F>
 void for_each_nonzero(const Pattern& p, const PackedLayout& m, int64_t row_tile, const F& do_with) {
@@ -153,7 +155,7 @@ Tensor by_rows(const Tensor&, const Tensor& crow, const Tensor& col, const Tenso
   return product_by_rows(crow, col, values, dense, std::move(columns), order, longest);
 }
 
-// A product that records a gradient is csr_spmm's.
+// Products that record a gradient go to csr_spmm.
 Tensor spmm_autograd(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
                      const Tensor& dense, c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
   const auto go = needs_gradient(spmm::kOp, {values, dense}) ? by_rows : SpmmPackedOp::below_autograd;
@@ -167,7 +169,7 @@ void check_bias(const Tensor& crow, const Tensor& x, const OptionalTensor& bias)
                     x.device(), ", got ", bias->sym_sizes(), " in ", bias->scalar_type(), " on ", bias->device());
 }
 
-// x W^T + bias: [n, rows], a row behind the other.
+// x A^T + bias by the row kernel: [n, rows], contiguous.
 Tensor linear_by_rows(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
                       const Tensor& x, c10::SymInt columns, const OptionalTensor& order, int64_t longest,
                       const OptionalTensor& bias) {

@@ -1,4 +1,4 @@
-// A thread's columns of a row, by 16-byte vectors where it has them.
+// The columns of a row that one thread holds, as 16-byte vectors where alignment allows.
 #pragma once
 
 #include <type_traits>
@@ -7,14 +7,19 @@
 
 namespace matmuls {
 
-// The part of a row in one thread's hands: vectors of V neighbouring columns. In `ragged` rows, which do not start or
-// do not end on 16 bytes, the vectors still do, and the first and the last of a row reach over its ends: of those the
-// row's own columns alone are read and written.
+// One thread's share of a row: vectors of V adjacent columns, `step` columns apart.
+//
+// `ragged` rows do not start or do not end on a 16-byte boundary. Their vectors are aligned all the same: the first and
+// the last vector may reach past an end of the row, and only the columns inside the row are read and written.
+//
+//   16-byte blocks  |........|........|........|........|
+//   row                  ####################
+//   vectors         0        1        2        (0 and 2 reach past the row: column(0) < 0)
 template <int V, bool ragged>
 struct Span {
   static constexpr bool kRagged = ragged, kEven = false, kOnce = false;
-  int first, step;  // column of the first vector's first element, and the way to the next vector
-  int columns;      // that the row has
+  int first, step;  // first column of vector 0; columns from one vector to the next
+  int columns;      // of the row
 
   __device__ int column(int i) const { return first + i * step; }
   __device__ bool begins(int i) const { return column(i) < columns; }
@@ -23,13 +28,13 @@ struct Span {
   __device__ bool holds(int i, int j, int end) const {
     return static_cast<unsigned>(column(i) + j) < static_cast<unsigned>(end);
   }
-  // How many of the row's columns vector i has.
+  // Number of the row's columns in vector i.
   __device__ int count(int i) const {
     if constexpr (ragged) return max(0, min(column(i) + V, columns) - max(column(i), 0));
     return begins(i) ? V : 0;
   }
 
-  // `fill` instead of what vector i has beside columns 0 to end.
+  // Sets the elements of vector i outside columns [0, end) to `fill`.
   template <class F>
   __device__ void clear_outside(int i, int end, F fill, F (&values)[V]) const {
     if (whole(i, end)) return;
@@ -52,8 +57,8 @@ struct Span {
   }
 };
 
-// Of a row that does not start or end on 16 bytes: the columns of its whole vectors. Beside them it has up to V - 1
-// numbers at each end.
+// Columns [first, end) of an unaligned row that fill whole aligned vectors. Up to V - 1 edge elements lie before
+// `first` and after `end`.
 struct Inside {
   int first, end;
 };
@@ -63,8 +68,9 @@ __device__ Inside inside_of(const T* row, int columns) {
   return {first, first + (columns - first) / V * V};
 }
 
-// body(i, whole) for each of a thread's vectors; `whole` is a type that says so of the vector. Where they are all
-// there, as in most threads, no branch is made for each, if they are more than four or `together` says so.
+// Calls body(i, whole) for each of a thread's vectors. `whole` is std::true_type if all of the vector's columns are
+// known to exist. With more than four vectors, or if `together` is set, threads that hold all their vectors take one
+// branch for all instead of one for each.
 template <int NV, bool together = (NV > 4), int V, bool ragged, class Body>
 __device__ void for_vectors(const Span<V, ragged>& span, const Body& body) {
   if constexpr (together && V > 1 && !ragged) {
@@ -82,12 +88,13 @@ __device__ void for_vectors(const Span<V, ragged>& span, const Body& body) {
   }
 }
 
-// Span's questions with their answers, where threads share a row evenly. Unless `exact`, some threads lack the last of
-// their vectors; a row `ends` early where it does not see all its columns.
+// Interface of Span with compile-time answers, for rows whose vectors divide evenly among the threads. If `exact`,
+// every thread has NV vectors; else some threads lack the last one. If `ends`, a row may see only its first columns
+// (causal).
 template <int V, int NV, bool exact, bool ends>
 struct EvenSpan {
   static constexpr bool kRagged = false, kEven = true, kOnce = true;
-  static constexpr bool kAlone = true;  // no other span of the row is this thread's
+  static constexpr bool kAlone = true;  // the thread has no other span of this row
   int first, step, columns;
   bool last;
 
@@ -109,12 +116,12 @@ struct EvenSpan {
     if (begins(i)) store_vector(row + column(i), pack<T, V>(values));
   }
 };
-// One of a thread's several spans of a row.
+// One of several spans of a row that the same thread holds.
 template <int V, int NV, bool ends>
 struct EvenPart : EvenSpan<V, NV, true, ends> {
   static constexpr bool kAlone = false;
 };
-// The last one too where it may not be there: behind a branch it would not be loaded before the others have come.
+// Visits the last vector even if it may be missing: behind a branch its load would wait for the other loads.
 template <int NV, bool = true, int V, bool exact, bool ends, class Body>
 __device__ void for_vectors(const EvenSpan<V, NV, exact, ends>&, const Body& body) {
 #pragma unroll
@@ -122,8 +129,8 @@ __device__ void for_vectors(const EvenSpan<V, NV, exact, ends>&, const Body& bod
   body(NV - 1, std::bool_constant<exact>{});
 }
 
-// A vector that starts on 16 bytes and reaches over an end of the row: 0 in columns that the row does not have. Without
-// a branch, so that several are on their way at once.
+// Loads an aligned vector that reaches past an end of the row; columns outside the row are 0. Uses predicated loads
+// instead of branches, so that several are in flight.
 template <class T, int V>
 __device__ Words<T, V> load_edge(const T* row, int column, int columns) {
   Words<T, V> words;
@@ -146,7 +153,7 @@ __device__ Words<T, V> load_edge(const T* row, int column, int columns) {
   return words;
 }
 
-// The same at any address, number by number.
+// Loads the same vector from any address, one element at a time.
 template <class T, int V>
 __device__ Words<T, V> load_edge_anywhere(const T* row, int column, int columns) {
   Words<T, V> words{};
@@ -165,7 +172,7 @@ __device__ Words<T, V> load_edge_anywhere(const T* row, int column, int columns)
   return words;
 }
 
-// The 16 bytes at any address, of the two aligned 16 bytes around it; constant as load_words has it.
+// Loads 16 bytes from any address by loading the two aligned 16-byte blocks around them. `constant`: see load_words.
 template <bool constant>
 __device__ uint4 across_aligned(uintptr_t from) {
   const uint4* const low = reinterpret_cast<const uint4*>(from & ~uintptr_t{15});
@@ -181,8 +188,8 @@ __device__ uint4 across_aligned(uintptr_t from) {
           __funnelshift_r(at[3], at[4], bits)};
 }
 
-// Columns of a row that is the same for all rows, a weight say, where the vector does not start on 16 bytes or reaches
-// over an end.
+// Loads V columns of a row that all rows share (a weight) from an address that is not a multiple of 16 bytes or from
+// across an end of that row.
 template <class T, int V, bool constant = true>
 __device__ Words<T, V> load_unaligned(const T* row, int column, int columns) {
   const auto from = reinterpret_cast<uintptr_t>(row + column), low = from & ~uintptr_t{15};
@@ -191,13 +198,14 @@ __device__ Words<T, V> load_unaligned(const T* row, int column, int columns) {
   const uint4 w = across_aligned<constant>(from);
   return {w.x, w.y, w.z, w.w};
 }
-// Out of line for rows where a weight that starts elsewhere is rare: their code stays short.
+// Out of line, to keep the kernel short where unaligned weights are rare.
 template <class T, int V>
 __device__ __noinline__ Words<T, V> load_unaligned_rarely(const T* row, int column, int columns) {
   return load_unaligned<T, V>(row, column, columns);
 }
 
-// Columns of a row that is the same for all rows, or `absent` throughout where it is null; 0 beside them.
+// Loads the columns of vector i of a row that all rows share. A null `row` stands for `absent` in every column. Columns
+// outside the row are 0.
 template <class T, int V, bool ragged, class F>
 __device__ Words<T, V> load_columns(const T* row, const Span<V, ragged>& span, int i, F absent) {
   if (!span.begins(i)) return {};

@@ -1,4 +1,4 @@
-// What a thread holds of its rows, in registers or on the way to shared memory.
+// The elements of its rows that a thread holds, in registers (Inputs) or on their way to shared memory (Ahead).
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 namespace matmuls {
 
-// Its vectors of a row: words(i, k) are those of vector i of input k, 0 in columns that the row does not have. In
-// registers: 16-bit numbers stay packed.
+// A thread's vectors of a row, in registers. words(i, k): vector i of input k, 0 in columns outside the row. 16-bit
+// elements stay packed.
 template <class T, int V, int NV, int K>
 struct Inputs {
   Words<T, V> at[NV][K];
@@ -26,7 +26,7 @@ struct Inputs {
       for (int k = 0; k < K; ++k)
         at[i][k] = load_if<T, V>(there, row.input(k) + span.column(i) * (V == 1 ? row.column_stride(k) : 1), policy);
     }
-    if constexpr (ragged) {  // last: the others need not wait for what it takes to put an edge together
+    if constexpr (ragged) {  // after the whole vectors, whose loads then do not wait for the assembly of an edge
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
         if (span.column(i) >= end || span.whole(i, span.columns)) continue;
@@ -38,7 +38,7 @@ struct Inputs {
       }
     }
   }
-  // The same numbers are unpacked again rather than kept from fold to write: half the registers.
+  // Makes write unpack the words again instead of keeping the float32 values of fold: half the registers.
   __device__ void forget_numbers() {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
@@ -48,7 +48,7 @@ struct Inputs {
   }
 };
 
-// Slots of shared memory, a vector each, that one thread alone uses: those of neighbours lie side by side.
+// Slots of shared memory, one vector each, private to a thread. Neighbouring threads' slots are adjacent.
 template <class T, int V>
 struct Slots {
   Words<T, V>* first;
@@ -56,16 +56,16 @@ struct Slots {
   __device__ Words<T, V>& operator[](int n) const { return first[n * step]; }
 };
 
-// A 16-bit number beside a row's first or last whole word, too small to be copied ahead: in registers until the next
-// row.
+// A 16-bit element next to the row's first or last whole 32-bit word, too small for cp.async. It stays in registers
+// until the next row.
 template <int K>
 struct Odd {
-  uint32_t* to = nullptr;  // in shared memory, of input 0
-  bool high;               // which half of its word
+  uint32_t* to = nullptr;  // its word in shared memory, of input 0
+  bool high;               // the upper half of the word
   uint16_t number[K];
 };
 
-// A row on its way to shared memory while those before are worked on. around: see ptx::copy_ahead.
+// cp.async prefetch of a row to shared memory while earlier rows are processed. around: see ptx::copy_ahead.
 template <class T, int V, int NV, int K, int around = 128>
 struct Ahead {
   Slots<T, V> slots;
@@ -75,7 +75,7 @@ struct Ahead {
   template <class Row, bool ragged>
   __device__ void fetch(const Row& row, const Span<V, ragged>& span, Odd<K>& odd) const {
     const int end = row.visible(span.columns);
-    if (NV > 4 && !ragged && span.column(NV - 1) < end) {  // no branch for each
+    if (NV > 4 && !ragged && span.column(NV - 1) < end) {  // all vectors are there: no branch for each
 #pragma unroll
       for (int i = 0; i < NV; ++i)
 #pragma unroll
@@ -109,8 +109,7 @@ struct Ahead {
       for (int k = 0; k < K; ++k)
         if (span.sees(i, end)) ptx::copy_ahead<around>(&slots[i * K + k], row.input(k) + span.column(i));
   }
-  // Of a span whose vectors are all there: ptxas 13.0 makes illegal instructions of several such copies behind
-  // predicates.
+  // For spans whose vectors all exist. ptxas 13.0 generates illegal instructions for several such predicated copies.
   template <class Row, class Columns>
   __device__ void fetch_all(const Row& row, const Columns& span, ptx::L2Policy policy) const {
 #pragma unroll
@@ -118,7 +117,7 @@ struct Ahead {
 #pragma unroll
       for (int k = 0; k < K; ++k) ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i), policy);
   }
-  // A vector that reaches over an end of the row: the row's own words, 0 beside them.
+  // Copies a vector that reaches past an end of the row: the row's own words, 0 outside it.
   template <class Row, bool ragged>
   __device__ void fetch_edge(const Row& row, const Span<V, ragged>& span, int i, Odd<K>& odd) const {
     constexpr int kSize = sizeof(T);
@@ -150,7 +149,7 @@ struct Ahead {
       odd.to[4 * k * slots.step] = static_cast<uint32_t>(odd.number[k]) << (odd.high ? 16 : 0);
     odd.to = nullptr;
   }
-  // What came, into registers; the slots are free again.
+  // Moves the words that arrived to registers. The slots are then free.
   __device__ void take(Inputs<T, V, NV, K>& inputs) const {
 #pragma unroll
     for (int i = 0; i < NV; ++i)
@@ -159,7 +158,7 @@ struct Ahead {
   }
 };
 
-// Two sums for each of a thread's columns, from row to row.
+// Two running sums for each of a thread's columns, over the rows.
 template <class F, int V, int NV>
 struct ColumnSums {
   F at[2][std::max(NV, 1)][V] = {};
@@ -169,14 +168,14 @@ struct ColumnSums {
   }
 };
 
-// The numbers of a row beside its whole vectors: the first warp's, one of each input for each of its lanes. What an
-// operation does with vectors it does with them too.
+// The elements of a row outside its whole aligned vectors (head and tail). Each lane of the first warp holds at most
+// one of each input. They go through the same fold and write as the vectors.
 template <class Op>
 struct RowEnds {
   Span<1, false> span;
   Inputs<typename Op::Storage, 1, 1, Op::kInputs> inputs;
   typename Op::template Held<1, 1> held;
-  bool any = false;  // whether this is that warp
+  bool any = false;  // this thread is in the first warp
 
   __device__ void load(const typename Op::Row& row, const Inside& in, int rank, int columns) {
     any = rank < 32;

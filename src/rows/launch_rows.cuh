@@ -1,14 +1,19 @@
-// Rows on the GPU: the one kernel behind softmax, the norms and their gradients.
+// Runs a row operation (softmax, the norms, their gradients) on the GPU: selects the general row kernel and its
+// configuration, and launches it.
 //
-// A team of threads owns a row. Each thread loads its part of the row by 16-byte vectors, folds it into a small state,
-// the states are merged, and the thread writes its part of the result: one read and one write of memory. Many small
-// blocks hide the waits. Where sums go from row to row, a weight is best kept, or a row fills an SM, teams walk over
-// the rows instead, two to four of each on their way in shared memory. A row too long to be held passes by twice.
+// The threads that share a row (rows/team.cuh) each load their part of it as 16-byte vectors, fold it into a small
+// state, merge their states and write their part of the result: one read and one write of memory. The kernels are in
+// rows/kernels/row_kernels.cuh:
 //
-// An operation is a struct: what to fold, how states merge, what to write (rows/softmax_backward.cu is the plainest).
-// Here its kernel is chosen and launched; the kernels are in rows/kernels/row_kernels.cuh. Leaner ones for some rows:
-// rows/kernels/even_rows.cuh, rows/kernels/two_pass.cuh, rows/kernels/cluster.cuh,
-// rows/kernels/persistent_unaligned.cuh, rows/kernels/staged.cuh.
+//   one row per block or warp (row_kernel)      many small blocks hide the latency of memory
+//   persistent (walking_kernel)                 the grid loops over the rows, two to four of them in flight in shared
+//                                               memory: for sums over the rows, constants that are best kept, and rows
+//                                               that fill an SM
+//   reread (long_rows_kernel)                   a row too long for registers and shared memory is read twice
+//
+// An operation is a struct that says what to fold, how states merge and what to write; rows/softmax_backward.cu has the
+// simplest. Specialized kernels: rows/kernels/even_rows.cuh, rows/kernels/two_pass.cuh, rows/kernels/cluster.cuh,
+// rows/kernels/persistent_unaligned.cuh and rows/kernels/staged.cuh.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -29,13 +34,13 @@ enum class Way { row, walk, passes };
 struct RowConfig {
   Way way;
   Scope scope;
-  int vectors;  // that a thread holds
-  int threads;  // of a block, for one row
-  int beside;   // rows that a block works on side by side
+  int vectors;  // per thread
+  int threads;  // of a block, per row
+  int beside;   // rows that a block processes at the same time
   int ranks;    // blocks of a cluster
 };
 
-// The kernels for short rows hold 1, 2, 3 or `most` vectors a thread.
+// The number of vectors per thread of the compiled warp kernels: 1, 2, 3 or `most`.
 constexpr int compiled_vectors(int vectors, int most) {
   for (const int held : {1, 2, 3})
     if (vectors <= held && held < most) return held;
@@ -46,17 +51,17 @@ template <class Op>
 constexpr bool kFewThreads =
     Op::kConstants == 1 && !Op::kColumnSums && sizeof(typename Op::Storage) == 2 && Op::kLongVectors > Op::kVectors;
 
-// Whether a cluster's threads never hold fewer vectors. Two constants and a row of 8 vectors fill shared memory, and
-// need half the blocks.
+// True if the threads of a cluster always hold kLongVectors. With two constants, a row of 8 vectors per thread fills
+// shared memory and needs half the blocks.
 template <class Op>
 constexpr bool kLongClusters = Op::kConstants == 2 || kFewThreads<Op>;
 
-// Whether a block's threads may have three vectors of four: where a third of the four would be idle. The gradient of
-// 1032, 1152 and 1280 bfloat16 columns at 0.79, 0.91 and 0.93 of a copy for 0.69, 0.77 and 0.85.
+// True if a block's threads may hold three vectors instead of four, where a third of the four would be idle. Gradient
+// of 1032, 1152 and 1280 bfloat16 columns: 0.79, 0.91 and 0.93 of the speed of a copy; 0.69, 0.77 and 0.85 with four.
 template <class Op, int V, bool ragged>
 constexpr bool kThrees = V > 1 && !ragged && Op::kColumnSums && Op::kVectors == 4;
 
-// How a row is shared out. Few threads that hold much each need the fewest instructions a column.
+// How a row is divided among threads. Few threads with many vectors each need the fewest instructions per column.
 template <class Op, int V, bool ragged>
 RowConfig configure(int64_t columns) {
   const auto power = [](int64_t x) { return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(x))); };
@@ -65,12 +70,12 @@ RowConfig configure(int64_t columns) {
   const int64_t vectors = ceil_of(columns, V) + (ragged ? 1 : 0);
   int64_t threads = ceil_of(ceil_of(vectors, most), 32) * 32;
   if (threads == 32) {
-    // At least 4 lanes share a row, if it has 4 vectors: 64 bytes side by side.
+    // At least 4 lanes share a row of at least 4 vectors, so that they access 64 contiguous bytes.
     const int lanes = std::max(power(ceil_of(vectors, most)), std::min(4, power(vectors)));
     const int held = compiled_vectors(static_cast<int>(ceil_of(vectors, lanes)), most);
     return {walks ? Way::walk : Way::row, Scope::warp, held, lanes, (walks ? 256 : 64) / lanes, 1};
   }
-  if (ragged && !walks) threads = ceil_of(ceil_of(columns / V, most), 32) * 32;  // whole vectors alone
+  if (ragged && !walks) threads = ceil_of(ceil_of(columns / V, most), 32) * 32;  // for the whole vectors only
   const bool keeps = walks || (V > 1 && threads > Op::kRowMost + (ragged ? 32 : 0));
   if (threads <= (keeps ? kMostWalkers<Op, Scope::block, ragged> : kRowThreads<Scope::block>)) {
     if (kThrees<Op, V, ragged> && 100 * vectors < 68 * most * threads)
@@ -78,14 +83,14 @@ RowConfig configure(int64_t columns) {
     return {keeps ? Way::walk : Way::row, Scope::block, most, static_cast<int>(threads), 1, 1};
   }
   if (V > 1 && has_sm90_code()) {
-    // 16-bit rows with one constant: few threads that hold much, 0.90 to 0.92 of a copy at 262144 columns.
+    // 16-bit rows with one constant: few threads with many vectors each reach 0.90 to 0.92 of a copy at 262144 columns.
     if (kFewThreads<Op> && ceil_of(vectors, Op::kLongVectors) <= kMaxRanks * 256) {
       const int64_t all = ceil_of(vectors, Op::kLongVectors);
       const int ranks = std::clamp(power(ceil_of(all, 256)), 2, kMaxRanks);
       return {Way::walk, Scope::cluster, Op::kLongVectors, static_cast<int>(ceil_of(ceil_of(all, ranks), 32) * 32),
               1,         ranks};
     }
-    // Of few threads what is left has too many vectors for fewer each.
+    // With kFewThreads, a row that was rejected above has too many vectors for fewer vectors per thread.
     static_assert(!kFewThreads<Op> || 256 * Op::kLongVectors >= Op::kMostThreads * Op::kVectors);
     for (const int held : {kLongClusters<Op> ? Op::kLongVectors : most, Op::kLongVectors}) {
       const int64_t all = ceil_of(vectors, held);
@@ -97,7 +102,7 @@ RowConfig configure(int64_t columns) {
   return {Way::passes, Scope::block, most, 256, 1, 1};
 }
 
-// What walking takes of a block's shared memory: for the constants, for a row of each team, and for merging.
+// Shared memory of a persistent block: constants, one row of each of its teams, merging.
 template <class Op, int V, int NV, Scope scope, bool ragged>
 struct WalkBytes {
   int64_t constants, row;
@@ -110,7 +115,7 @@ struct WalkBytes {
     row = V > 1 ? (word * NV * Op::kInputs + (Op::kNumber ? sizeof(typename Op::F) : 0)) * c.threads * c.beside : 0;
     threads = c.threads * c.beside;
   }
-  // As many rows on their way as leave room for the blocks that an SM should have: two at least, four at most.
+  // Rows in flight: as many as leave room for the blocks that an SM should run, at least two, at most four.
   int stages() const {
     if (row == 0) return 1;
     const DeviceLimits& limits = device_limits();
@@ -130,29 +135,30 @@ RowShape shape_of(int64_t rows, int64_t columns) {
   return {rows, static_cast<int>(columns), bytes > device_limits().l2};
 }
 
-// Whether the GPU has room for it. prepare(op, teams) is called before the launch of an operation with column sums.
+// Returns false, launching nothing, if the GPU has no room for a block or cluster. prepare(op, teams) is called before
+// the launch of an operation with column sums.
 template <class Op, int V, int NV, Scope scope, bool ragged, class Prepare>
 bool launch_walking(Op op, const RowConfig& c, int stages, int64_t rows, int64_t columns, const Prepare& prepare) {
   constexpr auto kernel = walking_kernel<Op, V, NV, scope, ragged>;
   const WalkBytes<Op, V, NV, scope, ragged> bytes(c);
   Launch launch(c.ranks, dim3(c.threads, c.beside), bytes.constants + bytes.row * stages);
   if constexpr (scope == Scope::cluster) launch.in_clusters(c.ranks);
-  const int64_t needed = (rows + c.beside - 1) / c.beside;  // blocks or clusters, each for one row a team
+  const int64_t needed = (rows + c.beside - 1) / c.beside;  // blocks or clusters that give each team one row
   int64_t blocks = resident<kernel>(launch.config, c.ranks);
   if (blocks == 0) return false;
-  // A team's rows are then all as far from a multiple of 16 bytes, and its columns stay the same.
+  // All rows of a team then have the same misalignment, so each thread keeps the same columns.
   if (ragged && c.beside < V && blocks > V) blocks -= blocks % V;
   blocks = std::min(blocks, needed);
   launch.config.gridDim = dim3(static_cast<unsigned>(blocks * c.ranks));
   prepare(op, kAddsTeams<V, scope, ragged> ? blocks : blocks * c.beside);
-  // Of 128 rows a team and more: the teams that have four more than the others then cost 3 % at most.
+  // With at least 128 rows per team, teams with four rows more than others cost at most 3 %.
   const bool fours = rows >= 128 * blocks;
   launch(kernel, op, WalkShape{shape_of<Op>(rows, columns), stages, fours});
   return true;
 }
 
-// The same for rows of more than 2048 vectors. As few blocks for each as have room for it: their threads then have five
-// to eight vectors, or three to four of each of two inputs.
+// Launches a cluster per row, for rows of more than 2048 vectors. Uses the fewest blocks per row that have room for it:
+// each thread then holds five to eight vectors, or three to four of each of two inputs.
 template <class Op, int V, bool ragged>
 bool launch_wide(const Op& op, int64_t rows, int64_t columns) {
   constexpr int kMost = kWideVectors / Op::kInputs;
@@ -184,7 +190,8 @@ bool launch_wide(const Op& op, int64_t rows, int64_t columns) {
   }
 }
 
-// Whether rows that do not start or end on 16 bytes went so: those long enough, of an operation without constants.
+// Launches a cluster per unaligned row of more than 2048 vectors, for operations without constants. Returns false,
+// launching nothing, for shorter rows or if the GPU cannot run the clusters.
 template <class Op>
 bool launch_wide_ragged(const Op& op, int64_t rows, int64_t columns) {
   constexpr int V = 16 / sizeof(typename Op::Storage);
@@ -238,8 +245,11 @@ void launch_vectors(const Op& op, int64_t rows, int64_t columns, const Prepare& 
   go.template operator()<kMost, Scope::warp>();  // ragged: one kernel for all short rows
 }
 
-// Whether 16-byte vectors serve the first P tensors of a row: columns side by side, and every row at the same distance
-// from a multiple of 16 in all of them. `aligned`: that distance is 0; `whole`: and vectors fill the row.
+// Which vector accesses the first P tensors of a row allow.
+//
+//   vectors: columns are contiguous and each row has the same misalignment (address modulo 16) in all tensors
+//   aligned: that misalignment is 0
+//   whole:   aligned, and the row's length is a multiple of 16 bytes
 struct Alignment {
   bool vectors, aligned, whole;
 };
@@ -258,13 +268,13 @@ Alignment alignment_of(const Rows<N>& rows, const std::array<const void*, P>& po
   return {vectors, vectors && aligned, vectors && aligned && !off(rows.columns)};
 }
 
-// A thread's next column, 8192 further on at most, must be an int.
+// A thread's next column, up to 8192 ahead, must fit an int.
 inline void check_columns(int64_t columns) {
   TORCH_CHECK(columns < INT32_MAX - (1 << 14), "expected rows of fewer than 2^31 columns, got ", columns);
 }
 
-// Runs an operation over its rows. pointers: the tensors that are read or written by vectors; prepare(op, teams) is
-// called before the launch of an operation with column sums, where a team's columns stay from row to row.
+// Runs an operation over its rows. pointers: the tensors accessed as vectors. prepare(op, teams) is called before the
+// launch of an operation with column sums if each thread keeps its columns from row to row.
 constexpr auto kNothingToPrepare = [](auto&&...) {};
 template <class Op, int N, size_t P, class Prepare = decltype(kNothingToPrepare)>
 void launch_rows(const Op& op, const Rows<N>& rows, const std::array<const void*, P>& pointers,

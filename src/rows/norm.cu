@@ -1,9 +1,8 @@
-// layer_norm_ and rms_norm_: x <- xhat * weight + bias over the last dimension, in place, with
-// xhat = (h - mean(h)) * rstd, h = x + residual, rstd = 1 / sqrt(var(h) + eps); rms_norm_ has no mean: var is
-// mean(h^2).
+// layer_norm_ and rms_norm_: x <- xhat * weight + bias over the last dimension, in place, with xhat = (h - mean(h)) *
+// rstd, h = x + residual, rstd = 1 / sqrt(var(h) + eps). rms_norm_ subtracts no mean: its var is mean(h^2).
 //
-// Statistics are float32 (float64 for float64) and h is not rounded before them. The gradient needs xhat and rstd:
-// where there is neither weight nor bias xhat is x itself, and nothing but rstd is kept.
+// Statistics are float32 (float64 for float64), and h is not rounded before them. The gradient needs xhat and rstd.
+// Without weight and bias xhat is x itself, and only rstd is saved.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
@@ -14,10 +13,10 @@ namespace matmuls {
 
 struct NormCall {
   const char* op;
-  at::Tensor x, weight, bias, residual;  // the last three may be undefined
+  at::Tensor x, weight, bias, residual;  // weight, bias and residual may be undefined
   double eps;
   bool rms;
-  at::Tensor xhat, rstd;  // written where defined
+  at::Tensor xhat, rstd;  // written if defined
 };
 void run_cuda(const NormCall& c);
 
@@ -49,7 +48,7 @@ struct Norm {
   static constexpr int kVectors = with_residual && sizeof(T) == 2 ? 2 : 4,
                        kLongVectors = with_residual || sizeof(T) == 8 ? 4 : 8;
   static constexpr int kHeldVectors = with_residual ? kVectors : kLongVectors;
-  // A row of more threads walks, by what an H200 showed.
+  // Rows that need more threads use the persistent kernel, as measured on an H200.
   static constexpr int kRowMost = sizeof(T) == 2 ? (rms ? 256 : 128) : 512;
   static constexpr int kThreadsPerSm = 768, kMostThreads = 512;
   static constexpr bool kNumber = false, kColumnSums = false, kWholeRows = false, kEnds = false;
@@ -70,7 +69,7 @@ struct Norm {
     __device__ int visible(int columns) const { return columns; }
   };
   struct State {
-    F count, mean, squares;  // squares: of the distances from the mean
+    F count, mean, squares;  // squares: sum of squared distances from the mean
   };
   template <int V, int NV>
   struct Held {};
@@ -97,7 +96,7 @@ struct Norm {
   __device__ static F absent(int c) { return c == 0 ? F(1) : F(0); }
   __device__ static State identity() { return {F(0), F(0), F(0)}; }
 
-  // x + residual of one vector.
+  // h = x + residual of one vector.
   template <int V, class Inputs>
   __device__ static void sum_of(const Inputs& inputs, int i, F (&h)[V]) {
     unpack(inputs.words(i, 0), h);
@@ -114,8 +113,8 @@ struct Norm {
   __device__ void fold(State& state, Held<V, NV>&, const Row&, const Columns& span, const Inputs& inputs,
                        const Constants&) const {
     constexpr bool ragged = Columns::kRagged;
-    // In one pass where there are many: distances from one of them, which is at most sqrt(held) deviations from the
-    // mean.
+    // With many elements one pass computes both sums, from distances to the first element. That element is at most
+    // sqrt(held) standard deviations from the mean.
     constexpr bool once = !rms && !ragged && (NV > 4 || Columns::kOnce);
     F sums[4] = {}, squares[4] = {}, from = 0;
     int held = 0;
@@ -145,7 +144,7 @@ struct Norm {
         F h[V];
         sum_of(inputs, i, h);
         if constexpr (ragged) span.clear_outside(i, span.columns, mean, h);
-        const F own = ragged || span.begins(i) ? mean : F(0);  // a vector beside the row is 0
+        const F own = ragged || span.begins(i) ? mean : F(0);  // vectors outside the row are 0
 #pragma unroll
         for (int j = 0; j < V; ++j) {
           const F distance = h[j] - own;
@@ -169,7 +168,7 @@ struct Norm {
     state.squares += all_squares;
     if constexpr (!rms) {
       const F share = state.count == F(0) ? F(1) : quotient(count, all);
-      state.squares += (apart * state.count) * (apart * share);  // 0 of no columns, however far apart
+      state.squares += (apart * state.count) * (apart * share);  // 0 if there were no columns before, at any distance
       state.mean += apart * share;
     }
     state.count = all;
@@ -182,7 +181,7 @@ struct Norm {
     const F mean = quotient(sums[1], sums[0]), apart = state.mean - mean;
     return {sums[0], mean, lanes.sum(state.squares + apart * (apart * state.count))};
   }
-  // Of `lanes` states of `each` columns.
+  // Merges `lanes` states of `each` columns.
   template <int lanes>
   __device__ static State merge_even(const State& state, int each) {
     if constexpr (rms) return {F(0), F(0), sum_of_group<lanes>(state.squares)};
@@ -221,7 +220,7 @@ struct Norm {
     });
   }
 
-  // The same of a row in rows/kernels/staged.cuh's hands.
+  // fold, merge and write in one, for rows/kernels/staged.cuh.
   template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs,
                             const Constants& constants, Sums&, const Group& lanes, F) const {
@@ -239,7 +238,7 @@ struct Norm {
 #pragma unroll
     for (int i = 0; i < N; ++i) squares[i % 4] += h[i][0] * h[i][0];
     const F all_squares = lanes.sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
-    const F scale = rsqrt(all_squares / columns + eps);  // which may be inf: quotient() would make NaN of it
+    const F scale = rsqrt(all_squares / columns + eps);  // may be inf, of which quotient() would make NaN
     if (!own) return;
     if (row.rstd && span.first == 0) *row.rstd = scale;
     const auto put = [&](auto keeps) {
@@ -256,7 +255,8 @@ struct Norm {
   }
 };
 
-// All say whether they did. The rows that an H200 showed to gain by it.
+// Launches a kernel for rows that divide evenly among the threads, where an H200 gains by it. Returns false, launching
+// nothing, for other rows.
 template <class T, bool rms>
 bool launch_even(const Norm<T, rms, false>& op, const Rows<3>& rows) {
   if constexpr (sizeof(T) == 4) {
@@ -285,10 +285,11 @@ bool launch_even(const Norm<T, rms, true>& op, const Rows<3>& rows) {
   if constexpr (sizeof(T) == 2) return launch_threes(op, rows);
   return false;
 }
-// With a residual, whose vectors are as many again, the threads are as many for half the columns.
+// Launches nearly_even_kernel, or returns false. With a residual a thread holds twice as many vectors for each column,
+// so half as many columns need the same threads.
 template <class T, bool rms, bool with_residual>
 bool launch_nearly_even_norm(const Norm<T, rms, with_residual>& op, const Rows<3>& rows) {
-  if constexpr (sizeof(T) == 4 && !with_residual)  // a warp's fives
+  if constexpr (sizeof(T) == 4 && !with_residual)  // five vectors for each lane of a warp
     return rows.columns > 512 && rows.columns <= 640 && launch_nearly_even<false, 5>(op, rows);
   else if constexpr (sizeof(T) != 2)
     return false;
@@ -312,7 +313,7 @@ void launch(const Call& c) {
                                        {rows.column_strides[0], rows.column_strides[1], rows.column_strides[2]},
                                        static_cast<F>(rows.columns),
                                        static_cast<F>(c.eps)};
-  // What is not there lies where x does.
+  // Absent tensors get the address and strides of x.
   const std::array<const void*, 3> pointers{op.x, op.residual ? op.residual : op.x, op.xhat ? op.xhat : op.x};
   auto known = rows;
   for (int t = 1; t < 3; ++t) {
@@ -419,7 +420,7 @@ MATMULS_OPERATOR(KeepOp, "custom_mm::norm_keep_", "",
 using Runner = void(const Call&);
 const char* name_of(bool rms) { return rms ? "rms_norm_" : "layer_norm_"; }
 
-// rstd is one number a row in the arithmetic type; xhat is like x, or empty where x becomes xhat itself.
+// rstd is one number per row in the arithmetic type. xhat is like x, or empty if x itself becomes xhat.
 std::tuple<Tensor, Tensor> kept_tensors(const Tensor& x, bool affine) {
   const auto sizes = x.sym_sizes();
   const auto type = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -473,8 +474,8 @@ std::tuple<Tensor, Tensor> norm_keep_meta(Tensor x, const OptionalTensor& weight
 // ---------------------------------------------------------------------------------------------------------- gradient
 
 // With d = dy * weight:  dx = rstd * (d - mean(d) - xhat * mean(d * xhat)), dweight = sum dy * xhat, dbias = sum dy
-// over the rows; the residual's gradient is x's. xhat and rstd are results too: a second derivative reaches x through
-// them, by xhat like y, and by d rstd / dx = -rstd^2 * xhat / n.
+// over the rows. The residual's gradient is that of x. xhat and rstd are results too: a second derivative reaches x
+// through them, through xhat as through y, and through d rstd / dx = -rstd^2 * xhat / n.
 struct NormGradient : KernelFunction<NormGradient> {
   struct Arguments {
     double eps;
@@ -493,11 +494,11 @@ struct NormGradient : KernelFunction<NormGradient> {
     const bool affine = tensor_or_none(weight).defined() || tensor_or_none(bias).defined();
     ctx->mark_dirty({x});
     ctx->set_materialize_grads(false);
-    // Of a view no history is kept: it would hold this node, and this node it.
+    // For a view, x is saved without its history, which would create a reference cycle with this node.
     ctx->save_for_backward({affine ? xhat : x.is_view() ? x.detach() : x, rstd, tensor_or_none(weight)});
     ctx->saved_data["rms"] = a.rms;
     ctx->saved_data["affine"] = affine;
-    // autograd lets a Function that writes over a view have one result only: its gradient is then not differentiable.
+    // autograd allows a Function that writes to a view only one result, so its gradient is not differentiable.
     ctx->saved_data["view"] = x.is_view();
     if (x.is_view()) return {x};
     if (!affine) return {x, rstd};

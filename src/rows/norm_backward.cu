@@ -1,10 +1,12 @@
 // norm_backward: the gradient of layer_norm_ and rms_norm_. With d = grad * weight, over the last dimension of n
 // columns
+//
 //   dx = rstd * (d - mean(d) - xhat * mean(d * xhat))          without mean(d) for rms
+//
 // and over the rows  dweight = sum grad * xhat,  dbias = sum grad.
 //
-// One pass reads grad and xhat and writes dx; each thread adds up its columns in float32 from row to row meanwhile, and
-// a second kernel adds the threads' sums in a fixed order: the same bits every time.
+// One pass reads grad and xhat and writes dx. Meanwhile each thread sums its columns over the rows in float32. A second
+// kernel adds the threads' sums in a fixed order, so results are bitwise reproducible.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
@@ -16,7 +18,7 @@ namespace matmuls {
 struct NormBackwardCall {
   at::Tensor grad, xhat, rstd, weight;
   bool rms;
-  at::Tensor dx, dweight, dbias;  // undefined where not asked for
+  at::Tensor dx, dweight, dbias;  // undefined if not requested
 };
 void run_cuda(const NormBackwardCall& c);
 
@@ -47,7 +49,7 @@ struct NormBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr int kInputs = 2, kOutputs = 1, kConstants = 1;
-  // Each column has two sums: 64 registers of a thread's 128, so that its numbers stay in shared memory.
+  // Each column has two sums, which take 64 of a thread's 128 registers: the elements stay in shared memory.
   static constexpr int kVectors = 4, kLongVectors = sizeof(T) == 4 ? 8 : 4, kHeldVectors = 2;
   static constexpr int kRowMost = 0;
   static constexpr int kThreadsPerSm = sizeof(T) == 2 ? 512 : 768, kMostThreads = 512;
@@ -78,7 +80,7 @@ struct NormBackward {
   int64_t steps[3];
   F columns;
   bool rms;
-  F* partial;  // [teams][2][columns], or null where the sums are not taken here
+  F* partial;  // [teams][2][columns], or null if this kernel does not compute the sums
 
   __device__ F* partial_of(int64_t team) const { return partial + team * 2 * static_cast<int64_t>(columns); }
   __device__ Row row(int64_t r) const {
@@ -92,7 +94,7 @@ struct NormBackward {
   __device__ static F absent(int) { return F(1); }
   __device__ static State identity() { return {F(0), F(0)}; }
 
-  // grad, grad * weight and xhat of one vector: 0 beside the row.
+  // grad, grad * weight and xhat of one vector; 0 outside the row.
   template <int V, class Inputs, class Constants>
   __device__ void numbers(const Inputs& inputs, int i, const Constants& constants, F (&g)[V], F (&d)[V],
                           F (&h)[V]) const {
@@ -146,7 +148,7 @@ struct NormBackward {
     }
   }
 
-  // The same of a row in rows/kernels/staged.cuh's hands.
+  // fold, merge and write in one, for rows/kernels/staged.cuh.
   template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs,
                             const Constants& constants, Sums& sums, const Group& lanes, F rstd) const {
@@ -193,8 +195,8 @@ struct NormBackward {
   }
 };
 
-// dweight and dbias <- the sums over the rows of partial[rows][2][columns], in a fixed order. `among` warps share 32
-// columns of one of them: one warp where rows are few, so that a block has 1024 columns, up to all 32.
+// Sums partial [rows][2][columns] over its rows into dweight and dbias, in a fixed order. `among` warps share 32
+// columns of one of them: one warp (1024 columns per block) if there are few rows, up to all 32.
 template <class T, class F>
 __global__ void __launch_bounds__(1024)
     add_partials_kernel(const F* partial, int64_t rows, int columns, int among, T* dweight, T* dbias) {
@@ -204,7 +206,7 @@ __global__ void __launch_bounds__(1024)
   const int64_t stride = 2 * static_cast<int64_t>(columns);
   partial += blockIdx.y * static_cast<int64_t>(columns);
   ptx::griddepcontrol_wait();
-  F sum = 0, lost = 0;  // Kahan's sum: there may be thousands of rows
+  F sum = 0, lost = 0;  // Kahan summation: there may be thousands of rows
   if (column < columns) {
 #pragma unroll 8
     for (int64_t r = first; r < rows; r += among) {
@@ -221,7 +223,8 @@ __global__ void __launch_bounds__(1024)
   (blockIdx.y == 0 ? dweight : dbias)[column] = T(sum);
 }
 
-// The column sums by themselves, for rows that are not aligned alike or do not fit the registers: partial[block][2][c].
+// Computes only the column sums, partial [block][2][columns], for rows that the fused kernels cannot sum: differently
+// aligned ones, or too long for registers.
 template <class T, class F>
 __global__ void __launch_bounds__(256)
     column_sums_kernel(const __grid_constant__ NormBackward<T> op, int64_t rows, int columns, F* partial) {
@@ -246,8 +249,8 @@ __global__ void __launch_bounds__(256)
   partial[(int64_t(blockIdx.y) * 2 + 1) * columns + column] = dbias;
 }
 
-// Rows that rows/kernels/norm_backward_stream.cu serves better than rows/launch_rows.cuh's kernels; the number of
-// partial sums that it left.
+// Launches rows/kernels/norm_backward_stream.cu for rows that it serves better than the kernels of
+// rows/launch_rows.cuh. Returns the number of partial sums it writes; 0 if nothing was launched.
 template <class T>
 int64_t launch_stream(const NormBackward<T>& op, const Rows<3>& rows, Tensor& partial, bool sums) {
   if (!op.dx || rows.dims > 1 || rows.columns > INT32_MAX / 4) return 0;
@@ -319,7 +322,8 @@ void launch(const Call& c) {
         op, rows.count, columns, partial.mutable_data_ptr<F>());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
-  // About eight of them a warp: with all 32 among 32 columns each block of 1024 threads had 8 rows of 262144 columns.
+  // About eight partial rows per warp. With all 32 warps on 32 columns, each block of 1024 threads had 8 rows to add at
+  // 262144 columns.
   const int among = static_cast<int>(std::min<uint64_t>(std::bit_ceil(static_cast<uint64_t>((parts + 7) / 8)), 32));
   const dim3 blocks(static_cast<unsigned>((columns * int64_t{among} + 1023) / 1024), 2);
   launch_early(add_partials_kernel<T, F>, blocks, dim3(32, 32), partial.const_data_ptr<F>(), parts, columns, among,
@@ -372,9 +376,10 @@ void check(const Tensor& grad, const Tensor& xhat, const Tensor& rstd, const Ten
               xhat.sym_size(-1), "], got ", weight.sym_sizes());
 }
 
-constexpr int64_t kRowsASum = 64;  // before a float32 sum is added to a float64 one
+constexpr int64_t kRowsASum = 64;  // rows summed in float32 before the sum is added in float64
 
-// Each chunk of rows has column sums of its own, added in order at the end: the same bits for the same thread count.
+// Each chunk of rows has its own column sums, added in order at the end: results are bitwise reproducible for a given
+// number of threads.
 void run_cpu(const Call& c) {
   if (c.xhat.numel() == 0) return;
   const auto rows = rows_of<3>(kOp, {c.grad, c.xhat, c.dx}, c.xhat.dim() - 1);

@@ -1,4 +1,4 @@
-// What an operation over rows and its gradient share: the gradient's operators, dimensions.
+// Declarations that a row operation and its gradient share: the gradient operators, argument checks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@ MATMULS_OPERATOR(NormBackwardOp, "custom_mm::norm_backward", "",
                  std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                                                 const std::optional<at::Tensor>&, bool, bool, bool));
 
-// dim counted from 0; a scalar has one dimension, as in torch.
+// Returns dim as a non-negative index. A scalar has one dimension, as in torch.
 inline int64_t check_dim(const char* op, const at::Tensor& x, int64_t dim) {
   const int64_t dims = std::max<int64_t>(x.dim(), 1);
   TORCH_CHECK(-dims <= dim && dim < dims, op, ": expected dim between ", -dims, " and ", dims - 1, ", got ", dim);
@@ -28,7 +28,7 @@ inline void check_floating(const char* op, const char* name, const at::Tensor& t
   TORCH_CHECK(at::isFloatingType(t.scalar_type()), op, ": expected ", name, " of a floating-point dtype, got ",
               t.scalar_type());
 }
-// A tensor that must lie where x lies, in x's dtype.
+// Checks that t has the device and dtype of x.
 inline void check_like(const char* op, const char* name, const at::Tensor& t, const char* x_name, const at::Tensor& x) {
   TORCH_CHECK(t.layout() == at::kStrided && t.device() == x.device() && t.scalar_type() == x.scalar_type(), op,
               ": expected ", name, " to be a strided tensor in ", x.scalar_type(), " on ", x.device(), " as ", x_name,

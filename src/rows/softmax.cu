@@ -1,8 +1,8 @@
-// softmax and its scaled, masked and causal form: y = exp(z - max z) / sum exp(z - max z) along one dimension, with
-// z = scale * x + mask, in place or into another tensor.
+// softmax and its scaled, masked and causal form: y = exp(z - max z) / sum exp(z - max z) along one dimension, with z =
+// scale * x + mask, in place or into another tensor.
 //
-// A masked column gets 0; a row with nothing but masked columns is 0 throughout; NaN propagates as in torch.softmax.
-// Statistics are float32 (float64 for float64), the scale too. Each element is read once and written once.
+// A masked column gets 0; a row whose columns are all masked is 0; NaN propagates as in torch.softmax. Statistics and
+// the scale are float32 (float64 for float64). Each element is read once and written once.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
@@ -14,12 +14,12 @@
 
 namespace matmuls {
 
-// One call, checked: what is read, what is written (x itself in place), and how.
+// One checked call. In place, `out` is x.
 struct SoftmaxCall {
   const char* op;
   at::Tensor x, out;
   int64_t dim = -1;
-  at::Tensor mask = {};  // expanded to x's sizes: strides of 0 where it repeats
+  at::Tensor mask = {};  // expanded to x's sizes: stride 0 in broadcast dimensions
   MaskKind kind = MaskKind::none;
   double scale = 1;
   bool causal = false;
@@ -33,8 +33,8 @@ namespace {
 using at::Tensor;
 using Call = SoftmaxCall;
 
-// Rows of x and out, and beside them, where fewer dimensions merge, of the mask and the query's position: the index
-// along the last but one dimension, as if it were an offset.
+// data: rows of x and out. beside: rows of the mask, and of the query's position, the index along the last but one
+// dimension expressed as an offset. Fewer dimensions of these merge.
 struct CallRows {
   Rows<2> data, beside;
 };
@@ -43,8 +43,8 @@ CallRows rows_of_call(const Call& c) {
   const auto position = position_strides(dims, c.causal);
   auto order = innermost_first(dims);
   if (c.kind != MaskKind::none && dims > 2 && c.x.stride(-2) != 0) {
-    // Where more than 16 MB of x pass before a mask's row is needed again (by the next head), the dimensions that share
-    // it go innermost: it is then still in the L2.
+    // If more than 16 MB of x pass before a mask row is needed again (by the next head), the dimensions that share the
+    // row become the innermost ones, so that it is still in the L2.
     const int64_t between = 2 * c.x.size(-1) * c.x.size(-2) * c.x.element_size();
     if (between > (int64_t{16} << 20))
       std::stable_partition(order.begin(), order.end(),
@@ -71,7 +71,7 @@ CallRows rows_of_call(const Call& c) {
 namespace matmuls {
 namespace {
 
-// Whether vectors of V columns of x lie beside V of the mask, on as many bytes.
+// True if the mask allows vector loads: V columns of x match V elements of the mask, aligned to their size or 16 bytes.
 bool by_words(const Call& c, const Rows<2>& beside, int V) {
   if (!c.mask.defined()) return true;
   const int64_t element = c.mask.element_size(), bytes = std::min<int64_t>(V * element, 16);
@@ -103,7 +103,7 @@ void launch(const Call& c, const CallRows& rows) {
   launch_rows(op, rows.data, std::array<const void*, 2>{op.x, op.y});
 }
 
-// 16-bit rows of which the threads of row_kernel have four vectors each: 1 to 2 % faster there.
+// 16-bit rows that give each thread of row_kernel exactly four vectors: 1 to 2 % faster there.
 bool shared_by_fours(int64_t columns) { return columns == 2048 || columns == 4096; }
 
 float packed_factor(const Call& c) { return static_cast<float>(std::abs(c.scale)) * kLog2e; }
@@ -120,7 +120,8 @@ PackedSoftmax<T, bytes, ends, anywhere> packed(const Call& c, const CallRows& ro
           packed_factor(c)};
 }
 
-// Rows that do not start or end on 16 bytes may not go so; a mask's may start anywhere.
+// Byte masks, causal rows and both, in packed 16-bit arithmetic. If `ragged` (unaligned rows of x; mask rows may start
+// anywhere) returns false, launching nothing, for lengths without a kernel.
 template <class T, bool bytes, bool ends, bool ragged>
 bool launch_packed(const Call& c, const CallRows& rows) {
   constexpr bool anywhere = ragged && bytes;
@@ -131,9 +132,10 @@ bool launch_packed(const Call& c, const CallRows& rows) {
   } else {
     if (data.count <= INT32_MAX) {
       if (data.columns == 128) return launch_even_rows<ends ? 4 : 2, ends ? 4 : 8, true>(op, data), true;
-      if constexpr (ends) {  // 512 and 1024 columns, 0.90 and 0.93 of a copy where causal, 0.87 and 0.92 by row_kernel
+      // 512 and 1024 causal columns: 0.90 and 0.93 of a copy; 0.87 and 0.92 by row_kernel.
+      if constexpr (ends) {
         if (launch_even_fours<16, 32>(op, data)) return true;
-        // 1032 and 1280 causal ones at 0.93 and 0.94 for 0.56 and 0.69.
+        // 1032 and 1280 causal columns: 0.93 and 0.94 of a copy; 0.56 and 0.69 by row_kernel.
         if (!shared_by_fours(data.columns) && launch_warps<5, 6, 7, 8>(op, data)) return true;
       }
     }
@@ -143,12 +145,12 @@ bool launch_packed(const Call& c, const CallRows& rows) {
     return true;
   }
 }
-// The same of any other mask.
+// The same for a mask of type Mask.
 template <class T, class Mask, bool ragged>
 bool launch_behind(const Call& c, const CallRows& rows) {
   const auto op = operation<T, Mask, true, ragged>(c, rows);
   const Rows<2>& data = rows.data;
-  constexpr int kMost = sizeof(T) == 4 ? 8 : 6;  // vectors of 16-bit numbers take twice the registers
+  constexpr int kMost = sizeof(T) == 4 ? 8 : 6;  // vectors of 16-bit elements take twice the registers
   if constexpr (ragged) {
     if constexpr (sizeof(T) == 2)
       if (launch_ragged_warps(op, data)) return true;
@@ -161,11 +163,11 @@ bool launch_behind(const Call& c, const CallRows& rows) {
   }
 }
 
-// By what there is for this kind of mask, of 16-byte vectors. Whether there is.
+// Selects the kernel for the kind of mask, with 16-byte vectors. Returns false, launching nothing, if there is none.
 template <class T, bool ragged>
 bool launch_by_kind(const Call& c, const CallRows& rows) {
   if (c.kind == MaskKind::same) {
-    if (sizeof(T) == 2 && !std::isfinite(static_cast<float>(c.scale))) return false;  // times 0 it would be NaN
+    if (sizeof(T) == 2 && !std::isfinite(static_cast<float>(c.scale))) return false;  // 0 * inf would be NaN
     return launch_behind<T, T, ragged>(c, rows);
   }
   if constexpr (sizeof(T) == 2) {
@@ -179,10 +181,13 @@ bool launch_by_kind(const Call& c, const CallRows& rows) {
 }
 
 constexpr int kTiledMost = 800;
-// Up to how many columns 16-bit rows that start anywhere go by tiles. On an H100, shares of a copy and what vectors
-// have: behind an added mask [B,1,1,K], as much to read as x, 131 columns .88 for .57, 785 .95 for .81, 1025 .85 for
-// .88; without one 197 .98 for .95, 257 .98 for 1.01; causal ones, of which vectors read half, 150 .65 for .61, 197 .65
-// for .72; behind one of bytes, [B,1,Q,K], 150 .74 for .81.
+// The most columns for which unaligned 16-bit rows are staged through shared memory. Shares of a copy on an H100,
+// staged and (by vectors):
+//
+//   added mask [B,1,1,K], as many bytes as x   131 columns .88 (.57), 785 .95 (.81), 1025 .85 (.88)
+//   no mask                                    197 .98 (.95), 257 .98 (1.01)
+//   causal, of which vectors read half         150 .65 (.61), 197 .65 (.72)
+//   byte mask [B,1,Q,K]                        150 .74 (.81)
 int short_columns(const Call& c) {
   if (c.kind == MaskKind::bytes) return 127;
   if (c.kind == MaskKind::none) return c.causal ? 160 : 208;
@@ -195,8 +200,9 @@ void launch_masked(const Call& c, const CallRows& rows) {
   if constexpr (V > 2) {
     const auto a = alignment_of<T>(rows.data, std::array{c.x.const_data_ptr(), c.out.const_data_ptr()});
     if (a.whole && by_words(c, rows.beside, V) && launch_by_kind<T, false>(c, rows)) return;
-    // Rows that start anywhere: short ones number by number, in tiles, others and their masks by vectors; of float32
-    // only the longest, its whole rows number by number (2048 columns: 0.82 of a copy for 0.69).
+    // Unaligned rows. Short ones are staged element by element, longer ones and their masks go by vectors. Float32 rows
+    // are staged at every length that has a kernel (2048 columns: 0.82 of a copy, 0.69 otherwise); aligned float32 rows
+    // with an unaligned mask are not.
     constexpr bool narrow = sizeof(T) == 2;
     if (a.vectors && (narrow || !a.whole)) {
       const bool is_short = !a.whole && (!narrow || rows.data.columns <= short_columns(c));
@@ -209,14 +215,15 @@ void launch_masked(const Call& c, const CallRows& rows) {
   launch<T, AnyMask>(c, rows);
 }
 
-// Rows of middle length keep their exponentials in registers; of longer ones few threads have much, and take them
-// again. The longest wait in shared memory, several at a time.
+// softmax without a mask. Rows of middle length keep their exponentials in registers. Longer ones use few threads with
+// many vectors each, which compute the exponentials twice. The longest are held in registers and shared memory
+// (two_pass).
 template <class T>
 void launch_plain(const Call& c, const CallRows& rows) {
   const auto a = alignment_of<T>(rows.data, std::array{c.x.const_data_ptr(), c.out.const_data_ptr()});
   const int64_t columns = rows.data.columns, bytes = columns * static_cast<int64_t>(sizeof(T));
   if constexpr (sizeof(T) <= 4) {
-    // 513 to 672 float32 columns are five to six vectors for each of a warp.
+    // 513 to 672 float32 columns are five to six vectors for each lane of a warp.
     const bool fives = sizeof(T) == 4 && columns > 512 && columns <= 672;
     const bool few_threads = fives || bytes > (sizeof(T) == 2 ? 2 : 16) * 1024;
     if (a.vectors && !a.whole && launch_short_rows<2>(operation<T, NoMask>(c, rows), rows.data)) return;
@@ -397,7 +404,7 @@ void masked_softmax_(Tensor x, const OptionalTensor& mask, double scale, bool ca
   masked_into(run, x, mask, scale, causal, x);
 }
 
-// Tracing: the checks, and the shape.
+// Meta kernels: the checks, and the shape.
 Tensor softmax_meta(const Tensor& x, int64_t dim) {
   check_x("softmax", x, dim);
   return at::empty_like(x);
@@ -415,8 +422,8 @@ void masked_inplace_meta(Tensor x, const OptionalTensor& mask, double, bool caus
 
 // ---------------------------------------------------------------------------------------------------------- gradient
 
-// dx = scale * y * (dy - sum(y * dy)) needs the result alone: y is kept, which in place is x itself. Beyond that only
-// the sizes of a mask that wants a gradient.
+// dx = scale * y * (dy - sum(y * dy)) needs only the result y, which in place is x itself. If the mask wants a
+// gradient, its sizes are kept too.
 struct SoftmaxGradient : KernelFunction<SoftmaxGradient> {
   struct Arguments {
     int64_t dim;
@@ -449,8 +456,8 @@ struct SoftmaxGradient : KernelFunction<SoftmaxGradient> {
   }
 };
 
-// The same in place, as a Node of its own: a Function that writes over a view keeps it by a cycle, which frees the
-// memory only if backward runs, or without its history, which a second derivative needs.
+// The in-place form needs a Node of its own. A Function that writes to a view either keeps it through a reference
+// cycle, which frees the memory only if backward runs, or loses its history, which a second derivative needs.
 struct SoftmaxInplaceGradient : torch::autograd::Node {
   torch::autograd::SavedVariable y;
   int64_t dim = -1;
@@ -467,8 +474,8 @@ struct SoftmaxInplaceGradient : torch::autograd::Node {
       const Tensor dz = SoftmaxBackwardOp::call(result, grad, dim, 1, causal);
       return {dz * scale, at::sum_to(dz, *mask_sizes)};
     }
-    // Who asked for work in place does not want a second tensor of this size here either. Beside the default stream and
-    // a capture's, another may yet read what nobody holds any more.
+    // In place, the gradient should not take a second tensor of this size either, so dx overwrites grad if no one else
+    // holds it. Outside the default stream and a capture, another stream may still read a tensor without owners.
     const bool alone = !grad.is_cuda() || is_capturing(grad.device()) || current_stream(grad.device()) == 0;
     if (!alone || !nobody_else_holds(grad))
       return {SoftmaxBackwardOp::call(result, grad, dim, scale, causal), Tensor()};
@@ -476,8 +483,8 @@ struct SoftmaxInplaceGradient : torch::autograd::Node {
     return {grad, Tensor()};
   }
 
-  // Of a view autograd lets go of this node as a whole. Until then a second derivative may come by it twice: as what
-  // the base is made by and, once the view is gone, as what y is.
+  // For a view, autograd releases this node as a whole. Until then a second derivative may reach it twice: through the
+  // history of the base and, once the view is gone, through that of y.
   void release_variables() override {
     if (of_view) return;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -487,7 +494,7 @@ struct SoftmaxInplaceGradient : torch::autograd::Node {
   std::string name() const override { return "SoftmaxInplaceGradient"; }
 };
 
-// write() over x, recorded.
+// Runs write() over x and records it.
 template <class Write>
 void record_in_place(const char* op, const Tensor& x, const Tensor& mask, int64_t dim, double scale, bool causal,
                      const Write& write) {
@@ -524,7 +531,7 @@ void masked_inplace_autograd(Tensor x, const OptionalTensor& mask, double scale,
   needs_gradient(kMasked, {x, m}) ? record_in_place(kMasked, x, m, -1, scale, causal, write) : write();
 }
 
-// Autocast as torch.softmax: float32 comes out on a GPU, x's dtype on a CPU. In place the dtype stays.
+// Autocast follows torch.softmax: float32 on a GPU, x's dtype on a CPU. In place the dtype stays.
 Tensor softmax_autocast(const Tensor& x, int64_t dim) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   return SoftmaxOp::call(autocast_to(at::kFloat, x, at::kCUDA), dim);

@@ -1,7 +1,7 @@
-// softmax_backward: dx = scale * y * (grad - sum(y * grad)) along one dimension, y the softmax's result.
+// softmax_backward: dx = scale * y * (grad - sum(y * grad)) along one dimension, where y is the result of softmax.
 //
-// The gradient of every softmax here: where a mask left y at 0, dx is 0. Over y or grad itself on request. With
-// `causal` the columns that a row did not see do not count. Each element is read once and written once.
+// It is the gradient of every softmax here: where a mask made y 0, dx is 0. dx may overwrite y or grad. With `causal`,
+// columns that a row does not see do not count. Each element is read once and written once.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
@@ -25,7 +25,7 @@ using Call = SoftmaxBackwardCall;
 
 constexpr const char* kOp = "softmax_backward";
 
-// y, grad, out, and the query's position.
+// Rows of y, grad, out, and of the query's position.
 Rows<4> rows_of_call(const Call& c) {
   const int64_t dims = c.y.dim();
   const auto position = position_strides(dims, c.causal);
@@ -48,7 +48,7 @@ Rows<4> rows_of_call(const Call& c) {
 namespace matmuls {
 namespace {
 
-// A thread has two vectors of each input (`few`), or four: of rows that fill them, and causal ones.
+// The operation. A thread holds two vectors of each input (`few`), or four: in rows that fill them, and causal rows.
 template <class T, bool few>
 struct SoftmaxBackward {
   using Storage = T;
@@ -154,7 +154,7 @@ struct SoftmaxBackward {
     }
   }
 
-  // The same of a row in rows/kernels/staged.cuh's hands.
+  // fold, merge and write in one, for rows/kernels/staged.cuh.
   template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs, const Constants&,
                             Sums&, const Group& lanes, F) const {
@@ -200,7 +200,7 @@ void launch(const Call& c, const Rows<4>& rows, const Alignment& a) {
   if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few)) {
     if (a.vectors && !c.causal && launch_held_rows(op, rows)) return;
     if (a.vectors && !a.whole) {
-      // What causal rows do not see is not read: 577 columns at 0.84 of a copy for 0.63.
+      // Columns that causal rows do not see are not read: 577 columns at 0.84 of a copy, 0.63 otherwise.
       if (sizeof(T) == 2 && c.causal && rows.columns >= 128 && launch_ragged_warps(op, rows)) return;
       if (launch_short_rows<3>(op, rows) || launch_wide_ragged(op, rows.count, rows.columns)) return;
     }
@@ -218,9 +218,9 @@ void run_cuda(const Call& c) {
     const std::array pointers{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()};
     const auto a = alignment_of<scalar_t>(rows, pointers);
     if constexpr (sizeof(scalar_t) == 2) {
-      // Of rows that are read throughout: those that leave no lane of a warp without its three vectors (136
-      // columns: 1.05 of a copy, 0.66 by twos), those that more than 512 threads would share (8200: 1.05 and 0.78), and
-      // 8192, which threads share evenly.
+      // Four vectors per thread for causal rows. Other rows only if three vectors leave no lane of a warp idle (136
+      // columns: 1.05 of a copy, 0.66 with two per thread), if more than 512 threads would share a row (8200 columns:
+      // 1.05, 0.78 otherwise), and for 8192 columns, which divide evenly among the threads.
       const auto within = [&](int64_t least, int64_t most) { return rows.columns > least && rows.columns <= most; };
       const bool threes = within(64, 96) || within(128, 192) || within(256, 384) || within(512, 768);
       const bool many = c.causal ? within(64, 16384) : threes || within(8191, 16384);
@@ -287,7 +287,7 @@ void run_cpu(const Call& c) {
 MATMULS_OPERATOR(BackwardInplaceOp, "custom_mm::softmax_backward_", "",
                  void(Tensor, const Tensor&, int64_t, double, bool));
 
-// One row is read before any of it is written, so out may be y or grad; anything in between is an overlap.
+// A row is read whole before any of it is written, so out may be y or grad. Any other overlap is an error.
 template <void run(const Call&)>
 void backward_out(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal, Tensor out) {
   dim = check(y, grad, dim, out);
@@ -319,9 +319,8 @@ void backward_out_meta(const Tensor& y, const Tensor& grad, int64_t dim, double,
 }
 void backward_inplace_meta(Tensor y, const Tensor& grad, int64_t dim, double, bool) { check(y, grad, dim); }
 
-// With v the gradient of dx: to grad the same operator, which is symmetric; to y
-// scale * (v * (grad - sum(y * grad)) - grad * sum(y * v)), of the columns that are seen. Both are differentiable
-// again.
+// The second derivative, with v the gradient of dx. For grad it is the same operator, which is symmetric. For y it is
+// scale * (v * (grad - sum(y * grad)) - grad * sum(y * v)) over the visible columns. Both are differentiable again.
 struct BackwardGradient : KernelFunction<BackwardGradient> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& y, const Tensor& grad, int64_t dim,
                         double scale, bool causal) {

@@ -1,7 +1,8 @@
-// The softmax of 16-bit rows behind a mask of bytes, a causal one, or both. Numbers stay packed until their
-// exponentials are taken, and vectors that a row may not see are neither read nor computed: a third of the instructions
-// of the softmax for any mask, which bound it. Rows that do not start or end on 16 bytes too: the numbers beside their
-// whole vectors come alone, in the lower half of a word.
+// softmax of 16-bit rows with a byte mask, a causal mask, or both, in packed half2 or bfloat162 arithmetic.
+//
+// Elements stay packed until their exponentials, and vectors that a row cannot see are neither read nor computed. That
+// is a third of the instructions of softmax with any mask, which is bound by instructions. Unaligned rows are
+// supported: their edge elements come one at a time, in the lower half of a word.
 #pragma once
 
 #include <limits>
@@ -10,14 +11,14 @@
 
 namespace matmuls {
 
-// Two 16-bit numbers in a word.
+// Two 16-bit elements in a word.
 template <class T>
 struct Pair {
   static constexpr bool kHalf = std::is_same_v<T, c10::Half>;
   static constexpr uint32_t kMinusInfinity = kHalf ? 0xfc00fc00u : 0xff80ff80u;
   static constexpr uint32_t kSigns = 0x80008000u;
 
-  // The larger of each; NaN only where both are.
+  // Elementwise maximum; NaN only if both are NaN.
   __device__ static uint32_t max(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 800
     uint32_t c;
@@ -34,24 +35,25 @@ struct Pair {
     return pack<T, 2>(larger).at[0];
 #endif
   }
-  // Each half 0xffff where its byte of four, 2 * half and 2 * half + 1, is not 0.
+  // Expands bytes 2 * half and 2 * half + 1 of `bytes`: each 16-bit half is 0xffff if its byte is not 0.
   __device__ static uint32_t spread(uint32_t bytes, int half) {
-    const uint32_t tops = bytes | ((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu);  // a byte's highest bit: it is not 0
-    uint32_t two;  // that bit throughout, twice for each byte: __byte_perm does not repeat bits
+    const uint32_t tops = bytes | ((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu);  // highest bit of each nonzero byte
+    // Replicates that bit over both bytes of each half (prmt's sign mode, which __byte_perm does not have).
+    uint32_t two;
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(two) : "r"(tops), "r"(half ? 0xbbaau : 0x9988u));
     return two;
   }
-  // Each half 0xffff where it is -inf.
+  // Each half 0xffff if it is -inf.
   __device__ static uint32_t minus_infinities(uint32_t two) {
     using Two = std::conditional_t<kHalf, __half2, __nv_bfloat162>;
     const uint32_t infinities = kMinusInfinity;
     return __heq2_mask(reinterpret_cast<const Two&>(two), reinterpret_cast<const Two&>(infinities));
   }
-  // -inf where the bits of `hidden` are set.
+  // Sets the elements with bits in `hidden` to -inf.
   __device__ static uint32_t hide(uint32_t two, uint32_t hidden) { return (two & ~hidden) | (kMinusInfinity & hidden); }
 };
 
-// A row whose sum is 0 or NaN. A masked column is 0 even here; those that are `seen` are NaN.
+// Writes a row whose sum is 0 or NaN. Masked columns are 0 even here; columns that are `seen` are NaN.
 template <int NV, int V, class T, class Columns, class Seen>
 __device__ void write_undefined(T* y, int64_t step, const Columns& span, int visible, const Seen& seen) {
 #pragma unroll 1
@@ -62,7 +64,8 @@ __device__ void write_undefined(T* y, int64_t step, const Columns& span, int vis
   }
 }
 
-// V columns of a mask's row, which may start anywhere. The kernel ahead may have written them: no constant loads.
+// Loads V columns of a mask row, which may start anywhere. Not through the constant cache: the previous kernel may have
+// written them.
 template <class Mask, int V, bool anywhere>
 __device__ Words<Mask, V> load_mask(const Mask* from) {
   Words<Mask, V> words;
@@ -77,8 +80,8 @@ __device__ Words<Mask, V> load_mask(const Mask* from) {
   return words;
 }
 
-// scale is finite and not 0. bytes: there is a mask; ends: a row may end early, where it is causal; anywhere: a mask's
-// row may start anywhere.
+// The operation. Requires a finite, nonzero scale. bytes: there is a mask; ends: the row may be causal; anywhere: mask
+// rows may be unaligned.
 template <class T, bool bytes, bool ends, bool anywhere = false>
 struct PackedSoftmax {
   using Storage = T;
@@ -93,14 +96,14 @@ struct PackedSoftmax {
     const T* x;
     T* y;
     const unsigned char* mask;
-    int last;  // column that it may see
+    int last;  // last visible column
 
     __device__ const T* input(int) const { return x; }
     __device__ int64_t column_stride(int) const { return 1; }
     __device__ int visible(int columns) const { return ends ? min(columns, last + 1) : columns; }
   };
-  // In units of log2: exponents are taken from 4 * `shift`, a whole number near the largest, so that their differences
-  // are exact. Fours, because log2(e) times the lowest bfloat16 is -inf.
+  // Base-2 exponents, relative to 4 * `shift`. `shift` is an integer near the maximum over 4, so that differences of
+  // shifts are exact. The factor 4 avoids overflow: log2(e) times the lowest bfloat16 is -inf.
   struct State {
     F shift, sum;
   };
@@ -110,12 +113,12 @@ struct PackedSoftmax {
     F e[NV][V];  // 2^(z - 4 * shift)
   };
 
-  RowIndex<2, 3> index;       // of x and y
-  RowIndex<2, 3> mask_index;  // of the mask and the query's position
+  RowIndex<2, 3> index;       // x and y
+  RowIndex<2, 3> mask_index;  // mask, and position of the query
   const T* x;
   T* y;
   const unsigned char* mask;
-  bool causal, negative;  // the scale is
+  bool causal, negative;  // negative: scale < 0
   F factor;               // |scale| * log2(e)
 
   __device__ Row row(int64_t r) const {
@@ -180,7 +183,7 @@ struct PackedSoftmax {
     const F shift = rintf(base * (F(0.25) * factor));
     held.shift = shift;
     const F from = 4 * or_zero(shift);
-    F sums[4] = {};  // four chains: a warp would wait for a single one
+    F sums[4] = {};  // four chains: a single one would stall the warp
     const auto take = [&](const auto& exponent) {
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
@@ -196,7 +199,7 @@ struct PackedSoftmax {
     };
     if (fabsf(from) < F(1 << 20))
       take([&](F z) { return fmaf(z, factor, -from); });
-    else  // it is not exact there: exponents are far apart, or from equal numbers
+    else  // not exact at this magnitude, where exponents are equal or far apart
       take([&](F z) { return (z - base) * factor; });
     const F sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     const F most = larger(state.shift, shift), all = or_zero(most);

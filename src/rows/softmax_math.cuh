@@ -1,5 +1,5 @@
-// softmax of a row, behind a mask of any kind: what the kernels of rows/launch_rows.cuh ask of an operation, for
-// rows/softmax.cu alone.
+// The operation `softmax of a row, with a mask of any kind` for the row kernels (interface: see
+// rows/kernels/row_kernels.cuh). Used by rows/softmax.cu only.
 #pragma once
 
 #include <limits>
@@ -13,13 +13,13 @@
 namespace matmuls {
 namespace {
 
-// What a kernel knows of its mask: nothing is masked; or that it is of bytes (or not there), of T or of float32, side
-// by side; or nothing.
+// What a kernel knows of its mask at compile time. NoMask: no mask, scale 1, not causal. AnyMask: nothing. Otherwise
+// the type of contiguous elements, which may still be absent: uint8_t, T or float.
 struct NoMask {};
 struct AnyMask {};
 
-// `holds`: exponentials wait in registers for their sum; else they are taken again, and the row waits in shared memory.
-// Unless a mask's rows may start `anywhere`, by_words says so of all of them.
+// `holds`: exponentials stay in registers until their sum is known. Otherwise they are computed twice, and the row may
+// stay in shared memory. Unless `anywhere` is set, by_words holds for all rows of the mask.
 template <class T, class Mask, bool holds = true, bool anywhere = false>
 struct Softmax {
   using Storage = T;
@@ -37,7 +37,7 @@ struct Softmax {
     T* y;
     const char* mask;
     int64_t x_step, y_step;
-    int last;  // column that a causal row may see
+    int last;  // last column that a causal row sees
 
     __device__ const T* input(int) const { return x; }
     __device__ int64_t column_stride(int) const { return x_step; }
@@ -48,7 +48,7 @@ struct Softmax {
   struct State {
     F max, sum;
   };
-  // Rows that follow each other, and so do their masks' and their queries.
+  // Consecutive rows whose mask rows and query positions have constant strides.
   struct Run {
     int64_t first;
     int rows;
@@ -58,7 +58,7 @@ struct Softmax {
   };
   template <int V, int NV, bool = holds>
   struct Held {
-    F top;       // of the span's z
+    F top;       // maximum of the span's z
     F e[NV][V];  // exp(z - top); z itself in float64, where each rounding counts
   };
   template <int V, int NV>
@@ -68,8 +68,8 @@ struct Softmax {
     bool undefined;  // the sum is 0 or NaN
   };
 
-  RowIndex<2, masked ? 3 : 2> index;  // of x and y
-  RowIndex<2, 3> mask_index;          // of the mask and the query's position
+  RowIndex<2, masked ? 3 : 2> index;  // x and y
+  RowIndex<2, 3> mask_index;          // mask, and position of the query
   const T* x;
   T* y;
   const char* mask;
@@ -112,10 +112,10 @@ struct Softmax {
 
   __device__ static F fill() { return -std::numeric_limits<F>::infinity(); }
   __device__ static State identity() { return {fill(), F(0)}; }
-  // Where |base| * log2(e) * 2^-24 is an error that 16 bits do not show.
+  // True if |base| * log2(e) * 2^-24, the rounding error, is invisible in 16 bits.
   __device__ static bool near_zero(F base) { return fabs(base) < F(512); }
   __device__ static F or_zero(F max) { return max == fill() ? F(0) : max; }
-  // z of x behind a number of the mask; without one it is scale * x.
+  // z of x and the mask's element; without a mask z is scale * x.
   __device__ F behind_byte(F x, bool hides) const { return hides ? fill() : scale * x; }
   __device__ F behind(F x, F m) const {
     const F z = fma(scale, x, m);
@@ -129,7 +129,8 @@ struct Softmax {
       });
     return masked_out;
   }
-  // body(own, unmasked, z_of) of a mask of any kind: its numbers, what one is where there is none, and z_of(x, number).
+  // Calls body(own, unmasked, z_of) for the kind of mask at run time: the mask row as its type, the element that masks
+  // nothing, and z_of(x, element).
   template <class Body>
   __device__ void by_kind(const char* row_mask, const Body& body) const {
     const auto added = [&](F x, F m) { return behind(x, m); };
@@ -153,7 +154,7 @@ struct Softmax {
   __device__ void take(State& state, Held<V, NV>& held, const Row& row, const Columns& span,
                        const Inputs& inputs) const {
     const int visible = row.visible(span.columns);
-    auto& e = held.e;  // z at first
+    auto& e = held.e;  // holds z first, then exp(z - base)
     bool started = false;
     if constexpr (masked) {
       if (kind != MaskKind::none) {
@@ -171,7 +172,7 @@ struct Softmax {
         }
       }
     }
-    F tops[4] = {fill(), fill(), fill(), fill()}, sums[4] = {};  // four chains: a warp would wait for a single one
+    F tops[4] = {fill(), fill(), fill(), fill()}, sums[4] = {};  // four chains: a single one would stall the warp
 #pragma unroll
     for (int i = 0; i < NV; ++i) {
       span.clear_outside(i, visible, fill(), e[i]);
@@ -191,7 +192,7 @@ struct Softmax {
         }
       }
     };
-    // exp(z - base) by one multiply-add; its rounding, 6e-8 |base|, is far below that of 16 bits.
+    // exp(z - base) as one multiply-add and ex2. The rounding, 6e-8 |base|, is far below that of 16 bits.
     const float shift = -float(base) * kLog2e;
     if (sizeof(T) == 2 && near_zero(base))
       raise([&](F z) { return F(ptx::exp2_approx(fmaf(float(z), kLog2e, shift))); });
@@ -203,7 +204,7 @@ struct Softmax {
     state.max = top;
   }
 
-  // body(i) for the vectors of a whole row. In float32 most threads have all, and no branch is made for each: in
+  // Calls body(i) for the vectors of a whole row. In float32 one branch covers all vectors, which most threads have; in
   // bfloat16 that was slower.
   template <int NV, class Columns, class Body>
   __device__ static void for_each(const Columns& span, const Body& body) {
@@ -212,10 +213,10 @@ struct Softmax {
     });
   }
 
-  // Of x alone, in whole vectors or single numbers; nothing is held.
+  // Folds x alone, as whole vectors or single elements, and keeps nothing.
   template <int V, int NV, class Columns, class Inputs>
   __device__ void take_once(State& state, const Columns& span, const Inputs& inputs) const {
-    Words<T, V> words[NV];  // read once from shared memory for the largest and for the sum
+    Words<T, V> words[NV];  // one read from shared memory serves the maximum and the sum
     F top = state.max;
     if constexpr (sizeof(T) == 2 && V > 1) {
       uint32_t tops = Pair<T>::kMinusInfinity;
@@ -254,12 +255,12 @@ struct Softmax {
     state = {top, (sums[0] + sums[1]) + (sums[2] + sums[3])};
   }
 
-  // z of all vectors.
+  // Computes z of all vectors, masked.
   template <int V, int NV, class Columns, class Inputs>
   __device__ void look_behind_mask(const Row& row, const Columns& span, int visible, const Inputs& inputs,
                                    F (&z)[NV][V]) const {
     if constexpr (!any) {
-      Words<Mask, V> words[NV];  // all on their way at once
+      Words<Mask, V> words[NV];  // all loads in flight at once
 #pragma unroll
       for (int i = 0; i < NV; ++i)
         if (span.column(i) < visible) {
@@ -274,7 +275,7 @@ struct Softmax {
         auto x = inputs.words(i, 0);
         F m[V];
         if constexpr (sizeof(Mask) > 1) unpack(words[i], m);
-        // x is 0 where the mask is -inf, and the sum -inf.
+        // Clears x where the mask is -inf, so that z is -inf and not NaN.
         constexpr bool by_pairs = sizeof(T) == 2 && sizeof(Mask) == 2 && V > 1;
         if constexpr (by_pairs) {
 #pragma unroll
@@ -317,7 +318,7 @@ struct Softmax {
   __device__ State merge_even(const State& state, int) const {
     return merge(state, FixedLanes<lanes>{});
   }
-  // A row of -inf alone: 0 / 0 makes NaN of it, as torch does.
+  // A row of nothing but -inf gives 0 / 0 = NaN, as in torch.
   __device__ Result finish(const State& state) const {
     return {or_zero(state.max), state.sum, masked && !(state.sum > F(0))};
   }
@@ -360,7 +361,7 @@ struct Softmax {
       });
     };
     const F factor = F(1) / result.sum;
-    // The sum as one more term of the exponent: of 16 bits no digit is lost to that.
+    // The sum's logarithm joins the exponent: in 16 bits no digit is lost.
     const float shift = -(float(result.max) * kLog2e + __log2f(float(result.sum)));
     if constexpr (kHoldsZ)  // in float64 each rounding counts
       put([&](F x) { return exp_of(x - result.max) / result.sum; });
@@ -370,14 +371,14 @@ struct Softmax {
       put([&](F x) { return exp_of(x - result.max) * factor; });
   }
 
-  // The same of a row in rows/kernels/staged.cuh's hands.
+  // fold, merge and write in one, for rows/kernels/staged.cuh.
   template <int N, class Columns, class Inputs, class Constants, class Sums, class Group>
   __device__ void whole_row(const Row& row, bool own, const Columns& span, const Inputs& inputs, const Constants&,
                             Sums&, const Group& lanes, F) const {
     const int visible = row.visible(span.columns);
     F e[N][1], tops[4];
     static_assert(N >= 4);
-    // What a number is behind its mask is asked in a loop of its own for each kind of mask.
+    // One loop for each kind of mask: the kind is tested outside of it.
     const auto take = [&](auto ends, const auto& z_of) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -396,14 +397,14 @@ struct Softmax {
       seen(scaled);
     } else {
       by_kind(row.mask, [&]<class Z>(const auto* own, Z unmasked, const auto& z_of) {
-        Z m[N];  // all on their way at once
+        Z m[N];  // all loads in flight at once
         const auto load = [&](const auto* first, auto step) {
           __builtin_assume(__isGlobal(first));
 #pragma unroll
           for (int i = 0; i < N; ++i)
             m[i] = span.begins(i) ? static_cast<Z>(first[i * Columns::kStep * step]) : unmasked;
         };
-        if (mask_step == 1)  // at distances that are known when this is compiled
+        if (mask_step == 1)  // offsets known at compile time
           load(own + span.first, std::integral_constant<int, 1>{});
         else
           load(own + span.first * mask_step, mask_step);

@@ -1,4 +1,5 @@
-// The threads that share a row: some lanes of a warp, a block, or a cluster of blocks.
+// The threads that share a row (a team): some lanes of a warp, a block, or a cluster of blocks; and how they merge
+// their states.
 #pragma once
 
 #include "gpu/vector_io.cuh"
@@ -7,10 +8,10 @@ namespace matmuls {
 
 enum class Scope { warp, block, cluster };
 
-constexpr int kMaxThreads = 1024;  // of a block
-constexpr int kMaxRanks = 16;      // blocks of a cluster; more than 8 need the device's permission
+constexpr int kMaxThreads = 1024;  // per block
+constexpr int kMaxRanks = 16;  // blocks per cluster; more than 8 need cudaFuncAttributeNonPortableClusterSizeAllowed
 
-// Sums and maxima over `lanes` neighbours, a power of two.
+// Sums and maxima over `lanes` adjacent lanes, a power of two.
 struct Lanes {
   int lanes;
   template <class F>
@@ -19,7 +20,7 @@ struct Lanes {
     sums(each);
     return each[0];
   }
-  // Several at a time: their shuffles wait for each other no more than one's do.
+  // Sums several values at a time, so that their shuffles overlap.
   template <class F, int N>
   __device__ void sums(F (&v)[N]) const {
     const auto add = [&](int apart) {
@@ -36,15 +37,17 @@ struct Lanes {
   }
   template <class F>
   __device__ F max(F v) const {
-    if (sizeof(F) == 4 && lanes == 32) {  // one instruction for whole numbers, whose order the bits of v have but for
-      const auto flip = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };  // those below 0: theirs is reversed
+    // One integer redux instruction. The bits of non-negative floats order as integers; those of negative floats order
+    // in reverse, so `flip` reverses them.
+    if (sizeof(F) == 4 && lanes == 32) {
+      const auto flip = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
       return __int_as_float(flip(largest_of_warp(flip(__float_as_int(static_cast<float>(v))))));
     }
     for (int o = lanes / 2; o > 0; o /= 2) v = larger(v, __shfl_xor_sync(0xffffffffu, v, o));
     return v;
   }
 };
-// The same over lanes that are known when this is compiled.
+// The same for a number of lanes known at compile time.
 template <int lanes>
 struct FixedLanes {
   template <class F>
@@ -65,10 +68,10 @@ struct FixedLanes {
 
 template <Scope scope>
 struct Team {
-  int rank, size;  // this thread's place in its team
-  int64_t index;   // of this team, or of the block that holds several
-  int group;       // lanes that hold a state of each warp, a power of two
-  int merges = 0;  // so far
+  int rank, size;  // this thread's index in the team, and the team's size
+  int64_t index;   // of this team, or of the block if it holds several teams
+  int group;       // lanes that hold one state per warp, a power of two
+  int merges = 0;  // merges so far
 
   __device__ Team() {
     rank = threadIdx.x;
@@ -85,19 +88,20 @@ struct Team {
         for (int phase = 0; phase < kPhases; ++phase) ptx::barrier_init(mailbox(phase));
         ptx::barrier_fence();
       }
-      ptx::cluster_arrive();  // the first merge waits for the others
+      ptx::cluster_arrive();  // waited for before the first post
 #endif
     }
   }
 
-  __device__ int64_t count() const {  // of teams, or of the blocks that hold several
+  __device__ int64_t count() const {  // teams, or blocks if a block holds several teams
 #if __CUDA_ARCH__ >= 900
     if constexpr (scope == Scope::cluster) return gridDim.x / ptx::cluster_blocks();
 #endif
     return gridDim.x;
   }
 
-  // The merge of all threads' states, the same in each. Buffers alternate, so that one barrier a merge is enough.
+  // Merges the states of all threads; every thread gets the result. Alternating buffers need only one barrier per
+  // merge.
   template <class Op, class State>
   __device__ State merge(const Op& op, State state) {
     state = merge_block(op, state);
@@ -110,8 +114,9 @@ struct Team {
     return state;
   }
 
-  // Of one block; `by_first_warp`, which posts it, alone: so wide rows. Walking float32 softmax of 262144 columns took
-  // that from 0.95 of a copy to 0.68.
+  // Merges the states of a block. With `by_first_warp` only the first warp gets the result, to post it: for the cluster
+  // kernel (rows/kernels/cluster.cuh). In the persistent kernel, float32 softmax of 262144 columns fell from 0.95 to
+  // 0.68 of a copy with it.
   template <bool by_first_warp = false, class Op, class State>
   __device__ State merge_block(const Op& op, State state) {
     if constexpr (scope == Scope::warp) return op.merge(state, Lanes{size});
@@ -122,13 +127,14 @@ struct Team {
     __syncthreads();
     ++merges;
     if (by_first_warp && warp > 0) return state;
-    const int among = lane & (group - 1);  // as few lanes as there are warps hold them all, as often as fits
+    const int among =
+        lane & (group - 1);  // the smallest group of lanes that holds all warps' states, repeated across the warp
     state = among < blockDim.x / 32 ? warps[phase][among] : Op::identity();
     state = op.merge(state, Lanes{group});
     return state;
   }
 
-  // A team without a row: its blocks are waited for all the same.
+  // For a team without rows: other blocks of the cluster still wait for its arrival.
   __device__ void leave() {
 #if __CUDA_ARCH__ >= 900
     if (scope == Scope::cluster && posted == 0) ptx::cluster_wait();
@@ -136,11 +142,13 @@ struct Team {
   }
 
 #if __CUDA_ARCH__ >= 900
-  // Blocks send their states to each other's shared memory, and each waits for the bytes that it is owed. A barrier of
-  // the cluster would also wait for the stores of the row before: 2 us a row where this takes a fraction of one.
-  // A block may post a merge before it has collected the one before, so others may lag by up to three, each in a buffer
-  // of its own: it posts merge n after it has collected n - 2, for which all had posted n - 2 and so collected n - 4.
-  // No block ends before it has received all that is sent to it.
+  // Blocks of a cluster write their states to each other's shared memory (st.async), and each waits on an mbarrier for
+  // the expected bytes. A cluster barrier would also wait for the stores of the previous row: 2 us per row, where this
+  // takes a fraction of one.
+  //
+  // Four buffers suffice. A block posts merge n after it has collected merge n - 2. By then all blocks have posted n -
+  // 2, hence collected n - 4, whose buffer n reuses. A block may post a merge before it has collected the previous one.
+  // No block exits before it has received everything sent to it.
   template <class State>
   __device__ void post(const State& state) {
     const unsigned blocks = ptx::cluster_blocks();
@@ -156,7 +164,7 @@ struct Team {
       for (int w = 0; w < int(sizeof(mine) / 8); ++w) ptx::send(to + 8 * w, mine.words[w], remote_mailbox);
     }
   }
-  // The only block of its cluster: a cluster's stores are for two and more.
+  // For clusters of one block: st.async needs two or more.
   template <class State>
   __device__ void post_to_itself(const State& state) {
     const int phase = posted % kPhases;
@@ -165,7 +173,7 @@ struct Team {
     letters<State>(phase)[0].state = state;
     ptx::barrier_arrive(mailbox(phase));
   }
-  // The merge of all blocks, of the first post that is not collected yet.
+  // Merges the states of all blocks, for the oldest post not yet collected.
   template <class Op>
   __device__ auto collect(const Op& op) {
     using State = decltype(Op::identity());

@@ -1,21 +1,24 @@
-// Rows for which a block is too small: clusters walk over them, each thread with as many vectors as all others but for
-// the last one. Known numbers of threads and vectors, and what is the same for all rows in registers: half the
-// instructions of walking_kernel, for which 16-bit rows wait. Of a row that does not start or end on 16 bytes the
-// numbers beside its whole vectors are one more for each of the first threads.
+// Persistent cluster kernel for rows that are too long for a block: a cluster of blocks shares a row. All threads hold
+// the same number of vectors, except that some lack the last one.
+//
+// Thread and vector counts are compile-time constants, and values that all rows share stay in registers. That halves
+// the instructions of walking_kernel, which limit 16-bit rows. The edge elements of an unaligned row go one each to the
+// first threads.
 #pragma once
 
 #include "rows/kernels/row_kernels.cuh"
 
 namespace matmuls {
 
-constexpr int kWideThreads = 512, kWideVectors = 8;  // of a block; of a thread at most, of all inputs together
-constexpr size_t kWideShared = 220 << 10;            // of a block, for rows on their way
+// Threads per block; vectors per thread at most, of all inputs together.
+constexpr int kWideThreads = 512, kWideVectors = 8;
+constexpr size_t kWideShared = 220 << 10;  // bytes per block for rows in flight
 
 template <class Op, int V>
 constexpr bool kWide = V > 1 && Op::kInputs == 1 && !Op::kColumnSums && sizeof(typename Op::Storage) <= 4 &&
                        std::is_empty_v<typename Op::template Held<V, 1>>;
 
-// Rows in shared memory: one is written, one folded, the others are on their way.
+// Rows in shared memory: one is being written, one folded, the others are in flight.
 constexpr size_t wide_row_bytes(int vectors) { return size_t{16} * vectors * kWideThreads; }
 constexpr int wide_stages(int vectors) { return std::min(4, static_cast<int>(kWideShared / wide_row_bytes(vectors))); }
 
@@ -31,7 +34,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     const int first = in.first + team.rank * V, step = team.size * V;
     return EvenSpan<V, NV, false, ragged && Op::kEnds>{first, step, in.end, first + (NV - 1) * step < in.end};
   };
-  const auto all = share({0, shape.columns});  // known before the first row
+  const auto all = share({0, shape.columns});  // for aligned rows: known before the first row
   const auto span_of_row = [&](const typename Op::Row& row) {
     if constexpr (ragged)
       return share(inside_of<V>(row.input(0), shape.columns));
@@ -79,7 +82,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     if constexpr (ragged) ends_before.write(op, before, result);
     fetch(row_after, slot_before);
   };
-  // A row is written when the next one has been folded: its merge came meanwhile.
+  // A row is written after the next one has been folded; its merge completes meanwhile.
   bool any = false;
 #pragma unroll 1
   for (; r < shape.rows; r += step) {

@@ -1,13 +1,13 @@
-// Rows of 32 and 64 KiB that the threads of a block share evenly, read twice: the second time from the L2, where it is
-// still. A block then holds a part of its row and two or three of them run at once, so that one reads while another
-// writes: float32 layer norm of 16384 columns at 0.98 of a copy, 0.91 where a block holds the whole row.
+// Two-pass kernel for rows of 32 and 64 KiB that divide evenly among the threads of a block. The second read comes from
+// the L2. A block holds only part of its row, so two or three blocks run per SM, and one reads while another writes:
+// float32 layer norm of 16384 columns at 0.98 of a copy, 0.91 where a block holds the whole row.
 #pragma once
 
 #include "rows/kernels/even_rows.cuh"
 
 namespace matmuls {
 
-// `parts` of `each` vectors a thread, of which the first `kept` wait in registers; `blocks` run at once.
+// A thread has `parts` parts of `each` vectors. The first `kept` parts stay in registers. `blocks`: blocks per SM.
 template <class Op, int V, int parts, int each, int kept, int threads, int blocks>
 __global__ void __launch_bounds__(threads, blocks)
     even_passes_kernel(const __grid_constant__ Op op, const RowShape shape) {
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(threads, blocks)
         {static_cast<int>(threadIdx.x) * V + part * each * kStep, kStep, shape.columns}};
   };
   const auto constants = [&](int part) { return even_constants<T, V>(op, span(part)); };
-  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
   ptx::griddepcontrol_wait();
   typename Op::State state = Op::identity();
   typename Op::template Held<V, each> none;
@@ -50,12 +50,12 @@ __global__ void __launch_bounds__(threads, blocks)
 #pragma unroll
   for (int part = kept; part < parts; ++part) {
     Part inputs;
-    inputs.load(row, span(part), ptx::l2_policy(false));  // for the last time
+    inputs.load(row, span(part), ptx::l2_policy(false));  // last use: no need to stay in the L2
     op.write(row, result, none, span(part), inputs, constants(part), no_sums);
   }
 }
 
-// Rows of parts * each vectors for each of `threads`.
+// Launches it for rows of parts * each vectors per thread, for `threads` threads.
 template <int parts, int each, int kept, int threads, int blocks, class Op, int N>
 void launch_even_passes(const Op& op, const Rows<N>& rows) {
   static_assert(std::is_empty_v<typename Op::template Held<1, each>>, "what fold leaves for write is read again");

@@ -1,20 +1,23 @@
-// Rows that threads share evenly: each has NV whole vectors, known when this is compiled. No branch asks whether a
-// vector is there, and addresses are a register and a number: half the instructions of rows/launch_rows.cuh's kernels,
-// for which 16-bit layer norm waits (8192 columns: 15 a column against 34, 0.94 of a copy against 0.85).
+// One-pass kernels for rows whose vectors divide evenly, or nearly so, among the threads: each thread holds NV whole
+// vectors, a compile-time constant.
+//
+// No branch tests whether a vector exists, and addresses are a register plus an immediate. That halves the instructions
+// of row_kernel, which limit 16-bit layer norm (8192 columns: 15 instructions per column against 34, 0.94 of a copy
+// against 0.85).
 #pragma once
 
 #include "rows/launch_rows.cuh"
 
 namespace matmuls {
 
-// Rows that a block works on side by side: two warps retire sooner than eight. Of 8 threads, 128 columns, four warps:
-// an H200 starts a block each 1.3 ns, and so many blocks of two would take as long as the memory.
+// Rows per block: two warps retire sooner than eight. With 8 threads per row (128 columns) a block has four warps: an
+// H200 starts a block every 1.3 ns, and blocks of two warps would take as long to start as the memory transfer.
 template <int threads>
 constexpr int kEvenBeside = threads == 8   ? 16
                             : threads < 64 ? 64 / threads
                                            : 1;
 
-// The constants of an even row in a span's columns.
+// Reads the constants in a span's columns.
 template <class T, int V, class Op, class Columns>
 __device__ auto even_constants(const Op& op, const Columns& span) {
   return [&op, span](int c, int i, typename Op::F(&numbers)[V]) {
@@ -23,7 +26,7 @@ __device__ auto even_constants(const Op& op, const Columns& span) {
     unpack(words, numbers);
   };
 }
-// The merge of a block's warps, each of `each` columns.
+// Merges the states of a block's warps, each of `each` columns.
 template <int threads, class Op, class State>
 __device__ State merge_even_warps(const Op& op, const State& state, int each) {
   constexpr int kWarps = threads / 32;
@@ -33,10 +36,11 @@ __device__ State merge_even_warps(const Op& op, const State& state, int each) {
   return op.template merge_even<kWarps>(warps[threadIdx.x % kWarps], each);
 }
 
-// A row for each team of `threads`: some lanes of a warp, a warp, or a block. Of a ragged row the numbers beside its
-// whole vectors are one more for each thread, of which there are 16 at least. Of an operation it wants two things more:
-//   kEnds                         whether a row may see less than its columns
-//   merge_even<lanes>(state, each)  the merge of as many states of `each` columns
+// One row for each `threads` threads: some lanes of a warp, a warp, or a block. The edge elements of an unaligned row
+// go one each to the threads, at least 16. Beyond the interface in row_kernels.cuh the operation provides
+//
+//   kEnds                           whether a row may see fewer than its columns
+//   merge_even<lanes>(state, each)  the merge of `lanes` states of `each` columns
 template <class Op, int V, int NV, int threads, int beside, bool exact, bool ragged>
 __global__ void __launch_bounds__(threads* beside, (NV > 4             ? 512
                                                     : ragged && NV > 2 ? 768
@@ -54,7 +58,7 @@ __global__ void __launch_bounds__(threads* beside, (NV > 4             ? 512
   const Inside in = ragged ? inside_of<V>(row.input(0), shape.columns) : Inside{0, shape.columns};
   const int first = in.first + rank * V;
   const EvenSpan<V, NV, exact, Op::kEnds> span{first, V * threads, in.end, first + (NV - 1) * V * threads < in.end};
-  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
   ptx::griddepcontrol_wait();
   Inputs<T, V, NV, Op::kInputs> inputs;
   inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
@@ -84,12 +88,14 @@ void launch_even_rows(const Op& op, const Rows<N>& rows) {
       op, dim3(threads, beside), (rows.count + beside - 1) / beside, rows.count, rows.columns);
 }
 
-// Rows that do not start or end on 16 bytes, of up to five whole vectors for each of a warp's lanes or four of half
-// of them; a block has eight rows or four, since one starts each 1.3 ns. Whether they are.
+// Launches even_row_kernel for unaligned rows of up to five whole vectors per lane of a warp, or four per lane of half
+// a warp. A block has four or eight rows, since one starts every 1.3 ns. Returns false, launching nothing, for other
+// rows.
 template <class Op, int N>
 bool launch_ragged_warps(const Op& op, const Rows<N>& rows) {
   constexpr int V = 16 / sizeof(typename Op::Storage);
-  const int64_t least = (rows.columns - V + 1) / V, most = rows.columns / V;  // vectors of a row
+  const int64_t least = (rows.columns - V + 1) / V,
+                most = rows.columns / V;  // whole vectors of a row, depending on its alignment
   if (rows.count > INT32_MAX) return false;
   const auto go = [&]<int threads, int NV>() {
     const bool fits = most <= NV * threads && least >= (NV - 1) * threads;
@@ -101,15 +107,16 @@ bool launch_ragged_warps(const Op& op, const Rows<N>& rows) {
          go.template operator()<32, 5>();
 }
 
-// Rows of as many vectors for each of a warp's lanes. Blocks of one warp would start too slowly where rows do not see
-// all of their columns. Whether they are.
+// Launches one warp per row if a row has one of NVs vectors per lane. A block has two rows: blocks of one warp would
+// start too slowly where rows do not see all of their columns. Returns false, launching nothing, for other rows.
 template <int... NVs, class Op, int N>
 bool launch_warps(const Op& op, const Rows<N>& rows) {
   const int64_t held = ceil_of(rows.columns * static_cast<int64_t>(sizeof(typename Op::Storage)), 16 * 32);
   return ((held == NVs && (launch_even_rows<NVs, 32, false>(op, rows), true)) || ...);
 }
 
-// Rows of four vectors for each of `most` threads, or of half as many, down to `least`. Whether they are.
+// Launches even_row_kernel if a row has exactly four vectors for each of `most` threads, or of most / 2, and so on down
+// to `least`. Returns false, launching nothing, for other rows.
 template <int least, int most, class Op, int N>
 bool launch_even_fours(const Op& op, const Rows<N>& rows) {
   if (rows.columns * sizeof(typename Op::Storage) == 64 * most) return launch_even_rows<4, most, true>(op, rows), true;
@@ -117,9 +124,10 @@ bool launch_even_fours(const Op& op, const Rows<N>& rows) {
   return false;
 }
 
-// Rows of two to three vectors for each of 4, 8, 16 or 32 threads: by twos, or by threads a power of two for all of a
-// row's vectors, half of them would have none. 16-bit layer norm with a residual, of 136 and 384 columns at 0.94 and
-// 1.05 of a copy for 0.64 and 0.89. Whether they are.
+// Launches even_row_kernel for rows of two to three vectors per thread, for 4, 8, 16 or 32 threads. With two vectors
+// per thread, or with a power of two of threads for all vectors, half of the threads would be idle: 16-bit layer norm
+// with a residual, of 136 and 384 columns, reaches 0.94 and 1.05 of a copy, otherwise 0.64 and 0.89. Returns false,
+// launching nothing, for other rows.
 template <class Op, int N>
 bool launch_threes(const Op& op, const Rows<N>& rows) {
   const int64_t vectors = rows.columns * sizeof(typename Op::Storage) / 16;
@@ -132,10 +140,10 @@ bool launch_threes(const Op& op, const Rows<N>& rows) {
          go.template operator()<32>();
 }
 
-// Rows that a block's threads share nearly evenly: NV whole vectors each, some of them one less. Few threads that have
-// much: 1280 columns of 16 bits are 5 for each of a warp, where fours would leave a third of two warps without any
-// (layer norm at 0.99 of a copy for 0.66, softmax at 1.00 for 0.76). The numbers of a ragged row beside its whole
-// vectors are one more for each of the first threads.
+// One block per row whose vectors divide nearly evenly: NV whole vectors per thread, some threads one fewer. It uses
+// few threads with many vectors each. 1280 16-bit columns are 5 vectors per lane of a warp; four per lane would leave a
+// third of two warps idle (layer norm at 0.99 of a copy against 0.66, softmax at 1.00 against 0.76). The edge elements
+// of an unaligned row go one each to the first threads.
 template <class Op, int V, int NV, bool ragged>
 __global__ void __launch_bounds__(256, NV* Op::kInputs > 5 ? 3 : 4)
     nearly_even_kernel(const __grid_constant__ Op op, const RowShape shape) {
@@ -145,7 +153,7 @@ __global__ void __launch_bounds__(256, NV* Op::kInputs > 5 ? 3 : 4)
   const Inside in = ragged ? inside_of<V>(row.input(0), shape.columns) : Inside{0, shape.columns};
   const int first = in.first + team.rank * V, step = team.size * V;
   const EvenSpan<V, NV, false, Op::kEnds> span{first, step, in.end, first + (NV - 1) * step < in.end};
-  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
   ptx::griddepcontrol_wait();
   Inputs<T, V, NV, Op::kInputs> inputs;
   inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
@@ -169,12 +177,13 @@ __global__ void __launch_bounds__(256, NV* Op::kInputs > 5 ? 3 : 4)
   if constexpr (ragged) ends.write(op, row, result);
 }
 
-// Whether there are so many threads, of one of NVs vectors each: those that leave the fewest without one.
+// Selects the number of vectors per thread, of NVs, that leaves the fewest idle slots, and launches. Returns false,
+// launching nothing, if none fits.
 template <bool ragged, int... NVs, class Op, int N>
 bool launch_nearly_even(const Op& op, const Rows<N>& rows) {
   static_assert(!ragged || Op::kConstants == 0);
   constexpr int V = 16 / sizeof(typename Op::Storage);
-  const int64_t vectors = rows.columns / V;  // of some ragged rows one less
+  const int64_t vectors = rows.columns / V;  // some unaligned rows have one fewer
   int64_t fewest = INT64_MAX;
   int best = 0, best_threads = 0;
   for (const int held : {NVs...}) {

@@ -1,15 +1,15 @@
-// norm_backward of rows that rows/launch_rows.cuh's kernels do not serve well: those too long for a cluster to have
-// another on its way, and middle ones of 16-bit numbers that do not start on 16 bytes. A block keeps the weight of its
-// columns and several rows on their way in shared memory, and the sums of its columns over the rows in registers. A row
-// is written after the next one is folded, so that nobody waits for its sums.
+// norm_backward for rows that the kernels of rows/launch_rows.cuh do not serve well: rows too long for a cluster to
+// prefetch the next one, and unaligned 16-bit rows of middle length.
 //
-// Long rows: up to 64 blocks share one. They meet in memory, by letters that carry the number of their row: the GPU has
-// room for more such teams than for clusters of as many blocks. 65536 columns of 16 bits by four blocks of 512 threads
-// a cluster leave 12 of 132 multiprocessors idle.
+// Persistent. A block keeps the weight of its columns and several rows in flight in shared memory, and the column sums
+// over the rows in registers. A row is written after the next one is folded, so that no thread waits for its sums.
 //
-// Unaligned rows: a block each. All rows of a block start equally far from a multiple of 16 bytes; of a row the columns
-// before its first whole vector and after its last are one thread's of the first warp each, so that no vector has to
-// ask where the row ends.
+// Long rows: up to 64 blocks (a team) share one. They exchange sums through global memory, in letters that carry the
+// number of their row. The GPU has room for more such teams than for clusters of as many blocks: 65536 16-bit columns
+// on clusters of four blocks of 512 threads leave 12 of 132 multiprocessors idle.
+//
+// Unaligned rows: one block each. All rows of a block have the same misalignment. The edge elements of a row go one
+// each to threads of the first warp, so that vectors need no bounds test.
 #ifdef __CUDACC__
 #include "rows/kernels/norm_backward_stream.h"
 
@@ -24,23 +24,23 @@
 namespace matmuls {
 namespace {
 
-constexpr int kMostBlocks = 64;  // of a team: a lane reads two letters
+constexpr int kMostBlocks = 64;  // per team: a lane reads two letters
 
-// float32 rows, of half as many numbers: one block of twice the threads, by what an H200 showed.
+// float32 rows hold half as many elements: one block of twice the threads, as measured on an H200.
 template <class T>
 struct Plan {
   static constexpr int kVectors = 16 / sizeof(T);
   static constexpr int kThreads = sizeof(T) == 4 ? 512 : 256, kWarps = kThreads / 32;
-  static constexpr int kBlocks = 512 / kThreads;  // of a multiprocessor
-  static constexpr int kHeld = 4;                 // vectors of each input that a thread has
+  static constexpr int kBlocks = 512 / kThreads;  // per multiprocessor
+  static constexpr int kHeld = 4;                 // vectors of each input per thread
   static constexpr int kStages = 3;               // rows in shared memory
-  static constexpr int kPhases = 4;               // sums of rows that others may yet have to read
-  static constexpr int kPart = kThreads * kHeld;  // vectors of a row in one block
+  static constexpr int kPhases = 4;               // rows whose sums other blocks may still have to read
+  static constexpr int kPart = kThreads * kHeld;  // vectors of a row per block
   static constexpr int kBytes = 16 * kPart * (1 + 2 * kStages);
 };
 
 struct Letter {
-  uint64_t d, dxhat;  // a float and the number of its row each
+  uint64_t d, dxhat;  // a float32 and the number of its row each
 };
 static_assert(Plan<float>::kPhases * kMostBlocks * 2 <= StreamNormBackward<float>::kLetters);
 
@@ -49,7 +49,7 @@ __device__ void post(Letter* to, float2 v, uint32_t number) {
   const auto word = [&](float x) { return static_cast<uint64_t>(number) << 32 | __float_as_uint(x); };
   asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(word(v.x)), "l"(word(v.y)) : "memory");
 }
-// A letter, which may not be there yet.
+// One poll of a letter, which may not have arrived yet.
 struct Glance {
   uint64_t d, dxhat;
 
@@ -74,7 +74,7 @@ __device__ float2 sum_of(float2 v) {
   return v;
 }
 
-// A number for each of the last rows, and the barrier that says it is there.
+// One value for each of the last rows, with the mbarrier that signals its arrival.
 template <int phases, class V>
 struct Ring {
   V at[phases];
@@ -89,7 +89,7 @@ struct Sums {
 };
 #endif
 
-// alone: a block has a row for itself, which may start and end anywhere; else `blocks` share a row of whole vectors.
+// alone: each block has its own rows, which may be unaligned. Otherwise `blocks` blocks share a row of whole vectors.
 template <class T, bool rms, bool alone>
 __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
     stream_norm_backward_kernel(const __grid_constant__ StreamNormBackward<T> c, const int blocks) {
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
   using P = Plan<T>;
   constexpr int V = P::kVectors, NV = P::kHeld, S = P::kStages, kThreads = P::kThreads, kWarps = P::kWarps;
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ Ring<P::kPhases, Sums<kWarps>> folded;  // the sums of a row's columns by warps
-  __shared__ Ring<P::kPhases, float2> totals;        // and of all
+  __shared__ Ring<P::kPhases, Sums<kWarps>> folded;  // sums over a row's columns, per warp
+  __shared__ Ring<P::kPhases, float2> totals;        // and of the whole row
   auto* const slots = reinterpret_cast<Words<T, V>*>(shared) + threadIdx.x;
   const auto weight = [&](int i) -> Words<T, V>& { return slots[i * kThreads]; };
   const auto held = [&](int s, int i, int k) -> Words<T, V>& { return slots[(NV + (s * NV + i) * 2 + k) * kThreads]; };
@@ -125,13 +125,13 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
   }
   const int first = rank * P::kPart + thread;
   const auto has = [&](int i) { return first + i * kThreads < vectors; };
-  const int column = head + first * V;  // of the first vector; the others follow by kStep
+  const int column = head + first * V;  // of the first vector; the others follow every kStep columns
   constexpr int kStep = kThreads * V;
-  // A column beside the whole vectors, of a thread of the first warp.
+  // Edge column of a thread of the first warp.
   const int edge = thread < V ? thread : head + (vectors - 1) * V + thread;
   const bool has_edge = alone && (thread < V ? edge < head : thread < 2 * V && edge < c.columns);
 
-  const T* grad = c.grad + team * c.strides[0] + column;  // of the row to fetch next
+  const T* grad = c.grad + team * c.strides[0] + column;  // of the row to prefetch next
   const T* xhat = c.xhat + team * c.strides[1] + column;
   int fetched = 0;
   const auto fetch = [&](int s) {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
 #pragma unroll 1
   for (int n = 0; n <= mine; ++n) {
     float rstd_now = 0;
-    // A look at the letters of the row to write: they are mostly there, and it takes as long as to fold a row.
+    // Poll the letters of the row to write early: most have arrived, and the poll takes as long as folding a row.
     constexpr bool early = !alone && sizeof(T) == 4;
     Glance glance{};
     if (early && warp == 0 && n > 0 && lane < blocks)

@@ -1,7 +1,8 @@
-// Rows that do not start or end on 16 bytes, of an operation with constants: a weight, a bias. As many teams as run at
-// once walk over the rows. A team's rows all start equally far from a multiple of 16 bytes, so that its columns stay
-// the same: what it needs of the constants is put in place once. Of a row the numbers before its first whole vector and
-// after its last are one of each thread, and no vector has to ask where the row ends. The next row comes meanwhile.
+// Persistent kernel for unaligned rows of an operation with constants (weight, bias).
+//
+// All rows of a team (the threads that share a row) have the same misalignment, so a thread keeps its columns, and
+// loads the constants of these columns once. Edge elements (before the first whole vector and after the last) go one to
+// a thread, so vectors need no bounds test. The next row is prefetched to registers.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +11,17 @@
 
 namespace matmuls {
 
-constexpr int kShiftedWarps = 8;  // of a block, where a warp or half of one has a row
+constexpr int kShiftedWarps = 8;  // per block, if a warp or half a warp shares a row
 template <class Op>
-constexpr int kShiftedThreads = Op::kColumnSums ? 256 : 512;  // of a block for one row
-// How many blocks run at once, by what a thread holds of its rows: sums take as much as numbers.
+constexpr int kShiftedThreads = Op::kColumnSums ? 256 : 512;  // per block, if the block shares a row
+// Blocks per SM, from the vectors that a thread holds; column sums count like inputs.
 template <class Op, int NV, Scope scope>
 constexpr int kShiftedBlocks = [] {
   constexpr int held = NV * Op::kInputs * (Op::kColumnSums ? 2 : 1);
   return scope == Scope::block || held > 8 ? 1 : held > 4 ? 2 : held > 2 ? 3 : 4;
 }();
 
-// Rows of float32 pass by twice, in registers: a row's mean is then as exact as its numbers.
+// float32 rows compute mean and squares in two passes over registers: the mean is then as accurate as the elements.
 template <class T, int V, int NV>
 struct ShiftedSpan : EvenSpan<V, NV, false, false> {
   static constexpr bool kOnce = sizeof(T) == 2;
@@ -38,8 +39,8 @@ __global__ void __launch_bounds__(scope == Scope::block ? kShiftedThreads<Op> : 
   Team<scope> team;
   const int beside = scope == Scope::warp ? threadIdx.y : 0, teams = scope == Scope::warp ? blockDim.y : 1;
   const int64_t step = team.count() * teams;
-  int64_t first = team.index * teams;  // of this block's rows at a time
-  // Several teams of a warp go along; those past the last row with what they have.
+  int64_t first = team.index * teams;  // the first of the rows that this block processes together
+  // Teams past the last row keep their last inputs and take part in warp operations.
   const auto own = [&](int64_t r) { return r + beside < shape.rows; };
   const auto row_at = [&](int64_t r) { return op.row(own(r) ? r + beside : r); };
   const Inside in = inside_of<V>(row_at(first).input(0), shape.columns);
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(scope == Scope::block ? kShiftedThreads<Op> : 
   struct Held {
     Inputs<T, V, NV, Op::kInputs> vectors;
     Inputs<T, 1, 1, Op::kInputs> end;
-    F number;  // the row's own
+    F number;  // Op::kNumber: the row's own number
   };
   const ptx::L2Policy policy = ptx::l2_policy(true);
   const auto load = [&](Held& to, int64_t r) {
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(scope == Scope::block ? kShiftedThreads<Op> : 
     put(held, span, now.vectors, constants, sums);
     put(held_end, end, now.end, end_constants, end_sums);
   };
-  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
   ptx::griddepcontrol_wait();
   Held even, odd;
   load(even, first);
@@ -107,14 +108,14 @@ __global__ void __launch_bounds__(scope == Scope::block ? kShiftedThreads<Op> : 
   }
   if constexpr (Op::kColumnSums) {
     if (!op.partial) return;
-    // The teams of a block, whose columns differ, add up in order.
+    // The teams of a block have different columns; they add up in order.
     float* const all = scope == Scope::warp ? reinterpret_cast<float*>(shared) : op.partial_of(team.index);
     const auto give = [&](int s, int column, F sum) {
       float* const to = all + s * shape.columns + column;
       *to = beside == 0 ? sum : *to + sum;
     };
     for (int t = 0; t < teams; ++t) {
-      __syncthreads();  // the first time, for the constants, which lay there
+      __syncthreads();  // in the first iteration, also for the constants, which occupied this memory
       if (t != beside) continue;
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
@@ -133,16 +134,17 @@ __global__ void __launch_bounds__(scope == Scope::block ? kShiftedThreads<Op> : 
   }
 }
 
-// Whether the rows went so: each at the same distance from the one before, and not so short that most threads would
-// have nothing, or so long that 512 could not hold them, or that their constants do not fit the GPU's shared memory.
-// Half warps first, each thread with as much as it can hold: two rows then share an instruction (layer norm of 577
-// bfloat16 columns at 0.82 of a copy, 0.73 where a warp has one). prepare(op, blocks) is called before the launch of an
+// Launches it. Returns false, launching nothing, if rows are not at a constant distance, if they are so short that most
+// threads would be idle or too long for kShiftedThreads, or if the constants do not fit in shared memory. Half warps
+// come first, each thread with as much as it can hold, since two rows then share an instruction (layer norm of 577
+// bfloat16 columns at 0.82 of a copy, 0.73 with a warp per row). prepare(op, blocks) is called before the launch of an
 // operation with column sums.
 template <class Op, int N, class Prepare = decltype(kNothingToPrepare)>
 bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothingToPrepare) {
   constexpr int V = 16 / sizeof(typename Op::Storage), K = Op::kInputs;
-  constexpr int kFewest = V == 8 ? 8 : 24;                                    // whole vectors
-  const int64_t least = (rows.columns - V + 1) / V, most = rows.columns / V;  // of a row
+  constexpr int kFewest = V == 8 ? 8 : 24;  // whole vectors
+  const int64_t least = (rows.columns - V + 1) / V,
+                most = rows.columns / V;  // whole vectors of a row, depending on its alignment
   if (rows.dims > 1 || least < kFewest || most > kShiftedThreads<Op> * 8 / K) return false;
   const auto go = [&]<int NV, Scope scope>(int64_t threads) {
     constexpr auto kernel = shifted_rows_kernel<Op, V, NV, scope>;
@@ -152,7 +154,8 @@ bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothin
     Launch launch(1, dim3(static_cast<unsigned>(threads), static_cast<unsigned>(beside)), bytes);
     int64_t blocks = resident<kernel>(launch.config, 1);
     if (blocks == 0) return false;
-    if (scope == Scope::block) blocks = std::max<int64_t>(blocks - blocks % V, V);  // a team's rows are all equally off
+    if (scope == Scope::block)
+      blocks = std::max<int64_t>(blocks - blocks % V, V);  // all rows of a block have the same misalignment
     blocks = std::min(blocks, ceil_of(rows.count, beside));
     launch.config.gridDim = dim3(static_cast<unsigned>(blocks));
     prepare(op, blocks);
@@ -161,15 +164,15 @@ bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothin
     return true;
   };
   const auto fits = [&](int64_t threads, int held) {
-    // Of the sums of float32 the warps' threads leave more idle than rows/launch_rows.cuh's: they pay where an eighth
-    // is at most.
+    // With float32 column sums warps leave more threads idle than the kernels of rows/launch_rows.cuh. They pay off if
+    // at most an eighth is idle.
     const bool full = V == 8 || !Op::kColumnSums || threads > 32 || 8 * most >= 7 * held * threads;
     return full && (held - 1) * threads <= least && most <= held * threads;
   };
   const auto warps = [&]<int... NVs>(int lanes) {
     return ((fits(lanes, NVs) && go.template operator()<NVs, Scope::warp>(lanes)) || ...);
   };
-  // As many threads as leave the fewest without a vector.
+  // The number of threads that leaves the fewest slots empty.
   const auto block = [&]<int... NVs>(int64_t most_threads) {
     int best = 0;
     int64_t threads = 0;
@@ -180,7 +183,7 @@ bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothin
     }
     return ((best == NVs && go.template operator()<NVs, Scope::block>(threads)) || ...);
   };
-  if constexpr (Op::kColumnSums) {  // of longer rows one small block would fill a multiprocessor's registers
+  if constexpr (Op::kColumnSums) {  // for longer rows one small block would fill a multiprocessor's registers
     return most <= (V == 8 ? 512 : 768) &&
            (warps.template operator()<1, 2>(16) || warps.template operator()<2, 3, 4>(32) ||
             block.template operator()<3, 4>(kShiftedThreads<Op>));
@@ -190,8 +193,8 @@ bool launch_shifted(Op op, const Rows<N>& rows, const Prepare& prepare = kNothin
   } else {
     if (warps.template operator()<1, 2, 3, 4, 5, 6, 7, 8>(16) || warps.template operator()<5, 6, 7, 8>(32)) return true;
     if constexpr (V == 8) return block.template operator()<6, 5, 8>(kShiftedThreads<Op>);
-    // 352 threads a multiprocessor are too few: layer norm of 8191 columns at 0.75 of a copy, by rows/launch_rows.cuh's
-    // at 0.87.
+    // 352 threads per multiprocessor are too few: layer norm of 8191 columns at 0.75 of a copy, 0.87 with the kernels
+    // of rows/launch_rows.cuh.
     return block.template operator()<6, 5>(256) || block.template operator()<4>(256);
   }
 }

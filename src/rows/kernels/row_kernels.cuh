@@ -1,6 +1,6 @@
-// The kernels of rows/launch_rows.cuh: a team for each row, teams that walk over the rows, and a row that passes by
-// twice. A thread's columns are in rows/columns.cuh, what it holds of them in rows/inputs.cuh, how a team merges in
-// rows/team.cuh.
+// The general row kernels, launched by rows/launch_rows.cuh: one row per team (row_kernel), persistent (walking_kernel)
+// and reread (long_rows_kernel). See rows/columns.cuh for a thread's columns, rows/inputs.cuh for what it holds of
+// them, and rows/team.cuh for the threads that share a row and their merge.
 #pragma once
 
 #include <algorithm>
@@ -13,30 +13,31 @@ namespace matmuls {
 struct RowShape {
   int64_t rows;
   int columns;
-  bool large;  // more is read than the L2 holds; ragged rows, which would spill, do not ask
+  bool large;  // the inputs exceed the L2; unused for ragged rows, which would spill registers
 };
 
-// Op, for a storage type T and arithmetic type F:
-//   kInputs, State, identity()          what is read, what a row is folded into
-//   kVectors, kLongVectors              vectors of each input that a thread has; in rows that leave no other choice
-//   kHeldVectors                        vectors of each input that its registers hold
-//   kThreadsPerSm                       how many threads an SM should have room for
-//   Row row(r)                          row r: `input(k)`, and how many columns are worth reading
-//   kNumber                             whether a row has a number of its own, at row.number, which write takes last
-//   kRowMost                            threads of a row beyond which it walks; 0: it is long
-//   kWholeRows                          whether it is for rows of whole, aligned vectors alone
-//   kConstants, constant(c), absent(c)  rows of T that are the same for all rows: a weight, a bias; what one is where
-//                                       it is null
-//   Held<V, NV>                         what fold leaves for write, in registers
-//   fold(state, held, row, span, inputs, constants)  the state with a span more
-//   merge(state, lanes)                 the states of all lanes as one
-//   finish(state)                       what write takes
-//   write(row, result, held, span, inputs, constants, sums)
+// The interface of an operation Op, with storage type T and arithmetic type F:
+//
+//   kInputs, State, identity()          number of inputs; what a row is folded into, and its initial value
+//   kVectors, kLongVectors              vectors of each input per thread; in rows that need more
+//   kHeldVectors                        vectors of each input that fit in registers
+//   kThreadsPerSm                       threads that should be resident on an SM
+//   Row row(r)                          row r: `input(k)`, and the number of visible columns
+//   kNumber                             whether each row has its own number, row.number, the last argument of write
+//   kRowMost                            threads per row above which the kernel is persistent; 0: long rows only
+//   kWholeRows                          whether only aligned rows of whole vectors are supported
+//   kConstants, constant(c), absent(c)  rows of T that all rows share (weight, bias); their value where null
+//   Held<V, NV>                         what fold leaves in registers for write
+//   fold(state, held, row, span, inputs, constants)           adds a span to the state
+//   merge(state, lanes)                                       merges the states of all lanes
+//   finish(state)                                             converts the merged state for write
+//   write(row, result, held, span, inputs, constants, sums)   writes a span of the result
 //   kColumnSums                         whether write adds to `sums`, two for each of a thread's columns
-//   write_sums(team, span, sums)        those of all rows; only where a thread's columns stay the same
-// inputs.words(i, k) are vector i of input k; constants(c, i, numbers) gives those of constant c.
+//   write_sums(team, span, sums)        stores the sums over all rows; only if each thread keeps its columns
+//
+// inputs.words(i, k) is vector i of input k; constants(c, i, values) reads vector i of constant c.
 
-// Whether all are there and aligned: no branch then keeps the loads of several vectors apart.
+// True if all constants exist and are aligned. The loads of several vectors then have no branches between them.
 template <class Op>
 __host__ __device__ bool has_plain_constants(const Op& op) {
   bool plain = true;
@@ -45,12 +46,12 @@ __host__ __device__ bool has_plain_constants(const Op& op) {
   return plain;
 }
 
-// A row for each team, and no more: where a row is in few hands many of them wait for memory at once.
+// Threads per block at most. Each team has one row: with few threads per row, many rows wait for memory at once.
 template <Scope scope>
-constexpr int kRowThreads = scope == Scope::warp ? 64 : 512;  // of a block at most
+constexpr int kRowThreads = scope == Scope::warp ? 64 : 512;
 
-// The numbers of a row beside its whole vectors are one more for each of a block's first threads. Of rows that some
-// lanes of a warp share vectors reach over both ends.
+// One row per team. Edge elements of an unaligned row go one each to the first threads of a block. If lanes of a warp
+// share a row, its vectors reach past both ends instead.
 template <class Op, int V, int NV, Scope scope, bool ragged>
 __global__ void __launch_bounds__(
     kRowThreads<scope>, (scope == Scope::block && sizeof(typename Op::Storage) > 2 ? 1024 : Op::kThreadsPerSm) /
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(
   Team<scope> team;
   const int beside = scope == Scope::warp ? threadIdx.y : 0;
   const int64_t first = team.index * (scope == Scope::warp ? blockDim.y : 1);
-  // Several teams of a warp go along; those past the last row with a row that is not theirs.
+  // Several teams of a warp run together; those past the last row recompute another row.
   const bool own = first + beside < shape.rows;
   const typename Op::Row row = op.row(own ? first + beside : first);
   const Inside in = kInside ? inside_of<V>(row.input(0), shape.columns) : Inside{0, shape.columns};
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(
   const auto constants = [&](int c, int i, typename Op::F(&numbers)[V]) {
     unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
   };
-  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
   ptx::griddepcontrol_wait();
   Inputs<T, V, NV, Op::kInputs> inputs;
   inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
@@ -99,20 +100,20 @@ __global__ void __launch_bounds__(
   if constexpr (kInside) ends.write(op, row, result);
 }
 
-// Whether as many teams as run at once walk over rows of any length: sums go from row to row; the constants of ragged
-// rows are put in place once for all rows.
+// True if the kernel is persistent for rows of any length: for sums over the rows, and for the constants of unaligned
+// rows, which are loaded once for all rows.
 template <class Op, bool ragged>
 constexpr bool kWalks = Op::kColumnSums || (ragged && Op::kConstants > 0);
 
-// Whether it is for long rows alone.
+// True if the operation is for long rows only.
 template <class Op>
 constexpr bool kLong = Op::kRowMost == 0 && !Op::kColumnSums;
 
-// Where the rows of a block differ in where they start, so do a thread's columns.
+// True if the rows of a block differ in alignment, and so in each thread's columns.
 template <Scope scope, bool ragged>
 constexpr bool kOwnConstants = scope == Scope::warp && ragged;
 
-// The registers do not hold so much beside the sums: it stays in shared memory.
+// True if a thread's elements stay in shared memory: registers do not hold them and the sums.
 template <class Op, int V, int NV>
 constexpr bool kStaysShared = V > 1 && NV > Op::kHeldVectors;
 
@@ -120,32 +121,33 @@ template <Scope scope>
 constexpr int kWalkThreads = scope == Scope::warp    ? 256
                              : scope == Scope::block ? 512
                                                      : 1024;
-// A ragged row's 96 registers let blocks of 9 warps come in pairs.
+// With ragged rows (96 registers) blocks of 9 warps fit in pairs.
 template <class Op, Scope scope, bool ragged>
 constexpr int kMostWalkers =
     std::min(kWalkThreads<scope>, Op::kMostThreads) + (scope == Scope::block && ragged ? 32 : 0);
 
-// What the compiler is told of it: 16-bit rows without sums get 80 registers, ragged ones 72, so that three blocks of
-// 256 and of 288 threads run at once.
+// Threads per block for __launch_bounds__. 16-bit rows without sums get 80 registers, ragged ones 72, so that three
+// blocks of 256 or 288 threads run at once.
 template <class Op, Scope scope, bool ragged>
 constexpr int kWalkBound = scope == Scope::block && !Op::kColumnSums && !kLong<Op> && sizeof(typename Op::Storage) == 2
                                ? (ragged ? 896 : 768)
                                : kMostWalkers<Op, scope, ragged>;
 
 struct WalkShape : RowShape {
-  int stages;  // rows in shared memory, 4 at most: one is worked on, the others are on their way
-  bool fours;  // a team takes four rows that follow each other at a time
+  int stages;  // rows in shared memory, at most 4: one being processed, the others in flight
+  bool fours;  // a team takes four consecutive rows at a time
 };
-// Whether a team may. Rows that do not end on 128 bytes then meet in one multiprocessor: the gradient of 1000 float32
-// columns at 0.957 of a copy for 0.914, of 8192 at 0.970 for 0.965; 16 rows at a time 0.957 and 0.955.
+// True if a team may take four consecutive rows. Rows whose length is not a multiple of 128 bytes then share cache
+// lines within one multiprocessor: gradient of 1000 float32 columns at 0.957 of a copy, 0.914 without; of 8192 at
+// 0.970, 0.965 without; with 16 rows at a time 0.957 and 0.955.
 template <class Op, int V, Scope scope, bool ragged>
 constexpr bool kTakesFours = Op::kColumnSums && V > 1 && scope == Scope::block && !ragged;
 
-// Whether the teams of a block have the same columns, so that their sums become one.
+// True if all teams of a block hold the same columns, so that their sums are added up in the block.
 template <int V, Scope scope, bool ragged>
 constexpr bool kAddsTeams = scope == Scope::warp && V > 1 && !ragged;
 
-// Adds up the sums of a block's teams, in order, for the first of them. `shared` has room for a vector a thread.
+// Adds the sums of a block's teams, in order, into those of the first team. `shared` holds one vector per thread.
 template <class F, int V, int NV>
 __device__ void add_teams(ColumnSums<F, V, NV>& sums, F* shared) {
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -165,12 +167,12 @@ __device__ void add_teams(ColumnSums<F, V, NV>& sums, F* shared) {
     }
 }
 
-// As many teams as run at once walk over the rows, each with the next rows on their way.
+// The persistent kernel: the resident teams loop over the rows, with the next rows in flight (cp.async).
 template <class Op, int V, int NV, Scope scope, bool ragged>
 __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op::kThreadsPerSm / kWalkThreads<scope>))
     walking_kernel(const __grid_constant__ Op op, const WalkShape shape) {
 #if __CUDA_ARCH__ < 900
-  if constexpr (scope == Scope::cluster) return;  // launched nowhere there, and a fifth of what is compiled
+  if constexpr (scope == Scope::cluster) return;  // never launched there; a fifth of the compiled code
 #endif
   using T = typename Op::Storage;
   using F = typename Op::F;
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
   constexpr bool kAhead = V > 1, kShared = kStaysShared<Op, V, NV>, kOwn = kOwnConstants<scope, ragged>;
   Team<scope> team;
   const int beside = scope == Scope::warp ? threadIdx.y : 0;
-  const int64_t teams = scope == Scope::warp ? blockDim.y : 1;  // of a block
+  const int64_t teams = scope == Scope::warp ? blockDim.y : 1;  // per block
   const int64_t step = team.count() * teams;
 
   extern __shared__ __align__(16) unsigned char shared[];
@@ -187,12 +189,12 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
   const int keepers = kOwn ? threads : blockDim.x;
   const Slots<T, V> kept{slots + (kOwn ? thread : threadIdx.x), keepers};
   const auto constants = [&](int c, int i, F(&numbers)[V]) { unpack(kept[i * Op::kConstants + c], numbers); };
-  // Of short rows several lie in 256 bytes: gradients of 128 columns at 0.90 and 0.94 of a copy for 0.89 and 0.93.
+  // Several short rows lie in 256 bytes. Gradients of 128 columns at 0.90 and 0.94 of a copy; 0.89 and 0.93 with 128.
   using Stage = Ahead<T, V, NV, K, scope == Scope::warp && !ragged ? 256 : 128>;
   const auto stage = [&](int s) {
     return Stage{{slots + NV * Op::kConstants * keepers + s * NV * K * threads + thread, threads}};
   };
-  // The row's own number, of each thread for itself.
+  // The row's own number, one copy per thread.
   F* const numbers =
       reinterpret_cast<F*>(slots + NV * (Op::kConstants * keepers + shape.stages * K * threads)) + thread;
 
@@ -223,7 +225,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
   };
 
   int64_t base = team.index * teams;
-  const auto later = [&](int64_t row, int n) -> int64_t {  // this team's row n rows later
+  const auto later = [&](int64_t row, int n) -> int64_t {  // this team's row, n rows later
     if constexpr (kTakesFours<Op, V, scope, ragged>) {
       const int place = static_cast<int>(row & 3) + n;
       if (shape.fours) return row - (row & 3) + (place & 3) + (place & ~3) * step;
@@ -242,7 +244,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
     if constexpr (scope == Scope::warp) __syncthreads();
   }
   ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;
-  int columns_kept = INT32_MIN;  // the first column of the constants in the slots
+  int columns_kept = INT32_MIN;  // first column of the constants in the slots
   const auto put = [&](const typename Op::Row& row, F number, const auto& result, auto& held, const auto& span,
                        const auto& inputs) {
     if constexpr (Op::kNumber)
@@ -256,7 +258,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
     keep(span);
   };
 #if __CUDA_ARCH__ >= 900
-  // Clusters write a row when they have folded the next: its merge came meanwhile.
+  // Clusters write a row after they have folded the next one; its merge completes meanwhile.
   if constexpr (scope == Scope::cluster && V > 1 && std::is_empty_v<typename Op::template Held<V, NV>>) {
     typename Op::template Held<V, NV> none;
     int64_t base_before = base;
@@ -338,13 +340,13 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
   }
 }
 
-// A block for each row, whatever its length: one pass to fold it, one to write it.
+// The reread kernel: one block per row of any length, one pass to fold the row and one to write it.
 template <class Op, int V, int NV, bool ragged>
 __global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ Op op, const RowShape shape) {
   using T = typename Op::Storage;
   using F = typename Op::F;
   Team<Scope::block> team;
-  ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;  // taken by another kernel
+  ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;  // not stored: another kernel computes them
   ptx::griddepcontrol_wait();
 #pragma unroll 1
   for (int64_t r = blockIdx.x; r < shape.rows; r += gridDim.x) {
@@ -357,7 +359,7 @@ __global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ 
           unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
         };
         Inputs<T, V, NV, Op::kInputs> inputs;
-        inputs.load(row, span, ptx::l2_policy(true));  // it comes again
+        inputs.load(row, span, ptx::l2_policy(true));  // keep it in the L2 for the second pass
         typename Op::template Held<V, NV> held;
         op.fold(state, held, row, span, inputs, constants);
         body(held, span, inputs, constants);

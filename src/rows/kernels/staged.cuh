@@ -1,9 +1,13 @@
-// Short rows, side by side, that do not start or end on 16 bytes. Nothing is asked of a row's ends, which costs
-// rows/launch_rows.cuh's kernels as much as the rest of a short row: each lane has every so many'th number of it, known
-// when this is compiled. Warps bring several rows at once to shared memory by 16 bytes, work on them there, and take
-// them back; float32 rows of more than 160 columns, whose numbers are as wide as a lane's share of a memory
-// transaction, they read and write where they are. Many blocks with little work each: RMS norm at 0.92 to 1.0 of a
-// copy, where as many blocks as run at once, walking over the rows, had 0.79 to 0.87.
+// Kernels for short unaligned rows that are contiguous: rows are staged through shared memory, several at a time.
+//
+//   global memory   [row 0][row 1][row 2]...    copied as aligned 16-byte blocks, whatever the rows' boundaries
+//   shared memory   the same bytes              lane l of a team holds columns l, l + lanes, l + 2 lanes, ...
+//   global memory   [row 0][row 1][row 2]...    copied back as 16-byte blocks
+//
+// No bounds test for row ends is needed, which costs row_kernel as much as the rest of a short row: each lane's columns
+// have a stride known at compile time. Float32 rows of more than 160 columns are read and written in place
+// (direct_rows_kernel): each element is as wide as a lane's share of a memory transaction. The grid has many small
+// blocks: RMS norm reaches 0.92 to 1.0 of a copy; a persistent grid reached 0.79 to 0.87.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +16,14 @@
 
 namespace matmuls {
 
-constexpr int kTileWarps = 4;   // of a block: each has its own rows, none waits for another
-constexpr int kTileStages = 2;  // tiles of a warp: one is worked on, the next on its way
+constexpr int kTileWarps = 4;   // per block: each warp has its own rows and waits for no other
+constexpr int kTileStages = 2;  // tiles per warp: one being processed, the next in flight
 
-// A lane's numbers of a row, N at most, in shared memory or where the row is.
+// A lane's columns of a row, at most N, in shared memory or in global memory.
 template <int lanes, int N>
 struct ShortShare {
   static constexpr int kStep = lanes;
-  static constexpr int kSure = N > 4 ? N - std::max(4, N / 4) : 0;  // numbers that every lane has
+  static constexpr int kSure = N > 4 ? N - std::max(4, N / 4) : 0;  // elements that every lane has
   int first, columns;
   bool in_tile;
 
@@ -41,11 +45,11 @@ struct ShortShare {
   }
 };
 
-// A warp's numbers from memory to shared memory, or back: 16 bytes at a time but for its two ends. There they lie as
-// far from a multiple of 16 as in memory.
+// Copies a warp's rows from global to shared memory, or back: 16-byte blocks except at the two ends. The data keeps its
+// misalignment in shared memory.
 template <class T>
 struct WarpTile {
-  unsigned char* shared;  // on 16 bytes
+  unsigned char* shared;  // aligned to 16 bytes
   int bytes;
 
   template <int together, class Whole, class One>
@@ -64,9 +68,8 @@ struct WarpTile {
     if (head < min(first, end)) one(memory - shift + head, shared + head);
     if (last >= first && tail < end) one(memory - shift + tail, shared + tail);
   }
-  // Others of the tensor may lie in front and at the back: they come along where they share 16 bytes with these. Under
-  // a policy for the L2 float32 rows are 3 % faster; ptxas 13.0 makes illegal instructions of several such copies in a
-  // row.
+  // Neighbouring elements of the tensor that share a 16-byte block with these rows are copied too. An L2 policy makes
+  // float32 rows 3 % faster. ptxas 13.0 generates illegal instructions for several such copies in a row.
   __device__ void fetch(const T* from, bool others_in_front, bool others_at_back, ptx::L2Policy policy) const {
     constexpr bool by_policy = sizeof(T) == 4;
     each<by_policy ? 1 : 4>(
@@ -94,28 +97,31 @@ struct WarpTile {
 struct TileShape {
   int64_t rows;
   int columns;
-  int each, tiles;    // rows of a tile, tiles of a warp
-  int region, stage;  // bytes of shared memory for one tensor of a tile, and for all that are read or written
+  int each, tiles;    // rows per tile, tiles per warp
+  int region, stage;  // bytes of shared memory: one tensor of a tile; all tensors of a tile
 };
 
-// Whether an operation must look up where something of a row's lies: a mask.
+// True if the operation looks up per-row data (a mask).
 template <class Op>
 constexpr bool kRuns = requires(const Op& op) { op.run_from(0); };
 
-// How many blocks run at once, by what a lane holds in registers.
+// Blocks per SM, from the registers of a lane.
 template <class Op, int N>
 constexpr int kTileBlocks = [] {
   constexpr int held = N * (Op::kInputs + Op::kConstants + (Op::kColumnSums ? 2 : 0) + kRuns<Op>);
   return held <= 36 ? 6 : held <= 48 ? 5 : held <= 76 ? 4 : 3;
 }();
 
-// Of an operation it wants what rows/launch_rows.cuh does but for fold and write, and
-//   row_beside(r, offset)  row r, where all lie side by side; what is read and written is at the offset of each tensor
-//   run_from(r), row_in(run, r)  the same of many rows in turn, if it must look up where something of theirs lies: of
-//                          the run.rows that follow run.first, and of others more slowly
-//   row.place(tiles)       what is written is in shared memory now, in the place of input 0, or 1 where it is second
-//   row.output(n)          where that then goes
-//   whole_row<N>(...)      all that is done with a row; `own` is false where a lane goes along with none
+// Kernel for rows staged in tiles. Beyond the interface in row_kernels.cuh, except fold and write, the operation
+// provides
+//
+//   row_beside(r, offset)       row r, with inputs and outputs at `offset` of each tensor (contiguous rows)
+//   run_from(r), row_in(run, r) optional: look-up of per-row data once for the run.rows rows after run.first; row_in
+//                               also takes other rows, more slowly
+//   row.place(tiles)            redirects input 0 and the outputs to shared memory: output 0 replaces input 0, output 1
+//                               the second tile
+//   row.output(n)               where output n goes in global memory
+//   whole_row<N>(...)           processes a row; `own` is false for lanes without a row
 template <class Op, int lanes, int N>
 __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
     tiled_rows_kernel(const __grid_constant__ Op op, const TileShape shape) {
@@ -131,7 +137,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
   unsigned char *now = shared + warp * kTileStages * shape.stage, *next = now + shape.stage;
   const auto row_at = [&](int64_t r) { return op.row_beside(r, r * shape.columns); };
   const auto rows_from = [&](int64_t r) { return r + shape.each <= end ? shape.each : static_cast<int>(end - r); };
-  const auto numbers_of = [&](unsigned char* tile) {  // each row's own
+  const auto numbers_of = [&](unsigned char* tile) {  // each row's own number
     return reinterpret_cast<uint32_t*>(tile + shape.stage) - (shape.each + 3) / 4 * 4;
   };
   const ptx::L2Policy policy = ptx::l2_policy(true);
@@ -150,7 +156,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
     }
     ptx::end_group_ahead();
   };
-  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
   ptx::griddepcontrol_wait();
   fetch(first, now);
   fetch(first + shape.each, next);
@@ -180,7 +186,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
 #pragma unroll 1
   for (; first < end; first += shape.each) {
     int rows = rows_from(first), shift = static_cast<int>(reinterpret_cast<uintptr_t>(row_at(first).input(0)) % 16);
-    ptx::forget(rows);  // lest they are put together anew for each row
+    ptx::forget(rows);  // keeps the compiler from recomputing them for each row
     ptx::forget(shift);
     if constexpr (kRuns<Op>)
       if (first - run.first >= run.rows) run = run_from(first);
@@ -194,7 +200,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
       const bool own = r < rows;
       Inputs<T, 1, N, K> inputs{};
       F number = 0;
-      // What lies past the last row is written nowhere; to sums it must be 0.
+      // Results past the last row are not stored, but column sums must see 0 there.
       if (own || !Op::kColumnSums) {
 #pragma unroll
         for (int i = 0; i < N; ++i)
@@ -221,11 +227,11 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
   if constexpr (Op::kColumnSums) {
     if (!op.partial) return;
     ptx::wait_ahead<0>();
-    // A warp's teams, then the block's warps, in order.
+    // Adds up the teams of a warp, then the warps of the block, in order.
     float* const all = reinterpret_cast<float*>(shared);
 #pragma unroll 1
     for (int w = 0; w < kTileWarps; ++w) {
-      __syncthreads();  // the first time, for the tiles, which lay there
+      __syncthreads();  // in the first iteration, also for the tiles, which occupied this memory
       if (w != warp) continue;
 #pragma unroll
       for (int s = 0; s < 2; ++s)
@@ -244,7 +250,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
   }
 }
 
-// One row a warp, where it lies: of float32.
+// One float32 row per warp, read and written in place.
 template <class Op, int N>
 __global__ void __launch_bounds__(32 * kTileWarps, N <= 22            ? 8
                                                    : Op::kInputs == 1 ? 6
@@ -254,7 +260,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, N <= 22            ? 8
   using F = typename Op::F;
   constexpr int K = Op::kInputs;
   const int64_t r = static_cast<int64_t>(blockIdx.x) * kTileWarps + threadIdx.y;
-  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
   ptx::griddepcontrol_wait();
   if (r >= shape.rows) return;
   const ShortShare<32, N> span{static_cast<int>(threadIdx.x), shape.columns, false};
@@ -274,7 +280,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, N <= 22            ? 8
   op.template whole_row<N>(row, true, span, inputs, constants, none, FixedLanes<32>{}, F(0));
 }
 
-// Whether every row follows the one before it, in all tensors.
+// True if every row follows the previous one without a gap, in the first P tensors.
 template <int P, int N>
 bool side_by_side(const Rows<N>& rows) {
   for (int t = 0; t < P; ++t) {
@@ -285,15 +291,17 @@ bool side_by_side(const Rows<N>& rows) {
   return true;
 }
 
-// Whether the rows went so, which are as far from a multiple of 16 bytes in the first P tensors. regions: tensors of a
-// tile, of which as many as are read come first. prepare(op, blocks) is called before the launch of an operation with
-// column sums. Rows of more columns than `limit` are not for it, where others are compiled for them.
+// Launches a kernel for short rows with the same misalignment in the first P tensors. Returns false, launching nothing,
+// if rows are not contiguous, have more columns than the compiled kernels or `limit`, or if no block fits on the GPU.
+// regions: tensors per tile, inputs first. prepare(op, blocks) is called before the launch of an operation with column
+// sums.
 template <int P, int limit = INT_MAX, class Op, int D, class Prepare = decltype(kNothingToPrepare)>
 bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
                        const Prepare& prepare = kNothingToPrepare) {
   using T = typename Op::Storage;
   constexpr bool sums = Op::kColumnSums, wide = sizeof(T) == 4;
-  // Float32 in tiles: few numbers a lane. Other kernels are as fast for longer ones, and faster for gradients.
+  // The most columns. Float32 tiles have few elements per lane; longer rows are as fast with other kernels, and
+  // gradients faster.
   constexpr int kMost = std::min(limit, sums             ? (wide ? 416 : 608)
                                         : wide           ? (Op::kInputs == 1 || Op::kConstants > 0 ? 1024 : 80)
                                         : Op::kConstants ? 608
@@ -316,9 +324,9 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
   const auto tiles = [&]<int lanes, int N>() {
     if (rows.columns > lanes * N) return false;
     constexpr auto kernel = tiled_rows_kernel<Op, lanes, N>;
-    constexpr int teams = 32 / lanes, kBytes = wide && sums ? 3072 : 2048;  // of a tile of one tensor, about
+    constexpr int teams = 32 / lanes, kBytes = wide && sums ? 3072 : 2048;  // target size of one tensor of a tile
     const int64_t row_bytes = rows.columns * static_cast<int64_t>(sizeof(T));
-    // As many rows as are worth a wait for memory, unless that left warps without any.
+    // Rows per tile: enough bytes per memory latency, but fewer if warps would have no rows.
     const int64_t warps = int64_t{24} * device_limits().multiprocessors;
     const int64_t each =
         teams * std::clamp<int64_t>(rows.count / (teams * warps), 1, ceil_of(kBytes, teams * row_bytes));
@@ -326,8 +334,8 @@ bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
     const int64_t stage = regions * region + (Op::kNumber ? ceil_of(each, 4) * 16 : 0);
     const int64_t bytes = std::max(kTileWarps * kTileStages * stage, sums ? 8 * rows.columns : 0);
     Launch launch(1, 32 * kTileWarps, bytes);
-    // The more constants to put in place or masks to find, the more tiles (behind an added mask, 131 columns at .88 of
-    // a copy for .83); with sums as few times the blocks that run at once as keep all of them busy.
+    // More tiles per warp with more constants to load or masks to look up (added mask, 131 columns: .88 of a copy, .83
+    // with fewer). With column sums, the smallest multiple of the resident blocks that keeps all of them busy.
     int64_t count = wide ? 1 : Op::kConstants == 2 ? 4 : 2;
     if constexpr (kRuns<Op>)
       if (!wide && op.mask) count = 4;

@@ -1,8 +1,9 @@
-// Long rows, a block or a cluster for each. Registers and shared memory together hold those of two or three blocks, so
-// that one reads while another writes: float32 softmax of 30522 columns at 0.98 of a copy, by
-// rows/kernels/cluster.cuh's blocks, one of a multiprocessor, at 0.88. What they do not hold of a row is read twice,
-// the second time from the L2, where it is still. Of rows that do not start or end on 16 bytes the numbers beside the
-// whole vectors are one more for each of the first threads.
+// Kernel for long rows: a block or cluster per row, held in registers and shared memory of small blocks, so that two or
+// three blocks run per SM and one reads while another writes. Float32 softmax of 30522 columns reaches 0.98 of a copy,
+// 0.88 with one block per SM (rows/kernels/cluster.cuh).
+//
+// What registers and shared memory do not hold of a row is read twice, the second time from the L2. The edge elements
+// of unaligned rows go one each to the first threads.
 #pragma once
 
 #include "rows/launch_rows.cuh"
@@ -10,17 +11,19 @@
 namespace matmuls {
 
 constexpr int kHeldThreads = 512;
-constexpr int64_t kHeldPartBytes = int64_t{32} * kHeldThreads;  // two vectors of each thread
-// Of a row in one block, at most: about what its registers and its half of the shared memory hold.
+constexpr int64_t kHeldPartBytes = int64_t{32} * kHeldThreads;  // two vectors per thread
+// Bytes of a row that one block holds, at most: about its registers and its half of the shared memory.
 template <class Op>
 constexpr int64_t kHeldMostBytes = (Op::kInputs == 1 && sizeof(typename Op::Storage) == 4 ? 170 : 150) << 10;
 
 struct HeldShape : RowShape {
-  int waiting;  // parts of a row for which a block's shared memory has room, beside the last
+  int waiting;  // parts of a row that fit in a block's shared memory, besides the remainder
 };
 
-// A row's whole vectors come in parts: the first `kept` of them are in registers, then come those in shared memory and
-// those that are read twice, and at last what is less than a part, in shared memory too.
+// A row's whole vectors are divided into parts of kHeldPartBytes per block:
+//
+//   parts    0 .. kept-1 | kept .. held-1 | held .. parts-1 | remainder (less than a part)
+//   held in  registers   | shared memory  | read twice      | shared memory
 template <class Op, int V, int kept, int blocks, Scope scope>
 __global__ void __launch_bounds__(kHeldThreads, blocks)
     held_rows_kernel(const __grid_constant__ Op op, const HeldShape shape) {
@@ -43,7 +46,7 @@ __global__ void __launch_bounds__(kHeldThreads, blocks)
   const auto place = [&](int part) {
     return Ahead<T, V, each, K>{{slots + (part - kept) * each * K * kHeldThreads, kHeldThreads}};
   };
-  ptx::griddepcontrol_launch_dependents();  // and wait here
+  ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
   ptx::griddepcontrol_wait();
   const ptx::L2Policy policy = ptx::l2_policy(true);
   Part first[kept];
@@ -90,7 +93,7 @@ __global__ void __launch_bounds__(kHeldThreads, blocks)
 #pragma unroll 1
   for (int part = held; part < parts; ++part) {
     Part inputs;
-    inputs.load(row, span(part), ptx::l2_policy(false));  // for the last time
+    inputs.load(row, span(part), ptx::l2_policy(false));  // last use: no need to stay in the L2
     write(span(part), inputs);
   }
   write(rest, place(held));
@@ -98,7 +101,7 @@ __global__ void __launch_bounds__(kHeldThreads, blocks)
 #endif
 }
 
-// How many blocks hold a row, a power of two.
+// Number of blocks that hold a row, a power of two.
 template <class Op>
 int blocks_that_hold(int64_t columns) {
   const int64_t bytes = columns * Op::kInputs * static_cast<int64_t>(sizeof(typename Op::Storage));
@@ -107,7 +110,8 @@ int blocks_that_hold(int64_t columns) {
   return ranks;
 }
 
-// Rows, of 16 KiB and more for each of their blocks, of an operation without constants. Whether they went so.
+// Launches it for rows of at least 16 KiB per block, of an operation without constants. Returns false, launching
+// nothing, if the GPU is not Hopper or newer, or if blocks do not fit.
 template <class Op, int N>
 bool launch_held_rows(const Op& op, const Rows<N>& rows) {
   using T = typename Op::Storage;
@@ -117,16 +121,17 @@ bool launch_held_rows(const Op& op, const Rows<N>& rows) {
   const auto parts = [&](int64_t columns) {
     return columns * K * static_cast<int64_t>(sizeof(T)) / (ranks * kHeldPartBytes);
   };
-  // What a block has of a row, at least and at most: it depends on where the row starts.
+  // Whole parts of a row per block, least and most: they depend on where the row starts.
   const int64_t least = parts(rows.columns - 2 * V), most = parts(rows.columns);
   if (ranks > kMaxRanks || rows.count > INT32_MAX / ranks || !has_sm90_code()) return false;
   const auto go = [&]<int kept, int blocks, Scope scope>() {
     constexpr auto kernel = held_rows_kernel<Op, V, kept, blocks, scope>;
-    // Beside what the kernel has of its own; of gradients a part less: 43000 bfloat16 columns at 0.95 for 0.93.
+    // Leaves room for the kernel's static shared memory. With 3 KiB gradients hold a part fewer: 43000 bfloat16 columns
+    // at 0.95 of a copy, 0.93 otherwise.
     const int64_t room =
         device_limits().shared_per_multiprocessor / blocks - (K == 1 && scope == Scope::block ? 2048 : 3072);
-    // No more than it takes: the L1, through which registers are filled, has the rest (50257 bfloat16 columns at 0.99
-    // of a copy, 0.80 with all).
+    // No more than needed: the rest serves as L1, through which registers are filled (50257 bfloat16 columns at 0.99 of
+    // a copy, 0.80 if all is taken).
     const int64_t slots = std::min(room / kHeldPartBytes, most + 1 - kept);
     if (least < kept || slots < 1) return false;
     Launch launch(static_cast<unsigned>(rows.count * ranks), kHeldThreads, slots * kHeldPartBytes);
@@ -136,8 +141,8 @@ bool launch_held_rows(const Op& op, const Rows<N>& rows) {
     launch(kernel, op, HeldShape{shape_of<Op>(rows.count, rows.columns), static_cast<int>(slots - 1)});
     return true;
   };
-  // The rest comes all at once: clusters with three parts in registers instead of four read gradients of 151643
-  // bfloat16 columns at 0.91 of a copy for 0.65, softmax at 0.90 for 0.79. Float32 softmax is faster with four.
+  // Clusters with three parts in registers, not four: the rest of the row then arrives at once. Gradients of 151643
+  // bfloat16 columns at 0.91 of a copy against 0.65, softmax at 0.90 against 0.79. Float32 softmax is faster with four.
   constexpr int kept = K == 1 && sizeof(T) == 4 ? 4 : 3;
   if (ranks > 1) return go.template operator()<kept, 2, Scope::cluster>();
   if constexpr (K == 2) {

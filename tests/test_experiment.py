@@ -45,7 +45,7 @@ def test_spmm_measures_checks_and_writes(tmp_path):
 def test_sweep_says_where_sparse_pays(tmp_path):
     run = matmuls("spmm", "--sweep", "0.5,0.99", "--shape", "256x256", "--n", "32", "--device", "cpu")
     assert (run.returncode, run.stderr) == (0, "")
-    assert "float32, 32 columns: sparse begins to pay" in run.stdout
+    assert "float32, 32 columns: sparse beats dense" in run.stdout
 
 
 def test_against_names_who_is_timed_beside_ours(tmp_path):
@@ -173,7 +173,7 @@ def test_crossover_needs_every_sparser_matrix_to_pay():
         return made_up(nnz=round(10000 * (1 - sparsity)), plan=1.0, without_a_plan=1.0, dense=ratio)
 
     sweep = [case(0.5, 2.0), case(0.8, 0.9), case(0.9, 1.5), case(0.99, 3.0)]
-    assert experiment.crossovers(sweep) == ["float32, 32 columns: sparse begins to pay from 90.0% zeros on"]
+    assert experiment.crossovers(sweep) == ["float32, 32 columns: sparse beats dense from 90.0% zeros on"]
     assert "never" in experiment.crossovers([case(0.99, 0.5)])[0]
 
 

@@ -79,7 +79,7 @@ for name in $steps; do
       # 3 s per test, mostly for the float64 reference
       sanitize racecheck "one_kernel_is and bfloat16 and (200 or 384)" attention
       # packed matrices: every cluster size, few nonzeros and many; MATMULS_POISON changes what plans choose
-      packed="lane_finds or order_of_their_own or too_small or test_products or test_linear or not_finite"
+      packed="lane_reads or with_a_permutation or too_small or test_products or test_linear or non_finite"
       for tool in memcheck initcheck racecheck synccheck; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize "$tool" "($packed) and not (layers or 9000 or 4096)" packed
       done

@@ -474,7 +474,7 @@ def crossovers(cases: list[Case]) -> list[str]:
                 break
             pays = _sparsity(c)
         words = "never" if pays is None else f"from {pays:.1%} zeros on"
-        lines.append(f"{dtype}, {n} columns: sparse beats dense {words}")
+        lines.append(f"{dtype}, {n} columns: sparse beats dense: {words}")
     return lines
 
 

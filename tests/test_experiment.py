@@ -45,7 +45,7 @@ def test_spmm_measures_checks_and_writes(tmp_path):
 def test_sweep_reports_where_sparse_beats_dense(tmp_path):
     run = matmuls("spmm", "--sweep", "0.5,0.99", "--shape", "256x256", "--n", "32", "--device", "cpu")
     assert (run.returncode, run.stderr) == (0, "")
-    assert "float32, 32 columns: sparse beats dense" in run.stdout
+    assert "float32, 32 columns: sparse beats dense:" in run.stdout
 
 
 def test_against_selects_the_rivals(tmp_path):
@@ -175,7 +175,7 @@ def test_crossover_needs_every_sparser_matrix_to_be_faster():
         return made_up(nnz=round(10000 * (1 - sparsity)), plan=1.0, without_a_plan=1.0, dense=ratio)
 
     sweep = [case(0.5, 2.0), case(0.8, 0.9), case(0.9, 1.5), case(0.99, 3.0)]
-    assert experiment.crossovers(sweep) == ["float32, 32 columns: sparse beats dense from 90.0% zeros on"]
+    assert experiment.crossovers(sweep) == ["float32, 32 columns: sparse beats dense: from 90.0% zeros on"]
     assert "never" in experiment.crossovers([case(0.99, 0.5)])[0]
 
 

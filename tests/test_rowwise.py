@@ -676,7 +676,7 @@ def test_a_float32_mask_of_16_bit_scores_has_a_float32_gradient(device):
     assert all(error(*pair) < torch.finfo(torch.bfloat16).eps for pair in zip(ours, expected, strict=True))
 
 
-# --------------------------------------------------------------------------------- in place: what autograd must be told
+# --------------------------------------------------------------------------------- in place: what autograd must see
 
 IN_PLACE = {
     "softmax_": (matmuls.softmax_, lambda x: x.softmax(-1)),

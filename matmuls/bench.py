@@ -396,9 +396,8 @@ def _compile_share(
 
 def environment(device: str) -> dict[str, Any]:
     """The machine, versions, command and commit of a measurement."""
-    ours = (
-        _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
-    )  # an installed copy may lie in another repository
+    # an installed copy may lie in another repository
+    ours = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
     changes = _git("status", "--porcelain", "--", "src", "custom_mm", "matmuls") if ours else None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -20,14 +20,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 Rows = list[dict[str, Any]]
 Cells = dict[tuple[str, ...], dict[int, str]]  # the cells of a line by width (columns or tokens)
 Read = TypeVar("Read")
-FOREIGN = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)  # raised by JSON of another structure
+# raised by JSON of another structure
+FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def render(text: str, results: Path) -> str:

@@ -30,15 +30,8 @@ from .triton.configs import Entry, Gpu, Tiles
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FINALISTS = 3  # best trials that are timed together with the default at the end
-SHARED = {
-    (8, 0): 163,
-    (8, 6): 99,
-    (8, 7): 163,
-    (8, 9): 99,
-    (9, 0): 227,
-    (10, 0): 227,
-    (12, 0): 99,
-}  # KB of shared memory per block, by capability
+# KB of shared memory per block, by capability
+SHARED = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 Measure = Callable[["Problem", list[Tiles]], list[float]]  # seconds of each of the tiles
 Results = tuple[Tensor, ...]
 

@@ -21,9 +21,8 @@ from matmuls import specs
 from matmuls.nn import SparseLinear
 from matmuls.specs.spec import Draw
 
-EXTRA_BYTES = (
-    3 << 30
-)  # limit of additional address space: larger sizes raise instead of exhausting the machine's memory
+# limit of additional address space: larger sizes raise instead of exhausting the machine's memory
+EXTRA_BYTES = 3 << 30
 INTEGERS = -1, 0, 1, 2, 2**31 - 1, 2**31, 2**40, 2**62, -(2**63), 2**63 - 1
 CONTENTS = -1, 2**31 - 1, -(2**31), 2**40, 10**6, 65, 3, 0
 FLOATS = float("nan"), float("inf"), float("-inf"), 0.0, -1.0, 1e300

@@ -215,9 +215,8 @@ def starved(call):
     call()  # oneDNN caches failures to create a primitive for lack of memory
     failed = 0
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
-    for pages in range(
-        0, 5 * N * N // 1024, N * N // 2048
-    ):  # up to five float32 matrices, in steps of an eighth of one
+    # up to five float32 matrices, in steps of half a matrix
+    for pages in range(0, 5 * N * N // 1024, N * N // 2048):
         ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/statm") as sizes:
             limit = (int(sizes.read().split()[0]) + pages) * resource.getpagesize()

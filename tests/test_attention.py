@@ -400,13 +400,11 @@ def test_gradients_at_16_bits(causal, wanted, recompute):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
         ours = attention.attend(*inputs, None, 0.125, causal=causal, recompute=recompute)
-    once = torch.ops.custom_mm.attention_at_once(
-        *inputs, None, 0.125
-    )  # with the one kernel, the row sums and the context are saved too
+    # with the one kernel, the row sums and the context are saved too
+    once = torch.ops.custom_mm.attention_at_once(*inputs, None, 0.125)
     assert sorted(kept) == [(2, 3, 128)] * once + [(2, 3, 128, 64)] * 3 + [(2, 128, 3, 64)] * once
-    weights = [
-        torch.randn_like(x) for x in truth
-    ]  # random, because a gradient that hardly varies along a row would cancel
+    # random, because a gradient that hardly varies along a row would cancel
+    weights = [torch.randn_like(x) for x in truth]
     losses = [sum((o[i].double() * weights[i]).sum() for i in wanted) for o in (ours, truth)]
     found, true = (torch.autograd.grad(x, inputs, allow_unused=True) for x in losses)
     assert [x is None for x in found] == [x is None for x in true]

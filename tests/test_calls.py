@@ -195,9 +195,8 @@ def test_a_deallocation_may_call_the_same_plan(monkeypatch):
     for b in sides:
         made @ b
     weakref.finalize(made._choice.tensors[0], lambda: [made @ b for b in others])
-    made @ torch.randn(
-        80, 131, requires_grad=True
-    )  # the kept copy is saved for backward, so other values get a new copy
+    # the kept copy is saved for backward, so other values get a new copy
+    made @ torch.randn(80, 131, requires_grad=True)
     for factor in (2, 4):  # the second time the retired copy is freed, and with it the calls that read it
         with torch.no_grad():
             made.values.mul_(2)

@@ -132,9 +132,8 @@ def test_preprocessing_frees_its_memory():
     gc.collect()  # tensors of earlier tests
     offsets, columns, values = draw("csr", torch.float32, "cuda", 4096, 4096)[1]
     b = torch.randn(4096, 64, device="cuda")
-    custom_mm.cusparse_prepare(
-        offsets, columns, values, b, 4096, 4096, algorithm="csr_alg3"
-    )  # allocates the handle's workspace
+    # allocates the handle's workspace
+    custom_mm.cusparse_prepare(offsets, columns, values, b, 4096, 4096, algorithm="csr_alg3")
     before = torch.cuda.memory_allocated()
     for _ in range(3):
         prepared = custom_mm.cusparse_prepare(offsets, columns, values, b, 4096, 4096, algorithm="csr_alg3")
@@ -193,9 +192,8 @@ def test_indices_are_checked_once(monkeypatch, device):
     monkeypatch.setattr(custom_mm.indices, "_csr_check", lambda *args: (looked.append(1), check(*args))[1])
     custom_mm.cusparse_spmm(offsets, columns, values, b, 64, 48)
     rows = torch.arange(64, device=device, dtype=columns.dtype).repeat_interleave(offsets.diff())
-    custom_mm.cusparse_spmm(
-        rows, columns, values, b, 64, 48, layout="coo"
-    )  # another matrix with the same columns tensor
+    # another matrix with the same columns tensor
+    custom_mm.cusparse_spmm(rows, columns, values, b, 64, 48, layout="coo")
     custom_mm.cusparse_spmm(offsets, columns, values, b, 64, 48)
     assert not looked
     columns[3] = 48

@@ -140,9 +140,8 @@ def test_errors_next_to_nan_and_overflow_are_found():
     truth = torch.tensor([1.0, 1e9, -1e9, inf, nan, 65500.0], dtype=torch.float64)
     right = truth.half()
     assert experiment._error(right, truth) == 0
-    assert (
-        experiment._error(torch.tensor([1.0, 65504, -inf, 65504, nan, inf]).half(), truth) == 0
-    )  # differences explained by rounding
+    # differences explained by rounding
+    assert experiment._error(torch.tensor([1.0, 65504, -inf, 65504, nan, inf]).half(), truth) == 0
     for n, other in ((0, 1.5), (0, inf), (0, nan), (1, -inf), (2, nan), (3, 6e4), (4, 1.0), (5, 4e4)):
         wrong = right.clone()
         wrong[n] = other

@@ -118,9 +118,8 @@ def test_two_of_four_plus_the_rest_are_the_matrix():
         for step in range(4):
             tile = tiles[row // 128, step]
             pieces = tile[:8192].view(128, 8, 8)[row % 128]
-            numbers = (
-                pieces[torch.arange(8) ^ row % 8].double().view(2, 16, 2)
-            )  # high and low parts of 16 groups of four
+            # high and low parts of 16 groups of four
+            numbers = pieces[torch.arange(8) ^ row % 8].double().view(2, 16, 2)
             places = tile[8192:].view(torch.uint8).view(8, 8, 4, 2, 2)[row % 128 // 16, row % 8, :, row // 8 % 2]
             for four in range(16):
                 bits = int(places.reshape(8)[four // 2]) >> four % 2 * 4

@@ -153,14 +153,8 @@ def test_products(rows, columns, density, dtype, device):
         result = multiply(packed, crow, col, values, b)
         assert_within(result, truth[..., :n])
         assert all(torch.equal(multiply(packed, crow, col, values, b), result) for _ in range(3))
-    for begin, end in (
-        (8, 16),
-        (8, 24),
-        (8, 40),
-        (8, 72),
-        (1, 65),
-        (0, 7),
-    ):  # the last two are not 16-byte aligned: row kernel
+    # the last two are not 16-byte aligned: row kernel
+    for begin, end in ((8, 16), (8, 24), (8, 40), (8, 72), (1, 65), (0, 7)):
         assert_within(multiply(packed, crow, col, values, wide[:, begin:end]), truth[..., begin:end])
     assert_within(multiply(packed, crow, col, values, wide[:, :32].mT.contiguous().mT), truth[..., :32])
 

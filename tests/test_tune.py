@@ -40,9 +40,8 @@ def test_order_of_look_up():
     near = near._replace(k=2048)
     assert choose([mine], [shipped, near]) == mine.tiles
     assert choose([mine], [shipped, near], m=16384) == mine.tiles  # the user's entry with the nearest M
-    assert (
-        choose([mine], [near, shipped], version="3.7.0") == shipped.tiles
-    )  # the user's entry is of another Triton version
+    # the user's entry is of another Triton version
+    assert choose([mine], [near, shipped], version="3.7.0") == shipped.tiles
     assert choose([], [shipped, near], k=2048) == near.tiles
     assert choose([], [shipped, near], k=4096) == near.tiles
     assert choose([], [shipped, near], k=65536) is None  # no entry is close enough
@@ -236,10 +235,8 @@ def test_the_search_finds_the_best_within_its_budget_and_resumes(tmp_path):
     assert not {t for t, _ in first} & {t for t, _ in second}
 
     winner = tune.best(PROBLEM, tried[0], timer, again)
-    assert (winner.tiles.flatten, winner.tiles.tma) == (
-        True,
-        True,
-    )  # two fields away from the default; found in 128 of thousands of trials
+    # two fields away from the default; found in 128 of thousands of trials
+    assert (winner.tiles.flatten, winner.tiles.tma) == (True, True)
     assert winner.us < winner.default_us == round(speed(tried[0]) * 1e6, 3)
     assert Journal(tmp_path / "trials", version="other").seconds == {}
 

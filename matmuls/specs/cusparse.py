@@ -57,9 +57,8 @@ def _matrix(draw: Draw, rows: int, columns: int, layout: str) -> _Matrix:
     places = (place // max(columns, 1), place % max(columns, 1))
     made = _Matrix(layout, offsets, indices, (rows, columns), places, tuple(values.shape))
     block = made.values_shape[1:] if layout == "bsr" else (1, 1)
-    check_parts(
-        "_matrix", layout, offsets, indices, rows, columns, *block
-    )  # later calls reuse this check without a sync
+    # later calls reuse this check without a sync
+    check_parts("_matrix", layout, offsets, indices, rows, columns, *block)
     return made
 
 

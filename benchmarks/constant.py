@@ -1,7 +1,7 @@
-"""What it costs to read the values anew: plans and SparseLinear with values that may change beside those that stay.
+"""Times plans and SparseLinear with constant=True and with values that may change, which every call must re-read.
 
-Usage: python benchmarks/constant.py OUT. Writes OUT/sparse-constant-cuda.json: microseconds of one call as it is made,
-by the wall clock over many calls in turns (host included), and of the GPU alone, beside the dense product.
+Usage: python benchmarks/constant.py OUT. Writes OUT/sparse-constant-cuda.json: microseconds of one call by wall clock
+(us_as_called: host included, many calls, alternating) and of the GPU alone (us_gpu), with the dense product's.
 """
 
 import json
@@ -25,7 +25,7 @@ TOKENS = 1, 32, 128
 
 
 def as_called(ways: dict[str, Callable[[], object]], rounds: int = 9, calls: int = 200) -> dict[str, float]:
-    """Microseconds by the wall clock, medians of rounds that alternate between the ways."""
+    """Wall-clock microseconds per call of each way: medians of rounds that alternate between the ways."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
         for name in ways if turn % 2 == 0 else reversed(ways):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that a GPU must show, in one go: build, tests, sanitizer, BERT, benchmarks.
+# All checks and benchmarks that need a GPU: build, tests, compute-sanitizer, BERT, benchmarks.
 # Usage: benchmarks/gpu.sh OUT [STEP...], with PYTHON and TORCH_CUDA_ARCH_LIST from the environment.
 set -uo pipefail
 shopt -s nullglob
@@ -21,7 +21,7 @@ step() { # name, command...
   ((status == 0)) || failed=1
 }
 
-sanitize() { # tool, tests, file: a small run of the table or of a file; exit status 9 on any error
+sanitize() { # tool, pytest -k expression, file: small tests of the table or a file; exit status 9 on any error
   local file=${3:-table}
   step "sanitize-$1-$file" env MATMULS_POISON=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 compute-sanitizer --tool "$1" --error-exitcode 9 \
     "$python" -m pytest -q -m cuda -p no:cacheprovider "tests/test_$file.py" -k "$2"
@@ -32,9 +32,9 @@ bert() {
   "$python" -m matmuls bert --device cuda "How old are you?" "What is your age?" "A cat sat on the mat." "$@"
 }
 
-# MATRICES: a folder of .npz, .mtx or .graph files, beside the matrices that are drawn. The results have five: the mesh mdual
-# of METIS's sources; Franz6_id1959_aug of SuiteSparse's; cond-mat-2005, email-Enron and NotreDame_www, undirected, of
-# graph-tool's collection. Values are drawn.
+# Generated matrices, and the .npz, .mtx or .graph files of the folder MATRICES. The committed results have five files:
+# mdual (a mesh in METIS's sources), Franz6_id1959_aug (SuiteSparse), and cond-mat-2005, email-Enron and NotreDame_www
+# (undirected, from graph-tool's collection). Their values are random.
 spmm() {
   local files=() drawn=(rmat:18:16 rmat:20:8 grid:1024)
   [ -n "${MATRICES:-}" ] && files=("$MATRICES"/*.{npz,mtx,graph})
@@ -43,7 +43,7 @@ spmm() {
     --dtype float32 --dtype float16 --dtype bfloat16 --device cuda --out "$out"
 }
 
-# Weights as language models have them, pruned: by few columns, as a few dozen tokens ask for, and by many.
+# Pruned weights of language models' shapes, times B of few columns (a few dozen tokens) and of many.
 spmm_pruned() {
   local drawn=()
   for shape in 4096x4096 768x3072 8192x8192 14336x4096 4096x14336; do
@@ -55,7 +55,7 @@ spmm_pruned() {
     --dtype float16 --dtype bfloat16 --device cuda --against dense --out "$out/pruned-wide"
 }
 
-# Two of every four columns kept, as torch's semi-structured tensors want them.
+# 2:4 sparsity, as torch's semi-structured tensors need it.
 spmm_two_of_four() {
   local drawn=()
   for shape in 4096x4096 14336x4096 4096x14336 8192x8192; do drawn+=("pruned:$shape:2of4"); done
@@ -71,19 +71,19 @@ for name in $steps; do
     sanitize)
       sanitize memcheck "the_truth or test_empty or (any_strides and off_by_one_element)"
       sanitize initcheck "the_truth or test_empty"
-      # racecheck slows cuBLAS's kernels a hundredfold: every operation, in two dtypes
+      # racecheck makes cuBLAS's kernels a hundred times slower: every operation, but only in two dtypes
       sanitize racecheck "the_truth and (bfloat16 or float32)"
-      # every tensor an allocation of its own: what is read past its end is seen
+      # without the caching allocator each tensor has its own allocation, so memcheck sees reads past its end
       PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "off_16_bytes and float16" rowwise
-      # attention's one kernel: both of its instances, every mask, rows and keys that fill their tiles and that do not;
-      # 3 s a test, nearly all of it the float64 products beside it
+      # fused attention: both template instances, every mask, full and partial tiles of rows and keys;
+      # 3 s per test, mostly for the float64 reference
       sanitize racecheck "one_kernel_is and bfloat16 and (200 or 384)" attention
-      # packed matrices: every cluster's way of a product, few nonzeros and many; poisoned, plans would take others
-      packed="lane_finds or order_of_their_own or too_small or test_products or test_linear or not_finite"
+      # packed matrices: every cluster size, few nonzeros and many; MATMULS_POISON changes what plans choose
+      packed="lane_reads or with_a_permutation or too_small or test_products or test_linear or non_finite"
       for tool in memcheck initcheck racecheck synccheck; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize "$tool" "($packed) and not (layers or 9000 or 4096)" packed
       done
-      # blocks that wait for each other
+      # kernels whose thread blocks wait for each other
       sanitize synccheck "(matmul_ or linear_ or square) and the_truth and (bfloat16 or float32)"
       ;;
     bert)

@@ -1,4 +1,4 @@
-"""What the scripts here are called with."""
+"""Command-line arguments of the scripts in this folder."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,10 @@ import torch
 
 
 def out_folder(script: str, needs_gpu: bool = True) -> Path:
-    """OUT, the folder for a script's JSON file; ends where a GPU is needed and missing. script: its docstring."""
+    """Parse OUT, the folder for the JSON file; exits with an error if `needs_gpu` and there is no GPU.
+
+    script: the script's docstring, whose first line is the description.
+    """
     parser = argparse.ArgumentParser(description=script.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the JSON file")
     out: Path = parser.parse_args().out

@@ -1,8 +1,8 @@
-"""Times softmax, softmax_ and softmax_backward along every dimension beside torch's on a CPU, at 20 drawn shapes.
+"""Times softmax, softmax_ and softmax_backward along any dimension against torch's on a CPU, for 20 random shapes.
 
 Usage: python benchmarks/softmax_dims_cpu.py OUT. Writes OUT/softmax-dims-cpu.json. Shapes and dimensions come from one
-seed, so that no constant of the kernels was chosen by them. Both sides run in turns (A B A B) with 2 threads, and the
-fastest turn of each counts, since other work on the machine only adds time.
+seed and were not used to tune the kernels' constants. Both sides alternate (A B A B) with 2 threads; the fastest turn
+of each counts, since other work on the machine only adds time.
 """
 
 import json
@@ -23,7 +23,7 @@ RIVALS = {"softmax": "torch", "softmax_": "torch out", "softmax_backward": "torc
 
 
 def drawn(count: int) -> list[tuple[list[int], int]]:
-    """Shapes of 2 to 4 dimensions and 1e4 to 1e7 elements; two thirds with a dimension other than the last."""
+    """`count` pairs of a shape (2 to 4 dimensions, 1e4 to 1e7 elements) and a dimension, in two thirds not the last."""
     rng = random.Random(SEED)
     cases: list[tuple[list[int], int]] = []
     while len(cases) < count:
@@ -35,7 +35,7 @@ def drawn(count: int) -> list[tuple[list[int], int]]:
 
 
 def fastest(sides: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Microseconds of one call of each side."""
+    """Microseconds per call of each side, of its fastest turn."""
     best = dict.fromkeys(sides, float("inf"))
     for _ in range(TURNS):
         for name, call in sides.items():

@@ -1,4 +1,4 @@
-"""Pruned layers of language models on a GPU: matmuls.nn.SparseLinear beside the nn.Linear with all of its zeros.
+"""Times pruned layers of language models on a GPU: matmuls.nn.SparseLinear against nn.Linear with the same weights.
 
 Usage: python benchmarks/sparse_linear.py OUT. Writes OUT/sparse-linear-cuda.json; `matmuls report` makes README's table
 of it.
@@ -22,7 +22,7 @@ TOKENS = 1, 8, 32, 64, 128
 
 @torch.no_grad()
 def measured(inputs: int, outputs: int, zeros: float, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Microseconds of one call, warm, without a gradient, and relative errors against float64."""
+    """Microseconds of one call (warm caches, no autograd) and relative errors against float64, by method."""
     torch.manual_seed(0)
     sparse = SparseLinear.from_linear(torch.nn.Linear(inputs, outputs, device="cuda", dtype=dtype), sparsity=zeros)
     dense = torch.nn.Linear(inputs, outputs, device="cuda", dtype=dtype)

@@ -1,10 +1,10 @@
-"""Which words hold a sentence together: attention rollout over all layers, from BERT's probabilities.
+"""Attention rollout over all layers of BERT: how much each token contributes to the sentence embedding.
 
     python examples/bert_attention.py "A cat sat on the mat."
 
-A token's share of the sentence's representation is followed back through the layers (Abnar and Zuidema, 2020): each
-layer mixes tokens by the mean of its heads' probabilities and keeps half of each token as it is. sdpa returns no
-probabilities; eager attention takes longer for them.
+Attention rollout (Abnar and Zuidema, 2020) traces each token's share of the representation back through the layers: a
+layer mixes tokens by the mean of its heads' probabilities and keeps half of each token unchanged. sdpa returns no
+probabilities; eager attention does, but is slower.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from matmuls.integrations.transformers import optimize
 
 
 def rollout(attentions: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """How much of each input token is in each output token: [S, S], rows sum to 1. attentions: [1, H, S, S] a layer."""
+    """[S, S]: share of each input token (column) in each output token (row). attentions: [1, H, S, S] per layer."""
     mixed = torch.eye(attentions[0].size(-1), device=attentions[0].device)
     for layer in attentions:
         step = (layer[0].float().mean(0) + torch.eye(layer.size(-1), device=layer.device)) / 2
@@ -33,7 +33,7 @@ def main() -> None:
     optimize(encoder.model)
     batch = encoder.batch([text])
     attentions = encoder.run(batch, "custom_mm", probabilities=True).attentions
-    shares = rollout(attentions).mean(0)[1:-1]  # the embedding is the mean of the tokens; [CLS] and [SEP] say nothing
+    shares = rollout(attentions).mean(0)[1:-1]  # the embedding is the tokens' mean; drops [CLS] and [SEP]
     words = encoder.tokenizer.convert_ids_to_tokens(batch["input_ids"][0])[1:-1]
     for token, share in zip(words, shares / shares.sum(), strict=True):
         print(f"{token:>14} {share:6.1%} {'#' * round(100 * share.item())}")

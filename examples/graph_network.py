@@ -1,9 +1,9 @@
-"""A graph network of two layers, trained on a whole graph: its products by a plan, beside torch.sparse.
+"""Trains a two-layer graph network on a whole graph, with a sparse plan and with torch.sparse, and compares the time.
 
     python examples/graph_network.py --graph rmat:16:8 --width 128
 
-The graph is drawn (rmat:18:16, grid:1024) or read (.mtx, .npz, .graph). Every step multiplies by it twice forward
-and by the transposed matrix twice backward: both ways learn the same from the same weights.
+The graph is generated (rmat:18:16, grid:1024) or read from a file (.mtx, .npz, .graph). Every step multiplies by its
+matrix twice forward, and by the transpose twice backward. Both start from the same weights, so their losses agree.
 """
 
 import argparse
@@ -18,7 +18,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def neighbours(source: str, device: str) -> torch.Tensor:
-    """The graph both ways and with itself, each nonzero over the root of both its points' degrees: CSR."""
+    """CSR matrix of the undirected graph with self-loops; each nonzero is 1 / sqrt(degree(i) * degree(j))."""
     a = matrices.load(source)
     points, *others = a.shape
     if others != [points]:
@@ -40,7 +40,7 @@ def network(product: Product, x: torch.Tensor, first: torch.Tensor, second: torc
 def step_of(
     product: Product, x: torch.Tensor, labels: torch.Tensor, start: list[torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
-    """A step of training from these weights on; it gives the loss before it."""
+    """A function that runs one training step on copies of these weights and returns the loss before the step."""
     weights = [w.clone().requires_grad_() for w in start]
     optimizer = torch.optim.Adam(weights, lr=0.02)
 

@@ -1,8 +1,8 @@
-"""What work in place saves: one layer's projection, softmax and norm, over their inputs and in new tensors.
+"""Memory saved by in-place operations: one layer's projection, softmax and norm, in place and out of place.
 
     python examples/inplace_memory.py --rows 40000 --columns 1024
 
-Peak memory above the inputs, and the largest difference between the two ways.
+Prints the peak memory above the inputs, and the largest difference between the two results.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""How far BERT may be pruned: feed-forward layers as sparse ones, by magnitude, without any training after it.
+"""Prunes BERT's feed-forward layers by magnitude, without retraining, and runs them as sparse layers.
 
     python examples/pruned_bert.py --sparsity 0.5 0.9
 
-For each sparsity: time of a forward pass, bytes of the weights, and the cosine between the sentence embeddings of the
-pruned and of the whole model.
+Prints for each sparsity: time of a forward pass, bytes of the weights, and the cosine between the sentence embeddings
+of the pruned and the dense model.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TEXTS = [
 
 
 def prune(model: torch.nn.Module, sparsity: float) -> int:
-    """Replace the two linear layers of each feed-forward network; returns the bytes of all of their weights."""
+    """Replace the two linear layers of each feed-forward network; return the bytes of all their weights."""
     nbytes = 0
     for layer in model.encoder.layer:
         for part in (layer.intermediate, layer.output):

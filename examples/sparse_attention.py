@@ -1,9 +1,10 @@
-"""Attention to a window and a few global tokens at 8192 tokens, beside dense attention: time, memory, gradients.
+"""Sparse attention to a window and a few global tokens (8192 tokens), compared with dense attention.
 
     python examples/sparse_attention.py --tokens 8192
 
-As in Longformer and BigBird: each token sees its neighbours and the global tokens, which see everything. Nothing of
-tokens x tokens elements is made, forward or backward; dense attention with its probabilities makes several.
+Prints time, memory and the difference of results and gradients. The pattern is that of Longformer and BigBird: each
+token attends to its neighbours and the global tokens, and the global tokens attend to all. No tensor of tokens x tokens
+elements is allocated, forward or backward; dense attention with its probabilities allocates several.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from matmuls import measure
 
 
 def window_and_global(tokens: int, window: int, global_tokens: int, device: str) -> torch.Tensor:
-    """The pattern as a sparse matrix of ones, [tokens, tokens], made from its coordinates."""
+    """The pattern: a sparse matrix of ones, [tokens, tokens], built from coordinates."""
     each = torch.arange(tokens, device=device)
     near = each[:, None] + torch.arange(-window, window + 1, device=device)
     inside = (near >= 0) & (near < tokens)

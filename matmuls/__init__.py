@@ -1,4 +1,4 @@
-"""PyTorch users' direct line to cuBLAS and cuSPARSE, and the in-place and fused kernels that PyTorch lacks."""
+"""cuBLAS and cuSPARSE products called directly on PyTorch tensors; in-place and fused kernels that PyTorch lacks."""
 
 import importlib
 from types import ModuleType
@@ -66,7 +66,7 @@ __all__ = [
     "square_matmul_T",
 ]
 __version__ = "0.1.0"
-_MODULES = "attention", "blocks", "integrations", "nn"  # loaded where they are first asked for
+_MODULES = "attention", "blocks", "integrations", "nn"  # imported at first access
 
 
 def __getattr__(name: str) -> ModuleType:

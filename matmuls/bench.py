@@ -1,10 +1,11 @@
-"""`matmuls bench`: every row of the table timed beside what a user would pick instead, in one run.
+"""`matmuls bench`: times every operation of the table against the alternatives a user would pick, in one run.
 
-Inputs are random; on a GPU the same call runs over as many sets of inputs as it takes to leave the L2 (128 at most: the
-smallest cases stay in it, for all rivals), captured as a CUDA graph; all rivals get the same sets, layouts and
-precision, and their rounds alternate. What an in-place operation wrote over is put back before every round, untimed.
-Each result is held against float64 in the same run. The roof is measured in the same run too: the rate of a copy, and
-of the largest product in that dtype.
+- Inputs are random. All rivals get the same inputs, layouts and precision; their rounds alternate.
+- GPU: a CUDA graph of the same call over several sets of inputs, enough to exceed the L2 cache but at most 128
+  (the inputs of the smallest cases stay in L2, for all rivals).
+- In place: the overwritten tensor is restored before every round, untimed.
+- Errors: each result is compared with the float64 reference in the same run.
+- Roof: the measured copy bandwidth and the fastest measured matrix product in the case's dtype.
 """
 
 import json
@@ -32,40 +33,43 @@ from .specs import TABLE, Call, Case, Draw, Spec
 
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CPU_DTYPES = (torch.float32,)
-CPU_FLOPS = 5e9  # the largest case worth its time on a CPU
-QUICK_FLOPS = 3e8
-PRECOMPILE_SECONDS = 300  # what is not compiled by then is compiled when its turn comes
+CPU_FLOPS = 5e9  # operations (see `_cost`) of the largest case that is run on a CPU
+QUICK_FLOPS = 3e8  # the same with --quick
+PRECOMPILE_SECONDS = 300  # limit of `precompile`; the rest is compiled when it is measured
 COMPILED = "torch.compile"
 DENSE = "one dense product"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case. ratio: the rival's time or memory over ours (higher is better); roof: the least over ours."""
+    """One measured case.
+
+    ratio: the rival's time or memory over ours (higher is better). roof: the least possible time over ours.
+    """
 
     operation: str
     case: str
     dtype: str
     kind: str  # "gpu", "cpu", "host" or "memory"
-    rival: str  # the fastest of them
-    ratio: float | None  # None: ours takes no memory
+    rival: str  # the fastest rival
+    ratio: float | None  # None: ours allocates no memory
     ours_us: float | None = None
     rival_us: float | None = None
-    rivals_us: dict[str, float] = field(default_factory=dict)  # all of them
+    rivals_us: dict[str, float] = field(default_factory=dict)  # every rival's time
     tflops: float | None = None
     tbps: float | None = None
     roof: float | None = None
     error: float | None = None
     rival_error: float | None = None
     spread: float | None = None
-    extra_bytes: int | None = None  # what ours allocates at its peak beyond its results
-    ours_mib: float | None = None  # the peak of a call, results included
+    extra_bytes: int | None = None  # allocated by ours at its peak, results excluded
+    ours_mib: float | None = None  # peak of a call, results included
     rival_mib: float | None = None
 
 
 @dataclass(frozen=True)
 class Roofs:
-    """Bytes and floating-point operations a second that this device reached in this run."""
+    """Bytes (copy) and floating-point operations (product, by dtype) per second that the device reached in this run."""
 
     copy: float
     product: dict[str, float]
@@ -76,13 +80,13 @@ class Roofs:
 
 @dataclass(frozen=True)
 class Job:
-    """One case to measure, by the functions of its row or its own."""
+    """One case to measure; functions that the case leaves out are its row's."""
 
     spec: Spec
     case: Case
     dtype: torch.dtype
     device: str
-    kind: str  # of its Row
+    kind: str  # as in Row
 
     @property
     def label(self) -> str:
@@ -111,24 +115,24 @@ class Job:
 
     @property
     def compiled(self) -> bool:
-        """torch.compile is a rival. Not on a CPU, where compiling takes longer than all the rest."""
+        """Whether torch.compile is a rival. Never on a CPU, where compiling takes longer than everything else."""
         return self.spec.compiled and self.kind == "gpu"
 
     def rivals(self) -> dict[str, Callable[..., Any]]:
-        """What a user would pick instead, and, with another result, one dense product of the same size."""
+        """The alternatives by name, among them DENSE, a dense product of the same size with a different result."""
         rivals = {self.rival: self.reference, **self.case.others}
         if self.case.dense is not None:
             rivals[DENSE] = self.case.dense
         if self.compiled:
-            torch.compiler.reset()  # past the limit of recompilations a function runs eagerly
-            rivals[COMPILED] = torch.compile(self.reference, dynamic=False, fullgraph=True)  # whole, or an exception
+            torch.compiler.reset()  # above the recompilation limit a function runs eagerly
+            rivals[COMPILED] = torch.compile(self.reference, dynamic=False, fullgraph=True)  # no graph breaks
         return rivals
 
     def draw(self, seed: int = 0) -> Call:
         return self.case.draw(Draw(self.dtype, self.device, seed))
 
     def own(self, call: Call) -> Call:
-        """The call for ours: with a copy of what it writes over."""
+        """The call for ours; an in-place operation gets a copy of its first argument."""
         if not self.in_place:
             return call
         return Call((call.args[0].clone(memory_format=torch.preserve_format), *call.args[1:]), call.kwargs)
@@ -142,14 +146,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def copy_rate(count: int, device: str) -> float:
-    """Bytes read and written a second, by torch's copy or an elementwise kernel, whichever is faster."""
+    """Bytes read + written per second, by torch's copy or an elementwise kernel, the faster of both."""
     source, target = (torch.randn(count, device=device) for _ in range(2))
     timings = measure.time_on(device, [[lambda: target.copy_(source)], [lambda: torch.neg(source, out=target)]])
     return 2 * source.nbytes / min(timing.seconds for timing in timings)
 
 
 def measure_roofs(device: str, dtypes: list[torch.dtype], quick: bool) -> Roofs:
-    """A copy of 2 GB (GPU) or 128 MB, and square products, the best of the sizes."""
+    """Rate of a copy of 2 GB (GPU) or 128 MB (CPU, quick), and of square products, the best over the sizes."""
     copy = copy_rate(2**25 if device == "cpu" or quick else 2**29, device)
     sizes = (512, 1024) if device == "cpu" or quick else (2048, 4096, 8192)
     product = {}
@@ -165,7 +169,7 @@ def measure_roofs(device: str, dtypes: list[torch.dtype], quick: bool) -> Roofs:
 
 
 def _run(function: Callable[..., Any], call: Call) -> list[Tensor]:
-    """The tensors of the result, be it one or a tuple of them and None."""
+    """The tensors of the result: one tensor, or a tuple of tensors and None."""
     result = function(*call.args, **call.kwargs)
     return [result] if isinstance(result, Tensor) else [x for x in result if x is not None]
 
@@ -179,7 +183,7 @@ def _flops(job: Job, call: Call) -> int:
 
 
 def _wide(t: Tensor) -> Tensor:
-    """In float64; masks and indices as they are."""
+    """Floating-point tensors as float64, complex ones as complex128; masks and indices unchanged."""
     return t.to(torch.complex128) if t.is_complex() else t.double() if t.is_floating_point() else t
 
 
@@ -188,18 +192,21 @@ def _error(x: Tensor, truth: Tensor) -> float:
 
 
 def _errors(job: Job, call: Call, rivals: dict[str, Callable[..., Any]]) -> list[float | None]:
-    """Of ours and of each rival against the reference in float64; the largest, where there are several results."""
+    """Relative errors of ours and each rival against the float64 reference; the largest over several results.
+
+    None for DENSE, which computes something else.
+    """
     truths = _run(job.reference, call.map(_wide))
 
     def worst(function: Callable[..., Any], c: Call) -> float:
         errors = [_error(x, truth) for x, truth in zip(_run(function, c), truths, strict=True)]
-        return torch.tensor(errors).max().item()  # NaN where one is
+        return torch.tensor(errors).max().item()  # NaN if any is
 
     return [worst(job.call, job.own(call)), *(None if n == DENSE else worst(f, call) for n, f in rivals.items())]
 
 
 def _bytes(job: Job, call: Call) -> tuple[int, int]:
-    """Those that must move, and those that ours allocates at its peak beyond its results."""
+    """Bytes that must be read or written, and bytes that ours allocates at its peak, results excluded."""
     own = job.own(call)
     results = _run(job.call, own)
     moved = job.case.moved(call) if job.case.moved else sum(t.nbytes for t in (*call.tensors, *results))
@@ -209,7 +216,7 @@ def _bytes(job: Job, call: Call) -> tuple[int, int]:
 
 
 def _sets(job: Job, call: Call) -> list[Call]:
-    """The call on as many sets of inputs as it takes to leave the L2, 128 at most; on a CPU on one."""
+    """The call on enough sets of inputs to exceed the L2 cache twice, at most 128; on a CPU on one set."""
     if job.device == "cpu":
         return [call]
     inputs = sum(t.nbytes for t in call.tensors)
@@ -218,7 +225,7 @@ def _sets(job: Job, call: Call) -> list[Call]:
 
 
 def _time(job: Job, call: Call, rivals: dict[str, Callable[..., Any]], budget: float) -> list[measure.Timing]:
-    """Of ours and of each rival."""
+    """Times of ours and each rival."""
     calls = _sets(job, call)
     own = [job.own(c) for c in calls]
 
@@ -235,13 +242,13 @@ def _time(job: Job, call: Call, rivals: dict[str, Callable[..., Any]], budget: f
 
 @torch.no_grad()
 def measure_case(job: Job, roofs: Roofs, budget: float) -> Row:
-    """Check one case against float64, then time it."""
+    """Compute the errors of one case against float64, then time it."""
     call, rivals = job.draw(), job.rivals()
     error, *rival_errors = _errors(job, call, rivals)
     nbytes, extra = _bytes(job, call)
     flops = _flops(job, call)
     if job.device == "cuda":
-        torch.cuda.empty_cache()  # the truth's memory: while a graph is captured the allocator cannot take it back
+        torch.cuda.empty_cache()  # of the float64 reference: during graph capture the allocator cannot free it
     ours, *others = _time(job, call, rivals, budget)
     fastest = min(range(len(others)), key=lambda i: others[i].seconds)
     names = list(rivals)
@@ -262,7 +269,7 @@ def measure_case(job: Job, roofs: Roofs, budget: float) -> Row:
 
 
 def measure_memory(job: Job) -> Row:
-    """Peak memory of a call, after one that leaves workspaces behind."""
+    """Peak memory of a call; a first call has already allocated workspaces."""
     call = job.draw()
 
     def peak(function: Callable[..., Any], c: Call) -> float:
@@ -274,7 +281,7 @@ def measure_memory(job: Job) -> Row:
 
 
 def measure_host(job: Job) -> Iterator[Row]:
-    """Host time of one small call, without and with a gradient to record."""
+    """Host time of one small call, without and with autograd."""
     for gradient in (False, True) if job.spec.gradient and not job.in_place else (False,):
         call = job.draw()
         if gradient:
@@ -305,7 +312,7 @@ def measure_job(job: Job, roofs: Roofs, budget: float = 0.1) -> list[Row]:
 
 
 def plan(names: list[str], device: str, dtypes: list[torch.dtype], quick: bool) -> list[Job]:
-    """The table's cases that suit the device, for the rows named (none: all) in the dtypes named (none: each row's)."""
+    """The cases to run on `device`: of the operations `names` (empty: all) in `dtypes` (empty: the operation's own)."""
     known = {spec.name: spec for spec in TABLE if spec.cases or spec.memory_cases}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -330,7 +337,7 @@ def _jobs(spec: Spec, device: str, dtypes: list[torch.dtype]) -> Iterator[Job]:
 
 
 class _MetaDraw(Draw):
-    """Shapes without values."""
+    """Draws meta tensors: shapes without values."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, "meta"
@@ -340,16 +347,16 @@ class _MetaDraw(Draw):
 
 
 def _cost(job: Job) -> float:
-    """Operations of a case; what only moves memory counts ten for an element."""
+    """Floating-point operations of a case, or ten for each element of its inputs where that is more."""
     with torch.device("meta"):
         call = job.case.draw(_MetaDraw(job.dtype))
         return max(_flops(job, call), 10 * sum(t.numel() for t in call.tensors))
 
 
 def precompile(workers: int, names: list[str], device: str, dtypes: list[torch.dtype], quick: bool) -> int:
-    """Compile the plan's rivals in so many processes, each its share of them, into inductor's cache on disk.
+    """Compile the rivals' torch.compile kernels into inductor's disk cache, split over `workers` processes.
 
-    Returns how many failed or hung; what they left undone is compiled when its turn comes.
+    Returns how many processes failed or timed out; what they did not compile is compiled when it is measured.
     """
     compiled = [job for job in plan(names, device, dtypes, quick) if job.compiled]
     workers = min(workers, len(compiled))
@@ -372,7 +379,7 @@ def precompile(workers: int, names: list[str], device: str, dtypes: list[torch.d
 def _compile_share(
     share: int, shares: int, names: list[str], device: str, dtypes: list[torch.dtype], quick: bool
 ) -> None:
-    """One process of them. What fails is told on stderr, and in the exit status."""
+    """Body of one process: compile every `shares`-th case from `share` on; report failures on stderr, exit status 1."""
     from torch._inductor import config
 
     config.compile_threads = 1  # the processes are parallel already
@@ -380,7 +387,7 @@ def _compile_share(
     for job in [job for job in plan(names, device, dtypes, quick) if job.compiled][share::shares]:
         try:
             _run(job.rivals()[COMPILED], job.draw())
-            torch.cuda.empty_cache()  # the GPU is shared
+            torch.cuda.empty_cache()  # other processes share the GPU
         except Exception as error:
             print(f"{job.label}: {error}", file=sys.stderr)
             failed = True
@@ -388,8 +395,9 @@ def _compile_share(
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Where and with what a result was measured."""
-    ours = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None  # no repository around a copy
+    """The machine, versions, command and commit of a measurement."""
+    # an installed copy may lie in another repository
+    ours = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
     changes = _git("status", "--porcelain", "--", "src", "custom_mm", "matmuls") if ours else None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,8 +1,8 @@
-"""`matmuls bench-bert`: BERT of random weights with our attention beside stock attention, in one run.
+"""`matmuls bench-bert`: times BERT models of random weights with matmuls attention and stock attention, in one run.
 
-A model's time is that of whole calls by CUDA events, rounds alternating between the ways; its memory is the peak above
-the weights and, apart, above the probabilities that it returns. Each way's last hidden states are held against eager
-attention in float32 in the same run. A way may be measured with several sizes of pieces.
+A "way" is an attention implementation, with or without `optimize`. Time: whole calls by CUDA events; rounds alternate
+between the ways. Memory: the peak above the weights, and also above the weights and the returned probabilities. Error:
+each way's last hidden states compared with float32 eager attention in the same run.
 """
 
 import copy
@@ -32,15 +32,15 @@ TINY_SHAPES = (("tiny", 3, 16),)
 
 @dataclass(frozen=True)
 class Way:
-    """One way through a model, under the name of its attention implementation."""
+    """One variant of a model: the name of its attention implementation in transformers, and whether it is optimized."""
 
     name: str
     attention: str
     optimized: bool = False
-    pieces: bool = False  # it works in pieces of scores, whose size may be tried
+    pieces: bool = False  # it computes scores in pieces, whose size --piece sets
 
 
-# what is measured -> the ways, of which the first is the rival
+# task -> its ways; the first is the rival
 TASKS = {
     "probabilities": (
         Way("eager", "eager"),
@@ -57,14 +57,14 @@ TASKS = {
         Way("custom_mm", "custom_mm"),
         Way("custom_mm, optimized", "custom_mm", optimized=True),
     ),
-    # probabilities are made, as eager makes them, and dropped by the layer
+    # the attention computes probabilities, as eager does, and the layer drops them
     "training": (
         Way("eager", "eager"),
-        Way("sdpa", "sdpa"),  # makes none
+        Way("sdpa", "sdpa"),  # computes no probabilities
         Way("custom_mm", "custom_mm, always", pieces=True),
         Way("custom_mm, recompute", "custom_mm, recompute", pieces=True),
     ),
-    # and kept by the caller until the step is done
+    # the caller keeps the probabilities until the step is done
     "training, probabilities returned": (
         Way("eager", "eager"),
         Way("custom_mm", "custom_mm, always", pieces=True),
@@ -74,7 +74,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One way through one model. speed, memory: the rival's time over its, its peak over the rival's."""
+    """One way on one model. speed: the rival's time over this one's; memory: this one's peak over the rival's."""
 
     task: str
     case: str
@@ -83,18 +83,19 @@ class Row:
     fastest_ms: float
     spread: float
     peak_mib: float  # above the weights
-    above_mib: float  # and above the probabilities that are returned
+    above_mib: float  # above the weights and the returned probabilities
     speed: float
-    memory: float  # of above_mib
-    error: float  # of the last hidden states, beside eager attention's in float32
+    memory: float  # ratio of above_mib
+    error: float  # of the last hidden states, relative to float32 eager attention
     piece_mib: float | None = None
     chunk_mib: float | None = None
 
 
 def run(device: str, tiny: bool, pieces: list[int], chunks: list[int], rounds: int) -> Iterator[Row]:
-    """Rows as they are measured. pieces, chunks: MiB of scores, of optimized layers; the first is the default's stead.
+    """Yield rows as they are measured. On a CPU, or with `tiny`, a tiny float32 model.
 
-    On a CPU, or with tiny, a model of seconds in float32.
+    pieces: sizes of pieces of scores to try, MiB. chunks: sizes of chunks of optimized layers to try, MiB. Empty: the
+    default size.
     """
     from .integrations.transformers import register
 
@@ -114,8 +115,11 @@ def run(device: str, tiny: bool, pieces: list[int], chunks: list[int], rounds: i
 
 @dataclass
 class Models:
-    """A stock model for each attention, optimized copies by their chunks in MiB (None: the default), and the weights in
-    float32. A model keeps its attention: to change it takes the host 0.14 ms."""
+    """The models of one size: a stock one for each attention, optimized ones by chunk size in MiB (None: the default),
+    and `truth` in float32.
+
+    Each attention has its own model because switching a model's attention takes 0.14 ms of host time.
+    """
 
     stock: dict[str, Any]
     optimized: dict[int | None, Any]
@@ -149,7 +153,7 @@ def _measure(
     device = models.truth.device.type
     ids = torch.randint(1000, 30000, (batch, length), device=device)
     inputs = {"input_ids": ids}
-    if task.endswith("padded"):  # lengths from a half to the whole
+    if task.endswith("padded"):  # lengths from length / 2 to length
         lengths = torch.linspace(length // 2, length, batch, device=device)
         inputs["attention_mask"] = (torch.arange(length, device=device) < lengths[:, None]).long()
     training = task.startswith("training")
@@ -184,7 +188,7 @@ def _measure(
 
 
 def _peaks(step: Callable[[], tuple[Tensor, ...] | None], device: str) -> tuple[int, int]:
-    """Bytes at the peak of a step above the weights, and above the probabilities that it returns."""
+    """Peak bytes of a step above the weights, and above the weights and the probabilities that it returns."""
     step()
     returned = []
     peak = measure.peak_memory(lambda: returned.append(step()), device)
@@ -194,8 +198,9 @@ def _peaks(step: Callable[[], tuple[Tensor, ...] | None], device: str) -> tuple[
 def _step(
     model: Any, inputs: dict[str, Tensor], implementation: str, training: bool, returned: bool, piece: int | None
 ) -> Callable[[], tuple[Tensor, ...] | None]:
-    """One forward pass, or one of training without the optimizer's part; returns the probabilities."""
-    parameters = list(model.parameters())  # to look for those of 24 layers takes the host 1 ms
+    """A function for one forward pass, or one forward + backward pass without an optimizer step; it returns the
+    probabilities."""
+    parameters = list(model.parameters())  # listing those of 24 layers takes 1 ms of host time
 
     def step() -> tuple[Tensor, ...] | None:
         with _as(model, implementation, piece), torch.inference_mode(not training):
@@ -224,7 +229,7 @@ def _as(model: Any, implementation: str, piece: int | None) -> Iterator[None]:
 
 @torch.inference_mode()
 def _error(truth: Any, model: Any, implementation: str, inputs: dict[str, Tensor]) -> float:
-    """Of two sequences, the tokens that are not padding."""
+    """Relative error of the last hidden states of two sequences, padding excluded."""
     two = {name: x[:2] for name, x in inputs.items()}
     kept = two.get("attention_mask", torch.ones_like(two["input_ids"])).bool()
     hidden = []

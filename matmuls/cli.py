@@ -1,4 +1,4 @@
-"""The command `matmuls`."""
+"""The command line `matmuls`: info, bert, bench, bench-bert, tune, spmm and report."""
 
 import importlib.util
 import json
@@ -20,17 +20,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is loaded: its profiler talks to stderr otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch loads; without it torch's profiler logs to stderr
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 console = Console(width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True)
 
-DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; a visible GPU is taken by default")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if a GPU is visible")]
 
 
 def fail(message: str) -> typer.Exit:
-    """One line on stderr and exit status 2: the call was wrong, or something it needs is missing."""
+    """Print one line to stderr; the returned exception exits with status 2 (wrong usage or a missing requirement)."""
     errors.print(f"matmuls: {message}", style="red", highlight=False, soft_wrap=True, markup=False, emoji=False)
     return typer.Exit(2)
 
@@ -61,7 +61,7 @@ def pick_dtype(name: str) -> Any:
 
 
 def need_writable(option: str, folder: Path) -> None:
-    """Before a long run, that it need not end at this."""
+    """Create `folder` and write a temporary file to it, so that a long run does not fail when it saves its results."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -70,14 +70,14 @@ def need_writable(option: str, folder: Path) -> None:
 
 
 def counting() -> Progress:
-    """A bar of cases on stderr, gone at the end, and none into a file."""
+    """A progress bar over cases on stderr, removed at the end; disabled if stderr is not a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=errors, disable=not sys.stderr.isatty(), transient=True)
 
 
 @contextmanager
 def may_be_stopped() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM end the block, and the list holds the exit status then."""
+    """Ctrl-C (SIGINT) and SIGTERM end the block without an exception; the yielded list then holds the exit status."""
     stopped: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
@@ -88,7 +88,7 @@ def may_be_stopped() -> Iterator[list[int]]:
     try:
         yield stopped
     except KeyboardInterrupt:
-        errors.print("stopped; what follows was measured until then")
+        errors.print("stopped; the results below were measured before the stop")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -105,7 +105,7 @@ def show_version(asked: bool) -> None:
 @app.callback()
 def matmuls(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it and exit.")
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """cuBLAS and cuSPARSE for PyTorch."""
@@ -113,7 +113,7 @@ def matmuls(
 
 @app.command()
 def info(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
-    """Versions, GPU, libraries, handles and build facts: what a bug report needs."""
+    """Print versions, GPUs, libraries, library handles and build options, as needed for a bug report."""
     from .info import collect
 
     facts = collect()
@@ -132,17 +132,21 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = F
 
 @app.command()
 def bert(
-    texts: Annotated[list[str] | None, typer.Argument(help="the texts to embed and compare")] = None,
-    file: Annotated[Path | None, typer.Option(help="a file with one text a line")] = None,
+    texts: Annotated[list[str] | None, typer.Argument(help="texts to embed and compare")] = None,
+    file: Annotated[Path | None, typer.Option(help="file with one text per line")] = None,
     device: DeviceOption = None,
     dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16")] = "float32",
     model: Annotated[Path | None, typer.Option(help="folder of a BERT model; all-MiniLM-L6-v2 by default")] = None,
-    attn: Annotated[str, typer.Option(help="custom_mm, sdpa or eager: whose answer it is")] = "custom_mm",
-    optimize: Annotated[bool, typer.Option("--optimize", help="the optimized model too, and its answer")] = False,
-    attentions: Annotated[Path | None, typer.Option(help="a picture of the first text's attention, .png")] = None,
+    attn: Annotated[
+        str, typer.Option(help="custom_mm, sdpa or eager: attention that the similarities come from")
+    ] = "custom_mm",
+    optimize: Annotated[
+        bool, typer.Option("--optimize", help="also run the optimized model and take the similarities from it")
+    ] = False,
+    attentions: Annotated[Path | None, typer.Option(help="write the first text's attention to this .png file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """How alike texts are, by a real BERT whose attention runs on our products, beside stock attention.
+    """Cosine similarity of texts embedded by a BERT model with matmuls attention, compared with stock attention.
 
     Exit status 1 if an embedding differs from stock attention's by more than 1e-5 in float32, 1e-4 with --optimize.
     """
@@ -214,16 +218,16 @@ def show_bert(result: Any) -> None:
 
 @app.command()
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="rows of the table; all of them by default")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="operations of the table (default: all)")] = None,
     device: DeviceOption = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="may be given several times")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="may be repeated")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for the JSON file")] = None,
-    quick: Annotated[bool, typer.Option(help="small cases only, in seconds")] = False,
+    quick: Annotated[bool, typer.Option(help="only small cases; takes seconds")] = False,
     precompile: Annotated[int, typer.Option(help="processes that first compile torch.compile's kernels")] = 0,
 ) -> None:
-    """Time the table's operations beside what you would use instead, against the roof measured in the same run.
+    """Time the table's operations against their alternatives and against the roofs measured in the same run.
 
-    May be stopped by Ctrl-C or SIGTERM: what was measured until then is shown and written; the exit status tells.
+    Ctrl-C or SIGTERM stops the run: results so far are shown and written, and the exit status is 128 + the signal.
     """
     from . import bench as b
 
@@ -236,8 +240,8 @@ def bench(
     if out is not None:
         need_writable("--out", out)
     if precompile and (failed := b.precompile(precompile, names or [], chosen, dtypes, quick)):
-        errors.print(f"{failed} of the processes did not compile all of their share")
-    budget = 0.1 if quick else 0.4 if chosen == "cpu" else 0.05  # of a rival; 20 rounds at least
+        errors.print(f"{failed} of the processes did not compile their whole share")
+    budget = 0.1 if quick else 0.4 if chosen == "cpu" else 0.05  # seconds per rival; on a GPU at least 20 rounds
     rows: list[b.Row] = []
     with counting() as progress:
         task = progress.add_task("measuring the roofs", total=len(jobs))
@@ -263,7 +267,7 @@ def show_bench(rows: list[Any], roofs: Any) -> None:
         f"roofs of this run: copy {roofs.copy / 1e12:.3f} TB/s; product "
         + ", ".join(f"{dtype} {rate / 1e12:.1f} TFLOP/s" for dtype, rate in roofs.product.items())
     )
-    table = Table(title="Time or memory of ours, and the fastest rival's over it (higher is better)")
+    table = Table(title="Time or memory of matmuls; ratio: the fastest rival's over it (higher is better)")
     for name in ("operation", "case", "dtype", "kind", "rival"):
         table.add_column(name, overflow="fold")
     for name in ("time, us", "MiB", "TFLOP/s", "TB/s", "of the roof", "ratio"):
@@ -294,17 +298,18 @@ def show_bench(rows: list[Any], roofs: Any) -> None:
 @app.command("bench-bert")
 def bench_bert(
     device: DeviceOption = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="a model of seconds, as on a CPU")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="a tiny model that runs in seconds, as on a CPU")] = False,
     piece: Annotated[
-        list[int] | None, typer.Option(min=0, help="MiB of scores at a time; several are compared")
+        list[int] | None, typer.Option(min=0, help="MiB of attention scores computed at a time; repeat to compare")
     ] = None,
     chunk: Annotated[
-        list[int] | None, typer.Option(min=1, help="MiB of optimized layers at a time; several too")
+        list[int] | None,
+        typer.Option(min=1, help="MiB of activations per chunk of an optimized layer; repeat to compare"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="calls of each way")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="timed calls per variant")] = 15,
     out: Annotated[Path | None, typer.Option(help="folder for the JSON file")] = None,
 ) -> None:
-    """BERT base and large of random weights in bfloat16: our attention, optimized or not, beside stock attention."""
+    """Time BERT base and large (random weights, bfloat16) with matmuls attention, optimized or not, against stock."""
     try:
         import transformers  # noqa: F401
     except ImportError as error:
@@ -314,7 +319,7 @@ def bench_bert(
     chosen = pick_device(device)
     if out is not None:
         need_writable("--out", out)
-    table = Table(title="Speed over the first of each, memory as a share of its", show_lines=False)
+    table = Table(title="Speed and memory relative to the first way of each task and model", show_lines=False)
     for name in ("task", "model", "way"):
         table.add_column(name, overflow="fold")
     for name in ("piece", "chunk", "time, ms", "peak, MiB", "above probabilities", "speed", "memory", "error"):
@@ -335,18 +340,18 @@ def bench_bert(
 @app.command()
 def tune(
     name: Annotated[str, typer.Argument(help="masked_linear or masked_ffn")],
-    k: Annotated[int, typer.Option(help="features of x; of masked_ffn the hidden size")],
-    n: Annotated[int, typer.Option(help="features of the result; of masked_ffn the intermediate size")],
-    m: Annotated[list[int] | None, typer.Option(help="rows; may be given several times")] = None,
+    k: Annotated[int, typer.Option(help="features of x (masked_ffn: hidden size)")],
+    n: Annotated[int, typer.Option(help="features of the result (masked_ffn: intermediate size)")],
+    m: Annotated[list[int] | None, typer.Option(help="rows of x; may be repeated (default: 512, 8192, 65536)")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
-    budget: Annotated[float, typer.Option(help="seconds for all of it")] = 600.0,
+    budget: Annotated[float, typer.Option(help="seconds for the whole search")] = 600.0,
     jobs: Annotated[
-        int, typer.Option(help="processes that compile ahead; each takes half a GB of the GPU's memory")
+        int, typer.Option(help="processes that compile candidates in advance; each takes half a GB of GPU memory")
     ] = 4,
 ) -> None:
-    """Find the fastest tiles of the masked kernels for a shape on this GPU, and keep them for every later call.
+    """Find the fastest tile sizes of the masked kernels for a shape on this GPU and save them for later calls.
 
-    May be stopped at any time and goes on from there. Kept in the user's cache directory, a file for each GPU model.
+    May be stopped at any time; the next run continues. Saved in the user's cache directory, one file per GPU model.
     """
     pick_device("cuda")
     try:
@@ -370,7 +375,7 @@ def tune(
     compilers = t.Compilers(t.compile_on_gpu, max(1, jobs))
     with progress:
         begin, fastest = time.monotonic(), dict.fromkeys(todo, float("inf"))
-        bar = progress.add_task("starting", total=budget)  # the budget is what ends it
+        bar = progress.add_task("starting", total=budget)  # seconds: the search ends with its budget
 
         def step(problem: Any, tiles: Any, seconds: float | None) -> None:
             fastest[problem] = min(fastest[problem], seconds or float("inf"))
@@ -404,24 +409,27 @@ def spmm(
         list[str] | None,
         typer.Argument(help="files (.mtx, .npz, .graph, .metis) or rmat:18:16, grid:1024, pruned:4096x4096:0.9"),
     ] = None,
-    n: Annotated[str, typer.Option(help="columns of the dense side, separated by commas")] = "32,128,512",
-    dtype: Annotated[list[str] | None, typer.Option(help="may be given several times; float32 by default")] = None,
+    n: Annotated[str, typer.Option(help="columns of B (the dense operand), separated by commas")] = "32,128,512",
+    dtype: Annotated[list[str] | None, typer.Option(help="may be repeated (default: float32)")] = None,
     device: DeviceOption = None,
     out: Annotated[Path | None, typer.Option(help="folder for a JSON file and a plot")] = None,
-    sweep: Annotated[str | None, typer.Option(help="shares of zeros, as 0.5,0.9: where sparse begins to pay")] = None,
-    shape: Annotated[str, typer.Option(help="of the matrices of --sweep")] = "4096x4096",
-    backward: Annotated[bool, typer.Option(help="time forward and backward to both sides, too")] = False,
+    sweep: Annotated[
+        str | None, typer.Option(help="shares of zeros, such as 0.5,0.9: find where sparse beats dense")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="shape of the matrices of --sweep")] = "4096x4096",
+    backward: Annotated[
+        bool, typer.Option(help="also time forward + backward, with gradients of A's values and B")
+    ] = False,
     against: Annotated[
         list[str] | None,
-        typer.Option(
-            help="cusparse, torch.sparse, scipy, dense or torch 2:4, may be given several times; all by default"
-        ),
+        typer.Option(help="cusparse, torch.sparse, scipy, dense or torch 2:4; may be repeated (default: all)"),
     ] = None,
 ) -> None:
-    """Time every way to multiply a sparse matrix on the matrices that you name, each held against float64.
+    """Time every way to multiply the sparse matrices you name; check each result against float64.
 
-    May be stopped by Ctrl-C or SIGTERM: what was measured until then is shown and written. Exit status 1 if one of ours
-    is further from the truth than rounding explains, 2 if something could not be read or held: the rest is measured.
+    Ctrl-C or SIGTERM stops the run: results so far are shown and written. Exit status 1 if a result of matmuls has a
+    larger error than rounding explains, 2 if a matrix could not be read or does not fit in memory (the others are
+    measured).
     """
     from . import experiment as e
 
@@ -439,12 +447,12 @@ def spmm(
         rivals = e.rivals_named(against or e.RIVALS)
     except ValueError as error:
         raise fail(f"--against is {error}") from error
-    for source in named:  # a long run must not end at a name that is not there
+    for source in named:  # fail before a long run, not during it
         if ":" not in source and not Path(source).is_file():
             raise fail(f"no file named {source}")
     if out is not None:
         need_writable("--out", out)
-    # torch's, to whoever makes the first one
+    # torch warns at the first sparse CSR and the first semi-structured tensor
     warnings.filterwarnings("ignore", "Sparse (CSR|invariant)|The PyTorch API of SparseSemiStructuredTensor")
     cases: list[Any] = []
     refused: list[str] = []
@@ -480,7 +488,9 @@ def spmm(
 
 
 def show_spmm(cases: list[Any]) -> None:
-    table = Table(title="* what the plan chose; ratio: the fastest sparse rival's time over it (higher is better)")
+    table = Table(
+        title="* chosen by the plan; ratio: the fastest sparse rival's time over this one's (higher is better)"
+    )
     table.add_column("matrix", overflow="fold")
     table.add_column("with")
     for name in ("time, us", "GFLOP/s", "of the floor", "ratio", "error"):
@@ -503,8 +513,10 @@ def show_spmm(cases: list[Any]) -> None:
             took = "refused" if r.us is None else f"{r.us:.1f}"
             mib = f"{c.backward_mib[name]:.1f} MiB" if name in c.backward_mib else ""
             table.add_row("", f"forward + backward, {name}", took, "", mib)
-        first = f"with {c.calls} products {c.calls_us:.0f} us, {c.calls_planless_us:.0f} without it"
-        first += f", each waited for {c.waited_us:.0f} and {c.waited_planless_us:.0f}" if c.waited_us else ""
+        first = f"with {c.calls} products {c.calls_us:.0f} us, {c.calls_planless_us:.0f} us without a plan"
+        first += (
+            f"; synchronized after each: {c.waited_us:.0f} and {c.waited_planless_us:.0f} us" if c.waited_us else ""
+        )
         build = f"{c.plan_us:.0f} us, {c.plan_bytes / 2**20:.1f} MiB, {first}"
         table.add_row("", f"[dim]plan: {build}[/dim]", end_section=True)
     console.print(table)
@@ -512,11 +524,11 @@ def show_spmm(cases: list[Any]) -> None:
 
 @app.command()
 def report(
-    readme: Annotated[Path, typer.Option(help="the file whose tables are written")] = Path("README.md"),
-    results: Annotated[Path, typer.Option(help="folder of JSON files")] = Path("benchmarks/results"),
-    check: Annotated[bool, typer.Option(help="change nothing; exit status 1 if a table is out of date")] = False,
+    readme: Annotated[Path, typer.Option(help="file whose tables are rewritten")] = Path("README.md"),
+    results: Annotated[Path, typer.Option(help="folder of the JSON result files")] = Path("benchmarks/results"),
+    check: Annotated[bool, typer.Option(help="do not write; exit status 1 if a table is out of date")] = False,
 ) -> None:
-    """Write README's tables from the table of operations and the committed results."""
+    """Rewrite README's tables from the table of operations and the committed results."""
     from . import files
     from .report import render
 

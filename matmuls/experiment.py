@@ -1,10 +1,12 @@
-"""`matmuls spmm`: every way to multiply a sparse matrix, on the matrices that the user names, in one run.
+"""`matmuls spmm`: times every way to compute A @ B for the sparse matrices that the user names, in one run.
 
-Ours with a plan and without, each algorithm of cuSPARSE's (prepared where it can be), torch.sparse, scipy on a CPU, the
-dense product where it fits, and torch's semi-structured one of a matrix that keeps two of each four. All of them get
-the same int32 indices, values and dense side, and are warm: a matrix is multiplied again and again. Each result is held
-against torch.sparse in float64. The floor is the time of a copy of as many bytes as must move: indices, values, the
-rows of the dense side that have a nonzero, and the result, each once.
+Candidates: matmuls with and without a plan, each cuSPARSE algorithm (with preprocessing where it exists), torch.sparse,
+scipy (CPU), the dense product if A fits in memory, and torch's semi-structured product if A has 2:4 sparsity. All get
+the same int32 indices, values and B, and run with warm caches, as in repeated products of one matrix. Each result is
+compared with torch.sparse in float64.
+
+Floor: the time of a copy of the bytes that must move: indices, values, the rows of B that meet a nonzero, and the
+result, each once.
 """
 
 import json
@@ -31,17 +33,18 @@ PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", 
 SEMI = "torch 2:4"
 CUSPARSE = ("csr_alg1", "csr_alg2", "csr_alg3", "coo_alg1", "coo_alg2", "coo_alg3", "coo_alg4")
 RIVALS = (*(f"cusparse {algorithm}" for algorithm in CUSPARSE), TORCH, SCIPY, DENSE, SEMI)
-PREPARED = ("csr_alg1", "csr_alg3")  # what cusparseSpMM_preprocess speeds up
-DENSE_ELEMENTS = 2**26
-ROUNDS, CALLS_US = 7, 2e5  # of the first products: how often, and how long once, where five do not take longer
-ROUND_US = 5e5  # what the rounds of one case may take in all, where seven of them do not take longer
-NEAR = 1.05  # times the fastest: candidates so near race again among themselves
+PREPARED = ("csr_alg1", "csr_alg3")  # algorithms that cusparseSpMM_preprocess speeds up
+DENSE_ELEMENTS = 2**26  # largest rows * columns of A for which the dense product is timed
+ROUNDS, CALLS_US = 7, 2e5  # first products: rounds, and microseconds per round (but at least 5 products)
+ROUND_US = 5e5  # microseconds for all rounds of a case (but at least 7 rounds)
+NEAR = 1.05  # candidates within this factor of the fastest are timed again among themselves
 Product = Callable[[], Any]
 Made = TypeVar("Made")
 
 
 def rivals_named(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of RIVALS; of a library the first word names all."""
+    """The entries of RIVALS with these names; a first word such as cusparse selects all of a library's. ValueError on
+    others."""
     for name in names:
         if not any(name in (rival, rival.split()[0]) for rival in RIVALS):
             raise ValueError(f"one of cusparse, {', '.join(RIVALS)}, got {name}")
@@ -50,7 +53,8 @@ def rivals_named(names: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Result:
-    """One candidate's time and its error relative to the norm of the truth; or why there is none."""
+    """One candidate's time in microseconds and its error relative to the norm of the float64 result, or the reason
+    (refused) why there is none."""
 
     us: float | None = None
     error: float | None = None
@@ -60,7 +64,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Case:
-    """One matrix, dtype and width."""
+    """The results for one matrix, dtype and number n of columns of B."""
 
     matrix: str
     rows: int
@@ -71,11 +75,11 @@ class Case:
     n: int
     floor_us: float
     results: dict[str, Result]
-    chosen: str  # by the plan
-    plan_us: float  # building it
+    chosen: str  # the plan's choice
+    plan_us: float  # time to build the plan
     plan_bytes: int
-    # A matrix's first products in a process that knows the shape: how many, and how long in all by the wall clock; with
-    # a plan, building it and choosing among it, and without. One call after the other, and on a GPU each waited for.
+    # First products of a new matrix in a process that has already run this shape: their number, and wall time in total
+    # with a plan (its construction and choice included) and without; back to back, and (GPU) synchronized after each.
     calls: int = 0
     calls_us: float = 0
     calls_planless_us: float = 0
@@ -90,18 +94,18 @@ class Case:
 
     @property
     def rivals(self) -> dict[str, float]:
-        """What a user would pick instead: microseconds of all that are sparse and not ours."""
+        """Microseconds of all sparse candidates other than ours."""
         mine = (PLAN, PLANLESS, DENSE)
         return {name: r.us for name, r in self.results.items() if r.us is not None and name not in mine}
 
     def speed(self, name: str = PLAN) -> float | None:
-        """The fastest rival's time over a candidate's."""
+        """The fastest sparse rival's time over that of the candidate `name`."""
         own = self.results[name].us
         return min(self.rivals.values()) / own if own and self.rivals else None
 
     @property
     def speed_over_any(self) -> float | None:
-        """The same, the dense product among the rivals."""
+        """`speed` of the plan with the dense product among the rivals."""
         own, dense = self.results[PLAN].us, self.results[DENSE].us if DENSE in self.results else None
         found = [*self.rivals.values(), *([dense] if dense else [])]
         return min(found) / own if own and found else None
@@ -122,17 +126,17 @@ class Case:
 
     @property
     def pays_back(self) -> float | None:
-        """The first products' time without a plan over that with one; from 1 on it has paid back."""
+        """Time of the first products without a plan over that with one; above 1 the plan has paid for itself."""
         return self.calls_planless_us / self.calls_us if self.calls_us else None
 
     @property
     def pays_back_waited(self) -> float | None:
-        """The same, each product waited for."""
+        """`pays_back` with a synchronization after each product."""
         return self.waited_planless_us / self.waited_us if self.waited_us else None
 
 
 class Operands:
-    """A matrix on a device in a dtype, in every form that a candidate takes."""
+    """A matrix on a device in a dtype, as CSR, as COO rows and (`full`) dense."""
 
     def __init__(self, matrix: Matrix, dtype: torch.dtype, device: str) -> None:
         self.matrix, self.dtype, self.device = matrix, dtype, device
@@ -164,7 +168,7 @@ class Operands:
         return self.matrix.shape[0] * self.matrix.shape[1] <= DENSE_ELEMENTS
 
     def full(self) -> Tensor:
-        """With its zeros, duplicates added up."""
+        """The dense matrix; duplicates are summed."""
         full = torch.zeros(self.matrix.shape, dtype=self.dtype, device=self.device)
         return full.index_put_((self.row.long(), self.col.long()), self.values, accumulate=True)
 
@@ -183,8 +187,8 @@ def _microseconds(run: Product, device: str) -> tuple[float, Any]:
 
 
 def _first_products(m: Operands, b: Tensor, about: float) -> dict[str, float]:
-    """Of a matrix that nobody has seen, by the wall clock, and what building the plan took: medians of rounds. about:
-    microseconds of a product."""
+    """The fields calls, *calls_us, *waited_us and plan_us of a Case: medians over rounds, each with a new copy of the
+    matrix. about: microseconds of one product."""
     calls = int(min(PRODUCTS, max(5, CALLS_US / about)))
 
     def planned(done: Callable[[], None], a: Tensor) -> None:
@@ -231,8 +235,11 @@ def _scipy(m: Operands, b: Tensor) -> Product:
 
 
 def _full(m: Operands, made: sparse.SparsePlan) -> Tensor:
-    """The dense matrix: the plan's copy of it, if it has one, lest places in memory be compared. One kernel took .95 to
-    1.05 of its time by another copy of 4096 x 4096 numbers, and by each the same again within half a percent (H100)."""
+    """The dense matrix: the plan's copy if it has one, so that both run from the same address.
+
+    A kernel's time changed by a factor of .95 to 1.05 between copies of 4096 x 4096 numbers at different addresses, and
+    was reproducible within half a percent for each copy (H100).
+    """
     kept = made._choice.tensors if made._choice else []
     own = (t for t in kept if (t.shape, t.dtype) == (m.matrix.shape, m.dtype) and t.is_contiguous())
     found = next(own, None)
@@ -240,7 +247,7 @@ def _full(m: Operands, made: sparse.SparsePlan) -> Tensor:
 
 
 def _candidates(m: Operands, b: Tensor, made: sparse.SparsePlan) -> Iterator[tuple[str, Callable[[], Product]]]:
-    """Each by its name, and what readies it: that may be refused."""
+    """Pairs of a candidate's name and a function that prepares its product; that one may raise."""
     yield PLAN, lambda: partial(made.__matmul__, b)
     yield PLANLESS, lambda: partial(sparse.spmm, m.csr, b)
     if m.device == "cuda":
@@ -256,7 +263,7 @@ def _candidates(m: Operands, b: Tensor, made: sparse.SparsePlan) -> Iterator[tup
 
 
 def _checked(prepare: Callable[[], Product], truth: Tensor) -> tuple[Product | None, Result]:
-    """A candidate and its error, or why it was refused."""
+    """A candidate's product and its error, or None and the reason why it was refused."""
     try:
         run = prepare()
         result = run()
@@ -266,10 +273,10 @@ def _checked(prepare: Callable[[], Product], truth: Tensor) -> tuple[Product | N
 
 
 def _error(result: Tensor, truth: Tensor) -> float:
-    """Relative to the norm of the truth. What is no number, or beyond the dtype, is so in both: else infinite."""
+    """Error relative to the norm of the truth. Infinite if NaN or values beyond the dtype's range differ."""
     info = torch.finfo(result.dtype)
     result, slack = result.double(), 32 * info.eps
-    held = truth.abs() < info.max * (1 - slack)  # not of nan; so near to the largest, rounding decides
+    held = truth.abs() < info.max * (1 - slack)  # False for NaN and near the overflow threshold
     if not held.all():
         ours, theirs = (x[~held].clamp(-info.max, info.max) for x in (result, truth))
         if not torch.allclose(ours, theirs, rtol=2 * slack, atol=0, equal_nan=True):
@@ -283,8 +290,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _time(runs: dict[str, Product], checked: dict[str, Result], device: str) -> dict[str, Result]:
-    """Every candidate's result with its time; those a hundred times slower than the fastest are run three times,
-    those near to it again."""
+    """Every candidate's result with its time.
+
+    Candidates 100 times slower than the fastest run only 3 times; those within NEAR of the fastest are timed again.
+    """
     once = {name: _microseconds(run, device)[0] for name, run in runs.items()}
     slow = [name for name in runs if once[name] > max(100 * min(once.values()), 1e5)]
     rest = [name for name in runs if name not in slow]
@@ -314,7 +323,7 @@ def measure_case(m: Operands, n: int, copy: float, backward: bool, against: tupl
     b = m.dense_side(n)
     truth = torch.sparse_csr_tensor(m.crow, m.col, m.values.double(), m.matrix.shape) @ b.double()
     made = sparse.plan(m.csr, constant=True)
-    # What a process loads once, cuBLAS's kernels for a shape among it, is neither's.
+    # One-time costs of the process, such as loading cuBLAS kernels for a shape, belong to neither time.
     made @ b, sparse.spmm(m.csr, b)
     once, _ = _microseconds(lambda: sparse.spmm(m.csr, b), m.device)
     runs: dict[str, Product] = {}
@@ -356,7 +365,10 @@ def measure_case(m: Operands, n: int, copy: float, backward: bool, against: tupl
 
 @torch.enable_grad()
 def _with_backward(case: Case, m: Operands, b: Tensor, made: sparse.SparsePlan) -> Case:
-    """Forward and backward to both sides. torch densifies the gradient of the values: where that does not fit, none."""
+    """Add forward + backward times, with gradients of A's values and of B.
+
+    torch.sparse densifies the gradient of A; it is refused if that does not fit in memory.
+    """
     grad = torch.randn(m.matrix.shape[0], b.shape[1], device=m.device).to(m.dtype)
 
     def ours() -> None:
@@ -391,8 +403,10 @@ def measure_all(
     backward: bool = False,
     against: tuple[str, ...] = RIVALS,
 ) -> Iterator[Case]:
-    """Every case that can be read and held; why the others cannot is added to `refused`. against: who is timed beside
-    ours."""
+    """Measure every case that can be read and fits in memory; for the others append the reason to `refused`.
+
+    against: the rivals to time, from RIVALS.
+    """
     copy = copy_rate(2**29 if device == "cuda" else 2**25, device)
 
     def attempt(what: str, make: Callable[[], Made]) -> Made | None:
@@ -418,7 +432,7 @@ def measure_all(
 
 
 def summary(cases: list[Case]) -> list[str]:
-    """Geometric mean and lowest over the cases, by dtype."""
+    """Lines with the geometric mean and the lowest of each ratio over the cases, by dtype."""
     lines = []
     for dtype in dict.fromkeys(c.dtype for c in cases):
         own = [c for c in cases if c.dtype == dtype]
@@ -427,7 +441,7 @@ def summary(cases: list[Case]) -> list[str]:
             ("without a plan over the fastest rival", [c.speed(PLANLESS) for c in own]),
             ("plan over the dense product", [c.speed_over(DENSE) for c in own]),
             (f"the first {PRODUCTS} calls without a plan over those with one", [c.pays_back for c in own]),
-            ("the same, each waited for", [c.pays_back_waited for c in own]),
+            ("the same, synchronized after each call", [c.pays_back_waited for c in own]),
             ("forward and backward over torch.sparse", [c.backward_speed for c in own]),
         ):
             known = [r for r in ratios if r is not None]
@@ -438,7 +452,7 @@ def summary(cases: list[Case]) -> list[str]:
 
 
 def wrong(cases: list[Case]) -> list[str]:
-    """Ours where they are further from float64 than rounding explains."""
+    """Lines for the results of ours whose error is larger than rounding explains."""
     return [
         f"{c.matrix}, {c.dtype}, {c.n} columns: {name} is off by {r.error} {r.refused or ''}"
         for c in cases
@@ -449,7 +463,7 @@ def wrong(cases: list[Case]) -> list[str]:
 
 
 def crossovers(cases: list[Case]) -> list[str]:
-    """Of a sweep: the lowest sparsity from which on ours, not the dense product, is faster, by dtype and width."""
+    """Lines for a sweep: by dtype and n, the lowest sparsity from which on ours is faster than the dense product."""
     lines = []
     for dtype, n in dict.fromkeys((c.dtype, c.n) for c in cases):
         own = [c for c in cases if (c.dtype, c.n) == (dtype, n)]
@@ -460,7 +474,7 @@ def crossovers(cases: list[Case]) -> list[str]:
                 break
             pays = _sparsity(c)
         words = "never" if pays is None else f"from {pays:.1%} zeros on"
-        lines.append(f"{dtype}, {n} columns: sparse begins to pay {words}")
+        lines.append(f"{dtype}, {n} columns: sparse beats dense: {words}")
     return lines
 
 
@@ -474,7 +488,7 @@ def save(path: Path, cases: list[Case], device: str, *, complete: bool = True) -
 
 
 def load(path: Path) -> list[Case]:
-    """What `save` wrote; of an older version too, whose fields may be others."""
+    """Read what `save` wrote; fields that an older version lacks get defaults, unknown ones are dropped."""
     known = {f.name for f in fields(Case)}
     cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
     for c in cases:
@@ -483,7 +497,7 @@ def load(path: Path) -> list[Case]:
 
 
 def plot(path: Path, cases: list[Case], sweep: bool) -> None:
-    """Microseconds of every candidate: over the sparsity in a sweep, else matrix by matrix. Needs matplotlib."""
+    """Plot the microseconds of every candidate, over the sparsity (sweep) or by matrix. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     kinds = list(dict.fromkeys((c.dtype, c.n) for c in cases))

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writes files atomically."""
 
 import secrets
 import shutil
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def write(path: Path, text: str) -> None:
-    """All of it at once: who reads meanwhile sees the old file or the new one; a write that fails leaves the old."""
-    path = path.resolve()  # of a link, what it points to
+    """Write `text` to `path` atomically: readers see the old or the new file; a failed write leaves the old one."""
+    path = path.resolve()  # replaces a symbolic link's target, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{secrets.token_hex(8)}.new")  # not tempfile's, which only its owner may read
+    new = path.with_name(f".{secrets.token_hex(8)}.new")  # tempfile's would be readable by the owner only
     try:
         new.write_text(text, encoding="utf-8")
         if path.exists():

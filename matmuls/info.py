@@ -1,4 +1,4 @@
-"""`matmuls info`: what a bug report needs."""
+"""`matmuls info`: collects the facts that a bug report needs."""
 
 import platform
 import sys
@@ -14,7 +14,7 @@ VERSION = matmuls.__version__
 
 
 def collect() -> dict[str, Any]:
-    """Versions, GPU, libraries, live handles and build facts, ready for JSON."""
+    """Versions, GPUs, libraries, live handles and build options, as JSON-serializable values."""
     build = custom_mm.build_info()
     gpus = [_gpu(i) for i in range(torch.cuda.device_count())]
     return {
@@ -52,15 +52,16 @@ def _cuda_state(build: dict[str, Any], gpus: list[dict[str, Any]]) -> str:
 
 
 def serves(archs: str, capability: tuple[int, int]) -> bool:
-    """Whether kernels built for `archs`, as TORCH_CUDA_ARCH_LIST has them, run on a GPU of this capability.
+    """Whether kernels built for `archs` (in the syntax of TORCH_CUDA_ARCH_LIST) run on a GPU of this capability.
 
-    Those of its major and no later minor version do, of "9.0a" on 9.0 alone, and PTX of any earlier one.
+    Binary code runs on the same major version and the same or a later minor one ("9.0a": on 9.0 only). PTX ("+PTX")
+    runs on any later version.
     """
     for arch in archs.replace(";", " ").split():
         number, _, ptx = arch.partition("+")
         try:
             major, minor = map(int, number.rstrip("af").split("."))
-        except ValueError:  # a name, "Hopper"
+        except ValueError:  # a name such as "Hopper"
             return True
         if (major, minor) == capability:
             return True

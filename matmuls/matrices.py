@@ -1,10 +1,16 @@
-"""Sparse matrices for experiments: read from files that people have, or drawn.
+"""Loads sparse matrices for experiments: from a file, or randomly generated.
 
-Read are Matrix Market (.mtx), NumPy's .npz as scipy.sparse.save_npz writes it or with crow, col, shape and, if they are
-to be kept, values; and METIS graphs (.graph, .metis); each also compressed (.gz, .bz2), .npz excepted. scipy reads what
-it has a reader for; it trusts its input, so files are checked before and matrices after. Drawn are
-`rmat:SCALE:EDGES` (2^SCALE rows, EDGES a row, skewed), `grid:SIDE` (a 5-point stencil on SIDE x SIDE points) and
-`pruned:ROWSxCOLUMNS:SPARSITY` (a weight of which that share is 0; `2of4`: two of each four of a row).
+Files:
+- Matrix Market (.mtx), also compressed (.gz, .bz2);
+- METIS graphs (.graph, .metis), also compressed;
+- NumPy's .npz, as written by scipy.sparse.save_npz or with the arrays crow, col, shape and optionally values.
+
+Generated:
+- `rmat:SCALE:EDGES`: 2^SCALE rows, EDGES entries per row on average, skewed degrees;
+- `grid:SIDE`: 5-point stencil on SIDE x SIDE points;
+- `pruned:ROWSxCOLUMNS:SPARSITY`: a weight with that share of zeros; SPARSITY `2of4`: 2:4 sparsity.
+
+scipy's readers do the parsing where they exist. They trust their input: files are checked before, matrices after.
 """
 
 import bz2
@@ -21,14 +27,14 @@ import scipy.sparse  # type: ignore[import-untyped]
 import torch
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
-MOST_ROWS, ROWS_AN_ENTRY = 2**27, 16  # 1 GiB of offsets, or little more than the entries take
+MOST_ROWS, ROWS_AN_ENTRY = 2**27, 16  # limit of rows: 1 GiB of offsets, or 16 per entry
 NEWLINE = b"\n"
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """By rows (CSR): crow and col int32, or int64 where that does not suffice; values float64, None: to be drawn."""
+    """A matrix in CSR: crow and col int32 (int64 if the sizes need it); values float64, or None for a pattern."""
 
     name: str
     crow: torch.Tensor
@@ -42,7 +48,10 @@ class Matrix:
 
 
 def load(source: str) -> Matrix:
-    """A file or a drawn matrix. ValueError, naming the source, on what is neither; OSError where a file is missing."""
+    """Read or generate the matrix `source`.
+
+    Raises ValueError, naming the source, if it is malformed or of an unknown kind, and OSError if a file is missing.
+    """
     kind = source.split(":")[0]
     try:
         if kind in DRAWN and ":" in source:
@@ -52,14 +61,14 @@ def load(source: str) -> Matrix:
         if suffix not in READERS:
             raise ValueError(f"expected a file ending in {', '.join(READERS)}, or {', '.join(DRAWN)}:..., got {source}")
         return READERS[suffix](path)
-    except Exception as error:  # zip, zlib, gzip, numpy and int() have theirs, and of sizes MemoryError
+    except Exception as error:  # zip, zlib, gzip, numpy, int(); MemoryError on sizes
         if isinstance(error, OSError) and error.filename:
             raise
         raise ValueError(f"{source}: {str(error) or type(error).__name__}") from error
 
 
 def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tuple[int, int]) -> Matrix:
-    """From entries in any order; duplicates stay, and the entries of a row keep their order."""
+    """CSR from entries in any order. Duplicates stay separate; the entries of a row keep their order."""
     rows, columns = _sizes(shape[0], shape[1], row.size)
     row, col = _whole("rows", row), _whole("columns", col)
     if values is not None and values.dtype.kind not in "biuf":
@@ -72,7 +81,7 @@ def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tup
             raise ValueError(f"expected {what}s within {rows} x {columns}, got {index.min()} to {index.max()}, from 0")
     kept = np.zeros(row.shape, np.int8) if values is None else values.astype(np.float64, copy=False)
     entries = scipy.sparse.coo_array((kept, (row, col)), shape=shape)
-    entries.has_canonical_format = True  # or tocsr would add up duplicates
+    entries.has_canonical_format = True  # otherwise tocsr sums duplicates
     a = entries.tocsr()
     dtype = torch.int32 if max(rows, columns, row.size) < INT32_MAX else torch.int64
     crow, inner = (torch.from_numpy(x).to(dtype) for x in (a.indptr, a.indices))
@@ -80,7 +89,7 @@ def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tup
 
 
 def _sizes(rows: int, columns: int, entries: int) -> tuple[int, int]:
-    """The sizes, before memory is taken for the rows' offsets: a file of a few bytes may declare any."""
+    """Check sizes before the row offsets are allocated: a file of a few bytes may declare any size."""
     if not 0 <= min(rows, columns) <= max(rows, columns) <= INT64_MAX:
         raise ValueError(f"expected sizes from 0 to {INT64_MAX}, got {rows} x {columns}")
     if rows > (most := max(MOST_ROWS, ROWS_AN_ENTRY * entries)):
@@ -89,12 +98,12 @@ def _sizes(rows: int, columns: int, entries: int) -> tuple[int, int]:
 
 
 def _whole(what: str, numbers: Array) -> Array:
-    """As signed integers, and no other numbers than they were."""
+    """One-dimensional numbers as signed integers; ValueError if that would change one."""
     if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
         raise ValueError(f"expected {what} as whole numbers in one dimension, got {numbers.dtype} of {numbers.shape}")
     if numbers.dtype.kind == "i":
         return numbers
-    with np.errstate(invalid="ignore"):  # of what is no number: that is found below
+    with np.errstate(invalid="ignore"):  # NaN and infinity: rejected below
         whole = numbers.astype(np.int64, copy=False)
     if (other := numbers[whole != numbers]).size:
         raise ValueError(f"expected {what} as whole numbers, got {other[0]}")
@@ -110,7 +119,8 @@ def _name(path: Path) -> str:
     return (path.stem if path.suffix in COMPRESSED else path.name).rsplit(".", 1)[0]
 
 
-# A possessive `*+` keeps no stack: one pass over the file. Blank lines may stand anywhere after the banner.
+# Possessive quantifiers (`*+`) never backtrack: one pass over the file, constant memory. Blank lines may appear
+# anywhere after the banner.
 COMMENTS = re.compile(rb"(?:[ \t\r]*+(?:%.*)?+\n)*+")
 SIZES = re.compile(rb"[ \t]*+(-?\d++)[ \t]++(-?\d++)(?:[ \t]++(\d++))?+[ \t\r]*+\n")
 BLANK = re.compile(rb"\n[ \t\r]*+(?=\n)")
@@ -121,7 +131,7 @@ SYMMETRIES = "general", "symmetric", "skew-symmetric"
 
 @dataclass(frozen=True)
 class _Market:
-    """A Matrix Market file up to its entries, which begin at `begin`."""
+    """The parsed header of a Matrix Market file; its entries start at data[begin]."""
 
     data: bytes
     form: str
@@ -157,9 +167,9 @@ class _Market:
         return cls(data, form, field, symmetry, _sizes(rows, columns, entries), entries, sizes.end())
 
     def check_entries(self) -> None:
-        """One a line and as many as declared, before memory is taken for them.
+        """Check that there is one entry per line and as many as declared, before memory is allocated for them.
 
-        scipy reads a number up to where it is none any more and skips the rest of the line; a NUL ends its process.
+        scipy accepts a number followed by other characters and skips the rest of the line; a NUL byte crashes it.
         """
         data = self.data
         parts = [FIELDS[self.field]] if self.form == "array" else [rb"\d++", rb"\d++", FIELDS[self.field]]
@@ -170,7 +180,7 @@ class _Market:
             expected += f"a number of field {self.field}" if FIELDS[self.field] else ""
             raise ValueError(f"{_line(data, end)}: expected {expected} on a line, got {_shown(data, end)}")
         count = data.count(NEWLINE, self.begin)
-        if self.form == "array" or count != self.entries:  # scipy itself counts coordinates, not a symmetric array
+        if self.form == "array" or count != self.entries:  # scipy checks the count of coordinates, not of arrays
             count -= len(BLANK.findall(data, self.begin - 1))
         if count != self.entries:
             raise ValueError(f"expected {self.entries} entries of {sum(map(bool, parts))} numbers, got {count}")
@@ -190,14 +200,14 @@ def _shown(data: bytes, at: int) -> str:
 
 
 def read_matrix_market(path: Path) -> Matrix:
-    """Coordinate or array; real, integer, unsigned-integer or pattern; general, symmetric or skew-symmetric."""
+    """Read coordinate or array; real, integer, unsigned-integer or pattern; general, symmetric or skew-symmetric."""
     data = _content(path)
     market = _Market.of(data if data.endswith(NEWLINE) else data + NEWLINE)
     market.check_entries()
-    if market.entries == 0:  # an empty array ends scipy's process
+    if market.entries == 0:  # an empty array crashes scipy
         a = scipy.sparse.coo_array(market.shape)
     else:
-        banner = b"%%MatrixMarket"  # in this spelling alone does scipy know it
+        banner = b"%%MatrixMarket"  # the only spelling that scipy accepts
         data = market.data if market.data.startswith(banner) else market.data.lstrip()
         if not data.startswith(banner):
             data = banner + data[len(banner) :]
@@ -210,7 +220,7 @@ def read_matrix_market(path: Path) -> Matrix:
     return _by_rows(_name(path), a.row, a.col, values, market.shape)
 
 
-SCIPYS = {  # what scipy writes of each format beside the data: whole numbers
+SCIPYS = {  # the integer arrays that scipy.sparse.save_npz writes for each format
     "csr": ("indices", "indptr"),
     "csc": ("indices", "indptr"),
     "bsr": ("indices", "indptr"),
@@ -244,7 +254,7 @@ def read_npz(path: Path) -> Matrix:
         parts = {name: _whole(name, part(name)) for name in SCIPYS[form]}
     if data.dtype.kind not in "biuf":
         raise ValueError(f"expected real values, got {data.dtype}")
-    # scipy trusts offsets and blocks, and narrows the places of diagonals
+    # scipy does not check offsets and block sizes, and narrows the offsets of diagonals to int32
     height, width = data.shape[1:] if form == "bsr" and data.ndim == 3 else (int(form != "bsr"), 1)
     if min(height, width) < 1 or rows % height or columns % width:
         raise ValueError(f"expected blocks that {rows} x {columns} can be cut into, got data of {data.shape}")
@@ -255,13 +265,13 @@ def read_npz(path: Path) -> Matrix:
         raise ValueError(f"expected diagonals of {rows} x {columns}, got {far[0]}")
     a = scipy.sparse.load_npz(path)
     if "indptr" in parts:
-        a.check_format(full_check=True)  # or conversions trust the indices too
+        a.check_format(full_check=True)  # tocoo does not check indices
     a = a.tocoo()
     return _by_rows(_name(path), a.row, a.col, a.data, shape)
 
 
 def _offsets(offsets: Array, outer: int, least: int, most: int) -> Array:
-    """Of rows, or of columns: their inner indices begin at each of them. The last: from least to most."""
+    """Check compressed offsets of `outer` rows or columns: from 0, not decreasing, the last in [least, most]."""
     offsets = _whole("offsets", offsets)
     if (
         offsets.shape != (outer + 1,)
@@ -274,11 +284,14 @@ def _offsets(offsets: Array, outer: int, least: int, most: int) -> Array:
 
 
 def read_metis(path: Path) -> Matrix:
-    """A line of neighbours for each vertex, counted from 1; weights of edges are its values, those of vertices none."""
+    """Read a METIS graph: one line of neighbours per vertex, numbered from 1.
+
+    The edge weights become the values; the vertex weights are ignored.
+    """
     text = _content(path).decode("latin-1").replace("\r\n", "\n").removesuffix("\n")
     lines = [line.split() for line in text.split("\n") if not line.startswith("%")]
     if grouped := next((x for line in lines for x in line if "_" in x), None):
-        raise ValueError(f"expected numbers, got {grouped}")  # which Python reads: 1_0 is ten
+        raise ValueError(f"expected numbers, got {grouped}")  # Python's int accepts 1_0 as ten
     vertices, edges, *options = (int(x) for x in lines[0])
     form = f"{options[0] if options else 0:03d}"
     if not re.fullmatch("[01]{3}", form):
@@ -307,7 +320,7 @@ def _numbers(source: str, pattern: str, form: str) -> list[int]:
 
 
 def draw_rmat(source: str) -> Matrix:
-    """The recursive matrix of Chakrabarti, Zhan and Faloutsos with Graph500's a, b, c = 0.57, 0.19, 0.19."""
+    """R-MAT (Chakrabarti, Zhan, Faloutsos) with Graph500's a, b, c = 0.57, 0.19, 0.19; duplicate edges are merged."""
     scale, edges = _numbers(source, r"rmat:(\d+):(\d+)", "rmat:SCALE:EDGES")
     generator = np.random.default_rng(0)
     count = edges << scale

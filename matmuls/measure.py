@@ -1,4 +1,4 @@
-"""Time and memory of a call, on a GPU or a CPU: what the commands and plans measure with."""
+"""Time and memory of a call on a GPU or a CPU, for the commands and for plans that choose a kernel by timing."""
 
 import gc
 import statistics
@@ -11,14 +11,15 @@ import torch
 
 Run = Callable[[], object]
 
-ALIKE = 0.05  # the spread below which whole calls are taken for undisturbed
+ALIKE = 0.05  # spread (see Timing) below which `time_of_whole` needs no more rounds
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median of all rounds, and the spread between their quartiles as a share of it.
+    """Time of one call over several rounds.
 
-    fastest: those of the fastest round, which others on the machine disturbed least.
+    seconds: the median. spread: interquartile range over the median. fastest: seconds of the fastest round, the one
+    least disturbed by other processes.
     """
 
     seconds: float
@@ -37,7 +38,7 @@ def l2_bytes(device: torch.device) -> int:
 
 
 def graph_of(calls: Sequence[Run]) -> torch.cuda.CUDAGraph:
-    """The calls one after the other as a CUDA graph, warmed up first: no launch gaps, no host time."""
+    """The calls in sequence as a CUDA graph, warmed up first. Replaying it has no launch gaps and no host time."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -52,23 +53,24 @@ def graph_of(calls: Sequence[Run]) -> torch.cuda.CUDAGraph:
 
 
 def _l2_filler() -> Run:
-    """Reads twice the L2's size and writes as much: half of what the L2 then holds is yet to be written.
+    """A kernel that reads twice the L2's size and writes as much, which leaves half of the L2 dirty.
 
-    The kernel timed next pays for that and leaves as much behind, as in the roof's back-to-back copies.
+    The kernel timed next pays for that write-back and leaves as many dirty lines, as the roof's back-to-back copies do.
     """
     source, target = torch.zeros(2, 2 * l2_bytes(torch.device("cuda")) // 4, device="cuda")
     return lambda: torch.neg(source, out=target)
 
 
 def time_on_gpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: Run | None = None) -> list[Timing]:
-    """GPU time per call of each rival. A rival is the same call on several sets of inputs, run in turn.
+    """GPU time per call of each rival. A rival is the same call on several sets of inputs, run in sequence.
 
-    Rounds alternate between the rivals, so that the chip's clock drifts for all alike. `restore` puts back what a rival
-    writes over; it runs untimed before every round of every rival, and the L2 is filled after it.
+    Rounds alternate between the rivals, so that clock drift affects all equally. `restore` resets what a rival
+    overwrites: it runs untimed before every round of every rival, followed by a kernel that fills the L2.
+    budget: seconds per rival; 20 to 200 rounds.
     """
     graphs = [graph_of(calls) for calls in rivals]
-    filler = _l2_filler()  # named: it holds the memory that its graph goes through
-    before = graph_of([restore, filler]) if restore else None  # one launch, so that the GPU never waits for the host
+    filler = _l2_filler()  # in a variable: it owns the memory that the graph uses
+    before = graph_of([restore, filler]) if restore else None  # one launch: the GPU never waits for the host
     for graph in graphs:
         graph.replay()
 
@@ -103,7 +105,10 @@ def time_on_gpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: R
 
 
 def time_on_cpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: Run | None = None) -> list[Timing]:
-    """Wall time per call of each rival; rounds alternate as on the GPU. With `restore`, untimed, before each call."""
+    """Wall time per call of each rival; rounds alternate as on the GPU. `restore` runs untimed before each call.
+
+    budget: seconds per rival; 5 to 100 rounds.
+    """
     begin = time.perf_counter()
     for calls in rivals:
         if restore:
@@ -129,18 +134,19 @@ def time_on_cpu(rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: R
 def time_on(
     device: str, rivals: Sequence[Sequence[Run]], budget: float = 0.4, restore: Run | None = None
 ) -> list[Timing]:
-    """Time per call of each rival, by the clock of the device."""
+    """`time_on_gpu` or `time_on_cpu`, by the device."""
     return (time_on_gpu if device == "cuda" else time_on_cpu)(rivals, budget, restore)
 
 
-# Until 33 MB have displaced what others left in an H200's L2 of 50 MB: after one call a product took 11.7 us for 11.2.
+# Untimed calls of a rival before its timed ones, so that its operands displace what other rivals left in the L2. On an
+# H200 (50 MB L2) a product with 33 MB of operands took 11.7 us after one such call instead of 11.2 us.
 OWN_BEFORE = 4
 
 
 def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, own_before: int = 0) -> list[Timing]:
-    """Time of one call of each rival, warm, its operands where the last call left them: few rounds, no graph.
+    """Time of one call of each rival with warm caches: few rounds, no CUDA graph. Rounds alternate.
 
-    Rounds alternate. own_before: so many calls before are the rival's own, untimed. On a GPU it is half of two calls.
+    own_before: untimed calls of the same rival before each measurement. On a GPU the time is half of two calls.
     """
     seconds: list[list[float]] = [[] for _ in rivals]
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in rivals]
@@ -161,8 +167,11 @@ def time_warm(rivals: Sequence[Run], device: str, rounds: int = 3, *, own_before
 
 
 def _around_two(run: Run) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Two calls between events, launched while the GPU sleeps, so that no launch gap is timed: for 160 us, and again
-    for longer where the GPU woke before the host was done. A call that waits for the GPU always finds it awake."""
+    """Events around two calls, launched while the GPU sleeps, so that no launch gap is timed.
+
+    The GPU sleeps for 160 us. If it wakes before the host has launched both calls, the measurement is repeated with a
+    longer sleep, up to twice. A call that synchronizes with the GPU exhausts these attempts.
+    """
     for cycles in (300_000, 1_200_000, 4_800_000):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
@@ -176,7 +185,7 @@ def _around_two(run: Run) -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """As timeit does: a collection would fall on one rival or another."""
+    """Disable garbage collection, as timeit does: it would slow down an arbitrary rival."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -187,7 +196,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: int = 250) -> list[Timing]:
-    """Host time per call: what the caller waits before it may go on. The GPU is idle at the start of every round."""
+    """Host time per call, until the call returns. The GPU is idle at the start of every round of `calls` calls."""
     for run in rivals:
         for _ in range(calls):
             run()
@@ -207,10 +216,10 @@ def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: in
 
 
 def time_of_whole(rivals: Sequence[Run], device: str, rounds: int = 7) -> list[Timing]:
-    """Time of whole calls, host and GPU: from an idle device until it is idle again. Rounds alternate as elsewhere.
+    """Time of whole calls, host and GPU: from an idle device until it is idle again. Rounds alternate.
 
-    On a GPU by its events, of which the first is recorded before the host begins. Up to four times as many rounds where
-    others disturb the host, until the calls of each rival are alike.
+    On a GPU by CUDA events; the first is recorded before the host starts the call. Up to four times as many rounds,
+    until the spread of each rival is below ALIKE, because other processes disturb the host.
     """
 
     def seconds(run: Run) -> float:
@@ -235,28 +244,28 @@ def time_of_whole(rivals: Sequence[Run], device: str, rounds: int = 7) -> list[T
                 break
             order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
             for i in order:
-                gc.collect(1)  # what the last call left, lest its tensors pile up
+                gc.collect(1)  # frees the last call's tensors that are in reference cycles
                 found[i].append(seconds(rivals[i]))
     return [_timing(s) for s in found]
 
 
 def peak_memory(run: Run, device: str) -> int:
-    """Bytes of tensors alive at the peak of a call, above what was alive before it."""
-    # What is collected meanwhile would hide what is allocated. To collect it all before takes 0.3 s in a process that
-    # has compiled, a tenth of a long bench.
+    """Bytes of tensors alive at the peak of a call, above those alive before it."""
+    # A garbage collection during the call would free older tensors and hide allocations. A full collection before it
+    # takes 0.3 s in a process that has used torch.compile, a tenth of a long bench.
     with _uncollected():
         return _peak_on_gpu(run) if device == "cuda" else _peak_on_cpu(run)
 
 
 def _requested() -> int:
-    # requested, not allocated: a block is up to 1 MB larger than its tensor
+    # requested, not allocated: the allocator's block is up to 1 MB larger than its tensor
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 def _peak_on_gpu(run: Run) -> int:
     torch.cuda.synchronize()
     before, seen = _requested(), -1
-    while before != seen:  # autograd's thread may let go of the last call's tensors a little after it
+    while before != seen:  # autograd's thread may free the last call's tensors late
         time.sleep(1e-3)
         before, seen = _requested(), before
     torch.cuda.reset_peak_memory_stats()

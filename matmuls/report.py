@@ -1,6 +1,7 @@
-"""`matmuls report`: README's tables, made from the table of operations and the results that were committed.
+"""`matmuls report`: generates README's tables from the table of operations and the committed benchmark results.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+A table lies between `<!-- table: NAME -->` and `<!-- end -->`; NAME is one of the functions listed in `render`. Each of
+them takes what `load` returns and returns Markdown.
 """
 
 import json
@@ -17,13 +18,14 @@ from .specs import TABLE
 MARKER = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 Rows = list[dict[str, Any]]
-Cells = dict[tuple[str, ...], dict[int, str]]  # of a line and a width
+Cells = dict[tuple[str, ...], dict[int, str]]  # the cells of a line by width (columns or tokens)
 Read = TypeVar("Read")
-FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # JSON of another form
+# raised by JSON of another structure
+FOREIGN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def render(text: str, results: Path) -> str:
-    """The text with every marked table made anew. Raises ValueError on a name without a table, and on other results."""
+    """The text with every marked table regenerated. Raises ValueError on an unknown table name or malformed results."""
     tables = (
         *(operations, products, epilogues, inplace, rowwise, masked, slower_than_compiled, fused, two_experts),
         *(sparse, sparse_means, pruned, sparse_linear, blocks, memory, host, bert),
@@ -61,7 +63,10 @@ def _bench(file: Path) -> Run:
 
 
 def load(results: Path) -> dict[str, Any]:
-    """The rows of the committed GPU runs; of an operation those of the newest run that has it; of BERT the newest."""
+    """The rows of the committed GPU runs. Each operation's rows come from the newest complete run that has it.
+
+    Raises ValueError if the folder has no results or malformed ones.
+    """
 
     def read(pattern: str, of: Callable[[Path], Read]) -> list[Read]:
         found = []
@@ -97,7 +102,7 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def operations(run: dict[str, Any]) -> str:
-    """One line per row of the table."""
+    """One line per operation of the table."""
     return markdown(
         ("operation", "gradient", "dtypes"), ((s.summary, "yes" if s.gradient else "no", _dtypes(s)) for s in TABLE)
     )
@@ -124,7 +129,7 @@ def products(run: dict[str, Any]) -> str:
 
 
 def epilogues(run: dict[str, Any]) -> str:
-    """Bias and activation in one call, 16-bit, beside F.linear and the activation."""
+    """16-bit products with bias and activation in one call, compared with F.linear followed by the activation."""
     rows = [
         r for r in run["rows"] if r["kind"] == "gpu" and r["operation"] == "cublaslt_matmul" and "float16" in r["dtype"]
     ]
@@ -148,7 +153,7 @@ INPLACE = ("matmul_", "linear_")
 
 
 def inplace(run: dict[str, Any]) -> str:
-    """Speed over the product into another tensor, per shape, operation and dtype, and the most memory beside a."""
+    """Speed over the out-of-place product by shape, operation and dtype, and the largest extra memory by width."""
     cells: dict[str, dict[tuple[str, str], str]] = {}
     extra: dict[tuple[str, bool], float] = {}
     for r in run["rows"]:
@@ -172,7 +177,7 @@ def inplace(run: dict[str, Any]) -> str:
 
 
 def rowwise(run: dict[str, Any]) -> str:
-    """Share of the roof and speed over the fastest rival, per operation, direction, dtype and number of columns."""
+    """Share of the roof and speed over the fastest rival, by operation, direction, dtype and number of columns."""
     cells: dict[tuple[str, ...], dict[int, str]] = {}
     for r in run["rows"]:
         if r["kind"] == "gpu" and r["operation"] in ("softmax_", "layer_norm_", "rms_norm_"):
@@ -193,7 +198,7 @@ def _over_torch(row: dict[str, Any]) -> Iterator[str]:
 
 
 def masked(run: dict[str, Any]) -> str:
-    """The masked softmax, per shape, mask and direction, beside eager torch and torch.compile."""
+    """The masked softmax by shape, mask and direction, compared with eager torch and torch.compile."""
     table = []
     for r in run["rows"]:
         if r["kind"] == "gpu" and r["operation"] == "scaled_masked_softmax":
@@ -207,22 +212,22 @@ def masked(run: dict[str, Any]) -> str:
 
 
 def slower_than_compiled(run: dict[str, Any]) -> str:
-    """How many cases of row operations are."""
+    """A sentence: how many cases of row operations are slower than torch.compile's, and by how much."""
     rows = ("softmax_", "layer_norm_", "rms_norm_", "scaled_masked_softmax")
     compared = [r for r in run["rows"] if r["operation"] in rows and r["rivals_us"].get(COMPILED)]
     slower = [r for r in compared if r["rivals_us"][COMPILED] < r["ours_us"]]
     if not slower:
-        return f"Of {len(compared)} cases of row operations none is slower than torch.compile's.\n"
+        return f"None of {len(compared)} cases of row operations is slower than torch.compile's.\n"
     most = max(1 - r["rivals_us"][COMPILED] / r["ours_us"] for r in slower)
     near = sum(r["roof"] >= 0.99 for r in slower)
     return (
-        f"Of {len(compared)} cases of row operations {len(slower)} are slower than torch.compile's, by up to "
-        f"{most * 100:.1f} %, {near} of them at .99 of a copy's speed or more.\n"
+        f"{len(slower)} of {len(compared)} cases of row operations are slower than torch.compile's, by up to "
+        f"{most * 100:.1f} %; {near} of these run at .99 of a copy's speed or more.\n"
     )
 
 
 def fused(run: dict[str, Any]) -> str:
-    """Attention with its probabilities and the feed-forward network in place, beside eager torch and torch.compile."""
+    """attention_forward and feed_forward_, compared with eager torch and torch.compile."""
     rows = [r for r in run["rows"] if r["kind"] == "gpu" and r["operation"] in ("attention_forward", "feed_forward_")]
     return markdown(
         ("operation", "case", "dtype", "ours, µs", "over eager", "over torch.compile"),
@@ -231,7 +236,7 @@ def fused(run: dict[str, Any]) -> str:
 
 
 def two_experts(run: dict[str, Any]) -> str:
-    """Rows through one of two weights: speed over one dense product of the size, and over the fastest that does it."""
+    """Masked products of two experts: speed over one dense product of the same size, and over the fastest rival."""
     table = []
     for r in run["rows"]:
         if r["kind"] == "gpu" and DENSE in r.get("rivals_us", {}):
@@ -241,12 +246,13 @@ def two_experts(run: dict[str, Any]) -> str:
             speeds = (f"{us / r['ours_us']:.2f}" for us in (dense, rivals[fastest]))
             table.append([f"`{r['operation']}`", r["case"], r["dtype"], f"{r['ours_us']:.0f}", *speeds, fastest])
     return markdown(
-        ("operation", "case", "dtype", "ours, µs", "over one dense", "over the fastest rival", "which is"), table
+        ("operation", "case", "dtype", "ours, µs", "over one dense product", "over the fastest rival", "that rival"),
+        table,
     )
 
 
 def sparse(run: dict[str, Any]) -> str:
-    """Sparse products with a plan, per matrix, dtype and width: speed over the fastest rival, share of the floor."""
+    """Sparse products with a plan by matrix, dtype and columns of B: speed over the fastest rival (share of floor)."""
     cells: Cells = {}
     for c in run["cases"]:
         speed, share = c.speed(), c.floor_share
@@ -256,7 +262,7 @@ def sparse(run: dict[str, Any]) -> str:
 
 
 def _by_width(names: tuple[str, ...], what: str, cells: Cells) -> str:
-    """A line for each key, a column for each width."""
+    """A table with a line for each key and a column for each width."""
     if not cells:
         return ""
     widths = sorted({n for line in cells.values() for n in line})
@@ -267,7 +273,7 @@ def _by_width(names: tuple[str, ...], what: str, cells: Cells) -> str:
 
 
 def _lowest(speeds: Iterable[tuple[str, int, float | None]]) -> Cells:
-    """Of all that have a name and a width."""
+    """The lowest speed of each name and width."""
     least: dict[tuple[str, ...], dict[int, float]] = {}
     for name, n, speed in speeds:
         if speed is not None:
@@ -277,7 +283,7 @@ def _lowest(speeds: Iterable[tuple[str, int, float | None]]) -> Cells:
 
 
 def sparse_means(run: dict[str, Any]) -> str:
-    """Geometric mean (lowest) over the matrices and widths that have it, and how many these are, per dtype."""
+    """By dtype: geometric mean (lowest) of each ratio over the matrices and widths that have it, and their number."""
 
     def cell(ratios: list[float | None]) -> str:
         known = [r for r in ratios if r is not None]
@@ -301,14 +307,14 @@ def sparse_means(run: dict[str, Any]) -> str:
     header = (
         *("dtype", "plan over sparse rivals", "without a plan", "plan over the dense product"),
         *("plan over the fastest of all", "forward + backward over torch.sparse"),
-        *("first 50 calls, over those without a plan", "the same, each waited for"),
+        *("first 50 calls, over those without a plan", "the same, synchronized after each call"),
     )
-    filled = [i for i in range(len(header)) if any(row[i] for row in table)]  # not every run has every column
+    filled = [i for i in range(len(header)) if any(row[i] for row in table)]  # a run may lack whole columns
     return markdown([header[i] for i in filled], ([row[i] for i in filled] for row in table))
 
 
 def pruned(run: dict[str, Any]) -> str:
-    """16-bit products of pruned weights with a plan, over the dense one with all zeros; the lowest of the dtypes."""
+    """Speed of 16-bit products of pruned weights with a plan over the dense product; the lowest of the dtypes."""
     return _by_width(
         ("weights",),
         "columns",
@@ -317,7 +323,7 @@ def pruned(run: dict[str, Any]) -> str:
 
 
 def sparse_linear(run: dict[str, Any]) -> str:
-    """Pruned linear layers in 16 bits, over those with all zeros; the lowest of the dtypes."""
+    """Speed of pruned 16-bit SparseLinear layers over nn.Linear; the lowest of the dtypes."""
     speeds = (
         (
             f"{row['inputs']} to {row['outputs']}, {row['zeros']:.0%} zeros",
@@ -330,7 +336,7 @@ def sparse_linear(run: dict[str, Any]) -> str:
 
 
 def blocks(run: dict[str, Any]) -> str:
-    """Products of matrices in blocks over cuSPARSE's and, in brackets, the dense product, in float16."""
+    """Speed of float16 block-sparse (BSR) products over cuSPARSE's and, in brackets, over the dense product."""
     rows = [row for row in run["blocks"] if row["dtype"] == "float16"]
     cases = sorted({(row["zeros"], row["n"]) for row in rows})
     cells = {
@@ -349,7 +355,7 @@ def blocks(run: dict[str, Any]) -> str:
 
 
 def memory(run: dict[str, Any]) -> str:
-    """Peak memory of a call beside what a user would pick instead."""
+    """Peak memory of a call, compared with the alternative's."""
     rows = [r for r in run["rows"] if r["kind"] == "memory" and r["operation"] not in INPLACE]
     return markdown(
         ("operation", "case", "dtype", "ours, MiB", "rival, MiB", "rival / ours"),
@@ -368,7 +374,7 @@ def memory(run: dict[str, Any]) -> str:
 
 
 def host(run: dict[str, Any]) -> str:
-    """Host time of one small call."""
+    """Host time of one small call, compared with the alternative's."""
     rows = [r for r in run["rows"] if r["kind"] == "host"]
     return markdown(
         ("operation", "case", "ours, µs", "rival, µs", "ours / rival"),
@@ -380,7 +386,7 @@ def host(run: dict[str, Any]) -> str:
 
 
 def bert(run: dict[str, Any]) -> str:
-    """Whole models: time, peak memory above what is returned, and both beside the first way of each task and case."""
+    """BERT models: time, peak memory above the returned probabilities, and both relative to the task's first way."""
     return markdown(
         ("task", "model", "way", "ms", "peak, MiB", "speed", "memory"),
         (

@@ -1,9 +1,9 @@
-"""`matmuls tune`: the fastest tiles for a shape on this GPU, found by trying them.
+"""`matmuls tune`: searches the fastest tile sizes of the masked kernels for a shape on this GPU.
 
-Each trial is checked against torch and timed as a CUDA graph over as many inputs as it takes to leave the L2. Trials
-run in a process of their own: one that crashes or hangs costs its own result and no more. Every result is written down
-as it comes, so that a search goes on where it was stopped. At the end the best and the default run side by side, and
-the default stays unless something is faster.
+- Each trial is checked against torch and timed as a CUDA graph over enough sets of inputs to exceed the L2 cache.
+- Trials run in a child process; one that crashes or hangs loses only its own result.
+- Every result is appended to a journal at once, so that a stopped search continues where it ended.
+- At the end the best trials and the default are timed together; the default stays unless another one is faster.
 """
 
 import fcntl
@@ -29,9 +29,10 @@ from .triton import configs
 from .triton.configs import Entry, Gpu, Tiles
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-FINALISTS = 3
-SHARED = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KB a block
-Measure = Callable[["Problem", list[Tiles]], list[float]]  # seconds of each
+FINALISTS = 3  # best trials that are timed together with the default at the end
+# KB of shared memory per block, by capability
+SHARED = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+Measure = Callable[["Problem", list[Tiles]], list[float]]  # seconds of each of the tiles
 Results = tuple[Tensor, ...]
 
 
@@ -46,11 +47,12 @@ class Problem(NamedTuple):
 
 
 class Failed(Exception):
-    """A trial without a result: it was refused, wrong, crashed or hung."""
+    """A trial without a time: it was refused, gave a wrong result, crashed or hung."""
 
 
 def problems(group: str, k: int, n: int, ms: Sequence[int], dtype: str) -> list[Problem]:
-    """The kernels of masked_linear [K -> N], forward and backward, or of masked_ffn, hidden size K, intermediate N."""
+    """The kernels of masked_linear (K to N features) or masked_ffn (hidden size K, intermediate size N), forward and
+    backward, for each number of rows. ValueError on an unknown group or dtype, or sizes below 1."""
     shapes = {
         "masked_linear": [("masked_linear", n, k), ("masked_linear_t", k, n), ("masked_weights", n, k)],
         "masked_ffn": [
@@ -90,7 +92,7 @@ def _fits(t: Tiles, p: Problem, gpu: Gpu) -> bool:
         stage = t.depth * (t.rows + sums * t.columns)
         sizes = ((t.rows, p.m), (t.columns, p.n), (t.depth, p.k))
     kilobytes = SHARED.get(gpu.capability, SHARED.get((gpu.capability[0], 0), 99))
-    numbers = sums * t.rows * t.columns // (32 * t.warps)  # of the sum in a thread's registers
+    numbers = sums * t.rows * t.columns // (32 * t.warps)  # float32 accumulators per thread
     return (
         t.stages * stage * size <= kilobytes * 1024
         and 8 <= numbers <= (160 if sums == 1 and t.pieces > 1 else 128)
@@ -99,7 +101,7 @@ def _fits(t: Tiles, p: Problem, gpu: Gpu) -> bool:
 
 
 def candidates(p: Problem, gpu: Gpu) -> list[Tiles]:
-    """What is worth a trial: the default first, then what differs from it least."""
+    """The tiles to try: the default first, then by the number of fields that differ from it."""
     default = configs.default(p.operator, configs.bucket(p.m), p.n, p.k, DTYPES[p.dtype].itemsize, gpu)
     small = (16, 32) if p.m <= 64 and p.operator not in configs.WEIGHTS else ()
     sides, depths = (*small, 64, 128, 256), (32, 64, 128)
@@ -130,7 +132,7 @@ def candidates(p: Problem, gpu: Gpu) -> list[Tiles]:
             if tma and gpu.capability < (9, 0):
                 continue
             if pieces > 1 and not flatten and p.operator not in ("masked_ffn_gate_up", "masked_ffn_gradient"):
-                continue  # elsewhere its use is the shared memory that it leaves to the next tile's loads
+                continue  # it only saves shared memory, which the next tile's loads use
             found.add(Tiles(rows, columns, depth, warps, stages, group, persistent, flatten, tma, pieces))
             few = -(-p.m // rows) * -(-p.n // columns) < 2 * gpu.multiprocessors
             if few and tma and not persistent and p.operator in ("masked_linear", "masked_linear_t"):
@@ -147,7 +149,7 @@ def candidates(p: Problem, gpu: Gpu) -> list[Tiles]:
 
 @dataclass
 class Journal:
-    """Every trial so far, in a file of one line each: what a stopped search goes on from."""
+    """All trials so far, in a file with one JSON line each, from which a stopped search continues."""
 
     path: Path
     version: str = triton.__version__
@@ -163,7 +165,7 @@ class Journal:
                     seconds = None if e["seconds"] is None else float(e["seconds"])
                     self.seconds[Problem(**e["problem"]), Tiles(**e["tiles"])] = seconds
             except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-                continue  # a line cut short by the stop
+                continue  # a truncated line, from a stopped search
 
     def note(self, problem: Problem, tiles: Tiles, seconds: float | None, why: str = "") -> None:
         self.seconds[problem, tiles] = seconds
@@ -177,12 +179,12 @@ values_of = attrgetter(*(f.name for f in fields(Tiles)))
 
 
 def differences(a: Tiles, b: Tiles) -> int:
-    """In how many fields."""
+    """The number of fields in which a and b differ."""
     return sum(map(ne, values_of(a), values_of(b)))
 
 
 class Ahead(Protocol):
-    """Compiles tiles of a problem, `width` at one time, so that their trials need not."""
+    """Compiles tiles of a problem before their trials, `width` in parallel."""
 
     @property
     def width(self) -> int: ...
@@ -198,9 +200,10 @@ def search(
     clock: Callable[[], float] = time.monotonic,
     ahead: Ahead | None = None,
 ) -> Iterator[tuple[Tiles, float | None]]:
-    """Trials with their seconds until the budget is spent: the first, then what differs least from the best so far.
+    """Run trials until `budget` seconds are spent; yield each with its time, or None if it failed.
 
-    What is in the journal is known already and costs nothing. `ahead` compiles the next few before they are timed.
+    Order: tried[0], then always the tiles that differ in the fewest fields from the best so far. Trials in the journal
+    are not repeated. `ahead` compiles the next few before they are timed.
     """
     begin = clock()
     known = {t: journal.seconds[problem, t] for t in tried if (problem, t) in journal.seconds}
@@ -212,7 +215,7 @@ def search(
     compiled: list[Tiles] = []
     while rest and clock() - begin <= budget:
         if not compiled:
-            # a stable sort: among equals the list's order decides
+            # stable: ties keep the order of `tried`
             compiled = sorted(rest, key=lambda t: differences(t, leader))[: ahead.width if ahead else 1]
             if ahead:
                 ahead(problem, compiled)
@@ -230,12 +233,12 @@ def search(
 
 
 def best(problem: Problem, default: Tiles, measure_: Measure, journal: Journal) -> Entry:
-    """The fastest of the best trials and the default, side by side; the default where nothing is faster."""
+    """Time the best trials and the default together; return the fastest, or the default if none is faster."""
     known = {t: s for (p, t), s in journal.seconds.items() if p == problem and s is not None and t != default}
     finalists = [default, *sorted(known, key=lambda t: known[t])[:FINALISTS]]
     try:
         times = measure_(problem, finalists)
-    except Failed:  # in company; alone each of them had a result
+    except Failed:  # in the joint run: fall back to the times of the single trials
         times = [journal.seconds.get((problem, t)) or float("inf") for t in finalists]
     fastest = min(range(len(finalists)), key=lambda i: times[i])
     m = configs.bucket(problem.m)
@@ -245,13 +248,13 @@ def best(problem: Problem, default: Tiles, measure_: Measure, journal: Journal) 
 
 
 def merge(path: Path, name: str, new: Sequence[Entry]) -> None:
-    """The new entries into the user's file, in place of older ones of the same shape.
+    """Write the new entries to the user's file; they replace older ones of the same shape.
 
-    What this version does not know stays in it; a file that cannot be read is moved out of the way.
+    Entries that this version does not know are kept. An unreadable file is renamed to *.bad, with a warning.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another search may write its own: until closed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # against concurrent searches; released on close
         try:
             old, unknown = configs.load(path, name)
         except configs.UNREADABLE as error:
@@ -271,13 +274,13 @@ def _serve(connection: Any, measure_: Measure) -> None:
             connection.send(("seconds", measure_(*job)))
         except Failed as error:
             connection.send(("failed", str(error)))
-        except Exception as error:  # the GPU may be in no state to go on: the next trial gets a new process
+        except Exception as error:  # the CUDA context may be broken: the next trial gets a new process
             connection.send(("crashed", f"{type(error).__name__}: {error}"))
             return
 
 
 class Process:
-    """`measure` in a process of its own, a new one after a crash or when a trial takes too long."""
+    """Runs `measure_` in a child process, which is replaced after a crash or a trial longer than `limit` seconds."""
 
     def __init__(self, measure_: Measure, limit: float = 120.0) -> None:
         self._measure, self._limit = measure_, limit
@@ -315,9 +318,9 @@ class Process:
 
 
 class Compilers:
-    """So many processes that run each tile once, for what that leaves in Triton's cache on disk.
+    """`width` processes that run each of the tiles once, to fill Triton's disk cache.
 
-    Nothing is timed meanwhile. What fails here fails again in its trial, which says why.
+    Nothing is timed meanwhile. A failure is ignored here: the trial fails again and reports it.
     """
 
     def __init__(self, compile_: Measure, width: int) -> None:
@@ -340,7 +343,7 @@ class Compilers:
 
 
 def _call(p: Problem, seed: int, device: str = "cuda") -> tuple[Callable[[], Results], Callable[[], Results]]:
-    """One kernel on random inputs, and the same by torch. Half of the rows are the first expert's, at random."""
+    """A kernel on random inputs and its torch reference. Each row belongs to the first expert with probability 1/2."""
     from .triton import masked_ffn, masked_linear
     from .triton.mask_plan import plan
 
@@ -416,7 +419,7 @@ def _call(p: Problem, seed: int, device: str = "cuda") -> tuple[Callable[[], Res
 
 
 def check(p: Problem, tiles: Tiles, ours: Results, truth: Results) -> None:
-    """Raises where a result is not torch's, but for the roundings of the dtype."""
+    """Raise Failed if a result differs from torch's by more than the rounding of the dtype."""
     allowed = max(4 * torch.finfo(DTYPES[p.dtype]).eps, 1e-5)
     for mine, other in zip(ours, truth, strict=True):
         off = (torch.linalg.vector_norm(mine.float() - other.float()) / torch.linalg.vector_norm(other.float())).item()
@@ -426,7 +429,7 @@ def check(p: Problem, tiles: Tiles, ours: Results, truth: Results) -> None:
 
 @torch.no_grad()
 def compile_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
-    """Each runs once."""
+    """Run each of the tiles once, which compiles them; the returned times are 0."""
     ours, _ = _call(p, 0)
     for t in tiles:
         configs.forced[p.operator] = t
@@ -437,7 +440,7 @@ def compile_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
 
 @torch.no_grad()
 def measure_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
-    """Seconds of each, checked before."""
+    """Seconds of each of the tiles, after their results were checked."""
     size = DTYPES[p.dtype].itemsize * (p.m * (p.n + p.k) + 2 * p.n * p.k)
     sets = max(1, min(16, -(-2 * measure.l2_bytes(torch.device("cuda")) // size)))
     calls = [_call(p, seed) for seed in range(sets)]
@@ -450,7 +453,7 @@ def measure_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
                 configs.forced[p.operator] = t
                 return ours()
 
-            torch.use_deterministic_algorithms(True)  # results start as NaN: what is not written is found
+            torch.use_deterministic_algorithms(True)  # fills new results with NaN: unwritten elements are found
             result = run()
             torch.use_deterministic_algorithms(False)
             check(p, t, result, truth)
@@ -473,7 +476,7 @@ def tune(
     clock: Callable[[], float] = time.monotonic,
     ahead: Ahead | None = None,
 ) -> list[Entry]:
-    """Search every problem within its share of the budget; each winner is in the user's file as soon as it is known."""
+    """Search every problem within its share of the budget (seconds); save each winner at once to the user's file."""
     path = configs.file_of(folder, gpu.name)
     journal = Journal(path.with_suffix(".trials.jsonl"))
     entries = []

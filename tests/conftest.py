@@ -1,16 +1,16 @@
 import functools
 import os
 
-# Before torch reads it. Threads that wait for work by spinning take the cores from the tests beside: -n 2 on two cores
-# took 130 s for what takes 6 alone.
+# Set before torch reads it. Spinning OpenMP threads take cores from tests that run in parallel: with -n 2 on two cores,
+# 130 s instead of 6.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import gpu_share
 import pytest
 import torch
 
-# Every torch.empty, our results among them, starts as NaN: an element that nobody wrote fails the comparison.
-# compute-sanitizer's initcheck needs it: it does not see what Hopper's bulk copies (TMA) write.
+# Fills every torch.empty, including our results, with NaN: an unwritten element fails the comparison.
+# compute-sanitizer's initcheck needs it because it does not see the writes of Hopper's bulk copies (TMA).
 if os.environ.get("MATMULS_POISON"):
     torch.use_deterministic_algorithms(True)
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_generate_tests(metafunc):
-    """A test that asks for `device` runs on the CPU and, marked `cuda`, on a GPU."""
+    """Parametrizes `device`: the CPU and, marked `cuda`, a GPU."""
     if "device" in metafunc.fixturenames:
         metafunc.parametrize("device", DEVICES)
 
@@ -37,7 +37,7 @@ share = functools.cache(gpu_share.share_of_environment)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Of several processes each has a fair share of the GPU's memory, or what a test's `gpu_memory` says, in GiB."""
+    """With several processes, limits each to a fair share of GPU memory, or to the test's `gpu_memory` mark (GiB)."""
     if "cuda" not in pyfuncitem.keywords or share() is None:
         return (yield)
     function, mark = pyfuncitem.obj, pyfuncitem.get_closest_marker("gpu_memory")

@@ -1,4 +1,4 @@
-"""How the processes of one test run share a GPU's memory: by parts, each of which one process has at a time."""
+"""Divides a GPU's memory among the processes of one test run: into parts, each held by one process at a time."""
 
 import fcntl
 import gc
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-BESIDE = 1.5 * 2**30  # bytes of a process outside its tests: its context, its handles, the interpreters that it starts
-KEPT = 2**28  # bytes that torch's allocator may keep between tests
+BESIDE = 1.5 * 2**30  # bytes of a process outside its tests: CUDA context, handles, child interpreters
+KEPT = 2**28  # bytes that torch's allocator may keep cached between tests
 
 
 class Parts:
-    """So many parts, each a file that who has it locks. The kernel gives back those of a process that dies."""
+    """A number of parts, each a file that its holder locks. The kernel releases the locks of a process that dies."""
 
     def __init__(self, folder, count):
         self.count = count
@@ -28,7 +28,9 @@ class Parts:
 
     @contextmanager
     def take(self, wanted):
-        """One process at a time gathers parts, and nobody who has some waits for more."""
+        """Take parts. Only one process at a time collects them, so that none waits for more while holding some (no
+        deadlock).
+        """
         held = {}
         gate = self._open("gate")
         try:
@@ -53,7 +55,7 @@ class Parts:
 
 
 class Share:
-    """Of this process, one of `processes`: `needs` bytes of the GPU for the length of a test, or a fair share."""
+    """The share of this process, one of `processes`: `needs` bytes of the GPU during a test, or a fair share."""
 
     def __init__(self, processes, run):
         self.total = torch.cuda.get_device_properties(0).total_memory
@@ -78,20 +80,20 @@ class Share:
             torch.cuda.set_per_process_memory_fraction(fraction, device)
 
     def run(self, call, needs=0):
-        """call(); once more with the whole GPU where less was not enough."""
+        """Return call(); on an out-of-memory error repeat it once with the whole GPU."""
         with self.take(needs) as whole:
             try:
                 return call()
             except torch.OutOfMemoryError as error:
                 if whole:
                     raise
-                traceback.clear_frames(error.__traceback__)  # they hold tensors
+                traceback.clear_frames(error.__traceback__)  # the frames hold tensors
         with self.take(self.total):
             return call()
 
 
 def share_of_environment():
-    """None where pytest runs in one process."""
+    """The Share of this process, or None if pytest runs in one process."""
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes < 2 or not torch.cuda.is_available():
         return None

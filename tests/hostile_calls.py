@@ -1,8 +1,7 @@
-"""Calls of every registered operator with arguments that do not fit, one after the other: run by
-test_hostile_arguments.py in a process of its own.
+"""Calls every registered operator with invalid arguments; test_hostile_arguments.py runs this in a separate process.
 
-Usage: python hostile_calls.py LOG FIRST COUNT. Calls FIRST to FIRST + COUNT - 1, each drawn from its number alone. LOG
-gets a line before each call, so that the last line names the one that the process died in.
+Usage: python hostile_calls.py LOG FIRST COUNT. Makes calls FIRST to FIRST + COUNT - 1; each depends on its number only.
+LOG gets a line before each call, so that its last line names the call that crashed the process.
 """
 
 import faulthandler
@@ -22,19 +21,20 @@ from matmuls import specs
 from matmuls.nn import SparseLinear
 from matmuls.specs.spec import Draw
 
-EXTRA_BYTES = 3 << 30  # of address space: larger sizes raise instead of filling the machine's memory
+# limit of additional address space: larger sizes raise instead of exhausting the machine's memory
+EXTRA_BYTES = 3 << 30
 INTEGERS = -1, 0, 1, 2, 2**31 - 1, 2**31, 2**40, 2**62, -(2**63), 2**63 - 1
 CONTENTS = -1, 2**31 - 1, -(2**31), 2**40, 10**6, 65, 3, 0
 FLOATS = float("nan"), float("inf"), float("-inf"), 0.0, -1.0, 1e300
 DTYPES = torch.float64, torch.float16, torch.bool, torch.int8, torch.int32, torch.int64, torch.complex64, torch.float32
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, MemoryError, NotImplementedError, OverflowError)
 CANARY = 16  # calls between two valid ones
-LONGEST = 60  # seconds of a call: one that does not end ends the process
+LONGEST = 60  # seconds per call; a call that hangs ends the process
 
 
 @dataclass
 class Base:
-    """A valid call as it was recorded, and what it gave: its result, or its arguments where it returns nothing."""
+    """A recorded valid call with its result, or its arguments if it returns nothing."""
 
     operator: Any
     args: tuple[Any, ...]
@@ -51,7 +51,7 @@ def copied(x: Any) -> Any:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps up to `most` calls of every operator of ours, of those that differ in their arguments' shapes and types."""
+    """Records up to `most` calls of every operator of ours, with distinct argument shapes and types."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def signature(x: Any) -> Any:
 
 
 def layouts() -> None:
-    """What the table's calls do not reach on a CPU: layouts that plans keep on a GPU, and their products."""
+    """Calls that the table does not make on a CPU: layouts that plans keep on a GPU, and their products."""
     ops = torch.ops.custom_mm
     dense = torch.randn(64, 64) * (torch.rand(64, 64) < 0.3)
     s = dense.to_sparse_csr()
@@ -131,7 +131,7 @@ def layouts() -> None:
 
 
 def composite() -> list[Base]:
-    """Operators that are taken apart before a dispatch mode sees them."""
+    """Calls of composite operators, which are decomposed before a dispatch mode sees them."""
     ops = torch.ops.custom_mm
     q, x = torch.randn(1, 2, 8, 16), torch.randn(8, 8)
     return [
@@ -155,7 +155,7 @@ def recorded(most: int = 6) -> dict[str, list[Base]]:
                         y = spec.call(*call.args, **call.kwargs)
                         if grads and isinstance(y, torch.Tensor) and y.requires_grad:
                             y.square().sum().backward()
-                    except RuntimeError:  # in place over a leaf
+                    except RuntimeError:  # in place on a leaf that requires grad
                         with torch.no_grad():
                             spec.call(*call.args, **call.kwargs)
     for base in composite():
@@ -231,7 +231,7 @@ OF_DIMENSIONS = {
 
 
 def changed_tensor(t: torch.Tensor, rng: random.Random) -> Any:
-    if t.layout != torch.strided or t.is_meta:  # by a change before
+    if t.layout != torch.strided or t.is_meta:  # changed by an earlier mutation
         return t
     ways = {**ANY, **OF_DIMENSIONS} if t.dim() else ANY
     if t.dtype in (torch.int32, torch.int64, torch.int8) and rng.random() < 0.4:

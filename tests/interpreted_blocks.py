@@ -1,7 +1,7 @@
-"""The Triton kernels for matrices in blocks under Triton's interpreter, in a process that test_interpreter.py starts.
+"""Tests the Triton kernels for block-sparse matrices in Triton's interpreter; test_interpreter.py starts this process.
 
-The interpreter is chosen when triton is imported, by TRITON_INTERPRET=1. The operators then go to the kernels on CPU
-tensors too: forward, backward and double backward are those that a GPU runs.
+TRITON_INTERPRET=1 must be set when triton is imported. The operators then run the kernels on CPU tensors as well: the
+forward, backward and double backward are those of a GPU.
 """
 
 import os
@@ -19,14 +19,14 @@ from matmuls.triton import configs, launch
 
 SIZES = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32)]
 WIDTHS = (1, 7, 16, 33, 128, 200)
-# Rows of blocks of every kind: unsorted, none, one block, twice the same.
+# Block rows of every kind: unsorted, empty, one block, duplicates.
 CROW, COL, ACROSS = torch.tensor([0, 3, 3, 4, 6]), torch.tensor([2, 0, 1, 1, 2, 2]), 3
 every_size = pytest.mark.parametrize(("h", "w"), SIZES)
 
 
 @pytest.fixture(autouse=True)
 def through_the_kernels(monkeypatch):
-    """Which kernels ran; memory that nobody wrote is NaN."""
+    """Records which kernels ran; uninitialized memory is NaN."""
     monkeypatch.setattr(blocks, "_by_triton", lambda x, *sizes: x.dtype != torch.float64)
     ran = []
 
@@ -52,7 +52,7 @@ def error(x, truth):
 
 
 def dense_of(crow, col, values, across):
-    """The matrix with its zeros; differentiable."""
+    """The dense matrix; differentiable."""
     (_, h, w), rows = values.shape, len(crow) - 1
     row = torch.repeat_interleave(torch.arange(rows), crow.diff())
     full = values.new_zeros(rows, across, h, w).index_put((row, col), values, accumulate=True)
@@ -60,7 +60,7 @@ def dense_of(crow, col, values, across):
 
 
 def compare(function, truth, *tensors):
-    """Results and gradients by the kernels against float64."""
+    """Compare results and gradients of the kernels with float64."""
     leaves = [t.detach().requires_grad_() for t in tensors]
     wide = [t.detach().double().requires_grad_() for t in tensors]
     y, expected = function(*leaves), truth(*wide)
@@ -76,7 +76,7 @@ def compare(function, truth, *tensors):
     ("n", "dtype"), [*((n, torch.float32) for n in WIDTHS), (16, torch.float16), (33, torch.float16)], ids=str
 )
 def test_product(h, w, n, dtype, through_the_kernels):
-    """The interpreter multiplies no bfloat16."""
+    """No bfloat16: the interpreter has no bfloat16 products."""
     torch.manual_seed(n)
     values, b = torch.randn(6, h, w).to(dtype), torch.randn(ACROSS * w, n).to(dtype)
     compare(
@@ -116,8 +116,8 @@ def test_sampled(h, w, d):
 
 @pytest.mark.parametrize("layout", ["bsr", "bsc"])
 @pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
-def test_what_a_structure_knows(layout, index, through_the_kernels):
-    """By columns too, which have an order of their own; and the transposed ones that it made."""
+def test_sorted_columns_and_the_transposed_structure(layout, index, through_the_kernels):
+    """Also by block columns, with their value permutation, and the transposes made from them."""
     h, w = 32, 16
     full = torch.randn(4 * h, 5 * w)
     full.view(4, h, 5, w).mul_(torch.rand(4, 1, 5, 1) < 0.5)
@@ -141,7 +141,7 @@ def test_what_a_structure_knows(layout, index, through_the_kernels):
 
 
 def test_one_long_row():
-    """The same bits however often, whatever other rows there are."""
+    """Bitwise reproducible, and independent of the other rows."""
     crow, col = torch.tensor([0, 0, 50, 51]), torch.randint(3, (51,))
     values, b = torch.randn(51, 16, 16), torch.randn(48, 20)
     y = bsr_spmm(crow, col, values, b, 48)
@@ -150,7 +150,7 @@ def test_one_long_row():
     assert torch.equal(y[16:32], bsr_spmm(torch.tensor([0, 50]), col[:50], values[:50], b, 48))
 
 
-def test_no_blocks_at_all():
+def test_no_blocks():
     crow, none = torch.zeros(4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     values, b = torch.zeros(0, 16, 32, requires_grad=True), torch.randn(64, 5, requires_grad=True)
     y = bsr_spmm(crow, none, values, b, 64)
@@ -161,7 +161,7 @@ def test_no_blocks_at_all():
 
 
 def test_strides():
-    """Rows that lie apart or on one another, columns that do; values that are not side by side."""
+    """Row and column strides, overlapping rows (stride 0), non-contiguous values."""
     values, b = torch.randn(6, 16, 32), torch.randn(96, 20)
     apart = torch.full((96, 26), float("nan"))
     apart[:, 3:23] = b
@@ -173,7 +173,7 @@ def test_strides():
     assert error(bsr_spmm(CROW, COL, values, row, 96), dense_of(CROW, COL, values.double(), 3) @ row.double()) < 1e-6
 
 
-def test_indices_that_lie_apart():
+def test_non_contiguous_indices():
     values, b, a = torch.randn(6, 16, 16), torch.randn(ACROSS * 16, 8), torch.randn(4 * 16, 8)
     order = torch.randperm(6)
     apart = torch.stack([CROW, CROW.flip(0)], 1)[:, 0], *(torch.stack([t, t.flip(0)], 1)[:, 0] for t in (COL, order))
@@ -185,7 +185,7 @@ def test_indices_that_lie_apart():
 
 @every_size
 def test_nan_stays_in_its_rows(h, w):
-    """A row of blocks that ends within a step takes nothing from the next one's, nor from where it has no block."""
+    """A block row that ends inside a loop step reads neither the next row's blocks nor blocks that it does not have."""
     crow, col = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
     values, b = torch.randn(2, h, w), torch.randn(2 * w, 10)
     values[1], b[:w] = float("nan"), float("nan")
@@ -196,7 +196,7 @@ def test_nan_stays_in_its_rows(h, w):
 
 @pytest.mark.parametrize("multiprocessors", [1, 1000])
 def test_every_tile(multiprocessors, monkeypatch):
-    """The widest and the narrowest that a number of multiprocessors leads to."""
+    """The widest and the narrowest tile that a number of multiprocessors leads to."""
     gpu = configs.Gpu("interpreter", (8, 0), multiprocessors)
     monkeypatch.setattr(kernels, "gpu", lambda index: gpu)
     values, b = torch.randn(6, 64, 64).half(), torch.randn(192, 130).half()

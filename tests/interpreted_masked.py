@@ -1,7 +1,7 @@
-"""The Triton kernels of the masked family under Triton's interpreter, in a process that test_interpreter.py starts.
+"""Tests the Triton kernels of the masked products in Triton's interpreter; test_interpreter.py starts this process.
 
-The interpreter is chosen when triton is imported, by TRITON_INTERPRET=1. The operators then go to the kernels on CPU
-tensors too: forward, backward and double backward are those that a GPU runs.
+TRITON_INTERPRET=1 must be set when triton is imported. The operators then run the kernels on CPU tensors as well: the
+forward, backward and double backward are those of a GPU.
 """
 
 import os
@@ -37,7 +37,7 @@ def through_the_kernels(monkeypatch):
 
     for module in ("mask_plan", "few", "masked_linear", "masked_ffn"):
         monkeypatch.setattr(f"matmuls.triton.{module}.launch", counted)
-    monkeypatch.setattr(few, "ORDERED", (16, 256))  # a program for each row takes the interpreter long
+    monkeypatch.setattr(few, "ORDERED", (16, 256))  # one program per row would be slow in the interpreter
     real = torch.Tensor.new_empty, torch.empty
 
     def poisoned(t):
@@ -56,7 +56,7 @@ def error(x, truth):
 
 
 def compare(function, *tensors):
-    """Results and gradients by the kernels against the plain path in float64; the gradients."""
+    """Compare results and gradients of the kernels with the plain path in float64; return the gradients."""
     leaves = [t.detach().requires_grad_() for t in tensors]
     wide = [t.detach().double().requires_grad_() for t in tensors]
     y, truth = function(*leaves), function(*wide)
@@ -68,7 +68,7 @@ def compare(function, *tensors):
     return found
 
 
-def test_every_switch_of_torch_for_tf32_counts(through_the_kernels):
+def test_every_tf32_setting_of_torch_is_respected(through_the_kernels):
     through_the_kernels.append("none to run")
     products = torch.backends.cuda.matmul
     before = products.fp32_precision
@@ -97,7 +97,7 @@ def test_linear(m, dtype):
     tensors = [t.to(dtype) for t in (torch.randn(m, k), *torch.randn(2, n, k) / k**0.5, *torch.randn(2, n))]
     for mask in masks(m):
         _, d1, d2, e1, e2 = compare(lambda x, w1, w2, b1, b2, p=mask: masked_linear(x, w1, w2, p, b1, b2), *tensors)
-        if mask.all():  # an expert without rows: exactly zero
+        if mask.all():  # an expert without rows: its gradient is exactly 0
             assert d2.count_nonzero() == e2.count_nonzero() == 0
         if not mask.any():
             assert d1.count_nonzero() == e1.count_nonzero() == 0
@@ -129,20 +129,22 @@ TILES = [
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_every_field_of_a_configuration(tiles, monkeypatch):
-    """Sizes that the tiles divide and sizes that they do not; TMA too, which the interpreter knows."""
+    """Sizes that are multiples of the tiles and sizes that are not, with TMA as well, which the interpreter
+    supports.
+    """
     monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles))
     monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
-    even = 2 * min(tiles.depth, 32), 2 * tiles.columns  # more of small tiles takes the interpreter long
+    even = 2 * min(tiles.depth, 32), 2 * tiles.columns  # a few small tiles only: the interpreter is slow
     for m, k, n in ((100, *even), (75, 40, 24), (33, 19, 50)):
         x, w1, w2 = torch.randn(m, k), torch.randn(n, k), torch.randn(n, k)
         weights = [torch.randn(*s) / s[1] ** 0.5 for s in ((n, k), (k, n), (n, k)) * 2]
-        for mask in (torch.rand(m) < 0.3, torch.arange(m) % 2 == 0):  # the second is cut where the experts meet
+        for mask in (torch.rand(m) < 0.3, torch.arange(m) % 2 == 0):  # in the second, a tile spans both experts
             compare(lambda x, w1, w2, p=mask: masked_linear(x, w1, w2, p), x, w1, w2)
             compare(lambda *args, p=mask: masked_ffn(*args, p), x, *weights)
 
 
 def test_strides():
-    """Rows that lie apart, rows whose elements do, weights of every orientation."""
+    """Row and element strides of x, weights in both orientations."""
     x, w1, w2 = torch.randn(50, 20), torch.randn(30, 20), torch.randn(30, 20)
     mask = torch.rand(50) < 0.5
     truth = masked_linear(x.double(), w1.double(), w2.double(), mask)
@@ -162,7 +164,7 @@ def test_strides():
 def test_nan_stays_with_its_expert(tiles, monkeypatch):
     x, w1, w2 = torch.randn(40, 16), torch.randn(24, 16), torch.randn(24, 16)
     mask = torch.arange(40) % 2 == 0
-    x[0] = float("nan")  # the row that places past the end stand in for
+    x[0] = float("nan")  # the row that out-of-range positions of a tile read
     monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles) if tiles else {})
     monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
     leaves = [t.requires_grad_() for t in (x, w1, w2)]
@@ -175,7 +177,7 @@ def test_nan_stays_with_its_expert(tiles, monkeypatch):
 
 
 def test_gradients_of_sorted_copies(through_the_kernels, monkeypatch):
-    """Those of many rows on sm_90: beside the product for x both operands are brought into the plan's order."""
+    """The path of many rows on sm_90: the product for x's gradient also copies both operands in the plan's order."""
     monkeypatch.setattr(kernels, "LITTLE", 0)
     monkeypatch.setattr(configs, "forced", {"masked_ffn_weights": configs.Tiles(64, 128, 32, tma=True, split=2)})
     monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
@@ -188,7 +190,7 @@ def test_gradients_of_sorted_copies(through_the_kernels, monkeypatch):
 
 @pytest.mark.parametrize("m", [33, 64, 100, 128])
 def test_gradients_of_few_rows(m, through_the_kernels, monkeypatch):
-    """One round of tiles for any mask, the smaller rest in strips; the weights' gradients of ordered copies."""
+    """One wave of tiles for any mask, remaining rows in strips; weight gradients from sorted copies."""
     monkeypatch.setattr(kernels, "FEW", 0)
     monkeypatch.setattr(kernels, "WIDE", 0)
     tiles = configs.Tiles(32, 128, 64, tma=True, pieces=2, split=2)
@@ -247,7 +249,7 @@ def test_double_backward():
 
 
 @pytest.mark.parametrize("operator", configs.OPERATORS)
-def test_what_the_tuner_checks_against(operator):
+def test_the_reference_of_the_tuner(operator):
     from matmuls import tune
 
     problem = tune.Problem(operator, 70, 24, 40, "float32")

@@ -1,10 +1,10 @@
-"""Each operation under threads, forks and too little memory: a process that test_threads.py starts, one for each of
+"""Runs each operation with threads, forks and too little memory; test_threads.py starts one process for each mode:
 
-fork: in a child of its own, which is forked while its parent's threads wait for work, by one thread and by two;
-starve: so too, and before that with too little memory, again and again with a little more;
-threads: in four threads at once, each of which takes them in another order.
+fork: in a forked child, forked while the parent's worker threads wait for work, with one thread and with two;
+starve: as fork, after repeated calls with too little memory, a little more each time;
+threads: in four threads at once, each with another order of operations.
 
-Prints a line for each operation, tab-separated: its name, and "right" or what went wrong.
+Prints a tab-separated line per operation: its name, and "right" or what went wrong.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ from matmuls.attention import attend, compose
 from matmuls.nn import InplaceLinear, MaskedFFN, MaskedLinear, SparseLinear
 
 MODE = sys.argv[1]
-N = 512 if MODE == "starve" else 256  # N x N elements are shared among threads by torch, MKL and oneDNN
-LIMIT = 20  # seconds of a child; 2, once one has taken them all
+N = 512 if MODE == "starve" else 256  # large enough that torch, MKL and oneDNN use several threads for N x N elements
+LIMIT = 20  # seconds per child; 2 after a first child has timed out
 LAYOUTS = "csr", "csc", "coo", "bsr"
 
 ops = torch.ops.custom_mm
@@ -50,7 +50,7 @@ values = {layout: drawn(int(holes.count_nonzero())) for layout in LAYOUTS}
 
 
 def sparse(layout, dense=None):
-    """A new tensor, which no plan and no check has seen."""
+    """A new tensor that no plan and no index check has seen."""
     if layout == "bsr":
         return (blocks if dense is None else dense).to_sparse_bsr((16, 16))
     return getattr(holes if dense is None else dense, f"to_sparse_{layout}" if layout != "coo" else "to_sparse")()
@@ -65,7 +65,7 @@ def trained(call, *inputs):
 
 
 def written(call, first, *inputs):
-    """As `trained`, of an operation that writes over its first argument."""
+    """As `trained`, for an operation that overwrites its first argument."""
     return trained(lambda first, *others: call(first.clone(), *others), first, *inputs)
 
 
@@ -77,7 +77,7 @@ def module_of(module, *args):
 
 
 def halved(call):
-    """The same in bfloat16, by oneDNN's products and conversions."""
+    """The same in bfloat16, with oneDNN's products and conversions."""
     return call(x.bfloat16(), w.bfloat16(), small.bfloat16())
 
 
@@ -105,7 +105,7 @@ with torch.no_grad():
         parameter.copy_(weight)
 
 CALLS = {
-    # the table
+    # operations of the table
     "matmul": lambda: trained(lambda a, b, c: matmuls.matmul(a, b, bias=c, activation="gelu"), x, w, small),
     "cublasMM": lambda: trained(matmuls.cublasMM.apply, x, w),
     "cublasTransaMM": lambda: trained(matmuls.cublasTransaMM.apply, x, w),
@@ -166,7 +166,7 @@ CALLS = {
     "nn.MaskedFFN": lambda: module_of(deepcopy(experts), x, mask),
     "nn.SparseLinear": lambda: module_of(SparseLinear.from_linear(layers[0], sparsity=0.9), x),
     "nn.SparseLinear, frozen": lambda: SparseLinear.from_linear(layers[0], sparsity=0.9).freeze()(x).detach(),
-    # what rows of the table do not come to
+    # operations that the table does not cover
     "plan": lambda: [matmuls.plan(sparse(layout), tune=tune) @ x for layout in LAYOUTS for tune in (True, False, [N])],
     "plan, constant": lambda: [matmuls.plan(sparse(layout), constant=True) @ x for layout in LAYOUTS],
     "plan, ready": lambda: [plan @ x for plan in ready],
@@ -205,17 +205,18 @@ def flat(result):
 
 def compare(result, expected):
     for ours, theirs in zip(flat(result), expected, strict=True):
-        # a plan that is made anew may take another product, whose sums have another order
+        # a new plan may choose another kernel, which sums in another order
         close = {"rtol": 1e-4, "atol": 1e-4} if ours.dtype == torch.float32 else {}
         torch.testing.assert_close(ours, theirs, **close)
 
 
 def starved(call):
-    """How many calls failed, each with more memory than the one before."""
-    call()  # oneDNN keeps what it could not make for lack of memory, as an error
+    """Call with more and more memory; returns how many calls failed."""
+    call()  # oneDNN caches failures to create a primitive for lack of memory
     failed = 0
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
-    for pages in range(0, 5 * N * N // 1024, N * N // 2048):  # up to five matrices of float32, in eighths
+    # up to five float32 matrices, in steps of half a matrix
+    for pages in range(0, 5 * N * N // 1024, N * N // 2048):
         ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/statm") as sizes:
             limit = (int(sizes.read().split()[0]) + pages) * resource.getpagesize()
@@ -230,7 +231,7 @@ def starved(call):
 
 
 def in_a_child(call, expected, limit):
-    """What became of the call in a forked child, by one thread and by two."""
+    """The outcome of the call in a forked child, with one thread and with two."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -257,7 +258,7 @@ def in_children():
     limit = LIMIT
     for name, call in CALLS.items():
         expected = flat(call())
-        torch.exp(x), x @ x  # whatever the call needs, the threads are there
+        torch.exp(x), x @ x  # starts the worker threads in any case
         assert len(os.listdir("/proc/self/task")) > 1
         said = in_a_child(call, expected, limit)
         limit = 2 if said == "no result in time" else limit
@@ -285,7 +286,7 @@ def in_threads():
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    torch.testing.assert_close(x, x)  # imports what children would import one by one
+    torch.testing.assert_close(x, x)  # otherwise every child would import what this needs
     torch.set_num_threads(2)
     for name, said in in_threads() if MODE == "threads" else in_children():
         print(name, said.replace("\n", " | "), sep="\t", flush=True)

@@ -18,8 +18,9 @@ every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
 def ends(dtype, device):
-    """Values whose result is known: 0 below, the value itself above. Repeated, so that vectors and what is left meet
-    each."""
+    """Inputs with known results: 0 for the lowest, the input itself for the highest. Repeated, so that both vectors and
+    the remainder contain each.
+    """
     info = torch.finfo(dtype)
     negative, positive = [-INF, -13.24, -100.0, -1e4, info.min], [INF, 100.0, 1e4, info.max]
     x = torch.tensor([*negative, *positive, NAN], dtype=dtype, device=device).repeat(37)
@@ -27,7 +28,7 @@ def ends(dtype, device):
 
 
 def assert_ends(y, expected):
-    """Exactly as expected; 0 may be subnormal."""
+    """Exactly as expected, except that 0 may be subnormal."""
     small = (expected == 0) & (y.abs() < torch.finfo(y.dtype).tiny)
     torch.testing.assert_close(torch.where(small, 0, y), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -57,7 +58,7 @@ def stepped_with_a_bias(x, activation):
 
 
 def as_a_product(x, activation):
-    """One number times 1: the product is the number."""
+    """A product with inner size 1 and the factor 1: the result is the input."""
     return matmuls.matmul(x[:, None], torch.ones(1, 1, dtype=x.dtype, device=x.device), activation=activation)[:, 0]
 
 
@@ -98,9 +99,9 @@ PRODUCTS = WAYS[5:9]
 @every_dtype
 @every_activation
 @pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)
-def test_the_ends(way, activation, dtype, device):
+def test_activations_at_the_ends(way, activation, dtype, device):
     x, expected, _ = ends(dtype, device)
-    if device == "cuda" and way in PRODUCTS:  # cuBLASLt's own epilogue may end it, whose value there is the library's
+    if device == "cuda" and way in PRODUCTS:  # may end in cuBLASLt's epilogue, which has its own values there
         if activation == "gelu_tanh" and dtype.itemsize == 2:
             x, expected = x[x != -INF], expected[x != -INF]
         if activation == "relu" and dtype != torch.float64:
@@ -111,7 +112,7 @@ def test_the_ends(way, activation, dtype, device):
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
 def test_the_epilogue_of_cublaslt_at_minus_infinity(dtype):
-    """Reports the library's own value where it is not 0: -inf * 0 is NaN in its formula."""
+    """Reports cuBLASLt's value if it is not 0: its formula computes -inf * 0 = NaN."""
     y = as_a_bias_of_a_product(torch.full((64,), -INF, dtype=dtype, device="cuda"), "gelu_tanh")
     if not (y == 0).all():
         pytest.xfail(f"cuBLASLt's gelu epilogue gives {y[0].item()} for -inf in {dtype}")
@@ -120,7 +121,7 @@ def test_the_epilogue_of_cublaslt_at_minus_infinity(dtype):
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_the_epilogue_of_cublaslt_at_nan(dtype):
-    """Reports the library's own value where it is not NaN: its relu is the larger of 0 and the number."""
+    """Reports cuBLASLt's value if it is not NaN: its relu is max(0, x)."""
     y = as_a_product(torch.full((64,), float("nan"), dtype=dtype, device="cuda"), "relu")
     if not y.isnan().all():
         pytest.xfail(f"cuBLASLt's relu epilogue gives {y[0].item()} for NaN in {dtype}")
@@ -132,7 +133,7 @@ def test_gradients_at_the_ends(activation, dtype, device):
     x, _, expected = ends(dtype, device)
     leaf = x.clone().requires_grad_()
     as_a_product(leaf, activation).backward(torch.ones_like(x))
-    if activation == "relu":  # torch's own, which is 1 for NaN
+    if activation == "relu":  # torch's gradient, which is 1 for NaN
         expected = torch.where(x.isnan(), 1, expected)
     torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=1e-30, equal_nan=True)
 
@@ -148,8 +149,8 @@ def test_second_derivatives_at_the_ends(tanh, dtype, device):
 
 
 @every_activation
-def test_a_feed_forward_network_that_met_minus_infinity(activation, device):
-    """A row whose inner numbers are -inf, which both gelu and relu take for 0."""
+def test_feed_forward_with_minus_infinity(activation, device):
+    """A row whose hidden activations are -inf before gelu and relu, which give 0."""
     x = torch.zeros(3, 4, device=device)
     up_bias = torch.tensor([-INF, 1.0], device=device)
     y = matmuls.feed_forward_(

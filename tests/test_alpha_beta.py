@@ -1,4 +1,4 @@
-"""alpha = 0 reads no operand and beta = 0 no output, as in BLAS and torch.addmm: NaN and inf do not come through."""
+"""alpha = 0 reads no operand and beta = 0 no output, as in BLAS and torch.addmm: their NaN and inf do not propagate."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Attention with its probabilities: values and gradients against plain torch, what it keeps, what it leaves alone."""
+"""Attention with its probabilities: values and gradients against plain torch, saved tensors, memory, unmodified
+inputs.
+"""
 
 from itertools import product
 
@@ -22,7 +24,7 @@ PIECES = {"whole": 1 << 30, "two heads": 2 * Q * K * 8, "two of the batch": 2 * 
 
 
 def operands(dtype=torch.float64, device="cpu", strided=True):
-    """q, k, v as a model hands them over: views of [B, S, H, D]."""
+    """q, k, v as models pass them: [B, H, S, D] views of [B, S, H, D]."""
     torch.manual_seed(0)
     shapes = ((B, Q, H, D), (B, K, H, D), (B, K, H, E))
     drawn = [torch.randn(s, dtype=dtype, device=device).transpose(1, 2) for s in shapes]
@@ -63,7 +65,7 @@ def test_values_and_gradients(device, mask, pieces, recompute, monkeypatch):
         for x, y, z in list(zip(ours, truth, untracked, strict=True))[: 1 + probabilities]:
             torch.testing.assert_close(x, y)
             torch.testing.assert_close(z, y)
-        # the context alone, the probabilities alone, both of them
+        # gradients of the context only, the probabilities only, both
         for wanted in [(0,), (1,), (0, 1)] if probabilities else [(0,)]:
             losses = (sum((i + 1) * o[i].sin().sum() for i in wanted) for o in (ours, truth))
             found, true = (torch.autograd.grad(x, inputs, retain_graph=True, allow_unused=True) for x in losses)
@@ -83,7 +85,7 @@ def test_second_derivatives(recompute):
     assert torch.autograd.gradgradcheck(run, inputs)
 
 
-def test_second_derivatives_where_v_alone_has_a_gradient():
+def test_second_derivatives_if_only_v_requires_grad():
     q, k, v = operands()
     v.requires_grad_()
     for given in ((0,), (0, 1)):
@@ -105,7 +107,7 @@ def test_one_tensor_as_query_key_and_value_compiles():
     torch.testing.assert_close(*grads)
 
 
-def test_only_the_gradients_that_are_needed():
+def test_only_needed_gradients_are_computed():
     for needed in product((False, True), repeat=3):
         inputs = [x.requires_grad_(need) for x, need in zip(operands(), needed, strict=True)]
         if any(needed):
@@ -114,7 +116,7 @@ def test_only_the_gradients_that_are_needed():
 
 
 def kept(**options):
-    """The tensors that backward keeps, one for each piece of memory."""
+    """The tensors saved for backward, one per storage."""
     memory = {}
 
     def pack(t):
@@ -123,11 +125,11 @@ def kept(**options):
 
     inputs = [x.requires_grad_() for x in operands()]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = attention.attend(*inputs, None, 0.3, **options)  # noqa: F841 its memory is not to be used again
+        result = attention.attend(*inputs, None, 0.3, **options)  # noqa: F841 keeps its memory from being reused
     return sorted(tuple(shape) for shape in memory.values())
 
 
-def test_one_score_sized_tensor_is_kept_or_none():
+def test_at_most_one_score_sized_tensor_is_saved():
     rest = sorted([(B, H, Q, D), (B, H, K, D), (B, H, K, E)])
     assert kept() == kept(probabilities=False) == sorted([*rest, (B, H, Q, K)])
     assert kept(recompute=True) == kept(recompute=True, probabilities=False) == rest
@@ -135,7 +137,7 @@ def test_one_score_sized_tensor_is_kept_or_none():
 
 @pytest.mark.parametrize(("recompute", "scores"), [(False, 1), (True, 0)])
 def test_peak_memory(device, recompute, scores, monkeypatch):
-    """Backward adds pieces to what is kept, not tensors of the scores' size."""
+    """Backward allocates pieces, no further tensors of the scores' size."""
     length = 128
     matrix = length * length * 4
     monkeypatch.setattr(attention, "PIECE_BYTES", matrix)
@@ -150,7 +152,7 @@ def test_peak_memory(device, recompute, scores, monkeypatch):
     assert scores * 16 * matrix <= measure.peak_memory(step, device) <= (scores * 16 + 2) * matrix + small
 
 
-def test_backward_leaves_the_probabilities_alone():
+def test_backward_does_not_change_the_probabilities():
     inputs = [x.requires_grad_() for x in operands()]
     context, y = attention.attend(*inputs, None, 0.3)
     before = y.clone()
@@ -160,7 +162,7 @@ def test_backward_leaves_the_probabilities_alone():
     assert all(map(torch.equal, first, second))
 
 
-def test_probabilities_written_over_are_noticed():
+def test_overwritten_probabilities_raise_in_backward():
     inputs = [x.requires_grad_() for x in operands()]
     context, y = attention.attend(*inputs, None, 0.3)
     with torch.no_grad():
@@ -182,7 +184,7 @@ def test_fewer_key_heads_and_a_mask_with_a_gradient():
         torch.testing.assert_close(x, y)
 
 
-def test_dropout_as_torch_drops():
+def test_dropout_matches_torch():
     q, k, v = operands()
     torch.manual_seed(1)
     context, y = attention.attend(q, k, v, None, 0.3, dropout=0.5)
@@ -192,7 +194,7 @@ def test_dropout_as_torch_drops():
     torch.testing.assert_close(y, plain(q, k, v, None, 0.3)[1])
 
 
-def test_under_autocast_the_products_are_narrow(device):
+def test_autocast_runs_the_products_in_16_bits(device):
     q, k, v = (x.requires_grad_() for x in operands(torch.float32, device))
     with torch.autocast(device, torch.bfloat16):
         context, y = attention.attend(q, k, v, None, 0.3)
@@ -213,7 +215,7 @@ def test_empty(empty):
     assert q.grad.shape == q.shape
 
 
-def test_probabilities_into_a_tensor(device):
+def test_probabilities_into_a_given_tensor(device):
     q, k, v = operands(device=device)
     room = torch.full((B, H, Q, K), torch.nan, dtype=q.dtype, device=device)
     context, y = attention.attend(q, k, v, None, 0.3, into=room)
@@ -221,7 +223,7 @@ def test_probabilities_into_a_tensor(device):
     torch.testing.assert_close((context, y), plain(q, k, v, None, 0.3))
 
 
-def test_a_mask_of_another_dtype_is_told_before_anything_is_written():
+def test_a_mask_of_another_dtype_raises_before_any_write():
     q, k, v = operands()
     room = torch.full((B, H, Q, K), 7.0, dtype=q.dtype)
     with pytest.raises(RuntimeError, match="expected a strided mask in Bool, Byte, Double or Float, got Long"):
@@ -231,7 +233,7 @@ def test_a_mask_of_another_dtype_is_told_before_anything_is_written():
     assert (room == 7).all()
 
 
-def test_probabilities_of_fewer_key_heads_into_a_tensor():
+def test_probabilities_of_fewer_key_heads_into_a_given_tensor():
     q, k, v = operands()
     room = torch.full((B, H, Q, K), torch.nan, dtype=q.dtype)
     context, y = attention.attend(q, k[:, :2], v[:, :2], None, 0.3, into=room)
@@ -240,7 +242,7 @@ def test_probabilities_of_fewer_key_heads_into_a_tensor():
 
 
 @pytest.mark.parametrize("made", ["given twice", "of another"])
-def test_gradients_to_differentiate_are_the_gradients(made):
+def test_differentiable_gradients_equal_plain_gradients(made):
     x = operands()[0].requires_grad_()
 
     def gradient(create_graph):
@@ -255,7 +257,7 @@ OPERATOR = torch.ops.custom_mm.attention_forward.default
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_operator_and_what_it_writes(mask, device):
+def test_the_operator_and_its_written_arguments(mask, device):
     q, k, v = operands(device=device)
     for given in (None, torch.full((B, H, Q, K), torch.nan, dtype=q.dtype, device=device)):
         torch.library.opcheck(OPERATOR, (q, k, v, MASKS[mask](drawer(device)), 0.3, True, 1 << 10, given))
@@ -275,7 +277,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_operands_are_told_before_anything_is_written(bad):
+def test_bad_operands_raise_before_any_write(bad):
     q, k, v = operands()
     given = {"q": q, "k": k, "v": v, "mask": None, "probabilities": torch.full((B, H, Q, K), 7.0, dtype=q.dtype)}
     given["sums"] = None
@@ -305,7 +307,7 @@ def test_bad_operands_are_told_before_anything_is_written(bad):
     ],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_operands_that_do_not_fit_each_other(shapes, dropout):
+def test_mismatched_operands_raise(shapes, dropout):
     given = [x if s is None else torch.randn(s) for x, s in zip(operands(torch.float32), shapes, strict=True)]
     for recorded in (False, True):
         inputs = [x.detach().requires_grad_(recorded) for x in given]
@@ -313,7 +315,7 @@ def test_operands_that_do_not_fit_each_other(shapes, dropout):
             attention.attend(*inputs, None, 0.3, dropout=dropout)
 
 
-# of queries and keys: whole tiles and parts of them, one row, more keys than queries and fewer
+# queries and keys: full and partial tiles, one row, more keys than queries and fewer
 LENGTHS = [(128, 128), (64, 512), (200, 264), (1, 8), (300, 72), (384, 640), (130, 1024)]
 HIDDEN = {
     "none": lambda b, h, q, k: None,
@@ -328,12 +330,12 @@ HIDDEN = {
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("mask", HIDDEN)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_the_one_kernel_is_as_near_to_the_truth_as_torch(dtype, mask, causal, lengths):
-    """Against float64: at most twice the error of the same steps in torch, and a rounding."""
+def test_the_one_kernel_is_as_accurate_as_torch(dtype, mask, causal, lengths):
+    """Against float64: at most twice the error of the same steps in torch, plus one rounding."""
     torch.manual_seed(0)
     b, h, (n, m), d = 3, 2, lengths, 64
     whole = torch.randn(b, max(n, m), 3, h, d, device="cuda").to(dtype)
-    q, k, v = (whole[:, :size, i].transpose(1, 2) for i, size in enumerate((n, m, m)))  # one product's parts
+    q, k, v = (whole[:, :size, i].transpose(1, 2) for i, size in enumerate((n, m, m)))  # slices of one product's result
     hidden = HIDDEN[mask](b, h, n, m)
     if hidden is not None:
         hidden = (hidden[:, None, None] if hidden.dim() == 2 else hidden).cuda()
@@ -365,7 +367,7 @@ def test_the_one_kernel_is_as_near_to_the_truth_as_torch(dtype, mask, causal, le
 
 
 @pytest.mark.cuda
-def test_the_one_kernel_on_wild_scores():
+def test_the_one_kernel_on_large_scores_and_nan():
     """Scores of hundreds, and NaN, which stays in its row."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 256, 64, device="cuda").mul(15).half() for _ in range(3))
@@ -390,7 +392,7 @@ def test_the_one_kernel_on_wild_scores():
 @pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_gradients_at_16_bits(causal, wanted, recompute):
-    """By torch's fused backward, or, where the probabilities have a gradient, in pieces."""
+    """By torch's fused backward, or in pieces if the probabilities have a gradient."""
     torch.manual_seed(0)
     shape = (2, 128, 3, 64)
     inputs = [torch.randn(shape, device="cuda").bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
@@ -398,9 +400,11 @@ def test_gradients_at_16_bits(causal, wanted, recompute):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.shape), t)[1], lambda t: t):
         ours = attention.attend(*inputs, None, 0.125, causal=causal, recompute=recompute)
-    once = torch.ops.custom_mm.attention_at_once(*inputs, None, 0.125)  # its rows' sums and its context, or nothing
+    # with the one kernel, the row sums and the context are saved too
+    once = torch.ops.custom_mm.attention_at_once(*inputs, None, 0.125)
     assert sorted(kept) == [(2, 3, 128)] * once + [(2, 3, 128, 64)] * 3 + [(2, 128, 3, 64)] * once
-    weights = [torch.randn_like(x) for x in truth]  # a gradient that hardly varies along a row would cancel
+    # random, because a gradient that hardly varies along a row would cancel
+    weights = [torch.randn_like(x) for x in truth]
     losses = [sum((o[i].double() * weights[i]).sum() for i in wanted) for o in (ours, truth)]
     found, true = (torch.autograd.grad(x, inputs, allow_unused=True) for x in losses)
     assert [x is None for x in found] == [x is None for x in true]
@@ -415,7 +419,7 @@ def test_gradients_at_16_bits(causal, wanted, recompute):
 @pytest.mark.parametrize(
     "fused", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 )
-def test_gradients_by_each_of_torch_s_attentions(fused, causal, needed):
+def test_gradients_by_each_of_torchs_attention_backends(fused, causal, needed):
     torch.manual_seed(0)
     inputs = [torch.randn(2, 128, 3, 64, device="cuda").bfloat16().transpose(1, 2) for _ in range(3)]
     for name, x in zip("qkv", inputs, strict=True):
@@ -431,7 +435,7 @@ def test_gradients_by_each_of_torch_s_attentions(fused, causal, needed):
 
 
 def scaled_first(q, k, v, hidden, scale):
-    """Eager attention of models that scale the queries: the scores are kept in q's dtype."""
+    """Eager attention of models that scale the queries first: the scores are rounded to q's dtype."""
     y = ((q * scale) @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0)
     return (y @ v).transpose(1, 2), y
 
@@ -441,8 +445,8 @@ HIDDEN_KEYS = {"none": False, "causal": True, "padding": False}
 
 @pytest.mark.parametrize("way", ["attend", "recompute", "compose", "fewer heads"])
 @pytest.mark.parametrize("mask", HIDDEN_KEYS)
-def test_float16_scores_that_pass_its_range_before_they_are_scaled(way, mask, device):
-    """q = k, 60 times normal numbers: 230000 on the diagonal, of which an eighth is left."""
+def test_float16_scores_that_overflow_before_scaling(way, mask, device):
+    """q = k, 60 times normal numbers: q @ k.T has 230000 on the diagonal, an eighth of that after scaling."""
     torch.manual_seed(0)
     heads = 2 if way == "fewer heads" else 4
     q = (60 * torch.randn(2, 4, 24, 64, device=device)).half()
@@ -481,7 +485,7 @@ def test_float16_scores_that_pass_its_range_before_they_are_scaled(way, mask, de
     torch.testing.assert_close(context.double(), truth[0], atol=2e-2, rtol=2e-2)
 
 
-def test_second_derivatives_of_float16_scores_that_pass_its_range():
+def test_second_derivatives_of_float16_scores_that_overflow():
     torch.manual_seed(0)
     q = (60 * torch.randn(1, 2, 8, 64)).half().requires_grad_()
     v = torch.randn(1, 2, 8, 64).half().requires_grad_()
@@ -491,7 +495,7 @@ def test_second_derivatives_of_float16_scores_that_pass_its_range():
 
 @pytest.mark.parametrize("scale", [0.0, 5e-324, 1e-30, 1.0, -0.125, 1e6])
 def test_float16_at_any_scale(scale, device):
-    """What q is multiplied by ahead of the product neither ends as 0 in float16 nor passes its range."""
+    """The factor applied to q before the product neither underflows to 0 nor overflows in float16."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 5, 8, device=device).half() for _ in range(3))
     k = (k * 1e-3).half() if scale == 1e6 else k
@@ -503,8 +507,8 @@ def test_float16_at_any_scale(scale, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mask", ["none", "causal", "keys", "queries", "added"])
-def test_queries_that_see_minus_infinity_alone_get_nan_and_those_that_see_nothing_0(dtype, mask, device):
-    """As torch.softmax has the former. By the one kernel on Hopper at 16 bits, by pieces elsewhere."""
+def test_rows_of_minus_infinity_give_nan_and_fully_masked_rows_0(dtype, mask, device):
+    """NaN as in torch.softmax. On Hopper at 16 bits by the one kernel, elsewhere in pieces."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, 136, 64, device=device).to(dtype) for _ in range(3))
     q[..., 0], k[..., 0] = 0, 1
@@ -530,4 +534,4 @@ def test_queries_that_see_minus_infinity_alone_get_nan_and_those_that_see_nothin
     assert (y[blind] == 0).all()
     assert (context.transpose(1, 2)[blind] == 0).all()
     scores = (q.double() @ k.double().mT * 0.125).masked_fill(dropped, -torch.inf)
-    assert torch.equal(scores.softmax(-1).isnan().any(-1), infinite | blind)  # torch's own, which has NaN for both
+    assert torch.equal(scores.softmax(-1).isnan().any(-1), infinite | blind)  # torch's softmax gives NaN for both

@@ -1,4 +1,4 @@
-"""Under autocast every operation gives the dtype that torch's counterpart gives there; in place it changes nothing."""
+"""Under autocast every operation returns the dtype of torch's counterpart; in-place operations are not affected."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from matmuls import attention
 from matmuls.specs import TABLE, Call, Draw
 
 WIDTHS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-# The forward half of attend, which casts for it.
+# The forward half of attend; attend itself casts.
 ROWS = [spec for spec in TABLE if spec.name != "attention_forward"]
 
 for_every_width = pytest.mark.parametrize(
@@ -30,21 +30,21 @@ def run(function, call, device, target=None):
 
 @for_every_width
 @for_every_target
-def test_dtypes_are_torchs(spec, dtype, target, device):
+def test_result_dtypes_match_torch(spec, dtype, target, device):
     for call in spec.samples(Draw(dtype, device)):
         try:
             ours = run(spec.call, call, device, target)
         except RuntimeError as error:
             if "NOT_SUPPORTED" not in str(error):
                 raise
-            pytest.skip(str(error))  # by cuSPARSE, in this dtype
+            pytest.skip(str(error))  # cuSPARSE does not support this dtype
         if spec.in_place or call.kwargs.get("inplace"):
             assert ours.dtype == call.args[0].dtype
             torch.testing.assert_close(ours, run(spec.call, call, device), rtol=0, atol=0, equal_nan=True)
         else:
             try:
                 theirs = run(spec.reference, call, device, target).dtype
-            except RuntimeError as error:  # torch's own sparse products refuse the two 16-bit dtypes together
+            except RuntimeError as error:  # torch's sparse products reject mixed 16-bit dtypes
                 if "prioritize" not in str(error):
                     raise
                 theirs = target
@@ -79,7 +79,7 @@ def test_attention(dtype, target, device):
 @pytest.mark.parametrize("mask_dtype", WIDTHS[1:], ids=str)
 @pytest.mark.parametrize("dtype", WIDTHS[1:], ids=str)
 def test_an_added_mask_of_another_width(dtype, mask_dtype, device):
-    """As autocast makes them: a mask from one width's numbers beside scores of another."""
+    """As under autocast: a float32 mask with 16-bit scores, and the reverse."""
     draw = Draw(torch.float32, device)
     x, mask = draw(2, 3, 4, 8).to(dtype), draw(2, 1, 1, 8).to(mask_dtype)
     with torch.autocast(device, dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Matrices in blocks: the operators against float64, gradients, plans of BSR and BSC."""
+"""Block-sparse matrices: the operators against float64, gradients, plans of BSR and BSC tensors."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def draw(h, w, dtype=torch.float64, device="cpu", index=torch.int64):
-    """Rows of 3, 0, 1 and 40 of 6 columns of blocks: unsorted, some of them twice."""
+    """Four block rows with 3, 0, 1 and 40 blocks in 6 block columns: unsorted, with duplicates."""
     generator = torch.Generator().manual_seed(h * w)
     crow, col = torch.tensor([0, 3, 3, 4, 44]), torch.randint(6, (44,), generator=generator)
     values = torch.randn(44, h, w, generator=generator).to(dtype)
@@ -25,7 +25,7 @@ def draw(h, w, dtype=torch.float64, device="cpu", index=torch.int64):
 
 
 def dense_of(crow, col, values, across=6):
-    """The matrix with its zeros; differentiable."""
+    """The dense matrix; differentiable."""
     (_, h, w), rows = values.shape, len(crow) - 1
     row = torch.repeat_interleave(torch.arange(rows, device=crow.device), crow.diff())
     full = values.new_zeros(rows, across, h, w).index_put((row, col.long()), values, accumulate=True)
@@ -33,7 +33,7 @@ def dense_of(crow, col, values, across=6):
 
 
 def assert_close(x, truth, scale, roundings):
-    """Within so many roundings of the norm of what is summed."""
+    """Errors of at most `roundings` roundings of `scale`."""
     assert x.isfinite().all()
     error = torch.linalg.vector_norm(x.double() - truth) / torch.linalg.vector_norm(scale).clamp_min(1e-30)
     assert error <= roundings
@@ -67,7 +67,7 @@ def test_product_and_gradients(h, w, dtype, device):
         for x, t, s in zip((y, *ours), (truth, *theirs), scales, strict=True):
             assert x.dtype == dtype
             assert_close(x, t, s, 2 * torch.finfo(dtype).eps)
-        assert torch.equal(y, bsr_spmm(crow, col, values, b, 6 * w))  # the same bits every time
+        assert torch.equal(y, bsr_spmm(crow, col, values, b, 6 * w))  # bitwise reproducible
 
 
 @pytest.mark.cuda
@@ -83,13 +83,13 @@ def test_tf32(h, w, tf32):
         for x, t in zip(
             (y, *torch.autograd.grad(y, leaves, g)), (truth, *torch.autograd.grad(truth, wide, g.double())), strict=True
         ):
-            assert_close(x, t, t, 2e-3)  # 11 bits of each number
+            assert_close(x, t, t, 2e-3)  # 11-bit significands
 
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("given", [False, True])
 def test_gradcheck(ordered, given, device):
-    """Of either operator, twice, transposed too: with the blocks by columns at hand or not."""
+    """First and second order, of both operators, also transposed, with and without the blocks by columns."""
     h, w = 2, 3
     crow, col = torch.tensor([0, 2, 2, 5], device=device), torch.tensor([1, 0, 3, 1, 1], device=device)
     order = torch.tensor([3, 1, 0, 4, 2], device=device) if ordered else None
@@ -126,7 +126,7 @@ def test_empty(device):
     assert torch.equal(bsr_sddmm(crow, col, a, b, 192, 16, 32), torch.zeros_like(values))
 
 
-def test_operands_that_do_not_fit(device):
+def test_mismatched_operands_raise(device):
     crow, col, values = draw(16, 32, torch.float32, device)
     a, b = torch.randn(64, 5, device=device), torch.randn(192, 5, device=device)
     for call, message in (
@@ -169,7 +169,7 @@ def test_compiled_and_counted(device):
 
 @pytest.fixture
 def blocks_win(monkeypatch):
-    """The last candidate is the fastest, and the blocks are the last; on the CPU too, by torch's products."""
+    """The last candidate, the block kernels, measures as the fastest; on a CPU as well, with torch's products."""
     real = choice.takes_blocks
     monkeypatch.setattr(choice, "takes_blocks", lambda s, dtype, device: real(s, dtype, device) or device.type == "cpu")
     monkeypatch.setattr(
@@ -196,7 +196,7 @@ def assert_blocks_chosen(made):
 
 @pytest.mark.parametrize("layout", ["bsr", "bsc"])
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
-def test_a_plan_by_blocks(layout, dtype, device, blocks_win):
+def test_a_plan_that_chooses_blocks(layout, dtype, device, blocks_win):
     full, made, b = draw_plan(layout, device, dtype)
     eps = 2 * torch.finfo(dtype).eps
     scale = full.double().abs() @ b.double().abs()
@@ -207,7 +207,7 @@ def test_a_plan_by_blocks(layout, dtype, device, blocks_win):
     assert made.nbytes == before
     assert torch.equal(made @ b, y)
     assert_close(made @ b[:, :101], full.double() @ b[:, :101].double(), scale[:, :101], eps)
-    # other values, now or for one product
+    # other values, permanently or for one product
     assert_close(made.with_values(2 * made.values) @ b, 2 * full.double() @ b.double(), 2 * scale, eps)
     assert torch.equal(made @ b, y)
     y = made.update(4 * made.values) @ b
@@ -222,7 +222,7 @@ def test_a_plan_by_blocks(layout, dtype, device, blocks_win):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("h", "w"), SIZES[:-1])
-def test_a_plan_by_blocks_of_every_size_in_tf32(h, w, tf32, blocks_win):
+def test_a_plan_with_blocks_of_every_size_in_tf32(h, w, tf32, blocks_win):
     full, made, b = draw_plan("bsr", "cuda", torch.float32, h, w)
     y = made @ b
     assert_blocks_chosen(made)
@@ -232,7 +232,7 @@ def test_a_plan_by_blocks_of_every_size_in_tf32(h, w, tf32, blocks_win):
 
 @pytest.mark.parametrize("layout", ["bsr", "bsc"])
 def test_gradients_of_a_plan(layout, device, blocks_win):
-    """To b, twice, by blocks; to the values by rows."""
+    """For b, also of second order, by the block kernels; for the values by the row kernel."""
     full, made, b = draw_plan(layout, device)
     b = (b / 16).requires_grad_()
     y = made @ b
@@ -252,7 +252,7 @@ def test_gradients_of_a_plan(layout, device, blocks_win):
     assert values.grad.shape == values.shape
 
 
-def test_where_blocks_are_not_taken(device, blocks_win, monkeypatch):
+def test_cases_in_which_blocks_are_not_chosen(device, blocks_win, monkeypatch):
     full, made, b = draw_plan("bsr", device)
     untuned = plan(full.to_sparse_bsr((32, 16)), tune=False)
     expected = untuned @ b
@@ -270,7 +270,7 @@ def test_where_blocks_are_not_taken(device, blocks_win, monkeypatch):
 
 
 @pytest.mark.cuda
-def test_precision_decides_in_float32(blocks_win):
+def test_tf32_settings_decide_in_float32(blocks_win):
     _, made, b = draw_plan("bsr", "cuda", torch.float32)
     made @ b
     assert choice.BLOCKS not in made.explain()
@@ -301,14 +301,14 @@ def test_a_kernel_that_does_not_compile_is_refused(device, blocks_win, monkeypat
     assert f"{choice.BLOCKS} refused" in made.explain()
 
 
-def test_block_indices_written_over_are_told(device, blocks_win):
-    """Of a matrix of int32 ones too."""
+def test_overwritten_block_indices_raise(device, blocks_win):
+    """Also if the matrix has int32 indices."""
     full, _, b = draw_plan("bsr", device)
     a = full.to_sparse_bsr((32, 16))
     a = torch.sparse_bsr_tensor(a.crow_indices().int(), a.col_indices().int(), a.values(), a.shape)
     made = plan(a)
     made @ b
-    made @ b.clone().requires_grad_()  # makes the blocks by columns: not a change
+    made @ b.clone().requires_grad_()  # creates the blocks by columns, which is no change of the indices
     made @ b
     a.detach().col_indices()[0] = 77
     with pytest.raises(ValueError, match="spmm: expected columns from 0 to 8 at nonzero 0, got 77"):
@@ -329,8 +329,10 @@ def test_capture(blocks_win):
         b.mul_(2)
 
 
-def test_tiles_fit():
-    """Three stages in 96 KB at every size; two programs to a multiprocessor while tiles can be narrowed."""
+def test_tiles_fit_in_shared_memory():
+    """At least three stages in 96 KB at every size; at least two programs per multiprocessor while tiles can be
+    narrowed.
+    """
     pytest.importorskip("triton")
     from matmuls.triton import blocks as kernels
 

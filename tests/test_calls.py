@@ -1,4 +1,4 @@
-"""Products of a plan that are made again as they were, and all that keeps them from it."""
+"""Prepared calls of a plan: products that are repeated without Python's checks, and all that must prevent that."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ def assert_product(result, dense, b):
     assert error <= 8 * torch.finfo(result.dtype).eps * torch.linalg.vector_norm(truth)
 
 
-def test_the_second_product_is_made_again_with_the_same_bits(device):
+def test_a_repeated_product_is_bitwise_equal(device):
     for kind in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         dense, made, b = draw(device, dtype=kind)
         assert made._again(b) is None
@@ -38,7 +38,7 @@ def test_the_second_product_is_made_again_with_the_same_bits(device):
         assert made._again(other).grad_fn is None
 
 
-def test_each_shape_has_a_call_and_the_last_ones_are_kept():
+def test_each_shape_has_a_call_and_the_latest_are_kept():
     dense, made, _ = draw()
     sides = [torch.randn(48, n) for n in range(1, 21)]
     for b in sides:
@@ -51,7 +51,7 @@ def test_each_shape_has_a_call_and_the_last_ones_are_kept():
     assert torch.equal(made._again(batch), torch.stack([made @ b for b in batch]))
 
 
-def test_what_it_was_not_bound_for():
+def test_operands_that_no_prepared_call_fits():
     dense, made, b = draw()
     made @ b
     assert made._again(b.t().contiguous().t()) is None  # other strides
@@ -75,7 +75,7 @@ def test_what_it_was_not_bound_for():
             made @ wrong
 
 
-def test_deterministic_algorithms_are_asked_for():
+def test_deterministic_algorithms_are_respected():
     _, made, b = draw()
     made @ b
     torch.use_deterministic_algorithms(True)
@@ -87,7 +87,7 @@ def test_deterministic_algorithms_are_asked_for():
         torch.use_deterministic_algorithms(False)
 
 
-def test_values_that_were_written_to(device):
+def test_overwritten_values_are_seen(device):
     dense, made, b = draw(device)
     a = dense.to_sparse_csr()
     made = plan(a)
@@ -99,15 +99,15 @@ def test_values_that_were_written_to(device):
     assert made._again(b) is None
     assert_product(made @ b, 4 * dense, b)
     values = made.values
-    values.data = 3 * values  # which counts as no write
+    values.data = 3 * values  # does not change the version counter
     assert made._again(b) is None
     values.requires_grad_()
     assert (made @ b).requires_grad
 
 
 @pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES, choice.TILES, choice.TWO_OF_FOUR, choice.OURS])
-def test_values_of_a_plan_that_shares_the_pattern(name, device, monkeypatch):
-    """The copy that the constant plan keeps stays as it is."""
+def test_values_of_a_plan_that_shares_the_structure(name, device, monkeypatch):
+    """The constant plan's copy is not changed."""
     if name == choice.TWO_OF_FOUR and device == "cpu":
         pytest.skip("tensor cores' own layout")
     if name not in (choice.DENSE, choice.OURS) and device == "cuda" and not has_hopper_kernels(torch.device("cuda")):
@@ -124,7 +124,7 @@ def test_values_of_a_plan_that_shares_the_pattern(name, device, monkeypatch):
     assert other._again(b) is not None
 
 
-def test_gradients_come_and_go():
+def test_requires_grad_may_change_between_calls():
     dense, made, b = draw()
     made @ b
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_gradients_come_and_go():
     assert a.grad is not None
 
 
-def test_modes_see_it():
+def test_dispatch_modes_see_prepared_calls():
     _, made, b = draw()
     made @ b
     with FlopCounterMode(display=False) as counted:
@@ -150,7 +150,7 @@ def test_modes_see_it():
     assert counted.get_total_flops() == 2 * 2 * made.nnz * 32
 
 
-def test_copies_start_anew():
+def test_copied_plans_have_no_prepared_calls():
     _, made, b = draw()
     expected = made @ b
     stored = io.BytesIO()
@@ -182,8 +182,8 @@ def test_threads_bind_and_call_at_once():
     assert not failures
 
 
-def test_what_is_freed_may_multiply_too(monkeypatch):
-    """As another thread may, whom torch lets in while it frees a tensor."""
+def test_a_deallocation_may_call_the_same_plan(monkeypatch):
+    """As another thread may: torch releases the GIL while it frees a tensor."""
     monkeypatch.setattr(
         choice, "time_warm", lambda runs, *_: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
     )
@@ -195,8 +195,9 @@ def test_what_is_freed_may_multiply_too(monkeypatch):
     for b in sides:
         made @ b
     weakref.finalize(made._choice.tensors[0], lambda: [made @ b for b in others])
-    made @ torch.randn(80, 131, requires_grad=True)  # what is kept is saved: other values are kept elsewhere
-    for factor in (2, 4):  # the second time what was retired goes, and with it the calls that read it
+    # the kept copy is saved for backward, so other values get a new copy
+    made @ torch.randn(80, 131, requires_grad=True)
+    for factor in (2, 4):  # the second time the retired copy is freed, and with it the calls that read it
         with torch.no_grad():
             made.values.mul_(2)
         for b in sides:
@@ -204,7 +205,7 @@ def test_what_is_freed_may_multiply_too(monkeypatch):
     assert all(made._again(b) is not None for b in (*others, *sides))
 
 
-def test_nothing_is_kept_of_the_dense_side():
+def test_b_is_not_kept_alive():
     _, made, b = draw()
     made @ b
     made @ b
@@ -215,7 +216,7 @@ def test_nothing_is_kept_of_the_dense_side():
     torch.UntypedStorage._free_weak_ref(weak)
 
 
-def test_bad_bindings_are_told():
+def test_bad_bindings_raise():
     x = torch.randn(3, 3)
     calls = _C.BoundCalls()
     with pytest.raises(RuntimeError, match="nothing_like_it"):
@@ -228,7 +229,7 @@ def test_bad_bindings_are_told():
 
 
 @pytest.mark.cuda
-def test_a_capture_is_left_to_the_plan():
+def test_graph_capture_does_not_use_prepared_calls():
     dense, made, b = draw("cuda", 512, 512, 128, constant=True)
     first = made @ b
     assert made._again(b) is not None
@@ -244,7 +245,7 @@ def test_a_capture_is_left_to_the_plan():
 
 
 @pytest.mark.cuda
-def test_another_stream_reads_what_was_made(monkeypatch):
+def test_another_stream_waits_for_copies_of_the_values(monkeypatch):
     monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.DENSE])
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.DENSE: 1.0})
     dense, made, b = draw("cuda", 1024, 1024, 256, torch.float16, constant=True)
@@ -253,7 +254,7 @@ def test_another_stream_reads_what_was_made(monkeypatch):
         torch.cuda.synchronize()
         torch.cuda._sleep(100_000_000)
         made.values.mul_(2)
-        made @ b  # makes the matrix with its zeros anew, behind the sleep
+        made @ b  # rebuilds the dense copy, queued after the sleep
         assert made._again(b) is not None
         with torch.cuda.stream(torch.cuda.Stream()):
             y = made @ b
@@ -262,7 +263,7 @@ def test_another_stream_reads_what_was_made(monkeypatch):
 
 
 @pytest.mark.cuda
-def test_no_memory_is_told_as_torch_does():
+def test_out_of_memory_raises_torchs_error():
     _, made, b = draw("cuda")
     made @ b
 

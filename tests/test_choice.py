@@ -1,4 +1,4 @@
-"""What a plan chooses, when it measures, and that its results stay right and the same."""
+"""What a plan chooses and when it measures; its results stay correct and reproducible."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ from matmuls.device import has_hopper_kernels
 
 @pytest.fixture
 def dense_wins(monkeypatch):
-    """The last candidate is the fastest; how often was measured."""
+    """The last candidate measures as the fastest; yields the numbers of candidates of each measurement."""
     measured = []
 
     def time(runs, device, rounds):
@@ -36,12 +36,12 @@ def draw(device, rows=96, columns=80, dtype=torch.float32):
 
 
 def assert_as_exact_as_float32(result, dense, b):
-    """Each element within eight roundings of the sum of what is added up in it; torch has four and a half."""
+    """Each element within 8 roundings of the sum of the magnitudes of its terms; torch has 4.5."""
     truth, size = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
     assert ((result.double() - truth).abs() <= 2**-21 * size).all()
 
 
-def test_the_dense_product_where_it_is_faster(dense_wins, device):
+def test_the_dense_product_is_chosen_if_faster(dense_wins, device):
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     before = made.nbytes
@@ -49,11 +49,11 @@ def test_the_dense_product_where_it_is_faster(dense_wins, device):
     torch.testing.assert_close(first, dense @ b)
     assert all(torch.equal(made @ b, first) for _ in range(20))
     assert len(dense_wins) == 1
-    # As halves a number takes as many bytes; beside them lie a row's exponent and four facts.
+    # fp16x2 takes as many bytes per number, plus an exponent per row and four flags.
     assert made.nbytes == before + dense.nbytes + (96 * 4 + 16 if choice.HALVES in made.explain() else 0)
     assert "dense" in made.explain()
     assert "*" in made.explain()
-    made @ b[:, :100].contiguous()  # between 64 and 128
+    made @ b[:, :100].contiguous()  # between 64 and 128: no new measurement
     assert len(dense_wins) == 2
     made @ b[:, :90].contiguous()
     assert len(dense_wins) == 2
@@ -73,7 +73,7 @@ def test_large_products_of_mostly_empty_matrices_have_no_rival(device):
 
 
 @pytest.mark.parametrize("fastest", [choice.OURS, choice.DENSE])
-def test_nothing_is_measured_where_sizes_say_it(dense_wins, monkeypatch, fastest):
+def test_nothing_is_measured_if_estimates_decide(dense_wins, monkeypatch, fastest):
     dense, b = draw("cpu")
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {choice.OURS: 2.0, choice.DENSE: 2.0, fastest: 1.0})
     made = plan(dense.to_sparse_csr(), constant=True)
@@ -83,7 +83,7 @@ def test_nothing_is_measured_where_sizes_say_it(dense_wins, monkeypatch, fastest
     assert len(made._choice.tensors) == (fastest == choice.DENSE)
 
 
-def test_other_values_are_seen(dense_wins, device):
+def test_changed_values_are_seen(dense_wins, device):
     dense, b = draw(device)
     a = dense.to_sparse_csr()
     made = plan(a, constant=True)
@@ -98,7 +98,7 @@ def test_other_values_are_seen(dense_wins, device):
     assert_times(6, made @ b)
     assert_times(3, made.with_values(a.values()) @ b)
     assert_times(6, made @ b)
-    with torch.inference_mode():  # where torch counts no writes
+    with torch.inference_mode():  # where torch does not update version counters
         inferred = plan(dense.to_sparse_csr())
         values = inferred.values.clone()
         inferred.update(values)
@@ -109,8 +109,8 @@ def test_other_values_are_seen(dense_wins, device):
 
 @pytest.mark.parametrize("read_by", ["a call", "a graph"])
 @pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES, choice.TWO_OF_FOUR, choice.TILES])
-def test_other_values_are_written_in_place_for_graphs_alone(name, read_by, device):
-    """What a thread has yet to multiply by stays as it was."""
+def test_changed_values_overwrite_the_copy_only_for_graphs(name, read_by, device):
+    """Otherwise the copy that another thread is about to use stays unchanged."""
     if device == "cuda" and name != choice.DENSE and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("halves are Hopper's")
     if device == "cpu" and name == choice.TWO_OF_FOUR:
@@ -133,8 +133,8 @@ def test_other_values_are_written_in_place_for_graphs_alone(name, read_by, devic
         assert torch.equal(before.run(), first)
 
 
-def test_threads_that_meet_other_values_make_the_matrix_once(dense_wins, monkeypatch):
-    """Made again by a second one, in its place, it would be zeros under the first one's product."""
+def test_threads_that_see_changed_values_rebuild_the_copy_once(dense_wins, monkeypatch):
+    """A second rebuild in place would zero the copy during the first thread's product."""
     dense, b = draw("cpu")
     made = plan(dense.to_sparse_csr(), constant=True)
     made @ b
@@ -161,8 +161,8 @@ def test_threads_that_meet_other_values_make_the_matrix_once(dense_wins, monkeyp
     assert len(results) == 4
 
 
-def test_threads_that_choose_while_others_look(dense_wins, monkeypatch):
-    """Another thread's first products, of another width and dtype, in the middle of whatever goes through the known."""
+def test_threads_that_choose_while_others_look_up_choices(dense_wins, monkeypatch):
+    """The first products of another width and dtype run while another thread iterates over the known choices."""
     monkeypatch.setattr(
         choice.Choice, "_copies", lambda self, dtype, b: [choice.HALVES if b.shape[1] == 100 else choice.DENSE]
     )
@@ -215,7 +215,7 @@ def test_duplicates_are_not_added_in_16_bits(dense_wins, dtype, count, device):
         assert torch.equal(plan(a, constant=True) @ b, expected)
 
 
-def test_what_was_taken_stays_for_graphs_that_read_it(dense_wins, monkeypatch, device):
+def test_the_chosen_layout_stays_for_graphs_that_read_it(dense_wins, monkeypatch, device):
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     made @ b
@@ -223,12 +223,12 @@ def test_what_was_taken_stays_for_graphs_that_read_it(dense_wins, monkeypatch, d
     monkeypatch.setattr(
         choice, "time_warm", lambda runs, *_: [measure.Timing(1.0 + i, 0.0, 1.0 + i) for i in range(len(runs))]
     )
-    plan(made, tune=[b.shape[1]])  # ours wins now
+    plan(made, tune=[b.shape[1]])  # default_spmm wins now
     assert "ours" in made.explain().splitlines()[-1].partition("*")[0]
     assert [t.data_ptr() for t in made._choice.tensors] == [t.data_ptr() for t in kept]
 
 
-def test_products_by_passing_values_leave_what_is_kept_alone(dense_wins, device):
+def test_products_with_other_values_do_not_change_the_copy(dense_wins, device):
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     made @ b
@@ -243,8 +243,8 @@ def test_products_by_passing_values_leave_what_is_kept_alone(dense_wins, device)
     assert_as_exact_as_float32(passing @ other, 3 * dense, other)
 
 
-def test_other_values_between_a_product_and_its_gradient(dense_wins, device):
-    """Whichever candidate was the fastest."""
+def test_changed_values_between_a_product_and_its_gradient(dense_wins, device):
+    """With each candidate as the fastest."""
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     b.requires_grad_()
@@ -258,7 +258,7 @@ def test_other_values_between_a_product_and_its_gradient(dense_wins, device):
     assert_as_exact_as_float32((made @ b).detach(), dense, b.detach())
 
 
-def test_many_duplicates_are_added_in_one_order(dense_wins):
+def test_many_duplicates_are_summed_in_a_fixed_order(dense_wins):
     nonzeros = 300_000
     crow, col = torch.tensor([0, nonzeros // 3, 2 * nonzeros // 3, nonzeros]), torch.randint(50, (nonzeros,))
     made = plan(torch.sparse_csr_tensor(crow, col, torch.randn(nonzeros), (3, 50)), constant=True)
@@ -268,7 +268,7 @@ def test_many_duplicates_are_added_in_one_order(dense_wins):
     assert all(torch.equal(made.update(made.values.clone()) @ b, first) for _ in range(10))
 
 
-def test_every_switch_of_torch_for_tf32_is_read(dense_wins, device):
+def test_every_tf32_setting_of_torch_is_respected(dense_wins, device):
     products = torch.backends.cuda.matmul
     dense, b = draw(device)
     before = products.fp32_precision
@@ -308,7 +308,7 @@ def test_gradients(dense_wins, layout, device):
 
 @pytest.mark.parametrize("train", ["matmul", "mean", "few columns", "compiled"])
 def test_values_that_a_fused_optimizer_wrote(dense_wins, train, device):
-    """Their version does not move."""
+    """A fused optimizer does not change their version counter."""
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr())
     values = torch.nn.Parameter(made.values.clone())
@@ -332,7 +332,7 @@ def test_values_that_a_fused_optimizer_wrote(dense_wins, train, device):
         optimizer.step()
 
 
-def test_values_that_a_fused_optimizer_wrote_by_another_plan(dense_wins, device):
+def test_values_that_a_fused_optimizer_wrote_through_another_plan(dense_wins, device):
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr())
     values = torch.nn.Parameter(made.values.clone())
@@ -350,7 +350,7 @@ def test_values_that_a_fused_optimizer_wrote_by_another_plan(dense_wins, device)
 
 
 @pytest.mark.parametrize("layout", ["csr", "coo"])
-def test_a_sparse_leaf_that_was_written_to(dense_wins, layout, device):
+def test_an_overwritten_sparse_leaf(dense_wins, layout, device):
     dense, b = draw(device)
     a = (dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()).requires_grad_()
     made = plan(a)
@@ -361,7 +361,7 @@ def test_a_sparse_leaf_that_was_written_to(dense_wins, layout, device):
     assert "dense" in made.explain()
 
 
-def test_values_elsewhere_at_the_same_address(dense_wins, device):
+def test_new_values_at_the_same_address(dense_wins, device):
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     both = torch.randn(2 * made.nnz, device=device)
@@ -373,7 +373,7 @@ def test_values_elsewhere_at_the_same_address(dense_wins, device):
     torch.testing.assert_close(made @ b, plan(made, tune=False).with_values(both[::2].clone()) @ b)
 
 
-def test_what_stands_in_for_tensors_leaves_nothing_behind(dense_wins, device):
+def test_fake_and_functional_tensors_are_not_cached(dense_wins, device):
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     leaf = b.clone().requires_grad_()
@@ -396,8 +396,8 @@ def test_what_stands_in_for_tensors_leaves_nothing_behind(dense_wins, device):
             made @ b
 
 
-def test_a_width_beside_the_one_that_was_measured(dense_wins, monkeypatch):
-    """Tiles of more than 1024 columns are for dense sides of at most 32."""
+def test_a_width_near_the_measured_one(dense_wins, monkeypatch):
+    """Tiles of more than 1024 columns of A are only for B of at most 32 columns."""
     monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.TILES])
     dense, _ = draw("cpu", 64, 2048)
     made = plan(dense.to_sparse_csr(), constant=True)
@@ -408,8 +408,8 @@ def test_a_width_beside_the_one_that_was_measured(dense_wins, monkeypatch):
 
 
 @pytest.mark.parametrize("passing_first", [False, True])
-def test_what_cannot_be_made_is_not_taken(passing_first, monkeypatch):
-    """Nonzeros that lie too unevenly to be packed, or no memory: whoever's product came first."""
+def test_a_layout_that_cannot_be_built_is_not_chosen(passing_first, monkeypatch):
+    """Nonzeros too unevenly distributed to be packed, whichever product comes first."""
     monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.PACKED])
     monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.OURS: 9e-6, choice.PACKED: 6e-6})
     dense, b = draw("cpu", 512, 512)
@@ -425,7 +425,7 @@ def test_what_cannot_be_made_is_not_taken(passing_first, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(2048, 2048), (0, 2048), (2048, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_to_multiply_is_not_measured(shape, dtype, device):
+def test_empty_products_are_not_measured(shape, dtype, device):
     a = draw("cpu", *shape)[0].to(dtype).to(device).to_sparse_csr()
     for n in (0, 8):
         made = plan(a, tune=[n], constant=True)
@@ -435,7 +435,7 @@ def test_nothing_to_multiply_is_not_measured(shape, dtype, device):
         assert error <= 2 * its + torch.finfo(dtype).eps * truth.norm()
 
 
-def test_nothing_is_measured_where_it_must_not_be(dense_wins, device):
+def test_cases_in_which_nothing_is_measured(dense_wins, device):
     dense, b = draw(device)
     a = dense.to_sparse_csr()
     expected = spmm(a, b)
@@ -454,7 +454,7 @@ def test_nothing_is_measured_where_it_must_not_be(dense_wins, device):
     assert dense_wins == []
 
 
-def test_measured_ahead(dense_wins, device):
+def test_tune_measures_in_advance(dense_wins, device):
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True, tune=[128, 4])
     assert len(dense_wins) == 2
@@ -463,8 +463,8 @@ def test_measured_ahead(dense_wins, device):
     assert len(dense_wins) == 2
 
 
-def test_what_few_products_could_not_pay_for(dense_wins, device, monkeypatch):
-    """Sizes say 10 us of ours and 10.5 of the dense product: 50 of them would not pay for a measurement."""
+def test_a_measurement_that_few_products_cannot_pay_for(dense_wins, device, monkeypatch):
+    """Estimates: 10 us for default_spmm, 10.5 us for dense. A measurement would not pay off within 50 products."""
     known = {choice.OURS: 10.0e-6, choice.DENSE: 10.5e-6, choice.HALVES: 10.5e-6, choice.TILES: math.inf}
     monkeypatch.setattr(choice.Choice, "_estimates", lambda self, large, *args: {k: known[k] for k in ("ours", *large)})
     dense, b = draw(device)
@@ -490,7 +490,7 @@ def test_autocast_and_copies(dense_wins, device):
     torch.testing.assert_close(copy.deepcopy(made) @ b, dense @ b)
 
 
-def test_a_refused_candidate_is_told(dense_wins, monkeypatch):
+def test_a_refused_candidate_is_reported(dense_wins, monkeypatch):
     dense, b = draw("cpu")
 
     def refuse(self, *args):
@@ -502,7 +502,7 @@ def test_a_refused_candidate_is_told(dense_wins, monkeypatch):
     assert "dense refused" in made.explain()
 
 
-def test_operands_that_do_not_fit_are_told_before_anything_is_measured(dense_wins):
+def test_mismatched_operands_raise_before_a_measurement(dense_wins):
     dense, b = draw("cpu")
     made = plan(dense.to_sparse_csr(), constant=True)
     with pytest.raises(RuntimeError, match=r"spmm: expected dense of shape \[..., 80, n\]"):
@@ -513,15 +513,15 @@ def test_operands_that_do_not_fit_are_told_before_anything_is_measured(dense_win
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
-def test_a_matrix_without_elements_is_looked_at_ahead_too(shape):
+def test_an_empty_matrix_is_checked_in_advance_too(shape):
     made = plan(torch.zeros(shape).to_sparse_csr(), tune=[8], constant=True)
     assert torch.equal(made @ torch.randn(shape[1], 8), torch.zeros(shape[0], 8))
     assert min(estimates.us_in_halves(made._structure, 8).values()) > 0
 
 
 @pytest.mark.cuda
-def test_a_plan_is_for_every_stream(monkeypatch):
-    """Its indices in four bytes too, which are made after the check has waited for the GPU."""
+def test_a_plan_works_on_every_stream(monkeypatch):
+    """Including its int32 indices, which are created after the index check has synchronized."""
 
     def check_then_keep_the_gpu_busy(check):
         found = facts(check)
@@ -542,7 +542,7 @@ def test_a_plan_is_for_every_stream(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", [forms.Halves, forms.Dense])
-def test_what_a_stream_makes_of_other_values_others_wait_for(kind):
+def test_streams_wait_for_a_copy_that_another_stream_makes(kind):
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr(), tune=False)
     values, product = made.values, kind(made._structure)
@@ -560,8 +560,8 @@ def test_what_a_stream_makes_of_other_values_others_wait_for(kind):
 @pytest.mark.cuda
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("kind", [forms.Halves, forms.Dense])
-def test_other_values_wait_for_those_who_still_read(kind, bound):
-    """On whatever stream: a product goes by the values that it was called with."""
+def test_changed_values_wait_for_pending_reads(kind, bound):
+    """On any stream: a product uses the values that it was called with."""
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr(), tune=False)
     values, product, side = made.values, kind(made._structure), torch.cuda.Stream()
@@ -581,7 +581,7 @@ def test_other_values_wait_for_those_who_still_read(kind, bound):
 
 
 @pytest.mark.cuda
-def test_capture_takes_what_was_measured_and_measures_nothing():
+def test_capture_uses_measured_choices_and_measures_nothing():
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr(), constant=True)
     for n in range(2):  # before and after it was measured
@@ -609,7 +609,7 @@ def test_capture_takes_what_was_measured_and_measures_nothing():
     "name", ["cusparse csr_alg3", choice.HALVES, choice.TWO_OF_FOUR, choice.TILES, choice.PACKED, "dense"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_every_candidate_is_right_and_the_same_every_time(name, dtype, device):
+def test_every_candidate_is_correct_and_reproducible(name, dtype, device):
     dense, b = draw(device, 300, 400, dtype)
     made = plan(dense.to_sparse_csc(), tune=[128])
     values, truth = made.values, dense.double() @ b.double()

@@ -1,4 +1,4 @@
-"""Sparse sums by chunks of nonzeros: how a matrix is cut, and that products are right whatever the cuts."""
+"""Sparse products in chunks of nonzeros: how a matrix is cut, and correct results for every cut."""
 
 import itertools
 
@@ -10,13 +10,13 @@ from matmuls import ours, plan, spmm
 from matmuls.chunks import chunks_of
 
 SHAPES = [(50, 60, 0.3), (200, 100, 0.05), (64, 64, 0.9), (300, 500, 0.004), (1, 50, 1.0), (50, 1, 0.5)]
-MANY_ROWS = (300_000, 4, 0.2)  # more than a GPU's blocks take at once
+MANY_ROWS = (300_000, 4, 0.2)  # more than run on a GPU at once
 LONG_ROWS = (40, 30_000, 0.5)
 SIZES = [(8, 8), (8, 16), (16, 8), (32, 32), (1, 1), (4, 64)]
 
 
 def draw(rows, columns, density, device, dtype=torch.float32):
-    """With a full row and, where there are two, an empty one."""
+    """A random dense matrix with a full row and, from two rows on, an empty one."""
     dense = torch.randn(rows, columns, dtype=torch.float64) * (torch.rand(rows, columns) < density)
     dense[rows // 3] = 0
     dense[rows // 2] = torch.randn(columns)
@@ -36,7 +36,7 @@ def test_every_nonzero_is_in_one_chunk_and_every_row_ends_once(shape, sizes, dev
     assert (int(begins[0]), int(begins[-1])) == (0, nonzeros)
     assert int(begins.diff().min()) >= 0
     assert int(begins.diff().max()) < size + piece
-    assert (ends[begins[1:].long() - 1] >= 0).all()  # a chunk ends with a row or a piece
+    assert (ends[begins[1:].long() - 1] >= 0).all()  # a chunk ends at the end of a row or of a piece
     lengths, row = crow.diff(), torch.arange(rows)
     long, whole = lengths > piece, (lengths > 0) & (lengths <= piece)
     count = -(-lengths[long] // piece)
@@ -56,7 +56,7 @@ def cut_rows(crow, long):
 
 @pytest.fixture
 def always(monkeypatch):
-    """Chunks whatever the size of the product; of which sizes."""
+    """Uses chunks for products of any size; yields their sizes."""
 
     def use(size, piece):
         monkeypatch.setattr(ours, "takes_chunks", lambda structure, n, row_bytes: True)
@@ -71,7 +71,7 @@ def narrow(dense):
 
 
 def assert_right(result, dense, b):
-    """Each element within a few roundings of the sum of what is added up in it, or half a step of subnormal numbers."""
+    """Each element within a few roundings of the sum of its terms' magnitudes, or half a subnormal step."""
     size, of = dense.double().abs() @ b.double().abs(), torch.finfo(b.dtype)
     bound = 2 * of.eps * size + 2**-21 * size + of.smallest_normal * of.eps / 2
     assert ((result.double() - dense.double() @ b.double()).abs() <= bound).all()
@@ -87,7 +87,7 @@ def test_products_by_chunks(shape, dtype, always):
         b = torch.randn(shape[1], n, device="cuda").to(dtype)
         for sizes in SIZES:
             always(*sizes)
-            torch.empty(1 << 16, device="cuda").fill_(torch.nan)  # what the result's memory may hold
+            torch.empty(1 << 16, device="cuda").fill_(torch.nan)  # memory that the result may reuse
             result = spmm(a, b)
             assert_right(result, dense, b)
             assert torch.equal(spmm(a, b), result)
@@ -95,7 +95,7 @@ def test_products_by_chunks(shape, dtype, always):
     assert_right(by_columns @ b, dense, b)
     wide = torch.randn(shape[1], 200, device="cuda").to(dtype)
     assert_right(spmm(a, wide[:, 8:72]), dense, wide[:, 8:72])
-    assert_right(spmm(a, wide[:, 1:65]), dense, wide[:, 1:65])  # not on 16 bytes: by rows
+    assert_right(spmm(a, wide[:, 1:65]), dense, wide[:, 1:65])  # not 16-byte aligned: row kernel
 
 
 @pytest.mark.cuda
@@ -116,7 +116,7 @@ def test_values_in_another_order(each, always):
 
 
 @pytest.mark.cuda
-def test_what_is_not_finite_stays_in_its_rows(always):
+def test_non_finite_values_stay_in_their_rows(always):
     always(8, 8)
     dense = draw(200, 100, 0.05, "cuda")
     a, b = narrow(dense), torch.randn(100, 32, device="cuda")
@@ -129,7 +129,7 @@ def test_what_is_not_finite_stays_in_its_rows(always):
 
 @pytest.fixture
 def anywhere(always, monkeypatch):
-    """On a CPU too, whose operator goes by rows."""
+    """Also on a CPU, whose operator uses the row kernel."""
     always(8, 8)
     monkeypatch.setattr(ours, "_may_go_by_chunks", lambda structure, b: b.dim() == 2)
 
@@ -155,11 +155,11 @@ def test_gradients_by_chunks(wanted, layout, device, anywhere, monkeypatch):
         by_columns = layout == "csc"
         expected = everywhere.mT[stored.mT] if by_columns else everywhere[stored]
         torch.testing.assert_close(values.grad, expected)
-    (made @ b.detach().requires_grad_()).sum().backward()  # a gradient of one number for all
+    (made @ b.detach().requires_grad_()).sum().backward()  # an expanded gradient (strides 0)
 
 
 @pytest.mark.parametrize("recording", [False, True])
-def test_indices_of_64_bits_are_narrowed_once(recording, device, anywhere, monkeypatch):
+def test_int64_indices_are_narrowed_once(recording, device, anywhere, monkeypatch):
     dense = draw(200, 100, 0.05, device)
     a, b, go, seen = dense.to_sparse_csr(), torch.randn(100, 32, device=device), ours._spmm_chunks, []
     assert a.crow_indices().dtype == torch.int64
@@ -190,7 +190,7 @@ def test_gradients_of_gradients_by_chunks(anywhere):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_gradients_by_chunks_are_those_by_rows(dtype, anywhere, monkeypatch):
+def test_gradients_by_chunks_equal_the_row_kernels(dtype, anywhere, monkeypatch):
     a = narrow(draw(700, 900, 0.02, "cuda", dtype)).requires_grad_()
     b, grad = (torch.randn(n, 64, device="cuda").to(dtype) for n in (900, 700))
     b.requires_grad_()
@@ -205,7 +205,7 @@ def test_gradients_by_chunks_are_those_by_rows(dtype, anywhere, monkeypatch):
 
 @pytest.mark.cuda
 def test_a_graph_of_gradients_by_chunks(anywhere):
-    """Of a step: product and gradients; cut and transposed before, and under capture by rows where not."""
+    """A captured step of product and gradients; cut and transposed before capture, else by the row kernel."""
     dense = draw(700, 900, 0.02, "cuda")
     for known in (False, True):
         made = plan(narrow(dense), tune=False)
@@ -225,7 +225,7 @@ def test_a_graph_of_gradients_by_chunks(anywhere):
         assert not known or torch.equal(captured, first)
 
 
-def test_a_step_that_is_checkpointed(anywhere, device):
+def test_a_checkpointed_step(anywhere, device):
     dense = draw(200, 100, 0.05, device)
     made, b = plan(dense.to_sparse_csr(), tune=False), torch.randn(100, 32, device=device, requires_grad=True)
     torch.utils.checkpoint.checkpoint(lambda x: made @ x, b, use_reentrant=False).sum().backward()
@@ -239,7 +239,7 @@ def test_a_graph_of_chunks(always):
     a, b = narrow(dense), torch.randn(900, 128, device="cuda")
     made = plan(a, tune=False)
     unseen = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(unseen):  # nothing of it can be cut under capture: by rows
+    with torch.cuda.graph(unseen):  # a new matrix cannot be cut under capture: row kernel
         by_rows = made @ b
     first = made @ b
     graph = torch.cuda.CUDAGraph()

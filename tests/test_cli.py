@@ -1,4 +1,4 @@
-"""The command, as a user types it."""
+"""The command line, run as a user runs it."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def matmuls(*args, **kwargs):
     )
 
 
-def test_info_knows_which_gpus_a_build_serves():
+def test_which_gpus_a_build_runs_on():
     assert all(info.serves("7.5 8.0 8.6+PTX 9.0a", c) for c in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 1)))
     assert not any(info.serves("8.6 9.0a", c) for c in ((7, 5), (8, 0), (9, 1), (10, 0)))
     assert not info.serves("9.0a+PTX", (10, 0))
@@ -80,7 +80,7 @@ def test_bert_json_and_file(tmp_path):
     assert all(r["ms"] > 0 and r["peak_mib"] > 0.05 for r in result["runs"])
 
 
-def test_bert_optimized_beside_all_attentions_and_a_picture(tmp_path):
+def test_bert_optimized_with_all_attentions_and_a_picture(tmp_path):
     picture = tmp_path / "heads.png"
     pytest.importorskip("matplotlib")
     run = matmuls("bert", "How old are you?", "--optimize", "--attn", "eager", "--attentions", str(picture), "--json")
@@ -94,7 +94,7 @@ def test_bert_optimized_beside_all_attentions_and_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bert_says_what_it_cannot_optimize(tmp_path):
+def test_bert_names_a_model_that_it_cannot_optimize(tmp_path):
     import transformers
 
     from matmuls.bert import model_folder
@@ -117,8 +117,8 @@ def test_bert_says_what_it_cannot_optimize(tmp_path):
         ("DebertaV2", "DisentangledSelfAttention"),
     ],
 )
-def test_bert_fails_of_a_model_that_ignores_attention_functions(tmp_path, kind, own):
-    """It would measure stock attention under our name."""
+def test_bert_rejects_a_model_that_ignores_attention_functions(tmp_path, kind, own):
+    """Otherwise it would measure stock attention under our name."""
     import transformers
 
     from matmuls.bert import model_folder
@@ -137,8 +137,8 @@ def test_bert_fails_of_a_model_that_ignores_attention_functions(tmp_path, kind, 
         assert run.stderr == f"matmuls: {ignores}\n"
 
 
-def test_bert_fails_where_attention_is_wrong(tmp_path):
-    """Exit status 1 when an embedding is off: here the scores' scale is."""
+def test_bert_fails_if_attention_is_wrong(tmp_path):
+    """Exit status 1 if an embedding is off, here because of a wrong scale of the scores."""
     code = """
 from matmuls import attention
 right = attention._forward
@@ -177,7 +177,7 @@ main()
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_wrong_calls_are_told_in_one_line(args, words):
+def test_wrong_usage_prints_one_line(args, words):
     run = matmuls(*args)
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1
@@ -185,7 +185,7 @@ def test_wrong_calls_are_told_in_one_line(args, words):
 
 
 @pytest.mark.parametrize("content", ['{"model_type":"bert"}', "no JSON", '{"model_type":"nothing"}'])
-def test_a_folder_without_a_model_is_told(content, tmp_path):
+def test_a_folder_without_a_model_is_an_error(content, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(content)
     run = matmuls("bert", "x", "--model", str(tmp_path), "--device", "cpu")
@@ -195,14 +195,14 @@ def test_a_folder_without_a_model_is_told(content, tmp_path):
 
 
 @pytest.mark.parametrize("args", [("--rounds", "0"), ("--rounds", "-1"), ("--piece", "-2"), ("--chunk", "-3")])
-def test_bench_bert_takes_no_counts_below_its_least(args):
+def test_bench_bert_rejects_counts_below_the_minimum(args):
     run = CliRunner().invoke(cli.app, ["bench-bert", "--tiny", *args])
     assert run.exit_code == 2
     assert f"Invalid value for '{args[0]}'" in run.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_is_told():
+def test_a_missing_gpu_is_an_error():
     run = matmuls("bert", "x", "--device", "cuda")
     assert run.returncode == 2
     assert "no CUDA device to run on; CUDA is off: " in run.stderr
@@ -214,7 +214,7 @@ def test_bench_writes_json_and_no_progress_bar_into_a_file(tmp_path):
     result = json.loads((tmp_path / "bench-cpu-cublasMM-bias_act_.json").read_text())
     assert {"commit", "torch", "command", "device", "date"} <= result["environment"].keys()
     assert result["roofs"]["copy"] > 1e8
-    assert {r["operation"] for r in result["rows"]} == {"cublasMM"}  # bias_act_'s cases are too large to be quick
+    assert {r["operation"] for r in result["rows"]} == {"cublasMM"}  # bias_act_'s cases are too large for --quick
     for row in result["rows"]:
         assert row["ours_us"] > 0 < row["rival_us"]
         assert abs(row["ratio"] - row["rival_us"] / row["ours_us"]) < 1e-9
@@ -227,7 +227,7 @@ def test_bench_writes_json_and_no_progress_bar_into_a_file(tmp_path):
             assert row["roof"] == pytest.approx(max(shares))
 
 
-def test_a_signal_ends_a_bench_and_keeps_what_was_measured(tmp_path):
+def test_a_signal_ends_a_bench_and_keeps_its_results(tmp_path):
     """The second of two cases sends SIGTERM to its own process."""
     code = """
 import os, signal
@@ -297,7 +297,7 @@ def test_report_is_reproducible(tmp_path):
     assert matmuls("report", "--readme", str(readme), "--check").returncode == 0
 
 
-def test_report_writes_nothing_where_results_are_none(tmp_path):
+def test_report_writes_nothing_without_valid_results(tmp_path):
     readme = tmp_path / "README.md"
     text = "<!-- table: bert -->\nold\n<!-- end -->\n"
     readme.write_text(text)
@@ -318,7 +318,7 @@ def test_report_writes_nothing_where_results_are_none(tmp_path):
         assert readme.read_text() == text
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+def test_files_are_written_atomically(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "file").chmod(0o640)
     (tmp_path / "link").symlink_to("file")
@@ -335,7 +335,7 @@ MIB = 2**20
 
 
 def made_up(**changes) -> Spec:
-    """A row for the benchmark alone."""
+    """A Spec that only the benchmark uses."""
     nothing = {name: lambda draw: iter(()) for name in ("samples", "bad", "empty")}
     row = {"name": "neg_", "summary": "", "call": torch.neg_, "reference": torch.neg, "operators": ()}
     return Spec(**(row | nothing | {"flops": False, "gradient": False} | changes))
@@ -351,7 +351,7 @@ def job_of(case, kind="cpu", device="cpu", **changes) -> bench.Job:
     return bench.Job(made_up(**changes), case, torch.float32, device, kind)
 
 
-def test_bench_records_every_rival_and_holds_ours_against_the_fastest(monkeypatch):
+def test_bench_records_every_rival_and_compares_with_the_fastest(monkeypatch):
     def slow(x):
         time.sleep(2e-3)
         return -x
@@ -364,7 +364,7 @@ def test_bench_records_every_rival_and_holds_ours_against_the_fastest(monkeypatc
     assert (row.error, row.rival_error) == (0, 0.5)
 
 
-def test_torch_compile_is_a_rival_on_a_gpu_and_never_in_part(monkeypatch):
+def test_torch_compile_is_a_rival_on_a_gpu_without_graph_breaks(monkeypatch):
     case = ones(4, reference=lambda x: (torch._dynamo.graph_break(), -x)[1])
     assert list(job_of(case, "cpu", compiled=True).rivals()) == ["torch"]
     assert list(job_of(case, "gpu").rivals()) == ["torch"]
@@ -376,7 +376,7 @@ def test_torch_compile_is_a_rival_on_a_gpu_and_never_in_part(monkeypatch):
 
 
 def test_torch_compile_stays_compiled_from_case_to_case(monkeypatch):
-    """Shape after shape of one reference, past the limit of recompilations."""
+    """One reference with more shapes than the recompilation limit."""
     compiled = []
 
     def backend(graph, inputs):
@@ -391,7 +391,7 @@ def test_torch_compile_stays_compiled_from_case_to_case(monkeypatch):
     assert compiled == [(n,) for n in shapes]
 
 
-def test_bench_runs_what_its_case_says_and_counts_every_tensor_of_a_tuple():
+def test_bench_uses_the_functions_of_its_case_and_counts_every_tensor_of_a_tuple():
     case = ones(
         1000,
         call=lambda x: (x.neg(), None, x.exp2()),
@@ -409,18 +409,18 @@ def test_bench_runs_what_its_case_says_and_counts_every_tensor_of_a_tuple():
 
 @pytest.mark.parametrize(("moved", "nbytes"), [(None, 8000), (lambda call: call.tensors[0].nbytes // 2, 2000)])
 def test_bytes_that_must_move(moved, nbytes):
-    """Read and written over, unless the case says otherwise."""
+    """Inputs and results once each, unless the case says otherwise."""
     (row,) = bench.measure_job(job_of(ones(1000, moved=moved)), ROOFS, 0.01)
     assert row.tbps * row.ours_us * 1e6 == pytest.approx(nbytes)
 
 
-def test_masks_stay_masks_in_the_truth():
+def test_masks_stay_bool_in_the_float64_reference():
     case = Case("mask", lambda draw: Call((draw(4, 4), draw(4, 4) > 0)), lambda x, mask: x.masked_fill(mask, 0))
     (row,) = bench.measure_job(job_of(case, reference=lambda x, mask: torch.where(mask, 0, x), name="f"), ROOFS, 0.01)
     assert row.error == row.rival_error == 0
 
 
-def test_an_operation_in_place_is_timed_on_what_its_rival_is_timed_on():
+def test_an_in_place_operation_is_timed_on_restored_inputs():
     seen, theirs = [], []
 
     def ours(x):
@@ -452,12 +452,12 @@ def test_restoring_is_not_timed():
 def test_restoring_on_a_gpu():
     x, y = torch.zeros(2, 1000, device="cuda")
     timings = measure.time_on("cuda", [[lambda: x.add_(1)], [lambda: y.add_(1)]], 0.01, lambda: (x.zero_(), y.zero_()))
-    assert sorted((x.max().item(), y.max().item())) == [0, 1]  # the last round ran one of them, on what was restored
+    assert sorted((x.max().item(), y.max().item())) == [0, 1]  # the last round ran one of them, on restored inputs
     assert all(0 < timing.seconds < 1e-3 for timing in timings)
 
 
 @pytest.mark.cuda
-def test_bench_on_a_gpu_beside_torch_compile():
+def test_bench_on_a_gpu_with_torch_compile():
     (row,) = bench.measure_job(job_of(ones(4096, 4096), "gpu", "cuda", compiled=True), ROOFS, 0.01)
     assert list(row.rivals_us) == ["torch", "torch.compile"]
     assert min(row.rivals_us.values()) == row.rival_us > 0
@@ -482,7 +482,7 @@ def test_memory_rows(device):
 @pytest.mark.parametrize(
     ("call", "extra"), [(double_with_scratch, 2), (lambda x: x.copy_(x.neg()), 1), (torch.neg_, 0)]
 )
-def test_memory_beyond_the_results(call, extra):
+def test_extra_memory_excludes_the_results(call, extra):
     case = ones(MIB // 4, call=call, in_place=call is not double_with_scratch)
     (row,) = bench.measure_job(job_of(case), ROOFS, 0.01)
     assert row.extra_bytes == extra * MIB
@@ -521,14 +521,14 @@ def test_every_case_for_a_gpu_has_a_cost_without_one(spec):
 
 
 def compiles_dies_or_hangs(share, *_):
-    """Stands in for a process of `precompile`; top-level, as another process must find it."""
+    """Replaces the body of a process of `precompile`; top-level, so that the child can import it."""
     if share == 1:
         os._exit(3)
     time.sleep(60 * (share - 1) if share else 0)
 
 
 @pytest.mark.parametrize(("workers", "seconds"), [(2, 100), (1, 100), (9, 0.1)])
-def test_precompile_goes_on_where_a_process_fails(monkeypatch, workers, seconds):
+def test_precompile_continues_if_a_process_fails(monkeypatch, workers, seconds):
     monkeypatch.setattr(bench, "TABLE", (made_up(cases=(ones(4), ones(5)), bench_dtypes=REAL[:1], compiled=True),))
     monkeypatch.setattr(bench, "_compile_share", compiles_dies_or_hangs)
     monkeypatch.setattr(bench, "PRECOMPILE_SECONDS", seconds)
@@ -538,7 +538,7 @@ def test_precompile_goes_on_where_a_process_fails(monkeypatch, workers, seconds)
     assert bench.precompile(workers, [], "cpu", [], False) == 0
 
 
-def test_precompile_goes_on_where_a_case_fails(monkeypatch, capsys):
+def test_precompile_continues_if_a_case_fails(monkeypatch, capsys):
     compiled = []
 
     def backend(graph, inputs):

@@ -1,4 +1,4 @@
-"""torch.compile compiles an operation for its first sizes, and once more for all others."""
+"""torch.compile compiles an operation for its first sizes, and once more with dynamic sizes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from matmuls.specs import Call, Draw
 
 SIZES = [(2, 7, 11, 6), (3, 8, 12, 5), (4, 9, 300, 33), (5, 700, 1100, 7), (2, 5, 8, 4)]  # batch, rows, columns, inner
 
-# From draw and one of the sizes to a call.
+# Functions of a Draw and one of SIZES that return a call.
 CALLS = {
     matmuls.softmax_: lambda draw, b, m, n, k: Call((draw(b, m, n), 1)),
     matmuls.softmax: lambda draw, b, m, n, k: Call((draw(b, m, n),)),
@@ -38,7 +38,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
-def test_it_is_compiled_once_for_all_sizes(function, device):
+def test_dynamic_sizes_are_compiled_once(function, device):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, backend=counter, fullgraph=True)

@@ -1,4 +1,4 @@
-"""cuSPARSE under its own names: layouts, algorithms, orders, what is prepared, what is refused."""
+"""The functions that call cuSPARSE: layouts, algorithms, orders, preprocessing, errors."""
 
 import gc
 import subprocess
@@ -20,7 +20,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def draw(layout, dtype, device, rows=64, columns=48, index=torch.int64):
-    """A dense matrix and the parts of it."""
+    """A dense matrix and its parts in the layout."""
     torch.manual_seed(0)
     block = (4, 4) if layout == "bsr" else (1, 1)
     stored = torch.rand(rows // block[0], columns // block[1]) < 0.3
@@ -38,7 +38,7 @@ def draw(layout, dtype, device, rows=64, columns=48, index=torch.int64):
 
 
 def supported(call):
-    """What cuSPARSE does not have is told by its name; that is skipped."""
+    """Skip the test if cuSPARSE reports by name that it does not support the call."""
     try:
         return call()
     except RuntimeError as error:
@@ -88,7 +88,7 @@ def test_orders_transposes_and_out(layout, transa, transb, device):
             assert out._version > version
 
 
-def test_the_seeds_product(device):
+def test_the_upstream_product(device):
     dense, (offsets, columns, values) = draw("csr", torch.float32, device)
     b, c = torch.randn(48, 5, device=device), torch.empty(64, 5, device=device)
     nnz = values.numel()
@@ -114,7 +114,7 @@ def test_prepared(algorithm, device):
 
 
 @pytest.mark.cuda
-def test_what_was_prepared_for_something_else_is_refused():
+def test_preprocessing_for_other_arguments_is_refused():
     _, (offsets, columns, values) = draw("csr", torch.float32, "cuda")
     b = torch.randn(48, 16, device="cuda")
     prepared = custom_mm.cusparse_prepare(offsets, columns, values, b, 64, 48)
@@ -128,11 +128,12 @@ def test_what_was_prepared_for_something_else_is_refused():
 
 
 @pytest.mark.cuda
-def test_what_was_prepared_frees_its_memory():
-    gc.collect()  # of tests before
+def test_preprocessing_frees_its_memory():
+    gc.collect()  # tensors of earlier tests
     offsets, columns, values = draw("csr", torch.float32, "cuda", 4096, 4096)[1]
     b = torch.randn(4096, 64, device="cuda")
-    custom_mm.cusparse_prepare(offsets, columns, values, b, 4096, 4096, algorithm="csr_alg3")  # the handle's workspace
+    # allocates the handle's workspace
+    custom_mm.cusparse_prepare(offsets, columns, values, b, 4096, 4096, algorithm="csr_alg3")
     before = torch.cuda.memory_allocated()
     for _ in range(3):
         prepared = custom_mm.cusparse_prepare(offsets, columns, values, b, 4096, 4096, algorithm="csr_alg3")
@@ -142,8 +143,8 @@ def test_what_was_prepared_frees_its_memory():
 
 
 @pytest.mark.cuda
-def test_what_was_prepared_may_be_let_go_while_another_stream_reads_it():
-    """Its buffer is not handed out again before."""
+def test_preprocessing_may_be_freed_while_another_stream_uses_it():
+    """The allocator does not reuse its buffer before that stream is done."""
     _, (offsets, columns, values) = draw("csr", torch.float32, "cuda", 2048, 2048)
     b = torch.randn(2048, 256, device="cuda")
     prepared = custom_mm.cusparse_prepare(offsets, columns, values, b, 2048, 2048, algorithm="csr_alg3")
@@ -162,8 +163,8 @@ def test_what_was_prepared_may_be_let_go_while_another_stream_reads_it():
 
 
 @every_dtype
-def test_sddmm_of_indices_that_lie_apart(dtype, device):
-    """Their copies stay until the product has read them."""
+def test_sddmm_of_non_contiguous_indices(dtype, device):
+    """Their copies live until the product has read them."""
     dense, (offsets, columns, _) = draw("csr", dtype, device, 512, 512, torch.int32)
     a, b = torch.randn(512, 40, device=device).to(dtype), torch.randn(40, 512, device=device).to(dtype)
     together = supported(lambda: custom_mm.cusparse_sddmm(offsets, columns, a, b))
@@ -182,7 +183,7 @@ def test_sddmm(dtype, device):
         assert_close(ours, 0.5 * (a.double() @ b.double())[where])
 
 
-def test_indices_are_looked_at_once(monkeypatch, device):
+def test_indices_are_checked_once(monkeypatch, device):
     _, (offsets, columns, values) = draw("csr", torch.float32, device)
     b = torch.randn(48, 3, device=device)
     custom_mm.cusparse_spmm(offsets, columns, values, b, 64, 48)
@@ -191,7 +192,8 @@ def test_indices_are_looked_at_once(monkeypatch, device):
     monkeypatch.setattr(custom_mm.indices, "_csr_check", lambda *args: (looked.append(1), check(*args))[1])
     custom_mm.cusparse_spmm(offsets, columns, values, b, 64, 48)
     rows = torch.arange(64, device=device, dtype=columns.dtype).repeat_interleave(offsets.diff())
-    custom_mm.cusparse_spmm(rows, columns, values, b, 64, 48, layout="coo")  # another matrix of the same columns
+    # another matrix with the same columns tensor
+    custom_mm.cusparse_spmm(rows, columns, values, b, 64, 48, layout="coo")
     custom_mm.cusparse_spmm(offsets, columns, values, b, 64, 48)
     assert not looked
     columns[3] = 48
@@ -211,7 +213,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_hostile_indices_are_told(case, device):
+def test_invalid_indices_raise(case, device):
     (offsets, indices), message = BAD[case]
     parts = [torch.tensor(t, device=device) for t in (offsets, indices)]
     values, b = torch.ones(2, device=device), torch.ones(3, 4, device=device)
@@ -219,7 +221,7 @@ def test_hostile_indices_are_told(case, device):
         custom_mm.cusparse_spmm(*parts, values, b, 2, 3, layout=case.split()[0])
 
 
-def test_operands_that_do_not_fit(device):
+def test_mismatched_operands_raise(device):
     _, parts = draw("csr", torch.float32, device)
     b, out = torch.ones(48, 3, device=device), torch.ones(64, 3, device=device)
     for options, message in (
@@ -293,13 +295,13 @@ print("survived", seen)
 
 
 def test_hostile_parts_never_crash():
-    """Whatever the parts are: the right result or an error that says what came, in a process of its own."""
+    """Random parts give a correct result or an error that names them; runs in a separate process."""
     run = subprocess.run([sys.executable, "-c", FUZZ], capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "survived" in run.stdout
 
 
-def test_other_indices_in_the_same_tensor_are_looked_at():
+def test_overwritten_indices_are_checked_again():
     crow, col, values = torch.tensor([0, 1, 2]), torch.tensor([0, 2]), torch.ones(2)
     custom_mm.cusparse_spmm(crow, col, values, torch.ones(3, 2), 2, 3)
     col.data = torch.tensor([0, 5])

@@ -1,4 +1,4 @@
-"""What the table cannot say of dense products: outputs, overlaps, memory, exotic batches, threads, graphs."""
+"""Tests of dense products beyond the table: outputs, overlaps, memory, unusual batches, threads, graphs."""
 
 import threading
 
@@ -42,7 +42,7 @@ def left_half(*shape, device):
 @pytest.mark.parametrize(
     "shapes", [((6, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 3, 4), (2, 4, 5)), ((4,), (4, 5))], ids=str
 )
-def test_out_is_written_whole_and_nothing_beside_it(layout, kwargs, shapes, device):
+def test_out_is_written_fully_and_nothing_else(layout, kwargs, shapes, device):
     a, b = (draw(*s, device=device, seed=i) for i, s in enumerate(shapes))
     kwargs = kwargs | ({"bias": draw(5, device=device, seed=2)} if "bias" in kwargs else {})
     expected = matmuls.matmul(a, b, **kwargs)
@@ -79,7 +79,7 @@ def test_out_must_fit(lt, device):
 
 
 def test_overlap_is_exact(device):
-    """Interleaved views of one storage are apart or not by their addresses, not by their ranges."""
+    """Whether interleaved views of one storage overlap is decided by element addresses, not by ranges."""
     memory = draw(8, 12, device=device)
     left, right = memory[:, :4], memory[:, 4:8]
     expected = left[:4] @ right[:4, :4].contiguous()
@@ -93,7 +93,7 @@ def test_overlap_is_exact(device):
         matmuls.matmul(draw(4, 4, device=device), memory[::2, 8:], out=memory[2:6, 5:9])
 
 
-def test_overlap_of_large_interleaved_views_is_found_out_at_once(device):
+def test_overlap_of_large_interleaved_views_is_decided_fast(device):
     memory = torch.zeros(200_000, 8, device=device)
     eye = torch.eye(4, device=device)
     matmuls.matmul(memory[:, :4], eye, out=memory[:, 4:])
@@ -134,8 +134,8 @@ PRODUCTS = [matmuls.matmul, matmuls.cublasMM.apply, lambda a, b: matmuls.matmul(
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=["matmul", "cublasMM", "bias"])
-def test_only_what_a_gradient_needs_is_kept(product, device):
-    """Of a product with a frozen weight the input may change, and is not kept alive; and the other way around."""
+def test_only_tensors_that_a_gradient_needs_are_saved(product, device):
+    """With a frozen weight the input may be overwritten and is not kept alive, and vice versa."""
     leaf, frozen = draw(3, 3, device=device).requires_grad_(), draw(3, 3, device=device, seed=1)
     for order in (lambda x: (x, frozen), lambda x: (frozen, x)):
         x = leaf * 1
@@ -189,11 +189,11 @@ def test_bias_and_activation_are_rounded_once(shape, dtype, device):
     x, bias = draw(*shape, device=device).to(dtype), draw(shape[-1], device=device, seed=1).to(dtype)
     ours = custom_mm.bias_act_(x.clone(), bias, "gelu")
     truth = torch.nn.functional.gelu(x.double() + bias.double())
-    share = torch.finfo(dtype).eps / 2 + 4e-5  # to which a GPU's gelu in 16 bits is exact
+    share = torch.finfo(dtype).eps / 2 + 4e-5  # error bound of the 16-bit gelu on a GPU
     assert ((ours.double() - truth).abs() <= share * truth.abs() + 1e-6).all()
 
 
-def test_a_bias_is_added_before_the_product_is_rounded(device):
+def test_a_bias_is_added_before_rounding(device):
     x, w, bias = (draw(*s, device=device).bfloat16() for s in ((64, 256), (256, 256), (256,)))
     truth = x.double() @ w.double().T + bias.double()
     out = torch.empty_like(x)
@@ -216,7 +216,7 @@ def test_bias_act_is_seen_by_autograd_and_refuses_a_gradient(device):
 
 
 def attention_views(device, batch=3, length=8, heads=4, width=6):
-    """[B, H, S, D] views of [B, S, H, D] memory, as attention makes them."""
+    """[B, H, S, D] views of [B, S, H, D] memory, as in attention."""
     return (draw(batch, length, heads, width, device=device, seed=i).transpose(1, 2) for i in range(2))
 
 
@@ -256,7 +256,7 @@ def test_conjugate_views(dtype, device):
 
 
 def test_random_layouts_agree_with_torch(device):
-    """Permuted, sliced and expanded batches against torch, drawn at random."""
+    """Randomly permuted, sliced and expanded batches against torch."""
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
@@ -318,7 +318,7 @@ def test_more_than_2_31_elements():
 
 
 @pytest.mark.cuda
-def test_tf32_only_where_torch_allows_it():
+def test_tf32_only_if_torch_allows_it():
     a, b = draw(512, 512, device="cuda"), draw(512, 512, device="cuda", seed=1)
     truth = a.double() @ b.double()
 
@@ -338,7 +338,7 @@ def test_tf32_only_where_torch_allows_it():
 
 
 @pytest.mark.parametrize("function", FOUR, ids=lambda f: f.__name__)
-def test_the_classes_are_inplace_functions(function):
+def test_the_classes_are_autograd_functions(function):
     assert issubclass(function, torch.autograd.function.InplaceFunction)
     y = function.apply(draw(4, 4).requires_grad_(), draw(4, 4))
     assert type(y.grad_fn).__name__ == f"{function.__name__}Backward"
@@ -364,8 +364,8 @@ def test_forward_mode_is_refused_not_dropped(device):
 
 
 @pytest.mark.cuda
-def test_threads_and_streams_are_bitwise_equal_to_one_after_the_other():
-    products = 1000  # on each stream
+def test_threads_and_streams_are_bitwise_equal_to_sequential_calls():
+    products = 1000  # per stream
     a, b = draw(8, 4, 96, 160, device="cuda"), draw(8, 4, 160, 64, device="cuda", seed=1)
     bias = draw(64, device="cuda", seed=2)
     expected = [
@@ -408,7 +408,7 @@ def step(x, w, bias):
 
 @pytest.mark.cuda
 def test_graph_of_forward_and_backward():
-    """100 replays with new inputs are right and take no memory; nor do 50 captures."""
+    """100 replays with new inputs are correct; neither they nor 50 captures leak memory."""
     x, w, bias = (
         t.requires_grad_() for t in (draw(64, 48, device="cuda"), draw(32, 48, device="cuda"), draw(32, device="cuda"))
     )
@@ -453,7 +453,7 @@ def test_graph_of_forward_and_backward():
 
 
 @pytest.mark.cuda
-def test_running_out_of_memory_leaves_everything_usable():
+def test_everything_works_after_out_of_memory():
     a = torch.empty(1, device="cuda").expand(2**20, 1)
     b = torch.empty(1, device="cuda").expand(1, 2**20)
     with pytest.raises(torch.cuda.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""The examples run, and say what they set out to say."""
+"""The examples run and print what they announce."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def called(name, *args):
         capture_output=True,
         text=True,
         timeout=300,
-        # torch's profiler talks to stderr, and torch warns of CSR
+        # torch's profiler logs to stderr, and torch warns about CSR.
         env=os.environ | {"PYTHONPATH": path, "KINETO_LOG_LEVEL": "99", "PYTHONWARNINGS": "ignore:Sparse"},
     )
 
@@ -94,17 +94,17 @@ def test_inplace_memory():
     ("name", "args", "told"),
     [
         ("inplace_memory", ("--rows", 0), "--rows and"),
-        ("sparse_attention", ("--tokens", 4), "--tokens and"),  # fewer than are global
+        ("sparse_attention", ("--tokens", 4), "--tokens and"),  # fewer tokens than global ones
         ("sparse_attention", ("--window", -1), "--tokens and"),
         ("graph_network", ("--steps", 0), "--width, --classes and --steps"),
     ],
 )
-def test_sizes_that_make_no_sense_are_told(name, args, told):
+def test_invalid_sizes_are_errors(name, args, told):
     run = called(name, *args)
     assert run.returncode == 2
     assert f"error: {told}" in run.stderr
 
 
-def test_a_graph_that_is_none_is_told():
+def test_a_non_square_matrix_is_an_error():
     run = called("graph_network", "--graph", "pruned:8x16:0.5")
     assert (run.returncode, run.stderr) == (1, "expected a graph, a square matrix, got 8 x 16\n")

@@ -1,4 +1,4 @@
-"""`matmuls spmm`: as a user types it, and what it makes of its measurements."""
+"""`matmuls spmm`: the command, and how it evaluates its measurements."""
 
 import json
 import subprocess
@@ -42,13 +42,13 @@ def test_spmm_measures_checks_and_writes(tmp_path):
     assert (tmp_path / "out/spmm-cpu.png").stat().st_size > 5000
 
 
-def test_sweep_says_where_sparse_pays(tmp_path):
+def test_sweep_reports_where_sparse_beats_dense(tmp_path):
     run = matmuls("spmm", "--sweep", "0.5,0.99", "--shape", "256x256", "--n", "32", "--device", "cpu")
     assert (run.returncode, run.stderr) == (0, "")
-    assert "float32, 32 columns: sparse begins to pay" in run.stdout
+    assert "float32, 32 columns: sparse beats dense:" in run.stdout
 
 
-def test_against_names_who_is_timed_beside_ours(tmp_path):
+def test_against_selects_the_rivals(tmp_path):
     run = matmuls("spmm", "grid:8", "--n", "4", "--device", "cpu", "--against", "dense", "--out", str(tmp_path))
     assert (run.returncode, run.stderr) == (0, "")
     (case,) = experiment.load(tmp_path / "spmm-cpu.json")
@@ -57,7 +57,7 @@ def test_against_names_who_is_timed_beside_ours(tmp_path):
 
 
 @pytest.mark.cuda
-def test_two_of_each_four_is_held_against_torchs_own(tmp_path):
+def test_two_of_four_is_compared_with_torchs_semi_structured(tmp_path):
     sources = "pruned:256x256:2of4", "pruned:256x256:0.5"
     options = "--n", "64", "--device", "cuda", "--dtype", "float16", "--against", "torch 2:4", "--out", str(tmp_path)
     run = matmuls("spmm", *sources, *options)
@@ -87,7 +87,7 @@ def test_two_of_each_four_is_held_against_torchs_own(tmp_path):
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_wrong_calls_are_told_in_one_line(args, words):
+def test_wrong_usage_prints_one_line(args, words):
     run = matmuls(*args, "--device", "cpu")
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1
@@ -99,7 +99,7 @@ def made_up(n=32, dtype="float32", nnz=100, **us):
     return Case("m", 100, 100, nnz, 9, dtype, n, 1.0, results, "dense", 50.0, 1000, 50, 300.0, 450.0, 500.0, 1000.0)
 
 
-def test_what_was_measured_before_a_file_that_cannot_be_read_is_kept(tmp_path):
+def test_results_before_an_unreadable_file_are_kept(tmp_path):
     (tmp_path / "bad.mtx").write_text("hello")
     named = "grid:8", str(tmp_path / "bad.mtx")
     run = matmuls("spmm", *named, "--n", "4", "--device", "cpu", "--out", str(tmp_path / "out"))
@@ -111,7 +111,7 @@ def test_what_was_measured_before_a_file_that_cannot_be_read_is_kept(tmp_path):
     assert [c["matrix"] for c in result["cases"]] == ["grid:8"]
 
 
-def test_what_the_machine_cannot_hold_is_told_and_the_rest_is_measured(tmp_path):
+def test_cases_beyond_memory_are_reported_and_the_rest_is_measured(tmp_path):
     (tmp_path / "long.mtx").write_text(f"{MARKET}{10**15} 3 1\n1 1 1\n")
     (tmp_path / "wide.mtx").write_text(f"{MARKET}3 {10**18} 1\n1 1 1\n")
     named = [*(str(tmp_path / name) for name in ("long.mtx", "wide.mtx")), "pruned:100000000x100000000:0.9", "grid:3"]
@@ -128,19 +128,20 @@ def test_what_the_machine_cannot_hold_is_told_and_the_rest_is_measured(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_what_is_no_number_or_beyond_the_dtype_is_no_error(tmp_path, dtype):
+def test_matching_nan_and_overflow_are_no_error(tmp_path, dtype):
     (tmp_path / "a.mtx").write_text(f"{MARKET}5 4 6\n1 1 nan\n2 2 inf\n2 1 -inf\n3 1 1e30\n4 1 65519\n5 2 2\n")
     refused = []
     (case,) = experiment.measure_all([str(tmp_path / "a.mtx")], [getattr(torch, dtype)], [8], "cpu", refused)
     assert experiment.wrong([case]) == refused == []
 
 
-def test_errors_beside_what_is_no_number_are_seen():
+def test_errors_next_to_nan_and_overflow_are_found():
     inf, nan = float("inf"), float("nan")
     truth = torch.tensor([1.0, 1e9, -1e9, inf, nan, 65500.0], dtype=torch.float64)
     right = truth.half()
     assert experiment._error(right, truth) == 0
-    assert experiment._error(torch.tensor([1.0, 65504, -inf, 65504, nan, inf]).half(), truth) == 0  # as rounding goes
+    # differences explained by rounding
+    assert experiment._error(torch.tensor([1.0, 65504, -inf, 65504, nan, inf]).half(), truth) == 0
     for n, other in ((0, 1.5), (0, inf), (0, nan), (1, -inf), (2, nan), (3, 6e4), (4, 1.0), (5, 4e4)):
         wrong = right.clone()
         wrong[n] = other
@@ -160,7 +161,7 @@ def test_ratios():
     assert lines[0] == "float32, plan over the fastest rival: geometric mean 5.00, lowest 2.50, 2 cases"
 
 
-def test_what_is_wrong_is_told():
+def test_wrong_results_are_reported():
     case = made_up(plan=1.0, without_a_plan=1.0)
     assert experiment.wrong([case]) == []
     for bad in (Result(1.0, 1e-3), Result(1.0, float("nan")), Result(refused="no memory")):
@@ -168,25 +169,25 @@ def test_what_is_wrong_is_told():
         assert line.startswith("m, float32, 32 columns: without a plan is off by")
 
 
-def test_crossover_needs_every_sparser_matrix_to_pay():
+def test_crossover_needs_every_sparser_matrix_to_be_faster():
     def case(sparsity, ratio):
         return made_up(nnz=round(10000 * (1 - sparsity)), plan=1.0, without_a_plan=1.0, dense=ratio)
 
     sweep = [case(0.5, 2.0), case(0.8, 0.9), case(0.9, 1.5), case(0.99, 3.0)]
-    assert experiment.crossovers(sweep) == ["float32, 32 columns: sparse begins to pay from 90.0% zeros on"]
+    assert experiment.crossovers(sweep) == ["float32, 32 columns: sparse beats dense: from 90.0% zeros on"]
     assert "never" in experiment.crossovers([case(0.99, 0.5)])[0]
 
 
-def test_report_draws_its_tables(tmp_path):
+def test_report_makes_its_tables(tmp_path):
     cases = [made_up(n, plan=2.0, without_a_plan=4.0, cusparse_csr_alg2=5.0) for n in (32, 128)]
     experiment.save(tmp_path / "spmm-cuda.json", cases, "cpu")
     text = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("sparse", "sparse_means"))
     drawn = report.render(text, tmp_path)
     assert "| m | float32 | 2.50 (0.50) | 2.50 (0.50) |" in drawn
-    assert "| float32 | 2.50 (2.50), 2 | 1.25 (1.25), 2 | 2.50 (2.50), 2 |" in drawn  # none beside the dense product
+    assert "| float32 | 2.50 (2.50), 2 | 1.25 (1.25), 2 | 2.50 (2.50), 2 |" in drawn  # no column for the dense product
 
 
-def test_cusparses_candidates(device):
+def test_cusparse_candidates(device):
     m = experiment.Operands(matrices.load("rmat:7:4"), torch.float32, device)
     b = m.dense_side(9)
     truth = m.csr.to_dense().double() @ b.double()
@@ -194,7 +195,7 @@ def test_cusparses_candidates(device):
         torch.testing.assert_close(experiment._cusparse(m, b, algorithm)().double(), truth, atol=1e-4, rtol=1e-4)
 
 
-def test_the_dense_product_reads_the_copy_that_a_plan_keeps(device):
+def test_the_dense_rival_reads_the_plans_copy(device):
     operands = experiment.Operands(matrices.load("pruned:64x48:0.1"), torch.float32, device)
     made, b = sparse.plan(operands.csr), operands.dense_side(8)
     made @ b

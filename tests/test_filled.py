@@ -1,4 +1,4 @@
-"""Products with a matrix's zeros: float32 through float16 halves, and what goes by rows again."""
+"""Products with densified matrices: float32 as two float16 (fp16x2), 2:4 parts, and the fallback to the row kernel."""
 
 import pytest
 import torch
@@ -34,17 +34,17 @@ def full(crow, col, values, columns):
 
 
 def worst_element(result, a, b):
-    """The largest error of an element, relative to the sum of what is added up in it."""
+    """The largest error of an element, relative to the sum of the magnitudes of its terms."""
     a, b = a.double(), b.double()
     scale = a.abs() @ b.abs()
     error = (result.double() - a @ b).abs()
     assert not error[scale == 0].any()
-    error = (error - 2**-149).clamp_min(0)  # the last place of a subnormal
+    error = (error - 2**-149).clamp_min(0)  # one subnormal step
     return (error / scale.clamp_min(1e-300)).max().item() if error.numel() else 0
 
 
 def assert_as_exact_as_torch(result, crow, col, values, b):
-    """Every element: at most twice the error of torch's worst and one rounding more."""
+    """Every element's error: at most twice torch's worst, plus one rounding."""
     a = full(crow, col, values, b.shape[0])
     theirs = worst_element(torch.sparse_csr_tensor(crow, col, values, a.shape) @ b, a, b)
     assert worst_element(result, a, b) <= 2 * theirs + torch.finfo(torch.float32).eps
@@ -65,11 +65,11 @@ SHAPES = [
 @pytest.mark.parametrize(("rows", "columns", "n"), SHAPES)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("density", [0.5, 0.1])
-def test_as_exact_as_sums_in_float32(rows, columns, n, index, density, two_of_four, device):
+def test_as_accurate_as_float32_sums(rows, columns, n, index, density, two_of_four, device):
     if device == "cpu" and rows > 1000:
         pytest.skip("by rows on a CPU: smaller ones tell as much")
     crow, col, values = draw(rows, columns, density, device=device, index=index)
-    for spread in (0, 60):  # of the columns' scales, as powers of two
+    for spread in (0, 60):  # range of the columns' scales, in powers of two
         b = torch.randn(columns, n, device=device) * torch.exp2(torch.linspace(-spread, spread, n, device=device))
         kept, result = in_halves(crow, col, values, b, two_of_four)
         assert kept[2][0].item() == 0
@@ -79,7 +79,7 @@ def test_as_exact_as_sums_in_float32(rows, columns, n, index, density, two_of_fo
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("of_a_row", [choice.FEWEST_IN_HALVES - 1, choice.FEWEST_IN_HALVES])
-def test_rows_of_few_nonzeros_are_not_multiplied_in_halves(of_a_row):
+def test_rows_of_few_nonzeros_do_not_use_fp16x2(of_a_row):
     if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
     dense = torch.zeros(20000, 64, device="cuda")
@@ -92,7 +92,7 @@ def test_rows_of_few_nonzeros_are_not_multiplied_in_halves(of_a_row):
     assert ((spmm(a, b) - exact).abs() / scale).max() <= (2**-21 if halves else of_a_row * 2**-24)
 
 
-def test_halves_add_up(device):
+def test_fp16x2_parts_sum_to_the_matrix(device):
     crow, col, values = draw(50, 30, 0.5, device=device)
     values = values * torch.exp2(torch.randint(-3, 3, values.shape, device=device).float())
     order = torch.randperm(values.numel(), device=device).int()
@@ -106,7 +106,7 @@ def test_halves_add_up(device):
 
 
 @pytest.mark.cuda
-def test_two_of_four_and_the_rest_are_the_matrix():
+def test_two_of_four_plus_the_rest_are_the_matrix():
     crow, col, values = draw(150, 203, 0.4)
     values = values * torch.exp2(torch.randint(-3, 3, values.shape, device="cuda").float())
     order = torch.randperm(values.numel(), device="cuda").int()
@@ -118,7 +118,8 @@ def test_two_of_four_and_the_rest_are_the_matrix():
         for step in range(4):
             tile = tiles[row // 128, step]
             pieces = tile[:8192].view(128, 8, 8)[row % 128]
-            numbers = pieces[torch.arange(8) ^ row % 8].double().view(2, 16, 2)  # high and low of 16 fours
+            # high and low parts of 16 groups of four
+            numbers = pieces[torch.arange(8) ^ row % 8].double().view(2, 16, 2)
             places = tile[8192:].view(torch.uint8).view(8, 8, 4, 2, 2)[row % 128 // 16, row % 8, :, row // 8 % 2]
             for four in range(16):
                 bits = int(places.reshape(8)[four // 2]) >> four % 2 * 4
@@ -161,7 +162,7 @@ def two_of_each_four(rows, columns, dtype):
 )
 @pytest.mark.parametrize("density", [0.5, 0.1, "2:4"])
 @NARROW
-def test_two_of_four_in_16_bits(rows, columns, n, density, dtype):
+def test_two_of_four_products_in_16_bits(rows, columns, n, density, dtype):
     if density == "2:4":
         a = two_of_each_four(rows, columns - columns % 4, dtype).to_sparse_csr()
         crow, col, values = a.crow_indices().int(), a.col_indices().int(), a.values()
@@ -178,14 +179,14 @@ def test_two_of_four_in_16_bits(rows, columns, n, density, dtype):
     truth = dense.double() @ b.double()
     errors = [torch.linalg.vector_norm(x.double() - truth).item() for x in (result, dense @ b)]
     assert errors[0] <= 2 * errors[1]
-    # Where the rest lies is a matter of time, but not what comes of it.
+    # The size of the rest changes the time, but not the result.
     for _ in range(5):
         _, again = in_halves(crow, col, values, b, True)
         assert torch.equal(again, result)
     strided = torch.randn(columns, n + 8, device="cuda").to(dtype)[:, 8:]
     strided.copy_(b)
     assert torch.equal(_ops.csr_spmm_halves(*kept, crow, col, shuffled, strided, columns, order), result)
-    if n > 0:  # rows that do not start on 16 bytes go by rows
+    if n > 0:  # rows of B that are not 16-byte aligned use the row kernel
         odd = torch.randn(columns, n + 1, device="cuda").to(dtype)[:, 1:]
         odd.copy_(b)
         by_rows = _ops.csr_spmm_halves(*kept, crow, col, shuffled, odd, columns, order)
@@ -194,7 +195,7 @@ def test_two_of_four_in_16_bits(rows, columns, n, density, dtype):
 
 @pytest.mark.cuda
 @NARROW
-def test_two_of_four_are_the_matrix_in_16_bits(dtype):
+def test_two_of_four_plus_the_rest_are_the_matrix_in_16_bits(dtype):
     crow, col, values = draw(150, 203, 0.4, dtype)
     parts, _, _, rest = _ops.csr_halves(crow, col, values, 203, None, True)
     assert parts.shape == (2, 4, 4608)
@@ -222,7 +223,7 @@ def test_two_of_four_are_the_matrix_in_16_bits(dtype):
 
 @pytest.mark.cuda
 @NARROW
-def test_a_plan_keeps_two_of_four_where_they_are_all(dtype):
+def test_a_plan_uses_two_of_four_for_2_4_sparsity(dtype):
     if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
     dense = two_of_each_four(14336, 4096, dtype)
@@ -240,18 +241,18 @@ def test_a_plan_keeps_two_of_four_where_they_are_all(dtype):
     graph.replay()
     doubled = (
         plan((2 * dense).to_sparse_csr(), constant=True) @ b
-    )  # not 2 * result, which rounds subnormal numbers before
+    )  # not 2 * result, whose subnormal numbers are already rounded
     assert torch.equal(captured, doubled)
     assert torch.equal(made @ b, doubled)
     right = b.clone().requires_grad_()
-    (made @ right).backward(torch.ones_like(result))  # by the dense product, which has a gradient
+    (made @ right).backward(torch.ones_like(result))  # by the dense product, which is differentiable
     expected = 2 * dense.double().sum(0).unsqueeze(1).expand(-1, 32)
     torch.testing.assert_close(right.grad.double(), expected, atol=0.5, rtol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(50, 30), (3, 9000), (300, 64), (4, 0)])
-def test_filled_is_the_matrix_with_its_zeros(rows, columns, dtype, device):
+def test_densified_is_the_dense_matrix(rows, columns, dtype, device):
     crow, col, values = draw(rows, columns, 0.3, dtype, device=device)
     order = torch.randperm(values.numel(), device=device).int()
     filled = _ops.csr_filled(crow, col, values, columns, order)
@@ -274,7 +275,7 @@ HARD = [
 
 
 @pytest.mark.parametrize("what", HARD)
-def test_every_element_is_as_exact_as_in_float32(what, two_of_four, device):
+def test_every_element_is_as_accurate_as_in_float32(what, two_of_four, device):
     crow, col, values = draw(200, 304, 0.5, device=device)
     b = torch.randn(304, 64, device=device)
     if what == "columns":
@@ -305,7 +306,7 @@ def test_every_element_is_as_exact_as_in_float32(what, two_of_four, device):
 
 @pytest.mark.parametrize("what", ["inf", "nan", "inf in a", "twice", "graded", "unsorted"])
 @pytest.mark.parametrize(("rows", "columns", "n"), [(200, 304, 64), (140, 4100, 24), (300, 1700, 200)])
-def test_what_halves_cannot_do_goes_by_rows(what, rows, columns, n, two_of_four, device):
+def test_inputs_beyond_fp16x2_fall_back_to_the_row_kernel(what, rows, columns, n, two_of_four, device):
     crow, col, values = draw(rows, columns, 0.5, device=device)
     b = torch.randn(columns, n, device=device)
     if what in ("inf", "nan"):
@@ -324,11 +325,11 @@ def test_what_halves_cannot_do_goes_by_rows(what, rows, columns, n, two_of_four,
     assert torch.equal(result.isnan(), by_rows.isnan())
     assert torch.equal(result.isfinite(), by_rows.isfinite())
     there = by_rows.isfinite()
-    assert torch.equal(result[~there].nan_to_num(), by_rows[~there].nan_to_num())  # infinite to the same side
-    if device == "cpu":  # where both are the same loop
+    assert torch.equal(result[~there].nan_to_num(), by_rows[~there].nan_to_num())  # infinities of the same sign
+    if device == "cpu":  # both use the same loop
         assert torch.equal(result.nan_to_num(), by_rows.nan_to_num())
 
-    def exact(values, b):  # where nothing is stored an infinite number of b is not met
+    def exact(values, b):  # infinities of b do not meet elements that are not stored
         a = torch.sparse_csr_tensor(crow.cpu(), col.cpu(), values.cpu().double(), (rows, columns))
         return (a @ b.cpu().double()).to(device)
 
@@ -340,7 +341,7 @@ def test_what_halves_cannot_do_goes_by_rows(what, rows, columns, n, two_of_four,
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["csr", "csc"])
-def test_without_a_plan_a_full_matrix_is_filled(dtype, layout):
+def test_without_a_plan_a_dense_enough_matrix_is_densified(dtype, layout):
     crow, col, values = draw(2048, 2048, 0.6, dtype)
     dense = full(crow, col, values, 2048)
     a = getattr(dense, f"to_sparse_{layout}")()
@@ -367,8 +368,8 @@ def test_without_a_plan_a_full_matrix_is_filled(dtype, layout):
 
 
 @pytest.mark.cuda
-def test_a_wide_dense_side_is_halved_piece_by_piece():
-    """128 MiB of it at a time, whatever it has."""
+def test_a_wide_b_is_split_in_pieces():
+    """fp16x2 needs at most 128 MiB for parts of B at a time, also if B has NaN."""
     crow, col, values = draw(256, 64, 0.6)
     dense, n = full(crow, col, values, 64), 3 * 2**18
     a, b = dense.to_sparse_csr(), torch.randn(64, n, device="cuda")
@@ -384,8 +385,8 @@ def test_a_wide_dense_side_is_halved_piece_by_piece():
 
 
 @pytest.mark.cuda
-def test_more_beyond_two_of_four_than_was_said():
-    """Nothing of them is left out: the product goes by rows."""
+def test_more_entries_beyond_two_of_four_than_announced():
+    """None of them is lost: the product falls back to the row kernel."""
     crow, col, values = draw(150, 200, 0.6)
     b = torch.randn(200, 64, device="cuda")
     kept = _ops.csr_halves(crow, col, values, 200, None, True, 5)
@@ -393,7 +394,7 @@ def test_more_beyond_two_of_four_than_was_said():
 
 
 @pytest.mark.cuda
-def test_gradients_of_a_filled_product():
+def test_gradients_of_a_densified_product():
     crow, col, values = draw(2048, 2048, 0.6)
     a = torch.sparse_csr_tensor(crow, col, values, (2048, 2048)).requires_grad_()
     b = torch.randn(2048, 256, device="cuda", requires_grad=True)
@@ -407,7 +408,7 @@ def test_gradients_of_a_filled_product():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", [choice.HALVES, choice.TWO_OF_FOUR])
-def test_a_plan_of_halves_follows_its_values(name, monkeypatch):
+def test_a_plan_with_fp16x2_follows_its_values(name, monkeypatch):
     if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("halves are Hopper's")
 

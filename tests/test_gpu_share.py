@@ -1,4 +1,4 @@
-"""Processes that test on one GPU have its memory in parts."""
+"""Test processes that share a GPU divide its memory into parts."""
 
 import subprocess
 import sys
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 
-def test_parts_are_one_processs_at_a_time(tmp_path):
-    """Each says when it has how many; never more than there are, whatever they want."""
+def test_a_part_has_one_holder_at_a_time(tmp_path):
+    """Three processes log what they take; together never more than there is, whatever they request."""
     code = """
         import sys, time
         sys.path.insert(0, sys.argv[1])
@@ -39,7 +39,7 @@ def test_parts_are_one_processs_at_a_time(tmp_path):
 
 @pytest.fixture
 def share(monkeypatch, tmp_path):
-    """One of four processes on a GPU of 80 GiB, which is said to have refused what the fraction does not allow."""
+    """One of four processes on a simulated GPU of 80 GiB; also the list of memory fractions that it sets."""
     fractions = []
     made = gpu_share.Share.__new__(gpu_share.Share)
     made.total, made.fair, made.parts = 80 * 2**30, 18.5 * 2**30, gpu_share.Parts(tmp_path, 4)
@@ -48,7 +48,7 @@ def share(monkeypatch, tmp_path):
     return made, fractions
 
 
-def test_a_test_has_a_fair_share_or_what_it_says(share):
+def test_a_test_gets_a_fair_share_or_what_it_needs(share):
     made, fractions = share
     assert made.run(lambda: 7) == 7
     made.run(lambda: None, needs=30 * 2**30)
@@ -56,7 +56,7 @@ def test_a_test_has_a_fair_share_or_what_it_says(share):
     assert fractions == [18.5 / 80, 37 / 80, 1]
 
 
-def test_what_did_not_fit_runs_again_alone(share):
+def test_a_call_that_runs_out_of_memory_is_repeated_alone(share):
     made, fractions = share
 
     def work():

@@ -1,4 +1,4 @@
-"""The life of the handles: ahead or on demand, per thread, across forks, captures and exits."""
+"""Lifetime of the library handles: created in advance or on demand, per thread, across forks, captures and exits."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ DESTROY = [custom_mm.destroy_cublas, custom_mm.destroy_cublaslt, custom_mm.destr
 
 
 def python(code, *options):
-    """A fresh interpreter; returns (status, stdout, stderr)."""
+    """Run code in a new interpreter; returns (status, stdout, stderr)."""
     run = subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300
     )
@@ -104,7 +104,7 @@ def test_init_and_destroy_are_idempotent(no_handles, n):
 
 
 @pytest.mark.cuda
-def test_a_product_makes_what_it_needs_and_works_after_destroy(no_handles):
+def test_a_product_creates_handles_and_works_after_destroy(no_handles):
     assert product().sum() == 64
     assert len(live("cublas")) == 1
     custom_mm.destroy_cublas()
@@ -140,7 +140,7 @@ def test_workspace_per_stream_is_settable_and_visible(no_handles):
 
 
 @pytest.mark.cuda
-def test_a_workspace_without_memory_is_told_as_torch_does(no_handles):
+def test_out_of_memory_for_a_workspace_raises_torchs_error(no_handles):
     custom_mm.set_workspace_size(1 << 50)
     x = torch.ones(16, 16, device="cuda")
     told = f": CUDA out of memory.*a workspace of {1 << 50} bytes"
@@ -152,8 +152,8 @@ def test_a_workspace_without_memory_is_told_as_torch_does(no_handles):
 
 
 @pytest.mark.cuda
-def test_a_workspace_without_memory_beside_a_capture(no_handles):
-    """torch's cache cannot be emptied then, and the capture goes on."""
+def test_out_of_memory_for_a_workspace_during_a_capture(no_handles):
+    """torch's cache cannot be emptied then, and the capture continues."""
     begun, tried = threading.Event(), threading.Event()
     x, failures = torch.ones(4, 4, device="cuda"), []
     graph = torch.cuda.CUDAGraph()
@@ -186,7 +186,7 @@ def test_a_workspace_without_memory_beside_a_capture(no_handles):
 
 
 @pytest.mark.cuda
-def test_many_streams_do_not_keep_a_workspace_each(no_handles):
+def test_workspaces_of_destroyed_streams_are_freed(no_handles):
     custom_mm.set_workspace_size(1 << 16)
     for n in range(200):
         stream = torch.cuda.ExternalStream(torch.cuda.Stream().cuda_stream) if n % 2 else torch.cuda.Stream(priority=-1)
@@ -197,8 +197,8 @@ def test_many_streams_do_not_keep_a_workspace_each(no_handles):
 
 
 @pytest.mark.cuda
-def test_a_stream_at_a_destroyed_ones_address_is_another(no_handles):
-    """Its id is new, and so is its workspace, which the destroyed stream's work may still use."""
+def test_a_stream_that_reuses_an_address_gets_a_new_workspace(no_handles):
+    """It has a new id and a new workspace; the destroyed stream's work may still use the old one."""
     runtime = torch.cuda.cudart()
     a = torch.randn(512, 512, device="cuda")
     truth, ids, addresses = a @ a, set(), set()
@@ -221,7 +221,7 @@ def test_a_stream_at_a_destroyed_ones_address_is_another(no_handles):
 
 
 @pytest.mark.cuda
-def test_threads_have_their_own_handles_and_leave_them_to_the_next(no_handles):
+def test_threads_have_their_own_handles_and_later_threads_reuse_them(no_handles):
     barrier = threading.Barrier(3)
 
     def work():
@@ -238,7 +238,7 @@ def test_threads_have_their_own_handles_and_leave_them_to_the_next(no_handles):
         barrier.wait()
         for thread in threads:
             thread.join()
-        end = time.monotonic() + 5  # join() returns before the system's thread has ended, which is what frees a handle
+        end = time.monotonic() + 5  # join() returns before the OS thread ends, and its end releases the handle
         while (owners := [h["thread"] for h in live("cublas")]) != ["free", "free"] and time.monotonic() < end:
             time.sleep(0.01)
         assert owners == ["free", "free"]
@@ -265,7 +265,7 @@ def test_destroy_while_other_threads_multiply(no_handles):
 
 
 @pytest.mark.cuda
-def test_capture_refuses_to_make_and_to_destroy_handles(no_handles):
+def test_capture_refuses_to_create_and_destroy_handles(no_handles):
     x = torch.ones(4, 4, device="cuda")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -310,7 +310,7 @@ def test_capture_in_another_thread_refuses_destroy(no_handles):
 
 
 @pytest.mark.cuda
-def test_a_forked_child_is_told_to_spawn():
+def test_a_forked_child_gets_an_error_that_names_spawn():
     status, out, err = python(
         """
         import os, torch, custom_mm, matmuls

@@ -1,8 +1,6 @@
-"""Registered operators refuse arguments that do not fit: no call ends the process.
+"""Registered operators reject invalid arguments: no call crashes the process.
 
-Exported programs may hand over any.
-
-MATMULS_HOSTILE_CALLS: how many calls are drawn, 2000 unless set.
+Exported programs may pass any arguments to them. MATMULS_HOSTILE_CALLS: the number of random calls, default 2000.
 """
 
 import functools
@@ -16,12 +14,12 @@ import pytest
 import torch
 
 CALLS = int(os.environ.get("MATMULS_HOSTILE_CALLS", "2000"))
-PART = 1000  # calls of a process, which takes three seconds to start
+PART = 1000  # calls per process, which takes three seconds to start
 SCRIPT = Path(__file__).with_name("hostile_calls.py")
 
 
 def test_every_operator_has_a_valid_call():
-    """Of which the hostile ones are made: a new operator needs one in hostile_calls.py, or in the table."""
+    """Invalid calls are derived from it: a new operator needs one in hostile_calls.py or in the table."""
     found = {str(base.operator) for bases in hostile_calls.recorded(1).values() for base in bases}
     names = [n.replace("::", ".") for n in torch._C._dispatch_get_all_op_names() if n.startswith("custom_mm::")]
     expected = {name if name.count(".") == 2 else f"{name}.default" for name in names}
@@ -40,7 +38,7 @@ def test_hostile_calls_end_in_an_exception_or_a_result(first, tmp_path):
 
 
 def csr(rows=10, columns=10, nonzeros=12, dtype=torch.int64):
-    """Offsets, columns and values of a matrix whose indices fit."""
+    """Offsets, columns and values of a valid matrix."""
     counts = torch.full((rows,), nonzeros // rows, dtype=dtype)
     counts[: nonzeros % rows] += 1
     crow = torch.cat([torch.zeros(1, dtype=dtype), counts.cumsum(0).to(dtype)])
@@ -122,14 +120,14 @@ def named_calls():
 
 
 @pytest.mark.parametrize("name", named_calls())
-def test_what_ended_the_process_is_refused(name):
+def test_calls_that_once_crashed_raise(name):
     call = named_calls()[name]
     with pytest.raises((RuntimeError, ValueError), match=r"expected|out of range|out of bounds"):
         call()
 
 
-def test_the_largest_pieces_are_one():
-    """A quotient rounded up overflowed: feed_forward_ divided by 0, attention_forward did not end."""
+def test_the_largest_piece_sizes_give_one_piece():
+    """A rounded-up quotient overflowed: feed_forward_ divided by 0, attention_forward did not terminate."""
     ops, most = torch.ops.custom_mm, 2**63 - 1
     x = torch.randn(8, 4)
     expected = torch.nn.functional.layer_norm(x, (4,))
@@ -141,10 +139,10 @@ def test_the_largest_pieces_are_one():
         assert torch.equal(context, torch.zeros(batch, 3, 1, 4))
 
 
-def test_rows_of_entries_need_not_be_contiguous(device):
-    """torch's conversion of rows to offsets reads them as if they were: others were written, or memory of others."""
+def test_row_indices_need_not_be_contiguous(device):
+    """torch's conversion of row indices to offsets assumes contiguous memory and would read other data."""
     dense = torch.randn(6, 5) * (torch.rand(6, 5) < 0.5)
-    rows, columns = dense.nonzero().to(device).unbind(1)  # of stride 2
+    rows, columns = dense.nonzero().to(device).unbind(1)  # stride 2
     values = dense[rows.cpu(), columns.cpu()].to(device).requires_grad_()
     b = torch.randn(5, 3, device=device, requires_grad=True)
     c = torch.ops.custom_mm.cusparse_spmm(rows, columns, values, b, 6, 5, "coo")

@@ -1,5 +1,6 @@
-"""Indices that are written to after a sparse tensor was made of them: products on a CPU refuse them, and never read or
-write out of bounds."""
+"""Indices overwritten after a sparse tensor was created from them: CPU products raise, and never access memory out of
+bounds.
+"""
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def parts(index=torch.int64):
 
 
 def matrix(layout="csr", values=None, index=torch.int64):
-    """A matrix of that layout and the tensor that its columns lie in: rows, where it is stored by columns."""
+    """A matrix of the layout, and the tensor that its column indices (CSC: row indices) share memory with."""
     crow, col, own = parts(index)
     values = own if values is None else values
     if layout == "csr":
@@ -65,7 +66,7 @@ def test_spmm_of_every_layout(bad, known, layout):
 
 
 @every_bad
-def test_offsets_that_were_written_to(bad):
+def test_overwritten_offsets(bad):
     crow, col, values = parts()
     a = torch.sparse_csr_tensor(crow, col, values, (10, 12))
     spmm(a, torch.randn(12, 5))
@@ -89,7 +90,7 @@ def test_spmm_into_out_writes_nothing():
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize("layout", ["csr", "coo"])
 def test_backward_after_the_write(layout, reduce, wanted):
-    """The gradient is right where it is of copies that were made before, else refused."""
+    """The gradient is correct if it uses copies made before the write; else backward raises."""
 
     def leaves():
         generator = torch.Generator().manual_seed(1)
@@ -116,7 +117,7 @@ def test_backward_of_the_operator_after_the_write():
     values.requires_grad_()
     b = torch.randn(12, 5, requires_grad=True)
     y = ops.csr_spmm(crow, col, values, b, 12).sum()
-    col.data[0] = 2**40  # autograd does not see it
+    col.data[0] = 2**40  # without a version change
     with refused:
         y.backward()
 
@@ -156,7 +157,7 @@ def test_the_other_operations(bad):
             call()
 
 
-def test_sparse_softmax_of_offsets_that_were_written_to():
+def test_sparse_softmax_of_overwritten_offsets():
     crow, col, values = parts()
     a = torch.sparse_csr_tensor(crow, col, values, (10, 12))
     sparse_softmax(values, a)
@@ -166,7 +167,7 @@ def test_sparse_softmax_of_offsets_that_were_written_to():
 
 
 @every_bad
-def test_the_handles_own_functions(bad):
+def test_the_cusparse_functions(bad):
     crow, col, values = parts()
     b, x, y = torch.randn(12, 5), torch.randn(10, 4), torch.randn(4, 12)
     calls = (
@@ -182,14 +183,14 @@ def test_the_handles_own_functions(bad):
             call()
 
 
-def test_rows_of_entries_in_another_order():
+def test_unsorted_row_indices():
     row, col = torch.tensor([0, 2, 1]), torch.tensor([0, 1, 2])
     with refused:
         ops.cusparse_spmm(row, col, torch.ones(3), torch.ones(4, 2), 4, 4, "coo")
 
 
-def test_an_order_that_names_a_row_twice():
-    """In int32 the lengths of these rows sum up to the number of nonzeros again."""
+def test_a_row_order_with_a_duplicate():
+    """In int32 the lengths of these rows overflow and sum to the number of nonzeros again."""
     rows = 2**17 + 1
     crow = torch.full((rows + 1,), 2**15, dtype=torch.int32)
     crow[0] = 0
@@ -201,7 +202,7 @@ def test_an_order_that_names_a_row_twice():
 
 
 @pytest.mark.parametrize("layout", ["csr", "csc", "coo"])
-def test_a_plan_reads_indices_of_its_own(layout):
+def test_a_plan_reads_its_own_copy_of_the_indices(layout):
     a, c = matrix(layout)
     b = torch.randn(a.shape[1], 5)
     made = plan(a)
@@ -226,19 +227,19 @@ def test_a_write_to_a_plans_own_indices_is_seen(by_view, which, bad):
         made @ b
 
 
-def test_trusted_indices_are_those_that_were_looked_at():
+def test_only_checked_indices_are_trusted():
     crow, col, values = parts(torch.int32)
     b = torch.randn(12, 5)
     _C.trust_indices(crow, col, None, 12)
     expected = ops.csr_spmm(crow, col, values, b, 12)
     with refused:  # trusted for 12 columns, not for fewer
         ops.csr_spmm(crow, col, values, b[:8], 8)
-    other = col.clone()  # a copy is another tensor
+    other = col.clone()  # a copy is not trusted
     other[0] = 2**30
     with refused:
         ops.csr_spmm(crow, other, values, b, 12)
     alias = col.detach()
-    alias[0] = 2**30  # shares its version
+    alias[0] = 2**30  # an alias shares the version counter
     with refused:
         ops.csr_spmm(crow, col, values, b, 12)
     alias[0] = parts()[1][0]
@@ -258,7 +259,7 @@ def test_a_tensor_that_shares_memory_is_not_trusted():
 
 
 @every_bad
-def test_only_indices_that_fit_are_trusted(bad):
+def test_only_valid_indices_are_trusted(bad):
     crow, col, _ = parts()
     col[3] = bad
     with refused:

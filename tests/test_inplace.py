@@ -1,4 +1,4 @@
-"""What the table cannot say of in-place products: sizes, layouts, workspace, gradients, who else runs meanwhile."""
+"""Tests of in-place products beyond the table: sizes, layouts, workspace, gradients, concurrent kernels."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ WIDTHS = [8, 64, 100, 384, 768, 1000, 1024, 2048, 4096, 8192]
 
 
 def check(a, b, transb=False, bias=None, workspace=matmuls.inplace.WORKSPACE):
-    """As good as torch, and each row as its own: a row that another one's result went to is far off."""
+    """As accurate as torch, for each row as well: a result written to a wrong row has a large error."""
     reference = [F.linear(x, y if transb else y.mT, z) for x, y, z in ((a, b, bias), tuple_of_double(a, b, bias))]
     rest = a[..., reference[0].shape[-1] :].clone()
     ours = matmuls.matmul_(a, b, transb=transb, bias=bias, workspace=workspace)
@@ -56,7 +56,7 @@ def test_large(rows, width, dtype):
     [(1, 64), (7, 8), (129, 100), (300, 1000), (512, 1024), (100, 2048), (5000, 768), (40000, 100), (2000, 4400)],
 )
 def test_tf32(rows, width, transb):
-    """Numbers cut to 10 bits after the leading one: each row within 1 in 500 of the truth."""
+    """With 10-bit mantissas, each row is within 1 in 500 of the truth."""
     a, b = draw(rows, width, device="cuda"), draw(width, width, device="cuda") / width**0.5
     torch.set_float32_matmul_precision("high")
     try:
@@ -78,8 +78,8 @@ def test_layouts(device, transb, dtype):
 
     for b in (own(64, 64).mT, own(64, 128)[:, ::2], own(128, 64)[::2], own(64, 80)[:, 8:72], own(64, 65)[:, 1:]):
         check(own(33, 64), b / 8, transb)
-        check(own(33, 80)[:, 8:72], b / 8, transb)  # rows at a distance
-        check(own(33, 65)[:, 1:], b / 8, transb)  # off by one element
+        check(own(33, 80)[:, 8:72], b / 8, transb)  # row stride larger than the row
+        check(own(33, 65)[:, 1:], b / 8, transb)  # unaligned by one element
         check(own(5, 7, 80)[:, 1:6, :64], b / 8, transb)
         check(own(5, 7, 64).transpose(0, 1), b / 8, transb)
 
@@ -93,7 +93,7 @@ def test_workspace_of_a_few_rows(device, panel_rows):
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("workspace", [1 << 20, 8 << 20])
-def test_workspace_is_kept_to(workspace, apart, device):
+def test_the_workspace_limit_is_respected(workspace, apart, device):
     rows, dtype = (50000, torch.bfloat16) if device == "cuda" else (4000, torch.float32)
     a, b = draw(rows, 2048, device=device, dtype=dtype), draw(1024, 1024, device=device, dtype=dtype)
     a = a[:, ::2] if apart else a[:, :1024]
@@ -113,7 +113,7 @@ def test_gradients(device, transb, columns):
     def whole(a, bias, b=b, keep_input=False):
         x = a.clone()
         y = matmuls.matmul_(x, b, transb=transb, bias=bias, keep_input=keep_input)
-        return y, x  # x holds the columns beside the product too
+        return y, x  # x also holds the columns outside the product
 
     assert torch.autograd.gradcheck(whole, (a, bias))
     assert torch.autograd.gradgradcheck(whole, (a, bias))
@@ -124,7 +124,7 @@ def test_gradients(device, transb, columns):
 
 @pytest.mark.parametrize("keep_input", [False, True])
 def test_compiled_over_an_input_of_the_graph(device, keep_input):
-    """The write is one that gradients go through."""
+    """Gradients flow through the in-place write."""
     torch._dynamo.reset()
     leaf, b = (draw(9, 9, device=device, seed=i).requires_grad_(keep_input or i == 0) for i in range(2))
     inputs = [t for t in (leaf, b) if t.requires_grad]
@@ -138,7 +138,7 @@ def test_compiled_over_an_input_of_the_graph(device, keep_input):
 
 
 @pytest.mark.parametrize("make", [lambda x: x * 2, lambda x: torch.cat([x, x], -1)[..., :5]], ids=["product", "part"])
-def test_what_inductor_keeps_of_a_view_is_what_was_there(make, device):
+def test_inductor_saves_a_view_before_it_is_overwritten(make, device):
     torch._dynamo.reset()
     x, w = draw(3, 4, 5, device=device), draw(5, 5, device=device).requires_grad_()
 
@@ -183,7 +183,7 @@ def test_autograd_refuses_a_stale_saved_tensor(device):
         z.backward()
 
 
-def test_nothing_but_b_is_kept(device):
+def test_only_b_is_saved_for_backward(device):
     a, b = draw(3, 4, device=device).requires_grad_(), draw(4, 4, device=device)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -231,7 +231,7 @@ def test_inplace_linear_in_training(device):
 
 
 def test_inplace_linear_under_autocast(device):
-    """It stays in the dtype that the layer before left."""
+    """It keeps the dtype of its input."""
     linear = torch.nn.Linear(16, 16).to(device).requires_grad_(False)
     with torch.autocast(device, dtype=torch.bfloat16):
         x = linear(draw(5, 16, device=device).float())
@@ -252,8 +252,8 @@ def test_inplace_linear_cannot_grow():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("width", [768, 1024, 2048])
-def test_a_thousand_times_beside_others(width):
-    """The same buffers again and again, three more streams at work meanwhile: every result right, no hang."""
+def test_a_thousand_times_with_other_streams_busy(width):
+    """The same buffers repeatedly with three other streams busy: every result is correct and nothing hangs."""
     streams = [torch.cuda.Stream() for _ in range(3)]
     a = draw(5000, width, device="cuda", dtype=torch.bfloat16)
     q = torch.linalg.qr(draw(width, width, device="cuda"))[0].to(torch.bfloat16)
@@ -262,7 +262,7 @@ def test_a_thousand_times_beside_others(width):
     assert_as_good_as_torch(expected, a @ q, a.double() @ q.double())
     x = torch.empty_like(a)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for stream in streams:  # memory freed above is theirs only once this stream is through with it
+    for stream in streams:  # they must not reuse memory freed above before this stream is done with it
         stream.wait_stream(torch.cuda.current_stream())
     for _ in range(1000):
         for stream, other in zip(streams, others, strict=True):
@@ -278,10 +278,12 @@ def test_a_thousand_times_beside_others(width):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("rows", [(512, 512, 384, 300), (1024, 1024, 1000, 512), (512, 5000, 3000, 40000)])
-def test_one_after_another_on_four_streams(rows):
-    """Ten products in a row on each of four streams, as often as it takes for every launch to meet every other."""
+def test_sequences_of_products_on_four_streams(rows):
+    """Ten products in sequence on each of four streams, repeated until launches have overlapped in every
+    combination.
+    """
     streams = [torch.cuda.Stream() for _ in rows]
-    q = torch.linalg.qr(draw(1024, 1024, device="cuda"))[0].to(torch.bfloat16)  # keeps lengths
+    q = torch.linalg.qr(draw(1024, 1024, device="cuda"))[0].to(torch.bfloat16)  # orthogonal: preserves norms
 
     def ten(x):
         for _ in range(10):
@@ -308,8 +310,8 @@ def test_one_after_another_on_four_streams(rows):
 
 
 @pytest.mark.cuda
-def test_graphs_beside_each_other():
-    """Two graphs and a stream at once: none meets at another's counters."""
+def test_concurrent_graphs():
+    """Two graphs and a stream at once use different counters."""
     streams = [torch.cuda.Stream() for _ in range(3)]
     b = draw(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32
     inputs = [draw(6000, 1024, device="cuda", dtype=torch.bfloat16, seed=i) for i in range(3)]
@@ -341,7 +343,7 @@ def test_in_a_graph(width):
 
 
 @pytest.mark.parametrize("b", [torch.randn(4), torch.tensor(1.0)], ids=["a vector", "a number"])
-def test_operands_are_looked_at_before_a_gradient_is_recorded(b):
+def test_operands_are_checked_before_autograd_records(b):
     x = torch.randn(3, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="matmul_: expected b of two dimensions"):
         matmuls.matmul_(x * 1, b)

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: each file of them under Triton's interpreter, in a process of its own."""
+"""Runs the files of Triton kernel tests in Triton's interpreter, without a GPU, each in its own process."""
 
 import os
 import subprocess
@@ -9,16 +9,16 @@ import pytest
 
 
 @pytest.mark.parametrize(("family", "least"), [("masked", 40), ("blocks", 60)])
-def test_kernels_under_the_interpreter(family, least):
+def test_kernels_in_the_interpreter(family, least):
     pytest.importorskip("triton")
     path = os.pathsep.join(filter(None, sys.path))
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"interpreted_{family}.py"],
         cwd=Path(__file__).parent,
-        # One thread: the products are small, and a second makes them slower.
+        # One thread: two make these small products slower.
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert run.stdout.count(".") > least  # as many tests, none skipped
+    assert run.stdout.count(".") > least  # enough tests passed, none skipped

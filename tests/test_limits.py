@@ -1,4 +1,4 @@
-"""Launches on GPUs with less than the one at hand, simulated: shared memory, multiprocessors, an earlier capability."""
+"""Launches with simulated limits of other GPUs: shared memory, number of multiprocessors, compute capability."""
 
 import hashlib
 import json
@@ -52,7 +52,7 @@ def sparse(rows, columns, density=0.1, dtype=torch.float16, seed=0):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm", ["layer_norm_", "rms_norm_"])
 def test_long_unaligned_rows_with_constants(norm, dtype, limits, simulated):
-    """Weight and bias of a row that one block has: 128 KB of shared memory at 32,775 columns."""
+    """One block per row keeps weight and bias in shared memory: 128 KB at 32,775 columns."""
     ours, theirs = getattr(matmuls, norm), getattr(rowwise, norm.removesuffix("_"))
     for columns in (4097, 8191, 12_001, 15_369, 20_001, 24_585, 28_675, 32_775, 32_777):
         x, weight, bias = (random(*s, dtype=dtype, seed=columns) for s in ((37, columns), (columns,), (columns,)))
@@ -87,7 +87,7 @@ def test_a_wide_matrix_is_packed_part_by_part(shared, in_order):
 
 
 @pytest.mark.cuda
-def test_two_of_four_of_more_columns_than_shared_memory_holds():
+def test_two_of_four_with_more_columns_than_fit_in_shared_memory():
     a = sparse(200, 32_768)
     with (
         device.simulate(shared_memory=64 << 10),
@@ -97,8 +97,8 @@ def test_two_of_four_of_more_columns_than_shared_memory_holds():
 
 
 @pytest.mark.cuda
-def test_threads_do_not_undo_each_others_limits():
-    """Kernels whose dynamic shared memory grows with the size, from threads that want more and less of it."""
+def test_threads_do_not_reset_each_others_shared_memory_limits():
+    """Threads launch kernels with different sizes of dynamic shared memory concurrently."""
     failures = []
 
     def work(columns):
@@ -149,8 +149,8 @@ SHAPES = [
 
 
 @pytest.mark.cuda
-def test_gradients_of_norms_do_not_depend_on_what_ran_before():
-    """The column sums are split by how many blocks run at once, and that by the call's own shape alone."""
+def test_gradients_of_norms_do_not_depend_on_earlier_calls():
+    """The split of column sums depends on the number of resident blocks, which depends on the call's own shape only."""
     code = """
         import json, sys
         sys.path.insert(0, {tests!r})
@@ -170,7 +170,7 @@ def test_gradients_of_norms_do_not_depend_on_what_ran_before():
 @pytest.mark.parametrize("multiprocessors", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cooperating_blocks_that_do_not_fit(dtype, multiprocessors):
-    """norm_backward of long rows and matmul_ take other kernels."""
+    """norm_backward of long rows and matmul_ fall back to other kernels."""
     x, weight = random(300, 100_352, dtype=dtype), random(100_352, dtype=dtype, seed=1)
     grad, rstd = random(300, 100_352, dtype=dtype, seed=2), random(300, seed=3).abs() + 1
     a, b = random(4096, 1024, dtype=dtype, seed=4), random(1024, 1024, dtype=dtype, seed=5) / 32
@@ -187,7 +187,7 @@ def test_cooperating_blocks_that_do_not_fit(dtype, multiprocessors):
 
 @pytest.mark.cuda
 def test_in_a_green_context():
-    """Fewer multiprocessors than the GPU's properties say."""
+    """Fewer multiprocessors than the device properties report."""
     code = """
         import torch, custom_mm, matmuls
         custom_mm.init_cublas()
@@ -225,7 +225,7 @@ def test_in_a_green_context():
 # ------------------------------------------------------------------------------------------ what the build has code for
 
 
-def test_hopper_kernels_are_chosen_by_what_was_compiled(monkeypatch):
+def test_hopper_kernels_are_chosen_only_if_compiled(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     gpu = torch.device("cuda", 99)
     for compiled in (False, True):
@@ -238,7 +238,7 @@ def test_hopper_kernels_are_chosen_by_what_was_compiled(monkeypatch):
     device.capability.cache_clear()
 
 
-def test_info_tells_of_a_build_without_hopper_kernels(monkeypatch):
+def test_info_reports_a_build_without_hopper_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     gpus = [{"name": "NVIDIA H100", "capability": "9.0"}]
@@ -249,7 +249,7 @@ def test_info_tells_of_a_build_without_hopper_kernels(monkeypatch):
 
 @pytest.mark.cuda
 def test_a_build_without_hopper_kernels():
-    """A simulated one: nothing is chosen that has no code, and products go by rows."""
+    """A simulated one: no missing kernel is chosen, and products use the row kernel."""
     a = sparse(4096, 4096)
     b = random(4096, 32, dtype=torch.float16, seed=1)
     truth = a.to_dense().double() @ b.double()
@@ -270,8 +270,8 @@ def test_a_build_without_hopper_kernels():
 
 
 @pytest.mark.cuda
-def test_a_product_right_behind_the_kernel_that_packs():
-    """It begins before the packing has ended, and must read what that wrote, not what lay there before."""
+def test_a_product_launched_before_the_packing_kernel_ends():
+    """With programmatic dependent launch it must wait for the packed data, not read older memory."""
     if not device.has_hopper_kernels(torch.device("cuda", 0)):
         pytest.skip("needs Hopper's own kernels")
     a = sparse(8192, 8192, 0.05)

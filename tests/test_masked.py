@@ -1,4 +1,4 @@
-"""What the table cannot say of the masked family: masks, plans, frozen experts, graphs, modules."""
+"""Tests of the masked products beyond the table: masks, plans, frozen experts, graphs, modules."""
 
 import threading
 
@@ -27,7 +27,7 @@ def draw(*shape, dtype=torch.float64, device="cpu"):
 
 
 def close(x, truth, dtype, terms=0):
-    """Within four roundings; float32 in a sum of so many terms, one after the other, within the root of them more."""
+    """Within four roundings; in float32, for sequential sums of `terms` terms, sqrt(terms) more."""
     assert x.isfinite().all()
     off = (x.double() - truth).norm() / truth.norm().clamp_min(1e-30)
     assert off <= (4 + (terms**0.5 if dtype == torch.float32 else 0)) * torch.finfo(dtype).eps
@@ -35,7 +35,7 @@ def close(x, truth, dtype, terms=0):
 
 @pytest.fixture
 def poisoned():
-    """Every torch.empty starts as NaN: a row that nobody wrote fails the comparison."""
+    """Every torch.empty starts as NaN: an unwritten row fails the comparison."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -54,7 +54,7 @@ def test_plan_is_a_stable_partition(m, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", ROWS)
 def test_every_mask(m, dtype, device, poisoned):
-    """Each row's own product, and its own alone; 40 and 33 are no multiples of 16."""
+    """Each row gets its own expert's product and does not affect others; 40 and 33 are not multiples of 16."""
     k, n = 40, 33
     x, w1, w2 = draw(m, k), draw(n, k), draw(n, k)
     b1, b2 = draw(n), draw(n)
@@ -70,7 +70,7 @@ def test_every_mask(m, dtype, device, poisoned):
             close(ours.cpu(), expected, dtype, terms=m)
             assert ours.dtype == dtype
             if not expected.any():
-                assert ours.count_nonzero() == 0  # exactly
+                assert ours.count_nonzero() == 0  # exactly 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -106,7 +106,7 @@ def test_a_plan_serves_many_calls(device):
     y = masked_linear(masked_linear(x, w1, w2, plan), w2, w1, plan)
     expected = masked_linear(masked_linear(x, w1, w2, mask), w2, w1, mask)
     assert torch.equal(y, expected)
-    for n in (0, 12):  # what the host knows changes no value and no gradient
+    for n in (0, 12):  # counts known to the host change no value and no gradient
         mask = torch.full((12,), n == 12, device=device)
         pair = [masked_linear(x, w1, w2, p) for p in (mask_plan(mask), mask_plan(mask, known=n))]
         grads = [torch.autograd.grad(y.square().sum(), (x, w1, w2)) for y in pair]
@@ -116,7 +116,7 @@ def test_a_plan_serves_many_calls(device):
 
 
 @pytest.mark.parametrize("frozen", range(7))
-def test_a_frozen_weight_is_not_computed(frozen, device):
+def test_the_gradient_of_a_frozen_weight_is_not_computed(frozen, device):
     args = [draw(*s, device=device) for s in ((9, 4), (5, 4), (4, 5), (5, 4), (5, 4), (4, 5), (5, 4))]
     mask = torch.arange(9, device=device) % 2 == 0
 
@@ -128,9 +128,9 @@ def test_a_frozen_weight_is_not_computed(frozen, device):
         assert [a.grad is not None for a in leaves] == requires
         return counter.get_total_flops()
 
-    one = 2 * 9 * 4 * 5  # a weight's gradient, of both experts
+    one = 2 * 9 * 4 * 5  # FLOPs of the gradient of a weight, for both experts
     alone = flops([n == frozen for n in range(7)])
-    assert alone == (3 if frozen == 0 else 2) * one  # G, and what is asked for: two products into x, else one
+    assert alone == (3 if frozen == 0 else 2) * one  # G and the requested gradients: two products for x's, else one
 
 
 def test_frozen_weights_of_a_linear(device):
@@ -142,7 +142,7 @@ def test_frozen_weights_of_a_linear(device):
         assert [a.grad is not None for a in leaves] == list(requires)
 
 
-def test_nan_stays_with_its_row_and_expert(device):
+def test_nan_stays_in_its_row_and_expert(device):
     for dtype in (torch.float64, torch.float32):
         x, w1, w2 = (draw(*s, dtype=dtype, device=device) for s in ((40, 16), (24, 16), (24, 16)))
         x[0] = float("nan")
@@ -190,7 +190,7 @@ def test_a_module_of_two_layers():
         MaskedLinear.from_linear(first, torch.nn.Linear(4, 3, bias=False))
 
 
-def test_compiled_without_a_graph_break_nor_a_recompilation(device):
+def test_compiles_without_graph_breaks_or_recompilations(device):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=counter)
@@ -208,7 +208,7 @@ def test_compiled_without_a_graph_break_nor_a_recompilation(device):
 
 
 @pytest.mark.parametrize("tied", ["weights", "made of another"])
-def test_gradients_to_differentiate_are_the_gradients(tied):
+def test_differentiable_gradients_equal_plain_gradients(tied):
     x = torch.randn(9, 6, dtype=torch.float64)
     w1, w2, w3 = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((8, 6), (6, 8), (8, 6)))
     mask = torch.arange(9) % 3 == 0
@@ -239,15 +239,15 @@ def test_any_number_of_rows_is_compiled_once():
     assert counter.frame_count == 1
 
 
-def test_sums_over_nothing():
+def test_products_with_inner_size_0():
     for lead in ((), (2, 3)):
         x, w = torch.randn(*lead, 0), torch.randn(5, 0)
         assert torch.equal(masked_linear(x, w, w, torch.ones(lead, dtype=torch.bool)), torch.zeros(*lead, 5))
 
 
 @pytest.mark.parametrize("wanted", [(1, 4), (2,), (4, 6), (1, 2, 3)], ids=str)
-def test_gradients_of_some_of_the_networks_weights_have_their_shapes_while_tracing(wanted):
-    """Of a pair of which one is wanted the kernels give both, one of them empty."""
+def test_gradients_of_some_weights_have_their_shapes_while_tracing(wanted):
+    """If one gradient of a pair is needed, the kernels return both, one of them empty."""
     x, w, v = (torch.randn(*s) for s in ((6, 4), (5, 4), (4, 5)))
     rows, counts, _ = mask_plan(torch.arange(6) < 2)
     needs = [n in (0, *wanted) for n in range(7)]
@@ -256,7 +256,7 @@ def test_gradients_of_some_of_the_networks_weights_have_their_shapes_while_traci
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_what_is_no_mask_is_told():
+def test_invalid_masks_raise():
     x, w = torch.ones(2, 3), torch.ones(4, 3)
     for mask, kind in (([True, False], "list"), ((torch.zeros(2), torch.zeros(2)), "tuple"), (None, "NoneType")):
         with pytest.raises(RuntimeError, match=f"masked_linear: expected a mask of torch.bool, .* got {kind}"):
@@ -287,8 +287,8 @@ def test_bad_plans_and_masks():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(("m", "k", "n"), [(1000, 256, 512), (512, 2048, 4096)])  # these take the kernels of few rows
-def test_a_graph_replays_with_other_masks(m, k, n, training):
+@pytest.mark.parametrize(("m", "k", "n"), [(1000, 256, 512), (512, 2048, 4096)])  # uses the kernels for few rows
+def test_a_graph_replays_with_changed_masks(m, k, n, training):
     x, w1, w2 = (
         draw(*s, dtype=torch.bfloat16, device="cuda").requires_grad_(training) for s in ((m, k), (n, k), (n, k))
     )
@@ -320,7 +320,7 @@ def test_a_graph_replays_with_other_masks(m, k, n, training):
 
 
 @pytest.mark.cuda
-def test_nothing_waits_for_the_gpu():
+def test_no_call_synchronizes_with_the_gpu():
     x, w1, w2 = (draw(*s, dtype=torch.float16, device="cuda").requires_grad_() for s in ((300, 64), (48, 64), (48, 64)))
     b1, b2 = (draw(48, dtype=torch.float16, device="cuda").requires_grad_() for _ in range(2))
     ffn = [draw(*s, dtype=torch.float16, device="cuda").requires_grad_() for s in ((96, 64), (64, 96), (96, 64)) * 2]
@@ -354,7 +354,7 @@ def test_large(dtype):
 @pytest.mark.parametrize("m", [1, 300, 512, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_few_rows(dtype, m, poisoned, monkeypatch):
-    """One round of tiles, the smaller rest of the two experts' rows in strips; gradients of ordered copies."""
+    """One wave of tiles, remaining rows of both experts in strips; gradients from sorted copies."""
     from matmuls.triton import configs, few
     from matmuls.triton import masked_linear as kernels
 
@@ -392,8 +392,8 @@ def test_few_rows(dtype, m, poisoned, monkeypatch):
 
 
 @pytest.mark.cuda
-def test_the_second_stream_is_nobody_elses():
-    """torch's pool gives a stream to many: it may capture a graph in another thread."""
+def test_the_second_stream_is_not_shared():
+    """torch's stream pool hands out a stream several times: another thread may capture a graph on it."""
     from matmuls.triton import masked_linear as kernels
 
     pool = {torch.cuda.Stream().cuda_stream for _ in range(64)}
@@ -419,14 +419,14 @@ def test_the_second_stream_is_nobody_elses():
         thread.join()
     assert len(found) == 6
     assert not pool & set(found)
-    work(streams[0])  # in this thread, by a stream that an ended one has left
+    work(streams[0])  # in this thread, on a stream that an ended thread has used
     assert len(set(found)) <= 4
     assert not pool & set(found)
 
 
 @pytest.mark.cuda
-def test_the_second_stream_beside_a_capture_of_another_thread():
-    """Whichever of torch's streams that thread captures on."""
+def test_the_second_stream_during_a_capture_in_another_thread():
+    """For every stream of torch's pool that the other thread captures on."""
     from matmuls.triton import masked_linear as kernels
 
     begun, tried, failures = threading.Event(), threading.Event(), []
@@ -436,7 +436,7 @@ def test_the_second_stream_beside_a_capture_of_another_thread():
     def capture():
         try:
             with torch.cuda.graph(graph, stream=pool[0], capture_error_mode="thread_local"):
-                for stream in pool[1:]:  # all of them
+                for stream in pool[1:]:  # the whole pool
                     stream.wait_stream(pool[0])
                 y.add_(1)
                 begun.set()
@@ -458,7 +458,7 @@ def test_the_second_stream_beside_a_capture_of_another_thread():
         except RuntimeError as error:
             failures.append(error)
 
-    other = threading.Thread(target=work)  # has no stream yet
+    other = threading.Thread(target=work)  # a new thread has no second stream yet
     other.start()
     other.join()
     tried.set()
@@ -471,7 +471,7 @@ def test_the_second_stream_beside_a_capture_of_another_thread():
 
 
 @pytest.mark.cuda
-def test_backward_of_few_rows_reads_what_forward_ordered(monkeypatch):
+def test_backward_of_few_rows_reuses_the_sorted_copy_of_forward(monkeypatch):
     from matmuls.triton import few
 
     if torch.cuda.get_device_capability() < (9, 0):
@@ -502,7 +502,7 @@ def test_backward_of_few_rows_reads_what_forward_ordered(monkeypatch):
 @pytest.mark.parametrize("split", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_sorted_rows(dtype, split, poisoned, monkeypatch):
-    """The kernel that large weights take, whose one operand comes by TMA: ragged ends, experts without rows, NaN."""
+    """The kernel for large weights, which loads one operand by TMA: partial tiles, experts without rows, NaN."""
     from matmuls.triton import configs
     from matmuls.triton import masked_linear as kernels
 
@@ -514,7 +514,7 @@ def test_gradients_of_sorted_rows(dtype, split, poisoned, monkeypatch):
             rows, counts, _ = mask_plan(mask)
             order = rows.long()
             wide = [torch.where(mine[:, None], g, 0).double().T @ x.double() for mine in (mask, ~mask)]
-            for a, b in ((g, x), (x, g)):  # either may have fewer columns
+            for a, b in ((g, x), (x, g)):  # either operand may have fewer columns
                 truth = wide if a is g else [t.T for t in wide]
                 for sorted_a, sorted_b in ((False, False), (True, False), (False, True)):
                     found = kernels.weight_gradients(
@@ -525,7 +525,7 @@ def test_gradients_of_sorted_rows(dtype, split, poisoned, monkeypatch):
                         close(ours, expected, dtype)
                         if not expected.any():
                             assert ours.count_nonzero() == 0
-    x[0] = float("nan")  # stays with its expert
+    x[0] = float("nan")  # stays in its expert
     first = torch.arange(m, device="cuda") % 2 == 0
     d1, d2 = kernels.weight_gradients(g, x, *mask_plan(first)[:2])
     assert d1.isnan().all()
@@ -536,7 +536,7 @@ def test_gradients_of_sorted_rows(dtype, split, poisoned, monkeypatch):
 def test_layers_that_do_more_than_multiply_are_refused(change):
     module, x, mask = MaskedLinear(8, 6), torch.randn(5, 8), torch.tensor([True, False, True, True, False])
     if change == "a hook":
-        torch.nn.utils.parametrizations.weight_norm(module.second)  # its weight is made where it is read
+        torch.nn.utils.parametrizations.weight_norm(module.second)  # computes its weight at each access
         module.first.register_forward_pre_hook(lambda *args: None)
     elif change == "a class":
         module.first.__class__ = type("Lora", (torch.nn.Linear,), {"forward": lambda self, x: 2 * x})
@@ -551,7 +551,7 @@ def test_layers_that_do_more_than_multiply_are_refused(change):
         whole(x, mask)
 
 
-def test_exported_with_any_number_of_rows():
+def test_export_with_a_dynamic_number_of_rows():
     class Layer(torch.nn.Module):
         def forward(self, x, w, mask):
             return matmuls.masked_linear(x, w, 2 * w, mask)

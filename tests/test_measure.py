@@ -1,4 +1,4 @@
-"""What the commands and plans measure with: launched ahead of the GPU, and for as long as the host is disturbed."""
+"""The timers of commands and plans: launches queued before the GPU runs, and more rounds on a disturbed host."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from matmuls import measure
 
 
 class Event:
-    """A GPU that has woken, when asked, by what `woken` says."""
+    """A CUDA event of a simulated GPU that has woken, when queried, according to `woken`."""
 
     woken = iter(())
 
@@ -22,7 +22,7 @@ class Event:
 
 
 @pytest.mark.parametrize(("woken", "slept"), [([False], 1), ([True, False], 2), ([True] * 3, 3)])
-def test_calls_are_launched_again_where_the_gpu_woke_before_the_host_was_done(woken, slept, monkeypatch):
+def test_a_measurement_is_repeated_if_the_gpu_wakes_too_early(woken, slept, monkeypatch):
     sleeps, calls = [], []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", sleeps.append)
@@ -34,8 +34,8 @@ def test_calls_are_launched_again_where_the_gpu_woke_before_the_host_was_done(wo
 
 
 @pytest.mark.cuda
-def test_a_call_is_timed_without_the_time_of_its_launch():
-    """30 products of small matrices take the host far longer than the sleep before the first try."""
+def test_the_time_of_a_call_excludes_its_launch():
+    """Launching 30 products of small matrices takes the host far longer than the first sleep."""
     x = torch.randn(64, 64, device="cuda")
 
     def run():
@@ -65,12 +65,12 @@ def test_more_rounds_while_the_host_is_disturbed(disturbed, rounds, monkeypatch)
 
 @pytest.mark.parametrize("timed", ["on a CPU", "warm"])
 def test_rounds_alternate(timed):
-    """So that what changes on the machine while they run changes for all alike."""
+    """So that changes of the machine's speed affect all rivals equally."""
     order = []
     first, second = (lambda: order.append("first")), (lambda: order.append("second"))
     if timed == "warm":
         measure.time_warm([first, second], "cpu", 4)
     else:
         measure.time_on_cpu([[first], [second]], restore=lambda: None)
-        del order[:2]  # a look at how long they take
+        del order[:2]  # the calls that estimate the duration
     assert order[:8] == ["first", "second", "second", "first"] * 2

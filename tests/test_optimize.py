@@ -1,4 +1,4 @@
-"""Encoders made ready for inference: the same results, less memory, and back again bit for bit."""
+"""`optimize` of encoders for inference: equal results, less memory, and an undo that restores every bit."""
 
 import contextlib
 import copy
@@ -42,7 +42,7 @@ def test_agrees_with_stock(name, padded, attention, chunk_bytes, device):
     found = verify(model, batch)
     assert found.hidden_states < 1e-5
     if attention == "sdpa":
-        assert found.attentions is None  # it has none to return
+        assert found.attentions is None  # optimized layers return none
     else:
         assert found.attentions < 1e-5
 
@@ -66,7 +66,7 @@ def test_activations(changes):
 
 
 def test_layers_run_as_planned(monkeypatch):
-    """The tests above compare stock with stock if they do not."""
+    """Otherwise the tests above would compare stock with stock."""
     calls = []
     for name in ("linear_", "layer_norm_", "feed_forward_"):
         right = getattr(module_under_test, name)
@@ -94,7 +94,7 @@ def test_undo_restores_bit_for_bit():
     assert len({p.untyped_storage().data_ptr() for p in objects.values()}) == len(objects)
     assert torch.equal(hidden(model, batch), stock)
     assert handle.layers == {}
-    handle.undo()  # nothing is left to do
+    handle.undo()  # a second undo does nothing
 
 
 def test_weights_take_no_more_memory():
@@ -118,7 +118,7 @@ def test_weights_may_change_and_move_and_be_saved(tmp_path):
         for p in model.parameters():
             p.mul_(1.1)
     assert verify(model, batch).hidden_states < 1e-5
-    model.double().float()  # q, k and v lie apart now
+    model.double().float()  # q, k and v no longer share memory
     assert verify(model, batch).hidden_states < 1e-5
     model.encoder.layer[0].attention.self.key.weight.data.mul_(2)
     assert verify(model, batch).hidden_states < 1e-5
@@ -131,7 +131,7 @@ def test_weights_may_change_and_move_and_be_saved(tmp_path):
     assert (hidden(other, batch) - hidden(model, batch)).abs().max() > 1e-3
 
 
-def test_gradients_and_training_are_stocks():
+def test_gradients_and_training_use_stock_code():
     model = model_of("bert")
     batch, found, dropped = batch_of(model), [], []
     for optimized in (False, True):
@@ -143,7 +143,7 @@ def test_gradients_and_training_are_stocks():
         torch.manual_seed(3)
         found.append([*(p.grad.clone() for p in model.parameters() if p.grad is not None), hidden(model, batch)])
         model.eval()
-        model.encoder.layer[1].output.dropout.train()  # Monte Carlo dropout, of this layer alone
+        model.encoder.layer[1].output.dropout.train()  # Monte Carlo dropout, in this layer only
         torch.manual_seed(3)
         dropped.append(hidden(model, batch))
         model.eval()
@@ -152,7 +152,7 @@ def test_gradients_and_training_are_stocks():
     assert (dropped[0] - hidden(model, batch)).abs().max() > 1e-2
 
 
-def test_autocast_is_stocks():
+def test_autocast_uses_stock_code():
     model = model_of("bert")
     batch = batch_of(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -161,7 +161,7 @@ def test_autocast_is_stocks():
         assert torch.equal(hidden(model, batch), before)
 
 
-def test_cross_attention_and_caches_are_stocks():
+def test_cross_attention_and_caches_use_stock_code():
     torch.manual_seed(0)
     config = transformers.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True)
     model = transformers.BertLMHeadModel(config).eval()
@@ -175,7 +175,7 @@ def test_cross_attention_and_caches_are_stocks():
         torch.testing.assert_close([run() for run in runs], before, atol=1e-5, rtol=1e-5)
 
 
-def test_hooks_of_all_modules_and_forwards_of_yours_see_what_they_always_saw():
+def test_global_hooks_and_replaced_forwards_run():
     model = model_of("bert")
     batch, seen = batch_of(model), []
     dense = model.encoder.layer[0].intermediate.dense
@@ -193,7 +193,7 @@ def test_hooks_of_all_modules_and_forwards_of_yours_see_what_they_always_saw():
     torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_an_attention_s_forward_of_yours_runs():
+def test_a_replaced_attention_forward_runs():
     model = model_of("bert")
     batch = batch_of(model)
     expected = hidden(model, batch)
@@ -210,7 +210,7 @@ def test_an_attention_s_forward_of_yours_runs():
     assert seen == [own]
 
 
-def test_undo_leaves_a_forward_of_yours():
+def test_undo_keeps_a_replaced_forward():
     model = model_of("bert")
     handle, stock = optimize(model), type(model).forward
     model.forward = mine = lambda *args, **kwargs: stock(model, *args, **kwargs)
@@ -218,11 +218,11 @@ def test_undo_leaves_a_forward_of_yours():
     assert model.forward is mine
 
 
-def test_undo_comes_back_for_a_layer_that_somebody_stands_around():
+def test_undo_of_a_layer_whose_forward_was_wrapped():
     model = model_of("bert")
     handle, layer = optimize(model), model.encoder.layer[1]
     ours = layer.forward
-    layer.forward = lambda *args, **kwargs: ours(*args, **kwargs)  # a profiler's
+    layer.forward = lambda *args, **kwargs: ours(*args, **kwargs)  # as a profiler does
     handle.undo()
     assert list(handle.layers) == ["encoder.layer.1"]
     layer.forward = ours
@@ -239,7 +239,7 @@ def test_meta_tensors_have_shapes():
 
 
 @pytest.mark.parametrize("where", ["attention.self", "attention", "attention.output", "output", "intermediate.dense"])
-def test_hooks_inside_a_layer_see_what_they_always_saw(where):
+def test_hooks_inside_a_layer_get_their_usual_inputs(where):
     model = model_of("bert")
     batch, seen = batch_of(model), []
     hook = (
@@ -259,8 +259,8 @@ def test_hooks_inside_a_layer_see_what_they_always_saw(where):
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "vit"])
-def test_what_goes_into_a_layer_stays_as_it_was(name):
-    """It may have been captured as a hidden state."""
+def test_the_input_of_a_layer_is_not_overwritten(name):
+    """It may be one of the hidden states that are returned."""
     model, inputs = model_of(name), []
     batch = batch_of(model)
     handle = optimize(model)
@@ -271,7 +271,7 @@ def test_what_goes_into_a_layer_stays_as_it_was(name):
     assert all(torch.equal(x, y) for x, y in inputs)
 
 
-WAYS_TO_SEE = {  # a hook, and what it sees of a layer's input or output
+WAYS_TO_SEE = {  # kinds of hooks, and how each gets a layer's input or output
     "embeddings": (lambda model: model.embeddings, lambda args, output: output),
     "their norm": (lambda model: model.embeddings.LayerNorm, lambda args, output: output),
     "the encoder's input": (lambda model: getattr(model, "encoder", None) or model.transformer, None),
@@ -286,7 +286,7 @@ def layers_of(model):
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "electra"])
 @pytest.mark.parametrize("way", WAYS_TO_SEE)
-def test_what_hooks_see_stays_as_it_was(name, way):
+def test_tensors_that_hooks_get_are_not_overwritten(name, way):
     model, seen = model_of(name), []
     optimize(model)
     where, of = WAYS_TO_SEE[way]
@@ -307,7 +307,7 @@ def test_what_hooks_see_stays_as_it_was(name, way):
     hook.remove()
 
 
-def test_what_a_hook_of_all_modules_sees_stays_as_it_was():
+def test_tensors_that_global_hooks_get_are_not_overwritten():
     model, seen = model_of("bert"), []
     optimize(model)
     hook = torch.nn.modules.module.register_module_forward_hook(
@@ -319,7 +319,7 @@ def test_what_a_hook_of_all_modules_sees_stays_as_it_was():
     assert all(torch.equal(x, y) for x, y in seen)
 
 
-def test_what_a_module_of_yours_keeps_stays_as_it_was():
+def test_tensors_that_a_replaced_module_keeps_are_not_overwritten():
     class Keeping(torch.nn.Module):
         def __init__(self, inner):
             super().__init__()
@@ -344,7 +344,7 @@ def test_what_a_module_of_yours_keeps_stays_as_it_was():
         assert torch.equal(model.embeddings.kept, kept)
 
 
-def test_what_is_given_to_a_part_of_a_model_stays_as_it_was():
+def test_the_input_of_a_submodule_is_not_overwritten():
     model = model_of("bert")
     optimize(model)
     x = torch.randn(2, 5, 32)
@@ -371,7 +371,7 @@ def test_a_copy_and_a_signature():
     assert "forward" not in vars(model)
 
 
-def test_a_module_put_in_its_place_is_used():
+def test_a_replaced_module_is_used():
     model = model_of("bert")
     batch = batch_of(model)
     optimize(model)
@@ -380,7 +380,7 @@ def test_a_module_put_in_its_place_is_used():
     assert verify(model, batch).hidden_states < 1e-5
 
 
-def test_a_module_that_is_not_as_known_is_left():
+def test_an_unknown_module_is_not_optimized():
     model = model_of("bert")
     first, second = model.encoder.layer
     first.attention.self.query = torch.nn.Sequential(first.attention.self.query)
@@ -420,8 +420,8 @@ def of_all(layer, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [replaced, of_a_class_of_yours, of_another, of_all], ids=lambda f: f.__name__)
-def test_what_is_yours_inside_a_layer_runs(change, monkeypatch):
-    """Before `optimize` and after it."""
+def test_replaced_parts_of_a_layer_run(change, monkeypatch):
+    """Replaced before `optimize`, and after it."""
 
     def large():
         model = model_of("bert")
@@ -448,7 +448,7 @@ def test_what_is_yours_inside_a_layer_runs(change, monkeypatch):
     torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_copy_of_the_code_is_not_transformers_own(monkeypatch):
+def test_a_copied_class_is_not_optimized(monkeypatch):
     model = model_of("bert")
     for kind in (type(model), type(model.encoder.layer[0])):
         monkeypatch.setattr(kind, "__module__", "bert")
@@ -456,7 +456,7 @@ def test_a_copy_of_the_code_is_not_transformers_own(monkeypatch):
         optimize(model)
 
 
-def test_norms_that_are_not_as_planned():
+def test_norms_that_differ_from_the_known_ones():
     model = model_of("bert")
     model.encoder.layer[0].output.LayerNorm = torch.nn.LayerNorm(32, elementwise_affine=False)
     handle = optimize(model)
@@ -471,7 +471,7 @@ def test_norms_that_are_not_as_planned():
     assert torch.equal(ours, hidden(model, batch_of(model)))
 
 
-def test_made_ready_in_inference_mode_a_model_still_trains():
+def test_a_model_optimized_in_inference_mode_can_be_trained():
     model = model_of("bert")
     with torch.inference_mode():
         handle = optimize(model)
@@ -482,7 +482,7 @@ def test_made_ready_in_inference_mode_a_model_still_trains():
     model.train()(**batch_of(model)).last_hidden_state.sum().backward()
 
 
-def test_verify_leaves_each_part_its_own_attention():
+def test_verify_restores_the_attention_of_each_submodel():
     bert = transformers.BertConfig(**SMALL)
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(bert, bert)
     model = transformers.EncoderDecoderModel(config).eval()
@@ -495,7 +495,7 @@ def test_verify_leaves_each_part_its_own_attention():
     assert [m.config._attn_implementation for m in (model, model.encoder, model.decoder)] == before
 
 
-def test_an_unknown_model_is_left_and_told():
+def test_an_unknown_model_is_unchanged_and_reported():
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=60, bos_token_id=1, eos_token_id=1)
     model = transformers.GPT2Model(config).eval()
@@ -507,7 +507,7 @@ def test_an_unknown_model_is_left_and_told():
     assert {name: dict(m.__dict__) for name, m in model.named_modules()} == before
 
 
-def test_under_a_head_what_is_left_is_named():
+def test_layers_left_under_a_head_are_named():
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
     handle = optimize(model)
     assert set(handle.layers) == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
@@ -549,7 +549,7 @@ def test_verify_raises_with_figures(monkeypatch):
 
 @pytest.mark.parametrize("probabilities", [False, True], ids=["", "probabilities"])
 def test_peak_memory_is_half(probabilities, device):
-    """Above what is returned, of a model whose feed-forward network is its largest tensor, as BERT's is."""
+    """Above the returned tensors, for a model whose largest tensor is that of the feed-forward network, as in BERT."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
     model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=60), add_pooling_layer=False)
     model = model.to(device).eval()
@@ -573,7 +573,9 @@ def test_peak_memory_is_half(probabilities, device):
 
 @pytest.mark.parametrize("name", ["bert", "distilbert"])
 def test_peak_is_five_hidden_states(name, device):
-    """Of sdpa's eleven, BERT's: the hidden states, q, k and v, the context. The embeddings are the hidden states."""
+    """For BERT: hidden states, q, k and v, and the context; sdpa's peak is eleven. The embeddings are the hidden
+    states.
+    """
     torch.manual_seed(0)
     if name == "bert":
         sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 1, "intermediate_size": 256}
@@ -597,7 +599,7 @@ def test_peak_is_five_hidden_states(name, device):
         assert measure.peak_memory(run, device) <= 5.3 * states
 
 
-def test_compiled_it_is_stock():
+def test_compiled_models_use_stock_code():
     model = model_of("bert")
     batch = batch_of(model, padded=True)
     model.set_attn_implementation("custom_mm")
@@ -619,8 +621,8 @@ def test_real_weights():
     assert verify(encoder.model, batch).attentions < 1e-5
 
 
-def test_families_name_what_is_there():
-    """Each family's paths lead somewhere in the installed transformers."""
+def test_the_classes_of_families_exist():
+    """The layer class and the attention function of each family exist in the installed transformers."""
     for name in module_under_test.FAMILIES:
         folder, layer = name.split(".")
         module = __import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=[layer])
@@ -633,7 +635,7 @@ def test_families_name_what_is_there():
 
 
 def drop_half_the_heads(model, name):
-    """Of every layer: two of four heads of 8, by narrower linears as transformers' head pruning left them."""
+    """Keep two of four heads of size 8 in every layer, by narrower linears, as transformers' head pruning did."""
     for layer in model.modules():
         if module_under_test._kind(layer) not in module_under_test.FAMILIES:
             continue
@@ -648,7 +650,7 @@ def drop_half_the_heads(model, name):
 
 
 @pytest.mark.parametrize("name", ["bert", "distilbert", "vit"])
-def test_layers_with_fewer_heads_than_the_configuration_says(name):
+def test_layers_with_fewer_heads_than_in_the_configuration(name):
     model = drop_half_the_heads(model_of(name), name)
     handle = optimize(model)
     assert len(handle.layers) == 2
@@ -656,7 +658,7 @@ def test_layers_with_fewer_heads_than_the_configuration_says(name):
 
 
 def test_replicas_have_their_own_weights():
-    """As torch.nn.parallel.replicate makes them."""
+    """Replicas as torch.nn.parallel.replicate makes them."""
     model = model_of("bert")
     batch = batch_of(model)
     optimize(model)
@@ -676,7 +678,7 @@ def test_replicas_have_their_own_weights():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", ["feed_forward_chunk", "eager_attention_forward"])
-def test_what_is_put_into_transformers_runs(what, when, monkeypatch):
+def test_replaced_functions_of_transformers_run(what, when, monkeypatch):
     from transformers.models.bert import modeling_bert
 
     model = model_of("bert")
@@ -710,8 +712,8 @@ def test_what_is_put_into_transformers_runs(what, when, monkeypatch):
     assert all(torch.equal(x, kept) for x, kept in seen)
 
 
-def test_weights_of_another_kind_put_in_later():
-    """As torchao's are: their own products."""
+def test_weights_replaced_by_tensor_subclasses():
+    """As torchao's quantized weights, which have their own products."""
 
     class Scaled(torch.Tensor):
         @classmethod
@@ -743,7 +745,7 @@ def test_a_model_made_in_inference_mode():
 
 
 @pytest.mark.parametrize("shared", ["storage", "with processes"])
-def test_weights_that_share_their_memory_keep_it(shared):
+def test_weights_that_share_memory_stay_shared(shared):
     model = model_of("bert")
     attention = model.encoder.layer[0].attention.self
     if shared == "storage":
@@ -758,7 +760,7 @@ def test_weights_that_share_their_memory_keep_it(shared):
     handle.undo()
 
 
-def test_a_layer_compiled_by_itself_hands_on_what_it_keeps():
+def test_a_hook_in_a_separately_compiled_layer_may_keep_its_output():
     model = model_of("bert")
     optimize(model)
     batch, kept = batch_of(model), []
@@ -769,7 +771,7 @@ def test_a_layer_compiled_by_itself_hands_on_what_it_keeps():
     torch.testing.assert_close(kept[0], stock)
 
 
-def test_verify_of_a_module_around_a_model():
+def test_verify_of_a_module_that_contains_a_model():
     class Around(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -787,7 +789,7 @@ def test_verify_of_a_module_around_a_model():
 
 
 @pytest.mark.parametrize("owner", ["BertLayer", "BertEncoder"])
-def test_a_forward_put_on_a_class(owner, monkeypatch):
+def test_a_forward_replaced_on_a_class(owner, monkeypatch):
     from transformers.models.bert import modeling_bert
 
     model = model_of("bert")
@@ -801,7 +803,7 @@ def test_a_forward_put_on_a_class(owner, monkeypatch):
     assert len(seen) == {"BertLayer": 2, "BertEncoder": 1}[owner]
 
 
-def test_what_somebody_elses_attention_keeps_stays(monkeypatch):
+def test_tensors_that_a_custom_attention_keeps_are_not_overwritten(monkeypatch):
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -821,7 +823,7 @@ def test_what_somebody_elses_attention_keeps_stays(monkeypatch):
     assert all(torch.equal(x, y) for x, y in kept)
 
 
-def test_layers_without_plain_weights_are_left():
+def test_layers_without_plain_weights_are_not_optimized():
     model = model_of("bert")
     layer = model.encoder.layer[1]
     del layer.intermediate.intermediate_act_fn

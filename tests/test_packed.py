@@ -1,4 +1,6 @@
-"""Packed matrices and their products (src/sparse/spmm/packed_mma/layout.h): where every number lies, and results."""
+"""Packed matrices and their products (layout: src/sparse/spmm/packed_mma/layout.h): positions of the numbers,
+results.
+"""
 
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ SHAPES = [
     (1, 1, 1.0),
     (1, 8, 1.0),
     (130, 72, 0.3),
-    (300, 513, 0.1),  # columns that are no multiple of 8: by rows
+    (300, 513, 0.1),  # columns not a multiple of 8: row kernel
     (300, 520, 0.1),
     (70, 904, 0.02),
     (65, 264, 1.0),
@@ -44,14 +46,17 @@ def multiply(packed, crow, col, values, b):
 
 
 def truth_of(dense, b):
-    """The product and that of the absolute values; on the CPU: racecheck slows cuBLAS a hundredfold."""
+    """The product, and that of the absolute values; on the CPU, because racecheck makes cuBLAS a hundred times
+    slower.
+    """
     dense, b = dense.cpu().double(), b.cpu().double()
     return torch.stack((dense @ b, dense.abs() @ b.abs()))
 
 
 def assert_within(result, truth, bias=None):
-    """Each element within a rounding of its own dtype and four of float32 of the sum of what is added up in it; by rows
-    the product is rounded before the bias is added."""
+    """Each element within a rounding of its dtype and four float32 roundings of the sum of its terms' magnitudes. The
+    row kernel rounds the product before it adds the bias.
+    """
     truth, size = truth
     rounded = truth.abs()
     if bias is not None:
@@ -70,7 +75,7 @@ def assert_right(result, dense, b):
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_order", [False, True])
-def test_every_nonzero_lies_where_its_lane_finds_it(rows, columns, density, index, dtype, in_order, device):
+def test_every_nonzero_lies_where_its_lane_reads_it(rows, columns, density, index, dtype, in_order, device):
     dense, crow, col, values = draw(rows, columns, density, device, dtype, index)
     packed = pack(crow, col, values, columns, in_order=in_order).cpu()
     down, across = -(-rows // 256) * 4, -(-columns // 256) * 4
@@ -99,21 +104,21 @@ def test_every_nonzero_lies_where_its_lane_finds_it(rows, columns, density, inde
     assert packed.shape[1] == -(-(HEADS + 4 * most) // 16) * 8
 
 
-def test_values_in_an_order_of_their_own(device):
+def test_values_with_a_permutation(device):
     _, crow, col, values = draw(130, 200, 0.3, device)
     order = torch.randperm(values.numel()).int().to(device)
     straight, ordered = pack(crow, col, values[order], 200), pack(crow, col, values, 200, order)
-    assert torch.equal(straight.view(torch.int32), ordered.view(torch.int32))  # heads may be NaN
+    assert torch.equal(straight.view(torch.int32), ordered.view(torch.int32))  # as integers, because headers may be NaN
 
 
-def test_too_small_a_tile_is_not_written_beyond(device):
+def test_a_too_small_tile_is_not_overrun(device):
     _, crow, col, values = draw(64, 64, 1.0, device)
     packed = _ops.csr_packed(crow, col, values, 64, HEADS // 16 + 1)
     assert packed.shape == (16, HEADS // 2 + 8)
     assert torch.equal(packed[0, HEADS // 2 :], pack(crow, col, values, 64)[0, HEADS // 2 : HEADS // 2 + 8])
 
 
-def test_what_does_not_fit_is_told(device):
+def test_mismatched_operands_raise(device):
     _, crow, col, values = draw(64, 64, 0.5, device)
     with pytest.raises(ValueError, match="csr_packed: expected at most 32768 columns"):
         _ops.csr_packed_units(crow, col, 32769)
@@ -144,11 +149,12 @@ def test_products(rows, columns, density, dtype, device):
     truth = truth_of(dense, wide)
     for n in (8, 16, 24, 32, 40, 64, 72, 128, 200):
         b = wide[:, :n].contiguous()
-        torch.empty(rows * n, device=device, dtype=dtype).fill_(torch.nan)  # what the result's memory may hold
+        torch.empty(rows * n, device=device, dtype=dtype).fill_(torch.nan)  # memory that the result may reuse
         result = multiply(packed, crow, col, values, b)
         assert_within(result, truth[..., :n])
         assert all(torch.equal(multiply(packed, crow, col, values, b), result) for _ in range(3))
-    for begin, end in ((8, 16), (8, 24), (8, 40), (8, 72), (1, 65), (0, 7)):  # the last two not on 16 bytes: by rows
+    # the last two are not 16-byte aligned: row kernel
+    for begin, end in ((8, 16), (8, 24), (8, 40), (8, 72), (1, 65), (0, 7)):
         assert_within(multiply(packed, crow, col, values, wide[:, begin:end]), truth[..., begin:end])
     assert_within(multiply(packed, crow, col, values, wide[:, :32].mT.contiguous().mT), truth[..., :32])
 
@@ -159,7 +165,7 @@ def test_products(rows, columns, density, dtype, device):
         (64, 64, 0.5),
         (8, 8, 1.0),
         (136, 72, 0.3),
-        (300, 520, 0.1),  # rows that are no multiple of 8: by rows
+        (300, 520, 0.1),  # rows not a multiple of 8: row kernel
         (72, 904, 0.02),
         (2048, 4096, 0.2),
         (704, 136, 0.05),
@@ -178,7 +184,7 @@ def test_linear(rows, columns, density, dtype, device):
         truth = truth_of(dense, all_of_x.mT)
         for n in (1, 3, 8, 13, 16, 32, 40, 64, 72, 128, 200):
             x = all_of_x[:n]
-            torch.empty(rows * n, device=device, dtype=dtype).fill_(torch.nan)  # what the result's memory may hold
+            torch.empty(rows * n, device=device, dtype=dtype).fill_(torch.nan)  # memory that the result may reuse
             y = _ops.csr_linear_packed(packed, crow, col, values, x, columns)
             assert y.is_contiguous()
             assert_within(y.mT, truth[..., :n])
@@ -188,8 +194,8 @@ def test_linear(rows, columns, density, dtype, device):
 
 
 @pytest.mark.parametrize("fastest", [choice.PACKED_LINEAR, choice.DENSE])
-def test_linear_layers_take_it(fastest, monkeypatch, device):
-    """A SparseLinear takes what its size says, without a gradient, in a graph too."""
+def test_linear_layers_use_it(fastest, monkeypatch, device):
+    """SparseLinear chooses it by estimates, without autograd, also in a graph."""
     if device == "cuda" and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
     layer = SparseLinear.from_linear(torch.nn.Linear(1024, 768), sparsity=0.9).half().to(device).freeze()
@@ -217,7 +223,7 @@ def test_linear_layers_take_it(fastest, monkeypatch, device):
         torch.testing.assert_close(layer(x).double(), 2 * truth - layer.bias.double(), atol=4e-3, rtol=2e-3)
         assert taken.pop()
         assert torch.equal(layer(x), layer(x))
-        assert not taken  # the call of before
+        assert not taken  # the prepared call of before
         layer.plan().update(layer.values)
         assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
         assert taken.pop()
@@ -228,7 +234,7 @@ def test_linear_layers_take_it(fastest, monkeypatch, device):
         torch.testing.assert_close(layer(x).double(), 2 * truth - layer.bias.double(), atol=4e-3, rtol=2e-3)
         plan(layer.weight).update(layer.values)
         layer.plan().update(layer.values / 2)
-        layer.plan()  # takes its own values again
+        layer.plan()  # copies its own values again
         torch.testing.assert_close(layer(x).double(), 2 * truth - layer.bias.double(), atol=4e-3, rtol=2e-3)
         if device == "cuda":
             graph = torch.cuda.CUDAGraph()
@@ -238,7 +244,7 @@ def test_linear_layers_take_it(fastest, monkeypatch, device):
             assert torch.equal(y, layer(x))
 
 
-def test_what_is_not_finite_stays_in_its_column(device):
+def test_non_finite_values_stay_in_their_column(device):
     dense, crow, col, values = draw(200, 104, 0.5, device)
     packed = pack(crow, col, values, 104)
     for n in (8, 16, 32, 64):
@@ -251,7 +257,7 @@ def test_what_is_not_finite_stays_in_its_column(device):
         assert result[:, others].isfinite().all()
 
 
-def test_gradients_are_those_of_rows(device):
+def test_gradients_equal_the_row_kernels(device):
     dense, crow, col, values = draw(50, 64, 0.3, device)
     packed = pack(crow, col, values, 64)
     values, b = values.clone().requires_grad_(), torch.randn(64, 32, device=device).half().requires_grad_()
@@ -263,7 +269,7 @@ def test_gradients_are_those_of_rows(device):
 
 
 def test_estimates():
-    """More nonzeros and more columns never take less; tiles of uniformly drawn matrices are as large as expected."""
+    """They grow with the nonzeros and the columns of B; tiles of uniformly random matrices have the expected size."""
     sizes = []
     for density in (0.05, 0.2, 0.5, 1.0):
         _, crow, col, values = draw(512, 512, density, "cpu")
@@ -298,7 +304,7 @@ def test_a_plan_follows_its_values(packed_wins, device):
 
 
 @pytest.mark.cuda
-def test_graphs_see_other_values(packed_wins):
+def test_graphs_see_changed_values(packed_wins):
     dense, crow, col, values = draw(1500, 800, 0.1, "cuda")
     made = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape), constant=True)
     for n in (32, 128):
@@ -319,7 +325,7 @@ def test_graphs_see_other_values(packed_wins):
 
 
 def test_uneven_matrices_are_refused(device):
-    """All nonzeros in few tiles: the others' room would be fetched for nothing."""
+    """With all nonzeros in few tiles, the padding of the others would be loaded for nothing."""
     dense = torch.zeros(1024, 1024, device=device, dtype=torch.float16)
     for i in range(0, 1024, 64):
         dense[i : i + 64, i : i + 64] = 1
@@ -329,8 +335,8 @@ def test_uneven_matrices_are_refused(device):
         made._choice._made(choice.PACKED).call(made.values, torch.ones(1024, 8, device=device).half(), torch.float16)
 
 
-def test_when_a_matrix_is_packed():
-    """In 16 bits for few columns; for many, where reading it bounds the product; never off vectors of 16 bytes."""
+def test_when_packing_is_chosen():
+    """In 16 bits for few columns of B; for many, if reading A limits the product; never without 16-byte alignment."""
 
     def fastest(rows, columns, share, n):
         nonzeros = int(rows * columns * share)
@@ -345,7 +351,7 @@ def test_when_a_matrix_is_packed():
     assert fastest(4096, 4100, 0.1, 32) == choice.DENSE
 
 
-def test_what_a_linear_layer_takes(monkeypatch):
+def test_what_a_linear_layer_chooses(monkeypatch):
     monkeypatch.setattr(choice, "has_hopper_kernels", lambda _: True)
     monkeypatch.setattr(choice, "memory", lambda _: H200)
 
@@ -360,11 +366,11 @@ def test_what_a_linear_layer_takes(monkeypatch):
     assert fastest(4096, 4096, 0.1, 128) == choice.DENSE
     assert fastest(4100, 4096, 0.1, 8) == choice.DENSE
     assert fastest(4096, 4100, 0.1, 8) == choice.DENSE
-    assert fastest(256, 4096, 0.1, 8) == choice.OURS  # of so few rows sizes say little
+    assert fastest(256, 4096, 0.1, 8) == choice.OURS  # estimates are unreliable for so few rows
 
 
-def test_dense_where_packing_is_refused(monkeypatch, device):
-    """All nonzeros in few tiles, which sizes do not tell."""
+def test_dense_if_packing_is_refused(monkeypatch, device):
+    """All nonzeros lie in few tiles, which estimates do not know."""
     dense = torch.zeros(1024, 1024, device=device, dtype=torch.float16)
     for i in range(0, 1024, 64):
         dense[i : i + 64, i : i + 64] = 1

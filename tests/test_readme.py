@@ -1,4 +1,4 @@
-"""README's Python, run as it stands."""
+"""Runs README's Python blocks unchanged."""
 
 import re
 from pathlib import Path
@@ -65,11 +65,11 @@ def test_in_a_model(capsys):
     assert capsys.readouterr().out
 
 
-def test_no_block_is_left_out():
+def test_every_block_is_tested():
     assert len(BLOCKS) == 4
 
 
-def test_modules_are_there_without_an_import():
+def test_submodules_load_on_access():
     assert matmuls.nn.SparseLinear
     assert matmuls.attention.attend
     assert {"attention", "blocks", "integrations", "nn"} <= set(dir(matmuls))

@@ -1,4 +1,6 @@
-"""Every operator of the table is whole: kernels, tracing, gradient, autocast. Needs no GPU, in a CUDA build neither."""
+"""Every operator of the table has kernels, meta function, gradient and autocast rule. Needs no GPU, also in a CUDA
+build.
+"""
 
 import re
 
@@ -16,7 +18,7 @@ CUDA_BUILD = custom_mm.build_info()["cuda"] is not None
 def test_every_operator_has_a_kernel_for(operator, key):
     has = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
     in_triton = re.search("::(mask_plan|masked_(linear|weights|sums|ffn)|bsr_)", operator.name())
-    assert has == (CUDA_BUILD or key != "CUDA" or bool(in_triton))  # Triton needs no nvcc
+    assert has == (CUDA_BUILD or key != "CUDA" or bool(in_triton))  # Triton kernels need no nvcc
 
 
 @pytest.mark.parametrize("spec", [s for s in TABLE if s.autocast], ids=lambda s: s.name)
@@ -26,7 +28,7 @@ def test_every_differentiable_operator_has_an_autocast_rule(spec, key):
 
 
 def test_the_table_names_every_operator():
-    """An operator without a row would be without tests. Composites are tested through those that call them."""
+    """An operator without a row would have no tests. Composite operators are tested through their callers."""
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("custom_mm::")}
     composite = {
         n for n in registered if torch._C._dispatch_has_kernel_for_dispatch_key(n, "CompositeImplicitAutograd")

@@ -1,4 +1,4 @@
-"""Rows in an order in which neighbours read the same rows of the dense side (src/sparse/spmm/reordered/)."""
+"""Rows reordered so that neighbours read the same rows of B (src/sparse/spmm/reordered/)."""
 
 import copy
 import pickle
@@ -13,11 +13,13 @@ from matmuls.chunks import chunks_of
 from matmuls.device import Memory
 
 _ops = torch.ops.custom_mm
-SIZES = 32, 64  # nonzeros of a chunk, and of a piece
+SIZES = 32, 64  # nonzeros per chunk and per piece
 
 
 def grid(side, device, *, scrambled, keep=1.0):
-    """The five points around each of side x side, or a part of them; the points numbered as it comes. crow, col."""
+    """crow and col of a 5-point stencil on side x side points, or a random part of it, with randomly numbered
+    points.
+    """
     at = torch.arange(side * side).view(side, side)
     pairs = [torch.stack([at.flatten(), at.flatten()])]
     for here, there in ((at[1:], at[:-1]), (at[:, 1:], at[:, :-1])):
@@ -45,7 +47,7 @@ def regions_of(crow, col, size, rounds):
     return torch.tensor([row // size if own < 0 else own for row, own in enumerate(found)], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("keep", [1.0, 0.4])  # of the latter some rows are reached from nowhere
+@pytest.mark.parametrize("keep", [1.0, 0.4])  # at 0.4 some rows have no path to others
 @pytest.mark.parametrize(("size", "rounds"), [(1, 1), (7, 1), (50, 2), (50, 7), (300, 40), (10_000, 3)])
 def test_regions(size, rounds, keep, device):
     crow, col = grid(23, device, scrambled=True, keep=keep)
@@ -53,7 +55,7 @@ def test_regions(size, rounds, keep, device):
     assert torch.equal(made.cpu(), regions_of(crow, col, size, rounds))
 
 
-def test_regions_of_what_is_empty_or_not_square(device):
+def test_regions_of_empty_and_non_square_matrices(device):
     crow, col = grid(5, device, scrambled=False)
     empty = crow[:1].clone()
     assert _ops.csr_regions(empty, col[:0], 0, 4, 3).shape == (0,)
@@ -70,8 +72,8 @@ def test_regions_of_what_is_empty_or_not_square(device):
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_how_many_rows_begin_far_from_the_diagonal(index, device):
-    """2^14 columns or more: rows 2 and 3, and the last, by its first column alone; an empty one does not begin."""
+def test_count_of_rows_that_start_far_from_the_diagonal(index, device):
+    """At least 2^14 columns away: rows 2 and 3, and the last, by its first column only; an empty row does not count."""
     begins = [16383, 16384, 16386, 40_000, None, 5]
     col = [c for c in begins if c is not None]
     far_row = 20_000
@@ -86,14 +88,14 @@ def test_how_many_rows_begin_far_from_the_diagonal(index, device):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Regions, and rows on their way at once, for matrices of a few hundred rows."""
+    """Regions and rows in flight that suit matrices of a few hundred rows."""
     monkeypatch.setattr(reorder, "REGION_ROWS", 64)
     monkeypatch.setattr(reorder, "AT_ONCE", 64)
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.5])
-@pytest.mark.parametrize("sizes", [SIZES, (8, 3)], ids=str)  # by the latter rows are cut
-def test_a_scrambled_grid_in_another_order(sizes, keep, device, small):
+@pytest.mark.parametrize("sizes", [SIZES, (8, 3)], ids=str)  # at (8, 3) rows are cut
+def test_a_scrambled_grid_is_reordered(sizes, keep, device, small):
     crow, col = grid(40, device, scrambled=True, keep=keep)
     made = reorder.reorder(crow, col, *sizes)
     before, after = made.reads
@@ -103,7 +105,7 @@ def test_a_scrambled_grid_in_another_order(sizes, keep, device, small):
     row = torch.repeat_interleave(torch.arange(1600, device=device), crow.diff().long())
     moved = row[made.place.long()]
     order = torch.unique_consecutive(moved)
-    assert sorted(order.tolist()) == sorted(set(row.tolist()))  # a row's nonzeros stay together, and
+    assert sorted(order.tolist()) == sorted(set(row.tolist()))  # a row's nonzeros stay together,
     assert all((made.place[moved == r].diff() == 1).all() for r in (0, 7, 1599))  # in their order
     of_rows = chunks_of(crow, col, *sizes)
     assert made.chunks.slots == of_rows.slots
@@ -116,11 +118,11 @@ def test_a_scrambled_grid_in_another_order(sizes, keep, device, small):
     assert {r: count for r, _, count in made.chunks.cut.tolist()} == cut
 
 
-def test_a_grid_in_order_is_left_so(device, small):
+def test_an_ordered_grid_is_not_reordered(device, small):
     assert reorder.reorder(*grid(40, device, scrambled=False), *SIZES) is None
 
 
-def test_what_windows_read(device, small):
+def test_the_rows_of_b_that_windows_read(device, small):
     crow, col = grid(60, device, scrambled=True)
     order = torch.randperm(3600, device=device, dtype=torch.int32)
     row = torch.repeat_interleave(torch.arange(3600, device=device), crow.diff().long())
@@ -132,7 +134,7 @@ def test_what_windows_read(device, small):
             assert _ops.csr_reads(crow, col, 3600, at_once, every, given).item() == len(pairs)
 
 
-def test_rows_in_another_order(device):
+def test_reordered_rows(device):
     crow, col = grid(20, device, scrambled=True, keep=0.5)
     order = torch.randperm(400, device=device, dtype=torch.int32)
     new_crow, new_col, place = _ops.csr_reorder(crow, col, order)
@@ -155,7 +157,7 @@ def multiply(made, crow, col, values, b):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [SIZES, (8, 3)], ids=str)
-def test_products_are_those_of_the_matrix_in_order(sizes, dtype, device, small):
+def test_products_equal_those_in_the_original_order(sizes, dtype, device, small):
     crow, col = grid(40, device, scrambled=True, keep=0.8)
     values = torch.randn(len(col), device=device).to(dtype)
     made, of_rows = reorder.reorder(crow, col, *sizes), chunks_of(crow, col, *sizes)
@@ -164,7 +166,7 @@ def test_products_are_those_of_the_matrix_in_order(sizes, dtype, device, small):
         expected = _ops.csr_spmm_chunks(
             of_rows.begins, of_rows.ends, of_rows.cut, of_rows.empty, crow, col, values, b, 1600, of_rows.slots
         )
-        torch.empty_like(expected).fill_(torch.nan)  # what the result's memory may hold
+        torch.empty_like(expected).fill_(torch.nan)  # memory that the result may reuse
         assert torch.equal(multiply(made, crow, col, values, b), expected)
     for b in (torch.randn(1600, 7, device=device).to(dtype), torch.randn(1600, 72, device=device).to(dtype)[:, 1:65]):
         by_rows = _ops.csr_spmm(crow, col, values, b, 1600)
@@ -184,7 +186,7 @@ def test_columns_without_values_are_refused(device, small):
         _ops.csr_spmm_chunks(*cuts, *parts, None, -1, col)
 
 
-SIDE = 256  # of a grid with numbers farther apart than 2^14
+SIDE = 256  # of a grid whose neighbours' numbers differ by more than 2^14
 
 
 def scrambled_plan(device, dtype=torch.float32, scrambled=True):
@@ -205,7 +207,7 @@ def small_cache(monkeypatch):
 
 @pytest.fixture
 def reordering(small_cache, monkeypatch):
-    """On a CPU too, where nothing is scattered and the operator goes by rows."""
+    """Also on a CPU, where nothing is reordered and the operator uses the row kernel."""
     go = choice.Choice._is_scattered
     monkeypatch.setattr(
         choice.Choice,
@@ -230,7 +232,7 @@ def test_a_plan_reorders_and_follows_its_values(dtype, device, reordering):
     assert all(torch.equal(made @ b, first) for _ in range(5))
     assert made.nbytes >= before + (12 + dtype.itemsize) * a.values().numel()
     made.update(a.values() * 2)
-    torch.testing.assert_close(made @ b, 2 * first)  # but for subnormal numbers the same
+    torch.testing.assert_close(made @ b, 2 * first)  # equal except for subnormal numbers
     torch.testing.assert_close(copy.deepcopy(made) @ b, 2 * first)
     torch.testing.assert_close(pickle.loads(pickle.dumps(made)) @ b, 2 * first)
     made.values.mul_(0.5)
@@ -239,7 +241,7 @@ def test_a_plan_reorders_and_follows_its_values(dtype, device, reordering):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_in_another_order(dtype, device, reordering):
+def test_gradients_with_reordered_rows(dtype, device, reordering):
     a, made = scrambled_plan(device, dtype)
     b, grad = (dense_side(128, device, dtype) for _ in range(2))
     b.requires_grad_()
@@ -258,13 +260,13 @@ def test_gradients_in_another_order(dtype, device, reordering):
     torch.testing.assert_close(step(), 2 * first)
     with torch.autocast(device, dtype=torch.bfloat16):
         torch.testing.assert_close(step().float(), 2 * first.float(), atol=0.5, rtol=0.05)
-    values = made.values.clone().requires_grad_()  # a gradient to the values is the matrix's in order
+    values = made.values.clone().requires_grad_()  # the gradient of the values uses the original order
     to_values, to_b = torch.autograd.grad(made.with_values(values) @ b, (values, b), grad)
     torch.testing.assert_close(to_b, 2 * by_rows)
     assert to_values.shape == values.shape
 
 
-def test_gradients_of_gradients_in_another_order(device, reordering):
+def test_second_derivatives_with_reordered_rows(device, reordering):
     _, made = scrambled_plan(device)
     b = dense_side(64, device).requires_grad_()
     grad = dense_side(64, device).requires_grad_()
@@ -274,7 +276,7 @@ def test_gradients_of_gradients_in_another_order(device, reordering):
     torch.testing.assert_close(to_grad, made @ weight)
 
 
-def test_without_memory_rows_stay_in_order(device, reordering, monkeypatch):
+def test_rows_are_not_reordered_without_memory(device, reordering, monkeypatch):
     def refuse(*args):
         raise torch.OutOfMemoryError("no memory")
 
@@ -285,7 +287,7 @@ def test_without_memory_rows_stay_in_order(device, reordering, monkeypatch):
     assert forms.REORDERED not in made.explain()
 
 
-def test_without_memory_for_the_transposed_matrix_its_rows_stay_in_order(device, reordering, monkeypatch):
+def test_rows_of_the_transpose_are_not_reordered_without_memory(device, reordering, monkeypatch):
     def refuse(*args):
         raise torch.OutOfMemoryError("no memory")
 
@@ -298,7 +300,7 @@ def test_without_memory_for_the_transposed_matrix_its_rows_stay_in_order(device,
 
 
 @pytest.mark.cuda
-def test_a_plan_leaves_what_is_in_order_or_in_the_cache(small_cache):
+def test_a_plan_does_not_reorder_ordered_or_cached_matrices(small_cache):
     b = dense_side(128, "cuda")
     for scrambled, side in ((False, b), (True, b[:, :16].contiguous())):
         made = scrambled_plan("cuda", scrambled=scrambled)[1]
@@ -307,7 +309,7 @@ def test_a_plan_leaves_what_is_in_order_or_in_the_cache(small_cache):
 
 
 @pytest.mark.cuda
-def test_a_graph_reads_other_values(reordering):
+def test_a_graph_reads_changed_values(reordering):
     a, made = scrambled_plan("cuda")
     b, grad = dense_side(512, "cuda").requires_grad_(), dense_side(512, "cuda")
 
@@ -333,7 +335,7 @@ def test_a_graph_reads_other_values(reordering):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("known", [False, True], ids=["nothing", "the matrix, not the transposed one"])
-def test_a_graph_before_everything_is_known(known, reordering):
+def test_a_graph_captured_before_everything_is_measured(known, reordering):
     a, made = scrambled_plan("cuda")
     b, grad = dense_side(128, "cuda"), dense_side(128, "cuda")
     if known:
@@ -351,8 +353,10 @@ def test_a_graph_before_everything_is_known(known, reordering):
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, b, grad)[0])
 
 
-def test_what_is_saved_and_what_it_costs():
-    """Of a mesh as measured on an H100: 13 us at 256 bytes a row, 50 at 512 and 200 at 2048 of 1100 to reorder it."""
+def test_savings_and_cost_of_reordering():
+    """For a mesh as measured on an H100: it saves 13 us at 256 bytes a row of B, 50 at 512 and 200 at 2048; reordering
+    costs 1100 us.
+    """
     s, h100 = SimpleNamespace(columns=258569, rows=258569, nonzeros=1026264), Memory(3.35e6, 50 * 2**20)
     saved = [estimates.us_saved_by_reordering(s, row_bytes, h100) for row_bytes in (64, 256, 512, 2048)]
     assert saved[0] < 0

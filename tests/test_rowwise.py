@@ -1,4 +1,6 @@
-"""What the table cannot say of softmax and the norms: lengths, layouts, special values, what is kept and written."""
+"""Tests of softmax and the norms beyond the table: row lengths, layouts, special values, saved tensors, memory,
+writes.
+"""
 
 import gc
 import math
@@ -17,7 +19,7 @@ from matmuls.specs import Draw
 
 INF, NAN = float("inf"), float("nan")
 SIXTEEN = [torch.bfloat16, torch.float16]
-SCALE = 0.125  # exact in every dtype: torch's own rounding of scale * x would make the bound wide
+SCALE = 0.125  # exact in every dtype: torch's rounding of scale * x would widen the bound
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN, torch.float64], ids=str)
 
@@ -27,7 +29,9 @@ def draw(*shape, device="cpu", dtype=torch.float32, seed=0):
 
 
 def assert_as_good_as_torch(ours, theirs, truth, scale=None):
-    """At most twice torch's error against float64, and one rounding; in float64, where torch is the truth, sixteen."""
+    """At most twice torch's error against float64, plus one rounding; in float64, where torch is the reference,
+    sixteen.
+    """
     assert ours.dtype == theirs.dtype
     roundings = 16 if ours.dtype == torch.float64 else 1
     bound = 2 * error(theirs, truth, scale) + roundings * torch.finfo(ours.dtype).eps
@@ -39,7 +43,7 @@ def assert_as_good_as_torch(ours, theirs, truth, scale=None):
 
 @dataclass(frozen=True)
 class Operation:
-    """ours and reference take the drawn tensors and return tuples of results; ours may write over its arguments."""
+    """ours and reference map the random tensors to tuples of results; ours may overwrite its arguments."""
 
     draw: Callable
     ours: Callable
@@ -47,7 +51,7 @@ class Operation:
     least_columns: int = 1
 
     def check(self, tensors, layouts=(torch.clone,)):
-        """As good as torch with tensor after tensor in the given layouts, whose gaps (NaN) stay."""
+        """As accurate as torch with one tensor after another in each of the layouts, whose gaps stay NaN."""
         laid = [layouts[i % len(layouts)](t) for i, t in enumerate(tensors)]
         bases = [(t._base, t._base.numel() - t.numel()) for t in laid if t._base is not None and t.is_floating_point()]
         theirs = self.reference(*tensors)
@@ -58,7 +62,9 @@ class Operation:
 
 
 def with_gradients(function):
-    """The result of function(x, ...), which may write over x, and the gradients, given that of the result first."""
+    """The result of function(x, ...), which may overwrite x, and the gradients for a given gradient of the first
+    result.
+    """
 
     def run(grad, *tensors):
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
@@ -77,7 +83,7 @@ def rms_norm(x, weight=None, residual=None):
 
 
 def masked_softmax(x, mask=None, scale=SCALE, causal=False):
-    """softmax(scale * x + mask) as matmuls defines it, of torch's operations: 0 in rows with nothing to attend to."""
+    """softmax(scale * x + mask) as matmuls defines it, in torch operations: 0 in fully masked rows."""
     z, hidden = x * scale, torch.zeros(x.shape, dtype=torch.bool, device=x.device)
     if mask is not None and mask.is_floating_point():
         z, hidden = z + mask, hidden | (mask == -INF)
@@ -102,7 +108,7 @@ def masked(**kwargs):
 
 
 def like(n, *others):
-    """Draws n tensors of the shape, then those that `others` make of it."""
+    """A function that draws n tensors of the shape, then those that `others` make of the draw and the shape."""
     return lambda d, *shape: (*(d(*shape) for _ in range(n)), *(other(d, shape) for other in others))
 
 
@@ -169,7 +175,8 @@ every_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=
 
 COLUMNS = [1, 2, 3, 31, 32, 33, 127, 128, 256, 384, 512, 600, 768, 1000, 1024, 1025, 2048, 4096]
 COLUMNS += [8191, 8192, 16384, 24584, 65536, 100003, 100352, 262144]
-# One vector more than threads have among them, some, and all: of 5 to 8 each, with a residual of 3 and 4.
+# Column counts whose last round of vectors has one vector, some vectors, or one for each thread of a row, with 5 to 8
+# vectors per thread (with a residual 3 and 4).
 COLUMNS += [72, 136, 264, 392, 520, 640, 1032, 1152, 1280, 1536, 1792, 2056, 2304, 2560, 3080, 5120, 6152, 8200]
 COLUMNS += [10240, 14344]
 
@@ -178,7 +185,7 @@ COLUMNS += [10240, 14344]
 @every_operation
 @every_dtype
 def test_rows_of_any_length(operation, dtype, device):
-    """On a GPU with so many rows that each team of threads has several."""
+    """On a GPU with enough rows that each group of threads has several."""
     elements, most = (2**26, 300_000) if device == "cuda" else (2**17, 64)
     for columns in COLUMNS if dtype != torch.float64 else COLUMNS[3::3]:
         if columns < operation.least_columns:
@@ -190,7 +197,9 @@ def test_rows_of_any_length(operation, dtype, device):
 @pytest.mark.parametrize("columns", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
 def test_gradients_of_norms_of_few_columns(columns, dtype, device):
-    """Such a row hardly depends on x: dx is what cancellation leaves, and is measured against what cancels."""
+    """Such a row hardly depends on x: dx is left over from cancellation, and its error is relative to the terms that
+    cancel.
+    """
     draws = Draw(dtype, device)
     grad, weight = draws(64, columns), draws(columns)
     x = draws(64, columns) + 8 * torch.arange(columns, dtype=dtype, device=device)
@@ -214,12 +223,12 @@ def test_any_number_of_rows(operation, dtype, shape, device):
 @pytest.mark.cuda
 @every_operation
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.float32, 520), (torch.bfloat16, 1032)], ids=str)
-def test_so_many_rows_that_a_team_takes_four_at_a_time(operation, dtype, columns):
+def test_enough_rows_that_threads_process_four_at_a_time(operation, dtype, columns):
     operation.check(operation.draw(Draw(dtype, "cuda"), 200_001, columns))
 
 
 def permuted(t):
-    """Leading dimensions in another order than memory's."""
+    """A tensor with its leading dimensions in another order than in memory."""
     order = (*range(2, t.dim() - 1), 0, 1, t.dim() - 1) if t.dim() > 3 else range(t.dim())
     return (
         t.permute(*order)
@@ -243,7 +252,7 @@ LAYOUTS = {
 @every_operation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
-def test_any_layout_and_nothing_beside_it_is_written(operation, dtype, layouts, device):
+def test_any_layout_and_no_write_outside(operation, dtype, layouts, device):
     for shape in ((2, 3, 2, 5, 37), (3, 6, 64), (3, 1280), (3, 5003), (3, 8191)):
         operation.check(operation.draw(Draw(dtype, device), *shape), layouts)
 
@@ -268,7 +277,7 @@ def test_softmax_along_any_dimension(dim, layout, device):
 
 
 def special_rows(columns, dtype, device):
-    """Rows with a number or two, at the start, in the middle and at the end, that are not like the others."""
+    """Rows with one or two special numbers at the start, in the middle and at the end."""
     low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
     rows = [draw(columns, device=device, dtype=dtype, seed=7) / 4]
     for value in (NAN, INF, -INF, low, high):
@@ -285,7 +294,7 @@ def special_rows(columns, dtype, device):
 
 
 def assert_special_alike(ours, theirs):
-    """NaN, 0 and 1 where torch has them, and close elsewhere."""
+    """NaN, 0 and 1 at the same positions as torch, and close elsewhere."""
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert torch.equal(ours == 0, theirs == 0)
     assert torch.equal(ours == 1, theirs == 1)
@@ -294,7 +303,7 @@ def assert_special_alike(ours, theirs):
 
 @pytest.mark.parametrize("columns", [3, 40, 1160, 5003, 8192, 9001, 16384, 200_003])
 @every_dtype
-def test_softmax_of_special_values_is_torch_s(columns, dtype, device):
+def test_softmax_of_special_values_matches_torch(columns, dtype, device):
     x = special_rows(columns, dtype, device)
     expected = x.softmax(-1)
     assert_special_alike(matmuls.softmax(x), expected)
@@ -305,8 +314,8 @@ def test_softmax_of_special_values_is_torch_s(columns, dtype, device):
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, 0x7F800001, -1, -0x400000])
 @pytest.mark.parametrize("columns", [4, 100])
-def test_every_nan_is_one(bits, columns, device):
-    """Whatever its sign and payload."""
+def test_every_nan_propagates(bits, columns, device):
+    """Of any sign and payload."""
     x = torch.randn(2, columns, device=device)
     x.view(torch.int32)[0, 1] = bits
     masked = matmuls.scaled_masked_softmax(x, torch.zeros(columns, dtype=torch.bool, device=device))
@@ -316,7 +325,7 @@ def test_every_nan_is_one(bits, columns, device):
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 1), (3, 0, 2, 5), (2, 0)])
-def test_what_has_no_elements_overlaps_nothing(shape, device):
+def test_empty_tensors_overlap_nothing(shape, device):
     x = torch.empty(1, device=device).expand(shape)
     for write in (matmuls.softmax_, matmuls.layer_norm_, matmuls.rms_norm_):
         assert write(x) is x
@@ -324,8 +333,8 @@ def test_what_has_no_elements_overlaps_nothing(shape, device):
 
 @pytest.mark.parametrize("columns", [24, 160, 2056, 40_000])
 @every_dtype
-def test_small_probabilities_are_as_exact_as_large_ones(columns, dtype, device):
-    """Of scores far below their row's largest, down to where float32 has none; a norm of the row does not see those."""
+def test_small_probabilities_are_as_accurate_as_large_ones(columns, dtype, device):
+    """Scores far below the row's maximum, down to float32 underflow; a norm of the row would not show their errors."""
     x = draw(4, columns, device=device, dtype=dtype) - torch.linspace(0, 85, columns, device=device).to(dtype)
     masked = torch.arange(columns, device=device) % 7 == 3
     truth = torch.softmax(x.double(), -1)
@@ -344,7 +353,7 @@ def test_small_probabilities_are_as_exact_as_large_ones(columns, dtype, device):
 
 
 @pytest.mark.parametrize("op", [matmuls.softmax_, matmuls.layer_norm_, matmuls.rms_norm_])
-def test_a_tensor_of_inference_mode_is_written_over_there_alone(op, device):
+def test_inference_tensors_are_overwritten_only_in_inference_mode(op, device):
     with torch.inference_mode():
         x = draw(4, 8, device=device)
     before = x.clone()
@@ -358,7 +367,7 @@ def test_a_tensor_of_inference_mode_is_written_over_there_alone(op, device):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_strides_that_do_not_overlap_in_any_order(seed, device):
-    """Every distance that gives each element its own place is taken, and no other."""
+    """All strides that give each element its own address are accepted, and no others."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 5, (3,), generator=generator).tolist()
     strides = torch.randint(1, 16, (3,), generator=generator).tolist()
@@ -373,7 +382,7 @@ def test_strides_that_do_not_overlap_in_any_order(seed, device):
 
 
 @pytest.mark.parametrize("op", [matmuls.softmax_, matmuls.layer_norm_, matmuls.rms_norm_])
-def test_numbers_of_one_byte_are_refused_for_their_dtype(op, device):
+def test_one_byte_dtypes_are_refused(op, device):
     x = torch.ones(4, 8, device=device).to(torch.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match="'Float8_e4m3fn'"):
         op(x)
@@ -383,8 +392,8 @@ def test_numbers_of_one_byte_are_refused_for_their_dtype(op, device):
 @pytest.mark.parametrize("masked", ["bytes", "causal", "both"])
 @pytest.mark.parametrize("columns", [40, 256, 1160, 5000])
 @every_dtype
-def test_special_values_behind_a_mask_of_bytes(columns, dtype, masked, device):
-    """Nothing is hidden from the last row of a causal triangle, nor behind a mask of zeros."""
+def test_special_values_with_masks_that_hide_nothing(columns, dtype, masked, device):
+    """The last row of a causal mask and a mask of zeros hide nothing."""
     x = special_rows(columns, dtype, device)
     rows = x[:, None].expand(-1, 2 if masked == "bytes" else columns if columns < 300 else 1, -1).contiguous()
     causal = masked != "bytes" and rows.shape[1] == columns
@@ -402,7 +411,7 @@ def test_a_causal_vector_is_refused_while_tracing(device):
             matmuls.scaled_masked_softmax(x, causal=True, inplace=inplace)
 
 
-def test_an_infinite_gradient_makes_infinite_sums(device):
+def test_an_infinite_gradient_gives_infinite_sums(device):
     x = draw(300, 40, device=device, dtype=torch.float32)
     weight, bias = (torch.ones(40, device=device, requires_grad=True) for _ in range(2))
     grad = torch.ones_like(x)
@@ -428,8 +437,8 @@ def test_nan_stays_in_its_row_of_a_norm(norm, dtype, device):
 
 
 @every_dtype
-def test_equal_numbers_have_a_norm_of_zero(dtype, device):
-    """Exactly: the mean of a row is right to its last bit, whoever has a part of it; on a GPU where sums are exact."""
+def test_rows_of_equal_numbers_normalize_to_zero(dtype, device):
+    """Exactly: the mean is correct to the last bit however threads split the row; on a GPU if its sums are exact."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for columns in (2, 40, 1001, 5003, 8191, 20_001):
         x = torch.full((3, columns), 1000.0, dtype=dtype, device=device)
@@ -442,20 +451,20 @@ def test_equal_numbers_have_a_norm_of_zero(dtype, device):
 
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_numbers_whose_squares_overflow_have_a_norm(dtype, affine, device):
-    """Their distances from the mean have squares."""
+def test_norms_of_numbers_whose_squares_overflow(dtype, affine, device):
+    """The squares of their distances from the mean do not overflow."""
     top = 2e154 if dtype == torch.float64 else 2e19
     for columns in (3, 40, 1000, 1024, 5003, 8192, 16_384, 40_000):
         x = (top * (1 + 1e-3 * draw(5, columns, device=device, dtype=torch.float64))).to(dtype)
         weights = [draw(columns, device=device, dtype=dtype, seed=i) for i in (1, 2)] if affine else []
-        wide = x.double() / top  # the norm of numbers of a usual size, but for eps
+        wide = x.double() / top  # the norm is that of numbers of moderate size, except for eps
         truth = F.layer_norm(wide, (columns,), *(w.double() for w in weights), eps=1e-300)
         ours = matmuls.layer_norm_(x.clone(), *weights)
         assert error(ours, truth) <= (2**-7 if dtype == torch.bfloat16 else 1e-3)
 
 
 def test_float16_sums_do_not_overflow_in_a_norm(device):
-    """x + residual lies beyond 65504, and so do its squares."""
+    """x + residual exceeds 65504, and so do its squares."""
     x, residual = ((draw(5, 1000, device=device, seed=i) * 3000 + 50_000).half() for i in range(2))
     h = x.double() + residual.double()
     for ours, truth in (
@@ -466,8 +475,8 @@ def test_float16_sums_do_not_overflow_in_a_norm(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_of_the_lowest_number_added_is_uniform(dtype, device):
-    """Who masks by the lowest number instead of -inf gets what torch gives: equal shares where all is masked."""
+def test_rows_masked_by_the_lowest_number_are_uniform(dtype, device):
+    """Masking by the lowest finite number instead of -inf gives torch's result: uniform in fully masked rows."""
     x = draw(3, 4, 64, device=device, dtype=dtype)
     mask = torch.zeros(4, 64, dtype=dtype, device=device)
     mask[1], mask[2, 1:] = torch.finfo(dtype).min, torch.finfo(dtype).min
@@ -480,7 +489,7 @@ def test_a_row_of_the_lowest_number_added_is_uniform(dtype, device):
 
 
 def masks_of(hidden, dtype):
-    """The same columns masked in every way there is."""
+    """The same masked columns as every kind of mask."""
     zeros = torch.zeros(hidden.shape, device=hidden.device)
     return [
         hidden,
@@ -494,7 +503,7 @@ def masks_of(hidden, dtype):
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("columns", [5, 64, 128, 5003])
 @every_dtype
-def test_rows_with_nothing_to_attend_to_are_zero_and_have_no_gradient(inplace, columns, dtype, device):
+def test_fully_masked_rows_and_their_gradients_are_zero(inplace, columns, dtype, device):
     x, grad = (draw(2, 3, columns, device=device, dtype=dtype, seed=i) for i in range(2))
     x[1, 2, 0] = NAN
     hidden = draw(2, 3, columns, device=device, seed=2) > 0
@@ -511,7 +520,7 @@ def test_rows_with_nothing_to_attend_to_are_zero_and_have_no_gradient(inplace, c
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("columns", [5, 64, 128, 5003])
 @every_dtype
-def test_masked_columns_do_not_spoil_the_others(value, columns, dtype, device):
+def test_nan_in_masked_columns_does_not_spread(value, columns, dtype, device):
     x, grad = (draw(2, 3, columns, device=device, dtype=dtype, seed=i) for i in range(2))
     hidden = torch.zeros(columns, dtype=torch.bool, device=device)
     hidden[::3] = True
@@ -522,8 +531,8 @@ def test_masked_columns_do_not_spoil_the_others(value, columns, dtype, device):
             assert torch.equal(ours, expected)
 
 
-def test_what_is_not_masked_spoils_its_row(device):
-    """NaN propagates, but not into masked columns, nor into other rows."""
+def test_nan_in_unmasked_columns_fills_its_row(device):
+    """But neither masked columns nor other rows."""
     x = draw(3, 40, device=device)
     x[1, 7] = NAN
     hidden = torch.arange(40, device=device) % 2 == 0
@@ -534,8 +543,8 @@ def test_what_is_not_masked_spoils_its_row(device):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 9), (2, 3, 7, 7), (2, 3, 9, 4), (3, 1, 70), (1, 70, 5003)], ids=str)
-def test_causal_is_the_mask_of_a_triangle(shape, device):
-    """With fewer, as many and more queries than keys; what lies above the diagonal is not read."""
+def test_causal_equals_a_triangular_mask(shape, device):
+    """With fewer, as many and more queries than keys; elements above the diagonal are not read."""
     x, grad = (draw(*shape, device=device, seed=i) for i in range(2))
     above = torch.ones(shape[-2:], dtype=torch.bool, device=device).triu(1)
     also = draw(shape[-1], device=device, seed=2) > 1
@@ -576,7 +585,7 @@ def test_a_mask_is_read_through_its_strides(view, dtype, device):
 
 @pytest.mark.parametrize("shape", [(2, 4, 6, 128), (2, 3, 5, 128), (1, 2, 131, 128), (3, 7, 1, 128), (5, 128)], ids=str)
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
-def test_rows_that_share_a_mask_go_together(shape, dtype, device):
+def test_rows_that_share_a_mask_are_processed_together(shape, dtype, device):
     *lead, queries, columns = shape
     x = draw(*shape, device=device, dtype=dtype)
     batch = lead[:1] + [1] * len(lead[1:])
@@ -604,8 +613,8 @@ RAGGED = [
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", RAGGED, ids=str)
 @pytest.mark.parametrize("dtype", [*SIXTEEN, torch.float32], ids=str)
-def test_rows_off_16_bytes_behind_every_mask(shape, dtype, causal, device):
-    """Several rows that follow each other have masks that do so too, or one mask, or those of another head."""
+def test_rows_off_16_bytes_with_every_mask(shape, dtype, causal, device):
+    """Consecutive rows have consecutive mask rows, one common mask row, or the mask rows of another head."""
     batch, heads, queries, columns = shape
     x = draw(*shape, device=device, dtype=dtype)
     for n, lead in enumerate(((1, 1, 1), (batch, 1, 1), (batch, 1, queries), (1, heads, queries), shape[:3])):
@@ -623,7 +632,7 @@ def test_rows_off_16_bytes_behind_every_mask(shape, dtype, causal, device):
 
 
 @pytest.mark.parametrize("columns", [25, 131, 577])
-def test_many_rows_off_16_bytes_whose_masks_begin_anew_among_a_warp_s_rows(columns, device):
+def test_many_rows_off_16_bytes_whose_masks_restart_within_a_warp(columns, device):
     x = draw(1300 // columns + 1, 12, 2500, columns, device=device, dtype=torch.bfloat16)
     x = x if device == "cuda" else x[:, :2, :77]
     bias = draw(*x.shape[1:], device=device, dtype=x.dtype, seed=1)
@@ -632,8 +641,8 @@ def test_many_rows_off_16_bytes_whose_masks_begin_anew_among_a_warp_s_rows(colum
         torch.testing.assert_close(matmuls.scaled_masked_softmax(x, mask, SCALE), expected.to(x.dtype))
 
 
-def test_a_mask_that_heads_share_beside_scores_larger_than_a_cache(device):
-    """The rows of one query are then taken head after head."""
+def test_a_mask_shared_by_heads_with_scores_larger_than_the_cache(device):
+    """The kernel then processes the rows of one query head after head."""
     x = draw(2, 3, 1500, 1500, device=device)
     for mask in (draw(2, 1, 1500, 1500, device=device, seed=1) > 0, draw(1500, 1500, device=device, seed=1)):
         torch.testing.assert_close(
@@ -645,7 +654,7 @@ def test_a_mask_that_heads_share_beside_scores_larger_than_a_cache(device):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask_shape", [(1, 3, 4, 9), (2, 1, 1, 9), (9,), (4, 1), (2, 3, 4, 9)], ids=str)
 def test_an_added_mask_has_a_gradient(inplace, causal, mask_shape, device):
-    """A learned bias of the positions: with x's gradient, and without it."""
+    """As a learned position bias: with and without a gradient of x."""
     grad, x = (draw(2, 3, 4, 9, device=device, seed=i) for i in range(2))
     mask = draw(*mask_shape, device=device, seed=2)
 
@@ -658,7 +667,7 @@ def test_an_added_mask_has_a_gradient(inplace, causal, mask_shape, device):
     torch.testing.assert_close((y, dmask), (expected[0], expected[2]))
 
 
-def test_a_float32_mask_beside_16_bits_has_a_float32_gradient(device):
+def test_a_float32_mask_of_16_bit_scores_has_a_float32_gradient(device):
     grad, x = (draw(2, 3, 4, 9, device=device, dtype=torch.bfloat16, seed=i) for i in range(2))
     mask = draw(3, 1, 9, device=device)
     ours = with_gradients(lambda x, m: matmuls.scaled_masked_softmax(x, m, SCALE))(grad, x, mask)
@@ -667,7 +676,7 @@ def test_a_float32_mask_beside_16_bits_has_a_float32_gradient(device):
     assert all(error(*pair) < torch.finfo(torch.bfloat16).eps for pair in zip(ours, expected, strict=True))
 
 
-# --------------------------------------------------------------------------------- in place: what autograd must be told
+# --------------------------------------------------------------------------------- in place: what autograd must see
 
 IN_PLACE = {
     "softmax_": (matmuls.softmax_, lambda x: x.softmax(-1)),
@@ -688,7 +697,7 @@ in_place = pytest.mark.parametrize(("function", "reference"), IN_PLACE.values(),
 
 
 @in_place
-def test_x_itself_is_returned_and_its_version_moves(function, reference, device):
+def test_x_is_returned_and_its_version_increases(function, reference, device):
     x = draw(4, 9, device=device)
     expected, version = reference(x), x._version
     assert function(x) is x
@@ -697,8 +706,8 @@ def test_x_itself_is_returned_and_its_version_moves(function, reference, device)
 
 
 @pytest.mark.parametrize("name", [name for name in IN_PLACE if name != "layer_norm_ affine"])
-def test_writing_over_the_result_is_noticed(name, device):
-    """It is all that backward has."""
+def test_overwriting_the_result_raises_in_backward(name, device):
+    """Backward needs it."""
     leaf = draw(4, 9, device=device).requires_grad_()
     x = IN_PLACE[name][0](leaf * 1)
     x.mul_(2)
@@ -706,8 +715,8 @@ def test_writing_over_the_result_is_noticed(name, device):
         x.sum().backward()
 
 
-def test_what_a_norm_has_kept_apart_survives_writing_over_the_result(device):
-    """With a weight the normalized rows are kept: the result itself may change."""
+def test_norms_with_weight_allow_overwriting_the_result(device):
+    """They save the normalized rows separately."""
     leaf, weight = draw(4, 9, device=device).requires_grad_(), draw(9, device=device)
     x = matmuls.layer_norm_(leaf * 1, weight)
     x.mul_(2).sum().backward()
@@ -718,7 +727,7 @@ def test_what_a_norm_has_kept_apart_survives_writing_over_the_result(device):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
 @in_place
-def test_what_others_have_saved_is_seen_to_be_written(function, reference, mode, device):
+def test_overwriting_a_saved_tensor_raises_in_backward(function, reference, mode, device):
     x, saved = draw(4, 9, device=device).requires_grad_(), draw(4, 9, device=device, seed=1)
     y = x * saved
     with mode():
@@ -730,7 +739,7 @@ def test_what_others_have_saved_is_seen_to_be_written(function, reference, mode,
 @pytest.mark.parametrize(
     "write", [lambda x: matmuls.softmax(x * 1, out=x), lambda x: matmuls.softmax_backward_(x, x * 1)]
 )
-def test_outputs_are_seen_to_be_written(write, device):
+def test_writes_to_out_are_seen_by_autograd(write, device):
     x, saved = draw(4, 9, device=device).requires_grad_(), draw(4, 9, device=device, seed=1)
     y = x * saved
     with torch.inference_mode():
@@ -740,7 +749,7 @@ def test_outputs_are_seen_to_be_written(write, device):
 
 
 @in_place
-def test_a_leaf_is_refused_before_anything_is_written(function, reference, device):
+def test_a_leaf_is_refused_before_any_write(function, reference, device):
     x = draw(4, 9, device=device).requires_grad_()
     before, version = x.detach().clone(), x._version
     for t in (x, x.view(4, 9)):
@@ -753,8 +762,8 @@ def test_a_leaf_is_refused_before_anything_is_written(function, reference, devic
     torch.testing.assert_close(x, reference(before))
 
 
-def test_what_inference_mode_made_is_refused_before_anything_is_written(device):
-    """Where a gradient is to be recorded: autograd cannot keep it."""
+def test_inference_tensors_are_refused_before_any_write(device):
+    """If a gradient is recorded: autograd cannot save them."""
     with torch.inference_mode():
         x, weight = draw(4, 9, device=device), draw(9, device=device, seed=1)
     before, leaf = x.clone(), draw(9, device=device).requires_grad_()
@@ -785,8 +794,8 @@ VIEWS = {
 
 @in_place
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_view_of_a_graph_s_tensor(function, reference, view, device):
-    """Written through the view, the base has the new values and the right history."""
+def test_a_view_of_a_non_leaf(function, reference, view, device):
+    """After a write through the view, the base has the new values and the correct graph."""
     leaf, weights = draw(4, 18, device=device).requires_grad_(), draw(4, 18, device=device, seed=1)
     base, expected = leaf * 1, leaf * 1
     if not view(base).is_contiguous() and function in (IN_PLACE["inplace_softmax"][0], IN_PLACE["layernorm"][0]):
@@ -800,8 +809,8 @@ def test_a_view_of_a_graph_s_tensor(function, reference, view, device):
 
 @in_place
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_graph_that_is_let_go_of_is_freed(function, reference, view, device):
-    """Without a backward: what it keeps of x must not keep the graph that x is of."""
+def test_a_dropped_graph_is_freed(function, reference, view, device):
+    """Without a backward: tensors saved for x must not keep alive the graph that produced x."""
     leaf = draw(4, 18, device=device).requires_grad_()
     base = leaf * 1
     if not view(base).is_contiguous() and function in (IN_PLACE["inplace_softmax"][0], IN_PLACE["layernorm"][0]):
@@ -817,7 +826,7 @@ def test_a_graph_that_is_let_go_of_is_freed(function, reference, view, device):
 
 @in_place
 def test_compiled_over_an_input_of_the_graph(function, reference, device):
-    """The write is one that gradients go through."""
+    """Gradients flow through the in-place write."""
     torch._dynamo.reset()
     leaf, grad = draw(4, 9, device=device).requires_grad_(), draw(4, 9, device=device, seed=1)
     for f in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
@@ -851,7 +860,7 @@ def test_a_norm_of_a_view_is_differentiable_once(norm, device):
 
 @in_place
 def test_backward_twice_through_one_graph(function, reference, device):
-    """What backward keeps it does not write over."""
+    """Backward does not overwrite saved tensors."""
     leaf, grad = draw(4, 9, device=device).requires_grad_(), draw(4, 9, device=device, seed=1)
     y = function(leaf * 1) * 1
     first, second = (torch.autograd.grad(y, leaf, grad, retain_graph=True)[0] for _ in range(2))
@@ -883,7 +892,7 @@ def test_a_softmax_of_a_view_is_differentiable_twice(device):
 
 
 @softmaxes
-def test_a_gradient_that_the_caller_holds_is_not_written_over(softmax, device):
+def test_a_gradient_that_the_caller_holds_is_not_overwritten(softmax, device):
     leaf, grad = draw(4, 9, device=device).requires_grad_(), draw(4, 9, device=device, seed=1)
     before = grad.clone()
     torch.autograd.grad(softmax(leaf * 1), leaf, grad)
@@ -892,8 +901,10 @@ def test_a_gradient_that_the_caller_holds_is_not_written_over(softmax, device):
 
 
 @softmaxes
-def test_a_gradient_that_others_need_is_not_written_over(softmax, device):
-    """The other summand's gradient is the same tensor, or lies in the same memory; so do a hook's and a kept one."""
+def test_a_shared_gradient_is_not_overwritten(softmax, device):
+    """The gradient of the other summand is the same tensor or shares its memory; also gradients of hooks and retained
+    ones.
+    """
     leaf, other = (draw(4, 9, device=device, seed=i).requires_grad_() for i in range(2))
     weights = draw(4, 9, device=device, seed=2)
     for join in (lambda y, z: y + z, lambda y, z: z + y, lambda y, z: (y.view(-1) + z.view(-1)).view(4, 9)):
@@ -910,7 +921,7 @@ def test_a_gradient_that_others_need_is_not_written_over(softmax, device):
         leaf.grad = other.grad = None
 
 
-def test_softmax_backward_in_place_is_refused_where_a_gradient_is_recorded(device):
+def test_softmax_backward_in_place_is_refused_under_autograd(device):
     y = draw(4, 9, device=device).requires_grad_()
     for args in ((y * 1, y.detach()), (y.detach().clone(), y)):
         before = args[0].detach().clone()
@@ -923,7 +934,7 @@ def test_softmax_backward_in_place_is_refused_where_a_gradient_is_recorded(devic
 
 
 def kept_by(function):
-    """The tensors that function keeps for backward."""
+    """The tensors that function saves for backward."""
     kept = []
 
     def pack(t):
@@ -936,7 +947,7 @@ def kept_by(function):
 
 
 @pytest.mark.parametrize("norm", [matmuls.layer_norm_, matmuls.rms_norm_], ids=lambda f: f.__name__)
-def test_a_norm_without_weight_keeps_itself_and_a_number_a_row(norm, device):
+def test_a_norm_without_weight_saves_its_result_and_a_number_per_row(norm, device):
     x = draw(64, 100, device=device).requires_grad_() * 1
     kept = kept_by(lambda: norm(x))
     assert sorted(tuple(t.shape) for t in kept) == [(64,), (64, 100)]
@@ -945,7 +956,7 @@ def test_a_norm_without_weight_keeps_itself_and_a_number_a_row(norm, device):
     assert 64 * 4 <= peak_memory(lambda: norm(y), device) <= 64 * 4 + 512
 
 
-def test_a_norm_with_weight_keeps_the_normalized_rows(device):
+def test_a_norm_with_weight_saves_the_normalized_rows(device):
     x, weight = draw(64, 100, device=device).requires_grad_() * 1, draw(100, device=device).requires_grad_()
     kept = kept_by(lambda: matmuls.layer_norm_(x, weight))
     assert sorted(tuple(t.shape) for t in kept) == [(64,), (64, 100), (100,)]
@@ -953,7 +964,7 @@ def test_a_norm_with_weight_keeps_the_normalized_rows(device):
 
 
 @softmaxes
-def test_a_softmax_keeps_its_result_alone(softmax, device):
+def test_a_softmax_saves_only_its_result(softmax, device):
     x = draw(4, 9, device=device).requires_grad_() * 1
     results = []
     kept = kept_by(lambda: results.append(softmax(x)))
@@ -961,7 +972,7 @@ def test_a_softmax_keeps_its_result_alone(softmax, device):
 
 
 def test_a_scale_with_a_gradient_is_refused(device):
-    """Rather than given none: backward keeps the result alone."""
+    """A missing gradient would be silent: backward saves the result only."""
     x, scale = draw(4, 9, device=device).requires_grad_(), torch.tensor(0.5, requires_grad=True)
     expected = "scaled_masked_softmax: expected a scale without a gradient"
     for function in (matmuls.scaled_masked_softmax, matmuls.scaled_masked_softmax_forward):
@@ -1005,12 +1016,12 @@ IN_NO_MEMORY = {
 @pytest.mark.parametrize("columns", [100, 70_000])
 def test_in_place_takes_no_memory(function, dtype, columns, device):
     x = draw(16, columns, device=device, dtype=dtype)
-    assert peak_memory(lambda: torch.empty_like(x), device) >= x.nbytes  # what is measured is seen
+    assert peak_memory(lambda: torch.empty_like(x), device) >= x.nbytes  # checks that the measurement sees allocations
     assert peak_memory(lambda: function(x), device) == 0
 
 
 def test_weights_masks_and_outputs_of_any_stride_are_not_copied(device):
-    """Nor is anything else needed beside a weight, a residual or a mask."""
+    """Nor is other memory needed for a weight, a residual or a mask."""
     x, other, weight = (draw(*s, device=device) for s in ((64, 100), (64, 200), (100,)))
     mask = torch.zeros(1, 100, dtype=torch.bool, device=device)
     for call in (
@@ -1023,8 +1034,8 @@ def test_weights_masks_and_outputs_of_any_stride_are_not_copied(device):
         assert peak_memory(call, device) == 0
 
 
-def test_attention_with_gradients_holds_two_tensors_of_the_scores_size(device):
-    """Its probabilities, and their gradient, over which that of the scores is written."""
+def test_attention_with_gradients_needs_two_tensors_of_the_scores_size(device):
+    """The probabilities, and their gradient, which the gradient of the scores overwrites."""
     inputs = [draw(2, 4, 64, 8, device=device, seed=i).requires_grad_() for i in range(3)]
     grad = draw(2, 4, 64, 8, device=device, seed=3)
     small, scores = grad.nbytes, 2 * 4 * 64 * 64 * 4
@@ -1045,8 +1056,8 @@ def test_attention_with_gradients_holds_two_tensors_of_the_scores_size(device):
 
 @pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3)], ids=str)
 @pytest.mark.parametrize("piece", [1, 4 * 11 * 3, 4 * 7 * 11, 4 * 7 * 11 * 2 + 8, 8 << 20])
-def test_inplace_softmax_backward_is_autograd_s(lead, piece, device, monkeypatch):
-    """In pieces of one row, of a few rows, of one matrix, of two matrices, and all at once."""
+def test_inplace_softmax_backward_matches_autograd(lead, piece, device, monkeypatch):
+    """In pieces of one row, a few rows, one matrix, two matrices, and all at once."""
     monkeypatch.setattr("matmuls.rowwise.PIECE_BYTES", piece)
     scores, values = draw(*lead, 7, 11, device=device).requires_grad_(), draw(*lead, 11, 6, device=device, seed=1)
     d_ov = draw(*lead, 7, 6, device=device, seed=2)
@@ -1070,18 +1081,18 @@ def test_inplace_softmax_backward_under_autocast(device):
         matmuls.inplace_softmax_backward(output, d_ov, values, 8, 3, 5)
 
 
-def test_inplace_softmax_backward_holds_pieces_of_8_mib(device):
+def test_inplace_softmax_backward_allocates_pieces_of_8_mib(device):
     draws = Draw(torch.float32, device)
     output, d_ov, values = draws(1, 3, 1500, 1500), draws(1, 3, 1500, 4), draws(1, 3, 1500, 4)
 
     def backward():
         matmuls.inplace_softmax_backward(output, d_ov, values, 4500, 1500, 4)
 
-    backward()  # cuBLAS has its workspace from here on
+    backward()  # allocates cuBLAS's workspace
     assert 4 << 20 < peak_memory(backward, device) <= 8 << 20 < output.nbytes
 
 
-def test_inplace_softmax_backward_refuses_what_does_not_fit(device):
+def test_inplace_softmax_backward_refuses_mismatched_operands(device):
     draws = Draw(torch.float32, device)
     output, d_ov, values = draws(2, 7, 11), draws(2, 7, 6), draws(2, 11, 6)
     before = output.clone()
@@ -1113,7 +1124,7 @@ def test_inplace_softmax_backward_refuses_a_vector(device):
 
 
 @pytest.mark.parametrize("shape", [(5000, 64), (300, 1000), (33, 20_000), (40, 140_000)], ids=str)
-def test_gradients_of_a_norm_are_the_same_bits_every_time(shape, device):
+def test_gradients_of_a_norm_are_bitwise_reproducible(shape, device):
     grad, x = (draw(*shape, device=device, seed=i) for i in range(2))
     weight, bias = (draw(shape[-1], device=device, seed=i) for i in (2, 3))
     first, *others = [with_gradients(matmuls.layer_norm_)(grad, x, weight, bias) for _ in range(3)]
@@ -1122,7 +1133,7 @@ def test_gradients_of_a_norm_are_the_same_bits_every_time(shape, device):
 
 
 @pytest.mark.parametrize("shape", [(5000, 64), (300, 5000), (33, 200_000)], ids=str)
-def test_softmax_is_the_same_bits_every_time(shape, device):
+def test_softmax_is_bitwise_reproducible(shape, device):
     x = draw(*shape, device=device)
     first, *others = [matmuls.softmax_(x.clone()) for _ in range(3)]
     assert all(torch.equal(first, other) for other in others)
@@ -1184,8 +1195,10 @@ def test_four_streams_at_once():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("shape", [(4000, 128), (20_000, 1024), (1000, 16_384), (200, 65_536), (60, 262_144)], ids=str)
-def test_kernels_that_start_early_wait_for_those_before(shape):
-    """Producers, row operations and consumers of the same memory: the bits of calls with a wait after each."""
+def test_dependent_launches_wait_for_earlier_kernels(shape):
+    """Producers, row operations and consumers of the same memory give the same bits as calls with a synchronization
+    after each.
+    """
     sources = [draw(*shape, device="cuda", dtype=torch.bfloat16, seed=n) for n in range(4)]
     weight = draw(shape[-1], device="cuda", dtype=torch.bfloat16, seed=4)
     rstd = draw(shape[0], device="cuda", seed=5).abs()
@@ -1242,7 +1255,7 @@ def test_more_than_2_31_elements():
 # ---------------------------------------------------------------------------- second derivatives, transforms, aliases
 
 
-def test_what_a_causal_softmax_does_not_see_has_no_part_in_its_gradients():
+def test_future_columns_do_not_affect_causal_gradients():
     backward = torch.ops.custom_mm.softmax_backward.default
     y, grad = torch.randn(2, 4, 4).double().softmax(-1), torch.randn(2, 4, 4).double()
     leaves = y.requires_grad_(), grad.requires_grad_()
@@ -1265,7 +1278,7 @@ def test_what_a_causal_softmax_does_not_see_has_no_part_in_its_gradients():
     ],
     ids=["layer_norm_", "rms_norm_", "matmul_"],
 )
-def test_many_gradients_at_once(function, device):
+def test_vectorized_jacobians_and_hessians(function, device):
     x, w = torch.randn(2, 3, 4, dtype=torch.float64, device=device), torch.randn(4, 4, dtype=torch.float64).to(device)
     jacobian = torch.autograd.functional.jacobian
     one_by_one = jacobian(function, (x, w))
@@ -1278,13 +1291,13 @@ def test_many_gradients_at_once(function, device):
         torch.testing.assert_close(a, b)
 
 
-def test_a_transform_that_cannot_see_what_is_written_is_refused():
+def test_transforms_that_miss_in_place_writes_are_refused():
     x, mask = torch.randn(3, 4), torch.randn(3, 4)
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda m: matmuls.scaled_masked_softmax(x, m, inplace=True).square().sum())(mask)
 
 
-def test_the_gradient_of_attentions_scores_over_what_it_reads(device):
+def test_inplace_softmax_backward_refuses_an_out_that_aliases_its_inputs(device):
     y = torch.randn(5, 5, device=device).softmax(-1)
     d = torch.randn(5, 5, device=device)
     for arguments in ((y, d, y), (y, y, d)):
@@ -1298,15 +1311,15 @@ def test_the_gradient_of_attentions_scores_over_what_it_reads(device):
 
 
 @pytest.mark.parametrize("columns", [7, 131, 1000])
-def test_squares_that_add_up_to_more_than_a_number_holds(columns, device):
+def test_sums_of_squares_that_overflow(columns, device):
     x = torch.full((3, columns), 1e20, device=device)
     assert torch.equal(matmuls.rms_norm_(x), torch.zeros_like(x))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("columns", [1536, 1792, 3072, 577, 1031])
-def test_a_mask_that_the_kernel_ahead_has_just_written(columns):
-    """Which lets the next one begin early, as ours and Triton's do."""
+def test_a_mask_written_by_the_previous_kernel(columns):
+    """That kernel allows programmatic dependent launch, as ours and Triton's do."""
     x = torch.randn(64, 4, columns, device="cuda", dtype=torch.float16)
     masks = (torch.rand(8, 64, 1, columns, device="cuda") > 0.5).byte().view(torch.uint8)
     expected = [matmuls.scaled_masked_softmax(x, m.bool()) for m in masks]

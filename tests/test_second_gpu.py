@@ -1,4 +1,6 @@
-"""Tensors of a GPU that is not the current one: right, and the current one stays what it was and gets no work."""
+"""Tensors on a GPU other than the current one: results are correct, and the current GPU stays current and gets no
+work.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ from matmuls import bench, masked_linear, plan
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 SECOND = "cuda:1"
-LARGEST = 2e10  # operations of a case: tiles and plans that only large ones take, and seconds at most in float64
+LARGEST = 2e10  # operations of a case: large enough for all tiles and plans, seconds at most in float64
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +82,7 @@ def test_a_plan(share, dtype):
     matrix = dense.to_sparse_csr()
     made = plan(matrix, constant=True)
     truth = dense.double() @ b.double()
-    for _ in range(3):  # measured, chosen, made again
+    for _ in range(3):  # measured, chosen, repeated by the prepared call
         assert table.error(made @ b, truth) < 2e-3
     with torch.cuda.device(SECOND):
         graph = torch.cuda.CUDAGraph()

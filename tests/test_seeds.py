@@ -1,4 +1,4 @@
-"""The calls that the upstream documents show, word for word."""
+"""The calls shown in the upstream documentation, verbatim."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import torch
 
 def test_cublas_example():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # init_cublas says so where there is no CUDA
+        warnings.simplefilter("ignore")  # init_cublas warns if there is no CUDA
 
         from custom_mm import destroy_cublas, init_cublas
         from matmuls import cublasMM
@@ -129,7 +129,7 @@ def test_fused_softmax(device):
         check = torch.softmax(data_input_check, dim=-1)
         out_put = function.apply(data_input, mask, factor)
 
-        # allclose with the document's tolerances asks the same bits of a float16 above 0.01; this one a rounding
+        # The document's tolerances would need bitwise equality for float16 above 0.01; these allow one rounding
         torch.testing.assert_close(check, out_put)
 
         with torch.autocast(device_type=device, dtype=torch.float16, enabled=False):
@@ -139,7 +139,7 @@ def test_fused_softmax(device):
 
 
 def test_fused_softmax_masks_and_scales(device):
-    """In the document's formula a mask of any dtype masks where it is 1; the scale may be a number or a tensor."""
+    """In the documented formula a mask of any dtype masks where it is 1; the scale may be a number or a tensor."""
     from matmuls import FusedSoftmax, scaled_masked_softmax_backward, scaled_masked_softmax_forward
 
     x, grad = torch.randn(2, 3, 5, 7, device=device), torch.randn(2, 3, 5, 7, device=device)
@@ -164,7 +164,7 @@ def test_fused_softmax_masks_and_scales(device):
 
 
 def test_masked_linear_and_ffn(device):
-    """The modules of the document; its TritonLinear drops the result, which is returned here."""
+    """The documented modules; the documented TritonLinear drops its result, which is returned here."""
     from torch import nn
 
     from matmuls import MaskedFFN, MaskedLinear

@@ -1,4 +1,4 @@
-"""Softmax along any dimension on the CPU: rows that lie side by side, short rows, their gradients and their speed."""
+"""Softmax along any dimension on a CPU: strided rows next to each other, short rows, gradients, speed."""
 
 import random
 import time
@@ -13,7 +13,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def drawn(seed, most=20_000):
-    """A shape and a dimension; rows of 1 to 600 numbers, side by side or not."""
+    """A random shape and dimension; rows of 1 to 600 numbers, contiguous or strided."""
     rng = random.Random(seed)
     while True:
         shape = [max(1, int(2 ** rng.uniform(-0.5, 9.2))) for _ in range(rng.choice([2, 3, 4]))]
@@ -25,13 +25,13 @@ def close(ours, truth, dtype):
     info = torch.finfo(dtype)
     rtol = (
         1 if dtype.itemsize == 2 else 32
-    ) * info.eps  # a rounding of z - max z is one of the result z times as large
+    ) * info.eps  # a rounding of z - max z is a relative error of the result, z times as large
     torch.testing.assert_close(ours.double(), truth, rtol=rtol, atol=info.tiny, equal_nan=True)
 
 
 @every_dtype
 @pytest.mark.parametrize("seed", range(24))
-def test_every_way_to_call_it(seed, dtype, device):
+def test_every_variant(seed, dtype, device):
     shape, dim = drawn(seed)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(device, dtype)
     truth = x.double().softmax(dim)
@@ -50,7 +50,7 @@ def test_every_way_to_call_it(seed, dtype, device):
 
 @every_dtype
 @pytest.mark.parametrize("seed", range(24))
-def test_the_gradient(seed, dtype, device):
+def test_gradients(seed, dtype, device):
     shape, dim = drawn(seed)
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(shape, generator=generator).softmax(dim).to(device, dtype)
@@ -65,7 +65,7 @@ def test_the_gradient(seed, dtype, device):
 @every_dtype
 @pytest.mark.parametrize("columns", [1, 2, 5, 8, 9, 16, 17, 40, 300])
 @pytest.mark.parametrize("width", [1, 3, 16, 37, 530])
-def test_special_values_are_torchs(columns, width, dtype, device):
+def test_special_values_match_torch(columns, width, dtype, device):
     x = torch.randn(columns, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     inf, nan = float("inf"), float("nan")
     for column, row, value in ((0, 0, inf), (columns - 1, 1, -inf), (columns // 2, 2, nan), (0, 5, -inf), (0, 5, nan)):
@@ -76,15 +76,15 @@ def test_special_values_are_torchs(columns, width, dtype, device):
         close(matmuls.softmax(t, dim), t.double().softmax(dim), dtype)
 
 
-def test_sums_of_many_columns_are_exact(device):
+def test_sums_of_many_columns_are_accurate(device):
     x = torch.zeros(200_000, 33, device=device)
     torch.testing.assert_close(matmuls.softmax(x, 0), torch.full_like(x, 1 / 200_000), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("shape", "dim"), [((2048, 4096), 0), ((8, 512, 700), 1), ((200_000, 1), 1)], ids=str)
-def test_it_is_as_fast_as_torchs(shape, dim, dtype):
-    """In turns, the least time of each: 0.9 of torch's speed at least."""
+def test_speed_is_at_least_nine_tenths_of_torchs(shape, dim, dtype):
+    """softmax_ and torch.softmax alternate; the fastest run of each counts."""
     x, out = torch.randn(shape).to(dtype), torch.empty(shape, dtype=dtype)
     functions = [lambda: torch.softmax(x, dim, out=out), lambda: matmuls.softmax_(out, dim)]
     least = [float("inf")] * 2

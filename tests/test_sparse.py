@@ -1,4 +1,4 @@
-"""Sparse products: every layout, dtype, index type and reduction against float64, gradients, plans, hostile input."""
+"""Sparse products: every layout, dtype, index type and reduction against float64; gradients, plans, invalid input."""
 
 import copy
 import gc
@@ -51,7 +51,9 @@ def in_layout(dense, layout, index=torch.int64):
 
 
 def assert_close(ours, truth, torchs, scale=None):
-    """At most twice torch's own error in the same dtype and one rounding more, relative to what is summed."""
+    """At most twice torch's error in the same dtype, plus one rounding, relative to the sum of the terms'
+    magnitudes.
+    """
     scale = torch.linalg.vector_norm(truth).item() if scale is None else scale
     error, theirs = (torch.linalg.vector_norm(x.double() - truth).item() for x in (ours, torchs))
     roundings = 4 if ours.dtype == torch.float64 else 1
@@ -59,7 +61,7 @@ def assert_close(ours, truth, torchs, scale=None):
 
 
 def reduced(dense, b, reduce, stored=None):
-    """The reference, dense: over what is stored, which is what is not 0 unless told otherwise."""
+    """Dense reference of a reduction over the stored entries: `stored`, by default the nonzeros."""
     stored = dense != 0 if stored is None else stored
     if reduce == "sum":
         return dense @ b
@@ -121,7 +123,7 @@ def test_out_alpha_and_beta(reduce, device):
 
 
 def long_rows(device="cpu", index=torch.int64):
-    """Rows of every length: longer than any share of the work, empty, one nonzero; 20,000 columns."""
+    """Rows of every length in 20,000 columns: longer than a work share, empty, a single nonzero."""
     lengths = torch.tensor([0, 1, 12000, 3, 0, 20000, 7, 65, 9000, 129, 0, 0, 2, 15000, 64, 4097, 1])
     crow = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +134,7 @@ def long_rows(device="cpu", index=torch.int64):
 
 @every_dtype
 @pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
-def test_rows_longer_than_a_share(dtype, index, device):
+def test_rows_longer_than_a_work_share(dtype, index, device):
     crow, col, values, shape = long_rows(device, index)
     a = torch.sparse_csr_tensor(crow, col, values.to(dtype), shape)
     dense = a.to_dense()
@@ -151,8 +153,9 @@ def test_rows_longer_than_a_share(dtype, index, device):
 @every_dtype
 @pytest.mark.parametrize(("batch", "n"), [(4, 512), (8, 128), (16, 64), (32, 32), (2, 1024)])
 def test_skewed_rows(batch, n, dtype, device):
-    """So many nonzeros, so unevenly spread, that a GPU takes them in equal shares: empty rows, short ones and a few of
-    thousands, which begin and end anywhere."""
+    """Enough nonzeros, distributed unevenly enough, that a GPU splits them into equal shares: empty rows, short rows,
+    and a few of thousands, at any position within the shares.
+    """
     generator = torch.Generator().manual_seed(n)
     lengths = (40 / torch.rand(4000, generator=generator, dtype=torch.float64) ** 1.2).long().clamp_max(9000) // 4
     lengths[torch.rand(4000, generator=generator) < 0.3] = 0
@@ -181,7 +184,7 @@ def test_skewed_rows(batch, n, dtype, device):
     )
 
 
-def test_threads_do_not_change_a_bit():
+def test_results_do_not_depend_on_the_number_of_threads():
     crow, col, values, shape = long_rows()
     a, b = torch.sparse_csr_tensor(crow, col, values.float(), shape), torch.randn(shape[1], 19)
     threads = torch.get_num_threads()
@@ -195,7 +198,7 @@ def test_threads_do_not_change_a_bit():
 
 
 @every_dtype
-def test_any_strides_of_the_dense_side(dtype, device):
+def test_any_strides_of_b(dtype, device):
     dense, b = draw_sparse(30, 20, 0.3, dtype, device), draw_sparse(20, 16, 1, dtype, device)
     wide = torch.full((20, 48), float("nan"), dtype=dtype, device=device)
     layouts = [b.mT.contiguous().mT, wide[:, :16].copy_(b), wide[:, 17:33].copy_(b), wide[:, 1::3].copy_(b)]
@@ -219,7 +222,7 @@ def test_batches(dtype, device):
     dense = torch.stack([draw_sparse(12, 10, 0.4, dtype, device, seed=s) for s in range(6)])
     mask = draw_sparse(12, 10, 0.4, torch.float64, device) != 0
     b = draw_sparse(60, 7, 1, dtype, device).view(6, 10, 7)
-    # one pattern, values and dense sides by the batch
+    # one pattern with batched values and B
     dense = dense * 0 + torch.where(mask, torch.randn(6, 12, 10, device=device).to(dtype), 0)
     one = plan(mask.to(dtype).to_sparse_csr())
     values = dense[:, mask]
@@ -241,7 +244,7 @@ def test_batches(dtype, device):
         assert_close(spmm(a, b, out=out), own.double() @ b.double(), own @ b)
 
 
-def test_a_batch_into_what_overlaps_is_refused(device):
+def test_a_batch_into_an_overlapping_out_is_refused(device):
     dense = torch.randn(2, 4, 4, device=device)
     a, b = dense.to_sparse_csr(), torch.randn(2, 4, 4, device=device)
     over_itself, over_b = torch.zeros(20, device=device).as_strided((2, 4, 4), (2, 4, 1)), b.mT
@@ -297,7 +300,7 @@ def test_nan_and_inf_stay_in_their_rows(device):
     "rows", [(0, 1, 40, 5000), (4999, 5000), (17, 18, 19, 400, 433, 466, 3000), (0,), (2500,)], ids=str
 )
 def test_sampled_products_among_empty_rows(rows, n, device):
-    """Thousands of them one after the other, as web graphs have."""
+    """Thousands of empty rows in sequence, as in web graphs."""
     each = torch.zeros(5001, dtype=torch.int32)
     each[list(rows)] = torch.randint(1, 40, (len(rows),), dtype=torch.int32)
     crow = torch.cat([each.new_zeros(1), each.cumsum(0, dtype=torch.int32)]).to(device)
@@ -328,7 +331,7 @@ def test_sddmm(layout, dtype, device):
         x, y = (torch.randn(*lead, rows, d, device=device).to(dtype) for rows in (30, 42))
         ours = sddmm(x, y.mT, plan(pattern), alpha=0.5)
         assert torch.equal(ours, sddmm(x, y.mT, pattern, alpha=0.5))
-        # back in the pattern's own order: as values of a matrix of the same layout
+        # in the pattern's own order again: values of a matrix of the same layout
         full, truth = 0.5 * (x @ y.mT), 0.5 * (x.double() @ y.double().mT)
         places = in_layout(
             torch.arange(1.0, 30 * 42 + 1, device=device).view(30, 42) * (pattern.to_dense() != 0), layout
@@ -408,8 +411,8 @@ def test_sparse_attention(lead, dtype, device):
             assert_close(ours, truth, theirs)
 
 
-def test_attention_of_float16_scores_that_pass_its_range(device):
-    """Scaled ones of 80000 and more, as torch's sdpa has them in float32; and their gradients."""
+def test_attention_with_float16_scores_that_overflow(device):
+    """Scaled scores of 80000 and more, which torch's sdpa keeps in float32, and their gradients."""
     torch.manual_seed(0)
     q = torch.randn(4, 12, 64, device=device).sign().mul(100).half()
     v = torch.randn(4, 12, 8, device=device).half()
@@ -423,7 +426,7 @@ def test_attention_of_float16_scores_that_pass_its_range(device):
     assert all(x.grad.isfinite().all() for x in leaves)
 
 
-def test_attention_never_makes_a_dense_score(device):
+def test_attention_never_allocates_dense_scores(device):
     n = 20000  # dense scores would take 1.6 GB
     crow, col = torch.arange(0, 4 * n + 1, 4, device=device), torch.randint(n, (4 * n,), device=device)
     pattern = plan(torch.sparse_csr_tensor(crow, col, torch.ones(4 * n, device=device), (n, n)))
@@ -495,8 +498,8 @@ def test_gradient_of_long_rows_and_columns(device):
     torch.testing.assert_close(values.grad, (grad[rows] * b.detach()[col]).sum(1))
 
 
-def test_gradient_of_values_takes_no_more_than_nonzeros():
-    n = 30000  # densified 3.6 GB
+def test_gradient_of_values_needs_only_memory_for_nonzeros():
+    n = 30000  # densified, it would take 3.6 GB
     crow, col = torch.arange(0, 3 * n + 1, 3), torch.randint(n, (3 * n,))
     a = torch.sparse_csr_tensor(crow, col, torch.randn(3 * n), (n, n)).requires_grad_()
     b = torch.randn(n, 4)
@@ -560,7 +563,7 @@ def test_plan(device):
     assert "nnz=" in repr(made)
     leaf = dense.to_sparse_csr().requires_grad_()
     once = plan(leaf)
-    for n in (1, 2):  # a graph of its own for each product
+    for n in (1, 2):  # a graph for each product
         (once @ b).sum().backward()
         torch.testing.assert_close(leaf.grad.to_dense(), n * (dense != 0) * b.sum(1))
     for bad in (a.values()[1:], a.values()[None]):
@@ -568,7 +571,7 @@ def test_plan(device):
             made.update(bad)
 
 
-def test_values_in_the_shape_that_the_tensor_has_them_in(device):
+def test_values_in_the_shape_of_the_tensors_values(device):
     dense = draw_sparse(24, 36, 0.4, device=device)
     batch = torch.stack([dense, dense]).to_sparse_csr()
     for a in (dense.to_sparse_bsr((2, 3)), batch):
@@ -577,7 +580,7 @@ def test_values_in_the_shape_that_the_tensor_has_them_in(device):
         torch.testing.assert_close(plan(a).with_values(3 * a.values()) @ b, 3 * (a.to_dense() @ b))
 
 
-def test_indices_are_checked_once_and_again_when_written_to(device):
+def test_indices_are_checked_once_and_again_after_a_write(device):
     a = draw_sparse(20, 30, 0.2, torch.float32, device).to_sparse_csr()
     b = torch.randn(30, 4, device=device)
     first = spmm(a, b)
@@ -594,8 +597,8 @@ def test_indices_are_checked_once_and_again_when_written_to(device):
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("layout", ["csr", "csc", "coo", "bsr"])
 @pytest.mark.parametrize("leaf", [False, True])
-def test_a_plan_sees_what_is_written_to_its_matrix(leaf, layout, index, device):
-    """Values and indices have one version: the values are followed, the indices must be those of before."""
+def test_a_plan_sees_writes_to_its_matrix(leaf, layout, index, device):
+    """Values and indices share a version counter: changed values are used, changed indices raise."""
     dense, b = draw_sparse(20, 30, 0.2, torch.float32, device).to_dense(), torch.randn(30, 4, device=device)
     a, moved = in_layout(dense, layout, index), in_layout(dense.roll(10, 1), layout, index)
     made, first = plan(a.requires_grad_(leaf)), spmm(a.detach(), b)
@@ -623,7 +626,7 @@ def test_a_transform_leaves_nothing_in_a_plan(device):
         pickle.loads(pickle.dumps(made))
 
 
-def test_blocks_beyond_the_reach_of_their_indices(device):
+def test_blocks_whose_indices_overflow(device):
     crow, col = torch.tensor([[0, 1], [2**30 - 1, 0]], dtype=torch.int32, device=device)
     a = torch.sparse_bsr_tensor(crow, col[:1], torch.ones(1, 1, 4, device=device), (1, 2**33))
     assert plan(a)._structure.col.tolist() == [2**32 - 4, 2**32 - 3, 2**32 - 2, 2**32 - 1]
@@ -639,8 +642,8 @@ def test_blocks_that_do_not_fill_the_matrix_are_refused(block, device):
         spmm(a, torch.ones(2, 1, device=device))
 
 
-def test_no_other_product_trusts_what_a_plan_has_yet_to_hear(monkeypatch, device):
-    """While a plan waits for what the GPU says of the indices, another thread's product looks at them itself."""
+def test_indices_are_not_trusted_before_a_plans_check_ends(monkeypatch, device):
+    """While a plan waits for the GPU's check of the indices, another thread's product runs its own check."""
     a = draw_sparse(20, 30, 0.2, torch.float32, device).to_sparse_csr()
     a.detach().col_indices()[3] = 30
     facts, met = Check.facts, []
@@ -667,7 +670,7 @@ def test_a_structure_lives_no_longer_than_its_tensor():
     assert len(matmuls.structure._known) == before
 
 
-def test_the_mean_of_a_row_that_float16_cannot_count(device):
+def test_the_mean_of_a_row_longer_than_float16_can_count(device):
     nonzeros = 70_000
     values = torch.ones(nonzeros, dtype=torch.float16)
     a = torch.sparse_csr_tensor(torch.tensor([0, nonzeros]), torch.arange(nonzeros), values, (1, nonzeros))
@@ -691,7 +694,7 @@ def test_inference_first_and_training_after(layout, device):
     torch.testing.assert_close(x.grad, 2 * a.to_dense().sum(0)[:, None].expand(-1, 4))
 
 
-def test_indices_of_inference_tensors_are_looked_at_each_time(device):
+def test_indices_of_inference_tensors_are_checked_each_time(device):
     with torch.inference_mode():
         a = draw_sparse(6, 9, 0.5, device=device).to_sparse_csr()
         x = torch.randn(9, 4, device=device)
@@ -703,12 +706,12 @@ def test_indices_of_inference_tensors_are_looked_at_each_time(device):
 
 @pytest.mark.parametrize("layout", ["csr", "csc", "bsr"])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_a_plan_of_inference_tensors_has_indices_of_its_own(layout, index, device):
-    """Written to unseen, they would lead anywhere."""
+def test_a_plan_of_inference_tensors_copies_the_indices(layout, index, device):
+    """Inference tensors have no version counter: a write would go unnoticed and lead out of bounds."""
     dense, x = draw_sparse(32, 32, 0.5, device=device), torch.randn(32, 4, device=device)
     with torch.inference_mode():
         a = in_layout(dense, layout, index)
-        if layout == "bsr":  # of a size that a kernel takes
+        if layout == "bsr":  # a block size that has a kernel
             a = dense.to_sparse_bsr((16, 16))
             a = torch.sparse_bsr_tensor(a.crow_indices().to(index), a.col_indices().to(index), a.values(), a.shape)
         made = plan(a)
@@ -718,13 +721,13 @@ def test_a_plan_of_inference_tensors_has_indices_of_its_own(layout, index, devic
     assert not any(t.is_inference() for t in (*made._structure.tensors, *made._structure.block_tensors))
 
 
-def test_a_plan_survives_a_transposition_that_failed(monkeypatch, device):
+def test_a_plan_works_after_a_failed_transposition(monkeypatch, device):
     made = plan(draw_sparse(6, 9, 0.5, device=device).to_sparse_csr())
     right, x = matmuls.structure._csr_transpose, torch.randn(9, 4, device=device, requires_grad=True)
 
     def fails(*args):
         t_crow, t_col, t_order = right(*args)
-        return t_crow[:0], t_col, t_order  # of no differences none is the largest
+        return t_crow[:0], t_col, t_order  # no longest row of no rows
 
     monkeypatch.setattr(matmuls.structure, "_csr_transpose", fails)
     with pytest.raises(RuntimeError):
@@ -751,8 +754,8 @@ def test_empty_batches(device):
         ([0, 2, 1, 1, 0, 1, 2], False),
     ],
 )
-def test_columns_that_do_not_rise_are_told(col, rise, device):
-    """Rows of 2, 0, 2, 3 and 0 nonzeros; beside them a long one."""
+def test_unsorted_columns_raise(col, rise, device):
+    """In rows of 2, 0, 2, 3 and 0 nonzeros, and in a long one."""
     crow, long = torch.tensor([0, 2, 2, 4, 7, 7, 1007]), torch.arange(1000)
     for last in (long, long.clamp(max=998)):
         a = torch.sparse_csr_tensor(crow, torch.cat([torch.tensor(col), last]), torch.ones(1007), (6, 1000)).to(device)
@@ -777,7 +780,7 @@ def test_a_plan_pickled_after_its_indices_were_written_over_is_refused():
         pickle.loads(kept)
 
 
-def test_a_plan_pickled_before_it_knew_of_blocks():
+def test_a_plan_pickled_by_a_version_without_blocks():
     dense = draw_sparse(6, 9, 0.5)
     made = plan(dense.to_sparse_csr())
     state = {k: v for k, v in made._structure.__dict__.items() if k not in ("blocks", "_narrow")}
@@ -788,14 +791,14 @@ def test_a_plan_pickled_before_it_knew_of_blocks():
     assert made.nbytes > 0
 
 
-def test_a_number_is_no_dense_side(device):
+def test_a_number_as_b_raises(device):
     made = plan(draw_sparse(6, 9, 0.5, device=device).to_sparse_csr())
     with pytest.raises(RuntimeError, match=r"spmm: expected dense of shape \[..., 9, n\], got \[\]"):
         made @ torch.tensor(1.0, device=device)
 
 
-def test_attention_whose_scores_are_beyond_float16(device):
-    """Before they are scaled: sums of 64 products."""
+def test_attention_whose_unscaled_scores_overflow_float16(device):
+    """Sums of 64 products, before they are scaled."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(6, 64, device=device, dtype=torch.float16) for _ in range(3))
     q, k = (36 + t for t in (q, k))
@@ -803,13 +806,13 @@ def test_attention_whose_scores_are_beyond_float16(device):
     assert not (q @ k.mT).isfinite().all()
     pattern = torch.ones(6, 6, device=device, dtype=torch.float16).to_sparse_csr()
     y = sparse_attention(*leaves, pattern)
-    scores = (q.double() @ k.double().mT / 8).half().double()  # as they are kept: 8 apart
+    scores = (q.double() @ k.double().mT / 8).half().double()  # rounded as they are kept: in steps of 8
     assert (y - scores.softmax(-1) @ v.double()).abs().max() < 1e-2
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), leaves))
 
 
 def test_scales_with_a_gradient_are_refused(device):
-    """Rather than given none."""
+    """A missing gradient would be silent."""
     made, x = plan(torch.ones(3, 3, device=device).to_sparse_csr()), torch.ones(3, 3, device=device)
     scale, out = torch.tensor(2.0, requires_grad=True), torch.zeros(3, 3, device=device)
     for call in (
@@ -828,8 +831,8 @@ def test_scales_with_a_gradient_are_refused(device):
 
 @pytest.mark.parametrize("reduce", ["max", "min", "sum"])
 @pytest.mark.parametrize(("a", "b", "alpha"), [(1000.0, 100.0, 0.01), (1e-3, 1e-4, 1e4), (3.0, 5.0, -2.0)])
-def test_alpha_comes_before_rounding(reduce, a, b, alpha, device):
-    """With a gradient too."""
+def test_alpha_is_applied_before_rounding(reduce, a, b, alpha, device):
+    """Also with autograd."""
     sparse = torch.tensor([[a]], device=device, dtype=torch.float16).to_sparse_csr()
     dense = torch.tensor([[b]], device=device, dtype=torch.float16, requires_grad=True)
     y = spmm(sparse, dense, reduce=reduce, alpha=alpha)
@@ -892,8 +895,8 @@ def test_compiled_plan():
     ("name", "layout"),
     [("spmm", "csr"), ("spmm", "coo"), ("plan", "csr"), ("MM", "csr"), ("MM", "coo"), ("MM", "dense")],
 )
-def test_compiled_around_what_torch_does_not_trace(name, layout, gradient):
-    """A break in the graph."""
+def test_compile_breaks_the_graph_at_untraceable_code(name, layout, gradient):
+    """The product runs eagerly, outside the compiled graph."""
     dense, b = draw_sparse(6, 9, 0.5), torch.randn(9, 4)
     a = (dense if layout == "dense" else in_layout(dense, layout)).requires_grad_(gradient)
     function = {"spmm": spmm, "plan": lambda a, b: plan(a) @ b, "MM": cusparseMM.apply}[name]
@@ -969,7 +972,7 @@ def test_cusparse_mm(dtype, device):
 
 @pytest.mark.parametrize("lead", [((), ()), ((2,), (2,)), ((), (2,))], ids=str)
 def test_gradcheck_of_cusparse_mm(lead):
-    # No element near 0: what is stored must not change with the step of the check.
+    # No element near 0: the numerical step of gradcheck must not change which entries are stored.
     a = draw_sparse(8, 6, 0.5, torch.float64).view(2, 4, 6)
     a = (a.sign() + a)[: 2 if lead[0] else 1].reshape(*lead[0], 4, 6).requires_grad_()
     b = torch.randn(*lead[1], 6, 3, dtype=torch.float64, requires_grad=True)
@@ -982,7 +985,7 @@ def test_gradcheck_of_cusparse_mm(lead):
     assert torch.autograd.gradgradcheck(at_stored, (a, b))
     cusparseMM.apply(a, b).sum().backward()
     expected = torch.ones(4, 3, dtype=torch.float64) @ b.detach().mT
-    torch.testing.assert_close(a.grad, expected.sum_to_size(a.shape))  # at zeros too
+    torch.testing.assert_close(a.grad, expected.sum_to_size(a.shape))  # at zeros of a as well
 
 
 # -------------------------------------------------------------------------------------------------------- hostile input
@@ -1017,7 +1020,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_indices_are_told(case):
+def test_invalid_indices_raise(case):
     make, message = HOSTILE[case]
     try:
         a = make()
@@ -1033,7 +1036,7 @@ def test_hostile_indices_are_told(case):
             call()
 
 
-def test_operands_that_do_not_fit(device):
+def test_mismatched_operands_raise(device):
     a = torch.eye(3, device=device).to_sparse_csr()
     b = torch.randn(3, 2, device=device)
     for call, message in (
@@ -1082,8 +1085,8 @@ def test_operands_that_do_not_fit(device):
             call()
 
 
-def test_what_32_bits_do_not_count_is_told():
-    """Offsets of 8 GB and more, which meta tensors have without the memory."""
+def test_sizes_beyond_int32_raise():
+    """Offsets of 8 GB and more, as meta tensors, which need no memory."""
     crow, col = (torch.empty(size, dtype=torch.int32, device="meta") for size in (2**31, 9))
     ops = torch.ops.custom_mm
     for call, message in (
@@ -1098,13 +1101,13 @@ def test_what_32_bits_do_not_count_is_told():
     assert layout_of(made, 32) is None
 
 
-def test_softmax_of_nonzeros_without_rows_is_told(device):
+def test_softmax_of_nonzeros_without_rows_raises(device):
     with pytest.raises(ValueError, match="sparse_softmax: expected no nonzeros without rows"):
         torch.ops.custom_mm.csr_softmax(torch.zeros(1, device=device).int(), torch.ones(5, device=device), 1.0)
 
 
 def test_a_shared_operand_is_copied_once(device):
-    """One whose rows do not lie side by side, beside a batch of 64."""
+    """With non-contiguous rows, together with a batch of 64."""
     pattern = draw_sparse(40, 30, 0.3, device=device).to_sparse_csr()
     crow, col = pattern.crow_indices(), pattern.col_indices()
     a, b = torch.randn(64, 40, 16, device=device), torch.randn(16, 30, device=device)
@@ -1119,7 +1122,7 @@ def test_a_shared_operand_is_copied_once(device):
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 300), (torch.float16, 3000)], ids=str)
-def test_duplicates_of_entries_are_not_added_in_16_bits(dtype, count, device):
+def test_duplicate_coo_entries_are_not_summed_in_16_bits(dtype, count, device):
     where = torch.zeros(2, count, dtype=torch.long)
     a = torch.sparse_coo_tensor(where, torch.ones(count, dtype=dtype), (1, 1)).to(device).requires_grad_()
     y = spmm(a, torch.ones(1, 1, dtype=dtype, device=device))
@@ -1128,8 +1131,8 @@ def test_duplicates_of_entries_are_not_added_in_16_bits(dtype, count, device):
     assert gradient.to_dense().item() == 1
 
 
-def test_other_entries_where_the_first_ones_lay(device):
-    """Set by .data twice: at the address of those that were looked at, if nobody holds these."""
+def test_new_coo_indices_at_the_same_address(device):
+    """`.data` set twice: the second tensor may reuse the address of the checked one after that is freed."""
     b = torch.randn(50, 2, device=device)
 
     def entries():
@@ -1144,7 +1147,7 @@ def test_other_entries_where_the_first_ones_lay(device):
         torch.testing.assert_close(spmm(a, b), a.to_dense() @ b)
 
 
-def test_what_is_known_of_a_tensor_goes_with_it():
+def test_cached_facts_die_with_their_tensor():
     for make in (torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc, torch.Tensor.to_sparse):
         a = make(draw_sparse(9, 9, 0.5)).requires_grad_()
         spmm(a, torch.randn(9, 2))
@@ -1219,7 +1222,7 @@ print("survived", right, wrong)
 
 
 def test_hostile_indices_never_crash():
-    """Whatever the indices are: the right result or a ValueError that says what came, in a process of its own."""
+    """Random indices give a correct result or a ValueError that names them; runs in a separate process."""
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", FUZZ], capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "survived" in run.stdout

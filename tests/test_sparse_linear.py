@@ -1,4 +1,4 @@
-"""matmuls.nn.SparseLinear: a layer pruned, used, trained, saved, moved and copied."""
+"""matmuls.nn.SparseLinear: pruning, forward, training, saving, moving and copying."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ def layer(device, bias=True, dtype=torch.float32):
 
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_as_the_pruned_layer(lead, bias, device):
+def test_equals_the_pruned_linear_layer(lead, bias, device):
     linear = layer(device, bias)
     sparse = SparseLinear.from_linear(linear, sparsity=0.7)
     assert sparse.values.numel() == 360
@@ -47,7 +47,7 @@ def test_no_input_features(lead, device):
     assert torch.equal(sparse(torch.ones(*lead, 0, device=device)), torch.ones(*lead, 3, device=device))
 
 
-def test_what_is_frozen_or_not_a_number_stays_so(device):
+def test_frozen_parameters_and_nan_are_kept(device):
     linear = layer(device)
     linear.bias.requires_grad_(False)
     linear.weight.data[0, 0] = float("nan")
@@ -58,7 +58,7 @@ def test_what_is_frozen_or_not_a_number_stays_so(device):
 
 @pytest.mark.parametrize("absent", ["offsets", "columns", "values"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_of_a_state_that_is_not_whole_nothing_is_taken(absent, strict, device):
+def test_an_incomplete_state_dict_changes_nothing(absent, strict, device):
     sparse, x = SparseLinear.from_linear(layer(device), sparsity=0.3), torch.randn(2, 40, device=device)
     before, values = sparse(x), sparse.values
     state = SparseLinear.from_linear(layer(device), sparsity=0.7).state_dict()
@@ -72,7 +72,7 @@ def test_of_a_state_that_is_not_whole_nothing_is_taken(absent, strict, device):
     assert torch.equal(sparse(x), before)
 
 
-def test_the_default_device_is_another(device):
+def test_another_default_device(device):
     sparse, x = SparseLinear.from_linear(layer(device), sparsity=0.5), torch.randn(4, 40, device=device)
     expected = nn.functional.linear(x, sparse.weight.to_dense(), sparse.bias)
     sparse._plan = None
@@ -136,8 +136,8 @@ def test_training_follows_the_values(fused, device, monkeypatch):
 
 
 @pytest.mark.parametrize("gradient", [True, False])
-def test_another_storage_of_the_values(gradient, device, monkeypatch):
-    """At the address of the one before, or elsewhere."""
+def test_new_storage_of_the_values(gradient, device, monkeypatch):
+    """At the old one's address, or elsewhere."""
     monkeypatch.setattr(choice, "SMALLEST", 0)
     sparse = SparseLinear.from_linear(layer(device), sparsity=0.5).requires_grad_(gradient)
     x = torch.randn(64, 40, device=device)
@@ -149,7 +149,7 @@ def test_another_storage_of_the_values(gradient, device, monkeypatch):
             torch.testing.assert_close(sparse(x), nn.functional.linear(x, sparse.weight.to_dense(), sparse.bias))
 
 
-def test_state(device):
+def test_state_dict(device):
     sparse = SparseLinear.from_linear(layer(device), sparsity=0.8)
     x = torch.randn(3, 40, device=device)
     expected = sparse(x)
@@ -157,7 +157,7 @@ def test_state(device):
     torch.save(sparse.state_dict(), file)
     file.seek(0)
     for other in (SparseLinear(40, 30, device=device), SparseLinear.from_linear(layer(device), sparsity=0.2)):
-        other(x).sum().backward()  # leaves a gradient of another size
+        other(x).sum().backward()  # creates a gradient of another size
         file.seek(0)
         other.load_state_dict(torch.load(file, map_location=device))
         assert torch.equal(other(x), expected)

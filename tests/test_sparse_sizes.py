@@ -1,4 +1,4 @@
-"""Sparse products of more than 2^31 elements or nonzeros. On a CPU what is not written to takes no memory."""
+"""Sparse products of more than 2^31 elements or nonzeros. On a CPU, memory that is never written takes no space."""
 
 import os
 
@@ -20,7 +20,7 @@ def needs(device, gigabytes):
 
 
 def zeros(dtype, device):
-    """On a CPU calloc's, which torch.zeros would write."""
+    """On a CPU from calloc, whose pages take no memory; torch.zeros would write them."""
     if device == "cuda":
         return torch.zeros(MANY, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(MANY, str(dtype).removeprefix("torch.")))
@@ -32,7 +32,7 @@ def csr(crow, col, values, shape, device):
 
 
 @pytest.mark.gpu_memory(10)
-def test_a_dense_side_of_more_elements(device):
+def test_b_of_more_elements(device):
     needs(device, 6)
     rows, n = MANY // 2**15 + 1, 2**15
     b = torch.empty(rows, n, dtype=torch.bfloat16, device=device)
@@ -43,7 +43,7 @@ def test_a_dense_side_of_more_elements(device):
     truth[0], truth[2] = x[3] + 2 * x[4], 3 * x[0] + 4 * x[1] + 5 * x[2]
     for y in (spmm(a, b), plan(a) @ b):
         torch.testing.assert_close(y.double(), truth, rtol=2**-8, atol=2**-18)
-    # To the values: products of rows of b and of the gradient's.
+    # The gradient of the values: products of rows of b with rows of the gradient.
     values = a.values().clone().requires_grad_()
     (plan(a).with_values(values) @ b)[:, -8:].sum().backward()
     expected = x[[3, 4, 0, 1, 2], -8:].sum(1)
@@ -69,7 +69,7 @@ def test_a_result_of_more_elements(device):
 
 @pytest.mark.gpu_memory(90)
 def test_more_nonzeros(device):
-    """All in the first column, over and over, but for some; of them only a few are not 0."""
+    """Nearly all in the first column, repeatedly, and only a few of them not 0."""
     needs(device, 60 if device == "cuda" else 8)
     crow = torch.tensor([0, 5, MANY - 7, MANY], device=device)
     col, values = zeros(torch.int64, device), zeros(torch.float16, device)

@@ -1,4 +1,4 @@
-"""Products read the values that a matrix has by then, however they were written, unless they were said to stay."""
+"""Products read a matrix's current values, however they were written, unless the values were declared constant."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ ROWS, COLUMNS, WIDTH = 96, 80, 128
 
 @pytest.fixture(autouse=True)
 def copies_win(monkeypatch):
-    """A layout that keeps a copy of the values is taken wherever one may be."""
+    """Layouts that keep a copy of the values are chosen whenever allowed."""
     monkeypatch.setattr(
         choice, "time_warm", lambda runs, *_: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
     )
@@ -29,21 +29,21 @@ def draw(device, dtype=torch.float32):
 
 
 def uncoalesced(dense):
-    """Two entries at each place, which add up to the matrix."""
+    """Two entries per position, which sum to the matrix."""
     half = (0.5 * dense).to_sparse()
     indices, values = half.indices(), half.values()
     return torch.sparse_coo_tensor(torch.cat([indices, indices], 1), torch.cat([values, values]), dense.shape)
 
 
 def strided_blocks(dense):
-    """BSR whose values do not lie side by side."""
+    """BSR with non-contiguous values."""
     a = dense.to_sparse_bsr((16, 16))
     values = a.values().mT.contiguous().mT
     return torch.sparse_bsr_tensor(a.crow_indices(), a.col_indices(), values, a.shape)
 
 
 def copies(made):
-    """What a plan keeps in layouts of its own, values included."""
+    """Layouts that a plan keeps with copies of the values."""
     return [t for form in made._choice._products.values() if isinstance(form, forms.Full) for t in form.tensors]
 
 
@@ -62,7 +62,7 @@ def values_in(a):
 
 
 def preserving_the_version(values):
-    """As FSDP2 gathers a parameter."""
+    """Write without a version change, as FSDP2 does when it gathers a parameter."""
     with torch.autograd._unsafe_preserve_version_counter(values):
         values.mul_(3)
 
@@ -109,7 +109,7 @@ def test_a_plan_after_its_matrix_was_replaced(device):
 @pytest.mark.parametrize("write", [*WRITES, "another tensor in .data"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_layer_after_a_write_to_its_values(write, dtype, device):
-    """As trainers do that evaluate by averaged weights: p.data.copy_(ema), and back."""
+    """As trainers do to evaluate with averaged weights: p.data.copy_(ema), and back."""
     torch.manual_seed(0)
     layer = SparseLinear.from_linear(nn.Linear(COLUMNS, ROWS, device=device, dtype=dtype), sparsity=0.5)
     x = torch.randn(WIDTH, COLUMNS, device=device).to(dtype)
@@ -149,7 +149,7 @@ def test_a_fused_optimizer_between_products_without_a_gradient(kind, device):
         optimizer.step()
 
 
-def test_a_constant_plan_sees_what_torch_counts_and_what_update_says(device):
+def test_a_constant_plan_sees_version_changes_and_update(device):
     for layout in ("csr", "csc", "coo", "uncoalesced coo", "bsr with strides"):
         dense, b = draw(device)
         a = LAYOUTS[layout](dense)
@@ -168,7 +168,7 @@ def test_a_constant_plan_sees_what_torch_counts_and_what_update_says(device):
             torch.testing.assert_close(made @ b, 4 * dense @ b, atol=5e-4, rtol=1e-4)
 
 
-def test_what_constant_means(device):
+def test_the_meaning_of_constant(device):
     dense, b = draw(device)
     a = dense.to_sparse_csr()
     with pytest.raises(TypeError, match="expected constant to be True or False, got 1"):
@@ -195,8 +195,8 @@ def test_what_constant_means(device):
     assert made.with_values(made.values)._choice is passing._choice
 
 
-def test_old_copies_are_kept_until_the_next_change(device):
-    """Another thread's product may have begun to read what was made of the values before."""
+def test_replaced_copies_live_until_the_next_change(device):
+    """Another thread's product may still read the copy of the old values."""
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     sizes = []
@@ -225,7 +225,7 @@ def test_a_frozen_layer(device):
     assert "frozen" in repr(layer)
     expect()
     assert copies(layer.plan())
-    layer.values.mul_(2)  # counted
+    layer.values.mul_(2)  # increases the version
     expect()
     layer.load_state_dict({name: 2 * t if t.is_floating_point() else t for name, t in layer.state_dict().items()})
     expect()
@@ -235,7 +235,7 @@ def test_a_frozen_layer(device):
     loaded = pickle.loads(pickle.dumps(layer))
     torch.testing.assert_close(loaded(x), layer(x))
     assert loaded.plan()._choice.constant
-    layer.values.requires_grad_()  # about to be trained
+    layer.values.requires_grad_()  # training is about to start
     layer(x).sum().backward()
     assert not layer.plan()._choice.constant
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_a_frozen_layer(device):
 
 
 def test_older_pickles_are_not_constant():
-    """Their plans kept copies without being told to."""
+    """Plans of older versions kept copies without `constant`."""
     dense, b = draw("cpu")
     made = plan(dense.to_sparse_csr())
     state = made.__getstate__() | {"_stays": True, "_generation": 3, "_seen": 0}
@@ -262,7 +262,7 @@ def test_older_pickles_are_not_constant():
 
 @pytest.mark.cuda
 def test_a_graph_that_replays_an_optimizer():
-    """Eager products after each replay read the values that it wrote, which no version tells."""
+    """Eager products after each replay read the new values, though the version counter did not change."""
     torch.manual_seed(0)
     layer = SparseLinear.from_linear(nn.Linear(COLUMNS, ROWS, device="cuda"), sparsity=0.5)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
@@ -291,8 +291,8 @@ def test_a_graph_that_replays_an_optimizer():
 
 
 @pytest.mark.cuda
-def test_a_graph_keeps_what_a_layer_drops():
-    """A captured product of a frozen layer reads memory that lives on after unfreeze()."""
+def test_a_graph_keeps_the_memory_that_a_layer_drops():
+    """A captured product of a frozen layer reads memory that stays allocated after unfreeze()."""
     torch.manual_seed(0)
     layer = SparseLinear.from_linear(nn.Linear(COLUMNS, ROWS, device="cuda"), sparsity=0.5).freeze()
     x = torch.randn(WIDTH, COLUMNS, device="cuda")
@@ -311,7 +311,7 @@ def test_a_graph_keeps_what_a_layer_drops():
 @pytest.mark.cuda
 @pytest.mark.parametrize("constant", [False, True])
 def test_plans_while_another_thread_captures(constant):
-    """torch's default mode of capture forbids event queries and allocations in other threads."""
+    """torch's default capture mode forbids event queries and allocations in other threads."""
     import threading
 
     dense, b = draw("cuda")

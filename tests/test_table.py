@@ -1,4 +1,4 @@
-"""One test per property, over every row of the table."""
+"""One test per property, for every row of the table."""
 
 import os
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from matmuls import matmul
 from matmuls.specs import TABLE, Call, Draw, Spec
 
-# Under the sanitizer: results start as NaN (see conftest.py), and no kernel but ours reads or writes on the GPU.
+# Under compute-sanitizer: results start as NaN (see conftest.py), and only our kernels access GPU memory.
 POISON = bool(os.environ.get("MATMULS_POISON"))
 WIDE = {torch.complex64: torch.complex128, torch.complex128: torch.complex128}
 
@@ -31,33 +31,35 @@ every_row = pytest.mark.parametrize("spec", TABLE, ids=lambda spec: spec.name)
 
 
 def run(spec: Spec, call: Call, function=None):
-    """One call on copies: an in-place operation must not spoil the next."""
+    """One call on copies, so that an in-place operation does not change later inputs."""
     copies = call.map(lambda t: t.clone(memory_format=torch.preserve_format) if is_dense(t) else t)
     return (function or spec.call)(*copies.args, **copies.kwargs)
 
 
 def is_dense(t):
-    """clone() keeps the strides of tensors without gaps alone; the others are used as they are."""
+    """Whether the tensor has no gaps: only then does clone() keep its strides; other tensors are used without a
+    copy.
+    """
     return torch.empty_like(t).stride() == t.stride()
 
 
 def error(x, truth, scale=None):
-    """Frobenius norm of the difference over that of the truth, or over `scale`; NaN where anything is not finite."""
+    """Frobenius norm of the difference over that of the truth, or over `scale`; NaN if a value is not finite."""
     difference = torch.linalg.vector_norm(x.to(truth.dtype) - truth).item()
     scale = torch.linalg.vector_norm(truth).item() if scale is None else scale
     return difference / scale if scale > 0 else difference
 
 
 def numbers(change):
-    """A change for floating-point and complex tensors alone: a mask stays what it is."""
+    """Apply `change` only to floating-point and complex tensors; masks stay unchanged."""
     return lambda t: change(t) if t.is_floating_point() or t.is_complex() else t
 
 
 def assert_close_as_torch(spec: Spec, call: Call, layout=torch.clone):
-    """Against float64, at most twice torch's own error in the same dtype on the same layout.
+    """Against float64, at most twice torch's error in the same dtype on the same layout.
 
-    Errors are measured against the result for |inputs|, so that no sum cancels. One rounding more, where torch happens
-    to be exact; in float64, where torch is the truth itself, the few roundings of a sum in another order.
+    Errors are relative to the result for |inputs|, so that no sum cancels. One rounding more, because torch may be
+    exact; in float64, where torch is the reference, a few roundings for another order of summation.
     """
     home = call.map(torch.Tensor.cpu) if POISON else call
     wide = home.map(numbers(lambda t: t.to(WIDE.get(t.dtype, torch.float64))))
@@ -70,7 +72,7 @@ def assert_close_as_torch(spec: Spec, call: Call, layout=torch.clone):
 
     ours, theirs = on(call, spec.call, layout), on(home, spec.reference, layout)
     if not theirs.isfinite().all():
-        # torch 2.11 to 2.13 with AMX: its products of bfloat16, and ours by them, multiply what lies behind a row by 0
+        # torch 2.11 to 2.13 with AMX: bfloat16 products, also those that ours call, multiply memory behind a row by 0
         theirs = on(home, spec.reference, lambda t: with_ones_beside(layout(t)))
         if ours.device.type == "cpu" and not ours.isfinite().all():
             ours = on(call, spec.call, lambda t: with_ones_beside(layout(t)))
@@ -142,7 +144,7 @@ def test_empty(spec, dtype, device):
 
 
 def with_gradients(spec: Spec, call: Call) -> Call:
-    """The call with leaves that require grad, but for masks and what has no gradient."""
+    """The call with leaves that require grad, except masks and frozen arguments."""
     frozen = [call.args[i] for i in spec.frozen]
     return call.map(numbers(lambda t: t if any(t is f for f in frozen) else t.detach().clone().requires_grad_()))
 
@@ -152,7 +154,7 @@ def leaves_of(call: Call):
 
 
 def as_function(spec: Spec, call: Call):
-    """The call as a function of its differentiable tensors alone."""
+    """The call as a function of only its differentiable tensors."""
     call = with_gradients(spec, call)
     slots = [i for i, x in enumerate(call.args) if isinstance(x, torch.Tensor) and x.requires_grad]
 
@@ -166,7 +168,7 @@ def as_function(spec: Spec, call: Call):
 
 
 def small_functions(spec, draw):
-    """Of samples that a numerical derivative does not take long of."""
+    """Those samples whose numerical derivative is fast."""
     functions = [as_function(spec, call) for call in spec.samples(draw)]
     small = [(function, tensors) for function, tensors in functions if sum(t.numel() for t in tensors) <= 200]
     assert small
@@ -199,7 +201,7 @@ def test_gradient_of_one_side_only(spec, dtype, device):
 
 OWNERS = {
     spec.operators[0]: spec for spec in reversed(TABLE)
-}  # rows may share an operator: the first has its arguments
+}  # rows may share an operator: the first row has its arguments
 
 
 @pytest.mark.parametrize("operator", OWNERS, ids=str)
@@ -209,7 +211,7 @@ def test_opcheck(operator, device):
         for checked, args in spec.opchecks(Draw(torch.float32, device)):
             torch.library.opcheck(checked, args)
         return
-    leaves_require = spec.gradient and not spec.in_place  # a leaf that requires grad is not written over
+    leaves_require = spec.gradient and not spec.in_place  # a leaf that requires grad cannot be overwritten
     for n, call in enumerate(spec.samples(Draw(torch.float32, device))):
         if n % 7:
             continue
@@ -221,7 +223,7 @@ def test_opcheck(operator, device):
 
 
 def operator_arguments(operator, call: Call):
-    """The arguments that the operator has; what the Python function decides by itself (inplace) is not among them."""
+    """The arguments of the operator, without those that only the Python function has (inplace)."""
     names = [a.name for a in operator._schema.arguments]
     own = OWNERS[operator].arguments
     args = own(call) if own else call.args
@@ -275,7 +277,7 @@ def test_autocast(spec, device):
         pytest.skip("an in-place operation keeps its argument's dtype")
     for call in spec.samples(Draw(torch.float32, device)):
         if call.kwargs.get("inplace"):
-            continue  # keeps its argument's dtype, and a leaf is refused
+            continue  # keeps its argument's dtype, and rejects leaves
         leaves = with_gradients(spec, call)
         with torch.autocast(device, dtype=torch.bfloat16):
             ours, theirs = spec.call(*leaves.args, **leaves.kwargs), spec.reference(*call.args, **call.kwargs)
@@ -290,7 +292,7 @@ def test_flop_counter(spec):
     if not spec.flops:
         pytest.skip("no product inside")
     for call in spec.samples(Draw(torch.float32)):
-        # torch does not count the product of two vectors and counts matrix-vector products only in some versions
+        # torch does not count the product of two vectors, and counts matrix-vector products only in some versions
         if any(t.dim() == 1 for t in call.tensors[:2]):
             continue
         counts = []
@@ -313,13 +315,13 @@ def test_bad_input(spec, dtype, device):
 
 @pytest.mark.cuda
 @every_dtype
-def test_runs_on_cuda_under_its_own_kernel(spec, dtype):
-    """Nothing falls back: every kernel launched is a CUDA kernel and nothing is copied to the host."""
+def test_runs_on_cuda_without_fallback(spec, dtype):
+    """All launched kernels are CUDA kernels, and nothing is copied to the host."""
     call = next(iter(spec.samples(Draw(dtype, "cuda"))))
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
         result = run(spec, call)
         torch.cuda.synchronize()
     assert result.is_cuda
     names = [event.name for event in profile.events()]
-    # where what is made depends on values, its size is the host's to know
+    # data-dependent sizes must be copied to the host
     assert spec.static or not any("DtoH" in name for name in names)

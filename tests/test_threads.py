@@ -1,4 +1,4 @@
-"""Operations on a CPU have as many threads as torch has. In a child of fork() they return, by one thread at first."""
+"""CPU operations use torch's number of threads. In a child of fork() they return, at first with one thread."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ import matmuls.nn
 from matmuls import forms
 from matmuls.specs import TABLE
 
-# With a GPU in sight, torch refuses gradients in a child whose parent has computed some.
+# With a visible GPU, torch rejects autograd in a forked child whose parent has used it.
 ON_A_CPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 OPERATIONS = """
 import os, signal, numpy, torch, custom_mm
@@ -51,8 +51,8 @@ def python(code, operations=OPERATIONS):
     )
 
 
-def test_every_operation_has_torchs_threads():
-    """Each in turn may have one more than the one before: OpenMP makes it then, and only then."""
+def test_every_operation_uses_torchs_number_of_threads():
+    """Each runs with one thread more than the one before: OpenMP creates it only if the operation uses all threads."""
     run = python(
         """
         def alive():
@@ -113,13 +113,13 @@ every_operation = pytest.mark.parametrize("name", [*(spec.name for spec in TABLE
 @functools.cache
 def strained(mode):
     script = Path(__file__).with_name("strained_operations.py")
-    # large tensors come from the system and go back to it: what is free elsewhere would make up for what is not there
+    # large tensors come from mmap and are returned at once, so that free heap memory does not hide a shortage
     environment = ON_A_CPU | ({"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"} if mode == "starve" else {})
     return subprocess.run([sys.executable, script, mode], capture_output=True, text=True, env=environment)
 
 
 def became_of(name, mode):
-    """ "right", or what went wrong."""
+    """ "right", or the description of the failure."""
     run = strained(mode)
     assert run.returncode == 0, run.stderr
     return dict(line.split("\t") for line in run.stdout.splitlines())[name]
@@ -131,7 +131,7 @@ def test_every_operation_returns_in_a_forked_child(name):
 
 
 @every_operation
-def test_every_operation_fails_by_an_exception_without_memory_and_works_afterwards(name):
+def test_every_operation_raises_without_memory_and_works_afterwards(name):
     assert became_of(name, "starve") == "right"
 
 
@@ -173,7 +173,7 @@ def check(threads):
 """
 
 
-def test_a_child_has_one_thread_until_it_asks_for_more_and_the_parent_has_all_afterwards():
+def test_a_child_has_one_thread_until_it_sets_more_and_the_parent_keeps_its_own():
     run = python(
         """
         torch.set_num_threads(3)
@@ -204,7 +204,7 @@ def test_a_child_has_one_thread_until_it_asks_for_more_and_the_parent_has_all_af
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
 
 
-def test_a_child_of_a_process_that_used_no_threads_has_them():
+def test_a_child_of_a_process_without_started_threads_uses_all():
     run = python(
         """
         expected = work()
@@ -245,7 +245,7 @@ def test_any_thread_may_fork_while_others_work():
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
 
 
-def test_forks_leave_nothing_behind():
+def test_forks_leak_nothing():
     run = python(
         """
         torch.set_num_threads(2)
@@ -271,7 +271,7 @@ def test_forks_leave_nothing_behind():
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
 
 
-def test_workers_made_by_fork():
+def test_data_loader_workers_made_by_fork():
     run = python(
         """
         import multiprocessing
@@ -308,8 +308,8 @@ def test_workers_made_by_fork():
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
 
 
-def test_a_lock_that_another_thread_held_at_the_fork_is_free_in_the_child():
-    """A thread is making the copy of a constant plan."""
+def test_a_lock_held_at_the_fork_is_free_in_the_child():
+    """Another thread holds it to make the copy of a constant plan."""
     dense = torch.eye(8)
     matrix = forms.Dense(matmuls.plan(dense.to_sparse_csr())._structure)
     held, forked = threading.Event(), threading.Event()
@@ -326,7 +326,7 @@ def test_a_lock_that_another_thread_held_at_the_fork_is_free_in_the_child():
     if child == 0:
         os._exit(0 if matrix._making.acquire(timeout=10) else 1)
     try:
-        assert not matrix._making.acquire(timeout=0.01)  # the parent's is as it was
+        assert not matrix._making.acquire(timeout=0.01)  # the parent's lock is still held
     finally:
         forked.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""Products with part of the dense side in shared memory: how a matrix is laid out, and their results."""
+"""Products with part of B in shared memory ("tiles"): the layout of the matrix, and results."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from matmuls import choice, plan
 from matmuls.device import has_hopper_kernels
 
 _ops = torch.ops.custom_mm
-# Rows, columns, density; tiles, panels, lanes.
+# Rows, columns, density; then tiles, panels, lanes.
 LAID_OUT = [
     (50, 64, 0.3, (2, 3, 4)),
     (33, 60, 0.2, (1, 5, 16)),
@@ -19,7 +19,7 @@ LAID_OUT = [
 
 
 def draw(rows, columns, density, device):
-    """Its elements, offsets, columns and values, with an empty row and a full one."""
+    """A random matrix with an empty row and a full one: dense, offsets, columns and values."""
     dense = torch.randn(rows, columns) * (torch.rand(rows, columns) < density)
     dense[rows // 3] = 0
     dense[rows // 2] = torch.randn(columns)
@@ -38,7 +38,7 @@ def lay_out(crow, col, values, columns, layout, order=None):
 
 
 @pytest.mark.parametrize(("rows", "columns", "density", "layout"), LAID_OUT, ids=str)
-def test_every_nonzero_lies_where_its_step_finds_it(rows, columns, density, layout, device):
+def test_every_nonzero_lies_where_its_step_reads_it(rows, columns, density, layout, device):
     dense, crow, col, values = draw(rows, columns, density, device)
     tiles, panels, lanes = layout
     heads, slots, places, packed = (t.cpu() for t in lay_out(crow, col, values, columns, layout))
@@ -72,7 +72,7 @@ def test_every_nonzero_lies_where_its_step_finds_it(rows, columns, density, layo
     assert places.numel() == packed.numel() == (step + 1) * 64
 
 
-def test_values_in_an_order_of_their_own(device):
+def test_values_with_a_permutation(device):
     _, crow, col, values = draw(50, 64, 0.3, device)
     order = torch.randperm(values.numel()).int().to(device)
     straight = lay_out(crow, col, values[order], 64, (2, 3, 4))
@@ -81,7 +81,7 @@ def test_values_in_an_order_of_their_own(device):
     )
 
 
-def test_what_does_not_fit_is_told(device):
+def test_mismatched_operands_raise(device):
     _, crow, col, values = draw(50, 64, 0.3, device)
     for bad in ((0, 3, 4), (9, 3, 4), (2, 51, 4), (2, 3, 5)):
         with pytest.raises(ValueError, match="csr_tiles: expected rows, columns, 1 to 8 tiles"):
@@ -100,7 +100,7 @@ def multiply(parts, crow, col, values, b, layout):
 
 
 def assert_right(result, dense, b):
-    """Each element within four roundings of the sum of what is added up in it."""
+    """Each element within four roundings of the sum of its terms' magnitudes."""
     truth, size = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
     assert ((result.double() - truth).abs() <= 2**-21 * size).all()
 
@@ -122,17 +122,17 @@ def test_products(rows, columns, density, layout, device):
     parts = lay_out(crow, col, values, columns, layout)
     for n in (4, 8, 24, 32, 40, 64, 100, 128, 512):
         b = torch.randn(columns, n, device=device)
-        torch.empty(rows * n, device=device).fill_(torch.nan)  # what the result's memory may hold
+        torch.empty(rows * n, device=device).fill_(torch.nan)  # memory that the result may reuse
         result = multiply(parts, crow, col, values, b, layout)
         assert_right(result, dense, b)
         assert all(torch.equal(multiply(parts, crow, col, values, b, layout), result) for _ in range(3))
     wide = torch.randn(columns, 200, device=device)
-    for b in (wide[:, 8:72], wide[:, 1:65], wide[:, :7]):  # the last two not on 16 bytes: by rows
+    for b in (wide[:, 8:72], wide[:, 1:65], wide[:, :7]):  # the last two are not 16-byte aligned: row kernel
         assert_right(multiply(parts, crow, col, values, b, layout), dense, b)
 
 
 @pytest.mark.parametrize("layout", [(1, 3, 4), (2, 5, 2), (3, 1, 8)], ids=str)
-def test_what_is_not_finite_stays_in_its_rows(layout, device):
+def test_non_finite_values_stay_in_their_rows(layout, device):
     dense, crow, col, values = draw(200, 100, 0.05, device)
     b = torch.randn(100, 32, device=device)
     b[7, 3], b[50, 4], b[0, 9], b[99, 10] = torch.nan, torch.inf, torch.nan, torch.inf
@@ -142,7 +142,7 @@ def test_what_is_not_finite_stays_in_its_rows(layout, device):
     assert result.isfinite().sum() == result.numel() - sum(int((dense[:, r] != 0).sum()) for r in (7, 50, 0, 99))
 
 
-def test_gradients_are_those_of_rows(device):
+def test_gradients_equal_the_row_kernels(device):
     dense, crow, col, values = draw(50, 64, 0.3, device)
     parts = lay_out(crow, col, values, 64, (2, 3, 4))
     values, b = values.clone().requires_grad_(), torch.randn(64, 32, device=device, requires_grad=True)
@@ -181,14 +181,14 @@ def test_a_plan_follows_its_values(tiles_win):
         made.update(values)
     assert made.nbytes > before + 6 * values.numel()
     again = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(again):  # values that nothing was made of yet
+    with torch.cuda.graph(again):  # new values, not yet laid out in tiles
         captured = made.with_values(values * 2) @ b
     again.replay()
     assert_right(captured, 2 * dense, b)
 
 
 @pytest.mark.cuda
-def test_a_gradient_goes_by_rows(tiles_win):
+def test_a_gradient_uses_the_row_kernel(tiles_win):
     dense, crow, col, values = draw(1500, 800, 0.1, "cuda")
     made = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape), constant=True)
     b = torch.randn(800, 64, device="cuda", requires_grad=True)

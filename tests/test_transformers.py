@@ -1,4 +1,4 @@
-"""Attention inside Hugging Face models: real weights, padding, causality, grouped heads, what is asked for."""
+"""Attention inside Hugging Face models: real weights, padding, causal masks, grouped heads, optional outputs."""
 
 import random
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from matmuls.integrations.transformers import (  # noqa: E402
     verify,
 )
 
-# sdpa where nobody asks for probabilities; our products always; none of the scores kept for backward
+# implementations: sdpa unless probabilities are requested; always ours; ours without saved scores (recompute)
 WAYS = {"custom_mm": {}, "always": {"sdpa": False}, "again": {"sdpa": False, "recompute": True}}
 for way, options in WAYS.items():
     register(way, **options)
@@ -67,14 +67,14 @@ def test_real_weights_on_200_sentences(encoder):
         assert torch.equal(encoder.embed(batch, "eager"), stock)
 
 
-def test_a_text_in_a_batch_gives_what_it_gives_alone(encoder):
+def test_a_text_gives_the_same_in_a_batch_and_alone(encoder):
     together = encoder.embed(encoder.batch(TEXTS), "always")
     alone = torch.cat([encoder.embed(encoder.batch([text]), "always") for text in TEXTS])
     assert (together - alone).abs().max() < 1e-5
 
 
 def test_padding_would_leak_without_the_mask(encoder):
-    """The test above can fail: with the mask function gone, it does."""
+    """Shows that the test above can fail: it does without the mask function."""
     batch = encoder.batch(TEXTS)
     right = encoder.embed(batch, "custom_mm")
     interface = transformers.AttentionMaskInterface
@@ -121,7 +121,7 @@ def batch_of(model, padded=False):
 
 
 def results(model, batch, attention, probabilities):
-    """Hidden states and attentions at the tokens that are not padding, and the parameters' gradients."""
+    """Hidden states and attentions at the non-padding tokens, and the parameters' gradients."""
     model.set_attn_implementation(attention)
     model.zero_grad()
     output = model(**batch, output_attentions=probabilities)
@@ -159,7 +159,7 @@ class Watched:
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
 
 
-def test_sdpa_stands_in_where_nobody_asks_for_probabilities(monkeypatch):
+def test_sdpa_is_used_unless_probabilities_are_requested(monkeypatch):
     model, sdpa = model_of("bert"), Watched(monkeypatch)
     batch = batch_of(model)
     model.set_attn_implementation("custom_mm")
@@ -184,7 +184,7 @@ def test_always_gives_every_module_its_probabilities():
     torch.testing.assert_close(seen[0].sum(-1), torch.ones(3, 4, 9))
 
 
-def test_dropout_in_training_as_torch_drops():
+def test_dropout_in_training_matches_torch():
     model = model_of("bert").train()
     batch, hidden = batch_of(model), []
     for implementation in ("always", "eager"):
@@ -195,7 +195,7 @@ def test_dropout_in_training_as_torch_drops():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mask_of_the_user_is_honoured(way):
+def test_a_custom_mask_is_respected(way):
     model = model_of("bert")
     ids = batch_of(model)["input_ids"]
     near = (torch.arange(9)[:, None] - torch.arange(9)).abs() < 3
@@ -218,14 +218,14 @@ def test_a_mask_of_the_user_is_honoured(way):
     ],
     ids=["keys", "batch", "dtype"],
 )
-def test_a_mask_that_does_not_fit_is_told(way, mask, error, words):
+def test_a_mismatched_mask_raises(way, mask, error, words):
     model = model_of("bert")
     model.set_attn_implementation(way)
     with pytest.raises(error, match=words):
         model(input_ids=batch_of(model)["input_ids"], attention_mask=mask)
 
 
-def test_a_query_that_may_attend_to_nothing_gets_nothing():
+def test_a_fully_masked_query_gives_zeros():
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind(0)
     mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     mask[0, 0, 2] = False
@@ -235,8 +235,8 @@ def test_a_query_that_may_attend_to_nothing_gets_nothing():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_float16_scores_beyond_its_range(way, device):
-    """q @ k reaches 100 * 100 * 64 = 640000, 80000 when scaled: infinities, and NaN, in float16."""
+def test_float16_scores_that_overflow(way, device):
+    """q @ k reaches 100 * 100 * 64 = 640000, and 80000 after scaling: in float16 infinities, and then NaN."""
     q, k = (torch.randn(2, 4, 5, 64, device=device).sign().mul(100).half().requires_grad_() for _ in range(2))
     v = torch.randn(2, 4, 5, 64, device=device, dtype=torch.float16, requires_grad=True)
     k.data[:, :, 0] = q.data[:, :, 0]
@@ -254,7 +254,7 @@ def test_float16_scores_beyond_its_range(way, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_16_bits_are_as_near_to_the_truth_as_eager(dtype, device):
+def test_16_bit_results_are_as_accurate_as_eager(dtype, device):
     model = model_of("bert", device)
     batch = batch_of(model, padded=True)
     kept = batch["attention_mask"].bool()
@@ -272,11 +272,11 @@ def test_16_bits_are_as_near_to_the_truth_as_eager(dtype, device):
 
 @pytest.mark.parametrize("way", ["custom_mm", "again"])
 @pytest.mark.parametrize("probabilities", [False, True], ids=["", "probabilities"])
-def test_compiles_whole(way, probabilities, device):
+def test_compiles_without_graph_breaks(way, probabilities, device):
     model = model_of("bert", device)
     model(
         **batch_of(model), output_attentions=True
-    )  # transformers installs its hooks, under a lock that cannot be traced
+    )  # transformers installs its hooks under a lock, which cannot be traced
     batch = batch_of(model, padded=True)
     model.set_attn_implementation(way)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -291,8 +291,8 @@ def test_compiles_whole(way, probabilities, device):
 
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 @pytest.mark.parametrize("name", ["bert", "grouped heads"])
-def test_compiles_ahead_of_any_other_call_and_once(name, stock, monkeypatch):
-    """Nothing of transformers' is looked up, or guarded, that other models change."""
+def test_compiles_once_and_as_the_first_call(name, stock, monkeypatch):
+    """The traced code does not read or guard state of transformers that other models change."""
     models = transformers.MODEL_MAPPING
     monkeypatch.setattr(models, "_modules", {})  # as in a new process
     model = model_of(name)
@@ -310,7 +310,7 @@ def test_compiles_ahead_of_any_other_call_and_once(name, stock, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_not_computed_is_refused(way):
+def test_unsupported_arguments_raise(way):
     config = t.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=5.0)
     model = t.Gemma2Model(config)
     model.set_attn_implementation(way)
@@ -319,7 +319,7 @@ def test_what_is_not_computed_is_refused(way):
 
 
 @pytest.mark.parametrize(("name", "longest"), [("bert", 64), ("roberta", 62), ("distilbert", 64)])
-def test_texts_are_cut_at_the_longest_that_a_model_takes(name, longest):
+def test_texts_are_truncated_to_the_models_longest_input(name, longest):
     torch.manual_seed(0)
     config = {"bert": t.BertConfig, "roberta": t.RobertaConfig, "distilbert": t.DistilBertConfig}[name]
     sizes = DISTIL if name == "distilbert" else SMALL
@@ -361,8 +361,8 @@ def decoder_of(name):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", DECODERS)
-def test_several_tokens_at_once_over_a_cache(name, way):
-    """Causal from the end of the keys, not from their beginning; so are drafts that a model looks through."""
+def test_several_tokens_at_once_with_a_cache(name, way):
+    """The causal mask is aligned to the end of the keys, not to their start; also in assisted generation."""
     model, ids = decoder_of(name)
     model.set_attn_implementation(way)
     with torch.no_grad():
@@ -380,8 +380,8 @@ def test_several_tokens_at_once_over_a_cache(name, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", DECODERS)
-def test_keys_that_are_yet_to_come(name, way):
-    """A static cache has room for more keys than there are."""
+def test_a_static_cache_with_unused_keys(name, way):
+    """A static cache has room for more keys than have been written."""
     model, ids = decoder_of(name)
     with torch.no_grad():
         model.set_attn_implementation("eager")
@@ -404,7 +404,7 @@ T5_LIKE = {
     "decoder_ffn_dim": 48,
     "vocab_size": 60,
 }
-BESIDE_SDPA = {  # which transformers hands eager's masks alone
+BESIDE_SDPA = {  # models to which transformers passes only eager's masks
     "decoders of modules that say they are not causal": lambda: t.NllbMoeForConditionalGeneration(
         t.NllbMoeConfig(**T5_LIKE, num_experts=4)
     ),
@@ -419,7 +419,7 @@ BESIDE_SDPA = {  # which transformers hands eager's masks alone
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BESIDE_SDPA)
-def test_models_that_take_no_masks_of_sdpa_get_eager_s(name, way):
+def test_models_without_sdpa_masks_get_eagers(name, way):
     torch.manual_seed(0)
     model = BESIDE_SDPA[name]().eval()
     for p in model.parameters():
@@ -436,7 +436,7 @@ def test_models_that_take_no_masks_of_sdpa_get_eager_s(name, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_packed_sequences_do_not_see_each_other(way):
+def test_packed_sequences_do_not_attend_to_each_other(way):
     torch.manual_seed(0)
     model = DECODERS["llama"]().eval()
     model.set_attn_implementation(way)
@@ -453,21 +453,21 @@ def test_the_padding_mask_is_not_expanded():
     assert ours.shape == (2, 1, 1, 3)
     assert torch.equal(ours[:, 0, 0], mask.bool())
     assert attention_mask(batch_size=2, q_length=3, kv_length=3, allow_is_bidirectional_skip=True) is None
-    # nothing is masked: without a mask sdpa has its fastest kernel; who joins masks together asks for one all the same
+    # nothing is masked: without a mask sdpa uses its fastest kernel; models that combine masks request one nevertheless
     full = {"batch_size": 2, "q_length": 3, "kv_length": 3, "attention_mask": torch.ones(2, 3)}
     assert attention_mask(**full, allow_is_bidirectional_skip=True) is None
     assert attention_mask(**full).shape == (2, 1, 1, 3)
 
 
 @pytest.mark.parametrize("name", ["s_aux", "sinks", "indices", "block_indices"])
-def test_what_a_model_asks_for_beyond_attention_is_refused(name):
+def test_unsupported_features_of_a_model_raise(name):
     q = torch.randn(1, 2, 3, 4)
     with pytest.raises(NotImplementedError, match=f"expected a model without {name}"):
         attention(torch.nn.Module(), q, q, q, None, **{name: torch.ones(2)})
 
 
 @pytest.mark.parametrize("sdpa", [True, False])
-def test_fewer_queries_than_keys_are_the_last_ones(sdpa):
+def test_fewer_queries_than_keys_are_the_last_positions(sdpa):
     q, k, v = (torch.randn(2, 2, n, 8, dtype=torch.float64) for n in (3, 7, 7))
     module = torch.nn.Module().eval()
     context, _ = attention(module, q, k, v, None, is_causal=True, sdpa=sdpa)
@@ -489,8 +489,8 @@ IGNORING = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_that_take_attention_functions_are_told(name):
-    """By the code of their classes as by the calls of a forward pass."""
+def test_takes_accepts_models_that_use_attention_functions(name):
+    """According to the code of their classes, and to the calls of a forward pass."""
     model = model_of(name)
     before = model.config._attn_implementation
     found = takes(model)
@@ -503,7 +503,7 @@ def test_models_that_take_attention_functions_are_told(name):
 
 
 @pytest.mark.parametrize("name", IGNORING)
-def test_models_that_ignore_attention_functions_are_told(name):
+def test_takes_rejects_models_that_ignore_attention_functions(name):
     make, own = IGNORING[name]
     model = make().eval()
     batch = {"input_ids": torch.randint(3, 60, (2, 7))}
@@ -518,7 +518,7 @@ def test_models_that_ignore_attention_functions_are_told(name):
         verify(model, batch)
 
 
-def test_a_model_that_takes_attention_functions_in_part():
+def test_takes_of_a_model_that_partly_uses_attention_functions():
     encoder = IGNORING["mpnet"][0]()
     decoder = t.BertLMHeadModel(t.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True))
     found = takes(t.EncoderDecoderModel(encoder=encoder, decoder=decoder))
@@ -526,7 +526,7 @@ def test_a_model_that_takes_attention_functions_in_part():
     assert set(found.ignoring) == {f"encoder.encoder.layer.{i}.attention.attn" for i in (0, 1)}
 
 
-def test_verify_says_where_a_model_would_be_compared_with_itself():
+def test_verify_rejects_a_model_that_ignores_attention_functions():
     model = model_of("bert")
     for stock in ("eager", "sdpa"):
         model.set_attn_implementation(stock)

@@ -1,8 +1,8 @@
-"""Questions of transformers' common model and generation tests, asked of our attention beside eager attention.
+"""Cases of transformers' common model and generation tests, with our attention compared with eager attention.
 
 tests/test_modeling_common.py and tests/generation/test_utils.py of transformers 5.17 to 5.24 vary these flags: dtype,
 padding and its side, 4-D masks, output_attentions by argument and configuration, inputs_embeds, a batch of one, caches,
-training with and without gradient checkpointing, torch.compile. Tiny random models; nothing is fetched.
+training with and without gradient checkpointing, torch.compile. Tiny random models; nothing is downloaded.
 """
 
 import copy
@@ -61,7 +61,7 @@ B, S = 3, 7
 def model_of(name, implementation="eager", dtype=torch.float32, device="cpu"):
     torch.manual_seed(0)
     model = MODELS[name]().to(device, dtype).eval()
-    for p in model.parameters():  # so that attention matters
+    for p in model.parameters():  # makes attention matter
         if p.dim() > 1:
             p.data.normal_(0, 0.2)
     model.config.eos_token_id = None
@@ -101,7 +101,7 @@ def close(found, right):
 
 
 def near(found, eager, truth):
-    """In float32 as close as that; at 16 bits at most twice eager attention's error, and a rounding."""
+    """In float32 within a fixed tolerance; at 16 bits at most twice eager attention's error, plus a rounding."""
     if found.dtype == torch.float32:
         close(found, eager)
         return
@@ -109,7 +109,7 @@ def near(found, eager, truth):
     assert error[0] <= 2 * error[1] + torch.finfo(found.dtype).eps * torch.linalg.vector_norm(truth).item()
 
 
-def test_every_family_of_the_table_is_asked():
+def test_every_family_is_tested():
     assert {kind.split(".")[0] for kind in FAMILIES} == set(ENCODERS)
     for name in MODELS:
         assert takes(model_of(name))
@@ -118,7 +118,7 @@ def test_every_family_of_the_table_is_asked():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_eager_matches_inference(name, way, device):
-    """dtype, padding on either side or none, attentions or not, one text or several."""
+    """dtype; padding on either side or none; with and without attentions; one text or several."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         model = model_of(name, dtype=dtype, device=device)
         exact = copy.deepcopy(model).float()
@@ -162,7 +162,7 @@ def test_inputs_embeds_match_input_ids(name, way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", TEXT)
 def test_custom_4d_masks(name, way):
-    """Of bool, True where a key may be attended to, and of floats that are added; for all heads, and for one text."""
+    """Bool masks, True where a query may attend, and additive float masks; for all heads, and for one text."""
     model = model_of(name)
     near = (torch.arange(S)[:, None] - torch.arange(S)).abs() < 3
     seen = near.tril()[None, None].repeat(B, 1, 1, 1)
@@ -222,7 +222,7 @@ def gradients_of(model, batch, attentions=False):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_and_gradient_checkpointing(name, way, side):
-    """Without dropout; layers as they are and made again in backward, with reentry and without."""
+    """Without dropout; with and without checkpointing, reentrant and not."""
     model = model_of(name).train()
     batch = batch_of(model, side)
     right = gradients_of(model, batch)
@@ -254,7 +254,7 @@ PROMPTS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_matches_eager(name, way):
-    """Greedy and by beams, by a growing cache, a static one and none, from embeddings, and with attentions."""
+    """Greedy and beam search; with a dynamic, a static and no cache; from embeddings; with attentions."""
     eager, ours = model_of(name), model_of(name, way)
     greedy = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for prompt in PROMPTS.values():
@@ -270,7 +270,7 @@ def test_generation_matches_eager(name, way):
             assert len(found.get("attentions") or ()) == 5 * ("output_attentions" in more)
             for step, eagers in zip(found.get("attentions") or (), right.get("attentions") or (), strict=True):
                 for x, y in zip(step, eagers, strict=True):
-                    sees = x.any(-1)  # a query of the padding sees nothing, where eager attention averages
+                    sees = x.any(-1)  # a query at padding is fully masked, where eager attention averages
                     assert (~sees).sum() == (4 * (mask.cumsum(-1) == 0).sum() if x.size(2) > 1 else 0)
                     close(x[sees], y[sees])
         if "bert" not in name:
@@ -281,7 +281,7 @@ def test_generation_matches_eager(name, way):
 
 
 def counting(counter):
-    """A backend that transformers, which copies what it is given, does not copy."""
+    """A compile backend that transformers does not copy; it copies other arguments."""
     return lambda graph, inputs, **options: counter(graph, inputs)
 
 
@@ -295,9 +295,9 @@ MASKS = {
 @pytest.mark.parametrize("implementation", ["eager", *WAYS])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama, grouped heads"])
 def test_generation_compiles_its_forward_once(name, implementation):
-    """Two prompts of one shape over a static cache: no break in the graph, and no second compilation."""
+    """Two prompts of one shape with a static cache: no graph break and no recompilation."""
     for mask in (make(4) for make in MASKS.values()):
-        model = model_of(name, implementation)  # which keeps what was compiled
+        model = model_of(name, implementation)  # the model caches the compiled forward
         ids = torch.randint(3, 60, (4, S))
         torch.compiler.reset()
         counter = CompileCounter()
@@ -309,7 +309,7 @@ def test_generation_compiles_its_forward_once(name, implementation):
             given = options if mask is None else options | {"attention_mask": mask[rows]}
             with torch.compiler.set_stance("force_eager"):
                 right = model.generate(ids[rows], **given)
-            # `fail_on_recompile` would refuse the first compilation too
+            # `fail_on_recompile` would also reject the first compilation
             found = model.generate(ids[rows], cache_implementation="static", **given)
             assert counter.frame_count == 1
             assert torch.equal(found.sequences, right.sequences)
@@ -320,7 +320,7 @@ def test_generation_compiles_its_forward_once(name, implementation):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["bert", "vit", "gpt2", "llama, grouped heads"])
 def test_compiles_with_sizes_that_change(name, way):
-    """One graph for batches of several sizes, forward; and a step of training."""
+    """One graph for batches of several sizes, forward, and in a training step."""
     model = model_of(name, way)
     torch.compiler.reset()
     counter = CompileCounter()
@@ -342,8 +342,8 @@ def test_compiles_with_sizes_that_change(name, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_setting_is_that_of_every_part(name, way):
-    """At construction, by the configuration and by the method; stock again afterwards, bit for bit."""
+def test_the_attention_setting_reaches_every_submodel(name, way):
+    """Set at construction, by the configuration and by the method; back to stock, the results are bitwise equal."""
     model = model_of(name)
     batch = batch_of(model)
     before = hidden(run(model, batch))

@@ -1,4 +1,4 @@
-"""Configurations and the search for them; the timer is a fake, the files and the processes are real."""
+"""Tile configurations and the search for them; with a simulated timer, real files and real processes."""
 
 import json
 import os
@@ -39,11 +39,12 @@ def test_order_of_look_up():
     mine, shipped, near = (entry(tiles=t) for t in SMALL[1:4])
     near = near._replace(k=2048)
     assert choose([mine], [shipped, near]) == mine.tiles
-    assert choose([mine], [shipped, near], m=16384) == mine.tiles  # the nearest M of the user's own
-    assert choose([mine], [near, shipped], version="3.7.0") == shipped.tiles  # the user's was found with another Triton
+    assert choose([mine], [shipped, near], m=16384) == mine.tiles  # the user's entry with the nearest M
+    # the user's entry is of another Triton version
+    assert choose([mine], [near, shipped], version="3.7.0") == shipped.tiles
     assert choose([], [shipped, near], k=2048) == near.tiles
     assert choose([], [shipped, near], k=4096) == near.tiles
-    assert choose([], [shipped, near], k=65536) is None  # nothing is near
+    assert choose([], [shipped, near], k=65536) is None  # no entry is close enough
     assert choose([mine], [shipped], dtype="float16") is None
     assert choose([mine], [shipped], operator="masked_weights") is None
 
@@ -54,7 +55,7 @@ def test_buckets():
 
 @pytest.mark.parametrize("gpu", [H200, A100, Gpu("old", (8, 6), 82)], ids=lambda g: g.name)
 @pytest.mark.parametrize("operator", configs.OPERATORS)
-def test_the_default_fits_its_gpu(operator, gpu):
+def test_default_tiles_fit_the_gpu(operator, gpu):
     for m in (1, 16, 64, 512, 8192, 65536):
         for n, k in ((1024, 1024), (4096, 11008), (24, 40)):
             for dtype, size in (("bfloat16", 2), ("float32", 4)):
@@ -77,7 +78,7 @@ def test_files(tmp_path, recwarn):
     assert not recwarn.list
 
 
-def test_searches_that_end_at_once_keep_what_each_found(tmp_path):
+def test_concurrent_searches_keep_each_others_entries(tmp_path):
     path = configs.file_of(tmp_path, H200.name)
     found = [entry(k=k) for k in range(1, 61)]
     with ThreadPoolExecutor(4) as threads:
@@ -86,7 +87,7 @@ def test_searches_that_end_at_once_keep_what_each_found(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["NVIDIA_H200.json", "NVIDIA_H200.lock"]
 
 
-def test_a_search_keeps_what_its_version_does_not_know(tmp_path):
+def test_a_search_keeps_unknown_entries(tmp_path):
     path = configs.file_of(tmp_path, H200.name)
     later = {**entry(operator="masked_later")._asdict(), "tiles": {"cubes": 3}}
     configs.write(path, H200.name, [entry()], [later])
@@ -96,7 +97,7 @@ def test_a_search_keeps_what_its_version_does_not_know(tmp_path):
     assert json.loads(path.read_text())["entries"][2] == json.loads(json.dumps(later))
 
 
-def test_a_search_moves_a_file_that_cannot_be_read_out_of_the_way(tmp_path):
+def test_a_search_renames_an_unreadable_file(tmp_path):
     path = configs.file_of(tmp_path, H200.name)
     path.write_text('{"schema": 2}')
     with pytest.warns(UserWarning, match=r"is ignored, and is now .*\.bad: expected an object with schema 1"):
@@ -199,7 +200,7 @@ def test_every_kernel_of_training_is_tuned():
 
 
 def speed(tiles):
-    """A landscape: the larger the better, flatten and TMA help."""
+    """A simulated time: larger tiles are faster; flatten and TMA help."""
     return 1e-3 / (tiles.rows * tiles.columns) * (1 - 0.1 * tiles.flatten - 0.1 * tiles.tma) + 1e-9 * tiles.group
 
 
@@ -211,7 +212,7 @@ class FakeClock:
         return self.now
 
 
-def test_the_search_finds_the_best_within_its_budget_and_goes_on_where_it_stopped(tmp_path):
+def test_the_search_finds_the_best_within_its_budget_and_resumes(tmp_path):
     calls = []
 
     def timer(problem, tiles):
@@ -227,20 +228,21 @@ def test_the_search_finds_the_best_within_its_budget_and_goes_on_where_it_stoppe
     assert first[0][0] == tried[0]
     assert any(seconds is None for _, seconds in first)
 
-    (tmp_path / "trials").open("a").write("[" * 100000 + '\n{"problem": {"operator"')  # stopped within a line
+    (tmp_path / "trials").open("a").write("[" * 100000 + '\n{"problem": {"operator"')  # a truncated last line
     again = Journal(tmp_path / "trials")
     assert again.seconds == journal.seconds
     second = list(tune.search(PROBLEM, tried, timer, again, 100, FakeClock()))
     assert not {t for t, _ in first} & {t for t, _ in second}
 
     winner = tune.best(PROBLEM, tried[0], timer, again)
-    assert (winner.tiles.flatten, winner.tiles.tma) == (True, True)  # two changes away, found in 128 of thousands
+    # two fields away from the default; found in 128 of thousands of trials
+    assert (winner.tiles.flatten, winner.tiles.tma) == (True, True)
     assert winner.us < winner.default_us == round(speed(tried[0]) * 1e6, 3)
     assert Journal(tmp_path / "trials", version="other").seconds == {}
 
 
 def test_never_worse_than_the_default(tmp_path):
-    """What was faster alone and is not beside the default does not win."""
+    """Tiles that were faster alone lose if they are slower when timed together with the default."""
     journal = Journal(tmp_path / "trials")
     for n, t in enumerate(SMALL):
         journal.note(PROBLEM, t, 4e-5 - n * 1e-6)
@@ -253,7 +255,7 @@ def test_never_worse_than_the_default(tmp_path):
 
 
 def in_a_process(problem, tiles):
-    """A trial that may crash its process, hang, fail or be wrong."""
+    """A trial that may crash its process, hang, fail or give a wrong result."""
     rows = tiles[0].rows
     if rows == 16:
         os._exit(3)
@@ -266,9 +268,9 @@ def in_a_process(problem, tiles):
     return [1e-5 * len(tiles)] * len(tiles)
 
 
-def test_a_crash_costs_its_own_trial_alone(tmp_path):
+def test_a_crash_loses_only_its_own_trial(tmp_path):
     process = tune.Process(in_a_process, limit=90.0)
-    process(PROBLEM, [Tiles(128, 64, 64)])  # started
+    process(PROBLEM, [Tiles(128, 64, 64)])  # starts the process
     process._limit = 3.0
     pids = set()
     journal = Journal(tmp_path / "trials")
@@ -294,7 +296,7 @@ def test_a_crash_costs_its_own_trial_alone(tmp_path):
 
 
 def compiles(problem, tiles):
-    """Leaves a file for each tile; one crashes."""
+    """Creates a file for each of the tiles; one crashes."""
     for t in tiles:
         if t.rows == 16:
             os._exit(3)
@@ -302,7 +304,7 @@ def compiles(problem, tiles):
     return [0.0] * len(tiles)
 
 
-def test_every_trial_is_compiled_ahead_and_one_that_crashes_there_is_tried(tmp_path):
+def test_trials_are_compiled_in_advance_and_a_crash_there_is_ignored(tmp_path):
     problem = PROBLEM._replace(operator=str(tmp_path))
     tried = [Tiles(rows, 64, depth) for rows in (128, 16, 256) for depth in (32, 64)]
     compilers = tune.Compilers(compiles, 4)
@@ -319,7 +321,7 @@ def test_every_trial_is_compiled_ahead_and_one_that_crashes_there_is_tried(tmp_p
     assert compiled == {t: t.rows != 16 for t in tried}
 
 
-def test_tune_writes_what_look_up_reads(tmp_path):
+def test_look_up_reads_what_tune_writes(tmp_path):
     todo = tune.problems("masked_ffn", 512, 1024, [512, 8192], "float16")
     told = []
     found = tune.tune(

@@ -1,4 +1,4 @@
-"""Rows that do not start or end on 16 bytes: short ones side by side, long ones with numbers beside their vectors."""
+"""Rows that are not 16-byte aligned: several short ones in a warp, long ones with elements outside aligned vectors."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ GUARD = 16
 
 
 def guarded(values, off):
-    """The same values `off` elements behind 16 bytes, others' numbers on both sides; and those."""
+    """The same values, `off` elements after a 16-byte boundary, with other numbers on both sides; and those numbers."""
     memory = values.new_full((GUARD + off + values.numel() + GUARD,), 7)
     inner = memory[GUARD + off : -GUARD]
     inner.copy_(values.reshape(-1))
@@ -23,7 +23,7 @@ def guarded(values, off):
 
 @pytest.mark.parametrize("off", [0, 1, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
-def test_every_length_and_nothing_beside_it_is_written(dtype, off, device):
+def test_every_length_and_no_write_outside(dtype, off, device):
     for columns in LENGTHS:
         for rows in (1, 5, 130):
             draw = Draw(dtype, device, columns)
@@ -48,7 +48,7 @@ def test_every_length_and_nothing_beside_it_is_written(dtype, off, device):
 @pytest.mark.cuda
 @pytest.mark.parametrize(("rows", "columns"), [(150_001, 50), (50_001, 77), (50_001, 197), (13_001, 1023)])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
-def test_so_many_rows_that_a_lane_has_several(rows, columns, dtype):
+def test_enough_rows_that_a_lane_has_several(rows, columns, dtype):
     x, grad = (Draw(dtype, "cuda", seed)(rows, columns) for seed in (columns, columns + 1))
     theirs = torch.softmax(x, -1)
     expected = torch.ops.aten._softmax_backward_data(grad, theirs, -1, dtype)
@@ -57,9 +57,9 @@ def test_so_many_rows_that_a_lane_has_several(rows, columns, dtype):
     assert_as_good_as_torch(softmax_backward_(theirs, grad), expected, exact, scale=exact.abs().amax())
 
 
-# Of a row's whole vectors one more or less than a warp, a block or a cluster of threads has.
+# Rows of one aligned vector more or less than a warp, a block or a cluster of threads handles.
 LONGER = [1039, 1087, 2047, 4095, 8191, 8697, 10001, 16383, 16385, 16391, 16393, 20001, 32767, 32769, 50257]
-# As long as one block or two hold, and one more; and as their parts.
+# Rows that fill one or two blocks, and one element more; and the parts of such rows.
 LONGER += [20495, 21761, 32783, 40975, 43521, 87041]
 
 
@@ -95,8 +95,8 @@ def test_gradients_of_longer_rows(columns, into, causal, dtype, device):
 
 
 @pytest.mark.cuda
-def test_a_causal_gradient_of_long_rows_that_see_their_ends():
-    """Of 16 395 rows the last see all whole vectors and all, one or none of the numbers beside them."""
+def test_causal_gradients_at_the_ends_of_long_rows():
+    """The last of 16 395 rows attend to all aligned vectors and to all, one or none of the elements outside them."""
     columns, last = 16395, 20
     y, grad = (Draw(torch.float32, "cuda", seed)(columns, columns)[-last:] for seed in (1, 2))
     y = torch.softmax(y, -1).tril(columns - last)
@@ -114,14 +114,14 @@ def test_a_causal_gradient_of_long_rows_that_see_their_ends():
 @pytest.mark.cuda
 @pytest.mark.parametrize("columns", [16393, 20000, 32768, 32769, 50257, 50304, 65536, 65537])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_so_many_long_rows_that_a_team_has_several(columns, dtype):
+def test_enough_long_rows_that_threads_have_several(columns, dtype):
     rows = 1300
     x, grad = (Draw(dtype, "cuda", seed)(rows, columns) for seed in (columns, columns + 1))
     theirs = torch.softmax(x, -1)
     expected = torch.ops.aten._softmax_backward_data(grad, theirs, -1, dtype)
     own = softmax_(x.clone())
     backward = softmax_backward_(theirs.clone(), grad)
-    for part in range(0, rows, 100):  # float64 of all of them is 2 GB
+    for part in range(0, rows, 100):  # all of them in float64 would take 2 GB
         some = slice(part, part + 100)
         assert_as_good_as_torch(own[some], theirs[some], torch.softmax(x[some].double(), -1))
         y, g = theirs[some].double(), grad[some].double()
@@ -132,7 +132,7 @@ def test_so_many_long_rows_that_a_team_has_several(columns, dtype):
 @pytest.mark.parametrize("columns", [5, 50, 77, 197, 265, 577, 1025, 1039, 1500, 2047, 3001, 8191, 16391, 16393])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
-def test_behind_a_mask(columns, causal, dtype, device):
+def test_rows_with_a_mask(columns, causal, dtype, device):
     draw = Draw(dtype, device, columns)
     x = draw(2, 3, 7, columns)
     for shape in ((2, 1, 1, columns), (2, 1, 7, columns)):
@@ -148,7 +148,7 @@ def test_behind_a_mask(columns, causal, dtype, device):
         assert untouched()
 
 
-# Where the numbers of a mask's row lie: of a wider memory, one for each of the row's columns.
+# Views of a wider memory as masks, by the position of a row's elements.
 LYING = {
     "side by side": lambda wide: wide[..., 8:],
     "off by one": lambda wide: wide[..., 7:-1],
@@ -161,8 +161,8 @@ LYING = {
 @pytest.mark.parametrize("lying", LYING)
 @pytest.mark.parametrize("kind", ["bool", "same", "float32"])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
-def test_a_mask_of_any_kind_that_lies_anywhere(columns, lying, kind, dtype, device):
-    """Behind it lie NaN and infinities; where it is added it has finite numbers too."""
+def test_masks_of_any_kind_and_alignment(columns, lying, kind, dtype, device):
+    """Masked scores are NaN and infinite; an additive mask also has finite numbers."""
     draw = Draw(dtype, device, columns)
     x = draw(2, 3, 5, columns)
     hides = torch.rand(2, 1, 5, columns + 8, device=device, generator=torch.Generator(device).manual_seed(1)) < 0.3
@@ -189,7 +189,7 @@ def test_a_mask_of_any_kind_that_lies_anywhere(columns, lying, kind, dtype, devi
 @pytest.mark.parametrize("kind", ["bool", "same", "float32"])
 @pytest.mark.parametrize("scale", [torch.inf, torch.nan, 1e300])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
-def test_what_a_mask_hides_is_0_whatever_the_scale(columns, kind, scale, dtype, device):
+def test_masked_elements_are_0_for_every_scale(columns, kind, scale, dtype, device):
     x = Draw(dtype, device, columns)(5, columns)
     hidden = torch.rand(5, columns, device=device, generator=torch.Generator(device).manual_seed(1)) < 0.3
     mask = hidden
@@ -205,7 +205,7 @@ def test_what_a_mask_hides_is_0_whatever_the_scale(columns, kind, scale, dtype, 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
 def test_causal_rows_of_every_length(columns, scale, dtype, device):
-    """With a mask that starts anywhere, and with none; one row sees nothing, another holds a NaN and an infinity."""
+    """With a mask at any alignment, and without; one row is fully masked, another has a NaN and an infinity."""
     x = Draw(dtype, device, columns)(columns, columns)
     above = torch.ones(columns, columns, dtype=torch.bool, device=device).triu(1)
     memory = torch.rand(columns * columns + 3, device=device, generator=torch.Generator(device).manual_seed(1)) < 0.3
@@ -238,7 +238,7 @@ def test_special_values_stay_in_their_row(columns, device):
 
 
 def norms(draw, columns, dtype, device):
-    """Each norm in place, by torch and in float64, of x and a residual or none."""
+    """Each norm in place, in torch and in float64, of x with and without a residual."""
     weight, bias = draw(columns), draw(columns)
     zero = torch.zeros((), dtype=dtype, device=device)
 
@@ -264,7 +264,7 @@ NORMED += [1279, 1537, 2047, 2049, 2063, 3001, 4095, 4097, 8191, 12287]
 
 @pytest.mark.parametrize("off", [0, 1, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
-def test_norms_of_every_length_and_nothing_beside_is_written(dtype, off, device):
+def test_norms_of_every_length_and_no_write_outside(dtype, off, device):
     for columns in NORMED:
         draw = Draw(dtype, device, columns)
         for rows, with_residual in ((1, False), (5, True), (130 if columns < 1000 else 9, False)):
@@ -284,7 +284,7 @@ def test_norms_of_every_length_and_nothing_beside_is_written(dtype, off, device)
 )
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
-def test_norms_of_so_many_rows_that_a_team_has_several(rows, columns, with_residual, dtype):
+def test_norms_of_enough_rows_that_threads_have_several(rows, columns, with_residual, dtype):
     draw = Draw(dtype, "cuda", columns)
     x = draw(rows, columns)
     residual = draw(rows, columns) if with_residual else None

@@ -1,4 +1,4 @@
-"""torch.func's transforms: vmap by our batching rules, gradients in and around it, against one sample at a time."""
+"""torch.func transforms: vmap with our batching rules, gradients inside and outside it, against single samples."""
 
 import itertools
 import re
@@ -15,7 +15,7 @@ B = 3
 
 @pytest.fixture(autouse=True)
 def _no_fallback():
-    """torch's own loop, which warns, is an error."""
+    """torch's slow fallback loop warns; here it is an error."""
     torch._C._functorch._set_vmap_fallback_enabled(False)
     yield
     torch._C._functorch._set_vmap_fallback_enabled(True)
@@ -26,7 +26,7 @@ def numbers(x):
 
 
 def batches(call: Call):
-    """Which of a call's numbers are batched, and along which dimension: all, the first alone, and the others alone."""
+    """Which tensors of a call are batched, and along which dimension: all, only the first, only the others."""
     slots = [i for i, x in enumerate(call.args) if numbers(x)]
     for chosen in dict.fromkeys((tuple(slots), (slots[0],), tuple(slots[1:]))):
         if chosen:
@@ -35,7 +35,7 @@ def batches(call: Call):
 
 
 def batched(call: Call, where: dict[int, int]):
-    """The samples' calls, the batch's arguments and vmap's in_dims."""
+    """The samples' calls, the batched arguments, and vmap's in_dims."""
     drawn = {i: [call.args[i] * f for f in (1, -0.5, 0.75)] for i in where}
     samples = [[drawn[i][n] if i in where else x for i, x in enumerate(call.args)] for n in range(B)]
     together = [torch.stack(drawn[i], where[i]) if i in where else x for i, x in enumerate(call.args)]
@@ -43,7 +43,7 @@ def batched(call: Call, where: dict[int, int]):
 
 
 def as_function(spec, call: Call, together, in_dims):
-    """A function of the batched tensors alone, since vmap's in_dims asks for tensors."""
+    """A function of only the batched tensors, because vmap's in_dims needs tensors."""
     slots = [i for i, d in enumerate(in_dims) if d is not None]
 
     def function(*tensors):
@@ -55,10 +55,10 @@ def as_function(spec, call: Call, together, in_dims):
     return function, [together[i] for i in slots], tuple(in_dims[i] for i in slots)
 
 
-# The upstream documents' Functions, without setup_context, which torch itself refuses under a transform.
+# The autograd Functions of the upstream documentation have no setup_context: torch rejects them under transforms.
 FUNCTIONS = {"cublasMM", "cublasTransaMM", "cublasTransbMM", "cublasTransabMM", "FusedSoftmax", "cusparseMM"}
 ROWS = [s for s in TABLE if s.name not in FUNCTIONS]
-# Gradients by Python's Functions, which torch.func.grad refuses too.
+# Gradients implemented by such Functions, which torch.func.grad rejects too.
 DIFFERENTIABLE = [s for s in ROWS if s.gradient and torch.float64 in s.dtypes]
 IN_CPP = [s for s in DIFFERENTIABLE if not s.name.lower().startswith("masked")]
 
@@ -68,7 +68,7 @@ def has_numbers(call: Call):
 
 
 @pytest.mark.parametrize("spec", ROWS, ids=lambda s: s.name)
-def test_vmap_is_one_sample_at_a_time(spec, device):
+def test_vmap_equals_single_samples(spec, device):
     tried = 0
     for call in itertools.islice(filter(has_numbers, spec.samples(Draw(torch.float64, device))), 24):
         for where in batches(call):
@@ -83,7 +83,7 @@ def test_vmap_is_one_sample_at_a_time(spec, device):
 
 
 def small_calls(spec, device, most=120):
-    """A few calls, each batched throughout and in its first tensor alone."""
+    """A few calls, each with all tensors batched and with only the first."""
     small = (c for c in spec.samples(Draw(torch.float64, device)) if has_numbers(c) and not c.kwargs.get("out"))
     small = (c for c in small if sum(t.numel() for t in c.tensors if numbers(t)) <= most)
     for call in itertools.islice(small, 6):
@@ -94,7 +94,7 @@ def small_calls(spec, device, most=120):
 
 
 def of_samples(spec, call, samples, where):
-    """One function of the batched arguments for each sample, and those arguments."""
+    """For each sample a function of the batched arguments, and these arguments."""
     for args in samples:
         slots = list(where)
 
@@ -151,7 +151,7 @@ def test_transforms_of_gradients(spec, device):
         torch.testing.assert_close(list(vmap(grad(penalty, every), dims)(*tensors)), stacked(twice))
 
 
-def test_what_is_not_batched_is_not_written_over(device):
+def test_unbatched_tensors_are_not_overwritten(device):
     x, weights = torch.ones(4, device=device), torch.ones(B, 4, device=device)
     match = "layer_norm_: expected x, which is written over, to be batched by vmap"
     with pytest.raises(RuntimeError, match=match):
@@ -177,7 +177,7 @@ def test_a_number_for_a_sample(device):
         torch.testing.assert_close(vmap(function)(x.clone()), x / x, equal_nan=True)
 
 
-# How a matrix is laid out, and what its indices are: integers, and copies of values that plans keep.
+# Operators of layouts and indices: integers, and copies of values that plans keep.
 LAYOUTS = re.compile("mask_plan|csr_(check|chunks|filled|halves|packed|reads|regions|reorder|tile|transpose)|_prepare$")
 
 

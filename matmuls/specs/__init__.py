@@ -1,4 +1,4 @@
-"""The table: one row per operation. Tests, gradcheck, opcheck, benchmarks and README's list are drawn from it."""
+"""The table of operations, one Spec per operation; source of tests, gradcheck, opcheck, benchmarks, README's list."""
 
 import torch
 
@@ -20,5 +20,5 @@ TABLE: tuple[Spec, ...] = (
 
 
 def operators() -> list[torch._ops.OpOverload]:
-    """Every operator of the table, once."""
+    """Every operator of the table, without duplicates."""
     return list(dict.fromkeys(op for spec in TABLE for op in spec.operators))

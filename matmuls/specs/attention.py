@@ -1,4 +1,4 @@
-"""Row of attention with its probabilities. Its gradient, an operator of its own: tests/test_attention.py."""
+"""Table row of attention with probabilities. tests/test_attention.py tests its gradient, a separate operator."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, mask: None, scale: float) -> tuple[T
 
 
 def _heads(draw: Draw, batch: int, heads: int, length: int, size: int) -> Call:
-    """As a model has them: heads beside each other in a row."""
+    """q, k and v as models have them: [B, H, L, D] views of [B, L, H, D] tensors."""
     return Call((*(draw(batch, length, heads, size).transpose(1, 2) for _ in range(3)), None, size**-0.5))
 
 
@@ -57,7 +57,7 @@ def _samples(draw: Draw) -> Iterator[Call]:
 
 
 def _filled(call: Call) -> tuple[object, ...]:
-    """All arguments of the operator up to `causal`."""
+    """The operator's arguments up to `causal`, with defaults filled in."""
     defaults = (None, 1.0)
     return (*call.args, *defaults[len(call.args) - 3 :], call.kwargs.get("causal", False))
 

@@ -1,4 +1,4 @@
-"""Rows of cuSPARSE's products under their own names."""
+"""Table rows of the custom_mm functions that call one cuSPARSE routine each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from .sparse import SPARSE
 from .spec import Bad, Call, Draw, Spec
 
 _ops = torch.ops.custom_mm
-DETERMINISTIC = {"csr": "csr_alg3", "csc": "default", "coo": "coo_alg2", "bsr": "bsr_alg1"}  # csc: none is
+DETERMINISTIC = {"csr": "csr_alg3", "csc": "default", "coo": "coo_alg2", "bsr": "bsr_alg1"}  # csc has none
 WIDE = (torch.float64, torch.float32)
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Everything of a sparse matrix but its values, and where each of them stands."""
+    """A sparse matrix without its values; places: row and column of each value."""
 
     layout: str
     offsets: Tensor
@@ -34,12 +34,12 @@ class _Matrix:
         return self.offsets, self.indices
 
     def places_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where a reference computes, which is not always where the matrix lies."""
+        """`places` on the device where a reference computes, which may differ from the matrix's."""
         return self.places[0].to(device), self.places[1].to(device)
 
 
 def _matrix(draw: Draw, rows: int, columns: int, layout: str) -> _Matrix:
-    """About a third full, whole blocks of 1 x 1 or 2 x 2 where the sizes are even."""
+    """A random matrix, about a third full. BSR: blocks of 2 x 2 if both sizes are even, else 1 x 1."""
     block = (2, 2) if layout == "bsr" and rows % 2 == columns % 2 == 0 else (1, 1)
     chosen = Draw(torch.float64, "cpu", rows * 1000 + columns)(rows // block[0], columns // block[1]) > 0.4
     stored = chosen.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1).to(draw.device)
@@ -57,7 +57,8 @@ def _matrix(draw: Draw, rows: int, columns: int, layout: str) -> _Matrix:
     places = (place // max(columns, 1), place % max(columns, 1))
     made = _Matrix(layout, offsets, indices, (rows, columns), places, tuple(values.shape))
     block = made.values_shape[1:] if layout == "bsr" else (1, 1)
-    check_parts("_matrix", layout, offsets, indices, rows, columns, *block)  # a later call does not wait for the GPU
+    # later calls reuse this check without a sync
+    check_parts("_matrix", layout, offsets, indices, rows, columns, *block)
     return made
 
 
@@ -84,11 +85,11 @@ def _spmm_samples(draw: Draw) -> Iterator[Call]:
     for rows, columns, n in SHAPES:
         for layout in DETERMINISTIC:
             if layout == "bsr" and draw.device != "cpu":
-                continue  # cuSPARSE may not take blocks of this size in this dtype: tests/test_cusparse.py asks it
+                continue  # cuSPARSE may not support this block size and dtype: see tests/test_cusparse.py
             m = _matrix(draw, rows, columns, layout)
             yield Call((draw(*m.values_shape), draw(columns, n), m), {"alpha": 0.5})
             yield Call((draw(*m.values_shape), draw(n, columns), m), {"transb": True})
-        if draw.device == "cpu" or draw.dtype in WIDE:  # a transposed matrix may be added up in 16 bits
+        if draw.device == "cpu" or draw.dtype in WIDE:  # cuSPARSE may accumulate op(A) = A^T in 16 bits
             m = _matrix(draw, rows, columns, "csr")
             yield Call((draw(*m.values_shape), draw(rows, n), m), {"transa": True})
 
@@ -189,7 +190,7 @@ TABLE: tuple[Spec, ...] = (
         ),
         empty=lambda draw: iter([Call((draw(0, 4), draw(4, 3), _matrix(draw, 0, 3, "csr")))]),
         opchecks=_sddmm_opchecks,
-        # cuSPARSE does not promise 16-bit types here: tests/test_cusparse.py asks it
+        # cuSPARSE does not guarantee 16-bit types here: see tests/test_cusparse.py
         **PRODUCT | {"operators": (_ops.cusparse_sddmm.default,), "dtypes": WIDE, "autocast": False},
     ),
 )

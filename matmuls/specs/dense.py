@@ -1,4 +1,4 @@
-"""Rows of the dense products."""
+"""Table rows of the dense products."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -19,7 +19,7 @@ def turned(x: Tensor, transposed: bool) -> Tensor:
 
 
 def _stored(draw: Draw, shape: tuple[int, ...], transposed: bool) -> Tensor:
-    """A tensor whose transpose, where asked for, has `shape`."""
+    """A random tensor of `shape`, with its last two sizes swapped if `transposed`."""
     if transposed and len(shape) > 1:
         shape = (*shape[:-2], shape[-1], shape[-2])
     return draw(*shape)

@@ -1,4 +1,4 @@
-"""Rows of the scaled masked softmax."""
+"""Table rows of the scaled masked softmax."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -13,7 +13,7 @@ from .spec import Bad, Call, Case, Draw, Spec
 
 _ops = torch.ops.custom_mm
 ATTENTION = [(8, 16, 1024, 1024), (2, 16, 4096, 4096), (32, 12, 512, 512), (64, 12, 128, 128)]
-ATTENTION += [(8, 16, 1500, 1500), (32, 12, 577, 577)]  # Whisper's and ViT's, whose rows do not end on 16 bytes
+ATTENTION += [(8, 16, 1500, 1500), (32, 12, 577, 577)]  # Whisper and ViT: rows not a multiple of 16 bytes
 ADDED = "added [B,1,Q,K]"
 MASKS: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
     "[B,1,1,K]": lambda b, h, q, k: (b, 1, 1, k),
@@ -26,7 +26,7 @@ MASKS: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
 def masked(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *, causal: bool = False, inplace: bool = False
 ) -> Tensor:
-    """As a user would write it, and rows with nothing to attend to are 0."""
+    """softmax(scale * x + mask) in torch operations; fully masked rows give 0."""
     z = x * scale
     dropped = torch.zeros((), dtype=torch.bool, device=x.device)
     if causal:
@@ -40,7 +40,7 @@ def masked(
 
 
 def _eager_masked(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *, causal: bool = False) -> Tensor:
-    """As a user would write it where no row is masked throughout."""
+    """softmax(scale * x + mask) in torch operations; assumes that no row is fully masked."""
     if causal:
         mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
     if mask is not None and mask.is_floating_point():
@@ -66,7 +66,7 @@ def _masked_cases() -> Iterator[Case]:
     for shape, (label, mask_shape) in product(ATTENTION, MASKS.items()):
         causal, name = label == "causal", "x".join(map(str, shape))
         sizes, length = mask_shape(*shape), shape[-1]
-        seen = (length + 1) / (2 * length) if causal else 1.0  # of the columns, by the rows together
+        seen = (length + 1) / (2 * length) if causal else 1.0  # share of elements that causal rows read
         added = label == ADDED
 
         def forward(
@@ -89,7 +89,7 @@ def _masked_cases() -> Iterator[Case]:
             device="cuda",
             moved=(lambda call, seen=seen: int(call.args[0].nbytes * (1 + seen))) if causal else None,
         )
-        if added:  # its gradient is that of the others
+        if added:  # its gradient is the same as with a bool mask
             continue
         yield Case(
             f"backward {name} {label}",
@@ -97,13 +97,13 @@ def _masked_cases() -> Iterator[Case]:
             call=_masked_backward,
             reference=_eager_masked_gradient,
             device="cuda",
-            # the mask is not read: y is 0 there
+            # the backward does not read the mask: y is 0 where it masks
             moved=lambda call, seen=seen: int(call.args[0].nbytes * (1 + 2 * seen)),
         )
 
 
 def _attention(masked_softmax: Callable[..., Tensor], scores: Any, context: Any) -> Callable[..., Any]:
-    """Forward and backward of attention's core with its probabilities kept; returns the three gradients."""
+    """Forward and backward of attention with its probabilities; returns the gradients of q, k and v."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -182,7 +182,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         name="scaled_masked_softmax_forward",
-        summary="`scaled_masked_softmax_forward(x, mask, scale)`: anything but 0 in the mask masks",
+        summary="`scaled_masked_softmax_forward(x, mask, scale)`: nonzero mask elements are masked",
         call=fused_softmax.scaled_masked_softmax_forward,
         reference=lambda x, mask, scale: masked(x, None if mask is None else mask.ne(0), scale),
         operators=(_ops.scaled_masked_softmax.default,),

@@ -1,4 +1,4 @@
-"""Rows of the in-place products."""
+"""Table rows of the in-place products."""
 
 from collections.abc import Iterator
 from math import prod
@@ -59,7 +59,7 @@ def _inplace_empty(draw: Draw) -> Iterator[Call]:
 
 
 class _IntoOneBuffer:
-    """torch.mm(a, b, out=c), c being there already."""
+    """torch.mm(a, b, out=c) with c allocated at the first call."""
 
     out: Tensor | None = None
 
@@ -71,7 +71,7 @@ class _IntoOneBuffer:
 
 def _inplace_cases(bias: bool) -> Iterator[Case]:
     def drawn(draw: Draw, m: int, k: int) -> Call:
-        # a matrix that keeps lengths: a may go through it many times
+        # b / sqrt(K) keeps the norm of rows, so that repeated products do not overflow
         return Call((draw(m, k), draw(k, k) / k**0.5, draw(k)) if bias else (draw(m, k), draw(k, k) / k**0.5))
 
     for m, k in [

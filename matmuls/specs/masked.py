@@ -1,4 +1,4 @@
-"""Rows of the masked family."""
+"""Table rows of the masked products (two experts)."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +26,7 @@ def _one_linear(x: Tensor, w1: Tensor, w2: Tensor, mask: Tensor, b1: Tensor | No
 
 
 def _split_linear(x: Tensor, w1: Tensor, w2: Tensor, mask: Any, *_: Any) -> Tensor:
-    """Two products of the rows picked out; the lists are made beforehand, untimed."""
+    """Gather each expert's rows, two products, scatter; the row lists are made beforehand, untimed."""
     parts = [F.linear(x.index_select(0, rows), w) for rows, w in zip(mask.lists, (w1, w2), strict=True)]
     return torch.cat(parts).index_select(0, mask.inverse)
 
@@ -44,12 +44,12 @@ def _stacked(w1: Any, w2: Tensor) -> Tensor:
 
 
 def _grouped_linear(x: Tensor, w1: Tensor, w2: Tensor, mask: Any, *_: Any) -> Tensor:
-    """torch's grouped product of sorted rows, on weights stacked beforehand, with what sorting and back costs."""
+    """torch._grouped_mm of sorted rows, gather and scatter included; the weights are stacked beforehand, untimed."""
     return _grouped(x, _stacked(w1, w2), mask)
 
 
 def _grouped_training(grad: Tensor, x: Tensor, w1: Tensor, w2: Tensor, mask: Any) -> tuple[Tensor, ...]:
-    """The same forward and backward; the gradient of the stacked weights is that of both."""
+    """Forward and backward of `_grouped`; the gradient of the stacked weights holds both experts'."""
     x, stacked = (t.detach().requires_grad_() for t in (x, _stacked(w1, w2)))
     with torch.enable_grad():
         y = _grouped(x, stacked, mask)
@@ -67,7 +67,7 @@ def _blend_ffn(x: Tensor, *args: Any) -> Tensor:
 
 
 def _split_ffn(x: Tensor, *args: Any) -> Tensor:
-    """Two networks of the rows picked out, as above."""
+    """Gather each expert's rows, two SwiGLU networks, scatter; the row lists are made beforehand, untimed."""
     *weights, mask = args[:7]
     experts = zip(mask.lists, (weights[:3], weights[3:]), strict=True)
     parts = [_swiglu(x.index_select(0, rows), *expert) for rows, expert in experts]
@@ -79,7 +79,7 @@ def _one_ffn(x: Tensor, *weights: Any) -> Tensor:
 
 
 def _trained(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """Forward and backward: the gradients of x and of every weight that took part."""
+    """Forward and backward; returns the gradients of x and of every weight used."""
 
     def run(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         leaves = [a.detach().requires_grad_() if _is_real(a) else a for a in args]
@@ -92,7 +92,7 @@ def _trained(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...
 
 
 def _planned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """With the mask's plan, made beforehand: a model makes one for all of its layers."""
+    """The function with the mask's plan instead of the mask; a model makes one plan for all of its layers."""
 
     def run(x: Tensor, *args: Any) -> Tensor:
         *weights, mask = args
@@ -117,7 +117,7 @@ def _mask_of(draw: Draw, m: int, kind: str) -> Tensor:
         "random 50 %": noise > 0,
         "random 5 %": noise > 1.645,
     }[kind]
-    # What some rivals are given beforehand; shapes alone have no rows to count.
+    # Row lists that some rivals get untimed; a meta tensor has no values to count.
     lists = (r[: m // 2], r[m // 2 :]) if mask.is_meta else (mask.nonzero().squeeze(1), (~mask).nonzero().squeeze(1))
     mask.lists, mask.order = lists, torch.cat(lists)  # type: ignore[attr-defined]
     mask.inverse = torch.argsort(mask.order)  # type: ignore[attr-defined]
@@ -237,7 +237,7 @@ def _masked_ffn_bad(draw: Draw) -> Iterator[Bad]:
 
 
 def _with_plan(call: Call, at: int) -> tuple[Any, ...]:
-    """The operator's arguments: a plan's rows and counts instead of the mask."""
+    """The operator's arguments, with a plan's rows and counts instead of the mask."""
     return *call.args[:at], *masked.mask_plan(call.args[at])[:2], *call.args[at + 1 :]
 
 

@@ -1,4 +1,4 @@
-"""Rows of softmax, the norms and their gradients."""
+"""Table rows of softmax, layer norm, RMS norm and their gradients."""
 
 from collections.abc import Callable, Iterator
 from math import prod
@@ -12,11 +12,11 @@ from .. import rowwise
 from .spec import REAL, Bad, Call, Case, Draw, Spec
 
 _ops = torch.ops.custom_mm
-# 2^29 elements: 1 GB in 16 bits, so that the L2 holds none of it.
+# Column counts of benchmarks of 2^29 elements: 1 GB in 16 bits, far beyond the L2.
 COLUMNS = (128, 384, 512, 768, 1000, 1024, 2048, 4096, 8191, 8192, 16384, 65536, 262144)
 UNEVEN = (77, 197, 577, 1023)  # text and image tokens of CLIP and ViT
 VOCABULARIES = (30522, 50257)
-HIDDEN = (1280, 1600, 3584)  # that are no power of two, of GPT-2 and Qwen2
+HIDDEN = (1280, 1600, 3584)  # hidden sizes of GPT-2 and Qwen2, not powers of two
 SOFTMAX_COLUMNS = tuple(sorted(COLUMNS + UNEVEN + VOCABULARIES))
 NORM_COLUMNS = tuple(sorted(COLUMNS + UNEVEN + HIDDEN))
 WITH_RESIDUAL = (384, 768, 1280, 4096)
@@ -30,7 +30,7 @@ def _row_cases(
     lengths: tuple[int, ...] = COLUMNS,
     **functions: Any,
 ) -> tuple[Case, ...]:
-    """Forward and backward over 2^29 elements on a GPU; forward on a CPU."""
+    """Benchmarks: forward and backward over 2^29 elements on a GPU; forward on a CPU."""
 
     def case(direction: str, draw: Callable[[Draw, int, int], Call], rows: int, columns: int, device: str) -> Case:
         own = functions if direction == "backward" else {}
@@ -111,7 +111,8 @@ def _rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, residu
     return _norm(True, x, weight, None, eps, residual)
 
 
-NORM_SHAPES = [(5,), (3, 8), (4, 3, 33), (7, 64), (2, 300), (1, 2056)]  # not 1 column: it is 0 by cancellation
+# no single column: its norm is 0 by cancellation
+NORM_SHAPES = [(5,), (3, 8), (4, 3, 33), (7, 64), (2, 300), (1, 2056)]
 
 
 def _layer_norm_samples(draw: Draw) -> Iterator[Call]:
@@ -159,9 +160,9 @@ def _norm_backward_draw(rms: bool) -> Callable[[Draw, int, int], Call]:
 
 
 def _norm_gradient(grad: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor, rms: bool) -> tuple[Tensor, ...]:
-    """torch's own, where it has one that starts from what was kept."""
+    """Gradients of a norm from the saved xhat and rstd: torch's operator for layer norm, a formula for RMS norm."""
     if not rms:
-        # with mean 0 and rstd 1 torch's xhat is its input: dx lacks the factor rstd alone
+        # with mean 0 and rstd 1 torch takes the input as xhat: dx only lacks the factor rstd
         zeros, ones = torch.zeros_like(rstd), torch.ones_like(rstd)
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             grad, xhat, grad.shape[-1:], zeros.unsqueeze(-1), ones.unsqueeze(-1), weight, weight, [True, True, True]
@@ -179,7 +180,7 @@ def _norm_call(draw: Draw, shape: tuple[int, ...], weights: int, **more: Tensor)
 
 
 def _residual_cases(weights: int) -> tuple[Case, ...]:
-    """2^28 elements of each: x + residual of torch's is as many again."""
+    """Benchmarks with x and residual of 2^28 elements each; torch materializes x + residual, another 2^28."""
 
     def case(rows: int, columns: int) -> Case:
         shape = rows, columns
@@ -235,7 +236,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         name="softmax",
-        summary="`softmax(x, dim, *, out)`: softmax, with an out that torch's lacks",
+        summary="`softmax(x, dim, *, out)`: softmax with an `out` argument",
         call=rowwise.softmax,
         reference=lambda x, dim=-1: torch.softmax(x, dim),
         operators=(_ops.softmax.default, _ops.softmax.out),
@@ -258,7 +259,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         name="softmax_backward_",
-        summary="`softmax_backward_(y, grad, dim)`: the same, over y",
+        summary="`softmax_backward_(y, grad, dim)`: the same, written over y",
         call=rowwise.softmax_backward_,
         reference=softmax_gradient,
         operators=(_ops.softmax_backward_.default,),

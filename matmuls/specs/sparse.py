@@ -1,4 +1,4 @@
-"""Rows of the sparse products."""
+"""Table rows of the sparse products."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -16,7 +16,7 @@ _ops = torch.ops.custom_mm
 
 
 def _sparse_plan(draw: Draw, rows: int, columns: int, layout: str = "csr") -> Any:
-    """A plan of a random matrix, about a quarter full, with an empty row where there are some."""
+    """A plan of a random matrix, about a quarter full; from three rows on one of them is empty."""
     dense = torch.zeros(rows, columns, device=draw.device, dtype=draw.dtype)
     if rows * columns:
         chosen = Draw(torch.float64, "cpu", rows * 1000 + columns)(rows, columns) > 0.7
@@ -26,7 +26,7 @@ def _sparse_plan(draw: Draw, rows: int, columns: int, layout: str = "csr") -> An
 
 
 def _places(plan: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and value's index of each nonzero, where a reference computes: not always where the plan lies."""
+    """Row, column and value index of each nonzero, on `device`, which may differ from the plan's."""
     s = plan._structure
     rows = torch.repeat_interleave(torch.arange(s.rows), s.crow.diff().long().cpu())
     order = torch.arange(s.nonzeros) if s.order is None else s.order.long()
@@ -34,7 +34,7 @@ def _places(plan: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stored_dense(plan: Any, values: Tensor) -> Tensor:
-    """The matrix of a plan with other values, dense; differentiable."""
+    """The plan's matrix with `values` as a dense tensor; differentiable."""
     s = plan._structure
     rows, columns, order = _places(plan, values.device)
     values = values[..., order]
@@ -44,7 +44,7 @@ def _stored_dense(plan: Any, values: Tensor) -> Tensor:
 
 
 def _in_order(plan: Any, dense: Tensor) -> Tensor:
-    """What a dense matrix, or a batch, has where a plan has nonzeros, in the order of the plan's values."""
+    """The elements of a dense matrix, or batch, at the plan's nonzeros, in the order of the plan's values."""
     rows, columns, order = _places(plan, dense.device)
     return dense[..., rows, columns][..., torch.argsort(order)]
 

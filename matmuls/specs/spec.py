@@ -1,4 +1,4 @@
-"""What a row of the table is made of."""
+"""The types that make up the table: Spec (one operation) with its calls, bad calls and benchmark cases."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ ALL = (*REAL, torch.complex64, torch.complex128)
 
 
 class Draw:
-    """Random tensors of one dtype on one device: `draw(3, 4)` is standard normal of that shape, the same for a seed."""
+    """Random tensors of one dtype on one device: `draw(3, 4)` is standard normal, reproducible from the seed."""
 
     def __init__(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> None:
         self.dtype, self.device = dtype, device
@@ -36,7 +36,7 @@ class Call:
         return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Call":
-        """The same call with every tensor changed."""
+        """The call with `change` applied to every tensor."""
 
         def one(x: Any) -> Any:
             return change(x) if isinstance(x, Tensor) else x
@@ -54,61 +54,61 @@ class Bad:
 
 @dataclass(frozen=True)
 class Case:
-    """One benchmark: a label and its arguments; where it is not the row's own call, what it runs instead."""
+    """One benchmark: label, arguments, and functions that replace the row's."""
 
     label: str
-    draw: Callable[[Draw], Call]  # from draw's tensors, dtype and device alone: it runs on "meta" too
-    call: Callable[..., Any] | None = None  # such as a backward operator; may return a tuple of tensors and None
+    draw: Callable[[Draw], Call]  # uses only draw's tensors, dtype and device: also runs on "meta"
+    call: Callable[..., Any] | None = None  # such as a backward operator; may return a tuple
     reference: Callable[..., Any] | None = None
     rival: str | None = None
     in_place: bool | None = None
-    moved: Callable[[Call], int] | None = None  # bytes that must move, where not every input and result once
-    device: str | None = None  # "cpu" or "cuda" alone
+    moved: Callable[[Call], int] | None = None  # bytes that must move; None: each input and result once
+    device: str | None = None  # only "cpu" or only "cuda"
     others: dict[str, Callable[..., Any]] = field(default_factory=dict)  # more rivals
-    dense: Callable[..., Any] | None = None  # a rival of as many operations on the same sizes, with another result
-    tf32: bool = False  # in float32 alone, torch's switch letting everybody's products take TF32
+    dense: Callable[..., Any] | None = None  # dense product of equal cost; its result differs
+    tf32: bool = False  # float32 only, with TF32 allowed for ours and the rivals
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One row of the table."""
+    """One row of the table: an operation."""
 
     name: str
     summary: str
     call: Callable[..., Tensor]
-    reference: Callable[..., Tensor]  # torch with the same arguments: the truth in float64, the rival in a benchmark
-    operators: tuple[torch._ops.OpOverload, ...]  # what it runs on; each needs a CPU and a CUDA kernel
+    reference: Callable[..., Tensor]  # in torch: the truth in float64, the rival in a benchmark
+    operators: tuple[torch._ops.OpOverload, ...]  # those it calls; each needs a CPU and a CUDA kernel
     samples: Callable[[Draw], Iterator[Call]]
     bad: Callable[[Draw], Iterator[Bad]]
     empty: Callable[[Draw], Iterator[Call]]
     cases: tuple[Case, ...] = ()
-    memory_cases: tuple[Case, ...] = ()  # their peak is measured, not their time
-    host_case: Case | None = None  # small enough that the host's time is all there is
-    host_reference: Callable[..., Tensor] | None = None  # what a user would type for it
+    memory_cases: tuple[Case, ...] = ()  # for peak memory, not time
+    host_case: Case | None = None  # small: host time dominates
+    host_reference: Callable[..., Tensor] | None = None  # the rival of host_case; None: reference
     dtypes: tuple[torch.dtype, ...] = ALL
-    bench_dtypes: tuple[torch.dtype, ...] | None = None  # timed unless told otherwise; None: bench.GPU_DTYPES
+    bench_dtypes: tuple[torch.dtype, ...] | None = None  # default of the bench; None: bench.GPU_DTYPES
     cpu_bench_dtypes: tuple[torch.dtype, ...] | None = None  # None: bench.CPU_DTYPES
     gradient: bool = True
     autocast: bool = True
-    flops: bool = True  # torch.utils.flop_counter counts it
+    flops: bool = True  # whether torch.utils.flop_counter counts it
     rival: str = "torch"
-    compiled: bool = False  # on a GPU torch.compile(reference) is a second rival
-    dense: Callable[..., Any] | None = None  # what the operations are counted on, where the reference does more
-    arguments: Callable[[Call], tuple[Any, ...]] | None = None  # of operators[0], where they are not the call's
+    compiled: bool = False  # torch.compile(reference) is a rival on a GPU
+    dense: Callable[..., Any] | None = None  # to count operations, if the reference does more
+    arguments: Callable[[Call], tuple[Any, ...]] | None = None  # of operators[0], if not the call's
 
     frozen: tuple[int, ...] = ()  # arguments without a gradient
-    opchecks: Callable[[Draw], Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]] | None = None  # where the
-    # operators take other arguments than the row's calls
-    static: bool = False  # what is made depends on values: not for torch.compile(fullgraph=True)
-    contiguous: bool = False  # no other layout is taken
-    writes: bool = False  # written over its first argument, under a name that does not end in "_"
+    opchecks: Callable[[Draw], Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]] | None = None  # for opcheck,
+    # if the operators take other arguments than the row's calls
+    static: bool = False  # data-dependent: not for torch.compile(fullgraph=True)
+    contiguous: bool = False  # rejects non-contiguous tensors
+    writes: bool = False  # overwrites its first argument, though its name has no final "_"
 
     @property
     def in_place(self) -> bool:
-        """The first argument is written over."""
+        """Whether the first argument is overwritten."""
         return self.writes or self.name.endswith("_")
 
     def on_a_copy(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The call with its first argument left as it is; a leaf that requires grad is no leaf then."""
+        """The call with a clone as first argument, which is not a leaf of the autograd graph."""
         writes = self.in_place or kwargs.get("inplace")
         return self.call(args[0].clone(), *args[1:], **kwargs) if writes else self.call(*args, **kwargs)

@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from custom_mm.indices import Check
-from matmuls import choice, estimates, forms, measure, plan, spmm
+from matmuls import measure, plan, spmm
 from matmuls.device import has_hopper_kernels
+from matmuls.sparse import costs, layouts, race, select, selector
 
 
 @pytest.fixture
@@ -25,8 +26,8 @@ def dense_wins(monkeypatch):
         measured.append(len(runs))
         return [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
 
-    monkeypatch.setattr(choice, "time_warm", time)
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})
+    monkeypatch.setattr(race, "time_warm", time)
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {})
     return measured
 
 
@@ -50,7 +51,7 @@ def test_the_dense_product_where_it_is_faster(dense_wins, device):
     assert all(torch.equal(made @ b, first) for _ in range(20))
     assert len(dense_wins) == 1
     # As halves a number takes as many bytes; beside them lie a row's exponent and four facts.
-    assert made.nbytes == before + dense.nbytes + (96 * 4 + 16 if choice.HALVES in made.explain() else 0)
+    assert made.nbytes == before + dense.nbytes + (96 * 4 + 16 if select.FP16X2 in made.explain() else 0)
     assert "dense" in made.explain()
     assert "*" in made.explain()
     made @ b[:, :100].contiguous()  # between 64 and 128
@@ -64,23 +65,25 @@ def test_large_products_of_mostly_empty_matrices_have_no_rival(device):
     row, column = index // 16, index * 977 % 8192
     a = torch.sparse_coo_tensor(torch.stack([row, column]), torch.randn(2**17, device=device).half(), (8192, 8192))
     made = plan(a)
-    assert made.explain().endswith("from 32 columns on: ours, without another candidate")
+    assert made.explain().endswith("from 32 columns on: by_rows, without another candidate")
     b = torch.randn(8192, 32, device=device).half()
     assert torch.equal(made @ b, spmm(a, b))
-    assert not made._choice.measured
+    assert not made._selector.measured
     made @ b[:, :31].contiguous()
-    assert len(made._choice.measured) == 1
+    assert len(made._selector.measured) == 1
 
 
-@pytest.mark.parametrize("fastest", [choice.OURS, choice.DENSE])
+@pytest.mark.parametrize("fastest", [select.DEFAULT, select.DENSE])
 def test_nothing_is_measured_where_sizes_say_it(dense_wins, monkeypatch, fastest):
     dense, b = draw("cpu")
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {choice.OURS: 2.0, choice.DENSE: 2.0, fastest: 1.0})
+    monkeypatch.setattr(
+        selector.Selector, "_estimates", lambda *args: {select.DEFAULT: 2.0, select.DENSE: 2.0, fastest: 1.0}
+    )
     made = plan(dense.to_sparse_csr(), constant=True)
     torch.testing.assert_close(made @ b, dense @ b)
     assert not dense_wins
-    assert f"{fastest}, by its size alone" in made.explain()
-    assert len(made._choice.tensors) == (fastest == choice.DENSE)
+    assert f"{'by_rows' if fastest == select.DEFAULT else fastest}, by its size alone" in made.explain()
+    assert len(made._selector.tensors) == (fastest == select.DENSE)
 
 
 def test_other_values_are_seen(dense_wins, device):
@@ -108,17 +111,17 @@ def test_other_values_are_seen(dense_wins, device):
 
 
 @pytest.mark.parametrize("read_by", ["a call", "a graph"])
-@pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES, choice.TWO_OF_FOUR, choice.TILES])
+@pytest.mark.parametrize("name", [select.DENSE, select.FP16X2, select.SPARSE24, select.SMEM_TILES])
 def test_other_values_are_written_in_place_for_graphs_alone(name, read_by, device):
     """What a thread has yet to multiply by stays as it was."""
-    if device == "cuda" and name != choice.DENSE and not has_hopper_kernels(torch.device("cuda")):
+    if device == "cuda" and name != select.DENSE and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("halves are Hopper's")
-    if device == "cpu" and name == choice.TWO_OF_FOUR:
+    if device == "cpu" and name == select.SPARSE24:
         pytest.skip("tensor cores' own layout")
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     values = made.values.detach().clone()
-    product = made._choice._made(name)
+    product = made._selector._made(name)
     before = product.call(values.clone(), b, torch.float32)
     first, places = before.run(), [t.data_ptr() for t in product.tensors]
     if read_by == "a graph":
@@ -138,7 +141,7 @@ def test_threads_that_meet_other_values_make_the_matrix_once(dense_wins, monkeyp
     dense, b = draw("cpu")
     made = plan(dense.to_sparse_csr(), constant=True)
     made @ b
-    real, count = forms.Dense._made, []
+    real, count = layouts.Dense._made, []
 
     def slow(self, *args):
         count.append(args)
@@ -146,7 +149,7 @@ def test_threads_that_meet_other_values_make_the_matrix_once(dense_wins, monkeyp
         time.sleep(0.05)
         return found
 
-    monkeypatch.setattr(forms.Dense, "_made", slow)
+    monkeypatch.setattr(layouts.Dense, "_made", slow)
     with torch.no_grad():
         made.values.mul_(2)
     results = []
@@ -164,7 +167,7 @@ def test_threads_that_meet_other_values_make_the_matrix_once(dense_wins, monkeyp
 def test_threads_that_choose_while_others_look(dense_wins, monkeypatch):
     """Another thread's first products, of another width and dtype, in the middle of whatever goes through the known."""
     monkeypatch.setattr(
-        choice.Choice, "_copies", lambda self, dtype, b: [choice.HALVES if b.shape[1] == 100 else choice.DENSE]
+        selector.Selector, "_copies", lambda self, dtype, b: [select.FP16X2 if b.shape[1] == 100 else select.DENSE]
     )
     dense, b = draw("cpu")
 
@@ -190,9 +193,9 @@ def test_threads_that_choose_while_others_look(dense_wins, monkeypatch):
         assert met
         torch.testing.assert_close(made @ b, dense @ b)
 
-    meanwhile(forms.Full, "_keep", lambda made: made.update(made.values.clone()))
-    meanwhile(choice.Measurement, "fastest", lambda made: made.explain())
-    meanwhile(choice.Measurement, "fastest", lambda made: plan(made, tune=[7]))
+    meanwhile(layouts.CachedLayout, "_keep", lambda made: made.update(made.values.clone()))
+    meanwhile(selector.Measurement, "fastest", lambda made: made.explain())
+    meanwhile(selector.Measurement, "fastest", lambda made: plan(made, tune=[7]))
 
 
 def test_duplicates_are_added(dense_wins):
@@ -202,7 +205,7 @@ def test_duplicates_are_added(dense_wins):
     torch.testing.assert_close(made @ b, plan(made, tune=False) @ b)
     expected = torch.zeros(1000, 20).index_put_((torch.arange(1000).repeat_interleave(4), col), made.values, True) @ b
     torch.testing.assert_close(made @ b, expected)
-    assert made._choice.tensors
+    assert made._selector.tensors
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 300), (torch.float16, 3000)], ids=str)
@@ -219,26 +222,26 @@ def test_what_was_taken_stays_for_graphs_that_read_it(dense_wins, monkeypatch, d
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     made @ b
-    kept = made._choice.tensors
+    kept = made._selector.tensors
     monkeypatch.setattr(
-        choice, "time_warm", lambda runs, *_: [measure.Timing(1.0 + i, 0.0, 1.0 + i) for i in range(len(runs))]
+        race, "time_warm", lambda runs, *_: [measure.Timing(1.0 + i, 0.0, 1.0 + i) for i in range(len(runs))]
     )
     plan(made, tune=[b.shape[1]])  # ours wins now
-    assert "ours" in made.explain().splitlines()[-1].partition("*")[0]
-    assert [t.data_ptr() for t in made._choice.tensors] == [t.data_ptr() for t in kept]
+    assert "by_rows" in made.explain().splitlines()[-1].partition("*")[0]
+    assert [t.data_ptr() for t in made._selector.tensors] == [t.data_ptr() for t in kept]
 
 
 def test_products_by_passing_values_leave_what_is_kept_alone(dense_wins, device):
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     made @ b
-    before = [t.clone() for t in made._choice.tensors]
+    before = [t.clone() for t in made._selector.tensors]
     other = torch.randn(b.shape[0], 100, device=device)
     passing = made.with_values(2 * made.values)
     result = passing @ other
     plan(passing.update(3 * made.values), tune=[b.shape[1]])
-    assert all(isinstance(form, forms.Cusparse) for form in passing._choice._products.values()), "no copies"
-    assert all(torch.equal(x, y) for x, y in zip(before, made._choice.tensors, strict=True))
+    assert all(isinstance(form, layouts.Cusparse) for form in passing._selector._products.values()), "no copies"
+    assert all(torch.equal(x, y) for x, y in zip(before, made._selector.tensors, strict=True))
     assert_as_exact_as_float32(result, 2 * dense, other)
     assert_as_exact_as_float32(passing @ other, 3 * dense, other)
 
@@ -301,8 +304,8 @@ def test_gradients(dense_wins, layout, device):
     made.update(values)
     (made @ b * weight).sum().backward()
     torch.testing.assert_close(b.grad, dense.mT @ weight)
-    row, column = made._structure.row.long(), made._structure.col.long()
-    ours = made._structure.by_rows(values.grad)
+    row, column = made._pattern.row.long(), made._pattern.col.long()
+    ours = made._pattern.by_rows(values.grad)
     torch.testing.assert_close(ours, (weight @ b.detach().mT)[row, column])
 
 
@@ -322,11 +325,11 @@ def test_values_that_a_fused_optimizer_wrote(dense_wins, train, device):
     }
     for _ in range(3):
         with torch.no_grad():
-            dense[made._structure.row.long(), made._structure.col.long()] = values
+            dense[made._pattern.row.long(), made._pattern.col.long()] = values
             for _ in range(2):
                 assert_as_exact_as_float32(made @ b, dense, b)
                 assert_as_exact_as_float32(made @ b[:, :100], dense, b[:, :100])
-            assert choice.CUSPARSE in made.explain() or made._again(b) is not None
+            assert select.CUSPARSE in made.explain() or made._again(b) is not None
         optimizer.zero_grad()
         steps[train]().square().mean().backward()
         optimizer.step()
@@ -345,7 +348,7 @@ def test_values_that_a_fused_optimizer_wrote_by_another_plan(dense_wins, device)
         (made.with_values(values) @ b).square().mean().backward()
         optimizer.step()
         with torch.no_grad():
-            dense[made._structure.row.long(), made._structure.col.long()] = values
+            dense[made._pattern.row.long(), made._pattern.col.long()] = values
             assert_as_exact_as_float32(made @ b, dense, b)
 
 
@@ -398,20 +401,20 @@ def test_what_stands_in_for_tensors_leaves_nothing_behind(dense_wins, device):
 
 def test_a_width_beside_the_one_that_was_measured(dense_wins, monkeypatch):
     """Tiles of more than 1024 columns are for dense sides of at most 32."""
-    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.TILES])
+    monkeypatch.setattr(selector.Selector, "_copies", lambda *_: [select.SMEM_TILES])
     dense, _ = draw("cpu", 64, 2048)
     made = plan(dense.to_sparse_csr(), constant=True)
     for n in (32, 40, 63):
         b = torch.randn(2048, n)
         assert_as_exact_as_float32(made @ b, dense, b)
-    assert "tiles in shared memory" in made.explain()
+    assert select.SMEM_TILES in made.explain()
 
 
 @pytest.mark.parametrize("passing_first", [False, True])
 def test_what_cannot_be_made_is_not_taken(passing_first, monkeypatch):
     """Nonzeros that lie too unevenly to be packed, or no memory: whoever's product came first."""
-    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.PACKED])
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.OURS: 9e-6, choice.PACKED: 6e-6})
+    monkeypatch.setattr(selector.Selector, "_copies", lambda *_: [select.PACKED_MMA])
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *_: {select.DEFAULT: 9e-6, select.PACKED_MMA: 6e-6})
     dense, b = draw("cpu", 512, 512)
     dense *= torch.rand(512, 512) < 0.1
     dense[:64, :64] = 1
@@ -420,7 +423,7 @@ def test_what_cannot_be_made_is_not_taken(passing_first, monkeypatch):
     if passing_first:
         made.with_values(made.values.clone()) @ b
     torch.testing.assert_close(made @ b, dense @ b)
-    assert "ours" in made.explain().splitlines()[-1]
+    assert "by_rows" in made.explain().splitlines()[-1]
 
 
 @pytest.mark.parametrize("shape", [(2048, 2048), (0, 2048), (2048, 0)], ids=str)
@@ -465,13 +468,15 @@ def test_measured_ahead(dense_wins, device):
 
 def test_what_few_products_could_not_pay_for(dense_wins, device, monkeypatch):
     """Sizes say 10 us of ours and 10.5 of the dense product: 50 of them would not pay for a measurement."""
-    known = {choice.OURS: 10.0e-6, choice.DENSE: 10.5e-6, choice.HALVES: 10.5e-6, choice.TILES: math.inf}
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda self, large, *args: {k: known[k] for k in ("ours", *large)})
+    known = {select.DEFAULT: 10.0e-6, select.DENSE: 10.5e-6, select.FP16X2: 10.5e-6, select.SMEM_TILES: math.inf}
+    monkeypatch.setattr(
+        selector.Selector, "_estimates", lambda self, large, *args: {k: known[k] for k in (select.DEFAULT, *large)}
+    )
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     few = made @ b
     torch.testing.assert_close(few, dense @ b)
-    assert "float32, 128 columns: ours, by its size alone" in made.explain()
+    assert "float32, 128 columns: by_rows, by its size alone" in made.explain()
     assert dense_wins == []
     many = plan(dense.to_sparse_csr(), constant=True, products=10**6)
     for kept in (many, copy.deepcopy(many), pickle.loads(pickle.dumps(many)), plan(made, products=10**6, tune=[128])):
@@ -496,7 +501,7 @@ def test_a_refused_candidate_is_told(dense_wins, monkeypatch):
     def refuse(self, *args):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(forms.Dense, "call", refuse)
+    monkeypatch.setattr(layouts.Dense, "call", refuse)
     made = plan(dense.to_sparse_csr(), constant=True)
     torch.testing.assert_close(made @ b, dense @ b)
     assert "dense refused" in made.explain()
@@ -516,7 +521,7 @@ def test_operands_that_do_not_fit_are_told_before_anything_is_measured(dense_win
 def test_a_matrix_without_elements_is_looked_at_ahead_too(shape):
     made = plan(torch.zeros(shape).to_sparse_csr(), tune=[8], constant=True)
     assert torch.equal(made @ torch.randn(shape[1], 8), torch.zeros(shape[0], 8))
-    assert min(estimates.us_in_halves(made._structure, 8).values()) > 0
+    assert min(costs.us_fp16x2(made._pattern, 8).values()) > 0
 
 
 @pytest.mark.cuda
@@ -541,11 +546,11 @@ def test_a_plan_is_for_every_stream(monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kind", [forms.Halves, forms.Dense])
+@pytest.mark.parametrize("kind", [layouts.Fp16x2, layouts.Dense])
 def test_what_a_stream_makes_of_other_values_others_wait_for(kind):
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr(), tune=False)
-    values, product = made.values, kind(made._structure)
+    values, product = made.values, kind(made._pattern)
     product.call(values, b, b.dtype).run()
     values *= 2
     torch.cuda.synchronize()
@@ -559,12 +564,12 @@ def test_what_a_stream_makes_of_other_values_others_wait_for(kind):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.parametrize("kind", [forms.Halves, forms.Dense])
+@pytest.mark.parametrize("kind", [layouts.Fp16x2, layouts.Dense])
 def test_other_values_wait_for_those_who_still_read(kind, bound):
     """On whatever stream: a product goes by the values that it was called with."""
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr(), tune=False)
-    values, product, side = made.values, kind(made._structure), torch.cuda.Stream()
+    values, product, side = made.values, kind(made._pattern), torch.cuda.Stream()
     calls = [product.call(values, b, b.dtype)]
     calls[0].run()
     torch.cuda.synchronize()
@@ -596,7 +601,7 @@ def test_capture_takes_what_was_measured_and_measures_nothing():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = made @ b
-        assert len(made._choice.measured) == n
+        assert len(made._selector.measured) == n
         graph.replay()
         torch.testing.assert_close(y.double(), dense.double() @ b.double(), atol=1e-3, rtol=1e-4)
         first = y.clone()
@@ -606,20 +611,20 @@ def test_capture_takes_what_was_measured_and_measures_nothing():
 
 
 @pytest.mark.parametrize(
-    "name", ["cusparse csr_alg3", choice.HALVES, choice.TWO_OF_FOUR, choice.TILES, choice.PACKED, "dense"]
+    "name", [select.CUSPARSE, select.FP16X2, select.SPARSE24, select.SMEM_TILES, select.PACKED_MMA, "dense"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_candidate_is_right_and_the_same_every_time(name, dtype, device):
     dense, b = draw(device, 300, 400, dtype)
     made = plan(dense.to_sparse_csc(), tune=[128])
     values, truth = made.values, dense.double() @ b.double()
-    if name in (choice.HALVES, choice.TWO_OF_FOUR, choice.TILES) and dtype != torch.float32:
+    if name in (select.FP16X2, select.SPARSE24, select.SMEM_TILES) and dtype != torch.float32:
         pytest.skip("float32's alone")
-    if name == choice.PACKED and dtype == torch.float32:
+    if name == select.PACKED_MMA and dtype == torch.float32:
         pytest.skip("16 bits' alone")
-    if device == "cpu" and name == choice.TWO_OF_FOUR:
+    if device == "cpu" and name == select.SPARSE24:
         pytest.skip("tensor cores' own layout")
-    product = made._choice._made(name)
+    product = made._selector._made(name)
     try:
         if name.startswith("cusparse"):
             product.learn(values, b, dtype)

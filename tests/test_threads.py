@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import matmuls.nn
-from matmuls import forms
+from matmuls.sparse import layouts
 from matmuls.specs import TABLE
 
 # With a GPU in sight, torch refuses gradients in a child whose parent has computed some.
@@ -311,7 +311,7 @@ def test_workers_made_by_fork():
 def test_a_lock_that_another_thread_held_at_the_fork_is_free_in_the_child():
     """A thread is making the copy of a constant plan."""
     dense = torch.eye(8)
-    matrix = forms.Dense(matmuls.plan(dense.to_sparse_csr())._structure)
+    matrix = layouts.Dense(matmuls.plan(dense.to_sparse_csr())._pattern)
     held, forked = threading.Event(), threading.Event()
 
     def hold():

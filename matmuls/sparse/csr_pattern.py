@@ -1,9 +1,9 @@
-"""A sparse matrix by its rows, without its values: checked once, and known for as long as its tensor lives."""
+"""The pattern of a sparse matrix in CSR, without values: checked once and cached for as long as its tensor lives."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch._C import _DisableFuncTorch
@@ -14,9 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from custom_mm import _C
 from custom_mm.indices import Check, check_entries, version_of
 
-from .blocks import KERNEL_SIZES
+from ..blocks import KERNEL_SIZES
 from .chunks import Chunks, chunks_of
-from .reorder import Reordered, reorder
+from .reordered import Reordered, reorder
 
 _csr_transpose: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
     torch.ops.custom_mm.csr_transpose.default
@@ -32,25 +32,25 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    """The number of a GPU's."""
+    """Handle of the device's current CUDA stream."""
     return _C.current_stream(device.index)
 
 
 def is_transformed() -> bool:
-    """Whether operators give something else than tensors with numbers: fake ones, or functorch's."""
+    """True under fake-tensor mode or a functorch transform: results of operators must not be cached."""
     fake: object = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake is not None or peek_interpreter_stack() is not None
 
 
 @contextmanager
 def untransformed() -> Iterator[None]:
-    """What is made in it of plain tensors are plain ones, to be kept."""
+    """Disable fake-tensor and functorch modes: tensors created inside are real and may be cached."""
     with unset_fake_temporarily(), _DisableFuncTorch():
         yield
 
 
 def for_every_stream(t: torch.Tensor) -> None:
-    """Wait until the work given to t's current stream is done, so that every stream may read its results."""
+    """Wait for the current stream of t's device, so that every stream may read its results."""
     if t.is_cuda:
         _C.synchronize_stream(t.device.index)
 
@@ -60,33 +60,41 @@ relaxed_capture = _C.RelaxedCapture
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the work given to all streams of a GPU is done."""
+    """Wait for all streams of a GPU."""
     if device.type == "cuda":
         _C.synchronize_device(device.index)
 
 
-Indices: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # offsets, columns, order
+Indices: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # crow, col, order
 
 
 def _trust(made: Indices, of: Indices, columns: int) -> None:
-    """Operators on a CPU need not look at what was copied: nobody else writes to it."""
+    """Spare CPU operators the check of copied indices, which no one else writes to."""
     if all(a is not b for a, b in zip(made, of, strict=True) if a is not None):
         _C.trust_indices(*made, columns)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where a matrix has blocks: a matrix of them, checked too. The values are [blocks, height, width]."""
+    """The pattern of a matrix of blocks, checked too. Its values are [blocks, height, width]."""
 
-    structure: "Structure"
+    pattern: "CsrPattern"
     height: int
     width: int
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        older = {"pattern": state["structure"]} if "structure" in state else {}
+        self.__dict__.update({name: x for name, x in state.items() if name != "structure"} | older)
 
-class Structure:
-    """A matrix without its values, checked: offsets and columns by rows, and nonzero p's value index order[p].
 
-    A batch of matrices with one pattern each is one matrix with the blocks on its diagonal.
+class CsrPattern:
+    """The checked indices of a matrix [rows, columns].
+
+    crow [rows + 1], col [nonzeros] int32 or int64: CSR offsets and columns.
+    order [nonzeros]: the value of nonzero p is values[order[p]]; None: values[p].
+    batch: the number of matrices, one pattern each, that lie on the diagonal of this one; None for a single matrix.
+    longest: nonzeros of the longest row. longest_column: of the longest column, -1 until `transposed` has run.
+    distinct, beyond_two, far: see custom_mm.indices.Facts.
     """
 
     def __init__(
@@ -102,17 +110,17 @@ class Structure:
         wait: bool = True,
         copied: bool = False,
     ) -> None:
-        """wait: False where `checked` is called before anything else is. copied: the look copies the indices too, for
-        `in_int32`, where int32 suffices."""
+        """wait: False if the caller calls `checked` before anything else. copied: let the check copy the indices to
+        int32 too, if that suffices, for `in_int32`."""
         self.crow, self.col, self.order, self.batch = crow, col, order, batch
         self.rows, self.columns = shape
         self._transposed = transposed
         self._chunks: dict[tuple[int, int], Chunks] = {}
         self._reordered: dict[tuple[int, int], Reordered | None] = {}
-        self._narrow: Structure | None = None
-        self._t: Structure | None = None
-        self.blocks: Blocks | None = None  # where it is stored in blocks that a kernel takes
-        self.longest_column = -1  # known with the transposed matrix
+        self._narrow: CsrPattern | None = None
+        self._t: CsrPattern | None = None
+        self.blocks: Blocks | None = None  # of a matrix stored in blocks that a kernel takes
+        self.longest_column = -1
         if crow.dim() != 1 or crow.shape[0] != self.rows + 1:
             raise ValueError(
                 f"{name}: expected {self.rows + 1} offsets of rows, got offsets of shape {list(crow.shape)}"
@@ -123,7 +131,7 @@ class Structure:
             self.checked()
 
     def checked(self) -> None:
-        """Its indices fit. Waits for the GPU, once."""
+        """ValueError unless the indices fit. Waits for the GPU, once."""
         if self._check is not None:
             self.longest, self.distinct, self.beyond_two, self.far = self._check.facts()
             self._check = None
@@ -132,13 +140,13 @@ class Structure:
     def is_checked(self) -> bool:
         return self._check is None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Structure":
-        return self  # nobody writes to it
+    def __deepcopy__(self, memo: dict[int, object]) -> "CsrPattern":
+        return self  # never written to
 
     def __setstate__(self, state: dict[str, object]) -> None:
         absent: dict[str, object] = {"blocks": None, "_narrow": None, "_t": None, "_reordered": {}}  # in older pickles
         self.__dict__.update({**absent, **state})
-        # They may have been written over before.
+        # The indices may have been written to before they were pickled.
         self._check = Check("SparsePlan", self.crow, self.col, self.columns)
         self.checked()
 
@@ -148,7 +156,7 @@ class Structure:
 
     @property
     def block_tensors(self) -> list[torch.Tensor]:
-        return [] if self.blocks is None else self.blocks.structure.tensors
+        return [] if self.blocks is None else self.blocks.pattern.tensors
 
     @property
     def nonzeros(self) -> int:
@@ -156,13 +164,13 @@ class Structure:
 
     @property
     def row(self) -> torch.Tensor:
-        """[nonzeros]: the row of each, in the order of `col`."""
+        """[nonzeros]: the row of each nonzero, in the order of `col`."""
         rows = torch.arange(self.rows, device=self.col.device, dtype=self.col.dtype)
         return torch.repeat_interleave(rows, self.crow.diff(), output_size=self.nonzeros)
 
     def chunks(self, size: int, piece: int) -> Chunks | None:
-        """Of about `size` nonzeros, rows of more than `piece` cut; made once, which waits for the GPU: None where a
-        graph is being captured before that."""
+        """Chunks of about `size` nonzeros with rows of more than `piece` cut. Made once, which waits for the GPU; None
+        under CUDA-graph capture if they were not made before."""
         made = self._chunks.get((size, piece))
         if made is None and not is_capturing(self.crow.device):
             with untransformed():
@@ -170,7 +178,7 @@ class Structure:
         return made
 
     def reordered(self, size: int, piece: int) -> Reordered | None:
-        """The same by rows in an order in which they read less; None where none does or there is no memory."""
+        """The rows in an order that reads less of B; None if no order does or memory is out."""
         key = size, piece
         if key not in self._reordered and not is_capturing(self.crow.device):
             try:
@@ -183,32 +191,32 @@ class Structure:
     @property
     def chunk_tensors(self) -> list[torch.Tensor]:
         made = *self._chunks.values(), *self._reordered.values()
-        of_transposed = [] if self._t is None else self._t.chunk_tensors
-        return [t for one in made if one is not None for t in one.tensors] + of_transposed
+        transposed = [] if self._t is None else self._t.chunk_tensors
+        return [t for one in made if one is not None for t in one.tensors] + transposed
 
     def by_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values in the order of `col`."""
         return values if self.order is None else values[self.order]
 
     def transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The same by columns, made once."""
+        """Offsets, rows and order of the transposed matrix, made once."""
         if self._transposed is None:
             with untransformed():
                 t_crow, t_col, t_order = _csr_transpose(self.crow, self.col, self.columns)
                 made = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
                 self.longest_column = int(t_crow.diff().max()) if self.columns else 0
                 _C.trust_indices(*made, self.rows)
-            self._transposed = made  # nothing of it where that failed
+            self._transposed = made  # only if all of it was made
         return self._transposed
 
     @property
     def has_t(self) -> bool:
-        """Whether the transposed matrix is there or can be made now."""
+        """True if the transposed matrix is there or can be made now."""
         return self._transposed is not None or not is_capturing(self.crow.device)
 
     @property
-    def t(self) -> "Structure":
-        """The transposed matrix, made once."""
+    def t(self) -> "CsrPattern":
+        """The pattern of the transposed matrix, made once."""
         if self._t is None:
             crow, col, order = self.transposed()
             t = self._copy(_narrow=None, blocks=None, far=0, batch=None)
@@ -218,23 +226,26 @@ class Structure:
             self._t = t
         return self._t
 
-    def _copy(self, **changed: object) -> "Structure":
-        """Without what is made of its indices."""
-        copy = object.__new__(Structure)
+    def _copy(self, **changed: object) -> "CsrPattern":
+        """A copy without what was made of its indices and cached."""
+        copy = object.__new__(CsrPattern)
         copy.__dict__.update({**self.__dict__, "_chunks": {}, "_reordered": {}, "_t": None, **changed})
         return copy
 
     def arguments(self, dense_gradient: bool) -> tuple[torch.Tensor | None, ...]:
-        """order, t_crow, t_col, t_order: the transposed matrix where a gradient will ask for it."""
+        """order, t_crow, t_col, t_order: with the transposed matrix if a gradient to B will need it."""
         if self._transposed is None and (
             not dense_gradient or torch.compiler.is_compiling() or is_capturing(self.crow.device)
         ):
             return self.order, None, None, None
         return self.order, *(self.transposed() if dense_gradient else (None, None, None))
 
-    def in_int32(self, beside: torch.Tensor | None = None) -> "Structure":
-        """Indices of 4 bytes, where they suffice: half of what a product reads. None lies in the memory of those of the
-        sparse tensor beside, where what is written is not seen; but those of 8 bytes do, if torch counts the writes."""
+    def in_int32(self, owner: torch.Tensor | None = None) -> "CsrPattern":
+        """The pattern with int32 indices, where they suffice: half the bytes to read.
+
+        They never alias int32 indices of the sparse tensor `owner`, whose writes cannot be detected. Its int64 indices
+        may be shared, as their version counter is checked.
+        """
         if self._narrow is None and self._check is not None and self._check.copies is not None:
             copies = self._check.copies
             self.checked()
@@ -242,7 +253,7 @@ class Structure:
             self._narrow = self._copy(crow=copies[0], col=copies[1])
             return self._narrow
         dtype = torch.int32 if max(self.rows, self.columns, self.nonzeros) < INT32_MAX else self.crow.dtype
-        parts = () if beside is None else _indices_of("plan", beside)
+        parts = () if owner is None else _indices_of("plan", owner)
         unwanted = [t for t in parts if dtype == torch.int32 or t.is_inference()]
         taken = {t.untyped_storage().data_ptr() for t in unwanted}
 
@@ -260,13 +271,13 @@ class Structure:
             return own(crow), own(col), None if order is None else own(order)
 
         if self._narrow is None:
-            looked = self.is_checked
+            was_checked = self.is_checked
             before, t_before = (self.crow, self.col, self.order), self._transposed
             with torch.inference_mode(False):
                 made, transposed = all_own(before), None if t_before is None else all_own(t_before)
-            blocks = self.blocks and replace(self.blocks, structure=self.blocks.structure.in_int32(beside))
+            blocks = self.blocks and replace(self.blocks, pattern=self.blocks.pattern.in_int32(owner))
             self.checked()  # which waits
-            if looked:
+            if was_checked:
                 for_every_stream(self.crow)
             _trust(made, before, self.columns)
             if transposed is not None and t_before is not None:
@@ -275,8 +286,8 @@ class Structure:
             self._narrow = self._copy(crow=crow, col=col, order=order, _transposed=transposed, blocks=blocks)
         return self._narrow
 
-    def is_like(self, other: "Structure") -> bool:
-        """Whether the indices are the same, in memory of their own. Waits for the GPU."""
+    def is_like(self, other: "CsrPattern") -> bool:
+        """True if the indices are equal and lie in other memory. Waits for the GPU."""
         mine, theirs = ([t for t in (s.crow, s.col, s.order) if t is not None] for s in (self, other))
         own = self.nonzeros == 0 or self.col.data_ptr() != other.col.data_ptr()
         return own and len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
@@ -284,14 +295,14 @@ class Structure:
 
 def from_entries(
     name: str, row: torch.Tensor, col: torch.Tensor, shape: tuple[int, int], batch: int | None = None
-) -> Structure:
-    """From the row and column of each value, in any order; rows were looked at."""
+) -> CsrPattern:
+    """The pattern from the row and column of each value, in any order. The rows must be in range."""
     order = None
     if not bool((row[1:] >= row[:-1]).all()):
         row, order = torch.sort(row, stable=True)
         col, order = col[order], order.to(col.dtype)
     crow = torch.searchsorted(row.contiguous(), torch.arange(shape[0] + 1, device=row.device, dtype=row.dtype))
-    return Structure(name, crow.to(row.dtype), col.contiguous(), shape, order=order, batch=batch)
+    return CsrPattern(name, crow.to(row.dtype), col.contiguous(), shape, order=order, batch=batch)
 
 
 def _expect_plain(name: str, a: torch.Tensor) -> None:
@@ -300,9 +311,9 @@ def _expect_plain(name: str, a: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected a sparse matrix, got shape {list(a.shape)} with {dense} dense dimensions")
 
 
-def _of_compressed(
+def _from_compressed(
     name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.Tensor, wait: bool, copied: bool
-) -> Structure:
+) -> CsrPattern:
     values = a.detach().values()
     rows, columns = a.shape[-2], a.shape[-1]
     if inner.shape != values.shape[: inner.dim()]:
@@ -319,7 +330,7 @@ def _of_compressed(
             raise ValueError(f"{name}: expected blocks that {rows} x {columns} can be cut into, got {height} x {width}")
         outer_block, inner_block = (height, width) if by_rows else (width, height)
         sizes = outer_size // outer_block, inner_size // inner_block
-        blocks = Structure(name, offsets.contiguous(), inner.contiguous(), sizes)
+        blocks = CsrPattern(name, offsets.contiguous(), inner.contiguous(), sizes)
         outer = torch.repeat_interleave(torch.arange(blocks.rows, device=inner.device), blocks.crow.diff().long())
         block_row, block_col = (outer, inner.long()) if by_rows else (inner.long(), outer)
         down, across = (torch.arange(n, device=inner.device) for n in (height, width))
@@ -333,28 +344,28 @@ def _of_compressed(
     if a.dim() == 2:
         sizes = outer_size, inner_size
         wait, copied = wait or not by_rows, copied and by_rows
-        structure = Structure(name, offsets.contiguous(), inner.contiguous(), sizes, wait=wait, copied=copied)
+        pattern = CsrPattern(name, offsets.contiguous(), inner.contiguous(), sizes, wait=wait, copied=copied)
     else:
-        # Blocks on a diagonal: offsets and columns go on where the matrix before ended.
+        # Matrices on a diagonal: offsets and columns continue where the matrix before ended.
         offsets, inner = offsets.flatten(0, -2), inner.flatten(0, -2)
         count, nonzeros = inner.shape
         each = torch.arange(count, device=inner.device, dtype=inner.dtype)[:, None]
         for one_offsets, one_inner in zip(offsets, inner, strict=True):
-            Structure(name, one_offsets.contiguous(), one_inner.contiguous(), (outer_size, inner_size))
+            CsrPattern(name, one_offsets.contiguous(), one_inner.contiguous(), (outer_size, inner_size))
         if max(count * nonzeros, count * max(rows, columns)) >= INT32_MAX:
             offsets, inner, each = offsets.long(), inner.long(), each.long()
         joined = (offsets[:, :-1] + each * nonzeros).reshape(-1)
         joined = torch.cat([joined, joined.new_full((1,), count * nonzeros)])
-        structure = Structure(
+        pattern = CsrPattern(
             name, joined, (inner + each * inner_size).reshape(-1), (count * outer_size, count * inner_size), batch=count
         )
-    return structure if by_rows else _by_rows(name, structure)
+    return pattern if by_rows else _by_rows(name, pattern)
 
 
-def _by_rows(name: str, by_columns: Structure) -> Structure:
-    """The transposed matrix, which keeps the other."""
+def _by_rows(name: str, by_columns: CsrPattern) -> CsrPattern:
+    """The pattern by rows of one by columns, which it keeps as its transposed one."""
     crow, col, order = _csr_transpose(by_columns.crow, by_columns.col, by_columns.columns)
-    made = Structure(
+    made = CsrPattern(
         name,
         crow,
         col,
@@ -367,12 +378,12 @@ def _by_rows(name: str, by_columns: Structure) -> Structure:
     return made
 
 
-# What was checked and converted of a sparse tensor, for as long as the tensor lives and its indices are not written to.
+# Sparse tensor -> (key, pattern, its indices): valid while the tensor lives and the key is unchanged.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _indices_of(name: str, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a sparse tensor, as it has them."""
+    """Offsets and inner indices of a sparse tensor, as stored; of COO twice its [2, nonzeros]."""
     if a.layout == torch.sparse_coo:
         return a._indices(), a._indices()
     if a.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -382,9 +393,9 @@ def _indices_of(name: str, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     raise ValueError(f"{name}: expected a sparse tensor or a plan, got a tensor of layout {a.layout}")
 
 
-def _look_again(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.Tensor) -> None:
-    """ValueError on a CPU where an index does not fit any more, though no version moved: a write to the tensor that
-    the sparse tensor was made of. Operators look at what they read, which for most layouts are copies."""
+def _check_again(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.Tensor) -> None:
+    """ValueError on a CPU if an index no longer fits though no version moved: after a write to the tensor that the
+    sparse tensor was made of. Operators check only what they read, which for most layouts are copies."""
     if a.layout == torch.sparse_coo:
         for what, index, size in zip(("rows", "columns"), offsets, a.shape, strict=True):
             _C.look_at_indices(name, what, index, size)
@@ -399,43 +410,45 @@ def _look_again(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch.
         _C.look_at_indices(name, what, one, size)
 
 
-def structure_of(name: str, a: torch.Tensor, wait: bool = True, copied: bool = False) -> tuple[Structure, torch.Tensor]:
-    """A sparse tensor's structure and its values, [nonzeros], which gradients go through. wait: False where the
-    structure's `checked` is called before anything is multiplied: the host goes on while the GPU looks. copied: as
-    Structure has it."""
+def pattern_of(name: str, a: torch.Tensor, wait: bool = True, copied: bool = False) -> tuple[CsrPattern, torch.Tensor]:
+    """A sparse tensor's pattern and its values [nonzeros], differentiable.
+
+    wait: False if the caller calls the pattern's `checked` before any product, so that the host continues while the GPU
+    checks. copied: as CsrPattern takes it.
+    """
     if not isinstance(a, torch.Tensor):
         raise TypeError(f"{name}: expected a sparse tensor or a plan, got {type(a).__name__}")
     offsets, inner = _indices_of(name, a)
     key = offsets.data_ptr(), inner.data_ptr(), version_of(offsets), version_of(inner), a._nnz()
-    entry = _known.get(a)  # type: ignore[no-untyped-call]  # which holds the indices: no others can lie where they did
-    if entry is not None and entry[0] == key and entry[1].is_checked:  # else another thread's, on its stream
-        structure = entry[1]
+    entry = _known.get(a)  # type: ignore[no-untyped-call]  # it keeps the indices alive, so no others have their address
+    if entry is not None and entry[0] == key and entry[1].is_checked:  # else another thread's check runs on its stream
+        pattern = entry[1]
         if offsets.device.type == "cpu" and (not wait or a.layout != torch.sparse_csr):
-            _look_again(name, a, offsets, inner)
+            _check_again(name, a, offsets, inner)
     else:
         _expect_plain(name, a)
         coo = a.layout == torch.sparse_coo
         with torch.inference_mode(False):  # a gradient may be recorded later
-            structure = _of_coo(name, a) if coo else _of_compressed(name, a, offsets, inner, wait, copied)
-        if -1 not in key[2:4]:  # of inference tensors nobody sees whether they were written to
-            _known[a] = key, structure, offsets, inner
-    return structure, values_of(a)
+            pattern = _from_coo(name, a) if coo else _from_compressed(name, a, offsets, inner, wait, copied)
+        if -1 not in key[2:4]:  # writes to inference tensors cannot be detected
+            _known[a] = key, pattern, offsets, inner
+    return pattern, values_of(a)
 
 
 def values_of(a: torch.Tensor) -> torch.Tensor:
     recording = torch.is_grad_enabled()
     if a.layout == torch.sparse_coo and not a.is_coalesced():
-        with torch.inference_mode(False), torch.set_grad_enabled(recording):  # a plan may train later
+        with torch.inference_mode(False), torch.set_grad_enabled(recording):  # a plan may be trained later
             narrow = a.dtype.itemsize == 2  # duplicates are added up in float32
             a = a.float().coalesce().to(a.dtype) if narrow else a.coalesce()
     values = a.values()
-    # No view of a, which torch.compile takes for none of its own; detached ones share the version, of which no writer
-    # needs to be seen where a gradient is recorded.
+    # Not a view of a, which torch.compile does not recognize as its own. Detached values share a's version counter,
+    # which need not be watched where a gradient is recorded.
     values = _unsafe_view(values, values.shape) if recording and values.requires_grad else values.detach()
     return values if values.dim() == 1 else values.reshape(-1)
 
 
-def _of_coo(name: str, a: torch.Tensor) -> Structure:
+def _from_coo(name: str, a: torch.Tensor) -> CsrPattern:
     indices, nonzeros = a._indices(), a._values().shape[0]
     if list(indices.shape) != [2, nonzeros]:
         raise ValueError(f"{name}: expected indices of shape [2, {nonzeros}], got {list(indices.shape)}")

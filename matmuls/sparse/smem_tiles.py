@@ -1,50 +1,43 @@
-"""How a sparse matrix is laid out for products that keep part of the dense side in shared memory:
-src/sparse/spmm/smem_tiles/."""
+"""How A is cut for the products that keep part of B in shared memory (src/sparse/spmm/smem_tiles/).
+
+            columns of A                  A block holds one tile's rows of B, 32 columns of them, and multiplies
+        tile 0   tile 1   ...             a panel's part in that tile; a cluster has a block for each tile and
+panel 0 [block 0][block 1] cluster 0      adds up the panel's sums.
+panel 1 [block 0][block 1] cluster 1
+"""
 
 from typing import NamedTuple
 
-from .device import CLUSTERS
-from .structure import Structure
+from ..device import CLUSTERS, SHARED_BYTES
+from .csr_pattern import CsrPattern
 
-TILE_ROWS = 1024  # of b in a tile, at most
-SLICE = 32  # columns of b in a tile
-SHARED = 226 * 1024  # bytes of a block
-PANEL_ROWS = 1024
+TILE_ROWS = 1024  # of B in a tile, at most
+SLICE = 32  # columns of B in a tile
+PANEL_ROWS = 1024  # of A, at most
 WARPS = 20  # of a block, at most
-MOST_ROWS = 2**27  # those of all tiles are counted in 32 bits
-MOST_COLUMNS = TILE_ROWS * len(CLUSTERS)
+MAX_ROWS = 2**27  # of A: the kernel counts the rows of all tiles in 32 bits
+MAX_COLUMNS = TILE_ROWS * len(CLUSTERS)  # of A
 
 
 class TileLayout(NamedTuple):
-    tiles: int  # of the columns
-    panels: int  # of the rows
-    lanes: int  # of a row
+    tiles: int  # of A's columns
+    panels: int  # of A's rows
+    lanes: int  # that share a row of A
 
 
-def layout_of(s: Structure, n: int) -> TileLayout | None:
-    """That of products with n columns, or None where they are not made so: a panel for each cluster of blocks that an
-    H200 runs at once, and a warp for each slice of it."""
+def layout_of(s: CsrPattern, n: int) -> TileLayout | None:
+    """The layout for a B of n columns: a panel for each cluster of blocks that an H200 runs at once, and lanes so that
+    a warp does not take a second slice of rows. None if the kernel does not take the sizes."""
     tiles, across = -(-s.columns // TILE_ROWS), -(-n // SLICE)
-    if (
-        not 1 <= s.rows <= MOST_ROWS or not 1 <= tiles <= len(CLUSTERS) or (tiles > 1 and across > 1)
-    ):  # or tiles are fetched anew
+    if not 1 <= s.rows <= MAX_ROWS or not 1 <= tiles <= len(CLUSTERS):
+        return None
+    if tiles > 1 and across > 1:  # tiles would be read again for each slice of B
         return None
     room = PANEL_ROWS
-    if tiles > 1:  # a panel's sums beside the tile
-        room = (SHARED - (TILE_ROWS + 1) * SLICE * 4) // (SLICE * 4 * tiles) * tiles
+    if tiles > 1:  # shared memory holds a panel's sums next to the tile
+        room = (SHARED_BYTES - (TILE_ROWS + 1) * SLICE * 4) // (SLICE * 4 * tiles) * tiles
     at_once = max(CLUSTERS[tiles - 1] // across, 1)
     panels = min(at_once * -(-s.rows // (at_once * room)), s.rows)
     rows = -(-s.rows // panels)
     lanes = next((lanes for lanes in (16, 8, 4) if -(-rows * lanes // 32) <= WARPS), 2)
     return TileLayout(tiles, panels, lanes)
-
-
-def us_by_tiles(s: Structure, n: int) -> float:
-    """Microseconds, about, of a product so laid out, on an H200."""
-    layout = layout_of(s, n)
-    if layout is None:
-        return float("inf")
-    across = -(-n // SLICE)
-    rounds = -(-across * layout.panels // CLUSTERS[layout.tiles - 1])
-    products = s.nonzeros * SLICE * rounds / layout.panels / layout.tiles  # of a block
-    return (6.6 if layout.tiles > 1 else 4.5) + products * 1.85e-5 + s.rows * n * 1.5e-6

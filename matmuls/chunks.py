@@ -1,0 +1,3 @@
+"""Old name of matmuls.sparse.chunks, which pickled plans of earlier versions hold."""
+
+from .sparse.chunks import Chunks  # noqa: F401

@@ -1,7 +1,7 @@
 """Matrices stored in blocks: their product with a dense one and, where they have blocks, that of two dense ones.
 
 Blocks lie as torch's BSR has them: offsets of the rows of blocks, the column of each block, values [blocks, h, w].
-Whoever calls has checked the indices (structure.py). Triton on a GPU for blocks of tensor cores' sizes, torch else.
+Whoever calls has checked the indices (csr_pattern.py). Triton on a GPU for blocks of tensor cores' sizes, torch else.
 """
 
 from collections.abc import Callable

@@ -5,6 +5,8 @@ import math
 import pickle
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from torch.autograd import forward_ad
 
 from custom_mm.indices import Check
 from matmuls import measure, plan, spmm
-from matmuls.device import has_hopper_kernels
-from matmuls.sparse import costs, layouts, race, select, selector
+from matmuls.device import SHARED_BYTES, has_hopper_kernels
+from matmuls.sparse import costs, default_spmm, layouts, race, select, selector
 
 
 @pytest.fixture
@@ -636,3 +638,69 @@ def test_every_candidate_is_right_and_the_same_every_time(name, dtype, device):
     error = torch.linalg.vector_norm(first.double() - truth) / torch.linalg.vector_norm(truth)
     assert error < 8 * torch.finfo(dtype).eps
     assert all(torch.equal(product.call(values, b, dtype).run(), first) for _ in range(100))
+
+
+KERNELS = Path(__file__).resolve().parents[1] / "src/sparse/spmm"
+
+
+def test_the_name_of_a_kernel_is_that_of_its_file():
+    folders = {select.BY_ROWS, select.CHUNKS, select.PACKED_MMA, select.SMEM_TILES, select.REORDERED}
+    assert all((KERNELS / name).is_dir() for name in folders)
+    assert all((KERNELS / f"densified/{name}_sm90.cu").is_file() for name in (select.FP16X2, select.SPARSE24))
+    others = {select.SPLIT_ROWS, select.DENSE, select.CUSPARSE, select.BLOCKS, select.PACKED_MMA_LINEAR}
+    assert set(select.BY_NAME) == folders | {select.FP16X2, select.SPARSE24} | others
+    assert len(select.BY_NAME) == len(select.CANDIDATES)
+
+
+@pytest.mark.parametrize("name", sorted(set(select.BY_NAME) - {select.SPARSE24, select.REORDERED}))
+def test_the_table_names_the_operator_that_is_called(name):
+    dtype = torch.float16 if name.startswith(select.PACKED_MMA) else torch.float32
+    dense, b = draw("cpu", 64, 64, dtype)
+    made = plan(dense.to_sparse_bsr((16, 16)), tune=False)
+    candidate = select.BY_NAME[name]
+    if name == select.CHUNKS:
+        chunks = made._pattern.chunks(32, 64)
+        op = default_spmm.chunks_op(made._pattern, chunks, made.values, b)
+    elif candidate.layout is None:
+        op = default_spmm.default_op(made._pattern, made.values, b)
+    else:
+        op = candidate.layout(made._pattern).call(made.values, b, dtype)
+    assert op.operator == candidate.operator.default
+    assert op.arguments[op.b_index].shape == (b.mT if name == select.PACKED_MMA_LINEAR else b).shape
+    assert op.reusable == (name != select.CUSPARSE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "n", "dtype", "where", "kernel"),
+    [
+        ((2**14, 2**18, 20), 128, torch.float32, "cuda", select.CHUNKS),  # short rows, much of B
+        ((2**14, 2**18, 20), 128, torch.float32, "cpu", select.BY_ROWS),
+        ((2**14, 2**18, 20), 128, torch.float64, "cuda", select.BY_ROWS),
+        ((2**14, 2**18, 20), 32, torch.float32, "cuda", select.BY_ROWS),  # rows of B below 512 bytes
+        ((2**14, 2**18, 65), 64, torch.float32, "cuda", select.CHUNKS),  # skewed
+        ((2**10, 2**16, 4 * 64), 64, torch.float32, "cuda", select.BY_ROWS),  # long rows
+        ((2**10, 2**16, 8 * 64), 64, torch.float32, "cuda", select.BY_ROWS),
+        ((2**10, 2**16, 8 * 64 + 1), 64, torch.float32, "cuda", select.SPLIT_ROWS),
+        ((2**10, 2**16, 8 * 64 + 1), 64, torch.float32, "cpu", select.BY_ROWS),
+        ((2**10, 0, 0), 64, torch.float32, "cuda", select.BY_ROWS),
+    ],
+)
+def test_the_default_product_is_named_by_the_kernel_that_runs(sizes, n, dtype, where, kernel):
+    rows, nonzeros, longest = sizes
+    pattern = SimpleNamespace(rows=rows, columns=rows, nonzeros=nonzeros, longest=longest, blocks=None)
+    facts = select.Facts(pattern, n, dtype, torch.device(where))
+    assert select.default_kernel(facts) == kernel
+    assert sum(c.may_run(facts) for c in select.CANDIDATES if c.layout is None) == 1
+    one = selector.Measurement(n, {select.DEFAULT: None}, kernel=kernel)
+    assert (one.chosen, one.describe()) == (kernel, f"{kernel}, without another candidate")
+    two = selector.Measurement(n, {select.DEFAULT: 2e-6, select.DENSE: 1e-6, select.FP16X2: None}, kernel=kernel)
+    assert (two.chosen, two.describe()) == (select.DENSE, f"{kernel} 2.0 us, dense 1.0 us*, fp16x2 refused")
+    assert two.fastest(without_gradient=False) == select.DENSE
+
+
+def test_limits_of_rows_are_those_of_the_kernels():
+    launcher = (KERNELS / "spmm.cu").read_text()
+    assert f"kSkewed = {costs.SPLIT_ROWS_SKEW};" in launcher
+    assert f"kFewestInHalves = {costs.MIN_MEAN_FP16X2};" in (KERNELS / "densified/densified.h").read_text()
+    for path in ("smem_tiles/kernel.cu", "packed_mma/kernel_sm90.cu"):
+        assert f"kShared = {SHARED_BYTES // 1024} << 10;" in (KERNELS / path).read_text()

@@ -73,7 +73,7 @@ def spmm(
         alpha, beta = number("spmm", "alpha", alpha), number("spmm", "beta", beta)
     plain = out is None and reduce == "sum" and alpha == 1 and not torch.compiler.is_compiling()
     if plain and isinstance(a, SparsePlan):
-        return a @ b
+        return a._product(b)
     pattern, values, shape = _parts("spmm", a)
     check_operands(shape, b, out)
     if b.dim() == 1:

@@ -88,8 +88,9 @@ class SparsePlan:
 
     def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
         """A @ b, as spmm(self, b)."""
-        if torch.compiler.is_compiling():
-            return self._multiply(b, selected=False)
+        return self._multiply(b, selected=False) if torch.compiler.is_compiling() else self._product(b)
+
+    def _product(self, b: torch.Tensor) -> torch.Tensor:
         product = self._prepared.repeat(b)
         return self._multiply(b) if product is None else product
 

@@ -39,7 +39,7 @@ class PreparedCalls:
     what C++ cannot see: a write to the sparse tensor of which `values` is a copy.
 
     values [nonzeros]: as last read.
-    source: the sparse tensor whose values every product reads anew, for gradients or because `values` is a copy; such
+    source: the sparse tensor whose values every product reads again, for gradients or because `values` is a copy; such
         products are not prepared. None if `values` themselves are read.
     origin: the sparse tensor that the plan was made of, held weakly; None after `update`.
     apart: a write to `origin` may leave the version of `values` as it is.
@@ -88,7 +88,7 @@ class PreparedCalls:
     def repeat(self, b: torch.Tensor) -> torch.Tensor | None:
         """A @ b by a call prepared before; None if there is none that still holds."""
         calls, values = self._products, self.values
-        return calls(b, values) if calls is not None and self.valid_for(values) else None
+        return None if calls is None or not self.valid_for(values) else calls(b, values)
 
     def repeat_linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """x @ A^T + bias by a call prepared before; None if there is none that still holds."""
@@ -138,7 +138,7 @@ class PreparedCalls:
 
 
 def _bound(calls: _C.BoundCalls | None, op: PreparedOp, read: list[torch.Tensor], pattern: CsrPattern) -> _C.BoundCalls:
-    """Add `op` to `calls`. read: tensors it was made of; whoever repeats the call passes the first of them."""
+    """Add `op` to `calls`. read: tensors it was made of, the first of which is passed when it is repeated."""
     calls = calls or _C.BoundCalls()
     calls.bind(op.operator.name(), op.arguments, op.b_index, [*read, *pattern.tensors, *pattern.block_tensors])
     return calls

@@ -1,8 +1,8 @@
 """The table of kernels that a plan may select for A @ B: what each needs, and what it costs by size.
 
-Every candidate gives the same bits every time. Of cuSPARSE's deterministic algorithms (csr_alg3 and coo_alg2, says its
-documentation) csr_alg3 alone is a candidate: coo_alg2 was never the fastest, and measuring it took three quarters of
-the time. `Selector` (selector.py) compares the candidates.
+Every candidate gives the same bits every time. cuSPARSE documents csr_alg3 and coo_alg2 as deterministic; csr_alg3
+alone is a candidate: coo_alg2 was never the fastest, and measuring it took three quarters of the time. `Selector`
+(selector.py) compares the candidates.
 """
 
 import math
@@ -73,7 +73,8 @@ SMALL_BYTES = 2**28  # of a densified A: the most on a CPU, and on a GPU without
 CLEAR = 1.22  # ratio of two cost estimates from which the slower one is not measured
 SOONER = 1.06  # ratio by which a candidate must be estimated faster than the default to be considered
 PRODUCTS = 50  # that must pay for a selection, unless more are announced
-# Microseconds that a linear layer takes beyond the product: bias and rows of x as they lie; transposing x and result.
+# Microseconds of a linear layer beyond the product: packed_mma_linear for its bias and rows of x; transposing x and the
+# result for a product A @ x^T.
 LINEAR_US, TRANSPOSED_US = 0.7, 5
 # To reorder rows: rows of A for each that begins far from the diagonal, and nonzeros of the longest row, at most.
 ROWS_PER_FAR, LONGEST_REORDERED = 4, 64
@@ -104,25 +105,26 @@ class Facts:
 
     @cached_property
     def on_hopper(self) -> bool:
-        """Hopper's kernels take B."""
+        """True if Hopper's kernels take B."""
         return self.n % 8 == 0 and has_hopper_kernels(self.device)
 
     @cached_property
     def full_float32(self) -> bool:
+        """True for float32 that may not be rounded to TF32."""
         return self.dtype == torch.float32 and not takes_tf32()
 
     @cached_property
-    def takes_fp16x2(self) -> bool:
-        """fp16x2 is as exact as float32 and the GPU has it."""
+    def has_fp16x2(self) -> bool:
+        """True if the GPU has fp16x2 and it is as exact as float32."""
         s = self.pattern
         return self.full_float32 and self.on_hopper and s.nonzeros >= MIN_MEAN_FP16X2 * s.rows
 
     @cached_property
     def may_densify(self) -> bool:
-        """A with its zeros is not too large, and has no duplicates that 16 bits cannot add up."""
+        """True if A with its zeros is not too large and has no duplicates that 16 bits cannot add up."""
         s, elements = self.pattern, self.pattern.rows * self.pattern.columns
         tensor_cores = self.device.type == "cuda" and not self.full_float32 and self.dtype != torch.float64
-        fill = FILL_FP16X2 if self.takes_fp16x2 else FILL_TENSOR_CORES if tensor_cores else FILL
+        fill = FILL_FP16X2 if self.has_fp16x2 else FILL_TENSOR_CORES if tensor_cores else FILL
         return (
             self.device.type in ("cpu", "cuda")
             and (s.distinct or self.dtype.itemsize > 2)
@@ -171,14 +173,38 @@ def _takes_smem_tiles(f: Facts) -> bool:
 
 
 def _nears_dense(us: Callable[[Facts], float], f: Facts) -> bool:
-    """In 16 bits: it is worth measuring next to the dense product."""
+    """True in 16 bits if the cost `us` is not far above the dense product's."""
     return f.on_hopper and f.dtype.itemsize == 2 and us(f) < CLEAR * _us_dense(f)
 
 
 def _takes_sparse24(f: Facts) -> bool:
     if not f.may_densify:
         return False
-    return f.fp16x2_kernel == SPARSE24 if f.takes_fp16x2 else _nears_dense(_us_sparse24, f)
+    return f.fp16x2_kernel == SPARSE24 if f.has_fp16x2 else _nears_dense(_us_sparse24, f)
+
+
+def _takes_packed_mma(f: Facts) -> bool:
+    return f.may_densify and _nears_dense(_us_packed_mma, f)
+
+
+def _takes_fp16x2(f: Facts) -> bool:
+    return f.may_densify and f.has_fp16x2 and f.fp16x2_kernel == FP16X2
+
+
+def _takes_dense(f: Facts) -> bool:
+    return f.may_densify and not f.has_fp16x2
+
+
+def _takes_cusparse(f: Facts) -> bool:
+    return f.device.type == "cuda" and f.pattern.nonzeros * f.n < LARGE
+
+
+def _takes_blocks(f: Facts) -> bool:
+    return takes_blocks(f.pattern, f.dtype, f.device)
+
+
+def _for_linear_alone(f: Facts) -> bool:
+    return False  # see `linear_kernel`
 
 
 def _us_default(f: Facts) -> float:
@@ -226,14 +252,13 @@ def _not_modelled(f: Facts) -> float:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to multiply. `may_run`: it takes the product, and may be faster than the default. `microseconds`: its cost
-    model; inf if it has none. `layout`: what the plan keeps for it; None for the default product."""
+    """A kernel that a plan may take."""
 
     name: str
-    layout: Callable[[CsrPattern], Product] | None
+    layout: Callable[[CsrPattern], Product] | None  # what the plan keeps for it; None for the default product
     operator: Any
-    may_run: Callable[[Facts], bool]
-    microseconds: Callable[[Facts], float] = _not_modelled
+    may_run: Callable[[Facts], bool]  # it takes the product, and may be faster than the default
+    microseconds: Callable[[Facts], float]  # by its cost model; inf if it has none
     differentiable: bool = False  # in B
 
     @property
@@ -242,43 +267,20 @@ class Candidate:
         return isinstance(self.layout, type) and issubclass(self.layout, CachedLayout)
 
 
-# In the order in which they are measured. packed_mma_linear is for `Selector.linear` alone.
+# In the order in which they are measured. Of by_rows, split_rows and chunks exactly one may run: the default product.
 CANDIDATES = (
-    Candidate(BY_ROWS, None, _ops.csr_spmm, _is_default(BY_ROWS), _us_default, True),
-    Candidate(SPLIT_ROWS, None, _ops.csr_spmm, _is_default(SPLIT_ROWS), _us_default, True),
-    Candidate(CHUNKS, None, _ops.csr_spmm_chunks, _is_default(CHUNKS), _us_default, True),
-    Candidate(REORDERED, ReorderedRows, _ops.csr_spmm_chunks, is_scattered, _us_reordered, True),
+    Candidate(BY_ROWS, None, _ops.csr_spmm, _is_default(BY_ROWS), _us_default, differentiable=True),
+    Candidate(SPLIT_ROWS, None, _ops.csr_spmm, _is_default(SPLIT_ROWS), _us_default, differentiable=True),
+    Candidate(CHUNKS, None, _ops.csr_spmm_chunks, _is_default(CHUNKS), _us_default, differentiable=True),
+    Candidate(REORDERED, ReorderedRows, _ops.csr_spmm_chunks, is_scattered, _us_reordered, differentiable=True),
     Candidate(SMEM_TILES, SmemTiles, _ops.csr_spmm_tiles, _takes_smem_tiles, _us_smem_tiles),
     Candidate(SPARSE24, Sparse24, _ops.csr_spmm_halves, _takes_sparse24, _us_sparse24),
-    Candidate(
-        PACKED_MMA,
-        PackedMma,
-        _ops.csr_spmm_packed,
-        lambda f: f.may_densify and _nears_dense(_us_packed_mma, f),
-        _us_packed_mma,
-    ),
-    Candidate(
-        FP16X2,
-        Fp16x2,
-        _ops.csr_spmm_halves,
-        lambda f: f.may_densify and f.takes_fp16x2 and f.fp16x2_kernel == FP16X2,
-        _us_fp16x2,
-    ),
-    Candidate(DENSE, Dense, _ops.matmul, lambda f: f.may_densify and not f.takes_fp16x2, _us_dense, True),
-    Candidate(
-        CUSPARSE,
-        Cusparse,
-        _ops.cusparse_spmm,
-        lambda f: f.device.type == "cuda" and f.pattern.nonzeros * f.n < LARGE,
-    ),
-    Candidate(
-        BLOCKS,
-        BlockLayout,
-        _ops.bsr_spmm,
-        lambda f: takes_blocks(f.pattern, f.dtype, f.device),
-        differentiable=True,
-    ),
-    Candidate(PACKED_MMA_LINEAR, PackedMmaLinear, _ops.csr_linear_packed, lambda f: False, _us_packed_mma_linear),
+    Candidate(PACKED_MMA, PackedMma, _ops.csr_spmm_packed, _takes_packed_mma, _us_packed_mma),
+    Candidate(FP16X2, Fp16x2, _ops.csr_spmm_halves, _takes_fp16x2, _us_fp16x2),
+    Candidate(DENSE, Dense, _ops.matmul, _takes_dense, _us_dense, differentiable=True),
+    Candidate(CUSPARSE, Cusparse, _ops.cusparse_spmm, _takes_cusparse, _not_modelled),
+    Candidate(BLOCKS, BlockLayout, _ops.bsr_spmm, _takes_blocks, _not_modelled, differentiable=True),
+    Candidate(PACKED_MMA_LINEAR, PackedMmaLinear, _ops.csr_linear_packed, _for_linear_alone, _us_packed_mma_linear),
 )
 BY_NAME = {c.name: c for c in CANDIDATES}
 DIFFERENTIABLE = {DEFAULT, *(c.name for c in CANDIDATES if c.differentiable)}
@@ -305,9 +307,8 @@ def linear_kernel(f: Facts) -> str:
     s = f.pattern
     if not has_hopper_kernels(f.device) or not s.distinct or not is_even(s, MIN_ROWS_16BIT):
         return DEFAULT
-    us = {name: BY_NAME[name].microseconds(f) for name in (BY_ROWS, DENSE, SPARSE24, PACKED_MMA_LINEAR)}
-    us[BY_ROWS] += TRANSPOSED_US
-    us[SPARSE24] += TRANSPOSED_US
+    us = {name: BY_NAME[name].microseconds(f) for name in (DENSE, PACKED_MMA_LINEAR)}
+    us |= {name: BY_NAME[name].microseconds(f) + TRANSPOSED_US for name in (BY_ROWS, SPARSE24, PACKED_MMA)}
     if not _fits(2 * s.rows * s.columns, f.device):
         del us[DENSE]
     return min(us, key=lambda name: us[name])

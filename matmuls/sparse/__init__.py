@@ -1,7 +1,7 @@
 """Sparse products: SpMM, SDDMM, the softmax between them, and the plan that makes a matrix ready for many products."""
 
 from .ops import cusparseMM, linear, sddmm, sparse_attention, sparse_softmax, spmm
-from .plan import Sparse, SparsePlan, plan, plan_of
+from .plan import Sparse, SparsePlan, plan, plan_of  # the function `plan` hides the module of that name
 
 __all__ = [
     "Sparse",

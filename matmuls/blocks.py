@@ -1,8 +1,8 @@
 """Products of block-sparse matrices (BSR): with a dense matrix (bsr_spmm), and of two dense matrices at the blocks of a
 pattern (bsr_sddmm).
 
-Layout as in torch's BSR: offsets of the block rows, the block column of each block, values [blocks, h, w]. The caller
-has validated the indices (structure.py). Triton on a GPU for block sizes that suit tensor cores, torch otherwise.
+Blocks lie as torch's BSR has them: offsets of the rows of blocks, the column of each block, values [blocks, h, w].
+Whoever calls has checked the indices (csr_pattern.py). Triton on a GPU for blocks of tensor cores' sizes, torch else.
 """
 
 from collections.abc import Callable

@@ -72,4 +72,5 @@ def takes_tf32() -> bool:
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)  # clusters of 1 to 8 blocks that are resident at once on an H200
+CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)  # of 1 to 8 blocks that run at once on an H200
+SHARED_BYTES = 226 * 1024  # of a block on Hopper: kShared of the smem_tiles and packed_mma kernels

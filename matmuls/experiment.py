@@ -25,9 +25,8 @@ import custom_mm
 
 from . import files, matrices, measure, sparse
 from .bench import copy_rate, environment, geometric_mean
-from .choice import PRODUCTS
-from .forms import OURS
 from .matrices import Matrix
+from .sparse.select import OLD_NAMES, PRODUCTS, Facts, default_kernel
 
 PLAN, PLANLESS, TORCH, SCIPY, DENSE = "plan", "without a plan", "torch.sparse", "scipy", "dense"
 SEMI = "torch 2:4"
@@ -75,8 +74,8 @@ class Case:
     n: int
     floor_us: float
     results: dict[str, Result]
-    chosen: str  # the plan's choice
-    plan_us: float  # time to build the plan
+    chosen: str  # the name of the kernel that the plan took, of matmuls/sparse/names.py
+    plan_us: float  # building it
     plan_bytes: int
     # First products of a new matrix in a process that has already run this shape: their number, and wall time in total
     # with a plan (its construction and choice included) and without; back to back, and (GPU) synchronized after each.
@@ -235,12 +234,9 @@ def _scipy(m: Operands, b: Tensor) -> Product:
 
 
 def _full(m: Operands, made: sparse.SparsePlan) -> Tensor:
-    """The dense matrix: the plan's copy if it has one, so that both run from the same address.
-
-    A kernel's time changed by a factor of .95 to 1.05 between copies of 4096 x 4096 numbers at different addresses, and
-    was reproducible within half a percent for each copy (H100).
-    """
-    kept = made._choice.tensors if made._choice else []
+    """The dense matrix: the plan's copy of it, if it has one, lest places in memory be compared. One kernel took .95 to
+    1.05 of its time by another copy of 4096 x 4096 numbers, and by each the same again within half a percent (H100)."""
+    kept = made._selector.tensors if made._selector else []
     own = (t for t in kept if (t.shape, t.dtype) == (m.matrix.shape, m.dtype) and t.is_contiguous())
     found = next(own, None)
     return m.full() if found is None else found
@@ -258,7 +254,7 @@ def _candidates(m: Operands, b: Tensor, made: sparse.SparsePlan) -> Iterator[tup
     yield TORCH, lambda: partial(torch.matmul, m.csr, b)
     if m.fits_dense:
         yield DENSE, lambda: partial(torch.matmul, _full(m, made), b)
-        if m.device == "cuda" and m.dtype.itemsize == 2 and made._structure.beyond_two == 0:
+        if m.device == "cuda" and m.dtype.itemsize == 2 and made._pattern.beyond_two == 0:
             yield SEMI, lambda: partial(torch.matmul, torch.sparse.to_sparse_semi_structured(m.full()), b)
 
 
@@ -345,7 +341,7 @@ def measure_case(m: Operands, n: int, copy: float, backward: bool, against: tupl
                 runs[name] = run
     del truth
     lengths = m.crow.diff()
-    chosen = next(iter(made._choice.measured.values()), None) if made._choice else None
+    chosen = next(iter(made._selector.measured.values()), None) if made._selector else None
     case = Case(
         matrix=m.matrix.name,
         rows=m.matrix.shape[0],
@@ -356,7 +352,7 @@ def measure_case(m: Operands, n: int, copy: float, backward: bool, against: tupl
         n=n,
         floor_us=m.floor_bytes(n) / copy * 1e6,
         results=_time(runs, checked, m.device),
-        chosen=OURS if chosen is None else chosen.fastest(True),
+        chosen=default_kernel(Facts(made._pattern, n, m.dtype, made.device)) if chosen is None else chosen.chosen,
         plan_bytes=made.nbytes,
         **_first_products(m, b, once),
     )
@@ -493,6 +489,7 @@ def load(path: Path) -> list[Case]:
     cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
     for c in cases:
         c["results"], c["backward"] = ({n: Result(**r) for n, r in c[k].items()} for k in ("results", "backward"))
+        c["chosen"] = OLD_NAMES.get(c["chosen"], c["chosen"])
     return [Case(**{name: c[name] for name in known & c.keys()}) for c in cases]
 
 

@@ -272,7 +272,7 @@ class SparseLinear(nn.Module):
             self._drop_plan()
             self._plan = state, made  # one assignment: other threads see both or neither
         made = self._plan[1]
-        return made if made._values is self.values else made.update(self.values)
+        return made if made._prepared.values is self.values else made.update(self.values)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1:] != (self.in_features,):

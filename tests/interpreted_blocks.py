@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from matmuls import blocks
 from matmuls.blocks import bsr_sddmm, bsr_spmm
-from matmuls.structure import structure_of
+from matmuls.sparse.csr_pattern import pattern_of
 from matmuls.triton import blocks as kernels
 from matmuls.triton import configs, launch
 
@@ -122,9 +122,9 @@ def test_sorted_columns_and_the_transposed_structure(layout, index, through_the_
     full = torch.randn(4 * h, 5 * w)
     full.view(4, h, 5, w).mul_(torch.rand(4, 1, 5, 1) < 0.5)
     full[h : 2 * h] = 0
-    found, values = structure_of("test", getattr(full, f"to_sparse_{layout}")((h, w)))
+    found, values = pattern_of("test", getattr(full, f"to_sparse_{layout}")((h, w)))
     found = found.in_int32() if index == torch.int32 else found
-    s = found.blocks.structure
+    s = found.blocks.pattern
     assert s.crow.dtype == index
     order, *reverse = s.arguments(True)
     assert (order is not None) == (layout == "bsc")

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from matmuls import choice, forms, measure, plan, spmm
+from matmuls import measure, plan, spmm
 from matmuls.blocks import KERNEL_SIZES, bsr_sddmm, bsr_spmm
-from matmuls.structure import structure_of
+from matmuls.sparse import layouts, race, select
+from matmuls.sparse.csr_pattern import pattern_of
 
 SIZES = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 64), (128, 32), (3, 5)]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -169,11 +170,11 @@ def test_compiled_and_counted(device):
 
 @pytest.fixture
 def blocks_win(monkeypatch):
-    """The last candidate, the block kernels, measures as the fastest; on a CPU as well, with torch's products."""
-    real = choice.takes_blocks
-    monkeypatch.setattr(choice, "takes_blocks", lambda s, dtype, device: real(s, dtype, device) or device.type == "cpu")
+    """The last candidate is the fastest, and the blocks are the last; on the CPU too, by torch's products."""
+    real = select.takes_blocks
+    monkeypatch.setattr(select, "takes_blocks", lambda s, dtype, device: real(s, dtype, device) or device.type == "cpu")
     monkeypatch.setattr(
-        choice,
+        race,
         "time_warm",
         lambda runs, device, rounds: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))],
     )
@@ -190,8 +191,8 @@ def draw_plan(layout, device, dtype=torch.float16, h=32, w=16):
 
 
 def assert_blocks_chosen(made):
-    assert f"{choice.BLOCKS} " in made.explain()
-    assert all(m.fastest(True) == choice.BLOCKS for m in made._choice.measured.values())
+    assert f"{select.BLOCKS} " in made.explain()
+    assert all(m.fastest(True) == select.BLOCKS for m in made._selector.measured.values())
 
 
 @pytest.mark.parametrize("layout", ["bsr", "bsc"])
@@ -215,9 +216,9 @@ def test_a_plan_that_chooses_blocks(layout, dtype, device, blocks_win):
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert torch.equal(other @ b, y)
         assert_blocks_chosen(other)
-    kept = made._structure.blocks
-    assert f"in {kept.structure.nonzeros} blocks of 32 x 16" in made.explain()
-    assert kept.structure.crow.dtype == torch.int32
+    kept = made._pattern.blocks
+    assert f"in {kept.pattern.nonzeros} blocks of 32 x 16" in made.explain()
+    assert kept.pattern.crow.dtype == torch.int32
 
 
 @pytest.mark.cuda
@@ -258,7 +259,7 @@ def test_cases_in_which_blocks_are_not_chosen(device, blocks_win, monkeypatch):
     expected = untuned @ b
     made @ b
     assert_blocks_chosen(made)
-    monkeypatch.setattr(forms, "_bsr_spmm", None)
+    monkeypatch.setattr(layouts, "_bsr_spmm", None)
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.equal(made @ b, expected)
@@ -266,14 +267,14 @@ def test_cases_in_which_blocks_are_not_chosen(device, blocks_win, monkeypatch):
         torch.use_deterministic_algorithms(False)
     assert torch.equal(spmm(full.to_sparse_bsr((32, 16)), b), expected)  # without a plan
     for other in (full.to_sparse_bsr((8, 16)), full.to_sparse_csr()):
-        assert structure_of("test", other)[0].blocks is None
+        assert pattern_of("test", other)[0].blocks is None
 
 
 @pytest.mark.cuda
 def test_tf32_settings_decide_in_float32(blocks_win):
     _, made, b = draw_plan("bsr", "cuda", torch.float32)
     made @ b
-    assert choice.BLOCKS not in made.explain()
+    assert select.BLOCKS not in made.explain()
 
 
 def test_autocast_of_a_plan(device, blocks_win):
@@ -295,10 +296,10 @@ def test_a_kernel_that_does_not_compile_is_refused(device, blocks_win, monkeypat
     def refuse(*args):
         raise CompilationError("no such instruction")
 
-    monkeypatch.setattr(forms, "_bsr_spmm", refuse)
+    monkeypatch.setattr(layouts, "_bsr_spmm", refuse)
     full, made, b = draw_plan("bsr", device)
     assert_close(made @ b, full.double() @ b.double(), full.double().abs() @ b.double().abs(), 2e-3)
-    assert f"{choice.BLOCKS} refused" in made.explain()
+    assert f"{select.BLOCKS} refused" in made.explain()
 
 
 def test_overwritten_block_indices_raise(device, blocks_win):

@@ -10,8 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from custom_mm import _C
-from matmuls import choice, measure, plan, spmm
+from matmuls import measure, plan, spmm
 from matmuls.device import has_hopper_kernels
+from matmuls.sparse import race, select, selector
 
 
 def draw(device="cpu", rows=64, columns=48, n=32, dtype=torch.float32, density=0.3, constant=False):
@@ -105,16 +106,16 @@ def test_overwritten_values_are_seen(device):
     assert (made @ b).requires_grad
 
 
-@pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES, choice.TILES, choice.TWO_OF_FOUR, choice.OURS])
-def test_values_of_a_plan_that_shares_the_structure(name, device, monkeypatch):
-    """The constant plan's copy is not changed."""
-    if name == choice.TWO_OF_FOUR and device == "cpu":
+@pytest.mark.parametrize("name", [select.DENSE, select.FP16X2, select.SMEM_TILES, select.SPARSE24, select.DEFAULT])
+def test_values_of_a_plan_that_shares_the_pattern(name, device, monkeypatch):
+    """The copy that the constant plan keeps stays as it is."""
+    if name == select.SPARSE24 and device == "cpu":
         pytest.skip("tensor cores' own layout")
-    if name not in (choice.DENSE, choice.OURS) and device == "cuda" and not has_hopper_kernels(torch.device("cuda")):
+    if name not in (select.DENSE, select.DEFAULT) and device == "cuda" and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
-    monkeypatch.setattr(choice, "SMALLEST", 0)
-    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [name])
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {name: 1.0})
+    monkeypatch.setattr(selector, "SMALLEST", 0)
+    monkeypatch.setattr(selector.Selector, "_copies", lambda *_: [name])
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *_: {name: 1.0})
     dense, made, b = draw(device, 256, 192, constant=True)
     other = made.with_values(2 * made.values)
     for _ in range(3):
@@ -185,19 +186,18 @@ def test_threads_bind_and_call_at_once():
 def test_a_deallocation_may_call_the_same_plan(monkeypatch):
     """As another thread may: torch releases the GIL while it frees a tensor."""
     monkeypatch.setattr(
-        choice, "time_warm", lambda runs, *_: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
+        race, "time_warm", lambda runs, *_: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
     )
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {})
     dense, made, _ = draw(rows=96, columns=80, density=0.5, constant=True)
     made.update(made.values.clone())
     sides = [torch.randn(80, n) for n in (128, 129, 130)]
     others = [torch.randn(80, n) for n in range(1, 12)]
     for b in sides:
         made @ b
-    weakref.finalize(made._choice.tensors[0], lambda: [made @ b for b in others])
-    # the kept copy is saved for backward, so other values get a new copy
-    made @ torch.randn(80, 131, requires_grad=True)
-    for factor in (2, 4):  # the second time the retired copy is freed, and with it the calls that read it
+    weakref.finalize(made._selector.tensors[0], lambda: [made @ b for b in others])
+    made @ torch.randn(80, 131, requires_grad=True)  # what is kept is saved: other values are kept elsewhere
+    for factor in (2, 4):  # the second time what was retired goes, and with it the calls that read it
         with torch.no_grad():
             made.values.mul_(2)
         for b in sides:
@@ -245,9 +245,9 @@ def test_graph_capture_does_not_use_prepared_calls():
 
 
 @pytest.mark.cuda
-def test_another_stream_waits_for_copies_of_the_values(monkeypatch):
-    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.DENSE])
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.DENSE: 1.0})
+def test_another_stream_reads_what_was_made(monkeypatch):
+    monkeypatch.setattr(selector.Selector, "_copies", lambda *_: [select.DENSE])
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *_: {select.DENSE: 1.0})
     dense, made, b = draw("cuda", 1024, 1024, 256, torch.float16, constant=True)
     made @ b
     for factor in (2, 4, 8):

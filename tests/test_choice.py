@@ -5,6 +5,8 @@ import math
 import pickle
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from custom_mm.indices import Check
-from matmuls import choice, estimates, forms, measure, plan, spmm
-from matmuls.device import has_hopper_kernels
+from matmuls import measure, plan, spmm
+from matmuls.device import SHARED_BYTES, has_hopper_kernels
+from matmuls.sparse import costs, default_spmm, layouts, race, select, selector
 
 
 @pytest.fixture
@@ -25,8 +28,8 @@ def dense_wins(monkeypatch):
         measured.append(len(runs))
         return [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
 
-    monkeypatch.setattr(choice, "time_warm", time)
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})
+    monkeypatch.setattr(race, "time_warm", time)
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {})
     return measured
 
 
@@ -49,8 +52,8 @@ def test_the_dense_product_is_chosen_if_faster(dense_wins, device):
     torch.testing.assert_close(first, dense @ b)
     assert all(torch.equal(made @ b, first) for _ in range(20))
     assert len(dense_wins) == 1
-    # fp16x2 takes as many bytes per number, plus an exponent per row and four flags.
-    assert made.nbytes == before + dense.nbytes + (96 * 4 + 16 if choice.HALVES in made.explain() else 0)
+    # As halves a number takes as many bytes; beside them lie a row's exponent and four facts.
+    assert made.nbytes == before + dense.nbytes + (96 * 4 + 16 if select.FP16X2 in made.explain() else 0)
     assert "dense" in made.explain()
     assert "*" in made.explain()
     made @ b[:, :100].contiguous()  # between 64 and 128: no new measurement
@@ -64,23 +67,25 @@ def test_large_products_of_mostly_empty_matrices_have_no_rival(device):
     row, column = index // 16, index * 977 % 8192
     a = torch.sparse_coo_tensor(torch.stack([row, column]), torch.randn(2**17, device=device).half(), (8192, 8192))
     made = plan(a)
-    assert made.explain().endswith("from 32 columns on: ours, without another candidate")
+    assert made.explain().endswith("from 32 columns on: by_rows, without another candidate")
     b = torch.randn(8192, 32, device=device).half()
     assert torch.equal(made @ b, spmm(a, b))
-    assert not made._choice.measured
+    assert not made._selector.measured
     made @ b[:, :31].contiguous()
-    assert len(made._choice.measured) == 1
+    assert len(made._selector.measured) == 1
 
 
-@pytest.mark.parametrize("fastest", [choice.OURS, choice.DENSE])
-def test_nothing_is_measured_if_estimates_decide(dense_wins, monkeypatch, fastest):
+@pytest.mark.parametrize("fastest", [select.DEFAULT, select.DENSE])
+def test_nothing_is_measured_where_sizes_say_it(dense_wins, monkeypatch, fastest):
     dense, b = draw("cpu")
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {choice.OURS: 2.0, choice.DENSE: 2.0, fastest: 1.0})
+    monkeypatch.setattr(
+        selector.Selector, "_estimates", lambda *args: {select.DEFAULT: 2.0, select.DENSE: 2.0, fastest: 1.0}
+    )
     made = plan(dense.to_sparse_csr(), constant=True)
     torch.testing.assert_close(made @ b, dense @ b)
     assert not dense_wins
-    assert f"{fastest}, by its size alone" in made.explain()
-    assert len(made._choice.tensors) == (fastest == choice.DENSE)
+    assert f"{'by_rows' if fastest == select.DEFAULT else fastest}, by its size alone" in made.explain()
+    assert len(made._selector.tensors) == (fastest == select.DENSE)
 
 
 def test_changed_values_are_seen(dense_wins, device):
@@ -108,17 +113,17 @@ def test_changed_values_are_seen(dense_wins, device):
 
 
 @pytest.mark.parametrize("read_by", ["a call", "a graph"])
-@pytest.mark.parametrize("name", [choice.DENSE, choice.HALVES, choice.TWO_OF_FOUR, choice.TILES])
-def test_changed_values_overwrite_the_copy_only_for_graphs(name, read_by, device):
-    """Otherwise the copy that another thread is about to use stays unchanged."""
-    if device == "cuda" and name != choice.DENSE and not has_hopper_kernels(torch.device("cuda")):
+@pytest.mark.parametrize("name", [select.DENSE, select.FP16X2, select.SPARSE24, select.SMEM_TILES])
+def test_other_values_are_written_in_place_for_graphs_alone(name, read_by, device):
+    """What a thread has yet to multiply by stays as it was."""
+    if device == "cuda" and name != select.DENSE and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("halves are Hopper's")
-    if device == "cpu" and name == choice.TWO_OF_FOUR:
+    if device == "cpu" and name == select.SPARSE24:
         pytest.skip("tensor cores' own layout")
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     values = made.values.detach().clone()
-    product = made._choice._made(name)
+    product = made._selector._made(name)
     before = product.call(values.clone(), b, torch.float32)
     first, places = before.run(), [t.data_ptr() for t in product.tensors]
     if read_by == "a graph":
@@ -138,7 +143,7 @@ def test_threads_that_see_changed_values_rebuild_the_copy_once(dense_wins, monke
     dense, b = draw("cpu")
     made = plan(dense.to_sparse_csr(), constant=True)
     made @ b
-    real, count = forms.Dense._made, []
+    real, count = layouts.Dense._made, []
 
     def slow(self, *args):
         count.append(args)
@@ -146,7 +151,7 @@ def test_threads_that_see_changed_values_rebuild_the_copy_once(dense_wins, monke
         time.sleep(0.05)
         return found
 
-    monkeypatch.setattr(forms.Dense, "_made", slow)
+    monkeypatch.setattr(layouts.Dense, "_made", slow)
     with torch.no_grad():
         made.values.mul_(2)
     results = []
@@ -164,7 +169,7 @@ def test_threads_that_see_changed_values_rebuild_the_copy_once(dense_wins, monke
 def test_threads_that_choose_while_others_look_up_choices(dense_wins, monkeypatch):
     """The first products of another width and dtype run while another thread iterates over the known choices."""
     monkeypatch.setattr(
-        choice.Choice, "_copies", lambda self, dtype, b: [choice.HALVES if b.shape[1] == 100 else choice.DENSE]
+        selector.Selector, "_copies", lambda self, dtype, b: [select.FP16X2 if b.shape[1] == 100 else select.DENSE]
     )
     dense, b = draw("cpu")
 
@@ -190,9 +195,9 @@ def test_threads_that_choose_while_others_look_up_choices(dense_wins, monkeypatc
         assert met
         torch.testing.assert_close(made @ b, dense @ b)
 
-    meanwhile(forms.Full, "_keep", lambda made: made.update(made.values.clone()))
-    meanwhile(choice.Measurement, "fastest", lambda made: made.explain())
-    meanwhile(choice.Measurement, "fastest", lambda made: plan(made, tune=[7]))
+    meanwhile(layouts.CachedLayout, "_keep", lambda made: made.update(made.values.clone()))
+    meanwhile(selector.Measurement, "fastest", lambda made: made.explain())
+    meanwhile(selector.Measurement, "fastest", lambda made: plan(made, tune=[7]))
 
 
 def test_duplicates_are_added(dense_wins):
@@ -202,7 +207,7 @@ def test_duplicates_are_added(dense_wins):
     torch.testing.assert_close(made @ b, plan(made, tune=False) @ b)
     expected = torch.zeros(1000, 20).index_put_((torch.arange(1000).repeat_interleave(4), col), made.values, True) @ b
     torch.testing.assert_close(made @ b, expected)
-    assert made._choice.tensors
+    assert made._selector.tensors
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 300), (torch.float16, 3000)], ids=str)
@@ -219,26 +224,26 @@ def test_the_chosen_layout_stays_for_graphs_that_read_it(dense_wins, monkeypatch
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     made @ b
-    kept = made._choice.tensors
+    kept = made._selector.tensors
     monkeypatch.setattr(
-        choice, "time_warm", lambda runs, *_: [measure.Timing(1.0 + i, 0.0, 1.0 + i) for i in range(len(runs))]
+        race, "time_warm", lambda runs, *_: [measure.Timing(1.0 + i, 0.0, 1.0 + i) for i in range(len(runs))]
     )
-    plan(made, tune=[b.shape[1]])  # default_spmm wins now
-    assert "ours" in made.explain().splitlines()[-1].partition("*")[0]
-    assert [t.data_ptr() for t in made._choice.tensors] == [t.data_ptr() for t in kept]
+    plan(made, tune=[b.shape[1]])  # ours wins now
+    assert "by_rows" in made.explain().splitlines()[-1].partition("*")[0]
+    assert [t.data_ptr() for t in made._selector.tensors] == [t.data_ptr() for t in kept]
 
 
 def test_products_with_other_values_do_not_change_the_copy(dense_wins, device):
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     made @ b
-    before = [t.clone() for t in made._choice.tensors]
+    before = [t.clone() for t in made._selector.tensors]
     other = torch.randn(b.shape[0], 100, device=device)
     passing = made.with_values(2 * made.values)
     result = passing @ other
     plan(passing.update(3 * made.values), tune=[b.shape[1]])
-    assert all(isinstance(form, forms.Cusparse) for form in passing._choice._products.values()), "no copies"
-    assert all(torch.equal(x, y) for x, y in zip(before, made._choice.tensors, strict=True))
+    assert all(isinstance(form, layouts.Cusparse) for form in passing._selector._products.values()), "no copies"
+    assert all(torch.equal(x, y) for x, y in zip(before, made._selector.tensors, strict=True))
     assert_as_exact_as_float32(result, 2 * dense, other)
     assert_as_exact_as_float32(passing @ other, 3 * dense, other)
 
@@ -301,8 +306,8 @@ def test_gradients(dense_wins, layout, device):
     made.update(values)
     (made @ b * weight).sum().backward()
     torch.testing.assert_close(b.grad, dense.mT @ weight)
-    row, column = made._structure.row.long(), made._structure.col.long()
-    ours = made._structure.by_rows(values.grad)
+    row, column = made._pattern.row.long(), made._pattern.col.long()
+    ours = made._pattern.by_rows(values.grad)
     torch.testing.assert_close(ours, (weight @ b.detach().mT)[row, column])
 
 
@@ -322,11 +327,11 @@ def test_values_that_a_fused_optimizer_wrote(dense_wins, train, device):
     }
     for _ in range(3):
         with torch.no_grad():
-            dense[made._structure.row.long(), made._structure.col.long()] = values
+            dense[made._pattern.row.long(), made._pattern.col.long()] = values
             for _ in range(2):
                 assert_as_exact_as_float32(made @ b, dense, b)
                 assert_as_exact_as_float32(made @ b[:, :100], dense, b[:, :100])
-            assert choice.CUSPARSE in made.explain() or made._again(b) is not None
+            assert select.CUSPARSE in made.explain() or made._again(b) is not None
         optimizer.zero_grad()
         steps[train]().square().mean().backward()
         optimizer.step()
@@ -345,7 +350,7 @@ def test_values_that_a_fused_optimizer_wrote_through_another_plan(dense_wins, de
         (made.with_values(values) @ b).square().mean().backward()
         optimizer.step()
         with torch.no_grad():
-            dense[made._structure.row.long(), made._structure.col.long()] = values
+            dense[made._pattern.row.long(), made._pattern.col.long()] = values
             assert_as_exact_as_float32(made @ b, dense, b)
 
 
@@ -396,22 +401,22 @@ def test_fake_and_functional_tensors_are_not_cached(dense_wins, device):
             made @ b
 
 
-def test_a_width_near_the_measured_one(dense_wins, monkeypatch):
-    """Tiles of more than 1024 columns of A are only for B of at most 32 columns."""
-    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.TILES])
+def test_a_width_beside_the_one_that_was_measured(dense_wins, monkeypatch):
+    """Tiles of more than 1024 columns are for dense sides of at most 32."""
+    monkeypatch.setattr(selector.Selector, "_copies", lambda *_: [select.SMEM_TILES])
     dense, _ = draw("cpu", 64, 2048)
     made = plan(dense.to_sparse_csr(), constant=True)
     for n in (32, 40, 63):
         b = torch.randn(2048, n)
         assert_as_exact_as_float32(made @ b, dense, b)
-    assert "tiles in shared memory" in made.explain()
+    assert select.SMEM_TILES in made.explain()
 
 
 @pytest.mark.parametrize("passing_first", [False, True])
-def test_a_layout_that_cannot_be_built_is_not_chosen(passing_first, monkeypatch):
-    """Nonzeros too unevenly distributed to be packed, whichever product comes first."""
-    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.PACKED])
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.OURS: 9e-6, choice.PACKED: 6e-6})
+def test_what_cannot_be_made_is_not_taken(passing_first, monkeypatch):
+    """Nonzeros that lie too unevenly to be packed, or no memory: whoever's product came first."""
+    monkeypatch.setattr(selector.Selector, "_copies", lambda *_: [select.PACKED_MMA])
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *_: {select.DEFAULT: 9e-6, select.PACKED_MMA: 6e-6})
     dense, b = draw("cpu", 512, 512)
     dense *= torch.rand(512, 512) < 0.1
     dense[:64, :64] = 1
@@ -420,7 +425,7 @@ def test_a_layout_that_cannot_be_built_is_not_chosen(passing_first, monkeypatch)
     if passing_first:
         made.with_values(made.values.clone()) @ b
     torch.testing.assert_close(made @ b, dense @ b)
-    assert "ours" in made.explain().splitlines()[-1]
+    assert "by_rows" in made.explain().splitlines()[-1]
 
 
 @pytest.mark.parametrize("shape", [(2048, 2048), (0, 2048), (2048, 0)], ids=str)
@@ -463,15 +468,17 @@ def test_tune_measures_in_advance(dense_wins, device):
     assert len(dense_wins) == 2
 
 
-def test_a_measurement_that_few_products_cannot_pay_for(dense_wins, device, monkeypatch):
-    """Estimates: 10 us for default_spmm, 10.5 us for dense. A measurement would not pay off within 50 products."""
-    known = {choice.OURS: 10.0e-6, choice.DENSE: 10.5e-6, choice.HALVES: 10.5e-6, choice.TILES: math.inf}
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda self, large, *args: {k: known[k] for k in ("ours", *large)})
+def test_what_few_products_could_not_pay_for(dense_wins, device, monkeypatch):
+    """Sizes say 10 us of ours and 10.5 of the dense product: 50 of them would not pay for a measurement."""
+    known = {select.DEFAULT: 10.0e-6, select.DENSE: 10.5e-6, select.FP16X2: 10.5e-6, select.SMEM_TILES: math.inf}
+    monkeypatch.setattr(
+        selector.Selector, "_estimates", lambda self, large, *args: {k: known[k] for k in (select.DEFAULT, *large)}
+    )
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)
     few = made @ b
     torch.testing.assert_close(few, dense @ b)
-    assert "float32, 128 columns: ours, by its size alone" in made.explain()
+    assert "float32, 128 columns: by_rows, by its size alone" in made.explain()
     assert dense_wins == []
     many = plan(dense.to_sparse_csr(), constant=True, products=10**6)
     for kept in (many, copy.deepcopy(many), pickle.loads(pickle.dumps(many)), plan(made, products=10**6, tune=[128])):
@@ -496,7 +503,7 @@ def test_a_refused_candidate_is_reported(dense_wins, monkeypatch):
     def refuse(self, *args):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(forms.Dense, "call", refuse)
+    monkeypatch.setattr(layouts.Dense, "call", refuse)
     made = plan(dense.to_sparse_csr(), constant=True)
     torch.testing.assert_close(made @ b, dense @ b)
     assert "dense refused" in made.explain()
@@ -516,7 +523,7 @@ def test_mismatched_operands_raise_before_a_measurement(dense_wins):
 def test_an_empty_matrix_is_checked_in_advance_too(shape):
     made = plan(torch.zeros(shape).to_sparse_csr(), tune=[8], constant=True)
     assert torch.equal(made @ torch.randn(shape[1], 8), torch.zeros(shape[0], 8))
-    assert min(estimates.us_in_halves(made._structure, 8).values()) > 0
+    assert min(costs.us_fp16x2(made._pattern, 8).values()) > 0
 
 
 @pytest.mark.cuda
@@ -541,11 +548,11 @@ def test_a_plan_works_on_every_stream(monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kind", [forms.Halves, forms.Dense])
-def test_streams_wait_for_a_copy_that_another_stream_makes(kind):
+@pytest.mark.parametrize("kind", [layouts.Fp16x2, layouts.Dense])
+def test_what_a_stream_makes_of_other_values_others_wait_for(kind):
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr(), tune=False)
-    values, product = made.values, kind(made._structure)
+    values, product = made.values, kind(made._pattern)
     product.call(values, b, b.dtype).run()
     values *= 2
     torch.cuda.synchronize()
@@ -559,12 +566,12 @@ def test_streams_wait_for_a_copy_that_another_stream_makes(kind):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.parametrize("kind", [forms.Halves, forms.Dense])
-def test_changed_values_wait_for_pending_reads(kind, bound):
-    """On any stream: a product uses the values that it was called with."""
+@pytest.mark.parametrize("kind", [layouts.Fp16x2, layouts.Dense])
+def test_other_values_wait_for_those_who_still_read(kind, bound):
+    """On whatever stream: a product goes by the values that it was called with."""
     dense, b = draw("cuda", 512, 512)
     made = plan(dense.to_sparse_csr(), tune=False)
-    values, product, side = made.values, kind(made._structure), torch.cuda.Stream()
+    values, product, side = made.values, kind(made._pattern), torch.cuda.Stream()
     calls = [product.call(values, b, b.dtype)]
     calls[0].run()
     torch.cuda.synchronize()
@@ -596,7 +603,7 @@ def test_capture_uses_measured_choices_and_measures_nothing():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = made @ b
-        assert len(made._choice.measured) == n
+        assert len(made._selector.measured) == n
         graph.replay()
         torch.testing.assert_close(y.double(), dense.double() @ b.double(), atol=1e-3, rtol=1e-4)
         first = y.clone()
@@ -606,20 +613,20 @@ def test_capture_uses_measured_choices_and_measures_nothing():
 
 
 @pytest.mark.parametrize(
-    "name", ["cusparse csr_alg3", choice.HALVES, choice.TWO_OF_FOUR, choice.TILES, choice.PACKED, "dense"]
+    "name", [select.CUSPARSE, select.FP16X2, select.SPARSE24, select.SMEM_TILES, select.PACKED_MMA, "dense"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_candidate_is_correct_and_reproducible(name, dtype, device):
     dense, b = draw(device, 300, 400, dtype)
     made = plan(dense.to_sparse_csc(), tune=[128])
     values, truth = made.values, dense.double() @ b.double()
-    if name in (choice.HALVES, choice.TWO_OF_FOUR, choice.TILES) and dtype != torch.float32:
+    if name in (select.FP16X2, select.SPARSE24, select.SMEM_TILES) and dtype != torch.float32:
         pytest.skip("float32's alone")
-    if name == choice.PACKED and dtype == torch.float32:
+    if name == select.PACKED_MMA and dtype == torch.float32:
         pytest.skip("16 bits' alone")
-    if device == "cpu" and name == choice.TWO_OF_FOUR:
+    if device == "cpu" and name == select.SPARSE24:
         pytest.skip("tensor cores' own layout")
-    product = made._choice._made(name)
+    product = made._selector._made(name)
     try:
         if name.startswith("cusparse"):
             product.learn(values, b, dtype)
@@ -631,3 +638,69 @@ def test_every_candidate_is_correct_and_reproducible(name, dtype, device):
     error = torch.linalg.vector_norm(first.double() - truth) / torch.linalg.vector_norm(truth)
     assert error < 8 * torch.finfo(dtype).eps
     assert all(torch.equal(product.call(values, b, dtype).run(), first) for _ in range(100))
+
+
+KERNELS = Path(__file__).resolve().parents[1] / "src/sparse/spmm"
+
+
+def test_the_name_of_a_kernel_is_that_of_its_file():
+    folders = {select.BY_ROWS, select.CHUNKS, select.PACKED_MMA, select.SMEM_TILES, select.REORDERED}
+    assert all((KERNELS / name).is_dir() for name in folders)
+    assert all((KERNELS / f"densified/{name}_sm90.cu").is_file() for name in (select.FP16X2, select.SPARSE24))
+    others = {select.SPLIT_ROWS, select.DENSE, select.CUSPARSE, select.BLOCKS, select.PACKED_MMA_LINEAR}
+    assert set(select.BY_NAME) == folders | {select.FP16X2, select.SPARSE24} | others
+    assert len(select.BY_NAME) == len(select.CANDIDATES)
+
+
+@pytest.mark.parametrize("name", sorted(set(select.BY_NAME) - {select.SPARSE24, select.REORDERED}))
+def test_the_table_names_the_operator_that_is_called(name):
+    dtype = torch.float16 if name.startswith(select.PACKED_MMA) else torch.float32
+    dense, b = draw("cpu", 64, 64, dtype)
+    made = plan(dense.to_sparse_bsr((16, 16)), tune=False)
+    candidate = select.BY_NAME[name]
+    if name == select.CHUNKS:
+        chunks = made._pattern.chunks(32, 64)
+        op = default_spmm.chunks_op(made._pattern, chunks, made.values, b)
+    elif candidate.layout is None:
+        op = default_spmm.default_op(made._pattern, made.values, b)
+    else:
+        op = candidate.layout(made._pattern).call(made.values, b, dtype)
+    assert op.operator == candidate.operator.default
+    assert op.arguments[op.b_index].shape == (b.mT if name == select.PACKED_MMA_LINEAR else b).shape
+    assert op.reusable == (name != select.CUSPARSE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "n", "dtype", "where", "kernel"),
+    [
+        ((2**14, 2**18, 20), 128, torch.float32, "cuda", select.CHUNKS),  # short rows, much of B
+        ((2**14, 2**18, 20), 128, torch.float32, "cpu", select.BY_ROWS),
+        ((2**14, 2**18, 20), 128, torch.float64, "cuda", select.BY_ROWS),
+        ((2**14, 2**18, 20), 32, torch.float32, "cuda", select.BY_ROWS),  # rows of B below 512 bytes
+        ((2**14, 2**18, 65), 64, torch.float32, "cuda", select.CHUNKS),  # skewed
+        ((2**10, 2**16, 4 * 64), 64, torch.float32, "cuda", select.BY_ROWS),  # long rows
+        ((2**10, 2**16, 8 * 64), 64, torch.float32, "cuda", select.BY_ROWS),
+        ((2**10, 2**16, 8 * 64 + 1), 64, torch.float32, "cuda", select.SPLIT_ROWS),
+        ((2**10, 2**16, 8 * 64 + 1), 64, torch.float32, "cpu", select.BY_ROWS),
+        ((2**10, 0, 0), 64, torch.float32, "cuda", select.BY_ROWS),
+    ],
+)
+def test_the_default_product_is_named_by_the_kernel_that_runs(sizes, n, dtype, where, kernel):
+    rows, nonzeros, longest = sizes
+    pattern = SimpleNamespace(rows=rows, columns=rows, nonzeros=nonzeros, longest=longest, blocks=None)
+    facts = select.Facts(pattern, n, dtype, torch.device(where))
+    assert select.default_kernel(facts) == kernel
+    assert sum(c.may_run(facts) for c in select.CANDIDATES if c.layout is None) == 1
+    one = selector.Measurement(n, {select.DEFAULT: None}, kernel=kernel)
+    assert (one.chosen, one.describe()) == (kernel, f"{kernel}, without another candidate")
+    two = selector.Measurement(n, {select.DEFAULT: 2e-6, select.DENSE: 1e-6, select.FP16X2: None}, kernel=kernel)
+    assert (two.chosen, two.describe()) == (select.DENSE, f"{kernel} 2.0 us, dense 1.0 us*, fp16x2 refused")
+    assert two.fastest(without_gradient=False) == select.DENSE
+
+
+def test_limits_of_rows_are_those_of_the_kernels():
+    launcher = (KERNELS / "spmm.cu").read_text()
+    assert f"kSkewed = {costs.SPLIT_ROWS_SKEW};" in launcher
+    assert f"kFewestInHalves = {costs.MIN_MEAN_FP16X2};" in (KERNELS / "densified/densified.h").read_text()
+    for path in ("smem_tiles/kernel.cu", "packed_mma/kernel_sm90.cu"):
+        assert f"kShared = {SHARED_BYTES // 1024} << 10;" in (KERNELS / path).read_text()

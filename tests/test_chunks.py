@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from matmuls import ours, plan, spmm
-from matmuls.chunks import chunks_of
+from matmuls import plan, spmm
+from matmuls.sparse import default_spmm
+from matmuls.sparse.chunks import chunks_of
 
 SHAPES = [(50, 60, 0.3), (200, 100, 0.05), (64, 64, 0.9), (300, 500, 0.004), (1, 50, 1.0), (50, 1, 0.5)]
 MANY_ROWS = (300_000, 4, 0.2)  # more than run on a GPU at once
@@ -59,8 +60,8 @@ def always(monkeypatch):
     """Uses chunks for products of any size; yields their sizes."""
 
     def use(size, piece):
-        monkeypatch.setattr(ours, "takes_chunks", lambda structure, n, row_bytes: True)
-        monkeypatch.setattr(ours, "chunk_sizes", lambda structure, row_bytes: (size, piece))
+        monkeypatch.setattr(default_spmm, "takes_chunks", lambda structure, n, row_bytes: True)
+        monkeypatch.setattr(default_spmm, "chunk_sizes", lambda structure, row_bytes: (size, piece))
 
     return use
 
@@ -131,14 +132,14 @@ def test_non_finite_values_stay_in_their_rows(always):
 def anywhere(always, monkeypatch):
     """Also on a CPU, whose operator uses the row kernel."""
     always(8, 8)
-    monkeypatch.setattr(ours, "_may_go_by_chunks", lambda structure, b: b.dim() == 2)
+    monkeypatch.setattr(default_spmm, "_may_use_chunks", lambda structure, b: b.dim() == 2)
 
 
 @pytest.mark.parametrize("layout", ["csr", "csc"])
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
 def test_gradients_by_chunks(wanted, layout, device, anywhere, monkeypatch):
-    taken, go = [], ours.Recorded.apply
-    monkeypatch.setattr(ours.Recorded, "apply", lambda *args: (taken.append(args), go(*args))[1])
+    taken, go = [], default_spmm.Recorded.apply
+    monkeypatch.setattr(default_spmm.Recorded, "apply", lambda *args: (taken.append(args), go(*args))[1])
     dense = draw(200, 100, 0.05, device)
     made = plan(getattr(dense, f"to_sparse_{layout}")(), tune=False)
     values = made.values.clone().requires_grad_(wanted[0])
@@ -161,9 +162,9 @@ def test_gradients_by_chunks(wanted, layout, device, anywhere, monkeypatch):
 @pytest.mark.parametrize("recording", [False, True])
 def test_int64_indices_are_narrowed_once(recording, device, anywhere, monkeypatch):
     dense = draw(200, 100, 0.05, device)
-    a, b, go, seen = dense.to_sparse_csr(), torch.randn(100, 32, device=device), ours._spmm_chunks, []
+    a, b, go, seen = dense.to_sparse_csr(), torch.randn(100, 32, device=device), default_spmm._spmm_chunks, []
     assert a.crow_indices().dtype == torch.int64
-    monkeypatch.setattr(ours, "_spmm_chunks", lambda *args: (seen.append(args[4]), go(*args))[1])
+    monkeypatch.setattr(default_spmm, "_spmm_chunks", lambda *args: (seen.append(args[4]), go(*args))[1])
     for _ in range(2):
         assert_right(spmm(a, b.requires_grad_(recording)).detach(), dense, b.detach())
     first, second = seen
@@ -197,7 +198,7 @@ def test_gradients_by_chunks_equal_the_row_kernels(dtype, anywhere, monkeypatch)
     by_chunks = torch.autograd.grad(spmm(a, b), (a, b), grad)
     again = torch.autograd.grad(spmm(a, b), (a, b), grad)
     assert all(torch.equal(x.to_dense(), y.to_dense()) for x, y in zip(by_chunks, again, strict=True))
-    monkeypatch.setattr(ours, "_may_go_by_chunks", lambda structure, b: False)
+    monkeypatch.setattr(default_spmm, "_may_use_chunks", lambda structure, b: False)
     by_rows = torch.autograd.grad(spmm(a, b), (a, b), grad)
     for x, y in zip(by_chunks, by_rows, strict=True):
         torch.testing.assert_close(x.to_dense(), y.to_dense(), atol=1e-2 if dtype.itemsize == 2 else 1e-4, rtol=2e-2)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from matmuls import experiment, matrices, report, sparse
-from matmuls.choice import DENSE
 from matmuls.experiment import Case, Result
+from matmuls.sparse.names import DENSE
 
 MARKET = "%%MatrixMarket matrix coordinate real general\n"
 
@@ -25,7 +25,7 @@ def test_spmm_measures_checks_and_writes(tmp_path):
     sources = str(tmp_path / "own.npz"), "pruned:128x96:0.9"
     run = matmuls("spmm", *sources, "--n", "4,8", "--device", "cpu", "--backward", "--out", str(tmp_path / "out"))
     assert (run.returncode, run.stderr) == (0, "")
-    for words in ("own", "torch.sparse", "dense", "plan (ours)*", "geometric mean", "forward + backward", "MiB"):
+    for words in ("own", "torch.sparse", "dense", "plan (by_rows)*", "geometric mean", "forward + backward", "MiB"):
         assert words in run.stdout
     result = json.loads((tmp_path / "out/spmm-cpu.json").read_text())
     assert {"commit", "torch", "command", "device", "date"} <= result["environment"].keys()
@@ -200,9 +200,9 @@ def test_the_dense_rival_reads_the_plans_copy(device):
     made, b = sparse.plan(operands.csr), operands.dense_side(8)
     made @ b
     before = experiment._full(operands, made)
-    made._choice._made(DENSE).prepare(operands.values, b, torch.float32)
+    made._selector._made(DENSE).prepare(operands.values, b, torch.float32)
     after = experiment._full(operands, made)
-    assert any(after is t for t in made._choice.tensors)
+    assert any(after is t for t in made._selector.tensors)
     assert torch.equal(after, before)
     assert torch.equal(after, operands.full())
 

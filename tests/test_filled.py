@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from matmuls import choice, measure, plan, spmm
+from matmuls import measure, plan, spmm
 from matmuls.device import has_hopper_kernels
+from matmuls.sparse import costs, race, select, selector
 
 _ops = torch.ops.custom_mm
 
@@ -78,16 +79,16 @@ def test_as_accurate_as_float32_sums(rows, columns, n, index, density, two_of_fo
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("of_a_row", [choice.FEWEST_IN_HALVES - 1, choice.FEWEST_IN_HALVES])
-def test_rows_of_few_nonzeros_do_not_use_fp16x2(of_a_row):
+@pytest.mark.parametrize("of_a_row", [costs.MIN_MEAN_FP16X2 - 1, costs.MIN_MEAN_FP16X2])
+def test_rows_of_few_nonzeros_are_not_multiplied_in_halves(of_a_row):
     if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
     dense = torch.zeros(20000, 64, device="cuda")
     dense[:, torch.randperm(64)[:of_a_row]] = torch.randn(20000, of_a_row, device="cuda")
     a, b = dense.to_sparse_csr(), torch.randn(64, 512, device="cuda")
-    halves = of_a_row == choice.FEWEST_IN_HALVES
-    names = plan(a, constant=True)._choice._copies(torch.float32, b)
-    assert bool({choice.HALVES, choice.TWO_OF_FOUR} & set(names)) == halves
+    halves = of_a_row == costs.MIN_MEAN_FP16X2
+    names = plan(a, constant=True)._selector._copies(torch.float32, b)
+    assert bool({select.FP16X2, select.SPARSE24} & set(names)) == halves
     exact, scale = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
     assert ((spmm(a, b) - exact).abs() / scale).max() <= (2**-21 if halves else of_a_row * 2**-24)
 
@@ -230,7 +231,7 @@ def test_a_plan_uses_two_of_four_for_2_4_sparsity(dtype):
     made, b = plan(dense.to_sparse_csr(), constant=True), torch.randn(4096, 32, device="cuda").to(dtype)
     before, truth = made.nbytes, dense.double() @ b.double()
     result = made @ b
-    assert choice.TWO_OF_FOUR in made.explain()
+    assert select.SPARSE24 in made.explain()
     assert made.nbytes - before <= 0.6 * dense.nbytes
     error = torch.linalg.vector_norm(result.double() - truth)
     assert error <= 2 * torch.linalg.vector_norm((dense @ b).double() - truth)
@@ -407,17 +408,17 @@ def test_gradients_of_a_densified_product():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", [choice.HALVES, choice.TWO_OF_FOUR])
-def test_a_plan_with_fp16x2_follows_its_values(name, monkeypatch):
+@pytest.mark.parametrize("name", [select.FP16X2, select.SPARSE24])
+def test_a_plan_of_halves_follows_its_values(name, monkeypatch):
     if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("halves are Hopper's")
 
     def last_is_fastest(runs, device, rounds):
         return [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
 
-    monkeypatch.setattr(choice, "time_warm", last_is_fastest)
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {})
-    monkeypatch.setattr(choice, "us_in_halves", lambda *args: {name: 1.0})
+    monkeypatch.setattr(race, "time_warm", last_is_fastest)
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {})
+    monkeypatch.setattr(select, "us_fp16x2", lambda *args: {name: 1.0})
     crow, col, values = draw(256, 320, 0.1)
     made = plan(torch.sparse_csr_tensor(crow, col, values, (256, 320)), constant=True)
     b = torch.randn(320, 128, device="cuda")

@@ -218,7 +218,7 @@ def test_a_write_to_a_plans_own_indices_is_seen(by_view, which, bad):
     a, _ = matrix()
     made, b = plan(a), torch.randn(12, 5)
     made @ b
-    t = getattr(made._structure, which)
+    t = getattr(made._pattern, which)
     if by_view:
         t[2:][0] = bad
     else:

@@ -13,8 +13,9 @@ import test_rowwise as rowwise
 import torch
 
 import matmuls
-from matmuls import choice, device, info
+from matmuls import device, info
 from matmuls.attention import reads_strided
+from matmuls.sparse import select
 from matmuls.specs import Draw
 
 ops = torch.ops.custom_mm
@@ -259,7 +260,7 @@ def test_a_build_without_hopper_kernels():
         made = matmuls.plan(a, constant=True)
         for _ in range(3):
             torch.testing.assert_close((made @ b).double(), truth, rtol=2**-8, atol=2**-6)
-        assert choice.PACKED not in made.explain()
+        assert select.PACKED_MMA not in made.explain()
         x = random(512, 1024, dtype=torch.float16, seed=2)
         w = random(1024, 1024, dtype=torch.float16, seed=3) / 32
         expected = x @ w

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from matmuls import choice, estimates, forms, plan
+from matmuls import plan
 from matmuls.device import H200, has_hopper_kernels
 from matmuls.nn import SparseLinear
-from matmuls.packed import HEADS, PAIRS, expected_units, us_packed
+from matmuls.sparse import costs, layouts, select, selector
+from matmuls.sparse.costs import us_packed_mma
+from matmuls.sparse.packed_mma import HEADS, PAIRS, expected_units
 
 _ops = torch.ops.custom_mm
 DTYPES = [torch.float16, torch.bfloat16]
@@ -193,17 +195,17 @@ def test_linear(rows, columns, density, dtype, device):
             assert_within(y.mT, truth[..., :n], bias)
 
 
-@pytest.mark.parametrize("fastest", [choice.PACKED_LINEAR, choice.DENSE])
-def test_linear_layers_use_it(fastest, monkeypatch, device):
-    """SparseLinear chooses it by estimates, without autograd, also in a graph."""
+@pytest.mark.parametrize("fastest", [select.PACKED_MMA_LINEAR, select.DENSE])
+def test_linear_layers_take_it(fastest, monkeypatch, device):
+    """A SparseLinear takes what its size says, without a gradient, in a graph too."""
     if device == "cuda" and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
     layer = SparseLinear.from_linear(torch.nn.Linear(1024, 768), sparsity=0.9).half().to(device).freeze()
-    taken, form = [], forms.PackedLinear if fastest == choice.PACKED_LINEAR else forms.Dense
+    taken, form = [], layouts.PackedMmaLinear if fastest == select.PACKED_MMA_LINEAR else layouts.Dense
     made = form._call
     monkeypatch.setattr(form, "_call", lambda *args: taken.append(1) or made(*args))
-    monkeypatch.setattr(choice.Choice, "_linear_of", lambda *_: fastest)
-    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [])
+    monkeypatch.setattr(selector.Selector, "_linear_of", lambda *_: fastest)
+    monkeypatch.setattr(selector.Selector, "_copies", lambda *_: [])
     weight = layer.weight.to_dense()
     for n in (1, 8, 33):
         x = torch.randn(2, n, 1024, device=device).half()
@@ -273,11 +275,11 @@ def test_estimates():
     sizes = []
     for density in (0.05, 0.2, 0.5, 1.0):
         _, crow, col, values = draw(512, 512, density, "cpu")
-        s = plan(torch.sparse_csr_tensor(crow, col, values, (512, 512)))._structure
+        s = plan(torch.sparse_csr_tensor(crow, col, values, (512, 512)))._pattern
         expected = expected_units(s)
         assert 0.95 * expected < int(_ops.csr_packed_units(crow, col, 512)) <= expected
         assert expected <= (HEADS + 4 * PAIRS) // 16
-        times = [us_packed(s, n) for n in (8, 64, 128, 256, 512)]
+        times = [us_packed_mma(s, n) for n in (8, 64, 128, 256, 512)]
         assert times == sorted(times)
         sizes.append(times[1])
     assert sizes == sorted(sizes)
@@ -287,9 +289,9 @@ def test_estimates():
 def packed_wins(monkeypatch, device):
     if device == "cuda" and not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("Hopper's")
-    monkeypatch.setattr(choice, "SMALLEST", 0)
-    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.PACKED])
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {choice.OURS: 1.0, choice.PACKED: 1e-6})
+    monkeypatch.setattr(selector, "SMALLEST", 0)
+    monkeypatch.setattr(selector.Selector, "_copies", lambda *_: [select.PACKED_MMA])
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *_: {select.DEFAULT: 1.0, select.PACKED_MMA: 1e-6})
 
 
 def test_a_plan_follows_its_values(packed_wins, device):
@@ -297,10 +299,10 @@ def test_a_plan_follows_its_values(packed_wins, device):
     made = plan(torch.sparse_csr_tensor(crow, col, values, dense.shape), constant=True)
     b = torch.randn(400, 32, device=device).half()
     assert_right(made @ b, dense, b)
-    assert choice.PACKED in made.explain()
+    assert select.PACKED_MMA in made.explain()
     made.update(2 * values)
     assert_right(made @ b, 2 * dense, b)
-    assert made.nbytes >= made._choice._made(choice.PACKED).tensors[0].nbytes
+    assert made.nbytes >= made._selector._made(select.PACKED_MMA).tensors[0].nbytes
 
 
 @pytest.mark.cuda
@@ -332,7 +334,9 @@ def test_uneven_matrices_are_refused(device):
     a = dense.to_sparse_csr()
     made = plan(a)
     with pytest.raises(RuntimeError, match="expected nonzeros that lie anywhere"):
-        made._choice._made(choice.PACKED).call(made.values, torch.ones(1024, 8, device=device).half(), torch.float16)
+        made._selector._made(select.PACKED_MMA).call(
+            made.values, torch.ones(1024, 8, device=device).half(), torch.float16
+        )
 
 
 def test_when_packing_is_chosen():
@@ -341,32 +345,36 @@ def test_when_packing_is_chosen():
     def fastest(rows, columns, share, n):
         nonzeros = int(rows * columns * share)
         s = SimpleNamespace(rows=rows, columns=columns, nonzeros=nonzeros, distinct=True, beyond_two=nonzeros // 10)
-        us = estimates.us_narrow(s, n)
+        us = costs.us_16bit(s, n)
         return min(us, key=us.get)
 
     for share in (0.05, 0.1, 0.2):
-        assert [fastest(4096, 4096, share, n) for n in (8, 32, 128)] == [choice.PACKED, choice.PACKED, choice.DENSE]
-        assert fastest(8192, 8192, share, 64) == choice.PACKED
-    assert fastest(4096, 4096, 0.01, 32) == choice.OURS
-    assert fastest(4096, 4100, 0.1, 32) == choice.DENSE
+        assert [fastest(4096, 4096, share, n) for n in (8, 32, 128)] == [
+            select.PACKED_MMA,
+            select.PACKED_MMA,
+            select.DENSE,
+        ]
+        assert fastest(8192, 8192, share, 64) == select.PACKED_MMA
+    assert fastest(4096, 4096, 0.01, 32) == select.DEFAULT
+    assert fastest(4096, 4100, 0.1, 32) == select.DENSE
 
 
-def test_what_a_linear_layer_chooses(monkeypatch):
-    monkeypatch.setattr(choice, "has_hopper_kernels", lambda _: True)
-    monkeypatch.setattr(choice, "memory", lambda _: H200)
+def test_what_a_linear_layer_takes(monkeypatch):
+    monkeypatch.setattr(select, "has_hopper_kernels", lambda _: True)
+    monkeypatch.setattr(select, "memory", lambda _: H200)
 
     def fastest(rows, columns, share, n):
         nonzeros = int(rows * columns * share)
         s = SimpleNamespace(rows=rows, columns=columns, nonzeros=nonzeros, distinct=True, beyond_two=nonzeros // 10)
         s.longest = nonzeros // rows
-        return choice.Choice(s, constant=True)._linear_of(n, torch.device("cuda"))
+        return selector.Selector(s, constant=True)._linear_of(n, torch.device("cuda"))
 
     for n in (8, 16, 32):
-        assert fastest(4096, 4096, 0.1, n) == choice.PACKED_LINEAR
-    assert fastest(4096, 4096, 0.1, 128) == choice.DENSE
-    assert fastest(4100, 4096, 0.1, 8) == choice.DENSE
-    assert fastest(4096, 4100, 0.1, 8) == choice.DENSE
-    assert fastest(256, 4096, 0.1, 8) == choice.OURS  # estimates are unreliable for so few rows
+        assert fastest(4096, 4096, 0.1, n) == select.PACKED_MMA_LINEAR
+    assert fastest(4096, 4096, 0.1, 128) == select.DENSE
+    assert fastest(4100, 4096, 0.1, 8) == select.DENSE
+    assert fastest(4096, 4100, 0.1, 8) == select.DENSE
+    assert fastest(256, 4096, 0.1, 8) == select.DEFAULT  # of so few rows sizes say little
 
 
 def test_dense_if_packing_is_refused(monkeypatch, device):
@@ -375,10 +383,10 @@ def test_dense_if_packing_is_refused(monkeypatch, device):
     for i in range(0, 1024, 64):
         dense[i : i + 64, i : i + 64] = 1
     made = plan(dense.to_sparse_csr(), constant=True)
-    monkeypatch.setattr(choice, "SMALLEST", 0)
-    monkeypatch.setattr(choice.Choice, "_copies", lambda *_: [choice.PACKED, choice.DENSE])
-    estimated = {choice.OURS: 3.0, choice.PACKED: 1.0, choice.DENSE: 2.0}
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: dict(estimated))
+    monkeypatch.setattr(selector, "SMALLEST", 0)
+    monkeypatch.setattr(selector.Selector, "_copies", lambda *_: [select.PACKED_MMA, select.DENSE])
+    estimated = {select.DEFAULT: 3.0, select.PACKED_MMA: 1.0, select.DENSE: 2.0}
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *_: dict(estimated))
     b = torch.randn(1024, 32, device=device).half()
     assert_right(made @ b, dense, b)
-    assert f"{choice.DENSE}, by its size alone" in made.explain()
+    assert f"{select.DENSE}, by its size alone" in made.explain()

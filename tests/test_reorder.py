@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from custom_mm.indices import Check
-from matmuls import choice, estimates, forms, plan, reorder, spmm
-from matmuls.chunks import chunks_of
+from matmuls import plan, spmm
 from matmuls.device import Memory
+from matmuls.sparse import costs, reordered, select, selector
+from matmuls.sparse.chunks import chunks_of
 
 _ops = torch.ops.custom_mm
 SIZES = 32, 64  # nonzeros per chunk and per piece
@@ -88,16 +89,16 @@ def test_count_of_rows_that_start_far_from_the_diagonal(index, device):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Regions and rows in flight that suit matrices of a few hundred rows."""
-    monkeypatch.setattr(reorder, "REGION_ROWS", 64)
-    monkeypatch.setattr(reorder, "AT_ONCE", 64)
+    """Regions, and rows on their way at once, for matrices of a few hundred rows."""
+    monkeypatch.setattr(reordered, "REGION_ROWS", 64)
+    monkeypatch.setattr(reordered, "AT_ONCE", 64)
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.5])
 @pytest.mark.parametrize("sizes", [SIZES, (8, 3)], ids=str)  # at (8, 3) rows are cut
 def test_a_scrambled_grid_is_reordered(sizes, keep, device, small):
     crow, col = grid(40, device, scrambled=True, keep=keep)
-    made = reorder.reorder(crow, col, *sizes)
+    made = reordered.reorder(crow, col, *sizes)
     before, after = made.reads
     assert after < (0.5 if keep == 1 else 0.7) * before
     assert sorted(made.place.tolist()) == list(range(len(col)))
@@ -118,8 +119,8 @@ def test_a_scrambled_grid_is_reordered(sizes, keep, device, small):
     assert {r: count for r, _, count in made.chunks.cut.tolist()} == cut
 
 
-def test_an_ordered_grid_is_not_reordered(device, small):
-    assert reorder.reorder(*grid(40, device, scrambled=False), *SIZES) is None
+def test_a_grid_in_order_is_left_so(device, small):
+    assert reordered.reorder(*grid(40, device, scrambled=False), *SIZES) is None
 
 
 def test_the_rows_of_b_that_windows_read(device, small):
@@ -160,7 +161,7 @@ def multiply(made, crow, col, values, b):
 def test_products_equal_those_in_the_original_order(sizes, dtype, device, small):
     crow, col = grid(40, device, scrambled=True, keep=0.8)
     values = torch.randn(len(col), device=device).to(dtype)
-    made, of_rows = reorder.reorder(crow, col, *sizes), chunks_of(crow, col, *sizes)
+    made, of_rows = reordered.reorder(crow, col, *sizes), chunks_of(crow, col, *sizes)
     for n in (8, 64, 136, 520):
         b = torch.randn(1600, n, device=device).to(dtype)
         expected = _ops.csr_spmm_chunks(
@@ -179,7 +180,7 @@ def test_products_equal_those_in_the_original_order(sizes, dtype, device, small)
 
 def test_columns_without_values_are_refused(device, small):
     crow, col = grid(40, device, scrambled=True)
-    chunks = reorder.reorder(crow, col, *SIZES).chunks
+    chunks = reordered.reorder(crow, col, *SIZES).chunks
     cuts = chunks.begins, chunks.ends, chunks.cut, chunks.empty
     parts = crow, col, torch.randn(len(col), device=device), torch.randn(1600, 8, device=device), 1600, chunks.slots
     with pytest.raises(ValueError, match="expected chunk_col and chunk_values together"):
@@ -202,22 +203,22 @@ def dense_side(n, device, dtype=torch.float32):
 
 @pytest.fixture
 def small_cache(monkeypatch):
-    monkeypatch.setattr(choice, "memory", lambda device: Memory(4e5, 2**23))
+    monkeypatch.setattr(select, "memory", lambda device: Memory(4e5, 2**23))
 
 
 @pytest.fixture
 def reordering(small_cache, monkeypatch):
-    """Also on a CPU, where nothing is reordered and the operator uses the row kernel."""
-    go = choice.Choice._is_scattered
+    """On a CPU too, where nothing is scattered and the operator goes by rows."""
+    go = selector.Selector._is_scattered
     monkeypatch.setattr(
-        choice.Choice,
+        selector.Selector,
         "_is_scattered",
         lambda self, dtype, n, device: device.type == "cpu" or go(self, dtype, n, device),
     )
 
 
 def takes(made):
-    return {m.fastest(True) for m in made._choice.measured.values()}
+    return {m.fastest(True) for m in made._selector.measured.values()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -226,8 +227,8 @@ def test_a_plan_reorders_and_follows_its_values(dtype, device, reordering):
     before = made.nbytes
     b = dense_side(128, device, dtype)
     first = made @ b
-    assert takes(made) == {forms.REORDERED}
-    assert forms.REORDERED in made.explain()
+    assert takes(made) == {select.REORDERED}
+    assert select.REORDERED in made.explain()
     torch.testing.assert_close(first, spmm(a, b))
     assert all(torch.equal(made @ b, first) for _ in range(5))
     assert made.nbytes >= before + (12 + dtype.itemsize) * a.values().numel()
@@ -250,8 +251,8 @@ def test_gradients_with_reordered_rows(dtype, device, reordering):
         return torch.autograd.grad(made @ b, b, grad)[0]
 
     first = step()
-    assert takes(made) == {forms.REORDERED}
-    form = made._choice._products[forms.REORDERED]
+    assert takes(made) == {select.REORDERED}
+    form = made._selector._products[select.REORDERED]
     assert form._transposed.tensors
     by_rows = torch.autograd.grad(spmm(a, b), b, grad)[0]
     torch.testing.assert_close(first, by_rows)
@@ -281,10 +282,10 @@ def test_rows_are_not_reordered_without_memory(device, reordering, monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     a, made = scrambled_plan(device)
-    monkeypatch.setattr("matmuls.structure.reorder", refuse)
+    monkeypatch.setattr("matmuls.sparse.csr_pattern.reorder", refuse)
     b = dense_side(128, device)
     torch.testing.assert_close(made @ b, spmm(a, b))
-    assert forms.REORDERED not in made.explain()
+    assert select.REORDERED not in made.explain()
 
 
 def test_rows_of_the_transpose_are_not_reordered_without_memory(device, reordering, monkeypatch):
@@ -294,8 +295,8 @@ def test_rows_of_the_transpose_are_not_reordered_without_memory(device, reorderi
     a, made = scrambled_plan(device)
     b = dense_side(128, device).requires_grad_()
     product = made @ b
-    assert takes(made) == {forms.REORDERED}
-    monkeypatch.setattr("matmuls.structure.reorder", refuse)
+    assert takes(made) == {select.REORDERED}
+    monkeypatch.setattr("matmuls.sparse.csr_pattern.reorder", refuse)
     torch.testing.assert_close(torch.autograd.grad(product.sum(), b)[0], torch.autograd.grad(spmm(a, b).sum(), b)[0])
 
 
@@ -305,7 +306,7 @@ def test_a_plan_does_not_reorder_ordered_or_cached_matrices(small_cache):
     for scrambled, side in ((False, b), (True, b[:, :16].contiguous())):
         made = scrambled_plan("cuda", scrambled=scrambled)[1]
         made @ side
-        assert forms.REORDERED not in made.explain()
+        assert select.REORDERED not in made.explain()
 
 
 @pytest.mark.cuda
@@ -358,13 +359,13 @@ def test_savings_and_cost_of_reordering():
     costs 1100 us.
     """
     s, h100 = SimpleNamespace(columns=258569, rows=258569, nonzeros=1026264), Memory(3.35e6, 50 * 2**20)
-    saved = [estimates.us_saved_by_reordering(s, row_bytes, h100) for row_bytes in (64, 256, 512, 2048)]
+    saved = [costs.us_saved_by_reordering(s, row_bytes, h100) for row_bytes in (64, 256, 512, 2048)]
     assert saved[0] < 0
     for found, measured in zip(saved[1:], (13, 50, 200), strict=True):
         assert found == pytest.approx(measured, rel=0.4)
-    assert estimates.us_to_reorder(s) == pytest.approx(1100, rel=0.1)
-    assert estimates.us_saved_by_reordering(SimpleNamespace(columns=0, rows=0, nonzeros=0), 64, h100) == 0
-    us = [estimates.us_by_reads(s, 512, 4, reads, h100) for reads in (786524, 358396)]
+    assert costs.us_to_reorder(s) == pytest.approx(1100, rel=0.1)
+    assert costs.us_saved_by_reordering(SimpleNamespace(columns=0, rows=0, nonzeros=0), 64, h100) == 0
+    us = [costs.us_by_reads(s, 512, 4, reads, h100) for reads in (786524, 358396)]
     assert us == pytest.approx([172, 122], rel=0.25)
 
 
@@ -386,10 +387,10 @@ def test_savings_and_cost_of_reordering():
     ids=str,
 )
 def test_which_matrices_are_reordered(changed, taken, monkeypatch):
-    monkeypatch.setattr(choice, "memory", lambda device: Memory(3.35e6, 50 * 2**20))
+    monkeypatch.setattr(select, "memory", lambda device: Memory(3.35e6, 50 * 2**20))
     of = {"rows": 258569, "columns": 258569, "nonzeros": 1026264, "longest": 4, "far": 190000}
     structure = SimpleNamespace(**of | {k: v for k, v in changed.items() if k in of}, crow=torch.zeros(1).int())
     asked = {"dtype": torch.float32, "n": 128, "device": torch.device("cuda")}
     asked |= {k: v for k, v in changed.items() if k in asked}
-    products = changed.get("products", choice.PRODUCTS)
-    assert choice.Choice(structure, products=products, constant=True)._is_scattered(**asked) == taken
+    products = changed.get("products", select.PRODUCTS)
+    assert selector.Selector(structure, products=products, constant=True)._is_scattered(**asked) == taken

@@ -14,11 +14,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import matmuls
 from custom_mm.indices import Check
-from matmuls import cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm, structure
-from matmuls.ours import takes_chunks
-from matmuls.tiles import layout_of
+from matmuls import cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm
+from matmuls.sparse import csr_pattern
+from matmuls.sparse.default_spmm import takes_chunks
+from matmuls.sparse.smem_tiles import layout_of
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LAYOUTS = ["csr", "csc", "coo", "bsr", "bsc"]
@@ -226,7 +226,7 @@ def test_batches(dtype, device):
     dense = dense * 0 + torch.where(mask, torch.randn(6, 12, 10, device=device).to(dtype), 0)
     one = plan(mask.to(dtype).to_sparse_csr())
     values = dense[:, mask]
-    p = [torch.ops.custom_mm.csr_spmm, one._structure.crow, one._structure.col]
+    p = [torch.ops.custom_mm.csr_spmm, one._pattern.crow, one._pattern.col]
     truth = dense.double() @ b.double()
     assert_close(p[0](p[1], p[2], values, b, 10), truth, dense @ b)
     assert_close(p[0](p[1], p[2], values.view(2, 3, -1), b.view(2, 3, 10, 7), 10).view(6, 12, 7), truth, dense @ b)
@@ -546,7 +546,7 @@ def test_plan(device):
     a = dense.to_sparse_csr()
     made = plan(a)
     assert plan(made) is made
-    assert made._structure.crow.dtype == torch.int32
+    assert made._pattern.crow.dtype == torch.int32
     assert (made.shape, made.nnz, made.dtype, made.device) == (a.shape, a._nnz(), torch.float32, a.device)
     assert made.nbytes == 4 * 21 + 4 * made.nnz + 4 * made.nnz
     b = torch.randn(30, 4, device=device)
@@ -584,9 +584,9 @@ def test_indices_are_checked_once_and_again_after_a_write(device):
     a = draw_sparse(20, 30, 0.2, torch.float32, device).to_sparse_csr()
     b = torch.randn(30, 4, device=device)
     first = spmm(a, b)
-    structure = matmuls.structure._known[a][1]
+    structure = csr_pattern._known[a][1]
     assert torch.equal(spmm(a, b), first)
-    assert matmuls.structure._known[a][1] is structure
+    assert csr_pattern._known[a][1] is structure
     a.detach().values().mul_(2)
     torch.testing.assert_close(spmm(a, b), 2 * first)
     a.detach().col_indices()[3] = 30
@@ -629,7 +629,7 @@ def test_a_transform_leaves_nothing_in_a_plan(device):
 def test_blocks_whose_indices_overflow(device):
     crow, col = torch.tensor([[0, 1], [2**30 - 1, 0]], dtype=torch.int32, device=device)
     a = torch.sparse_bsr_tensor(crow, col[:1], torch.ones(1, 1, 4, device=device), (1, 2**33))
-    assert plan(a)._structure.col.tolist() == [2**32 - 4, 2**32 - 3, 2**32 - 2, 2**32 - 1]
+    assert plan(a)._pattern.col.tolist() == [2**32 - 4, 2**32 - 3, 2**32 - 2, 2**32 - 1]
 
 
 @pytest.mark.parametrize("block", [(0, 2), (2, 3)])
@@ -663,11 +663,11 @@ def test_indices_are_not_trusted_before_a_plans_check_ends(monkeypatch, device):
 
 def test_a_structure_lives_no_longer_than_its_tensor():
     a = torch.eye(4).to_sparse_csr()
-    before = len(matmuls.structure._known)
+    before = len(csr_pattern._known)
     spmm(a, torch.ones(4, 1))
-    assert len(matmuls.structure._known) == before + 1
+    assert len(csr_pattern._known) == before + 1
     del a
-    assert len(matmuls.structure._known) == before
+    assert len(csr_pattern._known) == before
 
 
 def test_the_mean_of_a_row_longer_than_float16_can_count(device):
@@ -715,21 +715,21 @@ def test_a_plan_of_inference_tensors_copies_the_indices(layout, index, device):
             a = dense.to_sparse_bsr((16, 16))
             a = torch.sparse_bsr_tensor(a.crow_indices().to(index), a.col_indices().to(index), a.values(), a.shape)
         made = plan(a)
-        for t in matmuls.structure._indices_of("plan", a):
+        for t in csr_pattern._indices_of("plan", a):
             t.fill_(10**6)
         torch.testing.assert_close(made @ x, dense @ x)
-    assert not any(t.is_inference() for t in (*made._structure.tensors, *made._structure.block_tensors))
+    assert not any(t.is_inference() for t in (*made._pattern.tensors, *made._pattern.block_tensors))
 
 
 def test_a_plan_works_after_a_failed_transposition(monkeypatch, device):
     made = plan(draw_sparse(6, 9, 0.5, device=device).to_sparse_csr())
-    right, x = matmuls.structure._csr_transpose, torch.randn(9, 4, device=device, requires_grad=True)
+    right, x = csr_pattern._csr_transpose, torch.randn(9, 4, device=device, requires_grad=True)
 
     def fails(*args):
         t_crow, t_col, t_order = right(*args)
         return t_crow[:0], t_col, t_order  # no longest row of no rows
 
-    monkeypatch.setattr(matmuls.structure, "_csr_transpose", fails)
+    monkeypatch.setattr(csr_pattern, "_csr_transpose", fails)
     with pytest.raises(RuntimeError):
         made @ x
     monkeypatch.undo()
@@ -759,12 +759,12 @@ def test_unsorted_columns_raise(col, rise, device):
     crow, long = torch.tensor([0, 2, 2, 4, 7, 7, 1007]), torch.arange(1000)
     for last in (long, long.clamp(max=998)):
         a = torch.sparse_csr_tensor(crow, torch.cat([torch.tensor(col), last]), torch.ones(1007), (6, 1000)).to(device)
-        assert plan(a)._structure.distinct == (rise and last is long)
+        assert plan(a)._pattern.distinct == (rise and last is long)
 
 
 def test_int64_indices_are_narrowed_once(device, monkeypatch):
-    counted, right = [], matmuls.structure._csr_transpose
-    monkeypatch.setattr(matmuls.structure, "_csr_transpose", lambda *args: counted.append(1) or right(*args))
+    counted, right = [], csr_pattern._csr_transpose
+    monkeypatch.setattr(csr_pattern, "_csr_transpose", lambda *args: counted.append(1) or right(*args))
     pattern = draw_sparse(8, 8, 0.5, device=device).to_sparse_csr()
     q, k, v = (torch.randn(8, 4, device=device, requires_grad=True) for _ in range(3))
     for _ in range(3):
@@ -774,7 +774,7 @@ def test_int64_indices_are_narrowed_once(device, monkeypatch):
 
 def test_a_plan_pickled_after_its_indices_were_written_over_is_refused():
     made = plan(draw_sparse(6, 9, 0.5).to_sparse_csr())
-    made._structure.col[0] = 100
+    made._pattern.col[0] = 100
     kept = pickle.dumps(made)
     with pytest.raises(ValueError, match="columns from 0 to 8"):
         pickle.loads(kept)
@@ -783,9 +783,9 @@ def test_a_plan_pickled_after_its_indices_were_written_over_is_refused():
 def test_a_plan_pickled_by_a_version_without_blocks():
     dense = draw_sparse(6, 9, 0.5)
     made = plan(dense.to_sparse_csr())
-    state = {k: v for k, v in made._structure.__dict__.items() if k not in ("blocks", "_narrow")}
-    made._structure.__dict__.clear()
-    made._structure.__setstate__(state)
+    state = {k: v for k, v in made._pattern.__dict__.items() if k not in ("blocks", "_narrow")}
+    made._pattern.__dict__.clear()
+    made._pattern.__setstate__(state)
     x = torch.randn(9, 4)
     torch.testing.assert_close(made @ x, dense @ x)
     assert made.nbytes > 0
@@ -923,7 +923,7 @@ def test_autocast(device):
 
 def test_flops_of_every_layout():
     dense = torch.randn(16, 8) * (torch.rand(16, 8) < 0.5)
-    s, values = plan(dense.to_sparse_csr())._structure, dense.to_sparse_csr().values()
+    s, values = plan(dense.to_sparse_csr())._pattern, dense.to_sparse_csr().values()
     ops, parts, b, x = torch.ops.custom_mm, (s.crow, s.col, values), torch.randn(8, 24), torch.randn(5, 8)
     chunks, halves = ops.csr_chunks(s.crow, s.col, 8, 8)[:4], ops.csr_halves(*parts, 8)
     tiles = ops.csr_tiles(s.crow, s.col, 8, 1, 2, 16)
@@ -1151,7 +1151,7 @@ def test_cached_facts_die_with_their_tensor():
     for make in (torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc, torch.Tensor.to_sparse):
         a = make(draw_sparse(9, 9, 0.5)).requires_grad_()
         spmm(a, torch.randn(9, 2))
-        assert a in structure._known
+        assert a in csr_pattern._known
         gone = weakref.ref(a)
         del a
         gc.collect()
@@ -1205,7 +1205,7 @@ def fuzz(data):
         matmuls.sparse_softmax(made.values, made)
         product = made @ b
         dense = torch.zeros(rows, columns)
-        s = made._structure
+        s = made._pattern
         r = torch.repeat_interleave(torch.arange(rows), s.crow.diff().long())
         v = made.values if s.order is None else made.values[s.order.long()]
         dense.index_put_((r, s.col.long()), v, accumulate=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from matmuls import choice
 from matmuls.nn import SparseLinear
+from matmuls.sparse import selector
 
 
 def layer(device, bias=True, dtype=torch.float32):
@@ -119,7 +119,7 @@ def test_gradients(device):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_training_follows_the_values(fused, device, monkeypatch):
-    monkeypatch.setattr(choice, "SMALLEST", 0)
+    monkeypatch.setattr(selector, "SMALLEST", 0)
     sparse = SparseLinear.from_linear(layer(device), sparsity=0.9)
     optimizer = torch.optim.SGD(sparse.parameters(), lr=1.0, fused=fused)
     x, target = torch.randn(64, 40, device=device), torch.randn(64, 30, device=device)
@@ -136,9 +136,9 @@ def test_training_follows_the_values(fused, device, monkeypatch):
 
 
 @pytest.mark.parametrize("gradient", [True, False])
-def test_new_storage_of_the_values(gradient, device, monkeypatch):
-    """At the old one's address, or elsewhere."""
-    monkeypatch.setattr(choice, "SMALLEST", 0)
+def test_another_storage_of_the_values(gradient, device, monkeypatch):
+    """At the address of the one before, or elsewhere."""
+    monkeypatch.setattr(selector, "SMALLEST", 0)
     sparse = SparseLinear.from_linear(layer(device), sparsity=0.5).requires_grad_(gradient)
     x = torch.randn(64, 40, device=device)
     with torch.no_grad():

@@ -80,7 +80,7 @@ def test_more_nonzeros(device):
     b = torch.tensor([[1.0, 10], [0, 0], [0, 0], [100, 1000]], dtype=torch.float16, device=device).repeat(1, 4)
     truth = torch.tensor([[1.0, 10], [2 * 100 + 3 + 4 * 100 + 5, 2 * 1000 + 30 + 4 * 1000 + 50], [6 * 100 + 7, 6070]])
     made = plan(a)
-    assert (made.nnz, made._structure.longest, made._structure.crow.dtype) == (MANY, MANY - 12, torch.int64)
+    assert (made.nnz, made._pattern.longest, made._pattern.crow.dtype) == (MANY, MANY - 12, torch.int64)
     for y in (spmm(a, b), made @ b):
         torch.testing.assert_close(y.float().cpu(), truth.repeat(1, 4), rtol=2**-10, atol=0)
     bad = col.clone() if device == "cuda" else col

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from matmuls import choice, forms, measure, plan, sparse
+from matmuls import measure, plan, sparse
 from matmuls.nn import SparseLinear
+from matmuls.sparse import layouts, race, selector
 
 ROWS, COLUMNS, WIDTH = 96, 80, 128
 
@@ -17,10 +18,10 @@ ROWS, COLUMNS, WIDTH = 96, 80, 128
 def copies_win(monkeypatch):
     """Layouts that keep a copy of the values are chosen whenever allowed."""
     monkeypatch.setattr(
-        choice, "time_warm", lambda runs, *_: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
+        race, "time_warm", lambda runs, *_: [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
     )
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *_: {})
-    monkeypatch.setattr(choice, "SMALLEST", 0)
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *_: {})
+    monkeypatch.setattr(selector, "SMALLEST", 0)
 
 
 def draw(device, dtype=torch.float32):
@@ -43,8 +44,10 @@ def strided_blocks(dense):
 
 
 def copies(made):
-    """Layouts that a plan keeps with copies of the values."""
-    return [t for form in made._choice._products.values() if isinstance(form, forms.Full) for t in form.tensors]
+    """What a plan keeps in layouts of its own, values included."""
+    return [
+        t for form in made._selector._products.values() if isinstance(form, layouts.CachedLayout) for t in form.tensors
+    ]
 
 
 LAYOUTS = {
@@ -185,14 +188,14 @@ def test_the_meaning_of_constant(device):
         plan(made, constant=False)
     with pytest.raises(ValueError, match="expected values without a gradient in a constant plan"):
         made.update(made.values.clone().requires_grad_())
-    assert plan(made)._choice.constant
+    assert plan(made)._selector.constant
     for copied in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert copied._choice.constant
+        assert copied._selector.constant
         torch.testing.assert_close(copied @ b, dense @ b, atol=1e-4, rtol=1e-4)
     passing = made.with_values((2 * made.values).requires_grad_())
-    assert not passing._choice.constant
+    assert not passing._selector.constant
     torch.testing.assert_close((passing @ b).detach(), 2 * dense @ b, atol=2e-4, rtol=1e-4)
-    assert made.with_values(made.values)._choice is passing._choice
+    assert made.with_values(made.values)._selector is passing._selector
 
 
 def test_replaced_copies_live_until_the_next_change(device):
@@ -234,10 +237,10 @@ def test_a_frozen_layer(device):
     expect()
     loaded = pickle.loads(pickle.dumps(layer))
     torch.testing.assert_close(loaded(x), layer(x))
-    assert loaded.plan()._choice.constant
-    layer.values.requires_grad_()  # training is about to start
+    assert loaded.plan()._selector.constant
+    layer.values.requires_grad_()  # about to be trained
     layer(x).sum().backward()
-    assert not layer.plan()._choice.constant
+    assert not layer.plan()._selector.constant
     with torch.no_grad():
         layer.values.data.mul_(2)
         expect()
@@ -250,11 +253,12 @@ def test_older_pickles_are_not_constant():
     """Plans of older versions kept copies without `constant`."""
     dense, b = draw("cpu")
     made = plan(dense.to_sparse_csr())
-    state = made.__getstate__() | {"_stays": True, "_generation": 3, "_seen": 0}
-    state["_choice"] = choice.Choice(made._structure, products=70)
+    state = {"_structure": made._pattern, "_values": made.values, "shape": made.shape, "_source": None, "_bound": None}
+    state |= {"_stays": True, "_generation": 3, "_seen": 0}
+    state["_choice"] = selector.Selector(made._pattern, products=70)
     older = sparse.SparsePlan.__new__(sparse.SparsePlan)
     older.__setstate__(state)
-    assert not older._choice.constant
+    assert not older._selector.constant
     older @ b
     older.values.data.mul_(3)
     torch.testing.assert_close(older @ b, 3 * dense @ b, atol=3e-4, rtol=1e-4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import matmuls.nn
-from matmuls import forms
+from matmuls.sparse import layouts
 from matmuls.specs import TABLE
 
 # With a visible GPU, torch rejects autograd in a forked child whose parent has used it.
@@ -311,7 +311,7 @@ def test_data_loader_workers_made_by_fork():
 def test_a_lock_held_at_the_fork_is_free_in_the_child():
     """Another thread holds it to make the copy of a constant plan."""
     dense = torch.eye(8)
-    matrix = forms.Dense(matmuls.plan(dense.to_sparse_csr())._structure)
+    matrix = layouts.Dense(matmuls.plan(dense.to_sparse_csr())._pattern)
     held, forked = threading.Event(), threading.Event()
 
     def hold():

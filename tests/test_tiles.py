@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from matmuls import choice, plan
+from matmuls import plan
 from matmuls.device import has_hopper_kernels
+from matmuls.sparse import select, selector
 
 _ops = torch.ops.custom_mm
 # Rows, columns, density; then tiles, panels, lanes.
@@ -156,7 +157,7 @@ def test_gradients_equal_the_row_kernels(device):
 def tiles_win(monkeypatch):
     if not has_hopper_kernels(torch.device("cuda")):
         pytest.skip("tiles are Hopper's")
-    monkeypatch.setattr(choice.Choice, "_estimates", lambda *args: {choice.OURS: 1.0, choice.TILES: 1e-6})
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {select.DEFAULT: 1.0, select.SMEM_TILES: 1e-6})
 
 
 @pytest.mark.cuda
@@ -168,7 +169,7 @@ def test_a_plan_follows_its_values(tiles_win):
         b = torch.randn(800, n, device="cuda")
         first = made @ b
         assert_right(first, dense, b)
-        assert choice.TILES in made.explain()
+        assert select.SMEM_TILES in made.explain()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = made @ b

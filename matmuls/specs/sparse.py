@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import sparse
-from ..chunks import chunks_of
+from ..sparse.chunks import chunks_of
 from .rowwise import BAD_X
 from .spec import REAL, Bad, Call, Draw, Spec
 
@@ -26,16 +26,16 @@ def _sparse_plan(draw: Draw, rows: int, columns: int, layout: str = "csr") -> An
 
 
 def _places(plan: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and value index of each nonzero, on `device`, which may differ from the plan's."""
-    s = plan._structure
+    """Row, column and value's index of each nonzero, where a reference computes: not always where the plan lies."""
+    s = plan._pattern
     rows = torch.repeat_interleave(torch.arange(s.rows), s.crow.diff().long().cpu())
     order = torch.arange(s.nonzeros) if s.order is None else s.order.long()
     return rows.to(device), s.col.long().to(device), order.to(device)
 
 
 def _stored_dense(plan: Any, values: Tensor) -> Tensor:
-    """The plan's matrix with `values` as a dense tensor; differentiable."""
-    s = plan._structure
+    """The matrix of a plan with other values, dense; differentiable."""
+    s = plan._pattern
     rows, columns, order = _places(plan, values.device)
     values = values[..., order]
     index = (rows * s.columns + columns).expand(values.shape)
@@ -90,7 +90,7 @@ def _spmm_bad(draw: Draw) -> Iterator[Bad]:
 
 
 def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
-    s = _sparse_plan(draw, 6, 5)._structure
+    s = _sparse_plan(draw, 6, 5)._pattern
     transposed = _ops.csr_transpose(s.crow, s.col, 5)
     for reduce in ("sum", "mean", "max"):
         values, dense = draw(s.nonzeros).requires_grad_(), draw(2, 5, 3).requires_grad_()
@@ -113,7 +113,7 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
     yield _ops.csr_chunks.default, (narrow.crow, narrow.col, 4, 2)
     yield _ops.csr_spmm_chunks.default, (made.begins, made.ends, made.cut, made.empty, *parts)
     yield _ops.csr_spmm_chunks.default, (made.begins, made.ends, made.cut, made.empty, *parts, None, 4, *parts[1:3])
-    square = _sparse_plan(draw, 6, 6)._structure.in_int32()
+    square = _sparse_plan(draw, 6, 6)._pattern.in_int32()
     yield _ops.csr_regions.default, (square.crow, square.col, 6, 2, 3)
     order = torch.randperm(6, device=square.crow.device, dtype=torch.int32)
     yield _ops.csr_reads.default, (square.crow, square.col, 6, 2, 2, order)
@@ -159,7 +159,7 @@ def _sddmm_bad(draw: Draw) -> Iterator[Bad]:
 
 
 def _sddmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
-    s = _sparse_plan(draw, 6, 5)._structure
+    s = _sparse_plan(draw, 6, 5)._pattern
     a, b = draw(2, 6, 3).requires_grad_(), draw(5, 3).requires_grad_()
     yield _ops.csr_sddmm.default, (s.crow, s.col, a, b, 5)
     yield _ops.csr_sddmm.default, (s.crow, s.col, a, b, 5, 0.5, *[None] * 5, False, True)
@@ -181,7 +181,7 @@ def _sparse_softmax_samples(draw: Draw) -> Iterator[Call]:
 
 
 def _sparse_softmax_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
-    s = _sparse_plan(draw, 6, 5)._structure
+    s = _sparse_plan(draw, 6, 5)._pattern
     x, grad = draw(2, s.nonzeros).requires_grad_(), draw(2, s.nonzeros).requires_grad_()
     yield _ops.csr_softmax.default, (s.crow, x, 0.5)
     yield _ops.csr_softmax_backward.default, (s.crow, x, grad, 0.5)

@@ -1,0 +1,290 @@
+"""Operations on sparse matrices: SpMM, SDDMM, softmax over a row's nonzeros, and attention made of the three."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import InplaceFunction
+from torch.utils.flop_counter import register_flop_formula
+
+from ..dense import matmul
+from ..registration import expect_dense, number
+from .csr_pattern import CsrPattern, from_entries, pattern_of
+from .default_spmm import check_operands, default_product, default_product_into, folded, multiply_batch
+from .plan import Sparse, SparsePlan, plan_of
+
+_ops = torch.ops.custom_mm
+_spmm: Callable[..., torch.Tensor] = _ops.csr_spmm.default
+_sddmm: Callable[..., torch.Tensor] = _ops.csr_sddmm.default
+_softmax: Callable[..., torch.Tensor] = _ops.csr_softmax.default
+
+
+def _parts(name: str, a: Sparse) -> tuple[CsrPattern, torch.Tensor, torch.Size]:
+    if isinstance(a, SparsePlan):
+        if not torch.compiler.is_compiling():
+            a._expect_same_indices(name)
+        return a._pattern, a.values, a.shape
+    pattern, values = pattern_of(name, a)
+    return pattern, values, a.shape
+
+
+def spmm(
+    a: Sparse,
+    b: torch.Tensor,
+    *,
+    reduce: str = "sum",
+    alpha: float = 1,
+    beta: float = 0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """alpha * (A @ B), or into `out`: out <- alpha * (A @ B) + beta * out.
+
+    a: [M, K], a plan or a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch [..., M, K] of CSR or CSC matrices;
+    b: [..., K, N] dense, [K] too; one of float64, float32, float16, bfloat16 for both, on one device. reduce: "sum",
+    "mean" (over the nonzeros of a row), "max" or "min"; a row without nonzeros gives 0. Duplicate and unsorted columns
+    are fine. Rows of b are read in place, whatever their stride; b is copied if its columns are not contiguous.
+    Sums in float32 (float64 for float64), the same bits every time for the same matrix, width, alignment of b and
+    gradients asked for. With alpha = 0 no operand is read, with beta = 0 not `out`, as in BLAS: their NaN do not reach
+    the result.
+
+    On a GPU a matrix of which a tenth to a half is stored is densified for a wide b, in a workspace of up to 128 MiB: 4
+    bytes an element for float32, else 2. Results are as those of the row kernel: NaN and inf reach no other row. On
+    Hopper float32 of 16 nonzeros a row on average then runs on tensor cores as fp16x2, each number as two float16 with
+    a scale for each row of A and column of b: at least 22 bits of it, products but for one in 2^22 of them, sums in
+    float32. Columns whose numbers differ so much in size that this would lose more are detected on the GPU and summed
+    again by the row kernel.
+
+    On a GPU rows of uneven length, or short ones, are multiplied in chunks: made at the first product, which waits for
+    the GPU, and kept with the matrix, about 4 bytes a nonzero and 4 a row, with int64 indices a copy in int32 too, and
+    with a gradient to b the transposed matrix and its chunks, about 12 and 8.
+
+    Differentiable, twice and more, in A's values (a sparse tensor with A's pattern: O(nonzeros) memory) and in b. The
+    indices of a sparse tensor are checked once for as long as it lives, and again after writes to it, but not after
+    writes to the tensors that it was made of, which torch does not count; a plan spares the look-up. Under autocast as
+    torch.matmul.
+
+    Raises ValueError on indices that do not fit, RuntimeError, before anything is written, on shapes, dtypes or devices
+    that do not fit, on overlap, and on out= where a gradient would be recorded.
+    """
+    if out is None and beta != 0:
+        raise ValueError(f"spmm: expected out= beside beta={beta}, which multiplies it")
+    if isinstance(alpha, torch.Tensor) or isinstance(beta, torch.Tensor):
+        alpha, beta = number("spmm", "alpha", alpha), number("spmm", "beta", beta)
+    plain = out is None and reduce == "sum" and alpha == 1 and not torch.compiler.is_compiling()
+    if plain and isinstance(a, SparsePlan):
+        return a._product(b)
+    pattern, values, shape = _parts("spmm", a)
+    check_operands(shape, b, out)
+    if b.dim() == 1:
+        if out is not None:
+            spmm(a, b.unsqueeze(-1), reduce=reduce, alpha=alpha, beta=beta, out=out.unsqueeze(-1))
+            return out
+        return spmm(a, b.unsqueeze(-1), reduce=reduce, alpha=alpha).squeeze(-1)
+    if pattern.batch is not None:
+        return multiply_batch(pattern, values, shape, b, reduce, alpha, beta, out)
+    if out is not None:
+        return default_product_into(out, pattern, values, b, reduce, alpha, beta)
+    return default_product(pattern, values, b, reduce, alpha)
+
+
+def linear(a: SparsePlan, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ A^T + bias, [n, M], as spmm(a, x.mT).mT + bias. x: [n, K]; bias: [M] or None. In 16 bits and without a
+    gradient the bias may be added before the sum is rounded."""
+    y = a._linear(x, bias)
+    if y is not None:
+        return y
+    y = spmm(a, x.mT).mT
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1) -> torch.Tensor:
+    """alpha * (a @ b) where `pattern` has nonzeros, and nowhere else: [..., nonzeros], in the order of its values.
+
+    a: [..., M, D]; b: [..., D, K]; leading dimensions broadcast; pattern: [M, K], a plan or a sparse tensor, of which
+    the indices alone matter. dtypes as `spmm`. b is read by columns: pass k.mT for rows k. No M x K elements are ever
+    made. Differentiable, twice and more; the same every time. `plan.with_values` takes the result.
+    """
+    csr, _, shape = _parts("sddmm", pattern)
+    expect_dense("sddmm", a=a, b=b)
+    if a.dim() < 2 or b.dim() < 2:
+        raise RuntimeError(f"sddmm: expected a and b of at least two dimensions, got {list(a.shape)}, {list(b.shape)}")
+    x, y = (folded("sddmm", csr, shape[:-2], *side) for side in ((a, "a"), (b.mT, "b, transposed,")))
+    gradient = (a.requires_grad or b.requires_grad) and torch.is_grad_enabled()
+    if isinstance(alpha, torch.Tensor):
+        alpha = number("sddmm", "alpha", alpha)
+    return _sddmm(csr.crow, csr.col, x, y, csr.columns, alpha, *csr.arguments(gradient))
+
+
+def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0) -> torch.Tensor:
+    """softmax(scale * values) over the nonzeros of each row of `pattern`; other elements count as masked.
+
+    values: [..., nonzeros], in the order of the pattern's values, such as `sddmm` gives; pattern: a plan or a sparse
+    tensor, of which the indices alone matter. Statistics in float32 (float64 for float64); values as torch.softmax, NaN
+    and inf included. Differentiable, twice and more. Under autocast as torch.softmax: float32 on a GPU.
+    """
+    csr, _, _ = _parts("sparse_softmax", pattern)
+    expect_dense("sparse_softmax", values=values)
+    if values.dim() < 1 or values.shape[-1] != csr.nonzeros:
+        raise ValueError(
+            f"sparse_softmax: expected values of shape [..., {csr.nonzeros}], one for each nonzero, "
+            f"got {list(values.shape)}"
+        )
+    if isinstance(scale, torch.Tensor):
+        scale = number("sparse_softmax", "a scale", scale)
+    return _softmax(csr.crow, values, scale, csr.order)
+
+
+def sparse_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Sparse, scale: float | None = None
+) -> torch.Tensor:
+    """softmax(scale * q @ k^T) @ v where each query sees the keys that `pattern` has in its row.
+
+    q: [..., M, D]; k: [..., K, D]; v: [..., K, E]; pattern: [M, K], a plan or a sparse tensor, of which the indices
+    alone matter, the same for all heads and batches; scale: 1 / sqrt(D) unless given. A query that sees nothing gets 0.
+    No M x K elements are ever made, forward or backward: scores and probabilities are [..., nonzeros]. dtypes as
+    `spmm`. Differentiable, twice and more. Raises TypeError, ValueError and RuntimeError as `sddmm` and `spmm` do.
+    """
+    expect_dense("sparse_attention", q=q, k=k, v=v)
+    if min(q.dim(), k.dim(), v.dim()) < 2:
+        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
+        raise RuntimeError(f"sparse_attention: expected q, k and v of at least two dimensions, got {shapes}")
+    ready = pattern if isinstance(pattern, SparsePlan) else plan_of("sparse_attention", pattern, tuned=False)
+    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
+    # float16 ends at 65504, scores of long vectors do not: they are divided by 16, which rounds alike.
+    scores = sddmm(q, k.mT, ready, alpha=scale / 16)
+    csr = ready._pattern
+    probabilities = sparse_softmax(scores, ready, scale=16.0).to(v.dtype)
+    value = folded("sparse_attention", csr, ready.shape[:-2], v, "v")
+    result = default_product(csr, probabilities, value)
+    return result if csr.batch is None else result.view(*ready.shape[:-1], v.shape[-1])
+
+
+def _sparsified(name: str, a: torch.Tensor) -> tuple[CsrPattern, torch.Tensor]:
+    """Pattern and values of the elements of a dense matrix, or a batch of them, that are not 0."""
+    index = a.nonzero()
+    row, col, batch = index[:, -2], index[:, -1], None
+    rows, columns = a.shape[-2], a.shape[-1]
+    if a.dim() > 2:
+        batch = math.prod(a.shape[:-2])
+        which = torch.zeros_like(row)
+        for d in range(a.dim() - 2):
+            which = which * a.shape[d] + index[:, d]
+        row, col, rows, columns = row + which * rows, col + which * columns, rows * batch, columns * batch
+    return from_entries(name, row, col, (rows, columns), batch), a[tuple(index.unbind(1))]
+
+
+class cusparseMM(InplaceFunction):
+    """`cusparseMM.apply(a, b)`: a @ b with a sparse.
+
+    a: [M, K] in any layout that `spmm` takes, or dense, [..., M, K]: then its elements that are not 0 are taken, which
+    waits for the GPU; b: [..., K, N], with a's leading dimensions where a is a dense batch. dtypes and errors as
+    `spmm`. Gradients to both, twice and more; to a dense a at every element, zeros included, as that of a @ b.
+    """
+
+    @classmethod
+    def apply(cls, a: Sparse, b: torch.Tensor) -> torch.Tensor:
+        if not isinstance(a, torch.Tensor) or a.layout != torch.strided:
+            return spmm(a, b)
+        expect_dense("cusparseMM", b=b)
+        if a.dim() < 2 or (a.dim() > 2 and a.shape[:-2] != b.shape[:-2]):
+            raise RuntimeError(
+                f"cusparseMM: expected a of shape [M, K], or [..., M, K] beside b of the same leading dimensions, "
+                f"got {list(a.shape)} and {list(b.shape)}"
+            )
+        apply: Callable[..., torch.Tensor] = cls._apply
+        if torch.compiler.is_compiling():  # a graph break: torch does not trace super() of a Function
+            apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
+        return apply(a, b)
+
+    @classmethod
+    def _apply(cls, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = super().apply(a, b)  # type: ignore[no-untyped-call]
+        return result
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        csr, values = _sparsified("cusparseMM", a)
+        ctx.pattern = csr
+        ctx.save_for_backward(a, b, values)
+        if b.dim() < 2 or b.shape[-2] != a.shape[-1]:
+            raise RuntimeError(
+                f"cusparseMM: expected b of shape [..., {a.shape[-1]}, n] beside a of {a.shape[-1]} columns, "
+                f"got {list(b.shape)}"
+            )
+        dense = folded("cusparseMM", csr, a.shape[:-2], b, "b")
+        product = default_product(csr, values, dense)
+        return product if csr.batch is None else product.view(*a.shape[:-1], b.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, b, values = ctx.saved_tensors
+        csr: CsrPattern = ctx.pattern
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = matmul(grad, b.to(grad.dtype), transb=True).sum_to_size(a.shape)
+        if ctx.needs_input_grad[1]:
+            if torch.is_grad_enabled():  # a second derivative is needed
+                grad_b = cusparseMM.apply(a.to(grad.dtype).mT, grad)
+            else:
+                t_crow, t_col, t_order = csr.transposed()
+                dense = folded("cusparseMM", csr, a.shape[:-2], grad, "grad")
+                values = values.to(grad.dtype)
+                parts = t_crow, t_col, values, dense, csr.rows, "sum", 1.0, t_order
+                grad_b = _spmm(*parts, longest=csr.longest_column).view(b.shape)
+        return grad_a, grad_b
+
+
+# For torch.utils.flop_counter: one multiplication and one addition for each nonzero and column of B.
+
+
+@register_flop_formula(_ops.csr_spmm)
+def _spmm_flops(
+    crow: torch.Size, col: torch.Size, values: torch.Size, dense: torch.Size, *args: Any, **kwargs: Any
+) -> int:
+    batch: torch.Size = torch.broadcast_shapes(values[:-1], dense[:-2])  # type: ignore[no-untyped-call]
+    return 2 * col[0] * dense[-1] * batch.numel()
+
+
+@register_flop_formula([_ops.csr_spmm_chunks, _ops.csr_spmm_tiles, _ops.csr_spmm_halves])
+def _laid_out_flops(*args: Any, **kwargs: Any) -> int:
+    _, col, _, dense = args[4:8]  # after four tensors of the layout
+    return int(2 * col[0] * dense[-1])
+
+
+@register_flop_formula([_ops.csr_spmm_packed, _ops.csr_linear_packed])
+def _packed_flops(
+    packed: torch.Size,
+    crow: torch.Size,
+    col: torch.Size,
+    values: torch.Size,
+    dense: torch.Size,
+    columns: int,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return 2 * col[0] * math.prod(dense) // max(columns, 1)  # [columns, n], or rows of a linear layer [n, columns]
+
+
+@register_flop_formula(_ops.cusparse_spmm)
+def _cusparse_flops(
+    offsets: torch.Size,
+    indices: torch.Size,
+    values: torch.Size,
+    b: torch.Size,
+    rows: int,
+    columns: int,
+    layout: str = "csr",
+    algorithm: str = "default",
+    transa: bool = False,
+    transb: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    return 2 * math.prod(values) * b[0 if transb else 1]
+
+
+@register_flop_formula([_ops.csr_sddmm, _ops.cusparse_sddmm])
+def _sddmm_flops(crow: torch.Size, col: torch.Size, a: torch.Size, b: torch.Size, *args: Any, **kwargs: Any) -> int:
+    batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
+    return 2 * col[0] * a[-1] * batch.numel()

@@ -1,0 +1,288 @@
+"""SparsePlan: a sparse matrix A made ready for many products A @ B; and plan(), which makes one."""
+
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from ..registration import expect_dense
+from .csr_pattern import CsrPattern, for_every_stream, is_capturing, pattern_of, relaxed_capture
+from .default_spmm import check_operands, default_op, default_product, multiply_batch
+from .prepared import PreparedCalls
+from .selector import Selector
+
+
+class SparsePlan:
+    """A sparse matrix made ready for products: `plan @ B`. Made by `plan(A)`.
+
+    The indices were checked once and are kept in CSR, in int32 where that suffices; with the first gradient to B the
+    transposed matrix too. No product checks them again. Values are read at every product, where A keeps them;
+    `plan(A, constant=True)` also takes products that keep a copy of them in another layout.
+
+    `plan @ B` takes the fastest candidate (matmuls/sparse/select.py): the default product, cuSPARSE's, that by blocks
+    and, of a constant matrix, the dense one and those on tensor cores. The first product for a dtype and a number of
+    columns of B (to a power of two) selects, by size in a tenth of a millisecond or, where sizes do not decide, by
+    measuring in a few, and waits for the GPU; no later one does, and none under CUDA-graph capture or torch.compile.
+    The same product again, with another B of the same shape and strides and without a gradient, costs the host 2 us
+    and its launches.
+    """
+
+    def __init__(
+        self, pattern: CsrPattern, values: torch.Tensor, shape: tuple[int, ...], selector: Selector | None = None
+    ) -> None:
+        self._pattern, self.shape, self._selector = pattern, torch.Size(shape), selector
+        self._prepared = PreparedCalls(values)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[nonzeros], in the order of A.values() (flattened)."""
+        return self._prepared.current_values()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._prepared.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._pattern.crow.device
+
+    @property
+    def nnz(self) -> int:
+        return self._pattern.nonzeros
+
+    def _checked(self, values: torch.Tensor) -> torch.Tensor:
+        """values as [nonzeros]; ValueError if their shape or device is another."""
+        expect_dense("SparsePlan", values=values)
+        if values.dim() > 1 and values.shape == self._prepared.values_shape and values.is_contiguous():
+            values = values.view(-1)
+        if values.shape != (self.nnz,) or values.device != self.device:
+            raise ValueError(
+                f"SparsePlan: expected values of shape [{self.nnz}] on {self.device}, "
+                f"got {list(values.shape)} on {values.device}"
+            )
+        return values
+
+    def update(self, values: torch.Tensor) -> "SparsePlan":
+        """Take other values for the same nonzeros, in the order of A.values(), whose shape they may have; nothing is
+        inspected. Returns itself.
+
+        They are read in place at every product. Values that are written to need no update; a constant plan needs one
+        after writes that torch does not count (by `.data`, through a tensor that shares their memory without their
+        version, by a fused optimizer, by a replayed graph). What a constant plan keeps is then made again, which waits
+        for the GPU, and in place where a captured graph reads it: its next replay reads the other values. Raises
+        ValueError where values of a constant plan require a gradient.
+        """
+        values = self._checked(values)
+        if self._selector is not None and self._selector.constant and values.requires_grad:
+            raise ValueError("SparsePlan: expected values without a gradient in a constant plan, got some with one")
+        self._prepared = PreparedCalls(values, values_shape=self._prepared.values_shape)
+        if self._selector is not None:
+            self._selector.refresh(values)
+        return self
+
+    def with_values(self, values: torch.Tensor) -> "SparsePlan":
+        """A plan with other values for the same nonzeros, not constant, sharing everything else with this one."""
+        selector = None if self._selector is None else self._selector.of_other_values()
+        return SparsePlan(self._pattern, self._checked(values), self.shape, selector)
+
+    def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
+        """A @ b, as spmm(self, b)."""
+        return self._multiply(b, selected=False) if torch.compiler.is_compiling() else self._product(b)
+
+    def _product(self, b: torch.Tensor) -> torch.Tensor:
+        product = self._prepared.repeat(b)
+        return self._multiply(b) if product is None else product
+
+    def _again(self, b: torch.Tensor) -> torch.Tensor | None:
+        """A @ b by a call prepared before; None if there is none that still holds."""
+        return None if torch.compiler.is_compiling() else self._prepared.repeat(b)
+
+    def _multiply(self, b: torch.Tensor, selected: bool = True) -> torch.Tensor:
+        """A @ b by the fastest candidate or, unless `selected`, by the default product."""
+        if selected:
+            self._expect_same_indices("spmm")
+        values = self.values
+        check_operands(self.shape, b)
+        if b.dim() == 1:
+            return (self @ b.unsqueeze(-1)).squeeze(-1)
+        if self._pattern.batch is not None:
+            return multiply_batch(self._pattern, values, self.shape, b)
+        if not selected:
+            return default_product(self._pattern, values, b)
+        op = None if self._selector is None else self._selector.call(values, b)
+        if op is None:
+            op = default_op(self._pattern, values, b)
+        product = op.run()
+        self._prepared.record(op, values, self._pattern)
+        return product
+
+    def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """x A^T + bias, or None if a product A @ x^T and a sum after it are the way."""
+        if self._selector is None or not self._selector.constant:
+            return None
+        product = self._prepared.repeat_linear(x, bias)
+        if product is not None:
+            return product
+        self._expect_same_indices("spmm")
+        values = self.values
+        op = self._selector.linear(values, x, bias)
+        if op is None:
+            return None
+        product = op.run()
+        self._prepared.record_linear(op, values, bias, self._pattern)
+        return product
+
+    def _expect_same_indices(self, name: str) -> None:
+        """ValueError if the sparse tensor was written to and has other indices: they share a version with its values,
+        which are taken again. Waits for the GPU after a write."""
+        changed = self._prepared.changed_origin()
+        if changed is None or is_capturing(self.device):
+            return
+        a, state = changed
+        pattern, values = pattern_of(name, a)
+        if not pattern.in_int32(a).is_like(self._pattern):
+            raise ValueError(f"{name}: expected the indices that the plan was made of, got others; make it anew")
+        self._prepared.read_again(values.detach() if values.requires_grad else values, state)
+
+    def __copy__(self) -> "SparsePlan":
+        made = object.__new__(SparsePlan)
+        made.__dict__.update(self.__dict__)
+        made._prepared = self._prepared.copy()
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_prepared" not in state:  # of an older pickle
+            prepared = PreparedCalls.from_older_pickle(state)
+            pattern, selector = state["_structure"], state["_choice"]
+            state = {"_pattern": pattern, "shape": state["shape"], "_selector": selector, "_prepared": prepared}
+        self.__dict__.update(state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the indices, the values and what the selected products need, which the plan keeps alive."""
+        kept = [] if self._selector is None else self._selector.tensors
+        return sum(t.untyped_storage().nbytes() if t.numel() == 0 else t.nbytes for t in (*self._tensors, *kept))
+
+    @property
+    def _is_captured(self) -> bool:
+        """True if a captured graph reads a copy that the plan keeps alive."""
+        return self._selector is not None and self._selector.is_captured
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        s = self._pattern
+        return [*s.tensors, *s.chunk_tensors, *s.block_tensors, self._prepared.values]
+
+    def explain(self) -> str:
+        """What the plan knows, in a few lines: the matrix, and every candidate's time where they were measured, by the
+        names of their kernels."""
+        s = self._pattern
+        mean = s.nonzeros / max(s.rows, 1)
+        density = s.nonzeros / max(s.rows * s.columns, 1)
+        transposed = "kept" if s._transposed is not None else "made with the first gradient to a dense side"
+        batch = f", {s.batch} blocks on the diagonal" if s.batch is not None else ""
+        order = "in the order of rows" if s.order is None else "by an order of their own"
+        if s.blocks is not None:
+            order += f", in {s.blocks.pattern.nonzeros} blocks of {s.blocks.height} x {s.blocks.width}"
+        lines = [
+            f"{' x '.join(map(str, self.shape))}: {s.nonzeros} nonzeros ({density:.2%}), {self.dtype}, {self.device}",
+            f"nonzeros a row: mean {mean:.1f}, most {s.longest}{batch}",
+            f"indices: {s.crow.dtype}, values {order}",
+            f"transposed matrix: {transposed}",
+            f"{self.nbytes} bytes",
+        ]
+        return "\n".join(lines + ([] if self._selector is None else self._selector.explain(self.dtype)))
+
+    def __repr__(self) -> str:
+        return f"SparsePlan({list(self.shape)}, nnz={self.nnz}, {self.dtype}, {self.device})"
+
+
+Sparse = torch.Tensor | SparsePlan
+
+
+def plan(
+    a: Sparse,
+    *,
+    tune: bool | Iterable[int] = True,
+    products: int | None = None,
+    constant: bool | None = None,
+) -> SparsePlan:
+    """Make a sparse matrix ready for many products: `plan(A) @ B`.
+
+    a: a sparse tensor, [M, K] in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices, or a plan, which is
+    returned. tune: True selects among the candidates at the first product of each dtype and number of columns of B, by
+    size or by measuring them; numbers of columns select now, in a's dtype; False always takes the default product.
+    products: about how many products of each width will come, 50 unless given: more may pay for a longer selection. For
+    a plan as `a` it holds for the selections from now on. Every candidate gives the same bits every time, but not those
+    of another; which one is fastest may change from process to process.
+
+    constant: True says that the values stay as they are, a pruned weight's or a graph's. Then candidates that keep a
+    copy of them in another layout may be taken: the dense product, those on tensor cores, and, on a GPU, rows in
+    another order, in which scattered ones read less of a large B (matmuls/sparse/reordered.py). Writes that torch
+    counts are seen; after others call `update`. Without it every product reads the values that A has by then, however
+    they were written. None, the default, is False, and leaves a plan as `a` as it is. Raises ValueError where the
+    values require a gradient.
+
+    Blocks of BSR and BSC with sides of 16, 32, 64 or 128 are multiplied on tensor cores, of capability 8.0 on, in
+    float16, bfloat16 or, where torch.set_float32_matmul_precision allows TF32, float32; differentiable, twice and more,
+    in b.
+
+    a's values are shared with the plan, its indices are not; values that are not contiguous, and those of an
+    uncoalesced COO tensor, are copied or added up for every product. After a write to a that torch counts the next
+    product checks that the indices are still the same, which waits for the GPU, and raises ValueError where they are
+    not; compiled ones do not. Where the dense product is taken, NaN and inf in B reach every row of the result, as in
+    torch.matmul.
+
+    Raises ValueError on indices that do not fit. Gradients go to a's values if it requires one now, or to those of
+    `update`. A product that records a gradient to the values is the default one.
+    """
+    widths = () if isinstance(tune, bool) else tuple(tune) if isinstance(tune, Iterable) else None
+    if widths is None or not all(isinstance(n, Integral) and n >= 0 for n in widths):
+        raise TypeError(f"plan: expected tune to be True, False or several numbers of columns, got {tune!r}")
+    if products is not None and (not isinstance(products, Integral) or isinstance(products, bool) or products < 1):
+        raise TypeError(f"plan: expected products to be a whole number of 1 or more, got {products!r}")
+    if constant is not None and not isinstance(constant, bool):
+        raise TypeError(f"plan: expected constant to be True or False, got {constant!r}")
+    made = a if isinstance(a, SparsePlan) else plan_of("plan", a, tune is not False, constant=bool(constant))
+    if constant is not None and made._selector is not None and made._selector.constant != constant:
+        if not constant:  # graphs may read what it keeps
+            raise ValueError("plan: expected constant=True for a constant plan, got False; make another of the matrix")
+        if made.values.requires_grad:
+            raise ValueError("plan: expected values without a gradient for constant=True, got some that require it")
+        made._selector = Selector(made._pattern, products=made._selector.products, constant=True)
+        made._prepared.forget()
+    if products is not None and made._selector is not None:
+        made._selector.products = int(products)
+    if widths and made._selector is not None:
+        for n in widths:
+            b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)
+            made._selector.measure(made.values, b, made.dtype)
+        made._prepared.forget()  # another candidate may be the fastest now
+    return made
+
+
+def plan_of(name: str, a: torch.Tensor, tuned: bool = True, shared: bool = False, constant: bool = False) -> SparsePlan:
+    """The plan of a sparse tensor. shared: a's indices are the caller's, who sees writes to them; int32 ones are not
+    copied."""
+    if constant and isinstance(a, torch.Tensor) and a.requires_grad:
+        raise ValueError(f"{name}: expected values without a gradient for constant=True, got a matrix that requires it")
+    with relaxed_capture():  # none of this is forbidden by another thread's capture
+        pattern, values = pattern_of(name, a, wait=False, copied=not shared)
+        pattern = pattern.in_int32(None if shared else a)
+        selector = Selector(pattern, constant=constant) if tuned and pattern.batch is None else None
+        needs_gradient = a.requires_grad
+        made = SparsePlan(pattern, values.detach() if needs_gradient else values, a.shape, selector)
+        own = a.detach()._values() if a.layout == torch.sparse_coo else a.detach().values()
+        is_copy = made.nnz > 0 and own.data_ptr() != values.data_ptr()
+        made._prepared = PreparedCalls(
+            made._prepared.values,
+            source=a if needs_gradient or (is_copy and not constant) else None,
+            origin=a,
+            apart=is_copy or a.layout == torch.sparse_coo,
+            values_shape=own.shape,
+        )
+        pattern.checked()
+        if a.layout == torch.sparse_coo and not a.is_coalesced():
+            for_every_stream(values)  # they were added up after the check of the indices
+        return made

@@ -2,7 +2,7 @@
 //
 //   a [..., rows, n], b [..., columns, n]: a @ b^T is sampled
 //   out [..., nonzeros]: in the order of the values. summed: [nonzeros], summed over the batch
-//   selected: as in spmm/spmm.h; column c counts only where it selected p's value
+//   selected: as in sparse/spmm/spmm.h; column c counts only where it selected p's value
 //
 // Gives the gradient of a sparse product's values, and the scores of sparse attention, without materializing a @ b^T.
 #include <ATen/Dispatch.h>

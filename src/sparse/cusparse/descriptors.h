@@ -7,7 +7,7 @@
 //   bsr   offsets [rows / height + 1]   indices [blocks]: columns     values [blocks, height, width]
 //         of blocks                     of blocks
 //
-// Validated as csr.h's indices are: on the CPU by every operator (look_at_parts), on a GPU only by csr_check.
+// Validated as those of sparse/csr.h are: on the CPU by every operator (look_at_parts), on a GPU only by csr_check.
 #pragma once
 
 #include "glue/checks.h"

@@ -4,11 +4,10 @@
 // of steps they take there, most first, and cut into slices of 32 / lanes rows. A warp takes a slice, `lanes` lanes a
 // row; in a step each lane has kEach = 2 nonzeros of its row.
 //
-//               tile 0        tile 1            a slice of a panel in a tile, lanes = 8, step by step:
-//   panel 0   | slices    | slices    |
-//   panel 1   | slices    | slices    |              lane 0   lane 1  ...  lane 7  | lane 8 ...  | ...
-//                                              step 0  a0 a1    a2 a3  ...  a14 a15 | b0 b1  ...  | ...
-//                                              step 1  a16 a17  ...               0 | b16 b17 ... | ...
+//               tile 0    tile 1             a slice of one panel in one tile, rows a, b, ... with lanes = 8:
+//   panel 0   | slices  | slices  |                  | lane 0   lane 1  ...  lane 7  | lane 8   ...
+//   panel 1   | slices  | slices  |           step 0 | a0  a1   a2  a3       a14 a15 | b0  b1
+//                                             step 1 | a16 a17  a18 0        0   0   | b16 b17
 //
 //   heads [tiles, panels, slices, 4] int32: the slice's first step in places and values; then 16 bits each: how many of
 //     its steps need only the first quarter of the tile, the first half, three quarters, all; then 0

@@ -1,4 +1,4 @@
-// The products of sparse/cpu.h: the loops compiled for three instruction sets, and the choice among them at run time.
+// The functions of cpu.h: loops compiled for three instruction sets, chosen at run time.
 #include "sparse/cpu.h"
 
 #include "cpu/instruction_sets.h"
@@ -6,7 +6,7 @@
 namespace matmuls {
 namespace {
 
-// The functions for one type as one instruction set has them.
+// The functions of one instruction set, for one type.
 template <class T, class I>
 struct Kernels {
   decltype(&spmm_rows<T, I>) rows;

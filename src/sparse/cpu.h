@@ -1,7 +1,8 @@
-// Products of a sparse matrix by rows on the CPU, vectorised over the dense side for the machine they run on.
+// CPU kernels of sparse products in CSR, vectorized over the columns of B (the dense operand) for the machine's
+// instruction set.
 //
-// Sums are float32, float64 for float64. Rows of the dense side are prefetched ahead of the nonzeros that need them:
-// they lie anywhere in memory, and waiting for them is all the time there is.
+// Sums are float32, float64 for float64. Rows of B are prefetched ahead of the nonzeros that need them: they lie
+// anywhere in memory, and waiting for them is what takes the time.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -15,7 +16,7 @@ namespace matmuls {
 
 // T: double, float, c10::Half or c10::BFloat16; I: int32_t or int64_t. Instantiated for all of them.
 
-// One sparse matrix times one dense one: out = alpha * A @ dense + beta * out, with `mean` each row over its length.
+// One sparse matrix times one dense one: out = alpha * A @ dense + beta * out; `mean` divides each row by its nonzeros.
 template <class T, class I>
 struct Spmm {
   const I *crow, *col, *order;  // order may be null
@@ -25,37 +26,37 @@ struct Spmm {
   int64_t nonzeros, n, dense_stride, out_stride;
   arithmetic_t<T> alpha, beta;
   bool mean;
-  bool prefetch;  // the dense side is larger than a cache
+  bool prefetch;  // B is larger than a cache
 
   int64_t value_at(int64_t p) const { return order != nullptr ? static_cast<int64_t>(order[p]) : p; }
 };
 
-// Rows begin to end.
+// Computes rows [begin, end) of out.
 template <class T, class I>
 void spmm_rows(const Spmm<T, I>& m, int64_t begin, int64_t end);
 
-// sums[0, n) = what nonzeros begin to end, of one row, add up to.
+// sums [n] <- the products of nonzeros [begin, end), which belong to one row.
 template <class T, class I>
 void spmm_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, arithmetic_t<T>* sums);
 
-// One row of a result from its sums: out = alpha * sums (over the row's length) + beta * out.
+// Writes one row of out from its sums: out = alpha * sums (mean: / nonzeros of the row) + beta * out.
 template <class T, class I>
 void spmm_finish(const Spmm<T, I>& m, int64_t row, const arithmetic_t<T>* sums);
 
-// Rows begin to end: the largest (or smallest) value * dense over each row's nonzeros, NaN above all, and in arg,
-// [rows, n] where it is not null, the value's index that it came from. 0 and -1 for an empty row.
+// Rows [begin, end) of out: the largest (or smallest) value * dense over each row's nonzeros; NaN wins. arg [rows, n],
+// if not null, receives the index of the value it came from. An empty row gives 0 and -1.
 template <class T, class I>
 void extremum_rows(const Spmm<T, I>& m, bool largest, int64_t begin, int64_t end, I* arg);
 
-// The sum of `batches` products of row a and row b of `n` columns each, their rows a_step and b_step apart.
+// The sum of `batches` dot products of a and b, of n columns each; a_step and b_step lie between batches.
 template <class T>
 arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t n, int64_t batches, int64_t a_step, int64_t b_step);
 
-// True if all indices are from 0 to last.
+// True if all indices lie in [0, last].
 template <class I>
 bool lie_within(const I* indices, int64_t count, I last);
 
-// True if offsets[0, count) are not negative and none is larger than the one after it, offsets[count] included.
+// True if offsets[0, count) are not negative and none exceeds the next one, offsets[count] included.
 template <class I>
 bool never_decrease(const I* offsets, int64_t count);
 

@@ -1,14 +1,13 @@
-// The loops of sparse/cpu.h, included by sparse/cpu.cpp once per instruction set, each time in another namespace and
-// with another ROWS_VECTOR_BYTES: no include guard, no other #include and no call of a template of the standard library
-// (cpu/vectors.h says why).
+// Loops of cpu.h. cpu.cpp includes this file once per instruction set, each time in another namespace and with another
+// ROWS_VECTOR_BYTES: no include guard, no other #include, and no calls of standard library templates (cpu/vectors.h
+// says why).
 
 #include "cpu/vectors.h"
 
 constexpr int kTile = 8;    // vectors of sums: 128 float32 columns with AVX-512, half of its registers
 constexpr int kAhead = 16;  // nonzeros that the prefetch runs ahead
 
-// What the innermost loop needs of a product, in registers: NV vectors of columns from c on, `tail` columns in the
-// last.
+// Operands of the innermost loop, in registers: NV vectors of B's columns from c on, with `tail` columns in the last.
 template <int NV, bool ordered, bool prefetched, class T, class I>
 struct Tile {
   using A = arithmetic_t<T>;
@@ -26,7 +25,7 @@ struct Tile {
         last(m.nonzeros - 1),
         tail(tail) {}
 
-  // sums += value * row of the dense side, for one nonzero.
+  // sums += value * row of B, for one nonzero.
   C10_ALWAYS_INLINE void add(int64_t p, Vec<A> (&sums)[NV]) const {
     constexpr int n = kLanes<A>;
     if constexpr (prefetched) {
@@ -40,7 +39,7 @@ struct Tile {
   }
 };
 
-// f(tile) with the tile's kind as constants.
+// Calls f(tile) with the variant of Tile as compile-time constants.
 template <int NV, class T, class I, class F>
 C10_ALWAYS_INLINE void with_tile(const Spmm<T, I>& m, int64_t c, int tail, F f) {
   if (m.order != nullptr)
@@ -64,7 +63,7 @@ C10_ALWAYS_INLINE void finish(T* out, Vec<A> sum, A scale, A beta, int count) {
   store<A>(out, v, count);
 }
 
-// Rows begin to end in NV vectors of columns from c on; `whole` where the last vector is.
+// Rows [begin, end), NV vectors of columns from c on; `whole`: the last vector is full.
 template <int NV, bool whole, class Tile, class T, class I, class A = arithmetic_t<T>>
 void rows_of_tile(Tile tile, const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c) {
   constexpr int n = kLanes<A>;
@@ -104,7 +103,8 @@ void tile_of_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, i
   store<A>(out + c + (NV - 1) * n, sums[NV - 1], tail);
 }
 
-// f(vectors, c, tail) for tiles of up to kTile vectors over n columns, the number of vectors as a constant.
+// Calls f(vectors, c, tail) for tiles of up to kTile vectors over all columns, with the number of vectors as a
+// constant.
 template <class A, class F>
 C10_ALWAYS_INLINE void for_each_tile(int64_t columns, F f) {
   constexpr int n = kLanes<A>;
@@ -149,7 +149,7 @@ void spmm_finish(const Spmm<T, I>& m, int64_t row, const arithmetic_t<T>* sums) 
   }
 }
 
-// A tile of columns at a time, so that the best of them and where they came from stay in the L1 cache.
+// A tile of columns at a time, so that the best values and their origins stay in the L1 cache.
 template <class T, class I>
 void extremum_rows(const Spmm<T, I>& m, bool largest, int64_t begin, int64_t end, I* arg) {
   using A = arithmetic_t<T>;
@@ -201,8 +201,8 @@ arithmetic_t<T> dot_rows(const T* a, const T* b, int64_t columns, int64_t batche
   return sum_of_lanes<A>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// The sign bit of x | (last - x) is set where x < 0 or x > last: an OR of all needs no comparison, which most
-// instruction sets lack for 64-bit numbers.
+// The sign bit of x | (last - x) is set if x < 0 or x > last. ORing all of them needs no comparison, which most
+// instruction sets lack for 64-bit integers.
 template <class I>
 bool lie_within(const I* indices, int64_t count, I last) {
   using U = std::conditional_t<sizeof(I) == 4, uint32_t, uint64_t>;
@@ -214,7 +214,7 @@ bool lie_within(const I* indices, int64_t count, I last) {
   return seen >> (8 * sizeof(I) - 1) == 0;
 }
 
-// Likewise, of x | (y - x) for y after x: the difference of two numbers that are not negative does not overflow.
+// As above with x | (y - x), y the number after x: the difference of two nonnegative numbers does not overflow.
 template <class I>
 bool never_decrease(const I* offsets, int64_t count) {
   using U = std::conditional_t<sizeof(I) == 4, uint32_t, uint64_t>;

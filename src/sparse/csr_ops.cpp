@@ -1,8 +1,10 @@
-// csr_check: what is wrong with a sparse matrix's indices, if anything. csr_check_copied: and copies of them in int32.
-// csr_transpose: the same matrix by its columns.
+// Operators on CSR indices:
+//   csr_check: validates them and collects statistics (csr_check.h)
+//   csr_check_copied: as csr_check, and copies them to int32
+//   csr_transpose: the CSR form of the transposed matrix, i.e. CSC
 //
-// They run once, when a matrix enters; nothing after them reads an index that they have not seen. On a GPU the last
-// is a few calls of ATen's.
+// They run once, when a plan takes a matrix; on a GPU no later operator validates indices. There csr_transpose is a few
+// ATen calls.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_convert_indices_from_coo_to_csr.h>
@@ -45,7 +47,7 @@ Tensor facts_of(Problem problem, int64_t where, int64_t found, int64_t longest =
   return at::tensor({static_cast<int64_t>(problem), where, found, longest, int64_t{rises}, beyond_two, far}, at::kLong);
 }
 
-// The smallest index in [begin, end) that `is_bad`, or end.
+// The smallest index in [begin, end) for which is_bad holds, or end.
 template <class F>
 int64_t first_bad(int64_t begin, int64_t end, const F& is_bad) {
   std::atomic<int64_t> found{end};
@@ -114,7 +116,7 @@ Copied csr_check_copied_cpu(const Tensor& crow, const Tensor& col, c10::SymInt c
           col.to(at::kInt, /*non_blocking=*/false, /*copy=*/true)};
 }
 
-// A stable counting sort by column, each thread with counters of its own: the result does not depend on how many.
+// A stable counting sort by column with counters per thread; the result does not depend on the number of threads.
 std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const Tensor& col_, c10::SymInt sym_columns) {
   check_transposed(crow_, col_, sym_columns);
   const int64_t rows = crow_.size(0) - 1, nonzeros = col_.size(0), columns = sym_columns.expect_int();
@@ -126,7 +128,7 @@ std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const 
     index_t* const offsets = t_crow.mutable_data_ptr<index_t>();
     index_t* const row_at = t_col.mutable_data_ptr<index_t>();
     index_t* const from = order.mutable_data_ptr<index_t>();
-    // Counters must not cost more than the nonzeros that they count.
+    // Few enough parts that the counters do not cost more than the nonzeros that they count.
     const int64_t parts = std::clamp<int64_t>(nonzeros / std::max<int64_t>(columns, 65536), 1, at::get_num_threads());
     const int64_t part = (nonzeros + parts - 1) / parts;
     std::vector<index_t> counters(parts * columns, 0);
@@ -159,7 +161,7 @@ std::tuple<Tensor, Tensor, Tensor> csr_transpose_cpu(const Tensor& crow_, const 
 }
 
 #ifdef MATMULS_CUDA
-// One look at the device's answer costs one synchronization; the caller takes it where it reads the facts.
+// Reading the result synchronizes with the device once; the caller does so where it reads the facts.
 Tensor csr_check_cuda(const Tensor& crow, const Tensor& col, c10::SymInt columns) {
   check("csr_check", crow, col);
   const OperationGuard guard("csr_check", crow);

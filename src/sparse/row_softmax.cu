@@ -1,8 +1,8 @@
-// csr_softmax: y = softmax(scale * x) over the nonzeros of each row of a sparse pattern (sparse/csr.h), and its
-// gradient csr_softmax_backward: dx = scale * y * (grad - sum(y * grad)). x, y, grad: [..., nonzeros].
+// csr_softmax: y = softmax(scale * x) over the nonzeros of each row of a sparse pattern (csr.h), and its gradient
+// csr_softmax_backward: dx = scale * y * (grad - sum(y * grad)). x, y, grad: [..., nonzeros].
 //
-// What is not in the pattern is as if it were masked: an empty row has nothing to give. Values as torch.softmax of the
-// row, NaN and inf included.
+// Entries outside the pattern count as masked; an empty row yields nothing. Values as torch.softmax of the row, NaN and
+// inf included.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
@@ -11,9 +11,9 @@
 
 namespace matmuls {
 
-// All [batch, nonzeros] and contiguous. Forward: y of x. Backward: out of y and grad.
+// All [batch, nonzeros] and contiguous, except crow and order. Forward: x -> y. Backward: x holds y; y, grad -> dx.
 struct SparseSoftmaxCall {
-  at::Tensor crow, order, x, grad, out;  // grad: backward alone; order: may be undefined
+  at::Tensor crow, order, x, grad, out;  // grad: backward only; order: may be undefined
   double scale;
 };
 void run_cuda(const SparseSoftmaxCall& c);
@@ -37,7 +37,7 @@ constexpr const char *kOp = "sparse_softmax", *kBackwardOp = "sparse_softmax_bac
 namespace matmuls {
 namespace {
 
-constexpr int64_t kLongRow = 1024;  // nonzeros; longer rows have the whole block
+constexpr int64_t kLongRow = 1024;  // nonzeros; a longer row takes the whole block
 
 template <class T, class I>
 struct Args {
@@ -48,8 +48,8 @@ struct Args {
   arithmetic_t<T> scale;
 };
 
-// One number of all threads of a block from one of each, in the same order whatever the timing. fold: over a warp;
-// fold8: over 8 lanes, which hold the numbers of the 8 warps.
+// Reduces one number per thread to one number for the whole block, in an order independent of timing. fold: over a
+// warp; fold8: over 8 lanes that hold the results of the 8 warps.
 template <class F, class Fold, class Fold8>
 __device__ F of_block(F x, F (&shared)[kSparseThreads / 32], const Fold& fold, const Fold8& fold8) {
   const F of_warp = fold(x);
@@ -59,7 +59,8 @@ __device__ F of_block(F x, F (&shared)[kSparseThreads / 32], const Fold& fold, c
   return fold8(shared[threadIdx.x % (kSparseThreads / 32)]);
 }
 
-// A row in the hands of `size` threads, this one the `rank`-th: sum and largest fold a number of each into one for all.
+// The softmax of one row by `size` threads, of which this one is number `rank`. sum and largest reduce over these
+// threads.
 template <bool backward, class T, class I, class Sum, class Largest>
 __device__ void softmax_of(const Args<T, I>& m, int64_t batch, int64_t begin, int64_t end, int rank, int size,
                            const Sum& sum, const Largest& largest) {
@@ -89,7 +90,7 @@ __device__ void softmax_of(const Args<T, I>& m, int64_t batch, int64_t begin, in
   }
 }
 
-// L lanes share a row; then all threads of the block share each of its long rows.
+// L lanes share a row; then the whole block takes each of its long rows in turn.
 template <class T, class I, int L, bool backward>
 __global__ void __launch_bounds__(kSparseThreads) sparse_softmax_kernel(const __grid_constant__ Args<T, I> m) {
   using F = arithmetic_t<T>;
@@ -195,7 +196,7 @@ void check(const char* op, const char* name, const Tensor& crow, const Tensor& x
 
 Tensor flat(const Tensor& t) { return t.contiguous().view({-1, t.size(-1)}); }
 
-// A row's values, side by side or gathered.
+// The values of a row: in place if they are contiguous, else gathered through `order` into a buffer.
 template <class T, class I>
 class Values {
  public:
@@ -323,9 +324,9 @@ struct SoftmaxFunction : KernelFunction<SoftmaxFunction> {
   }
 };
 
-// With v the gradient of dx: to grad the same operator, which is symmetric; to y
-// scale * (v * (grad - sum(y * grad)) - grad * sum(y * v)), the sums over rows. softmax_backward with y set to 1 gives
-// scale * (g - sum(g)) of any g, and hence the sums.
+// Double backward, with v the gradient of dx. For grad: the same operator, which is symmetric. For y: scale * (v *
+// (grad - sum(y * grad)) - grad * sum(y * v)), sums over rows. softmax_backward with y = 1 gives scale * (g - sum(g))
+// for any g, and hence the sums.
 struct SoftmaxBackwardFunction : KernelFunction<SoftmaxBackwardFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& y, const Tensor& grad, const Tensor& crow,
                         double scale, const OptionalTensor& order) {
@@ -360,7 +361,7 @@ Tensor softmax_backward_autograd(const Tensor& crow, const Tensor& y, const Tens
   return CsrSoftmaxBackwardOp::below_autograd(crow, y, grad, scale, order);
 }
 
-// As torch.softmax: float32 on a GPU, x's dtype on a CPU.
+// Casts as torch.softmax does: float32 on a GPU, x's dtype on a CPU.
 Tensor softmax_autocast(const Tensor& crow, const Tensor& x, double scale, const OptionalTensor& order) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   return CsrSoftmaxOp::call(crow, autocast_to(at::kFloat, x, at::kCUDA), scale, order);

@@ -1,8 +1,10 @@
-// csr_sddmm: out[p] = alpha * dot(a[row of p], b[column of p]) for every nonzero p of a sparse pattern (sparse/csr.h).
+// csr_sddmm: out[p] = alpha * dot(a[row of p], b[column of p]) for every nonzero p of a sparse pattern (csr.h).
 //
-// a: [..., rows, n], b: [..., columns, n], so that a @ b^T is sampled; out: [..., nonzeros] at the values' places. The
-// gradient of a sparse product's values, and the scores of sparse attention: no more than out is ever made. `summed`
-// adds up the batch. With `selected` a column counts only where it selected p's value (sparse/spmm/spmm.h).
+//   a [..., rows, n], b [..., columns, n]: a @ b^T is sampled
+//   out [..., nonzeros]: in the order of the values. summed: [nonzeros], summed over the batch
+//   selected: as in sparse/spmm/spmm.h; column c counts only where it selected p's value
+//
+// Gives the gradient of a sparse product's values, and the scores of sparse attention, without materializing a @ b^T.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 
@@ -11,13 +13,13 @@
 
 namespace matmuls {
 
-// a [batch, rows, n], b [batch, columns, n], elements of a row side by side, out [batch, nonzeros] (or [1, nonzeros],
-// summed) contiguous.
+// a [batch, rows, n], b [batch, columns, n], contiguous in the last dimension; out [batch, nonzeros], if summed [1,
+// nonzeros], contiguous.
 struct SddmmCall {
   Pattern pattern;
   at::Tensor a, b, out;
   double alpha;
-  at::Tensor selected;  // read where defined, [batch, rows or columns, n]
+  at::Tensor selected;  // [batch, rows or columns, n], read if defined
   bool by_column, summed;
 };
 void run_cuda(const SddmmCall& c);
@@ -41,7 +43,7 @@ constexpr const char* kOp = "sddmm";
 namespace matmuls {
 namespace {
 
-constexpr int kRun = 16;                       // neighbouring nonzeros that a group of lanes works through
+constexpr int kRun = 16;                       // neighbouring nonzeros that a group of lanes handles
 constexpr int kMostColumns = INT32_MAX - 256;  // a group of lanes steps over as many
 constexpr int kTogether = 4;
 
@@ -60,7 +62,8 @@ struct Args {
   bool by_column;
 };
 
-// sums += products of rows of a and b, all of them on their way at once; `one_row`: of a, which is read once.
+// sums += products of kTogether rows of a and b, with all loads in flight at once. one_row: all use the same row of a,
+// which is loaded once.
 template <bool one_row, int V, class T, class I, class F>
 __device__ void add_products(const T* a, const T* b, const Args<T, I>& m, const I (&rows)[kTogether],
                              const I (&columns)[kTogether], F (&sums)[kTogether]) {
@@ -80,7 +83,7 @@ __device__ void add_products(const T* a, const T* b, const Args<T, I>& m, const 
   }
 }
 
-// The sums of kTogether products over L lanes: a lane gets that of product lane / (L / kTogether).
+// Reduces kTogether sums over L lanes; a lane returns the sum of product lane / (L / kTogether).
 template <int L, class F>
 __device__ F sum_of_lane(const F (&sums)[kTogether]) {
   static_assert(kTogether == 4 && L >= 4);
@@ -91,9 +94,9 @@ __device__ F sum_of_lane(const F (&sums)[kTogether]) {
   return sum_of_group<L / 4>((odd ? second : first) + __shfl_xor_sync(kAll, odd ? first : second, L / 4));
 }
 
-// L lanes share a product of V columns each, n a multiple of V; kTogether products are under way at once. Equal shares
-// of the nonzeros, however long the rows are. With 3 blocks asked for; without, ptxas saves registers and has one
-// product on its way.
+// L lanes share a dot product, V columns each at a time; n is a multiple of V. kTogether dot products are in flight at
+// once. Groups take equal numbers of nonzeros, however long rows are. Without the request for 3 blocks ptxas saves
+// registers and keeps one product in flight.
 template <class T, class I, int V, int L, bool with_selected>
 __global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
     sddmm_kernel(const __grid_constant__ Args<T, I> m) {
@@ -101,16 +104,16 @@ __global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
   const int64_t group = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / L) + threadIdx.x / L;
   const int lane = threadIdx.x % L;
   const auto place_of = [&](int64_t p) { return m.order ? static_cast<int64_t>(m.order[p]) : p; };
-  // Groups past the end stay for the shuffles: they have products of 0 columns.
+  // Groups past the end stay for the shuffles, with dot products of 0 columns.
   const int64_t begin = min(group * kRun, m.nonzeros), end = min(begin + kRun, m.nonzeros);
   int64_t row = row_of_group<L>(m.crow, m.rows, min(begin, m.nonzeros - 1));
 #pragma unroll 1
   for (int64_t p = begin; p < begin + kRun; p += kTogether) {
     I rows[kTogether], columns[kTogether];
-    const int64_t row_end = m.crow[min(row + 1 + lane, m.rows)];  // of the next L rows
+    const int64_t row_end = m.crow[min(row + 1 + lane, m.rows)];  // where the next L rows end
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) {
-      // Past the end the last one again.
+      // Past the end, the last one again.
       const int64_t q = min(p + u, end - 1);
       const unsigned done = __ballot_sync(0xffffffffu, row_end <= q) >> (threadIdx.x % 32 / L * L);
       const int skipped = __popc(L == 32 ? done : done & ((1u << L % 32) - 1));
@@ -118,7 +121,7 @@ __global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
       columns[u] = begin < end ? m.col[q] : I(0);
     }
     row = rows[kTogether - 1];
-    // The batch is this block's own, or all of it where it is summed.
+    // The entries of the batch that this block computes; all of them if they are summed.
 #pragma unroll 1
     for (int64_t first = m.summed ? 0 : blockIdx.y; first < m.batches; first += m.summed ? m.batches : gridDim.y) {
       F sums[kTogether] = {};
@@ -186,8 +189,8 @@ void run_cuda(const Call& c) {
       }
       constexpr int V = 16 / sizeof(scalar_t);
       if (!of_vectors(c.a) || !of_vectors(c.b)) return launch<1, 32, false>(m);
-      // Few lanes: what a product takes of a warp to be summed over them costs as much as a load; as many as keep a
-      // row's vectors on their way. Of 512 columns in float32 32 lanes take .52 to .87 of what 8 take (H100).
+      // Few lanes, because the reduction over a product's lanes costs a warp as much as a load; but as many as keep a
+      // row's vectors in flight. With 512 columns in float32, 32 lanes take .52 to .87 of the time of 8 (H100).
       const int64_t vectors = ceil_of(m.n, V);
       if (vectors <= 8) return launch<V, 4, false>(m);
       if (vectors <= 32) return launch<V, 8, false>(m);
@@ -320,7 +323,7 @@ Tensor sddmm_meta(const Tensor& crow, const Tensor& col, const Tensor& a, const 
   return at::empty_symint(check(p, a, b, columns, tensor_or_none(selected), by_column, summed), a.options());
 }
 
-// To a the product of the gradient's matrix and b, to b that of its transpose and a.
+// Gradients: for a, the product of grad (as a sparse matrix) and b; for b, that of its transpose and a.
 struct SddmmFunction : KernelFunction<SddmmFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Pattern& p,
                         const c10::SymInt& columns, double alpha, const OptionalTensor& selected, bool by_column,
@@ -347,7 +350,7 @@ struct SddmmFunction : KernelFunction<SddmmFunction> {
     const double alpha = ctx->saved_data["alpha"].toDouble();
     const bool by_column = ctx->saved_data["by_column"].toBool();
     const c10::SymInt columns = b_sizes[b_sizes.size() - 2];
-    // Of the whole batch, though a summed gradient and one operand may be the same for all of it.
+    // Expanded to the whole batch: a summed gradient and one of the operands may lack batch dimensions.
     const auto product = [&](const Pattern& q, const Tensor& dense, const c10::SymInt& inner, bool selected_by_column) {
       const Tensor one = SpmmOp::call(q.crow, q.col, grads[0], dense.to(grads[0].scalar_type()), inner, "sum", alpha,
                                       none_or_tensor(q.order), none_or_tensor(q.t_crow), none_or_tensor(q.t_col),
@@ -376,7 +379,7 @@ Tensor sddmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& a, co
                               by_column, summed);
 }
 
-// As torch.matmul.
+// Casts as torch.matmul does.
 template <c10::DeviceType device>
 Tensor sddmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& a, const Tensor& b, c10::SymInt columns,
                       double alpha, const OptionalTensor& order, const OptionalTensor& t_crow,

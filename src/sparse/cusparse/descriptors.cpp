@@ -1,4 +1,4 @@
-// The parts of sparse/cusparse/descriptors.h: their checks, their way to rows, their descriptors.
+// Checks, conversion to CSR and cuSPARSE descriptors of the matrices in descriptors.h.
 #include "sparse/cusparse/descriptors.h"
 
 #include <ATen/TensorOperators.h>
@@ -56,7 +56,7 @@ void check_parts(const char* op, const SparseParts& a, const Tensor& like) {
 }
 
 void look_at_parts(const char* op, const SparseParts& a) {
-  // A traced or transformed backward pass has none. The forward's operator looks at the same indices.
+  // A traced or transformed backward pass has no data; the forward's operator validates the same indices.
   if (!a.offsets.is_cpu() || !has_data(a.offsets) || !has_data(a.indices)) return;
   const int64_t rows = a.rows.expect_int(), columns = a.columns.expect_int(), count = a.indices.size(0);
   switch (a.layout) {
@@ -83,7 +83,7 @@ Tensor offsets_of_sorted(const Tensor& rows, const c10::SymInt& size) {
                                               rows.scalar_type() == at::kInt);
 }
 
-// Blocks taken apart: the entries in the order of their values, then by rows.
+// Converts blocks to single entries: sorted by row, with `order` into the flattened values.
 Pattern entries_of_blocks(const SparseParts& a) {
   const Tensor offsets = a.offsets.to(at::kLong), block_column = a.indices.to(at::kLong);
   const Tensor block_row = at::repeat_interleave_symint(offsets.diff(), std::optional(block_column.sym_size(0)));
@@ -152,7 +152,7 @@ SparseDescriptor describe(const SparseParts& a) {
   const int64_t rows = a.rows.expect_int(), columns = a.columns.expect_int(), count = a.indices.size(0);
   const auto index = a.offsets.scalar_type() == at::kInt ? CUSPARSE_INDEX_32I : CUSPARSE_INDEX_64I;
   const auto type = cuda_type(a.values.scalar_type());
-  // The descriptor is not const because its values may be set anew; nothing writes through it but cusparseSDDMM.
+  // cuSPARSE takes non-const pointers because values may be replaced; only cusparseSDDMM writes through them.
   void* const offsets = const_cast<void*>(a.offsets.const_data_ptr());
   void* const indices = const_cast<void*>(a.indices.const_data_ptr());
   void* const values = const_cast<void*>(a.values.const_data_ptr());

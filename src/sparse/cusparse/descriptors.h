@@ -1,10 +1,13 @@
-// A sparse matrix as cuSPARSE's generic API takes it: by rows, by columns, by entries or in blocks, with its
-// descriptors owned by their type.
+// Sparse matrices as cuSPARSE's generic API takes them, in CSR, CSC, COO or BSR, and RAII types for the descriptors.
 //
-// csr: offsets [rows + 1], indices [nonzeros] are columns. csc: offsets [columns + 1], indices are rows. coo: offsets
-// are rows, [nonzeros] that do not decrease, indices are columns. bsr: offsets [rows / height + 1] and indices [blocks]
-// count blocks, values [blocks, height, width]. Like those of sparse/csr.h they were checked before an operator sees
-// them.
+//   csr   offsets [rows + 1]            indices [nonzeros]: columns   values [nonzeros]
+//   csc   offsets [columns + 1]         indices [nonzeros]: rows      values [nonzeros]
+//   coo   offsets [nonzeros]: rows,     indices [nonzeros]: columns   values [nonzeros]
+//         which do not decrease
+//   bsr   offsets [rows / height + 1]   indices [blocks]: columns     values [blocks, height, width]
+//         of blocks                     of blocks
+//
+// Validated as those of sparse/csr.h are: on the CPU by every operator (look_at_parts), on a GPU only by csr_check.
 #pragma once
 
 #include "glue/checks.h"
@@ -22,12 +25,12 @@ struct SparseParts {
 
 Layout layout_of_name(const char* op, std::string_view name);
 
-// What can be seen without reading an index.
+// Checks what can be checked without reading indices: layout, dtype, shape, device.
 void check_parts(const char* op, const SparseParts& a, const at::Tensor& like);
-// ValueError on the CPU where its indices do not fit.
+// On the CPU, raises ValueError if indices are out of range or out of order.
 void look_at_parts(const char* op, const SparseParts& a);
 
-// The same matrix, or its transpose, by rows: the values it speaks of are a.values, flattened.
+// The matrix, or its transpose, in CSR over the flattened a.values.
 Pattern by_rows(const SparseParts& a, bool transposed);
 
 }  // namespace matmuls
@@ -64,11 +67,11 @@ struct Scalar {
   const void* at() const { return is_wide ? static_cast<const void*>(&wide) : &narrow; }
 };
 
-// A failed call by its name and status, and what it was called for.
+// Raises an error with the name of the failed call, its status, and what it was called for.
 [[noreturn]] void fail(const char* call, cusparseStatus_t status, const std::string& what_for);
 
-// How a matrix lies in memory: rows or columns side by side, `ld` elements apart. None: it must be copied, as cuSPARSE
-// is given nothing but whole matrices that start on 16 bytes.
+// Row-major or column-major, with lines `ld` elements apart. nullopt: the matrix must be copied, because cuSPARSE is
+// given only contiguous matrices at 16-byte aligned addresses.
 struct Order {
   bool by_rows;
   int64_t ld;
@@ -85,7 +88,7 @@ inline at::Tensor whole(const at::Tensor& t) {
 }
 
 SparseDescriptor describe(const SparseParts& a);
-DenseDescriptor describe(const at::Tensor& matrix);  // one that has an order
+DenseDescriptor describe(const at::Tensor& matrix);  // of a matrix for which order_of has a value
 
 }  // namespace matmuls
 #endif

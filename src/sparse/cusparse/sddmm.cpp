@@ -1,4 +1,4 @@
-// cusparse_sddmm: alpha * (a @ b) where a matrix by rows has nonzeros, by cusparseSDDMM; on the CPU our own.
+// cusparse_sddmm: alpha * (a @ b) at the nonzeros of a CSR matrix, by cusparseSDDMM; on the CPU by csr_sddmm.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -36,7 +36,7 @@ Tensor sddmm_cuda(const Tensor& offsets, const Tensor& indices, const Tensor& a,
   if (alpha == 0 || result.numel() == 0 || a.numel() == 0) return result;
   const auto dtype = a.scalar_type();
   const Tensor x = in_order(a), y = in_order(b);
-  // A descriptor holds addresses alone: these live as long as it does.
+  // A descriptor holds only addresses; these tensors must outlive it.
   const SparseParts parts{Layout::csr, offsets.contiguous(), indices.contiguous(), result, a.size(0), b.size(1)};
   const SparseDescriptor c = describe(parts);
   const DenseDescriptor left = describe(x), right = describe(y);
@@ -73,7 +73,7 @@ Tensor sddmm_meta(const Tensor& offsets, const Tensor& indices, const Tensor& a,
   return at::empty_symint({indices.sym_size(0)}, a.options());
 }
 
-// The gradients are products of the sparse matrix that the gradient makes of the pattern: our own.
+// Gradients are products with the sparse matrix of the incoming gradient, by csr_spmm.
 struct CusparseSddmmFunction : KernelFunction<CusparseSddmmFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& offsets,
                         const Tensor& indices, double alpha) {

@@ -1,9 +1,9 @@
-// cusparse_spmm: out = alpha * op(A) @ op(dense) + beta * out by cusparseSpMM, A in the forms of
-// sparse/cusparse/descriptors.h. cusparse_prepare: what cusparseSpMM_preprocess learns of A's indices, for many
-// products of one kind.
+// Operators on cuSPARSE's SpMM, with A in a layout of descriptors.h:
+//   cusparse_spmm: out = alpha * op(A) @ op(dense) + beta * out by cusparseSpMM; on the CPU by csr_spmm
+//   cusparse_prepare: runs cusparseSpMM_preprocess on A's indices, for many products of one kind
 //
-// Source: cuSPARSE's generic API; on the CPU our own product over the same matrix by rows. cuSPARSE promises the same
-// bits every time for csr_alg3, coo_alg2 and bsr_alg1 alone, and for none of them where A is transposed.
+// Source: cuSPARSE's generic API. It guarantees bitwise reproducible results only for csr_alg3, coo_alg2 and bsr_alg1,
+// and for none of them if A is transposed.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -34,7 +34,7 @@ MATMULS_OPERATOR(CusparsePrepareOp, "custom_mm::cusparse_prepare", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
                         std::string_view, std::string_view, bool, bool));
 
-// Their order is that of kAlgorithms.
+// In the order of kAlgorithms.
 enum class Algorithm { standard, csr1, csr2, csr3, coo1, coo2, coo3, coo4, bsr1 };
 constexpr const char* kAlgorithms[] = {"default",  "csr_alg1", "csr_alg2", "csr_alg3", "coo_alg1",
                                        "coo_alg2", "coo_alg3", "coo_alg4", "bsr_alg1"};
@@ -50,12 +50,12 @@ Algorithm algorithm_of(std::string_view name, Layout layout) {
   return static_cast<Algorithm>(found - std::begin(kAlgorithms));
 }
 
-// A call as it was checked. `dense` is op(dense): a transposed matrix is one that lies the other way.
+// A checked call. `dense` is op(dense): transposing only changes strides.
 struct Call {
   SparseParts a;
   Tensor dense;
   Algorithm algorithm;
-  bool transposed;  // A
+  bool transposed;  // whether A is
 
   const c10::SymInt& rows() const { return transposed ? a.columns : a.rows; }
   const c10::SymInt& columns() const { return transposed ? a.rows : a.columns; }
@@ -99,7 +99,7 @@ cusparseSpMMAlg_t as_cusparse(Algorithm algorithm) {
   return known[static_cast<int>(algorithm)];
 }
 
-// What cusparseSpMM is called for, in the words of its error message.
+// Describes the call in its error message.
 std::string words_of(const Call& c) {
   constexpr const char* layouts[] = {"csr", "csc", "coo", "bsr"};
   return c10::str(" in ", kOp, " for ", layouts[static_cast<int>(c.a.layout)], " of ", c.a.rows, " x ", c.a.columns,
@@ -107,7 +107,7 @@ std::string words_of(const Call& c) {
                   " with algorithm ", kAlgorithms[static_cast<int>(c.algorithm)]);
 }
 
-// Everything that cusparseSpMM and its two companions take, alive for the length of a call.
+// The arguments of cusparseSpMM, cusparseSpMM_bufferSize and cusparseSpMM_preprocess, kept alive for a call.
 class Arguments {
  public:
   Arguments(const Call& call, double alpha, double beta, cusparseSpMatDescr_t a, const Tensor& out)
@@ -147,8 +147,8 @@ class Arguments {
   Borrowed handle_;
 };
 
-// cuSPARSE ties what it learns to a descriptor and a buffer. Both belong to the storage of the tensor that
-// cusparse_prepare returns, of no elements: they live as long as it does, and nothing else can be mistaken for them.
+// cuSPARSE ties the result of preprocessing to a descriptor and a buffer. The storage of the empty tensor that
+// cusparse_prepare returns owns both: they live as long as it does, and no other tensor can be mistaken for it.
 struct Prepared {
   SparseDescriptor descriptor;
   Tensor buffer, offsets, indices;
@@ -159,7 +159,7 @@ struct Prepared {
   at::ScalarType dtype;
   int64_t n;
   Order dense, out;
-  std::mutex mutex;  // the values are set anew for each product
+  std::mutex mutex;  // each product replaces the values
 
   static void destroy(void* self) { delete static_cast<Prepared*>(self); }
 
@@ -177,7 +177,7 @@ struct Prepared {
     return *self;
   }
 
-  // Its storage is not the allocator's, which would not hear of the stream by way of the tensor.
+  // The storage does not belong to the caching allocator, so that recording a stream on the tensor would not reach it.
   void record_stream() const {
     const auto stream = c10::cuda::getCurrentCUDAStream();
     for (const Tensor& t : {buffer, offsets, indices})
@@ -296,7 +296,7 @@ void spmm_out_meta(const Tensor& offsets, const Tensor& indices, const Tensor& v
   check_out(check(offsets, indices, values, dense, rows, columns, layout, algorithm, transa, transb), out);
 }
 
-// Gradients by our own kernels: to the values where A has nonzeros, to the dense side by the transposed matrix.
+// Gradients by our kernels: for values, csr_sddmm at A's nonzeros; for dense, csr_spmm with A transposed.
 struct CusparseFunction : KernelFunction<CusparseFunction> {
   using Context = torch::autograd::AutogradContext;
 
@@ -322,7 +322,7 @@ struct CusparseFunction : KernelFunction<CusparseFunction> {
                          data["layout"].toStringRef(), "default", data["transa"].toBool(), data["transb"].toBool());
     const double alpha = data["alpha"].toDouble();
     const Tensor& grad = grads[0];
-    look_at_parts(kOp, c.a);  // which may have been written to since the forward
+    look_at_parts(kOp, c.a);  // indices may have been written to since the forward
     const Pattern p = by_rows(c.a, c.transposed);
     Tensor grad_values, grad_dense;
     if (ctx->needs_input_grad(0))

@@ -1,5 +1,5 @@
 // Decides on the GPU whether a densified product (tensor cores over A with explicit zeros) is exact enough. Columns of
-// the result for which it is not are recomputed in float32 by the kernels of by_rows/.
+// the result for which it is not are recomputed in float32 by the kernels of sparse/spmm/by_rows/by_rows.cuh.
 #pragma once
 
 #include <climits>

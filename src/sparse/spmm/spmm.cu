@@ -1,5 +1,5 @@
-// csr_spmm on a GPU: chooses between the row kernels (by_rows/by_rows.cuh) and the densified products
-// (densified/densified.h), and how the row kernels split the work.
+// csr_spmm on a GPU: chooses between the row kernels (sparse/spmm/by_rows/by_rows.cuh) and the densified products
+// (sparse/spmm/densified/densified.h), and how the row kernels split the work.
 #ifdef __CUDACC__
 #include "sparse/spmm/by_rows/by_rows.cuh"
 
@@ -15,16 +15,14 @@ namespace {
 
 using at::Tensor;
 
-// Tuning constants, measured on an H200.
-constexpr int64_t kWarpsAtOnce = 32;    // warps that a multiprocessor runs at once
-constexpr int64_t kFullWarps = 14;      // warps that keep a multiprocessor's memory pipeline busy
-constexpr int64_t kGroupNonzeros = 32;  // neighbouring rows with about this many nonzeros together go to one team
-constexpr int64_t kMostRows = 8;        // of a team, and at most one for each of its lanes
-constexpr int64_t kLongRows = 32;       // mean nonzeros per row from which a row occupies all lanes of a warp
-// mean nonzeros per row from which rows are split over parts, if rows are few
-constexpr int64_t kShortestOfParts = 4;
-// 16-bit: mean nonzeros per row from which more teams with less prefetch win
-constexpr int64_t kVeryLongRows = 64;
+// Tuning constants, chosen for an H200.
+constexpr int64_t kWarpsAtOnce = 32;         // warps that a multiprocessor runs at once
+constexpr int64_t kFullWarps = 14;           // warps that keep a multiprocessor's memory pipeline busy
+constexpr int64_t kGroupNonzeros = 32;       // neighbouring rows with about this many nonzeros together go to one team
+constexpr int64_t kMostRows = 8;             // of a team, and at most one for each of its lanes
+constexpr int64_t kLongRows = 32;            // mean nonzeros per row from which a row occupies all lanes of a warp
+constexpr int64_t kShortestOfParts = 4;      // mean nonzeros per row from which few rows are split over parts
+constexpr int64_t kVeryLongRows = 64;        // 16-bit: mean nonzeros per row; more teams with less prefetch win
 constexpr int64_t kSkewed = 8;               // ratio of the longest row to the mean from which rows are cut
 constexpr int64_t kShortestPiece = 64;       // nonzeros of a piece; rows of up to twice as many are never cut
 constexpr int64_t kPieceOfFour = 40;         // the same for teams of four lanes
@@ -33,7 +31,7 @@ constexpr int64_t kWorkspace = 32 << 20;     // bytes for the partial sums, abou
 constexpr int64_t kShareSteps = 256;         // rows + nonzeros of a share; half as many where shares are few
 constexpr int64_t kShareWarps = 24;          // warps of a multiprocessor that work on shares at once
 constexpr int64_t kL2Bytes = 32 << 20;       // bytes of B that stay in the L2
-constexpr int64_t kFilledBytes = 128 << 20;  // bytes of the largest A that is densified
+constexpr int64_t kFilledBytes = 128 << 20;  // bytes of the largest A that is densified without a plan
 
 template <class T, class I>
 using Args = SpmmArgs<T, I>;

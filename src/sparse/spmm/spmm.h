@@ -6,7 +6,8 @@
 //     c of B only if its row (by_column: its column) selected its value there. The gradients of max and min use this.
 //   longest: nonzeros of A's longest row, if known; t_longest: of A's longest column. They decide how work is split.
 //
-// Accumulates in float32, for float64 in float64. The order of additions depends only on shapes.
+// Accumulates in float32, for float64 in float64. The row kernels add in an order that does not depend on timing;
+// sparse/spmm/by_rows/by_rows.cuh says what it depends on.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,8 +42,8 @@ void run_cuda(const Call& c);
 bool must_be_deterministic();
 void multiply_filled(const at::Tensor& a, const at::Tensor& dense, const at::Tensor& out);  // accumulates in float32
 
-// The product with A as a plan keeps it densified (densified/densified.h), or by the row kernel where that cannot be
-// used; and the conversion of A.
+// The product with A as a plan keeps it densified (sparse/spmm/densified/densified.h), or by the row kernel where that
+// cannot be used; and the conversion of A.
 void run_halves(const Call& c, const Filled& kept);
 Filled fill_on_gpu(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four, int64_t beyond);
 

@@ -216,8 +216,8 @@ Tensor csr_filled_meta(const Tensor& crow, const Tensor& col, const Tensor& valu
 MATMULS_OPERATOR(CsrFilledOp, "custom_mm::csr_filled", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&));
 
-// --- csr_halves, csr_spmm_halves: what a plan keeps of A (densified/densified.h): float32 as fp16x2 halves, or A in
-// 2:4 form; and the product with it.
+// --- csr_halves, csr_spmm_halves: what a plan keeps of A (sparse/spmm/densified/densified.h): float32 as fp16x2
+// halves, or A in 2:4 form; and the product with it.
 
 using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four, int64_t beyond);
 using HalvesFunction = void(const Call& c, const Filled& kept);

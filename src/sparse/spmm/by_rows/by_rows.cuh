@@ -32,8 +32,8 @@ struct SpmmArgs {
   // partial [batch, slots, 2, n]: a slot's part 0 of a row that began in an earlier slot, 1 of a row that begins in it.
   arithmetic_t<T>* partial;
   int64_t* begins;  // [slots]: the long row that begins in the slot, or -1
-  // 16-bit, optional: flags of a densified product that has already written out (densified/densified.h). out is written
-  // again only if A or B is unfit.
+  // 16-bit, optional: flags of a densified product that has already written out (sparse/spmm/densified/densified.h).
+  // out is written again only if A or B is unfit.
   const FillFacts *facts, *dense_facts;
 
   // Waits for earlier kernels (griddepcontrol.wait), then says whether this one has nothing to do.

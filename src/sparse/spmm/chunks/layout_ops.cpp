@@ -111,7 +111,8 @@ Tensor autograd(const Tensor& begins, const Tensor& ends, const Tensor& cut, con
 
 #ifdef MATMULS_CUDA
 // Nonzeros from which permuted values are gathered into order first. With 4 to 8 million, the gradient of an R-MAT
-// graph, this takes .73 to .99 of the time of a product that gathers (H100); fewer values stay in the L2.
+// graph, this takes .73 to .99 of the time for which the product would wait for them (H100); fewer values stay in the
+// L2.
 constexpr int64_t kOrderedFirst = 1 << 21;
 
 Tensor on_gpu(const Tensor& begins, const Tensor& ends, const Tensor& cut, const Tensor& empty, const Tensor& crow,

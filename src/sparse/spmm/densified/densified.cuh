@@ -34,7 +34,7 @@ __device__ inline bool is_large(float x) { return fabsf(x) >= 1 << 7; }
 // columns: for each four of them, lower nibble first, the position (2 bits) of the first and of the second kept number.
 using PairPlaces = unsigned char[kTileRows / 16][8][4][2][2];
 struct StepOfTile {
-  // 32 high halves, then 32 low halves
+  // Per row 32 high halves, then 32 low halves; swizzled as above.
   uint4 numbers[kTileRows][8];
   PairPlaces places;
 };

@@ -28,7 +28,7 @@ namespace matmuls {
 
 constexpr float kLowScale = 4096;
 constexpr int kFewestInHalves = 16;  // nonzeros per row; choice.py's FEWEST_IN_HALVES
-constexpr int kFillFacts = 4;        // ints of FillFacts, fill_facts.cuh
+constexpr int kFillFacts = 4;        // ints of FillFacts, sparse/spmm/fill_facts.cuh
 constexpr int kTileRows = 128, kStepColumns = 64,
               kStepHalves = 8704;        // 2-byte elements of StepOfTile, densified.cuh
 constexpr int kNarrowStepHalves = 4608;  // 2-byte elements of NarrowStepOfTile

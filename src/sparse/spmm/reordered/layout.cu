@@ -1,4 +1,4 @@
-// sparse/spmm/reordered/layout.h on a GPU: a thread a row, a launch a round.
+// Reordering of rows (layout.h) on a GPU: a thread per row; growing regions takes a launch per round.
 #ifdef __CUDACC__
 #include "sparse/spmm/reordered/layout.h"
 
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kSparseThreads)
 void grow_on_gpu(const Pattern& p, int size, int rounds, const at::Tensor& regions, const at::Tensor& before) {
   const OperationGuard guard(kRegionsOp, p.crow);
   int *from = before.mutable_data_ptr<int>(), *to = regions.mutable_data_ptr<int>();
-  if (rounds % 2 == 1) std::swap(from, to);  // the last round writes to `regions`
+  if (rounds % 2 == 1) std::swap(from, to);  // so that the last round writes to `regions`
   for (int i = 0; i <= rounds; ++i, std::swap(from, to))
     launch_early(grow_kernel, blocks_of(p.rows()), kSparseThreads, p.crow.const_data_ptr<int>(),
                  p.col.const_data_ptr<int>(), static_cast<int>(p.rows()), size,

@@ -1,8 +1,17 @@
-// Rows of a square sparse matrix in an order in which those that are multiplied at about the same time read the same
-// rows of the dense side (matmuls/reorder.py). int32 throughout.
+// Reorders the rows of a square sparse matrix A, so that rows that are multiplied at about the same time read the same
+// rows of B (matmuls/reorder.py). All tensors are int32.
 //
-// Regions grow from every size-th row: in each of `rounds` a row without one joins the last of those that the rows of
-// its columns were in before. What none reaches joins by its place, row / size. Rows of one region lie near each other
+//   csr_regions   region of each row, by growing regions over the matrix's graph
+//   csr_reads     estimate of how many rows of B an order reads
+//   csr_reorder   the matrix in the new order:
+//
+//      old rows   | r0: a b | r1: c | r2: d e f |       order = 2, 0, 1
+//      new col    | d e f | a b | c |                   place = 3 4 5 0 1 2   index of each nonzero in the old matrix
+//      new crow   0       3     5   6
+//
+// Regions grow from every size-th row: row r is the seed of region r / size. In each of `rounds` rounds, a row without
+// a region joins the highest-numbered region that a row named by its columns had before the round. A row that none
+// reaches joins region row / size. So rows of one region are near each other in the graph, whatever their numbers.
 // in the matrix's graph, whatever their numbers are.
 #pragma once
 
@@ -25,23 +34,26 @@ C10_HOST_DEVICE inline int grown(const int* crow, const int* col, int row, const
   return region;
 }
 
-// Rows of the dense side that rows on their way at once, `at_once` in turn, read: each once for all of them. Of every
-// every-th such window alone.
+// Windows of `at_once` consecutive rows of A, which are in flight together, for counting reads of B: a window reads
+// each row of B once. Only every `every`-th window is counted.
 struct Windows {
   int at_once, every;
 
+  // The number of windows that are counted.
   int64_t of(int64_t rows) const { return ceil_of(ceil_of(rows, at_once), every); }
-  // Row i of those looked at, where each window but the last has all of its rows.
+  // Row of A at position i of the counted windows; all but the last have all of their rows.
   C10_HOST_DEVICE int64_t row(int64_t i) const { return i / at_once * every * at_once + i % at_once; }
 };
 
-// before: [rows] of scratch. seen: a bit for each window and column, zeros at first, [windows, ceil(columns / 32)];
-// count: [1], zero at first. order: row i of the new matrix was row order[i]; undefined: as they are.
+//   before [rows]: scratch
+//   order [rows]: row i of the new matrix is row order[i] of the old one; undefined: unchanged
+//   seen [windows, ceil(columns / 32)]: a bit per window and column, zero-initialized
+//   count [1] int64: zero-initialized
 void grow_on_gpu(const Pattern& p, int size, int rounds, const at::Tensor& regions, const at::Tensor& before);
 void count_reads_on_gpu(const Pattern& p, const at::Tensor& order, const Windows& windows, const at::Tensor& seen,
                         const at::Tensor& count);
-// The nonzeros by rows in their new order: their columns, and the place that each has in p. crow: the new offsets.
-// order names every row once: nobody looks.
+// col, place [nonzeros] <- columns of the nonzeros in the new row order, and their indices in p. crow: the new offsets.
+// order must name every row once; this is not checked.
 void move_rows_on_gpu(const Pattern& p, const at::Tensor& order, const at::Tensor& crow, const at::Tensor& col,
                       const at::Tensor& place);
 

@@ -1,5 +1,4 @@
-// csr_regions, csr_reads and csr_reorder: a matrix's rows in another order (sparse/spmm/reordered/layout.h), made once
-// by a plan.
+// Operators csr_regions, csr_reads and csr_reorder: reorder a matrix's rows (layout.h). A plan calls them once.
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/diff.h>
 #include <ATen/ops/empty.h>
@@ -124,7 +123,8 @@ Tensor csr_reads(const Tensor& crow, const Tensor& col, c10::SymInt columns, int
   return found;
 }
 
-// ValueError on the CPU unless every row is there once: then the rows moved have as many nonzeros as there are.
+// Raises ValueError on the CPU unless order names every row once; only then do the moved rows have as many nonzeros as
+// A.
 void look_at_order(const Tensor& order, int64_t rows) {
   if (!order.is_cpu()) return;
   look_at_indices(kReorderOp, "the order", order, rows);

@@ -1,13 +1,14 @@
-// Kernel of sparse/spmm/smem_tiles/kernel.h.
+// Product by tiles (kernel.h, layout.h): out = A @ B in float32 on Hopper.
 //
-// A block holds a tile, a cluster all tiles of 32 columns. Its blocks go through the same panel of A and send each
-// other their sums, which the one that a row falls to adds up, always in the same order. Where there is one tile, a
-// block goes from panel to panel. (Two clusters that fetch their tiles together, for half of what the L2 is read, are
-// slower by up to a microsecond.)
+//   block:    one tile of B: tile_rows rows x 32 columns in shared memory
+//   cluster:  all tiles of 32 columns. Its blocks process the same panel of A and send each row's sums to the block
+//             that owns the row, which adds them in fixed order. With a single tile a block goes from panel to panel.
 //
-// A lane adds up all 32 columns of its nonzeros: nothing passes between lanes for a nonzero, and shared memory, read
-// 128 bytes a cycle, is all that it waits for. Lane j of eight reads vector k ^ j of a row's eight vectors as its k-th:
-// they lie in different banks whatever the rows are.
+// (Pairs of clusters that load their tiles together, to halve reads from the L2, are slower by up to a microsecond.)
+//
+// A lane sums all 32 columns for its nonzeros: no shuffle per nonzero, and shared memory bandwidth, 128 bytes a cycle,
+// is the only bound. Lane j of eight reads vector k ^ j of a row's eight 16-byte vectors as its k-th: eight lanes hit
+// different banks whatever rows they read.
 #ifdef __CUDACC__
 #include "sparse/spmm/smem_tiles/kernel.h"
 
@@ -31,17 +32,17 @@ struct TileArgs {
   const uint16_t* places;
   const float* values;
   float* out;
-  int rows, n, tiles, tile_rows, panels, panel_rows, slices, share;  // share: of a panel's rows that a block adds up
-  int items, clusters;                                               // an item: a panel and 32 columns
+  int rows, n, tiles, tile_rows, panels, panel_rows, slices, share;  // share: rows of a panel that a block adds up
+  int items, clusters;                                               // an item: a panel and 32 columns of B
 };
 
-// Two nonzeros: their columns, the first in the lower half, and values.
+// Two nonzeros: columns in the tile, the first in the lower half, and values.
 struct TileEntries {
   uint32_t places;
   float2 values;
 };
 
-// A lane's nonzeros of a step.
+// The nonzeros of a lane in a step.
 __device__ TileEntries tile_entries(const TileArgs& m, int step, int lane) {
   const int64_t at = (int64_t{step} * 32 + lane) * 2;
   return {__ldg(reinterpret_cast<const uint32_t*>(m.places + at)),
@@ -59,7 +60,7 @@ __device__ void store_to_cluster(uint32_t at, const float (&x)[4]) {
                : "memory");
 }
 
-// The sums of this block's share of a panel's rows, of all tiles.
+// Adds up, over all tiles, this block's share of a panel's rows and writes it.
 __device__ void add_tiles(const TileArgs& m, int item, const float* sums, int tile) {
   const int first = tile * m.share, first_row = item % m.panels * m.panel_rows + first, c0 = item / m.panels * kColumns;
   const int many = min(min(m.share, m.panel_rows - first), m.rows - first_row);
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   ptx::griddepcontrol_launch_dependents();
   const auto item_of = [&](int i) { return static_cast<int>(int64_t{i} * m.items / m.clusters); };
   const int begin = item_of(cluster), end = item_of(cluster + 1);
-  bool there = false;  // the tile
+  bool there = false;  // the tile is loaded
   unsigned parity = 1;
   for (int item = begin; item < end; ++item) {
     const int panel = item % m.panels, c0 = item / m.panels * kColumns;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     int slice = thread / 32;
     int4 head = slice < m.slices ? __ldg(m.heads + base + slice) : int4{};
     TileEntries entries = tile_entries(m, head.x, lane);
-    if (m.tiles > 1) ptx::cluster_wait();  // all have begun, and may be sent to
+    if (m.tiles > 1) ptx::cluster_wait();  // all blocks have started, and may be sent to
     for (; slice < m.slices; slice += warps) {
       const int4 next_head = slice + warps < m.slices ? __ldg(m.heads + base + slice + warps) : int4{};
       const int row = m.slots[(base + slice) * (32 / L) + lane / L].row;
@@ -148,7 +149,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       there = true;
       if (until[kTileStages - 1] == 0) entries = tile_entries(m, next_head.x, lane);
       head = next_head;
-      // What is this lane's vector k is another's k ^ step: each keeps half of them.
+      // Vector k of this lane is vector k ^ apart of its partner. Each adds the partner's sums for half of the vectors
+      // and drops the other half.
 #pragma unroll
       for (int apart = 1; apart < L; apart *= 2) {
 #pragma unroll
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
               sums[k][0], sums[k][1], sums[k][2], sums[k][3]};
       }
     }
-    if (!there)  // a warp without a slice; no tile comes over one that is on its way
+    if (!there)  // a warp without a slice: a tile must not be loaded over one that is still in flight
       for (int stage = 0; stage < kTileStages; ++stage) ptx::barrier_wait(&ready[stage], parity);
     there = true;
   }
@@ -189,7 +191,7 @@ namespace {
 
 using at::Tensor;
 
-// Boxes of a stage, as they lie in memory: lanes read any rows.
+// Boxes of one stage, unswizzled, because lanes read arbitrary rows.
 CUtensorMap map_of(const Tensor& dense, int rows) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(dense.size(1)), static_cast<cuuint64_t>(dense.size(0))};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(dense.stride(0)) * 4};

@@ -1,4 +1,4 @@
-// sparse/spmm/smem_tiles/layout.h on a GPU.
+// Builds the tile layout of layout.h on a GPU.
 #ifdef __CUDACC__
 #include "sparse/spmm/smem_tiles/layout.h"
 
@@ -12,10 +12,10 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A block a panel and a tile.
+// A block per panel and tile.
 __global__ void __launch_bounds__(kThreads)
     lay_out_kernel(const TileLayout m, const int* crow, const int* col, int4* heads, TileSlot* slots) {
-  __shared__ int steps[kMostPanelRows], until[kMostPanelRows][kTileStages];  // of a row; of a slice
+  __shared__ int steps[kMostPanelRows], until[kMostPanelRows][kTileStages];  // per row; per slice
   const int tile = static_cast<int>(blockIdx.y), panel = static_cast<int>(blockIdx.x);
   const int of_slice = 32 / m.lanes, step = m.lanes * kEach, base = (tile * m.panels + panel) * m.slices;
   const int first_row = panel * m.panel_rows, first_column = tile * m.tile_rows;
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int s = 0; s <= kTileStages; ++s)
       edges[s] = at = first_from(col, at, end, first_column + m.tile_rows / kTileStages * s);
   };
-  const int many = min(m.panel_rows, m.rows - first_row);  // a last panel may be empty
+  const int many = min(m.panel_rows, m.rows - first_row);  // the last panel may be empty
   for (int r = static_cast<int>(threadIdx.x); r < m.slices; r += kThreads)
     for (int s = 0; s < kTileStages; ++s) until[r][s] = s < kTileStages - 1 ? INT_MAX : 0;
   for (int r = static_cast<int>(threadIdx.x); r < many; r += kThreads) {
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// From each slice's number of steps its first one; a block.
+// Replaces each slice's number of steps by its first step: an exclusive prefix sum, by one block.
 __global__ void __launch_bounds__(kSparseThreads) first_steps_kernel(int4* heads, int slices) {
   int first = 0;
   for (int from = 0; from < slices; from += kSparseThreads) {
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kSparseThreads) first_steps_kernel(int4* heads
   }
 }
 
-// A warp a slice.
+// A warp per slice.
 __global__ void __launch_bounds__(kThreads)
     fill_tiles_kernel(const TileLayout m, const int4* heads, const TileSlot* slots, const int* col, const int* order,
                       const float* values, uint16_t* places, float* packed, int room) {

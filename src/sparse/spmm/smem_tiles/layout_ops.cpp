@@ -1,5 +1,6 @@
-// csr_tiles and csr_tile_entries lay a matrix out by tiles (sparse/spmm/smem_tiles/layout.h). csr_spmm_tiles: A @ dense
-// as csr_spmm, by them.
+// Operators of the tile layout:
+//   csr_tiles, csr_tile_entries: lay a matrix out by tiles (layout.h), its structure and its nonzeros
+//   csr_spmm_tiles: A @ dense as csr_spmm, by tiles (kernel.h)
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -39,7 +40,7 @@ void check_steps(int64_t steps) {
                     INT32_MAX / kStepNonzeros - 1, ", got ", steps);
 }
 
-// Of one matrix in int32, cut into few enough parts that are neither too large.
+// The layout of an int32 matrix. Raises ValueError if there are so few tiles or panels that one is too large.
 TileLayout layout_of(const Pattern& p, int64_t columns, int64_t tiles, int64_t panels, int64_t lanes) {
   check_pattern(kTilesOp, p, p.crow);
   TORCH_CHECK_VALUE(p.crow.scalar_type() == at::kInt && p.crow.is_contiguous() && p.col.is_contiguous(), kTilesOp,
@@ -123,7 +124,7 @@ void fill_tiles_on_cpu(const Pattern& p, const Tensor& values_, const TileLayout
   }
 }
 
-// No tile leads outside the nonzeros, or before the first place.
+// Raises ValueError if a slice begins before the first step or a slot reaches outside the nonzeros.
 void look_at_tiles(const Tensor& heads, const Tensor& slots, int64_t nonzeros) {
   const int *head = heads.const_data_ptr<int>(), *slot = slots.const_data_ptr<int>();
   bool good = true;
@@ -194,7 +195,7 @@ Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const
   return product_by_rows(crow, col, values, dense, std::move(columns), order, longest);
 }
 
-// A product that records a gradient is csr_spmm's.
+// Products that record a gradient go to csr_spmm.
 Tensor spmm_autograd(const Tensor& heads, const Tensor& slots, const Tensor& places, const Tensor& packed,
                      const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                      c10::SymInt columns, int64_t lanes, const OptionalTensor& order, int64_t longest) {

@@ -1,14 +1,12 @@
 """Times softmax, softmax_ and softmax_backward along any dimension against torch's on a CPU, for 20 random shapes.
 
 Usage: python benchmarks/softmax_dims_cpu.py OUT. Writes OUT/softmax-dims-cpu.json. Shapes and dimensions come from one
-seed and were not used to tune the kernels' constants. Both sides alternate (A B A B) with 2 threads; the fastest turn
+seed; the kernels' constants were tuned on others. Both sides alternate (A B A B) with 2 threads; the fastest round
 of each counts, since other work on the machine only adds time.
 """
 
 import json
 import random
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +14,8 @@ from out_folder import out_folder
 
 import matmuls
 from matmuls import bench
+from matmuls.measure import time_on_cpu
 
-TURNS, SECONDS = 9, 0.05
 SEED = 20261126
 RIVALS = {"softmax": "torch", "softmax_": "torch out", "softmax_backward": "torch backward"}
 
@@ -34,32 +32,19 @@ def drawn(count: int) -> list[tuple[list[int], int]]:
     return cases
 
 
-def fastest(sides: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Microseconds per call of each side, of its fastest turn."""
-    best = dict.fromkeys(sides, float("inf"))
-    for _ in range(TURNS):
-        for name, call in sides.items():
-            calls, start = 0, time.perf_counter()
-            while (spent := time.perf_counter() - start) < SECONDS or calls == 0:
-                call()
-                calls += 1
-            best[name] = min(best[name], spent / calls * 1e6)
-    return best
-
-
 def measured(shape: list[int], dim: int, dtype: torch.dtype) -> dict[str, Any]:
     x, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     y, out, z = torch.softmax(x, dim), torch.empty_like(x), x.clone()
-    us = fastest(
-        {
-            "torch": lambda: torch.softmax(x, dim),
-            "softmax": lambda: matmuls.softmax(x, dim),
-            "torch out": lambda: torch.softmax(x, dim, out=out),
-            "softmax_": lambda: matmuls.softmax_(z, dim),
-            "torch backward": lambda: torch._softmax_backward_data(grad, y, dim, dtype),
-            "softmax_backward": lambda: matmuls.softmax_backward(y, grad, dim),
-        }
-    )
+    sides = {
+        "torch": lambda: torch.softmax(x, dim),
+        "softmax": lambda: matmuls.softmax(x, dim),
+        "torch out": lambda: torch.softmax(x, dim, out=out),
+        "softmax_": lambda: matmuls.softmax_(z, dim),
+        "torch backward": lambda: torch._softmax_backward_data(grad, y, dim, dtype),
+        "softmax_backward": lambda: matmuls.softmax_backward(y, grad, dim),
+    }
+    timings = time_on_cpu([[call] for call in sides.values()])
+    us = {name: timing.fastest * 1e6 for name, timing in zip(sides, timings, strict=True)}
     return {
         "shape": shape,
         "dim": dim,

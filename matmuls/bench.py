@@ -115,7 +115,7 @@ class Job:
 
     @property
     def compiled(self) -> bool:
-        """Whether torch.compile is a rival. Never on a CPU, where compiling takes longer than everything else."""
+        """True if torch.compile is a rival. It never is on a CPU, where compiling takes longer than everything else."""
         return self.spec.compiled and self.kind == "gpu"
 
     def rivals(self) -> dict[str, Callable[..., Any]]:

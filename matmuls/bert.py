@@ -156,7 +156,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is not NaN and, in float32, within the tolerance."""
+        """True if the difference is a number and, in float32, lies within the tolerance."""
         return self.difference == self.difference and (self.tolerance is None or self.difference <= self.tolerance)
 
 

@@ -52,7 +52,7 @@ def _cuda_state(build: dict[str, Any], gpus: list[dict[str, Any]]) -> str:
 
 
 def serves(archs: str, capability: tuple[int, int]) -> bool:
-    """Whether kernels built for `archs` (in the syntax of TORCH_CUDA_ARCH_LIST) run on a GPU of this capability.
+    """True if kernels built for `archs` (in the syntax of TORCH_CUDA_ARCH_LIST) run on a GPU of this capability.
 
     Binary code runs on the same major version and the same or a later minor one ("9.0a": on 9.0 only). PTX ("+PTX")
     runs on any later version.

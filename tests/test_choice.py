@@ -169,7 +169,7 @@ def test_threads_that_see_changed_values_rebuild_the_copy_once(dense_wins, monke
 def test_threads_that_choose_while_others_look_up_choices(dense_wins, monkeypatch):
     """The first products of another width and dtype run while another thread iterates over the known choices."""
     monkeypatch.setattr(
-        selector.Selector, "_copies", lambda self, dtype, b: [select.FP16X2 if b.shape[1] == 100 else select.DENSE]
+        selector.Selector, "_copies", lambda self, facts: [select.FP16X2 if facts.n == 100 else select.DENSE]
     )
     dense, b = draw("cpu")
 

@@ -87,7 +87,8 @@ def test_rows_of_few_nonzeros_are_not_multiplied_in_halves(of_a_row):
     dense[:, torch.randperm(64)[:of_a_row]] = torch.randn(20000, of_a_row, device="cuda")
     a, b = dense.to_sparse_csr(), torch.randn(64, 512, device="cuda")
     halves = of_a_row == costs.MIN_MEAN_FP16X2
-    names = plan(a, constant=True)._selector._copies(torch.float32, b)
+    made = plan(a, constant=True)._selector
+    names = made._copies(made._facts(torch.float32, b.shape[1], b.device))
     assert bool({select.FP16X2, select.SPARSE24} & set(names)) == halves
     exact, scale = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
     assert ((spmm(a, b) - exact).abs() / scale).max() <= (2**-21 if halves else of_a_row * 2**-24)

@@ -10,7 +10,7 @@ import torch
 from matmuls import plan
 from matmuls.device import H200, has_hopper_kernels
 from matmuls.nn import SparseLinear
-from matmuls.sparse import costs, layouts, select, selector
+from matmuls.sparse import layouts, select, selector
 from matmuls.sparse.costs import us_packed_mma
 from matmuls.sparse.packed_mma import HEADS, PAIRS, expected_units
 
@@ -339,13 +339,17 @@ def test_uneven_matrices_are_refused(device):
         )
 
 
-def test_when_packing_is_chosen():
+def test_when_packing_is_chosen(monkeypatch):
     """In 16 bits for few columns of B; for many, if reading A limits the product; never without 16-byte alignment."""
+
+    monkeypatch.setattr(select, "memory", lambda device: H200)
+    kernels = {select.DEFAULT: select.BY_ROWS} | {k: k for k in (select.DENSE, select.SPARSE24, select.PACKED_MMA)}
 
     def fastest(rows, columns, share, n):
         nonzeros = int(rows * columns * share)
         s = SimpleNamespace(rows=rows, columns=columns, nonzeros=nonzeros, distinct=True, beyond_two=nonzeros // 10)
-        us = costs.us_16bit(s, n)
+        facts = select.Facts(s, n, torch.float16, torch.device("cuda"))
+        us = {name: select.BY_NAME[kernel].microseconds(facts) for name, kernel in kernels.items()}
         return min(us, key=us.get)
 
     for share in (0.05, 0.1, 0.2):
@@ -362,6 +366,9 @@ def test_when_packing_is_chosen():
 def test_what_a_linear_layer_takes(monkeypatch):
     monkeypatch.setattr(select, "has_hopper_kernels", lambda _: True)
     monkeypatch.setattr(select, "memory", lambda _: H200)
+
+    monkeypatch.setattr(select, "memory", lambda device: H200)
+    kernels = {select.DEFAULT: select.BY_ROWS} | {k: k for k in (select.DENSE, select.SPARSE24, select.PACKED_MMA)}
 
     def fastest(rows, columns, share, n):
         nonzeros = int(rows * columns * share)

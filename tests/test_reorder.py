@@ -209,12 +209,7 @@ def small_cache(monkeypatch):
 @pytest.fixture
 def reordering(small_cache, monkeypatch):
     """On a CPU too, where nothing is scattered and the operator goes by rows."""
-    go = selector.Selector._is_scattered
-    monkeypatch.setattr(
-        selector.Selector,
-        "_is_scattered",
-        lambda self, dtype, n, device: device.type == "cpu" or go(self, dtype, n, device),
-    )
+    monkeypatch.setattr(selector, "is_scattered", lambda f: f.device.type == "cpu" or select.is_scattered(f))
 
 
 def takes(made):
@@ -393,4 +388,4 @@ def test_which_matrices_are_reordered(changed, taken, monkeypatch):
     asked = {"dtype": torch.float32, "n": 128, "device": torch.device("cuda")}
     asked |= {k: v for k, v in changed.items() if k in asked}
     products = changed.get("products", select.PRODUCTS)
-    assert selector.Selector(structure, products=products, constant=True)._is_scattered(**asked) == taken
+    assert select.is_scattered(select.Facts(structure, **asked, products=products)) == taken

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from ..device import CLUSTERS, H200, SHARED_BYTES, Memory
 from .csr_pattern import CsrPattern
-from .names import DEFAULT, DENSE, FP16X2, PACKED_MMA, SPARSE24
+from .names import FP16X2, SPARSE24
 from .packed_mma import TILE, UNIT, expected_units
 from .smem_tiles import SLICE, layout_of
 
@@ -166,15 +166,6 @@ def _packed_mma_cycles(rows: int, steps: int, n: int, units: int) -> float:
             each = 3700 + (-(-stages // shares) - 1) * max(unpack, fetch) + sent + 17 * width
             found.append(-(-tiles // at_once) * each)
     return min(found)
-
-
-def us_16bit(s: CsrPattern, n: int, memory: Memory = H200) -> dict[str, float]:
-    """Every 16-bit product that has a model."""
-    us = {DEFAULT: us_default_16bit(s, n), DENSE: us_dense_16bit(s, n, memory)}
-    if s.distinct:
-        us[SPARSE24] = us_sparse24_16bit(s, n, memory)
-        us[PACKED_MMA] = us_packed_mma(s, n, memory)
-    return us
 
 
 # Reordered rows

@@ -163,7 +163,7 @@ class Selector:
                 op = self._made(name).call(values, b, dtype)
             except RuntimeError:  # memory is out, or a tile has too many nonzeros
                 refused = replace(measurement, seconds={**measurement.seconds, name: None})
-                measurement = self._known(dtype, refused)
+                measurement = self._remember(dtype, refused)
                 continue
             self._taken.add(name)
             return op
@@ -202,30 +202,24 @@ class Selector:
 
     def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Measurement:
         """Select the kernel for b's number of columns. Waits for the GPU unless the default is taken by size."""
-        n = b.shape[1]
-        scattered = self.constant and self._is_scattered(dtype, n, b.device)
-        if scattered and (us := self._reordered(values, b, dtype)):
-            return self._known(dtype, self._measurement(b, dtype, us, estimated=True))
-        candidates = self._candidates(dtype, b) if n and self._pattern.nonzeros else []
+        facts = self._facts(dtype, b.shape[1], b.device)
+        scattered = self.constant and is_scattered(facts)
+        if scattered and (reordered := self._reordered(facts, values, b)):
+            return self._known(facts, reordered, estimated=True)
+        candidates = self._candidates(facts) if facts.n and self._pattern.nonzeros else []
         if not candidates:
-            return self._known(dtype, self._measurement(b, dtype, {DEFAULT: None}))
+            return self._known(facts, {DEFAULT: None})
         large = [name for name in candidates if name not in (DEFAULT, CUSPARSE)]
-        estimated = self._estimates(large, dtype, b)
+        estimated = self._estimates(facts, large)
         while len(near := _near(estimated, self.products)) == 1:
             if near == [DEFAULT] or self._prepare(near[0], values, b, dtype):
                 known: dict[str, float | None] = {DEFAULT: estimated[DEFAULT]} if near == [DEFAULT] else {**estimated}
-                return self._known(dtype, self._measurement(b, dtype, known, estimated=True))
+                return self._known(facts, known, estimated=True)
             del estimated[near[0]]
         large = [name for name in large if not estimated or name in near]
         with torch.no_grad(), relaxed_capture():
             seconds = self._race(candidates, large, values.detach(), b.detach(), dtype)
-        return self._known(dtype, self._measurement(b, dtype, seconds))
-
-    def _measurement(
-        self, b: torch.Tensor, dtype: torch.dtype, seconds: dict[str, float | None], estimated: bool = False
-    ) -> Measurement:
-        facts = self._facts(dtype, b.shape[1], b.device)
-        return Measurement(b.shape[1], seconds, estimated, default_kernel(facts))
+        return self._known(facts, seconds)
 
     def _prepare(self, name: str, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
         """Make the candidate's layout; False if it is refused."""
@@ -266,8 +260,11 @@ class Selector:
 
         return race(default, ready, candidates, large, b)
 
-    def _known(self, dtype: torch.dtype, measurement: Measurement) -> Measurement:
-        """Remember it, and drop the layouts that no product takes."""
+    def _known(self, facts: Facts, seconds: dict[str, float | None], estimated: bool = False) -> Measurement:
+        return self._remember(facts.dtype, Measurement(facts.n, seconds, estimated, default_kernel(facts)))
+
+    def _remember(self, dtype: torch.dtype, measurement: Measurement) -> Measurement:
+        """Keep it, and drop the layouts that no product takes."""
         self.measured[dtype, measurement.columns.bit_length()] = measurement
         if self._products:
             kept = {m.fastest(True) for m in list(self.measured.values())} | self._taken
@@ -277,30 +274,24 @@ class Selector:
     def _facts(self, dtype: torch.dtype, n: int, device: torch.device) -> Facts:
         return Facts(self._pattern, n, dtype, device, self.products)
 
-    def _estimates(self, large: list[str], dtype: torch.dtype, b: torch.Tensor) -> dict[str, float]:
+    def _estimates(self, facts: Facts, large: list[str]) -> dict[str, float]:
         """Seconds of the default and of those in `large` by their cost models; {} if these do not hold."""
-        return estimates(self._facts(dtype, b.shape[1], b.device), large)
+        return estimates(facts, large)
 
-    def _candidates(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
+    def _candidates(self, facts: Facts) -> list[str]:
         """What may be faster than the default: copies of a constant matrix first, its blocks last."""
-        facts = self._facts(dtype, b.shape[1], b.device)
         others = [c.name for c in CANDIDATES if c.layout is not None and not c.is_copy and c.may_run(facts)]
-        return (self._copies(dtype, b) if self.constant else []) + others
+        return (self._copies(facts) if self.constant else []) + others
 
-    def _copies(self, dtype: torch.dtype, b: torch.Tensor) -> list[str]:
+    def _copies(self, facts: Facts) -> list[str]:
         """Layouts that are worth measuring and keep a copy of the values. Reordered rows are selected before."""
-        facts = self._facts(dtype, b.shape[1], b.device)
         return [c.name for c in CANDIDATES if c.is_copy and c.name != REORDERED and c.may_run(facts)]
 
-    def _is_scattered(self, dtype: torch.dtype, n: int, device: torch.device) -> bool:
-        return is_scattered(self._facts(dtype, n, device))
-
-    def _reordered(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> dict[str, float | None] | None:
+    def _reordered(self, facts: Facts, values: torch.Tensor, b: torch.Tensor) -> dict[str, float | None] | None:
         """Seconds with the rows in their order and reordered, by size; None if no order saves reads. Waits for the
         GPU."""
-        facts = self._facts(dtype, b.shape[1], b.device)
         made = reordered_of(self._pattern)
-        if made is None or not self._prepare(REORDERED, values, b, dtype):
+        if made is None or not self._prepare(REORDERED, values, b, facts.dtype):
             return None
         us = {DEFAULT: us_of_reads(facts, made.reads[0]), REORDERED: BY_NAME[REORDERED].microseconds(facts)}
         return {name: t * 1e-6 for name, t in us.items()}
@@ -314,7 +305,7 @@ class Selector:
             return True
         empty = s.rows * s.columns > FILL_TENSOR_CORES * s.nonzeros
         tiles = dtype == torch.float32 and s.columns <= MAX_COLUMNS
-        return empty and not tiles and not self._is_scattered(dtype, n, device)
+        return empty and not tiles and not is_scattered(self._facts(dtype, n, device))
 
     def _made(self, name: str) -> Product:
         """The layout of a candidate; nothing is encoded before its first product."""

@@ -305,15 +305,14 @@ C10_ALWAYS_INLINE void together(int64_t columns, F f) {
   if (c < columns) f(c, static_cast<int>(columns - c));
 }
 
-// Softmax of V vectors of adjacent rows, the last with `count` lanes. The exponentials stay in a cache and are computed
-// once.
+// Softmax of V vectors of adjacent rows, the last with `count` lanes. e [columns][V]: the exponentials, which stay in a
+// cache and are computed once.
 template <int V, class T>
 C10_ALWAYS_INLINE void softmax_strip(const T* x, int64_t x_step, T* y, int64_t y_step, int columns, int count,
-                                     arithmetic_t<T> scale) {
+                                     arithmetic_t<T> scale, Vec<arithmetic_t<T>>* e) {
   using A = arithmetic_t<T>;
   constexpr int n = kLanes<A>;
   const auto lanes = [&](int v) C10_ALWAYS_INLINE_ATTRIBUTE { return v + 1 < V ? n : count; };
-  Vec<A>* const e = static_cast<Vec<A>*>(scratch(Scratch::row, columns * V * sizeof(Vec<A>)));
   Vec<A> max[V], sum[V] = {};
   for (Vec<A>& m : max) m = splat(-kInfinity<A>);
   for (int c = 0; c < columns; ++c)
@@ -331,12 +330,14 @@ C10_ALWAYS_INLINE void softmax_strip(const T* x, int64_t x_step, T* y, int64_t y
 template <class T>
 void softmax_kept_columns(const T* x, int64_t x_step, T* y, int64_t y_step, int columns, int64_t width,
                           arithmetic_t<T> scale) {
-  constexpr int n = kLanes<arithmetic_t<T>>, kStrip = 4;
+  using A = arithmetic_t<T>;
+  constexpr int n = kLanes<A>, kStrip = 4;
+  auto* const e = static_cast<Vec<A>*>(scratch(Scratch::row, columns * kStrip * sizeof(Vec<A>)));
   int64_t r = 0;
   for (; r + kStrip * n <= width; r += kStrip * n)
-    softmax_strip<kStrip>(x + r, x_step, y + r, y_step, columns, n, scale);
+    softmax_strip<kStrip>(x + r, x_step, y + r, y_step, columns, n, scale, e);
   for (; r < width; r += n)
-    softmax_strip<1>(x + r, x_step, y + r, y_step, columns, width - r < n ? static_cast<int>(width - r) : n, scale);
+    softmax_strip<1>(x + r, x_step, y + r, y_step, columns, width - r < n ? static_cast<int>(width - r) : n, scale, e);
 }
 
 // Each lane is a row; memory is accessed in address order. The first pass computes each row's maximum and its sum of

@@ -12,8 +12,8 @@
 
 namespace matmuls {
 
-// False for traced or transformed tensors (fake tensors, functorch): they hold no data to validate; the operator that
-// receives the inner tensors validates those.
+// True if the CPU can read the indices: false on a GPU, and for traced or transformed tensors (fake tensors,
+// functorch), whose inner tensors are validated by the operator that receives them.
 bool has_data(const at::Tensor& indices);
 
 // Raises ValueError unless `offsets` begin with 0, never decrease and end with `nonzeros`, the number of `what`.

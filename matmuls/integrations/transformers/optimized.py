@@ -33,7 +33,7 @@ CHUNK_STATES = 3  # or this multiple of the hidden states: q, k and v in one pie
 
 @dataclass(frozen=True)
 class Family:
-    """Where a layer keeps its parts: attribute paths from the layer; those of q, k and v from its attention."""
+    """The attribute paths of a layer's parts: q, k and v start at its attention, the others at the layer."""
 
     attention: str
     qkv: tuple[str, str, str]
@@ -110,8 +110,8 @@ class Difference:
 
 @dataclass
 class Optimized:
-    """What `optimize` changed. `left`: modules with weights that it did not change, and why. `undo()` reverts
-    everything."""
+    """The changes that `optimize` made, which `undo()` reverts. left: modules with weights that it did not change, each
+    with the reason."""
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)

@@ -178,7 +178,7 @@ def captures_hidden_states() -> bool:
 
 
 def _captured() -> Collection[str] | None:
-    """What transformers' hooks currently capture; None outside of models that capture anything."""
+    """Returns the names of the outputs that transformers' hooks capture now; None if no model captures any."""
     collector = output_capturing._active_collector
     captured: Collection[str] | None = collector.global_var if torch.compiler.is_compiling() else collector.get()
     return captured

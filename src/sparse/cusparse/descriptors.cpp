@@ -57,7 +57,7 @@ void check_parts(const char* op, const SparseParts& a, const Tensor& like) {
 
 void look_at_parts(const char* op, const SparseParts& a) {
   // A traced or transformed backward pass has no data; the forward's operator validates the same indices.
-  if (!a.offsets.is_cpu() || !has_data(a.offsets) || !has_data(a.indices)) return;
+  if (!has_data(a.offsets) || !has_data(a.indices)) return;
   const int64_t rows = a.rows.expect_int(), columns = a.columns.expect_int(), count = a.indices.size(0);
   switch (a.layout) {
     case Layout::csr: look_at_offsets(op, a.offsets, count); return look_at_indices(op, "columns", a.indices, columns);

@@ -367,9 +367,6 @@ def test_what_a_linear_layer_takes(monkeypatch):
     monkeypatch.setattr(select, "has_hopper_kernels", lambda _: True)
     monkeypatch.setattr(select, "memory", lambda _: H200)
 
-    monkeypatch.setattr(select, "memory", lambda device: H200)
-    kernels = {select.DEFAULT: select.BY_ROWS} | {k: k for k in (select.DENSE, select.SPARSE24, select.PACKED_MMA)}
-
     def fastest(rows, columns, share, n):
         nonzeros = int(rows * columns * share)
         s = SimpleNamespace(rows=rows, columns=columns, nonzeros=nonzeros, distinct=True, beyond_two=nonzeros // 10)

@@ -472,7 +472,7 @@ def test_what_few_products_could_not_pay_for(dense_wins, device, monkeypatch):
     """Sizes say 10 us of ours and 10.5 of the dense product: 50 of them would not pay for a measurement."""
     known = {select.DEFAULT: 10.0e-6, select.DENSE: 10.5e-6, select.FP16X2: 10.5e-6, select.SMEM_TILES: math.inf}
     monkeypatch.setattr(
-        selector.Selector, "_estimates", lambda self, large, *args: {k: known[k] for k in (select.DEFAULT, *large)}
+        selector.Selector, "_estimates", lambda self, facts, large: {k: known[k] for k in (select.DEFAULT, *large)}
     )
     dense, b = draw(device)
     made = plan(dense.to_sparse_csr(), constant=True)

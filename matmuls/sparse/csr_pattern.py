@@ -1,7 +1,7 @@
 """The pattern of a sparse matrix in CSR, without values: checked once and cached for as long as its tensor lives."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -55,8 +55,12 @@ def for_every_stream(t: torch.Tensor) -> None:
         _C.synchronize_stream(t.device.index)
 
 
-# A context in which this thread may query events and allocate while another thread captures a graph.
-relaxed_capture = _C.RelaxedCapture
+def relaxed_capture(t: object) -> AbstractContextManager[object]:
+    """A context in which this thread may query events and allocate while another thread captures a graph, for the
+    tensor t.
+
+    It calls CUDA for tensors of a GPU only: a CUDA build must work without a driver, and in a forked child."""
+    return _C.RelaxedCapture() if isinstance(t, torch.Tensor) and t.is_cuda else nullcontext()
 
 
 def synchronize(device: torch.device) -> None:

@@ -267,7 +267,7 @@ def plan_of(name: str, a: torch.Tensor, tuned: bool = True, shared: bool = False
     copied."""
     if constant and isinstance(a, torch.Tensor) and a.requires_grad:
         raise ValueError(f"{name}: expected values without a gradient for constant=True, got a matrix that requires it")
-    with relaxed_capture():  # none of this is forbidden by another thread's capture
+    with relaxed_capture(a):  # none of this is forbidden by another thread's capture
         pattern, values = pattern_of(name, a, wait=False, copied=not shared)
         pattern = pattern.in_int32(None if shared else a)
         selector = Selector(pattern, constant=constant) if tuned and pattern.batch is None else None

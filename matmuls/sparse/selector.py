@@ -217,7 +217,7 @@ class Selector:
                 return self._known(facts, known, estimated=True)
             del estimated[near[0]]
         large = [name for name in large if not estimated or name in near]
-        with torch.no_grad(), relaxed_capture():
+        with torch.no_grad(), relaxed_capture(b):
             seconds = self._race(candidates, large, values.detach(), b.detach(), dtype)
         return self._known(facts, seconds)
 

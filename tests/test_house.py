@@ -78,6 +78,7 @@ MAY_IMPORT = {
     "specs.sparse": {"sparse", "specs.rowwise", "specs.spec"},
     "specs.cusparse": {"custom_mm", "specs.sparse", "specs.spec"},
     "device": {"custom_mm"},
+    "figures": set(),
     "files": set(),
     "measure": set(),
     "info": {"custom_mm", "device", "matmuls"},

@@ -30,9 +30,15 @@ STYLE: dict[str, Any] = {
 }
 
 
+def device(environment: Mapping[str, Any]) -> str:
+    """The name of the GPU or the kind of CPU."""
+    name = str(environment["device"])
+    return "x86-64 CPU" if name == "x86_64" else name
+
+
 def machine(environment: Mapping[str, Any]) -> str:
     """A caption of what `bench.environment` returns: "NVIDIA H200, torch 2.11.0+cu130, 2026-11-26, commit 3478cc4"."""
-    facts = [environment.get("device"), f"torch {environment['torch']}" if environment.get("torch") else None]
+    facts = [device(environment), f"torch {environment['torch']}" if environment.get("torch") else None]
     facts += [str(environment.get("date") or "")[:10], f"commit {str(environment.get('commit') or '')[:7]}"]
     return ", ".join(str(fact) for fact in facts if fact and fact != "commit ")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#E69F00", "#999999", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 MARKERS = "os^DvPX*"
 WIDTH = 7.2  # inches: text of 9 points is 12 pixels high where the figure is 700 pixels wide
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # matplotlib types its settings by 300 literal names
     "axes.axisbelow": True,
     "axes.spines.right": False,
     "axes.spines.top": False,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..bench import COMPILED
-from .format import losses, number
+from .format import losses, natural, number
 from .headlines import attention_plot
 from .page import Page
 from .plot import Panel, Plot
@@ -30,7 +30,7 @@ def _over(row: dict[str, Any]) -> list[str]:
 
 def _attention(page: Page, results: Results) -> None:
     run = results.bench("attention_forward")
-    rows = sorted((r for r in run.rows if r["kind"] == "gpu"), key=lambda r: (r["dtype"], r["case"]))
+    rows = sorted((r for r in run.rows if r["kind"] == "gpu"), key=lambda r: (r["dtype"], natural(r["case"])))
     page.heading("Attention with its probabilities, forward")
     page.plot(attention_plot(results))
     page.table(
@@ -53,7 +53,7 @@ def _attention(page: Page, results: Results) -> None:
 def _masked(page: Page, results: Results) -> None:
     run = results.bench("scaled_masked_softmax")
     by: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
-    directions: dict[tuple[str, str], dict[str, Any]] = {}
+    directions: dict[tuple[str, str], dict[tuple[str, str], dict[str, Any]]] = {}
     for r in run.rows:
         if r["kind"] == "gpu":
             direction, shape, mask = r["case"].split(maxsplit=2)
@@ -93,7 +93,7 @@ def _masked(page: Page, results: Results) -> None:
             ),
             (
                 [shape, mask, *_cells(own, "forward"), *_cells(own, "backward")]
-                for (shape, mask), own in sorted(cases.items())
+                for (shape, mask), own in sorted(cases.items(), key=lambda item: [natural(part) for part in item[0]])
             ),
         )
     rows = [r for r in run.rows if r["kind"] == "gpu"]

@@ -7,12 +7,13 @@ from .plot import Panel, Plot
 from .results import Results, Run
 
 FILE = "bert-cuda.json"
+# task -> heading, and the model that speeds are relative to
 HEADINGS = {
-    "probabilities": ("Inference that returns probabilities", "eager attention, the stock model that returns them"),
-    "hidden states": ("Inference of hidden states", "torch's sdpa, the stock model"),
-    "hidden states, padded": ("Inference of hidden states, with padding", "torch's sdpa, the stock model"),
-    "training": ("Training", "eager attention, the stock model"),
-    "training, probabilities returned": ("Training that returns probabilities", "eager attention, the stock model"),
+    "probabilities": ("Inference that returns probabilities", "the stock model with eager attention"),
+    "hidden states": ("Inference of hidden states", "the stock model with torch's sdpa"),
+    "hidden states, padded": ("Inference of hidden states, with padding", "the stock model with torch's sdpa"),
+    "training": ("Training", "the stock model with eager attention"),
+    "training, probabilities returned": ("Training that returns probabilities", "the stock model with eager attention"),
 }
 
 
@@ -56,7 +57,7 @@ def _speeds(run: Run) -> Plot:
 
 def _task(page: Page, run: Run, task: str) -> None:
     rows = [r for r in run.rows if r["task"] == task]
-    heading, stock = HEADINGS.get(task, (task, f"{rows[0]['way']}, the stock model"))
+    heading, stock = HEADINGS.get(task, (task, f"the stock model with {rows[0]['way']}"))
     page.heading(heading)
     page.table(
         f"A row is one way to run a model. Speed is relative to {stock}: higher is better. Memory is the peak "
@@ -71,7 +72,7 @@ def _task(page: Page, run: Run, task: str) -> None:
             for r in rows
         ),
     )
-    best = {}
+    best: dict[str, float] = {}
     for r in rows:
         if not r["way"].startswith("custom_mm"):
             best[r["case"]] = min(r["ms"], best.get(r["case"], r["ms"]))

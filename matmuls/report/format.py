@@ -18,6 +18,11 @@ def number(x: float | None) -> str:
     return f"{x:#.3g}".rstrip(".") if x else "0"
 
 
+def natural(text: str) -> list[tuple[int, str]]:
+    """A key to sort by that takes the numbers in a text as numbers: 768x3072 before 4096x4096."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text) if part]
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown; columns of numbers are aligned on the right."""
     rows = [list(row) for row in rows]

@@ -3,7 +3,7 @@
 from .format import DTYPES, losses, number
 from .page import Page
 from .plot import Panel, Plot
-from .results import Results
+from .results import Results, Rows
 
 PRODUCTS = {"matmul_": "torch.mm(a, b, out=c)", "linear_": "F.linear(x, weight, bias)"}
 
@@ -26,7 +26,6 @@ def _products(page: Page, results: Results) -> None:
     by = {(r["operation"], r["case"], r["dtype"]): r for r in rows if r["kind"] == "gpu"}
     cases = sorted({case for _, case, _ in by}, key=lambda case: [int(x) for x in case.split("x")][::-1])
     dtypes = [d for d in DTYPES if any(d == dtype for _, _, dtype in by)]
-    extra = {(r["case"], r["dtype"]): r["ours_mib"] for r in rows if r["kind"] == "memory"}
     page.heading("Products on a GPU")
     page.plot(
         Plot(
@@ -51,20 +50,30 @@ def _products(page: Page, results: Results) -> None:
         page.table(
             f"A row is one shape of `{name}`: rows x K, with a K x K weight. A cell is the speed over `{rival}`: "
             "higher is "
-            "better. Extra memory is the peak above the inputs; torch's needs the whole result besides.",
-            ("rows x K", *dtypes, "result, 16-bit, MiB", "extra, 16-bit, MiB", "extra, float32, MiB"),
-            (
-                [
-                    case,
-                    *(number(by[name, case, d]["ratio"]) for d in dtypes),
-                    number(2 * int(case.split("x")[0]) * int(case.split("x")[1]) / 2**20),
-                    *(number(extra.get((case, d))) for d in ("bfloat16", "float32")),
-                ]
-                for case in cases
-            ),
+            "better.",
+            ("rows x K", *dtypes),
+            ([case, *(number(by[name, case, d]["ratio"]) for d in dtypes)] for case in cases),
         )
         page.say(losses([(r["ratio"], f"{c}, {d}") for (n, c, d), r in by.items() if n == name], f"`{rival}`"))
+    _memory(page, [r for r in rows if r["kind"] == "memory"], cases, dtypes)
     page.measured(*{run.file: run for run in runs.values()}.values())
+
+
+def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None:
+    """What `matmul_` allocates, beside the size of the result that a product into another tensor needs."""
+    extra = {(r["case"], r["dtype"]): r["ours_mib"] for r in rows if r["operation"] == "matmul_"}
+
+    def size(case: str, width: int) -> str:
+        m, k = (int(x) for x in case.split("x"))
+        return number(m * k * width / 2**20)
+
+    page.table(
+        "A row is one shape of `matmul_`. Each cell is the peak memory above the inputs: lower is better. The "
+        "last columns are "
+        "the size of the result, which a product into another tensor needs.",
+        ("rows x K", *(f"{d}, MiB" for d in dtypes), "result in 16 bits, MiB", "result in float32, MiB"),
+        ([case, *(number(extra.get((case, d))) for d in dtypes), size(case, 2), size(case, 4)] for case in cases),
+    )
 
 
 def _feed_forward(page: Page, results: Results) -> None:

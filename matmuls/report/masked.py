@@ -97,6 +97,7 @@ def _memory(page: Page, run: Run) -> None:
         ("case", "matmuls, MiB", "two networks of split rows, MiB"),
         ([r["case"], number(r["ours_mib"]), number(r["rival_mib"])] for r in run.rows if r["kind"] == "memory"),
     )
+    page.measured(run)
 
 
 def _host(page: Page, run: Run) -> None:
@@ -109,3 +110,4 @@ def _host(page: Page, run: Run) -> None:
         ([r["case"], number(r["ours_us"]), number(r["rival_us"]), number(1 / r["ratio"])] for r in rows),
     )
     page.say(losses([(r["ratio"], r["case"]) for r in rows], "torch"))
+    page.measured(run)

@@ -24,8 +24,8 @@ DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 
 
 def rounded(values: Sequence[float | None]) -> tuple[float | None, ...]:
-    """Four significant digits: the same text on every machine."""
-    return tuple(None if v is None else float(f"{v:.4g}") for v in values)
+    """Six significant digits: the same text on every machine."""
+    return tuple(None if v is None else float(f"{v:.6g}") for v in values)
 
 
 @dataclass(frozen=True)

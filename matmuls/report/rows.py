@@ -179,7 +179,7 @@ def _lengths(page: Page, results: Results) -> None:
     for r in run.rows:
         device = r.get("device", run.environment["device"]).removeprefix("NVIDIA ").split()[0]
         groups.setdefault((r["operation"], r["dtype"], device), []).append(r)
-    page.heading("Where rows are far from a copy's speed")
+    page.heading("Many lengths of rows")
     page.table(
         "A row is an operation in one dtype on one card, over many lengths of rows. Shares are of a copy's "
         "speed: 1 is a copy; "
@@ -193,8 +193,8 @@ def _lengths(page: Page, results: Results) -> None:
                     device,
                     str(len(own)),
                 ),
-                number(sorted(r["share"] for r in own)[len(own) // 2]),
-                *(number(min(own, key=_share)["share"]), str(min(own, key=_share)["columns"])),
+                f"{sorted(r['share'] for r in own)[len(own) // 2]:.2f}",
+                *(f"{min(own, key=_share)['share']:.2f}", str(min(own, key=_share)["columns"])),
             ]
             for (operation, dtype, device), own in sorted(groups.items())
         ),
@@ -231,7 +231,7 @@ def _uneven(page: Page, results: Results) -> None:
     worst = min(run.rows, key=lambda r: r["ours"])
     page.say(
         "Long rows, and gradients of norms, are the slowest here.",
-        f"The lowest share is {number(worst['ours'])}: `{worst['operation']}`, {worst['dtype']}, "
+        f"The lowest share is {worst['ours']:.2f}: `{worst['operation']}`, {worst['dtype']}, "
         f"{worst['columns']} columns.",
     )
     page.measured(run)

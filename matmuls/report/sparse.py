@@ -13,7 +13,7 @@ from .sparse_layers import blocks, constant, linear, pruned
 
 Case = experiment.Case
 FILES = ("spmm-cuda.json", "spmm-h100.json")
-BEST = "the best of seven prepared cuSPARSE algorithms and torch.sparse"
+BEST = "the best of seven cuSPARSE algorithms and torch.sparse"
 # what a column of the summary is: its title and its ratio
 RATIOS: dict[str, Callable[[Case], float | None]] = {
     "over the best rival": lambda c: c.speed(),
@@ -160,6 +160,7 @@ def _first_products(page: Page, results: Results) -> None:
     )
     for run, cases in runs:
         page.say(losses([(c.pays_back, label(c)) for c in cases], "the same calls without a plan", run.card))
+    page.say("From the runs of the summary.")
 
 
 def _memory(page: Page, results: Results) -> None:
@@ -180,9 +181,10 @@ def _memory(page: Page, results: Results) -> None:
             for c in shown
         ),
     )
-    count = len([c for c in cases if c.n == 128 and c.dtype == "float32"]) - len(shown)
+    missing = len([c for c in cases if c.n == 128 and c.dtype == "float32"]) - len(shown)
     page.say(
-        f"For {count} matrices torch.sparse's dense gradient would have taken more than a quarter of the free memory."
+        f"For {missing} matrices there is no figure of torch.sparse, since its dense gradient did not fit into memory.",
+        "From the run of the summary.",
     )
 
 

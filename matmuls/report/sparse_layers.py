@@ -1,9 +1,10 @@
 """The sparse page's sections on pruned weights, layers, constant matrices and matrices in blocks."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from .. import experiment
-from .format import losses, number
+from .format import losses, natural, number
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results
@@ -28,9 +29,15 @@ def _lowest(named: Iterable[tuple[tuple[str, ...], int, float | None]]) -> dict[
     return least
 
 
+def _order(item: tuple[tuple[str, ...], Any]) -> list[Any]:
+    return [natural(part) for part in item[0]]
+
+
 def _grid(least: dict[tuple[str, ...], dict[int, float]]) -> tuple[list[int], list[list[str]]]:
     columns = sorted({n for line in least.values() for n in line})
-    return columns, [[*name, *(number(line.get(n)) for n in columns)] for name, line in sorted(least.items())]
+    return columns, [
+        [*name, *(number(line.get(n)) for n in columns)] for name, line in sorted(least.items(), key=_order)
+    ]
 
 
 def pruned(page: Page, results: Results) -> None:

@@ -6,8 +6,10 @@ from .page import Page
 from .results import Results, Run
 
 # Architectures of transformers beside those that `optimize` knows: what `takes` says of each is looked up.
-OTHERS = ("albert", "bart", "clip_text_model", "deberta", "deberta-v2", "dinov2", "gemma3_text", "gpt2", "llama")
-OTHERS += ("modernbert", "mpnet", "qwen3", "siglip_vision_model", "t5", "wav2vec2", "whisper")
+OTHERS = (
+    *("albert", "bart", "clip_text_model", "deberta", "deberta-v2", "dinov2", "gemma3_text", "gpt2", "llama"),
+    *("modernbert", "mpnet", "qwen3", "siglip_vision_model", "t5", "wav2vec2", "whisper"),
+)
 
 
 def page(results: Results) -> Page:
@@ -82,7 +84,7 @@ def _families() -> list[tuple[str, bool, bool]]:
     found = []
     for name in sorted(known | set(OTHERS)):
         with torch.device("meta"):
-            model = AutoModel.from_config(CONFIG_MAPPING[name]())
+            model = AutoModel.from_config(CONFIG_MAPPING[name]())  # type: ignore[no-untyped-call]
         found.append((name, bool(takes(model)), name in known))
     return found
 
@@ -93,9 +95,10 @@ def _gpus(page: Page, results: Results) -> None:
         by.setdefault(figures.device(run.environment), []).append(run)
     page.heading("What was measured on which machine")
     page.say(
-        "On other GPUs the kernels for Hopper are not used, the configurations of the masked family are "
-        "defaults, and no "
-        "speed is claimed."
+        "H100 and H200 are GPUs of the Hopper architecture, which has kernels of its own; others run other kernels.",
+        "Configurations of `masked_linear` and `masked_ffn` were tuned on an H200; elsewhere defaults run until "
+        "`matmuls tune` "
+        "has run. No speed is claimed for a machine that is not in this table.",
     )
     page.table(
         "A row is a machine with the torch versions and the result files of it in `benchmarks/results`.",

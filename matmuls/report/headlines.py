@@ -37,7 +37,8 @@ def attention_plot(results: Results) -> Plot:
 def sparse_plot(results: Results) -> Plot:
     """Sparse products beside the best rival, and forward + backward beside torch.sparse."""
     run, cases = results.cases("spmm-cuda.json")
-    dtypes = ("float16", "bfloat16", "float32")
+    dtypes, widths = ("float16", "bfloat16", "float32"), {c.n for c in cases}
+    size = f"{len({c.matrix for c in cases})} matrices, {min(widths)} to {max(widths)} columns"
     panels = [
         Panel("strips", title, "speed relative to the rival (higher is better)", "dtype", dots, ratio=True, log=True)
         for title, dots in (
@@ -51,9 +52,7 @@ def sparse_plot(results: Results) -> Plot:
             ),
         )
     ]
-    return Plot(
-        "headline-sparse", "Sparse matrix times dense matrix, 18 matrices, 32 to 512 columns", run.machine, panels
-    )
+    return Plot("headline-sparse", f"Sparse matrix times dense matrix, {size}", run.machine, panels)
 
 
 WAYS = {

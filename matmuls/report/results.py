@@ -1,5 +1,6 @@
 """Reads the result files of benchmarks/results: rows with the environment that they were measured in."""
 
+import html
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from .. import experiment, figures
 Rows = list[dict[str, Any]]
 # raised where JSON has another structure
 FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
-# (names with wildcards, reason): results that no page shows
+FOLDED = 150  # characters of a command from which on it is folded
+# names with wildcards -> reason: results that no page shows
 NOT_SHOWN = {"checks-*.json": "test and sanitizer runs, not speeds"}
 
 
@@ -37,16 +39,22 @@ class Run:
 
     @property
     def told(self) -> str:
-        """A sentence for readers: machine, versions, commit, command and file."""
+        """A paragraph for readers: machine, versions, commit, file and command; a long command is folded."""
         facts = self.environment
         cuda = (facts.get("build") or {}).get("cuda")
-        cores = f" with {facts['threads']} threads" if not cuda and facts.get("threads") else ""
+        cores = f", {facts['threads']} threads" if not cuda and facts.get("threads") else ""
         versions = f"torch {facts['torch']}" + (f", CUDA {cuda}" if cuda else "")
         date = f", {str(facts['date'])[:10]}" if facts.get("date") else ""
         commit = f", commit `{str(facts['commit'])[:7]}`" if facts.get("commit") else ""
-        command = f" Command: `{facts['command']}`." if facts.get("command") else " No command: an experiment."
         where = f"{figures.device(facts)}{cores}, {versions}{date}{commit}"
-        return f"Measured on: {where}.{command} File: `benchmarks/results/{self.file}`."
+        file = f"`benchmarks/results/{self.file}`"
+        command = facts.get("command")
+        if command is None:
+            return f"Measured on: {where}. File: {file}. An experiment, without a command."
+        if len(command) <= FOLDED:
+            return f"Measured on: {where}. Command: `{command}`. File: {file}."
+        folded = f"<details><summary>The command</summary><code>{html.escape(command)}</code></details>"
+        return f"Measured on: {where}. File: {file}.\n\n{folded}"
 
 
 class Results:

@@ -27,17 +27,18 @@ RATIOS: dict[str, Callable[[Case], float | None]] = {
 def page(results: Results) -> Page:
     page = Page("performance/sparse.md", "Sparse products")
     page.say(
-        "The figures are of products A @ B with A sparse, B dense, and warm caches, as in repeated products of "
-        "one matrix.",
-        "A *plan* (`matmuls.plan(A, constant=True)`) is made once for a matrix; building it is not in these "
-        "times, and has a "
-        "section of its own.",
+        "Each figure is for a product A @ B: A is sparse, B is dense, and caches are warm, as when one matrix "
+        "multiplies many "
+        "times. A *plan* (`matmuls.plan(A, constant=True)`) is made once for a matrix. Building it is not in "
+        "these times; see "
+        "[What a plan costs](#what-a-plan-costs).",
     )
     page.say(
-        f"Two baselines are given. *The best rival* is {BEST}, chosen for each case after the fact, with cuSPARSE's "
-        "preprocessing where an algorithm has it. *CSR_ALG2* is one cuSPARSE algorithm without preprocessing, "
-        "the baseline "
-        "that papers commonly use. Higher is better throughout.",
+        f"There are two baselines. *The best rival* is {BEST}. It is chosen anew for each case, and cuSPARSE's "
+        "preprocessing "
+        "is used where an algorithm has it. *CSR_ALG2* is one cuSPARSE algorithm without preprocessing, the "
+        "baseline that papers "
+        "commonly use. Higher is better throughout.",
     )
     _summary(page, results)
     _matrices(page, results)
@@ -66,9 +67,9 @@ def _summary(page: Page, results: Results) -> None:
     page.plot(sparse_plot(results))
     page.table(
         "A row is a dtype on one card. A cell is the geometric mean of the speed and, in brackets, the lowest, "
-        "over 18 matrices "
-        "by 32, 128 and 512 columns; where a rival did not fit into memory the case is left out. With a plan "
-        "unless said.",
+        f"over {len({c.matrix for c in runs[0][1]})} matrices by "
+        f"{', '.join(str(n) for n in sorted({c.n for c in runs[0][1]}))} columns of B; a case whose rival did not fit into memory is left out. matmuls runs with a "
+        "plan, unless a column says otherwise.",
         ("card", "dtype", *RATIOS, "cases"),
         (
             [run.card, d, *(mean_and_lowest(ratio(c) for c in own) for ratio in RATIOS.values()), str(len(own))]
@@ -81,7 +82,7 @@ def _summary(page: Page, results: Results) -> None:
         page.say(losses([(c.speed(), label(c)) for c in cases], "the best rival", f"{run.card}, with a plan"))
         dense = [(c.speed_over(experiment.DENSE), label(c)) for c in cases]
         page.say(losses(dense, "the dense product", f"{run.card}, with a plan"))
-    page.say("A plan may take the dense product itself; a ratio near 1 over it is then the noise of the measurement.")
+    page.say("A plan may choose the dense product itself. The ratio over the dense product is then 1, but for noise.")
     page.measured(*(run for run, _ in runs))
 
 
@@ -143,7 +144,7 @@ def _first_products(page: Page, results: Results) -> None:
     runs = [results.cases(file) for file in FILES]
     page.table(
         "A row is a dtype on one card. The time to build a plan is a median over the cases. The ratios compare "
-        "the first 50 "
+        f"the first {experiment.PRODUCTS} "
         "products of a new matrix (fewer where they take long) without a plan with those with one, the building "
         "included: "
         "geometric mean (lowest); above 1 the plan has paid for itself.",

@@ -63,13 +63,14 @@ def _dtypes(cases: Iterable[Case]) -> list[str]:
 
 def _summary(page: Page, results: Results) -> None:
     runs = [results.cases(file) for file in FILES]
+    first = runs[0][1]
+    widths = [str(n) for n in sorted({c.n for c in first})]
     page.heading("Summary")
     page.plot(sparse_plot(results))
     page.table(
         "A row is a dtype on one card. A cell is the geometric mean of the speed and, in brackets, the lowest, "
-        f"over {len({c.matrix for c in runs[0][1]})} matrices by "
-        f"{', '.join(str(n) for n in sorted({c.n for c in runs[0][1]}))} columns of B; a case whose rival did not fit into memory is left out. matmuls runs with a "
-        "plan, unless a column says otherwise.",
+        f"over {len({c.matrix for c in first})} matrices by {', '.join(widths)} columns of B. A case whose rival did "
+        "not fit into memory is left out. matmuls runs with a plan, unless a column says otherwise.",
         ("card", "dtype", *RATIOS, "cases"),
         (
             [run.card, d, *(mean_and_lowest(ratio(c) for c in own) for ratio in RATIOS.values()), str(len(own))]
@@ -144,7 +145,7 @@ def _first_products(page: Page, results: Results) -> None:
     runs = [results.cases(file) for file in FILES]
     page.table(
         "A row is a dtype on one card. The time to build a plan is a median over the cases. The ratios compare "
-        f"the first {experiment.PRODUCTS} "
+        f"the first {max(c.calls for _, cases in runs for c in cases)} "
         "products of a new matrix (fewer where they take long) without a plan with those with one, the building "
         "included: "
         "geometric mean (lowest); above 1 the plan has paid for itself.",

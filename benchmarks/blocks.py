@@ -1,6 +1,7 @@
 """Times block-sparse (BSR) products on a GPU: matmuls.blocks.bsr_spmm, cuSPARSE's bsr_alg1, dense, and a plan.
 
-Usage: python benchmarks/blocks.py OUT. Writes OUT/blocks-cuda.json; `matmuls report` makes README's table of it.
+Usage: python benchmarks/blocks.py OUT. Writes OUT/blocks-cuda.json; `matmuls report` shows it in
+docs/performance/sparse.md.
 """
 
 import json

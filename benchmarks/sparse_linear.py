@@ -1,7 +1,7 @@
 """Times pruned layers of language models on a GPU: matmuls.nn.SparseLinear against nn.Linear with the same weights.
 
-Usage: python benchmarks/sparse_linear.py OUT. Writes OUT/sparse-linear-cuda.json; `matmuls report` makes README's table
-of it.
+Usage: python benchmarks/sparse_linear.py OUT. Writes OUT/sparse-linear-cuda.json; `matmuls report` shows it in
+docs/performance/sparse.md.
 """
 
 import json

@@ -524,27 +524,30 @@ def show_spmm(cases: list[Any]) -> None:
 
 @app.command()
 def report(
-    readme: Annotated[Path, typer.Option(help="file whose tables are rewritten")] = Path("README.md"),
+    readme: Annotated[Path, typer.Option(help="file that quotes sentences of the report")] = Path("README.md"),
+    docs: Annotated[Path, typer.Option(help="folder of the documentation")] = Path("docs"),
     results: Annotated[Path, typer.Option(help="folder of the JSON result files")] = Path("benchmarks/results"),
-    check: Annotated[bool, typer.Option(help="do not write; exit status 1 if a table is out of date")] = False,
+    check: Annotated[bool, typer.Option(help="do not write; exit status 1 if a page or a plot is out of date")] = False,
+    redraw: Annotated[bool, typer.Option(help="draw every plot anew, not only those whose data changed")] = False,
 ) -> None:
-    """Rewrite README's tables from the table of operations and the committed results."""
-    from . import files
-    from .report import render
+    """Write the performance pages, their plots and the sentences that README quotes from the committed results."""
+    from . import report as r
 
     try:
-        old = readme.read_text(encoding="utf-8")
-        new = render(old, results)
+        made = r.make(readme, docs, results)
+        found = made.stale() if check else made.write(redraw)
     except (OSError, ValueError) as error:
         raise fail(str(error)) from None
-    if old == new:
-        console.print(f"{readme} is up to date")
-    elif check:
-        errors.print(f"{readme} is out of date; run: matmuls report", highlight=False)
+    except ImportError as error:
+        raise fail(f"{error}; run: pip install 'matmuls[plot]'") from None
+    for path in found:
+        (errors if check else console).print(
+            f"{path} {'is out of date; run: matmuls report' if check else 'written'}", highlight=False, soft_wrap=True
+        )
+    if found and check:
         raise typer.Exit(1)
-    else:
-        files.write(readme, new)
-        console.print(f"{readme} written")
+    if not found:
+        console.print("the pages, plots and quoted sentences are up to date")
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from matmuls import bench, cli, files, info, measure, report
+from matmuls import bench, cli, files, info, measure
 from matmuls.specs import REAL, Call, Case, Spec
 
 pytest.importorskip("transformers")
@@ -278,46 +277,6 @@ def test_bench_bert_measures_every_way_of_a_tiny_model(tmp_path):
     assert returned == [pytest.approx(2 * 3 * 4 * 16 * 16 * 4 / 2**20)] * 7
 
 
-def test_report_of_models(tmp_path):
-    row = {"task": "training", "case": "base 32x512", "way": "eager", "ms": 44.44, "above_mib": 7286.2}
-    for name, day, ms in (("bert-cuda-old", 1, 1.0), ("bert-cuda", 2, 44.44), ("bert-bfloat16", 3, 9.0)):
-        run = {"environment": {"date": f"2026-01-0{day}"}, "rows": [row | {"ms": ms, "speed": 1.5, "memory": 0.756}]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(run))
-    table = report.bert(report.load(tmp_path)).splitlines()
-    assert table[2:] == ["| training | base 32x512 | eager | 44.4 | 7286 | 1.50 | 0.76 |"]
-
-
-def test_report_is_reproducible(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- table: operations -->\nold\n<!-- end -->\n")
-    assert matmuls("report", "--readme", str(readme), "--check").returncode == 1
-    assert "old" in readme.read_text()
-    assert matmuls("report", "--readme", str(readme)).returncode == 0
-    assert "cublasTransabMM" in readme.read_text()
-    assert matmuls("report", "--readme", str(readme), "--check").returncode == 0
-
-
-def test_report_writes_nothing_without_valid_results(tmp_path):
-    readme = tmp_path / "README.md"
-    text = "<!-- table: bert -->\nold\n<!-- end -->\n"
-    readme.write_text(text)
-    row = json.dumps({"environment": {"date": "2026-01-01"}, "rows": [{"task": "training"}]})
-    for name, content, words in (
-        ("none/x.json", "", "expected a folder with the results of GPU runs"),
-        ("cut/bert-cuda.json", row[:-1], "expected what a benchmark wrote in .*cut/bert-cuda.json: JSONDecodeError"),
-        ("list/bench-cuda.json", "[]", "expected what a benchmark wrote in .*list/bench-cuda.json: TypeError"),
-        ("case/spmm-cuda.json", '{"cases": [1]}', "expected what a benchmark wrote in .*case/spmm-cuda.json"),
-        ("row/bert-cuda.json", row, "expected what benchmarks wrote for the table bert in .*row: KeyError"),
-    ):
-        file = tmp_path / name
-        file.parent.mkdir()
-        file.write_text(content)
-        run = CliRunner().invoke(cli.app, ["report", "--readme", str(readme), "--results", str(file.parent)])
-        assert run.exit_code == 2
-        assert re.search(words, run.stderr)
-        assert readme.read_text() == text
-
-
 def test_files_are_written_atomically(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "file").chmod(0o640)
@@ -569,51 +528,3 @@ def test_rows_of_memory_are_shown(capsys):
     shown = capsys.readouterr().out
     assert "12.2" in shown
     assert "memory: geometric mean 1.500, lowest 1.500, 1 cases" in shown
-
-
-def row_of(operation, case, **changes):
-    row = {"operation": operation, "case": case, "dtype": "bfloat16", "kind": "gpu", "rival": "torch.compile"}
-    return row | {"ours_us": 100.0, "roof": 0.9, "ratio": 1.25, "rivals_us": {}} | changes
-
-
-def test_report_of_row_wise_operations():
-    rows = [
-        row_of("softmax_", "forward 64x65536"),
-        row_of("softmax_", "backward 64x1024", roof=0.8),
-        row_of("softmax_", "forward 64x1024", ratio=2.0),
-        row_of("softmax_", "forward 64x1024", kind="cpu"),
-        row_of("rms_norm_", "forward 64x1024", dtype="float32"),
-        row_of("matmul", "64x64x64"),
-    ]
-    assert report.rowwise({"rows": rows}).splitlines() == [
-        "| operation | direction | dtype | 1024 | 65536 |",
-        "| --- | --- | --- | --- | --- |",
-        "| `softmax_` | forward | bfloat16 | 0.90 (2.00) | 0.90 (1.25) |",
-        "| `softmax_` | backward | bfloat16 | 0.80 (1.25) |  |",
-        "| `rms_norm_` | forward | float32 | 0.90 (1.25) |  |",
-    ]
-
-
-def test_report_of_the_masked_softmax():
-    speeds = {"torch.compile": 125.0, "eager": 310.0}
-    rows = [
-        row_of("scaled_masked_softmax", "forward 8x16x1024x1024 [B,1,1,K]", rivals_us=speeds),
-        row_of("scaled_masked_softmax", "backward 8x16x1024x1024 causal", rivals_us={"eager": 150.0}),
-        row_of("softmax_", "forward 64x1024"),
-    ]
-    assert report.masked({"rows": rows}).splitlines()[2:] == [
-        "| 8x16x1024x1024 | [B,1,1,K] | forward | bfloat16 | 100 | 0.90 | 3.10 | 1.25 |",
-        "| 8x16x1024x1024 | causal | backward | bfloat16 | 100 | 0.90 | 1.50 |  |",
-    ]
-
-
-def test_report_of_memory():
-    rows = [
-        row_of("softmax_", "8x8", kind="memory", ours_mib=2.0, rival_mib=5.0, ratio=2.5),
-        row_of("softmax_", "9x9", kind="memory", ours_mib=0.0, rival_mib=5.0, ratio=None),
-        row_of("softmax_", "forward 8x8"),
-    ]
-    assert report.memory({"rows": rows}).splitlines()[2:] == [
-        "| `softmax_` | 8x8 | bfloat16 | 2.0 | 5.0 | 2.50 |",
-        "| `softmax_` | 9x9 | bfloat16 | 0.0 | 5.0 |  |",
-    ]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from matmuls import experiment, matrices, report, sparse
+from matmuls import experiment, matrices, sparse
 from matmuls.experiment import Case, Result
 from matmuls.sparse.names import DENSE
 
@@ -176,15 +176,6 @@ def test_crossover_needs_every_sparser_matrix_to_be_faster():
     sweep = [case(0.5, 2.0), case(0.8, 0.9), case(0.9, 1.5), case(0.99, 3.0)]
     assert experiment.crossovers(sweep) == ["float32, 32 columns: sparse beats dense: from 90.0% zeros on"]
     assert "never" in experiment.crossovers([case(0.99, 0.5)])[0]
-
-
-def test_report_makes_its_tables(tmp_path):
-    cases = [made_up(n, plan=2.0, without_a_plan=4.0, cusparse_csr_alg2=5.0) for n in (32, 128)]
-    experiment.save(tmp_path / "spmm-cuda.json", cases, "cpu")
-    text = "".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in ("sparse", "sparse_means"))
-    drawn = report.render(text, tmp_path)
-    assert "| m | float32 | 2.50 (0.50) | 2.50 (0.50) |" in drawn
-    assert "| float32 | 2.50 (2.50), 2 | 1.25 (1.25), 2 | 2.50 (2.50), 2 |" in drawn  # no column for the dense product
 
 
 def test_cusparse_candidates(device):

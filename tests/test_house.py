@@ -78,6 +78,7 @@ MAY_IMPORT = {
     "specs.sparse": {"sparse", "specs.rowwise", "specs.spec"},
     "specs.cusparse": {"custom_mm", "specs.sparse", "specs.spec"},
     "device": {"custom_mm"},
+    "figures": set(),
     "files": set(),
     "measure": set(),
     "info": {"custom_mm", "device", "matmuls"},
@@ -86,7 +87,17 @@ MAY_IMPORT = {
     "experiment": {"bench", "files", "measure", "matrices", "sparse", "custom_mm"},
     "bench_bert": {"attention", "bench", "files", "measure", "integrations.transformers"},
     "bert": {"measure", "integrations.transformers"},
-    "report": {"bench", "experiment", "specs"},
+    "report": {"files", "report"},
+    "report.format": {"bench"},
+    "report.plot": {"bench", "figures", "report.format"},
+    "report.results": {"experiment", "figures"},
+    "report.page": {f"report.{m}" for m in ("format", "plot", "results")},
+    "report.headlines": {"bench", "experiment"} | {f"report.{m}" for m in ("format", "plot", "results")},
+    **{
+        f"report.{page}": {"bench", "experiment", "figures", "integrations.transformers", "report", "specs"}
+        for page in ("attention", "dense", "encoders", "index", "inplace", "masked", "rows", "sparse", "support")
+    },
+    "report.sparse_layers": {"experiment", "report"},
     "cli": {"info", "bench", "bench_bert", "experiment", "files", "bert", "report", "tune", "triton", "custom_mm"},
     "__main__": {"cli"},
     "integrations": set(),

@@ -1,4 +1,4 @@
-"""The table of operations, one Spec per operation; source of tests, gradcheck, opcheck, benchmarks, README's list."""
+"""The table of operations, one Spec per operation; source of tests, gradcheck, opcheck, benchmarks, docs/support.md."""
 
 import torch
 

@@ -1,0 +1,121 @@
+"""The page on attention with its probabilities and on the masked softmax."""
+
+from typing import Any
+
+from ..bench import COMPILED
+from .format import losses, natural, number
+from .headlines import attention_plot
+from .page import Page
+from .plot import Panel, Plot
+from .results import Results, Run
+
+
+def page(results: Results) -> Page:
+    page = Page("performance/attention.md", "Attention and masked softmax")
+    page.say(
+        "Attention here also returns its probabilities, which torch's fused attention does not.",
+        "The rivals are the same formula in torch, eager and under torch.compile.",
+    )
+    _attention(page, results)
+    _masked(page, results)
+    return page
+
+
+def _over(row: dict[str, Any]) -> list[str]:
+    """Speed over eager torch and over torch.compile."""
+    compiled = row["rivals_us"].get(COMPILED)
+    eager = next(us for name, us in row["rivals_us"].items() if name != COMPILED)
+    return [number(eager / row["ours_us"]), number(compiled / row["ours_us"] if compiled else None)]
+
+
+def _attention(page: Page, results: Results) -> None:
+    run = results.bench("attention_forward")
+    rows = sorted((r for r in run.rows if r["kind"] == "gpu"), key=lambda r: (r["dtype"], natural(r["case"])))
+    page.heading("Attention with its probabilities, forward")
+    page.plot(attention_plot(results))
+    page.table(
+        "A row is one case, batch x heads x tokens x head size. Speeds: higher is better. "
+        "The kernel is one launch on Hopper; other GPUs compute the scores in pieces and were not timed.",
+        ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
+        (
+            [
+                *(r["case"], r["dtype"], number(r["ours_us"])),
+                *(number(r["rivals_us"][way]) for way in ("eager", COMPILED)),
+                *_over(r),
+            ]
+            for r in rows
+        ),
+    )
+    page.say(losses([(r["ratio"], f"{r['case']}, {r['dtype']}") for r in rows], "the fastest rival"))
+    page.measured(run)
+
+
+def _masked(page: Page, results: Results) -> None:
+    run = results.bench("scaled_masked_softmax")
+    by: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    directions: dict[tuple[str, str], dict[tuple[str, str], dict[str, Any]]] = {}
+    for r in run.rows:
+        if r["kind"] == "gpu":
+            direction, shape, mask = r["case"].split(maxsplit=2)
+            by.setdefault(r["dtype"], {}).setdefault((shape, mask), {})[direction] = r
+            directions.setdefault((direction, mask), {})[shape, r["dtype"]] = r
+    page.heading("Scaled masked softmax")
+    page.plot(
+        Plot(
+            "performance/masked-softmax",
+            "Scaled masked softmax over torch.compile, float16 and bfloat16",
+            run.machine,
+            [
+                Panel(
+                    "strips",
+                    "a dot is one shape in one dtype",
+                    "speed relative to torch.compile (higher is better)",
+                    "direction, mask",
+                    {
+                        f"{direction}, {mask}": [r["rivals_us"][COMPILED] / r["ours_us"] for r in own.values()]
+                        for (direction, mask), own in sorted(directions.items())
+                    },
+                    ratio=True,
+                    log=True,
+                )
+            ],
+        )
+    )
+    for dtype, cases in sorted(by.items()):
+        page.table(
+            f"A row is one shape (batch x heads x queries x keys) with one kind of mask, in {dtype}. Share is "
+            "that of a copy "
+            "of the bytes that must move; it and the speeds over eager torch and torch.compile are better where "
+            "higher.",
+            (
+                *("shape", "mask", "forward, µs", "share", "over eager", "over compile"),
+                *("backward, µs", "share", "over eager", "over compile"),
+            ),
+            (
+                [shape, mask, *_cells(own, "forward"), *_cells(own, "backward")]
+                for (shape, mask), own in sorted(cases.items(), key=lambda item: [natural(part) for part in item[0]])
+            ),
+        )
+    rows = [r for r in run.rows if r["kind"] == "gpu"]
+    page.say(losses([(r["ratio"], f"{r['case']}, {r['dtype']}") for r in rows], "the fastest rival"))
+    _memory(page, run)
+    page.measured(run)
+
+
+def _cells(own: dict[str, Any], direction: str) -> list[str]:
+    row = own.get(direction)
+    return [number(row["ours_us"]), number(row["roof"]), *_over(row)] if row else [""] * 4
+
+
+def _memory(page: Page, run: Run) -> None:
+    page.table(
+        "A row is attention made of the masked softmax and two products, forward and backward. Peak memory above "
+        "the inputs: "
+        "lower is better.",
+        ("case", "dtype", "matmuls, MiB", "eager, MiB"),
+        (
+            [r["case"].removeprefix("attention "), r["dtype"], number(r["ours_mib"]), number(r["rival_mib"])]
+            for r in run.rows
+            if r["kind"] == "memory"
+        ),
+    )

@@ -1,0 +1,124 @@
+"""The page on dense products."""
+
+from typing import Any
+
+from .format import DTYPES, losses, mean_and_lowest, number
+from .page import Page
+from .plot import Panel, Plot
+from .results import Results, Rows
+
+PRODUCTS = ("matmul", "cublasMM", "cublasTransaMM", "cublasTransbMM", "cublasTransabMM")
+
+
+def page(results: Results) -> Page:
+    page = Page("performance/dense.md", "Dense products")
+    page.say(
+        "Dense products call cuBLAS and cuBLASLt, which `torch.matmul` calls too.",
+        "A plain product is therefore as fast as torch's, and no faster.",
+        "Time is gained where bias and activation run in the same call as the product.",
+    )
+    _epilogues(page, results)
+    _bias_act(page, results)
+    _products(page, results)
+    _host(page, results)
+    return page
+
+
+def _case(row: dict[str, Any]) -> str:
+    return f"`{row['operation']}` {row['case']}, {row['dtype']}"
+
+
+def _epilogues(page: Page, results: Results) -> None:
+    run = results.bench("cublaslt_matmul")
+    rows = [r for r in run.rows if r["kind"] == "gpu"]
+    cases = list(dict.fromkeys(r["case"] for r in rows))
+    by = {(r["case"], r["dtype"]): r for r in rows}
+    dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
+    page.heading("Product, bias and activation in one call")
+    page.plot(
+        Plot(
+            "performance/dense-epilogues",
+            "Product, bias and activation in one cuBLASLt call",
+            run.machine,
+            [
+                Panel(
+                    "bars",
+                    "over F.linear and then the activation",
+                    "speed relative to torch (higher is better)",
+                    "case, M x K x N",
+                    {d: [by[case, d]["ratio"] if (case, d) in by else None for case in cases] for d in dtypes},
+                    cases,
+                    ratio=True,
+                )
+            ],
+        )
+    )
+    page.table(
+        "A row is one case, M x K x N. Speed is torch's time over that of matmuls: higher is better. "
+        "The roof is the fastest product of this dtype in the same run: 1 is the best there can be.",
+        ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of the roof"),
+        (
+            [r["case"], r["dtype"], *(number(r[key]) for key in ("ours_us", "rival_us", "ratio", "roof"))]
+            for case in cases
+            for r in (by[case, d] for d in dtypes if (case, d) in by)
+        ),
+    )
+    page.say(losses([(r["ratio"], _case(r)) for r in rows], "`F.linear` and the activation"))
+    page.measured(run)
+
+
+def _bias_act(page: Page, results: Results) -> None:
+    run = results.bench("bias_act_")
+    rows = sorted((r for r in run.rows if r["kind"] == "gpu"), key=lambda r: (DTYPES.index(r["dtype"]), r["case"]))
+    page.heading("Bias and activation in place")
+    page.table(
+        "A row is one case of `custom_mm.bias_act_`, rows x columns, beside `x + bias` and then the activation. "
+        "Speed: higher is better. The roof is a copy of the same bytes: 1 is the best there can be.",
+        ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of the roof"),
+        ([r["case"], r["dtype"], *(number(r[key]) for key in ("ours_us", "rival_us", "ratio", "roof"))] for r in rows),
+    )
+    page.say(losses([(r["ratio"], _case(r)) for r in rows], "torch"))
+    page.measured(run)
+
+
+def _products(page: Page, results: Results) -> None:
+    runs = [results.bench(name) for name in PRODUCTS]
+    rows: Rows = [r for run in runs for r in run.rows if r["kind"] == "gpu"]
+    dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
+    page.heading("Plain products")
+    page.table(
+        "A row is an operation. A cell is its speed over `torch.matmul`: the geometric mean and, in brackets, the "
+        "lowest over squares from 64 to 8192, 65536x1024x1024 and batches of attention. 1 is as fast; higher is "
+        "better.",
+        ("operation", *dtypes, "cases"),
+        (
+            [
+                f"`{name}`",
+                *(
+                    mean_and_lowest(r["ratio"] for r in rows if (r["operation"], r["dtype"]) == (name, d))
+                    for d in dtypes
+                ),
+                str(sum(r["operation"] == name for r in rows)),
+            ]
+            for name in PRODUCTS
+        ),
+    )
+    page.say(losses([(r["ratio"], _case(r)) for r in rows], "`torch.matmul`"))
+    page.measured(*{run.file: run for run in runs}.values())
+
+
+def _host(page: Page, results: Results) -> None:
+    runs = [results.bench(name) for name in (*PRODUCTS, "cublaslt_matmul")]
+    rows = [r for run in runs for r in run.rows if r["kind"] == "host"]
+    page.heading("Host time of one small call")
+    page.table(
+        "A row is a call too small to keep the GPU busy: what the host waits for before it goes on. "
+        "The last column is the time of matmuls over torch's: lower is better.",
+        ("operation", "case", "matmuls, µs", "torch, µs", "matmuls / torch"),
+        (
+            [f"`{r['operation']}`", r["case"], number(r["ours_us"]), number(r["rival_us"]), number(1 / r["ratio"])]
+            for r in rows
+        ),
+    )
+    page.say(losses([(r["ratio"], _case(r)) for r in rows], "torch"))
+    page.measured(*{run.file: run for run in runs}.values())

@@ -1,0 +1,81 @@
+"""The page on encoders: BERT with our attention, optimized or not."""
+
+from .format import losses, number
+from .headlines import WAYS, memory_plot
+from .page import Page
+from .plot import Panel, Plot
+from .results import Results, Run
+
+FILE = "bert-cuda.json"
+# task -> heading, and the model that speeds are relative to
+HEADINGS = {
+    "probabilities": ("Inference that returns probabilities", "the stock model with eager attention"),
+    "hidden states": ("Inference of hidden states", "the stock model with torch's sdpa"),
+    "hidden states, padded": ("Inference of hidden states, with padding", "the stock model with torch's sdpa"),
+    "training": ("Training", "the stock model with eager attention"),
+    "training, probabilities returned": ("Training that returns probabilities", "the stock model with eager attention"),
+}
+
+
+def page(results: Results) -> Page:
+    page = Page("performance/encoders.md", "Encoders: BERT base and large")
+    run = results.run(FILE)
+    page.say(
+        "These are whole BERT models of random weights in bfloat16, with the attention function `custom_mm` "
+        "(`register()`), and after `optimize()`, which is for inference.",
+        "In training, `sdpa` makes no probabilities; `custom_mm` there makes them, as eager attention does.",
+    )
+    page.plot(memory_plot(results))
+    page.plot(_speeds(run))
+    for task in dict.fromkeys(r["task"] for r in run.rows):
+        _task(page, run, task)
+    page.measured(run)
+    return page
+
+
+def _speeds(run: Run) -> Plot:
+    panels = []
+    for task in ("probabilities", "hidden states", "training"):
+        rows = [r for r in run.rows if r["task"] == task]
+        cases = list(dict.fromkeys(r["case"] for r in rows))
+        first = rows[0]["way"]
+        by = {(r["case"], r["way"]): r["speed"] for r in rows}
+        ways = sorted({way for _, way in by} - {first}, key=lambda way: (not way.startswith("custom_mm"), way))
+        panels.append(
+            Panel(
+                "bars",
+                HEADINGS[task][0],
+                f"speed relative to the stock model with {first} attention (higher is better)",
+                "BERT, batch x tokens",
+                {WAYS.get(way, f"stock, {way}"): [by[case, way] for case in cases] for way in ways},
+                cases,
+                ratio=True,
+            )
+        )
+    return Plot("performance/encoders", "Speed of BERT with attention of matmuls", run.machine, panels)
+
+
+def _task(page: Page, run: Run, task: str) -> None:
+    rows = [r for r in run.rows if r["task"] == task]
+    heading, stock = HEADINGS.get(task, (task, f"the stock model with {rows[0]['way']}"))
+    page.heading(heading)
+    page.table(
+        f"A row is one way to run a model. Speed is relative to {stock}: higher is better. Memory is the peak "
+        "above the weights "
+        "and the returned probabilities, in MiB and relative to the same model: lower is better.",
+        ("model", "way", "time, ms", "speed", "memory, MiB", "memory, relative"),
+        (
+            [
+                *(r["case"], f"`{r['way']}`" + (" (stock)" if r["way"] == rows[0]["way"] else "")),
+                *(number(r[key]) for key in ("ms", "speed", "above_mib", "memory")),
+            ]
+            for r in rows
+        ),
+    )
+    best: dict[str, float] = {}
+    for r in rows:
+        if not r["way"].startswith("custom_mm"):
+            best[r["case"]] = min(r["ms"], best.get(r["case"], r["ms"]))
+    ours = [r for r in rows if r["way"].startswith("custom_mm")]
+    ratios = [(best[r["case"]] / r["ms"], f"{r['case']}, `{r['way']}`") for r in ours]
+    page.say(losses(ratios, "the fastest stock attention"))

@@ -1,0 +1,52 @@
+"""Numbers with three significant digits, tables of Markdown, and sentences that name the lowest ratio."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ..bench import geometric_mean
+
+NUMBER = re.compile(r"[\d.,]+ ?%?( \([\d.,]+\))?")  # 3.14, 1,230, 90%, 3.14 (1.20)
+DTYPES = ("bfloat16", "float16", "float32", "TF32", "float64")
+
+
+def number(x: float | None) -> str:
+    """Three significant digits, without an exponent; empty for None."""
+    if x is None:
+        return ""
+    if abs(x) >= 999.5:
+        return f"{float(f'{x:.3g}'):,.0f}"
+    return f"{x:#.3g}".rstrip(".") if x else "0"
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """A key to sort by that takes the numbers in a text as numbers: 768x3072 before 4096x4096."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text) if part]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; columns of numbers are aligned on the right."""
+    rows = [list(row) for row in rows]
+    numeric = [all(not row[i] or NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(header))]
+    rule = ["---:" if right else "---" for right in numeric]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (list(header), rule, *rows))
+
+
+def mean_and_lowest(ratios: Iterable[float | None]) -> str:
+    """Geometric mean and, in brackets, the lowest."""
+    known = [r for r in ratios if r is not None]
+    return f"{number(geometric_mean(known))} ({number(min(known))})" if known else ""
+
+
+def losses(ratios: Iterable[tuple[float | None, str]], over: str, of: str = "") -> str:
+    """A sentence: how many cases are slower than `over`, and the lowest ratio with its case. Takes (ratio, case).
+
+    of: what is compared, where that needs a name.
+    """
+    known = [(r, case) for r, case in ratios if r is not None]
+    lowest, case = min(known)
+    slower = sum(r < 0.995 for r, _ in known)
+    count = f"{slower} of {len(known)} cases are" if slower != 1 else f"1 of {len(known)} cases is"
+    if not slower:
+        count = f"None of {len(known)} cases is"
+    name = f"**Losses, {of}.**" if of else "**Losses.**"
+    return f"{name} {count} slower than {over} by more than 0.5 %. The lowest ratio is {number(lowest)}: {case}."

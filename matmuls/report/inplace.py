@@ -1,0 +1,125 @@
+"""The page on products that write their result over their input."""
+
+from .format import DTYPES, losses, number
+from .page import Page
+from .plot import Panel, Plot
+from .results import Results, Rows
+
+PRODUCTS = {"matmul_": "torch.mm(a, b, out=c)", "linear_": "F.linear(x, weight, bias)"}
+
+
+def page(results: Results) -> Page:
+    page = Page("performance/inplace.md", "Products in place")
+    page.say(
+        "`matmul_` and `linear_` write the product over their first argument.",
+        "They save the memory of a second tensor of its size. Speed is beside torch's product into another tensor.",
+    )
+    _products(page, results)
+    _feed_forward(page, results)
+    _cpu(page, results)
+    return page
+
+
+def _products(page: Page, results: Results) -> None:
+    runs = {name: results.bench(name) for name in PRODUCTS}
+    rows = [r for run in runs.values() for r in run.rows]
+    by = {(r["operation"], r["case"], r["dtype"]): r for r in rows if r["kind"] == "gpu"}
+    cases = sorted({case for _, case, _ in by}, key=lambda case: [int(x) for x in case.split("x")][::-1])
+    dtypes = [d for d in DTYPES if any(d == dtype for _, _, dtype in by)]
+    page.heading("Products on a GPU")
+    page.plot(
+        Plot(
+            "performance/inplace",
+            "Products in place beside products into another tensor",
+            runs["matmul_"].machine,
+            [
+                Panel(
+                    "bars",
+                    f"{name} over {rival}",
+                    "speed relative to torch (higher is better)",
+                    "rows x K",
+                    {d: [by[name, case, d]["ratio"] for case in cases] for d in dtypes},
+                    cases,
+                    ratio=True,
+                )
+                for name, rival in PRODUCTS.items()
+            ],
+        )
+    )
+    for name, rival in PRODUCTS.items():
+        page.table(
+            f"A row is one shape of `{name}`: rows x K, with a K x K weight. A cell is the speed over `{rival}`: "
+            "higher is "
+            "better.",
+            ("rows x K", *dtypes),
+            ([case, *(number(by[name, case, d]["ratio"]) for d in dtypes)] for case in cases),
+        )
+        page.say(losses([(r["ratio"], f"{c}, {d}") for (n, c, d), r in by.items() if n == name], f"`{rival}`"))
+    _memory(page, [r for r in rows if r["kind"] == "memory"], cases, dtypes)
+    page.measured(*{run.file: run for run in runs.values()}.values())
+
+
+def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None:
+    """What `matmul_` allocates, beside the size of the result that a product into another tensor needs."""
+    extra = {(r["case"], r["dtype"]): r["ours_mib"] for r in rows if r["operation"] == "matmul_"}
+
+    def size(case: str, width: int) -> str:
+        m, k = (int(x) for x in case.split("x"))
+        return number(m * k * width / 2**20)
+
+    page.table(
+        "A row is one shape of `matmul_`. Each cell is the peak memory above the inputs: lower is better. The "
+        "last columns are "
+        "the size of the result, which a product into another tensor needs.",
+        ("rows x K", *(f"{d}, MiB" for d in dtypes), "result in 16 bits, MiB", "result in float32, MiB"),
+        ([case, *(number(extra.get((case, d))) for d in dtypes), size(case, 2), size(case, 4)] for case in cases),
+    )
+
+
+def _feed_forward(page: Page, results: Results) -> None:
+    run = results.bench("feed_forward_")
+    rows = [r for r in run.rows if r["kind"] == "gpu"]
+    peaks = {(r["case"], r["dtype"]): r for r in run.rows if r["kind"] == "memory"}
+    page.heading("A feed-forward network in place")
+    page.table(
+        "A row is one case of `feed_forward_`, rows x width x inner width: x becomes the layer norm of x + its "
+        "feed-forward "
+        "network. Speed: higher is better. Memory is the peak above the inputs: lower is better.",
+        (
+            *("case", "dtype", "matmuls, µs", "speed over eager torch", "speed over torch.compile"),
+            *("matmuls, MiB", "torch, MiB"),
+        ),
+        (
+            [
+                *(r["case"], r["dtype"], number(r["ours_us"])),
+                *(number(r["rivals_us"][way] / r["ours_us"]) for way in ("torch", "torch.compile")),
+                *(number(peaks[r["case"], r["dtype"]][key]) for key in ("ours_mib", "rival_mib")),
+            ]
+            for r in rows
+        ),
+    )
+    page.say(
+        losses([(r["ratio"], f"{r['case']}, {r['dtype']}") for r in rows], "the faster of eager and torch.compile")
+    )
+    page.measured(run)
+
+
+def _cpu(page: Page, results: Results) -> None:
+    run = results.run("bench-cpu-inplace.json")
+    rows = [r for r in run.rows if r["kind"] == "cpu"]
+    page.heading("Products on a CPU")
+    page.table(
+        "A row is one case, rows x K. Speed is torch's time over that of matmuls: higher is better. Spread is "
+        "that of the "
+        "measurement, relative to the time.",
+        ("operation", "case", "dtype", "matmuls, ms", "torch, ms", "speed", "spread"),
+        (
+            [
+                *(f"`{r['operation']}`", r["case"], r["dtype"], number(r["ours_us"] / 1e3)),
+                *(number(r["rival_us"] / 1e3), number(r["ratio"]), number(r["spread"])),
+            ]
+            for r in rows
+        ),
+    )
+    page.say(losses([(r["ratio"], f"`{r['operation']}`, {r['case']}") for r in rows], "torch"))
+    page.measured(run)

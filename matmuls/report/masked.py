@@ -1,0 +1,113 @@
+"""The page on products of two experts: each row goes through one of two weights."""
+
+from typing import Any
+
+from ..bench import DENSE
+from .format import losses, number
+from .page import Page
+from .plot import Panel, Plot
+from .results import Results, Rows, Run
+
+OPERATIONS = {"masked_linear": "M x K x N", "masked_ffn": "M x D x H"}
+BACKWARD = "forward + backward "
+
+
+def page(results: Results) -> Page:
+    page = Page("performance/masked.md", "Two experts: masked_linear and masked_ffn")
+    page.say(
+        "`masked_linear` sends each row through one of two weights, as a mask says, in one product.",
+        "`masked_ffn` does the same with two SwiGLU networks.",
+        "A dense product of the same size, with one weight for all rows, is the best that one may hope for.",
+        "The rivals compute the same result: two products of rows that are gathered by the mask, "
+        "`torch._grouped_mm` of "
+        "sorted rows, or both products of all rows, blended.",
+    )
+    runs = {name: results.bench(name) for name in OPERATIONS}
+    for name, run in runs.items():
+        _operation(page, name, run)
+    _memory(page, runs["masked_ffn"])
+    _host(page, runs["masked_linear"])
+    return page
+
+
+def _fastest(row: dict[str, Any]) -> tuple[float, str]:
+    """Time and name of the fastest rival with the same result."""
+    return min((us, name) for name, us in row["rivals_us"].items() if us and name != DENSE)
+
+
+def _over_dense(row: dict[str, Any]) -> float:
+    return float(row["rivals_us"][DENSE] / row["ours_us"])
+
+
+def _split(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Direction, shape and mask of a case such as "forward + backward 512x4096x4096 16 spans"."""
+    case = row["case"]
+    shape, mask = case.removeprefix(BACKWARD).split(maxsplit=1)
+    return ("forward + backward" if case.startswith(BACKWARD) else "forward", shape, mask)
+
+
+def _operation(page: Page, name: str, run: Run) -> None:
+    rows: Rows = [r for r in run.rows if r["kind"] == "gpu"]
+    rows = sorted(rows, key=lambda r: (_split(r)[0], [int(x) for x in _split(r)[1].split("x")], _split(r)[2]))
+    page.heading(f"`{name}`")
+    shown = [r for r in rows if _split(r)[2] == "span"]
+    page.plot(
+        Plot(
+            f"performance/{name.replace('_', '-')}",
+            f"{name}: one span of rows for the first weight, {rows[0]['dtype']}",
+            run.machine,
+            [
+                Panel(
+                    "bars",
+                    f"shapes {OPERATIONS[name]}",
+                    "speed (higher is better)",
+                    "case",
+                    {
+                        "over the fastest rival with the same result": [_fastest(r)[0] / r["ours_us"] for r in shown],
+                        "over one dense product of the same size": [_over_dense(r) for r in shown],
+                    },
+                    [f"{_split(r)[1]}\n{_split(r)[0]}" for r in shown],
+                    ratio=True,
+                )
+            ],
+        )
+    )
+    page.table(
+        f"A row is one shape, {OPERATIONS[name]}, in {rows[0]['dtype']}, with one kind of mask. Both speeds: higher is "
+        "better; over one dense product 1 would mean that the second weight costs nothing.",
+        ("direction", "shape", "mask", "matmuls, µs", "over one dense product", "over the fastest rival", "that rival"),
+        (
+            [
+                *(*_split(r), number(r["ours_us"]), number(_over_dense(r))),
+                *(number(_fastest(r)[0] / r["ours_us"]), _fastest(r)[1]),
+            ]
+            for r in rows
+        ),
+    )
+    page.say(losses([(_fastest(r)[0] / r["ours_us"], r["case"]) for r in rows], "the fastest rival"))
+    page.say(losses([(_over_dense(r), r["case"]) for r in rows], "one dense product"))
+    page.measured(run)
+
+
+def _memory(page: Page, run: Run) -> None:
+    page.heading("Memory")
+    page.table(
+        "A row is one case of `masked_ffn`. Peak memory above the inputs in MiB: lower is better. "
+        "`recompute=True` computes the inner rows again in backward.",
+        ("case", "matmuls, MiB", "two networks of split rows, MiB"),
+        ([r["case"], number(r["ours_mib"]), number(r["rival_mib"])] for r in run.rows if r["kind"] == "memory"),
+    )
+    page.measured(run)
+
+
+def _host(page: Page, run: Run) -> None:
+    rows = [r for r in run.rows if r["kind"] == "host"]
+    page.heading("Host time of one small call")
+    page.table(
+        "A row is a call of `masked_linear` too small to keep the GPU busy: what the host waits for before it goes on. "
+        "The last column is the time of matmuls over torch's: lower is better.",
+        ("case", "matmuls, µs", "torch, µs", "matmuls / torch"),
+        ([r["case"], number(r["ours_us"]), number(r["rival_us"]), number(1 / r["ratio"])] for r in rows),
+    )
+    page.say(losses([(r["ratio"], r["case"]) for r in rows], "torch"))
+    page.measured(run)

@@ -1,0 +1,48 @@
+"""A page of Markdown, built from top to bottom: paragraphs, tables that a sentence introduces, plots."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .format import table
+from .plot import Plot
+from .results import Run
+
+NOTE = "<!-- Written by `matmuls report` from benchmarks/results. Do not edit. -->"
+
+
+@dataclass
+class Page:
+    """A Markdown page below docs/ that is built from top to bottom, with its plots.
+
+    path: below docs/, such as "performance/dense.md".
+    """
+
+    path: str
+    title: str
+    plots: list[Plot] = field(default_factory=list)
+    _parts: list[str] = field(default_factory=list)
+
+    def say(self, *sentences: str) -> None:
+        """A paragraph."""
+        self._parts.append(" ".join(sentences))
+
+    def heading(self, text: str) -> None:
+        self._parts.append(f"## {text}")
+
+    def measured(self, *runs: Run) -> None:
+        """Where the figures below come from."""
+        self._parts += [run.told for run in runs]
+
+    def table(self, sentence: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """A table after a sentence that says what a row is and which direction is better."""
+        self._parts += [sentence, table(header, rows).rstrip("\n")]
+
+    def plot(self, plot: Plot) -> None:
+        """An image, with its title as the text that stands for it."""
+        self.plots.append(plot)
+        up = "../" * self.path.count("/")
+        self._parts.append(f"![{plot.title}]({up}assets/{plot.name}.svg)")
+
+    @property
+    def text(self) -> str:
+        return "\n\n".join([NOTE, f"# {self.title}", *self._parts]) + "\n"

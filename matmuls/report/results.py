@@ -1,0 +1,114 @@
+"""Reads the result files of benchmarks/results: rows with the environment that they were measured in."""
+
+import html
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from .. import experiment, figures
+
+Rows = list[dict[str, Any]]
+# raised where JSON has another structure
+FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+FOLDED = 150  # characters of a command from which on it is folded
+# names with wildcards -> reason: results that no page shows
+NOT_SHOWN = {"checks-*.json": "test and sanitizer runs, not speeds"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result file, or the part of it that a table shows."""
+
+    file: str
+    environment: dict[str, Any]
+    rows: Rows
+
+    @property
+    def machine(self) -> str:
+        return figures.machine(self.environment)
+
+    @property
+    def card(self) -> str:
+        """The GPU's short name, such as "H200"; "CPU" for others."""
+        device = str(self.environment["device"])
+        return device.removeprefix("NVIDIA ").split()[0] if device.startswith("NVIDIA") else "CPU"
+
+    @property
+    def told(self) -> str:
+        """A paragraph for readers: machine, versions, commit, file and command; a long command is folded."""
+        facts = self.environment
+        cuda = (facts.get("build") or {}).get("cuda")
+        cores = f", {facts['threads']} threads" if not cuda and facts.get("threads") else ""
+        versions = f"torch {facts['torch']}" + (f", CUDA {cuda}" if cuda else "")
+        date = f", {str(facts['date'])[:10]}" if facts.get("date") else ""
+        commit = f", commit `{str(facts['commit'])[:7]}`" if facts.get("commit") else ""
+        where = f"{figures.device(facts)}{cores}, {versions}{date}{commit}"
+        file = f"`benchmarks/results/{self.file}`"
+        command = facts.get("command")
+        if command is None:
+            return f"Measured on: {where}. File: {file}. An experiment, without a command."
+        if len(command) <= FOLDED:
+            return f"Measured on: {where}. Command: `{command}`. File: {file}."
+        folded = f"<details><summary>The command</summary><code>{html.escape(command)}</code></details>"
+        return f"Measured on: {where}. File: {file}.\n\n{folded}"
+
+
+class Results:
+    """The folder of result files. Its methods raise ValueError for a missing or malformed file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.used: set[str] = set()  # names of the files that were read for the page at hand
+        if not any(folder.glob("*.json")):
+            raise ValueError(f"expected a folder with the JSON files of benchmarks, got {folder}")
+
+    def _content(self, path: Path) -> dict[str, Any]:
+        try:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content.setdefault("environment", {k: v for k, v in content.items() if isinstance(v, str)})
+            content["environment"]["device"], content["environment"]["torch"]
+            return content
+        except FOREIGN as error:
+            raise ValueError(f"expected what a benchmark wrote in {path}: {error!r}") from None
+
+    def run(self, name: str) -> Run:
+        """A file with rows."""
+        content = self._content(self.folder / name)
+        self.used.add(name)
+        return Run(name, content["environment"], content.get("rows", []))
+
+    def cases(self, name: str) -> tuple[Run, list[experiment.Case]]:
+        """A file of `matmuls spmm`."""
+        try:
+            return self.run(name), experiment.load(self.folder / name)
+        except FOREIGN as error:
+            raise ValueError(f"expected what matmuls spmm wrote in {self.folder / name}: {error!r}") from None
+
+    def bench(self, operation: str) -> Run:
+        """The operation's rows of the newest complete `matmuls bench` on a GPU that has it."""
+        if operation not in self._newest:
+            raise ValueError(f"expected results of {operation} in {self.folder}/bench-cuda*.json")
+        run = self._newest[operation]
+        self.used.add(run.file)
+        return run
+
+    @cached_property
+    def _newest(self) -> dict[str, Run]:
+        runs = [(path.name, self._content(path)) for path in sorted(self.folder.glob("bench-cuda*.json"))]
+        complete = [(name, c) for name, c in runs if c["environment"].get("complete", True)]
+        newest: dict[str, Run] = {}
+        for name, content in sorted(complete, key=lambda run: str(run[1]["environment"].get("date"))):
+            rows = sorted(content["rows"], key=lambda row: row["operation"])
+            for operation, own in groupby(rows, key=lambda row: row["operation"]):
+                newest[operation] = Run(name, content["environment"], list(own))
+        return newest
+
+    def everything(self) -> Iterator[Run]:
+        """Every file of the folder, by name."""
+        for path in sorted(self.folder.glob("*.json")):
+            content = self._content(path)
+            yield Run(path.name, content["environment"], content.get("rows", []))

@@ -1,0 +1,237 @@
+"""The page on operations along rows: softmax and the norms."""
+
+from typing import Any
+
+from ..bench import COMPILED
+from .format import DTYPES, losses, number
+from .page import Page
+from .plot import Panel, Plot
+from .results import Results, Rows, Run
+
+OPERATIONS = ("softmax_", "layer_norm_", "rms_norm_")
+
+
+def page(results: Results) -> Page:
+    page = Page("performance/rows.md", "Softmax and norms along rows")
+    page.say(
+        "These operations read each row once and write it once, so the time of a copy of the same bytes is the limit.",
+        "Forward works in place; a gradient goes into a tensor of its own, which reads two tensors for each that "
+        "it writes "
+        "and may be faster than a copy.",
+        "The gradient of `rms_norm_` is beside a formula in torch's operations, not beside a fused kernel.",
+    )
+    runs = {name: results.bench(name) for name in OPERATIONS}
+    _shares(page, runs)
+    for name, run in runs.items():
+        _operation(page, name, run)
+    _residual(page, runs["layer_norm_"], runs["rms_norm_"])
+    _compiled(page, [r for run in runs.values() for r in run.rows])
+    _cpu(page, results)
+    _dims(page, results)
+    _lengths(page, results)
+    _uneven(page, results)
+    return page
+
+
+def _by_columns(run: Run) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """The rows of a run by direction, dtype and columns."""
+    found = {}
+    for r in run.rows:
+        if r["kind"] == "gpu":
+            direction, shape = r["case"].split()
+            found[direction, r["dtype"], int(shape.split("x")[1])] = r
+    return found
+
+
+LINES = [(direction, dtype) for direction in ("forward", "backward") for dtype in ("bfloat16", "float32")]
+
+
+def _shares(page: Page, runs: dict[str, Run]) -> None:
+    panels = []
+    for name, run in runs.items():
+        by = _by_columns(run)
+        columns = sorted({n for direction, _, n in by if direction != "residual"})
+        shares = {
+            f"{direction}, {dtype}": [
+                by[direction, dtype, n]["roof"] if (direction, dtype, n) in by else None for n in columns
+            ]
+            for direction, dtype in LINES
+        }
+        panels.append(
+            Panel("lines", name, "share of a copy's speed\n(higher is better)", "columns", shares, columns, ratio=True)
+        )
+    caption = "; ".join(dict.fromkeys(run.machine for run in runs.values()))
+    title = "Operations along rows beside a copy of the same bytes"
+    page.plot(Plot("performance/rows", title, caption, panels))
+
+
+def _operation(page: Page, name: str, run: Run) -> None:
+    by = _by_columns(run)
+    columns = sorted({n for direction, _, n in by if direction != "residual"})
+    page.heading(f"`{name}`")
+    page.table(
+        "A row is a number of columns, of 2^29 elements in all. Each cell has the share of a copy's speed and, "
+        "in brackets, "
+        "the speed over the faster of eager torch and torch.compile: both are better where higher.",
+        ("columns", *(f"{direction}, {dtype}" for direction, dtype in LINES)),
+        (
+            [
+                str(n),
+                *(
+                    f"{number(by[direction, dtype, n]['roof'])} ({number(by[direction, dtype, n]['ratio'])})"
+                    if (direction, dtype, n) in by
+                    else ""
+                    for direction, dtype in LINES
+                ),
+            ]
+            for n in columns
+        ),
+    )
+    cases = [(r["ratio"], f"{d}, {dtype}, {n} columns") for (d, dtype, n), r in by.items()]
+    page.say(losses(cases, "the faster of eager torch and torch.compile"))
+    page.measured(run)
+
+
+def _residual(page: Page, *runs: Run) -> None:
+    page.heading("Norms of x + residual")
+    page.table(
+        "A row is one case, rows x columns. Speed is over the faster of eager torch and torch.compile: higher is "
+        "better.",
+        ("operation", "shape", "dtype", "matmuls, µs", "share of a copy's speed", "speed"),
+        (
+            [
+                *(f"`{r['operation']}`", r["case"].split()[1], r["dtype"]),
+                *(number(r[key]) for key in ("ours_us", "roof", "ratio")),
+            ]
+            for run in runs
+            for r in run.rows
+            if r["case"].startswith("residual")
+        ),
+    )
+
+
+def _compiled(page: Page, rows: Rows) -> None:
+    """A sentence on the cases that are slower than torch.compile's."""
+    compared = [r for r in rows if r["rivals_us"].get(COMPILED)]
+    ratios = [
+        (r["rivals_us"][COMPILED] / r["ours_us"], f"`{r['operation']}`, {r['case']}, {r['dtype']}") for r in compared
+    ]
+    page.heading("Beside torch.compile alone")
+    page.say(losses(ratios, "torch.compile"))
+
+
+def _cpu(page: Page, results: Results) -> None:
+    run = results.run("bench-cpu-rows.json")
+    rows = [r for r in run.rows if r["kind"] == "cpu"]
+    page.heading("On a CPU")
+    page.table(
+        "A row is one case, rows x columns, in place beside torch's operation into a new tensor. Speed: higher "
+        "is better.",
+        ("operation", "shape", "dtype", "matmuls, µs", "torch, µs", "speed"),
+        (
+            [
+                *(f"`{r['operation']}`", r["case"].split()[1], r["dtype"]),
+                *(number(r[key]) for key in ("ours_us", "rival_us", "ratio")),
+            ]
+            for r in rows
+        ),
+    )
+    page.say(losses([(r["ratio"], f"`{r['operation']}`, {r['case']}, {r['dtype']}") for r in rows], "torch"))
+    page.measured(run)
+
+
+def _dims(page: Page, results: Results) -> None:
+    run = results.run("softmax-dims-cpu.json")
+    names = ("softmax", "softmax_", "softmax_backward")
+    dots = {name: [r["us"][rival] / r["us"][name] for r in run.rows] for name, rival in zip(names, DIMS, strict=True)}
+    page.heading("Softmax along every dimension on a CPU")
+    page.plot(
+        Plot(
+            "performance/rows-dims-cpu",
+            "Softmax along every dimension of drawn shapes, on a CPU",
+            run.machine,
+            [
+                Panel(
+                    "strips",
+                    "over torch",
+                    "speed relative to torch (higher is better)",
+                    "operation",
+                    dots,
+                    ratio=True,
+                    log=True,
+                )
+            ],
+        )
+    )
+    for name in names:
+        cases = zip(dots[name], run.rows, strict=True)
+        named = [(ratio, f"shape {r['shape']}, dimension {r['dim']}, {r['dtype']}") for ratio, r in cases]
+        page.say(losses(named, "torch", f"`{name}`"))
+    page.measured(run)
+
+
+DIMS = ("torch", "torch", "torch backward")  # the rivals of softmax, softmax_ and softmax_backward
+
+
+def _lengths(page: Page, results: Results) -> None:
+    run = results.run("row-lengths-cuda.json")
+    groups: dict[tuple[str, str, str], Rows] = {}
+    for r in run.rows:
+        device = r.get("device", run.environment["device"]).removeprefix("NVIDIA ").split()[0]
+        groups.setdefault((r["operation"], r["dtype"], device), []).append(r)
+    page.heading("Many lengths of rows")
+    page.table(
+        "A row is an operation in one dtype on one card, over many lengths of rows. Shares are of a copy's "
+        "speed: 1 is a copy; "
+        "higher is better. The lowest share is named with its number of columns.",
+        ("operation", "dtype", "card", "lengths", "median share", "lowest share", "at columns"),
+        (
+            [
+                *(
+                    f"`{operation.split(',')[0]}`{operation[len(operation.split(',')[0]) :]}",
+                    dtype,
+                    device,
+                    str(len(own)),
+                ),
+                f"{sorted(r['share'] for r in own)[len(own) // 2]:.2f}",
+                *(f"{min(own, key=_share)['share']:.2f}", str(min(own, key=_share)["columns"])),
+            ]
+            for (operation, dtype, device), own in sorted(groups.items())
+        ),
+    )
+    page.say("These are experiments on the way to the present kernels, of several commits, without a command.")
+    page.measured(run)
+
+
+def _share(row: dict[str, Any]) -> float:
+    return float(row["share"])
+
+
+def _uneven(page: Page, results: Results) -> None:
+    run = results.run("uneven-rows-cuda.json")
+    by = {(r["operation"], r["dtype"], r["columns"]): r for r in run.rows}
+    names = sorted({operation for operation, _, _ in by})
+    dtypes = [d for d in DTYPES if any(d == dtype for _, dtype, _ in by)]
+    columns = sorted({n for _, _, n in by})
+    panels = [
+        Panel(
+            "lines",
+            dtype,
+            "share of a copy's speed\n(higher is better)",
+            "columns",
+            {name: [by[name, dtype, n]["ours"] if (name, dtype, n) in by else None for n in columns] for name in names},
+            columns,
+            ratio=True,
+        )
+        for dtype in dtypes
+    ]
+    page.heading("Rows that are no multiple of 16 bytes")
+    title = "Rows that are no multiple of 16 bytes, beside a copy"
+    page.plot(Plot("performance/rows-uneven", title, run.machine, panels))
+    worst = min(run.rows, key=lambda r: r["ours"])
+    page.say(
+        "Long rows, and gradients of norms, are the slowest here.",
+        f"The lowest share is {worst['ours']:.2f}: `{worst['operation']}`, {worst['dtype']}, "
+        f"{worst['columns']} columns.",
+    )
+    page.measured(run)

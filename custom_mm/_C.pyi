@@ -43,7 +43,7 @@ class RelaxedCapture:
     def __enter__(self) -> None: ...
     def __exit__(self, *args: object) -> None: ...
 
-class BoundCalls:
+class PreparedCalls:
     """Prepared operator calls: all arguments but one tensor are fixed. Keeps the last 16."""
 
     def bind(self, name: str, arguments: Sequence[Any], at: int, watched: Sequence[Tensor]) -> None:
@@ -55,16 +55,34 @@ class BoundCalls:
         """The result for x, or None if no prepared call matches x in shape, strides, dtype, device and dispatch modes,
         or under a gradient or a capture. first: the first tensor of `watched`."""
 
-def look_at_offsets(name: str, offsets: Tensor, nonzeros: int, what: str) -> None:
+def validate_offsets(name: str, offsets: Tensor, nonzeros: int, what: str) -> None:
     """Raises ValueError unless offsets begin with 0, do not decrease and end with `nonzeros`, the number of `what`.
     Does nothing on a GPU."""
 
-def look_at_indices(name: str, what: str, indices: Tensor, size: int) -> None:
+def validate_indices(name: str, what: str, indices: Tensor, size: int) -> None:
     """Raises ValueError if an index is not from 0 to size - 1. Does nothing on a GPU."""
 
 def trust_indices(crow: Tensor, col: Tensor, order: Tensor | None, columns: int) -> None:
     """Validates indices that only a plan owns and records the result with them: CPU operators do not validate them
     again until a write changes their version. Raises ValueError if they are invalid. Does nothing on a GPU."""
+
+kernel_limits: dict[str, int]
+"""Limits that kernels and Python's selection share: skewed (ratio of the longest row to the mean above which the row
+kernel cuts rows), fewest_in_fp16x2 (nonzeros per row), hopper_block_bytes (shared memory of a block)."""
+
+def choose_spmm(
+    *,
+    rows: int,
+    columns: int,
+    nonzeros: int,
+    longest: int,
+    n: int,
+    batches: int = 1,
+    element_bytes: int = 4,
+    vectors: bool = True,
+    multiprocessors: int = 132,
+) -> dict[str, Any]:
+    """What a csr_spmm of these sizes without a plan runs on a GPU: src/sparse/spmm/choose.h. Runs nothing."""
 
 def check_no_overlap(op: str, out: Tensor, values: Tensor, dense: Tensor) -> None:
     """Raises RuntimeError if out shares an element with itself or with one of the others."""

@@ -73,4 +73,4 @@ def takes_tf32() -> bool:
 
 
 CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)  # of 1 to 8 blocks that run at once on an H200
-SHARED_BYTES = 226 * 1024  # of a block on Hopper: kShared of the smem_tiles and packed_mma kernels
+SHARED_BYTES: int = custom_mm._C.kernel_limits["hopper_block_bytes"]  # shared memory of a block on Hopper

@@ -8,7 +8,9 @@
 #include "glue/checks.h"
 #include "glue/handles.h"
 #include "glue/prepared_calls.h"
+#include "gpu/hopper_limits.h"
 #include "sparse/index_checks.h"
+#include "sparse/spmm/choose.h"
 #ifdef MATMULS_CUDA
 #include "gpu/device_limits.h"
 #endif
@@ -49,6 +51,20 @@ struct Relaxed {
 };
 
 at::Device gpu(int index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
+
+py::dict choose_spmm(const matmuls::spmm::ProductFacts& facts) {
+  const auto choice = matmuls::spmm::choose_rows(facts);
+  py::dict result;
+  result["kernel"] = choice.name();
+  result["lanes"] = choice.lanes, result["parts"] = choice.parts, result["vectors"] = choice.vectors;
+  result["shares"] = choice.shares, result["lean"] = choice.lean;
+  result["blocks"] = choice.blocks, result["piece_blocks"] = choice.piece_blocks, result["slices"] = choice.slices;
+  result["rows_each"] = choice.rows_each, result["slices_first"] = choice.slices_first;
+  result["slot"] = choice.slot, result["slots"] = choice.slots;
+  result["densify"] = matmuls::spmm::is_worth_densifying(facts, false);
+  result["densify_copies"] = matmuls::spmm::is_worth_densifying(facts, true);
+  return result;
+}
 
 py::dict build_info() {
   py::dict info;
@@ -98,19 +114,31 @@ PYBIND11_MODULE(_C, m) {
       .def("__exit__", [](Relaxed& self, const py::args&) { self.entered.reset(); });
   m.def("build_info", build_info);
   m.def(
-      "look_at_offsets",
+      "validate_offsets",
       [](const std::string& name, const at::Tensor& offsets, int64_t nonzeros, const std::string& what) {
-        matmuls::look_at_offsets(name.c_str(), offsets, nonzeros, what.c_str());
+        matmuls::validate_offsets(name.c_str(), offsets, nonzeros, what.c_str());
       },
       no_gil());
   m.def(
-      "look_at_indices",
+      "validate_indices",
       [](const std::string& name, const std::string& what, const at::Tensor& indices, int64_t size) {
-        matmuls::look_at_indices(name.c_str(), what.c_str(), indices, size);
+        matmuls::validate_indices(name.c_str(), what.c_str(), indices, size);
       },
       no_gil());
   m.def("trust_indices", matmuls::trust_indices, py::arg("crow"), py::arg("col"), py::arg("order"), py::arg("columns"),
         no_gil());
+  m.def(
+      "choose_spmm",
+      [](int64_t rows, int64_t columns, int64_t nonzeros, int64_t longest, int64_t n, int64_t batches,
+         int element_bytes, bool vectors, int64_t multiprocessors) {
+        return choose_spmm({rows, columns, nonzeros, longest, n, batches, element_bytes, vectors, multiprocessors});
+      },
+      py::kw_only(), py::arg("rows"), py::arg("columns"), py::arg("nonzeros"), py::arg("longest"), py::arg("n"),
+      py::arg("batches") = 1, py::arg("element_bytes") = 4, py::arg("vectors") = true,
+      py::arg("multiprocessors") = 132);
+  m.attr("kernel_limits") =
+      py::dict(py::arg("skewed") = matmuls::spmm::kSkewed, py::arg("fewest_in_fp16x2") = matmuls::spmm::kFewestInFp16x2,
+               py::arg("hopper_block_bytes") = matmuls::kHopperBlockBytes);
 #ifdef MATMULS_CUDA
   m.def(
       "simulate_device",
@@ -130,5 +158,5 @@ PYBIND11_MODULE(_C, m) {
         matmuls::check_no_overlap(op.c_str(), out, {{"values", values}, {"dense", dense}});
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
-  matmuls::define_bound_calls(m);
+  matmuls::define_prepared_calls(m);
 }

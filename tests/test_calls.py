@@ -218,7 +218,7 @@ def test_b_is_not_kept_alive():
 
 def test_bad_bindings_raise():
     x = torch.randn(3, 3)
-    calls = _C.BoundCalls()
+    calls = _C.PreparedCalls()
     with pytest.raises(RuntimeError, match="nothing_like_it"):
         calls.bind("custom_mm::nothing_like_it", [x, x], 1, [])
     calls.bind("custom_mm::matmul", [x, x, False, False], 1, [x])

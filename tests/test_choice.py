@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from custom_mm.indices import Check
 from matmuls import measure, plan, spmm
-from matmuls.device import SHARED_BYTES, has_hopper_kernels
+from matmuls.device import has_hopper_kernels
 from matmuls.sparse import costs, default_spmm, layouts, race, select, selector
 
 
@@ -698,9 +698,3 @@ def test_the_default_product_is_named_by_the_kernel_that_runs(sizes, n, dtype, w
     assert two.fastest(without_gradient=False) == select.DENSE
 
 
-def test_limits_of_rows_are_those_of_the_kernels():
-    launcher = (KERNELS / "spmm.cu").read_text()
-    assert f"kSkewed = {costs.SPLIT_ROWS_SKEW};" in launcher
-    assert f"kFewestInHalves = {costs.MIN_MEAN_FP16X2};" in (KERNELS / "densified/densified.h").read_text()
-    for path in ("smem_tiles/kernel.cu", "packed_mma/kernel_sm90.cu"):
-        assert f"kShared = {SHARED_BYTES // 1024} << 10;" in (KERNELS / path).read_text()

@@ -7,6 +7,8 @@ A [rows, columns] sparse, B [columns, n] dense. All models were fitted to measur
 import math
 from functools import lru_cache
 
+from custom_mm import _C
+
 from ..device import CLUSTERS, H200, SHARED_BYTES, Memory
 from .csr_pattern import CsrPattern
 from .names import FP16X2, SPARSE24
@@ -16,9 +18,9 @@ from .smem_tiles import SLICE, layout_of
 # Three limits on the longest row, as a multiple of the mean row (in nonzeros). Each decides something else.
 EVEN_RATIO = 4  # up to it the cost models hold, so a kernel may be selected by size without measuring
 CHUNKS_SKEW = 4  # above it the default product takes chunks from fewer products on, and rows are not reordered
-SPLIT_ROWS_SKEW = 8  # above it the row kernel cuts rows: kSkewed of src/sparse/spmm/spmm.cu
+SPLIT_ROWS_SKEW = _C.kernel_limits["skewed"]  # above it the row kernel cuts rows
 
-MIN_MEAN_FP16X2 = 16  # nonzeros a row: sums of fewer round by less than fp16x2 leaves out; kFewestInHalves of the C++
+MIN_MEAN_FP16X2 = _C.kernel_limits["fewest_in_fp16x2"]  # nonzeros a row: sums of fewer round by less than fp16x2
 MIN_ROWS = 1024  # rows of A: with fewer, the row kernel splits rows longer than LONG_ROW, which takes up to 2x as long
 MIN_ROWS_16BIT = 512  # the same for 16-bit products, whose model knows of that
 LONG_ROW = 128  # nonzeros a row

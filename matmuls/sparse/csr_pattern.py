@@ -402,7 +402,7 @@ def _check_again(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch
     sparse tensor was made of. Operators check only what they read, which for most layouts are copies."""
     if a.layout == torch.sparse_coo:
         for what, index, size in zip(("rows", "columns"), offsets, a.shape, strict=True):
-            _C.look_at_indices(name, what, index, size)
+            _C.validate_indices(name, what, index, size)
         return
     by_rows = a.layout in (torch.sparse_csr, torch.sparse_bsr)
     what, size = ("columns", a.shape[-1]) if by_rows else ("rows", a.shape[-2])
@@ -410,8 +410,8 @@ def _check_again(name: str, a: torch.Tensor, offsets: torch.Tensor, inner: torch
         size //= a.detach().values().shape[2 if by_rows else 1]
     offsets, inner = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (offsets, inner))
     for one_offsets, one in zip(offsets, inner, strict=True):
-        _C.look_at_offsets(name, one_offsets, one.shape[0], what)
-        _C.look_at_indices(name, what, one, size)
+        _C.validate_offsets(name, one_offsets, one.shape[0], what)
+        _C.validate_indices(name, what, one, size)
 
 
 def pattern_of(name: str, a: torch.Tensor, wait: bool = True, copied: bool = False) -> tuple[CsrPattern, torch.Tensor]:

@@ -63,8 +63,8 @@ class PreparedCalls:
 
     def forget(self) -> None:
         """Drop the prepared calls."""
-        self._products: _C.BoundCalls | None = None
-        self._linear: _C.BoundCalls | None = None
+        self._products: _C.PreparedCalls | None = None
+        self._linear: _C.PreparedCalls | None = None
 
     def copy(self) -> "PreparedCalls":
         """The same values without the prepared calls."""
@@ -137,8 +137,8 @@ class PreparedCalls:
         return made
 
 
-def _bound(calls: _C.BoundCalls | None, op: PreparedOp, read: list[torch.Tensor], pattern: CsrPattern) -> _C.BoundCalls:
+def _bound(calls: _C.PreparedCalls | None, op: PreparedOp, read: list[torch.Tensor], pattern: CsrPattern) -> _C.PreparedCalls:
     """Add `op` to `calls`. read: tensors it was made of, the first of which is passed when it is repeated."""
-    calls = calls or _C.BoundCalls()
+    calls = calls or _C.PreparedCalls()
     calls.bind(op.operator.name(), op.arguments, op.b_index, [*read, *pattern.tensors, *pattern.block_tensors])
     return calls

@@ -390,7 +390,7 @@ int64_t workspace_size() { return pool().workspace_nbytes.load(); }
 OperationGuard::OperationGuard(const char* op, const at::Tensor& tensor)
     : guard_((check_not_forked(op), tensor.device())) {}
 
-bool Borrowed::is_to_be_had(Library library) {
+bool Borrowed::is_available(Library library) {
   Slot& slot = my_slot(library, c10::cuda::current_device());
   const std::lock_guard lock(slot.mutex);
   return slot.handle || !captures(c10::cuda::getCurrentCUDAStream());

@@ -80,7 +80,7 @@ class Borrowed {
  public:
   Borrowed(Library library, const char* op);
   // False if Borrowed would raise: no handle is created while this thread captures a graph.
-  static bool is_to_be_had(Library library);
+  static bool is_available(Library library);
 
   cublasHandle_t cublas() const;
   cublasLtHandle_t cublaslt() const;

@@ -95,7 +95,7 @@ c10::IValue value_of(py::handle x, const c10::Argument& argument) {
   return x.cast<int64_t>();
 }
 
-class BoundCalls {
+class PreparedCalls {
  public:
   void bind(const std::string& name, const py::sequence& arguments, size_t at, std::vector<Tensor> watched) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
@@ -104,7 +104,7 @@ class BoundCalls {
     for (size_t i = 0; i < expected.size(); ++i)
       stack.push_back(i < arguments.size() ? value_of(arguments[i], expected[i]) : expected[i].default_value().value());
     const Tensor x = std::exchange(stack.at(at), c10::IValue()).toTensor();
-    TORCH_CHECK_VALUE(!watched.empty(), "BoundCalls: expected tensors to watch, got none");
+    TORCH_CHECK_VALUE(!watched.empty(), "PreparedCalls: expected tensors to watch, got none");
     for (const c10::IValue& value : stack)
       if (value.isTensor()) watched.push_back(value.toTensor());
     if (!is_plain(x) || !std::all_of(watched.begin(), watched.end(), is_plain) ||
@@ -163,15 +163,16 @@ class BoundCalls {
 
 }  // namespace
 
-void define_bound_calls(py::module_& m) {
-  py::class_<BoundCalls>(m, "BoundCalls")
+void define_prepared_calls(py::module_& m) {
+  py::class_<PreparedCalls>(m, "PreparedCalls")
       .def(py::init())
-      .def("bind", &BoundCalls::bind, py::arg("name"), py::arg("arguments"), py::arg("at"), py::arg("watched"))
-      .def("__call__", torch::wrap_pybind_function([](BoundCalls& self, py::handle x, const Tensor& first) {
+      .def("bind", &PreparedCalls::bind, py::arg("name"), py::arg("arguments"), py::arg("at"), py::arg("watched"))
+      .def("__call__", torch::wrap_pybind_function([](PreparedCalls& self, py::handle x, const Tensor& first) {
              return self(x, first);
            }),
            py::arg("x"), py::arg("first"))
-      .def(py::pickle([](const BoundCalls&) { return py::tuple(); }, [](const py::tuple&) { return BoundCalls(); }));
+      .def(py::pickle([](const PreparedCalls&) { return py::tuple(); },
+                      [](const py::tuple&) { return PreparedCalls(); }));
 }
 
 }  // namespace matmuls

@@ -1,10 +1,10 @@
-// Defines custom_mm._C.BoundCalls (prepared operator calls).
+// Defines custom_mm._C.PreparedCalls (prepared operator calls).
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace matmuls {
 
-void define_bound_calls(pybind11::module_& m);
+void define_prepared_calls(pybind11::module_& m);
 
 }  // namespace matmuls

@@ -146,11 +146,11 @@ __device__ inline void sync(int id, int threads) {
 }
 
 template <int registers>
-__device__ inline void take_registers() {
+__device__ inline void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 template <int registers>
-__device__ inline void leave_registers() {
+__device__ inline void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
@@ -275,8 +275,8 @@ __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b,
     MATMULS_SPARSE_WGMMA(32, types, "%16", "%17", "%18", "%20", "%19")
 
 template <class T, int which, int N>
-__device__ inline void multiply_two_of_four(float (&d)[N], uint64_t desc_a, uint64_t desc_b, uint32_t places,
-                                            bool accumulate) {
+__device__ inline void multiply_sparse24(float (&d)[N], uint64_t desc_a, uint64_t desc_b, uint32_t places,
+                                         bool accumulate) {
   static_assert(N == 16 || N == 32 || N == 64);
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
     MATMULS_MULTIPLY_TWO_OF_FOUR(".bf16.bf16");

@@ -11,8 +11,6 @@
 
 namespace matmuls {
 
-constexpr int kSparseThreads = 256;
-
 // The row that holds nonzero p: the last row r with crow[r] <= p. It is not empty.
 template <class I>
 __device__ int64_t row_of(const I* crow, int64_t rows, int64_t p) {

@@ -23,6 +23,8 @@
 
 namespace matmuls {
 
+constexpr int kSparseThreads = 256;  // threads of a block of the CUDA kernels
+
 // The CSR structure of a matrix, without its values.
 struct Pattern {
   at::Tensor crow, col, order, t_crow, t_col, t_order;  // order, t_crow, t_col and t_order may be undefined

@@ -89,12 +89,12 @@ bool has_data(const Tensor& indices) {
   return keys.has(c10::DispatchKey::CPU) && !keys.has(c10::DispatchKey::Python) && indices.has_storage();
 }
 
-void look_at_offsets(const char* op, const Tensor& offsets, int64_t nonzeros, const char* what) {
+void validate_offsets(const char* op, const Tensor& offsets, int64_t nonzeros, const char* what) {
   if (!offsets.is_cpu() || is_known(offsets, Kind::offsets, nonzeros)) return;
   with_data(offsets, [&](const auto* data) { expect_offsets(op, data, offsets.size(0) - 1, nonzeros, what); });
 }
 
-void look_at_indices(const char* op, const char* what, const Tensor& indices, int64_t size) {
+void validate_indices(const char* op, const char* what, const Tensor& indices, int64_t size) {
   if (!indices.is_cpu() || is_known(indices, Kind::indices, size)) return;
   with_data(indices, [&](const auto* data) { expect_indices(op, what, data, indices.size(0), size); });
 }
@@ -102,9 +102,9 @@ void look_at_indices(const char* op, const char* what, const Tensor& indices, in
 Pattern readable(const char* op, const Pattern& p, int64_t columns) {
   const Pattern whole = contiguous(p);
   if (!p.crow.is_cpu()) return whole;
-  look_at_offsets(op, whole.crow, whole.nonzeros());
-  look_at_indices(op, "columns", whole.col, columns);
-  if (whole.order.defined()) look_at_indices(op, "order", whole.order, whole.nonzeros());
+  validate_offsets(op, whole.crow, whole.nonzeros());
+  validate_indices(op, "columns", whole.col, columns);
+  if (whole.order.defined()) validate_indices(op, "order", whole.order, whole.nonzeros());
   return whole;
 }
 

@@ -17,9 +17,9 @@ namespace matmuls {
 bool has_data(const at::Tensor& indices);
 
 // Raises ValueError unless `offsets` begin with 0, never decrease and end with `nonzeros`, the number of `what`.
-void look_at_offsets(const char* op, const at::Tensor& offsets, int64_t nonzeros, const char* what = "columns");
+void validate_offsets(const char* op, const at::Tensor& offsets, int64_t nonzeros, const char* what = "columns");
 // Raises ValueError unless every index lies in [0, size).
-void look_at_indices(const char* op, const char* what, const at::Tensor& indices, int64_t size);
+void validate_indices(const char* op, const char* what, const at::Tensor& indices, int64_t size);
 
 // The pattern with contiguous indices, as kernels read them, without the transposed matrix. On the CPU, raises
 // ValueError if offsets, columns or order are invalid.

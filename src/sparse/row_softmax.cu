@@ -262,15 +262,15 @@ MATMULS_OPERATOR(CsrSoftmaxOp, "custom_mm::csr_softmax", "",
 MATMULS_OPERATOR(CsrSoftmaxBackwardOp, "custom_mm::csr_softmax_backward", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, double, const OptionalTensor&));
 
-void look_at(const char* op, const Tensor& crow, const Tensor& order, int64_t nonzeros) {
-  look_at_offsets(op, crow, nonzeros, "nonzeros");
-  if (order.defined()) look_at_indices(op, "order", order, nonzeros);
+void validate(const char* op, const Tensor& crow, const Tensor& order, int64_t nonzeros) {
+  validate_offsets(op, crow, nonzeros, "nonzeros");
+  if (order.defined()) validate_indices(op, "order", order, nonzeros);
 }
 
 template <void run(const Call&)>
 Tensor softmax(const Tensor& crow, const Tensor& x, double scale, const OptionalTensor& order) {
   check(kOp, "x", crow, x, tensor_or_none(order));
-  look_at(kOp, crow, tensor_or_none(order), x.size(-1));
+  validate(kOp, crow, tensor_or_none(order), x.size(-1));
   Tensor out = at::empty(x.sizes(), x.options());
   if (out.numel() == 0) return out;
   const Tensor way = tensor_or_none(order);
@@ -292,7 +292,7 @@ template <void run(const Call&)>
 Tensor softmax_backward(const Tensor& crow, const Tensor& y, const Tensor& grad, double scale,
                         const OptionalTensor& order) {
   check_backward(crow, y, grad, tensor_or_none(order));
-  look_at(kBackwardOp, crow, tensor_or_none(order), y.size(-1));
+  validate(kBackwardOp, crow, tensor_or_none(order), y.size(-1));
   Tensor out = at::empty(y.sizes(), y.options());
   if (out.numel() == 0) return out;
   const Tensor way = tensor_or_none(order);

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
 
   // Both blocks count their steps alike: step n uses stage n % stages.
   if (group == Tile::groups) {
-    hopper::leave_registers<40>();
+    hopper::setmaxnreg_dec<40>();
     if (thread == 0) {  // loading thread
       unsigned n = 0;
       for (int pair = team; pair < shape.pairs; pair += teams) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(Tile::threads, 1)
         counter[0] = counter[1] = 0;
     }
   } else {
-    hopper::take_registers<Tile::groups == 1 ? 240 : 232>();
+    hopper::setmaxnreg_inc<Tile::groups == 1 ? 240 : 232>();
     float own_bias = 0;  // loaded during the first pair
     if (bias && threadIdx.x < Tile::columns && column0 + threadIdx.x < shape.columns)
       own_bias = static_cast<float>(bias[column0 + threadIdx.x]);

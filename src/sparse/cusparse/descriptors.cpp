@@ -55,23 +55,25 @@ void check_parts(const char* op, const SparseParts& a, const Tensor& like) {
                     a.offsets.sym_sizes());
 }
 
-void look_at_parts(const char* op, const SparseParts& a) {
+void validate_parts(const char* op, const SparseParts& a) {
   // A traced or transformed backward pass has no data; the forward's operator validates the same indices.
   if (!has_data(a.offsets) || !has_data(a.indices)) return;
   const int64_t rows = a.rows.expect_int(), columns = a.columns.expect_int(), count = a.indices.size(0);
   switch (a.layout) {
-    case Layout::csr: look_at_offsets(op, a.offsets, count); return look_at_indices(op, "columns", a.indices, columns);
+    case Layout::csr:
+      validate_offsets(op, a.offsets, count);
+      return validate_indices(op, "columns", a.indices, columns);
     case Layout::csc:
-      look_at_offsets(op, a.offsets, count, "rows");
-      return look_at_indices(op, "rows", a.indices, rows);
+      validate_offsets(op, a.offsets, count, "rows");
+      return validate_indices(op, "rows", a.indices, rows);
     case Layout::coo:
-      look_at_indices(op, "rows", a.offsets, rows);
+      validate_indices(op, "rows", a.offsets, rows);
       TORCH_CHECK_VALUE(at::diff(a.offsets).ge(0).all().item<bool>(), op,
                         ": expected rows that do not decrease, got rows in another order");
-      return look_at_indices(op, "columns", a.indices, columns);
+      return validate_indices(op, "columns", a.indices, columns);
     case Layout::bsr:
-      look_at_offsets(op, a.offsets, count);
-      return look_at_indices(op, "columns", a.indices, columns / a.values.size(2));
+      validate_offsets(op, a.offsets, count);
+      return validate_indices(op, "columns", a.indices, columns / a.values.size(2));
   }
 }
 

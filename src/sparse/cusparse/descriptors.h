@@ -7,7 +7,7 @@
 //   bsr   offsets [rows / height + 1]   indices [blocks]: columns     values [blocks, height, width]
 //         of blocks                     of blocks
 //
-// Validated as those of sparse/csr.h are: on the CPU by every operator (look_at_parts), on a GPU only by csr_check.
+// Validated as those of sparse/csr.h are: on the CPU by every operator (validate_parts), on a GPU only by csr_check.
 #pragma once
 
 #include "glue/checks.h"
@@ -28,7 +28,7 @@ Layout layout_of_name(const char* op, std::string_view name);
 // Checks what can be checked without reading indices: layout, dtype, shape, device.
 void check_parts(const char* op, const SparseParts& a, const at::Tensor& like);
 // On the CPU, raises ValueError if indices are out of range or out of order.
-void look_at_parts(const char* op, const SparseParts& a);
+void validate_parts(const char* op, const SparseParts& a);
 
 // The matrix, or its transpose, in CSR over the flattened a.values.
 Pattern by_rows(const SparseParts& a, bool transposed);

@@ -63,8 +63,8 @@ Tensor by_our_own(const Tensor& offsets, const Tensor& indices, const Tensor& a,
 
 Tensor sddmm_cpu(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
   check(offsets, indices, a, b);
-  look_at_offsets(kOp, offsets, indices.size(0));
-  look_at_indices(kOp, "columns", indices, b.size(1));
+  validate_offsets(kOp, offsets, indices.size(0));
+  validate_indices(kOp, "columns", indices, b.size(1));
   return by_our_own(offsets, indices, a, b, alpha);
 }
 

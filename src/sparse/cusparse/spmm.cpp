@@ -245,14 +245,14 @@ Tensor prepare_cuda(const Call& checked) {
 // ----------------------------------------------------------------------------------------------------------- CPU
 
 void run_cpu(const Call& c, double alpha, double beta, const OptionalTensor&, const Tensor& out) {
-  look_at_parts(kOp, c.a);
+  validate_parts(kOp, c.a);
   const Pattern p = by_rows(c.a, c.transposed);
   SpmmOutOp::call(p.crow, p.col, c.a.values.reshape(-1), c.dense, c.columns(), "sum", alpha, none_or_tensor(p.order),
                   beta, -1, out);
 }
 
 Tensor prepare_cpu(const Call& c) {
-  look_at_parts(kOp, c.a);
+  validate_parts(kOp, c.a);
   return at::empty({0}, c.dense.options().dtype(at::kByte));
 }
 
@@ -322,7 +322,7 @@ struct CusparseFunction : KernelFunction<CusparseFunction> {
                          data["layout"].toStringRef(), "default", data["transa"].toBool(), data["transb"].toBool());
     const double alpha = data["alpha"].toDouble();
     const Tensor& grad = grads[0];
-    look_at_parts(kOp, c.a);  // indices may have been written to since the forward
+    validate_parts(kOp, c.a);  // indices may have been written to since the forward
     const Pattern p = by_rows(c.a, c.transposed);
     Tensor grad_values, grad_dense;
     if (ctx->needs_input_grad(0))

@@ -1,5 +1,5 @@
-// csr_spmm on a GPU: chooses between the row kernels (sparse/spmm/by_rows/by_rows.cuh) and the densified products
-// (sparse/spmm/densified/densified.h), and how the row kernels split the work.
+// csr_spmm on a GPU: launches what sparse/spmm/choose.h chooses, the row kernels (sparse/spmm/by_rows/by_rows.cuh) or a
+// densified product (sparse/spmm/densified/densified.h).
 #ifdef __CUDACC__
 #include "sparse/spmm/by_rows/by_rows.cuh"
 
@@ -8,30 +8,13 @@
 #include "glue/checks.h"
 #include "glue/handles.h"
 #include "gpu/launch.cuh"
+#include "sparse/spmm/choose.h"
 #include "sparse/spmm/spmm.h"
 
 namespace matmuls::spmm {
 namespace {
 
 using at::Tensor;
-
-// Tuning constants, chosen for an H200.
-constexpr int64_t kWarpsAtOnce = 32;         // warps that a multiprocessor runs at once
-constexpr int64_t kFullWarps = 14;           // warps that keep a multiprocessor's memory pipeline busy
-constexpr int64_t kGroupNonzeros = 32;       // neighbouring rows with about this many nonzeros together go to one team
-constexpr int64_t kMostRows = 8;             // of a team, and at most one for each of its lanes
-constexpr int64_t kLongRows = 32;            // mean nonzeros per row from which a row occupies all lanes of a warp
-constexpr int64_t kShortestOfParts = 4;      // mean nonzeros per row from which few rows are split over parts
-constexpr int64_t kVeryLongRows = 64;        // 16-bit: mean nonzeros per row; more teams with less prefetch win
-constexpr int64_t kSkewed = 8;               // ratio of the longest row to the mean from which rows are cut
-constexpr int64_t kShortestPiece = 64;       // nonzeros of a piece; rows of up to twice as many are never cut
-constexpr int64_t kPieceOfFour = 40;         // the same for teams of four lanes
-constexpr int64_t kMostSlots = 16384;        // at most, where teams cut rows
-constexpr int64_t kWorkspace = 32 << 20;     // bytes for the partial sums, about, or a quarter of the result
-constexpr int64_t kShareSteps = 256;         // rows + nonzeros of a share; half as many where shares are few
-constexpr int64_t kShareWarps = 24;          // warps of a multiprocessor that work on shares at once
-constexpr int64_t kL2Bytes = 32 << 20;       // bytes of B that stay in the L2
-constexpr int64_t kFilledBytes = 128 << 20;  // bytes of the largest A that is densified without a plan
 
 template <class T, class I>
 using Args = SpmmArgs<T, I>;
@@ -94,110 +77,6 @@ dim3 grid_of(int64_t blocks, int64_t tiles, int64_t batches) {
               static_cast<unsigned>(std::min<int64_t>(batches, 65535)));
 }
 
-// How the row kernels divide a row of A: L lanes with R vectors of B's columns each, times P parts of the row's
-// nonzeros; or merge-path shares, which have no parts. lean: prefetches fewer nonzeros and so needs fewer registers.
-struct Split {
-  int lanes, parts, vectors;
-  bool shares = false, lean = false;
-};
-
-bool is_skewed(const Pattern& p, int64_t longest) {
-  return longest < 0 || longest * p.rows() > kSkewed * std::max(p.nonzeros(), p.rows());
-}
-
-// As measured (matmuls spmm): a lane takes 32 bytes of a row of B rather than 16 if the row has as many, one team takes
-// a whole slice of B's row, and a whole warp takes a row of A where rows are long and otherwise too few.
-Split split_of(int64_t n, int64_t v, const Pattern& p, int64_t batches, int64_t longest, int64_t sms) {
-  const int64_t vectors = ceil_of(n, v), mean = p.nonzeros() / std::max<int64_t>(p.rows(), 1);
-  const bool long_rows = mean >= kLongRows;
-  if (v == 1) return {n <= 4 ? 4 : n <= 8 ? 8 : 32, 1, 1};
-  Split split{32, 1, 1};
-  // Whether rows are too few to fill the GPU alone, and long enough that no part is empty.
-  const auto few = [&](int64_t lanes) {
-    return v >= 4 && mean >= kShortestOfParts && p.rows() * batches * lanes / 32 < kFullWarps * sms;
-  };
-  if (vectors <= 4)
-    split = {4, long_rows && (v == 4 || few(12)) ? 8 : v == 8 && (long_rows || few(8)) ? 4 : 1, 1};
-  else if (vectors <= 8)
-    split = {8, long_rows || few(v == 4 ? 8 : 16) ? 4 : 1, 1};
-  else if (vectors == 16 && mean < 8 && p.rows() * batches * 8 / 32 >= kFullWarps * sms)
-    split = {8, 1, 2};
-  else if (vectors <= 16)
-    split = {16, 1, 1};
-  else if (vectors % 64 == 0)
-    split = {32, 1, 2};
-  else if (vectors % 32 == 0 && (vectors > 32 || long_rows || v > 4 || !few(16)))
-    split = {16, 1, 2};
-  else if (vectors % 32 == 16)
-    split = {16, 1, 1};
-  const int64_t slices = ceil_of(vectors, split.lanes * split.vectors);
-  const auto warps = [&](int64_t lanes) { return p.rows() * slices * batches * lanes / 32; };
-  const bool narrow = v == 8 && split.vectors == 1 && slices == 1;
-  if (split.lanes == 16 && (long_rows || (narrow && few(16))) && warps(16) < kFullWarps * sms)
-    split.parts = 2;
-  else if (split.lanes == 16 && narrow && mean >= kVeryLongRows)
-    split.parts = 2, split.lean = true;
-  const int64_t groups = (p.rows() + p.nonzeros()) / (kShareSteps / 2) * slices * batches;
-  if (v >= 4 && is_skewed(p, longest) && groups * split.lanes / 32 >= 2 * kShareWarps * sms) {
-    if (split.lanes == 8 && split.vectors == 2) split = {16, 1, 1, true};
-    if (split.lanes == 16 && split.vectors == 2) split = {32, 1, 1, true};
-    split.parts = 1, split.shares = true;
-  }
-  return split;
-}
-
-// Sets the grid of spmm_rows_kernel for slices of `columns` columns of B. A team takes several neighbouring rows as
-// long as the GPU stays full.
-template <class T, class I>
-void set_grid(Args<T, I>& m, int64_t lanes, int64_t columns, int64_t teams_at_once, bool slices_first) {
-  const int64_t slices = ceil_of(m.n, columns), teams = m.rows * slices * m.batches;
-  int64_t rows = 1;
-  while (rows < std::min<int64_t>(kMostRows, lanes) && 2 * rows * m.nonzeros <= kGroupNonzeros * m.rows &&
-         teams / (2 * rows) >= 2 * teams_at_once)
-    rows *= 2;
-  m.rows_each = static_cast<int>(rows);
-  m.slices_first = slices_first;
-  const int64_t in_block = kSparseThreads / lanes;
-  const int64_t pieces = ceil_of(2 * m.slots, in_block), blocks = pieces + ceil_of(m.rows, in_block * rows);
-  TORCH_CHECK_VALUE(blocks * slices <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of rows, got ",
-                    blocks * slices);
-  m.piece_blocks = static_cast<unsigned>(pieces), m.blocks = static_cast<unsigned>(blocks);
-  m.slices = static_cast<unsigned>(slices);
-}
-
-// Sets the slots at which long rows are cut. A row is cut if it would take one team longer than all teams need for
-// their equal share; pieces have the size of that share, but there are no more than the workspace holds. Rows of
-// similar length are cut only if they are few.
-template <class T, class I>
-void set_slots(Args<T, I>& m, const Pattern& p, int64_t columns, int64_t lanes, int64_t sms, int64_t longest) {
-  const int64_t slices = ceil_of(m.n, columns), teams_at_once = sms * kWarpsAtOnce * 32 / lanes;
-  const bool few = m.rows * slices * m.batches * lanes / 32 < kFullWarps / 2 * sms;
-  const int64_t share = ceil_of(m.nonzeros * m.batches * slices, teams_at_once);
-  const int64_t bytes = 2 * m.batches * m.n * static_cast<int64_t>(sizeof(arithmetic_t<T>));
-  const int64_t fit = std::clamp<int64_t>(kWorkspace / bytes, 64, kMostSlots);
-  m.slot = std::min<int64_t>(std::max({lanes <= 4 ? kPieceOfFour : kShortestPiece, share, ceil_of(m.nonzeros, fit)}),
-                             INT32_MAX / 2);
-  const bool may_be_long =
-      m.nonzeros > INT32_MAX || ((few || is_skewed(p, longest)) && (longest < 0 || longest > 2 * m.slot));
-  m.slots = may_be_long && m.nonzeros > 2 * m.slot ? ceil_of(m.nonzeros, m.slot) : 0;
-}
-
-// Sets the grid of spmm_shares_kernel.
-template <class T, class I>
-void set_shares(Args<T, I>& m, int64_t lanes, int64_t columns, int64_t sms) {
-  const int64_t slices = ceil_of(m.n, columns), way = m.rows + m.nonzeros, in_block = kSparseThreads / lanes;
-  const int64_t bytes = 2 * m.batches * m.n * static_cast<int64_t>(sizeof(arithmetic_t<T>));
-  const int64_t room = std::max<int64_t>(kWorkspace, m.batches * m.rows * m.n * static_cast<int64_t>(sizeof(T)) / 4);
-  const bool few = way / kShareSteps * slices * m.batches * lanes / 32 < 4 * kShareWarps * sms;
-  m.slot = std::max(few ? kShareSteps / 2 : kShareSteps, ceil_of(way, std::max<int64_t>(room / bytes, 64)));
-  TORCH_CHECK_VALUE(m.slot <= INT32_MAX / 4, kOp, ": expected fewer nonzeros, got ", m.nonzeros);
-  m.slots = way / m.slot + 1;
-  const int64_t blocks = ceil_of(m.slots, in_block);
-  TORCH_CHECK_VALUE(blocks * slices <= INT32_MAX, kOp, ": expected at most 2^31 - 1 blocks of rows, got ",
-                    blocks * slices);
-  m.blocks = static_cast<unsigned>(blocks), m.slices = static_cast<unsigned>(slices);
-}
-
 template <int V, int L, int P, int R, int U, class T, class I>
 void launch_rows(const Args<T, I>& m) {
   constexpr int kBlocks = U * R * Words<T, V>::kCount < 32 ? 4 : 3;  // 64 registers per thread, or 80
@@ -222,7 +101,7 @@ void launch_long_rows(const Args<T, I>& m, bool vectors, bool counts_rows) {
 }
 
 template <class T, class I>
-void launch_split(const Args<T, I>& m, const Split& split, bool vectors) {
+void launch_split(const Args<T, I>& m, const RowsChoice& split, bool vectors) {
   constexpr int V = 16 / sizeof(T);
   const auto is = [&](int lanes, int parts, int vectors_each) {
     return split.lanes == lanes && split.parts == parts && split.vectors == vectors_each;
@@ -259,6 +138,18 @@ void launch_split(const Args<T, I>& m, const Split& split, bool vectors) {
   launch_rows<V, 32, 1, 1, 8>(m);
 }
 
+ProductFacts facts_of(const Call& c, bool vectors) {
+  return {.rows = c.pattern.rows(),
+          .columns = c.dense.size(1),
+          .nonzeros = c.pattern.nonzeros(),
+          .longest = c.longest,
+          .n = c.out.size(2),
+          .batches = c.out.size(0),
+          .element_bytes = static_cast<int>(c.dense.element_size()),
+          .vectors = vectors,
+          .multiprocessors = device_limits().multiprocessors};
+}
+
 template <class T, class I>
 void sum_cuda(const Call& c, Args<T, I>& m) {
   using F = arithmetic_t<T>;
@@ -275,38 +166,28 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
                     c.dense.size(1));
   m.dense_row_bytes = static_cast<uint32_t>(m.dense_stride * sizeof(T));
   const bool vectors = of_vectors(c.dense) && of_vectors(c.out);
-  const int64_t v = vectors ? 16 / sizeof(T) : 1;
-  const int64_t sms = device_limits().multiprocessors;
-  Split split = split_of(m.n, v, c.pattern, m.batches, c.longest, sms);
-  if (sizeof(T) == 8 && split.vectors * split.parts > 1) split = {std::min(32, split.lanes * split.vectors), 1, 1};
-  const int64_t columns = split.lanes * split.vectors * v, team = split.lanes * split.parts;
-  if (split.shares) {
-    set_shares(m, split.lanes, columns, sms);
-  } else {
-    set_slots(m, c.pattern, columns, team, sms, c.longest);
-    // Narrow slices of a B that fits into the L2 vary fastest, so that a multiprocessor meets the same slice again and
-    // again. Wide slices of such a B run one after another, for the L1. If B does not fit into the L2, the reverse.
-    const bool in_cache = c.dense.numel() * static_cast<int64_t>(sizeof(T)) <= kL2Bytes;
-    set_grid(m, team, columns, sms * kWarpsAtOnce * 32 / team, in_cache == (split.lanes <= 8));
-  }
-  if (m.slots == 0) return launch_split(m, split, vectors);
+  const RowsChoice choice = choose_rows(facts_of(c, vectors));
+  m.blocks = choice.blocks, m.piece_blocks = choice.piece_blocks, m.slices = choice.slices;
+  m.rows_each = choice.rows_each, m.slices_first = choice.slices_first;
+  m.slot = choice.slot, m.slots = choice.slots;
+  if (m.slots == 0) return launch_split(m, choice, vectors);
   const Tensor partial =
       empty({m.batches, m.slots, 2, m.n}, c.dense.options().dtype(c10::CppTypeToScalarType<F>::value));
   const Tensor begins = empty({m.slots}, c.dense.options().dtype(at::kLong));
   m.partial = partial.template mutable_data_ptr<F>();
   m.begins = begins.mutable_data_ptr<int64_t>();
-  launch_split(m, split, vectors);
-  if (!split.shares || c.longest < 0 || c.longest > m.slot) launch_long_rows(m, vectors, split.shares);
+  launch_split(m, choice, vectors);
+  if (!choice.shares || c.longest < 0 || c.longest > m.slot) launch_long_rows(m, vectors, choice.shares);
 }
 
 // Whether A may be densified for this product alone. float32 takes three fp16 products, if the GPU has the kernels.
 // 16-bit types use cuBLAS, which torch counts as nondeterministic.
-bool may_fill(const Call& c) {
+bool may_densify(const Call& c) {
   const auto dtype = c.dense.scalar_type();
   return c.reduce == Reduce::sum && !c.selected.defined() && c.beta == 0 && c.out.size(0) == 1 &&
-         (dtype == at::kFloat ? c.pattern.nonzeros() >= kFewestInHalves * c.out.size(1) && can_multiply_halves(c.dense)
+         (dtype == at::kFloat ? c.pattern.nonzeros() >= kFewestInFp16x2 * c.out.size(1) && can_multiply_fp16x2(c.dense)
           : dtype == at::kDouble ? false
-                                 : c.alpha == 1 && !must_be_deterministic() && Borrowed::is_to_be_had(Library::cublas));
+                                 : c.alpha == 1 && !must_be_deterministic() && Borrowed::is_available(Library::cublas));
 }
 
 // Whether the densified kernels can read B and write out in place. Other operands go through copies of padded width.
@@ -322,37 +203,22 @@ Call padded(const Call& c) {
 }
 
 // Whether the 16-bit 2:4 kernel can run on these operands.
-bool may_keep_two_of_four(const Call& c) {
+bool may_multiply_sparse24(const Call& c) {
   return is_aligned(c) && c.dense.numel() > 0 && c.dense.stride(1) >= c.dense.size(2) &&
          has_hopper_kernels(c.dense.get_device());
 }
 
-// Compares the estimated microseconds of both ways, as measured on an H200.
-bool is_worth_filling(const Call& c) {
-  const bool wide = c.dense.scalar_type() == at::kFloat;
-  const double n = static_cast<double>(c.out.size(2)), nonzeros = static_cast<double>(c.pattern.nonzeros());
-  const double by_rows = wide ? 4 + nonzeros * n / 3.5e6 : 3 + nonzeros * n / 5.8e6;
-  if (by_rows < 20 || !may_fill(c)) return false;
-  const double elements = static_cast<double>(c.out.size(1)) * static_cast<double>(c.dense.size(1));
-  const double bytes = elements * (wide ? 4 : 2);
-  const double filled = wide ? 26 + bytes / 2.6e6 + nonzeros / 5e5 + std::max(bytes / 2.8e6, elements * n / 1.23e8)
-                             : 12 + bytes / 2.2e6 + nonzeros / 6.5e5 + std::max(5.0, elements * n / 3.5e8);
-  const double moved = static_cast<double>(c.dense.numel() + c.out.numel()) * (wide ? 4 : 2);
-  const double copies = is_aligned(c) ? 0 : 10 + 2 * moved / 2.2e6;
-  return bytes <= static_cast<double>(kFilledBytes) && filled + copies < by_rows;
-}
-
 // The product with densified A; the row kernel recomputes what needs it.
 template <class T, class I>
-void sum_filled(const Call& c, Args<T, I>& m, const Filled& filled) {
+void sum_densified(const Call& c, Args<T, I>& m, const DensifiedMatrix& densified) {
   const Tensor dense = c.dense[0], out = c.out[0];
   if constexpr (sizeof(T) == 4) {
-    multiply_halves(filled, c.pattern, c.values, dense, out, c.alpha);
+    multiply_fp16x2(densified, c.pattern, c.values, dense, out, c.alpha);
   } else if constexpr (sizeof(T) == 2) {
-    const Tensor facts = look_for_infinite(dense);
-    multiply_filled(filled.parts.narrow(1, 0, dense.size(0)), dense, out);
-    m.facts = static_cast<const FillFacts*>(filled.facts.const_data_ptr());
-    m.dense_facts = static_cast<const FillFacts*>(facts.const_data_ptr());
+    const Tensor facts = find_nonfinite(dense);
+    multiply_dense(densified.parts.narrow(1, 0, dense.size(0)), dense, out);
+    m.facts = static_cast<const FitFlags*>(densified.facts.const_data_ptr());
+    m.dense_facts = static_cast<const FitFlags*>(facts.const_data_ptr());
     sum_cuda(c, m);
   }
 }
@@ -380,11 +246,11 @@ Args<T, I> args_of(const Call& c) {
 
 // Densifies A for this product alone.
 template <class T, class I>
-void sum_filled(const Call& c) {
-  const Filled filled = fill(c.pattern, c.values[0], c.dense.size(1));
+void sum_densified(const Call& c) {
+  const DensifiedMatrix densified = densify(c.pattern, c.values[0], c.dense.size(1));
   const Call aligned = is_aligned(c) ? c : padded(c);
   auto m = args_of<T, I>(aligned);
-  sum_filled(aligned, m, filled);
+  sum_densified(aligned, m, densified);
   if (!aligned.out.is_same(c.out)) c.out.copy_(aligned.out.narrow(2, 0, c.out.size(2)));
 }
 
@@ -414,8 +280,11 @@ void run_cuda(const Call& c) {
     AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
       auto m = args_of<scalar_t, index_t>(c);
       const bool extremum = c.reduce == Reduce::max || c.reduce == Reduce::min;
-      if (!c.selected.defined() && !extremum)
-        return is_worth_filling(c) ? sum_filled<scalar_t, index_t>(c) : sum_cuda(c, m);
+      if (!c.selected.defined() && !extremum) {
+        if (may_densify(c) && is_worth_densifying(facts_of(c, true), !is_aligned(c)))
+          return sum_densified<scalar_t, index_t>(c);
+        return sum_cuda(c, m);
+      }
       const dim3 warps =
           grid_of(ceil_of(m.rows, kSparseThreads / 32), std::min<int64_t>(ceil_of(m.n, 32), 1024), m.batches);
       c.selected.defined() ? launch_selected(m, c, warps) : launch_extremum(m, c, warps);
@@ -423,15 +292,15 @@ void run_cuda(const Call& c) {
   });
 }
 
-void run_halves(const Call& c, const Filled& kept) {
+void run_densified(const Call& c, const DensifiedMatrix& kept) {
   const OperationGuard guard(kOp, c.dense);
   AT_DISPATCH_SWITCH(c.dense.scalar_type(), kOp, AT_DISPATCH_CASE(at::kFloat, [&] {
                        AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
                          auto m = args_of<float, index_t>(c);
-                         may_fill(c) && is_aligned(c) ? sum_filled(c, m, kept) : sum_cuda(c, m);
+                         may_densify(c) && is_aligned(c) ? sum_densified(c, m, kept) : sum_cuda(c, m);
                        });
                      }) AT_DISPATCH_CASE_REDUCED_FLOATING_TYPES([&] {
-                       if (may_keep_two_of_four(c)) return multiply_two_of_four(kept, c.dense[0], c.out[0]);
+                       if (may_multiply_sparse24(c)) return multiply_sparse24(kept, c.dense[0], c.out[0]);
                        AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
                          auto m = args_of<scalar_t, index_t>(c);
                          sum_cuda(c, m);
@@ -439,9 +308,9 @@ void run_halves(const Call& c, const Filled& kept) {
                      }));
 }
 
-Filled fill_on_gpu(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four, int64_t beyond) {
+DensifiedMatrix densify_on_gpu(const Pattern& p, const Tensor& values, int64_t columns, bool sparse24, int64_t beyond) {
   const OperationGuard guard(kOp, values);
-  return fill(p, values, columns, two_of_four, beyond);
+  return densify(p, values, columns, sparse24, beyond);
 }
 
 }  // namespace matmuls::spmm

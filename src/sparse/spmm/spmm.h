@@ -34,17 +34,23 @@ struct Call {
   int64_t longest;  // nonzeros of A's longest row, or an upper bound; -1: unknown
 };
 
+// Shape [..., rows, n] of the result. Raises unless the operands of a product fit each other; selected and by_column as
+// above. Defined in spmm_ops.cpp.
+c10::SymDimVector check_product(const Pattern& p, const at::Tensor& values, const at::Tensor& dense,
+                                const c10::SymInt& columns, const at::Tensor& selected, bool by_column);
+
 void run_cpu(const Call& c);
 void run_cuda(const Call& c);
 
 // What run_cuda needs of ATen, kept out of CUDA files because the headers cost more compile time than the kernels.
 // Defined in spmm_ops.cpp.
 bool must_be_deterministic();
-void multiply_filled(const at::Tensor& a, const at::Tensor& dense, const at::Tensor& out);  // accumulates in float32
+void multiply_dense(const at::Tensor& a, const at::Tensor& dense, const at::Tensor& out);  // accumulates in float32
 
 // The product with A as a plan keeps it densified (sparse/spmm/densified/densified.h), or by the row kernel where that
 // cannot be used; and the conversion of A.
-void run_halves(const Call& c, const Filled& kept);
-Filled fill_on_gpu(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four, int64_t beyond);
+void run_densified(const Call& c, const DensifiedMatrix& kept);
+DensifiedMatrix densify_on_gpu(const Pattern& p, const at::Tensor& values, int64_t columns, bool sparse24,
+                               int64_t beyond);
 
 }  // namespace matmuls::spmm

@@ -1,19 +1,11 @@
-// Operators csr_spmm, csr_spmm_arg, csr_filled, csr_halves and csr_spmm_halves: checks, batching, gradients, autocast.
+// Operators csr_spmm and csr_spmm_arg: checks, batching, gradients, autocast.
 #include "sparse/spmm/spmm.h"
 
 #include <ATen/OpMathType.h>
-#include <ATen/ops/_convert_indices_from_csr_to_coo.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/frexp.h>
-#include <ATen/ops/ldexp.h>
 #include <ATen/ops/promote_types.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/accumulate.h>
 #include <torch/library.h>
-
-#include <array>
 
 #include "dense/ops.h"
 #include "glue/autograd.h"
@@ -26,20 +18,11 @@
 #include "cpu/huge_pages.h"
 
 namespace matmuls::spmm {
-namespace {
 
 using at::Tensor;
 
-Reduce reduce_of(std::string_view name) {
-  if (name == "sum") return Reduce::sum;
-  if (name == "mean") return Reduce::mean;
-  if (name == "max") return Reduce::max;
-  TORCH_CHECK_VALUE(name == "min", kOp, ": expected reduce to be sum, mean, max or min, got ", name);
-  return Reduce::min;
-}
-
-c10::SymDimVector check(const Pattern& p, const Tensor& values, const Tensor& dense, const c10::SymInt& columns,
-                        const Tensor& selected, bool by_column) {
+c10::SymDimVector check_product(const Pattern& p, const Tensor& values, const Tensor& dense, const c10::SymInt& columns,
+                                const Tensor& selected, bool by_column) {
   check_floating(kOp, "dense", dense);
   check_like(kOp, "values", values, "dense", dense);
   check_pattern(kOp, p, dense);
@@ -67,14 +50,14 @@ c10::SymDimVector check(const Pattern& p, const Tensor& values, const Tensor& de
   return shape;
 }
 
-bool is_narrow(const Tensor& t) { return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16; }
+namespace {
 
-void check_kept_values(const Pattern& p, const Tensor& values, bool wide, bool narrow) {
-  check_pattern(kOp, p, values);
-  const bool known = (wide && values.scalar_type() == at::kFloat) || (narrow && is_narrow(values));
-  TORCH_CHECK_VALUE(known && values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0), kOp,
-                    ": expected values of shape [", p.col.sym_size(0), "] in ", wide ? "Float" : "16 bits",
-                    wide && narrow ? " or 16 bits" : "", ", got ", values.sym_sizes(), " in ", values.scalar_type());
+Reduce reduce_of(std::string_view name) {
+  if (name == "sum") return Reduce::sum;
+  if (name == "mean") return Reduce::mean;
+  if (name == "max") return Reduce::max;
+  TORCH_CHECK_VALUE(name == "min", kOp, ": expected reduce to be sum, mean, max or min, got ", name);
+  return Reduce::min;
 }
 
 // out <- beta * out: the product with alpha = 0. As in BLAS, its operands are not read, NaN or not.
@@ -125,14 +108,15 @@ Tensor csr_spmm(const Tensor& crow, const Tensor& col, const Tensor& values, con
   const Reduce how = reduce_of(reduce);
   TORCH_CHECK_VALUE(!selected.defined() || how == Reduce::sum, kOp, ": expected reduce sum beside selected, got ",
                     reduce);
-  Tensor out = in_huge_pages(at::empty_symint(check(p, values, dense, columns, selected, by_column), dense.options()));
+  Tensor out =
+      in_huge_pages(at::empty_symint(check_product(p, values, dense, columns, selected, by_column), dense.options()));
   run_batch<run>(p, values, dense, how, alpha, 0, {}, selected, by_column, longest, out);
   return out;
 }
 
 void check_out(const Pattern& p, const Tensor& values, const Tensor& dense, const c10::SymInt& columns,
                const Tensor& out) {
-  const auto shape = check(p, values, dense, columns, {}, false);
+  const auto shape = check_product(p, values, dense, columns, {}, false);
   check_like(kOp, "out", out, "dense", dense);
   TORCH_CHECK(out.sym_sizes() == c10::SymIntArrayRef(shape), kOp, ": expected out of shape ",
               c10::SymIntArrayRef(shape), ", got ", out.sym_sizes());
@@ -157,7 +141,7 @@ std::tuple<Tensor, Tensor> spmm_arg(const Tensor& crow, const Tensor& col, const
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   const Reduce how = reduce_of(reduce);
   TORCH_CHECK_VALUE(how == Reduce::max || how == Reduce::min, kOp, ": expected reduce to be max or min, got ", reduce);
-  Tensor out = in_huge_pages(at::empty_symint(check(p, values, dense, columns, {}, false), dense.options()));
+  Tensor out = in_huge_pages(at::empty_symint(check_product(p, values, dense, columns, {}, false), dense.options()));
   Tensor arg = in_huge_pages(at::empty(out.sizes(), crow.options()));
   run_batch<run>(p, values, dense, how, alpha, 0, arg, {}, false, -1, out);
   return {out, arg};
@@ -169,7 +153,8 @@ Tensor spmm_meta(const Tensor& crow, const Tensor& col, const Tensor& values, co
                  bool by_column, int64_t, int64_t) {
   reduce_of(reduce);
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
-  return at::empty_symint(check(p, values, dense, columns, tensor_or_none(selected), by_column), dense.options());
+  return at::empty_symint(check_product(p, values, dense, columns, tensor_or_none(selected), by_column),
+                          dense.options());
 }
 void spmm_out_meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                    c10::SymInt columns, std::string_view reduce, double, const OptionalTensor& order, double, int64_t,
@@ -182,149 +167,9 @@ std::tuple<Tensor, Tensor> spmm_arg_meta(const Tensor& crow, const Tensor& col, 
                                          const OptionalTensor& order, const OptionalTensor& t_crow,
                                          const OptionalTensor& t_col, const OptionalTensor& t_order, double) {
   reduce_of(reduce);
-  const auto shape = check(pattern_of(crow, col, order, t_crow, t_col, t_order), values, dense, columns, {}, false);
+  const auto shape =
+      check_product(pattern_of(crow, col, order, t_crow, t_col, t_order), values, dense, columns, {}, false);
   return {at::empty_symint(shape, dense.options()), at::empty_symint(shape, crow.options())};
-}
-
-// --- csr_filled: A with explicit zeros in 16 bits, [rows, columns to a multiple of 8]. The columns of a row differ.
-
-Tensor filled_on_cpu(const Pattern& p, const Tensor& values, int64_t columns) {
-  const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
-  const Tensor numbers = p.order.defined() ? values.index_select(0, p.order) : values;
-  return at::zeros({p.rows(), ceil_of(columns, 8) * 8}, values.options()).index_put_({row, p.col}, numbers);
-}
-#ifdef MATMULS_CUDA
-Tensor filled_on_gpu(const Pattern& p, const Tensor& values, int64_t columns) {
-  const OperationGuard guard(kOp, values);
-  return fill(p, values, columns).parts;
-}
-#endif
-
-template <Tensor make(const Pattern&, const Tensor&, int64_t)>
-Tensor csr_filled(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
-                  const OptionalTensor& order) {
-  const Pattern p = pattern_of(crow, col, order);
-  check_kept_values(p, values, false, true);
-  return make(readable("csr_filled", p, columns.expect_int()), values.contiguous(), columns.expect_int());
-}
-Tensor csr_filled_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
-                       const OptionalTensor& order) {
-  const Pattern p = pattern_of(crow, col, order);
-  check_kept_values(p, values, false, true);
-  return at::empty_symint({p.sym_rows(), ceil_of(columns, 8) * 8}, values.options());
-}
-MATMULS_OPERATOR(CsrFilledOp, "custom_mm::csr_filled", "",
-                 Tensor(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&));
-
-// --- csr_halves, csr_spmm_halves: what a plan keeps of A (sparse/spmm/densified/densified.h): float32 as fp16x2
-// halves, or A in 2:4 form; and the product with it.
-
-using FillFunction = Filled(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four, int64_t beyond);
-using HalvesFunction = void(const Call& c, const Filled& kept);
-
-Filled fill_cpu(const Pattern& p, const Tensor& values, int64_t columns, bool two_of_four, int64_t) {
-  TORCH_CHECK(!two_of_four, kOp, ": expected two_of_four, tensor cores' own layout, on a GPU only");
-  const Tensor row = at::_convert_indices_from_csr_to_coo(p.crow, p.col).select(0, 0);
-  Tensor full = at::zeros({p.rows(), ceil_of(columns, 8) * 8}, values.options());
-  full.index_put_({row, p.col}, p.order.defined() ? values.index_select(0, p.order) : values, /*accumulate=*/true);
-  const Tensor largest = full.size(1) > 0 ? full.abs().amax(1) : at::zeros({p.rows()}, values.options());
-  const Tensor exponents = at::where(largest.gt(0).logical_and(largest.isfinite()),
-                                     (15 - std::get<1>(at::frexp(largest))).clamp_max(126), 0);
-  const Tensor scaled = at::ldexp(full, exponents.unsqueeze(1)), high = scaled.to(at::kHalf);
-  return {at::stack({high, ((scaled - high.to(at::kFloat)) * kLowScale).to(at::kHalf)}), exponents.to(at::kInt),
-          at::zeros({kFillFacts}, p.crow.options().dtype(at::kInt)),
-          at::empty({0, 2}, p.crow.options().dtype(at::kInt))};
-}
-void run_halves_cpu(const Call& c, const Filled&) { run_cpu(c); }
-
-using Halves = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-template <FillFunction fill>
-Halves csr_halves(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
-                  const OptionalTensor& order, bool two_of_four, int64_t beyond) {
-  const Pattern p = pattern_of(crow, col, order);
-  check_kept_values(p, values, true, two_of_four);
-  const Pattern whole = readable("csr_halves", p, columns.expect_int());
-  const Filled made = fill(whole, values.contiguous(), columns.expect_int(), two_of_four, beyond);
-  return {made.parts, made.exponents.defined() ? made.exponents : at::empty({0}, made.facts.options()), made.facts,
-          made.rest};
-}
-
-template <HalvesFunction run>
-Tensor csr_spmm_halves(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& rest,
-                       const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
-                       c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
-  const Pattern p = pattern_of(crow, col, order);
-  const bool narrow = is_narrow(values), pairs = rest.numel() > 0;
-  check_kept_values(p, values, true, pairs);
-  Tensor out = at::empty_symint(check(p, values, dense, columns, {}, false), dense.options());
-  const int64_t inner = columns.expect_int();
-  const auto whole = [&](const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
-    return t.sizes() == sizes && t.scalar_type() == dtype && t.is_contiguous() && t.device() == dense.device();
-  };
-  using Sizes = std::array<int64_t, 3>;
-  const Sizes sizes = pairs ? Sizes{ceil_of(p.rows(), kTileRows), ceil_of(inner, kStepColumns),
-                                    narrow ? kNarrowStepHalves : kStepHalves}
-                            : Sizes{2, p.rows(), ceil_of(inner, 8) * 8};
-  const bool as_made = whole(parts, narrow ? values.scalar_type() : at::kHalf, sizes) &&
-                       (!pairs || (rest.size(0) >= p.rows() && whole(rest, at::kInt, {rest.size(0), 2}))) &&
-                       whole(exponents, at::kInt, {narrow ? 0 : p.rows()}) && whole(facts, at::kInt, {kFillFacts});
-  TORCH_CHECK(as_made && dense.dim() == 2, kOp,
-              ": expected what csr_halves made of this matrix, and dense of two dimensions, got parts of shape ",
-              parts.sizes(), ", dense of shape ", dense.sizes());
-  if (out.numel() == 0) return out;
-  run({readable(kOp, p, inner),
-       values.contiguous().unsqueeze(0),
-       with_contiguous_rows(dense).unsqueeze(0),
-       out.unsqueeze(0),
-       Reduce::sum,
-       1,
-       0,
-       {},
-       {},
-       false,
-       longest},
-      {parts, exponents, facts, rest});
-  return out;
-}
-
-Halves csr_halves_meta(const Tensor& crow, const Tensor& col, const Tensor& values, c10::SymInt columns,
-                       const OptionalTensor& order, bool two_of_four, int64_t beyond) {
-  const Pattern p = pattern_of(crow, col, order);
-  check_kept_values(p, values, true, two_of_four);
-  const bool narrow = is_narrow(values);
-  const auto ints = values.options().dtype(at::kInt), halves = narrow ? values.options() : ints.dtype(at::kHalf);
-  const Tensor facts = at::empty({kFillFacts}, ints);
-  const Tensor exponents = narrow ? at::empty({0}, ints) : at::empty_symint({p.sym_rows()}, ints);
-  if (!two_of_four)
-    return {at::empty_symint({2, p.sym_rows(), ceil_of(columns, 8) * 8}, halves), exponents, facts,
-            at::empty({0, 2}, ints)};
-  const c10::SymInt most = p.col.sym_size(0) / 2, room = beyond < 0 ? most : most.min(c10::SymInt(beyond));
-  return {at::empty_symint({ceil_of(p.sym_rows(), kTileRows), ceil_of(columns, kStepColumns),
-                            narrow ? kNarrowStepHalves : kStepHalves},
-                           halves),
-          exponents, facts, at::empty_symint({p.sym_rows() + room, 2}, ints)};
-}
-Tensor csr_spmm_halves_meta(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow,
-                            const Tensor& col, const Tensor& values, const Tensor& dense, c10::SymInt columns,
-                            const OptionalTensor& order, int64_t) {
-  return at::empty_symint(check(pattern_of(crow, col, order), values, dense, columns, {}, false), dense.options());
-}
-
-MATMULS_OPERATOR(CsrHalvesOp, "custom_mm::csr_halves", "",
-                 Halves(const Tensor&, const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&, bool,
-                        int64_t));
-MATMULS_OPERATOR(CsrSpmmHalvesOp, "custom_mm::csr_spmm_halves", "",
-                 Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                        const Tensor&, const Tensor&, c10::SymInt, const OptionalTensor&, int64_t));
-
-// Products that record a gradient go to csr_spmm.
-Tensor csr_spmm_halves_autograd(const Tensor& parts, const Tensor& exponents, const Tensor& facts, const Tensor& rest,
-                                const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
-                                c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
-  if (needs_gradient(kOp, {values, dense})) return product_by_rows(crow, col, values, dense, columns, order, longest);
-  return CsrSpmmHalvesOp::below_autograd(parts, exponents, facts, rest, crow, col, values, dense, columns, order,
-                                         longest);
 }
 
 // --- Gradients: for values, G @ dense^T sampled at A's nonzeros (csr_sddmm); for dense, A^T @ G (csr_spmm). These
@@ -471,7 +316,7 @@ Tensor spmm_autocast(const Tensor& crow, const Tensor& col, const Tensor& values
 }  // namespace
 
 bool must_be_deterministic() { return at::globalContext().deterministicAlgorithms(); }
-void multiply_filled(const Tensor& a, const Tensor& dense, const Tensor& out) {
+void multiply_dense(const Tensor& a, const Tensor& dense, const Tensor& out) {
   MatmulOutOp::call(a, dense, false, false, out);
 }
 
@@ -490,50 +335,29 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "csr_spmm_arg(Tensor crow, Tensor col, Tensor values, Tensor dense, SymInt columns, str reduce, Tensor? "
       "order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None, float alpha=1.0) -> (Tensor, Tensor)",
       tags);
-  m.def("csr_filled(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None) -> Tensor", tags);
-  m.def(
-      "csr_halves(Tensor crow, Tensor col, Tensor values, SymInt columns, Tensor? order=None, bool two_of_four=False, "
-      "int beyond=-1) -> (Tensor, Tensor, Tensor, Tensor)",
-      tags);
-  m.def(
-      "csr_spmm_halves(Tensor parts, Tensor exponents, Tensor facts, Tensor rest, Tensor crow, Tensor col, Tensor "
-      "values, Tensor dense, SymInt columns, Tensor? order=None, int longest=-1) -> Tensor",
-      tags);
 }
 
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
   m.impl("csr_spmm", csr_spmm<run_cpu>);
   m.impl("csr_spmm.out", spmm_out<run_cpu>);
   m.impl("csr_spmm_arg", spmm_arg<run_cpu>);
-  m.impl("csr_filled", csr_filled<filled_on_cpu>);
-  m.impl("csr_halves", csr_halves<fill_cpu>);
-  m.impl("csr_spmm_halves", csr_spmm_halves<run_halves_cpu>);
 }
 #ifdef MATMULS_CUDA
 TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
   m.impl("csr_spmm", csr_spmm<run_cuda>);
   m.impl("csr_spmm.out", spmm_out<run_cuda>);
   m.impl("csr_spmm_arg", spmm_arg<run_cuda>);
-  m.impl("csr_filled", csr_filled<filled_on_gpu>);
-  m.impl("csr_halves", csr_halves<fill_on_gpu>);
-  m.impl("csr_spmm_halves", csr_spmm_halves<run_halves>);
 }
 #endif
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
   m.impl("csr_spmm", spmm_meta);
   m.impl("csr_spmm.out", spmm_out_meta);
   m.impl("csr_spmm_arg", spmm_arg_meta);
-  m.impl("csr_filled", csr_filled_meta);
-  m.impl("csr_halves", csr_halves_meta);
-  m.impl("csr_spmm_halves", csr_spmm_halves_meta);
 }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("csr_spmm", spmm_autograd);
   m.impl("csr_spmm.out", spmm_out_autograd);
   m.impl("csr_spmm_arg", spmm_arg_autograd);
-  m.impl("csr_filled", CsrFilledOp::below_autograd);
-  m.impl("csr_halves", CsrHalvesOp::below_autograd);
-  m.impl("csr_spmm_halves", csr_spmm_halves_autograd);
 }
 TORCH_LIBRARY_IMPL(custom_mm, ADInplaceOrView, m) { m.impl("csr_spmm.out", SpmmOutOp::inplace<10>); }
 TORCH_LIBRARY_IMPL(custom_mm, Conjugate, m) { m.impl("csr_spmm.out", SpmmOutOp::lazy<10>); }

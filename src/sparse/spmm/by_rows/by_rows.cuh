@@ -6,7 +6,7 @@
 #pragma once
 
 #include "sparse/csr.cuh"
-#include "sparse/spmm/fill_facts.cuh"
+#include "sparse/spmm/fit_flags.cuh"
 
 namespace matmuls {
 
@@ -34,10 +34,10 @@ struct SpmmArgs {
   int64_t* begins;  // [slots]: the long row that begins in the slot, or -1
   // 16-bit, optional: flags of a densified product that has already written out (sparse/spmm/densified/densified.h).
   // out is written again only if A or B is unfit.
-  const FillFacts *facts, *dense_facts;
+  const FitFlags *facts, *dense_facts;
 
   // Waits for earlier kernels (griddepcontrol.wait), then says whether this one has nothing to do.
-  __device__ bool spared() const {
+  __device__ bool has_nothing_to_do() const {
     ptx::griddepcontrol_wait();
     return sizeof(T) == 2 && facts && !facts->unfit && !dense_facts->unfit;
   }
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kSparseThreads, kBlocks) spmm_rows_kernel(cons
   constexpr int kTeam = L * P;
   // No early griddepcontrol.launch_dependents: the next kernel's blocks would spread unevenly over multiprocessors
   // (4096x4096, 95 % zeros, 128 columns: 39 microseconds instead of 35).
-  if (m.spared()) return;
+  if (m.has_nothing_to_do()) return;
   const unsigned slice = m.slices_first ? blockIdx.x % m.slices : blockIdx.x / m.blocks;
   const unsigned block = m.slices_first ? blockIdx.x / m.slices : blockIdx.x % m.blocks;
   const bool pieces = block < m.piece_blocks;
@@ -333,7 +333,7 @@ template <class T, class I, int V, int L, int R, int U, int kBlocks>
 __global__ void __launch_bounds__(kSparseThreads, kBlocks)
     spmm_shares_kernel(const __grid_constant__ SpmmArgs<T, I> m) {
   using F = arithmetic_t<T>;
-  if (m.spared()) return;
+  if (m.has_nothing_to_do()) return;
   const unsigned slice = blockIdx.x / m.blocks, block = blockIdx.x % m.blocks;
   const int own = static_cast<int>(slice) * (L * V * R) + threadIdx.x % L * V;
   const int c = min(own, m.n - V);  // as in spmm_rows_kernel
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kSparseThreads)
     spmm_long_rows_kernel(const __grid_constant__ SpmmArgs<T, I> m, bool counts_rows) {
   using F = arithmetic_t<T>;
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / 32) + threadIdx.x / 32;
-  if (m.spared() || slot >= m.slots) return;
+  if (m.has_nothing_to_do() || slot >= m.slots) return;
   const int64_t row = m.begins[slot];
   if (row < 0) return;
   const int64_t row_end = m.crow[row + 1], last = ((counts_rows ? row : 0) + row_end - 1) / m.slot;

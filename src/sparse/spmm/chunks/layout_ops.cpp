@@ -79,7 +79,7 @@ ChunkTensors csr_chunks(const Tensor& crow, const Tensor& col, int64_t size, int
   const Tensor names = tensor_or_none(maybe_names);
   const Chunks made = empty_chunks(p, size, piece);
   check_of_rows(kChunksOp, "names", p, names);
-  look_at_offsets(kChunksOp, crow, p.nonzeros());
+  validate_offsets(kChunksOp, crow, p.nonzeros());
   cut(contiguous(p), static_cast<int>(size), static_cast<int>(piece), names.defined() ? names.contiguous() : names,
       made);
   return {made.begins, made.ends, made.cut, made.empty, made.counts};

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "sparse/spmm/densified/densified.h"
-#include "sparse/spmm/fill_facts.cuh"
+#include "sparse/spmm/fit_flags.cuh"
 
 namespace matmuls {
 
@@ -42,7 +42,7 @@ struct NarrowStepOfTile {
   uint4 numbers[kTileRows][4];  // 32 numbers
   PairPlaces places;
 };
-static_assert(sizeof(StepOfTile) == 2 * kStepHalves && sizeof(NarrowStepOfTile) == 2 * kNarrowStepHalves);
+static_assert(sizeof(StepOfTile) == 2 * kStepElements && sizeof(NarrowStepOfTile) == 2 * kNarrowStepElements);
 
 // Splits two numbers into high + low / 2^12, each in float16.
 __device__ inline void split_two(float x, float y, uint32_t& high, uint32_t& low) {

@@ -12,7 +12,7 @@
 namespace matmuls {
 namespace {
 
-static_assert(sizeof(FillFacts) == kFillFacts * sizeof(int));
+static_assert(sizeof(FitFlags) == kFitFlags * sizeof(int));
 
 constexpr int kFillColumns = 8192;        // columns of a row at a time, in shared memory
 constexpr int64_t kFillStatic = 1 << 10;  // bytes of static shared memory at most
@@ -56,7 +56,7 @@ __device__ inline unsigned beyond_two(unsigned there) {
 
 // Keeps two of every four of eight columns of a row, with their positions.
 template <class T, class Step>
-__device__ void keep_two_of_four(const float (&x)[8], unsigned there, Step& step, int row, int eighth) {
+__device__ void store_sparse24(const float (&x)[8], unsigned there, Step& step, int row, int eighth) {
   unsigned places = 0;
   float kept[4] = {};
 #pragma unroll
@@ -77,10 +77,10 @@ __device__ void keep_two_of_four(const float (&x)[8], unsigned there, Step& step
 }
 
 // A block per row, or per kFillColumns of it; for 2:4 always a whole row.
-template <class T, class I, bool two_of_four = false>
+template <class T, class I, bool sparse24 = false>
 __global__ void __launch_bounds__(kSparseThreads)
-    fill_kernel(const I* crow, const I* col, const I* order, const T* values, uint4* out, int* exponents,
-                FillFacts* facts, int2* rest, const FillShape shape) {
+    densify_kernel(const I* crow, const I* col, const I* order, const T* values, uint4* out, int* exponents,
+                   FitFlags* facts, int2* rest, const FillShape shape) {
   extern __shared__ __align__(16) float numbers[];
   __shared__ unsigned largest;
   __shared__ int tiny, large, stored, before_row;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kSparseThreads)
     return there;
   };
   [[maybe_unused]] int64_t next = 0;  // index in rest
-  if constexpr (two_of_four) {
+  if constexpr (sparse24) {
     int own_beyond = 0;
     for (int i = threadIdx.x; i < width / 8; i += kSparseThreads) own_beyond += __popc(beyond_two(there_of(i)));
     const int all = count_before(own_beyond).all;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kSparseThreads)
     const int i = i0 + threadIdx.x;
     [[maybe_unused]] unsigned left = 0;
     if (i < width / 8) {
-      [[maybe_unused]] const unsigned there = two_of_four ? there_of(i) : 0;
+      [[maybe_unused]] const unsigned there = sparse24 ? there_of(i) : 0;
       float x[8];
       const auto [a, b, c, d] = reinterpret_cast<const float4*>(numbers)[2 * i];
       const auto [f, g, h, k] = reinterpret_cast<const float4*>(numbers)[2 * i + 1];
@@ -162,10 +162,10 @@ __global__ void __launch_bounds__(kSparseThreads)
           own_tiny += is_tiny(number), own_large += is_large(number), own_stored += number != 0;
         }
       }
-      if constexpr (two_of_four) {
+      if constexpr (sparse24) {
         using Step = std::conditional_t<sizeof(T) == 4, StepOfTile, NarrowStepOfTile>;
         auto* const steps = reinterpret_cast<Step*>(out) + row / kTileRows * (shape.stride / kStepColumns);
-        keep_two_of_four<T>(x, there, steps[i / 8], static_cast<int>(row % kTileRows), i % 8);
+        store_sparse24<T>(x, there, steps[i / 8], static_cast<int>(row % kTileRows), i % 8);
         left = beyond_two(there);
       } else if constexpr (sizeof(T) == 4) {
         uint4 high, low;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kSparseThreads)
         to[i] = {packed.at[0], packed.at[1], packed.at[2], packed.at[3]};
       }
     }
-    if constexpr (two_of_four) {
+    if constexpr (sparse24) {
       const auto [before, all] = count_before(__popc(left));
       for (int64_t at = next + before; left != 0; left &= left - 1, ++at) {
         const int c = 8 * i + __ffs(left) - 1;
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kSparseThreads)
 
 template <class T>
 __global__ void __launch_bounds__(kSparseThreads)
-    infinite_kernel(const T* dense, int64_t rows, int n, int64_t stride, FillFacts* facts) {
+    infinite_kernel(const T* dense, int64_t rows, int n, int64_t stride, FitFlags* facts) {
   constexpr int V = 16 / sizeof(T);
   constexpr unsigned mask = std::is_same_v<T, c10::Half> ? 0x7c00 : 0x7f80;
   bool found = false;
@@ -212,18 +212,18 @@ __global__ void __launch_bounds__(kSparseThreads)
 
 }  // namespace
 
-Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool two_of_four, int64_t beyond) {
+DensifiedMatrix densify(const Pattern& p, const at::Tensor& values, int64_t columns, bool sparse24, int64_t beyond) {
   const bool wide = values.scalar_type() == at::kFloat;
-  const int64_t rows = p.rows(), many = two_of_four ? kStepColumns : 8, stride = ceil_of(columns, many) * many,
-                at_once = two_of_four ? stride : std::min<int64_t>(stride, kFillColumns),
+  const int64_t rows = p.rows(), many = sparse24 ? kStepColumns : 8, stride = ceil_of(columns, many) * many,
+                at_once = sparse24 ? stride : std::min<int64_t>(stride, kFillColumns),
                 chunks = stride > 0 ? ceil_of(stride, at_once) : 0, tiles = ceil_of(rows, kTileRows),
                 room = std::min(beyond < 0 ? INT64_MAX : beyond, values.size(0) / 2);
-  TORCH_CHECK_VALUE(rows <= INT32_MAX - kTileRows && chunks <= 65535, "spmm: expected a smaller matrix to fill, got ",
-                    rows, " x ", columns);
+  TORCH_CHECK_VALUE(rows <= INT32_MAX - kTileRows && chunks <= 65535,
+                    "spmm: expected a smaller matrix to densify, got ", rows, " x ", columns);
   const auto ints = values.options().dtype(at::kInt), halves = values.options().dtype(at::kHalf);
-  Filled made;
+  DensifiedMatrix made;
   const int64_t shared = at_once * static_cast<int64_t>(sizeof(float));
-  if (two_of_four) {
+  if (sparse24) {
     TORCH_CHECK_VALUE(stride <= kMostPaired && rows + room <= INT32_MAX, "spmm: expected at most ", kMostPaired,
                       " columns to keep two of four, got ", columns, ", and fewer nonzeros than ", values.size(0));
     const int64_t fits = (device_limits().shared_per_block - kFillStatic) / static_cast<int64_t>(sizeof(float));
@@ -231,24 +231,24 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
                       " columns to keep two of four on this GPU, whose blocks have too little shared memory for more, "
                       "got ",
                       columns);
-    made.parts = wide ? empty({tiles, stride / kStepColumns, kStepHalves}, halves)
-                      : empty({tiles, stride / kStepColumns, kNarrowStepHalves}, values.options());
+    made.parts = wide ? empty({tiles, stride / kStepColumns, kStepElements}, halves)
+                      : empty({tiles, stride / kStepColumns, kNarrowStepElements}, values.options());
     made.rest = zeros({rows + room, 2}, ints);
   } else {
     made.parts = wide ? empty({2, rows, stride}, halves) : empty({rows, stride}, values.options());
     if (wide) made.rest = empty({0, 2}, ints);
   }
   if (wide) made.exponents = empty({rows}, ints);
-  made.facts = empty({kFillFacts}, ints);
-  auto* const facts = static_cast<FillFacts*>(made.facts.mutable_data_ptr());
+  made.facts = empty({kFitFlags}, ints);
+  auto* const facts = static_cast<FitFlags*>(made.facts.mutable_data_ptr());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(cudaMemsetAsync(facts, 0, sizeof(FillFacts), stream));
+  C10_CUDA_CHECK(cudaMemsetAsync(facts, 0, sizeof(FitFlags), stream));
   if (made.parts.numel() == 0) return made;
   const FillShape shape{rows, rows * stride, static_cast<int>(stride), static_cast<int>(at_once), room};
-  const dim3 grid(static_cast<unsigned>(two_of_four ? tiles * kTileRows : rows), static_cast<unsigned>(chunks));
+  const dim3 grid(static_cast<unsigned>(sparse24 ? tiles * kTileRows : rows), static_cast<unsigned>(chunks));
   const auto launch = [&]<class T, bool with_rest>(T) {
     AT_DISPATCH_INDEX_TYPES(p.crow.scalar_type(), "spmm", [&] {
-      constexpr auto kernel = fill_kernel<T, index_t, with_rest>;
+      constexpr auto kernel = densify_kernel<T, index_t, with_rest>;
       if (with_rest) allow_shared_memory<kernel>();  // the others take 32 KB at most
       Launch(grid, kSparseThreads, shared)(
           kernel, p.crow.const_data_ptr<index_t>(), p.col.const_data_ptr<index_t>(), indices_or_null<index_t>(p.order),
@@ -265,17 +265,17 @@ Filled fill(const Pattern& p, const at::Tensor& values, int64_t columns, bool tw
     else
       launch.template operator()<c10::BFloat16, with_rest>({});
   };
-  two_of_four ? by_type.template operator()<true>() : by_type.template operator()<false>();
+  sparse24 ? by_type.template operator()<true>() : by_type.template operator()<false>();
   return made;
 }
 
-at::Tensor look_for_infinite(const at::Tensor& dense) {
+at::Tensor find_nonfinite(const at::Tensor& dense) {
   const int64_t rows = dense.size(0), n = dense.size(1), stride = dense.stride(0);
   const int64_t blocks = std::clamp<int64_t>(ceil_of(rows * n / 8, 4 * kSparseThreads), 1, 1024);
-  at::Tensor made = empty({kFillFacts}, dense.options().dtype(at::kInt));
-  auto* const facts = static_cast<FillFacts*>(made.mutable_data_ptr());
+  at::Tensor made = empty({kFitFlags}, dense.options().dtype(at::kInt));
+  auto* const facts = static_cast<FitFlags*>(made.mutable_data_ptr());
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(cudaMemsetAsync(facts, 0, sizeof(FillFacts), stream));
+  C10_CUDA_CHECK(cudaMemsetAsync(facts, 0, sizeof(FitFlags), stream));
   const auto launch = [&]<class T>(T) {
     infinite_kernel<T><<<static_cast<unsigned>(blocks), kSparseThreads, 0, stream>>>(
         dense.const_data_ptr<T>(), rows, static_cast<int>(n), stride, facts);

@@ -20,7 +20,7 @@ struct Given {
   const float *values, *dense;
   int64_t stride;
   bool wide;
-  const FillFacts *facts, *dense_facts;
+  const FitFlags *facts, *dense_facts;
 
   __device__ int64_t index(const void* from, int64_t at) const {
     return wide ? static_cast<const int64_t*>(from)[at] : static_cast<const int*>(from)[at];
@@ -35,7 +35,7 @@ struct Given {
     bool unfit = false;
     for (int from = first; from < last; from += 32 / kSplitBlocks * kSplitColumns) {
       const int part = from / kSplitColumns + lane / kSplitBlocks;
-      FillFacts all{};
+      FitFlags all{};
       if (part * kSplitColumns < last) all = dense_facts[part * kSplitBlocks + lane % kSplitBlocks];
       for (int step = 1; step < kSplitBlocks; step *= 2) {
         all.unfit |= __shfl_xor_sync(0xffffffffu, all.unfit, step);

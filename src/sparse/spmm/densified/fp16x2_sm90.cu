@@ -23,14 +23,14 @@ constexpr int kThreads = kGroup * (kGroups + 1);
 constexpr int kMostShares = 8;   // of K: blocks of a cluster
 constexpr int kStepsOfTile = 4;  // steps of K that take as long as a tile's prologue and epilogue
 
-template <int columns_, bool two_of_four_>
+template <int columns_, bool is_sparse24_>
 struct Tile {
   static constexpr int columns = columns_;
-  static constexpr bool two_of_four = two_of_four_;
+  static constexpr bool sparse24 = is_sparse24_;
   static constexpr int half_bytes = kRows * kRowBytes, b_bytes = std::max(columns, kWide) * kRowBytes;  // of one half
-  static constexpr int a_bytes = two_of_four ? sizeof(StepOfTile) : 2 * half_bytes;
+  static constexpr int a_bytes = sparse24 ? sizeof(StepOfTile) : 2 * half_bytes;
   static constexpr int stage_bytes = a_bytes + 2 * b_bytes;
-  static constexpr int stages = two_of_four ? (columns == 128 ? 4 : 6) : (columns == 128 ? 3 : 4);
+  static constexpr int stages = sparse24 ? (columns == 128 ? 4 : 6) : (columns == 128 ? 3 : 4);
   // Leaves room for a block of split_kernel on the same multiprocessor: A's first tiles load while B is being split.
   static constexpr int shared = stages * stage_bytes + 2 * stages * 8 + 8;
   static constexpr int out_stride = columns + 8;  // floats; rows that a warp writes together lie in different banks
@@ -61,9 +61,9 @@ struct TwoOfFour {
 
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
-    multiply_halves_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                           const TwoOfFour pairs, const Shape shape, const int* exponents, const int* powers,
-                           float* out, int64_t out_stride, float alpha, const __grid_constant__ Given given) {
+    fp16x2_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                  const TwoOfFour pairs, const Shape shape, const int* exponents, const int* powers, float* out,
+                  int64_t out_stride, float alpha, const __grid_constant__ Given given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char tiles[];
   uint64_t* const full = reinterpret_cast<uint64_t*>(tiles + Tile::stages * Tile::stage_bytes);
@@ -79,24 +79,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first_row = static_cast<int>(rank * kRows / shares),  // the rows that this block adds up at the end
       last_row = min(static_cast<int>((rank + 1) * kRows / shares), shape.rows - row0);
   if (threadIdx.x == 0) {
-    if (!Tile::two_of_four) hopper::prefetch(a_map);
+    if (!Tile::sparse24) hopper::prefetch(a_map);
     hopper::prefetch(b_map);
     for (int s = 0; s < Tile::stages; ++s) {
       ptx::barrier_init(&full[s]);
-      ptx::barrier_init(&empty[s], Tile::two_of_four ? kGroups * kGroup : kGroups * kGroup / 32);
+      ptx::barrier_init(&empty[s], Tile::sparse24 ? kGroups * kGroup : kGroups * kGroup / 32);
     }
     ptx::barrier_fence();
   }
   __syncthreads();
   if (group == kGroups) {
-    hopper::leave_registers<40>();
+    hopper::setmaxnreg_dec<40>();
     if (thread == 0) {
       const ptx::L2Policy staying = ptx::l2_policy(true), passing = ptx::l2_policy(false);
       const auto load_a = [&](int k, int stage) {
         const ptx::L2Policy policy = k < shape.staying ? staying : passing;
         unsigned char* const to = tiles + stage * Tile::stage_bytes;
         ptx::barrier_expect(&full[stage], Tile::stage_bytes);
-        if constexpr (Tile::two_of_four)
+        if constexpr (Tile::sparse24)
           hopper::load_bytes(pairs.steps + int64_t{row0 / kRows} * shape.steps + k, to, &full[stage],
                              sizeof(StepOfTile), policy);
         else
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::cluster_arrive();
     ptx::cluster_wait();
   } else {
-    hopper::take_registers<232>();
+    hopper::setmaxnreg_inc<232>();
     float sums[Tile::columns / 2] = {}, low[Tile::columns / 2] = {}, high[Tile::columns / 2] = {};
     for (int k = first, n = 0; k < last; ++k, ++n) {
       const int stage = n % Tile::stages;
@@ -141,17 +141,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       const unsigned char* const b = tiles + stage * Tile::stage_bytes + Tile::a_bytes;
       ptx::barrier_wait(&full[stage], n / Tile::stages % 2);
       uint32_t places = 0;
-      if constexpr (Tile::two_of_four)
+      if constexpr (Tile::sparse24)
         places = reinterpret_cast<const uint32_t*>(
             reinterpret_cast<const StepOfTile*>(tiles + stage * Tile::stage_bytes)->places)[threadIdx.x];
       const auto multiply = [&](auto& acc, int half_a, int half_b, bool accumulate) {
         const auto b_from = [&](int k) {
           return hopper::descriptor(b + half_b * Tile::b_bytes + k * kRowBytes, kWide * kRowBytes);
         };
-        if constexpr (Tile::two_of_four) {
+        if constexpr (Tile::sparse24) {
           const unsigned char* const own = a + half_a * kRowBytes / 2;
-          hopper::multiply_two_of_four<c10::Half, 0>(acc, hopper::descriptor(own), b_from(0), places, accumulate);
-          hopper::multiply_two_of_four<c10::Half, 1>(acc, hopper::descriptor(own + 32), b_from(32), places, true);
+          hopper::multiply_sparse24<c10::Half, 0>(acc, hopper::descriptor(own), b_from(0), places, accumulate);
+          hopper::multiply_sparse24<c10::Half, 1>(acc, hopper::descriptor(own + 32), b_from(32), places, true);
         } else {
 #pragma unroll
           for (int part = 0; part < 4; ++part)  // 16 of K each
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       hopper::pin(high);
       // 2:4: each thread arrives, for the metadata that it read. Otherwise one lane per warp: arrivals of all took 15 %
       // more.
-      if (Tile::two_of_four || thread % 32 == 0) ptx::barrier_arrive(&empty[stage]);
+      if (Tile::sparse24 || thread % 32 == 0) ptx::barrier_arrive(&empty[stage]);
 #pragma unroll
       for (int i = 0; i < Tile::columns / 2; ++i) sums[i] += high[i];
     }
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int j = 0; j < at_once; ++j) {
         const int r = row0 + min(own + j * apart, end - 1);
         e[j] = exponents[r];
-        if constexpr (Tile::two_of_four)
+        if constexpr (Tile::sparse24)
           if (const int2 own_rest = pairs.rest[r]; own_rest.x < own_rest.y)
             beside[j] = *reinterpret_cast<const float4*>(out + r * out_stride + column0 + c);
       }
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (own + j * apart >= end) break;
 #pragma unroll
         for (int i = 0; i < 4; ++i) total[j][i] = times_power_of_two(total[j][i], -e[j] - column_exponents[i]);
-        if constexpr (Tile::two_of_four)
+        if constexpr (Tile::sparse24)
           total[j][0] += beside[j].x, total[j][1] += beside[j].y, total[j][2] += beside[j].z,
               total[j][3] += beside[j].w;
         *reinterpret_cast<float4*>(out + int64_t{row0 + own + j * apart} * out_stride + column0 + c) = {
@@ -272,7 +272,7 @@ Shares shares_of(int64_t rows, int64_t n, int64_t inner) {
   const int64_t tiles = int64_t{up(rows, kRows)} * up(n, Tile::columns);
   Shares best{INT64_MAX, 1};
   for (int shares = 1; shares <= kMostShares; ++shares) {
-    const int at_once = clusters_at_once<multiply_halves_kernel<Tile>, kThreads, Tile::shared>(shares);
+    const int at_once = clusters_at_once<fp16x2_kernel<Tile>, kThreads, Tile::shared>(shares);
     if (at_once == 0) continue;
     const int64_t steps = up(tiles, at_once) * (kStepsOfTile + up(up(inner, kWide), shares));
     const int64_t cost = steps * (Tile::columns == 128 ? 100 : 64);
@@ -282,7 +282,7 @@ Shares shares_of(int64_t rows, int64_t n, int64_t inner) {
 }
 
 template <class Tile>
-void launch(const Filled& a, const DenseHalves& b, int64_t inner, const at::Tensor& out, double alpha,
+void launch(const DensifiedMatrix& a, const SplitDense& b, int64_t inner, const at::Tensor& out, double alpha,
             const Given& given, int shares) {
   const int64_t rows = out.size(0), n = out.size(1);
   const int steps = up(inner, kWide);
@@ -299,26 +299,26 @@ void launch(const Filled& a, const DenseHalves& b, int64_t inner, const at::Tens
   launch.early();
   CUtensorMap a_map{};
   TwoOfFour pairs{};
-  if constexpr (Tile::two_of_four)
+  if constexpr (Tile::sparse24)
     pairs = {static_cast<const StepOfTile*>(a.parts.const_data_ptr()),
              static_cast<const int2*>(a.rest.const_data_ptr())};
   else
     a_map = map_of(a.parts.const_data_ptr(), rows, a.parts.size(2), kRows);
-  launch(multiply_halves_kernel<Tile>, a_map, map_of(b.halves, inner, n, kWide), pairs, shape,
-         a.exponents.const_data_ptr<int>(), static_cast<const int*>(b.powers), out.mutable_data_ptr<float>(),
-         out.stride(0), static_cast<float>(alpha), given);
+  launch(fp16x2_kernel<Tile>, a_map, map_of(b.halves, inner, n, kWide), pairs, shape, a.exponents.const_data_ptr<int>(),
+         static_cast<const int*>(b.powers), out.mutable_data_ptr<float>(), out.stride(0), static_cast<float>(alpha),
+         given);
 }
 
-template <bool two_of_four>
-void multiply(const Filled& a, const DenseHalves& b, int64_t inner, const at::Tensor& out, double alpha,
+template <bool sparse24>
+void multiply(const DensifiedMatrix& a, const SplitDense& b, int64_t inner, const at::Tensor& out, double alpha,
               const Given& given) {
   const auto by = [&]<class Tile>(Tile, const Shares& shares) {
     launch<Tile>(a, b, inner, out, alpha, given, shares.of_k);
   };
   const int64_t rows = out.size(0), n = out.size(1);
-  using Narrow = Tile<32, two_of_four>;
-  using Middle = Tile<64, two_of_four>;
-  using Wide = Tile<128, two_of_four>;
+  using Narrow = Tile<32, sparse24>;
+  using Middle = Tile<64, sparse24>;
+  using Wide = Tile<128, sparse24>;
   if (n <= 32) return by(Narrow(), shares_of<Narrow>(rows, n, inner));
   const Shares middle = shares_of<Middle>(rows, n, inner);
   if (n <= 64) return by(Middle(), middle);
@@ -328,11 +328,11 @@ void multiply(const Filled& a, const DenseHalves& b, int64_t inner, const at::Te
 
 }  // namespace
 
-bool can_multiply_halves(const at::Tensor& operand) {
+bool can_multiply_fp16x2(const at::Tensor& operand) {
   return has_hopper_kernels(operand.get_device()) && can_split_dense();
 }
 
-void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values, const at::Tensor& dense,
+void multiply_fp16x2(const DensifiedMatrix& a, const Pattern& p, const at::Tensor& values, const at::Tensor& dense,
                      const at::Tensor& out, double alpha) {
   const int64_t inner = dense.size(0), n = dense.size(1);
   TORCH_CHECK_VALUE(out.size(0) <= INT32_MAX / 2 && inner <= INT32_MAX / 2 && n <= INT32_MAX / 2,
@@ -341,12 +341,12 @@ void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values
   if (n > most) {  // slices share the memory for B's halves
     for (int64_t first = 0; first < n; first += most) {
       const int64_t columns = std::min(most, n - first);
-      multiply_halves(a, p, values, dense.narrow(1, first, columns), out.narrow(1, first, columns), alpha);
+      multiply_fp16x2(a, p, values, dense.narrow(1, first, columns), out.narrow(1, first, columns), alpha);
     }
     return;
   }
-  const at::Tensor memory = empty({DenseHalves::nbytes(inner, n)}, dense.options().dtype(at::kByte));
-  const DenseHalves halves(memory.mutable_data_ptr(), inner, n);
+  const at::Tensor memory = empty({SplitDense::nbytes(inner, n)}, dense.options().dtype(at::kByte));
+  const SplitDense halves(memory.mutable_data_ptr(), inner, n);
   split_dense(dense, halves, a.rest, out);
   const Given given{p.crow.const_data_ptr(),
                     p.col.const_data_ptr(),
@@ -355,7 +355,7 @@ void multiply_halves(const Filled& a, const Pattern& p, const at::Tensor& values
                     dense.const_data_ptr<float>(),
                     dense.stride(0),
                     p.crow.scalar_type() == at::kLong,
-                    static_cast<const FillFacts*>(a.facts.const_data_ptr()),
+                    static_cast<const FitFlags*>(a.facts.const_data_ptr()),
                     halves.facts};
   (a.rest.size(0) > 0 ? multiply<true> : multiply<false>)(a, halves, inner, out, alpha, given);
 }

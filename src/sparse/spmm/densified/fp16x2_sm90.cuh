@@ -12,23 +12,23 @@ constexpr int64_t kHalvesBytes = 128 << 20;          // of B's halves at once
 constexpr int kSplitColumns = 16, kSplitBlocks = 8;  // a cluster of kSplitBlocks blocks takes 16 columns of B
 
 // B [inner, n] split into halves; all members in one piece of memory, 16-byte aligned each.
-struct DenseHalves {
-  __half* halves;    // [2, inner, n]: high halves, then low halves
-  int* powers;       // [n]: column c was scaled by 2^powers[c]
-  FillFacts* facts;  // [groups of kSplitColumns, kSplitBlocks]: of one block's rows of the group's columns
+struct SplitDense {
+  __half* halves;   // [2, inner, n]: high halves, then low halves
+  int* powers;      // [n]: column c was scaled by 2^powers[c]
+  FitFlags* facts;  // [groups of kSplitColumns, kSplitBlocks]: of one block's rows of the group's columns
 
   static int64_t parts(int64_t n) { return up(n, kSplitColumns); }
   static int64_t nbytes(int64_t inner, int64_t n) {
-    return 4 * inner * n + 4 * n + parts(n) * kSplitBlocks * static_cast<int64_t>(sizeof(FillFacts));
+    return 4 * inner * n + 4 * n + parts(n) * kSplitBlocks * static_cast<int64_t>(sizeof(FitFlags));
   }
-  DenseHalves(void* memory, int64_t inner, int64_t n)
+  SplitDense(void* memory, int64_t inner, int64_t n)
       : halves(static_cast<__half*>(memory)),
         powers(reinterpret_cast<int*>(halves + 2 * inner * n)),
-        facts(reinterpret_cast<FillFacts*>(powers + n)) {}
+        facts(reinterpret_cast<FitFlags*>(powers + n)) {}
 };
 
 // Also out <- rest @ dense in the rows of A that have entries in `rest`, A's nonzeros beyond 2:4 (densified.h).
 bool can_split_dense();  // on the current device
-void split_dense(const at::Tensor& dense, const DenseHalves& to, const at::Tensor& rest, const at::Tensor& out);
+void split_dense(const at::Tensor& dense, const SplitDense& to, const at::Tensor& rest, const at::Tensor& out);
 
 }  // namespace matmuls

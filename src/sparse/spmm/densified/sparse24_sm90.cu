@@ -90,8 +90,8 @@ struct RestOfRow {
 
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
-    two_of_four_kernel(const __grid_constant__ CUtensorMap dense_map, const NarrowStepOfTile* steps, const int2* rest,
-                       const typename Tile::T* dense, typename Tile::T* out, const Shape shape) {
+    sparse24_kernel(const __grid_constant__ CUtensorMap dense_map, const NarrowStepOfTile* steps, const int2* rest,
+                    const typename Tile::T* dense, typename Tile::T* out, const Shape shape) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using T = typename Tile::T;
   extern __shared__ __align__(1024) unsigned char tiles[];
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   if (group == kGroups) {
-    if constexpr (Tile::wide) hopper::leave_registers<40>();
+    if constexpr (Tile::wide) hopper::setmaxnreg_dec<40>();
     if (thread == 0) {
       const int last_part = (shape.rows - 1) / kTileRows;  // tiles beyond it load the last one again
       const auto all_peers = static_cast<uint16_t>(((1 << peers) - 1) << own_share * peers);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::cluster_arrive();
     ptx::cluster_wait();
   } else {
-    if constexpr (Tile::wide) hopper::take_registers<232>();
+    if constexpr (Tile::wide) hopper::setmaxnreg_inc<232>();
     // Each share's block adds up and writes some rows of the tile.
     const int c = static_cast<int>(threadIdx.x) % Tile::across * 8;
     const int own_row = share_of(Tile::rows, own_share) + static_cast<int>(threadIdx.x) / Tile::across;
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int block = group * Tile::high + i;
         const unsigned char* const own = a + block / kGroups * sizeof(NarrowStepOfTile) +
                                          block % kGroups * 64 * sizeof(NarrowStepOfTile::numbers[0]);
-        hopper::multiply_two_of_four<T, 0>(acc[i], hopper::descriptor_of_narrow(own), b_from(0), places[i], true);
-        hopper::multiply_two_of_four<T, 1>(acc[i], hopper::descriptor_of_narrow(own + 32), b_from(32), places[i], true);
+        hopper::multiply_sparse24<T, 0>(acc[i], hopper::descriptor_of_narrow(own), b_from(0), places[i], true);
+        hopper::multiply_sparse24<T, 1>(acc[i], hopper::descriptor_of_narrow(own + 32), b_from(32), places[i], true);
       }
       hopper::commit_products();
 #pragma unroll
@@ -277,7 +277,7 @@ Cluster cluster_of(int64_t rows, int64_t n, int steps) {
     if (Tile::wide && peers > std::min<int64_t>(across, 2)) continue;  // of clusters of four too few run at once
     for (int shares = 1; shares <= std::min(kMostBlocks / peers, steps); ++shares) {
       const int64_t clusters = Tile::wide ? down * up(across, peers) : up(down, peers) * across;
-      const int at_once = clusters_at_once<two_of_four_kernel<Tile>, kThreads, Tile::shared>(peers * shares);
+      const int at_once = clusters_at_once<sparse24_kernel<Tile>, kThreads, Tile::shared>(peers * shares);
       if (at_once == 0) continue;
       const int64_t step = Tile::wide ? 940 - 25 * peers : 455 + 20 / peers;
       const int64_t begin_and_end = Tile::wide ? 6000 * shares : 3000 + 1000 * shares;
@@ -289,7 +289,7 @@ Cluster cluster_of(int64_t rows, int64_t n, int steps) {
 }
 
 template <class Tile>
-void launch(const Filled& a, const at::Tensor& dense, const at::Tensor& out, const Cluster& cluster) {
+void launch(const DensifiedMatrix& a, const at::Tensor& dense, const at::Tensor& out, const Cluster& cluster) {
   using T = typename Tile::T;
   const int64_t rows = out.size(0), n = out.size(1), inner = dense.size(0);
   const int peers = cluster.peers, across = up(up(n, Tile::columns), Tile::wide ? peers : 1);
@@ -302,7 +302,7 @@ void launch(const Filled& a, const at::Tensor& dense, const at::Tensor& out, con
   Launch launch(static_cast<unsigned>(blocks), kThreads, Tile::shared);
   launch.in_clusters(peers * cluster.shares);
   launch.early();
-  launch(two_of_four_kernel<Tile>, tensor_map<T>("spmm", dense.const_data_ptr(), sizes, strides, box),
+  launch(sparse24_kernel<Tile>, tensor_map<T>("spmm", dense.const_data_ptr(), sizes, strides, box),
          static_cast<const NarrowStepOfTile*>(a.parts.const_data_ptr()),
          static_cast<const int2*>(a.rest.const_data_ptr()), dense.const_data_ptr<T>(), out.mutable_data_ptr<T>(),
          Shape{static_cast<int>(rows), static_cast<int>(n), across, up(inner, kWide), peers, dense.stride(0),
@@ -310,7 +310,7 @@ void launch(const Filled& a, const at::Tensor& dense, const at::Tensor& out, con
 }
 
 template <class T>
-void multiply(const Filled& a, const at::Tensor& dense, const at::Tensor& out) {
+void multiply(const DensifiedMatrix& a, const at::Tensor& dense, const at::Tensor& out) {
   const int64_t rows = out.size(0), n = out.size(1);
   const int steps = up(dense.size(0), kWide);
   using Few = Tile<T, 32, 1>;
@@ -324,7 +324,7 @@ void multiply(const Filled& a, const at::Tensor& dense, const at::Tensor& out) {
 
 }  // namespace
 
-void multiply_two_of_four(const Filled& a, const at::Tensor& dense, const at::Tensor& out) {
+void multiply_sparse24(const DensifiedMatrix& a, const at::Tensor& dense, const at::Tensor& out) {
   TORCH_CHECK_VALUE(out.size(0) <= INT32_MAX / 2 && dense.size(0) <= INT32_MAX / 2 && out.size(1) <= INT32_MAX / 2,
                     "spmm: expected smaller operands, got ", out.sizes(), " and ", dense.sizes());
   dense.scalar_type() == at::kHalf ? multiply<c10::Half>(a, dense, out) : multiply<c10::BFloat16>(a, dense, out);

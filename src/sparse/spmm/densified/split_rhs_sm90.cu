@@ -69,7 +69,7 @@ __device__ inline void multiply_rest(const Rest& a, const float* dense, int n, i
 // Each block reports its largest per-column count of numbers that are not large. The sum over a cluster bounds every
 // column's count from above.
 __global__ void __launch_bounds__(kSplitThreads, kBlocksAtOnce)
-    split_kernel(const float* dense, int rows, int n, int64_t stride, int* exponents, uint2* halves, FillFacts* facts,
+    split_kernel(const float* dense, int rows, int n, int64_t stride, int* exponents, uint2* halves, FitFlags* facts,
                  const Rest rest) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kQuads = kSplitColumns / 4, kStep = kSplitThreads / kQuads;
@@ -158,12 +158,12 @@ constexpr int kMostKept = kKeptRows * kSplitColumns * 4;  // bytes of shared mem
 
 bool can_split_dense() { return clusters_at_once<split_kernel, kSplitThreads, kMostKept>(kSplitBlocks) > 0; }
 
-void split_dense(const at::Tensor& dense, const DenseHalves& to, const at::Tensor& rest, const at::Tensor& out) {
+void split_dense(const at::Tensor& dense, const SplitDense& to, const at::Tensor& rest, const at::Tensor& out) {
   const int rows = static_cast<int>(dense.size(0)), n = static_cast<int>(dense.size(1));
   allow_shared_memory<split_kernel>();
   const int shared = std::min(up(rows, kSplitBlocks), kKeptRows) * kSplitColumns * 4;
   Rest left{};
-  left.first_block = static_cast<int>(DenseHalves::parts(n) * kSplitBlocks);
+  left.first_block = static_cast<int>(SplitDense::parts(n) * kSplitBlocks);
   if (rest.size(0) > 0) {
     const int lanes = n <= 32 ? 8 : n <= 64 ? 16 : 32, out_rows = static_cast<int>(out.size(0));
     const int64_t warps = int64_t{out_rows} * up(n, 4 * lanes), blocks = warps / (kSplitThreads / 32) + 1;

@@ -21,6 +21,7 @@
 
 #include "glue/handles.h"
 #include "gpu/hopper.cuh"
+#include "gpu/hopper_limits.h"
 #include "gpu/launch.cuh"
 #include "gpu/tensor_map.h"
 #include "sparse/csr.cuh"
@@ -33,7 +34,7 @@ constexpr int kEight = 8 * kRowBytes;
 constexpr int kGroup = 128, kGroups = 4, kMultiply = kGroup * kGroups, kThreads = kMultiply + kGroup;
 constexpr int kMostBlocks = 8;            // of a cluster
 constexpr int kMostBlocksAcross = 65535;  // of a grid, in y and z
-constexpr int kMostStages = 16, kEarly = 2, kBarriers = 2 * kMostStages * 8 + 16, kShared = 226 << 10;
+constexpr int kMostStages = 16, kEarly = 2, kBarriers = 2 * kMostStages * 8 + 16;
 
 // columns: of the result. aside: rows of B per 128 bytes, 0: linear layer. parts: warpgroups that divide K.
 template <class T_, int columns_, int aside_, int parts_>
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (shares > 1) ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_launch_dependents();
   if (group == kGroups) {
-    hopper::leave_registers<32>();
+    hopper::setmaxnreg_dec<32>();
     if (thread == 0) {
       const int bytes = Tile::parts * shape.tile_bytes;  // of one row group in a stage
       const int64_t apart = int64_t{shape.steps} * shape.tile_bytes;
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
     if (shares > 1) ptx::cluster_wait();
   } else {
-    hopper::take_registers<112>();
+    hopper::setmaxnreg_inc<112>();
     const int row_group = group % Tile::row_groups, part = group / Tile::row_groups;
     const uint32_t heads = ptx::shared_address(tiles) + Tile::dense_bytes +
                            (row_group * Tile::parts + part) * shape.tile_bytes + 4 * thread;
@@ -309,7 +310,7 @@ struct Room {
         stage_bytes(Tile::dense_bytes + up(kGroups * tile_bytes, 1024) * 1024),
         own_rows(up(up(Tile::rows, 8), shares) * 8),
         sent_bytes((shares - 1) * own_rows * Tile::columns * 4),
-        stages(std::min(kMostStages, (kShared - kBarriers - sent_bytes) / stage_bytes)) {}
+        stages(std::min(kMostStages, (kHopperBlockBytes - kBarriers - sent_bytes) / stage_bytes)) {}
   bool is_enough() const { return stages >= kEarly && stages * stage_bytes >= Tile::sums_bytes; }
   int bytes() const { return stages * stage_bytes + kBarriers + sent_bytes; }
 };
@@ -330,7 +331,7 @@ Cluster cluster_of(const spmm::PackedCall& c) {
   for (int shares = 1; shares <= std::min(kMostBlocks, all); ++shares) {
     const Room<Tile> room(c, shares);
     if (!room.is_enough()) continue;
-    const int at_once = clusters_at_once<packed_kernel<Tile>, kThreads, kShared>(shares);
+    const int at_once = clusters_at_once<packed_kernel<Tile>, kThreads, kHopperBlockBytes>(shares);
     if (at_once == 0) continue;
     const int64_t waves = ceil_of(tiles, at_once);
     const double active = static_cast<double>(std::min<int64_t>(tiles, at_once)) / at_once;

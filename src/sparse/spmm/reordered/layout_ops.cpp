@@ -115,7 +115,7 @@ Tensor csr_reads(const Tensor& crow, const Tensor& col, c10::SymInt columns, int
   const Tensor found = at::zeros({1}, crow.options().dtype(at::kLong));
   if constexpr (count == count_nothing) return found;
   const Pattern whole = readable(kReadsOp, p, columns.expect_int());
-  if (order.defined()) look_at_indices(kReadsOp, "the order", order, p.rows());
+  if (order.defined()) validate_indices(kReadsOp, "the order", order, p.rows());
   if (p.rows() == 0) return found;
   const Windows windows{static_cast<int>(at_once), static_cast<int>(every)};
   const Tensor seen = at::zeros({windows.of(p.rows()), ceil_of(p.rows(), 32)}, crow.options());
@@ -125,9 +125,9 @@ Tensor csr_reads(const Tensor& crow, const Tensor& col, c10::SymInt columns, int
 
 // Raises ValueError on the CPU unless order names every row once; only then do the moved rows have as many nonzeros as
 // A.
-void look_at_order(const Tensor& order, int64_t rows) {
+void validate_order(const Tensor& order, int64_t rows) {
   if (!order.is_cpu()) return;
-  look_at_indices(kReorderOp, "the order", order, rows);
+  validate_indices(kReorderOp, "the order", order, rows);
   const Tensor whole = order.contiguous();
   const int* const row = whole.const_data_ptr<int>();
   std::vector<bool> seen(rows);
@@ -149,8 +149,8 @@ Moved csr_reorder(const Tensor& crow, const Tensor& col, const Tensor& order) {
   Moved made{at::zeros_symint(crow.sym_sizes(), crow.options()), at::empty_symint(col.sym_sizes(), col.options()),
              at::empty_symint(col.sym_sizes(), col.options())};
   if constexpr (move == move_nothing) return made;
-  look_at_offsets(kReorderOp, crow, p.nonzeros());
-  look_at_order(order, p.rows());
+  validate_offsets(kReorderOp, crow, p.nonzeros());
+  validate_order(order, p.rows());
   if (p.rows() == 0) return made;
   const auto& [new_crow, new_col, place] = made;
   Tensor ends = new_crow.narrow(0, 1, p.rows());

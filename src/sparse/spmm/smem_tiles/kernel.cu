@@ -14,6 +14,7 @@
 
 #include "glue/handles.h"
 #include "gpu/hopper.cuh"
+#include "gpu/hopper_limits.h"
 #include "gpu/launch.cuh"
 #include "gpu/tensor_map.h"
 #include "sparse/csr.cuh"
@@ -24,7 +25,6 @@ namespace {
 constexpr int kColumns = 32, kVectors = kColumns / 4, kRowBytes = kColumns * 4;
 constexpr int kMostThreads = 640;
 constexpr int kMostWarps = kMostThreads / 32;
-constexpr int kShared = 226 << 10;
 
 struct TileArgs {
   const int4* heads;
@@ -206,7 +206,7 @@ int shared_bytes(const TileLayout& m) {
 
 template <int L>
 int at_once(const TileLayout& m) {
-  return clusters_at_once<spmm_tiles_kernel<L>, kMostThreads, kShared>(m.tiles);
+  return clusters_at_once<spmm_tiles_kernel<L>, kMostThreads, kHopperBlockBytes>(m.tiles);
 }
 int clusters_at_once_of(const TileLayout& m) {
   return m.lanes == 2 ? at_once<2>(m) : m.lanes == 4 ? at_once<4>(m) : m.lanes == 8 ? at_once<8>(m) : at_once<16>(m);
@@ -231,7 +231,7 @@ bool can_go_by_tiles(const TiledCall& c) {
   if (dense.scalar_type() != at::kFloat || c.packed.scalar_type() != at::kFloat || dense.dim() != 2 ||
       dense.size(0) != m.columns || dense.numel() == 0 || dense.stride(1) != 1 || !of_vectors(dense.unsqueeze(0)) ||
       dense.size(1) > INT32_MAX / m.panels || dense.stride(0) < dense.size(1) || dense.stride(0) >= int64_t{1} << 38 ||
-      !has_hopper_kernels(dense.get_device()) || shared_bytes(m) > kShared)
+      !has_hopper_kernels(dense.get_device()) || shared_bytes(m) > kHopperBlockBytes)
     return false;
   const OperationGuard guard(kOp, dense);
   if (clusters_at_once_of(m) == 0) return false;

@@ -125,7 +125,7 @@ void fill_tiles_on_cpu(const Pattern& p, const Tensor& values_, const TileLayout
 }
 
 // Raises ValueError if a slice begins before the first step or a slot reaches outside the nonzeros.
-void look_at_tiles(const Tensor& heads, const Tensor& slots, int64_t nonzeros) {
+void validate_tiles(const Tensor& heads, const Tensor& slots, int64_t nonzeros) {
   const int *head = heads.const_data_ptr<int>(), *slot = slots.const_data_ptr<int>();
   bool good = true;
   for (int64_t i = 0; i < heads.numel(); i += 4) good &= head[i] >= 0;
@@ -177,7 +177,7 @@ Tiles csr_tile_entries(const Tensor& heads, const Tensor& slots, const Tensor& c
                     values.scalar_type());
   check_steps(steps);
   const Pattern whole = readable(kTilesOp, p, columns.expect_int());
-  if (crow.is_cpu()) look_at_tiles(heads, slots, p.nonzeros());
+  if (crow.is_cpu()) validate_tiles(heads, slots, p.nonzeros());
   auto made = empty_entries(values, steps);
   fill(whole, values.contiguous(), m, heads, slots, std::get<0>(made), std::get<1>(made));
   return made;

@@ -7,7 +7,7 @@
 namespace matmuls {
 
 // Flags collected from A, or from a range of columns of B. All zeros: nothing found.
-struct FillFacts {
+struct FitFlags {
   int unfit;  // holds something that the densified product cannot represent, e.g. a non-finite number
   int tiny;   // some number is tiny
   // A: INT_MAX - (large numbers of the row with the fewest). B: numbers that are not large, zeros included, of the
@@ -16,7 +16,7 @@ struct FillFacts {
   int missing;
   int beyond;  // A only: nonzeros that do not fit into 2:4 sparsity
 };
-__device__ inline bool fit(const FillFacts& a, const FillFacts& dense) {
+__device__ inline bool fit(const FitFlags& a, const FitFlags& dense) {
   return !a.unfit && !dense.unfit && ((!a.tiny && !dense.tiny) || INT_MAX - a.missing > dense.missing);
 }
 

@@ -75,9 +75,8 @@ def main() -> None:
         | {(k, "changed" if k in changed else "only after") for k, _ in new}
     ):
         print(f"{word}: {arch} {name[:300]}")
-    print(
-        f"{(before & after).total()} kernels are the same, {len(changed)} changed, of {before.total()} and {after.total()}"
-    )
+    same = (before & after).total()
+    print(f"{same} kernels are the same, {len(changed)} changed, of {before.total()} and {after.total()}")
     sys.exit(1 if gone or new else 0)
 
 

@@ -696,5 +696,3 @@ def test_the_default_product_is_named_by_the_kernel_that_runs(sizes, n, dtype, w
     two = selector.Measurement(n, {select.DEFAULT: 2e-6, select.DENSE: 1e-6, select.FP16X2: None}, kernel=kernel)
     assert (two.chosen, two.describe()) == (select.DENSE, f"{kernel} 2.0 us, dense 1.0 us*, fp16x2 refused")
     assert two.fastest(without_gradient=False) == select.DENSE
-
-

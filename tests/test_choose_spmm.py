@@ -27,7 +27,9 @@ FIELDS += ("slices_first", "slot", "slots", "densify", "densify_copies")
 
 def cases():
     """(rows, columns, nonzeros, longest, n, batches, element_bytes, vectors, multiprocessors) of every case."""
-    for rows, mean, times, n, (size, vectors), (batches, sms) in itertools.product(ROWS, MEANS, LONGEST, N, KINDS, PARTS):
+    for rows, mean, times, n, (size, vectors), (batches, sms) in itertools.product(
+        ROWS, MEANS, LONGEST, N, KINDS, PARTS
+    ):
         longest = -1 if times < 0 else min(mean * times, rows * mean)
         yield rows, max(rows // 2, 64), rows * mean, longest, n, batches, size, vectors, sms
 
@@ -65,6 +67,6 @@ def test_a_grid_that_is_too_large_is_refused():
 
 def test_python_reads_the_limits_of_the_kernels():
     limits = _C.kernel_limits
-    assert costs.SPLIT_ROWS_SKEW == limits["skewed"]
-    assert costs.MIN_MEAN_FP16X2 == limits["fewest_in_fp16x2"]
-    assert costs.SHARED_BYTES == limits["hopper_block_bytes"]
+    assert limits["skewed"] == costs.SPLIT_ROWS_SKEW
+    assert limits["fewest_in_fp16x2"] == costs.MIN_MEAN_FP16X2
+    assert limits["hopper_block_bytes"] == costs.SHARED_BYTES

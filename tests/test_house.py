@@ -52,7 +52,8 @@ MAY_IMPORT = {
     "sparse.prepared": {"custom_mm", "sparse.csr_pattern"},
     "sparse.smem_tiles": {"device", "sparse.csr_pattern"},
     "sparse.packed_mma": {"sparse.csr_pattern"},
-    "sparse.costs": {"custom_mm", "device"} | {f"sparse.{m}" for m in ("csr_pattern", "names", "packed_mma", "smem_tiles")},
+    "sparse.costs": {"custom_mm", "device"}
+    | {f"sparse.{m}" for m in ("csr_pattern", "names", "packed_mma", "smem_tiles")},
     "sparse.default_spmm": {"custom_mm", "registration"}
     | {f"sparse.{m}" for m in ("chunks", "costs", "csr_pattern", "names", "prepared")},
     "sparse.layouts": {"custom_mm", "device"}

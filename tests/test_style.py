@@ -22,7 +22,9 @@ def files(*suffixes: str) -> list[Path]:
 
 
 def test_files_are_short():
-    long = {str(p.relative_to(ROOT)): n for p in files(".py", *CPP) if (n := len(p.read_text().splitlines())) > MOST_LINES}
+    long = {
+        str(p.relative_to(ROOT)): n for p in files(".py", *CPP) if (n := len(p.read_text().splitlines())) > MOST_LINES
+    }
     assert not long
 
 
@@ -43,7 +45,9 @@ def python_functions(path: Path) -> Iterator[tuple[str, int]]:
 # A definition in a formatted file begins in the first column, or behind two spaces in a class, and ends with its brace
 # in the same column.
 OPENS = re.compile(r"^(?P<indent>(?:  )?)(?P<head>[A-Za-z_~].*)\{(?:\s*//.*)?$")
-NO_FUNCTION = re.compile(r"^\s*(?:namespace|struct|class|enum|union|extern|if|for|while|switch|else|do)\b|=\s*$|\breturn\b")
+NO_FUNCTION = re.compile(
+    r"^\s*(?:namespace|struct|class|enum|union|extern|if|for|while|switch|else|do)\b|=\s*$|\breturn\b"
+)
 
 
 def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
@@ -90,16 +94,14 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
         if found := re.search(rf"(?:^|\s){mark}(?!\S*include\b)\s?(.*)$", line):
             yield number, found[1]
     if path.suffix == ".py":
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                if docstring := ast.get_docstring(node):
-                    yield getattr(node, "lineno", 1), docstring
+            if isinstance(node, kinds) and (docstring := ast.get_docstring(node)):
+                yield getattr(node, "lineno", 1), docstring
 
 
 # Phrases of a private language; the field has a term or a plain verb for each.
-BANNED = re.compile(
-    r"\btold\b|\bwent so\b|\bto be had\b|\bbeside\b|\bnobody looks\b|\bgoes by (twos|fours|eights)\b"
-)
+BANNED = re.compile(r"\btold\b|\bwent so\b|\bto be had\b|\bbeside\b|\bnobody looks\b|\bgoes by (twos|fours|eights)\b")
 
 
 @pytest.mark.parametrize("path", files(".py", *CPP), ids=lambda p: str(p.relative_to(ROOT)))

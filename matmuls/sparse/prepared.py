@@ -137,7 +137,9 @@ class PreparedCalls:
         return made
 
 
-def _bound(calls: _C.PreparedCalls | None, op: PreparedOp, read: list[torch.Tensor], pattern: CsrPattern) -> _C.PreparedCalls:
+def _bound(
+    calls: _C.PreparedCalls | None, op: PreparedOp, read: list[torch.Tensor], pattern: CsrPattern
+) -> _C.PreparedCalls:
     """Add `op` to `calls`. read: tensors it was made of, the first of which is passed when it is repeated."""
     calls = calls or _C.PreparedCalls()
     calls.bind(op.operator.name(), op.arguments, op.b_index, [*read, *pattern.tensors, *pattern.block_tensors])

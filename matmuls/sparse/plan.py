@@ -1,8 +1,10 @@
 """SparsePlan: a sparse matrix A made ready for many products A @ B; and plan(), which makes one."""
 
+import math
 from collections.abc import Iterable
+from copy import copy
 from numbers import Integral
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -11,6 +13,8 @@ from .csr_pattern import CsrPattern, for_every_stream, is_capturing, pattern_of,
 from .default_spmm import check_operands, default_op, default_product, multiply_batch
 from .prepared import PreparedCalls
 from .selector import Selector
+
+DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 class SparsePlan:
@@ -77,8 +81,8 @@ class SparsePlan:
         if self._selector is not None and self._selector.constant and values.requires_grad:
             raise ValueError("SparsePlan: expected values without a gradient in a constant plan, got some with one")
         self._prepared = PreparedCalls(values, values_shape=self._prepared.values_shape)
-        if self._selector is not None:
-            self._selector.refresh(values)
+        for selector in self._selectors:
+            selector.refresh(values)
         return self
 
     def with_values(self, values: torch.Tensor) -> "SparsePlan":
@@ -89,6 +93,61 @@ class SparsePlan:
     def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
         """A @ b, as spmm(self, b)."""
         return self._multiply(b, selected=False) if torch.compiler.is_compiling() else self._product(b)
+
+    def __rmatmul__(self, x: torch.Tensor) -> torch.Tensor:
+        """x @ A, [..., K]; x: [M], or [..., M], or with the leading dimensions of a batch [..., n, M]."""
+        # Not by __torch_function__: with it torch.compile takes A @ x for x @ A (torch 2.13).
+        expect_dense("spmm", x=x)
+        if x.shape[-1:] != self.shape[-2:-1]:
+            expected = f"x of shape [..., {self.shape[-2]}] for x @ A with A of shape {list(self.shape)}"
+            raise RuntimeError(f"spmm: expected {expected}, got {list(x.shape)}")
+        t = self.mT
+        if x.dim() == 1:
+            return t @ x
+        if self._pattern.batch is not None:
+            return (t @ x.mT).mT
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        product = None if torch.compiler.is_compiling() else t._linear(rows, None)
+        return ((t @ rows.mT).mT if product is None else product).reshape(*x.shape[:-1], self.shape[-1])
+
+    @property
+    def T(self) -> "SparsePlan":
+        """A^T as a plan that reads the same values: gradients go to them, and `update` on either reaches both. Its own
+        `T` is this plan. Raises RuntimeError for a batch of matrices: use `mT`."""
+        if len(self.shape) > 2:
+            raise RuntimeError(f"SparsePlan.T: expected one matrix, got a batch of shape {list(self.shape)}; use .mT")
+        return self.mT
+
+    @property
+    def mT(self) -> "SparsePlan":
+        """`T`, of every matrix of a batch."""
+        return TransposedPlan(self)
+
+    @overload
+    def to(self, device: torch.device | str | int, dtype: torch.dtype | None = None) -> "SparsePlan": ...
+    @overload
+    def to(self, dtype: torch.dtype) -> "SparsePlan": ...
+    @overload
+    def to(
+        self, *, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
+    ) -> "SparsePlan": ...
+
+    def to(self, *args: Any, **kwargs: Any) -> "SparsePlan":
+        """A plan of the same matrix on another device or in another dtype; this plan if it is there already."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
+        if dtype not in DTYPES:
+            raise TypeError(f"SparsePlan.to: expected float64, float32, float16 or bfloat16, got {dtype}")
+        values = self.values
+        moved = values.to(device, dtype)
+        if moved is values:
+            return self
+        pattern, selector = self._pattern.to(moved.device), self._selector
+        if selector is not None:
+            selector = Selector(pattern, products=selector.products, constant=selector.constant)
+        made = SparsePlan(pattern, moved, self.shape, selector)
+        made._prepared.values_shape = self._prepared.values_shape
+        return made
 
     def _product(self, b: torch.Tensor) -> torch.Tensor:
         product = self._prepared.repeat(b)
@@ -161,13 +220,19 @@ class SparsePlan:
     @property
     def nbytes(self) -> int:
         """Bytes of the indices, the values and what the selected products need, which the plan keeps alive."""
-        kept = [] if self._selector is None else self._selector.tensors
+        kept = [t for selector in self._selectors for t in selector.tensors]
         return sum(t.untyped_storage().nbytes() if t.numel() == 0 else t.nbytes for t in (*self._tensors, *kept))
+
+    @property
+    def _selectors(self) -> list[Selector]:
+        """That of A and, once there are products with it, that of A^T."""
+        own = self._selector
+        return [selector for selector in (own, own and own.reverse) if selector is not None]
 
     @property
     def _is_captured(self) -> bool:
         """True if a captured graph reads a copy that the plan keeps alive."""
-        return self._selector is not None and self._selector.is_captured
+        return any(selector.is_captured for selector in self._selectors)
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
@@ -195,7 +260,50 @@ class SparsePlan:
         return "\n".join(lines + ([] if self._selector is None else self._selector.explain(self.dtype)))
 
     def __repr__(self) -> str:
-        return f"SparsePlan({list(self.shape)}, nnz={self.nnz}, {self.dtype}, {self.device})"
+        facts = [f"shape={list(self.shape)}", f"nnz={self.nnz}", f"dtype={self.dtype}", f"device={self.device}"]
+        if self._selector is not None:
+            facts.append(f"constant={self._selector.constant}")
+            facts += [f"kernels={{{', '.join(chosen)}}}"] if (chosen := self._selector.chosen()) else []
+        return f"SparsePlan({', '.join(facts)})"
+
+
+class TransposedPlan(SparsePlan):
+    """A^T of a plan, read from the values that the plan has at every product. Made by its `T` and `mT`."""
+
+    def __init__(self, base: SparsePlan) -> None:
+        self._base = base
+        self._pattern = base._pattern.reversed()
+        self._selector = None if base._selector is None else base._selector.reversed()
+        *batch, rows, columns = base.shape
+        self.shape = torch.Size((*batch, columns, rows))
+
+    @property
+    def _prepared(self) -> PreparedCalls:  # type: ignore[override]
+        return self._base._prepared.transposed()
+
+    @property
+    def mT(self) -> SparsePlan:
+        return self._base
+
+    def update(self, values: torch.Tensor) -> SparsePlan:
+        self._base.update(values)
+        return self
+
+    def with_values(self, values: torch.Tensor) -> SparsePlan:
+        return self._base.with_values(values).mT
+
+    def to(self, *args: Any, **kwargs: Any) -> SparsePlan:
+        moved = self._base.to(*args, **kwargs)
+        return self if moved is self._base else moved.mT
+
+    def _expect_same_indices(self, name: str) -> None:
+        self._base._expect_same_indices(name)
+
+    def __copy__(self) -> SparsePlan:
+        return copy(self._base).mT
+
+    def __reduce__(self) -> Any:
+        return TransposedPlan, (self._base,)
 
 
 Sparse = torch.Tensor | SparsePlan
@@ -244,6 +352,9 @@ def plan(
         raise TypeError(f"plan: expected products to be a whole number of 1 or more, got {products!r}")
     if constant is not None and not isinstance(constant, bool):
         raise TypeError(f"plan: expected constant to be True or False, got {constant!r}")
+    if isinstance(a, TransposedPlan):  # what holds for the one holds for the other
+        plan(a._base, products=products, constant=constant)
+        a = a._base.mT
     made = a if isinstance(a, SparsePlan) else plan_of("plan", a, tune is not False, constant=bool(constant))
     if constant is not None and made._selector is not None and made._selector.constant != constant:
         if not constant:  # graphs may read what it keeps
@@ -252,8 +363,9 @@ def plan(
             raise ValueError("plan: expected values without a gradient for constant=True, got some that require it")
         made._selector = Selector(made._pattern, products=made._selector.products, constant=True)
         made._prepared.forget()
-    if products is not None and made._selector is not None:
-        made._selector.products = int(products)
+    if products is not None:
+        for selector in made._selectors:
+            selector.products = int(products)
     if widths and made._selector is not None:
         for n in widths:
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)

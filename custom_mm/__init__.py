@@ -12,6 +12,7 @@ import torch
 
 from . import _C
 from .indices import check_parts
+from .literals import Activation, Algorithm, Layout
 
 __all__ = [
     "bias_act_",
@@ -161,7 +162,7 @@ def cublaslt_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     transa: bool = False,
     transb: bool = False,
     c: torch.Tensor | None = None,
@@ -179,7 +180,7 @@ def cublaslt_matmul(
     return c
 
 
-def bias_act_(x: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None) -> torch.Tensor:
+def bias_act_(x: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation | None = None) -> torch.Tensor:
     """x <- activation(x + bias) in place, one pass over x. Returns x.
 
     x: [..., N] in float64, float32, float16 or bfloat16, any non-overlapping strides; bias: [N] or None; activation: as
@@ -233,8 +234,8 @@ def cusparse_spmm(
     rows: int,
     columns: int,
     *,
-    layout: str = "csr",
-    algorithm: str = "default",
+    layout: Layout = "csr",
+    algorithm: Algorithm = "default",
     transa: bool = False,
     transb: bool = False,
     alpha: float = 1.0,
@@ -283,8 +284,8 @@ def cusparse_prepare(
     rows: int,
     columns: int,
     *,
-    layout: str = "csr",
-    algorithm: str = "default",
+    layout: Layout = "csr",
+    algorithm: Algorithm = "default",
     transa: bool = False,
     transb: bool = False,
 ) -> torch.Tensor:

@@ -57,8 +57,8 @@ def attend(
         return context, y if probabilities else None
     if gradient:
         return _attention(q, k, v, mask, scale, causal, probabilities, recompute, PIECE_BYTES)
-    y = q.new_empty(*q.shape[:3], k.size(2)) if probabilities and into is None else into
-    return _forward(q, k, v, mask, scale, causal, PIECE_BYTES, y), y
+    kept = q.new_empty(*q.shape[:3], k.size(2)) if probabilities and into is None else into
+    return _forward(q, k, v, mask, scale, causal, PIECE_BYTES, kept), kept
 
 
 def compose(
@@ -88,14 +88,16 @@ def compose(
         q, scale = q * fold, scale / fold
     heads, key_heads = q.size(1), k.size(1)
     if heads != key_heads:  # the batch broadcasts; keys and values are not repeated
-        q, k, v = q.unflatten(1, (key_heads, heads // key_heads)), k.unsqueeze(2), v.unsqueeze(2)
+        q = q.unflatten(1, (key_heads, heads // key_heads))  # type: ignore[no-untyped-call]
+        k, v = k.unsqueeze(2), v.unsqueeze(2)
     scores = matmul(q, k, transb=True)
     if heads != key_heads:
         scores = scores.flatten(1, 2)
     y = scaled_masked_softmax(scores, mask, scale, causal=causal, inplace=True)
     dropped = torch.nn.functional.dropout(y, dropout)
     if heads != key_heads:
-        context = matmul(dropped.unflatten(1, (key_heads, heads // key_heads)), v).flatten(1, 2)
+        grouped = dropped.unflatten(1, (key_heads, heads // key_heads))  # type: ignore[no-untyped-call]
+        context = matmul(grouped, v).flatten(1, 2)
     else:
         context = matmul(dropped, v)
     return context.transpose(1, 2).contiguous(), y

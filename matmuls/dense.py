@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import InplaceFunction
 from torch.utils.flop_counter import register_flop_formula
 
 import custom_mm
+from custom_mm.literals import Activation
 
 _matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.matmul.default
 _matmul_out: Callable[..., None] = torch.ops.custom_mm.matmul.out
@@ -24,7 +25,7 @@ def matmul(
     transa: bool = False,
     transb: bool = False,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """activation(op(a) @ op(b) + bias); op transposes the last two dimensions if transa or transb is set.
@@ -83,7 +84,14 @@ def _backward(ctx: Any, grad: torch.Tensor, transa: bool, transb: bool) -> tuple
     return _matmul_backward(grad, a, b, *ctx.sizes, transa, transb)
 
 
-class cublasMM(InplaceFunction):
+class _Product(InplaceFunction):
+    if TYPE_CHECKING:  # torch's takes and returns anything; one in Python would cost every call a frame
+
+        @classmethod
+        def apply(cls, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
+
+
+class cublasMM(_Product):
     """`cublasMM.apply(a, b)`: a @ b. Shapes, dtypes and errors as `matmul`."""
 
     @staticmethod
@@ -95,7 +103,7 @@ class cublasMM(InplaceFunction):
         return _backward(ctx, grad, False, False)
 
 
-class cublasTransaMM(InplaceFunction):
+class cublasTransaMM(_Product):
     """`cublasTransaMM.apply(a, b)`: a^T @ b, transposing a's last two dimensions. As `matmul(a, b, transa=True)`."""
 
     @staticmethod
@@ -107,7 +115,7 @@ class cublasTransaMM(InplaceFunction):
         return _backward(ctx, grad, True, False)
 
 
-class cublasTransbMM(InplaceFunction):
+class cublasTransbMM(_Product):
     """`cublasTransbMM.apply(a, b)`: a @ b^T, transposing b's last two dimensions. As `matmul(a, b, transb=True)`."""
 
     @staticmethod
@@ -119,7 +127,7 @@ class cublasTransbMM(InplaceFunction):
         return _backward(ctx, grad, False, True)
 
 
-class cublasTransabMM(InplaceFunction):
+class cublasTransabMM(_Product):
     """`cublasTransabMM.apply(a, b)`: a^T @ b^T. As `matmul(a, b, transa=True, transb=True)`."""
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Scale, mask and softmax of attention scores in one pass."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import Function
@@ -81,6 +81,11 @@ class FusedSoftmax(Function):
 
     factor: the scale, a number or a tensor of one element, which gets no gradient. Shapes, dtypes and errors as there.
     """
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, src: torch.Tensor, mask: torch.Tensor | None, factor: torch.Tensor | float) -> torch.Tensor: ...
 
     @staticmethod
     def forward(ctx: Any, src: torch.Tensor, mask: torch.Tensor | None, factor: torch.Tensor | float) -> torch.Tensor:

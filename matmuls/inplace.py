@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.literals import Activation
+
 _matmul_: Callable[..., None] = torch.ops.custom_mm.matmul_.default
 _feed_forward_: Callable[..., None] = torch.ops.custom_mm.feed_forward_.default
 
@@ -59,7 +61,7 @@ def feed_forward_(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
     """x <- layer_norm(x + F.linear(activation(F.linear(x, up, up_bias)), down, down_bias), weight, bias). Returns x.

@@ -21,7 +21,7 @@ OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"
 # module -> what of ours it may import:
 # `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
 MAY_IMPORT = {
-    "matmuls": OPERATIONS | {"batching"},
+    "matmuls": OPERATIONS | {"batching"} | {"attention", "blocks", "integrations", "nn"},  # these at first access
     **{family: {"custom_mm"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
     "registration": set(),

@@ -8,6 +8,8 @@ import torch
 from torch.autograd.function import InplaceFunction
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.literals import Reduce
+
 from ..dense import matmul
 from ..registration import expect_dense, number
 from .csr_pattern import CsrPattern, from_entries, pattern_of
@@ -33,7 +35,7 @@ def spmm(
     a: Sparse,
     b: torch.Tensor,
     *,
-    reduce: str = "sum",
+    reduce: Reduce = "sum",
     alpha: float = 1,
     beta: float = 0,
     out: torch.Tensor | None = None,

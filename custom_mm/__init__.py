@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import _C
+from .arguments import clearer
 from .indices import check_parts
 from .literals import Activation, Algorithm, Layout
 
@@ -117,10 +118,15 @@ def build_info() -> dict[str, Any]:
     return _C.build_info()
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, transa: bool, transb: bool) -> torch.Tensor:
+def _product(
+    name: str, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, transa: bool, transb: bool
+) -> torch.Tensor:
     if c is None:
         return _matmul(a, b, transa, transb)
-    torch.ops.custom_mm.matmul.out(a, b, transa, transb, out=c)
+    try:
+        torch.ops.custom_mm.matmul.out(a, b, transa, transb, out=c)
+    except RuntimeError as error:
+        raise clearer(error, name, c=c) from None
     return c
 
 
@@ -133,9 +139,11 @@ def cublas_mmul(
     float64, float32, float16, bfloat16, complex64, complex128, one dtype and device for all. Raises RuntimeError on any
     other shape, dtype or device, and if c overlaps a or b.
     """
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        raise clearer(TypeError(), "cublas_mmul", a=a, b=b)
     if a.dim() != 2 or b.dim() != 2:
         raise RuntimeError(f"cublas_mmul: expected two matrices, got shapes {list(a.shape)} and {list(b.shape)}")
-    return _product(a, b, c, transa, transb)
+    return _product("cublas_mmul", a, b, c, transa, transb)
 
 
 def cublas_bmm(
@@ -152,10 +160,12 @@ def cublas_bmm(
     dimensions, at least 3, and batch sizes equal or 1; c: [..., M, N], written and returned if given. dim: the number
     of dimensions, checked if given. dtypes and errors as `cublas_mmul`.
     """
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        raise clearer(TypeError(), "cublas_bmm", a=a, b=b)
     if a.dim() != b.dim() or a.dim() < 3 or dim not in (None, a.dim()):
         expected = "at least 3 dimensions each, equally many" if dim is None else f"{dim} dimensions each"
         raise RuntimeError(f"cublas_bmm: expected {expected}, got shapes {list(a.shape)} and {list(b.shape)}")
-    return _product(a, b, c, transa, transb)
+    return _product("cublas_bmm", a, b, c, transa, transb)
 
 
 def cublaslt_matmul(
@@ -174,9 +184,12 @@ def cublaslt_matmul(
     in cuBLASLt: a second kernel applies it to the result. dtypes and errors as `cublas_mmul`; complex dtypes accept a
     bias but no activation.
     """
-    if c is None:
-        return _cublaslt_matmul(a, b, bias, activation, transa, transb)
-    torch.ops.custom_mm.cublaslt_matmul.out(a, b, bias, activation, transa, transb, out=c)
+    try:
+        if c is None:
+            return _cublaslt_matmul(a, b, bias, activation, transa, transb)
+        torch.ops.custom_mm.cublaslt_matmul.out(a, b, bias, activation, transa, transb, out=c)
+    except RuntimeError as error:
+        raise clearer(error, "cublaslt_matmul", a=a, b=b, bias=bias, c=c) from None
     return c
 
 
@@ -187,7 +200,10 @@ def bias_act_(x: torch.Tensor, bias: torch.Tensor | None = None, activation: Act
     `cublaslt_matmul`. Arithmetic in float32 or wider. No gradient: raises RuntimeError if one would be recorded, since
     it needs the overwritten values.
     """
-    torch.ops.custom_mm.bias_act_.default(x, bias, activation)
+    try:
+        torch.ops.custom_mm.bias_act_.default(x, bias, activation)
+    except RuntimeError as error:
+        raise clearer(error, "bias_act_", x=x, bias=bias) from None
     return x
 
 
@@ -270,9 +286,12 @@ def cusparse_spmm(
         raise ValueError("cusparse_spmm: expected out= or prepared=, got both")
     _check_parts("cusparse_spmm", layout, offsets, indices, values, rows, columns)
     arguments = offsets, indices, values, b, rows, columns, layout, algorithm, transa, transb, alpha
-    if out is None:
-        return _cusparse_spmm(*arguments, prepared)
-    torch.ops.custom_mm.cusparse_spmm.out(*arguments, beta, out=out)
+    try:
+        if out is None:
+            return _cusparse_spmm(*arguments, prepared)
+        torch.ops.custom_mm.cusparse_spmm.out(*arguments, beta, out=out)
+    except RuntimeError as error:
+        raise clearer(error, "cusparse_spmm", values=values, b=b, out=out, prepared=prepared) from None
     return out
 
 
@@ -297,7 +316,10 @@ def cusparse_prepare(
     indices.
     """
     _check_parts("cusparse_prepare", layout, offsets, indices, values, rows, columns)
-    return _cusparse_prepare(offsets, indices, values, b, rows, columns, layout, algorithm, transa, transb)
+    try:
+        return _cusparse_prepare(offsets, indices, values, b, rows, columns, layout, algorithm, transa, transb)
+    except RuntimeError as error:
+        raise clearer(error, "cusparse_prepare", values=values, b=b) from None
 
 
 def cusparse_sddmm(
@@ -311,4 +333,7 @@ def cusparse_sddmm(
     """
     if offsets.dim() == 1 and offsets.shape[0] > 0 and b.dim() == 2:
         check_parts("cusparse_sddmm", "csr", offsets, columns, offsets.shape[0] - 1, b.shape[1], 1, 1)
-    return _cusparse_sddmm(offsets, columns, a, b, alpha)
+    try:
+        return _cusparse_sddmm(offsets, columns, a, b, alpha)
+    except RuntimeError as error:
+        raise clearer(error, "cusparse_sddmm", offsets=offsets, columns=columns, a=a, b=b) from None

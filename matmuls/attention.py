@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.arguments import clearer
+
 from .dense import matmul
 from .device import has_hopper_kernels
-from .fused_softmax import scaled_masked_softmax
+from .fused_softmax import about_mask, scaled_masked_softmax
 
 _attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch.ops.custom_mm.attention.default
 _forward: Callable[..., torch.Tensor] = torch.ops.custom_mm.attention_forward.default
@@ -45,6 +47,8 @@ def attend(
     torch.compile, attention is composed of single operations and backward holds two score-sized tensors. Differentiable
     any number of times. Raises RuntimeError on shapes, dtypes or devices that do not match.
     """
+    if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
+        raise clearer(TypeError(), "attention", q=q, k=k, v=v)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
@@ -55,10 +59,13 @@ def attend(
         if into is not None and not (gradient or mask_gradient):
             y = into.copy_(y)
         return context, y if probabilities else None
-    if gradient:
-        return _attention(q, k, v, mask, scale, causal, probabilities, recompute, PIECE_BYTES)
-    kept = q.new_empty(*q.shape[:3], k.size(2)) if probabilities and into is None else into
-    return _forward(q, k, v, mask, scale, causal, PIECE_BYTES, kept), kept
+    try:
+        if gradient:
+            return _attention(q, k, v, mask, scale, causal, probabilities, recompute, PIECE_BYTES)
+        kept = q.new_empty(*q.shape[:3], k.size(2)) if probabilities and into is None else into
+        return _forward(q, k, v, mask, scale, causal, PIECE_BYTES, kept), kept
+    except RuntimeError as error:
+        raise about_mask(clearer(error, "attention", mask=mask, into=into), mask) from None
 
 
 def compose(

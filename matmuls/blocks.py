@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.arguments import clearer
+
 from .registration import check_permutation, fail, register, register_autocast, register_gradient
 
 KERNEL_SIZES = (16, 32, 64, 128)  # heights and widths of blocks that triton/blocks.py supports
@@ -383,7 +385,10 @@ def bsr_spmm(
 
     Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not match.
     """
-    return _spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col, t_order)
+    try:
+        return _spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col, t_order)
+    except RuntimeError as error:
+        raise clearer(error, "bsr_spmm", crow=crow, col=col, values=values, dense=dense, order=order) from None
 
 
 def bsr_sddmm(
@@ -403,4 +408,7 @@ def bsr_sddmm(
 
     a: [block rows * height, D]; b: [columns, D]; the rest, gradients and errors as `bsr_spmm`.
     """
-    return _sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col, t_order)
+    try:
+        return _sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col, t_order)
+    except RuntimeError as error:
+        raise clearer(error, "bsr_sddmm", crow=crow, col=col, a=a, b=b, order=order) from None

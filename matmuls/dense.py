@@ -9,6 +9,7 @@ from torch.autograd.function import InplaceFunction
 from torch.utils.flop_counter import register_flop_formula
 
 import custom_mm
+from custom_mm.arguments import clearer
 from custom_mm.literals import Activation
 
 _matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.matmul.default
@@ -43,14 +44,17 @@ def matmul(
 
     Source: cublasGemmEx, cublasGemmStridedBatchedEx; with bias or activation cublasLtMatmul.
     """
-    if bias is None and activation is None:
+    try:
+        if bias is None and activation is None:
+            if out is None:
+                return _matmul(a, b, transa, transb)
+            _matmul_out(a, b, transa, transb, out=out)
+            return out
         if out is None:
-            return _matmul(a, b, transa, transb)
-        _matmul_out(a, b, transa, transb, out=out)
-        return out
-    if out is None:
-        return _lt(a, b, bias, activation, transa, transb)
-    _lt_out(a, b, bias, activation, transa, transb, out=out)
+            return _lt(a, b, bias, activation, transa, transb)
+        _lt_out(a, b, bias, activation, transa, transb, out=out)
+    except RuntimeError as error:
+        raise clearer(error, "matmul", a=a, b=b, bias=bias, out=out) from None
     return out
 
 
@@ -76,7 +80,10 @@ def _forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, transa: bool, transb: b
     if need_a or need_b:
         ctx.save_for_backward(a if need_b else None, b if need_a else None)
         ctx.sizes = a.shape, b.shape
-    return _matmul(a, b, transa, transb)
+    try:
+        return _matmul(a, b, transa, transb)
+    except RuntimeError as error:
+        raise clearer(error, "matmul", a=a, b=b) from None
 
 
 def _backward(ctx: Any, grad: torch.Tensor, transa: bool, transb: bool) -> tuple[torch.Tensor | None, ...]:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import Function
 
+from custom_mm.arguments import clearer
+
 from .registration import fail, number
 
 _NAME = "scaled_masked_softmax"
@@ -39,10 +41,21 @@ def scaled_masked_softmax(
     """
     if isinstance(scale, torch.Tensor):
         scale = number(_NAME, "a scale", scale)
-    if not inplace:
-        return _masked(x, mask, scale, causal)
-    _masked_(x, mask, scale, causal)
+    try:
+        if not inplace:
+            return _masked(x, mask, scale, causal)
+        _masked_(x, mask, scale, causal)
+    except RuntimeError as error:
+        raise about_mask(clearer(error, _NAME, x=x, mask=mask), mask) from None
     return x
+
+
+def about_mask(error: Exception, mask: object) -> Exception:
+    """`error` with what to do about a mask of integers: 1 may mean that a column is masked, or that it is kept."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
+        return error
+    ways = "mask.bool() where nonzero masks, mask == 0 where 0 masks, as in a tokenizer's attention_mask"
+    return RuntimeError(f"{error}; convert it: {ways}")
 
 
 # The upstream document's functions. Its formula is `mask == 1` in any dtype; here any nonzero masks, in floats too.
@@ -59,7 +72,10 @@ def scaled_masked_softmax_forward(
 
     Shapes and errors as `scaled_masked_softmax`, which adds a float mask instead. scale: a number, or a tensor of one.
     """
-    return scaled_masked_softmax(x, _seed_mask(mask), number(_NAME, "a scale", scale))
+    try:
+        return scaled_masked_softmax(x, _seed_mask(mask), number(_NAME, "a scale", scale))
+    except AttributeError as error:
+        raise clearer(error, _NAME, mask=mask) from None
 
 
 def scaled_masked_softmax_backward(
@@ -70,9 +86,12 @@ def scaled_masked_softmax_backward(
     grad, y: one shape, dtype and device. With `inplace` the result is written over y and returned; no gradient is
     recorded.
     """
-    if not inplace:
-        return _backward(y, grad, -1, number(_NAME, "a scale", scale))
-    _backward_(y, grad, -1, number(_NAME, "a scale", scale))
+    try:
+        if not inplace:
+            return _backward(y, grad, -1, number(_NAME, "a scale", scale))
+        _backward_(y, grad, -1, number(_NAME, "a scale", scale))
+    except RuntimeError as error:
+        raise clearer(error, "scaled_masked_softmax_backward", grad=grad, y=y) from None
     return y
 
 

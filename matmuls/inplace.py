@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.arguments import clearer
 from custom_mm.literals import Activation
 
 _matmul_: Callable[..., None] = torch.ops.custom_mm.matmul_.default
@@ -34,7 +35,10 @@ def matmul_(
     RuntimeError if one would be recorded, unless `keep_input` saves a copy of a. Raises RuntimeError, before anything
     is written, on shapes, dtypes or devices that do not match and if a overlaps itself, b or bias.
     """
-    _matmul_(a, b, transb, bias, keep_input, workspace)
+    try:
+        _matmul_(a, b, transb, bias, keep_input, workspace)
+    except RuntimeError as error:
+        raise clearer(error, "matmul_", a=a, b=b, bias=bias) from None
     columns = b.shape[0 if transb else 1]
     return a if columns == a.shape[-1] else a[..., :columns]
 
@@ -48,7 +52,10 @@ def linear_(
     workspace: int = WORKSPACE,
 ) -> torch.Tensor:
     """x[..., :N] <- F.linear(x, weight, bias) over x's own memory; weight: [N, K], N <= K. Otherwise as `matmul_`."""
-    return matmul_(x, weight, transb=True, bias=bias, keep_input=keep_input, workspace=workspace)
+    try:
+        return matmul_(x, weight, transb=True, bias=bias, keep_input=keep_input, workspace=workspace)
+    except TypeError as error:
+        raise clearer(error, "linear_", x=x, weight=weight, bias=bias) from None
 
 
 def feed_forward_(
@@ -72,7 +79,20 @@ def feed_forward_(
     RuntimeError, before anything is written, on shapes, dtypes or devices that do not match, if x overlaps itself or
     another argument, and if a gradient would be recorded.
     """
-    _feed_forward_(x, up, up_bias, down, down_bias, weight, bias, eps, activation, chunk_bytes)
+    try:
+        _feed_forward_(x, up, up_bias, down, down_bias, weight, bias, eps, activation, chunk_bytes)
+    except RuntimeError as error:
+        raise clearer(
+            error,
+            "feed_forward_",
+            x=x,
+            up=up,
+            up_bias=up_bias,
+            down=down,
+            down_bias=down_bias,
+            weight=weight,
+            bias=bias,
+        ) from None
     return x
 
 
@@ -91,6 +111,8 @@ def _network_flops(x: torch.Size, up: torch.Size, *args: Any, **kwargs: Any) -> 
 
 
 def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        raise clearer(TypeError(), name, a=a, b=b)
     if not a.is_contiguous() or a.numel() != n_rows * n_cols or list(b.shape) != [n_cols, n_cols]:
         raise RuntimeError(
             f"{name}: expected a contiguous tensor of {n_rows} x {n_cols} elements and a square one of {n_cols} x "

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.arguments import clearer
+
 from . import masked_plain as plain
 from .registration import fail, library, register, register_autocast, register_gradient
 
@@ -691,7 +693,10 @@ def mask_plan(mask: Tensor, known: int | None = None) -> MaskPlan:
     torch.inference_mode can be used in inference only: autograd cannot save it. Raises RuntimeError on another dtype
     and on an impossible `known`.
     """
-    rows, counts = _plan(mask)
+    try:
+        rows, counts = _plan(mask)
+    except RuntimeError as error:
+        raise clearer(error, "mask_plan", mask=mask) from None
     if known is not None and not 0 <= known <= rows.shape[0]:
         fail("mask_plan", f"known from 0 to the mask's {rows.shape[0]} elements", known)
     return MaskPlan(rows, counts, -1 if known is None else known)
@@ -738,7 +743,10 @@ def masked_linear(
     Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not match.
     """
     rows, counts, known = _planned("masked_linear", mask, x)
-    return _linear(x, w1, w2, rows, counts, b1, b2, known)
+    try:
+        return _linear(x, w1, w2, rows, counts, b1, b2, known)
+    except RuntimeError as error:
+        raise clearer(error, "masked_linear", x=x, w1=w1, w2=w2, b1=b1, b2=b2) from None
 
 
 def masked_ffn(
@@ -762,7 +770,10 @@ def masked_ffn(
     expert, so that only the first product gathers and only the second scatters.
     """
     rows, counts, _ = _planned("masked_ffn", mask, x)
-    return _ffn_op(x, w1, w2, w3, u1, u2, u3, rows, counts, recompute)
+    try:
+        return _ffn_op(x, w1, w2, w3, u1, u2, u3, rows, counts, recompute)
+    except RuntimeError as error:
+        raise clearer(error, "masked_ffn", x=x, w1=w1, w2=w2, w3=w3, u1=u1, u2=u2, u3=u3) from None
 
 
 # The upstream document's functions: weights [K, N], read in place.

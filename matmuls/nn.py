@@ -63,7 +63,7 @@ class InplaceLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
+        if isinstance(x, Tensor) and x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return inplace.linear_(x, weight, bias, keep_input=self.keep_input, workspace=self.workspace)
 

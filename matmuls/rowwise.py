@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.arguments import clearer
+
 _ops = torch.ops.custom_mm
 _softmax: Callable[..., torch.Tensor] = _ops.softmax.default
 _softmax_out: Callable[..., None] = _ops.softmax.out
@@ -27,7 +29,10 @@ def softmax_(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     the result in x, and autograd detects later writes to x. A leaf that requires grad is refused, as by torch. Raises
     RuntimeError, before anything is written, on any other dtype or layout.
     """
-    _softmax_(x, dim)
+    try:
+        _softmax_(x, dim)
+    except RuntimeError as error:
+        raise clearer(error, "softmax_", x=x) from None
     return x
 
 
@@ -37,9 +42,12 @@ def softmax(x: torch.Tensor, dim: int = -1, *, out: torch.Tensor | None = None) 
     out: x's shape, dtype and device, any non-overlapping strides; no gradient is recorded through it. Under autocast as
     torch.softmax: float32 on a GPU, x's dtype on a CPU.
     """
-    if out is None:
-        return _softmax(x, dim)
-    _softmax_out(x, dim, out=out)
+    try:
+        if out is None:
+            return _softmax(x, dim)
+        _softmax_out(x, dim, out=out)
+    except RuntimeError as error:
+        raise clearer(error, "softmax", x=x, out=out) from None
     return out
 
 
@@ -48,13 +56,19 @@ def softmax_backward(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torc
 
     y: the softmax's result; grad: the gradient of y, the same shape, dtype and device; dtypes as `softmax_`.
     """
-    return _softmax_backward(y, grad, dim)
+    try:
+        return _softmax_backward(y, grad, dim)
+    except RuntimeError as error:
+        raise clearer(error, "softmax_backward", y=y, grad=grad) from None
 
 
 def softmax_backward_(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """`softmax_backward` written over y. Returns y. Shapes, dtypes and errors as there; also raises RuntimeError if a
     gradient would be recorded."""
-    _softmax_backward_(y, grad, dim)
+    try:
+        _softmax_backward_(y, grad, dim)
+    except RuntimeError as error:
+        raise clearer(error, "softmax_backward_", y=y, grad=grad) from None
     return y
 
 
@@ -75,7 +89,10 @@ def layer_norm_(
     Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not match, on overlap, and on
     a leaf that requires grad.
     """
-    _layer_norm_(x, weight, bias, eps, residual)
+    try:
+        _layer_norm_(x, weight, bias, eps, residual)
+    except RuntimeError as error:
+        raise clearer(error, "layer_norm_", x=x, weight=weight, bias=bias, residual=residual) from None
     return x
 
 
@@ -86,14 +103,19 @@ def rms_norm_(
 
     Shapes, dtypes, gradients and errors as `layer_norm_`.
     """
-    _rms_norm_(x, weight, eps, residual)
+    try:
+        _rms_norm_(x, weight, eps, residual)
+    except RuntimeError as error:
+        raise clearer(error, "rms_norm_", x=x, weight=weight, residual=residual) from None
     return x
 
 
 # The upstream document's functions; the caller passes the numbers of rows and columns.
 
 
-def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int, what: str = "x") -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise clearer(TypeError(), name, **{what: x})
     if not x.is_contiguous() or x.numel() != n_rows * n_cols or min(n_rows, n_cols) < 0:
         raise RuntimeError(
             f"{name}: expected a contiguous tensor of {n_rows} x {n_cols} elements, "
@@ -131,7 +153,9 @@ def inplace_softmax_backward(
     on shapes that do not match.
     """
     name = "inplace_softmax_backward"
-    _rows(name, output, rows, cols_output)
+    _rows(name, output, rows, cols_output, "output")
+    if not isinstance(d_ov, torch.Tensor) or not isinstance(values, torch.Tensor):
+        raise clearer(TypeError(), name, d_ov=d_ov, values=values)
     if output.dim() < 2 or output.shape[-1] != cols_output:
         raise RuntimeError(
             f"{name}: expected output of at least two dimensions and {cols_output} columns, "

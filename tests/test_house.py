@@ -25,7 +25,7 @@ MAY_IMPORT = {
     **{family: {"custom_mm"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
     "registration": set(),
-    "masked": {"masked_plain", "registration", "triton"},
+    "masked": {"custom_mm", "masked_plain", "registration", "triton"},
     "masked_plain": {"registration"},
     "triton": set(),
     "triton.tiles": set(),
@@ -38,12 +38,12 @@ MAY_IMPORT = {
     | {"triton.streams", "triton.tiles"},
     "triton.masked_ffn": {"triton.configs", "triton.launch", "triton.tiles", "triton.masked_linear"},
     "triton.blocks": {"triton.configs", "triton.launch", "triton.masked_linear"},
-    "attention": {"dense", "device", "fused_softmax"},
+    "attention": {"custom_mm", "dense", "device", "fused_softmax"},
     "nn": OPERATIONS | {"custom_mm"},
     "tune": {"masked_plain", "measure", "triton"},
     "blocks": {"custom_mm", "registration", "triton"},
     "batching": {"blocks", "custom_mm", "masked", "registration"},
-    "fused_softmax": {"registration"},
+    "fused_softmax": {"custom_mm", "registration"},
     "sparse": {"sparse.ops", "sparse.plan"},
     "sparse.names": set(),
     "sparse.chunks": set(),
@@ -64,7 +64,8 @@ MAY_IMPORT = {
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
     "sparse.plan": {"registration"} | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "prepared", "selector")},
-    "sparse.ops": {"dense", "registration"} | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
+    "sparse.ops": {"custom_mm", "dense", "registration"}
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
     "chunks": {"sparse.chunks"},  # old names, which pickles hold
     "choice": {"sparse.selector"},
     "forms": {"sparse.layouts"},

@@ -32,6 +32,8 @@ class SparsePlan:
     and its launches.
     """
 
+    __array_ufunc__ = None  # numpy leaves `array @ plan` to `__rmatmul__`, which names what it expects
+
     def __init__(
         self, pattern: CsrPattern, values: torch.Tensor, shape: tuple[int, ...], selector: Selector | None = None
     ) -> None:

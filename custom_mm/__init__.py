@@ -58,63 +58,156 @@ def _init(library: str) -> int:
 
 
 def init_cublas() -> int:
-    """Create this thread's cuBLAS handle and workspace on every visible GPU, ahead of the first product.
+    """Creates this thread's cuBLAS handle and workspace on every visible GPU, ahead of the first product.
 
-    Returns the number of devices; 0 without CUDA, with one warning per process. Idempotent.
+    Idempotent. Without CUDA it does nothing, with one warning per process: CPU tensors need no handle.
+
+    Returns:
+        The number of GPUs; 0 without CUDA.
+
+    Examples:
+        >>> import custom_mm
+        >>> custom_mm.init_cublas() >= 0
+        True
     """
     return _init("cublas")
 
 
 def init_cublaslt() -> int:
-    """Create this thread's cuBLASLt handle and workspace on every visible GPU; as `init_cublas`."""
+    """Creates this thread's cuBLASLt handle and workspace on every visible GPU, as `init_cublas`.
+
+    Returns:
+        The number of GPUs; 0 without CUDA.
+
+    Examples:
+        >>> import custom_mm
+        >>> custom_mm.init_cublaslt() >= 0
+        True
+    """
     return _init("cublaslt")
 
 
 def init_cusparse() -> int:
-    """Create this thread's cuSPARSE handle on every visible GPU; as `init_cublas`."""
+    """Creates this thread's cuSPARSE handle on every visible GPU, as `init_cublas`.
+
+    Returns:
+        The number of GPUs; 0 without CUDA.
+
+    Examples:
+        >>> import custom_mm
+        >>> custom_mm.init_cusparse() >= 0
+        True
+    """
     return _init("cusparse")
 
 
 def destroy_cublas() -> None:
-    """Destroy the cuBLAS handles and workspaces of every thread on every GPU; a later product creates new ones.
+    """Destroys the cuBLAS handles and workspaces of every thread on every GPU; a later product creates new ones.
 
-    Idempotent. Raises RuntimeError while a CUDA graph that uses one is being captured.
+    Idempotent.
+
+    Raises:
+        RuntimeError: while a CUDA graph that uses one is being captured.
+
+    Examples:
+        >>> import custom_mm
+        >>> custom_mm.destroy_cublas()
+        >>> [handle for handle in custom_mm.handle_info() if handle["library"] == "cublas"]
+        []
     """
     _C.destroy_cublas()
 
 
 def destroy_cublaslt() -> None:
-    """Destroy the cuBLASLt handles, plans and workspaces; as `destroy_cublas`."""
+    """Destroys the cuBLASLt handles, plans and workspaces of every thread on every GPU, as `destroy_cublas`.
+
+    Raises:
+        RuntimeError: while a CUDA graph that uses one is being captured.
+
+    Examples:
+        >>> import custom_mm
+        >>> custom_mm.destroy_cublaslt()
+    """
     _C.destroy_cublaslt()
 
 
 def destroy_cusparse() -> None:
-    """Destroy the cuSPARSE handles; as `destroy_cublas`."""
+    """Destroys the cuSPARSE handles of every thread on every GPU, as `destroy_cublas`.
+
+    Raises:
+        RuntimeError: while a CUDA graph that uses one is being captured.
+
+    Examples:
+        >>> import custom_mm
+        >>> custom_mm.destroy_cusparse()
+    """
     _C.destroy_cusparse()
 
 
 def handle_info() -> "list[_C.Handle]":
-    """The live handles of all threads: library, device, thread ("free" if its thread has ended) and workspaces, each
-    with its stream and bytes."""
+    """Lists the live handles of all threads.
+
+    Returns:
+        For each its `library`, `device`, `thread` ("free" if its thread has ended) and `workspaces`, each of which has
+        the id of its `stream` and `nbytes`.
+
+    Examples:
+        >>> import custom_mm
+        >>> custom_mm.destroy_cublas(), custom_mm.destroy_cublaslt(), custom_mm.destroy_cusparse()
+        (None, None, None)
+        >>> custom_mm.handle_info()
+        []
+    """
     return _C.handle_info()
 
 
 def set_workspace_size(nbytes: int) -> None:
-    """Bytes of workspace per (handle, stream) from the next call on; 0: 32 MiB from sm_90 on, 8 MiB before.
+    """Sets the bytes of workspace of each handle and stream from the next call on.
 
     Workspaces are allocated by the driver, outside torch's caching allocator; under graph capture from the capture's
-    pool. Raises RuntimeError on a size below 0.
+    pool.
+
+    Args:
+        nbytes: 0 is the default: 32 MiB from sm_90 on, 8 MiB before.
+
+    Raises:
+        RuntimeError: on a size below 0.
+
+    Examples:
+        >>> import custom_mm
+        >>> custom_mm.set_workspace_size(16 << 20)
+        >>> custom_mm.workspace_size()
+        16777216
+        >>> custom_mm.set_workspace_size(0)
     """
     _C.set_workspace_size(nbytes)
 
 
 def workspace_size() -> int:
-    """The value given to `set_workspace_size`, in bytes; 0 is the default."""
+    """Tells the value given to `set_workspace_size`.
+
+    Returns:
+        Bytes; 0 is the default.
+
+    Examples:
+        >>> import custom_mm
+        >>> custom_mm.workspace_size()
+        0
+    """
     return _C.workspace_size()
 
 
 def build_info() -> dict[str, Any]:
-    """What the module was built with: torch, compiler, and with CUDA its version, architectures and libraries."""
+    """Tells what the extension was built with.
+
+    Returns:
+        torch, the compiler, and with CUDA its version, architectures and libraries.
+
+    Examples:
+        >>> import custom_mm
+        >>> "torch" in custom_mm.build_info()
+        True
+    """
     return _C.build_info()
 
 
@@ -133,11 +226,26 @@ def _product(
 def cublas_mmul(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, transa: bool = False, transb: bool = False
 ) -> torch.Tensor:
-    """op(a) @ op(b) for two matrices by cublasGemmEx; torch's BLAS on the CPU.
+    """Computes op(a) @ op(b) for two matrices by cublasGemmEx, and by torch's BLAS on a CPU.
 
-    a: [M, K], or [K, M] with transa; b: [K, N], or [N, K] with transb; c: [M, N], written and returned if given.
-    float64, float32, float16, bfloat16, complex64, complex128, one dtype and device for all. Raises RuntimeError on any
-    other shape, dtype or device, and if c overlaps a or b.
+    Args:
+        a: [M, K], or [K, M] with transa; float64, float32, float16, bfloat16, complex64 or complex128.
+        b: [K, N], or [N, K] with transb; dtype and device of a.
+        c: [M, N], written and returned, or None.
+        transa: transpose a.
+        transb: transpose b.
+
+    Returns:
+        [M, N], differentiable, or c.
+
+    Raises:
+        RuntimeError: on any other shape, dtype or device, and if c overlaps a or b.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> custom_mm.cublas_mmul(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), transb=True)
+        tensor([[11.]])
     """
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         raise clearer(TypeError(), "cublas_mmul", a=a, b=b)
@@ -154,11 +262,27 @@ def cublas_bmm(
     transa: bool = False,
     transb: bool = False,
 ) -> torch.Tensor:
-    """op(a) @ op(b) for batches of matrices by cublasGemmStridedBatchedEx; torch's BLAS on the CPU.
+    """Computes op(a) @ op(b) for batches of matrices by cublasGemmStridedBatchedEx, and by torch's BLAS on a CPU.
 
-    a: [..., M, K], or [..., K, M] with transa; b: [..., K, N], or [..., N, K] with transb; both with the same number of
-    dimensions, at least 3, and batch sizes equal or 1; c: [..., M, N], written and returned if given. dim: the number
-    of dimensions, checked if given. dtypes and errors as `cublas_mmul`.
+    Args:
+        a: [..., M, K], or [..., K, M] with transa, at least three dimensions; dtypes as `cublas_mmul`.
+        b: [..., K, N], or [..., N, K] with transb, as many dimensions; batch sizes are equal or 1.
+        c: [..., M, N], written and returned, or None.
+        dim: the number of dimensions, checked if given.
+        transa: transpose the last two dimensions of a.
+        transb: transpose the last two dimensions of b.
+
+    Returns:
+        [..., M, N], differentiable, or c.
+
+    Raises:
+        RuntimeError: as `cublas_mmul`.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> custom_mm.cublas_bmm(torch.ones(2, 1, 3), torch.ones(2, 3, 1)).flatten()
+        tensor([3., 3.])
     """
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         raise clearer(TypeError(), "cublas_bmm", a=a, b=b)
@@ -177,12 +301,32 @@ def cublaslt_matmul(
     transb: bool = False,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """activation(op(a) @ op(b) + bias) by cublasLtMatmul, bias and activation in its epilogue; torch's on the CPU.
+    """Computes activation(op(a) @ op(b) + bias) by cublasLtMatmul, all in its epilogue, and by torch on a CPU.
 
-    a, b: any shapes that torch.matmul accepts; bias: [N]; activation: None, "relu", "gelu" (by erf) or "gelu_tanh"; c:
-    written and returned if given. A repeated shape costs one lookup in the handle's plan cache. "gelu" has no epilogue
-    in cuBLASLt: a second kernel applies it to the result. dtypes and errors as `cublas_mmul`; complex dtypes accept a
-    bias but no activation.
+    A repeated shape costs one look-up in the handle's cache of plans. cuBLASLt has no epilogue for "gelu": a second
+    kernel applies it.
+
+    Args:
+        a: any shape that torch.matmul accepts; dtypes as `cublas_mmul`.
+        b: any shape that torch.matmul accepts; dtype and device of a.
+        bias: [N] or None.
+        activation: None, "relu", "gelu" (by erf) or "gelu_tanh"; None for complex dtypes.
+        transa: transpose the last two dimensions of a.
+        transb: transpose the last two dimensions of b.
+        c: written and returned, or None.
+
+    Returns:
+        The product, differentiable, or c.
+
+    Raises:
+        RuntimeError: as `cublas_mmul`.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> custom_mm.cublaslt_matmul(torch.eye(2), torch.tensor([[1.0], [-1.0]]), torch.tensor([0.5]), "relu")
+        tensor([[1.5000],
+                [0.0000]])
     """
     try:
         if c is None:
@@ -194,11 +338,27 @@ def cublaslt_matmul(
 
 
 def bias_act_(x: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation | None = None) -> torch.Tensor:
-    """x <- activation(x + bias) in place, one pass over x. Returns x.
+    """Computes x <- activation(x + bias) in place, in one pass over x.
 
-    x: [..., N] in float64, float32, float16 or bfloat16, any non-overlapping strides; bias: [N] or None; activation: as
-    `cublaslt_matmul`. Arithmetic in float32 or wider. No gradient: raises RuntimeError if one would be recorded, since
-    it needs the overwritten values.
+    Arithmetic is in float32 or wider. There is no gradient: it needs the overwritten values.
+
+    Args:
+        x: [..., N] float64, float32, float16 or bfloat16, any non-overlapping strides.
+        bias: [N], dtype and device of x, or None.
+        activation: None, "relu", "gelu" (by erf) or "gelu_tanh".
+
+    Returns:
+        x.
+
+    Raises:
+        RuntimeError: before anything is written, if shapes, dtypes or devices do not match, on overlap, and if a
+            gradient would be recorded.
+        TypeError: if x or bias is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> custom_mm.bias_act_(torch.tensor([[1.0, -2.0]]), torch.tensor([1.0, 1.0]), "relu")
+        tensor([[2., 0.]])
     """
     try:
         torch.ops.custom_mm.bias_act_.default(x, bias, activation)
@@ -225,9 +385,34 @@ def cusparse_mmul(
     b: torch.Tensor,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A @ b by cusparseSpMM for a CSR matrix A; this project's kernel on the CPU. As `cusparse_spmm`, values first.
+    """Computes A @ b for a CSR matrix A by cusparseSpMM, and by this project's kernel on a CPU.
 
-    values, columns: [nnz]; offsets: [rows + 1]; b: [cols, N]; c: [rows, N], written and returned if given.
+    As `cusparse_spmm`, with the values first.
+
+    Args:
+        values: [nnz] float64, float32, float16 or bfloat16.
+        columns: [nnz] int32 or int64.
+        offsets: [rows + 1], dtype of columns.
+        nnz: the number of nonzeros.
+        rows: of A.
+        cols: of A.
+        b: [cols, N], dtype and device of values.
+        c: [rows, N], written and returned, or None.
+
+    Returns:
+        [rows, N], differentiable in values and b, or c.
+
+    Raises:
+        ValueError: on bad indices and another number of nonzeros.
+        RuntimeError: if shapes, dtypes or devices do not match, and on overlap.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> values, columns, offsets = torch.tensor([1.0, 2.0]), torch.tensor([1, 0]), torch.tensor([0, 1, 2])
+        >>> custom_mm.cusparse_mmul(values, columns, offsets, 2, 2, 2, torch.tensor([[3.0], [4.0]]))
+        tensor([[4.],
+                [6.]])
     """
     if not isinstance(columns, torch.Tensor) or not isinstance(values, torch.Tensor):
         raise TypeError(
@@ -259,26 +444,49 @@ def cusparse_spmm(
     out: torch.Tensor | None = None,
     prepared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """alpha * op(A) @ op(b) by cusparseSpMM, or out <- that + beta * out; this project's kernel on the CPU.
+    """Computes alpha * op(A) @ op(b) by cusparseSpMM, or out <- that + beta * out; by this project's kernel on a CPU.
 
-    A: [rows, columns] in one of four layouts, with offsets and indices both int32 or both int64.
+    A [rows, columns] has one of four layouts:
 
-      layout  offsets                        indices                         values
-      "csr"   [rows + 1]                     [nnz]: columns                  [nnz]
-      "csc"   [columns + 1]                  [nnz]: rows                     [nnz]
-      "coo"   [nnz]: non-decreasing rows     [nnz]: columns                  [nnz]
-      "bsr"   [rows / height + 1]            [blocks]: block columns         [blocks, height, width]
-
-    b: [K, N], or [N, K] with transb, row- or column-major without a copy; out: [M, N], any strides. float64, float32,
-    float16 or bfloat16, one dtype and device for all; 16-bit types accumulate in float32. algorithm: "default", or for
-    csr and csc "csr_alg1" to "csr_alg3", for coo "coo_alg1" to "coo_alg4", for bsr "bsr_alg1". cuSPARSE guarantees
-    bitwise reproducible results only for "csr_alg3", "coo_alg2" and "bsr_alg1", and for none with transa. prepared: the
-    result of `cusparse_prepare` for such a call.
+    | layout | offsets | indices | values | |---|---|---|---| | "csr" | [rows + 1] | [nnz]: columns | [nnz] | | "csc" |
+    [columns + 1] | [nnz]: rows | [nnz] | | "coo" | [nnz]: rows, not decreasing | [nnz]: columns | [nnz] | | "bsr" |
+    [rows / height + 1] | [blocks]: columns of blocks | [blocks, height, width] |
 
     Differentiable in values and b, by this project's kernels. Indices are validated once, for as long as they live and
-    are not written to; validation waits for the GPU. Raises ValueError on bad indices, layouts and algorithms, and
-    RuntimeError on shapes, dtypes and devices that do not match, on overlap, and, naming the call, on what cuSPARSE
-    does not support.
+    are not written to; validation waits for the GPU. 16-bit types are summed in float32. cuSPARSE has the same bits
+    every time only for "csr_alg3", "coo_alg2" and "bsr_alg1", and for none with transa.
+
+    Args:
+        offsets: int32 or int64, as the table says.
+        indices: dtype of offsets, as the table says.
+        values: float64, float32, float16 or bfloat16, as the table says.
+        b: [K, N], or [N, K] with transb, row- or column-major without a copy; dtype and device of values.
+        rows: of A.
+        columns: of A.
+        layout: "csr", "csc", "coo" or "bsr".
+        algorithm: "default"; "csr_alg1" to "csr_alg3" for csr and csc; "coo_alg1" to "coo_alg4" for coo; "bsr_alg1".
+        transa: multiply by A^T.
+        transb: transpose b.
+        alpha: multiplies the product.
+        beta: multiplies out.
+        out: [M, N], any strides, written and returned.
+        prepared: the result of `cusparse_prepare` for such a call.
+
+    Returns:
+        [M, N], or out.
+
+    Raises:
+        ValueError: on bad indices, layouts and algorithms, and on beta without out.
+        RuntimeError: if shapes, dtypes or devices do not match, on overlap, and, naming the call, on what cuSPARSE does
+            not support.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> offsets, columns, values = torch.tensor([0, 1, 2]), torch.tensor([1, 0]), torch.tensor([1.0, 2.0])
+        >>> custom_mm.cusparse_spmm(offsets, columns, values, torch.tensor([[3.0], [4.0]]), 2, 2, alpha=10)
+        tensor([[40.],
+                [60.]])
     """
     if out is None and beta != 0:
         raise ValueError(f"cusparse_spmm: expected out= beside beta={beta}, which multiplies it")
@@ -308,12 +516,39 @@ def cusparse_prepare(
     transa: bool = False,
     transb: bool = False,
 ) -> torch.Tensor:
-    """The result of cusparseSpMM_preprocess for a matrix, for `cusparse_spmm(..., prepared=)` with the same arguments.
+    """Computes what cusparseSpMM_preprocess keeps for a matrix, for `cusparse_spmm(..., prepared=)` with the same
+    arguments.
 
     The values of A and b and the scalars may change, but not the indices, the algorithm, the number of columns or the
-    order (row- or column-major) of b. Only one stream at a time may use it. Returns an empty tensor whose storage is
-    cuSPARSE's buffer. dtypes and errors as `cusparse_spmm`; also raises ValueError on non-contiguous offsets and
-    indices.
+    order (row- or column-major) of b. Only one stream at a time may use it.
+
+    Args:
+        offsets: contiguous, as in `cusparse_spmm`.
+        indices: contiguous, as in `cusparse_spmm`.
+        values: as in `cusparse_spmm`.
+        b: as in `cusparse_spmm`.
+        rows: of A.
+        columns: of A.
+        layout: as in `cusparse_spmm`.
+        algorithm: as in `cusparse_spmm`.
+        transa: multiply by A^T.
+        transb: transpose b.
+
+    Returns:
+        An empty tensor whose storage is cuSPARSE's buffer.
+
+    Raises:
+        ValueError: on bad indices, layouts and algorithms, and if offsets or indices are not contiguous.
+        RuntimeError: if shapes, dtypes or devices do not match, and on what cuSPARSE does not support.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> matrix = torch.tensor([0, 1, 2]), torch.tensor([1, 0]), torch.tensor([1.0, 2.0])
+        >>> b = torch.tensor([[3.0], [4.0]])
+        >>> prepared = custom_mm.cusparse_prepare(*matrix, b, 2, 2)
+        >>> custom_mm.cusparse_spmm(*matrix, b, 2, 2, prepared=prepared).flatten()
+        tensor([4., 6.])
     """
     _check_parts("cusparse_prepare", layout, offsets, indices, values, rows, columns)
     try:
@@ -325,11 +560,30 @@ def cusparse_prepare(
 def cusparse_sddmm(
     offsets: torch.Tensor, columns: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float = 1.0
 ) -> torch.Tensor:
-    """alpha * (a @ b) at the nonzeros of a CSR matrix, by cusparseSDDMM; this project's kernel on the CPU. Returns
-    [nnz].
+    """Computes alpha * (a @ b) at the nonzeros of a CSR matrix by cusparseSDDMM, and by this project's kernel on a CPU.
 
-    offsets: [M + 1]; columns: [nnz]; a: [M, D]; b: [D, K], both read without a copy. float64 or float32, 16-bit types
-    where cuSPARSE supports them. Gradients and errors as `cusparse_spmm`.
+    Differentiable in a and b.
+
+    Args:
+        offsets: [M + 1] int32 or int64.
+        columns: [nnz], dtype of offsets.
+        a: [M, D], read without a copy; float64 or float32, and 16-bit types where cuSPARSE supports them.
+        b: [D, K], read without a copy; dtype and device of a.
+        alpha: multiplies the product.
+
+    Returns:
+        [nnz].
+
+    Raises:
+        ValueError: on bad indices.
+        RuntimeError: if shapes, dtypes or devices do not match, and on what cuSPARSE does not support.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]])
+        >>> custom_mm.cusparse_sddmm(torch.tensor([0, 1, 2]), torch.tensor([1, 0]), a, b)
+        tensor([4., 6.])
     """
     if offsets.dim() == 1 and offsets.shape[0] > 0 and b.dim() == 2:
         check_parts("cusparse_sddmm", "csr", offsets, columns, offsets.shape[0] - 1, b.shape[1], 1, 1)

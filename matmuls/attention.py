@@ -13,6 +13,8 @@ from .dense import matmul
 from .device import has_hopper_kernels
 from .fused_softmax import about_mask, scaled_masked_softmax
 
+__all__ = ["attend"]
+
 _attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch.ops.custom_mm.attention.default
 _forward: Callable[..., torch.Tensor] = torch.ops.custom_mm.attention_forward.default
 
@@ -32,20 +34,45 @@ def attend(
     recompute: bool = False,
     into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """softmax(scale * q @ k^T + mask) @ v. Returns the context [B, Q, H, E] and the probabilities [B, H, Q, K] or None.
+    """Computes softmax(scale * q @ k^T + mask) @ v, and returns the probabilities too.
 
-    q: [B, H, Q, D]; k: [B, h, K, D]; v: [B, h, K, E], h a divisor of H. mask, causal, dtypes: as
-    `scaled_masked_softmax`. into: a tensor for the probabilities if no gradient is recorded.
+    On Hopper one kernel takes 16-bit heads of size 64, with bool masks and rows that are multiples of 16 bytes; it
+    writes the probabilities once. Elsewhere the scores are computed in pieces of 32 MiB, or of one head.
 
-    On Hopper one kernel handles 16-bit heads of size 64, with bool masks and rows that are multiples of 16 bytes; it
-    writes the probabilities once. Elsewhere the scores are computed in pieces of PIECE_BYTES, or of one head.
+    Differentiable any number of times. At most one tensor of the size of the scores is saved for backward, and none
+    with `recompute` unless the probabilities are returned; gradients are computed in pieces too. On a GPU, at 16 bits
+    and without a mask, none is saved if the probabilities get no gradient: backward is then that of torch's
+    scaled_dot_product_attention. With dropout, fewer key heads, a mask that needs a gradient, or under torch.compile,
+    attention is composed of single operations, and backward holds two such tensors.
 
-    At most one score-sized tensor is saved for backward, and none with `recompute` unless `probabilities` are returned;
-    gradients are computed in pieces too. None is saved either on a GPU at 16 bits without a mask if the probabilities
-    get no gradient: backward is then that of torch's scaled_dot_product_attention, using the row sums of the one kernel
-    or, elsewhere, of another forward of torch's. With dropout, fewer key heads, a mask that needs a gradient, or under
-    torch.compile, attention is composed of single operations and backward holds two score-sized tensors. Differentiable
-    any number of times. Raises RuntimeError on shapes, dtypes or devices that do not match.
+    Args:
+        q: [B, H, Q, D] float64, float32, float16 or bfloat16.
+        k: [B, h, K, D], h a divisor of H; dtype and device of q.
+        v: [B, h, K, E], dtype and device of q.
+        mask: as in `scaled_masked_softmax`: bool or uint8, where nonzero masks, or float, added to the scaled scores;
+            any shape that broadcasts to [B, H, Q, K]; or None.
+        scale: multiplies the scores.
+        causal: query i sees keys 0 to i.
+        dropout: the probability of dropping a probability.
+        probabilities: return them.
+        recompute: backward computes the scores again instead of saving the probabilities.
+        into: [B, H, Q, K], the probabilities are written here if no gradient is recorded.
+
+    Returns:
+        The context [B, Q, H, E], and the probabilities [B, H, Q, K] before dropout, or None.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.attention import attend
+        >>> q, v = torch.zeros(1, 1, 2, 4), torch.tensor([[[[1.0], [3.0]]]])
+        >>> context, probabilities = attend(q, q, v, None, 0.5, causal=True)
+        >>> context.flatten(), probabilities[0, 0]
+        (tensor([1., 2.]), tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]]))
     """
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
         raise clearer(TypeError(), "attention", q=q, k=k, v=v)

@@ -29,20 +29,39 @@ def matmul(
     activation: Activation | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """activation(op(a) @ op(b) + bias); op transposes the last two dimensions if transa or transb is set.
+    """Computes activation(op(a) @ op(b) + bias); op transposes the last two dimensions if transa or transb is set.
 
-    a, b: shapes of torch.matmul after the transposes, 1-D to N-D with broadcast batches; a vector is not transposed.
-    bias: [N]. activation: None, "relu", "gelu" (by erf) or "gelu_tanh". out: exactly the result's shape, any
-    non-overlapping strides; written and returned.
+    cuBLAS computes it on a GPU, cuBLASLt if there is a bias or an activation, and torch's BLAS on a CPU. Differentiable
+    any number of times in a, b and bias. Under autocast it behaves as torch.matmul.
 
-    float64, float32, float16, bfloat16, complex64, complex128, one dtype and device for all. Accumulates in float32 or
-    wider; uses TF32 only if torch's switch allows it. Strided views are read in place if a leading dimension can
-    describe them, else copied. Differentiable any number of times. Under autocast it behaves as torch.matmul.
+    Args:
+        a: [..., M, K], or [..., K, M] with transa, or a vector [K]; float64, float32, float16, bfloat16, complex64 or
+            complex128. Batch dimensions broadcast as in torch.matmul. Strided views are read in place if a leading
+            dimension can describe them, else copied.
+        b: [..., K, N], or [..., N, K] with transb, or a vector [K]; dtype and device of a.
+        transa: transpose the last two dimensions of a. A vector is not transposed.
+        transb: transpose the last two dimensions of b.
+        bias: [N], dtype and device of a.
+        activation: None, "relu", "gelu" (by erf) or "gelu_tanh"; None for complex dtypes.
+        out: the result is written here: exactly its shape, any non-overlapping strides.
 
-    Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not match, on an out that
-    overlaps an input, and on out= when a gradient would be recorded.
+    Returns:
+        [..., M, N], or `out`. Sums are in float32 or wider; TF32 is used only if torch's switch allows it.
 
-    Source: cublasGemmEx, cublasGemmStridedBatchedEx; with bias or activation cublasLtMatmul.
+    Raises:
+        RuntimeError: before anything is computed, if shapes, dtypes or devices do not match, if out overlaps an input,
+            or if a gradient would be recorded through out.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> a, b = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, -1.0]])
+        >>> matmuls.matmul(a, b, transb=True, bias=torch.tensor([0.5]), activation="relu")
+        tensor([[0.],
+                [0.]])
+        >>> matmuls.matmul(a, b, transb=True)
+        tensor([[-1.],
+                [-1.]])
     """
     try:
         if bias is None and activation is None:
@@ -60,7 +79,24 @@ def matmul(
 
 @contextmanager
 def handles() -> Iterator[int]:
-    """Context manager: creates library handles on entry and destroys them on exit. Yields the number of devices."""
+    """Context manager: creates this thread's library handles on entry and destroys those of all threads on exit.
+
+    Not needed for any product: one that finds no handle makes it. It moves that cost, some milliseconds, to a place of
+    your choice.
+
+    Returns:
+        A context manager whose value is the number of GPUs, 0 without CUDA.
+
+    Raises:
+        RuntimeError: on exit, while a CUDA graph that uses a handle is being captured.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> with matmuls.handles() as devices:
+        ...     c = matmuls.matmul(torch.eye(2), torch.ones(2, 2))
+        >>> devices == torch.cuda.device_count() or devices == 0
+        True
+    """
     try:
         devices = custom_mm.init_cublas()
         custom_mm.init_cublaslt()
@@ -92,6 +128,8 @@ def _backward(ctx: Any, grad: torch.Tensor, transa: bool, transb: bool) -> tuple
 
 
 class _Product(InplaceFunction):
+    """A product as an autograd Function: two tensors to one."""
+
     if TYPE_CHECKING:  # torch's takes and returns anything; one in Python would cost every call a frame
 
         @classmethod
@@ -99,7 +137,26 @@ class _Product(InplaceFunction):
 
 
 class cublasMM(_Product):
-    """`cublasMM.apply(a, b)`: a @ b. Shapes, dtypes and errors as `matmul`."""
+    """`cublasMM.apply(a, b)` computes a @ b by cuBLAS, as an autograd Function.
+
+    Args:
+        a: [..., M, K], or a vector [K]; dtypes as `matmul`.
+        b: [..., K, N], or a vector [K]; dtype and device of a.
+
+    Returns:
+        [..., M, N], differentiable any number of times.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> a = torch.tensor([[1.0, 2.0]], requires_grad=True)
+        >>> matmuls.cublasMM.apply(a, torch.tensor([[3.0], [4.0]])).sum().backward()
+        >>> a.grad
+        tensor([[3., 4.]])
+    """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -111,7 +168,24 @@ class cublasMM(_Product):
 
 
 class cublasTransaMM(_Product):
-    """`cublasTransaMM.apply(a, b)`: a^T @ b, transposing a's last two dimensions. As `matmul(a, b, transa=True)`."""
+    """`cublasTransaMM.apply(a, b)` computes a^T @ b by cuBLAS, as `matmul(a, b, transa=True)`.
+
+    Args:
+        a: [..., K, M]; dtypes as `matmul`.
+        b: [..., K, N]; dtype and device of a.
+
+    Returns:
+        [..., M, N], differentiable any number of times.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.cublasTransaMM.apply(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]))
+        tensor([[11.]])
+    """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -123,7 +197,24 @@ class cublasTransaMM(_Product):
 
 
 class cublasTransbMM(_Product):
-    """`cublasTransbMM.apply(a, b)`: a @ b^T, transposing b's last two dimensions. As `matmul(a, b, transb=True)`."""
+    """`cublasTransbMM.apply(a, b)` computes a @ b^T by cuBLAS, as `matmul(a, b, transb=True)`.
+
+    Args:
+        a: [..., M, K]; dtypes as `matmul`.
+        b: [..., N, K]; dtype and device of a.
+
+    Returns:
+        [..., M, N], differentiable any number of times.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.cublasTransbMM.apply(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+        tensor([[11.]])
+    """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -135,7 +226,24 @@ class cublasTransbMM(_Product):
 
 
 class cublasTransabMM(_Product):
-    """`cublasTransabMM.apply(a, b)`: a^T @ b^T. As `matmul(a, b, transa=True, transb=True)`."""
+    """`cublasTransabMM.apply(a, b)` computes a^T @ b^T by cuBLAS, as `matmul(a, b, transa=True, transb=True)`.
+
+    Args:
+        a: [..., K, M]; dtypes as `matmul`.
+        b: [..., N, K]; dtype and device of a.
+
+    Returns:
+        [..., M, N], differentiable any number of times.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.cublasTransabMM.apply(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]]))
+        tensor([[11.]])
+    """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

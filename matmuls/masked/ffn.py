@@ -233,14 +233,36 @@ def masked_ffn(
     mask: Tensor | MaskPlan,
     recompute: bool = False,
 ) -> Tensor:
-    """(silu(x w1^T) * (x w3^T)) w2^T for the rows where mask, the same with u1, u2, u3 for the others.
+    """Computes (silu(x w1^T) * (x w3^T)) w2^T for the rows where mask is True, and the same with u1, u2, u3 for the
+    others.
 
-    x: [..., D]; w1, w3, u1, u3: [H, D]; w2, u2: [D, H], nn.Linear's layout; mask, dtypes, devices and errors as
-    `masked_linear`. Differentiable any number of times. Saves x and the two products [M, H] for backward; with
-    `recompute` only x, and backward computes the products again.
+    Differentiable any number of times. x and the two products [M, H] are saved for backward. On a GPU gate and up
+    projection are one kernel with SwiGLU in its epilogue, and the hidden rows lie sorted by expert.
 
-    On a GPU gate and up projections are one kernel with SwiGLU in its epilogue. The hidden rows are stored sorted by
-    expert, so that only the first product gathers and only the second scatters.
+    Args:
+        x: [..., D] float64, float32, float16 or bfloat16.
+        w1: [H, D], gate of the first expert, the layout of nn.Linear; dtype and device of x, as all weights.
+        w2: [D, H], down projection of the first expert.
+        w3: [H, D], up projection of the first expert.
+        u1: [H, D], gate of the second expert.
+        u2: [D, H], down projection of the second expert.
+        u3: [H, D], up projection of the second expert.
+        mask: bool with x's leading dimensions or flat, [rows], or a plan of it made by `mask_plan`.
+        recompute: save x alone; backward computes the products again.
+
+    Returns:
+        [..., D].
+
+    Raises:
+        RuntimeError: before anything is computed, if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> x, w = torch.ones(2, 1), torch.ones(1, 1)
+        >>> matmuls.masked_ffn(x, w, w, w, w, -w, w, torch.tensor([True, False]))
+        tensor([[ 0.7311],
+                [-0.7311]])
     """
     rows, counts, _ = planned("masked_ffn", mask, x)
     try:
@@ -250,8 +272,29 @@ def masked_ffn(
 
 
 class MaskedFFN:
-    """`MaskedFFN.apply(x, w1, w2, w3, u1, u2, u3, mask)`: `masked_ffn` with w1, w3, u1, u3 [D, H] and w2, u2 [H, D];
-    otherwise the same. The module is `matmuls.nn.MaskedFFN`."""
+    """`MaskedFFN.apply(x, w1, w2, w3, u1, u2, u3, mask)` computes `masked_ffn` with transposed weights. The module is
+    `matmuls.nn.MaskedFFN`.
+
+    Args:
+        x: [..., D]; dtypes as `masked_ffn`.
+        w1, w3, u1, u3: [D, H], read in place; dtype and device of x.
+        w2, u2: [H, D], read in place; dtype and device of x.
+        mask: bool, one element for each row, or a plan of it.
+
+    Returns:
+        [..., D], differentiable any number of times.
+
+    Raises:
+        RuntimeError: as `masked_ffn`.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> x, w = torch.ones(2, 1), torch.ones(1, 1)
+        >>> matmuls.MaskedFFN.apply(x, w, w, w, w, -w, w, torch.tensor([True, False]))
+        tensor([[ 0.7311],
+                [-0.7311]])
+    """
 
     @staticmethod
     def apply(
@@ -264,4 +307,19 @@ class MaskedFFN:
         u3: Tensor,
         mask: Tensor | MaskPlan,
     ) -> Tensor:
+        """Computes `masked_ffn(x, w1.T, w2.T, w3.T, u1.T, u2.T, u3.T, mask)`.
+
+        Args:
+            x: [..., D].
+            w1: [D, H].
+            w2: [H, D].
+            w3: [D, H].
+            u1: [D, H].
+            u2: [H, D].
+            u3: [D, H].
+            mask: bool, one element for each row, or a plan of it.
+
+        Returns:
+            [..., D].
+        """
         return masked_ffn(x, w1.T, w2.T, w3.T, u1.T, u2.T, u3.T, mask)

@@ -381,25 +381,42 @@ def masked_linear(
     b1: Tensor | None = None,
     b2: Tensor | None = None,
 ) -> Tensor:
-    """x[r] @ w[r]^T + b[r] for every row r; w, b are w1, b1 if mask[r], else w2, b2. Takes the time of one product.
+    """Computes x[r] @ w^T + b for every row r, where w, b are w1, b1 if mask[r], else w2, b2.
 
-    x: [..., K]; w1, w2: [N, K], nn.Linear's layout, each with its own strides; mask: bool with x's leading dimensions
-    or flat, or a plan; b1, b2: [N], both or neither. float64, float32, float16, bfloat16, one dtype and device for all.
-    Accumulates in float32 or wider; uses TF32 only if torch's switch allows it. Differentiable any number of times. An
-    expert without rows gets a gradient of exactly 0; a frozen expert's gradient is not computed. Under autocast it
-    behaves as linear.
+    It takes about the time of one product.
 
-    On a GPU rows are gathered by the kernel's loads and scattered by its stores; nothing synchronizes on the mask. Only
-    the gradient of large weights reads sorted copies, of x and of y's gradient. On sm_90 a second stream makes them
-    while the gradient of x is computed; if that is not needed, the one with fewer columns is copied first. Few rows on
-    sm_90, where tuned tiles say so (512 on an H200), are copied too: one wave of tiles for any mask. With 256 to 1024
-    rows and large weights in 16 bits, the copy of x is saved for backward in addition to x.
+    Sums are in float32 or wider; TF32 is used only if torch's switch allows it. Differentiable any number of times. An
+    expert without rows gets a gradient of exactly 0; the gradient of a frozen expert is not computed. Under autocast it
+    behaves as torch.nn.functional.linear.
 
-    Rows may be strided. A copy is made if neither x nor its rows are contiguous, and if only one of the weights is
-    transposed. float64 runs both products and blends them. On the CPU the rows are sorted, then multiplied in two
-    products. `matmuls tune masked_linear` finds the fastest tiles for a GPU and a shape.
+    On a GPU rows are gathered by the kernel's loads and scattered by its stores; nothing waits for the mask. Training
+    of large weights on sm_90 also takes copies of x and of the gradient, sorted by expert. On a CPU the rows are
+    sorted, then multiplied in two products; float64 runs both products on all rows. `matmuls tune masked_linear` finds
+    the fastest tiles for a GPU and a shape.
 
-    Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not match.
+    Args:
+        x: [..., K] float64, float32, float16 or bfloat16. Rows may be strided.
+        w1: [N, K], the layout of nn.Linear, with its own strides; dtype and device of x. A copy is made if only one of
+            the weights is transposed.
+        w2: [N, K], as w1.
+        mask: bool with x's leading dimensions or flat, [rows], or a plan of it made by `mask_plan`.
+        b1: [N], dtype and device of x, or None for both.
+        b2: [N], dtype and device of x, or None for both.
+
+    Returns:
+        [..., N].
+
+    Raises:
+        RuntimeError: before anything is computed, if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> one, two = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 10.0]])
+        >>> matmuls.masked_linear(x, one, two, torch.tensor([True, False]))
+        tensor([[ 1.],
+                [40.]])
     """
     rows, counts, known = planned("masked_linear", mask, x)
     try:
@@ -409,9 +426,41 @@ def masked_linear(
 
 
 class MaskedLinear:
-    """`MaskedLinear.apply(x, w1, w2, mask)`: `masked_linear` with weights [K, N]; otherwise the same. The module is
-    `matmuls.nn.MaskedLinear`."""
+    """`MaskedLinear.apply(x, w1, w2, mask)` computes `masked_linear` with weights [K, N]. The module is
+    `matmuls.nn.MaskedLinear`.
+
+    Args:
+        x: [..., K]; dtypes as `masked_linear`.
+        w1: [K, N], read in place; dtype and device of x.
+        w2: [K, N], read in place; dtype and device of x.
+        mask: bool, one element for each row, or a plan of it.
+
+    Returns:
+        [..., N], differentiable any number of times.
+
+    Raises:
+        RuntimeError: as `masked_linear`.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> x, w = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0], [1.0]])
+        >>> matmuls.MaskedLinear.apply(x, w, -w, torch.tensor([True, False]))
+        tensor([[ 3.],
+                [-7.]])
+    """
 
     @staticmethod
     def apply(x: Tensor, w1: Tensor, w2: Tensor, mask: Tensor | MaskPlan) -> Tensor:
+        """Computes `masked_linear(x, w1.T, w2.T, mask)`.
+
+        Args:
+            x: [..., K].
+            w1: [K, N].
+            w2: [K, N].
+            mask: bool, one element for each row, or a plan of it.
+
+        Returns:
+            [..., N].
+        """
         return masked_linear(x, w1.T, w2.T, mask)

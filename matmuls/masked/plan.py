@@ -13,8 +13,19 @@ from . import checks, plain
 
 
 class MaskPlan(NamedTuple):
-    """The rows of a mask grouped by expert, reusable for any number of calls, layers and backward passes. Made by
-    `mask_plan`."""
+    """The rows of a mask grouped by expert, for any number of calls, layers and backward passes. Made by `mask_plan`.
+
+    Attributes:
+        rows: int32 [M]: rows with mask True in ascending order, then the others in ascending order.
+        counts: int32 [2]: the number of rows of each expert.
+        known: counts[0] if the host knows it, else -1.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> plan = matmuls.mask_plan(torch.tensor([False, True, False]))
+        >>> plan.rows.tolist(), plan.counts.tolist()
+        ([1, 0, 2], [1, 2])
+    """
 
     rows: Tensor  # int32 [M]: rows with mask True in ascending order, then the others in ascending order
     counts: Tensor  # int32 [2]: number of rows of each expert
@@ -50,13 +61,29 @@ library.impl("mask_plan", torch.library.fallthrough_kernel, "Autograd")
 
 
 def mask_plan(mask: Tensor, known: int | None = None) -> MaskPlan:
-    """The rows of a mask grouped by expert, passed to `masked_linear` and `masked_ffn` instead of the mask to reuse it.
+    """Groups the rows of a mask by expert: a plan that `masked_linear` and `masked_ffn` take in the mask's place.
 
-    mask: bool, any shape; True selects the first expert. Made on the mask's device in one launch, without
-    synchronization: a CUDA graph can replay with another mask. known: the number of True elements if the host knows it;
-    it must be right. If all rows belong to one expert, a GPU then runs a single library product. A plan made under
-    torch.inference_mode can be used in inference only: autograd cannot save it. Raises RuntimeError on another dtype
-    and on an impossible `known`.
+    Made on the mask's device in one launch, without synchronization: a CUDA graph can be replayed with another mask. A
+    plan made under torch.inference_mode serves inference only: autograd cannot save it.
+
+    Args:
+        mask: bool, any shape; True selects the first expert.
+        known: the number of True elements, if the host knows it; it must be right. If all rows belong to one expert, a
+            GPU then runs a single library product.
+
+    Returns:
+        A `MaskPlan`.
+
+    Raises:
+        RuntimeError: on another dtype and on an impossible `known`.
+        TypeError: if mask is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> mask, x, w = torch.tensor([True, False]), torch.ones(2, 1), torch.ones(1, 1)
+        >>> matmuls.masked_linear(x, w, -w, matmuls.mask_plan(mask))
+        tensor([[ 1.],
+                [-1.]])
     """
     try:
         rows, counts = _plan(mask)

@@ -18,18 +18,36 @@ DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 class SparsePlan:
-    """A sparse matrix made ready for products: `plan @ B`. Made by `plan(A)`.
+    """A sparse matrix A made ready for many products: `plan @ B` and `x @ plan`. Made by `matmuls.plan`.
 
-    The indices were checked once and are kept in CSR, in int32 where that suffices; with the first gradient to B the
-    transposed matrix too. No product checks them again. Values are read at every product, where A keeps them;
-    `plan(A, constant=True)` also takes products that keep a copy of them in another layout.
+    The indices are checked once and kept in CSR, in int32 where that suffices; with the first gradient to B, or the
+    first `x @ plan`, the transposed matrix too. Values are read at every product, where A keeps them. A plan made with
+    `constant=True` may keep a copy of them in another layout.
 
-    `plan @ B` takes the fastest candidate (matmuls/sparse/select.py): the default product, cuSPARSE's, that by blocks
-    and, of a constant matrix, the dense one and those on tensor cores. The first product for a dtype and a number of
-    columns of B (to a power of two) selects, by size in a tenth of a millisecond or, where sizes do not decide, by
-    measuring in a few, and waits for the GPU; no later one does, and none under CUDA-graph capture or torch.compile.
-    The same product again, with another B of the same shape and strides and without a gradient, costs the host 2 us
-    and its launches.
+    The first product for a dtype and a number of columns of B (to a power of two) selects a kernel, by size or by
+    measuring, and waits for the GPU. No later one does. The same product again, with another B of the same shape and
+    strides and without a gradient, takes 2 us of the host and its launches. Under CUDA-graph capture and torch.compile
+    nothing is selected.
+
+    Attributes:
+        shape: [M, K], or [..., M, K] for a batch of matrices.
+        values: [nonzeros], in the order of A.values(), flattened.
+        nnz: the number of nonzeros.
+        dtype: of the values.
+        device: of the values and the indices.
+        nbytes: bytes that the plan keeps alive.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> plan = matmuls.plan(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]).to_sparse_csr())
+        >>> plan
+        SparsePlan(shape=[2, 3], nnz=3, dtype=torch.float32, device=cpu, constant=False)
+        >>> plan @ torch.tensor([1.0, 1.0, 1.0])
+        tensor([3., 3.])
+        >>> torch.tensor([[1.0, 1.0]]) @ plan
+        tensor([[1., 3., 2.]])
+        >>> plan.T @ torch.tensor([1.0, 1.0])
+        tensor([1., 3., 2.])
     """
 
     __array_ufunc__ = None  # numpy leaves `array @ plan` to `__rmatmul__`, which names what it expects
@@ -42,19 +60,22 @@ class SparsePlan:
 
     @property
     def values(self) -> torch.Tensor:
-        """[nonzeros], in the order of A.values() (flattened)."""
+        """The values of the matrix, [nonzeros], in the order of A.values() (flattened)."""
         return self._prepared.current_values()
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
         return self._prepared.values.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of the values and the indices."""
         return self._pattern.crow.device
 
     @property
     def nnz(self) -> int:
+        """The number of nonzeros."""
         return self._pattern.nonzeros
 
     def _checked(self, values: torch.Tensor) -> torch.Tensor:
@@ -70,14 +91,22 @@ class SparsePlan:
         return values
 
     def update(self, values: torch.Tensor) -> "SparsePlan":
-        """Take other values for the same nonzeros, in the order of A.values(), whose shape they may have; nothing is
-        inspected. Returns itself.
+        """Takes other values for the same nonzeros; nothing is inspected.
 
-        They are read in place at every product. Values that are written to need no update; a constant plan needs one
-        after writes that torch does not count (by `.data`, through a tensor that shares their memory without their
-        version, by a fused optimizer, by a replayed graph). What a constant plan keeps is then made again, which waits
-        for the GPU, and in place where a captured graph reads it: its next replay reads the other values. Raises
-        ValueError where values of a constant plan require a gradient.
+        They are read in place at every product, so that values which are only written to need no update. A constant
+        plan needs one after writes that torch does not count: by `.data`, through a tensor that shares their memory
+        without their version, by a fused optimizer, by a replayed graph. It then makes what it keeps again, which waits
+        for the GPU, and in place where a captured graph reads it: its next replay reads the other values.
+
+        Args:
+            values: [nonzeros] in the order of A.values(), or the shape of A.values(); any floating-point dtype.
+
+        Returns:
+            This plan.
+
+        Raises:
+            ValueError: on another shape or device, and on values of a constant plan that require a gradient.
+            TypeError: if values is not a dense tensor.
         """
         values = self._checked(values)
         if self._selector is not None and self._selector.constant and values.requires_grad:
@@ -88,7 +117,18 @@ class SparsePlan:
         return self
 
     def with_values(self, values: torch.Tensor) -> "SparsePlan":
-        """A plan with other values for the same nonzeros, not constant, sharing everything else with this one."""
+        """Makes a plan with other values for the same nonzeros, not constant, sharing everything else with this one.
+
+        Args:
+            values: [nonzeros] in the order of A.values(), or the shape of A.values(); gradients go to it.
+
+        Returns:
+            A plan of the same shape.
+
+        Raises:
+            ValueError: on another shape or device.
+            TypeError: if values is not a dense tensor.
+        """
         selector = None if self._selector is None else self._selector.of_other_values()
         return SparsePlan(self._pattern, self._checked(values), self.shape, selector)
 
@@ -114,15 +154,17 @@ class SparsePlan:
 
     @property
     def T(self) -> "SparsePlan":
-        """A^T as a plan that reads the same values: gradients go to them, and `update` on either reaches both. Its own
-        `T` is this plan. Raises RuntimeError for a batch of matrices: use `mT`."""
+        """A^T as a plan that reads the same values: gradients go to them, and `update` of either reaches both.
+
+        Its own `T` is this plan. Raises RuntimeError for a batch of matrices: use `mT`.
+        """
         if len(self.shape) > 2:
             raise RuntimeError(f"SparsePlan.T: expected one matrix, got a batch of shape {list(self.shape)}; use .mT")
         return self.mT
 
     @property
     def mT(self) -> "SparsePlan":
-        """`T`, of every matrix of a batch."""
+        """`T`, also of every matrix of a batch."""
         return TransposedPlan(self)
 
     @overload
@@ -135,7 +177,21 @@ class SparsePlan:
     ) -> "SparsePlan": ...
 
     def to(self, *args: Any, **kwargs: Any) -> "SparsePlan":
-        """A plan of the same matrix on another device or in another dtype; this plan if it is there already."""
+        """Makes a plan of the same matrix on another device or in another dtype.
+
+        As torch.Tensor.to: `to(device)`, `to(dtype)`, `to(device, dtype)`, or by keyword. Gradients go to the values of
+        this plan. The result does not follow later writes to A.
+
+        Args:
+            *args: a device, a dtype, or both.
+            **kwargs: `device` and `dtype`; float64, float32, float16 or bfloat16.
+
+        Returns:
+            A plan; this one if it is there already.
+
+        Raises:
+            TypeError: on a dtype that no product takes.
+        """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
         if dtype not in DTYPES:
@@ -318,34 +374,39 @@ def plan(
     products: int | None = None,
     constant: bool | None = None,
 ) -> SparsePlan:
-    """Make a sparse matrix ready for many products: `plan(A) @ B`.
+    """Makes a sparse matrix ready for many products: `plan(A) @ B`.
 
-    a: a sparse tensor, [M, K] in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices, or a plan, which is
-    returned. tune: True selects among the candidates at the first product of each dtype and number of columns of B, by
-    size or by measuring them; numbers of columns select now, in a's dtype; False always takes the default product.
-    products: about how many products of each width will come, 50 unless given: more may pay for a longer selection. For
-    a plan as `a` it holds for the selections from now on. Every candidate gives the same bits every time, but not those
-    of another; which one is fastest may change from process to process.
+    Without `constant` every product reads the values that A has by then, however they were written. After a write to A
+    that torch counts, the next product checks that the indices are the same, which waits for the GPU; compiled ones do
+    not. Gradients go to A's values if it requires one now, or to those of `update`. Every candidate gives the same bits
+    every time, but not those of another; which one is the fastest may change from process to process.
 
-    constant: True says that the values stay as they are, a pruned weight's or a graph's. Then candidates that keep a
-    copy of them in another layout may be taken: the dense product, those on tensor cores, and, on a GPU, rows in
-    another order, in which scattered ones read less of a large B (matmuls/sparse/reordered.py). Writes that torch
-    counts are seen; after others call `update`. Without it every product reads the values that A has by then, however
-    they were written. None, the default, is False, and leaves a plan as `a` as it is. Raises ValueError where the
-    values require a gradient.
+    Args:
+        a: [M, K] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices; float64, float32,
+            float16 or bfloat16, indices int32 or int64. Its values are shared with the plan, its indices are not. Or a
+            plan, which is returned with the settings that are given. BSR and BSC blocks with sides of 16, 32, 64 or 128
+            are multiplied on tensor cores, from capability 8.0 on, in 16 bits or TF32.
+        tune: True selects a kernel at the first product of each dtype and number of columns of B. Numbers of columns
+            select now, in a's dtype. False always takes the default product.
+        products: about how many products of each width will come, 50 unless given. More may pay for a longer selection.
+        constant: True says that the values stay as they are, a pruned weight's or a graph's. Then kernels may be
+            selected that keep a copy of them in another layout, also the dense one, with which NaN and inf in B reach
+            every row. None is False, and leaves a plan as it is.
 
-    Blocks of BSR and BSC with sides of 16, 32, 64 or 128 are multiplied on tensor cores, of capability 8.0 on, in
-    float16, bfloat16 or, where torch.set_float32_matmul_precision allows TF32, float32; differentiable, twice and more,
-    in b.
+    Returns:
+        A `SparsePlan`.
 
-    a's values are shared with the plan, its indices are not; values that are not contiguous, and those of an
-    uncoalesced COO tensor, are copied or added up for every product. After a write to a that torch counts the next
-    product checks that the indices are still the same, which waits for the GPU, and raises ValueError where they are
-    not; compiled ones do not. Where the dense product is taken, NaN and inf in B reach every row of the result, as in
-    torch.matmul.
+    Raises:
+        ValueError: on indices that do not fit, and if constant values require a gradient.
+        TypeError: if a is neither a sparse tensor nor a plan, and on other types of tune, products and constant.
 
-    Raises ValueError on indices that do not fit. Gradients go to a's values if it requires one now, or to those of
-    `update`. A product that records a gradient to the values is the default one.
+    Examples:
+        >>> import torch, matmuls
+        >>> weight = torch.tensor([[1.0, 0.0], [0.0, 2.0]]).to_sparse_csr().requires_grad_()
+        >>> plan = matmuls.plan(weight)
+        >>> (plan @ torch.tensor([[1.0], [3.0]])).sum().backward()
+        >>> weight.grad.values()
+        tensor([1., 3.])
     """
     widths = () if isinstance(tune, bool) else tuple(tune) if isinstance(tune, Iterable) else None
     if widths is None or not all(isinstance(n, Integral) and n >= 0 for n in widths):

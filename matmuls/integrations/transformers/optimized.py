@@ -96,12 +96,29 @@ OTHER_INPUTS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_val
 
 
 class VerificationError(RuntimeError):
-    """The optimized model's outputs differ from stock's by more than the tolerance."""
+    """The outputs of the optimized model differ from those of stock by more than the tolerance.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import VerificationError
+        >>> issubclass(VerificationError, RuntimeError)
+        True
+    """
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference from stock, relative to stock's largest magnitude if that is above 1."""
+    """The largest difference from stock, relative to the largest magnitude of stock if that is above 1.
+
+    Attributes:
+        hidden_states: of the hidden states.
+        attentions: of the attentions, or None if the model returns none.
+        tolerance: what was allowed.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import Difference
+        >>> Difference(hidden_states=1e-7, attentions=None, tolerance=1e-4)
+        Difference(hidden_states=1e-07, attentions=None, tolerance=0.0001)
+    """
 
     hidden_states: float
     attentions: float | None  # None: the model returns none
@@ -110,8 +127,24 @@ class Difference:
 
 @dataclass
 class Optimized:
-    """The changes that `optimize` made, which `undo()` reverts. left: modules with weights that it did not change, each
-    with the reason."""
+    """What `optimize` changed, and a way back.
+
+    Attributes:
+        layers: the changed layers by name.
+        left: modules with weights that were not changed, each with the reason.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import optimize
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> handle = optimize(model)
+        >>> len(handle.layers)
+        2
+        >>> handle.undo()
+        >>> len(handle.layers)
+        0
+    """
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -144,22 +177,39 @@ class Optimized:
 
 
 def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
-    """Make the encoder layers of a Hugging Face model ready for inference; returns a handle with `undo()`.
+    """Makes the encoder layers of a Hugging Face model ready for inference.
 
     Supported: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ViT, bare or under any head. With grad
     disabled and the model in eval mode, a layer then computes q, k and v in one product, residual and layer norm in
-    place, and bias and activation in the product's epilogue. It holds at most chunk_bytes of q, k and v (if the model's
-    attention, which stays unchanged, is sdpa or "custom_mm") and of the feed-forward network's intermediate rows at a
-    time. Default: the largest of 24 MiB, three times the hidden states, and half of the layer's probabilities. The
-    output projection is written over its input or, with several pieces, into its place. Inside a whole model a layer
-    writes over the hidden states that it receives, unless they are to be returned or you have hooks around the layers.
-    In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the stock code
-    runs, with unchanged results.
+    place, and bias and activation in the product's epilogue. The output projection is written over its input or, with
+    several pieces, into its place. Inside a whole model a layer writes over the hidden states that it receives, unless
+    they are to be returned or you have hooks around the layers. In any other call (gradients, training, autocast,
+    torch.compile, caches, your hooks inside a layer) the stock code runs, with unchanged results.
 
-    The weights of q, k and v are moved next to each other, which temporarily takes the memory of one layer's.
-    Unsupported modules stay unchanged and are listed in the handle's `left`. Optimize after moving the model: `.to()`
-    separates q, k and v again, and they become three products. Call `undo()` before saving with a tool that checks for
-    shared memory (safetensors.torch.save_model, Accelerator.save_model): it would leave out k and v.
+    The weights of q, k and v are moved next to each other, which takes the memory of one layer's for a moment. Optimize
+    after moving the model: `.to()` separates them again, and they become three products. Call `undo()` before saving
+    with a tool that checks for shared memory (safetensors.torch.save_model, Accelerator.save_model): it would leave out
+    k and v.
+
+    Args:
+        model: a model of transformers. Unsupported modules stay as they are.
+        chunk_bytes: bytes of q, k and v (if the model's attention, which stays as it is, is sdpa or "custom_mm") and of
+            the feed-forward network's intermediate rows at a time. None is the largest of 24 MiB, three times the
+            hidden states, and half of the layer's probabilities.
+
+    Returns:
+        An `Optimized`, which lists what was changed and left, and whose `undo()` reverts it. Warns if nothing was
+        changed.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.integrations.transformers import optimize, verify
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> handle = optimize(model)
+        >>> verify(model, {"input_ids": torch.tensor([[1, 2, 3]])}).hidden_states < 1e-4
+        True
     """
     handle = Optimized()
     plans = [
@@ -195,13 +245,35 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
 
 @torch.no_grad()
 def verify(model: nn.Module, batch: dict[str, Tensor], tolerance: float | None = None) -> Difference:
-    """Run a batch through the model as it is and as stock with eager attention, and compare the outputs.
+    """Runs a batch through the model as it is and as stock with eager attention, and compares the outputs.
 
-    Compares hidden states of all layers, the first output of a call that returns none of them and, if the model returns
-    them, attentions, each at the tokens kept by batch["attention_mask"]. tolerance: by default 1e-10 for float64, 1e-4
-    for float32, 2e-2 for float16, 1e-1 for bfloat16. Raises VerificationError, with the figures, if the difference is
-    larger or NaN, and if the model has no layer changed by `optimize` and no module that calls an attention function of
-    `register`: it would be compared with itself.
+    It compares hidden states of all layers, the first output of a call that returns none of them and, if the model
+    returns them, attentions, each at the tokens that batch["attention_mask"] keeps.
+
+    Args:
+        model: a model that `optimize` changed, or whose attention is of `register`.
+        batch: arguments of a forward pass.
+        tolerance: the largest difference allowed; by default 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and
+            1e-1 for bfloat16.
+
+    Returns:
+        A `Difference`.
+
+    Raises:
+        VerificationError: with the figures, if the difference is larger or NaN, and if the model has no layer changed
+            by `optimize` and no module that calls an attention function of `register`: it would be compared with
+            itself.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.integrations.transformers import register, verify
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> register()
+        >>> model.set_attn_implementation("custom_mm")
+        >>> verify(model, {"input_ids": torch.tensor([[1, 2, 3]])}).attentions < 1e-4
+        True
     """
     if not any(_is_ours(m) for m in model.modules()) and not _attends(model):
         raise VerificationError(

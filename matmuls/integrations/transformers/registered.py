@@ -20,12 +20,26 @@ REFUSED = "softcap", "s_aux", "sinks", "cache", "indices", "block_indices"
 
 
 def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> None:
-    """Register `attention` and its mask function under one name; `model.set_attn_implementation(name)` then uses both.
+    """Registers `attention` and its mask function under one name: `model.set_attn_implementation(name)` then uses both.
 
-    Without its mask function transformers would silently drop the padding mask. sdpa: True uses torch's
-    scaled_dot_product_attention whenever probabilities are not requested; False returns them to every module, as
-    "eager" does. recompute: backward recomputes the scores and saves none of them. Several names may be registered.
-    `takes(model)` tells whether a model calls the function: some classes compute attention themselves, whatever is set.
+    Without its mask function transformers would silently drop the padding mask. `takes(model)` tells whether a model
+    calls the function: some classes compute attention themselves, whatever is set.
+
+    Args:
+        name: under which transformers finds them. Several may be registered.
+        sdpa: True uses torch's scaled_dot_product_attention whenever probabilities are not requested; False returns
+            them to every module, as "eager" does.
+        recompute: backward computes the scores again and saves none of them.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import register, takes
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> register()
+        >>> model.set_attn_implementation("custom_mm")
+        >>> bool(takes(model))
+        True
     """
     AttentionInterface.register(name, partial(attention, sdpa=sdpa, recompute=recompute))
     AttentionMaskInterface.register(name, attention_mask)
@@ -43,13 +57,32 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Bool mask, True where a key may be attended to: [B, 1, 1, K] for padding only, [B, 1, Q, K] for any other
-    pattern.
+    """Makes the bool mask of `attention`, True where a key may be attended to.
 
-    None if every query sees every key or, in a causal module with as many queries as keys, every key up to its own. For
-    models that transformers does not mark as supporting such masks, returns the additive mask of "eager": their layers
-    may build masks themselves, or not declare that they are causal. The arguments are those that
-    transformers.masking_utils passes.
+    transformers calls it. For models that transformers does not mark as supporting such masks it returns the additive
+    mask of "eager": their layers may build masks themselves, or not declare that they are causal.
+
+    Args:
+        batch_size: B.
+        q_length: Q.
+        kv_length: K.
+        q_offset: the position of the first query.
+        kv_offset: the position of the first key.
+        mask_function: which keys a query sees, as transformers.masking_utils has them.
+        attention_mask: [B, K], nonzero for a token that is kept, or None.
+        use_vmap: as transformers.masking_utils.
+        allow_is_bidirectional_skip: return None where every key is seen.
+        **kwargs: further arguments of transformers.masking_utils.
+
+    Returns:
+        [B, 1, 1, K] for padding alone, [B, 1, Q, K] for any other pattern; None if every query sees every key or, in a
+        causal module with as many queries as keys, every key up to its own.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.integrations.transformers import attention_mask
+        >>> attention_mask(1, 3, 3, attention_mask=torch.tensor([[1, 1, 0]]))
+        tensor([[[[ True,  True, False]]]])
     """
     all_of_it: dict[str, Any] = {
         "batch_size": batch_size,
@@ -106,18 +139,40 @@ def attention(
     into: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores by cuBLAS, scaled_masked_softmax over them, context by cuBLAS; or sdpa if the result is the same.
+    """Computes attention for a module of transformers: `attend`, or torch's scaled_dot_product_attention if that is the
+    same.
 
-    Returns the context [B, Q, H, D] and the probabilities [B, H, Q, K] before dropout, or None instead if `sdpa` allows
-    it and neither the call nor the model's configuration requests them.
+    Args:
+        module: the attention module. None as a mask in a module with is_causal: queries see no later key; if there are
+            fewer queries than keys, they are the last ones.
+        query: [B, H, Q, D] float64, float32, float16 or bfloat16.
+        key: [B, h, K, D], H a multiple of h.
+        value: [B, h, K, D].
+        attention_mask: bool, True where a key may be attended to, or float, added to the scores; any shape that
+            broadcasts to [B, H, Q, K]; or None.
+        scaling: multiplies the scores; 1 / sqrt(D) if None.
+        dropout: the probability of dropping a probability, in training.
+        sdpa: return probabilities only if the call or the model's configuration requests them.
+        recompute: as in `matmuls.attention.attend`.
+        into: as in `matmuls.attention.attend`.
+        **kwargs: what transformers passes on; position_bias is added to the scaled scores.
 
-    query: [B, H, Q, D]; key, value: [B, H, K, D], or with fewer heads, of which H is a multiple. attention_mask: bool,
-    True where a key may be attended to, or float, added to the scores; any shape that broadcasts to [B, H, Q, K]. None
-    in a module with is_causal: queries see no later key; if there are fewer queries than keys, they are the last ones.
-    position_bias, if a model has one, is added to the scaled scores. recompute, into: as in `matmuls.attention.attend`.
+    Returns:
+        The context [B, Q, H, D], and the probabilities [B, H, Q, K] before dropout or None.
 
-    Raises NotImplementedError for a model with attention sinks, capped scores, a paged cache or keys selected per
-    query, TypeError and RuntimeError on a mask that does not match.
+    Raises:
+        NotImplementedError: for a model with attention sinks, capped scores, a paged cache or keys selected per query.
+        TypeError: on a mask of another dtype.
+        RuntimeError: on shapes, dtypes or devices that do not match.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.integrations.transformers import attention
+        >>> q, kept = torch.zeros(1, 1, 2, 4), torch.tensor([[[[True, False]]]])
+        >>> context, probabilities = attention(torch.nn.Module(), q, q, q, kept, sdpa=False)
+        >>> context.shape, probabilities[0, 0]
+        (torch.Size([1, 2, 1, 4]), tensor([[1., 0.],
+                [1., 0.]]))
     """
     for name in REFUSED:
         if kwargs.get(name) is not None:

@@ -13,7 +13,7 @@ from .dense import matmul
 from .device import has_hopper_kernels
 from .fused_softmax import about_mask, scaled_masked_softmax
 
-__all__ = ["attend"]
+__all__ = ["attend", "compose"]
 
 _attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch.ops.custom_mm.attention.default
 _forward: Callable[..., torch.Tensor] = torch.ops.custom_mm.attention_forward.default
@@ -105,7 +105,33 @@ def compose(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` composed of single operations: for torch.compile, dropout, grouped heads, masks with a gradient."""
+    """Computes what `attend` does by single operations: for torch.compile, dropout, grouped heads, masks with a gradient.
+
+    Backward holds two tensors of the size of the scores.
+
+    Args:
+        q: [B, H, Q, D] float64, float32, float16 or bfloat16.
+        k: [B, h, K, D], h a divisor of H; dtype and device of q.
+        v: [B, h, K, E], dtype and device of q.
+        mask: as in `scaled_masked_softmax`, or None.
+        scale: multiplies the scores.
+        causal: query i sees keys 0 to i.
+        dropout: the probability of dropping a probability.
+
+    Returns:
+        The context [B, Q, H, E], and the probabilities [B, H, Q, K] before dropout.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.attention import compose
+        >>> q, v = torch.zeros(1, 2, 2, 4), torch.tensor([[[[1.0], [3.0]]]])  # two heads share one of keys and values
+        >>> context, probabilities = compose(q, q[:, :1], v, None, 0.5)
+        >>> context.flatten(), probabilities.shape
+        (tensor([2., 2., 2., 2.]), torch.Size([1, 2, 2, 2]))
+    """
     if (
         not q.dim() == k.dim() == v.dim() == 4
         or not q.size(0) == k.size(0) == v.size(0)

@@ -105,7 +105,7 @@ def compose(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what `attend` does by single operations: for torch.compile, dropout, grouped heads, masks with a gradient.
+    """Computes what `attend` does by single operations: for torch.compile, dropout, grouped heads, mask gradients.
 
     Backward holds two tensors of the size of the scores.
 

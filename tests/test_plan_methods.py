@@ -102,7 +102,7 @@ def test_gradcheck_of_a_transposed_plan():
 
 @pytest.mark.parametrize("layout", ["csr", "coo"])  # torch does not add up gradients in CSC
 def test_gradients_reach_the_values_of_the_matrix(layout, device):
-    """Of the plan, its transpose and x @ plan alike: against those of the dense matrix."""
+    """The plan, its transpose and x @ plan: against the gradients of the dense matrix."""
     dense = drawn(device=device)
     x, b = torch.randn(5, 6, device=device).double(), torch.randn(9, 4, device=device).double()
     a = in_layout(dense, layout).requires_grad_()

@@ -143,18 +143,16 @@ def attention(
     same.
 
     Args:
-        module: the attention module. None as a mask in a module with is_causal: queries see no later key; if there are
-            fewer queries than keys, they are the last ones.
+        module: the attention module.
         query: [B, H, Q, D] float64, float32, float16 or bfloat16.
         key: [B, h, K, D], H a multiple of h.
         value: [B, h, K, D].
-        attention_mask: bool, True where a key may be attended to, or float, added to the scores; any shape that
-            broadcasts to [B, H, Q, K]; or None.
+        attention_mask: bool, True where a key may be attended to, or float, added to the scores; broadcasts to [B, H,
+            Q, K]. None in a module with is_causal: queries, the last ones if fewer than keys, see no later key.
         scaling: multiplies the scores; 1 / sqrt(D) if None.
         dropout: the probability of dropping a probability, in training.
         sdpa: return probabilities only if the call or the model's configuration requests them.
-        recompute: as in `matmuls.attention.attend`.
-        into: as in `matmuls.attention.attend`.
+        recompute, into: as in `matmuls.attention.attend`.
         **kwargs: what transformers passes on; position_bias is added to the scaled scores.
 
     Returns:
@@ -168,11 +166,9 @@ def attention(
     Examples:
         >>> import torch
         >>> from matmuls.integrations.transformers import attention
-        >>> q, kept = torch.zeros(1, 1, 2, 4), torch.tensor([[[[True, False]]]])
-        >>> context, probabilities = attention(torch.nn.Module(), q, q, q, kept, sdpa=False)
-        >>> context.shape, probabilities[0, 0]
-        (torch.Size([1, 2, 1, 4]), tensor([[1., 0.],
-                [1., 0.]]))
+        >>> q, kept = torch.zeros(1, 1, 1, 4), torch.tensor([True, False])
+        >>> attention(torch.nn.Module(), q, q.expand(1, 1, 2, 4), q.expand(1, 1, 2, 4), kept, sdpa=False)[1]
+        tensor([[[[1., 0.]]]])
     """
     for name in REFUSED:
         if kwargs.get(name) is not None:
@@ -203,17 +199,8 @@ def attention(
         mask = bias if mask is None else bias + mask if mask.is_floating_point() else bias.masked_fill(mask, -math.inf)
     if mask is not None and mask.is_floating_point() and (query.dtype == torch.float64 or mask.dtype != torch.float32):
         mask = mask.to(query.dtype)
-    return attend(
-        query,
-        key,
-        value,
-        mask,
-        scaling,
-        causal=causal,
-        dropout=dropout if module.training else 0.0,
-        recompute=recompute,
-        into=into,
-    )
+    dropped = dropout if module.training else 0.0
+    return attend(query, key, value, mask, scaling, causal=causal, dropout=dropped, recompute=recompute, into=into)
 
 
 def wants_probabilities(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -229,12 +229,16 @@ SCIPYS = {  # the integer arrays that scipy.sparse.save_npz writes for each form
 }
 
 
+NPZ = "the arrays of scipy.sparse.save_npz, or crow, col, shape and optionally values"
+
+
 def read_npz(path: Path) -> Matrix:
     with np.load(path, allow_pickle=False) as file:
 
         def part(name: str) -> Array:
             if name not in file:
-                raise ValueError(f"expected {name}, got a file of {', '.join(sorted(file)) or 'nothing'}")
+                given = ", ".join(sorted(file)) or "no array"
+                raise ValueError(f"expected {NPZ}, got {given}: {name} is missing")
             array: Array = file[name]
             return array
 

@@ -16,7 +16,8 @@ from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput,
 from matmuls import measure  # noqa: E402
 from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
 from matmuls.integrations.transformers import VerificationError, optimize, register, verify  # noqa: E402
-from matmuls.integrations.transformers import optimized as module_under_test  # noqa: E402
+from matmuls.integrations.transformers import layers as module_under_test  # noqa: E402
+from matmuls.integrations.transformers.families import FAMILIES, NAMES, _kind  # noqa: E402
 
 register()
 KNOWN = ("bert", "bert decoder", "roberta", "electra", "distilbert", "vit")
@@ -452,7 +453,7 @@ def test_a_copied_class_is_not_optimized(monkeypatch):
     model = model_of("bert")
     for kind in (type(model), type(model.encoder.layer[0])):
         monkeypatch.setattr(kind, "__module__", "bert")
-    with pytest.warns(UserWarning, match="no layer of BertModel was changed"):
+    with pytest.warns(UserWarning, match=f"optimize: expected a model of one of {', '.join(NAMES)}, got BertModel"):
         optimize(model)
 
 
@@ -500,7 +501,9 @@ def test_an_unknown_model_is_unchanged_and_reported():
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=60, bos_token_id=1, eos_token_id=1)
     model = transformers.GPT2Model(config).eval()
     before = {name: dict(m.__dict__) for name, m in model.named_modules()}
-    with pytest.warns(UserWarning, match="no layer of GPT2Model was changed: 0 layers optimized; left as they are: 2"):
+    with pytest.warns(
+        UserWarning, match="^optimize: expected a model of one of BERT, RoBERTa, .*, ViT, got GPT2Model$"
+    ):
         handle = optimize(model)
     assert handle.left["h.0.attn.c_attn"] == "GPT2Attention's Conv1D"
     assert not handle.layers
@@ -521,10 +524,16 @@ def test_layers_left_under_a_head_are_named():
 def test_optimizing_twice_changes_nothing_more():
     model = model_of("bert")
     first = optimize(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match="^optimize: BertModel is already optimized$"):
         second = optimize(model)
     assert not second.layers
+    left = {name: why for name, why in second.left.items() if "Layer" in why}
+    assert left == {f"encoder.layer.{i}": "BertLayer (already optimized)" for i in (0, 1)}
+    assert "Attention" not in str(second)
+    first.undo()
+    assert len(optimize(model).layers) == 2
+    model = model_of("bert")
+    first = optimize(model)
     first.undo()
     assert not any("forward" in m.__dict__ for m in model.modules())
 
@@ -623,7 +632,7 @@ def test_real_weights():
 
 def test_the_classes_of_families_exist():
     """The layer class and the attention function of each family exist in the installed transformers."""
-    for name in module_under_test.FAMILIES:
+    for name in FAMILIES:
         folder, layer = name.split(".")
         module = __import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=[layer])
         assert hasattr(module, layer)
@@ -637,9 +646,9 @@ def test_the_classes_of_families_exist():
 def drop_half_the_heads(model, name):
     """Keep two of four heads of size 8 in every layer, by narrower linears, as transformers' head pruning did."""
     for layer in model.modules():
-        if module_under_test._kind(layer) not in module_under_test.FAMILIES:
+        if _kind(layer) not in FAMILIES:
             continue
-        family = module_under_test.FAMILIES[module_under_test._kind(layer)]
+        family = FAMILIES[_kind(layer)]
         attention = layer.get_submodule(family.attention)
         for part in family.qkv:
             old = attention.get_submodule(part)

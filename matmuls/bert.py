@@ -116,7 +116,7 @@ class Encoder:
 
         batch = self.batch([text])
         layers = self.run(batch, attention, probabilities=True).attentions
-        heads = layers[-1][0].float().cpu()
+        heads = layers[-1][0].float().numpy(force=True)
         tokens = self.tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
         columns = min(4, len(heads))
         rows = -(-len(heads) // columns)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from matmuls import bench, cli, files, info, measure
 from matmuls.specs import REAL, Call, Case, Spec
 from matmuls_cli.bench import show_bench
+from matmuls_cli.bert import ON_A_CPU
 
 pytest.importorskip("transformers")
 
@@ -37,7 +38,8 @@ def test_which_gpus_a_build_runs_on():
 
 def test_version():
     run = matmuls("--version")
-    assert (run.returncode, run.stdout, run.stderr) == (0, "matmuls 0.1.0\n", "")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert re.fullmatch(r"matmuls \d+\.\d+\.\d+\S*\n", run.stdout)
 
 
 def test_info():
@@ -63,6 +65,7 @@ def test_bert_prints_similarities_difference_time_and_memory():
     )
     assert [w for w in words if w not in run.stdout] == []
     assert "optimized" not in run.stdout
+    assert run.stdout.splitlines()[-1] == ON_A_CPU
 
 
 def test_texts_are_shown_as_they_are():
@@ -97,20 +100,58 @@ def test_bert_optimized_with_all_attentions_and_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 60}
+
+
+def save(model, folder):
+    """A model and a tokenizer of six words, as a user has them in a folder."""
+    import transformers
+
+    model.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "x"]))
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+
+
 def test_bert_names_a_model_that_it_cannot_optimize(tmp_path):
     import transformers
 
-    from matmuls.bert import model_folder
-
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    transformers.LayoutLMModel(transformers.LayoutLMConfig(**small)).save_pretrained(tmp_path)
-    for file in model_folder().glob("*"):
-        if "token" in file.name or file.name == "vocab.txt":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+    save(transformers.LayoutLMModel(transformers.LayoutLMConfig(**SMALL)), tmp_path)
     run = matmuls("bert", "x", "--model", str(tmp_path), "--optimize", "--device", "cpu")
     assert run.returncode == 2
     assert run.stderr.startswith("matmuls: optimize: expected a model of one of BERT, RoBERTa, ")
     assert run.stderr.endswith(", ViT, got LayoutLMModel\n")
+
+
+def clip():
+    import transformers as t
+
+    parts = {name: {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1} for name in ("text", "vision")}
+    config = t.CLIPConfig(text_config=parts["text"] | {"vocab_size": 60}, vision_config=parts["vision"])
+    return t.CLIPModel(config)
+
+
+def gemma2():
+    import transformers as t
+
+    return t.Gemma2Model(t.Gemma2Config(**SMALL, num_key_value_heads=1, head_dim=8))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (clip, "expected an encoder of texts, got CLIPModel: "),
+        (
+            gemma2,
+            "the attention of Gemma2Model cannot be replaced: Gemma2Attention needs capped scores (softcap), "
+            "which matmuls attention does not support\n",
+        ),
+    ],
+)
+def test_bert_names_a_model_that_it_cannot_run(tmp_path, make, words):
+    save(make(), tmp_path)
+    run = matmuls("bert", "x", "--model", str(tmp_path), "--device", "cpu")
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (1, "", 1)
+    assert run.stderr.startswith(f"matmuls: bert: {words}")
 
 
 @pytest.mark.parametrize(
@@ -125,15 +166,7 @@ def test_bert_rejects_a_model_that_ignores_attention_functions(tmp_path, kind, o
     """Otherwise it would measure stock attention under our name."""
     import transformers
 
-    from matmuls.bert import model_folder
-
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    config = getattr(transformers, f"{kind}Config")(**small, vocab_size=60)
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "x"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
-    assert model_folder() != tmp_path
+    save(getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**SMALL)), tmp_path)
     for options in ([], ["--attn", "eager"], ["--optimize"]):
         run = matmuls("bert", "x", "--model", str(tmp_path), "--device", "cpu", *options)
         assert (run.returncode, run.stdout) == (1, "")
@@ -196,6 +229,17 @@ def test_a_folder_without_a_model_is_an_error(content, tmp_path):
     assert run.returncode == 2
     assert f"cannot load a model and its tokenizer from {tmp_path}" in run.stderr.replace("\n", "")
     assert "Traceback" not in run.stderr
+
+
+def test_weights_that_are_cut_off_are_an_error(tmp_path):
+    import transformers
+
+    save(transformers.BertModel(transformers.BertConfig(**SMALL)), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    run = matmuls("bert", "x", "--model", str(tmp_path), "--device", "cpu")
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert f"cannot load a model and its tokenizer from {tmp_path}" in run.stderr
 
 
 @pytest.mark.parametrize("args", [("--rounds", "0"), ("--rounds", "-1"), ("--piece", "-2"), ("--chunk", "-3")])

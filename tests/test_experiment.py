@@ -115,6 +115,29 @@ def test_results_before_an_unreadable_file_are_kept(tmp_path):
     assert [c["matrix"] for c in result["cases"]] == ["grid:8"]
 
 
+def test_a_file_without_the_arrays_of_a_matrix_is_named(tmp_path):
+    np.savez(tmp_path / "arr.npz", np.ones(3))
+    run = matmuls("spmm", str(tmp_path / "arr.npz"), "--device", "cpu")
+    expected = "expected the arrays of scipy.sparse.save_npz, or crow, col, shape and optionally values"
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == f"matmuls: {tmp_path / 'arr.npz'}: {expected}, got arr_0: shape is missing\n"
+
+
+def test_progress_of_a_case_comes_in_parts(tmp_path):
+    told = []
+    cases = experiment.measure_all(
+        ["grid:4", "grid:5"], [torch.float32], [4, 8], "cpu", [], part=lambda *a: told.append(a)
+    )
+    assert len(list(cases)) == 4
+    done = [share for _, share in told]
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert 0 < done[2] < 0.25  # the time left is known before a tenth of the first of four is done
+    assert 3 < done[-1] < 4
+    assert told[0][0] == "reading grid:4"
+    assert told[-1][0] == "grid:5, float32, 8 columns"
+
+
 def test_cases_beyond_memory_are_reported_and_the_rest_is_measured(tmp_path):
     (tmp_path / "long.mtx").write_text(f"{MARKET}{10**15} 3 1\n1 1 1\n")
     (tmp_path / "wide.mtx").write_text(f"{MARKET}3 {10**18} 1\n1 1 1\n")

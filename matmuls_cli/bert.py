@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,6 +96,7 @@ def _compare(
         import torch  # noqa: F401
 
         steps.next("loading transformers", 2)
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read by that import: models come from folders, without a network
         import transformers  # noqa: F401
 
         from matmuls import bert as b

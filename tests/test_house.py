@@ -85,7 +85,6 @@ MAY_IMPORT = {
     "info": {"custom_mm", "device", "matmuls"},
     "bench": {"specs", "files", "measure", "custom_mm"},
     "matrices": set(),
-    "figures": set(),
     "experiment": {"experiment"},
     "experiment.cases": {"bench", "files", "sparse"},
     "experiment.candidates": {"custom_mm", "experiment.cases", "matrices", "sparse"},

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,13 +18,46 @@ from matmuls.attention import attend
 # Arguments of attention functions that this one does not support: capped scores, sinks, a paged cache, keys selected
 # per query.
 REFUSED = "softcap", "s_aux", "sinks", "cache", "indices", "block_indices"
+NEEDED = {  # attributes of modules that pass such an argument, where they are not None
+    "attn_logit_softcapping": "capped scores (softcap)",
+    "sinks": "attention sinks (s_aux)",
+}
 
 
-def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> None:
+@dataclass(frozen=True)
+class Registered:
+    """An attention function that `register` has registered under a name.
+
+    Attributes:
+        name: the name.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import register
+        >>> register("with_probabilities", sdpa=False)
+        Registered(name='with_probabilities')
+    """
+
+    name: str
+
+    def in_use(self, model: torch.nn.Module) -> dict[str, str]:
+        """Tells which attention modules of a model call this function as the model is set now.
+
+        Args:
+            model: a model of transformers.
+
+        Returns:
+            The modules by name, with their classes; empty if none does.
+        """
+        from .taken import in_use
+
+        return in_use(model, self.name)
+
+
+def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> Registered:
     """Registers `attention` and its mask function under one name: `model.set_attn_implementation(name)` then uses both.
 
-    Without its mask function transformers would silently drop the padding mask. `takes(model)` tells whether a model
-    calls the function: some classes compute attention themselves, whatever is set.
+    So does `SentenceTransformer(folder, model_kwargs={"attn_implementation": name})`. Without its mask function
+    transformers would silently drop the padding mask.
 
     Args:
         name: under which transformers finds them. Several may be registered.
@@ -31,18 +65,23 @@ def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = Fa
             them to every module, as "eager" does.
         recompute: backward computes the scores again and saves none of them.
 
+    Returns:
+        A `Registered`, whose `in_use(model)` tells which modules call the function: some classes compute attention
+        themselves, whatever is set.
+
     Examples:
-        >>> from matmuls.integrations.transformers import register, takes
+        >>> from matmuls.integrations.transformers import register
         >>> from transformers import BertConfig, BertModel
         >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
         >>> model = BertModel(config).eval()
-        >>> register()
+        >>> registered = register()
         >>> model.set_attn_implementation("custom_mm")
-        >>> bool(takes(model))
-        True
+        >>> list(registered.in_use(model))
+        ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
     """
     AttentionInterface.register(name, partial(attention, sdpa=sdpa, recompute=recompute))
     AttentionMaskInterface.register(name, attention_mask)
+    return Registered(name)
 
 
 def attention_mask(

@@ -1,0 +1,150 @@
+"""Runs a model with matmuls and as stock, and compares the outputs."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .plan import _is_ours
+from .taken import attending, in_use, takes, unsupported
+
+Batch = Mapping[str, Tensor] | Sequence[str]
+
+
+class VerificationError(RuntimeError):
+    """The outputs of the optimized model differ from those of stock by more than the tolerance.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import VerificationError
+        >>> issubclass(VerificationError, RuntimeError)
+        True
+    """
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference from stock, relative to the largest magnitude of stock if that is above 1.
+
+    Attributes:
+        hidden_states: of the hidden states.
+        attentions: of the attentions, or None if the model returns none.
+        tolerance: what was allowed.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import Difference
+        >>> Difference(hidden_states=1e-7, attentions=None, tolerance=1e-4)
+        Difference(hidden_states=1e-07, attentions=None, tolerance=0.0001)
+    """
+
+    hidden_states: float
+    attentions: float | None  # None: the model returns none
+    tolerance: float
+
+
+@torch.no_grad()
+def verify(model: nn.Module, batch: Batch, tolerance: float | None = None) -> Difference:
+    """Runs a batch through the model as it is and as stock with eager attention, and compares the outputs.
+
+    It compares hidden states of all layers, the first output of a call that returns none of them and, if the model
+    returns them, attentions, each at the tokens that batch["attention_mask"] keeps.
+
+    Args:
+        model: a model that `optimize` changed, or whose attention is of `register`.
+        batch: arguments of a forward pass; for a SentenceTransformer, of which the transformer is run, also texts.
+        tolerance: the largest difference allowed; by default 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and
+            1e-1 for bfloat16.
+
+    Returns:
+        A `Difference`.
+
+    Raises:
+        VerificationError: with the figures, if the difference is larger or NaN, and if the model has no layer changed
+            by `optimize` and no module that calls an attention function of `register`: it would be compared with
+            itself.
+        NotImplementedError: if its attention needs what that function does not support.
+        TypeError: if the batch is not a mapping of names to tensors.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.integrations.transformers import register, verify
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> registered = register()
+        >>> model.set_attn_implementation("custom_mm")
+        >>> verify(model, {"input_ids": torch.tensor([[1, 2, 3]])}).attentions < 1e-4
+        True
+    """
+    if _of_sentence_transformers(model):
+        model, batch = _transformer(model, batch)
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"verify: expected the tensors of a batch by name, got {type(batch).__name__}")
+    if not any(_is_ours(m) for m in model.modules()) and not in_use(model):
+        for why in unsupported(model).values():
+            raise NotImplementedError(f"verify: {why}")
+        raise VerificationError(
+            "verify: expected layers that optimize changed or modules whose attention function is of register, got "
+            f"{type(model).__name__} without any ({takes(model)})"
+        )
+    if tolerance is None:
+        dtype = next(model.parameters()).dtype
+        tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
+    training = {m: m.training for m in model.modules()}
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    model.eval()
+    try:
+        ours = _results(model(**batch, **wanted))
+        ours["hidden_states"] += (model(**batch)[0],)  # in such a call layers write over their input
+        forwards = {m: m.__dict__.pop("forward") for m in model.modules() if _is_ours(m)}
+        try:
+            with attending(model, "eager"):
+                output = model(**batch, **wanted)
+            stock = _results(output)
+            stock["hidden_states"] += (output[0],)
+        finally:
+            for module, forward in forwards.items():
+                module.forward = forward
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    kept = batch.get("attention_mask")
+    found = {name: _difference(ours[name], stock[name], kept) for name in stock if ours[name]}
+    result = Difference(found["hidden_states"], found.get("attentions"), tolerance)
+    if not all(x <= tolerance for x in found.values()):
+        raise VerificationError(f"verify: expected a difference from stock of at most {tolerance:g}, got {result}")
+    return result
+
+
+def _of_sentence_transformers(model: nn.Module) -> bool:
+    return any(kind.__module__.startswith("sentence_transformers.") for kind in type(model).__mro__)
+
+
+def _transformer(model: Any, batch: Batch) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The transformer inside a SentenceTransformer, and those tensors of a batch that it takes."""
+    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if inner is None:
+        raise TypeError(f"verify: expected a model of transformers inside {type(model).__name__}, got none")
+    tokenize = getattr(model, "preprocess", None) or model.tokenize  # the name until sentence-transformers 6
+    given = batch if isinstance(batch, Mapping) else tokenize(list(batch))
+    taken = inspect.signature(type(inner).forward).parameters
+    return inner, {name: x.to(inner.device) for name, x in given.items() if name in taken and isinstance(x, Tensor)}
+
+
+def _results(output: Any) -> dict[str, tuple[Tensor, ...]]:
+    return {name: tuple(getattr(output, name, None) or ()) for name in ("hidden_states", "attentions")}
+
+
+def _difference(ours: tuple[Tensor, ...], stock: tuple[Tensor, ...], kept: Tensor | None) -> float:
+    worst = 0.0
+    for x, y in zip(ours, stock, strict=True):
+        # mask [B, S] for x [B, S, hidden] or [B, H, S, S]; x may belong to a decoder, with other sizes
+        if kept is not None and x.dim() > 2 and kept.shape == (x.size(0), x.size(-2)):
+            x, y = (t.movedim(-2, 1)[kept.bool()] for t in (x, y))
+        x, y = x.double(), y.double()
+        difference = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
+        worst = difference if difference > worst or difference != difference else worst
+    return worst

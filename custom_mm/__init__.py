@@ -5,7 +5,7 @@ Importing it loads `custom_mm._C`, which registers every operator under `torch.o
 
 import torch  # noqa: F401  first: it loads the libraries that _C is linked to
 
-from . import _C  # noqa: F401  registers the operators that the other modules call
+from . import _C  # registers the operators that the other modules call
 from .cublas import bias_act_, cublas_bmm, cublas_mmul, cublaslt_matmul
 from .cusparse import cusparse_mmul, cusparse_prepare, cusparse_sddmm, cusparse_spmm
 from .handles import (
@@ -41,3 +41,5 @@ __all__ = [
     "set_workspace_size",
     "workspace_size",
 ]
+
+_C.BoundCalls = _C.PreparedCalls  # its name in older pickles of plans

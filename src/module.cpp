@@ -8,6 +8,7 @@
 #include "glue/checks.h"
 #include "glue/handles.h"
 #include "glue/prepared_calls.h"
+#include "rows/explain.h"
 #include "sparse/index_checks.h"
 #ifdef MATMULS_CUDA
 #include "gpu/device_limits.h"
@@ -131,4 +132,5 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
   matmuls::define_bound_calls(m);
+  matmuls::define_explain(m);
 }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import _C
+from .explain import explain
 from .indices import check_parts
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "destroy_cublas",
     "destroy_cublaslt",
     "destroy_cusparse",
+    "explain",
     "handle_info",
     "init_cublas",
     "init_cublaslt",

@@ -1,113 +1,12 @@
-// The general row kernels, launched by rows/launch_rows.cuh: one row per team (row_kernel), persistent (walking_kernel)
-// and reread (long_rows_kernel). See rows/columns.cuh for a thread's columns, rows/inputs.cuh for what it holds of
-// them, and rows/team.cuh for the threads that share a row and their merge.
+// persistent: the resident blocks or clusters loop over the rows, two to four of them in flight in shared memory. For
+// sums over the rows, constants that are best kept, and rows that fill a multiprocessor.
 #pragma once
 
 #include <algorithm>
 
-#include "rows/inputs.cuh"
-#include "rows/team.cuh"
+#include "rows/device/operation.cuh"
 
 namespace matmuls {
-
-struct RowShape {
-  int64_t rows;
-  int columns;
-  bool large;  // the inputs exceed the L2; unused for ragged rows, which would spill registers
-};
-
-// The interface of an operation Op, with storage type T and arithmetic type F:
-//
-//   kInputs, State, identity()          number of inputs; what a row is folded into, and its initial value
-//   kVectors, kLongVectors              vectors of each input per thread; in rows that need more
-//   kHeldVectors                        vectors of each input that fit in registers
-//   kThreadsPerSm                       threads that should be resident on an SM
-//   Row row(r)                          row r: `input(k)`, and the number of visible columns
-//   kNumber                             whether each row has its own number, row.number, the last argument of write
-//   kRowMost                            threads per row above which the kernel is persistent; 0: long rows only
-//   kWholeRows                          whether only aligned rows of whole vectors are supported
-//   kConstants, constant(c), absent(c)  rows of T that all rows share (weight, bias); their value where null
-//   Held<V, NV>                         what fold leaves in registers for write
-//   fold(state, held, row, span, inputs, constants)           adds a span to the state
-//   merge(state, lanes)                                       merges the states of all lanes
-//   finish(state)                                             converts the merged state for write
-//   write(row, result, held, span, inputs, constants, sums)   writes a span of the result
-//   kColumnSums                         whether write adds to `sums`, two for each of a thread's columns
-//   write_sums(team, span, sums)        stores the sums over all rows; only if each thread keeps its columns
-//
-// inputs.words(i, k) is vector i of input k; constants(c, i, values) reads vector i of constant c.
-
-// True if all constants exist and are aligned. The loads of several vectors then have no branches between them.
-template <class Op>
-__host__ __device__ bool has_plain_constants(const Op& op) {
-  bool plain = true;
-  for (int c = 0; c < Op::kConstants; ++c)
-    plain &= op.constant(c) && reinterpret_cast<uintptr_t>(op.constant(c)) % 16 == 0;
-  return plain;
-}
-
-// Threads per block at most. Each team has one row: with few threads per row, many rows wait for memory at once.
-template <Scope scope>
-constexpr int kRowThreads = scope == Scope::warp ? 64 : 512;
-
-// One row per team. Edge elements of an unaligned row go one each to the first threads of a block. If lanes of a warp
-// share a row, its vectors reach past both ends instead.
-template <class Op, int V, int NV, Scope scope, bool ragged>
-__global__ void __launch_bounds__(
-    kRowThreads<scope>, (scope == Scope::block && sizeof(typename Op::Storage) > 2 ? 1024 : Op::kThreadsPerSm) /
-                            kRowThreads<scope>) row_kernel(const __grid_constant__ Op op, const RowShape shape) {
-  using T = typename Op::Storage;
-  constexpr bool kInside = ragged && scope == Scope::block;
-  Team<scope> team;
-  const int beside = scope == Scope::warp ? threadIdx.y : 0;
-  const int64_t first = team.index * (scope == Scope::warp ? blockDim.y : 1);
-  // Several teams of a warp run together; those past the last row recompute another row.
-  const bool own = first + beside < shape.rows;
-  const typename Op::Row row = op.row(own ? first + beside : first);
-  const Inside in = kInside ? inside_of<V>(row.input(0), shape.columns) : Inside{0, shape.columns};
-  const auto span = [&] {
-    if constexpr (kInside)
-      return Span<V, false>{in.first + team.rank * V, team.size * V, in.end};
-    else
-      return span_of<Op, V, ragged>(row, team.rank, team.size, shape.columns);
-  }();
-  const auto constants = [&](int c, int i, typename Op::F(&numbers)[V]) {
-    unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
-  };
-  ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
-  ptx::griddepcontrol_wait();
-  Inputs<T, V, NV, Op::kInputs> inputs;
-  inputs.load(row, span, ptx::l2_policy(ragged || shape.large));
-  RowEnds<Op> ends;
-  if constexpr (kInside) ends.load(row, in, team.rank, shape.columns);
-  typename Op::State state = Op::identity();
-  typename Op::template Held<V, NV> held;
-  op.fold(state, held, row, span, inputs, constants);
-  if constexpr (kInside) ends.fold(op, state, row);
-  const auto result = op.finish(team.merge(op, state));
-  if constexpr (std::is_empty_v<decltype(held)>) inputs.forget_numbers();
-  ColumnSums<typename Op::F, V, 0> none;
-  if (!own) return;
-  if constexpr (V > 1 && !ragged && Op::kConstants > 0) {
-    const auto loaded = [&](int c, int i, typename Op::F(&numbers)[V]) {
-      Words<T, V> words{};
-      if (span.begins(i)) load_words<16>(op.constant(c) + span.column(i), words.at);
-      unpack(words, numbers);
-    };
-    if (has_plain_constants(op)) return op.write(row, result, held, span, inputs, loaded, none);
-  }
-  op.write(row, result, held, span, inputs, constants, none);
-  if constexpr (kInside) ends.write(op, row, result);
-}
-
-// True if the kernel is persistent for rows of any length: for sums over the rows, and for the constants of unaligned
-// rows, which are loaded once for all rows.
-template <class Op, bool ragged>
-constexpr bool kWalks = Op::kColumnSums || (ragged && Op::kConstants > 0);
-
-// True if the operation is for long rows only.
-template <class Op>
-constexpr bool kLong = Op::kRowMost == 0 && !Op::kColumnSums;
 
 // True if the rows of a block differ in alignment, and so in each thread's columns.
 template <Scope scope, bool ragged>
@@ -115,28 +14,16 @@ constexpr bool kOwnConstants = scope == Scope::warp && ragged;
 
 // True if a thread's elements stay in shared memory: registers do not hold them and the sums.
 template <class Op, int V, int NV>
-constexpr bool kStaysShared = V > 1 && NV > Op::kHeldVectors;
-
-template <Scope scope>
-constexpr int kWalkThreads = scope == Scope::warp    ? 256
-                             : scope == Scope::block ? 512
-                                                     : 1024;
-// With ragged rows (96 registers) blocks of 9 warps fit in pairs.
-template <class Op, Scope scope, bool ragged>
-constexpr int kMostWalkers =
-    std::min(kWalkThreads<scope>, Op::kMostThreads) + (scope == Scope::block && ragged ? 32 : 0);
+constexpr bool kStaysShared = V > 1 && NV > Op::kTraits.held_vectors;
 
 // Threads per block for __launch_bounds__. 16-bit rows without sums get 80 registers, ragged ones 72, so that three
 // blocks of 256 or 288 threads run at once.
 template <class Op, Scope scope, bool ragged>
-constexpr int kWalkBound = scope == Scope::block && !Op::kColumnSums && !kLong<Op> && sizeof(typename Op::Storage) == 2
-                               ? (ragged ? 896 : 768)
-                               : kMostWalkers<Op, scope, ragged>;
+constexpr int kWalkBound =
+    scope == Scope::block && !Op::kColumnSums && !Op::kTraits.is_long() && sizeof(typename Op::Storage) == 2
+        ? (ragged ? 896 : 768)
+        : Op::kTraits.most_persistent(scope, ragged);
 
-struct WalkShape : RowShape {
-  int stages;  // rows in shared memory, at most 4: one being processed, the others in flight
-  bool fours;  // a team takes four consecutive rows at a time
-};
 // True if a team may take four consecutive rows. Rows whose length is not a multiple of 128 bytes then share cache
 // lines within one multiprocessor: gradient of 1000 float32 columns at 0.957 of a copy, 0.914 without; of 8192 at
 // 0.970, 0.965 without; with 16 rows at a time 0.957 and 0.955.
@@ -169,8 +56,9 @@ __device__ void add_teams(ColumnSums<F, V, NV>& sums, F* shared) {
 
 // The persistent kernel: the resident teams loop over the rows, with the next rows in flight (cp.async).
 template <class Op, int V, int NV, Scope scope, bool ragged>
-__global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op::kThreadsPerSm / kWalkThreads<scope>))
-    walking_kernel(const __grid_constant__ Op op, const WalkShape shape) {
+__global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>,
+                                  std::max(1, Op::kTraits.threads_per_sm / persistent_threads(scope)))
+    persistent_kernel(const __grid_constant__ Op op, const WalkShape shape) {
 #if __CUDA_ARCH__ < 900
   if constexpr (scope == Scope::cluster) return;  // never launched there; a fifth of the compiled code
 #endif
@@ -337,45 +225,6 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>, std::max(1, Op:
       const int64_t mine = team.index * teams + beside;
       op.write_sums(mine, span_at(op.row(mine < shape.rows ? mine : 0)), sums);
     }
-  }
-}
-
-// The reread kernel: one block per row of any length, one pass to fold the row and one to write it.
-template <class Op, int V, int NV, bool ragged>
-__global__ void __launch_bounds__(512) long_rows_kernel(const __grid_constant__ Op op, const RowShape shape) {
-  using T = typename Op::Storage;
-  using F = typename Op::F;
-  Team<Scope::block> team;
-  ColumnSums<F, V, Op::kColumnSums ? NV : 0> sums;  // not stored: another kernel computes them
-  ptx::griddepcontrol_wait();
-#pragma unroll 1
-  for (int64_t r = blockIdx.x; r < shape.rows; r += gridDim.x) {
-    const typename Op::Row row = op.row(r);
-    const auto pass = [&](typename Op::State& state, const auto& body) {
-#pragma unroll 1
-      for (int vector = team.rank; vector * V < shape.columns + (ragged ? V : 0); vector += NV * team.size) {
-        const auto span = span_of<Op, V, ragged>(row, vector, team.size, shape.columns);
-        const auto constants = [&](int c, int i, F(&numbers)[V]) {
-          unpack(load_columns<T, V>(op.constant(c), span, i, op.absent(c)), numbers);
-        };
-        Inputs<T, V, NV, Op::kInputs> inputs;
-        inputs.load(row, span, ptx::l2_policy(true));  // keep it in the L2 for the second pass
-        typename Op::template Held<V, NV> held;
-        op.fold(state, held, row, span, inputs, constants);
-        body(held, span, inputs, constants);
-      }
-    };
-    typename Op::State state = Op::identity();
-    pass(state, [](auto&&...) {});
-    const auto result = op.finish(team.merge(op, state));
-    typename Op::State again = Op::identity();
-    pass(again, [&](auto& held, const auto& span, const auto& inputs, const auto& constants) {
-      if constexpr (Op::kNumber)
-        op.write(row, result, held, span, inputs, constants, sums, *row.number);
-      else
-        op.write(row, result, held, span, inputs, constants, sums);
-      again = Op::identity();
-    });
   }
 }
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "rows/columns.cuh"
+#include "rows/device/columns.cuh"
 
 namespace matmuls {
 

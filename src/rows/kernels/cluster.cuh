@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
       const typename Op::Row row = op.row(r);
       stage(s).fetch(row, span_of_row(row));
     }
-    ptx::end_group_ahead();
+    ptx::cp_async_commit_group();
   };
   RowEnds<Op> ends_before, ends, ends_after;
   const auto fetch_ends = [&](int64_t r) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     const typename Op::Row row = op.row(r);
     ends = ends_after;
     fetch_ends(r + step);
-    ptx::wait_ahead<kStages - 2>();
+    ptx::cp_async_wait_group<kStages - 2>();
     typename Op::State state = Op::identity();
     op.fold(state, none, row, span_of_row(row), stage(slot), constants);
     if constexpr (ragged) ends.fold(op, state, row);

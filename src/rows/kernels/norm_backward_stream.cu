@@ -128,14 +128,14 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
         if (!has(i)) continue;
-        ptx::copy_ahead(&held(s, i, 0), grad + i * kStep);
-        ptx::copy_ahead(&held(s, i, 1), xhat + i * kStep);
+        ptx::cp_async(&held(s, i, 0), grad + i * kStep);
+        ptx::cp_async(&held(s, i, 1), xhat + i * kStep);
       }
       grad += teams * c.strides[0];
       xhat += teams * c.strides[1];
       ++fetched;
     }
-    ptx::end_group_ahead();
+    ptx::cp_async_commit_group();
   };
   const auto edge_of = [&](int n) -> float2 {
     if (!has_edge || n >= mine) return {};
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
     if (n < mine) {
       rstd_now = __ldg(next_rstd);
       next_rstd += teams;
-      ptx::wait_ahead<S - 2>();
+      ptx::cp_async_wait_group<S - 2>();
       float2 sums[2] = {};
       if (alone && warp == 0) {
         edge_now = edge_next;
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
     edge_before = edge_now;
     rstd_before = rstd_now;
   }
-  ptx::wait_ahead<0>();
+  ptx::cp_async_wait_group<0>();
   if (!c.partial) return;
   float* const sums = c.partial + static_cast<int64_t>(team) * 2 * c.columns;
 #pragma unroll

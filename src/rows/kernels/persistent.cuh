@@ -98,11 +98,11 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>,
       if constexpr (Op::kNumber) {
 #pragma unroll
         for (int w = 0; w < int(sizeof(F) / 4); ++w)
-          ptx::copy_word_ahead(reinterpret_cast<uint32_t*>(numbers + s * threads) + w,
-                               reinterpret_cast<const uint32_t*>(row.number) + w);
+          ptx::cp_async_word(reinterpret_cast<uint32_t*>(numbers + s * threads) + w,
+                             reinterpret_cast<const uint32_t*>(row.number) + w);
       }
     }
-    ptx::end_group_ahead();
+    ptx::cp_async_commit_group();
   };
   const auto keep = [&](const auto& span) {
 #pragma unroll
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>,
       const typename Op::Row row = row_at(base);
       const auto span = span_at(row);
       keep_ragged(span);
-      ptx::wait_ahead(shape.stages - 2);
+      ptx::cp_async_wait_group(shape.stages - 2);
       if constexpr (ragged) stage(slot).settle(odd);
       typename Op::State state = Op::identity();
       op.fold(state, none, row, span, stage(slot), constants);
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>,
     };
     Stage ahead = stage(s);
     if constexpr (kAhead) {
-      ptx::wait_ahead(shape.stages - 1);
+      ptx::cp_async_wait_group(shape.stages - 1);
       if constexpr (ragged) ahead.settle(odd);
       if constexpr (Op::kNumber) number = numbers[s * threads];
     } else if constexpr (Op::kNumber) {
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kWalkBound<Op, scope, ragged>,
   team.leave();
   if constexpr (Op::kColumnSums) {
     if constexpr (kAddsTeams<V, scope, ragged>) {
-      ptx::wait_ahead(0);
+      ptx::cp_async_wait_group(0);
       add_teams(sums, reinterpret_cast<F*>(shared));
       if (threadIdx.y == 0) op.write_sums(team.index, span_at(op.row(0)), sums);
     } else {

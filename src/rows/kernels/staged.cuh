@@ -48,7 +48,7 @@ struct WarpTile {
         reinterpret_cast<uintptr_t>(from), others_in_front, others_at_back,
         [=](uintptr_t memory, unsigned char* here) {
           const auto* const number = reinterpret_cast<const void*>(memory);
-          by_policy ? ptx::copy_ahead(here, number, policy) : ptx::copy_ahead(here, number);
+          by_policy ? ptx::cp_async(here, number, policy) : ptx::cp_async(here, number);
         },
         [](uintptr_t memory, unsigned char* here) {
           *reinterpret_cast<T*>(here) = *reinterpret_cast<const T*>(memory);
@@ -116,10 +116,10 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
                                                                      policy);
       if constexpr (Op::kNumber) {
         for (int i = lane; i < rows; i += 32)
-          ptx::copy_word_ahead(numbers_of(tile) + i, reinterpret_cast<const uint32_t*>(top.number) + i);
+          ptx::cp_async_word(numbers_of(tile) + i, reinterpret_cast<const uint32_t*>(top.number) + i);
       }
     }
-    ptx::end_group_ahead();
+    ptx::cp_async_commit_group();
   };
   ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
   ptx::griddepcontrol_wait();
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
     ptx::forget(shift);
     if constexpr (kRuns<Op>)
       if (first - run.first >= run.rows) run = run_from(first);
-    ptx::wait_ahead<kTileStages - 1>();
+    ptx::cp_async_wait_group<kTileStages - 1>();
     __syncwarp();
 #pragma unroll 1
     for (int r = team; r - team < rows; r += 32 / lanes) {
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
   }
   if constexpr (Op::kColumnSums) {
     if (!op.partial) return;
-    ptx::wait_ahead<0>();
+    ptx::cp_async_wait_group<0>();
     // Adds up the teams of a warp, then the warps of the block, in order.
     float* const all = reinterpret_cast<float*>(shared);
 #pragma unroll 1

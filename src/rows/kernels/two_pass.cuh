@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kTwoPassThreads, blocks)
   for (int part = kept; part < held; ++part) place(part).fetch_all(row, span(part), policy);
   Odd<K> no_odd;
   place(held).fetch(row, rest, no_odd);
-  ptx::end_group_ahead();
+  ptx::cp_async_commit_group();
   RowEnds<Op> ends;
   ends.load(row, in, team.rank, shape.columns);
 
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kTwoPassThreads, blocks)
     inputs.load(row, span(part), policy);
     fold(span(part), inputs);
   }
-  ptx::wait_ahead<0>();
+  ptx::cp_async_wait_group<0>();
 #pragma unroll 1
   for (int part = kept; part < held; ++part) fold(span(part), place(part));
   fold(rest, place(held));

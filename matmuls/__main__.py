@@ -1,3 +1,3 @@
-from .cli import main
+from matmuls_cli import main
 
 main()

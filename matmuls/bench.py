@@ -404,12 +404,22 @@ def environment(device: str) -> dict[str, Any]:
         "command": " ".join(["matmuls", *sys.argv[1:]]),
         "commit": os.environ.get("MATMULS_COMMIT") or (_git("rev-parse", "HEAD") if ours else None),
         "modified": None if changes is None else bool(changes),
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "build": custom_mm.build_info(),
         "driver": _driver() if device == "cuda" else None,
     }
+
+
+def _cpu() -> str:
+    """The CPU's name where Linux knows it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, named), platform.processor() or platform.machine())
 
 
 def _git(*args: str) -> str | None:

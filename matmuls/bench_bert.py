@@ -8,7 +8,7 @@ each way's last hidden states compared with float32 eager attention in the same 
 import copy
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -91,26 +91,54 @@ class Row:
     chunk_mib: float | None = None
 
 
-def run(device: str, tiny: bool, pieces: list[int], chunks: list[int], rounds: int) -> Iterator[Row]:
+def run(
+    device: str,
+    tiny: bool,
+    pieces: list[int],
+    chunks: list[int],
+    rounds: int,
+    part: Callable[[str, float], object] = lambda now, done: None,
+) -> Iterator[Row]:
     """Yield rows as they are measured. On a CPU, or with `tiny`, a tiny float32 model.
 
     pieces: sizes of pieces of scores to try, MiB. chunks: sizes of chunks of optimized layers to try, MiB. Empty: the
-    default size.
+    default size. part: called with what runs next and how much of the `tasks` is done, in fractions too.
     """
     from .integrations.transformers import register
 
     register("custom_mm")
     register("custom_mm, always", sdpa=False)
     register("custom_mm, recompute", sdpa=False, recompute=True)
-    tiny = tiny or device == "cpu"
-    shapes, dtype = (TINY_SHAPES, torch.float32) if tiny else (GPU_SHAPES, torch.bfloat16)
+    shapes, dtype = (TINY_SHAPES, torch.float32) if tiny or device == "cpu" else (GPU_SHAPES, torch.bfloat16)
+    done = 0
     for size, group in groupby(sorted(shapes), key=lambda shape: shape[0]):
         models = Models.of(size, device, dtype, chunks)
         for _, batch, length in group:
             for task in TASKS:
-                yield from _measure(models, task, f"{size} {batch}x{length}", batch, length, pieces, rounds)
+                case = f"{size} {batch}x{length}"
+
+                def news(share: float, now: str = f"{case}, {task}", done: int = done) -> None:
+                    part(now, done + share)
+
+                yield from _measure(models, task, case, batch, length, pieces, rounds, news)
+                done += 1
         del models
         gc.collect()
+
+
+def tasks(device: str, tiny: bool) -> int:
+    """How many tasks `run` measures, over all shapes."""
+    return len(TASKS) * len(TINY_SHAPES if tiny or device == "cpu" else GPU_SHAPES)
+
+
+def _tried(task: str, pieces: list[int], chunks: Iterable[int | None]) -> list[tuple[Way, int | None, int | None]]:
+    """The ways of a task with each size of pieces and chunks that they have."""
+    return [
+        (way, piece, chunk)
+        for way in TASKS[task]
+        for chunk in (chunks if way.optimized else (None,))
+        for piece in ((pieces or [None]) if way.pieces else [None])
+    ]
 
 
 @dataclass
@@ -148,7 +176,14 @@ class Models:
 
 
 def _measure(
-    models: Models, task: str, case: str, batch: int, length: int, pieces: list[int], rounds: int
+    models: Models,
+    task: str,
+    case: str,
+    batch: int,
+    length: int,
+    pieces: list[int],
+    rounds: int,
+    news: Callable[[float], object],
 ) -> Iterator[Row]:
     device = models.truth.device.type
     ids = torch.randint(1000, 30000, (batch, length), device=device)
@@ -160,13 +195,12 @@ def _measure(
     returned = "probabilities" in task
     tried = [
         (way, piece, chunk, models.optimized[chunk] if way.optimized else models.stock[way.attention])
-        for way in TASKS[task]
-        for chunk in (models.optimized if way.optimized else (None,))
-        for piece in ((pieces or [None]) if way.pieces else [None])
+        for way, piece, chunk in _tried(task, pieces, models.optimized)
     ]
     runs = [_step(model, inputs, way.attention, training, returned, piece) for way, piece, _, model in tried]
+    news(0.0)
     peaks = [_peaks(step, device) for step in runs]
-    times = measure.time_of_whole(runs, device, rounds)
+    times = measure.time_of_whole(runs, device, rounds, lambda share: news(0.1 + 0.9 * share))  # most of the time
     for i, (way, piece, chunk, model) in enumerate(tried):
         yield Row(
             task=task,
@@ -239,8 +273,8 @@ def _error(truth: Any, model: Any, implementation: str, inputs: dict[str, Tensor
     return ((hidden[0] - hidden[1]).norm() / hidden[1].norm()).item()
 
 
-def save(path: Path, rows: list[Row], device: str) -> None:
+def save(path: Path, rows: list[Row], device: str, *, complete: bool = True) -> None:
     import transformers
 
-    facts = bench.environment(device) | {"transformers": transformers.__version__}
+    facts = bench.environment(device) | {"transformers": transformers.__version__, "complete": complete}
     files.write(path, json.dumps({"environment": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

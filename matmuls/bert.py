@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,11 @@ class ModelMissing(RuntimeError):
 
 
 class AttentionNotTaken(ValueError):
-    """No module of the model calls the attention function that transformers is set to."""
+    """No module of the model calls the attention function that transformers is set to, or one needs what it lacks."""
+
+
+class ModelFails(RuntimeError):
+    """The model, as stock, does not turn texts into hidden states."""
 
 
 class NothingToOptimize(ValueError):
@@ -55,7 +61,7 @@ class Encoder:
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils import logging
 
-        from .integrations.transformers import register, takes
+        from .integrations.transformers import register, takes, unsupported
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -63,15 +69,18 @@ class Encoder:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
             model = AutoModel.from_pretrained(folder, dtype=dtype)
-        except (OSError, ValueError) as error:  # the lines after the first are advice about the hub
-            raise ModelMissing(
-                f"cannot load a model and its tokenizer from {folder}: {str(error).splitlines()[0]}"
-            ) from None
+        except Exception as error:  # of config, tokenizer or weights; advice about the hub follows the first line
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ModelMissing(f"cannot load a model and its tokenizer from {folder}: {why}") from None
         taken = takes(model)
         if not taken:
             own = " and ".join(sorted(set(taken.ignoring.values())))
-            why = f"its {own} computes attention itself" if own else "it has no attention that does"
-            raise AttentionNotTaken(f"{type(model).__name__} never calls the attention function that is set: {why}")
+            why = (
+                f"its class {own} ignores attn_implementation" if own else "it has no attention that transformers sets"
+            )
+            raise AttentionNotTaken(f"the attention of {type(model).__name__} was not replaced: {why}")
+        for why in unsupported(model).values():
+            raise AttentionNotTaken(f"the attention of {type(model).__name__} cannot be replaced: {why}")
         return cls(model.to(device).eval(), tokenizer)
 
     @property
@@ -103,24 +112,36 @@ class Encoder:
 
     def draw_heads(self, text: str, attention: str, file: Path) -> None:
         """Save a heat map of each head of the last layer (queries down, keys across). matplotlib's errors propagate."""
-        from matplotlib.figure import Figure  # no pyplot: no window, no state
+        from . import bench, figures
 
         batch = self.batch([text])
-        heads = self.run(batch, attention, probabilities=True).attentions[-1][0].float().cpu()
+        layers = self.run(batch, attention, probabilities=True).attentions
+        heads = layers[-1][0].float().numpy(force=True)
         tokens = self.tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
         columns = min(4, len(heads))
         rows = -(-len(heads) // columns)
         size = max(2.5, 0.16 * len(tokens))
-        figure = Figure(figsize=(columns * size, rows * size), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False).flat
-        for n, (axis, head) in enumerate(zip(axes, heads, strict=False)):
-            axis.imshow(head, vmin=0, vmax=1, cmap="Blues")
-            axis.set_title(f"head {n + 1}", fontsize=8)
-            axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=5)
-            axis.set_yticks(range(len(tokens)), tokens, fontsize=5)
-        for axis in list(axes)[len(heads) :]:
-            axis.set_axis_off()
-        figure.savefig(file, dpi=150)
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        title = f'Attention of "{shown}" in layer {len(layers)} of {len(layers)} of {type(self.model).__name__}'
+        figure, axes = figures.start(
+            title, rows=rows, columns=columns, width=columns * size + 1, height=rows * size + 0.8
+        )
+        for n, axis in enumerate(axes):
+            if n >= len(heads):
+                axis.set_axis_off()
+                continue
+            image = axis.imshow(heads[n], vmin=0, vmax=1, cmap="Blues")
+            figures.name_axes(
+                axis,
+                "key: token attended to" if n + columns >= len(heads) else "",
+                "query: token that attends" if n % columns == 0 else "",
+                f"head {n + 1}",
+            )
+            axis.grid(visible=False)
+            axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=6)
+            axis.set_yticks(range(len(tokens)), tokens, fontsize=6)
+        figures.colour_scale(figure, image, axes, "probability (each row sums to 1)")
+        figures.finish(figure, file, figures.machine(bench.environment(self.model.device.type)))
 
 
 @dataclass(frozen=True)
@@ -160,6 +181,18 @@ class Comparison:
         return self.difference == self.difference and (self.tolerance is None or self.difference <= self.tolerance)
 
 
+def _ways(attention: str, optimized: bool) -> list[tuple[str, bool, bool]]:
+    """What is measured: an attention, whether it returns probabilities, and whether the model is optimized."""
+    ways = [(ATTENTION, False), (ATTENTION, True), (STOCK, False), ("eager", False), ("eager", True)]
+    again = list(dict.fromkeys([(attention, False), (ATTENTION, False), (ATTENTION, True)])) if optimized else []
+    return [*((*way, False) for way in ways), *((*way, True) for way in again)]
+
+
+def parts(attention: str, optimized: bool, heads: bool) -> int:
+    """How many times `compare` calls `step` with these arguments."""
+    return 1 + len(_ways(attention, optimized)) + heads
+
+
 def compare(
     texts: list[str],
     folder: Path,
@@ -168,41 +201,42 @@ def compare(
     attention: str = ATTENTION,
     optimized: bool = False,
     heads: Path | None = None,
+    step: Callable[[str], object] = lambda now: None,
 ) -> Comparison:
     """Embed the texts with every attention, without and with probabilities; `optimized` adds the optimized model.
 
     The similarities come from `attention` (with `optimized`: from the optimized model). heads: a file for
-    `Encoder.draw_heads` of the first text. Raises NothingToOptimize if `optimize` knows no layer of the model.
+    `Encoder.draw_heads` of the first text. step: called before each part with its name. Raises NothingToOptimize if
+    `optimize` knows no layer of the model, ModelFails if it cannot embed the texts as it is.
     """
     encoder = Encoder.load(folder, device, dtype)
-    batch = encoder.batch(texts)
-    truth = encoder.embed(batch, STOCK)
+    step("running stock attention")
+    try:
+        batch = encoder.batch(texts)
+        truth = encoder.embed(batch, STOCK)
+    except Exception as error:  # of the model's own code
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelFails(f"expected an encoder of texts, got {type(encoder.model).__name__}: {why}") from None
     embeddings, runs = truth, []
+    is_optimized = False
+    for name, probabilities, of_optimized in _ways(attention, optimized):
+        step(f"timing {name}{', optimized' if of_optimized else ''}{' with probabilities' if probabilities else ''}")
+        if of_optimized and not is_optimized:
+            _optimize(encoder.model)
+            is_optimized = True
 
-    def measure_all(ways: list[tuple[str, bool]], is_optimized: bool) -> None:
-        nonlocal embeddings
-        for name, probabilities in ways:
+        def run(name: str = name, probabilities: bool = probabilities) -> torch.Tensor:
+            return encoder.embed(batch, name, probabilities)
 
-            def run(name: str = name, probabilities: bool = probabilities) -> torch.Tensor:
-                return encoder.embed(batch, name, probabilities)
-
-            found = run()
-            if name == attention and is_optimized == optimized:
-                embeddings = found
-            ms = measure.time_of_whole([run], device)[0].seconds * 1e3
-            peak = measure.peak_memory(run, device) / 2**20
-            difference = (found - truth).abs().max().item()
-            runs.append(Run(name, is_optimized, probabilities, ms, peak, difference))
-
-    measure_all([(ATTENTION, False), (ATTENTION, True), (STOCK, False), ("eager", False), ("eager", True)], False)
-    if optimized:
-        from .integrations.transformers import optimize
-
-        handle = optimize(encoder.model)
-        if not handle.layers:
-            raise NothingToOptimize(f"--optimize knows no layer of {type(encoder.model).__name__}: {handle}")
-        measure_all(list(dict.fromkeys([(attention, False), (ATTENTION, False), (ATTENTION, True)])), True)
+        found = run()
+        if name == attention and of_optimized == optimized:
+            embeddings = found
+        ms = measure.time_of_whole([run], device)[0].seconds * 1e3
+        peak = measure.peak_memory(run, device) / 2**20
+        difference = (found - truth).abs().max().item()
+        runs.append(Run(name, of_optimized, probabilities, ms, peak, difference))
     if heads is not None:
+        step("drawing the heads")
         encoder.draw_heads(texts[0], ATTENTION if attention == STOCK else attention, heads)
     ours = [run.difference for run in runs if run.ours]
     return Comparison(
@@ -214,3 +248,13 @@ def compare(
         difference=torch.tensor(ours).max().item(),  # NaN if one is
         tolerance=None if dtype != torch.float32 else OPTIMIZED_TOLERANCE if optimized else TOLERANCE,
     )
+
+
+def _optimize(model: Any) -> None:
+    from .integrations.transformers import optimize
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        handle = optimize(model)
+    if not handle.layers:
+        raise NothingToOptimize("; ".join(str(warning.message) for warning in told) or f"--optimize: {handle}")

@@ -229,12 +229,16 @@ SCIPYS = {  # the integer arrays that scipy.sparse.save_npz writes for each form
 }
 
 
+NPZ = "the arrays of scipy.sparse.save_npz, or crow, col, shape and optionally values"
+
+
 def read_npz(path: Path) -> Matrix:
     with np.load(path, allow_pickle=False) as file:
 
         def part(name: str) -> Array:
             if name not in file:
-                raise ValueError(f"expected {name}, got a file of {', '.join(sorted(file)) or 'nothing'}")
+                given = ", ".join(sorted(file)) or "no array"
+                raise ValueError(f"expected {NPZ}, got {given}: {name} is missing")
             array: Array = file[name]
             return array
 
@@ -352,14 +356,15 @@ def draw_pruned(source: str) -> Matrix:
     if sparsity == "2of4":
         if columns % 4 != 0:
             raise ValueError(f"expected columns in fours to keep two of, got {columns}")
-        kept = np.zeros((rows, columns // 4, 4), dtype=bool)
-        np.put_along_axis(kept, np.argpartition(drawn.reshape(kept.shape), 1)[..., :2], True, -1)
-        kept = kept.reshape(rows, columns)
+        fours = np.zeros((rows, columns // 4, 4), dtype=bool)
+        np.put_along_axis(fours, np.argpartition(drawn.reshape(fours.shape), 1)[..., :2], True, -1)
+        kept = fours.reshape(rows, columns)
     elif 0 <= float(sparsity) <= 1:
         kept = drawn >= float(sparsity)
     else:
         raise ValueError(f"expected a sparsity from 0 to 1 or 2of4, got {sparsity}")
-    return _by_rows(source, *kept.nonzero(), None, (rows, columns))
+    row, col = kept.nonzero()
+    return _by_rows(source, row, col, None, (rows, columns))
 
 
 COMPRESSED = {".gz": gzip.decompress, ".bz2": bz2.decompress}

@@ -215,11 +215,14 @@ def time_of_host(rivals: Sequence[Run], device: str, rounds: int = 40, calls: in
     return [_timing(s) for s in seconds]
 
 
-def time_of_whole(rivals: Sequence[Run], device: str, rounds: int = 7) -> list[Timing]:
+def time_of_whole(
+    rivals: Sequence[Run], device: str, rounds: int = 7, news: Callable[[float], object] = lambda share: None
+) -> list[Timing]:
     """Time of whole calls, host and GPU: from an idle device until it is idle again. Rounds alternate.
 
     On a GPU by CUDA events; the first is recorded before the host starts the call. Up to four times as many rounds,
-    until the spread of each rival is below ALIKE, because other processes disturb the host.
+    until the spread of each rival is below ALIKE, because other processes disturb the host. news: called before each
+    round with the share of the rounds that is done.
     """
 
     def seconds(run: Run) -> float:
@@ -242,6 +245,7 @@ def time_of_whole(rivals: Sequence[Run], device: str, rounds: int = 7) -> list[T
         for n in range(4 * rounds):
             if n >= rounds and all(_timing(s).spread < ALIKE for s in found):
                 break
+            news(n / (4 * rounds))
             order = range(len(rivals)) if n % 2 == 0 else reversed(range(len(rivals)))
             for i in order:
                 gc.collect(1)  # frees the last call's tensors that are in reference cycles

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,14 +14,19 @@ from typer.testing import CliRunner
 
 from matmuls import bench, cli, files, info, measure
 from matmuls.specs import REAL, Call, Case, Spec
+from matmuls_cli.bench import show_bench
+from matmuls_cli.bert import ON_A_CPU
 
 pytest.importorskip("transformers")
 
 
 def matmuls(*args, **kwargs):
-    return subprocess.run(
-        [sys.executable, "-m", "matmuls", *args], capture_output=True, text=True, timeout=300, **kwargs
+    """The command in a process of its own; stderr without the lines of progress, which a slow machine gets."""
+    run = subprocess.run(
+        [sys.executable, "-m", "matmuls_cli", *args], capture_output=True, text=True, timeout=300, **kwargs
     )
+    run.stderr = re.sub(r"^matmuls: \d+:\d\d .*\n", "", run.stderr, flags=re.MULTILINE)
+    return run
 
 
 def test_which_gpus_a_build_runs_on():
@@ -33,7 +39,8 @@ def test_which_gpus_a_build_runs_on():
 
 def test_version():
     run = matmuls("--version")
-    assert (run.returncode, run.stdout, run.stderr) == (0, "matmuls 0.1.0\n", "")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert re.fullmatch(r"matmuls \d+\.\d+\.\d+\S*\n", run.stdout)
 
 
 def test_info():
@@ -59,6 +66,7 @@ def test_bert_prints_similarities_difference_time_and_memory():
     )
     assert [w for w in words if w not in run.stdout] == []
     assert "optimized" not in run.stdout
+    assert run.stdout.splitlines()[-1] == ON_A_CPU
 
 
 def test_texts_are_shown_as_they_are():
@@ -93,19 +101,58 @@ def test_bert_optimized_with_all_attentions_and_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 60}
+
+
+def save(model, folder):
+    """A model and a tokenizer of six words, as a user has them in a folder."""
+    import transformers
+
+    model.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "x"]))
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+
+
 def test_bert_names_a_model_that_it_cannot_optimize(tmp_path):
     import transformers
 
-    from matmuls.bert import model_folder
-
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    transformers.LayoutLMModel(transformers.LayoutLMConfig(**small)).save_pretrained(tmp_path)
-    for file in model_folder().glob("*"):
-        if "token" in file.name or file.name == "vocab.txt":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+    save(transformers.LayoutLMModel(transformers.LayoutLMConfig(**SMALL)), tmp_path)
     run = matmuls("bert", "x", "--model", str(tmp_path), "--optimize", "--device", "cpu")
     assert run.returncode == 2
-    assert "--optimize knows no layer of LayoutLMModel: 0 layers optimized; left as they are: " in run.stderr
+    assert run.stderr.startswith("matmuls: optimize: expected a model of one of BERT, RoBERTa, ")
+    assert run.stderr.endswith(", ViT, got LayoutLMModel\n")
+
+
+def clip():
+    import transformers as t
+
+    parts = {name: {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1} for name in ("text", "vision")}
+    config = t.CLIPConfig(text_config=parts["text"] | {"vocab_size": 60}, vision_config=parts["vision"])
+    return t.CLIPModel(config)
+
+
+def gemma2():
+    import transformers as t
+
+    return t.Gemma2Model(t.Gemma2Config(**SMALL, num_key_value_heads=1, head_dim=8))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (clip, "expected an encoder of texts, got CLIPModel: "),
+        (
+            gemma2,
+            "the attention of Gemma2Model cannot be replaced: Gemma2Attention needs capped scores (softcap), "
+            "which matmuls attention does not support\n",
+        ),
+    ],
+)
+def test_bert_names_a_model_that_it_cannot_run(tmp_path, make, words):
+    save(make(), tmp_path)
+    run = matmuls("bert", "x", "--model", str(tmp_path), "--device", "cpu")
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (1, "", 1)
+    assert run.stderr.startswith(f"matmuls: bert: {words}")
 
 
 @pytest.mark.parametrize(
@@ -120,20 +167,12 @@ def test_bert_rejects_a_model_that_ignores_attention_functions(tmp_path, kind, o
     """Otherwise it would measure stock attention under our name."""
     import transformers
 
-    from matmuls.bert import model_folder
-
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    config = getattr(transformers, f"{kind}Config")(**small, vocab_size=60)
-    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "x"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
-    assert model_folder() != tmp_path
+    save(getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**SMALL)), tmp_path)
     for options in ([], ["--attn", "eager"], ["--optimize"]):
         run = matmuls("bert", "x", "--model", str(tmp_path), "--device", "cpu", *options)
-        assert (run.returncode, run.stdout) == (2, "")
-        ignores = f"{kind}Model never calls the attention function that is set: its {own} computes attention itself"
-        assert run.stderr == f"matmuls: {ignores}\n"
+        assert (run.returncode, run.stdout) == (1, "")
+        ignores = f"the attention of {kind}Model was not replaced: its class {own} ignores attn_implementation"
+        assert run.stderr == f"matmuls: bert: {ignores}\n"
 
 
 def test_bert_fails_if_attention_is_wrong(tmp_path):
@@ -191,6 +230,17 @@ def test_a_folder_without_a_model_is_an_error(content, tmp_path):
     assert run.returncode == 2
     assert f"cannot load a model and its tokenizer from {tmp_path}" in run.stderr.replace("\n", "")
     assert "Traceback" not in run.stderr
+
+
+def test_weights_that_are_cut_off_are_an_error(tmp_path):
+    import transformers
+
+    save(transformers.BertModel(transformers.BertConfig(**SMALL)), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    run = matmuls("bert", "x", "--model", str(tmp_path), "--device", "cpu")
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert f"cannot load a model and its tokenizer from {tmp_path}" in run.stderr
 
 
 @pytest.mark.parametrize("args", [("--rounds", "0"), ("--rounds", "-1"), ("--piece", "-2"), ("--chunk", "-3")])
@@ -524,7 +574,7 @@ def test_rows_of_memory_are_shown(capsys):
         bench.Row("a", "case", "float32", "memory", "torch", 1.5, ours_mib=12.25, rival_mib=18.375),
         bench.Row("b", "case", "float32", "memory", "torch", None, ours_mib=0.0, rival_mib=1.0),
     ]
-    cli.show_bench(rows, ROOFS)
+    show_bench(rows, ROOFS)
     shown = capsys.readouterr().out
     assert "12.2" in shown
     assert "memory: geometric mean 1.500, lowest 1.500, 1 cases" in shown

@@ -1,6 +1,7 @@
 """`matmuls spmm`: the command, and how it evaluates its measurements."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,14 +11,17 @@ import pytest
 import torch
 
 from matmuls import experiment, matrices, sparse
-from matmuls.experiment import Case, Result
+from matmuls.experiment import Case, Result, candidates, measured
 from matmuls.sparse.names import DENSE
 
 MARKET = "%%MatrixMarket matrix coordinate real general\n"
 
 
 def matmuls(*args):
-    return subprocess.run([sys.executable, "-m", "matmuls", *args], capture_output=True, text=True, timeout=300)
+    """The command in a process of its own; stderr without the lines of progress, which a slow machine gets."""
+    run = subprocess.run([sys.executable, "-m", "matmuls_cli", *args], capture_output=True, text=True, timeout=300)
+    run.stderr = re.sub(r"^matmuls: \d+:\d\d .*\n", "", run.stderr, flags=re.MULTILINE)
+    return run
 
 
 def test_spmm_measures_checks_and_writes(tmp_path):
@@ -111,6 +115,29 @@ def test_results_before_an_unreadable_file_are_kept(tmp_path):
     assert [c["matrix"] for c in result["cases"]] == ["grid:8"]
 
 
+def test_a_file_without_the_arrays_of_a_matrix_is_named(tmp_path):
+    np.savez(tmp_path / "arr.npz", np.ones(3))
+    run = matmuls("spmm", str(tmp_path / "arr.npz"), "--device", "cpu")
+    expected = "expected the arrays of scipy.sparse.save_npz, or crow, col, shape and optionally values"
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == f"matmuls: {tmp_path / 'arr.npz'}: {expected}, got arr_0: shape is missing\n"
+
+
+def test_progress_of_a_case_comes_in_parts(tmp_path):
+    told = []
+    cases = experiment.measure_all(
+        ["grid:4", "grid:5"], [torch.float32], [4, 8], "cpu", [], part=lambda *a: told.append(a)
+    )
+    assert len(list(cases)) == 4
+    done = [share for _, share in told]
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert 0 < done[2] < 0.25  # the time left is known before a tenth of the first of four is done
+    assert 3 < done[-1] < 4
+    assert told[0][0] == "reading grid:4"
+    assert told[-1][0] == "grid:5, float32, 8 columns"
+
+
 def test_cases_beyond_memory_are_reported_and_the_rest_is_measured(tmp_path):
     (tmp_path / "long.mtx").write_text(f"{MARKET}{10**15} 3 1\n1 1 1\n")
     (tmp_path / "wide.mtx").write_text(f"{MARKET}3 {10**18} 1\n1 1 1\n")
@@ -139,13 +166,13 @@ def test_errors_next_to_nan_and_overflow_are_found():
     inf, nan = float("inf"), float("nan")
     truth = torch.tensor([1.0, 1e9, -1e9, inf, nan, 65500.0], dtype=torch.float64)
     right = truth.half()
-    assert experiment._error(right, truth) == 0
+    assert measured._error(right, truth) == 0
     # differences explained by rounding
-    assert experiment._error(torch.tensor([1.0, 65504, -inf, 65504, nan, inf]).half(), truth) == 0
+    assert measured._error(torch.tensor([1.0, 65504, -inf, 65504, nan, inf]).half(), truth) == 0
     for n, other in ((0, 1.5), (0, inf), (0, nan), (1, -inf), (2, nan), (3, 6e4), (4, 1.0), (5, 4e4)):
         wrong = right.clone()
         wrong[n] = other
-        assert not experiment._error(wrong, truth) < 0.5
+        assert not measured._error(wrong, truth) < 0.5
 
 
 def test_ratios():
@@ -183,16 +210,16 @@ def test_cusparse_candidates(device):
     b = m.dense_side(9)
     truth = m.csr.to_dense().double() @ b.double()
     for algorithm in experiment.CUSPARSE:
-        torch.testing.assert_close(experiment._cusparse(m, b, algorithm)().double(), truth, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(candidates._cusparse(m, b, algorithm)().double(), truth, atol=1e-4, rtol=1e-4)
 
 
 def test_the_dense_rival_reads_the_plans_copy(device):
     operands = experiment.Operands(matrices.load("pruned:64x48:0.1"), torch.float32, device)
     made, b = sparse.plan(operands.csr), operands.dense_side(8)
     made @ b
-    before = experiment._full(operands, made)
+    before = candidates._full(operands, made)
     made._selector._made(DENSE).prepare(operands.values, b, torch.float32)
-    after = experiment._full(operands, made)
+    after = candidates._full(operands, made)
     assert any(after is t for t in made._selector.tensors)
     assert torch.equal(after, before)
     assert torch.equal(after, operands.full())

@@ -14,7 +14,7 @@ t = pytest.importorskip("transformers")
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 
 from matmuls.integrations.transformers import register, takes  # noqa: E402
-from matmuls.integrations.transformers.optimized import FAMILIES  # noqa: E402
+from matmuls.integrations.transformers.families import FAMILIES  # noqa: E402
 
 WAYS = {"custom_mm": {}, "always": {"sdpa": False}, "again": {"sdpa": False, "recompute": True}}
 for way, options in WAYS.items():

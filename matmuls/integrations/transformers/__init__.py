@@ -1,18 +1,22 @@
 """Hugging Face models on the products of matmuls. Importing this imports transformers (5.17 or later)."""
 
-from .optimized import Difference, Optimized, VerificationError, optimize, verify
-from .registered import attention, attention_mask, register
-from .taken import Taken, takes
+from .optimized import Optimized, optimize
+from .registered import Registered, attention, attention_mask, register
+from .taken import Taken, in_use, takes, unsupported
+from .verified import Difference, VerificationError, verify
 
 __all__ = [
     "Difference",
     "Optimized",
+    "Registered",
     "Taken",
     "VerificationError",
     "attention",
     "attention_mask",
+    "in_use",
     "optimize",
     "register",
     "takes",
+    "unsupported",
     "verify",
 ]

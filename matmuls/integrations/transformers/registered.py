@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,18 +18,39 @@ from matmuls.attention import attend
 # Arguments of attention functions that this one does not support: capped scores, sinks, a paged cache, keys selected
 # per query.
 REFUSED = "softcap", "s_aux", "sinks", "cache", "indices", "block_indices"
+NEEDED = {  # attributes of modules that pass such an argument, where they are not None
+    "attn_logit_softcapping": "capped scores (softcap)",
+    "sinks": "attention sinks (s_aux)",
+}
 
 
-def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> None:
-    """Register `attention` and its mask function under one name; `model.set_attn_implementation(name)` then uses both.
+@dataclass(frozen=True)
+class Registered:
+    """An attention function that `register` has registered under a name."""
+
+    name: str
+
+    def in_use(self, model: torch.nn.Module) -> dict[str, str]:
+        """The attention modules of the model, by name with their classes, that call this function as the model is set
+        now; empty if none does."""
+        from .taken import in_use
+
+        return in_use(model, self.name)
+
+
+def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> Registered:
+    """Register `attention` and its mask function under one name; `model.set_attn_implementation(name)` then uses both,
+    as does `SentenceTransformer(folder, model_kwargs={"attn_implementation": name})`.
 
     Without its mask function transformers would silently drop the padding mask. sdpa: True uses torch's
     scaled_dot_product_attention whenever probabilities are not requested; False returns them to every module, as
     "eager" does. recompute: backward recomputes the scores and saves none of them. Several names may be registered.
-    `takes(model)` tells whether a model calls the function: some classes compute attention themselves, whatever is set.
+    `in_use(model)` of the result tells which modules call the function: some classes compute attention themselves,
+    whatever is set.
     """
     AttentionInterface.register(name, partial(attention, sdpa=sdpa, recompute=recompute))
     AttentionMaskInterface.register(name, attention_mask)
+    return Registered(name)
 
 
 def attention_mask(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import registered
 
@@ -54,6 +55,48 @@ def takes(model: nn.Module, batch: dict[str, Tensor] | None = None) -> Taken:
     ignoring = [m for m in ignoring if m not in inside and not holds[m] & called]
     ignoring = [m for m in ignoring if not any(x in holds[m] for x in ignoring if x is not m)]
     return Taken(*({names[m]: type(m).__name__ for m in names if m in kind} for kind in (called, set(ignoring))))
+
+
+def in_use(model: nn.Module, name: str | None = None) -> dict[str, str]:
+    """The attention modules that call an attention function of `register` as the model is set now: name -> class.
+
+    Empty if none does: another implementation is set, the model's classes ignore the setting (MPNet, DeBERTa), or they
+    need what the function refuses (`unsupported`). name: only the function that was registered under this name.
+    """
+    refused = unsupported(model)
+    return {
+        module: kind
+        for module, kind in takes(model).modules.items()
+        if module not in refused and _is_set(_setting(model, module), name)
+    }
+
+
+def unsupported(model: nn.Module) -> dict[str, str]:
+    """The modules whose attention needs what `attention` refuses in their forward pass, with the reason: capped scores
+    (Gemma 2) or sinks (GPT-OSS)."""
+    return {
+        name: f"{type(module).__name__} needs {what}, which matmuls attention does not support"
+        for name, module in model.named_modules()
+        if _looks_it_up(type(module))
+        for attribute, what in registered.NEEDED.items()
+        if getattr(module, attribute, None) is not None
+    }
+
+
+def _setting(model: nn.Module, module: str) -> str | None:
+    """The attention implementation that is set for a module: in its own configuration, or that of what holds it."""
+    parts = module.split(".") if module else []
+    for length in range(len(parts), -1, -1):
+        config = getattr(model.get_submodule(".".join(parts[:length])), "config", None)
+        found: str | None = getattr(config, "_attn_implementation", None)
+        if found is not None:
+            return found
+    return None
+
+
+def _is_set(setting: str | None, name: str | None) -> bool:
+    ours = registered.is_ours(ALL_ATTENTION_FUNCTIONS.get(setting))
+    return ours and name in (None, setting)
 
 
 @contextmanager

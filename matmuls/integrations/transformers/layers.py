@@ -1,0 +1,175 @@
+"""The forward passes of optimized models: few kernels, most of them in place."""
+
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from matmuls.attention import reads_strided, shares
+from matmuls.dense import matmul
+from matmuls.inplace import feed_forward_, linear_
+from matmuls.rowwise import layer_norm_
+
+from . import registered
+from .plan import _Chain, _Plan
+
+# transformers 5.24 renamed past_key_values
+OTHER_INPUTS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values", "cache")
+_running: ContextVar[_Chain | None] = ContextVar("running", default=None)  # its layers may write over their input
+
+
+def _model(model: nn.Module, chain: _Chain, *args: Any, **kwargs: Any) -> Any:
+    """A whole model's forward. Its layers may write over their input if that cannot be observed."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not chain.is_private():
+        return type(model).forward(model, *args, **kwargs)
+    before = _running.set(chain)
+    try:
+        return type(model).forward(model, *args, **kwargs)
+    finally:
+        _running.reset(before)
+
+
+def _layer(
+    layer: nn.Module,
+    plan: _Plan,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A layer's forward. Writes over hidden_states if `_model` allows it and they are not captured."""
+    others = [*args, *(kwargs.get(name) for name in OTHER_INPUTS)]
+    if any(x is not None for x in others) or not plan.applies(layer, hidden_states):
+        if not torch.compiler.is_compiling():
+            _running.set(None)  # modules called from here may keep what they return
+        return type(layer).forward(layer, hidden_states, attention_mask, *args, **kwargs)
+    for name in OTHER_INPUTS:
+        kwargs.pop(name, None)
+    chain = _running.get()
+    over = chain is not None and plan in chain.plans and not registered.captures_hidden_states()
+    first, second = plan.norms
+    x = first(hidden_states) if plan.norm_first else hidden_states
+    x, probabilities = plan.attention(x, attention_mask, planned=True, **kwargs)
+    x, other = (hidden_states, x) if over else (x, hidden_states)
+    if plan.norm_first:
+        x += other
+    else:
+        layer_norm_(x, first.weight, first.bias, first.eps, residual=other)
+    del other
+    room, up, down = plan.room(x, probabilities), plan.up, plan.down
+    del probabilities  # eager attention returns them even if not requested
+    if plan.epilogue and not plan.norm_first:
+        return feed_forward_(
+            x,
+            up.weight,
+            up.bias,
+            down.weight,
+            down.bias,
+            second.weight,
+            second.bias,
+            second.eps,
+            activation=plan.epilogue,
+            chunk_bytes=room,
+        )
+    rows = x.view(-1, x.size(-1))
+    for part in shares(len(rows), room // (up.out_features * x.element_size())):
+        some = rows[part]
+        if plan.norm_first:
+            some += _feed_forward(second(some), plan)
+        else:
+            layer_norm_(some, second.weight, second.bias, second.eps, residual=_feed_forward(some, plan))
+    return x
+
+
+def _attention(
+    attention: nn.Module,
+    plan: _Plan,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    planned: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """A self-attention's forward when called by `_layer`: the projected context, and the probabilities or None."""
+    if not planned:
+        return type(attention).forward(attention, hidden_states, attention_mask, **kwargs)
+    batch, length, _ = hidden_states.shape
+    heads, projection = plan.qkv[0].out_features // plan.head_size, plan.projection
+    name = attention.config._attn_implementation
+    eager = sys.modules[type(attention).__module__].eager_attention_forward
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    ours, sdpa = registered.is_ours(function), function is sdpa_attention_forward
+    probabilities, strided, most = None, True, batch
+    if ours or sdpa:
+        nbytes = 3 * length * plan.qkv[0].out_features * hidden_states.element_size()
+        if ours and registered.gives_probabilities(function, attention, kwargs):
+            probabilities = hidden_states.new_empty(batch, heads, length, length)
+            strided = reads_strided(hidden_states, plan.qkv[0].out_features // heads)
+        most = plan.room(hidden_states) // (nbytes if strided else 2 * nbytes)
+    kwargs |= {"dropout": 0.0, "scaling": attention.scaling}
+    parts = [slice(0, batch)] if most >= batch else list(shares(batch, most))
+    x = None if len(parts) == 1 else hidden_states.new_empty(batch, length, projection.out_features)
+    for part in parts:
+        some, mask, into = hidden_states, attention_mask, probabilities
+        if x is not None:
+            some, into = some[part], into if into is None else into[part]
+            mask = mask[part] if mask is not None and mask.dim() == 4 and mask.size(0) > 1 else mask
+        qkv = _qkv(some, plan, heads)
+        if not strided:
+            qkv = qkv.contiguous()  # a temporary second copy
+        given = {} if into is None else {"into": into}
+        context, weights = function(attention, *qkv.unbind(0), mask, **kwargs, **given)
+        del qkv  # free before the next part
+        context = context.flatten(2)
+        if x is None:
+            # write over the context, unless the function is not ours and may keep it
+            stock = function is eager and eager.__module__.startswith("transformers.")
+            project = _project_ if ours or sdpa or stock else _linear
+            return project(context, projection), weights
+        matmul(context, projection.weight, transb=True, bias=projection.bias, out=x[part])
+        del context
+    return x, probabilities
+
+
+def _qkv(x: Tensor, plan: _Plan, heads: int) -> Tensor:
+    """q, k and v of [B, S, hidden] as one tensor [3, B, H, S, D], in one product if the weights are adjacent."""
+    weight = _together([m.weight for m in plan.qkv])
+    biases = [m.bias for m in plan.qkv if m.bias is not None]
+    bias = _together(biases) if len(biases) == 3 else None
+    if weight is None or (bias is None and biases):
+        return torch.stack([_linear(x, m) for m in plan.qkv]).unflatten(-1, (heads, -1)).transpose(2, 3)
+    whole = matmul(x, weight, transb=True, bias=bias)
+    return whole.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
+
+
+def _together(parameters: list[Tensor]) -> Tensor | None:
+    """The combined tensor of parameters that `_lay_together` has moved, or None if they have been separated again."""
+    first, second, third = parameters
+    start, step = first.data_ptr(), first.nbytes
+    if second.data_ptr() != start + step or third.data_ptr() != start + 2 * step:
+        return None
+    if not (first.is_contiguous() and second.is_contiguous() and third.is_contiguous()):
+        return None
+    storage = first.untyped_storage()
+    if storage.data_ptr() + storage.nbytes() < start + 3 * step:  # adjacent by chance, in different storages
+        return None
+    return first.as_strided((3 * first.size(0), *first.shape[1:]), first.stride())
+
+
+def _linear(x: Tensor, linear: nn.Linear, activation: str | None = None) -> Tensor:
+    return matmul(x, linear.weight, transb=True, bias=linear.bias, activation=activation)
+
+
+def _project_(x: Tensor, linear: nn.Linear) -> Tensor:
+    """Linear, written over x if the result has x's size."""
+    square = linear.in_features == linear.out_features
+    return linear_(x, linear.weight, linear.bias) if square else _linear(x, linear)
+
+
+def _feed_forward(x: Tensor, plan: _Plan) -> Tensor:
+    inner = _linear(x, plan.up, plan.epilogue)
+    return _linear(inner if plan.epilogue else plan.activation(inner), plan.down)

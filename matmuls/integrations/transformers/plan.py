@@ -1,0 +1,210 @@
+"""What `optimize` must know of a layer and of a model, and whether it still holds when they are called."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules_of_all
+from transformers import activations
+
+from .families import FAMILIES, Family, _kind
+
+# Bytes of q, k and v, or of a feed-forward's intermediate rows, at a time. Less adds launches and saves no memory.
+CHUNK_BYTES = 24 << 20
+CHUNK_STATES = 3  # or this multiple of the hidden states: q, k and v in one piece, BERT's intermediate rows in two
+
+PLAIN = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)  # allowed in a layer, plus transformers' own
+ALREADY = "already optimized"
+TENSORS = (nn.Parameter, Tensor)  # types whose data kernels can read directly
+EPILOGUES = {  # activations in `matmul`'s epilogue; any other is called
+    activations.GELUActivation: "gelu",
+    activations.NewGELUActivation: "gelu_tanh",
+    activations.GELUTanh: "gelu_tanh",
+    nn.ReLU: "relu",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """The parts of a layer, and for each module inside it the place where it must still be."""
+
+    attention: nn.Module
+    qkv: tuple[nn.Linear, ...]
+    projection: nn.Linear
+    norms: tuple[nn.LayerNorm, ...]
+    up: nn.Linear
+    activation: nn.Module
+    epilogue: str | None
+    down: nn.Linear
+    norm_first: bool
+    head_size: int
+    forward: Callable[..., Any]  # the layer's own
+    chunk_bytes: int | None
+    inside: tuple[tuple[dict[str, Any], str, nn.Module, type, Callable[..., Any]], ...]
+    weighted: tuple[dict[str, Tensor | None], ...]  # parameters of its linears and norms
+    methods: tuple[tuple[type, str, FunctionType], ...]  # of transformers' classes
+
+    @classmethod
+    def of(cls, layer: nn.Module, family: Family, chunk_bytes: int | None) -> "_Plan | str":
+        """The plan, or the reason why there is none."""
+        try:
+            attention = layer.get_submodule(family.attention)
+            activation = layer.get_submodule(family.activation)
+        except AttributeError as error:
+            return str(error)
+        linears = [attention.get_submodule(name) for name in family.qkv]
+        linears += [layer.get_submodule(name) for name in (family.projection, family.up, family.down)]
+        norms = tuple(layer.get_submodule(name) for name in family.norms)
+        inside = tuple(
+            (parent._modules, name, m, type(m), type(m).forward)
+            for parent in layer.modules()
+            for name, m in parent._modules.items()
+        )
+        if _is_ours(layer):
+            return ALREADY
+        if any("forward" in m.__dict__ for m in layer.modules()):
+            return "its forward has been replaced"
+        if any(type(m) is not nn.Linear for m in linears) or any(type(m) is not nn.LayerNorm for m in norms):
+            return "not all of its parts are nn.Linear and nn.LayerNorm"
+        for m in layer.modules():
+            known = type(m).__module__.startswith("transformers.") or type(m) in PLAIN or m is activation
+            if not known or not type(m).forward.__module__.startswith(("transformers.", "torch.")):
+                return f"its {type(m).__name__} is not known"
+        classes = dict.fromkeys(type(m) for m in layer.modules() if type(m) not in PLAIN)
+        methods = tuple((c, name, f) for c in classes for name, f in vars(c).items() if isinstance(f, FunctionType))
+        if any(not f.__module__.startswith(("transformers.", "torch.")) for _, _, f in methods):
+            return "methods of its classes have been replaced"
+        if any(m.weight is None for m in norms):
+            return "its norms have no weights"
+        parameters = [p for m in (*linears, *norms) for p in m.parameters()]
+        if any(type(p.data) is not Tensor or p.layout != torch.strided for p in parameters):
+            return "its weights are not plain tensors"
+        size = getattr(attention, "attention_head_size", None) or getattr(attention, "head_dim", None)
+        size = size or linears[0].out_features // attention.config.num_attention_heads
+        if any(m.out_features % size for m in linears[:3]):
+            return f"its q, k and v are no heads of {size}"
+        if len({(m.weight.dtype, m.weight.device) for m in (*linears, *norms)}) > 1:
+            return "its weights differ in dtype or device"
+        return cls(
+            attention,
+            tuple(linears[:3]),
+            linears[3],
+            norms,
+            linears[4],
+            activation,
+            EPILOGUES.get(type(activation)) if _is_stock_gelu(activation) else None,
+            linears[5],
+            family.norm_first,
+            size,
+            type(layer).forward,
+            chunk_bytes,
+            inside,
+            tuple(m._parameters for m in (*linears, *norms)),
+            methods,
+        )
+
+    def room(self, hidden_states: Tensor, probabilities: Tensor | None = None) -> int:
+        """Bytes of one step's intermediate tensor. Two chunks cost 5 % of a feed-forward network's time (H200,
+        bfloat16)."""
+        if self.chunk_bytes is not None:
+            return self.chunk_bytes
+        beside = 0 if probabilities is None else probabilities.nbytes // 2
+        return max(CHUNK_BYTES, CHUNK_STATES * hidden_states.nbytes, beside)
+
+    def applies(self, module: nn.Module, x: Tensor) -> bool:
+        """True if the planned inference path is valid: no training, no hooks inside, and no module replaced."""
+        if (
+            torch.is_grad_enabled()
+            or modules_of_all._has_any_global_hook()
+            or torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
+            or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
+            or module.training
+            or type(module).forward is not self.forward
+        ):
+            return False
+        for parameters in self.weighted:  # checked for every layer of every forward pass: 8 us in all
+            weight = parameters.get("weight")
+            if weight is None or weight.dtype != x.dtype or type(weight) not in TENSORS:
+                return False
+        for of_class, name, method in self.methods:
+            if of_class.__dict__.get(name) is not method:
+                return False
+        for parent, name, m, kind, forward in self.inside:
+            if parent.get(name) is not m or m.training or m._forward_pre_hooks:
+                return False
+            if type(m) is not kind or kind.forward is not forward:
+                return False
+            replaced = _plan_of(m) is not self if m is self.attention else "forward" in m.__dict__
+            if replaced or (m._forward_hooks and _watched(m)):
+                return False
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class _Chain:
+    """A model's layers and the modules around them, each with its place and its own forward, or None."""
+
+    plans: frozenset["_Plan"]
+    links: tuple[tuple[dict[str, Any], str, nn.Module, Any, Callable[..., Any]], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Chain | None":
+        """None if a module may keep its input: a layer that is not optimized, or a module of unknown origin."""
+        layers = [m for m in model.modules() if _kind(m) in FAMILIES]
+        inside = {id(m) for layer in layers for m in layer.modules()}
+        links = tuple(
+            (parent._modules, name, m, vars(m).get("forward"), type(m).forward)
+            for parent in model.modules()
+            if id(parent) not in inside
+            for name, m in parent._modules.items()
+            if m is not None
+        )
+        theirs = "torch.", "transformers."
+        known = all(
+            type(m).__module__.startswith(theirs) and of_class.__module__.startswith(theirs)
+            for _, _, m, _, of_class in links
+        )
+        stock = all(forward is None or _is_ours(m) for _, _, m, forward, _ in links)
+        plans = frozenset(plan for plan in map(_plan_of, layers) if plan)
+        if "forward" in vars(model) or not (plans and known and stock and len(plans) == len(layers)):
+            return None
+        return cls(plans, links)
+
+    def is_private(self) -> bool:
+        """True if nothing else sees what one module passes to the next."""
+        if modules_of_all._has_any_global_hook():
+            return False
+        for parent, name, m, forward, of_class in self.links:
+            if type(m).forward is not of_class or m._compiled_call_impl is not None:  # may keep its output
+                return False
+            if parent.get(name) is not m or m.__dict__.get("forward") is not forward or m._forward_pre_hooks:
+                return False
+            if m._forward_hooks and _watched(m):
+                return False
+        return True
+
+
+def _watched(module: nn.Module) -> bool:
+    """True if it has hooks other than transformers' own, which capture attention probabilities."""
+    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """True if `optimize` replaced its forward, by a function of layers.py with the module and its plan or chain."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, partial) and len(forward.args) > 1 and isinstance(forward.args[1], (_Plan, _Chain))
+
+
+def _plan_of(module: nn.Module) -> _Plan | None:
+    return module.__dict__["forward"].args[1] if _is_ours(module) else None
+
+
+def _is_stock_gelu(activation: nn.Module) -> bool:
+    """False for the variants written in Python, which round at other steps."""
+    return not inspect.ismethod(getattr(activation, "act", None))

@@ -1,0 +1,131 @@
+"""What commands show: results on stdout, errors and progress on stderr, Ctrl-C without a traceback."""
+
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
+
+console = Console(width=None if sys.stdout.isatty() else 160)
+errors = Console(stderr=True)
+
+LINE_SECONDS = 10.0  # time between two lines of progress where stderr is no terminal: short commands print none
+REMEDIES = {  # package -> what installs it
+    "matplotlib": "pip install 'matmuls[plot]'",
+    "transformers": "pip install 'matmuls[bert]'",
+}
+
+
+def fail(message: str, status: int = 2) -> typer.Exit:
+    """Print one line to stderr; the returned exception exits with `status`: 2 for wrong usage or a missing requirement,
+    1 for a result that is not as it must be."""
+    errors.print(f"matmuls: {message}", style="red", highlight=False, soft_wrap=True, markup=False, emoji=False)
+    return typer.Exit(status)
+
+
+def missing(error: ImportError) -> str:
+    """An import that failed, in one line: a package that is not installed is called so."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name or error.name.split(".")[0].startswith("matmuls"):
+        return str(error)
+    name = error.name.split(".")[0]
+    return f"{name}: not installed; run: {REMEDIES.get(name, f'pip install {name}')}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or the name of its class."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def need_writable(option: str, folder: Path) -> None:
+    """Create `folder` and write a temporary file to it, so that a long run does not fail when it saves its results."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise fail(f"{option}: expected a folder that can be written, got {folder}: {error.strerror}") from None
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def time_left(elapsed: float, done: float, total: float) -> str:
+    """ "1:05 left" at the mean speed so far; "" as long as nothing is done."""
+    return f"{clock(elapsed / done * (total - done))} left" if done > 0 else ""
+
+
+class _TimeLeft(ProgressColumn):
+    """rich's own column knows nothing before the second step, which takes a minute in some commands."""
+
+    def render(self, task: Task) -> Text:
+        return Text(time_left(task.elapsed or 0.0, task.completed, task.total or 0.0), style="progress.remaining")
+
+
+class Steps:
+    """Progress over `total` steps on stderr: on a terminal a bar with the time left, which is removed at the end;
+    elsewhere at most every LINE_SECONDS seconds a plain line, with the time since the start."""
+
+    def __init__(self, now: str, total: float) -> None:
+        self.total, self.completed = total, 0.0
+        self._start = self._begin = self._printed = time.monotonic()
+        columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), _TimeLeft()
+        self._bar = Progress(*columns, console=errors, disable=not sys.stderr.isatty(), transient=True)
+        self._task = self._bar.add_task(now, total=total)
+
+    def __enter__(self) -> "Steps":
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def show(self, now: str, completed: float | None = None, total: float | None = None) -> None:
+        """Say what runs now, and how many steps are done (by default as many as before)."""
+        self.total = self.total if total is None else total
+        self.completed = self.completed if completed is None else completed
+        self._bar.update(self._task, description=now, completed=self.completed, total=self.total)
+        moment = time.monotonic()
+        if self._bar.disable and moment - self._printed >= LINE_SECONDS:
+            self._printed = moment
+            left = time_left(moment - self._begin, self.completed, self.total)
+            line = f"matmuls: {clock(moment - self._start)} {now}" + (f", {left}" if left else "")
+            print(line, file=sys.stderr, flush=True)
+
+    def restart(self, now: str, total: float | None = None) -> None:
+        """The steps begin here: the time before, such as that of imports, says nothing of theirs."""
+        self.total = self.total if total is None else total
+        self.completed, self._begin = 0.0, time.monotonic()
+        self._bar.reset(self._task, description=now, total=self.total)
+
+    def next(self, now: str, steps: float = 1) -> None:
+        """`steps` more are done, and `now` runs."""
+        self.show(now, self.completed + steps)
+
+
+@contextmanager
+def may_be_stopped() -> Iterator[list[int]]:
+    """Ctrl-C (SIGINT) and SIGTERM end the block without an exception; the yielded list then holds the exit status."""
+    stopped: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        stopped.append(128 + number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    except KeyboardInterrupt:
+        errors.print("stopped; the results below were measured before the stop")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

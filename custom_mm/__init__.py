@@ -248,11 +248,11 @@ def cusparse_spmm(
 
     A: [rows, columns] in one of four layouts, with offsets and indices both int32 or both int64.
 
-      layout  offsets                        indices                         values
-      "csr"   [rows + 1]                     [nnz]: columns                  [nnz]
-      "csc"   [columns + 1]                  [nnz]: rows                     [nnz]
-      "coo"   [nnz]: non-decreasing rows     [nnz]: columns                  [nnz]
-      "bsr"   [rows / height + 1]            [blocks]: block columns         [blocks, height, width]
+        layout  offsets                     indices                  values
+        "csr"   [rows + 1]                  [nnz]: columns           [nnz]
+        "csc"   [columns + 1]               [nnz]: rows              [nnz]
+        "coo"   [nnz]: non-decreasing rows  [nnz]: columns           [nnz]
+        "bsr"   [rows / height + 1]         [blocks]: block columns  [blocks, height, width]
 
     b: [K, N], or [N, K] with transb, row- or column-major without a copy; out: [M, N], any strides. float64, float32,
     float16 or bfloat16, one dtype and device for all; 16-bit types accumulate in float32. algorithm: "default", or for

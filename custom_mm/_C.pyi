@@ -90,6 +90,69 @@ def check_no_overlap(op: str, out: Tensor, values: Tensor, dense: Tensor) -> Non
     """Raises RuntimeError if out shares an element with itself or with one of the others."""
 
 def build_info() -> dict[str, Any]: ...
+def row_kernels() -> list[str]:
+    """Names of the GPU kernels of row operations: files in src/rows/kernels."""
+
+Gpu = tuple[int, int, int, tuple[int, int]]
+Answer = tuple[str, str, dict[str, int | bool | str]]
+
+def choose_row_kernel(
+    operation: str,
+    *,
+    element: int,
+    rows: int,
+    columns: int,
+    vectors: bool = True,
+    aligned: bool = True,
+    adjacent: bool = True,
+    constant_step: bool = True,
+    mask: str = "none",
+    causal: bool = False,
+    scale: float = 1.0,
+    mask_vectors: bool = True,
+    mask_steps: bool = False,
+    residual: bool = False,
+    keeps: bool = False,
+    plain_constants: bool = False,
+    wants_dx: bool = True,
+    cooperative: bool = True,
+    gpu: Gpu,
+) -> Answer:
+    """Kernel, why, and launch parameters of a row operation by the facts of rows/choose.h, on any machine.
+
+    operation: softmax, scaled_masked_softmax, softmax_backward, layer_norm, rms_norm, norm_backward; element: bytes;
+    vectors: all rows have the same misalignment in all tensors; aligned: it is 0; adjacent: rows follow each other;
+    constant_step: they are at a constant distance; mask: none, bytes, same, float32; gpu: multiprocessors, bytes of
+    shared memory of a block and of a multiprocessor, capability. Raises ValueError on other values."""
+
+def explain_softmax(op: str, x: Tensor, dim: int, out: Tensor | None, gpu: Gpu | None) -> Answer: ...
+def explain_scaled_masked_softmax(
+    x: Tensor, mask: Tensor | None, scale: float, causal: bool, out: Tensor | None, gpu: Gpu | None
+) -> Answer: ...
+def explain_softmax_backward(
+    y: Tensor, grad: Tensor, dim: int, scale: float, causal: bool, out: Tensor | None, gpu: Gpu | None
+) -> Answer: ...
+def explain_norm(
+    op: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    rms: bool,
+    keep: bool,
+    gpu: Gpu | None,
+) -> Answer: ...
+def explain_norm_backward(
+    grad: Tensor,
+    xhat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    rms: bool,
+    need_dx: bool,
+    need_columns: bool,
+    gpu: Gpu | None,
+) -> Answer: ...
 def simulate_device(
     *,
     shared_memory: int | None = None,

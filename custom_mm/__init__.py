@@ -8,6 +8,7 @@ import torch  # noqa: F401  first: it loads the libraries that _C is linked to
 from . import _C  # registers the operators that the other modules call
 from .cublas import bias_act_, cublas_bmm, cublas_mmul, cublaslt_matmul
 from .cusparse import cusparse_mmul, cusparse_prepare, cusparse_sddmm, cusparse_spmm
+from .explain import explain
 from .handles import (
     build_info,
     destroy_cublas,
@@ -34,6 +35,7 @@ __all__ = [
     "destroy_cublas",
     "destroy_cublaslt",
     "destroy_cusparse",
+    "explain",
     "handle_info",
     "init_cublas",
     "init_cublaslt",

@@ -4,9 +4,16 @@
 
 The graph is generated (rmat:18:16, grid:1024) or read from a file (.mtx, .npz, .graph). Every step multiplies by its
 matrix twice forward, and by the transpose twice backward. Both start from the same weights, so their losses agree.
+
+It prints, with other times on each machine:
+
+    65536 points, 1020414 nonzeros, 128 features
+            plan: loss 2.8169 to 1.5497 in 20 steps of ... ms
+    torch.sparse: loss 2.8169 to 1.5497 in 20 steps of ... ms
 """
 
 import argparse
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -14,12 +21,17 @@ import torch
 import matmuls
 from matmuls import matrices, measure
 
+warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")  # torch says so at the first one
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def neighbours(source: str, device: str) -> torch.Tensor:
     """CSR matrix of the undirected graph with self-loops; each nonzero is 1 / sqrt(degree(i) * degree(j))."""
-    a = matrices.load(source)
+    try:
+        a = matrices.load(source)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{source}: ")
+        raise SystemExit(f"cannot read the graph {source}: {reason}") from None
     points, *others = a.shape
     if others != [points]:
         raise SystemExit(f"expected a graph, a square matrix, got {points} x {others[0]}")
@@ -30,7 +42,9 @@ def neighbours(source: str, device: str) -> torch.Tensor:
     degree = torch.bincount(row, minlength=points).float()
     values = (degree[row] * degree[col]).rsqrt()
     where = torch.stack([row, col])
-    return torch.sparse_coo_tensor(where, values, (points, points), is_coalesced=True).to_sparse_csr()
+    return torch.sparse_coo_tensor(
+        where, values, (points, points), is_coalesced=True, check_invariants=False
+    ).to_sparse_csr()
 
 
 def network(product: Product, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,19 @@
 
     python examples/inplace_memory.py --rows 40000 --columns 1024
 
-Prints the peak memory above the inputs, and the largest difference between the two results.
+Prints the peak memory above the inputs, and the largest difference between the two results. Without arguments:
+
+    x: 4096 x 512, 8.0 MiB
+                  linear:    0.25 MiB in place,    8.00 MiB else, difference 0.0e+00
+                 softmax:    0.00 MiB in place,    8.00 MiB else, difference 1.5e-08
+     layer norm of x + r:    0.00 MiB in place,   16.03 MiB else, difference 1.9e-06
 """
 
 import argparse
+import os
 from collections.abc import Callable
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which measures memory on a CPU, logs otherwise
 
 import torch
 import torch.nn.functional as F

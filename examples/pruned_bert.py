@@ -3,7 +3,11 @@
     python examples/pruned_bert.py --sparsity 0.5 0.9
 
 Prints for each sparsity: time of a forward pass, bytes of the weights, and the cosine between the sentence embeddings
-of the pruned and the dense model.
+of the pruned and the dense model. With other times on each machine:
+
+    dense          ... ms    27.0 MiB
+     50%           ... ms    27.1 MiB  cosine 0.800, least 0.708
+     90%           ... ms     5.5 MiB  cosine 0.331, least 0.214
 """
 
 import argparse

@@ -5,10 +5,20 @@
 Prints time, memory and the difference of results and gradients. The pattern is that of Longformer and BigBird: each
 token attends to its neighbours and the global tokens, and the global tokens attend to all. No tensor of tokens x tokens
 elements is allocated, forward or backward; dense attention with its probabilities allocates several.
+
+With other times on each machine:
+
+    8192 tokens, 1182584 pairs that see each other: 1.76% of all
+    sparse: forward and backward       ... ms,     15.5 MiB above the inputs
+     dense: forward and backward       ... ms,    770.0 MiB above the inputs
+    largest difference of results and gradients: 2.7e-05
 """
 
 import argparse
+import os
 from collections.abc import Callable
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which measures memory on a CPU, logs otherwise
 
 import torch
 

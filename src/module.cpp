@@ -9,6 +9,7 @@
 #include "glue/handles.h"
 #include "glue/prepared_calls.h"
 #include "gpu/hopper_limits.h"
+#include "rows/explain.h"
 #include "sparse/index_checks.h"
 #include "sparse/spmm/choose.h"
 #ifdef MATMULS_CUDA
@@ -159,4 +160,5 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
   matmuls::define_prepared_calls(m);
+  matmuls::define_explain(m);
 }

@@ -92,6 +92,6 @@ def test_an_editable_install_is_a_path(tmp_path):
 
 def test_stubs_of_the_extension_are_complete():
     stub = (ROOT / "custom_mm/_C.pyi").read_text()
-    known = set(re.findall(r"^(?:def |class )?(\w+)(?:[:(]| =)", stub, re.M)) - {"Workspace", "Handle"}  # types of results
+    known = set(re.findall(r"^(?:def |class )?(\w+)(?:[:(]| =)", stub, re.M)) - {"Workspace", "Handle"}
     names = {name for name in dir(custom_mm._C) if not name.startswith("_")}
     assert names <= known <= names | {"simulate_device"}  # of builds with CUDA

@@ -135,14 +135,21 @@ void for_runs_of_rows(const Rows<N>& rows, const Body& body) {
   });
 }
 
-// Calls body(first row, width) for strips of rows that are adjacent in all N tensors, on torch's threads. Strips are up
-// to `most` rows wide and some MB in size. Returns false, doing nothing, if the rows are not adjacent or too few.
-template <class T, int N, class Body>
-bool for_rows_side_by_side(const Rows<N>& rows, int tensors, int64_t most, const Body& body) {
-  constexpr int64_t kFew = 32 / sizeof(T), kBytes = 1 << 20;
+// True if rows are adjacent in the first `tensors` tensors, and enough of them to vectorize across.
+template <class T, int N>
+bool lie_side_by_side(const Rows<N>& rows, int tensors) {
+  constexpr int64_t kFew = 32 / sizeof(T);
   if (rows.dims == 0 || rows.sizes[0] < kFew) return false;
   for (int t = 0; t < tensors; ++t)
     if (rows.strides[t][0] != 1 || (rows.columns > 1 && rows.column_strides[t] == 1)) return false;
+  return true;
+}
+
+// Calls body(first row, width) for strips of rows that lie side by side, on torch's threads. Strips are up to `most`
+// rows wide and some MB in size.
+template <class T, int N, class Body>
+void for_rows_side_by_side(const Rows<N>& rows, int64_t most, const Body& body) {
+  constexpr int64_t kBytes = 1 << 20;
   constexpr int64_t kLine = 64 / sizeof(T);
   const int64_t fits = kBytes / static_cast<int64_t>(sizeof(T)) / rows.columns / kLine * kLine;
   const int64_t width = std::clamp<int64_t>(fits, 8 * kLine, most);
@@ -154,7 +161,6 @@ bool for_rows_side_by_side(const Rows<N>& rows, int tensors, int64_t most, const
       body(i / strips * rows.sizes[0] + first, std::min(width, rows.sizes[0] - first));
     }
   });
-  return true;
 }
 
 }  // namespace matmuls

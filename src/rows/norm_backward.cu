@@ -11,7 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "glue/checks.h"
-#include "glue/rows.h"
+#include "rows/facts.h"
 
 namespace matmuls {
 
@@ -29,6 +29,17 @@ using Call = NormBackwardCall;
 
 constexpr const char* kOp = "norm_backward";
 
+// Rows of grad, xhat and dx.
+Rows<3> rows_of_call(const Call& c) { return rows_of<3>(kOp, {c.grad, c.xhat, c.dx}, c.xhat.dim() - 1); }
+
+RowFacts facts_of_call(const Call& c, const Rows<3>& rows) {
+  const std::array<const void*, 3> pointers{c.grad.const_data_ptr(), c.xhat.const_data_ptr(),
+                                            c.dx.defined() ? c.dx.const_data_ptr() : nullptr};
+  RowFacts f = facts_of(RowOperation::norm_backward, c.xhat.element_size(), rows, pointers);
+  f.wants_dx = c.dx.defined();
+  return f;
+}
+
 }  // namespace
 }  // namespace matmuls
 
@@ -36,6 +47,7 @@ constexpr const char* kOp = "norm_backward";
 
 #ifdef __CUDACC__
 #include "glue/handles.h"
+#include "rows/kernels/column_sums.cuh"
 #include "rows/kernels/norm_backward_stream.h"
 #include "rows/kernels/persistent_unaligned.cuh"
 #include "rows/kernels/staged.cuh"
@@ -48,12 +60,9 @@ template <class T>
 struct NormBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
-  static constexpr int kInputs = 2, kOutputs = 1, kConstants = 1;
-  // Each column has two sums, which take 64 of a thread's 128 registers: the elements stay in shared memory.
-  static constexpr int kVectors = 4, kLongVectors = sizeof(T) == 4 ? 8 : 4, kHeldVectors = 2;
-  static constexpr int kRowMost = 0;
-  static constexpr int kThreadsPerSm = sizeof(T) == 2 ? 512 : 768, kMostThreads = 512;
-  static constexpr bool kNumber = true, kColumnSums = true, kWholeRows = false;
+  static constexpr RowTraits kTraits = norm_backward_traits(sizeof(T));
+  static constexpr int kInputs = kTraits.inputs, kOutputs = 1, kConstants = kTraits.constants;
+  static constexpr bool kNumber = kTraits.number, kColumnSums = kTraits.column_sums;
 
   struct Row {
     const T *grad, *xhat;
@@ -195,71 +204,39 @@ struct NormBackward {
   }
 };
 
-// Sums partial [rows][2][columns] over its rows into dweight and dbias, in a fixed order. `among` warps share 32
-// columns of one of them: one warp (1024 columns per block) if there are few rows, up to all 32.
-template <class T, class F>
-__global__ void __launch_bounds__(1024)
-    add_partials_kernel(const F* partial, int64_t rows, int columns, int among, T* dweight, T* dbias) {
-  __shared__ F warps[32][32];
-  const int group = threadIdx.y / among, first = threadIdx.y - group * among;
-  const int column = (blockIdx.x * (32 / among) + group) * 32 + threadIdx.x;
-  const int64_t stride = 2 * static_cast<int64_t>(columns);
-  partial += blockIdx.y * static_cast<int64_t>(columns);
-  ptx::griddepcontrol_wait();
-  F sum = 0, lost = 0;  // Kahan summation: there may be thousands of rows
-  if (column < columns) {
-#pragma unroll 8
-    for (int64_t r = first; r < rows; r += among) {
-      const F value = partial[r * stride + column] - lost, next = sum + value;
-      lost = isfinite(next) ? (next - sum) - value : F(0);
-      sum = next;
-    }
+// Hands the kernel of a choice to `use`.
+template <class T, class Use>
+void with_kernel(const RowFacts&, const RowChoice& c, const Use& use) {
+  using Op = NormBackward<T>;
+  if constexpr (sizeof(T) <= 4) {
+    if (c.kernel == RowKernel::staged) return with_staged<Op>(c, use);
+    if (c.kernel == RowKernel::persistent_unaligned) return with_persistent_unaligned<Op>(c, use);
   }
-  warps[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (first > 0 || column >= columns) return;
-#pragma unroll 4
-  for (int w = 1; w < among; ++w) sum += warps[threadIdx.y + w][threadIdx.x];
-  (blockIdx.y == 0 ? dweight : dbias)[column] = T(sum);
+  with_general<Op>(c, use);
 }
 
-// Computes only the column sums, partial [block][2][columns], for rows that the fused kernels cannot sum: differently
-// aligned ones, or too long for registers.
-template <class T, class F>
-__global__ void __launch_bounds__(256)
-    column_sums_kernel(const __grid_constant__ NormBackward<T> op, int64_t rows, int columns, F* partial) {
-  const int column = blockIdx.x * 256 + threadIdx.x;
-  if (column >= columns) return;
-  F dweight = 0, dbias = 0;
-  for (int64_t begin = blockIdx.y; begin < rows; begin += int64_t(16) * gridDim.y) {
-    F some_dweight = 0, some_dbias = 0;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int64_t r = begin + int64_t(i) * gridDim.y;
-      if (r >= rows) break;
-      const auto offsets = op.index(r);
-      const F g = F(op.grad[offsets.at[0] + column * op.steps[0]]);
-      some_dweight += g * F(op.xhat[offsets.at[1] + column * op.steps[1]]);
-      some_dbias += g;
-    }
-    dweight += some_dweight;
-    dbias += some_dbias;
-  }
-  partial[(int64_t(blockIdx.y) * 2) * columns + column] = dweight;
-  partial[(int64_t(blockIdx.y) * 2 + 1) * columns + column] = dbias;
-}
-
-// Launches rows/kernels/norm_backward_stream.cu for rows that it serves better than the kernels of
-// rows/launch_rows.cuh. Returns the number of partial sums it writes; 0 if nothing was launched.
 template <class T>
-int64_t launch_stream(const NormBackward<T>& op, const Rows<3>& rows, Tensor& partial, bool sums) {
-  if (!op.dx || rows.dims > 1 || rows.columns > INT32_MAX / 4) return 0;
-  const auto a = alignment_of<T>(rows, std::array<const void*, 3>{op.grad, op.xhat, op.dx});
-  const int teams = a.vectors ? stream_norm_backward_teams<T>(rows.columns, rows.count, a.whole) : 0;
-  if (teams == 0) return 0;
+bool has_room(const RowFacts& f, const RowChoice& c) {
+  bool room = false;
+  with_kernel<T>(f, c, AskRoom{c, room});
+  return room;
+}
+
+// The sums over the rows, and how many partial ones there are.
+struct Partial {
+  Tensor sums;  // [parts][2][columns], in the arithmetic type
+  int64_t parts = 0;
+};
+
+// Launches norm_backward_stream. Returns false, launching nothing, if its blocks cannot all be resident.
+template <class T>
+bool launch_stream(const NormBackward<T>& op, const Rows<3>& rows, const RowChoice& c, bool wants_sums,
+                   Partial& partial) {
+  const bool whole = !c.unaligned;
   const auto options = at::TensorOptions().device(at::kCUDA, at::cuda::current_device());
-  if (sums) partial = empty({teams, 2, rows.columns}, options.dtype(at::kFloat));
-  const Tensor letters = empty({a.whole ? teams : 0, StreamNormBackward<T>::kLetters}, options.dtype(at::kLong));
+  Tensor sums;
+  if (wants_sums) sums = empty({c.teams, 2, rows.columns}, options.dtype(at::kFloat));
+  const Tensor letters = empty({whole ? c.teams : 0, StreamNormBackward<T>::kLetters}, options.dtype(at::kLong));
   const bool launched =
       launch_stream_norm_backward<T>({op.grad,
                                       op.xhat,
@@ -270,19 +247,45 @@ int64_t launch_stream(const NormBackward<T>& op, const Rows<3>& rows, Tensor& pa
                                       rows.count,
                                       static_cast<int>(rows.columns),
                                       op.rms,
-                                      sums ? partial.mutable_data_ptr<float>() : nullptr,
+                                      wants_sums ? sums.mutable_data_ptr<float>() : nullptr,
                                       reinterpret_cast<uint64_t*>(letters.mutable_data_ptr<int64_t>())},
-                                     teams, a.whole);
-  if (!launched) partial = Tensor();
-  return launched ? teams : 0;
+                                     c.teams, c.blocks_per_row, whole);
+  if (launched) partial = {sums, c.teams};
+  return launched;
+}
+
+// Computes dx, and the sums over the rows if the kernel can.
+template <class T>
+Partial launch_dx(const Call& c, const Rows<3>& rows, RowFacts facts, const NormBackward<T>& op) {
+  const bool wants_sums = c.dweight.defined();
+  Partial partial;
+  RowChoice choice = choose(facts, has_room<T>);
+  if constexpr (sizeof(T) <= 4) {
+    if (choice.kernel == RowKernel::norm_backward_stream) {
+      if (launch_stream(op, rows, choice, wants_sums, partial)) return partial;
+      facts.device.cooperative = false;
+      choice = choose(facts, has_room<T>);
+    }
+  }
+  const auto prepare = [&](NormBackward<T>& o, int64_t teams) {
+    // Each thread of unaligned rows must keep its columns from row to row.
+    const bool keeps_columns = choice.kernel != RowKernel::persistent || !choice.unaligned || facts.aligned ||
+                               (facts.constant_step && (teams % choice.elements == 0 || teams >= facts.rows));
+    if (!wants_sums || !keeps_columns) return;
+    partial = {empty({teams, 2, rows.columns}, c.rstd.options()), teams};
+    o.partial = partial.sums.template mutable_data_ptr<arithmetic_t<T>>();
+  };
+  const auto make = [&]<class>() { return op; };
+  with_kernel<T>(facts, choice, LaunchRows{facts, choice, make, prepare});
+  return partial;
 }
 
 template <class T>
 void launch(const Call& c) {
   using F = arithmetic_t<T>;
-  auto rows = rows_of<3>(kOp, {c.grad, c.xhat, c.dx}, c.xhat.dim() - 1);
-  check_columns(rows.columns);
-  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto rows = rows_of_call(c);
+  RowFacts facts = facts_of_call(c, rows);
+  facts.device = row_device();
   const NormBackward<T> op{RowIndex<3>(rows),
                            c.grad.const_data_ptr<T>(),
                            c.xhat.const_data_ptr<T>(),
@@ -293,41 +296,18 @@ void launch(const Call& c) {
                            static_cast<F>(rows.columns),
                            c.rms,
                            nullptr};
-  const bool sums = c.dweight.defined();
-  Tensor partial;
-  int64_t parts = 0;
-  if constexpr (sizeof(F) == 4) parts = launch_stream(op, rows, partial, sums);
-  if (c.dx.defined() && parts == 0) {
-    const std::array<const void*, 3> pointers{op.grad, op.xhat, op.dx};
-    const auto prepare = [&](NormBackward<T>& o, int64_t teams) {
-      if (!sums) return;
-      parts = teams;
-      partial = empty({teams, 2, rows.columns}, c.rstd.options());
-      o.partial = partial.mutable_data_ptr<F>();
-    };
-    bool done = false;
-    if constexpr (sizeof(T) <= 4) {
-      const auto a = alignment_of<T>(rows, pointers);
-      done = a.vectors && !a.whole && (launch_short_rows<3>(op, rows, 2, prepare) || launch_shifted(op, rows, prepare));
-    }
-    if (!done) launch_rows(op, rows, pointers, prepare);
-  }
-  if (!sums) return;
+  Partial partial;
+  if (c.dx.defined()) partial = launch_dx<T>(c, rows, facts, op);
+  if (!c.dweight.defined()) return;
   const auto columns = static_cast<int>(rows.columns);
-  if (!partial.defined()) {
+  if (!partial.sums.defined()) {
     const int64_t blocks = (columns + 255) / 256;
-    parts = std::clamp<int64_t>(4096 / blocks, 1, std::min<int64_t>(rows.count, 1024));
-    partial = empty({parts, 2, rows.columns}, c.rstd.options());
-    column_sums_kernel<T, F><<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(parts)), 256, 0, stream>>>(
-        op, rows.count, columns, partial.mutable_data_ptr<F>());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    partial.parts = std::clamp<int64_t>(4096 / blocks, 1, std::min<int64_t>(rows.count, 1024));
+    partial.sums = empty({partial.parts, 2, rows.columns}, c.rstd.options());
+    launch_column_sums<F>(op, rows.count, columns, partial.parts, partial.sums.template mutable_data_ptr<F>());
   }
-  // About eight partial rows per warp. With all 32 warps on 32 columns, each block of 1024 threads had 8 rows to add at
-  // 262144 columns.
-  const int among = static_cast<int>(std::min<uint64_t>(std::bit_ceil(static_cast<uint64_t>((parts + 7) / 8)), 32));
-  const dim3 blocks(static_cast<unsigned>((columns * int64_t{among} + 1023) / 1024), 2);
-  launch_early(add_partials_kernel<T, F>, blocks, dim3(32, 32), partial.const_data_ptr<F>(), parts, columns, among,
-               c.dweight.mutable_data_ptr<T>(), c.dbias.mutable_data_ptr<T>());
+  launch_add_partials<T>(partial.sums.template const_data_ptr<F>(), partial.parts, columns,
+                         c.dweight.mutable_data_ptr<T>(), c.dbias.mutable_data_ptr<T>());
 }
 
 }  // namespace
@@ -350,6 +330,7 @@ void run_cuda(const Call& c) {
 
 #include "cpu/huge_pages.h"
 #include "cpu/row_functions.h"
+#include "rows/explain.h"
 #include "rows/ops.h"
 
 namespace matmuls {
@@ -382,7 +363,7 @@ constexpr int64_t kRowsASum = 64;  // rows summed in float32 before the sum is a
 // number of threads.
 void run_cpu(const Call& c) {
   if (c.xhat.numel() == 0) return;
-  const auto rows = rows_of<3>(kOp, {c.grad, c.xhat, c.dx}, c.xhat.dim() - 1);
+  const auto rows = rows_of_call(c);
   const auto& steps = rows.column_strides;
   const int64_t chunks = std::min<int64_t>(rows.count, at::get_num_threads());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.xhat.scalar_type(), "norm_backward", [&] {
@@ -459,6 +440,15 @@ std::tuple<Tensor, Tensor, Tensor> backward_autograd(const Tensor& grad, const T
 }
 
 }  // namespace
+
+RowPlan explain_norm_backward(const Tensor& grad, const Tensor& xhat, const Tensor& rstd, const OptionalTensor& weight,
+                              bool rms, bool need_dx, bool need_columns, const OtherGpu& gpu) {
+  check(grad, xhat, rstd, tensor_or_none(weight));
+  if (xhat.numel() == 0 || !(need_dx || need_columns)) return {};
+  const Tensor dx = need_dx ? at::empty(xhat.sizes(), xhat.options().device(at::kMeta)) : Tensor();
+  const Call c{grad, xhat, rstd, tensor_or_none(weight), rms, dx, {}, {}};
+  return plan_of(kOp, xhat, facts_of_call(c, rows_of_call(c)), gpu, "norm_backward_row");
+}
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def(

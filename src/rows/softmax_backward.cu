@@ -7,6 +7,7 @@
 
 #include "glue/checks.h"
 #include "glue/rows.h"
+#include "rows/facts.h"
 
 namespace matmuls {
 
@@ -32,6 +33,12 @@ Rows<4> rows_of_call(const Call& c) {
   return rows_of<4>(kOp, c.y.sizes(), {c.y.strides(), c.grad.strides(), c.out.strides(), position}, c.dim,
                     innermost_first(dims));
 }
+RowFacts facts_of_call(const Call& c, const Rows<4>& rows) {
+  RowFacts f = facts_of(RowOperation::softmax_backward, c.y.element_size(), rows,
+                        std::array{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()});
+  f.causal = c.causal;
+  return f;
+}
 
 }  // namespace
 }  // namespace matmuls
@@ -53,11 +60,9 @@ template <class T, bool few>
 struct SoftmaxBackward {
   using Storage = T;
   using F = arithmetic_t<T>;
-  static constexpr int kInputs = 2, kOutputs = 1, kConstants = 0;
-  static constexpr int kVectors = few ? 2 : 4, kLongVectors = kVectors;
-  static constexpr int kHeldVectors = kLongVectors, kRowMost = 512;
-  static constexpr int kThreadsPerSm = 1024, kMostThreads = 1024;
-  static constexpr bool kNumber = false, kColumnSums = false, kWholeRows = false, kEnds = true;
+  static constexpr RowTraits kTraits = softmax_backward_traits(sizeof(T), few);
+  static constexpr int kInputs = kTraits.inputs, kOutputs = 1, kConstants = kTraits.constants;
+  static constexpr bool kNumber = false, kColumnSums = false, kEnds = true;
 
   struct Row {
     const T *y, *grad;
@@ -179,33 +184,51 @@ struct SoftmaxBackward {
 };
 
 template <class T, bool few>
-void launch(const Call& c, const Rows<4>& rows, const Alignment& a) {
+SoftmaxBackward<T, few> operation(std::type_identity<SoftmaxBackward<T, few>>, const Call& c, const Rows<4>& rows) {
   const auto& steps = rows.column_strides;
-  const SoftmaxBackward<T, few> op{RowIndex<4>(rows),
-                                   c.y.const_data_ptr<T>(),
-                                   c.grad.const_data_ptr<T>(),
-                                   c.out.mutable_data_ptr<T>(),
-                                   {steps[0], steps[1], steps[2]},
-                                   c.causal,
-                                   static_cast<arithmetic_t<T>>(c.scale)};
-  if constexpr (sizeof(T) == 4)
-    if (a.whole && rows.count <= INT32_MAX && !c.causal && rows.columns == 16384)
-      return launch_even_rows<4, 1024, true>(op, rows);
-  if constexpr (sizeof(T) == 2 && !few) {
-    if (a.whole && rows.count <= INT32_MAX) {
-      if (c.causal && rows.columns == 128) return launch_even_rows<2, 8, true>(op, rows);
-      if (!c.causal && launch_even_fours<256, 512>(op, rows)) return;
-    }
+  return {RowIndex<4>(rows),
+          c.y.const_data_ptr<T>(),
+          c.grad.const_data_ptr<T>(),
+          c.out.mutable_data_ptr<T>(),
+          {steps[0], steps[1], steps[2]},
+          c.causal,
+          static_cast<arithmetic_t<T>>(c.scale)};
+}
+
+// Hands the kernel of a choice to `use`: one of those that are compiled for T.
+template <class T, bool few, class Use>
+void with_kernel(const RowChoice& c, const Use& use) {
+  using Op = SoftmaxBackward<T, few>;
+  if (c.kernel == RowKernel::even_rows && !c.unaligned) {
+    if constexpr (sizeof(T) == 4)
+      if (with_even_rows<Op, 4, 1024, true>(c, use)) return;
+    if constexpr (sizeof(T) == 2 && !few)
+      if (with_even_rows<Op, 2, 8, true>(c, use) || with_even_rows<Op, 4, 512, true>(c, use) ||
+          with_even_rows<Op, 4, 256, true>(c, use))
+        return;
+    not_compiled(c);
   }
+  if constexpr (sizeof(T) == 2 && few)
+    if (c.kernel == RowKernel::even_rows) return with_unaligned_warps<Op>(c, use);
   if constexpr (sizeof(T) == 4 || (sizeof(T) == 2 && few)) {
-    if (a.vectors && !c.causal && launch_held_rows(op, rows)) return;
-    if (a.vectors && !a.whole) {
-      // Columns that causal rows do not see are not read: 577 columns at 0.84 of a copy, 0.63 otherwise.
-      if (sizeof(T) == 2 && c.causal && rows.columns >= 128 && launch_ragged_warps(op, rows)) return;
-      if (launch_short_rows<3>(op, rows) || launch_wide_ragged(op, rows.count, rows.columns)) return;
-    }
+    if (c.kernel == RowKernel::two_pass) return with_two_pass<Op>(c, use);
+    if (c.kernel == RowKernel::staged) return with_staged<Op>(c, use);
+    if (c.kernel == RowKernel::cluster) return with_cluster<Op, true>(c, use);
   }
-  launch_rows(op, rows, std::array<const void*, 3>{op.y, op.grad, op.dx});
+  with_general<Op>(c, use);
+}
+template <class T, class Use>
+void with_kernel(const RowFacts&, const RowChoice& c, const Use& use) {
+  if constexpr (sizeof(T) == 2)
+    if (c.form == RowForm::few_vectors) return with_kernel<T, true>(c, use);
+  with_kernel<T, false>(c, use);
+}
+
+template <class T>
+bool has_room(const RowFacts& f, const RowChoice& c) {
+  bool room = false;
+  with_kernel<T>(f, c, AskRoom{c, room});
+  return room;
 }
 
 }  // namespace
@@ -214,19 +237,12 @@ void run_cuda(const Call& c) {
   if (c.out.numel() == 0) return;
   const OperationGuard guard(kOp, c.y);
   const auto rows = rows_of_call(c);
+  RowFacts facts = facts_of_call(c, rows);
+  facts.device = row_device();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kOp, [&] {
-    const std::array pointers{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()};
-    const auto a = alignment_of<scalar_t>(rows, pointers);
-    if constexpr (sizeof(scalar_t) == 2) {
-      // Four vectors per thread for causal rows. Other rows only if three vectors leave no lane of a warp idle (136
-      // columns: 1.05 of a copy, 0.66 with two per thread), if more than 512 threads would share a row (8200 columns:
-      // 1.05, 0.78 otherwise), and for 8192 columns, which divide evenly among the threads.
-      const auto within = [&](int64_t least, int64_t most) { return rows.columns > least && rows.columns <= most; };
-      const bool threes = within(64, 96) || within(128, 192) || within(256, 384) || within(512, 768);
-      const bool many = c.causal ? within(64, 16384) : threes || within(8191, 16384);
-      if (a.whole ? many : a.vectors && within(8192, 16391)) return launch<scalar_t, false>(c, rows, a);
-    }
-    launch<scalar_t, sizeof(scalar_t) == 2>(c, rows, a);
+    const RowChoice choice = choose(facts, has_room<scalar_t>);
+    const auto make = [&]<class Op>() { return operation(std::type_identity<Op>(), c, rows); };
+    with_kernel<scalar_t>(facts, choice, LaunchRows{facts, choice, make, kNothingToPrepare});
   });
 }
 
@@ -241,6 +257,7 @@ void run_cuda(const Call& c) {
 #include "cpu/huge_pages.h"
 #include "cpu/row_functions.h"
 #include "glue/autograd.h"
+#include "rows/explain.h"
 #include "rows/ops.h"
 
 namespace matmuls {
@@ -266,11 +283,11 @@ void run_cpu(const Call& c) {
     const scalar_t* y = c.y.const_data_ptr<scalar_t>();
     const scalar_t* grad = c.grad.const_data_ptr<scalar_t>();
     scalar_t* out = c.out.mutable_data_ptr<scalar_t>();
-    if (!c.causal && for_rows_side_by_side<scalar_t>(rows, 3, kMostSideBySide, [&](int64_t row, int64_t width) {
-          softmax_backward_side_by_side(y + rows.offset(0, row), grad + rows.offset(1, row), out + rows.offset(2, row),
-                                        {steps[0], steps[1], steps[2]}, rows.columns, width, c.scale);
-        }))
-      return;
+    if (!c.causal && lie_side_by_side<scalar_t>(rows, 3))
+      return for_rows_side_by_side<scalar_t>(rows, kMostSideBySide, [&](int64_t row, int64_t width) {
+        softmax_backward_side_by_side(y + rows.offset(0, row), grad + rows.offset(1, row), out + rows.offset(2, row),
+                                      {steps[0], steps[1], steps[2]}, rows.columns, width, c.scale);
+      });
     for_rows<scalar_t, 3>(rows.count, rows.columns, [&](int64_t row, RowBuffers<scalar_t, 3>& buffers) {
       const scalar_t* y_row = buffers.gather(0, y + rows.offset(0, row), steps[0]);
       const scalar_t* grad_row = buffers.gather(1, grad + rows.offset(1, row), steps[1]);
@@ -365,6 +382,20 @@ void backward_inplace_autograd(Tensor y, const Tensor& grad, int64_t dim, double
 }
 
 }  // namespace
+
+RowPlan explain_softmax_backward(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal,
+                                 const OptionalTensor& out, const OtherGpu& gpu) {
+  dim = check(y, grad, dim, tensor_or_none(out));
+  if (y.numel() == 0) return {};
+  const Tensor dx = out ? *out : at::empty_like(y, y.options().device(at::kMeta));
+  const Call c{at_least_1d(y), at_least_1d(grad), at_least_1d(dx), dim, scale, causal};
+  const auto rows = rows_of_call(c);
+  const bool side_by_side =
+      !causal && AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), kOp,
+                                                 [&] { return lie_side_by_side<scalar_t>(rows, 3); });
+  return plan_of(kOp, y, facts_of_call(c, rows), gpu,
+                 side_by_side ? "softmax_backward_side_by_side" : "softmax_backward_row");
+}
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};

@@ -7,7 +7,8 @@
 
 #include <limits>
 
-#include "rows/launch_rows.cuh"
+#include "rows/device/operation.cuh"
+#include "rows/device/row_index.cuh"
 
 namespace matmuls {
 
@@ -86,11 +87,9 @@ template <class T, bool bytes, bool ends, bool anywhere = false>
 struct PackedSoftmax {
   using Storage = T;
   using F = float;
-  static constexpr bool kWholeRows = true, kEnds = ends;
-  static constexpr int kInputs = 1, kConstants = 0;
-  static constexpr int kVectors = 4, kLongVectors = 4, kHeldVectors = 4, kRowMost = 512;
-  static constexpr int kThreadsPerSm = 1024, kMostThreads = 512;
-  static constexpr bool kNumber = false, kColumnSums = false;
+  static constexpr RowTraits kTraits = softmax_half2_traits();
+  static constexpr int kInputs = kTraits.inputs, kConstants = kTraits.constants;
+  static constexpr bool kNumber = false, kColumnSums = false, kEnds = ends;
 
   struct Row {
     const T* x;

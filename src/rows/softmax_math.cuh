@@ -1,13 +1,13 @@
 // The operation `softmax of a row, with a mask of any kind` for the row kernels (interface: see
-// rows/kernels/row_kernels.cuh). Used by rows/softmax.cu only.
+// rows/device/operation.cuh). Used by rows/softmax.cu only.
 #pragma once
 
 #include <limits>
 #include <type_traits>
 
 #include "glue/masks.h"
-#include "rows/kernels/staged.cuh"
-#include "rows/launch_rows.cuh"
+#include "rows/device/operation.cuh"
+#include "rows/device/row_index.cuh"
 #include "rows/softmax_half2.cuh"
 
 namespace matmuls {
@@ -25,11 +25,8 @@ struct Softmax {
   using Storage = T;
   using F = arithmetic_t<T>;
   static constexpr bool masked = !std::is_same_v<Mask, NoMask>, any = std::is_same_v<Mask, AnyMask>;
-  static constexpr bool kWholeRows = !holds || (masked && !any);
-  static constexpr int kInputs = 1, kOutputs = 1, kConstants = 0;
-  static constexpr int kVectors = 4, kLongVectors = 4;
-  static constexpr int kHeldVectors = kLongVectors, kRowMost = holds ? 512 : 0;
-  static constexpr int kThreadsPerSm = masked ? 768 : 1024, kMostThreads = masked ? 512 : 1024;
+  static constexpr RowTraits kTraits = softmax_traits(sizeof(T), masked, any, holds);
+  static constexpr int kInputs = kTraits.inputs, kOutputs = 1, kConstants = kTraits.constants;
   static constexpr bool kNumber = false, kColumnSums = false, kEnds = masked, kHoldsZ = sizeof(T) == 8;
 
   struct Row {

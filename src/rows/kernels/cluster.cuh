@@ -1,33 +1,22 @@
-// Persistent cluster kernel for rows that are too long for a block: a cluster of blocks shares a row. All threads hold
-// the same number of vectors, except that some lack the last one.
+// cluster: a persistent kernel for rows that are too long for a block: a cluster of blocks shares a row. All threads
+// hold the same number of vectors, except that some lack the last one.
 //
 // Thread and vector counts are compile-time constants, and values that all rows share stay in registers. That halves
-// the instructions of walking_kernel, which limit 16-bit rows. The edge elements of an unaligned row go one each to the
-// first threads.
+// the instructions of persistent_kernel, which limit 16-bit rows. The edge elements of an unaligned row go one each to
+// the first threads.
 #pragma once
 
-#include "rows/kernels/row_kernels.cuh"
+#include "rows/device/operation.cuh"
+#include "rows/kernel_sizes.h"
 
 namespace matmuls {
 
-// Threads per block; vectors per thread at most, of all inputs together.
-constexpr int kWideThreads = 512, kWideVectors = 8;
-constexpr size_t kWideShared = 220 << 10;  // bytes per block for rows in flight
-
-template <class Op, int V>
-constexpr bool kWide = V > 1 && Op::kInputs == 1 && !Op::kColumnSums && sizeof(typename Op::Storage) <= 4 &&
-                       std::is_empty_v<typename Op::template Held<V, 1>>;
-
-// Rows in shared memory: one is being written, one folded, the others are in flight.
-constexpr size_t wide_row_bytes(int vectors) { return size_t{16} * vectors * kWideThreads; }
-constexpr int wide_stages(int vectors) { return std::min(4, static_cast<int>(kWideShared / wide_row_bytes(vectors))); }
-
 template <class Op, int V, int NV, bool ragged>
-__global__ void __launch_bounds__(kWideThreads, 1)
-    wide_row_kernel(const __grid_constant__ Op op, const RowShape shape) {
+__global__ void __launch_bounds__(kClusterThreads, 1)
+    cluster_kernel(const __grid_constant__ Op op, const RowShape shape) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Op::Storage;
-  constexpr int K = Op::kInputs, kStages = wide_stages(NV * K), kConstants = std::max(Op::kConstants, 1);
+  constexpr int K = Op::kInputs, kStages = cluster_stages(NV * K), kConstants = std::max(Op::kConstants, 1);
   static_assert(!ragged || Op::kConstants == 0);
   Team<Scope::cluster> team;
   const auto share = [&](const Inside& in) {
@@ -43,14 +32,14 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   };
   extern __shared__ __align__(16) unsigned char shared[];
   Words<T, V>* const slots = reinterpret_cast<Words<T, V>*>(shared) + threadIdx.x;
-  const auto stage = [&](int s) { return Ahead<T, V, NV, K>{{slots + s * NV * K * kWideThreads, kWideThreads}}; };
+  const auto stage = [&](int s) { return Ahead<T, V, NV, K>{{slots + s * NV * K * kClusterThreads, kClusterThreads}}; };
   const int64_t step = team.count();
   const auto fetch = [&](int64_t r, int s) {
     if (r < shape.rows) {
       const typename Op::Row row = op.row(r);
       stage(s).fetch(row, span_of_row(row));
     }
-    ptx::end_group_ahead();
+    ptx::cp_async_commit_group();
   };
   RowEnds<Op> ends_before, ends, ends_after;
   const auto fetch_ends = [&](int64_t r) {
@@ -89,12 +78,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     const typename Op::Row row = op.row(r);
     ends = ends_after;
     fetch_ends(r + step);
-    ptx::wait_ahead<kStages - 2>();
+    ptx::cp_async_wait_group<kStages - 2>();
     typename Op::State state = Op::identity();
     op.fold(state, none, row, span_of_row(row), stage(slot), constants);
     if constexpr (ragged) ends.fold(op, state, row);
     state = team.template merge_block<true>(op, state);
-    if (team.size == kWideThreads)
+    if (team.size == kClusterThreads)
       team.post_to_itself(state);
     else
       team.post(state);
@@ -108,6 +97,17 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   if (any) write(shape.rows);
   team.leave();
 #endif
+}
+
+// Hands the kernel of a choice to `use`.
+template <class Op, bool ragged, class Use>
+void with_cluster(const RowChoice& c, const Use& use) {
+  constexpr int V = Op::kTraits.elements_of_vector();
+  const auto go = [&]<int NV>() { use.template operator()<RowKernel::cluster, cluster_kernel<Op, V, NV, ragged>>(); };
+  if constexpr (Op::kInputs == 2)
+    with_number<3, 4>(c, c.vectors, go);
+  else
+    with_number<5, 6, 7, 8>(c, c.vectors, go);
 }
 
 }  // namespace matmuls

@@ -1,9 +1,9 @@
-// Two-pass kernel for rows of 32 and 64 KiB that divide evenly among the threads of a block. The second read comes from
-// the L2. A block holds only part of its row, so two or three blocks run per SM, and one reads while another writes:
-// float32 layer norm of 16384 columns at 0.98 of a copy, 0.91 where a block holds the whole row.
+// even_passes: a two-pass kernel for rows of 32 and 64 KiB that divide evenly among the threads of a block. The second
+// read comes from the L2. A block holds only part of its row, so two or three blocks run per SM, and one reads while
+// another writes: float32 layer norm of 16384 columns at 0.98 of a copy, 0.91 where a block holds the whole row.
 #pragma once
 
-#include "rows/kernels/even_rows.cuh"
+#include "rows/kernels/even.cuh"
 
 namespace matmuls {
 
@@ -55,12 +55,17 @@ __global__ void __launch_bounds__(threads, blocks)
   }
 }
 
-// Launches it for rows of parts * each vectors per thread, for `threads` threads.
-template <int parts, int each, int kept, int threads, int blocks, class Op, int N>
-void launch_even_passes(const Op& op, const Rows<N>& rows) {
-  static_assert(std::is_empty_v<typename Op::template Held<1, each>>, "what fold leaves for write is read again");
-  launch_rows_kernel<even_passes_kernel<Op, 16 / sizeof(typename Op::Storage), parts, each, kept, threads, blocks>>(
-      op, dim3(threads), rows.count, rows.count, rows.columns);
+// Hands the kernel of a choice to `use`, if it has this number of parts and so on.
+template <class Op, int parts, int each, int kept, int threads, int blocks, class Use>
+bool with_even_passes(const RowChoice& c, const Use& use) {
+  static_assert(Op::kTraits.keeps_nothing, "what fold leaves for write is read again");
+  if (c.parts != parts || c.vectors != each || c.kept_parts != kept || c.threads != threads ||
+      c.blocks_per_sm != blocks)
+    return false;
+  use.template
+  operator()<RowKernel::even_passes,
+             even_passes_kernel<Op, Op::kTraits.elements_of_vector(), parts, each, kept, threads, blocks>>();
+  return true;
 }
 
 }  // namespace matmuls

@@ -1,5 +1,5 @@
-// norm_backward for rows that the kernels of rows/launch_rows.cuh do not serve well: rows too long for a cluster to
-// prefetch the next one, and unaligned 16-bit rows of middle length.
+// norm_backward_stream: norm_backward for rows that the general kernels do not serve well: rows too long for a cluster
+// to prefetch the next one, and unaligned 16-bit rows of middle length.
 //
 // Persistent. A block keeps the weight of its columns and several rows in flight in shared memory, and the column sums
 // over the rows in registers. A row is written after the next one is folded, so that no thread waits for its sums.
@@ -20,29 +20,18 @@
 
 #include "gpu/launch.cuh"
 #include "gpu/vector_io.cuh"
+#include "rows/kernel_sizes.h"
 
 namespace matmuls {
 namespace {
 
-constexpr int kMostBlocks = 64;  // per team: a lane reads two letters
-
-// float32 rows hold half as many elements: one block of twice the threads, as measured on an H200.
 template <class T>
-struct Plan {
-  static constexpr int kVectors = 16 / sizeof(T);
-  static constexpr int kThreads = sizeof(T) == 4 ? 512 : 256, kWarps = kThreads / 32;
-  static constexpr int kBlocks = 512 / kThreads;  // per multiprocessor
-  static constexpr int kHeld = 4;                 // vectors of each input per thread
-  static constexpr int kStages = 3;               // rows in shared memory
-  static constexpr int kPhases = 4;               // rows whose sums other blocks may still have to read
-  static constexpr int kPart = kThreads * kHeld;  // vectors of a row per block
-  static constexpr int kBytes = 16 * kPart * (1 + 2 * kStages);
-};
+using Plan = StreamPlan<sizeof(T)>;
 
 struct Letter {
   uint64_t d, dxhat;  // a float32 and the number of its row each
 };
-static_assert(Plan<float>::kPhases * kMostBlocks * 2 <= StreamNormBackward<float>::kLetters);
+static_assert(Plan<float>::kPhases * kMostStreamBlocks * 2 <= StreamNormBackward<float>::kLetters);
 
 #if __CUDA_ARCH__ >= 900
 __device__ void post(Letter* to, float2 v, uint32_t number) {
@@ -92,7 +81,7 @@ struct Sums {
 // alone: each block has its own rows, which may be unaligned. Otherwise `blocks` blocks share a row of whole vectors.
 template <class T, bool rms, bool alone>
 __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
-    stream_norm_backward_kernel(const __grid_constant__ StreamNormBackward<T> c, const int blocks) {
+    norm_backward_stream_kernel(const __grid_constant__ StreamNormBackward<T> c, const int blocks) {
 #if __CUDA_ARCH__ >= 900
   using P = Plan<T>;
   constexpr int V = P::kVectors, NV = P::kHeld, S = P::kStages, kThreads = P::kThreads, kWarps = P::kWarps;
@@ -139,14 +128,14 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
 #pragma unroll
       for (int i = 0; i < NV; ++i) {
         if (!has(i)) continue;
-        ptx::copy_ahead(&held(s, i, 0), grad + i * kStep);
-        ptx::copy_ahead(&held(s, i, 1), xhat + i * kStep);
+        ptx::cp_async(&held(s, i, 0), grad + i * kStep);
+        ptx::cp_async(&held(s, i, 1), xhat + i * kStep);
       }
       grad += teams * c.strides[0];
       xhat += teams * c.strides[1];
       ++fetched;
     }
-    ptx::end_group_ahead();
+    ptx::cp_async_commit_group();
   };
   const auto edge_of = [&](int n) -> float2 {
     if (!has_edge || n >= mine) return {};
@@ -187,11 +176,11 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
     constexpr bool early = !alone && sizeof(T) == 4;
     Glance glance{};
     if (early && warp == 0 && n > 0 && lane < blocks)
-      glance = Glance::at(letters + (n - 1) % P::kPhases * kMostBlocks + lane);
+      glance = Glance::at(letters + (n - 1) % P::kPhases * kMostStreamBlocks + lane);
     if (n < mine) {
       rstd_now = __ldg(next_rstd);
       next_rstd += teams;
-      ptx::wait_ahead<S - 2>();
+      ptx::cp_async_wait_group<S - 2>();
       float2 sums[2] = {};
       if (alone && warp == 0) {
         edge_now = edge_next;
@@ -221,7 +210,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
       if (!alone && warp == 0) {
         folded.wait(n);
         const float2 all = sum_of<kWarps>(folded[n].at[lane % kWarps]);
-        if (lane == 0) post(letters + n % P::kPhases * kMostBlocks + rank, all, n + 1);
+        if (lane == 0) post(letters + n % P::kPhases * kMostStreamBlocks + rank, all, n + 1);
       }
     }
     if (n > 0) {
@@ -235,7 +224,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
           mean = {};
           for (int from = lane; from < blocks; from += 32) {
             if (!early || from != lane) glance = {};
-            while (!glance.is(n)) glance = Glance::at(letters + m % P::kPhases * kMostBlocks + from);
+            while (!glance.is(n)) glance = Glance::at(letters + m % P::kPhases * kMostStreamBlocks + from);
             const float2 one = glance.numbers();
             mean = {mean.x + one.x, mean.y + one.y};
           }
@@ -277,7 +266,7 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
     edge_before = edge_now;
     rstd_before = rstd_now;
   }
-  ptx::wait_ahead<0>();
+  ptx::cp_async_wait_group<0>();
   if (!c.partial) return;
   float* const sums = c.partial + static_cast<int64_t>(team) * 2 * c.columns;
 #pragma unroll
@@ -296,12 +285,6 @@ __global__ void __launch_bounds__(Plan<T>::kThreads, Plan<T>::kBlocks)
 #endif
 }
 
-template <class T>
-int blocks_of_team(int64_t columns) {
-  constexpr int64_t kPart = Plan<T>::kPart * Plan<T>::kVectors;
-  return static_cast<int>((columns + kPart - 1) / kPart);
-}
-
 template <auto kernel, class T>
 bool launch(const StreamNormBackward<T>& call, int teams, int blocks) {
   allow_shared_memory<kernel>();
@@ -313,36 +296,19 @@ bool launch(const StreamNormBackward<T>& call, int teams, int blocks) {
 }  // namespace
 
 template <class T>
-int stream_norm_backward_teams(int64_t columns, int64_t rows, bool whole) {
-  using P = Plan<T>;
-  const DeviceLimits& limits = device_limits();
-  if (!has_sm90_code() || rows > INT32_MAX / 2) return 0;
-  if (limits.shared_per_multiprocessor < int64_t{P::kBlocks} * (P::kBytes + 2048)) return 0;
-  const int resident = limits.multiprocessors * P::kBlocks;
-  if (whole) {
-    const int blocks = blocks_of_team<T>(columns);
-    if (columns <= (sizeof(T) == 2 ? 32768 : 65536) || blocks > kMostBlocks) return 0;
-    return static_cast<int>(std::min<int64_t>(resident / blocks, rows));
-  }
-  const int64_t vectors = columns / P::kVectors;
-  if (sizeof(T) != 2 || vectors > P::kPart || vectors <= P::kPart * 3 / 4) return 0;
-  return static_cast<int>(std::min<int64_t>(resident / P::kVectors * P::kVectors, rows));
-}
-template <class T>
-bool launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, bool whole) {
+bool launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, int blocks, bool whole) {
   const auto go = [&]<bool rms>() {
     if constexpr (sizeof(T) == 2)
-      if (!whole) return launch<stream_norm_backward_kernel<T, rms, true>>(call, teams, 1);
+      if (!whole) return launch<norm_backward_stream_kernel<T, rms, true>>(call, teams, 1);
     C10_CUDA_CHECK(
         cudaMemsetAsync(call.letters, 0, sizeof(uint64_t) * call.kLetters * teams, c10::cuda::getCurrentCUDAStream()));
-    return launch<stream_norm_backward_kernel<T, rms, false>>(call, teams, blocks_of_team<T>(call.columns));
+    return launch<norm_backward_stream_kernel<T, rms, false>>(call, teams, blocks);
   };
   return call.rms ? go.template operator()<true>() : go.template operator()<false>();
 }
 
-#define MATMULS_STREAM_NORM_BACKWARD(T)                               \
-  template int stream_norm_backward_teams<T>(int64_t, int64_t, bool); \
-  template bool launch_stream_norm_backward(const StreamNormBackward<T>&, int, bool);
+#define MATMULS_STREAM_NORM_BACKWARD(T) \
+  template bool launch_stream_norm_backward(const StreamNormBackward<T>&, int, int, bool);
 MATMULS_STREAM_NORM_BACKWARD(float)
 MATMULS_STREAM_NORM_BACKWARD(c10::BFloat16)
 MATMULS_STREAM_NORM_BACKWARD(c10::Half)

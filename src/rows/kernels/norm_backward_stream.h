@@ -22,12 +22,9 @@ struct StreamNormBackward {
   static constexpr int kLetters = 512;
 };
 
-// Number of teams of blocks that process such rows on the current device; 0 if the kernels of rows/launch_rows.cuh
-// serve them better. `whole`: rows are aligned and their length is a multiple of 16 bytes.
-template <class T>
-int stream_norm_backward_teams(int64_t columns, int64_t rows, bool whole);
+// teams: of `blocks` blocks, which share a row. whole: rows are aligned and their length is a multiple of 16 bytes.
 // Returns false, writing nothing, if the blocks, which wait for each other, cannot all be resident.
 template <class T>
-bool launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, bool whole);
+bool launch_stream_norm_backward(const StreamNormBackward<T>& call, int teams, int blocks, bool whole);
 
 }  // namespace matmuls

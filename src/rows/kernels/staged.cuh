@@ -1,49 +1,21 @@
-// Kernels for short unaligned rows that are contiguous: rows are staged through shared memory, several at a time.
+// staged: for short unaligned rows that are contiguous. Rows are staged through shared memory, several at a time.
 //
 //   global memory   [row 0][row 1][row 2]...    copied as aligned 16-byte blocks, whatever the rows' boundaries
 //   shared memory   the same bytes              lane l of a team holds columns l, l + lanes, l + 2 lanes, ...
 //   global memory   [row 0][row 1][row 2]...    copied back as 16-byte blocks
 //
-// No bounds test for row ends is needed, which costs row_kernel as much as the rest of a short row: each lane's columns
-// have a stride known at compile time. Float32 rows of more than 160 columns are read and written in place
-// (direct_rows_kernel): each element is as wide as a lane's share of a memory transaction. The grid has many small
-// blocks: RMS norm reaches 0.92 to 1.0 of a copy; a persistent grid reached 0.79 to 0.87.
+// No bounds test for row ends is needed, which costs one_pass as much as the rest of a short row: each lane's columns
+// have a stride known at compile time. The grid has many small blocks: RMS norm reaches 0.92 to 1.0 of a copy; a
+// persistent grid reached 0.79 to 0.87.
 #pragma once
 
 #include <algorithm>
+#include <climits>
 
-#include "rows/launch_rows.cuh"
+#include "rows/kernel_sizes.h"
+#include "rows/kernels/direct.cuh"
 
 namespace matmuls {
-
-constexpr int kTileWarps = 4;   // per block: each warp has its own rows and waits for no other
-constexpr int kTileStages = 2;  // tiles per warp: one being processed, the next in flight
-
-// A lane's columns of a row, at most N, in shared memory or in global memory.
-template <int lanes, int N>
-struct ShortShare {
-  static constexpr int kStep = lanes;
-  static constexpr int kSure = N > 4 ? N - std::max(4, N / 4) : 0;  // elements that every lane has
-  int first, columns;
-  bool in_tile;
-
-  __device__ int column(int i) const { return first + i * lanes; }
-  __device__ bool begins(int i) const { return i < kSure || column(i) < columns; }
-  __device__ bool holds(int i, int, int end) const { return column(i) < end; }
-  template <class T, class F>
-  __device__ void store(T* row, int64_t, int i, const F (&number)[1]) const {
-    if (!begins(i)) return;
-    if (!in_tile) {
-      row[column(i)] = T(number[0]);
-      return;
-    }
-    const uint32_t word = pack<T, 1>(number).at[0], to = ptx::shared_address(row + first) + i * lanes * sizeof(T);
-    if constexpr (sizeof(T) == 2)
-      ptx::store_shared_half(to, word);
-    else
-      ptx::store_shared(to, word);
-  }
-};
 
 // Copies a warp's rows from global to shared memory, or back: 16-byte blocks except at the two ends. The data keeps its
 // misalignment in shared memory.
@@ -76,7 +48,7 @@ struct WarpTile {
         reinterpret_cast<uintptr_t>(from), others_in_front, others_at_back,
         [=](uintptr_t memory, unsigned char* here) {
           const auto* const number = reinterpret_cast<const void*>(memory);
-          by_policy ? ptx::copy_ahead(here, number, policy) : ptx::copy_ahead(here, number);
+          by_policy ? ptx::cp_async(here, number, policy) : ptx::cp_async(here, number);
         },
         [](uintptr_t memory, unsigned char* here) {
           *reinterpret_cast<T*>(here) = *reinterpret_cast<const T*>(memory);
@@ -94,13 +66,6 @@ struct WarpTile {
   }
 };
 
-struct TileShape {
-  int64_t rows;
-  int columns;
-  int each, tiles;    // rows per tile, tiles per warp
-  int region, stage;  // bytes of shared memory: one tensor of a tile; all tensors of a tile
-};
-
 // True if the operation looks up per-row data (a mask).
 template <class Op>
 constexpr bool kRuns = requires(const Op& op) { op.run_from(0); };
@@ -112,8 +77,8 @@ constexpr int kTileBlocks = [] {
   return held <= 36 ? 6 : held <= 48 ? 5 : held <= 76 ? 4 : 3;
 }();
 
-// Kernel for rows staged in tiles. Beyond the interface in row_kernels.cuh, except fold and write, the operation
-// provides
+// Kernel for rows staged in tiles. Beyond the interface in rows/device/operation.cuh, except fold and write, the
+// operation provides
 //
 //   row_beside(r, offset)       row r, with inputs and outputs at `offset` of each tensor (contiguous rows)
 //   run_from(r), row_in(run, r) optional: look-up of per-row data once for the run.rows rows after run.first; row_in
@@ -124,7 +89,7 @@ constexpr int kTileBlocks = [] {
 //   whole_row<N>(...)           processes a row; `own` is false for lanes without a row
 template <class Op, int lanes, int N>
 __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
-    tiled_rows_kernel(const __grid_constant__ Op op, const TileShape shape) {
+    staged_kernel(const __grid_constant__ Op op, const TileShape shape) {
   using T = typename Op::Storage;
   using F = typename Op::F;
   using Row = typename Op::Row;
@@ -151,10 +116,10 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
                                                                      policy);
       if constexpr (Op::kNumber) {
         for (int i = lane; i < rows; i += 32)
-          ptx::copy_word_ahead(numbers_of(tile) + i, reinterpret_cast<const uint32_t*>(top.number) + i);
+          ptx::cp_async_word(numbers_of(tile) + i, reinterpret_cast<const uint32_t*>(top.number) + i);
       }
     }
-    ptx::end_group_ahead();
+    ptx::cp_async_commit_group();
   };
   ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
   ptx::griddepcontrol_wait();
@@ -190,7 +155,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
     ptx::forget(shift);
     if constexpr (kRuns<Op>)
       if (first - run.first >= run.rows) run = run_from(first);
-    ptx::wait_ahead<kTileStages - 1>();
+    ptx::cp_async_wait_group<kTileStages - 1>();
     __syncwarp();
 #pragma unroll 1
     for (int r = team; r - team < rows; r += 32 / lanes) {
@@ -226,7 +191,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
   }
   if constexpr (Op::kColumnSums) {
     if (!op.partial) return;
-    ptx::wait_ahead<0>();
+    ptx::cp_async_wait_group<0>();
     // Adds up the teams of a warp, then the warps of the block, in order.
     float* const all = reinterpret_cast<float*>(shared);
 #pragma unroll 1
@@ -250,125 +215,34 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks<Op, N>)
   }
 }
 
-// One float32 row per warp, read and written in place.
-template <class Op, int N>
-__global__ void __launch_bounds__(32 * kTileWarps, N <= 22            ? 8
-                                                   : Op::kInputs == 1 ? 6
-                                                                      : 4)
-    direct_rows_kernel(const __grid_constant__ Op op, const RowShape shape) {
-  using T = typename Op::Storage;
-  using F = typename Op::F;
-  constexpr int K = Op::kInputs;
-  const int64_t r = static_cast<int64_t>(blockIdx.x) * kTileWarps + threadIdx.y;
-  ptx::griddepcontrol_launch_dependents();  // PDL: the next kernel may start here, and waits in turn
-  ptx::griddepcontrol_wait();
-  if (r >= shape.rows) return;
-  const ShortShare<32, N> span{static_cast<int>(threadIdx.x), shape.columns, false};
-  const auto row = op.row_beside(r, r * shape.columns);
-  const ptx::L2Policy policy = ptx::l2_policy(shape.large);
-  Inputs<T, 1, N, K> inputs;
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      inputs.at[i][k].at[0] =
-          ptx::load_if(span.begins(i), reinterpret_cast<const uint32_t*>(row.input(k) + span.column(i)), policy);
-  const auto constants = [&](int c, int i) {
-    return span.begins(i) && op.constant(c) ? __ldg(op.constant(c) + span.column(i)) : op.absent(c);
+// Hands the kernel of a choice, staged or direct, to `use`. limit: columns at most.
+template <class Op, int limit = INT_MAX, class Use>
+void with_staged(const RowChoice& c, const Use& use) {
+  constexpr bool sums = Op::kColumnSums, wide = sizeof(typename Op::Storage) == 4;
+  constexpr int most = staged_columns(Op::kTraits, limit);
+  if constexpr (wide && !sums && most > 160)
+    if (c.kernel == RowKernel::direct) return with_direct<Op>(c, use);
+  const auto with = [&]<int lanes, int... Ns>() {
+    return c.lanes == lanes &&
+           ((c.vectors == Ns && (use.template operator()<RowKernel::staged, staged_kernel<Op, lanes, Ns>>(), true)) ||
+            ...);
   };
-  ColumnSums<F, 1, 0> none;
-  op.template whole_row<N>(row, true, span, inputs, constants, none, FixedLanes<32>{}, F(0));
-}
-
-// True if every row follows the previous one without a gap, in the first P tensors.
-template <int P, int N>
-bool side_by_side(const Rows<N>& rows) {
-  for (int t = 0; t < P; ++t) {
-    int64_t next = rows.columns;
-    for (int d = 0; d < rows.dims; next *= rows.sizes[d++])
-      if (rows.strides[t][d] != next) return false;
+  if (with.template operator()<2, 4, 8>() || with.template operator()<4, 8>() || with.template operator()<8, 7, 10>())
+    return;
+  if constexpr (most > 80) {
+    if (with.template operator()<8, 13>() || with.template operator()<16, 8, 10>()) return;
   }
-  return true;
-}
-
-// Launches a kernel for short rows with the same misalignment in the first P tensors. Returns false, launching nothing,
-// if rows are not contiguous, have more columns than the compiled kernels or `limit`, or if no block fits on the GPU.
-// regions: tensors per tile, inputs first. prepare(op, blocks) is called before the launch of an operation with column
-// sums.
-template <int P, int limit = INT_MAX, class Op, int D, class Prepare = decltype(kNothingToPrepare)>
-bool launch_short_rows(Op op, const Rows<D>& rows, int regions = Op::kInputs,
-                       const Prepare& prepare = kNothingToPrepare) {
-  using T = typename Op::Storage;
-  constexpr bool sums = Op::kColumnSums, wide = sizeof(T) == 4;
-  // The most columns. Float32 tiles have few elements per lane; longer rows are as fast with other kernels, and
-  // gradients faster.
-  constexpr int kMost = std::min(limit, sums             ? (wide ? 416 : 608)
-                                        : wide           ? (Op::kInputs == 1 || Op::kConstants > 0 ? 1024 : 80)
-                                        : Op::kConstants ? 608
-                                                         : (Op::kInputs == 1 ? 1056 : 800));
-  if (rows.columns > kMost || !side_by_side<P>(rows)) return false;
-  const auto shape = shape_of<Op>(rows.count, rows.columns);
-  const auto direct = [&]<int N>() {
-    if (rows.columns > 32 * N) return false;
-    const int64_t blocks = ceil_of(rows.count, kTileWarps);
-    if (blocks > INT32_MAX) return false;
-    launch_early(direct_rows_kernel<Op, N>, dim3(static_cast<unsigned>(blocks)), dim3(32, kTileWarps), op, shape);
-    return true;
-  };
-  if constexpr (wide && !sums && kMost > 160) {
-    if (rows.columns > 160)
-      return direct.template operator()<7>() || direct.template operator()<10>() || direct.template operator()<13>() ||
-             direct.template operator()<16>() || direct.template operator()<19>() || direct.template operator()<22>() ||
-             direct.template operator()<25>() || direct.template operator()<28>() || direct.template operator()<32>();
+  if constexpr (most > 160 && (sums || !wide)) {
+    if (with.template operator()<16, 13>() || with.template operator()<32, 8, 10, 13>()) return;
   }
-  const auto tiles = [&]<int lanes, int N>() {
-    if (rows.columns > lanes * N) return false;
-    constexpr auto kernel = tiled_rows_kernel<Op, lanes, N>;
-    constexpr int teams = 32 / lanes, kBytes = wide && sums ? 3072 : 2048;  // target size of one tensor of a tile
-    const int64_t row_bytes = rows.columns * static_cast<int64_t>(sizeof(T));
-    // Rows per tile: enough bytes per memory latency, but fewer if warps would have no rows.
-    const int64_t warps = int64_t{24} * device_limits().multiprocessors;
-    const int64_t each =
-        teams * std::clamp<int64_t>(rows.count / (teams * warps), 1, ceil_of(kBytes, teams * row_bytes));
-    const int64_t region = ceil_of(each * row_bytes + 16, 16) * 16;
-    const int64_t stage = regions * region + (Op::kNumber ? ceil_of(each, 4) * 16 : 0);
-    const int64_t bytes = std::max(kTileWarps * kTileStages * stage, sums ? 8 * rows.columns : 0);
-    Launch launch(1, 32 * kTileWarps, bytes);
-    // More tiles per warp with more constants to load or masks to look up (added mask, 131 columns: .88 of a copy, .83
-    // with fewer). With column sums, the smallest multiple of the resident blocks that keeps all of them busy.
-    int64_t count = wide ? 1 : Op::kConstants == 2 ? 4 : 2;
-    if constexpr (kRuns<Op>)
-      if (!wide && op.mask) count = 4;
-    const int resident_blocks = resident<kernel>(launch.config, 1);
-    if (resident_blocks == 0) return false;
-    if (sums) count = std::max<int64_t>(ceil_of(rows.count, each * kTileWarps * (wide ? 1 : 4) * resident_blocks), 1);
-    const int64_t blocks = ceil_of(rows.count, each * kTileWarps * count);
-    if (blocks > INT32_MAX) return false;
-    launch.config.gridDim = dim3(static_cast<unsigned>(blocks));
-    prepare(op, blocks);
-    launch.early();
-    launch(kernel, op,
-           TileShape{rows.count, shape.columns, static_cast<int>(each), static_cast<int>(count),
-                     static_cast<int>(region), static_cast<int>(stage)});
-    return true;
-  };
-  const auto some = [&]<int lanes, int... N>() { return (tiles.template operator()<lanes, N>() || ...); };
-  if (some.template operator()<2, 4, 8>() || some.template operator()<4, 8>() || some.template operator()<8, 7, 10>())
-    return true;
-  if constexpr (kMost > 80) {
-    if (some.template operator()<8, 13>() || some.template operator()<16, 8, 10>()) return true;
+  if constexpr (most > 416 && !wide) {
+    if (with.template operator()<32, 16, 19>()) return;
+    if constexpr (most > 608)
+      if (with.template operator()<32, 25>()) return;
+    if constexpr (most > 800)
+      if (with.template operator()<32, 33>()) return;
   }
-  if constexpr (kMost > 160 && (sums || !wide)) {
-    if (some.template operator()<16, 13>() || some.template operator()<32, 8, 10, 13>()) return true;
-  }
-  if constexpr (kMost > 416 && !wide) {
-    if (some.template operator()<32, 16, 19>()) return true;
-    if constexpr (kMost > 608)
-      if (some.template operator()<32, 25>()) return true;
-    if constexpr (kMost > 800)
-      if (some.template operator()<32, 33>()) return true;
-  }
-  return false;
+  not_compiled(c);
 }
 
 }  // namespace matmuls

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "rows/columns.cuh"
+#include "rows/device/columns.cuh"
 
 namespace matmuls {
 
@@ -65,7 +65,7 @@ struct Odd {
   uint16_t number[K];
 };
 
-// cp.async prefetch of a row to shared memory while earlier rows are processed. around: see ptx::copy_ahead.
+// cp.async prefetch of a row to shared memory while earlier rows are processed. around: see ptx::cp_async.
 template <class T, int V, int NV, int K, int around = 128>
 struct Ahead {
   Slots<T, V> slots;
@@ -79,7 +79,7 @@ struct Ahead {
 #pragma unroll
       for (int i = 0; i < NV; ++i)
 #pragma unroll
-        for (int k = 0; k < K; ++k) ptx::copy_ahead<around>(&slots[i * K + k], row.input(k) + span.column(i));
+        for (int k = 0; k < K; ++k) ptx::cp_async<around>(&slots[i * K + k], row.input(k) + span.column(i));
       return;
     }
     int last = -1;
@@ -92,7 +92,7 @@ struct Ahead {
         if (!seen)
           slots[i * K + k] = {};
         else if (whole)
-          ptx::copy_ahead<around>(&slots[i * K + k], row.input(k) + span.column(i));
+          ptx::cp_async<around>(&slots[i * K + k], row.input(k) + span.column(i));
       }
     }
     if constexpr (ragged) {
@@ -107,7 +107,7 @@ struct Ahead {
     for (int i = 0; i < NV; ++i)
 #pragma unroll
       for (int k = 0; k < K; ++k)
-        if (span.sees(i, end)) ptx::copy_ahead<around>(&slots[i * K + k], row.input(k) + span.column(i));
+        if (span.sees(i, end)) ptx::cp_async<around>(&slots[i * K + k], row.input(k) + span.column(i));
   }
   // For spans whose vectors all exist. ptxas 13.0 generates illegal instructions for several such predicated copies.
   template <class Row, class Columns>
@@ -115,7 +115,7 @@ struct Ahead {
 #pragma unroll
     for (int i = 0; i < NV; ++i)
 #pragma unroll
-      for (int k = 0; k < K; ++k) ptx::copy_ahead(&slots[i * K + k], row.input(k) + span.column(i), policy);
+      for (int k = 0; k < K; ++k) ptx::cp_async(&slots[i * K + k], row.input(k) + span.column(i), policy);
   }
   // Copies a vector that reaches past an end of the row: the row's own words, 0 outside it.
   template <class Row, bool ragged>
@@ -134,7 +134,7 @@ struct Ahead {
       for (int k = 0; k < K; ++k) {
         const auto* const from = reinterpret_cast<const uint32_t*>(row.input(k) + span.column(i)) + w;
         if (low && high)
-          ptx::copy_word_ahead(&slots[i * K + k].at[w], from);
+          ptx::cp_async_word(&slots[i * K + k].at[w], from);
         else if (kSize == 2 && low != high)
           odd.number[k] = reinterpret_cast<const uint16_t*>(from)[high];
         else

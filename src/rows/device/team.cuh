@@ -3,13 +3,11 @@
 #pragma once
 
 #include "gpu/vector_io.cuh"
+#include "rows/traits.h"
 
 namespace matmuls {
 
-enum class Scope { warp, block, cluster };
-
 constexpr int kMaxThreads = 1024;  // per block
-constexpr int kMaxRanks = 16;  // blocks per cluster; more than 8 need cudaFuncAttributeNonPortableClusterSizeAllowed
 
 // Sums and maxima over `lanes` adjacent lanes, a power of two.
 struct Lanes {

@@ -1,0 +1,147 @@
+"""Which kernel a call takes and why, without running it."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import _C
+
+Launch = dict[str, int | bool | str]
+# Multiprocessors, shared memory of a block and of a multiprocessor, capability.
+Gpu = tuple[int, int, int, tuple[int, int]]
+
+# From NVIDIA's data sheets and the table of technical specifications in the CUDA programming guide.
+GPUS: dict[str, Gpu] = {
+    "T4": (40, 64 << 10, 64 << 10, (7, 5)),
+    "A100": (108, 163 << 10, 164 << 10, (8, 0)),
+    "H100": (132, 227 << 10, 228 << 10, (9, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The kernel of a call: on a GPU the name of a file in src/rows/kernels, on a CPU "cpu: " and a function's name."""
+
+    operation: str
+    kernel: str
+    why: str
+    launch: Launch = field(default_factory=dict)  # threads of a block, vectors per thread and so on, of a GPU's kernel
+
+    def __str__(self) -> str:
+        launch = ", ".join(f"{name} {value}" for name, value in self.launch.items())
+        return f"{self.operation}: {self.kernel} ({self.why})" + (f"; {launch}" if launch else "")
+
+
+Answer = tuple[str, str, Launch]
+Arguments = Mapping[str, Any]
+
+
+def _softmax(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
+    out = a["x"] if name.endswith("_") else a["out"]
+    return _C.explain_softmax(name, a["x"], a["dim"], out, gpu)
+
+
+def _masked_softmax(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
+    out = a["x"] if name.endswith("_") else None
+    return _C.explain_scaled_masked_softmax(a["x"], a["mask"], a["scale"], a["causal"], out, gpu)
+
+
+def _softmax_backward(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
+    out = a["y"] if name.endswith("_") else a["out"]
+    return _C.explain_softmax_backward(a["y"], a["grad"], a["dim"], a["scale"], a["causal"], out, gpu)
+
+
+def _norm(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
+    keep = name == "norm_keep_"  # rms_norm_ has no bias
+    rms = a["rms"] if keep else name == "rms_norm_"
+    tensors = a["x"], a["weight"], a.get("bias"), a["eps"], a["residual"]
+    return _C.explain_norm("rms_norm_" if rms else "layer_norm_", *tensors, rms, keep, gpu)
+
+
+def _norm_backward(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
+    tensors = a["grad"], a["xhat"], a["rstd"], a["weight"]
+    return _C.explain_norm_backward(*tensors, a["rms"], a["need_dx"], a["need_columns"], gpu)
+
+
+# Operator of torch.ops.custom_mm -> who explains a call of it. Another operator needs a line here.
+_EXPLAINERS: dict[str, Callable[[str, Arguments, Gpu | None], Answer]] = {
+    "softmax": _softmax,
+    "softmax_": _softmax,
+    "scaled_masked_softmax": _masked_softmax,
+    "scaled_masked_softmax_": _masked_softmax,
+    "softmax_backward": _softmax_backward,
+    "softmax_backward_": _softmax_backward,
+    "layer_norm_": _norm,
+    "rms_norm_": _norm,
+    "norm_keep_": _norm,
+    "norm_backward": _norm_backward,
+}
+
+
+@functools.cache
+def _parameters(name: str) -> dict[str, Any]:
+    """The operator's parameters, in order, with their defaults (`...` if required); `out` last, if it takes one."""
+    operator = getattr(torch.ops.custom_mm, name)
+    arguments = operator.default._schema.arguments
+    found = {a.name: a.default_value if a.has_default_value() else ... for a in arguments}
+    return found | ({"out": None} if "out" in operator.overloads() else {})
+
+
+def _bind(name: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    parameters = _parameters(name)
+    positional = [p for p in parameters if p != "out"]
+    if len(tensors) > len(positional):
+        raise ValueError(f"explain: expected at most {len(positional)} arguments of {name}, got {len(tensors)}")
+    given = dict(zip(positional, tensors, strict=False))
+    for option in options:
+        if option not in parameters:
+            raise ValueError(f"explain: expected options of {name}, {', '.join(parameters)}, got {option}")
+        if option in given:
+            raise ValueError(f"explain: expected {option} of {name} once, got it by position and by name")
+    bound = parameters | given | options
+    if missing := [p for p, value in bound.items() if value is ...]:
+        raise ValueError(f"explain: expected {', '.join(missing)} of {name}, got none")
+    return bound
+
+
+def _limits(gpu: str | Gpu | None) -> Gpu | None:
+    if not isinstance(gpu, str):
+        return gpu
+    if gpu not in GPUS:
+        raise ValueError(f"explain: expected gpu to be one of {', '.join(GPUS)}, got {gpu!r}")
+    return GPUS[gpu]
+
+
+def explain(name: str, *tensors: Any, gpu: str | Gpu | None = None, **options: Any) -> Explanation:
+    """Tells which kernel a call of a row operation takes, and why. Nothing is computed or written.
+
+    For tensors on a GPU it is the kernel of that GPU, for tensors on a CPU the function that takes their rows. An
+    output that the operator would make is taken to be aligned; room on the GPU is judged by its limits, where a launch
+    asks CUDA.
+
+    Args:
+        name: an operator of torch.ops.custom_mm.
+        *tensors: its arguments by position.
+        gpu: choose for another GPU, wherever the tensors are: "T4", "A100", "H100", or (multiprocessors, bytes of
+            shared memory of a block and of a multiprocessor, (major, minor)).
+        **options: its arguments by name.
+
+    Returns:
+        An `Explanation` with `kernel`, `why` and `launch`.
+
+    Raises:
+        ValueError: on an unknown name, option or GPU.
+        RuntimeError: the operator's own errors on other arguments.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> print(custom_mm.explain("softmax_", torch.zeros(64, 8192, dtype=torch.bfloat16), gpu="H100").kernel)
+        nearly_even
+    """
+    if name not in _EXPLAINERS:
+        raise ValueError(f"explain: expected one of {', '.join(_EXPLAINERS)}, got {name!r}")
+    kernel, why, launch = _EXPLAINERS[name](name, _bind(name, tensors, options), _limits(gpu))
+    return Explanation(name, kernel, why, launch)

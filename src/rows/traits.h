@@ -1,0 +1,146 @@
+// Facts about an operation on rows that decide how its kernels are compiled and configured: plain numbers, shared by
+// the kernels (nvcc) and by the host code that chooses one of them (rows/choose.h).
+#pragma once
+
+#include <algorithm>
+
+namespace matmuls {
+
+// The threads that share a row: some lanes of a warp, a block, or a cluster of blocks.
+enum class Scope { warp, block, cluster };
+
+constexpr int kMaxRanks = 16;  // blocks per cluster; more than 8 need cudaFuncAttributeNonPortableClusterSizeAllowed
+
+// Threads per block at most, of the persistent kernel.
+constexpr int persistent_threads(Scope scope) {
+  return scope == Scope::warp ? 256 : scope == Scope::block ? 512 : 1024;
+}
+
+// Counts of vectors are of each input, per thread.
+struct RowTraits {
+  int element;               // bytes of an element in memory
+  int inputs, constants;     // tensors that a row is read from; rows of elements that all rows share (weight, bias)
+  int state;                 // bytes of what a row is folded into
+  int vectors = 4;           // that a thread holds
+  int long_vectors = 4;      // that a thread holds in rows that need more
+  int held_vectors = 4;      // that fit in registers
+  int row_most;              // threads per row above which the kernel is persistent; 0: long rows only
+  int threads_per_sm;        // that should be resident
+  int most_threads;          // per block of the persistent kernel
+  bool number = false;       // each row has its own number, which write needs
+  bool column_sums = false;  // write adds to two sums for each column, over the rows
+  bool whole_rows = false;   // only aligned rows of whole vectors are supported
+  bool keeps_nothing;        // fold leaves nothing in registers for write, which reads the elements again
+
+  constexpr int arithmetic() const { return element == 8 ? 8 : 4; }  // bytes of a number in arithmetic
+  constexpr int elements_of_vector() const { return 16 / element; }
+  // Most vectors per thread of the one_pass and reread kernels. `elements`: of one vector; 1: no vector accesses.
+  constexpr int most_vectors(int elements) const { return elements == 1 ? 4 : vectors; }
+
+  // True if the operation is for long rows only.
+  constexpr bool is_long() const { return row_most == 0 && !column_sums; }
+  // True if the kernel is persistent for rows of any length: for sums over the rows, and for the constants of unaligned
+  // rows, which are loaded once for all rows.
+  constexpr bool always_persistent(bool unaligned) const { return column_sums || (unaligned && constants > 0); }
+  // True if a cluster shares long rows with few threads of many vectors each.
+  constexpr bool few_threads() const {
+    return constants == 1 && !column_sums && element == 2 && long_vectors > vectors;
+  }
+  // True if the threads of a cluster always hold long_vectors. With two constants, a row of 8 vectors per thread fills
+  // shared memory and needs half the blocks.
+  constexpr bool long_clusters() const { return constants == 2 || few_threads(); }
+  // True if a block's threads may hold three vectors instead of four, where a third of the four would be idle. Gradient
+  // of 1032, 1152 and 1280 bfloat16 columns: 0.79, 0.91 and 0.93 of the speed of a copy; 0.69, 0.77 and 0.85 with four.
+  constexpr bool threes(int elements, bool unaligned) const {
+    return elements > 1 && !unaligned && column_sums && vectors == 4;
+  }
+  // True if the cluster kernel is compiled for aligned rows.
+  constexpr bool clusters(int elements) const {
+    return elements > 1 && inputs == 1 && !column_sums && element <= 4 && keeps_nothing;
+  }
+  // Threads per block at most, of the persistent kernel. With unaligned rows (96 registers) blocks of 9 warps fit in
+  // pairs.
+  constexpr int most_persistent(Scope scope, bool unaligned) const {
+    return std::min(persistent_threads(scope), most_threads) + (scope == Scope::block && unaligned ? 32 : 0);
+  }
+  // True if the persistent kernel is compiled for the scope.
+  constexpr bool has_persistent(Scope scope, bool unaligned) const {
+    return scope == Scope::cluster || always_persistent(unaligned) ||
+           (scope == Scope::block && (constants > 0 || is_long()));
+  }
+  // True if the one_pass kernel is compiled for the scope.
+  constexpr bool has_one_pass(Scope scope, bool unaligned) const {
+    return scope != Scope::cluster && !always_persistent(unaligned) && !is_long();
+  }
+};
+
+// holds: exponentials stay in registers until their sum is known. any: the kind of mask is known at run time only.
+constexpr RowTraits softmax_traits(int element, bool masked, bool any, bool holds) {
+  return {.element = element,
+          .inputs = 1,
+          .constants = 0,
+          .state = element == 8 ? 16 : 8,
+          .row_most = holds ? 512 : 0,
+          .threads_per_sm = masked ? 768 : 1024,
+          .most_threads = masked ? 512 : 1024,
+          .whole_rows = !holds || (masked && !any),
+          .keeps_nothing = !holds};
+}
+constexpr RowTraits softmax_half2_traits() {
+  return {.element = 2,
+          .inputs = 1,
+          .constants = 0,
+          .state = 8,
+          .row_most = 512,
+          .threads_per_sm = 1024,
+          .most_threads = 512,
+          .whole_rows = true,
+          .keeps_nothing = false};
+}
+// few: a thread holds two vectors of each input, else four.
+constexpr RowTraits softmax_backward_traits(int element, bool few) {
+  const int vectors = few ? 2 : 4;
+  return {.element = element,
+          .inputs = 2,
+          .constants = 0,
+          .state = element == 8 ? 8 : 4,
+          .vectors = vectors,
+          .long_vectors = vectors,
+          .held_vectors = vectors,
+          .row_most = 512,
+          .threads_per_sm = 1024,
+          .most_threads = 1024,
+          .keeps_nothing = true};
+}
+// row_most: rows that need more threads use the persistent kernel, as measured on an H200.
+constexpr RowTraits norm_traits(int element, bool rms, bool residual) {
+  const int vectors = residual && element == 2 ? 2 : 4, long_vectors = residual || element == 8 ? 4 : 8;
+  return {.element = element,
+          .inputs = residual ? 2 : 1,
+          .constants = rms ? 1 : 2,
+          .state = element == 8 ? 24 : 12,
+          .vectors = vectors,
+          .long_vectors = long_vectors,
+          .held_vectors = residual ? vectors : long_vectors,
+          .row_most = element == 2 ? (rms ? 256 : 128) : 512,
+          .threads_per_sm = 768,
+          .most_threads = 512,
+          .keeps_nothing = true};
+}
+// Each column has two sums, which take 64 of a thread's 128 registers: the elements stay in shared memory.
+constexpr RowTraits norm_backward_traits(int element) {
+  return {.element = element,
+          .inputs = 2,
+          .constants = 1,
+          .state = element == 8 ? 16 : 8,
+          .long_vectors = element == 4 ? 8 : 4,
+          .held_vectors = 2,
+          .row_most = 0,
+          .threads_per_sm = element == 2 ? 512 : 768,
+          .most_threads = 512,
+          .number = true,
+          .column_sums = true,
+          .keeps_nothing = true};
+}
+
+}  // namespace matmuls

@@ -55,6 +55,8 @@ class PreparedCalls:
         """The result for x, or None if no prepared call matches x in shape, strides, dtype, device and dispatch modes,
         or under a gradient or a capture. first: the first tensor of `watched`."""
 
+BoundCalls = PreparedCalls
+
 def validate_offsets(name: str, offsets: Tensor, nonzeros: int, what: str) -> None:
     """Raises ValueError unless offsets begin with 0, do not decrease and end with `nonzeros`, the number of `what`.
     Does nothing on a GPU."""

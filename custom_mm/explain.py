@@ -10,9 +10,8 @@ import torch
 from . import _C
 
 Launch = dict[str, int | bool | str]
-Gpu = tuple[
-    int, int, int, tuple[int, int]
-]  # multiprocessors, shared memory of a block and of a multiprocessor, capability
+# Multiprocessors, shared memory of a block and of a multiprocessor, capability.
+Gpu = tuple[int, int, int, tuple[int, int]]
 
 # From NVIDIA's data sheets and the table of technical specifications in the CUDA programming guide.
 GPUS: dict[str, Gpu] = {
@@ -161,15 +160,28 @@ def _limits(gpu: str | Gpu | None) -> Gpu | None:
 
 
 def explain(name: str, *tensors: Any, gpu: str | Gpu | None = None, **options: Any) -> Explanation:
-    """The kernel that a call takes, and why. Nothing is computed or written.
+    """Say which kernel a call takes, and why. Nothing is computed or written.
 
-    name: an operator of torch.ops.custom_mm; tensors and options: its arguments, by position or by name. For tensors on
-    a GPU the kernel of that GPU, for tensors on a CPU the function that takes their rows. gpu: chooses for another GPU
-    instead, wherever the tensors are: "T4", "A100", "H100", or (multiprocessors, bytes of shared memory of a block and
-    of a multiprocessor, (major, minor)). An output that the operator would make is taken to be aligned; room on the GPU
-    is judged by its limits, where a launch asks CUDA. Raises ValueError on an unknown name, option or GPU, and the
-    operator's own errors on other arguments.
+    For tensors on a GPU it is the kernel of that GPU, for tensors on a CPU the function that takes their rows. An
+    output that the operator would make is taken to be aligned; room on the GPU is judged by its limits, where a launch
+    asks CUDA.
 
+    Args:
+        name: an operator of torch.ops.custom_mm.
+        *tensors: its arguments by position.
+        gpu: choose for another GPU, wherever the tensors are: "T4", "A100", "H100", or (multiprocessors, bytes of
+            shared memory of a block and of a multiprocessor, (major, minor)).
+        **options: its arguments by name.
+
+    Returns:
+        An `Explanation` with `kernel`, `why` and `launch`.
+
+    Raises:
+        ValueError: on an unknown name, option or GPU.
+        RuntimeError: the operator's own errors on other arguments.
+
+    Examples:
+        >>> import torch, custom_mm
         >>> print(custom_mm.explain("softmax_", torch.zeros(64, 8192, dtype=torch.bfloat16), gpu="H100").kernel)
         nearly_even
     """

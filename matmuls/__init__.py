@@ -2,6 +2,7 @@
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from . import batching  # noqa: F401
 from .dense import cublasMM, cublasTransabMM, cublasTransaMM, cublasTransbMM, handles, matmul
@@ -68,11 +69,17 @@ __all__ = [
 __version__ = "0.1.0"
 _MODULES = "attention", "blocks", "integrations", "nn"  # imported at first access
 
+if TYPE_CHECKING:  # to type checkers they are there; with __getattr__ every name would be
+    from . import attention as attention
+    from . import blocks as blocks
+    from . import integrations as integrations
+    from . import nn as nn
+else:
 
-def __getattr__(name: str) -> ModuleType:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f".{name}", __name__)
+    def __getattr__(name: str) -> ModuleType:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f".{name}", __name__)
 
 
 def __dir__() -> list[str]:

@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.arguments import clearer
+
 from .dense import matmul
 from .device import has_hopper_kernels
-from .fused_softmax import scaled_masked_softmax
+from .fused_softmax import about_mask, scaled_masked_softmax
+
+__all__ = ["attend", "compose"]
 
 _attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = torch.ops.custom_mm.attention.default
 _forward: Callable[..., torch.Tensor] = torch.ops.custom_mm.attention_forward.default
@@ -30,21 +34,48 @@ def attend(
     recompute: bool = False,
     into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """softmax(scale * q @ k^T + mask) @ v. Returns the context [B, Q, H, E] and the probabilities [B, H, Q, K] or None.
+    """Computes softmax(scale * q @ k^T + mask) @ v, and returns the probabilities too.
 
-    q: [B, H, Q, D]; k: [B, h, K, D]; v: [B, h, K, E], h a divisor of H. mask, causal, dtypes: as
-    `scaled_masked_softmax`. into: a tensor for the probabilities if no gradient is recorded.
+    On Hopper one kernel takes 16-bit heads of size 64, with bool masks and rows that are multiples of 16 bytes; it
+    writes the probabilities once. Elsewhere the scores are computed in pieces of 32 MiB, or of one head.
 
-    On Hopper one kernel handles 16-bit heads of size 64, with bool masks and rows that are multiples of 16 bytes; it
-    writes the probabilities once. Elsewhere the scores are computed in pieces of PIECE_BYTES, or of one head.
+    Differentiable any number of times. At most one tensor of the size of the scores is saved for backward, and none
+    with `recompute` unless the probabilities are returned; gradients are computed in pieces too. On a GPU, at 16 bits
+    and without a mask, none is saved if the probabilities get no gradient: backward is then that of torch's
+    scaled_dot_product_attention. With dropout, fewer key heads, a mask that needs a gradient, or under torch.compile,
+    attention is composed of single operations, and backward holds two such tensors.
 
-    At most one score-sized tensor is saved for backward, and none with `recompute` unless `probabilities` are returned;
-    gradients are computed in pieces too. None is saved either on a GPU at 16 bits without a mask if the probabilities
-    get no gradient: backward is then that of torch's scaled_dot_product_attention, using the row sums of the one kernel
-    or, elsewhere, of another forward of torch's. With dropout, fewer key heads, a mask that needs a gradient, or under
-    torch.compile, attention is composed of single operations and backward holds two score-sized tensors. Differentiable
-    any number of times. Raises RuntimeError on shapes, dtypes or devices that do not match.
+    Args:
+        q: [B, H, Q, D] float64, float32, float16 or bfloat16.
+        k: [B, h, K, D], h a divisor of H; dtype and device of q.
+        v: [B, h, K, E], dtype and device of q.
+        mask: as in `scaled_masked_softmax`: bool or uint8, where nonzero masks, or float, added to the scaled scores;
+            any shape that broadcasts to [B, H, Q, K]; or None.
+        scale: multiplies the scores.
+        causal: query i sees keys 0 to i.
+        dropout: the probability of dropping a probability.
+        probabilities: return them.
+        recompute: backward computes the scores again instead of saving the probabilities.
+        into: [B, H, Q, K], the probabilities are written here if no gradient is recorded.
+
+    Returns:
+        The context [B, Q, H, E], and the probabilities [B, H, Q, K] before dropout, or None.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.attention import attend
+        >>> q, v = torch.zeros(1, 1, 2, 4), torch.tensor([[[[1.0], [3.0]]]])
+        >>> context, probabilities = attend(q, q, v, None, 0.5, causal=True)
+        >>> context.flatten(), probabilities[0, 0]
+        (tensor([1., 2.]), tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]]))
     """
+    if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor):
+        raise clearer(TypeError(), "attention", q=q, k=k, v=v)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
@@ -55,10 +86,13 @@ def attend(
         if into is not None and not (gradient or mask_gradient):
             y = into.copy_(y)
         return context, y if probabilities else None
-    if gradient:
-        return _attention(q, k, v, mask, scale, causal, probabilities, recompute, PIECE_BYTES)
-    y = q.new_empty(*q.shape[:3], k.size(2)) if probabilities and into is None else into
-    return _forward(q, k, v, mask, scale, causal, PIECE_BYTES, y), y
+    try:
+        if gradient:
+            return _attention(q, k, v, mask, scale, causal, probabilities, recompute, PIECE_BYTES)
+        kept = q.new_empty(*q.shape[:3], k.size(2)) if probabilities and into is None else into
+        return _forward(q, k, v, mask, scale, causal, PIECE_BYTES, kept), kept
+    except RuntimeError as error:
+        raise about_mask(clearer(error, "attention", mask=mask, into=into), mask) from None
 
 
 def compose(
@@ -71,7 +105,33 @@ def compose(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` composed of single operations: for torch.compile, dropout, grouped heads, masks with a gradient."""
+    """Computes what `attend` does by single operations: for torch.compile, dropout, grouped heads, mask gradients.
+
+    Backward holds two tensors of the size of the scores.
+
+    Args:
+        q: [B, H, Q, D] float64, float32, float16 or bfloat16.
+        k: [B, h, K, D], h a divisor of H; dtype and device of q.
+        v: [B, h, K, E], dtype and device of q.
+        mask: as in `scaled_masked_softmax`, or None.
+        scale: multiplies the scores.
+        causal: query i sees keys 0 to i.
+        dropout: the probability of dropping a probability.
+
+    Returns:
+        The context [B, Q, H, E], and the probabilities [B, H, Q, K] before dropout.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.attention import compose
+        >>> q, v = torch.zeros(1, 2, 2, 4), torch.tensor([[[[1.0], [3.0]]]])  # two heads share one of keys and values
+        >>> context, probabilities = compose(q, q[:, :1], v, None, 0.5)
+        >>> context.flatten(), probabilities.shape
+        (tensor([2., 2., 2., 2.]), torch.Size([1, 2, 2, 2]))
+    """
     if (
         not q.dim() == k.dim() == v.dim() == 4
         or not q.size(0) == k.size(0) == v.size(0)
@@ -88,14 +148,16 @@ def compose(
         q, scale = q * fold, scale / fold
     heads, key_heads = q.size(1), k.size(1)
     if heads != key_heads:  # the batch broadcasts; keys and values are not repeated
-        q, k, v = q.unflatten(1, (key_heads, heads // key_heads)), k.unsqueeze(2), v.unsqueeze(2)
+        q = q.unflatten(1, (key_heads, heads // key_heads))  # type: ignore[no-untyped-call]
+        k, v = k.unsqueeze(2), v.unsqueeze(2)
     scores = matmul(q, k, transb=True)
     if heads != key_heads:
         scores = scores.flatten(1, 2)
     y = scaled_masked_softmax(scores, mask, scale, causal=causal, inplace=True)
     dropped = torch.nn.functional.dropout(y, dropout)
     if heads != key_heads:
-        context = matmul(dropped.unflatten(1, (key_heads, heads // key_heads)), v).flatten(1, 2)
+        grouped = dropped.unflatten(1, (key_heads, heads // key_heads))  # type: ignore[no-untyped-call]
+        context = matmul(grouped, v).flatten(1, 2)
     else:
         context = matmul(dropped, v)
     return context.transpose(1, 2).contiguous(), y

@@ -13,7 +13,11 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.arguments import clearer
+
 from .registration import check_permutation, fail, register, register_autocast, register_gradient
+
+__all__ = ["bsr_sddmm", "bsr_spmm"]
 
 KERNEL_SIZES = (16, 32, 64, 128)  # heights and widths of blocks that triton/blocks.py supports
 REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -370,20 +374,46 @@ def bsr_spmm(
     t_col: Tensor | None = None,
     t_order: Tensor | None = None,
 ) -> Tensor:
-    """A @ dense for A stored in blocks [h, w]: [block rows * h, N].
+    """Computes A @ dense for a matrix A stored in blocks of h x w (BSR).
 
-    crow: [block rows + 1]; col: [blocks], block columns; int32 or int64, trusted. values: [blocks, h, w]; dense:
-    [columns, N], any row stride; one of float64, float32, float16, bfloat16. order: block p's elements are
-    values[order[p]]; transposed: they are read as [w, h]. t_crow, t_col, t_order: the blocks by columns, for dense's
-    gradient; computed if not given.
+    Sums are in float32, or float64 for float64, in TF32 only if torch's switch allows it, in the order of `col`: the
+    same bits every time. Duplicates are added; a row of blocks without any is 0. Differentiable any number of times in
+    values and dense. Under autocast as torch.matmul. Triton multiplies blocks with sides of 16, 32, 64 or 128 on a GPU,
+    torch others.
 
-    Sums in float32 (float64 for float64), in TF32 only if torch's switch allows it, in the order of `col`: bitwise
-    reproducible. Duplicates are added; a block row without blocks is 0. Differentiable any number of times in values
-    and dense. Under autocast as torch.matmul.
+    Args:
+        crow: [block rows + 1] int32 or int64, offsets. Indices are trusted on a GPU and checked on a CPU.
+        col: [blocks], dtype of crow: the column of each block, counted in blocks.
+        values: [blocks, h, w] float64, float32, float16 or bfloat16.
+        dense: [columns, N], any stride of its rows; dtype and device of values.
+        columns: the number of columns of A, a multiple of w.
+        order: [blocks] or None; block p has the elements values[order[p]].
+        transposed: read each block transposed: [w, h].
+        t_crow: [block columns + 1] or None: the offsets of the blocks by columns, for the gradient of dense; computed
+            if not given, as the next two.
+        t_col: [blocks] or None: the block row of each.
+        t_order: [blocks] or None: the place of each among the values.
 
-    Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not match.
+    Returns:
+        [block rows * h, N].
+
+    Raises:
+        RuntimeError: before anything is computed, if shapes, dtypes or devices do not match.
+        ValueError: on a CPU, on indices that do not fit.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls import blocks
+        >>> crow, col = torch.tensor([0, 1]), torch.tensor([1])
+        >>> blocks.bsr_spmm(crow, col, torch.eye(2)[None], torch.tensor([[1.0], [2.0], [3.0], [4.0]]), 4)
+        tensor([[3.],
+                [4.]])
     """
-    return _spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col, t_order)
+    try:
+        return _spmm(crow, col, values, dense, columns, order, transposed, t_crow, t_col, t_order)
+    except RuntimeError as error:
+        raise clearer(error, "bsr_spmm", crow=crow, col=col, values=values, dense=dense, order=order) from None
 
 
 def bsr_sddmm(
@@ -399,8 +429,40 @@ def bsr_sddmm(
     t_col: Tensor | None = None,
     t_order: Tensor | None = None,
 ) -> Tensor:
-    """The blocks [height, width] of a @ b^T at crow and col: [blocks, height, width], block p at [order[p]] if given.
+    """Computes the blocks [height, width] of a @ b^T that a pattern has.
 
-    a: [block rows * height, D]; b: [columns, D]; the rest, gradients and errors as `bsr_spmm`.
+    Precision, gradients and kernels are those of `bsr_spmm`.
+
+    Args:
+        crow: [block rows + 1] int32 or int64, offsets.
+        col: [blocks], dtype of crow: the column of each block, counted in blocks.
+        a: [block rows * height, D] float64, float32, float16 or bfloat16.
+        b: [columns, D], dtype and device of a.
+        columns: the number of columns of the product, a multiple of width.
+        height: of a block.
+        width: of a block.
+        order: [blocks] or None; block p is stored at order[p].
+        t_crow: as `bsr_spmm`.
+        t_col: as `bsr_spmm`.
+        t_order: as `bsr_spmm`.
+
+    Returns:
+        [blocks, height, width].
+
+    Raises:
+        RuntimeError: before anything is computed, if shapes, dtypes or devices do not match.
+        ValueError: on a CPU, on indices that do not fit.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls import blocks
+        >>> a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [10.0], [3.0], [4.0]])
+        >>> blocks.bsr_sddmm(torch.tensor([0, 1]), torch.tensor([1]), a, b, 4, 2, 2)
+        tensor([[[3., 4.],
+                 [6., 8.]]])
     """
-    return _sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col, t_order)
+    try:
+        return _sddmm(crow, col, a, b, columns, height, width, order, t_crow, t_col, t_order)
+    except RuntimeError as error:
+        raise clearer(error, "bsr_sddmm", crow=crow, col=col, a=a, b=b, order=order) from None

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import InplaceFunction
 from torch.utils.flop_counter import register_flop_formula
 
 import custom_mm
+from custom_mm.arguments import clearer
+from custom_mm.literals import Activation
 
 _matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.matmul.default
 _matmul_out: Callable[..., None] = torch.ops.custom_mm.matmul.out
@@ -24,38 +26,77 @@ def matmul(
     transa: bool = False,
     transb: bool = False,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """activation(op(a) @ op(b) + bias); op transposes the last two dimensions if transa or transb is set.
+    """Computes activation(op(a) @ op(b) + bias); op transposes the last two dimensions if transa or transb is set.
 
-    a, b: shapes of torch.matmul after the transposes, 1-D to N-D with broadcast batches; a vector is not transposed.
-    bias: [N]. activation: None, "relu", "gelu" (by erf) or "gelu_tanh". out: exactly the result's shape, any
-    non-overlapping strides; written and returned.
+    cuBLAS computes it on a GPU, cuBLASLt if there is a bias or an activation, and torch's BLAS on a CPU. Differentiable
+    any number of times in a, b and bias. Under autocast it behaves as torch.matmul.
 
-    float64, float32, float16, bfloat16, complex64, complex128, one dtype and device for all. Accumulates in float32 or
-    wider; uses TF32 only if torch's switch allows it. Strided views are read in place if a leading dimension can
-    describe them, else copied. Differentiable any number of times. Under autocast it behaves as torch.matmul.
+    Args:
+        a: [..., M, K], or [..., K, M] with transa, or a vector [K]; float64, float32, float16, bfloat16, complex64 or
+            complex128. Batch dimensions broadcast as in torch.matmul. Strided views are read in place if a leading
+            dimension can describe them, else copied.
+        b: [..., K, N], or [..., N, K] with transb, or a vector [K]; dtype and device of a.
+        transa: transpose the last two dimensions of a. A vector is not transposed.
+        transb: transpose the last two dimensions of b.
+        bias: [N], dtype and device of a.
+        activation: None, "relu", "gelu" (by erf) or "gelu_tanh"; None for complex dtypes.
+        out: the result is written here: exactly its shape, any non-overlapping strides.
 
-    Raises RuntimeError, before anything is computed, on shapes, dtypes or devices that do not match, on an out that
-    overlaps an input, and on out= when a gradient would be recorded.
+    Returns:
+        [..., M, N], or `out`. Sums are in float32 or wider; TF32 is used only if torch's switch allows it.
 
-    Source: cublasGemmEx, cublasGemmStridedBatchedEx; with bias or activation cublasLtMatmul.
+    Raises:
+        RuntimeError: before anything is computed, if shapes, dtypes or devices do not match, if out overlaps an input,
+            or if a gradient would be recorded through out.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> a, b = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, -1.0]])
+        >>> matmuls.matmul(a, b, transb=True, bias=torch.tensor([0.5]), activation="relu")
+        tensor([[0.],
+                [0.]])
+        >>> matmuls.matmul(a, b, transb=True)
+        tensor([[-1.],
+                [-1.]])
     """
-    if bias is None and activation is None:
+    try:
+        if bias is None and activation is None:
+            if out is None:
+                return _matmul(a, b, transa, transb)
+            _matmul_out(a, b, transa, transb, out=out)
+            return out
         if out is None:
-            return _matmul(a, b, transa, transb)
-        _matmul_out(a, b, transa, transb, out=out)
-        return out
-    if out is None:
-        return _lt(a, b, bias, activation, transa, transb)
-    _lt_out(a, b, bias, activation, transa, transb, out=out)
+            return _lt(a, b, bias, activation, transa, transb)
+        _lt_out(a, b, bias, activation, transa, transb, out=out)
+    except RuntimeError as error:
+        raise clearer(error, "matmul", a=a, b=b, bias=bias, out=out) from None
     return out
 
 
 @contextmanager
 def handles() -> Iterator[int]:
-    """Context manager: creates library handles on entry and destroys them on exit. Yields the number of devices."""
+    """Context manager: creates this thread's library handles on entry and destroys those of all threads on exit.
+
+    Not needed for any product: one that finds no handle makes it. It moves that cost, some milliseconds, to a place of
+    your choice.
+
+    Returns:
+        A context manager whose value is the number of GPUs, 0 without CUDA.
+
+    Raises:
+        RuntimeError: on exit, while a CUDA graph that uses a handle is being captured.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> with matmuls.handles() as devices:
+        ...     c = matmuls.matmul(torch.eye(2), torch.ones(2, 2))
+        >>> devices == torch.cuda.device_count() or devices == 0
+        True
+    """
     try:
         devices = custom_mm.init_cublas()
         custom_mm.init_cublaslt()
@@ -75,7 +116,10 @@ def _forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, transa: bool, transb: b
     if need_a or need_b:
         ctx.save_for_backward(a if need_b else None, b if need_a else None)
         ctx.sizes = a.shape, b.shape
-    return _matmul(a, b, transa, transb)
+    try:
+        return _matmul(a, b, transa, transb)
+    except RuntimeError as error:
+        raise clearer(error, "matmul", a=a, b=b) from None
 
 
 def _backward(ctx: Any, grad: torch.Tensor, transa: bool, transb: bool) -> tuple[torch.Tensor | None, ...]:
@@ -83,8 +127,36 @@ def _backward(ctx: Any, grad: torch.Tensor, transa: bool, transb: bool) -> tuple
     return _matmul_backward(grad, a, b, *ctx.sizes, transa, transb)
 
 
-class cublasMM(InplaceFunction):
-    """`cublasMM.apply(a, b)`: a @ b. Shapes, dtypes and errors as `matmul`."""
+class _Product(InplaceFunction):
+    """A product as an autograd Function: two tensors to one."""
+
+    if TYPE_CHECKING:  # torch's takes and returns anything; one in Python would cost every call a frame
+
+        @classmethod
+        def apply(cls, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
+
+
+class cublasMM(_Product):
+    """`cublasMM.apply(a, b)` computes a @ b by cuBLAS, as an autograd Function.
+
+    Args:
+        a: [..., M, K], or a vector [K]; dtypes as `matmul`.
+        b: [..., K, N], or a vector [K]; dtype and device of a.
+
+    Returns:
+        [..., M, N], differentiable any number of times.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> a = torch.tensor([[1.0, 2.0]], requires_grad=True)
+        >>> matmuls.cublasMM.apply(a, torch.tensor([[3.0], [4.0]])).sum().backward()
+        >>> a.grad
+        tensor([[3., 4.]])
+    """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -95,8 +167,25 @@ class cublasMM(InplaceFunction):
         return _backward(ctx, grad, False, False)
 
 
-class cublasTransaMM(InplaceFunction):
-    """`cublasTransaMM.apply(a, b)`: a^T @ b, transposing a's last two dimensions. As `matmul(a, b, transa=True)`."""
+class cublasTransaMM(_Product):
+    """`cublasTransaMM.apply(a, b)` computes a^T @ b by cuBLAS, as `matmul(a, b, transa=True)`.
+
+    Args:
+        a: [..., K, M]; dtypes as `matmul`.
+        b: [..., K, N]; dtype and device of a.
+
+    Returns:
+        [..., M, N], differentiable any number of times.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.cublasTransaMM.apply(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]))
+        tensor([[11.]])
+    """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -107,8 +196,25 @@ class cublasTransaMM(InplaceFunction):
         return _backward(ctx, grad, True, False)
 
 
-class cublasTransbMM(InplaceFunction):
-    """`cublasTransbMM.apply(a, b)`: a @ b^T, transposing b's last two dimensions. As `matmul(a, b, transb=True)`."""
+class cublasTransbMM(_Product):
+    """`cublasTransbMM.apply(a, b)` computes a @ b^T by cuBLAS, as `matmul(a, b, transb=True)`.
+
+    Args:
+        a: [..., M, K]; dtypes as `matmul`.
+        b: [..., N, K]; dtype and device of a.
+
+    Returns:
+        [..., M, N], differentiable any number of times.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.cublasTransbMM.apply(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+        tensor([[11.]])
+    """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -119,8 +225,25 @@ class cublasTransbMM(InplaceFunction):
         return _backward(ctx, grad, False, True)
 
 
-class cublasTransabMM(InplaceFunction):
-    """`cublasTransabMM.apply(a, b)`: a^T @ b^T. As `matmul(a, b, transa=True, transb=True)`."""
+class cublasTransabMM(_Product):
+    """`cublasTransabMM.apply(a, b)` computes a^T @ b^T by cuBLAS, as `matmul(a, b, transa=True, transb=True)`.
+
+    Args:
+        a: [..., K, M]; dtypes as `matmul`.
+        b: [..., N, K]; dtype and device of a.
+
+    Returns:
+        [..., M, N], differentiable any number of times.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.cublasTransabMM.apply(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]]))
+        tensor([[11.]])
+    """
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Scale, mask and softmax of attention scores in one pass."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import Function
+
+from custom_mm.arguments import clearer
 
 from .registration import fail, number
 
@@ -24,25 +26,55 @@ def scaled_masked_softmax(
     causal: bool = False,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """softmax(scale * x + mask) over the last dimension, in one pass; with `inplace` written over x, which is returned.
+    """Computes softmax(scale * x + mask) over the last dimension, in one pass over x.
 
-    x: [..., Q, K] (in attention [B, H, Q, K]) in float64, float32, float16 or bfloat16, any non-overlapping strides.
-    mask: bool or uint8, where nonzero masks a column; or float in x's dtype or float32 (not for float64 x), added to
-    the scaled scores, where -inf masks. The mask has any shape that broadcasts to x's: [B, 1, 1, K], [1, 1, Q, K], [B,
-    1, Q, K], [B, H, Q, K]; it is read through its strides, never expanded. causal: row q sees columns 0 to q; the
-    others are not even read, and no mask tensor is needed. scale stays float32 (float64 for float64).
+    A masked column gives 0. A row with all columns masked is 0 and has a gradient of 0; otherwise NaN propagates.
+    Differentiable any number of times in x and in a float mask; only the result is saved. Under autocast as
+    torch.softmax; in place the dtype stays.
 
-    A masked column gives 0; a row with all columns masked is 0 with gradient 0; otherwise NaN propagates.
-    Differentiable any number of times in x and in a float mask; saves only the result. With `inplace` backward writes
-    over the incoming gradient if no other reference to it exists. Under autocast as torch.softmax; in place the dtype
-    stays. Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not match.
+    Args:
+        x: [..., Q, K], in attention [B, H, Q, K]; float64, float32, float16 or bfloat16, any non-overlapping strides.
+        mask: any shape that broadcasts to x's, such as [B, 1, 1, K] or [1, 1, Q, K]; read through its strides, never
+            expanded. bool or uint8: nonzero masks a column. Float in x's dtype, or float32 (not for float64 x): added
+            to the scaled scores, so that -inf masks. Other integers are refused, since 1 may mean either: convert them.
+        scale: multiplies x in float32, or float64 for float64.
+        causal: row q sees columns 0 to q. The others are not even read, and no mask tensor is needed.
+        inplace: write the result over x; backward then writes over the incoming gradient if nothing else refers to it.
+
+    Returns:
+        A tensor of x's shape, or x with `inplace`.
+
+    Raises:
+        RuntimeError: before anything is written, if shapes, dtypes or devices do not match.
+        TypeError: if x or mask is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> scores, padding = torch.zeros(2, 4), torch.tensor([False, False, True, True])
+        >>> matmuls.scaled_masked_softmax(scores, padding, scale=0.125)
+        tensor([[0.5000, 0.5000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000, 0.0000]])
+        >>> matmuls.scaled_masked_softmax(scores, causal=True)
+        tensor([[1.0000, 0.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000, 0.0000]])
     """
     if isinstance(scale, torch.Tensor):
         scale = number(_NAME, "a scale", scale)
-    if not inplace:
-        return _masked(x, mask, scale, causal)
-    _masked_(x, mask, scale, causal)
+    try:
+        if not inplace:
+            return _masked(x, mask, scale, causal)
+        _masked_(x, mask, scale, causal)
+    except RuntimeError as error:
+        raise about_mask(clearer(error, _NAME, x=x, mask=mask), mask) from None
     return x
+
+
+def about_mask(error: Exception, mask: object) -> Exception:
+    """`error` with what to do about a mask of integers: 1 may mean that a column is masked, or that it is kept."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
+        return error
+    ways = "mask.bool() where nonzero masks, mask == 0 where 0 masks, as in a tokenizer's attention_mask"
+    return RuntimeError(f"{error}; convert it: {ways}")
 
 
 # The upstream document's functions. Its formula is `mask == 1` in any dtype; here any nonzero masks, in floats too.
@@ -55,32 +87,94 @@ def _seed_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
 def scaled_masked_softmax_forward(
     x: torch.Tensor, mask: torch.Tensor | None, scale: float | torch.Tensor
 ) -> torch.Tensor:
-    """softmax(scale * x) over the last dimension, masking columns where mask, of any dtype, is nonzero.
+    """Computes softmax(scale * x) over the last dimension without the columns where mask is nonzero.
 
-    Shapes and errors as `scaled_masked_softmax`, which adds a float mask instead. scale: a number, or a tensor of one.
+    Differs from `scaled_masked_softmax` in a mask of floats: there it is added.
+
+    Args:
+        x: [..., Q, K] float64, float32, float16 or bfloat16.
+        mask: any dtype and any shape that broadcasts to x's; nonzero masks a column. None masks nothing.
+        scale: a number, or a tensor of one element without a gradient.
+
+    Returns:
+        A tensor of x's shape.
+
+    Raises:
+        RuntimeError: if shapes or devices do not match, or scale is no number.
+        TypeError: if x or mask is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.scaled_masked_softmax_forward(torch.zeros(1, 3), torch.tensor([0, 0, 1]), 0.5)
+        tensor([[0.5000, 0.5000, 0.0000]])
     """
-    return scaled_masked_softmax(x, _seed_mask(mask), number(_NAME, "a scale", scale))
+    try:
+        return scaled_masked_softmax(x, _seed_mask(mask), number(_NAME, "a scale", scale))
+    except AttributeError as error:
+        raise clearer(error, _NAME, mask=mask) from None
 
 
 def scaled_masked_softmax_backward(
     grad: torch.Tensor, y: torch.Tensor, scale: float | torch.Tensor, *, inplace: bool = False
 ) -> torch.Tensor:
-    """scale * y * (grad - sum(y * grad)) over the last dimension; y is the forward's result.
+    """Computes scale * y * (grad - sum(y * grad)) over the last dimension: the gradient of
+    `scaled_masked_softmax_forward`.
 
-    grad, y: one shape, dtype and device. With `inplace` the result is written over y and returned; no gradient is
-    recorded.
+    Args:
+        grad: the gradient of y.
+        y: the result of the forward; shape, dtype and device of grad.
+        scale: a number, or a tensor of one element without a gradient.
+        inplace: write the result over y; no gradient is recorded.
+
+    Returns:
+        A tensor of y's shape, or y with `inplace`.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match, or scale is no number.
+        TypeError: if grad or y is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.scaled_masked_softmax_backward(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]]), 2.0)
+        tensor([[ 0.5000, -0.5000]])
     """
-    if not inplace:
-        return _backward(y, grad, -1, number(_NAME, "a scale", scale))
-    _backward_(y, grad, -1, number(_NAME, "a scale", scale))
+    try:
+        if not inplace:
+            return _backward(y, grad, -1, number(_NAME, "a scale", scale))
+        _backward_(y, grad, -1, number(_NAME, "a scale", scale))
+    except RuntimeError as error:
+        raise clearer(error, "scaled_masked_softmax_backward", grad=grad, y=y) from None
     return y
 
 
 class FusedSoftmax(Function):
-    """`FusedSoftmax.apply(src, mask, factor)`: `scaled_masked_softmax_forward` with its gradient.
+    """`FusedSoftmax.apply(src, mask, factor)` computes `scaled_masked_softmax_forward` as an autograd Function.
 
-    factor: the scale, a number or a tensor of one element, which gets no gradient. Shapes, dtypes and errors as there.
+    Args:
+        src: [..., Q, K] float64, float32, float16 or bfloat16.
+        mask: any dtype and any shape that broadcasts to src's; nonzero masks a column. None masks nothing.
+        factor: the scale, a number or a tensor of one element, which gets no gradient.
+
+    Returns:
+        A tensor of src's shape, with a gradient to src.
+
+    Raises:
+        RuntimeError: as `scaled_masked_softmax_forward`, and if factor requires a gradient.
+        TypeError: if src or mask is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> scores = torch.zeros(1, 3, requires_grad=True)
+        >>> probabilities = matmuls.FusedSoftmax.apply(scores, torch.tensor([0, 0, 1]), 0.5)
+        >>> probabilities[0, 0].backward()
+        >>> probabilities.tolist(), scores.grad[0, :2]
+        ([[0.5, 0.5, 0.0]], tensor([ 0.1250, -0.1250]))
     """
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, src: torch.Tensor, mask: torch.Tensor | None, factor: torch.Tensor | float) -> torch.Tensor: ...
 
     @staticmethod
     def forward(ctx: Any, src: torch.Tensor, mask: torch.Tensor | None, factor: torch.Tensor | float) -> torch.Tensor:

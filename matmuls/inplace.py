@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.arguments import clearer
+from custom_mm.literals import Activation
+
 _matmul_: Callable[..., None] = torch.ops.custom_mm.matmul_.default
 _feed_forward_: Callable[..., None] = torch.ops.custom_mm.feed_forward_.default
 
@@ -22,17 +25,42 @@ def matmul_(
     keep_input: bool = False,
     workspace: int = WORKSPACE,
 ) -> torch.Tensor:
-    """a[..., :N] <- a @ b + bias over a's own memory; with `transb` b is transposed first. Returns a[..., :N].
+    """Computes a[..., :N] <- a @ b + bias over a's own memory, with a workspace of a few MiB whatever the size of a.
 
-    a: [..., K] in float64, float32, float16 or bfloat16, any non-overlapping strides (fastest if each row is
-    contiguous); b: [K, N] with N <= K, or [N, K] with transb, any strides; bias: [N]. workspace: bytes of extra memory
-    at most, but at least one row of a. float32 uses TF32 if torch's switch for products allows it.
+    Differentiable any number of times in a and bias, saving only b. The gradient of b needs the overwritten a: a call
+    that would record it is refused unless `keep_input` saves a copy of a. float32 uses TF32 if torch's switch for
+    products allows it.
 
-    Differentiable any number of times in a and bias, saving only b. b's gradient needs the overwritten a: raises
-    RuntimeError if one would be recorded, unless `keep_input` saves a copy of a. Raises RuntimeError, before anything
-    is written, on shapes, dtypes or devices that do not match and if a overlaps itself, b or bias.
+    Args:
+        a: [..., K] float64, float32, float16 or bfloat16, any non-overlapping strides; fastest if each row is
+            contiguous.
+        b: [K, N] with N <= K, or [N, K] with transb, any strides; dtype and device of a.
+        transb: transpose b first.
+        bias: [N], dtype and device of a.
+        keep_input: save a copy of a if the gradient of b is recorded.
+        workspace: bytes of extra memory at most, but at least one row of a.
+
+    Returns:
+        a[..., :N], a view of a, or a itself if N = K.
+
+    Raises:
+        RuntimeError: before anything is written, if shapes, dtypes or devices do not match, if a overlaps itself, b or
+            bias, or if the gradient of b would be recorded without keep_input.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> a = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> matmuls.matmul_(a, torch.tensor([[0.0, 1.0], [1.0, 0.0]])) is a
+        True
+        >>> a
+        tensor([[2., 1.],
+                [4., 3.]])
     """
-    _matmul_(a, b, transb, bias, keep_input, workspace)
+    try:
+        _matmul_(a, b, transb, bias, keep_input, workspace)
+    except RuntimeError as error:
+        raise clearer(error, "matmul_", a=a, b=b, bias=bias) from None
     columns = b.shape[0 if transb else 1]
     return a if columns == a.shape[-1] else a[..., :columns]
 
@@ -45,8 +73,35 @@ def linear_(
     keep_input: bool = False,
     workspace: int = WORKSPACE,
 ) -> torch.Tensor:
-    """x[..., :N] <- F.linear(x, weight, bias) over x's own memory; weight: [N, K], N <= K. Otherwise as `matmul_`."""
-    return matmul_(x, weight, transb=True, bias=bias, keep_input=keep_input, workspace=workspace)
+    """Computes x[..., :N] <- torch.nn.functional.linear(x, weight, bias) over x's own memory.
+
+    As `matmul_` with `transb=True`: gradients, dtypes and memory are those.
+
+    Args:
+        x: [..., K] float64, float32, float16 or bfloat16, any non-overlapping strides.
+        weight: [N, K] with N <= K, any strides; dtype and device of x.
+        bias: [N], dtype and device of x.
+        keep_input: save a copy of x if the gradient of weight is recorded.
+        workspace: bytes of extra memory at most, but at least one row of x.
+
+    Returns:
+        x[..., :N], a view of x, or x itself if N = K.
+
+    Raises:
+        RuntimeError: as `matmul_`.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> matmuls.linear_(x, torch.tensor([[1.0, 1.0]]), torch.tensor([0.5]))
+        tensor([[3.5000],
+                [7.5000]])
+    """
+    try:
+        return matmul_(x, weight, transb=True, bias=bias, keep_input=keep_input, workspace=workspace)
+    except TypeError as error:
+        raise clearer(error, "linear_", x=x, weight=weight, bias=bias) from None
 
 
 def feed_forward_(
@@ -59,18 +114,54 @@ def feed_forward_(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
-    """x <- layer_norm(x + F.linear(activation(F.linear(x, up, up_bias)), down, down_bias), weight, bias). Returns x.
+    """Computes x <- layer_norm(x + linear(activation(linear(x, up, up_bias)), down, down_bias), weight, bias) in place.
 
-    The second half of a transformer layer, for inference. Works on chunks of rows, with at most chunk_bytes of
-    intermediate rows (or one row) at a time. x: [..., H] in float64, float32, float16 or bfloat16, any non-overlapping
-    strides; up: [I, H]; up_bias: [I]; down: [H, I]; down_bias, weight, bias: [H]. activation: as in `matmul`. Raises
-    RuntimeError, before anything is written, on shapes, dtypes or devices that do not match, if x overlaps itself or
-    another argument, and if a gradient would be recorded.
+    The second half of a transformer layer, for inference. It works on chunks of rows, so that the intermediate rows
+    take at most `chunk_bytes`, or one row.
+
+    Args:
+        x: [..., H] float64, float32, float16 or bfloat16, any non-overlapping strides.
+        up: [I, H], weight of the first linear layer; dtype and device of x, as all others.
+        up_bias: [I] or None.
+        down: [H, I], weight of the second linear layer.
+        down_bias: [H] or None.
+        weight: [H], weight of the layer norm, or None.
+        bias: [H], bias of the layer norm, or None.
+        eps: added to the variance.
+        activation: None, "relu", "gelu" (by erf) or "gelu_tanh".
+        chunk_bytes: bytes of intermediate rows at a time.
+
+    Returns:
+        x.
+
+    Raises:
+        RuntimeError: before anything is written, if shapes, dtypes or devices do not match, if x overlaps itself or
+            another argument, or if a gradient would be recorded.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> x, up, down = torch.tensor([[1.0, 3.0]]), torch.eye(2), torch.zeros(2, 2)
+        >>> matmuls.feed_forward_(x, up, None, down, None, activation="gelu")
+        tensor([[-1.0000,  1.0000]])
     """
-    _feed_forward_(x, up, up_bias, down, down_bias, weight, bias, eps, activation, chunk_bytes)
+    try:
+        _feed_forward_(x, up, up_bias, down, down_bias, weight, bias, eps, activation, chunk_bytes)
+    except RuntimeError as error:
+        raise clearer(
+            error,
+            "feed_forward_",
+            x=x,
+            up=up,
+            up_bias=up_bias,
+            down=down,
+            down_bias=down_bias,
+            weight=weight,
+            bias=bias,
+        ) from None
     return x
 
 
@@ -89,6 +180,8 @@ def _network_flops(x: torch.Size, up: torch.Size, *args: Any, **kwargs: Any) -> 
 
 
 def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        raise clearer(TypeError(), name, a=a, b=b)
     if not a.is_contiguous() or a.numel() != n_rows * n_cols or list(b.shape) != [n_cols, n_cols]:
         raise RuntimeError(
             f"{name}: expected a contiguous tensor of {n_rows} x {n_cols} elements and a square one of {n_cols} x "
@@ -98,13 +191,54 @@ def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: in
 
 
 def square_matmul(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """a <- a @ b over the rows of a, contiguous and of n_rows * n_cols elements; b: [n_cols, n_cols]. Returns a. dtypes
-    and errors as `matmul_`, except that a copy of a is saved if b's gradient is recorded."""
+    """Computes a <- a @ b over the rows of a, for a square b.
+
+    As `matmul_`, except that a copy of a is saved if the gradient of b is recorded.
+
+    Args:
+        a: contiguous, n_rows * n_cols elements in any shape; float64, float32, float16 or bfloat16.
+        b: [n_cols, n_cols], dtype and device of a.
+        n_rows: number of rows.
+        n_cols: number of columns.
+
+    Returns:
+        a.
+
+    Raises:
+        RuntimeError: if a is not contiguous, on other shapes, dtypes or devices.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.square_matmul(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0], [2.0, 0.0]]), 1, 2)
+        tensor([[4., 1.]])
+    """
     matmul_(_square("square_matmul", a, b, n_rows, n_cols), b, keep_input=True)
     return a
 
 
 def square_matmul_T(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """a <- a @ b^T over the rows of a; otherwise as `square_matmul`. Returns a."""
+    """Computes a <- a @ b^T over the rows of a, for a square b.
+
+    As `square_matmul` with b transposed.
+
+    Args:
+        a: contiguous, n_rows * n_cols elements in any shape; float64, float32, float16 or bfloat16.
+        b: [n_cols, n_cols], dtype and device of a.
+        n_rows: number of rows.
+        n_cols: number of columns.
+
+    Returns:
+        a.
+
+    Raises:
+        RuntimeError: if a is not contiguous, on other shapes, dtypes or devices.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.square_matmul_T(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0], [2.0, 0.0]]), 1, 2)
+        tensor([[2., 2.]])
+    """
     matmul_(_square("square_matmul_T", a, b, n_rows, n_cols), b, transb=True, keep_input=True)
     return a

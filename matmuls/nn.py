@@ -20,9 +20,29 @@ __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 class InplaceLinear(nn.Linear):
     """nn.Linear written over its input: [..., in_features] -> [..., out_features] in the same memory.
 
-    out_features <= in_features. As `matmuls.linear_`: the weight's gradient needs the overwritten input, so a call that
-    would record one is refused, unless keep_input saves a copy of the input. Under autocast the weight is cast to the
-    input's dtype, which stays. Raises ValueError if there are more output than input features.
+    As `matmuls.linear_`: the weight's gradient needs the overwritten input, so that a call which would record it is
+    refused unless keep_input saves a copy of the input. Under autocast the weight is cast to the input's dtype, which
+    stays.
+
+    Args:
+        in_features: size of an input row.
+        out_features: size of an output row, at most in_features, which is the default.
+        bias: add a bias.
+        keep_input: save a copy of the input if the weight's gradient is recorded.
+        workspace: bytes of extra memory at most, but at least one row.
+        device: of the parameters.
+        dtype: of the parameters: float64, float32, float16 or bfloat16.
+
+    Raises:
+        ValueError: if there are more output than input features.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> layer, x = matmuls.nn.InplaceLinear(4, 2), torch.ones(3, 4)
+        >>> with torch.no_grad():
+        ...     y = layer(x)
+        >>> y.shape, y.data_ptr() == x.data_ptr()
+        (torch.Size([3, 2]), True)
     """
 
     def __init__(
@@ -48,7 +68,19 @@ class InplaceLinear(nn.Linear):
     def from_linear(
         cls, linear: nn.Linear, *, keep_input: bool = False, workspace: int = inplace.WORKSPACE
     ) -> "InplaceLinear":
-        """A module that shares the parameters of `linear`."""
+        """Makes a module that shares the parameters of a linear layer.
+
+        Args:
+            linear: the layer, with at most as many output as input features.
+            keep_input: as in the constructor.
+            workspace: as in the constructor.
+
+        Returns:
+            The module, in the layer's training mode.
+
+        Raises:
+            ValueError: if there are more output than input features.
+        """
         module = cls(
             linear.in_features,
             linear.out_features,
@@ -63,7 +95,7 @@ class InplaceLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
+        if isinstance(x, Tensor) and x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type):
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return inplace.linear_(x, weight, bias, keep_input=self.keep_input, workspace=self.workspace)
 
@@ -77,10 +109,28 @@ def _expect_linear(name: str, *layers: nn.Module) -> None:
 
 
 class MaskedLinear(nn.Module):
-    """Two nn.Linear of one shape; a row uses the first if the mask is True, else the second.
+    """Two nn.Linear of one shape, `first` and `second`; a row uses the first if the mask is True, else the second.
 
-    forward(x, mask): x [..., in_features]; mask: bool, one element per row, or a plan of it. dtypes and errors as
-    `matmuls.masked_linear`. Raises TypeError if a layer is not an nn.Linear or has hooks, which would not be called.
+    `layer(x, mask)` takes x [..., in_features] and a mask in bool, one element for each row, or a plan of it, as
+    `matmuls.masked_linear` does.
+
+    Args:
+        in_features: size of an input row.
+        out_features: size of an output row.
+        bias: add biases.
+        device: of the parameters.
+        dtype: of the parameters: float64, float32, float16 or bfloat16.
+
+    Raises:
+        TypeError: in a call, if a layer is not a plain nn.Linear or has hooks, which would not be called.
+        RuntimeError: in a call, as `matmuls.masked_linear`.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> layer, x, mask = matmuls.nn.MaskedLinear(4, 2), torch.ones(3, 4), torch.tensor([True, False, True])
+        >>> y = layer(x, mask)
+        >>> torch.allclose(y[mask], layer.first(x)[mask], atol=1e-6)
+        True
     """
 
     def __init__(
@@ -97,7 +147,18 @@ class MaskedLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, first: nn.Linear, second: nn.Linear) -> "MaskedLinear":
-        """A module of two existing layers, whose parameters it shares."""
+        """Makes a module of two existing layers, whose parameters it shares.
+
+        Args:
+            first: the layer for rows where the mask is True.
+            second: the layer for the others, of the same shape.
+
+        Returns:
+            The module.
+
+        Raises:
+            ValueError: if the shapes differ, or one has a bias and the other has none.
+        """
         if first.weight.shape != second.weight.shape or (first.bias is None) != (second.bias is None):
             raise ValueError(f"MaskedLinear: expected two layers of one shape, got {first} and {second}")
         module = cls(1, 1, False, "meta")
@@ -113,9 +174,25 @@ class MaskedLinear(nn.Module):
 class MaskedFFN(nn.Module):
     """Two SwiGLU networks, w2(silu(w1 x) * w3 x) and the same with u; a row uses w if the mask is True, else u.
 
-    forward(x, mask): x [..., hidden_size]; mask: bool, one element per row, or a plan of it. recompute: backward
-    recomputes the products of size intermediate_size instead of saving them. dtypes and errors as `matmuls.masked_ffn`,
-    TypeError as `MaskedLinear`.
+    `layer(x, mask)` takes x [..., hidden_size] and a mask in bool, one element for each row, or a plan of it, as
+    `matmuls.masked_ffn` does.
+
+    Args:
+        hidden_size: size of an input and of an output row.
+        intermediate_size: size of a row between the projections.
+        recompute: backward computes the products of size intermediate_size again instead of saving them.
+        device: of the parameters.
+        dtype: of the parameters: float64, float32, float16 or bfloat16.
+
+    Raises:
+        TypeError: in a call, if a layer is not a plain nn.Linear or has hooks, which would not be called.
+        RuntimeError: in a call, as `matmuls.masked_ffn`.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> layer = matmuls.nn.MaskedFFN(4, 8)
+        >>> layer(torch.ones(3, 4), torch.tensor([True, False, True])).shape
+        torch.Size([3, 4])
     """
 
     def __init__(
@@ -143,13 +220,33 @@ class SparseLinear(nn.Module):
     """nn.Linear with a sparse weight: x [..., in_features] -> x @ weight^T + bias, [..., out_features].
 
     Parameters: `values` [nonzeros] and `bias`. Buffers, the weight's CSR pattern: `offsets` [out_features + 1] and
-    `columns` [nonzeros]. All are in the state dict, which may have another number of nonzeros than the module it is
-    loaded into. Products go through a plan made by the first product; they read the current `values`, whatever wrote
-    them. `freeze()` declares the values constant: products may then keep a copy of the weight in a layout for tensor
-    cores, and in 16 bits, without a gradient, on Hopper, the bias is added before the sum is rounded.
+    `columns` [nonzeros]. All are in the state dict, which may have another number of nonzeros than the module that it
+    is loaded into. A new module has no nonzeros: `from_linear` makes one from a trained layer. torch's parametrizations
+    do not accept a parameter named `values`.
 
-    A new module has no nonzeros: `from_linear` makes one from a trained layer. dtypes as `matmuls.spmm`; raises
-    RuntimeError on an x that does not match. torch's parametrizations do not accept a parameter named `values`.
+    Products go through a plan and read the current values, whatever wrote them. `freeze()` says that the values stay as
+    they are: products may then keep a copy of the weight in a layout for tensor cores, and in 16 bits, without a
+    gradient, on Hopper, the bias is added before the sum is rounded.
+
+    Args:
+        in_features: size of an input row.
+        out_features: size of an output row.
+        bias: add a bias.
+        device: of the parameters and buffers.
+        dtype: of the parameters: float64, float32, float16 or bfloat16.
+
+    Raises:
+        ValueError: on a number of features below 0.
+        RuntimeError: in a call, on an x that does not match.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> dense = torch.nn.Linear(8, 4)
+        >>> layer = matmuls.nn.SparseLinear.from_linear(dense, sparsity=0.75)
+        >>> layer
+        SparseLinear(in_features=8, out_features=4, bias=True, sparsity=0.7500)
+        >>> layer(torch.ones(3, 8)).shape
+        torch.Size([3, 4])
     """
 
     _is_frozen = False  # class attributes: older pickles lack this and _captured, the plans that graphs read
@@ -182,11 +279,18 @@ class SparseLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, *, sparsity: float | None = None, threshold: float | None = None
     ) -> "SparseLinear":
-        """A sparse copy of `linear` without its smallest weights.
+        """Makes a sparse copy of a linear layer without its smallest weights.
 
-        sparsity: the fraction of weights to drop, from 0 to 1, those of smallest magnitude; threshold: drops magnitudes
-        up to it; with neither, drops zeros. Raises ValueError if both are given, on a fraction outside 0 to 1 and on a
-        threshold below 0.
+        Args:
+            linear: the layer.
+            sparsity: the fraction of weights to drop, from 0 to 1, those of smallest magnitude.
+            threshold: drop magnitudes up to it. With neither, zeros are dropped.
+
+        Returns:
+            The module, in the layer's training mode.
+
+        Raises:
+            ValueError: if both are given, on a fraction outside 0 to 1 and on a threshold below 0.
         """
         if sparsity is not None and threshold is not None:
             raise ValueError(f"SparseLinear: expected sparsity or threshold, got both, {sparsity} and {threshold}")
@@ -213,8 +317,10 @@ class SparseLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as a sparse CSR tensor [out_features, in_features], without a gradient. Raises ValueError if a
-        loaded state is inconsistent."""
+        """The weight as a sparse CSR tensor [out_features, in_features], without a gradient.
+
+        Raises ValueError if a loaded state is inconsistent.
+        """
         self.plan()
         return self._as_csr()
 
@@ -236,11 +342,12 @@ class SparseLinear(nn.Module):
         self._plan = None
 
     def freeze(self) -> "SparseLinear":
-        """Declare the values constant, so that products may keep copies of them: for inference. Returns self.
+        """Says that the values stay as they are, so that products may keep copies of them: for inference. Returns the
+        module.
 
         values and bias no longer require a gradient. Writes to values that torch's version counter sees are noticed,
-        including loaded states; after others (`.data`, a replayed graph) call `freeze` again. Ends with `unfreeze()`,
-        or when `values` require a gradient again.
+        loaded states included; after others (`.data`, a replayed graph) call `freeze` again. It ends with `unfreeze()`,
+        or when values require a gradient again.
         """
         self._is_frozen = True
         self._drop_plan()
@@ -250,7 +357,7 @@ class SparseLinear(nn.Module):
         return self
 
     def unfreeze(self) -> "SparseLinear":
-        """Let values and bias require a gradient, and products read the values each time. Returns self."""
+        """Lets values and bias require a gradient, and products read the values each time. Returns the module."""
         self._is_frozen = False
         self._drop_plan()
         for parameter in (self.values, self.bias):
@@ -259,7 +366,7 @@ class SparseLinear(nn.Module):
         return self
 
     def plan(self) -> SparsePlan:
-        """The plan of the weight; made anew if its pattern was written to or moved."""
+        """The plan of the weight, a `SparsePlan`; made anew if its pattern was written to or moved."""
         if self._is_frozen and self.values.requires_grad:
             # About to be trained, perhaps by an optimizer that does not increment versions.
             self._is_frozen = False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import Function
+from torch.autograd.function import Function, once_differentiable
 
 library: Any = torch.library.Library("custom_mm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _ops = torch.ops.custom_mm
@@ -96,6 +96,24 @@ def register_gradient(name: str, function: type[Function]) -> None:
             return operator(*args)
 
     library.impl(name, _naming_absent_tensors(name, autograd), "Autograd")
+
+
+def once(name: str) -> type[Function]:
+    """Raises on a second derivative: for operators whose callers use others where one is needed."""
+
+    class Once(Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+            with torch._C._AutoDispatchBelowAutograd():
+                found: tuple[Tensor, ...] = getattr(_ops, name).default(*args)
+            return found
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            raise RuntimeError(f"{name}: expected to be differentiated once, got a second time")
+
+    return Once
 
 
 def register_autocast(name: str) -> None:

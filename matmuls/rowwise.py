@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.arguments import clearer
+
 _ops = torch.ops.custom_mm
 _softmax: Callable[..., torch.Tensor] = _ops.softmax.default
 _softmax_out: Callable[..., None] = _ops.softmax.out
@@ -20,41 +22,128 @@ PIECE_BYTES = 8 << 20  # bytes of the probabilities' gradient that inplace_softm
 
 
 def softmax_(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """x <- softmax of x along `dim`, in place: each element is read once and written once. Returns x.
+    """Computes x <- softmax of x along `dim`, in place: each element is read once and written once.
 
-    x: any shape, any non-overlapping strides, float64, float32, float16 or bfloat16; statistics in float32 (float64 for
-    float64). Values as torch.softmax, including NaN and inf. Differentiable any number of times: backward needs only
-    the result in x, and autograd detects later writes to x. A leaf that requires grad is refused, as by torch. Raises
-    RuntimeError, before anything is written, on any other dtype or layout.
+    Values are those of torch.softmax, NaN and inf included; statistics are in float32, or float64 for float64.
+    Differentiable any number of times: backward needs only the result in x, and autograd detects later writes to x.
+
+    Args:
+        x: any shape, float64, float32, float16 or bfloat16, any non-overlapping strides.
+        dim: the dimension along which the result sums to 1.
+
+    Returns:
+        x.
+
+    Raises:
+        RuntimeError: before anything is written, on another dtype or layout, if x overlaps itself, or if x is a leaf
+            that requires a gradient.
+        IndexError: if x has no such dimension.
+        TypeError: if x is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> x = torch.tensor([[0.0, 0.0], [0.0, float("-inf")]])
+        >>> matmuls.softmax_(x) is x
+        True
+        >>> x
+        tensor([[0.5000, 0.5000],
+                [1.0000, 0.0000]])
     """
-    _softmax_(x, dim)
+    try:
+        _softmax_(x, dim)
+    except RuntimeError as error:
+        raise clearer(error, "softmax_", x=x) from None
     return x
 
 
 def softmax(x: torch.Tensor, dim: int = -1, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Softmax of x along `dim`, in a new tensor or in `out`. Shapes, dtypes, values and errors as `softmax_`.
+    """Computes the softmax of x along `dim`, in a new tensor or in `out`.
 
-    out: x's shape, dtype and device, any non-overlapping strides; no gradient is recorded through it. Under autocast as
-    torch.softmax: float32 on a GPU, x's dtype on a CPU.
+    Values, statistics and gradients are those of `softmax_`. Under autocast as torch.softmax: float32 on a GPU, x's
+    dtype on a CPU.
+
+    Args:
+        x: any shape, float64, float32, float16 or bfloat16, any strides.
+        dim: the dimension along which the result sums to 1.
+        out: x's shape, dtype and device, any non-overlapping strides; no gradient is recorded through it.
+
+    Returns:
+        A tensor of x's shape, or `out`.
+
+    Raises:
+        RuntimeError: before anything is written, on another dtype, layout, shape or device.
+        IndexError: if x has no such dimension.
+        TypeError: if x or out is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.softmax(torch.zeros(2, 4), dim=0)
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000],
+                [0.5000, 0.5000, 0.5000, 0.5000]])
     """
-    if out is None:
-        return _softmax(x, dim)
-    _softmax_out(x, dim, out=out)
+    try:
+        if out is None:
+            return _softmax(x, dim)
+        _softmax_out(x, dim, out=out)
+    except RuntimeError as error:
+        raise clearer(error, "softmax", x=x, out=out) from None
     return out
 
 
 def softmax_backward(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """The gradient of a softmax's input: y * (grad - sum(y * grad)) along `dim`. Differentiable.
+    """Computes the gradient of a softmax's input: y * (grad - sum(y * grad)) along `dim`.
 
-    y: the softmax's result; grad: the gradient of y, the same shape, dtype and device; dtypes as `softmax_`.
+    Differentiable any number of times.
+
+    Args:
+        y: the softmax's result, any shape; float64, float32, float16 or bfloat16.
+        grad: the gradient of y; shape, dtype and device of y.
+        dim: the dimension of the softmax.
+
+    Returns:
+        A tensor of y's shape.
+
+    Raises:
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if y or grad is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.softmax_backward(torch.tensor([0.5, 0.5]), torch.tensor([1.0, 0.0]))
+        tensor([ 0.2500, -0.2500])
     """
-    return _softmax_backward(y, grad, dim)
+    try:
+        return _softmax_backward(y, grad, dim)
+    except RuntimeError as error:
+        raise clearer(error, "softmax_backward", y=y, grad=grad) from None
 
 
 def softmax_backward_(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """`softmax_backward` written over y. Returns y. Shapes, dtypes and errors as there; also raises RuntimeError if a
-    gradient would be recorded."""
-    _softmax_backward_(y, grad, dim)
+    """Computes y <- y * (grad - sum(y * grad)) along `dim`: the gradient of a softmax's input, written over its result.
+
+    Args:
+        y: the softmax's result, any shape and non-overlapping strides; float64, float32, float16 or bfloat16.
+        grad: the gradient of y; shape, dtype and device of y.
+        dim: the dimension of the softmax.
+
+    Returns:
+        y.
+
+    Raises:
+        RuntimeError: before anything is written, if shapes, dtypes or devices do not match, or if a gradient would be
+            recorded.
+        TypeError: if y or grad is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> y = torch.tensor([0.5, 0.5])
+        >>> matmuls.softmax_backward_(y, torch.tensor([1.0, 0.0])) is y
+        True
+    """
+    try:
+        _softmax_backward_(y, grad, dim)
+    except RuntimeError as error:
+        raise clearer(error, "softmax_backward_", y=y, grad=grad) from None
     return y
 
 
@@ -65,35 +154,79 @@ def layer_norm_(
     eps: float = 1e-5,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x <- layer norm of x + residual over the last dimension, times weight, plus bias, in place. Returns x.
+    """Computes x <- layer_norm(x + residual) * weight + bias over the last dimension, in place.
 
-    x: [..., N] in float64, float32, float16 or bfloat16, any non-overlapping strides; weight, bias: [N]; residual: x's
-    shape; one dtype and device for all. Statistics in float32 (float64 for float64) of the unrounded x + residual.
-    Differentiable any number of times in all arguments (once if x is a view of another tensor). Saves the normalized
-    rows, which without weight and bias are x itself, and one number per row.
+    Statistics are in float32, or float64 for float64, of the unrounded x + residual. Differentiable any number of times
+    in all arguments, once if x is a view of another tensor. Backward needs the normalized rows, which without weight
+    and bias are x itself, and one number for each row.
 
-    Raises RuntimeError, before anything is written, on shapes, dtypes or devices that do not match, on overlap, and on
-    a leaf that requires grad.
+    Args:
+        x: [..., N] float64, float32, float16 or bfloat16, any non-overlapping strides.
+        weight: [N] or None, dtype and device of x.
+        bias: [N] or None, dtype and device of x.
+        eps: added to the variance.
+        residual: x's shape, dtype and device, or None.
+
+    Returns:
+        x.
+
+    Raises:
+        RuntimeError: before anything is written, if shapes, dtypes or devices do not match, if x overlaps itself or
+            another argument, or if x is a leaf that requires a gradient.
+        TypeError: if an argument is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> x = torch.tensor([[1.0, 3.0], [5.0, 5.0]])
+        >>> matmuls.layer_norm_(x, weight=torch.tensor([2.0, 2.0]), residual=torch.ones(2, 2))
+        tensor([[-2.0000,  2.0000],
+                [ 0.0000,  0.0000]])
     """
-    _layer_norm_(x, weight, bias, eps, residual)
+    try:
+        _layer_norm_(x, weight, bias, eps, residual)
+    except RuntimeError as error:
+        raise clearer(error, "layer_norm_", x=x, weight=weight, bias=bias, residual=residual) from None
     return x
 
 
 def rms_norm_(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x <- (x + residual) / sqrt(mean((x + residual)^2) + eps) * weight over the last dimension, in place. Returns x.
+    """Computes x <- (x + residual) / sqrt(mean((x + residual)^2) + eps) * weight over the last dimension, in place.
 
-    Shapes, dtypes, gradients and errors as `layer_norm_`.
+    Gradients and precision are those of `layer_norm_`.
+
+    Args:
+        x: [..., N] float64, float32, float16 or bfloat16, any non-overlapping strides.
+        weight: [N] or None, dtype and device of x.
+        eps: added to the mean square.
+        residual: x's shape, dtype and device, or None.
+
+    Returns:
+        x.
+
+    Raises:
+        RuntimeError: as `layer_norm_`.
+        TypeError: if an argument is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.rms_norm_(torch.tensor([[3.0, 4.0]]), eps=0.0)
+        tensor([[0.8485, 1.1314]])
     """
-    _rms_norm_(x, weight, eps, residual)
+    try:
+        _rms_norm_(x, weight, eps, residual)
+    except RuntimeError as error:
+        raise clearer(error, "rms_norm_", x=x, weight=weight, residual=residual) from None
     return x
 
 
 # The upstream document's functions; the caller passes the numbers of rows and columns.
 
 
-def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
+def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int, what: str = "x") -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise clearer(TypeError(), name, **{what: x})
     if not x.is_contiguous() or x.numel() != n_rows * n_cols or min(n_rows, n_cols) < 0:
         raise RuntimeError(
             f"{name}: expected a contiguous tensor of {n_rows} x {n_cols} elements, "
@@ -103,15 +236,51 @@ def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
 
 
 def inplace_softmax(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """`softmax_` over the rows of x, contiguous and of n_rows * n_cols elements. Returns x. dtypes as `softmax_`;
-    raises RuntimeError on another number of elements and if x is not contiguous."""
+    """Computes x <- softmax of each row of x, in place; `softmax_` for a caller that passes the number of rows.
+
+    Args:
+        x: contiguous, n_rows * n_cols elements in any shape; dtypes as `softmax_`.
+        n_rows: number of rows.
+        n_cols: number of columns.
+
+    Returns:
+        x.
+
+    Raises:
+        RuntimeError: if x is not contiguous, on another number of elements or dtype.
+        TypeError: if x is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.inplace_softmax(torch.zeros(4), 2, 2)
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
     softmax_(_rows("inplace_softmax", x, n_rows, n_cols))
     return x
 
 
 def layernorm(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """x <- (x - E(x)) / sqrt(V(x) + 1e-5) over the rows of x, contiguous and of n_rows * n_cols elements. Returns x.
-    dtypes as `layer_norm_`; errors as `inplace_softmax`."""
+    """Computes x <- (x - mean) / sqrt(variance + 1e-5) for each row of x, in place.
+
+    `layer_norm_` without weight and bias, for a caller that passes the number of rows.
+
+    Args:
+        x: contiguous, n_rows * n_cols elements in any shape; dtypes as `layer_norm_`.
+        n_rows: number of rows.
+        n_cols: number of columns.
+
+    Returns:
+        x.
+
+    Raises:
+        RuntimeError: if x is not contiguous, on another number of elements or dtype.
+        TypeError: if x is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> matmuls.layernorm(torch.tensor([[1.0, 3.0]]), 1, 2)
+        tensor([[-1.0000,  1.0000]])
+    """
     rows = _rows("layernorm", x, n_rows, n_cols)
     # pass x rather than a view if possible: a view has no second derivative
     layer_norm_(x if x.shape[-1:] == rows.shape[-1:] else rows)
@@ -122,16 +291,36 @@ def layernorm(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
 def inplace_softmax_backward(
     output: torch.Tensor, d_ov: torch.Tensor, values: torch.Tensor, rows: int, cols_output: int, cols_values: int
 ) -> torch.Tensor:
-    """output <- gradient of the scores s, for output = softmax(s), in place. Returns output.
+    """Computes output <- the gradient of the scores s, in place, where output = softmax(s).
 
-    output: [..., Q, K] probabilities, contiguous; d_ov: [..., Q, C], the gradient of output @ values; values: [..., K,
-    C]; rows: product of the leading dimensions of output and d_ov; cols_output: K; cols_values: C. One of float64,
-    float32, float16, bfloat16 for all three. The gradient of the probabilities, d_ov @ values^T, is computed and used
-    in pieces of at most 8 MiB (or one row). No gradient is recorded. Raises RuntimeError, before anything is written,
-    on shapes that do not match.
+    d_ov is the gradient of output @ values. That of the probabilities, d_ov @ values^T, is computed and used in pieces
+    of at most 8 MiB, or one row. No gradient is recorded.
+
+    Args:
+        output: [..., Q, K] the probabilities, contiguous; float64, float32, float16 or bfloat16.
+        d_ov: [..., Q, C] the gradient of output @ values; dtype and device of output.
+        values: [..., K, C]; dtype and device of output.
+        rows: the product of the leading dimensions of output, Q included.
+        cols_output: K.
+        cols_values: C.
+
+    Returns:
+        output.
+
+    Raises:
+        RuntimeError: before anything is written, if shapes, dtypes or devices do not match.
+        TypeError: if an argument is no tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> probabilities, values = torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0], [0.0]])
+        >>> matmuls.inplace_softmax_backward(probabilities, torch.ones(1, 1), values, 1, 2, 1)
+        tensor([[ 0.2500, -0.2500]])
     """
     name = "inplace_softmax_backward"
-    _rows(name, output, rows, cols_output)
+    _rows(name, output, rows, cols_output, "output")
+    if not isinstance(d_ov, torch.Tensor) or not isinstance(values, torch.Tensor):
+        raise clearer(TypeError(), name, d_ov=d_ov, values=values)
     if output.dim() < 2 or output.shape[-1] != cols_output:
         raise RuntimeError(
             f"{name}: expected output of at least two dimensions and {cols_output} columns, "

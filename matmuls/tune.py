@@ -23,8 +23,8 @@ import torch
 import triton
 from torch import Tensor
 
-from . import masked_plain as plain
 from . import measure
+from .masked import plain
 from .triton import configs
 from .triton.configs import Entry, Gpu, Tiles
 
@@ -71,7 +71,7 @@ def problems(group: str, k: int, n: int, ms: Sequence[int], dtype: str) -> list[
         raise ValueError(f"--k, --n and --m are at least 1, got {min((k, n, *ms))}")
     found = [Problem(op, m, n_, k_, dtype) for m in ms for op, n_, k_ in shapes[group]]
     if group == "masked_linear":
-        from .triton.masked_linear import from_copies
+        from .triton.masked_gradients import from_copies
 
         for m in ms:
             op = from_copies(m, n, k, DTYPES[dtype].itemsize)
@@ -344,7 +344,7 @@ class Compilers:
 
 def _call(p: Problem, seed: int, device: str = "cuda") -> tuple[Callable[[], Results], Callable[[], Results]]:
     """A kernel on random inputs and its torch reference. Each row belongs to the first expert with probability 1/2."""
-    from .triton import masked_ffn, masked_linear
+    from .triton import masked_ffn, masked_gradients, masked_linear, masked_weights
     from .triton.mask_plan import plan
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -365,19 +365,19 @@ def _call(p: Problem, seed: int, device: str = "cuda") -> tuple[Callable[[], Res
     if name == "masked_weights":
         g, x = draw(m, n), draw(m, k)
         return (
-            lambda: masked_linear.weight_gradients(g, x, rows, counts),
+            lambda: masked_weights.weight_gradients(g, x, rows, counts),
             lambda: by.weights(g, x, True, True),
         )
     if name == "masked_few_weights":
         g, x, w, u = draw(m, n), draw(m, k), draw(n, k), draw(n, k)
         return (
-            lambda: masked_linear.gradients(g, x, w, u, rows, counts),
+            lambda: masked_gradients.gradients(g, x, w, u, rows, counts),
             lambda: (by.linear(g, w.T, u.T), *by.weights(g, x, True, True)),
         )
     if name == "masked_ffn_weights":
         g, x = draw(m, n), draw(m, k)
         return (
-            lambda: masked_linear.weight_gradients(g, x, rows, counts, gather_g=False),
+            lambda: masked_weights.weight_gradients(g, x, rows, counts, gather_g=False),
             lambda: by.weights(unsorted(g), x, True, True),
         )
     if name == "masked_linear":

@@ -11,9 +11,10 @@ import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from matmuls import mask_plan, masked, masked_ffn, masked_linear
+from matmuls import mask_plan, masked_ffn, masked_linear
+from matmuls.masked import checks
 from matmuls.triton import configs, few, launch
-from matmuls.triton import masked_linear as kernels
+from matmuls.triton import masked_gradients as kernels
 
 ROWS = (1, 7, 64, 127, 129)
 
@@ -27,7 +28,7 @@ def masks(m):
 @pytest.fixture(autouse=True)
 def through_the_kernels(monkeypatch):
     monkeypatch.setattr(
-        masked, "_by_triton", lambda x, *sizes: x.dtype != torch.float64 and all(sizes) and x.numel() > 0
+        checks, "by_triton", lambda x, *sizes: x.dtype != torch.float64 and all(sizes) and x.numel() > 0
     )
     ran = []
 
@@ -35,7 +36,7 @@ def through_the_kernels(monkeypatch):
         ran.append(kernel.__name__)
         launch.launch(kernel, *args, **options)
 
-    for module in ("mask_plan", "few", "masked_linear", "masked_ffn"):
+    for module in ("mask_plan", "few", "masked_linear", "masked_weights", "masked_gradients", "masked_ffn"):
         monkeypatch.setattr(f"matmuls.triton.{module}.launch", counted)
     monkeypatch.setattr(few, "ORDERED", (16, 256))  # one program per row would be slow in the interpreter
     real = torch.Tensor.new_empty, torch.empty
@@ -47,6 +48,12 @@ def through_the_kernels(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *a, **k: poisoned(real[1](*a, **k)))
     yield ran
     assert ran
+
+
+def on_hopper(monkeypatch):
+    """Choose as on a GPU of capability 9.0 with four multiprocessors."""
+    for module in ("masked_linear", "masked_gradients"):
+        monkeypatch.setattr(f"matmuls.triton.{module}.gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
 
 
 def error(x, truth):
@@ -133,7 +140,7 @@ def test_every_field_of_a_configuration(tiles, monkeypatch):
     supports.
     """
     monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles))
-    monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
+    on_hopper(monkeypatch)
     even = 2 * min(tiles.depth, 32), 2 * tiles.columns  # a few small tiles only: the interpreter is slow
     for m, k, n in ((100, *even), (75, 40, 24), (33, 19, 50)):
         x, w1, w2 = torch.randn(m, k), torch.randn(n, k), torch.randn(n, k)
@@ -166,7 +173,7 @@ def test_nan_stays_with_its_expert(tiles, monkeypatch):
     mask = torch.arange(40) % 2 == 0
     x[0] = float("nan")  # the row that out-of-range positions of a tile read
     monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles) if tiles else {})
-    monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
+    on_hopper(monkeypatch)
     leaves = [t.requires_grad_() for t in (x, w1, w2)]
     y = masked_linear(*leaves, mask)
     y.sum().backward()
@@ -180,7 +187,7 @@ def test_gradients_of_sorted_copies(through_the_kernels, monkeypatch):
     """The path of many rows on sm_90: the product for x's gradient also copies both operands in the plan's order."""
     monkeypatch.setattr(kernels, "LITTLE", 0)
     monkeypatch.setattr(configs, "forced", {"masked_ffn_weights": configs.Tiles(64, 128, 32, tma=True, split=2)})
-    monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
+    on_hopper(monkeypatch)
     tensors = [t.half() for t in (torch.randn(70, 256), *torch.randn(2, 256, 256) / 16)]
     for mask in masks(70):
         compare(lambda x, w1, w2, p=mask: masked_linear(x, w1, w2, p), *tensors)
@@ -196,7 +203,7 @@ def test_gradients_of_few_rows(m, through_the_kernels, monkeypatch):
     tiles = configs.Tiles(32, 128, 64, tma=True, pieces=2, split=2)
     larger = configs.Tiles(128, 128, 64, tma=True, pieces=2)
     monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles) | {"masked_few_weights": larger})
-    monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
+    on_hopper(monkeypatch)
     g, x = torch.randn(m, 256).half(), torch.randn(m, 512).half()
     w1, w2 = (torch.randn(2, 256, 512) / 22).half()
     for mask in masks(m):
@@ -224,7 +231,7 @@ def test_a_frozen_expert_is_not_computed(frozen, through_the_kernels, monkeypatc
     )
     for split in (1, 2, 3):
         monkeypatch.setattr(configs, "forced", {"masked_weights": configs.Tiles(16, 16, 16, tma=True, split=split)})
-        monkeypatch.setattr(kernels, "gpu", lambda index: configs.Gpu("interpreter", (9, 0), 4))
+        on_hopper(monkeypatch)
         g, plan = torch.randn(40, 32), mask_plan(mask)[:2]
         both = torch.ops.custom_mm.masked_weights(g, x, *plan)
         one = torch.ops.custom_mm.masked_weights(g, x, *plan, frozen != "w1", frozen != "w2")

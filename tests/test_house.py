@@ -21,12 +21,16 @@ OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"
 # module -> what of ours it may import:
 # `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
 MAY_IMPORT = {
-    "matmuls": OPERATIONS | {"batching"},
+    "matmuls": OPERATIONS | {"batching"} | {"attention", "blocks", "integrations", "nn"},  # these at first access
     **{family: {"custom_mm"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
     "registration": set(),
-    "masked": {"masked_plain", "registration", "triton"},
-    "masked_plain": {"registration"},
+    "masked": {"masked.ffn", "masked.linear", "masked.plan"},
+    "masked.checks": {"registration"},
+    "masked.plain": {"registration"},
+    "masked.plan": {"custom_mm", "masked", "registration", "triton"},
+    "masked.linear": {"custom_mm", "masked", "registration", "triton"},
+    "masked.ffn": {"custom_mm", "masked", "registration", "triton"},
     "triton": set(),
     "triton.tiles": set(),
     "triton.launch": {"device"},
@@ -34,16 +38,19 @@ MAY_IMPORT = {
     "triton.mask_plan": {"triton.launch"},
     "triton.few": {"triton.launch", "triton.tiles"},
     "triton.streams": set(),
-    "triton.masked_linear": {"device", "triton.configs", "triton.few", "triton.launch"}
-    | {"triton.streams", "triton.tiles"},
-    "triton.masked_ffn": {"triton.configs", "triton.launch", "triton.tiles", "triton.masked_linear"},
+    "triton.masked_linear": {"device", "triton.configs", "triton.few", "triton.launch", "triton.tiles"},
+    "triton.masked_weights": {f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear")},
+    "triton.masked_gradients": {
+        f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear", "masked_weights", "streams")
+    },
+    "triton.masked_ffn": {f"triton.{m}" for m in ("configs", "launch", "tiles", "masked_linear", "masked_weights")},
     "triton.blocks": {"triton.configs", "triton.launch", "triton.masked_linear"},
-    "attention": {"dense", "device", "fused_softmax"},
+    "attention": {"custom_mm", "dense", "device", "fused_softmax"},
     "nn": OPERATIONS | {"custom_mm"},
-    "tune": {"masked_plain", "measure", "triton"},
+    "tune": {"masked", "measure", "triton"},
     "blocks": {"custom_mm", "registration", "triton"},
     "batching": {"blocks", "custom_mm", "masked", "registration"},
-    "fused_softmax": {"registration"},
+    "fused_softmax": {"custom_mm", "registration"},
     "sparse": {"sparse.ops", "sparse.plan"},
     "sparse.names": set(),
     "sparse.chunks": set(),
@@ -64,7 +71,8 @@ MAY_IMPORT = {
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
     "sparse.plan": {"registration"} | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "prepared", "selector")},
-    "sparse.ops": {"dense", "registration"} | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
+    "sparse.ops": {"custom_mm", "dense", "registration"}
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
     "chunks": {"sparse.chunks"},  # old names, which pickles hold
     "choice": {"sparse.selector"},
     "forms": {"sparse.layouts"},

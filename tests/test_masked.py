@@ -356,7 +356,7 @@ def test_large(dtype):
 def test_few_rows(dtype, m, poisoned, monkeypatch):
     """One wave of tiles, remaining rows of both experts in strips; gradients from sorted copies."""
     from matmuls.triton import configs, few
-    from matmuls.triton import masked_linear as kernels
+    from matmuls.triton import masked_gradients as kernels
 
     ran = []
     real = kernels.launch
@@ -365,7 +365,8 @@ def test_few_rows(dtype, m, poisoned, monkeypatch):
         ran.append(kernel)
         real(kernel, *args)
 
-    monkeypatch.setattr(kernels, "launch", counted)
+    for module in ("masked_linear", "masked_weights", "masked_gradients"):
+        monkeypatch.setattr(f"matmuls.triton.{module}.launch", counted)
     monkeypatch.setattr(kernels, "FEW", 1)
     tiles = configs.Tiles(128, 128, 64, warps=4, stages=5, tma=True, split=2)
     monkeypatch.setattr(configs, "forced", {"masked_linear": tiles, "masked_linear_t": tiles})
@@ -394,7 +395,7 @@ def test_few_rows(dtype, m, poisoned, monkeypatch):
 @pytest.mark.cuda
 def test_the_second_stream_is_not_shared():
     """torch's stream pool hands out a stream several times: another thread may capture a graph on it."""
-    from matmuls.triton import masked_linear as kernels
+    from matmuls.triton import masked_gradients as kernels
 
     pool = {torch.cuda.Stream().cuda_stream for _ in range(64)}
     found = []
@@ -427,7 +428,7 @@ def test_the_second_stream_is_not_shared():
 @pytest.mark.cuda
 def test_the_second_stream_during_a_capture_in_another_thread():
     """For every stream of torch's pool that the other thread captures on."""
-    from matmuls.triton import masked_linear as kernels
+    from matmuls.triton import masked_gradients as kernels
 
     begun, tried, failures = threading.Event(), threading.Event(), []
     x, y = (torch.zeros(1 << 16, device="cuda") for _ in range(2))
@@ -504,7 +505,7 @@ def test_backward_of_few_rows_reuses_the_sorted_copy_of_forward(monkeypatch):
 def test_gradients_of_sorted_rows(dtype, split, poisoned, monkeypatch):
     """The kernel for large weights, which loads one operand by TMA: partial tiles, experts without rows, NaN."""
     from matmuls.triton import configs
-    from matmuls.triton import masked_linear as kernels
+    from matmuls.triton import masked_weights as kernels
 
     tiles = configs.Tiles(128, 256, 64, tma=True, pieces=4, split=split)
     monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.WEIGHTS, tiles))

@@ -1,11 +1,14 @@
-"""A client under mypy --strict: the stubs and annotations say what users rely on."""
+"""A client under mypy --strict and pyright: the stubs and annotations say what users rely on."""
 
-from typing import Any
+# pyright: strict
+
+from typing import Any, assert_type
 
 import torch
 
 import custom_mm
 import matmuls
+from custom_mm.literals import Activation, Reduce
 from matmuls.nn import SparseLinear
 
 
@@ -53,9 +56,45 @@ def cusparse(offsets: torch.Tensor, columns: torch.Tensor, values: torch.Tensor,
     y: torch.Tensor = custom_mm.cusparse_spmm(offsets, columns, values, x, 3, 4, transb=True, prepared=prepared)
     y = custom_mm.cusparse_mmul(values, columns, offsets, 5, 3, 4, x, y)
     layer = SparseLinear.from_linear(torch.nn.Linear(4, 3), sparsity=0.5)
-    return layer(x.mT).mT + custom_mm.cusparse_sddmm(offsets, columns, y, x, alpha=0.5).sum()  # type: ignore[no-any-return]
+    product: torch.Tensor = layer(x.mT)
+    return product.mT + custom_mm.cusparse_sddmm(offsets, columns, y, x, alpha=0.5).sum()
 
 
 def facts() -> tuple[list[int], dict[str, Any]]:
     custom_mm.set_workspace_size(custom_mm.workspace_size())
     return [w["nbytes"] for h in custom_mm.handle_info() for w in h["workspaces"]], custom_mm.build_info()
+
+
+def of_the_seeds(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    assert_type(matmuls.cublasMM.apply(a, b), torch.Tensor)
+    assert_type(matmuls.cublasTransaMM.apply(a, b), torch.Tensor)
+    assert_type(matmuls.cublasTransbMM.apply(a, b), torch.Tensor)
+    assert_type(matmuls.cublasTransabMM.apply(a, b), torch.Tensor)
+    assert_type(matmuls.cusparseMM.apply(matmuls.plan(a), b), torch.Tensor)
+    assert_type(matmuls.FusedSoftmax.apply(a, None, 0.5), torch.Tensor)
+    assert_type(matmuls.MaskedLinear.apply(a, b, b, a > 0), torch.Tensor)
+    return matmuls.MaskedFFN.apply(a, b, b, b, b, b, b, a > 0)
+
+
+def plans(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    made = matmuls.plan(a, constant=True)
+    assert_type(made.T, matmuls.SparsePlan)
+    assert_type(made.to("cuda", torch.float16), matmuls.SparsePlan)
+    assert_type(made.to(torch.float16).mT.to(device=0), matmuls.SparsePlan)
+    assert_type(x @ made, torch.Tensor)
+    assert_type(made @ x, torch.Tensor)
+    shape: torch.Size = made.shape
+    return x[0] @ made.T + shape[0]
+
+
+def modules(x: torch.Tensor, activation: Activation, reduce: Reduce) -> torch.Tensor:
+    """Modules that are imported at first access are known under plain `import matmuls`."""
+    layer = matmuls.nn.SparseLinear.from_linear(torch.nn.Linear(4, 3), sparsity=0.5)
+    assert_type(layer.weight, torch.Tensor)
+    assert_type(layer.freeze().plan(), matmuls.SparsePlan)
+    inplace: torch.nn.Linear = matmuls.nn.InplaceLinear(4, 3)
+    context, probabilities = matmuls.attention.attend(x, x, x, None, 0.125)
+    if probabilities is not None:
+        context = context + matmuls.blocks.bsr_spmm(x, x, x, x, 4) + probabilities
+    context = matmuls.spmm(x, context, reduce=reduce)
+    return matmuls.matmul(inplace.weight, context, activation=activation)

@@ -123,6 +123,7 @@ class CsrPattern:
         self._reordered: dict[tuple[int, int], Reordered | None] = {}
         self._narrow: CsrPattern | None = None
         self._t: CsrPattern | None = None
+        self._reverse: CsrPattern | None = None
         self.blocks: Blocks | None = None  # of a matrix stored in blocks that a kernel takes
         self.longest_column = -1
         if crow.dim() != 1 or crow.shape[0] != self.rows + 1:
@@ -148,7 +149,7 @@ class CsrPattern:
         return self  # never written to
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        absent: dict[str, object] = {"blocks": None, "_narrow": None, "_t": None, "_reordered": {}}  # in older pickles
+        absent: dict[str, object] = {"blocks": None, "_reordered": {}} | dict.fromkeys(("_narrow", "_t", "_reverse"))
         self.__dict__.update({**absent, **state})
         # The indices may have been written to before they were pickled.
         self._check = Check("SparsePlan", self.crow, self.col, self.columns)
@@ -195,8 +196,8 @@ class CsrPattern:
     @property
     def chunk_tensors(self) -> list[torch.Tensor]:
         made = *self._chunks.values(), *self._reordered.values()
-        transposed = [] if self._t is None else self._t.chunk_tensors
-        return [t for one in made if one is not None for t in one.tensors] + transposed
+        others = [t for one in (self._t, self._reverse) if one is not None for t in one.chunk_tensors]
+        return [t for one in made if one is not None for t in one.tensors] + others
 
     def by_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values in the order of `col`."""
@@ -230,10 +231,44 @@ class CsrPattern:
             self._t = t
         return self._t
 
+    def reversed(self) -> "CsrPattern":
+        """The pattern of the transposed matrix with all the facts about it, made once, which waits for the GPU. `t`
+        serves gradients and has but those that they need."""
+        if self._reverse is None:
+            crow, col, order = self.transposed()
+            own, shape = (self.crow, self.col, self.order), (self.columns, self.rows)
+            with untransformed():
+                made = CsrPattern("plan", crow, col, shape, order=order, transposed=own, batch=self.batch)
+            made.longest_column = self.longest
+            self._reverse = made
+        return self._reverse
+
+    def to(self, device: torch.device) -> "CsrPattern":
+        """The pattern on another device. Waits for the GPU."""
+        if device == self.crow.device:
+            return self
+
+        def moved(parts: Indices, columns: int) -> Indices:
+            crow, col, order = (None if t is None else t.to(device) for t in parts)
+            assert crow is not None
+            assert col is not None
+            _trust((crow, col, order), parts, columns)
+            return crow, col, order
+
+        with torch.inference_mode(False), untransformed():
+            crow, col, order = moved((self.crow, self.col, self.order), self.columns)
+            t = None if self._transposed is None else moved(self._transposed, self.rows)
+            blocks = self.blocks and replace(self.blocks, pattern=self.blocks.pattern.to(device))
+        for_every_stream(crow)
+        for_every_stream(self.crow)
+        return self._copy(crow=crow, col=col, order=order, _transposed=t, blocks=blocks, _narrow=None)
+
     def _copy(self, **changed: object) -> "CsrPattern":
         """A copy without what was made of its indices and cached."""
         copy = object.__new__(CsrPattern)
-        copy.__dict__.update({**self.__dict__, "_chunks": {}, "_reordered": {}, "_t": None, **changed})
+        copy.__dict__.update(
+            {**self.__dict__, "_chunks": {}, "_reordered": {}, "_t": None, "_reverse": None, **changed}
+        )
         return copy
 
     def arguments(self, dense_gradient: bool) -> tuple[torch.Tensor | None, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from custom_mm import _C
+from custom_mm.literals import Reduce
 
 from ..registration import expect_dense
 from .chunks import Chunks
@@ -119,7 +120,7 @@ class Recorded(torch.autograd.Function):
 
 
 def default_product(
-    pattern: CsrPattern, values: torch.Tensor, b: torch.Tensor, reduce: str = "sum", alpha: float = 1.0
+    pattern: CsrPattern, values: torch.Tensor, b: torch.Tensor, reduce: Reduce = "sum", alpha: float = 1.0
 ) -> torch.Tensor:
     return default_op(pattern, values, b, reduce, alpha).run()
 
@@ -151,7 +152,7 @@ def _by_chunks(pattern: CsrPattern, values: torch.Tensor, b: torch.Tensor) -> Pr
 
 
 def default_op(
-    pattern: CsrPattern, values: torch.Tensor, b: torch.Tensor, reduce: str = "sum", alpha: float = 1.0
+    pattern: CsrPattern, values: torch.Tensor, b: torch.Tensor, reduce: Reduce = "sum", alpha: float = 1.0
 ) -> PreparedOp:
     """alpha * reduce(A @ b) as an operator and its arguments."""
     if reduce == "sum" and alpha == 1:
@@ -168,7 +169,7 @@ def default_product_into(
     pattern: CsrPattern,
     values: torch.Tensor,
     b: torch.Tensor,
-    reduce: str,
+    reduce: Reduce,
     alpha: float,
     beta: float,
 ) -> torch.Tensor:
@@ -206,7 +207,7 @@ def multiply_batch(
     values: torch.Tensor,
     shape: torch.Size,
     b: torch.Tensor,
-    reduce: str = "sum",
+    reduce: Reduce = "sum",
     alpha: float = 1.0,
     beta: float = 0.0,
     out: torch.Tensor | None = None,

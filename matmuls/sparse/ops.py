@@ -8,6 +8,8 @@ import torch
 from torch.autograd.function import InplaceFunction
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm.literals import Reduce
+
 from ..dense import matmul
 from ..registration import expect_dense, number
 from .csr_pattern import CsrPattern, from_entries, pattern_of
@@ -33,39 +35,48 @@ def spmm(
     a: Sparse,
     b: torch.Tensor,
     *,
-    reduce: str = "sum",
+    reduce: Reduce = "sum",
     alpha: float = 1,
     beta: float = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """alpha * (A @ B), or into `out`: out <- alpha * (A @ B) + beta * out.
+    """Computes alpha * (A @ B) for a sparse A, or in place out <- alpha * (A @ B) + beta * out.
 
-    a: [M, K], a plan or a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch [..., M, K] of CSR or CSC matrices;
-    b: [..., K, N] dense, [K] too; one of float64, float32, float16, bfloat16 for both, on one device. reduce: "sum",
-    "mean" (over the nonzeros of a row), "max" or "min"; a row without nonzeros gives 0. Duplicate and unsorted columns
-    are fine. Rows of b are read in place, whatever their stride; b is copied if its columns are not contiguous.
-    Sums in float32 (float64 for float64), the same bits every time for the same matrix, width, alignment of b and
-    gradients asked for. With alpha = 0 no operand is read, with beta = 0 not `out`, as in BLAS: their NaN do not reach
-    the result.
+    Differentiable any number of times in the values of A, as a sparse tensor with A's pattern, and in B. Sums are in
+    float32, or float64 for float64, and have the same bits every time. Under autocast as torch.matmul. For many
+    products with one matrix make a `plan` of it. A GPU may take up to 128 MiB of workspace, and may keep an index of
+    chunks with A.
 
-    On a GPU a matrix of which a tenth to a half is stored is densified for a wide b, in a workspace of up to 128 MiB: 4
-    bytes an element for float32, else 2. Results are as those of the row kernel: NaN and inf reach no other row. On
-    Hopper float32 of 16 nonzeros a row on average then runs on tensor cores as fp16x2, each number as two float16 with
-    a scale for each row of A and column of b: at least 22 bits of it, products but for one in 2^22 of them, sums in
-    float32. Columns whose numbers differ so much in size that this would lose more are detected on the GPU and summed
-    again by the row kernel.
+    Args:
+        a: [M, K] a plan, or a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch [..., M, K] of CSR or CSC
+            matrices; float64, float32, float16 or bfloat16, indices int32 or int64. Duplicate and unsorted columns are
+            fine. The indices of a sparse tensor are checked once, and again after a write to it.
+        b: [K, N] or [K], dense, or [..., K, N] for a batch; dtype and device of a. Read in place, whatever the stride
+            of its rows; copied if its columns are not contiguous.
+        reduce: "sum", "mean" over the nonzeros of a row, "max" or "min". A row without nonzeros gives 0.
+        alpha: multiplies the product. 0: a and b are not read, so that their NaN do not reach the result.
+        beta: multiplies `out`. 0: out is not read.
+        out: [M, N], written and returned; no gradient may be recorded.
 
-    On a GPU rows of uneven length, or short ones, are multiplied in chunks: made at the first product, which waits for
-    the GPU, and kept with the matrix, about 4 bytes a nonzero and 4 a row, with int64 indices a copy in int32 too, and
-    with a gradient to b the transposed matrix and its chunks, about 12 and 8.
+    Returns:
+        [M, N], or [M] for a vector, or [..., M, N] for a batch, dense; or `out`.
 
-    Differentiable, twice and more, in A's values (a sparse tensor with A's pattern: O(nonzeros) memory) and in b. The
-    indices of a sparse tensor are checked once for as long as it lives, and again after writes to it, but not after
-    writes to the tensors that it was made of, which torch does not count; a plan spares the look-up. Under autocast as
-    torch.matmul.
+    Raises:
+        ValueError: on indices that do not fit the shape, and on beta without out.
+        RuntimeError: before anything is written, if shapes, dtypes or devices do not match, on overlap, and on out=
+            where a gradient would be recorded.
+        TypeError: if a is neither a sparse tensor nor a plan, or b is not a dense tensor.
 
-    Raises ValueError on indices that do not fit, RuntimeError, before anything is written, on shapes, dtypes or devices
-    that do not fit, on overlap, and on out= where a gradient would be recorded.
+    Examples:
+        >>> import torch, matmuls
+        >>> a = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]).to_sparse_csr()
+        >>> b = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> matmuls.spmm(a, b)
+        tensor([[7.],
+                [6.]])
+        >>> matmuls.spmm(a, b, reduce="mean")
+        tensor([[3.5000],
+                [6.0000]])
     """
     if out is None and beta != 0:
         raise ValueError(f"spmm: expected out= beside beta={beta}, which multiplies it")
@@ -99,11 +110,30 @@ def linear(a: SparsePlan, x: torch.Tensor, bias: torch.Tensor | None) -> torch.T
 
 
 def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1) -> torch.Tensor:
-    """alpha * (a @ b) where `pattern` has nonzeros, and nowhere else: [..., nonzeros], in the order of its values.
+    """Computes alpha * (a @ b) where `pattern` has nonzeros, and nowhere else (SDDMM).
 
-    a: [..., M, D]; b: [..., D, K]; leading dimensions broadcast; pattern: [M, K], a plan or a sparse tensor, of which
-    the indices alone matter. dtypes as `spmm`. b is read by columns: pass k.mT for rows k. No M x K elements are ever
-    made. Differentiable, twice and more; the same every time. `plan.with_values` takes the result.
+    No M x K elements are ever made. Differentiable any number of times in a and b; the same bits every time.
+    `plan.with_values` takes the result.
+
+    Args:
+        a: [..., M, D] dense; float64, float32, float16 or bfloat16. Leading dimensions of a and b broadcast.
+        b: [..., D, K] dense, dtype and device of a. It is read by columns: pass k.mT for rows k.
+        pattern: [M, K] a plan or a sparse tensor, of which the indices alone matter.
+        alpha: multiplies the product.
+
+    Returns:
+        [..., nonzeros], in the order of the pattern's values.
+
+    Raises:
+        ValueError: on indices that do not fit.
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if a or b is not a dense tensor, or pattern neither a sparse tensor nor a plan.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> pattern = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).to_sparse_csr()
+        >>> matmuls.sddmm(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]]), pattern)
+        tensor([3., 6., 8.])
     """
     csr, _, shape = _parts("sddmm", pattern)
     expect_dense("sddmm", a=a, b=b)
@@ -117,11 +147,30 @@ def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1
 
 
 def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0) -> torch.Tensor:
-    """softmax(scale * values) over the nonzeros of each row of `pattern`; other elements count as masked.
+    """Computes softmax(scale * values) over the nonzeros of each row of `pattern`; other elements count as masked.
 
-    values: [..., nonzeros], in the order of the pattern's values, such as `sddmm` gives; pattern: a plan or a sparse
-    tensor, of which the indices alone matter. Statistics in float32 (float64 for float64); values as torch.softmax, NaN
-    and inf included. Differentiable, twice and more. Under autocast as torch.softmax: float32 on a GPU.
+    Statistics are in float32, or float64 for float64; values are those of torch.softmax, NaN and inf included.
+    Differentiable any number of times. Under autocast as torch.softmax: float32 on a GPU.
+
+    Args:
+        values: [..., nonzeros] dense, in the order of the pattern's values, such as `sddmm` gives; float64, float32,
+            float16 or bfloat16.
+        pattern: a plan or a sparse tensor, of which the indices alone matter.
+        scale: multiplies the values.
+
+    Returns:
+        [..., nonzeros].
+
+    Raises:
+        ValueError: if values has another number of elements than the pattern, and on indices that do not fit.
+        RuntimeError: on other dtypes or devices.
+        TypeError: if values is not a dense tensor, or pattern neither a sparse tensor nor a plan.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> pattern = torch.tensor([[1.0, 1.0], [0.0, 1.0]]).to_sparse_csr()
+        >>> matmuls.sparse_softmax(torch.zeros(3), pattern)
+        tensor([0.5000, 0.5000, 1.0000])
     """
     csr, _, _ = _parts("sparse_softmax", pattern)
     expect_dense("sparse_softmax", values=values)
@@ -138,12 +187,34 @@ def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0)
 def sparse_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Sparse, scale: float | None = None
 ) -> torch.Tensor:
-    """softmax(scale * q @ k^T) @ v where each query sees the keys that `pattern` has in its row.
+    """Computes softmax(scale * q @ k^T) @ v where each query sees the keys that `pattern` has in its row.
 
-    q: [..., M, D]; k: [..., K, D]; v: [..., K, E]; pattern: [M, K], a plan or a sparse tensor, of which the indices
-    alone matter, the same for all heads and batches; scale: 1 / sqrt(D) unless given. A query that sees nothing gets 0.
-    No M x K elements are ever made, forward or backward: scores and probabilities are [..., nonzeros]. dtypes as
-    `spmm`. Differentiable, twice and more. Raises TypeError, ValueError and RuntimeError as `sddmm` and `spmm` do.
+    No M x K elements are ever made, forward or backward: scores and probabilities are [..., nonzeros]. A query that
+    sees nothing gets 0. Differentiable any number of times in q, k and v.
+
+    Args:
+        q: [..., M, D] dense; float64, float32, float16 or bfloat16.
+        k: [..., K, D], dtype and device of q.
+        v: [..., K, E], dtype and device of q.
+        pattern: [M, K] a plan or a sparse tensor, of which the indices alone matter, the same for all heads and
+            batches.
+        scale: multiplies the scores; 1 / sqrt(D) if None.
+
+    Returns:
+        [..., M, E].
+
+    Raises:
+        ValueError: on indices that do not fit.
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if q, k or v is not a dense tensor, or pattern neither a sparse tensor nor a plan.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> window = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).to_sparse_csr()
+        >>> q = torch.zeros(2, 1)
+        >>> matmuls.sparse_attention(q, q, torch.tensor([[1.0], [3.0]]), window)
+        tensor([[1.],
+                [2.]])
     """
     expect_dense("sparse_attention", q=q, k=k, v=v)
     if min(q.dim(), k.dim(), v.dim()) < 2:
@@ -175,15 +246,43 @@ def _sparsified(name: str, a: torch.Tensor) -> tuple[CsrPattern, torch.Tensor]:
 
 
 class cusparseMM(InplaceFunction):
-    """`cusparseMM.apply(a, b)`: a @ b with a sparse.
+    """`cusparseMM.apply(a, b)` computes a @ b for a sparse a, as an autograd Function.
 
-    a: [M, K] in any layout that `spmm` takes, or dense, [..., M, K]: then its elements that are not 0 are taken, which
-    waits for the GPU; b: [..., K, N], with a's leading dimensions where a is a dense batch. dtypes and errors as
-    `spmm`. Gradients to both, twice and more; to a dense a at every element, zeros included, as that of a @ b.
+    Of a dense a the elements that are not 0 are multiplied; finding them waits for the GPU.
+
+    Args:
+        a: [M, K] in any layout that `spmm` takes, or dense, [..., M, K]; dtypes as `spmm`.
+        b: [..., K, N] dense, with the leading dimensions of a dense batch a; dtype and device of a.
+
+    Returns:
+        [..., M, N], with gradients to both, any number of times; to a dense a at every element, zeros included, as that
+        of a @ b.
+
+    Raises:
+        ValueError: on indices that do not fit.
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if b is not a dense tensor.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> a = torch.tensor([[0.0, 2.0]], requires_grad=True)
+        >>> product = matmuls.cusparseMM.apply(a, torch.tensor([[1.0], [3.0]]))
+        >>> product.backward()
+        >>> product.item(), a.grad
+        (6.0, tensor([[1., 3.]]))
     """
 
     @classmethod
     def apply(cls, a: Sparse, b: torch.Tensor) -> torch.Tensor:
+        """Computes a @ b.
+
+        Args:
+            a: [M, K] sparse, or [..., M, K] dense.
+            b: [..., K, N] dense.
+
+        Returns:
+            [..., M, N].
+        """
         if not isinstance(a, torch.Tensor) or a.layout != torch.strided:
             return spmm(a, b)
         expect_dense("cusparseMM", b=b)

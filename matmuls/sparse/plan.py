@@ -1,8 +1,10 @@
 """SparsePlan: a sparse matrix A made ready for many products A @ B; and plan(), which makes one."""
 
+import math
 from collections.abc import Iterable
+from copy import copy
 from numbers import Integral
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -12,21 +14,43 @@ from .default_spmm import check_operands, default_op, default_product, multiply_
 from .prepared import PreparedCalls
 from .selector import Selector
 
+DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
 
 class SparsePlan:
-    """A sparse matrix made ready for products: `plan @ B`. Made by `plan(A)`.
+    """A sparse matrix A made ready for many products: `plan @ B` and `x @ plan`. Made by `matmuls.plan`.
 
-    The indices were checked once and are kept in CSR, in int32 where that suffices; with the first gradient to B the
-    transposed matrix too. No product checks them again. Values are read at every product, where A keeps them;
-    `plan(A, constant=True)` also takes products that keep a copy of them in another layout.
+    The indices are checked once and kept in CSR, in int32 where that suffices; with the first gradient to B, or the
+    first `x @ plan`, the transposed matrix too. Values are read at every product, where A keeps them. A plan made with
+    `constant=True` may keep a copy of them in another layout.
 
-    `plan @ B` takes the fastest candidate (matmuls/sparse/select.py): the default product, cuSPARSE's, that by blocks
-    and, of a constant matrix, the dense one and those on tensor cores. The first product for a dtype and a number of
-    columns of B (to a power of two) selects, by size in a tenth of a millisecond or, where sizes do not decide, by
-    measuring in a few, and waits for the GPU; no later one does, and none under CUDA-graph capture or torch.compile.
-    The same product again, with another B of the same shape and strides and without a gradient, costs the host 2 us
-    and its launches.
+    The first product for a dtype and a number of columns of B (to a power of two) selects a kernel, by size or by
+    measuring, and waits for the GPU. No later one does. The same product again, with another B of the same shape and
+    strides and without a gradient, takes 2 us of the host and its launches. Under CUDA-graph capture and torch.compile
+    nothing is selected.
+
+    Attributes:
+        shape: [M, K], or [..., M, K] for a batch of matrices.
+        values: [nonzeros], in the order of A.values(), flattened.
+        nnz: the number of nonzeros.
+        dtype: of the values.
+        device: of the values and the indices.
+        nbytes: bytes that the plan keeps alive.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> plan = matmuls.plan(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]).to_sparse_csr())
+        >>> plan
+        SparsePlan(shape=[2, 3], nnz=3, dtype=torch.float32, device=cpu, constant=False)
+        >>> plan @ torch.tensor([1.0, 1.0, 1.0])
+        tensor([3., 3.])
+        >>> torch.tensor([[1.0, 1.0]]) @ plan
+        tensor([[1., 3., 2.]])
+        >>> plan.T @ torch.tensor([1.0, 1.0])
+        tensor([1., 3., 2.])
     """
+
+    __array_ufunc__ = None  # numpy leaves `array @ plan` to `__rmatmul__`, which names what it expects
 
     def __init__(
         self, pattern: CsrPattern, values: torch.Tensor, shape: tuple[int, ...], selector: Selector | None = None
@@ -36,19 +60,22 @@ class SparsePlan:
 
     @property
     def values(self) -> torch.Tensor:
-        """[nonzeros], in the order of A.values() (flattened)."""
+        """The values of the matrix, [nonzeros], in the order of A.values() (flattened)."""
         return self._prepared.current_values()
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
         return self._prepared.values.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of the values and the indices."""
         return self._pattern.crow.device
 
     @property
     def nnz(self) -> int:
+        """The number of nonzeros."""
         return self._pattern.nonzeros
 
     def _checked(self, values: torch.Tensor) -> torch.Tensor:
@@ -64,31 +91,121 @@ class SparsePlan:
         return values
 
     def update(self, values: torch.Tensor) -> "SparsePlan":
-        """Take other values for the same nonzeros, in the order of A.values(), whose shape they may have; nothing is
-        inspected. Returns itself.
+        """Takes other values for the same nonzeros; nothing is inspected.
 
-        They are read in place at every product. Values that are written to need no update; a constant plan needs one
-        after writes that torch does not count (by `.data`, through a tensor that shares their memory without their
-        version, by a fused optimizer, by a replayed graph). What a constant plan keeps is then made again, which waits
-        for the GPU, and in place where a captured graph reads it: its next replay reads the other values. Raises
-        ValueError where values of a constant plan require a gradient.
+        They are read in place at every product, so that values which are only written to need no update. A constant
+        plan needs one after writes that torch does not count: by `.data`, through a tensor that shares their memory
+        without their version, by a fused optimizer, by a replayed graph. It then makes what it keeps again, which waits
+        for the GPU, and in place where a captured graph reads it: its next replay reads the other values.
+
+        Args:
+            values: [nonzeros] in the order of A.values(), or the shape of A.values(); any floating-point dtype.
+
+        Returns:
+            This plan.
+
+        Raises:
+            ValueError: on another shape or device, and on values of a constant plan that require a gradient.
+            TypeError: if values is not a dense tensor.
         """
         values = self._checked(values)
         if self._selector is not None and self._selector.constant and values.requires_grad:
             raise ValueError("SparsePlan: expected values without a gradient in a constant plan, got some with one")
         self._prepared = PreparedCalls(values, values_shape=self._prepared.values_shape)
-        if self._selector is not None:
-            self._selector.refresh(values)
+        for selector in self._selectors:
+            selector.refresh(values)
         return self
 
     def with_values(self, values: torch.Tensor) -> "SparsePlan":
-        """A plan with other values for the same nonzeros, not constant, sharing everything else with this one."""
+        """Makes a plan with other values for the same nonzeros, not constant, sharing everything else with this one.
+
+        Args:
+            values: [nonzeros] in the order of A.values(), or the shape of A.values(); gradients go to it.
+
+        Returns:
+            A plan of the same shape.
+
+        Raises:
+            ValueError: on another shape or device.
+            TypeError: if values is not a dense tensor.
+        """
         selector = None if self._selector is None else self._selector.of_other_values()
         return SparsePlan(self._pattern, self._checked(values), self.shape, selector)
 
     def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
         """A @ b, as spmm(self, b)."""
         return self._multiply(b, selected=False) if torch.compiler.is_compiling() else self._product(b)
+
+    def __rmatmul__(self, x: torch.Tensor) -> torch.Tensor:
+        """x @ A, [..., K]; x: [M], or [..., M], or with the leading dimensions of a batch [..., n, M]."""
+        # Not by __torch_function__: with it torch.compile takes A @ x for x @ A (torch 2.13).
+        expect_dense("spmm", x=x)
+        if x.shape[-1:] != self.shape[-2:-1]:
+            expected = f"x of shape [..., {self.shape[-2]}] for x @ A with A of shape {list(self.shape)}"
+            raise RuntimeError(f"spmm: expected {expected}, got {list(x.shape)}")
+        t = self.mT
+        if x.dim() == 1:
+            return t @ x
+        if self._pattern.batch is not None:
+            return (t @ x.mT).mT
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        product = None if torch.compiler.is_compiling() else t._linear(rows, None)
+        return ((t @ rows.mT).mT if product is None else product).reshape(*x.shape[:-1], self.shape[-1])
+
+    @property
+    def T(self) -> "SparsePlan":
+        """A^T as a plan that reads the same values: gradients go to them, and `update` of either reaches both.
+
+        Its own `T` is this plan. Raises RuntimeError for a batch of matrices: use `mT`.
+        """
+        if len(self.shape) > 2:
+            raise RuntimeError(f"SparsePlan.T: expected one matrix, got a batch of shape {list(self.shape)}; use .mT")
+        return self.mT
+
+    @property
+    def mT(self) -> "SparsePlan":
+        """`T`, also of every matrix of a batch."""
+        return TransposedPlan(self)
+
+    @overload
+    def to(self, device: torch.device | str | int, dtype: torch.dtype | None = None) -> "SparsePlan": ...
+    @overload
+    def to(self, dtype: torch.dtype) -> "SparsePlan": ...
+    @overload
+    def to(
+        self, *, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
+    ) -> "SparsePlan": ...
+
+    def to(self, *args: Any, **kwargs: Any) -> "SparsePlan":
+        """Makes a plan of the same matrix on another device or in another dtype.
+
+        As torch.Tensor.to: `to(device)`, `to(dtype)`, `to(device, dtype)`, or by keyword. Gradients go to the values of
+        this plan. The result does not follow later writes to A.
+
+        Args:
+            *args: a device, a dtype, or both.
+            **kwargs: `device` and `dtype`; float64, float32, float16 or bfloat16.
+
+        Returns:
+            A plan; this one if it is there already.
+
+        Raises:
+            TypeError: on a dtype that no product takes.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
+        if dtype not in DTYPES:
+            raise TypeError(f"SparsePlan.to: expected float64, float32, float16 or bfloat16, got {dtype}")
+        values = self.values
+        moved = values.to(device, dtype)
+        if moved is values:
+            return self
+        pattern, selector = self._pattern.to(moved.device), self._selector
+        if selector is not None:
+            selector = Selector(pattern, products=selector.products, constant=selector.constant)
+        made = SparsePlan(pattern, moved, self.shape, selector)
+        made._prepared.values_shape = self._prepared.values_shape
+        return made
 
     def _product(self, b: torch.Tensor) -> torch.Tensor:
         product = self._prepared.repeat(b)
@@ -161,13 +278,19 @@ class SparsePlan:
     @property
     def nbytes(self) -> int:
         """Bytes of the indices, the values and what the selected products need, which the plan keeps alive."""
-        kept = [] if self._selector is None else self._selector.tensors
+        kept = [t for selector in self._selectors for t in selector.tensors]
         return sum(t.untyped_storage().nbytes() if t.numel() == 0 else t.nbytes for t in (*self._tensors, *kept))
+
+    @property
+    def _selectors(self) -> list[Selector]:
+        """That of A and, once there are products with it, that of A^T."""
+        own = self._selector
+        return [selector for selector in (own, own and own.reverse) if selector is not None]
 
     @property
     def _is_captured(self) -> bool:
         """True if a captured graph reads a copy that the plan keeps alive."""
-        return self._selector is not None and self._selector.is_captured
+        return any(selector.is_captured for selector in self._selectors)
 
     @property
     def _tensors(self) -> list[torch.Tensor]:
@@ -195,7 +318,50 @@ class SparsePlan:
         return "\n".join(lines + ([] if self._selector is None else self._selector.explain(self.dtype)))
 
     def __repr__(self) -> str:
-        return f"SparsePlan({list(self.shape)}, nnz={self.nnz}, {self.dtype}, {self.device})"
+        facts = [f"shape={list(self.shape)}", f"nnz={self.nnz}", f"dtype={self.dtype}", f"device={self.device}"]
+        if self._selector is not None:
+            facts.append(f"constant={self._selector.constant}")
+            facts += [f"kernels={{{', '.join(chosen)}}}"] if (chosen := self._selector.chosen()) else []
+        return f"SparsePlan({', '.join(facts)})"
+
+
+class TransposedPlan(SparsePlan):
+    """A^T of a plan, read from the values that the plan has at every product. Made by its `T` and `mT`."""
+
+    def __init__(self, base: SparsePlan) -> None:
+        self._base = base
+        self._pattern = base._pattern.reversed()
+        self._selector = None if base._selector is None else base._selector.reversed()
+        *batch, rows, columns = base.shape
+        self.shape = torch.Size((*batch, columns, rows))
+
+    @property
+    def _prepared(self) -> PreparedCalls:  # type: ignore[override]
+        return self._base._prepared.transposed()
+
+    @property
+    def mT(self) -> SparsePlan:
+        return self._base
+
+    def update(self, values: torch.Tensor) -> SparsePlan:
+        self._base.update(values)
+        return self
+
+    def with_values(self, values: torch.Tensor) -> SparsePlan:
+        return self._base.with_values(values).mT
+
+    def to(self, *args: Any, **kwargs: Any) -> SparsePlan:
+        moved = self._base.to(*args, **kwargs)
+        return self if moved is self._base else moved.mT
+
+    def _expect_same_indices(self, name: str) -> None:
+        self._base._expect_same_indices(name)
+
+    def __copy__(self) -> SparsePlan:
+        return copy(self._base).mT
+
+    def __reduce__(self) -> Any:
+        return TransposedPlan, (self._base,)
 
 
 Sparse = torch.Tensor | SparsePlan
@@ -208,34 +374,39 @@ def plan(
     products: int | None = None,
     constant: bool | None = None,
 ) -> SparsePlan:
-    """Make a sparse matrix ready for many products: `plan(A) @ B`.
+    """Makes a sparse matrix ready for many products: `plan(A) @ B`.
 
-    a: a sparse tensor, [M, K] in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices, or a plan, which is
-    returned. tune: True selects among the candidates at the first product of each dtype and number of columns of B, by
-    size or by measuring them; numbers of columns select now, in a's dtype; False always takes the default product.
-    products: about how many products of each width will come, 50 unless given: more may pay for a longer selection. For
-    a plan as `a` it holds for the selections from now on. Every candidate gives the same bits every time, but not those
-    of another; which one is fastest may change from process to process.
+    Without `constant` every product reads the values that A has by then, however they were written. After a write to A
+    that torch counts, the next product checks that the indices are the same, which waits for the GPU; compiled ones do
+    not. Gradients go to A's values if it requires one now, or to those of `update`. Every candidate gives the same bits
+    every time, but not those of another; which one is the fastest may change from process to process.
 
-    constant: True says that the values stay as they are, a pruned weight's or a graph's. Then candidates that keep a
-    copy of them in another layout may be taken: the dense product, those on tensor cores, and, on a GPU, rows in
-    another order, in which scattered ones read less of a large B (matmuls/sparse/reordered.py). Writes that torch
-    counts are seen; after others call `update`. Without it every product reads the values that A has by then, however
-    they were written. None, the default, is False, and leaves a plan as `a` as it is. Raises ValueError where the
-    values require a gradient.
+    Args:
+        a: [M, K] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices; float64, float32,
+            float16 or bfloat16, indices int32 or int64. Its values are shared with the plan, its indices are not. Or a
+            plan, which is returned with the settings that are given. BSR and BSC blocks with sides of 16, 32, 64 or 128
+            are multiplied on tensor cores, from capability 8.0 on, in 16 bits or TF32.
+        tune: True selects a kernel at the first product of each dtype and number of columns of B. Numbers of columns
+            select now, in a's dtype. False always takes the default product.
+        products: about how many products of each width will come, 50 unless given. More may pay for a longer selection.
+        constant: True says that the values stay as they are, a pruned weight's or a graph's. Then kernels may be
+            selected that keep a copy of them in another layout, also the dense one, with which NaN and inf in B reach
+            every row. None is False, and leaves a plan as it is.
 
-    Blocks of BSR and BSC with sides of 16, 32, 64 or 128 are multiplied on tensor cores, of capability 8.0 on, in
-    float16, bfloat16 or, where torch.set_float32_matmul_precision allows TF32, float32; differentiable, twice and more,
-    in b.
+    Returns:
+        A `SparsePlan`.
 
-    a's values are shared with the plan, its indices are not; values that are not contiguous, and those of an
-    uncoalesced COO tensor, are copied or added up for every product. After a write to a that torch counts the next
-    product checks that the indices are still the same, which waits for the GPU, and raises ValueError where they are
-    not; compiled ones do not. Where the dense product is taken, NaN and inf in B reach every row of the result, as in
-    torch.matmul.
+    Raises:
+        ValueError: on indices that do not fit, and if constant values require a gradient.
+        TypeError: if a is neither a sparse tensor nor a plan, and on other types of tune, products and constant.
 
-    Raises ValueError on indices that do not fit. Gradients go to a's values if it requires one now, or to those of
-    `update`. A product that records a gradient to the values is the default one.
+    Examples:
+        >>> import torch, matmuls
+        >>> weight = torch.tensor([[1.0, 0.0], [0.0, 2.0]]).to_sparse_csr().requires_grad_()
+        >>> plan = matmuls.plan(weight)
+        >>> (plan @ torch.tensor([[1.0], [3.0]])).sum().backward()
+        >>> weight.grad.values()
+        tensor([1., 3.])
     """
     widths = () if isinstance(tune, bool) else tuple(tune) if isinstance(tune, Iterable) else None
     if widths is None or not all(isinstance(n, Integral) and n >= 0 for n in widths):
@@ -244,6 +415,9 @@ def plan(
         raise TypeError(f"plan: expected products to be a whole number of 1 or more, got {products!r}")
     if constant is not None and not isinstance(constant, bool):
         raise TypeError(f"plan: expected constant to be True or False, got {constant!r}")
+    if isinstance(a, TransposedPlan):  # what holds for the one holds for the other
+        plan(a._base, products=products, constant=constant)
+        a = a._base.mT
     made = a if isinstance(a, SparsePlan) else plan_of("plan", a, tune is not False, constant=bool(constant))
     if constant is not None and made._selector is not None and made._selector.constant != constant:
         if not constant:  # graphs may read what it keeps
@@ -252,8 +426,9 @@ def plan(
             raise ValueError("plan: expected values without a gradient for constant=True, got some that require it")
         made._selector = Selector(made._pattern, products=made._selector.products, constant=True)
         made._prepared.forget()
-    if products is not None and made._selector is not None:
-        made._selector.products = int(products)
+    if products is not None:
+        for selector in made._selectors:
+            selector.products = int(products)
     if widths and made._selector is not None:
         for n in widths:
             b = torch.randn(made.shape[-1], n, dtype=made.dtype, device=made.device)

@@ -65,6 +65,13 @@ class PreparedCalls:
         """Drop the prepared calls."""
         self._products: _C.PreparedCalls | None = None
         self._linear: _C.PreparedCalls | None = None
+        self._transposed: PreparedCalls | None = None
+
+    def transposed(self) -> "PreparedCalls":
+        """The same values, for calls of the transposed matrix."""
+        if self._transposed is None:
+            self._transposed = self.copy()
+        return self._transposed
 
     def copy(self) -> "PreparedCalls":
         """The same values without the prepared calls."""
@@ -120,12 +127,15 @@ class PreparedCalls:
     def read_again(self, values: torch.Tensor, state: State) -> None:
         """Take the values of the changed sparse tensor, whose indices were compared."""
         self.values, self._seen = values, state
+        self._transposed = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_origin": None, "_products": None, "_linear": None}  # the values are a copy
+        # The values are a copy.
+        return self.__dict__ | {"_origin": None, "_products": None, "_linear": None, "_transposed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._transposed = None  # not in older pickles
         self._origin = None if self.source is None else weakref.ref(self.source)
 
     @classmethod

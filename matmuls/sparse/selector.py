@@ -118,6 +118,7 @@ class Selector:
         self._taken: set[str] = set()  # CUDA graphs may have captured what these keep
         self._linear: dict[tuple[torch.dtype, int], str] = {}  # by dtype and rows of a linear layer
         self._varying: Selector | None = None
+        self.reverse: Selector | None = None  # of the transposed matrix
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Selector":
         # Buffers that cuSPARSE prepared cannot be copied; the rest is soon measured again.
@@ -133,6 +134,12 @@ class Selector:
         if self._varying is None:
             self._varying = Selector(self._pattern, products=self.products)
         return self._varying
+
+    def reversed(self) -> "Selector":
+        """The selector for the transposed matrix; made once."""
+        if self.reverse is None:
+            self.reverse = Selector(self._pattern.reversed(), products=self.products, constant=self.constant)
+        return self.reverse
 
     def call(self, values: torch.Tensor, b: torch.Tensor) -> PreparedOp | None:
         """values times b by the fastest candidate; None if that is the default product."""
@@ -329,6 +336,13 @@ class Selector:
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [t for made in list(self._products.values()) for t in made.tensors]
+
+    def chosen(self) -> list[str]:
+        """The kernel selected for each dtype and number of columns so far."""
+        return [
+            f"{str(dtype).removeprefix('torch.')} x {m.columns}: {m.chosen}"
+            for (dtype, _), m in list(self.measured.items())
+        ]
 
     def explain(self, dtype: torch.dtype) -> list[str]:
         """A line for each measurement. dtype: of products that need none."""

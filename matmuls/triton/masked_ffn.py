@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .configs import Tiles, run
 from .launch import launch, wait_for_earlier
-from .masked_linear import described, oriented, precision_of, product, programs, read_rows, weight_gradients
+from .masked_linear import described, oriented, precision_of, product, programs, read_rows
+from .masked_weights import weight_gradients
 from .tiles import accumulate, load_rows, load_weight, rows_at, store_tile, tile_at, tiles_of, weight_of
 
 

@@ -18,8 +18,24 @@ from .plan import ALREADY, _Chain, _is_ours, _Plan, _plan_of
 
 @dataclass
 class Optimized:
-    """The changes that `optimize` made, which `undo()` reverts. left: modules with weights that it did not change, each
-    with the reason."""
+    """What `optimize` changed, and a way back.
+
+    Attributes:
+        layers: the changed layers by name.
+        left: modules with weights that were not changed, each with the reason.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import optimize
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> handle = optimize(model)
+        >>> len(handle.layers)
+        2
+        >>> handle.undo()
+        >>> len(handle.layers)
+        0
+    """
 
     layers: dict[str, nn.Module] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -52,22 +68,39 @@ class Optimized:
 
 
 def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
-    """Make the encoder layers of a Hugging Face model ready for inference; returns a handle with `undo()`.
+    """Makes the encoder layers of a Hugging Face model ready for inference.
 
     Supported: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ViT, bare or under any head. With grad
     disabled and the model in eval mode, a layer then computes q, k and v in one product, residual and layer norm in
-    place, and bias and activation in the product's epilogue. It holds at most chunk_bytes of q, k and v (if the model's
-    attention, which stays unchanged, is sdpa or "custom_mm") and of the feed-forward network's intermediate rows at a
-    time. Default: the largest of 24 MiB, three times the hidden states, and half of the layer's probabilities. The
-    output projection is written over its input or, with several pieces, into its place. Inside a whole model a layer
-    writes over the hidden states that it receives, unless they are to be returned or you have hooks around the layers.
-    In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the stock code
-    runs, with unchanged results.
+    place, and bias and activation in the product's epilogue. The output projection is written over its input or, with
+    several pieces, into its place. Inside a whole model a layer writes over the hidden states that it receives, unless
+    they are to be returned or you have hooks around the layers. In any other call (gradients, training, autocast,
+    torch.compile, caches, your hooks inside a layer) the stock code runs, with unchanged results.
 
-    The weights of q, k and v are moved next to each other, which temporarily takes the memory of one layer's.
-    Unsupported modules stay unchanged and are listed in the handle's `left`. Optimize after moving the model: `.to()`
-    separates q, k and v again, and they become three products. Call `undo()` before saving with a tool that checks for
-    shared memory (safetensors.torch.save_model, Accelerator.save_model): it would leave out k and v.
+    The weights of q, k and v are moved next to each other, which takes the memory of one layer's for a moment. Optimize
+    after moving the model: `.to()` separates them again, and they become three products. Call `undo()` before saving
+    with a tool that checks for shared memory (safetensors.torch.save_model, Accelerator.save_model): it would leave out
+    k and v.
+
+    Args:
+        model: a model of transformers. Unsupported modules stay as they are.
+        chunk_bytes: bytes of q, k and v (if the model's attention, which stays as it is, is sdpa or "custom_mm") and of
+            the feed-forward network's intermediate rows at a time. None is the largest of 24 MiB, three times the
+            hidden states, and half of the layer's probabilities.
+
+    Returns:
+        An `Optimized`, which lists what was changed and left, and whose `undo()` reverts it. Warns if nothing was
+        changed.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.integrations.transformers import optimize, verify
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> handle = optimize(model)
+        >>> verify(model, {"input_ids": torch.tensor([[1, 2, 3]])}).hidden_states < 1e-4
+        True
     """
     handle = Optimized()
     plans = [

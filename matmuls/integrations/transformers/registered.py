@@ -26,27 +26,58 @@ NEEDED = {  # attributes of modules that pass such an argument, where they are n
 
 @dataclass(frozen=True)
 class Registered:
-    """An attention function that `register` has registered under a name."""
+    """An attention function that `register` has registered under a name.
+
+    Attributes:
+        name: the name.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import register
+        >>> register("with_probabilities", sdpa=False)
+        Registered(name='with_probabilities')
+    """
 
     name: str
 
     def in_use(self, model: torch.nn.Module) -> dict[str, str]:
-        """The attention modules of the model, by name with their classes, that call this function as the model is set
-        now; empty if none does."""
+        """Tells which attention modules of a model call this function as the model is set now.
+
+        Args:
+            model: a model of transformers.
+
+        Returns:
+            The modules by name, with their classes; empty if none does.
+        """
         from .taken import in_use
 
         return in_use(model, self.name)
 
 
 def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> Registered:
-    """Register `attention` and its mask function under one name; `model.set_attn_implementation(name)` then uses both,
-    as does `SentenceTransformer(folder, model_kwargs={"attn_implementation": name})`.
+    """Registers `attention` and its mask function under one name: `model.set_attn_implementation(name)` then uses both.
 
-    Without its mask function transformers would silently drop the padding mask. sdpa: True uses torch's
-    scaled_dot_product_attention whenever probabilities are not requested; False returns them to every module, as
-    "eager" does. recompute: backward recomputes the scores and saves none of them. Several names may be registered.
-    `in_use(model)` of the result tells which modules call the function: some classes compute attention themselves,
-    whatever is set.
+    So does `SentenceTransformer(folder, model_kwargs={"attn_implementation": name})`. Without its mask function
+    transformers would silently drop the padding mask.
+
+    Args:
+        name: under which transformers finds them. Several may be registered.
+        sdpa: True uses torch's scaled_dot_product_attention whenever probabilities are not requested; False returns
+            them to every module, as "eager" does.
+        recompute: backward computes the scores again and saves none of them.
+
+    Returns:
+        A `Registered`, whose `in_use(model)` tells which modules call the function: some classes compute attention
+        themselves, whatever is set.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import register
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> registered = register()
+        >>> model.set_attn_implementation("custom_mm")
+        >>> list(registered.in_use(model))
+        ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
     """
     AttentionInterface.register(name, partial(attention, sdpa=sdpa, recompute=recompute))
     AttentionMaskInterface.register(name, attention_mask)
@@ -65,13 +96,32 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Bool mask, True where a key may be attended to: [B, 1, 1, K] for padding only, [B, 1, Q, K] for any other
-    pattern.
+    """Makes the bool mask of `attention`, True where a key may be attended to.
 
-    None if every query sees every key or, in a causal module with as many queries as keys, every key up to its own. For
-    models that transformers does not mark as supporting such masks, returns the additive mask of "eager": their layers
-    may build masks themselves, or not declare that they are causal. The arguments are those that
-    transformers.masking_utils passes.
+    transformers calls it. For models that transformers does not mark as supporting such masks it returns the additive
+    mask of "eager": their layers may build masks themselves, or not declare that they are causal.
+
+    Args:
+        batch_size: B.
+        q_length: Q.
+        kv_length: K.
+        q_offset: the position of the first query.
+        kv_offset: the position of the first key.
+        mask_function: which keys a query sees, as transformers.masking_utils has them.
+        attention_mask: [B, K], nonzero for a token that is kept, or None.
+        use_vmap: as transformers.masking_utils.
+        allow_is_bidirectional_skip: return None where every key is seen.
+        **kwargs: further arguments of transformers.masking_utils.
+
+    Returns:
+        [B, 1, 1, K] for padding alone, [B, 1, Q, K] for any other pattern; None if every query sees every key or, in a
+        causal module with as many queries as keys, every key up to its own.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.integrations.transformers import attention_mask
+        >>> attention_mask(1, 3, 3, attention_mask=torch.tensor([[1, 1, 0]]))
+        tensor([[[[ True,  True, False]]]])
     """
     all_of_it: dict[str, Any] = {
         "batch_size": batch_size,
@@ -128,18 +178,36 @@ def attention(
     into: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores by cuBLAS, scaled_masked_softmax over them, context by cuBLAS; or sdpa if the result is the same.
+    """Computes attention for a module of transformers: `attend`, or torch's scaled_dot_product_attention if that is the
+    same.
 
-    Returns the context [B, Q, H, D] and the probabilities [B, H, Q, K] before dropout, or None instead if `sdpa` allows
-    it and neither the call nor the model's configuration requests them.
+    Args:
+        module: the attention module.
+        query: [B, H, Q, D] float64, float32, float16 or bfloat16.
+        key: [B, h, K, D], H a multiple of h.
+        value: [B, h, K, D].
+        attention_mask: bool, True where a key may be attended to, or float, added to the scores; broadcasts to [B, H,
+            Q, K]. None in a module with is_causal: queries, the last ones if fewer than keys, see no later key.
+        scaling: multiplies the scores; 1 / sqrt(D) if None.
+        dropout: the probability of dropping a probability, in training.
+        sdpa: return probabilities only if the call or the model's configuration requests them.
+        recompute, into: as in `matmuls.attention.attend`.
+        **kwargs: what transformers passes on; position_bias is added to the scaled scores.
 
-    query: [B, H, Q, D]; key, value: [B, H, K, D], or with fewer heads, of which H is a multiple. attention_mask: bool,
-    True where a key may be attended to, or float, added to the scores; any shape that broadcasts to [B, H, Q, K]. None
-    in a module with is_causal: queries see no later key; if there are fewer queries than keys, they are the last ones.
-    position_bias, if a model has one, is added to the scaled scores. recompute, into: as in `matmuls.attention.attend`.
+    Returns:
+        The context [B, Q, H, D], and the probabilities [B, H, Q, K] before dropout or None.
 
-    Raises NotImplementedError for a model with attention sinks, capped scores, a paged cache or keys selected per
-    query, TypeError and RuntimeError on a mask that does not match.
+    Raises:
+        NotImplementedError: for a model with attention sinks, capped scores, a paged cache or keys selected per query.
+        TypeError: on a mask of another dtype.
+        RuntimeError: on shapes, dtypes or devices that do not match.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.integrations.transformers import attention
+        >>> q, kept = torch.zeros(1, 1, 1, 4), torch.tensor([True, False])
+        >>> attention(torch.nn.Module(), q, q.expand(1, 1, 2, 4), q.expand(1, 1, 2, 4), kept, sdpa=False)[1]
+        tensor([[[[1., 0.]]]])
     """
     for name in REFUSED:
         if kwargs.get(name) is not None:
@@ -170,17 +238,8 @@ def attention(
         mask = bias if mask is None else bias + mask if mask.is_floating_point() else bias.masked_fill(mask, -math.inf)
     if mask is not None and mask.is_floating_point() and (query.dtype == torch.float64 or mask.dtype != torch.float32):
         mask = mask.to(query.dtype)
-    return attend(
-        query,
-        key,
-        value,
-        mask,
-        scaling,
-        causal=causal,
-        dropout=dropout if module.training else 0.0,
-        recompute=recompute,
-        into=into,
-    )
+    dropped = dropout if module.training else 0.0
+    return attend(query, key, value, mask, scaling, causal=causal, dropout=dropped, recompute=recompute, into=into)
 
 
 def wants_probabilities(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -22,8 +22,19 @@ _COUNTING = "custom_mm_counting"
 
 @dataclass(frozen=True)
 class Taken:
-    """The attention modules of a model by name, with their classes: those that call the configured function, and those
-    that compute attention themselves, whatever is set."""
+    """The attention modules of a model that call the attention function which is set, and those that do not.
+
+    True if any does.
+
+    Attributes:
+        modules: names of the modules that call it, with their classes.
+        ignoring: names of the modules that compute attention themselves, with their classes.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import Taken
+        >>> print(Taken(modules={"layer.0.attention": "BertSelfAttention"}, ignoring={}))
+        call the attention function that is set: 1 x BertSelfAttention; compute attention themselves: none
+    """
 
     modules: dict[str, str]
     ignoring: dict[str, str]
@@ -40,11 +51,26 @@ class Taken:
 
 
 def takes(model: nn.Module, batch: dict[str, Tensor] | None = None) -> Taken:
-    """The modules that call the attention function named by `model.set_attn_implementation`. False if none does.
+    """Tells which modules of a model call the attention function named by `model.set_attn_implementation`.
 
-    Found in the code of the modules' classes, without a forward pass: modules that do not look up the function (MPNet,
-    DeBERTa) ignore the setting, at most with a warning. batch: arguments of one forward pass, in which the calls are
-    counted instead; the model's own setting is restored afterwards.
+    It is found in the code of the modules' classes, without a forward pass. Modules that do not look up the function
+    (MPNet, DeBERTa) ignore the setting, at most with a warning.
+
+    Args:
+        model: a model of transformers.
+        batch: arguments of one forward pass, in which the calls are counted instead; the model's own setting is
+            restored.
+
+    Returns:
+        A `Taken`, which is False if no module does.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import takes
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> list(takes(model).modules)
+        ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
     """
     called = set(_looking(model)) if batch is None else _calling(model, batch)
     names = {m: name for name, m in model.named_modules()}
@@ -58,10 +84,25 @@ def takes(model: nn.Module, batch: dict[str, Tensor] | None = None) -> Taken:
 
 
 def in_use(model: nn.Module, name: str | None = None) -> dict[str, str]:
-    """The attention modules that call an attention function of `register` as the model is set now: name -> class.
+    """Tells which attention modules call an attention function of `register` as the model is set now.
 
-    Empty if none does: another implementation is set, the model's classes ignore the setting (MPNet, DeBERTa), or they
-    need what the function refuses (`unsupported`). name: only the function that was registered under this name.
+    None does if another implementation is set, if the model's classes ignore the setting (MPNet, DeBERTa), or if they
+    need what the function refuses (`unsupported`).
+
+    Args:
+        model: a model of transformers.
+        name: count only the function that was registered under this name.
+
+    Returns:
+        The modules by name, with their classes; empty if none does.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import in_use
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> in_use(model)
+        {}
     """
     refused = unsupported(model)
     return {
@@ -72,8 +113,22 @@ def in_use(model: nn.Module, name: str | None = None) -> dict[str, str]:
 
 
 def unsupported(model: nn.Module) -> dict[str, str]:
-    """The modules whose attention needs what `attention` refuses in their forward pass, with the reason: capped scores
-    (Gemma 2) or sinks (GPT-OSS)."""
+    """Tells which attention modules of a model need what `attention` refuses.
+
+    Args:
+        model: a model of transformers.
+
+    Returns:
+        The modules by name, each with what it needs; empty if there are none.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import unsupported
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> unsupported(model)
+        {}
+    """
     return {
         name: f"{type(module).__name__} needs {what}, which matmuls attention does not support"
         for name, module in model.named_modules()

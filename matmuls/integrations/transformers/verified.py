@@ -16,12 +16,29 @@ Batch = Mapping[str, Tensor] | Sequence[str]
 
 
 class VerificationError(RuntimeError):
-    """The optimized model's outputs differ from stock's by more than the tolerance."""
+    """The outputs of the optimized model differ from those of stock by more than the tolerance.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import VerificationError
+        >>> issubclass(VerificationError, RuntimeError)
+        True
+    """
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference from stock, relative to stock's largest magnitude if that is above 1."""
+    """The largest difference from stock, relative to the largest magnitude of stock if that is above 1.
+
+    Attributes:
+        hidden_states: of the hidden states.
+        attentions: of the attentions, or None if the model returns none.
+        tolerance: what was allowed.
+
+    Examples:
+        >>> from matmuls.integrations.transformers import Difference
+        >>> Difference(hidden_states=1e-7, attentions=None, tolerance=1e-4)
+        Difference(hidden_states=1e-07, attentions=None, tolerance=0.0001)
+    """
 
     hidden_states: float
     attentions: float | None  # None: the model returns none
@@ -30,14 +47,37 @@ class Difference:
 
 @torch.no_grad()
 def verify(model: nn.Module, batch: Batch, tolerance: float | None = None) -> Difference:
-    """Run a batch through the model as it is and as stock with eager attention, and compare the outputs.
+    """Runs a batch through the model as it is and as stock with eager attention, and compares the outputs.
 
-    Compares hidden states of all layers, the first output of a call that returns none of them and, if the model returns
-    them, attentions, each at the tokens kept by batch["attention_mask"]. Of a SentenceTransformer its transformer is
-    run; its batch may also be texts. tolerance: by default 1e-10 for float64, 1e-4 for float32, 2e-2 for float16, 1e-1
-    for bfloat16. Raises VerificationError, with the figures, if the difference is larger or NaN, and if the model has
-    no layer changed by `optimize` and no module that calls an attention function of `register`: it would be compared
-    with itself. Raises NotImplementedError if its attention needs what that function does not support.
+    It compares hidden states of all layers, the first output of a call that returns none of them and, if the model
+    returns them, attentions, each at the tokens that batch["attention_mask"] keeps.
+
+    Args:
+        model: a model that `optimize` changed, or whose attention is of `register`.
+        batch: arguments of a forward pass; for a SentenceTransformer, of which the transformer is run, also texts.
+        tolerance: the largest difference allowed; by default 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and
+            1e-1 for bfloat16.
+
+    Returns:
+        A `Difference`.
+
+    Raises:
+        VerificationError: with the figures, if the difference is larger or NaN, and if the model has no layer changed
+            by `optimize` and no module that calls an attention function of `register`: it would be compared with
+            itself.
+        NotImplementedError: if its attention needs what that function does not support.
+        TypeError: if the batch is not a mapping of names to tensors.
+
+    Examples:
+        >>> import torch
+        >>> from matmuls.integrations.transformers import register, verify
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=100, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
+        >>> model = BertModel(config).eval()
+        >>> registered = register()
+        >>> model.set_attn_implementation("custom_mm")
+        >>> verify(model, {"input_ids": torch.tensor([[1, 2, 3]])}).attentions < 1e-4
+        True
     """
     if _of_sentence_transformers(model):
         model, batch = _transformer(model, batch)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .registration import check_permutation
+from ..registration import check_permutation
 
 
 class Split:

@@ -1,0 +1,239 @@
+"""Products of a sparse matrix, given as its parts, under the names of cuSPARSE."""
+
+from collections.abc import Callable
+
+import torch
+
+from .arguments import clearer
+from .indices import check_parts
+from .literals import Algorithm, Layout
+
+_cusparse_spmm: Callable[..., torch.Tensor] = torch.ops.custom_mm.cusparse_spmm.default
+_cusparse_prepare: Callable[..., torch.Tensor] = torch.ops.custom_mm.cusparse_prepare.default
+_cusparse_sddmm: Callable[..., torch.Tensor] = torch.ops.custom_mm.cusparse_sddmm.default
+
+
+def _check_parts(
+    name: str, layout: str, offsets: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, rows: int, columns: int
+) -> None:
+    height, width = values.shape[1:] if layout == "bsr" and values.dim() == 3 else (1, 1)
+    if layout in ("csr", "csc", "coo", "bsr"):  # the operator raises for other layouts
+        check_parts(name, layout, offsets, indices, rows, columns, height, width)
+
+
+def cusparse_mmul(
+    values: torch.Tensor,
+    columns: torch.Tensor,
+    offsets: torch.Tensor,
+    nnz: int,
+    rows: int,
+    cols: int,
+    b: torch.Tensor,
+    c: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes A @ b for a CSR matrix A by cusparseSpMM, and by this project's kernel on a CPU.
+
+    As `cusparse_spmm`, with the values first.
+
+    Args:
+        values: [nnz] float64, float32, float16 or bfloat16.
+        columns: [nnz] int32 or int64.
+        offsets: [rows + 1], dtype of columns.
+        nnz: the number of nonzeros.
+        rows: of A.
+        cols: of A.
+        b: [cols, N], dtype and device of values.
+        c: [rows, N], written and returned, or None.
+
+    Returns:
+        [rows, N], differentiable in values and b, or c.
+
+    Raises:
+        ValueError: on bad indices and another number of nonzeros.
+        RuntimeError: if shapes, dtypes or devices do not match, and on overlap.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> values, columns, offsets = torch.tensor([1.0, 2.0]), torch.tensor([1, 0]), torch.tensor([0, 1, 2])
+        >>> custom_mm.cusparse_mmul(values, columns, offsets, 2, 2, 2, torch.tensor([[3.0], [4.0]]))
+        tensor([[4.],
+                [6.]])
+    """
+    if not isinstance(columns, torch.Tensor) or not isinstance(values, torch.Tensor):
+        raise TypeError(
+            f"cusparse_mmul: expected tensors of values and columns, got {type(values).__name__} and "
+            f"{type(columns).__name__}"
+        )
+    if columns.shape != (nnz,) or values.shape != (nnz,):
+        raise ValueError(
+            f"cusparse_mmul: expected values and columns of shape [{nnz}], got {list(values.shape)} and "
+            f"{list(columns.shape)}"
+        )
+    return cusparse_spmm(offsets, columns, values, b, rows, cols, out=c)
+
+
+def cusparse_spmm(
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    b: torch.Tensor,
+    rows: int,
+    columns: int,
+    *,
+    layout: Layout = "csr",
+    algorithm: Algorithm = "default",
+    transa: bool = False,
+    transb: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    out: torch.Tensor | None = None,
+    prepared: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes alpha * op(A) @ op(b) by cusparseSpMM, or out <- that + beta * out; by this project's kernel on a CPU.
+
+    A [rows, columns] has one of four layouts:
+
+    | layout | offsets | indices | values | |---|---|---|---| | "csr" | [rows + 1] | [nnz]: columns | [nnz] | | "csc" |
+    [columns + 1] | [nnz]: rows | [nnz] | | "coo" | [nnz]: rows, not decreasing | [nnz]: columns | [nnz] | | "bsr" |
+    [rows / height + 1] | [blocks]: columns of blocks | [blocks, height, width] |
+
+    Differentiable in values and b, by this project's kernels. Indices are validated once, for as long as they live and
+    are not written to; validation waits for the GPU. 16-bit types are summed in float32. cuSPARSE has the same bits
+    every time only for "csr_alg3", "coo_alg2" and "bsr_alg1", and for none with transa.
+
+    Args:
+        offsets: int32 or int64, as the table says.
+        indices: dtype of offsets, as the table says.
+        values: float64, float32, float16 or bfloat16, as the table says.
+        b: [K, N], or [N, K] with transb, row- or column-major without a copy; dtype and device of values.
+        rows: of A.
+        columns: of A.
+        layout: "csr", "csc", "coo" or "bsr".
+        algorithm: "default"; "csr_alg1" to "csr_alg3" for csr and csc; "coo_alg1" to "coo_alg4" for coo; "bsr_alg1".
+        transa: multiply by A^T.
+        transb: transpose b.
+        alpha: multiplies the product.
+        beta: multiplies out.
+        out: [M, N], any strides, written and returned.
+        prepared: the result of `cusparse_prepare` for such a call.
+
+    Returns:
+        [M, N], or out.
+
+    Raises:
+        ValueError: on bad indices, layouts and algorithms, and on beta without out.
+        RuntimeError: if shapes, dtypes or devices do not match, on overlap, and, naming the call, on what cuSPARSE does
+            not support.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> offsets, columns, values = torch.tensor([0, 1, 2]), torch.tensor([1, 0]), torch.tensor([1.0, 2.0])
+        >>> custom_mm.cusparse_spmm(offsets, columns, values, torch.tensor([[3.0], [4.0]]), 2, 2, alpha=10)
+        tensor([[40.],
+                [60.]])
+    """
+    if out is None and beta != 0:
+        raise ValueError(f"cusparse_spmm: expected out= beside beta={beta}, which multiplies it")
+    if out is not None and prepared is not None:
+        raise ValueError("cusparse_spmm: expected out= or prepared=, got both")
+    _check_parts("cusparse_spmm", layout, offsets, indices, values, rows, columns)
+    arguments = offsets, indices, values, b, rows, columns, layout, algorithm, transa, transb, alpha
+    try:
+        if out is None:
+            return _cusparse_spmm(*arguments, prepared)
+        torch.ops.custom_mm.cusparse_spmm.out(*arguments, beta, out=out)
+    except RuntimeError as error:
+        raise clearer(error, "cusparse_spmm", values=values, b=b, out=out, prepared=prepared) from None
+    return out
+
+
+def cusparse_prepare(
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    b: torch.Tensor,
+    rows: int,
+    columns: int,
+    *,
+    layout: Layout = "csr",
+    algorithm: Algorithm = "default",
+    transa: bool = False,
+    transb: bool = False,
+) -> torch.Tensor:
+    """Computes what cusparseSpMM_preprocess keeps for a matrix, for `cusparse_spmm(..., prepared=)` with the same
+    arguments.
+
+    The values of A and b and the scalars may change, but not the indices, the algorithm, the number of columns or the
+    order (row- or column-major) of b. Only one stream at a time may use it.
+
+    Args:
+        offsets: contiguous, as in `cusparse_spmm`.
+        indices: contiguous, as in `cusparse_spmm`.
+        values: as in `cusparse_spmm`.
+        b: as in `cusparse_spmm`.
+        rows: of A.
+        columns: of A.
+        layout: as in `cusparse_spmm`.
+        algorithm: as in `cusparse_spmm`.
+        transa: multiply by A^T.
+        transb: transpose b.
+
+    Returns:
+        An empty tensor whose storage is cuSPARSE's buffer.
+
+    Raises:
+        ValueError: on bad indices, layouts and algorithms, and if offsets or indices are not contiguous.
+        RuntimeError: if shapes, dtypes or devices do not match, and on what cuSPARSE does not support.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> matrix = torch.tensor([0, 1, 2]), torch.tensor([1, 0]), torch.tensor([1.0, 2.0])
+        >>> b = torch.tensor([[3.0], [4.0]])
+        >>> prepared = custom_mm.cusparse_prepare(*matrix, b, 2, 2)
+        >>> custom_mm.cusparse_spmm(*matrix, b, 2, 2, prepared=prepared).flatten()
+        tensor([4., 6.])
+    """
+    _check_parts("cusparse_prepare", layout, offsets, indices, values, rows, columns)
+    try:
+        return _cusparse_prepare(offsets, indices, values, b, rows, columns, layout, algorithm, transa, transb)
+    except RuntimeError as error:
+        raise clearer(error, "cusparse_prepare", values=values, b=b) from None
+
+
+def cusparse_sddmm(
+    offsets: torch.Tensor, columns: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float = 1.0
+) -> torch.Tensor:
+    """Computes alpha * (a @ b) at the nonzeros of a CSR matrix by cusparseSDDMM, and by this project's kernel on a CPU.
+
+    Differentiable in a and b.
+
+    Args:
+        offsets: [M + 1] int32 or int64.
+        columns: [nnz], dtype of offsets.
+        a: [M, D], read without a copy; float64 or float32, and 16-bit types where cuSPARSE supports them.
+        b: [D, K], read without a copy; dtype and device of a.
+        alpha: multiplies the product.
+
+    Returns:
+        [nnz].
+
+    Raises:
+        ValueError: on bad indices.
+        RuntimeError: if shapes, dtypes or devices do not match, and on what cuSPARSE does not support.
+        TypeError: if an operand is no tensor.
+
+    Examples:
+        >>> import torch, custom_mm
+        >>> a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]])
+        >>> custom_mm.cusparse_sddmm(torch.tensor([0, 1, 2]), torch.tensor([1, 0]), a, b)
+        tensor([4., 6.])
+    """
+    if offsets.dim() == 1 and offsets.shape[0] > 0 and b.dim() == 2:
+        check_parts("cusparse_sddmm", "csr", offsets, columns, offsets.shape[0] - 1, b.shape[1], 1, 1)
+    try:
+        return _cusparse_sddmm(offsets, columns, a, b, alpha)
+    except RuntimeError as error:
+        raise clearer(error, "cusparse_sddmm", offsets=offsets, columns=columns, a=a, b=b) from None

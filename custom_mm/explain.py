@@ -23,7 +23,11 @@ GPUS: dict[str, Gpu] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """The kernel of a call: on a GPU the name of a file in src/rows/kernels, on a CPU "cpu: " and a function's name."""
+    """The kernel of a call.
+
+    kernel: on a GPU the name of a file or folder of src/rows/kernels or src/sparse/spmm, or the library that has it; on
+    a CPU "cpu: " and a function's name.
+    """
 
     operation: str
     kernel: str
@@ -66,6 +70,44 @@ def _norm_backward(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
     return _C.explain_norm_backward(*tensors, a["rms"], a["need_dx"], a["need_columns"], gpu)
 
 
+def _matmul(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
+    if gpu is None and not a["a"].is_cuda:
+        return "cpu: at::matmul", "torch's BLAS", {}
+    return "cublas", "cublasGemmEx, or cublasGemmStridedBatchedEx for a batch that is not one matrix", {}
+
+
+def _spmm(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
+    b, rows, nonzeros = a["dense"], a["crow"].shape[0] - 1, a["col"].shape[0]
+    if gpu is None and not b.is_cuda:
+        return "cpu: run_cpu", f"{nonzeros} nonzeros in {rows} rows, shared out among the threads", {}
+    if a["reduce"] in ("max", "min") or a["selected"] is not None:
+        return "by_rows", "a warp for a row of A, a lane for a column of B", {}
+    limits = torch.cuda.get_device_properties(b.device) if gpu is None else None
+    sms, capability = (limits.multi_processor_count, (limits.major, limits.minor)) if limits else (gpu[0], gpu[3])
+    vectors = all(n * b.element_size() % 16 == 0 for n in (b.shape[-1], b.stride(-2))) and b.stride(-1) == 1
+    choice = _C.choose_spmm(
+        rows=rows,
+        columns=b.shape[-2],
+        nonzeros=nonzeros,
+        longest=a["longest"],
+        n=b.shape[-1],
+        batches=b.shape[:-2].numel(),
+        element_bytes=b.element_size(),
+        vectors=vectors and b.data_ptr() % 16 == 0,
+        multiprocessors=sms,
+    )
+    densify = choice.pop("densify" if vectors and b.shape[-1] % 8 == 0 else "densify_copies")
+    exact = nonzeros >= _C.kernel_limits["fewest_in_fp16x2"] * rows
+    if a["reduce"] == "sum" and b.dim() == 2 and densify:
+        if b.dtype == torch.float32 and exact and capability == (9, 0):
+            return "fp16x2", "estimated faster with A densified for this product", {}
+        if b.dtype != torch.float32 and not torch.are_deterministic_algorithms_enabled():
+            return "dense", "estimated faster with A densified for this product, by cuBLAS", {}
+    kernel: str = choice.pop("kernel")
+    why = "long rows of A, or few rows, are cut" if kernel == "split_rows" else "rows of about equal length"
+    return kernel, why, {key: value for key, value in choice.items() if not key.startswith("densify")}
+
+
 # Operator of torch.ops.custom_mm -> who explains a call of it. Another operator needs a line here.
 _EXPLAINERS: dict[str, Callable[[str, Arguments, Gpu | None], Answer]] = {
     "softmax": _softmax,
@@ -78,6 +120,8 @@ _EXPLAINERS: dict[str, Callable[[str, Arguments, Gpu | None], Answer]] = {
     "rms_norm_": _norm,
     "norm_keep_": _norm,
     "norm_backward": _norm_backward,
+    "matmul": _matmul,
+    "csr_spmm": _spmm,
 }
 
 
@@ -116,7 +160,7 @@ def _limits(gpu: str | Gpu | None) -> Gpu | None:
 
 
 def explain(name: str, *tensors: Any, gpu: str | Gpu | None = None, **options: Any) -> Explanation:
-    """Tells which kernel a call of a row operation takes, and why. Nothing is computed or written.
+    """Say which kernel a call takes, and why. Nothing is computed or written.
 
     For tensors on a GPU it is the kernel of that GPU, for tensors on a CPU the function that takes their rows. An
     output that the operator would make is taken to be aligned; room on the GPU is judged by its limits, where a launch

@@ -9,10 +9,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from custom_mm import _C
+from custom_mm import _C, explain
 from matmuls.sparse import costs
-from matmuls.sparse.names import BY_ROWS, SPLIT_ROWS
+from matmuls.sparse.names import BY_ROWS, DENSE, FP16X2, SPLIT_ROWS
 
 DATA = Path(__file__).parent / "data/spmm_choices.json.gz"
 ROWS = (1, 100, 4096, 65_537, 2**20)
@@ -70,3 +71,27 @@ def test_python_reads_the_limits_of_the_kernels():
     assert limits["skewed"] == costs.SPLIT_ROWS_SKEW
     assert limits["fewest_in_fp16x2"] == costs.MIN_MEAN_FP16X2
     assert limits["hopper_block_bytes"] == costs.SHARED_BYTES
+
+
+def explained(rows, columns, mean, n, dtype=torch.float32, gpu="H100", **options):
+    crow = torch.arange(0, rows * mean + 1, mean, dtype=torch.int32)
+    col, values = torch.zeros(rows * mean, dtype=torch.int32), torch.zeros(rows * mean, dtype=dtype)
+    dense = torch.empty(columns, n, dtype=dtype)
+    return explain("csr_spmm", crow, col, values, dense, columns, gpu=gpu, **options)
+
+
+def test_explain_says_the_kernel_of_a_product():
+    assert explained(4096, 4096, 4, 64, longest=5).kernel == BY_ROWS
+    assert explained(4096, 4096, 4, 64, longest=2000).kernel == SPLIT_ROWS
+    assert explained(4096, 4096, 4, 64, longest=5).launch["lanes"] == 16
+    assert explained(4096, 4096, 4, 64, reduce="max").kernel == BY_ROWS
+    assert explained(2048, 2048, 1024, 512, longest=1024).kernel == FP16X2
+    assert explained(2048, 2048, 1024, 512, longest=1024, gpu="A100").kernel == BY_ROWS  # fp16x2 is for Hopper
+    assert explained(2048, 2048, 1024, 512, torch.float16, longest=1024).kernel == DENSE
+    assert explained(64, 64, 4, 8, gpu=None).kernel == "cpu: run_cpu"
+
+
+def test_explain_says_the_library_of_a_dense_product():
+    a = torch.zeros(4, 4)
+    assert explain("matmul", a, a).kernel == "cpu: at::matmul"
+    assert explain("matmul", a, a, gpu="A100").kernel == "cublas"

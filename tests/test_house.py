@@ -22,7 +22,7 @@ OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"
 # `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
 MAY_IMPORT = {
     "matmuls": OPERATIONS | {"batching"} | {"attention", "blocks", "integrations", "nn"},  # these at first access
-    **{family: {"custom_mm"} for family in OPERATIONS},
+    **{family: {"custom_mm", "registration"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
     "registration": set(),
     "masked": {"masked.ffn", "masked.linear", "masked.plan"},

@@ -5,9 +5,12 @@ import os
 # 130 s instead of 6.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import gpu_share
 import pytest
 import torch
+
+from common import gpu_share
+
+pytest.register_assert_rewrite("common")
 
 # Fills every torch.empty, including our results, with NaN: an unwritten element fails the comparison.
 # compute-sanitizer's initcheck needs it because it does not see the writes of Hopper's bulk copies (TMA).

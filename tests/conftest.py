@@ -1,4 +1,5 @@
 import functools
+import importlib
 import os
 
 # Set before torch reads it. Spinning OpenMP threads take cores from tests that run in parallel: with -n 2 on two cores,
@@ -7,10 +8,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
-
-from common import gpu_share
-
-pytest.register_assert_rewrite("common")
 
 # Fills every torch.empty, including our results, with NaN: an unwritten element fails the comparison.
 # compute-sanitizer's initcheck needs it because it does not see the writes of Hopper's bulk copies (TMA).
@@ -35,7 +32,8 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", DEVICES)
 
 
-share = functools.cache(gpu_share.share_of_environment)
+pytest.register_assert_rewrite("common")  # before its first import
+share = functools.cache(importlib.import_module("common.gpu_share").share_of_environment)
 
 
 @pytest.hookimpl(wrapper=True)

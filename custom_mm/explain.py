@@ -82,8 +82,11 @@ def _spmm(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
         return "cpu: run_cpu", f"{nonzeros} nonzeros in {rows} rows, shared out among the threads", {}
     if a["reduce"] in ("max", "min") or a["selected"] is not None:
         return "by_rows", "a warp for a row of A, a lane for a column of B", {}
-    limits = torch.cuda.get_device_properties(b.device) if gpu is None else None
-    sms, capability = (limits.multi_processor_count, (limits.major, limits.minor)) if limits else (gpu[0], gpu[3])
+    if gpu is None:
+        limits = torch.cuda.get_device_properties(b.device)
+        sms, capability = limits.multi_processor_count, (limits.major, limits.minor)
+    else:
+        sms, _, _, capability = gpu
     vectors = all(n * b.element_size() % 16 == 0 for n in (b.shape[-1], b.stride(-2))) and b.stride(-1) == 1
     choice = _C.choose_spmm(
         rows=rows,

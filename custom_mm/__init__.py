@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import _C
+from .compiled import _C
 from .indices import check_parts
 
 __all__ = [

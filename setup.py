@@ -2,9 +2,13 @@
 
 MATMULS_CUDA=0 builds without CUDA; MATMULS_CUDA=1 fails if CUDA cannot be built. TORCH_CUDA_ARCH_LIST selects the GPU
 architectures; the default is those of the visible GPUs. The build needs no GPU.
+
+The extension runs with the minor version of torch that it was built with. The package's version names it
+(0.2.0+torch2.13.cpu), its requirements pin it, and custom_mm/_build.py records it for the import.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,27 +17,39 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
-LEAST_TORCH = (2, 11)  # as in pyproject.toml
+VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "matmuls/__init__.py").read_text(), re.MULTILINE)[0]
+LEAST_TORCH = (2, 11)
+REQUIREMENTS = ["numpy", "platformdirs>=4", "rich>=13", "scipy>=1.12", "typer>=0.12"]
 # Architectures if no GPU is visible. Later GPUs compile the PTX; 9.0a has the Hopper-specific instructions.
 DEFAULT_ARCHS = "7.5 8.0 8.6+PTX 9.0a"
+
+try:
+    import torch
+except ImportError:
+    torch = None
 
 
 def say(*words: object) -> None:
     print("matmuls:", *words, file=sys.stderr, flush=True)
 
 
-try:
-    import torch
-except ImportError:
-    sys.exit(
-        "matmuls is built against the torch that it will run with, and no torch is importable here. Run\n"
-        "    pip install torch numpy 'setuptools>=77' ninja\n"
-        "    pip install --no-build-isolation ."
-    )
-
-if tuple(map(int, torch.__version__.split(".")[:2])) < LEAST_TORCH:
+def need_torch() -> None:
+    """Exits unless a torch is importable that the extension can be built with."""
     least = ".".join(map(str, LEAST_TORCH))
-    sys.exit(f"matmuls: expected torch {least} or later to build against, got {torch.__version__}")
+    if torch is None:
+        isolated = any("build-env-" in folder for folder in sys.path)  # pip's, build's
+        why = (
+            "pip and build make an empty environment for a build, which hides an installed torch"
+            if isolated
+            else f"{sys.executable} cannot import torch"
+        )
+        sys.exit(
+            f"matmuls is compiled against the torch that it will run with, and this build sees none: {why}. Run\n"
+            f"    pip install 'torch>={least}' numpy 'setuptools>=77' wheel ninja\n"
+            "    pip install --no-build-isolation .      (or: python -m build --no-isolation)"
+        )
+    if tuple(map(int, torch.__version__.split(".")[:2])) < LEAST_TORCH:
+        sys.exit(f"matmuls: expected torch {least} or later to build against, got {torch.__version__}")
 
 
 def nvidia_wheels() -> list[Path]:
@@ -113,39 +129,69 @@ def architectures() -> str:
     return " ".join("9.0a" if c == (9, 0) else f"{c[0]}.{c[1]}+PTX" for c in visible) or DEFAULT_ARCHS
 
 
-def as_cpp(source: Path) -> str:
-    """A one-line .cpp that includes the .cu file: without nvcc its kernels are excluded, and the rest is plain C++."""
-    inside = source.relative_to(ROOT / "src")
-    stub = ROOT / "build" / "cpp" / inside.with_suffix(".cpp")
-    stub.parent.mkdir(parents=True, exist_ok=True)
-    text = f'#include "{inside}"\n'
-    if not stub.is_file() or stub.read_text() != text:
-        stub.write_text(text)
-    return str(stub.relative_to(ROOT))
+def build_folder(cuda: dict[str, list[str]] | None) -> Path:
+    """Where objects of this Python, torch and kind are kept, so that a later build compiles only what has changed."""
+    return ROOT / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}-{'cuda' if cuda else 'cpu'}"
+
+
+def write_if_other(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+# Folders of src/ whose .cpp files are compiled as one: most of a small file's time is that of torch's headers. Files
+# with loops, whose name has "cpu" in it, stay alone: what is inlined in them must not depend on neighbours.
+TOGETHER = ("attention", "dense", "glue", "gpu", "sparse/cusparse", "sparse")
+
+
+def units(folder: Path) -> list[str]:
+    """The .cpp files to compile: they include those of src/, and .cu files, which without nvcc have plain C++ alone.
+
+    A file that was edited since its folder was compiled as one, or is new, is compiled alone from then on.
+    """
+    groups: dict[str, list[Path]] = {}  # unit -> the files that it includes
+    for path in sorted(p for pattern in ("*.cpp", "*.cu") for p in ROOT.glob(f"src/**/{pattern}")):
+        inside = path.relative_to(ROOT / "src")
+        name = next((f for f in TOGETHER if inside.is_relative_to(f)), None)
+        unit = folder / "units" / f"{name}.cpp"
+        if unit.is_file() and (f"<{inside}>" not in unit.read_text() or path.stat().st_mtime > unit.stat().st_mtime):
+            name = None
+        if inside.suffix == ".cu" or "cpu" in inside.name:
+            name = None
+        groups.setdefault(f"{name or inside.with_suffix('')}.cpp", []).append(inside)
+    made = []
+    for unit, members in groups.items():
+        # What registers operators needs most of the precompiled headers. Others would read more than they need.
+        registers = any("TORCH_LIBRARY" in (ROOT / "src" / m).read_text() for m in members)
+        if len(members) == 1 and members[0].suffix == ".cpp" and not registers:
+            made.append(f"src/{members[0]}")
+            continue
+        lines = ['#include "precompiled.h"'] * (registers or len(members) > 1) + [f"#include <{m}>" for m in members]
+        write_if_other(folder / "units" / unit, "\n".join(lines) + "\n")
+        made.append(str((folder / "units" / unit).relative_to(ROOT)))
+    return made
 
 
 def extension(cuda: dict[str, list[str]] | None) -> Extension:
     from torch.utils.cpp_extension import CppExtension  # imported after decide() has set CUDA_HOME
 
-    def files(pattern: str) -> list[str]:
-        return [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob(f"src/**/{pattern}"))]
-
-    kernels = files("*.cu")
-    if not kernels:  # .cu files also contain CPU code, which every build needs
-        sys.exit(f"matmuls: expected the kernels of the source tree, src/**/*.cu, and found none in {ROOT / 'src'}")
-    sources = files("*.cpp") + [as_cpp(ROOT / p) for p in kernels]
+    folder = build_folder(cuda)
+    write_if_other(folder / "headers" / "precompiled.h", '#include "../../../src/precompiled.h"\n')
+    includes = [str(folder / "headers"), str(ROOT / "src")]
+    sources = units(folder)
     # -std=c++20: torch 2.14 and later need it; older versions do not set it.
     # -g0: Python's flags enable debug symbols, a third of the build time and nine tenths of the size.
     # AT_PER_OPERATOR_HEADERS: torch's headers include only the operators that they use.
     narrow = "-DAT_PER_OPERATOR_HEADERS"
     # -fopenmp: without it at::parallel_for uses one thread. Only for the compiler: the OpenMP runtime must be torch's.
     cxx = ["-O3", "-g0", "-std=c++20", "-Wall", "-Wno-unknown-pragmas", "-fvisibility=hidden", "-fopenmp", narrow]
-    depends = files("*.*h")
+    depends = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/**/*.*h"))]
     if cuda is None:
         return CppExtension(
             "custom_mm._C",
             sources,
-            include_dirs=[str(ROOT / "src")],
+            include_dirs=includes,
             depends=depends,
             extra_compile_args={"cxx": cxx},
         )
@@ -157,8 +203,8 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-lineinfo", narrow]
     return CppExtension(
         "custom_mm._C",
-        sources + kernels,
-        include_dirs=[str(ROOT / "src"), *cuda["includes"]],
+        sources + [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("src/**/*.cu"))],
+        include_dirs=[*includes, *cuda["includes"]],
         depends=depends,
         libraries=["c10_cuda", "torch_cuda"],
         extra_link_args=cuda["link"],
@@ -166,8 +212,80 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     )
 
 
-if __name__ != "find":  # install_deps.sh only uses find_cuda_home
-    module = extension(decide())
+def precompile(flags: list[str], folder: Path) -> None:
+    """Compiles src/precompiled.h with g++, for units that include it first. Without, they read the header itself."""
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    compiler = get_cxx_compiler()
+    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True).stdout
+    if "Free Software Foundation" not in version:
+        return
+    # ccache compares the header's content, and lets it be used by units that do not name it on the command line
+    sloppy = os.environ.get("CCACHE_SLOPPINESS", "")
+    os.environ["CCACHE_SLOPPINESS"] = ",".join(filter(None, [sloppy, "pch_defines", "time_macros"]))
+    escaped = " ".join(flag.replace("$", "$$") for flag in flags)
+    rules = f"""rule precompile
+  command = {compiler} -MMD -MF $out.d {escaped} -x c++-header $in -o $out
+  description = precompiled.h
+  depfile = $out.d
+  deps = gcc
+build precompiled.h.gch: precompile precompiled.h
+"""
+    write_if_other(folder / "headers" / "build.ninja", rules)
+    subprocess.run(["ninja", "--quiet"], cwd=folder / "headers", check=True)
+
+
+def build_command(cuda: dict[str, list[str]] | None) -> type:
+    import shlex
+
     from torch.utils.cpp_extension import BuildExtension
 
-    setup(ext_modules=[module], cmdclass={"build_ext": BuildExtension})
+    class Build(BuildExtension):  # type: ignore[misc]
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.build_temp = str(build_folder(cuda))
+            self.force = True  # ninja knows what has changed, beside another torch too
+
+        def build_extensions(self) -> None:
+            (module,) = self.extensions
+            if self.use_ninja:
+                includes = [f"-I{p}" for p in dict.fromkeys([*module.include_dirs, *self.compiler.include_dirs])]
+                defines = ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
+                flags = [*self.compiler.compiler_so[1:], *includes, *module.extra_compile_args["cxx"], *defines]
+                module.extra_compile_args["cxx"].append("-fpch-preprocess")  # for ccache
+                precompile([shlex.quote(flag) for flag in flags], build_folder(cuda))
+            super().build_extensions()
+
+        def run(self) -> None:
+            super().run()
+            record = f'TORCH = "{torch.__version__}"\nCUDA = {torch.version.cuda if cuda else None!r}\n'
+            text = f'"""Written by setup.py: what the extension in this folder was built with."""\n\n{record}'
+            write_if_other(Path(self.build_lib) / "custom_mm" / "_build.py", text)
+            if self.inplace:
+                write_if_other(ROOT / "custom_mm" / "_build.py", text)
+
+    return Build
+
+
+def main() -> None:
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ninja of an environment not activated
+    if not list(ROOT.glob("src/**/*.cu")):
+        sys.exit(f"matmuls: expected the kernels of the source tree, src/**/*.cu, and found none in {ROOT / 'src'}")
+    if "sdist" in sys.argv or (torch is None and "egg_info" in sys.argv):  # of no torch in particular
+        setup(version=VERSION, install_requires=[f"torch>={'.'.join(map(str, LEAST_TORCH))}", *REQUIREMENTS])
+        return
+    need_torch()
+    cuda = decide()
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    kind = f"cu{torch.version.cuda.replace('.', '')}" if cuda else "cpu"
+    least = torch.__version__.split("+")[0] if "dev" in torch.__version__ else f"{major}.{minor}"
+    setup(
+        version=f"{VERSION}+torch{major}.{minor}.{kind}",
+        install_requires=[f"torch>={least},<{major}.{minor + 1}", *REQUIREMENTS],
+        ext_modules=[extension(cuda)],
+        cmdclass={"build_ext": build_command(cuda)},
+    )
+
+
+if __name__ != "find":  # install_deps.sh only uses find_cuda_home
+    main()

@@ -24,7 +24,7 @@ step() { # name, command...
 sanitize() { # tool, pytest -k expression, file: small tests of the table or a file; exit status 9 on any error
   local file=${3:-table}
   step "sanitize-$1-$file" env MATMULS_POISON=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 compute-sanitizer --tool "$1" --error-exitcode 9 \
-    "$python" -m pytest -q -m cuda -p no:cacheprovider "tests/test_$file.py" -k "$2"
+    "$python" -m pytest -q -m cuda -p no:cacheprovider "$(find tests -name "test_$file.py")" -k "$2"
   grep -h "ERROR SUMMARY\|RACECHECK SUMMARY" "$out/sanitize-$1-$file.log"
 }
 

@@ -66,7 +66,7 @@ __all__ = [
     "square_matmul",
     "square_matmul_T",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _MODULES = "attention", "blocks", "integrations", "nn"  # imported at first access
 
 if TYPE_CHECKING:  # to type checkers they are there; with __getattr__ every name would be

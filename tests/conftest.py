@@ -1,11 +1,11 @@
 import functools
+import importlib
 import os
 
 # Set before torch reads it. Spinning OpenMP threads take cores from tests that run in parallel: with -n 2 on two cores,
 # 130 s instead of 6.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import gpu_share
 import pytest
 import torch
 
@@ -32,7 +32,8 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", DEVICES)
 
 
-share = functools.cache(gpu_share.share_of_environment)
+pytest.register_assert_rewrite("common")  # before its first import
+share = functools.cache(importlib.import_module("common.gpu_share").share_of_environment)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""Table row of attention with probabilities. tests/test_attention.py tests its gradient, a separate operator."""
+"""Table row of attention with probabilities. tests/models/test_attention.py tests its gradient, a separate operator."""
 
 from collections.abc import Iterator
 

@@ -85,7 +85,7 @@ def _spmm_samples(draw: Draw) -> Iterator[Call]:
     for rows, columns, n in SHAPES:
         for layout in DETERMINISTIC:
             if layout == "bsr" and draw.device != "cpu":
-                continue  # cuSPARSE may not support this block size and dtype: see tests/test_cusparse.py
+                continue  # cuSPARSE may not support this block size and dtype: see tests/sparse/test_cusparse.py
             m = _matrix(draw, rows, columns, layout)
             yield Call((draw(*m.values_shape), draw(columns, n), m), {"alpha": 0.5})
             yield Call((draw(*m.values_shape), draw(n, columns), m), {"transb": True})
@@ -190,7 +190,7 @@ TABLE: tuple[Spec, ...] = (
         ),
         empty=lambda draw: iter([Call((draw(0, 4), draw(4, 3), _matrix(draw, 0, 3, "csr")))]),
         opchecks=_sddmm_opchecks,
-        # cuSPARSE does not guarantee 16-bit types here: see tests/test_cusparse.py
+        # cuSPARSE does not guarantee 16-bit types here: see tests/sparse/test_cusparse.py
         **PRODUCT | {"operators": (_ops.cusparse_sddmm.default,), "dtypes": WIDE, "autocast": False},
     ),
 )

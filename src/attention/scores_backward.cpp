@@ -13,29 +13,29 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "inplace_softmax_backward";
+constexpr const char* kScoresOp = "inplace_softmax_backward";
 
 MATMULS_OPERATOR(ScoresBackwardOp, "custom_mm::scores_backward_", "",
                  void(Tensor, const Tensor&, const Tensor&, int64_t));
 
 void check(const Tensor& y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
-  check_floating(kOp, "output", y);
-  check_operands(kOp, grad, values);
-  check_like(kOp, "grad", grad, "output", y);
-  TORCH_CHECK(piece_bytes > 0, kOp, ": expected piece_bytes above 0, got ", piece_bytes);
+  check_floating(kScoresOp, "output", y);
+  check_operands(kScoresOp, grad, values);
+  check_like(kScoresOp, "grad", grad, "output", y);
+  TORCH_CHECK(piece_bytes > 0, kScoresOp, ": expected piece_bytes above 0, got ", piece_bytes);
   const int64_t dims = y.dim();
   bool fits = dims >= 2 && grad.dim() == dims && values.dim() == dims && grad.sym_size(-1) == values.sym_size(-1) &&
               grad.sym_size(-2) == y.sym_size(-2) && values.sym_size(-2) == y.sym_size(-1);
   for (int64_t d = 0; fits && d + 2 < dims; ++d)
     fits = grad.sym_size(d) == y.sym_size(d) && values.sym_size(d) == y.sym_size(d);
-  TORCH_CHECK(fits, kOp, ": expected output [..., Q, K], d_ov [..., Q, C] and values [..., K, C], got shapes ",
+  TORCH_CHECK(fits, kScoresOp, ": expected output [..., Q, K], d_ov [..., Q, C] and values [..., K, C], got shapes ",
               y.sym_sizes(), ", ", grad.sym_sizes(), ", ", values.sym_sizes());
 }
 
-void run(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
+void scores_backward_(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
   check(y, grad, values, piece_bytes);
-  check_no_overlap(kOp, y, {{"values", values}, {"d_ov", grad}});
-  TORCH_CHECK(y.is_contiguous(), kOp, ": expected a contiguous output, got strides ", y.strides());
+  check_no_overlap(kScoresOp, y, {{"values", values}, {"d_ov", grad}});
+  TORCH_CHECK(y.is_contiguous(), kScoresOp, ": expected a contiguous output, got strides ", y.strides());
   if (y.numel() == 0) return;
   at::AutoDispatchBelowADInplaceOrView guard;
   // In-place operators keep the dtype under autocast.
@@ -61,12 +61,12 @@ void run(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes
   }
 }
 
-void meta(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
+void scores_backward_meta(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
   check(y, grad, values, piece_bytes);
 }
 
-void without_gradient(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
-  TORCH_CHECK(!needs_gradient(kOp, {y, grad, values}), kOp,
+void scores_backward_autograd(Tensor y, const Tensor& grad, const Tensor& values, int64_t piece_bytes) {
+  TORCH_CHECK(!needs_gradient(kScoresOp, {y, grad, values}), kScoresOp,
               ": expected no gradient to be recorded, since y, which the gradient needs, is written over");
   ScoresBackwardOp::below_autograd(y, grad, values, piece_bytes);
 }
@@ -77,12 +77,12 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def("scores_backward_(Tensor(a!) y, Tensor grad, Tensor values, int piece_bytes=8388608) -> ()",
         {at::Tag::pt2_compliant_tag});
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("scores_backward_", run); }
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("scores_backward_", scores_backward_); }
 #ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("scores_backward_", run); }
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("scores_backward_", scores_backward_); }
 #endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("scores_backward_", meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("scores_backward_", without_gradient); }
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("scores_backward_", scores_backward_meta); }
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("scores_backward_", scores_backward_autograd); }
 MATMULS_WRITES("scores_backward_", ScoresBackwardOp, 0)
 
 }  // namespace matmuls

@@ -33,21 +33,21 @@ namespace {
 using at::Tensor;
 using Name = std::optional<std::string_view>;
 
-constexpr const char* kOp = "cublaslt_matmul";
+constexpr const char* kCublasLtOp = "cublaslt_matmul";
 
 ProductShape<int64_t> check(const Tensor& a, const Tensor& b, const Tensor& bias, bool transa, bool transb,
                             const Tensor& out = {}) {
-  check_operands(kOp, a, b, bias, out);
-  auto shape = product_shape(kOp, a.sizes(), b.sizes(), transa, transb);
-  if (bias.defined()) check_bias(kOp, bias.sizes(), shape);
-  if (out.defined()) check_out(kOp, out, shape.out(), {{"a", a}, {"b", b}, {"bias", bias}});
+  check_operands(kCublasLtOp, a, b, bias, out);
+  auto shape = product_shape(kCublasLtOp, a.sizes(), b.sizes(), transa, transb);
+  if (bias.defined()) check_bias(kCublasLtOp, bias.sizes(), shape);
+  if (out.defined()) check_out(kCublasLtOp, out, shape.out(), {{"a", a}, {"b", b}, {"bias", bias}});
   return shape;
 }
 
 Activation check_activation(const Tensor& a, Name name) {
-  const auto activation = parse_activation(kOp, name);
-  TORCH_CHECK(activation == Activation::none || !a.is_complex(), kOp, ": expected no activation for ", a.scalar_type(),
-              ", got '", *name, "'");
+  const auto activation = parse_activation(kCublasLtOp, name);
+  TORCH_CHECK(activation == Activation::none || !a.is_complex(), kCublasLtOp, ": expected no activation for ",
+              a.scalar_type(), ", got '", *name, "'");
   return activation;
 }
 
@@ -159,7 +159,7 @@ Plan make_plan(const Borrowed& handle, const PlanKey& key, const GemmTypes& type
                                                      plan.d.get(), plan.d.get(), preference.get(), 1, &result, &found);
   plan.supported = status == CUBLAS_STATUS_SUCCESS && found > 0;
   TORCH_CHECK(plan.supported || status == CUBLAS_STATUS_SUCCESS || status == CUBLAS_STATUS_NOT_SUPPORTED,
-              "cublasLtMatmulAlgoGetHeuristic failed with ", cublasGetStatusName(status), " in ", kOp);
+              "cublasLtMatmulAlgoGetHeuristic failed with ", cublasGetStatusName(status), " in ", kCublasLtOp);
   plan.algo = result.algo;
   return plan;
 }
@@ -188,7 +188,7 @@ bool product(const Gemm& g, const Tensor& bias, cublasLtEpilogue_t epilogue) {
   const GemmTypes types(g.out.scalar_type());
   const int64_t item = g.out.element_size();
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  Borrowed handle(Library::cublaslt, kOp);
+  Borrowed handle(Library::cublaslt, kCublasLtOp);
   bool supported = true;
   g.each([&](const char* x, const char* y, char* d) {
     if (!supported) return;
@@ -274,7 +274,7 @@ Tensor cublaslt_matmul_cuda(const Tensor& a, const Tensor& b, const OptionalTens
   const Tensor bias = tensor_or_none(maybe_bias);
   const auto activation = check_activation(a, name);
   const auto shape = check(a, b, bias, transa, transb);
-  const OperationGuard guard(kOp, a);
+  const OperationGuard guard(kCublasLtOp, a);
   Tensor out = at::empty(shape.out(), a.options());
   launch(a, b, bias, activation, out, shape, transa, transb);
   return out;
@@ -285,7 +285,7 @@ void cublaslt_matmul_out_cuda(const Tensor& a, const Tensor& b, const OptionalTe
   const Tensor bias = tensor_or_none(maybe_bias);
   const auto activation = check_activation(a, name);
   const auto shape = check(a, b, bias, transa, transb, out);
-  const OperationGuard guard(kOp, a);
+  const OperationGuard guard(kCublasLtOp, a);
   launch(a, b, bias, activation, out, shape, transa, transb);
 }
 
@@ -325,9 +325,9 @@ std::vector<c10::SymInt> traced_shape(const Tensor& a, const Tensor& b, const Op
                                       bool transa, bool transb, const Tensor& out = {}) {
   const Tensor bias = tensor_or_none(maybe_bias);
   check_activation(a, name);
-  check_operands(kOp, a, b, bias, out);
-  const auto shape = product_shape(kOp, a.sym_sizes(), b.sym_sizes(), transa, transb);
-  if (bias.defined()) check_bias(kOp, bias.sym_sizes(), shape);
+  check_operands(kCublasLtOp, a, b, bias, out);
+  const auto shape = product_shape(kCublasLtOp, a.sym_sizes(), b.sym_sizes(), transa, transb);
+  if (bias.defined()) check_bias(kCublasLtOp, bias.sym_sizes(), shape);
   return shape.out();
 }
 
@@ -339,7 +339,7 @@ Tensor cublaslt_matmul_meta(const Tensor& a, const Tensor& b, const OptionalTens
 void cublaslt_matmul_out_meta(const Tensor& a, const Tensor& b, const OptionalTensor& bias, Name name, bool transa,
                               bool transb, Tensor out) {
   const auto shape = traced_shape(a, b, bias, name, transa, transb, out);
-  TORCH_CHECK(out.sym_sizes() == c10::SymIntArrayRef(shape), kOp, ": expected out of shape ", shape, ", got ",
+  TORCH_CHECK(out.sym_sizes() == c10::SymIntArrayRef(shape), kCublasLtOp, ": expected out of shape ", shape, ", got ",
               out.sym_sizes());
 }
 
@@ -363,7 +363,7 @@ struct AffineFunction : KernelFunction<AffineFunction> {
 Tensor cublaslt_matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b,
                                 const OptionalTensor& maybe_bias, Name name, bool transa, bool transb) {
   const Tensor bias = tensor_or_none(maybe_bias);
-  if (needs_gradient(kOp, {a, b, bias})) {
+  if (needs_gradient(kCublasLtOp, {a, b, bias})) {
     const auto activation = check_activation(a, name);
     const Tensor z =
         bias.defined() ? AffineFunction::apply(a, b, bias, transa, transb) : MatmulOp::call(a, b, transa, transb);
@@ -376,7 +376,7 @@ Tensor cublaslt_matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const
 
 void cublaslt_matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b,
                                   const OptionalTensor& bias, Name name, bool transa, bool transb, Tensor out) {
-  check_no_gradient_into(kOp, "out", {a, b, tensor_or_none(bias), out});
+  check_no_gradient_into(kCublasLtOp, "out", {a, b, tensor_or_none(bias), out});
   at::AutoDispatchBelowAutograd guard;
   LtMatmulOutOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, bias, name, transa, transb, out);
 }

@@ -18,7 +18,7 @@ namespace {
 using at::Tensor;
 using Name = std::optional<std::string_view>;
 
-constexpr const char* kOp = "feed_forward_";
+constexpr const char* kFeedForwardOp = "feed_forward_";
 
 MATMULS_OPERATOR(FeedForwardOp, "custom_mm::feed_forward_", "",
                  void(Tensor, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
@@ -29,34 +29,34 @@ MATMULS_OPERATOR(LayerNormOp, "custom_mm::layer_norm_", "",
 // Checks up front what the operators below would detect only after something has been written.
 void check(const Tensor& x, const Tensor& up, const Tensor& up_bias, const Tensor& down, const Tensor& down_bias,
            const Tensor& weight, const Tensor& bias, double eps, Name activation, int64_t chunk_bytes) {
-  check_operands(kOp, x, x);
-  check_same(kOp, "up", up, x), check_same(kOp, "up_bias", up_bias, x);
-  check_same(kOp, "down", down, x), check_same(kOp, "down_bias", down_bias, x);
-  check_same(kOp, "weight", weight, x), check_same(kOp, "bias", bias, x);
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kOp, ": expected x of a floating-point dtype, got ",
+  check_operands(kFeedForwardOp, x, x);
+  check_same(kFeedForwardOp, "up", up, x), check_same(kFeedForwardOp, "up_bias", up_bias, x);
+  check_same(kFeedForwardOp, "down", down, x), check_same(kFeedForwardOp, "down_bias", down_bias, x);
+  check_same(kFeedForwardOp, "weight", weight, x), check_same(kFeedForwardOp, "bias", bias, x);
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kFeedForwardOp, ": expected x of a floating-point dtype, got ",
               x.scalar_type());
   TORCH_CHECK(x.dim() > 0 && up.dim() == 2 && up.sym_size(1) == x.sym_size(-1) && down.dim() == 2 &&
                   down.sym_size(0) == x.sym_size(-1) && down.sym_size(1) == up.sym_size(0),
-              kOp, ": expected x [..., H], up [I, H] and down [H, I], got shapes ", x.sym_sizes(), ", ", up.sym_sizes(),
-              ", ", down.sym_sizes());
+              kFeedForwardOp, ": expected x [..., H], up [I, H] and down [H, I], got shapes ", x.sym_sizes(), ", ",
+              up.sym_sizes(), ", ", down.sym_sizes());
   const auto check_vector = [](const char* name, const Tensor& t, const c10::SymInt& size) {
-    TORCH_CHECK(!t.defined() || (t.dim() == 1 && t.sym_size(0) == size), kOp, ": expected ", name, " of shape [", size,
-                "], got ", t.sym_sizes());
+    TORCH_CHECK(!t.defined() || (t.dim() == 1 && t.sym_size(0) == size), kFeedForwardOp, ": expected ", name,
+                " of shape [", size, "], got ", t.sym_sizes());
   };
   check_vector("up_bias", up_bias, up.sym_size(0));
   check_vector("down_bias", down_bias, x.sym_size(-1));
   check_vector("weight", weight, x.sym_size(-1));
   check_vector("bias", bias, x.sym_size(-1));
-  TORCH_CHECK(eps >= 0, kOp, ": expected eps of 0 or more, got ", eps);
-  parse_activation(kOp, activation);
-  TORCH_CHECK(chunk_bytes > 0, kOp, ": expected chunk_bytes above 0, got ", chunk_bytes);
+  TORCH_CHECK(eps >= 0, kFeedForwardOp, ": expected eps of 0 or more, got ", eps);
+  parse_activation(kFeedForwardOp, activation);
+  TORCH_CHECK(chunk_bytes > 0, kFeedForwardOp, ": expected chunk_bytes above 0, got ", chunk_bytes);
 }
 
 void run(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down, const OptionalTensor& down_bias,
          const OptionalTensor& weight, const OptionalTensor& bias, double eps, Name activation, int64_t chunk_bytes) {
   check(x, up, tensor_or_none(up_bias), down, tensor_or_none(down_bias), tensor_or_none(weight), tensor_or_none(bias),
         eps, activation, chunk_bytes);
-  check_no_overlap(kOp, x,
+  check_no_overlap(kFeedForwardOp, x,
                    {{"up", up},
                     {"up_bias", tensor_or_none(up_bias)},
                     {"down", down},
@@ -90,9 +90,10 @@ void meta(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tenso
 void without_gradient(Tensor x, const Tensor& up, const OptionalTensor& up_bias, const Tensor& down,
                       const OptionalTensor& down_bias, const OptionalTensor& weight, const OptionalTensor& bias,
                       double eps, Name activation, int64_t chunk_bytes) {
-  TORCH_CHECK(!needs_gradient(kOp, {x, up, tensor_or_none(up_bias), down, tensor_or_none(down_bias),
-                                    tensor_or_none(weight), tensor_or_none(bias)}),
-              kOp, ": expected no gradient to be recorded, got an argument that requires grad; it is for inference");
+  TORCH_CHECK(!needs_gradient(kFeedForwardOp, {x, up, tensor_or_none(up_bias), down, tensor_or_none(down_bias),
+                                               tensor_or_none(weight), tensor_or_none(bias)}),
+              kFeedForwardOp,
+              ": expected no gradient to be recorded, got an argument that requires grad; it is for inference");
   FeedForwardOp::below_autograd(x, up, up_bias, down, down_bias, weight, bias, eps, activation, chunk_bytes);
 }
 

@@ -19,12 +19,12 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char *kOp = "matmul", *kBackward = "matmul_backward";
+constexpr const char *kMatmulOp = "matmul", *kBackward = "matmul_backward";
 
 ProductShape<int64_t> check(const Tensor& a, const Tensor& b, bool transa, bool transb, const Tensor& out = {}) {
-  check_operands(kOp, a, b, {}, out);
-  auto shape = product_shape(kOp, a.sizes(), b.sizes(), transa, transb);
-  if (out.defined()) check_out(kOp, out, shape.out(), {{"a", a}, {"b", b}});
+  check_operands(kMatmulOp, a, b, {}, out);
+  auto shape = product_shape(kMatmulOp, a.sizes(), b.sizes(), transa, transb);
+  if (out.defined()) check_out(kMatmulOp, out, shape.out(), {{"a", a}, {"b", b}});
   return shape;
 }
 
@@ -42,7 +42,7 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& out, const ProductSh
   const Gemm g = describe(a, b, out, shape, transa, transb);
   const GemmTypes types(out.scalar_type());
   const auto op = [](bool transposed) { return transposed ? CUBLAS_OP_T : CUBLAS_OP_N; };
-  Borrowed handle(Library::cublas, kOp);
+  Borrowed handle(Library::cublas, kMatmulOp);
   g.each([&](const char* x, const char* y, char* d) {
     if (g.strided.size == 1) {
       MATMULS_CUBLAS_CHECK(cublasGemmEx_64(handle.cublas(), op(g.x.transposed), op(g.y.transposed), g.m, g.n, g.k,
@@ -62,7 +62,7 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& out, const ProductSh
 
 Tensor matmul_cuda(const Tensor& a, const Tensor& b, bool transa, bool transb) {
   const auto shape = check(a, b, transa, transb);
-  const OperationGuard guard(kOp, a);
+  const OperationGuard guard(kMatmulOp, a);
   Tensor out = at::empty(shape.out(), a.options());
   launch(a, b, out, shape, transa, transb);
   return out;
@@ -70,7 +70,7 @@ Tensor matmul_cuda(const Tensor& a, const Tensor& b, bool transa, bool transb) {
 
 void matmul_out_cuda(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
   const auto shape = check(a, b, transa, transb, out);
-  const OperationGuard guard(kOp, a);
+  const OperationGuard guard(kMatmulOp, a);
   launch(a, b, out, shape, transa, transb);
 }
 
@@ -97,14 +97,14 @@ void matmul_out_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb, 
 // ---------------------------------------------------------------------------------------- tracing, gradient, autocast
 
 Tensor matmul_meta(const Tensor& a, const Tensor& b, bool transa, bool transb) {
-  check_operands(kOp, a, b);
-  return at::empty_symint(product_shape(kOp, a.sym_sizes(), b.sym_sizes(), transa, transb).out(), a.options());
+  check_operands(kMatmulOp, a, b);
+  return at::empty_symint(product_shape(kMatmulOp, a.sym_sizes(), b.sym_sizes(), transa, transb).out(), a.options());
 }
 
 void matmul_out_meta(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
-  check_operands(kOp, a, b, {}, out);
-  const auto shape = product_shape(kOp, a.sym_sizes(), b.sym_sizes(), transa, transb).out();
-  TORCH_CHECK(out.sym_sizes() == c10::SymIntArrayRef(shape), kOp, ": expected out of shape ", shape, ", got ",
+  check_operands(kMatmulOp, a, b, {}, out);
+  const auto shape = product_shape(kMatmulOp, a.sym_sizes(), b.sym_sizes(), transa, transb).out();
+  TORCH_CHECK(out.sym_sizes() == c10::SymIntArrayRef(shape), kMatmulOp, ": expected out of shape ", shape, ", got ",
               out.sym_sizes());
 }
 
@@ -176,14 +176,14 @@ struct MatmulFunction : KernelFunction<MatmulFunction> {
 };
 
 Tensor matmul_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, bool transa, bool transb) {
-  if (needs_gradient(kOp, {a, b})) return MatmulFunction::apply(a, b, transa, transb);
+  if (needs_gradient(kMatmulOp, {a, b})) return MatmulFunction::apply(a, b, transa, transb);
   at::AutoDispatchBelowADInplaceOrView guard;
   return MatmulOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, transa, transb);
 }
 
 void matmul_out_autograd(c10::DispatchKeySet keys, const Tensor& a, const Tensor& b, bool transa, bool transb,
                          Tensor out) {
-  check_no_gradient_into(kOp, "out", {a, b, out});
+  check_no_gradient_into(kMatmulOp, "out", {a, b, out});
   at::AutoDispatchBelowAutograd guard;
   MatmulOutOp::handle().redispatch(keys & c10::after_autograd_keyset, a, b, transa, transb, out);
 }

@@ -7,6 +7,12 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <functional>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
 // By default a C++ autograd Function refuses to run under torch.func's transforms, which do not see the operators of
 // its forward level by level. Kernels of the Autograd key do run per level, so they use the check of Python's
 // Functions.
@@ -14,42 +20,58 @@
 #include <torch/csrc/autograd/custom_function.h>
 #undef checkSupportsCppAutogradFunction
 
-namespace at::functorch {  // ATen/functorch/DynamicLayer.h, which includes a header that torch does not install
-TORCH_API void setSingleLevelAutogradFunctionAllowed(bool allowed);
-TORCH_API bool getSingleLevelAutogradFunctionAllowed();
-}  // namespace at::functorch
-
 namespace matmuls {
+
+// What Recorded, the one autograd Function behind all KernelFunctions, needs of a call. torch's Function is instantiated
+// for Recorded alone (autograd.cpp): each further instantiation takes the compiler 8 s.
+struct RecordedCall {
+  using Context = torch::autograd::AutogradContext;
+  using Gradients = torch::autograd::variable_list;
+  std::function<Gradients(Context*)> forward;
+  Gradients (*backward)(Context*, const Gradients&);
+  std::vector<bool> is_tensor;  // by argument of forward; backward returns a gradient for each argument
+  Gradients tensors;            // the arguments that are tensors
+
+  void add(const at::Tensor& t) {
+    is_tensor.push_back(true);
+    tensors.push_back(t);
+  }
+  void add(const std::optional<at::Tensor>& t) {
+    if (t && t->defined())
+      add(*t);
+    else
+      is_tensor.push_back(false);
+  }
+  template <class A>
+  void add(const A&) {
+    static_assert(!std::is_convertible_v<const A&, at::TensorList>, "a list of tensors is recorded one by one");
+    is_tensor.push_back(false);
+  }
+};
+torch::autograd::variable_list record(const RecordedCall& call);
 
 // The autograd Function that an operator's Autograd kernel applies; T provides forward and backward. Under transforms
 // the operators called in forward are recorded at the levels below, which requires grad mode.
 template <class T>
 struct KernelFunction {
-  struct Applied : torch::autograd::Function<Applied> {
-    template <class... A>
-    static auto forward(torch::autograd::AutogradContext* ctx, A&&... args) {
-      const at::AutoGradMode recorded(at::functorch::functorchTLSAccessor() != nullptr);
-      return T::forward(ctx, std::forward<A>(args)...);
-    }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                   const torch::autograd::variable_list& grads) {
-      return T::backward(ctx, grads);
-    }
-  };
-
   template <class... A>
   static auto apply(A&&... args) {
-    struct Allowed {
-      const bool transformed = at::functorch::functorchTLSAccessor() != nullptr;
-      const bool before = transformed && at::functorch::getSingleLevelAutogradFunctionAllowed();
-      Allowed() {
-        if (transformed) at::functorch::setSingleLevelAutogradFunctionAllowed(true);
-      }
-      ~Allowed() {
-        if (transformed) at::functorch::setSingleLevelAutogradFunctionAllowed(before);
-      }
-    } allowed;
-    return Applied::apply(std::forward<A>(args)...);
+    using Context = torch::autograd::AutogradContext;
+    using Result = decltype(T::forward(static_cast<Context*>(nullptr), std::forward<A>(args)...));
+    RecordedCall call;
+    call.backward = &T::backward;
+    (call.add(std::as_const(args)), ...);
+    call.forward = [&](Context* ctx) -> torch::autograd::variable_list {
+      if constexpr (std::is_same_v<Result, at::Tensor>)
+        return {T::forward(ctx, std::forward<A>(args)...)};
+      else
+        return T::forward(ctx, std::forward<A>(args)...);
+    };
+    auto results = record(call);
+    if constexpr (std::is_same_v<Result, at::Tensor>)
+      return std::move(results[0]);
+    else
+      return results;
   }
 };
 

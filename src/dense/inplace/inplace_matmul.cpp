@@ -26,7 +26,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "matmul_";
+constexpr const char* kInplaceOp = "matmul_";
 
 struct Call {
   Tensor a, b, bias;
@@ -39,21 +39,21 @@ struct Call {
 template <class Int>
 void check_sizes(c10::ArrayRef<Int> a, c10::ArrayRef<Int> b, const Tensor& bias, c10::ArrayRef<Int> bias_sizes,
                  bool transb) {
-  TORCH_CHECK(b.size() == 2, kOp, ": expected b of two dimensions, got shape ", b);
-  const auto shape = product_shape(kOp, a, b, false, transb);
-  TORCH_CHECK(at_most(shape.n, shape.k), kOp, ": expected a product no wider than a, ", shape.k, " columns, got ",
-              shape.n);
-  if (bias.defined()) check_bias(kOp, bias_sizes, shape);
+  TORCH_CHECK(b.size() == 2, kInplaceOp, ": expected b of two dimensions, got shape ", b);
+  const auto shape = product_shape(kInplaceOp, a, b, false, transb);
+  TORCH_CHECK(at_most(shape.n, shape.k), kInplaceOp, ": expected a product no wider than a, ", shape.k,
+              " columns, got ", shape.n);
+  if (bias.defined()) check_bias(kInplaceOp, bias_sizes, shape);
 }
 
 void check_types(const Tensor& a, const Tensor& b, const Tensor& bias) {
-  check_operands(kOp, a, b, bias);
-  TORCH_CHECK(!a.is_complex(), kOp, ": expected a of a floating-point dtype, got ", a.scalar_type());
+  check_operands(kInplaceOp, a, b, bias);
+  TORCH_CHECK(!a.is_complex(), kInplaceOp, ": expected a of a floating-point dtype, got ", a.scalar_type());
 }
 
 template <class Int>
 void check_workspace(const Int& row_bytes, const Int& workspace) {
-  TORCH_CHECK(at_most(row_bytes, workspace), kOp, ": expected a workspace of at least one row of a, ", row_bytes,
+  TORCH_CHECK(at_most(row_bytes, workspace), kInplaceOp, ": expected a workspace of at least one row of a, ", row_bytes,
               " bytes, got ", workspace);
 }
 
@@ -61,7 +61,7 @@ void check(const Call& c) {
   check_types(c.a, c.b, c.bias);
   check_sizes(c.a.sizes(), c.b.sizes(), c.bias, c.bias.defined() ? c.bias.sizes() : at::IntArrayRef(), c.transb);
   check_workspace(c.a.size(-1) * c.a.element_size(), c.workspace);
-  check_no_overlap(kOp, c.a, {{"b", c.b}, {"bias", c.bias}});
+  check_no_overlap(kInplaceOp, c.a, {{"b", c.b}, {"bias", c.bias}});
 }
 
 // Calls f for a as matrices with one row stride; few tensors need more than one.
@@ -97,7 +97,7 @@ void each_panel(const Tensor& a, int64_t columns, int64_t workspace, int64_t mul
 #ifdef MATMULS_CUDA
 void run_cuda(const Call& c) {
   if (c.a.numel() == 0 || c.columns() == 0) return;
-  const OperationGuard guard(kOp, c.a);
+  const OperationGuard guard(kInplaceOp, c.a);
   each_matrix(c.a, [&](const Tensor& a) {
     if (multiply_in_place_sm90(a, c.b, c.bias, c.transb)) return;
     // Multiples of 128 rows at most: a panel then ends at a tile's end.
@@ -141,7 +141,7 @@ void matmul_(Tensor a, const Tensor& b, bool transb, const OptionalTensor& bias,
   run(c);
 }
 
-void matmul_meta(Tensor a, const Tensor& b, bool transb, const OptionalTensor& maybe_bias, bool, int64_t workspace) {
+void inplace_meta(Tensor a, const Tensor& b, bool transb, const OptionalTensor& maybe_bias, bool, int64_t workspace) {
   const Tensor bias = tensor_or_none(maybe_bias);
   check_types(a, b, bias);
   check_sizes(a.sym_sizes(), b.sym_sizes(), bias, bias.defined() ? bias.sym_sizes() : c10::SymIntArrayRef(), transb);
@@ -165,7 +165,7 @@ struct KeptGradient : KernelFunction<KeptGradient> {
 };
 
 Tensor kept_autograd(const Tensor& a) {
-  return needs_gradient(kOp, {a}) ? KeptGradient::apply(a) : KeptOp::below_autograd(a);
+  return needs_gradient(kInplaceOp, {a}) ? KeptGradient::apply(a) : KeptOp::below_autograd(a);
 }
 
 // Gradient of Y = A op(B) + bias over the first columns of A; the other columns of A stay. dA = dY op(B)^T, next to the
@@ -204,13 +204,13 @@ struct InplaceGradient : KernelFunction<InplaceGradient> {
   }
 };
 
-void matmul_autograd(Tensor a, const Tensor& b, bool transb, const OptionalTensor& bias, bool keep_input,
-                     int64_t workspace) {
-  if (!needs_gradient(kOp, {a, b, tensor_or_none(bias)}))
+void inplace_autograd(Tensor a, const Tensor& b, bool transb, const OptionalTensor& bias, bool keep_input,
+                      int64_t workspace) {
+  if (!needs_gradient(kInplaceOp, {a, b, tensor_or_none(bias)}))
     return InplaceOp::below_autograd(a, b, transb, bias, keep_input, workspace);
-  matmul_meta(a, b, transb, bias, keep_input, workspace);  // checks types and shapes
-  check_recorded(kOp, a, a.requires_grad() ? b : Tensor());
-  TORCH_CHECK(keep_input || !b.requires_grad(), kOp,
+  inplace_meta(a, b, transb, bias, keep_input, workspace);  // checks types and shapes
+  check_recorded(kInplaceOp, a, a.requires_grad() ? b : Tensor());
+  TORCH_CHECK(keep_input || !b.requires_grad(), kInplaceOp,
               ": expected b without a gradient, which needs the a that is written over, got one that requires grad; "
               "pass keep_input=True to keep a copy of a");
   const auto before = b.requires_grad() ? OptionalTensor(KeptOp::call(a)) : std::nullopt;
@@ -238,11 +238,11 @@ TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
 }
 #endif
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
-  m.impl("matmul_", matmul_meta);
+  m.impl("matmul_", inplace_meta);
   m.impl("kept", kept);
 }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
-  m.impl("matmul_", matmul_autograd);
+  m.impl("matmul_", inplace_autograd);
   m.impl("kept", kept_autograd);
 }
 MATMULS_WRITES("matmul_", InplaceOp, 0)

@@ -13,25 +13,25 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "cusparse_sddmm";
+constexpr const char* kSddmmOp = "cusparse_sddmm";
 
 MATMULS_OPERATOR(CusparseSddmmOp, "custom_mm::cusparse_sddmm", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, double));
 
 void check(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b) {
-  check_floating(kOp, "a", a);
-  check_like(kOp, "b", b, "a", a);
-  check_pattern(kOp, pattern_of(offsets, indices, {}), a);
-  TORCH_CHECK(a.dim() == 2 && a.sym_size(0) == offsets.sym_size(0) - 1, kOp, ": expected a of shape [",
+  check_floating(kSddmmOp, "a", a);
+  check_like(kSddmmOp, "b", b, "a", a);
+  check_pattern(kSddmmOp, pattern_of(offsets, indices, {}), a);
+  TORCH_CHECK(a.dim() == 2 && a.sym_size(0) == offsets.sym_size(0) - 1, kSddmmOp, ": expected a of shape [",
               offsets.sym_size(0) - 1, ", n], got ", a.sym_sizes());
-  TORCH_CHECK(b.dim() == 2 && b.sym_size(0) == a.sym_size(1), kOp, ": expected b of shape [", a.sym_size(1),
+  TORCH_CHECK(b.dim() == 2 && b.sym_size(0) == a.sym_size(1), kSddmmOp, ": expected b of shape [", a.sym_size(1),
               ", columns], got ", b.sym_sizes());
 }
 
 #ifdef MATMULS_CUDA
 Tensor sddmm_cuda(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
   check(offsets, indices, a, b);
-  const OperationGuard guard(kOp, a);
+  const OperationGuard guard(kSddmmOp, a);
   const Tensor result = at::zeros({indices.size(0)}, a.options());
   if (alpha == 0 || result.numel() == 0 || a.numel() == 0) return result;
   const auto dtype = a.scalar_type();
@@ -41,13 +41,13 @@ Tensor sddmm_cuda(const Tensor& offsets, const Tensor& indices, const Tensor& a,
   const SparseDescriptor c = describe(parts);
   const DenseDescriptor left = describe(x), right = describe(y);
   const Scalar one(alpha, dtype), zero(0, dtype);
-  const Borrowed handle(Library::cusparse, kOp);
+  const Borrowed handle(Library::cusparse, kSddmmOp);
   const auto run = [&](auto function, auto last, const char* name) {
     const auto plain = CUSPARSE_OPERATION_NON_TRANSPOSE;
     const auto status = function(handle.cusparse(), plain, plain, one.at(), left.get(), right.get(), zero.at(), c.get(),
                                  compute_type(dtype), CUSPARSE_SDDMM_ALG_DEFAULT, last);
     if (status != CUSPARSE_STATUS_SUCCESS)
-      fail(name, status, c10::str(" in ", kOp, " for a ", a.sizes(), " and b ", b.sizes(), " in ", dtype));
+      fail(name, status, c10::str(" in ", kSddmmOp, " for a ", a.sizes(), " and b ", b.sizes(), " in ", dtype));
   };
   size_t nbytes = 0;
   run(cusparseSDDMM_bufferSize, &nbytes, "cusparseSDDMM_bufferSize");
@@ -63,8 +63,8 @@ Tensor by_our_own(const Tensor& offsets, const Tensor& indices, const Tensor& a,
 
 Tensor sddmm_cpu(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
   check(offsets, indices, a, b);
-  validate_offsets(kOp, offsets, indices.size(0));
-  validate_indices(kOp, "columns", indices, b.size(1));
+  validate_offsets(kSddmmOp, offsets, indices.size(0));
+  validate_indices(kSddmmOp, "columns", indices, b.size(1));
   return by_our_own(offsets, indices, a, b, alpha);
 }
 
@@ -104,7 +104,7 @@ struct CusparseSddmmFunction : KernelFunction<CusparseSddmmFunction> {
 };
 
 Tensor sddmm_autograd(const Tensor& offsets, const Tensor& indices, const Tensor& a, const Tensor& b, double alpha) {
-  if (needs_gradient(kOp, {a, b})) return CusparseSddmmFunction::apply(a, b, offsets, indices, alpha);
+  if (needs_gradient(kSddmmOp, {a, b})) return CusparseSddmmFunction::apply(a, b, offsets, indices, alpha);
   return CusparseSddmmOp::below_autograd(offsets, indices, a, b, alpha);
 }
 

@@ -22,7 +22,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "cusparse_spmm";
+constexpr const char* kSpmmOp = "cusparse_spmm";
 
 MATMULS_OPERATOR(CusparseSpmmOp, "custom_mm::cusparse_spmm", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt,
@@ -45,7 +45,7 @@ Algorithm algorithm_of(std::string_view name, Layout layout) {
                                   : layout == Layout::csr ? "csr"
                                   : layout == Layout::coo ? "coo"
                                                           : "bsr";
-  TORCH_CHECK_VALUE(found != std::end(kAlgorithms) && (name == "default" || name.substr(0, 3) == family), kOp,
+  TORCH_CHECK_VALUE(found != std::end(kAlgorithms) && (name == "default" || name.substr(0, 3) == family), kSpmmOp,
                     ": expected algorithm to be default or one of ", family, "_alg* for this layout, got ", name);
   return static_cast<Algorithm>(found - std::begin(kAlgorithms));
 }
@@ -65,24 +65,24 @@ struct Call {
 Call check(const Tensor& offsets, const Tensor& indices, const Tensor& values, const Tensor& dense,
            const c10::SymInt& rows, const c10::SymInt& columns, std::string_view layout, std::string_view algorithm,
            bool transa, bool transb) {
-  const Layout how = layout_of_name(kOp, layout);
-  check_floating(kOp, "dense", dense);
-  TORCH_CHECK(dense.dim() == 2, kOp, ": expected dense to be a matrix, got shape ", dense.sym_sizes());
+  const Layout how = layout_of_name(kSpmmOp, layout);
+  check_floating(kSpmmOp, "dense", dense);
+  TORCH_CHECK(dense.dim() == 2, kSpmmOp, ": expected dense to be a matrix, got shape ", dense.sym_sizes());
   Call call{{how, offsets, indices, values, rows, columns},
             transb ? dense.mT() : dense,
             algorithm_of(algorithm, how),
             transa};
-  check_parts(kOp, call.a, dense);
-  TORCH_CHECK(call.dense.sym_size(0) == call.columns(), kOp, ": expected dense of shape ", transb ? "[n, " : "[",
+  check_parts(kSpmmOp, call.a, dense);
+  TORCH_CHECK(call.dense.sym_size(0) == call.columns(), kSpmmOp, ": expected dense of shape ", transb ? "[n, " : "[",
               call.columns(), transb ? "]" : ", n]", " beside a sparse matrix of ", call.columns(), " columns, got ",
               dense.sym_sizes());
   return call;
 }
 
 void check_out(const Call& call, const Tensor& out) {
-  check_like(kOp, "out", out, "dense", call.dense);
+  check_like(kSpmmOp, "out", out, "dense", call.dense);
   const auto shape = call.shape();
-  TORCH_CHECK(out.sym_sizes() == c10::SymIntArrayRef(shape), kOp, ": expected out of shape ",
+  TORCH_CHECK(out.sym_sizes() == c10::SymIntArrayRef(shape), kSpmmOp, ": expected out of shape ",
               c10::SymIntArrayRef(shape), ", got ", out.sym_sizes());
 }
 
@@ -102,7 +102,7 @@ cusparseSpMMAlg_t as_cusparse(Algorithm algorithm) {
 // Describes the call in its error message.
 std::string words_of(const Call& c) {
   constexpr const char* layouts[] = {"csr", "csc", "coo", "bsr"};
-  return c10::str(" in ", kOp, " for ", layouts[static_cast<int>(c.a.layout)], " of ", c.a.rows, " x ", c.a.columns,
+  return c10::str(" in ", kSpmmOp, " for ", layouts[static_cast<int>(c.a.layout)], " of ", c.a.rows, " x ", c.a.columns,
                   c.transposed ? " transposed" : "", " and dense ", c.dense.sizes(), " in ", c.dense.scalar_type(),
                   " with algorithm ", kAlgorithms[static_cast<int>(c.algorithm)]);
 }
@@ -118,7 +118,7 @@ class Arguments {
         a_(a),
         b_(describe(call.dense)),
         c_(describe(out)),
-        handle_(Library::cusparse, kOp) {}
+        handle_(Library::cusparse, kSpmmOp) {}
 
   Tensor buffer() const {
     size_t nbytes = 0;
@@ -165,14 +165,14 @@ struct Prepared {
 
   static Prepared& of(const Tensor& t, const Call& c, const Tensor& out) {
     auto* const self = t.storage().data_ptr().cast_context<Prepared>(&destroy);
-    TORCH_CHECK_VALUE(self, kOp, ": expected prepared to be what cusparse_prepare returned, got another tensor");
+    TORCH_CHECK_VALUE(self, kSpmmOp, ": expected prepared to be what cusparse_prepare returned, got another tensor");
     TORCH_CHECK_VALUE(
         self->offsets.const_data_ptr() == c.a.offsets.const_data_ptr() &&
             self->indices.const_data_ptr() == c.a.indices.const_data_ptr() && self->layout == c.a.layout &&
             self->rows == c.a.rows && self->columns == c.a.columns && self->algorithm == c.algorithm &&
             self->transposed == c.transposed && self->dtype == c.dense.scalar_type() && self->n == c.dense.size(1) &&
             self->dense.by_rows == order_of(c.dense)->by_rows && self->out.by_rows == order_of(out)->by_rows,
-        kOp, ": expected prepared for this matrix, layout, algorithm, dtype, order and ", c.dense.size(1),
+        kSpmmOp, ": expected prepared for this matrix, layout, algorithm, dtype, order and ", c.dense.size(1),
         " columns, got what was prepared for another product of ", self->n, " columns");
     return *self;
   }
@@ -193,7 +193,7 @@ Call with_readable_operands(Call c) {
 
 void run_cuda(const Call& checked, double alpha, double beta, const OptionalTensor& prepared, const Tensor& out) {
   if (out.numel() == 0) return;
-  const OperationGuard guard(kOp, out);
+  const OperationGuard guard(kSpmmOp, out);
   if (alpha == 0 || checked.a.values.numel() == 0 || checked.dense.numel() == 0) {
     beta == 0 ? out.zero_() : out.mul_(beta);
     return;
@@ -216,12 +216,12 @@ void run_cuda(const Call& checked, double alpha, double beta, const OptionalTens
 }
 
 Tensor prepare_cuda(const Call& checked) {
-  const OperationGuard guard(kOp, checked.dense);
+  const OperationGuard guard(kSpmmOp, checked.dense);
   const auto bytes = checked.dense.options().dtype(at::kByte);
   const Tensor out = empty_result(checked);
   if (out.numel() == 0 || checked.a.values.numel() == 0) return at::empty({0}, bytes);
   const Call c = with_readable_operands(checked);
-  TORCH_CHECK_VALUE(c.a.offsets.is_same(checked.a.offsets) && c.a.indices.is_same(checked.a.indices), kOp,
+  TORCH_CHECK_VALUE(c.a.offsets.is_same(checked.a.offsets) && c.a.indices.is_same(checked.a.indices), kSpmmOp,
                     ": expected contiguous offsets and indices to prepare, got others");
   auto kept = std::make_unique<Prepared>();
   kept->descriptor = describe(c.a);
@@ -245,14 +245,14 @@ Tensor prepare_cuda(const Call& checked) {
 // ----------------------------------------------------------------------------------------------------------- CPU
 
 void run_cpu(const Call& c, double alpha, double beta, const OptionalTensor&, const Tensor& out) {
-  validate_parts(kOp, c.a);
+  validate_parts(kSpmmOp, c.a);
   const Pattern p = by_rows(c.a, c.transposed);
   SpmmOutOp::call(p.crow, p.col, c.a.values.reshape(-1), c.dense, c.columns(), "sum", alpha, none_or_tensor(p.order),
                   beta, -1, out);
 }
 
 Tensor prepare_cpu(const Call& c) {
-  validate_parts(kOp, c.a);
+  validate_parts(kSpmmOp, c.a);
   return at::empty({0}, c.dense.options().dtype(at::kByte));
 }
 
@@ -274,7 +274,7 @@ void spmm_out(const Tensor& offsets, const Tensor& indices, const Tensor& values
               double alpha, double beta, Tensor out) {
   const Call call = check(offsets, indices, values, dense, rows, columns, layout, algorithm, transa, transb);
   check_out(call, out);
-  check_no_overlap(kOp, out, {{"values", values}, {"dense", dense}});
+  check_no_overlap(kSpmmOp, out, {{"values", values}, {"dense", dense}});
   run(call, alpha, beta, {}, out);
 }
 
@@ -322,7 +322,7 @@ struct CusparseFunction : KernelFunction<CusparseFunction> {
                          data["layout"].toStringRef(), "default", data["transa"].toBool(), data["transb"].toBool());
     const double alpha = data["alpha"].toDouble();
     const Tensor& grad = grads[0];
-    validate_parts(kOp, c.a);  // indices may have been written to since the forward
+    validate_parts(kSpmmOp, c.a);  // indices may have been written to since the forward
     const Pattern p = by_rows(c.a, c.transposed);
     Tensor grad_values, grad_dense;
     if (ctx->needs_input_grad(0))
@@ -345,7 +345,7 @@ struct CusparseFunction : KernelFunction<CusparseFunction> {
 Tensor spmm_autograd(const Tensor& offsets, const Tensor& indices, const Tensor& values, const Tensor& dense,
                      c10::SymInt rows, c10::SymInt columns, std::string_view layout, std::string_view algorithm,
                      bool transa, bool transb, double alpha, const OptionalTensor& prepared) {
-  if (needs_gradient(kOp, {values, dense}))
+  if (needs_gradient(kSpmmOp, {values, dense}))
     return CusparseFunction::apply(values, dense, offsets, indices, rows, columns, layout, algorithm, transa, transb,
                                    alpha, prepared);
   return CusparseSpmmOp::below_autograd(offsets, indices, values, dense, rows, columns, layout, algorithm, transa,
@@ -355,7 +355,7 @@ Tensor spmm_autograd(const Tensor& offsets, const Tensor& indices, const Tensor&
 void spmm_out_autograd(const Tensor& offsets, const Tensor& indices, const Tensor& values, const Tensor& dense,
                        c10::SymInt rows, c10::SymInt columns, std::string_view layout, std::string_view algorithm,
                        bool transa, bool transb, double alpha, double beta, Tensor out) {
-  check_no_gradient_into(kOp, "out", {values, dense, out});
+  check_no_gradient_into(kSpmmOp, "out", {values, dense, out});
   CusparseSpmmOutOp::below_autograd(offsets, indices, values, dense, rows, columns, layout, algorithm, transa, transb,
                                     alpha, beta, out);
 }

@@ -150,15 +150,15 @@ Tensor csr_packed_meta(const Tensor& crow, const Tensor& col, const Tensor& valu
   return at::empty_symint({tiles(crow.sym_size(0) - 1) * tiles(columns), units * (kPackedUnit / 2)}, values.options());
 }
 
-Tensor by_rows(const Tensor&, const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
-               c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
+Tensor packed_by_rows(const Tensor&, const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
+                      c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
   return product_by_rows(crow, col, values, dense, std::move(columns), order, longest);
 }
 
 // Products that record a gradient go to csr_spmm.
-Tensor spmm_autograd(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
-                     const Tensor& dense, c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
-  const auto go = needs_gradient(spmm::kOp, {values, dense}) ? by_rows : SpmmPackedOp::below_autograd;
+Tensor spmm_packed_autograd(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
+                            const Tensor& dense, c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
+  const auto go = needs_gradient(spmm::kOp, {values, dense}) ? packed_by_rows : SpmmPackedOp::below_autograd;
   return go(packed, crow, col, values, dense, std::move(columns), order, longest);
 }
 
@@ -175,7 +175,7 @@ Tensor linear_by_rows(const Tensor& packed, const Tensor& crow, const Tensor& co
                       const OptionalTensor& bias) {
   TORCH_CHECK(x.dim() == 2, spmm::kOp, ": expected x of two dimensions, got ", x.sym_sizes());
   check_bias(crow, x, bias);
-  const Tensor y = by_rows(packed, crow, col, values, x.t(), std::move(columns), order, longest).t();
+  const Tensor y = packed_by_rows(packed, crow, col, values, x.t(), std::move(columns), order, longest).t();
   return (bias ? at::add(y, *bias) : y).contiguous();
 }
 
@@ -188,11 +188,11 @@ Tensor linear_autograd(const Tensor& packed, const Tensor& crow, const Tensor& c
 }
 
 #ifdef MATMULS_CUDA
-Tensor spmm_on_gpu(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
-                   const Tensor& dense, c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
+Tensor spmm_packed_on_gpu(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values,
+                          const Tensor& dense, c10::SymInt columns, const OptionalTensor& order, int64_t longest) {
   const PackedLayout m = layout_of(pattern_of(crow, col, order), columns.expect_int(), false);
   const spmm::PackedCall c{m, packed, with_contiguous_rows(dense), {}};
-  if (!spmm::can_go_packed(c)) return by_rows(packed, crow, col, values, c.dense, columns, order, longest);
+  if (!spmm::can_go_packed(c)) return packed_by_rows(packed, crow, col, values, c.dense, columns, order, longest);
   return spmm::run_packed(c);
 }
 Tensor linear_on_gpu(const Tensor& packed, const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
@@ -226,27 +226,27 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
   m.impl("csr_packed_units", csr_packed_units<measure_on_cpu>);
   m.impl("csr_packed", csr_packed<pack_on_cpu>);
-  m.impl("csr_spmm_packed", by_rows);
+  m.impl("csr_spmm_packed", packed_by_rows);
   m.impl("csr_linear_packed", linear_by_rows);
 }
 #ifdef MATMULS_CUDA
 TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
   m.impl("csr_packed_units", csr_packed_units<measure_packed_on_gpu>);
   m.impl("csr_packed", csr_packed<pack_on_gpu>);
-  m.impl("csr_spmm_packed", spmm_on_gpu);
+  m.impl("csr_spmm_packed", spmm_packed_on_gpu);
   m.impl("csr_linear_packed", linear_on_gpu);
 }
 #endif
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
   m.impl("csr_packed_units", csr_packed_units_meta);
   m.impl("csr_packed", csr_packed_meta);
-  m.impl("csr_spmm_packed", by_rows);
+  m.impl("csr_spmm_packed", packed_by_rows);
   m.impl("csr_linear_packed", linear_by_rows);
 }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("csr_packed_units", CsrPackedUnitsOp::below_autograd);
   m.impl("csr_packed", CsrPackedOp::below_autograd);
-  m.impl("csr_spmm_packed", spmm_autograd);
+  m.impl("csr_spmm_packed", spmm_packed_autograd);
   m.impl("csr_linear_packed", linear_autograd);
 }
 

@@ -1,0 +1,2 @@
+TORCH: str
+CUDA: str | None

@@ -1,0 +1,32 @@
+"""What the tests of choice share."""
+
+import pytest
+import torch
+
+from matmuls import measure
+from matmuls.sparse import race, selector
+
+
+@pytest.fixture
+def dense_wins(monkeypatch):
+    """The last candidate measures as the fastest; yields the numbers of candidates of each measurement."""
+    measured = []
+
+    def time(runs, device, rounds):
+        measured.append(len(runs))
+        return [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
+
+    monkeypatch.setattr(race, "time_warm", time)
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {})
+    return measured
+
+
+def draw(device, rows=96, columns=80, dtype=torch.float32):
+    dense = torch.randn(rows, columns, dtype=torch.float64) * (torch.rand(rows, columns) < 0.5)
+    return dense.to(dtype).to(device), torch.randn(columns, 128, dtype=dtype, device=device)
+
+
+def assert_as_exact_as_float32(result, dense, b):
+    """Each element within 8 roundings of the sum of the magnitudes of its terms; torch has 4.5."""
+    truth, size = dense.double() @ b.double(), dense.double().abs() @ b.double().abs()
+    assert ((result.double() - truth).abs() <= 2**-21 * size).all()

@@ -1,0 +1,5 @@
+"""What the tests of cli share."""
+
+import pytest
+
+pytest.importorskip("transformers")

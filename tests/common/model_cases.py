@@ -1,0 +1,71 @@
+"""What the tests of transformers share."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+
+from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
+from matmuls.integrations.transformers import (  # noqa: E402
+    register,
+)
+
+# implementations: sdpa unless probabilities are requested; always ours; ours without saved scores (recompute)
+WAYS = {"custom_mm": {}, "always": {"sdpa": False}, "again": {"sdpa": False, "recompute": True}}
+for way, options in WAYS.items():
+    register(way, **options)
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    try:
+        return Encoder.load(model_folder(), "cpu", torch.float32)
+    except ModelMissing as error:
+        pytest.skip(str(error))
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60}
+DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
+IMAGES = SMALL | {"image_size": 24, "patch_size": 8}
+t = transformers
+MODELS = {
+    "bert": lambda: t.BertModel(t.BertConfig(**SMALL)),
+    "bert decoder": lambda: t.BertModel(t.BertConfig(**SMALL, is_decoder=True)),
+    "roberta": lambda: t.RobertaModel(t.RobertaConfig(**SMALL)),
+    "electra": lambda: t.ElectraModel(t.ElectraConfig(**SMALL, embedding_size=16)),
+    "distilbert": lambda: t.DistilBertModel(t.DistilBertConfig(**DISTIL)),
+    "vit": lambda: t.ViTModel(t.ViTConfig(**IMAGES)),
+    "grouped heads": lambda: t.LlamaModel(t.LlamaConfig(**SMALL, num_key_value_heads=2)),
+    "position bias": lambda: t.T5EncoderModel(t.T5Config(**T5)),
+    "sliding window": lambda: t.MistralModel(t.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=3)),
+    "says nothing of causality": lambda: t.LayoutLMModel(t.LayoutLMConfig(**SMALL)),
+}
+
+
+def model_of(name, device="cpu", dtype=torch.float32):
+    torch.manual_seed(0)
+    return MODELS[name]().to(device, dtype).eval()
+
+
+def batch_of(model, padded=False):
+    torch.manual_seed(1)
+    if model.config.model_type == "vit":
+        return {"pixel_values": torch.randn(3, 3, 24, 24, device=model.device, dtype=model.dtype)}
+    mask = torch.ones(3, 9, dtype=torch.long, device=model.device)
+    if padded:
+        mask[0, 5:] = 0
+        mask[1, 8:] = 0
+    return {"input_ids": torch.randint(3, 60, (3, 9), device=model.device), "attention_mask": mask}
+
+
+IGNORING = {
+    "mpnet": (lambda: t.MPNetModel(t.MPNetConfig(**SMALL)), "MPNetSelfAttention"),
+    "deberta": (lambda: t.DebertaModel(t.DebertaConfig(**SMALL)), "DisentangledSelfAttention"),
+    "deberta v2": (lambda: t.DebertaV2Model(t.DebertaV2Config(**SMALL)), "DisentangledSelfAttention"),
+    "xlnet": (
+        lambda: t.XLNetModel(t.XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=60)),
+        "XLNetRelativeAttention",
+    ),
+}

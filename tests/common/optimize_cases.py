@@ -1,0 +1,14 @@
+"""What the tests of optimize share."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+
+KNOWN = ("bert", "bert decoder", "roberta", "electra", "distilbert", "vit")
+
+
+def hidden(model, batch, **wanted):
+    with torch.no_grad():
+        return model(**batch, **wanted).last_hidden_state

@@ -1,0 +1,209 @@
+"""`matmuls report`: pages, plots and quoted sentences made from the committed results."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from matmuls import cli, figures, report
+from matmuls.report import index
+from matmuls.report.format import losses, number, table
+from matmuls.report.plot import Panel, Plot, data_of
+from matmuls.report.results import Results
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = ("index", "dense", "inplace", "rows", "attention", "sparse", "masked", "encoders")
+
+pytest.importorskip("transformers")  # the support page asks it which models look up their attention
+
+
+@pytest.fixture(scope="module")
+def made():
+    return report.make(ROOT / "README.md", ROOT / "docs", RESULTS)
+
+
+def run(*args):
+    return CliRunner().invoke(cli.app, ["report", *map(str, args)])
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A source folder with README, docs and results, as the current one."""
+    shutil.copytree(RESULTS, tmp_path / "benchmarks/results")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / "README.md").write_text("# matmuls\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_committed_pages_are_up_to_date(made):
+    assert made.stale() == []
+    assert {ROOT / f"docs/performance/{page}.md" for page in PAGES} | {ROOT / "docs/support.md"} <= made.texts.keys()
+
+
+def test_the_same_results_make_the_same_pages(made):
+    again = report.make(ROOT / "README.md", ROOT / "docs", RESULTS)
+    assert again.texts == made.texts
+    assert {path: plot.data for path, plot in again.plots.items()} == {p: plot.data for p, plot in made.plots.items()}
+
+
+def test_check_names_a_page_whose_result_changed_and_the_command(copied):
+    file = copied / "benchmarks/results/bert-cuda.json"
+    content = json.loads(file.read_text())
+    content["rows"][0]["above_mib"] *= 2
+    file.write_text(json.dumps(content))
+    (copied / "README.md").write_text("<!-- report:memory -->\nold\n<!-- /report -->\n")
+    checked = run("--check")
+    assert checked.exit_code == 1
+    told = checked.stderr.splitlines()
+    for name in ("docs/performance/encoders.md", "docs/performance/index.md", "docs/assets/headline-memory.svg"):
+        assert f"{name} is out of date; run: matmuls report" in told
+    assert "README.md is out of date; run: matmuls report" in told
+    assert not any("dense.md" in line for line in told)
+    assert run().exit_code == 0
+    assert "1,780 MiB" in (copied / "README.md").read_text()  # twice eager attention's 888
+    assert run("--check").exit_code == 0
+
+
+def test_a_page_that_is_made_no_more_is_removed(copied):
+    old = copied / "docs/performance/old.md"
+    old.write_text("old\n")
+    assert "docs/performance/old.md is out of date" in run("--check").stderr
+    assert run().exit_code == 0
+    assert not old.exists()
+
+
+def test_every_result_is_shown_or_not_shown_for_a_reason(made):
+    page = made.texts[ROOT / "docs/performance/index.md"]
+    for file in RESULTS.glob("*.json"):
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{file.name}` |"))
+        assert ".md)" in line or "not shown: " in line
+    with pytest.raises(ValueError, match=r"no page shows new\.json; add it to a page"):
+        index.reason("new.json")
+
+
+def test_tables_are_narrow_and_follow_a_sentence(made):
+    for path, text in made.texts.items():
+        if "docs/performance" in str(path):
+            parts = text.split("\n\n")
+            tables = [i for i, part in enumerate(parts) if part.startswith("|")]
+            assert tables or path.name == "index.md"
+            for i in tables:
+                assert parts[i].split("\n")[0].count("|") <= 11, parts[i].split("\n")[0]
+                assert re.search(r"\brow|same operations", parts[i - 1]), parts[i - 1]
+    families = [path for path in made.texts if path.parent.name == "performance" and path.stem in PAGES[1:]]
+    performance = [made.texts[path] for path in families]
+    assert len(performance) == len(PAGES) - 1
+    assert all("The lowest ratio is" in text and "Measured on: " in text for text in performance)
+
+
+def test_plots_have_title_labels_machine_and_a_line_at_one(made):
+    assert {f"headline-{name}" for name in ("attention", "sparse", "memory")} <= {p.name for p in made.plots.values()}
+    for plot in made.plots.values():
+        assert plot.title
+        assert re.search(r"(NVIDIA H\d00|CPU).*, torch 2\..*commit [0-9a-f]{7}", plot.caption), plot.caption
+        for panel in plot.panels:
+            assert panel.title
+            assert panel.along
+            assert re.search(r"(higher|lower) is better", panel.values)
+            assert panel.ratio == ("relative to" in panel.values or "speed" in panel.values)
+            assert len(panel.series) <= len(figures.COLOURS)
+
+
+def test_drawing_is_reproducible_and_holds_its_data(made, tmp_path):
+    pytest.importorskip("matplotlib")
+    kinds = {}
+    for plot in made.plots.values():
+        kinds.setdefault(plot.panels[0].kind, plot)
+    assert kinds.keys() == {"bars", "strips", "lines"}
+    for kind, plot in kinds.items():
+        files = [tmp_path / f"{kind}{i}.svg" for i in range(2)]
+        for file in files:
+            plot.draw(file)
+        assert files[0].read_bytes() == files[1].read_bytes()
+        assert data_of(files[0]) == plot.data
+        assert data_of(files[0]) != replace(plot, caption="another").data
+
+
+def test_what_is_drawn_has_the_labels(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(figures, "finish", lambda figure, *args, **kwargs: drawn.append((figure, args)))
+    panels = [
+        Panel("bars", "one", "speed (higher is better)", "case", {"a": [1, 2], "b": [3, None]}, ["x", "y"], ratio=True),
+        Panel("lines", "two", "share (higher is better)", "columns", {"a": [0.5, 0.9]}, [64, 1024], ratio=True),
+        Panel("strips", "three", "speed (higher is better)", "dtype", {"a": [0.5, 2.0]}, ratio=True, log=True),
+    ]
+    Plot("p", "The title", "The machine", panels).draw(tmp_path / "p.svg")
+    ((figure, (_, caption)),) = drawn
+    assert figure.get_suptitle() == "The title"
+    assert caption == "The machine"
+    bars, lines, strips = figure.axes
+    assert (bars.get_xlabel(), bars.get_ylabel()) == ("speed (higher is better)", "case")
+    assert (lines.get_xlabel(), lines.get_ylabel()) == ("columns", "share (higher is better)")
+    assert strips.get_xlabel().startswith("speed (higher is better)")
+    assert [t.get_text() for t in bars.get_legend().get_texts()] == ["a", "b"]
+    for axes, at in ((bars, "get_xdata"), (lines, "get_ydata"), (strips, "get_xdata")):
+        assert any(list(getattr(line, at)()) == [1.0, 1.0] for line in axes.lines)
+    assert any("lowest 0.500" in text.get_text() for text in strips.texts)
+
+
+def test_sentences_are_quoted_where_they_are_marked():
+    results, path = Results(RESULTS), Path("x.md")
+    inline = report.quoted("a <!-- report:cpu -->old<!-- /report --> b", results, path)
+    assert re.fullmatch(r"a <!-- report:cpu -->On 2 CPU threads .*<!-- /report --> b", inline)
+    assert report.quoted(inline, results, path) == inline
+    block = report.quoted("<!-- report:cpu -->\n<!-- /report -->\n", results, path)
+    assert block.splitlines()[1].startswith("On 2 CPU threads")
+    assert (
+        report.quoted("<!-- table: old -->\nx\n<!-- end -->", results, path) == "<!-- table: old -->\nx\n<!-- end -->"
+    )
+    with pytest.raises(ValueError, match=r"x\.md: no sentence named nothing; there are attention, sparse, memory, cpu"):
+        report.quoted("<!-- report:nothing --><!-- /report -->", results, path)
+
+
+def test_without_docs_or_results_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for args in ((), ("--check",)):
+        told = run(*args)
+        assert told.exit_code == 2
+        assert "expected the folder of the documentation, got docs, which is none" in told.stderr.replace("\n", " ")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("")
+    assert "expected a folder with the JSON files of benchmarks" in run().stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("bert-cuda.json", '{"environment"', "expected what a benchmark wrote in .*bert-cuda.json: JSONDecodeError"),
+        ("bench-cuda.json", "[]", "expected what a benchmark wrote in .*bench-cuda.json"),
+        ("spmm-cuda.json", None, "expected what a benchmark wrote in .*spmm-cuda.json: FileNotFoundError"),
+        (
+            "blocks-cuda.json",
+            '{"environment": {"device": "x", "torch": "2"}, "rows": [{}]}',
+            "for the page of .*sparse",
+        ),
+    ],
+)
+def test_malformed_results_are_named(copied, name, content, words):
+    file = copied / "benchmarks/results" / name
+    file.unlink() if content is None else file.write_text(content)
+    before = (copied / "docs/performance/sparse.md").read_text()
+    told = run()
+    assert told.exit_code == 2
+    assert re.search(words, told.stderr)
+    assert (copied / "docs/performance/sparse.md").read_text() == before
+
+
+def test_numbers_tables_and_losses():
+    values = (0.0912, 0.9996, 1.0, 3.14159, 42.5, 99.96, 888.0, 999.6, 37901.3)
+    assert [number(x) for x in values] == ["0.0912", "1.00", "1.00", "3.14", "42.5", "100", "888", "1,000", "37,900"]
+    assert table(("case", "speed"), [("a", "1.20 (0.90)"), ("b", "")]).splitlines()[1] == "| --- | ---: |"
+    told = losses([(1.5, "a"), (0.98, "b"), (0.999, "c"), (None, "d")], "torch")
+    assert told == "**Losses.** 1 of 3 cases is slower than torch by more than 0.5 %. The lowest ratio is 0.980: b."

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Checks a CPU wheel as a user installs it: a new environment with the wheel and what it requires, and no compiler.
+# Then beside a torch of another minor version: the import must say so in one sentence, and so must `matmuls info`.
+set -euo pipefail
+usage="usage: tools/check_wheel.sh WHEEL OTHER_PYTHON [CLIENT]
+  WHEEL         as tools/build_wheels.sh makes it
+  OTHER_PYTHON  an interpreter of an environment with another minor version of torch
+  CLIENT        a file that mypy and pyright of PYTHON's environment check against the installed wheel
+From the environment: PYTHON, the interpreter for the new environment."
+wheel=$(realpath "${1:?"$usage"}")
+other=$(realpath -s "${2:?"$usage"}")
+client=${3:+$(realpath "$3")}
+python=$(realpath -s "${PYTHON:-$(command -v python3)}")
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder" # not the source folder, whose packages would be imported
+
+echo "== a new environment with $(basename "$wheel")"
+"$python" -m venv venv
+venv/bin/python -m pip --disable-pip-version-check install -q "$wheel"
+clean() { env -u PYTHONPATH PATH="$folder/venv/bin" "$@"; } # no compiler on PATH
+cp "$root/README.md" .
+clean python "$root/tools/run_blocks.py" README.md
+clean matmuls info
+clean python -c 'import matmuls, sys; from importlib.metadata import requires, version
+torch = [r for r in requires("matmuls") if r.startswith("torch")]
+assert len(torch) == 1 and "<" in torch[0] and ">=" in torch[0], torch
+print(version("matmuls"), torch[0])'
+if [[ -n $client ]]; then
+  cp "$client" client.py
+  "$(dirname "$python")/mypy" --strict --python-executable venv/bin/python client.py
+  "$(dirname "$python")/pyright" --pythonpath venv/bin/python client.py
+fi
+
+echo "== the same wheel beside $("$other" -c 'import torch; print("torch", torch.__version__)')"
+"$other" -m pip --disable-pip-version-check install -q --no-deps --target beside "$wheel"
+expect() { # COMMAND...: fails with exit status 1, and says the one sentence
+  local said status=0
+  said=$(PYTHONPATH=$folder/beside "$@" 2>&1) || status=$?
+  said=$(tr -s ' \n' ' ' <<<"$said")
+  ((status == 1)) || { echo "$said" && echo "check_wheel.sh: expected exit status 1, got $status: $*" && exit 1; }
+  [[ $said == *"this matmuls was built with torch 2."*" install the wheel of matmuls for torch 2."* ]] ||
+    { echo "$said" && echo "check_wheel.sh: expected the sentence about two versions of torch: $*" && exit 1; }
+}
+expect "$other" -c 'import custom_mm'
+expect "$other" -c 'import matmuls'
+expect "$folder/beside/bin/matmuls" info
+PYTHONPATH=$folder/beside "$other" -c 'import matmuls' 2>&1 | tail -n 1

@@ -17,7 +17,7 @@ RUN = {"capture_output": True, "text": True, "check": False}
 
 
 def import_beside(folder, torch_version, cuda, module=True, build=None, source=False):
-    """`import custom_mm.compiled` beside a module that says it is such a torch; the line of what it raises."""
+    """`import custom_mm.compiled` next to a module that says it is such a torch; the line of what it raises."""
     package = folder / "custom_mm"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

@@ -12,6 +12,8 @@ import custom_mm
 from custom_mm.arguments import clearer
 from custom_mm.literals import Activation
 
+from .registration import signature_of_apply
+
 _matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.matmul.default
 _matmul_out: Callable[..., None] = torch.ops.custom_mm.matmul.out
 _matmul_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.ops.custom_mm.matmul_backward.default
@@ -129,6 +131,8 @@ def _backward(ctx: Any, grad: torch.Tensor, transa: bool, transb: bool) -> tuple
 
 class _Product(InplaceFunction):
     """A product as an autograd Function: two tensors to one."""
+
+    __signature__ = signature_of_apply("a", "b")
 
     if TYPE_CHECKING:  # torch's takes and returns anything; one in Python would cost every call a frame
 

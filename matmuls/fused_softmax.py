@@ -8,7 +8,7 @@ from torch.autograd.function import Function
 
 from custom_mm.arguments import clearer
 
-from .registration import fail, number
+from .registration import fail, number, signature_of_apply
 
 _NAME = "scaled_masked_softmax"
 _ops = torch.ops.custom_mm
@@ -170,6 +170,8 @@ class FusedSoftmax(Function):
         >>> probabilities.tolist(), scores.grad[0, :2]
         ([[0.5, 0.5, 0.0]], tensor([ 0.1250, -0.1250]))
     """
+
+    __signature__ = signature_of_apply("src", "mask", "factor")
 
     if TYPE_CHECKING:
 

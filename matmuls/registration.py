@@ -3,6 +3,7 @@
 Uses Library.impl: a call costs 5.4 us, and 11.1 with a gradient; a custom_op costs 7.8 and 18.8.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,13 @@ def register(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any]) 
     library.impl(name, kernel, "CPU")
     library.impl(name, kernel, "CUDA")
     library.impl(name, meta, "Meta")
+
+
+def signature_of_apply(*names: str) -> inspect.Signature:
+    """The signature of a Function's `apply`, for help(): a Function itself is not called, and torch's `apply` takes
+    any arguments."""
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    return inspect.Signature([inspect.Parameter(name, kind) for name in names], return_annotation=Tensor)
 
 
 def has_tangent(t: Tensor) -> bool:

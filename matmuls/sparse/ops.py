@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from custom_mm.literals import Reduce
 
 from ..dense import matmul
-from ..registration import expect_dense, number
+from ..registration import expect_dense, number, signature_of_apply
 from .csr_pattern import CsrPattern, from_entries, pattern_of
 from .default_spmm import check_operands, default_product, default_product_into, folded, multiply_batch
 from .plan import Sparse, SparsePlan, plan_of
@@ -271,6 +271,8 @@ class cusparseMM(InplaceFunction):
         >>> product.item(), a.grad
         (6.0, tensor([[1., 3.]]))
     """
+
+    __signature__ = signature_of_apply("a", "b")
 
     @classmethod
     def apply(cls, a: Sparse, b: torch.Tensor) -> torch.Tensor:

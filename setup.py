@@ -153,7 +153,7 @@ def units(folder: Path) -> list[str]:
     groups: dict[str, list[Path]] = {}  # unit -> the files that it includes
     for path in sorted(p for pattern in ("*.cpp", "*.cu") for p in ROOT.glob(f"src/**/{pattern}")):
         inside = path.relative_to(ROOT / "src")
-        name = next((f for f in TOGETHER if inside.is_relative_to(f)), None)
+        name = next((f for f in TOGETHER if inside.is_relative_to(f)), "glue" if inside.parent == Path() else None)
         unit = folder / "units" / f"{name}.cpp"
         if unit.is_file() and (f"<{inside}>" not in unit.read_text() or path.stat().st_mtime > unit.stat().st_mtime):
             name = None

@@ -213,7 +213,7 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
 
 
 def precompile(flags: list[str], folder: Path) -> None:
-    """Compiles src/glue/precompiled.h with g++, for units that include it first. Without, they read the header itself."""
+    """Compiles src/glue/precompiled.h with g++, for units that include it first. Others read the header itself."""
     from torch.utils.cpp_extension import get_cxx_compiler
 
     compiler = get_cxx_compiler()

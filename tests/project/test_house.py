@@ -191,7 +191,7 @@ def may_include(path: str, header: str) -> bool:
 
 def test_families_meet_in_their_operators_alone():
     texts = sources()
-    assert {path.split("/")[0] for path in texts} == PRIMITIVES | FAMILIES | {"module.cpp", "precompiled.h"}
+    assert {path.split("/")[0] for path in texts} == PRIMITIVES | FAMILIES | {"module.cpp"}
     edges = [
         (p, h) for p, text in texts.items() for h in re.findall(r'^#(?:include|define LOOPS) "([^"]+)"', text, re.M)
     ]
@@ -241,7 +241,7 @@ def test_what_is_launched_early_waits_first():
 
 
 def test_a_source_archive_has_all_that_builds(tmp_path):
-    folders = "custom_mm", "matmuls", "matmuls_cli", "src", "tests", "benchmarks", "examples"
+    folders = "custom_mm", "matmuls", "matmuls_cli", "src", "tests", "tools", "benchmarks", "examples"
     for name in folders:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "_build.py"))
     files = [p for p in ROOT.iterdir() if p.is_file() and not p.name.startswith(".")]

@@ -162,7 +162,7 @@ sources="$key $(find setup.py src -type f | sort | xargs -d '\n' cat | cksum)"
 [[ $(cat build/.built-for 2>/dev/null) == "$venv $sources" ]] || rm -f "$venv/.matmuls-extension"
 once extension "$sources" build_extension
 mkdir -p build && printf '%s' "$venv $sources" >build/.built-for
-once package "$key $(cat setup.py pyproject.toml matmuls/__init__.py | cksum)" install_package
+once package "$key $(cat setup.py pyproject.toml | cksum)" install_package
 once model "$model" install_model
 
 say "ready: $venv"

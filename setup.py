@@ -153,7 +153,7 @@ def units(folder: Path) -> list[str]:
     groups: dict[str, list[Path]] = {}  # unit -> the files that it includes
     for path in sorted(p for pattern in ("*.cpp", "*.cu") for p in ROOT.glob(f"src/**/{pattern}")):
         inside = path.relative_to(ROOT / "src")
-        name = next((f for f in TOGETHER if inside.is_relative_to(f)), None)
+        name = next((f for f in TOGETHER if inside.is_relative_to(f)), "glue" if inside.parent == Path() else None)
         unit = folder / "units" / f"{name}.cpp"
         if unit.is_file() and (f"<{inside}>" not in unit.read_text() or path.stat().st_mtime > unit.stat().st_mtime):
             name = None
@@ -177,7 +177,7 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     from torch.utils.cpp_extension import CppExtension  # imported after decide() has set CUDA_HOME
 
     folder = build_folder(cuda)
-    write_if_other(folder / "headers" / "precompiled.h", '#include "../../../src/precompiled.h"\n')
+    write_if_other(folder / "headers" / "precompiled.h", '#include "../../../src/glue/precompiled.h"\n')
     includes = [str(folder / "headers"), str(ROOT / "src")]
     sources = units(folder)
     # -std=c++20: torch 2.14 and later need it; older versions do not set it.
@@ -213,7 +213,7 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
 
 
 def precompile(flags: list[str], folder: Path) -> None:
-    """Compiles src/precompiled.h with g++, for units that include it first. Without, they read the header itself."""
+    """Compiles src/glue/precompiled.h with g++, for units that include it first. Others read the header itself."""
     from torch.utils.cpp_extension import get_cxx_compiler
 
     compiler = get_cxx_compiler()

@@ -15,7 +15,8 @@ from .screen import console, fail, missing
 def info(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """Print versions, GPUs, libraries, library handles and build options, as needed for a bug report.
 
-    Exit status 1, with the reason, if matmuls cannot be imported, as beside another torch than it was built with.
+    Exit status 1, with the reason, if matmuls cannot be imported, for example because it was built with another
+    torch.
     """
     why = None
     try:

@@ -12,7 +12,7 @@ ALG2 = "cusparse csr_alg2"
 
 
 def attention_plot(results: Results) -> Plot:
-    """Attention with its probabilities beside eager torch and torch.compile."""
+    """Attention with its probabilities compared with eager torch and torch.compile."""
     run = results.bench("attention_forward")
     rows = [r for r in run.rows if r["kind"] == "gpu" and r["dtype"] == "bfloat16"]
     rows.sort(key=lambda r: [int(x) for x in r["case"].split("x")][2])
@@ -35,7 +35,7 @@ def attention_plot(results: Results) -> Plot:
 
 
 def sparse_plot(results: Results) -> Plot:
-    """Sparse products beside the best rival, and forward + backward beside torch.sparse."""
+    """Sparse products compared with the best rival, and forward + backward compared with torch.sparse."""
     run, cases = results.cases("spmm-cuda.json")
     dtypes, widths = ("float16", "bfloat16", "float32"), {c.n for c in cases}
     size = f"{len({c.matrix for c in cases})} matrices, {min(widths)} to {max(widths)} columns"

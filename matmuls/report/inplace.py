@@ -60,7 +60,7 @@ def _products(page: Page, results: Results) -> None:
 
 
 def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None:
-    """What `matmul_` allocates, beside the size of the result that a product into another tensor needs."""
+    """What `matmul_` allocates, and the size of the result that a product into another tensor needs."""
     extra = {(r["case"], r["dtype"]): r["ours_mib"] for r in rows if r["operation"] == "matmul_"}
 
     def size(case: str, width: int) -> str:

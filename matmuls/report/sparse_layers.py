@@ -41,17 +41,17 @@ def _grid(least: dict[tuple[str, ...], dict[int, float]]) -> tuple[list[int], li
 
 
 def pruned(page: Page, results: Results) -> None:
-    """Pruned 16-bit weights beside the dense product, and 2:4 sparsity beside torch's."""
+    """Pruned 16-bit weights compared with the dense product, and 2:4 sparsity compared with torch's."""
     runs = [results.cases(name) for name in PRUNED]
     cases = [c for _, own in runs for c in own]
     least = _lowest((_matrix(c.matrix), c.n, c.speed_over(experiment.DENSE)) for c in cases)
     columns, rows = _grid(least)
-    page.heading("Pruned weights in 16 bits, beside the dense product")
+    page.heading("Pruned weights in 16 bits, compared with the dense product")
     shown = [key for key in sorted(least) if key[0] == "4096x4096"]
     page.plot(
         Plot(
             "performance/sparse-pruned",
-            "Pruned 4096x4096 weights in 16 bits, beside the dense product",
+            "Pruned 4096x4096 weights in 16 bits, compared with the dense product",
             runs[0][0].machine,
             [
                 Panel(
@@ -80,7 +80,7 @@ def pruned(page: Page, results: Results) -> None:
     page.measured(*(run for run, _ in runs))
 
     run, fours = results.cases(TWO_OF_FOUR)
-    page.heading("2:4 sparsity, beside torch's semi-structured product")
+    page.heading("2:4 sparsity, compared with torch's semi-structured product")
     page.table(
         "A row is a weight that keeps two of each four numbers, in bfloat16, by so many columns of B. Speeds: "
         "higher is better.",
@@ -99,7 +99,7 @@ def pruned(page: Page, results: Results) -> None:
 
 
 def linear(page: Page, results: Results) -> None:
-    """A frozen SparseLinear beside nn.Linear."""
+    """A frozen SparseLinear compared with nn.Linear."""
     run = results.run("sparse-linear-cuda.json")
     speeds = [
         (
@@ -110,7 +110,7 @@ def linear(page: Page, results: Results) -> None:
         for row in run.rows
     ]
     columns, rows = _grid(_lowest(speeds))
-    page.heading("A frozen SparseLinear, beside nn.Linear")
+    page.heading("A frozen SparseLinear, compared with nn.Linear")
     page.table(
         "A row is a layer (features in and out, share of zeros) without a gradient. A cell is its speed over "
         "`nn.Linear` with "
@@ -123,7 +123,7 @@ def linear(page: Page, results: Results) -> None:
 
 
 def constant(page: Page, results: Results) -> None:
-    """Plans of constant matrices beside plans that read the values anew."""
+    """Plans of constant matrices compared with plans that read the values anew."""
     run = results.run("sparse-constant-h100.json")
     names = ("plan, constant", "plan", "spmm", "torch.sparse", "dense")
     page.heading("Constant matrices, and values that are read at each product")
@@ -177,7 +177,7 @@ def constant(page: Page, results: Results) -> None:
 
 
 def blocks(page: Page, results: Results) -> None:
-    """Products of matrices in blocks beside cuSPARSE's and the dense product."""
+    """Products of matrices in blocks compared with cuSPARSE's and the dense product."""
     run = results.run("blocks-cuda.json")
     names = {"bsr_spmm": "bsr_spmm, µs", "plan": "plan, µs", "cusparse bsr_alg1": "cuSPARSE, µs", "dense": "dense, µs"}
     page.heading("Matrices in blocks")

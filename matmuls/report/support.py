@@ -5,7 +5,7 @@ from ..specs import ALL, TABLE
 from .page import Page
 from .results import Results, Run
 
-# Architectures of transformers beside those that `optimize` knows: what `takes` says of each is looked up.
+# Architectures of transformers besides those that `optimize` knows: what `takes` says of each is looked up.
 OTHERS = (
     *("albert", "bart", "clip_text_model", "deberta", "deberta-v2", "dinov2", "gemma3_text", "gpt2", "llama"),
     *("modernbert", "mpnet", "qwen3", "siglip_vision_model", "t5", "wav2vec2", "whisper"),

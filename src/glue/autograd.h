@@ -22,8 +22,8 @@
 
 namespace matmuls {
 
-// What Recorded, the one autograd Function behind all KernelFunctions, needs of a call. torch's Function is instantiated
-// for Recorded alone (autograd.cpp): each further instantiation takes the compiler 8 s.
+// What Recorded, the one autograd Function behind all KernelFunctions, needs of a call. torch's Function is
+// instantiated for Recorded alone (autograd.cpp): each further instantiation takes the compiler 8 s.
 struct RecordedCall {
   using Context = torch::autograd::AutogradContext;
   using Gradients = torch::autograd::variable_list;

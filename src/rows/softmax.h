@@ -24,10 +24,10 @@ struct SoftmaxCall {
 };
 void run_cuda(const SoftmaxCall& c);
 
-// data: rows of x and out. beside: rows of the mask, and of the query's position, the index along the last but one
+// data: rows of x and out. mask_rows: rows of the mask, and of the query's position, the index along the last but one
 // dimension expressed as an offset. Fewer dimensions of these merge.
 struct SoftmaxRows {
-  Rows<2> data, beside;
+  Rows<2> data, mask_rows;
 };
 inline SoftmaxRows rows_of_call(const SoftmaxCall& c) {
   const int64_t dims = c.x.dim();
@@ -47,11 +47,11 @@ inline SoftmaxRows rows_of_call(const SoftmaxCall& c) {
 }
 
 // True if the mask allows vector loads: V columns of x match V elements of the mask, aligned to their size or 16 bytes.
-inline bool by_words(const SoftmaxCall& c, const Rows<2>& beside, int64_t V) {
+inline bool by_words(const SoftmaxCall& c, const Rows<2>& mask_rows, int64_t V) {
   if (!c.mask.defined()) return true;
   const int64_t element = c.mask.element_size(), bytes = std::min<int64_t>(V * element, 16);
-  bool aligned = beside.column_strides[0] == 1 && reinterpret_cast<uintptr_t>(c.mask.const_data_ptr()) % bytes == 0;
-  for (int d = 0; d < beside.dims; ++d) aligned &= beside.strides[0][d] * element % bytes == 0;
+  bool aligned = mask_rows.column_strides[0] == 1 && reinterpret_cast<uintptr_t>(c.mask.const_data_ptr()) % bytes == 0;
+  for (int d = 0; d < mask_rows.dims; ++d) aligned &= mask_rows.strides[0][d] * element % bytes == 0;
   return aligned;
 }
 
@@ -62,8 +62,8 @@ inline RowFacts facts_of_call(const SoftmaxCall& c, const SoftmaxRows& rows) {
   f.mask = c.kind;
   f.causal = c.causal;
   f.scale = c.scale;
-  f.mask_vectors = by_words(c, rows.beside, 16 / element);
-  f.mask_steps = c.mask.defined() && rows.beside.column_strides[0] != 1;
+  f.mask_vectors = by_words(c, rows.mask_rows, 16 / element);
+  f.mask_steps = c.mask.defined() && rows.mask_rows.column_strides[0] != 1;
   return f;
 }
 

@@ -85,9 +85,9 @@ void run_cpu(const Call& c) {
       const scalar_t* from = buffers.gather(0, x + rows.data.offset(0, row), rows.data.column_strides[0]);
       scalar_t* to = buffers.target(1, y + rows.data.offset(1, row), rows.data.column_strides[1]);
       const int64_t visible =
-          c.causal ? std::min(rows.data.columns, rows.beside.offset(1, row) + 1) : rows.data.columns;
+          c.causal ? std::min(rows.data.columns, rows.mask_rows.offset(1, row) + 1) : rows.data.columns;
       softmax_row(from, to, rows.data.columns, visible, c.scale,
-                  MaskRow{c.kind, mask + rows.beside.offset(0, row) * element, rows.beside.column_strides[0]});
+                  MaskRow{c.kind, mask + rows.mask_rows.offset(0, row) * element, rows.mask_rows.column_strides[0]});
       buffers.scatter(to, y + rows.data.offset(1, row), rows.data.column_strides[1]);
     });
   });

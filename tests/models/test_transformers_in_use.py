@@ -1,4 +1,4 @@
-"""Which models our attention is in use in, which refuse it, and what users of others are told."""
+"""Which models our attention is in use in, which refuse it, and what the errors say."""
 
 import pytest
 import torch

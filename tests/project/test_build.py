@@ -17,7 +17,7 @@ RUN = {"capture_output": True, "text": True, "check": False}
 
 
 def import_beside(folder, torch_version, cuda, module=True, build=None, source=False):
-    """`import custom_mm.compiled` beside a module that says it is such a torch; the line of what it raises."""
+    """`import custom_mm.compiled` next to a module that says it is such a torch; the line of what it raises."""
     package = folder / "custom_mm"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -114,5 +114,5 @@ def test_without_torch_the_build_says_why_and_a_source_archive_is_made(tmp_path,
     assert "+" not in archive.name
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-    assert {"setup.py", "install_deps.sh", "tools/build_wheels.sh", "src/precompiled.h"} <= names
+    assert {"setup.py", "install_deps.sh", "tools/build_wheels.sh", "src/glue/precompiled.h"} <= names
     assert not names & {"custom_mm/_build.py"}

@@ -118,7 +118,7 @@ main()
 
 
 def test_info_runs_where_matmuls_cannot_be_imported():
-    """As beside another torch than it was built with."""
+    """As with another torch than it was built with."""
     code = """
 import sys
 class Beside:

@@ -21,7 +21,8 @@ OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"
 # module -> what of ours it may import:
 # `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
 MAY_IMPORT = {
-    "matmuls": OPERATIONS | {"batching"} | {"attention", "blocks", "integrations", "nn"},  # these at first access
+    # the last four at first access
+    "matmuls": OPERATIONS | {"batching", "older_names"} | {"attention", "blocks", "integrations", "nn"},
     **{family: {"custom_mm", "registration"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
     "registration": set(),
@@ -73,11 +74,7 @@ MAY_IMPORT = {
     "sparse.plan": {"registration"} | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "prepared", "selector")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
-    "chunks": {"sparse.chunks"},  # old names, which pickles hold
-    "choice": {"sparse.selector"},
-    "forms": {"sparse.layouts"},
-    "reorder": {"sparse.reordered"},
-    "structure": {"sparse.csr_pattern"},
+    "older_names": {f"sparse.{m}" for m in ("chunks", "csr_pattern", "layouts", "reordered", "selector")},
     "specs": {"specs"},
     "specs.spec": set(),
     **{f"specs.{family}": {family, "custom_mm", "specs.spec"} for family in OPERATIONS},
@@ -244,9 +241,9 @@ def test_what_is_launched_early_waits_first():
 
 
 def test_a_source_archive_has_all_that_builds(tmp_path):
-    folders = "custom_mm", "matmuls", "matmuls_cli", "src", "tests", "benchmarks", "examples"
+    folders = "custom_mm", "matmuls", "matmuls_cli", "src", "tests", "tools", "benchmarks", "examples"
     for name in folders:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "_build.py"))
     files = [p for p in ROOT.iterdir() if p.is_file() and not p.name.startswith(".")]
     for file in files:
         shutil.copy(file, tmp_path)
@@ -283,7 +280,8 @@ def test_the_installer_takes_paths_with_spaces_and_a_cdpath(tmp_path):
         (tmp_path / name).write_text("#!/bin/bash\nexit 1\n" if name.startswith("no") else yes)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "c d/src/glue").mkdir(parents=True)
-    for name in ("install_deps.sh", "pyproject.toml", "setup.py", "src/glue/rows.h"):
+    (tmp_path / "c d/matmuls").mkdir()
+    for name in ("install_deps.sh", "pyproject.toml", "setup.py", "src/glue/rows.h", "matmuls/__init__.py"):
         shutil.copy(ROOT / name, tmp_path / "c d" / name)
     env = {"CDPATH": ".", "CXX": "true", "PYTHON": str(tmp_path / "a b/python")}
     run = subprocess.run(

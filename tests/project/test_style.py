@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES, MOST_FUNCTION_LINES, MOST_FILES = 500, 80, 25
 CPP = {".h", ".cpp", ".cu", ".cuh"}
-FOLDERS = ("src", "matmuls", "custom_mm", "tests", "benchmarks", "examples", "tools")
+FOLDERS = ("src", "matmuls", "matmuls_cli", "custom_mm", "tests", "benchmarks", "examples", "tools")
 
 
 def files(*suffixes: str) -> list[Path]:

@@ -52,7 +52,7 @@ def test_softmax_of_special_values_matches_torch(columns, dtype, device):
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, 0x7F800001, -1, -0x400000])
 @pytest.mark.parametrize("columns", [4, 100])
 def test_every_nan_propagates(bits, columns, device):
-    """Of any sign and payload."""
+    """NaN of any sign and payload."""
     x = torch.randn(2, columns, device=device)
     x.view(torch.int32)[0, 1] = bits
     masked = matmuls.scaled_masked_softmax(x, torch.zeros(columns, dtype=torch.bool, device=device))

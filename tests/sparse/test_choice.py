@@ -20,7 +20,7 @@ def test_the_dense_product_is_chosen_if_faster(dense_wins, device):
     torch.testing.assert_close(first, dense @ b)
     assert all(torch.equal(made @ b, first) for _ in range(20))
     assert len(dense_wins) == 1
-    # As halves a number takes as many bytes; beside them lie a row's exponent and four facts.
+    # Two float16 take as many bytes as a float32; each of 96 rows has an exponent, and the matrix has four flags.
     assert made.nbytes == before + dense.nbytes + (96 * 4 + 16 if select.FP16X2 in made.explain() else 0)
     assert "dense" in made.explain()
     assert "*" in made.explain()

@@ -3,8 +3,6 @@
 Importing it loads `custom_mm._C`, which registers every operator under `torch.ops.custom_mm`.
 """
 
-import torch  # noqa: F401  first: it loads the libraries that _C is linked to
-
 from .compiled import _C  # registers the operators that the other modules call
 from .cublas import bias_act_, cublas_bmm, cublas_mmul, cublaslt_matmul
 from .cusparse import cusparse_mmul, cusparse_prepare, cusparse_sddmm, cusparse_spmm

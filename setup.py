@@ -232,7 +232,13 @@ def precompile(flags: list[str], folder: Path) -> None:
 build precompiled.h.gch: precompile precompiled.h
 """
     write_if_other(folder / "headers" / "build.ninja", rules)
+    header = folder / "headers" / "precompiled.h.gch"
+    before = header.stat().st_mtime_ns if header.is_file() else 0
     subprocess.run(["ninja", "--quiet"], cwd=folder / "headers", check=True)
+    if header.stat().st_mtime_ns != before:  # g++ does not list it among what a unit depends on
+        for unit in (folder / "units").rglob("*.cpp"):
+            if unit.read_text().startswith('#include "precompiled.h"'):
+                unit.touch()
 
 
 def build_command(cuda: dict[str, list[str]] | None) -> type:

@@ -1,4 +1,7 @@
-"""Softmax and norms of rows, in place, with gradients."""
+"""Softmax and norms of rows, in place, with gradients.
+
+Operators: src/rows/softmax_ops.cpp, softmax_backward.cu, norm_ops.cpp and norm_backward.cu.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -267,7 +267,9 @@ class Candidate:
         return isinstance(self.layout, type) and issubclass(self.layout, CachedLayout)
 
 
-# In the order in which they are measured. Of by_rows, split_rows and chunks exactly one may run: the default product.
+# In the order in which they are measured. A name is the folder or file of its kernel below src/sparse/spmm: by_rows/,
+# chunks/, packed_mma/, densified/fp16x2_sm90.cu. Of by_rows, split_rows and chunks exactly one may run: the default
+# product.
 CANDIDATES = (
     Candidate(BY_ROWS, None, _ops.csr_spmm, _is_default(BY_ROWS), _us_default, differentiable=True),
     Candidate(SPLIT_ROWS, None, _ops.csr_spmm, _is_default(SPLIT_ROWS), _us_default, differentiable=True),

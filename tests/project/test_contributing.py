@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,24 +84,57 @@ def test_the_operation_is_complete(tmp_path):
     assert run.stdout.strip().endswith("checked scale_"), run.stderr
 
 
+def compile_with_nvcc(source: Path, folder: Path) -> None:
+    includes = [f"-I{path}" for path in (ROOT / "src", folder, *cpp_extension.include_paths("cuda"))]
+    nvcc = Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin/nvcc"
+    flags = [
+        "-c",
+        "-arch=sm_90a",
+        "-std=c++20",
+        "--expt-relaxed-constexpr",
+        "-DMATMULS_CUDA",
+        "-DAT_PER_OPERATOR_HEADERS",
+    ]
+    subprocess.run([nvcc, *flags, *includes, source, "-o", folder / "example.o"], check=True)
+
+
 @pytest.mark.skipif(not CUDA_BUILD, reason="needs a CUDA build and its nvcc")
 def test_the_kernel_of_the_operation_compiles(tmp_path):
     source = tmp_path / "scale.cu"
     source.write_text(BLOCKS["src/dense/scale.cu"])
-    includes = [f"-I{path}" for path in (ROOT / "src", *cpp_extension.include_paths("cuda"))]
-    nvcc = Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin/nvcc"
-    command = [
-        nvcc,
-        "-c",
-        "-arch=sm_90a",
-        "-std=c++20",
-        "-DMATMULS_CUDA",
-        *includes,
-        source,
-        "-o",
-        tmp_path / "scale.o",
-    ]
-    subprocess.run(command, check=True)
+    compile_with_nvcc(source, tmp_path)
+
+
+@pytest.mark.skipif(not CUDA_BUILD, reason="needs a CUDA build and its nvcc")
+def test_the_row_kernel_compiles_for_softmax(tmp_path):
+    (tmp_path / "thread_per_row.cuh").write_text(BLOCKS["src/rows/kernels/thread_per_row.cuh"])
+    source = tmp_path / "example.cu"
+    source.write_text(
+        '#include "rows/softmax_math.cuh"\n#include "thread_per_row.cuh"\n'
+        "template __global__ void matmuls::thread_per_row_kernel<matmuls::Softmax<float, matmuls::NoMask, true>, 4, 4>("
+        "const __grid_constant__ matmuls::Softmax<float, matmuls::NoMask, true> op, const matmuls::RowShape shape);\n"
+    )
+    compile_with_nvcc(source, tmp_path)
+
+
+WALKS = re.findall(r"^<!-- walk: ([^>]+) -->\n((?:\d\. .*\n)+)", TEXT, re.M)
+
+
+@pytest.mark.parametrize(("call", "lines"), WALKS, ids=[call for call, _ in WALKS])
+def test_each_file_of_a_walk_names_the_next(call, lines):
+    files = [ROOT / name for name in re.findall(r"^\d\. `([^`]+)`", lines, re.M)]
+    assert 2 <= len(files) <= 4
+    name = call.split(".")[-1].split(" ")[0]
+    assert name in files[0].read_text()
+    for file, following in pairwise(files):
+        words = {following.name, following.stem, following.parent.name} - {"kernel_sm90", "sparse", "rows", "kernels"}
+        assert any(re.search(rf"\b{word}\b", file.read_text()) for word in words), (file, following)
+
+
+def test_two_calls_are_walked_and_the_glossary_is_short():
+    assert [call for call, _ in WALKS] == ["matmuls.softmax_", "plan @ b"]
+    terms = re.findall(r"^\| ([^|]+) \| ", TEXT[TEXT.index("# Glossary") :], re.M)[1:]
+    assert 10 <= len(terms) <= 15
 
 
 def test_the_sparse_layout_multiplies(monkeypatch):

@@ -1,24 +1,6 @@
 """What the tests of choice share."""
 
-import pytest
 import torch
-
-from matmuls import measure
-from matmuls.sparse import race, selector
-
-
-@pytest.fixture
-def dense_wins(monkeypatch):
-    """The last candidate measures as the fastest; yields the numbers of candidates of each measurement."""
-    measured = []
-
-    def time(runs, device, rounds):
-        measured.append(len(runs))
-        return [measure.Timing(10.0**-i, 0.0, 10.0**-i) for i in range(len(runs))]
-
-    monkeypatch.setattr(race, "time_warm", time)
-    monkeypatch.setattr(selector.Selector, "_estimates", lambda *args: {})
-    return measured
 
 
 def draw(device, rows=96, columns=80, dtype=torch.float32):

@@ -6,7 +6,6 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 
-from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
 from matmuls.integrations.transformers import (  # noqa: E402
     register,
 )
@@ -15,14 +14,6 @@ from matmuls.integrations.transformers import (  # noqa: E402
 WAYS = {"custom_mm": {}, "always": {"sdpa": False}, "again": {"sdpa": False, "recompute": True}}
 for way, options in WAYS.items():
     register(way, **options)
-
-
-@pytest.fixture(scope="module")
-def encoder():
-    try:
-        return Encoder.load(model_folder(), "cpu", torch.float32)
-    except ModelMissing as error:
-        pytest.skip(str(error))
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60}

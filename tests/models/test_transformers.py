@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 
 from common.model_cases import DISTIL, MODELS, SMALL, WAYS, batch_of, model_of, t  # noqa: E402
-from matmuls.bert import Encoder  # noqa: E402
+from matmuls.bert import Encoder, ModelMissing, model_folder  # noqa: E402
 from matmuls.integrations.transformers import (  # noqa: E402
     attention,
     optimize,
@@ -25,6 +25,14 @@ TEXTS = [
     "x",
     "The quick brown fox jumps over the lazy dog, again and again, until nobody looks.",
 ]
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    try:
+        return Encoder.load(model_folder(), "cpu", torch.float32)
+    except ModelMissing as error:
+        pytest.skip(str(error))
 
 
 def sentences(count):

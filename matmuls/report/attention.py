@@ -83,10 +83,9 @@ def _masked(page: Page, results: Results) -> None:
     )
     for dtype, cases in sorted(by.items()):
         page.table(
-            f"A row is one shape (batch x heads x queries x keys) with one kind of mask, in {dtype}. Share is "
-            "that of a copy "
-            "of the bytes that must move; it and the speeds over eager torch and torch.compile are better where "
-            "higher.",
+            f"A row is one shape (batch x heads x queries x keys) with one kind of mask, in {dtype}. Share = time to "
+            "copy the bytes that must move / our time. Higher is better for the share and for the speeds over eager "
+            "torch and torch.compile.",
             (
                 *("shape", "mask", "forward, µs", "share", "over eager", "over compile"),
                 *("backward, µs", "share", "over eager", "over compile"),

@@ -87,9 +87,8 @@ def _products(page: Page, results: Results) -> None:
     dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
     page.heading("Plain products")
     page.table(
-        "A row is an operation. A cell is its speed over `torch.matmul`: the geometric mean and, in brackets, the "
-        "lowest over squares from 64 to 8192, 65536x1024x1024 and batches of attention. 1 is as fast; higher is "
-        "better.",
+        "A row is an operation. A cell is its speed over `torch.matmul`: the geometric mean (lowest in brackets) of "
+        "all cases: squares from 64 to 8192, 65536x1024x1024, and attention batches. 1 is as fast; higher is better.",
         ("operation", *dtypes, "cases"),
         (
             [
@@ -112,11 +111,11 @@ def _host(page: Page, results: Results) -> None:
     rows = [r for run in runs for r in run.rows if r["kind"] == "host"]
     page.heading("Host time of one small call")
     page.table(
-        "A row is a call too small to keep the GPU busy: what the host waits for before it goes on. "
-        "The last column is the time of matmuls over torch's: lower is better.",
-        ("operation", "case", "matmuls, µs", "torch, µs", "matmuls / torch"),
+        "Each row is a tiny call; the time is how long the host spends in it, without waiting for the GPU. "
+        "Speed is torch's time over that of matmuls: higher is better.",
+        ("operation", "case", "matmuls, µs", "torch, µs", "speed"),
         (
-            [f"`{r['operation']}`", r["case"], number(r["ours_us"]), number(r["rival_us"]), number(1 / r["ratio"])]
+            [f"`{r['operation']}`", r["case"], number(r["ours_us"]), number(r["rival_us"]), number(r["ratio"])]
             for r in rows
         ),
     )

@@ -48,5 +48,7 @@ def losses(ratios: Iterable[tuple[float | None, str]], over: str, of: str = "") 
     count = f"{slower} of {len(known)} cases are" if slower != 1 else f"1 of {len(known)} cases is"
     if not slower:
         count = f"None of {len(known)} cases is"
+    elif slower == len(known) > 2:
+        count = f"All {slower} cases are"
     name = f"**Losses, {of}.**" if of else "**Losses.**"
     return f"{name} {count} slower than {over} by more than 0.5 %. The lowest ratio is {number(lowest)}: {case}."

@@ -102,8 +102,8 @@ def sparse(results: Results) -> str:
     trained = len(_known(cases, lambda c: c.backward_speed))
     training = _mean(cases, lambda c: c.backward_speed), _lowest(cases, lambda c: c.backward_speed)
     return (
-        f"A sparse product with a plan is {both[0][0]} times as fast as the best of seven cuSPARSE algorithms and "
-        f"torch.sparse in 16 bits (lowest {both[0][1]}), and {both[1][0]} times in float32 (lowest {both[1][1]}). "
+        f"In 16 bits a sparse product with a plan is {both[0][0]} times (lowest {both[0][1]}), in float32 {both[1][0]} "
+        f"times (lowest {both[1][1]}) as fast as the best of torch.sparse and seven cuSPARSE algorithms. "
         f"Forward + backward is {training[0]} times as fast as torch.sparse (lowest {training[1]}). "
         f"Geometric means on an {run.card}, of {len(cases)} products and {trained} gradients."
     )
@@ -116,9 +116,9 @@ def memory(results: Results) -> str:
     eager, ours = (_mib(with_p, longest, way) for way in ("eager", "custom_mm, optimized"))
     sdpa, mine = (_mib(without, longest, way) for way in ("sdpa", "custom_mm, optimized"))
     return (
-        f"After `optimize()`, BERT base with 8 texts of 2048 tokens needs {number(ours)} MiB above its weights and the "
-        f"probabilities that it returns; with eager attention it needs {number(eager)} MiB. Where no probabilities are "
-        f"returned it needs {number(mine)} MiB, and {number(sdpa)} MiB with torch's fused attention. "
+        "Peak memory of BERT base with 8 texts of 2048 tokens, not counting weights and returned probabilities: "
+        f"{number(ours)} MiB after `optimize()`, {number(eager)} MiB with eager attention. With no probabilities "
+        f"returned: {number(mine)} MiB after `optimize()`, {number(sdpa)} MiB with torch's fused attention. "
         f"({run.card}, bfloat16, forward.)"
     )
 

@@ -19,9 +19,8 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
     page.say(
         "Every figure is of one run in which matmuls and its rivals take turns, with the same inputs, layouts "
         "and precision.",
-        "Times are medians after warm-up. `matmuls bench` draws inputs of more memory than the L2 cache holds "
-        "(at most 128 "
-        "sets, so that the smallest cases stay in it); sparse products run with warm caches.",
+        "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs to exceed "
+        "the L2 cache; the inputs of the smallest cases still fit in it. Sparse products run with warm caches.",
         "Results are compared with float64 in the same run.",
         "A speed is the rival's time over that of matmuls: above 1 matmuls is faster.",
         "Each page names the cases that are slower.",

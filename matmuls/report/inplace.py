@@ -12,7 +12,8 @@ def page(results: Results) -> Page:
     page = Page("performance/inplace.md", "Products in place")
     page.say(
         "`matmul_` and `linear_` write the product over their first argument.",
-        "They save the memory of a second tensor of its size. Speed is beside torch's product into another tensor.",
+        "They save the memory of a second tensor of its size. "
+        "Speed is compared with torch's product into a separate tensor.",
     )
     _products(page, results)
     _feed_forward(page, results)
@@ -110,8 +111,7 @@ def _cpu(page: Page, results: Results) -> None:
     page.heading("Products on a CPU")
     page.table(
         "A row is one case, rows x K. Speed is torch's time over that of matmuls: higher is better. Spread is "
-        "that of the "
-        "measurement, relative to the time.",
+        "the variation between repeats (interquartile range) divided by the time (median).",
         ("operation", "case", "dtype", "matmuls, ms", "torch, ms", "speed", "spread"),
         (
             [

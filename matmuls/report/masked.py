@@ -73,8 +73,8 @@ def _operation(page: Page, name: str, run: Run) -> None:
         )
     )
     page.table(
-        f"A row is one shape, {OPERATIONS[name]}, in {rows[0]['dtype']}, with one kind of mask. Both speeds: higher is "
-        "better; over one dense product 1 would mean that the second weight costs nothing.",
+        f"A row is one shape, {OPERATIONS[name]}, in {rows[0]['dtype']}, with one kind of mask. Higher is better "
+        "for both speeds. In the column *over one dense product*, 1 means that the second weight costs nothing.",
         ("direction", "shape", "mask", "matmuls, µs", "over one dense product", "over the fastest rival", "that rival"),
         (
             [
@@ -104,10 +104,10 @@ def _host(page: Page, run: Run) -> None:
     rows = [r for r in run.rows if r["kind"] == "host"]
     page.heading("Host time of one small call")
     page.table(
-        "A row is a call of `masked_linear` too small to keep the GPU busy: what the host waits for before it goes on. "
-        "The last column is the time of matmuls over torch's: lower is better.",
-        ("case", "matmuls, µs", "torch, µs", "matmuls / torch"),
-        ([r["case"], number(r["ours_us"]), number(r["rival_us"]), number(1 / r["ratio"])] for r in rows),
+        "Each row is a tiny call of `masked_linear`; the time is how long the host spends in it, without waiting for "
+        "the GPU. Speed is torch's time over that of matmuls: higher is better.",
+        ("case", "matmuls, µs", "torch, µs", "speed"),
+        ([r["case"], number(r["ours_us"]), number(r["rival_us"]), number(r["ratio"])] for r in rows),
     )
     page.say(losses([(r["ratio"], r["case"]) for r in rows], "torch"))
     page.measured(run)

@@ -15,10 +15,10 @@ def page(results: Results) -> Page:
     page = Page("performance/rows.md", "Softmax and norms along rows")
     page.say(
         "These operations read each row once and write it once, so the time of a copy of the same bytes is the limit.",
-        "Forward works in place; a gradient goes into a tensor of its own, which reads two tensors for each that "
-        "it writes "
-        "and may be faster than a copy.",
-        "The gradient of `rms_norm_` is beside a formula in torch's operations, not beside a fused kernel.",
+        "Forward works in place. Backward writes a new tensor and reads two tensors for each one that it writes, so "
+        "its share of a copy's speed can exceed 1.",
+        "The backward of `rms_norm_` is compared with a formula written in torch operations, eager and under "
+        "torch.compile, not with a fused kernel of torch.",
     )
     runs = {name: results.bench(name) for name in OPERATIONS}
     _shares(page, runs)
@@ -70,9 +70,9 @@ def _operation(page: Page, name: str, run: Run) -> None:
     columns = sorted({n for direction, _, n in by if direction != "residual"})
     page.heading(f"`{name}`")
     page.table(
-        "A row is a number of columns, of 2^29 elements in all. Each cell has the share of a copy's speed and, "
-        "in brackets, "
-        "the speed over the faster of eager torch and torch.compile: both are better where higher.",
+        "Each row is for one number of columns; the tensor always has about 2^29 elements. Each cell has the share of "
+        "a copy's speed and, in brackets, the speed over the faster of eager torch and torch.compile. Higher is better "
+        "for both.",
         ("columns", *(f"{direction}, {dtype}" for direction, dtype in LINES)),
         (
             [

@@ -97,10 +97,8 @@ def _matrices(page: Page, results: Results) -> None:
     for dtype in _dtypes(cases):
         page.table(
             f"A row is a matrix, in {dtype}. Each cell has the speed of a plan over the best rival and, in "
-            "brackets, over "
-            "CSR_ALG2, for B of so many columns; share is the time of a copy of the bytes that must move over "
-            "the plan's, at "
-            f"{widths[-1]} columns. All are better where higher.",
+            "brackets, over CSR_ALG2, for B of so many columns. Share = time to copy the bytes that must move / time "
+            f"of the plan, at {widths[-1]} columns. Higher is better for all.",
             ("matrix", "shape", "nonzeros", *(f"{n} columns" for n in widths), f"share, {widths[-1]} columns"),
             (
                 [
@@ -144,11 +142,11 @@ def _first_products(page: Page, results: Results) -> None:
     page.heading("What a plan costs")
     runs = [results.cases(file) for file in FILES]
     page.table(
-        "A row is a dtype on one card. The time to build a plan is a median over the cases. The ratios compare "
-        f"the first {max(c.calls for _, cases in runs for c in cases)} "
-        "products of a new matrix (fewer where they take long) without a plan with those with one, the building "
-        "included: "
-        "geometric mean (lowest); above 1 the plan has paid for itself.",
+        "A row is a dtype on one card. The time to build a plan is a median over the cases. Each ratio is the time of "
+        f"a new matrix's first {max(c.calls for _, cases in runs for c in cases)} products (fewer if slow) without a "
+        "plan, divided by the time with one, including building it: geometric mean (lowest). Above 1 the plan has paid "
+        "for itself. *Called one after the other*: the host launches the products without waiting for the GPU. *Waited "
+        "for after each*: the host waits until each product is done.",
         ("card", "dtype", "building, µs", "called one after the other", "waited for after each"),
         (
             [
@@ -171,8 +169,8 @@ def _memory(page: Page, results: Results) -> None:
     shown = sorted((c for c in both if c.n == 128 and c.dtype == "float32"), key=lambda c: _order(c.matrix))
     page.heading("Memory of forward + backward")
     page.table(
-        "A row is a matrix, in float32 by 128 columns, where torch.sparse could run: its gradient of A is dense. "
-        "Peak memory above the operands in MiB: lower is better.",
+        "A row is a matrix, in float32, with 128 columns of B. Only matrices where torch.sparse fits in memory are "
+        "listed, because its gradient of A is dense. Peak memory above the operands in MiB: lower is better.",
         ("matrix", "matmuls, MiB", "torch.sparse, MiB", "torch / matmuls"),
         (
             [

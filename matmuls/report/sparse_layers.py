@@ -56,7 +56,7 @@ def pruned(page: Page, results: Results) -> None:
             [
                 Panel(
                     "bars",
-                    "plan over torch.matmul with all zeros, the lower of float16 and bfloat16",
+                    "plan over torch.matmul on the dense weight, the lower of float16 and bfloat16",
                     "speed relative to the dense product (higher is better)",
                     "share of zeros",
                     {f"{n} columns": [least[key].get(n) for key in shown] for n in (8, 32, 64, 128)},
@@ -68,10 +68,8 @@ def pruned(page: Page, results: Results) -> None:
     )
     page.table(
         "A row is a weight: its shape and share of zeros, drawn at random. A cell is the speed of a plan over "
-        "`torch.matmul` "
-        "with all zeros, the lower of float16 and bfloat16, by columns of B: higher is better. Where a plan "
-        "takes the dense "
-        "product the ratio is 1 but for noise.",
+        "`torch.matmul` on the dense weight, its zeros stored; the lower of float16 and bfloat16, by columns of B: "
+        "higher is better. Where a plan takes the dense product the ratio is 1 but for noise.",
         ("shape", "zeros", *(f"{n} columns" for n in columns)),
         rows,
     )
@@ -113,8 +111,8 @@ def linear(page: Page, results: Results) -> None:
     page.heading("A frozen SparseLinear, compared with nn.Linear")
     page.table(
         "A row is a layer (features in and out, share of zeros) without a gradient. A cell is its speed over "
-        "`nn.Linear` with "
-        "all zeros, the lower of float16 and bfloat16, by number of tokens: higher is better.",
+        "`nn.Linear` on the dense weight, its zeros stored; the lower of float16 and bfloat16, by number of tokens: "
+        "higher is better.",
         ("layer", "zeros", *(f"{n} tokens" for n in columns)),
         rows,
     )
@@ -145,8 +143,7 @@ def constant(page: Page, results: Results) -> None:
     layers = ("SparseLinear, frozen", "SparseLinear", "nn.Linear")
     page.table(
         "A row is a layer (features in and out, share of zeros) with so many tokens. Times of one call from "
-        "Python in µs: lower "
-        "is better. The host's time is in them, and `nn.Linear` has less of it.",
+        "Python in µs: lower is better. Times include host overhead, which is smaller for `nn.Linear`.",
         ("layer", "zeros", "tokens", "dtype", *(f"{name}, µs" for name in layers)),
         (
             [

@@ -72,7 +72,8 @@ def _bad(draw: Draw) -> Iterator[Bad]:
 TABLE: tuple[Spec, ...] = (
     Spec(
         name="attention_forward",
-        summary="the forward half of `attention.attend(q, k, v, mask, scale, *, causal)`, which is differentiable",
+        summary="the forward pass of `attention.attend(q, k, v, mask, scale, *, causal)`, without a gradient; use "
+        "`attend` to train",
         call=_context,
         reference=_plain,
         operators=(_operator,),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from .arguments import clearer
+from .arguments import clearer, type_name
 from .literals import Activation
 
 _matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.matmul.default
@@ -48,7 +48,7 @@ def cublas_mmul(
         tensor([[11.]])
     """
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        raise clearer(TypeError(), "cublas_mmul", a=a, b=b)
+        raise TypeError(f"cublas_mmul: expected two tensors for a and b, got {type_name(a)} and {type_name(b)}")
     if a.dim() != 2 or b.dim() != 2:
         raise RuntimeError(f"cublas_mmul: expected two matrices, got shapes {list(a.shape)} and {list(b.shape)}")
     return _product("cublas_mmul", a, b, c, transa, transb)
@@ -85,7 +85,7 @@ def cublas_bmm(
         tensor([3., 3.])
     """
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        raise clearer(TypeError(), "cublas_bmm", a=a, b=b)
+        raise TypeError(f"cublas_bmm: expected two tensors for a and b, got {type_name(a)} and {type_name(b)}")
     if a.dim() != b.dim() or a.dim() < 3 or dim not in (None, a.dim()):
         expected = "at least 3 dimensions each, equally many" if dim is None else f"{dim} dimensions each"
         raise RuntimeError(f"cublas_bmm: expected {expected}, got shapes {list(a.shape)} and {list(b.shape)}")

@@ -77,6 +77,8 @@ def _matmul(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
 
 
 def _spmm(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
+    meta = {key: x.to("meta") if isinstance(x, torch.Tensor) else x for key, x in a.items() if key != "out"}
+    torch.ops.custom_mm.csr_spmm.default(**meta)  # raises the operator's errors
     b, rows, nonzeros = a["dense"], a["crow"].shape[0] - 1, a["col"].shape[0]
     if gpu is None and not b.is_cuda:
         return "cpu: run_cpu", f"{nonzeros} nonzeros in {rows} rows, shared out among the threads", {}
@@ -87,7 +89,9 @@ def _spmm(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
         sms, capability = limits.multi_processor_count, (limits.major, limits.minor)
     else:
         sms, _, _, capability = gpu
-    vectors = all(n * b.element_size() % 16 == 0 for n in (b.shape[-1], b.stride(-2))) and b.stride(-1) == 1
+    read = b.stride(-1) == 1 or b.shape[-1] == 1  # as it lies; the operator copies other layouts
+    starts = (b.stride(-2), b.storage_offset()) if read else ()
+    vectors = all(n * b.element_size() % 16 == 0 for n in (b.shape[-1], *starts))
     choice = _C.choose_spmm(
         rows=rows,
         columns=b.shape[-2],
@@ -96,15 +100,15 @@ def _spmm(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
         n=b.shape[-1],
         batches=b.shape[:-2].numel(),
         element_bytes=b.element_size(),
-        vectors=vectors and b.data_ptr() % 16 == 0,
+        vectors=vectors,
         multiprocessors=sms,
     )
     densify = choice.pop("densify" if vectors and b.shape[-1] % 8 == 0 else "densify_copies")
     exact = nonzeros >= _C.kernel_limits["fewest_in_fp16x2"] * rows
-    if a["reduce"] == "sum" and b.dim() == 2 and densify:
+    if a["reduce"] == "sum" and b.shape[:-2].numel() == 1 and densify:
         if b.dtype == torch.float32 and exact and capability == (9, 0):
             return "fp16x2", "estimated faster with A densified for this product", {}
-        if b.dtype != torch.float32 and not torch.are_deterministic_algorithms_enabled():
+        if b.dtype != torch.float32 and a["alpha"] == 1 and not torch.are_deterministic_algorithms_enabled():
             return "dense", "estimated faster with A densified for this product, by cuBLAS", {}
     kernel: str = choice.pop("kernel")
     why = "long rows of A, or few rows, are cut" if kernel == "split_rows" else "rows of about equal length"
@@ -156,6 +160,8 @@ def _bind(name: str, tensors: tuple[Any, ...], options: dict[str, Any]) -> dict[
 
 def _limits(gpu: str | Gpu | None) -> Gpu | None:
     if not isinstance(gpu, str):
+        if gpu is not None and len(gpu) != 4:
+            raise ValueError(f"explain: expected gpu of 4 entries, from multiprocessors to capability, got {gpu!r}")
         return gpu
     if gpu not in GPUS:
         raise ValueError(f"explain: expected gpu to be one of {', '.join(GPUS)}, got {gpu!r}")

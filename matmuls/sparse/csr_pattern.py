@@ -206,7 +206,7 @@ class CsrPattern:
     def transposed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Offsets, rows and order of the transposed matrix, made once."""
         if self._transposed is None:
-            with untransformed():
+            with torch.inference_mode(False), untransformed():
                 t_crow, t_col, t_order = _csr_transpose(self.crow, self.col, self.columns)
                 made = t_crow, t_col, t_order if self.order is None else self.order[t_order.long()]
                 self.longest_column = int(t_crow.diff().max()) if self.columns else 0
@@ -235,9 +235,11 @@ class CsrPattern:
         """The pattern of the transposed matrix with all the facts about it, made once, which waits for the GPU. `t`
         serves gradients and has but those that they need."""
         if self._reverse is None:
+            if is_capturing(self.crow.device):
+                raise RuntimeError("plan: expected plan.T or x @ plan to be used once before a CUDA graph capture")
             crow, col, order = self.transposed()
             own, shape = (self.crow, self.col, self.order), (self.columns, self.rows)
-            with untransformed():
+            with torch.inference_mode(False), untransformed(), relaxed_capture(self.crow):
                 made = CsrPattern("plan", crow, col, shape, order=order, transposed=own, batch=self.batch)
             made.longest_column = self.longest
             self._reverse = made

@@ -156,7 +156,9 @@ class SparsePlan:
     def T(self) -> "SparsePlan":
         """A^T as a plan that reads the same values: gradients go to them, and `update` of either reaches both.
 
-        Its own `T` is this plan. Raises RuntimeError for a batch of matrices: use `mT`.
+        Its own `T` is this plan. Raises RuntimeError for a batch of matrices: use `mT`. The first use of `T` or
+        `x @ plan` sorts the indices and waits for the GPU: do it before a CUDA graph capture, and before
+        `torch.compile(fullgraph=True)`.
         """
         if len(self.shape) > 2:
             raise RuntimeError(f"SparsePlan.T: expected one matrix, got a batch of shape {list(self.shape)}; use .mT")
@@ -179,8 +181,9 @@ class SparsePlan:
     def to(self, *args: Any, **kwargs: Any) -> "SparsePlan":
         """Makes a plan of the same matrix on another device or in another dtype.
 
-        As torch.Tensor.to: `to(device)`, `to(dtype)`, `to(device, dtype)`, or by keyword. Gradients go to the values of
-        this plan. The result does not follow later writes to A.
+        As torch.Tensor.to: `to(device)`, `to(dtype)`, `to(device, dtype)`, or by keyword. The result does not follow
+        later writes to A. Gradients go to the values of this plan through one copy of them: for a second backward,
+        keep the graph or call `to` again.
 
         Args:
             *args: a device, a dtype, or both.
@@ -196,6 +199,7 @@ class SparsePlan:
         device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
         if dtype not in DTYPES:
             raise TypeError(f"SparsePlan.to: expected float64, float32, float16 or bfloat16, got {dtype}")
+        self._expect_same_indices("SparsePlan.to")
         values = self.values
         moved = values.to(device, dtype)
         if moved is values:
@@ -331,13 +335,25 @@ class TransposedPlan(SparsePlan):
     def __init__(self, base: SparsePlan) -> None:
         self._base = base
         self._pattern = base._pattern.reversed()
-        self._selector = None if base._selector is None else base._selector.reversed()
         *batch, rows, columns = base.shape
         self.shape = torch.Size((*batch, columns, rows))
 
     @property
     def _prepared(self) -> PreparedCalls:  # type: ignore[override]
         return self._base._prepared.transposed()
+
+    @property
+    def _selector(self) -> Selector | None:  # type: ignore[override]
+        own = self._base._selector
+        return None if own is None else own.reversed()
+
+    @property
+    def _selectors(self) -> list[Selector]:
+        return self._base._selectors
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return self._base._tensors
 
     @property
     def mT(self) -> SparsePlan:
@@ -417,7 +433,6 @@ def plan(
         raise TypeError(f"plan: expected constant to be True or False, got {constant!r}")
     if isinstance(a, TransposedPlan):  # what holds for the one holds for the other
         plan(a._base, products=products, constant=constant)
-        a = a._base.mT
     made = a if isinstance(a, SparsePlan) else plan_of("plan", a, tune is not False, constant=bool(constant))
     if constant is not None and made._selector is not None and made._selector.constant != constant:
         if not constant:  # graphs may read what it keeps

@@ -5,9 +5,10 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/FunctionRef.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <functional>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -24,30 +25,34 @@ namespace matmuls {
 
 // What Recorded, the one autograd Function behind all KernelFunctions, needs of a call. torch's Function is
 // instantiated for Recorded alone (autograd.cpp): each further instantiation takes the compiler 8 s.
+constexpr int kArgumentBits = 48;
 struct RecordedCall {
   using Context = torch::autograd::AutogradContext;
   using Gradients = torch::autograd::variable_list;
-  std::function<Gradients(Context*)> forward;
-  Gradients (*backward)(Context*, const Gradients&);
-  std::vector<bool> is_tensor;  // by argument of forward; backward returns a gradient for each argument
-  Gradients tensors;            // the arguments that are tensors
+  c10::function_ref<Gradients(Context*)> forward;
+  int64_t backward;                              // as remember_backward numbered it
+  int64_t arguments = 1;                         // of forward, one bit each, set for a tensor, after a leading 1
+  c10::SmallVector<at::Tensor, 6> tensors = {};  // the arguments that are tensors
 
   void add(const at::Tensor& t) {
-    is_tensor.push_back(true);
+    arguments = arguments << 1 | 1;
     tensors.push_back(t);
   }
   void add(const std::optional<at::Tensor>& t) {
     if (t && t->defined())
       add(*t);
     else
-      is_tensor.push_back(false);
+      arguments <<= 1;
   }
   template <class A>
   void add(const A&) {
     static_assert(!std::is_convertible_v<const A&, at::TensorList>, "a list of tensors is recorded one by one");
-    is_tensor.push_back(false);
+    arguments <<= 1;
   }
 };
+using BackwardFunction = torch::autograd::variable_list(torch::autograd::AutogradContext*,
+                                                        const torch::autograd::variable_list&);
+int64_t remember_backward(BackwardFunction* backward);
 torch::autograd::variable_list record(const RecordedCall& call);
 
 // The autograd Function that an operator's Autograd kernel applies; T provides forward and backward. Under transforms
@@ -58,15 +63,16 @@ struct KernelFunction {
   static auto apply(A&&... args) {
     using Context = torch::autograd::AutogradContext;
     using Result = decltype(T::forward(static_cast<Context*>(nullptr), std::forward<A>(args)...));
-    RecordedCall call;
-    call.backward = &T::backward;
-    (call.add(std::as_const(args)), ...);
-    call.forward = [&](Context* ctx) -> torch::autograd::variable_list {
+    static_assert(sizeof...(A) < kArgumentBits, "RecordedCall::arguments has one bit for each");
+    const auto forward = [&](Context* ctx) -> torch::autograd::variable_list {
       if constexpr (std::is_same_v<Result, at::Tensor>)
         return {T::forward(ctx, std::forward<A>(args)...)};
       else
         return T::forward(ctx, std::forward<A>(args)...);
     };
+    static const int64_t backward = remember_backward(&T::backward);
+    RecordedCall call{forward, backward};
+    (call.add(std::as_const(args)), ...);
     auto results = record(call);
     if constexpr (std::is_same_v<Result, at::Tensor>)
       return std::move(results[0]);

@@ -312,3 +312,44 @@ def test_autocast_and_no_gradient(device):
     made, x = plan(a.to_sparse_csr()), torch.randn(5, 6, device=device)
     with torch.autocast(device, torch.bfloat16), torch.no_grad():
         assert (x @ made).dtype == (x @ a).dtype == torch.bfloat16
+
+
+def small(dtype=torch.float32, layout="csr"):
+    dense = torch.tensor([[0, 1, 0], [2, 0, 3]], dtype=dtype)
+    return dense, getattr(dense, f"to_sparse_{layout}" if layout != "coo" else "to_sparse")()
+
+
+@pytest.mark.parametrize("first", [lambda p: torch.ones(2, 2) @ p, lambda p: p.T], ids=["x @ plan", "plan.T"])
+def test_inference_first_and_training_after_from_the_other_side(first):
+    dense, a = small()
+    made = plan(a)
+    with torch.inference_mode():
+        first(made)
+    x = torch.ones(4, 2, requires_grad=True)
+    (x @ made).sum().backward()
+    torch.testing.assert_close(x.grad, dense.sum(1).expand(4, 2))
+    b = torch.ones(3, 4, requires_grad=True)
+    (made @ b).sum().backward()
+    torch.testing.assert_close(b.grad, dense.sum(0)[:, None].expand(3, 4))
+
+
+def test_to_sees_writes_to_the_matrix_and_refuses_other_indices():
+    _, a = small(layout="coo")
+    a = a.coalesce()
+    made = plan(a)
+    a._values().mul_(10)
+    torch.testing.assert_close(made.to(torch.float64) @ torch.eye(3).double(), a.to_dense().double())
+    other = torch.tensor([[1.0, 0, 0], [0, 2, 3]]).to_sparse().coalesce()
+    a.copy_(other)
+    with pytest.raises(ValueError, match="SparsePlan.to: expected the indices that the plan was made of"):
+        made.to(torch.float64)
+
+
+def test_settings_of_a_transposed_plan_are_those_of_the_plan():
+    _, a = small()
+    made = plan(a)
+    t = made.T
+    assert plan(t, constant=True) is t
+    assert "constant=True" in repr(t)
+    assert "constant=True" in repr(made)
+    assert t.nbytes == made.nbytes

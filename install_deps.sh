@@ -160,6 +160,7 @@ key="$kind $torch ${TORCH_CUDA_ARCH_LIST:-$gpus}"
 sources="$key $(find setup.py src -type f | sort | xargs -d '\n' cat | cksum)"
 # all environments share the extension in this folder: rebuild if another environment has overwritten it
 [[ $(cat build/.built-for 2>/dev/null) == "$venv $sources" ]] || rm -f "$venv/.matmuls-extension"
+[[ ! -f $venv/.matmuls-extension ]] || "$python" -c 'import custom_mm' 2>/dev/null || rm -f "$venv/.matmuls-extension"
 once extension "$sources" build_extension
 mkdir -p build && printf '%s' "$venv $sources" >build/.built-for
 once package "$key $(cat setup.py pyproject.toml | cksum)" install_package

@@ -212,14 +212,17 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     )
 
 
-def precompile(flags: list[str], folder: Path) -> None:
-    """Compiles src/glue/precompiled.h with g++, for units that include it first. Others read the header itself."""
-    from torch.utils.cpp_extension import get_cxx_compiler
+def takes_precompiled_headers(compiler: str) -> bool:
+    """True for g++. sccache does not see the contents of a precompiled header and would return stale objects."""
+    try:
+        version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return False
+    return "Free Software Foundation" in version and (bool(shutil.which("ccache")) or not shutil.which("sccache"))
 
-    compiler = get_cxx_compiler()
-    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True).stdout
-    if "Free Software Foundation" not in version:
-        return
+
+def precompile(compiler: str, flags: list[str], folder: Path) -> None:
+    """Compiles src/glue/precompiled.h, for units that include it first. Where it fails they read the header itself."""
     # ccache compares the header's content, and lets it be used by units that do not name it on the command line
     sloppy = os.environ.get("CCACHE_SLOPPINESS", "")
     os.environ["CCACHE_SLOPPINESS"] = ",".join(filter(None, [sloppy, "pch_defines", "time_macros"]))
@@ -234,8 +237,13 @@ build precompiled.h.gch: precompile precompiled.h
     write_if_other(folder / "headers" / "build.ninja", rules)
     header = folder / "headers" / "precompiled.h.gch"
     before = header.stat().st_mtime_ns if header.is_file() else 0
-    subprocess.run(["ninja", "--quiet"], cwd=folder / "headers", check=True)
-    if header.stat().st_mtime_ns != before:  # g++ does not list it among what a unit depends on
+    # Without ccache: its copy of a precompiled header may be older than the headers that it was made of.
+    environment = os.environ | {"CCACHE_DISABLE": "1"}
+    run = subprocess.run(["ninja"], cwd=folder / "headers", env=environment, capture_output=True, text=True)
+    if run.returncode:
+        say("building without a precompiled header:", (run.stdout + run.stderr).strip()[-500:])
+        header.unlink(missing_ok=True)
+    elif header.stat().st_mtime_ns != before:  # g++ does not list it among what a unit depends on
         for unit in (folder / "units").rglob("*.cpp"):
             if unit.read_text().startswith('#include "precompiled.h"'):
                 unit.touch()
@@ -253,13 +261,18 @@ def build_command(cuda: dict[str, list[str]] | None) -> type:
             self.force = True  # ninja knows what has changed, beside another torch too
 
         def build_extensions(self) -> None:
-            (module,) = self.extensions
-            if self.use_ninja:
+            from torch.utils.cpp_extension import get_cxx_compiler
+
+            (module,), compiler, folder = self.extensions, get_cxx_compiler(), build_folder(cuda)
+            if not (self.use_ninja and takes_precompiled_headers(compiler)):
+                (folder / "headers" / "precompiled.h.gch").unlink(missing_ok=True)  # nothing would keep it up to date
+            else:
                 includes = [f"-I{p}" for p in dict.fromkeys([*module.include_dirs, *self.compiler.include_dirs])]
                 defines = ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
                 flags = [*self.compiler.compiler_so[1:], *includes, *module.extra_compile_args["cxx"], *defines]
-                module.extra_compile_args["cxx"].append("-fpch-preprocess")  # for ccache
-                precompile([shlex.quote(flag) for flag in flags], build_folder(cuda))
+                if shutil.which("ccache"):
+                    module.extra_compile_args["cxx"].append("-fpch-preprocess")
+                precompile(compiler, [shlex.quote(flag) for flag in flags], folder)
             super().build_extensions()
 
         def run(self) -> None:
@@ -284,7 +297,8 @@ def main() -> None:
     cuda = decide()
     major, minor = map(int, torch.__version__.split(".")[:2])
     kind = f"cu{torch.version.cuda.replace('.', '')}" if cuda else "cpu"
-    least = torch.__version__.split("+")[0] if "dev" in torch.__version__ else f"{major}.{minor}"
+    public = torch.__version__.split("+")[0]
+    least = public if re.search("a|b|rc|dev", public) else f"{major}.{minor}"  # a pre-release is before its release
     setup(
         version=f"{VERSION}+torch{major}.{minor}.{kind}",
         install_requires=[f"torch>={least},<{major}.{minor + 1}", *REQUIREMENTS],

@@ -341,7 +341,7 @@ def test_to_sees_writes_to_the_matrix_and_refuses_other_indices():
     torch.testing.assert_close(made.to(torch.float64) @ torch.eye(3).double(), a.to_dense().double())
     other = torch.tensor([[1.0, 0, 0], [0, 2, 3]]).to_sparse().coalesce()
     a.copy_(other)
-    with pytest.raises(ValueError, match="SparsePlan.to: expected the indices that the plan was made of"):
+    with pytest.raises(ValueError, match=r"SparsePlan\.to: expected the indices that the plan was made of"):
         made.to(torch.float64)
 
 

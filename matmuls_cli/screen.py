@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +37,7 @@ def missing(error: ImportError) -> str:
     if not isinstance(error, ModuleNotFoundError) or not error.name or error.name.split(".")[0].startswith("matmuls"):
         return str(error)
     name = error.name.split(".")[0]
-    if name.startswith(("_", "custom_mm")) or find_spec(name) is not None:  # not a package that pip would add
+    if name != error.name or name.startswith(("_", "custom_mm")):  # a submodule, or nothing that pip would add
         return str(error)
     return f"{name}: not installed; run: {REMEDIES.get(name, f'pip install {name}')}"
 

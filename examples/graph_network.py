@@ -69,6 +69,7 @@ def step_of(
 
 
 def main() -> None:
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch 2.11 warns where nothing is chosen
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", default="rmat:16:8")
     parser.add_argument("--width", type=int, default=128, help="features of a point, and of the hidden layer")

@@ -86,6 +86,8 @@ def test_the_operation_is_complete(tmp_path):
 
 def compile_with_nvcc(source: Path, folder: Path) -> None:
     includes = [f"-I{path}" for path in (ROOT / "src", folder, *cpp_extension.include_paths("cuda"))]
+    wheels = Path(torch.__file__).parents[1] / "nvidia"  # torch's wheels have the headers of the libraries
+    includes += [f"-I{path}" for path in sorted(wheels.glob("*/include"))]
     nvcc = Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin/nvcc"
     flags = [
         "-c",

@@ -48,7 +48,8 @@ def cublas_mmul(
         tensor([[11.]])
     """
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        raise TypeError(f"cublas_mmul: expected two tensors for a and b, got {type_name(a)} and {type_name(b)}")
+        error = TypeError(f"cublas_mmul: expected two tensors for a and b, got {type_name(a)} and {type_name(b)}")
+        raise clearer(error, "cublas_mmul", a=a, b=b)
     if a.dim() != 2 or b.dim() != 2:
         raise RuntimeError(f"cublas_mmul: expected two matrices, got shapes {list(a.shape)} and {list(b.shape)}")
     return _product("cublas_mmul", a, b, c, transa, transb)
@@ -85,7 +86,8 @@ def cublas_bmm(
         tensor([3., 3.])
     """
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        raise TypeError(f"cublas_bmm: expected two tensors for a and b, got {type_name(a)} and {type_name(b)}")
+        error = TypeError(f"cublas_bmm: expected two tensors for a and b, got {type_name(a)} and {type_name(b)}")
+        raise clearer(error, "cublas_bmm", a=a, b=b)
     if a.dim() != b.dim() or a.dim() < 3 or dim not in (None, a.dim()):
         expected = "at least 3 dimensions each, equally many" if dim is None else f"{dim} dimensions each"
         raise RuntimeError(f"cublas_bmm: expected {expected}, got shapes {list(a.shape)} and {list(b.shape)}")

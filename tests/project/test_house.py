@@ -243,7 +243,11 @@ def test_what_is_launched_early_waits_first():
 def test_a_source_archive_has_all_that_builds(tmp_path):
     folders = "custom_mm", "matmuls", "matmuls_cli", "src", "tests", "tools", "benchmarks", "examples"
     for name in folders:
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "_build.py"))
+        shutil.copytree(
+            ROOT / name,
+            tmp_path / name,
+            ignore=shutil.ignore_patterns("*.so", "__pycache__", "_build.py", ".mypy_cache"),
+        )
     files = [p for p in ROOT.iterdir() if p.is_file() and not p.name.startswith(".")]
     for file in files:
         shutil.copy(file, tmp_path)

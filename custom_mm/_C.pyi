@@ -84,7 +84,10 @@ def choose_spmm(
     vectors: bool = True,
     multiprocessors: int = 132,
 ) -> dict[str, Any]:
-    """What a csr_spmm of these sizes without a plan runs on a GPU: src/sparse/spmm/choose.h. Runs nothing."""
+    """Choose the GPU kernel and launch parameters of a csr_spmm of these sizes without a plan, and launch nothing.
+
+    Source: src/sparse/spmm/choose.h.
+    """
 
 def check_no_overlap(op: str, out: Tensor, values: Tensor, dense: Tensor) -> None:
     """Raises RuntimeError if out shares an element with itself or with one of the others."""

@@ -94,9 +94,12 @@ def cusparse_spmm(
 
     A [rows, columns] has one of four layouts:
 
-    | layout | offsets | indices | values | |---|---|---|---| | "csr" | [rows + 1] | [nnz]: columns | [nnz] | | "csc" |
-    [columns + 1] | [nnz]: rows | [nnz] | | "coo" | [nnz]: rows, not decreasing | [nnz]: columns | [nnz] | | "bsr" |
-    [rows / height + 1] | [blocks]: columns of blocks | [blocks, height, width] |
+    | layout | offsets | indices | values |
+    |---|---|---|---|
+    | "csr" | [rows + 1] | [nnz]: columns | [nnz] |
+    | "csc" | [columns + 1] | [nnz]: rows | [nnz] |
+    | "coo" | [nnz]: rows, not decreasing | [nnz]: columns | [nnz] |
+    | "bsr" | [rows / height + 1] | [blocks]: columns of blocks | [blocks, height, width] |
 
     Differentiable in values and b, by this project's kernels. Indices are validated once, for as long as they live and
     are not written to; validation waits for the GPU. 16-bit types are summed in float32. cuSPARSE has the same bits

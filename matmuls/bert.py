@@ -182,7 +182,7 @@ class Comparison:
 
 
 def _ways(attention: str, optimized: bool) -> list[tuple[str, bool, bool]]:
-    """What is measured: an attention, whether it returns probabilities, and whether the model is optimized."""
+    """A variant to time: the attention, whether it returns probabilities, whether `optimize` changed the model."""
     ways = [(ATTENTION, False), (ATTENTION, True), (STOCK, False), ("eager", False), ("eager", True)]
     again = list(dict.fromkeys([(attention, False), (ATTENTION, False), (ATTENTION, True)])) if optimized else []
     return [*((*way, False) for way in ways), *((*way, True) for way in again)]

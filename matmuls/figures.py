@@ -1,4 +1,4 @@
-"""What every figure of the project shares: title, axis labels, colour scale, machine, and a colour-blind safe palette.
+"""Parts that all figures use: title, axis labels, colour scale, caption with the machine, colour-blind safe palette.
 
 matplotlib is imported when a figure is made, not before.
 

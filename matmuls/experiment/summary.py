@@ -1,4 +1,4 @@
-"""What the cases of `matmuls spmm` say together: means, wrong results, where sparse beats dense, and a plot."""
+"""Summaries of the cases of `matmuls spmm`: means, wrong results, the sparsity where sparse beats dense, a plot."""
 
 from collections.abc import Mapping
 from pathlib import Path

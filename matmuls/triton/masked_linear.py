@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import takes_tf32
+from ..device import SHARED_BYTES, takes_tf32
 from .configs import Tiles, gpu, run
 from .few import few_product_kernel, in_order, of_rows
 from .launch import launch, wait_for_earlier
@@ -46,9 +46,6 @@ def product_kernel(
             bias = b1 if first else b2
         target = rows_at(rows, places, start, M, SCATTER) if SCATTER != GATHER else listed
         store_product(y, acc, bias, target * sym, places < end, column, N, BM, BN, EVEN_N, BIAS, PIECES)
-
-
-LARGEST_BLOCK = 226 << 10  # bytes of shared memory that a block on sm_90 may have, rounded down
 
 
 def power(n: int) -> int:
@@ -141,7 +138,7 @@ def product(
         of_x = (of_rows(xs, height, t.depth) for height in (t.rows, rest))
         args = (y, *of_x, *given, *weights, b1, b2, rows, counts, N, K, N, *strides)
         constants = (t.rows, t.columns, t.depth, rest, strip, k_inner, N % t.columns == 0, b1 is not None, t.pieces)
-        stages = max(1, min(t.stages, LARGEST_BLOCK // stage))
+        stages = max(1, min(t.stages, SHARED_BYTES // stage))
         launch(few_product_kernel, high * wide, args, (M, high), (*constants, precision), t.warps, stages)
 
     def attempt(t: Tiles) -> None:

@@ -18,7 +18,7 @@ from .plan import ALREADY, _Chain, _is_ours, _Plan, _plan_of
 
 @dataclass
 class Optimized:
-    """What `optimize` changed, and a way back.
+    """The list of modules that `optimize` changed; `undo()` restores them.
 
     Attributes:
         layers: the changed layers by name.

@@ -1,4 +1,4 @@
-"""What `optimize` must know of a layer and of a model, and whether it still holds when they are called."""
+"""Facts about a layer and a model that `optimize` relies on, and the check at each call that they still hold."""
 
 import inspect
 from collections.abc import Callable

@@ -42,8 +42,8 @@ expect() { # COMMAND...: fails with exit status 1, and says the one sentence
   ((status == 1)) || { echo "$said" && echo "check_wheel.sh: expected exit status 1, got $status: $*" && exit 1; }
   [[ $said == *"this matmuls was built with torch 2."*" install the wheel of matmuls for torch 2."* ]] ||
     { echo "$said" && echo "check_wheel.sh: expected the sentence about two versions of torch: $*" && exit 1; }
+  echo "as expected: ${said##*Error: }"
 }
 expect "$other" -c 'import custom_mm'
 expect "$other" -c 'import matmuls'
 expect "$folder/beside/bin/matmuls" info
-PYTHONPATH=$folder/beside "$other" -c 'import matmuls' 2>&1 | tail -n 1

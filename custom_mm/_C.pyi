@@ -96,6 +96,9 @@ def build_info() -> dict[str, Any]: ...
 def row_kernels() -> list[str]:
     """Names of the GPU kernels of row operations: files in src/rows/kernels."""
 
+def switch_off_row_kernels(names: list[str]) -> None:
+    """Choosers pass these over from now on, in the whole process; all others are on again."""
+
 Gpu = tuple[int, int, int, tuple[int, int]]
 Answer = tuple[str, str, dict[str, int | bool | str]]
 

@@ -19,6 +19,7 @@ from .handles import (
     set_workspace_size,
     workspace_size,
 )
+from .kernel_switch import only_kernel, without_kernels
 
 __all__ = [
     "bias_act_",
@@ -38,7 +39,9 @@ __all__ = [
     "init_cublas",
     "init_cublaslt",
     "init_cusparse",
+    "only_kernel",
     "set_workspace_size",
+    "without_kernels",
     "workspace_size",
 ]
 

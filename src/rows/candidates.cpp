@@ -4,6 +4,7 @@
 #include <bit>
 #include <climits>
 
+#include "glue/kernel_switch.h"
 #include "rows/kernel_sizes.h"
 
 namespace matmuls {
@@ -28,6 +29,12 @@ RowChoice Candidates::made(RowKernel kernel, RowForm form, const char* why) cons
   c.elements = 16 / f.element;
   return c;
 }
+
+Candidate Candidates::offered(const RowChoice& c) const {
+  return KernelSwitch<RowKernel>::is_off(c.kernel) ? Candidate() : Candidate(c);
+}
+
+Candidate Candidates::offered_with_room(const RowChoice& c) const { return has_room_(f, c) ? offered(c) : Candidate(); }
 
 // ------------------------------------------------------------------------------------------------ the general kernels
 
@@ -119,7 +126,7 @@ RowChoice Candidates::general(RowForm form) const {
   c.rows_per_block = g.rows_per_block, c.blocks_per_row = g.blocks_per_row;
   if (g.kernel == RowKernel::one_pass && t.has_one_pass(g.scope, unaligned)) {
     c.why = "the threads of a block, a warp or part of a warp hold the row in registers";
-    return c;
+    if (const Candidate one_pass = offered(c)) return *one_pass;
   }
   if (g.scope == Scope::cluster && !unaligned && t.clusters(elements))
     if (const Candidate wide = cluster(form, t, false)) return *wide;
@@ -131,7 +138,8 @@ RowChoice Candidates::general(RowForm form) const {
             : g.scope == Scope::cluster    ? "a cluster shares a row that is too long for a block"
             : unaligned && t.constants > 0 ? "constants of unaligned rows are loaded once for all rows"
                                            : "rows that fill a multiprocessor are prefetched";
-    if (c.stages > 0 && fits(c)) return c;
+    if (c.stages > 0)
+      if (const Candidate persistent = offered_with_room(c)) return *persistent;
   }
   c = made(RowKernel::reread, form, "no other kernel holds the row in registers and shared memory");
   c.elements = elements, c.unaligned = unaligned, c.vectors = t.most_vectors(elements), c.threads = 256;
@@ -153,7 +161,7 @@ Candidate Candidates::cluster(RowForm form, const RowTraits& t, bool unaligned) 
   c.blocks_per_row = static_cast<int>(ranks);
   c.stages = cluster_stages(c.vectors * t.inputs);
   c.shared = c.stages * static_cast<int64_t>(cluster_row_bytes(c.vectors * t.inputs));
-  return fits(c) ? Candidate(c) : Candidate();
+  return offered_with_room(c);
 }
 
 Candidate Candidates::unaligned_cluster(RowForm form) const {
@@ -165,12 +173,12 @@ Candidate Candidates::unaligned_cluster(RowForm form) const {
 // ------------------------------------------------------------------- even_rows, nearly_even, even_passes: one per
 // block
 
-RowChoice Candidates::even(RowForm form, int vectors, int threads, bool exact, const char* why) const {
+Candidate Candidates::even(RowForm form, int vectors, int threads, bool exact, const char* why) const {
   RowChoice c = made(RowKernel::even_rows, form, why);
   c.vectors = vectors, c.threads = threads, c.exact = exact;
   c.scope = threads > 32 ? Scope::block : Scope::warp;
   c.rows_per_block = even_rows_per_block(threads, false);
-  return c;
+  return offered(c);
 }
 
 Candidate Candidates::even_fours(RowForm form, int least, int most) const {
@@ -208,10 +216,9 @@ Candidate Candidates::unaligned_warps(RowForm form) const {
   if (f.rows > INT32_MAX) return {};
   for (const auto& [threads, vectors] : kCompiled) {
     if (most > vectors * threads || least < (vectors - 1) * threads) continue;
-    RowChoice c =
+    Candidate c =
         even(form, vectors, threads, false, "whole vectors for a warp or half a warp, edge elements beside them");
-    c.unaligned = true;
-    c.rows_per_block = even_rows_per_block(threads, true);
+    if (c) c->unaligned = true, c->rows_per_block = even_rows_per_block(threads, true);
     return c;
   }
   return {};
@@ -228,14 +235,14 @@ Candidate Candidates::nearly_even(RowForm form, bool unaligned, std::initializer
   }
   if (c.vectors == 0 || f.rows > INT32_MAX) return {};
   c.unaligned = unaligned;
-  return c;
+  return offered(c);
 }
 
-RowChoice Candidates::even_passes(int parts, int each, int kept, int threads, int blocks_per_sm) const {
+Candidate Candidates::even_passes(int parts, int each, int kept, int threads, int blocks_per_sm) const {
   RowChoice c = made(RowKernel::even_passes, RowForm::only, "32 or 64 KiB: blocks that hold part of their row overlap");
   c.parts = parts, c.vectors = each, c.kept_parts = kept, c.threads = threads, c.blocks_per_sm = blocks_per_sm;
   c.exact = true;
-  return c;
+  return offered(c);
 }
 
 // ------------------------------------------------------------------------------------------------------------ two_pass
@@ -272,7 +279,7 @@ Candidate Candidates::two_pass(RowForm form) const {
   if (least < c.kept_parts || slots < 1) return {};
   c.waiting_parts = static_cast<int>(slots - 1);
   c.shared = slots * kTwoPassPartBytes;
-  return fits(c) ? Candidate(c) : Candidate();
+  return offered_with_room(c);
 }
 
 // ------------------------------------------------------------------------------------------------ persistent_unaligned
@@ -284,7 +291,7 @@ Candidate Candidates::unaligned_team(const RowTraits& t, int vectors, int64_t th
   c.rows_per_block = scope == Scope::warp ? kUnalignedWarps * 32 / c.threads : 1;
   c.shared = std::max<int64_t>(int64_t{16} * vectors * t.constants * threads * c.rows_per_block,
                                t.column_sums && scope == Scope::warp ? 8 * f.columns : 0);
-  return fits(c) ? Candidate(c) : Candidate();
+  return offered_with_room(c);
 }
 
 // Not for rows at varying distances, rows so short that most threads would be idle, rows too long for a block, and
@@ -350,7 +357,7 @@ Candidate Candidates::direct(RowForm form) const {
     RowChoice c = made(RowKernel::direct, form, "each float32 element is as wide as a lane's share of a transaction");
     c.scope = Scope::warp, c.elements = 1, c.unaligned = true, c.vectors = held, c.threads = 32;
     c.rows_per_block = kTileWarps, c.lanes = 32;
-    return c;
+    return offered(c);
   }
   return {};
 }
@@ -373,14 +380,14 @@ Candidate Candidates::tile(RowForm form, const RowTraits& t, int tensors, int la
   c.shared = std::max<int64_t>(kTileWarps * kTileStages * stage, t.column_sums ? 8 * f.columns : 0);
   c.tile_rows = static_cast<int>(each), c.tile_tensor_bytes = static_cast<int>(region);
   c.tile_bytes = static_cast<int>(stage);
-  if (!fits(c)) return {};
-  if (t.column_sums) return c;  // tiles_per_warp depends on the resident blocks
+  const Candidate offer = offered_with_room(c);
+  if (!offer || t.column_sums) return offer;  // tiles_per_warp depends on the resident blocks
   // More tiles per warp with more constants to load or masks to look up (added mask, 131 columns: .88 of a copy, .83
   // with fewer).
   const bool looks_up = form == RowForm::any_mask && f.mask != MaskKind::none;
   c.tiles_per_warp = wide ? 1 : t.constants == 2 || looks_up ? 4 : 2;
   if (up_to(f.rows, each * kTileWarps * c.tiles_per_warp) > INT32_MAX) return {};
-  return c;
+  return offered(c);
 }
 
 Candidate Candidates::staged(RowForm form, int limit, int tensors) const {
@@ -430,7 +437,7 @@ Candidate Candidates::norm_backward_stream() const {
       c.unaligned = true;
       c.teams = static_cast<int>(std::min<int64_t>(resident / P::kVectors * P::kVectors, f.rows));
     }
-    return c.teams > 0 ? Candidate(c) : Candidate();
+    return c.teams > 0 ? offered(c) : Candidate();
   };
   if (f.element == 8) return {};
   return f.element == 2 ? with.template operator()<2>() : with.template operator()<4>();

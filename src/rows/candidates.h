@@ -19,7 +19,7 @@ class Candidates {
   RowChoice general(RowForm form = RowForm::only) const;
 
   // even_rows with this number of vectors for each of `threads` threads.
-  RowChoice even(RowForm form, int vectors, int threads, bool exact, const char* why) const;
+  Candidate even(RowForm form, int vectors, int threads, bool exact, const char* why) const;
   // even_rows, exactly four vectors for each of `most` threads, or of most / 2, and so on down to `least`.
   Candidate even_fours(RowForm form, int least, int most) const;
   // even_rows, two to three vectors for each of 4, 8, 16 or 32 threads.
@@ -31,7 +31,7 @@ class Candidates {
   // nearly_even, with the number of vectors per thread that leaves the fewest idle slots.
   Candidate nearly_even(RowForm form, bool unaligned, std::initializer_list<int> vectors) const;
   // even_passes: `parts` parts of `each` vectors per thread, the first `kept` of them in registers.
-  RowChoice even_passes(int parts, int each, int kept, int threads, int blocks_per_sm) const;
+  Candidate even_passes(int parts, int each, int kept, int threads, int blocks_per_sm) const;
   // two_pass: at least 16 KiB of a row per block, sm_90.
   Candidate two_pass(RowForm form) const;
   // cluster for unaligned rows of more than 2048 vectors.
@@ -46,7 +46,10 @@ class Candidates {
   struct PersistentBytes;  // shared memory of the persistent kernel
 
   RowChoice made(RowKernel kernel, RowForm form, const char* why) const;
-  bool fits(const RowChoice& choice) const { return has_room_(f, choice); }
+  // The choice, unless its kernel is switched off.
+  Candidate offered(const RowChoice& choice) const;
+  // The same, unless the GPU has no room for it.
+  Candidate offered_with_room(const RowChoice& choice) const;
   General divide(const RowTraits& t, int elements, bool unaligned) const;
   General divide_among_clusters(const RowTraits& t, int64_t vectors) const;
   int stages_of(const RowTraits& t, const RowChoice& c, const PersistentBytes& bytes) const;

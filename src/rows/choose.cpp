@@ -1,11 +1,14 @@
 #include "rows/choose.h"
 
+#include <c10/util/Exception.h>
+
 #include <array>
 #include <climits>
 #include <cmath>
 
 #include <algorithm>
 
+#include "glue/kernel_switch.h"
 #include "rows/candidates.h"
 #include "rows/kernel_sizes.h"
 
@@ -85,7 +88,8 @@ RowForm form_by_vectors(const RowFacts& f) {
 RowChoice choose_aligned_masked(const RowFacts& f, const Candidates& of, RowForm form) {
   const bool half2 = form == RowForm::half2, ends = half2 && (f.causal || f.mask == MaskKind::none);
   if (half2 && f.rows <= INT32_MAX) {
-    if (f.columns == 128) return of.even(form, ends ? 4 : 2, ends ? 4 : 8, true, "128 columns");
+    if (f.columns == 128)
+      if (const Candidate c = of.even(form, ends ? 4 : 2, ends ? 4 : 8, true, "128 columns")) return *c;
     if (ends) {
       // 512 and 1024 causal columns: 0.90 and 0.93 of a copy; 0.87 and 0.92 by one_pass.
       if (const Candidate c = of.even_fours(form, 16, 32)) return *c;
@@ -145,9 +149,11 @@ RowChoice choose_softmax_backward(const RowFacts& f, const Candidates& of) {
   const RowForm form = four_vectors(f) ? RowForm::only : RowForm::few_vectors;
   const bool even = f.whole && f.rows <= INT32_MAX;
   if (f.element == 4 && even && !f.causal && f.columns == 16384)
-    return of.even(form, 4, 1024, true, "16384 columns: exactly four vectors for every thread");
+    if (const Candidate c = of.even(form, 4, 1024, true, "16384 columns: exactly four vectors for every thread"))
+      return *c;
   if (f.element == 2 && form == RowForm::only) {
-    if (even && f.causal && f.columns == 128) return of.even(form, 2, 8, true, "128 causal columns");
+    if (even && f.causal && f.columns == 128)
+      if (const Candidate c = of.even(form, 2, 8, true, "128 causal columns")) return *c;
     if (even && !f.causal)
       if (const Candidate c = of.even_fours(form, 256, 512)) return *c;
   } else if (f.element <= 4 && f.vectors) {
@@ -219,10 +225,7 @@ RowChoice choose_norm_backward(const RowFacts& f, const Candidates& of) {
   return of.general();
 }
 
-}  // namespace
-
-RowChoice choose(const RowFacts& f, HasRoom has_room) {
-  const Candidates of(f, has_room);
+RowChoice first_of_list(const RowFacts& f, const Candidates& of) {
   switch (f.operation) {
     case RowOperation::softmax: return choose_softmax(f, of);
     case RowOperation::scaled_masked_softmax: return choose_masked(f, of);
@@ -230,6 +233,16 @@ RowChoice choose(const RowFacts& f, HasRoom has_room) {
     case RowOperation::norm_backward: return choose_norm_backward(f, of);
     default: return choose_norm(f, of);
   }
+}
+
+}  // namespace
+
+RowChoice choose(const RowFacts& f, HasRoom has_room) {
+  const RowChoice c = first_of_list(f, Candidates(f, has_room));
+  // Lists end with a kernel that takes every row: it is off only if the kernels before it are.
+  TORCH_CHECK_VALUE(!KernelSwitch<RowKernel>::is_off(c.kernel), "custom_mm: every kernel that takes these rows of ",
+                    f.columns, " elements is switched off, ", name_of(c.kernel), " the last");
+  return c;
 }
 
 bool has_room_by_limits(const RowFacts& f, const RowChoice& c) {

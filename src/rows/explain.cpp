@@ -3,10 +3,12 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
 #include "glue/handles.h"
+#include "glue/kernel_switch.h"
 #include "rows/choose.h"
 
 namespace py = pybind11;
@@ -144,6 +146,12 @@ void define_explain(py::module_& m) {
     py::list names;
     for (int k = 0; k < kRowKernels; ++k) names.append(std::string(name_of(static_cast<RowKernel>(k))));
     return names;
+  });
+  m.def("switch_off_row_kernels", [](const std::vector<std::string>& names) {
+    uint32_t off = 0;
+    for (int k = 0; k < kRowKernels; ++k)
+      off |= uint32_t{std::ranges::count(names, name_of(static_cast<RowKernel>(k))) > 0} << k;
+    KernelSwitch<RowKernel>::set_off(off);
   });
   m.def("choose_row_kernel", choose_row_kernel, py::arg("operation"), py::kw_only(), py::arg("element"),
         py::arg("rows"), py::arg("columns"), py::arg("vectors") = true, py::arg("aligned") = true,

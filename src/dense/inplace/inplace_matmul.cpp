@@ -111,8 +111,6 @@ void run_cuda(const Call& c) {
 }
 #endif
 
-// stays in the caches between the copy and the product
-
 constexpr int64_t kPanelBytes = 2 << 20;  // stays in the caches between the copy and the product
 
 void run_cpu(const Call& c) {

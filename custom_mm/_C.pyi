@@ -99,6 +99,17 @@ def row_kernels() -> list[str]:
 def switch_off_row_kernels(names: list[str]) -> None:
     """Choosers pass these over from now on, in the whole process; all others are on again."""
 
+def inplace_kernels() -> list[str]:
+    """Names of the kernels of matmul_ on a GPU: files in src/dense/inplace, and workspace."""
+
+def switch_off_inplace_kernels(names: list[str]) -> None:
+    """The chooser of matmul_ passes these over from now on, in the whole process; all others are on again."""
+
+def explain_in_place(
+    a: Tensor, b: Tensor, transb: bool, bias: Tensor | None, workspace: int
+) -> tuple[str, str, dict[str, int | bool | str]]:
+    """The kernel of matmul_, why, and its tile of the result. Raises the operator's errors."""
+
 Gpu = tuple[int, int, int, tuple[int, int]]
 Answer = tuple[str, str, dict[str, int | bool | str]]
 

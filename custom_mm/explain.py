@@ -76,6 +76,13 @@ def _matmul(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
     return "cublas", "cublasGemmEx, or cublasGemmStridedBatchedEx for a batch that is not one matrix", {}
 
 
+def _matmul_in_place(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
+    if gpu is not None:
+        raise ValueError(f"explain: expected no other gpu for {name}, whose kernels ask the GPU for its room, got {gpu}")
+    kernel, why, launch = _C.explain_in_place(a["a"], a["b"], a["transb"], a["bias"], a["workspace"])
+    return kernel if a["a"].is_cuda else "cpu: at::mm", why, launch
+
+
 def _spmm(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
     meta = {key: x.to("meta") if isinstance(x, torch.Tensor) else x for key, x in a.items() if key != "out"}
     torch.ops.custom_mm.csr_spmm.default(**meta)  # raises the operator's errors
@@ -128,6 +135,7 @@ _EXPLAINERS: dict[str, Callable[[str, Arguments, Gpu | None], Answer]] = {
     "norm_keep_": _norm,
     "norm_backward": _norm_backward,
     "matmul": _matmul,
+    "matmul_": _matmul_in_place,
     "csr_spmm": _spmm,
 }
 

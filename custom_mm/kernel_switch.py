@@ -15,7 +15,10 @@ class Family:
     set_off: Callable[[list[str]], None] | None = None
 
 
-FAMILIES: dict[str, Family] = {"rows": Family(tuple(_C.row_kernels()), _C.switch_off_row_kernels)}
+FAMILIES: dict[str, Family] = {
+    "rows": Family(tuple(_C.row_kernels()), _C.switch_off_row_kernels),
+    "products in place": Family(tuple(_C.inplace_kernels()), _C.switch_off_inplace_kernels),
+}
 _off: frozenset[str] = frozenset()
 
 

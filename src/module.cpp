@@ -5,8 +5,10 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "dense/inplace/inplace_matmul.h"
 #include "glue/checks.h"
 #include "glue/handles.h"
+#include "glue/kernel_switch.h"
 #include "glue/prepared_calls.h"
 #include "gpu/hopper_limits.h"
 #include "rows/explain.h"
@@ -88,6 +90,26 @@ py::dict build_info() {
   return info;
 }
 
+// The kernels of matmul_: their switch, and which of them a call runs.
+void define_inplace(py::module_& m) {
+  m.def("inplace_kernels",
+        [] { return std::vector<std::string>(std::begin(matmuls::kInplaceNames), std::end(matmuls::kInplaceNames)); });
+  m.def("switch_off_inplace_kernels", [](const std::vector<std::string>& off) {
+    matmuls::KernelSwitch<matmuls::InplaceKernel>::set_off(off, matmuls::kInplaceNames);
+  });
+  m.def(
+      "explain_in_place",
+      [](const at::Tensor& a, const at::Tensor& b, bool transb, const std::optional<at::Tensor>& bias,
+         int64_t workspace) {
+        const matmuls::InplaceChoice c = matmuls::explain_in_place(a, b, transb, bias, workspace);
+        py::dict launch;
+        if (c.tile_rows > 0)
+          launch = py::dict(py::arg("tile_rows") = c.tile_rows, py::arg("tile_columns") = c.tile_columns);
+        return py::make_tuple(c.name(), c.why, launch);
+      },
+      py::arg("a"), py::arg("b"), py::arg("transb"), py::arg("bias"), py::arg("workspace"));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -159,6 +181,7 @@ PYBIND11_MODULE(_C, m) {
         matmuls::check_no_overlap(op.c_str(), out, {{"values", values}, {"dense", dense}});
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
+  define_inplace(m);
   matmuls::define_prepared_calls(m);
   matmuls::define_explain(m);
 }

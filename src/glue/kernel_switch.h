@@ -2,8 +2,11 @@
 // take a call. One mask per family, for the whole process. custom_mm/kernel_switch.py sets it.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace matmuls {
 
@@ -12,7 +15,16 @@ template <class Kernel>
 class KernelSwitch {
  public:
   static bool is_off(Kernel kernel) { return mask().load(std::memory_order_relaxed) >> static_cast<int>(kernel) & 1; }
-  static void set_off(uint32_t kernels) { mask().store(kernels, std::memory_order_relaxed); }
+  // Switches those off whose name is in `off`, and all others on. names: of all kernels, in the enumeration's order.
+  template <class Names>
+  static void set_off(const std::vector<std::string>& off, const Names& names) {
+    uint32_t bits = 0, bit = 1;
+    for (const auto& name : names) {
+      if (std::find(off.begin(), off.end(), name) != off.end()) bits |= bit;
+      bit <<= 1;
+    }
+    mask().store(bits, std::memory_order_relaxed);
+  }
 
  private:
   static std::atomic<uint32_t>& mask() {

@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -139,20 +138,18 @@ py::tuple choose_row_kernel(const std::string& operation, int element, int64_t r
   return tuple_of({f, choose(f), nullptr});
 }
 
+std::vector<std::string> row_kernel_names() {
+  std::vector<std::string> names;
+  for (int k = 0; k < kRowKernels; ++k) names.emplace_back(name_of(static_cast<RowKernel>(k)));
+  return names;
+}
+
 }  // namespace
 
 void define_explain(py::module_& m) {
-  m.def("row_kernels", [] {
-    py::list names;
-    for (int k = 0; k < kRowKernels; ++k) names.append(std::string(name_of(static_cast<RowKernel>(k))));
-    return names;
-  });
-  m.def("switch_off_row_kernels", [](const std::vector<std::string>& names) {
-    uint32_t off = 0;
-    for (int k = 0; k < kRowKernels; ++k)
-      off |= uint32_t{std::ranges::count(names, name_of(static_cast<RowKernel>(k))) > 0} << k;
-    KernelSwitch<RowKernel>::set_off(off);
-  });
+  m.def("row_kernels", row_kernel_names);
+  m.def("switch_off_row_kernels",
+        [](const std::vector<std::string>& off) { KernelSwitch<RowKernel>::set_off(off, row_kernel_names()); });
   m.def("choose_row_kernel", choose_row_kernel, py::arg("operation"), py::kw_only(), py::arg("element"),
         py::arg("rows"), py::arg("columns"), py::arg("vectors") = true, py::arg("aligned") = true,
         py::arg("adjacent") = true, py::arg("constant_step") = true, py::arg("mask") = "none",

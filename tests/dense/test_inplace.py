@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import custom_mm
 import matmuls
 from common.row_cases import assert_as_good_as_torch, draw, every_dtype
 from matmuls.measure import graph_of, peak_memory
@@ -355,3 +356,29 @@ def test_a_feed_forward_networks_operands_are_named(name):
     given = {n: torch.randn(*shape, dtype=torch.float64 if n == name else None) for n, shape in given.items()}
     with pytest.raises(RuntimeError, match=f"feed_forward_: expected {name} of dtype Float as a is, got Double"):
         matmuls.feed_forward_(torch.randn(3, 4), **given)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("transb", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_each_kernel_in_place(dtype, transb):
+    seen = set()
+    for m, k in ((200, 1024), (4096, 512), (8192, 1024), (8192, 1001)):
+        torch.manual_seed(m)
+        a, b = torch.randn(m, k, device="cuda").to(dtype), torch.randn(k, k, device="cuda").to(dtype)
+        bias = torch.randn(k, device="cuda").to(dtype)
+        wide = a.double() @ (b.mT if transb else b).double() + bias.double()
+        scale = wide.abs().max()
+        chosen = custom_mm.explain("matmul_", a, b, transb, bias).kernel
+        for kernel in custom_mm._C.inplace_kernels():
+            out = a.clone()
+            try:
+                with custom_mm.only_kernel(kernel):
+                    torch.ops.custom_mm.matmul_(out, b, transb, bias)
+            except ValueError:  # it does not take the product
+                assert kernel != chosen
+                continue
+            seen.add(kernel)
+            assert (out.double() - wide).abs().max() <= 2 * torch.finfo(dtype).eps * scale, kernel
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert seen == {"few_rows", "panels", "workspace"}

@@ -22,7 +22,8 @@
 namespace matmuls::in_place {
 namespace {
 
-constexpr int kPair = 2, kRows = 128, kColumns = 64, kDeep = 4;  // blocks of a cluster; their tile; stages
+constexpr int kRows = kFewRows, kColumns = kFewColumns;  // of the tile of a cluster
+constexpr int kPair = 2, kDeep = 4;                      // blocks of a cluster; stages
 constexpr int kBytesA = kRows * kRowBytes, kBytesB = kColumns * kRowBytes, kStageBytes = kBytesA + kBytesB;
 constexpr int kAhead = 8;                 // K steps prefetched to the L2
 constexpr int kProducts = 2 * kGroup;     // threads that multiply, 64 rows a warpgroup
@@ -283,12 +284,17 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ----------------------------------------------------------------------------------------------------------- launch
 
 template <class T, bool b_k_apart>
+bool few_rows_fit(const Operands& o) {
+  const int panels = up(o.a.size(0), kRows), clusters = panels * up(o.columns, kColumns);
+  return panels <= 2 * kTeams && clusters <= clusters_at_once<few_rows_kernel<T, b_k_apart>, kThreads, kShared>(kPair);
+}
+
+template <class T, bool b_k_apart>
 bool multiply_few_rows(const Operands& o) {
   constexpr auto kernel = few_rows_kernel<T, b_k_apart>;
   constexpr int wide = kRowBytes / sizeof(T);
   const int64_t rows = o.a.size(0), inner = o.a.size(1);
-  const int panels = up(rows, kRows), across = up(o.columns, kColumns), clusters = panels * across;
-  if (clusters > clusters_at_once<kernel, kThreads, kShared>(kPair) || panels > 2 * kTeams) return false;
+  const int across = up(o.columns, kColumns), clusters = up(rows, kRows) * across;
   const Shape shape{static_cast<int>(rows), static_cast<int>(o.columns), across, up(inner, wide), o.a.stride(0)};
   T* const data = o.a.mutable_data_ptr<T>();
   const CUtensorMap a_map = map_of<T>(data, rows, inner, o.a.stride(0), kRows);
@@ -301,12 +307,16 @@ bool multiply_few_rows(const Operands& o) {
                counters.slot.value_or(0));
 }
 
-template bool multiply_few_rows<float, false>(const Operands&);
-template bool multiply_few_rows<float, true>(const Operands&);
-template bool multiply_few_rows<c10::BFloat16, false>(const Operands&);
-template bool multiply_few_rows<c10::BFloat16, true>(const Operands&);
-template bool multiply_few_rows<c10::Half, false>(const Operands&);
-template bool multiply_few_rows<c10::Half, true>(const Operands&);
+// Both, for both layouts of b.
+#define MATMULS_FEW_ROWS(T)                                   \
+  template bool few_rows_fit<T, false>(const Operands&);      \
+  template bool few_rows_fit<T, true>(const Operands&);       \
+  template bool multiply_few_rows<T, false>(const Operands&); \
+  template bool multiply_few_rows<T, true>(const Operands&);
+MATMULS_FEW_ROWS(float)
+MATMULS_FEW_ROWS(c10::BFloat16)
+MATMULS_FEW_ROWS(c10::Half)
+#undef MATMULS_FEW_ROWS
 
 }  // namespace matmuls::in_place
 #endif

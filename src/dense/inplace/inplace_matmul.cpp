@@ -12,12 +12,13 @@
 #include <torch/library.h>
 
 #include "dense/gemm.h"
+#include "dense/inplace/inplace_matmul.h"
 #include "dense/ops.h"
 #include "glue/autograd.h"
 #include "glue/autograd_inplace.h"
+#include "glue/kernel_switch.h"
 
 #ifdef MATMULS_CUDA
-#include "dense/inplace/inplace_matmul.h"
 #include "glue/handles.h"
 #endif
 
@@ -100,6 +101,8 @@ void run_cuda(const Call& c) {
   const OperationGuard guard(kInplaceOp, c.a);
   each_matrix(c.a, [&](const Tensor& a) {
     if (multiply_in_place_sm90(a, c.b, c.bias, c.transb)) return;
+    TORCH_CHECK_VALUE(!KernelSwitch<InplaceKernel>::is_off(InplaceKernel::workspace), kInplaceOp,
+                      ": every kernel that takes this product is switched off, workspace the last");
     // Multiples of 128 rows at most: a panel then ends at a tile's end.
     each_panel(a, c.columns(), c.workspace, 128, [&](const Tensor& from, const Tensor& to) {
       if (c.bias.defined())
@@ -216,6 +219,23 @@ void inplace_autograd(Tensor a, const Tensor& b, bool transb, const OptionalTens
 }
 
 }  // namespace
+
+InplaceChoice explain_in_place(const Tensor& a, const Tensor& b, bool transb, const OptionalTensor& bias,
+                               int64_t workspace) {
+  const Call c{a, b, tensor_or_none(bias), transb, workspace};
+  check(c);
+  InplaceChoice choice{InplaceKernel::workspace, "torch's BLAS, over a copy of a panel of rows"};
+#ifdef MATMULS_CUDA
+  if (a.is_cuda() && a.numel() > 0 && c.columns() > 0) {
+    const OperationGuard guard(kInplaceOp, a);
+    bool first = true;
+    each_matrix(a, [&](const Tensor& matrix) {
+      if (std::exchange(first, false)) choice = choose_in_place(matrix, b, c.bias, transb);
+    });
+  }
+#endif
+  return choice;
+}
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def(

@@ -26,6 +26,7 @@
 #include "dense/gemm_types.h"
 #include "dense/inplace/inplace_matmul.h"
 #include "dense/inplace/panels_sm90.cuh"
+#include "glue/kernel_switch.h"
 
 namespace matmuls {
 namespace {
@@ -386,31 +387,64 @@ struct Way {
   }
 };
 
+template <class T>
+using Large = Tile<T, 2, 256, 4>;
+template <class T>
+using Narrow = Tile<T, 2, 128, 6>;
+template <class T>
+using Small = Tile<T, 1, 128, 8>;
+
 // Ratio of waves to those of a full GPU from which panels through a workspace are faster. They reach 0.87 to 0.93 of
 // cuBLAS at 16 bits, 0.49 to 0.58 in TF32 (H200).
 template <class T>
 constexpr double kPanels = sizeof(T) == 4 ? 1.7 : 1.15;
 
+bool is_on(InplaceKernel kernel) { return !KernelSwitch<InplaceKernel>::is_off(kernel); }
+
+// What a call that the kernels support runs. few: few_rows may be taken.
 template <class T, bool b_k_apart>
-bool multiply(const Operands& o) {
-  if (multiply_few_rows<T, b_k_apart>(o)) return true;
-  const Way<T, Tile<T, 2, 256, 4>, b_k_apart> large(o);
+InplaceChoice choose(const Operands& o, bool few) {
+  if (few && is_on(InplaceKernel::few_rows) && few_rows_fit<T, b_k_apart>(o))
+    return {InplaceKernel::few_rows, "the result's tiles fit into one wave", kFewRows, kFewColumns};
+  constexpr InplaceChoice other{InplaceKernel::workspace, "the tiles would leave part of the GPU idle"};
+  if (!is_on(InplaceKernel::panels)) return other;
+  const auto panels = []<class Tile>(const Way<T, Tile, b_k_apart>&) {
+    return InplaceChoice{InplaceKernel::panels, "estimated faster than panels through a workspace", Tile::rows,
+                         Tile::columns};
+  };
+  const Way<T, Large<T>, b_k_apart> large(o);
   // Teams of many clusters may leave part of the GPU idle.
   const int clusters = large.clusters();
   const bool idle = large.waves == 0 || large.waves > kPanels<T> * up(int64_t{large.pairs} * large.across, clusters);
   if constexpr (kTurned<T, b_k_apart>) {
-    return !idle && large.launch(o);
+    return idle ? other : panels(large);
   } else {
-    const Way<T, Tile<T, 2, 128, 6>, b_k_apart> narrow(o);
-    const Way<T, Tile<T, 1, 128, 8>, b_k_apart> small(o);
+    const Way<T, Narrow<T>, b_k_apart> narrow(o);
+    const Way<T, Small<T>, b_k_apart> small(o);
     // The large tile computes for 1024 cycles a stage; the others are bound by their loads of 24 and 16 KB.
     const double costs[3] = {large.cost(1024, o), narrow.cost(700, o), small.cost(450, o)};
     int best = -1;
     for (int i = 0; i < 3; ++i)
       if (costs[i] > 0 && (best < 0 || costs[i] < costs[best])) best = i;
-    if (best < 0 || (best == 0 && idle)) return false;
-    return best == 0 ? large.launch(o) : best == 1 ? narrow.launch(o) : small.launch(o);
+    if (best < 0 || (best == 0 && idle)) return other;
+    return best == 0 ? panels(large) : best == 1 ? panels(narrow) : panels(small);
   }
+}
+
+// Launches a choice. False if the GPU has no room for blocks that wait for each other.
+template <class T, bool b_k_apart>
+bool launch(const Operands& o, const InplaceChoice& c) {
+  if (c.kernel == InplaceKernel::few_rows)
+    return multiply_few_rows<T, b_k_apart>(o) || launch<T, b_k_apart>(o, choose<T, b_k_apart>(o, false));
+  if (c.kernel == InplaceKernel::workspace) return false;
+  const auto is = [&]<class Tile>(std::type_identity<Tile>) {
+    return c.tile_rows == Tile::rows && c.tile_columns == Tile::columns;
+  };
+  if constexpr (!kTurned<T, b_k_apart>) {
+    if (is(std::type_identity<Narrow<T>>())) return Way<T, Narrow<T>, b_k_apart>(o).launch(o);
+    if (is(std::type_identity<Small<T>>())) return Way<T, Small<T>, b_k_apart>(o).launch(o);
+  }
+  return Way<T, Large<T>, b_k_apart>(o).launch(o);
 }
 
 // True if TMA can address the matrix: contiguous rows that all start on 16 bytes.
@@ -420,25 +454,44 @@ bool walkable(const at::Tensor& t) {
          reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
-}  // namespace
-
-bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool transb) {
-  if (!has_hopper_kernels(c10::cuda::current_device())) return false;
+// Hands the operands to `use`, with their type and whether b is contiguous along the columns of the result.
+// `otherwise`: what is returned for a call that the kernels do not support.
+template <class Result, class Use>
+Result with_operands(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool transb, Result otherwise,
+                     const Use& use) {
+  if (!has_hopper_kernels(c10::cuda::current_device())) return otherwise;
   const bool tf32 = a.scalar_type() == at::kFloat;
-  if (tf32 ? !allows_tf32() : a.scalar_type() != at::kBFloat16 && a.scalar_type() != at::kHalf) return false;
+  if (tf32 ? !allows_tf32() : a.scalar_type() != at::kBFloat16 && a.scalar_type() != at::kHalf) return otherwise;
   at::Tensor rows = transb ? b : b.t();  // [N, K]
   const int64_t columns = rows.size(0);
   // TMA stores write at least 16 bytes.
   if (columns * rows.element_size() % 16 != 0 || a.size(0) > INT32_MAX / 2 || !walkable(a) ||
       (bias.defined() && bias.stride(0) != 1))
-    return false;
+    return otherwise;
   const bool k_apart = !walkable(rows) && walkable(rows.t());
-  if (!k_apart && !walkable(rows)) return false;
+  if (!k_apart && !walkable(rows)) return otherwise;
   const Operands o{a, k_apart ? rows.t() : rows, bias, columns};
-  if (tf32) return k_apart ? multiply<float, true>(o) : multiply<float, false>(o);
-  if (a.scalar_type() == at::kBFloat16)
-    return k_apart ? multiply<c10::BFloat16, true>(o) : multiply<c10::BFloat16, false>(o);
-  return k_apart ? multiply<c10::Half, true>(o) : multiply<c10::Half, false>(o);
+  const auto typed = [&]<class T>() {
+    return k_apart ? use.template operator()<T, true>(o) : use.template operator()<T, false>(o);
+  };
+  if (tf32) return typed.template operator()<float>();
+  return a.scalar_type() == at::kBFloat16 ? typed.template operator()<c10::BFloat16>()
+                                          : typed.template operator()<c10::Half>();
+}
+
+}  // namespace
+
+InplaceChoice choose_in_place(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool transb) {
+  const InplaceChoice other{InplaceKernel::workspace,
+                            "the kernels need Hopper, 16 bits or TF32, and rows at multiples of 16 bytes"};
+  return with_operands(a, b, bias, transb, other,
+                       [&]<class T, bool k_apart>(const Operands& o) { return choose<T, k_apart>(o, true); });
+}
+
+bool multiply_in_place_sm90(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias, bool transb) {
+  return with_operands(a, b, bias, transb, false, [&]<class T, bool k_apart>(const Operands& o) {
+    return launch<T, k_apart>(o, choose<T, k_apart>(o, true));
+  });
 }
 
 }  // namespace matmuls

@@ -91,7 +91,12 @@ bool start(Launch& launch, bool together, int blocks_of_a_cluster, Kernel kernel
 template <class T, bool b_k_apart>
 constexpr bool kTurned = sizeof(T) == 4 && b_k_apart;
 
-// The product of few rows (few_rows_sm90.cu). Returns false if the tiles do not fit in one wave.
+// The product of few rows (few_rows_sm90.cu), in tiles of kFewRows x kFewColumns results per block.
+constexpr int kFewRows = 128, kFewColumns = 64;
+// True if the tiles fit in one wave.
+template <class T, bool b_k_apart>
+bool few_rows_fit(const Operands& o);
+// Computes it, if few_rows_fit. False if the GPU has no room for blocks that wait for each other.
 template <class T, bool b_k_apart>
 bool multiply_few_rows(const Operands& o);
 

@@ -243,6 +243,11 @@ def _scores_backward_(
     return None, None
 
 
+@_unless_batched(_ops.csr_linear.default, 0, 1, 2, 4, 5, 6, 7, 8)
+def _csr_linear(size: int, dims: _Dims, crow: Tensor, col: Tensor, values: Tensor, x: Tensor, *args: Any) -> Any:
+    return _ops.csr_linear.default(crow, col, values, _front(x, dims[3]), *args), 0
+
+
 def _residual(x: Tensor, residual: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return None if residual is None else _of_batch(residual, dim, size)
 
@@ -368,6 +373,7 @@ _RULES: dict[_Operator, _Rule] = {
     _ops.norm_backward.default: _norm_backward,
     _ops.csr_spmm.default: _spmm(_ops.csr_spmm.default, 11),
     _ops.csr_spmm_arg.default: _spmm(_ops.csr_spmm_arg.default, None),
+    _ops.csr_linear.default: _csr_linear,
     _ops.csr_sddmm.default: _sddmm,
     _ops.csr_softmax.default: _csr_softmax,
     _ops.csr_softmax_backward.default: _csr_softmax_backward,

@@ -1,8 +1,6 @@
 """nn.Modules around the operations: parameters and one call."""
 
-import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -272,7 +270,8 @@ class SparseLinear(nn.Module):
         self.columns: Tensor
         self.register_buffer("offsets", torch.zeros(out_features + 1, device=device, dtype=torch.int32))
         self.register_buffer("columns", torch.empty(0, device=device, dtype=torch.int32))
-        self._plan: tuple[Any, SparsePlan] | None = None
+        # The buffers, their addresses and versions when the plan was made, and the plan.
+        self._plan: tuple[Tensor, Tensor, Any, SparsePlan] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -337,8 +336,8 @@ class SparseLinear(nn.Module):
     def _drop_plan(self) -> None:
         """Drop the plan; the next product makes a new one. A plan that a captured graph reads is kept as long as the
         module."""
-        if self._plan is not None and self._plan[1]._is_captured:
-            self._captured = (*self._captured, self._plan[1])
+        if self._plan is not None and self._plan[3]._is_captured:
+            self._captured = (*self._captured, self._plan[3])
         self._plan = None
 
     def freeze(self) -> "SparseLinear":
@@ -367,29 +366,31 @@ class SparseLinear(nn.Module):
 
     def plan(self) -> SparsePlan:
         """The plan of the weight, a `SparsePlan`; made anew if its pattern was written to or moved."""
-        if self._is_frozen and self.values.requires_grad:
+        values = self.values
+        if self._is_frozen and values.requires_grad:
             # About to be trained, perhaps by an optimizer that does not increment versions.
             self._is_frozen = False
             self._drop_plan()
-        indices = self.offsets, self.columns
-        state = [(id(t), t.data_ptr(), version_of(t)) for t in indices]
-        if self._plan is None or self._plan[0] != state:
-            shared = not self.columns.is_inference()  # writes to inference tensors cannot be detected
-            made = plan_of("plan", self._as_csr(), shared=shared, constant=self._is_frozen).update(self.values)
+        offsets, columns = self._buffers["offsets"], self._buffers["columns"]
+        assert offsets is not None
+        assert columns is not None
+        known = self._plan
+        state = offsets.data_ptr(), version_of(offsets), columns.data_ptr(), version_of(columns)
+        if known is None or known[0] is not offsets or known[1] is not columns or known[2] != state:
+            shared = not columns.is_inference()  # writes to inference tensors cannot be detected
+            made = plan_of("plan", self._as_csr(), shared=shared, constant=self._is_frozen).update(values)
             self._drop_plan()
-            self._plan = state, made  # one assignment: other threads see both or neither
-        made = self._plan[1]
-        return made if made._prepared.values is self.values else made.update(self.values)
+            self._plan = known = offsets, columns, state, made  # one assignment: other threads see all or nothing
+        made = known[3]
+        return made if made._prepared.values is values else made.update(values)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1:] != (self.in_features,):
             raise RuntimeError(f"SparseLinear: expected x of shape [..., {self.in_features}], got {list(x.shape)}")
-        multiply: Callable[..., Tensor] = linear
-        if torch.compiler.is_compiling():
-            # The plan breaks the graph anyway; compiled, only the default SpMM could be selected.
-            multiply = torch.compiler.disable(linear)  # type: ignore[no-untyped-call]
-        y = multiply(self.plan(), x.reshape(math.prod(x.shape[:-1]), self.in_features), self.bias)
-        return y.reshape(*x.shape[:-1], self.out_features)
+        # The plan breaks a compiled graph anyway; compiled, only the default SpMM could be selected.
+        multiply = torch.compiler.disable(linear) if torch.compiler.is_compiling() else linear  # type: ignore[no-untyped-call]
+        y: Tensor = multiply(self.plan(), x, self.bias)
+        return y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         _, _, missing, _, errors = args

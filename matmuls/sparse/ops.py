@@ -100,13 +100,17 @@ def spmm(
 
 
 def linear(a: SparsePlan, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ A^T + bias, [n, M], as spmm(a, x.mT).mT + bias. x: [n, K]; bias: [M] or None. In 16 bits and without a
-    gradient the bias may be added before the sum is rounded."""
-    y = a._linear(x, bias)
+    """x @ A^T + bias, [..., M]. x: [..., K]; bias: [M] or None. In 16 bits and without a gradient, a constant plan may
+    add the bias before the sum is rounded."""
+    y = a._varying_linear(x, bias)
     if y is not None:
         return y
-    y = spmm(a, x.mT).mT
-    return y if bias is None else y + bias.to(y.dtype)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y = a._linear(rows, bias)
+    if y is None:
+        y = spmm(a, rows.mT).mT
+        y = y if bias is None else y + bias.to(y.dtype)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1) -> torch.Tensor:
@@ -345,6 +349,13 @@ def _spmm_flops(
 ) -> int:
     batch: torch.Size = torch.broadcast_shapes(values[:-1], dense[:-2])  # type: ignore[no-untyped-call]
     return 2 * col[0] * dense[-1] * batch.numel()
+
+
+@register_flop_formula(_ops.csr_linear)
+def _linear_flops(
+    crow: torch.Size, col: torch.Size, values: torch.Size, x: torch.Size, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * col[0] * math.prod(x[:-1])
 
 
 @register_flop_formula([_ops.csr_spmm_chunks, _ops.csr_spmm_tiles, _ops.csr_spmm_halves])

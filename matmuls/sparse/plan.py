@@ -10,9 +10,11 @@ import torch
 
 from ..registration import expect_dense
 from .csr_pattern import CsrPattern, for_every_stream, is_capturing, pattern_of, relaxed_capture
-from .default_spmm import check_operands, default_op, default_product, multiply_batch
+from .default_spmm import check_operands, default_op, default_product, multiply_batch, takes_chunks
 from .prepared import PreparedCalls
 from .selector import Selector
+
+_csr_linear = torch.ops.custom_mm.csr_linear.default
 
 DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -253,6 +255,23 @@ class SparsePlan:
         product = op.run()
         self._prepared.record_linear(op, values, bias, self._pattern)
         return product
+
+    def _varying_linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """x A^T + bias by the row kernel, as one operator with gradients; None for a constant plan, and where another
+        kernel may be faster."""
+        s, prepared = self._pattern, self._prepared
+        if self._selector is None or self._selector.constant or prepared.source is not None or s.batch is not None:
+            return None
+        values = prepared.values
+        if bias is not None and bias.dtype != values.dtype:
+            return None
+        if x.is_cuda and x.dtype != torch.float64:
+            n = x.numel() // max(x.shape[-1], 1)
+            if takes_chunks(s, n, n * x.element_size()):
+                return None
+        self._expect_same_indices("spmm")
+        gradient = x.requires_grad and torch.is_grad_enabled()
+        return _csr_linear(s.crow, s.col, values, x, bias, *s.arguments(gradient), s.longest, s.longest_column)
 
     def _expect_same_indices(self, name: str) -> None:
         """ValueError if the sparse tensor was written to and has other indices: they share a version with its values,

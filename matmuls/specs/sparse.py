@@ -96,6 +96,9 @@ def _spmm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[An
         values, dense = draw(s.nonzeros).requires_grad_(), draw(2, 5, 3).requires_grad_()
         yield _ops.csr_spmm.default, (s.crow, s.col, values, dense, 5, reduce, 0.5)
         yield _ops.csr_spmm.default, (s.crow, s.col, values, dense, 5, reduce, 1.0, None, *transposed)
+    x, bias = draw(2, 3, 5).requires_grad_(), draw(6).requires_grad_()
+    yield _ops.csr_linear.default, (s.crow, s.col, draw(s.nonzeros).requires_grad_(), x, bias)
+    yield _ops.csr_linear.default, (s.crow, s.col, draw(s.nonzeros), x, None, None, *transposed)
     yield _ops.csr_spmm_arg.default, (s.crow, s.col, values, dense, 5, "min")
     chosen = _ops.csr_spmm_arg(s.crow, s.col, values.detach(), dense.detach(), 5, "max")[1]
     yield _ops.csr_spmm.default, (s.crow, s.col, values, dense, 5, "sum", 1.0, None, *transposed, chosen)
@@ -218,6 +221,7 @@ TABLE: tuple[Spec, ...] = (
             _ops.csr_spmm.default,
             _ops.csr_spmm.out,
             _ops.csr_spmm_arg.default,
+            _ops.csr_linear.default,
             _ops.csr_check.default,
             _ops.csr_check_copied.default,
             _ops.csr_transpose.default,

@@ -1,0 +1,148 @@
+// Operator csr_linear: x A^T + bias for a sparse A [rows, columns] and x [..., columns], with one autograd node.
+//
+// The product is A x^T by csr_spmm. Its B is x^T [columns, n], n the rows of x, copied once and kept for the gradient
+// of the values; the result [rows, n] is transposed while the bias is added.
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "glue/autograd.h"
+#include "glue/checks.h"
+#include "sparse/ops.h"
+
+namespace matmuls {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kLinear = "csr_linear";
+
+MATMULS_OPERATOR(LinearOp, "custom_mm::csr_linear", "",
+                 Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                        int64_t, int64_t));
+
+void check(const Pattern& p, const Tensor& values, const Tensor& x, const Tensor& bias) {
+  check_floating(kLinear, "x", x);
+  TORCH_CHECK(x.dim() >= 1, kLinear, ": expected x of shape [..., columns], got []");
+  check_like(kLinear, "values", values, "x", x);
+  check_pattern(kLinear, p, x);
+  TORCH_CHECK_VALUE(values.dim() == 1 && values.sym_size(0) == p.col.sym_size(0), kLinear,
+                    ": expected values of shape [", p.col.sym_size(0), "], one for each nonzero, got ",
+                    values.sym_sizes());
+  if (!bias.defined()) return;
+  check_like(kLinear, "bias", bias, "x", x);
+  TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == p.sym_rows(), kLinear, ": expected bias of shape [", p.sym_rows(),
+              "], got ", bias.sym_sizes());
+}
+
+// x as B [columns, n] of the product.
+Tensor transposed(const Tensor& x) { return as_rows(x).t().contiguous(); }
+
+// y_t^T + bias in the shape of the result. y_t: [rows, n].
+Tensor result(const Tensor& y_t, const Tensor& x, const Tensor& bias) {
+  auto shape = c10::SymDimVector(x.sym_sizes());
+  shape.back() = y_t.sym_size(0);
+  if (!bias.defined()) return y_t.t().contiguous().view_symint(shape);
+  const Tensor y = at::empty_symint(shape, x.options());
+  Tensor rows = y.view_symint({y_t.sym_size(1), y_t.sym_size(0)});
+  at::add_out(rows, y_t.t(), bias);
+  return y;
+}
+
+Tensor csr_linear(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
+                  const OptionalTensor& maybe_bias, const OptionalTensor& order, const OptionalTensor& t_crow,
+                  const OptionalTensor& t_col, const OptionalTensor& t_order, int64_t longest, int64_t t_longest) {
+  const Tensor bias = tensor_or_none(maybe_bias);
+  check(pattern_of(crow, col, order, t_crow, t_col, t_order), values, x, bias);
+  const Tensor y_t = SpmmOp::call(crow, col, values, transposed(x), x.sym_size(-1), "sum", 1, order, t_crow, t_col,
+                                  t_order, {}, false, longest, t_longest);
+  return result(y_t, x, bias);
+}
+
+struct LinearFunction : KernelFunction<LinearFunction> {
+  using Context = torch::autograd::AutogradContext;
+  using Gradients = torch::autograd::variable_list;
+
+  static Tensor forward(Context* ctx, const Tensor& values, const Tensor& x, const OptionalTensor& bias,
+                        const Pattern& p, int64_t longest, int64_t t_longest) {
+    at::AutoDispatchBelowAutograd guard;
+    const Tensor x_t = transposed(x);
+    ctx->save_for_backward({p.crow, p.col, p.order, p.t_crow, p.t_col, p.t_order, x.requires_grad() ? values : Tensor(),
+                            values.requires_grad() ? x_t : Tensor()});
+    ctx->saved_data["sizes"] = x.sym_sizes();
+    ctx->saved_data["longest"] = longest;
+    ctx->saved_data["t_longest"] = t_longest;
+    ctx->saved_data["bias"] = bias && bias->requires_grad();
+    const Tensor y_t = SpmmOp::call(p.crow, p.col, values, x_t, x.sym_size(-1), "sum", 1, none_or_tensor(p.order),
+                                    none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order), {},
+                                    false, longest, t_longest);
+    return result(y_t, x, tensor_or_none(bias));
+  }
+
+  static Gradients backward(Context* ctx, const Gradients& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Pattern p{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
+    const Tensor &values = saved[6], &x_t = saved[7];
+    const auto sizes = ctx->saved_data["sizes"].toSymIntVector();
+    const int64_t longest = ctx->saved_data["longest"].toInt(), t_longest = ctx->saved_data["t_longest"].toInt();
+    const Tensor rows = as_rows(grads[0]);
+    Tensor grad_values, grad_x, grad_bias;
+    if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1)) {
+      const Tensor g_t = rows.t().contiguous();  // [rows of A, n]
+      if (ctx->needs_input_grad(0))
+        grad_values = SddmmOp::call(p.crow, p.col, g_t, x_t.to(g_t.scalar_type()), sizes.back(), 1,
+                                    none_or_tensor(p.order), none_or_tensor(p.t_crow), none_or_tensor(p.t_col),
+                                    none_or_tensor(p.t_order), {}, false, true);
+      if (ctx->needs_input_grad(1)) {
+        const Pattern t = p.transposed(sizes.back());
+        grad_x = SpmmOp::call(t.crow, t.col, values.to(g_t.scalar_type()), g_t, p.sym_rows(), "sum", 1,
+                              none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), {}, false,
+                              t_longest, longest)
+                     .t()
+                     .reshape_symint(sizes);
+      }
+    }
+    if (ctx->saved_data["bias"].toBool()) grad_bias = rows.sum(0);
+    return {grad_values, grad_x, grad_bias, {}, {}, {}};
+  }
+};
+
+Tensor linear_autograd(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
+                       const OptionalTensor& bias, const OptionalTensor& order, const OptionalTensor& t_crow,
+                       const OptionalTensor& t_col, const OptionalTensor& t_order, int64_t longest, int64_t t_longest) {
+  if (!needs_gradient(kLinear, {values, x, tensor_or_none(bias)}))
+    return LinearOp::below_autograd(crow, col, values, x, bias, order, t_crow, t_col, t_order, longest, t_longest);
+  const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
+  check(p, values, x, tensor_or_none(bias));
+  return LinearFunction::apply(values, x, bias, p, longest, t_longest);
+}
+
+template <c10::DeviceType device>
+Tensor linear_autocast(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
+                       const OptionalTensor& bias, const OptionalTensor& order, const OptionalTensor& t_crow,
+                       const OptionalTensor& t_col, const OptionalTensor& t_order, int64_t longest, int64_t t_longest) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const auto dtype = autocast_dtype(device);
+  return LinearOp::call(crow, col, autocast_to(dtype, values, device), autocast_to(dtype, x, device),
+                        autocast_to(dtype, bias, device), order, t_crow, t_col, t_order, longest, t_longest);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
+  m.def(
+      "csr_linear(Tensor crow, Tensor col, Tensor values, Tensor x, Tensor? bias=None, Tensor? order=None, Tensor? "
+      "t_crow=None, Tensor? t_col=None, Tensor? t_order=None, int longest=-1, int t_longest=-1) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("csr_linear", csr_linear); }
+#ifdef MATMULS_CUDA
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("csr_linear", csr_linear); }
+#endif
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("csr_linear", csr_linear); }
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("csr_linear", linear_autograd); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_linear", linear_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_linear", linear_autocast<at::kCUDA>); }
+
+}  // namespace matmuls

@@ -5,8 +5,11 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <algorithm>
+
 #include "glue/checks.h"
 #include "glue/handles.h"
+#include "glue/kernel_switch.h"
 #include "glue/prepared_calls.h"
 #include "gpu/hopper_limits.h"
 #include "rows/explain.h"
@@ -53,9 +56,13 @@ struct Relaxed {
 
 at::Device gpu(int index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
 
-py::dict choose_spmm(const matmuls::spmm::ProductFacts& facts) {
-  const auto choice = matmuls::spmm::choose_rows(facts);
+py::dict choose_spmm(const matmuls::spmm::ProductFacts& facts, const matmuls::spmm::DensifyFacts& more) {
   py::dict result;
+  if (const auto densified = matmuls::spmm::choose_densified(facts, more)) {
+    result["kernel"] = matmuls::spmm::name_of(*densified);
+    return result;
+  }
+  const auto choice = matmuls::spmm::choose_rows(facts);
   result["kernel"] = choice.name();
   result["lanes"] = choice.lanes, result["parts"] = choice.parts, result["vectors"] = choice.vectors;
   result["shares"] = choice.shares, result["lean"] = choice.lean;
@@ -65,6 +72,14 @@ py::dict choose_spmm(const matmuls::spmm::ProductFacts& facts) {
   result["densify"] = matmuls::spmm::is_worth_densifying(facts, false);
   result["densify_copies"] = matmuls::spmm::is_worth_densifying(facts, true);
   return result;
+}
+
+void switch_off_spmm_kernels(const std::vector<std::string>& names) {
+  using matmuls::spmm::SpmmKernel;
+  uint32_t off = 0;
+  for (int k = 0; k < matmuls::spmm::kSpmmKernels; ++k)
+    off |= uint32_t{std::ranges::count(names, matmuls::spmm::name_of(static_cast<SpmmKernel>(k))) > 0} << k;
+  matmuls::KernelSwitch<SpmmKernel>::set_off(off);
 }
 
 py::dict build_info() {
@@ -131,15 +146,16 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "choose_spmm",
       [](int64_t rows, int64_t columns, int64_t nonzeros, int64_t longest, int64_t n, int64_t batches,
-         int element_bytes, bool vectors, int64_t multiprocessors) {
-        return choose_spmm({rows, columns, nonzeros, longest, n, batches, element_bytes, vectors, multiprocessors});
+         int element_bytes, bool vectors, int64_t multiprocessors, bool plain, double alpha, bool fp16x2, bool cublas) {
+        return choose_spmm({rows, columns, nonzeros, longest, n, batches, element_bytes, vectors, multiprocessors},
+                           {plain, alpha == 1, fp16x2, cublas});
       },
       py::kw_only(), py::arg("rows"), py::arg("columns"), py::arg("nonzeros"), py::arg("longest"), py::arg("n"),
-      py::arg("batches") = 1, py::arg("element_bytes") = 4, py::arg("vectors") = true,
-      py::arg("multiprocessors") = 132);
-  m.attr("kernel_limits") =
-      py::dict(py::arg("skewed") = matmuls::spmm::kSkewed, py::arg("fewest_in_fp16x2") = matmuls::spmm::kFewestInFp16x2,
-               py::arg("hopper_block_bytes") = matmuls::kHopperBlockBytes);
+      py::arg("batches") = 1, py::arg("element_bytes") = 4, py::arg("vectors") = true, py::arg("multiprocessors") = 132,
+      py::arg("plain") = false, py::arg("alpha") = 1.0, py::arg("fp16x2") = false, py::arg("cublas") = false);
+  m.def("switch_off_spmm_kernels", switch_off_spmm_kernels, py::arg("names"));
+  m.attr("kernel_limits") = py::dict(py::arg("fewest_in_fp16x2") = matmuls::spmm::kFewestInFp16x2,
+                                     py::arg("hopper_block_bytes") = matmuls::kHopperBlockBytes);
 #ifdef MATMULS_CUDA
   m.def(
       "simulate_device",

@@ -96,6 +96,8 @@ MAY_IMPORT = {
     "experiment.candidates": {"custom_mm", "experiment.cases", "matrices", "sparse"},
     "experiment.measured": {"bench", "experiment.candidates", "experiment.cases", "matrices", "measure", "sparse"},
     "experiment.summary": {"bench", "experiment.cases", "figures", "sparse"},
+    "ablation": {"bench", "files"},
+    "ablation.sparse": {"ablation", "custom_mm", "experiment", "matrices", "measure", "sparse"},
     "bench_bert": {"attention", "bench", "files", "measure", "integrations.transformers"},
     "bert": {"bench", "figures", "measure", "integrations.transformers"},
     "report": {"files", "report"},

@@ -292,6 +292,18 @@ def test_each_kernel_alone_multiplies_without_a_plan(kernel):
 
 
 @pytest.mark.cuda
+def test_blocks_alone_multiply():
+    torch.manual_seed(0)
+    dense = torch.randn(512, 256) * torch.kron((torch.rand(16, 8) < 0.3).float(), torch.ones(32, 32))
+    dense, b = dense.bfloat16().cuda(), torch.randn(256, 128, device="cuda").bfloat16()
+    with only_kernel(names.BLOCKS):
+        made = plan(dense.to_sparse_bsr((32, 32)))
+        y = made @ b
+    assert names.BLOCKS in made.explain().splitlines()[-1]
+    assert_close_to_float64(y, dense.to_sparse_csr(), b)
+
+
+@pytest.mark.cuda
 def test_a_product_of_a_kernel_that_is_off_is_refused():
     a = matrix(torch.float64, names.BY_ROWS)
     b = torch.randn(1024, 64, device="cuda", dtype=torch.float64)

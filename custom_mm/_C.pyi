@@ -69,8 +69,8 @@ def trust_indices(crow: Tensor, col: Tensor, order: Tensor | None, columns: int)
     again until a write changes their version. Raises ValueError if they are invalid. Does nothing on a GPU."""
 
 kernel_limits: dict[str, int]
-"""Limits that kernels and Python's selection share: skewed (ratio of the longest row to the mean above which the row
-kernel cuts rows), fewest_in_fp16x2 (nonzeros per row), hopper_block_bytes (shared memory of a block)."""
+"""Limits that kernels and Python's selection share: fewest_in_fp16x2 (nonzeros per row), hopper_block_bytes (shared
+memory of a block)."""
 
 def choose_spmm(
     *,
@@ -83,11 +83,19 @@ def choose_spmm(
     element_bytes: int = 4,
     vectors: bool = True,
     multiprocessors: int = 132,
+    plain: bool = False,
+    alpha: float = 1.0,
+    fp16x2: bool = False,
+    cublas: bool = False,
 ) -> dict[str, Any]:
     """Choose the GPU kernel and launch parameters of a csr_spmm of these sizes without a plan, and launch nothing.
 
-    Source: src/sparse/spmm/choose.h.
+    Source: src/sparse/spmm/choose.h. plain: a sum onto nothing, for which A may be densified; then fp16x2 and cublas
+    say by what.
     """
+
+def switch_off_spmm_kernels(names: list[str]) -> None:
+    """Choosers pass these over from now on, in the whole process; all others are on again."""
 
 def check_no_overlap(op: str, out: Tensor, values: Tensor, dense: Tensor) -> None:
     """Raises RuntimeError if out shares an element with itself or with one of the others."""

@@ -78,7 +78,9 @@ def _matmul(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
 
 def _matmul_in_place(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
     if gpu is not None:
-        raise ValueError(f"explain: expected no other gpu for {name}, whose kernels ask the GPU for its room, got {gpu}")
+        raise ValueError(
+            f"explain: expected no other gpu for {name}, whose kernels ask the GPU for its room, got {gpu}"
+        )
     kernel, why, launch = _C.explain_in_place(a["a"], a["b"], a["transb"], a["bias"], a["workspace"])
     return kernel if a["a"].is_cuda else "cpu: at::mm", why, launch
 
@@ -109,17 +111,22 @@ def _spmm(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
         element_bytes=b.element_size(),
         vectors=vectors,
         multiprocessors=sms,
+        plain=a["reduce"] == "sum",
+        alpha=a["alpha"],
+        fp16x2=capability == (9, 0),
+        cublas=not torch.are_deterministic_algorithms_enabled(),
     )
-    densify = choice.pop("densify" if vectors and b.shape[-1] % 8 == 0 else "densify_copies")
-    exact = nonzeros >= _C.kernel_limits["fewest_in_fp16x2"] * rows
-    if a["reduce"] == "sum" and b.shape[:-2].numel() == 1 and densify:
-        if b.dtype == torch.float32 and exact and capability == (9, 0):
-            return "fp16x2", "estimated faster with A densified for this product", {}
-        if b.dtype != torch.float32 and a["alpha"] == 1 and not torch.are_deterministic_algorithms_enabled():
-            return "dense", "estimated faster with A densified for this product, by cuBLAS", {}
     kernel: str = choice.pop("kernel")
-    why = "long rows of A, or few rows, are cut" if kernel == "split_rows" else "rows of about equal length"
-    return kernel, why, {key: value for key, value in choice.items() if not key.startswith("densify")}
+    return kernel, _SPMM_KERNELS[kernel], {k: v for k, v in choice.items() if not k.startswith("densify")}
+
+
+_SPMM_KERNELS = {  # why csr_spmm takes each of its kernels
+    "by_rows": "rows of about equal length",
+    "split_rows": "long rows of A, or few rows, are cut",
+    "shares": "rows of uneven length, in shares of equal rows and nonzeros",
+    "fp16x2": "estimated faster with A densified for this product",
+    "dense": "estimated faster with A densified for this product, by cuBLAS",
+}
 
 
 # Operator of torch.ops.custom_mm -> who explains a call of it. Another operator needs a line here.

@@ -6,17 +6,24 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from .kernels import bench_kernels
 from .options import DeviceOption, check_dtype, pick_device, pick_dtype
 from .screen import Steps, console, errors, fail, may_be_stopped, need_writable
 
 
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="operations of the table (default: all)")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="operations of the table, or with --kernels families (default: all)")
+    ] = None,
     device: DeviceOption = None,
     dtype: Annotated[list[str] | None, typer.Option(help="may be repeated")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for the JSON file")] = None,
     quick: Annotated[bool, typer.Option(help="only small cases")] = False,
     precompile: Annotated[int, typer.Option(help="processes that first compile torch.compile's kernels")] = 0,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="time every kernel that takes a call: families rows, sparse products")
+    ] = False,
+    matrices: Annotated[Path | None, typer.Option(help="with --kernels: folder of .npz, .mtx and .graph files")] = None,
 ) -> None:
     """Time the table's operations against their alternatives and against the roofs measured in the same run.
 
@@ -25,6 +32,11 @@ def bench(
     names, dtypes = names or [], [check_dtype(name) for name in dtype or []]
     if out is not None:
         need_writable("--out", out)
+    if matrices is not None and not (kernels and matrices.is_dir()):
+        raise fail(f"--matrices is a folder, beside --kernels, got {matrices}")
+    if kernels:
+        bench_kernels(names, device, matrices, out)
+        return
     with Steps("loading torch", total=1) as steps:
         from matmuls import bench as b
 

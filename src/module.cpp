@@ -55,9 +55,13 @@ struct Relaxed {
 
 at::Device gpu(int index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
 
-py::dict choose_spmm(const matmuls::spmm::ProductFacts& facts) {
-  const auto choice = matmuls::spmm::choose_rows(facts);
+py::dict choose_spmm(const matmuls::spmm::ProductFacts& facts, const matmuls::spmm::DensifyFacts& more) {
   py::dict result;
+  if (const auto densified = matmuls::spmm::choose_densified(facts, more)) {
+    result["kernel"] = matmuls::spmm::name_of(*densified);
+    return result;
+  }
+  const auto choice = matmuls::spmm::choose_rows(facts);
   result["kernel"] = choice.name();
   result["lanes"] = choice.lanes, result["parts"] = choice.parts, result["vectors"] = choice.vectors;
   result["shares"] = choice.shares, result["lean"] = choice.lean;
@@ -95,7 +99,9 @@ void define_inplace(py::module_& m) {
   m.def("inplace_kernels",
         [] { return std::vector<std::string>(std::begin(matmuls::kInplaceNames), std::end(matmuls::kInplaceNames)); });
   m.def("switch_off_inplace_kernels", [](const std::vector<std::string>& off) {
-    matmuls::KernelSwitch<matmuls::InplaceKernel>::set_off(off, matmuls::kInplaceNames);
+    using Kernel = matmuls::InplaceKernel;
+    matmuls::KernelSwitch<Kernel>::set_off(off, matmuls::kInplaceKernels,
+                                           [](Kernel k) { return matmuls::kInplaceNames[static_cast<int>(k)]; });
   });
   m.def(
       "explain_in_place",
@@ -153,15 +159,18 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "choose_spmm",
       [](int64_t rows, int64_t columns, int64_t nonzeros, int64_t longest, int64_t n, int64_t batches,
-         int element_bytes, bool vectors, int64_t multiprocessors) {
-        return choose_spmm({rows, columns, nonzeros, longest, n, batches, element_bytes, vectors, multiprocessors});
+         int element_bytes, bool vectors, int64_t multiprocessors, bool plain, double alpha, bool fp16x2, bool cublas) {
+        return choose_spmm({rows, columns, nonzeros, longest, n, batches, element_bytes, vectors, multiprocessors},
+                           {plain, alpha == 1, fp16x2, cublas});
       },
       py::kw_only(), py::arg("rows"), py::arg("columns"), py::arg("nonzeros"), py::arg("longest"), py::arg("n"),
-      py::arg("batches") = 1, py::arg("element_bytes") = 4, py::arg("vectors") = true,
-      py::arg("multiprocessors") = 132);
-  m.attr("kernel_limits") =
-      py::dict(py::arg("skewed") = matmuls::spmm::kSkewed, py::arg("fewest_in_fp16x2") = matmuls::spmm::kFewestInFp16x2,
-               py::arg("hopper_block_bytes") = matmuls::kHopperBlockBytes);
+      py::arg("batches") = 1, py::arg("element_bytes") = 4, py::arg("vectors") = true, py::arg("multiprocessors") = 132,
+      py::arg("plain") = false, py::arg("alpha") = 1.0, py::arg("fp16x2") = false, py::arg("cublas") = false);
+  m.def("switch_off_spmm_kernels", [](const std::vector<std::string>& off) {
+    matmuls::KernelSwitch<matmuls::spmm::SpmmKernel>::set_off(off, matmuls::spmm::kSpmmKernels, matmuls::spmm::name_of);
+  });
+  m.attr("kernel_limits") = py::dict(py::arg("fewest_in_fp16x2") = matmuls::spmm::kFewestInFp16x2,
+                                     py::arg("hopper_block_bytes") = matmuls::kHopperBlockBytes);
 #ifdef MATMULS_CUDA
   m.def(
       "simulate_device",

@@ -15,10 +15,10 @@ from .names import FP16X2, SPARSE24
 from .packed_mma import TILE, UNIT, expected_units
 from .smem_tiles import SLICE, layout_of
 
-# Three limits on the longest row, as a multiple of the mean row (in nonzeros). Each decides something else.
+# Two limits on the longest row, as a multiple of the mean row (in nonzeros). Each decides something else; a third, from
+# which the row kernel cuts rows, is kSkewed in src/sparse/spmm/choose.h.
 EVEN_RATIO = 4  # up to it the cost models hold, so a kernel may be selected by size without measuring
 CHUNKS_SKEW = 4  # above it the default product takes chunks from fewer products on, and rows are not reordered
-SPLIT_ROWS_SKEW = _C.kernel_limits["skewed"]  # above it the row kernel cuts rows
 
 MIN_MEAN_FP16X2 = _C.kernel_limits["fewest_in_fp16x2"]  # nonzeros a row: sums of fewer round by less than fp16x2
 MIN_ROWS = 1024  # rows of A: with fewer, the row kernel splits rows longer than LONG_ROW, which takes up to 2x as long
@@ -26,7 +26,7 @@ MIN_ROWS_16BIT = 512  # the same for 16-bit products, whose model knows of that
 LONG_ROW = 128  # nonzeros a row
 # 2:4 sparsity in float32: elements of A for each nonzero from which it is considered, and most columns of A.
 SPARSE24_FILL, SPARSE24_COLUMNS = 3, 8192
-SPARSE24_COLUMNS_16BIT = 32768
+MOST_SPARSE24_COLUMNS = 32768  # of A, that the layout takes
 PACKED_COLUMNS = 32768  # of A, at most
 CYCLES = 1755  # a microsecond
 
@@ -121,7 +121,7 @@ def _sparse24_cycles(rows: int, columns: int, n: int) -> int:
 
 def us_sparse24_16bit(s: CsrPattern, n: int, memory: Memory = H200) -> float:
     """The 2:4 product in 16 bits and the row kernel for the nonzeros beyond two of four; inf if it does not apply."""
-    if not s.distinct or s.columns > SPARSE24_COLUMNS_16BIT:
+    if not s.distinct or s.columns > MOST_SPARSE24_COLUMNS:
         return math.inf
     nbytes = 1.125 * (s.rows * s.columns)
     from_memory = nbytes / (0.75 * memory.rate) if nbytes > 0.75 * memory.l2 else 0

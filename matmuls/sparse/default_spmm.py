@@ -6,13 +6,15 @@ from typing import Any
 import torch
 
 from custom_mm import _C
+from custom_mm.kernel_switch import is_any_off, is_off
 from custom_mm.literals import Reduce
 
+from ..device import multiprocessors
 from ..registration import expect_dense
 from .chunks import Chunks
-from .costs import SPLIT_ROWS_SKEW, is_skewed
+from .costs import is_skewed
 from .csr_pattern import CsrPattern, is_capturing
-from .names import BY_ROWS, CHUNKS, SPLIT_ROWS
+from .names import BY_ROWS, CHUNKS, DEFAULT, SHARES, SPLIT_ROWS
 from .prepared import PreparedOp
 
 _ops = torch.ops.custom_mm
@@ -23,14 +25,20 @@ _sddmm = _ops.csr_sddmm.default
 # Chunks rather than rows (src/sparse/spmm/chunks/kernel.h), as measured on an H200.
 CHUNKED_MEAN = 32  # nonzeros of a row, on average: longer rows keep their lanes busy
 CHUNKED_PRODUCTS = 2**20  # of a nonzero and a column of B, for skewed rows
+ROW_KERNELS = BY_ROWS, SPLIT_ROWS, SHARES
 COUNTED = 2**31  # rows and nonzeros together: the kernel counts them in 32 bits
 # For rows that are not skewed, at least: rows of A, bytes of a row of B, bytes read of B.
 CHUNKED_ROWS, CHUNKED_ROW_BYTES, CHUNKED_BYTES = 2**13, 512, 2**24
 
 
 def takes_chunks(pattern: CsrPattern, n: int, row_bytes: int) -> bool:
-    """True if chunks are faster. row_bytes: of a row of B, n columns."""
+    """True if chunks are faster, or the row kernels switched off. row_bytes: of a row of B, n columns."""
     nonzeros, rows = pattern.nonzeros, pattern.rows
+    if is_any_off():
+        if is_off(CHUNKS):
+            return False
+        if all(map(is_off, ROW_KERNELS)):
+            return nonzeros + rows < COUNTED and row_bytes % 16 == 0
     if nonzeros >= CHUNKED_MEAN * rows or nonzeros + rows >= COUNTED:
         return False
     if is_skewed(pattern):
@@ -48,14 +56,31 @@ def chunk_sizes(pattern: CsrPattern, row_bytes: int) -> tuple[int, int]:
 
 
 def kernel_of(pattern: CsrPattern, n: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The name of the kernel that multiplies by n columns. What only the launch knows is left out: that B or the result
-    is not aligned to 16 bytes (then rows, not chunks), or that csr_spmm densifies A for this one product."""
+    """The name of the kernel that multiplies by n columns; DEFAULT if all that could are switched off. What only the
+    launch knows is left out: that B or the result is not aligned to 16 bytes (then rows, not chunks), or that csr_spmm
+    densifies A for this one product."""
     if device.type != "cuda":
-        return BY_ROWS
-    if dtype != torch.float64 and pattern.nonzeros and takes_chunks(pattern, n, n * dtype.itemsize):
+        return DEFAULT if is_off(BY_ROWS) else BY_ROWS
+    row_bytes = n * dtype.itemsize
+    if dtype != torch.float64 and pattern.nonzeros and takes_chunks(pattern, n, row_bytes):
         return CHUNKS
-    skewed = pattern.longest * pattern.rows > SPLIT_ROWS_SKEW * max(pattern.nonzeros, pattern.rows)
-    return SPLIT_ROWS if skewed else BY_ROWS
+    if n == 0:
+        return BY_ROWS  # nothing runs
+    try:
+        choice = _C.choose_spmm(
+            rows=pattern.rows,
+            columns=pattern.columns,
+            nonzeros=pattern.nonzeros,
+            longest=pattern.longest,
+            n=n,
+            element_bytes=dtype.itemsize,
+            vectors=row_bytes % 16 == 0,
+            multiprocessors=multiprocessors(device),
+        )
+    except ValueError:  # the kernels that are on do not take it, or no grid has as many blocks
+        return DEFAULT if is_any_off() else BY_ROWS
+    kernel: str = choice["kernel"]
+    return kernel
 
 
 def _may_use_chunks(pattern: CsrPattern, b: torch.Tensor) -> bool:

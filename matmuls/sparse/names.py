@@ -4,7 +4,8 @@ A name is the folder or the file of its kernel under src/sparse/spmm, or the lib
 """
 
 BY_ROWS = "by_rows"  # lanes share a row of A: by_rows/
-SPLIT_ROWS = "split_rows"  # by_rows/ too, with long rows of A cut into pieces or rows shared out evenly
+SPLIT_ROWS = "split_rows"  # by_rows/ too, with long rows of A cut into pieces
+SHARES = "shares"  # by_rows/ too, with A divided into merge-path shares of equal rows + nonzeros
 CHUNKS = "chunks"  # about equally many nonzeros for each group of lanes: chunks/
 FP16X2 = "fp16x2"  # densified, a float32 number as two float16: densified/fp16x2_sm90.cu
 SPARSE24 = "sparse24"  # densified with 2:4 sparsity: densified/sparse24_sm90.cu, float32 through fp16x2_sm90.cu
@@ -16,6 +17,6 @@ DENSE = "dense"  # A with its zeros: cuBLAS or, on a CPU, torch's BLAS
 BLOCKS = "blocks"  # the blocks of BSR and BSC on tensor cores: matmuls/triton/blocks.py
 CUSPARSE = "cusparse"  # cusparseSpMM with csr_alg3
 
-# The operator that multiplies by the pattern itself, whatever the values: by_rows, split_rows or chunks. A selector
-# measures it as one candidate; `default_spmm.kernel_of` says which of the three runs.
+# The operator that multiplies by the pattern itself, whatever the values: by_rows, split_rows, shares or chunks. A
+# selector measures it as one candidate; `default_spmm.kernel_of` says which of the four runs.
 DEFAULT = "default_spmm"

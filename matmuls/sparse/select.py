@@ -13,11 +13,16 @@ from typing import Any
 
 import torch
 
+from custom_mm import _C
+from custom_mm.kernel_switch import FAMILIES, Family, is_any_off, is_off
+
 from ..device import has_hopper_kernels, memory, takes_tf32
 from .costs import (
     MIN_MEAN_FP16X2,
     MIN_ROWS,
     MIN_ROWS_16BIT,
+    MOST_SPARSE24_COLUMNS,
+    PACKED_COLUMNS,
     is_even,
     is_skewed,
     us_by_reads,
@@ -59,10 +64,12 @@ from .names import (
     PACKED_MMA,
     PACKED_MMA_LINEAR,
     REORDERED,
+    SHARES,
     SMEM_TILES,
     SPARSE24,
     SPLIT_ROWS,
 )
+from .smem_tiles import layout_of
 
 _ops = torch.ops.custom_mm
 
@@ -120,23 +127,29 @@ class Facts:
         return self.full_float32 and self.on_hopper and s.nonzeros >= MIN_MEAN_FP16X2 * s.rows
 
     @cached_property
-    def may_densify(self) -> bool:
-        """True if A with its zeros is not too large and has no duplicates that 16 bits cannot add up."""
-        s, elements = self.pattern, self.pattern.rows * self.pattern.columns
-        tensor_cores = self.device.type == "cuda" and not self.full_float32 and self.dtype != torch.float64
-        fill = FILL_FP16X2 if self.has_fp16x2 else FILL_TENSOR_CORES if tensor_cores else FILL
+    def can_densify(self) -> bool:
+        """True if A with its zeros fits in memory and has no duplicates that 16 bits cannot add up."""
+        s = self.pattern
         return (
             self.device.type in ("cpu", "cuda")
             and (s.distinct or self.dtype.itemsize > 2)
-            and s.nonzeros <= elements <= fill * s.nonzeros  # fewer elements than nonzeros: mostly duplicates
-            and _fits(elements * self.dtype.itemsize, self.device)
+            and _fits(s.rows * s.columns * self.dtype.itemsize, self.device)
         )
 
     @cached_property
+    def may_densify(self) -> bool:
+        """True if A can be densified and is not so empty that no densified product is worth it."""
+        s, elements = self.pattern, self.pattern.rows * self.pattern.columns
+        tensor_cores = self.device.type == "cuda" and not self.full_float32 and self.dtype != torch.float64
+        fill = FILL_FP16X2 if self.has_fp16x2 else FILL_TENSOR_CORES if tensor_cores else FILL
+        # Fewer elements than nonzeros: mostly duplicates.
+        return s.nonzeros <= elements <= fill * s.nonzeros and self.can_densify
+
+    @cached_property
     def fp16x2_kernel(self) -> str:
-        """The faster of fp16x2 and sparse24 in float32."""
+        """The faster of fp16x2 and sparse24 in float32, of those that are on."""
         us = us_fp16x2(self.pattern, self.n)
-        return min(us, key=lambda name: us[name])
+        return min((name for name in us if not is_off(name)), key=lambda name: us[name], default=FP16X2)
 
 
 def _fits(nbytes: int, device: torch.device) -> bool:
@@ -147,6 +160,55 @@ def _fits(nbytes: int, device: torch.device) -> bool:
 
 def _is_default(name: str) -> Callable[[Facts], bool]:
     return lambda f: kernel_of(f.pattern, f.n, f.dtype, f.device) == name
+
+
+# What a kernel takes at all.
+
+
+def _takes_reordered(f: Facts) -> bool:
+    s = f.pattern
+    square = s.rows == s.columns and s.crow.dtype == torch.int32 and s.nonzeros + s.rows < COUNTED
+    return square and f.device.type == "cuda" and f.dtype.itemsize <= 4 and reordered_of(s) is not None
+
+
+def _takes_smem_tiles(f: Facts) -> bool:
+    s = f.pattern
+    sizes = f.full_float32 and f.on_hopper and s.distinct and s.crow.dtype == torch.int32
+    return sizes and layout_of(s, f.n) is not None
+
+
+def _takes_sparse24(f: Facts) -> bool:
+    sizes = f.pattern.distinct and f.pattern.columns <= MOST_SPARSE24_COLUMNS
+    return sizes and (f.has_fp16x2 or (f.on_hopper and f.dtype.itemsize == 2)) and f.can_densify
+
+
+def _takes_packed_mma(f: Facts) -> bool:
+    s = f.pattern
+    sizes = 0 < s.columns <= PACKED_COLUMNS and s.columns % 8 == 0 and s.rows > 0 and s.distinct
+    return sizes and f.on_hopper and f.dtype.itemsize == 2 and f.can_densify
+
+
+def _takes_fp16x2(f: Facts) -> bool:
+    return f.has_fp16x2 and f.can_densify
+
+
+def _takes_dense(f: Facts) -> bool:
+    return f.can_densify
+
+
+def _takes_cusparse(f: Facts) -> bool:
+    return f.device.type == "cuda"
+
+
+def _takes_blocks(f: Facts) -> bool:
+    return takes_blocks(f.pattern, f.dtype, f.device)
+
+
+def _for_linear_alone(f: Facts) -> bool:
+    return False  # see `linear_kernel`
+
+
+# When it may be faster than the default.
 
 
 def is_scattered(f: Facts) -> bool:
@@ -162,14 +224,13 @@ def is_scattered(f: Facts) -> bool:
         and s.nonzeros + s.rows < COUNTED
         and not is_skewed(s)
         and f.products * us_saved_by_reordering(s, f.n * f.dtype.itemsize, memory(f.device)) > us_to_reorder(s)
+        and not is_off(REORDERED)
     )
 
 
-def _takes_smem_tiles(f: Facts) -> bool:
+def _is_worth_smem_tiles(f: Facts) -> bool:
     s = f.pattern
-    if not (f.full_float32 and f.on_hopper and s.distinct and is_even(s) and s.crow.dtype == torch.int32):
-        return False
-    return SOONER * us_smem_tiles(s, f.n) < us_by_rows(s, f.n)
+    return f.full_float32 and f.on_hopper and is_even(s) and SOONER * us_smem_tiles(s, f.n) < us_by_rows(s, f.n)
 
 
 def _nears_dense(us: Callable[[Facts], float], f: Facts) -> bool:
@@ -177,34 +238,30 @@ def _nears_dense(us: Callable[[Facts], float], f: Facts) -> bool:
     return f.on_hopper and f.dtype.itemsize == 2 and us(f) < CLEAR * _us_dense(f)
 
 
-def _takes_sparse24(f: Facts) -> bool:
+def _is_worth_sparse24(f: Facts) -> bool:
     if not f.may_densify:
         return False
     return f.fp16x2_kernel == SPARSE24 if f.has_fp16x2 else _nears_dense(_us_sparse24, f)
 
 
-def _takes_packed_mma(f: Facts) -> bool:
+def _is_worth_packed_mma(f: Facts) -> bool:
     return f.may_densify and _nears_dense(_us_packed_mma, f)
 
 
-def _takes_fp16x2(f: Facts) -> bool:
+def _is_worth_fp16x2(f: Facts) -> bool:
     return f.may_densify and f.has_fp16x2 and f.fp16x2_kernel == FP16X2
 
 
-def _takes_dense(f: Facts) -> bool:
+def _is_worth_dense(f: Facts) -> bool:
     return f.may_densify and not f.has_fp16x2
 
 
-def _takes_cusparse(f: Facts) -> bool:
-    return f.device.type == "cuda" and f.pattern.nonzeros * f.n < LARGE
+def _is_worth_cusparse(f: Facts) -> bool:
+    return f.pattern.nonzeros * f.n < LARGE
 
 
-def _takes_blocks(f: Facts) -> bool:
-    return takes_blocks(f.pattern, f.dtype, f.device)
-
-
-def _for_linear_alone(f: Facts) -> bool:
-    return False  # see `linear_kernel`
+def _always(f: Facts) -> bool:
+    return True
 
 
 def _us_default(f: Facts) -> float:
@@ -257,9 +314,13 @@ class Candidate:
     name: str
     layout: Callable[[CsrPattern], Product] | None  # what the plan keeps for it; None for the default product
     operator: Any
-    may_run: Callable[[Facts], bool]  # it takes the product, and may be faster than the default
+    takes: Callable[[Facts], bool]  # it can multiply these operands, at whatever speed
+    is_worth: Callable[[Facts], bool]  # it may be faster than the default
     microseconds: Callable[[Facts], float]  # by its cost model; inf if it has none
     differentiable: bool = False  # in B
+
+    def may_run(self, f: Facts) -> bool:
+        return not is_off(self.name) and self.is_worth(f) and self.takes(f)
 
     @property
     def is_copy(self) -> bool:
@@ -268,29 +329,60 @@ class Candidate:
 
 
 # In the order in which they are measured. A name is the folder or file of its kernel below src/sparse/spmm: by_rows/,
-# chunks/, packed_mma/, densified/fp16x2_sm90.cu. Of by_rows, split_rows and chunks exactly one may run: the default
-# product.
+# chunks/, packed_mma/, densified/fp16x2_sm90.cu. Of by_rows, split_rows, shares and chunks exactly one may run: the
+# default product.
 CANDIDATES = (
-    Candidate(BY_ROWS, None, _ops.csr_spmm, _is_default(BY_ROWS), _us_default, differentiable=True),
-    Candidate(SPLIT_ROWS, None, _ops.csr_spmm, _is_default(SPLIT_ROWS), _us_default, differentiable=True),
-    Candidate(CHUNKS, None, _ops.csr_spmm_chunks, _is_default(CHUNKS), _us_default, differentiable=True),
-    Candidate(REORDERED, ReorderedRows, _ops.csr_spmm_chunks, is_scattered, _us_reordered, differentiable=True),
-    Candidate(SMEM_TILES, SmemTiles, _ops.csr_spmm_tiles, _takes_smem_tiles, _us_smem_tiles),
-    Candidate(SPARSE24, Sparse24, _ops.csr_spmm_halves, _takes_sparse24, _us_sparse24),
-    Candidate(PACKED_MMA, PackedMma, _ops.csr_spmm_packed, _takes_packed_mma, _us_packed_mma),
-    Candidate(FP16X2, Fp16x2, _ops.csr_spmm_halves, _takes_fp16x2, _us_fp16x2),
-    Candidate(DENSE, Dense, _ops.matmul, _takes_dense, _us_dense, differentiable=True),
-    Candidate(CUSPARSE, Cusparse, _ops.cusparse_spmm, _takes_cusparse, _not_modelled),
-    Candidate(BLOCKS, BlockLayout, _ops.bsr_spmm, _takes_blocks, _not_modelled, differentiable=True),
-    Candidate(PACKED_MMA_LINEAR, PackedMmaLinear, _ops.csr_linear_packed, _for_linear_alone, _us_packed_mma_linear),
+    *(
+        Candidate(name, None, operator, _is_default(name), _always, _us_default, differentiable=True)
+        for name, operator in (
+            (BY_ROWS, _ops.csr_spmm),
+            (SPLIT_ROWS, _ops.csr_spmm),
+            (SHARES, _ops.csr_spmm),
+            (CHUNKS, _ops.csr_spmm_chunks),
+        )
+    ),
+    Candidate(
+        REORDERED,
+        ReorderedRows,
+        _ops.csr_spmm_chunks,
+        _takes_reordered,
+        is_scattered,
+        _us_reordered,
+        differentiable=True,
+    ),
+    Candidate(SMEM_TILES, SmemTiles, _ops.csr_spmm_tiles, _takes_smem_tiles, _is_worth_smem_tiles, _us_smem_tiles),
+    Candidate(SPARSE24, Sparse24, _ops.csr_spmm_halves, _takes_sparse24, _is_worth_sparse24, _us_sparse24),
+    Candidate(PACKED_MMA, PackedMma, _ops.csr_spmm_packed, _takes_packed_mma, _is_worth_packed_mma, _us_packed_mma),
+    Candidate(FP16X2, Fp16x2, _ops.csr_spmm_halves, _takes_fp16x2, _is_worth_fp16x2, _us_fp16x2),
+    Candidate(DENSE, Dense, _ops.matmul, _takes_dense, _is_worth_dense, _us_dense, differentiable=True),
+    Candidate(CUSPARSE, Cusparse, _ops.cusparse_spmm, _takes_cusparse, _is_worth_cusparse, _not_modelled),
+    Candidate(BLOCKS, BlockLayout, _ops.bsr_spmm, _takes_blocks, _always, _not_modelled, differentiable=True),
+    Candidate(
+        PACKED_MMA_LINEAR,
+        PackedMmaLinear,
+        _ops.csr_linear_packed,
+        _for_linear_alone,
+        _always,
+        _us_packed_mma_linear,
+    ),
 )
 BY_NAME = {c.name: c for c in CANDIDATES}
+FAMILIES["sparse products"] = Family(tuple(BY_NAME), _C.switch_off_spmm_kernels)
 DIFFERENTIABLE = {DEFAULT, *(c.name for c in CANDIDATES if c.differentiable)}
 
 
 def default_kernel(f: Facts) -> str:
-    """The name of the kernel that the default product runs."""
-    return next(c.name for c in CANDIDATES if c.layout is None and c.may_run(f))
+    """The name of the kernel that the default product runs; DEFAULT if all that could are switched off."""
+    return kernel_of(f.pattern, f.n, f.dtype, f.device)
+
+
+def rivals(f: Facts, constant: bool) -> list[str]:
+    """The kernels that take the product where all of the default's are switched off: those that may be fast, or else
+    any; the fastest by the cost models first."""
+    on = [c for c in CANDIDATES if c.layout is not None and (constant or not c.is_copy) and not is_off(c.name)]
+    taking = [c for c in on if c.takes(f)]
+    worth = [c for c in taking if c.is_worth(f)] or taking
+    return [c.name for c in sorted(worth, key=lambda c: c.microseconds(f))]
 
 
 def estimates(f: Facts, names: list[str]) -> dict[str, float]:
@@ -307,10 +399,16 @@ def linear_kernel(f: Facts) -> str:
     """The fastest of PACKED_MMA_LINEAR, DENSE and others for x @ A^T + bias with x [n, columns], in 16 bits and by size
     alone. The others transpose x and the result."""
     s = f.pattern
-    if not has_hopper_kernels(f.device) or not s.distinct or not is_even(s, MIN_ROWS_16BIT):
+    if not has_hopper_kernels(f.device) or not s.distinct:
+        return DEFAULT
+    is_default_off = is_any_off() and default_kernel(f) == DEFAULT
+    if not is_even(s, MIN_ROWS_16BIT) and not is_default_off:
         return DEFAULT
     us = {name: BY_NAME[name].microseconds(f) for name in (DENSE, PACKED_MMA_LINEAR)}
     us |= {name: BY_NAME[name].microseconds(f) + TRANSPOSED_US for name in (BY_ROWS, SPARSE24, PACKED_MMA)}
     if not _fits(2 * s.rows * s.columns, f.device):
         del us[DENSE]
-    return min(us, key=lambda name: us[name])
+    if is_any_off():  # by_rows stands for the default product
+        off = {name for name in us if (is_default_off if name == BY_ROWS else is_off(name))}
+        us = {name: t for name, t in us.items() if name not in off and t < math.inf}
+    return min(us, key=lambda name: us[name], default=DEFAULT)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from custom_mm.kernel_switch import is_any_off, is_off
+
 from ..registration import has_tangent
 from .csr_pattern import CsrPattern, is_capturing, is_transformed, relaxed_capture
 from .default_spmm import default_op
@@ -32,6 +34,7 @@ from .select import (
     estimates,
     is_scattered,
     linear_kernel,
+    rivals,
     us_of_reads,
 )
 from .smem_tiles import MAX_COLUMNS
@@ -147,7 +150,8 @@ class Selector:
         if b.dim() != 2 or device != values.device:
             return None
         inner, n = b.shape
-        if values.shape[0] * n < SMALLEST or self._has_no_rival(b.dtype, n, device):
+        is_default = values.shape[0] * n < SMALLEST or self._has_no_rival(b.dtype, n, device)
+        if is_default and not (is_any_off() and self._is_default_off(self._facts(b.dtype, n, device))):
             return None
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else b.dtype
@@ -210,6 +214,8 @@ class Selector:
     def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Measurement:
         """Select the kernel for b's number of columns. Waits for the GPU unless the default is taken by size."""
         facts = self._facts(dtype, b.shape[1], b.device)
+        if is_any_off() and self._is_default_off(facts):
+            return self._without_default(facts, values, b)
         scattered = self.constant and is_scattered(facts)
         if scattered and (reordered := self._reordered(facts, values, b)):
             return self._known(facts, reordered, estimated=True)
@@ -228,13 +234,31 @@ class Selector:
             seconds = self._race(candidates, large, values.detach(), b.detach(), dtype)
         return self._known(facts, seconds)
 
+    def _is_default_off(self, facts: Facts) -> bool:
+        """True if the default product would run a kernel, and all that could are switched off."""
+        return facts.n > 0 and self._pattern.nonzeros > 0 and default_kernel(facts) == DEFAULT
+
+    def _without_default(self, facts: Facts, values: torch.Tensor, b: torch.Tensor) -> Measurement:
+        """The first of the kernels that are on, by their cost models, that can be made ready."""
+        for name in rivals(facts, self.constant):
+            if self._prepare(name, values, b, facts.dtype):
+                known: dict[str, float | None] = {name: BY_NAME[name].microseconds(facts) * 1e-6}
+                return self._known(facts, known, estimated=True)
+        s, on = self._pattern, [c.name for c in CANDIDATES if not is_off(c.name)]
+        raise ValueError(
+            f"spmm: expected a product that {' or '.join(on) or 'a kernel'} takes, as all others are switched off, got "
+            f"[{s.rows}, {s.columns}] with {s.nonzeros} nonzeros times {facts.n} columns in {facts.dtype}"
+        )
+
     def _prepare(self, name: str, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:
         """Make the candidate's layout; False if it is refused."""
         made = self._made(name)
         try:
             if isinstance(made, CachedLayout):
                 made.prepare(values.detach(), b, dtype)
-        except RuntimeError:  # memory is out, or a tile has too many nonzeros
+            elif isinstance(made, Cusparse):
+                made.learn(values.detach(), b.detach(), dtype)
+        except RuntimeError:  # memory is out, a tile has too many nonzeros, or cuSPARSE does not support it
             return False
         return True
 

@@ -15,14 +15,11 @@ template <class Kernel>
 class KernelSwitch {
  public:
   static bool is_off(Kernel kernel) { return mask().load(std::memory_order_relaxed) >> static_cast<int>(kernel) & 1; }
-  // Switches those off whose name is in `off`, and all others on. names: of all kernels, in the enumeration's order.
-  template <class Names>
-  static void set_off(const std::vector<std::string>& off, const Names& names) {
-    uint32_t bits = 0, bit = 1;
-    for (const auto& name : names) {
-      if (std::find(off.begin(), off.end(), name) != off.end()) bits |= bit;
-      bit <<= 1;
-    }
+  // Switches those off whose name is in `off`, and all others on. name_of: of each of the first `count` kernels.
+  template <class NameOf>
+  static void set_off(const std::vector<std::string>& off, int count, const NameOf& name_of) {
+    uint32_t bits = 0;
+    for (int k = 0; k < count; ++k) bits |= uint32_t{std::ranges::count(off, name_of(static_cast<Kernel>(k))) > 0} << k;
     mask().store(bits, std::memory_order_relaxed);
   }
 

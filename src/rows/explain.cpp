@@ -148,8 +148,9 @@ std::vector<std::string> row_kernel_names() {
 
 void define_explain(py::module_& m) {
   m.def("row_kernels", row_kernel_names);
-  m.def("switch_off_row_kernels",
-        [](const std::vector<std::string>& off) { KernelSwitch<RowKernel>::set_off(off, row_kernel_names()); });
+  m.def("switch_off_row_kernels", [](const std::vector<std::string>& off) {
+    KernelSwitch<RowKernel>::set_off(off, kRowKernels, [](RowKernel k) { return name_of(k); });
+  });
   m.def("choose_row_kernel", choose_row_kernel, py::arg("operation"), py::kw_only(), py::arg("element"),
         py::arg("rows"), py::arg("columns"), py::arg("vectors") = true, py::arg("aligned") = true,
         py::arg("adjacent") = true, py::arg("constant_step") = true, py::arg("mask") = "none",

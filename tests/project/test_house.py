@@ -62,13 +62,14 @@ MAY_IMPORT = {
     "sparse.packed_mma": {"sparse.csr_pattern"},
     "sparse.costs": {"custom_mm", "device"}
     | {f"sparse.{m}" for m in ("csr_pattern", "names", "packed_mma", "smem_tiles")},
-    "sparse.default_spmm": {"custom_mm", "registration"}
+    "sparse.default_spmm": {"custom_mm", "device", "registration"}
     | {f"sparse.{m}" for m in ("chunks", "costs", "csr_pattern", "names", "prepared")},
     "sparse.layouts": {"custom_mm", "device"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "packed_mma", "prepared", "reordered", "smem_tiles")},
     "sparse.race": {"measure", "sparse.names"},
-    "sparse.select": {"device"} | {f"sparse.{m}" for m in ("costs", "csr_pattern", "default_spmm", "layouts", "names")},
-    "sparse.selector": {"registration"}
+    "sparse.select": {"custom_mm", "device", "sparse.smem_tiles"}
+    | {f"sparse.{m}" for m in ("costs", "csr_pattern", "default_spmm", "layouts", "names")},
+    "sparse.selector": {"custom_mm", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
     "sparse.plan": {"registration"} | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "prepared", "selector")},
@@ -95,6 +96,9 @@ MAY_IMPORT = {
     "experiment.candidates": {"custom_mm", "experiment.cases", "matrices", "sparse"},
     "experiment.measured": {"bench", "experiment.candidates", "experiment.cases", "matrices", "measure", "sparse"},
     "experiment.summary": {"bench", "experiment.cases", "figures", "sparse"},
+    "ablation": {"bench", "files"},
+    "ablation.rows": {"ablation", "custom_mm", "measure"},
+    "ablation.sparse": {"ablation", "custom_mm", "experiment", "matrices", "measure", "sparse"},
     "bench_bert": {"attention", "bench", "files", "measure", "integrations.transformers"},
     "bert": {"bench", "figures", "measure", "integrations.transformers"},
     "report": {"files", "report"},

@@ -261,7 +261,7 @@ def test_the_name_of_a_kernel_is_that_of_its_file():
     folders = {select.BY_ROWS, select.CHUNKS, select.PACKED_MMA, select.SMEM_TILES, select.REORDERED}
     assert all((KERNELS / name).is_dir() for name in folders)
     assert all((KERNELS / f"densified/{name}_sm90.cu").is_file() for name in (select.FP16X2, select.SPARSE24))
-    others = {select.SPLIT_ROWS, select.DENSE, select.CUSPARSE, select.BLOCKS, select.PACKED_MMA_LINEAR}
+    others = {select.SPLIT_ROWS, select.SHARES, select.DENSE, select.CUSPARSE, select.BLOCKS, select.PACKED_MMA_LINEAR}
     assert set(select.BY_NAME) == folders | {select.FP16X2, select.SPARSE24} | others
     assert len(select.BY_NAME) == len(select.CANDIDATES)
 
@@ -296,10 +296,13 @@ def test_the_table_names_the_operator_that_is_called(name):
         ((2**10, 2**16, 8 * 64), 64, torch.float32, "cuda", select.BY_ROWS),
         ((2**10, 2**16, 8 * 64 + 1), 64, torch.float32, "cuda", select.SPLIT_ROWS),
         ((2**10, 2**16, 8 * 64 + 1), 64, torch.float32, "cpu", select.BY_ROWS),
+        ((2**14, 2**22, 4096), 64, torch.float32, "cuda", select.SHARES),
+        ((2**10, 2**13, 96), 64, torch.float32, "cuda", select.BY_ROWS),  # skewed, but no row is worth cutting
         ((2**10, 0, 0), 64, torch.float32, "cuda", select.BY_ROWS),
     ],
 )
-def test_the_default_product_is_named_by_the_kernel_that_runs(sizes, n, dtype, where, kernel):
+def test_the_default_product_is_named_by_the_kernel_that_runs(monkeypatch, sizes, n, dtype, where, kernel):
+    monkeypatch.setattr(default_spmm, "multiprocessors", lambda device: 132)
     rows, nonzeros, longest = sizes
     pattern = SimpleNamespace(rows=rows, columns=rows, nonzeros=nonzeros, longest=longest, blocks=None)
     facts = select.Facts(pattern, n, dtype, torch.device(where))

@@ -13,7 +13,7 @@ import torch
 
 from custom_mm import _C, explain
 from matmuls.sparse import costs
-from matmuls.sparse.names import BY_ROWS, DENSE, FP16X2, SPLIT_ROWS
+from matmuls.sparse.names import BY_ROWS, DENSE, FP16X2, SHARES, SPLIT_ROWS
 
 DATA = Path(__file__).resolve().parents[1] / "data/spmm_choices.json.gz"
 ROWS = (1, 100, 4096, 65_537, 2**20)
@@ -56,7 +56,7 @@ def test_the_name_says_whether_rows_are_cut():
     assert (cut["kernel"], cut["shares"]) == (SPLIT_ROWS, False)
     many = {"rows": 2**20, "columns": 4096, "nonzeros": 2**23, "n": 64}
     shared = _C.choose_spmm(longest=4096, **many)
-    assert (shared["kernel"], shared["shares"]) == (SPLIT_ROWS, True)
+    assert (shared["kernel"], shared["shares"]) == (SHARES, True)
     few = {"rows": 64, "columns": 2**20, "nonzeros": 2**17, "n": 1, "vectors": False}
     assert _C.choose_spmm(longest=2**16, **few)["kernel"] == SPLIT_ROWS
 
@@ -68,7 +68,6 @@ def test_a_grid_that_is_too_large_is_refused():
 
 def test_python_reads_the_limits_of_the_kernels():
     limits = _C.kernel_limits
-    assert limits["skewed"] == costs.SPLIT_ROWS_SKEW
     assert limits["fewest_in_fp16x2"] == costs.MIN_MEAN_FP16X2
     assert limits["hopper_block_bytes"] == costs.SHARED_BYTES
 

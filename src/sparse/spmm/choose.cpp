@@ -1,8 +1,10 @@
 #include "sparse/spmm/choose.h"
 
 #include <algorithm>
+#include <array>
 
 #include "glue/checks.h"
+#include "glue/kernel_switch.h"
 #include "sparse/csr.h"
 #include "sparse/spmm/spmm.h"
 
@@ -10,6 +12,7 @@ namespace matmuls::spmm {
 namespace {
 
 // Chosen by `matmuls spmm` on an H200; benchmarks/results/spmm-cuda.json has what the choices give.
+constexpr int64_t kSkewed = 8;                   // ratio of the longest row to the mean above which rows are cut
 constexpr int64_t kWarpsAtOnce = 32;             // warps that a multiprocessor runs at once
 constexpr int64_t kFullWarps = 14;               // warps that keep a multiprocessor's memory pipeline busy
 constexpr int64_t kGroupNonzeros = 32;           // nonzeros of neighbouring rows that one team takes together
@@ -82,21 +85,25 @@ RowsChoice choose_split(const ProductFacts& f) {
   else if (c.lanes == 16 && narrow && mean >= kVeryLongRows)
     c.parts = 2, c.lean = true;
 
-  const int64_t shares = (f.rows + f.nonzeros) / (kShareSteps / 2) * slices * f.batches;
-  if (v >= 4 && is_skewed(f) && shares * c.lanes / 32 >= 2 * kShareWarps * f.multiprocessors) {
-    if (c.lanes == 8 && c.vectors == 2) c = split(16, 1, 1);
-    if (c.lanes == 16 && c.vectors == 2) c = split(32, 1, 1);
-    c.parts = 1, c.shares = true;
-  }
   // Fewer kernels for 64-bit types, to compile less.
   if (f.element_bytes == 8 && c.vectors * c.parts > 1) return split(std::min(32, c.lanes * c.vectors), 1, 1);
   return c;
 }
 
+bool takes_shares(const ProductFacts& f) { return elements_per_vector(f) >= 4; }
+
+// Whether rows differ in length and there are shares enough to fill the GPU.
+bool is_worth_sharing(const ProductFacts& f, const RowsChoice& c) {
+  if (!takes_shares(f) || !is_skewed(f)) return false;
+  const int64_t slices = ceil_of(f.n, columns_per_team(f, c));
+  const int64_t shares = (f.rows + f.nonzeros) / (kShareSteps / 2) * slices * f.batches;
+  return shares * c.lanes / 32 >= 2 * kShareWarps * f.multiprocessors;
+}
+
 // The slots at which teams cut long rows. A row is cut if it would take one team longer than all teams need for their
 // equal share; pieces have the size of that share, but there are no more than the workspace holds. Rows of similar
-// length are cut only if they are few.
-void set_slots(RowsChoice& c, const ProductFacts& f) {
+// length are cut only if they are few. c.slots: as many, if rows are cut at all; returns whether that is worth it.
+bool set_slots(RowsChoice& c, const ProductFacts& f) {
   const int64_t team = c.lanes * c.parts, slices = ceil_of(f.n, columns_per_team(f, c));
   const int64_t teams_at_once = f.multiprocessors * kWarpsAtOnce * 32 / team;
   const bool few = f.rows * slices * f.batches * team / 32 < kFullWarps / 2 * f.multiprocessors;
@@ -106,7 +113,8 @@ void set_slots(RowsChoice& c, const ProductFacts& f) {
                              INT32_MAX / 2);
   const bool may_be_long =
       f.nonzeros > INT32_MAX || ((few || is_skewed(f)) && (f.longest < 0 || f.longest > 2 * c.slot));
-  c.slots = may_be_long && f.nonzeros > 2 * c.slot ? ceil_of(f.nonzeros, c.slot) : 0;
+  c.slots = ceil_of(f.nonzeros, c.slot);
+  return may_be_long && f.nonzeros > 2 * c.slot;
 }
 
 // The grid of spmm_rows_kernel. A team takes several neighbouring rows as long as the GPU stays full.
@@ -131,6 +139,9 @@ void set_grid(RowsChoice& c, const ProductFacts& f) {
 
 // The shares and the grid of spmm_shares_kernel.
 void set_shares(RowsChoice& c, const ProductFacts& f) {
+  if (c.lanes == 8 && c.vectors == 2) c = split(16, 1, 1);
+  if (c.lanes == 16 && c.vectors == 2) c = split(32, 1, 1);
+  c.parts = 1, c.shares = true;
   const int64_t slices = ceil_of(f.n, columns_per_team(f, c)), way = f.rows + f.nonzeros;
   const int64_t room = std::max<int64_t>(kWorkspace, f.batches * f.rows * f.n * f.element_bytes / 4);
   const bool few = way / kShareSteps * slices * f.batches * c.lanes / 32 < 4 * kShareWarps * f.multiprocessors;
@@ -142,17 +153,41 @@ void set_shares(RowsChoice& c, const ProductFacts& f) {
   c.blocks = static_cast<unsigned>(blocks), c.slices = static_cast<unsigned>(slices);
 }
 
+bool is_off(SpmmKernel kernel) { return KernelSwitch<SpmmKernel>::is_off(kernel); }
+
 }  // namespace
 
-RowsChoice choose_rows(const ProductFacts& f) {
-  RowsChoice choice = choose_split(f);
-  if (choice.shares) {
-    set_shares(choice, f);
-  } else {
-    set_slots(choice, f);
-    set_grid(choice, f);
+const char* name_of(SpmmKernel kernel) {
+  constexpr std::array<const char*, kSpmmKernels> kNames{"by_rows", "split_rows", "shares", "fp16x2", "dense"};
+  return kNames[static_cast<int>(kernel)];
+}
+
+RowsChoice choose_rows(const ProductFacts& f, bool all_kernels) {
+  using enum SpmmKernel;
+  const RowsChoice whole = choose_split(f);
+  RowsChoice cut = whole;
+  const bool worth_sharing = is_worth_sharing(f, whole), worth_cutting = set_slots(cut, f);
+  const std::array<SpmmKernel, 3> order = worth_sharing   ? std::array{shares, split_rows, by_rows}
+                                          : worth_cutting ? std::array{split_rows, by_rows, shares}
+                                                          : std::array{by_rows, split_rows, shares};
+  for (const SpmmKernel kernel : order) {
+    // by_rows counts the nonzeros of a row in 32 bits.
+    const bool takes = kernel == shares       ? takes_shares(f)
+                       : kernel == split_rows ? cut.slots > 0
+                                              : f.nonzeros <= INT32_MAX;
+    if (!takes || (!all_kernels && is_off(kernel))) continue;
+    RowsChoice choice = kernel == split_rows ? cut : whole;
+    if (kernel == shares) {
+      set_shares(choice, f);
+    } else {
+      choice.slot = cut.slot;
+      set_grid(choice, f);
+    }
+    return choice;
   }
-  return choice;
+  TORCH_CHECK_VALUE(false, kOp, ": every kernel that takes this product of ", f.rows, " x ", f.columns, ", ",
+                    f.nonzeros, " nonzeros, times ", f.n, " columns is switched off, ", name_of(order[0]),
+                    " the first");
 }
 
 // Estimated microseconds of both, as measured on an H200: launches, bytes of A written and read, products.
@@ -167,6 +202,20 @@ bool is_worth_densifying(const ProductFacts& f, bool copies) {
                                 : 12 + bytes / 2.2e6 + nonzeros / 6.5e5 + std::max(5.0, elements * n / 3.5e8);
   const double moved = static_cast<double>((f.rows + f.columns) * f.n) * f.element_bytes;
   return bytes <= kMostDensifiedBytes && densified + (copies ? 10 + 2 * moved / 2.2e6 : 0) < by_rows;
+}
+
+std::optional<SpmmKernel> densified_kernel(const ProductFacts& f, const DensifyFacts& m) {
+  if (!m.plain || f.batches != 1 || f.element_bytes == 8) return {};
+  if (f.element_bytes == 2) return m.alpha_one && m.cublas ? std::optional(SpmmKernel::dense) : std::nullopt;
+  return m.fp16x2 && f.nonzeros >= kFewestInFp16x2 * f.rows ? std::optional(SpmmKernel::fp16x2) : std::nullopt;
+}
+
+std::optional<SpmmKernel> choose_densified(const ProductFacts& f, const DensifyFacts& m) {
+  using enum SpmmKernel;
+  const std::optional<SpmmKernel> kernel = densified_kernel(f, m);
+  if (!kernel || is_off(*kernel)) return {};
+  const bool alone = is_off(by_rows) && is_off(split_rows) && is_off(shares);
+  return alone || is_worth_densifying(f, !is_aligned(f)) ? kernel : std::nullopt;
 }
 
 }  // namespace matmuls::spmm

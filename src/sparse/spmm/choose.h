@@ -2,15 +2,24 @@
 // the work, or the densified product.
 //
 //   by_rows      teams of lanes take whole rows of A                    spmm_rows_kernel, no slots
-//   split_rows   long rows are cut at slots, or A is divided into       spmm_rows_kernel and spmm_long_rows_kernel,
-//                merge-path shares of equal rows + nonzeros             spmm_shares_kernel
+//   split_rows   long rows are cut at slots                             spmm_rows_kernel and spmm_long_rows_kernel
+//   shares       A is divided into merge-path shares of equal rows +    spmm_shares_kernel and spmm_long_rows_kernel
+//                nonzeros
+//   fp16x2       float32: A is densified for this product               densified/fp16x2_sm90.cu
+//   dense        16 bits: the same                                      cuBLAS
+//
+// Kernels that are switched off (glue/kernel_switch.h) are passed over.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 namespace matmuls::spmm {
 
-constexpr int64_t kSkewed = 8;       // ratio of the longest row to the mean above which rows are cut
+enum class SpmmKernel { by_rows, split_rows, shares, fp16x2, dense };  // named as in matmuls/sparse/names.py
+constexpr int kSpmmKernels = 5;
+const char* name_of(SpmmKernel kernel);
+
 constexpr int kFewestInFp16x2 = 16;  // nonzeros per row: sums of fewer products would round worse than in float32
 
 // A [rows, columns] sparse, B [batches, columns, n], result [batches, rows, n].
@@ -37,14 +46,35 @@ struct RowsChoice {
   // Rows are cut at multiples of `slot`, of which there are `slots`: nonzeros, or rows + nonzeros of a share. 0: none.
   int64_t slot, slots;
 
-  const char* name() const { return slots > 0 ? "split_rows" : "by_rows"; }
+  SpmmKernel kernel() const {
+    return shares ? SpmmKernel::shares : slots > 0 ? SpmmKernel::split_rows : SpmmKernel::by_rows;
+  }
+  const char* name() const { return name_of(kernel()); }
 };
 
-// Raises ValueError if the product needs more blocks than a grid has.
-RowsChoice choose_rows(const ProductFacts& facts);
+// Raises ValueError if the product needs more blocks than a grid has, or if every row kernel that takes it is switched
+// off. all_kernels: none counts as switched off, for a part of a product that another kernel leaves over.
+RowsChoice choose_rows(const ProductFacts& facts, bool all_kernels = false);
 
 // True if the densified product is estimated to be faster: A is densified for this product alone, in float32 as fp16x2,
 // in 16 bits for cuBLAS. copies: B and the result are not aligned for it and go through copies.
 bool is_worth_densifying(const ProductFacts& facts, bool copies);
+
+// True if densified products read B and write the result in place. Other operands go through copies of padded width.
+inline bool is_aligned(const ProductFacts& f) { return f.vectors && f.n % 8 == 0; }
+
+// What the sizes leave open about densifying A for one product.
+struct DensifyFacts {
+  bool plain;      // a sum over all nonzeros onto nothing: no `selected`, beta 0
+  bool alpha_one;  // alpha is 1
+  bool fp16x2;     // float32: the GPU has the kernels
+  bool cublas;     // 16 bits: cuBLAS may be called, and torch asks for no deterministic algorithms, as which it counts
+                   // none of cuBLAS's
+};
+// The kernel that A may be densified for, fp16x2 or dense, worth it or not; or none.
+std::optional<SpmmKernel> densified_kernel(const ProductFacts& facts, const DensifyFacts& more);
+// The kernel that A is densified for, because that is estimated to be faster or because all row kernels are switched
+// off; none: csr_spmm runs what choose_rows says.
+std::optional<SpmmKernel> choose_densified(const ProductFacts& facts, const DensifyFacts& more);
 
 }  // namespace matmuls::spmm

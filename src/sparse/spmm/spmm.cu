@@ -138,7 +138,7 @@ void launch_split(const Args<T, I>& m, const RowsChoice& split, bool vectors) {
   launch_rows<V, 32, 1, 1, 8>(m);
 }
 
-ProductFacts facts_of(const Call& c, bool vectors) {
+ProductFacts facts_of(const Call& c) {
   return {.rows = c.pattern.rows(),
           .columns = c.dense.size(1),
           .nonzeros = c.pattern.nonzeros(),
@@ -146,7 +146,7 @@ ProductFacts facts_of(const Call& c, bool vectors) {
           .n = c.out.size(2),
           .batches = c.out.size(0),
           .element_bytes = static_cast<int>(c.dense.element_size()),
-          .vectors = vectors,
+          .vectors = of_vectors(c.dense) && of_vectors(c.out),
           .multiprocessors = device_limits().multiprocessors};
 }
 
@@ -165,8 +165,9 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
   TORCH_CHECK_VALUE(c.dense.size(1) <= UINT32_MAX, kOp, ": expected a sparse matrix of at most 2^32 - 1 columns, got ",
                     c.dense.size(1));
   m.dense_row_bytes = static_cast<uint32_t>(m.dense_stride * sizeof(T));
-  const bool vectors = of_vectors(c.dense) && of_vectors(c.out);
-  const RowsChoice choice = choose_rows(facts_of(c, vectors));
+  const ProductFacts facts = facts_of(c);
+  const bool vectors = facts.vectors;
+  const RowsChoice choice = choose_rows(facts, m.facts != nullptr);
   m.blocks = choice.blocks, m.piece_blocks = choice.piece_blocks, m.slices = choice.slices;
   m.rows_each = choice.rows_each, m.slices_first = choice.slices_first;
   m.slot = choice.slot, m.slots = choice.slots;
@@ -180,18 +181,13 @@ void sum_cuda(const Call& c, Args<T, I>& m) {
   if (!choice.shares || c.longest < 0 || c.longest > m.slot) launch_long_rows(m, vectors, choice.shares);
 }
 
-// Whether A may be densified for this product alone. float32 takes three fp16 products, if the GPU has the kernels.
-// 16-bit types use cuBLAS, which torch counts as nondeterministic.
-bool may_densify(const Call& c) {
+DensifyFacts densify_facts_of(const Call& c) {
   const auto dtype = c.dense.scalar_type();
-  return c.reduce == Reduce::sum && !c.selected.defined() && c.beta == 0 && c.out.size(0) == 1 &&
-         (dtype == at::kFloat ? c.pattern.nonzeros() >= kFewestInFp16x2 * c.out.size(1) && can_multiply_fp16x2(c.dense)
-          : dtype == at::kDouble ? false
-                                 : c.alpha == 1 && !must_be_deterministic() && Borrowed::is_available(Library::cublas));
+  return {.plain = c.reduce == Reduce::sum && !c.selected.defined() && c.beta == 0,
+          .alpha_one = c.alpha == 1,
+          .fp16x2 = dtype == at::kFloat && can_multiply_fp16x2(c.dense),
+          .cublas = c.dense.element_size() == 2 && !must_be_deterministic() && Borrowed::is_available(Library::cublas)};
 }
-
-// Whether the densified kernels can read B and write out in place. Other operands go through copies of padded width.
-bool is_aligned(const Call& c) { return c.out.size(2) % 8 == 0 && of_vectors(c.dense) && of_vectors(c.out); }
 
 Call padded(const Call& c) {
   const int64_t n = c.out.size(2), width = ceil_of(n, 8) * 8;
@@ -204,7 +200,7 @@ Call padded(const Call& c) {
 
 // Whether the 16-bit 2:4 kernel can run on these operands.
 bool may_multiply_sparse24(const Call& c) {
-  return is_aligned(c) && c.dense.numel() > 0 && c.dense.stride(1) >= c.dense.size(2) &&
+  return is_aligned(facts_of(c)) && c.dense.numel() > 0 && c.dense.stride(1) >= c.dense.size(2) &&
          has_hopper_kernels(c.dense.get_device());
 }
 
@@ -248,7 +244,7 @@ Args<T, I> args_of(const Call& c) {
 template <class T, class I>
 void sum_densified(const Call& c) {
   const DensifiedMatrix densified = densify(c.pattern, c.values[0], c.dense.size(1));
-  const Call aligned = is_aligned(c) ? c : padded(c);
+  const Call aligned = is_aligned(facts_of(c)) ? c : padded(c);
   auto m = args_of<T, I>(aligned);
   sum_densified(aligned, m, densified);
   if (!aligned.out.is_same(c.out)) c.out.copy_(aligned.out.narrow(2, 0, c.out.size(2)));
@@ -281,8 +277,7 @@ void run_cuda(const Call& c) {
       auto m = args_of<scalar_t, index_t>(c);
       const bool extremum = c.reduce == Reduce::max || c.reduce == Reduce::min;
       if (!c.selected.defined() && !extremum) {
-        if (may_densify(c) && is_worth_densifying(facts_of(c, true), !is_aligned(c)))
-          return sum_densified<scalar_t, index_t>(c);
+        if (choose_densified(facts_of(c), densify_facts_of(c))) return sum_densified<scalar_t, index_t>(c);
         return sum_cuda(c, m);
       }
       const dim3 warps =
@@ -297,7 +292,9 @@ void run_densified(const Call& c, const DensifiedMatrix& kept) {
   AT_DISPATCH_SWITCH(c.dense.scalar_type(), kOp, AT_DISPATCH_CASE(at::kFloat, [&] {
                        AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
                          auto m = args_of<float, index_t>(c);
-                         may_densify(c) && is_aligned(c) ? sum_densified(c, m, kept) : sum_cuda(c, m);
+                         const ProductFacts facts = facts_of(c);
+                         const bool fits = is_aligned(facts) && densified_kernel(facts, densify_facts_of(c));
+                         fits ? sum_densified(c, m, kept) : sum_cuda(c, m);
                        });
                      }) AT_DISPATCH_CASE_REDUCED_FLOATING_TYPES([&] {
                        if (may_multiply_sparse24(c)) return multiply_sparse24(kept, c.dense[0], c.out[0]);

@@ -6,11 +6,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from matmuls import matrices
+from matmuls import bench, matrices
 from matmuls.ablation import Case, gains, save, sparse
 from matmuls.experiment import Operands
 from matmuls.measure import Timing
 from matmuls_cli import app as cli
+from matmuls_cli import kernels
 from matmuls_cli.kernels import show_kernels
 
 
@@ -100,6 +101,28 @@ def test_what_the_command_cannot_do_is_said_in_a_sentence(args, message):
     run = CliRunner().invoke(cli.app, ["bench", *args])
     assert run.exit_code == 2
     assert message in run.stderr
+
+
+def test_the_command_measures_files_first_and_writes_the_cases(tmp_path, monkeypatch):
+    read = []
+
+    def cases(names, part):
+        read.extend(names)
+        for found in CASES:
+            yield found
+            part(found.label)
+
+    monkeypatch.setattr(kernels, "pick_device", lambda device: "cuda")
+    monkeypatch.setattr(bench, "environment", lambda device: {"device": device})
+    monkeypatch.setattr(sparse, "cases", cases)
+    (tmp_path / "b.mtx").touch(), (tmp_path / "a.npz").touch(), (tmp_path / "other.txt").touch()
+    args = ["sparse products", "--kernels", "--matrices", str(tmp_path), "--out", str(tmp_path)]
+    run = CliRunner().invoke(cli.app, ["bench", *args])
+    assert run.exit_code == 0, run.output
+    assert read == [str(tmp_path / "a.npz"), str(tmp_path / "b.mtx"), *sparse.DRAWN]
+    result = json.loads((tmp_path / "kernels-cuda.json").read_text())
+    assert result["environment"] == {"device": "cuda", "complete": True}
+    assert len(result["cases"]) == len(CASES)
 
 
 @pytest.mark.cuda

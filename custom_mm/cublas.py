@@ -26,7 +26,7 @@ def _product(
 def cublas_mmul(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, transa: bool = False, transb: bool = False
 ) -> torch.Tensor:
-    """Computes op(a) @ op(b) for two matrices by cublasGemmEx, and by torch's BLAS on a CPU.
+    """Computes op(a) @ op(b) for two matrices by cublasGemmEx, or by torch's BLAS on a CPU.
 
     Args:
         a: [M, K], or [K, M] with transa; float64, float32, float16, bfloat16, complex64 or complex128.
@@ -39,7 +39,7 @@ def cublas_mmul(
         [M, N], differentiable, or c.
 
     Raises:
-        RuntimeError: on any other shape, dtype or device, and if c overlaps a or b.
+        RuntimeError: if shapes, dtypes or devices do not match, or if c overlaps a or b.
         TypeError: if an operand is no tensor.
 
     Examples:
@@ -63,13 +63,14 @@ def cublas_bmm(
     transa: bool = False,
     transb: bool = False,
 ) -> torch.Tensor:
-    """Computes op(a) @ op(b) for batches of matrices by cublasGemmStridedBatchedEx, and by torch's BLAS on a CPU.
+    """Computes op(a) @ op(b) for batches of matrices by cublasGemmStridedBatchedEx, or by torch's BLAS on a CPU.
 
     Args:
         a: [..., M, K], or [..., K, M] with transa, at least three dimensions; dtypes as `cublas_mmul`.
-        b: [..., K, N], or [..., N, K] with transb, as many dimensions; batch sizes are equal or 1.
+        b: [..., K, N], or [..., N, K] with transb, as many dimensions as a. Corresponding batch sizes must be equal, or
+            one of them 1.
         c: [..., M, N], written and returned, or None.
-        dim: the number of dimensions, checked if given.
+        dim: the number of dimensions of a and b; if given, it is checked.
         transa: transpose the last two dimensions of a.
         transb: transpose the last two dimensions of b.
 
@@ -103,10 +104,11 @@ def cublaslt_matmul(
     transb: bool = False,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes activation(op(a) @ op(b) + bias) by cublasLtMatmul, all in its epilogue, and by torch on a CPU.
+    """Computes activation(op(a) @ op(b) + bias) by cublasLtMatmul, or by torch on a CPU.
 
-    A repeated shape costs one look-up in the handle's cache of plans. cuBLASLt has no epilogue for "gelu": a second
-    kernel applies it.
+    cuBLASLt applies bias and activation in its epilogue if it has one: for "relu" in float32 and 16 bits, for
+    "gelu_tanh" in 16 bits. In all other cases, also "gelu" and float64, a second kernel applies them. The algorithm for
+    a shape is found in the first call and cached with the handle.
 
     Args:
         a: any shape that torch.matmul accepts; dtypes as `cublas_mmul`.
@@ -142,7 +144,7 @@ def cublaslt_matmul(
 def bias_act_(x: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation | None = None) -> torch.Tensor:
     """Computes x <- activation(x + bias) in place, in one pass over x.
 
-    Arithmetic is in float32 or wider. There is no gradient: it needs the overwritten values.
+    Arithmetic is in float32 or wider. There is no gradient, because it would need the overwritten values.
 
     Args:
         x: [..., N] float64, float32, float16 or bfloat16, any non-overlapping strides.
@@ -153,8 +155,8 @@ def bias_act_(x: torch.Tensor, bias: torch.Tensor | None = None, activation: Act
         x.
 
     Raises:
-        RuntimeError: before anything is written, if shapes, dtypes or devices do not match, on overlap, and if a
-            gradient would be recorded.
+        RuntimeError: before anything is written, if shapes, dtypes or devices do not match, if x overlaps itself or
+            bias, or if a gradient would be recorded.
         TypeError: if x or bias is no tensor.
 
     Examples:

@@ -31,17 +31,17 @@ def cusparse_mmul(
     b: torch.Tensor,
     c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes A @ b for a CSR matrix A by cusparseSpMM, and by this project's kernel on a CPU.
+    """Computes A @ b for a CSR matrix A by cusparseSpMM, or by this project's kernel on a CPU.
 
-    As `cusparse_spmm`, with the values first.
+    It is `cusparse_spmm` with its arguments in another order.
 
     Args:
         values: [nnz] float64, float32, float16 or bfloat16.
         columns: [nnz] int32 or int64.
         offsets: [rows + 1], dtype of columns.
         nnz: the number of nonzeros.
-        rows: of A.
-        cols: of A.
+        rows: the number of rows of A.
+        cols: the number of columns of A.
         b: [cols, N], dtype and device of values.
         c: [rows, N], written and returned, or None.
 
@@ -49,8 +49,8 @@ def cusparse_mmul(
         [rows, N], differentiable in values and b, or c.
 
     Raises:
-        ValueError: on bad indices and another number of nonzeros.
-        RuntimeError: if shapes, dtypes or devices do not match, and on overlap.
+        ValueError: if an index does not fit the shape, or nnz is not the number of values.
+        RuntimeError: if shapes, dtypes or devices do not match, or if c overlaps an operand.
         TypeError: if an operand is no tensor.
 
     Examples:
@@ -90,9 +90,9 @@ def cusparse_spmm(
     out: torch.Tensor | None = None,
     prepared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes alpha * op(A) @ op(b) by cusparseSpMM, or out <- that + beta * out; by this project's kernel on a CPU.
+    """Computes alpha * op(A) @ op(b) by cusparseSpMM, or by this project's kernel on a CPU.
 
-    A [rows, columns] has one of four layouts:
+    With `out`, it computes out <- alpha * op(A) @ op(b) + beta * out. A [rows, columns] has one of four layouts:
 
     | layout | offsets | indices | values |
     |---|---|---|---|
@@ -101,17 +101,18 @@ def cusparse_spmm(
     | "coo" | [nnz]: rows, not decreasing | [nnz]: columns | [nnz] |
     | "bsr" | [rows / height + 1] | [blocks]: columns of blocks | [blocks, height, width] |
 
-    Differentiable in values and b, by this project's kernels. Indices are validated once, for as long as they live and
-    are not written to; validation waits for the GPU. 16-bit types are summed in float32. cuSPARSE has the same bits
-    every time only for "csr_alg3", "coo_alg2" and "bsr_alg1", and for none with transa.
+    Differentiable in values and b; this project's kernels compute the gradients. The first call with an index tensor
+    checks it and waits for the GPU; later calls check it again only if it was written to. 16-bit products are summed in
+    float32. The result has the same bits every time only for "csr_alg3", "coo_alg2" and "bsr_alg1" without transa.
 
     Args:
         offsets: int32 or int64, as the table says.
         indices: dtype of offsets, as the table says.
         values: float64, float32, float16 or bfloat16, as the table says.
-        b: [K, N], or [N, K] with transb, row- or column-major without a copy; dtype and device of values.
-        rows: of A.
-        columns: of A.
+        b: [K, N], or [N, K] with transb; dtype and device of values. It is read in place if it is row- or column-major,
+            otherwise copied.
+        rows: the number of rows of A.
+        columns: the number of columns of A.
         layout: "csr", "csc", "coo" or "bsr".
         algorithm: "default"; "csr_alg1" to "csr_alg3" for csr and csc; "coo_alg1" to "coo_alg4" for coo; "bsr_alg1".
         transa: multiply by A^T.
@@ -119,15 +120,16 @@ def cusparse_spmm(
         alpha: multiplies the product.
         beta: multiplies out.
         out: [M, N], any strides, written and returned.
-        prepared: the result of `cusparse_prepare` for such a call.
+        prepared: the result of `cusparse_prepare` with the same arguments.
 
     Returns:
         [M, N], or out.
 
     Raises:
-        ValueError: on bad indices, layouts and algorithms, and on beta without out.
-        RuntimeError: if shapes, dtypes or devices do not match, on overlap, and, naming the call, on what cuSPARSE does
-            not support.
+        ValueError: if an index does not fit the shape, if layout or algorithm is unknown, or if beta is given without
+            out.
+        RuntimeError: if shapes, dtypes or devices do not match, if out overlaps an operand, or if cuSPARSE does not
+            support the call; the message then names the function of cuSPARSE.
         TypeError: if an operand is no tensor.
 
     Examples:
@@ -165,19 +167,18 @@ def cusparse_prepare(
     transa: bool = False,
     transb: bool = False,
 ) -> torch.Tensor:
-    """Computes what cusparseSpMM_preprocess keeps for a matrix, for `cusparse_spmm(..., prepared=)` with the same
-    arguments.
+    """Runs cusparseSpMM_preprocess and returns its buffer, for `cusparse_spmm(..., prepared=)` with the same arguments.
 
-    The values of A and b and the scalars may change, but not the indices, the algorithm, the number of columns or the
-    order (row- or column-major) of b. Only one stream at a time may use it.
+    Between the two calls the values of A and b may change, and so may alpha. The indices, the algorithm, and b's number
+    of columns and order (row- or column-major) must stay the same. Only one stream at a time may use the buffer.
 
     Args:
         offsets: contiguous, as in `cusparse_spmm`.
         indices: contiguous, as in `cusparse_spmm`.
         values: as in `cusparse_spmm`.
         b: as in `cusparse_spmm`.
-        rows: of A.
-        columns: of A.
+        rows: the number of rows of A.
+        columns: the number of columns of A.
         layout: as in `cusparse_spmm`.
         algorithm: as in `cusparse_spmm`.
         transa: multiply by A^T.
@@ -187,8 +188,9 @@ def cusparse_prepare(
         An empty tensor whose storage is cuSPARSE's buffer.
 
     Raises:
-        ValueError: on bad indices, layouts and algorithms, and if offsets or indices are not contiguous.
-        RuntimeError: if shapes, dtypes or devices do not match, and on what cuSPARSE does not support.
+        ValueError: if an index does not fit the shape, if layout or algorithm is unknown, or if offsets or indices are
+            not contiguous.
+        RuntimeError: if shapes, dtypes or devices do not match, or if cuSPARSE does not support the call.
         TypeError: if an operand is no tensor.
 
     Examples:
@@ -209,7 +211,7 @@ def cusparse_prepare(
 def cusparse_sddmm(
     offsets: torch.Tensor, columns: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, alpha: float = 1.0
 ) -> torch.Tensor:
-    """Computes alpha * (a @ b) at the nonzeros of a CSR matrix by cusparseSDDMM, and by this project's kernel on a CPU.
+    """Computes alpha * (a @ b) at the nonzeros of a CSR matrix by cusparseSDDMM, or by this project's kernel on a CPU.
 
     Differentiable in a and b.
 
@@ -224,8 +226,8 @@ def cusparse_sddmm(
         [nnz].
 
     Raises:
-        ValueError: on bad indices.
-        RuntimeError: if shapes, dtypes or devices do not match, and on what cuSPARSE does not support.
+        ValueError: if an index does not fit the shape.
+        RuntimeError: if shapes, dtypes or devices do not match, or if cuSPARSE does not support the call.
         TypeError: if an operand is no tensor.
 
     Examples:

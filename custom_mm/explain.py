@@ -23,10 +23,14 @@ GPUS: dict[str, Gpu] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """The kernel of a call.
+    """The kernel that a call runs.
 
-    kernel: on a GPU the name of a file or folder of src/rows/kernels or src/sparse/spmm, or the library that has it; on
-    a CPU "cpu: " and a function's name.
+    Attributes:
+        operation: the operator.
+        kernel: the kernel's name. On a GPU it is one of those listed under "Names of kernels" in the reference, or that
+            of a library; on a CPU it is "cpu: " and the name of a C++ function.
+        why: the reason for the choice.
+        launch: on a GPU the parameters of the launch, such as the number of threads of a block.
     """
 
     operation: str
@@ -184,25 +188,26 @@ def _limits(gpu: str | Gpu | None) -> Gpu | None:
 
 
 def explain(name: str, *tensors: Any, gpu: str | Gpu | None = None, **options: Any) -> Explanation:
-    """Say which kernel a call takes, and why. Nothing is computed or written.
+    """Says which kernel a call would run, and why, without computing or writing anything.
 
-    For tensors on a GPU it is the kernel of that GPU, for tensors on a CPU the function that takes their rows. An
-    output that the operator would make is taken to be aligned; room on the GPU is judged by its limits, where a launch
-    asks CUDA.
+    For tensors on a GPU it names the kernel that runs on this GPU; for tensors on a CPU, the C++ function. It assumes
+    that an output which the operator allocates is aligned to 16 bytes, and that as many blocks fit on a multiprocessor
+    as the limits of the GPU allow; a real launch asks CUDA instead.
 
     Args:
-        name: an operator of torch.ops.custom_mm.
-        *tensors: its arguments by position.
-        gpu: choose for another GPU, wherever the tensors are: "T4", "A100", "H100", or (multiprocessors, bytes of
-            shared memory of a block and of a multiprocessor, (major, minor)).
-        **options: its arguments by name.
+        name: an operator of torch.ops.custom_mm: softmax, softmax_, scaled_masked_softmax, scaled_masked_softmax_,
+            softmax_backward, softmax_backward_, layer_norm_, rms_norm_, norm_keep_, norm_backward, matmul or csr_spmm.
+        *tensors: the operator's arguments by position.
+        gpu: choose for another GPU than that of the tensors: "T4", "A100", "H100", or a tuple (multiprocessors, bytes
+            of shared memory per block, bytes of shared memory per multiprocessor, (major, minor) compute capability).
+        **options: the operator's arguments by name.
 
     Returns:
         An `Explanation` with `kernel`, `why` and `launch`.
 
     Raises:
-        ValueError: on an unknown name, option or GPU.
-        RuntimeError: the operator's own errors on other arguments.
+        ValueError: if name, an option or gpu is unknown.
+        RuntimeError: the errors that the operator itself raises for its arguments.
 
     Examples:
         >>> import torch, custom_mm

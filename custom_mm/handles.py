@@ -23,7 +23,8 @@ def _init(library: str) -> int:
 def init_cublas() -> int:
     """Creates this thread's cuBLAS handle and workspace on every visible GPU, ahead of the first product.
 
-    Idempotent. Without CUDA it does nothing, with one warning per process: CPU tensors need no handle.
+    You can call it several times. Without CUDA it does nothing and warns once per process, because CPU tensors need no
+    handle.
 
     Returns:
         The number of GPUs; 0 without CUDA.
@@ -67,7 +68,7 @@ def init_cusparse() -> int:
 def destroy_cublas() -> None:
     """Destroys the cuBLAS handles and workspaces of every thread on every GPU; a later product creates new ones.
 
-    Idempotent.
+    You can call it several times.
 
     Raises:
         RuntimeError: while a CUDA graph that uses one is being captured.
@@ -82,7 +83,8 @@ def destroy_cublas() -> None:
 
 
 def destroy_cublaslt() -> None:
-    """Destroys the cuBLASLt handles, plans and workspaces of every thread on every GPU, as `destroy_cublas`.
+    """Destroys the cuBLASLt handles, cached algorithms and workspaces of every thread on every GPU, as
+    `destroy_cublas`.
 
     Raises:
         RuntimeError: while a CUDA graph that uses one is being captured.
@@ -111,8 +113,8 @@ def handle_info() -> "list[_C.Handle]":
     """Lists the live handles of all threads.
 
     Returns:
-        For each its `library`, `device`, `thread` ("free" if its thread has ended) and `workspaces`, each of which has
-        the id of its `stream` and `nbytes`.
+        For each handle a dictionary with its `library`, `device`, `thread` ("free" if its thread has ended) and
+        `workspaces`. For each workspace there is the id of its `stream` and its size, `nbytes`.
 
     Examples:
         >>> import custom_mm
@@ -125,16 +127,17 @@ def handle_info() -> "list[_C.Handle]":
 
 
 def set_workspace_size(nbytes: int) -> None:
-    """Sets the bytes of workspace of each handle and stream from the next call on.
+    """Sets the size of the workspace of each handle and stream, from the next call on.
 
-    Workspaces are allocated by the driver, outside torch's caching allocator; under graph capture from the capture's
-    pool.
+    The CUDA driver allocates workspaces, outside torch's caching allocator. During a graph capture they come from the
+    memory pool of the capture.
 
     Args:
-        nbytes: 0 is the default: 32 MiB from sm_90 on, 8 MiB before.
+        nbytes: the size in bytes. 0 restores the default: 32 MiB on GPUs of compute capability 9.0 or later, 8 MiB on
+            earlier ones.
 
     Raises:
-        RuntimeError: on a size below 0.
+        RuntimeError: if the size is negative.
 
     Examples:
         >>> import custom_mm
@@ -147,10 +150,10 @@ def set_workspace_size(nbytes: int) -> None:
 
 
 def workspace_size() -> int:
-    """Tells the value given to `set_workspace_size`.
+    """Returns the value given to `set_workspace_size`.
 
     Returns:
-        Bytes; 0 is the default.
+        The size in bytes; 0 if the default applies.
 
     Examples:
         >>> import custom_mm
@@ -161,10 +164,11 @@ def workspace_size() -> int:
 
 
 def build_info() -> dict[str, Any]:
-    """Tells what the extension was built with.
+    """Returns what the extension was built with.
 
     Returns:
-        torch, the compiler, and with CUDA its version, architectures and libraries.
+        The versions of torch and of the compiler; with CUDA also its version, the GPU architectures and the versions of
+        the libraries.
 
     Examples:
         >>> import custom_mm

@@ -47,19 +47,19 @@ def _known(names: Sequence[str]) -> None:
 
 @contextmanager
 def without_kernels(*names: str) -> Iterator[None]:
-    """Switch kernels off in the whole process: calls take the next one that their chooser lists.
+    """Switches kernels off in the whole process, for tests and measurements.
 
-    For tests and measurements. A plan keeps what it selected before, so make plans inside. A call that no other kernel
-    takes raises ValueError.
+    A call then runs the next kernel that can compute it, or raises ValueError if there is none. A plan keeps the kernel
+    that it selected before, so make plans inside of the context.
 
     Args:
-        *names: names that `explain` and a plan's `explain()` print.
+        *names: names of kernels, as `explain` and a plan's `explain()` print them.
 
     Returns:
         A context manager; the kernels are on again after it.
 
     Raises:
-        ValueError: on an unknown name.
+        ValueError: if a name is unknown.
 
     Examples:
         >>> import torch, custom_mm
@@ -79,18 +79,18 @@ def without_kernels(*names: str) -> Iterator[None]:
 
 @contextmanager
 def only_kernel(name: str) -> Iterator[None]:
-    """Switch all other kernels of the same family off: calls take this one, or raise ValueError.
+    """Switches all other kernels of the same family off, for tests and measurements.
 
-    For tests and measurements; see `without_kernels`.
+    A call then runs this kernel, or raises ValueError if it cannot. See `without_kernels`.
 
     Args:
-        name: as `explain` prints it.
+        name: a kernel's name, as `explain` prints it.
 
     Returns:
         A context manager; the other kernels are on again after it.
 
     Raises:
-        ValueError: on an unknown name.
+        ValueError: if the name is unknown.
 
     Examples:
         >>> import torch, custom_mm

@@ -36,27 +36,36 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes softmax(scale * q @ k^T + mask) @ v, and returns the probabilities too.
 
-    On Hopper one kernel takes 16-bit heads of size 64, with bool masks and rows that are multiples of 16 bytes; it
-    writes the probabilities once. Elsewhere the scores are computed in pieces of 32 MiB, or of one head.
+    On Hopper GPUs one kernel computes all of it, in 16 bits, for heads of size 64, a number of keys that is a multiple
+    of 8, and no mask or a mask of bool or uint8; the guide lists all conditions. In all other cases the scores are
+    computed in pieces of 32 MiB, or of one head if that is larger.
 
-    Differentiable any number of times. At most one tensor of the size of the scores is saved for backward, and none
-    with `recompute` unless the probabilities are returned; gradients are computed in pieces too. On a GPU, at 16 bits
-    and without a mask, none is saved if the probabilities get no gradient: backward is then that of torch's
-    scaled_dot_product_attention. With dropout, fewer key heads, a mask that needs a gradient, or under torch.compile,
-    attention is composed of single operations, and backward holds two such tensors.
+    Differentiable any number of times. How many tensors of the size of the scores are saved for backward depends on the
+    call:
+
+    - none on a GPU, in float16 or bfloat16, without a mask, for heads of up to 128 elements (a multiple of 8): backward
+      then calls that of torch's scaled_dot_product_attention, or computes the scores again if the probabilities have a
+      gradient;
+    - none with `recompute`, where backward computes the scores again;
+    - two with dropout, grouped-query attention, a mask that requires a gradient, or under torch.compile, where
+      attention is computed by `compose` and `recompute` has no effect;
+    - one otherwise.
+
+    Probabilities that are returned occupy memory as long as the caller keeps them, in all cases.
 
     Args:
         q: [B, H, Q, D] float64, float32, float16 or bfloat16.
         k: [B, h, K, D], h a divisor of H; dtype and device of q.
         v: [B, h, K, E], dtype and device of q.
-        mask: as in `scaled_masked_softmax`: bool or uint8, where nonzero masks, or float, added to the scaled scores;
-            any shape that broadcasts to [B, H, Q, K]; or None.
+        mask: a tensor whose shape broadcasts to [B, H, Q, K], or None. In a mask of bool or uint8, a nonzero element
+            hides a key; this is the opposite of torch's scaled_dot_product_attention. A float mask is added to the
+            scaled scores.
         scale: multiplies the scores.
         causal: query i sees keys 0 to i.
-        dropout: the probability of dropping a probability.
-        probabilities: return them.
-        recompute: backward computes the scores again instead of saving the probabilities.
-        into: [B, H, Q, K], the probabilities are written here if no gradient is recorded.
+        dropout: the probability with which an attention probability is set to 0.
+        probabilities: return the probabilities.
+        recompute: compute the scores again in backward, instead of saving the probabilities.
+        into: [B, H, Q, K], the probabilities are written to it if no gradient is recorded.
 
     Returns:
         The context [B, Q, H, E], and the probabilities [B, H, Q, K] before dropout, or None.
@@ -105,18 +114,19 @@ def compose(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what `attend` does by single operations: for torch.compile, dropout, grouped heads, mask gradients.
+    """Computes what `attend` computes, as separate operations that torch.compile can trace.
 
+    `attend` calls it under torch.compile and for dropout, grouped-query attention and masks that require a gradient.
     Backward holds two tensors of the size of the scores.
 
     Args:
         q: [B, H, Q, D] float64, float32, float16 or bfloat16.
         k: [B, h, K, D], h a divisor of H; dtype and device of q.
         v: [B, h, K, E], dtype and device of q.
-        mask: as in `scaled_masked_softmax`, or None.
+        mask: as in `attend`, or None.
         scale: multiplies the scores.
         causal: query i sees keys 0 to i.
-        dropout: the probability of dropping a probability.
+        dropout: the probability with which an attention probability is set to 0.
 
     Returns:
         The context [B, Q, H, E], and the probabilities [B, H, Q, K] before dropout.
@@ -127,7 +137,7 @@ def compose(
     Examples:
         >>> import torch
         >>> from matmuls.attention import compose
-        >>> q, v = torch.zeros(1, 2, 2, 4), torch.tensor([[[[1.0], [3.0]]]])  # two heads share one of keys and values
+        >>> q, v = torch.zeros(1, 2, 2, 4), torch.tensor([[[[1.0], [3.0]]]])  # two heads share keys and values
         >>> context, probabilities = compose(q, q[:, :1], v, None, 0.5)
         >>> context.flatten(), probabilities.shape
         (tensor([2., 2., 2., 2.]), torch.Size([1, 2, 2, 2]))

@@ -376,30 +376,31 @@ def bsr_spmm(
 ) -> Tensor:
     """Computes A @ dense for a matrix A stored in blocks of h x w (BSR).
 
-    Sums are in float32, or float64 for float64, in TF32 only if torch's switch allows it, in the order of `col`: the
-    same bits every time. Duplicates are added; a row of blocks without any is 0. Differentiable any number of times in
-    values and dense. Under autocast as torch.matmul. Triton multiplies blocks with sides of 16, 32, 64 or 128 on a GPU,
-    torch others.
+    Products are summed in float32, or float64 for float64; TF32 is used only if torch's switch allows it. The sums run
+    in the order of `col`, so that the result has the same bits every time. Duplicate blocks are added. Rows of the
+    result without a block are 0. Differentiable any number of times in values and dense. Under autocast it behaves as
+    torch.matmul. On a GPU, Triton kernels multiply blocks with sides of 16, 32, 64 or 128; torch multiplies all others.
 
     Args:
-        crow: [block rows + 1] int32 or int64, offsets. Indices are trusted on a GPU and checked on a CPU.
+        crow: [block rows + 1] int32 or int64, the offsets of the rows of blocks in `col`. Offsets and columns are
+            checked on a CPU, but not on a GPU.
         col: [blocks], dtype of crow: the column of each block, counted in blocks.
         values: [blocks, h, w] float64, float32, float16 or bfloat16.
-        dense: [columns, N], any stride of its rows; dtype and device of values.
+        dense: [columns, N], read in place if each row is contiguous, otherwise copied; dtype and device of values.
         columns: the number of columns of A, a multiple of w.
         order: [blocks] or None; block p has the elements values[order[p]].
-        transposed: read each block transposed: [w, h].
-        t_crow: [block columns + 1] or None: the offsets of the blocks by columns, for the gradient of dense; computed
-            if not given, as the next two.
-        t_col: [blocks] or None: the block row of each.
-        t_order: [blocks] or None: the place of each among the values.
+        transposed: read each block transposed, as [w, h].
+        t_crow: [block columns + 1] or None. This and the next two are the pattern of A^T, for the gradient of dense;
+            they are computed if not given. t_crow has the offsets of the columns of blocks in `t_col`.
+        t_col: [blocks] or None: the block row of each block of A^T's pattern.
+        t_order: [blocks] or None: the index of each of these blocks in values.
 
     Returns:
         [block rows * h, N].
 
     Raises:
         RuntimeError: before anything is computed, if shapes, dtypes or devices do not match.
-        ValueError: on a CPU, on indices that do not fit.
+        ValueError: if an index does not fit the shape (checked on a CPU only).
         TypeError: if an operand is no tensor.
 
     Examples:
@@ -429,18 +430,18 @@ def bsr_sddmm(
     t_col: Tensor | None = None,
     t_order: Tensor | None = None,
 ) -> Tensor:
-    """Computes the blocks [height, width] of a @ b^T that a pattern has.
+    """Computes a @ b^T at the blocks [height, width] of a pattern only.
 
-    Precision, gradients and kernels are those of `bsr_spmm`.
+    b is transposed here, unlike in `matmuls.sddmm`. Precision, gradients and kernels are those of `bsr_spmm`.
 
     Args:
-        crow: [block rows + 1] int32 or int64, offsets.
+        crow: [block rows + 1] int32 or int64, the offsets of the rows of blocks in `col`.
         col: [blocks], dtype of crow: the column of each block, counted in blocks.
         a: [block rows * height, D] float64, float32, float16 or bfloat16.
         b: [columns, D], dtype and device of a.
         columns: the number of columns of the product, a multiple of width.
-        height: of a block.
-        width: of a block.
+        height: the number of rows of a block.
+        width: the number of columns of a block.
         order: [blocks] or None; block p is stored at order[p].
         t_crow: as `bsr_spmm`.
         t_col: as `bsr_spmm`.
@@ -451,7 +452,7 @@ def bsr_sddmm(
 
     Raises:
         RuntimeError: before anything is computed, if shapes, dtypes or devices do not match.
-        ValueError: on a CPU, on indices that do not fit.
+        ValueError: if an index does not fit the shape (checked on a CPU only).
         TypeError: if an operand is no tensor.
 
     Examples:

@@ -33,22 +33,23 @@ def matmul(
 ) -> torch.Tensor:
     """Computes activation(op(a) @ op(b) + bias); op transposes the last two dimensions if transa or transb is set.
 
-    cuBLAS computes it on a GPU, cuBLASLt if there is a bias or an activation, and torch's BLAS on a CPU. Differentiable
-    any number of times in a, b and bias. Under autocast it behaves as torch.matmul.
+    On a GPU cuBLAS computes the product, or cuBLASLt if there is a bias or an activation; on a CPU torch's BLAS does.
+    Differentiable any number of times in a, b and bias. Under autocast it behaves as torch.matmul.
 
     Args:
         a: [..., M, K], or [..., K, M] with transa, or a vector [K]; float64, float32, float16, bfloat16, complex64 or
-            complex128. Batch dimensions broadcast as in torch.matmul. Strided views are read in place if a leading
-            dimension can describe them, else copied.
+            complex128. Batch dimensions broadcast as in torch.matmul. A strided view is read in place if BLAS can
+            describe it: one of its last two strides is 1, and the other is its leading dimension (lda). Otherwise it
+            is copied.
         b: [..., K, N], or [..., N, K] with transb, or a vector [K]; dtype and device of a.
         transa: transpose the last two dimensions of a. A vector is not transposed.
         transb: transpose the last two dimensions of b.
         bias: [N], dtype and device of a.
         activation: None, "relu", "gelu" (by erf) or "gelu_tanh"; None for complex dtypes.
-        out: the result is written here: exactly its shape, any non-overlapping strides.
+        out: a tensor of exactly the result's shape, with any non-overlapping strides; the result is written to it.
 
     Returns:
-        [..., M, N], or `out`. Sums are in float32 or wider; TF32 is used only if torch's switch allows it.
+        [..., M, N], or `out`. Products are summed in float32 or wider; TF32 is used only if torch's switch allows it.
 
     Raises:
         RuntimeError: before anything is computed, if shapes, dtypes or devices do not match, if out overlaps an input,
@@ -83,8 +84,8 @@ def matmul(
 def handles() -> Iterator[int]:
     """Context manager: creates this thread's library handles on entry and destroys those of all threads on exit.
 
-    Not needed for any product: one that finds no handle makes it. It moves that cost, some milliseconds, to a place of
-    your choice.
+    Its use is optional: a product creates a missing handle itself, which takes some milliseconds. With this context
+    manager that time is spent where you choose.
 
     Returns:
         A context manager whose value is the number of GPUs, 0 without CUDA.
@@ -141,7 +142,9 @@ class _Product(InplaceFunction):
 
 
 class cublasMM(_Product):
-    """`cublasMM.apply(a, b)` computes a @ b by cuBLAS, as an autograd Function.
+    """`cublasMM.apply(a, b)` computes a @ b by cuBLAS, as `matmul(a, b)`.
+
+    `matmul` is faster to call; this class is for interfaces that need an autograd Function.
 
     Args:
         a: [..., M, K], or a vector [K]; dtypes as `matmul`.

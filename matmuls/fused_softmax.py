@@ -28,18 +28,20 @@ def scaled_masked_softmax(
 ) -> torch.Tensor:
     """Computes softmax(scale * x + mask) over the last dimension, in one pass over x.
 
-    A masked column gives 0. A row with all columns masked is 0 and has a gradient of 0; otherwise NaN propagates.
-    Differentiable any number of times in x and in a float mask; only the result is saved. Under autocast as
-    torch.softmax; in place the dtype stays.
+    A masked column is 0 in the result. If all columns of a row are masked, the row and its gradient are 0. If the
+    columns that are not masked are all -inf, the row is NaN, as in torch.softmax. Differentiable any number of times in
+    x and in a float mask; only the result is saved for backward. Under autocast it behaves as torch.softmax, but in
+    place it keeps x's dtype.
 
     Args:
         x: [..., Q, K], in attention [B, H, Q, K]; float64, float32, float16 or bfloat16, any non-overlapping strides.
-        mask: any shape that broadcasts to x's, such as [B, 1, 1, K] or [1, 1, Q, K]; read through its strides, never
-            expanded. bool or uint8: nonzero masks a column. Float in x's dtype, or float32 (not for float64 x): added
-            to the scaled scores, so that -inf masks. Other integers are refused, since 1 may mean either: convert them.
+        mask: a tensor whose shape broadcasts to x's, such as [B, 1, 1, K] or [1, 1, Q, K]; it is not materialized. In
+            a mask of bool or uint8, a nonzero element masks its column. A float mask, in x's dtype or (unless x is
+            float64) float32, is added to the scaled scores, so that -inf masks a column. A mask of another integer
+            dtype raises an error, because a 1 may mean masked or kept; convert it.
         scale: multiplies x in float32, or float64 for float64.
-        causal: row q sees columns 0 to q. The others are not even read, and no mask tensor is needed.
-        inplace: write the result over x; backward then writes over the incoming gradient if nothing else refers to it.
+        causal: row q sees columns 0 to q. The others are not read, and no mask tensor is needed.
+        inplace: write the result over x. Backward then writes over the incoming gradient, if nothing else refers to it.
 
     Returns:
         A tensor of x's shape, or x with `inplace`.
@@ -89,7 +91,7 @@ def scaled_masked_softmax_forward(
 ) -> torch.Tensor:
     """Computes softmax(scale * x) over the last dimension without the columns where mask is nonzero.
 
-    Differs from `scaled_masked_softmax` in a mask of floats: there it is added.
+    Here a nonzero element of a float mask masks its column. In `scaled_masked_softmax` a float mask is added instead.
 
     Args:
         x: [..., Q, K] float64, float32, float16 or bfloat16.
@@ -120,9 +122,11 @@ def scaled_masked_softmax_backward(
     """Computes scale * y * (grad - sum(y * grad)) over the last dimension: the gradient of
     `scaled_masked_softmax_forward`.
 
+    The order of grad and y is the opposite of that of `softmax_backward`.
+
     Args:
         grad: the gradient of y.
-        y: the result of the forward; shape, dtype and device of grad.
+        y: the result of the forward pass; shape, dtype and device of grad.
         scale: a number, or a tensor of one element without a gradient.
         inplace: write the result over y; no gradient is recorded.
 

@@ -25,20 +25,20 @@ def matmul_(
     keep_input: bool = False,
     workspace: int = WORKSPACE,
 ) -> torch.Tensor:
-    """Computes a[..., :N] <- a @ b + bias over a's own memory, with a workspace of a few MiB whatever the size of a.
+    """Computes a[..., :N] <- a @ b + bias in a's own memory, with a workspace of a few MiB for any size of a.
 
-    Differentiable any number of times in a and bias, saving only b. The gradient of b needs the overwritten a: a call
-    that would record it is refused unless `keep_input` saves a copy of a. float32 uses TF32 if torch's switch for
-    products allows it.
+    Differentiable any number of times in a and bias; only b is saved for backward. The gradient of b needs the
+    overwritten a, so a call that would record it raises an error, unless `keep_input` saves a copy of a. float32 uses
+    TF32 if torch's switch for products allows it.
 
     Args:
-        a: [..., K] float64, float32, float16 or bfloat16, any non-overlapping strides; fastest if each row is
-            contiguous.
+        a: [..., K] float64, float32, float16 or bfloat16, any non-overlapping strides. The product is fastest if each
+            row is contiguous.
         b: [K, N] with N <= K, or [N, K] with transb, any strides; dtype and device of a.
         transb: transpose b first.
         bias: [N], dtype and device of a.
         keep_input: save a copy of a if the gradient of b is recorded.
-        workspace: bytes of extra memory at most, but at least one row of a.
+        workspace: maximum bytes of extra memory; at least one row of a is allocated.
 
     Returns:
         a[..., :N], a view of a, or a itself if N = K.
@@ -73,16 +73,16 @@ def linear_(
     keep_input: bool = False,
     workspace: int = WORKSPACE,
 ) -> torch.Tensor:
-    """Computes x[..., :N] <- torch.nn.functional.linear(x, weight, bias) over x's own memory.
+    """Computes x[..., :N] <- torch.nn.functional.linear(x, weight, bias) in x's own memory.
 
-    As `matmul_` with `transb=True`: gradients, dtypes and memory are those.
+    It is `matmul_` with `transb=True`, with the same gradients, dtypes and use of memory.
 
     Args:
         x: [..., K] float64, float32, float16 or bfloat16, any non-overlapping strides.
         weight: [N, K] with N <= K, any strides; dtype and device of x.
         bias: [N], dtype and device of x.
         keep_input: save a copy of x if the gradient of weight is recorded.
-        workspace: bytes of extra memory at most, but at least one row of x.
+        workspace: maximum bytes of extra memory; at least one row of x is allocated.
 
     Returns:
         x[..., :N], a view of x, or x itself if N = K.
@@ -119,12 +119,12 @@ def feed_forward_(
 ) -> torch.Tensor:
     """Computes x <- layer_norm(x + linear(activation(linear(x, up, up_bias)), down, down_bias), weight, bias) in place.
 
-    The second half of a transformer layer, for inference. It works on chunks of rows, so that the intermediate rows
-    take at most `chunk_bytes`, or one row.
+    This is the second half of a transformer layer, for inference. It is computed in chunks of rows, so that the
+    intermediate activations of a chunk take at most `chunk_bytes`. A chunk has at least one row.
 
     Args:
         x: [..., H] float64, float32, float16 or bfloat16, any non-overlapping strides.
-        up: [I, H], weight of the first linear layer; dtype and device of x, as all others.
+        up: [I, H], weight of the first linear layer. All parameters have the dtype and device of x.
         up_bias: [I] or None.
         down: [H, I], weight of the second linear layer.
         down_bias: [H] or None.
@@ -132,7 +132,7 @@ def feed_forward_(
         bias: [H], bias of the layer norm, or None.
         eps: added to the variance.
         activation: None, "relu", "gelu" (by erf) or "gelu_tanh".
-        chunk_bytes: bytes of intermediate rows at a time.
+        chunk_bytes: maximum bytes of the intermediate activations of a chunk.
 
     Returns:
         x.
@@ -191,9 +191,9 @@ def _square(name: str, a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: in
 
 
 def square_matmul(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """Computes a <- a @ b over the rows of a, for a square b.
+    """Computes a <- a @ b in place, for a seen as a matrix of n_rows rows and a square b.
 
-    As `matmul_`, except that a copy of a is saved if the gradient of b is recorded.
+    It is `matmul_` with keep_input: a copy of a is saved if the gradient of b is recorded.
 
     Args:
         a: contiguous, n_rows * n_cols elements in any shape; float64, float32, float16 or bfloat16.
@@ -218,9 +218,9 @@ def square_matmul(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) ->
 
 
 def square_matmul_T(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """Computes a <- a @ b^T over the rows of a, for a square b.
+    """Computes a <- a @ b^T in place, for a seen as a matrix of n_rows rows and a square b.
 
-    As `square_matmul` with b transposed.
+    It is `square_matmul` with b transposed.
 
     Args:
         a: contiguous, n_rows * n_cols elements in any shape; float64, float32, float16 or bfloat16.

@@ -16,20 +16,20 @@ __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 
 
 class InplaceLinear(nn.Linear):
-    """nn.Linear written over its input: [..., in_features] -> [..., out_features] in the same memory.
+    """nn.Linear that writes its output over its input: [..., in_features] -> [..., out_features] in the same memory.
 
-    As `matmuls.linear_`: the weight's gradient needs the overwritten input, so that a call which would record it is
-    refused unless keep_input saves a copy of the input. Under autocast the weight is cast to the input's dtype, which
-    stays.
+    It calls `matmuls.linear_`. The weight's gradient needs the overwritten input, so a call that would record it raises
+    an error, unless keep_input saves a copy of the input. Under autocast the input's dtype stays, and the weight is
+    cast to it.
 
     Args:
         in_features: size of an input row.
         out_features: size of an output row, at most in_features, which is the default.
         bias: add a bias.
         keep_input: save a copy of the input if the weight's gradient is recorded.
-        workspace: bytes of extra memory at most, but at least one row.
-        device: of the parameters.
-        dtype: of the parameters: float64, float32, float16 or bfloat16.
+        workspace: maximum bytes of extra memory; at least one row is allocated.
+        device: device of the parameters.
+        dtype: dtype of the parameters: float64, float32, float16 or bfloat16.
 
     Raises:
         ValueError: if there are more output than input features.
@@ -109,15 +109,16 @@ def _expect_linear(name: str, *layers: nn.Module) -> None:
 class MaskedLinear(nn.Module):
     """Two nn.Linear of one shape, `first` and `second`; a row uses the first if the mask is True, else the second.
 
-    `layer(x, mask)` takes x [..., in_features] and a mask in bool, one element for each row, or a plan of it, as
-    `matmuls.masked_linear` does.
+    Call it as `layer(x, mask)`: x is [..., in_features], and mask is a bool tensor with one element for each row, or a
+    mask plan, as in `matmuls.masked_linear`. The weights have nn.Linear's layout, [out, in], unlike those of
+    `matmuls.MaskedLinear`.
 
     Args:
         in_features: size of an input row.
         out_features: size of an output row.
         bias: add biases.
-        device: of the parameters.
-        dtype: of the parameters: float64, float32, float16 or bfloat16.
+        device: device of the parameters.
+        dtype: dtype of the parameters: float64, float32, float16 or bfloat16.
 
     Raises:
         TypeError: in a call, if a layer is not a plain nn.Linear or has hooks, which would not be called.
@@ -145,7 +146,7 @@ class MaskedLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, first: nn.Linear, second: nn.Linear) -> "MaskedLinear":
-        """Makes a module of two existing layers, whose parameters it shares.
+        """Makes a module that shares the parameters of two existing layers.
 
         Args:
             first: the layer for rows where the mask is True.
@@ -172,15 +173,16 @@ class MaskedLinear(nn.Module):
 class MaskedFFN(nn.Module):
     """Two SwiGLU networks, w2(silu(w1 x) * w3 x) and the same with u; a row uses w if the mask is True, else u.
 
-    `layer(x, mask)` takes x [..., hidden_size] and a mask in bool, one element for each row, or a plan of it, as
-    `matmuls.masked_ffn` does.
+    Call it as `layer(x, mask)`: x is [..., hidden_size], and mask is a bool tensor with one element for each row, or a
+    mask plan, as in `matmuls.masked_ffn`. The weights have nn.Linear's layout, [out, in], unlike those of
+    `matmuls.MaskedFFN`.
 
     Args:
         hidden_size: size of an input and of an output row.
         intermediate_size: size of a row between the projections.
-        recompute: backward computes the products of size intermediate_size again instead of saving them.
-        device: of the parameters.
-        dtype: of the parameters: float64, float32, float16 or bfloat16.
+        recompute: compute the products of size intermediate_size again in backward, instead of saving them.
+        device: device of the parameters.
+        dtype: dtype of the parameters: float64, float32, float16 or bfloat16.
 
     Raises:
         TypeError: in a call, if a layer is not a plain nn.Linear or has hooks, which would not be called.
@@ -217,25 +219,25 @@ class MaskedFFN(nn.Module):
 class SparseLinear(nn.Module):
     """nn.Linear with a sparse weight: x [..., in_features] -> x @ weight^T + bias, [..., out_features].
 
-    Parameters: `values` [nonzeros] and `bias`. Buffers, the weight's CSR pattern: `offsets` [out_features + 1] and
-    `columns` [nonzeros]. All are in the state dict, which may have another number of nonzeros than the module that it
-    is loaded into. A new module has no nonzeros: `from_linear` makes one from a trained layer. torch's parametrizations
-    do not accept a parameter named `values`.
+    The parameters are `values` [nonzeros] and `bias`. The buffers are the weight's CSR pattern: `offsets`
+    [out_features + 1] and `columns` [nonzeros]. All of them are in the state dict. A loaded state may have another
+    number of nonzeros than the module. A new module has no nonzeros; use `from_linear` to make one from a trained
+    layer. torch's parametrizations do not accept a parameter named `values`.
 
-    Products go through a plan and read the current values, whatever wrote them. `freeze()` says that the values stay as
-    they are: products may then keep a copy of the weight in a layout for tensor cores, and in 16 bits, without a
-    gradient, on Hopper, the bias is added before the sum is rounded.
+    Every product uses the sparse plan of the weight and reads the current values. `freeze()` promises that the values
+    will not change. Products may then keep a copy of the weight in a layout for tensor cores, and in 16 bits, on Hopper
+    and without a gradient, add the bias before the sum is rounded.
 
     Args:
         in_features: size of an input row.
         out_features: size of an output row.
         bias: add a bias.
-        device: of the parameters and buffers.
-        dtype: of the parameters: float64, float32, float16 or bfloat16.
+        device: device of the parameters and buffers.
+        dtype: dtype of the parameters: float64, float32, float16 or bfloat16.
 
     Raises:
-        ValueError: on a number of features below 0.
-        RuntimeError: in a call, on an x that does not match.
+        ValueError: if a number of features is negative.
+        RuntimeError: in a call, if x does not match.
 
     Examples:
         >>> import torch, matmuls
@@ -282,14 +284,15 @@ class SparseLinear(nn.Module):
 
         Args:
             linear: the layer.
-            sparsity: the fraction of weights to drop, from 0 to 1, those of smallest magnitude.
-            threshold: drop magnitudes up to it. With neither, zeros are dropped.
+            sparsity: the fraction of weights to drop, from 0 to 1; those of smallest magnitude are dropped.
+            threshold: drop all weights whose magnitude is at most this. If neither argument is given, only zeros are
+                dropped.
 
         Returns:
             The module, in the layer's training mode.
 
         Raises:
-            ValueError: if both are given, on a fraction outside 0 to 1 and on a threshold below 0.
+            ValueError: if both are given, if the fraction is not between 0 and 1, or if the threshold is negative.
         """
         if sparsity is not None and threshold is not None:
             raise ValueError(f"SparseLinear: expected sparsity or threshold, got both, {sparsity} and {threshold}")
@@ -341,12 +344,12 @@ class SparseLinear(nn.Module):
         self._plan = None
 
     def freeze(self) -> "SparseLinear":
-        """Says that the values stay as they are, so that products may keep copies of them: for inference. Returns the
+        """Promises that the values will not change, for inference: products may then keep copies of them. Returns the
         module.
 
-        values and bias no longer require a gradient. Writes to values that torch's version counter sees are noticed,
-        loaded states included; after others (`.data`, a replayed graph) call `freeze` again. It ends with `unfreeze()`,
-        or when values require a gradient again.
+        values and bias no longer require a gradient. Writes that raise the version counter of values are noticed, and
+        so are loaded states. After other writes (through `.data`, by a replayed CUDA graph) call `freeze` again. The
+        promise ends with `unfreeze()`, or when values require a gradient again.
         """
         self._is_frozen = True
         self._drop_plan()
@@ -356,7 +359,7 @@ class SparseLinear(nn.Module):
         return self
 
     def unfreeze(self) -> "SparseLinear":
-        """Lets values and bias require a gradient, and products read the values each time. Returns the module."""
+        """Ends `freeze`: values and bias require a gradient, and every product reads the values. Returns the module."""
         self._is_frozen = False
         self._drop_plan()
         for parameter in (self.values, self.bias):
@@ -365,7 +368,7 @@ class SparseLinear(nn.Module):
         return self
 
     def plan(self) -> SparsePlan:
-        """The plan of the weight, a `SparsePlan`; made anew if its pattern was written to or moved."""
+        """The weight's `SparsePlan`. A new one is made if the pattern was written to or moved."""
         values = self.values
         if self._is_frozen and values.requires_grad:
             # About to be trained, perhaps by an optimizer that does not increment versions.

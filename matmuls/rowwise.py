@@ -25,10 +25,11 @@ PIECE_BYTES = 8 << 20  # bytes of the probabilities' gradient that inplace_softm
 
 
 def softmax_(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """Computes x <- softmax of x along `dim`, in place: each element is read once and written once.
+    """Computes x <- softmax of x along `dim`, in place.
 
     Values are those of torch.softmax, NaN and inf included; statistics are in float32, or float64 for float64.
-    Differentiable any number of times: backward needs only the result in x, and autograd detects later writes to x.
+    Differentiable any number of times. Backward needs only the result in x, and raises an error if x was overwritten
+    after the call.
 
     Args:
         x: any shape, float64, float32, float16 or bfloat16, any non-overlapping strides.
@@ -38,8 +39,8 @@ def softmax_(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         x.
 
     Raises:
-        RuntimeError: before anything is written, on another dtype or layout, if x overlaps itself, or if x is a leaf
-            that requires a gradient.
+        RuntimeError: before anything is written, if the dtype or layout of x is not supported, if x overlaps itself, or
+            if x is a leaf that requires a gradient.
         IndexError: if x has no such dimension.
         TypeError: if x is no tensor.
 
@@ -62,19 +63,21 @@ def softmax_(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 def softmax(x: torch.Tensor, dim: int = -1, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Computes the softmax of x along `dim`, in a new tensor or in `out`.
 
-    Values, statistics and gradients are those of `softmax_`. Under autocast as torch.softmax: float32 on a GPU, x's
-    dtype on a CPU.
+    Values, statistics and gradients are those of `softmax_`. Under autocast it behaves as torch.softmax: the result is
+    float32 on a GPU and has x's dtype on a CPU.
 
     Args:
         x: any shape, float64, float32, float16 or bfloat16, any strides.
         dim: the dimension along which the result sums to 1.
-        out: x's shape, dtype and device, any non-overlapping strides; no gradient is recorded through it.
+        out: a tensor of x's shape, dtype and device, with any non-overlapping strides; no gradient is recorded through
+            it.
 
     Returns:
         A tensor of x's shape, or `out`.
 
     Raises:
-        RuntimeError: before anything is written, on another dtype, layout, shape or device.
+        RuntimeError: before anything is written, if the dtype or layout of x is not supported, or if shape, dtype or
+            device of out is not that of x.
         IndexError: if x has no such dimension.
         TypeError: if x or out is no tensor.
 
@@ -96,7 +99,8 @@ def softmax(x: torch.Tensor, dim: int = -1, *, out: torch.Tensor | None = None) 
 def softmax_backward(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Computes the gradient of a softmax's input: y * (grad - sum(y * grad)) along `dim`.
 
-    Differentiable any number of times.
+    Differentiable any number of times. The order of y and grad is the opposite of that of
+    `scaled_masked_softmax_backward`.
 
     Args:
         y: the softmax's result, any shape; float64, float32, float16 or bfloat16.
@@ -159,9 +163,9 @@ def layer_norm_(
 ) -> torch.Tensor:
     """Computes x <- layer_norm(x + residual) * weight + bias over the last dimension, in place.
 
-    Statistics are in float32, or float64 for float64, of the unrounded x + residual. Differentiable any number of times
-    in all arguments, once if x is a view of another tensor. Backward needs the normalized rows, which without weight
-    and bias are x itself, and one number for each row.
+    Statistics are those of the unrounded x + residual, in float32, or float64 for float64. Differentiable any number of
+    times in all arguments; once only if x is a view of another tensor. For backward, the normalized rows and one number
+    for each row are saved. Without weight and bias the normalized rows are x itself, and no copy is made.
 
     Args:
         x: [..., N] float64, float32, float16 or bfloat16, any non-overlapping strides.
@@ -239,7 +243,7 @@ def _rows(name: str, x: torch.Tensor, n_rows: int, n_cols: int, what: str = "x")
 
 
 def inplace_softmax(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
-    """Computes x <- softmax of each row of x, in place; `softmax_` for a caller that passes the number of rows.
+    """Computes x <- softmax of each row of x, in place. It is `softmax_` with explicit numbers of rows and columns.
 
     Args:
         x: contiguous, n_rows * n_cols elements in any shape; dtypes as `softmax_`.
@@ -250,7 +254,7 @@ def inplace_softmax(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
         x.
 
     Raises:
-        RuntimeError: if x is not contiguous, on another number of elements or dtype.
+        RuntimeError: if x is not contiguous, if it has not n_rows * n_cols elements, or if its dtype is not supported.
         TypeError: if x is no tensor.
 
     Examples:
@@ -265,7 +269,7 @@ def inplace_softmax(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
 def layernorm(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
     """Computes x <- (x - mean) / sqrt(variance + 1e-5) for each row of x, in place.
 
-    `layer_norm_` without weight and bias, for a caller that passes the number of rows.
+    It is `layer_norm_` without weight and bias, with explicit numbers of rows and columns.
 
     Args:
         x: contiguous, n_rows * n_cols elements in any shape; dtypes as `layer_norm_`.
@@ -276,7 +280,7 @@ def layernorm(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
         x.
 
     Raises:
-        RuntimeError: if x is not contiguous, on another number of elements or dtype.
+        RuntimeError: if x is not contiguous, if it has not n_rows * n_cols elements, or if its dtype is not supported.
         TypeError: if x is no tensor.
 
     Examples:
@@ -294,13 +298,14 @@ def layernorm(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
 def inplace_softmax_backward(
     output: torch.Tensor, d_ov: torch.Tensor, values: torch.Tensor, rows: int, cols_output: int, cols_values: int
 ) -> torch.Tensor:
-    """Computes output <- the gradient of the scores s, in place, where output = softmax(s).
+    """Computes the gradient of attention scores from their softmax, and writes it over the softmax.
 
-    d_ov is the gradient of output @ values. That of the probabilities, d_ov @ values^T, is computed and used in pieces
-    of at most 8 MiB, or one row. No gradient is recorded.
+    On entry `output` is softmax(scores), and d_ov is the gradient of output @ values. The gradient of the
+    probabilities, d_ov @ values^T, is computed in pieces of at most 8 MiB (but at least one row) and never stored as a
+    whole. No gradient is recorded.
 
     Args:
-        output: [..., Q, K] the probabilities, contiguous; float64, float32, float16 or bfloat16.
+        output: [..., Q, K] the probabilities, contiguous, overwritten; float64, float32, float16 or bfloat16.
         d_ov: [..., Q, C] the gradient of output @ values; dtype and device of output.
         values: [..., K, C]; dtype and device of output.
         rows: the product of the leading dimensions of output, Q included.
@@ -308,7 +313,7 @@ def inplace_softmax_backward(
         cols_values: C.
 
     Returns:
-        output.
+        output, which holds the gradient of the scores.
 
     Raises:
         RuntimeError: before anything is written, if shapes, dtypes or devices do not match.

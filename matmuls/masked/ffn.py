@@ -236,8 +236,8 @@ def masked_ffn(
     """Computes (silu(x w1^T) * (x w3^T)) w2^T for the rows where mask is True, and the same with u1, u2, u3 for the
     others.
 
-    Differentiable any number of times. x and the two products [M, H] are saved for backward. On a GPU gate and up
-    projection are one kernel with SwiGLU in its epilogue, and the hidden rows lie sorted by expert.
+    Differentiable any number of times. x and the two products [M, H] are saved for backward. On a GPU one kernel
+    computes the gate, the up projection and SwiGLU, and the hidden rows are stored sorted by expert.
 
     Args:
         x: [..., D] float64, float32, float16 or bfloat16.
@@ -247,8 +247,8 @@ def masked_ffn(
         u1: [H, D], gate of the second expert.
         u2: [D, H], down projection of the second expert.
         u3: [H, D], up projection of the second expert.
-        mask: bool with x's leading dimensions or flat, [rows], or a plan of it made by `mask_plan`.
-        recompute: save x alone; backward computes the products again.
+        mask: bool, with x's leading dimensions or flat, [rows]; or a mask plan made by `mask_plan`.
+        recompute: save only x for backward, which computes the products again.
 
     Returns:
         [..., D].
@@ -272,14 +272,15 @@ def masked_ffn(
 
 
 class MaskedFFN:
-    """`MaskedFFN.apply(x, w1, w2, w3, u1, u2, u3, mask)` computes `masked_ffn` with transposed weights. The module is
-    `matmuls.nn.MaskedFFN`.
+    """`MaskedFFN.apply(x, w1, w2, w3, u1, u2, u3, mask)` computes `masked_ffn` with transposed weights.
+
+    It is not the module `matmuls.nn.MaskedFFN`, whose weights have the layout of nn.Linear.
 
     Args:
         x: [..., D]; dtypes as `masked_ffn`.
         w1, w3, u1, u3: [D, H], read in place; dtype and device of x.
         w2, u2: [H, D], read in place; dtype and device of x.
-        mask: bool, one element for each row, or a plan of it.
+        mask: bool, one element for each row, or a mask plan.
 
     Returns:
         [..., D], differentiable any number of times.
@@ -317,7 +318,7 @@ class MaskedFFN:
             u1: [D, H].
             u2: [H, D].
             u3: [D, H].
-            mask: bool, one element for each row, or a plan of it.
+            mask: bool, one element for each row, or a mask plan.
 
         Returns:
             [..., D].

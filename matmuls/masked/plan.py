@@ -13,7 +13,9 @@ from . import checks, plain
 
 
 class MaskPlan(NamedTuple):
-    """The rows of a mask grouped by expert, for any number of calls, layers and backward passes. Made by `mask_plan`.
+    """A mask plan: the rows of a mask grouped by expert, for any number of calls, layers and backward passes.
+
+    Made by `mask_plan`. It has nothing to do with the plan of a sparse matrix, `SparsePlan`.
 
     Attributes:
         rows: int32 [M]: rows with mask True in ascending order, then the others in ascending order.
@@ -61,21 +63,22 @@ library.impl("mask_plan", torch.library.fallthrough_kernel, "Autograd")
 
 
 def mask_plan(mask: Tensor, known: int | None = None) -> MaskPlan:
-    """Groups the rows of a mask by expert: a plan that `masked_linear` and `masked_ffn` take in the mask's place.
+    """Makes a mask plan, which groups the rows of a mask by expert. `masked_linear` and `masked_ffn` accept it as mask.
 
-    Made on the mask's device in one launch, without synchronization: a CUDA graph can be replayed with another mask. A
-    plan made under torch.inference_mode serves inference only: autograd cannot save it.
+    It is made on the mask's device in one launch, without synchronization, so that a CUDA graph can be replayed with
+    another mask. A plan made under torch.inference_mode can be used for inference only, because autograd cannot save
+    it.
 
     Args:
         mask: bool, any shape; True selects the first expert.
-        known: the number of True elements, if the host knows it; it must be right. If all rows belong to one expert, a
-            GPU then runs a single library product.
+        known: the number of True elements, if the host knows it; it must be right. If all rows then belong to one
+            expert, a GPU runs a single product of torch.
 
     Returns:
         A `MaskPlan`.
 
     Raises:
-        RuntimeError: on another dtype and on an impossible `known`.
+        RuntimeError: if mask is not bool, or `known` is negative or more than its elements.
         TypeError: if mask is no tensor.
 
     Examples:

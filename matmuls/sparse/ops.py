@@ -42,29 +42,31 @@ def spmm(
 ) -> torch.Tensor:
     """Computes alpha * (A @ B) for a sparse A, or in place out <- alpha * (A @ B) + beta * out.
 
-    Differentiable any number of times in the values of A, as a sparse tensor with A's pattern, and in B. Sums are in
-    float32, or float64 for float64, and have the same bits every time. Under autocast as torch.matmul. For many
-    products with one matrix make a `plan` of it. A GPU may take up to 128 MiB of workspace, and may keep an index of
-    chunks with A.
+    Differentiable any number of times in B and in the values of A; the gradient of A is a sparse tensor with A's
+    pattern. Products are summed in float32, or float64 for float64, and the result has the same bits every time. Under
+    autocast it behaves as torch.matmul. If one matrix is multiplied many times, make a `plan` of it. On a GPU, up to
+    128 MiB of temporary memory may be allocated for a dense copy of A, and in float32 up to 128 MiB for B; a row
+    partition, which divides A's nonzeros evenly, may be cached with A.
 
     Args:
         a: [M, K] a plan, or a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch [..., M, K] of CSR or CSC
-            matrices; float64, float32, float16 or bfloat16, indices int32 or int64. Duplicate and unsorted columns are
-            fine. The indices of a sparse tensor are checked once, and again after a write to it.
-        b: [K, N] or [K], dense, or [..., K, N] for a batch; dtype and device of a. Read in place, whatever the stride
-            of its rows; copied if its columns are not contiguous.
+            matrices; float64, float32, float16 or bfloat16, indices int32 or int64. Columns may be unsorted, and
+            duplicates are added. The indices of a sparse tensor are checked on a GPU once, and again after a write to
+            it; on a CPU at every product.
+        b: [K, N] or [K], dense, or [..., K, N] for a batch; dtype and device of a. It is read in place if
+            b.stride(-1) is 1, otherwise copied.
         reduce: "sum", "mean" over the nonzeros of a row, "max" or "min". A row without nonzeros gives 0.
-        alpha: multiplies the product. 0: a and b are not read, so that their NaN do not reach the result.
-        beta: multiplies `out`. 0: out is not read.
+        alpha: multiplies the product. If 0, a and b are not read, so that NaN in them does not reach the result.
+        beta: multiplies `out`. If 0, out is not read.
         out: [M, N], written and returned; no gradient may be recorded.
 
     Returns:
         [M, N], or [M] for a vector, or [..., M, N] for a batch, dense; or `out`.
 
     Raises:
-        ValueError: on indices that do not fit the shape, and on beta without out.
-        RuntimeError: before anything is written, if shapes, dtypes or devices do not match, on overlap, and on out=
-            where a gradient would be recorded.
+        ValueError: if an index does not fit the shape, or beta is given without out.
+        RuntimeError: before anything is written, if shapes, dtypes or devices do not match, if out overlaps an operand,
+            or if a gradient would be recorded through out.
         TypeError: if a is neither a sparse tensor nor a plan, or b is not a dense tensor.
 
     Examples:
@@ -114,22 +116,23 @@ def linear(a: SparsePlan, x: torch.Tensor, bias: torch.Tensor | None) -> torch.T
 
 
 def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1) -> torch.Tensor:
-    """Computes alpha * (a @ b) where `pattern` has nonzeros, and nowhere else (SDDMM).
+    """Computes alpha * (a @ b) at the nonzeros of `pattern` only (SDDMM).
 
-    No M x K elements are ever made. Differentiable any number of times in a and b; the same bits every time.
-    `plan.with_values` takes the result.
+    The dense [M, K] product is never allocated. Differentiable any number of times in a and b. The result has the same
+    bits every time; it can be passed to `plan.with_values`. (`blocks.bsr_sddmm` computes a @ b^T instead.)
 
     Args:
         a: [..., M, D] dense; float64, float32, float16 or bfloat16. Leading dimensions of a and b broadcast.
-        b: [..., D, K] dense, dtype and device of a. It is read by columns: pass k.mT for rows k.
-        pattern: [M, K] a plan or a sparse tensor, of which the indices alone matter.
+        b: [..., D, K] dense, dtype and device of a. For q @ k^T pass k.mT: that makes no copy, and its layout is the
+            one that the kernel reads.
+        pattern: [M, K] a plan or a sparse tensor, whose values are ignored.
         alpha: multiplies the product.
 
     Returns:
         [..., nonzeros], in the order of the pattern's values.
 
     Raises:
-        ValueError: on indices that do not fit.
+        ValueError: if an index does not fit the shape.
         RuntimeError: if shapes, dtypes or devices do not match.
         TypeError: if a or b is not a dense tensor, or pattern neither a sparse tensor nor a plan.
 
@@ -151,23 +154,23 @@ def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1
 
 
 def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0) -> torch.Tensor:
-    """Computes softmax(scale * values) over the nonzeros of each row of `pattern`; other elements count as masked.
+    """Computes softmax(scale * values) over the nonzeros of each row of `pattern`; all other elements are masked.
 
     Statistics are in float32, or float64 for float64; values are those of torch.softmax, NaN and inf included.
-    Differentiable any number of times. Under autocast as torch.softmax: float32 on a GPU.
+    Differentiable any number of times. Under autocast it behaves as torch.softmax: the result is float32 on a GPU.
 
     Args:
-        values: [..., nonzeros] dense, in the order of the pattern's values, such as `sddmm` gives; float64, float32,
-            float16 or bfloat16.
-        pattern: a plan or a sparse tensor, of which the indices alone matter.
+        values: [..., nonzeros] dense, in the order of the pattern's values, such as the result of `sddmm`; float64,
+            float32, float16 or bfloat16.
+        pattern: a plan or a sparse tensor, whose values are ignored.
         scale: multiplies the values.
 
     Returns:
         [..., nonzeros].
 
     Raises:
-        ValueError: if values has another number of elements than the pattern, and on indices that do not fit.
-        RuntimeError: on other dtypes or devices.
+        ValueError: if values has another number of elements than the pattern, or an index does not fit the shape.
+        RuntimeError: if the dtype is not supported, or the devices differ.
         TypeError: if values is not a dense tensor, or pattern neither a sparse tensor nor a plan.
 
     Examples:
@@ -191,24 +194,23 @@ def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0)
 def sparse_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Sparse, scale: float | None = None
 ) -> torch.Tensor:
-    """Computes softmax(scale * q @ k^T) @ v where each query sees the keys that `pattern` has in its row.
+    """Computes softmax(scale * q @ k^T) @ v where query i sees the keys at the nonzeros of row i of `pattern`.
 
-    No M x K elements are ever made, forward or backward: scores and probabilities are [..., nonzeros]. A query that
-    sees nothing gets 0. Differentiable any number of times in q, k and v.
+    The dense [M, K] scores are never allocated, forward or backward: scores and probabilities are [..., nonzeros]. The
+    result of a query that sees no key is 0. Differentiable any number of times in q, k and v.
 
     Args:
         q: [..., M, D] dense; float64, float32, float16 or bfloat16.
         k: [..., K, D], dtype and device of q.
         v: [..., K, E], dtype and device of q.
-        pattern: [M, K] a plan or a sparse tensor, of which the indices alone matter, the same for all heads and
-            batches.
+        pattern: [M, K] a plan or a sparse tensor, whose values are ignored. It applies to all heads and batches.
         scale: multiplies the scores; 1 / sqrt(D) if None.
 
     Returns:
         [..., M, E].
 
     Raises:
-        ValueError: on indices that do not fit.
+        ValueError: if an index does not fit the shape.
         RuntimeError: if shapes, dtypes or devices do not match.
         TypeError: if q, k or v is not a dense tensor, or pattern neither a sparse tensor nor a plan.
 
@@ -250,20 +252,21 @@ def _sparsified(name: str, a: torch.Tensor) -> tuple[CsrPattern, torch.Tensor]:
 
 
 class cusparseMM(InplaceFunction):
-    """`cusparseMM.apply(a, b)` computes a @ b for a sparse a, as an autograd Function.
+    """`cusparseMM.apply(a, b)` computes a @ b for a sparse a, or for a dense a that is mostly 0.
 
-    Of a dense a the elements that are not 0 are multiplied; finding them waits for the GPU.
+    It runs the kernels of `spmm`, not cuSPARSE's. For a dense a, it first extracts the nonzeros, which waits for the
+    GPU.
 
     Args:
-        a: [M, K] in any layout that `spmm` takes, or dense, [..., M, K]; dtypes as `spmm`.
-        b: [..., K, N] dense, with the leading dimensions of a dense batch a; dtype and device of a.
+        a: [M, K] in any layout that `spmm` accepts, or dense, [..., M, K]; dtypes as `spmm`.
+        b: [..., K, N] dense; dtype and device of a. If a is a dense batch, b has the same leading dimensions.
 
     Returns:
-        [..., M, N], with gradients to both, any number of times; to a dense a at every element, zeros included, as that
-        of a @ b.
+        [..., M, N], differentiable any number of times in a and b. The gradient of a sparse a has a's pattern; that of a
+        dense a is dense, as for a @ b.
 
     Raises:
-        ValueError: on indices that do not fit.
+        ValueError: if an index does not fit the shape.
         RuntimeError: if shapes, dtypes or devices do not match.
         TypeError: if b is not a dense tensor.
 

@@ -20,16 +20,17 @@ DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 class SparsePlan:
-    """A sparse matrix A made ready for many products: `plan @ B` and `x @ plan`. Made by `matmuls.plan`.
+    """A sparse matrix A prepared for many products: `plan @ B` and `x @ plan`. Made by `matmuls.plan`.
 
-    The indices are checked once and kept in CSR, in int32 where that suffices; with the first gradient to B, or the
-    first `x @ plan`, the transposed matrix too. Values are read at every product, where A keeps them. A plan made with
-    `constant=True` may keep a copy of them in another layout.
+    The indices are checked once and kept in CSR, as int32 if they fit. The first gradient to B, and the first
+    `x @ plan`, also store the indices of the transposed matrix. Values are not copied: every product reads those that A
+    has at that time. A plan made with `constant=True` may keep a copy of A in another layout.
 
-    The first product for a dtype and a number of columns of B (to a power of two) selects a kernel, by size or by
-    measuring, and waits for the GPU. No later one does. The same product again, with another B of the same shape and
-    strides and without a gradient, takes 2 us of the host and its launches. Under CUDA-graph capture and torch.compile
-    nothing is selected.
+    The first product for a dtype and a number of columns of B selects a kernel, by estimates from the sizes or by
+    timing, and waits for the GPU. Later products with the same dtype and about as many columns (between the same powers
+    of two) run that kernel and do not wait. If B also has the same shape and strides as before, and no gradient is
+    recorded, a product costs the host 2 us plus its launches. Under CUDA-graph capture, and under torch.compile, no
+    kernel is selected: products run a kernel selected earlier (capture) or the default kernel.
 
     Attributes:
         shape: [M, K], or [..., M, K] for a batch of matrices.
@@ -93,12 +94,13 @@ class SparsePlan:
         return values
 
     def update(self, values: torch.Tensor) -> "SparsePlan":
-        """Takes other values for the same nonzeros; nothing is inspected.
+        """Replaces the values of the nonzeros; the indices stay.
 
-        They are read in place at every product, so that values which are only written to need no update. A constant
-        plan needs one after writes that torch does not count: by `.data`, through a tensor that shares their memory
-        without their version, by a fused optimizer, by a replayed graph. It then makes what it keeps again, which waits
-        for the GPU, and in place where a captured graph reads it: its next replay reads the other values.
+        An ordinary plan reads its values at every product. It needs an update only if another tensor holds the values
+        from now on. A constant plan also needs one after writes that do not raise the version counter of its values:
+        through `.data` or a tensor that shares their memory but not their counter, by a fused optimizer, or by a
+        replayed CUDA graph. The update then converts the copies of A again and waits for the GPU. A copy that a captured
+        graph reads is overwritten in place, so that the graph's next replay reads the new values.
 
         Args:
             values: [nonzeros] in the order of A.values(), or the shape of A.values(); any floating-point dtype.
@@ -107,7 +109,7 @@ class SparsePlan:
             This plan.
 
         Raises:
-            ValueError: on another shape or device, and on values of a constant plan that require a gradient.
+            ValueError: if shape or device do not match, or values of a constant plan require a gradient.
             TypeError: if values is not a dense tensor.
         """
         values = self._checked(values)
@@ -119,23 +121,23 @@ class SparsePlan:
         return self
 
     def with_values(self, values: torch.Tensor) -> "SparsePlan":
-        """Makes a plan with other values for the same nonzeros, not constant, sharing everything else with this one.
+        """Makes an ordinary (not constant) plan with other values for the same nonzeros. It shares the indices.
 
         Args:
-            values: [nonzeros] in the order of A.values(), or the shape of A.values(); gradients go to it.
+            values: [nonzeros] in the order of A.values(), or the shape of A.values(); gradients flow to it.
 
         Returns:
             A plan of the same shape.
 
         Raises:
-            ValueError: on another shape or device.
+            ValueError: if shape or device do not match.
             TypeError: if values is not a dense tensor.
         """
         selector = None if self._selector is None else self._selector.of_other_values()
         return SparsePlan(self._pattern, self._checked(values), self.shape, selector)
 
     def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
-        """A @ b, as spmm(self, b)."""
+        """Computes A @ b, as spmm(self, b)."""
         return self._multiply(b, selected=False) if torch.compiler.is_compiling() else self._product(b)
 
     def __rmatmul__(self, x: torch.Tensor) -> torch.Tensor:
@@ -156,10 +158,10 @@ class SparsePlan:
 
     @property
     def T(self) -> "SparsePlan":
-        """A^T as a plan that reads the same values: gradients go to them, and `update` of either reaches both.
+        """A^T as a plan that reads the same values: gradients flow to them, and `update` of either plan changes both.
 
-        Its own `T` is this plan. Raises RuntimeError for a batch of matrices: use `mT`. The first use of `T` or
-        `x @ plan` sorts the indices and waits for the GPU: do it before a CUDA graph capture, and before
+        `plan.T.T` is `plan`. Raises RuntimeError for a batch of matrices; use `mT`. The first use of `T`, or of
+        `x @ plan`, sorts the indices and waits for the GPU: do it before a CUDA graph capture, and before
         `torch.compile(fullgraph=True)`.
         """
         if len(self.shape) > 2:
@@ -168,7 +170,7 @@ class SparsePlan:
 
     @property
     def mT(self) -> "SparsePlan":
-        """`T`, also of every matrix of a batch."""
+        """`T`, or for a batch a plan of the transposed matrices."""
         return TransposedPlan(self)
 
     @overload
@@ -183,19 +185,19 @@ class SparsePlan:
     def to(self, *args: Any, **kwargs: Any) -> "SparsePlan":
         """Makes a plan of the same matrix on another device or in another dtype.
 
-        As torch.Tensor.to: `to(device)`, `to(dtype)`, `to(device, dtype)`, or by keyword. The result does not follow
-        later writes to A. Gradients go to the values of this plan through one copy of them: for a second backward,
-        keep the graph or call `to` again.
+        Arguments are those of torch.Tensor.to: `to(device)`, `to(dtype)`, `to(device, dtype)`, or by keyword. The
+        new plan has a copy of the values and does not see later writes to A. Gradients flow through this copy to the
+        values of this plan. For a second backward pass, pass retain_graph=True to the first, or call `to` again.
 
         Args:
             *args: a device, a dtype, or both.
             **kwargs: `device` and `dtype`; float64, float32, float16 or bfloat16.
 
         Returns:
-            A plan; this one if it is there already.
+            A plan; this one if device and dtype are the same.
 
         Raises:
-            TypeError: on a dtype that no product takes.
+            TypeError: if dtype is none of the four.
         """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
@@ -300,7 +302,7 @@ class SparsePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the indices, the values and what the selected products need, which the plan keeps alive."""
+        """Bytes of the indices, the values and the copies of A that the plan keeps alive."""
         kept = [t for selector in self._selectors for t in selector.tensors]
         return sum(t.untyped_storage().nbytes() if t.numel() == 0 else t.nbytes for t in (*self._tensors, *kept))
 
@@ -321,8 +323,8 @@ class SparsePlan:
         return [*s.tensors, *s.chunk_tensors, *s.block_tensors, self._prepared.values]
 
     def explain(self) -> str:
-        """What the plan knows, in a few lines: the matrix, and every candidate's time where they were measured, by the
-        names of their kernels."""
+        """Describes the plan in a few lines: the matrix, the selected kernels, and the measured times of all kernels
+        that were considered."""
         s = self._pattern
         mean = s.nonzeros / max(s.rows, 1)
         density = s.nonzeros / max(s.rows * s.columns, 1)
@@ -409,31 +411,33 @@ def plan(
     products: int | None = None,
     constant: bool | None = None,
 ) -> SparsePlan:
-    """Makes a sparse matrix ready for many products: `plan(A) @ B`.
+    """Prepares a sparse matrix for many products: `plan(A) @ B`.
 
-    Without `constant` every product reads the values that A has by then, however they were written. After a write to A
-    that torch counts, the next product checks that the indices are the same, which waits for the GPU; compiled ones do
-    not. Gradients go to A's values if it requires one now, or to those of `update`. Every candidate gives the same bits
-    every time, but not those of another; which one is the fastest may change from process to process.
+    Without `constant`, every product reads the values that A has at that time. If A was written to, the next product
+    checks that the indices did not change, and waits for the GPU; compiled products do not check. Gradients flow to
+    A's values if A requires a gradient when the plan is made, or to the values of a later `update`. Every kernel gives
+    the same bits every time, but two kernels may round differently, and another process may select another kernel.
 
     Args:
         a: [M, K] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices; float64, float32,
-            float16 or bfloat16, indices int32 or int64. Its values are shared with the plan, its indices are not. Or a
-            plan, which is returned with the settings that are given. BSR and BSC blocks with sides of 16, 32, 64 or 128
-            are multiplied on tensor cores, from capability 8.0 on, in 16 bits or TF32.
-        tune: True selects a kernel at the first product of each dtype and number of columns of B. Numbers of columns
-            select now, in a's dtype. False always takes the default product.
-        products: about how many products of each width will come, 50 unless given. More may pay for a longer selection.
-        constant: True says that the values stay as they are, a pruned weight's or a graph's. Then kernels may be
-            selected that keep a copy of them in another layout, also the dense one, with which NaN and inf in B reach
-            every row. None is False, and leaves a plan as it is.
+            float16 or bfloat16, indices int32 or int64. The plan shares its values and has its own copy of the indices.
+            BSR and BSC blocks with sides of 16, 32, 64 or 128 are multiplied on tensor cores, on GPUs of compute
+            capability 8.0 or later, in 16 bits or TF32. a may also be a plan: its settings are then changed as given,
+            and it is returned.
+        tune: True selects a kernel at the first product of each dtype and number of columns of B. A list of numbers of
+            columns selects kernels for these now, in a's dtype. False always runs the default kernel.
+        products: about how many products with each number of columns you will do; 50 if not given. With more products,
+            the plan may spend more time on selecting a kernel.
+        constant: True promises that the values will not change, as for a pruned weight or a graph. The plan may then
+            select kernels that keep a copy of A in another layout. One such layout is the dense matrix: with it, NaN
+            and inf in B also reach rows of the result where A has a zero. None means False, or for a plan no change.
 
     Returns:
         A `SparsePlan`.
 
     Raises:
-        ValueError: on indices that do not fit, and if constant values require a gradient.
-        TypeError: if a is neither a sparse tensor nor a plan, and on other types of tune, products and constant.
+        ValueError: if an index does not fit the shape, or constant values require a gradient.
+        TypeError: if a is neither a sparse tensor nor a plan, or tune, products or constant has a wrong type.
 
     Examples:
         >>> import torch, matmuls

@@ -40,13 +40,12 @@ def attend(
     of 8, and no mask or a mask of bool or uint8; the guide lists all conditions. In all other cases the scores are
     computed in pieces of 32 MiB, or of one head if that is larger.
 
-    Differentiable any number of times. How many tensors of the size of the scores are saved for backward depends on the
-    call:
+    Differentiable any number of times. The number of tensors of the size of the scores that are saved for backward is
 
     - none on a GPU, in float16 or bfloat16, without a mask, for heads of up to 128 elements (a multiple of 8): backward
       then calls that of torch's scaled_dot_product_attention, or computes the scores again if the probabilities have a
       gradient;
-    - none with `recompute`, where backward computes the scores again;
+    - none with `recompute`;
     - two with dropout, grouped-query attention, a mask that requires a gradient, or under torch.compile, where
       attention is computed by `compose` and `recompute` has no effect;
     - one otherwise.
@@ -57,9 +56,8 @@ def attend(
         q: [B, H, Q, D] float64, float32, float16 or bfloat16.
         k: [B, h, K, D], h a divisor of H; dtype and device of q.
         v: [B, h, K, E], dtype and device of q.
-        mask: a tensor whose shape broadcasts to [B, H, Q, K], or None. In a mask of bool or uint8, a nonzero element
-            hides a key; this is the opposite of torch's scaled_dot_product_attention. A float mask is added to the
-            scaled scores.
+        mask: a tensor that broadcasts to [B, H, Q, K], or None. In a mask of bool or uint8, a nonzero element hides a
+            key, the opposite of torch's scaled_dot_product_attention. A float mask is added to the scaled scores.
         scale: multiplies the scores.
         causal: query i sees keys 0 to i.
         dropout: the probability with which an attention probability is set to 0.

@@ -262,8 +262,8 @@ class cusparseMM(InplaceFunction):
         b: [..., K, N] dense; dtype and device of a. If a is a dense batch, b has the same leading dimensions.
 
     Returns:
-        [..., M, N], differentiable any number of times in a and b. The gradient of a sparse a has a's pattern; that of a
-        dense a is dense, as for a @ b.
+        [..., M, N], differentiable any number of times in a and b. The gradient of a sparse a has a's pattern; that of
+        a dense a is dense, as for a @ b.
 
     Raises:
         ValueError: if an index does not fit the shape.

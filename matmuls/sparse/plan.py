@@ -99,8 +99,8 @@ class SparsePlan:
         An ordinary plan reads its values at every product. It needs an update only if another tensor holds the values
         from now on. A constant plan also needs one after writes that do not raise the version counter of its values:
         through `.data` or a tensor that shares their memory but not their counter, by a fused optimizer, or by a
-        replayed CUDA graph. The update then converts the copies of A again and waits for the GPU. A copy that a captured
-        graph reads is overwritten in place, so that the graph's next replay reads the new values.
+        replayed CUDA graph. The update then converts the copies of A again and waits for the GPU. A copy that a
+        captured graph reads is overwritten in place, so that the graph's next replay reads the new values.
 
         Args:
             values: [nonzeros] in the order of A.values(), or the shape of A.values(); any floating-point dtype.

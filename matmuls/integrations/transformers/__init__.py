@@ -1,4 +1,4 @@
-"""Hugging Face models on the products of matmuls. Importing this imports transformers (5.17 or later)."""
+"""Attention and optimized encoder layers for Hugging Face models. Importing it imports transformers, 5.17 or later."""
 
 from .optimized import Optimized, optimize
 from .registered import Registered, attention, attention_mask, register

@@ -21,8 +21,8 @@ class Optimized:
     """The list of modules that `optimize` changed; `undo()` restores them.
 
     Attributes:
-        layers: the changed layers by name.
-        left: modules with weights that were not changed, each with the reason.
+        layers: a dictionary from names to the layers that were changed.
+        left: a dictionary from the names of modules that have weights and were not changed to the reason.
 
     Examples:
         >>> from matmuls.integrations.transformers import optimize
@@ -43,9 +43,9 @@ class Optimized:
 
     @torch.inference_mode(False)  # parameters created in inference mode can never train
     def undo(self) -> None:
-        """Restores every layer: its forward methods, and separate memory for each parameter, which stays the same
-        object. A layer whose forward has since been wrapped stays in `layers`, for another undo() once the wrapper
-        is gone."""
+        """Restores every layer: its forward methods, and separate memory for each parameter. The parameters stay the
+        same objects. If other code has wrapped a layer's forward in the meantime, the layer stays in `layers`; call
+        undo() again after the wrapper is removed."""
         for model in self._models:
             if _is_ours(model):  # not one that replaced ours since
                 _remove(model)
@@ -68,29 +68,30 @@ class Optimized:
 
 
 def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
-    """Makes the encoder layers of a Hugging Face model ready for inference.
+    """Makes the encoder layers of a Hugging Face model need less memory and time in inference.
 
-    Supported: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ViT, bare or under any head. With grad
-    disabled and the model in eval mode, a layer then computes q, k and v in one product, residual and layer norm in
-    place, and bias and activation in the product's epilogue. The output projection is written over its input or, with
-    several pieces, into its place. Inside a whole model a layer writes over the hidden states that it receives, unless
-    they are to be returned or you have hooks around the layers. In any other call (gradients, training, autocast,
-    torch.compile, caches, your hooks inside a layer) the stock code runs, with unchanged results.
+    The supported models are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ViT, bare or with any head.
+    When gradients are disabled and the model is in eval mode, a layer computes q, k and v in one product, residual and
+    layer norm in place, and bias and activation in the product's epilogue. The output projection overwrites its input;
+    if attention is computed in several parts of the batch, each part is written into the result. Inside a whole model,
+    a layer overwrites the hidden states that it receives, unless they are to be returned or you have hooks on the
+    layers. In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the
+    stock code runs, with unchanged results. The attention function is not changed: use `register` for that.
 
-    The weights of q, k and v are moved next to each other, which takes the memory of one layer's for a moment. Optimize
-    after moving the model: `.to()` separates them again, and they become three products. Call `undo()` before saving
-    with a tool that checks for shared memory (safetensors.torch.save_model, Accelerator.save_model): it would leave out
-    k and v.
+    The weights of q, k and v are moved into one storage, for which each layer in turn needs a second copy of them.
+    Call `optimize` after you move the model: `.to()` separates the weights again, and q, k and v are then computed by
+    three products. Call `undo()` before you save with a tool that checks for shared memory
+    (safetensors.torch.save_model, Accelerator.save_model), because such a tool would leave out k and v.
 
     Args:
         model: a model of transformers. Unsupported modules stay as they are.
-        chunk_bytes: bytes of q, k and v (if the model's attention, which stays as it is, is sdpa or "custom_mm") and of
-            the feed-forward network's intermediate rows at a time. None is the largest of 24 MiB, three times the
-            hidden states, and half of the layer's probabilities.
+        chunk_bytes: maximum bytes of the feed-forward network's intermediate activations at a time, and of q, k and v
+            if the model's attention is "sdpa" or "custom_mm". None means the largest of 24 MiB, three times the size of
+            the hidden states, and half the size of a layer's attention probabilities.
 
     Returns:
-        An `Optimized`, which lists what was changed and left, and whose `undo()` reverts it. Warns if nothing was
-        changed.
+        An `Optimized`, which lists the modules that were changed and those that were not. Its `undo()` restores them.
+        There is a warning if nothing was changed.
 
     Examples:
         >>> import torch

@@ -40,13 +40,13 @@ class Registered:
     name: str
 
     def in_use(self, model: torch.nn.Module) -> dict[str, str]:
-        """Tells which attention modules of a model call this function as the model is set now.
+        """Lists the attention modules of a model that call this function as the model is set now.
 
         Args:
             model: a model of transformers.
 
         Returns:
-            The modules by name, with their classes; empty if none does.
+            A dictionary from the name of each such module to its class; empty if no module calls the function.
         """
         from .taken import in_use
 
@@ -56,18 +56,18 @@ class Registered:
 def register(name: str = "custom_mm", *, sdpa: bool = True, recompute: bool = False) -> Registered:
     """Registers `attention` and its mask function under one name: `model.set_attn_implementation(name)` then uses both.
 
-    So does `SentenceTransformer(folder, model_kwargs={"attn_implementation": name})`. Without its mask function
-    transformers would silently drop the padding mask.
+    `SentenceTransformer(folder, model_kwargs={"attn_implementation": name})` uses both too. (If only the attention
+    function were registered, transformers would silently drop the padding mask.)
 
     Args:
-        name: under which transformers finds them. Several may be registered.
-        sdpa: True uses torch's scaled_dot_product_attention whenever probabilities are not requested; False returns
-            them to every module, as "eager" does.
-        recompute: backward computes the scores again and saves none of them.
+        name: the name for set_attn_implementation. You can register several names.
+        sdpa: True calls torch's scaled_dot_product_attention whenever probabilities are not requested. False always
+            computes probabilities and returns them to every attention module, as "eager" does.
+        recompute: compute the scores again in backward, instead of saving them.
 
     Returns:
-        A `Registered`, whose `in_use(model)` tells which modules call the function: some classes compute attention
-        themselves, whatever is set.
+        A `Registered`. Its `in_use(model)` lists the modules that call the function; some classes compute attention
+        themselves and ignore the setting.
 
     Examples:
         >>> from matmuls.integrations.transformers import register
@@ -98,8 +98,9 @@ def attention_mask(
 ) -> torch.Tensor | None:
     """Makes the bool mask of `attention`, True where a key may be attended to.
 
-    transformers calls it. For models that transformers does not mark as supporting such masks it returns the additive
-    mask of "eager": their layers may build masks themselves, or not declare that they are causal.
+    transformers calls it. For a model that transformers does not mark as supporting scaled_dot_product_attention, it
+    returns the additive mask of "eager" instead, because such a model may build masks itself or not declare that it is
+    causal.
 
     Args:
         batch_size: B.
@@ -107,15 +108,15 @@ def attention_mask(
         kv_length: K.
         q_offset: the position of the first query.
         kv_offset: the position of the first key.
-        mask_function: which keys a query sees, as transformers.masking_utils has them.
+        mask_function: a mask function of transformers.masking_utils, which says what keys a query sees.
         attention_mask: [B, K], nonzero for a token that is kept, or None.
-        use_vmap: as transformers.masking_utils.
-        allow_is_bidirectional_skip: return None where every key is seen.
-        **kwargs: further arguments of transformers.masking_utils.
+        use_vmap: as in transformers.masking_utils.
+        allow_is_bidirectional_skip: return None if every query sees every key.
+        **kwargs: further arguments of the mask functions in transformers.masking_utils.
 
     Returns:
-        [B, 1, 1, K] for padding alone, [B, 1, Q, K] for any other pattern; None if every query sees every key or, in a
-        causal module with as many queries as keys, every key up to its own.
+        [B, 1, 1, K] if the mask is only for padding, [B, 1, Q, K] for any other pattern. None if no mask is needed:
+        every query sees every key, or the module is causal, with as many queries as keys, and nothing else is masked.
 
     Examples:
         >>> import torch
@@ -178,29 +179,32 @@ def attention(
     into: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes attention for a module of transformers: `attend`, or torch's scaled_dot_product_attention if that is the
-    same.
+    """Computes attention for a module of transformers, by `attend` or by torch's scaled_dot_product_attention.
+
+    torch's function is called if `sdpa` is True and no probabilities are requested.
 
     Args:
         module: the attention module.
         query: [B, H, Q, D] float64, float32, float16 or bfloat16.
         key: [B, h, K, D], H a multiple of h.
         value: [B, h, K, D].
-        attention_mask: bool, True where a key may be attended to, or float, added to the scores; broadcasts to [B, H,
-            Q, K]. None in a module with is_causal: queries, the last ones if fewer than keys, see no later key.
+        attention_mask: a tensor whose shape broadcasts to [B, H, Q, K], or None. A bool mask is True where a key may be
+            attended to; this is the opposite of `attend`. A float mask is added to the scaled scores. If it is None and
+            the module is causal, a query sees no key after its own position; if there are fewer queries than keys,
+            they are the last positions.
         scaling: multiplies the scores; 1 / sqrt(D) if None.
-        dropout: the probability of dropping a probability, in training.
+        dropout: the probability with which an attention probability is set to 0, in training.
         sdpa: return probabilities only if the call or the model's configuration requests them.
         recompute, into: as in `matmuls.attention.attend`.
-        **kwargs: what transformers passes on; position_bias is added to the scaled scores.
+        **kwargs: further arguments of transformers' attention functions; position_bias is added to the scaled scores.
 
     Returns:
         The context [B, Q, H, D], and the probabilities [B, H, Q, K] before dropout or None.
 
     Raises:
         NotImplementedError: for a model with attention sinks, capped scores, a paged cache or keys selected per query.
-        TypeError: on a mask of another dtype.
-        RuntimeError: on shapes, dtypes or devices that do not match.
+        TypeError: if the mask is neither bool nor floating-point.
+        RuntimeError: if shapes, dtypes or devices do not match.
 
     Examples:
         >>> import torch

@@ -22,13 +22,14 @@ _COUNTING = "custom_mm_counting"
 
 @dataclass(frozen=True)
 class Taken:
-    """The attention modules of a model that call the attention function which is set, and those that do not.
+    """The attention modules of a model, divided into those that call the attention function of the setting
+    (`set_attn_implementation`) and those that ignore the setting.
 
-    True if any does.
+    As a bool it is True if at least one module calls the function.
 
     Attributes:
-        modules: names of the modules that call it, with their classes.
-        ignoring: names of the modules that compute attention themselves, with their classes.
+        modules: the modules that call the function: a dictionary from names to classes.
+        ignoring: the modules that compute attention themselves: a dictionary from names to classes.
 
     Examples:
         >>> from matmuls.integrations.transformers import Taken
@@ -51,18 +52,18 @@ class Taken:
 
 
 def takes(model: nn.Module, batch: dict[str, Tensor] | None = None) -> Taken:
-    """Tells which modules of a model call the attention function named by `model.set_attn_implementation`.
+    """Lists the modules of a model that call the attention function named by `model.set_attn_implementation`.
 
-    It is found in the code of the modules' classes, without a forward pass. Modules that do not look up the function
-    (MPNet, DeBERTa) ignore the setting, at most with a warning.
+    Without a batch, no forward pass is run: the code of each module's class is searched for ALL_ATTENTION_FUNCTIONS.
+    Modules that do not use it (MPNet, DeBERTa) ignore the setting, at most with a warning.
 
     Args:
         model: a model of transformers.
-        batch: arguments of one forward pass, in which the calls are counted instead; the model's own setting is
-            restored.
+        batch: arguments of a forward pass. If given, the pass is run and the modules that really call the function are
+            listed. The model's own setting is restored afterwards.
 
     Returns:
-        A `Taken`, which is False if no module does.
+        A `Taken`, which is False if no module calls the function.
 
     Examples:
         >>> from matmuls.integrations.transformers import takes
@@ -84,17 +85,17 @@ def takes(model: nn.Module, batch: dict[str, Tensor] | None = None) -> Taken:
 
 
 def in_use(model: nn.Module, name: str | None = None) -> dict[str, str]:
-    """Tells which attention modules call an attention function of `register` as the model is set now.
+    """Lists the attention modules that call an attention function of `register` as the model is set now.
 
-    None does if another implementation is set, if the model's classes ignore the setting (MPNet, DeBERTa), or if they
-    need what the function refuses (`unsupported`).
+    The result is empty if another implementation is set, if the model's classes ignore the setting (MPNet, DeBERTa), or
+    if they need a feature that the function does not support (`unsupported`).
 
     Args:
         model: a model of transformers.
-        name: count only the function that was registered under this name.
+        name: consider only the function that was registered under this name.
 
     Returns:
-        The modules by name, with their classes; empty if none does.
+        A dictionary from the name of each such module to its class.
 
     Examples:
         >>> from matmuls.integrations.transformers import in_use
@@ -113,13 +114,15 @@ def in_use(model: nn.Module, name: str | None = None) -> dict[str, str]:
 
 
 def unsupported(model: nn.Module) -> dict[str, str]:
-    """Tells which attention modules of a model need what `attention` refuses.
+    """Lists the attention modules of a model that need a feature which `attention` does not support.
+
+    Such features are capped scores (Gemma 2) and attention sinks (GPT-OSS).
 
     Args:
         model: a model of transformers.
 
     Returns:
-        The modules by name, each with what it needs; empty if there are none.
+        A dictionary from the name of each such module to a sentence that names the feature.
 
     Examples:
         >>> from matmuls.integrations.transformers import unsupported

@@ -16,7 +16,8 @@ Batch = Mapping[str, Tensor] | Sequence[str]
 
 
 class VerificationError(RuntimeError):
-    """The outputs of the optimized model differ from those of stock by more than the tolerance.
+    """Raised by `verify` if the outputs differ from the stock model's by more than the tolerance, or if nothing in the
+    model was changed, so that there is nothing to compare.
 
     Examples:
         >>> from matmuls.integrations.transformers import VerificationError
@@ -27,12 +28,14 @@ class VerificationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference from stock, relative to the largest magnitude of stock if that is above 1.
+    """The largest differences between a model's outputs and the stock model's, as `verify` returns them.
+
+    A difference is divided by the largest magnitude in the stock output if that is above 1.
 
     Attributes:
-        hidden_states: of the hidden states.
-        attentions: of the attentions, or None if the model returns none.
-        tolerance: what was allowed.
+        hidden_states: the largest difference of a hidden state.
+        attentions: the largest difference of an attention probability, or None if the model returns none.
+        tolerance: the largest difference that was allowed.
 
     Examples:
         >>> from matmuls.integrations.transformers import Difference
@@ -47,14 +50,16 @@ class Difference:
 
 @torch.no_grad()
 def verify(model: nn.Module, batch: Batch, tolerance: float | None = None) -> Difference:
-    """Runs a batch through the model as it is and as stock with eager attention, and compares the outputs.
+    """Runs a batch through the model as it is, and through its stock code with eager attention; compares the outputs.
 
-    It compares hidden states of all layers, the first output of a call that returns none of them and, if the model
-    returns them, attentions, each at the tokens that batch["attention_mask"] keeps.
+    In a first call, which returns everything, the hidden states of all layers are compared, and the attention
+    probabilities if the model returns them. In a second call, which returns neither, the first output is compared. Only
+    tokens that batch["attention_mask"] keeps are compared.
 
     Args:
-        model: a model that `optimize` changed, or whose attention is of `register`.
-        batch: arguments of a forward pass; for a SentenceTransformer, of which the transformer is run, also texts.
+        model: a model that `optimize` changed, or that uses an attention function of `register`.
+        batch: arguments of a forward pass. For a SentenceTransformer, a list of texts works too; its transformer is
+            run.
         tolerance: the largest difference allowed; by default 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and
             1e-1 for bfloat16.
 
@@ -62,10 +67,10 @@ def verify(model: nn.Module, batch: Batch, tolerance: float | None = None) -> Di
         A `Difference`.
 
     Raises:
-        VerificationError: with the figures, if the difference is larger or NaN, and if the model has no layer changed
-            by `optimize` and no module that calls an attention function of `register`: it would be compared with
-            itself.
-        NotImplementedError: if its attention needs what that function does not support.
+        VerificationError: if a difference is larger than the tolerance or NaN; the message has the figures. Also if the
+            model has no layer that `optimize` changed and no module that calls an attention function of `register`,
+            because it would be compared with itself.
+        NotImplementedError: if the model's attention needs a feature that the attention function does not support.
         TypeError: if the batch is not a mapping of names to tensors.
 
     Examples:

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -401,7 +402,7 @@ def environment(device: str) -> dict[str, Any]:
     changes = _git("status", "--porcelain", "--", "src", "custom_mm", "matmuls") if ours else None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["matmuls", *sys.argv[1:]]),
+        "command": shlex.join(["matmuls", *sys.argv[1:]]),
         "commit": os.environ.get("MATMULS_COMMIT") or (_git("rev-parse", "HEAD") if ours else None),
         "modified": None if changes is None else bool(changes),
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),

@@ -100,8 +100,9 @@ def quoted(text: str, results: Results, path: Path) -> str:
         name = match["name"]
         if name not in headlines.SENTENCES:
             raise ValueError(f"{path}: no sentence named {name}; there are {', '.join(headlines.SENTENCES)}")
-        around = "\n" if match["old"].startswith("\n") else ""
-        return f"{match[1]}{around}{headlines.SENTENCES[name](results)}{around}{match[4]}"
+        words = headlines.SENTENCES[name](results)
+        around = "\n\n" if "\n" in words else "\n" if match["old"].startswith("\n") else ""  # a table needs blank lines
+        return f"{match[1]}{around}{words}{around}{match[4]}"
 
     return MARKER.sub(sentence, text)
 

@@ -13,8 +13,8 @@ from .results import Results, Run
 def page(results: Results) -> Page:
     page = Page("performance/attention.md", "Attention and masked softmax")
     page.say(
-        "Attention here also returns its probabilities, which torch's fused attention does not.",
-        "The rivals are the same formula in torch, eager and under torch.compile.",
+        "The attention measured here also returns its probabilities, which torch's fused attention does not.",
+        "The rivals compute the same formula with torch operations, in eager mode and under torch.compile.",
     )
     _attention(page, results)
     _masked(page, results)
@@ -34,8 +34,9 @@ def _attention(page: Page, results: Results) -> None:
     page.heading("Attention with its probabilities, forward")
     page.plot(attention_plot(results))
     page.table(
-        "A row is one case, batch x heads x tokens x head size. Speeds: higher is better. "
-        "The kernel is one launch on Hopper; other GPUs compute the scores in pieces and were not timed.",
+        "There is one row for each case, batch x heads x tokens x head size, and dtype. The last two columns are "
+        "speeds: higher is better. On Hopper GPUs one kernel computes each of these cases. Other GPUs compute the "
+        "scores in pieces and were not timed.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [
@@ -83,9 +84,9 @@ def _masked(page: Page, results: Results) -> None:
     )
     for dtype, cases in sorted(by.items()):
         page.table(
-            f"A row is one shape (batch x heads x queries x keys) with one kind of mask, in {dtype}. Share = time to "
-            "copy the bytes that must move / our time. Higher is better for the share and for the speeds over eager "
-            "torch and torch.compile.",
+            f"There is one row for each shape (batch x heads x queries x keys) and kind of mask, in {dtype}. The share "
+            "is the time of a plain copy of the bytes that must be read and written, divided by the time of matmuls; "
+            "the other two ratios are speeds over eager torch and over torch.compile. Higher is better for all three.",
             (
                 *("shape", "mask", "forward, µs", "share", "over eager", "over compile"),
                 *("backward, µs", "share", "over eager", "over compile"),
@@ -108,9 +109,8 @@ def _cells(own: dict[str, Any], direction: str) -> list[str]:
 
 def _memory(page: Page, run: Run) -> None:
     page.table(
-        "A row is attention made of the masked softmax and two products, forward and backward. Peak memory above "
-        "the inputs: "
-        "lower is better.",
+        "There is one row for each dtype of attention composed of the masked softmax and two products, forward and "
+        "backward, with the peak memory in addition to the inputs: lower is better.",
         ("case", "dtype", "matmuls, MiB", "eager, MiB"),
         (
             [r["case"].removeprefix("attention "), r["dtype"], number(r["ours_mib"]), number(r["rival_mib"])]

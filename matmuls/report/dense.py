@@ -15,7 +15,7 @@ def page(results: Results) -> Page:
     page.say(
         "Dense products call cuBLAS and cuBLASLt, which `torch.matmul` calls too.",
         "A plain product is therefore as fast as torch's, and no faster.",
-        "Time is gained where bias and activation run in the same call as the product.",
+        "A product with bias and activation is faster than torch's if one call computes all three.",
     )
     _epilogues(page, results)
     _bias_act(page, results)
@@ -54,16 +54,17 @@ def _epilogues(page: Page, results: Results) -> None:
         )
     )
     page.table(
-        "A row is one case, M x K x N. Speed is torch's time over that of matmuls: higher is better. "
-        "The roof is the fastest product of this dtype in the same run: 1 is the best there can be.",
-        ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of the roof"),
+        "There is one row for each case, M x K x N, and dtype. Speed is torch's time divided by that of matmuls: "
+        "higher is better. The share of the peak is the rate of floating-point operations, divided by the highest that "
+        "`torch.mm` reached in this run, in this dtype, for squares of 2048, 4096 and 8192: higher is better.",
+        ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of the peak"),
         (
             [r["case"], r["dtype"], *(number(r[key]) for key in ("ours_us", "rival_us", "ratio", "roof"))]
             for case in cases
             for r in (by[case, d] for d in dtypes if (case, d) in by)
         ),
     )
-    page.say(losses([(r["ratio"], _case(r)) for r in rows], "`F.linear` and the activation"))
+    page.say(losses([(r["ratio"], _case(r)) for r in rows], "`F.linear` followed by the activation"))
     page.measured(run)
 
 
@@ -72,9 +73,10 @@ def _bias_act(page: Page, results: Results) -> None:
     rows = sorted((r for r in run.rows if r["kind"] == "gpu"), key=lambda r: (DTYPES.index(r["dtype"]), r["case"]))
     page.heading("Bias and activation in place")
     page.table(
-        "A row is one case of `custom_mm.bias_act_`, rows x columns, beside `x + bias` and then the activation. "
-        "Speed: higher is better. The roof is a copy of the same bytes: 1 is the best there can be.",
-        ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of the roof"),
+        "There is one row for each case of `custom_mm.bias_act_`, rows x columns. The rival is `x + bias` in torch, "
+        "followed by the activation. Speed is torch's time divided by that of matmuls. The share is the time of a "
+        "plain memory copy of the same size divided by the time of matmuls. Higher is better for both.",
+        ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of a copy's speed"),
         ([r["case"], r["dtype"], *(number(r[key]) for key in ("ours_us", "rival_us", "ratio", "roof"))] for r in rows),
     )
     page.say(losses([(r["ratio"], _case(r)) for r in rows], "torch"))
@@ -87,8 +89,9 @@ def _products(page: Page, results: Results) -> None:
     dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
     page.heading("Plain products")
     page.table(
-        "A row is an operation. A cell is its speed over `torch.matmul`: the geometric mean (lowest in brackets) of "
-        "all cases: squares from 64 to 8192, 65536x1024x1024, and attention batches. 1 is as fast; higher is better.",
+        "There is one row for each operation and one column for each dtype, with the speed compared with "
+        "`torch.matmul`: the geometric mean over all cases and, in brackets, the lowest. The cases are squares from 64 "
+        "to 8192, 65536x1024x1024, and batches of attention. 1 means as fast as torch; higher is better.",
         ("operation", *dtypes, "cases"),
         (
             [
@@ -111,8 +114,8 @@ def _host(page: Page, results: Results) -> None:
     rows = [r for run in runs for r in run.rows if r["kind"] == "host"]
     page.heading("Host time of one small call")
     page.table(
-        "Each row is a tiny call; the time is how long the host spends in it, without waiting for the GPU. "
-        "Speed is torch's time over that of matmuls: higher is better.",
+        "There is one row for each small call. The time is what the host spends in the call, without waiting for the "
+        "GPU. Speed is torch's time divided by that of matmuls: higher is better.",
         ("operation", "case", "matmuls, µs", "torch, µs", "speed"),
         (
             [f"`{r['operation']}`", r["case"], number(r["ours_us"]), number(r["rival_us"]), number(r["ratio"])]

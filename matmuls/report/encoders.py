@@ -17,13 +17,39 @@ HEADINGS = {
 }
 
 
+NOTES = {
+    "training": "A step is forward + backward. The probabilities are computed but not returned, except with `sdpa`, "
+    "which computes none.",
+    "training, probabilities returned": "A step is forward + backward. The caller keeps the returned probabilities "
+    "until the step is done.",
+}
+
+
 def page(results: Results) -> Page:
     page = Page("performance/encoders.md", "Encoders: BERT base and large")
     run = results.run(FILE)
     page.say(
-        "These are whole BERT models of random weights in bfloat16, with the attention function `custom_mm` "
-        "(`register()`), and after `optimize()`, which is for inference.",
-        "In the training table, `custom_mm` computes probabilities as eager attention does; `sdpa` does not.",
+        "Whole BERT models with random weights were measured in bfloat16, with 2048 positions "
+        "(`max_position_embeddings=2048`). The tables name the ways to run a model:",
+    )
+    page.say(
+        "\n".join(
+            (
+                "- `eager`, `sdpa`: the stock model with this attention of transformers. `sdpa` is torch's fused "
+                "attention, which returns no probabilities.",
+                '- `custom_mm`: the model after `register()` and `set_attn_implementation("custom_mm")`. In the two '
+                "training tables the function is registered with `sdpa=False`, so that it always computes "
+                "probabilities, as `eager` does.",
+                "- `custom_mm, recompute`: the same, registered with `sdpa=False, recompute=True`. Without a padding "
+                "mask, no scores are saved for backward in either way, so that `recompute` makes no difference here.",
+                "- `custom_mm, optimized`: `custom_mm` and in addition `optimize(model)`, which is for inference.",
+            )
+        )
+    )
+    page.say(
+        "Where no probabilities are returned, `custom_mm` calls torch's fused attention too. With padding it is still "
+        "faster than `sdpa`, because its mask has the shape [batch, 1, 1, keys], where that of transformers has one "
+        "row for each query.",
     )
     page.plot(memory_plot(results))
     page.plot(_speeds(run))
@@ -59,10 +85,11 @@ def _task(page: Page, run: Run, task: str) -> None:
     rows = [r for r in run.rows if r["task"] == task]
     heading, stock = HEADINGS.get(task, (task, f"the stock model with {rows[0]['way']}"))
     page.heading(heading)
+    page.say(NOTES[task]) if task in NOTES else None
     page.table(
-        f"A row is one way to run a model. Speed is relative to {stock}: higher is better. Memory is the peak "
-        "above the weights "
-        "and the returned probabilities, in MiB and relative to the same model: lower is better.",
+        f"There is one row for each model (batch x tokens) and way to run it. Speed is relative to {stock}: higher is "
+        "better. Memory is the peak, without the weights and the returned probabilities, in MiB and relative to the "
+        "same stock model: lower is better.",
         ("model", "way", "time, ms", "speed", "memory, MiB", "memory, relative"),
         (
             [

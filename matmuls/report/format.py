@@ -40,7 +40,7 @@ def mean_and_lowest(ratios: Iterable[float | None]) -> str:
 def losses(ratios: Iterable[tuple[float | None, str]], over: str, of: str = "") -> str:
     """A sentence: how many cases are slower than `over`, and the lowest ratio with its case. Takes (ratio, case).
 
-    of: what is compared, where that needs a name.
+    of: which comparison this is, on a page with several.
     """
     known = [(r, case) for r, case in ratios if r is not None]
     lowest, case = min(known)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from .. import experiment
 from ..bench import COMPILED, geometric_mean
-from .format import number
+from .format import number, table
 from .plot import Panel, Plot
 from .results import Results, Rows
 
@@ -73,7 +73,7 @@ def memory_plot(results: Results) -> Plot:
         stock = {"eager": "stock, eager attention", "sdpa": "stock, torch's sdpa"}
         mib = {(stock | WAYS)[w]: [_mib(rows, case, w) for case in cases] for w in reversed(ways)}
         panels.append(Panel("bars", title, "peak memory, MiB (lower is better)", "BERT, batch x tokens", mib, cases))
-    title = "Memory of BERT's forward, above its weights and returned probabilities"
+    title = "Peak memory of BERT's forward pass, without weights and returned probabilities"
     return Plot("headline-memory", title, run.machine, panels)
 
 
@@ -98,53 +98,48 @@ def sparse(results: Results) -> str:
     run, cases = results.cases("spmm-cuda.json")
     wide = [c for c in cases if c.dtype == "float32"]
     narrow = [c for c in cases if c.dtype != "float32"]
-    both = [(_mean(own, lambda c: c.speed()), _lowest(own, lambda c: c.speed())) for own in (narrow, wide)]
-    trained = len(_known(cases, lambda c: c.backward_speed))
-    training = _mean(cases, lambda c: c.backward_speed), _lowest(cases, lambda c: c.backward_speed)
+    trained = [c for c in cases if c.backward_speed is not None]
     return (
-        f"In 16 bits a sparse product with a plan is {both[0][0]} times (lowest {both[0][1]}), in float32 {both[1][0]} "
-        f"times (lowest {both[1][1]}) as fast as the best of torch.sparse and seven cuSPARSE algorithms. "
-        f"Forward + backward is {training[0]} times as fast as torch.sparse (lowest {training[1]}). "
-        f"Geometric means on an {run.card}, of {len(cases)} products and {trained} gradients."
+        "A sparse product with a constant plan is compared with the best of torch.sparse and seven cuSPARSE "
+        f"algorithms. The geometric mean of its speed is {_speed(narrow, lambda c: c.speed())} in 16 bits and "
+        f"{_speed(wide, lambda c: c.speed())} in float32 ({run.card}; 2 means half the time). Forward + backward is "
+        f"compared with torch.sparse: the geometric mean is {_speed(trained, lambda c: c.backward_speed)}. In the "
+        f"other {len(cases) - len(trained)} cases torch's dense gradient did not fit into memory."
     )
 
 
 def memory(results: Results) -> str:
     run = results.run("bert-cuda.json")
     longest = "base 8x2048"
-    with_p, without = ([r for r in run.rows if r["task"] == task] for task in ("probabilities", "hidden states"))
-    eager, ours = (_mib(with_p, longest, way) for way in ("eager", "custom_mm, optimized"))
-    sdpa, mine = (_mib(without, longest, way) for way in ("sdpa", "custom_mm, optimized"))
+    rows = []
+    for task, words, stock in (("probabilities", "returned", "eager"), ("hidden states", "not returned", "sdpa")):
+        own = [r for r in run.rows if r["task"] == task]
+        mib = (number(_mib(own, longest, way)) for way in (stock, "custom_mm, optimized"))
+        rows.append([words, *(f"{x} MiB{note}" for x, note in zip(mib, (f" ({stock} attention)", ""), strict=True))])
+    header = "attention probabilities", "stock model", '`register()`, `"custom_mm"` attention and `optimize()`'
     return (
-        "Peak memory of BERT base with 8 texts of 2048 tokens, not counting weights and returned probabilities: "
-        f"{number(ours)} MiB after `optimize()`, {number(eager)} MiB with eager attention. With no probabilities "
-        f"returned: {number(mine)} MiB after `optimize()`, {number(sdpa)} MiB with torch's fused attention. "
-        f"({run.card}, bfloat16, forward.)"
+        f"Peak memory of a forward pass of BERT base (`max_position_embeddings=2048`) with 8 texts of 2048 tokens, in "
+        f"bfloat16 on an {run.card}, without the weights and the returned probabilities. There is one row for a pass "
+        f"that returns the attention probabilities and one for a pass that does not.\n\n{table(header, rows).rstrip()}"
     )
 
 
 def cpu(results: Results) -> str:
     run, cases = results.cases("spmm-cpu.json")
     return (
-        f"On {run.environment['threads']} CPU threads a sparse product with a plan is on average "
-        f"{_mean(cases, lambda c: c.speed())} times as fast as the faster of torch.sparse (MKL) and SciPy "
-        f"(lowest {_lowest(cases, lambda c: c.speed())}; float32, {len(cases)} cases)."
+        f"On {run.environment['threads']} CPU threads a sparse product with a constant plan is compared with the "
+        "faster of torch.sparse (MKL) and SciPy, in float32: the geometric mean of its speed is "
+        f"{_speed(cases, lambda c: c.speed())}."
     )
 
 
 Ratio = Callable[[experiment.Case], float | None]
 
 
-def _known(cases: list[experiment.Case], ratio: Ratio) -> list[float]:
-    return [r for r in map(ratio, cases) if r is not None]
-
-
-def _mean(cases: list[experiment.Case], ratio: Ratio) -> str:
-    return number(geometric_mean(_known(cases, ratio)))
-
-
-def _lowest(cases: list[experiment.Case], ratio: Ratio) -> str:
-    return number(min(_known(cases, ratio)))
+def _speed(cases: list[experiment.Case], ratio: Ratio) -> str:
+    """The geometric mean of a speed, with its minimum and the number of cases."""
+    known = [r for r in map(ratio, cases) if r is not None]
+    return f"{number(geometric_mean(known))} (minimum {number(min(known))}, {len(known)} cases)"
 
 
 SENTENCES: dict[str, Callable[[Results], str]] = {f.__name__: f for f in (attention, sparse, memory, cpu)}

@@ -10,33 +10,43 @@ from .results import NOT_SHOWN, Results
 def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
     """others: the other pages with the names of the result files that each shows."""
     page = Page("performance/index.md", "Performance")
-    page.say("In short:")
-    page.say("\n".join(f"- {sentence(results)}" for sentence in SENTENCES.values()))
+    sentences = [sentence(results) for sentence in SENTENCES.values()]
+    page.say("\n".join(f"- {sentence}" for sentence in sentences if "\n" not in sentence))
+    for sentence in sentences:
+        if "\n" in sentence:  # with a table
+            page.say(sentence)
     page.heading("Pages")
     shown = [other for other, _ in others if other.path.startswith("performance/")]
     page.say("\n".join(f"- [{other.title}]({other.path.removeprefix('performance/')})" for other in shown))
     page.heading("How the figures are made")
     page.say(
-        "Every figure is of one run in which matmuls and its rivals take turns, with the same inputs, layouts "
-        "and precision.",
-        "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs to exceed "
-        "the L2 cache; the inputs of the smallest cases still fit in it. Sparse products run with warm caches.",
+        "In each table, matmuls and its alternatives (*rivals*) were measured in the same run, in turns, with the same "
+        "inputs, layouts and precision. The two sections on "
+        "[row lengths](rows.md#many-lengths-of-rows) are exceptions: they show development runs, without rivals.",
+        "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs, so that "
+        "they exceed the L2 cache; the inputs of the smallest cases still fit in it. Sparse products run with warm "
+        "caches.",
         "Results are compared with float64 in the same run.",
-        "A speed is the rival's time over that of matmuls: above 1 matmuls is faster.",
-        "Each page names the cases that are slower.",
     )
     page.say(
-        "The tables and plots are written by `matmuls report` from the JSON files in `benchmarks/results`. To "
-        "measure on a "
-        "machine of yours, run the command that stands below a table, or `benchmarks/gpu.sh OUT` for all of them."
+        "A *speed* is the rival's time divided by the time of matmuls: above 1, matmuls is faster. Below each table, "
+        "*Losses* says how many cases are slower than the rival by more than 0.5 %, and which has the lowest ratio.",
+        "A *share* compares with the limit of the hardware: it is the time of a plain memory copy of the bytes that "
+        "the operation must read and write, divided by the time of matmuls. For dense products it is the rate of "
+        "floating-point operations divided by the highest that `torch.mm` reached in the run.",
+    )
+    page.say(
+        "`matmuls report` writes the tables and plots from the JSON files in `benchmarks/results`. To repeat a "
+        "measurement on your machine, run the command below its table, or `benchmarks/gpu.sh OUT` for all of them.",
     )
     page.heading("Result files")
     where: dict[str, list[Page]] = {}
     for other, files in others:
         for file in files:
             where.setdefault(file, []).append(other)
+    page.say(_lacking(results))
     page.table(
-        "A row is a file in `benchmarks/results`: where it was measured, and the page that shows it.",
+        "There is one row for each file in `benchmarks/results`, with the page that shows its figures.",
         ("file", "machine", "torch", "date", "commit", "page"),
         (
             [
@@ -48,6 +58,16 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
         ),
     )
     return page
+
+
+def _lacking(results: Results) -> str:
+    """A sentence on the files without a date, a commit or a command."""
+    lacking = [
+        (run.file, [fact for fact in ("date", "commit", "command") if not run.environment.get(fact)])
+        for run in results.everything()
+    ]
+    named = "; ".join(f"`{file}` (no {', no '.join(facts)})" for file, facts in lacking if facts)
+    return f"The files say the machine, the versions, the date, the commit and the command. Incomplete are: {named}."
 
 
 def _link(page: Page) -> str:

@@ -11,9 +11,9 @@ PRODUCTS = {"matmul_": "torch.mm(a, b, out=c)", "linear_": "F.linear(x, weight, 
 def page(results: Results) -> Page:
     page = Page("performance/inplace.md", "Products in place")
     page.say(
-        "`matmul_` and `linear_` write the product over their first argument.",
-        "They save the memory of a second tensor of its size. "
-        "Speed is compared with torch's product into a separate tensor.",
+        "`matmul_` and `linear_` write the product over their first argument, which saves the memory of a second "
+        "tensor of its size.",
+        "Their speed is compared with torch's product into a separate tensor.",
     )
     _products(page, results)
     _feed_forward(page, results)
@@ -31,7 +31,7 @@ def _products(page: Page, results: Results) -> None:
     page.plot(
         Plot(
             "performance/inplace",
-            "Products in place beside products into another tensor",
+            "Products in place compared with products into another tensor",
             runs["matmul_"].machine,
             [
                 Panel(
@@ -49,13 +49,13 @@ def _products(page: Page, results: Results) -> None:
     )
     for name, rival in PRODUCTS.items():
         page.table(
-            f"A row is one shape of `{name}`: rows x K, with a K x K weight. A cell is the speed over `{rival}`: "
-            "higher is "
-            "better.",
+            f"There is one row for each shape of `{name}`, rows x K with a K x K weight, and one column for each "
+            f"dtype, with the speed over `{rival}`: higher is better.",
             ("rows x K", *dtypes),
             ([case, *(number(by[name, case, d]["ratio"]) for d in dtypes)] for case in cases),
         )
-        page.say(losses([(r["ratio"], f"{c}, {d}") for (n, c, d), r in by.items() if n == name], f"`{rival}`"))
+        ratios = [(r["ratio"], f"{c}, {d}") for (n, c, d), r in by.items() if n == name]
+        page.say(losses(ratios, f"`{rival}`", f"`{name}`"))
     _memory(page, [r for r in rows if r["kind"] == "memory"], cases, dtypes)
     page.measured(*{run.file: run for run in runs.values()}.values())
 
@@ -69,9 +69,9 @@ def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None
         return number(m * k * width / 2**20)
 
     page.table(
-        "A row is one shape of `matmul_`. Each cell is the peak memory above the inputs: lower is better. The "
-        "last columns are "
-        "the size of the result, which a product into another tensor needs.",
+        "There is one row for each shape of `matmul_` and one column for each dtype, with the peak memory in addition "
+        "to the inputs: lower is better. The last two columns are the size of the result, which a product into another "
+        "tensor needs.",
         ("rows x K", *(f"{d}, MiB" for d in dtypes), "result in 16 bits, MiB", "result in float32, MiB"),
         ([case, *(number(extra.get((case, d))) for d in dtypes), size(case, 2), size(case, 4)] for case in cases),
     )
@@ -83,9 +83,9 @@ def _feed_forward(page: Page, results: Results) -> None:
     peaks = {(r["case"], r["dtype"]): r for r in run.rows if r["kind"] == "memory"}
     page.heading("A feed-forward network in place")
     page.table(
-        "A row is one case of `feed_forward_`, rows x width x inner width: x becomes the layer norm of x + its "
-        "feed-forward "
-        "network. Speed: higher is better. Memory is the peak above the inputs: lower is better.",
+        "There is one row for each case of `feed_forward_` (rows x width x inner width), which replaces x by the layer "
+        "norm of x + the feed-forward network of x. Speeds: higher is better. The last two columns are the peak memory "
+        "in addition to the inputs: lower is better.",
         (
             *("case", "dtype", "matmuls, µs", "speed over eager torch", "speed over torch.compile"),
             *("matmuls, MiB", "torch, MiB"),
@@ -110,8 +110,8 @@ def _cpu(page: Page, results: Results) -> None:
     rows = [r for r in run.rows if r["kind"] == "cpu"]
     page.heading("Products on a CPU")
     page.table(
-        "A row is one case, rows x K. Speed is torch's time over that of matmuls: higher is better. Spread is "
-        "the variation between repeats (interquartile range) divided by the time (median).",
+        "There is one row for each operation, with its case as rows x K. Speed is torch's time divided by that of "
+        "matmuls: higher is better. Spread is the interquartile range of the repeats divided by their median.",
         ("operation", "case", "dtype", "matmuls, ms", "torch, ms", "speed", "spread"),
         (
             [

@@ -15,12 +15,23 @@ BACKWARD = "forward + backward "
 def page(results: Results) -> Page:
     page = Page("performance/masked.md", "Two experts: masked_linear and masked_ffn")
     page.say(
-        "`masked_linear` sends each row through one of two weights, as a mask says, in one product.",
+        "`masked_linear` multiplies each row by one of two weights, as a mask says, in one product.",
         "`masked_ffn` does the same with two SwiGLU networks.",
-        "A dense product of the same size, with one weight for all rows, is the best that one may hope for.",
-        "The rivals compute the same result: two products of rows that are gathered by the mask, "
-        "`torch._grouped_mm` of "
-        "sorted rows, or both products of all rows, blended.",
+        "Both are compared with *one dense product*: the same computation in torch with one weight, or one network, "
+        "for all rows.",
+        "`masked_ffn` can be faster than that, because its kernel computes SwiGLU together with the products, while "
+        "torch runs separate kernels.",
+    )
+    page.say(
+        "The *rivals* compute the same result as matmuls, in one of three ways: as two products of rows that were "
+        "split by the mask, as `torch._grouped_mm` of sorted rows, or as both products of all rows, blended by the "
+        "mask.",
+    )
+    page.say(
+        "The masks are of four kinds. *span*: the rows of the first weight are one contiguous range, half of all rows. "
+        "*16 spans*: they are 16 ranges of equal length. *random 50 %*, *random 5 %*: each row is chosen at random "
+        "with this probability. The mask plan is made in advance, as a model makes it once for all layers; where a "
+        "case says *planning included*, every call makes it.",
     )
     runs = {name: results.bench(name) for name in OPERATIONS}
     for name, run in runs.items():
@@ -73,8 +84,9 @@ def _operation(page: Page, name: str, run: Run) -> None:
         )
     )
     page.table(
-        f"A row is one shape, {OPERATIONS[name]}, in {rows[0]['dtype']}, with one kind of mask. Higher is better "
-        "for both speeds. In the column *over one dense product*, 1 means that the second weight costs nothing.",
+        f"There is one row for each direction, shape ({OPERATIONS[name]}) and kind of mask, in {rows[0]['dtype']}. "
+        "Higher is better for both speeds. A speed of 1 over one dense product means that the second weight costs no "
+        "time.",
         ("direction", "shape", "mask", "matmuls, µs", "over one dense product", "over the fastest rival", "that rival"),
         (
             [
@@ -84,16 +96,17 @@ def _operation(page: Page, name: str, run: Run) -> None:
             for r in rows
         ),
     )
-    page.say(losses([(_fastest(r)[0] / r["ours_us"], r["case"]) for r in rows], "the fastest rival"))
-    page.say(losses([(_over_dense(r), r["case"]) for r in rows], "one dense product"))
+    rivals = [(_fastest(r)[0] / r["ours_us"], r["case"]) for r in rows]
+    page.say(losses(rivals, "the fastest rival", "compared with the rivals"))
+    page.say(losses([(_over_dense(r), r["case"]) for r in rows], "one dense product", "compared with a dense product"))
     page.measured(run)
 
 
 def _memory(page: Page, run: Run) -> None:
     page.heading("Memory")
     page.table(
-        "A row is one case of `masked_ffn`. Peak memory above the inputs in MiB: lower is better. "
-        "`recompute=True` computes the inner rows again in backward.",
+        "There is one row for each case of `masked_ffn`, with the peak memory in addition to the inputs in MiB: lower "
+        "is better. With `recompute=True` the inner activations are computed again in backward.",
         ("case", "matmuls, MiB", "two networks of split rows, MiB"),
         ([r["case"], number(r["ours_mib"]), number(r["rival_mib"])] for r in run.rows if r["kind"] == "memory"),
     )
@@ -104,8 +117,8 @@ def _host(page: Page, run: Run) -> None:
     rows = [r for r in run.rows if r["kind"] == "host"]
     page.heading("Host time of one small call")
     page.table(
-        "Each row is a tiny call of `masked_linear`; the time is how long the host spends in it, without waiting for "
-        "the GPU. Speed is torch's time over that of matmuls: higher is better.",
+        "There is one row for each small call of `masked_linear`. The time is what the host spends in the call, "
+        "without waiting for the GPU. Speed is torch's time divided by that of matmuls: higher is better.",
         ("case", "matmuls, µs", "torch, µs", "speed"),
         ([r["case"], number(r["ours_us"]), number(r["rival_us"]), number(r["ratio"])] for r in rows),
     )

@@ -50,7 +50,7 @@ class Run:
         file = f"`benchmarks/results/{self.file}`"
         command = facts.get("command")
         if command is None:
-            return f"Measured on: {where}. File: {file}. An experiment, without a command."
+            return f"Measured on: {where}. File: {file}. No command was recorded."
         if len(command) <= FOLDED:
             return f"Measured on: {where}. Command: `{command}`. File: {file}."
         folded = f"<details><summary>The command</summary><code>{html.escape(command)}</code></details>"

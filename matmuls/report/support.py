@@ -12,6 +12,9 @@ OTHERS = (
 )
 
 
+PLANNED = ("spmm", "sddmm", "sparse_softmax", "sparse_attention")  # torch.compile traces them with plans alone
+
+
 def page(results: Results) -> Page:
     page = Page("support.md", "What runs where")
     _operations(page)
@@ -24,20 +27,21 @@ def _operations(page: Page) -> None:
     dtypes = [str(d).removeprefix("torch.") for d in ALL]
     page.heading("Operations")
     page.say(
-        "Every operation has a kernel for CPU tensors and one for CUDA tensors (compute capability 7.5 or "
-        "later), in each "
-        "dtype of its row; the same tests run on both."
+        "Every operation runs on CPU tensors and on CUDA tensors (compute capability 7.5 or later), in each dtype that "
+        "the table marks with *yes*. The same tests run on both."
     )
     page.table(
-        "A row is an operation. `compile` says whether `torch.compile(fullgraph=True)` traces it, `strides` "
-        "whether it takes "
-        "tensors that are not contiguous.",
+        "There is one row for each operation. *gradient* says whether it is differentiable, *compile* whether "
+        "`torch.compile(fullgraph=True)` can trace it (*with a plan*: if its sparse operand is a plan, not a sparse "
+        "tensor), and *strides* whether it accepts tensors that are not contiguous.",
         ("operation", *(d.replace("complex", "c") for d in dtypes), "gradient", "compile", "strides"),
         (
             [
                 f"`{spec.name}`",
                 *("yes" if d in spec.dtypes else "" for d in ALL),
-                *("yes" if fact else "no" for fact in (spec.gradient, not spec.static, not spec.contiguous)),
+                "yes" if spec.gradient else "no",
+                "no" if spec.static else "with a plan" if spec.name in PLANNED else "yes",
+                "no" if spec.contiguous else "yes",
             ]
             for spec in TABLE
         ),
@@ -52,14 +56,14 @@ def _operations(page: Page) -> None:
 def _models(page: Page) -> None:
     page.heading("Hugging Face models")
     page.say(
-        "`register()` serves every architecture whose attention modules look up their function by name; "
-        "`takes(model)` says for a model of yours whether they do. `optimize(model)` knows the families of this table.",
-        "Models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS) look up the function too, "
-        "but their calls "
-        "are refused with an error.",
+        "`register()` works for every architecture whose attention goes through transformers' "
+        "`ALL_ATTENTION_FUNCTIONS`; `takes(model)` says whether that is so for a model of yours. `optimize(model)` "
+        "works for the families that the table marks with *yes*.",
+        "Models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS) are not supported: their first "
+        "forward pass raises an error.",
     )
     page.table(
-        "A row is a model family: what each of the two functions does for it.",
+        "There is one row for each model family, with one column for each of the two functions.",
         ("family", "`register()`", "`optimize()`"),
         (
             [f"`{name}`", "yes" if takes else "no: computes attention itself", "yes" if known else "no"]
@@ -95,13 +99,13 @@ def _gpus(page: Page, results: Results) -> None:
         by.setdefault(figures.device(run.environment), []).append(run)
     page.heading("What was measured on which machine")
     page.say(
-        "H100 and H200 are GPUs of the Hopper architecture, which has kernels of its own; others run other kernels.",
-        "Configurations of `masked_linear` and `masked_ffn` were tuned on an H200; elsewhere defaults run until "
-        "`matmuls tune` "
-        "has run. No speed is claimed for a machine that is not in this table.",
+        "H100 and H200 are GPUs of the Hopper architecture, for which there are special kernels. Other GPUs run "
+        "general kernels.",
+        "The tile sizes of `masked_linear` and `masked_ffn` were tuned on an H200. Other GPUs run with default tile "
+        "sizes until you run `matmuls tune`. Nothing is claimed about the speed on machines that are not in the table.",
     )
     page.table(
-        "A row is a machine with the torch versions and the result files of it in `benchmarks/results`.",
+        "There is one row for each machine, with the versions of torch and the result files in `benchmarks/results`.",
         ("machine", "torch", "dates", "results"),
         (
             [

@@ -72,8 +72,8 @@ def _bad(draw: Draw) -> Iterator[Bad]:
 TABLE: tuple[Spec, ...] = (
     Spec(
         name="attention_forward",
-        summary="the forward pass of `attention.attend(q, k, v, mask, scale, *, causal)`, without a gradient; use "
-        "`attend` to train",
+        summary="`torch.ops.custom_mm.attention_forward`: the forward pass of `matmuls.attention.attend(q, k, v, mask, "
+        "scale, *, causal)`, without a gradient; call `attend`",
         call=_context,
         reference=_plain,
         operators=(_operator,),

@@ -21,8 +21,8 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
     page.heading("How the figures are made")
     page.say(
         "In each table, matmuls and its alternatives (*rivals*) were measured in the same run, in turns, with the same "
-        "inputs, layouts and precision. The two sections on "
-        "[row lengths](rows.md#many-lengths-of-rows) are exceptions: they show development runs, without rivals.",
+        "inputs, layouts and precision. The last two sections of [Softmax and norms](rows.md#many-lengths-of-rows) are "
+        "exceptions: they show development runs, without rivals.",
         "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs, so that "
         "they exceed the L2 cache; the inputs of the smallest cases still fit in it. Sparse products run with warm "
         "caches.",

@@ -1,5 +1,6 @@
 """The page on operations along rows: softmax and the norms."""
 
+import re
 from typing import Any
 
 from ..bench import COMPILED
@@ -14,11 +15,15 @@ OPERATIONS = ("softmax_", "layer_norm_", "rms_norm_")
 def page(results: Results) -> Page:
     page = Page("performance/rows.md", "Softmax and norms along rows")
     page.say(
-        "These operations read each row once and write it once, so the time of a copy of the same bytes is the limit.",
-        "Forward works in place. Backward writes a new tensor and reads two tensors for each one that it writes, so "
-        "its share of a copy's speed can exceed 1.",
-        "The backward of `rms_norm_` is compared with a formula written in torch operations, eager and under "
-        "torch.compile, not with a fused kernel of torch.",
+        "These operations must read and write each element once, so their limit is about the time of a plain memory "
+        "copy of the same size. The *share of a copy's speed* is the time of that copy divided by the time of matmuls.",
+        "The copy was measured separately in each run, from one tensor of 2 GB to another. The forward passes work in "
+        "place, and their share reaches up to 1.03. A backward pass, and a norm with a residual, reads two tensors for "
+        "each that it writes; their share reaches up to 1.04.",
+    )
+    page.say(
+        "The backward pass of `rms_norm_` is compared with a formula written in torch operations, in eager mode and "
+        "under torch.compile, not with a fused kernel of torch.",
     )
     runs = {name: results.bench(name) for name in OPERATIONS}
     _shares(page, runs)
@@ -61,7 +66,7 @@ def _shares(page: Page, runs: dict[str, Run]) -> None:
             Panel("lines", name, "share of a copy's speed\n(higher is better)", "columns", shares, columns, ratio=True)
         )
     caption = "; ".join(dict.fromkeys(run.machine for run in runs.values()))
-    title = "Operations along rows beside a copy of the same bytes"
+    title = "Operations along rows compared with a memory copy of the same size"
     page.plot(Plot("performance/rows", title, caption, panels))
 
 
@@ -70,9 +75,9 @@ def _operation(page: Page, name: str, run: Run) -> None:
     columns = sorted({n for direction, _, n in by if direction != "residual"})
     page.heading(f"`{name}`")
     page.table(
-        "Each row is for one number of columns; the tensor always has about 2^29 elements. Each cell has the share of "
-        "a copy's speed and, in brackets, the speed over the faster of eager torch and torch.compile. Higher is better "
-        "for both.",
+        "There is one row for each number of columns; the tensor always has about 2^29 elements. The columns have the "
+        "share of a copy's speed and, in brackets, the speed over the faster of eager torch and torch.compile. Higher "
+        "is better for both.",
         ("columns", *(f"{direction}, {dtype}" for direction, dtype in LINES)),
         (
             [
@@ -95,8 +100,8 @@ def _operation(page: Page, name: str, run: Run) -> None:
 def _residual(page: Page, *runs: Run) -> None:
     page.heading("Norms of x + residual")
     page.table(
-        "A row is one case, rows x columns. Speed is over the faster of eager torch and torch.compile: higher is "
-        "better.",
+        "There is one row for each case, rows x columns. Speed is over the faster of eager torch and torch.compile: "
+        "higher is better.",
         ("operation", "shape", "dtype", "matmuls, µs", "share of a copy's speed", "speed"),
         (
             [
@@ -116,8 +121,12 @@ def _compiled(page: Page, rows: Rows) -> None:
     ratios = [
         (r["rivals_us"][COMPILED] / r["ours_us"], f"`{r['operation']}`, {r['case']}, {r['dtype']}") for r in compared
     ]
-    page.heading("Beside torch.compile alone")
-    page.say(losses(ratios, "torch.compile"))
+    page.heading("Compared with torch.compile only")
+    page.say(
+        "The tables above compare with the faster of eager torch and torch.compile. With torch.compile alone, the same "
+        "cases compare as follows.",
+        losses(ratios, "torch.compile"),
+    )
 
 
 def _cpu(page: Page, results: Results) -> None:
@@ -125,8 +134,8 @@ def _cpu(page: Page, results: Results) -> None:
     rows = [r for r in run.rows if r["kind"] == "cpu"]
     page.heading("On a CPU")
     page.table(
-        "A row is one case, rows x columns, in place beside torch's operation into a new tensor. Speed: higher "
-        "is better.",
+        "There is one row for each case, rows x columns. matmuls works in place, torch's operation writes a new "
+        "tensor. Speed is torch's time divided by that of matmuls: higher is better.",
         ("operation", "shape", "dtype", "matmuls, µs", "torch, µs", "speed"),
         (
             [
@@ -148,7 +157,7 @@ def _dims(page: Page, results: Results) -> None:
     page.plot(
         Plot(
             "performance/rows-dims-cpu",
-            "Softmax along every dimension of drawn shapes, on a CPU",
+            "Softmax along every dimension of tensors of random shapes, on a CPU",
             run.machine,
             [
                 Panel(
@@ -162,6 +171,10 @@ def _dims(page: Page, results: Results) -> None:
                 )
             ],
         )
+    )
+    page.say(
+        "Softmax was computed along each dimension of tensors whose shapes were drawn at random. Each point of the "
+        "plot is one shape and dimension."
     )
     for name in names:
         cases = zip(dots[name], run.rows, strict=True)
@@ -181,26 +194,30 @@ def _lengths(page: Page, results: Results) -> None:
         groups.setdefault((r["operation"], r["dtype"], device), []).append(r)
     page.heading("Many lengths of rows")
     page.table(
-        "A row is an operation in one dtype on one card, over many lengths of rows. Shares are of a copy's "
-        "speed: 1 is a copy; "
-        "higher is better. The lowest share is named with its number of columns.",
-        ("operation", "dtype", "card", "lengths", "median share", "lowest share", "at columns"),
+        "There is one row for each operation, dtype and GPU. Each was run on rows of many lengths; the fourth column "
+        "says how many. The shares are shares of a copy's speed: higher is better. The last column is the number of "
+        "columns that has the lowest share.",
+        ("operation", "dtype", "GPU", "lengths", "median share", "lowest share", "at columns"),
         (
             [
-                *(
-                    f"`{operation.split(',')[0]}`{operation[len(operation.split(',')[0]) :]}",
-                    dtype,
-                    device,
-                    str(len(own)),
-                ),
+                *(_in_code(operation), dtype, device, str(len(own))),
                 f"{sorted(r['share'] for r in own)[len(own) // 2]:.2f}",
                 *(f"{min(own, key=_share)['share']:.2f}", str(min(own, key=_share)["columns"])),
             ]
             for (operation, dtype, device), own in sorted(groups.items())
         ),
     )
-    page.say("These are experiments on the way to the present kernels, of several commits, without a command.")
+    page.say(
+        "These figures are from development runs of earlier versions of the kernels, at several commits; the present "
+        "kernels may be faster. They were measured without rivals, on an H200 and, where the table says so, on an "
+        "NVIDIA H100 80GB HBM3.",
+    )
     page.measured(run)
+
+
+def _in_code(operation: str) -> str:
+    """The names of operations in code font: "`norm_backward` of `layer_norm_`"."""
+    return re.sub(r"\b[a-z]+_\w*", r"`\g<0>`", operation)
 
 
 def _share(row: dict[str, Any]) -> float:
@@ -225,13 +242,14 @@ def _uneven(page: Page, results: Results) -> None:
         )
         for dtype in dtypes
     ]
-    page.heading("Rows that are no multiple of 16 bytes")
-    title = "Rows that are no multiple of 16 bytes, beside a copy"
+    page.heading("Rows whose length is not a multiple of 16 bytes")
+    title = "Rows whose length is not a multiple of 16 bytes, compared with a memory copy"
     page.plot(Plot("performance/rows-uneven", title, run.machine, panels))
     worst = min(run.rows, key=lambda r: r["ours"])
     page.say(
-        "Long rows, and gradients of norms, are the slowest here.",
-        f"The lowest share is {worst['ours']:.2f}: `{worst['operation']}`, {worst['dtype']}, "
+        "The plot is from a development run of earlier versions of the kernels, without rivals. Long rows, and "
+        "gradients of norms, have the lowest shares.",
+        f"The lowest of all is {worst['ours']:.2f}: {_in_code(worst['operation'])}, {worst['dtype']}, "
         f"{worst['columns']} columns.",
     )
     page.measured(run)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .. import experiment
+from ..experiment.candidates import DENSE_ELEMENTS
 from .format import losses, mean_and_lowest, number
 from .headlines import ALG2, sparse_plot
 from .page import Page
@@ -27,18 +28,24 @@ RATIOS: dict[str, Callable[[Case], float | None]] = {
 def page(results: Results) -> Page:
     page = Page("performance/sparse.md", "Sparse products")
     page.say(
-        "Each figure is for a product A @ B: A is sparse, B is dense, and caches are warm, as when one matrix "
-        "multiplies many "
-        "times. A *plan* (`matmuls.plan(A, constant=True)`) is made once for a matrix. Building it is not in "
-        "these times; see "
-        "[What a plan costs](#what-a-plan-costs).",
+        "These figures are for products A @ B of a sparse A and a dense B. Caches are warm, as they are when one "
+        "matrix is multiplied many times. *A plan* is a constant plan, `matmuls.plan(A, constant=True)`, unless a "
+        "table says otherwise; *without a plan* means `matmuls.spmm(A, B)`. A plan is made once for a matrix. The time "
+        "for that is not included; see [What a plan costs](#what-a-plan-costs).",
+        "Times are those of the GPU, unless a table says that they are *as called*: the latter include the host, which "
+        "limits small products.",
     )
     page.say(
-        f"There are two baselines. *The best rival* is {BEST}. It is chosen anew for each case, and cuSPARSE's "
-        "preprocessing "
-        "is used where an algorithm has it. *CSR_ALG2* is one cuSPARSE algorithm without preprocessing, the "
-        "baseline that papers "
-        "commonly use. Higher is better throughout.",
+        f"There are two baselines. *The best rival* is {BEST}; it is determined for each case. If a cuSPARSE algorithm "
+        "has a preprocessing step, it is used and not timed. *CSR_ALG2* is one cuSPARSE algorithm without "
+        "preprocessing, the baseline that papers commonly use.",
+    )
+    page.say(
+        "Some matrices are files: `mdual` is a mesh from the sources of METIS, `Franz6_id1959_aug` is from the "
+        "SuiteSparse collection, and `cond-mat-2005`, `email-Enron` and `NotreDame_www` are undirected graphs from the "
+        "collection of graph-tool. Their values are random. The files are not in the repository; the commands below "
+        "expect them in the folder `matrices`. The other names generate a matrix; see "
+        "[the command line](../guides/command-line.md#your-own-matrices).",
     )
     _summary(page, results)
     _matrices(page, results)
@@ -68,10 +75,10 @@ def _summary(page: Page, results: Results) -> None:
     page.heading("Summary")
     page.plot(sparse_plot(results))
     page.table(
-        "A row is a dtype on one card. A cell is the geometric mean of the speed and, in brackets, the lowest, "
-        f"over {len({c.matrix for c in first})} matrices by {', '.join(widths)} columns of B. A case whose rival did "
-        "not fit into memory is left out. matmuls runs with a plan, unless a column says otherwise.",
-        ("card", "dtype", *RATIOS, "cases"),
+        "There is one row for each GPU and dtype. The columns have the geometric mean of a speed and, in brackets, the "
+        f"lowest, over {len({c.matrix for c in first})} matrices and {', '.join(widths)} columns of B: higher is "
+        f"better. The last column is the number of these cases. {_left_out(first)}",
+        ("GPU", "dtype", *RATIOS, "cases"),
         (
             [run.card, d, *(mean_and_lowest(ratio(c) for c in own) for ratio in RATIOS.values()), str(len(own))]
             for run, cases in runs
@@ -80,11 +87,22 @@ def _summary(page: Page, results: Results) -> None:
         ),
     )
     for run, cases in runs:
-        page.say(losses([(c.speed(), label(c)) for c in cases], "the best rival", f"{run.card}, with a plan"))
+        with_plan = [(c.speed(), label(c)) for c in cases]
+        page.say(losses(with_plan, "the best rival", f"{run.card}, a plan compared with the best rival"))
         dense = [(c.speed_over(experiment.DENSE), label(c)) for c in cases]
-        page.say(losses(dense, "the dense product", f"{run.card}, with a plan"))
-    page.say("A plan may choose the dense product itself. The ratio over the dense product is then 1, but for noise.")
+        page.say(losses(dense, "the dense product", f"{run.card}, a plan compared with the dense product"))
+    page.say("A plan may select the dense product. Its speed over the dense product is then 1, except for noise.")
     page.measured(*(run for run, _ in runs))
+
+
+def _left_out(cases: list[Case]) -> str:
+    """A sentence on the columns that have fewer cases of a dtype than the others."""
+    own = [c for c in cases if c.dtype == cases[0].dtype]
+    dense, trained = (sum(ratio(c) is not None for c in own) for ratio in list(RATIOS.values())[-2:])
+    return (
+        f"The dense product was timed in {dense} of them, for matrices of at most {DENSE_ELEMENTS:,} "
+        f"elements, and forward + backward in {trained}, where torch's dense gradient fits into memory."
+    )
 
 
 def _matrices(page: Page, results: Results) -> None:
@@ -96,9 +114,10 @@ def _matrices(page: Page, results: Results) -> None:
     page.plot(_matrix_plot(names, widths, by, run.machine))
     for dtype in _dtypes(cases):
         page.table(
-            f"A row is a matrix, in {dtype}. Each cell has the speed of a plan over the best rival and, in "
-            "brackets, over CSR_ALG2, for B of so many columns. Share = time to copy the bytes that must move / time "
-            f"of the plan, at {widths[-1]} columns. Higher is better for all.",
+            f"There is one row for each matrix, in {dtype}, and one column for each number of columns of B, with the "
+            "speed of a plan over the best rival and, in brackets, over CSR_ALG2. The share, at "
+            f"{widths[-1]} columns, is the time of a plain copy of the bytes that must be read and written, divided by "
+            "the time of the plan. Higher is better for all.",
             ("matrix", "shape", "nonzeros", *(f"{n} columns" for n in widths), f"share, {widths[-1]} columns"),
             (
                 [
@@ -142,12 +161,14 @@ def _first_products(page: Page, results: Results) -> None:
     page.heading("What a plan costs")
     runs = [results.cases(file) for file in FILES]
     page.table(
-        "A row is a dtype on one card. The time to build a plan is a median over the cases. Each ratio is the time of "
-        f"a new matrix's first {max(c.calls for _, cases in runs for c in cases)} products (fewer if slow) without a "
-        "plan, divided by the time with one, including building it: geometric mean (lowest). Above 1 the plan has paid "
-        "for itself. *Called one after the other*: the host launches the products without waiting for the GPU. *Waited "
-        "for after each*: the host waits until each product is done.",
-        ("card", "dtype", "building, µs", "called one after the other", "waited for after each"),
+        "There is one row for each GPU and dtype. *Building* is the time to make a plan, the median over the cases. "
+        "For the two ratios, the first products with a new matrix were timed as called: "
+        f"{max(c.calls for _, cases in runs for c in cases)} products, or fewer if they are slow. The ratio is the "
+        "time without a plan divided by the time with a plan, which includes building it and selecting a kernel. The "
+        "columns have the geometric mean and, in brackets, the lowest. Above 1, the plan has saved more time than it "
+        "cost. *Queued*: the host launches the products without waiting for the GPU. *Synchronized*: the host waits "
+        "after each product.",
+        ("GPU", "dtype", "building, µs", "queued", "synchronized"),
         (
             [
                 *(run.card, d, number(sorted(c.plan_us for c in own)[len(own) // 2])),
@@ -159,8 +180,10 @@ def _first_products(page: Page, results: Results) -> None:
         ),
     )
     for run, cases in runs:
-        page.say(losses([(c.pays_back, label(c)) for c in cases], "the same calls without a plan", run.card))
-    page.say("From the runs of the summary.")
+        page.say(
+            losses([(c.pays_back, label(c)) for c in cases], "the same calls without a plan", f"{run.card}, queued")
+        )
+    page.say("These figures are from the same runs as the summary.")
 
 
 def _memory(page: Page, results: Results) -> None:
@@ -169,8 +192,9 @@ def _memory(page: Page, results: Results) -> None:
     shown = sorted((c for c in both if c.n == 128 and c.dtype == "float32"), key=lambda c: _order(c.matrix))
     page.heading("Memory of forward + backward")
     page.table(
-        "A row is a matrix, in float32, with 128 columns of B. Only matrices where torch.sparse fits in memory are "
-        "listed, because its gradient of A is dense. Peak memory above the operands in MiB: lower is better.",
+        "There is one row for each matrix, in float32, with 128 columns of B. The figures are the peak memory in MiB "
+        "in addition to the operands: lower is better. torch.sparse computes a dense gradient of A, so that only "
+        "matrices for which this fits into memory are listed.",
         ("matrix", "matmuls, MiB", "torch.sparse, MiB", "torch / matmuls"),
         (
             [
@@ -183,8 +207,8 @@ def _memory(page: Page, results: Results) -> None:
     )
     missing = len([c for c in cases if c.n == 128 and c.dtype == "float32"]) - len(shown)
     page.say(
-        f"For {missing} matrices there is no figure of torch.sparse, since its dense gradient did not fit into memory.",
-        "From the run of the summary.",
+        f"For the other {missing} matrices it does not fit.",
+        "These figures are from the same run on an H200 as the summary.",
     )
 
 
@@ -192,9 +216,12 @@ def _cpu(page: Page, results: Results) -> None:
     run, cases = results.cases("spmm-cpu.json")
     page.heading("On a CPU")
     page.table(
-        "A row is a matrix by so many columns. Speeds are over the faster of torch.sparse (MKL) and SciPy: "
-        "higher is better.",
-        ("matrix", "columns of B", "dtype", "plan, µs", "torch.sparse, µs", "SciPy, µs", "plan", "without a plan"),
+        "There is one row for each matrix and number of columns of B. The last two columns are the speed over the "
+        "faster of torch.sparse (MKL) and SciPy, with a plan and without one: higher is better.",
+        (
+            *("matrix", "columns of B", "dtype", "plan, µs", "torch.sparse, µs", "SciPy, µs"),
+            *("speed with a plan", "speed without"),
+        ),
         (
             [
                 *(c.matrix, str(c.n), c.dtype),

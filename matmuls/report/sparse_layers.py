@@ -67,9 +67,10 @@ def pruned(page: Page, results: Results) -> None:
         )
     )
     page.table(
-        "A row is a weight: its shape and share of zeros, drawn at random. A cell is the speed of a plan over "
-        "`torch.matmul` on the dense weight, its zeros stored; the lower of float16 and bfloat16, by columns of B: "
-        "higher is better. Where a plan takes the dense product the ratio is 1 but for noise.",
+        "There is one row for each weight, with its shape and its share of zeros at random places, and one column for "
+        "each number of columns of B. The figures are speeds of a plan over `torch.matmul` on the dense weight, which "
+        "stores its zeros; each is the lower of float16 and bfloat16: higher is better. If a plan selects the dense "
+        "product, its speed is 1, except for noise.",
         ("shape", "zeros", *(f"{n} columns" for n in columns)),
         rows,
     )
@@ -80,8 +81,8 @@ def pruned(page: Page, results: Results) -> None:
     run, fours = results.cases(TWO_OF_FOUR)
     page.heading("2:4 sparsity, compared with torch's semi-structured product")
     page.table(
-        "A row is a weight that keeps two of each four numbers, in bfloat16, by so many columns of B. Speeds: "
-        "higher is better.",
+        "There is one row for each shape and number of columns of B, in bfloat16. The weight keeps two of every four "
+        "neighbouring values. The last two columns are speeds of a plan: higher is better.",
         ("shape", "columns of B", "plan, µs", "over the dense product", "over torch's semi-structured product"),
         (
             [
@@ -92,8 +93,13 @@ def pruned(page: Page, results: Results) -> None:
         ),
     )
     for rival, words in ((experiment.DENSE, "the dense product"), (experiment.SEMI, "torch's semi-structured product")):
-        page.say(losses([(c.speed_over(rival), f"{_matrix(c.matrix)[0]}, {c.n} columns") for c in fours], words))
+        ratios = [(c.speed_over(rival), f"{_matrix(c.matrix)[0]}, {c.n} columns") for c in fours]
+        page.say(losses(ratios, words, f"compared with {words}"))
     page.measured(run)
+
+
+def _tokens(n: int) -> str:
+    return "1 token" if n == 1 else f"{n} tokens"
 
 
 def linear(page: Page, results: Results) -> None:
@@ -110,13 +116,14 @@ def linear(page: Page, results: Results) -> None:
     columns, rows = _grid(_lowest(speeds))
     page.heading("A frozen SparseLinear, compared with nn.Linear")
     page.table(
-        "A row is a layer (features in and out, share of zeros) without a gradient. A cell is its speed over "
-        "`nn.Linear` on the dense weight, its zeros stored; the lower of float16 and bfloat16, by number of tokens: "
-        "higher is better.",
-        ("layer", "zeros", *(f"{n} tokens" for n in columns)),
+        "There is one row for each layer (features in and out, share of zeros) and one column for each number of "
+        "tokens. The figures are speeds, without a gradient, over `nn.Linear` with the dense weight, which stores its "
+        "zeros; each is the lower of float16 and bfloat16: higher is better. These are GPU times; the "
+        "[next section](#constant-and-ordinary-plans) has times as called, which include the host.",
+        ("layer", "zeros", *(_tokens(n) for n in columns)),
         rows,
     )
-    page.say(losses([(s, f"{', '.join(name)} zeros, {n} tokens") for name, n, s in speeds], "`nn.Linear`"))
+    page.say(losses([(s, f"{', '.join(name)} zeros, {_tokens(n)}") for name, n, s in speeds], "`nn.Linear`"))
     page.measured(run)
 
 
@@ -124,12 +131,11 @@ def constant(page: Page, results: Results) -> None:
     """Plans of constant matrices compared with plans that read the values anew."""
     run = results.run("sparse-constant-h100.json")
     names = ("plan, constant", "plan", "spmm", "torch.sparse", "dense")
-    page.heading("Constant matrices, and values that are read at each product")
+    page.heading("Constant and ordinary plans")
     page.table(
-        "A row is a random matrix (shape, share of zeros) by so many columns. Times of one product as called "
-        "from Python in "
-        "µs: lower is better. `plan(A, constant=True)` may keep copies of the values in other layouts; `plan(A)` "
-        "reads them anew.",
+        "There is one row for each random matrix (shape, share of zeros) and number of columns of B, with the time of "
+        "one product as called from Python in µs: lower is better. A constant plan, `plan(A, constant=True)`, may keep "
+        "copies of A in other layouts; an ordinary plan, `plan(A)`, reads the values at every product.",
         ("shape", "zeros", "columns of B", "dtype", *(f"{name}, µs" for name in names)),
         (
             [
@@ -140,10 +146,16 @@ def constant(page: Page, results: Results) -> None:
             if "matrix" in row
         ),
     )
+    page.say(
+        "A plan selects its kernel by GPU time. In some cases a constant plan is slower as called than an ordinary "
+        "plan, although it is faster on the GPU: the host then takes longer to launch its kernel than the GPU takes to "
+        "run it."
+    )
     layers = ("SparseLinear, frozen", "SparseLinear", "nn.Linear")
     page.table(
-        "A row is a layer (features in and out, share of zeros) with so many tokens. Times of one call from "
-        "Python in µs: lower is better. Times include host overhead, which is smaller for `nn.Linear`.",
+        "There is one row for each layer (features in and out, share of zeros) and number of tokens, with the time of "
+        "one call from Python in µs: lower is better. The host takes longer for a `SparseLinear` than for `nn.Linear`, "
+        "and with these layers longer than the GPU.",
         ("layer", "zeros", "tokens", "dtype", *(f"{name}, µs" for name in layers)),
         (
             [
@@ -179,8 +191,9 @@ def blocks(page: Page, results: Results) -> None:
     names = {"bsr_spmm": "bsr_spmm, µs", "plan": "plan, µs", "cusparse bsr_alg1": "cuSPARSE, µs", "dense": "dense, µs"}
     page.heading("Matrices in blocks")
     page.table(
-        "A row is a 4096x4096 matrix whose nonzeros lie in blocks at random places, in float16. Speeds are of "
-        "`matmuls.blocks.bsr_spmm`: higher is better.",
+        "There is one row for each 4096x4096 matrix, whose nonzeros lie in blocks at random places, and number of "
+        "columns of B, in float16. The last two columns are speeds of `matmuls.blocks.bsr_spmm`: higher is better. "
+        "The column *plan* is the time of a plan of the matrix, which may select another kernel.",
         ("blocks", "zeros", "columns of B", *names.values(), "over cuSPARSE", "over dense"),
         (
             [

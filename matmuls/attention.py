@@ -54,7 +54,7 @@ def attend(
 
     Args:
         q: [B, H, Q, D] float64, float32, float16 or bfloat16.
-        k: [B, h, K, D], h a divisor of H; dtype and device of q.
+        k: [B, h, K, D], dtype and device of q. h divides H; if it is less, this is grouped-query attention.
         v: [B, h, K, E], dtype and device of q.
         mask: a tensor that broadcasts to [B, H, Q, K], or None. In a mask of bool or uint8, a nonzero element hides a
             key, the opposite of torch's scaled_dot_product_attention. A float mask is added to the scaled scores.
@@ -119,7 +119,7 @@ def compose(
 
     Args:
         q: [B, H, Q, D] float64, float32, float16 or bfloat16.
-        k: [B, h, K, D], h a divisor of H; dtype and device of q.
+        k: [B, h, K, D], dtype and device of q. h divides H; if it is less, this is grouped-query attention.
         v: [B, h, K, E], dtype and device of q.
         mask: as in `attend`, or None.
         scale: multiplies the scores.

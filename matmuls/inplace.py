@@ -205,7 +205,7 @@ def square_matmul(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) ->
         a.
 
     Raises:
-        RuntimeError: if a is not contiguous, on other shapes, dtypes or devices.
+        RuntimeError: if a is not contiguous, or if shapes, dtypes or devices do not match.
         TypeError: if an operand is no tensor.
 
     Examples:
@@ -232,7 +232,7 @@ def square_matmul_T(a: torch.Tensor, b: torch.Tensor, n_rows: int, n_cols: int) 
         a.
 
     Raises:
-        RuntimeError: if a is not contiguous, on other shapes, dtypes or devices.
+        RuntimeError: if a is not contiguous, or if shapes, dtypes or devices do not match.
         TypeError: if an operand is no tensor.
 
     Examples:

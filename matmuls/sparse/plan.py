@@ -36,9 +36,9 @@ class SparsePlan:
         shape: [M, K], or [..., M, K] for a batch of matrices.
         values: [nonzeros], in the order of A.values(), flattened.
         nnz: the number of nonzeros.
-        dtype: of the values.
-        device: of the values and the indices.
-        nbytes: bytes that the plan keeps alive.
+        dtype: the dtype of the values.
+        device: the device of the values and the indices.
+        nbytes: the bytes that the plan keeps alive.
 
     Examples:
         >>> import torch, matmuls

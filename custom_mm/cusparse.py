@@ -101,9 +101,10 @@ def cusparse_spmm(
     | "coo" | [nnz]: rows, not decreasing | [nnz]: columns | [nnz] |
     | "bsr" | [rows / height + 1] | [blocks]: columns of blocks | [blocks, height, width] |
 
-    Differentiable in values and b; this project's kernels compute the gradients. The first call with an index tensor
-    checks it and waits for the GPU; later calls check it again only if it was written to. 16-bit products are summed in
-    float32. The result has the same bits every time only for "csr_alg3", "coo_alg2" and "bsr_alg1" without transa.
+    The operation is differentiable in values and b; this project's kernels compute the gradients. The first call with
+    an index tensor checks it and waits for the GPU; later calls check it again only if it was written to. 16-bit
+    products are summed in float32. The result has the same bits every time only for "csr_alg3", "coo_alg2" and
+    "bsr_alg1" without transa.
 
     Args:
         offsets: int32 or int64, as the table says.
@@ -213,7 +214,7 @@ def cusparse_sddmm(
 ) -> torch.Tensor:
     """Computes alpha * (a @ b) at the nonzeros of a CSR matrix by cusparseSDDMM, or by this project's kernel on a CPU.
 
-    Differentiable in a and b.
+    The operation is differentiable in a and b.
 
     Args:
         offsets: [M + 1] int32 or int64.

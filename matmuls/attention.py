@@ -40,7 +40,7 @@ def attend(
     of 8, and no mask or a mask of bool or uint8; the guide lists all conditions. In all other cases the scores are
     computed in pieces of 32 MiB, or of one head if that is larger.
 
-    Differentiable any number of times. The number of tensors of the size of the scores that are saved for backward is
+    The operation is differentiable any number of times. For backward it saves tensors of the size of the scores:
 
     - none on a GPU, in float16 or bfloat16, without a mask, for heads of up to 128 elements (a multiple of 8): backward
       then calls that of torch's scaled_dot_product_attention, or computes the scores again if the probabilities have a

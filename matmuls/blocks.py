@@ -378,8 +378,9 @@ def bsr_spmm(
 
     Products are summed in float32, or float64 for float64; TF32 is used only if torch's switch allows it. The sums run
     in the order of `col`, so that the result has the same bits every time. Duplicate blocks are added. Rows of the
-    result without a block are 0. Differentiable any number of times in values and dense. Under autocast it behaves as
-    torch.matmul. On a GPU, Triton kernels multiply blocks with sides of 16, 32, 64 or 128; torch multiplies all others.
+    result without a block are 0. The operation is differentiable any number of times in values and dense. Under
+    autocast it behaves as torch.matmul. On a GPU, Triton kernels multiply blocks with sides of 16, 32, 64 or 128; torch
+    multiplies all others.
 
     Args:
         crow: [block rows + 1] int32 or int64, the offsets of the rows of blocks in `col`. Offsets and columns are

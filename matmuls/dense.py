@@ -34,7 +34,7 @@ def matmul(
     """Computes activation(op(a) @ op(b) + bias); op transposes the last two dimensions if transa or transb is set.
 
     On a GPU cuBLAS computes the product, or cuBLASLt if there is a bias or an activation; on a CPU torch's BLAS does.
-    Differentiable any number of times in a, b and bias. Under autocast it behaves as torch.matmul.
+    The operation is differentiable any number of times in a, b and bias. Under autocast it behaves as torch.matmul.
 
     Args:
         a: [..., M, K], or [..., K, M] with transa, or a vector [K]; float64, float32, float16, bfloat16, complex64 or

@@ -29,9 +29,9 @@ def scaled_masked_softmax(
     """Computes softmax(scale * x + mask) over the last dimension, in one pass over x.
 
     A masked column is 0 in the result. If all columns of a row are masked, the row and its gradient are 0. If the
-    columns that are not masked are all -inf, the row is NaN, as in torch.softmax. Differentiable any number of times in
-    x and in a float mask; only the result is saved for backward. Under autocast it behaves as torch.softmax, but in
-    place it keeps x's dtype.
+    columns that are not masked are all -inf, the row is NaN, as in torch.softmax. The operation is differentiable any
+    number of times in x and in a float mask; only the result is saved for backward. Under autocast it behaves as
+    torch.softmax, but in place it keeps x's dtype.
 
     Args:
         x: [..., Q, K], in attention [B, H, Q, K]; float64, float32, float16 or bfloat16, any non-overlapping strides.

@@ -27,9 +27,9 @@ def matmul_(
 ) -> torch.Tensor:
     """Computes a[..., :N] <- a @ b + bias in a's own memory, with a workspace of a few MiB for any size of a.
 
-    Differentiable any number of times in a and bias; only b is saved for backward. The gradient of b needs the
-    overwritten a, so a call that would record it raises an error, unless `keep_input` saves a copy of a. float32 uses
-    TF32 if torch's switch for products allows it.
+    The operation is differentiable any number of times in a and bias; only b is saved for backward. The gradient of b
+    needs the overwritten a, so a call that would record it raises an error, unless `keep_input` saves a copy of a.
+    float32 uses TF32 if torch's switch for products allows it.
 
     Args:
         a: [..., K] float64, float32, float16 or bfloat16, any non-overlapping strides. The product is fastest if each

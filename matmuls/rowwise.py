@@ -27,9 +27,9 @@ PIECE_BYTES = 8 << 20  # bytes of the probabilities' gradient that inplace_softm
 def softmax_(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Computes x <- softmax of x along `dim`, in place.
 
-    Values are those of torch.softmax, NaN and inf included; statistics are in float32, or float64 for float64.
-    Differentiable any number of times. Backward needs only the result in x, and raises an error if x was overwritten
-    after the call.
+    Values are those of torch.softmax, NaN and inf included; statistics are in float32, or float64 for float64. The
+    operation is differentiable any number of times. Backward needs only the result in x, and raises an error if x was
+    overwritten after the call.
 
     Args:
         x: any shape, float64, float32, float16 or bfloat16, any non-overlapping strides.
@@ -99,7 +99,7 @@ def softmax(x: torch.Tensor, dim: int = -1, *, out: torch.Tensor | None = None) 
 def softmax_backward(y: torch.Tensor, grad: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Computes the gradient of a softmax's input: y * (grad - sum(y * grad)) along `dim`.
 
-    Differentiable any number of times. The order of y and grad is the opposite of that of
+    The operation is differentiable any number of times. The order of y and grad is the opposite of that of
     `scaled_masked_softmax_backward`.
 
     Args:
@@ -163,9 +163,10 @@ def layer_norm_(
 ) -> torch.Tensor:
     """Computes x <- layer_norm(x + residual) * weight + bias over the last dimension, in place.
 
-    Statistics are those of the unrounded x + residual, in float32, or float64 for float64. Differentiable any number of
-    times in all arguments; once only if x is a view of another tensor. For backward, the normalized rows and one number
-    for each row are saved. Without weight and bias the normalized rows are x itself, and no copy is made.
+    Statistics are those of the unrounded x + residual, in float32, or float64 for float64. The operation is
+    differentiable any number of times in all arguments; once only if x is a view of another tensor. For backward, the
+    normalized rows and one number for each row are saved. Without weight and bias the normalized rows are x itself, and
+    no copy is made.
 
     Args:
         x: [..., N] float64, float32, float16 or bfloat16, any non-overlapping strides.
@@ -254,7 +255,8 @@ def inplace_softmax(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
         x.
 
     Raises:
-        RuntimeError: if x is not contiguous, if it has not n_rows * n_cols elements, or if its dtype is not supported.
+        RuntimeError: if x is not contiguous, if its number of elements is not n_rows * n_cols, or if its dtype is not
+            supported.
         TypeError: if x is no tensor.
 
     Examples:
@@ -280,7 +282,8 @@ def layernorm(x: torch.Tensor, n_rows: int, n_cols: int) -> torch.Tensor:
         x.
 
     Raises:
-        RuntimeError: if x is not contiguous, if it has not n_rows * n_cols elements, or if its dtype is not supported.
+        RuntimeError: if x is not contiguous, if its number of elements is not n_rows * n_cols, or if its dtype is not
+            supported.
         TypeError: if x is no tensor.
 
     Examples:

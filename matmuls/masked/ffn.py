@@ -236,8 +236,8 @@ def masked_ffn(
     """Computes (silu(x w1^T) * (x w3^T)) w2^T for the rows where mask is True, and the same with u1, u2, u3 for the
     others.
 
-    Differentiable any number of times. x and the two products [M, H] are saved for backward. On a GPU one kernel
-    computes the gate, the up projection and SwiGLU, and the hidden rows are stored sorted by expert.
+    The operation is differentiable any number of times. x and the two products [M, H] are saved for backward. On a GPU
+    one kernel computes the gate, the up projection and SwiGLU, and the hidden rows are stored sorted by expert.
 
     Args:
         x: [..., D] float64, float32, float16 or bfloat16.

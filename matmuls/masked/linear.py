@@ -385,9 +385,9 @@ def masked_linear(
 
     On an H200, with a mask plan, the forward pass took 1.0 to 1.4 times as long as one dense product of the same size.
 
-    Products are summed in float32 or wider; TF32 is used only if torch's switch allows it. Differentiable any number of
-    times. The weight's gradient is exactly 0 for an expert without rows, and it is not computed for a frozen expert.
-    Under autocast it behaves as torch.nn.functional.linear.
+    Products are summed in float32 or wider; TF32 is used only if torch's switch allows it. The operation is
+    differentiable any number of times. The weight's gradient is exactly 0 for an expert without rows, and it is not
+    computed for a frozen expert. Under autocast it behaves as torch.nn.functional.linear.
 
     On a GPU the kernel gathers rows as it loads them and scatters them as it stores them, and nothing waits for the
     mask. To train large weights on GPUs of compute capability 9.0, it also allocates copies of x and of the gradient

@@ -15,7 +15,7 @@ from . import checks, plain
 class MaskPlan(NamedTuple):
     """A mask plan: the rows of a mask grouped by expert, for any number of calls, layers and backward passes.
 
-    Made by `mask_plan`. It has nothing to do with the plan of a sparse matrix, `SparsePlan`.
+    It is made by `mask_plan`. It has nothing to do with the plan of a sparse matrix, `SparsePlan`.
 
     Attributes:
         rows: int32 [M]: rows with mask True in ascending order, then the others in ascending order.

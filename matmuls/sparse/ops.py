@@ -42,11 +42,11 @@ def spmm(
 ) -> torch.Tensor:
     """Computes alpha * (A @ B) for a sparse A, or in place out <- alpha * (A @ B) + beta * out.
 
-    Differentiable any number of times in B and in the values of A; the gradient of A is a sparse tensor with A's
-    pattern. Products are summed in float32, or float64 for float64, and the result has the same bits every time. Under
-    autocast it behaves as torch.matmul. If one matrix is multiplied many times, make a `plan` of it. On a GPU, up to
-    128 MiB of temporary memory may be allocated for a dense copy of A, and in float32 up to 128 MiB for B; a row
-    partition, which divides A's nonzeros evenly, may be cached with A.
+    The operation is differentiable any number of times in B and in the values of A; the gradient of A is a sparse
+    tensor with A's pattern. Products are summed in float32, or float64 for float64, and the result has the same bits
+    every time. Under autocast it behaves as torch.matmul. If one matrix is multiplied many times, make a `plan` of it.
+    On a GPU, up to 128 MiB of temporary memory may be allocated for a dense copy of A, and in float32 up to 128 MiB for
+    B; a row partition, which divides A's nonzeros evenly, may be cached with A.
 
     Args:
         a: [M, K] a plan, or a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch [..., M, K] of CSR or CSC
@@ -118,8 +118,9 @@ def linear(a: SparsePlan, x: torch.Tensor, bias: torch.Tensor | None) -> torch.T
 def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1) -> torch.Tensor:
     """Computes alpha * (a @ b) at the nonzeros of `pattern` only (SDDMM).
 
-    The dense [M, K] product is never allocated. Differentiable any number of times in a and b. The result has the same
-    bits every time; it can be passed to `plan.with_values`. (`blocks.bsr_sddmm` computes a @ b^T instead.)
+    The dense [M, K] product is never allocated. The operation is differentiable any number of times in a and b. The
+    result has the same bits every time; it can be passed to `plan.with_values`. (`blocks.bsr_sddmm` computes a @ b^T
+    instead.)
 
     Args:
         a: [..., M, D] dense; float64, float32, float16 or bfloat16. Leading dimensions of a and b broadcast.
@@ -156,8 +157,9 @@ def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1
 def sparse_softmax(values: torch.Tensor, pattern: Sparse, *, scale: float = 1.0) -> torch.Tensor:
     """Computes softmax(scale * values) over the nonzeros of each row of `pattern`; all other elements are masked.
 
-    Statistics are in float32, or float64 for float64; values are those of torch.softmax, NaN and inf included.
-    Differentiable any number of times. Under autocast it behaves as torch.softmax: the result is float32 on a GPU.
+    Statistics are in float32, or float64 for float64; values are those of torch.softmax, NaN and inf included. The
+    operation is differentiable any number of times. Under autocast it behaves as torch.softmax: the result is float32
+    on a GPU.
 
     Args:
         values: [..., nonzeros] dense, in the order of the pattern's values, such as the result of `sddmm`; float64,
@@ -197,7 +199,7 @@ def sparse_attention(
     """Computes softmax(scale * q @ k^T) @ v where query i sees the keys at the nonzeros of row i of `pattern`.
 
     The dense [M, K] scores are never allocated, forward or backward: scores and probabilities are [..., nonzeros]. The
-    result of a query that sees no key is 0. Differentiable any number of times in q, k and v.
+    result of a query that sees no key is 0. The operation is differentiable any number of times in q, k and v.
 
     Args:
         q: [..., M, D] dense; float64, float32, float16 or bfloat16.

@@ -23,8 +23,8 @@ def page(results: Results) -> Page:
         "torch runs separate kernels.",
     )
     page.say(
-        "The *rivals* compute the same result as matmuls, in one of three ways: as two products of rows that were "
-        "split by the mask, as `torch._grouped_mm` of sorted rows, or as both products of all rows, blended by the "
+        "The *rivals* compute the same result as matmuls: as two products (or networks) of rows that were split by the "
+        "mask, as `torch._grouped_mm` of sorted rows, or as both products (or networks) of all rows, blended by the "
         "mask.",
     )
     page.say(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import custom_mm
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -84,6 +86,15 @@ def test_every_public_name_has_an_entry_with_an_example():
     assert not missing, f"no entry in docs/reference: {sorted(missing)}"
     for name, code in examples.items():
         assert re.search(rf"\b{name.rpartition('.')[2]}\b", code), f"no example of {name}"
+
+
+def test_what_explain_knows_is_listed():
+    """Its operators, and the names of kernels that it prints."""
+    operators = set(importlib.import_module("custom_mm.explain")._EXPLAINERS)
+    for text in ((DOCS / "guides/rows.md").read_text(encoding="utf-8"), custom_mm.explain.__doc__):
+        assert operators <= set(re.findall(r"\w+", text))
+    page = (DOCS / "reference/custom_mm.md").read_text(encoding="utf-8")
+    assert set(custom_mm._C.row_kernels()) == set(re.findall(r"^- `(\w+)`:", page, re.MULTILINE))
 
 
 def test_no_table_of_prose_pages_is_long():

@@ -196,10 +196,12 @@ def explain(name: str, *tensors: Any, gpu: str | Gpu | None = None, **options: A
 
     Args:
         name: an operator of torch.ops.custom_mm: softmax, softmax_, scaled_masked_softmax, scaled_masked_softmax_,
-            softmax_backward, softmax_backward_, layer_norm_, rms_norm_, norm_keep_, norm_backward, matmul or csr_spmm.
+            softmax_backward, softmax_backward_, layer_norm_, rms_norm_, norm_keep_, norm_backward, matmul, matmul_ or
+            csr_spmm.
         *tensors: the operator's arguments by position.
         gpu: choose for another GPU than that of the tensors: "T4", "A100", "H100", or a tuple (multiprocessors, bytes
             of shared memory per block, bytes of shared memory per multiprocessor, (major, minor) compute capability).
+            Not possible for matmul_.
         **options: the operator's arguments by name.
 
     Returns:

@@ -28,9 +28,8 @@ class SparsePlan:
 
     The first product for a dtype and a number of columns of B selects a kernel, by estimates from the sizes or by
     timing, and waits for the GPU. Later products with the same dtype and about as many columns (between the same powers
-    of two) run that kernel and do not wait. If B also has the same shape and strides as before, and no gradient is
-    recorded, a product costs the host 2 us plus its launches. Under CUDA-graph capture, and under torch.compile, no
-    kernel is selected: products run a kernel selected earlier (capture) or the default kernel.
+    of two) run that kernel and do not wait. With the same shape and strides of B, and no gradient, they cost the host
+    2 us plus the launches. CUDA-graph capture runs a kernel selected before, or the default; torch.compile the default.
 
     Attributes:
         shape: [M, K], or [..., M, K] for a batch of matrices.
@@ -96,11 +95,10 @@ class SparsePlan:
     def update(self, values: torch.Tensor) -> "SparsePlan":
         """Replaces the values of the nonzeros; the indices stay.
 
-        An ordinary plan reads its values at every product. It needs an update only if another tensor holds the values
-        from now on. A constant plan also needs one after writes that do not raise the version counter of its values:
-        through `.data` or a tensor that shares their memory but not their counter, by a fused optimizer, or by a
-        replayed CUDA graph. The update then converts the copies of A again and waits for the GPU. A copy that a
-        captured graph reads is overwritten in place, so that the graph's next replay reads the new values.
+        An ordinary plan reads its values at every product; it needs an update only if they move to another tensor. A
+        constant plan also needs one after writes that do not raise the version counter of its values: through `.data`,
+        by a fused optimizer, or by a replayed CUDA graph. The update converts the copies of A again and waits for the
+        GPU. A copy that a captured graph reads is overwritten in place: the graph's next replay reads the new values.
 
         Args:
             values: [nonzeros] in the order of A.values(), or the shape of A.values(); any floating-point dtype.
@@ -185,12 +183,11 @@ class SparsePlan:
     def to(self, *args: Any, **kwargs: Any) -> "SparsePlan":
         """Makes a plan of the same matrix on another device or in another dtype.
 
-        Arguments are those of torch.Tensor.to: `to(device)`, `to(dtype)`, `to(device, dtype)`, or by keyword. The
-        new plan has a copy of the values and does not see later writes to A. Gradients flow through this copy to the
-        values of this plan. For a second backward pass, pass retain_graph=True to the first, or call `to` again.
+        The new plan has a copy of the values and does not see later writes to A. Gradients flow through this copy to
+        the values of this plan. For a second backward pass, pass retain_graph=True to the first, or call `to` again.
 
         Args:
-            *args: a device, a dtype, or both.
+            *args: a device, a dtype, or both, as for torch.Tensor.to.
             **kwargs: `device` and `dtype`; float64, float32, float16 or bfloat16.
 
         Returns:

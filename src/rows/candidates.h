@@ -52,6 +52,7 @@ class Candidates {
   Candidate offered_with_room(const RowChoice& choice) const;
   General divide(const RowTraits& t, int elements, bool unaligned) const;
   General divide_among_clusters(const RowTraits& t, int64_t vectors) const;
+  bool too_many_blocks(const RowTraits& t, const General& g, bool unaligned) const;
   int stages_of(const RowTraits& t, const RowChoice& c, const PersistentBytes& bytes) const;
   Candidate cluster(RowForm form, const RowTraits& t, bool unaligned) const;
   Candidate direct(RowForm form) const;

@@ -141,7 +141,8 @@ struct Norm {
     if constexpr (rms) return {F(0), F(0), lanes.sum(state.squares)};
     F sums[2] = {state.count, state.mean * state.count};
     lanes.sums(sums);
-    const F mean = quotient(sums[1], sums[0]), apart = state.mean - mean;
+    // Lanes that hold no column at all, as in a block that is wider than its row, have no mean.
+    const F mean = quotient(sums[1], larger(sums[0], F(1))), apart = state.mean - mean;
     return {sums[0], mean, lanes.sum(state.squares + apart * (apart * state.count))};
   }
   // Merges `lanes` states of `each` columns.

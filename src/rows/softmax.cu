@@ -79,7 +79,7 @@ void with_any_mask(const RowChoice& c, const Use& use) {
   using Op = Softmax<T, AnyMask>;
   if constexpr (sizeof(T) <= 4) {
     if (c.kernel == RowKernel::staged || c.kernel == RowKernel::direct)
-      return with_staged<Op, sizeof(T) == 2 ? kStagedMaskedColumns : INT_MAX>(c, use);
+      return with_staged<Op, kStagedMaskedColumns>(c, use);
   }
   with_general<Op>(c, use);
 }

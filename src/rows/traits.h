@@ -29,6 +29,7 @@ struct RowTraits {
   int most_threads;          // per block of the persistent kernel
   bool number = false;       // each row has its own number, which write needs
   bool column_sums = false;  // write adds to two sums for each column, over the rows
+  bool in_clusters = true;   // a cluster holds rows that are too long for a block; otherwise they are read twice
   bool whole_rows = false;   // only aligned rows of whole vectors are supported
   bool keeps_nothing;        // fold leaves nothing in registers for write, which reads the elements again
 
@@ -54,9 +55,9 @@ struct RowTraits {
   constexpr bool threes(int elements, bool unaligned) const {
     return elements > 1 && !unaligned && column_sums && vectors == 4;
   }
-  // True if the cluster kernel is compiled for aligned rows.
+  // True if the cluster kernel is compiled for aligned rows. Plain softmax has two_pass instead.
   constexpr bool clusters(int elements) const {
-    return elements > 1 && inputs == 1 && !column_sums && element <= 4 && keeps_nothing;
+    return elements > 1 && inputs == 1 && constants > 0 && !column_sums && element <= 4;
   }
   // Threads per block at most, of the persistent kernel. With unaligned rows (96 registers) blocks of 9 warps fit in
   // pairs.
@@ -65,8 +66,8 @@ struct RowTraits {
   }
   // True if the persistent kernel is compiled for the scope.
   constexpr bool has_persistent(Scope scope, bool unaligned) const {
-    return scope == Scope::cluster || always_persistent(unaligned) ||
-           (scope == Scope::block && (constants > 0 || is_long()));
+    return always_persistent(unaligned) || (scope == Scope::cluster && in_clusters) ||
+           (scope == Scope::block && (constants > 0 || (is_long() && in_clusters)));
   }
   // True if the one_pass kernel is compiled for the scope.
   constexpr bool has_one_pass(Scope scope, bool unaligned) const {
@@ -74,6 +75,8 @@ struct RowTraits {
   }
 };
 
+// in_clusters: long masked rows that are read twice are 3 to 12 % faster than on a cluster (geometric means of 10 to 12
+// lengths, benchmarks/results/kernels-rows-cuda.json); those without a mask go to two_pass.
 // holds: exponentials stay in registers until their sum is known. any: the kind of mask is known at run time only.
 constexpr RowTraits softmax_traits(int element, bool masked, bool any, bool holds) {
   return {.element = element,
@@ -83,6 +86,7 @@ constexpr RowTraits softmax_traits(int element, bool masked, bool any, bool hold
           .row_most = holds ? 512 : 0,
           .threads_per_sm = masked ? 768 : 1024,
           .most_threads = masked ? 512 : 1024,
+          .in_clusters = element == 8,
           .whole_rows = !holds || (masked && !any),
           .keeps_nothing = !holds};
 }
@@ -94,6 +98,7 @@ constexpr RowTraits softmax_half2_traits() {
           .row_most = 512,
           .threads_per_sm = 1024,
           .most_threads = 512,
+          .in_clusters = false,
           .whole_rows = true,
           .keeps_nothing = false};
 }

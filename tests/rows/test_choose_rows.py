@@ -1,7 +1,9 @@
 """Which GPU kernel every operation on rows takes, on any machine: the choice of src/rows/choose.cpp, and explain().
 
-data/row_kernels.json has the launches of the code before choose.cpp, whose decisions were spread over the launchers:
-that code was compiled against a stub of CUDA's launch functions, and each launch was logged.
+data/row_kernels.json began as the launches of the code before choose.cpp, whose decisions were spread over the
+launchers: that code was compiled against a stub of CUDA's launch functions, and each launch was logged. Since then
+long masked and unaligned rows moved to reread, and some short ones to kernels by vectors, as `matmuls bench --kernels`
+measured them.
 """
 
 import json

@@ -75,10 +75,10 @@ def kernel_of(x):
 def test_a_kernel_that_is_off_is_not_chosen():
     x = torch.zeros(64, 50257, dtype=torch.bfloat16)
     order = []
-    for _ in range(3):
+    for _ in range(2):
         with custom_mm.without_kernels(*order):
             order.append(kernel_of(x))
-    assert order == ["two_pass", "persistent", "reread"]
+    assert order == ["two_pass", "reread"]
     with custom_mm.without_kernels(*order), pytest.raises(ValueError, match="these rows of 50257 elements is switched"):
         kernel_of(x)
     assert kernel_of(x) == "two_pass"

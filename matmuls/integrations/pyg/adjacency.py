@@ -124,7 +124,8 @@ _sparse: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def product_of_sparse(a: Tensor, x: Tensor, reduce: Any) -> Tensor:
-    """reduce(a @ x) for a sparse tensor; its plan is kept with it unless it requires a gradient or must be coalesced."""
+    """reduce(a @ x) for a sparse tensor. Its plan is kept with it, but for one that requires a gradient or must be
+    coalesced."""
     if a.requires_grad or (a.layout == torch.sparse_coo and not a.is_coalesced()):
         return spmm(a, x, reduce=reduce)
     state = state_of(a)

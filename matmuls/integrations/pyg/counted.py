@@ -61,7 +61,7 @@ def stats(reset: bool = False) -> Stats:
 
 
 def explain(model: torch.nn.Module) -> dict[str, str]:
-    """Tells for each message-passing layer of a model whether its sums over edges go through plans, as it is set now.
+    """Tells which message-passing layers of a model compute their sums over edges by plans, as they are set now.
 
     Args:
         model: a module with layers of PyG.

@@ -32,9 +32,8 @@ def _in_place_of(original: Callable[..., Any], route: Callable[..., Any]) -> Cal
         original.__name__,
         closure=replacement.__closure__,
     )
-    made = wraps(original)(made)
     made._matmuls_original = original  # type: ignore[attr-defined]
-    return made
+    return wraps(original)(made)
 
 
 def _replace(owner: Any, name: str, route: Callable[..., Any]) -> None:
@@ -44,7 +43,7 @@ def _replace(owner: Any, name: str, route: Callable[..., Any]) -> None:
         setattr(owner, name, _in_place_of(original, route))
 
 
-def _replace_propagate(kind: type) -> None:
+def _replace_propagate(kind: Any) -> None:
     """Replaces propagate of a class and of those that inherit from it; PyG generates one for each."""
     for name in ("propagate", "_jinja_propagate"):
         if name in vars(kind):

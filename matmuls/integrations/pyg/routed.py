@@ -35,7 +35,7 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def _is_traced() -> bool:
     """True where results must not be kept: a trace, a functorch transform, forward-mode gradients."""
-    return torch.jit.is_tracing() or is_transformed() or forward_ad._current_level >= 0
+    return torch._C._is_tracing() or is_transformed() or forward_ad._current_level >= 0
 
 
 def _counted(name: str, result: Tensor | str, original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -74,8 +74,8 @@ def _propagated(
     if len(sizes) != 2:
         return "got sizes that do not fit"
     if isinstance(x, tuple | list):
-        if len(x) != 2:
-            return "got x that is no pair"
+        if len(x) != 2 or j == 1:  # PyG's generated code takes x[0] there, its base class x[1]
+            return "got x that is no pair, or one with flow target_to_source"
         if isinstance(x[i], Tensor):
             sizes[i] = _agreed(sizes[i], x[i].shape[0] if x[i].dim() == 2 else -1)
         x = x[j]
@@ -89,7 +89,7 @@ def _propagated(
         weight = kwargs.get(form.weight)
         if weight is None and not form.optional:
             return "got no weights"
-    rows = sizes[j] if sizes[i] is None else sizes[i]
+    rows: int = x.shape[0] if sizes[i] is None else sizes[i]
     return product_of_edges(edges, (rows, x.shape[0]), i, x, weight, reduce)
 
 
@@ -164,9 +164,7 @@ def edge_index_spmm(
     return _counted("EdgeIndex.matmul", _edge_index_spmm(*args), original, *args)
 
 
-def _edge_index_spmm(
-    edges: EdgeIndex, x: Tensor, weight: Tensor | None, reduce: str, transpose: bool
-) -> Tensor | str:
+def _edge_index_spmm(edges: EdgeIndex, x: Tensor, weight: Tensor | None, reduce: str, transpose: bool) -> Tensor | str:
     if type(edges) is not EdgeIndex or not (edges.is_sorted_by_col if transpose else edges.is_sorted_by_row):
         return "got edges in another order"
     if not isinstance(x, Tensor) or not takes(x) or reduce not in REDUCE:

@@ -68,7 +68,7 @@ def _propagated(
         return f"got {form.absent}"
     edges, x, size = args[0], kwargs.get("x"), kwargs.get("size")
     i, j = (1, 0) if layer.flow == "source_to_target" else (0, 1)
-    sizes = [None, None] if size is None else list(size)
+    sizes: list[Any] = [None, None] if size is None else list(size)
     if isinstance(edges, EdgeIndex):
         sizes = [edges.num_rows, edges.num_cols]
     if len(sizes) != 2:

@@ -144,6 +144,23 @@ def test_a_write_to_what_gcn_norm_returned_is_seen():
     torch.testing.assert_close(fresh, gcn_conv.gcn_norm(edges, num_nodes=30))
 
 
+def test_a_normalized_adjacency_is_kept_and_made_again(device):
+    x, edges = drawn(device)
+    a = torch_geometric.utils.to_torch_csr_tensor(edges, size=(30, 30))
+    layer = nn.GCNConv(4, 4).to(device)
+    with pyg.enabled():
+        first = gcn_conv.gcn_norm(a, num_nodes=30)[0]
+        assert gcn_conv.gcn_norm(a, num_nodes=30)[0] is first
+        layer(x, a)
+        a.values()[:] = torch.rand(a._nnz(), device=device)
+        found = layer(x, a)
+    torch.testing.assert_close(found, layer(x, a))
+    made = weakref.ref(first)
+    del a, first
+    gc.collect()
+    assert made() is None
+
+
 def test_inference_mode_then_training(device):
     x, edges = drawn(device)
     layer = nn.GCNConv(4, 4).to(device)

@@ -14,6 +14,7 @@ from torch_geometric.nn.conv import MessagePassing
 
 from custom_mm.indices import version_of
 from matmuls.sparse.csr_pattern import is_capturing, is_transformed
+from matmuls.sparse.prepared import state_of
 
 from .adjacency import adjacency_of, is_known, is_known_sparse, product_of_sparse, state_of_edges, takes
 from .recognised import Form, recognised
@@ -179,7 +180,9 @@ def _edge_index_spmm(edges: EdgeIndex, x: Tensor, weight: Tensor | None, reduce:
 
 
 class _Norm(NamedTuple):
-    edges: Tensor | None  # with self-loops; None: those that were given, which must not be kept alive
+    edges: (
+        Tensor | None
+    )  # with self-loops, or a normalized adjacency; None: those that were given, which must not be kept alive
     weights: Tensor | None  # of edges without weights
     versions: tuple[int, ...]
 
@@ -202,27 +205,29 @@ def gcn_norm(
     flow: str = "source_to_target",
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """gcn_norm of PyG, which layers call in every forward pass: the same edges again for edges that were not written
-    to, so that their plan is found, and the same weights where none were given."""
+    """gcn_norm of PyG, which layers call in every forward pass: the same edges or adjacency again for one that was not
+    written to, so that its plan is found, and the same weights where none were given."""
     args = edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype
     if torch.compiler.is_compiling() or not switch["on"] or type(edge_index) is not Tensor or _is_traced():
         return original(*args)
-    if edge_index.layout != torch.strided or version_of(edge_index) < 0:
+    is_sparse = edge_index.layout in LAYOUTS
+    if not (is_sparse or edge_index.layout == torch.strided) or edge_index.requires_grad or version_of(edge_index) < 0:
         return original(*args)
-    state, key = state_of_edges(edge_index), args[2:]
+    state, key = state_of(edge_index) if is_sparse else state_of_edges(edge_index), args[2:]
     kept = _norms.get(edge_index)  # type: ignore[no-untyped-call]
     if kept is None or kept[0] != state:
         kept = _norms[edge_index] = state, {}
     known = kept[1].get(key)
     if known is not None and known.versions != _versions(known.edges, known.weights):
         known = None  # written to since
-    if known is not None and edge_weight is None and known.weights is not None:
+    if known is not None and (is_sparse or (edge_weight is None and known.weights is not None)):
         return edge_index if known.edges is None else known.edges, known.weights
     edges, weights = original(*args)
     if known is not None and known.edges is not None:
         edges = known.edges
     if known is None or edge_weight is None:
         own, plain = None if edges is edge_index else edges, weights if edge_weight is None else None
-        if not (edges.is_inference() or weights.is_inference()):
-            kept[1][key] = _Norm(own, plain, _versions(own, plain))
+        versions = _versions(own, plain)
+        if all(version >= 0 for version in versions):
+            kept[1][key] = _Norm(own, plain, versions)
     return edges, weights

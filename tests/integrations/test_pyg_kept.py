@@ -16,7 +16,7 @@ from torch_geometric import nn
 from torch_geometric.nn.conv import gcn_conv
 
 from matmuls.integrations import pyg
-from matmuls.integrations.pyg import adjacency, routed
+from matmuls.integrations.pyg import adjacency, remembered
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS", "ignore:.*torch.jit")
 
@@ -63,7 +63,7 @@ def test_what_gcn_norm_made_goes_with_the_edges(device):
     with pyg.enabled():
         nn.GCNConv(4, 4).to(device)(x, edges)
         nn.GCNConv(4, 4, add_self_loops=False).to(device)(x, edges)
-    with_loops = next(norm.edges for norm in routed._norms[edges][1].values() if norm.edges is not None)
+    with_loops = next(norm.edges for norm in remembered._norms[edges][1].values() if norm.edges is not None)
     made = weakref.ref(the_adjacency(with_loops))
     del with_loops, edges
     gc.collect()
@@ -159,6 +159,34 @@ def test_a_normalized_adjacency_is_kept_and_made_again(device):
     del a, first
     gc.collect()
     assert made() is None
+
+
+@pytest.mark.parametrize("relations", [1, 3])
+def test_the_edges_of_a_relation_are_kept(relations, device, monkeypatch):
+    made = []
+    kind = adjacency.Adjacency
+    monkeypatch.setattr(adjacency, "Adjacency", lambda *args: made.append(args) or kind(*args))
+    x, edges = drawn(device)
+    relation = torch.arange(100, device=device) % relations
+    layers = nn.RGCNConv(4, 4, relations).to(device), nn.RGCNConv(4, 4, relations).to(device)
+    with pyg.enabled():
+        for _ in range(3):
+            layers[1](layers[0](x, edges, relation), edges, relation)
+        assert len(made) == relations
+        relation = relation.flip(0)
+        found = layers[0](x, edges, relation), layers[0](x, edges, relation)
+        for _ in range(5):
+            layers[0](x, edges, torch.randint(relations, (100,), device=device))
+        assert len(remembered._masks[edges]._parts) <= relations
+        edges[1, :50] = 3
+        written = layers[0](x, edges, relation)
+    made.clear()
+    torch.testing.assert_close(written, layers[0](x, edges, relation))
+    torch.testing.assert_close(found[0], found[1])
+    gone = weakref.ref(remembered._masks[edges])
+    del edges
+    gc.collect()
+    assert gone() is None
 
 
 def test_inference_mode_then_training(device):

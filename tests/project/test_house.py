@@ -115,6 +115,7 @@ MAY_IMPORT = {
     "integrations.pyg.adjacency": {"custom_mm", "sparse"},
     "integrations.pyg.recognised": set(),
     "integrations.pyg.routed": {"custom_mm", "integrations.pyg", "sparse"},
+    "integrations.pyg.remembered": {"custom_mm", "integrations.pyg", "sparse"},
     "integrations.pyg.counted": {"integrations.pyg"},
     "integrations.pyg.enabled": {"integrations.pyg"},
     "integrations.transformers": {"integrations.transformers"},

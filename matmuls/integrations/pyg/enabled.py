@@ -10,9 +10,9 @@ from typing import Any
 
 import torch_geometric
 from torch_geometric import edge_index
-from torch_geometric.nn.conv import MessagePassing, gcn_conv
+from torch_geometric.nn.conv import MessagePassing, gcn_conv, rgcn_conv
 
-from . import routed
+from . import remembered, routed
 
 _lock = RLock()
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name, what it was
@@ -74,8 +74,8 @@ def enable() -> None:
     Routed are the layers whose message is x_j, or a weight of the edge times x_j, with the reductions sum, mean, max
     and min, given a tensor of edges or an `EdgeIndex`; `torch_geometric.utils.spmm`, by which layers multiply by a
     sparse adjacency; and `EdgeIndex.matmul`. All else, compiled and scripted code too, takes PyG's own way. Checked
-    indices, plans and the result of `gcn_norm` are kept with the tensor of edges or the adjacency and go with it. They
-    are made again after a write to it that torch counts, which those by `.data` are not.
+    indices, plans, the results of `gcn_norm` and the edges of each relation are kept with the tensor of edges or the
+    adjacency and go with it. They are made again after a write to it that torch counts, which one by `.data` is not.
 
     Examples:
         >>> import torch
@@ -94,7 +94,8 @@ def enable() -> None:
         _replace_propagate(MessagePassing)
         _replace(MessagePassing, "_set_jittable_templates", _set_templates)
         _replace_function(torch_geometric.utils.spmm, routed.spmm)
-        _replace_function(gcn_conv.gcn_norm, routed.gcn_norm)
+        _replace_function(gcn_conv.gcn_norm, remembered.gcn_norm)
+        _replace_function(rgcn_conv.masked_edge_index, remembered.masked_edge_index)
         _replace(edge_index, "_spmm", routed.edge_index_spmm)
         routed.switch["on"] = True
 

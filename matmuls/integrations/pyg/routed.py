@@ -3,20 +3,17 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 
-from custom_mm.indices import version_of
 from matmuls.sparse.csr_pattern import is_capturing, is_transformed
-from matmuls.sparse.prepared import state_of
 
-from .adjacency import adjacency_of, is_known, is_known_sparse, product_of_sparse, state_of_edges, takes
+from .adjacency import adjacency_of, is_known, is_known_sparse, product_of_sparse, takes
 from .recognised import Form, recognised
 
 LAYOUTS = torch.sparse_csr, torch.sparse_csc, torch.sparse_coo
@@ -34,7 +31,7 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False) if active else nullcontext()
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """True where results must not be kept: a trace, a functorch transform, forward-mode gradients."""
     return torch._C._is_tracing() or is_transformed() or forward_ad._current_level >= 0
 
@@ -116,7 +113,7 @@ def product_of_edges(
         or weight.is_complex()
     ):
         return "got weights that are not one number for each edge"
-    if _is_traced() or (is_capturing(x.device) and not is_known(edges, shape, target)):
+    if is_traced() or (is_capturing(x.device) and not is_known(edges, shape, target)):
         return "is traced, transformed or captured"
     try:
         adjacency = adjacency_of(edges, shape, target)
@@ -144,7 +141,7 @@ def _spmm(a: Any, x: Tensor, reduce: str) -> Tensor | str:
         return "got another reduction"
     if a.shape[1] != x.shape[0] or not a._nnz():
         return "got sizes that do not fit, or no nonzeros"
-    if _is_traced() or (is_capturing(x.device) and not is_known_sparse(a)):
+    if is_traced() or (is_capturing(x.device) and not is_known_sparse(a)):
         return "is traced, transformed or captured"
     with _without_autocast(x.device):
         return product_of_sparse(a, x, REDUCE[reduce])
@@ -177,57 +174,3 @@ def _edge_index_spmm(edges: EdgeIndex, x: Tensor, weight: Tensor | None, reduce:
     if shape[1] != x.shape[0]:
         return "got sizes that do not fit"
     return product_of_edges(edges, shape, target, x, weight, REDUCE[reduce])
-
-
-class _Norm(NamedTuple):
-    edges: (
-        Tensor | None
-    )  # with self-loops, or a normalized adjacency; None: those that were given, which must not be kept alive
-    weights: Tensor | None  # of edges without weights
-    versions: tuple[int, ...]
-
-
-def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(version_of(t) for t in tensors if t is not None)
-
-
-# edges -> (their state, arguments -> _Norm)
-_norms: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def gcn_norm(
-    original: Original,
-    edge_index: Any,
-    edge_weight: Tensor | None = None,
-    num_nodes: int | None = None,
-    improved: bool = False,
-    add_self_loops: bool = True,
-    flow: str = "source_to_target",
-    dtype: torch.dtype | None = None,
-) -> Any:
-    """gcn_norm of PyG, which layers call in every forward pass: the same edges or adjacency again for one that was not
-    written to, so that its plan is found, and the same weights where none were given."""
-    args = edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype
-    if torch.compiler.is_compiling() or not switch["on"] or type(edge_index) is not Tensor or _is_traced():
-        return original(*args)
-    is_sparse = edge_index.layout in LAYOUTS
-    if not (is_sparse or edge_index.layout == torch.strided) or edge_index.requires_grad or version_of(edge_index) < 0:
-        return original(*args)
-    state, key = state_of(edge_index) if is_sparse else state_of_edges(edge_index), args[2:]
-    kept = _norms.get(edge_index)  # type: ignore[no-untyped-call]
-    if kept is None or kept[0] != state:
-        kept = _norms[edge_index] = state, {}
-    known = kept[1].get(key)
-    if known is not None and known.versions != _versions(known.edges, known.weights):
-        known = None  # written to since
-    if known is not None and (is_sparse or (edge_weight is None and known.weights is not None)):
-        return edge_index if known.edges is None else known.edges, known.weights
-    edges, weights = original(*args)
-    if known is not None and known.edges is not None:
-        edges = known.edges
-    if known is None or edge_weight is None:
-        own, plain = None if edges is edge_index else edges, weights if edge_weight is None else None
-        versions = _versions(own, plain)
-        if all(version >= 0 for version in versions):
-            kept[1][key] = _Norm(own, plain, versions)
-    return edges, weights

@@ -109,7 +109,7 @@ def seconds_of(step: Run, calls: int) -> float:
 
 
 def context_of(way: str) -> AbstractContextManager[None]:
-    return pyg.enabled() if way.startswith("plans") else nullcontext()
+    return pyg.enabled(patience=0) if way.startswith("plans") else nullcontext()
 
 
 def timed(steps: dict[str, Run]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Layers of PyTorch Geometric give the same outputs and gradients by plans; what no plan can give is left to PyG."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS", "ignore:Converting s
 NODES, EDGES, WIDTH = 60, 300, 6
 REDUCTIONS = "sum", "mean", "max", "min"
 ROUNDS = adjacency.SETTLED + 2  # the last by a settled plan
+enabled = partial(pyg.enabled, patience=0)  # plans of small graphs at once
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +60,7 @@ def assert_same(found, expected, tolerance=1e-11):
 def assert_agrees(layer, *args, products=1, **kwargs):
     """Ours and PyG's, several times: `products` of each forward pass go through plans, none is left."""
     expected = run(layer, *args, **kwargs)
-    with pyg.enabled():
+    with enabled():
         for _ in range(ROUNDS):
             assert_same(run(layer, *args, **kwargs), expected)
     assert pyg.stats().products == {type(layer).__name__: ROUNDS * products}
@@ -134,7 +137,7 @@ def test_relations(kind, options, device):
     layer = kind(WIDTH, 4, 3, **options).to(device)
     x = x.float()  # its output is float32 whatever the features
     expected = run(layer, x, edges, relation)
-    with pyg.enabled():
+    with enabled():
         assert_same(run(layer, x, edges, relation), expected, tolerance=1e-5)
     found = pyg.stats()
     assert found.products == ({"RGCNConv": 3} if kind is nn.RGCNConv else {})
@@ -146,7 +149,7 @@ def test_attention_and_gates_are_pygs(make, device):
     edges, _, x = drawn(device)
     layer = make().double().to(device)
     expected = run(layer, x, edges)
-    with pyg.enabled():
+    with enabled():
         assert_same(run(layer, x, edges), expected)
     assert pyg.stats().left == {(type(layer).__name__, "has a message of its own"): 1}
 
@@ -177,7 +180,7 @@ def test_two_kinds_of_nodes(sized, flow, device):
     x = tuple(torch.randn(n, WIDTH, generator=g, dtype=torch.float64).to(device) for n in (50, 40))
     layer = nn.SAGEConv((WIDTH, WIDTH), 4, flow=flow, root_weight=flow == "source_to_target").double().to(device)
     expected = layer(x, edges, (50, 40) if sized else None)
-    with pyg.enabled():
+    with enabled():
         torch.testing.assert_close(layer(x, edges, (50, 40) if sized else None), expected)
     assert pyg.stats().products == ({"SAGEConv": 1} if flow == "source_to_target" else {})
 
@@ -192,7 +195,7 @@ def test_spmm_of_adjacencies(layout, reduce, device):
     if layout == torch.sparse_coo:
         matrices.append(torch.sparse_coo_tensor(edges.flip(0), weight, a.shape))  # with duplicates
     for matrix in matrices:
-        with pyg.enabled():
+        with enabled():
             for _ in range(ROUNDS):
                 torch.testing.assert_close(torch_geometric.utils.spmm(matrix, x, reduce).cpu(), truth)
     assert not pyg.stats().left
@@ -210,7 +213,7 @@ def test_gradients_of_an_adjacency(reduce, device):
         return [y.detach(), features.grad, matrix.grad.to_dense()]
 
     truth = gradients("cpu")
-    with pyg.enabled():
+    with enabled():
         assert_same([t.cpu() for t in gradients(device)], truth)
     assert pyg.stats().products == {"spmm": 1}
 
@@ -221,7 +224,7 @@ def test_layers_with_an_adjacency(name, device):
     a = torch_geometric.utils.to_torch_csr_tensor(edges, size=(NODES, NODES)).to(x.dtype).t().to_sparse_csr()
     layer = UNWEIGHTED[name][0]().double().to(device)
     expected = run(layer, x, a)
-    with pyg.enabled():
+    with enabled():
         for _ in range(ROUNDS):
             assert_same(run(layer, x, a), expected)
     assert pyg.stats().products == {"spmm": ROUNDS}
@@ -238,7 +241,7 @@ def test_edge_index(index, order, device):
     for layer, w in layers.items():
         layer.double().to(device)
         expected = run(layer, x, plain, weight=w)
-        with pyg.enabled():
+        with enabled():
             assert_same(run(layer, x, ready, weight=w), expected)
     assert pyg.stats().products == {"GraphConv": 1, "SAGEConv": 1, "GCNConv": 1}
 
@@ -257,7 +260,7 @@ def test_edge_index_matmul(transpose, reduce, weighted, device):
         return [y.detach(), features.grad, *([value.grad] * weighted)]
 
     expected = result()
-    with pyg.enabled():
+    with enabled():
         assert_same(result(), expected, tolerance=1e-5)
     assert pyg.stats().products == {"EdgeIndex.matmul": 1}
 
@@ -266,7 +269,7 @@ def test_edge_index_at_sign(device):
     edges, _, x = drawn(device, dtype=torch.float32)
     ready = EdgeIndex(edges, sparse_size=(NODES, NODES)).sort_by("row")[0]
     expected = ready @ x
-    with pyg.enabled():
+    with enabled():
         torch.testing.assert_close(ready @ x, expected)
         with pytest.raises(ValueError, match="sorted by rows"):
             EdgeIndex(edges, sparse_size=(NODES, NODES)) @ x
@@ -277,7 +280,7 @@ def test_edge_index_at_sign(device):
 def test_duplicates_and_nodes_without_edges(reduce, device):
     edges = torch.tensor([[0, 0, 1, 2], [3, 3, 3, 0]], device=device)
     x = torch.tensor([[1.0], [4.0], [-2.0], [7.0], [9.0]], device=device)
-    with pyg.enabled():
+    with enabled():
         y = nn.SimpleConv(aggr=reduce)(x, edges)
     expected = {"sum": [-2, 0, 0, 6, 0], "mean": [-2, 0, 0, 2, 0], "max": [-2, 0, 0, 4, 0], "min": [-2, 0, 0, 1, 0]}
     assert y.flatten().tolist() == expected[reduce]
@@ -293,7 +296,7 @@ def test_as_exact_as_pyg(dtype, reduce, weighted, device):
     layer.lin_rel, layer.lin_root = torch.nn.Identity(), torch.nn.Identity()
     exact = {name: w.double() for name, w in given.items()}
     truth, theirs = run(layer, x.double(), edges, **exact), run(layer, x, edges, **given)
-    with pyg.enabled():
+    with enabled():
         ours = run(layer, x, edges, **given)
     outputs_alone = reduce in ("max", "min")  # equal maxima share the gradient in PyG; here the first has it
     for found, other, exactly in list(zip(ours, theirs, truth, strict=True))[: 1 if outputs_alone else None]:
@@ -307,7 +310,7 @@ def test_autocast(device):
     for layer in (nn.GCNConv(WIDTH, 4).to(device), nn.SAGEConv(WIDTH, 4).to(device)):
         with torch.autocast(device, dtype=torch.bfloat16):
             expected = run(layer, x, edges)
-            with pyg.enabled():
+            with enabled():
                 assert_same(run(layer, x, edges), expected, tolerance=4e-2)
     assert pyg.stats().products == {"GCNConv": 1, "SAGEConv": 1}
 
@@ -316,6 +319,6 @@ def test_second_derivatives(device):
     edges, weight, x = drawn(device)
     layer = nn.GraphConv(WIDTH, 2).double().to(device)
     x, weight = x[:, :WIDTH].clone().requires_grad_(), weight.clone().requires_grad_()
-    with pyg.enabled():
+    with enabled():
         assert torch.autograd.gradcheck(lambda w: layer(x, edges, w).square(), (weight,), fast_mode=True)
         assert torch.autograd.gradgradcheck(lambda a, w: layer(a, edges, w), (x, weight), fast_mode=True)

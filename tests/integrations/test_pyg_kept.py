@@ -5,6 +5,7 @@ import gc
 import io
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from matmuls.integrations import pyg
 from matmuls.integrations.pyg import adjacency, remembered
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS", "ignore:.*torch.jit")
+enabled = partial(pyg.enabled, patience=0)  # plans of small graphs at once
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +37,33 @@ def drawn(device="cpu", nodes=30, edges=100):
 
 
 def the_adjacency(edges):
-    (made,) = adjacency._known[edges][1].values()
+    (made,) = adjacency._known[edges].adjacencies.values()
     return made
+
+
+@pytest.mark.parametrize(("nodes", "edges", "plans"), [(30, 100, [0, 0, 0, 0, 1, 1]), (2000, 300000, [1] * 6)])
+def test_new_edges_get_a_plan_if_they_are_large_or_stay(nodes, edges, plans):
+    x, edges = drawn(nodes=nodes, edges=edges)
+    layer = nn.SimpleConv()
+    with pyg.enabled():
+        for expected in plans:
+            layer(x, edges)
+            found = pyg.stats(reset=True)
+            assert found.products == ({"SimpleConv": 1} if expected else {})
+            assert found.left == ({} if expected else {("SimpleConv", "got new edges with few sums"): 1})
+
+
+@pytest.mark.parametrize("patience", [-1, 0.5, None])
+def test_a_patience_that_is_no_number_is_an_error(patience):
+    with pytest.raises(ValueError, match="expected patience to be a whole number of 0 or more, got"):
+        pyg.enable(patience)
 
 
 def test_the_plan_goes_with_the_edges(device):
     x, edges = drawn(device)
     x.requires_grad_()
     weight = torch.rand(edges.shape[1], device=device)
-    with pyg.enabled():
+    with enabled():
         layer = nn.GraphConv(4, 4).to(device)
         for _ in range(adjacency.SETTLED + 1):
             y = layer(x, edges, weight)
@@ -60,7 +80,7 @@ def test_the_plan_goes_with_the_edges(device):
 
 def test_what_gcn_norm_made_goes_with_the_edges(device):
     x, edges = drawn(device)
-    with pyg.enabled():
+    with enabled():
         nn.GCNConv(4, 4).to(device)(x, edges)
         nn.GCNConv(4, 4, add_self_loops=False).to(device)(x, edges)
     with_loops = next(norm.edges for norm in remembered._norms[edges][1].values() if norm.edges is not None)
@@ -74,7 +94,7 @@ def test_what_gcn_norm_made_goes_with_the_edges(device):
 def test_the_plan_goes_with_the_adjacency(layout, device):
     x, _ = drawn(device)
     a = torch.eye(30, device=device).to_sparse(layout=layout)
-    with pyg.enabled():
+    with enabled():
         for _ in range(adjacency.SETTLED + 1):
             torch_geometric.utils.spmm(a, x)
     made = weakref.ref(adjacency._sparse[a][2])
@@ -89,7 +109,7 @@ def test_edges_are_looked_at_once(device, monkeypatch):
     monkeypatch.setattr(adjacency, "Adjacency", lambda *args: made.append(args) or kind(*args))
     x, edges = drawn(device)
     model = nn.Sequential("x, e", [(nn.GCNConv(4, 4), "x, e -> x"), (nn.SAGEConv(4, 4), "x, e -> x")]).to(device)
-    with pyg.enabled():
+    with enabled():
         for _ in range(3):
             model(x, edges)
     assert len(made) == 2  # with and without self-loops
@@ -99,7 +119,7 @@ def test_edges_are_looked_at_once(device, monkeypatch):
 def test_a_write_to_the_edges_is_seen(make, device):
     x, edges = drawn(device)
     layer = make().to(device)
-    with pyg.enabled():
+    with enabled():
         layer(x, edges)
         edges[1, :50] = 3
         found = layer(x, edges)
@@ -109,7 +129,7 @@ def test_a_write_to_the_edges_is_seen(make, device):
 def test_a_write_to_constant_weights_is_seen(device):
     x, edges = drawn(device)
     layer, weight = nn.GraphConv(4, 4).to(device), torch.rand(edges.shape[1], device=device)
-    with pyg.enabled():
+    with enabled():
         for round in range(2 * adjacency.SETTLED):
             if round % 5 == 0:
                 weight *= 1.5
@@ -121,7 +141,7 @@ def test_a_write_to_constant_weights_is_seen(device):
 def test_a_write_to_an_adjacency_is_seen(rounds, device):
     x, _ = drawn(device)
     a = torch.rand(30, 30, device=device).to_sparse_csr()
-    with pyg.enabled():
+    with enabled():
         for _ in range(rounds):
             torch_geometric.utils.spmm(a, x)
         a.values()[:] = 2
@@ -131,7 +151,7 @@ def test_a_write_to_an_adjacency_is_seen(rounds, device):
 
 def test_a_write_to_what_gcn_norm_returned_is_seen():
     _, edges = drawn()
-    with pyg.enabled():
+    with enabled():
         first = gcn_conv.gcn_norm(edges, num_nodes=30)
         again = gcn_conv.gcn_norm(edges, num_nodes=30)
         assert first[0] is again[0]
@@ -148,7 +168,7 @@ def test_a_normalized_adjacency_is_kept_and_made_again(device):
     x, edges = drawn(device)
     a = torch_geometric.utils.to_torch_csr_tensor(edges, size=(30, 30))
     layer = nn.GCNConv(4, 4).to(device)
-    with pyg.enabled():
+    with enabled():
         first = gcn_conv.gcn_norm(a, num_nodes=30)[0]
         assert gcn_conv.gcn_norm(a, num_nodes=30)[0] is first
         layer(x, a)
@@ -169,7 +189,7 @@ def test_the_edges_of_a_relation_are_kept(relations, device, monkeypatch):
     x, edges = drawn(device)
     relation = torch.arange(100, device=device) % relations
     layers = nn.RGCNConv(4, 4, relations).to(device), nn.RGCNConv(4, 4, relations).to(device)
-    with pyg.enabled():
+    with enabled():
         for _ in range(3):
             layers[1](layers[0](x, edges, relation), edges, relation)
         assert len(made) == relations
@@ -192,7 +212,7 @@ def test_the_edges_of_a_relation_are_kept(relations, device, monkeypatch):
 def test_inference_mode_then_training(device):
     x, edges = drawn(device)
     layer = nn.GCNConv(4, 4).to(device)
-    with pyg.enabled():
+    with enabled():
         with torch.inference_mode():
             layer(x, edges)
         x.requires_grad_()
@@ -244,7 +264,7 @@ def test_what_is_left_to_pyg_is_pygs(make, reason):
     x, edges = drawn()
     layer = make()
     expected = layer(x, edges)
-    with pyg.enabled():
+    with enabled():
         torch.testing.assert_close(layer(x, edges), expected, rtol=0, atol=0)
     name = type(layer).__name__
     assert pyg.stats().left == ({} if "decomposed" in reason else {(name, reason): 1})  # as its instances' propagate
@@ -262,11 +282,11 @@ def test_calls_that_do_not_fit_are_pygs():
     ]
     for args in calls[:3]:
         expected = layer(*args)
-        with pyg.enabled():
+        with enabled():
             torch.testing.assert_close(layer(*args), expected)
     assert not pyg.stats().products
     expected = layer(*calls[3])
-    with pyg.enabled():
+    with enabled():
         torch.testing.assert_close(layer(*calls[3]), expected)
     assert pyg.stats().products == {"SimpleConv": 1}
 
@@ -276,11 +296,11 @@ def test_errors_are_pygs(bad):
     x, edges = drawn()
     edges[0, 7] = bad
     layer = nn.SAGEConv(4, 4)
-    with pyg.enabled(), pytest.raises(IndexError, match="Found"):
+    with enabled(), pytest.raises(IndexError, match="Found"):
         layer(x, edges)
-    with pyg.enabled(), pytest.raises(ValueError, match="Encountered tensor with size 30"):
+    with enabled(), pytest.raises(ValueError, match="Encountered tensor with size 30"):
         layer(x, edges.clamp(0, 29), size=(31, 30))
-    with pyg.enabled(), pytest.raises(ValueError, match="not supported"):
+    with enabled(), pytest.raises(ValueError, match="not supported"):
         torch_geometric.utils.spmm(torch.eye(30).to_sparse_csr(), x, "prod")
 
 
@@ -296,7 +316,7 @@ def test_explainers_run():
     )
     torch.manual_seed(0)
     expected = explainer(x, edges).edge_mask
-    with pyg.enabled():
+    with enabled():
         torch.manual_seed(0)
         torch.testing.assert_close(explainer(x, edges).edge_mask, expected)
         model(x, edges)
@@ -309,7 +329,7 @@ def test_compiled_scripted_and_traced(make):
     x, edges = drawn()
     layer = make()
     expected = layer(x, edges)
-    with pyg.enabled():
+    with enabled():
         compiled = torch.compile(layer, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x, edges), expected)
         torch.testing.assert_close(torch.jit.script(layer)(x, edges), expected)
@@ -322,7 +342,7 @@ def test_compiled_scripted_and_traced(make):
 
 def test_copies_and_pickles():
     x, edges = drawn()
-    with pyg.enabled():
+    with enabled():
         layer = nn.GCNConv(4, 4)
         expected = layer(x, edges)
         file = io.BytesIO()
@@ -342,7 +362,7 @@ def test_threads(device):
     def work():
         found.extend(layer(x, edges) for _ in range(20))
 
-    with pyg.enabled():
+    with enabled():
         threads = [threading.Thread(target=work) for _ in range(4)]
         for t in threads:
             t.start()
@@ -363,9 +383,9 @@ def test_enabling_is_undone():
     names += [(torch_geometric.utils, "spmm"), (gcn_conv, "spmm"), (gcn_conv, "gcn_norm")]
     nn.GCNConv(4, 4)
     before = [getattr(*name) for name in names]
-    with pyg.enabled():
+    with enabled():
         assert all(getattr(*name) is not was for name, was in zip(names, before, strict=True))
-        with pyg.enabled():
+        with enabled():
             pass
         assert pyg.is_enabled()
         pyg.enable()
@@ -380,7 +400,7 @@ def test_enabling_is_undone():
     pyg.disable()
     expected = layer(x, edges)
     assert pyg.stats().products == {"Made": 1}
-    with pyg.enabled():
+    with enabled():
         torch.testing.assert_close(layer(x, edges), expected)
     assert pyg.stats().products == {"Made": 2}
 
@@ -389,7 +409,7 @@ def test_enabling_is_undone():
 def test_a_captured_graph_replays():
     x, edges = drawn("cuda")
     layer = nn.SAGEConv(4, 4).cuda()
-    with pyg.enabled(), torch.no_grad():
+    with enabled(), torch.no_grad():
         layer(x, edges)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -405,7 +425,7 @@ def test_another_stream():
     layer = nn.GraphConv(4, 4).cuda()
     expected = layer(x, edges)
     torch.cuda.synchronize()
-    with pyg.enabled(), torch.cuda.stream(torch.cuda.Stream()):
+    with enabled(), torch.cuda.stream(torch.cuda.Stream()):
         layer(x, edges)
-    with pyg.enabled():
+    with enabled():
         torch.testing.assert_close(layer(x, edges), expected)

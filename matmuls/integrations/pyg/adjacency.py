@@ -14,6 +14,8 @@ from matmuls.sparse.prepared import state_of
 from matmuls.sparse.selector import Selector
 
 NAME = "matmuls.integrations.pyg"
+# Edges times columns of x for which one use pays for the matrix: a GPU waits several times while it is made.
+LARGE = {"cpu": 2**20, "cuda": 2**25}
 SETTLED = 8  # products with the same values, after which a plan may measure kernels and keep copies in other layouts
 
 
@@ -96,27 +98,47 @@ def state_of_edges(edges: Tensor) -> tuple[int, int, torch.Size]:
     return version_of(edges), edges.data_ptr(), edges.shape
 
 
-# edges -> (their state, (rows, columns, target) -> Adjacency)
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+class _Graph:
+    """The matrices of one tensor of edges, by (targets, sources, row of the targets), and how often it was asked for
+    one."""
+
+    def __init__(self, state: object) -> None:
+        self.state, self.asked = state, 0
+        self.adjacencies: dict[tuple[int, int, int], Adjacency] = {}
+
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # edges -> _Graph
+
+
+def _graph_of(edges: Tensor) -> _Graph:
+    state = state_of_edges(edges)
+    kept: _Graph | None = _known.get(edges)  # type: ignore[no-untyped-call]
+    if kept is None or kept.state != state:
+        kept = _known[edges] = _Graph(state)
+    return kept
 
 
 def adjacency_of(edges: Tensor, shape: tuple[int, int], target: int) -> Adjacency:
     """The matrix of these edges, made once. Raises ValueError on an index that does not fit. Waits for the GPU when it
     is made."""
-    state, key = state_of_edges(edges), (*shape, target)
-    kept = _known.get(edges)  # type: ignore[no-untyped-call]
-    if kept is None or kept[0] != state:
-        kept = _known[edges] = state, {}
-    made: Adjacency | None = kept[1].get(key)
+    graph, key = _graph_of(edges), (*shape, target)
+    made = graph.adjacencies.get(key)
     if made is None:
-        made = kept[1][key] = Adjacency(edges, shape, target)
+        made = graph.adjacencies[key] = Adjacency(edges, shape, target)
     return made
 
 
 def is_known(edges: Tensor, shape: tuple[int, int], target: int) -> bool:
     """True if the matrix of these edges is made already."""
-    kept = _known.get(edges)  # type: ignore[no-untyped-call]
-    return kept is not None and kept[0] == state_of_edges(edges) and (*shape, target) in kept[1]
+    return (*shape, target) in _graph_of(edges).adjacencies
+
+
+def pays(edges: Tensor, columns: int, patience: int) -> bool:
+    """True if a matrix of new edges soon gains back the time that making it takes: it is large, or it was asked for
+    more than `patience` times."""
+    graph = _graph_of(edges)
+    graph.asked += 1
+    return graph.asked > patience or edges.shape[1] * columns >= LARGE.get(edges.device.type, 0)
 
 
 # sparse tensor -> [its state, products, plan]

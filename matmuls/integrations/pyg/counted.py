@@ -48,7 +48,7 @@ def stats(reset: bool = False) -> Stats:
         >>> from matmuls.integrations import pyg
         >>> edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
         >>> before = pyg.stats(reset=True)
-        >>> with pyg.enabled():
+        >>> with pyg.enabled(patience=0):
         ...     y = GINConv(torch.nn.Linear(4, 2))(torch.randn(3, 4), edges)
         >>> print(pyg.stats())
         GINConv: 1 products by plans

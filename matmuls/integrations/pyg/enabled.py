@@ -64,11 +64,11 @@ def _set_templates(original: Callable[..., Any], layer: MessagePassing, *args: A
     """MessagePassing._set_jittable_templates, which gives a class its propagate when the first layer is made."""
     original(layer, *args, **kwargs)
     with _lock:
-        if routed.switch["on"]:
+        if routed.switch.on:
             _replace_propagate(type(layer))
 
 
-def enable() -> None:
+def enable(patience: int = 4) -> None:
     """Routes the sums of PyTorch Geometric over edges to plans of matmuls, in the whole process, until `disable`.
 
     Routed are the layers whose message is x_j, or a weight of the edge times x_j, with the reductions sum, mean, max
@@ -76,6 +76,14 @@ def enable() -> None:
     sparse adjacency; and `EdgeIndex.matmul`. All else, compiled and scripted code too, takes PyG's own way. Checked
     indices, plans, the results of `gcn_norm` and the edges of each relation are kept with the tensor of edges or the
     adjacency and go with it. They are made again after a write to it that torch counts, which one by `.data` is not.
+
+    Args:
+        patience: how many sums over a new tensor of edges PyG computes before a plan is made, which takes as long as
+            some sums. Large graphs get their plan at once. Mini-batches of small graphs, whose edges serve one step,
+            never get one. 0 makes every plan at once. It has no effect if plans are enabled already.
+
+    Raises:
+        ValueError: if patience is not a whole number of 0 or more.
 
     Examples:
         >>> import torch
@@ -88,8 +96,10 @@ def enable() -> None:
         True
         >>> pyg.disable()
     """
+    if not isinstance(patience, int) or patience < 0:
+        raise ValueError(f"pyg.enable: expected patience to be a whole number of 0 or more, got {patience!r}")
     with _lock:
-        if routed.switch["on"]:
+        if routed.switch.on:
             return
         _replace_propagate(MessagePassing)
         _replace(MessagePassing, "_set_jittable_templates", _set_templates)
@@ -97,7 +107,7 @@ def enable() -> None:
         _replace_function(gcn_conv.gcn_norm, remembered.gcn_norm)
         _replace_function(rgcn_conv.masked_edge_index, remembered.masked_edge_index)
         _replace(edge_index, "_spmm", routed.edge_index_spmm)
-        routed.switch["on"] = True
+        routed.switch.patience, routed.switch.on = patience, True
 
 
 def disable() -> None:
@@ -111,7 +121,7 @@ def disable() -> None:
         False
     """
     with _lock:
-        routed.switch["on"] = False
+        routed.switch.on = False
         while _replaced:
             owner, name, original = _replaced.pop()
             setattr(owner, name, original)
@@ -129,12 +139,18 @@ def is_enabled() -> bool:
         ...     pyg.is_enabled()
         True
     """
-    return routed.switch["on"]
+    return routed.switch.on
 
 
 @contextmanager
-def enabled() -> Iterator[None]:
+def enabled(patience: int = 4) -> Iterator[None]:
     """Makes a context in which `enable` is in effect, in the whole process; it leaves an earlier `enable` as it was.
+
+    Args:
+        patience: as in `enable`.
+
+    Raises:
+        ValueError: if patience is not a whole number of 0 or more.
 
     Returns:
         A context manager.
@@ -149,7 +165,7 @@ def enabled() -> Iterator[None]:
         torch.Size([3, 2])
     """
     before = is_enabled()
-    enable()
+    enable(patience)
     try:
         yield
     finally:

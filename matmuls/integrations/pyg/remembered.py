@@ -47,7 +47,7 @@ def gcn_norm(
     """gcn_norm of PyG, which layers call in every forward pass: the same edges or adjacency again for one that was not
     written to, so that its plan is found, and the same weights where none were given."""
     args = edge_index, edge_weight, num_nodes, improved, add_self_loops, flow, dtype
-    if torch.compiler.is_compiling() or not switch["on"] or type(edge_index) is not Tensor or is_traced():
+    if torch.compiler.is_compiling() or not switch.on or type(edge_index) is not Tensor or is_traced():
         return original(*args)
     is_sparse = edge_index.layout in LAYOUTS
     if not (is_sparse or edge_index.layout == torch.strided) or edge_index.requires_grad or version_of(edge_index) < 0:
@@ -105,7 +105,7 @@ _masks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def masked_edge_index(original: Original, edge_index: Any, edge_mask: Tensor) -> Any:
     """masked_edge_index of PyG, the edges of one relation: the same again for the mask that came there before."""
-    if torch.compiler.is_compiling() or not switch["on"] or type(edge_index) is not Tensor or is_traced():
+    if torch.compiler.is_compiling() or not switch.on or type(edge_index) is not Tensor or is_traced():
         return original(edge_index, edge_mask)
     fits = edge_mask.dtype == torch.bool and edge_mask.device == edge_index.device and not edge_mask.is_inference()
     if edge_index.layout != torch.strided or version_of(edge_index) < 0 or not fits or is_capturing(edge_index.device):

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,23 @@ from torch_geometric.nn.conv import MessagePassing
 
 from matmuls.sparse.csr_pattern import is_capturing, is_transformed
 
-from .adjacency import adjacency_of, is_known, is_known_sparse, product_of_sparse, takes
+from .adjacency import adjacency_of, is_known, is_known_sparse, pays, product_of_sparse, takes
 from .recognised import Form, recognised
 
 LAYOUTS = torch.sparse_csr, torch.sparse_csc, torch.sparse_coo
 REDUCE = {"add": "sum", "amin": "min", "amax": "max"} | {name: name for name in ("sum", "mean", "min", "max")}
 Original = Callable[..., Any]
 
-switch = {"on": False}  # what PyG holds of ours after `disable` calls PyG's own
+
+@dataclass
+class Switch:
+    """What `enable` was called with."""
+
+    on: bool = False  # what PyG holds of ours after `disable` calls PyG's own
+    patience: int = 0
+
+
+switch = Switch()
 products: Counter[str] = Counter()  # by plans, by the class of the layer or the function
 left: Counter[tuple[str, str]] = Counter()  # to PyG, by the same and the reason
 
@@ -47,7 +57,7 @@ def _counted(name: str, result: Tensor | str, original: Original, *args: Any, **
 
 def propagate(original: Original, layer: MessagePassing, *args: Any, **kwargs: Any) -> Any:
     """MessagePassing.propagate."""
-    if torch.compiler.is_compiling() or not switch["on"]:
+    if torch.compiler.is_compiling() or not switch.on:
         return original(layer, *args, **kwargs)
     edges = args[0] if args else kwargs.get("edge_index")
     if isinstance(edges, Tensor) and edges.layout in LAYOUTS:
@@ -113,8 +123,11 @@ def product_of_edges(
         or weight.is_complex()
     ):
         return "got weights that are not one number for each edge"
-    if is_traced() or (is_capturing(x.device) and not is_known(edges, shape, target)):
+    known = not is_traced() and is_known(edges, shape, target)
+    if not known and (is_traced() or is_capturing(x.device)):
         return "is traced, transformed or captured"
+    if not known and not pays(edges, x.shape[1], switch.patience):
+        return "got new edges with few sums"
     try:
         adjacency = adjacency_of(edges, shape, target)
     except ValueError:  # an index is out of range, which PyG says in its own words
@@ -125,7 +138,7 @@ def product_of_edges(
 
 def spmm(original: Original, src: Any, other: Tensor, reduce: str = "sum") -> Any:
     """torch_geometric.utils.spmm."""
-    if torch.compiler.is_compiling() or not switch["on"] or isinstance(src, EdgeIndex):
+    if torch.compiler.is_compiling() or not switch.on or isinstance(src, EdgeIndex):
         return original(src, other, reduce)  # of an EdgeIndex: its matmul, which is routed too
     return _counted("spmm", _spmm(src, other, reduce), original, src, other, reduce)
 
@@ -157,7 +170,7 @@ def edge_index_spmm(
 ) -> Any:
     """EdgeIndex.matmul with a dense matrix."""
     args = input, other, value, reduce, transpose
-    if torch.compiler.is_compiling() or not switch["on"]:
+    if torch.compiler.is_compiling() or not switch.on:
         return original(*args)
     return _counted("EdgeIndex.matmul", _edge_index_spmm(*args), original, *args)
 

@@ -15,7 +15,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```python(?P<title>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 NEEDS = re.compile(r'title="needs (?P<what>[^"]+)"')  # a block with this title is only compiled
 ENTRY = re.compile(r"^::: (?P<name>[\w.]+)", re.MULTILINE)
-PACKAGES = "transformers", "sentence_transformers"  # optional: without one, its pages are skipped
+PACKAGES = "torch_geometric", "transformers", "sentence_transformers"  # optional: without one, its pages are skipped
 
 
 def blocks(page: Path):
@@ -65,10 +65,17 @@ def test_pages_have_blocks():
 
 def public_names() -> set[str]:
     """Names in the `__all__` of packages and modules, and those that users call in modules without one."""
+    pytest.importorskip("torch_geometric")
     pytest.importorskip("transformers")
     names = {
         f"{module}.{name}"
-        for module in ("matmuls", "custom_mm", "matmuls.nn", "matmuls.integrations.transformers")
+        for module in (
+            "matmuls",
+            "custom_mm",
+            "matmuls.nn",
+            "matmuls.integrations.pyg",
+            "matmuls.integrations.transformers",
+        )
         for name in importlib.import_module(module).__all__
     }
     return names | {"matmuls.attention.attend", "matmuls.blocks.bsr_spmm", "matmuls.blocks.bsr_sddmm"}

@@ -96,6 +96,19 @@ def test_graph_network():
     assert last[0] < first[0]
 
 
+def test_pyg_node_classification():
+    pytest.importorskip("torch_geometric")
+    out = example("pyg_node_classification", "--nodes", 1600)
+    assert words(out) == words(expected("pyg_node_classification"))
+    graph, *ways = out.splitlines()
+    assert graph == "1600 nodes in 8 blocks, 19200 edges, 32 features; 20 epochs"
+    found = [re.search(r"loss ([\d.]+) to ([\d.]+), accuracy ([\d.]+)%", way).groups() for way in ways]
+    for pygs, ours in ((found[0], found[1]), (found[2], found[3])):
+        assert [float(n) for n in ours] == pytest.approx([float(n) for n in pygs], rel=0.01, abs=2e-3)
+        assert float(ours[1]) < float(ours[0]) / 4
+    assert float(found[1][2]) > 90
+
+
 def test_inplace_memory():
     out = example("inplace_memory", "--rows", 2048, "--columns", 256)
     assert words(out) == words(expected("inplace_memory"))
@@ -115,9 +128,12 @@ def test_inplace_memory():
         ("sparse_attention", ("--tokens", 4), "--tokens and"),  # fewer tokens than global ones
         ("sparse_attention", ("--window", -1), "--tokens and"),
         ("graph_network", ("--steps", 0), "--width, --classes and --steps"),
+        ("pyg_node_classification", ("--nodes", 8), "--nodes is"),
     ],
 )
 def test_invalid_sizes_are_errors(name, args, told):
+    if name.startswith("pyg"):
+        pytest.importorskip("torch_geometric")
     run = called(name, *args)
     assert run.returncode == 2
     assert f"error: {told}" in run.stderr

@@ -115,6 +115,13 @@ MAY_IMPORT = {
     "cli": set(),  # the command line is the package matmuls_cli, which may import all of it
     "__main__": set(),
     "integrations": set(),
+    "integrations.pyg": {"integrations.pyg"},
+    "integrations.pyg.adjacency": {"custom_mm", "sparse"},
+    "integrations.pyg.recognised": set(),
+    "integrations.pyg.routed": {"custom_mm", "integrations.pyg", "sparse"},
+    "integrations.pyg.remembered": {"custom_mm", "integrations.pyg", "sparse"},
+    "integrations.pyg.counted": {"integrations.pyg"},
+    "integrations.pyg.enabled": {"integrations.pyg"},
     "integrations.transformers": {"integrations.transformers"},
     "integrations.transformers.registered": {"attention", "integrations.transformers.taken"},
     "integrations.transformers.taken": {"integrations.transformers"},
@@ -307,6 +314,7 @@ def test_the_installer_takes_paths_with_spaces_and_a_cdpath(tmp_path):
 def test_importing_is_light(module):
     """No optional package, and no CUDA context, comes with an import."""
     optional = (
+        "torch_geometric",
         "transformers",
         "rich",
         "typer",

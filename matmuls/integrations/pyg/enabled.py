@@ -1,0 +1,173 @@
+"""enable and disable: what of PyG's functions is replaced."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from threading import RLock
+from types import FunctionType
+from typing import Any
+
+import torch_geometric
+from torch_geometric import edge_index
+from torch_geometric.nn.conv import MessagePassing, gcn_conv, rgcn_conv
+
+from . import remembered, routed
+
+_lock = RLock()
+_replaced: list[tuple[Any, str, Any]] = []  # owner, name, what it was
+
+
+def _in_place_of(original: Callable[..., Any], route: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls route(original, ...). It has the original's globals and source, which torch.jit.script
+    compiles."""
+    _matmuls_original, _matmuls_route = original, route
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return _matmuls_route(_matmuls_original, *args, **kwargs)
+
+    made = FunctionType(
+        replacement.__code__,
+        getattr(original, "__globals__", {}),
+        original.__name__,
+        closure=replacement.__closure__,
+    )
+    made._matmuls_original = original  # type: ignore[attr-defined]
+    return wraps(original)(made)
+
+
+def _replace(owner: Any, name: str, route: Callable[..., Any]) -> None:
+    original = vars(owner)[name]
+    if not hasattr(original, "_matmuls_original"):
+        _replaced.append((owner, name, original))
+        setattr(owner, name, _in_place_of(original, route))
+
+
+def _replace_propagate(kind: Any) -> None:
+    """Replaces propagate of a class and of those that inherit from it; PyG generates one for each."""
+    for name in ("propagate", "_jinja_propagate"):
+        if name in vars(kind):
+            _replace(kind, name, routed.propagate)
+    for below in kind.__subclasses__():
+        _replace_propagate(below)
+
+
+def _replace_function(original: Callable[..., Any], route: Callable[..., Any]) -> None:
+    """Replaces a function in every module that has it by its name."""
+    name = original.__name__
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            _replace(module, name, route)
+
+
+def _set_templates(original: Callable[..., Any], layer: MessagePassing, *args: Any, **kwargs: Any) -> None:
+    """MessagePassing._set_jittable_templates, which gives a class its propagate when the first layer is made."""
+    original(layer, *args, **kwargs)
+    with _lock:
+        if routed.switch.on:
+            _replace_propagate(type(layer))
+
+
+def enable(patience: int = 4) -> None:
+    """Routes the sums of PyTorch Geometric over edges to plans of matmuls, in the whole process, until `disable`.
+
+    Routed are the layers whose message is x_j, or a weight of the edge times x_j, with the reductions sum, mean, max
+    and min, given a tensor of edges or an `EdgeIndex`; `torch_geometric.utils.spmm`, by which layers multiply by a
+    sparse adjacency; and `EdgeIndex.matmul`. All else, compiled and scripted code too, takes PyG's own way. Checked
+    indices, plans, the results of `gcn_norm` and the edges of each relation are kept with the tensor of edges or the
+    adjacency and go with it. They are made again after a write to it that torch counts, which one by `.data` is not.
+
+    Args:
+        patience: how many sums over a new tensor of edges PyG computes before a plan is made, which takes as long as
+            some sums. Large graphs get their plan at once. Mini-batches of small graphs, whose edges serve one step,
+            never get one. 0 makes every plan at once. It has no effect if plans are enabled already.
+
+    Raises:
+        ValueError: if patience is not a whole number of 0 or more.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.nn import GCNConv
+        >>> from matmuls.integrations import pyg
+        >>> conv, x, edges = GCNConv(4, 2), torch.randn(3, 4), torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> before = conv(x, edges)
+        >>> pyg.enable()
+        >>> torch.allclose(conv(x, edges), before, atol=1e-6)
+        True
+        >>> pyg.disable()
+    """
+    if not isinstance(patience, int) or patience < 0:
+        raise ValueError(f"pyg.enable: expected patience to be a whole number of 0 or more, got {patience!r}")
+    with _lock:
+        if routed.switch.on:
+            return
+        _replace_propagate(MessagePassing)
+        _replace(MessagePassing, "_set_jittable_templates", _set_templates)
+        _replace_function(torch_geometric.utils.spmm, routed.spmm)
+        _replace_function(gcn_conv.gcn_norm, remembered.gcn_norm)
+        _replace_function(rgcn_conv.masked_edge_index, remembered.masked_edge_index)
+        _replace(edge_index, "_spmm", routed.edge_index_spmm)
+        routed.switch.patience, routed.switch.on = patience, True
+
+
+def disable() -> None:
+    """Gives PyG its own functions back.
+
+    Examples:
+        >>> from matmuls.integrations import pyg
+        >>> pyg.enable()
+        >>> pyg.disable()
+        >>> pyg.is_enabled()
+        False
+    """
+    with _lock:
+        routed.switch.on = False
+        while _replaced:
+            owner, name, original = _replaced.pop()
+            setattr(owner, name, original)
+
+
+def is_enabled() -> bool:
+    """Tells whether `enable` is in effect.
+
+    Returns:
+        True between `enable` and `disable`.
+
+    Examples:
+        >>> from matmuls.integrations import pyg
+        >>> with pyg.enabled():
+        ...     pyg.is_enabled()
+        True
+    """
+    return routed.switch.on
+
+
+@contextmanager
+def enabled(patience: int = 4) -> Iterator[None]:
+    """Makes a context in which `enable` is in effect, in the whole process; it leaves an earlier `enable` as it was.
+
+    Args:
+        patience: as in `enable`.
+
+    Raises:
+        ValueError: if patience is not a whole number of 0 or more.
+
+    Returns:
+        A context manager.
+
+    Examples:
+        >>> import torch
+        >>> from torch_geometric.nn import SAGEConv
+        >>> from matmuls.integrations import pyg
+        >>> with pyg.enabled():
+        ...     y = SAGEConv(4, 2, aggr="max")(torch.randn(3, 4), torch.tensor([[0, 1, 2], [1, 2, 0]]))
+        >>> y.shape
+        torch.Size([3, 2])
+    """
+    before = is_enabled()
+    enable(patience)
+    try:
+        yield
+    finally:
+        if not before:
+            disable()

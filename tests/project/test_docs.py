@@ -66,7 +66,7 @@ def public_names() -> set[str]:
     pytest.importorskip("transformers")
     names = {
         f"{module}.{name}"
-        for module in ("matmuls", "custom_mm", "matmuls.nn", "matmuls.integrations.transformers")
+        for module in ("matmuls", "custom_mm", "matmuls.distributed", "matmuls.nn", "matmuls.integrations.transformers")
         for name in importlib.import_module(module).__all__
     }
     return names | {"matmuls.attention.attend", "matmuls.blocks.bsr_spmm", "matmuls.blocks.bsr_sddmm"}

@@ -52,6 +52,7 @@ class DistributedPlan:
         columns: rows of x of every rank.
         rank: of this process in the group.
         gathers: True if x is sent by an all-gather, as nearly all of it is needed.
+        peers: ranks that this one receives rows of x from.
         values: [nonzeros] of this rank, in the order of A_rows.values().
         nnz: the number of nonzeros of this rank.
         dtype: of the values.
@@ -78,7 +79,7 @@ class DistributedPlan:
         self._exchange: Exchange | None = None
         self._sent: list[int] = []
         self._halos: list[int] = []
-        self.gathers = False
+        self.gathers, self.peers = False, 0
 
     @property
     def values(self) -> torch.Tensor:
@@ -402,6 +403,7 @@ def _cut(made: DistributedPlan, products: int, gather: bool | None) -> None:
     busiest = max(*made._halos, *made._sent)
     made.gathers = busiest > 0 and (busiest >= NEARLY * all_rows if gather is None else gather)
     halo_col = s.col[halo].long()
+    made.peers = group.size - 1 if made.gathers else sum(count > 0 for count in received_counts)
     if made.gathers:
         made._exchange = exchange = AllRows(group, sizes)
         made._sent = [all_rows] * group.size

@@ -1,33 +1,43 @@
-"""Distributed products are compared with those of one process in float64: gloo on 2 to 4 processes, NCCL on two GPUs."""
+"""Distributed products compared with those of one process in float64: gloo on 2 to 4 processes, NCCL on two GPUs."""
 
 import pytest
 import torch
 
-from common.distributed_checks import CHECKS, LOST_SECONDS, lose_a_rank, run_checks
+from common.distributed_checks import CHECKS, GPU_CHECKS, LOST_SECONDS, lose_a_rank, run_checks
 from matmuls.distributed.group import ANSWER_SECONDS
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-NCCL = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("gloo", 2), ("gloo", 3), ("gloo", 4), pytest.param(("nccl", 2), marks=[pytest.mark.cuda, NCCL])],
-    ids=lambda p: f"{p[0]}-{p[1]}",
-)
-def found(request, tmp_path_factory):
-    """The errors of every check; the processes are started once for each number of them."""
-    backend, world = request.param
-    device = "cuda" if backend == "nccl" else "cpu"
-    return world, run_checks(world, tmp_path_factory.mktemp("store"), CHECKS, backend, device)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_on_every_rank(found, check):
-    world, answers = found
+def expect_no_errors(answers, check, world):
     ranks = answers.get(check.__name__, {})
     assert not {rank: error for rank, error in ranks.items() if error}, "\n".join(ranks.values())
     assert len(ranks) == world, "a rank ended before"
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def on_cpus(request, tmp_path_factory):
+    """The errors of every check; the processes are started once for each number of them."""
+    return request.param, run_checks(request.param, tmp_path_factory.mktemp("store"), CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_on_every_rank(on_cpus, check):
+    world, answers = on_cpus
+    expect_no_errors(answers, check, world)
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory):
+    if GPUS < 2:
+        pytest.skip("needs two GPUs")
+    return run_checks(2, tmp_path_factory.mktemp("store"), [*CHECKS, *GPU_CHECKS], "nccl", "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("check", [*CHECKS, *GPU_CHECKS], ids=lambda check: check.__name__.removeprefix("check_"))
+def test_on_two_gpus(on_gpus, check):
+    expect_no_errors(on_gpus, check, 2)
 
 
 @pytest.mark.parametrize("how", ["killed", "stalled"])

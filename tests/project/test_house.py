@@ -81,6 +81,9 @@ MAY_IMPORT = {
     "distributed.plan": {"registration", "sparse.csr_pattern", "sparse.plan"}
     | {f"distributed.{m}" for m in ("exchange", "group", "part")},
     "distributed.split": {"distributed.group"},
+    "distributed.model": {"distributed.group", "distributed.split"},
+    "distributed.bench": {"matrices", "sparse.plan"}
+    | {f"distributed.{m}" for m in ("group", "model", "plan", "split")},
     "older_names": {f"sparse.{m}" for m in ("chunks", "csr_pattern", "layouts", "reordered", "selector")},
     "specs": {"specs"},
     "specs.spec": set(),

@@ -4,7 +4,7 @@
 block that needs none of them is multiplied.
 """
 
-from .plan import DistributedPlan, plan  # the function `plan` hides the module of that name
-from .split import Split, local_rows, split
+from .plans import DistributedPlan, plan
+from .splits import Split, local_rows, split
 
 __all__ = ["DistributedPlan", "Split", "local_rows", "plan", "split"]

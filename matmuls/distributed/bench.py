@@ -22,9 +22,9 @@ from ..sparse.plan import SparsePlan
 from ..sparse.plan import plan as plan_alone
 from .group import Group, even, starts_of
 from .model import Load, Measured
-from .plan import DistributedPlan
-from .plan import plan as plan_distributed
-from .split import balanced
+from .plans import DistributedPlan
+from .plans import plan as plan_distributed
+from .splits import balanced
 
 Run = Callable[[], object]
 
@@ -347,8 +347,10 @@ def measure(
             gathered = (ranks - 1) * max(sizes) * each
             facts = name, sum(sizes), nnz, ranks, n, str(dtype).removeprefix("torch.")
             case = Case(*facts, plan.gathers, sent, halo, gathered, _load(plan), weak=weak)
-            truth = rivals[TORCH].both(x, grad) if backward else (rivals[TORCH].forward(x),)
-            case.error = _difference(_both(plan, x, grad) if backward else (plan @ x,), truth)
+            case.error = _difference(
+                _both(plan, x, grad) if backward else (plan @ x,),
+                rivals[TORCH].both(x, grad) if backward else (rivals[TORCH].forward(x),),
+            )
             runs: dict[str, Run] = {OURS: partial(plan.__matmul__, x)}
             runs |= {key: partial(rival.forward, x) for key, rival in rivals.items()}
             case.wall, case.gpu = _rounds(runs | _parts_of(plan, x), device, together=True)

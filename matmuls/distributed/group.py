@@ -4,12 +4,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 Mesh = DeviceMesh | dist.ProcessGroup | None
 
 ANSWER_SECONDS = 5.0  # after a failure, for the other ranks to say that they are alive
@@ -71,6 +72,20 @@ class Group:
         rows: list[list[int]] = self.start_all_gather(mine).wait().view(self.size, -1).tolist()
         return rows
 
+    def together(self, make: Callable[[], T]) -> T:
+        """What `make` makes on this rank; if it raises an error on one, all ranks raise one."""
+        error = None
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+        failed = [rank for rank, (is_failed,) in enumerate(self.all_gather([error is not None])) if is_failed]
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError(f"{self}: expected rows of A that fit on every rank, got an error on rank {failed[0]}")
+        return made
+
     def start_all_gather(self, sent: torch.Tensor) -> Pending:
         """The tensors of all ranks, of one shape, one after another."""
         received = sent.new_empty(self.size * sent.shape[0], *sent.shape[1:])
@@ -103,7 +118,7 @@ class Group:
         try:
             store = dist.distributed_c10d._get_process_group_store(self.group)  # type: ignore[arg-type]
             store.set(f"matmuls failed {self.rank}", "")
-        except RuntimeError:
+        except (AttributeError, RuntimeError):  # it is not public
             return "expected an answer of the group's store, which rank 0 keeps unless torchrun does, got none"
         deadline = time.monotonic() + ANSWER_SECONDS
         while others and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ import scipy.optimize  # type: ignore[import-untyped]
 import torch
 
 from .group import even, starts_of
-from .split import balanced
+from .splits import balanced
 
 
 @dataclass(frozen=True)

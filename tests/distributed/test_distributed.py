@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from common.distributed_checks import CHECKS, GPU_CHECKS, LOST_SECONDS, lose_a_rank, run_checks
+from common.distributed_checks import CHECKS, GPU_CHECKS
+from common.distributed_processes import LOST_SECONDS, lose_a_rank, run_checks
 from matmuls.distributed.group import ANSWER_SECONDS
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -9,7 +9,7 @@ from matmuls import distributed
 from matmuls.distributed.bench import grown
 from matmuls.distributed.group import digest, even
 from matmuls.distributed.model import Load, Measured, Model, fit, load_of, predictions
-from matmuls.distributed.split import balanced
+from matmuls.distributed.splits import balanced
 from matmuls.matrices import load
 
 

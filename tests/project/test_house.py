@@ -74,16 +74,16 @@ MAY_IMPORT = {
     "sparse.plan": {"registration"} | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "prepared", "selector")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
-    "distributed": {"distributed.plan", "distributed.split"},
+    "distributed": {"distributed.plans", "distributed.splits"},
     "distributed.group": set(),
     "distributed.part": {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "names", "plan", "selector")},
     "distributed.exchange": {"distributed.group", "distributed.part"},
-    "distributed.plan": {"registration", "sparse.csr_pattern", "sparse.plan"}
+    "distributed.plans": {"registration", "sparse.csr_pattern", "sparse.plan"}
     | {f"distributed.{m}" for m in ("exchange", "group", "part")},
-    "distributed.split": {"distributed.group"},
-    "distributed.model": {"distributed.group", "distributed.split"},
+    "distributed.splits": {"distributed.group"},
+    "distributed.model": {"distributed.group", "distributed.splits"},
     "distributed.bench": {"matrices", "sparse.plan"}
-    | {f"distributed.{m}" for m in ("group", "model", "plan", "split")},
+    | {f"distributed.{m}" for m in ("group", "model", "plans", "splits")},
     "older_names": {f"sparse.{m}" for m in ("chunks", "csr_pattern", "layouts", "reordered", "selector")},
     "specs": {"specs"},
     "specs.spec": set(),

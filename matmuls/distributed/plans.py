@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..registration import expect_dense
 from ..sparse.csr_pattern import INT32_MAX, CsrPattern, for_every_stream, is_capturing
 from ..sparse.plan import DTYPES, SparsePlan, plan_of
+from ..sparse.plan import plan as plan_alone
 from .exchange import AllRows, Exchange, NeededRows
 from .group import Group, Mesh, digest, even, starts_of
 from .part import Part
@@ -73,7 +75,8 @@ class DistributedPlan:
         self._group, self._base, self._constant = group, base, constant
         self.rank, self.rows, self.columns = group.rank, tuple(rows), tuple(columns)
         self.shape = torch.Size((sum(rows), sum(columns)))
-        self._agreed: set[tuple[object, ...]] = set()
+        self._agreed: set[tuple[object, ...]] = set()  # columns, dtype and need of a gradient of products before
+        self._reversed: set[tuple[object, ...]] = set()  # columns and dtype of gradients before
         self._own: Part
         self._halo: Part
         self._exchange: Exchange | None = None
@@ -142,6 +145,7 @@ class DistributedPlan:
         """
         made = copy(self)
         made._base, made._constant, made._agreed = self._base.with_values(values), False, set()
+        made._reversed = set()
         made._own, made._halo = (part.of_other_values(values.view(-1)) for part in (self._own, self._halo))
         return made
 
@@ -171,6 +175,9 @@ class DistributedPlan:
         """The product of a DTensor of rows."""
         if tuple(x.placements) != (Shard(0),):
             raise ValueError(f"{self._group}: expected x with one placement, Shard(0), got {x.placements}")
+        mesh = x.device_mesh
+        if mesh.size() != self._group.size or mesh.get_local_rank() != self.rank:
+            raise ValueError(f"{self._group}: expected x on the ranks of the plan, got a mesh of {mesh.size()}")
         uneven = [what for what in (self.rows, self.columns) if list(what) != even(sum(what), len(what))]
         if uneven:
             raise ValueError(
@@ -180,7 +187,7 @@ class DistributedPlan:
         y = self @ x.to_local()
         shape = torch.Size((self.shape[0], *y.shape[1:]))
         stride = (y.shape[1], 1) if y.dim() == 2 else (1,)
-        return DTensor.from_local(y, x.device_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(y, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def _expect_agreement(self, x: torch.Tensor, recorded: bool) -> None:
         """RuntimeError unless x fits, and n, the dtype and whether x needs a gradient are the same on every rank, which
@@ -205,6 +212,8 @@ class DistributedPlan:
                     f"on every rank, got {_described(facts)} here and {_described(others)} on rank {rank}"
                 )
         self._agreed.add(key)
+        if self._exchange is not None:
+            _ = self._own.plan @ x.detach()  # selects a kernel now, not while an exchange disturbs its measurement
 
     def _load(self, values: torch.Tensor) -> None:
         self._own.load(values)
@@ -236,6 +245,10 @@ class DistributedPlan:
             self._load(values)  # they may be others than those of the last product
         pending = grad_values = grad_x = None
         if to_x:
+            key = grad.shape[1], grad.dtype
+            if self._exchange is not None and key not in self._reversed and not is_capturing(self.device):
+                _ = self._own.transposed_product(grad)  # as in _expect_agreement
+                self._reversed.add(key)
             if self._exchange is not None:
                 pending = self._exchange.start_back(self._halo.transposed_product(grad))
             grad_x = self._own.transposed_product(grad)
@@ -335,7 +348,7 @@ def plan(
         ValueError: on every rank, if the rows, columns or options of the ranks do not fit together; on indices that do
             not fit, and if constant values require a gradient.
         TypeError: if A_rows is not a sparse tensor, or mesh neither a DeviceMesh nor a ProcessGroup.
-        RuntimeError: if a rank does not answer.
+        RuntimeError: if another rank raises an error or does not answer.
 
     Examples:
         >>> import torch, matmuls.distributed
@@ -346,15 +359,25 @@ def plan(
         tensor([[1.],
                 [7.]])
     """
-    base = plan_of(NAME, A_rows, tuned=False, constant=constant)
-    if len(base.shape) != 2:
-        raise ValueError(f"{NAME}: expected one matrix, got a batch of shape {list(base.shape)}")
-    group = Group(NAME, mesh, base.device)
+    if not isinstance(A_rows, torch.Tensor):
+        raise TypeError(f"{NAME}: expected A_rows to be a sparse tensor, got {type(A_rows).__name__}")
+    if gather is not None and not isinstance(gather, bool):
+        raise TypeError(f"{NAME}: expected gather to be True, False or None, got {gather!r}")
+    group = Group(NAME, mesh, A_rows.device)
+    base = group.together(partial(_block, A_rows, constant, products))
     rows, sizes = _agreed_sizes(group, base, columns, constant, gather)
     made = DistributedPlan(group, base, rows, sizes, constant)
     with torch.inference_mode(False), torch.no_grad():
         _cut(made, 50 if products is None else products, gather)
     return made
+
+
+def _block(a: torch.Tensor, constant: bool, products: int | None) -> SparsePlan:
+    """This rank's rows, their indices checked."""
+    base = plan_of(NAME, a, tuned=False, constant=constant)
+    if len(base.shape) != 2:
+        raise ValueError(f"{NAME}: expected one matrix, got a batch of shape {list(base.shape)}")
+    return plan_alone(base, products=products, constant=constant)  # which checks the options
 
 
 def _agreed_sizes(

@@ -173,7 +173,7 @@ def _metis(csr: torch.Tensor, parts: int) -> tuple[Any, list[int]]:
     graph = _symmetric(csr)
     graph.setdiag(False)
     graph.eliminate_zeros()
-    _, membership = pymetis.part_graph(parts, xadj=graph.indptr.tolist(), adjncy=graph.indices.tolist())
+    _, membership = pymetis.part_graph(parts, pymetis.CSRAdjacency(graph.indptr.tolist(), graph.indices.tolist()))
     member = np.asarray(membership)
     return np.argsort(member, kind="stable"), np.bincount(member, minlength=parts).tolist()
 

@@ -65,7 +65,7 @@ def run(
                     show(f"{source}: the model")
                     predicted += _predictions(own, matrix, by, chosen)
         except (ValueError, OSError) as error:
-            raise fail(str(error)) from error
+            raise (fail(str(error)) if first else typer.Exit(2)) from error  # the same on every rank
         finally:
             dist.destroy_process_group()
     if not first:
@@ -134,10 +134,12 @@ def show_cases(cases: list[Any]) -> None:
                 f"{both / c.wall_backward[OURS]:.2f}" if both else "",
             )
             title = ""
-        for name, reason in c.refused.items():
-            table.add_row("", name, f"refused: {reason}")
+        for name in c.refused:
+            table.add_row("", name, "refused")
         table.add_row("", f"[dim]{_facts(c)}[/dim]", end_section=True)
     console.print(table)
+    for line in dict.fromkeys(f"{name}: refused: {reason}" for c in cases for name, reason in c.refused.items()):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _facts(c: Any) -> str:

@@ -40,7 +40,7 @@ class Case:
     sent, halo: bytes of each rank, sent and at least received. gathered: bytes that an all-gather sends from each.
     wall, gpu: seconds by name, forward; wall_backward, gpu_backward: forward + backward, with a gradient to x. gpu is
     empty on a CPU. refused: why a name has no time. error: relative difference of the distributed plan's product and
-    gradient from those of torch.sparse.
+    gradient from those of torch.sparse, or of the gathering plan in dtypes that torch.sparse lacks.
     """
 
     matrix: str
@@ -105,6 +105,24 @@ def _values(matrix: Matrix) -> torch.Tensor:
     return torch.rand(matrix.nnz, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
 
 
+def _loaded(source: str, weak: bool) -> tuple[Matrix | None, Matrix | None]:
+    """On rank 0 the matrix to share, and that of one process; ValueError on every rank if there is none."""
+    whole = small = None
+    failure: list[Any] = [""]
+    if dist.get_rank() == 0:
+        try:
+            whole = load(grown(source, dist.get_world_size()) if weak else source)
+            small = load(source) if weak else whole
+            if whole.shape[0] != whole.shape[1]:
+                raise ValueError(f"{source}: expected a square matrix, as x is split like its rows, got {whole.shape}")
+        except (ValueError, OSError) as error:
+            failure = [str(error)]
+    dist.broadcast_object_list(failure, 0)
+    if failure[0]:
+        raise ValueError(failure[0])
+    return whole, small
+
+
 def _send(tensors: Sequence[torch.Tensor], rank: int, device: str) -> None:
     for t in tensors:
         if t.numel():
@@ -123,12 +141,7 @@ def scattered(matrix: Matrix | None, by: str, device: str) -> tuple[torch.Tensor
     facts: list[Any] = [None]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if matrix is not None:
-        rows, columns = matrix.shape
-        if rows != columns:
-            raise ValueError(
-                f"{matrix.name}: expected a square matrix, whose x is split as its rows, got {matrix.shape}"
-            )
-        sizes = balanced(matrix.crow, ranks) if by == "nonzeros" else even(rows, ranks)
+        sizes = balanced(matrix.crow, ranks) if by == "nonzeros" else even(matrix.shape[0], ranks)
         counts = matrix.crow[torch.tensor(starts_of(sizes))].diff().tolist()
         facts = [(sizes, counts, matrix.name, matrix.nnz, matrix.col.dtype)]
     dist.broadcast_object_list(facts, 0)
@@ -289,6 +302,23 @@ def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) ->
     return worst
 
 
+def _check(
+    case: Case, plan: DistributedPlan, rivals: dict[str, Gathering], x: torch.Tensor, grad: torch.Tensor | None
+) -> dict[str, Gathering]:
+    """Set the case's error; the rivals that have a product in this dtype."""
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    for name, rival in rivals.items():
+        try:  # on every rank alike, after the same collectives
+            found[name] = (rival.forward(x),) if grad is None else rival.both(x, grad)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            case.refused[name] = str(error).partition("\n")[0]
+    truth = found.get(TORCH, found[GATHERED])
+    case.error = _difference((plan @ x,) if grad is None else _both(plan, x, grad), truth)
+    return {name: rivals[name] for name in found}
+
+
 def _parts_of(plan: DistributedPlan, x: torch.Tensor) -> dict[str, Run]:
     """The exchange and the products of a product, each for itself."""
     runs: dict[str, Run] = {OWN: partial(plan._own.plan.__matmul__, x)}
@@ -323,11 +353,8 @@ def measure(
     each pair is the whole matrix, on rank 0.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = small = None
     news(f"{source}: loading")
-    if rank == 0:
-        whole = load(grown(source, ranks) if weak else source)
-        small = load(source) if weak else whole
+    whole, small = _loaded(source, weak)
     rows64, sizes, name, nnz = scattered(whole, by, device)
     for dtype in dtypes:
         rows = rows64.to(dtype)
@@ -347,16 +374,13 @@ def measure(
             gathered = (ranks - 1) * max(sizes) * each
             facts = name, sum(sizes), nnz, ranks, n, str(dtype).removeprefix("torch.")
             case = Case(*facts, plan.gathers, sent, halo, gathered, _load(plan), weak=weak)
-            case.error = _difference(
-                _both(plan, x, grad) if backward else (plan @ x,),
-                rivals[TORCH].both(x, grad) if backward else (rivals[TORCH].forward(x),),
-            )
+            taken = _check(case, plan, rivals, x, grad if backward else None)
             runs: dict[str, Run] = {OURS: partial(plan.__matmul__, x)}
-            runs |= {key: partial(rival.forward, x) for key, rival in rivals.items()}
+            runs |= {key: partial(rival.forward, x) for key, rival in taken.items()}
             case.wall, case.gpu = _rounds(runs | _parts_of(plan, x), device, together=True)
             if backward:
                 runs = {OURS: partial(_both, plan, x, grad)}
-                runs |= {key: partial(rival.both, x, grad) for key, rival in rivals.items()}
+                runs |= {key: partial(rival.both, x, grad) for key, rival in taken.items()}
                 case.wall_backward, case.gpu_backward = _rounds(runs, device, together=True)
             _time_alone(case, alone, device, backward)
             if alone is None and rank == 0:

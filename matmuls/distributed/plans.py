@@ -1,6 +1,6 @@
 """DistributedPlan: a sparse matrix A whose rows several processes share, made ready for many products A @ x."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -152,6 +152,12 @@ class DistributedPlan:
     def __matmul__(self, x: torch.Tensor) -> torch.Tensor:
         """A @ x: this rank's rows of it, [rows, n] or [rows], from its rows of x, [columns, n] or [columns]. A DTensor
         with Shard(0) gives one."""
+        product: Callable[[torch.Tensor], torch.Tensor] = self._product
+        if torch.compiler.is_compiling():  # a graph break
+            product = torch.compiler.disable(product)  # type: ignore[no-untyped-call]
+        return product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, DTensor):
             return self._distributed(x)
         expect_dense(NAME, x=x)

@@ -92,6 +92,17 @@ def test_one_process_needs_no_torch_distributed():
         distributed.plan(a, columns=[19])
 
 
+def test_a_product_breaks_the_graph_of_torch_compile():
+    a = sparse(20, 20)
+    plan = distributed.plan(a)
+    x = torch.randn(20, 3, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(lambda x: (plan @ (2 * x)).relu(), backend="eager")
+    compiled(x).sum().backward()
+    truth = a.to_dense() @ (2 * x.detach())
+    torch.testing.assert_close(compiled(x), truth.relu())
+    torch.testing.assert_close(x.grad, 2 * a.to_dense().T @ (truth > 0).double())
+
+
 def test_lists_that_differ_have_other_digests():
     lists = [[1, 2, 3], [3, 2, 1], [1, 2], [1, 2, 3, 0], [0, 1, 2, 3]]
     assert len({digest(one) for one in lists}) == len(lists)

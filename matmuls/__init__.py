@@ -67,11 +67,12 @@ __all__ = [
     "square_matmul_T",
 ]
 __version__ = "0.2.0"
-_MODULES = "attention", "blocks", "integrations", "nn"  # imported at first access
+_MODULES = "attention", "blocks", "distributed", "integrations", "nn"  # imported at first access
 
 if TYPE_CHECKING:  # to type checkers they are there; with __getattr__ every name would be
     from . import attention as attention
     from . import blocks as blocks
+    from . import distributed as distributed
     from . import integrations as integrations
     from . import nn as nn
 else:

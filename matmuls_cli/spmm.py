@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from . import spmm_distributed
 from .options import DeviceOption, check_dtype, pick_device, pick_dtype
 from .screen import Steps, console, errors, fail, may_be_stopped, missing, need_writable
 
@@ -16,7 +17,9 @@ def spmm(
         list[str] | None,
         typer.Argument(help="files (.mtx, .npz, .graph, .metis) or rmat:18:16, grid:1024, pruned:4096x4096:0.9"),
     ] = None,
-    n: Annotated[str, typer.Option(help="columns of B (the dense operand), separated by commas")] = "32,128,512",
+    n: Annotated[
+        str, typer.Option("--n", "-n", help="columns of B (the dense operand), separated by commas")
+    ] = "32,128,512",
     dtype: Annotated[list[str] | None, typer.Option(help="may be repeated (default: float32)")] = None,
     device: DeviceOption = None,
     out: Annotated[Path | None, typer.Option(help="folder for a JSON file and a plot")] = None,
@@ -31,6 +34,13 @@ def spmm(
         list[str] | None,
         typer.Option(help="cusparse, torch.sparse, scipy, dense or torch 2:4; may be repeated (default: all)"),
     ] = None,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="rows over the processes of torchrun, beside an all-gather of B")
+    ] = False,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="with --distributed: drawn matrices grow with the processes")
+    ] = False,
+    split: Annotated[str, typer.Option(help="with --distributed: equal nonzeros or rows")] = "nonzeros",
 ) -> None:
     """Time every way to multiply the sparse matrices you name; check each result against float64.
 
@@ -38,16 +48,14 @@ def spmm(
     larger error than rounding explains, 2 if a matrix could not be read or does not fit in memory (the others are
     measured).
     """
-    named = [*(sources or []), *(f"pruned:{shape}:{share}" for share in (sweep or "").split(",") if share)]
-    if not named:
-        raise fail("no matrix: name files or drawn matrices, or give --sweep")
+    named = _named(sources or [], sweep, shape)
     widths = _widths(n)
     dtypes = [check_dtype(name) for name in dtype or ["float32"]]
-    for source in named:  # fail before a long run, not during it
-        if ":" not in source and not Path(source).is_file():
-            raise fail(f"no file named {source}")
     if out is not None:
         need_writable("--out", out)
+    if distributed:
+        spmm_distributed.run(named, dtypes, widths, device, out, backward, weak, split)
+        return
     with Steps("loading torch", total=len(named) * len(dtypes) * len(widths)) as steps:
         from matmuls import experiment as e
 
@@ -82,6 +90,17 @@ def spmm(
         raise told
     if stopped:
         raise typer.Exit(stopped[0])
+
+
+def _named(sources: list[str], sweep: str | None, shape: str) -> list[str]:
+    """The matrices to measure; files must exist, so that it fails before a long run, not during it."""
+    named = [*sources, *(f"pruned:{shape}:{share}" for share in (sweep or "").split(",") if share)]
+    if not named:
+        raise fail("no matrix: name files or drawn matrices, or give --sweep")
+    for source in named:
+        if ":" not in source and not Path(source).is_file():
+            raise fail(f"no file named {source}")
+    return named
 
 
 def _widths(n: str) -> list[int]:

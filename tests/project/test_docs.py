@@ -72,6 +72,7 @@ def public_names() -> set[str]:
         for module in (
             "matmuls",
             "custom_mm",
+            "matmuls.distributed",
             "matmuls.nn",
             "matmuls.integrations.pyg",
             "matmuls.integrations.transformers",

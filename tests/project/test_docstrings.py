@@ -14,6 +14,7 @@ MODULES = (
     "custom_mm",
     "matmuls.attention",
     "matmuls.blocks",
+    "matmuls.distributed",
     "matmuls.nn",
     "matmuls.integrations.pyg",
     "matmuls.integrations.transformers",

@@ -21,8 +21,8 @@ OPERATIONS = {"dense", "fused_softmax", "inplace", "masked", "rowwise", "sparse"
 # module -> what of ours it may import:
 # `operations <- specs <- bench <- report <- cli`, `operations <- attention <- integrations`
 MAY_IMPORT = {
-    # the last four at first access
-    "matmuls": OPERATIONS | {"batching", "older_names"} | {"attention", "blocks", "integrations", "nn"},
+    # the last five at first access
+    "matmuls": OPERATIONS | {"batching", "older_names"} | {"attention", "blocks", "distributed", "integrations", "nn"},
     **{family: {"custom_mm", "registration"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
     "registration": set(),
@@ -75,6 +75,16 @@ MAY_IMPORT = {
     "sparse.plan": {"registration"} | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "prepared", "selector")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
+    "distributed": {"distributed.plans", "distributed.splits"},
+    "distributed.group": set(),
+    "distributed.part": {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "names", "plan", "selector")},
+    "distributed.exchange": {"distributed.group", "distributed.part"},
+    "distributed.plans": {"registration", "sparse.csr_pattern", "sparse.plan"}
+    | {f"distributed.{m}" for m in ("exchange", "group", "part")},
+    "distributed.splits": {"distributed.group"},
+    "distributed.model": {"distributed.group", "distributed.splits"},
+    "distributed.bench": {"matrices", "sparse.plan"}
+    | {f"distributed.{m}" for m in ("group", "model", "plans", "splits")},
     "older_names": {f"sparse.{m}" for m in ("chunks", "csr_pattern", "layouts", "reordered", "selector")},
     "specs": {"specs"},
     "specs.spec": set(),

@@ -1,0 +1,151 @@
+"""A process group as plans use it: collectives on lists of numbers and on tensors, with errors that name ranks."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+Mesh = DeviceMesh | dist.ProcessGroup | None
+
+ANSWER_SECONDS = 5.0  # after a failure, for the other ranks to say that they are alive
+
+# torch 2.13 renamed it
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Pending:
+    """A tensor that is being received, and what is being sent, which lives until then."""
+
+    def __init__(self, group: "Group", received: torch.Tensor, sent: torch.Tensor, work: Any) -> None:
+        self._group, self._received, self._sent, self._work = group, received, sent, work
+
+    def wait(self) -> torch.Tensor:
+        """The tensor received. NCCL: the current stream waits, the host does not."""
+        if self._work is not None:
+            with self._group.naming_the_dead():
+                self._work.wait()
+        return self._received
+
+
+class Group:
+    """A process group: of a DeviceMesh of one dimension, or given, or the default one. Without torch.distributed, or
+    in a group of one, nothing is ever sent.
+
+    rank, size: of this process in the group. name: of the operator, for errors.
+    """
+
+    def __init__(self, name: str, mesh: Mesh, device: torch.device) -> None:
+        self.name, self.device = name, device
+        self.mesh = mesh if isinstance(mesh, DeviceMesh) else None
+        if isinstance(mesh, DeviceMesh):
+            if mesh.ndim != 1:
+                raise ValueError(f"{name}: expected a mesh of one dimension, got {mesh.ndim}; take one of it by name")
+            self.group: dist.ProcessGroup | None = mesh.get_group()
+        elif mesh is None:
+            ready = dist.is_available() and dist.is_initialized()
+            self.group = dist.group.WORLD if ready else None
+        elif isinstance(mesh, dist.ProcessGroup):
+            self.group = mesh
+        else:
+            raise TypeError(f"{name}: expected mesh to be a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
+        self.rank, self.size = 0, 1
+        if self.group is not None:
+            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            kinds = {d.type for d in self.group._device_types}
+            if self.size > 1 and device.type not in kinds:
+                raise ValueError(f"{name}: expected A on {' or '.join(sorted(kinds))} as the group sends, got {device}")
+
+    def __str__(self) -> str:
+        return f"{self.name} on rank {self.rank} of {self.size}"
+
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, as many on each. Waits for all of them."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        if self.size == 1:
+            return [list(numbers)]
+        rows: list[list[int]] = self.start_all_gather(mine).wait().view(self.size, -1).tolist()
+        return rows
+
+    def together(self, make: Callable[[], T]) -> T:
+        """What `make` makes on this rank; if it raises an error on one, all ranks raise one."""
+        error = None
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+        failed = [rank for rank, (is_failed,) in enumerate(self.all_gather([error is not None])) if is_failed]
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError(f"{self}: expected rows of A that fit on every rank, got an error on rank {failed[0]}")
+        return made
+
+    def start_all_gather(self, sent: torch.Tensor) -> Pending:
+        """The tensors of all ranks, of one shape, one after another."""
+        received = sent.new_empty(self.size * sent.shape[0], *sent.shape[1:])
+        with self.naming_the_dead():
+            work = _all_gather(received, sent, group=self.group, async_op=True)
+        return Pending(self, received, sent, work)
+
+    def start_all_to_all(self, sent: torch.Tensor, counts: list[int], received: list[int]) -> Pending:
+        """Send the first counts[0] rows to rank 0 and so on; receive received[0] rows of rank 0 and so on."""
+        target = sent.new_empty(sum(received), *sent.shape[1:])
+        if self.size == 1:
+            return Pending(self, target.copy_(sent), sent, None)
+        with self.naming_the_dead():
+            work = dist.all_to_all_single(target, sent, received, counts, group=self.group, async_op=True)
+        return Pending(self, target, sent, work)
+
+    @contextmanager
+    def naming_the_dead(self) -> Iterator[None]:
+        """Errors of the group, with the ranks that do not answer any more."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(f"{self}: {self._silent()}: {error}") from error
+
+    def _silent(self) -> str:
+        """Which ranks do not answer. Every rank that sees the failure leaves a mark in the group's store."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            store = dist.distributed_c10d._get_process_group_store(self.group)  # type: ignore[arg-type]
+            store.set(f"matmuls failed {self.rank}", "")
+        except (AttributeError, RuntimeError):  # it is not public
+            return "expected an answer of the group's store, which rank 0 keeps unless torchrun does, got none"
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while others and time.monotonic() < deadline:
+            others = [rank for rank in others if not store.check([f"matmuls failed {rank}"])]
+            time.sleep(0.05)
+        if not others:
+            return "expected a collective of all ranks, got an error on each"
+        return f"expected all ranks, got no answer of rank {', '.join(map(str, others))} (ended, or waiting elsewhere)"
+
+
+def digest(numbers: Sequence[int]) -> int:
+    """A number that differs where the numbers do, but for chance: to compare long lists across ranks."""
+    found = len(numbers)
+    for number in numbers:
+        found = (found * 1_000_003 + number) % (2**61 - 1)
+    return found
+
+
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    """Where each range begins and, last, where the last one ends."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return starts
+
+
+def even(total: int, parts: int) -> list[int]:
+    """The sizes that torch.chunk and Shard(0) of DTensor give to each part."""
+    each = math.ceil(total / parts) if total else 0
+    return [max(0, min(each, total - each * part)) for part in range(parts)]

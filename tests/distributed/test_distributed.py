@@ -1,0 +1,51 @@
+"""Distributed products compared with those of one process in float64: gloo on 2 to 4 processes, NCCL on two GPUs."""
+
+import pytest
+import torch
+
+from common.distributed_checks import CHECKS, GPU_CHECKS
+from common.distributed_processes import LOST_SECONDS, lose_a_rank, run_checks
+from matmuls.distributed.group import ANSWER_SECONDS
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def expect_no_errors(answers, check, world):
+    ranks = answers.get(check.__name__, {})
+    assert not {rank: error for rank, error in ranks.items() if error}, "\n".join(ranks.values())
+    assert len(ranks) == world, "a rank ended before"
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def on_cpus(request, tmp_path_factory):
+    """The errors of every check; the processes are started once for each number of them."""
+    return request.param, run_checks(request.param, tmp_path_factory.mktemp("store"), CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_on_every_rank(on_cpus, check):
+    world, answers = on_cpus
+    expect_no_errors(answers, check, world)
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory):
+    if GPUS < 2:
+        pytest.skip("needs two GPUs")
+    return run_checks(2, tmp_path_factory.mktemp("store"), [*CHECKS, *GPU_CHECKS], "nccl", "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("check", [*CHECKS, *GPU_CHECKS], ids=lambda check: check.__name__.removeprefix("check_"))
+def test_on_two_gpus(on_gpus, check):
+    expect_no_errors(on_gpus, check, 2)
+
+
+@pytest.mark.parametrize("how", ["killed", "stalled"])
+def test_a_lost_rank_is_named_in_time(tmp_path, how):
+    found = lose_a_rank(3, tmp_path, how)
+    assert set(found) == {0, 2}
+    for rank, (error, seconds) in found.items():
+        assert f"distributed.plan on rank {rank} of 3" in error
+        assert "no answer of rank 1 " in error
+        assert seconds < LOST_SECONDS + ANSWER_SECONDS + 5

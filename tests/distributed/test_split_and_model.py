@@ -1,0 +1,154 @@
+"""Row ranges for ranks, the loads that they make, and the model of time, in one process."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from matmuls import distributed
+from matmuls.distributed.bench import grown
+from matmuls.distributed.group import digest, even
+from matmuls.distributed.model import Load, Measured, Model, fit, load_of, predictions
+from matmuls.distributed.splits import balanced
+from matmuls.matrices import load
+
+
+def sparse(rows, columns, share=0.2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return (a * (torch.rand(rows, columns, generator=generator) < share)).to_sparse_csr()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 40])
+def test_equal_nonzeros_to_within_the_longest_row(parts):
+    a = sparse(60, 50)
+    sizes = distributed.split(a, parts).sizes
+    assert len(sizes) == parts
+    assert sum(sizes) == 60
+    counts = torch.stack([part.sum() for part in a.crow_indices().diff().split(list(sizes))])
+    assert (counts - a._nnz() / parts).abs().max() <= a.crow_indices().diff().max()
+
+
+def test_one_long_row_leaves_ranks_without_rows():
+    crow = torch.tensor([0, 1, 100, 101])
+    assert sum(balanced(crow, 4)) == 3
+    assert min(balanced(crow, 4)) == 0
+    assert balanced(torch.tensor([0, 0, 0]), 2) in ([0, 2], [1, 1], [2, 0])
+
+
+@pytest.mark.parametrize(("total", "parts"), [(7, 3), (4, 4), (5, 4), (2, 4), (0, 2), (9, 4)])
+def test_rows_as_torch_chunk(total, parts):
+    chunks = [chunk.numel() for chunk in torch.arange(total).chunk(parts)] if total else []
+    assert even(total, parts) == chunks + [0] * (parts - len(chunks))
+
+
+@pytest.mark.parametrize("reorder", [None, "rcm"])
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_coo])
+def test_local_rows_are_the_matrix(reorder, layout):
+    a = sparse(30, 30).to_dense()
+    split = distributed.split(a.to_sparse(layout=layout), 4, reorder=reorder)
+    own = torch.cat([distributed.local_rows(a.to_sparse(layout=layout), rank, split).to_dense() for rank in range(4)])
+    order = torch.arange(30) if split.permutation is None else split.permutation
+    assert torch.equal(own, a[order][:, order])
+
+
+def test_metis_cuts_few_edges_or_says_what_to_install():
+    a = torch.block_diag(torch.ones(8, 8), torch.ones(8, 8))
+    order = torch.arange(16).view(2, 8).T.reshape(-1)
+    a = a[order][:, order].to_sparse_csr()
+    if importlib.util.find_spec("pymetis") is None:
+        with pytest.raises(ImportError, match="pip install pymetis"):
+            distributed.split(a, 2, reorder="metis")
+        return
+    split = distributed.split(a, 2, reorder="metis")
+    assert split.sizes == (8, 8)
+    own = distributed.local_rows(a, 0, split)
+    assert own.col_indices().max() < 8
+
+
+def test_errors_of_splits():
+    a = sparse(6, 5)
+    with pytest.raises(ValueError, match="at least one part, got 0"):
+        distributed.split(a, 0)
+    with pytest.raises(ValueError, match="expected by"):
+        distributed.split(a, 2, by="columns")
+    with pytest.raises(ValueError, match="expected reorder"):
+        distributed.split(a, 2, reorder="amd")
+    with pytest.raises(ValueError, match=r"square matrix to reorder, got \[6, 5\]"):
+        distributed.split(a, 2, reorder="rcm")
+    with pytest.raises(TypeError, match=r"expected a sparse matrix, got torch\.strided"):
+        distributed.split(a.to_dense(), 2)
+    with pytest.raises(ValueError, match="rank 2, got one of 6 rows for 2 ranks"):
+        distributed.local_rows(a, 2, distributed.split(a, 2))
+
+
+def test_one_process_needs_no_torch_distributed():
+    a = sparse(20, 20)
+    plan = distributed.plan(a)
+    x = torch.randn(20, 3, dtype=torch.float64)
+    torch.testing.assert_close(plan @ x, a.to_dense() @ x)
+    assert plan.bytes_sent(3) == [0]
+    with pytest.raises(ValueError, match="20 columns, got \\[19\\]"):
+        distributed.plan(a, columns=[19])
+
+
+def test_a_product_breaks_the_graph_of_torch_compile():
+    a = sparse(20, 20)
+    plan = distributed.plan(a)
+    x = torch.randn(20, 3, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(lambda x: (plan @ (2 * x)).relu(), backend="eager")
+    compiled(x).sum().backward()
+    truth = a.to_dense() @ (2 * x.detach())
+    torch.testing.assert_close(compiled(x), truth.relu())
+    torch.testing.assert_close(x.grad, 2 * a.to_dense().T @ (truth > 0).double())
+
+
+def test_lists_that_differ_have_other_digests():
+    lists = [[1, 2, 3], [3, 2, 1], [1, 2], [1, 2, 3, 0], [0, 1, 2, 3]]
+    assert len({digest(one) for one in lists}) == len(lists)
+
+
+def test_the_load_is_counted_one_by_one():
+    a = sparse(24, 24, 0.1)
+    sizes = [5, 0, 12, 7]
+    blocks = [rows.split(sizes, 1) for rows in (a.to_dense() != 0).split(sizes)]
+    needs = [[int(block.any(0).sum()) * (i != j) for j, block in enumerate(row)] for i, row in enumerate(blocks)]
+    halo = max(sum(int(block.sum()) for j, block in enumerate(row) if i != j) for i, row in enumerate(blocks))
+    own = max(int(row[i].sum()) for i, row in enumerate(blocks))
+    received, sent = [sum(row) for row in needs], [sum(column) for column in zip(*needs, strict=True)]
+    peers = max(sum(count > 0 for count in row) for row in needs)
+    wanted = Load(peers, max(*received, *sent), own, halo)
+    assert load_of(a.crow_indices(), a.col_indices(), sizes) == wanted
+
+
+def test_the_model_finds_the_parameters_that_made_the_times():
+    made = Model(2e-5, 4e11, 3e12)
+    measured = []
+    for n in (8, 32, 128):
+        for one in (Load(1, 10_000, 400_000, 50_000), Load(3, 500_000, 40_000, 90_000)):
+            exchange = one.peers * made.latency + one.rows * n * 4 / made.link
+            products = (one.own + one.halo) * n / made.rate
+            measured.append(Measured(n, 4, one, exchange, products, made.seconds(one, n, 4)))
+    found = fit(measured)
+    assert [found.latency, found.link, found.rate] == pytest.approx([made.latency, made.link, made.rate], rel=1e-6)
+    assert found.error < 1e-6
+    with pytest.raises(ValueError, match="bytes sent, got none"):
+        fit([Measured(8, 4, Load(0, 0, 10, 0), 0.0, 1e-5, 1e-5)])
+
+
+def test_predictions_have_the_loads_of_each_number():
+    m = load("grid:40")
+    rows = predictions(Model(1e-6, 1e11, 1e12), m.crow, m.col, 32, 4)
+    assert [gpus for gpus, *_ in rows] == [4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert all(row[1] == load_of(m.crow, m.col, balanced(m.crow, row[0])) for row in rows)
+    assert rows[0][1].own > rows[1][1].own > rows[2][1].own
+    assert rows[0][1].peers == 2
+    assert all(seconds * speedup == pytest.approx(m.nnz * 32 / 1e12) for *_, seconds, speedup in rows)
+
+
+def test_matrices_that_grow():
+    assert grown("rmat:10:8", 4) == "rmat:12:8"
+    assert grown("grid:100", 4) == "grid:200"
+    for source, ranks in (("rmat:10:8", 3), ("file.mtx", 2)):
+        with pytest.raises(ValueError, match="expected"):
+            grown(source, ranks)

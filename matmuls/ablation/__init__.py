@@ -67,6 +67,17 @@ def gains(cases: Iterable[Case]) -> list[Gain]:
 
 
 def save(path: Path, cases: Iterable[Case], environment: dict[str, Any]) -> None:
-    """Write the cases as JSON. environment: as `matmuls.bench.environment` gives it."""
-    result = {"environment": environment, "cases": [asdict(case) for case in cases]}
-    files.write(path, json.dumps(result, indent=1, default=float) + "\n")
+    """Write the cases as JSON, one a line. environment: as `matmuls.bench.environment` gives it."""
+    lines = ",\n".join(json.dumps(_rounded(case)) for case in cases)
+    files.write(path, f'{{"environment": {json.dumps(environment, indent=1)},\n"cases": [\n{lines}\n]}}\n')
+
+
+def _rounded(case: Case) -> dict[str, Any]:
+    """The case with four significant digits of each figure."""
+    figures = {name: {k: float(f"{v:.4g}") for k, v in getattr(case, name).items()} for name in ("seconds", "spread")}
+    return asdict(case) | figures
+
+
+def load(path: Path) -> list[Case]:
+    """The cases of a file that `save` wrote."""
+    return [Case(**case) for case in json.loads(path.read_text())["cases"]]

@@ -15,6 +15,7 @@ from .. import measure
 from . import Case
 
 ELEMENTS = 2**26  # of a tensor: twice an H100's L2 in 16 bits
+SQUARE = 4096  # columns of a causal matrix, at most
 BUDGET = 0.02  # seconds of measurement per kernel; at least 20 rounds
 DTYPES = (torch.bfloat16, torch.float32)
 # Powers of two, and between them lengths that leave threads idle by each way to divide a row.
@@ -99,7 +100,7 @@ def drawn(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call on `rows` rows, about; causal rows of up to 4096 columns are those of square matrices."""
     x = torch.randn(rows, columns, device=device).to(dtype)
-    if call.label == "causal" and rows >= columns and columns <= 4096:  # row i of a matrix sees i + 1 columns
+    if call.label == "causal" and rows >= columns and columns <= SQUARE:  # row i of a matrix sees i + 1 columns
         x = x[: rows // columns * columns].view(-1, columns, columns)
     return call.make(x)
 
@@ -141,7 +142,15 @@ def case(call: Call, columns: int, dtype: torch.dtype) -> Case:
 
 
 def jobs() -> list[tuple[Call, int, torch.dtype]]:
-    return [(call, columns, dtype) for call in CALLS for dtype in DTYPES for columns in sorted({*ALIGNED, *UNALIGNED})]
+    """Every call at every length; causal rows are those of square matrices of up to 4096 columns."""
+    lengths = sorted({*ALIGNED, *UNALIGNED})
+    return [
+        (call, columns, dtype)
+        for call in CALLS
+        for dtype in DTYPES
+        for columns in lengths
+        if call.label != "causal" or columns <= SQUARE
+    ]
 
 
 def cases(part: Callable[[str], object] = lambda now: None) -> Iterator[Case]:

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .. import experiment, figures
+from .. import ablation, experiment, figures
 
 Rows = list[dict[str, Any]]
 # raised where JSON has another structure
@@ -87,6 +87,13 @@ class Results:
             return self.run(name), experiment.load(self.folder / name)
         except FOREIGN as error:
             raise ValueError(f"expected what matmuls spmm wrote in {self.folder / name}: {error!r}") from None
+
+    def kernels(self, name: str) -> tuple[Run, list[ablation.Case]]:
+        """A file of `matmuls bench --kernels`."""
+        try:
+            return self.run(name), ablation.load(self.folder / name)
+        except FOREIGN as error:
+            raise ValueError(f"expected what matmuls bench --kernels wrote in {self.folder / name}: {error!r}") from None
 
     def bench(self, operation: str) -> Run:
         """The operation's rows of the newest complete `matmuls bench` on a GPU that has it."""

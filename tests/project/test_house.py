@@ -114,7 +114,8 @@ MAY_IMPORT = {
     "report": {"files", "report"},
     "report.format": {"bench"},
     "report.plot": {"bench", "figures", "report.format"},
-    "report.results": {"experiment", "figures"},
+    "report.kernels": {"ablation", "report.format", "report.page", "report.results"},
+    "report.results": {"ablation", "experiment", "figures"},
     "report.page": {f"report.{m}" for m in ("format", "plot", "results")},
     "report.headlines": {"bench", "experiment"} | {f"report.{m}" for m in ("format", "plot", "results")},
     **{

@@ -1,0 +1,49 @@
+"""The page on kernels: what each one gains over the best of the others that take the same calls."""
+
+from ..ablation import Case, gains
+from .format import number
+from .page import Page
+from .results import Results, Run
+
+FILES = {"rows": "kernels-rows-cuda.json", "sparse products": "kernels-sparse-cuda.json"}
+
+
+def page(results: Results) -> Page:
+    page = Page("performance/kernels.md", "Which kernel earns its place")
+    page.say(
+        "Several kernels can compute most calls of the row operations and of sparse products.",
+        "Here every kernel that takes a call was timed on its own, on the GPU alone, in turns.",
+        "`custom_mm.explain` names the kernel that a call takes.",
+    )
+    for family, file in FILES.items():
+        _family(page, family, *results.kernels(file))
+    return page
+
+
+def _family(page: Page, family: str, run: Run, cases: list[Case]) -> None:
+    page.heading(family.capitalize())
+    found = sorted(gains(cases), key=lambda gain: -gain.cases)
+    page.table(
+        "Time of the fastest other kernel over the time of the kernel, in the calls that choose it: higher is better, "
+        "and below 1 the choice was not the best one. A kernel without a figure is the only one that takes its calls.",
+        ("kernel", "calls", "geometric mean", "lowest", "calls where another is over 2 % faster"),
+        (
+            (f"`{g.kernel}`", str(g.cases), *(number(x) if x else "" for x in (g.mean, g.least)), str(len(g.slower)))
+            for g in found
+        ),
+    )
+    worst = sorted((case for g in found for case in g.slower), key=lambda case: case.gain or 1)[:10]
+    if worst:
+        page.table(
+            "The calls with the slowest choices, in microseconds.",
+            ("operation", "size", "dtype", "chosen", "fastest"),
+            ((case.operation, case.label, case.dtype, *_times(case)) for case in worst),
+        )
+    page.measured(run)
+
+
+def _times(case: Case) -> tuple[str, str]:
+    """The chosen kernel and the fastest, with their microseconds."""
+    best = min(case.seconds, key=lambda name: case.seconds[name])
+    chosen, fastest = (f"`{name}` {case.seconds[name] * 1e6:.1f}" for name in (case.chosen, best))
+    return chosen, fastest

@@ -31,11 +31,6 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and _C.is_capturing(device.index)
 
 
-def current_stream(device: torch.device) -> int:
-    """Handle of the device's current CUDA stream."""
-    return _C.current_stream(device.index)
-
-
 def is_transformed() -> bool:
     """True under fake-tensor mode or a functorch transform: results of operators must not be cached."""
     fake: object = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)

@@ -11,7 +11,7 @@ import torch
 from custom_mm.indices import version_of
 
 from ..device import capability, takes_tf32
-from .csr_pattern import Blocks, CsrPattern, current_stream, for_every_stream, is_capturing, synchronize
+from .csr_pattern import Blocks, CsrPattern, for_every_stream, is_capturing, synchronize
 from .default_spmm import Recorded, chunk_sizes, chunks_op, default_op, default_product
 from .packed_mma import MAX_UNITS_RATIO, expected_units
 from .prepared import PreparedOp
@@ -19,7 +19,7 @@ from .reordered import Reordered
 from .smem_tiles import TileLayout, layout_of
 
 _ops = torch.ops.custom_mm
-_matmul, _cusparse_spmm = _ops.matmul.default, _ops.cusparse_spmm.default
+_matmul = _ops.matmul.default
 _spmm_halves, _spmm_tiles, _bsr_spmm = _ops.csr_spmm_halves.default, _ops.csr_spmm_tiles.default, _ops.bsr_spmm.default
 _spmm_packed, _linear_packed = _ops.csr_spmm_packed.default, _ops.csr_linear_packed.default
 
@@ -384,36 +384,3 @@ def takes_blocks(pattern: CsrPattern, dtype: torch.dtype, device: torch.device) 
 
 def _state(values: torch.Tensor) -> Any:
     return values.data_ptr(), values.stride(), version_of(values), values.dtype
-
-
-class Cusparse:
-    """cusparseSpMM with csr_alg3 and, for the width that was measured, what cusparseSpMM_preprocess prepared."""
-
-    def __init__(self, pattern: CsrPattern) -> None:
-        self._pattern = pattern
-        self._prepared: dict[Any, torch.Tensor] = {}
-
-    def _arguments(self, values: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
-        s = self._pattern
-        return s.crow, s.col, s.by_rows(values), b, s.rows, s.columns, "csr", "csr_alg3"
-
-    @staticmethod
-    def _key(b: torch.Tensor, dtype: torch.dtype) -> Any:
-        # One for each stream: cuSPARSE writes into what it prepared.
-        return b.shape[1], dtype, current_stream(b.device) if b.is_cuda else 0
-
-    def learn(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
-        if b.is_contiguous():
-            arguments = self._arguments(values.to(dtype), b.to(dtype))
-            self._prepared[self._key(b, dtype)] = _ops.cusparse_prepare(*arguments)
-
-    def call(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> PreparedOp:
-        # A graph may be replayed on another stream, and after the prepared buffer is gone.
-        keeps = b.is_contiguous() and not is_capturing(b.device)
-        prepared = self._prepared.get(self._key(b, dtype)) if keeps else None
-        arguments = self._arguments(values.to(dtype), b.to(dtype))
-        return PreparedOp(_cusparse_spmm, (*arguments, False, False, 1.0, prepared), 3, reusable=False)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return list(self._prepared.values())

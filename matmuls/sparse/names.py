@@ -1,6 +1,6 @@
 """The names of the kernels of A @ B with A sparse: one for each, in `plan.explain()`, in results and in tests.
 
-A name is the folder or the file of its kernel under src/sparse/spmm, or the library that has it.
+A name is the folder or the file of its kernel under src/sparse/spmm, or says what is multiplied.
 """
 
 BY_ROWS = "by_rows"  # lanes share a row of A: by_rows/
@@ -15,7 +15,6 @@ SMEM_TILES = "smem_tiles"  # part of B in shared memory: smem_tiles/
 REORDERED = "reordered"  # rows of A in an order that reads less of B: reordered/, multiplied by chunks/
 DENSE = "dense"  # A with its zeros: cuBLAS or, on a CPU, torch's BLAS
 BLOCKS = "blocks"  # the blocks of BSR and BSC on tensor cores: matmuls/triton/blocks.py
-CUSPARSE = "cusparse"  # cusparseSpMM with csr_alg3
 
 # The operator that multiplies by the pattern itself, whatever the values: by_rows, split_rows, shares or chunks. A
 # selector measures it as one candidate; `default_spmm.kernel_of` says which of the four runs.

@@ -26,8 +26,8 @@ class SparsePlan:
     `x @ plan`, also store the indices of the transposed matrix. Values are not copied: every product reads those that A
     has at that time. A plan made with `constant=True` may keep a copy of A in another layout.
 
-    The first product for a dtype and a number of columns of B selects a kernel, by estimates from the sizes or by
-    timing, and waits for the GPU. Later products with the same dtype and about as many columns (between the same powers
+    The first product for a dtype and a number of columns of B selects a kernel, by the sizes or, if the plan is constant
+    or of BSR or BSC, by timing, which waits for the GPU. Later products with the same dtype and about as many columns (between the same powers
     of two) run that kernel and do not wait. With the same shape and strides of B, and no gradient, they cost the host
     2 us plus the launches. CUDA-graph capture runs a kernel selected before, or the default; torch.compile the default.
 
@@ -337,7 +337,7 @@ class SparsePlan:
             f"transposed matrix: {transposed}",
             f"{self.nbytes} bytes",
         ]
-        return "\n".join(lines + ([] if self._selector is None else self._selector.explain(self.dtype)))
+        return "\n".join(lines + ([] if self._selector is None else self._selector.explain()))
 
     def __repr__(self) -> str:
         facts = [f"shape={list(self.shape)}", f"nnz={self.nnz}", f"dtype={self.dtype}", f"device={self.device}"]

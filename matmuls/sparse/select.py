@@ -1,8 +1,7 @@
 """The table of kernels that a plan may select for A @ B: what each needs, and what it costs by size.
 
-Every candidate gives the same bits every time. cuSPARSE documents csr_alg3 and coo_alg2 as deterministic; csr_alg3
-alone is a candidate: coo_alg2 was never the fastest, and measuring it took three quarters of the time. `Selector`
-(selector.py) compares the candidates.
+Every candidate gives the same bits every time. `Selector` (selector.py) compares the candidates. cuSPARSE is none: it
+was never the fastest (324 products, H200), and csr_alg3 does not give the same bits every time.
 """
 
 import math
@@ -41,7 +40,6 @@ from .default_spmm import COUNTED, kernel_of
 from .layouts import (
     BlockLayout,
     CachedLayout,
-    Cusparse,
     Dense,
     Fp16x2,
     PackedMma,
@@ -57,7 +55,6 @@ from .names import (
     BLOCKS,
     BY_ROWS,
     CHUNKS,
-    CUSPARSE,
     DEFAULT,
     DENSE,
     FP16X2,
@@ -73,7 +70,6 @@ from .smem_tiles import layout_of
 
 _ops = torch.ops.custom_mm
 
-LARGE = 2**22  # products of a nonzero and a column of B, from which no algorithm of cuSPARSE's beat the default
 # Elements of A for each nonzero, at most, to densify it: on tensor cores, elsewhere, and as fp16x2.
 FILL_TENSOR_CORES, FILL, FILL_FP16X2 = 256, 16, 32
 SMALL_BYTES = 2**28  # of a densified A: the most on a CPU, and on a GPU without asking for free memory
@@ -96,7 +92,6 @@ OLD_NAMES = {
     "packed for a linear layer": PACKED_MMA_LINEAR,
     "rows reordered": REORDERED,
     "blocks on tensor cores": BLOCKS,
-    "cusparse csr_alg3": CUSPARSE,
 }
 
 
@@ -196,10 +191,6 @@ def _takes_dense(f: Facts) -> bool:
     return f.can_densify
 
 
-def _takes_cusparse(f: Facts) -> bool:
-    return f.device.type == "cuda"
-
-
 def _takes_blocks(f: Facts) -> bool:
     return takes_blocks(f.pattern, f.dtype, f.device)
 
@@ -254,10 +245,6 @@ def _is_worth_fp16x2(f: Facts) -> bool:
 
 def _is_worth_dense(f: Facts) -> bool:
     return f.may_densify and not f.has_fp16x2
-
-
-def _is_worth_cusparse(f: Facts) -> bool:
-    return f.pattern.nonzeros * f.n < LARGE
 
 
 def _always(f: Facts) -> bool:
@@ -355,7 +342,6 @@ CANDIDATES = (
     Candidate(PACKED_MMA, PackedMma, _ops.csr_spmm_packed, _takes_packed_mma, _is_worth_packed_mma, _us_packed_mma),
     Candidate(FP16X2, Fp16x2, _ops.csr_spmm_halves, _takes_fp16x2, _is_worth_fp16x2, _us_fp16x2),
     Candidate(DENSE, Dense, _ops.matmul, _takes_dense, _is_worth_dense, _us_dense, differentiable=True),
-    Candidate(CUSPARSE, Cusparse, _ops.cusparse_spmm, _takes_cusparse, _is_worth_cusparse, _not_modelled),
     Candidate(BLOCKS, BlockLayout, _ops.bsr_spmm, _takes_blocks, _always, _not_modelled, differentiable=True),
     Candidate(
         PACKED_MMA_LINEAR,

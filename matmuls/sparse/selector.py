@@ -1,6 +1,6 @@
 """Select the kernel of a plan's product among the candidates of select.py, by their cost models or by measuring them.
 
-A measurement takes 1 to 5 ms, a selection by size 0.1 ms: a difference in size that PRODUCTS products, or those
+A measurement takes 1 to 5 ms, a selection by size 0.1 ms at most: a difference in size that PRODUCTS products, or those
 announced, could not pay back is not measured. Which candidate is fastest may change from process to process, so with
 torch.use_deterministic_algorithms a plan takes the default product.
 """
@@ -16,8 +16,8 @@ from custom_mm.kernel_switch import is_any_off, is_off
 from ..registration import has_tangent
 from .csr_pattern import CsrPattern, is_capturing, is_transformed, relaxed_capture
 from .default_spmm import default_op
-from .layouts import CachedLayout, Cusparse, Product, reordered_of
-from .names import BLOCKS, BY_ROWS, CUSPARSE, DEFAULT, DENSE, PACKED_MMA_LINEAR, REORDERED
+from .layouts import CachedLayout, Product, reordered_of
+from .names import BLOCKS, BY_ROWS, DEFAULT, DENSE, PACKED_MMA_LINEAR, REORDERED
 from .prepared import PreparedOp
 from .race import Run, race
 from .select import (
@@ -25,8 +25,6 @@ from .select import (
     CANDIDATES,
     CLEAR,
     DIFFERENTIABLE,
-    FILL_TENSOR_CORES,
-    LARGE,
     PRODUCTS,
     SOONER,
     Facts,
@@ -37,7 +35,6 @@ from .select import (
     rivals,
     us_of_reads,
 )
-from .smem_tiles import MAX_COLUMNS
 
 _aten_linear = torch.ops.aten.linear.default
 
@@ -124,7 +121,7 @@ class Selector:
         self.reverse: Selector | None = None  # of the transposed matrix
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Selector":
-        # Buffers that cuSPARSE prepared cannot be copied; the rest is soon measured again.
+        # Layouts and measurements are soon made again.
         return Selector(self._pattern, products=self.products, constant=self.constant)
 
     def __reduce__(self) -> Any:
@@ -150,8 +147,8 @@ class Selector:
         if b.dim() != 2 or device != values.device:
             return None
         inner, n = b.shape
-        is_default = values.shape[0] * n < SMALLEST or self._has_no_rival(b.dtype, n, device)
-        if is_default and not (is_any_off() and self._is_default_off(self._facts(b.dtype, n, device))):
+        is_small = values.shape[0] * n < SMALLEST
+        if is_small and not (is_any_off() and self._is_default_off(self._facts(b.dtype, n, device))):
             return None
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else b.dtype
@@ -212,7 +209,7 @@ class Selector:
         return linear_kernel(self._facts(torch.float16, n, device))
 
     def measure(self, values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> Measurement:
-        """Select the kernel for b's number of columns. Waits for the GPU unless the default is taken by size."""
+        """Select the kernel for b's number of columns. Waits for the GPU unless the default has no rival."""
         facts = self._facts(dtype, b.shape[1], b.device)
         if is_any_off() and self._is_default_off(facts):
             return self._without_default(facts, values, b)
@@ -222,16 +219,15 @@ class Selector:
         candidates = self._candidates(facts) if facts.n and self._pattern.nonzeros else []
         if not candidates:
             return self._known(facts, {DEFAULT: None})
-        large = [name for name in candidates if name not in (DEFAULT, CUSPARSE)]
-        estimated = self._estimates(facts, large)
+        estimated = self._estimates(facts, candidates)
         while len(near := _near(estimated, self.products)) == 1:
             if near == [DEFAULT] or self._prepare(near[0], values, b, dtype):
                 known: dict[str, float | None] = {DEFAULT: estimated[DEFAULT]} if near == [DEFAULT] else {**estimated}
                 return self._known(facts, known, estimated=True)
             del estimated[near[0]]
-        large = [name for name in large if not estimated or name in near]
+        candidates = [name for name in candidates if not near or name in near]
         with torch.no_grad(), relaxed_capture(b):
-            seconds = self._race(candidates, large, values.detach(), b.detach(), dtype)
+            seconds = self._race(candidates, values.detach(), b.detach(), dtype)
         return self._known(facts, seconds)
 
     def _is_default_off(self, facts: Facts) -> bool:
@@ -256,21 +252,14 @@ class Selector:
         try:
             if isinstance(made, CachedLayout):
                 made.prepare(values.detach(), b, dtype)
-            elif isinstance(made, Cusparse):
-                made.learn(values.detach(), b.detach(), dtype)
-        except RuntimeError:  # memory is out, a tile has too many nonzeros, or cuSPARSE does not support it
+        except RuntimeError:  # memory is out, or a tile has too many nonzeros
             return False
         return True
 
     def _race(
-        self,
-        candidates: list[str],
-        large: list[str],
-        values: torch.Tensor,
-        b: torch.Tensor,
-        dtype: torch.dtype,
+        self, candidates: list[str], values: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
     ) -> dict[str, float | None]:
-        """Seconds of the default, of those in `large` and, unless these are far ahead, of the other candidates."""
+        """Seconds of the default and of the candidates."""
 
         def default() -> torch.Tensor:
             return default_op(self._pattern, values, b).run()
@@ -278,18 +267,16 @@ class Selector:
         def ready(name: str) -> Run | None:
             try:
                 made = self._made(name)
-                if isinstance(made, Cusparse):
-                    made.learn(values, b, dtype)
                 product = made.call(values, b, dtype).run()
                 if name == BLOCKS and not _agree(product, default()):
                     raise RuntimeError(f"{name} differs from {DEFAULT}")
-            except Exception as error:  # cuSPARSE does not support it, or memory is out
+            except Exception as error:  # memory is out, or a tile has too many nonzeros
                 if name != BLOCKS and not isinstance(error, RuntimeError):  # Triton's compiler raises any type
                     raise
                 return None
             return lambda: made.call(values, b, dtype).run()
 
-        return race(default, ready, candidates, large, b)
+        return race(default, ready, candidates, b)
 
     def _known(self, facts: Facts, seconds: dict[str, float | None], estimated: bool = False) -> Measurement:
         return self._remember(facts.dtype, Measurement(facts.n, seconds, estimated, default_kernel(facts)))
@@ -305,9 +292,9 @@ class Selector:
     def _facts(self, dtype: torch.dtype, n: int, device: torch.device) -> Facts:
         return Facts(self._pattern, n, dtype, device, self.products)
 
-    def _estimates(self, facts: Facts, large: list[str]) -> dict[str, float]:
-        """Seconds of the default and of those in `large` by their cost models; {} if these do not hold."""
-        return estimates(facts, large)
+    def _estimates(self, facts: Facts, candidates: list[str]) -> dict[str, float]:
+        """Seconds of the default and of the candidates by their cost models; {} if these do not hold."""
+        return estimates(facts, candidates)
 
     def _candidates(self, facts: Facts) -> list[str]:
         """What may be faster than the default: copies of a constant matrix first, its blocks last."""
@@ -326,17 +313,6 @@ class Selector:
             return None
         us = {DEFAULT: us_of_reads(facts, made.reads[0]), REORDERED: BY_NAME[REORDERED].microseconds(facts)}
         return {name: t * 1e-6 for name, t in us.items()}
-
-    def _has_no_rival(self, dtype: torch.dtype, n: int, device: torch.device) -> bool:
-        """True if sizes alone rule every other candidate out, so that a plan's first product need not select."""
-        s = self._pattern
-        if s.nonzeros * n < LARGE or s.blocks is not None:
-            return False
-        if not self.constant:
-            return True
-        empty = s.rows * s.columns > FILL_TENSOR_CORES * s.nonzeros
-        tiles = dtype == torch.float32 and s.columns <= MAX_COLUMNS
-        return empty and not tiles and not is_scattered(self._facts(dtype, n, device))
 
     def _made(self, name: str) -> Product:
         """The layout of a candidate; nothing is encoded before its first product."""
@@ -368,14 +344,12 @@ class Selector:
             for (dtype, _), m in list(self.measured.items())
         ]
 
-    def explain(self, dtype: torch.dtype) -> list[str]:
-        """A line for each measurement. dtype: of products that need none."""
-        lines, s = [], self._pattern
-        if s.nonzeros and self._has_no_rival(dtype, LARGE, s.crow.device):
-            facts = self._facts(dtype, -(-LARGE // s.nonzeros), s.crow.device)
-            lines.append(f"from {facts.n} columns on: {default_kernel(facts)}, without another candidate")
-        for (dtype, _), m in list(self.measured.items()):
-            lines.append(f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: {m.describe()}")
+    def explain(self) -> list[str]:
+        """A line for each number of columns, and each of rows of a linear layer, for which a kernel was selected."""
+        lines = [
+            f"{str(dtype).removeprefix('torch.')}, {m.columns} columns: {m.describe()}"
+            for (dtype, _), m in list(self.measured.items())
+        ]
         for (dtype, n), name in list(self._linear.items()):
             if name in (PACKED_MMA_LINEAR, DENSE):
                 lines.append(f"{str(dtype).removeprefix('torch.')}, {n - 7} to {n} rows of a linear layer: {name}")

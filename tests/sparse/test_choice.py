@@ -30,17 +30,28 @@ def test_the_dense_product_is_chosen_if_faster(dense_wins, device):
     assert len(dense_wins) == 2
 
 
-def test_large_products_of_mostly_empty_matrices_have_no_rival(device):
-    index = torch.arange(2**17, device=device)
-    row, column = index // 16, index * 977 % 8192
-    a = torch.sparse_coo_tensor(torch.stack([row, column]), torch.randn(2**17, device=device).half(), (8192, 8192))
-    made = plan(a)
-    assert made.explain().endswith("from 32 columns on: by_rows, without another candidate")
-    b = torch.randn(8192, 32, device=device).half()
-    assert torch.equal(made @ b, spmm(a, b))
-    assert not made._selector.measured
-    made @ b[:, :31].contiguous()
-    assert len(made._selector.measured) == 1
+@pytest.mark.parametrize("matrix", ["half full", "mostly empty", "mostly empty and constant"])
+def test_a_plan_without_another_candidate_does_not_measure(dense_wins, matrix, device):
+    """An ordinary plan of any matrix, and a constant one of a mostly empty matrix: no product waits for the GPU."""
+    dense, b = draw(device)
+    a = dense.to_sparse_csr()
+    if matrix != "half full":
+        index = torch.arange(2**17, device=device)
+        row, column = index // 16, index * 977 % 8192
+        a = torch.sparse_coo_tensor(torch.stack([row, column]), torch.randn(2**17, device=device).half(), (8192, 8192))
+        b = torch.randn(8192, 32, device=device).half()
+    expected, made = spmm(a, b), plan(a, constant=matrix.endswith("constant"))
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = made @ b
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(y, expected)
+    assert made.explain().endswith(f" {b.shape[1]} columns: by_rows, without another candidate")
+    assert dense_wins == []
+    assert not made._selector.tensors
 
 
 @pytest.mark.parametrize("fastest", [select.DEFAULT, select.DENSE])

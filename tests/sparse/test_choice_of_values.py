@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from common.choice_cases import assert_as_exact_as_float32, draw
 from matmuls import measure, plan, spmm
-from matmuls.sparse import layouts, race, select
+from matmuls.sparse import race
 
 
 def test_duplicates_are_added(dense_wins):
@@ -52,7 +52,7 @@ def test_products_with_other_values_do_not_change_the_copy(dense_wins, device):
     passing = made.with_values(2 * made.values)
     result = passing @ other
     plan(passing.update(3 * made.values), tune=[b.shape[1]])
-    assert all(isinstance(form, layouts.Cusparse) for form in passing._selector._products.values()), "no copies"
+    assert not passing._selector._products, "no copies"
     assert all(torch.equal(x, y) for x, y in zip(before, made._selector.tensors, strict=True))
     assert_as_exact_as_float32(result, 2 * dense, other)
     assert_as_exact_as_float32(passing @ other, 3 * dense, other)
@@ -141,7 +141,7 @@ def test_values_that_a_fused_optimizer_wrote(dense_wins, train, device):
             for _ in range(2):
                 assert_as_exact_as_float32(made @ b, dense, b)
                 assert_as_exact_as_float32(made @ b[:, :100], dense, b[:, :100])
-            assert select.CUSPARSE in made.explain() or made._again(b) is not None
+            assert made._again(b) is not None
         optimizer.zero_grad()
         steps[train]().square().mean().backward()
         optimizer.step()

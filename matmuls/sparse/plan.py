@@ -26,10 +26,11 @@ class SparsePlan:
     `x @ plan`, also store the indices of the transposed matrix. Values are not copied: every product reads those that A
     has at that time. A plan made with `constant=True` may keep a copy of A in another layout.
 
-    The first product for a dtype and a number of columns of B selects a kernel, by the sizes or, if the plan is constant
-    or of BSR or BSC, by timing, which waits for the GPU. Later products with the same dtype and about as many columns (between the same powers
-    of two) run that kernel and do not wait. With the same shape and strides of B, and no gradient, they cost the host
-    2 us plus the launches. CUDA-graph capture runs a kernel selected before, or the default; torch.compile the default.
+    The first product for a dtype and a number of columns of B selects a kernel by the sizes or, if the plan is constant
+    or of BSR or BSC, by timing; it may wait for the GPU. Later products with the same dtype and about as many columns
+    (between the same powers of two) run that kernel and do not wait. With the same shape and strides of B, and no
+    gradient, they cost the host 2 us plus the launches. CUDA-graph capture runs a kernel selected before, or the
+    default; torch.compile the default.
 
     Attributes:
         shape: [M, K], or [..., M, K] for a batch of matrices.

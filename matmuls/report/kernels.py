@@ -3,9 +3,9 @@
 from ..ablation import Case, gains
 from .format import number
 from .page import Page
-from .results import Results, Run
+from .results import Results
 
-FILES = {"rows": "kernels-rows-cuda.json", "sparse products": "kernels-sparse-cuda.json"}
+FILE = "kernels-cuda.json"
 
 
 def page(results: Results) -> Page:
@@ -15,17 +15,20 @@ def page(results: Results) -> Page:
         "Here every kernel that takes a call was timed on its own, on the GPU alone, in turns.",
         "`custom_mm.explain` names the kernel that a call takes.",
     )
-    for family, file in FILES.items():
-        _family(page, family, *results.kernels(file))
+    run, cases = results.kernels(FILE)
+    for family in dict.fromkeys(case.family for case in cases):
+        _family(page, family, [case for case in cases if case.family == family])
+    page.measured(run)
     return page
 
 
-def _family(page: Page, family: str, run: Run, cases: list[Case]) -> None:
+def _family(page: Page, family: str, cases: list[Case]) -> None:
     page.heading(family.capitalize())
     found = sorted(gains(cases), key=lambda gain: -gain.cases)
     page.table(
-        "Time of the fastest other kernel over the time of the kernel, in the calls that choose it: higher is better, "
-        "and below 1 the choice was not the best one. A kernel without a figure is the only one that takes its calls.",
+        "There is one row for each kernel. The figures are the time of the fastest other kernel divided by the time of "
+        "this kernel, in the calls that choose it: higher is better. Below 1 the choice was not the best one. A kernel "
+        "without a figure is the only one that takes its calls.",
         ("kernel", "calls", "geometric mean", "lowest", "calls where another is over 2 % faster"),
         (
             (f"`{g.kernel}`", str(g.cases), *(number(x) if x else "" for x in (g.mean, g.least)), str(len(g.slower)))
@@ -35,11 +38,10 @@ def _family(page: Page, family: str, run: Run, cases: list[Case]) -> None:
     worst = sorted((case for g in found for case in g.slower), key=lambda case: case.gain or 1)[:10]
     if worst:
         page.table(
-            "The calls with the slowest choices, in microseconds.",
+            "There is one row for each of the calls with the slowest choices, in microseconds: lower is better.",
             ("operation", "size", "dtype", "chosen", "fastest"),
             ((case.operation, case.label, case.dtype, *_times(case)) for case in worst),
         )
-    page.measured(run)
 
 
 def _times(case: Case) -> tuple[str, str]:

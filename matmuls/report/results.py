@@ -93,7 +93,8 @@ class Results:
         try:
             return self.run(name), ablation.load(self.folder / name)
         except FOREIGN as error:
-            raise ValueError(f"expected what matmuls bench --kernels wrote in {self.folder / name}: {error!r}") from None
+            made = "what matmuls bench --kernels wrote"
+            raise ValueError(f"expected {made} in {self.folder / name}: {error!r}") from None
 
     def bench(self, operation: str) -> Run:
         """The operation's rows of the newest complete `matmuls bench` on a GPU that has it."""

@@ -37,17 +37,18 @@ def attend(
     """Computes softmax(scale * q @ k^T + mask) @ v, and returns the probabilities too.
 
     On Hopper GPUs one kernel computes all of it, in 16 bits, for heads of size 64, a number of keys that is a multiple
-    of 8, and no mask or a mask of bool or uint8; the guide lists all conditions. In all other cases the scores are
+    of 8, and no mask or a mask of bool or uint8. The guide lists all conditions. With dropout, grouped-query attention,
+    a mask that requires a gradient, or under torch.compile, `compose` computes it. In all other cases the scores are
     computed in pieces of 32 MiB, or of one head if that is larger.
 
-    The operation is differentiable any number of times. For backward it saves tensors of the size of the scores:
+    The operation is differentiable any number of times. The first line that fits says how many tensors of the size of
+    the scores it saves for backward:
 
+    - two, if `compose` computes it; `recompute` has no effect then;
     - none on a GPU, in float16 or bfloat16, without a mask, for heads of up to 128 elements (a multiple of 8): backward
       then calls that of torch's scaled_dot_product_attention, or computes the scores again if the probabilities have a
       gradient;
-    - none with `recompute`;
-    - two with dropout, grouped-query attention, a mask that requires a gradient, or under torch.compile, where
-      attention is computed by `compose` and `recompute` has no effect;
+    - none with `recompute`: backward computes the scores again;
     - one otherwise.
 
     Probabilities that are returned occupy memory as long as the caller keeps them, in all cases.

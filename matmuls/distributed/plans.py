@@ -43,17 +43,18 @@ class DistributedPlan:
     """A sparse matrix A whose rows several processes share, made ready for products `plan @ x`. Made by
     `matmuls.distributed.plan`.
 
-    Each product gathers the rows of x that other ranks need, sends them while the block of A that needs none is
-    multiplied, and adds the product with the received rows. All ranks must call it, in the same order. The first
-    product for a number of columns and a dtype compares these across the ranks and selects kernels; no later one waits
-    for the GPU. Before a CUDA-graph capture do one product, and one backward pass if the graph has one.
+    Each product sends the rows of x that other ranks need. Meanwhile each rank multiplies the part of A that needs its
+    own rows of x only. Then it adds the product with the received rows. All ranks must call a product, in the same
+    order. The first product for a number of columns and a dtype compares these across the ranks, selects kernels and
+    waits for the GPU. Later ones do not wait. Before a CUDA-graph capture do one product, and one backward pass if the
+    graph has one.
 
     Attributes:
         shape: [M, K] of the whole matrix.
         rows: rows of A of every rank.
         columns: rows of x of every rank.
         rank: of this process in the group.
-        gathers: True if x is sent by an all-gather, as nearly all of it is needed.
+        gathers: True if all of x is sent, by an all-gather.
         peers: ranks that this one receives rows of x from.
         values: [nonzeros] of this rank, in the order of A_rows.values().
         nnz: the number of nonzeros of this rank.
@@ -111,7 +112,7 @@ class DistributedPlan:
         return parts if self._exchange is None else parts + self._exchange.nbytes
 
     def update(self, values: torch.Tensor) -> "DistributedPlan":
-        """Takes other values for the same nonzeros of this rank; nothing is sent.
+        """Replaces the values of this rank's nonzeros; the indices stay. Nothing is sent.
 
         Args:
             values: [nonzeros] in the order of A_rows.values(); any floating-point dtype, the same on every rank.
@@ -280,7 +281,7 @@ class DistributedPlan:
         return [rows * n * (dtype or self.dtype).itemsize for rows in self._sent]
 
     def explain(self, n: int = 128, dtype: torch.dtype | None = None) -> str:
-        """Says what a product sends and how much must be sent at least; and what the plans of the blocks know.
+        """Says how much a product sends, how much every method must send, and which kernels run.
 
         Args:
             n: columns of x.
@@ -328,24 +329,24 @@ def plan(
 ) -> DistributedPlan:
     """Makes a sparse matrix whose rows several processes share ready for many products `plan @ x`.
 
-    Every rank of the group calls it with its own rows and the same options. The indices of the rows of x that it needs
-    are sent to their owners, once. In each product only those rows are sent, by NCCL on GPUs or gloo on CPUs, while the
-    part of A_rows that needs none of them is multiplied. Products have gradients to x and to the values, not second
-    ones, and the same bits every time. If a process dies or stops answering, the others raise an error after the
-    group's timeout at the latest; gloo's names the rank, NCCL's watchdog ends the process.
+    Every rank of the group calls it with its own rows and the same options. Each rank tells the others once which rows
+    of x it needs. In each product only those rows are sent, by NCCL on GPUs or gloo on CPUs. Products have gradients to
+    x and to the values, but no second derivatives. The same kernels give the same bits every time. If a process dies or
+    stops answering, the others raise an error after the group's timeout at the latest. With gloo the error names the
+    rank. With NCCL, torch's watchdog ends the process.
 
     Args:
         A_rows: [rows, K] this rank's rows of A, consecutive after those of the rank before, with all columns; any
             number of them, 0 too. A sparse tensor in any layout that `matmuls.plan` takes, one matrix.
         mesh: a DeviceMesh of one dimension, a ProcessGroup, or None: the default group, or this process alone where
             torch.distributed is not initialized.
-        columns: how many rows of x each rank has, the same list on every rank. None: as many as rows of A, which is
-            square then.
-        constant: True says that the values stay as they are, as in `matmuls.plan`. Without it every product reads the
-            values anew and passes gradients to them.
-        products: about how many products of each width will come, as in `matmuls.plan`.
-        gather: True sends all of x by an all-gather, False only the needed rows. None takes the all-gather where a rank
-            sends or receives nearly as much anyway.
+        columns: how many rows of x each rank has, the same list on every rank. None: as many as rows of A, which must
+            then be square.
+        constant: True promises that the values will not change, as in `matmuls.plan`. Without it every product reads
+            the current values, and there are gradients to them.
+        products: about how many products with each number of columns you will do, as in `matmuls.plan`.
+        gather: True sends all of x by an all-gather, False only the needed rows. None uses the all-gather if a rank
+            sends or receives at least 90 % of it anyway.
 
     Returns:
         A `DistributedPlan`.

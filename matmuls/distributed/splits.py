@@ -42,9 +42,9 @@ def split(
     """Cuts the rows of a sparse matrix into ranges, one for each rank.
 
     Args:
-        A: [M, K] a sparse tensor; the indices alone matter.
+        A: [M, K] a sparse tensor. Only its indices are used.
         parts: how many ranges.
-        by: "nonzeros" gives each about as many nonzeros, "rows" as many rows as Shard(0) of DTensor does.
+        by: "nonzeros" gives each rank about equally many nonzeros, "rows" as many rows as Shard(0) of DTensor does.
         reorder: "rcm" orders a square matrix by reverse Cuthill-McKee first, which puts neighbours next to each other;
             "metis" cuts its graph by METIS into parts with few edges between them (pip install pymetis).
 
@@ -97,7 +97,7 @@ def balanced(crow: torch.Tensor, parts: int) -> list[int]:
 
 
 def local_rows(A: torch.Tensor, rank: int, split: Split) -> torch.Tensor:
-    """Takes a rank's rows of a sparse matrix that this process has all of.
+    """Returns one rank's rows of a sparse matrix. This process must have the whole matrix.
 
     Args:
         A: [M, K] the sparse tensor that `split` was made of, or another of its size.

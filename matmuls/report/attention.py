@@ -34,9 +34,9 @@ def _attention(page: Page, results: Results) -> None:
     page.heading("Attention with its probabilities, forward")
     page.plot(attention_plot(results))
     page.table(
-        "There is one row for each case, batch x heads x tokens x head size, and dtype. The last two columns are "
-        "speeds: higher is better. On Hopper GPUs one kernel computes each of these cases. Other GPUs compute the "
-        "scores in pieces and were not timed.",
+        "There is one row for each case and dtype. A case is batch x heads x tokens x head size. The last two columns "
+        "are speeds: higher is better. On Hopper GPUs one kernel computes each of these cases. Other GPUs compute the "
+        "scores in pieces. They were not timed.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [
@@ -85,8 +85,8 @@ def _masked(page: Page, results: Results) -> None:
     for dtype, cases in sorted(by.items()):
         page.table(
             f"There is one row for each shape (batch x heads x queries x keys) and kind of mask, in {dtype}. The share "
-            "is the time of a plain copy of the bytes that must be read and written, divided by the time of matmuls; "
-            "the other two ratios are speeds over eager torch and over torch.compile. Higher is better for all three.",
+            "is the time of a plain copy of the bytes that must be read and written, divided by the time of matmuls. "
+            "The other two ratios are speeds over eager torch and over torch.compile. Higher is better for all three.",
             (
                 *("shape", "mask", "forward, µs", "share", "over eager", "over compile"),
                 *("backward, µs", "share", "over eager", "over compile"),
@@ -109,8 +109,8 @@ def _cells(own: dict[str, Any], direction: str) -> list[str]:
 
 def _memory(page: Page, run: Run) -> None:
     page.table(
-        "There is one row for each dtype of attention composed of the masked softmax and two products, forward and "
-        "backward, with the peak memory in addition to the inputs: lower is better.",
+        "Attention was also computed by the masked softmax and two products, forward and backward. There is one row "
+        "for each dtype, with the peak memory. The memory of the inputs is not counted. Lower is better.",
         ("case", "dtype", "matmuls, MiB", "eager, MiB"),
         (
             [r["case"].removeprefix("attention "), r["dtype"], number(r["ours_mib"]), number(r["rival_mib"])]

@@ -55,8 +55,9 @@ def _epilogues(page: Page, results: Results) -> None:
     )
     page.table(
         "There is one row for each case, M x K x N, and dtype. Speed is torch's time divided by that of matmuls: "
-        "higher is better. The share of the peak is the rate of floating-point operations, divided by the highest that "
-        "`torch.mm` reached in this run, in this dtype, for squares of 2048, 4096 and 8192: higher is better.",
+        "higher is better. The *peak* is the highest rate of floating-point operations that `torch.mm` reached in this "
+        "run, in this dtype, for squares of 2048, 4096 and 8192. The share of the peak is the rate of matmuls divided "
+        "by it: higher is better.",
         ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of the peak"),
         (
             [r["case"], r["dtype"], *(number(r[key]) for key in ("ours_us", "rival_us", "ratio", "roof"))]
@@ -89,9 +90,9 @@ def _products(page: Page, results: Results) -> None:
     dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
     page.heading("Plain products")
     page.table(
-        "There is one row for each operation and one column for each dtype, with the speed compared with "
-        "`torch.matmul`: the geometric mean over all cases and, in brackets, the lowest. The cases are squares from 64 "
-        "to 8192, 65536x1024x1024, and batches of attention. 1 means as fast as torch; higher is better.",
+        "There is one row for each operation and one column for each dtype. A cell has the geometric mean of the speed "
+        "over `torch.matmul` and, in brackets, the lowest. 1 means as fast as torch, and higher is better. The cases "
+        "are squares from 64 to 8192, 65536x1024x1024, and batches of attention.",
         ("operation", *dtypes, "cases"),
         (
             [

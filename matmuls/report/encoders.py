@@ -18,8 +18,8 @@ HEADINGS = {
 
 
 NOTES = {
-    "training": "A step is forward + backward. The probabilities are computed but not returned, except with `sdpa`, "
-    "which computes none.",
+    "training": "A step is forward + backward. The model returns no probabilities. `sdpa` computes none; the other "
+    "ways compute them in each layer.",
     "training, probabilities returned": "A step is forward + backward. The caller keeps the returned probabilities "
     "until the step is done.",
 }
@@ -40,16 +40,17 @@ def page(results: Results) -> Page:
                 '- `custom_mm`: the model after `register()` and `set_attn_implementation("custom_mm")`. In the two '
                 "training tables the function is registered with `sdpa=False`, so that it always computes "
                 "probabilities, as `eager` does.",
-                "- `custom_mm, recompute`: the same, registered with `sdpa=False, recompute=True`. Without a padding "
-                "mask, no scores are saved for backward in either way, so that `recompute` makes no difference here.",
+                "- `custom_mm, recompute`: the same, registered with `sdpa=False, recompute=True`. Neither `custom_mm` "
+                "nor `custom_mm, recompute` saves scores for backward here, because there is no padding mask (see "
+                "[Attention](../guides/attention.md#training)). So `recompute` makes no difference.",
                 "- `custom_mm, optimized`: `custom_mm` and in addition `optimize(model)`, which is for inference.",
             )
         )
     )
     page.say(
-        "Where no probabilities are returned, `custom_mm` calls torch's fused attention too. With padding it is still "
-        "faster than `sdpa`, because its mask has the shape [batch, 1, 1, keys], where that of transformers has one "
-        "row for each query.",
+        "In the two tables on hidden states, `custom_mm` calls torch's fused attention too. With padding it is still "
+        "faster than `sdpa`, because its mask is smaller: the mask of matmuls has the shape [batch, 1, 1, keys], that "
+        "of transformers has one row for each query.",
     )
     page.plot(memory_plot(results))
     page.plot(_speeds(run))
@@ -88,8 +89,8 @@ def _task(page: Page, run: Run, task: str) -> None:
     page.say(NOTES[task]) if task in NOTES else None
     page.table(
         f"There is one row for each model (batch x tokens) and way to run it. Speed is relative to {stock}: higher is "
-        "better. Memory is the peak, without the weights and the returned probabilities, in MiB and relative to the "
-        "same stock model: lower is better.",
+        "better. Memory is the peak, in MiB and relative to the same stock model: lower is better. The memory of the "
+        "weights and of the returned probabilities is not counted.",
         ("model", "way", "time, ms", "speed", "memory, MiB", "memory, relative"),
         (
             [

@@ -100,11 +100,12 @@ def sparse(results: Results) -> str:
     narrow = [c for c in cases if c.dtype != "float32"]
     trained = [c for c in cases if c.backward_speed is not None]
     return (
-        "A sparse product with a constant plan is compared with the best of torch.sparse and seven cuSPARSE "
-        f"algorithms. The geometric mean of its speed is {_speed(narrow, lambda c: c.speed())} in 16 bits and "
-        f"{_speed(wide, lambda c: c.speed())} in float32 ({run.card}; 2 means half the time). Forward + backward is "
-        f"compared with torch.sparse: the geometric mean is {_speed(trained, lambda c: c.backward_speed)}. In the "
-        f"other {len(cases) - len(trained)} cases torch's dense gradient did not fit into memory."
+        "A *constant plan* is a plan of a sparse matrix whose values do not change. Its products are compared with the "
+        f"fastest of torch.sparse and seven cuSPARSE algorithms. On an {run.card} they are on average (geometric mean) "
+        f"{_speed(narrow, lambda c: c.speed())} in 16 bits and {_speed(wide, lambda c: c.speed())} in float32. "
+        "Forward + backward, with an ordinary plan and the gradients of A and B, is compared with torch.sparse. On "
+        f"average it is {_speed(trained, lambda c: c.backward_speed)}. In the other {len(cases) - len(trained)} cases "
+        "torch's dense gradient of A did not fit into memory."
     )
 
 
@@ -119,16 +120,17 @@ def memory(results: Results) -> str:
     header = "attention probabilities", "stock model", '`register()`, `"custom_mm"` attention and `optimize()`'
     return (
         f"Peak memory of a forward pass of BERT base (`max_position_embeddings=2048`) with 8 texts of 2048 tokens, in "
-        f"bfloat16 on an {run.card}, without the weights and the returned probabilities. There is one row for a pass "
-        f"that returns the attention probabilities and one for a pass that does not.\n\n{table(header, rows).rstrip()}"
+        f"bfloat16 on an {run.card}. There is one row for a pass that returns the attention probabilities and one for "
+        "a pass that does not. The memory of the weights and of the returned probabilities is not counted."
+        f"\n\n{table(header, rows).rstrip()}"
     )
 
 
 def cpu(results: Results) -> str:
     run, cases = results.cases("spmm-cpu.json")
     return (
-        f"On {run.environment['threads']} CPU threads a sparse product with a constant plan is compared with the "
-        "faster of torch.sparse (MKL) and SciPy, in float32: the geometric mean of its speed is "
+        f"On {run.environment['threads']} CPU threads a sparse product with a constant plan, in float32, is compared "
+        "with the faster of torch.sparse (MKL) and SciPy. On average it is "
         f"{_speed(cases, lambda c: c.speed())}."
     )
 
@@ -137,9 +139,9 @@ Ratio = Callable[[experiment.Case], float | None]
 
 
 def _speed(cases: list[experiment.Case], ratio: Ratio) -> str:
-    """The geometric mean of a speed, with its minimum and the number of cases."""
+    """How many times as fast: the geometric mean, with its minimum and the number of cases."""
     known = [r for r in map(ratio, cases) if r is not None]
-    return f"{number(geometric_mean(known))} (minimum {number(min(known))}, {len(known)} cases)"
+    return f"{number(geometric_mean(known))} times as fast (at least {number(min(known))}, {len(known)} cases)"
 
 
 SENTENCES: dict[str, Callable[[Results], str]] = {f.__name__: f for f in (attention, sparse, memory, cpu)}

@@ -23,17 +23,16 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
         "In each table, matmuls and its alternatives (*rivals*) were measured in the same run, in turns, with the same "
         "inputs, layouts and precision. The last two sections of [Softmax and norms](rows.md#many-lengths-of-rows) are "
         "exceptions: they show development runs, without rivals.",
-        "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs, so that "
-        "they exceed the L2 cache; the inputs of the smallest cases still fit in it. Sparse products run with warm "
-        "caches.",
+        "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs. Together "
+        "they exceed the L2 cache, except in the smallest cases. Sparse products run with warm caches.",
         "Results are compared with float64 in the same run.",
     )
     page.say(
         "A *speed* is the rival's time divided by the time of matmuls: above 1, matmuls is faster. Below each table, "
         "*Losses* says how many cases are slower than the rival by more than 0.5 %, and which has the lowest ratio.",
-        "A *share* compares with the limit of the hardware: it is the time of a plain memory copy of the bytes that "
-        "the operation must read and write, divided by the time of matmuls. For dense products it is the rate of "
-        "floating-point operations divided by the highest that `torch.mm` reached in the run.",
+        "A *share* compares with the limit of the hardware. It is the time of a plain memory copy of the bytes that "
+        "the operation must read and write, divided by the time of matmuls. The *share of the peak* of a dense product "
+        "is its rate of floating-point operations divided by the highest that `torch.mm` reached in the run.",
     )
     page.say(
         "`matmuls report` writes the tables and plots from the JSON files in `benchmarks/results`. To repeat a "
@@ -67,7 +66,10 @@ def _lacking(results: Results) -> str:
         for run in results.everything()
     ]
     named = "; ".join(f"`{file}` (no {', no '.join(facts)})" for file, facts in lacking if facts)
-    return f"The files say the machine, the versions, the date, the commit and the command. Incomplete are: {named}."
+    return (
+        "Each file names the machine and the version of torch. All but these also name the date, the commit and the "
+        f"command: {named}."
+    )
 
 
 def _link(page: Page) -> str:

@@ -69,9 +69,9 @@ def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None
         return number(m * k * width / 2**20)
 
     page.table(
-        "There is one row for each shape of `matmul_` and one column for each dtype, with the peak memory in addition "
-        "to the inputs: lower is better. The last two columns are the size of the result, which a product into another "
-        "tensor needs.",
+        "There is one row for each shape of `matmul_` and one column for each dtype, with the peak memory: lower is "
+        "better. The memory of the inputs is not counted. The last two columns are the size of the result, which a "
+        "product into another tensor needs.",
         ("rows x K", *(f"{d}, MiB" for d in dtypes), "result in 16 bits, MiB", "result in float32, MiB"),
         ([case, *(number(extra.get((case, d))) for d in dtypes), size(case, 2), size(case, 4)] for case in cases),
     )
@@ -84,8 +84,8 @@ def _feed_forward(page: Page, results: Results) -> None:
     page.heading("A feed-forward network in place")
     page.table(
         "There is one row for each case of `feed_forward_` (rows x width x inner width), which replaces x by the layer "
-        "norm of x + the feed-forward network of x. Speeds: higher is better. The last two columns are the peak memory "
-        "in addition to the inputs: lower is better.",
+        "norm of x + the feed-forward network of x. Speeds: higher is better. The last two columns are the peak "
+        "memory: lower is better. The memory of the inputs is not counted.",
         (
             *("case", "dtype", "matmuls, µs", "speed over eager torch", "speed over torch.compile"),
             *("matmuls, MiB", "torch, MiB"),

@@ -12,8 +12,9 @@ def page(results: Results) -> Page:
     page = Page("performance/kernels.md", "Which kernel earns its place")
     page.say(
         "Several kernels can compute most calls of the row operations and of sparse products.",
-        "Here every kernel that takes a call was timed on its own, on the GPU alone, in turns.",
-        "`custom_mm.explain` names the kernel that a call takes.",
+        "matmuls chooses one of them.",
+        "Here every kernel that can compute a call was timed, in turns with the others. Times are GPU times.",
+        "`custom_mm.explain` names the kernel that is chosen for a call.",
     )
     run, cases = results.kernels(FILE)
     for family in dict.fromkeys(case.family for case in cases):
@@ -26,9 +27,9 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
     page.heading(family.capitalize())
     found = sorted(gains(cases), key=lambda gain: -gain.cases)
     page.table(
-        "There is one row for each kernel. The figures are the time of the fastest other kernel divided by the time of "
-        "this kernel, in the calls that choose it: higher is better. Below 1 the choice was not the best one. A kernel "
-        "without a figure is the only one that takes its calls.",
+        "There is one row for each kernel, with the number of calls for which it is chosen. The figures are the time "
+        "of the fastest other kernel divided by the time of this kernel, in these calls: higher is better. Below 1, "
+        "another kernel would have been faster. A kernel without figures is the only one that can compute its calls.",
         ("kernel", "calls", "geometric mean", "lowest", "calls where another is over 2 % faster"),
         (
             (f"`{g.kernel}`", str(g.cases), *(number(x) if x else "" for x in (g.mean, g.least)), str(len(g.slower)))
@@ -38,7 +39,8 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
     worst = sorted((case for g in found for case in g.slower), key=lambda case: case.gain or 1)[:10]
     if worst:
         page.table(
-            "There is one row for each of the calls with the slowest choices, in microseconds: lower is better.",
+            "There is one row for each of the calls in which the chosen kernel is slowest relative to the fastest. "
+            "Times are in microseconds: lower is better.",
             ("operation", "size", "dtype", "chosen", "fastest"),
             ((case.operation, case.label, case.dtype, *_times(case)) for case in worst),
         )

@@ -23,15 +23,15 @@ def page(results: Results) -> Page:
         "torch runs separate kernels.",
     )
     page.say(
-        "The *rivals* compute the same result as matmuls: as two products (or networks) of rows that were split by the "
-        "mask, as `torch._grouped_mm` of sorted rows, or as both products (or networks) of all rows, blended by the "
-        "mask.",
+        "The *rivals* compute the same result as matmuls in one of three ways. The first splits the rows by the mask "
+        "and computes two products (or networks). The second sorts the rows and calls `torch._grouped_mm`. The third "
+        "computes both products (or networks) for all rows and selects by the mask.",
     )
     page.say(
         "The masks are of four kinds. *span*: the rows of the first weight are one contiguous range, half of all rows. "
         "*16 spans*: they are 16 ranges of equal length. *random 50 %*, *random 5 %*: each row is chosen at random "
-        "with this probability. The mask plan is made in advance, as a model makes it once for all layers; where a "
-        "case says *planning included*, every call makes it.",
+        "with this probability. A mask plan groups the rows of the mask; a model makes it once for all layers. Here it "
+        "is made in advance and not timed. In the cases named *planning included*, every call makes it.",
     )
     runs = {name: results.bench(name) for name in OPERATIONS}
     for name, run in runs.items():
@@ -84,9 +84,9 @@ def _operation(page: Page, name: str, run: Run) -> None:
         )
     )
     page.table(
-        f"There is one row for each direction, shape ({OPERATIONS[name]}) and kind of mask, in {rows[0]['dtype']}. "
-        "Higher is better for both speeds. A speed of 1 over one dense product means that the second weight costs no "
-        "time.",
+        f"There is one row for each direction, shape ({OPERATIONS[name]}) and kind of mask, in {rows[0]['dtype']}. The "
+        "two columns *over ...* are speeds: higher is better. A speed of 1 over one dense product means that the "
+        "second weight costs no time.",
         ("direction", "shape", "mask", "matmuls, µs", "over one dense product", "over the fastest rival", "that rival"),
         (
             [
@@ -105,8 +105,8 @@ def _operation(page: Page, name: str, run: Run) -> None:
 def _memory(page: Page, run: Run) -> None:
     page.heading("Memory")
     page.table(
-        "There is one row for each case of `masked_ffn`, with the peak memory in addition to the inputs in MiB: lower "
-        "is better. With `recompute=True` the inner activations are computed again in backward.",
+        "There is one row for each case of `masked_ffn`, with the peak memory in MiB: lower is better. The memory of "
+        "the inputs is not counted. With `recompute=True` the inner activations are computed again in backward.",
         ("case", "matmuls, MiB", "two networks of split rows, MiB"),
         ([r["case"], number(r["ours_mib"]), number(r["rival_mib"])] for r in run.rows if r["kind"] == "memory"),
     )

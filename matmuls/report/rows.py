@@ -14,18 +14,20 @@ OPERATIONS = ("softmax_", "layer_norm_", "rms_norm_")
 
 def page(results: Results) -> Page:
     page = Page("performance/rows.md", "Softmax and norms along rows")
+    runs = {name: results.bench(name) for name in OPERATIONS}
     page.say(
         "These operations must read and write each element once, so their limit is about the time of a plain memory "
         "copy of the same size. The *share of a copy's speed* is the time of that copy divided by the time of matmuls.",
-        "The copy was measured separately in each run, from one tensor of 2 GB to another. The forward passes work in "
-        "place, and their share reaches up to 1.03. A backward pass, and a norm with a residual, reads two tensors for "
-        "each that it writes; their share reaches up to 1.04.",
+        "The copy goes from one tensor of 2 GB to another, and was timed once in each run. The operations move their "
+        "bytes in other ways, so that shares slightly above 1 occur. A forward pass reads and writes the same tensor: "
+        f"its share is at most {_highest(runs, 'forward')}. A backward pass, and a norm with a residual, reads two "
+        f"tensors and writes one: their shares are at most {_highest(runs, 'backward')} and "
+        f"{_highest(runs, 'residual')}.",
     )
     page.say(
         "The backward pass of `rms_norm_` is compared with a formula written in torch operations, in eager mode and "
         "under torch.compile, not with a fused kernel of torch.",
     )
-    runs = {name: results.bench(name) for name in OPERATIONS}
     _shares(page, runs)
     for name, run in runs.items():
         _operation(page, name, run)
@@ -36,6 +38,11 @@ def page(results: Results) -> Page:
     _lengths(page, results)
     _uneven(page, results)
     return page
+
+
+def _highest(runs: dict[str, Run], direction: str) -> str:
+    """The highest share of a copy's speed."""
+    return f"{max(r['roof'] for run in runs.values() for (d, *_), r in _by_columns(run).items() if d == direction):.2f}"
 
 
 def _by_columns(run: Run) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -75,9 +82,9 @@ def _operation(page: Page, name: str, run: Run) -> None:
     columns = sorted({n for direction, _, n in by if direction != "residual"})
     page.heading(f"`{name}`")
     page.table(
-        "There is one row for each number of columns; the tensor always has about 2^29 elements. The columns have the "
-        "share of a copy's speed and, in brackets, the speed over the faster of eager torch and torch.compile. Higher "
-        "is better for both.",
+        "There is one row for each number of columns of the tensor, which always has about 2^29 elements. Each cell "
+        "has the share of a copy's speed and, in brackets, the speed over the faster of eager torch and "
+        "torch.compile. Higher is better for both.",
         ("columns", *(f"{direction}, {dtype}" for direction, dtype in LINES)),
         (
             [
@@ -92,12 +99,13 @@ def _operation(page: Page, name: str, run: Run) -> None:
             for n in columns
         ),
     )
-    cases = [(r["ratio"], f"{d}, {dtype}, {n} columns") for (d, dtype, n), r in by.items()]
+    cases = [(r["ratio"], f"{d}, {dtype}, {n} columns") for (d, dtype, n), r in by.items() if d != "residual"]
     page.say(losses(cases, "the faster of eager torch and torch.compile"))
     page.measured(run)
 
 
 def _residual(page: Page, *runs: Run) -> None:
+    rows = [r for run in runs for r in run.rows if r["case"].startswith("residual")]
     page.heading("Norms of x + residual")
     page.table(
         "There is one row for each case, rows x columns. Speed is over the faster of eager torch and torch.compile: "
@@ -108,11 +116,11 @@ def _residual(page: Page, *runs: Run) -> None:
                 *(f"`{r['operation']}`", r["case"].split()[1], r["dtype"]),
                 *(number(r[key]) for key in ("ours_us", "roof", "ratio")),
             ]
-            for run in runs
-            for r in run.rows
-            if r["case"].startswith("residual")
+            for r in rows
         ),
     )
+    cases = [(r["ratio"], f"`{r['operation']}`, {r['case'].split()[1]}, {r['dtype']}") for r in rows]
+    page.say(losses(cases, "the faster of eager torch and torch.compile"), "These figures are from the same runs.")
 
 
 def _compiled(page: Page, rows: Rows) -> None:
@@ -123,8 +131,8 @@ def _compiled(page: Page, rows: Rows) -> None:
     ]
     page.heading("Compared with torch.compile only")
     page.say(
-        "The tables above compare with the faster of eager torch and torch.compile. With torch.compile alone, the same "
-        "cases compare as follows.",
+        "The tables above compare with the faster of eager torch and torch.compile. Here all their cases are compared "
+        "with torch.compile alone.",
         losses(ratios, "torch.compile"),
     )
 
@@ -194,10 +202,10 @@ def _lengths(page: Page, results: Results) -> None:
         groups.setdefault((r["operation"], r["dtype"], device), []).append(r)
     page.heading("Many lengths of rows")
     page.table(
-        "There is one row for each operation, dtype and GPU. Each was run on rows of many lengths; the fourth column "
-        "says how many. The shares are shares of a copy's speed: higher is better. The last column is the number of "
-        "columns that has the lowest share.",
-        ("operation", "dtype", "GPU", "lengths", "median share", "lowest share", "at columns"),
+        "There is one row for each operation, dtype and GPU. Each was run on tensors with rows of many lengths. The "
+        "fourth column says how many lengths there were. The shares are shares of a copy's speed: higher is better. "
+        "The last column is the length that has the lowest share.",
+        ("operation", "dtype", "GPU", "lengths", "median share", "lowest share", "at length"),
         (
             [
                 *(_in_code(operation), dtype, device, str(len(own))),
@@ -208,9 +216,9 @@ def _lengths(page: Page, results: Results) -> None:
         ),
     )
     page.say(
-        "These figures are from development runs of earlier versions of the kernels, at several commits; the present "
-        "kernels may be faster. They were measured without rivals, on an H200 and, where the table says so, on an "
-        "NVIDIA H100 80GB HBM3.",
+        "These figures are from development runs of earlier versions of the kernels, at several commits. The present "
+        "kernels may be faster. No rivals were measured. The column GPU says which figures are from an NVIDIA H100 "
+        "80GB HBM3; the others are from an H200.",
     )
     page.measured(run)
 

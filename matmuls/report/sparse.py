@@ -30,21 +30,27 @@ def page(results: Results) -> Page:
     page.say(
         "These figures are for products A @ B of a sparse A and a dense B. Caches are warm, as they are when one "
         "matrix is multiplied many times. *A plan* is a constant plan, `matmuls.plan(A, constant=True)`, unless a "
-        "table says otherwise; *without a plan* means `matmuls.spmm(A, B)`. A plan is made once for a matrix. The time "
+        "table says otherwise. *Without a plan* means `matmuls.spmm(A, B)`. A plan is made once for a matrix. The time "
         "for that is not included; see [What a plan costs](#what-a-plan-costs).",
-        "Times are those of the GPU, unless a table says that they are *as called*: the latter include the host, which "
-        "limits small products.",
+        "Times are GPU times, unless a table says *as called*. Times as called include the host, which limits small "
+        "products.",
     )
     page.say(
-        f"There are two baselines. *The best rival* is {BEST}; it is determined for each case. If a cuSPARSE algorithm "
-        "has a preprocessing step, it is used and not timed. *CSR_ALG2* is one cuSPARSE algorithm without "
-        "preprocessing, the baseline that papers commonly use.",
+        "*Forward + backward* computes A @ B and the gradients of A's values and of B. It runs an ordinary plan, "
+        "`plan.with_values(values)`, because a constant plan gives no gradient to the values. The rival is "
+        "torch.sparse, which computes the gradient of A as a dense matrix.",
     )
     page.say(
-        "Some matrices are files: `mdual` is a mesh from the sources of METIS, `Franz6_id1959_aug` is from the "
-        "SuiteSparse collection, and `cond-mat-2005`, `email-Enron` and `NotreDame_www` are undirected graphs from the "
-        "collection of graph-tool. Their values are random. The files are not in the repository; the commands below "
-        "expect them in the folder `matrices`. The other names generate a matrix; see "
+        f"There are two baselines. *The best rival* is {BEST}; it is determined for each case. Some cuSPARSE "
+        "algorithms have a preprocessing step. It is run before the product and is not timed. *CSR_ALG2* is one "
+        "cuSPARSE algorithm without preprocessing, the baseline that papers commonly use.",
+    )
+    page.say(
+        "Five matrices are files. `mdual` is a mesh, the file `mdual.graph` of METIS's source code. "
+        "`Franz6_id1959_aug` is from the SuiteSparse Matrix Collection. `cond-mat-2005`, `email-Enron` and "
+        "`NotreDame_www` are undirected graphs from the Python module `graph_tool.collection`. All were converted to "
+        "`.npz` with random values. The files are not in the repository. The commands below expect them in the folder "
+        "`matrices`. The other names generate a matrix; see "
         "[the command line](../guides/command-line.md#your-own-matrices).",
     )
     _summary(page, results)
@@ -71,13 +77,11 @@ def _dtypes(cases: Iterable[Case]) -> list[str]:
 def _summary(page: Page, results: Results) -> None:
     runs = [results.cases(file) for file in FILES]
     first = runs[0][1]
-    widths = [str(n) for n in sorted({c.n for c in first})]
     page.heading("Summary")
     page.plot(sparse_plot(results))
     page.table(
-        "There is one row for each GPU and dtype. The columns have the geometric mean of a speed and, in brackets, the "
-        f"lowest, over {len({c.matrix for c in first})} matrices and {', '.join(widths)} columns of B: higher is "
-        f"better. The last column is the number of these cases. {_left_out(first)}",
+        f"There is one row for each GPU and dtype. {_cases(first)} The columns have the geometric mean of a speed and, "
+        f"in brackets, the lowest: higher is better. {_left_out(first)}",
         ("GPU", "dtype", *RATIOS, "cases"),
         (
             [run.card, d, *(mean_and_lowest(ratio(c) for c in own) for ratio in RATIOS.values()), str(len(own))]
@@ -95,13 +99,24 @@ def _summary(page: Page, results: Results) -> None:
     page.measured(*(run for run, _ in runs))
 
 
+def _cases(cases: list[Case]) -> str:
+    """A sentence on the number of cases of a dtype."""
+    matrices, widths = len({c.matrix for c in cases}), sorted({c.n for c in cases})
+    *some, last = widths
+    return (
+        f"Each row has {matrices * len(widths)} cases: {matrices} matrices x {len(widths)} widths of B "
+        f"({', '.join(map(str, some))} and {last} columns)."
+    )
+
+
 def _left_out(cases: list[Case]) -> str:
-    """A sentence on the columns that have fewer cases of a dtype than the others."""
+    """Sentences on the columns that have fewer cases of a dtype than the others."""
     own = [c for c in cases if c.dtype == cases[0].dtype]
     dense, trained = (sum(ratio(c) is not None for c in own) for ratio in list(RATIOS.values())[-2:])
     return (
-        f"The dense product was timed in {dense} of them, for matrices of at most {DENSE_ELEMENTS:,} "
-        f"elements, and forward + backward in {trained}, where torch's dense gradient fits into memory."
+        f"The dense product was timed in {dense} of the {len(own)} cases, for matrices of at most {DENSE_ELEMENTS:,} "
+        f"elements. Forward + backward was compared in {trained} of the {len(own)}, where torch's dense gradient fits "
+        "into memory."
     )
 
 
@@ -114,10 +129,10 @@ def _matrices(page: Page, results: Results) -> None:
     page.plot(_matrix_plot(names, widths, by, run.machine))
     for dtype in _dtypes(cases):
         page.table(
-            f"There is one row for each matrix, in {dtype}, and one column for each number of columns of B, with the "
-            "speed of a plan over the best rival and, in brackets, over CSR_ALG2. The share, at "
-            f"{widths[-1]} columns, is the time of a plain copy of the bytes that must be read and written, divided by "
-            "the time of the plan. Higher is better for all.",
+            f"There is one row for each matrix, in {dtype}, and one column for each number of columns of B. A cell has "
+            "the speed of a plan over the best rival and, in brackets, over CSR_ALG2. The share is the time of a plain "
+            "copy of the bytes that must be read and written, divided by the time of the plan. Higher is better for "
+            "all.",
             ("matrix", "shape", "nonzeros", *(f"{n} columns" for n in widths), f"share, {widths[-1]} columns"),
             (
                 [
@@ -161,13 +176,12 @@ def _first_products(page: Page, results: Results) -> None:
     page.heading("What a plan costs")
     runs = [results.cases(file) for file in FILES]
     page.table(
-        "There is one row for each GPU and dtype. *Building* is the time to make a plan, the median over the cases. "
-        "For the two ratios, the first products with a new matrix were timed as called: "
-        f"{max(c.calls for _, cases in runs for c in cases)} products, or fewer if they are slow. The ratio is the "
-        "time without a plan divided by the time with a plan, which includes building it and selecting a kernel. The "
-        "columns have the geometric mean and, in brackets, the lowest. Above 1, the plan has saved more time than it "
-        "cost. *Queued*: the host launches the products without waiting for the GPU. *Synchronized*: the host waits "
-        "after each product.",
+        "There is one row for each GPU and dtype. *Building* is the time to make a plan, the median over the cases. We "
+        f"timed the first {max(c.calls for _, cases in runs for c in cases)} products with a new matrix as called, "
+        "with a plan (building it and selecting a kernel included) and without. If products are slow, we timed fewer. "
+        "The ratio is the second time divided by the first: above 1, the plan has saved more time than it cost. The "
+        "columns have the geometric mean of the ratio and, in brackets, the lowest. *Queued*: the host launches the "
+        "products without waiting for the GPU. *Synchronized*: the host waits after each product.",
         ("GPU", "dtype", "building, µs", "queued", "synchronized"),
         (
             [
@@ -192,9 +206,9 @@ def _memory(page: Page, results: Results) -> None:
     shown = sorted((c for c in both if c.n == 128 and c.dtype == "float32"), key=lambda c: _order(c.matrix))
     page.heading("Memory of forward + backward")
     page.table(
-        "There is one row for each matrix, in float32, with 128 columns of B. The figures are the peak memory in MiB "
-        "in addition to the operands: lower is better. torch.sparse computes a dense gradient of A, so that only "
-        "matrices for which this fits into memory are listed.",
+        "There is one row for each matrix, in float32, with 128 columns of B. The figures are the peak memory in MiB: "
+        "lower is better. The memory of the operands is not counted. Only matrices for which torch's dense gradient of "
+        "A fits into memory are listed.",
         ("matrix", "matmuls, MiB", "torch.sparse, MiB", "torch / matmuls"),
         (
             [

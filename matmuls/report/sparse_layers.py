@@ -68,8 +68,8 @@ def pruned(page: Page, results: Results) -> None:
     )
     page.table(
         "There is one row for each weight, with its shape and its share of zeros at random places, and one column for "
-        "each number of columns of B. The figures are speeds of a plan over `torch.matmul` on the dense weight, which "
-        "stores its zeros; each is the lower of float16 and bfloat16: higher is better. If a plan selects the dense "
+        "each number of columns of B. The figures are the speed of a plan over `torch.matmul` with the same weight "
+        "stored dense: higher is better. The worse of float16 and bfloat16 is shown. If a plan selects the dense "
         "product, its speed is 1, except for noise.",
         ("shape", "zeros", *(f"{n} columns" for n in columns)),
         rows,
@@ -117,8 +117,8 @@ def linear(page: Page, results: Results) -> None:
     page.heading("A frozen SparseLinear, compared with nn.Linear")
     page.table(
         "There is one row for each layer (features in and out, share of zeros) and one column for each number of "
-        "tokens. The figures are speeds, without a gradient, over `nn.Linear` with the dense weight, which stores its "
-        "zeros; each is the lower of float16 and bfloat16: higher is better. These are GPU times; the "
+        "tokens. The figures are the speed over `nn.Linear` with the same weight stored dense: higher is better. The "
+        "worse of float16 and bfloat16 is shown. No gradient is computed. These are GPU times. The "
         "[next section](#constant-and-ordinary-plans) has times as called, which include the host.",
         ("layer", "zeros", *(_tokens(n) for n in columns)),
         rows,
@@ -135,7 +135,7 @@ def constant(page: Page, results: Results) -> None:
     page.table(
         "There is one row for each random matrix (shape, share of zeros) and number of columns of B, with the time of "
         "one product as called from Python in µs: lower is better. A constant plan, `plan(A, constant=True)`, may keep "
-        "copies of A in other layouts; an ordinary plan, `plan(A)`, reads the values at every product.",
+        "copies of A in other layouts. An ordinary plan, `plan(A)`, reads the values at every product.",
         ("shape", "zeros", "columns of B", "dtype", *(f"{name}, µs" for name in names)),
         (
             [
@@ -154,8 +154,8 @@ def constant(page: Page, results: Results) -> None:
     layers = ("SparseLinear, frozen", "SparseLinear", "nn.Linear")
     page.table(
         "There is one row for each layer (features in and out, share of zeros) and number of tokens, with the time of "
-        "one call from Python in µs: lower is better. The host takes longer for a `SparseLinear` than for `nn.Linear`, "
-        "and with these layers longer than the GPU.",
+        "one call from Python in µs: lower is better. A `SparseLinear` has more host overhead than `nn.Linear`, and "
+        "for these layers that overhead exceeds the GPU time.",
         ("layer", "zeros", "tokens", "dtype", *(f"{name}, µs" for name in layers)),
         (
             [
@@ -191,8 +191,9 @@ def blocks(page: Page, results: Results) -> None:
     names = {"bsr_spmm": "bsr_spmm, µs", "plan": "plan, µs", "cusparse bsr_alg1": "cuSPARSE, µs", "dense": "dense, µs"}
     page.heading("Matrices in blocks")
     page.table(
-        "There is one row for each 4096x4096 matrix, whose nonzeros lie in blocks at random places, and number of "
-        "columns of B, in float16. The last two columns are speeds of `matmuls.blocks.bsr_spmm`: higher is better. "
+        "There is one row for each matrix and number of columns of B, in float16. The matrices are 4096x4096, and "
+        "their nonzeros lie in blocks at random places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`: "
+        "higher is better. "
         "The column *plan* is the time of a plan of the matrix, which may select another kernel.",
         ("blocks", "zeros", "columns of B", *names.values(), "over cuSPARSE", "over dense"),
         (

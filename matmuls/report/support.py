@@ -31,9 +31,9 @@ def _operations(page: Page) -> None:
         "the table marks with *yes*. The same tests run on both."
     )
     page.table(
-        "There is one row for each operation. *gradient* says whether it is differentiable, *compile* whether "
-        "`torch.compile(fullgraph=True)` can trace it (*with a plan*: if its sparse operand is a plan, not a sparse "
-        "tensor), and *strides* whether it accepts tensors that are not contiguous.",
+        "There is one row for each operation. *gradient* says whether it is differentiable. *compile* says whether "
+        "`torch.compile(fullgraph=True)` can trace it. *with a plan* means that it can if the sparse operand is a "
+        "plan, not a sparse tensor. *strides* says whether the operation accepts tensors that are not contiguous.",
         ("operation", *(d.replace("complex", "c") for d in dtypes), "gradient", "compile", "strides"),
         (
             [
@@ -57,7 +57,7 @@ def _models(page: Page) -> None:
     page.heading("Hugging Face models")
     page.say(
         "`register()` works for every architecture whose attention goes through transformers' "
-        "`ALL_ATTENTION_FUNCTIONS`; `takes(model)` says whether that is so for a model of yours. `optimize(model)` "
+        "`ALL_ATTENTION_FUNCTIONS`. `takes(model)` says whether that is so for a model of yours. `optimize(model)` "
         "works for the families that the table marks with *yes*.",
         "Models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS) are not supported: their first "
         "forward pass raises an error.",

@@ -37,7 +37,7 @@ def stats(reset: bool = False) -> Stats:
     """Counts the products of PyG that went through plans, and the calls that were left to PyG with the reason.
 
     Args:
-        reset: start to count again after this answer.
+        reset: set the counts to 0 after they were read.
 
     Returns:
         `Stats`, of the whole process. Compiled code is not counted.
@@ -61,14 +61,14 @@ def stats(reset: bool = False) -> Stats:
 
 
 def explain(model: torch.nn.Module) -> dict[str, str]:
-    """Tells which message-passing layers of a model compute their sums over edges by plans, as they are set now.
+    """Lists which message-passing layers of a model would use plans, and which are left to PyG.
 
     Args:
         model: a module with layers of PyG.
 
     Returns:
-        The layers by name: "GCNConv: plan (sum)", or the class and why PyG computes it. What a call may add to
-        the reasons, such as features in another dtype, `stats` tells.
+        The layers by name: "GCNConv: plan (sum)", or the class and why PyG computes it. A call may have further
+        reasons, such as features in another dtype; `stats` counts these.
 
     Examples:
         >>> from torch_geometric.nn import GATConv, GCNConv, Sequential

@@ -71,16 +71,22 @@ def _set_templates(original: Callable[..., Any], layer: MessagePassing, *args: A
 def enable(patience: int = 4) -> None:
     """Routes the sums of PyTorch Geometric over edges to plans of matmuls, in the whole process, until `disable`.
 
-    Routed are the layers whose message is x_j, or a weight of the edge times x_j, with the reductions sum, mean, max
-    and min, given a tensor of edges or an `EdgeIndex`; `torch_geometric.utils.spmm`, by which layers multiply by a
-    sparse adjacency; and `EdgeIndex.matmul`. All else, compiled and scripted code too, takes PyG's own way. Checked
-    indices, plans, the results of `gcn_norm` and the edges of each relation are kept with the tensor of edges or the
-    adjacency and go with it. They are made again after a write to it that torch counts, which one by `.data` is not.
+    These go through plans:
+
+    - layers whose message is x_j, or a weight of the edge times x_j, with the reductions sum, mean, max and min, called
+      with a tensor of edges or an `EdgeIndex`;
+    - `torch_geometric.utils.spmm`, by which layers multiply by a sparse adjacency;
+    - `EdgeIndex.matmul`.
+
+    PyG computes everything else, also in compiled and scripted code. Checked indices, plans, the results of `gcn_norm`
+    and the edges of each relation are kept as long as the tensor of edges or the adjacency lives. They are made again
+    after a write to it. A write through `.data` is not noticed.
 
     Args:
-        patience: how many sums over a new tensor of edges PyG computes before a plan is made, which takes as long as
-            some sums. Large graphs get their plan at once. Mini-batches of small graphs, whose edges serve one step,
-            never get one. 0 makes every plan at once. It has no effect if plans are enabled already.
+        patience: how many sums over a new tensor of edges PyG computes before a plan is made. Making a plan costs as
+            much as a few sums. Large graphs get their plan at the first sum. Mini-batches of small graphs, whose edges
+            are used in one step only, may get no plan. 0 makes every plan at the first sum. patience has no effect if
+            plans are enabled already.
 
     Raises:
         ValueError: if patience is not a whole number of 0 or more.

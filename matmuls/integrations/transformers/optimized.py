@@ -78,10 +78,10 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
     layers. In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the
     stock code runs, with unchanged results. The attention function is not changed: use `register` for that.
 
-    The weights of q, k and v are moved into one storage, for which each layer in turn needs a second copy of them.
-    Call `optimize` after you move the model: `.to()` separates the weights again, and q, k and v are then computed by
-    three products. Call `undo()` before you save with a tool that checks for shared memory
-    (safetensors.torch.save_model, Accelerator.save_model), because such a tool would leave out k and v.
+    The weights of q, k and v are joined in one tensor. Each layer in turn needs memory for a second copy of them.
+    `.to()` splits them again, and q, k and v are then computed by three products, so move the model first.
+    `save_pretrained` works on an optimized model. Call `undo()` before you save with a tool that checks for shared
+    memory (safetensors.torch.save_model, Accelerator.save_model), because such a tool would leave out k and v.
 
     Args:
         model: a model of transformers. Unsupported modules stay as they are.

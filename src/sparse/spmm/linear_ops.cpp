@@ -10,7 +10,7 @@
 #include "glue/checks.h"
 #include "sparse/ops.h"
 
-namespace matmuls {
+namespace matmuls::linear {
 namespace {
 
 using at::Tensor;
@@ -145,4 +145,4 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("csr_linear", linear_autogra
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("csr_linear", linear_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("csr_linear", linear_autocast<at::kCUDA>); }
 
-}  // namespace matmuls
+}  // namespace matmuls::linear

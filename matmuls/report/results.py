@@ -96,6 +96,15 @@ class Results:
             made = "what matmuls bench --kernels wrote"
             raise ValueError(f"expected {made} in {self.folder / name}: {error!r}") from None
 
+    def distributed(self, name: str) -> tuple[Run, list[dict[str, Any]]]:
+        """A file of `matmuls spmm --distributed`."""
+        run = self.run(name)
+        try:
+            return run, list(self._content(self.folder / name)["cases"])
+        except FOREIGN as error:
+            made = "what matmuls spmm --distributed wrote"
+            raise ValueError(f"expected {made} in {self.folder / name}: {error!r}") from None
+
     def bench(self, operation: str) -> Run:
         """The operation's rows of the newest complete `matmuls bench` on a GPU that has it."""
         if operation not in self._newest:

@@ -1,10 +1,9 @@
 """The page on operations along rows: softmax and the norms."""
 
-import re
 from typing import Any
 
 from ..bench import COMPILED
-from .format import DTYPES, losses, number
+from .format import losses, number
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows, Run
@@ -35,8 +34,6 @@ def page(results: Results) -> Page:
     _compiled(page, [r for run in runs.values() for r in run.rows])
     _cpu(page, results)
     _dims(page, results)
-    _lengths(page, results)
-    _uneven(page, results)
     return page
 
 
@@ -192,72 +189,3 @@ def _dims(page: Page, results: Results) -> None:
 
 
 DIMS = ("torch", "torch", "torch backward")  # the rivals of softmax, softmax_ and softmax_backward
-
-
-def _lengths(page: Page, results: Results) -> None:
-    run = results.run("row-lengths-cuda.json")
-    groups: dict[tuple[str, str, str], Rows] = {}
-    for r in run.rows:
-        device = r.get("device", run.environment["device"]).removeprefix("NVIDIA ").split()[0]
-        groups.setdefault((r["operation"], r["dtype"], device), []).append(r)
-    page.heading("Many lengths of rows")
-    page.table(
-        "There is one row for each operation, dtype and GPU. Each was run on tensors with rows of many lengths. The "
-        "fourth column says how many lengths there were. The shares are shares of a copy's speed: higher is better. "
-        "The last column is the length that has the lowest share.",
-        ("operation", "dtype", "GPU", "lengths", "median share", "lowest share", "at length"),
-        (
-            [
-                *(_in_code(operation), dtype, device, str(len(own))),
-                f"{sorted(r['share'] for r in own)[len(own) // 2]:.2f}",
-                *(f"{min(own, key=_share)['share']:.2f}", str(min(own, key=_share)["columns"])),
-            ]
-            for (operation, dtype, device), own in sorted(groups.items())
-        ),
-    )
-    page.say(
-        "These figures are from development runs of earlier versions of the kernels, at several commits. The present "
-        "kernels may be faster. No rivals were measured. The column GPU says which figures are from an NVIDIA H100 "
-        "80GB HBM3; the others are from an H200.",
-    )
-    page.measured(run)
-
-
-def _in_code(operation: str) -> str:
-    """The names of operations in code font: "`norm_backward` of `layer_norm_`"."""
-    return re.sub(r"\b[a-z]+_\w*", r"`\g<0>`", operation)
-
-
-def _share(row: dict[str, Any]) -> float:
-    return float(row["share"])
-
-
-def _uneven(page: Page, results: Results) -> None:
-    run = results.run("uneven-rows-cuda.json")
-    by = {(r["operation"], r["dtype"], r["columns"]): r for r in run.rows}
-    names = sorted({operation for operation, _, _ in by})
-    dtypes = [d for d in DTYPES if any(d == dtype for _, dtype, _ in by)]
-    columns = sorted({n for _, _, n in by})
-    panels = [
-        Panel(
-            "lines",
-            dtype,
-            "share of a copy's speed\n(higher is better)",
-            "columns",
-            {name: [by[name, dtype, n]["ours"] if (name, dtype, n) in by else None for n in columns] for name in names},
-            columns,
-            ratio=True,
-        )
-        for dtype in dtypes
-    ]
-    page.heading("Rows whose length is not a multiple of 16 bytes")
-    title = "Rows whose length is not a multiple of 16 bytes, compared with a memory copy"
-    page.plot(Plot("performance/rows-uneven", title, run.machine, panels))
-    worst = min(run.rows, key=lambda r: r["ours"])
-    page.say(
-        "The plot is from a development run of earlier versions of the kernels, without rivals. Long rows, and "
-        "gradients of norms, have the lowest shares.",
-        f"The lowest of all is {worst['ours']:.2f}: {_in_code(worst['operation'])}, {worst['dtype']}, "
-        f"{worst['columns']} columns.",
-    )
-    page.measured(run)

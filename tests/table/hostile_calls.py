@@ -102,6 +102,7 @@ def layouts() -> None:
     ops.csr_reads(crow, col, 64, 8, 1, order)
     ops.csr_reorder(crow, col, order)
     ops.csr_spmm_arg(crow, col, values, b, 64, "max")
+    ops.csr_linear(crow, col, values, b.mT.contiguous(), torch.randn(64))
     parts = s.crow_indices(), s.col_indices(), values, b, 64, 64
     ops.cusparse_prepare(*parts)
     ops.cusparse_spmm.out(*parts, out=torch.empty(64, 16))

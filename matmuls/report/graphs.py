@@ -42,8 +42,9 @@ def distributed(results: Results) -> Page:
         "The table has the wall clock of one product as called, in microseconds: lower is better.",
         "*all-gather*: every process first gets all rows of the dense operand, then multiplies its own rows.",
         "*efficiency* is t(one GPU) / (number of GPUs x t(distributed plan)); higher is better, 1 is ideal.",
-        "The grid gains by a second GPU, because few of its rows must be sent, except in forward + backward with 32 "
-        "columns. The other matrices are faster on one GPU: the exchange and its launches take longer than the second GPU saves.",
+        "The grid gains by a second GPU, because few of its rows must be sent; only its forward + backward with 32 "
+        "columns does not. The other matrices are faster on one GPU: the exchange and its launches take longer than "
+        "the second GPU saves.",
     )
     run, cases = results.distributed(DISTRIBUTED)
     page.table(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .format import number
+from .format import losses, number
 from .page import Page
 from .results import Results
 
@@ -14,8 +14,8 @@ DISTRIBUTED = "spmm-distributed-2-cuda.json"
 def steps(results: Results) -> Page:
     page = Page("performance/pyg.md", "PyTorch Geometric's training steps")
     page.say(
-        "These are training steps of models with two layers of PyTorch Geometric: forward, backward and one step of "
-        "the optimizer, as called, in milliseconds of wall clock: lower is better.",
+        "The table has the wall-clock time of one training step (forward, backward, optimizer) in ms: lower is better. "
+        "The models have two PyG layers.",
         "*edges*: the layers get a tensor of edges; *adjacency*: they get a sparse tensor of torch.",
         "*plans*: the same code after `matmuls.integrations.pyg.enable()`.",
         "*torch.sparse*: the same model written by hand with `torch.sparse.mm`.",
@@ -26,6 +26,11 @@ def steps(results: Results) -> Page:
         ("model", "graph", "width", *WAYS),
         ((r["model"], _name(r["graph"]), str(r["width"]), *(_ms(r, way) for way in WAYS)) for r in run.rows),
     )
+    for rival in ("PyG {}", "torch.sparse"):
+        for given in ("edges", "adjacency"):
+            ratios = [(_speed(r, rival.format(given), f"plans {given}"), _case(r)) for r in run.rows]
+            over = "PyG with the same input" if rival != "torch.sparse" else rival
+            page.say(losses(ratios, over, f"plans with {given} compared with {rival.format(given)}"))
     page.measured(run)
     return page
 
@@ -33,12 +38,13 @@ def steps(results: Results) -> Page:
 def distributed(results: Results) -> Page:
     page = Page("performance/distributed.md", "Sparse products on several GPUs")
     page.say(
-        "`matmuls.distributed.plan` multiplies a matrix whose rows are shared out among processes, one for each GPU.",
+        "`matmuls.distributed.plan` multiplies a matrix whose rows are divided among processes, one for each GPU.",
         "The table has the wall clock of one product as called, in microseconds: lower is better.",
         "*all-gather*: every process first gets all rows of the dense operand, then multiplies its own rows.",
-        "*efficiency*: the time of one GPU divided by the number of GPUs and by the plan's time: higher is better.",
-        "The grid gains by a second GPU, because few of its rows must be sent. The other matrices are faster on one "
-        "GPU: the exchange and its launches take longer than the second GPU saves.",
+        "*efficiency* is t(one GPU) / (number of GPUs x t(distributed plan)); higher is better, 1 is ideal.",
+        "The grid gains by a second GPU, because few of its rows must be sent; only its forward + backward with 32 "
+        "columns does not. The other matrices are faster on one GPU: the exchange and its launches take longer than "
+        "the second GPU saves.",
     )
     run, cases = results.distributed(DISTRIBUTED)
     page.table(
@@ -46,6 +52,19 @@ def distributed(results: Results) -> Page:
         ("matrix", "columns", "MiB sent", *TIMED, "efficiency", "forward + backward", "of one GPU"),
         (_distributed_row(case) for case in cases),
     )
+    for name, times, rivals in (
+        ("the faster all-gather", "wall", TIMED[1:3]),
+        ("one GPU", "wall", TIMED[3:]),
+        ("one GPU, forward + backward", "wall_backward", TIMED[3:]),
+    ):
+        ratios = [
+            (
+                min(case[times][rival] for rival in rivals) / case[times][TIMED[0]],
+                f"{case['matrix']}, {case['n']} columns",
+            )
+            for case in cases
+        ]
+        page.say(losses(ratios, name.partition(",")[0], f"compared with {name}"))
     page.measured(run)
     return page
 
@@ -62,6 +81,16 @@ def _distributed_row(case: dict[str, Any]) -> list[str]:
 
 def _name(graph: str) -> str:
     return graph.rpartition("/")[2].removesuffix(".npz")
+
+
+def _case(row: dict[str, Any]) -> str:
+    return f"{row['model']}, {_name(row['graph'])}, width {row['width']}"
+
+
+def _speed(row: dict[str, Any], rival: str, way: str) -> float | None:
+    """The rival's time divided by the way's; None if one of them did not run."""
+    ms = [row["ways"].get(name, {}).get("ms") for name in (rival, way)]
+    return ms[0] / ms[1] if all(ms) else None
 
 
 def _ms(row: dict[str, Any], way: str) -> str:

@@ -21,15 +21,16 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
     page.heading("How the figures are made")
     page.say(
         "In each table, matmuls and its alternatives (*rivals*) were measured in the same run, in turns, with the same "
-        "inputs, layouts and precision. The last two sections of [Softmax and norms](rows.md#many-lengths-of-rows) are "
-        "exceptions: they show development runs, without rivals.",
+        "inputs, layouts and precision.",
         "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs. Together "
         "they exceed the L2 cache, except in the smallest cases. Sparse products run with warm caches.",
         "Results are compared with float64 in the same run.",
     )
     page.say(
-        "A *speed* is the rival's time divided by the time of matmuls: above 1, matmuls is faster. Below each table, "
-        "*Losses* says how many cases are slower than the rival by more than 0.5 %, and which has the lowest ratio.",
+        "A *speed* is the rival's time divided by the time of matmuls: above 1, matmuls is faster. Below the "
+        "tables that compare with rivals, *Losses* says how many cases are slower than the rival by more than 0.5 %, "
+        "and which has the lowest ratio. [Which kernel earns its place](kernels.md) compares kernels of matmuls only, "
+        "and lists the calls that lose the most.",
         "A *share* compares with the limit of the hardware. It is the time of a plain memory copy of the bytes that "
         "the operation must read and write, divided by the time of matmuls. The *share of the peak* of a dense product "
         "is its rate of floating-point operations divided by the highest that `torch.mm` reached in the run.",
@@ -61,14 +62,14 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
 
 def _lacking(results: Results) -> str:
     """A sentence on the files without a date, a commit or a command."""
-    lacking = [
-        (run.file, [fact for fact in ("date", "commit", "command") if not run.environment.get(fact)])
-        for run in results.everything()
-    ]
-    named = "; ".join(f"`{file}` (no {', no '.join(facts)})" for file, facts in lacking if facts)
+    facts = ("date", "commit", "command")
+    lacking = {
+        fact: [f"`{run.file}`" for run in results.everything() if not run.environment.get(fact)] for fact in facts
+    }
+    named = "; ".join(f"these lack the {fact}: {', '.join(files)}" for fact, files in lacking.items() if files)
     return (
-        "Each file names the machine and the version of torch. All but these also name the date, the commit and the "
-        f"command: {named}."
+        "Each file names the machine and the version of torch. All name the date, the commit and the command"
+        f"{f', except that {named}' if named else ''}."
     )
 
 

@@ -39,8 +39,8 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
     worst = sorted((case for g in found for case in g.slower), key=lambda case: case.gain or 1)[:10]
     if worst:
         page.table(
-            "There is one row for each of the calls in which the chosen kernel is slowest relative to the fastest. "
-            "Times are in microseconds: lower is better.",
+            f"There is one row for each of the {len(worst)} calls that lose the most by the choice of kernel: the "
+            "chosen kernel against the fastest one. Times are in microseconds: lower is better.",
             ("operation", "size", "dtype", "chosen", "fastest"),
             ((case.operation, case.label, case.dtype, *_times(case)) for case in worst),
         )

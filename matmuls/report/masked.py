@@ -25,7 +25,7 @@ def page(results: Results) -> Page:
     page.say(
         "The *rivals* compute the same result as matmuls in one of three ways. The first splits the rows by the mask "
         "and computes two products (or networks). The second sorts the rows and calls `torch._grouped_mm`. The third "
-        "computes both products (or networks) for all rows and selects by the mask.",
+        "computes both products (or networks) for all rows and blends them by the mask.",
     )
     page.say(
         "The masks are of four kinds. *span*: the rows of the first weight are one contiguous range, half of all rows. "

@@ -18,10 +18,9 @@ def page(results: Results) -> Page:
         "These operations must read and write each element once, so their limit is about the time of a plain memory "
         "copy of the same size. The *share of a copy's speed* is the time of that copy divided by the time of matmuls.",
         "The copy goes from one tensor of 2 GB to another, and was timed once in each run. The operations move their "
-        "bytes in other ways, so that shares slightly above 1 occur. A forward pass reads and writes the same tensor: "
-        f"its share is at most {_highest(runs, 'forward')}. A backward pass, and a norm with a residual, reads two "
-        f"tensors and writes one: their shares are at most {_highest(runs, 'backward')} and "
-        f"{_highest(runs, 'residual')}.",
+        "bytes in other ways, so that shares slightly above 1 occur. "
+        f"The highest shares are {_highest(runs, 'forward')} (forward), {_highest(runs, 'backward')} (backward) and "
+        f"{_highest(runs, 'residual')} (norm with a residual); the last two read two tensors and write one.",
     )
     page.say(
         "The backward pass of `rms_norm_` is compared with a formula written in torch operations, in eager mode and "
@@ -117,7 +116,10 @@ def _residual(page: Page, *runs: Run) -> None:
         ),
     )
     cases = [(r["ratio"], f"`{r['operation']}`, {r['case'].split()[1]}, {r['dtype']}") for r in rows]
-    page.say(losses(cases, "the faster of eager torch and torch.compile"), "These figures are from the same runs.")
+    page.say(
+        losses(cases, "the faster of eager torch and torch.compile"),
+        "These figures are from the runs of the tables of `layer_norm_` and `rms_norm_` above.",
+    )
 
 
 def _compiled(page: Page, rows: Rows) -> None:

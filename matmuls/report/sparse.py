@@ -176,9 +176,10 @@ def _first_products(page: Page, results: Results) -> None:
     page.heading("What a plan costs")
     runs = [results.cases(file) for file in FILES]
     page.table(
-        "There is one row for each GPU and dtype. *Building* is the time to make a plan, the median over the cases. We "
-        f"timed the first {max(c.calls for _, cases in runs for c in cases)} products with a new matrix as called, "
-        "with a plan (building it and selecting a kernel included) and without. If products are slow, we timed fewer. "
+        "There is one row for each GPU and dtype. *Building* is the time to make a plan, the median over the cases. "
+        f"For a new matrix we timed its first {max(c.calls for _, cases in runs for c in cases)} products, as called: "
+        "once with a plan (including building it and selecting a kernel), once without. If products are slow, we timed "
+        "fewer. "
         "The ratio is the second time divided by the first: above 1, the plan has saved more time than it cost. The "
         "columns have the geometric mean of the ratio and, in brackets, the lowest. *Queued*: the host launches the "
         "products without waiting for the GPU. *Synchronized*: the host waits after each product.",

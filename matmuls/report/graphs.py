@@ -8,7 +8,7 @@ from .results import Results
 
 STEPS = "pyg-steps-cuda.json"
 WAYS = "PyG edges", "plans edges", "PyG adjacency", "plans adjacency", "torch.sparse"
-DISTRIBUTED = "spmm-distributed-2-cuda.json"
+DISTRIBUTED = "distributed-2-cuda.json"
 
 
 def steps(results: Results) -> Page:

@@ -37,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a kernel gains over the fastest other one, in the cases where it is chosen.
+    """The speed of a kernel over the fastest other kernel, in the cases where it is chosen.
 
     cases: how many. mean, least: geometric mean and minimum of `Case.gain`, None if no other kernel takes any of them.
     slower: the cases in which another kernel is more than 2 % faster, the worst first.

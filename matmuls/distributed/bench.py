@@ -64,7 +64,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """What rounding explains of `error`."""
+        """The largest `error` that counts as rounding."""
         return 8 * torch.finfo(getattr(torch, self.dtype)).eps + 1e-5
 
     def efficiency(self, wall: dict[str, float]) -> float | None:

@@ -73,7 +73,7 @@ class Group:
         return rows
 
     def together(self, make: Callable[[], T]) -> T:
-        """What `make` makes on this rank; if it raises an error on one, all ranks raise one."""
+        """Return the result of `make()` on this rank. If `make` raises on one rank, all ranks raise an error."""
         error = None
         try:
             made = make()
@@ -138,7 +138,7 @@ def digest(numbers: Sequence[int]) -> int:
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Where each range begins and, last, where the last one ends."""
+    """The start of each range of these sizes, and the end of the last one."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)

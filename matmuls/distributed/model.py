@@ -19,7 +19,7 @@ from .splits import balanced
 
 @dataclass(frozen=True)
 class Load:
-    """What the busiest ranks of a split do in a product.
+    """The largest counts of any rank in one product, of which the model computes its time.
 
     peers: ranks that one of them receives rows from. rows: rows of x, sent or received, whichever are more. own, halo:
     nonzeros in the columns that a rank has the rows of x for, and in others.

@@ -22,14 +22,6 @@ ROUNDS = adjacency.SETTLED + 2  # the last by a settled plan
 enabled = partial(pyg.enabled, patience=0)  # plans of small graphs at once
 
 
-@pytest.fixture(autouse=True)
-def counted():
-    """Counts from zero, and nothing is left enabled."""
-    pyg.stats(reset=True)
-    yield
-    assert not pyg.is_enabled()
-
-
 def drawn(device="cpu", dtype=torch.float64, index=torch.int64, seed=0):
     """Edges with duplicates, loops and isolated nodes; a weight for each edge; features."""
     g = torch.Generator().manual_seed(seed)

@@ -23,14 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse CS", "ignore:.*torch.jit"
 enabled = partial(pyg.enabled, patience=0)  # plans of small graphs at once
 
 
-@pytest.fixture(autouse=True)
-def counted():
-    """Counts from zero, and nothing is left enabled."""
-    pyg.stats(reset=True)
-    yield
-    assert not pyg.is_enabled()
-
-
 def drawn(device="cpu", nodes=30, edges=100):
     g = torch.Generator().manual_seed(0)
     return torch.randn(nodes, 4, generator=g).to(device), torch.randint(nodes, (2, edges), generator=g).to(device)

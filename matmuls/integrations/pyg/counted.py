@@ -1,4 +1,4 @@
-"""What PyG's products went through, and what a model's layers would."""
+"""Count the products that plans computed for PyG, and list the layers of a model that would use plans."""
 
 from dataclasses import dataclass
 

@@ -19,10 +19,14 @@ MOST_BYTES = 2**30  # of the masks that are kept with a tensor of edges
 
 
 class _Norm(NamedTuple):
-    edges: (
-        Tensor | None
-    )  # with self-loops, or a normalized adjacency; None: those that were given, which must not be kept alive
-    weights: Tensor | None  # of edges without weights
+    """A result of gcn_norm.
+
+    edges: with self-loops, or a normalized adjacency; None: the given ones, which must not be kept alive.
+    weights: of edges without weights.
+    """
+
+    edges: Tensor | None
+    weights: Tensor | None
     versions: tuple[int, ...]
 
 

@@ -39,6 +39,13 @@ void check(const Pattern& p, const Tensor& values, const Tensor& x, const Tensor
 // x as B [columns, n] of the product.
 Tensor transposed(const Tensor& x) { return as_rows(x).t().contiguous(); }
 
+// A @ b by csr_spmm. b: [columns of A, n].
+Tensor product(const Pattern& p, const Tensor& values, const Tensor& b, int64_t longest, int64_t t_longest) {
+  return SpmmOp::call(p.crow, p.col, values, b, b.sym_size(0), "sum", 1, none_or_tensor(p.order),
+                      none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order), {}, false, longest,
+                      t_longest);
+}
+
 // y_t^T + bias in the shape of the result. y_t: [rows, n].
 Tensor result(const Tensor& y_t, const Tensor& x, const Tensor& bias) {
   auto shape = c10::SymDimVector(x.sym_sizes());
@@ -54,10 +61,9 @@ Tensor csr_linear(const Tensor& crow, const Tensor& col, const Tensor& values, c
                   const OptionalTensor& maybe_bias, const OptionalTensor& order, const OptionalTensor& t_crow,
                   const OptionalTensor& t_col, const OptionalTensor& t_order, int64_t longest, int64_t t_longest) {
   const Tensor bias = tensor_or_none(maybe_bias);
-  check(pattern_of(crow, col, order, t_crow, t_col, t_order), values, x, bias);
-  const Tensor y_t = SpmmOp::call(crow, col, values, transposed(x), x.sym_size(-1), "sum", 1, order, t_crow, t_col,
-                                  t_order, {}, false, longest, t_longest);
-  return result(y_t, x, bias);
+  const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
+  check(p, values, x, bias);
+  return result(product(p, values, transposed(x), longest, t_longest), x, bias);
 }
 
 struct LinearFunction : KernelFunction<LinearFunction> {
@@ -74,10 +80,7 @@ struct LinearFunction : KernelFunction<LinearFunction> {
     ctx->saved_data["longest"] = longest;
     ctx->saved_data["t_longest"] = t_longest;
     ctx->saved_data["bias"] = bias && bias->requires_grad();
-    const Tensor y_t = SpmmOp::call(p.crow, p.col, values, x_t, x.sym_size(-1), "sum", 1, none_or_tensor(p.order),
-                                    none_or_tensor(p.t_crow), none_or_tensor(p.t_col), none_or_tensor(p.t_order), {},
-                                    false, longest, t_longest);
-    return result(y_t, x, tensor_or_none(bias));
+    return result(product(p, values, x_t, longest, t_longest), x, tensor_or_none(bias));
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
@@ -94,14 +97,10 @@ struct LinearFunction : KernelFunction<LinearFunction> {
         grad_values = SddmmOp::call(p.crow, p.col, g_t, x_t.to(g_t.scalar_type()), sizes.back(), 1,
                                     none_or_tensor(p.order), none_or_tensor(p.t_crow), none_or_tensor(p.t_col),
                                     none_or_tensor(p.t_order), {}, false, true);
-      if (ctx->needs_input_grad(1)) {
-        const Pattern t = p.transposed(sizes.back());
-        grad_x = SpmmOp::call(t.crow, t.col, values.to(g_t.scalar_type()), g_t, p.sym_rows(), "sum", 1,
-                              none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), {}, false,
-                              t_longest, longest)
+      if (ctx->needs_input_grad(1))
+        grad_x = product(p.transposed(sizes.back()), values.to(g_t.scalar_type()), g_t, t_longest, longest)
                      .t()
                      .reshape_symint(sizes);
-      }
     }
     if (ctx->saved_data["bias"].toBool()) grad_bias = rows.sum(0);
     return {grad_values, grad_x, grad_bias, {}, {}, {}};

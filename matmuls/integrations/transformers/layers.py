@@ -67,7 +67,7 @@ def _layer(
     del other
     room, up, down = plan.room(x, probabilities), plan.up, plan.down
     del probabilities  # eager attention returns them even if not requested
-    if plan.epilogue and not plan.norm_first:
+    if plan.epilogue and not plan.norm_first and not _has_onednn(x):
         return feed_forward_(
             x,
             up.weight,
@@ -110,7 +110,7 @@ def _attention(
         if why is not None or kwargs.get("is_causal"):
             raise Unpackable(why)
         context = segments.attend(_qkv(hidden_states, plan, heads), attention.scaling)
-        return _project_(context, projection), None
+        return (_linear if _has_onednn(context) else _project_)(context, projection), None
     name = attention.config._attn_implementation
     eager = sys.modules[type(attention).__module__].eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
@@ -154,7 +154,7 @@ def _qkv(x: Tensor, plan: _Plan, heads: int) -> Tensor:
     bias = _together(biases) if len(biases) == 3 else None
     if weight is None or (bias is None and biases):
         return torch.stack([_linear(x, m) for m in plan.qkv]).unflatten(-1, (heads, -1)).transpose(2, 3)
-    whole = matmul(x, weight, transb=True, bias=bias)
+    whole = _product(x, weight, bias)
     return whole.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
 
 
@@ -173,7 +173,21 @@ def _together(parameters: list[Tensor]) -> Tensor | None:
 
 
 def _linear(x: Tensor, linear: nn.Linear, activation: str | None = None) -> Tensor:
-    return matmul(x, linear.weight, transb=True, bias=linear.bias, activation=activation)
+    return _product(x, linear.weight, linear.bias, activation)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+    """activation(x weight^T + bias). On CPUs with AVX512, oneDNN takes 0.93 of the time of MKL in float32 (0.87 with
+    gelu)."""
+    if _has_onednn(x):
+        name, _, variant = (activation or "none").partition("_")
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], variant or "none")
+    return matmul(x, weight, transb=True, bias=bias, activation=activation)
+
+
+def _has_onednn(x: Tensor) -> bool:
+    backend = torch.backends.mkldnn
+    return x.dtype == torch.float32 and x.device.type == "cpu" and backend.is_available() and backend.enabled
 
 
 def _project_(x: Tensor, linear: nn.Linear) -> Tensor:

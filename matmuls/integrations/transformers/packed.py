@@ -91,12 +91,9 @@ def encode_tokens(
     counts = _checked("encode_tokens", input_ids, lengths)
     given = {"input_ids": input_ids, "token_type_ids": token_type_ids}
     if token_type_ids is not None and token_type_ids.shape != input_ids.shape:
-        raise ValueError(
-            f"encode_tokens: expected token_type_ids [{len(input_ids)}], got {list(token_type_ids.shape)}"
-        )
-    if "token_type_ids" not in _names(type(whole)):
-        if given.pop("token_type_ids") is not None:
-            raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
+        raise ValueError(f"encode_tokens: expected token_type_ids [{len(input_ids)}], got {list(token_type_ids.shape)}")
+    if token_type_ids is not None and "token_type_ids" not in _names(type(whole)):
+        raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
     if len(input_ids) == 0:
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
     of_text = torch.tensor(counts, device=input_ids.device)
@@ -148,13 +145,15 @@ def pool(
     counts = _checked("pool", hidden, lengths, dims=2)
     if mode not in ("mean", "cls", "lasttoken", "max"):
         raise ValueError(f"pool: expected mode mean, cls, lasttoken or max, got {mode}")
-    of_text = torch.tensor(counts, dtype=torch.long, device=hidden.device)
+    if not counts:
+        return torch.empty_like(hidden)
+    of_text = torch.tensor(counts, device=hidden.device)
     ends = of_text.cumsum(0)
     if mode == "mean":
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-        result = torch.segment_reduce(wide, "mean", lengths=of_text, axis=0)
+        result = torch.segment_reduce(wide, "mean", lengths=of_text, axis=0, unsafe=True)
     elif mode == "max":
-        result = torch.segment_reduce(hidden, "max", lengths=of_text, axis=0)
+        result = torch.segment_reduce(hidden, "max", lengths=of_text, axis=0, unsafe=True)
     else:
         result = hidden[ends - of_text if mode == "cls" else ends - 1]
     if normalize:
@@ -186,9 +185,8 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     texts = [(count, bool(h)) for count, h in zip(counts, starts_hidden, strict=True)]
     if (sum(counts) == kept.numel() and not any(starts_hidden)) or (1, True) in texts:
         return None  # nothing to leave out, or a text without a token
-    tokens = {
-        name: x.expand(*kept.shape, *x.shape[2:]) for name, x in given.items() if name in ARGUMENTS and type(x) is Tensor
-    }
+    tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
+    tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tensors.items()}
     if not _fits(model, tokens, kept):
         return None
     try:
@@ -197,7 +195,10 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
         return None
     pooler = getattr(model, "pooler", None)
     if pooler is not None:
-        output.pooler_output = pooler(output.last_hidden_state)
+        states = output.last_hidden_state
+        output.pooler_output = (
+            model.pooler_activation(pooler(states[:, 0])) if isinstance(pooler, nn.Linear) else pooler(states)
+        )
     return output.to_tuple() if given.get("return_dict", getattr(config, "return_dict", True)) is False else output
 
 
@@ -220,9 +221,8 @@ def _run(
         lengths, hidden = zip(*some, strict=True)
         before = packed.set(Segments(lengths, hidden, kept.device)), _running.set(chain)
         try:
-            output = type(model).forward(
-                model, **{name: x[:, part] for name, x in flat.items()}, **dict.fromkeys(RECORDED, False), return_dict=True
-            )
+            given = {name: x[:, part] for name, x in flat.items()} | dict.fromkeys(RECORDED, False)
+            output = type(model).forward(model, **given, return_dict=True)
         finally:
             packed.reset(before[0])
             _running.reset(before[1])

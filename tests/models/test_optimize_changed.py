@@ -185,7 +185,6 @@ def test_optimizing_twice_changes_nothing_more():
 def test_verify_raises_with_figures(monkeypatch):
     model = model_of("bert")
     batch = batch_of(model)
-    monkeypatch.setattr(module_under_test, "_has_onednn", lambda x: False)
     right = module_under_test.feed_forward_
     monkeypatch.setattr(module_under_test, "feed_forward_", lambda *a, **k: right(*a, **k).mul_(1.01))
     model.set_attn_implementation("sdpa")

@@ -12,7 +12,7 @@ from transformers.utils.import_utils import is_tracing
 from . import registered
 from .families import MODELS, _kind
 from .plan import _Chain, _is_ours, _running
-from .segments import Segments, Unpackable, _why_not_attention, packed
+from .segments import Segments, Unpackable, _why_not_attention, has_onednn, packed
 
 TOKENS = 1024  # of a step on a CPU, so that its intermediate results stay in the caches
 ARGUMENTS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "return_dict"}
@@ -98,7 +98,7 @@ def encode_tokens(
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
     of_text = torch.tensor(counts, device=input_ids.device)
     kept = torch.arange(max(counts), device=input_ids.device) < of_text[:, None]
-    padding = getattr(whole.config, "pad_token_id", None) or 0
+    padding = getattr(whole.embeddings, "padding_idx", 0)  # RoBERTa numbers the other tokens
     tokens = {
         name: x.new_full(kept.shape, padding if name == "input_ids" else 0).masked_scatter_(kept, x)
         for name, x in given.items()
@@ -214,19 +214,23 @@ def _run(
     of_text = torch.tensor(order, device=kept.device)
     row, column = kept[of_text].nonzero().unbind(1)
     places = of_text[row] * kept.size(1) + column
-    flat = {name: x.reshape(kept.numel(), *x.shape[2:])[places][None] for name, x in tokens.items()}
+    flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     into = places if unpad else (kept.flatten().cumsum(0) - 1)[places]
+    rounded = has_onednn(model.embeddings.word_embeddings.weight)
     states, output = None, None
     for some, part in _steps(texts, _most(chain, model, kept.device)):
-        lengths, hidden = zip(*some, strict=True)
-        before = packed.set(Segments(lengths, hidden, kept.device)), _running.set(chain)
+        taken = places[part]
+        extra = -len(taken) % _multiple(len(taken)) if rounded else 0
+        if extra:
+            taken, some = torch.cat([taken, taken[-1:].expand(extra)]), [*some, (extra, False)]
+        before = packed.set(Segments(*zip(*some, strict=True), kept.device)), _running.set(chain)
         try:
-            given = {name: x[:, part] for name, x in flat.items()} | dict.fromkeys(RECORDED, False)
+            given = {name: x[taken][None] for name, x in flat.items()} | dict.fromkeys(RECORDED, False)
             output = type(model).forward(model, **given, return_dict=True)
         finally:
             packed.reset(before[0])
             _running.reset(before[1])
-        y = output.last_hidden_state[0]
+        y = output.last_hidden_state[0, : len(taken) - extra]
         if states is None:
             states = y.new_zeros(kept.numel() if unpad else len(places), y.size(1))
         states[into[part]] = y
@@ -245,6 +249,12 @@ def _steps(texts: list[tuple[int, bool]], most: float) -> Iterator[tuple[list[tu
         some.append(text)
         tokens += text[0]
     yield some, slice(start, start + tokens)
+
+
+def _multiple(tokens: int) -> int:
+    """What a step's tokens are rounded up to, by copies of one: oneDNN compiles a kernel for each number of rows, and
+    keeps 1024 of them."""
+    return max(4, 1 << tokens.bit_length() >> 5)
 
 
 def _most(chain: _Chain, model: Any, device: torch.device) -> float:

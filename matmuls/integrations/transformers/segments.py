@@ -1,9 +1,9 @@
 """Attention of packed texts: each token sees the tokens of its own text."""
 
-from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +20,22 @@ class Unpackable(Exception):
 
 
 class Segments:
-    """The lengths of packed texts. Texts of equal length are adjacent. A text of which `hidden` is true begins with a
-    token that none of its tokens sees, and whose state is wanted."""
+    """The lengths of packed texts, fastest if texts of equal length are adjacent. A text of which `hidden` is true
+    begins with a token that none of its tokens sees, and whose state is wanted."""
 
     def __init__(self, lengths: Sequence[int], hidden: Sequence[bool], device: torch.device) -> None:
-        self.groups = Counter(zip(lengths, hidden, strict=True))  # in order; the value is the number of texts
+        self.groups = [(*text, len(list(some))) for text, some in groupby(zip(lengths, hidden, strict=True))]
         self.longest = max(lengths)
         self.starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
 
     def attend(self, qkv: Tensor, scale: float) -> Tensor:
         """The context [1, T, H * D] of q, k and v [3, 1, H, T, D]."""
-        if qkv.is_cuda and _has_varlen(qkv.device, qkv.dtype, qkv.size(-1)) and not any(h for _, h in self.groups):
+        if qkv.is_cuda and _has_varlen(qkv.device, qkv.dtype, qkv.size(-1)) and not any(h for _, h, _ in self.groups):
             q, k, v = qkv[:, 0].transpose(1, 2)
             y = varlen_attn(q, k, v, self.starts, self.starts, self.longest, self.longest, scale=scale)
             return y.flatten(1)[None]
         pieces, start = [], 0
-        for (length, hidden), count in self.groups.items():
+        for length, hidden, count in self.groups:
             tokens = slice(start, start + count * length)
             q, k, v = qkv[:, 0, :, tokens].unflatten(2, (count, length)).transpose(1, 2)
             seen = (torch.arange(length, device=qkv.device) > 0)[None, None, None] if hidden else None
@@ -43,6 +43,12 @@ class Segments:
             pieces.append(y.transpose(1, 2).flatten(2).flatten(0, 1))
             start = tokens.stop
         return torch.cat(pieces)[None] if len(pieces) > 1 else pieces[0][None]
+
+
+def has_onednn(x: Tensor) -> bool:
+    """True if products of x go to oneDNN, and not to BLAS."""
+    backend = torch.backends.mkldnn
+    return x.dtype == torch.float32 and x.device.type == "cpu" and backend.is_available() and backend.enabled
 
 
 @lru_cache

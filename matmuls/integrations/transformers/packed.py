@@ -167,7 +167,7 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
     mask, config = given.pop("attention_mask", None), model.config
     source = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
-    if type(mask) is not Tensor or mask.dim() != 2 or mask.is_meta or is_tracing(mask):
+    if type(mask) is not Tensor or mask.dim() != 2 or mask.numel() == 0 or mask.is_meta or is_tracing(mask):
         return None
     if type(source) is not Tensor or source.shape[:2] != mask.shape or source.device != mask.device:
         return None
@@ -217,13 +217,14 @@ def _run(
     flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     into = places if unpad else (kept.flatten().cumsum(0) - 1)[places]
     rounded = has_onednn(model.embeddings.word_embeddings.weight)
-    states, output = None, None
+    states: Any = None
+    output: Any = None
     for some, part in _steps(texts, _most(chain, model, kept.device)):
         taken = places[part]
         extra = -len(taken) % _multiple(len(taken)) if rounded else 0
         if extra:
             taken, some = torch.cat([taken, taken[-1:].expand(extra)]), [*some, (extra, False)]
-        before = packed.set(Segments(*zip(*some, strict=True), kept.device)), _running.set(chain)
+        before = packed.set(Segments(some, kept.device)), _running.set(chain)
         try:
             given = {name: x[taken][None] for name, x in flat.items()} | dict.fromkeys(RECORDED, False)
             output = type(model).forward(model, **given, return_dict=True)
@@ -265,7 +266,7 @@ def _most(chain: _Chain, model: Any, device: torch.device) -> float:
     return TOKENS if device.type == "cpu" else float("inf")
 
 
-def _positions(embeddings: nn.Module, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
+def _positions(embeddings: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
     """The positions [texts, longest] that the stock model gives to tokens."""
     if hasattr(embeddings, "create_position_ids_from_input_ids"):  # of the family of RoBERTa: padding has none
         if "input_ids" in tokens:
@@ -287,7 +288,7 @@ def _whole(model: nn.Module) -> nn.Module | None:
 
 
 @lru_cache
-def _names(model: type) -> tuple[str, ...]:
+def _names(model: Any) -> tuple[str, ...]:
     """The names of forward's arguments, in order."""
     return tuple(signature(model.forward).parameters)[1:]
 

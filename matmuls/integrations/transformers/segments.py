@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -20,13 +21,13 @@ class Unpackable(Exception):
 
 
 class Segments:
-    """The lengths of packed texts, fastest if texts of equal length are adjacent. A text of which `hidden` is true
-    begins with a token that none of its tokens sees, and whose state is wanted."""
+    """The lengths of packed texts, fastest if equal ones are adjacent. With each goes whether the text begins with a
+    hidden token: none of its tokens sees it, and its own state is wanted."""
 
-    def __init__(self, lengths: Sequence[int], hidden: Sequence[bool], device: torch.device) -> None:
-        self.groups = [(*text, len(list(some))) for text, some in groupby(zip(lengths, hidden, strict=True))]
-        self.longest = max(lengths)
-        self.starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    def __init__(self, texts: Sequence[tuple[int, bool]], device: torch.device) -> None:
+        self.groups = [(*text, len(list(some))) for text, some in groupby(texts)]
+        self.longest = max(length for length, _ in texts)
+        self.starts = torch.tensor([0, *(length for length, _ in texts)], device=device).cumsum(0, dtype=torch.int32)
 
     def attend(self, qkv: Tensor, scale: float) -> Tensor:
         """The context [1, T, H * D] of q, k and v [3, 1, H, T, D]."""
@@ -48,7 +49,7 @@ class Segments:
 def has_onednn(x: Tensor) -> bool:
     """True if products of x go to oneDNN, and not to BLAS."""
     backend = torch.backends.mkldnn
-    return x.dtype == torch.float32 and x.device.type == "cpu" and backend.is_available() and backend.enabled
+    return x.dtype == torch.float32 and x.device.type == "cpu" and backend.is_available() and bool(backend.enabled)
 
 
 @lru_cache
@@ -60,7 +61,7 @@ def _has_varlen(device: torch.device, dtype: torch.dtype, head: int) -> bool:
 packed: ContextVar[Segments | None] = ContextVar("packed", default=None)  # of the hidden states [1, T, width] of a call
 
 
-def _why_not_attention(attention: nn.Module) -> str | None:
+def _why_not_attention(attention: Any) -> str | None:
     """Why an attention module, as it is set, does not attend by segments."""
     name = attention.config._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get(name)

@@ -29,7 +29,8 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
     page.say(
         "A *speed* is the rival's time divided by the time of matmuls: above 1, matmuls is faster. Below the "
         "tables that compare with rivals, *Slower cases* says in how many cases matmuls is more than 0.5 % slower than "
-        "the rival, and which has the lowest speed. [Is the chosen kernel the fastest?](kernels.md) compares kernels of matmuls "
+        "the rival, and which has the lowest speed. [Is the chosen kernel the fastest?](kernels.md) compares kernels "
+        "of matmuls "
         "only, and lists the calls that lose the most.",
         "A *share* compares with the limit of the hardware. It is the time of a plain memory copy of the bytes that "
         "the operation must read and write, divided by the time of matmuls. The *share of the peak* of a dense product "

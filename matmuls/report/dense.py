@@ -15,7 +15,7 @@ def page(results: Results) -> Page:
     page.say(
         "Dense products call cuBLAS and cuBLASLt, which `torch.matmul` calls too.",
         "A plain product is therefore as fast as torch's, and no faster.",
-        "Time is saved in 16 bits and float64 if one call computes the product and the activation.",
+        "Time is saved in 16 bits and float64 if the same call applies bias and activation.",
         "Times are GPU times, except in the last section.",
     )
     _epilogues(page, results)
@@ -35,11 +35,11 @@ def _epilogues(page: Page, results: Results) -> None:
     cases = list(dict.fromkeys(r["case"] for r in rows))
     by = {(r["case"], r["dtype"]): r for r in rows}
     dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
-    page.heading("Product, bias and activation in one call")
+    page.heading("Product, bias and activation")
     page.plot(
         Plot(
             "performance/dense-epilogues",
-            "Product, bias and activation in one cuBLASLt call",
+            "Product, bias and activation by one call",
             run.machine,
             [
                 Panel(

@@ -43,8 +43,9 @@ def distributed(results: Results) -> Page:
         "*all-gather*: every process first gets all rows of the dense operand, then multiplies its own rows.",
         "*efficiency* is t(one GPU) / (number of GPUs x t(distributed plan)); higher is better, 1 is ideal.",
         "*MiB sent* is the sum over the GPUs in a product, in float32.",
-        "The grid gains by a second GPU, because few of its rows must be sent; only its forward + backward with 32 "
-        "columns does not. The other matrices are faster on one GPU: the exchange and its launches take longer than "
+        "The command below runs under torchrun: `torchrun --nproc-per-node=2 -m matmuls spmm ...`.",
+        "For the grid a second GPU saves time, because few rows of the dense operand must be sent. The exception is "
+        "forward + backward with 32 columns. The other matrices are faster on one GPU: the exchange and its launches take longer than "
         "the second GPU saves.",
     )
     run, cases = results.distributed(DISTRIBUTED)

@@ -40,7 +40,7 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
         page.table(
             f"There is one row for each of the {len(worst)} calls that lose the most by the choice of kernel: the "
             "chosen kernel against the fastest one. Times are in microseconds: lower is better.",
-            ("operation", "size of x, or matrix x columns of B", "dtype", "chosen", "fastest"),
+            ("operation", "size of the input, or the matrix and B's columns", "dtype", "chosen", "fastest"),
             ((case.operation, case.label, case.dtype, *_times(case)) for case in worst),
         )
 

@@ -97,7 +97,7 @@ def _summary(page: Page, results: Results) -> None:
         page.say(losses(dense, "the dense product", f"{run.card}, a plan compared with the dense product"))
     page.say(
         "A plan may select the dense product. Its speed over the dense product is then 1, except for the noise of the "
-        "two measurements, up to 6 % for products of about 10 µs."
+        "two measurements, 6.4 % at most for products of about 10 µs."
     )
     page.measured(*(run for run, _ in runs))
 

@@ -45,8 +45,8 @@ def distributed(results: Results) -> Page:
         "*MiB sent* is the sum over the GPUs in a product, in float32.",
         "The command below runs under torchrun: `torchrun --nproc-per-node=2 -m matmuls spmm ...`.",
         "For the grid a second GPU saves time, because few rows of the dense operand must be sent. The exception is "
-        "forward + backward with 32 columns. The other matrices are faster on one GPU: the exchange and its launches take longer than "
-        "the second GPU saves.",
+        "forward + backward with 32 columns. The other matrices are faster on one GPU: the exchange and its "
+        "launches take longer than the second GPU saves.",
     )
     run, cases = results.distributed(DISTRIBUTED)
     page.table(

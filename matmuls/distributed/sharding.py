@@ -1,9 +1,9 @@
 """DTensor sharding rules of the operators: a table of the placements with which each needs no communication.
 
-`enable_dtensor` registers them. A way names for one mesh dimension how results and arguments are placed: a number shards
-that dimension, PARTIAL is a sum over the processes, and what is not named is replicated. Every operator may also have all
-of its tensors replicated. With other placements DTensor redistributes the arguments to the nearest way, except those that
-are pinned: what an operator writes, and mask plans, whose indices count the rows of one process.
+`enable_dtensor` registers them. A way says for one mesh dimension how results and arguments are placed: a number shards
+that dimension, PARTIAL is a sum over the processes, and what is not named is replicated. Every operator may have all of
+its tensors replicated, too. With other placements DTensor redistributes the arguments to the nearest way, except those
+that are pinned: what an operator writes, and mask plans, whose indices count the rows of one process.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ def _product(c: _Call, name_bias: bool = False) -> Iterator[Way]:
         sizes = {"a": c.a.shape[a - 1 - d] if a > d else 1, "b": c.b.shape[b - 1 - d] if b > d else 1}
         places = {name: t.ndim - 1 - d for name, t in (("a", c.a), ("b", c.b)) if sizes[name] > 1}
         if places:
-            yield Way("batches", (max(a, b) - 1 - d - (min(a, b) == 1),), places)
+            yield Way("batches", (max(a, b) - 1 - d,), places)
     if getattr(c, "bias", None) is None and getattr(c, "activation", None) is None:
         inner = {"a": a - 1 if a == 1 or not c.transa else a - 2, "b": b - 1 if b == 1 or c.transb else b - 2}
         yield Way("inner", (PARTIAL,), inner)
@@ -120,16 +120,12 @@ def _mask_plan(c: _Call) -> Iterator[Way]:
     yield Way("rows", (0, PARTIAL), {"mask": 0})
 
 
-def _masked_linear(results: int) -> Callable[[_Call], Iterator[Way]]:
-    def ways(c: _Call) -> Iterator[Way]:
-        beside = (None,) * (results - 1)
-        if c.known == -1:
-            yield Way("rows", (0, *beside), {"x": 0} | _PLAN)
-        yield Way("columns", (c.x.ndim - 1, *beside), dict.fromkeys(("w1", "w2", "b1", "b2"), 0))
-        if c.b1 is None:
-            yield Way("inner", (PARTIAL, *beside), {"x": c.x.ndim - 1, "w1": 1, "w2": 1})
-
-    return ways
+def _masked_linear(c: _Call) -> Iterator[Way]:
+    if c.known == -1:
+        yield Way("rows", (0,), {"x": 0} | _PLAN)
+    yield Way("columns", (c.x.ndim - 1,), dict.fromkeys(("w1", "w2", "b1", "b2"), 0))
+    if c.b1 is None:
+        yield Way("inner", (PARTIAL,), {"x": c.x.ndim - 1, "w1": 1, "w2": 1})
 
 
 def _masked_linear_backward(c: _Call) -> Iterator[Way]:
@@ -227,8 +223,7 @@ RULES: dict[_Operator, Rule] = {
     _ops.norm_keep_.default: Rule(_rows("x", "residual", results=_kept)),
     _ops.norm_backward.default: Rule(_rows("grad", "xhat", "rstd", results=_norm_gradients)),
     _ops.mask_plan.default: Rule(_mask_plan),
-    _ops.masked_linear.default: Rule(_masked_linear(1), _PLANNED),
-    _ops.masked_linear_forward.default: Rule(_masked_linear(2), _PLANNED),
+    _ops.masked_linear.default: Rule(_masked_linear, _PLANNED),
     _ops.masked_linear_backward.default: Rule(_masked_linear_backward, _PLANNED),
     _ops.masked_weights.default: Rule(_masked_weights, _PLANNED),
     _ops.masked_sums.default: Rule(_masked_sums, _PLANNED),

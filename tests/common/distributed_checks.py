@@ -72,24 +72,24 @@ class Counted:
     def __enter__(self):
         from matmuls.distributed import group
 
-        self.before = dist.all_to_all_single, group._all_gather
+        self.before = group._all_to_all, group._all_gather
 
-        def all_to_all(target, sent, received_counts, counts, **options):
+        def all_to_all(pg, target, sent, received_counts, counts):
             others = sum(counts) - counts[self.rank]
             self.sent += others * sent.shape[1] * sent.element_size()
-            return self.before[0](target, sent, received_counts, counts, **options)
+            return self.before[0](pg, target, sent, received_counts, counts)
 
-        def all_gather(target, sent, **options):
+        def all_gather(pg, target, sent):
             self.sent += (target.numel() - sent.numel()) * sent.element_size()
-            return self.before[1](target, sent, **options)
+            return self.before[1](pg, target, sent)
 
-        dist.all_to_all_single, group._all_gather = all_to_all, all_gather
+        group._all_to_all, group._all_gather = all_to_all, all_gather
         return self
 
     def __exit__(self, *error):
         from matmuls.distributed import group
 
-        dist.all_to_all_single, group._all_gather = self.before
+        group._all_to_all, group._all_gather = self.before
 
 
 def check_bytes(rank, world, device):

@@ -113,7 +113,7 @@ def check_tensor_parallel(rank, world, device):
         }
         model = parallelize_module(Model(bias), mesh, layers)
         if by == "inner":
-            enter = lambda _, args: (own_features(args[0], mesh), *args[1:])  # noqa: E731
+            enter = lambda _, args, mesh=mesh: (own_features(args[0], mesh), *args[1:])  # noqa: E731
             model.expert.register_forward_pre_hook(enter, prepend=True)
         weight = model.expert.first.weight
         assert tuple(weight.placements) == (Shard(0 if by == "columns" else 1),)

@@ -122,7 +122,7 @@ def _mask_plan(c: _Call) -> Iterator[Way]:
 
 def _masked_linear(c: _Call) -> Iterator[Way]:
     if c.known == -1:
-        yield Way("rows", (0,), {"x": 0} | _PLAN)
+        yield Way("rows", (0,), {"x": 0, **_PLAN})
     yield Way("columns", (c.x.ndim - 1,), dict.fromkeys(("w1", "w2", "b1", "b2"), 0))
     if c.b1 is None:
         yield Way("inner", (PARTIAL,), {"x": c.x.ndim - 1, "w1": 1, "w2": 1})
@@ -132,20 +132,20 @@ def _masked_linear_backward(c: _Call) -> Iterator[Way]:
     if c.ordered is None:
         last = c.x.ndim - 1
         if c.known == -1:
-            yield Way("rows", (0, PARTIAL, PARTIAL), {"grad": 0, "x": 0} | _PLAN)
+            yield Way("rows", (0, PARTIAL, PARTIAL), {"grad": 0, "x": 0, **_PLAN})
         yield Way("columns", (PARTIAL, 0, 0), {"grad": last, "w1": 0, "w2": 0})
         yield Way("inner", (last, 1, 1), {"x": last, "w1": 1, "w2": 1})
 
 
 def _masked_weights(c: _Call) -> Iterator[Way]:
     if c.known == -1:
-        yield Way("rows", (PARTIAL, PARTIAL), {"grad": 0, "x": 0} | _PLAN)
+        yield Way("rows", (PARTIAL, PARTIAL), {"grad": 0, "x": 0, **_PLAN})
     yield Way("columns", (0, 0), {"grad": c.grad.ndim - 1})
     yield Way("inner", (1, 1), {"x": c.x.ndim - 1})
 
 
 def _masked_sums(c: _Call) -> Iterator[Way]:
-    yield Way("rows", (PARTIAL,), {"x": 0} | _PLAN)
+    yield Way("rows", (PARTIAL,), {"x": 0, **_PLAN})
     yield Way("columns", (1,), {"x": c.x.ndim - 1})
 
 
@@ -156,7 +156,7 @@ def _masked_ffn(c: _Call) -> Iterator[Way]:
     """keep: the products before the activation, [rows, 2 * hidden], are a result too."""
     keeps = hasattr(c, "keep")
     kept = (0, 1) if keeps and c.keep else (None, None)
-    yield Way("rows", (0, kept[0])[: 1 + keeps], {"x": 0} | _PLAN)
+    yield Way("rows", (0, kept[0])[: 1 + keeps], {"x": 0, **_PLAN})
     yield Way("hidden", (PARTIAL, kept[1])[: 1 + keeps], _HIDDEN)
 
 
@@ -167,8 +167,8 @@ def _masked_ffn_backward(c: _Call) -> Iterator[Way]:
     def of(*places: _Place) -> tuple[_Place, ...]:
         return tuple(place if there else None for place, there in zip(places, beside, strict=True))
 
-    yield Way("rows", of(0, *(PARTIAL,) * 6), {"grad": 0, "x": 0, "t": 0} | _PLAN)
-    yield Way("hidden", of(PARTIAL, *_HIDDEN.values()), {"t": 1} | _HIDDEN)
+    yield Way("rows", of(0, *(PARTIAL,) * 6), {"grad": 0, "x": 0, "t": 0, **_PLAN})
+    yield Way("hidden", of(PARTIAL, *_HIDDEN.values()), {"t": 1, **_HIDDEN})
 
 
 # --- sparse matrices whose pattern and values every process has
@@ -264,7 +264,7 @@ def _strategy(operator: _Operator, schema: OpSchema) -> OpStrategy:
     names = [a.name for a in operator._schema.arguments]
     given = dict(zip(names, schema.args_schema, strict=False)) | schema.kwargs_schema
     tensors = [name for name in names if isinstance(given.get(name), OpStrategy)]
-    single = [
+    single: list[list[Placement | None]] = [
         [*map(placement, way.results), *(placement(way.arguments.get(name)) for name in tensors)]
         for way in ways(operator, *schema.args_schema, **schema.kwargs_schema)
     ]
@@ -272,7 +272,7 @@ def _strategy(operator: _Operator, schema: OpSchema) -> OpStrategy:
     found = expand_to_full_mesh_op_strategy(schema.get_mesh_from_args(), schema, single, input_index=results)
     pinned = _pinned(operator)
     held = {i: given[name].strategies[0].output_spec.placements for i, name in enumerate(tensors) if name in pinned}
-    left = [s for s in found.strategies if all(s.input_specs[i].placements == held[i] for i in held)]
+    left = [s for s in found.strategies if all(s.input_spec(i).placements == held[i] for i in held)]
     if not left:
         shown = ", ".join(f"{tensors[i]} {list(places)}" for i, places in held.items())
         raise RuntimeError(

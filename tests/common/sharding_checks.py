@@ -84,6 +84,7 @@ def calls(m, n):
 def _products(draw, m, n):
     for transa in (False, True):
         for transb in (False, True):
+            yield draw(8, 8), draw(8, 8), (transa, transb)  # of the same shapes: DTensor must not take one for another
             yield draw(*(8, m)[:: 1 if transa else -1]), draw(*(5, 8)[:: 1 if transb else -1]), (transa, transb)
     yield draw(2, n, 5, 8), draw(2, n, 8, 5), (False, False)
     yield draw(n, 5, 8), draw(8, 5), (False, False)

@@ -61,7 +61,8 @@ class Part:
             self._values = values.detach().index_select(0, self.ids)
             self._in_place.clear()
         else:
-            torch.index_select(values, 0, self.ids, out=self._values)
+            # By way of data the version stays, and with it the calls that the plan prepared.
+            torch.index_select(values, 0, self.ids, out=self._values.data)
             if not self.plan._selector or not self.plan._selector.constant:
                 return  # they are read in place
         self.plan.update(self._values)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..masked import MaskPlan
 from ..nn import InplaceLinear, MaskedFFN, MaskedLinear, SparseLinear
 from .group import even, starts_of
 from .sharding import enable_dtensor
@@ -83,9 +84,9 @@ class Sharded(ParallelStyle):
         else:
             _shard_parameters(module, mesh, self.by)
             leave = _unchanged
-        hooks = _Hooks(mesh, source, Shard(0) if rows else Replicate(), self.output or _OUTPUT[self.by])
-        sparse = isinstance(module, SparseLinear)
-        module.register_forward_pre_hook(lambda _, args: hooks.enter(args, sparse))
+        mask, output = Shard(0) if rows else Replicate(), self.output or _OUTPUT[self.by]
+        hooks = _Hooks(mesh, source, mask, output, isinstance(module, SparseLinear))
+        module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(lambda _, args, y: hooks.leave(leave(y), self.use_local_output))
         return module
 
@@ -93,23 +94,30 @@ class Sharded(ParallelStyle):
 class _Hooks:
     """What is done to the arguments and to the result of a module. source, mask, output: placements."""
 
-    def __init__(self, mesh: DeviceMesh, source: Placement, mask: Placement, output: Placement) -> None:
-        self.mesh, self.source, self.mask, self.output = mesh, source, mask, output
+    def __init__(self, mesh: DeviceMesh, source: Placement, mask: Placement, output: Placement, to_local: bool) -> None:
+        self.mesh, self.source, self.mask, self.output, self.to_local = mesh, source, mask, output, to_local
 
-    def enter(self, args: tuple[Any, ...], to_local: bool) -> tuple[Any, ...]:
-        made = []
-        for i, given in enumerate(args):
-            place = self.mask if i else self.source
-            if isinstance(given, Tensor):
-                if not isinstance(given, DTensor):
-                    given = DTensor.from_local(given, self.mesh, [place], run_check=False)
-                elif i or to_local:
-                    given = given.redistribute(placements=[place])
-                if to_local:  # each process computes a part of the gradient of what all have
-                    shared = place == Replicate()
-                    given = given.to_local(grad_placements=[Partial()] if shared else [place])
-            made.append(given)
-        return tuple(made)
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        places = [self.source, self.mask]
+        made = tuple(self._placed(given, place) for given, place in zip(args, places, strict=False))
+        named = {name: self._placed(given, places[name == "mask"]) for name, given in kwargs.items()}
+        return made, named
+
+    def _placed(self, given: Tensor | MaskPlan, place: Placement) -> Any:
+        """A DTensor; with to_local, this process's part of it."""
+        if isinstance(given, MaskPlan):
+            shared = place == Replicate()
+            counts = self._placed(given.counts, Replicate() if shared else Partial())
+            return MaskPlan(self._placed(given.rows, place), counts, given.known if shared else -1)
+        if not isinstance(given, DTensor):
+            given = DTensor.from_local(given, self.mesh, [place], run_check=False)
+        if not self.to_local:
+            return given
+        given = given.redistribute(placements=[place])
+        # Of what all have each process computes a part of the gradient.
+        return given.to_local(grad_placements=[Partial()] if place == Replicate() else [place])
 
     def leave(self, y: Tensor, to_local: bool) -> Tensor:
         assert isinstance(y, DTensor)

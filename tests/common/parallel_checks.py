@@ -77,13 +77,15 @@ def own(t, rank, world):
 def check_fully_shard(rank, world, device):
     alone = losses(Model(), *drawn())
     mesh = init_device_mesh(device, (world,))
-    model = Model()
-    for layer in (model.expert, model.network, model.sparse):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # and model.inplace with it: torch passes a module of its own a view of x
-    assert isinstance(model.sparse.values, DTensor)
-    found = losses(model, *(own(t, rank, world) for t in drawn()), mean_of_all(world), world)
-    torch.testing.assert_close(found, alone)
+    for compiled in (False, True):
+        model = Model()
+        for layer in (model.expert, model.network, model.sparse):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)  # and model.inplace with it: torch passes a module of its own a view of x
+        assert isinstance(model.sparse.values, DTensor)
+        model = torch.compile(model, backend="aot_eager") if compiled else model
+        found = losses(model, *(own(t, rank, world) for t in drawn()), mean_of_all(world), world)
+        torch.testing.assert_close(found, alone)
     assert alone[-1] < alone[0]
 
 
@@ -101,7 +103,7 @@ def check_distributed_data_parallel(rank, world, device):
 
 def check_tensor_parallel(rank, world, device):
     """Every process has all rows, and a part of the features of each layer."""
-    for bias, by in ((True, "columns"), (False, "inner")):
+    for bias, by, compiled in ((True, "columns", False), (False, "inner", False), (True, "columns", True)):
         alone = losses(Model(bias), *drawn())
         mesh = init_device_mesh(device, (world,))
         layers = {
@@ -118,6 +120,7 @@ def check_tensor_parallel(rank, world, device):
         weight = model.expert.first.weight
         assert tuple(weight.placements) == (Shard(0 if by == "columns" else 1),)
         assert weight.to_local().numel() == WIDTH * WIDTH // world
+        model = torch.compile(model, backend="aot_eager") if compiled else model
         torch.testing.assert_close(losses(model, *drawn()), alone)
 
 
@@ -139,6 +142,20 @@ def check_rows_on_every_module(rank, world, device):
     x, mask, labels = (distribute_tensor(t, mesh, [Shard(0)]) for t in drawn())
     found = losses(model, x, mask, labels, lambda loss: float(loss.full_tensor()))
     torch.testing.assert_close(found, alone)
+
+
+def check_plans_and_keywords(rank, world, device):
+    """A mask plan, of all rows or of this process's, and arguments by name."""
+    mesh = init_device_mesh(device, (world,))
+    x, mask, _ = drawn()
+    wanted = Model().expert(x, mask)
+    columns = parallelize_module(Model().expert, mesh, Sharded("columns", output=Replicate()))
+    torch.testing.assert_close(columns(x, matmuls.mask_plan(mask)), wanted)
+    torch.testing.assert_close(columns(x, mask=mask), wanted)
+    rows = parallelize_module(Model().expert, mesh, Sharded("rows"))
+    mine, plan = own(x, rank, world), matmuls.mask_plan(own(mask, rank, world), known=int(own(mask, rank, world).sum()))
+    torch.testing.assert_close(rows(mine, plan), own(wanted, rank, world))
+    torch.testing.assert_close(rows(x=mine, mask=plan), own(wanted, rank, world))
 
 
 def check_errors_of_styles(rank, world, device):

@@ -83,7 +83,7 @@ MAY_IMPORT = {
     | {f"distributed.{m}" for m in ("exchange", "group", "part")},
     "distributed.sharding": {"blocks", "masked"},
     "distributed.splits": {"distributed.group"},
-    "distributed.styles": {"distributed.group", "distributed.sharding", "nn"},
+    "distributed.styles": {"distributed.group", "distributed.sharding", "masked", "nn"},
     "distributed.model": {"distributed.group", "distributed.splits"},
     "distributed.bench": {"matrices", "sparse.plan"}
     | {f"distributed.{m}" for m in ("group", "model", "plans", "splits")},

@@ -116,7 +116,7 @@ class _Hooks:
         if not self.to_local:
             return given
         given = given.redistribute(placements=[place])
-        # Of what all have each process computes a part of the gradient.
+        # Each process computes a part of the gradient of what all have.
         return given.to_local(grad_placements=[Partial()] if place == Replicate() else [place])
 
     def leave(self, y: Tensor, to_local: bool) -> Tensor:

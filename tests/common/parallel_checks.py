@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -148,6 +149,32 @@ def check_rows_on_every_module(rank, world, device):
     x, mask, labels = (distribute_tensor(t, mesh, [Shard(0)]) for t in drawn())
     found = losses(model, x, mask, labels, lambda loss: float(loss.full_tensor()))
     torch.testing.assert_close(found, alone)
+
+
+def check_plans_of_a_matrix_that_all_have(rank, world, device):
+    mesh = init_device_mesh(device, (world,))
+    draw = Draw(torch.float64)
+    a = (draw(9, 7) * (draw(9, 7) > 0)).to_sparse_csr()
+    for constant in (False, True):
+        for b, place in (
+            (draw(7, 6), Shard(1)),
+            (draw(7, 6), Shard(0)),
+            (draw(7), Shard(0)),
+            (draw(7, 6), Replicate()),
+        ):
+            values = a.values().clone().requires_grad_(not constant)
+            plan = matmuls.plan(a, constant=constant).update(values)
+            alone = b.clone().requires_grad_()
+            wanted = torch.autograd.grad((plan @ alone).square().sum(), [alone, *([] if constant else [values])])
+            spread = distribute_tensor(b, mesh, [place]).requires_grad_()
+            with CommDebugMode() as communicated:
+                y = plan @ spread
+            assert tuple(y.placements) == (place if place == Shard(1) else Replicate(),)
+            assert place == Shard(0) or communicated.get_total_counts() == 0
+            torch.testing.assert_close(y.full_tensor(), plan @ b)
+            found = torch.autograd.grad(y.square().sum(), [spread, *([] if constant else [values])])
+            torch.testing.assert_close(found[0].full_tensor(), wanted[0])
+            torch.testing.assert_close(found[1:], wanted[1:])
 
 
 def check_plans_and_keywords(rank, world, device):

@@ -72,7 +72,9 @@ MAY_IMPORT = {
     "sparse.selector": {"custom_mm", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
-    "sparse.plan": {"registration"} | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "prepared", "selector")},
+    "sparse.dtensor": {"sparse.plan"},  # to type checkers
+    "sparse.plan": {"registration"}
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "prepared", "selector")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},

@@ -60,7 +60,7 @@ def check(model, batch, packs, tolerance=1e-5, **wanted):
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         stock = model(**batch, **wanted)
-        handle = optimize(model)
+        handle = optimize(model, unpad=True)
         packs.clear()
         ours = model(**batch, **wanted)
     handle.undo()
@@ -285,10 +285,21 @@ def test_half_precision_errs_no_more_than_stock(dtype, device):
     batch = padded(model, "left")
     seen = read(batch["attention_mask"])
     right, stock = hidden(exact, batch)[seen], hidden(model, batch)[seen]
-    optimize(model)
+    optimize(model, unpad=True)
     ours = hidden(model, batch)[seen]
     error, allowed = ((x.double() - right).square().mean().sqrt() for x in (ours, stock))
     assert error <= 2 * allowed
+
+
+def test_padding_is_computed_where_unpad_says_so(packs, device):
+    model = model_of("bert", device)
+    batch = padded(model)
+    stock = hidden(model, batch)
+    for unpad in (False, None) if device == "cuda" else (False,):
+        handle = optimize(model, unpad=unpad)
+        torch.testing.assert_close(hidden(model, batch), stock, atol=1e-5, rtol=1e-5)  # hidden tokens too
+        assert not packs
+        handle.undo()
 
 
 def test_encode_tokens_of_a_module_that_holds_a_model():

@@ -67,7 +67,7 @@ class Optimized:
         return f"{len(self.layers)} layers optimized; left as they are: {left or 'none'}"
 
 
-def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
+def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | None = None) -> Optimized:
     """Makes the encoder layers of a Hugging Face model need less memory and time in inference.
 
     The supported models are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT and ViT, bare or with
@@ -78,8 +78,9 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
     have hooks on the layers.
 
     If a 2-D attention_mask hides tokens and the model's attention is "sdpa" or "custom_mm", a whole model leaves them
-    out: its layers run on the other tokens of all texts, packed one after the other. The last hidden state of a hidden
-    token is then zero, except for the first token of a text, which heads read: it is as in the stock model.
+    out (see `unpad`): its layers run on the other tokens of all texts, packed one after the other. The last hidden
+    state of a hidden token is then zero, except for the first token of a text, which heads read: it is as in the stock
+    model.
 
     In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the
     stock code runs, with unchanged results. The attention function is not changed: use `register` for that.
@@ -94,6 +95,8 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
         chunk_bytes: maximum bytes of the feed-forward network's intermediate activations at a time, and of q, k and v
             if the model's attention is "sdpa" or "custom_mm". None means the largest of 24 MiB, three times the size of
             the hidden states, and half the size of a layer's attention probabilities.
+        unpad: leave out hidden tokens. None means on a CPU only, because it was not measured on a GPU yet. On a GPU it
+            waits for the mask, and a captured CUDA graph computes the padded batch.
 
     Returns:
         An `Optimized`, which lists the modules that were changed and those that were not. Its `undo()` restores them.
@@ -125,7 +128,7 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
         _install(plan.attention, partial(_attention, plan.attention, plan))
         handle.layers[name] = layer
     for whole in [m for m in model.modules() if _kind(m) in MODELS]:
-        chain = _Chain.of(whole)
+        chain = _Chain.of(whole, unpad)
         if chain:
             signature = inspect.signature(whole.forward)
             _install(whole, partial(_model, whole, chain))

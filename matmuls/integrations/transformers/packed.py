@@ -164,10 +164,14 @@ def pool(
 def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The output of a whole model whose attention mask hides tokens, computed on the others; None if the call needs the
     padded batch. States of hidden tokens are zero, except a text's first, which heads read."""
+    if chain.unpad is False:
+        return None
     given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
     mask, config = given.pop("attention_mask", None), model.config
     source = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
     if type(mask) is not Tensor or mask.dim() != 2 or mask.numel() == 0 or mask.is_meta or is_tracing(mask):
+        return None
+    if mask.is_cuda and (not chain.unpad or torch.cuda.is_current_stream_capturing()):  # it waits for the mask
         return None
     if type(source) is not Tensor or source.shape[:2] != mask.shape or source.device != mask.device:
         return None

@@ -151,11 +151,12 @@ class _Plan:
 class _Chain:
     """A model's layers and the modules around them, each with its place and its own forward, or None."""
 
+    unpad: bool | None  # None: on a CPU
     plans: frozenset["_Plan"]
     links: tuple[tuple[dict[str, Any], str, nn.Module, Any, Callable[..., Any]], ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> "_Chain | None":
+    def of(cls, model: nn.Module, unpad: bool | None) -> "_Chain | None":
         """None if a module may keep its input: a layer that is not optimized, or a module of unknown origin."""
         layers = [m for m in model.modules() if _kind(m) in FAMILIES]
         inside = {id(m) for layer in layers for m in layer.modules()}
@@ -175,7 +176,7 @@ class _Chain:
         plans = frozenset(plan for plan in map(_plan_of, layers) if plan)
         if "forward" in vars(model) or not (plans and known and stock and len(plans) == len(layers)):
             return None
-        return cls(plans, links)
+        return cls(unpad, plans, links)
 
     def is_private(self) -> bool:
         """True if nothing else sees what one module passes to the next."""

@@ -13,6 +13,7 @@ from .csr_pattern import CsrPattern, for_every_stream, is_capturing, pattern_of,
 from .default_spmm import check_operands, default_op, default_product, multiply_batch, takes_chunks
 from .prepared import PreparedCalls
 from .selector import Selector
+from .spgemm import spgemm
 
 _csr_linear = torch.ops.custom_mm.csr_linear.default
 
@@ -135,8 +136,10 @@ class SparsePlan:
         selector = None if self._selector is None else self._selector.of_other_values()
         return SparsePlan(self._pattern, self._checked(values), self.shape, selector)
 
-    def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
-        """Computes A @ b, as spmm(self, b)."""
+    def __matmul__(self, b: "Sparse") -> torch.Tensor:
+        """Computes A @ b, as spmm(self, b), or for a sparse b or a plan as spgemm(self, b)."""
+        if isinstance(b, SparsePlan) or (isinstance(b, torch.Tensor) and b.layout != torch.strided):
+            return spgemm(self, b)
         return self._multiply(b, selected=False) if torch.compiler.is_compiling() else self._product(b)
 
     def __rmatmul__(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,9 +236,7 @@ class SparsePlan:
             return multiply_batch(self._pattern, values, self.shape, b)
         if not selected:
             return default_product(self._pattern, values, b)
-        op = None if self._selector is None else self._selector.call(values, b)
-        if op is None:
-            op = default_op(self._pattern, values, b)
+        op = (self._selector and self._selector.call(values, b)) or default_op(self._pattern, values, b)
         product = op.run()
         self._prepared.record(op, values, self._pattern)
         return product

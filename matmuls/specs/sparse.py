@@ -205,6 +205,49 @@ def _sparse_attention_samples(draw: Draw) -> Iterator[Call]:
     yield Call((draw(2, 7, 4), draw(2, 5, 4), draw(2, 5, 6), plan), {"scale": 0.3})
 
 
+def _spgemm_plan(draw: Draw, rows: int, middle: int, columns: int, layout: str = "csr") -> Any:
+    return sparse.plan_spgemm(_sparse_plan(draw, rows, middle, layout), _sparse_plan(draw, middle, columns, layout))
+
+
+def _spgemm_call(a_values: Tensor, b_values: Tensor, plan: Any) -> Tensor:
+    result: Tensor = plan.values(a_values, b_values)
+    return result
+
+
+def _spgemm_reference(a_values: Tensor, b_values: Tensor, plan: Any) -> Tensor:
+    product = _stored_dense(plan.a, a_values) @ _stored_dense(plan.b, b_values)
+    crow, columns = (t.to(a_values.device).long() for t in plan._c[:2])
+    rows = torch.repeat_interleave(torch.arange(plan.shape[0], device=crow.device), crow.diff())
+    return product[..., rows, columns]
+
+
+def _spgemm_samples(draw: Draw) -> Iterator[Call]:
+    for (rows, middle, columns), layout in product([(6, 5, 7), (1, 1, 1), (9, 17, 8), (33, 20, 64)], ("csr", "csc")):
+        plan = _spgemm_plan(draw, rows, middle, columns, layout)
+        yield Call((draw(plan.a.nnz), draw(plan.b.nnz), plan))
+
+
+def _spgemm_bad(draw: Draw) -> Iterator[Bad]:
+    plan = _spgemm_plan(draw, 6, 5, 7)
+    other = torch.float32 if draw.dtype != torch.float32 else torch.float64
+    values = draw(plan.a.nnz), draw(plan.b.nnz)
+    yield Bad(Call((values[0], values[1].to(other), plan)), "csr_spgemm: expected b_values to be a strided tensor in")
+    yield Bad(Call((values[0].long(), values[1], plan)), "csr_spgemm: expected a_values of a floating-point dtype")
+
+
+def _spgemm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
+    plan = _spgemm_plan(draw, 6, 5, 7)
+    (a, b), c, values = plan._parts, plan._c, (draw(plan.a.nnz), draw(plan.b.nnz))
+    yield _ops.csr_spgemm_size.default, (a, b, 7, draw.dtype)
+    sizes = *_ops.csr_spgemm_size(a, b, 7, draw.dtype), plan.nnz
+    yield _ops.csr_spgemm_pattern.default, (a, b, 7, *sizes)
+    yield _ops.csr_spgemm_pattern.default, (a, b, 7, *sizes, *values)
+    leaves = [v.requires_grad_() for v in values]
+    yield _ops.csr_spgemm.default, (*leaves, a, b, c, 7)
+    yield _ops.csr_spgemm.default, (*leaves, *plan._lists(True), 7)
+    yield _ops.csr_spgemm_sampled.default, (draw(plan.nnz).requires_grad_(), leaves[1], a, c, b, 7)
+
+
 def _half_empty(draw: Draw, *shape: int) -> Tensor:
     x = draw(*shape)
     return torch.where(x.abs() > 0.5, x, 0)
@@ -295,6 +338,23 @@ TABLE: tuple[Spec, ...] = (
         ),
         empty=lambda draw: iter([Call((draw(0, 4), draw(3, 4), draw(3, 2), _sparse_plan(draw, 0, 3)))]),
         opchecks=_sddmm_opchecks,
+        **SPARSE,
+    ),
+    Spec(
+        name="spgemm",
+        summary="`spgemm(A, B)`, `plan_spgemm(A, B)`: A @ B of two sparse matrices, as a sparse matrix",
+        call=_spgemm_call,
+        reference=_spgemm_reference,
+        operators=(
+            _ops.csr_spgemm.default,
+            _ops.csr_spgemm_size.default,
+            _ops.csr_spgemm_pattern.default,
+            _ops.csr_spgemm_sampled.default,
+        ),
+        samples=_spgemm_samples,
+        bad=_spgemm_bad,
+        empty=lambda draw: (Call((draw(0), draw(p.b.nnz), p)) for p in [_spgemm_plan(draw, 0, 5, 7)]),
+        opchecks=_spgemm_opchecks,
         **SPARSE,
     ),
     Spec(

@@ -248,6 +248,59 @@ def _spgemm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[
     yield _ops.csr_spgemm_sampled.default, (draw(plan.nnz).requires_grad_(), leaves[1], a, c, b, 7)
 
 
+def _triangle_plan(draw: Draw, n: int, layout: str = "csr") -> Any:
+    """A plan of both triangles, with a whole diagonal."""
+    dense = _stored_dense(_sparse_plan(draw, n, n), torch.ones(_sparse_plan(draw, n, n).nnz)).to(draw.device)
+    dense = (dense + torch.eye(n, device=draw.device) > 0).to(draw.dtype)
+    return sparse.plan(getattr(dense, f"to_sparse_{layout}")())
+
+
+def _scaled(values: Tensor, plan: Any) -> Tensor:
+    """Values whose triangles are well-conditioned: a diagonal of about 2 beside small numbers."""
+    rows, columns, order = _places(plan, values.device)
+    on_diagonal = (rows == columns)[torch.argsort(order)]
+    return torch.where(on_diagonal, 2 + values.tanh() / 2, values.tanh() / 8)
+
+
+def _solve_call(values: Tensor, b: Tensor, plan: Any, **kwargs: Any) -> Tensor:
+    return sparse.solve_triangular(plan.with_values(_scaled(values, plan)), b, **kwargs)
+
+
+def _solve_reference(
+    values: Tensor, b: Tensor, plan: Any, upper: bool, transpose: bool = False, unit_diagonal: bool = False
+) -> Tensor:
+    wide = torch.promote_types(values.dtype, torch.float32)
+    dense = _stored_dense(plan, _scaled(values, plan)).to(wide)
+    dense = dense.triu() if upper else dense.tril()
+    upper, dense = (not upper, dense.mT) if transpose else (upper, dense)
+    return torch.linalg.solve_triangular(dense, b.to(wide), upper=upper, unitriangular=unit_diagonal).to(b.dtype)
+
+
+def _solve_samples(draw: Draw) -> Iterator[Call]:
+    for (n, k), layout, upper in product([(6, 3), (1, 1), (17, 20)], ("csr", "csc"), (False, True)):
+        plan = _triangle_plan(draw, n, layout)
+        for transpose, unit in ((False, False), (True, True)):
+            options = {"upper": upper, "transpose": transpose, "unit_diagonal": unit}
+            yield Call((draw(plan.nnz), draw(n, k), plan), options)
+
+
+def _solve_bad(draw: Draw) -> Iterator[Bad]:
+    plan, other = _triangle_plan(draw, 6), torch.float32 if draw.dtype != torch.float32 else torch.float64
+    upper = {"upper": True}
+    yield Bad(
+        Call((draw(plan.nnz), draw(5, 3), plan), upper), r"solve_triangular: expected b of shape \[6\] or \[6, k\]"
+    )
+    yield Bad(Call((draw(plan.nnz).to(other), draw(6, 3), plan), upper), "expected values to be a strided tensor in")
+
+
+def _solve_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
+    plan = _triangle_plan(draw, 6)
+    s = plan._pattern
+    values, b = _scaled(draw(plan.nnz), plan).requires_grad_(), draw(6, 3).requires_grad_()
+    yield _ops.csr_solve_triangular.default, (s.crow, s.col, values, b, True)
+    yield _ops.csr_solve_triangular.default, (s.crow, s.col, values, b, False, True, True, None, *s.transposed()[:3])
+
+
 def _half_empty(draw: Draw, *shape: int) -> Tensor:
     x = draw(*shape)
     return torch.where(x.abs() > 0.5, x, 0)
@@ -355,6 +408,23 @@ TABLE: tuple[Spec, ...] = (
         bad=_spgemm_bad,
         empty=lambda draw: (Call((draw(0), draw(p.b.nnz), p)) for p in [_spgemm_plan(draw, 0, 5, 7)]),
         opchecks=_spgemm_opchecks,
+        **SPARSE,
+    ),
+    Spec(
+        name="solve_triangular",
+        summary="`solve_triangular(A, b, *, upper, transpose, unit_diagonal)`: T x = b, T a triangle of a sparse A",
+        call=_solve_call,
+        reference=_solve_reference,
+        operators=(_ops.csr_solve_triangular.default,),
+        samples=_solve_samples,
+        bad=_solve_bad,
+        empty=lambda draw: (
+            Call((draw(p.nnz), draw(n, k), p), {"upper": True})
+            for n, k in ((0, 3), (4, 0))
+            for p in [_triangle_plan(draw, n)]
+        ),
+        opchecks=_solve_opchecks,
+        autocast=False,
         **SPARSE,
     ),
     Spec(

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "blocks": {"custom_mm", "registration", "triton"},
     "batching": {"blocks", "custom_mm", "masked", "registration"},
     "fused_softmax": {"custom_mm", "registration"},
-    "sparse": {"sparse.ops", "sparse.plan", "sparse.spgemm", "sparse.spgemm_plan"},
+    "sparse": {"sparse.ops", "sparse.plan", "sparse.spgemm", "sparse.spgemm_plan", "sparse.triangular"},
     "sparse.names": set(),
     "sparse.chunks": set(),
     "sparse.reordered": {"sparse.chunks"},
@@ -75,6 +75,7 @@ MAY_IMPORT = {
     "sparse.spgemm": {"sparse.csr_pattern"},
     "sparse.plan": {"registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "prepared", "selector", "spgemm")},
+    "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
     "sparse.spgemm_plan": {f"sparse.{m}" for m in ("csr_pattern", "plan", "spgemm")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},

@@ -256,7 +256,7 @@ def _triangle_plan(draw: Draw, n: int, layout: str = "csr") -> Any:
 
 
 def _scaled(values: Tensor, plan: Any) -> Tensor:
-    """Values whose triangles are well-conditioned: a diagonal of about 2 beside small numbers."""
+    """Values of well-conditioned triangles: the diagonal is about 2, the rest small."""
     rows, columns, order = _places(plan, values.device)
     on_diagonal = (rows == columns)[torch.argsort(order)]
     return torch.where(on_diagonal, 2 + values.tanh() / 2, values.tanh() / 8)

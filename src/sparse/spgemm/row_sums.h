@@ -197,6 +197,6 @@ class SearchedRow {
 };
 
 // Whether a dense row pays for its pages: with less work per column than this, a search does.
-inline bool is_sparse_row(int64_t columns, int64_t work) { return columns > int64_t{1} << 20 && columns / 64 > work; }
+inline bool is_sparse_row(int64_t columns, int64_t work) { return columns > int64_t{1} << 20 && columns / 8 > work; }
 
 }  // namespace matmuls::spgemm

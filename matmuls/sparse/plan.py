@@ -11,6 +11,7 @@ import torch
 from ..registration import expect_dense
 from .csr_pattern import CsrPattern, for_every_stream, is_capturing, pattern_of, relaxed_capture
 from .default_spmm import check_operands, default_op, default_product, multiply_batch, takes_chunks
+from .dtensor import product_of_dtensor
 from .prepared import PreparedCalls
 from .selector import Selector
 from .spgemm import spgemm
@@ -230,6 +231,8 @@ class SparsePlan:
             self._expect_same_indices("spmm")
         values = self.values
         check_operands(self.shape, b)
+        if hasattr(b, "placements"):
+            return product_of_dtensor(self, b)
         if b.dim() == 1:
             return (self @ b.unsqueeze(-1)).squeeze(-1)
         if self._pattern.batch is not None:

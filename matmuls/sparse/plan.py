@@ -89,10 +89,8 @@ class SparsePlan:
         if values.dim() > 1 and values.shape == self._prepared.values_shape and values.is_contiguous():
             values = values.view(-1)
         if values.shape != (self.nnz,) or values.device != self.device:
-            raise ValueError(
-                f"SparsePlan: expected values of shape [{self.nnz}] on {self.device}, "
-                f"got {list(values.shape)} on {values.device}"
-            )
+            got = f"{list(values.shape)} on {values.device}"
+            raise ValueError(f"SparsePlan: expected values of shape [{self.nnz}] on {self.device}, got {got}")
         return values
 
     def update(self, values: torch.Tensor) -> "SparsePlan":
@@ -253,8 +251,7 @@ class SparsePlan:
             return product
         self._expect_same_indices("spmm")
         values = self.values
-        op = self._selector.linear(values, x, bias)
-        if op is None:
+        if (op := self._selector.linear(values, x, bias)) is None:
             return None
         product = op.run()
         self._prepared.record_linear(op, values, bias, self._pattern)

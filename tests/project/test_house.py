@@ -72,17 +72,12 @@ MAY_IMPORT = {
     "sparse.selector": {"custom_mm", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
-<<<<<<< HEAD
+    "sparse.dtensor": {"sparse.plan"},  # to type checkers
     "sparse.spgemm": {"sparse.csr_pattern"},
     "sparse.plan": {"registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "prepared", "selector", "spgemm")},
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "prepared", "selector", "spgemm")},
     "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
     "sparse.spgemm_plan": {f"sparse.{m}" for m in ("csr_pattern", "plan", "spgemm")},
-=======
-    "sparse.dtensor": {"sparse.plan"},  # to type checkers
-    "sparse.plan": {"registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "prepared", "selector")},
->>>>>>> main
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},

@@ -258,7 +258,8 @@ def test_compiled_models_use_stock_code():
     model.set_attn_implementation("custom_mm")
     optimize(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(hidden(compiled, batch), hidden(model, batch), atol=1e-5, rtol=1e-5)
+    kept = batch["attention_mask"].bool()
+    torch.testing.assert_close(hidden(compiled, batch)[kept], hidden(model, batch)[kept], atol=1e-5, rtol=1e-5)
 
 
 def test_real_weights():

@@ -146,6 +146,8 @@ MAY_IMPORT = {
     "integrations.transformers.taken": {"integrations.transformers"},
     "integrations.transformers.families": set(),
     "integrations.transformers.plan": {"integrations.transformers"},
+    "integrations.transformers.segments": {"integrations.transformers"},
+    "integrations.transformers.packed": {"integrations.transformers"},
     "integrations.transformers.layers": OPERATIONS | {"attention", "integrations.transformers"},
     "integrations.transformers.optimized": {"integrations.transformers"},
     "integrations.transformers.verified": {"integrations.transformers"},

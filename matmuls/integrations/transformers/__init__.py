@@ -1,6 +1,7 @@
 """Attention and optimized encoder layers for Hugging Face models. Importing it imports transformers, 5.17 or later."""
 
 from .optimized import Optimized, optimize
+from .packed import can_pack, encode_tokens, pool
 from .registered import Registered, attention, attention_mask, register
 from .taken import Taken, in_use, takes, unsupported
 from .verified import Difference, VerificationError, verify
@@ -13,8 +14,11 @@ __all__ = [
     "VerificationError",
     "attention",
     "attention_mask",
+    "can_pack",
+    "encode_tokens",
     "in_use",
     "optimize",
+    "pool",
     "register",
     "takes",
     "unsupported",

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -188,6 +189,9 @@ class _Chain:
             if m._forward_hooks and _watched(m):
                 return False
         return True
+
+
+_running: ContextVar[_Chain | None] = ContextVar("running", default=None)  # its layers may write over their input
 
 
 def _watched(module: nn.Module) -> bool:

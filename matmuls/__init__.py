@@ -25,7 +25,21 @@ from .rowwise import (
     softmax_backward,
     softmax_backward_,
 )
-from .sparse import SparsePlan, cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spmm
+from .sparse import (
+    SparsePlan,
+    SpgemmPlan,
+    SpgemmSize,
+    cusparseMM,
+    plan,
+    plan_spgemm,
+    sddmm,
+    solve_triangular,
+    sparse_attention,
+    sparse_softmax,
+    spgemm,
+    spgemm_size,
+    spmm,
+)
 
 __all__ = [
     "FusedSoftmax",
@@ -33,6 +47,8 @@ __all__ = [
     "MaskedFFN",
     "MaskedLinear",
     "SparsePlan",
+    "SpgemmPlan",
+    "SpgemmSize",
     "cublasMM",
     "cublasTransaMM",
     "cublasTransabMM",
@@ -51,6 +67,7 @@ __all__ = [
     "matmul",
     "matmul_",
     "plan",
+    "plan_spgemm",
     "rms_norm_",
     "scaled_masked_softmax",
     "scaled_masked_softmax_backward",
@@ -60,8 +77,11 @@ __all__ = [
     "softmax_",
     "softmax_backward",
     "softmax_backward_",
+    "solve_triangular",
     "sparse_attention",
     "sparse_softmax",
+    "spgemm",
+    "spgemm_size",
     "spmm",
     "square_matmul",
     "square_matmul_T",

@@ -2,16 +2,25 @@
 
 from .ops import cusparseMM, linear, sddmm, sparse_attention, sparse_softmax, spmm
 from .plan import Sparse, SparsePlan, plan, plan_of  # the function `plan` hides the module of that name
+from .spgemm import spgemm  # and this one too
+from .spgemm_plan import SpgemmPlan, SpgemmSize, plan_spgemm, spgemm_size
+from .triangular import solve_triangular
 
 __all__ = [
     "Sparse",
     "SparsePlan",
+    "SpgemmPlan",
+    "SpgemmSize",
     "cusparseMM",
     "linear",
     "plan",
     "plan_of",
+    "plan_spgemm",
     "sddmm",
+    "solve_triangular",
     "sparse_attention",
     "sparse_softmax",
+    "spgemm",
+    "spgemm_size",
     "spmm",
 ]

@@ -14,6 +14,7 @@ from .default_spmm import check_operands, default_op, default_product, multiply_
 from .dtensor import product_of_dtensor
 from .prepared import PreparedCalls
 from .selector import Selector
+from .spgemm import spgemm
 
 _csr_linear = torch.ops.custom_mm.csr_linear.default
 
@@ -88,10 +89,8 @@ class SparsePlan:
         if values.dim() > 1 and values.shape == self._prepared.values_shape and values.is_contiguous():
             values = values.view(-1)
         if values.shape != (self.nnz,) or values.device != self.device:
-            raise ValueError(
-                f"SparsePlan: expected values of shape [{self.nnz}] on {self.device}, "
-                f"got {list(values.shape)} on {values.device}"
-            )
+            got = f"{list(values.shape)} on {values.device}"
+            raise ValueError(f"SparsePlan: expected values of shape [{self.nnz}] on {self.device}, got {got}")
         return values
 
     def update(self, values: torch.Tensor) -> "SparsePlan":
@@ -136,8 +135,10 @@ class SparsePlan:
         selector = None if self._selector is None else self._selector.of_other_values()
         return SparsePlan(self._pattern, self._checked(values), self.shape, selector)
 
-    def __matmul__(self, b: torch.Tensor) -> torch.Tensor:
-        """Computes A @ b, as spmm(self, b)."""
+    def __matmul__(self, b: "Sparse") -> torch.Tensor:
+        """Computes A @ b, as spmm(self, b), or for a sparse b or a plan as spgemm(self, b)."""
+        if isinstance(b, SparsePlan) or (isinstance(b, torch.Tensor) and b.layout != torch.strided):
+            return spgemm(self, b)
         return self._multiply(b, selected=False) if torch.compiler.is_compiling() else self._product(b)
 
     def __rmatmul__(self, x: torch.Tensor) -> torch.Tensor:
@@ -250,8 +251,7 @@ class SparsePlan:
             return product
         self._expect_same_indices("spmm")
         values = self.values
-        op = self._selector.linear(values, x, bias)
-        if op is None:
+        if (op := self._selector.linear(values, x, bias)) is None:
             return None
         product = op.run()
         self._prepared.record_linear(op, values, bias, self._pattern)

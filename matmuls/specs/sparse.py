@@ -205,6 +205,102 @@ def _sparse_attention_samples(draw: Draw) -> Iterator[Call]:
     yield Call((draw(2, 7, 4), draw(2, 5, 4), draw(2, 5, 6), plan), {"scale": 0.3})
 
 
+def _spgemm_plan(draw: Draw, rows: int, middle: int, columns: int, layout: str = "csr") -> Any:
+    return sparse.plan_spgemm(_sparse_plan(draw, rows, middle, layout), _sparse_plan(draw, middle, columns, layout))
+
+
+def _spgemm_call(a_values: Tensor, b_values: Tensor, plan: Any) -> Tensor:
+    result: Tensor = plan.values(a_values, b_values)
+    return result
+
+
+def _spgemm_reference(a_values: Tensor, b_values: Tensor, plan: Any) -> Tensor:
+    product = _stored_dense(plan.a, a_values) @ _stored_dense(plan.b, b_values)
+    crow, columns = (t.to(a_values.device).long() for t in plan._c[:2])
+    rows = torch.repeat_interleave(torch.arange(plan.shape[0], device=crow.device), crow.diff())
+    return product[..., rows, columns]
+
+
+def _spgemm_samples(draw: Draw) -> Iterator[Call]:
+    for (rows, middle, columns), layout in product([(6, 5, 7), (1, 1, 1), (9, 17, 8), (33, 20, 64)], ("csr", "csc")):
+        plan = _spgemm_plan(draw, rows, middle, columns, layout)
+        yield Call((draw(plan.a.nnz), draw(plan.b.nnz), plan))
+
+
+def _spgemm_bad(draw: Draw) -> Iterator[Bad]:
+    plan = _spgemm_plan(draw, 6, 5, 7)
+    other = torch.float32 if draw.dtype != torch.float32 else torch.float64
+    values = draw(plan.a.nnz), draw(plan.b.nnz)
+    yield Bad(Call((values[0], values[1].to(other), plan)), "csr_spgemm: expected b_values to be a strided tensor in")
+    yield Bad(Call((values[0].long(), values[1], plan)), "csr_spgemm: expected a_values of a floating-point dtype")
+
+
+def _spgemm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
+    plan = _spgemm_plan(draw, 6, 5, 7)
+    (a, b), c, values = plan._parts, plan._c, (draw(plan.a.nnz), draw(plan.b.nnz))
+    yield _ops.csr_spgemm_size.default, (a, b, 7, draw.dtype)
+    sizes = *_ops.csr_spgemm_size(a, b, 7, draw.dtype), plan.nnz
+    yield _ops.csr_spgemm_pattern.default, (a, b, 7, *sizes)
+    yield _ops.csr_spgemm_pattern.default, (a, b, 7, *sizes, *values)
+    leaves = [v.requires_grad_() for v in values]
+    yield _ops.csr_spgemm.default, (*leaves, a, b, c, 7)
+    yield _ops.csr_spgemm.default, (*leaves, *plan._lists(True), 7)
+    yield _ops.csr_spgemm_sampled.default, (draw(plan.nnz).requires_grad_(), leaves[1], a, c, b, 7)
+
+
+def _triangle_plan(draw: Draw, n: int, layout: str = "csr") -> Any:
+    """A plan of both triangles, with a whole diagonal."""
+    dense = _stored_dense(_sparse_plan(draw, n, n), torch.ones(_sparse_plan(draw, n, n).nnz)).to(draw.device)
+    dense = (dense + torch.eye(n, device=draw.device) > 0).to(draw.dtype)
+    return sparse.plan(getattr(dense, f"to_sparse_{layout}")())
+
+
+def _scaled(values: Tensor, plan: Any) -> Tensor:
+    """Values of well-conditioned triangles: the diagonal is about 2, the rest small."""
+    rows, columns, order = _places(plan, values.device)
+    on_diagonal = (rows == columns)[torch.argsort(order)]
+    return torch.where(on_diagonal, 2 + values.tanh() / 2, values.tanh() / 8)
+
+
+def _solve_call(values: Tensor, b: Tensor, plan: Any, **kwargs: Any) -> Tensor:
+    return sparse.solve_triangular(plan.with_values(_scaled(values, plan)), b, **kwargs)
+
+
+def _solve_reference(
+    values: Tensor, b: Tensor, plan: Any, upper: bool, transpose: bool = False, unit_diagonal: bool = False
+) -> Tensor:
+    wide = torch.promote_types(values.dtype, torch.float32)
+    dense = _stored_dense(plan, _scaled(values, plan)).to(wide)
+    dense = dense.triu() if upper else dense.tril()
+    upper, dense = (not upper, dense.mT) if transpose else (upper, dense)
+    return torch.linalg.solve_triangular(dense, b.to(wide), upper=upper, unitriangular=unit_diagonal).to(b.dtype)
+
+
+def _solve_samples(draw: Draw) -> Iterator[Call]:
+    for (n, k), layout, upper in product([(6, 3), (1, 1), (17, 20)], ("csr", "csc"), (False, True)):
+        plan = _triangle_plan(draw, n, layout)
+        for transpose, unit in ((False, False), (True, True)):
+            options = {"upper": upper, "transpose": transpose, "unit_diagonal": unit}
+            yield Call((draw(plan.nnz), draw(n, k), plan), options)
+
+
+def _solve_bad(draw: Draw) -> Iterator[Bad]:
+    plan, other = _triangle_plan(draw, 6), torch.float32 if draw.dtype != torch.float32 else torch.float64
+    upper = {"upper": True}
+    yield Bad(
+        Call((draw(plan.nnz), draw(5, 3), plan), upper), r"solve_triangular: expected b of shape \[6\] or \[6, k\]"
+    )
+    yield Bad(Call((draw(plan.nnz).to(other), draw(6, 3), plan), upper), "expected values to be a strided tensor in")
+
+
+def _solve_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
+    plan = _triangle_plan(draw, 6)
+    s = plan._pattern
+    values, b = _scaled(draw(plan.nnz), plan).requires_grad_(), draw(6, 3).requires_grad_()
+    yield _ops.csr_solve_triangular.default, (s.crow, s.col, values, b, True)
+    yield _ops.csr_solve_triangular.default, (s.crow, s.col, values, b, False, True, True, None, *s.transposed()[:3])
+
+
 def _half_empty(draw: Draw, *shape: int) -> Tensor:
     x = draw(*shape)
     return torch.where(x.abs() > 0.5, x, 0)
@@ -295,6 +391,40 @@ TABLE: tuple[Spec, ...] = (
         ),
         empty=lambda draw: iter([Call((draw(0, 4), draw(3, 4), draw(3, 2), _sparse_plan(draw, 0, 3)))]),
         opchecks=_sddmm_opchecks,
+        **SPARSE,
+    ),
+    Spec(
+        name="spgemm",
+        summary="`spgemm(A, B)`, `plan_spgemm(A, B)`: A @ B of two sparse matrices, as a sparse matrix",
+        call=_spgemm_call,
+        reference=_spgemm_reference,
+        operators=(
+            _ops.csr_spgemm.default,
+            _ops.csr_spgemm_size.default,
+            _ops.csr_spgemm_pattern.default,
+            _ops.csr_spgemm_sampled.default,
+        ),
+        samples=_spgemm_samples,
+        bad=_spgemm_bad,
+        empty=lambda draw: (Call((draw(0), draw(p.b.nnz), p)) for p in [_spgemm_plan(draw, 0, 5, 7)]),
+        opchecks=_spgemm_opchecks,
+        **SPARSE,
+    ),
+    Spec(
+        name="solve_triangular",
+        summary="`solve_triangular(A, b, *, upper, transpose, unit_diagonal)`: T x = b, T a triangle of a sparse A",
+        call=_solve_call,
+        reference=_solve_reference,
+        operators=(_ops.csr_solve_triangular.default,),
+        samples=_solve_samples,
+        bad=_solve_bad,
+        empty=lambda draw: (
+            Call((draw(p.nnz), draw(n, k), p), {"upper": True})
+            for n, k in ((0, 3), (4, 0))
+            for p in [_triangle_plan(draw, n)]
+        ),
+        opchecks=_solve_opchecks,
+        autocast=False,
         **SPARSE,
     ),
     Spec(

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "blocks": {"custom_mm", "registration", "triton"},
     "batching": {"blocks", "custom_mm", "masked", "registration"},
     "fused_softmax": {"custom_mm", "registration"},
-    "sparse": {"sparse.ops", "sparse.plan"},
+    "sparse": {"sparse.ops", "sparse.plan", "sparse.spgemm", "sparse.spgemm_plan", "sparse.triangular"},
     "sparse.names": set(),
     "sparse.chunks": set(),
     "sparse.reordered": {"sparse.chunks"},
@@ -73,8 +73,11 @@ MAY_IMPORT = {
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
     "sparse.dtensor": {"sparse.plan"},  # to type checkers
+    "sparse.spgemm": {"sparse.csr_pattern"},
     "sparse.plan": {"registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "prepared", "selector")},
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "prepared", "selector", "spgemm")},
+    "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
+    "sparse.spgemm_plan": {f"sparse.{m}" for m in ("csr_pattern", "plan", "spgemm")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},
@@ -358,6 +361,7 @@ def test_public_names_have_docstrings_and_rows():
     rows = {spec.name for spec in TABLE} - {"attention_forward"}  # of attention.attend, which the integrations call
     lifecycle = {"handles", "handle_info", "build_info", "set_workspace_size", "workspace_size"}
     lifecycle |= {"mask_plan", "MaskPlan"}  # no operation: what one takes
+    lifecycle |= {"plan_spgemm", "SpgemmPlan", "spgemm_size", "SpgemmSize"}
     lifecycle |= {"plan", "SparsePlan", "cusparse_prepare", "explain", "only_kernel", "without_kernels"}
     public = {n for m in (matmuls, custom_mm) for n in m.__all__ if not n.startswith(("init_", "destroy_"))}
     assert public - lifecycle == rows

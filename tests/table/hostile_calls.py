@@ -103,6 +103,18 @@ def layouts() -> None:
     ops.csr_reorder(crow, col, order)
     ops.csr_spmm_arg(crow, col, values, b, 64, "max")
     ops.csr_linear(crow, col, values, b.mT.contiguous(), torch.randn(64))
+    triangle = (dense.tril(-1) + torch.eye(64)).to_sparse_csr()
+    parts = triangle.crow_indices(), triangle.col_indices(), triangle.values(), b
+    ops.csr_solve_triangular(*parts, False)
+    ops.csr_solve_triangular(*parts, False, True, True, None, *ops.csr_transpose(*parts[:2], 64))
+    pattern = [crow, col, crow.new_empty(0)]
+    offsets, state = ops.csr_spgemm_size(pattern, pattern, 64, values.dtype)
+    sizes = offsets, state, int(offsets[-1])
+    ops.csr_spgemm_pattern(pattern, pattern, 64, *sizes)
+    product = ops.csr_spgemm_pattern(pattern, pattern, 64, *sizes, values, values)
+    both = [*pattern, *ops.csr_transpose(crow, col, 64)]
+    ops.csr_spgemm(values, values, pattern, both, list(product[:2]), 64)
+    ops.csr_spgemm_sampled(product[2], values, both, list(product[:2]), pattern, 64)
     parts = s.crow_indices(), s.col_indices(), values, b, 64, 64
     ops.cusparse_prepare(*parts)
     ops.cusparse_spmm.out(*parts, out=torch.empty(64, 16))

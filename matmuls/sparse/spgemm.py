@@ -1,0 +1,127 @@
+"""The product of two sparse matrices as a sparse matrix (SpGEMM): its size, its pattern, its values."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .csr_pattern import CsrPattern, pattern_of
+
+_ops = torch.ops.custom_mm
+_size: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _ops.csr_spgemm_size.default
+_pattern: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = _ops.csr_spgemm_pattern.default
+
+
+class Operand(NamedTuple):
+    """A sparse matrix as its pattern and values [nonzeros], differentiable."""
+
+    pattern: CsrPattern
+    values: torch.Tensor
+    shape: torch.Size
+
+
+def operand(name: str, which: str, a: Any) -> Operand:
+    """The operand of a sparse tensor or a SparsePlan; TypeError for anything else."""
+    if isinstance(a, torch.Tensor):
+        if a.layout == torch.strided:
+            raise TypeError(f"{name}: expected {which} to be a sparse tensor or a plan, got a dense tensor")
+        made = Operand(*pattern_of(name, a), a.shape)
+    elif hasattr(a, "_pattern"):
+        if not torch.compiler.is_compiling():
+            a._expect_same_indices(name)
+        made = Operand(a._pattern, a.values, a.shape)
+    else:
+        raise TypeError(f"{name}: expected {which} to be a sparse tensor or a plan, got {type(a).__name__}")
+    if made.pattern.batch is not None:
+        raise ValueError(f"{name}: expected {which} to be one matrix, got a batch of shape {list(a.shape)}")
+    return made
+
+
+def expect_operands(name: str, a: Operand, b: Operand) -> None:
+    """RuntimeError unless A @ B is defined."""
+    if a.shape[1] != b.shape[0]:
+        raise RuntimeError(
+            f"{name}: expected B of {a.shape[1]} rows beside A of shape {list(a.shape)}, got {list(b.shape)}"
+        )
+    if (a.values.dtype, a.values.device) != (b.values.dtype, b.values.device):
+        raise RuntimeError(
+            f"{name}: expected B in {a.values.dtype} on {a.values.device} as A is, "
+            f"got {b.values.dtype} on {b.values.device}"
+        )
+
+
+def listed(pattern: CsrPattern, index: torch.dtype, transposed: bool = False) -> list[torch.Tensor]:
+    """The pattern as operators take it (src/sparse/spgemm.h), perhaps with that of the transposed matrix."""
+    parts = [pattern.crow, pattern.col, pattern.order, *(pattern.transposed() if transposed else ())]
+    none = pattern.crow.new_empty(0)
+    return [(none if t is None else t).to(index) for t in parts]
+
+
+class Sizes(NamedTuple):
+    """What is known of C before it takes memory."""
+
+    a: list[torch.Tensor]
+    b: list[torch.Tensor]
+    columns: int
+    offsets: torch.Tensor
+    state: torch.Tensor
+    nnz: int
+    nbytes: int
+
+
+def sizes(name: str, a: Operand, b: Operand, max_nnz: int | None) -> Sizes:
+    """The size of A @ B; ValueError if it has more than max_nnz nonzeros. Waits for the GPU."""
+    expect_operands(name, a, b)
+    index = torch.promote_types(a.pattern.crow.dtype, b.pattern.crow.dtype)
+    parts, columns = (listed(a.pattern, index), listed(b.pattern, index)), b.shape[1]
+    offsets, state = _size(*parts, columns, a.values.dtype)
+    nnz = int(offsets[-1])
+    nbytes = nnz * (index.itemsize + a.values.dtype.itemsize) + offsets.numel() * index.itemsize
+    if max_nnz is not None and nnz > max_nnz:
+        raise ValueError(f"{name}: expected a product of at most {max_nnz} nonzeros, got {nnz}, {nbytes} bytes")
+    return Sizes(*parts, columns, offsets, state, nnz, nbytes)
+
+
+def as_csr(crow: torch.Tensor, col: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    return torch.sparse_csr_tensor(crow, col, values, shape, check_invariants=False)
+
+
+def spgemm(a: Any, b: Any, *, max_nnz: int | None = None) -> torch.Tensor:
+    """Computes A @ B for two sparse matrices, as a sparse CSR tensor.
+
+    C has a nonzero wherever a product of two nonzeros falls, also where their sum is 0. Its columns rise within each
+    row. The number of nonzeros is counted before C is allocated. The operation is differentiable any number of times in
+    the values of A and B; gradients are computed on the patterns of A and B, without a dense matrix. 16-bit products
+    are summed in float32, and on a CPU the result has the same bits for every number of threads. For many products of
+    the same patterns, make a plan with `plan_spgemm`. `plan(A) @ B` with a sparse B calls this function.
+
+    On a GPU, cuSPARSE's SpGEMM computes the product; the call waits for the GPU.
+
+    Args:
+        a: [M, K] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a plan; float64, float32, float16 or bfloat16,
+            indices int32 or int64. Columns may be unsorted, and duplicates are added.
+        b: [K, N] as a, in its dtype and on its device.
+        max_nnz: the most nonzeros that C may have; None for no limit.
+
+    Returns:
+        [M, N] a sparse CSR tensor. Its indices are int32 if both patterns' are (a plan's are, where they fit), else
+        int64.
+
+    Raises:
+        ValueError: before C is allocated, if C would have more than max_nnz nonzeros, or more than int32 indices reach;
+            if an index does not fit the shape, or a or b is a batch.
+        RuntimeError: if shapes, dtypes or devices do not match.
+        TypeError: if a or b is neither a sparse tensor nor a plan.
+
+    Examples:
+        >>> import torch, matmuls
+        >>> a = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]).to_sparse_csr()
+        >>> c = matmuls.spgemm(a, a.mT)
+        >>> c.layout, c.to_dense()
+        (torch.sparse_csr, tensor([[5., 0.],
+                [0., 9.]]))
+    """
+    left, right = operand("spgemm", "A", a), operand("spgemm", "B", b)
+    s = sizes("spgemm", left, right, max_nnz)
+    made = _pattern(s.a, s.b, s.columns, s.offsets, s.state, s.nnz, left.values, right.values)
+    return as_csr(*made, (left.shape[0], right.shape[1]))

@@ -1,0 +1,278 @@
+// Sparse products on the CPU, row by row (Gustavson), in parts of about equal work over torch's threads.
+//
+// A row is the work of one thread and its sums are in the order of A's nonzeros, so that the bits do not depend on the
+// number of threads.
+#include <ATen/Dispatch.h>
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+#include <numeric>
+
+#include "cpu/huge_pages.h"
+#include "cpu/threads.h"
+#include "sparse/index_checks.h"
+#include "sparse/spgemm.h"
+#include "sparse/spgemm/row_sums.h"
+
+namespace matmuls::spgemm {
+namespace {
+
+using at::Tensor;
+
+template <class I>
+struct Csr {
+  explicit Csr(const Pattern& p)
+      : crow(p.crow.const_data_ptr<I>()),
+        col(p.col.const_data_ptr<I>()),
+        order(indices_or_null<I>(p.order)),
+        rows(p.rows()),
+        last(p.nonzeros() - 1) {}
+  int64_t length(int64_t row) const { return static_cast<int64_t>(crow[row + 1]) - crow[row]; }
+  int64_t place(int64_t p) const { return order == nullptr ? p : static_cast<int64_t>(order[p]); }
+
+  const I *crow, *col, *order;
+  int64_t rows, last;
+};
+
+// Fetches the row of B of a nonzero of A some places after p, and its offset before that: they lie anywhere in memory.
+template <class I>
+void fetch_ahead(const Csr<I>& a, const Csr<I>& b, int64_t p, const void* b_values, size_t value_size) {
+  constexpr int64_t kAhead = 8;
+  __builtin_prefetch(b.crow + a.col[std::min(p + 2 * kAhead, a.last)]);
+  const int64_t q = b.crow[a.col[std::min(p + kAhead, a.last)]];
+  __builtin_prefetch(b.col + q);
+  if (b_values != nullptr) __builtin_prefetch(static_cast<const char*>(b_values) + q * value_size);
+}
+
+// Values in the order of the pattern's nonzeros.
+template <class F, class I>
+const F* in_order(const Csr<I>& m, int64_t nonzeros, const F* values, std::vector<F>& sorted) {
+  if (m.order == nullptr) return values;
+  sorted.resize(nonzeros);
+  for (int64_t p = 0; p < nonzeros; ++p) sorted[p] = values[m.order[p]];
+  return sorted.data();
+}
+
+// Calls f(first row, last row) for parts of about equally many products, one for each thread.
+template <class I, class F>
+void for_equal_parts(const Csr<I>& a, const Csr<I>& b, const F& f) {
+  if (at::get_num_threads() == 1 || a.last < kGrain / 32) return f(int64_t{0}, a.rows);
+  std::vector<int64_t> before(a.rows + 1, 0);  // products and rows before each row
+  parallel_for(0, a.rows, kGrain / 8, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      before[r + 1] = 1;
+      for (int64_t p = a.crow[r]; p < a.crow[r + 1]; ++p) {
+        __builtin_prefetch(b.crow + a.col[std::min(p + 8, a.last)]);
+        before[r + 1] += b.length(a.col[p]);
+      }
+    }
+  });
+  std::partial_sum(before.begin(), before.end(), before.begin());
+  const int64_t parts = std::clamp<int64_t>(before.back() / kGrain, 1, at::get_num_threads());
+  const auto row_at = [&](int64_t part) {
+    const auto target = static_cast<int64_t>(static_cast<double>(before.back()) / static_cast<double>(parts) * part);
+    return part == parts ? a.rows : std::lower_bound(before.begin(), before.end(), target) - before.begin();
+  };
+  parallel_for(0, parts, 1, [&](int64_t first, int64_t last) { f(row_at(first), row_at(last)); });
+}
+
+template <class I, class Set>
+void add_row(const Csr<I>& a, const Csr<I>& b, int64_t row, Set& set) {
+  for (int64_t p = a.crow[row]; p < a.crow[row + 1]; ++p) {
+    fetch_ahead(a, b, p, nullptr, 0);
+    const int64_t k = a.col[p];
+    for (int64_t q = b.crow[k]; q < b.crow[k + 1]; ++q) set.add(b.col[q]);
+  }
+}
+
+template <class Set, class I>
+void count(const Csr<I>& a, const Csr<I>& b, int64_t columns, int64_t* counts) {
+  for_equal_parts(a, b, [&](int64_t begin, int64_t end) {
+    Set set(columns);
+    for (int64_t r = begin; r < end; ++r) {
+      add_row(a, b, r, set);
+      counts[r] = set.take_count();
+    }
+  });
+}
+
+// False if a row has another number of columns than the offsets say: then they are of other matrices.
+template <class Set, class I>
+bool fill(const Csr<I>& a, const Csr<I>& b, int64_t columns, const int64_t* offsets, I* to) {
+  std::atomic<bool> fits{true};
+  for_equal_parts(a, b, [&](int64_t begin, int64_t end) {
+    Set set(columns);
+    bool all = true;
+    for (int64_t r = begin; r < end; ++r) {
+      add_row(a, b, r, set);
+      all &= set.take(to + offsets[r], to + offsets[r + 1]);
+    }
+    if (!all) fits = false;
+  });
+  return fits;
+}
+
+// As fill, with the values of C.
+template <class F, class I>
+bool fill_with_values(const Csr<I>& a, const F* a_values, const Csr<I>& b, const F* b_values, int64_t columns,
+                      const int64_t* offsets, I* to, F* values) {
+  std::atomic<bool> fits{true};
+  for_equal_parts(a, b, [&](int64_t begin, int64_t end) {
+    Columns<I, F> set(columns);
+    bool all = true;
+    for (int64_t r = begin; r < end; ++r) {
+      for (int64_t p = a.crow[r]; p < a.crow[r + 1]; ++p) {
+        fetch_ahead(a, b, p, b_values, sizeof(F));
+        const F x = a_values[p];
+        const int64_t k = a.col[p];
+        for (int64_t q = b.crow[k]; q < b.crow[k + 1]; ++q) set.add(b.col[q], x * b_values[q]);
+      }
+      const bool fit = set.take(to + offsets[r], to + offsets[r + 1]);
+      for (int64_t i = offsets[r]; fit && i < offsets[r + 1]; ++i) values[i] = set.sum(to[i]);
+      all &= fit;
+    }
+    if (!all) fits = false;
+  });
+  return fits;
+}
+
+// Rows of the product by Row, which is a DenseRow or a SearchedRow. write(nonzero of C, sum).
+template <class Row, class F, class I>
+void multiply(const Csr<I>& a, const F* a_values, const Csr<I>& b, const F* b_values, const Csr<I>& c, int64_t columns,
+              F* out) {
+  for_equal_parts(a, b, [&](int64_t begin, int64_t end) {
+    Row row(columns);
+    for (int64_t r = begin; r < end; ++r) {
+      row.begin(c.col + c.crow[r], c.length(r));
+      for (int64_t p = a.crow[r]; p < a.crow[r + 1]; ++p) {
+        fetch_ahead(a, b, p, b_values, sizeof(F));
+        const F x = a_values[p];
+        const int64_t k = a.col[p];
+        for (int64_t q = b.crow[k]; q < b.crow[k + 1]; ++q) row.add(b.col[q], x * b_values[q]);
+      }
+      for (int64_t i = c.crow[r]; i < c.crow[r + 1]; ++i) out[c.place(i)] = row.at(c.col[i]);
+    }
+  });
+}
+
+template <class Row, class F, class I>
+void sample(const Csr<I>& p, const Csr<I>& g, const F* g_values, const Csr<I>& m, const F* m_values, int64_t columns,
+            F* out) {
+  for_equal_parts(p, m, [&](int64_t begin, int64_t end) {
+    Row row(columns);
+    for (int64_t r = begin; r < end; ++r) {
+      if (p.length(r) == 0) continue;
+      row.begin(g.col + g.crow[r], g.length(r));
+      for (int64_t i = g.crow[r]; i < g.crow[r + 1]; ++i) row.add(g.col[i], g_values[i]);
+      for (int64_t i = p.crow[r]; i < p.crow[r + 1]; ++i) {
+        fetch_ahead(p, m, i, m_values, sizeof(F));
+        const int64_t k = p.col[i];
+        F sum = 0;
+        for (int64_t q = m.crow[k]; q < m.crow[k + 1]; ++q) sum += m_values[q] * row.at(m.col[q]);
+        out[p.place(i)] = sum;
+      }
+      row.end();
+    }
+  });
+}
+
+template <class F>
+void with_index(const Pattern& p, const F& f) {
+  AT_DISPATCH_INDEX_TYPES(p.crow.scalar_type(), kProduct, [&] { f(index_t{}); });
+}
+
+}  // namespace
+
+Tensor size_cpu(const Product& call) {
+  const int64_t columns = call.columns.expect_int();
+  const Pattern a_pattern = readable(kSize, call.a, call.b.rows()), b_pattern = readable(kSize, call.b, columns);
+  const Tensor offsets = at::empty({a_pattern.rows() + 1}, a_pattern.crow.options().dtype(at::kLong));
+  with_index(a_pattern, [&](auto index) {
+    using I = decltype(index);
+    const Csr<I> a(a_pattern), b(b_pattern);
+    int64_t* const counts = offsets.mutable_data_ptr<int64_t>();
+    counts[0] = 0;
+    const bool sparse = is_sparse_row(columns, a_pattern.nonzeros() + b_pattern.nonzeros());
+    (sparse ? count<ColumnList<I>, I> : count<Columns<I, NoSum>, I>)(a, b, columns, counts + 1);
+    std::partial_sum(counts, counts + a.rows + 1, counts);
+  });
+  return offsets;
+}
+
+std::tuple<Tensor, Tensor> pattern_cpu(const Product& call, const Tensor& offsets_, int64_t nonzeros) {
+  const int64_t columns = call.columns.expect_int();
+  const Pattern a_pattern = readable(kPattern, call.a, call.b.rows()), b_pattern = readable(kPattern, call.b, columns);
+  const Tensor offsets = offsets_.contiguous();
+  validate_offsets(kPattern, offsets, nonzeros);
+  const bool sparse = is_sparse_row(columns, a_pattern.nonzeros() + b_pattern.nonzeros());
+  const bool with_values = call.a_values.defined() && !sparse;
+  const Tensor col = in_huge_pages(at::empty({nonzeros}, a_pattern.col.options()));
+  Tensor values;
+  bool fits = false;
+  with_index(a_pattern, [&](auto index) {
+    using I = decltype(index);
+    const Csr<I> a(a_pattern), b(b_pattern);
+    const int64_t* const rows = offsets.const_data_ptr<int64_t>();
+    I* const to = col.mutable_data_ptr<I>();
+    if (!with_values) {
+      fits = (sparse ? fill<ColumnList<I>, I> : fill<Columns<I, NoSum>, I>)(a, b, columns, rows, to);
+      return;
+    }
+    const Tensor a_wide = wide(call.a_values), b_wide = wide(call.b_values);
+    values = in_huge_pages(at::empty({nonzeros}, a_wide.options()));
+    AT_DISPATCH_FLOATING_TYPES(a_wide.scalar_type(), kPattern, [&] {
+      std::vector<scalar_t> a_sorted, b_sorted;
+      const auto* const x = in_order(a, a_pattern.nonzeros(), a_wide.const_data_ptr<scalar_t>(), a_sorted);
+      const auto* const y = in_order(b, b_pattern.nonzeros(), b_wide.const_data_ptr<scalar_t>(), b_sorted);
+      fits = fill_with_values(a, x, b, y, columns, rows, to, values.mutable_data_ptr<scalar_t>());
+    });
+  });
+  TORCH_CHECK_VALUE(fits, kPattern, ": expected offsets that ", kSize, " returned for these matrices, got others");
+  return {col, values.defined() ? values.to(call.a_values.scalar_type()) : values};
+}
+
+Tensor values_cpu(const Product& call) {
+  const int64_t columns = call.columns.expect_int();
+  const Pattern a_pattern = readable(kProduct, call.a, call.b.rows()), b_pattern = readable(kProduct, call.b, columns);
+  const Pattern c_pattern = readable(kProduct, call.c, columns);
+  const Tensor a_wide = wide(call.a_values), b_wide = wide(call.b_values);
+  const int64_t work = a_pattern.nonzeros() + c_pattern.nonzeros();
+  Tensor out = in_huge_pages(at::empty({c_pattern.nonzeros()}, a_wide.options()));
+  AT_DISPATCH_FLOATING_TYPES(a_wide.scalar_type(), kProduct, [&] {
+    with_index(a_pattern, [&](auto index) {
+      using I = decltype(index);
+      const Csr<I> a(a_pattern), b(b_pattern), c(c_pattern);
+      std::vector<scalar_t> a_sorted, b_sorted;
+      const auto* const x = in_order(a, a_pattern.nonzeros(), a_wide.const_data_ptr<scalar_t>(), a_sorted);
+      const auto* const y = in_order(b, b_pattern.nonzeros(), b_wide.const_data_ptr<scalar_t>(), b_sorted);
+      const auto run = is_sparse_row(columns, work) ? multiply<SearchedRow<scalar_t, I>, scalar_t, I>
+                                                    : multiply<DenseRow<scalar_t, I>, scalar_t, I>;
+      run(a, x, b, y, c, columns, out.mutable_data_ptr<scalar_t>());
+    });
+  });
+  return out.to(call.a_values.scalar_type());
+}
+
+Tensor sampled_cpu(const Sampled& call) {
+  const int64_t columns = call.columns.expect_int();
+  const Pattern p_pattern = readable(kSampled, call.p, call.m.rows()), m_pattern = readable(kSampled, call.m, columns);
+  const Pattern g_pattern = readable(kSampled, call.g, columns);
+  const Tensor g_wide = wide(call.g_values), m_wide = wide(call.m_values);
+  const int64_t work = g_pattern.nonzeros() + m_pattern.nonzeros();
+  Tensor out = at::empty({p_pattern.nonzeros()}, g_wide.options());
+  AT_DISPATCH_FLOATING_TYPES(g_wide.scalar_type(), kSampled, [&] {
+    with_index(p_pattern, [&](auto index) {
+      using I = decltype(index);
+      const Csr<I> p(p_pattern), g(g_pattern), m(m_pattern);
+      std::vector<scalar_t> g_sorted, m_sorted;
+      const auto* const x = in_order(g, g_pattern.nonzeros(), g_wide.const_data_ptr<scalar_t>(), g_sorted);
+      const auto* const y = in_order(m, m_pattern.nonzeros(), m_wide.const_data_ptr<scalar_t>(), m_sorted);
+      const auto run = is_sparse_row(columns, work) ? sample<SearchedRow<scalar_t, I>, scalar_t, I>
+                                                    : sample<DenseRow<scalar_t, I>, scalar_t, I>;
+      run(p, g, x, m, y, columns, out.mutable_data_ptr<scalar_t>());
+    });
+  });
+  return out.to(call.g_values.scalar_type());
+}
+
+}  // namespace matmuls::spgemm

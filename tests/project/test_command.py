@@ -18,8 +18,18 @@ from matmuls import bert, experiment, figures
 from matmuls_cli import screen
 from matmuls_cli.spmm import show_spmm
 
-COMMANDS = ("info", "bert", "bench", "bench-bert", "tune", "spmm", "report")
-HEAVY = ("torch", "numpy", "scipy", "transformers", "matplotlib", "matmuls", "custom_mm")
+COMMANDS = ("info", "bert", "embed", "bench", "bench-bert", "tune", "spmm", "report")
+HEAVY = (
+    "torch",
+    "numpy",
+    "scipy",
+    "transformers",
+    "sentence_transformers",
+    "pyarrow",
+    "matplotlib",
+    "matmuls",
+    "custom_mm",
+)
 
 
 def python(code, *args):

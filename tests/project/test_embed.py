@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ import matmuls
 from common.sentence_cases import minilm, saved, sentence_transformers, texts
 from matmuls import embed
 from matmuls.embed import formats
+from matmuls.embed import job as job_of
 from matmuls.embed.records import records
 from matmuls_cli.app import app
 
@@ -191,8 +193,8 @@ import numpy as np
 sys.modules["matmuls"] = package = types.ModuleType("matmuls")  # without torch, which takes seconds
 package.__path__ = [sys.argv.pop(1)]
 from matmuls import embed
-from matmuls.embed import journal, run
-run.KEEP_SECONDS = 0.0
+from matmuls.embed import job
+job.KEEP_SECONDS = 0.0
 files, out, pause = [Path(p) for p in sys.argv[1].split(",")], Path(sys.argv[2]), float(sys.argv[3])
 def encode(texts):
     time.sleep(pause)
@@ -235,7 +237,7 @@ def test_a_run_that_is_killed_goes_on_without_a_lost_or_doubled_row(tmp_path, ou
 
 
 def test_rows_behind_the_journal_are_cut_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(embed.run.__globals__["time"], "monotonic", lambda: 0.0)  # an entry only at the end
+    monkeypatch.setattr(job_of, "KEEP_SECONDS", math.inf)  # an entry only at the end
     file = written(tmp_path / "in.txt", texts(30))
     out = tmp_path / "v.npy"
     job = embed.Job([file], out, [""], 10, {})
@@ -267,7 +269,7 @@ def test_another_run_is_not_continued(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(embed.run.__globals__, "KEEP_SECONDS", 0.0)
+        patch.setattr(job_of, "KEEP_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             embed.run(embed.Job([file], out, [""], 10, {"--model": "a"}), encode, stops)
     with pytest.raises(embed.Foreign, match="of a run with other --model"):
@@ -304,14 +306,14 @@ def test_ctrl_c_is_one_line_and_the_command_goes_on(tmp_path, model):
     file = written(tmp_path / "in.txt", texts(2000))
     code = """
 import os, signal, sys
-from matmuls.embed import run
-append = run.Rows.append
+from matmuls.embed import job
+append = job.Rows.append
 def stops(rows, *args):
     append(rows, *args)
     if rows.count > 1000:
         os.kill(os.getpid(), signal.SIGINT)
 if sys.argv.pop(1) == "stop":
-    run.KEEP_SECONDS, run.Rows.append = 0.0, stops
+    job.KEEP_SECONDS, job.Rows.append = 0.0, stops
 from matmuls_cli import main
 main()
 """

@@ -138,7 +138,7 @@ MAY_IMPORT = {
     "embed.records": set(),
     "embed.journal": set(),
     "embed.formats": set(),
-    "embed.run": {"embed"},
+    "embed.job": {"embed"},
     **{f"integrations.sentence_transformers{m}": {"integrations"} for m in ("", ".inference", ".optimized")},
     "integrations.sentence_transformers.covered": set(),
     "integrations.sentence_transformers.tokens": set(),

@@ -25,7 +25,7 @@ MODELS = {  # the last two cannot be packed
     "electra": lambda: t.ElectraModel(t.ElectraConfig(**SIZES, **PLACES, embedding_size=16)),
     "distilbert": lambda: t.DistilBertModel(t.DistilBertConfig(**DISTIL, **PLACES)),
     "mpnet": lambda: t.MPNetModel(t.MPNetConfig(**SIZES, **PLACES)),
-    "albert": lambda: t.AlbertModel(t.AlbertConfig(**SIZES, **PLACES, embedding_size=16)),
+    "ernie": lambda: t.ErnieModel(t.ErnieConfig(**SIZES, **PLACES)),
 }
 
 

@@ -109,6 +109,16 @@ main()
         ("transformers", "pip install 'matmuls[bert]'", ["bert", "x", "--device", "cpu"]),
         ("transformers", "pip install 'matmuls[bert]'", ["bench-bert", "--tiny"]),
         ("torch", "pip install torch", ["bench", "--quick"]),
+        (
+            "sentence_transformers",
+            "pip install 'matmuls[sentence-transformers]'",
+            ["embed", __file__, "--model", "x", "--out", "new.npy", "--device", "cpu"],
+        ),
+        (
+            "pyarrow",
+            "pip install 'matmuls[parquet]'",
+            ["embed", __file__, "--model", "x", "--out", "new.parquet", "--device", "cpu"],
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else x[0],
 )

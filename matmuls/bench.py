@@ -400,9 +400,11 @@ def environment(device: str) -> dict[str, Any]:
     # an installed copy may lie in another repository
     ours = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
     changes = _git("status", "--porcelain", "--", "src", "custom_mm", "matmuls") if ours else None
+    processes = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun
+    launcher = ["torchrun", f"--nproc-per-node={processes}", "-m"] if processes else []
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["matmuls", *sys.argv[1:]]),
+        "command": shlex.join([*launcher, "matmuls", *sys.argv[1:]]),
         "commit": os.environ.get("MATMULS_COMMIT") or (_git("rev-parse", "HEAD") if ours else None),
         "modified": None if changes is None else bool(changes),
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),

@@ -121,7 +121,7 @@ def _name(path: Path) -> str:
 
 # Possessive quantifiers (`*+`) never backtrack: one pass over the file, constant memory. Blank lines may appear
 # anywhere after the banner.
-COMMENTS = re.compile(rb"(?:[ \t\r]*+(?:%.*)?+\n)*+")
+COMMENTS = re.compile(rb"(?:[ \t]*+%.*+\n|[ \t\r]*+\n)*+")  # scipy takes no carriage return before a %
 SIZES = re.compile(rb"[ \t]*+(-?\d++)[ \t]++(-?\d++)(?:[ \t]++(\d++))?+[ \t\r]*+\n")
 BLANK = re.compile(rb"\n[ \t\r]*+(?=\n)")
 REAL = rb"-?+(?:(?:\d++\.?+\d*+|\.\d++)(?:[eE][-+]?+\d++)?+|(?i:inf(?:inity)?+|nan))"

@@ -36,7 +36,7 @@ def _attention(page: Page, results: Results) -> None:
     page.table(
         "There is one row for each case and dtype. A case is batch x heads x tokens x head size. The last two columns "
         "are speeds: higher is better. On Hopper GPUs one kernel computes each of these cases. Other GPUs compute the "
-        "scores in pieces. They were not timed.",
+        "scores in pieces, and were not timed.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [
@@ -86,7 +86,8 @@ def _masked(page: Page, results: Results) -> None:
         page.table(
             f"There is one row for each shape (batch x heads x queries x keys) and kind of mask, in {dtype}. The share "
             "is the time of a plain copy of the bytes that must be read and written, divided by the time of matmuls. "
-            "The other two ratios are speeds over eager torch and over torch.compile. Higher is better for all three.",
+            "The other two ratios are speeds over eager torch and over torch.compile. Higher is better for all three. "
+            "A mask named *added* is a float mask, whose backward was not timed; the other masks are bool.",
             (
                 *("shape", "mask", "forward, µs", "share", "over eager", "over compile"),
                 *("backward, µs", "share", "over eager", "over compile"),

@@ -15,7 +15,8 @@ def page(results: Results) -> Page:
     page.say(
         "Dense products call cuBLAS and cuBLASLt, which `torch.matmul` calls too.",
         "A plain product is therefore as fast as torch's, and no faster.",
-        "Time is saved if one call computes the product, the bias and the activation.",
+        "Time is saved in 16 bits and float64 if the same call applies bias and activation.",
+        "Times are GPU times, except in the last section.",
     )
     _epilogues(page, results)
     _bias_act(page, results)
@@ -34,11 +35,11 @@ def _epilogues(page: Page, results: Results) -> None:
     cases = list(dict.fromkeys(r["case"] for r in rows))
     by = {(r["case"], r["dtype"]): r for r in rows}
     dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
-    page.heading("Product, bias and activation in one call")
+    page.heading("Product, bias and activation")
     page.plot(
         Plot(
             "performance/dense-epilogues",
-            "Product, bias and activation in one cuBLASLt call",
+            "Product, bias and activation by one call",
             run.machine,
             [
                 Panel(
@@ -115,8 +116,8 @@ def _host(page: Page, results: Results) -> None:
     rows = [r for run in runs for r in run.rows if r["kind"] == "host"]
     page.heading("Host time of one small call")
     page.table(
-        "There is one row for each small call. The time is what the host spends in the call, without waiting for the "
-        "GPU. Speed is torch's time divided by that of matmuls: higher is better.",
+        "There is one row for each small call. The time is what the host spends in the call, in bfloat16, without "
+        "waiting for the GPU. Speed is torch's time divided by that of matmuls: higher is better.",
         ("operation", "case", "matmuls, µs", "torch, µs", "speed"),
         (
             [f"`{r['operation']}`", r["case"], number(r["ours_us"]), number(r["rival_us"]), number(r["ratio"])]

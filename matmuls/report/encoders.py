@@ -92,7 +92,7 @@ def _task(page: Page, run: Run, task: str) -> None:
     page.table(
         f"There is one row for each model (batch x tokens) and way to run it. Speed is relative to {stock}: higher is "
         "better. Memory is the peak, in MiB and relative to the same stock model: lower is better. The memory of the "
-        "weights and of the returned probabilities is not counted.",
+        f"weights{' and of the returned probabilities' if 'probabilities' in heading else ''} is not counted.",
         ("model", "way", "time, ms", "speed", "memory, MiB", "memory, relative"),
         (
             [

@@ -1,4 +1,4 @@
-"""Numbers with three significant digits, tables of Markdown, and sentences that name the lowest ratio."""
+"""Numbers with three significant digits, tables of Markdown, and sentences that name the lowest speed."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -38,17 +38,15 @@ def mean_and_lowest(ratios: Iterable[float | None]) -> str:
 
 
 def losses(ratios: Iterable[tuple[float | None, str]], over: str, of: str = "") -> str:
-    """A sentence: how many cases are slower than `over`, and the lowest ratio with its case. Takes (ratio, case).
+    """A sentence: how many cases are slower than `over`, and the lowest speed with its case. Takes (speed, case).
 
     of: which comparison this is, on a page with several.
     """
     known = [(r, case) for r, case in ratios if r is not None]
     lowest, case = min(known)
     slower = sum(r < 0.995 for r, _ in known)
-    count = f"{slower} of {len(known)} cases are" if slower != 1 else f"1 of {len(known)} cases is"
-    if not slower:
-        count = f"None of {len(known)} cases is"
-    elif slower == len(known) > 2:
-        count = f"All {slower} cases are"
-    name = f"**Losses, {of}.**" if of else "**Losses.**"
-    return f"{name} {count} slower than {over} by more than 0.5 %. The lowest ratio is {number(lowest)}: {case}."
+    count = f"{slower} of {len(known)}" if slower else f"none of {len(known)}"
+    if slower == len(known) > 2:
+        count = f"all {slower}"
+    name = f"**Slower cases, {of}.**" if of else "**Slower cases.**"
+    return f"{name} More than 0.5 % slower than {over} in {count} cases. The lowest speed is {number(lowest)}: {case}."

@@ -42,14 +42,16 @@ def distributed(results: Results) -> Page:
         "The table has the wall clock of one product as called, in microseconds: lower is better.",
         "*all-gather*: every process first gets all rows of the dense operand, then multiplies its own rows.",
         "*efficiency* is t(one GPU) / (number of GPUs x t(distributed plan)); higher is better, 1 is ideal.",
-        "The grid gains by a second GPU, because few of its rows must be sent; only its forward + backward with 32 "
-        "columns does not. The other matrices are faster on one GPU: the exchange and its launches take longer than "
-        "the second GPU saves.",
+        "*MiB sent* is the sum over the GPUs in a product, in float32.",
+        "The command below runs under torchrun: `torchrun --nproc-per-node=2 -m matmuls spmm ...`.",
+        "For the grid a second GPU saves time, because few rows of the dense operand must be sent. The exception is "
+        "forward + backward with 32 columns. The other matrices are faster on one GPU: the exchange and its "
+        "launches take longer than the second GPU saves.",
     )
     run, cases = results.distributed(DISTRIBUTED)
     page.table(
         f"There is one row for each matrix and number of columns of the dense operand, on {cases[0]['ranks']} GPUs.",
-        ("matrix", "columns", "MiB sent", *TIMED, "efficiency", "forward + backward", "of one GPU"),
+        ("matrix", "columns", "MiB sent", *TIMED, "efficiency", "forward + backward", "forward + backward, one GPU"),
         (_distributed_row(case) for case in cases),
     )
     for name, times, rivals in (

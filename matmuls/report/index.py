@@ -24,13 +24,14 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
         "inputs, layouts and precision.",
         "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs. Together "
         "they exceed the L2 cache, except in the smallest cases. Sparse products run with warm caches.",
-        "Results are compared with float64 in the same run.",
+        "Results are checked against a computation in float64 in the same run.",
     )
     page.say(
         "A *speed* is the rival's time divided by the time of matmuls: above 1, matmuls is faster. Below the "
-        "tables that compare with rivals, *Losses* says how many cases are slower than the rival by more than 0.5 %, "
-        "and which has the lowest ratio. [Which kernel earns its place](kernels.md) compares kernels of matmuls only, "
-        "and lists the calls that lose the most.",
+        "tables that compare with rivals, *Slower cases* says in how many cases matmuls is more than 0.5 % slower than "
+        "the rival, and which has the lowest speed. [Is the chosen kernel the fastest?](kernels.md) compares kernels "
+        "of matmuls "
+        "only, and lists the calls that lose the most.",
         "A *share* compares with the limit of the hardware. It is the time of a plain memory copy of the bytes that "
         "the operation must read and write, divided by the time of matmuls. The *share of the peak* of a dense product "
         "is its rate of floating-point operations divided by the highest that `torch.mm` reached in the run.",

@@ -9,10 +9,9 @@ FILE = "kernels-cuda.json"
 
 
 def page(results: Results) -> Page:
-    page = Page("performance/kernels.md", "Which kernel earns its place")
+    page = Page("performance/kernels.md", "Is the chosen kernel the fastest?")
     page.say(
-        "Several kernels can compute most calls of the row operations and of sparse products.",
-        "matmuls chooses one of them.",
+        "For most calls of row operations and of sparse products there is more than one kernel. matmuls chooses one.",
         "Here every kernel that can compute a call was timed, in turns with the others. Times are GPU times.",
         "`custom_mm.explain` names the kernel that is chosen for a call.",
     )
@@ -41,7 +40,7 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
         page.table(
             f"There is one row for each of the {len(worst)} calls that lose the most by the choice of kernel: the "
             "chosen kernel against the fastest one. Times are in microseconds: lower is better.",
-            ("operation", "size", "dtype", "chosen", "fastest"),
+            ("operation", "size of the input, or the matrix and B's columns", "dtype", "chosen", "fastest"),
             ((case.operation, case.label, case.dtype, *_times(case)) for case in worst),
         )
 

@@ -8,7 +8,7 @@ from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows, Run
 
-OPERATIONS = {"masked_linear": "M x K x N", "masked_ffn": "M x D x H"}
+OPERATIONS = {"masked_linear": "M x K x N", "masked_ffn": "rows x width x inner width"}
 BACKWARD = "forward + backward "
 
 
@@ -118,7 +118,8 @@ def _host(page: Page, run: Run) -> None:
     page.heading("Host time of one small call")
     page.table(
         "There is one row for each small call of `masked_linear`. The time is what the host spends in the call, "
-        "without waiting for the GPU. Speed is torch's time divided by that of matmuls: higher is better.",
+        "in bfloat16, without waiting for the GPU. torch computes both products and blends them by the mask. Speed is "
+        "torch's time divided by that of matmuls: higher is better.",
         ("case", "matmuls, µs", "torch, µs", "speed"),
         ([r["case"], number(r["ours_us"]), number(r["rival_us"]), number(r["ratio"])] for r in rows),
     )

@@ -95,7 +95,10 @@ def _summary(page: Page, results: Results) -> None:
         page.say(losses(with_plan, "the best rival", f"{run.card}, a plan compared with the best rival"))
         dense = [(c.speed_over(experiment.DENSE), label(c)) for c in cases]
         page.say(losses(dense, "the dense product", f"{run.card}, a plan compared with the dense product"))
-    page.say("A plan may select the dense product. Its speed over the dense product is then 1, except for noise.")
+    page.say(
+        "A plan may select the dense product. Its speed over the dense product is then 1, except for the noise of the "
+        "two measurements, 6.4 % at most for products of about 10 µs."
+    )
     page.measured(*(run for run, _ in runs))
 
 
@@ -180,7 +183,8 @@ def _first_products(page: Page, results: Results) -> None:
         f"For a new matrix we timed its first {max(c.calls for _, cases in runs for c in cases)} products, as called: "
         "once with a plan (including building it and selecting a kernel), once without. If products are slow, we timed "
         "fewer. "
-        "The ratio is the second time divided by the first: above 1, the plan has saved more time than it cost. The "
+        "The ratio is the time without a plan divided by the time with one: above 1, the plan has saved more time "
+        "than it cost. The "
         "columns have the geometric mean of the ratio and, in brackets, the lowest. *Queued*: the host launches the "
         "products without waiting for the GPU. *Synchronized*: the host waits after each product.",
         ("GPU", "dtype", "building, µs", "queued", "synchronized"),

@@ -70,7 +70,7 @@ def pruned(page: Page, results: Results) -> None:
         "There is one row for each weight, with its shape and its share of zeros at random places, and one column for "
         "each number of columns of B. The figures are the speed of a plan over `torch.matmul` with the same weight "
         "stored dense: higher is better. The worse of float16 and bfloat16 is shown. If a plan selects the dense "
-        "product, its speed is 1, except for noise.",
+        "product, its speed is 1, except for noise. Empty cells were not measured.",
         ("shape", "zeros", *(f"{n} columns" for n in columns)),
         rows,
     )
@@ -151,6 +151,17 @@ def constant(page: Page, results: Results) -> None:
         "plan, although it is faster on the GPU: the host then takes longer to launch its kernel than the GPU takes to "
         "run it."
     )
+    ratios = [
+        (
+            min(row["us_as_called"]["torch.sparse"], row["us_as_called"]["dense"])
+            / row["us_as_called"]["plan, constant"],
+            f"{row['matrix'][0]} x {row['matrix'][1]}, {row['matrix'][2]:.0%} zeros, {row['dtype']}, {row['n']} "
+            "columns",
+        )
+        for row in run.rows
+        if "matrix" in row
+    ]
+    page.say(losses(ratios, "the faster of torch.sparse and the dense product", "a constant plan as called"))
     layers = ("SparseLinear, frozen", "SparseLinear", "nn.Linear")
     page.table(
         "There is one row for each layer (features in and out, share of zeros) and number of tokens, with the time of "
@@ -171,17 +182,16 @@ def constant(page: Page, results: Results) -> None:
             if "layer" in row
         ),
     )
-    ratios = [
+    named = [
         (
-            min(row["us_as_called"]["torch.sparse"], row["us_as_called"]["dense"])
-            / row["us_as_called"]["plan, constant"],
-            f"{row['matrix'][0]} x {row['matrix'][1]}, {row['matrix'][2]:.0%} zeros, {row['dtype']}, {row['n']} "
-            "columns",
+            row["us_as_called"]["nn.Linear"] / row["us_as_called"][layer],
+            f"{layer}, {row['layer'][0]} to {row['layer'][1]}, {_tokens(row['tokens'])}",
         )
         for row in run.rows
-        if "matrix" in row
+        if "layer" in row
+        for layer in layers[:2]
     ]
-    page.say(losses(ratios, "the faster of torch.sparse and the dense product", "a constant plan as called"))
+    page.say(losses(named, "`nn.Linear`", "SparseLinear as called"))
     page.measured(run)
 
 

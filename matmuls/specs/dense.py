@@ -255,7 +255,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         name="cublaslt_matmul",
-        summary="`custom_mm.cublaslt_matmul(a, b, bias, activation)`: bias and activation in cuBLASLt's epilogue",
+        summary="`custom_mm.cublaslt_matmul(a, b, bias, activation)`: a @ b, bias and activation by cuBLASLt",
         call=custom_mm.cublaslt_matmul,
         reference=_affine,
         operators=(

@@ -27,6 +27,7 @@ MODELS = {
     "roberta": lambda: t.RobertaModel(t.RobertaConfig(**SMALL)),
     "electra": lambda: t.ElectraModel(t.ElectraConfig(**SMALL, embedding_size=16)),
     "distilbert": lambda: t.DistilBertModel(t.DistilBertConfig(**DISTIL)),
+    "albert": lambda: t.AlbertModel(t.AlbertConfig(**SMALL, embedding_size=16)),
     "vit": lambda: t.ViTModel(t.ViTConfig(**IMAGES)),
     "grouped heads": lambda: t.LlamaModel(t.LlamaConfig(**SMALL, num_key_value_heads=2)),
     "position bias": lambda: t.T5EncoderModel(t.T5Config(**T5)),

@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 
-KNOWN = ("bert", "bert decoder", "roberta", "electra", "distilbert", "vit")
+KNOWN = ("bert", "bert decoder", "roberta", "electra", "distilbert", "albert", "vit")
 
 
 def hidden(model, batch, **wanted):

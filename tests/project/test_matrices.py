@@ -392,7 +392,7 @@ def naive(text):
     banner, *lines = text.split("\n")
     form, field, symmetry = banner.split()[2:]
     lines = [line.rstrip("\r").strip(" \t") for line in lines]
-    while lines and (not lines[0] or lines[0].lstrip().startswith("%")):
+    while lines and (not lines[0] or lines[0].startswith("%")):
         del lines[0]
     whole, real = r"-?\d+", r"-?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|(?i:nan|inf|infinity))"
     number = {"pattern": "", "integer": whole, "unsigned-integer": r"\d+"}.get(field, real)

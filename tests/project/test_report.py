@@ -100,7 +100,7 @@ def test_tables_are_narrow_and_follow_a_sentence(made):
     families = [path for path in made.texts if path.parent.name == "performance" and path.stem in PAGES[1:]]
     performance = [made.texts[path] for path in families]
     assert len(performance) == len(PAGES) - 1
-    assert all("The lowest ratio is" in text and "Measured on: " in text for text in performance)
+    assert all("The lowest speed is" in text and "Measured on: " in text for text in performance)
 
 
 def test_plots_have_title_labels_machine_and_a_line_at_one(made):
@@ -207,4 +207,4 @@ def test_numbers_tables_and_losses():
     assert [number(x) for x in values] == ["0.0912", "1.00", "1.00", "3.14", "42.5", "100", "888", "1,000", "37,900"]
     assert table(("case", "speed"), [("a", "1.20 (0.90)"), ("b", "")]).splitlines()[1] == "| --- | ---: |"
     told = losses([(1.5, "a"), (0.98, "b"), (0.999, "c"), (None, "d")], "torch")
-    assert told == "**Losses.** 1 of 3 cases is slower than torch by more than 0.5 %. The lowest ratio is 0.980: b."
+    assert told == "**Slower cases.** More than 0.5 % slower than torch in 1 of 3 cases. The lowest speed is 0.980: b."

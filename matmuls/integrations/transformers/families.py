@@ -28,7 +28,7 @@ BERT = Family(
     activation="intermediate.intermediate_act_fn",
     down="output.dense",
 )
-NAMES = ("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "ViT")
+NAMES = ("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "ALBERT", "ViT")
 FAMILIES = {  # by the model's folder in transformers and the layer's class
     **{f"{name.lower()}.{name}Layer": BERT for name in ("Bert", "Camembert", "Electra", "Roberta")},
     "xlm_roberta.XLMRobertaLayer": BERT,
@@ -40,6 +40,15 @@ FAMILIES = {  # by the model's folder in transformers and the layer's class
         up="ffn.lin1",
         activation="ffn.activation",
         down="ffn.lin2",
+    ),
+    "albert.AlbertLayer": Family(
+        attention="attention",
+        qkv=("query", "key", "value"),
+        projection="attention.dense",
+        norms=("attention.LayerNorm", "full_layer_layer_norm"),
+        up="ffn",
+        activation="activation",
+        down="ffn_output",
     ),
     "vit.ViTLayer": Family(
         attention="attention",
@@ -56,6 +65,7 @@ MODELS = {  # models that pass the embeddings, and each layer's output, only to 
     *(f"{name.lower()}.{name}Model" for name in ("Bert", "Camembert", "Electra", "Roberta")),
     "xlm_roberta.XLMRobertaModel",
     "distilbert.DistilBertModel",
+    "albert.AlbertModel",
     "vit.ViTModel",
 }
 

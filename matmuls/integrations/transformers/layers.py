@@ -16,7 +16,7 @@ from matmuls.rowwise import layer_norm_
 from . import registered
 from .packed import unpadded
 from .plan import _Chain, _Plan, _running
-from .segments import Unpackable, _why_not_attention, packed
+from .segments import Unpackable, _why_not_attention, has_onednn, packed
 
 # transformers 5.24 renamed past_key_values
 OTHER_INPUTS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values", "cache")
@@ -67,7 +67,7 @@ def _layer(
     del other
     room, up, down = plan.room(x, probabilities), plan.up, plan.down
     del probabilities  # eager attention returns them even if not requested
-    if plan.epilogue and not plan.norm_first:
+    if plan.epilogue and not plan.norm_first and not _by_onednn(x):
         return feed_forward_(
             x,
             up.weight,
@@ -108,9 +108,9 @@ def _attention(
     if segments is not None:
         why = _why_not_attention(attention)
         if why is not None or kwargs.get("is_causal"):
-            raise Unpackable(why)
+            raise Unpackable(why or "is_causal is set")
         context = segments.attend(_qkv(hidden_states, plan, heads), attention.scaling)
-        return _project_(context, projection), None
+        return (_linear if _by_onednn(context) else _project_)(context, projection), None
     name = attention.config._attn_implementation
     eager = sys.modules[type(attention).__module__].eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
@@ -154,7 +154,7 @@ def _qkv(x: Tensor, plan: _Plan, heads: int) -> Tensor:
     bias = _together(biases) if len(biases) == 3 else None
     if weight is None or (bias is None and biases):
         return torch.stack([_linear(x, m) for m in plan.qkv]).unflatten(-1, (heads, -1)).transpose(2, 3)
-    whole = matmul(x, weight, transb=True, bias=bias)
+    whole = _product(x, weight, bias)
     return whole.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
 
 
@@ -173,7 +173,22 @@ def _together(parameters: list[Tensor]) -> Tensor | None:
 
 
 def _linear(x: Tensor, linear: nn.Linear, activation: str | None = None) -> Tensor:
-    return matmul(x, linear.weight, transb=True, bias=linear.bias, activation=activation)
+    return _product(x, linear.weight, linear.bias, activation)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+    """activation(x weight^T + bias). With packed tokens on a CPU oneDNN computes it, in 0.93 of MKL's time, and 0.87 if
+    gelu follows (AMD EPYC of 2022)."""
+    if _by_onednn(x):
+        name, _, variant = (activation or "none").partition("_")
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], variant or "none")
+    return matmul(x, weight, transb=True, bias=bias, activation=activation)
+
+
+def _by_onednn(x: Tensor) -> bool:
+    """True with packed tokens only: oneDNN compiles a kernel for each number of rows, in milliseconds, and `packed`
+    rounds it."""
+    return packed.get() is not None and has_onednn(x)
 
 
 def _project_(x: Tensor, linear: nn.Linear) -> Tensor:

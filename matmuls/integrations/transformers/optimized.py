@@ -70,12 +70,18 @@ class Optimized:
 def optimize(model: nn.Module, *, chunk_bytes: int | None = None) -> Optimized:
     """Makes the encoder layers of a Hugging Face model need less memory and time in inference.
 
-    The supported models are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ViT, bare or with any head.
-    When gradients are disabled and the model is in eval mode, a layer computes q, k and v in one product, residual and
-    layer norm in place, and bias and activation in the product's epilogue. The output projection overwrites its input;
-    if attention is computed in several parts of the batch, each part is written into the result. Inside a whole model,
-    a layer overwrites the hidden states that it receives, unless they are to be returned or you have hooks on the
-    layers. In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the
+    The supported models are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT and ViT, bare or with
+    any head. When gradients are disabled and the model is in eval mode, a layer computes q, k and v in one product,
+    residual and layer norm in place, and bias and activation in the product's epilogue. The output projection
+    overwrites its input; if attention is computed in several parts of the batch, each part is written into the result.
+    Inside a whole model, a layer overwrites the hidden states that it receives, unless they are to be returned or you
+    have hooks on the layers.
+
+    If a 2-D attention_mask hides tokens and the model's attention is "sdpa" or "custom_mm", a whole model leaves them
+    out: its layers run on the other tokens of all texts, packed one after the other. The last hidden state of a hidden
+    token is then zero, except for the first token of a text, which heads read: it is as in the stock model.
+
+    In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the
     stock code runs, with unchanged results. The attention function is not changed: use `register` for that.
 
     The weights of q, k and v are joined in one tensor. Each layer in turn needs memory for a second copy of them.

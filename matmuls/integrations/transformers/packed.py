@@ -12,7 +12,7 @@ from transformers.utils.import_utils import is_tracing
 from . import registered
 from .families import MODELS, _kind
 from .plan import _Chain, _is_ours, _running
-from .segments import Segments, Unpackable, _why_not_attention, packed
+from .segments import Segments, Unpackable, _why_not_attention, has_onednn, packed
 
 TOKENS = 1024  # of a step on a CPU, so that its intermediate results stay in the caches
 ARGUMENTS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "return_dict"}
@@ -91,17 +91,14 @@ def encode_tokens(
     counts = _checked("encode_tokens", input_ids, lengths)
     given = {"input_ids": input_ids, "token_type_ids": token_type_ids}
     if token_type_ids is not None and token_type_ids.shape != input_ids.shape:
-        raise ValueError(
-            f"encode_tokens: expected token_type_ids [{len(input_ids)}], got {list(token_type_ids.shape)}"
-        )
-    if "token_type_ids" not in _names(type(whole)):
-        if given.pop("token_type_ids") is not None:
-            raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
+        raise ValueError(f"encode_tokens: expected token_type_ids [{len(input_ids)}], got {list(token_type_ids.shape)}")
+    if token_type_ids is not None and "token_type_ids" not in _names(type(whole)):
+        raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
     if len(input_ids) == 0:
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
     of_text = torch.tensor(counts, device=input_ids.device)
     kept = torch.arange(max(counts), device=input_ids.device) < of_text[:, None]
-    padding = getattr(whole.config, "pad_token_id", None) or 0
+    padding = getattr(whole.embeddings, "padding_idx", 0)  # RoBERTa numbers the other tokens
     tokens = {
         name: x.new_full(kept.shape, padding if name == "input_ids" else 0).masked_scatter_(kept, x)
         for name, x in given.items()
@@ -148,13 +145,15 @@ def pool(
     counts = _checked("pool", hidden, lengths, dims=2)
     if mode not in ("mean", "cls", "lasttoken", "max"):
         raise ValueError(f"pool: expected mode mean, cls, lasttoken or max, got {mode}")
-    of_text = torch.tensor(counts, dtype=torch.long, device=hidden.device)
+    if not counts:
+        return torch.empty_like(hidden)
+    of_text = torch.tensor(counts, device=hidden.device)
     ends = of_text.cumsum(0)
     if mode == "mean":
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-        result = torch.segment_reduce(wide, "mean", lengths=of_text, axis=0)
+        result = torch.segment_reduce(wide, "mean", lengths=of_text, axis=0, unsafe=True)
     elif mode == "max":
-        result = torch.segment_reduce(hidden, "max", lengths=of_text, axis=0)
+        result = torch.segment_reduce(hidden, "max", lengths=of_text, axis=0, unsafe=True)
     else:
         result = hidden[ends - of_text if mode == "cls" else ends - 1]
     if normalize:
@@ -168,7 +167,7 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
     mask, config = given.pop("attention_mask", None), model.config
     source = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
-    if type(mask) is not Tensor or mask.dim() != 2 or mask.is_meta or is_tracing(mask):
+    if type(mask) is not Tensor or mask.dim() != 2 or mask.numel() == 0 or mask.is_meta or is_tracing(mask):
         return None
     if type(source) is not Tensor or source.shape[:2] != mask.shape or source.device != mask.device:
         return None
@@ -186,9 +185,8 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     texts = [(count, bool(h)) for count, h in zip(counts, starts_hidden, strict=True)]
     if (sum(counts) == kept.numel() and not any(starts_hidden)) or (1, True) in texts:
         return None  # nothing to leave out, or a text without a token
-    tokens = {
-        name: x.expand(*kept.shape, *x.shape[2:]) for name, x in given.items() if name in ARGUMENTS and type(x) is Tensor
-    }
+    tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
+    tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tensors.items()}
     if not _fits(model, tokens, kept):
         return None
     try:
@@ -197,7 +195,10 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
         return None
     pooler = getattr(model, "pooler", None)
     if pooler is not None:
-        output.pooler_output = pooler(output.last_hidden_state)
+        states = output.last_hidden_state
+        output.pooler_output = (
+            model.pooler_activation(pooler(states[:, 0])) if isinstance(pooler, nn.Linear) else pooler(states)
+        )
     return output.to_tuple() if given.get("return_dict", getattr(config, "return_dict", True)) is False else output
 
 
@@ -213,20 +214,24 @@ def _run(
     of_text = torch.tensor(order, device=kept.device)
     row, column = kept[of_text].nonzero().unbind(1)
     places = of_text[row] * kept.size(1) + column
-    flat = {name: x.reshape(kept.numel(), *x.shape[2:])[places][None] for name, x in tokens.items()}
+    flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     into = places if unpad else (kept.flatten().cumsum(0) - 1)[places]
-    states, output = None, None
+    rounded = has_onednn(model.embeddings.word_embeddings.weight)
+    states: Any = None
+    output: Any = None
     for some, part in _steps(texts, _most(chain, model, kept.device)):
-        lengths, hidden = zip(*some, strict=True)
-        before = packed.set(Segments(lengths, hidden, kept.device)), _running.set(chain)
+        taken = places[part]
+        extra = -len(taken) % _multiple(len(taken)) if rounded else 0
+        if extra:
+            taken, some = torch.cat([taken, taken[-1:].expand(extra)]), [*some, (extra, False)]
+        before = packed.set(Segments(some, kept.device)), _running.set(chain)
         try:
-            output = type(model).forward(
-                model, **{name: x[:, part] for name, x in flat.items()}, **dict.fromkeys(RECORDED, False), return_dict=True
-            )
+            given = {name: x[taken][None] for name, x in flat.items()} | dict.fromkeys(RECORDED, False)
+            output = type(model).forward(model, **given, return_dict=True)
         finally:
             packed.reset(before[0])
             _running.reset(before[1])
-        y = output.last_hidden_state[0]
+        y = output.last_hidden_state[0, : len(taken) - extra]
         if states is None:
             states = y.new_zeros(kept.numel() if unpad else len(places), y.size(1))
         states[into[part]] = y
@@ -247,6 +252,12 @@ def _steps(texts: list[tuple[int, bool]], most: float) -> Iterator[tuple[list[tu
     yield some, slice(start, start + tokens)
 
 
+def _multiple(tokens: int) -> int:
+    """What a step's tokens are rounded up to, by copies of one: oneDNN compiles a kernel for each number of rows, and
+    keeps 1024 of them."""
+    return max(4, 1 << tokens.bit_length() >> 5)
+
+
 def _most(chain: _Chain, model: Any, device: torch.device) -> float:
     """Tokens of a step."""
     chunk_bytes = next(iter(chain.plans)).chunk_bytes
@@ -255,7 +266,7 @@ def _most(chain: _Chain, model: Any, device: torch.device) -> float:
     return TOKENS if device.type == "cpu" else float("inf")
 
 
-def _positions(embeddings: nn.Module, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
+def _positions(embeddings: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
     """The positions [texts, longest] that the stock model gives to tokens."""
     if hasattr(embeddings, "create_position_ids_from_input_ids"):  # of the family of RoBERTa: padding has none
         if "input_ids" in tokens:
@@ -277,7 +288,7 @@ def _whole(model: nn.Module) -> nn.Module | None:
 
 
 @lru_cache
-def _names(model: type) -> tuple[str, ...]:
+def _names(model: Any) -> tuple[str, ...]:
     """The names of forward's arguments, in order."""
     return tuple(signature(model.forward).parameters)[1:]
 

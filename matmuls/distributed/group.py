@@ -2,25 +2,42 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 T = TypeVar("T")
 Mesh = DeviceMesh | dist.ProcessGroup | None
 
 ANSWER_SECONDS = 5.0  # after a failure, for the other ranks to say that they are alive
 
-# torch 2.13 renamed it
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_gathering, _exchanging = AllgatherOptions(), AllToAllOptions()
+_RENAMED = hasattr(dist.ProcessGroup, "all_to_all_single")
+_gathering.asyncOp = _exchanging.asyncOp = True
+
+
+# The methods that functions of torch.distributed call after checks that a product need not repeat. torch 2.13 renamed
+# them.
+
+
+def _all_gather(group: Any, received: torch.Tensor, sent: torch.Tensor) -> Any:
+    return (group.all_gather_single if _RENAMED else group._allgather_base)(received, sent, _gathering)
+
+
+def _all_to_all(group: Any, received: torch.Tensor, sent: torch.Tensor, *counts: list[int]) -> Any:
+    """counts: of the rows received from each rank, and of those sent."""
+    call = group.all_to_all_single if _RENAMED else group.alltoall_base
+    return call(received, sent, *counts, _exchanging)
 
 
 class Pending:
     """A tensor that is being received, and what is being sent, which lives until then."""
+
+    __slots__ = ("_group", "_received", "_sent", "_work")
 
     def __init__(self, group: "Group", received: torch.Tensor, sent: torch.Tensor, work: Any) -> None:
         self._group, self._received, self._sent, self._work = group, received, sent, work
@@ -28,8 +45,10 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """The tensor received. NCCL: the current stream waits, the host does not."""
         if self._work is not None:
-            with self._group.naming_the_dead():
+            try:
                 self._work.wait()
+            except RuntimeError as error:
+                self._group.name_the_dead(error)
         return self._received
 
 
@@ -89,8 +108,10 @@ class Group:
     def start_all_gather(self, sent: torch.Tensor) -> Pending:
         """The tensors of all ranks, of one shape, one after another."""
         received = sent.new_empty(self.size * sent.shape[0], *sent.shape[1:])
-        with self.naming_the_dead():
-            work = _all_gather(received, sent, group=self.group, async_op=True)
+        try:
+            work = _all_gather(self.group, received, sent)
+        except RuntimeError as error:
+            self.name_the_dead(error)
         return Pending(self, received, sent, work)
 
     def start_all_to_all(self, sent: torch.Tensor, counts: list[int], received: list[int]) -> Pending:
@@ -98,19 +119,17 @@ class Group:
         target = sent.new_empty(sum(received), *sent.shape[1:])
         if self.size == 1:
             return Pending(self, target.copy_(sent), sent, None)
-        with self.naming_the_dead():
-            work = dist.all_to_all_single(target, sent, received, counts, group=self.group, async_op=True)
+        try:
+            work = _all_to_all(self.group, target, sent, received, counts)
+        except RuntimeError as error:
+            self.name_the_dead(error)
         return Pending(self, target, sent, work)
 
-    @contextmanager
-    def naming_the_dead(self) -> Iterator[None]:
-        """Errors of the group, with the ranks that do not answer any more."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise RuntimeError(f"{self}: {self._silent()}: {error}") from error
+    def name_the_dead(self, error: RuntimeError) -> NoReturn:
+        """Raise an error of the group with the ranks that do not answer any more."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        raise RuntimeError(f"{self}: {self._silent()}: {error}") from error
 
     def _silent(self) -> str:
         """Which ranks do not answer. Every rank that sees the failure leaves a mark in the group's store."""

@@ -48,16 +48,21 @@ class Part:
         pattern = CsrPattern("distributed.plan", crow, col.to(torch.int64), sizes).in_int32()
         selector = Selector(pattern, products=products, constant=constant)
         self._values = values.detach().index_select(0, ids)
-        self.plan = SparsePlan(pattern, self._values, sizes, selector)
+        self._made(SparsePlan(pattern, self._values, sizes, selector))
+
+    def _made(self, plan: SparsePlan) -> None:
+        self.plan, self._transposed, self.nnz = plan, plan.mT, plan.nnz
         self._in_place: dict[tuple[torch.dtype, int], bool] = {}
 
     def load(self, values: torch.Tensor) -> None:
-        """Take the part's values from the block's, in the memory of the last ones, which captured graphs read."""
+        """Take the part's values from the block's, in the memory of the last ones, which captured graphs read. Without
+        a gradient being recorded."""
         if values.dtype != self._values.dtype:
             self._values = values.detach().index_select(0, self.ids)
             self._in_place.clear()
         else:
-            torch.index_select(values.detach(), 0, self.ids, out=self._values)
+            # By way of data the version stays, and with it the calls that the plan prepared.
+            torch.index_select(values, 0, self.ids, out=self._values.data)
             if not self.plan._selector or not self.plan._selector.constant:
                 return  # they are read in place
         self.plan.update(self._values)
@@ -65,14 +70,14 @@ class Part:
     def of_other_values(self, values: torch.Tensor) -> "Part":
         """The same part of a block with other values, not constant."""
         made = object.__new__(Part)
-        made.ids, made.rows, made._in_place = self.ids, self.rows, {}
+        made.ids, made.rows = self.ids, self.rows
         made._values = values.detach().index_select(0, self.ids)
-        made.plan = self.plan.with_values(made._values)
+        made._made(self.plan.with_values(made._values))
         return made
 
     def add_to(self, y: torch.Tensor, b: torch.Tensor) -> None:
         """y <- y + A @ b."""
-        if self.plan.nnz == 0:
+        if self.nnz == 0:
             return
         if self.rows is not None:
             y.index_add_(0, self.rows, self.plan @ b)  # each row once, so that the order does not matter
@@ -98,7 +103,7 @@ class Part:
 
     def transposed_product(self, grad: torch.Tensor) -> torch.Tensor:
         """A^T @ grad."""
-        return self.plan.mT @ self._own_rows(grad)
+        return self._transposed @ self._own_rows(grad)
 
     def gradient_of_values(self, grad: torch.Tensor, b: torch.Tensor, to: torch.Tensor) -> None:
         """Write the gradient of the part's values, for the product with b, to its places in that of the block's."""

@@ -26,17 +26,24 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, x: torch.Tensor, plan: "DistributedPlan") -> torch.Tensor:
         to_values, to_x, _ = ctx.needs_input_grad
-        y, received = plan._forward(values, x.detach())
-        ctx.plan, ctx.to_x = plan, to_x
-        ctx.save_for_backward(values, x if to_values else None, received if to_values else None)
+        y, received = plan._forward(values, x)
+        ctx.plan, ctx.to_x, ctx.loads = plan, to_x, plan._loads
+        if not plan._constant:
+            ctx.save_for_backward(values, x if to_values else None, received if to_values else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(f"{NAME}: expected first derivatives, got create_graph=True: it has no second ones")
+        plan: DistributedPlan = ctx.plan
+        if plan._constant:
+            return None, plan._gradient_of_x(grad), None
         values, x, received = ctx.saved_tensors
-        return *ctx.plan._backward(values, x, received, grad, ctx.to_x), None
+        if plan._loads != ctx.loads:  # a product since then may have read other values
+            plan._load(values)
+        grad_x = plan._gradient_of_x(grad) if ctx.to_x else None
+        return None if x is None else plan._gradient_of_values(values, x, received, grad), grad_x, None
 
 
 class DistributedPlan:
@@ -76,8 +83,10 @@ class DistributedPlan:
         self._group, self._base, self._constant = group, base, constant
         self.rank, self.rows, self.columns = group.rank, tuple(rows), tuple(columns)
         self.shape = torch.Size((sum(rows), sum(columns)))
-        self._agreed: set[tuple[object, ...]] = set()  # columns, dtype and need of a gradient of products before
+        self._agreed: set[tuple[object, ...]] = set()  # shape, dtype, device and need of a gradient of products before
+        self._device_type = base.device.type
         self._reversed: set[tuple[object, ...]] = set()  # columns and dtype of gradients before
+        self._loads = 0  # how often the parts took the values
         self._own: Part
         self._halo: Part
         self._exchange: Exchange | None = None
@@ -159,24 +168,26 @@ class DistributedPlan:
         return product(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(x, DTensor):
-            return self._distributed(x)
-        expect_dense(NAME, x=x)
-        if x.dim() == 1:
-            return (self @ x.unsqueeze(-1)).squeeze(-1)
-        device = self.device.type
-        if torch.is_autocast_enabled(device):  # in the dtype of the plan
-            with torch.autocast(device, enabled=False):
-                return self @ x.to(self.dtype)
         recording = torch.is_grad_enabled()
-        self._expect_agreement(x, recording and x.requires_grad)
+        recorded = recording and isinstance(x, torch.Tensor) and x.requires_grad
+        autocast = torch.is_autocast_enabled(self._device_type)
+        if autocast or type(x) is not torch.Tensor or (x.shape, x.dtype, x.device, recorded) not in self._agreed:
+            if isinstance(x, DTensor):
+                return self._distributed(x)
+            expect_dense(NAME, x=x)
+            if x.dim() == 1:
+                return (self @ x.unsqueeze(-1)).squeeze(-1)
+            if autocast:  # in the dtype of the plan
+                with torch.autocast(self._device_type, enabled=False):
+                    return self @ x.to(self.dtype)
+            self._expect_agreement(x, recorded)
         if not self._constant:
             self._base._expect_same_indices(NAME)
         values = self._base.values
-        if recording and (values.requires_grad or x.requires_grad):
+        if recorded or (recording and values.requires_grad):
             product: torch.Tensor = _Product.apply(values, x, self)  # type: ignore[no-untyped-call]
             return product
-        return self._forward(values, x.detach())[0]
+        return self._forward(values, x)[0]
 
     def _distributed(self, x: DTensor) -> torch.Tensor:
         """The product of a DTensor of rows."""
@@ -201,7 +212,7 @@ class DistributedPlan:
         is compared once for each. Of the plan's first product every rank raises the error, of others that rank."""
         own = self.columns[self.rank]
         fits = x.dim() == 2 and x.shape[0] == own and x.dtype == self.dtype and x.device == self.device
-        key = x.shape[-1], x.dtype, recorded
+        key = x.shape, x.dtype, x.device, recorded
         if fits and (key in self._agreed or is_capturing(self.device)):
             return
         rows, n = (*x.shape, 0, 0)[:2]
@@ -223,50 +234,43 @@ class DistributedPlan:
             _ = self._own.plan @ x.detach()  # selects a kernel now, not while an exchange disturbs its measurement
 
     def _load(self, values: torch.Tensor) -> None:
+        self._loads += 1
         self._own.load(values)
         self._halo.load(values)
 
     def _forward(self, values: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A @ x, and the rows of x that were received for it."""
-        with torch.no_grad():
-            pending = None if self._exchange is None else self._exchange.start(x)
-            if not self._constant:
-                self._load(values)
-            y = self._own.plan @ x
-            if pending is None:
-                return y, None
-            received = pending.wait()
-            self._halo.add_to(y, received)
-            return y, received
-
-    def _backward(
-        self,
-        values: torch.Tensor,
-        x: torch.Tensor | None,
-        received: torch.Tensor | None,
-        grad: torch.Tensor,
-        to_x: bool,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of the values, if x is given, and of x."""
+        """A @ x, and the rows of x that were received for it; no gradient is recorded of what this calls."""
+        pending = None if self._exchange is None else self._exchange.start(x)
         if not self._constant:
-            self._load(values)  # they may be others than those of the last product
-        pending = grad_values = grad_x = None
-        if to_x:
-            key = grad.shape[1], grad.dtype
-            if self._exchange is not None and key not in self._reversed and not is_capturing(self.device):
-                _ = self._own.transposed_product(grad)  # as in _expect_agreement
-                self._reversed.add(key)
-            if self._exchange is not None:
-                pending = self._exchange.start_back(self._halo.transposed_product(grad))
-            grad_x = self._own.transposed_product(grad)
-        if x is not None:
-            grad_values = torch.empty_like(values)
-            self._own.gradient_of_values(grad, x, grad_values)
-            if received is not None:
-                self._halo.gradient_of_values(grad, received, grad_values)
-        if pending is not None and self._exchange is not None and grad_x is not None:
-            self._exchange.add_back(grad_x, pending.wait())
-        return grad_values, grad_x
+            self._load(values)
+        y = self._own.plan @ x
+        if pending is None:
+            return y, None
+        received = pending.wait()
+        self._halo.add_to(y, received)
+        return y, received
+
+    def _gradient_of_x(self, grad: torch.Tensor) -> torch.Tensor:
+        exchange = self._exchange
+        if exchange is None:
+            return self._own.transposed_product(grad)
+        key = grad.shape[1], grad.dtype
+        if key not in self._reversed and not is_capturing(self.device):
+            _ = self._own.transposed_product(grad)  # as in _expect_agreement
+            self._reversed.add(key)
+        pending = exchange.start_back(self._halo.transposed_product(grad))
+        grad_x = self._own.transposed_product(grad)
+        exchange.add_back(grad_x, pending.wait())
+        return grad_x
+
+    def _gradient_of_values(
+        self, values: torch.Tensor, x: torch.Tensor, received: torch.Tensor | None, grad: torch.Tensor
+    ) -> torch.Tensor:
+        grad_values = torch.empty_like(values)
+        self._own.gradient_of_values(grad, x, grad_values)
+        if received is not None:
+            self._halo.gradient_of_values(grad, received, grad_values)
+        return grad_values
 
     def bytes_sent(self, n: int, dtype: torch.dtype | None = None) -> list[int]:
         """Bytes that each rank sends to the others in a product.

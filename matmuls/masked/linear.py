@@ -84,9 +84,9 @@ def _linear_meta(
 
 def _rows_kept(x: Tensor, w1: Tensor, known: int) -> int:
     """The number of rows of x, in the plan's order, that forward saves for backward; 0 if backward does not read x that
-    way."""
+    way, and for a DTensor, of which each process has other rows."""
     m, n = rows_of(x), w1.shape[0]
-    if known in (0, m) or not checks.by_triton(x, n) or not torch.cuda.is_available():
+    if hasattr(x, "placements") or known in (0, m) or not checks.by_triton(x, n) or not torch.cuda.is_available():
         return 0
     from ..triton.masked_gradients import rows_kept
 

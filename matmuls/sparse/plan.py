@@ -11,6 +11,7 @@ import torch
 from ..registration import expect_dense
 from .csr_pattern import CsrPattern, for_every_stream, is_capturing, pattern_of, relaxed_capture
 from .default_spmm import check_operands, default_op, default_product, multiply_batch, takes_chunks
+from .dtensor import product_of_dtensor
 from .prepared import PreparedCalls
 from .selector import Selector
 
@@ -227,15 +228,15 @@ class SparsePlan:
             self._expect_same_indices("spmm")
         values = self.values
         check_operands(self.shape, b)
+        if hasattr(b, "placements"):
+            return product_of_dtensor(self, b)
         if b.dim() == 1:
             return (self @ b.unsqueeze(-1)).squeeze(-1)
         if self._pattern.batch is not None:
             return multiply_batch(self._pattern, values, self.shape, b)
         if not selected:
             return default_product(self._pattern, values, b)
-        op = None if self._selector is None else self._selector.call(values, b)
-        if op is None:
-            op = default_op(self._pattern, values, b)
+        op = (self._selector and self._selector.call(values, b)) or default_op(self._pattern, values, b)
         product = op.run()
         self._prepared.record(op, values, self._pattern)
         return product

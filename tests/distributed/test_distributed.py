@@ -3,17 +3,11 @@
 import pytest
 import torch
 
-from common.distributed_checks import CHECKS, GPU_CHECKS
-from common.distributed_processes import LOST_SECONDS, lose_a_rank, run_checks
+from common.distributed_checks import CHECKS, GPU_CHECKS, check_a_graph_network, check_values
+from common.distributed_processes import LOST_SECONDS, expect_no_errors, lose_a_rank, run_checks
 from matmuls.distributed.group import ANSWER_SECONDS
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def expect_no_errors(answers, check, world):
-    ranks = answers.get(check.__name__, {})
-    assert not {rank: error for rank, error in ranks.items() if error}, "\n".join(ranks.values())
-    assert len(ranks) == world, "a rank ended before"
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
@@ -26,6 +20,13 @@ def on_cpus(request, tmp_path_factory):
 def test_on_every_rank(on_cpus, check):
     world, answers = on_cpus
     expect_no_errors(answers, check, world)
+
+
+def test_a_group_of_one(tmp_path):
+    checks = [check_a_graph_network, check_values]
+    answers = run_checks(1, tmp_path, checks)
+    for check in checks:
+        expect_no_errors(answers, check, 1)
 
 
 @pytest.fixture(scope="module")

@@ -72,16 +72,20 @@ MAY_IMPORT = {
     "sparse.selector": {"custom_mm", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "layouts", "names", "prepared", "race", "select")}
     | {"sparse.smem_tiles"},
-    "sparse.plan": {"registration"} | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "prepared", "selector")},
+    "sparse.dtensor": {"sparse.plan"},  # to type checkers
+    "sparse.plan": {"registration"}
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "prepared", "selector")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
-    "distributed": {"distributed.plans", "distributed.splits"},
+    "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},
     "distributed.group": set(),
     "distributed.part": {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "names", "plan", "selector")},
     "distributed.exchange": {"distributed.group", "distributed.part"},
     "distributed.plans": {"registration", "sparse.csr_pattern", "sparse.plan"}
     | {f"distributed.{m}" for m in ("exchange", "group", "part")},
+    "distributed.sharding": {"blocks", "masked"},
     "distributed.splits": {"distributed.group"},
+    "distributed.styles": {"distributed.group", "distributed.sharding", "masked", "nn"},
     "distributed.model": {"distributed.group", "distributed.splits"},
     "distributed.bench": {"matrices", "sparse.plan"}
     | {f"distributed.{m}" for m in ("group", "model", "plans", "splits")},

@@ -158,7 +158,10 @@ MATMULS_OPERATOR(KeptOp, "custom_mm::kept", "", Tensor(const Tensor&));
 Tensor kept(const Tensor& a) { return a.clone(); }
 
 struct KeptGradient : KernelFunction<KeptGradient> {
-  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& a) { return KeptOp::below_autograd(a); }
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a) {
+    ctx->set_materialize_grads(false);  // a first derivative has none: zeros would be added to that of the product
+    return KeptOp::below_autograd(a);
+  }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
                                                  const torch::autograd::variable_list& grads) {
     return {grads[0]};

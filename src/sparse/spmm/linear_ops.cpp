@@ -8,6 +8,7 @@
 
 #include "glue/autograd.h"
 #include "glue/checks.h"
+#include "glue/operator.h"
 #include "sparse/ops.h"
 
 namespace matmuls::linear {
@@ -51,6 +52,8 @@ Tensor result(const Tensor& y_t, const Tensor& x, const Tensor& bias) {
   auto shape = c10::SymDimVector(x.sym_sizes());
   shape.back() = y_t.sym_size(0);
   if (!bias.defined()) return y_t.t().contiguous().view_symint(shape);
+  if (is_traced(x))
+    return at::add(y_t.t(), bias).contiguous().view_symint(shape);  // a DTensor makes its results itself
   const Tensor y = at::empty_symint(shape, x.options());
   Tensor rows = y.view_symint({y_t.sym_size(1), y_t.sym_size(0)});
   at::add_out(rows, y_t.t(), bias);

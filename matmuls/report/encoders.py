@@ -121,7 +121,8 @@ def _task(page: Page, run: Run, task: str) -> None:
 def _texts(page: Page, run: Run) -> None:
     page.heading("Texts with sentence-transformers, on a CPU")
     page.say(
-        "`SentenceTransformer.encode` was measured as it is, at a batch size of 8, which needs the least CPU time for these texts, and at "
+        "`SentenceTransformer.encode` was measured as it is, at a batch size of 8, which needs the least CPU "
+        "time for these texts, and at "
         "the default of 32, and after `optimize` ([guide](../guides/sentence-transformers.md)). The model is "
         "all-MiniLM-L6-v2 in float32, and the texts are docstrings of installed packages.",
     )
@@ -137,7 +138,8 @@ def _texts(page: Page, run: Run) -> None:
         ratios.append((stock[best] / r["cpu_seconds"]["optimized"], f"texts: {r['texts']}"))
     page.table(
         "There is one row for each number of texts and way to encode them. CPU time is the time of all threads of the "
-        "process, which other work on the machine hardly changes; the time includes that work. Speeds are relative to the stock model at the batch "
+        "process, which other work on the machine hardly changes; "
+        "the time includes that work. Speeds are relative to the stock model at the batch "
         "size that needs the least CPU time: higher is better.",
         ("texts", "way", "time, ms", "CPU time, ms", "speed, CPU time", "speed, time"),
         rows,

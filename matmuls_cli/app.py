@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, bench_bert, bert, info, report, spmm, tune
+from . import bench, bench_bert, bert, embed, info, report, spmm, tune
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -34,6 +34,7 @@ def matmuls(
 
 app.command()(info.info)
 app.command()(bert.bert)
+app.command()(embed.embed)
 app.command()(bench.bench)
 app.command("bench-bert")(bench_bert.bench_bert)
 app.command()(tune.tune)

@@ -21,6 +21,8 @@ errors = Console(stderr=True)
 LINE_SECONDS = 10.0  # time between two lines of progress where stderr is no terminal: short commands print none
 REMEDIES = {  # package -> what installs it
     "matplotlib": "pip install 'matmuls[plot]'",
+    "pyarrow": "pip install 'matmuls[parquet]'",
+    "sentence_transformers": "pip install 'matmuls[sentence-transformers]'",
     "transformers": "pip install 'matmuls[bert]'",
 }
 

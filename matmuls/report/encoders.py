@@ -1,5 +1,7 @@
 """The page on encoders: BERT with our attention, optimized or not."""
 
+import math
+
 from .format import losses, number
 from .headlines import WAYS, memory_plot
 from .page import Page
@@ -7,6 +9,7 @@ from .plot import Panel, Plot
 from .results import Results, Run
 
 FILE = "bert-cuda.json"
+TEXTS = "cpu/encode-texts.json"
 # task -> heading, and the model that speeds are relative to
 HEADINGS = {
     "probabilities": ("Inference that returns probabilities", "the stock model with eager attention"),
@@ -57,6 +60,7 @@ def page(results: Results) -> Page:
     for task in dict.fromkeys(r["task"] for r in run.rows):
         _task(page, run, task)
     page.measured(run)
+    _texts(page, results.run(TEXTS))
     return page
 
 
@@ -112,3 +116,35 @@ def _task(page: Page, run: Run, task: str) -> None:
     if {r["way"] for r in rows if not r["way"].startswith("custom_mm")} == {"eager"}:
         over = "`eager`, the only stock attention here that returns probabilities,"
     page.say(losses(ratios, over))
+
+
+def _texts(page: Page, run: Run) -> None:
+    page.heading("Texts with sentence-transformers, on a CPU")
+    page.say(
+        "`SentenceTransformer.encode` was measured as it is, at a batch size of 8, which needs the least CPU "
+        "time for these texts, and at "
+        "the default of 32, and after `optimize` ([guide](../guides/sentence-transformers.md)). The model is "
+        "all-MiniLM-L6-v2 in float32, and the texts are docstrings of installed packages.",
+    )
+    rows = []
+    ratios = []
+    for r in run.rows:
+        stock = {way: s for way, s in r["cpu_seconds"].items() if way != "optimized"}
+        best = min(stock, key=stock.__getitem__)
+        for way, seconds in r["cpu_seconds"].items():
+            speeds = (r[key][best] / r[key][way] for key in ("cpu_seconds", "seconds"))
+            shown = number(r["seconds"][way] * 1e3), number(seconds * 1e3), *map(number, speeds)
+            rows.append((f"{r['texts']} ({r['tokens']} tokens)", way, *shown))
+        ratios.append((stock[best] / r["cpu_seconds"]["optimized"], f"texts: {r['texts']}"))
+    page.table(
+        "There is one row for each number of texts and way to encode them. CPU time is the time of all threads of the "
+        "process, which other work on the machine hardly changes; "
+        "the time includes that work. Speeds are relative to the stock model at the batch "
+        "size that needs the least CPU time: higher is better.",
+        ("texts", "way", "time, ms", "CPU time, ms", "speed, CPU time", "speed, time"),
+        rows,
+    )
+    page.say(losses(ratios, "the stock model at its best batch size, in CPU time,"))
+    least = math.floor(min(r["cosine"] for r in run.rows) * 1e7) / 1e7
+    page.say(f"The cosine of a vector and stock's is at least {least:.7f}.")
+    page.measured(run)

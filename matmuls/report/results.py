@@ -126,6 +126,6 @@ class Results:
 
     def everything(self) -> Iterator[Run]:
         """Every file of the folder, by name."""
-        for path in sorted(self.folder.glob("*.json")):
+        for path in sorted(self.folder.rglob("*.json")):
             content = self._content(path)
-            yield Run(path.name, content["environment"], content.get("rows", []))
+            yield Run(path.relative_to(self.folder).as_posix(), content["environment"], content.get("rows", []))

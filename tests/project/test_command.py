@@ -18,8 +18,18 @@ from matmuls import bert, experiment, figures
 from matmuls_cli import screen
 from matmuls_cli.spmm import show_spmm
 
-COMMANDS = ("info", "bert", "bench", "bench-bert", "tune", "spmm", "report")
-HEAVY = ("torch", "numpy", "scipy", "transformers", "matplotlib", "matmuls", "custom_mm")
+COMMANDS = ("info", "bert", "embed", "bench", "bench-bert", "tune", "spmm", "report")
+HEAVY = (
+    "torch",
+    "numpy",
+    "scipy",
+    "transformers",
+    "sentence_transformers",
+    "pyarrow",
+    "matplotlib",
+    "matmuls",
+    "custom_mm",
+)
 
 
 def python(code, *args):
@@ -99,6 +109,16 @@ main()
         ("transformers", "pip install 'matmuls[bert]'", ["bert", "x", "--device", "cpu"]),
         ("transformers", "pip install 'matmuls[bert]'", ["bench-bert", "--tiny"]),
         ("torch", "pip install torch", ["bench", "--quick"]),
+        (
+            "sentence_transformers",
+            "pip install 'matmuls[sentence-transformers]'",
+            ["embed", __file__, "--model", "x", "--out", "new.npy", "--device", "cpu"],
+        ),
+        (
+            "pyarrow",
+            "pip install 'matmuls[parquet]'",
+            ["embed", __file__, "--model", "x", "--out", "new.parquet", "--device", "cpu"],
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else x[0],
 )

@@ -66,7 +66,7 @@ def test_pages_have_blocks():
 def public_names() -> set[str]:
     """Names in the `__all__` of packages and modules, and those that users call in modules without one."""
     pytest.importorskip("torch_geometric")
-    pytest.importorskip("transformers")
+    pytest.importorskip("sentence_transformers")
     names = {
         f"{module}.{name}"
         for module in (
@@ -75,6 +75,7 @@ def public_names() -> set[str]:
             "matmuls.distributed",
             "matmuls.nn",
             "matmuls.integrations.pyg",
+            "matmuls.integrations.sentence_transformers",
             "matmuls.integrations.transformers",
         )
         for name in importlib.import_module(module).__all__

@@ -17,9 +17,14 @@ MODULES = (
     "matmuls.distributed",
     "matmuls.nn",
     "matmuls.integrations.pyg",
+    "matmuls.integrations.sentence_transformers",
     "matmuls.integrations.transformers",
 )
-NEEDS = {"matmuls.integrations.pyg": "torch_geometric", "matmuls.integrations.transformers": "transformers"}
+NEEDS = {
+    "matmuls.integrations.pyg": "torch_geometric",
+    "matmuls.integrations.sentence_transformers": "sentence_transformers",
+    "matmuls.integrations.transformers": "transformers",
+}
 # What raises nothing of its own, but what a forward pass that it makes raises.
 WITHOUT_ERRORS = {"attention_mask", "can_pack", "explain", "in_use", "optimize", "register", "stats", "takes"}
 WITHOUT_ERRORS |= {"unsupported"}

@@ -80,8 +80,9 @@ def test_a_page_that_is_made_no_more_is_removed(copied):
 
 def test_every_result_is_shown_or_not_shown_for_a_reason(made):
     page = made.texts[ROOT / "docs/performance/index.md"]
-    for file in RESULTS.glob("*.json"):
-        line = next(line for line in page.splitlines() if line.startswith(f"| `{file.name}` |"))
+    for file in RESULTS.rglob("*.json"):
+        name = file.relative_to(RESULTS).as_posix()
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         assert ".md)" in line or "not shown: " in line
     with pytest.raises(ValueError, match=r"no page shows new\.json; add it to a page"):
         index.reason("new.json")

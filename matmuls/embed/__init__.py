@@ -1,0 +1,7 @@
+"""Embeds the texts of files into a file of vectors, in flat memory; what was stopped goes on: `matmuls embed`."""
+
+from .job import SUFFIXES, Job, Progress, Summary, run
+from .journal import Foreign
+from .records import FORMATS, Unreadable
+
+__all__ = ["FORMATS", "SUFFIXES", "Foreign", "Job", "Progress", "Summary", "Unreadable", "run"]

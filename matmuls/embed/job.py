@@ -1,0 +1,120 @@
+"""Reads records, encodes their texts and appends the vectors, a chunk at a time."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .formats import header, to_parquet
+from .journal import Foreign, Rows, beside, publish
+from .records import Record, records
+
+KEEP_SECONDS = 2.0  # between two entries of the journal
+SUFFIXES = (".npy", ".safetensors", ".parquet")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is embedded and how. names: the field or column with the text, of each input. chunk: records that are
+    encoded together, in every run the same, so that the bytes are. options: what else the vectors depend on, by its
+    name in messages."""
+
+    inputs: list[Path]
+    out: Path
+    names: list[str]
+    chunk: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same when a stopped run goes on."""
+        stats = [(path, path.stat()) for path in self.inputs]
+        found = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+        return {"input files": found, "--field or --column": self.names, "chunks": self.chunk, **self.options}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The share of the bytes that is read, and the rows that are written; `resumed`: what an earlier run had done."""
+
+    done: float
+    rows: int
+    resumed: bool = False
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Rows that were written, and the records that have a row of NaN, as "FILE:NUMBER: REASON"; bad names the first
+    1000 of bad_count."""
+
+    rows: int
+    width: int
+    bad_count: int
+    bad: list[str]
+
+
+def run(
+    job: Job,
+    encode: Callable[[list[str]], "np.ndarray[Any, Any]"],
+    news: Callable[[Progress], object] = lambda progress: None,
+) -> Summary:
+    """Embed all texts of a job; go on where an earlier run of the same job stopped.
+
+    encode: texts -> vectors [texts, width]. Row n is that of record n of all inputs; a record without a text has a row
+    of NaN. Raises Unreadable for a file that cannot be read, Foreign for the files of another job, OSError.
+    """
+    if job.out.exists():
+        raise Foreign(f"{job.out} exists: delete it, or name another file")
+    like = encode([""])
+    width, dtype = like.shape[1], like.dtype
+    rows = Rows(job.out, job.facts(), width, dtype, header(job.out.suffix, 0, width, dtype))
+    try:
+        found = _numbered(job)
+        skipped = deque(islice(found, rows.count), maxlen=1)  # an earlier run has encoded them
+        news(Progress(skipped[0][0] if skipped else 0.0, rows.count, resumed=True))
+        kept = time.monotonic()
+        while chunk := list(islice(found, job.chunk)):
+            rows.append(*_vectors(chunk, encode, width, dtype))
+            if time.monotonic() - kept >= KEEP_SECONDS:
+                rows.keep()
+                kept = time.monotonic()
+            news(Progress(chunk[-1][0], rows.count))
+        rows.keep()
+        rows.finish(header(job.out.suffix, rows.count, width, dtype))
+    finally:
+        rows.close()
+    whole = beside(job.out)[0]
+    if job.out.suffix == ".parquet":
+        whole = job.out.with_name(f"{job.out.name}.new")
+        to_parquet(beside(job.out)[0], whole)
+    publish(job.out, whole)
+    return Summary(rows.count, width, rows.bad_count, rows.bad)
+
+
+def _numbered(job: Job) -> Iterator[tuple[float, Path, Record]]:
+    """The records of all inputs, each with the share of all bytes that is read by then."""
+    sizes = [path.stat().st_size for path in job.inputs]
+    before, total = 0, max(sum(sizes), 1)
+    for path, name, size in zip(job.inputs, job.names, sizes, strict=True):
+        for record in records(path, name):
+            yield (before + record.done * size) / total, path, record
+        before += size
+
+
+def _vectors(
+    chunk: list[tuple[float, Path, Record]],
+    encode: Callable[[list[str]], "np.ndarray[Any, Any]"],
+    width: int,
+    dtype: "np.dtype[Any]",
+) -> "tuple[np.ndarray[Any, Any], list[str]]":
+    """The rows of a chunk, and its records without a text."""
+    good = [i for i, (_, _, record) in enumerate(chunk) if record.text is not None]
+    vectors = np.full((len(chunk), width), np.nan, dtype)
+    if good:
+        vectors[good] = encode([chunk[i][2].text or "" for i in good])
+    bad = [f"{path}:{record.number}: {record.why}" for _, path, record in chunk if record.text is None]
+    return vectors, bad

@@ -1,0 +1,123 @@
+"""What SentenceTransformer.encode computes with: batches of tokens without padding, results in one tensor."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from tqdm.autonotebook import tqdm
+
+from matmuls.integrations.transformers import can_pack, encode_tokens
+
+from .covered import why_not, why_not_call
+from .tokens import Tokens, ahead, tokenized, windows
+
+TOKENS_PER_BATCH = {"cpu": 8192, "cuda": 32768}
+
+
+@dataclass
+class Settings:
+    """tokens_per_batch: most tokens of a batch; None: TOKENS_PER_BATCH. tokens: how many were encoded so far."""
+
+    tokens_per_batch: int | None
+    tokens: int = field(default=0, compare=False)
+
+    def most(self, device: torch.device) -> int:
+        return self.tokens_per_batch or TOKENS_PER_BATCH[device.type]
+
+
+@torch.inference_mode()
+def _inference(
+    st: Any, settings: Settings, inputs: list[Any], *, prompt: str | None = None, device: Any = None, **given: Any
+) -> Any:
+    """SentenceTransformer._inference with its arguments. Does not use batch_size: batches have a number of tokens."""
+    where = st._resolve_inference_device(device)
+    names = "batch_size", "show_progress_bar", "output_value", "save_to_cpu", "normalize_embeddings", "truncate_dim"
+    options = {name: x for name, x in given.items() if name not in names}
+    output = given["output_value"]
+    theirs = partial(type(st)._inference, st, inputs, prompt=prompt, device=device, **given)
+    if why_not(st) or why_not_call(inputs, output, options, where):
+        return theirs()
+    st.eval()
+    vectors: Tensor | None = None
+    tokens_of: list[Any] = [None] * len(inputs)
+    with tqdm(total=len(inputs), desc="Texts", disable=not given["show_progress_bar"]) as bar:
+        for part, tokens in ahead(lambda part: tokenized(st, inputs[part], prompt, options), windows(len(inputs))):
+            if 0 in tokens.lengths:  # a tokenizer without special tokens, and an empty text
+                return theirs()
+            settings.tokens += len(tokens.ids)
+            for texts, features in _features(st, tokens, settings.most(where), where):
+                if output == "token_embeddings":
+                    found = features[output][0].split([tokens.lengths[i] for i in texts])
+                    for i, rows in zip(texts, found, strict=True):
+                        tokens_of[part.start + i] = rows
+                else:
+                    rows = features[output][..., : given["truncate_dim"]]
+                    rows = normalize(rows, p=2, dim=1) if given["normalize_embeddings"] else rows
+                    vectors = rows.new_empty(len(inputs), rows.size(1)) if vectors is None else vectors
+                    vectors[part].index_copy_(0, features["texts"], rows)
+                bar.update(len(texts))
+    if vectors is None:
+        return tokens_of
+    return vectors.cpu() if given["save_to_cpu"] else vectors
+
+
+def _features(st: Any, tokens: Tokens, most: int, device: torch.device) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """Batches of texts, and for each what the model's modules compute, with the numbers of its texts."""
+    transformer, *others = st.children()
+    packs = can_pack(transformer.model) is None
+    for texts in tokens.batches(most, padded=not packs):
+        lengths = [tokens.lengths[i] for i in texts]
+        hidden, starts, numbers = (_packed if packs else _padded)(transformer, tokens, texts, lengths, device)
+        features = {"token_embeddings": hidden[None], "cu_seq_lens_q": starts, "texts": numbers}
+        if tokens.prompt is not None:
+            features["prompt_length"] = tokens.prompt
+        for module in others:
+            features = module(features)
+        yield texts, features
+
+
+def _packed(
+    transformer: Any, tokens: Tokens, texts: list[int], lengths: list[int], device: torch.device
+) -> tuple[Tensor, ...]:
+    """The last hidden states of texts [T, width], where each begins [texts + 1], and their numbers, on the device."""
+    ids, types = tokens.of(texts)
+    starts = [*accumulate(lengths, initial=0)]
+    flat = [np.concatenate(ids), *([np.concatenate(types)] if types is not None else [])]
+    given, *types_given, begins, numbers = _moved([*flat, np.array(starts), np.array(texts)], device)
+    named = {"token_type_ids": types_given[0]} if types_given else {}
+    return encode_tokens(transformer.model, given, lengths, **named), begins, numbers
+
+
+def _padded(
+    transformer: Any, tokens: Tokens, texts: list[int], lengths: list[int], device: torch.device
+) -> tuple[Tensor, ...]:
+    """As `_packed`, for a model that needs padding: only the states of tokens."""
+    ids, types = tokens.of(texts)
+    tokenizer, longest = transformer.tokenizer, max(lengths)
+    left = tokenizer.padding_side == "left"
+    mask = np.arange(longest) < np.array(lengths)[:, None]
+    mask = mask[:, ::-1] if left else mask
+    batch = [mask.astype(np.int64), np.full(mask.shape, tokenizer.pad_token_id or 0, np.int64)]
+    batch[1][mask] = np.concatenate(ids)
+    if types is not None:
+        batch.append(np.full(mask.shape, tokenizer.pad_token_type_id, np.int64))
+        batch[2][mask] = np.concatenate(types)
+    starts = [*accumulate(lengths, initial=0)]
+    *moved, begins, numbers = _moved([*batch, np.array(starts), np.array(texts)], device)
+    features = dict(zip(("attention_mask", "input_ids", "token_type_ids"), moved, strict=False))
+    hidden = transformer({**features, "modality": "text"})["token_embeddings"]
+    return hidden[moved[0].bool()], begins, numbers
+
+
+def _moved(arrays: list[Any], device: torch.device) -> list[Tensor]:
+    """Arrays of int64 as tensors on the device: one copy, from pinned memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(a) for a in arrays]
+    whole = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).pin_memory().to(device, non_blocking=True)
+    return [x.view(a.shape) for x, a in zip(whole.split([a.size for a in arrays]), arrays, strict=True)]

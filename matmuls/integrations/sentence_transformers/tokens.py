@@ -1,0 +1,96 @@
+"""Texts as token ids without padding, tokenized in another thread ahead of the model, and their batches."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+
+FIRST, MOST = 256, 4096  # texts of the first and of the largest window
+_tokenizing = threading.Lock()  # a tokenizer's settings change with a call; see `tokenized`
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token ids of some texts, one text after the other.
+
+    ids: [T]. types: the token types [T], or None. lengths: tokens of each text. prompt: tokens of the prompt, or None.
+    """
+
+    ids: np.ndarray[Any, np.dtype[np.int64]]
+    types: np.ndarray[Any, np.dtype[np.int64]] | None
+    lengths: list[int]
+    prompt: int | None
+
+    def batches(self, most: int, padded: bool) -> Iterator[list[int]]:
+        """The texts by descending length in batches of at most `most` tokens, but at least one text. padded: count
+        every text as long as the longest of its batch."""
+        batch: list[int] = []
+        total = 0
+        for i in sorted(range(len(self.lengths)), key=self.lengths.__getitem__, reverse=True):
+            length = self.lengths[batch[0] if padded and batch else i]
+            if batch and total + length > most:
+                yield batch
+                batch, total, length = [], 0, self.lengths[i]
+            batch.append(i)
+            total += length
+        if batch:
+            yield batch
+
+    def of(self, texts: Sequence[int]) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]] | None]:
+        """The ids and the types of each of these texts."""
+        ends = [*accumulate(self.lengths, initial=0)]
+        parts = [slice(ends[i], ends[i + 1]) for i in texts]
+        return [self.ids[p] for p in parts], None if self.types is None else [self.types[p] for p in parts]
+
+
+def tokenized(st: Any, texts: list[str], prompt: str | None, options: dict[str, Any]) -> Tokens:
+    """The tokens of texts, by the model's own `preprocess` without padding. Calls wait for each other: each sets the
+    tokenizer's truncation and padding, which fails while another thread tokenizes."""
+    given = options.get("processing_kwargs") or {}
+    ragged = {
+        **given,
+        "text": {**given.get("text", {}), "padding": False, "return_attention_mask": False},
+        "common": {**given.get("common", {}), "return_tensors": None},
+    }
+    with _tokenizing:
+        found = st.preprocess(texts, prompt=prompt, **{**options, "processing_kwargs": ragged})
+    lengths = [len(ids) for ids in found["input_ids"]]
+    types = found.get("token_type_ids")
+    return Tokens(
+        _flat(found["input_ids"], lengths),
+        None if types is None else _flat(types, lengths),
+        lengths,
+        found.get("prompt_length"),
+    )
+
+
+def _flat(rows: list[list[int]], lengths: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.fromiter(chain.from_iterable(rows), np.int64, sum(lengths))
+
+
+def windows(count: int) -> list[slice]:
+    """Windows of `count` texts: FIRST, and twice as many each time up to MOST, so that the model starts early."""
+    found, start, size = [], 0, FIRST
+    while start < count:
+        found.append(slice(start, min(start + size, count)))
+        start, size = start + size, min(2 * size, MOST)
+    return found
+
+
+def ahead(make: Callable[[slice], Tokens], parts: list[slice]) -> Iterator[tuple[slice, Tokens]]:
+    """Each part with its tokens; those of the next part are made in another thread meanwhile. An exception there is
+    raised here. A single part takes no thread."""
+    if len(parts) == 1:
+        yield parts[0], make(parts[0])
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="matmuls-tokenizer") as thread:
+        coming = thread.submit(make, parts[0])
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            tokens = coming.result()
+            if following is not None:
+                coming = thread.submit(make, following)
+            yield part, tokens

@@ -121,10 +121,10 @@ def _task(page: Page, run: Run, task: str) -> None:
 def _texts(page: Page, run: Run) -> None:
     page.heading("Texts with sentence-transformers, on a CPU")
     page.say(
-        "`SentenceTransformer.encode` was measured as it is, at a batch size of 8, which needs the least CPU "
-        "time for these texts, and at "
-        "the default of 32, and after `optimize` ([guide](../guides/sentence-transformers.md)). The model is "
-        "all-MiniLM-L6-v2 in float32, and the texts are docstrings of installed packages.",
+        "Stock `SentenceTransformer.encode` was measured at batch sizes of 8, which needs the least CPU time for these "
+        "texts, and of 32, the default. Then it was measured after `optimize` "
+        "([guide](../guides/sentence-transformers.md)). The model is all-MiniLM-L6-v2 in float32, and the texts are "
+        "docstrings of installed packages.",
     )
     rows = []
     ratios = []
@@ -137,14 +137,14 @@ def _texts(page: Page, run: Run) -> None:
             rows.append((f"{r['texts']} ({r['tokens']} tokens)", way, *shown))
         ratios.append((stock[best] / r["cpu_seconds"]["optimized"], f"texts: {r['texts']}"))
     page.table(
-        "There is one row for each number of texts and way to encode them. CPU time is the time of all threads of the "
-        "process, which other work on the machine hardly changes; "
-        "the time includes that work. Speeds are relative to the stock model at the batch "
-        "size that needs the least CPU time: higher is better.",
+        "There is one row for each number of texts and way to encode them. *Time* is the wall clock, which other work "
+        "on the machine makes longer. *CPU time* is the sum over all threads of the process, which other work hardly "
+        "changes. Speeds are relative to the stock model at the batch size that needs the least CPU time: higher is "
+        "better.",
         ("texts", "way", "time, ms", "CPU time, ms", "speed, CPU time", "speed, time"),
         rows,
     )
     page.say(losses(ratios, "the stock model at its best batch size, in CPU time,"))
     least = math.floor(min(r["cosine"] for r in run.rows) * 1e7) / 1e7
-    page.say(f"The cosine of a vector and stock's is at least {least:.7f}.")
+    page.say(f"The cosine similarity of a vector to that of the stock model is at least {least:.7f}.")
     page.measured(run)

@@ -18,9 +18,8 @@ def page(results: Results) -> Page:
         "These operations must read and write each element once, so their limit is about the time of a plain memory "
         "copy of the same size. The *share of a copy's speed* is the time of that copy divided by the time of matmuls.",
         "The speed of copying was measured once in each run, with a tensor of 2 GB; the time of a smaller copy is "
-        "taken as its bytes at that speed. Shares slightly above 1 are possible, because an operation may move its "
-        "bytes "
-        "faster than this copy. "
+        "calculated from its size and that speed. Shares slightly above 1 are possible, because an operation may move "
+        "its bytes faster than this copy. "
         f"The highest shares are {_highest(runs, 'forward')} (forward), {_highest(runs, 'backward')} (backward) and "
         f"{_highest(runs, 'residual')} (norm with a residual); the last two read two tensors and write one.",
     )

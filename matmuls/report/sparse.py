@@ -226,7 +226,7 @@ def _memory(page: Page, results: Results) -> None:
     )
     missing = len([c for c in cases if c.n == 128 and c.dtype == "float32"]) - len(shown)
     page.say(
-        f"For the other {missing} matrices it does not fit.",
+        f"For the other {missing} matrices torch's dense gradient does not fit.",
         "These figures are from the same run on an H200 as the summary.",
     )
 

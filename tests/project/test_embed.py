@@ -207,7 +207,7 @@ print(embed.run(embed.Job(files, out, ["text"] * len(files), 7, {}), encode, new
 
 @pytest.mark.parametrize("out", ["v.npy", "v.safetensors", "v.parquet"])
 def test_a_run_that_is_killed_goes_on_without_a_lost_or_doubled_row(tmp_path, out):
-    """Killed six times at random moments, then left to end."""
+    """Killed six times at random moments of the two seconds that it takes, then left to end."""
     draw = random.Random(0)
     first = written(tmp_path / "a.jsonl", texts(150))
     with first.open("ab") as file:
@@ -217,10 +217,10 @@ def test_a_run_that_is_killed_goes_on_without_a_lost_or_doubled_row(tmp_path, ou
     whole = subprocess.run([*command, tmp_path / f"whole-{out}", "0"], capture_output=True, text=True, check=True)
     resumed = []
     for kill in (True,) * 6 + (False,):
-        process = subprocess.Popen([*command, tmp_path / out, "0.002"], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([*command, tmp_path / out, "0.05"], stdout=subprocess.PIPE, text=True)
         resumed.append(int(process.stdout.readline()))  # where it goes on
         if kill:
-            time.sleep(draw.uniform(0, 0.1))
+            time.sleep(draw.uniform(0.05, 0.15))
             process.send_signal(signal.SIGKILL)
         rest, _ = process.communicate()
         if process.returncode == 0:

@@ -47,6 +47,7 @@ q, k, v = (drawn(2, 4, 256, 64) for _ in range(3))
 holes = drawn(N, N).where(drawn(N, N) > 0.5, torch.zeros(()))
 blocks = holes * drawn(N // 16, N // 16).gt(0.5).repeat_interleave(16, 0).repeat_interleave(16, 1)
 values = {layout: drawn(int(holes.count_nonzero())) for layout in LAYOUTS}
+triangle = (holes / N).tril() + torch.eye(N)
 
 
 def sparse(layout, dense=None):
@@ -145,6 +146,10 @@ CALLS = {
     "MaskedLinear": lambda: trained(lambda a, b, c: matmuls.MaskedLinear.apply(a, b, c, mask), x, *weights[:2]),
     "MaskedFFN": lambda: trained(lambda a, *b: matmuls.MaskedFFN.apply(a, *b, mask), x, *weights),
     "spmm": lambda: [trained(lambda b, layout=layout: matmuls.spmm(sparse(layout), b), x) for layout in LAYOUTS],
+    "spgemm": lambda: trained(
+        lambda t: matmuls.spgemm(matmuls.plan(sparse("csr")).with_values(t), sparse("csc")).values(), values["csr"]
+    ),
+    "solve_triangular": lambda: trained(lambda b: matmuls.solve_triangular(sparse("csr", triangle), b, upper=False), x),
     "sddmm": lambda: trained(lambda a, b: matmuls.sddmm(a, b, sparse("coo")), x, w),
     "sparse_softmax": lambda: trained(lambda t: matmuls.sparse_softmax(t, sparse("coo")), values["coo"]),
     "sparse_attention": lambda: trained(lambda *given: matmuls.sparse_attention(*given, sparse("csr")), x, w, y),

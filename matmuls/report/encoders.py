@@ -32,7 +32,7 @@ def page(results: Results) -> Page:
     page = Page("performance/encoders.md", "Encoders: BERT base and large")
     run = results.run(FILE)
     page.say(
-        "Whole BERT models with random weights were measured in bfloat16, with 2048 positions "
+        "On a GPU, whole BERT models with random weights were measured in bfloat16, with 2048 positions "
         "(`max_position_embeddings=2048`). The tables name the ways to run a model:",
     )
     page.say(

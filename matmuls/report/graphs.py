@@ -22,7 +22,8 @@ def steps(results: Results) -> Page:
     )
     run = results.run(STEPS)
     page.table(
-        "There is one row for each model, graph and width of the layers.",
+        "There is one row for each model, graph and width of the layers. `uniform:50000:1000000` is a random graph of "
+        "50,000 vertices and 1,000,000 edges.",
         ("model", "graph", "width", *WAYS),
         ((r["model"], _name(r["graph"]), str(r["width"]), *(_ms(r, way) for way in WAYS)) for r in run.rows),
     )

@@ -28,7 +28,8 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
     page.table(
         "There is one row for each kernel, with the number of calls for which it is chosen. The figures are the time "
         "of the fastest other kernel divided by the time of this kernel, in these calls: higher is better. Below 1, "
-        "another kernel would have been faster. A kernel without figures is the only one that can compute its calls.",
+        "another kernel would have been faster. If a kernel has no figures, no other kernel "
+        "can compute the calls for which it is chosen.",
         ("kernel", "calls", "geometric mean", "lowest", "calls where another is over 2 % faster"),
         (
             (f"`{g.kernel}`", str(g.cases), *(number(x) if x else "" for x in (g.mean, g.least)), str(len(g.slower)))

@@ -21,7 +21,8 @@ def page(results: Results) -> Page:
         "calculated from its size and that speed. Shares slightly above 1 are possible, because an operation may move "
         "its bytes faster than this copy. "
         f"The highest shares are {_highest(runs, 'forward')} (forward), {_highest(runs, 'backward')} (backward) and "
-        f"{_highest(runs, 'residual')} (norm with a residual); the last two read two tensors and write one.",
+        f"{_highest(runs, 'residual')} (norm with a residual). Backward passes and norms with a residual read two "
+        "tensors and write one; a copy reads one and writes one.",
     )
     page.say(
         "The backward pass of `rms_norm_` is compared with a formula written in torch operations, in eager mode and "

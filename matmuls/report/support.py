@@ -59,7 +59,7 @@ def _operations(page: Page) -> None:
 def _models(page: Page) -> None:
     page.heading("Hugging Face models")
     page.say(
-        "`register()` works for every architecture whose attention goes through transformers' "
+        "`register()` works for most architectures whose attention goes through transformers' "
         "`ALL_ATTENTION_FUNCTIONS`. `takes(model)` says whether that is so for a model of yours. `optimize(model)` "
         "works for the families that the table marks with *yes*.",
         "Models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS) are not supported: their first "

@@ -24,7 +24,7 @@ cp "$root/README.md" .
 clean python "$root/tools/run_blocks.py" README.md
 clean matmuls info
 clean python -c 'import matmuls, sys; from importlib.metadata import requires, version
-torch = [r for r in requires("matmuls") if r.startswith("torch")]
+torch = [r for r in requires("matmuls") if r.startswith(("torch<", "torch>", "torch="))]
 assert len(torch) == 1 and "<" in torch[0] and ">=" in torch[0], torch
 print(version("matmuls"), torch[0])'
 if [[ -n $client ]]; then

@@ -4,12 +4,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.torch_version import TorchVersion
 
 from common.distributed_processes import raises
 from matmuls.distributed.sharding import PARTIAL, RULES, placement, ways
 from matmuls.specs import Draw
 
 _ops = torch.ops.custom_mm
+BEFORE_213 = TorchVersion(torch.__version__) < (2, 13)
 MASK = [True, False, True, True, False, False, True, True]
 
 
@@ -221,6 +223,8 @@ def check_gradients_of_every_way(rank, world, device):
             try:
                 found = _gradients(operator, _placed(mesh, way, named), spread)
             except RuntimeError as error:
+                if BEFORE_213 and "Attempted to flatten multiple dimensions" in str(error):
+                    continue  # torch's own view refuses what it takes from 2.13 on
                 error.add_note(f"in {operator} {way}")
                 raise
             for name, grad in found.items():

@@ -13,7 +13,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..masked import MaskPlan
 from ..nn import InplaceLinear, MaskedFFN, MaskedLinear, SparseLinear
 from .group import even, starts_of
-from .sharding import enable_dtensor
 
 NAME = "distributed.Sharded"
 By = Literal["rows", "columns", "inner"]
@@ -41,8 +40,8 @@ class Sharded(ParallelStyle):
     Args:
         by: "rows" shards dimension 0 of x, of the mask and of the result, and every process has all parameters.
             "columns" shards the output features of MaskedLinear and SparseLinear; x is the same on every process.
-            "inner" shards the input features of MaskedLinear, which must have no bias, or the hidden size of MaskedFFN,
-            whose x is the same on every process; the results of the processes are added up.
+            "inner" shards the input features of MaskedLinear, which must have no bias, or the intermediate size of
+            MaskedFFN, whose x is the same on every process; the results of the processes are added up.
         output: placement of the result; None for Shard(0), Shard(-1) and Replicate() respectively.
         use_local_output: return this process's part of the result as a tensor instead of a DTensor.
 
@@ -68,7 +67,6 @@ class Sharded(ParallelStyle):
         return f"Sharded(by={self.by!r})"
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        enable_dtensor()
         kind = next((kind for kind in _TAKES if isinstance(module, kind)), None)
         if kind is None or self.by not in _TAKES[kind]:
             takes = "; ".join(f"{kind.__name__} by {' or '.join(by)}" for kind, by in _TAKES.items())
@@ -92,7 +90,7 @@ class Sharded(ParallelStyle):
 
 
 class _Hooks:
-    """What is done to the arguments and to the result of a module. source, mask, output: placements."""
+    """The hooks that place the arguments and the result of a module. source, mask, output: placements."""
 
     def __init__(self, mesh: DeviceMesh, source: Placement, mask: Placement, output: Placement, to_local: bool) -> None:
         self.mesh, self.source, self.mask, self.output, self.to_local = mesh, source, mask, output, to_local

@@ -14,7 +14,7 @@ _SAFETENSORS_NAMES = {"float16": "F16", "float32": "F32", "float64": "F64"}
 
 
 def header(suffix: str, rows: int, width: int, dtype: "np.dtype[Any]") -> bytes:
-    """What stands before the rows in a file with this suffix; its length does not depend on their number."""
+    """The header of a file with this suffix, which precedes the rows; its length does not depend on their number."""
     if suffix == ".safetensors":
         about = {
             "dtype": _SAFETENSORS_NAMES[dtype.name],

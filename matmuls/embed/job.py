@@ -20,9 +20,9 @@ SUFFIXES = (".npy", ".safetensors", ".parquet")
 
 @dataclass(frozen=True)
 class Job:
-    """What is embedded and how. names: the field or column with the text, of each input. chunk: records that are
-    encoded together, in every run the same, so that the bytes are. options: what else the vectors depend on, by its
-    name in messages."""
+    """The files, the result and the options of a run. names: the field or column with the text, of each input. chunk:
+    records that are encoded together, in every run the same, so that the bytes are. options: what else the vectors
+    depend on, by its name in messages."""
 
     inputs: list[Path]
     out: Path
@@ -31,7 +31,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same when a stopped run goes on."""
+        """The facts that must be equal when a stopped run goes on."""
         stats = [(path, path.stat()) for path in self.inputs]
         found = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
         return {"input files": found, "--field or --column": self.names, "chunks": self.chunk, **self.options}

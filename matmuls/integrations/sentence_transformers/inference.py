@@ -1,4 +1,4 @@
-"""What SentenceTransformer.encode computes with: batches of tokens without padding, results in one tensor."""
+"""Computes the vectors of SentenceTransformer.encode: batches of tokens without padding, results in one tensor."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

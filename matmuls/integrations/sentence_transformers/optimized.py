@@ -15,7 +15,7 @@ from .inference import Settings, _inference
 
 @dataclass
 class Optimized:
-    """What `optimize` changed in a SentenceTransformer; `undo()` restores it.
+    """The changes of a SentenceTransformer by `optimize`; `undo()` reverts them.
 
     Attributes:
         encoder: the handle of the model's encoder layers, or None if sentence-transformers runs the model as it is.

@@ -85,6 +85,17 @@ void add_row(const Csr<I>& a, const Csr<I>& b, int64_t row, Set& set) {
   }
 }
 
+// As add_row, with the products of the values.
+template <class F, class I, class Sums>
+void add_products(const Csr<I>& a, const F* a_values, const Csr<I>& b, const F* b_values, int64_t row, Sums& sums) {
+  for (int64_t p = a.crow[row]; p < a.crow[row + 1]; ++p) {
+    fetch_ahead(a, b, p, b_values, sizeof(F));
+    const F x = a_values[p];
+    const int64_t k = a.col[p];
+    for (int64_t q = b.crow[k]; q < b.crow[k + 1]; ++q) sums.add(b.col[q], x * b_values[q]);
+  }
+}
+
 template <class Set, class I>
 void count(const Csr<I>& a, const Csr<I>& b, int64_t columns, int64_t* counts) {
   for_equal_parts(a, b, [&](int64_t begin, int64_t end) {
@@ -121,12 +132,7 @@ bool fill_with_values(const Csr<I>& a, const F* a_values, const Csr<I>& b, const
     Columns<I, F> set(columns);
     bool all = true;
     for (int64_t r = begin; r < end; ++r) {
-      for (int64_t p = a.crow[r]; p < a.crow[r + 1]; ++p) {
-        fetch_ahead(a, b, p, b_values, sizeof(F));
-        const F x = a_values[p];
-        const int64_t k = a.col[p];
-        for (int64_t q = b.crow[k]; q < b.crow[k + 1]; ++q) set.add(b.col[q], x * b_values[q]);
-      }
+      add_products(a, a_values, b, b_values, r, set);
       const bool fit = set.take(to + offsets[r], to + offsets[r + 1]);
       for (int64_t i = offsets[r]; fit && i < offsets[r + 1]; ++i) values[i] = set.sum(to[i]);
       all &= fit;
@@ -144,12 +150,7 @@ void multiply(const Csr<I>& a, const F* a_values, const Csr<I>& b, const F* b_va
     Row row(columns);
     for (int64_t r = begin; r < end; ++r) {
       row.begin(c.col + c.crow[r], c.length(r));
-      for (int64_t p = a.crow[r]; p < a.crow[r + 1]; ++p) {
-        fetch_ahead(a, b, p, b_values, sizeof(F));
-        const F x = a_values[p];
-        const int64_t k = a.col[p];
-        for (int64_t q = b.crow[k]; q < b.crow[k + 1]; ++q) row.add(b.col[q], x * b_values[q]);
-      }
+      add_products(a, a_values, b, b_values, r, row);
       for (int64_t i = c.crow[r]; i < c.crow[r + 1]; ++i) out[c.place(i)] = row.at(c.col[i]);
     }
   });

@@ -11,7 +11,7 @@
 #include "glue/kernel_switch.h"
 #include "glue/prepared_calls.h"
 #include "gpu/hopper_limits.h"
-#include "rows/explain.h"
+#include "rows/bindings.h"
 #include "sparse/index_checks.h"
 #include "sparse/spmm/choose.h"
 #ifdef MATMULS_CUDA

@@ -8,6 +8,7 @@
 
 #include "glue/handles.h"
 #include "glue/kernel_switch.h"
+#include "rows/bindings.h"
 #include "rows/choose.h"
 
 namespace py = pybind11;

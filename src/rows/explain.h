@@ -1,8 +1,6 @@
 // What a call of a row operation would run, without running it: the kernel on a GPU, the function of
-// cpu/row_functions.h on a CPU. Bound as custom_mm._C.explain_..., for custom_mm.explain.
+// cpu/row_functions.h on a CPU. For custom_mm.explain, by way of rows/bindings.h.
 #pragma once
-
-#include <pybind11/pybind11.h>
 
 #include <optional>
 
@@ -37,8 +35,5 @@ RowPlan explain_norm(const char* op, const at::Tensor& x, const OptionalTensor& 
 RowPlan explain_norm_backward(const at::Tensor& grad, const at::Tensor& xhat, const at::Tensor& rstd,
                               const OptionalTensor& weight, bool rms, bool need_dx, bool need_columns,
                               const OtherGpu& gpu);
-
-// Defines custom_mm._C.explain_..., choose_row_kernel and row_kernels.
-void define_explain(pybind11::module_& m);
 
 }  // namespace matmuls

@@ -1,0 +1,11 @@
+// Defines custom_mm._C.explain_..., choose_row_kernel and row_kernels. Apart from explain.h, which all operations on rows
+// include: pybind11 takes the compiler 3 s in each of them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace matmuls {
+
+void define_explain(pybind11::module_& m);
+
+}  // namespace matmuls

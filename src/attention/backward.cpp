@@ -8,7 +8,7 @@
 //
 // 3. If the gradient itself may be differentiated: attention is recomputed with differentiable operations, and autograd
 // does the rest.
-#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
@@ -98,7 +98,7 @@ Gradients differentiable_gradients(const Kept& c, const Tensor& grad, const Tens
 // Backward of torch's attention, with whichever backend torch selects. grad: [B, Q, H, D].
 Gradients fused_gradients(const Kept& c, const Tensor& grad) {
   const auto &q = c.q, &k = c.k, &v = c.v;
-  const auto choice = static_cast<sdp::SDPBackend>(at::_fused_sdp_choice(q, k, v, {}, 0.0, c.causal, c.scale));
+  const auto choice = static_cast<at::SDPBackend>(at::_fused_sdp_choice(q, k, v, {}, 0.0, c.causal, c.scale));
   const Tensor by_heads = grad.transpose(1, 2);
   Tensor out, sums, offsets_q, offsets_k, seed, offset;
   c10::SymInt queries = q.size(2), keys = k.size(2);
@@ -106,7 +106,7 @@ Gradients fused_gradients(const Kept& c, const Tensor& grad) {
     out = c.context.transpose(1, 2), sums = c.sums;
     seed = offset = at::empty({}, q.options().dtype(at::kLong));  // of a dropout that is not used
   }
-  if (choice == sdp::SDPBackend::cudnn_attention) {
+  if (choice == at::SDPBackend::cudnn_attention) {
     if (!out.defined())
       std::tie(out, sums, offsets_q, offsets_k, queries, keys, seed, offset, std::ignore) =
           at::_scaled_dot_product_cudnn_attention(q, k, v, {}, true, 0.0, c.causal, false, c.scale);
@@ -115,7 +115,7 @@ Gradients fused_gradients(const Kept& c, const Tensor& grad) {
         queries, keys, 0.0, c.causal, c.scale);
     return {dq, dk, dv};
   }
-  if (choice == sdp::SDPBackend::flash_attention) {
+  if (choice == at::SDPBackend::flash_attention) {
     if (!out.defined())
       std::tie(out, sums, offsets_q, offsets_k, queries, keys, seed, offset, std::ignore) =
           at::_scaled_dot_product_flash_attention(q, k, v, 0.0, c.causal, false, c.scale);
@@ -170,7 +170,7 @@ Gradients gradients_in_pieces(Kept c, Tensor grad, const Tensor& grad_y) {
   return results;
 }
 
-struct Attention : torch::autograd::Function<Attention> {
+struct Attention : KernelFunction<Attention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                                const OptionalTensor& maybe_mask, double scale, bool causal, bool probabilities,
                                bool recompute, int64_t piece_bytes) {

@@ -70,7 +70,7 @@ template <Activation activation, class T>
 void activation_row_of(const T* x, const T* bias, int64_t bias_step, T* y, int64_t columns) {
   using A = arithmetic_t<T>;
   const Vec<A> one = splat<A>(bias == nullptr ? A(0) : A(*bias));
-  for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+  for_each_vector<A>(0, columns, [&](int64_t c, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
     Vec<A> z = load<A>(x + c, count);
     if (bias != nullptr) z += bias_step == 0 ? one : load<A>(bias + c, count);
     store<A>(y + c, activated<A, activation>(z), count);
@@ -90,7 +90,7 @@ void activation_row(const T* x, const T* bias, int64_t bias_step, T* y, int64_t 
 template <bool tanh, class T>
 void gelu_backward_row_of(const T* grad, const T* x, T* dx, int64_t columns) {
   using A = arithmetic_t<T>;
-  for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+  for_each_vector<A>(0, columns, [&](int64_t c, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
     const Vec<A> z = load<A>(x + c, count), from = z < A(-kGeluEnd) ? splat<A>(-kGeluEnd) : z;
     const Vec<A> near = at_most<A>(from, kGeluEnd);
     const Normal<A> n = normal_as<A, tanh>(near);

@@ -52,10 +52,19 @@ C10_ALWAYS_INLINE Vec<double> exp_nonpositive(Vec<double> x) { return x < -708.3
 
 // --- Loops -----------------------------------------------------------------------------------------------------------
 
-// Calls f(column, count, chain) for the vectors of [begin, end). count: the vector's lanes, fewer only in the last one;
-// chain < kChains selects an accumulator.
+// Calls f(column, count) for the vectors of [begin, end). count: the vector's lanes, fewer only in the last one.
 template <class A, class F>
 C10_ALWAYS_INLINE void for_each_vector(int64_t begin, int64_t end, F f) {
+  constexpr int n = kLanes<A>;
+  int64_t c = begin;
+  for (; c + n <= end; c += n) f(c, n);
+  if (c < end) f(c, static_cast<int>(end - c));
+}
+
+// for_each_vector, unrolled, for reductions and short bodies. f(column, count, chain): chain < kChains selects an
+// accumulator.
+template <class A, class F>
+C10_ALWAYS_INLINE void for_each_in_chains(int64_t begin, int64_t end, F f) {
   constexpr int n = kLanes<A>;
   int64_t c = begin;
   for (; c + kChains * n <= end; c += kChains * n) {
@@ -81,7 +90,7 @@ C10_ALWAYS_INLINE void sum_columns(int64_t columns, A (&total)[N], F add) {
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
     const int64_t end = begin + kBlock < columns ? begin + kBlock : columns;
     Vec<A> chains[N * kChains] = {};
-    for_each_vector<A>(begin, end, [&](int64_t c, int count, int chain) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_in_chains<A>(begin, end, [&](int64_t c, int count, int chain) C10_ALWAYS_INLINE_ATTRIBUTE {
       add(c, count, chains + chain);
     });
     for (int i = 0; i < N; ++i) totals[i] += sum_of_chains<A>(chains + i * kChains);
@@ -128,7 +137,7 @@ C10_ALWAYS_INLINE const M* contiguous(const MaskRow& mask, int64_t columns) {
 // Result if the row's maximum is -inf or its sum NaN: 0 in the masked columns, NaN in the others.
 template <class A, class T, class Mask>
 void softmax_undefined(T* y, int64_t columns, Mask mask) {
-  for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+  for_each_vector<A>(0, columns, [&](int64_t c, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
     const Vec<A> masked = mask.apply(Vec<A>{}, c, count);
     store<A>(y + c, masked == -kInfinity<A> ? Vec<A>{} : splat<A>(__builtin_nan("")), count);
   });
@@ -161,7 +170,7 @@ void softmax(const T* x, T* y, int64_t columns, arithmetic_t<T> scale, Mask mask
     const int64_t end = begin + block < columns ? begin + block : columns;
     Vec<A> maxima[kChains];
     for (Vec<A>& m : maxima) m = splat(max);
-    for_each_vector<A>(begin, end, [&](int64_t c, int count, int chain) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_in_chains<A>(begin, end, [&](int64_t c, int count, int chain) C10_ALWAYS_INLINE_ATTRIBUTE {
       maxima[chain] = greater<A>(z(c, count), maxima[chain]);
     });
     const A previous = max;
@@ -171,7 +180,7 @@ void softmax(const T* x, T* y, int64_t columns, arithmetic_t<T> scale, Mask mask
 
     const A base = max == -kInfinity<A> ? 0 : max;  // all columns masked so far: exp(-inf - 0) = 0
     Vec<A> sums[kChains] = {};
-    for_each_vector<A>(begin, end, [&](int64_t c, int count, int chain) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_in_chains<A>(begin, end, [&](int64_t c, int count, int chain) C10_ALWAYS_INLINE_ATTRIBUTE {
       __builtin_prefetch(x + c + ahead);
       const Vec<A> v = exp_nonpositive(z(c, count) - base);
       store<A>(e + c, v, count);
@@ -186,7 +195,7 @@ void softmax(const T* x, T* y, int64_t columns, arithmetic_t<T> scale, Mask mask
     const int64_t end = begin + block < columns ? begin + block : columns;
     const double lag = block_max[b] - max;
     const A factor = (lag == 0 ? 1 : static_cast<A>(std::exp(lag))) / sum;
-    for_each_vector<A>(begin, end, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_in_chains<A>(begin, end, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
       store<A>(y + c, load<A>(e + c, count) * factor, count);
     });
   }
@@ -261,7 +270,7 @@ void softmax_backward_row(const T* y, const T* grad, T* dx, int64_t columns, int
     sums[0] += load<A>(y + c, count) * load<A>(grad + c, count);
   });
   const A s = static_cast<A>(scale);
-  for_each_vector<A>(0, visible, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+  for_each_vector<A>(0, visible, [&](int64_t c, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
     store<A>(dx + c, load<A>(y + c, count) * s * (load<A>(grad + c, count) - dot[0]), count);
   });
   if (visible < columns) zero(dx, visible, columns);
@@ -352,7 +361,7 @@ void softmax_side_by_side(const T* x, int64_t x_step, T* y, int64_t y_step, int6
   Sums<A> sums;
   for (A& m : max.at) m = -kInfinity<A>;
   together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
-    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
       const Vec<A> before = max[r];
       Vec<A> z[kTogether], most = before, sum = {};
       for (int i = 0; i < some; ++i) {
@@ -368,7 +377,7 @@ void softmax_side_by_side(const T* x, int64_t x_step, T* y, int64_t y_step, int6
   Lanes<A> factor;
   for (int64_t r = 0; r < width; r += kLanes<A>) factor.set(r, splat<A>(1) / sums.sum[r]);
   together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
-    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
       Vec<A> e[kTogether];
       for (int i = 0; i < some; ++i)
         e[i] = exp_nonpositive(load<A>(x + (c + i) * x_step + r, count) * s - max[r]) * factor[r];
@@ -384,7 +393,7 @@ void softmax_backward_side_by_side(const T* y, const T* grad, T* dx, const int64
   const A s = static_cast<A>(scale);
   Sums<A> dots;
   together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
-    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
       Vec<A> dot = {};
       for (int i = 0; i < some; ++i)
         dot += load<A>(y + (c + i) * steps[0] + r, count) * load<A>(grad + (c + i) * steps[1] + r, count);
@@ -392,7 +401,7 @@ void softmax_backward_side_by_side(const T* y, const T* grad, T* dx, const int64
     });
   });
   together(columns, [&](int64_t c, int some) C10_ALWAYS_INLINE_ATTRIBUTE {
-    for_each_vector<A>(0, width, [&](int64_t r, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for_each_vector<A>(0, width, [&](int64_t r, int count) C10_ALWAYS_INLINE_ATTRIBUTE {
       Vec<A> d[kTogether];
       for (int i = 0; i < some; ++i) {
         const Vec<A> g = load<A>(grad + (c + i) * steps[1] + r, count) - dots.sum[r];
@@ -405,6 +414,8 @@ void softmax_backward_side_by_side(const T* y, const T* grad, T* dx, const int64
 
 // --- Norms -----------------------------------------------------------------------------------------------------------
 
+// Their last loops are unrolled too: GCC makes a loop of its own for each of a shorter body's conditions, and rounds
+// once less where that lets it fuse the product by weight with the sum.
 template <class T>
 arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* y, T* xhat, int64_t columns,
                          double eps, bool rms) {
@@ -430,7 +441,7 @@ arithmetic_t<T> norm_row(const T* x, const T* residual, const T* weight, const T
   const A corrected = moments[1] / columns - off * off, variance = corrected < 0 ? 0 : corrected;
   const A rstd = static_cast<A>(1 / std::sqrt(static_cast<double>(variance) + eps));
 
-  for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+  for_each_in_chains<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
     Vec<A> v = (h(c, count) - mean) * rstd;
     if (xhat != nullptr) store<A>(xhat + c, v, count);
     if (weight != nullptr) v *= load<A>(weight + c, count);
@@ -458,7 +469,7 @@ void norm_backward_row(const T* grad, const T* xhat, const T* weight, arithmetic
 
   const A mean_d = rms ? 0 : sums[0] / columns;
   const A mean_dxhat = sums[1] / columns;
-  for_each_vector<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
+  for_each_in_chains<A>(0, columns, [&](int64_t c, int count, int) C10_ALWAYS_INLINE_ATTRIBUTE {
     const Vec<A> xh = load<A>(xhat + c, count), dc = d(load<A>(grad + c, count), c, count);
     store<A>(dx + c, (dc - mean_d - xh * mean_dxhat) * rstd, count);
   });

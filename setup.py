@@ -140,9 +140,9 @@ def write_if_other(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-# Folders of src/ whose .cpp files are compiled as one: most of a small file's time is that of torch's headers. Files
-# with loops, whose name has "cpu" in it, stay alone: what is inlined in them must not depend on neighbours.
-TOGETHER = ("attention", "dense", "glue", "gpu", "sparse/cusparse", "sparse")
+# Folders of src/ whose files are compiled as one: most of a small file's time is that of torch's headers. Files with
+# loops, whose name has "cpu" in it, stay alone: what is inlined in them must not depend on neighbours.
+TOGETHER = ("attention", "dense", "glue", "gpu", "rows", "sparse")
 
 
 def units(folder: Path) -> list[str]:
@@ -153,22 +153,20 @@ def units(folder: Path) -> list[str]:
     groups: dict[str, list[Path]] = {}  # unit -> the files that it includes
     for path in sorted(p for pattern in ("*.cpp", "*.cu") for p in ROOT.glob(f"src/**/{pattern}")):
         inside = path.relative_to(ROOT / "src")
-        name = next((f for f in TOGETHER if inside.is_relative_to(f)), "glue" if inside.parent == Path() else None)
+        # pybind11 takes longer than any other header, and what binds functions to Python is neither hot nor large
+        name = "glue" if "<pybind11/" in path.read_text() else inside.parts[0]
         unit = folder / "units" / f"{name}.cpp"
         if unit.is_file() and (f"<{inside}>" not in unit.read_text() or path.stat().st_mtime > unit.stat().st_mtime):
             name = None
-        if inside.suffix == ".cu" or "cpu" in inside.name:
-            name = None
-        groups.setdefault(f"{name or inside.with_suffix('')}.cpp", []).append(inside)
+        if name not in TOGETHER or "cpu" in inside.name:
+            name = str(inside.with_suffix(""))
+        groups.setdefault(f"{name}.cpp", []).append(inside)
     made = []
     for unit, members in groups.items():
-        # What registers operators needs most of the precompiled headers. Others would read more than they need.
-        registers = any("TORCH_LIBRARY" in (ROOT / "src" / m).read_text() for m in members)
-        if len(members) == 1 and members[0].suffix == ".cpp" and not registers:
+        if len(members) == 1 and members[0].suffix == ".cpp":
             made.append(f"src/{members[0]}")
             continue
-        lines = ['#include "precompiled.h"'] * (registers or len(members) > 1) + [f"#include <{m}>" for m in members]
-        write_if_other(folder / "units" / unit, "\n".join(lines) + "\n")
+        write_if_other(folder / "units" / unit, "".join(f"#include <{m}>\n" for m in members))
         made.append(str((folder / "units" / unit).relative_to(ROOT)))
     return made
 
@@ -176,10 +174,8 @@ def units(folder: Path) -> list[str]:
 def extension(cuda: dict[str, list[str]] | None) -> Extension:
     from torch.utils.cpp_extension import CppExtension  # imported after decide() has set CUDA_HOME
 
-    folder = build_folder(cuda)
-    write_if_other(folder / "headers" / "precompiled.h", '#include "../../../src/glue/precompiled.h"\n')
-    includes = [str(folder / "headers"), str(ROOT / "src")]
-    sources = units(folder)
+    includes = [str(ROOT / "src")]
+    sources = units(build_folder(cuda))
     # -std=c++20: torch 2.14 and later need it; older versions do not set it.
     # -g0: Python's flags enable debug symbols, a third of the build time and nine tenths of the size.
     # AT_PER_OPERATOR_HEADERS: torch's headers include only the operators that they use.
@@ -212,46 +208,7 @@ def extension(cuda: dict[str, list[str]] | None) -> Extension:
     )
 
 
-def takes_precompiled_headers(compiler: str) -> bool:
-    """True for g++. sccache does not see the contents of a precompiled header and would return stale objects."""
-    try:
-        version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True).stdout
-    except OSError:
-        return False
-    return "Free Software Foundation" in version and (bool(shutil.which("ccache")) or not shutil.which("sccache"))
-
-
-def precompile(compiler: str, flags: list[str], folder: Path) -> None:
-    """Compiles src/glue/precompiled.h, for units that include it first. Where it fails they read the header itself."""
-    # ccache compares the header's content, and lets it be used by units that do not name it on the command line
-    sloppy = os.environ.get("CCACHE_SLOPPINESS", "")
-    os.environ["CCACHE_SLOPPINESS"] = ",".join(filter(None, [sloppy, "pch_defines", "time_macros"]))
-    escaped = " ".join(flag.replace("$", "$$") for flag in flags)
-    rules = f"""rule precompile
-  command = {compiler} -MMD -MF $out.d {escaped} -x c++-header $in -o $out
-  description = precompiled.h
-  depfile = $out.d
-  deps = gcc
-build precompiled.h.gch: precompile precompiled.h
-"""
-    write_if_other(folder / "headers" / "build.ninja", rules)
-    header = folder / "headers" / "precompiled.h.gch"
-    before = header.stat().st_mtime_ns if header.is_file() else 0
-    # Without ccache: its copy of a precompiled header may be older than the headers that it was made of.
-    environment = os.environ | {"CCACHE_DISABLE": "1"}
-    run = subprocess.run(["ninja"], cwd=folder / "headers", env=environment, capture_output=True, text=True)
-    if run.returncode:
-        say("building without a precompiled header:", (run.stdout + run.stderr).strip()[-500:])
-        header.unlink(missing_ok=True)
-    elif header.stat().st_mtime_ns != before:  # g++ does not list it among what a unit depends on
-        for unit in (folder / "units").rglob("*.cpp"):
-            if unit.read_text().startswith('#include "precompiled.h"'):
-                unit.touch()
-
-
 def build_command(cuda: dict[str, list[str]] | None) -> type:
-    import shlex
-
     from torch.utils.cpp_extension import BuildExtension
 
     class Build(BuildExtension):  # type: ignore[misc]
@@ -259,21 +216,6 @@ def build_command(cuda: dict[str, list[str]] | None) -> type:
             super().finalize_options()
             self.build_temp = str(build_folder(cuda))
             self.force = True  # ninja knows what has changed, beside another torch too
-
-        def build_extensions(self) -> None:
-            from torch.utils.cpp_extension import get_cxx_compiler
-
-            (module,), compiler, folder = self.extensions, get_cxx_compiler(), build_folder(cuda)
-            if not (self.use_ninja and takes_precompiled_headers(compiler)):
-                (folder / "headers" / "precompiled.h.gch").unlink(missing_ok=True)  # nothing would keep it up to date
-            else:
-                includes = [f"-I{p}" for p in dict.fromkeys([*module.include_dirs, *self.compiler.include_dirs])]
-                defines = ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
-                flags = [*self.compiler.compiler_so[1:], *includes, *module.extra_compile_args["cxx"], *defines]
-                if shutil.which("ccache"):
-                    module.extra_compile_args["cxx"].append("-fpch-preprocess")
-                precompile(compiler, [shlex.quote(flag) for flag in flags], folder)
-            super().build_extensions()
 
         def run(self) -> None:
             super().run()

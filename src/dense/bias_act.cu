@@ -25,9 +25,8 @@ bool activate_on_gpu(const ActivationCall& c);
 namespace {
 
 using at::Tensor;
-using Call = ActivationCall;
 
-constexpr const char* kOp = "bias_act_";
+constexpr const char* kBiasAct = "bias_act_";
 
 }  // namespace
 }  // namespace matmuls
@@ -191,7 +190,7 @@ std::optional<int64_t> row_stride_of(const Tensor& x) {
 
 }  // namespace
 
-bool activate_on_gpu(const Call& c) {
+bool activate_on_gpu(const ActivationCall& c) {
   const Tensor& x = c.x;
   const OperationGuard guard(c.op, x);
   const auto row_stride = row_stride_of(x);
@@ -237,23 +236,24 @@ namespace matmuls {
 namespace {
 
 Activation check(const Tensor& x, const Tensor& bias, std::optional<std::string_view> activation) {
-  TORCH_CHECK(x.dim() >= 1, kOp, ": expected x of at least one dimension, got a scalar");
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kOp, ": expected a floating-point dtype, got ", x.scalar_type());
+  TORCH_CHECK(x.dim() >= 1, kBiasAct, ": expected x of at least one dimension, got a scalar");
+  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kBiasAct, ": expected a floating-point dtype, got ",
+              x.scalar_type());
   if (bias.defined()) {
-    TORCH_CHECK(bias.device() == x.device() && bias.scalar_type() == x.scalar_type(), kOp, ": expected bias in ",
+    TORCH_CHECK(bias.device() == x.device() && bias.scalar_type() == x.scalar_type(), kBiasAct, ": expected bias in ",
                 x.scalar_type(), " on ", x.device(), ", got ", bias.scalar_type(), " on ", bias.device());
-    TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == x.sym_size(-1), kOp, ": expected bias of shape [",
+    TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == x.sym_size(-1), kBiasAct, ": expected bias of shape [",
                 x.sym_size(-1), "], got ", bias.sym_sizes());
   }
-  return parse_activation(kOp, activation);
+  return parse_activation(kBiasAct, activation);
 }
 
-using Runner = void(const Call&);
+using Runner = void(const ActivationCall&);
 
 #ifdef MATMULS_CUDA
-void run_cuda(const Call& c) {
+void run_cuda(const ActivationCall& c) {
   if (c.x.numel() == 0 || activate_on_gpu(c)) return;
-  Call contiguous = c;
+  ActivationCall contiguous = c;
   contiguous.x = contiguous.out = c.x.contiguous();
   activate_on_gpu(contiguous);
   c.out.copy_(contiguous.out);
@@ -261,7 +261,7 @@ void run_cuda(const Call& c) {
 #endif
 
 // Runs along the dimension of smallest stride; without a bias, dense memory is treated as one row.
-void run_cpu(const Call& c) {
+void run_cpu(const ActivationCall& c) {
   const Tensor& x = c.x;
   if (x.numel() == 0) return;
   const Tensor bias = c.bias.defined() ? c.bias.expand_as(x) : c.bias;
@@ -303,8 +303,8 @@ template <Runner run>
 void bias_act_(Tensor x, const OptionalTensor& maybe_bias, std::optional<std::string_view> name) {
   const Tensor bias = tensor_or_none(maybe_bias).defined() ? maybe_bias->contiguous() : Tensor();
   const Activation activation = check(x, bias, name);
-  check_no_overlap(kOp, x, {{"bias", bias}});
-  run({kOp, x, x, activation, bias});
+  check_no_overlap(kBiasAct, x, {{"bias", bias}});
+  run({kBiasAct, x, x, activation, bias});
 }
 
 void bias_act_meta(Tensor x, const OptionalTensor& bias, std::optional<std::string_view> name) {
@@ -315,7 +315,7 @@ MATMULS_OPERATOR(BiasActOp, "custom_mm::bias_act_", "",
                  void(Tensor, const OptionalTensor&, std::optional<std::string_view>));
 
 void bias_act_autograd(Tensor x, const OptionalTensor& bias, std::optional<std::string_view> name) {
-  TORCH_CHECK(!needs_gradient(kOp, {x, tensor_or_none(bias)}), kOp,
+  TORCH_CHECK(!needs_gradient(kBiasAct, {x, tensor_or_none(bias)}), kBiasAct,
               ": expected no gradient to be recorded, since x, which the gradient needs, is written over; use "
               "matmul(..., bias=, activation=) or torch.no_grad()");
   BiasActOp::below_autograd(x, bias, name);

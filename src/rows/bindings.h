@@ -1,5 +1,5 @@
-// Defines custom_mm._C.explain_..., choose_row_kernel and row_kernels. Apart from explain.h, which all operations on rows
-// include: pybind11 takes the compiler 3 s in each of them.
+// Defines custom_mm._C.explain_..., choose_row_kernel and row_kernels. Apart from explain.h, which the operations on
+// rows include: pybind11 takes the compiler 5 s in each.
 #pragma once
 
 #include <pybind11/pybind11.h>

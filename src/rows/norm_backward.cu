@@ -25,14 +25,15 @@ void run_cuda(const NormBackwardCall& c);
 namespace {
 
 using at::Tensor;
-using Call = NormBackwardCall;
 
-constexpr const char* kOp = "norm_backward";
+constexpr const char* kNormBackward = "norm_backward";
 
 // Rows of grad, xhat and dx.
-Rows<3> rows_of_call(const Call& c) { return rows_of<3>(kOp, {c.grad, c.xhat, c.dx}, c.xhat.dim() - 1); }
+Rows<3> rows_of_call(const NormBackwardCall& c) {
+  return rows_of<3>(kNormBackward, {c.grad, c.xhat, c.dx}, c.xhat.dim() - 1);
+}
 
-RowFacts facts_of_call(const Call& c, const Rows<3>& rows) {
+RowFacts facts_of_call(const NormBackwardCall& c, const Rows<3>& rows) {
   const std::array<const void*, 3> pointers{c.grad.const_data_ptr(), c.xhat.const_data_ptr(),
                                             c.dx.defined() ? c.dx.const_data_ptr() : nullptr};
   RowFacts f = facts_of(RowOperation::norm_backward, c.xhat.element_size(), rows, pointers);
@@ -256,7 +257,7 @@ bool launch_stream(const NormBackward<T>& op, const Rows<3>& rows, const RowChoi
 
 // Computes dx, and the sums over the rows if the kernel can.
 template <class T>
-Partial launch_dx(const Call& c, const Rows<3>& rows, RowFacts facts, const NormBackward<T>& op) {
+Partial launch_dx(const NormBackwardCall& c, const Rows<3>& rows, RowFacts facts, const NormBackward<T>& op) {
   const bool wants_sums = c.dweight.defined();
   Partial partial;
   RowChoice choice = choose(facts, has_room<T>);
@@ -281,7 +282,7 @@ Partial launch_dx(const Call& c, const Rows<3>& rows, RowFacts facts, const Norm
 }
 
 template <class T>
-void launch(const Call& c) {
+void launch(const NormBackwardCall& c) {
   using F = arithmetic_t<T>;
   const auto rows = rows_of_call(c);
   RowFacts facts = facts_of_call(c, rows);
@@ -312,9 +313,9 @@ void launch(const Call& c) {
 
 }  // namespace
 
-void run_cuda(const Call& c) {
+void run_cuda(const NormBackwardCall& c) {
   if (c.xhat.numel() == 0) return;
-  const OperationGuard guard(kOp, c.xhat);
+  const OperationGuard guard(kNormBackward, c.xhat);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.xhat.scalar_type(), "norm_backward",
                                   [&] { launch<scalar_t>(c); });
 }
@@ -337,31 +338,31 @@ namespace matmuls {
 namespace {
 
 void check(const Tensor& grad, const Tensor& xhat, const Tensor& rstd, const Tensor& weight) {
-  TORCH_CHECK(at::isFloatingType(xhat.scalar_type()), kOp, ": expected xhat of a floating-point dtype, got ",
+  TORCH_CHECK(at::isFloatingType(xhat.scalar_type()), kNormBackward, ": expected xhat of a floating-point dtype, got ",
               xhat.scalar_type());
-  TORCH_CHECK(xhat.dim() >= 1, kOp, ": expected xhat of at least one dimension, got a scalar");
+  TORCH_CHECK(xhat.dim() >= 1, kNormBackward, ": expected xhat of at least one dimension, got a scalar");
   const auto like_xhat = [&](const char* name, const Tensor& t, at::ScalarType type) {
-    TORCH_CHECK(t.layout() == at::kStrided && t.device() == xhat.device() && t.scalar_type() == type, kOp,
+    TORCH_CHECK(t.layout() == at::kStrided && t.device() == xhat.device() && t.scalar_type() == type, kNormBackward,
                 ": expected ", name, " to be a strided tensor in ", type, " on ", xhat.device(), ", got ", t.layout(),
                 " in ", t.scalar_type(), " on ", t.device());
   };
   like_xhat("grad", grad, xhat.scalar_type());
   like_xhat("rstd", rstd, xhat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  TORCH_CHECK(grad.sym_sizes() == xhat.sym_sizes(), kOp, ": expected grad of xhat's shape ", xhat.sym_sizes(), ", got ",
-              grad.sym_sizes());
-  TORCH_CHECK(rstd.sym_sizes() == xhat.sym_sizes().slice(0, xhat.dim() - 1), kOp,
+  TORCH_CHECK(grad.sym_sizes() == xhat.sym_sizes(), kNormBackward, ": expected grad of xhat's shape ", xhat.sym_sizes(),
+              ", got ", grad.sym_sizes());
+  TORCH_CHECK(rstd.sym_sizes() == xhat.sym_sizes().slice(0, xhat.dim() - 1), kNormBackward,
               ": expected rstd of one number for each row of ", xhat.sym_sizes(), ", got ", rstd.sym_sizes());
   if (!weight.defined()) return;
   like_xhat("weight", weight, xhat.scalar_type());
-  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == xhat.sym_size(-1), kOp, ": expected weight of shape [",
-              xhat.sym_size(-1), "], got ", weight.sym_sizes());
+  TORCH_CHECK(weight.dim() == 1 && weight.sym_size(0) == xhat.sym_size(-1), kNormBackward,
+              ": expected weight of shape [", xhat.sym_size(-1), "], got ", weight.sym_sizes());
 }
 
 constexpr int64_t kRowsASum = 64;  // rows summed in float32 before the sum is added in float64
 
 // Each chunk of rows has its own column sums, added in order at the end: results are bitwise reproducible for a given
 // number of threads.
-void run_cpu(const Call& c) {
+void run_cpu(const NormBackwardCall& c) {
   if (c.xhat.numel() == 0) return;
   const auto rows = rows_of_call(c);
   const auto& steps = rows.column_strides;
@@ -413,9 +414,10 @@ std::tuple<Tensor, Tensor, Tensor> results(const Tensor& xhat, bool need_dx, boo
           columns(), columns()};
 }
 
-template <void run(const Call&)>
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
-                                            const OptionalTensor& weight, bool rms, bool need_dx, bool need_columns) {
+template <void run(const NormBackwardCall&)>
+std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
+                                                 const OptionalTensor& weight, bool rms, bool need_dx,
+                                                 bool need_columns) {
   const Tensor w = tensor_or_none(weight);
   check(grad, xhat, rstd, w);
   auto [dx, dweight, dbias] = results(xhat, need_dx, need_columns);
@@ -425,16 +427,17 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& xh
   return {dx, dweight, dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
-                                                 const OptionalTensor& weight, bool, bool need_dx, bool need_columns) {
+std::tuple<Tensor, Tensor, Tensor> norm_backward_meta(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
+                                                      const OptionalTensor& weight, bool, bool need_dx,
+                                                      bool need_columns) {
   check(grad, xhat, rstd, tensor_or_none(weight));
   return results(xhat, need_dx, need_columns);
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_autograd(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
-                                                     const OptionalTensor& weight, bool rms, bool need_dx,
-                                                     bool need_columns) {
-  TORCH_CHECK(!needs_gradient(kOp, {grad, xhat, rstd, tensor_or_none(weight)}), kOp,
+std::tuple<Tensor, Tensor, Tensor> norm_backward_autograd(const Tensor& grad, const Tensor& xhat, const Tensor& rstd,
+                                                          const OptionalTensor& weight, bool rms, bool need_dx,
+                                                          bool need_columns) {
+  TORCH_CHECK(!needs_gradient(kNormBackward, {grad, xhat, rstd, tensor_or_none(weight)}), kNormBackward,
               ": expected no gradient to be recorded (second derivatives come through layer_norm_ and rms_norm_)");
   return NormBackwardOp::below_autograd(grad, xhat, rstd, weight, rms, need_dx, need_columns);
 }
@@ -446,8 +449,8 @@ RowPlan explain_norm_backward(const Tensor& grad, const Tensor& xhat, const Tens
   check(grad, xhat, rstd, tensor_or_none(weight));
   if (xhat.numel() == 0 || !(need_dx || need_columns)) return {};
   const Tensor dx = need_dx ? at::empty(xhat.sizes(), xhat.options().device(at::kMeta)) : Tensor();
-  const Call c{grad, xhat, rstd, tensor_or_none(weight), rms, dx, {}, {}};
-  return plan_of(kOp, xhat, facts_of_call(c, rows_of_call(c)), gpu, "norm_backward_row");
+  const NormBackwardCall c{grad, xhat, rstd, tensor_or_none(weight), rms, dx, {}, {}};
+  return plan_of(kNormBackward, xhat, facts_of_call(c, rows_of_call(c)), gpu, "norm_backward_row");
 }
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
@@ -456,12 +459,12 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "need_columns=True) -> (Tensor dx, Tensor dweight, Tensor dbias)",
       {at::Tag::pt2_compliant_tag});
 }
-TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("norm_backward", backward<run_cpu>); }
+TORCH_LIBRARY_IMPL(custom_mm, CPU, m) { m.impl("norm_backward", norm_backward<run_cpu>); }
 #ifdef MATMULS_CUDA
-TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("norm_backward", backward<run_cuda>); }
+TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) { m.impl("norm_backward", norm_backward<run_cuda>); }
 #endif
-TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("norm_backward", backward_meta); }
-TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("norm_backward", backward_autograd); }
+TORCH_LIBRARY_IMPL(custom_mm, Meta, m) { m.impl("norm_backward", norm_backward_meta); }
+TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("norm_backward", norm_backward_autograd); }
 
 }  // namespace matmuls
 #endif

@@ -15,7 +15,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-using Call = NormCall;
 
 void check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual,
            double eps) {
@@ -37,7 +36,7 @@ void check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& 
               residual.sym_sizes());
 }
 
-void run_cpu(const Call& c) {
+void run_cpu(const NormCall& c) {
   if (c.x.numel() == 0) return;
   const auto rows = rows_of_call(c);
   const auto& steps = rows.column_strides;
@@ -70,7 +69,7 @@ MATMULS_OPERATOR(RmsNormOp, "custom_mm::rms_norm_", "",
 MATMULS_OPERATOR(KeepOp, "custom_mm::norm_keep_", "",
                  std::tuple<Tensor, Tensor>(Tensor, const OptionalTensor&, const OptionalTensor&, double,
                                             const OptionalTensor&, bool));
-using Runner = void(const Call&);
+using NormRunner = void(const NormCall&);
 const char* name_of(bool rms) { return rms ? "rms_norm_" : "layer_norm_"; }
 
 // rstd is one number per row in the arithmetic type. xhat is like x, or empty if x itself becomes xhat.
@@ -81,7 +80,7 @@ std::tuple<Tensor, Tensor> kept_tensors(const Tensor& x, bool affine) {
           at::empty_symint(sizes.slice(0, sizes.size() - 1), x.options().dtype(type))};
 }
 
-void normalize(Runner run, Call c) {
+void normalize(NormRunner run, NormCall c) {
   check(c.op, c.x, c.weight, c.bias, c.residual, c.eps);
   check_no_overlap(c.op, c.x, {{"weight", c.weight}, {"bias", c.bias}, {"residual", c.residual}});
   if (c.weight.defined()) c.weight = c.weight.contiguous();
@@ -89,18 +88,18 @@ void normalize(Runner run, Call c) {
   run(c);
 }
 
-template <Runner run>
+template <NormRunner run>
 void layer_norm_(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                  const OptionalTensor& residual) {
   normalize(
       run,
       {name_of(false), x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual), eps, false, {}, {}});
 }
-template <Runner run>
+template <NormRunner run>
 void rms_norm_(Tensor x, const OptionalTensor& weight, double eps, const OptionalTensor& residual) {
   normalize(run, {name_of(true), x, tensor_or_none(weight), Tensor(), tensor_or_none(residual), eps, true, {}, {}});
 }
-template <Runner run>
+template <NormRunner run>
 std::tuple<Tensor, Tensor> norm_keep_(Tensor x, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                       const OptionalTensor& residual, bool rms) {
   check(name_of(rms), x, tensor_or_none(weight), tensor_or_none(bias), tensor_or_none(residual), eps);
@@ -242,7 +241,7 @@ RowPlan explain_norm(const char* op, const Tensor& x, const OptionalTensor& weig
   if (x.numel() == 0) return {};
   const bool keeps_xhat = keep && (w.defined() || b.defined());
   const Tensor xhat = keeps_xhat ? at::empty(x.sizes(), x.options().device(at::kMeta)) : Tensor();
-  const Call c{op, x, contiguous(w), contiguous(b), r, eps, rms, xhat, {}};
+  const NormCall c{op, x, contiguous(w), contiguous(b), r, eps, rms, xhat, {}};
   return plan_of(op, x, facts_of_call(c, rows_of_call(c)), gpu, "norm_row");
 }
 

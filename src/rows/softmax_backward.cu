@@ -22,18 +22,17 @@ void run_cuda(const SoftmaxBackwardCall& c);
 namespace {
 
 using at::Tensor;
-using Call = SoftmaxBackwardCall;
 
-constexpr const char* kOp = "softmax_backward";
+constexpr const char* kSoftmaxBackward = "softmax_backward";
 
 // Rows of y, grad, out, and of the query's position.
-Rows<4> rows_of_call(const Call& c) {
+Rows<4> rows_of_call(const SoftmaxBackwardCall& c) {
   const int64_t dims = c.y.dim();
   const auto position = position_strides(dims, c.causal);
-  return rows_of<4>(kOp, c.y.sizes(), {c.y.strides(), c.grad.strides(), c.out.strides(), position}, c.dim,
+  return rows_of<4>(kSoftmaxBackward, c.y.sizes(), {c.y.strides(), c.grad.strides(), c.out.strides(), position}, c.dim,
                     innermost_first(dims));
 }
-RowFacts facts_of_call(const Call& c, const Rows<4>& rows) {
+RowFacts facts_of_call(const SoftmaxBackwardCall& c, const Rows<4>& rows) {
   RowFacts f = facts_of(RowOperation::softmax_backward, c.y.element_size(), rows,
                         std::array{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()});
   f.causal = c.causal;
@@ -184,7 +183,8 @@ struct SoftmaxBackward {
 };
 
 template <class T, bool few>
-SoftmaxBackward<T, few> operation(std::type_identity<SoftmaxBackward<T, few>>, const Call& c, const Rows<4>& rows) {
+SoftmaxBackward<T, few> operation(std::type_identity<SoftmaxBackward<T, few>>, const SoftmaxBackwardCall& c,
+                                  const Rows<4>& rows) {
   const auto& steps = rows.column_strides;
   return {RowIndex<4>(rows),
           c.y.const_data_ptr<T>(),
@@ -233,13 +233,13 @@ bool has_room(const RowFacts& f, const RowChoice& c) {
 
 }  // namespace
 
-void run_cuda(const Call& c) {
+void run_cuda(const SoftmaxBackwardCall& c) {
   if (c.out.numel() == 0) return;
-  const OperationGuard guard(kOp, c.y);
+  const OperationGuard guard(kSoftmaxBackward, c.y);
   const auto rows = rows_of_call(c);
   RowFacts facts = facts_of_call(c, rows);
   facts.device = row_device();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kOp, [&] {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kSoftmaxBackward, [&] {
     const RowChoice choice = choose(facts, has_room<scalar_t>);
     const auto make = [&]<class Op>() { return operation(std::type_identity<Op>(), c, rows); };
     with_kernel<scalar_t>(facts, choice, LaunchRows{facts, choice, make, kNothingToPrepare});
@@ -264,22 +264,22 @@ namespace matmuls {
 namespace {
 
 int64_t check(const Tensor& y, const Tensor& grad, int64_t dim, const Tensor& out = {}) {
-  check_floating(kOp, "y", y);
+  check_floating(kSoftmaxBackward, "y", y);
   const auto like_y = [&](const char* name, const Tensor& t) {
-    check_like(kOp, name, t, "y", y);
-    TORCH_CHECK(t.sym_sizes() == y.sym_sizes(), kOp, ": expected ", name, " of y's shape ", y.sym_sizes(), ", got ",
-                t.sym_sizes());
+    check_like(kSoftmaxBackward, name, t, "y", y);
+    TORCH_CHECK(t.sym_sizes() == y.sym_sizes(), kSoftmaxBackward, ": expected ", name, " of y's shape ", y.sym_sizes(),
+                ", got ", t.sym_sizes());
   };
   like_y("grad", grad);
   if (out.defined()) like_y("out", out);
-  return check_dim(kOp, y, dim);
+  return check_dim(kSoftmaxBackward, y, dim);
 }
 
-void run_cpu(const Call& c) {
+void run_cpu(const SoftmaxBackwardCall& c) {
   if (c.out.numel() == 0) return;
   const auto rows = rows_of_call(c);
   const auto& steps = rows.column_strides;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kOp, [&] {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.y.scalar_type(), kSoftmaxBackward, [&] {
     const scalar_t* y = c.y.const_data_ptr<scalar_t>();
     const scalar_t* grad = c.grad.const_data_ptr<scalar_t>();
     scalar_t* out = c.out.mutable_data_ptr<scalar_t>();
@@ -305,24 +305,24 @@ MATMULS_OPERATOR(BackwardInplaceOp, "custom_mm::softmax_backward_", "",
                  void(Tensor, const Tensor&, int64_t, double, bool));
 
 // A row is read whole before any of it is written, so out may be y or grad. Any other overlap is an error.
-template <void run(const Call&)>
+template <void run(const SoftmaxBackwardCall&)>
 void backward_out(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal, Tensor out) {
   dim = check(y, grad, dim, out);
   const auto unless_same = [&](const Tensor& t) {
     return t.is_same(out) || (t.const_data_ptr() == out.const_data_ptr() && t.strides() == out.strides()) ? Tensor()
                                                                                                           : t;
   };
-  check_no_overlap(kOp, out, {{"y", unless_same(y)}, {"grad", unless_same(grad)}});
+  check_no_overlap(kSoftmaxBackward, out, {{"y", unless_same(y)}, {"grad", unless_same(grad)}});
   run({at_least_1d(y), at_least_1d(grad), at_least_1d(out), dim, scale, causal});
 }
-template <void run(const Call&)>
+template <void run(const SoftmaxBackwardCall&)>
 Tensor backward(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal) {
   check(y, grad, dim);
   Tensor out = in_huge_pages(at::empty_like(y));
   backward_out<run>(y, grad, dim, scale, causal, out);
   return out;
 }
-template <void run(const Call&)>
+template <void run(const SoftmaxBackwardCall&)>
 void backward_inplace(Tensor y, const Tensor& grad, int64_t dim, double scale, bool causal) {
   backward_out<run>(y, grad, dim, scale, causal, y);
 }
@@ -367,15 +367,15 @@ struct BackwardGradient : KernelFunction<BackwardGradient> {
 };
 
 Tensor backward_autograd(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal) {
-  if (needs_gradient(kOp, {y, grad})) return BackwardGradient::apply(y, grad, dim, scale, causal);
+  if (needs_gradient(kSoftmaxBackward, {y, grad})) return BackwardGradient::apply(y, grad, dim, scale, causal);
   return SoftmaxBackwardOp::below_autograd(y, grad, dim, scale, causal);
 }
 void backward_out_autograd(const Tensor& y, const Tensor& grad, int64_t dim, double scale, bool causal, Tensor out) {
-  check_no_gradient_into(kOp, "out", {y, grad, out});
+  check_no_gradient_into(kSoftmaxBackward, "out", {y, grad, out});
   SoftmaxBackwardOutOp::below_autograd(y, grad, dim, scale, causal, out);
 }
 void backward_inplace_autograd(Tensor y, const Tensor& grad, int64_t dim, double scale, bool causal) {
-  TORCH_CHECK(!needs_gradient(kOp, {y, grad}),
+  TORCH_CHECK(!needs_gradient(kSoftmaxBackward, {y, grad}),
               "softmax_backward_: expected no gradient to be recorded, since y, which "
               "the gradient needs, is written over; use softmax_backward or torch.no_grad()");
   BackwardInplaceOp::below_autograd(y, grad, dim, scale, causal);
@@ -388,12 +388,12 @@ RowPlan explain_softmax_backward(const Tensor& y, const Tensor& grad, int64_t di
   dim = check(y, grad, dim, tensor_or_none(out));
   if (y.numel() == 0) return {};
   const Tensor dx = out ? *out : at::empty_like(y, y.options().device(at::kMeta));
-  const Call c{at_least_1d(y), at_least_1d(grad), at_least_1d(dx), dim, scale, causal};
+  const SoftmaxBackwardCall c{at_least_1d(y), at_least_1d(grad), at_least_1d(dx), dim, scale, causal};
   const auto rows = rows_of_call(c);
   const bool side_by_side =
-      !causal && AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), kOp,
+      !causal && AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), kSoftmaxBackward,
                                                  [&] { return lie_side_by_side<scalar_t>(rows, 3); });
-  return plan_of(kOp, y, facts_of_call(c, rows), gpu,
+  return plan_of(kSoftmaxBackward, y, facts_of_call(c, rows), gpu,
                  side_by_side ? "softmax_backward_side_by_side" : "softmax_backward_row");
 }
 

@@ -17,7 +17,6 @@ namespace matmuls {
 namespace {
 
 using at::Tensor;
-using Call = SoftmaxCall;
 
 int64_t check_x(const char* op, const Tensor& x, int64_t dim) {
   check_floating(op, "x", x);
@@ -51,7 +50,7 @@ void check_out(const char* op, const Tensor& x, const Tensor& out) {
 // The function of cpu/row_functions.h that takes the rows of a call.
 enum class CpuLoop { side_by_side, short_rows, row };
 template <class T>
-CpuLoop loop_of(const Call& c, const Rows<2>& rows) {
+CpuLoop loop_of(const SoftmaxCall& c, const Rows<2>& rows) {
   if (c.mask.defined() || c.causal) return CpuLoop::row;
   if (lie_side_by_side<T>(rows, 2)) return CpuLoop::side_by_side;
   const bool contiguous = rows.column_strides[0] == 1 && rows.column_strides[1] == 1;
@@ -59,7 +58,7 @@ CpuLoop loop_of(const Call& c, const Rows<2>& rows) {
   return is_short ? CpuLoop::short_rows : CpuLoop::row;
 }
 
-void run_cpu(const Call& c) {
+void run_cpu(const SoftmaxCall& c) {
   if (c.out.numel() == 0) return;
   const auto rows = rows_of_call(c);
   const char* mask = c.mask.defined() ? static_cast<const char*>(c.mask.const_data_ptr()) : nullptr;
@@ -102,11 +101,11 @@ MATMULS_OPERATOR(MaskedOp, "custom_mm::scaled_masked_softmax", "",
                  Tensor(const Tensor&, const OptionalTensor&, double, bool));
 MATMULS_OPERATOR(MaskedInplaceOp, "custom_mm::scaled_masked_softmax_", "",
                  void(Tensor, const OptionalTensor&, double, bool));
-using Runner = void(const Call&);
+using SoftmaxRunner = void(const SoftmaxCall&);
 
 constexpr const char* kMasked = "scaled_masked_softmax";
 
-void softmax_into(Runner run, const char* op, const Tensor& x, int64_t dim, const Tensor& out) {
+void softmax_into(SoftmaxRunner run, const char* op, const Tensor& x, int64_t dim, const Tensor& out) {
   dim = check_x(op, x, dim);
   const bool in_place = out.is_same(x);
   if (!in_place) check_out(op, x, out);
@@ -133,37 +132,37 @@ void with_masked_call(const Tensor& x, const OptionalTensor& mask, double scale,
        .scale = scale,
        .causal = causal});
 }
-void masked_into(Runner run, const Tensor& x, const OptionalTensor& mask, double scale, bool causal,
+void masked_into(SoftmaxRunner run, const Tensor& x, const OptionalTensor& mask, double scale, bool causal,
                  const Tensor& out) {
-  with_masked_call(x, mask, scale, causal, out, [&](const Call& c) {
+  with_masked_call(x, mask, scale, causal, out, [&](const SoftmaxCall& c) {
     check_no_overlap(kMasked, out, {{"mask", c.kind == MaskKind::none ? Tensor() : *mask}});
     run(c);
   });
 }
 
-template <Runner run>
+template <SoftmaxRunner run>
 Tensor softmax(const Tensor& x, int64_t dim) {
   check_x("softmax", x, dim);
   Tensor out = in_huge_pages(at::empty_like(x));
   softmax_into(run, "softmax", x, dim, out);
   return out;
 }
-template <Runner run>
+template <SoftmaxRunner run>
 void softmax_out(const Tensor& x, int64_t dim, Tensor out) {
   softmax_into(run, "softmax", x, dim, out);
 }
-template <Runner run>
+template <SoftmaxRunner run>
 void softmax_(Tensor x, int64_t dim) {
   softmax_into(run, "softmax_", x, dim, x);
 }
-template <Runner run>
+template <SoftmaxRunner run>
 Tensor masked_softmax(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
   check_masked(x, mask, causal);
   Tensor out = in_huge_pages(at::empty_like(x));
   masked_into(run, x, mask, scale, causal, out);
   return out;
 }
-template <Runner run>
+template <SoftmaxRunner run>
 void masked_softmax_(Tensor x, const OptionalTensor& mask, double scale, bool causal) {
   masked_into(run, x, mask, scale, causal, x);
 }
@@ -184,7 +183,7 @@ Tensor masked_meta(const Tensor& x, const OptionalTensor& mask, double, bool cau
 }
 void masked_inplace_meta(Tensor x, const OptionalTensor& mask, double, bool causal) { check_masked(x, mask, causal); }
 
-RowPlan explain(const Call& c, const OtherGpu& gpu) {
+RowPlan explain(const SoftmaxCall& c, const OtherGpu& gpu) {
   if (c.x.numel() == 0) return {};
   const auto rows = rows_of_call(c);
   const CpuLoop loop = AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), "softmax",
@@ -331,7 +330,7 @@ RowPlan explain_masked_softmax(const Tensor& x, const OptionalTensor& mask, doub
                                const OptionalTensor& out, const OtherGpu& gpu) {
   RowPlan plan;
   const Tensor y = out ? *out : at::empty_like(x, x.options().device(at::kMeta));
-  with_masked_call(x, mask, scale, causal, y, [&](const Call& c) { plan = explain(c, gpu); });
+  with_masked_call(x, mask, scale, causal, y, [&](const SoftmaxCall& c) { plan = explain(c, gpu); });
   return plan;
 }
 

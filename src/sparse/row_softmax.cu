@@ -21,9 +21,8 @@ void run_cuda(const SparseSoftmaxCall& c);
 namespace {
 
 using at::Tensor;
-using Call = SparseSoftmaxCall;
 
-constexpr const char *kOp = "sparse_softmax", *kBackwardOp = "sparse_softmax_backward";
+constexpr const char *kSparseSoftmax = "sparse_softmax", *kSparseSoftmaxBackward = "sparse_softmax_backward";
 
 }  // namespace
 }  // namespace matmuls
@@ -126,10 +125,10 @@ __global__ void __launch_bounds__(kSparseThreads) sparse_softmax_kernel(const __
 }
 
 template <bool backward>
-void run_cuda_as(const Call& c) {
-  const OperationGuard guard(backward ? kBackwardOp : kOp, c.x);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), kOp, [&] {
-    AT_DISPATCH_INDEX_TYPES(c.crow.scalar_type(), kOp, [&] {
+void run_cuda_as(const SparseSoftmaxCall& c) {
+  const OperationGuard guard(backward ? kSparseSoftmaxBackward : kSparseSoftmax, c.x);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), kSparseSoftmax, [&] {
+    AT_DISPATCH_INDEX_TYPES(c.crow.scalar_type(), kSparseSoftmax, [&] {
       const Args<scalar_t, index_t> m{c.crow.const_data_ptr<index_t>(),
                                       indices_or_null<index_t>(c.order),
                                       c.x.const_data_ptr<scalar_t>(),
@@ -142,7 +141,7 @@ void run_cuda_as(const Call& c) {
       const auto launch = [&](auto lanes) {
         constexpr int L = decltype(lanes)::value;
         const int64_t blocks = ceil_of(m.rows, kSparseThreads / L);
-        TORCH_CHECK_VALUE(blocks <= INT32_MAX, kOp, ": expected at most 2^31 blocks of rows, got ", blocks);
+        TORCH_CHECK_VALUE(blocks <= INT32_MAX, kSparseSoftmax, ": expected at most 2^31 blocks of rows, got ", blocks);
         const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(std::min<int64_t>(m.batches, 65535)));
         sparse_softmax_kernel<scalar_t, index_t, L, backward>
             <<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
@@ -158,7 +157,7 @@ void run_cuda_as(const Call& c) {
 
 }  // namespace
 
-void run_cuda(const Call& c) { c.grad.defined() ? run_cuda_as<true>(c) : run_cuda_as<false>(c); }
+void run_cuda(const SparseSoftmaxCall& c) { c.grad.defined() ? run_cuda_as<true>(c) : run_cuda_as<false>(c); }
 
 }  // namespace matmuls
 #else
@@ -223,9 +222,9 @@ class Values {
   std::vector<T> buffers_[3];
 };
 
-void run_cpu(const Call& c) {
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), kOp, [&] {
-    AT_DISPATCH_INDEX_TYPES(c.crow.scalar_type(), kOp, [&] {
+void run_cpu(const SparseSoftmaxCall& c) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.x.scalar_type(), kSparseSoftmax, [&] {
+    AT_DISPATCH_INDEX_TYPES(c.crow.scalar_type(), kSparseSoftmax, [&] {
       const index_t* const crow = c.crow.const_data_ptr<index_t>();
       const int64_t rows = c.crow.size(0) - 1, nonzeros = c.x.size(1);
       constexpr int64_t kShare = 8192;
@@ -267,10 +266,10 @@ void validate(const char* op, const Tensor& crow, const Tensor& order, int64_t n
   if (order.defined()) validate_indices(op, "order", order, nonzeros);
 }
 
-template <void run(const Call&)>
+template <void run(const SparseSoftmaxCall&)>
 Tensor softmax(const Tensor& crow, const Tensor& x, double scale, const OptionalTensor& order) {
-  check(kOp, "x", crow, x, tensor_or_none(order));
-  validate(kOp, crow, tensor_or_none(order), x.size(-1));
+  check(kSparseSoftmax, "x", crow, x, tensor_or_none(order));
+  validate(kSparseSoftmax, crow, tensor_or_none(order), x.size(-1));
   Tensor out = at::empty(x.sizes(), x.options());
   if (out.numel() == 0) return out;
   const Tensor way = tensor_or_none(order);
@@ -278,21 +277,21 @@ Tensor softmax(const Tensor& crow, const Tensor& x, double scale, const Optional
   return out;
 }
 Tensor softmax_meta(const Tensor& crow, const Tensor& x, double, const OptionalTensor& order) {
-  check(kOp, "x", crow, x, tensor_or_none(order));
+  check(kSparseSoftmax, "x", crow, x, tensor_or_none(order));
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
 void check_backward(const Tensor& crow, const Tensor& y, const Tensor& grad, const Tensor& order) {
-  check(kBackwardOp, "y", crow, y, order);
-  check_like(kBackwardOp, "grad", grad, "y", y);
-  TORCH_CHECK(y.sym_sizes() == grad.sym_sizes(), kBackwardOp, ": expected grad of y's shape ", y.sym_sizes(), ", got ",
-              grad.sym_sizes());
+  check(kSparseSoftmaxBackward, "y", crow, y, order);
+  check_like(kSparseSoftmaxBackward, "grad", grad, "y", y);
+  TORCH_CHECK(y.sym_sizes() == grad.sym_sizes(), kSparseSoftmaxBackward, ": expected grad of y's shape ", y.sym_sizes(),
+              ", got ", grad.sym_sizes());
 }
-template <void run(const Call&)>
+template <void run(const SparseSoftmaxCall&)>
 Tensor softmax_backward(const Tensor& crow, const Tensor& y, const Tensor& grad, double scale,
                         const OptionalTensor& order) {
   check_backward(crow, y, grad, tensor_or_none(order));
-  validate(kBackwardOp, crow, tensor_or_none(order), y.size(-1));
+  validate(kSparseSoftmaxBackward, crow, tensor_or_none(order), y.size(-1));
   Tensor out = at::empty(y.sizes(), y.options());
   if (out.numel() == 0) return out;
   const Tensor way = tensor_or_none(order);
@@ -352,12 +351,13 @@ struct SoftmaxBackwardFunction : KernelFunction<SoftmaxBackwardFunction> {
 };
 
 Tensor softmax_autograd(const Tensor& crow, const Tensor& x, double scale, const OptionalTensor& order) {
-  if (needs_gradient(kOp, {x})) return SoftmaxFunction::apply(x, crow, scale, order);
+  if (needs_gradient(kSparseSoftmax, {x})) return SoftmaxFunction::apply(x, crow, scale, order);
   return CsrSoftmaxOp::below_autograd(crow, x, scale, order);
 }
 Tensor softmax_backward_autograd(const Tensor& crow, const Tensor& y, const Tensor& grad, double scale,
                                  const OptionalTensor& order) {
-  if (needs_gradient(kBackwardOp, {y, grad})) return SoftmaxBackwardFunction::apply(y, grad, crow, scale, order);
+  if (needs_gradient(kSparseSoftmaxBackward, {y, grad}))
+    return SoftmaxBackwardFunction::apply(y, grad, crow, scale, order);
   return CsrSoftmaxBackwardOp::below_autograd(crow, y, grad, scale, order);
 }
 

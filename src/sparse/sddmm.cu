@@ -27,9 +27,8 @@ void run_cuda(const SddmmCall& c);
 namespace {
 
 using at::Tensor;
-using Call = SddmmCall;
 
-constexpr const char* kOp = "sddmm";
+constexpr const char* kSddmm = "sddmm";
 
 }  // namespace
 }  // namespace matmuls
@@ -156,7 +155,7 @@ __global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
 template <int V, int L, bool with_selected, class T, class I>
 void launch(const Args<T, I>& m) {
   const int64_t blocks = ceil_of(ceil_of(m.nonzeros, kRun), kSparseThreads / L);
-  TORCH_CHECK_VALUE(blocks <= INT32_MAX, kOp, ": expected at most 2^31 blocks of nonzeros, got ", blocks);
+  TORCH_CHECK_VALUE(blocks <= INT32_MAX, kSddmm, ": expected at most 2^31 blocks of nonzeros, got ", blocks);
   const dim3 grid(static_cast<unsigned>(blocks),
                   m.summed ? 1 : static_cast<unsigned>(std::min<int64_t>(m.batches, 65535)));
   sddmm_kernel<T, I, V, L, with_selected><<<grid, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
@@ -165,10 +164,10 @@ void launch(const Args<T, I>& m) {
 
 }  // namespace
 
-void run_cuda(const Call& c) {
-  const OperationGuard guard(kOp, c.a);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.a.scalar_type(), kOp, [&] {
-    AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
+void run_cuda(const SddmmCall& c) {
+  const OperationGuard guard(kSddmm, c.a);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.a.scalar_type(), kSddmm, [&] {
+    AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kSddmm, [&] {
       Args<scalar_t, index_t> m{};
       m.crow = c.pattern.crow.const_data_ptr<index_t>();
       m.col = c.pattern.col.const_data_ptr<index_t>();
@@ -176,7 +175,7 @@ void run_cuda(const Call& c) {
       m.a = c.a.const_data_ptr<scalar_t>(), m.b = c.b.const_data_ptr<scalar_t>();
       m.out = c.out.mutable_data_ptr<scalar_t>();
       m.rows = c.pattern.rows(), m.nonzeros = c.pattern.nonzeros(), m.batches = c.a.size(0);
-      TORCH_CHECK_VALUE(c.a.size(2) <= kMostColumns, kOp, ": expected at most ", kMostColumns, " columns, got ",
+      TORCH_CHECK_VALUE(c.a.size(2) <= kMostColumns, kSddmm, ": expected at most ", kMostColumns, " columns, got ",
                         c.a.size(2));
       m.n = static_cast<int>(c.a.size(2));
       m.a_stride = c.a.stride(1), m.b_stride = c.b.stride(1), m.a_batch = c.a.stride(0), m.b_batch = c.b.stride(0);
@@ -220,12 +219,12 @@ namespace {
 
 c10::SymDimVector check(const Pattern& p, const Tensor& a, const Tensor& b, const c10::SymInt& columns,
                         const Tensor& selected, bool by_column, bool summed) {
-  check_floating(kOp, "a", a);
-  check_like(kOp, "b", b, "a", a);
-  check_pattern(kOp, p, a);
-  TORCH_CHECK(a.dim() >= 2 && a.sym_size(-2) == p.sym_rows(), kOp, ": expected a of shape [..., ", p.sym_rows(),
+  check_floating(kSddmm, "a", a);
+  check_like(kSddmm, "b", b, "a", a);
+  check_pattern(kSddmm, p, a);
+  TORCH_CHECK(a.dim() >= 2 && a.sym_size(-2) == p.sym_rows(), kSddmm, ": expected a of shape [..., ", p.sym_rows(),
               ", n] beside a pattern of ", p.sym_rows(), " rows, got ", a.sym_sizes());
-  TORCH_CHECK(b.dim() >= 2 && b.sym_size(-2) == columns && b.sym_size(-1) == a.sym_size(-1), kOp,
+  TORCH_CHECK(b.dim() >= 2 && b.sym_size(-2) == columns && b.sym_size(-1) == a.sym_size(-1), kSddmm,
               ": expected b, transposed, of shape [..., ", columns, ", ", a.sym_size(-1), "] beside a pattern of ",
               columns, " columns, got ", b.sym_sizes());
   const auto lead =
@@ -236,7 +235,7 @@ c10::SymDimVector check(const Pattern& p, const Tensor& a, const Tensor& b, cons
     expected.push_back(a.sym_size(-1));
     TORCH_CHECK(selected.sym_sizes() == c10::SymIntArrayRef(expected) &&
                     selected.scalar_type() == p.crow.scalar_type() && selected.device() == a.device(),
-                kOp, ": expected selected of shape ", c10::SymIntArrayRef(expected), " in ", p.crow.scalar_type(),
+                kSddmm, ": expected selected of shape ", c10::SymIntArrayRef(expected), " in ", p.crow.scalar_type(),
                 ", got ", selected.sym_sizes(), " in ", selected.scalar_type());
   }
   auto shape = summed ? c10::SymDimVector() : c10::SymDimVector(lead);
@@ -245,8 +244,8 @@ c10::SymDimVector check(const Pattern& p, const Tensor& a, const Tensor& b, cons
 }
 
 template <class T, class I>
-arithmetic_t<T> selected_dot(const Call& c, const I* selected, const T* a, const T* b, int64_t batches, int64_t row,
-                             I place) {
+arithmetic_t<T> selected_dot(const SddmmCall& c, const I* selected, const T* a, const T* b, int64_t batches,
+                             int64_t row, I place) {
   using A = arithmetic_t<T>;
   A sum = 0;
   const int64_t n = c.a.size(2);
@@ -259,10 +258,10 @@ arithmetic_t<T> selected_dot(const Call& c, const I* selected, const T* a, const
   return sum;
 }
 
-void run_cpu(const Call& c) {
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.a.scalar_type(), kOp, [&] {
+void run_cpu(const SddmmCall& c) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.a.scalar_type(), kSddmm, [&] {
     using A = arithmetic_t<scalar_t>;
-    AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
+    AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kSddmm, [&] {
       const index_t* const crow = c.pattern.crow.const_data_ptr<index_t>();
       const index_t* const col = c.pattern.col.const_data_ptr<index_t>();
       const index_t* const order = indices_or_null<index_t>(c.pattern.order);
@@ -299,7 +298,7 @@ void run_cpu(const Call& c) {
 
 // -------------------------------------------------------------------------------------------------------- operators
 
-template <void run(const Call&)>
+template <void run(const SddmmCall&)>
 Tensor sddmm(const Tensor& crow, const Tensor& col, const Tensor& a, const Tensor& b, c10::SymInt columns, double alpha,
              const OptionalTensor& order, const OptionalTensor& t_crow, const OptionalTensor& t_col,
              const OptionalTensor& t_order, const OptionalTensor& maybe_selected, bool by_column, bool summed) {
@@ -310,7 +309,7 @@ Tensor sddmm(const Tensor& crow, const Tensor& col, const Tensor& a, const Tenso
   const auto lead = at::infer_size_dimvector(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
   const int64_t batch = c10::multiply_integers(lead);
   if (batch == 0 || alpha == 0) return out.zero_();  // nothing is read then, NaN or not, as in BLAS
-  run({readable(kOp, p, columns.expect_int()), as_batch(with_contiguous_rows(a), lead, batch, 2),
+  run({readable(kSddmm, p, columns.expect_int()), as_batch(with_contiguous_rows(a), lead, batch, 2),
        as_batch(with_contiguous_rows(b), lead, batch, 2), out.view({summed ? 1 : batch, p.nonzeros()}), alpha,
        selected.defined() ? as_batch(selected, lead, batch, 2).contiguous() : selected, by_column, summed});
   return out;
@@ -372,7 +371,7 @@ Tensor sddmm_autograd(const Tensor& crow, const Tensor& col, const Tensor& a, co
                       double alpha, const OptionalTensor& order, const OptionalTensor& t_crow,
                       const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& selected,
                       bool by_column, bool summed) {
-  if (!needs_gradient(kOp, {a, b}))
+  if (!needs_gradient(kSddmm, {a, b}))
     return SddmmOp::below_autograd(crow, col, a, b, columns, alpha, order, t_crow, t_col, t_order, selected, by_column,
                                    summed);
   return SddmmFunction::apply(a, b, pattern_of(crow, col, order, t_crow, t_col, t_order), columns, alpha, selected,

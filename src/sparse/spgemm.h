@@ -15,8 +15,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "glue/autograd.h"
-#include "rows/ops.h"
 #include "sparse/csr.h"
 
 namespace matmuls::spgemm {

@@ -114,5 +114,5 @@ def test_without_torch_the_build_says_why_and_a_source_archive_is_made(tmp_path,
     assert "+" not in archive.name
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-    assert {"setup.py", "install_deps.sh", "tools/build_wheels.sh", "src/glue/precompiled.h"} <= names
+    assert {"setup.py", "install_deps.sh", "tools/build_wheels.sh", "src/glue/operator.h"} <= names
     assert not names & {"custom_mm/_build.py"}

@@ -8,7 +8,7 @@
 #include "sparse/index_checks.h"
 #include "sparse/ops.h"
 
-namespace matmuls {
+namespace matmuls::cusparse {
 namespace {
 
 using at::Tensor;
@@ -131,4 +131,4 @@ TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) { m.impl("cusparse_sddmm", sddmm_auto
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("cusparse_sddmm", sddmm_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("cusparse_sddmm", sddmm_autocast<at::kCUDA>); }
 
-}  // namespace matmuls
+}  // namespace matmuls::cusparse

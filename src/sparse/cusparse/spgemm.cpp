@@ -2,6 +2,7 @@
 //
 // Source: cuSPARSE's generic API. SpGEMMreuse takes int32 indices. Values of 16 bits are multiplied in float32.
 #ifdef MATMULS_CUDA
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_convert_indices_from_csr_to_coo.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sort.h>

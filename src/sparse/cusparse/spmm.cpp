@@ -17,7 +17,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #endif
 
-namespace matmuls {
+namespace matmuls::cusparse {
 namespace {
 
 using at::Tensor;
@@ -416,4 +416,4 @@ MATMULS_WRITES("cusparse_spmm.out", CusparseSpmmOutOp, 12)
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCPU, m) { m.impl("cusparse_spmm", spmm_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(custom_mm, AutocastCUDA, m) { m.impl("cusparse_spmm", spmm_autocast<at::kCUDA>); }
 
-}  // namespace matmuls
+}  // namespace matmuls::cusparse

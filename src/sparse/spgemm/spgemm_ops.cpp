@@ -7,6 +7,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "glue/autograd.h"
+#include "rows/ops.h"
 #include "sparse/spgemm.h"
 
 #ifdef MATMULS_CUDA

@@ -189,9 +189,9 @@ Tiles csr_tile_entries_meta(const Tensor&, const Tensor&, const Tensor&, const T
   return empty_entries(values, steps);
 }
 
-Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
-               const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t, const OptionalTensor& order,
-               int64_t longest) {
+Tensor tiles_by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor& crow, const Tensor& col,
+                     const Tensor& values, const Tensor& dense, c10::SymInt columns, int64_t,
+                     const OptionalTensor& order, int64_t longest) {
   return product_by_rows(crow, col, values, dense, std::move(columns), order, longest);
 }
 
@@ -199,7 +199,7 @@ Tensor by_rows(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const
 Tensor spmm_autograd(const Tensor& heads, const Tensor& slots, const Tensor& places, const Tensor& packed,
                      const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                      c10::SymInt columns, int64_t lanes, const OptionalTensor& order, int64_t longest) {
-  const auto go = needs_gradient(spmm::kOp, {values, dense}) ? by_rows : SpmmTilesOp::below_autograd;
+  const auto go = needs_gradient(spmm::kOp, {values, dense}) ? tiles_by_rows : SpmmTilesOp::below_autograd;
   return go(heads, slots, places, packed, crow, col, values, dense, std::move(columns), lanes, order, longest);
 }
 
@@ -210,7 +210,7 @@ Tensor spmm_on_gpu(const Tensor& heads, const Tensor& slots, const Tensor& place
   const Pattern p = pattern_of(crow, col, order);
   const spmm::TiledCall c{layout_of(p, columns.expect_int(), heads, lanes), heads, slots, places, packed, dense};
   if (!spmm::can_go_by_tiles(c))
-    return by_rows(heads, slots, places, packed, crow, col, values, dense, columns, lanes, order, longest);
+    return tiles_by_rows(heads, slots, places, packed, crow, col, values, dense, columns, lanes, order, longest);
   return spmm::run_tiles(c);
 }
 #endif
@@ -245,7 +245,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
   m.impl("csr_tiles", csr_tiles<lay_out_on_cpu>);
   m.impl("csr_tile_entries", csr_tile_entries<fill_tiles_on_cpu>);
-  m.impl("csr_spmm_tiles", by_rows);
+  m.impl("csr_spmm_tiles", tiles_by_rows);
 }
 #ifdef MATMULS_CUDA
 TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
@@ -257,7 +257,7 @@ TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {
   m.impl("csr_tiles", csr_tiles_meta);
   m.impl("csr_tile_entries", csr_tile_entries_meta);
-  m.impl("csr_spmm_tiles", by_rows);
+  m.impl("csr_spmm_tiles", tiles_by_rows);
 }
 TORCH_LIBRARY_IMPL(custom_mm, Autograd, m) {
   m.impl("csr_tiles", CsrTilesOp::below_autograd);

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <type_traits>
+#include <utility>
 
 // Uses GCC's per-function targets; other compilers and processors get the baseline only.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

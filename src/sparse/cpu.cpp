@@ -9,9 +9,9 @@ namespace {
 // The functions of one instruction set, for one type.
 template <class T, class I>
 struct Kernels {
-  decltype(&spmm_rows<T>) rows;
-  decltype(&spmm_piece<T>) piece;
-  decltype(&spmm_finish<T>) finish;
+  decltype(&spmm_rows<T, I>) rows;
+  decltype(&spmm_piece<T, I>) piece;
+  decltype(&spmm_finish<T, I>) finish;
   decltype(&extremum_rows<T, I>) extremum;
   decltype(&dot_rows<T>) dot;
   decltype(&lie_within<I>) within;
@@ -30,17 +30,17 @@ const Kernels<T, I>& kernels() {
 
 }  // namespace
 
-template <class T>
-void spmm_rows(const SpmmSums<T>& m, int64_t begin, int64_t end) {
-  kernels<T, int32_t>().rows(m, begin, end);
+template <class T, class I>
+void spmm_rows(const Spmm<T, I>& m, int64_t begin, int64_t end) {
+  kernels<T, I>().rows(m, begin, end);
 }
-template <class T>
-void spmm_piece(const SpmmSums<T>& m, int64_t begin, int64_t end, arithmetic_t<T>* sums) {
-  kernels<T, int32_t>().piece(m, begin, end, sums);
+template <class T, class I>
+void spmm_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, arithmetic_t<T>* sums) {
+  kernels<T, I>().piece(m, begin, end, sums);
 }
-template <class T>
-void spmm_finish(const SpmmSums<T>& m, int64_t row, const arithmetic_t<T>* sums) {
-  kernels<T, int32_t>().finish(m, row, sums);
+template <class T, class I>
+void spmm_finish(const Spmm<T, I>& m, int64_t row, const arithmetic_t<T>* sums) {
+  kernels<T, I>().finish(m, row, sums);
 }
 template <class T, class I>
 void extremum_rows(const Spmm<T, I>& m, bool largest, int64_t begin, int64_t end, I* arg) {
@@ -64,17 +64,20 @@ template bool never_decrease(const int64_t*, int64_t);
 template bool lie_within(const int32_t*, int64_t, int32_t);
 template bool lie_within(const int64_t*, int64_t, int64_t);
 
-#define SPARSE_INSTANTIATE(T)                                                             \
-  template void spmm_rows(const SpmmSums<T>&, int64_t, int64_t);                          \
-  template void spmm_piece(const SpmmSums<T>&, int64_t, int64_t, arithmetic_t<T>*);       \
-  template void spmm_finish(const SpmmSums<T>&, int64_t, const arithmetic_t<T>*);         \
-  template void extremum_rows(const Spmm<T, int32_t>&, bool, int64_t, int64_t, int32_t*); \
-  template void extremum_rows(const Spmm<T, int64_t>&, bool, int64_t, int64_t, int64_t*); \
+#define SPARSE_INSTANTIATE_FOR(T, I)                                               \
+  template void spmm_rows(const Spmm<T, I>&, int64_t, int64_t);                    \
+  template void spmm_piece(const Spmm<T, I>&, int64_t, int64_t, arithmetic_t<T>*); \
+  template void spmm_finish(const Spmm<T, I>&, int64_t, const arithmetic_t<T>*);   \
+  template void extremum_rows(const Spmm<T, I>&, bool, int64_t, int64_t, I*);
+#define SPARSE_INSTANTIATE(T)        \
+  SPARSE_INSTANTIATE_FOR(T, int32_t) \
+  SPARSE_INSTANTIATE_FOR(T, int64_t) \
   template arithmetic_t<T> dot_rows(const T*, const T*, int64_t, int64_t, int64_t, int64_t);
 SPARSE_INSTANTIATE(double)
 SPARSE_INSTANTIATE(float)
 SPARSE_INSTANTIATE(c10::Half)
 SPARSE_INSTANTIATE(c10::BFloat16)
 #undef SPARSE_INSTANTIATE
+#undef SPARSE_INSTANTIATE_FOR
 
 }  // namespace matmuls

@@ -4,51 +4,61 @@
 
 #include "cpu/vectors.h"
 
-constexpr int kTile = 8;    // vectors of sums: 128 float32 columns with AVX-512, half of its registers
+// Vectors of sums: 128 float32 columns with AVX-512, half of its registers. Fewer for x86-64 before 2013: the compiler
+// takes time for each number of them.
+#if defined(MATMULS_X86_TARGETS) && ROWS_VECTOR_BYTES == 16
+constexpr int kTile = 4;
+#else
+constexpr int kTile = 8;
+#endif
 constexpr int kAhead = 16;  // nonzeros that the prefetch runs ahead
 
 // Operands of the innermost loop, in registers: NV vectors of B's columns from c on, with `tail` columns in the last.
-template <int NV, bool prefetched, class T>
+template <int NV, bool ordered, bool prefetched, class T, class I>
 struct Tile {
   using A = arithmetic_t<T>;
-  const char* col;
+  const I *col, *order;
   const T *values, *dense;
-  int64_t index_bytes, stride, last;
+  int64_t stride, last;
   int tail;
 
-  C10_ALWAYS_INLINE Tile(const SpmmSums<T>& m, int64_t c, int tail)
+  C10_ALWAYS_INLINE Tile(const Spmm<T, I>& m, int64_t c, int tail)
       : col(m.col),
+        order(m.order),
         values(m.values),
         dense(m.dense + c),
-        index_bytes(m.index_bytes),
         stride(m.dense_stride),
-        last(m.last),
+        last(m.nonzeros - 1),
         tail(tail) {}
-
-  // The row of B of nonzero p: the low half of a 64-bit index, which comes first (little endian).
-  C10_ALWAYS_INLINE const T* row_of(int64_t p) const {
-    uint32_t row;
-    __builtin_memcpy(&row, col + p * index_bytes, sizeof(row));
-    return dense + static_cast<int64_t>(row) * stride;
-  }
 
   // sums += value * row of B, for one nonzero.
   C10_ALWAYS_INLINE void add(int64_t p, Vec<A> (&sums)[NV]) const {
     constexpr int n = kLanes<A>;
     if constexpr (prefetched) {
-      const T* next = row_of(p + kAhead < last ? p + kAhead : last);
+      const T* next = dense + static_cast<int64_t>(col[p + kAhead < last ? p + kAhead : last]) * stride;
       for (int line = 0; line < NV * n; line += 64 / sizeof(T)) __builtin_prefetch(next + line);
     }
-    const T* row = row_of(p);
-    const Vec<A> value = splat(static_cast<A>(values[p]));
+    const T* row = dense + static_cast<int64_t>(col[p]) * stride;
+    const Vec<A> value = splat(static_cast<A>(values[ordered ? static_cast<int64_t>(order[p]) : p]));
     for (int i = 0; i + 1 < NV; ++i) sums[i] += value * load<A>(row + i * n, n);
     sums[NV - 1] += value * load<A>(row + (NV - 1) * n, tail);
   }
 };
 
-template <class T, class A = arithmetic_t<T>>
-C10_ALWAYS_INLINE A row_scale(const SpmmSums<T>& m, int64_t row) {
-  const int64_t length = m.row_begin(row + 1) - m.row_begin(row);
+// Calls f(tile) with the variant of Tile as compile-time constants.
+template <int NV, class T, class I, class F>
+C10_ALWAYS_INLINE void with_tile(const Spmm<T, I>& m, int64_t c, int tail, F f) {
+  if (m.order != nullptr)
+    f(Tile<NV, true, true, T, I>(m, c, tail));
+  else if (m.prefetch)
+    f(Tile<NV, false, true, T, I>(m, c, tail));
+  else
+    f(Tile<NV, false, false, T, I>(m, c, tail));
+}
+
+template <class T, class I, class A = arithmetic_t<T>>
+C10_ALWAYS_INLINE A row_scale(const Spmm<T, I>& m, int64_t row) {
+  const int64_t length = m.crow[row + 1] - m.crow[row];
   return m.mean && length > 0 ? m.alpha / static_cast<A>(length) : m.alpha;
 }
 
@@ -60,14 +70,15 @@ C10_ALWAYS_INLINE void finish(T* out, Vec<A> sum, A scale, A beta, int count) {
 }
 
 // Rows [begin, end), NV vectors of columns from c on; `whole`: the last vector is full.
-template <int NV, bool prefetched, bool whole, class T, class A = arithmetic_t<T>>
-void rows_of_tile(const SpmmSums<T>& m, int64_t begin, int64_t end, int64_t c, int tail) {
+template <int NV, bool whole, class Tile, class T, class I, class A = arithmetic_t<T>>
+void rows_of_tile(Tile tile, const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c) {
   constexpr int n = kLanes<A>;
-  const Tile<NV, prefetched, T> tile(m, c, whole ? n : tail);
+  if constexpr (whole) tile.tail = n;
+  const I* const crow = m.crow;
   const A beta = m.beta;
-  int64_t p = m.row_begin(begin);
+  int64_t p = crow[begin];
   for (int64_t r = begin; r < end; ++r) {
-    const int64_t stop = m.row_begin(r + 1);
+    const int64_t stop = crow[r + 1];
     Vec<A> sums[NV] = {};
     for (; p < stop; ++p) tile.add(p, sums);
     T* out = m.out + r * m.out_stride + c;
@@ -77,23 +88,27 @@ void rows_of_tile(const SpmmSums<T>& m, int64_t begin, int64_t end, int64_t c, i
   }
 }
 
-template <int NV, class T>
-void tile_of_rows(const SpmmSums<T>& m, int64_t begin, int64_t end, int64_t c, int tail) {
-  const bool whole = tail == kLanes<arithmetic_t<T>>;
-  if (m.prefetch)
-    whole ? rows_of_tile<NV, true, true>(m, begin, end, c, tail)
-          : rows_of_tile<NV, true, false>(m, begin, end, c, tail);
-  else
-    whole ? rows_of_tile<NV, false, true>(m, begin, end, c, tail)
-          : rows_of_tile<NV, false, false>(m, begin, end, c, tail);
+template <int NV, class T, class I>
+void tile_of_rows(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, int tail) {
+  with_tile<NV>(m, c, tail, [&](auto tile) {
+    if (tail == kLanes<arithmetic_t<T>>)
+      rows_of_tile<NV, true>(tile, m, begin, end, c);
+    else
+      rows_of_tile<NV, false>(tile, m, begin, end, c);
+  });
 }
 
-template <int NV, class T, class A = arithmetic_t<T>>
-void tile_of_piece(const SpmmSums<T>& m, int64_t begin, int64_t end, int64_t c, int tail, A* out) {
+template <int NV, class T, class I, class A = arithmetic_t<T>>
+void tile_of_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, int tail, A* out) {
   constexpr int n = kLanes<A>;
   Vec<A> sums[NV] = {};
-  const Tile<NV, true, T> tile(m, c, tail);
-  for (int64_t p = begin; p < end; ++p) tile.add(p, sums);
+  const auto add = [&](const auto& tile) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for (int64_t p = begin; p < end; ++p) tile.add(p, sums);
+  };
+  if (m.order != nullptr)
+    add(Tile<NV, true, true, T, I>(m, c, tail));
+  else
+    add(Tile<NV, false, true, T, I>(m, c, tail));
   for (int i = 0; i + 1 < NV; ++i) store<A>(out + c + i * n, sums[i], n);
   store<A>(out + c + (NV - 1) * n, sums[NV - 1], tail);
 }
@@ -106,34 +121,27 @@ C10_ALWAYS_INLINE void for_each_tile(int64_t columns, F f) {
   for (int64_t c = 0; c < columns; c += kTile * n) {
     const int64_t left = columns - c < kTile * n ? columns - c : kTile * n;
     const int vectors = static_cast<int>((left + n - 1) / n), tail = static_cast<int>(left - (vectors - 1) * n);
-    switch (vectors) {
-      case 1: f(std::integral_constant<int, 1>{}, c, tail); break;
-      case 2: f(std::integral_constant<int, 2>{}, c, tail); break;
-      case 3: f(std::integral_constant<int, 3>{}, c, tail); break;
-      case 4: f(std::integral_constant<int, 4>{}, c, tail); break;
-      case 5: f(std::integral_constant<int, 5>{}, c, tail); break;
-      case 6: f(std::integral_constant<int, 6>{}, c, tail); break;
-      case 7: f(std::integral_constant<int, 7>{}, c, tail); break;
-      default: f(std::integral_constant<int, 8>{}, c, tail); break;
-    }
+    [&]<int... fewer>(std::integer_sequence<int, fewer...>) C10_ALWAYS_INLINE_ATTRIBUTE {
+      ((vectors == fewer + 1 ? f(std::integral_constant<int, fewer + 1>{}, c, tail) : void()), ...);
+    }(std::make_integer_sequence<int, kTile>{});
   }
 }
 
-template <class T>
-void spmm_rows(const SpmmSums<T>& m, int64_t begin, int64_t end) {
+template <class T, class I>
+void spmm_rows(const Spmm<T, I>& m, int64_t begin, int64_t end) {
   for_each_tile<arithmetic_t<T>>(
       m.n, [&](auto vectors, int64_t c, int tail) { tile_of_rows<decltype(vectors)::value>(m, begin, end, c, tail); });
 }
 
-template <class T>
-void spmm_piece(const SpmmSums<T>& m, int64_t begin, int64_t end, arithmetic_t<T>* sums) {
+template <class T, class I>
+void spmm_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, arithmetic_t<T>* sums) {
   for_each_tile<arithmetic_t<T>>(m.n, [&](auto vectors, int64_t c, int tail) {
     tile_of_piece<decltype(vectors)::value>(m, begin, end, c, tail, sums);
   });
 }
 
-template <class T>
-void spmm_finish(const SpmmSums<T>& m, int64_t row, const arithmetic_t<T>* sums) {
+template <class T, class I>
+void spmm_finish(const Spmm<T, I>& m, int64_t row, const arithmetic_t<T>* sums) {
   using A = arithmetic_t<T>;
   const A scale = row_scale(m, row);
   T* out = m.out + row * m.out_stride;
@@ -222,5 +230,5 @@ bool never_decrease(const I* offsets, int64_t count) {
 }
 
 template <class T, class I>
-constexpr Kernels<T, I> kKernels = {spmm_rows<T>, spmm_piece<T>, spmm_finish<T>,   extremum_rows<T, I>,
-                                    dot_rows<T>,  lie_within<I>, never_decrease<I>};
+constexpr Kernels<T, I> kKernels = {spmm_rows<T, I>, spmm_piece<T, I>, spmm_finish<T, I>, extremum_rows<T, I>,
+                                    dot_rows<T>,     lie_within<I>,    never_decrease<I>};

@@ -13,15 +13,6 @@ constexpr int64_t kShare = 8192;            // rows + nonzeros that a thread tak
 constexpr int64_t kCacheBytes = 256 << 10;  // a B this small is soon in the L2 cache
 constexpr int64_t kLongestWhole = 4096;     // nonzeros of the longest row that is not cut
 
-// Values [begin, end) in the order of the pattern, at the places of those nonzeros.
-template <class T, class I>
-const T* values_in_order(const Spmm<T, I>& m, int64_t begin, int64_t end, std::vector<T>& buffer) {
-  if (m.order == nullptr) return m.values;
-  buffer.resize(end - begin);
-  for (int64_t p = begin; p < end; ++p) buffer[p - begin] = m.values[m.order[p]];
-  return buffer.data() - begin;
-}
-
 // Sums by shares of equal work. Long rows are cut at the ends of shares, which do not depend on the number of threads;
 // their pieces are added in order once all are computed.
 template <class T, class I>
@@ -29,8 +20,7 @@ void sum_cpu(const Spmm<T, I>& m, int64_t rows) {
   using A = arithmetic_t<T>;
   const int64_t shares = shares_of(rows, m.nonzeros, kShare);
   const auto place = [&](int64_t k) { return place_of(m.crow, rows, k, kShare, kLongestWhole); };
-  std::vector<T> one_share;
-  if (shares == 1) return spmm_rows(SpmmSums<T>(m, values_in_order(m, 0, m.nonzeros, one_share)), 0, rows);
+  if (shares == 1) return spmm_rows(m, 0, rows);
   // For share k: the piece of a row that began before it, and the piece of a row that begins in it and goes on after
   // it.
   std::vector<A> sums;
@@ -41,20 +31,18 @@ void sum_cpu(const Spmm<T, I>& m, int64_t rows) {
   }
   if (cut) sums.resize(2 * shares * m.n);
   parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
-    std::vector<T> ordered;
     for (int64_t k = first; k < last; ++k) {
       const Place from = place(k), to = place(k + 1);
-      const SpmmSums<T> share(m, values_in_order(m, from.at, to.at, ordered));
       A* const pieces = sums.data() + 2 * k * m.n;
       int64_t row = from.row;
       if (row < rows && from.at > m.crow[row]) {
         const int64_t end = to.row > row ? static_cast<int64_t>(m.crow[row + 1]) : to.at;
-        spmm_piece(share, from.at, end, pieces);
+        spmm_piece(m, from.at, end, pieces);
         if (to.row == row) continue;
         ++row;
       }
-      spmm_rows(share, row, to.row);
-      if (to.row < rows && to.at > m.crow[to.row]) spmm_piece(share, m.crow[to.row], to.at, pieces + m.n);
+      spmm_rows(m, row, to.row);
+      if (to.row < rows && to.at > m.crow[to.row]) spmm_piece(m, m.crow[to.row], to.at, pieces + m.n);
     }
   });
   if (!cut) return;
@@ -68,7 +56,7 @@ void sum_cpu(const Spmm<T, I>& m, int64_t rows) {
       for (int64_t c = 0; c < m.n; ++c) total[c] += piece[c];
       if (place(next + 1).row > to.row) break;
     }
-    spmm_finish(SpmmSums<T>(m, m.values), to.row, total);
+    spmm_finish(m, to.row, total);
   }
 }
 
@@ -133,8 +121,6 @@ void run_cpu(const Call& c) {
             extremum_rows(m, c.reduce == Reduce::max, begin, end, arg);
           });
         } else {
-          TORCH_CHECK_VALUE(c.dense.size(1) <= int64_t{1} << 32, kOp, ": expected at most 2^32 columns on a CPU, got ",
-                            c.dense.size(1));
           sum_cpu(m, rows);
         }
       }

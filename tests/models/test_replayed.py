@@ -66,7 +66,7 @@ def check_batches(model, exact, handle, allowed):
 class Uncaptured(Graphs):
     """Computes passes as a graph would, from the same rounded inputs, where there is no GPU."""
 
-    def run(self, key, facts, device, make, fill, body, read):
+    def run(self, key, device, make, fill, body, read):
         inputs = make()
         fill(inputs)
         outputs = body(inputs)

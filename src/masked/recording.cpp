@@ -5,6 +5,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/irange.h>
@@ -157,7 +158,12 @@ void Recording::launch(const Launch& launch, char* bytes) const {
   config.hStream = c10::cuda::getCurrentCUDAStream();
   config.attrs = &attribute;
   config.numAttrs = launch.early ? 1 : 0;
-  expect(driver().launch(&config, launch.function, parameters.data(), nullptr), name_, "cuLaunchKernelEx");
+  CUresult status = driver().launch(&config, launch.function, parameters.data(), nullptr);
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // this thread has not used the GPU yet
+    C10_CUDA_CHECK(cudaSetDevice(c10::cuda::current_device()));
+    status = driver().launch(&config, launch.function, parameters.data(), nullptr);
+  }
+  expect(status, name_, "cuLaunchKernelEx");
 }
 
 std::vector<at::Tensor> Recording::run(const c10::ArrayRef<c10::IValue>& arguments, at::Device device) const {

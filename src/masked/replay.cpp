@@ -74,8 +74,10 @@ Key key_of(const Arguments& arguments) {
           std::find(pointers.begin(), pointers.end(), pointer) - pointers.begin();  // two may be the same
       pointers.push_back(pointer);
       const bool aligned = reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
-      key.push_back(t.dim() << 32 | static_cast<int64_t>(t.scalar_type()) << 24 | first << 16 |
-                    int64_t{t.device().index()} << 8 | int64_t{t.is_cuda()} << 1 | aligned);
+      for (const int64_t fact :
+           {t.dim(), int64_t{first}, static_cast<int64_t>(t.scalar_type()), static_cast<int64_t>(t.device().type()),
+            int64_t{t.device().index()}, int64_t{aligned}})
+        key.push_back(fact);
       key.append(t.sizes().begin(), t.sizes().end());
       key.append(t.strides().begin(), t.strides().end());
     } else if (value.isInt()) {

@@ -25,7 +25,7 @@ struct Parameter {
   enum class Kind { pointer, number, descriptor } kind;
   Place place;
   int64_t number = 0, bytes = 8;
-  // Of a descriptor, outermost dimension first, strides in elements; type and swizzle are numbers of CUDA's enums.
+  // A descriptor's fields: outermost dimension first, strides in elements; type and swizzle number CUDA's enumerators.
   int64_t type = 0, swizzle = 0, element_bytes = 0;
   std::vector<int64_t> box = {}, sizes = {}, strides = {};
 };

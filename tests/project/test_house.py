@@ -206,7 +206,7 @@ def test_the_face_of_the_compiled_module_imports_nothing_of_ours():
 
 
 PRIMITIVES = {"glue", "gpu", "cpu"}  # folders of src/ that any other may include
-FAMILIES = {"dense", "rows", "sparse", "attention"}
+FAMILIES = {"dense", "rows", "sparse", "attention", "masked"}
 
 
 def sources() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Passes by CUDA graphs: padded batches and packed texts, beside the optimized model without graphs."""
+"""CUDA graphs of encoders: padded batches and packed texts, compared with the model without graphs."""
 
 import copy
 import pickle

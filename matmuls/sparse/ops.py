@@ -86,7 +86,8 @@ def spmm(
         alpha, beta = number("spmm", "alpha", alpha), number("spmm", "beta", beta)
     plain = out is None and reduce == "sum" and alpha == 1 and not torch.compiler.is_compiling()
     if plain and isinstance(a, SparsePlan):
-        return a._product(b)
+        product = a._again(b)
+        return a._multiply(b) if product is None else product
     pattern, values, shape = _parts("spmm", a)
     check_operands(shape, b, out)
     if b.dim() == 1:
@@ -99,20 +100,6 @@ def spmm(
     if out is not None:
         return default_product_into(out, pattern, values, b, reduce, alpha, beta)
     return default_product(pattern, values, b, reduce, alpha)
-
-
-def linear(a: SparsePlan, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ A^T + bias, [..., M]. x: [..., K]; bias: [M] or None. In 16 bits and without a gradient, a constant plan may
-    add the bias before the sum is rounded."""
-    y = a._varying_linear(x, bias)
-    if y is not None:
-        return y
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = a._linear(rows, bias)
-    if y is None:
-        y = spmm(a, rows.mT).mT
-        y = y if bias is None else y + bias.to(y.dtype)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1) -> torch.Tensor:

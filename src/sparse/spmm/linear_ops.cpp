@@ -1,7 +1,7 @@
 // Operator csr_linear: x A^T + bias for a sparse A [rows, columns] and x [..., columns], with one autograd node.
 //
-// The product is A x^T by csr_spmm. Its B is x^T [columns, n], n the rows of x, copied once and kept for the gradient
-// of the values; the result [rows, n] is transposed while the bias is added.
+// The product is A x^T by csr_spmm. Its B is x^T [columns, n], n the rows of x; the result [rows, n] is transposed while
+// the bias is added.
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -76,20 +76,19 @@ struct LinearFunction : KernelFunction<LinearFunction> {
   static Tensor forward(Context* ctx, const Tensor& values, const Tensor& x, const OptionalTensor& bias,
                         const Pattern& p, int64_t longest, int64_t t_longest) {
     at::AutoDispatchBelowAutograd guard;
-    const Tensor x_t = transposed(x);
     ctx->save_for_backward({p.crow, p.col, p.order, p.t_crow, p.t_col, p.t_order, x.requires_grad() ? values : Tensor(),
-                            values.requires_grad() ? x_t : Tensor()});
+                            values.requires_grad() ? x : Tensor()});
     ctx->saved_data["sizes"] = x.sym_sizes();
     ctx->saved_data["longest"] = longest;
     ctx->saved_data["t_longest"] = t_longest;
     ctx->saved_data["bias"] = bias && bias->requires_grad();
-    return result(product(p, values, x_t, longest, t_longest), x, tensor_or_none(bias));
+    return result(product(p, values, transposed(x), longest, t_longest), x, tensor_or_none(bias));
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
     const auto saved = ctx->get_saved_variables();
     const Pattern p{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
-    const Tensor &values = saved[6], &x_t = saved[7];
+    const Tensor &values = saved[6], &x = saved[7];
     const auto sizes = ctx->saved_data["sizes"].toSymIntVector();
     const int64_t longest = ctx->saved_data["longest"].toInt(), t_longest = ctx->saved_data["t_longest"].toInt();
     const Tensor rows = as_rows(grads[0]);
@@ -97,7 +96,7 @@ struct LinearFunction : KernelFunction<LinearFunction> {
     if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1)) {
       const Tensor g_t = rows.t().contiguous();  // [rows of A, n]
       if (ctx->needs_input_grad(0))
-        grad_values = SddmmOp::call(p.crow, p.col, g_t, x_t.to(g_t.scalar_type()), sizes.back(), 1,
+        grad_values = SddmmOp::call(p.crow, p.col, g_t, transposed(x.to(g_t.scalar_type())), sizes.back(), 1,
                                     none_or_tensor(p.order), none_or_tensor(p.t_crow), none_or_tensor(p.t_col),
                                     none_or_tensor(p.t_order), {}, false, true);
       if (ctx->needs_input_grad(1))

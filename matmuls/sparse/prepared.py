@@ -2,12 +2,14 @@
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from custom_mm import _C
 from custom_mm.indices import version_of
+from custom_mm.kernel_switch import is_any_off
 
 from .csr_pattern import CsrPattern, values_of
 
@@ -176,3 +178,25 @@ class PreparedCalls:
 def watched_of(pattern: CsrPattern) -> list[torch.Tensor]:
     """The indices that a prepared call reads."""
     return [*pattern.tensors, *pattern.block_tensors]
+
+
+# By id: sparse tensors, held weakly, and their products as prepared calls, which live as long.
+_of_tensors: dict[int, tuple[weakref.ref[torch.Tensor], _C.PreparedCalls]] = {}
+
+
+def repeat(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    """A @ b for a sparse tensor by a call that `record` prepared; None if there is none that still holds."""
+    known = _of_tensors.get(id(a))
+    return None if known is None or known[0]() is not a or is_any_off() else known[1](b, a)
+
+
+def record(a: torch.Tensor, op: PreparedOp, values: torch.Tensor, pattern: CsrPattern) -> None:
+    """Prepare `op`, made of the values of a sparse CSR tensor, for the next b of the same shape. It reads the values
+    anew, and holds until the indices are written to or replaced."""
+    if a.layout != torch.sparse_csr or not op.reusable or is_any_off():
+        return
+    known = _of_tensors.get(id(a))
+    if known is None or known[0]() is not a:
+        forget = partial(_of_tensors.pop, id(a))
+        known = _of_tensors[id(a)] = weakref.ref(a, lambda _: forget(None)), _C.PreparedCalls()
+    known[1].bind(*op.call, [a], watched_of(pattern), op.place_of(values))

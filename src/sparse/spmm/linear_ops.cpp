@@ -43,8 +43,10 @@ void check(const Pattern& p, const Tensor& values, const Tensor& x, const Tensor
               "], got ", bias.sym_sizes());
 }
 
+Tensor rows_of(const Tensor& x) { return x.dim() == 2 ? x : as_rows(x); }
+
 // x as B [columns, n] of the product.
-Tensor transposed(const Tensor& x) { return as_rows(x).t().contiguous(); }
+Tensor transposed(const Tensor& x) { return rows_of(x).t().contiguous(); }
 
 // A @ b by csr_spmm. b: [columns of A, n].
 Tensor product(const Pattern& p, const Tensor& values, const Tensor& b, int64_t longest, int64_t t_longest) {
@@ -89,7 +91,7 @@ Tensor csr_linear_cuda(const Tensor& crow, const Tensor& col, const Tensor& valu
   shape.back() = p.rows();
   const Tensor y = at::empty(shape, x.options());
   if (y.numel() > 0)
-    run_few(contiguous(p), values.contiguous(), with_contiguous_rows(as_rows(x)),
+    run_few(contiguous(p), values.contiguous(), with_contiguous_rows(rows_of(x)),
             bias.defined() ? bias.contiguous() : bias, y);
   return y;
 }
@@ -117,7 +119,7 @@ struct LinearFunction : KernelFunction<LinearFunction> {
     const Tensor &values = saved[6], &x = saved[7];
     const auto sizes = ctx->saved_data["sizes"].toSymIntVector();
     const int64_t longest = ctx->saved_data["longest"].toInt(), t_longest = ctx->saved_data["t_longest"].toInt();
-    const Tensor rows = as_rows(grads[0]);
+    const Tensor rows = rows_of(grads[0]);
     Tensor grad_values, grad_x, grad_bias;
     const bool few = rows.is_cuda() && !is_traced(rows) &&
                      are_few(p.nonzeros(), std::max(p.rows(), sizes.back().expect_int()), rows.size(0),
@@ -126,7 +128,7 @@ struct LinearFunction : KernelFunction<LinearFunction> {
       const Tensor g_t = few ? rows.t() : rows.t().contiguous();  // [rows of A, n]
       if (ctx->needs_input_grad(0)) {
         const Tensor like_g = x.to(g_t.scalar_type());
-        grad_values = SddmmOp::call(p.crow, p.col, g_t, few ? as_rows(like_g).t() : transposed(like_g), sizes.back(), 1,
+        grad_values = SddmmOp::call(p.crow, p.col, g_t, few ? rows_of(like_g).t() : transposed(like_g), sizes.back(), 1,
                                     none_or_tensor(p.order), none_or_tensor(p.t_crow), none_or_tensor(p.t_col),
                                     none_or_tensor(p.t_order), {}, false, true);
       }

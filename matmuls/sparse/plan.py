@@ -241,8 +241,10 @@ class SparsePlan:
         return product
 
     def _linear_op(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> PreparedOp | None:
-        """x A^T + bias as one operator; None if a product A @ x^T and a sum after it are the way."""
+        """x A^T + bias as one operator; None if a product A @ x^T and a sum after it, or rows of x, are the way."""
         own, n = self._selector, x.numel() // max(x.shape[-1], 1)
+        if own is not None and own.constant and x.dtype.itemsize == 2 and x.dim() > 2:
+            return None
         op = own and own.linear(values, x, bias)
         is_like = values.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)  # else spmm raises the error
         if op is None and is_like and (own is None or own.is_default(values, n)):
@@ -263,11 +265,10 @@ class SparsePlan:
                 product = op.run()
                 self._prepared.record_linear(op, values, (bias, *watched), self._pattern)
                 return product
-            if x.dim() != 2:
-                rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-                return self._linear(rows, bias).reshape(*x.shape[:-1], self.shape[-2])
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        y = (self @ rows.mT).mT.reshape(*x.shape[:-1], self.shape[-2])
+        if x.dim() != 2:
+            rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+            return self._linear(rows, bias).reshape(*x.shape[:-1], self.shape[-2])
+        y = (self @ x.mT).mT
         return y if bias is None else y + bias.to(y.dtype)
 
     def _expect_same_indices(self, name: str) -> None:

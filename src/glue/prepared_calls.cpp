@@ -70,9 +70,7 @@ struct Seen {
     return tensor.sizes() == sizes && tensor.strides() == strides && tensor.scalar_type() == dtype &&
            tensor.device() == device && tensor.requires_grad() == requires_grad;
   }
-  bool is_unchanged() const {
-    return tensor._version() == version && tensor.const_data_ptr() == data && is_alike();
-  }
+  bool is_unchanged() const { return tensor._version() == version && tensor.const_data_ptr() == data && is_alike(); }
 };
 
 bool is_traced_or_transformed(const Tensor& t) {
@@ -108,8 +106,8 @@ class Matrix {
   }
   static bool is_taken(const Tensor& a) {
     return a.layout() == at::kSparseCsr && a.dim() == 2 && !a.is_inference() && !is_traced_or_transformed(a) &&
-           is_plain(parts(a).compressed_indices()) && is_plain(parts(a).plain_indices()) && is_plain(parts(a).values()) &&
-           parts(a).values().dim() == 1;
+           is_plain(parts(a).compressed_indices()) && is_plain(parts(a).plain_indices()) &&
+           is_plain(parts(a).values()) && parts(a).values().dim() == 1;
   }
 
  private:
@@ -236,8 +234,7 @@ class PreparedCalls {
     const Modes now;
     for (auto call = calls_.begin(); call != calls_.end(); ++call) {
       if (!call->is_for(x, passed, now)) continue;
-      if (!call->is_unchanged() ||
-          (call->matrix && !call->matrix->is_unchanged(THPVariable_Unpack(passed[0])))) {
+      if (!call->is_unchanged() || (call->matrix && !call->matrix->is_unchanged(THPVariable_Unpack(passed[0])))) {
         std::vector<Call> gone;
         take(call, gone);
         return {};
@@ -273,10 +270,9 @@ void define_prepared_calls(py::module_& m) {
       .def("bind", &PreparedCalls::bind, py::arg("name"), py::arg("arguments"), py::arg("at"), py::arg("passed"),
            py::arg("watched"), py::arg("values") = py::none())
       .def("__call__",
-           torch::wrap_pybind_function([](PreparedCalls& self, py::handle x, py::handle first, py::handle second,
-                                          py::handle third, py::handle fourth) {
-             return self(x, {first.ptr(), second.ptr(), third.ptr(), fourth.ptr()});
-           }),
+           torch::wrap_pybind_function(
+               [](PreparedCalls& self, py::handle x, py::handle first, py::handle second, py::handle third,
+                  py::handle fourth) { return self(x, {first.ptr(), second.ptr(), third.ptr(), fourth.ptr()}); }),
            py::arg("x"), py::arg("first"), py::arg("second") = py::none(), py::arg("third") = py::none(),
            py::arg("fourth") = py::none())
       .def(py::pickle([](const PreparedCalls&) { return py::tuple(); },

@@ -13,8 +13,8 @@
 
 namespace matmuls {
 
-// a [batch, rows, n], b [batch, columns, n], contiguous in the last dimension but where noted; out [batch, nonzeros], if summed [1,
-// nonzeros], contiguous.
+// a [batch, rows, n], b [batch, columns, n], contiguous in the last dimension but where noted; out [batch, nonzeros],
+// if summed [1, nonzeros], contiguous.
 struct SddmmCall {
   Pattern pattern;
   at::Tensor a, b, out;
@@ -348,8 +348,8 @@ Tensor sddmm(const Tensor& crow, const Tensor& col, const Tensor& a, const Tenso
   // Few numbers are read where they lie.
   const bool few = a.is_cuda() && batch == 1 && !selected.defined() && are_few(p.nonzeros(), a.size(-1));
   const auto by_rows = [&](const Tensor& t) { return as_batch(few ? t : with_contiguous_rows(t), lead, batch, 2); };
-  run({readable(kOp, p, columns.expect_int()), by_rows(a), by_rows(b), out.view({summed ? 1 : batch, p.nonzeros()}), alpha,
-       selected.defined() ? as_batch(selected, lead, batch, 2).contiguous() : selected, by_column, summed});
+  run({readable(kOp, p, columns.expect_int()), by_rows(a), by_rows(b), out.view({summed ? 1 : batch, p.nonzeros()}),
+       alpha, selected.defined() ? as_batch(selected, lead, batch, 2).contiguous() : selected, by_column, summed});
   return out;
 }
 

@@ -8,7 +8,7 @@ import torch
 from common.choice_cases import draw
 from custom_mm import _C, explain, kernel_switch, only_kernel, without_kernels
 from matmuls import device as limits
-from matmuls import plan, sparse, spmm
+from matmuls import plan, spmm
 from matmuls.sparse import default_spmm, layouts, names, select, selector
 
 KERNELS = kernel_switch.FAMILIES["sparse products"].kernels

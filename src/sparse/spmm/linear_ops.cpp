@@ -1,7 +1,7 @@
 // Operator csr_linear: x A^T + bias for a sparse A [rows, columns] and x [..., columns], with one autograd node.
 //
-// The product is A x^T by csr_spmm. Its B is x^T [columns, n], n the rows of x; the result [rows, n] is transposed while
-// the bias is added. On a GPU, few operands (few.h) take one kernel forward and one for each gradient.
+// The product is A x^T by csr_spmm. Its B is x^T [columns, n], n the rows of x; the result [rows, n] is transposed
+// while the bias is added. On a GPU, few operands (few.h) take one kernel forward and one for each gradient.
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

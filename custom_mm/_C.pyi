@@ -58,7 +58,7 @@ class PreparedCalls:
         """Prepares a call that has just been made; argument `at` is the open one. Does nothing under autocast and
         during a capture.
 
-        passed: what the caller passes with each call, at most 4. watched: tensors that must not be written to. The
+        passed: what is given again with each call, at most 4. watched: tensors that must not be written to. The
         prepared call is valid while these are as they were, while nothing among the arguments changes but its numbers,
         and while the same tensors require a gradient. values: passed[0] is a sparse CSR tensor, which is not kept alive
         and whose values take this place among the arguments."""
@@ -66,7 +66,7 @@ class PreparedCalls:
     def __call__(
         self,
         x: object,
-        first: Tensor,
+        first: Tensor | None,
         second: Tensor | None = None,
         third: Tensor | None = None,
         fourth: Tensor | None = None,

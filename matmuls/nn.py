@@ -389,8 +389,8 @@ class SparseLinear(nn.Module):
         return made if made._prepared.values is values else made.update(values)
 
     def forward(self, x: Tensor) -> Tensor:
-        compiling = is_compiling()
-        calls = None if self._plan is None or compiling else self._plan[3]._prepared.linear
+        compiling, known = is_compiling(), self._plan
+        calls = None if known is None or compiling else known[3]._prepared.linear
         if calls is not None:
             own, buffers = self._parameters, self._buffers
             y = calls(x, own.get("values"), own.get("bias"), buffers["offsets"], buffers["columns"])

@@ -214,7 +214,7 @@ class SparsePlan:
         made._prepared.values_shape = self._prepared.values_shape
         return made
 
-    def _again(self, b: torch.Tensor) -> torch.Tensor | None:
+    def _again(self, b: object) -> torch.Tensor | None:
         """A @ b by a call prepared before; None if there is none that still holds."""
         return None if is_compiling() else self._prepared.repeat(b)
 
@@ -245,7 +245,7 @@ class SparsePlan:
         own, n = self._selector, x.numel() // max(x.shape[-1], 1)
         if own is not None and own.constant and x.dtype.itemsize == 2 and x.dim() > 2:
             return None
-        op = own and own.linear(values, x, bias)
+        op = None if own is None else own.linear(values, x, bias)
         is_like = values.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)  # else spmm raises the error
         if op is None and is_like and (own is None or own.is_default(values, n)):
             op = linear_op(self._pattern, values, x, bias)

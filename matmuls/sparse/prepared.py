@@ -98,7 +98,7 @@ class PreparedCalls:
         """The values for the next product. Those of `source` are taken each time: a graph runs backward only once."""
         return self.values if self.source is None else values_of(self.source)
 
-    def repeat(self, b: torch.Tensor) -> torch.Tensor | None:
+    def repeat(self, b: object) -> torch.Tensor | None:
         """A @ b by a call prepared before; None if there is none that still holds."""
         if self.products is None or (self._apart and self.changed_origin() is not None):
             return None
@@ -124,8 +124,8 @@ class PreparedCalls:
     def record_linear(
         self, op: PreparedOp, values: torch.Tensor, passed: Sequence[torch.Tensor | None], pattern: CsrPattern
     ) -> None:
-        """Prepare `op`, made of `values`, for the next x of the same shape. passed: what the caller passes beside the
-        values: the bias, and tensors that must not be written to."""
+        """Prepare `op`, made of `values`, for the next x of the same shape. passed: what is
+        given again with each call: the bias, and tensors that must not be written to."""
         if op.reusable and self.source is None:
             self.linear = self.linear or _C.PreparedCalls()
             beside = [t for t in passed[1:] if t is not None]
@@ -184,16 +184,16 @@ def watched_of(pattern: CsrPattern) -> list[torch.Tensor]:
 _of_tensors: dict[int, tuple[weakref.ref[torch.Tensor], _C.PreparedCalls]] = {}
 
 
-def repeat(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+def repeat(a: object, b: torch.Tensor) -> torch.Tensor | None:
     """A @ b for a sparse tensor by a call that `record` prepared; None if there is none that still holds."""
     known = _of_tensors.get(id(a))
     return None if known is None or known[0]() is not a or is_any_off() else known[1](b, a)
 
 
-def record(a: torch.Tensor, op: PreparedOp, values: torch.Tensor, pattern: CsrPattern) -> None:
+def record(a: object, op: PreparedOp, values: torch.Tensor, pattern: CsrPattern) -> None:
     """Prepare `op`, made of the values of a sparse CSR tensor, for the next b of the same shape. It reads the values
     anew, and holds until the indices are written to or replaced."""
-    if a.layout != torch.sparse_csr or not op.reusable or is_any_off():
+    if not isinstance(a, torch.Tensor) or a.layout != torch.sparse_csr or not op.reusable or is_any_off():
         return
     known = _of_tensors.get(id(a))
     if known is None or known[0]() is not a:

@@ -32,7 +32,7 @@ using at::Tensor;
 using torch::jit::Stack;
 
 constexpr size_t kMost = 16;   // prepared calls kept, the most recent ones
-constexpr size_t kPassed = 4;  // tensors that a caller passes beside the open one, at most
+constexpr size_t kPassed = 4;  // tensors given again with each call, at most
 
 // State, apart from the arguments, that decides the path of a call through the dispatcher.
 struct Modes {
@@ -121,8 +121,7 @@ class Matrix {
   Seen crow_, col_;
 };
 
-// What the caller passes beside the open tensor. Those that are prepared are kept alive, so that the address of the
-// Python object tells them.
+// Python objects given with a call. Those it was prepared with are kept alive, so that their addresses tell them.
 using Passed = std::array<PyObject*, kPassed>;
 
 struct Call {

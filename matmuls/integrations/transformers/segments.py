@@ -21,19 +21,56 @@ class Unpackable(Exception):
 
 
 class Segments:
-    """The lengths of packed texts, fastest if equal ones are adjacent. With each goes whether the text begins with a
-    hidden token: none of its tokens sees it, and its own state is wanted."""
+    """The lengths of packed texts. With each goes whether the text begins with a hidden token: none of its tokens sees
+    it, and its own state is wanted.
 
-    def __init__(self, texts: Sequence[tuple[int, bool]], device: torch.device) -> None:
-        self.groups = [(*text, len(list(some))) for text, some in groupby(texts)]
-        self.longest = max(length for length, _ in texts)
-        self.starts = torch.tensor([0, *(length for length, _ in texts)], device=device).cumsum(0, dtype=torch.int32)
+    A text of n tokens with a hidden one, from row r of the packed tokens, is two segments of attention: the key r
+    without queries, and the queries from r to r + n with the keys from r + 1 to r + n.
+    """
+
+    def __init__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        longest: int,
+        groups: Sequence[tuple[int, bool, int]] = (),
+    ) -> None:
+        """queries, keys: [segments + 1] int32, where each segment begins. groups: length, hidden and number of adjacent
+        equal texts, for attention without a kernel for segments."""
+        self.queries, self.keys, self.longest, self.groups = queries, keys, longest, groups
+
+    @classmethod
+    def of(cls, texts: Sequence[tuple[int, bool]], device: torch.device) -> "Segments":
+        """Of lengths on the host; attention is fastest if equal texts are adjacent."""
+        queries, keys = cls.starts(texts, any(hidden for _, hidden in texts)).to(device).unbind(0)
+        groups = [(*text, len(list(some))) for text, some in groupby(texts)]
+        return cls(queries, keys, max(length for length, _ in texts), groups)
+
+    @staticmethod
+    def starts(texts: Sequence[tuple[int, bool]], hidden: bool) -> Tensor:
+        """[2, segments + 1] int32, queries and keys. Without hidden there is one segment for each text."""
+        lengths, first = torch.tensor(texts, dtype=torch.int32).unbind(1)
+        if hidden:
+            return Segments._pairs(lengths, first)
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)]).expand(2, -1)
+
+    @classmethod
+    def on_device(cls, lengths: Tensor, hidden: Tensor, longest: int) -> "Segments":
+        """Of lengths [texts], and whether each begins with a hidden token [texts], that the host does not read."""
+        return cls(*cls._pairs(lengths, hidden).unbind(0), longest)
+
+    @staticmethod
+    def _pairs(lengths: Tensor, hidden: Tensor) -> Tensor:
+        ends = lengths.cumsum(0)
+        begins = ends - lengths
+        starts = torch.stack([torch.stack([begins, begins + hidden]), ends.expand(2, -1)], -1).flatten(1)
+        return torch.cat([starts.new_zeros(2, 1), starts], 1).int()
 
     def attend(self, qkv: Tensor, scale: float) -> Tensor:
         """The context [1, T, H * D] of q, k and v [3, 1, H, T, D]."""
-        if qkv.is_cuda and _has_varlen(qkv.device, qkv.dtype, qkv.size(-1)) and not any(h for _, h, _ in self.groups):
+        if qkv.is_cuda and _has_varlen(qkv.device, qkv.dtype, qkv.size(-1)):
             q, k, v = qkv[:, 0].transpose(1, 2)
-            y = varlen_attn(q, k, v, self.starts, self.starts, self.longest, self.longest, scale=scale)
+            y = varlen_attn(q, k, v, self.queries, self.keys, self.longest, self.longest, scale=scale)
             return y.flatten(1)[None]
         pieces, start = [], 0
         for length, hidden, count in self.groups:

@@ -54,6 +54,8 @@ class PreparedCalls:
         passed: Sequence[Tensor | None],
         watched: Sequence[Tensor],
         values: int | None = None,
+        rows_of: Tensor | None = None,
+        transposed: bool = False,
     ) -> None:
         """Prepares a call that has just been made; argument `at` is the open one. Does nothing under autocast and
         during a capture.
@@ -61,7 +63,9 @@ class PreparedCalls:
         passed: what is given again with each call, at most 4. watched: tensors that must not be written to. The
         prepared call is valid while these are as they were, while nothing among the arguments changes but its numbers,
         and while the same tensors require a gradient. values: passed[0] is a sparse CSR tensor, which is not kept alive
-        and whose values take this place among the arguments."""
+        and whose values take this place among the arguments. rows_of: x [..., K], if the
+        argument is its rows, or with `transposed` those transposed; the call then gives the operator's result, or with
+        `transposed` that transposed plus passed[1], in the shape of x."""
 
     def __call__(
         self,

@@ -226,11 +226,17 @@ def sparse_attention(
         raise RuntimeError(f"sparse_attention: expected q, k and v of at least two dimensions, got {shapes}")
     ready = pattern if isinstance(pattern, SparsePlan) else plan_of("sparse_attention", pattern, tuned=False)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
-    # float16 ends at 65504, scores of long vectors do not: they are divided by 16, which rounds alike.
-    scores = sddmm(q, k.mT, ready, alpha=scale / 16)
+    if isinstance(scale, torch.Tensor):
+        scale = number("sparse_attention", "a scale", scale)
+    if not is_compiling():
+        ready._expect_same_indices("sparse_attention")
     csr = ready._pattern
-    probabilities = sparse_softmax(scores, ready, scale=16.0).to(v.dtype)
+    x, y = (folded("sddmm", csr, ready.shape[:-2], *side) for side in ((q, "a"), (k, "b, transposed,")))
     value = folded("sparse_attention", csr, ready.shape[:-2], v, "v")
+    gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    # float16 ends at 65504, scores of long vectors do not: they are divided by 16, which rounds alike.
+    scores = _sddmm(csr.crow, csr.col, x, y, csr.columns, scale / 16, *csr.arguments(gradient))
+    probabilities = _softmax(csr.crow, scores, 16.0, csr.order).to(v.dtype)
     result = default_product(csr, probabilities, value)
     return result if csr.batch is None else result.view(*ready.shape[:-1], v.shape[-1])
 

@@ -150,11 +150,9 @@ class SparsePlan:
             expected = f"x of shape [..., {self.shape[-2]}] for x @ A with A of shape {list(self.shape)}"
             raise RuntimeError(f"spmm: expected {expected}, got {list(x.shape)}")
         t = self.mT
-        if x.dim() == 1:
-            return t @ x
-        if self._pattern.batch is not None:
+        if self._pattern.batch is not None and x.dim() > 1:
             return (t @ x.mT).mT
-        return t._linear(x, None)
+        return t @ x if x.dim() == 1 else t._linear(x, None)
 
     @property
     def T(self) -> "SparsePlan":
@@ -227,24 +225,25 @@ class SparsePlan:
         if hasattr(b, "placements"):
             return product_of_dtensor(self, b)
         if b.dim() == 1:
-            op = self._linear_op(values, b, None) if selected and b.shape == self.shape[-1:] else None
-            if op is None:
+            if not selected or b.shape != self.shape[-1:] or not (op := self._linear_op(values, b, None)):
                 return (self @ b.unsqueeze(-1)).squeeze(-1)
         elif self._pattern.batch is not None:
             return multiply_batch(self._pattern, values, self.shape, b)
         elif not selected:
             return default_product(self._pattern, values, b)
         else:
-            op = (self._selector and self._selector.call(values, b)) or default_op(self._pattern, values, b)
+            op = self._op(values, b)
         product = op.run()
         self._prepared.record(op, values, self._pattern)
         return product
 
+    def _op(self, values: torch.Tensor, b: torch.Tensor) -> PreparedOp:
+        """A @ b by the fastest candidate."""
+        return (self._selector and self._selector.call(values, b)) or default_op(self._pattern, values, b)
+
     def _linear_op(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> PreparedOp | None:
-        """x A^T + bias as one operator; None if a product A @ x^T and a sum after it, or rows of x, are the way."""
+        """x A^T + bias as one operator; None if a product A @ x^T and a sum after it are the way."""
         own, n = self._selector, x.numel() // max(x.shape[-1], 1)
-        if own is not None and own.constant and x.dtype.itemsize == 2 and x.dim() > 2:
-            return None
         op = None if own is None else own.linear(values, x, bias)
         is_like = values.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)  # else spmm raises the error
         if op is None and is_like and (own is None or own.is_default(values, n)):
@@ -254,22 +253,25 @@ class SparsePlan:
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None, *watched: torch.Tensor) -> torch.Tensor:
         """x A^T + bias, [..., M]. x: [..., K]; bias: [M] or None. In 16 bits and without a gradient, a constant plan
         may add the bias before the sum is rounded. watched: as PreparedCalls.record_linear takes them."""
-        if not is_compiling():
-            product = self._prepared.repeat_linear(x, bias, *watched)
-            if product is not None:
-                return product
-            self._expect_same_indices("spmm")
-            values = self.values
-            op = None if hasattr(x, "placements") else self._linear_op(values, x, bias)
-            if op is not None:
-                product = op.run()
-                self._prepared.record_linear(op, values, (bias, *watched), self._pattern)
-                return product
-        if x.dim() != 2:
-            rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-            return self._linear(rows, bias).reshape(*x.shape[:-1], self.shape[-2])
-        y = (self @ x.mT).mT
-        return y if bias is None else y + bias.to(y.dtype)
+        rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        if is_compiling() or hasattr(x, "placements"):
+            y = (self @ rows.mT).mT
+            return (y if bias is None else y + bias.to(y.dtype)).reshape(*x.shape[:-1], self.shape[-2])
+        product = self._prepared.repeat_linear(x, bias, *watched)
+        if product is not None:
+            return product
+        self._expect_same_indices("spmm")
+        values = self.values
+        op = self._linear_op(values, rows, bias)
+        transposed = op is None
+        op = op or self._op(values, rows.mT)
+        y = op.run()
+        if transposed:
+            y = y.mT if bias is None else y.mT + bias.to(y.dtype)
+        if not transposed or bias is None or bias.dtype == y.dtype:
+            rows_of = x if transposed or x.dim() != 2 else None
+            self._prepared.record_linear(op, values, (bias, *watched), self._pattern, rows_of, transposed)
+        return y.reshape(*x.shape[:-1], self.shape[-2])
 
     def _expect_same_indices(self, name: str) -> None:
         """ValueError if the sparse tensor was written to and has other indices: they share a version with its values,

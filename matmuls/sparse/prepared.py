@@ -122,14 +122,21 @@ class PreparedCalls:
             calls.bind(*op.call, [self.source], watched_of(pattern), op.place_of(values))
 
     def record_linear(
-        self, op: PreparedOp, values: torch.Tensor, passed: Sequence[torch.Tensor | None], pattern: CsrPattern
+        self,
+        op: PreparedOp,
+        values: torch.Tensor,
+        passed: Sequence[torch.Tensor | None],
+        pattern: CsrPattern,
+        rows_of: torch.Tensor | None,
+        transposed: bool,
     ) -> None:
-        """Prepare `op`, made of `values`, for the next x of the same shape. passed: what is
-        given again with each call: the bias, and tensors that must not be written to."""
+        """Prepare `op`, made of `values`, for the next x of the same shape. passed: what is given again with each call:
+        the bias, and tensors that must not be written to. rows_of: x, if op takes its rows, or those transposed; the
+        bias is added to a transposed result."""
         if op.reusable and self.source is None:
             self.linear = self.linear or _C.PreparedCalls()
             beside = [t for t in passed[1:] if t is not None]
-            self._bind(self.linear, op, [values, *passed], beside, pattern)
+            self._bind(self.linear, op, [values, *passed], beside, pattern, rows_of, transposed)
 
     def _bind(
         self,
@@ -138,11 +145,13 @@ class PreparedCalls:
         passed: list[torch.Tensor | None],
         watched: list[torch.Tensor],
         pattern: CsrPattern,
+        rows_of: torch.Tensor | None = None,
+        transposed: bool = False,
     ) -> None:
         if not op.reads_values or self._origin is not None:  # a write to `origin` calls for a look at its indices
             fixed = (t for i, t in enumerate(op.arguments) if i != op.b_index and isinstance(t, torch.Tensor))
             watched = [*watched, *fixed, self.values]
-        calls.bind(*op.call, passed, [*watched, *watched_of(pattern)])
+        calls.bind(*op.call, passed, [*watched, *watched_of(pattern)], None, rows_of, transposed)
 
     def changed_origin(self) -> tuple[torch.Tensor, State] | None:
         """The sparse tensor and its state, if it changed since its indices were last compared with the pattern."""

@@ -193,7 +193,7 @@ class Selector:
         product is faster, and for values that may change."""
         given = (values, x) if bias is None else (values, x, bias)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        if not self.constant or recording or torch.are_deterministic_algorithms_enabled() or x.dim() < 2:
+        if not self.constant or recording or torch.are_deterministic_algorithms_enabled() or x.dim() != 2:
             return None
         dtype, device, eights = x.dtype, x.device, -(-x.shape[0] // 8)
         if dtype.itemsize != 2 or any(t.dtype != dtype or t.device != device for t in given):

@@ -137,6 +137,8 @@ struct Call {
   Passed passed;
   std::vector<Seen> alike, watched;
   std::optional<Matrix> matrix;  // passed[0], whose identity the caller checks
+  bool of_rows, transposed;      // the operator takes the rows of x, or those transposed, and gives its result as well
+  Tensor bias;                   // added to a transposed result; may be undefined
 
   bool is_for(const Tensor& x, const Passed& given, const Modes& now) const {
     const size_t first = matrix ? 1 : 0;
@@ -169,16 +171,24 @@ Passed passed_of(const py::sequence& given) {
   return passed;
 }
 
+// The rows y in the shape of x but for its last dimension.
+Tensor in_shape_of(const Tensor& x, const Tensor& y) {
+  at::DimVector shape(x.sizes());
+  shape.back() = y.size(1);
+  return y.reshape(shape);
+}
+
 class PreparedCalls {
  public:
   void bind(const std::string& name, const py::sequence& arguments, size_t at, const py::sequence& passed,
-            const std::vector<Tensor>& watched, std::optional<size_t> values) {
+            const std::vector<Tensor>& watched, std::optional<size_t> values, const OptionalTensor& rows_of,
+            bool transposed) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
     const auto& expected = op.schema().arguments();
     Stack stack;
     for (size_t i = 0; i < expected.size(); ++i)
       stack.push_back(i < arguments.size() ? value_of(arguments[i], expected[i]) : expected[i].default_value().value());
-    const Tensor x = std::exchange(stack.at(at), c10::IValue()).toTensor();
+    const Tensor operand = std::exchange(stack.at(at), c10::IValue()).toTensor(), x = rows_of.value_or(operand);
     Passed objects = passed_of(passed);
     std::optional<Matrix> matrix;
     if (values) {
@@ -219,7 +229,10 @@ class PreparedCalls {
               objects,
               {alike.begin(), alike.end()},
               {watched.begin(), watched.end()},
-              std::move(matrix)};
+              std::move(matrix),
+              rows_of.has_value(),
+              transposed,
+              transposed && objects[1] != Py_None ? THPVariable_Unpack(objects[1]) : Tensor()};
     std::vector<Call> gone;  // freed after calls_ is consistent again: freeing a tensor may release the GIL
     for (auto other = calls_.begin(); other != calls_.end();)
       other = other->is_for(x, objects, call.modes) || !other->is_unchanged() ? take(other, gone) : other + 1;
@@ -240,12 +253,18 @@ class PreparedCalls {
       }
       if (is_capturing(call->device)) return {};
       Stack stack = call->arguments;
-      stack[call->at] = x;
+      c10::IValue& open = stack[call->at];
       if (call->matrix) stack[call->matrix->place()] = Matrix::values(THPVariable_Unpack(passed[0]));
       const auto op = call->op;
+      const bool of_rows = call->of_rows, transposed = call->transposed;
+      const Tensor bias = call->bias;
       const py::gil_scoped_release no_gil;  // other threads may call bind() from here on
+      open = of_rows ? as_rows(x) : x;
+      if (transposed) open = open.toTensor().t();
       op.callBoxed(stack);
-      return std::move(stack.at(0)).toTensor();
+      Tensor y = std::move(stack.at(0)).toTensor();
+      if (transposed) y = bias.defined() ? y.t() + bias : y.t();
+      return of_rows ? in_shape_of(x, y) : y;
     }
     return {};
   }
@@ -267,7 +286,8 @@ void define_prepared_calls(py::module_& m) {
   py::class_<PreparedCalls>(m, "PreparedCalls")
       .def(py::init())
       .def("bind", &PreparedCalls::bind, py::arg("name"), py::arg("arguments"), py::arg("at"), py::arg("passed"),
-           py::arg("watched"), py::arg("values") = py::none())
+           py::arg("watched"), py::arg("values") = py::none(), py::arg("rows_of") = py::none(),
+           py::arg("transposed") = false)
       .def("__call__",
            torch::wrap_pybind_function(
                [](PreparedCalls& self, py::handle x, py::handle first, py::handle second, py::handle third,

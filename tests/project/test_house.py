@@ -80,7 +80,7 @@ MAY_IMPORT = {
     "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
     "sparse.spgemm_plan": {f"sparse.{m}" for m in ("csr_pattern", "plan", "spgemm")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan", "prepared")},
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},
     "distributed.group": set(),
     "distributed.part": {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "names", "plan", "selector")},

@@ -171,7 +171,7 @@ def main() -> None:
     rows = single_calls()
     whole = next(r for r in rows if (r["batch"], r["length"], r["half_padded"]) == (32, 512, False))
     speed = 32 * 512 / whole["throughput_seconds"]["matmuls"]
-    found = {"environment": bench.environment("cuda") | {"command": "python benchmarks/encoders.py OUT"}, "calls": rows}
+    found = {"environment": bench.environment("cuda") | {"command": "python benchmarks/encoders.py OUT"}, "rows": rows}
     target = options.out / "cuda/encoders.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     files.write(target, json.dumps(found, indent=1) + "\n")

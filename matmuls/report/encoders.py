@@ -71,11 +71,13 @@ def page(results: Results) -> Page:
 def _calls(page: Page, run: Run) -> None:
     page.heading("Single calls of BERT base, as called")
     page.say(
-        "The tables have the wall clock of `model(**batch)` in bfloat16 with the host included, in ms: lower is better. "
-        "*optimized* is the model after `optimize(model)`, which captures CUDA graphs. *compiled* is "
-        '`torch.compile(model)`, for the small batches with `mode="reduce-overhead"` (CUDA graphs). *sdpa* is the stock '
-        "model. *alone* is one call, with the GPU idle before it; *in a row* is one of many calls. *first* is the first "
-        "call of its shape, in seconds. *half* batches are padded; about half of their tokens are hidden.",
+        "The table has the wall clock of `model(**batch)` in bfloat16 with the host included, in ms: lower is better.",
+        "*optimized* is the model after `optimize(model)`, which captures CUDA graphs.",
+        '*compiled* is `torch.compile(model)`; small batches have `mode="reduce-overhead"` (CUDA graphs).',
+        "*sdpa* is the stock model.",
+        "*alone* is one call, with the GPU idle before it; *in a row* is one of many calls.",
+        "*first* is the first call of its shape, in seconds.",
+        "*half* batches are padded: about half of their tokens are hidden.",
     )
     ways = {"optimized": "matmuls", "compiled": "compiled", "sdpa": "sdpa"}
     rows, ratios = [], []
@@ -102,11 +104,12 @@ def _encode(page: Page, found: dict[str, Any]) -> None:
     page.heading("Texts with sentence-transformers, on a GPU")
     tokens, seconds = found["tokens"], found["seconds"]
     page.say(
-        f"`SentenceTransformer.encode` of {found['texts']:,} docstrings ({tokens:,} tokens) with BERT base in bfloat16, "
-        "by the stock model at several batch sizes, by the stock model after `model.compile(dynamic=True)`, and after "
-        "`optimize`, in the same run as above.",
-        f"The tokenizer alone handles {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand tokens a second there, "
-        f"and the optimized model {found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in batches of 32 x 512.",
+        f"`SentenceTransformer.encode` ran on {found['texts']:,} docstrings ({tokens:,} tokens) with BERT base in "
+        "bfloat16, in the same run as above: the stock model at several batch sizes, the stock model after "
+        "`model.compile(dynamic=True)`, and the model after `optimize`.",
+        f"The tokenizer alone handles {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand tokens a second there.",
+        f"The optimized model handles {found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in batches of "
+        "32 x 512.",
         "*error* is the distance to the vectors of the float32 model, relative to their length, as root mean square.",
     )
     names = {"matmuls": "optimized"}

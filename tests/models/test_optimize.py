@@ -37,11 +37,13 @@ def test_agrees_with_stock(name, padded, attention, chunk_bytes, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_dtypes(dtype, device):
-    model = model_of("bert", device, dtype)
+@pytest.mark.parametrize("name", KNOWN)
+def test_dtypes(name, dtype, device):
+    model = model_of(name, device, dtype)
     model.set_attn_implementation("custom_mm")
     optimize(model)
-    verify(model, batch_of(model, padded=True))
+    rough = dtype == torch.float64 and name != "bert"  # eager attention of some takes the softmax in float32
+    verify(model, batch_of(model, padded=True), tolerance=1e-6 if rough else None)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +76,9 @@ def test_layers_run_as_planned(monkeypatch):
         assert calls == ["_product", "_product", "layer_norm_", "_product", "_product", "layer_norm_"] * 2
 
 
-def test_undo_restores_bit_for_bit():
-    model = model_of("bert")
+@pytest.mark.parametrize("name", KNOWN)
+def test_undo_restores_bit_for_bit(name):
+    model = model_of(name)
     batch = batch_of(model)
     before, objects = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
     stock, modules = hidden(model, batch), dict(model.named_modules())

@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from common.model_cases import MODELS, SMALL, batch_of, model_of  # noqa: E402
-from common.optimize_cases import KNOWN, hidden  # noqa: E402
+from common.optimize_cases import KNOWN, TEXTS, hidden  # noqa: E402
 from matmuls.integrations.transformers import (  # noqa: E402
     can_pack,
     encode_tokens,
@@ -21,7 +21,6 @@ from matmuls.integrations.transformers import (  # noqa: E402
 from matmuls.integrations.transformers import packed as module_under_test  # noqa: E402
 
 register()
-TEXTS = [name for name in KNOWN if name not in ("vit", "bert decoder")]
 LENGTHS = [3, 9, 1, 5, 9, 2]
 HIDDEN = {  # columns that are hidden, for each of six texts
     "right": [range(n, 9) for n in LENGTHS],
@@ -234,7 +233,7 @@ def test_padded_where_the_call_needs_it(packs):
     assert not packs
 
 
-@pytest.mark.parametrize("name", ["bert decoder", "vit"])
+@pytest.mark.parametrize("name", [name for name in KNOWN if name not in TEXTS])
 def test_models_that_cannot_be_packed(name, packs):
     model = model_of(name)
     batch = batch_of(model, padded=True)

@@ -1,6 +1,6 @@
 """The encoder layers that `optimize` knows: where each family keeps the parts of a layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -10,13 +10,18 @@ class Family:
     """The attribute paths of a layer's parts: q, k and v start at its attention, the others at the layer."""
 
     attention: str
-    qkv: tuple[str, str, str]
+    qkv: tuple[str, ...]  # three linears, or one whose rows are those of q, k and v
     projection: str
     norms: tuple[str, str]
-    up: str
+    up: tuple[str, ...]  # with a gate: the linear under the activation and the other, or one with the rows of both
     activation: str
     down: str
     norm_first: bool = False
+    gated: bool = False  # down(activation(first) * second)
+    scales: tuple[str, ...] = ()  # modules whose lambda1 multiplies what attention and feed-forward add
+    scaling: str = "scaling"  # the attention's attribute with the factor of the scores
+    clamped: bool = False  # float16 results stay finite
+    other: "Family | None" = None  # another form of the same class
 
 
 BERT = Family(
@@ -24,11 +29,34 @@ BERT = Family(
     qkv=("query", "key", "value"),
     projection="attention.output.dense",
     norms=("attention.output.LayerNorm", "output.LayerNorm"),
-    up="intermediate.dense",
+    up=("intermediate.dense",),
     activation="intermediate.intermediate_act_fn",
     down="output.dense",
 )
-NAMES = ("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "ALBERT", "ViT")
+VIT = Family(
+    attention="attention",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    projection="attention.o_proj",
+    norms=("layernorm_before", "layernorm_after"),
+    up=("mlp.fc1",),
+    activation="mlp.activation_fn",
+    down="mlp.fc2",
+    norm_first=True,
+)
+SWIGLU = {"up": ("mlp.gate_proj", "mlp.up_proj"), "activation": "mlp.act_fn", "down": "mlp.down_proj", "gated": True}
+DINOV2 = replace(VIT, norms=("norm1", "norm2"), scales=("layer_scale1", "layer_scale2"))
+DINOV2 = replace(DINOV2, other=replace(DINOV2, **SWIGLU))
+CLIP = replace(
+    VIT,
+    attention="self_attn",
+    projection="self_attn.out_proj",
+    norms=("layer_norm1", "layer_norm2"),
+    scaling="scale",
+)
+NAMES = (
+    *("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "ALBERT"),
+    *("ViT", "DeiT", "DINOv2", "CLIP", "SigLIP", "Whisper"),
+)
 FAMILIES = {  # by the model's folder in transformers and the layer's class
     **{f"{name.lower()}.{name}Layer": BERT for name in ("Bert", "Camembert", "Electra", "Roberta")},
     "xlm_roberta.XLMRobertaLayer": BERT,
@@ -37,7 +65,7 @@ FAMILIES = {  # by the model's folder in transformers and the layer's class
         qkv=("q_lin", "k_lin", "v_lin"),
         projection="attention.out_lin",
         norms=("sa_layer_norm", "output_layer_norm"),
-        up="ffn.lin1",
+        up=("ffn.lin1",),
         activation="ffn.activation",
         down="ffn.lin2",
     ),
@@ -46,27 +74,46 @@ FAMILIES = {  # by the model's folder in transformers and the layer's class
         qkv=("query", "key", "value"),
         projection="attention.dense",
         norms=("attention.LayerNorm", "full_layer_layer_norm"),
-        up="ffn",
+        up=("ffn",),
         activation="activation",
         down="ffn_output",
     ),
-    "vit.ViTLayer": Family(
-        attention="attention",
-        qkv=("q_proj", "k_proj", "v_proj"),
-        projection="attention.o_proj",
-        norms=("layernorm_before", "layernorm_after"),
-        up="mlp.fc1",
-        activation="mlp.activation_fn",
-        down="mlp.fc2",
-        norm_first=True,
+    "vit.ViTLayer": VIT,
+    "deit.DeiTLayer": VIT,
+    "dinov2.Dinov2Layer": DINOV2,
+    "dinov2_with_registers.Dinov2WithRegistersLayer": DINOV2,
+    "clip.CLIPEncoderLayer": CLIP,
+    "siglip.SiglipEncoderLayer": CLIP,
+    "whisper.WhisperEncoderLayer": replace(
+        CLIP,
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        up=("fc1",),
+        activation="activation_fn",
+        down="fc2",
+        scaling="scaling",
+        clamped=True,
     ),
 }
-MODELS = {  # models that pass the embeddings, and each layer's output, only to the next layer
-    *(f"{name.lower()}.{name}Model" for name in ("Bert", "Camembert", "Electra", "Roberta")),
-    "xlm_roberta.XLMRobertaModel",
-    "distilbert.DistilBertModel",
-    "albert.AlbertModel",
+TEXTS = {  # models that pass the embeddings, and each layer's output, only to the next layer, by their word embeddings
+    **{f"{name.lower()}.{name}Model": "word_embeddings" for name in ("Bert", "Camembert", "Electra", "Roberta")},
+    "xlm_roberta.XLMRobertaModel": "word_embeddings",
+    "distilbert.DistilBertModel": "word_embeddings",
+    "albert.AlbertModel": "word_embeddings",
+}
+UNPACKED = {  # such models of texts whose padding cannot be left out, and why
+    "clip.CLIPTextModel": "is causal",
+    "siglip.SiglipTextModel": "pools the last token, padding or not",
+}
+MODELS = {
+    *TEXTS,
+    *UNPACKED,
     "vit.ViTModel",
+    "deit.DeiTModel",
+    "dinov2.Dinov2Model",
+    "dinov2_with_registers.Dinov2WithRegistersModel",
+    "clip.CLIPVisionModel",
+    "siglip.SiglipVisionModel",
+    "whisper.WhisperEncoder",
 }
 
 

@@ -57,7 +57,7 @@ class Optimized:
             for module in (layer, plan.attention):
                 if _is_ours(module):
                     _remove(module)
-            for linear in plan.qkv:
+            for linear in plan.joined:
                 for parameter in linear.parameters():
                     parameter.data = parameter.data.clone()
             del self.layers[name]
@@ -122,7 +122,7 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | 
         if isinstance(plan, str):
             handle.left[name] = f"{type(layer).__name__} ({plan})"
             continue
-        for parameters in ([m.weight for m in plan.qkv], [m.bias for m in plan.qkv]):
+        for parameters in ([m.weight for m in plan.joined], [m.bias for m in plan.joined]):
             _lay_together(parameters)
         _install(layer, partial(_layer, layer, plan))
         _install(plan.attention, partial(_attention, plan.attention, plan))
@@ -177,7 +177,7 @@ def _lay_together(parameters: list[Tensor | None]) -> None:
     """Moves parameters of one shape next to each other in one storage; they stay the same objects. Skips parameters
     that share memory with others or must not be written to."""
     given = [p for p in parameters if p is not None]
-    if len({p.data_ptr() for p in given}) < len(parameters) or len({p.shape for p in given}) > 1:
+    if not given or len({p.data_ptr() for p in given}) < len(parameters) or len({p.shape for p in given}) > 1:
         return
     if any(p.is_inference() or (p.device.type == "cpu" and p.is_shared()) for p in given):
         return

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
 from . import registered
-from .families import MODELS, _kind
+from .families import TEXTS, UNPACKED, _kind
 from .plan import _Chain, _is_ours, _running
 from .segments import Segments, Unpackable, _why_not_attention, has_onednn, packed
 
@@ -41,6 +41,9 @@ def can_pack(model: nn.Module) -> str | None:
     """
     whole = _whole(model)
     if whole is None:
+        for m in model.modules():
+            if _kind(m) in UNPACKED:
+                return f"{type(m).__name__} {UNPACKED[_kind(m)]}"
         return f"{type(model).__name__} contains no model of texts that optimize knows"
     if not _is_ours(whole):
         return f"optimize has not changed {type(whole).__name__} as a whole"
@@ -164,7 +167,7 @@ def pool(
 def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The output of a whole model whose attention mask hides tokens, computed on the others; None if the call needs the
     padded batch. States of hidden tokens are zero, except a text's first, which heads read."""
-    if chain.unpad is False:
+    if chain.unpad is False or _kind(model) not in TEXTS:
         return None
     given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
     mask, config = given.pop("attention_mask", None), model.config
@@ -220,7 +223,7 @@ def _run(
     places = of_text[row] * kept.size(1) + column
     flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     into = places if unpad else (kept.flatten().cumsum(0) - 1)[places]
-    rounded = has_onednn(model.embeddings.word_embeddings.weight)
+    rounded = has_onednn(_words(model))
     states: Any = None
     output: Any = None
     for some, part in _steps(texts, _most(chain, model, kept.device)):
@@ -288,7 +291,12 @@ def _fits(model: Any, tokens: dict[str, Tensor], kept: Tensor) -> bool:
 
 def _whole(model: nn.Module) -> nn.Module | None:
     """The model of texts inside a module: the embeddings and all layers, without a head."""
-    return next((m for m in model.modules() if _kind(m) in MODELS and hasattr(m.embeddings, "word_embeddings")), None)
+    return next((m for m in model.modules() if _kind(m) in TEXTS), None)
+
+
+def _words(model: Any) -> Tensor:
+    weight: Tensor = getattr(model.embeddings, TEXTS[_kind(model)]).weight
+    return weight
 
 
 @lru_cache

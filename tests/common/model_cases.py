@@ -31,6 +31,12 @@ MODELS = {
     "distilbert": lambda: t.DistilBertModel(t.DistilBertConfig(**DISTIL)),
     "albert": lambda: t.AlbertModel(t.AlbertConfig(**SMALL, embedding_size=16)),
     "vit": lambda: t.ViTModel(t.ViTConfig(**IMAGES)),
+    "grouped heads": lambda: t.LlamaModel(t.LlamaConfig(**SMALL, num_key_value_heads=2)),
+    "position bias": lambda: t.T5EncoderModel(t.T5Config(**T5)),
+    "sliding window": lambda: t.MistralModel(t.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=3)),
+    "says nothing of causality": lambda: t.LayoutLMModel(t.LayoutLMConfig(**SMALL)),
+}
+ENCODERS = {  # tested with optimize alone
     "deit": lambda: t.DeiTModel(t.DeiTConfig(**IMAGES)),
     "dinov2": lambda: t.Dinov2Model(t.Dinov2Config(**IMAGES, layerscale_value=0.5)),
     "dinov2 swiglu": lambda: t.Dinov2Model(t.Dinov2Config(**IMAGES, layerscale_value=0.5, use_swiglu_ffn=True)),
@@ -40,16 +46,12 @@ MODELS = {
     "siglip text": lambda: t.SiglipTextModel(t.SiglipTextConfig(**SMALL)),
     "siglip vision": lambda: t.SiglipVisionModel(t.SiglipVisionConfig(**IMAGES)),
     "whisper": lambda: t.WhisperModel(t.WhisperConfig(**WHISPER, pad_token_id=0)).encoder,
-    "grouped heads": lambda: t.LlamaModel(t.LlamaConfig(**SMALL, num_key_value_heads=2)),
-    "position bias": lambda: t.T5EncoderModel(t.T5Config(**T5)),
-    "sliding window": lambda: t.MistralModel(t.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=3)),
-    "says nothing of causality": lambda: t.LayoutLMModel(t.LayoutLMConfig(**SMALL)),
 }
 
 
 def model_of(name, device="cpu", dtype=torch.float32):
     torch.manual_seed(0)
-    return MODELS[name]().to(device, dtype).eval()
+    return (MODELS | ENCODERS)[name]().to(device, dtype).eval()
 
 
 def batch_of(model, padded=False):

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from common.model_cases import MODELS, SMALL, batch_of, model_of  # noqa: E402
+from common.model_cases import SMALL, batch_of, model_of  # noqa: E402
 from common.optimize_cases import KNOWN, TEXTS, hidden  # noqa: E402
 from matmuls.integrations.transformers import (  # noqa: E402
     can_pack,
@@ -265,7 +265,7 @@ def test_packed_texts_agree_with_each_text_alone(name, device):
     torch.manual_seed(3)
     ids = torch.randint(0, 60, (sum(LENGTHS),), device=device)  # with some padding ids
     types = torch.randint(2, ids.shape, device=device) if name in ("bert", "electra", "albert") else None
-    exact = MODELS[name]().to(device, torch.float64).eval()
+    exact = model_of(name, device, torch.float64)
     exact.load_state_dict(model.state_dict())
     parts = zip(ids.split(LENGTHS), (ids if types is None else types).split(LENGTHS), strict=True)
     alone = ({"input_ids": x[None]} | ({} if types is None else {"token_type_ids": t[None]}) for x, t in parts)

@@ -6,7 +6,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 
-TEXTS = ("bert", "roberta", "electra", "distilbert", "albert")  # those that leave out padding
+ROTARY = ("modernbert", "modernbert biases", "nomic", "gte", "jina")
+TEXTS = ("bert", "roberta", "electra", "distilbert", "albert", *ROTARY)  # those that leave out padding
 CAUSAL = ("bert decoder", "clip text")
 IMAGES = ("vit", "deit", "dinov2", "dinov2 swiglu", "dinov2 registers", "clip vision", "siglip vision")
 KNOWN = (*TEXTS, *CAUSAL, *IMAGES, "siglip text", "whisper")

@@ -136,11 +136,12 @@ def test_steps_of_few_tokens(tokens, by, monkeypatch, packs):
 
 
 @pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
-@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "ModernBert"])
 @pytest.mark.parametrize("kind", ["left", "right"])
 def test_heads(family, head, kind, packs):
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}For{head}")(getattr(transformers, f"{family}Config")(**SMALL)).eval()
+    config = getattr(transformers, f"{family}Config")(**SMALL, pad_token_id=1)
+    model = getattr(transformers, f"{family}For{head}")(config).eval()
     batch = padded(model, kind)
     with torch.no_grad():
         stock = model(**batch)[0]
@@ -277,10 +278,33 @@ def test_packed_texts_agree_with_each_text_alone(name, device):
         torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("block", [1, 2])
+def test_local_attention_of_long_texts_is_computed_in_blocks(block, monkeypatch, device):
+    monkeypatch.setattr(segments, "BLOCK", block)
+    blocks, right = [], segments._local
+    monkeypatch.setattr(segments, "_local", lambda *args: (blocks.append(1), right(*args))[1])
+    model = model_of("modernbert", device)
+    ids = torch.randint(1, 60, (39 + 40,), device=device)
+    expected = torch.cat([hidden(model, {"input_ids": x[None]})[0] for x in ids.split([39, 40])])
+    optimize(model)
+    torch.testing.assert_close(encode_tokens(model, ids, [39, 40]), expected, atol=1e-5, rtol=1e-5)
+    assert len(blocks) == 2  # of the second layer
+
+
+def test_positions_that_depend_on_the_longest_text(packs):
+    model = model_of("nomic")
+    model.rotary_emb.rope_type = "dynamic"
+    optimize(model)
+    hidden(model, padded(model))
+    assert not packs
+    assert can_pack(model) == "the positions of NomicBertModel depend on the longest text of a batch"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_errs_no_more_than_stock(dtype, device):
-    exact = model_of("bert", device, torch.float64)
-    model = model_of("bert", device, dtype)
+@pytest.mark.parametrize("name", TEXTS)
+def test_half_precision_errs_no_more_than_stock(name, dtype, device):
+    exact = model_of(name, device, torch.float64)
+    model = model_of(name, device, dtype)
     batch = padded(model, "left")
     seen = read(batch["attention_mask"])
     right, stock = hidden(exact, batch)[seen], hidden(model, batch)[seen]

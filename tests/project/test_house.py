@@ -153,6 +153,7 @@ MAY_IMPORT = {
     "integrations.transformers.registered": {"attention", "integrations.transformers.taken"},
     "integrations.transformers.taken": {"integrations.transformers"},
     "integrations.transformers.families": set(),
+    "integrations.transformers.rotary": set(),
     "integrations.transformers.plan": {"integrations.transformers"},
     "integrations.transformers.segments": {"integrations.transformers"},
     "integrations.transformers.packed": {"integrations.transformers"},

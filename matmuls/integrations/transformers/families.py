@@ -21,6 +21,8 @@ class Family:
     scales: tuple[str, ...] = ()  # modules whose lambda1 multiplies what attention and feed-forward add
     scaling: str = "scaling"  # the attention's attribute with the factor of the scores
     clamped: bool = False  # float16 results stay finite
+    positions: str = ""  # the layer's argument with positions: position_embeddings rotate q and k
+    passed: tuple[tuple[str, str], ...] = ()  # further arguments of attention functions, and the attributes with them
     other: "Family | None" = None  # another form of the same class
 
 
@@ -53,8 +55,20 @@ CLIP = replace(
     norms=("layer_norm1", "layer_norm2"),
     scaling="scale",
 )
+JINA = Family(
+    attention="self_attn",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    projection="self_attn.o_proj",
+    norms=("post_attention_layernorm", "post_mlp_layernorm"),
+    up=("mlp.fc1",),
+    activation="mlp.activation_fn",
+    down="mlp.fc2",
+    positions="position_embeddings",
+)
+NOMIC = replace(JINA, **SWIGLU)
 NAMES = (
     *("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "ALBERT"),
+    *("ModernBERT", "NomicBERT", "GTE", "Jina embeddings v3"),
     *("ViT", "DeiT", "DINOv2", "CLIP", "SigLIP", "Whisper"),
 )
 FAMILIES = {  # by the model's folder in transformers and the layer's class
@@ -78,6 +92,22 @@ FAMILIES = {  # by the model's folder in transformers and the layer's class
         activation="activation",
         down="ffn_output",
     ),
+    "modernbert.ModernBertEncoderLayer": Family(
+        attention="attn",
+        qkv=("Wqkv",),
+        projection="attn.Wo",
+        norms=("attn_norm", "mlp_norm"),
+        up=("mlp.Wi",),
+        activation="mlp.act",
+        down="mlp.Wo",
+        norm_first=True,
+        gated=True,
+        positions="position_embeddings",
+        passed=(("sliding_window", "sliding_window"), ("deterministic", "deterministic_flash_attn")),
+    ),
+    "nomic_bert.NomicBertLayer": NOMIC,
+    "gte.GteLayer": NOMIC,
+    "jina_embeddings_v3.JinaEmbeddingsV3Layer": JINA,
     "vit.ViTLayer": VIT,
     "deit.DeiTLayer": VIT,
     "dinov2.Dinov2Layer": DINOV2,
@@ -99,6 +129,10 @@ TEXTS = {  # models that pass the embeddings, and each layer's output, only to t
     "xlm_roberta.XLMRobertaModel": "word_embeddings",
     "distilbert.DistilBertModel": "word_embeddings",
     "albert.AlbertModel": "word_embeddings",
+    "modernbert.ModernBertModel": "tok_embeddings",
+    "nomic_bert.NomicBertModel": "word_embeddings",
+    "gte.GteModel": "word_embeddings",
+    "jina_embeddings_v3.JinaEmbeddingsV3Model": "word_embeddings",
 }
 UNPACKED = {  # such models of texts whose padding cannot be left out, and why
     "clip.CLIPTextModel": "is causal",

@@ -16,6 +16,7 @@ from matmuls.rowwise import layer_norm_
 from . import registered
 from .packed import unpadded
 from .plan import _Chain, _Plan, _running
+from .rotary import rotate_
 from .segments import Unpackable, _why_not_attention, has_onednn, packed
 
 # transformers 5.24 renamed past_key_values
@@ -45,6 +46,8 @@ def _layer(
     **kwargs: Any,
 ) -> Any:
     """A layer's forward. Writes over hidden_states if `_model` allows it and they are not captured."""
+    if args and plan.family.positions:
+        kwargs[plan.family.positions], *args = args
     others = [*args, *(kwargs.get(name) for name in OTHER_INPUTS)]
     if any(x is not None for x in others) or not plan.applies(layer, hidden_states):
         if not torch.compiler.is_compiling():
@@ -113,15 +116,24 @@ def _attention(
 
 
 def _planned(
-    attention: nn.Module, plan: _Plan, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    attention: nn.Module,
+    plan: _Plan,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     batch, length, _ = hidden_states.shape
     segments, heads, projection = packed.get(), plan.width // plan.head_size, plan.projection
+    kwargs |= {name: getattr(attention, attribute) for name, attribute in plan.family.passed}
     if segments is not None:
         why = _why_not_attention(attention)
         if why is not None or kwargs.get("is_causal"):
             raise Unpackable(why or "is_causal is set")
-        context = segments.attend(_qkv(hidden_states, plan, heads), plan.scaling())
+        qkv = _qkv(hidden_states, plan, heads)
+        if position_embeddings is not None:
+            rotate_(qkv[:2], *position_embeddings)
+        context = segments.attend(qkv, plan.scaling(), kwargs.get("sliding_window"))
         return (_linear if _by_onednn(context) else _project_)(context, projection), None
     name = attention.config._attn_implementation
     eager = sys.modules[type(attention).__module__].eager_attention_forward
@@ -143,6 +155,8 @@ def _planned(
             some, into = some[part], into if into is None else into[part]
             mask = mask[part] if mask is not None and mask.dim() == 4 and mask.size(0) > 1 else mask
         qkv = _qkv(some, plan, heads)
+        if position_embeddings is not None:
+            rotate_(qkv[:2], *(t if len(t) == 1 else t[part] for t in position_embeddings))
         if not strided:
             qkv = qkv.contiguous()  # a temporary second copy
         given = {} if into is None else {"into": into}

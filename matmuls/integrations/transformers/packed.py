@@ -12,7 +12,8 @@ from transformers.utils.import_utils import is_tracing
 from . import registered
 from .families import TEXTS, UNPACKED, _kind
 from .plan import _Chain, _is_ours, _running
-from .segments import Segments, Unpackable, _why_not_attention, has_onednn, packed
+from .rotary import depends_on_length
+from .segments import Segments, Text, Unpackable, _why_not_attention, has_onednn, packed
 
 TOKENS = 1024  # of a step on a CPU, so that its intermediate results stay in the caches
 ARGUMENTS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "return_dict"}
@@ -52,6 +53,8 @@ def can_pack(model: nn.Module) -> str | None:
         return f"{type(whole).__name__} has hooks or replaced modules"
     if any(m.training for m in whole.modules()):
         return f"{type(whole).__name__} is in training mode"
+    if depends_on_length(whole):
+        return f"the positions of {type(whole).__name__} depend on the longest text of a batch"
     return next(filter(None, (_why_not_attention(plan.attention) for plan in chain.plans)), None)
 
 
@@ -110,7 +113,7 @@ def encode_tokens(
     if not _fits(whole, tokens, kept):
         raise ValueError(f"encode_tokens: {type(whole).__name__} has too few positions for {max(counts)} tokens")
     try:
-        output = _run(whole, tokens, kept, [(count, False) for count in counts], unpad=False)
+        output = _run(whole, tokens, kept, [(count, False, False) for count in counts], unpad=False)
     except Unpackable as reason:
         raise ValueError(f"encode_tokens: {reason}") from None
     states: Tensor = output.last_hidden_state
@@ -167,7 +170,7 @@ def pool(
 def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The output of a whole model whose attention mask hides tokens, computed on the others; None if the call needs the
     padded batch. States of hidden tokens are zero, except a text's first, which heads read."""
-    if chain.unpad is False or _kind(model) not in TEXTS:
+    if chain.unpad is False or _kind(model) not in TEXTS or depends_on_length(model):
         return None
     given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
     mask, config = given.pop("attention_mask", None), model.config
@@ -188,9 +191,11 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     kept = mask.bool()
     hidden = ~kept[:, 0]
     kept = torch.cat([kept[:, :1] | hidden[:, None], kept[:, 1:]], 1)
-    counts, starts_hidden = torch.stack([kept.sum(1), hidden]).tolist()
-    texts = [(count, bool(h)) for count, h in zip(counts, starts_hidden, strict=True)]
-    if (sum(counts) == kept.numel() and not any(starts_hidden)) or (1, True) in texts:
+    columns = torch.arange(kept.size(1), device=kept.device)
+    gaps = (kept * columns).amax(1) - kept.byte().argmax(1) >= kept.sum(1)
+    counts, starts_hidden, gaps = torch.stack([kept.sum(1), hidden, gaps]).tolist()
+    texts = [(count, bool(h), bool(g)) for count, h, g in zip(counts, starts_hidden, gaps, strict=True)]
+    if (sum(counts) == kept.numel() and not any(starts_hidden)) or any(text[:2] == (1, True) for text in texts):
         return None  # nothing to leave out, or a text without a token
     tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
     tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tensors.items()}
@@ -209,9 +214,7 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     return output.to_tuple() if given.get("return_dict", getattr(config, "return_dict", True)) is False else output
 
 
-def _run(
-    model: Any, tokens: dict[str, Tensor], kept: Tensor, texts: list[tuple[int, bool]], *, unpad: bool = True
-) -> Any:
+def _run(model: Any, tokens: dict[str, Tensor], kept: Tensor, texts: list[Text], *, unpad: bool = True) -> Any:
     """The model's output for the tokens that are kept of [texts, longest], computed in steps of whole texts. Its hidden
     states are [texts, longest, width], or [T, width] without unpad."""
     chain: _Chain = model.__dict__["forward"].args[1]
@@ -227,13 +230,15 @@ def _run(
     states: Any = None
     output: Any = None
     for some, part in _steps(texts, _most(chain, model, kept.device)):
-        taken = places[part]
+        taken, columns = places[part], column[part]
         extra = -len(taken) % _multiple(len(taken)) if rounded else 0
         if extra:
-            taken, some = torch.cat([taken, taken[-1:].expand(extra)]), [*some, (extra, False)]
-        before = packed.set(Segments(some, kept.device)), _running.set(chain)
+            taken, some = torch.cat([taken, taken[-1:].expand(extra)]), [*some, (extra, False, False)]
+        before = packed.set(Segments(some, columns)), _running.set(chain)
         try:
             given = {name: x[taken][None] for name, x in flat.items()} | dict.fromkeys(RECORDED, False)
+            if getattr(model.config, "layer_types", None):  # no mask of [T, T] for local layers
+                given["attention_mask"] = dict.fromkeys(model.config.layer_types)
             output = type(model).forward(model, **given, return_dict=True)
         finally:
             packed.reset(before[0])
@@ -246,9 +251,9 @@ def _run(
     return output
 
 
-def _steps(texts: list[tuple[int, bool]], most: float) -> Iterator[tuple[list[tuple[int, bool]], slice]]:
+def _steps(texts: list[Text], most: float) -> Iterator[tuple[list[Text], slice]]:
     """Texts of at most that many tokens at a time, or one longer text, and where their tokens lie."""
-    some: list[tuple[int, bool]] = []
+    some: list[Text] = []
     start = tokens = 0
     for text in texts:
         if some and tokens + text[0] > most:
@@ -285,6 +290,8 @@ def _positions(embeddings: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tens
 def _fits(model: Any, tokens: dict[str, Tensor], kept: Tensor) -> bool:
     """True if there are positions enough, or the caller gives them."""
     embeddings = model.embeddings
+    if not hasattr(embeddings, "position_embeddings"):
+        return True
     first = embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_input_ids") else 0
     return "position_ids" in tokens or kept.size(1) + first <= embeddings.position_embeddings.num_embeddings
 

@@ -15,35 +15,77 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import registered
 
+BLOCK = 64  # half of the queries of a block, at least
+
 
 class Unpackable(Exception):
     """Raised by a layer that cannot run on packed tokens in this call; the whole model is then run another way."""
 
 
+Text = tuple[int, bool, bool]
+
+
 class Segments:
-    """The lengths of packed texts, fastest if equal ones are adjacent. With each goes whether the text begins with a
-    hidden token: none of its tokens sees it, and its own state is wanted."""
+    """The lengths of packed texts, fastest if equal ones are adjacent, and the columns of their tokens in the padded
+    batch. With each length goes whether the text begins with a hidden token (none of its tokens sees it, and its own
+    state is wanted), and whether its columns have gaps."""
 
-    def __init__(self, texts: Sequence[tuple[int, bool]], device: torch.device) -> None:
+    def __init__(self, texts: Sequence[Text], columns: Tensor) -> None:
         self.groups = [(*text, len(list(some))) for text, some in groupby(texts)]
-        self.longest = max(length for length, _ in texts)
-        self.starts = torch.tensor([0, *(length for length, _ in texts)], device=device).cumsum(0, dtype=torch.int32)
+        self.longest = max(length for length, _, _ in texts)
+        lengths = [0, *(length for length, _, _ in texts)]
+        self.starts = torch.tensor(lengths, device=columns.device).cumsum(0, dtype=torch.int32)
+        self.columns = columns
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
-    def attend(self, qkv: Tensor, scale: float) -> Tensor:
-        """The context [1, T, H * D] of q, k and v [3, 1, H, T, D]."""
-        if qkv.is_cuda and _has_varlen(qkv.device, qkv.dtype, qkv.size(-1)) and not any(h for _, h, _ in self.groups):
+    def attend(self, qkv: Tensor, scale: float, window: int | None = None) -> Tensor:
+        """The context [1, T, H * D] of q, k and v [3, 1, H, T, D]. A token sees those less than window columns away,
+        or all of its text."""
+        masked = any(hidden or (gaps and window is not None) for _, hidden, gaps, _ in self.groups)
+        if qkv.is_cuda and not masked and _has_varlen(qkv.device, qkv.dtype, qkv.size(-1)):
             q, k, v = qkv[:, 0].transpose(1, 2)
-            y = varlen_attn(q, k, v, self.starts, self.starts, self.longest, self.longest, scale=scale)
-            return y.flatten(1)[None]
+            sides = (-1, -1) if window is None else (window - 1, window - 1)
+            of_all = self.starts, self.starts, self.longest, self.longest
+            return varlen_attn(q, k, v, *of_all, scale=scale, window_size=sides).flatten(1)[None]
         pieces, start = [], 0
-        for length, hidden, count in self.groups:
+        for length, hidden, gaps, count in self.groups:
             tokens = slice(start, start + count * length)
             q, k, v = qkv[:, 0, :, tokens].unflatten(2, (count, length)).transpose(1, 2)
-            seen = (torch.arange(length, device=qkv.device) > 0)[None, None, None] if hidden else None
-            y = scaled_dot_product_attention(q, k, v, seen, scale=scale)
+            if window is not None and not hidden and not gaps and length > 4 * max(window, BLOCK):
+                y = _local(q, k, v, scale, window)
+            else:
+                key = start, window
+                if key not in self._masks:
+                    self._masks[key] = self._mask(tokens, length, hidden, gaps, window)
+                y = scaled_dot_product_attention(q, k, v, self._masks[key], scale=scale)
             pieces.append(y.transpose(1, 2).flatten(2).flatten(0, 1))
             start = tokens.stop
         return torch.cat(pieces)[None] if len(pieces) > 1 else pieces[0][None]
+
+    def _mask(self, tokens: slice, length: int, hidden: bool, gaps: bool, window: int | None) -> Tensor | None:
+        """True where a token sees another, [texts or 1, 1, length, length]; None if all of a text do."""
+        seen = None
+        if window is not None and (gaps or length > window):
+            columns = self.columns[tokens].view(-1, length) if gaps else self._range(length)[None]
+            seen = (columns[:, None, :] - columns[:, :, None]).abs() < window
+        if hidden:
+            others = self._range(length)[None, None] > 0
+            seen = others if seen is None else seen & others
+        return None if seen is None else seen[:, None]
+
+    def _range(self, length: int) -> Tensor:
+        return torch.arange(length, device=self.columns.device)
+
+
+def _local(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    """The context [B, H, S, D] of tokens that see those less than window away, in blocks of queries."""
+    length, step, pieces = q.size(2), 2 * max(window, BLOCK), []
+    places = torch.arange(length, device=q.device)
+    for start in range(0, length, step):
+        some, near = slice(start, start + step), slice(max(start - window, 0), start + step + window)
+        seen = (places[None, near] - places[some, None]).abs() < window
+        pieces.append(scaled_dot_product_attention(q[:, :, some], k[:, :, near], v[:, :, near], seen, scale=scale))
+    return torch.cat(pieces, 2)
 
 
 def has_onednn(x: Tensor) -> bool:

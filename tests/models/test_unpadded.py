@@ -286,9 +286,13 @@ def test_local_attention_of_long_texts_is_computed_in_blocks(block, monkeypatch,
     model = model_of("modernbert", device)
     ids = torch.randint(1, 60, (39 + 40,), device=device)
     expected = torch.cat([hidden(model, {"input_ids": x[None]})[0] for x in ids.split([39, 40])])
-    optimize(model)
+    optimize(model, unpad=True)
     torch.testing.assert_close(encode_tokens(model, ids, [39, 40]), expected, atol=1e-5, rtol=1e-5)
     assert len(blocks) == 2  # of the second layer
+    together = {"input_ids": ids[:78].view(2, 39), "attention_mask": torch.ones(2, 39, dtype=torch.long, device=device)}
+    ours = hidden(model, together)  # not padded, but in blocks too
+    assert len(blocks) == 3
+    torch.testing.assert_close(ours[0], expected[:39], atol=1e-5, rtol=1e-5)
 
 
 def test_positions_that_depend_on_the_longest_text(packs):

@@ -13,7 +13,7 @@ from . import registered
 from .families import TEXTS, UNPACKED, _kind
 from .plan import _Chain, _is_ours, _running
 from .rotary import depends_on_length
-from .segments import Segments, Text, Unpackable, _why_not_attention, has_onednn, packed
+from .segments import Segments, Text, Unpackable, _why_not_attention, has_onednn, in_blocks, packed
 
 TOKENS = 1024  # of a step on a CPU, so that its intermediate results stay in the caches
 ARGUMENTS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "return_dict"}
@@ -195,8 +195,10 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     gaps = (kept * columns).amax(1) - kept.byte().argmax(1) >= kept.sum(1)
     counts, starts_hidden, gaps = torch.stack([kept.sum(1), hidden, gaps]).tolist()
     texts = [(count, bool(h), bool(g)) for count, h, g in zip(counts, starts_hidden, gaps, strict=True)]
-    if (sum(counts) == kept.numel() and not any(starts_hidden)) or any(text[:2] == (1, True) for text in texts):
-        return None  # nothing to leave out, or a text without a token
+    if any(text[:2] == (1, True) for text in texts):
+        return None  # a text without a token
+    if sum(counts) == kept.numel() and not any(starts_hidden) and not in_blocks(kept.size(1), _window(config)):
+        return None  # nothing to leave out
     tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
     tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tensors.items()}
     if not _fits(model, tokens, kept):
@@ -237,7 +239,7 @@ def _run(model: Any, tokens: dict[str, Tensor], kept: Tensor, texts: list[Text],
         before = packed.set(Segments(some, columns)), _running.set(chain)
         try:
             given = {name: x[taken][None] for name, x in flat.items()} | dict.fromkeys(RECORDED, False)
-            if getattr(model.config, "layer_types", None):  # no mask of [T, T] for local layers
+            if _window(model.config) is not None:  # no mask of [T, T] for the layers with a window
                 given["attention_mask"] = dict.fromkeys(model.config.layer_types)
             output = type(model).forward(model, **given, return_dict=True)
         finally:
@@ -249,6 +251,11 @@ def _run(model: Any, tokens: dict[str, Tensor], kept: Tensor, texts: list[Text],
         states[into[part]] = y
     output.last_hidden_state = states.view(*kept.shape, -1) if unpad else states
     return output
+
+
+def _window(config: Any) -> int | None:
+    """Tokens at this distance or farther are not seen by the model's local layers; None if it has none."""
+    return config.sliding_window + 1 if getattr(config, "layer_types", None) else None
 
 
 def _steps(texts: list[Text], most: float) -> Iterator[tuple[list[Text], slice]]:

@@ -51,7 +51,7 @@ class Segments:
         for length, hidden, gaps, count in self.groups:
             tokens = slice(start, start + count * length)
             q, k, v = qkv[:, 0, :, tokens].unflatten(2, (count, length)).transpose(1, 2)
-            if window is not None and not hidden and not gaps and length > 4 * max(window, BLOCK):
+            if not hidden and not gaps and in_blocks(length, window):
                 y = _local(q, k, v, scale, window)
             else:
                 key = start, window
@@ -77,7 +77,12 @@ class Segments:
         return torch.arange(length, device=self.columns.device)
 
 
-def _local(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+def in_blocks(length: int, window: int | None) -> bool:
+    """True if local attention of such a text is computed in blocks of queries."""
+    return window is not None and length > 4 * max(window, BLOCK)
+
+
+def _local(q: Tensor, k: Tensor, v: Tensor, scale: float, window: Any) -> Tensor:
     """The context [B, H, S, D] of tokens that see those less than window away, in blocks of queries."""
     length, step, pieces = q.size(2), 2 * max(window, BLOCK), []
     places = torch.arange(length, device=q.device)

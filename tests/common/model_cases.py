@@ -39,6 +39,7 @@ MODELS = {
     "says nothing of causality": lambda: t.LayoutLMModel(t.LayoutLMConfig(**SMALL)),
 }
 ENCODERS = {  # tested with optimize alone
+    "mpnet": lambda: t.MPNetModel(t.MPNetConfig(**SMALL)),
     "modernbert": lambda: t.ModernBertModel(t.ModernBertConfig(**MODERN)),
     "modernbert biases": lambda: t.ModernBertModel(t.ModernBertConfig(**MODERN, **MODERN_BIASES)),
     "nomic": lambda: t.NomicBertModel(t.NomicBertConfig(**SMALL)),

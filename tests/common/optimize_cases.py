@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers")
 
 
 ROTARY = ("modernbert", "modernbert biases", "nomic", "gte", "jina")
-TEXTS = ("bert", "roberta", "electra", "distilbert", "albert", *ROTARY)  # those that leave out padding
+TEXTS = ("bert", "roberta", "electra", "distilbert", "albert", "mpnet", *ROTARY)  # those that leave out padding
 CAUSAL = ("bert decoder", "clip text")
 IMAGES = ("vit", "deit", "dinov2", "dinov2 swiglu", "dinov2 registers", "clip vision", "siglip vision")
 KNOWN = (*TEXTS, *CAUSAL, *IMAGES, "siglip text", "whisper")

@@ -30,7 +30,7 @@ def test_agrees_with_stock(name, padded, attention, chunk_bytes, device):
     assert len(handle.layers) == (1 if name == "albert" else 2)  # ALBERT runs one layer twice
     found = verify(model, batch)
     assert found.hidden_states < 1e-5
-    if attention == "sdpa":
+    if attention == "sdpa" and name != "mpnet":  # which ignores the setting
         assert found.attentions is None  # optimized layers return none
     else:
         assert found.attentions < 1e-5
@@ -257,7 +257,7 @@ def test_hooks_inside_a_layer_get_their_usual_inputs(where):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert", "vit"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "mpnet", "modernbert", "vit", "dinov2", "whisper"])
 def test_the_input_of_a_layer_is_not_overwritten(name):
     """It may be one of the hidden states that are returned."""
     model, inputs = model_of(name), []

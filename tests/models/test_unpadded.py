@@ -136,7 +136,7 @@ def test_steps_of_few_tokens(tokens, by, monkeypatch, packs):
 
 
 @pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
-@pytest.mark.parametrize("family", ["Bert", "Roberta", "ModernBert"])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "MPNet", "ModernBert"])
 @pytest.mark.parametrize("kind", ["left", "right"])
 def test_heads(family, head, kind, packs):
     torch.manual_seed(0)
@@ -246,7 +246,7 @@ def test_models_that_cannot_be_packed(name, packs):
 
 def test_texts_longer_than_the_positions(packs):
     torch.manual_seed(0)
-    for family, positions in (("Bert", 8), ("Roberta", 10)):
+    for family, positions in (("Bert", 8), ("Roberta", 10), ("MPNet", 10)):
         config = getattr(transformers, f"{family}Config")(**SMALL, max_position_embeddings=positions, pad_token_id=1)
         model = getattr(transformers, f"{family}Model")(config).eval()
         optimize(model)

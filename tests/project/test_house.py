@@ -154,6 +154,7 @@ MAY_IMPORT = {
     "integrations.transformers.taken": {"integrations.transformers"},
     "integrations.transformers.families": set(),
     "integrations.transformers.rotary": set(),
+    "integrations.transformers.relative": {"integrations.transformers"},
     "integrations.transformers.plan": {"integrations.transformers"},
     "integrations.transformers.segments": {"integrations.transformers"},
     "integrations.transformers.packed": {"integrations.transformers"},

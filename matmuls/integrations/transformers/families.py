@@ -21,7 +21,8 @@ class Family:
     scales: tuple[str, ...] = ()  # modules whose lambda1 multiplies what attention and feed-forward add
     scaling: str = "scaling"  # the attention's attribute with the factor of the scores
     clamped: bool = False  # float16 results stay finite
-    positions: str = ""  # the layer's argument with positions: position_embeddings rotate q and k
+    positions: str = ""  # the layer's argument with positions: those that rotate q and k, or a bias of the scores
+    tuples: bool = False  # the layer returns a tuple, with the probabilities if they are requested
     passed: tuple[tuple[str, str], ...] = ()  # further arguments of attention functions, and the attributes with them
     other: "Family | None" = None  # another form of the same class
 
@@ -68,7 +69,7 @@ JINA = Family(
 NOMIC = replace(JINA, **SWIGLU)
 NAMES = (
     *("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "ALBERT"),
-    *("ModernBERT", "NomicBERT", "GTE", "Jina embeddings v3"),
+    *("MPNet", "ModernBERT", "NomicBERT", "GTE", "Jina embeddings v3"),
     *("ViT", "DeiT", "DINOv2", "CLIP", "SigLIP", "Whisper"),
 )
 FAMILIES = {  # by the model's folder in transformers and the layer's class
@@ -108,6 +109,15 @@ FAMILIES = {  # by the model's folder in transformers and the layer's class
     "nomic_bert.NomicBertLayer": NOMIC,
     "gte.GteLayer": NOMIC,
     "jina_embeddings_v3.JinaEmbeddingsV3Layer": JINA,
+    "mpnet.MPNetLayer": replace(  # computes attention itself, whatever implementation is set
+        BERT,
+        attention="attention.attn",
+        qkv=("q", "k", "v"),
+        projection="attention.attn.o",
+        norms=("attention.LayerNorm", "output.LayerNorm"),
+        positions="position_bias",
+        tuples=True,
+    ),
     "vit.ViTLayer": VIT,
     "deit.DeiTLayer": VIT,
     "dinov2.Dinov2Layer": DINOV2,
@@ -129,11 +139,13 @@ TEXTS = {  # models that pass the embeddings, and each layer's output, only to t
     "xlm_roberta.XLMRobertaModel": "word_embeddings",
     "distilbert.DistilBertModel": "word_embeddings",
     "albert.AlbertModel": "word_embeddings",
+    "mpnet.MPNetModel": "word_embeddings",
     "modernbert.ModernBertModel": "tok_embeddings",
     "nomic_bert.NomicBertModel": "word_embeddings",
     "gte.GteModel": "word_embeddings",
     "jina_embeddings_v3.JinaEmbeddingsV3Model": "word_embeddings",
 }
+BIASED = {"mpnet.MPNetEncoder"}  # encoders that make a relative position bias for their layers
 UNPACKED = {  # such models of texts whose padding cannot be left out, and why
     "clip.CLIPTextModel": "is causal",
     "siglip.SiglipTextModel": "pools the last token, padding or not",

@@ -1,6 +1,7 @@
 """The forward passes of optimized models: few kernels, most of them in place."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .plan import _Chain, _Plan, _running
 from .rotary import rotate_
 from .segments import Unpackable, _why_not_attention, has_onednn, packed
 
+OURS: Any = partial(registered.attention, sdpa=True, recompute=False)  # for modules that call no function by name
 # transformers 5.24 renamed past_key_values
 OTHER_INPUTS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values", "cache")
 
@@ -60,7 +62,7 @@ def _layer(
     chain = _running.get()
     over = chain is not None and plan in chain.plans and not registered.captures_hidden_states()
     over = over and hidden_states.is_contiguous()  # embeddings of a convolution are not
-    (first, second), norm_first = plan.norms, plan.family.norm_first
+    first, norm_first = plan.norms[0], plan.family.norm_first
     x = first(hidden_states) if norm_first else hidden_states
     x, probabilities = plan.attention(x, attention_mask=attention_mask, planned=True, **kwargs)
     if plan.scales:
@@ -71,10 +73,19 @@ def _layer(
     else:
         layer_norm_(x, first.weight, first.bias, first.eps, residual=other)
     del other
-    room, up, down = plan.room(x, probabilities), plan.up[0], plan.down
+    room = plan.room(x, probabilities)
+    wanted = (probabilities,) if plan.family.tuples and kwargs.get("output_attentions") else ()
     del probabilities  # eager attention returns them even if not requested
+    _feed_forward_(x, plan, room)
+    return (x, *wanted) if plan.family.tuples else x
+
+
+def _feed_forward_(x: Tensor, plan: _Plan, room: int) -> None:
+    """The second half of a layer, in steps of room bytes: the feed-forward network, residual and norm, written over
+    x."""
+    up, down, second, norm_first = plan.up[0], plan.down, plan.norms[1], plan.family.norm_first
     if plan.epilogue and not (norm_first or plan.family.gated or _by_onednn(x)):
-        return feed_forward_(
+        feed_forward_(
             x,
             up.weight,
             up.bias,
@@ -86,6 +97,7 @@ def _layer(
             activation=plan.epilogue,
             chunk_bytes=room,
         )
+        return
     rows = x.view(-1, x.size(-1))
     for part in shares(len(rows), room // (plan.inner * x.element_size())):
         some = rows[part]
@@ -98,7 +110,6 @@ def _layer(
     if plan.family.clamped and x.dtype == torch.float16:
         most = torch.finfo(x.dtype).max - 1000
         x.clamp_(-most, most)
-    return x
 
 
 def _attention(
@@ -121,6 +132,7 @@ def _planned(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
+    position_bias: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     batch, length, _ = hidden_states.shape
@@ -133,11 +145,12 @@ def _planned(
         qkv = _qkv(hidden_states, plan, heads)
         if position_embeddings is not None:
             rotate_(qkv[:2], *position_embeddings)
-        context = segments.attend(qkv, plan.scaling(), kwargs.get("sliding_window"))
+        context = segments.attend(qkv, plan.scaling(), kwargs.get("sliding_window"), position_bias)
         return (_linear if _by_onednn(context) else _project_)(context, projection), None
-    name = attention.config._attn_implementation
-    eager = sys.modules[type(attention).__module__].eager_attention_forward
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    function = eager = OURS
+    if plan.family.positions != "position_bias":
+        eager = sys.modules[type(attention).__module__].eager_attention_forward
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
     ours, sdpa = registered.is_ours(function), function is sdpa_attention_forward
     probabilities, strided, most = None, True, batch
     if ours or sdpa:
@@ -160,6 +173,8 @@ def _planned(
         if not strided:
             qkv = qkv.contiguous()  # a temporary second copy
         given = {} if into is None else {"into": into}
+        if position_bias is not None:
+            given["position_bias"] = position_bias if len(position_bias) == 1 else position_bias[part]
         context, weights = function(attention, *qkv.unbind(0), mask, **kwargs, **given)
         del qkv  # free before the next part
         context = context.flatten(2)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .families import FAMILIES, MODELS, NAMES, _kind
+from .families import BIASED, FAMILIES, MODELS, NAMES, _kind
 from .layers import _attention, _layer, _model
 from .plan import ALREADY, _Chain, _is_ours, _Plan, _plan_of
+from .relative import _encoder
 
 
 @dataclass
@@ -127,6 +128,11 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | 
         _install(layer, partial(_layer, layer, plan))
         _install(plan.attention, partial(_attention, plan.attention, plan))
         handle.layers[name] = layer
+    for encoder in [m for m in model.modules() if _kind(m) in BIASED and "forward" not in vars(m)]:
+        planned = next(filter(None, map(_plan_of, encoder.modules())), None)
+        if planned:
+            _install(encoder, partial(_encoder, encoder, planned))
+            handle._models.append(encoder)
     for whole in [m for m in model.modules() if _kind(m) in MODELS]:
         chain = _Chain.of(whole, unpad)
         if chain:

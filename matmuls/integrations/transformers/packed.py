@@ -287,11 +287,15 @@ def _most(chain: _Chain, model: Any, device: torch.device) -> float:
 
 def _positions(embeddings: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
     """The positions [texts, longest] that the stock model gives to tokens."""
-    if hasattr(embeddings, "create_position_ids_from_input_ids"):  # of the family of RoBERTa: padding has none
-        if "input_ids" in tokens:
-            return embeddings.create_position_ids_from_input_ids(tokens["input_ids"], embeddings.padding_idx)
-        return embeddings.create_position_ids_from_inputs_embeds(tokens["inputs_embeds"], embeddings.padding_idx)
-    return torch.arange(kept.size(1), device=kept.device).expand(kept.shape)
+    if _first(embeddings) and "input_ids" in tokens:  # padding has none
+        given = (tokens["input_ids"] != embeddings.padding_idx).long()
+        return given.cumsum(1) * given + embeddings.padding_idx
+    return torch.arange(kept.size(1), device=kept.device).expand(kept.shape) + _first(embeddings)
+
+
+def _first(embeddings: Any) -> int:
+    """The position of a first token: 0, but not in the family of RoBERTa."""
+    return embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_inputs_embeds") else 0
 
 
 def _fits(model: Any, tokens: dict[str, Tensor], kept: Tensor) -> bool:
@@ -299,8 +303,9 @@ def _fits(model: Any, tokens: dict[str, Tensor], kept: Tensor) -> bool:
     embeddings = model.embeddings
     if not hasattr(embeddings, "position_embeddings"):
         return True
-    first = embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_input_ids") else 0
-    return "position_ids" in tokens or kept.size(1) + first <= embeddings.position_embeddings.num_embeddings
+    return (
+        "position_ids" in tokens or kept.size(1) + _first(embeddings) <= embeddings.position_embeddings.num_embeddings
+    )
 
 
 def _whole(model: nn.Module) -> nn.Module | None:

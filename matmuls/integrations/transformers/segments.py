@@ -1,6 +1,7 @@
 """Attention of packed texts: each token sees the tokens of its own text."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import groupby
@@ -23,6 +24,7 @@ class Unpackable(Exception):
 
 
 Text = tuple[int, bool, bool]
+Bias = Callable[[Tensor], Tensor]
 
 
 class Segments:
@@ -38,10 +40,11 @@ class Segments:
         self.columns = columns
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
-    def attend(self, qkv: Tensor, scale: float, window: int | None = None) -> Tensor:
+    def attend(self, qkv: Tensor, scale: float, window: int | None = None, bias: Bias | None = None) -> Tensor:
         """The context [1, T, H * D] of q, k and v [3, 1, H, T, D]. A token sees those less than window columns away,
-        or all of its text."""
-        masked = any(hidden or (gaps and window is not None) for _, hidden, gaps, _ in self.groups)
+        or all of its text. bias is added to the scores: [texts, H, Q, K] of the columns [texts, Q, K] from queries to
+        keys."""
+        masked = bias or any(hidden or (gaps and window is not None) for _, hidden, gaps, _ in self.groups)
         if qkv.is_cuda and not masked and _has_varlen(qkv.device, qkv.dtype, qkv.size(-1)):
             q, k, v = qkv[:, 0].transpose(1, 2)
             sides = (-1, -1) if window is None else (window - 1, window - 1)
@@ -55,23 +58,29 @@ class Segments:
                 y = _local(q, k, v, scale, window)
             else:
                 key = start, window
-                if key not in self._masks:
-                    self._masks[key] = self._mask(tokens, length, hidden, gaps, window)
+                if key not in self._masks:  # equal in all layers with that window
+                    self._masks[key] = self._mask(tokens, length, hidden, gaps, window, bias)
                 y = scaled_dot_product_attention(q, k, v, self._masks[key], scale=scale)
             pieces.append(y.transpose(1, 2).flatten(2).flatten(0, 1))
             start = tokens.stop
         return torch.cat(pieces)[None] if len(pieces) > 1 else pieces[0][None]
 
-    def _mask(self, tokens: slice, length: int, hidden: bool, gaps: bool, window: int | None) -> Tensor | None:
-        """True where a token sees another, [texts or 1, 1, length, length]; None if all of a text do."""
-        seen = None
-        if window is not None and (gaps or length > window):
+    def _mask(
+        self, tokens: slice, length: int, hidden: bool, gaps: bool, window: int | None, bias: Bias | None
+    ) -> Tensor | None:
+        """The bias [texts or 1, H, length, length], or True where a token sees another; None if all of a text do."""
+        seen, distances = None, None
+        if bias or (window is not None and (gaps or length > window)):
             columns = self.columns[tokens].view(-1, length) if gaps else self._range(length)[None]
-            seen = (columns[:, None, :] - columns[:, :, None]).abs() < window
+            distances = columns[:, None, :] - columns[:, :, None]
+        if window is not None and distances is not None:
+            seen = (distances.abs() < window)[:, None]
         if hidden:
-            others = self._range(length)[None, None] > 0
-            seen = others if seen is None else seen & others
-        return None if seen is None else seen[:, None]
+            others = self._range(length) > 0
+            seen = others[None, None, None] if seen is None else seen & others
+        if bias is None or distances is None:
+            return seen
+        return bias(distances) if seen is None else bias(distances).masked_fill(~seen, -math.inf)
 
     def _range(self, length: int) -> Tensor:
         return torch.arange(length, device=self.columns.device)
@@ -110,6 +119,8 @@ packed: ContextVar[Segments | None] = ContextVar("packed", default=None)  # of t
 
 def _why_not_attention(attention: Any) -> str | None:
     """Why an attention module, as it is set, does not attend by segments."""
+    if not hasattr(attention, "config"):  # MPNet's is always ours
+        return None
     name = attention.config._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     if getattr(attention, "is_causal", False):

@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from common.model_cases import SMALL, batch_of, model_of  # noqa: E402
+from common.model_cases import IMAGES, SMALL, WHISPER, batch_of, model_of  # noqa: E402
 from common.optimize_cases import KNOWN, hidden  # noqa: E402
 from matmuls.integrations.transformers import layers as module_under_test  # noqa: E402
 from matmuls.integrations.transformers import optimize, register, verify  # noqa: E402
@@ -54,6 +54,35 @@ def test_activations(changes):
     model = transformers.BertModel(transformers.BertConfig(**SMALL, **changes)).eval()
     optimize(model)
     assert verify(model, batch_of(model)).hidden_states < 1e-5
+
+
+@pytest.mark.parametrize("family", ["CLIP", "Siglip"])
+def test_both_towers(family):
+    torch.manual_seed(0)
+    of = {"text_config": SMALL, "vision_config": IMAGES}
+    model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**of)).eval()
+    batch = batch_of(model.text_model, padded=True) | batch_of(model.vision_model)
+    with torch.no_grad():
+        stock = model(**batch)
+        assert len(optimize(model).layers) == 4
+        ours = model(**batch)
+    for name in ("logits_per_text", "text_embeds", "image_embeds"):
+        torch.testing.assert_close(ours[name], stock[name], atol=1e-5, rtol=1e-5)
+
+
+def test_transcriptions_are_equal():
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER, pad_token_id=0)).eval()
+    wanted = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "decoder_input_ids": torch.ones(3, 1).long(),
+        "eos_token_id": None,
+    }
+    batch = batch_of(model)
+    stock = model.generate(**batch, **wanted)
+    assert len(optimize(model).layers) == 2  # of the encoder
+    assert torch.equal(model.generate(**batch, **wanted), stock)
 
 
 def test_layers_run_as_planned(monkeypatch):

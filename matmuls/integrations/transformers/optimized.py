@@ -71,20 +71,22 @@ class Optimized:
 def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | None = None) -> Optimized:
     """Makes the encoder layers of a Hugging Face model need less memory and time in inference.
 
-    The supported models are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT and ViT, bare or with
-    any head. When gradients are disabled and the model is in eval mode, a layer computes q, k and v in one product,
+    The supported models are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT, MPNet, ModernBERT,
+    NomicBERT, GTE, Jina embeddings v3, ViT, DeiT, DINOv2, CLIP, SigLIP and the encoder of Whisper, bare or with any
+    head. When gradients are disabled and the model is in eval mode, a layer computes q, k and v in one product,
     residual and layer norm in place, and bias and activation in the product's epilogue. The output projection
     overwrites its input; if attention is computed in several parts of the batch, each part is written into the result.
     Inside a whole model, a layer overwrites the hidden states that it receives, unless they are to be returned or you
     have hooks on the layers.
 
-    If a 2-D attention_mask hides tokens and the model's attention is "sdpa" or "custom_mm", a whole model leaves them
-    out (see `unpad`): its layers run on the other tokens of all texts, packed one after the other. The last hidden
-    state of a hidden token is then zero, except for the first token of a text, which heads read: it is as in the stock
-    model.
+    If a 2-D attention_mask hides tokens and the model's attention is "sdpa" or "custom_mm", a whole model of texts
+    (not of CLIP or SigLIP) leaves them out, see `unpad`: its layers run on the other tokens of all texts, packed one
+    after the other. The last hidden state of a hidden token is then zero, except for the first token of a text, which
+    heads read: it is as in the stock model.
 
-    In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the
-    stock code runs, with unchanged results. The attention function is not changed: use `register` for that.
+    In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the stock code
+    runs, with unchanged results. The attention function is not changed: use `register` for that. (MPNet, which takes no
+    setting, gets that of `register`.)
 
     The weights of q, k and v are joined in one tensor. Each layer in turn needs memory for a second copy of them.
     `.to()` splits them again, and q, k and v are then computed by three products, so move the model first.
@@ -128,11 +130,7 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | 
         _install(layer, partial(_layer, layer, plan))
         _install(plan.attention, partial(_attention, plan.attention, plan))
         handle.layers[name] = layer
-    for encoder in [m for m in model.modules() if _kind(m) in BIASED and "forward" not in vars(m)]:
-        planned = next(filter(None, map(_plan_of, encoder.modules())), None)
-        if planned:
-            _install(encoder, partial(_encoder, encoder, planned))
-            handle._models.append(encoder)
+    handle._models += _install_encoders(model)
     for whole in [m for m in model.modules() if _kind(m) in MODELS]:
         chain = _Chain.of(whole, unpad)
         if chain:
@@ -148,6 +146,17 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | 
     if not handle.layers:
         warnings.warn(_why_nothing(model, handle, [plan for _, _, plan in plans]), stacklevel=2)
     return handle
+
+
+def _install_encoders(model: nn.Module) -> list[nn.Module]:
+    """Sets the forwards of encoders that make a position bias for their optimized layers."""
+    changed = []
+    for encoder in [m for m in model.modules() if _kind(m) in BIASED and "forward" not in vars(m)]:
+        plan = next(filter(None, map(_plan_of, encoder.modules())), None)
+        if plan:
+            _install(encoder, partial(_encoder, encoder, plan))
+            changed.append(encoder)
+    return changed
 
 
 def _why_nothing(model: nn.Module, handle: Optimized, plans: list[_Plan | str]) -> str:

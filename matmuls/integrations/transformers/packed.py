@@ -68,7 +68,8 @@ def encode_tokens(
     model for a padded batch, within rounding. No gradient is recorded.
 
     Args:
-        model: a model that `optimize` changed, of any of its families for texts, or a module that contains one.
+        model: a model that `optimize` changed, of any of its families for texts but CLIP and SigLIP, or a module
+            that contains one.
         input_ids: [T], the token ids of all texts, one text after the other.
         lengths: the number of tokens of each text, at least 1; their sum is T.
         token_type_ids: [T], or None for zeros.

@@ -177,12 +177,23 @@ class Selector:
             return op
         return None
 
+    def is_default(self, values: torch.Tensor, n: int) -> bool:
+        """True if the default product is taken for n columns in the dtype of values, as far as is known."""
+        if torch.are_deterministic_algorithms_enabled():
+            return True
+        if values.shape[0] * n < SMALLEST:
+            return not (is_any_off() and self._is_default_off(self._facts(values.dtype, n, values.device)))
+        if not self.constant and self._pattern.blocks is None:
+            return True
+        known = self.measured.get((values.dtype, n.bit_length()))
+        return known is not None and known.fastest(True) == known.fastest(False) == DEFAULT
+
     def linear(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> PreparedOp | None:
         """x A^T + bias, x [n, columns], by the packed or the dense matrix, whichever is faster by size. None if another
         product is faster, and for values that may change."""
         given = (values, x) if bias is None else (values, x, bias)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        if not self.constant or recording or torch.are_deterministic_algorithms_enabled():
+        if not self.constant or recording or torch.are_deterministic_algorithms_enabled() or x.dim() != 2:
             return None
         dtype, device, eights = x.dtype, x.device, -(-x.shape[0] // 8)
         if dtype.itemsize != 2 or any(t.dtype != dtype or t.device != device for t in given):

@@ -145,6 +145,7 @@ TEXTS = {  # models that pass the embeddings, and each layer's output, only to t
     "gte.GteModel": "word_embeddings",
     "jina_embeddings_v3.JinaEmbeddingsV3Model": "word_embeddings",
 }
+BY_COLUMNS = {"mpnet.MPNetModel", "modernbert.ModernBertModel"}  # attention depends on the distance of tokens
 BIASED = {"mpnet.MPNetEncoder"}  # encoders that make a relative position bias for their layers
 UNPACKED = {  # such models of texts whose padding cannot be left out, and why
     "clip.CLIPTextModel": "is causal",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .families import BIASED, FAMILIES, MODELS, NAMES, _kind
+from .graphs import Graphs
 from .layers import _attention, _layer, _model
 from .plan import ALREADY, _Chain, _is_ours, _Plan, _plan_of
 from .relative import _encoder
@@ -42,14 +43,28 @@ class Optimized:
     left: dict[str, str] = field(default_factory=dict)
     _models: list[nn.Module] = field(default_factory=list, repr=False)
 
+    @property
+    def graphs(self) -> int:
+        """How many passes are captured as CUDA graphs now (see `cuda_graphs`).
+
+        Examples:
+            >>> from matmuls.integrations.transformers import Optimized
+            >>> Optimized().graphs
+            0
+        """
+        return sum(len(graphs) for graphs in map(_graphs_of, self._models) if graphs is not None)
+
     @torch.inference_mode(False)  # parameters created in inference mode can never train
     def undo(self) -> None:
         """Restores every layer: its forward methods, and separate memory for each parameter. The parameters stay the
         same objects. If other code has wrapped a layer's forward in the meantime, the layer stays in `layers`; call
         undo() again after the wrapper is removed."""
         for model in self._models:
+            graphs = _graphs_of(model)
             if _is_ours(model):  # not one that replaced ours since
                 _remove(model)
+            if graphs is not None:
+                graphs.clear()
         self._models.clear()
         for name, layer in list(self.layers.items()):
             plan = _plan_of(layer)
@@ -68,7 +83,9 @@ class Optimized:
         return f"{len(self.layers)} layers optimized; left as they are: {left or 'none'}"
 
 
-def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | None = None) -> Optimized:
+def optimize(
+    model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool = True, cuda_graphs: bool = True
+) -> Optimized:
     """Makes the encoder layers of a Hugging Face model need less memory and time in inference.
 
     The supported models are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT, MPNet, ModernBERT,
@@ -98,8 +115,12 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | 
         chunk_bytes: maximum bytes of the feed-forward network's intermediate activations at a time, and of q, k and v
             if the model's attention is "sdpa" or "custom_mm". None means the largest of 24 MiB, three times the size of
             the hidden states, and half the size of a layer's attention probabilities.
-        unpad: leave out hidden tokens. None means on a CPU only, because it was not measured on a GPU yet. On a GPU it
-            waits for the mask, and a captured CUDA graph computes the padded batch.
+        unpad: leave out hidden tokens. On a GPU, a batch of more than 4,096 tokens waits for the mask, and your own
+            captured CUDA graph computes the padded batch.
+        cuda_graphs: on a GPU, capture passes of at most 16,384 tokens of texts in float16 or bfloat16, and replay them,
+            if unpad is set. Sizes are rounded up, the first call of each size is computed as usual, and the second one
+            is captured, which takes about 10 ms. At most 64 graphs share their memory, which `undo()` frees. MPNet and
+            ModernBERT run without.
 
     Returns:
         An `Optimized`, which lists the modules that were changed and those that were not. Its `undo()` restores them.
@@ -132,20 +153,25 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | 
         handle.layers[name] = layer
     handle._models += _install_encoders(model)
     for whole in [m for m in model.modules() if _kind(m) in MODELS]:
-        chain = _Chain.of(whole, unpad)
+        chain = _Chain.of(whole, unpad, cuda_graphs)
         if chain:
             signature = inspect.signature(whole.forward)
             _install(whole, partial(_model, whole, chain))
             whole.forward.__signature__ = signature  # read by code that forwards arguments
             handle._models.append(whole)
-    inside = {id(m) for _, layer, plan in plans if plan == ALREADY or _is_ours(layer) for m in layer.modules()}
+    _name_the_rest(model, handle, [layer for _, layer, plan in plans if plan == ALREADY or _is_ours(layer)])
+    if not handle.layers:
+        warnings.warn(_why_nothing(model, handle, [plan for _, _, plan in plans]), stacklevel=2)
+    return handle
+
+
+def _name_the_rest(model: nn.Module, handle: Optimized, layers: list[nn.Module]) -> None:
+    """Adds the modules with weights outside the optimized layers to `left`."""
+    inside = {id(m) for layer in layers for m in layer.modules()}
     for name, module in model.named_modules():
         if id(module) not in inside and any(p.dim() > 1 for p in module.parameters(recurse=False)):
             owner = model.get_submodule(name.rpartition(".")[0])
             handle.left.setdefault(name, f"{type(owner).__name__}'s {type(module).__name__}")
-    if not handle.layers:
-        warnings.warn(_why_nothing(model, handle, [plan for _, _, plan in plans]), stacklevel=2)
-    return handle
 
 
 def _install_encoders(model: nn.Module) -> list[nn.Module]:
@@ -167,6 +193,10 @@ def _why_nothing(model: nn.Module, handle: Optimized, plans: list[_Plan | str]) 
     if all(plan == ALREADY for plan in plans):
         return f"optimize: {name} is already optimized"
     return f"optimize: no layer of {name} was changed: {handle}"
+
+
+def _graphs_of(model: nn.Module) -> Graphs | None:
+    return getattr(model.__dict__["forward"].args[1], "graphs", None) if _is_ours(model) else None
 
 
 def _install(module: nn.Module, forward: Any) -> None:

@@ -14,6 +14,7 @@ from torch.nn.modules import module as modules_of_all
 from transformers import activations
 
 from .families import FAMILIES, Family, _kind
+from .graphs import Graphs
 
 # Bytes of q, k and v, or of a feed-forward's intermediate rows, at a time. Less adds launches and saves no memory.
 CHUNK_BYTES = 24 << 20
@@ -182,9 +183,11 @@ class _Chain:
     unpad: bool | None  # None: on a CPU
     plans: frozenset["_Plan"]
     links: tuple[tuple[dict[str, Any], str, nn.Module, Any, Callable[..., Any]], ...]
+    layers: tuple[tuple[nn.Module, "_Plan"], ...]
+    graphs: Graphs | None
 
     @classmethod
-    def of(cls, model: nn.Module, unpad: bool | None) -> "_Chain | None":
+    def of(cls, model: nn.Module, unpad: bool | None, cuda_graphs: bool) -> "_Chain | None":
         """None if a module may keep its input: a layer that is not optimized, or a module of unknown origin."""
         layers = [m for m in model.modules() if _kind(m) in FAMILIES]
         inside = {id(m) for layer in layers for m in layer.modules()}
@@ -204,7 +207,12 @@ class _Chain:
         plans = frozenset(plan for plan in map(_plan_of, layers) if plan)
         if "forward" in vars(model) or not (plans and known and stock and len(plans) == len(layers)):
             return None
-        return cls(unpad, plans, links)
+        pairs = tuple((layer, plan) for layer in layers for plan in (_plan_of(layer),) if plan)
+        return cls(unpad, plans, links, pairs, Graphs() if cuda_graphs else None)
+
+    def is_training(self, model: nn.Module) -> bool:
+        """True if the model, or a module around its layers, is in training mode."""
+        return model.training or any(m.training for _, _, m, _, _ in self.links)
 
     def is_private(self) -> bool:
         """True if nothing else sees what one module passes to the next."""

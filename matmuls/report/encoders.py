@@ -107,7 +107,7 @@ def _encode(page: Page, found: dict[str, Any]) -> None:
         f"`SentenceTransformer.encode` ran on {found['texts']:,} docstrings ({tokens:,} tokens) with BERT base in "
         "bfloat16, in the same run as above: the stock model at several batch sizes, the stock model after "
         "`model.compile(dynamic=True)`, and the model after `optimize`.",
-        f"The tokenizer alone handles {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand tokens a second there.",
+        f"The tokenizer alone handles {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand tokens a second.",
         f"The optimized model handles {found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in batches of "
         "32 x 512.",
         "*error* is the distance to the vectors of the float32 model, relative to their length, as root mean square.",

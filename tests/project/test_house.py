@@ -154,6 +154,8 @@ MAY_IMPORT = {
     "integrations.transformers.registered": {"attention", "integrations.transformers.taken"},
     "integrations.transformers.taken": {"integrations.transformers"},
     "integrations.transformers.families": set(),
+    "integrations.transformers.rotary": set(),
+    "integrations.transformers.relative": {"integrations.transformers"},
     "integrations.transformers.plan": {"integrations.transformers"},
     "integrations.transformers.snapshot": set(),
     "integrations.transformers.graphs": {"integrations.transformers"},

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
 from . import one_pass, registered, replayed
-from .families import MODELS, _kind
+from .families import TEXTS, UNPACKED, _kind
 from .one_pass import RECORDED
 from .plan import _Chain, _is_ours
-from .segments import Segments, Unpackable, _why_not_attention, has_onednn, moved
+from .rotary import depends_on_length
+from .segments import Segments, Unpackable, _why_not_attention, has_onednn, in_blocks, moved
 
 TOKENS = 1024  # of a step on a CPU, so that its intermediate results stay in the caches
 ARGUMENTS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "return_dict"}
@@ -41,6 +42,9 @@ def can_pack(model: nn.Module) -> str | None:
     """
     whole = _whole(model)
     if whole is None:
+        for m in model.modules():
+            if _kind(m) in UNPACKED:
+                return f"{type(m).__name__} {UNPACKED[_kind(m)]}"
         return f"{type(model).__name__} contains no model of texts that optimize knows"
     if not _is_ours(whole):
         return f"optimize has not changed {type(whole).__name__} as a whole"
@@ -49,6 +53,8 @@ def can_pack(model: nn.Module) -> str | None:
         return f"{type(whole).__name__} has hooks or replaced modules"
     if any(m.training for m in whole.modules()):
         return f"{type(whole).__name__} is in training mode"
+    if depends_on_length(whole):
+        return f"the positions of {type(whole).__name__} depend on the longest text of a batch"
     return next(filter(None, (_why_not_attention(plan.attention) for plan in chain.plans)), None)
 
 
@@ -62,7 +68,8 @@ def encode_tokens(
     model for a padded batch, within rounding. No gradient is recorded.
 
     Args:
-        model: a model that `optimize` changed, of any of its families for texts, or a module that contains one.
+        model: a model that `optimize` changed, of any of its families for texts but CLIP and SigLIP, or a module
+            that contains one.
         input_ids: [T], the token ids of all texts, one text after the other.
         lengths: the number of tokens of each text, at least 1; their sum is T.
         token_type_ids: [T], or None for zeros.
@@ -178,6 +185,8 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     output = None
     if small and (mask is None or source.numel() <= replayed.SMALL):
         output = replayed.padded(model, chain, tokens, mask)
+    if mask is None and in_blocks(source.size(1), one_pass.window(model.config)):
+        mask = torch.ones_like(source[..., 0] if source.dim() > 2 else source)
     if output is None and mask is not None:
         output = _without_hidden(model, chain, tokens, mask, replays, small)
     return output if output is None or not short else output.to_tuple()
@@ -186,7 +195,7 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
 def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The call's arguments by name if they are those of a text encoder's plain inference. return_dict is True if the
     result shall be a tuple."""
-    if not chain.unpad or registered._captured():
+    if not chain.unpad or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
         return None
     given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
     config, mask = model.config, given.get("attention_mask")
@@ -217,7 +226,8 @@ def _without_hidden(
     kept = torch.cat([kept[:, :1] | hidden[:, None], kept[:, 1:]], 1)
     counts, starts_hidden = torch.stack([kept.sum(1), hidden]).tolist()
     texts = [(count, bool(h)) for count, h in zip(counts, starts_hidden, strict=True)]
-    if sum(counts) == kept.numel() and not any(starts_hidden):  # nothing to leave out
+    whole = sum(counts) == kept.numel() and not any(starts_hidden)
+    if whole and not in_blocks(kept.size(1), one_pass.window(model.config)):  # nothing to leave out
         return replayed.padded(model, chain, tokens, None) if small else None
     if (1, True) in texts:  # a text without a token
         return None
@@ -253,7 +263,7 @@ def _run(
         places = of_text[row] * kept.size(1) + column
     flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     into = places if unpad else (kept.flatten().cumsum(0) - 1)[places]
-    rounded = has_onednn(model.embeddings.word_embeddings.weight)
+    rounded = has_onednn(one_pass.words(model))
     states: Any = None
     output: Any = None
     for some, part in _steps(texts, _most(chain, model, kept.device)):
@@ -264,7 +274,7 @@ def _run(
         given = {name: x[taken][None] for name, x in flat.items()}
         output = replayed.step(model, chain, given, some) if replays and len(taken) <= replayed.MOST else None
         if output is None:
-            output = one_pass.run(model, chain, given, Segments.of(some, kept.device))
+            output = one_pass.run(model, chain, given, Segments.of(some, taken % kept.size(1)))
         y = output.last_hidden_state[0, : len(taken) - extra]
         if states is None:
             states = y.new_zeros(kept.numel() if unpad else len(places), y.size(1))
@@ -307,7 +317,7 @@ def _fits(model: Any, tokens: dict[str, Tensor], length: int) -> bool:
 
 def _whole(model: nn.Module) -> nn.Module | None:
     """The model of texts inside a module: the embeddings and all layers, without a head."""
-    return next((m for m in model.modules() if _kind(m) in MODELS and hasattr(m.embeddings, "word_embeddings")), None)
+    return next((m for m in model.modules() if _kind(m) in TEXTS), None)
 
 
 @lru_cache

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import one_pass
+from .families import BY_COLUMNS, _kind
 from .graphs import Tensors, rounded
 from .plan import _Chain
 from .segments import Segments, _has_varlen, _why_not_attention, moved
@@ -32,11 +33,13 @@ def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
     graphs = chain.graphs
     if graphs is None or device.type != "cuda" or torch.is_autocast_enabled("cuda"):
         return False
+    if _kind(model) in BY_COLUMNS:  # which no captured pass knows
+        return False
     if torch.cuda.is_current_stream_capturing():
         return False
     if graphs.holds():
         return True
-    weight = model.embeddings.word_embeddings.weight
+    weight = one_pass.words(model)
     usual = (
         weight.device == device
         and not chain.is_training(model)

@@ -22,7 +22,7 @@ def no_python(monkeypatch):
         raise AssertionError("a repeated call chose in Python")
 
     def forbid():
-        for owner, name in ((SparsePlan, "_multiply"), (SparsePlan, "_linear_op"), (ops, "default_op")):
+        for owner, name in ((SparsePlan, "_multiply"), (SparsePlan, "_expect_same_indices"), (ops, "default_op")):
             monkeypatch.setattr(owner, name, choose)
 
     return forbid

@@ -38,7 +38,7 @@ def batch_of(batch: int, length: int, half: bool) -> dict[str, torch.Tensor]:
 
 
 def seconds(call: Callable[[], Any], calls: int, alone: bool) -> float:
-    """Of one call."""
+    """The time of one call."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -49,24 +49,19 @@ def seconds(call: Callable[[], Any], calls: int, alone: bool) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def peak_of(call: Callable[[], Any]) -> int:
-    """Bytes beyond those held before the call."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def case(batch: int, length: int, half: bool, models: dict[str, Any]) -> dict[str, Any]:
     given = batch_of(batch, length, half)
     ways = {name: (lambda model=model: model(**given)) for name, model in models.items()}
     first: dict[str, float] = {}
+    peak: dict[str, int] = {}
     for name, way in ways.items():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         first[name] = seconds(way, 1, True)
         for _ in range(4):
             way()
+        torch.cuda.synchronize()
+        peak[name] = torch.cuda.max_memory_allocated() - before  # what a graph keeps included
     calls = 200 if batch * length < 4096 else 20
     found: dict[str, dict[str, list[float]]] = {name: {"latency": [], "throughput": []} for name in ways}
     for _ in range(ROUNDS):
@@ -75,7 +70,7 @@ def case(batch: int, length: int, half: bool, models: dict[str, Any]) -> dict[st
             found[name]["throughput"].append(seconds(way, calls, False))
     row: dict[str, Any] = {"batch": batch, "length": length, "half_padded": half}
     row["first_seconds"] = first
-    row["peak_bytes"] = {name: peak_of(way) for name, way in ways.items() if not name.startswith("compiled")}
+    row["peak_bytes"] = peak
     for kind in ("latency", "throughput"):
         row[f"{kind}_seconds"] = {name: statistics.median(times[kind]) for name, times in found.items()}
     return row

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -201,6 +201,23 @@ def explain_norm_backward(
     need_columns: bool,
     gpu: Gpu | None,
 ) -> Answer: ...
+def replay_on_gpu(
+    name: str, kernel: Callable[..., Any], record: Callable[[Callable[..., Any], tuple[Any, ...]], tuple[Any, Any]]
+) -> None:
+    """Registers the CUDA kernel of operator `name`: `kernel`, until a call with its shapes has been recorded. In a
+    build with CUDA. record: returns kernel(*arguments) and a description of the call, or None if it cannot be
+    repeated."""
+
+def record_gradient(name: str, function: Callable[..., Any]) -> None:
+    """Registers the Autograd kernel of operator `name`: in C++ for plain CUDA tensors, else `function`. In a build with
+    CUDA."""
+
+def forget_recordings() -> None:
+    """Drops all recorded calls. In a build with CUDA."""
+
+def replays() -> int:
+    """The number of calls that were repeated from a recording. In a build with CUDA."""
+
 def simulate_device(
     *,
     shared_memory: int | None = None,

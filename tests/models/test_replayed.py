@@ -1,4 +1,4 @@
-"""Passes by CUDA graphs: padded batches and packed texts, beside the optimized model without graphs."""
+"""CUDA graphs of encoders: padded batches and packed texts, compared with the model without graphs."""
 
 import copy
 import pickle
@@ -66,7 +66,7 @@ def check_batches(model, exact, handle, allowed):
 class Uncaptured(Graphs):
     """Computes passes as a graph would, from the same rounded inputs, where there is no GPU."""
 
-    def run(self, key, facts, device, make, fill, body, read):
+    def run(self, key, device, make, fill, body, read):
         inputs = make()
         fill(inputs)
         outputs = body(inputs)

@@ -17,7 +17,7 @@ from matmuls.integrations.transformers import can_pack, encode_tokens
 from .covered import why_not, why_not_call
 from .tokens import Tokens, ahead, tokenized, windows
 
-TOKENS_PER_BATCH = {"cpu": 8192, "cuda": 32768}
+TOKENS_PER_BATCH = {"cpu": 8192, "cuda": 16384}  # on a GPU: the most that a CUDA graph is captured for
 
 
 @dataclass

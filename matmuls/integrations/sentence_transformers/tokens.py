@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-FIRST, MOST = 256, 4096  # texts of the first and of the largest window
+FIRST, MOST = 256, 1024  # texts of the first and of the largest window
 _tokenizing = threading.Lock()  # a tokenizer's settings change with a call; see `tokenized`
 
 

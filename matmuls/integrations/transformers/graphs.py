@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .snapshot import Snapshot
 
 GRAPHS = 64  # of one model; the least recently used is dropped
 STEPS = 8  # sizes from a power of two to the next: at most 1/8 of a captured pass is padding
@@ -41,7 +43,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the members below
-        self._facts: Hashable = None
+        self._snapshot: Snapshot | None = None  # of the model that was captured
         self._passes: OrderedDict[Hashable, _Pass | None] = OrderedDict()  # None: seen, not captured
         self._refused: set[Hashable] = set()
         self._pool: Any = None
@@ -54,22 +56,28 @@ class Graphs:
     def __len__(self) -> int:
         return sum(x is not None for x in self._passes.values())
 
+    def holds(self) -> bool:
+        """True if the model is as it was when `renew` was called."""
+        snapshot = self._snapshot
+        return snapshot is not None and snapshot.holds()
+
+    def renew(self, model: nn.Module) -> None:
+        """Drops the graphs of a model that has changed."""
+        self.clear()
+        self._snapshot = Snapshot(model)
+
     def clear(self) -> None:
         """Waits for the last replay and frees all graphs with their memory."""
         with self._lock:
-            self._clear()
-
-    def _clear(self) -> None:
-        if self._last is not None:
-            self._last.synchronize()
-        self._passes.clear()
-        self._refused.clear()
-        self._pool = self._stream = self._last = None
+            if self._last is not None:
+                self._last.synchronize()
+            self._passes.clear()
+            self._refused.clear()
+            self._snapshot = self._pool = self._stream = self._last = None
 
     def run(
         self,
         key: Hashable,
-        facts: Hashable,
         device: torch.device,
         make: Callable[[], Tensors],
         fill: Callable[[Tensors], None],
@@ -81,17 +89,14 @@ class Graphs:
 
         Args:
             key: the sizes.
-            facts: all else that a graph depends on; other facts than before drop all graphs.
             device: the GPU.
             make: creates the input tensors of a pass.
             fill: writes this call's values to them.
             body: computes the outputs, a dictionary or a ModelOutput.
             read: copies one of them for the caller.
         """
+        key = key, torch.are_deterministic_algorithms_enabled()
         with self._lock, torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
-            if facts != self._facts:
-                self._clear()
-                self._facts = facts
             if key in self._refused:
                 return None
             if key not in self._passes:

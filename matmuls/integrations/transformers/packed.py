@@ -184,7 +184,7 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
 def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The call's arguments by name if they are those of a text encoder's plain inference. return_dict is True if the
     result shall be a tuple."""
-    if not chain.unpad or model.training or any(m.training for _, _, m, _, _ in chain.links) or registered._captured():
+    if not chain.unpad or registered._captured():
         return None
     given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
     config, mask = model.config, given.get("attention_mask")
@@ -206,6 +206,8 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _without_hidden(model: Any, chain: _Chain, tokens: dict[str, Tensor], mask: Tensor, small: bool) -> Any:
     """Waits for a GPU's mask. small: a batch without hidden tokens may be replayed."""
+    if chain.is_training(model):
+        return None
     kept = mask.bool()
     hidden = ~kept[:, 0]
     kept = torch.cat([kept[:, :1] | hidden[:, None], kept[:, 1:]], 1)
@@ -231,15 +233,18 @@ def _run(
     states are [texts, longest, width], or [T, width] without unpad."""
     chain: _Chain = model.__dict__["forward"].args[1]
     tokens = {"position_ids": one_pass.positions(model.embeddings, tokens, kept)} | tokens
-    order = sorted(range(len(texts)), key=texts.__getitem__)  # texts of one length side by side
-    texts = [texts[i] for i in order]
-    of_text = torch.tensor(order, device=kept.device)
-    row, column = kept[of_text].nonzero().unbind(1)
-    places = of_text[row] * kept.size(1) + column
+    replays = "input_ids" in tokens and replayed.can_replay(model, chain, kept.device)
+    if replays:  # in any order, and without waiting for the GPU
+        places = kept.flatten().nonzero_static(size=sum(count for count, _ in texts)).squeeze(1)
+    else:
+        order = sorted(range(len(texts)), key=texts.__getitem__)  # texts of one length side by side
+        texts = [texts[i] for i in order]
+        of_text = torch.tensor(order, device=kept.device)
+        row, column = kept[of_text].nonzero().unbind(1)
+        places = of_text[row] * kept.size(1) + column
     flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     into = places if unpad else (kept.flatten().cumsum(0) - 1)[places]
     rounded = has_onednn(model.embeddings.word_embeddings.weight)
-    replays = "input_ids" in tokens and replayed.can_replay(model, chain, kept.device)
     states: Any = None
     output: Any = None
     for some, part in _steps(texts, _most(chain, model, kept.device)):

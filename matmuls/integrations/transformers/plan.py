@@ -156,7 +156,6 @@ class _Chain:
     plans: frozenset["_Plan"]
     links: tuple[tuple[dict[str, Any], str, nn.Module, Any, Callable[..., Any]], ...]
     layers: tuple[tuple[nn.Module, "_Plan"], ...]
-    tensors: tuple[tuple[dict[str, Tensor | None], str], ...]  # parameters and buffers, each with its place
     graphs: Graphs | None
 
     @classmethod
@@ -180,9 +179,12 @@ class _Chain:
         plans = frozenset(plan for plan in map(_plan_of, layers) if plan)
         if "forward" in vars(model) or not (plans and known and stock and len(plans) == len(layers)):
             return None
-        tensors = tuple((kind, name) for m in model.modules() for kind in (m._parameters, m._buffers) for name in kind)
         pairs = tuple((layer, plan) for layer in layers for plan in (_plan_of(layer),) if plan)
-        return cls(unpad, plans, links, pairs, tensors, Graphs() if cuda_graphs else None)
+        return cls(unpad, plans, links, pairs, Graphs() if cuda_graphs else None)
+
+    def is_training(self, model: nn.Module) -> bool:
+        """True if the model, or a module around its layers, is in training mode."""
+        return model.training or any(m.training for _, _, m, _, _ in self.links)
 
     def is_private(self) -> bool:
         """True if nothing else sees what one module passes to the next."""

@@ -28,15 +28,27 @@ LONGEST = 64  # texts' lengths are rounded up to a multiple of it, rows of the a
 
 def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
     """True if a captured pass computes what the layers would compute now on the device."""
-    if chain.graphs is None or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    graphs = chain.graphs
+    if graphs is None or device.type != "cuda" or torch.is_autocast_enabled("cuda"):
         return False
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    if graphs.holds():
+        return True
     weight = model.embeddings.word_embeddings.weight
-    return weight.device == device and all(
-        _has_varlen(device, weight.dtype, plan.head_size)
-        and plan.applies(layer, weight)
-        and _why_not_attention(plan.attention) is None
-        for layer, plan in chain.layers
+    usual = (
+        weight.device == device
+        and not chain.is_training(model)
+        and all(
+            _has_varlen(device, weight.dtype, plan.head_size)
+            and plan.applies(layer, weight)
+            and _why_not_attention(plan.attention) is None
+            for layer, plan in chain.layers
+        )
     )
+    if usual:
+        graphs.renew(model)
+    return usual
 
 
 def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> Any:
@@ -62,7 +74,7 @@ def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> A
         return (x[:batch, :length] if x.dim() == 3 else x[:batch]).clone(memory_format=torch.contiguous_format)
 
     key = sizes, tuple((name, x.dtype) for name, x in given.items())
-    return chain.graphs.run(key, _facts(chain), ids.device, make, fill, partial(_padded, model, chain), read)
+    return chain.graphs.run(key, ids.device, make, fill, partial(_padded, model, chain), read)
 
 
 def _padded(model: Any, chain: _Chain, inputs: Tensors) -> Any:
@@ -111,11 +123,4 @@ def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, b
         return x[:, :size].clone()
 
     key = sizes, tuple((name, x.dtype) for name, x in given.items())
-    return chain.graphs.run(key, _facts(chain), device, make, fill, body, read)
-
-
-def _facts(chain: _Chain) -> tuple[Any, ...]:
-    """All that a captured pass depends on beside its sizes: where the parameters lie, and whether torch is to be
-    deterministic."""
-    where = [None if x is None else x.data_ptr() for tensors, name in chain.tensors for x in (tensors.get(name),)]
-    return torch.are_deterministic_algorithms_enabled(), *where
+    return chain.graphs.run(key, device, make, fill, body, read)

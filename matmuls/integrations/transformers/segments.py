@@ -41,7 +41,8 @@ class Segments:
 
     @classmethod
     def of(cls, texts: Sequence[tuple[int, bool]], device: torch.device) -> "Segments":
-        """Of lengths on the host; attention is fastest if equal texts are adjacent."""
+        """The segments of texts whose lengths the host knows; without a kernel for segments, equal adjacent ones are
+        computed together."""
         queries, keys = cls.starts(texts, any(hidden for _, hidden in texts)).to(device).unbind(0)
         groups = [(*text, len(list(some))) for text, some in groupby(texts)]
         return cls(queries, keys, max(length for length, _ in texts), groups)
@@ -56,7 +57,8 @@ class Segments:
 
     @classmethod
     def on_device(cls, lengths: Tensor, hidden: Tensor, longest: int) -> "Segments":
-        """Of lengths [texts], and whether each begins with a hidden token [texts], that the host does not read."""
+        """The segments of texts whose lengths [texts], and whether each begins with a hidden token [texts], only the
+        GPU knows."""
         return cls(*cls._pairs(lengths, hidden).unbind(0), longest)
 
     @staticmethod

@@ -99,7 +99,7 @@ def optimize(model: SentenceTransformer, *, tokens_per_batch: int | None = None)
     Args:
         model: a model of sentence-transformers.
         tokens_per_batch: most tokens of a batch; a longer text is a batch of its own. None means 8192 on the CPU and
-            16384 on a GPU.
+            32768 on a GPU.
 
     Returns:
         An `Optimized`, which says in `reason` why sentence-transformers runs the model as it is, if it does. Its

@@ -114,7 +114,7 @@ def optimize(
             the hidden states, and half the size of a layer's attention probabilities.
         unpad: leave out hidden tokens. On a GPU, a batch of more than 4,096 tokens waits for the mask, and your own
             captured CUDA graph computes the padded batch.
-        cuda_graphs: on a GPU, capture passes of at most 16,384 tokens of texts in float16 or bfloat16, and replay them,
+        cuda_graphs: on a GPU, capture passes of at most 12,288 tokens of texts in float16 or bfloat16, and replay them,
             if unpad is set. Sizes are rounded up, the first call of each size is computed as usual, and the second one
             is captured, which takes about 10 ms. At most 64 graphs share their memory, which `undo()` frees.
 

@@ -13,7 +13,7 @@ from . import one_pass, registered, replayed
 from .families import MODELS, _kind
 from .one_pass import RECORDED
 from .plan import _Chain, _is_ours
-from .segments import Segments, Unpackable, _why_not_attention, has_onednn
+from .segments import Segments, Unpackable, _why_not_attention, has_onednn, moved
 
 TOKENS = 1024  # of a step on a CPU, so that its intermediate results stay in the caches
 ARGUMENTS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "return_dict"}
@@ -88,6 +88,7 @@ def encode_tokens(
     if why is not None:
         raise ValueError(f"encode_tokens: {why}")
     whole: Any = _whole(model)
+    chain: _Chain = whole.__dict__["forward"].args[1]
     counts = _checked("encode_tokens", input_ids, lengths)
     given = {"input_ids": input_ids, "token_type_ids": token_type_ids}
     if token_type_ids is not None and token_type_ids.shape != input_ids.shape:
@@ -96,7 +97,7 @@ def encode_tokens(
         raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
     if len(input_ids) == 0:
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
-    of_text = torch.tensor(counts, device=input_ids.device)
+    of_text = moved(torch.tensor(counts), input_ids.device)
     kept = torch.arange(max(counts), device=input_ids.device) < of_text[:, None]
     padding = getattr(whole.embeddings, "padding_idx", 0)  # RoBERTa numbers the other tokens
     tokens = {
@@ -107,7 +108,8 @@ def encode_tokens(
     if not _fits(whole, tokens, kept.size(1)):
         raise ValueError(f"encode_tokens: {type(whole).__name__} has too few positions for {max(counts)} tokens")
     try:
-        output = _run(whole, tokens, kept, [(count, False) for count in counts], unpad=False)
+        texts = [(count, False) for count in counts]
+        output = _run(whole, tokens, kept, texts, replayed.can_replay(whole, chain, kept.device), unpad=False)
     except Unpackable as reason:
         raise ValueError(f"encode_tokens: {reason}") from None
     states: Tensor = output.last_hidden_state
@@ -171,13 +173,13 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     mask, short = given.pop("attention_mask", None), given.pop("return_dict")
     tokens = {name: x for name, x in given.items() if x is not None}
     source = tokens["input_ids"] if "input_ids" in tokens else tokens["inputs_embeds"]
-    small = source.numel() <= replayed.MOST and "input_ids" in tokens and "position_ids" not in tokens
-    small = small and replayed.can_replay(model, chain, source.device)
+    replays = "inputs_embeds" not in tokens and replayed.can_replay(model, chain, source.device)
+    small = replays and source.numel() <= replayed.MOST and "position_ids" not in tokens
     output = None
     if small and (mask is None or source.numel() <= replayed.SMALL):
         output = replayed.padded(model, chain, tokens, mask)
     if output is None and mask is not None:
-        output = _without_hidden(model, chain, tokens, mask, small)
+        output = _without_hidden(model, chain, tokens, mask, replays, small)
     return output if output is None or not short else output.to_tuple()
 
 
@@ -204,8 +206,10 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
     return tensors | {"return_dict": given.get("return_dict", getattr(config, "return_dict", True)) is False}
 
 
-def _without_hidden(model: Any, chain: _Chain, tokens: dict[str, Tensor], mask: Tensor, small: bool) -> Any:
-    """Waits for a GPU's mask. small: a batch without hidden tokens may be replayed."""
+def _without_hidden(
+    model: Any, chain: _Chain, tokens: dict[str, Tensor], mask: Tensor, replays: bool, small: bool
+) -> Any:
+    """Waits for a GPU's mask. replays: packed texts may be replayed; small: a batch without hidden tokens too."""
     if chain.is_training(model):
         return None
     kept = mask.bool()
@@ -219,7 +223,7 @@ def _without_hidden(model: Any, chain: _Chain, tokens: dict[str, Tensor], mask: 
         return None
     tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tokens.items()}
     try:
-        output = _run(model, tokens, kept, texts)
+        output = _run(model, tokens, kept, texts, replays)
     except Unpackable:
         return None
     one_pass.pool_again(model, output)
@@ -227,13 +231,18 @@ def _without_hidden(model: Any, chain: _Chain, tokens: dict[str, Tensor], mask: 
 
 
 def _run(
-    model: Any, tokens: dict[str, Tensor], kept: Tensor, texts: list[tuple[int, bool]], *, unpad: bool = True
+    model: Any,
+    tokens: dict[str, Tensor],
+    kept: Tensor,
+    texts: list[tuple[int, bool]],
+    replays: bool,
+    *,
+    unpad: bool = True,
 ) -> Any:
     """The model's output for the tokens that are kept of [texts, longest], computed in steps of whole texts. Its hidden
     states are [texts, longest, width], or [T, width] without unpad."""
     chain: _Chain = model.__dict__["forward"].args[1]
     tokens = {"position_ids": one_pass.positions(model.embeddings, tokens, kept)} | tokens
-    replays = "input_ids" in tokens and replayed.can_replay(model, chain, kept.device)
     if replays:  # in any order, and without waiting for the GPU
         places = kept.flatten().nonzero_static(size=sum(count for count, _ in texts)).squeeze(1)
     else:

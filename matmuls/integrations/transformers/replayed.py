@@ -19,10 +19,11 @@ from torch import Tensor
 from . import one_pass
 from .graphs import Tensors, rounded
 from .plan import _Chain
-from .segments import Segments, _has_varlen, _why_not_attention
+from .segments import Segments, _has_varlen, _why_not_attention, moved
 
 SMALL = 4096  # tokens of a padded batch whose mask the host does not read, and whose padding is computed
-MOST = 16384  # tokens of a captured pass. With more, a GPU is slower than the host, and memory would be held.
+MOST = 12288  # tokens of a captured pass. With more, a GPU is slower than the host, and memory would be held.
+TOKENS = "input_ids", "token_type_ids"
 LONGEST = 64  # texts' lengths are rounded up to a multiple of it, rows of the attention kernel's blocks
 
 
@@ -62,7 +63,7 @@ def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> A
     given = tokens if mask is None else {**tokens, "attention_mask": mask}
 
     def make() -> Tensors:
-        return {name: x.new_zeros(sizes) for name, x in given.items()}
+        return {name: x.new_zeros(sizes) for name, x in given.items()} | _constants(*sizes, ids.device)
 
     def fill(inputs: Tensors) -> None:
         if sizes != (batch, length):
@@ -74,21 +75,52 @@ def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> A
         return (x[:batch, :length] if x.dim() == 3 else x[:batch]).clone(memory_format=torch.contiguous_format)
 
     key = sizes, tuple((name, x.dtype) for name, x in given.items())
-    return chain.graphs.run(key, ids.device, make, fill, partial(_padded, model, chain), read)
+    body = partial(_whole if mask is None else _padded, model, chain)
+    return chain.graphs.run(key, ids.device, make, fill, body, read)
+
+
+def _constants(batch: int, length: int, device: torch.device) -> Tensors:
+    """each [B * S]: 0, 1 and so on. last: each, backward. first [1, S] bool: the first column. starts [2, 2 B + 1]
+    int32: where the segments of texts without hidden tokens begin (`Segments`), as queries and as keys."""
+    ends = torch.arange(1, batch + 1) * length
+    starts = torch.stack([ends - length, ends], 1).flatten()
+    return {
+        "each": torch.arange(batch * length, device=device),
+        "last": torch.arange(batch * length, device=device).flip(0),
+        "first": torch.arange(length, device=device)[None] == 0,
+        "starts": torch.cat([starts.new_zeros(1), starts]).int().repeat(2, 1).to(device),
+    }
+
+
+def _whole(model: Any, chain: _Chain, inputs: Tensors) -> Any:
+    """For a batch without a mask."""
+    tokens = {name: x for name, x in inputs.items() if name in TOKENS}
+    batch, length = tokens["input_ids"].shape
+    tokens["position_ids"] = one_pass.positions(model.embeddings, tokens, tokens["input_ids"])
+    segments = Segments(*inputs["starts"][:, ::2].contiguous().unbind(0), length)
+    output = one_pass.run(model, chain, {name: x.reshape(1, -1) for name, x in tokens.items()}, segments)
+    output.last_hidden_state = output.last_hidden_state.view(batch, length, -1)
+    one_pass.pool_again(model, output)
+    return output
 
 
 def _padded(model: Any, chain: _Chain, inputs: Tensors) -> Any:
-    tokens = dict(inputs)
-    mask, ids = tokens.pop("attention_mask", None), inputs["input_ids"]
-    batch, length = ids.shape
-    seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    kept = torch.cat([torch.ones_like(seen[:, :1]), seen[:, 1:]], 1)  # heads read a text's first token, hidden or not
+    """For a batch with a mask: tokens in front, hidden ones last."""
+    tokens = {name: x for name, x in inputs.items() if name in TOKENS}
+    each, starts, seen = inputs["each"], inputs["starts"], inputs["attention_mask"].bool()
+    batch, length = seen.shape
+    kept = seen | inputs["first"]  # heads read a text's first token, hidden or not
     tokens["position_ids"] = one_pass.positions(model.embeddings, tokens, kept).masked_fill(~kept, 0)
-    flat, each = kept.flatten(), torch.arange(ids.numel(), device=ids.device)
+    flat = kept.flatten()
     rank = flat.cumsum(0)  # of tokens, from 1
-    place = torch.where(flat, rank - 1, len(flat) - 1 - each + rank)  # hidden ones last
+    place = torch.where(flat, rank - 1, rank + inputs["last"])
     index = torch.empty_like(each).scatter_(0, place, each)
-    segments = Segments.on_device(kept.sum(1), ~seen[:, 0], length)
+    ends = rank[length - 1 :: length]
+    starts[:, 2::2] = ends
+    starts[:, 3::2] = ends[:-1]
+    starts[1, 1] = 0
+    starts[1, 1::2] += ~seen[:, 0]
+    segments = Segments(*starts.unbind(0), length)
     output = one_pass.run(model, chain, {name: x.flatten()[index][None] for name, x in tokens.items()}, segments)
     states = output.last_hidden_state[0, place].masked_fill(~flat[:, None], 0)
     output.last_hidden_state = states.view(batch, length, -1)
@@ -113,7 +145,7 @@ def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, b
             inputs[name][:, :size].copy_(x)
         starts = Segments.starts(texts, hidden)
         starts = torch.cat([starts, starts[:, -1:].expand(2, inputs["starts"].size(1) - starts.size(1))], 1)
-        inputs["starts"].copy_(starts, non_blocking=True)  # texts without tokens at the end
+        inputs["starts"].copy_(moved(starts, device))  # texts without tokens at the end
 
     def body(inputs: Tensors) -> Any:
         segments = Segments(*inputs["starts"].unbind(0), longest)

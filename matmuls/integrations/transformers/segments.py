@@ -20,6 +20,11 @@ class Unpackable(Exception):
     """Raised by a layer that cannot run on packed tokens in this call; the whole model is then run another way."""
 
 
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on the device, from pinned memory, so that the host does not wait for the GPU."""
+    return x if device.type == "cpu" else x.contiguous().pin_memory().to(device, non_blocking=True)
+
+
 class Segments:
     """The lengths of packed texts. With each goes whether the text begins with a hidden token: none of its tokens sees
     it, and its own state is wanted.
@@ -43,7 +48,7 @@ class Segments:
     def of(cls, texts: Sequence[tuple[int, bool]], device: torch.device) -> "Segments":
         """The segments of texts whose lengths the host knows; without a kernel for segments, equal adjacent ones are
         computed together."""
-        queries, keys = cls.starts(texts, any(hidden for _, hidden in texts)).to(device).unbind(0)
+        queries, keys = moved(cls.starts(texts, any(hidden for _, hidden in texts)), device).unbind(0)
         groups = [(*text, len(list(some))) for text, some in groupby(texts)]
         return cls(queries, keys, max(length for length, _ in texts), groups)
 
@@ -54,12 +59,6 @@ class Segments:
         if hidden:
             return Segments._pairs(lengths, first)
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)]).expand(2, -1)
-
-    @classmethod
-    def on_device(cls, lengths: Tensor, hidden: Tensor, longest: int) -> "Segments":
-        """The segments of texts whose lengths [texts], and whether each begins with a hidden token [texts], only the
-        GPU knows."""
-        return cls(*cls._pairs(lengths, hidden).unbind(0), longest)
 
     @staticmethod
     def _pairs(lengths: Tensor, hidden: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from torch.compiler import is_compiling
 
 from ..registration import expect_dense
 from .csr_pattern import CsrPattern, for_every_stream, is_capturing, pattern_of, relaxed_capture
-from .default_spmm import check_operands, default_op, default_product, linear_op, multiply_batch
+from .default_spmm import check_operands, default_op, default_product, multiply_batch
 from .dtensor import product_of_dtensor
 from .prepared import PreparedCalls, PreparedOp
-from .selector import Selector
+from .selector import Selector, linear_of
 from .spgemm import spgemm
 
 DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -29,8 +29,8 @@ class SparsePlan:
 
     The first product for a dtype and a number of columns of B selects a kernel by the sizes or, if the plan is constant
     or of BSR or BSC, by timing; it may wait for the GPU. Later products with the same dtype and about as many columns
-    (between the same powers of two) run that kernel and do not wait. With the same shape and strides of B, and no
-    gradient, they cost the host 2 us plus the launches. CUDA-graph capture runs a kernel selected before, or the
+    (between the same powers of two) run that kernel and do not wait. With the same shape and strides of B they cost the
+    host 2 us plus the launches, and what autograd takes. CUDA-graph capture runs a kernel selected before, or the
     default; torch.compile the default.
 
     Attributes:
@@ -225,7 +225,11 @@ class SparsePlan:
         if hasattr(b, "placements"):
             return product_of_dtensor(self, b)
         if b.dim() == 1:
-            if not selected or b.shape != self.shape[-1:] or not (op := self._linear_op(values, b, None)):
+            if (
+                not selected
+                or b.shape != self.shape[-1:]
+                or not (op := linear_of(self._selector, self._pattern, values, b, None))
+            ):
                 return (self @ b.unsqueeze(-1)).squeeze(-1)
         elif self._pattern.batch is not None:
             return multiply_batch(self._pattern, values, self.shape, b)
@@ -241,34 +245,27 @@ class SparsePlan:
         """A @ b by the fastest candidate."""
         return (self._selector and self._selector.call(values, b)) or default_op(self._pattern, values, b)
 
-    def _linear_op(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> PreparedOp | None:
-        """x A^T + bias as one operator; None if a product A @ x^T and a sum after it are the way."""
-        own, n = self._selector, x.numel() // max(x.shape[-1], 1)
-        op = None if own is None else own.linear(values, x, bias)
-        is_like = values.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)  # else spmm raises the error
-        if op is None and is_like and (own is None or own.is_default(values, n)):
-            op = linear_op(self._pattern, values, x, bias)
-        return op
-
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None, *watched: torch.Tensor) -> torch.Tensor:
         """x A^T + bias, [..., M]. x: [..., K]; bias: [M] or None. In 16 bits and without a gradient, a constant plan
         may add the bias before the sum is rounded. watched: as PreparedCalls.record_linear takes them."""
+        compiling = is_compiling()
+        if not compiling and (product := self._prepared.repeat_linear(x, bias, *watched)) is not None:
+            return product
         rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        if is_compiling() or hasattr(x, "placements"):
+        if compiling or hasattr(x, "placements"):
             y = (self @ rows.mT).mT
             return (y if bias is None else y + bias.to(y.dtype)).reshape(*x.shape[:-1], self.shape[-2])
-        product = self._prepared.repeat_linear(x, bias, *watched)
-        if product is not None:
-            return product
         self._expect_same_indices("spmm")
         values = self.values
-        op = self._linear_op(values, rows, bias)
+        given = self._selector, self._pattern, values, rows, bias, bool(watched)
+        op = linear_of(*given)
         transposed = op is None
         op = op or self._op(values, rows.mT)
         y = op.run()
         if transposed:
             y = y.mT if bias is None else y.mT + bias.to(y.dtype)
-        if not transposed or bias is None or bias.dtype == y.dtype:
+        is_default = transposed and linear_of(*given)  # as measured: next time
+        if not is_default and (not transposed or bias is None or bias.dtype == y.dtype):
             rows_of = x if transposed or x.dim() != 2 else None
             self._prepared.record_linear(op, values, (bias, *watched), self._pattern, rows_of, transposed)
         return y.reshape(*x.shape[:-1], self.shape[-2])

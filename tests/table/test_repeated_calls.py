@@ -10,7 +10,7 @@ from torch import nn
 
 from matmuls import plan, sparse_attention, spmm
 from matmuls.nn import SparseLinear
-from matmuls.sparse import ops, prepared
+from matmuls.sparse import ops, prepared, select, selector
 from matmuls.sparse.plan import SparsePlan
 
 
@@ -22,7 +22,7 @@ def no_python(monkeypatch):
         raise AssertionError("a repeated call chose in Python")
 
     def forbid():
-        for owner, name in ((SparsePlan, "_multiply"), (SparsePlan, "_linear_op"), (ops, "default_op")):
+        for owner, name in ((SparsePlan, "_multiply"), (SparsePlan, "_expect_same_indices"), (ops, "default_op")):
             monkeypatch.setattr(owner, name, choose)
 
     return forbid
@@ -67,6 +67,31 @@ def test_layers(dtype, lead, frozen, device, no_python):
             expected = (grad.reshape(-1, 30).mT @ x.reshape(-1, 40))[weight != 0]
             torch.testing.assert_close(layer.values.grad, expected, atol=4 * bound, rtol=bound)
             torch.testing.assert_close(layer.bias.grad, grad.reshape(-1, 30).sum(0), atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lead", [(7,), (2, 5), ()], ids=str)
+def test_layers_by_a_product_that_is_transposed(lead, bias, device, no_python, monkeypatch):
+    """As where a copy of the weight in another layout is the fastest."""
+    monkeypatch.setattr(selector, "SMALLEST", 0)
+    monkeypatch.setattr(selector.Selector, "_copies", lambda *_: [select.DENSE])
+    monkeypatch.setattr(selector.Selector, "_estimates", lambda *_: {select.DENSE: 1.0})
+    torch.manual_seed(0)
+    layer = SparseLinear.from_linear(nn.Linear(40, 30, bias, device=device), sparsity=0.5).freeze()
+    for turn, to_x in itertools.product(range(3), (False, True)):
+        if turn == 1:
+            no_python()
+        x = torch.randn(*lead, 40, device=device, requires_grad=to_x)
+        y = layer(x)
+        torch.testing.assert_close(y.detach(), truth_of(layer, x), atol=1e-4, rtol=1e-4)
+        if to_x:
+            grad = torch.randn_like(y)
+            y.backward(grad)
+            torch.testing.assert_close(x.grad, grad @ layer._as_csr().to_dense(), atol=1e-4, rtol=1e-4)
+    assert f": {select.DENSE}, by its size alone" in layer.plan().explain()
+    monkeypatch.undo()
+    layer.values.mul_(2)
+    torch.testing.assert_close(layer(x).detach(), truth_of(layer, x), atol=1e-4, rtol=1e-4)
 
 
 def test_training_repeats_without_python(device, no_python):

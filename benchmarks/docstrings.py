@@ -3,7 +3,7 @@
 import ast
 import random
 import sysconfig
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "numpy", "sentence_transformers")
@@ -14,19 +14,22 @@ def drawn(count: int, seed: int = 0) -> list[str]:
     order; ValueError if there are fewer."""
     library, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
     files = [*library.glob("*.py"), *(p for name in PACKAGES for p in (packages / name).rglob("*.py"))]
-    texts = sorted({text for file in sorted(files) for text in _docstrings(file)})
+    with ProcessPoolExecutor() as processes:
+        texts = sorted(set().union(*processes.map(_docstrings, sorted(files), chunksize=64)))
     if len(texts) < count:
         raise ValueError(f"expected {count} docstrings in {', '.join(PACKAGES)}, found {len(texts)}")
     return random.Random(seed).sample(texts, count)
 
 
-def _docstrings(file: Path) -> Iterator[str]:
+def _docstrings(file: Path) -> set[str]:
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, RecursionError):
-        return
+        return set()
+    found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text and len(text) >= 20:
-                yield text
+                found.add(text)
+    return found

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -46,14 +46,37 @@ class RelaxedCapture:
 class PreparedCalls:
     """Prepared operator calls: all arguments but one tensor are fixed. Keeps the last 16."""
 
-    def bind(self, name: str, arguments: Sequence[Any], at: int, watched: Sequence[Tensor]) -> None:
-        """Prepares a call that has just been made; argument `at` is the open one. Does nothing if the call recorded a
-        gradient, under autocast and during a capture. watched: tensors, besides the arguments, that the result depends
-        on. The prepared call is valid until one of these or of the arguments is written to or requires a gradient."""
+    def bind(
+        self,
+        name: str,
+        arguments: Sequence[Any],
+        at: int,
+        passed: Sequence[Tensor | None],
+        watched: Sequence[Tensor],
+        values: int | None = None,
+        rows_of: Tensor | None = None,
+        transposed: bool = False,
+    ) -> None:
+        """Prepares a call that has just been made; argument `at` is the open one. Does nothing under autocast and
+        during a capture.
 
-    def __call__(self, x: object, first: Tensor) -> Tensor | None:
-        """The result for x, or None if no prepared call matches x in shape, strides, dtype, device and dispatch modes,
-        or under a gradient or a capture. first: the first tensor of `watched`."""
+        passed: what is given again with each call, at most 4. watched: tensors that must not be written to. The
+        prepared call is valid while these are as they were, while nothing among the arguments changes but its numbers,
+        and while the same tensors require a gradient. values: passed[0] is a sparse CSR tensor, which is not kept alive
+        and whose values take this place among the arguments. rows_of: x [..., K], if the
+        argument is its rows, or with `transposed` those transposed; the call then gives the operator's result, or with
+        `transposed` that transposed plus passed[1], in the shape of x."""
+
+    def __call__(
+        self,
+        x: object,
+        first: Tensor | None,
+        second: Tensor | None = None,
+        third: Tensor | None = None,
+        fourth: Tensor | None = None,
+    ) -> Tensor | None:
+        """The result for x, or None if no prepared call is valid for what is passed, for x's shape, strides, dtype and
+        device and for the dispatch modes, or during a capture."""
 
 BoundCalls = PreparedCalls
 
@@ -178,6 +201,23 @@ def explain_norm_backward(
     need_columns: bool,
     gpu: Gpu | None,
 ) -> Answer: ...
+def replay_on_gpu(
+    name: str, kernel: Callable[..., Any], record: Callable[[Callable[..., Any], tuple[Any, ...]], tuple[Any, Any]]
+) -> None:
+    """Registers the CUDA kernel of operator `name`: `kernel`, until a call with its shapes has been recorded. In a
+    build with CUDA. record: returns kernel(*arguments) and a description of the call, or None if it cannot be
+    repeated."""
+
+def record_gradient(name: str, function: Callable[..., Any]) -> None:
+    """Registers the Autograd kernel of operator `name`: in C++ for plain CUDA tensors, else `function`. In a build with
+    CUDA."""
+
+def forget_recordings() -> None:
+    """Drops all recorded calls. In a build with CUDA."""
+
+def replays() -> int:
+    """The number of calls that were repeated from a recording. In a build with CUDA."""
+
 def simulate_device(
     *,
     shared_memory: int | None = None,

@@ -49,6 +49,13 @@ def _set(limits: dict[str, Any]) -> None:
     _simulated.update(limits)
     for asked in (capability, multiprocessors, has_hopper_kernels):
         asked.cache_clear()
+    forget_recordings()
+
+
+def forget_recordings() -> None:
+    """Drop the recorded calls of operators with Triton kernels, which run with the tiles of their first call."""
+    if hasattr(custom_mm._C, "forget_recordings"):  # a build with CUDA
+        custom_mm._C.forget_recordings()
 
 
 class Memory(NamedTuple):

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from custom_mm.indices import version_of
 
 from . import inplace
 from .masked import MaskPlan, masked_ffn, masked_linear
-from .sparse import SparsePlan, linear, plan_of
+from .sparse import SparsePlan, plan_of
 
 __all__ = ["InplaceLinear", "MaskedFFN", "MaskedLinear", "SparseLinear"]
 
@@ -388,12 +389,19 @@ class SparseLinear(nn.Module):
         return made if made._prepared.values is values else made.update(values)
 
     def forward(self, x: Tensor) -> Tensor:
+        compiling, known = is_compiling(), self._plan
+        calls = None if known is None or compiling else known[3]._prepared.linear
+        if calls is not None:
+            own, buffers = self._parameters, self._buffers
+            y = calls(x, own.get("values"), own.get("bias"), buffers["offsets"], buffers["columns"])
+            if y is not None:  # a call prepared before: `plan` would have changed nothing
+                return y
         if x.shape[-1:] != (self.in_features,):
             raise RuntimeError(f"SparseLinear: expected x of shape [..., {self.in_features}], got {list(x.shape)}")
+        multiply = self.plan()._linear
         # The plan breaks a compiled graph anyway; compiled, only the default SpMM could be selected.
-        multiply = torch.compiler.disable(linear) if torch.compiler.is_compiling() else linear  # type: ignore[no-untyped-call]
-        y: Tensor = multiply(self.plan(), x, self.bias)
-        return y
+        multiply = torch.compiler.disable(multiply) if compiling else multiply  # type: ignore[no-untyped-call]
+        return multiply(x, self.bias, self.offsets, self.columns)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         _, _, missing, _, errors = args

@@ -1,6 +1,7 @@
 """Registers operators whose kernels are launched from Python with the dispatcher.
 
-Uses Library.impl: a call costs 5.4 us, and 11.1 with a gradient; a custom_op costs 7.8 and 18.8.
+Uses Library.impl: a call costs 5.4 us, and 11.1 with a gradient; a custom_op costs 7.8 and 18.8. In a build with CUDA
+calls that were made before do not come here.
 """
 
 import inspect
@@ -12,6 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import Function, once_differentiable
 
+from custom_mm import _C
+
+REPLAYS = hasattr(_C, "replay_on_gpu")  # a build with CUDA
 library: Any = torch.library.Library("custom_mm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _ops = torch.ops.custom_mm
 
@@ -67,13 +71,25 @@ def _naming_absent_tensors(name: str, run: Callable[..., Any]) -> Callable[..., 
     return call
 
 
+def _record(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    from .triton.record import record
+
+    return record(kernel, arguments)
+
+
 def register(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any]) -> None:
-    """Registers an operator. kernel: for CPU and CUDA tensors; meta: shapes only, for tracing."""
+    """Registers an operator. kernel: for CPU and CUDA tensors; meta: shapes only, for tracing.
+
+    On a GPU calls that were made before, with the same shapes, are repeated in C++ (src/masked/replay.cpp).
+    """
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema[: schema.index("(")]
     kernel, meta = _naming_absent_tensors(name, kernel), _naming_absent_tensors(name, meta)
     library.impl(name, kernel, "CPU")
-    library.impl(name, kernel, "CUDA")
+    if REPLAYS:
+        _C.replay_on_gpu(name, kernel, _record)
+    else:
+        library.impl(name, kernel, "CUDA")
     library.impl(name, meta, "Meta")
 
 
@@ -103,7 +119,11 @@ def register_gradient(name: str, function: type[Function]) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
 
-    library.impl(name, _naming_absent_tensors(name, autograd), "Autograd")
+    named = _naming_absent_tensors(name, autograd)
+    if REPLAYS:
+        _C.record_gradient(name, named)
+    else:
+        library.impl(name, named, "Autograd")
 
 
 def once(name: str) -> type[Function]:

@@ -16,6 +16,7 @@
 #include "sparse/spmm/choose.h"
 #ifdef MATMULS_CUDA
 #include "gpu/device_limits.h"
+#include "masked/replay.h"
 #endif
 
 namespace py = pybind11;
@@ -183,6 +184,7 @@ PYBIND11_MODULE(_C, m) {
       py::kw_only(), py::arg("shared_memory") = py::none(), py::arg("multiprocessors") = py::none(),
       py::arg("cooperative_multiprocessors") = py::none(), py::arg("capability") = py::none(),
       py::arg("hopper_code") = py::none());
+  matmuls::define_replay(m);
 #endif
   m.def(
       "check_no_overlap",

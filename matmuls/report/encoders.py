@@ -1,6 +1,7 @@
 """The page on encoders: BERT with our attention, optimized or not."""
 
 import math
+from typing import Any
 
 from .format import losses, number
 from .headlines import WAYS, memory_plot
@@ -10,6 +11,7 @@ from .results import Results, Run
 
 FILE = "bert-cuda.json"
 TEXTS = "cpu/encode-texts.json"
+CALLS = "cuda/encoders.json"
 # task -> heading, and the model that speeds are relative to
 HEADINGS = {
     "probabilities": ("Inference that returns probabilities", "the stock model with eager attention"),
@@ -60,8 +62,71 @@ def page(results: Results) -> Page:
     for task in dict.fromkeys(r["task"] for r in run.rows):
         _task(page, run, task)
     page.measured(run)
+    _calls(page, results.run(CALLS))
+    _encode(page, results.encoding(CALLS))
     _texts(page, results.run(TEXTS))
     return page
+
+
+def _calls(page: Page, run: Run) -> None:
+    page.heading("Single calls of BERT base, as called")
+    page.say(
+        "The table has the wall clock of `model(**batch)` in bfloat16 with the host included, in ms: lower is better.",
+        "*optimized* is the model after `optimize(model)`, which captures CUDA graphs.",
+        '*compiled* is `torch.compile(model)`; small batches have `mode="reduce-overhead"` (CUDA graphs).',
+        "*sdpa* is the stock model.",
+        "*alone* is one call, with the GPU idle before it; *in a row* is one of many calls.",
+        "*first* is the first call of its shape, in seconds.",
+        "*half* batches are padded: about half of their tokens are hidden.",
+    )
+    ways = {"optimized": "matmuls", "compiled": "compiled", "sdpa": "sdpa"}
+    rows, ratios = [], []
+    for r in run.rows:
+        name = f"{r['batch']} x {r['length']}{', half' if r['half_padded'] else ''}"
+        named = {way: next(k for k in r["latency_seconds"] if k.startswith(start)) for way, start in ways.items()}
+        times = [r[f"{kind}_seconds"][named[way]] * 1e3 for kind in ("latency", "throughput") for way in ways]
+        first = [r["first_seconds"][named[way]] for way in ("optimized", "compiled")]
+        rows.append((name, *(f"{t:.3f}" for t in times), *(f"{t:.2f}" for t in first)))
+        for kind in ("latency", "throughput"):
+            best = min(t for way, t in r[f"{kind}_seconds"].items() if way != "matmuls")
+            ratios.append(
+                (best / r[f"{kind}_seconds"]["matmuls"], f"{name}, {'alone' if kind == 'latency' else 'in a row'}")
+            )
+    columns = [f"{way}, {kind}" for kind in ("alone", "in a row") for way in ways]
+    page.table(
+        "There is one row for each batch x tokens.", ("batch", *columns, "first, optimized", "first, compiled"), rows
+    )
+    page.say(losses(ratios, "the faster of compiled and sdpa"))
+    page.measured(run)
+
+
+def _encode(page: Page, found: dict[str, Any]) -> None:
+    page.heading("Texts with sentence-transformers, on a GPU")
+    tokens, seconds = found["tokens"], found["seconds"]
+    page.say(
+        f"`SentenceTransformer.encode` ran on {found['texts']:,} docstrings ({tokens:,} tokens) with BERT base in "
+        "bfloat16, in the same run as above: the stock model at several batch sizes, the stock model after "
+        "`model.compile(dynamic=True)`, and the model after `optimize`.",
+        f"The tokenizer alone handles {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand tokens a second.",
+        f"The optimized model handles {found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in batches of "
+        "32 x 512.",
+        "*error* is the distance to the vectors of the float32 model, relative to their length, as root mean square.",
+    )
+    names = {"matmuls": "optimized"}
+    best = min(t for way, t in seconds.items() if way != "matmuls")
+    page.table(
+        "Speeds are relative to the fastest way without matmuls: higher is better.",
+        ("way", "thousand tokens a second", "speed", "error"),
+        (
+            (
+                names.get(way, way),
+                f"{tokens / t / 1e3:,.0f}",
+                number(best / t),
+                f"{found['relative_error_to_float32'][way]:.4f}",
+            )
+            for way, t in seconds.items()
+        ),
+    )
 
 
 def _speeds(run: Run) -> Plot:

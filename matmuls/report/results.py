@@ -105,6 +105,11 @@ class Results:
             made = "what matmuls spmm --distributed wrote"
             raise ValueError(f"expected {made} in {self.folder / name}: {error!r}") from None
 
+    def encoding(self, name: str) -> dict[str, Any]:
+        """How fast texts were encoded, from a file of benchmarks/encoders.py."""
+        found: dict[str, Any] = self._content(self.folder / name)["encode"]
+        return found
+
     def bench(self, operation: str) -> Run:
         """The operation's rows of the newest complete `matmuls bench` on a GPU that has it."""
         if operation not in self._newest:

@@ -1,6 +1,6 @@
 """Sparse products: SpMM, SDDMM, the softmax between them, and the plan that makes a matrix ready for many products."""
 
-from .ops import cusparseMM, linear, sddmm, sparse_attention, sparse_softmax, spmm
+from .ops import cusparseMM, sddmm, sparse_attention, sparse_softmax, spmm
 from .plan import Sparse, SparsePlan, plan, plan_of  # the function `plan` hides the module of that name
 from .spgemm import spgemm  # and this one too
 from .spgemm_plan import SpgemmPlan, SpgemmSize, plan_spgemm, spgemm_size
@@ -12,7 +12,6 @@ __all__ = [
     "SpgemmPlan",
     "SpgemmSize",
     "cusparseMM",
-    "linear",
     "plan",
     "plan_of",
     "plan_spgemm",

@@ -18,7 +18,7 @@ from .names import BY_ROWS, CHUNKS, DEFAULT, SHARES, SPLIT_ROWS
 from .prepared import PreparedOp
 
 _ops = torch.ops.custom_mm
-_spmm, _spmm_chunks = _ops.csr_spmm.default, _ops.csr_spmm_chunks.default
+_spmm, _spmm_chunks, _linear = _ops.csr_spmm.default, _ops.csr_spmm_chunks.default, _ops.csr_linear.default
 _spmm_out: Callable[..., None] = _ops.csr_spmm.out
 _sddmm = _ops.csr_sddmm.default
 
@@ -110,7 +110,7 @@ def chunks_op(
     """moved: columns and values in the order of the chunks, where it is not that of the rows."""
     s, cuts = pattern, (made.begins, made.ends, made.cut, made.empty)
     parts = s.crow, s.col, values, b, s.columns, made.slots, s.order, s.longest
-    return PreparedOp(_spmm_chunks, (*cuts, *parts, *moved), 7)
+    return PreparedOp(_spmm_chunks, (*cuts, *parts, *moved), 7, reads_values=not moved)
 
 
 class Recorded(torch.autograd.Function):
@@ -186,7 +186,25 @@ def default_op(
             return op
     parts = pattern.crow, pattern.col, values, b, pattern.columns, reduce, alpha
     reverse = pattern.arguments(b.requires_grad and torch.is_grad_enabled())
-    return PreparedOp(_spmm, (*parts, *reverse, None, False, pattern.longest, pattern.longest_column), 3)
+    beside = None, False, pattern.longest, pattern.longest_column
+    return PreparedOp(_spmm, (*parts, *reverse, *beside), 3, reads_values=True)
+
+
+def linear_op(
+    pattern: CsrPattern, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+) -> PreparedOp | None:
+    """x A^T + bias, [..., rows], by the row kernel as one operator with gradients; None where another may be faster. x:
+    [..., columns]."""
+    s = pattern
+    if s.batch is not None or (bias is not None and bias.dtype != values.dtype):
+        return None
+    if x.is_cuda and x.dtype != torch.float64:
+        n = x.numel() // max(x.shape[-1], 1)
+        if takes_chunks(s, n, n * x.element_size()):
+            return None
+    parts = s.crow, s.col, values, x, bias
+    reverse = s.arguments(x.requires_grad and torch.is_grad_enabled())
+    return PreparedOp(_linear, (*parts, *reverse, s.longest, s.longest_column), 3, reads_values=True)
 
 
 def default_product_into(

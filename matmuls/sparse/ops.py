@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import InplaceFunction
+from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from custom_mm.literals import Reduce
@@ -13,8 +14,9 @@ from custom_mm.literals import Reduce
 from ..dense import matmul
 from ..registration import expect_dense, number, signature_of_apply
 from .csr_pattern import CsrPattern, from_entries, pattern_of
-from .default_spmm import check_operands, default_product, default_product_into, folded, multiply_batch
+from .default_spmm import check_operands, default_op, default_product, default_product_into, folded, multiply_batch
 from .plan import Sparse, SparsePlan, plan_of
+from .prepared import record, repeat
 
 _ops = torch.ops.custom_mm
 _spmm: Callable[..., torch.Tensor] = _ops.csr_spmm.default
@@ -24,7 +26,7 @@ _softmax: Callable[..., torch.Tensor] = _ops.csr_softmax.default
 
 def _parts(name: str, a: Sparse) -> tuple[CsrPattern, torch.Tensor, torch.Size]:
     if isinstance(a, SparsePlan):
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             a._expect_same_indices(name)
         return a._pattern, a.values, a.shape
     pattern, values = pattern_of(name, a)
@@ -80,13 +82,17 @@ def spmm(
         tensor([[3.5000],
                 [6.0000]])
     """
-    if out is None and beta != 0:
-        raise ValueError(f"spmm: expected out= beside beta={beta}, which multiplies it")
     if isinstance(alpha, torch.Tensor) or isinstance(beta, torch.Tensor):
         alpha, beta = number("spmm", "alpha", alpha), number("spmm", "beta", beta)
-    plain = out is None and reduce == "sum" and alpha == 1 and not torch.compiler.is_compiling()
-    if plain and isinstance(a, SparsePlan):
-        return a._product(b)
+    plain = out is None and reduce == "sum" and alpha == 1 and beta == 0 and not is_compiling()
+    if plain:
+        product = a._again(b) if isinstance(a, SparsePlan) else repeat(a, b)
+        if product is not None:
+            return product
+        if isinstance(a, SparsePlan):
+            return a._multiply(b)
+    if out is None and beta != 0:
+        raise ValueError(f"spmm: expected out= beside beta={beta}, which multiplies it")
     pattern, values, shape = _parts("spmm", a)
     check_operands(shape, b, out)
     if b.dim() == 1:
@@ -98,21 +104,11 @@ def spmm(
         return multiply_batch(pattern, values, shape, b, reduce, alpha, beta, out)
     if out is not None:
         return default_product_into(out, pattern, values, b, reduce, alpha, beta)
-    return default_product(pattern, values, b, reduce, alpha)
-
-
-def linear(a: SparsePlan, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ A^T + bias, [..., M]. x: [..., K]; bias: [M] or None. In 16 bits and without a gradient, a constant plan may
-    add the bias before the sum is rounded."""
-    y = a._varying_linear(x, bias)
-    if y is not None:
-        return y
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = a._linear(rows, bias)
-    if y is None:
-        y = spmm(a, rows.mT).mT
-        y = y if bias is None else y + bias.to(y.dtype)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    op = default_op(pattern, values, b, reduce, alpha)
+    product = op.run()
+    if plain:
+        record(a, op, values, pattern)
+    return product
 
 
 def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1) -> torch.Tensor:
@@ -230,11 +226,17 @@ def sparse_attention(
         raise RuntimeError(f"sparse_attention: expected q, k and v of at least two dimensions, got {shapes}")
     ready = pattern if isinstance(pattern, SparsePlan) else plan_of("sparse_attention", pattern, tuned=False)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
-    # float16 ends at 65504, scores of long vectors do not: they are divided by 16, which rounds alike.
-    scores = sddmm(q, k.mT, ready, alpha=scale / 16)
+    if isinstance(scale, torch.Tensor):
+        scale = number("sparse_attention", "a scale", scale)
+    if not is_compiling():
+        ready._expect_same_indices("sparse_attention")
     csr = ready._pattern
-    probabilities = sparse_softmax(scores, ready, scale=16.0).to(v.dtype)
+    x, y = (folded("sddmm", csr, ready.shape[:-2], *side) for side in ((q, "a"), (k, "b, transposed,")))
     value = folded("sparse_attention", csr, ready.shape[:-2], v, "v")
+    gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    # float16 ends at 65504, scores of long vectors do not: they are divided by 16, which rounds alike.
+    scores = _sddmm(csr.crow, csr.col, x, y, csr.columns, scale / 16, *csr.arguments(gradient))
+    probabilities = _softmax(csr.crow, scores, 16.0, csr.order).to(v.dtype)
     result = default_product(csr, probabilities, value)
     return result if csr.batch is None else result.view(*ready.shape[:-1], v.shape[-1])
 
@@ -303,7 +305,7 @@ class cusparseMM(InplaceFunction):
                 f"got {list(a.shape)} and {list(b.shape)}"
             )
         apply: Callable[..., torch.Tensor] = cls._apply
-        if torch.compiler.is_compiling():  # a graph break: torch does not trace super() of a Function
+        if is_compiling():  # a graph break: torch does not trace super() of a Function
             apply = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
         return apply(a, b)
 

@@ -7,16 +7,15 @@ from numbers import Integral
 from typing import Any, overload
 
 import torch
+from torch.compiler import is_compiling
 
 from ..registration import expect_dense
 from .csr_pattern import CsrPattern, for_every_stream, is_capturing, pattern_of, relaxed_capture
-from .default_spmm import check_operands, default_op, default_product, multiply_batch, takes_chunks
+from .default_spmm import check_operands, default_op, default_product, multiply_batch
 from .dtensor import product_of_dtensor
-from .prepared import PreparedCalls
-from .selector import Selector
+from .prepared import PreparedCalls, PreparedOp
+from .selector import Selector, linear_of
 from .spgemm import spgemm
-
-_csr_linear = torch.ops.custom_mm.csr_linear.default
 
 DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -30,8 +29,8 @@ class SparsePlan:
 
     The first product for a dtype and a number of columns of B selects a kernel by the sizes or, if the plan is constant
     or of BSR or BSC, by timing; it may wait for the GPU. Later products with the same dtype and about as many columns
-    (between the same powers of two) run that kernel and do not wait. With the same shape and strides of B, and no
-    gradient, they cost the host 2 us plus the launches. CUDA-graph capture runs a kernel selected before, or the
+    (between the same powers of two) run that kernel and do not wait. With the same shape and strides of B they cost the
+    host 2 us plus the launches, and what autograd takes. CUDA-graph capture runs a kernel selected before, or the
     default; torch.compile the default.
 
     Attributes:
@@ -137,9 +136,11 @@ class SparsePlan:
 
     def __matmul__(self, b: "Sparse") -> torch.Tensor:
         """Computes A @ b, as spmm(self, b), or for a sparse b or a plan as spgemm(self, b)."""
+        if (product := self._again(b)) is not None:
+            return product
         if isinstance(b, SparsePlan) or (isinstance(b, torch.Tensor) and b.layout != torch.strided):
             return spgemm(self, b)
-        return self._multiply(b, selected=False) if torch.compiler.is_compiling() else self._product(b)
+        return self._multiply(b, selected=not is_compiling())
 
     def __rmatmul__(self, x: torch.Tensor) -> torch.Tensor:
         """x @ A, [..., K]; x: [M], or [..., M], or with the leading dimensions of a batch [..., n, M]."""
@@ -149,13 +150,9 @@ class SparsePlan:
             expected = f"x of shape [..., {self.shape[-2]}] for x @ A with A of shape {list(self.shape)}"
             raise RuntimeError(f"spmm: expected {expected}, got {list(x.shape)}")
         t = self.mT
-        if x.dim() == 1:
-            return t @ x
-        if self._pattern.batch is not None:
+        if self._pattern.batch is not None and x.dim() > 1:
             return (t @ x.mT).mT
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        product = None if torch.compiler.is_compiling() else t._linear(rows, None)
-        return ((t @ rows.mT).mT if product is None else product).reshape(*x.shape[:-1], self.shape[-1])
+        return t @ x if x.dim() == 1 else t._linear(x, None)
 
     @property
     def T(self) -> "SparsePlan":
@@ -215,13 +212,9 @@ class SparsePlan:
         made._prepared.values_shape = self._prepared.values_shape
         return made
 
-    def _product(self, b: torch.Tensor) -> torch.Tensor:
-        product = self._prepared.repeat(b)
-        return self._multiply(b) if product is None else product
-
-    def _again(self, b: torch.Tensor) -> torch.Tensor | None:
+    def _again(self, b: object) -> torch.Tensor | None:
         """A @ b by a call prepared before; None if there is none that still holds."""
-        return None if torch.compiler.is_compiling() else self._prepared.repeat(b)
+        return None if is_compiling() else self._prepared.repeat(b)
 
     def _multiply(self, b: torch.Tensor, selected: bool = True) -> torch.Tensor:
         """A @ b by the fastest candidate or, unless `selected`, by the default product."""
@@ -232,47 +225,50 @@ class SparsePlan:
         if hasattr(b, "placements"):
             return product_of_dtensor(self, b)
         if b.dim() == 1:
-            return (self @ b.unsqueeze(-1)).squeeze(-1)
-        if self._pattern.batch is not None:
+            if (
+                not selected
+                or b.shape != self.shape[-1:]
+                or not (op := linear_of(self._selector, self._pattern, values, b, None))
+            ):
+                return (self @ b.unsqueeze(-1)).squeeze(-1)
+        elif self._pattern.batch is not None:
             return multiply_batch(self._pattern, values, self.shape, b)
-        if not selected:
+        elif not selected:
             return default_product(self._pattern, values, b)
-        op = (self._selector and self._selector.call(values, b)) or default_op(self._pattern, values, b)
+        else:
+            op = self._op(values, b)
         product = op.run()
         self._prepared.record(op, values, self._pattern)
         return product
 
-    def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x A^T + bias, or None if a product A @ x^T and a sum after it are the way."""
-        if self._selector is None or not self._selector.constant:
-            return None
-        product = self._prepared.repeat_linear(x, bias)
-        if product is not None:
+    def _op(self, values: torch.Tensor, b: torch.Tensor) -> PreparedOp:
+        """A @ b by the fastest candidate."""
+        return (self._selector and self._selector.call(values, b)) or default_op(self._pattern, values, b)
+
+    def _linear(self, x: torch.Tensor, bias: torch.Tensor | None, *watched: torch.Tensor) -> torch.Tensor:
+        """x A^T + bias, [..., M]. x: [..., K]; bias: [M] or None. In 16 bits and without a gradient, a constant plan
+        may add the bias before the sum is rounded. watched: as PreparedCalls.record_linear takes them."""
+        compiling = is_compiling()
+        if not compiling and (product := self._prepared.repeat_linear(x, bias, *watched)) is not None:
             return product
+        rows = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        if compiling or hasattr(x, "placements"):
+            y = (self @ rows.mT).mT
+            return (y if bias is None else y + bias.to(y.dtype)).reshape(*x.shape[:-1], self.shape[-2])
         self._expect_same_indices("spmm")
         values = self.values
-        if (op := self._selector.linear(values, x, bias)) is None:
-            return None
-        product = op.run()
-        self._prepared.record_linear(op, values, bias, self._pattern)
-        return product
-
-    def _varying_linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x A^T + bias by the row kernel, as one operator with gradients; None for a constant plan, and where another
-        kernel may be faster."""
-        s, prepared = self._pattern, self._prepared
-        if self._selector is None or self._selector.constant or prepared.source is not None or s.batch is not None:
-            return None
-        values = prepared.values
-        if bias is not None and bias.dtype != values.dtype:
-            return None
-        if x.is_cuda and x.dtype != torch.float64:
-            n = x.numel() // max(x.shape[-1], 1)
-            if takes_chunks(s, n, n * x.element_size()):
-                return None
-        self._expect_same_indices("spmm")
-        gradient = x.requires_grad and torch.is_grad_enabled()
-        return _csr_linear(s.crow, s.col, values, x, bias, *s.arguments(gradient), s.longest, s.longest_column)
+        given = self._selector, self._pattern, values, rows, bias, bool(watched)
+        op = linear_of(*given)
+        transposed = op is None
+        op = op or self._op(values, rows.mT)
+        y = op.run()
+        if transposed:
+            y = y.mT if bias is None else y.mT + bias.to(y.dtype)
+        is_default = transposed and linear_of(*given)  # as measured: next time
+        if not is_default and (not transposed or bias is None or bias.dtype == y.dtype):
+            rows_of = x if transposed or x.dim() != 2 else None
+            self._prepared.record_linear(op, values, (bias, *watched), self._pattern, rows_of, transposed)
+        return y.reshape(*x.shape[:-1], self.shape[-2])
 
     def _expect_same_indices(self, name: str) -> None:
         """ValueError if the sparse tensor was written to and has other indices: they share a version with its values,

@@ -1,12 +1,15 @@
 """Products as operator calls that can be repeated without Python, and what decides whether they still hold."""
 
 import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from custom_mm import _C
 from custom_mm.indices import version_of
+from custom_mm.kernel_switch import is_any_off
 
 from .csr_pattern import CsrPattern, values_of
 
@@ -20,10 +23,20 @@ class PreparedOp(NamedTuple):
     arguments: tuple[Any, ...]
     b_index: int  # the place of B, the dense operand, among the arguments
     reusable: bool = True  # another B of the same shape may take B's place: no argument was made for this call alone
+    reads_values: bool = False  # of the plan, which are among the arguments, and no copy of them
 
     def run(self) -> torch.Tensor:
         result: torch.Tensor = self.operator(*self.arguments)
         return result
+
+    @property
+    def call(self) -> tuple[str, tuple[Any, ...], int]:
+        """What PreparedCalls.bind takes."""
+        return self.operator.name(), self.arguments, self.b_index
+
+    def place_of(self, t: torch.Tensor) -> int:
+        """The place of t among the arguments."""
+        return next(i for i, argument in enumerate(self.arguments) if argument is t)
 
 
 def state_of(a: torch.Tensor) -> State:
@@ -35,15 +48,16 @@ class PreparedCalls:
     """The values of a plan, where they come from, and its last products as calls prepared in C++ (2 us of the host).
 
     A prepared call checks in C++ (src/glue/prepared_calls.cpp) that B has the dtype, shape, strides and device of
-    before, that modes and streams agree, and that no tensor it reads was written to or replaced. `valid_for` answers
-    what C++ cannot see: a write to the sparse tensor of which `values` is a copy.
+    before, that modes, streams and gradients agree, and that no copy that it reads is out of date. `repeat` checks what
+    C++ does not see: a write to the sparse tensor of which `values` is a copy.
 
     values [nonzeros]: as last read.
-    source: the sparse tensor whose values every product reads again, for gradients or because `values` is a copy; such
-        products are not prepared. None if `values` themselves are read.
+    source: the sparse tensor whose values every product reads again, for gradients or because `values` is a copy. None
+        if `values` themselves are read.
     origin: the sparse tensor that the plan was made of, held weakly; None after `update`.
     apart: a write to `origin` may leave the version of `values` as it is.
     values_shape: the shape of A.values() in blocks or in a batch, which `update` takes too.
+    products, linear: the calls, for A @ b with `source` or `values`, and for x A^T + bias with `values` and bias.
     """
 
     def __init__(
@@ -58,13 +72,13 @@ class PreparedCalls:
         self.values, self.source, self.values_shape = values, source, values_shape
         self._origin = None if origin is None else weakref.ref(origin)
         self._seen = (0, 0) if origin is None else state_of(origin)  # when its indices were those of the pattern
-        self._apart = apart
+        self._apart = apart or source is not None
         self.forget()
 
     def forget(self) -> None:
         """Drop the prepared calls."""
-        self._products: _C.PreparedCalls | None = None
-        self._linear: _C.PreparedCalls | None = None
+        self.products: _C.PreparedCalls | None = None
+        self.linear: _C.PreparedCalls | None = None
         self._transposed: PreparedCalls | None = None
 
     def transposed(self) -> "PreparedCalls":
@@ -84,38 +98,60 @@ class PreparedCalls:
         """The values for the next product. Those of `source` are taken each time: a graph runs backward only once."""
         return self.values if self.source is None else values_of(self.source)
 
-    def valid_for(self, values: torch.Tensor) -> bool:
-        """True while calls prepared with `values` give the plan's product, but for what they check themselves."""
-        if values is not self.values:
-            return False
-        origin = self._origin if self._apart else None
-        a = None if origin is None else origin()
-        return a is None or state_of(a) == self._seen
-
-    def repeat(self, b: torch.Tensor) -> torch.Tensor | None:
+    def repeat(self, b: object) -> torch.Tensor | None:
         """A @ b by a call prepared before; None if there is none that still holds."""
-        calls, values = self._products, self.values
-        return None if calls is None or not self.valid_for(values) else calls(b, values)
-
-    def repeat_linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x @ A^T + bias by a call prepared before; None if there is none that still holds."""
-        calls, values = self._linear, self.values
-        if calls is None or not self.valid_for(values):
+        if self.products is None or (self._apart and self.changed_origin() is not None):
             return None
-        return calls(x, values if bias is None else bias)
+        return self.products(b, self.values if self.source is None else self.source)
+
+    def repeat_linear(self, x: torch.Tensor, *passed: torch.Tensor | None) -> torch.Tensor | None:
+        """x @ A^T + bias by a call prepared before; None if there is none that still holds. passed: as `record_linear`
+        takes it."""
+        if self.linear is None or (self._apart and self.changed_origin() is not None):
+            return None
+        return self.linear(x, self.values, *passed)
 
     def record(self, op: PreparedOp, values: torch.Tensor, pattern: CsrPattern) -> None:
-        """Prepare `op` for the next B of the same shape."""
-        if self.source is None and op.reusable:
-            self._products = _bound(self._products, op, [values], pattern)
+        """Prepare `op`, made of `values`, for the next B of the same shape."""
+        if not op.reusable or (self.source is not None and not op.reads_values):
+            return
+        calls = self.products = self.products or _C.PreparedCalls()
+        if self.source is None:
+            self._bind(calls, op, [values], [], pattern)
+        else:
+            calls.bind(*op.call, [self.source], watched_of(pattern), op.place_of(values))
 
     def record_linear(
-        self, op: PreparedOp, values: torch.Tensor, bias: torch.Tensor | None, pattern: CsrPattern
+        self,
+        op: PreparedOp,
+        values: torch.Tensor,
+        passed: Sequence[torch.Tensor | None],
+        pattern: CsrPattern,
+        rows_of: torch.Tensor | None,
+        transposed: bool,
     ) -> None:
-        """Prepare `op` for the next x of the same shape and this bias."""
-        if self.source is None and op.reusable:
-            read = [values, values] if bias is None else [bias, values]
-            self._linear = _bound(self._linear, op, read, pattern)
+        """Prepare `op`, made of `values`, for the next x of the same shape. passed: what is given again with each call:
+        the bias, and tensors that must not be written to. rows_of: x, if op takes its rows, or those transposed; the
+        bias is added to a transposed result."""
+        if op.reusable and self.source is None:
+            self.linear = self.linear or _C.PreparedCalls()
+            beside = [t for t in passed[1:] if t is not None]
+            self._bind(self.linear, op, [values, *passed], beside, pattern, rows_of, transposed)
+
+    def _bind(
+        self,
+        calls: _C.PreparedCalls,
+        op: PreparedOp,
+        passed: list[torch.Tensor | None],
+        watched: list[torch.Tensor],
+        pattern: CsrPattern,
+        rows_of: torch.Tensor | None = None,
+        transposed: bool = False,
+    ) -> None:
+        if not op.reads_values or self._origin is not None:  # a write to `origin` calls for a look at its indices
+            fixed = (t for i, t in enumerate(op.arguments) if i != op.b_index and isinstance(t, torch.Tensor))
+            watched = [*watched, *fixed, self.values]
+        calls.bind(*op.call, passed, [*watched, *watched_of(pattern)], None, rows_of, transposed)
 
     def changed_origin(self) -> tuple[torch.Tensor, State] | None:
         """The sparse tensor and its state, if it changed since its indices were last compared with the pattern."""
@@ -131,12 +167,13 @@ class PreparedCalls:
 
     def __getstate__(self) -> dict[str, Any]:
         # The values are a copy.
-        return self.__dict__ | {"_origin": None, "_products": None, "_linear": None, "_transposed": None}
+        return self.__dict__ | {"_origin": None, "products": None, "linear": None, "_transposed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._transposed = None  # not in older pickles
+        self.forget()
         self._origin = None if self.source is None else weakref.ref(self.source)
+        self._apart = self._apart or self.source is not None  # False in older pickles
 
     @classmethod
     def from_older_pickle(cls, state: dict[str, Any]) -> "PreparedCalls":
@@ -147,10 +184,28 @@ class PreparedCalls:
         return made
 
 
-def _bound(
-    calls: _C.PreparedCalls | None, op: PreparedOp, read: list[torch.Tensor], pattern: CsrPattern
-) -> _C.PreparedCalls:
-    """Add `op` to `calls`. read: tensors it was made of, the first of which is passed when it is repeated."""
-    calls = calls or _C.PreparedCalls()
-    calls.bind(op.operator.name(), op.arguments, op.b_index, [*read, *pattern.tensors, *pattern.block_tensors])
-    return calls
+def watched_of(pattern: CsrPattern) -> list[torch.Tensor]:
+    """The indices that a prepared call reads."""
+    return [*pattern.tensors, *pattern.block_tensors]
+
+
+# By id: sparse tensors, held weakly, and their products as prepared calls, which live as long.
+_of_tensors: dict[int, tuple[weakref.ref[torch.Tensor], _C.PreparedCalls]] = {}
+
+
+def repeat(a: object, b: torch.Tensor) -> torch.Tensor | None:
+    """A @ b for a sparse tensor by a call that `record` prepared; None if there is none that still holds."""
+    known = _of_tensors.get(id(a))
+    return None if known is None or known[0]() is not a or is_any_off() else known[1](b, a)
+
+
+def record(a: object, op: PreparedOp, values: torch.Tensor, pattern: CsrPattern) -> None:
+    """Prepare `op`, made of the values of a sparse CSR tensor, for the next b of the same shape. It reads the values
+    anew, and holds until the indices are written to or replaced."""
+    if not isinstance(a, torch.Tensor) or a.layout != torch.sparse_csr or not op.reusable or is_any_off():
+        return
+    known = _of_tensors.get(id(a))
+    if known is None or known[0]() is not a:
+        forget = partial(_of_tensors.pop, id(a))
+        known = _of_tensors[id(a)] = weakref.ref(a, lambda _: forget(None)), _C.PreparedCalls()
+    known[1].bind(*op.call, [a], watched_of(pattern), op.place_of(values))

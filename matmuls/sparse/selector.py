@@ -15,7 +15,7 @@ from custom_mm.kernel_switch import is_any_off, is_off
 
 from ..registration import has_tangent
 from .csr_pattern import CsrPattern, is_capturing, is_transformed, relaxed_capture
-from .default_spmm import default_op
+from .default_spmm import default_op, linear_op
 from .layouts import CachedLayout, Product, reordered_of
 from .names import BLOCKS, BY_ROWS, DEFAULT, DENSE, PACKED_MMA_LINEAR, REORDERED
 from .prepared import PreparedOp
@@ -177,12 +177,23 @@ class Selector:
             return op
         return None
 
+    def is_default(self, values: torch.Tensor, n: int) -> bool:
+        """True if the default product is taken for n columns in the dtype of values, as far as is known."""
+        if torch.are_deterministic_algorithms_enabled():
+            return True
+        if values.shape[0] * n < SMALLEST:
+            return not (is_any_off() and self._is_default_off(self._facts(values.dtype, n, values.device)))
+        if not self.constant and self._pattern.blocks is None:
+            return True
+        known = self.measured.get((values.dtype, n.bit_length()))
+        return known is not None and known.fastest(True) == known.fastest(False) == DEFAULT
+
     def linear(self, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> PreparedOp | None:
         """x A^T + bias, x [n, columns], by the packed or the dense matrix, whichever is faster by size. None if another
         product is faster, and for values that may change."""
         given = (values, x) if bias is None else (values, x, bias)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        if not self.constant or recording or torch.are_deterministic_algorithms_enabled():
+        if not self.constant or recording or torch.are_deterministic_algorithms_enabled() or x.dim() != 2:
             return None
         dtype, device, eights = x.dtype, x.device, -(-x.shape[0] // 8)
         if dtype.itemsize != 2 or any(t.dtype != dtype or t.device != device for t in given):
@@ -354,3 +365,22 @@ class Selector:
             if name in (PACKED_MMA_LINEAR, DENSE):
                 lines.append(f"{str(dtype).removeprefix('torch.')}, {n - 7} to {n} rows of a linear layer: {name}")
         return lines
+
+
+def linear_of(
+    own: Selector | None,
+    pattern: CsrPattern,
+    values: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    contiguous: bool = True,
+) -> PreparedOp | None:
+    """x A^T + bias as one operator; None if a product A @ x^T and a sum after it are the way, as they are faster.
+    contiguous: the result must be; they leave out that copy, which takes longer than a launch for many operands."""
+    n = x.numel() // max(x.shape[-1], 1)
+    op = None if own is None else own.linear(values, x, bias)
+    if op is not None or not (contiguous or values.shape[0] * n < SMALLEST):
+        return op
+    is_like = values.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)  # else spmm raises the error
+    is_default = is_like and (own is None or own.is_default(values, n))
+    return linear_op(pattern, values, x, bias) if is_default else None

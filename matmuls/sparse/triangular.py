@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _functorch as functorch
 
 from ..registration import expect_dense
 from .csr_pattern import is_capturing
@@ -17,11 +18,14 @@ def _expect_diagonal(a: Operand) -> None:
     GPU."""
     s = a.pattern
     on_diagonal = s.row == s.col
-    row, values = s.row[on_diagonal], s.by_rows(a.values.detach())[on_diagonal]
-    found = torch.zeros(s.rows, dtype=values.dtype, device=values.device).index_add_(0, row.long(), values)
-    if bool((found == 0).any()):
-        first = int((found == 0).nonzero()[0])
-        what = "0" if bool((row == first).any()) else "no nonzero"
+    values = s.by_rows(a.values.detach()).where(on_diagonal, 0)
+    zeros = torch.zeros(s.rows, dtype=values.dtype, device=values.device)
+    missing = zeros.index_add(0, s.row.long(), values) == 0
+    while functorch.is_functorch_wrapped_tensor(missing):  # under vmap: [samples, rows]
+        missing = functorch.get_unwrapped(missing)
+    if bool(missing.any()):
+        first = int(missing.nonzero()[0, -1])
+        what = "0" if bool((s.row[on_diagonal] == first).any()) else "no nonzero"
         raise ValueError(f"solve_triangular: expected a diagonal without zeros, got {what} in row {first}")
 
 

@@ -425,6 +425,7 @@ TABLE: tuple[Spec, ...] = (
         ),
         opchecks=_solve_opchecks,
         autocast=False,
+        waits=True,
         **SPARSE,
     ),
     Spec(

@@ -100,6 +100,7 @@ class Spec:
     opchecks: Callable[[Draw], Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]] | None = None  # for opcheck,
     # if the operators take other arguments than the row's calls
     static: bool = False  # data-dependent: not for torch.compile(fullgraph=True)
+    waits: bool = False  # for the GPU, because an error depends on the values
     contiguous: bool = False  # rejects non-contiguous tensors
     writes: bool = False  # overwrites its first argument, though its name has no final "_"
 

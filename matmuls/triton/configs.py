@@ -18,7 +18,7 @@ import torch
 import triton
 
 from .. import files
-from ..device import capability, multiprocessors
+from ..device import capability, forget_recordings, multiprocessors
 from .launch import INTERPRETED
 
 Result = TypeVar("Result")
@@ -214,6 +214,7 @@ def reload() -> None:
     """Read the files again at the next call."""
     for cached in (_entries, tiles):
         cached.cache_clear()
+    forget_recordings()
 
 
 # -------------------------------------------------------------------------------------------------------------- look-up

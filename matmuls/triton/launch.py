@@ -5,8 +5,10 @@ Triton's own `kernel[grid](...)` binds, specializes and looks up in Python at ea
 
 import ctypes
 import os
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +20,32 @@ from ..device import capability
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 _compiled: dict[tuple[Any, ...], Any] = {}
+
+
+class Launched(NamedTuple):
+    """A launch that was made: Triton's compiled kernel, and its arguments in the kernel's order."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+    stream: int
+
+
+class _Log(threading.local):
+    launches: list[Launched] | None = None
+
+
+_log = _Log()
+
+
+@contextmanager
+def launches_of() -> Iterator[list[Launched]]:
+    """A list of the launches that this thread makes in the context."""
+    before, _log.launches = _log.launches, []
+    try:
+        yield _log.launches
+    finally:
+        _log.launches = before
 
 
 @triton.jit
@@ -85,13 +113,16 @@ def launch(
     if found is not None:
         compiled, early, _ = found
         compiled[grid](*args, *free, *constants, early)
-        return
-    early = capability(device) >= (9, 0)
-    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
-    compiled = kernel[grid](*args, *free, *constants, early, **options)
-    if shares and early:
-        _prefer_shared_memory(compiled)
-    _compiled[key] = compiled, early, kernel  # keeps the kernel alive, so that its id stays unique
+    else:
+        early = capability(device) >= (9, 0)
+        options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
+        compiled = kernel[grid](*args, *free, *constants, early, **options)
+        if shares and early:
+            _prefer_shared_memory(compiled)
+        _compiled[key] = compiled, early, kernel  # keeps the kernel alive, so that its id stays unique
+    if _log.launches is not None:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        _log.launches.append(Launched(compiled, grid, (*args, *free, *constants, early), stream))
 
 
 def _prefer_shared_memory(compiled: Any) -> None:

@@ -1,23 +1,27 @@
 // Prepared operator calls: all arguments but one tensor are fixed. The arguments are parsed and checked once; later
 // calls only compare the tensor's dtype, shape, strides and device, the dispatch state and the fixed tensors. A call
-// takes 2 us instead of 10 in Python.
+// takes 2 us instead of 10 in Python, with a gradient too: the operator records it as always.
 #include "glue/prepared_calls.h"
 
 #include <ATen/Context.h>
+#include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "glue/autograd.h"
 #include "glue/handles.h"
 
 namespace matmuls {
@@ -27,12 +31,14 @@ namespace py = pybind11;
 using at::Tensor;
 using torch::jit::Stack;
 
-constexpr size_t kMost = 16;  // prepared calls kept, the most recent ones
+constexpr size_t kMost = 16;   // prepared calls kept, the most recent ones
+constexpr size_t kPassed = 4;  // tensors given again with each call, at most
 
 // State, apart from the arguments, that decides the path of a call through the dispatcher.
 struct Modes {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   bool deterministic = at::globalContext().deterministicAlgorithms();
+  bool recording = at::GradMode::is_enabled();
 
   bool operator==(const Modes& other) const {
     return keys.included_ == other.keys.included_ && keys.excluded_ == other.keys.excluded_ &&
@@ -40,27 +46,83 @@ struct Modes {
   }
 };
 
-// A tensor with the version, data pointer, sizes and strides it had when the call was prepared.
+// A tensor as it was when the call was prepared.
 struct Seen {
   Tensor tensor;
   const void* data;
   int64_t version;
   at::DimVector sizes, strides;
+  at::ScalarType dtype;
+  at::Device device;
+  bool requires_grad;
 
   explicit Seen(const Tensor& t)
-      : tensor(t), data(t.const_data_ptr()), version(t._version()), sizes(t.sizes()), strides(t.strides()) {}
-  bool is_unchanged() const {
-    return tensor._version() == version && tensor.const_data_ptr() == data && tensor.sizes() == sizes &&
-           tensor.strides() == strides;
+      : tensor(t),
+        data(t.const_data_ptr()),
+        version(t._version()),
+        sizes(t.sizes()),
+        strides(t.strides()),
+        dtype(t.scalar_type()),
+        device(t.device()),
+        requires_grad(t.requires_grad()) {}
+  // Whether what Python chose by still holds: all but the numbers.
+  bool is_alike() const {
+    return tensor.sizes() == sizes && tensor.strides() == strides && tensor.scalar_type() == dtype &&
+           tensor.device() == device && tensor.requires_grad() == requires_grad;
   }
+  bool is_unchanged() const { return tensor._version() == version && tensor.const_data_ptr() == data && is_alike(); }
 };
 
-bool is_plain(const Tensor& t) {
-  return !t.is_inference() && t.layout() == at::kStrided &&
-         !t.key_set().has_any(
-             c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-                                  c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize}));
+bool is_traced_or_transformed(const Tensor& t) {
+  return t.key_set().has_any(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                           c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize}));
 }
+bool is_plain(const Tensor& t) {
+  return !t.is_inference() && t.layout() == at::kStrided && !is_traced_or_transformed(t);
+}
+
+// A sparse CSR tensor whose values are read anew for each call, with the indices it had. It is not kept alive.
+class Matrix {
+ public:
+  Matrix(const Tensor& a, size_t place)
+      : place_(place),
+        keys_(a.key_set()),
+        requires_grad_(a.requires_grad()),
+        crow_(parts(a).compressed_indices()),
+        col_(parts(a).plain_indices()) {}
+
+  size_t place() const { return place_; }  // of the values among the arguments
+  bool is_unchanged(const Tensor& a) const {
+    if (a.layout() != at::kSparseCsr || a.key_set() != keys_ || a.requires_grad() != requires_grad_) return false;
+    return parts(a).compressed_indices().is_same(crow_.tensor) && parts(a).plain_indices().is_same(col_.tensor) &&
+           crow_.is_unchanged() && col_.is_unchanged();
+  }
+  // As matmuls/sparse/csr_pattern.py's values_of.
+  static Tensor values(const Tensor& a) {
+    if (!a.requires_grad() || !at::GradMode::is_enabled()) return parts(a).values();
+    const Tensor values = a.values();
+    return at::_unsafe_view(values, values.sizes());
+  }
+  static bool is_taken(const Tensor& a) {
+    return a.layout() == at::kSparseCsr && a.dim() == 2 && !a.is_inference() && !is_traced_or_transformed(a) &&
+           is_plain(parts(a).compressed_indices()) && is_plain(parts(a).plain_indices()) &&
+           is_plain(parts(a).values()) && parts(a).values().dim() == 1;
+  }
+
+ private:
+  static const at::SparseCsrTensorImpl& parts(const Tensor& a) {
+    return *static_cast<const at::SparseCsrTensorImpl*>(a.unsafeGetTensorImpl());
+  }
+
+  size_t place_;
+  c10::DispatchKeySet keys_;
+  bool requires_grad_;
+  Seen crow_, col_;
+};
+
+// Python objects given with a call. Those it was prepared with are kept alive, so that their addresses tell them.
+using Passed = std::array<PyObject*, kPassed>;
 
 struct Call {
   c10::OperatorHandle op;
@@ -70,19 +132,24 @@ struct Call {
   at::DimVector sizes, strides;
   at::ScalarType dtype;
   at::Device device;
+  bool records_x, others_require_grad;
   Modes modes;
-  std::vector<Seen> watched;
+  Passed passed;
+  std::vector<Seen> alike, watched;
+  std::optional<Matrix> matrix;  // passed[0], whose identity the caller checks
+  bool of_rows, transposed;      // the operator takes the rows of x, or those transposed, and gives its result as well
+  Tensor bias;                   // added to a transposed result; may be undefined
 
-  bool is_for(const Tensor& x, const Tensor& first, const Modes& now) const {
+  bool is_for(const Tensor& x, const Passed& given, const Modes& now) const {
+    const size_t first = matrix ? 1 : 0;
     return x.key_set() == keys && x.sizes() == sizes && x.strides() == strides && x.scalar_type() == dtype &&
-           x.device() == device && watched[0].tensor.is_same(first) && now == modes;
+           x.device() == device && std::equal(passed.begin() + first, passed.end(), given.begin() + first) &&
+           now == modes && (now.recording && x.requires_grad()) == records_x &&
+           (!others_require_grad || now.recording == modes.recording);
   }
   bool is_unchanged() const {
-    return std::all_of(watched.begin(), watched.end(), [](const Seen& s) { return s.is_unchanged(); });
-  }
-  bool wants_gradient(const Tensor& x) const {
-    const auto wants = [](const Seen& s) { return s.tensor.requires_grad(); };
-    return at::GradMode::is_enabled() && (x.requires_grad() || std::any_of(watched.begin(), watched.end(), wants));
+    return std::all_of(watched.begin(), watched.end(), [](const Seen& s) { return s.is_unchanged(); }) &&
+           std::all_of(alike.begin(), alike.end(), [](const Seen& s) { return s.is_alike(); });
   }
 };
 
@@ -95,21 +162,59 @@ c10::IValue value_of(py::handle x, const c10::Argument& argument) {
   return x.cast<int64_t>();
 }
 
+Passed passed_of(const py::sequence& given) {
+  TORCH_CHECK_VALUE(given.size() <= kPassed, "PreparedCalls: expected at most ", kPassed, " tensors, got ",
+                    given.size());
+  Passed passed;
+  passed.fill(Py_None);
+  for (size_t i = 0; i < given.size(); ++i) passed[i] = py::object(given[i]).ptr();
+  return passed;
+}
+
+// The rows y in the shape of x but for its last dimension.
+Tensor in_shape_of(const Tensor& x, const Tensor& y) {
+  at::DimVector shape(x.sizes());
+  shape.back() = y.size(1);
+  return y.reshape(shape);
+}
+
 class PreparedCalls {
  public:
-  void bind(const std::string& name, const py::sequence& arguments, size_t at, std::vector<Tensor> watched) {
+  void bind(const std::string& name, const py::sequence& arguments, size_t at, const py::sequence& passed,
+            const std::vector<Tensor>& watched, std::optional<size_t> values, const OptionalTensor& rows_of,
+            bool transposed) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
     const auto& expected = op.schema().arguments();
     Stack stack;
     for (size_t i = 0; i < expected.size(); ++i)
       stack.push_back(i < arguments.size() ? value_of(arguments[i], expected[i]) : expected[i].default_value().value());
-    const Tensor x = std::exchange(stack.at(at), c10::IValue()).toTensor();
-    TORCH_CHECK_VALUE(!watched.empty(), "PreparedCalls: expected tensors to watch, got none");
+    const Tensor operand = std::exchange(stack.at(at), c10::IValue()).toTensor(), x = rows_of.value_or(operand);
+    Passed objects = passed_of(passed);
+    std::optional<Matrix> matrix;
+    if (values) {
+      const Tensor& a = THPVariable_Unpack(objects[0]);
+      if (!Matrix::is_taken(a)) return;
+      matrix.emplace(a, *values);
+      stack.at(*values) = c10::IValue();
+    }
+    std::vector<Tensor> alike;
+    const auto add = [&](const Tensor& t) {
+      if (std::none_of(watched.begin(), watched.end(), [&](const Tensor& w) { return w.is_same(t); }))
+        alike.push_back(t);
+    };
+    for (size_t i = matrix ? 1 : 0; i < kPassed; ++i)
+      if (objects[i] != Py_None) add(THPVariable_Unpack(objects[i]));
     for (const c10::IValue& value : stack)
-      if (value.isTensor()) watched.push_back(value.toTensor());
-    if (!is_plain(x) || !std::all_of(watched.begin(), watched.end(), is_plain) ||
-        at::autocast::is_autocast_enabled(x.device().type()))
+      if (value.isTensor()) add(value.toTensor());
+    const auto all_plain = [](const std::vector<Tensor>& all) { return std::all_of(all.begin(), all.end(), is_plain); };
+    if (is_traced_or_transformed(x) || x.layout() != at::kStrided || !all_plain(alike) || !all_plain(watched) ||
+        at::autocast::is_autocast_enabled(x.device().type()) || is_capturing(x.device()))
       return;
+    const auto requires_grad = [](const Tensor& t) { return t.requires_grad(); };
+    const bool others_require_grad = std::any_of(alike.begin(), alike.end(), requires_grad) ||
+                                     std::any_of(watched.begin(), watched.end(), requires_grad) ||
+                                     (matrix && THPVariable_Unpack(objects[0]).requires_grad());
+    const Modes modes;
     Call call{op,
               std::move(stack),
               at,
@@ -118,34 +223,48 @@ class PreparedCalls {
               at::DimVector(x.strides()),
               x.scalar_type(),
               x.device(),
-              Modes(),
-              {watched.begin(), watched.end()}};
-    if (call.wants_gradient(x) || is_capturing(call.device)) return;
+              modes.recording && x.requires_grad(),
+              others_require_grad,
+              modes,
+              objects,
+              {alike.begin(), alike.end()},
+              {watched.begin(), watched.end()},
+              std::move(matrix),
+              rows_of.has_value(),
+              transposed,
+              transposed && objects[1] != Py_None ? THPVariable_Unpack(objects[1]) : Tensor()};
     std::vector<Call> gone;  // freed after calls_ is consistent again: freeing a tensor may release the GIL
     for (auto other = calls_.begin(); other != calls_.end();)
-      other = other->is_for(x, watched[0], call.modes) || !other->is_unchanged() ? take(other, gone) : other + 1;
+      other = other->is_for(x, objects, call.modes) || !other->is_unchanged() ? take(other, gone) : other + 1;
     if (calls_.size() == kMost) take(calls_.begin(), gone);
     calls_.push_back(std::move(call));
   }
 
-  std::optional<Tensor> operator()(py::handle maybe_x, const Tensor& first) {
+  std::optional<Tensor> operator()(py::handle maybe_x, const Passed& passed) {
     if (calls_.empty() || !THPVariable_CheckExact(maybe_x.ptr())) return {};
-    const Tensor x = THPVariable_Unpack(maybe_x.ptr());
+    const Tensor& x = THPVariable_Unpack(maybe_x.ptr());
     const Modes now;
     for (auto call = calls_.begin(); call != calls_.end(); ++call) {
-      if (!call->is_for(x, first, now)) continue;
-      if (!call->is_unchanged()) {
+      if (!call->is_for(x, passed, now)) continue;
+      if (!call->is_unchanged() || (call->matrix && !call->matrix->is_unchanged(THPVariable_Unpack(passed[0])))) {
         std::vector<Call> gone;
         take(call, gone);
         return {};
       }
-      if (call->wants_gradient(x) || is_capturing(call->device)) return {};
+      if (is_capturing(call->device)) return {};
       Stack stack = call->arguments;
-      stack[call->at] = x;
+      c10::IValue& open = stack[call->at];
+      if (call->matrix) stack[call->matrix->place()] = Matrix::values(THPVariable_Unpack(passed[0]));
       const auto op = call->op;
+      const bool of_rows = call->of_rows, transposed = call->transposed;
+      const Tensor bias = call->bias;
       const py::gil_scoped_release no_gil;  // other threads may call bind() from here on
+      open = of_rows ? as_rows(x) : x;
+      if (transposed) open = open.toTensor().t();
       op.callBoxed(stack);
-      return stack.at(0).toTensor();
+      Tensor y = std::move(stack.at(0)).toTensor();
+      if (transposed) y = bias.defined() ? y.t() + bias : y.t();
+      return of_rows ? in_shape_of(x, y) : y;
     }
     return {};
   }
@@ -166,11 +285,15 @@ class PreparedCalls {
 void define_prepared_calls(py::module_& m) {
   py::class_<PreparedCalls>(m, "PreparedCalls")
       .def(py::init())
-      .def("bind", &PreparedCalls::bind, py::arg("name"), py::arg("arguments"), py::arg("at"), py::arg("watched"))
-      .def("__call__", torch::wrap_pybind_function([](PreparedCalls& self, py::handle x, const Tensor& first) {
-             return self(x, first);
-           }),
-           py::arg("x"), py::arg("first"))
+      .def("bind", &PreparedCalls::bind, py::arg("name"), py::arg("arguments"), py::arg("at"), py::arg("passed"),
+           py::arg("watched"), py::arg("values") = py::none(), py::arg("rows_of") = py::none(),
+           py::arg("transposed") = false)
+      .def("__call__",
+           torch::wrap_pybind_function(
+               [](PreparedCalls& self, py::handle x, py::handle first, py::handle second, py::handle third,
+                  py::handle fourth) { return self(x, {first.ptr(), second.ptr(), third.ptr(), fourth.ptr()}); }),
+           py::arg("x"), py::arg("first"), py::arg("second") = py::none(), py::arg("third") = py::none(),
+           py::arg("fourth") = py::none())
       .def(py::pickle([](const PreparedCalls&) { return py::tuple(); },
                       [](const py::tuple&) { return PreparedCalls(); }));
 }

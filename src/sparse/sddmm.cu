@@ -13,8 +13,8 @@
 
 namespace matmuls {
 
-// a [batch, rows, n], b [batch, columns, n], contiguous in the last dimension; out [batch, nonzeros], if summed [1,
-// nonzeros], contiguous.
+// a [batch, rows, n], b [batch, columns, n], contiguous in the last dimension but where noted; out [batch, nonzeros],
+// if summed [1, nonzeros], contiguous.
 struct SddmmCall {
   Pattern pattern;
   at::Tensor a, b, out;
@@ -22,7 +22,7 @@ struct SddmmCall {
   at::Tensor selected;  // [batch, rows or columns, n], read if defined
   bool by_column, summed;
 };
-void run_cuda(const SddmmCall& c);
+void run_cuda(const SddmmCall& c);  // for few nonzeros of one batch, a and b may have any strides
 
 namespace {
 
@@ -54,6 +54,7 @@ struct Args {
   int64_t rows, nonzeros, batches;
   int n;
   int64_t a_stride, b_stride, a_batch, b_batch;
+  int64_t a_step, b_step;  // between columns: 1, but for strided_kernel
   arithmetic_t<T> alpha;
   bool summed;
   const I* selected;  // may be null
@@ -152,6 +153,32 @@ __global__ void __launch_bounds__(kSparseThreads, with_selected ? 2 : 3)
   }
 }
 
+// One dot product for each group of L lanes, of one batch; a and b with any strides.
+template <class T, class I, int L>
+__global__ void __launch_bounds__(kSparseThreads) strided_kernel(const __grid_constant__ Args<T, I> m) {
+  using F = arithmetic_t<T>;
+  const int64_t p = static_cast<int64_t>(blockIdx.x) * (kSparseThreads / L) + threadIdx.x / L;
+  const int64_t row = row_of_group<L>(m.crow, m.rows, min(p, m.nonzeros - 1));
+  F sum = 0;
+  if (p < m.nonzeros) {
+    const T* const a = m.a + row * m.a_stride;
+    const T* const b = m.b + m.col[p] * m.b_stride;
+#pragma unroll 8
+    for (int c = threadIdx.x % L; c < m.n; c += L)
+      sum += static_cast<F>(a[c * m.a_step]) * static_cast<F>(b[c * m.b_step]);
+  }
+  sum = sum_of_group<L>(sum);
+  if (p < m.nonzeros && threadIdx.x % L == 0) m.out[m.order ? static_cast<int64_t>(m.order[p]) : p] = T(m.alpha * sum);
+}
+
+template <class T, class I>
+void launch_strided(const Args<T, I>& m) {
+  constexpr int L = 8;
+  const auto blocks = static_cast<unsigned>(ceil_of(m.nonzeros, kSparseThreads / L));
+  strided_kernel<T, I, L><<<blocks, kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(m);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 template <int V, int L, bool with_selected, class T, class I>
 void launch(const Args<T, I>& m) {
   const int64_t blocks = ceil_of(ceil_of(m.nonzeros, kRun), kSparseThreads / L);
@@ -186,6 +213,8 @@ void run_cuda(const SddmmCall& c) {
         m.selected_rows = c.selected.size(1), m.by_column = c.by_column;
         return launch<1, 32, true>(m);
       }
+      m.a_step = c.a.stride(2), m.b_step = c.b.stride(2);
+      if (m.n > 1 && (m.a_step != 1 || m.b_step != 1)) return launch_strided(m);
       constexpr int V = 16 / sizeof(scalar_t);
       if (!of_vectors(c.a) || !of_vectors(c.b)) return launch<1, 32, false>(m);
       // Few lanes, because the reduction over a product's lanes costs a warp as much as a load; but as many as keep a
@@ -298,6 +327,12 @@ void run_cpu(const SddmmCall& c) {
 
 // -------------------------------------------------------------------------------------------------------- operators
 
+// Whether a launch takes longer than the arithmetic.
+bool are_few(int64_t nonzeros, int64_t n) {
+  constexpr int64_t kFew = 1 << 18, kColumns = 512;
+  return n <= kColumns && nonzeros * n <= kFew;
+}
+
 template <void run(const SddmmCall&)>
 Tensor sddmm(const Tensor& crow, const Tensor& col, const Tensor& a, const Tensor& b, c10::SymInt columns, double alpha,
              const OptionalTensor& order, const OptionalTensor& t_crow, const OptionalTensor& t_col,
@@ -309,9 +344,11 @@ Tensor sddmm(const Tensor& crow, const Tensor& col, const Tensor& a, const Tenso
   const auto lead = at::infer_size_dimvector(a.sizes().slice(0, a.dim() - 2), b.sizes().slice(0, b.dim() - 2));
   const int64_t batch = c10::multiply_integers(lead);
   if (batch == 0 || alpha == 0) return out.zero_();  // nothing is read then, NaN or not, as in BLAS
-  run({readable(kSddmm, p, columns.expect_int()), as_batch(with_contiguous_rows(a), lead, batch, 2),
-       as_batch(with_contiguous_rows(b), lead, batch, 2), out.view({summed ? 1 : batch, p.nonzeros()}), alpha,
-       selected.defined() ? as_batch(selected, lead, batch, 2).contiguous() : selected, by_column, summed});
+  // Few numbers are read where they lie.
+  const bool few = a.is_cuda() && batch == 1 && !selected.defined() && are_few(p.nonzeros(), a.size(-1));
+  const auto by_rows = [&](const Tensor& t) { return as_batch(few ? t : with_contiguous_rows(t), lead, batch, 2); };
+  run({readable(kSddmm, p, columns.expect_int()), by_rows(a), by_rows(b), out.view({summed ? 1 : batch, p.nonzeros()}),
+       alpha, selected.defined() ? as_batch(selected, lead, batch, 2).contiguous() : selected, by_column, summed});
   return out;
 }
 

@@ -20,6 +20,10 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
 IMAGES = SMALL | {"image_size": 24, "patch_size": 8}
+MODERN = SMALL | {"num_hidden_layers": 2, "local_attention": 4, "global_attn_every_n_layers": 2, "pad_token_id": 0}
+MODERN_BIASES = {"norm_bias": True, "mlp_bias": True, "attention_bias": True, "hidden_activation": "silu"}
+WHISPER = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "vocab_size": 60}
+WHISPER |= {"num_mel_bins": 6, "max_source_positions": 9, "decoder_layers": 1, "decoder_attention_heads": 4}
 t = transformers
 MODELS = {
     "bert": lambda: t.BertModel(t.BertConfig(**SMALL)),
@@ -34,17 +38,37 @@ MODELS = {
     "sliding window": lambda: t.MistralModel(t.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=3)),
     "says nothing of causality": lambda: t.LayoutLMModel(t.LayoutLMConfig(**SMALL)),
 }
+ENCODERS = {  # tested with optimize alone
+    "mpnet": lambda: t.MPNetModel(t.MPNetConfig(**SMALL)),
+    "modernbert": lambda: t.ModernBertModel(t.ModernBertConfig(**MODERN)),
+    "modernbert biases": lambda: t.ModernBertModel(t.ModernBertConfig(**MODERN, **MODERN_BIASES)),
+    "nomic": lambda: t.NomicBertModel(t.NomicBertConfig(**SMALL)),
+    "gte": lambda: t.GteModel(t.GteConfig(**SMALL)),
+    "jina": lambda: t.JinaEmbeddingsV3Model(t.JinaEmbeddingsV3Config(**SMALL)),
+    "deit": lambda: t.DeiTModel(t.DeiTConfig(**IMAGES)),
+    "dinov2": lambda: t.Dinov2Model(t.Dinov2Config(**IMAGES, layerscale_value=0.5)),
+    "dinov2 swiglu": lambda: t.Dinov2Model(t.Dinov2Config(**IMAGES, layerscale_value=0.5, use_swiglu_ffn=True)),
+    "dinov2 registers": lambda: t.Dinov2WithRegistersModel(t.Dinov2WithRegistersConfig(**IMAGES)),
+    "clip text": lambda: t.CLIPTextModel(t.CLIPTextConfig(**SMALL)),
+    "clip vision": lambda: t.CLIPVisionModel(t.CLIPVisionConfig(**IMAGES)),
+    "siglip text": lambda: t.SiglipTextModel(t.SiglipTextConfig(**SMALL)),
+    "siglip vision": lambda: t.SiglipVisionModel(t.SiglipVisionConfig(**IMAGES)),
+    "whisper": lambda: t.WhisperModel(t.WhisperConfig(**WHISPER, pad_token_id=0)).encoder,
+}
 
 
 def model_of(name, device="cpu", dtype=torch.float32):
     torch.manual_seed(0)
-    return MODELS[name]().to(device, dtype).eval()
+    return (MODELS | ENCODERS)[name]().to(device, dtype).eval()
 
 
 def batch_of(model, padded=False):
     torch.manual_seed(1)
-    if model.config.model_type == "vit":
-        return {"pixel_values": torch.randn(3, 3, 24, 24, device=model.device, dtype=model.dtype)}
+    options = {"device": model.device, "dtype": model.dtype}
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(3, 3, 24, 24, **options)}
+    if model.main_input_name == "input_features":
+        return {"input_features": torch.randn(3, 6, 18, **options)}
     mask = torch.ones(3, 9, dtype=torch.long, device=model.device)
     if padded:
         mask[0, 5:] = 0

@@ -6,7 +6,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 
-KNOWN = ("bert", "bert decoder", "roberta", "electra", "distilbert", "albert", "vit")
+ROTARY = ("modernbert", "modernbert biases", "nomic", "gte", "jina")
+TEXTS = ("bert", "roberta", "electra", "distilbert", "albert", "mpnet", *ROTARY)  # those that leave out padding
+CAUSAL = ("bert decoder", "clip text")
+IMAGES = ("vit", "deit", "dinov2", "dinov2 swiglu", "dinov2 registers", "clip vision", "siglip vision")
+KNOWN = (*TEXTS, *CAUSAL, *IMAGES, "siglip text", "whisper")
 
 
 def hidden(model, batch, **wanted):

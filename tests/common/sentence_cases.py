@@ -19,12 +19,14 @@ DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{n}" for n in range(50)))
 PLACES = {"max_position_embeddings": 40, "vocab_size": len(WORDS), "pad_token_id": 0}
 t = transformers
-MODELS = {  # the last two cannot be packed
+MODELS = {  # the last cannot be packed
     "bert": lambda: t.BertModel(t.BertConfig(**SIZES, **PLACES)),
     "roberta": lambda: t.RobertaModel(t.RobertaConfig(**SIZES, **PLACES)),
     "electra": lambda: t.ElectraModel(t.ElectraConfig(**SIZES, **PLACES, embedding_size=16)),
     "distilbert": lambda: t.DistilBertModel(t.DistilBertConfig(**DISTIL, **PLACES)),
     "mpnet": lambda: t.MPNetModel(t.MPNetConfig(**SIZES, **PLACES)),
+    "modernbert": lambda: t.ModernBertModel(t.ModernBertConfig(**SIZES, **PLACES, local_attention=8)),
+    "nomic_bert": lambda: t.NomicBertModel(t.NomicBertConfig(**SIZES, **PLACES)),
     "ernie": lambda: t.ErnieModel(t.ErnieConfig(**SIZES, **PLACES)),
 }
 
@@ -49,7 +51,7 @@ def saved(name: str, folder: Path, special: bool = True) -> Path:
         )
     names = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
     fast = t.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **names)
-    if name in ("distilbert", "roberta"):
+    if name in ("distilbert", "roberta", "modernbert"):
         fast.model_input_names = ["input_ids", "attention_mask"]
     fast.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == name

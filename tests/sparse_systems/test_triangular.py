@@ -181,3 +181,12 @@ def test_hostile_indices_do_not_lead_out_of_bounds():
     ):
         with pytest.raises(ValueError, match="csr_solve_triangular: expected"):
             bad()
+
+
+def test_a_zero_in_one_sample_of_a_vmap_is_refused(device):
+    made = plan(square(9, device=device).to_sparse_csr())
+    b = torch.randn(9, 2, dtype=torch.float64, device=device)
+    samples = made.values.detach().expand(3, -1).clone()
+    samples[1, int((made.values == square(9, device=device)[3, 3]).nonzero())] = 0
+    with pytest.raises(ValueError, match="expected a diagonal without zeros, got 0 in row"):
+        torch.vmap(lambda values: solve_triangular(made.with_values(values), b, upper=True))(samples)

@@ -101,7 +101,10 @@ def test_overwritten_values_are_seen(device):
     assert_product(made @ b, 4 * dense, b)
     values = made.values
     values.data = 3 * values  # does not change the version counter
+    assert_product(made._again(b), 12 * dense, b)
+    values.data = values.double()
     assert made._again(b) is None
+    values.data = values.float()
     values.requires_grad_()
     assert (made @ b).requires_grad
 
@@ -220,12 +223,12 @@ def test_bad_bindings_raise():
     x = torch.randn(3, 3)
     calls = _C.PreparedCalls()
     with pytest.raises(RuntimeError, match="nothing_like_it"):
-        calls.bind("custom_mm::nothing_like_it", [x, x], 1, [])
-    calls.bind("custom_mm::matmul", [x, x, False, False], 1, [x])
+        calls.bind("custom_mm::nothing_like_it", [x, x], 1, [], [])
+    calls.bind("custom_mm::matmul", [x, x, False, False], 1, [x], [])
     assert torch.equal(calls(x, x), x @ x)
     assert calls(x, x.clone()) is None
-    with pytest.raises(ValueError, match="expected tensors to watch"):
-        calls.bind("custom_mm::matmul", [x, x, False, False], 1, [])
+    with pytest.raises(ValueError, match="expected at most 4 tensors, got 5"):
+        calls.bind("custom_mm::matmul", [x, x, False, False], 1, 5 * [x], [])
 
 
 @pytest.mark.cuda

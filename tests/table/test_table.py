@@ -175,12 +175,11 @@ def test_bad_input(spec, dtype, device):
 @pytest.mark.cuda
 @every_dtype
 def test_runs_on_cuda_without_fallback(spec, dtype):
-    """All launched kernels are CUDA kernels, and nothing is copied to the host."""
+    """All launched kernels are CUDA kernels, and nothing but sizes and errors is copied to the host."""
     call = next(iter(spec.samples(Draw(dtype, "cuda"))))
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
         result = run(spec, call)
         torch.cuda.synchronize()
     assert result.is_cuda
     names = [event.name for event in profile.events()]
-    # data-dependent sizes must be copied to the host
-    assert spec.static or not any("DtoH" in name for name in names)
+    assert spec.static or spec.waits or not any("DtoH" in name for name in names)

@@ -47,7 +47,9 @@ def _inference(
     vectors: Tensor | None = None
     tokens_of: list[Any] = [None] * len(inputs)
     with tqdm(total=len(inputs), desc="Texts", disable=not given["show_progress_bar"]) as bar:
-        for part, tokens in ahead(lambda part: tokenized(st, inputs[part], prompt, options), windows(len(inputs))):
+        parts = windows(len(inputs))
+        thread = where.type == "cpu" and len(parts) > 1
+        for part, tokens in ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts, thread):
             if 0 in tokens.lengths:  # a tokenizer without special tokens, and an empty text
                 return theirs()
             settings.tokens += len(tokens.ids)
@@ -73,8 +75,14 @@ def _features(st: Any, tokens: Tokens, most: int, device: torch.device) -> Itera
     packs = can_pack(transformer.model) is None
     for texts in tokens.batches(most, padded=not packs):
         lengths = [tokens.lengths[i] for i in texts]
-        hidden, starts, numbers = (_packed if packs else _padded)(transformer, tokens, texts, lengths, device)
-        features = {"token_embeddings": hidden[None], "cu_seq_lens_q": starts, "texts": numbers}
+        make = _packed if packs else _padded
+        hidden, starts, numbers, each = make(transformer, tokens, texts, lengths, device)
+        features = {
+            "token_embeddings": hidden[None],
+            "cu_seq_lens_q": starts,
+            "texts": numbers,
+            "seq_idx": each[None],
+        }
         if tokens.prompt is not None:
             features["prompt_length"] = tokens.prompt
         for module in others:
@@ -85,13 +93,13 @@ def _features(st: Any, tokens: Tokens, most: int, device: torch.device) -> Itera
 def _packed(
     transformer: Any, tokens: Tokens, texts: list[int], lengths: list[int], device: torch.device
 ) -> tuple[Tensor, ...]:
-    """The last hidden states of texts [T, width], where each begins [texts + 1], and their numbers, on the device."""
+    """The last hidden states of texts [T, width], where each begins [texts + 1], their numbers, and the place of each
+    token's text in the batch [T], on the device."""
     ids, types = tokens.of(texts)
-    starts = [*accumulate(lengths, initial=0)]
     flat = [np.concatenate(ids), *([np.concatenate(types)] if types is not None else [])]
-    given, *types_given, begins, numbers = _moved([*flat, np.array(starts), np.array(texts)], device)
+    given, *types_given, begins, numbers, each = _moved([*flat, *_places(texts, lengths)], device)
     named = {"token_type_ids": types_given[0]} if types_given else {}
-    return encode_tokens(transformer.model, given, lengths, **named), begins, numbers
+    return encode_tokens(transformer.model, given, lengths, **named), begins, numbers, each
 
 
 def _padded(
@@ -108,11 +116,16 @@ def _padded(
     if types is not None:
         batch.append(np.full(mask.shape, tokenizer.pad_token_type_id, np.int64))
         batch[2][mask] = np.concatenate(types)
-    starts = [*accumulate(lengths, initial=0)]
-    *moved, begins, numbers = _moved([*batch, np.array(starts), np.array(texts)], device)
+    *moved, begins, numbers, each = _moved([*batch, *_places(texts, lengths)], device)
     features = dict(zip(("attention_mask", "input_ids", "token_type_ids"), moved, strict=False))
     hidden = transformer({**features, "modality": "text"})["token_embeddings"]
-    return hidden[moved[0].bool()], begins, numbers
+    return hidden[moved[0].bool()], begins, numbers, each
+
+
+def _places(texts: list[int], lengths: list[int]) -> list[Any]:
+    """Where each text of a batch begins [texts + 1], the texts' numbers, and the place of each token's text [T]."""
+    starts = np.array([*accumulate(lengths, initial=0)])
+    return [starts, np.array(texts), np.repeat(np.arange(len(texts)), lengths)]
 
 
 def _moved(arrays: list[Any], device: torch.device) -> list[Tensor]:

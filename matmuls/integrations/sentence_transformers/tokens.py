@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-FIRST, MOST = 256, 4096  # texts of the first and of the largest window
+FIRST, MOST = 256, 1024  # texts of the first and of the largest window
 _tokenizing = threading.Lock()  # a tokenizer's settings change with a call; see `tokenized`
 
 
@@ -81,16 +81,16 @@ def windows(count: int) -> list[slice]:
     return found
 
 
-def ahead(make: Callable[[slice], Tokens], parts: list[slice]) -> Iterator[tuple[slice, Tokens]]:
-    """Each part with its tokens; those of the next part are made in another thread meanwhile. An exception there is
-    raised here. A single part takes no thread."""
-    if len(parts) == 1:
-        yield parts[0], make(parts[0])
+def ahead(make: Callable[[slice], Tokens], parts: list[slice], thread: bool) -> Iterator[tuple[slice, Tokens]]:
+    """Each part with its tokens. With a thread, those of the next part are made there meanwhile, and an exception there
+    is raised here. A GPU computes meanwhile without one: then two threads would only wait for Python's lock."""
+    if not thread:
+        yield from ((part, make(part)) for part in parts)
         return
-    with ThreadPoolExecutor(1, thread_name_prefix="matmuls-tokenizer") as thread:
-        coming = thread.submit(make, parts[0])
+    with ThreadPoolExecutor(1, thread_name_prefix="matmuls-tokenizer") as other:
+        coming = other.submit(make, parts[0])
         for part, following in zip(parts, [*parts[1:], None], strict=True):
             tokens = coming.result()
             if following is not None:
-                coming = thread.submit(make, following)
+                coming = other.submit(make, following)
             yield part, tokens

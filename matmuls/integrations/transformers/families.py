@@ -1,6 +1,6 @@
 """The encoder layers that `optimize` knows: where each family keeps the parts of a layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -10,13 +10,21 @@ class Family:
     """The attribute paths of a layer's parts: q, k and v start at its attention, the others at the layer."""
 
     attention: str
-    qkv: tuple[str, str, str]
+    qkv: tuple[str, ...]  # three linears, or one whose rows are those of q, k and v
     projection: str
     norms: tuple[str, str]
-    up: str
+    up: tuple[str, ...]  # with a gate: the linear under the activation and the other, or one with the rows of both
     activation: str
     down: str
     norm_first: bool = False
+    gated: bool = False  # down(activation(first) * second)
+    scales: tuple[str, ...] = ()  # modules whose lambda1 multiplies what attention and feed-forward add
+    scaling: str = "scaling"  # the attention's attribute with the factor of the scores
+    clamped: bool = False  # float16 results stay finite
+    positions: str = ""  # the layer's argument with positions: those that rotate q and k, or a bias of the scores
+    tuples: bool = False  # the layer returns a tuple, with the probabilities if they are requested
+    passed: tuple[tuple[str, str], ...] = ()  # further arguments of attention functions, and the attributes with them
+    other: "Family | None" = None  # another form of the same class
 
 
 BERT = Family(
@@ -24,11 +32,46 @@ BERT = Family(
     qkv=("query", "key", "value"),
     projection="attention.output.dense",
     norms=("attention.output.LayerNorm", "output.LayerNorm"),
-    up="intermediate.dense",
+    up=("intermediate.dense",),
     activation="intermediate.intermediate_act_fn",
     down="output.dense",
 )
-NAMES = ("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "ALBERT", "ViT")
+VIT = Family(
+    attention="attention",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    projection="attention.o_proj",
+    norms=("layernorm_before", "layernorm_after"),
+    up=("mlp.fc1",),
+    activation="mlp.activation_fn",
+    down="mlp.fc2",
+    norm_first=True,
+)
+SWIGLU = {"up": ("mlp.gate_proj", "mlp.up_proj"), "activation": "mlp.act_fn", "down": "mlp.down_proj", "gated": True}
+DINOV2 = replace(VIT, norms=("norm1", "norm2"), scales=("layer_scale1", "layer_scale2"))
+DINOV2 = replace(DINOV2, other=replace(DINOV2, **SWIGLU))
+CLIP = replace(
+    VIT,
+    attention="self_attn",
+    projection="self_attn.out_proj",
+    norms=("layer_norm1", "layer_norm2"),
+    scaling="scale",
+)
+JINA = Family(
+    attention="self_attn",
+    qkv=("q_proj", "k_proj", "v_proj"),
+    projection="self_attn.o_proj",
+    norms=("post_attention_layernorm", "post_mlp_layernorm"),
+    up=("mlp.fc1",),
+    activation="mlp.activation_fn",
+    down="mlp.fc2",
+    positions="position_embeddings",
+)
+NOMIC = replace(JINA, **SWIGLU)
+NAMES = (
+    *("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "ALBERT"),
+    *("MPNet", "ModernBERT", "NomicBERT", "GTE", "Jina embeddings v3"),
+    *("ViT", "DeiT", "DINOv2", "CLIP", "SigLIP", "Whisper"),
+)
 FAMILIES = {  # by the model's folder in transformers and the layer's class
     **{f"{name.lower()}.{name}Layer": BERT for name in ("Bert", "Camembert", "Electra", "Roberta")},
     "xlm_roberta.XLMRobertaLayer": BERT,
@@ -37,7 +80,7 @@ FAMILIES = {  # by the model's folder in transformers and the layer's class
         qkv=("q_lin", "k_lin", "v_lin"),
         projection="attention.out_lin",
         norms=("sa_layer_norm", "output_layer_norm"),
-        up="ffn.lin1",
+        up=("ffn.lin1",),
         activation="ffn.activation",
         down="ffn.lin2",
     ),
@@ -46,27 +89,78 @@ FAMILIES = {  # by the model's folder in transformers and the layer's class
         qkv=("query", "key", "value"),
         projection="attention.dense",
         norms=("attention.LayerNorm", "full_layer_layer_norm"),
-        up="ffn",
+        up=("ffn",),
         activation="activation",
         down="ffn_output",
     ),
-    "vit.ViTLayer": Family(
-        attention="attention",
-        qkv=("q_proj", "k_proj", "v_proj"),
-        projection="attention.o_proj",
-        norms=("layernorm_before", "layernorm_after"),
-        up="mlp.fc1",
-        activation="mlp.activation_fn",
-        down="mlp.fc2",
+    "modernbert.ModernBertEncoderLayer": Family(
+        attention="attn",
+        qkv=("Wqkv",),
+        projection="attn.Wo",
+        norms=("attn_norm", "mlp_norm"),
+        up=("mlp.Wi",),
+        activation="mlp.act",
+        down="mlp.Wo",
         norm_first=True,
+        gated=True,
+        positions="position_embeddings",
+        passed=(("sliding_window", "sliding_window"), ("deterministic", "deterministic_flash_attn")),
+    ),
+    "nomic_bert.NomicBertLayer": NOMIC,
+    "gte.GteLayer": NOMIC,
+    "jina_embeddings_v3.JinaEmbeddingsV3Layer": JINA,
+    "mpnet.MPNetLayer": replace(  # computes attention itself, whatever implementation is set
+        BERT,
+        attention="attention.attn",
+        qkv=("q", "k", "v"),
+        projection="attention.attn.o",
+        norms=("attention.LayerNorm", "output.LayerNorm"),
+        positions="position_bias",
+        tuples=True,
+    ),
+    "vit.ViTLayer": VIT,
+    "deit.DeiTLayer": VIT,
+    "dinov2.Dinov2Layer": DINOV2,
+    "dinov2_with_registers.Dinov2WithRegistersLayer": DINOV2,
+    "clip.CLIPEncoderLayer": CLIP,
+    "siglip.SiglipEncoderLayer": CLIP,
+    "whisper.WhisperEncoderLayer": replace(
+        CLIP,
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        up=("fc1",),
+        activation="activation_fn",
+        down="fc2",
+        scaling="scaling",
+        clamped=True,
     ),
 }
-MODELS = {  # models that pass the embeddings, and each layer's output, only to the next layer
-    *(f"{name.lower()}.{name}Model" for name in ("Bert", "Camembert", "Electra", "Roberta")),
-    "xlm_roberta.XLMRobertaModel",
-    "distilbert.DistilBertModel",
-    "albert.AlbertModel",
+TEXTS = {  # models that pass the embeddings, and each layer's output, only to the next layer, by their word embeddings
+    **{f"{name.lower()}.{name}Model": "word_embeddings" for name in ("Bert", "Camembert", "Electra", "Roberta")},
+    "xlm_roberta.XLMRobertaModel": "word_embeddings",
+    "distilbert.DistilBertModel": "word_embeddings",
+    "albert.AlbertModel": "word_embeddings",
+    "mpnet.MPNetModel": "word_embeddings",
+    "modernbert.ModernBertModel": "tok_embeddings",
+    "nomic_bert.NomicBertModel": "word_embeddings",
+    "gte.GteModel": "word_embeddings",
+    "jina_embeddings_v3.JinaEmbeddingsV3Model": "word_embeddings",
+}
+BY_COLUMNS = {"mpnet.MPNetModel", "modernbert.ModernBertModel"}  # attention depends on the distance of tokens
+BIASED = {"mpnet.MPNetEncoder"}  # encoders that make a relative position bias for their layers
+UNPACKED = {  # such models of texts whose padding cannot be left out, and why
+    "clip.CLIPTextModel": "is causal",
+    "siglip.SiglipTextModel": "pools the last token, padding or not",
+}
+MODELS = {
+    *TEXTS,
+    *UNPACKED,
     "vit.ViTModel",
+    "deit.DeiTModel",
+    "dinov2.Dinov2Model",
+    "dinov2_with_registers.Dinov2WithRegistersModel",
+    "clip.CLIPVisionModel",
+    "siglip.SiglipVisionModel",
+    "whisper.WhisperEncoder",
 }
 
 

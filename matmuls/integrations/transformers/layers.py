@@ -1,6 +1,7 @@
 """The forward passes of optimized models: few kernels, most of them in place."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from matmuls.rowwise import layer_norm_
 from . import registered
 from .packed import unpadded
 from .plan import _Chain, _Plan, _running
+from .rotary import rotate_
 from .segments import Unpackable, _why_not_attention, has_onednn, packed
 
+OURS: Any = partial(registered.attention, sdpa=True, recompute=False)  # for modules that call no function by name
 # transformers 5.24 renamed past_key_values
 OTHER_INPUTS = ("encoder_hidden_states", "encoder_attention_mask", "past_key_values", "cache")
 
@@ -45,6 +48,8 @@ def _layer(
     **kwargs: Any,
 ) -> Any:
     """A layer's forward. Writes over hidden_states if `_model` allows it and they are not captured."""
+    if args and plan.family.positions:
+        kwargs[plan.family.positions], *args = args
     others = [*args, *(kwargs.get(name) for name in OTHER_INPUTS)]
     if any(x is not None for x in others) or not plan.applies(layer, hidden_states):
         if not torch.compiler.is_compiling():
@@ -56,19 +61,31 @@ def _layer(
         kwargs.pop(name, None)
     chain = _running.get()
     over = chain is not None and plan in chain.plans and not registered.captures_hidden_states()
-    first, second = plan.norms
-    x = first(hidden_states) if plan.norm_first else hidden_states
-    x, probabilities = plan.attention(x, attention_mask, planned=True, **kwargs)
+    over = over and hidden_states.is_contiguous()  # embeddings of a convolution are not
+    first, norm_first = plan.norms[0], plan.family.norm_first
+    x = first(hidden_states) if norm_first else hidden_states
+    x, probabilities = plan.attention(x, attention_mask=attention_mask, planned=True, **kwargs)
+    if plan.scales:
+        x *= plan.scales[0].lambda1
     x, other = (hidden_states, x) if over else (x, hidden_states)
-    if plan.norm_first:
+    if norm_first:
         x += other
     else:
         layer_norm_(x, first.weight, first.bias, first.eps, residual=other)
     del other
-    room, up, down = plan.room(x, probabilities), plan.up, plan.down
+    room = plan.room(x, probabilities)
+    wanted = (probabilities,) if plan.family.tuples and kwargs.get("output_attentions") else ()
     del probabilities  # eager attention returns them even if not requested
-    if plan.epilogue and not plan.norm_first and not _by_onednn(x):
-        return feed_forward_(
+    _feed_forward_(x, plan, room)
+    return (x, *wanted) if plan.family.tuples else x
+
+
+def _feed_forward_(x: Tensor, plan: _Plan, room: int) -> None:
+    """The second half of a layer, in steps of room bytes: the feed-forward network, residual and norm, written over
+    x."""
+    up, down, second, norm_first = plan.up[0], plan.down, plan.norms[1], plan.family.norm_first
+    if plan.epilogue and not (norm_first or plan.family.gated or _by_onednn(x)):
+        feed_forward_(
             x,
             up.weight,
             up.bias,
@@ -80,49 +97,69 @@ def _layer(
             activation=plan.epilogue,
             chunk_bytes=room,
         )
+        return
     rows = x.view(-1, x.size(-1))
-    for part in shares(len(rows), room // (up.out_features * x.element_size())):
+    for part in shares(len(rows), room // (plan.inner * x.element_size())):
         some = rows[part]
-        if plan.norm_first:
+        if plan.scales:
+            some.addcmul_(_feed_forward(second(some), plan), plan.scales[1].lambda1)
+        elif norm_first:
             some += _feed_forward(second(some), plan)
         else:
             layer_norm_(some, second.weight, second.bias, second.eps, residual=_feed_forward(some, plan))
-    return x
+    if plan.family.clamped and x.dtype == torch.float16:
+        most = torch.finfo(x.dtype).max - 1000
+        x.clamp_(-most, most)
 
 
 def _attention(
     attention: nn.Module,
     plan: _Plan,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
+    *args: Any,
     planned: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """A self-attention's forward when called by `_layer`: the projected context, and the probabilities or None."""
-    if not planned:
-        return type(attention).forward(attention, hidden_states, attention_mask, **kwargs)
+    """A self-attention's forward. `_layer` asks for the planned one: the projected context, and the probabilities or
+    None."""
+    if planned:
+        return _planned(attention, plan, *args, **kwargs)
+    return type(attention).forward(attention, *args, **kwargs)
+
+
+def _planned(
+    attention: nn.Module,
+    plan: _Plan,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    position_bias: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     batch, length, _ = hidden_states.shape
-    segments = packed.get()
-    heads, projection = plan.qkv[0].out_features // plan.head_size, plan.projection
+    segments, heads, projection = packed.get(), plan.width // plan.head_size, plan.projection
+    kwargs |= {name: getattr(attention, attribute) for name, attribute in plan.family.passed}
     if segments is not None:
         why = _why_not_attention(attention)
         if why is not None or kwargs.get("is_causal"):
             raise Unpackable(why or "is_causal is set")
-        context = segments.attend(_qkv(hidden_states, plan, heads), attention.scaling)
+        qkv = _qkv(hidden_states, plan, heads)
+        if position_embeddings is not None:
+            rotate_(qkv[:2], *position_embeddings)
+        context = segments.attend(qkv, plan.scaling(), kwargs.get("sliding_window"), position_bias)
         return (_linear if _by_onednn(context) else _project_)(context, projection), None
-    name = attention.config._attn_implementation
-    eager = sys.modules[type(attention).__module__].eager_attention_forward
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    function = eager = OURS
+    if plan.family.positions != "position_bias":
+        eager = sys.modules[type(attention).__module__].eager_attention_forward
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
     ours, sdpa = registered.is_ours(function), function is sdpa_attention_forward
     probabilities, strided, most = None, True, batch
     if ours or sdpa:
-        nbytes = 3 * length * plan.qkv[0].out_features * hidden_states.element_size()
+        nbytes = 3 * length * plan.width * hidden_states.element_size()
         if ours and registered.gives_probabilities(function, attention, kwargs):
             probabilities = hidden_states.new_empty(batch, heads, length, length)
-            strided = reads_strided(hidden_states, plan.qkv[0].out_features // heads)
+            strided = reads_strided(hidden_states, plan.head_size)
         most = plan.room(hidden_states) // (nbytes if strided else 2 * nbytes)
-    kwargs |= {"dropout": 0.0, "scaling": attention.scaling}
+    kwargs |= {"dropout": 0.0, "scaling": plan.scaling()}
     parts = [slice(0, batch)] if most >= batch else list(shares(batch, most))
     x = None if len(parts) == 1 else hidden_states.new_empty(batch, length, projection.out_features)
     for part in parts:
@@ -131,9 +168,13 @@ def _attention(
             some, into = some[part], into if into is None else into[part]
             mask = mask[part] if mask is not None and mask.dim() == 4 and mask.size(0) > 1 else mask
         qkv = _qkv(some, plan, heads)
+        if position_embeddings is not None:
+            rotate_(qkv[:2], *(t if len(t) == 1 else t[part] for t in position_embeddings))
         if not strided:
             qkv = qkv.contiguous()  # a temporary second copy
         given = {} if into is None else {"into": into}
+        if position_bias is not None:
+            given["position_bias"] = position_bias if len(position_bias) == 1 else position_bias[part]
         context, weights = function(attention, *qkv.unbind(0), mask, **kwargs, **given)
         del qkv  # free before the next part
         context = context.flatten(2)
@@ -149,12 +190,16 @@ def _attention(
 
 def _qkv(x: Tensor, plan: _Plan, heads: int) -> Tensor:
     """q, k and v of [B, S, hidden] as one tensor [3, B, H, S, D], in one product if the weights are adjacent."""
-    weight = _together([m.weight for m in plan.qkv])
-    biases = [m.bias for m in plan.qkv if m.bias is not None]
-    bias = _together(biases) if len(biases) == 3 else None
-    if weight is None or (bias is None and biases):
-        return torch.stack([_linear(x, m) for m in plan.qkv]).unflatten(-1, (heads, -1)).transpose(2, 3)
+    linears, biases = plan.qkv, [m.bias for m in plan.qkv if m.bias is not None]
+    weight = linears[0].weight if len(linears) == 1 else _together([m.weight for m in linears])
+    bias = biases[0] if len(linears) == len(biases) == 1 else _together(biases) if len(biases) == 3 else None
+    if weight is None or (bias is None and len(biases) == 3):
+        return torch.stack([_linear(x, m) for m in linears]).unflatten(-1, (heads, -1)).transpose(2, 3)
     whole = _product(x, weight, bias)
+    if bias is None and biases:  # not of all three: Whisper's k has none
+        for m, part in zip(linears, whole.chunk(3, -1), strict=True):
+            if m.bias is not None:
+                part += m.bias
     return whole.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
 
 
@@ -198,5 +243,16 @@ def _project_(x: Tensor, linear: nn.Linear) -> Tensor:
 
 
 def _feed_forward(x: Tensor, plan: _Plan) -> Tensor:
-    inner = _linear(x, plan.up, plan.epilogue)
-    return _linear(inner if plan.epilogue else plan.activation(inner), plan.down)
+    inner, *gate = (_product(x, weight, bias, name) for weight, bias, name in _ups(plan))
+    inner = inner if plan.epilogue else plan.activation(inner)
+    return _linear(torch.mul(inner, gate[0], out=gate[0]) if gate else inner, plan.down)
+
+
+def _ups(plan: _Plan) -> list[tuple[Tensor, Tensor | None, str | None]]:
+    """Weight, bias and epilogue of the products ahead of the activation, and of its gate."""
+    parts = [(m.weight, m.bias) for m in plan.up]
+    if plan.family.gated and len(parts) == 1:
+        weight, bias = parts[0]
+        biases = (None, None) if bias is None else bias.chunk(2)
+        parts = list(zip(weight.chunk(2), biases, strict=True))
+    return [(weight, bias, None if i else plan.epilogue) for i, (weight, bias) in enumerate(parts)]

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .families import FAMILIES, MODELS, NAMES, _kind
+from .families import BIASED, FAMILIES, MODELS, NAMES, _kind
+from .graphs import Graphs
 from .layers import _attention, _layer, _model
 from .plan import ALREADY, _Chain, _is_ours, _Plan, _plan_of
+from .relative import _encoder
 
 
 @dataclass
@@ -41,14 +43,28 @@ class Optimized:
     left: dict[str, str] = field(default_factory=dict)
     _models: list[nn.Module] = field(default_factory=list, repr=False)
 
+    @property
+    def graphs(self) -> int:
+        """How many passes are captured as CUDA graphs now (see `cuda_graphs`).
+
+        Examples:
+            >>> from matmuls.integrations.transformers import Optimized
+            >>> Optimized().graphs
+            0
+        """
+        return sum(len(graphs) for graphs in map(_graphs_of, self._models) if graphs is not None)
+
     @torch.inference_mode(False)  # parameters created in inference mode can never train
     def undo(self) -> None:
         """Restores every layer: its forward methods, and separate memory for each parameter. The parameters stay the
         same objects. If other code has wrapped a layer's forward in the meantime, the layer stays in `layers`; call
         undo() again after the wrapper is removed."""
         for model in self._models:
+            graphs = _graphs_of(model)
             if _is_ours(model):  # not one that replaced ours since
                 _remove(model)
+            if graphs is not None:
+                graphs.clear()
         self._models.clear()
         for name, layer in list(self.layers.items()):
             plan = _plan_of(layer)
@@ -57,7 +73,7 @@ class Optimized:
             for module in (layer, plan.attention):
                 if _is_ours(module):
                     _remove(module)
-            for linear in plan.qkv:
+            for linear in plan.joined:
                 for parameter in linear.parameters():
                     parameter.data = parameter.data.clone()
             del self.layers[name]
@@ -67,23 +83,27 @@ class Optimized:
         return f"{len(self.layers)} layers optimized; left as they are: {left or 'none'}"
 
 
-def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | None = None) -> Optimized:
+def optimize(
+    model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool = True, cuda_graphs: bool = True
+) -> Optimized:
     """Makes the encoder layers of a Hugging Face model need less memory and time in inference.
 
-    The supported models are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT and ViT, bare or with
-    any head. When gradients are disabled and the model is in eval mode, a layer computes q, k and v in one product,
+    The supported models are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT, MPNet, ModernBERT,
+    NomicBERT, GTE, Jina embeddings v3, ViT, DeiT, DINOv2, CLIP, SigLIP and the encoder of Whisper, bare or with any
+    head. When gradients are disabled and the model is in eval mode, a layer computes q, k and v in one product,
     residual and layer norm in place, and bias and activation in the product's epilogue. The output projection
     overwrites its input; if attention is computed in several parts of the batch, each part is written into the result.
     Inside a whole model, a layer overwrites the hidden states that it receives, unless they are to be returned or you
     have hooks on the layers.
 
-    If a 2-D attention_mask hides tokens and the model's attention is "sdpa" or "custom_mm", a whole model leaves them
-    out (see `unpad`): its layers run on the other tokens of all texts, packed one after the other. The last hidden
-    state of a hidden token is then zero, except for the first token of a text, which heads read: it is as in the stock
-    model.
+    If a 2-D attention_mask hides tokens and the model's attention is "sdpa" or "custom_mm", a whole model of texts
+    (not of CLIP or SigLIP) leaves them out, see `unpad`: its layers run on the other tokens of all texts, packed one
+    after the other. The last hidden state of a hidden token is then zero, except for the first token of a text, which
+    heads read: it is as in the stock model.
 
-    In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the
-    stock code runs, with unchanged results. The attention function is not changed: use `register` for that.
+    In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the stock code
+    runs, with unchanged results. The attention function is not changed: use `register` for that. (MPNet, which takes no
+    setting, gets that of `register`.)
 
     The weights of q, k and v are joined in one tensor. Each layer in turn needs memory for a second copy of them.
     `.to()` splits them again, and q, k and v are then computed by three products, so move the model first.
@@ -95,8 +115,12 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | 
         chunk_bytes: maximum bytes of the feed-forward network's intermediate activations at a time, and of q, k and v
             if the model's attention is "sdpa" or "custom_mm". None means the largest of 24 MiB, three times the size of
             the hidden states, and half the size of a layer's attention probabilities.
-        unpad: leave out hidden tokens. None means on a CPU only, because it was not measured on a GPU yet. On a GPU it
-            waits for the mask, and a captured CUDA graph computes the padded batch.
+        unpad: leave out hidden tokens. On a GPU, a batch of more than 4,096 tokens waits for the mask, and your own
+            captured CUDA graph computes the padded batch.
+        cuda_graphs: on a GPU, capture passes of at most 12,288 tokens of texts in float16 or bfloat16, and replay them,
+            if unpad is set. Sizes are rounded up, the first call of each size is computed as usual, and the second one
+            is captured, which takes about 10 ms. At most 64 graphs share their memory, which `undo()` frees. MPNet and
+            ModernBERT run without.
 
     Returns:
         An `Optimized`, which lists the modules that were changed and those that were not. Its `undo()` restores them.
@@ -122,26 +146,43 @@ def optimize(model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool | 
         if isinstance(plan, str):
             handle.left[name] = f"{type(layer).__name__} ({plan})"
             continue
-        for parameters in ([m.weight for m in plan.qkv], [m.bias for m in plan.qkv]):
+        for parameters in ([m.weight for m in plan.joined], [m.bias for m in plan.joined]):
             _lay_together(parameters)
         _install(layer, partial(_layer, layer, plan))
         _install(plan.attention, partial(_attention, plan.attention, plan))
         handle.layers[name] = layer
+    handle._models += _install_encoders(model)
     for whole in [m for m in model.modules() if _kind(m) in MODELS]:
-        chain = _Chain.of(whole, unpad)
+        chain = _Chain.of(whole, unpad, cuda_graphs)
         if chain:
             signature = inspect.signature(whole.forward)
             _install(whole, partial(_model, whole, chain))
             whole.forward.__signature__ = signature  # read by code that forwards arguments
             handle._models.append(whole)
-    inside = {id(m) for _, layer, plan in plans if plan == ALREADY or _is_ours(layer) for m in layer.modules()}
+    _name_the_rest(model, handle, [layer for _, layer, plan in plans if plan == ALREADY or _is_ours(layer)])
+    if not handle.layers:
+        warnings.warn(_why_nothing(model, handle, [plan for _, _, plan in plans]), stacklevel=2)
+    return handle
+
+
+def _name_the_rest(model: nn.Module, handle: Optimized, layers: list[nn.Module]) -> None:
+    """Adds the modules with weights outside the optimized layers to `left`."""
+    inside = {id(m) for layer in layers for m in layer.modules()}
     for name, module in model.named_modules():
         if id(module) not in inside and any(p.dim() > 1 for p in module.parameters(recurse=False)):
             owner = model.get_submodule(name.rpartition(".")[0])
             handle.left.setdefault(name, f"{type(owner).__name__}'s {type(module).__name__}")
-    if not handle.layers:
-        warnings.warn(_why_nothing(model, handle, [plan for _, _, plan in plans]), stacklevel=2)
-    return handle
+
+
+def _install_encoders(model: nn.Module) -> list[nn.Module]:
+    """Sets the forwards of encoders that make a position bias for their optimized layers."""
+    changed = []
+    for encoder in [m for m in model.modules() if _kind(m) in BIASED and "forward" not in vars(m)]:
+        plan = next(filter(None, map(_plan_of, encoder.modules())), None)
+        if plan:
+            _install(encoder, partial(_encoder, encoder, plan))
+            changed.append(encoder)
+    return changed
 
 
 def _why_nothing(model: nn.Module, handle: Optimized, plans: list[_Plan | str]) -> str:
@@ -152,6 +193,10 @@ def _why_nothing(model: nn.Module, handle: Optimized, plans: list[_Plan | str]) 
     if all(plan == ALREADY for plan in plans):
         return f"optimize: {name} is already optimized"
     return f"optimize: no layer of {name} was changed: {handle}"
+
+
+def _graphs_of(model: nn.Module) -> Graphs | None:
+    return getattr(model.__dict__["forward"].args[1], "graphs", None) if _is_ours(model) else None
 
 
 def _install(module: nn.Module, forward: Any) -> None:
@@ -177,7 +222,7 @@ def _lay_together(parameters: list[Tensor | None]) -> None:
     """Moves parameters of one shape next to each other in one storage; they stay the same objects. Skips parameters
     that share memory with others or must not be written to."""
     given = [p for p in parameters if p is not None]
-    if len({p.data_ptr() for p in given}) < len(parameters) or len({p.shape for p in given}) > 1:
+    if not given or len({p.data_ptr() for p in given}) < len(parameters) or len({p.shape for p in given}) > 1:
         return
     if any(p.is_inference() or (p.device.type == "cpu" and p.is_shared()) for p in given):
         return

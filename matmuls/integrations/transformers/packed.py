@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
-from . import registered
-from .families import MODELS, _kind
-from .plan import _Chain, _is_ours, _running
-from .segments import Segments, Unpackable, _why_not_attention, has_onednn, packed
+from . import one_pass, registered, replayed
+from .families import TEXTS, UNPACKED, _kind
+from .one_pass import RECORDED
+from .plan import _Chain, _is_ours
+from .rotary import depends_on_length
+from .segments import Segments, Unpackable, _why_not_attention, has_onednn, in_blocks, moved
 
 TOKENS = 1024  # of a step on a CPU, so that its intermediate results stay in the caches
 ARGUMENTS = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "return_dict"}
-RECORDED = "output_attentions", "output_hidden_states"
 
 
 def can_pack(model: nn.Module) -> str | None:
@@ -41,6 +42,9 @@ def can_pack(model: nn.Module) -> str | None:
     """
     whole = _whole(model)
     if whole is None:
+        for m in model.modules():
+            if _kind(m) in UNPACKED:
+                return f"{type(m).__name__} {UNPACKED[_kind(m)]}"
         return f"{type(model).__name__} contains no model of texts that optimize knows"
     if not _is_ours(whole):
         return f"optimize has not changed {type(whole).__name__} as a whole"
@@ -49,6 +53,8 @@ def can_pack(model: nn.Module) -> str | None:
         return f"{type(whole).__name__} has hooks or replaced modules"
     if any(m.training for m in whole.modules()):
         return f"{type(whole).__name__} is in training mode"
+    if depends_on_length(whole):
+        return f"the positions of {type(whole).__name__} depend on the longest text of a batch"
     return next(filter(None, (_why_not_attention(plan.attention) for plan in chain.plans)), None)
 
 
@@ -62,7 +68,8 @@ def encode_tokens(
     model for a padded batch, within rounding. No gradient is recorded.
 
     Args:
-        model: a model that `optimize` changed, of any of its families for texts, or a module that contains one.
+        model: a model that `optimize` changed, of any of its families for texts but CLIP and SigLIP, or a module
+            that contains one.
         input_ids: [T], the token ids of all texts, one text after the other.
         lengths: the number of tokens of each text, at least 1; their sum is T.
         token_type_ids: [T], or None for zeros.
@@ -88,6 +95,7 @@ def encode_tokens(
     if why is not None:
         raise ValueError(f"encode_tokens: {why}")
     whole: Any = _whole(model)
+    chain: _Chain = whole.__dict__["forward"].args[1]
     counts = _checked("encode_tokens", input_ids, lengths)
     given = {"input_ids": input_ids, "token_type_ids": token_type_ids}
     if token_type_ids is not None and token_type_ids.shape != input_ids.shape:
@@ -96,7 +104,7 @@ def encode_tokens(
         raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
     if len(input_ids) == 0:
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
-    of_text = torch.tensor(counts, device=input_ids.device)
+    of_text = moved(torch.tensor(counts), input_ids.device)
     kept = torch.arange(max(counts), device=input_ids.device) < of_text[:, None]
     padding = getattr(whole.embeddings, "padding_idx", 0)  # RoBERTa numbers the other tokens
     tokens = {
@@ -104,10 +112,11 @@ def encode_tokens(
         for name, x in given.items()
         if x is not None
     }
-    if not _fits(whole, tokens, kept):
+    if not _fits(whole, tokens, kept.size(1)):
         raise ValueError(f"encode_tokens: {type(whole).__name__} has too few positions for {max(counts)} tokens")
     try:
-        output = _run(whole, tokens, kept, [(count, False) for count in counts], unpad=False)
+        texts = [(count, False) for count in counts]
+        output = _run(whole, tokens, kept, texts, replayed.can_replay(whole, chain, kept.device), unpad=False)
     except Unpackable as reason:
         raise ValueError(f"encode_tokens: {reason}") from None
     states: Tensor = output.last_hidden_state
@@ -162,65 +171,99 @@ def pool(
 
 
 def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output of a whole model whose attention mask hides tokens, computed on the others; None if the call needs the
-    padded batch. States of hidden tokens are zero, except a text's first, which heads read."""
-    if chain.unpad is False:
+    """The output of a whole model for a padded batch, without the tokens that its attention mask hides, and by CUDA
+    graphs where the GPU would wait for the host; None if the call needs the stock code. States of hidden tokens are
+    zero, except a text's first, which heads read."""
+    given = _plain(model, chain, args, kwargs)
+    if given is None:
+        return None
+    mask, short = given.pop("attention_mask", None), given.pop("return_dict")
+    tokens = {name: x for name, x in given.items() if x is not None}
+    source = tokens["input_ids"] if "input_ids" in tokens else tokens["inputs_embeds"]
+    replays = "inputs_embeds" not in tokens and replayed.can_replay(model, chain, source.device)
+    small = replays and source.numel() <= replayed.MOST and "position_ids" not in tokens
+    output = None
+    if small and (mask is None or source.numel() <= replayed.SMALL):
+        output = replayed.padded(model, chain, tokens, mask)
+    if mask is None and in_blocks(source.size(1), one_pass.window(model.config)):
+        mask = torch.ones_like(source[..., 0] if source.dim() > 2 else source)
+    if output is None and mask is not None:
+        output = _without_hidden(model, chain, tokens, mask, replays, small)
+    return output if output is None or not short else output.to_tuple()
+
+
+def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The call's arguments by name if they are those of a text encoder's plain inference. return_dict is True if the
+    result shall be a tuple."""
+    if not chain.unpad or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
         return None
     given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
-    mask, config = given.pop("attention_mask", None), model.config
+    config, mask = model.config, given.get("attention_mask")
     source = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
-    if type(mask) is not Tensor or mask.dim() != 2 or mask.numel() == 0 or mask.is_meta or is_tracing(mask):
+    if type(source) is not Tensor or source.dim() < 2 or source.numel() == 0 or source.is_meta or is_tracing(source):
         return None
-    if mask.is_cuda and (not chain.unpad or torch.cuda.is_current_stream_capturing()):  # it waits for the mask
+    shape, device = source.shape[:2], source.device
+    if mask is not None and (type(mask) is not Tensor or mask.shape != shape or mask.device != device):
         return None
-    if type(source) is not Tensor or source.shape[:2] != mask.shape or source.device != mask.device:
-        return None
-    others = [given[name] for name in given.keys() - ARGUMENTS]
-    if any(x is not None and x is not False for x in others) or registered._captured():
+    if any(given[name] is not None and given[name] is not False for name in given.keys() - ARGUMENTS):
         return None
     if any(given.get(name, getattr(config, name, False)) for name in RECORDED):
         return None
-    if model.training or any(m.training for _, _, m, _, _ in chain.links):
+    tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
+    if not _fits(model, tensors, source.size(1)):
+        return None
+    return tensors | {"return_dict": given.get("return_dict", getattr(config, "return_dict", True)) is False}
+
+
+def _without_hidden(
+    model: Any, chain: _Chain, tokens: dict[str, Tensor], mask: Tensor, replays: bool, small: bool
+) -> Any:
+    """Waits for a GPU's mask. replays: packed texts may be replayed; small: a batch without hidden tokens too."""
+    if chain.is_training(model):
         return None
     kept = mask.bool()
     hidden = ~kept[:, 0]
     kept = torch.cat([kept[:, :1] | hidden[:, None], kept[:, 1:]], 1)
     counts, starts_hidden = torch.stack([kept.sum(1), hidden]).tolist()
     texts = [(count, bool(h)) for count, h in zip(counts, starts_hidden, strict=True)]
-    if (sum(counts) == kept.numel() and not any(starts_hidden)) or (1, True) in texts:
-        return None  # nothing to leave out, or a text without a token
-    tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
-    tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tensors.items()}
-    if not _fits(model, tokens, kept):
+    whole = sum(counts) == kept.numel() and not any(starts_hidden)
+    if whole and not in_blocks(kept.size(1), one_pass.window(model.config)):  # nothing to leave out
+        return replayed.padded(model, chain, tokens, None) if small else None
+    if (1, True) in texts:  # a text without a token
         return None
+    tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tokens.items()}
     try:
-        output = _run(model, tokens, kept, texts)
+        output = _run(model, tokens, kept, texts, replays)
     except Unpackable:
         return None
-    pooler = getattr(model, "pooler", None)
-    if pooler is not None:
-        states = output.last_hidden_state
-        output.pooler_output = (
-            model.pooler_activation(pooler(states[:, 0])) if isinstance(pooler, nn.Linear) else pooler(states)
-        )
-    return output.to_tuple() if given.get("return_dict", getattr(config, "return_dict", True)) is False else output
+    one_pass.pool_again(model, output)
+    return output
 
 
 def _run(
-    model: Any, tokens: dict[str, Tensor], kept: Tensor, texts: list[tuple[int, bool]], *, unpad: bool = True
+    model: Any,
+    tokens: dict[str, Tensor],
+    kept: Tensor,
+    texts: list[tuple[int, bool]],
+    replays: bool,
+    *,
+    unpad: bool = True,
 ) -> Any:
     """The model's output for the tokens that are kept of [texts, longest], computed in steps of whole texts. Its hidden
     states are [texts, longest, width], or [T, width] without unpad."""
     chain: _Chain = model.__dict__["forward"].args[1]
-    tokens = {"position_ids": _positions(model.embeddings, tokens, kept)} | tokens
-    order = sorted(range(len(texts)), key=texts.__getitem__)  # texts of one length side by side
-    texts = [texts[i] for i in order]
-    of_text = torch.tensor(order, device=kept.device)
-    row, column = kept[of_text].nonzero().unbind(1)
-    places = of_text[row] * kept.size(1) + column
+    tokens = {"position_ids": one_pass.positions(model.embeddings, tokens, kept)} | tokens
+    if replays:  # in any order, and without waiting for the GPU
+        places = kept.flatten().nonzero_static(size=sum(count for count, _ in texts)).squeeze(1)
+    else:
+        order = sorted(range(len(texts)), key=texts.__getitem__)  # texts of one length side by side
+        texts = [texts[i] for i in order]
+        of_text = torch.tensor(order, device=kept.device)
+        row, column = kept[of_text].nonzero().unbind(1)
+        places = of_text[row] * kept.size(1) + column
     flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     into = places if unpad else (kept.flatten().cumsum(0) - 1)[places]
-    rounded = has_onednn(model.embeddings.word_embeddings.weight)
+    rounded = has_onednn(one_pass.words(model))
     states: Any = None
     output: Any = None
     for some, part in _steps(texts, _most(chain, model, kept.device)):
@@ -228,13 +271,10 @@ def _run(
         extra = -len(taken) % _multiple(len(taken)) if rounded else 0
         if extra:
             taken, some = torch.cat([taken, taken[-1:].expand(extra)]), [*some, (extra, False)]
-        before = packed.set(Segments(some, kept.device)), _running.set(chain)
-        try:
-            given = {name: x[taken][None] for name, x in flat.items()} | dict.fromkeys(RECORDED, False)
-            output = type(model).forward(model, **given, return_dict=True)
-        finally:
-            packed.reset(before[0])
-            _running.reset(before[1])
+        given = {name: x[taken][None] for name, x in flat.items()}
+        output = replayed.step(model, chain, given, some) if replays and len(taken) <= replayed.MOST else None
+        if output is None:
+            output = one_pass.run(model, chain, given, Segments.of(some, taken % kept.size(1)))
         y = output.last_hidden_state[0, : len(taken) - extra]
         if states is None:
             states = y.new_zeros(kept.numel() if unpad else len(places), y.size(1))
@@ -270,25 +310,14 @@ def _most(chain: _Chain, model: Any, device: torch.device) -> float:
     return TOKENS if device.type == "cpu" else float("inf")
 
 
-def _positions(embeddings: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
-    """The positions [texts, longest] that the stock model gives to tokens."""
-    if hasattr(embeddings, "create_position_ids_from_input_ids"):  # of the family of RoBERTa: padding has none
-        if "input_ids" in tokens:
-            return embeddings.create_position_ids_from_input_ids(tokens["input_ids"], embeddings.padding_idx)
-        return embeddings.create_position_ids_from_inputs_embeds(tokens["inputs_embeds"], embeddings.padding_idx)
-    return torch.arange(kept.size(1), device=kept.device).expand(kept.shape)
-
-
-def _fits(model: Any, tokens: dict[str, Tensor], kept: Tensor) -> bool:
+def _fits(model: Any, tokens: dict[str, Tensor], length: int) -> bool:
     """True if there are positions enough, or the caller gives them."""
-    embeddings = model.embeddings
-    first = embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_input_ids") else 0
-    return "position_ids" in tokens or kept.size(1) + first <= embeddings.position_embeddings.num_embeddings
+    return "position_ids" in tokens or length <= one_pass.longest(model.embeddings)
 
 
 def _whole(model: nn.Module) -> nn.Module | None:
     """The model of texts inside a module: the embeddings and all layers, without a head."""
-    return next((m for m in model.modules() if _kind(m) in MODELS and hasattr(m.embeddings, "word_embeddings")), None)
+    return next((m for m in model.modules() if _kind(m) in TEXTS), None)
 
 
 @lru_cache

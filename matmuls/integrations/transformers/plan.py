@@ -14,6 +14,7 @@ from torch.nn.modules import module as modules_of_all
 from transformers import activations
 
 from .families import FAMILIES, Family, _kind
+from .graphs import Graphs
 
 # Bytes of q, k and v, or of a feed-forward's intermediate rows, at a time. Less adds launches and saves no memory.
 CHUNK_BYTES = 24 << 20
@@ -37,17 +38,18 @@ class _Plan:
     attention: nn.Module
     qkv: tuple[nn.Linear, ...]
     projection: nn.Linear
-    norms: tuple[nn.LayerNorm, ...]
-    up: nn.Linear
+    norms: tuple[nn.Module, ...]
+    up: tuple[nn.Linear, ...]
     activation: nn.Module
     epilogue: str | None
     down: nn.Linear
-    norm_first: bool
+    scales: tuple[nn.Module, ...]
+    family: Family
     head_size: int
     forward: Callable[..., Any]  # the layer's own
     chunk_bytes: int | None
     inside: tuple[tuple[dict[str, Any], str, nn.Module, type, Callable[..., Any]], ...]
-    weighted: tuple[dict[str, Tensor | None], ...]  # parameters of its linears and norms
+    weighted: tuple[tuple[dict[str, Tensor | None], str], ...]  # where the weights of its parts are
     methods: tuple[tuple[type, str, FunctionType], ...]  # of transformers' classes
 
     @classmethod
@@ -56,11 +58,14 @@ class _Plan:
         try:
             attention = layer.get_submodule(family.attention)
             activation = layer.get_submodule(family.activation)
+            qkv = tuple(attention.get_submodule(name) for name in family.qkv)
+            up = tuple(layer.get_submodule(name) for name in family.up)
+            projection, down = (layer.get_submodule(name) for name in (family.projection, family.down))
+            norms = tuple(layer.get_submodule(name) for name in family.norms)
+            scales = tuple(layer.get_submodule(name) for name in family.scales)
         except AttributeError as error:
-            return str(error)
-        linears = [attention.get_submodule(name) for name in family.qkv]
-        linears += [layer.get_submodule(name) for name in (family.projection, family.up, family.down)]
-        norms = tuple(layer.get_submodule(name) for name in family.norms)
+            return cls.of(layer, family.other, chunk_bytes) if family.other else str(error)
+        linears = [*qkv, projection, *up, down]
         inside = tuple(
             (parent._modules, name, m, type(m), type(m).forward)
             for parent in layer.modules()
@@ -70,7 +75,8 @@ class _Plan:
             return ALREADY
         if any("forward" in m.__dict__ for m in layer.modules()):
             return "its forward has been replaced"
-        if any(type(m) is not nn.Linear for m in linears) or any(type(m) is not nn.LayerNorm for m in norms):
+        normed = norms[1:] if family.norm_first and type(norms[0]) is nn.Identity else norms
+        if any(type(m) is not nn.Linear for m in linears) or any(type(m) is not nn.LayerNorm for m in normed):
             return "not all of its parts are nn.Linear and nn.LayerNorm"
         for m in layer.modules():
             known = type(m).__module__.startswith("transformers.") or type(m) in PLAIN or m is activation
@@ -80,34 +86,57 @@ class _Plan:
         methods = tuple((c, name, f) for c in classes for name, f in vars(c).items() if isinstance(f, FunctionType))
         if any(not f.__module__.startswith(("transformers.", "torch.")) for _, _, f in methods):
             return "methods of its classes have been replaced"
-        if any(m.weight is None for m in norms):
+        if any(m.weight is None for m in normed):
             return "its norms have no weights"
-        parameters = [p for m in (*linears, *norms) for p in m.parameters()]
+        parts = *linears, *normed, *scales
+        parameters = [p for m in parts for p in m.parameters()]
         if any(type(p.data) is not Tensor or p.layout != torch.strided for p in parameters):
             return "its weights are not plain tensors"
         size = getattr(attention, "attention_head_size", None) or getattr(attention, "head_dim", None)
-        size = size or linears[0].out_features // attention.config.num_attention_heads
-        if any(m.out_features % size for m in linears[:3]):
-            return f"its q, k and v are no heads of {size}"
-        if len({(m.weight.dtype, m.weight.device) for m in (*linears, *norms)}) > 1:
+        size = size or qkv[0].out_features // attention.config.num_attention_heads
+        rows = [m.out_features for m in qkv]
+        if any(n % (3 // len(qkv) * size) for n in rows) or len({*rows}) > 1:
+            return f"its q, k and v are not equally many heads of {size}"
+        if len({(p.dtype, p.device) for p in parameters}) > 1:
             return "its weights differ in dtype or device"
         return cls(
             attention,
-            tuple(linears[:3]),
-            linears[3],
+            qkv,
+            projection,
             norms,
-            linears[4],
+            up,
             activation,
             EPILOGUES.get(type(activation)) if _is_stock_gelu(activation) else None,
-            linears[5],
-            family.norm_first,
+            down,
+            scales,
+            family,
             size,
             type(layer).forward,
             chunk_bytes,
             inside,
-            tuple(m._parameters for m in (*linears, *norms)),
+            tuple((m._parameters, "weight" if hasattr(m, "weight") else "lambda1") for m in parts),
             methods,
         )
+
+    @property
+    def joined(self) -> tuple[nn.Linear, ...]:
+        """The linears whose parameters `optimize` moves next to each other."""
+        return self.qkv if len(self.qkv) == 3 else ()
+
+    @property
+    def width(self) -> int:
+        """That of q, of k and of v."""
+        return self.qkv[0].out_features * len(self.qkv) // 3
+
+    @property
+    def inner(self) -> int:
+        """The width of the feed-forward network's intermediate rows, with those of the gate."""
+        return sum(m.out_features for m in self.up)
+
+    def scaling(self) -> float:
+        """What multiplies the scores."""
+        factor: float = getattr(self.attention, self.family.scaling, self.head_size**-0.5)
+        return factor
 
     def room(self, hidden_states: Tensor, probabilities: Tensor | None = None) -> int:
         """Bytes of one step's intermediate tensor. Two chunks cost 5 % of a feed-forward network's time (H200,
@@ -129,8 +158,8 @@ class _Plan:
             or type(module).forward is not self.forward
         ):
             return False
-        for parameters in self.weighted:  # checked for every layer of every forward pass: 8 us in all
-            weight = parameters.get("weight")
+        for parameters, name in self.weighted:  # checked for every layer of every forward pass: 8 us in all
+            weight = parameters.get(name)
             if weight is None or weight.dtype != x.dtype or type(weight) not in TENSORS:
                 return False
         for of_class, name, method in self.methods:
@@ -154,9 +183,11 @@ class _Chain:
     unpad: bool | None  # None: on a CPU
     plans: frozenset["_Plan"]
     links: tuple[tuple[dict[str, Any], str, nn.Module, Any, Callable[..., Any]], ...]
+    layers: tuple[tuple[nn.Module, "_Plan"], ...]
+    graphs: Graphs | None
 
     @classmethod
-    def of(cls, model: nn.Module, unpad: bool | None) -> "_Chain | None":
+    def of(cls, model: nn.Module, unpad: bool | None, cuda_graphs: bool) -> "_Chain | None":
         """None if a module may keep its input: a layer that is not optimized, or a module of unknown origin."""
         layers = [m for m in model.modules() if _kind(m) in FAMILIES]
         inside = {id(m) for layer in layers for m in layer.modules()}
@@ -176,7 +207,12 @@ class _Chain:
         plans = frozenset(plan for plan in map(_plan_of, layers) if plan)
         if "forward" in vars(model) or not (plans and known and stock and len(plans) == len(layers)):
             return None
-        return cls(unpad, plans, links)
+        pairs = tuple((layer, plan) for layer in layers for plan in (_plan_of(layer),) if plan)
+        return cls(unpad, plans, links, pairs, Graphs() if cuda_graphs else None)
+
+    def is_training(self, model: nn.Module) -> bool:
+        """True if the model, or a module around its layers, is in training mode."""
+        return model.training or any(m.training for _, _, m, _, _ in self.links)
 
     def is_private(self) -> bool:
         """True if nothing else sees what one module passes to the next."""

@@ -1,8 +1,9 @@
 """Attention of packed texts: each token sees the tokens of its own text."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -15,35 +16,139 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import registered
 
+BLOCK = 64  # half of the queries of a block, at least
+Bias = Callable[[Tensor], Tensor]
+
 
 class Unpackable(Exception):
     """Raised by a layer that cannot run on packed tokens in this call; the whole model is then run another way."""
 
 
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on the device, from pinned memory, so that the host does not wait for the GPU."""
+    return x if device.type == "cpu" else x.contiguous().pin_memory().to(device, non_blocking=True)
+
+
 class Segments:
-    """The lengths of packed texts, fastest if equal ones are adjacent. With each goes whether the text begins with a
-    hidden token: none of its tokens sees it, and its own state is wanted."""
+    """The lengths of packed texts. With each goes whether the text begins with a hidden token: none of its tokens sees
+    it, and its own state is wanted.
 
-    def __init__(self, texts: Sequence[tuple[int, bool]], device: torch.device) -> None:
-        self.groups = [(*text, len(list(some))) for text, some in groupby(texts)]
-        self.longest = max(length for length, _ in texts)
-        self.starts = torch.tensor([0, *(length for length, _ in texts)], device=device).cumsum(0, dtype=torch.int32)
+    A text of n tokens with a hidden one, from row r of the packed tokens, is two segments of attention: the key r
+    without queries, and the queries from r to r + n with the keys from r + 1 to r + n.
+    """
 
-    def attend(self, qkv: Tensor, scale: float) -> Tensor:
-        """The context [1, T, H * D] of q, k and v [3, 1, H, T, D]."""
-        if qkv.is_cuda and _has_varlen(qkv.device, qkv.dtype, qkv.size(-1)) and not any(h for _, h, _ in self.groups):
+    def __init__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        longest: int,
+        groups: Sequence[tuple[int, bool, int]] = (),
+        columns: Tensor | None = None,
+    ) -> None:
+        """queries, keys: [segments + 1] int32, where each segment begins. groups: length, hidden and number of adjacent
+        equal texts, for attention without a kernel for segments. columns: where the tokens are in the padded batch, for
+        attention that depends on their distance."""
+        self.queries, self.keys, self.longest, self.groups = queries, keys, longest, groups
+        self._columns = columns
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    @classmethod
+    def of(cls, texts: Sequence[tuple[int, bool]], columns: Tensor) -> "Segments":
+        """The segments of texts whose lengths the host knows; without a kernel for segments, equal adjacent ones are
+        computed together."""
+        queries, keys = moved(cls.starts(texts, any(hidden for _, hidden in texts)), columns.device).unbind(0)
+        groups = [(*text, len(list(some))) for text, some in groupby(texts)]
+        return cls(queries, keys, max(length for length, _ in texts), groups, columns)
+
+    @staticmethod
+    def starts(texts: Sequence[tuple[int, bool]], hidden: bool) -> Tensor:
+        """[2, segments + 1] int32, queries and keys. Without hidden there is one segment for each text."""
+        lengths, first = torch.tensor(texts, dtype=torch.int32).unbind(1)
+        if hidden:
+            return Segments._pairs(lengths, first)
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)]).expand(2, -1)
+
+    @staticmethod
+    def _pairs(lengths: Tensor, hidden: Tensor) -> Tensor:
+        ends = lengths.cumsum(0)
+        begins = ends - lengths
+        starts = torch.stack([torch.stack([begins, begins + hidden]), ends.expand(2, -1)], -1).flatten(1)
+        return torch.cat([starts.new_zeros(2, 1), starts], 1).int()
+
+    def attend(self, qkv: Tensor, scale: float, window: int | None = None, bias: Bias | None = None) -> Tensor:
+        """The context [1, T, H * D] of q, k and v [3, 1, H, T, D]. A token sees those less than window columns away,
+        or all of its text. bias is added to the scores: [texts, H, Q, K] of the columns [texts, Q, K] from queries to
+        keys."""
+        varlen = qkv.is_cuda and bias is None and _has_varlen(qkv.device, qkv.dtype, qkv.size(-1))
+        if varlen and (window is None or not any(self._gaps)):
             q, k, v = qkv[:, 0].transpose(1, 2)
-            y = varlen_attn(q, k, v, self.starts, self.starts, self.longest, self.longest, scale=scale)
-            return y.flatten(1)[None]
+            sides = (-1, -1) if window is None else (window - 1, window - 1)
+            of_all = self.queries, self.keys, self.longest, self.longest
+            return varlen_attn(q, k, v, *of_all, scale=scale, window_size=sides).flatten(1)[None]
         pieces, start = [], 0
-        for length, hidden, count in self.groups:
+        for i, (length, hidden, count) in enumerate(self.groups):
             tokens = slice(start, start + count * length)
             q, k, v = qkv[:, 0, :, tokens].unflatten(2, (count, length)).transpose(1, 2)
-            seen = (torch.arange(length, device=qkv.device) > 0)[None, None, None] if hidden else None
-            y = scaled_dot_product_attention(q, k, v, seen, scale=scale)
+            if in_blocks(length, window) and not hidden and not self._gaps[i]:
+                y = _local(q, k, v, scale, window)
+            else:
+                key = i, window
+                if key not in self._masks:  # equal in all layers with that window
+                    self._masks[key] = self._mask(i, tokens, window, bias, qkv.device)
+                y = scaled_dot_product_attention(q, k, v, self._masks[key], scale=scale)
             pieces.append(y.transpose(1, 2).flatten(2).flatten(0, 1))
             start = tokens.stop
         return torch.cat(pieces)[None] if len(pieces) > 1 else pieces[0][None]
+
+    @cached_property
+    def _gaps(self) -> list[bool]:
+        """For each group, whether a text of it begins with a hidden token or has columns that do not follow one
+        another. Waits for a GPU."""
+        if self._columns is None:
+            return [True] * max(1, len(self.groups))
+        counts = torch.tensor([count for _, _, count in self.groups])
+        lengths = torch.tensor([length for length, _, _ in self.groups]).repeat_interleave(counts)
+        ends, columns = lengths.cumsum(0), self._columns.cpu()
+        gaps = columns[ends - 1] - columns[ends - lengths] >= lengths
+        found = [bool(some.any()) for some in gaps.split(counts.tolist())]
+        return [hidden or gap for (_, hidden, _), gap in zip(self.groups, found, strict=True)]
+
+    def _mask(
+        self, i: int, tokens: slice, window: int | None, bias: Bias | None, device: torch.device
+    ) -> Tensor | None:
+        """The bias [texts or 1, H, length, length] of a group, or True where a token sees another; None if all of a
+        text do."""
+        length, hidden, _ = self.groups[i]
+        seen, distances, places = None, None, torch.arange(length, device=device)
+        if bias is not None or window is not None:
+            columns = places[None]
+            if self._gaps[i] and self._columns is not None:
+                columns = self._columns[tokens].view(-1, length)
+            distances = columns[:, None, :] - columns[:, :, None]
+        if window is not None and distances is not None and (length > window or self._gaps[i]):
+            seen = (distances.abs() < window)[:, None]
+        if hidden:
+            others = places > 0
+            seen = others[None, None, None] if seen is None else seen & others
+        if bias is None or distances is None:
+            return seen
+        return bias(distances) if seen is None else bias(distances).masked_fill(~seen, -math.inf)
+
+
+def in_blocks(length: int, window: int | None) -> bool:
+    """True if local attention of such a text is computed in blocks of queries."""
+    return window is not None and length > 4 * max(window, BLOCK)
+
+
+def _local(q: Tensor, k: Tensor, v: Tensor, scale: float, window: Any) -> Tensor:
+    """The context [B, H, S, D] of tokens that see those less than window away, in blocks of queries."""
+    length, step, pieces = q.size(2), 2 * max(window, BLOCK), []
+    places = torch.arange(length, device=q.device)
+    for start in range(0, length, step):
+        some, near = slice(start, start + step), slice(max(start - window, 0), start + step + window)
+        seen = (places[None, near] - places[some, None]).abs() < window
+        pieces.append(scaled_dot_product_attention(q[:, :, some], k[:, :, near], v[:, :, near], seen, scale=scale))
+    return torch.cat(pieces, 2)
 
 
 def has_onednn(x: Tensor) -> bool:
@@ -63,6 +168,8 @@ packed: ContextVar[Segments | None] = ContextVar("packed", default=None)  # of t
 
 def _why_not_attention(attention: Any) -> str | None:
     """Why an attention module, as it is set, does not attend by segments."""
+    if not hasattr(attention, "config"):  # MPNet's is always ours
+        return None
     name = attention.config._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     if getattr(attention, "is_causal", False):

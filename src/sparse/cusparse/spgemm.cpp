@@ -134,11 +134,11 @@ void make_pattern(State& s) {
   s.c_col = col;
 }
 
-// The state that a tensor owns; null if the tensor is none of csr_spgemm_size's.
+// The state that a tensor owns; null if it owns none, as a clone of what csr_spgemm_size returned.
 State* state_of(const char* op, const OptionalTensor& t, const Product& given) {
   if (!t || !t->defined()) return nullptr;
   auto* const s = t->storage().data_ptr().cast_context<State>(&State::destroy);
-  TORCH_CHECK_VALUE(s != nullptr, op, ": expected state to be what ", kSize, " returned, got another tensor");
+  if (s == nullptr) return nullptr;
   const auto same = [](const Tensor& x, const Tensor& y) { return x.const_data_ptr() == y.const_data_ptr(); };
   TORCH_CHECK_VALUE(same(s->a.crow, given.a.crow) && same(s->a.col, given.a.col) && same(s->b.crow, given.b.crow) &&
                         same(s->b.col, given.b.col) && s->columns == given.columns,
@@ -163,7 +163,9 @@ std::tuple<Tensor, Tensor, Tensor> pattern_cuda(TensorList a, TensorList b, c10:
                                                 const OptionalTensor& a_values, const OptionalTensor& b_values) {
   const Product given = checked_pattern(a, b, columns, offsets, nonzeros, a_values, b_values);
   const OperationGuard guard(kPattern, offsets);
-  State* const s = state_of(kPattern, kept, given);
+  State* s = state_of(kPattern, kept, given);
+  std::unique_ptr<State> own;
+  if (s == nullptr) s = (own = made_state(given, at::kFloat)).get();
   TORCH_CHECK_VALUE(nonzeros == s->nonzeros, kPattern, ": expected the ", s->nonzeros,
                     " nonzeros of the product's size, got ", nonzeros);
   const auto [crow, col] = [&] {

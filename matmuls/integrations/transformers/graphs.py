@@ -1,0 +1,151 @@
+"""CUDA graphs of an optimized encoder's passes: captured when a size comes back, and then launched as one."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .snapshot import Snapshot
+
+GRAPHS = 64  # of one model; the least recently used is dropped
+STEPS = 8  # sizes from a power of two to the next: at most 1/8 of a captured pass is padding
+
+Tensors = dict[str, Tensor]
+
+
+def rounded(size: int, least: int = 1) -> int:
+    """The size, rounded up to one of STEPS sizes for each power of two."""
+    size = max(size, least)
+    step = max(1, (1 << (size - 1).bit_length()) // (2 * STEPS))
+    return -(-size // step) * step
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A captured pass: replaying the graph computes the outputs from the inputs, at the same addresses."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensors
+    outputs: Any
+
+
+class Graphs:
+    """The captured passes of one model by their sizes.
+
+    They share their memory, so only one is replayed at a time: the streams of all threads wait for the last replay.
+    A pass is captured when its sizes come for the second time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the members below
+        self._snapshot: Snapshot | None = None  # of the model that was captured
+        self._passes: OrderedDict[Hashable, _Pass | None] = OrderedDict()  # None: seen, not captured
+        self._refused: set[Hashable] = set()
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._last: torch.cuda.Event | None = None  # the end of the last replay
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a copied or unpickled model captures its own
+
+    def __len__(self) -> int:
+        return sum(x is not None for x in self._passes.values())
+
+    def holds(self) -> bool:
+        """True if the model is as it was when `renew` was called."""
+        snapshot = self._snapshot
+        return snapshot is not None and snapshot.holds()
+
+    def renew(self, model: nn.Module) -> None:
+        """Drops the graphs of a model that has changed."""
+        self.clear()
+        self._snapshot = Snapshot(model)
+
+    def clear(self) -> None:
+        """Waits for the last replay and frees all graphs with their memory."""
+        with self._lock:
+            if self._last is not None:
+                self._last.synchronize()
+            self._passes.clear()
+            self._refused.clear()
+            self._snapshot = self._pool = self._stream = self._last = None
+
+    def run(
+        self,
+        key: Hashable,
+        device: torch.device,
+        make: Callable[[], Tensors],
+        fill: Callable[[Tensors], None],
+        body: Callable[[Tensors], Any],
+        read: Callable[[Tensor], Tensor],
+    ) -> Any:
+        """The outputs of a pass, replayed; None if the caller must compute them, because the key is new or no capture
+        succeeded.
+
+        Args:
+            key: the sizes.
+            device: the GPU.
+            make: creates the input tensors of a pass.
+            fill: writes this call's values to them.
+            body: computes the outputs, a dictionary or a ModelOutput.
+            read: copies one of them for the caller.
+        """
+        key = key, torch.are_deterministic_algorithms_enabled()
+        with self._lock, torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+            if key in self._refused:
+                return None
+            if key not in self._passes:
+                self._passes[key] = None
+                self._drop_oldest()
+                return None
+            self._passes.move_to_end(key)
+            stream = torch.cuda.current_stream()
+            if self._last is not None:
+                stream.wait_event(self._last)
+            found = self._passes[key]
+            if found is None:
+                try:
+                    found = self._passes[key] = self._captured(make, fill, body)
+                except Exception:  # an operation that no graph holds, or no memory for it: computed as before
+                    del self._passes[key]
+                    self._refused.add(key)
+                    return None
+            fill(found.inputs)
+            found.graph.replay()
+            outputs = type(found.outputs)(**{name: read(x) for name, x in found.outputs.items()})
+            self._last = self._last or torch.cuda.Event()
+            self._last.record(stream)
+            return outputs
+
+    def _captured(
+        self, make: Callable[[], Tensors], fill: Callable[[Tensors], None], body: Callable[[Tensors], Any]
+    ) -> _Pass:
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        inputs = make()
+        fill(inputs)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            body(inputs)  # loads kernels and chooses algorithms, which may not be done during a capture
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = body(inputs)
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return _Pass(graph, inputs, outputs)
+
+    def _drop_oldest(self) -> None:
+        if len(self) > GRAPHS and self._last is not None:
+            self._last.synchronize()
+        while len(self) > GRAPHS or len(self._passes) > 4 * GRAPHS:
+            self._passes.popitem(last=False)

@@ -1,0 +1,66 @@
+"""Computes the hidden states of packed texts in one pass of a model's own forward."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .families import TEXTS, _kind
+from .plan import _Chain, _running
+from .segments import Segments, packed
+
+RECORDED = "output_attentions", "output_hidden_states"
+
+
+def run(model: Any, chain: _Chain, given: dict[str, Tensor], segments: Segments) -> Any:
+    """The model's output for packed tokens. given: arguments of its forward [1, T]."""
+    # no mask of [T, T] for the layers with a window
+    masks = {} if window(model.config) is None else {"attention_mask": dict.fromkeys(model.config.layer_types)}
+    before = packed.set(segments), _running.set(chain)
+    try:
+        return type(model).forward(model, **given, **masks, **dict.fromkeys(RECORDED, False), return_dict=True)
+    finally:
+        packed.reset(before[0])
+        _running.reset(before[1])
+
+
+def pool_again(model: Any, output: Any) -> None:
+    """Replaces the pooler's result in an output by that of the padded states in it."""
+    pooler = getattr(model, "pooler", None)
+    if pooler is not None:
+        states = output.last_hidden_state
+        output.pooler_output = (
+            model.pooler_activation(pooler(states[:, 0])) if isinstance(pooler, nn.Linear) else pooler(states)
+        )
+
+
+def positions(embeddings: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
+    """The positions [texts, longest] that the stock model gives to tokens."""
+    if _first(embeddings) and "input_ids" in tokens:  # padding has none
+        given = (tokens["input_ids"] != embeddings.padding_idx).long()
+        return given.cumsum(1) * given + embeddings.padding_idx
+    return torch.arange(kept.size(1), device=kept.device).expand(kept.shape) + _first(embeddings)
+
+
+def longest(embeddings: Any) -> int:
+    """How many tokens of a text have a position."""
+    if not hasattr(embeddings, "position_embeddings"):
+        return sys.maxsize
+    return int(embeddings.position_embeddings.num_embeddings) - _first(embeddings)
+
+
+def words(model: Any) -> Tensor:
+    """The word embeddings of a model of TEXTS."""
+    weight: Tensor = getattr(model.embeddings, TEXTS[_kind(model)]).weight
+    return weight
+
+
+def window(config: Any) -> int | None:
+    """Tokens at this distance or farther are not seen by the model's local layers; None if it has none."""
+    return config.sliding_window + 1 if getattr(config, "layer_types", None) else None
+
+
+def _first(embeddings: Any) -> int:
+    """The position of a first token: 0, but not in the family of RoBERTa."""
+    return embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_inputs_embeds") else 0

@@ -1,0 +1,263 @@
+"""CUDA graphs of encoders: padded batches and packed texts, compared with the model without graphs."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from common.model_cases import model_of  # noqa: E402
+from common.optimize_cases import TEXTS, hidden  # noqa: E402
+from matmuls.integrations.transformers import encode_tokens, optimize, replayed, segments  # noqa: E402
+from matmuls.integrations.transformers.graphs import Graphs, rounded  # noqa: E402
+
+REPLAYED = [name for name in TEXTS if not name.startswith(("mpnet", "modernbert"))]  # these depend on distances
+SIZES = [(3, 9), (1, 17), (5, 16), (3, 20), (1, 1)]
+KINDS = "whole", "no mask", "right", "left", "holes"
+
+
+def batch_of(model, batch, length, kind, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 60, (batch, length), generator=generator)
+    counts = torch.randint(1, length + 1, (batch, 1), generator=generator)
+    places = torch.arange(length)
+    mask = torch.ones(batch, length, dtype=torch.long)
+    if kind == "right":
+        mask = (places < counts).long()
+    elif kind == "left":
+        mask = (places >= length - counts).long()
+    elif kind == "holes":
+        mask = (torch.rand(batch, length, generator=generator) < 0.6).long()
+        mask[:, -1] = 1
+    given = {"input_ids": ids, "attention_mask": mask}
+    if kind == "no mask":
+        del given["attention_mask"]
+    return {name: x.to(model.device) for name, x in given.items()}
+
+
+def read_of(batch):
+    """Where states are as in the stock model: tokens that are not hidden, and the first column, which heads read."""
+    seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool().clone()
+    seen[:, 0] = True
+    return seen
+
+
+def check_batches(model, exact, handle, allowed):
+    """Every kind of mask, each size three times: computed, captured and replayed."""
+    for kind in KINDS:
+        for size in SIZES:
+            for seed in range(3):
+                batch = batch_of(model, *size, kind, seed)
+                with torch.no_grad():
+                    ours, right = model(**batch), exact(**batch)
+                seen = read_of(batch)
+                assert type(ours) is type(right)
+                torch.testing.assert_close(ours[0][seen].to(right[0].dtype), right[0][seen], atol=allowed, rtol=0)
+                assert seed == 0 or not ours[0][~seen].any()
+                torch.testing.assert_close(
+                    ours[1:], tuple(x.to(ours[0].dtype) for x in right[1:]), atol=allowed, rtol=0
+                )
+    assert handle.graphs > 0
+
+
+class Uncaptured(Graphs):
+    """Computes passes as a graph would, from the same rounded inputs, where there is no GPU."""
+
+    def run(self, key, device, make, fill, body, read):
+        inputs = make()
+        fill(inputs)
+        outputs = body(inputs)
+        return type(outputs)(**{name: read(x) for name, x in outputs.items()})
+
+    def __len__(self):
+        return 1
+
+
+def attend_by_starts(self, qkv, scale, window, bias):
+    """What varlen_attn computes, from the starts alone; tokens of no text get NaN."""
+    assert window is None
+    assert bias is None
+    q, k, v = qkv[:, 0]
+    y = torch.full_like(q, torch.nan)
+    for i in range(len(self.queries) - 1):
+        queries, keys = slice(*self.queries[i : i + 2].tolist()), slice(*self.keys[i : i + 2].tolist())
+        assert max(queries.stop - queries.start, keys.stop - keys.start) <= self.longest
+        if queries.stop > queries.start:
+            weights = torch.softmax(q[:, queries] @ k[:, keys].mT * scale, -1)
+            y[:, queries] = weights @ v[:, keys] if keys.stop > keys.start else 0
+    return y.transpose(0, 1).flatten(1)[None]
+
+
+@pytest.fixture
+def uncaptured(monkeypatch):
+    monkeypatch.setattr(replayed, "can_replay", lambda model, chain, device: chain.graphs is not None)
+    monkeypatch.setattr(segments.Segments, "attend", attend_by_starts)
+    monkeypatch.setattr("matmuls.integrations.transformers.plan.Graphs", Uncaptured)
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_padded_batches_and_their_rounding(name, uncaptured):
+    exact, model = model_of(name), model_of(name)
+    check_batches(model, exact, optimize(model), 1e-5)
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_packed_steps_and_their_rounding(name, uncaptured, monkeypatch):
+    monkeypatch.setattr(replayed, "SMALL", 0)
+    monkeypatch.setattr(segments, "has_onednn", lambda x: False)
+    exact, model = model_of(name), model_of(name)
+    check_batches(model, exact, optimize(model), 1e-5)
+
+
+def test_sizes_are_rounded_to_few():
+    assert [rounded(n) for n in (1, 7, 16, 17, 100, 1000, 1025)] == [1, 7, 16, 18, 104, 1024, 1152]
+    for n in range(1, 5000):
+        assert n <= rounded(n) <= n + n / 8
+    assert rounded(3, least=16) == 16
+
+
+def test_a_copied_model_captures_its_own(uncaptured):
+    model = model_of("bert")
+    handle = optimize(model)
+    batch = batch_of(model, 3, 9, "right")
+    hidden(model, batch)
+    again = pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
+    for other in again:
+        assert torch.equal(hidden(other, batch), hidden(model, batch))
+    assert handle.graphs == 1
+
+
+def half(name="bert", seed=0):
+    """An optimized model in bfloat16 with graphs, the same without, and the handle of the first."""
+    model, plain = model_of(name, "cuda", torch.bfloat16), model_of(name, "cuda", torch.bfloat16)
+    optimize(plain, cuda_graphs=False)
+    return model, plain, optimize(model)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", REPLAYED)
+def test_replayed_batches_err_no_more_than_stock(name):
+    model, _, handle = half(name)
+    exact, stock = model_of(name, "cuda", torch.float64), model_of(name, "cuda", torch.bfloat16)
+    errors = {"ours": 0.0, "stock": 0.0}
+    for kind in KINDS:
+        for size in SIZES:
+            for seed in range(4):
+                batch = batch_of(model, *size, kind, seed)
+                seen = read_of(batch)
+                right = hidden(exact, batch)[seen]
+                for way, other in (("ours", model), ("stock", stock)):
+                    errors[way] += (hidden(other, batch)[seen].double() - right).square().sum().item()
+                if kind != "no mask" and seed:
+                    assert not hidden(model, batch)[~seen].any()
+    assert handle.graphs > 5
+    assert errors["ours"] <= 4 * errors["stock"]  # twice the root mean square
+    handle.undo()
+    assert handle.graphs == 0
+
+
+@pytest.mark.cuda
+def test_packed_texts_are_replayed():
+    model, plain, handle = half()
+    for seed in range(4):
+        ids = torch.randint(3, 60, (30,), device="cuda")
+        lengths = [1, 7, 12, 10 - seed, seed] if seed else [30]
+        ours, right = encode_tokens(model, ids, lengths), encode_tokens(plain, ids, lengths)
+        torch.testing.assert_close(ours, right, atol=0.05, rtol=0.05)
+    assert handle.graphs >= 1
+
+
+@pytest.mark.cuda
+def test_weights_are_read_at_each_replay():
+    model, plain, handle = half()
+    batch = batch_of(model, 4, 16, "right")
+    for _ in range(3):
+        hidden(model, batch)
+    assert handle.graphs == 1
+    for change in (lambda p: p.data.mul_(0.5), lambda p: setattr(p, "data", p.data.clone().mul_(1.5))):
+        for m in (model, plain):
+            for p in m.parameters():
+                change(p)
+        for _ in range(3):
+            torch.testing.assert_close(hidden(model, batch), hidden(plain, batch), atol=0.05, rtol=0.05)
+    assert handle.graphs == 1
+
+
+@pytest.mark.cuda
+def test_results_are_the_callers_own():
+    model, _, _ = half()
+    batches = [batch_of(model, 4, 16, "right", seed) for seed in range(5)]
+    states = [hidden(model, batch) for batch in batches for _ in range(2)]
+    copies = [x.clone() for x in states]
+    for batch in batches:
+        hidden(model, batch)
+    assert all(torch.equal(x, y) for x, y in zip(states, copies, strict=True))
+
+
+@pytest.mark.cuda
+def test_what_graphs_cannot_hold_is_computed():
+    model, plain, handle = half()
+    batch = batch_of(model, 2, 16, "right")
+    for _ in range(3):
+        model(**batch)  # gradients
+        with torch.no_grad():
+            model(**batch, output_hidden_states=True)
+    assert handle.graphs == 0
+    hook = model.encoder.layer[0].register_forward_hook(lambda *args: None)
+    for _ in range(3):
+        hidden(model, batch)
+    assert handle.graphs == 0
+    hook.remove()
+    with torch.autocast("cuda", torch.float16):
+        for _ in range(3):
+            hidden(model, batch)
+    assert handle.graphs == 0
+    graph = torch.cuda.CUDAGraph()
+    hidden(model, batch)
+    with torch.cuda.graph(graph):
+        states = hidden(model, batch)
+    graph.replay()
+    seen = read_of(batch)
+    torch.testing.assert_close(states[seen], hidden(plain, batch)[seen], atol=0.05, rtol=0.05)
+
+
+@pytest.mark.cuda
+def test_threads_and_streams_share_the_graphs():
+    model, plain, handle = half()
+    cases = [batch_of(model, *size, "right", seed) for seed in range(6) for size in SIZES]
+    right = [hidden(plain, batch) for batch in cases]
+    torch.cuda.synchronize()
+    errors = []
+
+    def work(number):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for i in torch.randperm(len(cases), generator=torch.Generator().manual_seed(number)).tolist() * 10:
+                    seen = read_of(cases[i])
+                    got = hidden(model, cases[i])[seen]
+                    if (got - right[i][seen]).abs().max() > 0.05:
+                        errors.append((number, i))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert handle.graphs > 0
+
+
+@pytest.mark.cuda
+def test_graphs_are_bounded(monkeypatch):
+    monkeypatch.setattr("matmuls.integrations.transformers.graphs.GRAPHS", 3)
+    model, plain, handle = half()
+    for length in range(16, 200, 16):
+        for _ in range(3):
+            batch = batch_of(model, 2, length, "whole")
+            torch.testing.assert_close(hidden(model, batch), hidden(plain, batch), atol=0.05, rtol=0.05)
+    assert handle.graphs <= 4

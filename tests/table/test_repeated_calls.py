@@ -40,7 +40,7 @@ def truth_of(layer, x):
 
 
 def check_sums(y, layer, x):
-    """Each element errs by at most what float32 sums of its products may: n terms, n roundings of their absolute sum."""
+    """Each element errs by at most what a float32 sum of n terms may: n roundings of the sum of absolute values."""
     w, bias = layer._as_csr().to_dense().double(), layer.bias.detach().double()
     exact, absolute = (nn.functional.linear(f(x.double()), f(w), f(bias)) for f in (torch.clone, torch.abs))
     terms = int((w != 0).sum(1).max()) + 2

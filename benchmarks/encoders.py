@@ -1,4 +1,4 @@
-"""Times a BERT-base in bfloat16 on a GPU as a user calls it: single calls beside torch.compile, and
+"""Times a BERT-base in bfloat16 on a GPU as a user calls it: single calls compared with torch.compile, and
 SentenceTransformer.encode on docstrings.
 
 Usage: python benchmarks/encoders.py OUT [--texts N] [--tokenizer FOLDER]. Writes OUT/cuda/encoders.json. The weights

@@ -10,7 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import files
-from . import attention, dense, encoders, graphs, headlines, index, inplace, kernels, masked, rows, sparse, support
+from . import (
+    attention,
+    dense,
+    encoders,
+    graphs,
+    headlines,
+    host,
+    index,
+    inplace,
+    kernels,
+    masked,
+    rows,
+    sparse,
+    support,
+)
 from .page import Page
 from .plot import Plot, data_of
 from .results import FOREIGN, Results
@@ -18,7 +32,7 @@ from .results import FOREIGN, Results
 MARKER = re.compile(r"(<!-- report:(?P<name>[\w-]+) -->)(?P<old>.*?)(<!-- /report -->)", re.DOTALL)
 PAGES: tuple[Callable[[Results], Page], ...] = (
     *(attention.page, sparse.page, encoders.page, rows.page, inplace.page, masked.page, dense.page, kernels.page),
-    *(graphs.steps, graphs.distributed),
+    *(graphs.steps, graphs.distributed, host.page),
     support.page,
 )
 

@@ -26,8 +26,7 @@ def _operations(page: Page) -> None:
     page.heading("Operations")
     page.say(
         "Every operation runs on CPU tensors and on CUDA tensors (compute capability 7.5 or later), in each dtype that "
-        "the table marks with *yes*. The same tests run on CPU and CUDA, but those of `spgemm` "
-        "and `solve_triangular` have not run on a GPU yet. `matmuls.attention.attend` is listed as "
+        "the table marks with *yes*. The same tests run on CPU and CUDA. `matmuls.attention.attend` is listed as "
         "`attention_forward`, its forward pass; `attend` itself has gradients."
     )
     page.table(

@@ -129,7 +129,18 @@ MAY_IMPORT = {
     "report.graphs": {"report.format", "report.page", "report.results"},
     **{
         f"report.{page}": {"bench", "experiment", "figures", "integrations.transformers", "report", "specs"}
-        for page in ("attention", "dense", "encoders", "index", "inplace", "masked", "rows", "sparse", "support")
+        for page in (
+            "attention",
+            "dense",
+            "encoders",
+            "host",
+            "index",
+            "inplace",
+            "masked",
+            "rows",
+            "sparse",
+            "support",
+        )
     },
     "report.sparse_layers": {"experiment", "report"},
     "cli": set(),  # the command line is the package matmuls_cli, which may import all of it

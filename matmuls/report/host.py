@@ -1,0 +1,32 @@
+"""The page on small calls, whose time is the host's."""
+
+from .format import losses, number
+from .page import Page
+from .results import Results
+
+FILE = "cuda/host-times.json"
+
+
+def page(results: Results) -> Page:
+    page = Page("performance/host.md", "Small calls, as called")
+    run = results.run(FILE)
+    page.say(
+        "The GPU needs a few microseconds for operands of 64 x 64, so the time is the host's.",
+        "The table has the wall clock of a call in a row of calls, in microseconds: lower is better.",
+        "*blend* computes both experts by torch and adds them, weighted by the mask.",
+        "*eager* is torch's softmax of the scaled and masked scores.",
+        "Layers and products are float32, and two experts float16.",
+        "SparseLinear has 90 % zeros.",
+    )
+    page.table(
+        "There is one row for each call. *ratio* is its time over that of torch's way: below 1 matmuls is faster.",
+        ("call", "us", "torch's way", "us of torch's way", "ratio"),
+        (
+            (r["call"], f"{r['us']:.1f}", r["rival"], f"{r['rival_us']:.1f}", number(r["us"] / r["rival_us"]))
+            for r in run.rows
+        ),
+    )
+    ratios = [(r["rival_us"] / r["us"], r["call"]) for r in run.rows if r["call"] != "mask_plan"]
+    page.say(losses(ratios, "torch's way"))
+    page.measured(run)
+    return page

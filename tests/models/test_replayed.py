@@ -133,8 +133,8 @@ def test_a_copied_model_captures_its_own(uncaptured):
 def half(name="bert", seed=0):
     """An optimized model in bfloat16 with graphs, the same without, and the handle of the first."""
     model, plain = model_of(name, "cuda", torch.bfloat16), model_of(name, "cuda", torch.bfloat16)
-    optimize(plain, cuda_graphs=False)
-    return model, plain, optimize(model)
+    optimize(plain, unpad=True, cuda_graphs=False)
+    return model, plain, optimize(model, unpad=True)
 
 
 @pytest.mark.cuda

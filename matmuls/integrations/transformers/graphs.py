@@ -137,12 +137,24 @@ class Graphs:
             try:
                 outputs = body(inputs)
             except BaseException:
-                with suppress(RuntimeError):
-                    graph.capture_end()
+                self._end(graph)
                 raise
-            graph.capture_end()
+            self._end(graph)
         torch.cuda.current_stream().wait_stream(self._stream)
         return _Pass(graph, inputs, outputs)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture. If an operation has made it invalid, torch would go on to treat the device as capturing."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            device = torch.cuda.current_device()
+            generator = torch.cuda.default_generators[device]
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device, self._pool)
+            with suppress(RuntimeError):
+                generator.graphsafe_set_state(generator.clone_state())
+            raise
 
     def _drop_oldest(self) -> None:
         if len(self) > GRAPHS and self._last is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
 from . import one_pass, registered, replayed
-from .families import TEXTS, UNPACKED, _kind
+from .families import ON_GPU, TEXTS, UNPACKED, _kind
 from .one_pass import RECORDED
 from .plan import _Chain, _is_ours
 from .rotary import depends_on_length
@@ -53,6 +53,8 @@ def can_pack(model: nn.Module) -> str | None:
         return f"{type(whole).__name__} has hooks or replaced modules"
     if any(m.training for m in whole.modules()):
         return f"{type(whole).__name__} is in training mode"
+    if chain.unpad is None and one_pass.words(whole).is_cuda and _kind(whole) not in ON_GPU:
+        return f"{type(whole).__name__} without padding was not tested on a GPU; optimize(model, unpad=True) allows it"
     if depends_on_length(whole):
         return f"the positions of {type(whole).__name__} depend on the longest text of a batch"
     return next(filter(None, (_why_not_attention(plan.attention) for plan in chain.plans)), None)
@@ -195,7 +197,7 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
 def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The call's arguments by name if they are those of a text encoder's plain inference. return_dict is True if the
     result shall be a tuple."""
-    if not chain.unpad or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
+    if chain.unpad is False or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
         return None
     given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
     config, mask = model.config, given.get("attention_mask")
@@ -210,6 +212,8 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
     if any(given.get(name, getattr(config, name, False)) for name in RECORDED):
         return None
     tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
+    if chain.unpad is None and source.is_cuda and _kind(model) not in ON_GPU:
+        return None
     if not _fits(model, tensors, source.size(1)):
         return None
     return tensors | {"return_dict": given.get("return_dict", getattr(config, "return_dict", True)) is False}

@@ -24,7 +24,6 @@ from .segments import Segments, _has_varlen, _why_not_attention, moved
 
 SMALL = 4096  # tokens of a padded batch whose mask the host does not read, and whose padding is computed
 MOST = 12288  # tokens of a captured pass. With more, a GPU is slower than the host, and memory would be held.
-TOKENS = "input_ids", "token_type_ids"
 LONGEST = 64  # texts' lengths are rounded up to a multiple of it, rows of the attention kernel's blocks
 
 
@@ -66,7 +65,10 @@ def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> A
     given = tokens if mask is None else {**tokens, "attention_mask": mask}
 
     def make() -> Tensors:
-        return {name: x.new_zeros(sizes) for name, x in given.items()} | _constants(*sizes, ids.device)
+        inputs = {name: x.new_zeros(sizes) for name, x in given.items()}
+        if mask is None:  # constant: where texts begin
+            inputs["ends"] = torch.arange(batch + 1, device=ids.device, dtype=torch.int32) * length
+        return inputs
 
     def fill(inputs: Tensors) -> None:
         if sizes != (batch, length):
@@ -82,25 +84,13 @@ def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> A
     return chain.graphs.run(key, ids.device, make, fill, body, read)
 
 
-def _constants(batch: int, length: int, device: torch.device) -> Tensors:
-    """each [B * S]: 0, 1 and so on. last: each, backward. first [1, S] bool: the first column. starts [2, 2 B + 1]
-    int32: where the segments of texts without hidden tokens begin (`Segments`), as queries and as keys."""
-    ends = torch.arange(1, batch + 1) * length
-    starts = torch.stack([ends - length, ends], 1).flatten()
-    return {
-        "each": torch.arange(batch * length, device=device),
-        "last": torch.arange(batch * length, device=device).flip(0),
-        "first": torch.arange(length, device=device)[None] == 0,
-        "starts": torch.cat([starts.new_zeros(1), starts]).int().repeat(2, 1).to(device),
-    }
-
-
 def _whole(model: Any, chain: _Chain, inputs: Tensors) -> Any:
     """For a batch without a mask."""
-    tokens = {name: x for name, x in inputs.items() if name in TOKENS}
+    tokens, ends = dict(inputs), inputs["ends"]
     batch, length = tokens["input_ids"].shape
+    del tokens["ends"]
     tokens["position_ids"] = one_pass.positions(model.embeddings, tokens, tokens["input_ids"])
-    segments = Segments(*inputs["starts"][:, ::2].contiguous().unbind(0), length)
+    segments = Segments(ends, ends, length)
     output = one_pass.run(model, chain, {name: x.reshape(1, -1) for name, x in tokens.items()}, segments)
     output.last_hidden_state = output.last_hidden_state.view(batch, length, -1)
     one_pass.pool_again(model, output)
@@ -108,22 +98,18 @@ def _whole(model: Any, chain: _Chain, inputs: Tensors) -> Any:
 
 
 def _padded(model: Any, chain: _Chain, inputs: Tensors) -> Any:
-    """For a batch with a mask: tokens in front, hidden ones last."""
-    tokens = {name: x for name, x in inputs.items() if name in TOKENS}
-    each, starts, seen = inputs["each"], inputs["starts"], inputs["attention_mask"].bool()
+    """For a batch with a mask. No statement may assign a number to an element: that copies it from the CPU, which fails
+    in a capture."""
+    tokens = dict(inputs)
+    seen = tokens.pop("attention_mask").bool()
     batch, length = seen.shape
-    kept = seen | inputs["first"]  # heads read a text's first token, hidden or not
+    kept = torch.cat([torch.ones_like(seen[:, :1]), seen[:, 1:]], 1)  # heads read a text's first token, hidden or not
     tokens["position_ids"] = one_pass.positions(model.embeddings, tokens, kept).masked_fill(~kept, 0)
-    flat = kept.flatten()
+    flat, each = kept.flatten(), torch.arange(seen.numel(), device=seen.device)
     rank = flat.cumsum(0)  # of tokens, from 1
-    place = torch.where(flat, rank - 1, rank + inputs["last"])
+    place = torch.where(flat, rank - 1, len(flat) - 1 - each + rank)  # hidden ones last
     index = torch.empty_like(each).scatter_(0, place, each)
-    ends = rank[length - 1 :: length]
-    starts[:, 2::2] = ends
-    starts[:, 3::2] = ends[:-1]
-    starts[1, 1] = 0
-    starts[1, 1::2] += ~seen[:, 0]
-    segments = Segments(*starts.unbind(0), length)
+    segments = Segments.on_device(kept.sum(1), ~seen[:, 0], length)
     output = one_pass.run(model, chain, {name: x.flatten()[index][None] for name, x in tokens.items()}, segments)
     states = output.last_hidden_state[0, place].masked_fill(~flat[:, None], 0)
     output.last_hidden_state = states.view(batch, length, -1)

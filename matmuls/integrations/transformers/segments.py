@@ -68,6 +68,12 @@ class Segments:
             return Segments._pairs(lengths, first)
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)]).expand(2, -1)
 
+    @classmethod
+    def on_device(cls, lengths: Tensor, hidden: Tensor, longest: int) -> "Segments":
+        """The segments of texts whose lengths [texts], and whether each begins with a hidden token [texts], only the
+        GPU knows."""
+        return cls(*cls._pairs(lengths, hidden).unbind(0), longest)
+
     @staticmethod
     def _pairs(lengths: Tensor, hidden: Tensor) -> Tensor:
         ends = lengths.cumsum(0)

@@ -115,7 +115,7 @@ def _encode(page: Page, found: dict[str, Any]) -> None:
     names = {"matmuls": "optimized"}
     best = min(t for way, t in seconds.items() if way != "matmuls")
     page.table(
-        "Speeds are relative to the fastest way without matmuls: higher is better.",
+        "There is one row for each way. Speeds are relative to the fastest way without matmuls: higher is better.",
         ("way", "thousand tokens a second", "speed", "error"),
         (
             (

@@ -170,7 +170,7 @@ Gradients gradients_in_pieces(Kept c, Tensor grad, const Tensor& grad_y) {
   return results;
 }
 
-struct Attention : KernelFunction<Attention> {
+struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                                const OptionalTensor& maybe_mask, double scale, bool causal, bool probabilities,
                                bool recompute, int64_t piece_bytes) {

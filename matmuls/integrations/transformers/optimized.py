@@ -119,9 +119,8 @@ def optimize(
             XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ALBERT. On a GPU, a batch of more than 4,096 tokens waits
             for the mask, and your own captured CUDA graph computes the padded batch.
         cuda_graphs: on a GPU, capture passes of at most 12,288 tokens of texts in float16 or bfloat16, and replay them,
-            wherever hidden tokens are left out. Sizes are rounded up. The first call of each size is computed as usual,
-            and the second one is captured, which takes about 10 ms. At most 64 graphs share their memory, which
-            `undo()` frees. MPNet and ModernBERT run without.
+            wherever hidden tokens are left out. The second call of a size, rounded up, is captured (about 10 ms). At
+            most 64 graphs share their memory, which `undo()` frees. MPNet and ModernBERT run without.
 
     Returns:
         An `Optimized`, which lists the modules that were changed and those that were not. Its `undo()` restores them.

@@ -77,8 +77,7 @@ def _by_ranks(page: Page, run: Run, cases: list[dict[str, Any]]) -> None:
     page.table(
         "There is one row for each matrix, dtype and number of columns of the dense operand.",
         (
-            "matrix",
-            "dtype",
+            "matrix, dtype",
             "columns",
             "MiB sent",
             *TIMED,
@@ -111,7 +110,7 @@ def _distributed_row(case: dict[str, Any]) -> list[str]:
     sent = f"{sum(case['sent']) / 2**20:.1f}"
     us = [f"{case['wall'][name] * 1e6:.0f}" for name in TIMED]
     backward = [f"{case['wall_backward'][name] * 1e6:.0f}" for name in ("distributed plan", "one process, plan")]
-    return [case["matrix"], case["dtype"], str(case["n"]), sent, *us, f"{case['efficiency']:.2f}", *backward]
+    return [f"{case['matrix']}, {case['dtype']}", str(case["n"]), sent, *us, f"{case['efficiency']:.2f}", *backward]
 
 
 def _name(graph: str) -> str:

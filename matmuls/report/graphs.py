@@ -54,8 +54,8 @@ def distributed(results: Results) -> Page:
     run, cases = results.distributed(WEAK)
     page.heading(f"Weak scaling on {cases[0]['ranks']} GPUs")
     page.table(
-        "One GPU multiplies a grid with a quarter of the vertices here, and *efficiency* is t(one GPU) / t(distributed "
-        "plan): 1 is ideal.",
+        "There is one row for each dtype. One GPU multiplies a grid with a quarter of the vertices here, and "
+        "*efficiency* is t(one GPU) / t(distributed plan): 1 is ideal.",
         ("matrix", "dtype", "columns", "efficiency", "efficiency, forward + backward"),
         (
             (

@@ -119,7 +119,9 @@ def launch(
         compiled = kernel[grid](*args, *free, *constants, early, **options)
         if shares and early:
             _prefer_shared_memory(compiled)
-        _compiled[key] = compiled, early, kernel  # keeps the kernel alive, so that its id stays unique
+        # Keeps the kernel alive, so that its id stays unique. If another thread compiled it too, the first one stays:
+        # recordings hold its function, and Triton unloads a kernel that nobody holds.
+        compiled, early, _ = _compiled.setdefault(key, (compiled, early, kernel))
     if _log.launches is not None:
         stream = torch.cuda.current_stream(device).cuda_stream
         _log.launches.append(Launched(compiled, grid, (*args, *free, *constants, early), stream))

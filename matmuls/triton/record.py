@@ -143,8 +143,15 @@ def _described(arguments: Sequence[Any], results: Sequence[Tensor], watch: _Watc
 
 def record(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     """The results of kernel(*arguments), and the description of the call that `custom_mm._C` repeats, or None."""
-    with _Watch() as watch, launches_of() as log:
-        found = kernel(*arguments)
+    watch, found = _Watch(), None
+    try:
+        with watch, launches_of() as log:
+            found = kernel(*arguments)
+    except torch.OutOfMemoryError:  # watch keeps every buffer until the call ends
+        pass
+    if found is None:  # after the except block, whose traceback keeps buffers too
+        watch.made.clear()
+        return kernel(*arguments), None
     try:
         return found, _described(arguments, (found,) if isinstance(found, Tensor) else found, watch, log)
     except (NotRecordable, ImportError, AttributeError, KeyError, ValueError):  # as by another version of Triton

@@ -9,7 +9,7 @@
 
 #ifdef MATMULS_CUDA
 #include <ATen/Context.h>
-#include <ATen/FuncTorchTLS.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -170,8 +170,10 @@ class CudaKernel : public c10::OperatorKernel {
   std::shared_ptr<const Recording> recorded_or_refused(const py::handle& description, int64_t count) {
     try {
       return recorded(description, count);
-    } catch (const c10::Error& error) {
-      TORCH_WARN_ONCE("matmuls: calls of ", name_, " run in Python each time: ", error.what_without_backtrace());
+    } catch (const std::exception& error) {  // of torch, or of pybind11 for a description of another form
+      const auto* const own = dynamic_cast<const c10::Error*>(&error);
+      TORCH_WARN_ONCE("matmuls: calls of ", name_,
+                      " run in Python each time: ", own != nullptr ? own->what_without_backtrace() : error.what());
       return nullptr;
     }
   }
@@ -221,6 +223,13 @@ class CudaKernel : public c10::OperatorKernel {
   int64_t forgotten_ = 0;
 };
 
+// Whether a transform of torch.func is active. Its thread-local state stays allocated after any look at it.
+bool is_transforming() {
+  const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
+  return keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         keys.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
 class AutogradKernel : public c10::OperatorKernel {
  public:
   // function: the Autograd kernel in Python, for all calls that are not plain.
@@ -230,7 +239,7 @@ class AutogradKernel : public c10::OperatorKernel {
     const size_t count = op.schema().arguments().size();
     const Arguments arguments(stack->data() + stack->size() - count, count);
     bool plain = (keys & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId() == c10::DispatchKey::CUDA &&
-                 at::functorch::functorchTLSAccessor() == nullptr;
+                 !is_transforming();
     bool needed = false;
     for (const c10::IValue& v : arguments) {
       if (!plain || !v.isTensor() || !v.toTensor().defined()) continue;

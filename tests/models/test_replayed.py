@@ -13,6 +13,7 @@ from common.model_cases import model_of  # noqa: E402
 from common.optimize_cases import TEXTS, hidden  # noqa: E402
 from matmuls.integrations.transformers import encode_tokens, optimize, replayed, segments  # noqa: E402
 from matmuls.integrations.transformers.graphs import Graphs, rounded  # noqa: E402
+from matmuls.integrations.transformers.snapshot import Snapshot  # noqa: E402
 
 REPLAYED = [name for name in TEXTS if not name.startswith(("mpnet", "modernbert"))]  # these depend on distances
 SIZES = [(3, 9), (1, 17), (5, 16), (3, 20), (1, 1)]
@@ -128,6 +129,44 @@ def test_a_copied_model_captures_its_own(uncaptured):
     for other in again:
         assert torch.equal(hidden(other, batch), hidden(model, batch))
     assert handle.graphs == 1
+
+
+CHANGES = {
+    "a layer appended": lambda m: m.encoder.layer.append(copy.deepcopy(m.encoder.layer[0])),
+    "another layer": lambda m: m.encoder.layer.__setitem__(1, copy.deepcopy(m.encoder.layer[0])),
+    "a setting of the model": lambda m: setattr(m.config, "num_hidden_layers", 1),
+    "causal": lambda m: setattr(m.encoder.layer[0].attention.self, "is_causal", True),
+    "a scale": lambda m: setattr(m.encoder.layer[0].attention.self, "scaling", 3.0),
+    "a norm's eps": lambda m: setattr(m.encoder.layer[0].output.LayerNorm, "eps", 1.0),
+    "training": lambda m: m.encoder.layer[1].train(),
+    "a hook": lambda m: m.pooler.register_forward_hook(lambda *args: None),
+    "a weight elsewhere": lambda m: setattr(m.pooler.dense.weight, "data", m.pooler.dense.weight.data.clone()),
+    "no bias": lambda m: setattr(m.pooler.dense, "bias", None),
+    "a forward of one module": lambda m: setattr(m.pooler, "forward", lambda states: states[:, 1]),
+    "another attention": lambda m: m.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_snapshot_notices(change):
+    model = model_of("bert")
+    optimize(model)
+    snapshot = Snapshot(model)
+    for p in model.parameters():
+        p.data.mul_(2)
+    assert snapshot.holds()
+    change(model)
+    assert not snapshot.holds()
+
+
+def test_an_appended_layer_takes_part():
+    model, other = model_of("bert"), model_of("bert")
+    optimize(other)
+    batch = batch_of(model, 4, 9, "right")
+    for m in (model, other):
+        CHANGES["a layer appended"](m)
+    seen = read_of(batch)
+    torch.testing.assert_close(hidden(other, batch)[seen], hidden(model, batch)[seen], atol=1e-5, rtol=1e-5)
 
 
 def half(name="bert", seed=0):

@@ -49,8 +49,10 @@ def _inference(
     with tqdm(total=len(inputs), desc="Texts", disable=not given["show_progress_bar"]) as bar:
         parts = windows(len(inputs))
         thread = where.type == "cpu" and len(parts) > 1
-        for part, tokens in ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts, thread):
+        coming = ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts, thread)
+        for part, tokens in coming:
             if 0 in tokens.lengths:  # a tokenizer without special tokens, and an empty text
+                coming.close()  # waits for the other thread
                 return theirs()
             settings.tokens += len(tokens.ids)
             for texts, features in _features(st, tokens, settings.most(where), where):

@@ -1,7 +1,7 @@
 """Texts as token ids without padding, tokenized in another thread ahead of the model, and their batches."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -81,7 +81,7 @@ def windows(count: int) -> list[slice]:
     return found
 
 
-def ahead(make: Callable[[slice], Tokens], parts: list[slice], thread: bool) -> Iterator[tuple[slice, Tokens]]:
+def ahead(make: Callable[[slice], Tokens], parts: list[slice], thread: bool) -> Generator[tuple[slice, Tokens]]:
     """Each part with its tokens. With a thread, those of the next part are made there meanwhile, and an exception there
     is raised here. A GPU computes meanwhile without one: then two threads would only wait for Python's lock."""
     if not thread:

@@ -1,7 +1,7 @@
 """CUDA graphs of an optimized encoder's passes: captured when a size comes back, and then launched as one."""
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ from .snapshot import Snapshot
 GRAPHS = 64  # of one model; the least recently used is dropped
 STEPS = 8  # sizes from a power of two to the next: at most 1/8 of a captured pass is padding
 
+FAILURES = 3  # captures of a size that failed, after which none is tried
+
 Tensors = dict[str, Tensor]
+_capturing = threading.Lock()  # torch allows one capture at a time in a process; taken after a model's lock
 
 
 def rounded(size: int, least: int = 1) -> int:
@@ -45,7 +48,7 @@ class Graphs:
         self._lock = threading.Lock()  # guards the members below
         self._snapshot: Snapshot | None = None  # of the model that was captured
         self._passes: OrderedDict[Hashable, _Pass | None] = OrderedDict()  # None: seen, not captured
-        self._refused: set[Hashable] = set()
+        self._failed: Counter[Hashable] = Counter()
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._last: torch.cuda.Event | None = None  # the end of the last replay
@@ -71,8 +74,9 @@ class Graphs:
         with self._lock:
             if self._last is not None:
                 self._last.synchronize()
-            self._passes.clear()
-            self._refused.clear()
+            with _capturing:
+                self._passes.clear()
+            self._failed.clear()
             self._snapshot = self._pool = self._stream = self._last = None
 
     def run(
@@ -97,7 +101,7 @@ class Graphs:
         """
         key = key, torch.are_deterministic_algorithms_enabled()
         with self._lock, torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
-            if key in self._refused:
+            if self._failed[key] >= FAILURES:
                 return None
             if key not in self._passes:
                 self._passes[key] = None
@@ -110,10 +114,13 @@ class Graphs:
             found = self._passes[key]
             if found is None:
                 try:
-                    found = self._passes[key] = self._captured(make, fill, body)
-                except Exception:  # an operation that no graph holds, or no memory for it: computed as before
+                    with _capturing:
+                        found = self._passes[key] = self._captured(make, fill, body)
+                except (
+                    Exception
+                ):  # no memory, an operation that no graph holds, or another thread waited for the device
                     del self._passes[key]
-                    self._refused.add(key)
+                    self._failed[key] += 1
                     return None
             fill(found.inputs)
             found.graph.replay()
@@ -125,14 +132,18 @@ class Graphs:
     def _captured(
         self, make: Callable[[], Tensors], fill: Callable[[Tensors], None], body: Callable[[Tensors], Any]
     ) -> _Pass:
-        if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        if (
+            self._stream is None
+        ):  # of high priority: torch hands out its other 32 streams in turn, also to other threads
+            self._stream, self._pool = torch.cuda.Stream(priority=-1), torch.cuda.graph_pool_handle()
         inputs = make()
         fill(inputs)
+        # Loads kernels and chooses algorithms, which a capture may not. Not on the capture's stream: torch's cuBLAS
+        # workspace of that stream must lie in the graphs' pool, because torch frees it while graphs still use it.
+        body(inputs)
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            body(inputs)  # loads kernels and chooses algorithms, which may not be done during a capture
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = body(inputs)
@@ -159,5 +170,6 @@ class Graphs:
     def _drop_oldest(self) -> None:
         if len(self) > GRAPHS and self._last is not None:
             self._last.synchronize()
-        while len(self) > GRAPHS or len(self._passes) > 4 * GRAPHS:
-            self._passes.popitem(last=False)
+        with _capturing:
+            while len(self) > GRAPHS or len(self._passes) > 4 * GRAPHS:
+                self._passes.popitem(last=False)

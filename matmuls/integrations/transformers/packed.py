@@ -106,7 +106,7 @@ def encode_tokens(
         raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
     if len(input_ids) == 0:
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
-    of_text = moved(torch.tensor(counts), input_ids.device)
+    of_text = moved(torch.tensor(counts, device="cpu"), input_ids.device)
     kept = torch.arange(max(counts), device=input_ids.device) < of_text[:, None]
     padding = getattr(whole.embeddings, "padding_idx", 0)  # RoBERTa numbers the other tokens
     tokens = {

@@ -184,6 +184,7 @@ class _Chain:
     plans: frozenset["_Plan"]
     links: tuple[tuple[dict[str, Any], str, nn.Module, Any, Callable[..., Any]], ...]
     layers: tuple[tuple[nn.Module, "_Plan"], ...]
+    sizes: tuple[tuple[dict[str, nn.Module | None], int], ...]  # how many modules each of those around the layers has
     graphs: Graphs | None
 
     @classmethod
@@ -208,7 +209,8 @@ class _Chain:
         if "forward" in vars(model) or not (plans and known and stock and len(plans) == len(layers)):
             return None
         pairs = tuple((layer, plan) for layer in layers for plan in (_plan_of(layer),) if plan)
-        return cls(unpad, plans, links, pairs, Graphs() if cuda_graphs else None)
+        sizes = tuple((m._modules, len(m._modules)) for m in model.modules() if id(m) not in inside)
+        return cls(unpad, plans, links, pairs, sizes, Graphs() if cuda_graphs else None)
 
     def is_training(self, model: nn.Module) -> bool:
         """True if the model, or a module around its layers, is in training mode."""
@@ -216,7 +218,7 @@ class _Chain:
 
     def is_private(self) -> bool:
         """True if nothing else sees what one module passes to the next."""
-        if modules_of_all._has_any_global_hook():
+        if modules_of_all._has_any_global_hook() or any(len(children) != n for children, n in self.sizes):
             return False
         for parent, name, m, forward, of_class in self.links:
             if type(m).forward is not of_class or m._compiled_call_impl is not None:  # may keep its output

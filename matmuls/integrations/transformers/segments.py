@@ -63,7 +63,7 @@ class Segments:
     @staticmethod
     def starts(texts: Sequence[tuple[int, bool]], hidden: bool) -> Tensor:
         """[2, segments + 1] int32, queries and keys. Without hidden there is one segment for each text."""
-        lengths, first = torch.tensor(texts, dtype=torch.int32).unbind(1)
+        lengths, first = torch.tensor(texts, dtype=torch.int32, device="cpu").unbind(1)
         if hidden:
             return Segments._pairs(lengths, first)
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)]).expand(2, -1)
@@ -112,8 +112,8 @@ class Segments:
         another. Waits for a GPU."""
         if self._columns is None:
             return [True] * max(1, len(self.groups))
-        counts = torch.tensor([count for _, _, count in self.groups])
-        lengths = torch.tensor([length for length, _, _ in self.groups]).repeat_interleave(counts)
+        counts = torch.tensor([count for _, _, count in self.groups], device="cpu")
+        lengths = torch.tensor([length for length, _, _ in self.groups], device="cpu").repeat_interleave(counts)
         ends, columns = lengths.cumsum(0), self._columns.cpu()
         gaps = columns[ends - 1] - columns[ends - lengths] >= lengths
         found = [bool(some.any()) for some in gaps.split(counts.tolist())]

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_all
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+SCALARS = "is_causal", "scaling", "eps", "padding_idx"  # attributes of modules that their forward reads
+
 
 class Snapshot:
     """The modules of a model, their places, settings and hooks, as they were when it was made.
@@ -23,13 +25,19 @@ class Snapshot:
         places = [(m._modules, name) for m in self.modules for name in m._modules]
         self._settings += [place for place, _ in places]
         self._names += [name for _, name in places]
+        scalars = [(vars(m), name) for m in self.modules for name in SCALARS if name in vars(m)]
+        self._settings += [attributes for attributes, _ in scalars]
+        self._names += [name for _, name in scalars]
         self._values = [*map(dict.get, self._settings, self._names)]
+        self._children = [m._modules for m in self.modules]
+        self._sizes = [*map(len, self._children)]
         self._hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         own = [(vars(kind), name) for kind in set(self._kinds) for name, x in vars(kind).items() if callable(x)]
         self._classes, self._method_names = [kind for kind, _ in own], [name for _, name in own]
         self._methods = [*map(MappingProxyType.get, self._classes, self._method_names)]
         configs = {id(c): c for m in self.modules for c in (vars(m).get("config"),) if c is not None}
         self._configs = list(configs.values())
+        self._config_values = [dict(vars(config)) for config in self._configs]
         self._attentions = self._attention()
         tensors = [(kind, name) for m in self.modules for kind in (m._parameters, m._buffers) for name in kind]
         tensors = [(kind, name) for kind, name in tensors if kind[name] is not None]
@@ -41,6 +49,8 @@ class Snapshot:
         """True if nothing has changed but the values of parameters and buffers."""
         return (
             [*map(dict.get, self._settings, self._names)] == self._values
+            and [*map(len, self._children)] == self._sizes
+            and [*map(vars, self._configs)] == self._config_values
             and [*map(type, self.modules)] == self._kinds
             and [*map(len, self._hooks)] == self._counts
             and not modules_of_all._has_any_global_hook()

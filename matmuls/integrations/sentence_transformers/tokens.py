@@ -81,7 +81,9 @@ def windows(count: int) -> list[slice]:
     return found
 
 
-def ahead(make: Callable[[slice], Tokens], parts: list[slice], thread: bool) -> Generator[tuple[slice, Tokens]]:
+def ahead(
+    make: Callable[[slice], Tokens], parts: list[slice], thread: bool
+) -> Generator[tuple[slice, Tokens], None, None]:
     """Each part with its tokens. With a thread, those of the next part are made there meanwhile, and an exception there
     is raised here. A GPU computes meanwhile without one: then two threads would only wait for Python's lock."""
     if not thread:

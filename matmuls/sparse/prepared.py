@@ -31,7 +31,7 @@ class PreparedOp(NamedTuple):
 
     @property
     def call(self) -> tuple[str, tuple[Any, ...], int]:
-        """What PreparedCalls.bind takes."""
+        """The first arguments of PreparedCalls.bind: the operator, its arguments, and the index of b."""
         return self.operator.name(), self.arguments, self.b_index
 
     def place_of(self, t: torch.Tensor) -> int:

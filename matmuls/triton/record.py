@@ -65,7 +65,7 @@ class _Call:
         self.made = {_storage(b): i for i, b in enumerate(buffers) if b.numel()}
 
     def place(self, t: Tensor | None) -> dict[str, Any]:
-        """Where the kernel's pointer leads, as `Place` in src/masked/recording.h."""
+        """The tensor that a kernel's pointer points into, and the offset: `Place` in src/masked/recording.h."""
         if t is None or t.data_ptr() == 0:
             return {"tensor": -1, "delta": 0}
         if (i := self.made.get(_storage(t))) is not None:

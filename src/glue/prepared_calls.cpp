@@ -65,7 +65,7 @@ struct Seen {
         dtype(t.scalar_type()),
         device(t.device()),
         requires_grad(t.requires_grad()) {}
-  // Whether what Python chose by still holds: all but the numbers.
+  // True if everything that Python's choice depends on is unchanged. The values may differ.
   bool is_alike() const {
     return tensor.sizes() == sizes && tensor.strides() == strides && tensor.scalar_type() == dtype &&
            tensor.device() == device && tensor.requires_grad() == requires_grad;

@@ -125,7 +125,8 @@ def _padded(
 
 
 def _places(texts: list[int], lengths: list[int]) -> list[Any]:
-    """Where each text of a batch begins [texts + 1], the texts' numbers, and the place of each token's text [T]."""
+    """Three arrays of int64: the first token of each text of a batch [texts + 1], the texts' numbers [texts], and the
+    index of each token's text in the batch [T]."""
     starts = np.array([*accumulate(lengths, initial=0)])
     return [starts, np.array(texts), np.repeat(np.arange(len(texts)), lengths)]
 

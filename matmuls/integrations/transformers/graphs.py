@@ -116,9 +116,8 @@ class Graphs:
                 try:
                     with _capturing:
                         found = self._passes[key] = self._captured(make, fill, body)
-                except (
-                    Exception
-                ):  # no memory, an operation that no graph holds, or another thread waited for the device
+                except Exception:
+                    # no memory, an operation that a graph cannot hold, or another thread synchronized the device
                     del self._passes[key]
                     self._failed[key] += 1
                     return None
@@ -132,9 +131,8 @@ class Graphs:
     def _captured(
         self, make: Callable[[], Tensors], fill: Callable[[Tensors], None], body: Callable[[Tensors], Any]
     ) -> _Pass:
-        if (
-            self._stream is None
-        ):  # of high priority: torch hands out its other 32 streams in turn, also to other threads
+        if self._stream is None:
+            # High priority: torch hands out its 32 ordinary streams in turn, also to other threads.
             self._stream, self._pool = torch.cuda.Stream(priority=-1), torch.cuda.graph_pool_handle()
         inputs = make()
         fill(inputs)

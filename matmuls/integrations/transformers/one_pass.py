@@ -25,6 +25,11 @@ def run(model: Any, chain: _Chain, given: dict[str, Tensor], segments: Segments)
         _running.reset(before[1])
 
 
+def kept(seen: Tensor) -> Tensor:
+    """The tokens [texts, longest] to compute: those that the mask shows, and each text's first, which heads read."""
+    return torch.cat([torch.ones_like(seen[:, :1]), seen[:, 1:]], 1)
+
+
 def pool_again(model: Any, output: Any) -> None:
     """Replaces the pooler's result in an output by that of the padded states in it."""
     pooler = getattr(model, "pooler", None)

@@ -225,9 +225,8 @@ def _without_hidden(
     """Waits for a GPU's mask. replays: packed texts may be replayed; small: a batch without hidden tokens too."""
     if chain.is_training(model):
         return None
-    kept = mask.bool()
-    hidden = ~kept[:, 0]
-    kept = torch.cat([kept[:, :1] | hidden[:, None], kept[:, 1:]], 1)
+    seen = mask.bool()
+    kept, hidden = one_pass.kept(seen), ~seen[:, 0]
     counts, starts_hidden = torch.stack([kept.sum(1), hidden]).tolist()
     texts = [(count, bool(h)) for count, h in zip(counts, starts_hidden, strict=True)]
     whole = sum(counts) == kept.numel() and not any(starts_hidden)

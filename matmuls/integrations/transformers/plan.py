@@ -134,7 +134,7 @@ class _Plan:
         return sum(m.out_features for m in self.up)
 
     def scaling(self) -> float:
-        """What multiplies the scores."""
+        """The factor of the attention scores."""
         factor: float = getattr(self.attention, self.family.scaling, self.head_size**-0.5)
         return factor
 

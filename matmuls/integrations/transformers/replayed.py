@@ -67,7 +67,7 @@ def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> A
     def make() -> Tensors:
         inputs = {name: x.new_zeros(sizes) for name, x in given.items()}
         if mask is None:  # constant: where texts begin
-            inputs["ends"] = torch.arange(batch + 1, device=ids.device, dtype=torch.int32) * length
+            inputs["starts"] = torch.arange(batch + 1, device=ids.device, dtype=torch.int32) * length
         return inputs
 
     def fill(inputs: Tensors) -> None:
@@ -86,11 +86,11 @@ def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> A
 
 def _whole(model: Any, chain: _Chain, inputs: Tensors) -> Any:
     """For a batch without a mask."""
-    tokens, ends = dict(inputs), inputs["ends"]
+    tokens = dict(inputs)
+    starts = tokens.pop("starts")
     batch, length = tokens["input_ids"].shape
-    del tokens["ends"]
     tokens["position_ids"] = one_pass.positions(model.embeddings, tokens, tokens["input_ids"])
-    segments = Segments(ends, ends, length)
+    segments = Segments(starts, starts, length)
     output = one_pass.run(model, chain, {name: x.reshape(1, -1) for name, x in tokens.items()}, segments)
     output.last_hidden_state = output.last_hidden_state.view(batch, length, -1)
     one_pass.pool_again(model, output)
@@ -103,7 +103,7 @@ def _padded(model: Any, chain: _Chain, inputs: Tensors) -> Any:
     tokens = dict(inputs)
     seen = tokens.pop("attention_mask").bool()
     batch, length = seen.shape
-    kept = torch.cat([torch.ones_like(seen[:, :1]), seen[:, 1:]], 1)  # heads read a text's first token, hidden or not
+    kept = one_pass.kept(seen)
     tokens["position_ids"] = one_pass.positions(model.embeddings, tokens, kept).masked_fill(~kept, 0)
     flat, each = kept.flatten(), torch.arange(seen.numel(), device=seen.device)
     rank = flat.cumsum(0)  # of tokens, from 1

@@ -64,7 +64,7 @@ class Snapshot:
         return [*names, *map(ALL_ATTENTION_FUNCTIONS.get, names)]
 
     def _addresses(self) -> list[int]:
-        """Where the tensors lie; empty if one was removed."""
+        """The addresses of the parameters and buffers; an empty list if one was removed."""
         try:
             return [*map(Tensor.data_ptr, map(dict.get, self._tensors, self._tensor_names))]  # type: ignore[arg-type]
         except TypeError:

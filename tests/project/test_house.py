@@ -127,6 +127,7 @@ MAY_IMPORT = {
     "report.results": {"ablation", "experiment", "figures"},
     "report.page": {f"report.{m}" for m in ("format", "plot", "results")},
     "report.headlines": {"bench", "experiment"} | {f"report.{m}" for m in ("format", "plot", "results")},
+    "report.distributed": {"report.format", "report.page", "report.results"},
     "report.graphs": {"report.format", "report.page", "report.results"},
     **{
         f"report.{page}": {"bench", "experiment", "figures", "integrations.transformers", "report", "specs"}

@@ -2,12 +2,14 @@
 
 import os
 import socket
+import warnings
 from collections.abc import Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from custom_mm import _C
 
@@ -83,16 +85,25 @@ def places(counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[
 def make(
     group: Group, index: torch.Tensor | None, counts: Sequence[Sequence[int]], n: int, dtype: torch.dtype
 ) -> Channel | None:
-    """A channel, or None if a rank could not make one."""
+    """A channel, or None if a rank could not make one, which warns."""
     made = None
-    with suppress(RuntimeError), torch.inference_mode(False), torch.no_grad():  # out of memory too
-        made = Channel(group, index, counts, n, dtype)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            made = Channel(group, index, counts, n, dtype)
+    except RuntimeError as error:  # out of memory too
+        warnings.warn(f"{group}: its rows go by NCCL, as the GPUs share no memory: {error}", stacklevel=1)
     return made if all(is_made for (is_made,) in group.all_gather([made is not None])) else None
 
 
 def are_reachable(group: Group) -> bool:
-    """True if the ranks are GPUs of one host that can all access each other's memory; the same on every rank."""
+    """True if the ranks are GPUs of one host that can all access each other's memory; the same on every rank.
+
+    Also False for a part of the processes: torch counts the memory that a process shares with any group, and waits
+    forever where the counts of two processes differ (pytorch issue 196082).
+    """
     if group.device.type != "cuda" or not hasattr(_C, "PeerRows") or not 1 < group.size <= _C.PeerRows.most:
+        return False
+    if group.size != dist.get_world_size():
         return False
     own = torch.cuda.current_device() if group.device.index is None else group.device.index
     others = [i for i in range(torch.cuda.device_count()) if i != own]

@@ -15,8 +15,7 @@ from custom_mm import _C
 
 from .group import Group, digest, starts_of
 
-# Above this many bytes that a rank sends or receives, NCCL sends them while the own columns are multiplied; the writes
-# come before. Below it the launches of NCCL take longer than the writes.
+# Where a rank sends or receives more, NCCL's launches matter little, and the memory that a plan keeps does.
 MOST_BYTES = 64 << 20
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -49,6 +48,7 @@ class Channel:
         self.received = buffer[header : header + sum(own) * each].view(dtype).view(sum(own), n)
         starts, slots = places(counts, group.rank)
         self.sent = starts[-1]
+        self._held: torch.Tensor | None = None
         self._rows = _C.PeerRows(
             buffer=buffer,
             addresses=list(shared.buffer_ptrs),
@@ -62,13 +62,15 @@ class Channel:
         )
 
     def send(self, x: torch.Tensor) -> "Channel":
-        """Write rows of x [.., n] into the other ranks' memory, on the current stream."""
-        self._rows.send(x.contiguous())
+        """Write rows of x [.., n] into the other ranks' memory, while the current stream runs what comes next."""
+        self._held = x.contiguous()  # else its memory might be given to what runs next
+        self._rows.send(self._held)
         return self
 
     def wait(self) -> torch.Tensor:
         """The rows received, for what the current stream runs next."""
         self._rows.wait()
+        self._held = None
         return self.received
 
     @property

@@ -8,7 +8,7 @@
 //            3. write the rows; then arrived[this rank] = call number in their headers
 //     wait   until arrived[r] = call number for each rank r that sends rows here
 //
-// Both are kernels of a stream of this object, beside what the current stream runs meanwhile. `send` begins after what
+// Both are kernels of a stream of this object; the current stream runs others meanwhile. `send` begins after what
 // the current stream ran before, which has read the rows of the call before, and `wait` lets the current stream wait
 // for the rows. Call numbers are counted in GPU memory: a captured graph may be replayed.
 #pragma once

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
 from . import one_pass, registered, replayed
-from .families import ON_GPU, TEXTS, UNPACKED, _kind
+from .families import TEXTS, UNPACKED, _kind
 from .one_pass import RECORDED
 from .plan import _Chain, _is_ours
 from .rotary import depends_on_length
@@ -53,8 +53,6 @@ def can_pack(model: nn.Module) -> str | None:
         return f"{type(whole).__name__} has hooks or replaced modules"
     if any(m.training for m in whole.modules()):
         return f"{type(whole).__name__} is in training mode"
-    if chain.unpad is None and one_pass.words(whole).is_cuda and _kind(whole) not in ON_GPU:
-        return f"{type(whole).__name__} without padding was not tested on a GPU; optimize(model, unpad=True) allows it"
     if depends_on_length(whole):
         return f"the positions of {type(whole).__name__} depend on the longest text of a batch"
     return next(filter(None, (_why_not_attention(plan.attention) for plan in chain.plans)), None)
@@ -197,7 +195,7 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
 def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The call's arguments by name if they are those of a text encoder's plain inference. return_dict is True if the
     result shall be a tuple."""
-    if chain.unpad is False or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
+    if not chain.unpad or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
         return None
     given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
     config, mask = model.config, given.get("attention_mask")
@@ -212,8 +210,6 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
     if any(given.get(name, getattr(config, name, False)) for name in RECORDED):
         return None
     tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
-    if chain.unpad is None and source.is_cuda and _kind(model) not in ON_GPU:
-        return None
     if not _fits(model, tensors, source.size(1)):
         return None
     return tensors | {"return_dict": given.get("return_dict", getattr(config, "return_dict", True)) is False}
@@ -266,14 +262,14 @@ def _run(
         places = of_text[row] * kept.size(1) + column
     flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     into = places if unpad else (kept.flatten().cumsum(0) - 1)[places]
-    rounded = has_onednn(one_pass.words(model))
     states: Any = None
     output: Any = None
     for some, part in _steps(texts, _most(chain, model, kept.device)):
         taken = places[part]
-        extra = -len(taken) % _multiple(len(taken)) if rounded else 0
+        extra = -len(taken) % _multiple(len(taken), has_onednn(one_pass.words(model)), replays)
         if extra:
-            taken, some = torch.cat([taken, taken[-1:].expand(extra)]), [*some, (extra, False)]
+            taken, longest = torch.cat([taken, taken[-1:].expand(extra)]), max(length for length, _ in some)
+            some = [*some, *((min(longest, extra - i), False) for i in range(0, extra, longest))]
         given = {name: x[taken][None] for name, x in flat.items()}
         output = replayed.step(model, chain, given, some) if replays and len(taken) <= replayed.MOST else None
         if output is None:
@@ -299,9 +295,11 @@ def _steps(texts: list[tuple[int, bool]], most: float) -> Iterator[tuple[list[tu
     yield some, slice(start, start + tokens)
 
 
-def _multiple(tokens: int) -> int:
-    """What a step's tokens are rounded up to, by copies of one: oneDNN compiles a kernel for each number of rows, and
-    keeps 1024 of them."""
+def _multiple(tokens: int, onednn: bool, replays: bool) -> int:
+    """What a step's tokens are rounded up to, by copies of one. oneDNN compiles a kernel for each number of rows, and
+    keeps 1024 of them. Large steps on a GPU have few sizes for torch's allocator and cuBLASLt's choice of kernels."""
+    if not onednn:
+        return 512 if replays and tokens > replayed.MOST else 1
     return max(4, 1 << tokens.bit_length() >> 5)
 
 

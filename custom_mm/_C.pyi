@@ -218,6 +218,24 @@ def forget_recordings() -> None:
 def replays() -> int:
     """The number of calls that were repeated from a recording. In a build with CUDA."""
 
+def pack_padded(
+    input_ids: Tensor,
+    mask: Tensor | None,
+    token_type_ids: Tensor | None,
+    padding: int,
+    packed: Tensor,
+    positions: Tensor,
+    packed_types: Tensor | None,
+    place: Tensor,
+    starts: Tensor,
+) -> None:
+    """Writes the tokens of padded texts [B, S] that the mask shows, and each text's first, one after the other, to
+    packed, their positions and types, where each token of [B, S] went (-1: nowhere), and where the segments of
+    attention begin. padding: RoBERTa's padding id, -1 for positions that are columns."""
+
+def unpack_padded(states: Tensor, place: Tensor, batch: int, length: int) -> Tensor:
+    """The states [T, width] of packed tokens as [batch, length, width], zero where no token went."""
+
 def simulate_device(
     *,
     shared_memory: int | None = None,

@@ -14,6 +14,7 @@
 #include "rows/bindings.h"
 #include "sparse/index_checks.h"
 #include "sparse/spmm/choose.h"
+#include "texts/pack.h"
 #ifdef MATMULS_CUDA
 #include "gpu/device_limits.h"
 #include "masked/replay.h"
@@ -186,6 +187,11 @@ PYBIND11_MODULE(_C, m) {
       py::arg("hopper_code") = py::none());
   matmuls::define_replay(m);
 #endif
+  m.def("pack_padded", matmuls::pack_padded, py::arg("input_ids"), py::arg("mask"), py::arg("token_type_ids"),
+        py::arg("padding"), py::arg("packed"), py::arg("positions"), py::arg("packed_types"), py::arg("place"),
+        py::arg("starts"));
+  m.def("unpack_padded", matmuls::unpack_padded, py::arg("states"), py::arg("place"), py::arg("batch"),
+        py::arg("length"));
   m.def(
       "check_no_overlap",
       [](const std::string& op, const at::Tensor& out, const at::Tensor& values, const at::Tensor& dense) {

@@ -71,7 +71,7 @@ class Uncaptured(Graphs):
         inputs = make()
         fill(inputs)
         outputs = body(inputs)
-        return type(outputs)(**{name: read(x) for name, x in outputs.items()})
+        return type(outputs)(**{name: read(x, inputs) for name, x in outputs.items()})
 
     def __len__(self):
         return 1

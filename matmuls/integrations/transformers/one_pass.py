@@ -1,6 +1,9 @@
 """Computes the hidden states of packed texts in one pass of a model's own forward."""
 
 import sys
+from collections.abc import Callable
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,11 +33,12 @@ def kept(seen: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(seen[:, :1]), seen[:, 1:]], 1)
 
 
-def pool_again(model: Any, output: Any) -> None:
-    """Replaces the pooler's result in an output by that of the padded states in it."""
+def pool_again(model: Any, output: Any, firsts: Callable[[Tensor], Tensor] = lambda states: states) -> None:
+    """Replaces the pooler's result in an output. firsts: the states [texts, 1 or more, width] of the texts, of which
+    poolers read the first, from the last hidden states."""
     pooler = getattr(model, "pooler", None)
     if pooler is not None:
-        states = output.last_hidden_state
+        states = firsts(output.last_hidden_state)
         output.pooler_output = (
             model.pooler_activation(pooler(states[:, 0])) if isinstance(pooler, nn.Linear) else pooler(states)
         )
@@ -42,9 +46,10 @@ def pool_again(model: Any, output: Any) -> None:
 
 def positions(embeddings: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
     """The positions [texts, longest] that the stock model gives to tokens."""
-    if _first(embeddings) and "input_ids" in tokens:  # padding has none
-        given = (tokens["input_ids"] != embeddings.padding_idx).long()
-        return given.cumsum(1) * given + embeddings.padding_idx
+    padding = numbered_from(embeddings)
+    if padding >= 0 and "input_ids" in tokens:  # padding has none
+        given = (tokens["input_ids"] != padding).long()
+        return given.cumsum(1) * given + padding
     return torch.arange(kept.size(1), device=kept.device).expand(kept.shape) + _first(embeddings)
 
 
@@ -66,6 +71,24 @@ def window(config: Any) -> int | None:
     return config.sliding_window + 1 if getattr(config, "layer_types", None) else None
 
 
+def numbered_from(embeddings: Any) -> int:
+    """The padding id from which the family of RoBERTa numbers the tokens that differ from it; -1 if their positions are
+    their columns."""
+    return int(embeddings.padding_idx) if hasattr(embeddings, "create_position_ids_from_inputs_embeds") else -1
+
+
+def takes_types(model: Any) -> bool:
+    """True if the embeddings of a model of TEXTS add those of token types, which its forward takes."""
+    types = getattr(model.embeddings, "token_type_embeddings", None)
+    return types is not None and "token_type_ids" in names(type(model))
+
+
+@lru_cache
+def names(model: Any) -> tuple[str, ...]:
+    """The names of forward's arguments, in order."""
+    return tuple(signature(model.forward).parameters)[1:]
+
+
 def _first(embeddings: Any) -> int:
-    """The position of a first token: 0, but not in the family of RoBERTa."""
-    return embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_inputs_embeds") else 0
+    """The position of a first token."""
+    return numbered_from(embeddings) + 1

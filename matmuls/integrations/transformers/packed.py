@@ -1,8 +1,6 @@
 """Hidden states of packed texts: an optimized encoder runs on the tokens of all texts, without padding between them."""
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -100,7 +98,7 @@ def encode_tokens(
     given = {"input_ids": input_ids, "token_type_ids": token_type_ids}
     if token_type_ids is not None and token_type_ids.shape != input_ids.shape:
         raise ValueError(f"encode_tokens: expected token_type_ids [{len(input_ids)}], got {list(token_type_ids.shape)}")
-    if token_type_ids is not None and "token_type_ids" not in _names(type(whole)):
+    if token_type_ids is not None and "token_type_ids" not in one_pass.names(type(whole)):
         raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
     if len(input_ids) == 0:
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
@@ -197,7 +195,7 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
     result shall be a tuple."""
     if not chain.unpad or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
         return None
-    given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
+    given = dict(zip(one_pass.names(type(model)), args, strict=False)) | kwargs
     config, mask = model.config, given.get("attention_mask")
     source = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
     if type(source) is not Tensor or source.dim() < 2 or source.numel() == 0 or source.is_meta or is_tracing(source):
@@ -319,12 +317,6 @@ def _fits(model: Any, tokens: dict[str, Tensor], length: int) -> bool:
 def _whole(model: nn.Module) -> nn.Module | None:
     """The model of texts inside a module: the embeddings and all layers, without a head."""
     return next((m for m in model.modules() if _kind(m) in TEXTS), None)
-
-
-@lru_cache
-def _names(model: Any) -> tuple[str, ...]:
-    """The names of forward's arguments, in order."""
-    return tuple(signature(model.forward).parameters)[1:]
 
 
 def _checked(what: str, x: Tensor, lengths: Sequence[int] | Tensor, dims: int = 1) -> list[int]:

@@ -1,4 +1,4 @@
-"""Distributed products compared with those of one process in float64: gloo on 2 to 4 processes, NCCL on two GPUs."""
+"""Distributed products compared with those of one process in float64: gloo on 2 to 4 processes, NCCL on 2 and 4."""
 
 import pytest
 import torch
@@ -29,17 +29,19 @@ def test_a_group_of_one(tmp_path):
         expect_no_errors(answers, check, 1)
 
 
-@pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory):
-    if GPUS < 2:
-        pytest.skip("needs two GPUs")
-    return run_checks(2, tmp_path_factory.mktemp("store"), [*CHECKS, *GPU_CHECKS], "nccl", "cuda")
+@pytest.fixture(scope="module", params=[2, 4])
+def on_gpus(request, tmp_path_factory):
+    if request.param > GPUS:
+        pytest.skip(f"needs {request.param} GPUs")
+    checks = [*CHECKS, *GPU_CHECKS]
+    return request.param, run_checks(request.param, tmp_path_factory.mktemp("store"), checks, "nccl", "cuda")
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("check", [*CHECKS, *GPU_CHECKS], ids=lambda check: check.__name__.removeprefix("check_"))
-def test_on_two_gpus(on_gpus, check):
-    expect_no_errors(on_gpus, check, 2)
+def test_on_gpus(on_gpus, check):
+    world, answers = on_gpus
+    expect_no_errors(answers, check, world)
 
 
 @pytest.mark.parametrize("how", ["killed", "stalled"])

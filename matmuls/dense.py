@@ -81,11 +81,19 @@ def matmul(
 
 
 @contextmanager
-def handles() -> Iterator[int]:
+def handles(*, batch_invariant: bool = False) -> Iterator[int]:
     """Context manager: creates this thread's library handles on entry and destroys those of all threads on exit.
 
     Its use is optional: a product creates a missing handle itself, which takes some milliseconds. With this context
     manager that time is spent where you choose.
+
+    With `batch_invariant` a row's result has the same bits however many rows are computed with it: a request of a
+    server then gets the same answer alone and in a batch. This holds for `matmul`, `linear_` and all other dense
+    products of this library, for `masked_linear`, and for the operations on rows, in all threads until the context
+    ends. It costs time: each product has one algorithm for any number of rows, without split-K.
+
+    Args:
+        batch_invariant: make results independent of the number of rows.
 
     Returns:
         A context manager whose value is the number of GPUs, 0 without CUDA.
@@ -99,13 +107,22 @@ def handles() -> Iterator[int]:
         ...     c = matmuls.matmul(torch.eye(2), torch.ones(2, 2))
         >>> devices == torch.cuda.device_count() or devices == 0
         True
+        >>> x, w = torch.randn(100, 64), torch.randn(32, 64)
+        >>> with matmuls.handles(batch_invariant=True):
+        ...     alone, together = matmuls.matmul(x[:1], w, transb=True), matmuls.matmul(x, w, transb=True)
+        >>> torch.equal(alone, together[:1])
+        True
     """
+    if batch_invariant:
+        custom_mm._C.open_batch_invariant_scope()
     try:
         devices = custom_mm.init_cublas()
         custom_mm.init_cublaslt()
         custom_mm.init_cusparse()
         yield devices
     finally:
+        if batch_invariant:
+            custom_mm._C.close_batch_invariant_scope()
         custom_mm.destroy_cublas()
         custom_mm.destroy_cublaslt()
         custom_mm.destroy_cusparse()

@@ -6,6 +6,7 @@
 #include <torch/version.h>
 
 #include "dense/inplace/inplace_matmul.h"
+#include "glue/batch_invariance.h"
 #include "glue/checks.h"
 #include "glue/handles.h"
 #include "glue/kernel_switch.h"
@@ -132,6 +133,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("handle_info", handle_info);
   m.def("set_workspace_size", matmuls::set_workspace_size, py::arg("nbytes"), no_gil());
   m.def("workspace_size", matmuls::workspace_size, no_gil());
+  m.def("is_batch_invariant", matmuls::is_batch_invariant);
+  m.def("open_batch_invariant_scope", [] { ++matmuls::batch_invariant_scopes; });
+  m.def("close_batch_invariant_scope", [] { --matmuls::batch_invariant_scopes; });
   m.def("is_capturing", [](int device) { return matmuls::is_capturing(gpu(device)); }, py::arg("device"));
   m.def("current_stream", [](int device) { return matmuls::current_stream(gpu(device)); }, py::arg("device"));
   m.def(

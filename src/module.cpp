@@ -6,6 +6,7 @@
 #include <torch/version.h>
 
 #include "dense/inplace/inplace_matmul.h"
+#include "dense/python_call.h"
 #include "glue/batch_invariance.h"
 #include "glue/checks.h"
 #include "glue/handles.h"
@@ -197,6 +198,7 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
   define_inplace(m);
+  matmuls::define_matmul(m);
   matmuls::define_prepared_calls(m);
   matmuls::define_explain(m);
 }

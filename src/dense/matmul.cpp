@@ -145,8 +145,8 @@ std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::option
   // A vector is a row on the left and a column on the right. Under autocast the product is narrower than a saved
   // operand.
   const auto matrix = [&](const Tensor& t, bool vector, int64_t dim) {
-    const Tensor conj = t.is_complex() ? t.conj() : t;
-    return (vector ? conj.unsqueeze(dim) : conj).to(grad.scalar_type());
+    const Tensor conj = t.is_complex() ? t.conj() : t, shaped = vector ? conj.unsqueeze(dim) : conj;
+    return shaped.scalar_type() == grad.scalar_type() ? shaped : shaped.to(grad.scalar_type());
   };
   Tensor g = b_vector ? grad.unsqueeze(-1) : grad;
   if (a_vector) g = g.unsqueeze(-2);
@@ -156,7 +156,10 @@ std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::option
   if (b && b->defined()) {
     const Tensor y = matrix(*b, b_vector, 1);
     grad_a = tx ? mm(y, g, ty, true) : mm(g, y, false, !ty);
-    grad_a = a_vector ? at::sum_to(grad_a, {c10::SymInt(1), a_sizes[0]}).squeeze(0) : at::sum_to(grad_a, a_sizes);
+    if (a_vector)
+      grad_a = at::sum_to(grad_a, {c10::SymInt(1), a_sizes[0]}).squeeze(0);
+    else if (grad_a.dim() > 2)  // matrices do not broadcast
+      grad_a = at::sum_to(grad_a, a_sizes);
   }
   if (a && a->defined()) {
     const Tensor x = matrix(*a, a_vector, 0);
@@ -167,7 +170,10 @@ std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::option
     } else {
       grad_b = ty ? mm(g, x, true, tx) : mm(x, g, !tx, false);
     }
-    grad_b = b_vector ? at::sum_to(grad_b, {b_sizes[0], c10::SymInt(1)}).squeeze(1) : at::sum_to(grad_b, b_sizes);
+    if (b_vector)
+      grad_b = at::sum_to(grad_b, {b_sizes[0], c10::SymInt(1)}).squeeze(1);
+    else if (grad_b.dim() > 2)
+      grad_b = at::sum_to(grad_b, b_sizes);
   }
   return {grad_a, grad_b};
 }

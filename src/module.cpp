@@ -6,6 +6,8 @@
 #include <torch/version.h>
 
 #include "dense/inplace/inplace_matmul.h"
+#include "dense/python_call.h"
+#include "glue/batch_invariance.h"
 #include "glue/checks.h"
 #include "glue/handles.h"
 #include "glue/kernel_switch.h"
@@ -133,6 +135,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("handle_info", handle_info);
   m.def("set_workspace_size", matmuls::set_workspace_size, py::arg("nbytes"), no_gil());
   m.def("workspace_size", matmuls::workspace_size, no_gil());
+  m.def("is_batch_invariant", matmuls::is_batch_invariant);
+  m.def("open_batch_invariant_scope", [] { ++matmuls::batch_invariant_scopes; });
+  m.def("close_batch_invariant_scope", [] { --matmuls::batch_invariant_scopes; });
   m.def("is_capturing", [](int device) { return matmuls::is_capturing(gpu(device)); }, py::arg("device"));
   m.def("current_stream", [](int device) { return matmuls::current_stream(gpu(device)); }, py::arg("device"));
   m.def(
@@ -199,6 +204,7 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
   define_inplace(m);
+  matmuls::define_matmul(m);
   matmuls::define_prepared_calls(m);
   matmuls::define_explain(m);
 }

@@ -47,7 +47,9 @@ def saved(name: str, folder: Path, special: bool = True) -> Path:
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     if special:
         words.post_processor = tokenizers.processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
         )
     names = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
     fast = t.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **names)
@@ -71,3 +73,21 @@ def texts(count: int, most: int = 45, seed: int = 0) -> list[str]:
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(most + 1, (count,), generator=draw).tolist()
     return [" ".join(f"word{n}" for n in torch.randint(50, (length,), generator=draw).tolist()) for length in lengths]
+
+
+def small_ranker(name: str, folder: Path, labels: int = 1, *, special: bool = True, **options):
+    """A small random CrossEncoder with weights so large that its scores differ."""
+    ranker = sentence_transformers.CrossEncoder(
+        str(saved(name, folder, special)), num_labels=labels, device="cpu", local_files_only=True, **options
+    )
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in ranker.parameters():
+            if weight.dim() == 2:
+                weight.copy_(torch.randn(weight.shape, generator=draw) / weight.size(1) ** 0.5)
+    return ranker.eval()
+
+
+def pairs(count: int, most: int = 22, seed: int = 0) -> list[list[str]]:
+    """Pairs of `texts`."""
+    return [list(pair) for pair in zip(texts(count, most, seed), texts(count, most, seed + 1), strict=True)]

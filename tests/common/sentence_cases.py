@@ -18,6 +18,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{n}" for n in range(50)))
 PLACES = {"max_position_embeddings": 40, "vocab_size": len(WORDS), "pad_token_id": 0}
+GEMMA3 = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "use_bidirectional_attention": True}
 t = transformers
 MODELS = {  # the last cannot be packed
     "bert": lambda: t.BertModel(t.BertConfig(**SIZES, **PLACES)),
@@ -27,6 +28,9 @@ MODELS = {  # the last cannot be packed
     "mpnet": lambda: t.MPNetModel(t.MPNetConfig(**SIZES, **PLACES)),
     "modernbert": lambda: t.ModernBertModel(t.ModernBertConfig(**SIZES, **PLACES, local_attention=8)),
     "nomic_bert": lambda: t.NomicBertModel(t.NomicBertConfig(**SIZES, **PLACES)),
+    "eurobert": lambda: t.EuroBertModel(t.EuroBertConfig(**SIZES, **PLACES, num_key_value_heads=2)),
+    "qwen3": lambda: t.Qwen3Model(t.Qwen3Config(**SIZES, **PLACES, num_key_value_heads=2, head_dim=8)),
+    "gemma3_text": lambda: t.Gemma3TextModel(t.Gemma3TextConfig(**SIZES, **PLACES, **GEMMA3)),
     "ernie": lambda: t.ErnieModel(t.ErnieConfig(**SIZES, **PLACES)),
 }
 
@@ -53,7 +57,7 @@ def saved(name: str, folder: Path, special: bool = True) -> Path:
         )
     names = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
     fast = t.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **names)
-    if name in ("distilbert", "roberta", "modernbert"):
+    if name in ("distilbert", "roberta", "modernbert", "eurobert", "qwen3", "gemma3_text"):
         fast.model_input_names = ["input_ids", "attention_mask"]
     fast.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == name

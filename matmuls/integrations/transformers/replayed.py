@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import one_pass
-from .families import BY_COLUMNS, _kind
+from .families import BARE, BY_COLUMNS, _kind
 from .graphs import Tensors, rounded
 from .plan import _Chain
 from .segments import Segments, _has_varlen, _why_not_attention, moved
@@ -32,7 +32,7 @@ def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
     graphs = chain.graphs
     if graphs is None or device.type != "cuda" or torch.is_autocast_enabled("cuda"):
         return False
-    if _kind(model) in BY_COLUMNS:  # which no captured pass knows
+    if _kind(model) in BY_COLUMNS or _kind(model) in BARE:  # columns, causality: no captured pass knows them
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
@@ -45,7 +45,7 @@ def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
         and all(
             _has_varlen(device, weight.dtype, plan.head_size)
             and plan.applies(layer, weight)
-            and _why_not_attention(plan.attention) is None
+            and _why_not_attention(plan.attention, plan.family.causal) is None
             for layer, plan in chain.layers
         )
     )
@@ -59,7 +59,7 @@ def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> A
     [B, S], and token_type_ids or not."""
     ids = tokens["input_ids"]
     batch, length = ids.shape
-    sizes = rounded(batch), max(length, min(rounded(length, 16), one_pass.longest(model.embeddings)))
+    sizes = rounded(batch), max(length, min(rounded(length, 16), one_pass.longest(model)))
     if mask is None and sizes != (batch, length):
         mask = torch.ones_like(ids)
     given = tokens if mask is None else {**tokens, "attention_mask": mask}
@@ -89,7 +89,7 @@ def _whole(model: Any, chain: _Chain, inputs: Tensors) -> Any:
     tokens = dict(inputs)
     starts = tokens.pop("starts")
     batch, length = tokens["input_ids"].shape
-    tokens["position_ids"] = one_pass.positions(model.embeddings, tokens, tokens["input_ids"])
+    tokens["position_ids"] = one_pass.positions(model, tokens, tokens["input_ids"])
     segments = Segments(starts, starts, length)
     output = one_pass.run(model, chain, {name: x.reshape(1, -1) for name, x in tokens.items()}, segments)
     output.last_hidden_state = output.last_hidden_state.view(batch, length, -1)
@@ -103,8 +103,8 @@ def _padded(model: Any, chain: _Chain, inputs: Tensors) -> Any:
     tokens = dict(inputs)
     seen = tokens.pop("attention_mask").bool()
     batch, length = seen.shape
-    kept = one_pass.kept(seen)
-    tokens["position_ids"] = one_pass.positions(model.embeddings, tokens, kept).masked_fill(~kept, 0)
+    kept = one_pass.kept(model, seen)
+    tokens["position_ids"] = one_pass.positions(model, tokens, kept).masked_fill(~kept, 0)
     flat, each = kept.flatten(), torch.arange(seen.numel(), device=seen.device)
     rank = flat.cumsum(0)  # of tokens, from 1
     place = torch.where(flat, rank - 1, len(flat) - 1 - each + rank)  # hidden ones last

@@ -130,8 +130,8 @@ def handles(*, batch_invariant: bool = False) -> Iterator[int]:
         custom_mm.destroy_cusparse()
 
 
-# The upstream document's classes. `apply` calls the operator, which records its gradient itself: an autograd Function in
-# Python would cost 8 us more per call. forward and backward are for subclasses, and for torch.compile.
+# The upstream document's classes. `apply` calls the operator, which records its gradient itself: an autograd Function
+# in Python would cost 8 us more per call. forward and backward are for subclasses, and for torch.compile.
 
 
 def _forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, transa: bool, transb: bool) -> torch.Tensor:

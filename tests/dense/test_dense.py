@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -344,7 +345,7 @@ def test_the_classes_are_autograd_functions(function):
     assert issubclass(function, torch.autograd.function.InplaceFunction)
 
     class Counted(function):
-        calls = []
+        calls: ClassVar = []
 
         @staticmethod
         def forward(ctx, a, b):
@@ -376,7 +377,7 @@ def test_a_call_may_be_traced_overridden_and_counted():
     a, b = draw(4, 4, device="cpu"), draw(4, 4, device="cpu", seed=1)
 
     class Logged(torch.Tensor):
-        seen = []
+        seen: ClassVar = []
 
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):

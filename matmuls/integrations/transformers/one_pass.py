@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .families import TEXTS, _kind
+from .families import DECODERS, TEXTS, _kind
 from .plan import _Chain, _running
 from .segments import Segments, packed
 
@@ -18,19 +18,21 @@ RECORDED = "output_attentions", "output_hidden_states"
 
 def run(model: Any, chain: _Chain, given: dict[str, Tensor], segments: Segments) -> Any:
     """The model's output for packed tokens. given: arguments of its forward [1, T]."""
-    # no mask of [T, T] for the layers with a window
-    masks = {} if window(model.config) is None else {"attention_mask": dict.fromkeys(model.config.layer_types)}
+    options = dict.fromkeys((*RECORDED, "use_cache") if _kind(model) in DECODERS else RECORDED, False)
+    if getattr(model.config, "layer_types", None):
+        options["attention_mask"] = dict.fromkeys(model.config.layer_types)  # no mask of [T, T] for them
     before = packed.set(segments), _running.set(chain)
     try:
-        return type(model).forward(model, **given, **masks, **dict.fromkeys(RECORDED, False), return_dict=True)
+        return type(model).forward(model, **given, **options, return_dict=True)
     finally:
         packed.reset(before[0])
         _running.reset(before[1])
 
 
-def kept(seen: Tensor) -> Tensor:
-    """The tokens [texts, longest] to compute: those that the mask shows, and each text's first, which heads read."""
-    return torch.cat([torch.ones_like(seen[:, :1]), seen[:, 1:]], 1)
+def kept(model: Any, seen: Tensor) -> Tensor:
+    """The tokens [texts, longest] to compute: those that the mask shows, and each text's first, which heads read,
+    though not those of decoders."""
+    return seen if _kind(model) in DECODERS else torch.cat([torch.ones_like(seen[:, :1]), seen[:, 1:]], 1)
 
 
 def pool_again(model: Any, output: Any, firsts: Callable[[Tensor], Tensor] = lambda states: states) -> None:
@@ -44,31 +46,33 @@ def pool_again(model: Any, output: Any, firsts: Callable[[Tensor], Tensor] = lam
         )
 
 
-def positions(embeddings: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
+def positions(model: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
     """The positions [texts, longest] that the stock model gives to tokens."""
-    padding = numbered_from(embeddings)
+    padding = numbered_from(getattr(model, "embeddings", None))
     if padding >= 0 and "input_ids" in tokens:  # padding has none
         given = (tokens["input_ids"] != padding).long()
         return given.cumsum(1) * given + padding
-    return torch.arange(kept.size(1), device=kept.device).expand(kept.shape) + _first(embeddings)
+    return torch.arange(kept.size(1), device=kept.device).expand(kept.shape) + padding + 1
 
 
-def longest(embeddings: Any) -> int:
+def longest(model: Any) -> int:
     """How many tokens of a text have a position."""
+    embeddings = getattr(model, "embeddings", None)
     if not hasattr(embeddings, "position_embeddings"):
         return sys.maxsize
-    return int(embeddings.position_embeddings.num_embeddings) - _first(embeddings)
+    return int(embeddings.position_embeddings.num_embeddings) - numbered_from(embeddings) - 1
 
 
 def words(model: Any) -> Tensor:
     """The word embeddings of a model of TEXTS."""
-    weight: Tensor = getattr(model.embeddings, TEXTS[_kind(model)]).weight
+    weight: Tensor = getattr(getattr(model, "embeddings", model), TEXTS[_kind(model)]).weight
     return weight
 
 
-def window(config: Any) -> int | None:
+def window(chain: _Chain) -> int | None:
     """Tokens at this distance or farther are not seen by the model's local layers; None if it has none."""
-    return config.sliding_window + 1 if getattr(config, "layer_types", None) else None
+    sizes = (getattr(plan.attention, "sliding_window", None) for plan in chain.plans)
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def numbered_from(embeddings: Any) -> int:
@@ -87,8 +91,3 @@ def takes_types(model: Any) -> bool:
 def names(model: Any) -> tuple[str, ...]:
     """The names of forward's arguments, in order."""
     return tuple(signature(model.forward).parameters)[1:]
-
-
-def _first(embeddings: Any) -> int:
-    """The position of a first token."""
-    return numbered_from(embeddings) + 1

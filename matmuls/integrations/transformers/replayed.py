@@ -18,7 +18,7 @@ from torch import Tensor
 from custom_mm import _C
 
 from . import one_pass
-from .families import BY_COLUMNS, _kind
+from .families import BARE, BY_COLUMNS, _kind
 from .graphs import Tensors, rounded
 from .plan import _Chain
 from .segments import Segments, _has_varlen, _why_not_attention, moved
@@ -33,7 +33,7 @@ def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
     graphs = chain.graphs
     if graphs is None or device.type != "cuda" or torch.is_autocast_enabled("cuda"):
         return False
-    if _kind(model) in BY_COLUMNS:  # which no captured pass knows
+    if _kind(model) in BY_COLUMNS or _kind(model) in BARE:  # columns, causality: no captured pass knows them
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
@@ -46,7 +46,7 @@ def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
         and all(
             _has_varlen(device, weight.dtype, plan.head_size)
             and plan.applies(layer, weight)
-            and _why_not_attention(plan.attention) is None
+            and _why_not_attention(plan.attention, plan.family.causal) is None
             for layer, plan in chain.layers
         )
     )

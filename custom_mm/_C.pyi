@@ -22,6 +22,12 @@ def destroy_cusparse() -> int: ...
 def handle_info() -> list[Handle]: ...
 def set_workspace_size(nbytes: int) -> None: ...
 def workspace_size() -> int: ...
+def matmul(a: Tensor, b: Tensor, transa: bool, transb: bool, /) -> Tensor:
+    """torch.ops.custom_mm.matmul with less overhead. Not for torch.compile, which does not know this function."""
+
+def is_batch_invariant() -> bool: ...
+def open_batch_invariant_scope() -> None: ...
+def close_batch_invariant_scope() -> None: ...
 def is_capturing(device: int) -> bool:
     """True if the GPU's current stream captures a graph. False without CUDA."""
 
@@ -253,6 +259,24 @@ def forget_recordings() -> None:
 
 def replays() -> int:
     """The number of calls that were repeated from a recording. In a build with CUDA."""
+
+def pack_padded(
+    input_ids: Tensor,
+    mask: Tensor | None,
+    token_type_ids: Tensor | None,
+    padding: int,
+    packed: Tensor,
+    positions: Tensor,
+    packed_types: Tensor | None,
+    place: Tensor,
+    starts: Tensor,
+) -> None:
+    """Writes the tokens of padded texts [B, S] that the mask shows, and each text's first, one after the other, to
+    packed, their positions and types, where each token of [B, S] went (-1: nowhere), and where the segments of
+    attention begin. padding: RoBERTa's padding id, -1 for positions that are columns."""
+
+def unpack_padded(states: Tensor, place: Tensor, batch: int, length: int) -> Tensor:
+    """The states [T, width] of packed tokens as [batch, length, width], zero where no token went."""
 
 def simulate_device(
     *,

@@ -6,6 +6,8 @@
 #include <torch/version.h>
 
 #include "dense/inplace/inplace_matmul.h"
+#include "dense/python_call.h"
+#include "glue/batch_invariance.h"
 #include "glue/checks.h"
 #include "glue/handles.h"
 #include "glue/kernel_switch.h"
@@ -14,6 +16,7 @@
 #include "rows/bindings.h"
 #include "sparse/index_checks.h"
 #include "sparse/spmm/choose.h"
+#include "texts/pack.h"
 #ifdef MATMULS_CUDA
 #include "distributed/peer_rows.h"
 #include "gpu/device_limits.h"
@@ -150,6 +153,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("handle_info", handle_info);
   m.def("set_workspace_size", matmuls::set_workspace_size, py::arg("nbytes"), no_gil());
   m.def("workspace_size", matmuls::workspace_size, no_gil());
+  m.def("is_batch_invariant", matmuls::is_batch_invariant);
+  m.def("open_batch_invariant_scope", [] { ++matmuls::batch_invariant_scopes; });
+  m.def("close_batch_invariant_scope", [] { --matmuls::batch_invariant_scopes; });
   m.def("is_capturing", [](int device) { return matmuls::is_capturing(gpu(device)); }, py::arg("device"));
   m.def("current_stream", [](int device) { return matmuls::current_stream(gpu(device)); }, py::arg("device"));
   m.def(
@@ -205,6 +211,11 @@ PYBIND11_MODULE(_C, m) {
   matmuls::define_replay(m);
   define_peer_rows(m);
 #endif
+  m.def("pack_padded", matmuls::pack_padded, py::arg("input_ids"), py::arg("mask"), py::arg("token_type_ids"),
+        py::arg("padding"), py::arg("packed"), py::arg("positions"), py::arg("packed_types"), py::arg("place"),
+        py::arg("starts"));
+  m.def("unpack_padded", matmuls::unpack_padded, py::arg("states"), py::arg("place"), py::arg("batch"),
+        py::arg("length"));
   m.def(
       "check_no_overlap",
       [](const std::string& op, const at::Tensor& out, const at::Tensor& values, const at::Tensor& dense) {
@@ -212,6 +223,7 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
   define_inplace(m);
+  matmuls::define_matmul(m);
   matmuls::define_prepared_calls(m);
   matmuls::define_explain(m);
 }

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "registration": {"custom_mm", "triton"},  # triton at the first call that is recorded
     "masked": {"masked.ffn", "masked.linear", "masked.plan"},
     "masked.checks": {"registration"},
-    "masked.plain": {"registration"},
+    "masked.plain": {"custom_mm", "registration"},
     "masked.plan": {"custom_mm", "masked", "registration", "triton"},
     "masked.linear": {"custom_mm", "masked", "registration", "triton"},
     "masked.ffn": {"custom_mm", "masked", "registration", "triton"},

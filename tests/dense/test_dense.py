@@ -342,17 +342,17 @@ def test_tf32_only_if_torch_allows_it():
 def test_the_classes_are_autograd_functions(function):
     assert issubclass(function, torch.autograd.function.InplaceFunction)
 
-    class Counted(function):
-        calls = []
+    calls = []
 
+    class Counted(function):
         @staticmethod
         def forward(ctx, a, b):
-            Counted.calls.append("forward")
+            calls.append("forward")
             return function.forward(ctx, a, b)
 
         @staticmethod
         def backward(ctx, grad):
-            Counted.calls.append("backward")
+            calls.append("backward")
             return function.backward(ctx, grad)
 
     class Renamed(function):
@@ -365,7 +365,7 @@ def test_the_classes_are_autograd_functions(function):
         results.append((y.detach(), *torch.autograd.grad(y.sum(), (a, b))))
         if one is not function:
             assert type(y.grad_fn).__name__ == f"{one.__name__}Backward"
-    assert Counted.calls == ["forward", "backward"]
+    assert calls == ["forward", "backward"]
     for others in results[1:]:
         assert all(map(torch.equal, others, results[0]))
 
@@ -374,27 +374,27 @@ def test_a_call_may_be_traced_overridden_and_counted():
     """What does not reach the operator by the short way."""
     a, b = draw(4, 4, device="cpu"), draw(4, 4, device="cpu", seed=1)
 
-    class Logged(torch.Tensor):
-        seen = []
+    seen = []
 
+    class Logged(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
-            Logged.seen.append(str(function))
+            seen.append(str(function))
             return super().__torch_function__(function, types, args, kwargs or {})
 
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
-            Logged.seen.append("mode")
+            seen.append("mode")
             return function(*args, **(kwargs or {}))
 
     for product in (matmuls.matmul, matmuls.cublasMM.apply):
-        Logged.seen.clear()
+        seen.clear()
         y = product(a.as_subclass(Logged), b)
         assert isinstance(y, Logged)
-        assert Logged.seen == ["custom_mm.matmul.default"]
+        assert seen == ["custom_mm.matmul.default"]
         with Mode():
             product(a, b)
-        assert Logged.seen[1:] == ["mode"]
+        assert seen[1:] == ["mode"]
         assert torch.equal(torch.jit.trace(product, (a, b))(b, a), b @ a)
         with FlopCounterMode(display=False) as counter:
             product(a, b)

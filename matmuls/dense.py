@@ -150,6 +150,25 @@ def _backward(ctx: Any, grad: torch.Tensor, transa: bool, transb: bool) -> tuple
     return _matmul_backward(grad, a, b, *ctx.sizes, transa, transb)
 
 
+def _apply(transa: bool, transb: bool) -> "staticmethod[[torch.Tensor, torch.Tensor], torch.Tensor]":
+    def apply(a: torch.Tensor, b: torch.Tensor, /) -> torch.Tensor:
+        """Computes the product that the class says.
+
+        Args:
+            a: as the class says.
+            b: as the class says.
+
+        Returns:
+            The product, differentiable any number of times.
+        """
+        try:
+            return _matmul(a, b, transa, transb) if is_dynamo_compiling() else _call(a, b, transa, transb)
+        except RuntimeError as error:
+            raise clearer(error, "matmul", a=a, b=b) from None
+
+    return staticmethod(apply)
+
+
 class _Product(InplaceFunction):
     """A product as an autograd Function: two tensors to one."""
 
@@ -191,12 +210,7 @@ class cublasMM(_Product):
         tensor([[3., 4.]])
     """
 
-    @staticmethod
-    def apply(a: torch.Tensor, b: torch.Tensor, /) -> torch.Tensor:
-        try:
-            return _matmul(a, b, False, False) if is_dynamo_compiling() else _call(a, b, False, False)
-        except RuntimeError as error:
-            raise clearer(error, "matmul", a=a, b=b) from None
+    apply = _apply(False, False)
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -227,12 +241,7 @@ class cublasTransaMM(_Product):
         tensor([[11.]])
     """
 
-    @staticmethod
-    def apply(a: torch.Tensor, b: torch.Tensor, /) -> torch.Tensor:
-        try:
-            return _matmul(a, b, True, False) if is_dynamo_compiling() else _call(a, b, True, False)
-        except RuntimeError as error:
-            raise clearer(error, "matmul", a=a, b=b) from None
+    apply = _apply(True, False)
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -263,12 +272,7 @@ class cublasTransbMM(_Product):
         tensor([[11.]])
     """
 
-    @staticmethod
-    def apply(a: torch.Tensor, b: torch.Tensor, /) -> torch.Tensor:
-        try:
-            return _matmul(a, b, False, True) if is_dynamo_compiling() else _call(a, b, False, True)
-        except RuntimeError as error:
-            raise clearer(error, "matmul", a=a, b=b) from None
+    apply = _apply(False, True)
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -299,12 +303,7 @@ class cublasTransabMM(_Product):
         tensor([[11.]])
     """
 
-    @staticmethod
-    def apply(a: torch.Tensor, b: torch.Tensor, /) -> torch.Tensor:
-        try:
-            return _matmul(a, b, True, True) if is_dynamo_compiling() else _call(a, b, True, True)
-        except RuntimeError as error:
-            raise clearer(error, "matmul", a=a, b=b) from None
+    apply = _apply(True, True)
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

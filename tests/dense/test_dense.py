@@ -1,5 +1,6 @@
 """Tests of dense products beyond the table: outputs, overlaps, memory, unusual batches, threads, graphs."""
 
+import gc
 import threading
 
 import pytest
@@ -471,6 +472,7 @@ def test_graph_of_forward_and_backward():
     x, w, bias = (
         t.requires_grad_() for t in (draw(64, 48, device="cuda"), draw(32, 48, device="cuda"), draw(32, device="cuda"))
     )
+    gc.collect()  # tensors of earlier tests
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step(x, w, bias)

@@ -218,7 +218,7 @@ def test_undo_gives_stock_again(tmp_path):
 
 
 def test_wrong_arguments(tmp_path):
-    with pytest.raises(TypeError, match="expected a SentenceTransformer, got BertModel"):
+    with pytest.raises(TypeError, match="expected a SentenceTransformer or CrossEncoder, got BertModel"):
         optimize(MODELS["bert"]())
     with pytest.raises(ValueError, match="positive tokens_per_batch, got 0"):
         optimize(small("bert", tmp_path), tokens_per_batch=0)
@@ -248,6 +248,31 @@ def test_windows_grow():
     parts = tokens_of.windows(5_000)
     assert [p.stop - p.start for p in parts] == [256, 512, 1024, 1024, 1024, 1024, 136]
     assert [p.start for p in parts[1:]] == [p.stop for p in parts[:-1]]
+
+
+@pytest.mark.parametrize("prompt", [None, "say: "])
+def test_the_first_text_sets_the_tokenizer_for_all(pair, prompt, monkeypatch):
+    stock, _, _ = pair
+    ragged = {"text": {"padding": False}, "common": {"return_tensors": None}}
+    wanted = stock.preprocess(PROSE, prompt=prompt, processing_kwargs=ragged)
+    counts, added, preprocess = [], [""], stock[0].preprocess
+
+    def counting(some, **options):
+        counts.append(len(some))
+        return preprocess([text + added[0] for text in some], **options)
+
+    monkeypatch.setattr(stock[0], "preprocess", counting)
+    tokens = tokens_of.tokenized(stock, PROSE, prompt, {})
+    assert counts == [1]
+    found = [tokens.of([i]) for i in range(len(PROSE))]
+    assert [ids.tolist() for (ids,), _ in found] == wanted["input_ids"]
+    assert [types.tolist() for _, (types,) in found] == wanted["token_type_ids"]
+    assert tokens.prompt == wanted.get("prompt_length")
+    short = {"processing_kwargs": {"text": {"max_length": 5}}}
+    assert max(tokens_of.tokenized(stock, PROSE, prompt, short).lengths) == 5
+    added[0] = "!"  # what the tokenizer of the tokenizer does not know
+    assert tokens_of.tokenized(stock, PROSE, prompt, {}).lengths != tokens.lengths
+    assert counts == [1] + 2 * [1, len(PROSE)]
 
 
 def test_one_text_takes_no_thread(pair, monkeypatch):
@@ -288,9 +313,40 @@ def test_threads_encode_at_once(pair):
 
 
 def test_a_pool_of_processes_runs_the_optimized_model(pair):
-    stock, ours, _ = pair
+    stock, ours, handle = pair
     pool = ours.start_multi_process_pool(["cpu", "cpu"])
     try:
         same(ours.encode(PROSE, pool=pool), stock.encode(PROSE))
     finally:
         ours.stop_multi_process_pool(pool)
+    before = handle.tokens
+    same(ours.encode(PROSE), stock.encode(PROSE))  # here, whose weights are in shared memory now
+    assert handle.tokens > before
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"normalize_embeddings": True, "truncate_dim": 8},
+        {"output_value": "token_embeddings", "chunk_size": 7, "convert_to_tensor": True},
+    ],
+    ids=str,
+)
+def test_processes_for_a_call(call, tmp_path):
+    st = small("bert", tmp_path)
+    given = texts(20)
+    wanted = st.encode(given, device=["cpu", "cpu"], **call)
+    handle = optimize(st)
+    same(st.encode(given, device=["cpu", "cpu"], **call), wanted)
+    assert handle.tokens == 0  # counted in the other processes
+    with pytest.raises(ValueError, match="chunk_size must be"):
+        st.encode(given, device=["cpu", "cpu"], chunk_size=0)
+
+
+def test_processes_run_the_optimized_model(tmp_path):
+    """They fail by a setting that only matmuls' code reads."""
+    st = small("bert", tmp_path)
+    optimize(st)
+    st._inference.args[1].tokens_per_batch = "none"
+    with pytest.raises(TypeError, match="not supported between"):
+        st.encode(texts(3), device=["cpu", "cpu"], chunk_size=3)

@@ -19,6 +19,7 @@ from matmuls.integrations.transformers import (  # noqa: E402
     verify,
 )
 from matmuls.integrations.transformers import packed as module_under_test  # noqa: E402
+from matmuls.integrations.transformers.families import DECODERS, _kind  # noqa: E402
 
 register()
 LENGTHS = [3, 9, 1, 5, 9, 2]
@@ -47,10 +48,11 @@ def padded(model, kind="right", fill=None):
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
 
 
-def read(mask):
-    """Where states are as in the stock model: tokens that are not hidden, and the first column, which heads read."""
+def read(mask, model=None):
+    """Where states are as in the stock model: tokens that are not hidden, and the first column, which heads read,
+    though not those of decoders."""
     seen = mask.bool().clone()
-    seen[:, 0] = True
+    seen[:, 0] |= _kind(model) not in DECODERS
     return seen
 
 
@@ -59,14 +61,14 @@ def check(model, batch, packs, tolerance=1e-5, **wanted):
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         stock = model(**batch, **wanted)
-        handle = optimize(model, unpad=True)
+        handle = optimize(model)
         packs.clear()
         ours = model(**batch, **wanted)
     handle.undo()
     assert packs
     assert type(ours) is type(stock)
     assert len(ours) == len(stock)
-    seen = read(batch["attention_mask"])
+    seen = read(batch["attention_mask"], model)
     torch.testing.assert_close(ours[0][seen], stock[0][seen], atol=tolerance, rtol=tolerance)
     assert not ours[0][~seen].any()
     torch.testing.assert_close(ours[1:], stock[1:], atol=tolerance, rtol=tolerance)  # the pooler's output
@@ -286,7 +288,7 @@ def test_local_attention_of_long_texts_is_computed_in_blocks(block, monkeypatch,
     model = model_of("modernbert", device)
     ids = torch.randint(1, 60, (39 + 40,), device=device)
     expected = torch.cat([hidden(model, {"input_ids": x[None]})[0] for x in ids.split([39, 40])])
-    optimize(model, unpad=True)
+    optimize(model)
     torch.testing.assert_close(encode_tokens(model, ids, [39, 40]), expected, atol=1e-5, rtol=1e-5)
     assert len(blocks) == 2  # of the second layer
     together = {"input_ids": ids[:78].view(2, 39), "attention_mask": torch.ones(2, 39, dtype=torch.long, device=device)}
@@ -312,9 +314,9 @@ def test_half_precision_errs_no_more_than_stock(name, dtype, device):
     exact = model_of(name, device, torch.float64)
     model = model_of(name, device, dtype)
     batch = padded(model, "left")
-    seen = read(batch["attention_mask"])
+    seen = read(batch["attention_mask"], model)
     right, stock = hidden(exact, batch)[seen], hidden(model, batch)[seen]
-    optimize(model, unpad=True)
+    optimize(model)
     ours = hidden(model, batch)[seen]
     error, allowed = ((x.double() - right).square().mean().sqrt() for x in (ours, stock))
     assert error <= 2 * allowed
@@ -324,11 +326,9 @@ def test_padding_is_computed_where_unpad_says_so(packs, device):
     model = model_of("bert", device)
     batch = padded(model)
     stock = hidden(model, batch)
-    for unpad in (False,):
-        handle = optimize(model, unpad=unpad)
-        torch.testing.assert_close(hidden(model, batch), stock, atol=1e-5, rtol=1e-5)  # hidden tokens too
-        assert not packs
-        handle.undo()
+    optimize(model, unpad=False)
+    torch.testing.assert_close(hidden(model, batch), stock, atol=1e-5, rtol=1e-5)  # hidden tokens too
+    assert not packs
 
 
 def test_encode_tokens_of_a_module_that_holds_a_model():

@@ -69,9 +69,9 @@ class Counted:
         self.rank, self.sent = rank, 0
 
     def __enter__(self):
-        from matmuls.distributed import group
+        from matmuls.distributed import group, peers
 
-        self.before = group._all_to_all, group._all_gather
+        self.before = group._all_to_all, group._all_gather, peers.Channel.send
 
         def all_to_all(pg, target, sent, received_counts, counts):
             others = sum(counts) - counts[self.rank]
@@ -82,13 +82,17 @@ class Counted:
             self.sent += (target.numel() - sent.numel()) * sent.element_size()
             return self.before[1](pg, target, sent)
 
-        group._all_to_all, group._all_gather = all_to_all, all_gather
+        def send(channel, x):
+            self.sent += channel.sent * x.shape[1] * x.element_size()
+            return self.before[2](channel, x)
+
+        group._all_to_all, group._all_gather, peers.Channel.send = all_to_all, all_gather, send
         return self
 
     def __exit__(self, *error):
-        from matmuls.distributed import group
+        from matmuls.distributed import group, peers
 
-        group._all_to_all, group._all_gather = self.before
+        group._all_to_all, group._all_gather, peers.Channel.send = self.before
 
 
 def check_bytes(rank, world, device):

@@ -25,6 +25,10 @@ MODERN = SMALL | {"num_hidden_layers": 2, "local_attention": 4, "global_attn_eve
 MODERN_BIASES = {"norm_bias": True, "mlp_bias": True, "attention_bias": True, "hidden_activation": "silu"}
 WHISPER = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "vocab_size": 60}
 WHISPER |= {"num_mel_bins": 6, "max_source_positions": 9, "decoder_layers": 1, "decoder_attention_heads": 4}
+DECODER = {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "use_cache": False}
+QWEN3_WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "attention_bias": True}
+GEMMA3_CAUSAL = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA3 = GEMMA3_CAUSAL | {"use_bidirectional_attention": True}
 t = transformers
 MODELS = {
     "bert": lambda: t.BertModel(t.BertConfig(**SMALL)),
@@ -46,6 +50,11 @@ ENCODERS = {  # tested with optimize alone
     "nomic": lambda: t.NomicBertModel(t.NomicBertConfig(**SMALL)),
     "gte": lambda: t.GteModel(t.GteConfig(**SMALL)),
     "jina": lambda: t.JinaEmbeddingsV3Model(t.JinaEmbeddingsV3Config(**SMALL)),
+    "eurobert": lambda: t.EuroBertModel(t.EuroBertConfig(**SMALL, num_key_value_heads=2, pad_token_id=0)),
+    "qwen3": lambda: t.Qwen3Model(t.Qwen3Config(**SMALL, **DECODER)),
+    "qwen3 window": lambda: t.Qwen3Model(t.Qwen3Config(**SMALL, **DECODER, **QWEN3_WINDOW)),
+    "gemma3": lambda: t.Gemma3TextModel(t.Gemma3TextConfig(**SMALL, **DECODER, **GEMMA3)),
+    "gemma3 causal": lambda: t.Gemma3TextModel(t.Gemma3TextConfig(**SMALL, **DECODER, **GEMMA3_CAUSAL)),
     "deit": lambda: t.DeiTModel(t.DeiTConfig(**IMAGES)),
     "dinov2": lambda: t.Dinov2Model(t.Dinov2Config(**IMAGES, layerscale_value=0.5)),
     "dinov2 swiglu": lambda: t.Dinov2Model(t.Dinov2Config(**IMAGES, layerscale_value=0.5, use_swiglu_ffn=True)),

@@ -7,7 +7,18 @@ transformers = pytest.importorskip("transformers")
 
 
 ROTARY = ("modernbert", "modernbert biases", "nomic", "gte", "jina")
-TEXTS = ("bert", "roberta", "electra", "distilbert", "albert", "mpnet", *ROTARY)  # those that leave out padding
+DECODERS = ("qwen3", "qwen3 window", "gemma3", "gemma3 causal")
+TEXTS = (
+    "bert",
+    "roberta",
+    "electra",
+    "distilbert",
+    "albert",
+    "mpnet",
+    *ROTARY,
+    "eurobert",
+    *DECODERS,
+)  # those that leave out padding
 CAUSAL = ("bert decoder", "clip text")
 IMAGES = ("vit", "deit", "dinov2", "dinov2 swiglu", "dinov2 registers", "clip vision", "siglip vision")
 KNOWN = (*TEXTS, *CAUSAL, *IMAGES, "siglip text", "whisper")

@@ -18,6 +18,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{n}" for n in range(50)))
 PLACES = {"max_position_embeddings": 40, "vocab_size": len(WORDS), "pad_token_id": 0}
+GEMMA3 = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "use_bidirectional_attention": True}
 t = transformers
 MODELS = {  # the last cannot be packed
     "bert": lambda: t.BertModel(t.BertConfig(**SIZES, **PLACES)),
@@ -27,6 +28,9 @@ MODELS = {  # the last cannot be packed
     "mpnet": lambda: t.MPNetModel(t.MPNetConfig(**SIZES, **PLACES)),
     "modernbert": lambda: t.ModernBertModel(t.ModernBertConfig(**SIZES, **PLACES, local_attention=8)),
     "nomic_bert": lambda: t.NomicBertModel(t.NomicBertConfig(**SIZES, **PLACES)),
+    "eurobert": lambda: t.EuroBertModel(t.EuroBertConfig(**SIZES, **PLACES, num_key_value_heads=2)),
+    "qwen3": lambda: t.Qwen3Model(t.Qwen3Config(**SIZES, **PLACES, num_key_value_heads=2, head_dim=8)),
+    "gemma3_text": lambda: t.Gemma3TextModel(t.Gemma3TextConfig(**SIZES, **PLACES, **GEMMA3)),
     "ernie": lambda: t.ErnieModel(t.ErnieConfig(**SIZES, **PLACES)),
 }
 
@@ -47,11 +51,13 @@ def saved(name: str, folder: Path, special: bool = True) -> Path:
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     if special:
         words.post_processor = tokenizers.processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
         )
     names = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
     fast = t.PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=32, **names)
-    if name in ("distilbert", "roberta", "modernbert"):
+    if name in ("distilbert", "roberta", "modernbert", "eurobert", "qwen3", "gemma3_text"):
         fast.model_input_names = ["input_ids", "attention_mask"]
     fast.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == name
@@ -71,3 +77,21 @@ def texts(count: int, most: int = 45, seed: int = 0) -> list[str]:
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(most + 1, (count,), generator=draw).tolist()
     return [" ".join(f"word{n}" for n in torch.randint(50, (length,), generator=draw).tolist()) for length in lengths]
+
+
+def small_ranker(name: str, folder: Path, labels: int = 1, *, special: bool = True, **options):
+    """A small random CrossEncoder with weights so large that its scores differ."""
+    ranker = sentence_transformers.CrossEncoder(
+        str(saved(name, folder, special)), num_labels=labels, device="cpu", local_files_only=True, **options
+    )
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in ranker.parameters():
+            if weight.dim() == 2:
+                weight.copy_(torch.randn(weight.shape, generator=draw) / weight.size(1) ** 0.5)
+    return ranker.eval()
+
+
+def pairs(count: int, most: int = 22, seed: int = 0) -> list[list[str]]:
+    """Pairs of `texts`."""
+    return [list(pair) for pair in zip(texts(count, most, seed), texts(count, most, seed + 1), strict=True)]

@@ -43,7 +43,9 @@ def test_dtypes(name, dtype, device):
     model.set_attn_implementation("custom_mm")
     optimize(model)
     rough = dtype == torch.float64 and name != "bert"  # eager attention of some takes the softmax in float32
-    verify(model, batch_of(model, padded=True), tolerance=1e-6 if rough else None)
+    # stock eager attention in float64 makes NaN of a query whose window is all padding
+    padded = dtype != torch.float64 or name != "gemma3"
+    verify(model, batch_of(model, padded), tolerance=1e-6 if rough else None)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_undo_gives_stock_again(tmp_path):
 
 
 def test_wrong_arguments(tmp_path):
-    with pytest.raises(TypeError, match="expected a SentenceTransformer, got BertModel"):
+    with pytest.raises(TypeError, match="expected a SentenceTransformer or CrossEncoder, got BertModel"):
         optimize(MODELS["bert"]())
     with pytest.raises(ValueError, match="positive tokens_per_batch, got 0"):
         optimize(small("bert", tmp_path), tokens_per_batch=0)
@@ -313,9 +313,40 @@ def test_threads_encode_at_once(pair):
 
 
 def test_a_pool_of_processes_runs_the_optimized_model(pair):
-    stock, ours, _ = pair
+    stock, ours, handle = pair
     pool = ours.start_multi_process_pool(["cpu", "cpu"])
     try:
         same(ours.encode(PROSE, pool=pool), stock.encode(PROSE))
     finally:
         ours.stop_multi_process_pool(pool)
+    before = handle.tokens
+    same(ours.encode(PROSE), stock.encode(PROSE))  # here, whose weights are in shared memory now
+    assert handle.tokens > before
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"normalize_embeddings": True, "truncate_dim": 8},
+        {"output_value": "token_embeddings", "chunk_size": 7, "convert_to_tensor": True},
+    ],
+    ids=str,
+)
+def test_processes_for_a_call(call, tmp_path):
+    st = small("bert", tmp_path)
+    given = texts(20)
+    wanted = st.encode(given, device=["cpu", "cpu"], **call)
+    handle = optimize(st)
+    same(st.encode(given, device=["cpu", "cpu"], **call), wanted)
+    assert handle.tokens == 0  # counted in the other processes
+    with pytest.raises(ValueError, match="chunk_size must be"):
+        st.encode(given, device=["cpu", "cpu"], chunk_size=0)
+
+
+def test_processes_run_the_optimized_model(tmp_path):
+    """They fail by a setting that only matmuls' code reads."""
+    st = small("bert", tmp_path)
+    optimize(st)
+    st._inference.args[1].tokens_per_batch = "none"
+    with pytest.raises(TypeError, match="not supported between"):
+        st.encode(texts(3), device=["cpu", "cpu"], chunk_size=3)

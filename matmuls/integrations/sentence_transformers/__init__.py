@@ -1,5 +1,5 @@
-"""Embeddings of texts without padding for sentence-transformers. Importing it imports sentence-transformers, 6.2 or
-later."""
+"""Embeddings and scores of texts without padding for sentence-transformers. Importing it imports sentence-transformers,
+6.2 or later."""
 
 try:
     from sentence_transformers import SentenceTransformer

@@ -1,6 +1,8 @@
-"""Computes the vectors of SentenceTransformer.encode: batches of tokens without padding, results in one tensor."""
+"""Computes the vectors of SentenceTransformer.encode and the scores of CrossEncoder.predict: batches of a number of
+tokens, results in one tensor."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -31,6 +33,10 @@ class Settings:
         return self.tokens_per_batch or TOKENS_PER_BATCH[device.type]
 
 
+class NoTokens(Exception):
+    """A text without tokens: the tokenizer adds none, and the text is empty."""
+
+
 @torch.inference_mode()
 def _inference(
     st: Any, settings: Settings, inputs: list[Any], *, prompt: str | None = None, device: Any = None, **given: Any
@@ -41,55 +47,107 @@ def _inference(
     options = {name: x for name, x in given.items() if name not in names}
     output = given["output_value"]
     theirs = partial(type(st)._inference, st, inputs, prompt=prompt, device=device, **given)
-    if why_not(st) or why_not_call(inputs, output, options, where):
+    if output not in ("sentence_embedding", "token_embeddings"):
         return theirs()
-    st.eval()
+    if why_not(st) or why_not_call(inputs, False, options, where):
+        return theirs()
     vectors: Tensor | None = None
     tokens_of: list[Any] = [None] * len(inputs)
-    with tqdm(total=len(inputs), desc="Texts", disable=not given["show_progress_bar"]) as bar:
-        parts = windows(len(inputs))
-        thread = where.type == "cpu" and len(parts) > 1
-        coming = ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts, thread)
-        for part, tokens in coming:
-            if 0 in tokens.lengths:  # a tokenizer without special tokens, and an empty text
-                coming.close()  # waits for the other thread
-                return theirs()
-            settings.tokens += len(tokens.ids)
-            for texts, features in _features(st, tokens, settings.most(where), where):
-                if output == "token_embeddings":
-                    found = features[output][0].split([tokens.lengths[i] for i in texts])
-                    for i, rows in zip(texts, found, strict=True):
-                        tokens_of[part.start + i] = rows
-                else:
-                    rows = features[output][..., : given["truncate_dim"]]
-                    rows = normalize(rows, p=2, dim=1) if given["normalize_embeddings"] else rows
-                    vectors = rows.new_empty(len(inputs), rows.size(1)) if vectors is None else vectors
-                    vectors[part].index_copy_(0, features["texts"], rows)
-                bar.update(len(texts))
+    try:
+        for part, texts, lengths, features in _batches(st, settings, inputs, prompt, options, where, given):
+            if output == "token_embeddings":
+                for i, rows in zip(texts, features[output][0].split(lengths), strict=True):
+                    tokens_of[part.start + i] = rows
+                continue
+            rows = features[output][..., : given["truncate_dim"]]
+            rows = normalize(rows, p=2, dim=1) if given["normalize_embeddings"] else rows
+            vectors = rows.new_empty(len(inputs), rows.size(1)) if vectors is None else vectors
+            vectors[part].index_copy_(0, features["texts"], rows)
+    except NoTokens:
+        return theirs()
     if vectors is None:
         return tokens_of
     return vectors.cpu() if given["save_to_cpu"] else vectors
 
 
-def _features(st: Any, tokens: Tokens, most: int, device: torch.device) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """Batches of texts, and for each what the model's modules compute, with the numbers of its texts."""
+@torch.inference_mode()
+def _scores(
+    ce: Any, settings: Settings, inputs: list[Any], *, prompt: str | None = None, device: Any = None, **given: Any
+) -> Any:
+    """CrossEncoder._inference with its arguments. Does not use batch_size: batches have a number of tokens."""
+    where = ce._resolve_inference_device(device)
+    names = "batch_size", "show_progress_bar", "activation_fn", "apply_softmax"
+    options = {name: x for name, x in given.items() if name not in names}
+    theirs = partial(type(ce)._inference, ce, inputs, prompt=prompt, device=device, **given)
+    if why_not(ce) or why_not_call(inputs, True, options, where):
+        return theirs()
+    activation, labels, scores = given["activation_fn"], ce.num_labels, None
+    try:
+        for part, _, _, features in _batches(ce, settings, inputs, prompt, options, where, given):
+            rows = features["scores"]
+            rows = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+            rows = rows if activation is None else activation(rows)
+            rows = rows.squeeze(-1) if labels == 1 and rows.ndim > 1 else rows
+            rows = torch.softmax(rows, 1) if given["apply_softmax"] and rows.ndim > 1 else rows
+            scores = rows.new_empty(len(inputs), *rows.shape[1:]) if scores is None else scores
+            scores[part].index_copy_(0, features["texts"], rows)
+    except NoTokens:
+        return theirs()
+    return scores
+
+
+def _batches(
+    st: Any,
+    settings: Settings,
+    inputs: list[Any],
+    prompt: str | None,
+    options: dict[str, Any],
+    device: torch.device,
+    given: dict[str, Any],
+) -> Iterator[tuple[slice, list[int], list[int], dict[str, Any]]]:
+    """For each batch its window of the inputs, the numbers of its texts in the window, their lengths, and what the
+    model's modules compute. Raises NoTokens."""
+    st.eval()
+    parts = windows(len(inputs))
+    thread = device.type == "cpu" and len(parts) > 1
+    coming = ahead(lambda part: tokenized(st, inputs[part], prompt, options), parts, thread)
+    # closing waits for the other thread
+    with tqdm(total=len(inputs), desc="Texts", disable=not given["show_progress_bar"]) as bar, closing(coming):
+        for part, tokens in coming:
+            if 0 in tokens.lengths:
+                raise NoTokens
+            settings.tokens += len(tokens.ids)
+            for texts, lengths, features in _features(st, tokens, settings.most(device), device):
+                yield part, texts, lengths, features
+                bar.update(len(texts))
+
+
+def _features(
+    st: Any, tokens: Tokens, most: int, device: torch.device
+) -> Iterator[tuple[list[int], list[int], dict[str, Any]]]:
+    """Batches of texts, their lengths, and for each what the model's modules compute, with the numbers of its texts."""
     transformer, *others = st.children()
-    packs = can_pack(transformer.model) is None
+    scores = transformer.module_output_name == "scores"
+    packs = not scores and can_pack(transformer.model) is None
     for texts in tokens.batches(most, padded=not packs):
         lengths = [tokens.lengths[i] for i in texts]
-        make = _packed if packs else _padded
-        hidden, starts, numbers, each = make(transformer, tokens, texts, lengths, device)
-        features = {
-            "token_embeddings": hidden[None],
-            "cu_seq_lens_q": starts,
-            "texts": numbers,
-            "seq_idx": each[None],
-        }
+        if scores:  # of heads, which read a padded batch; an optimized encoder leaves out its padding
+            batch, (numbers,) = _padded(transformer, tokens, texts, lengths, [np.array(texts)], device)
+            features = {**transformer(batch), "texts": numbers}
+        else:
+            states = _packed if packs else _unpadded
+            hidden, starts, numbers, each = states(transformer, tokens, texts, lengths, device)
+            features = {
+                "token_embeddings": hidden[None],
+                "cu_seq_lens_q": starts,
+                "texts": numbers,
+                "seq_idx": each[None],
+            }
         if tokens.prompt is not None:
             features["prompt_length"] = tokens.prompt
         for module in others:
             features = module(features)
-        yield texts, features
+        yield texts, lengths, features
 
 
 def _packed(
@@ -104,10 +162,19 @@ def _packed(
     return encode_tokens(transformer.model, given, lengths, **named), begins, numbers, each
 
 
-def _padded(
+def _unpadded(
     transformer: Any, tokens: Tokens, texts: list[int], lengths: list[int], device: torch.device
 ) -> tuple[Tensor, ...]:
     """As `_packed`, for a model that needs padding: only the states of tokens."""
+    batch, places = _padded(transformer, tokens, texts, lengths, _places(texts, lengths), device)
+    hidden = transformer(batch)["token_embeddings"]
+    return hidden[batch["attention_mask"].bool()], *places
+
+
+def _padded(
+    transformer: Any, tokens: Tokens, texts: list[int], lengths: list[int], others: list[Any], device: torch.device
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """What the Transformer takes for a padded batch of texts, and other arrays, on the device."""
     ids, types = tokens.of(texts)
     tokenizer, longest = transformer.tokenizer, max(lengths)
     left = tokenizer.padding_side == "left"
@@ -118,10 +185,9 @@ def _padded(
     if types is not None:
         batch.append(np.full(mask.shape, tokenizer.pad_token_type_id, np.int64))
         batch[2][mask] = np.concatenate(types)
-    *moved, begins, numbers, each = _moved([*batch, *_places(texts, lengths)], device)
-    features = dict(zip(("attention_mask", "input_ids", "token_type_ids"), moved, strict=False))
-    hidden = transformer({**features, "modality": "text"})["token_embeddings"]
-    return hidden[moved[0].bool()], begins, numbers, each
+    moved = _moved([*batch, *others], device)
+    features = dict(zip(("attention_mask", "input_ids", "token_type_ids"), moved[: len(batch)], strict=False))
+    return {**features, "modality": "text"}, moved[len(batch) :]
 
 
 def _places(texts: list[int], lengths: list[int]) -> list[Any]:

@@ -1,21 +1,21 @@
-"""Makes a SentenceTransformer encode texts without padding: `optimize`, and the handle that undoes it."""
+"""Makes a SentenceTransformer or a CrossEncoder run texts without padding: `optimize`, and its handle with `undo`."""
 
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from matmuls.integrations import transformers as integration
 
-from .covered import why_not
-from .inference import Settings, _inference
+from .covered import Model, why_not
+from .inference import Settings, _inference, _scores
 
 
 @dataclass
 class Optimized:
-    """The changes of a SentenceTransformer by `optimize`; `undo()` reverts them.
+    """The changes of a SentenceTransformer or CrossEncoder by `optimize`; `undo()` reverts them.
 
     Attributes:
         encoder: the handle of the model's encoder layers, or None if sentence-transformers runs the model as it is.
@@ -32,7 +32,7 @@ class Optimized:
     """
 
     encoder: integration.Optimized | None
-    _model: SentenceTransformer = field(repr=False)
+    _model: Model = field(repr=False)
     _settings: Settings = field(repr=False)
 
     @property
@@ -70,7 +70,7 @@ class Optimized:
         return why_not(self._model)
 
     def undo(self) -> None:
-        """Restores the model: `encode` is sentence-transformers' own again, and so are the encoder layers."""
+        """Restores the model: `encode` or `predict` is sentence-transformers' own again, and so are the layers."""
         if "_inference" in self._model.__dict__:
             del self._model._inference
         if self.encoder is not None:
@@ -82,17 +82,20 @@ class Optimized:
         model: Any = self._model[0]
         padding = integration.can_pack(model.model)
         how = "without padding" if padding is None else f"in batches of equal numbers of tokens ({padding})"
-        return f"texts are encoded {how}; {len(self.encoder.layers if self.encoder else ())} layers optimized"
+        what = "scored" if isinstance(self._model, CrossEncoder) else "encoded"
+        return f"texts are {what} {how}; {len(self.encoder.layers if self.encoder else ())} layers optimized"
 
 
-def optimize(model: SentenceTransformer, *, tokens_per_batch: int | None = None) -> Optimized:
-    """Makes `encode`, `encode_query` and `encode_document` of a SentenceTransformer compute texts without padding.
+def optimize(model: SentenceTransformer | CrossEncoder, *, tokens_per_batch: int | None = None) -> Optimized:
+    """Makes `encode`, `encode_query` and `encode_document` of a SentenceTransformer, or `predict` and `rank` of a
+    CrossEncoder, compute texts without padding.
 
     Texts are tokenized in another thread while the model runs, and go through the model in batches of a number of
     tokens, not of texts: `batch_size` has no effect. Arguments and results are those of sentence-transformers, within
     rounding. Its own code runs as before where this does not apply: for models of other modules than Transformer,
-    Pooling, Normalize and Dense, for inputs that are no texts, `output_value=None`, hooks, autocast and compiled
-    models. In a pool of several processes, every process runs the optimized model.
+    Pooling, Normalize and Dense, for inputs that are neither texts nor, for a CrossEncoder, pairs of texts,
+    `output_value=None`, hooks, autocast and compiled models. In a pool of several processes, every process runs the
+    optimized model. A CrossEncoder's activation function is called for each batch.
 
     The encoder layers are changed by `matmuls.integrations.transformers.optimize`, so move the model first.
 
@@ -106,8 +109,7 @@ def optimize(model: SentenceTransformer, *, tokens_per_batch: int | None = None)
         `undo()` restores the model.
 
     Raises:
-        TypeError: if the model is not a SentenceTransformer. For a CrossEncoder, call
-            `matmuls.integrations.transformers.optimize`.
+        TypeError: if the model is neither a SentenceTransformer nor a CrossEncoder.
         ValueError: if tokens_per_batch is not positive, or the model is already optimized.
 
     Examples:
@@ -119,8 +121,8 @@ def optimize(model: SentenceTransformer, *, tokens_per_batch: int | None = None)
         >>> model.encode(["How old are you?", "A cat sat on the mat."]).shape
         (2, 384)
     """
-    if not isinstance(model, SentenceTransformer):
-        raise TypeError(f"optimize: expected a SentenceTransformer, got {type(model).__name__}")
+    if not isinstance(model, (SentenceTransformer, CrossEncoder)):
+        raise TypeError(f"optimize: expected a SentenceTransformer or CrossEncoder, got {type(model).__name__}")
     if tokens_per_batch is not None and tokens_per_batch < 1:
         raise ValueError(f"optimize: expected a positive tokens_per_batch, got {tokens_per_batch}")
     if "_inference" in model.__dict__:
@@ -131,5 +133,6 @@ def optimize(model: SentenceTransformer, *, tokens_per_batch: int | None = None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it knows none of the layers: they run as they are
             encoder = integration.optimize(transformer.model)
-    model._inference = partial(_inference, model, settings)  # type: ignore[method-assign]
+    inference = _scores if isinstance(model, CrossEncoder) else _inference
+    model._inference = partial(inference, model, settings)  # type: ignore[method-assign]
     return Optimized(encoder, model, settings)

@@ -24,6 +24,10 @@ class Family:
     positions: str = ""  # the layer's argument with positions: those that rotate q and k, or a bias of the scores
     tuples: bool = False  # the layer returns a tuple, with the probabilities if they are requested
     passed: tuple[tuple[str, str], ...] = ()  # further arguments of attention functions, and the attributes with them
+    rms: tuple[str, float] | None = None  # the norms are RMS norms: their attribute with eps, what is added to weights
+    after: tuple[str, ...] = ()  # norms of what attention and feed-forward add
+    of_heads: tuple[str, ...] = ()  # the attention's norms of q and k
+    causal: bool = False  # attention may be causal; there may be fewer k and v than q
     other: "Family | None" = None  # another form of the same class
 
 
@@ -67,9 +71,22 @@ JINA = Family(
     positions="position_embeddings",
 )
 NOMIC = replace(JINA, **SWIGLU)
+EUROBERT = replace(
+    NOMIC,
+    norms=("input_layernorm", "post_attention_layernorm"),
+    norm_first=True,
+    rms=("variance_epsilon", 0.0),
+)
+QWEN3 = replace(EUROBERT, of_heads=("q_norm", "k_norm"), causal=True, passed=(("sliding_window", "sliding_window"),))
+GEMMA3 = replace(
+    QWEN3,
+    norms=("input_layernorm", "pre_feedforward_layernorm"),
+    after=("post_attention_layernorm", "post_feedforward_layernorm"),
+    rms=("eps", 1.0),
+)
 NAMES = (
     *("BERT", "RoBERTa", "XLM-RoBERTa", "CamemBERT", "ELECTRA", "DistilBERT", "ALBERT"),
-    *("MPNet", "ModernBERT", "NomicBERT", "GTE", "Jina embeddings v3"),
+    *("MPNet", "ModernBERT", "NomicBERT", "GTE", "Jina embeddings v3", "EuroBERT", "Qwen3", "Gemma3"),
     *("ViT", "DeiT", "DINOv2", "CLIP", "SigLIP", "Whisper"),
 )
 FAMILIES = {  # by the model's folder in transformers and the layer's class
@@ -109,6 +126,9 @@ FAMILIES = {  # by the model's folder in transformers and the layer's class
     "nomic_bert.NomicBertLayer": NOMIC,
     "gte.GteLayer": NOMIC,
     "jina_embeddings_v3.JinaEmbeddingsV3Layer": JINA,
+    "eurobert.EuroBertDecoderLayer": EUROBERT,
+    "qwen3.Qwen3DecoderLayer": QWEN3,
+    "gemma3.Gemma3DecoderLayer": GEMMA3,
     "mpnet.MPNetLayer": replace(  # computes attention itself, whatever implementation is set
         BERT,
         attention="attention.attn",
@@ -144,7 +164,12 @@ TEXTS = {  # models that pass the embeddings, and each layer's output, only to t
     "nomic_bert.NomicBertModel": "word_embeddings",
     "gte.GteModel": "word_embeddings",
     "jina_embeddings_v3.JinaEmbeddingsV3Model": "word_embeddings",
+    "eurobert.EuroBertModel": "embed_tokens",
+    "qwen3.Qwen3Model": "embed_tokens",
+    "gemma3.Gemma3TextModel": "embed_tokens",
 }
+DECODERS = {"qwen3.Qwen3Model", "gemma3.Gemma3TextModel"}  # with a cache, unless use_cache=False
+BARE = {"eurobert.EuroBertModel", *DECODERS}  # inputs_embeds are the first layer's input
 BY_COLUMNS = {"mpnet.MPNetModel", "modernbert.ModernBertModel"}  # attention depends on the distance of tokens
 BIASED = {"mpnet.MPNetEncoder"}  # encoders that make a relative position bias for their layers
 UNPACKED = {  # such models of texts whose padding cannot be left out, and why

@@ -1,6 +1,7 @@
 """The forward passes of optimized models: few kernels, most of them in place."""
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from matmuls.attention import reads_strided, shares
 from matmuls.dense import matmul
 from matmuls.inplace import feed_forward_, linear_
-from matmuls.rowwise import layer_norm_
+from matmuls.rowwise import layer_norm_, rms_norm_
 
 from . import registered
+from .families import BARE, _kind
 from .packed import unpadded
 from .plan import _Chain, _Plan, _running
 from .rotary import rotate_
@@ -32,7 +34,9 @@ def _model(model: nn.Module, chain: _Chain, *args: Any, **kwargs: Any) -> Any:
     output = unpadded(model, chain, args, kwargs)
     if output is not None:
         return output
-    before = _running.set(chain)
+    # the caller's embeddings may be the first layer's input
+    bare = _kind(model) in BARE and (kwargs.get("inputs_embeds") is not None or len(args) > 3)
+    before = _running.set(None if bare else chain)
     try:
         return type(model).forward(model, *args, **kwargs)
     finally:
@@ -48,14 +52,17 @@ def _layer(
     **kwargs: Any,
 ) -> Any:
     """A layer's forward. Writes over hidden_states if `_model` allows it and they are not captured."""
-    if args and plan.family.positions:
+    if args and plan.family.positions and not plan.family.rms:
         kwargs[plan.family.positions], *args = args
     others = [*args, *(kwargs.get(name) for name in OTHER_INPUTS)]
+    others += [attention_mask] if isinstance(attention_mask, tuple) else []  # Gemma3's second argument is another
     if any(x is not None for x in others) or not plan.applies(layer, hidden_states):
         if not torch.compiler.is_compiling():
             if packed.get() is not None:
                 raise Unpackable(f"{type(layer).__name__} runs its stock code")
             _running.set(None)  # modules called from here may keep what they return
+        if plan.family.rms and not args and not isinstance(attention_mask, tuple):
+            return type(layer).forward(layer, hidden_states, attention_mask=attention_mask, **kwargs)
         return type(layer).forward(layer, hidden_states, attention_mask, *args, **kwargs)
     for name in OTHER_INPUTS:
         kwargs.pop(name, None)
@@ -63,10 +70,12 @@ def _layer(
     over = chain is not None and plan in chain.plans and not registered.captures_hidden_states()
     over = over and hidden_states.is_contiguous()  # embeddings of a convolution are not
     first, norm_first = plan.norms[0], plan.family.norm_first
-    x = first(hidden_states) if norm_first else hidden_states
+    x = _normed(first, hidden_states, plan) if norm_first else hidden_states
     x, probabilities = plan.attention(x, attention_mask=attention_mask, planned=True, **kwargs)
     if plan.scales:
         x *= plan.scales[0].lambda1
+    if plan.after:
+        _norm_(plan.after[0], x, plan)
     x, other = (hidden_states, x) if over else (x, hidden_states)
     if norm_first:
         x += other
@@ -104,12 +113,27 @@ def _feed_forward_(x: Tensor, plan: _Plan, room: int) -> None:
         if plan.scales:
             some.addcmul_(_feed_forward(second(some), plan), plan.scales[1].lambda1)
         elif norm_first:
-            some += _feed_forward(second(some), plan)
+            added = _feed_forward(_normed(second, some, plan), plan)
+            some += _norm_(plan.after[1], added, plan) if plan.after else added
         else:
             layer_norm_(some, second.weight, second.bias, second.eps, residual=_feed_forward(some, plan))
     if plan.family.clamped and x.dtype == torch.float16:
         most = torch.finfo(x.dtype).max - 1000
         x.clamp_(-most, most)
+
+
+def _normed(norm: nn.Module, x: Tensor, plan: _Plan) -> Tensor:
+    """A norm of x in new memory."""
+    result: Tensor = norm(x) if plan.family.rms is None else _norm_(norm, x.clone(), plan)
+    return result
+
+
+def _norm_(norm: Any, x: Tensor, plan: _Plan) -> Tensor:
+    """An RMS norm of transformers, written over x. In float64 it is computed in float32, as there."""
+    if plan.family.rms is None or x.dtype == torch.float64:
+        return x.copy_(norm(x))
+    name, added = plan.family.rms
+    return rms_norm_(x, norm.weight + added if added else norm.weight, getattr(norm, name))
 
 
 def _attention(
@@ -136,16 +160,18 @@ def _planned(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     batch, length, _ = hidden_states.shape
-    segments, heads, projection = packed.get(), plan.width // plan.head_size, plan.projection
+    segments, projection = packed.get(), plan.projection
+    heads = plan.width // plan.head_size
+    shares_of = heads, heads // plan.shared, heads // plan.shared
     kwargs |= {name: getattr(attention, attribute) for name, attribute in plan.family.passed}
     if segments is not None:
-        why = _why_not_attention(attention)
-        if why is not None or kwargs.get("is_causal"):
+        why = _why_not_attention(attention, plan.family.causal)
+        causal = kwargs.get("is_causal")
+        causal = getattr(attention, "is_causal", False) if causal is None else causal
+        if why is not None or (causal and not plan.family.causal):
             raise Unpackable(why or "is_causal is set")
-        qkv = _qkv(hidden_states, plan, heads)
-        if position_embeddings is not None:
-            rotate_(qkv[:2], *position_embeddings)
-        context = segments.attend(qkv, plan.scaling(), kwargs.get("sliding_window"), position_bias)
+        qkv = _positioned(_qkv(hidden_states, plan), plan, shares_of, position_embeddings)
+        context = segments.attend(qkv, plan.scaling(), kwargs.get("sliding_window"), position_bias, bool(causal))
         return (_linear if _by_onednn(context) else _project_)(context, projection), None
     function = eager = OURS
     if plan.family.positions != "position_bias":
@@ -167,15 +193,14 @@ def _planned(
         if x is not None:
             some, into = some[part], into if into is None else into[part]
             mask = mask[part] if mask is not None and mask.dim() == 4 and mask.size(0) > 1 else mask
-        qkv = _qkv(some, plan, heads)
-        if position_embeddings is not None:
-            rotate_(qkv[:2], *(t if len(t) == 1 else t[part] for t in position_embeddings))
+        turns = position_embeddings and tuple(t if len(t) == 1 else t[part] for t in position_embeddings)
+        qkv = _positioned(_qkv(some, plan), plan, shares_of, turns)
         if not strided:
-            qkv = qkv.contiguous()  # a temporary second copy
+            qkv = [t.contiguous() for t in qkv]  # a temporary second copy
         given = {} if into is None else {"into": into}
         if position_bias is not None:
             given["position_bias"] = position_bias if len(position_bias) == 1 else position_bias[part]
-        context, weights = function(attention, *qkv.unbind(0), mask, **kwargs, **given)
+        context, weights = function(attention, *qkv, mask, **kwargs, **given)
         del qkv  # free before the next part
         context = context.flatten(2)
         if x is None:
@@ -188,33 +213,46 @@ def _planned(
     return x, probabilities
 
 
-def _qkv(x: Tensor, plan: _Plan, heads: int) -> Tensor:
-    """q, k and v of [B, S, hidden] as one tensor [3, B, H, S, D], in one product if the weights are adjacent."""
+def _positioned(
+    heads: Tensor, plan: _Plan, shares_of: tuple[int, ...], turns: tuple[Tensor, Tensor] | None
+) -> Sequence[Tensor]:
+    """q, k and v of their heads [B, H + 2 h, S, D], q and k normed and rotated in place."""
+    q, k, v = heads.split(shares_of, 1)
+    for norm, x in zip(plan.of_heads, (q, k), strict=False):
+        _norm_(norm, x, plan)
+    if turns is not None:
+        rotate_(heads[:, : q.size(1) + k.size(1)], *turns)
+    return q, k, v
+
+
+def _qkv(x: Tensor, plan: _Plan) -> Tensor:
+    """The heads of q, k and v of [B, S, hidden], [B, H + 2 h, S, D], in one product if the weights are adjacent."""
     linears, biases = plan.qkv, [m.bias for m in plan.qkv if m.bias is not None]
     weight = linears[0].weight if len(linears) == 1 else _together([m.weight for m in linears])
     bias = biases[0] if len(linears) == len(biases) == 1 else _together(biases) if len(biases) == 3 else None
     if weight is None or (bias is None and len(biases) == 3):
-        return torch.stack([_linear(x, m) for m in linears]).unflatten(-1, (heads, -1)).transpose(2, 3)
-    whole = _product(x, weight, bias)
-    if bias is None and biases:  # not of all three: Whisper's k has none
-        for m, part in zip(linears, whole.chunk(3, -1), strict=True):
-            if m.bias is not None:
-                part += m.bias
-    return whole.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
+        whole = torch.cat([_linear(x, m) for m in linears], -1)
+    else:
+        whole = _product(x, weight, bias)
+        if bias is None and biases:  # not of all three: Whisper's k has none
+            for m, part in zip(linears, whole.split([m.out_features for m in linears], -1), strict=True):
+                if m.bias is not None:
+                    part += m.bias
+    return whole.view(*x.shape[:2], -1, plan.head_size).transpose(1, 2)
 
 
 def _together(parameters: list[Tensor]) -> Tensor | None:
     """The combined tensor of parameters that `_lay_together` has moved, or None if they have been separated again."""
-    first, second, third = parameters
-    start, step = first.data_ptr(), first.nbytes
-    if second.data_ptr() != start + step or third.data_ptr() != start + 2 * step:
-        return None
-    if not (first.is_contiguous() and second.is_contiguous() and third.is_contiguous()):
-        return None
+    first, start = parameters[0], parameters[0].data_ptr()
+    end = start
+    for p in parameters:
+        if p.data_ptr() != end or not p.is_contiguous():
+            return None
+        end += p.nbytes
     storage = first.untyped_storage()
-    if storage.data_ptr() + storage.nbytes() < start + 3 * step:  # adjacent by chance, in different storages
+    if storage.data_ptr() + storage.nbytes() < end:  # adjacent by chance, in different storages
         return None
-    return first.as_strided((3 * first.size(0), *first.shape[1:]), first.stride())
+    return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
 
 
 def _linear(x: Tensor, linear: nn.Linear, activation: str | None = None) -> Tensor:

@@ -89,20 +89,21 @@ def optimize(
     """Makes the encoder layers of a Hugging Face model need less memory and time in inference.
 
     The supported models are BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT, MPNet, ModernBERT,
-    NomicBERT, GTE, Jina embeddings v3, ViT, DeiT, DINOv2, CLIP, SigLIP and the encoder of Whisper, bare or with any
-    head. When gradients are disabled and the model is in eval mode, a layer computes q, k and v in one product,
-    residual and layer norm in place, and bias and activation in the product's epilogue. The output projection
-    overwrites its input; if attention is computed in several parts of the batch, each part is written into the result.
-    Inside a whole model, a layer overwrites the hidden states that it receives, unless they are to be returned or you
-    have hooks on the layers.
+    NomicBERT, GTE, Jina embeddings v3, EuroBERT, Qwen3, the text model of Gemma3, ViT, DeiT, DINOv2, CLIP, SigLIP and
+    the encoder of Whisper, bare or with any head. When gradients are disabled and the model is in eval mode, a layer
+    computes q, k and v in one product, residual and norm in place, and bias and activation in the product's epilogue.
+    The output projection overwrites its input; if attention is computed in several parts of the batch, each part is
+    written into the result. Inside a whole model, a layer overwrites the hidden states that it receives, unless they
+    are to be returned or you have hooks on the layers.
 
     If a 2-D attention_mask hides tokens and the model's attention is "sdpa" or "custom_mm", a whole model of texts
     (not of CLIP or SigLIP) leaves them out, see `unpad`: its layers run on the other tokens of all texts, packed one
     after the other. The last hidden state of a hidden token is then zero, except for the first token of a text, which
-    heads read: it is as in the stock model.
+    heads read: it is as in the stock model (not in Qwen3 and Gemma3, whose heads do not read it).
 
     In any other call (gradients, training, autocast, torch.compile, caches, your hooks inside a layer) the stock code
-    runs, with unchanged results. The attention function is not changed: use `register` for that. (MPNet, which takes no
+    runs, with unchanged results. Qwen3 and Gemma3 use a cache unless use_cache=False is given or configured, as
+    sentence-transformers does. The attention function is not changed: use `register` for that. (MPNet, which takes no
     setting, gets that of `register`.)
 
     The weights of q, k and v are joined in one tensor. Each layer in turn needs memory for a second copy of them.
@@ -119,7 +120,8 @@ def optimize(
             captured CUDA graph computes the padded batch.
         cuda_graphs: on a GPU, capture passes of at most 12,288 tokens of texts in float16 or bfloat16, and replay them,
             wherever hidden tokens are left out. The second call of a size, rounded up, is captured (about 10 ms). At
-            most 64 graphs share their memory, which `undo()` frees. MPNet and ModernBERT run without.
+            most 64 graphs share their memory, which `undo()` frees. MPNet, ModernBERT, EuroBERT, Qwen3 and Gemma3 run
+            without.
 
     Returns:
         An `Optimized`, which lists the modules that were changed and those that were not. Its `undo()` restores them.
@@ -141,6 +143,15 @@ def optimize(
         for name, layer in model.named_modules()
         if _kind(layer) in FAMILIES
     ]  # all plans before anything is changed
+    _install_layers(plans, handle)
+    _install_models(model, handle, unpad, cuda_graphs)
+    _name_the_rest(model, handle, [layer for _, layer, plan in plans if plan == ALREADY or _is_ours(layer)])
+    if not handle.layers:
+        warnings.warn(_why_nothing(model, handle, [plan for _, _, plan in plans]), stacklevel=2)
+    return handle
+
+
+def _install_layers(plans: list[tuple[str, nn.Module, _Plan | str]], handle: Optimized) -> None:
     for name, layer, plan in plans:
         if isinstance(plan, str):
             handle.left[name] = f"{type(layer).__name__} ({plan})"
@@ -150,6 +161,10 @@ def optimize(
         _install(layer, partial(_layer, layer, plan))
         _install(plan.attention, partial(_attention, plan.attention, plan))
         handle.layers[name] = layer
+
+
+def _install_models(model: nn.Module, handle: Optimized, unpad: bool | None, cuda_graphs: bool) -> None:
+    """Sets the forwards of whole models, and of encoders that make a position bias, around optimized layers."""
     handle._models += _install_encoders(model)
     for whole in [m for m in model.modules() if _kind(m) in MODELS]:
         chain = _Chain.of(whole, unpad, cuda_graphs)
@@ -158,10 +173,6 @@ def optimize(
             _install(whole, partial(_model, whole, chain))
             whole.forward.__signature__ = signature  # read by code that forwards arguments
             handle._models.append(whole)
-    _name_the_rest(model, handle, [layer for _, layer, plan in plans if plan == ALREADY or _is_ours(layer)])
-    if not handle.layers:
-        warnings.warn(_why_nothing(model, handle, [plan for _, _, plan in plans]), stacklevel=2)
-    return handle
 
 
 def _name_the_rest(model: nn.Module, handle: Optimized, layers: list[nn.Module]) -> None:
@@ -218,13 +229,13 @@ def _replica(module: nn.Module) -> nn.Module:
 
 @torch.inference_mode(False)  # parameters created in inference mode can never train
 def _lay_together(parameters: list[Tensor | None]) -> None:
-    """Moves parameters of one shape next to each other in one storage; they stay the same objects. Skips parameters
+    """Moves parameters of one width next to each other in one storage; they stay the same objects. Skips parameters
     that share memory with others or must not be written to."""
     given = [p for p in parameters if p is not None]
-    if not given or len({p.data_ptr() for p in given}) < len(parameters) or len({p.shape for p in given}) > 1:
+    if not given or len({p.data_ptr() for p in given}) < len(parameters) or len({p.shape[1:] for p in given}) > 1:
         return
     if any(p.is_inference() or (p.device.type == "cpu" and p.is_shared()) for p in given):
         return
     whole = torch.cat([p.data for p in given])
-    for p, part in zip(given, whole.chunk(len(given)), strict=True):
+    for p, part in zip(given, whole.split([*map(len, given)]), strict=True):
         p.data = part

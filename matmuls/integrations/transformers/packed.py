@@ -1,8 +1,6 @@
 """Hidden states of packed texts: an optimized encoder runs on the tokens of all texts, without padding between them."""
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
 from . import one_pass, registered, replayed
-from .families import TEXTS, UNPACKED, _kind
+from .families import DECODERS, TEXTS, UNPACKED, _kind
 from .one_pass import RECORDED
 from .plan import _Chain, _is_ours
 from .rotary import depends_on_length
@@ -55,7 +53,7 @@ def can_pack(model: nn.Module) -> str | None:
         return f"{type(whole).__name__} is in training mode"
     if depends_on_length(whole):
         return f"the positions of {type(whole).__name__} depend on the longest text of a batch"
-    return next(filter(None, (_why_not_attention(plan.attention) for plan in chain.plans)), None)
+    return next(filter(None, (_why_not_attention(p.attention, p.family.causal) for p in chain.plans)), None)
 
 
 @torch.no_grad()
@@ -100,13 +98,13 @@ def encode_tokens(
     given = {"input_ids": input_ids, "token_type_ids": token_type_ids}
     if token_type_ids is not None and token_type_ids.shape != input_ids.shape:
         raise ValueError(f"encode_tokens: expected token_type_ids [{len(input_ids)}], got {list(token_type_ids.shape)}")
-    if token_type_ids is not None and "token_type_ids" not in _names(type(whole)):
+    if token_type_ids is not None and "token_type_ids" not in one_pass.names(type(whole)):
         raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
     if len(input_ids) == 0:
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
     of_text = moved(torch.tensor(counts, device="cpu"), input_ids.device)
     kept = torch.arange(max(counts), device=input_ids.device) < of_text[:, None]
-    padding = getattr(whole.embeddings, "padding_idx", 0)  # RoBERTa numbers the other tokens
+    padding = getattr(getattr(whole, "embeddings", None), "padding_idx", 0)  # RoBERTa numbers the other tokens
     tokens = {
         name: x.new_full(kept.shape, padding if name == "input_ids" else 0).masked_scatter_(kept, x)
         for name, x in given.items()
@@ -185,7 +183,7 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     output = None
     if small and (mask is None or source.numel() <= replayed.SMALL):
         output = replayed.padded(model, chain, tokens, mask)
-    if mask is None and in_blocks(source.size(1), one_pass.window(model.config)):
+    if mask is None and in_blocks(source.size(1), one_pass.window(chain)):
         mask = torch.ones_like(source[..., 0] if source.dim() > 2 else source)
     if output is None and mask is not None:
         output = _without_hidden(model, chain, tokens, mask, replays, small)
@@ -197,7 +195,7 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
     result shall be a tuple."""
     if not chain.unpad or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
         return None
-    given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
+    given = dict(zip(one_pass.names(type(model)), args, strict=False)) | kwargs
     config, mask = model.config, given.get("attention_mask")
     source = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
     if type(source) is not Tensor or source.dim() < 2 or source.numel() == 0 or source.is_meta or is_tracing(source):
@@ -207,6 +205,12 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     if any(given[name] is not None and given[name] is not False for name in given.keys() - ARGUMENTS):
         return None
+    if _kind(model) in DECODERS:
+        cached = given.get("use_cache")
+        if config.use_cache if cached is None else cached:
+            return None
+        if given.get("is_causal") is not None or given.get("position_ids") is not None:
+            return None
     if any(given.get(name, getattr(config, name, False)) for name in RECORDED):
         return None
     tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
@@ -222,13 +226,14 @@ def _without_hidden(
     if chain.is_training(model):
         return None
     seen = mask.bool()
-    kept, hidden = one_pass.kept(seen), ~seen[:, 0]
+    kept = one_pass.kept(model, seen)
+    hidden = kept[:, 0] & ~seen[:, 0]
     counts, starts_hidden = torch.stack([kept.sum(1), hidden]).tolist()
     texts = [(count, bool(h)) for count, h in zip(counts, starts_hidden, strict=True)]
     whole = sum(counts) == kept.numel() and not any(starts_hidden)
-    if whole and not in_blocks(kept.size(1), one_pass.window(model.config)):  # nothing to leave out
+    if whole and not in_blocks(kept.size(1), one_pass.window(chain)):  # nothing to leave out
         return replayed.padded(model, chain, tokens, None) if small else None
-    if (1, True) in texts:  # a text without a token
+    if (1, True) in texts or (0, False) in texts:  # a text without a token
         return None
     tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tokens.items()}
     try:
@@ -251,7 +256,7 @@ def _run(
     """The model's output for the tokens that are kept of [texts, longest], computed in steps of whole texts. Its hidden
     states are [texts, longest, width], or [T, width] without unpad."""
     chain: _Chain = model.__dict__["forward"].args[1]
-    tokens = {"position_ids": one_pass.positions(model.embeddings, tokens, kept)} | tokens
+    tokens = {"position_ids": one_pass.positions(model, tokens, kept)} | tokens
     if replays:  # in any order, and without waiting for the GPU
         places = kept.flatten().nonzero_static(size=sum(count for count, _ in texts)).squeeze(1)
     else:
@@ -313,18 +318,12 @@ def _most(chain: _Chain, model: Any, device: torch.device) -> float:
 
 def _fits(model: Any, tokens: dict[str, Tensor], length: int) -> bool:
     """True if there are positions enough, or the caller gives them."""
-    return "position_ids" in tokens or length <= one_pass.longest(model.embeddings)
+    return "position_ids" in tokens or length <= one_pass.longest(model)
 
 
 def _whole(model: nn.Module) -> nn.Module | None:
     """The model of texts inside a module: the embeddings and all layers, without a head."""
     return next((m for m in model.modules() if _kind(m) in TEXTS), None)
-
-
-@lru_cache
-def _names(model: Any) -> tuple[str, ...]:
-    """The names of forward's arguments, in order."""
-    return tuple(signature(model.forward).parameters)[1:]
 
 
 def _checked(what: str, x: Tensor, lengths: Sequence[int] | Tensor, dims: int = 1) -> list[int]:

@@ -39,6 +39,8 @@ class _Plan:
     qkv: tuple[nn.Linear, ...]
     projection: nn.Linear
     norms: tuple[nn.Module, ...]
+    after: tuple[nn.Module, ...]
+    of_heads: tuple[nn.Module, ...]
     up: tuple[nn.Linear, ...]
     activation: nn.Module
     epilogue: str | None
@@ -63,6 +65,8 @@ class _Plan:
             projection, down = (layer.get_submodule(name) for name in (family.projection, family.down))
             norms = tuple(layer.get_submodule(name) for name in family.norms)
             scales = tuple(layer.get_submodule(name) for name in family.scales)
+            after = tuple(layer.get_submodule(name) for name in family.after)
+            of_heads = tuple(attention.get_submodule(name) for name in family.of_heads)
         except AttributeError as error:
             return cls.of(layer, family.other, chunk_bytes) if family.other else str(error)
         linears = [*qkv, projection, *up, down]
@@ -76,8 +80,9 @@ class _Plan:
         if any("forward" in m.__dict__ for m in layer.modules()):
             return "its forward has been replaced"
         normed = norms[1:] if family.norm_first and type(norms[0]) is nn.Identity else norms
-        if any(type(m) is not nn.Linear for m in linears) or any(type(m) is not nn.LayerNorm for m in normed):
-            return "not all of its parts are nn.Linear and nn.LayerNorm"
+        normed = *normed, *after, *of_heads
+        if any(type(m) is not nn.Linear for m in linears) or not all(_is_norm(m, family, layer) for m in normed):
+            return f"not all of its parts are nn.Linear and {'RMS norms' if family.rms else 'nn.LayerNorm'}"
         for m in layer.modules():
             known = type(m).__module__.startswith("transformers.") or type(m) in PLAIN or m is activation
             if not known or not type(m).forward.__module__.startswith(("transformers.", "torch.")):
@@ -95,7 +100,9 @@ class _Plan:
         size = getattr(attention, "attention_head_size", None) or getattr(attention, "head_dim", None)
         size = size or qkv[0].out_features // attention.config.num_attention_heads
         rows = [m.out_features for m in qkv]
-        if any(n % (3 // len(qkv) * size) for n in rows) or len({*rows}) > 1:
+        shared = family.causal or family.rms is not None
+        equal = rows[0] % rows[-1] == 0 if shared else rows[0] == rows[-1]
+        if any(n % (3 // len(qkv) * size) for n in rows) or len({*rows[1:]}) > 1 or not equal:
             return f"its q, k and v are not equally many heads of {size}"
         if len({(p.dtype, p.device) for p in parameters}) > 1:
             return "its weights differ in dtype or device"
@@ -104,6 +111,8 @@ class _Plan:
             qkv,
             projection,
             norms,
+            after,
+            of_heads,
             up,
             activation,
             EPILOGUES.get(type(activation)) if _is_stock_gelu(activation) else None,
@@ -125,8 +134,13 @@ class _Plan:
 
     @property
     def width(self) -> int:
-        """That of q, of k and of v."""
+        """That of q."""
         return self.qkv[0].out_features * len(self.qkv) // 3
+
+    @property
+    def shared(self) -> int:
+        """How many heads of q share one of k and of v."""
+        return self.qkv[0].out_features // self.qkv[-1].out_features
 
     @property
     def inner(self) -> int:
@@ -231,6 +245,12 @@ class _Chain:
 
 
 _running: ContextVar[_Chain | None] = ContextVar("running", default=None)  # its layers may write over their input
+
+
+def _is_norm(module: nn.Module, family: Family, layer: nn.Module) -> bool:
+    if family.rms is None:
+        return type(module) is nn.LayerNorm
+    return type(module).__module__ == type(layer).__module__ and type(module).__name__.endswith("RMSNorm")
 
 
 def _watched(module: nn.Module) -> bool:

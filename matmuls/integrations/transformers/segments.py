@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import registered
 
+# torch 2.11 has no such argument, and takes fewer heads of k and v
+GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 BLOCK = 64  # half of the queries of a block, at least
 Bias = Callable[[Tensor], Tensor]
 
@@ -50,7 +53,7 @@ class Segments:
         attention that depends on their distance."""
         self.queries, self.keys, self.longest, self.groups = queries, keys, longest, groups
         self._columns = columns
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None, bool], Tensor | None] = {}
 
     @classmethod
     def of(cls, texts: Sequence[tuple[int, bool]], columns: Tensor) -> "Segments":
@@ -81,27 +84,38 @@ class Segments:
         starts = torch.stack([torch.stack([begins, begins + hidden]), ends.expand(2, -1)], -1).flatten(1)
         return torch.cat([starts.new_zeros(2, 1), starts], 1).int()
 
-    def attend(self, qkv: Tensor, scale: float, window: int | None = None, bias: Bias | None = None) -> Tensor:
-        """The context [1, T, H * D] of q, k and v [3, 1, H, T, D]. A token sees those less than window columns away,
-        or all of its text. bias is added to the scores: [texts, H, Q, K] of the columns [texts, Q, K] from queries to
-        keys."""
-        varlen = qkv.is_cuda and bias is None and _has_varlen(qkv.device, qkv.dtype, qkv.size(-1))
+    def attend(
+        self,
+        qkv: Sequence[Tensor],
+        scale: float,
+        window: int | None = None,
+        bias: Bias | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """The context [1, T, H * D] of q [1, H, T, D], and k and v [1, h, T, D]. A token sees those less than window
+        columns away, or all of its text; if causal, none after it. bias is added to the scores: [texts, H, Q, K] of the
+        columns [texts, Q, K] from queries to keys."""
+        first, shared = qkv[0], qkv[0].size(1) > qkv[1].size(1)
+        varlen = first.is_cuda and bias is None and _has_varlen(first.device, first.dtype, first.size(-1))
         if varlen and (window is None or not any(self._gaps)):
-            q, k, v = qkv[:, 0].transpose(1, 2)
-            sides = (-1, -1) if window is None else (window - 1, window - 1)
+            side = -1 if window is None else window - 1
             of_all = self.queries, self.keys, self.longest, self.longest
-            return varlen_attn(q, k, v, *of_all, scale=scale, window_size=sides).flatten(1)[None]
+            options = {"scale": scale, "window_size": (side, 0 if causal else side)}
+            options |= GROUPED if shared else {}
+            return varlen_attn(*(x[0].transpose(0, 1) for x in qkv), *of_all, **options).flatten(1)[None]
         pieces, start = [], 0
         for i, (length, hidden, count) in enumerate(self.groups):
             tokens = slice(start, start + count * length)
-            q, k, v = qkv[:, 0, :, tokens].unflatten(2, (count, length)).transpose(1, 2)
+            q, k, v = (x[0, :, tokens].unflatten(1, (count, length)).transpose(0, 1) for x in qkv)
             if in_blocks(length, window) and not hidden and not self._gaps[i]:
-                y = _local(q, k, v, scale, window)
+                y = _local(q, k, v, scale, window, causal)
             else:
-                key = i, window
+                key = i, window, causal
                 if key not in self._masks:  # equal in all layers with that window
-                    self._masks[key] = self._mask(i, tokens, window, bias, qkv.device)
-                y = scaled_dot_product_attention(q, k, v, self._masks[key], scale=scale)
+                    self._masks[key] = self._mask(i, tokens, window, bias, causal, first.device)
+                mask = self._masks[key]
+                alone = causal and mask is None
+                y = scaled_dot_product_attention(q, k, v, mask, is_causal=alone, scale=scale, enable_gqa=shared)
             pieces.append(y.transpose(1, 2).flatten(2).flatten(0, 1))
             start = tokens.stop
         return torch.cat(pieces)[None] if len(pieces) > 1 else pieces[0][None]
@@ -120,10 +134,10 @@ class Segments:
         return [hidden or gap for (_, hidden, _), gap in zip(self.groups, found, strict=True)]
 
     def _mask(
-        self, i: int, tokens: slice, window: int | None, bias: Bias | None, device: torch.device
+        self, i: int, tokens: slice, window: int | None, bias: Bias | None, causal: bool, device: torch.device
     ) -> Tensor | None:
         """The bias [texts or 1, H, length, length] of a group, or True where a token sees another; None if all of a
-        text do."""
+        text do, or, if causal, all before it."""
         length, hidden, _ = self.groups[i]
         seen, distances, places = None, None, torch.arange(length, device=device)
         if bias is not None or window is not None:
@@ -133,6 +147,7 @@ class Segments:
             distances = columns[:, None, :] - columns[:, :, None]
         if window is not None and distances is not None and (length > window or self._gaps[i]):
             seen = (distances.abs() < window)[:, None]
+            seen = seen & (distances <= 0)[:, None] if causal else seen
         if hidden:
             others = places > 0
             seen = others[None, None, None] if seen is None else seen & others
@@ -146,14 +161,18 @@ def in_blocks(length: int, window: int | None) -> bool:
     return window is not None and length > 4 * max(window, BLOCK)
 
 
-def _local(q: Tensor, k: Tensor, v: Tensor, scale: float, window: Any) -> Tensor:
-    """The context [B, H, S, D] of tokens that see those less than window away, in blocks of queries."""
+def _local(q: Tensor, k: Tensor, v: Tensor, scale: float, window: Any, causal: bool) -> Tensor:
+    """The context [B, H, S, D] of tokens that see those less than window away, if causal before them, in blocks of
+    queries."""
     length, step, pieces = q.size(2), 2 * max(window, BLOCK), []
     places = torch.arange(length, device=q.device)
     for start in range(0, length, step):
-        some, near = slice(start, start + step), slice(max(start - window, 0), start + step + window)
-        seen = (places[None, near] - places[some, None]).abs() < window
-        pieces.append(scaled_dot_product_attention(q[:, :, some], k[:, :, near], v[:, :, near], seen, scale=scale))
+        some, near = slice(start, start + step), slice(max(start - window, 0), start + step + (0 if causal else window))
+        distances = places[None, near] - places[some, None]
+        seen = (distances.abs() < window) & (distances <= 0) if causal else distances.abs() < window
+        parts = q[:, :, some], k[:, :, near], v[:, :, near]
+        shared = q.size(1) > k.size(1)
+        pieces.append(scaled_dot_product_attention(*parts, seen, scale=scale, enable_gqa=shared))
     return torch.cat(pieces, 2)
 
 
@@ -172,13 +191,13 @@ def _has_varlen(device: torch.device, dtype: torch.dtype, head: int) -> bool:
 packed: ContextVar[Segments | None] = ContextVar("packed", default=None)  # of the hidden states [1, T, width] of a call
 
 
-def _why_not_attention(attention: Any) -> str | None:
-    """Why an attention module, as it is set, does not attend by segments."""
+def _why_not_attention(attention: Any, causal: bool) -> str | None:
+    """Why an attention module, as it is set, does not attend by segments. causal: it may be."""
     if not hasattr(attention, "config"):  # MPNet's is always ours
         return None
     name = attention.config._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get(name)
-    if getattr(attention, "is_causal", False):
+    if getattr(attention, "is_causal", False) and not causal:
         return f"{type(attention).__name__} is causal"
     if registered.gives_probabilities(function, attention, {}):
         return f'its attention "{name}" returns probabilities'

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .plan import _is_ours
 from .taken import attending, in_use, takes, unsupported
 
-Batch = Mapping[str, Tensor] | Sequence[str]
+Batch = Mapping[str, Tensor] | Sequence[str] | Sequence[Sequence[str]]
 
 
 class VerificationError(RuntimeError):
@@ -58,8 +58,8 @@ def verify(model: nn.Module, batch: Batch, tolerance: float | None = None) -> Di
 
     Args:
         model: a model that `optimize` changed, or that uses an attention function of `register`.
-        batch: arguments of a forward pass. For a SentenceTransformer, a list of texts works too; its transformer is
-            run.
+        batch: arguments of a forward pass. For a SentenceTransformer, a list of texts works too, and for a CrossEncoder
+            a list of pairs of texts; its transformer is run.
         tolerance: the largest difference allowed; by default 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and
             1e-1 for bfloat16.
 
@@ -100,6 +100,8 @@ def verify(model: nn.Module, batch: Batch, tolerance: float | None = None) -> Di
         tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2}.get(dtype, 1e-1)
     training = {m: m.training for m in model.modules()}
     wanted = {"output_hidden_states": True, "output_attentions": True}
+    if "use_cache" in inspect.signature(type(model).forward).parameters:
+        batch = {"use_cache": False, **batch}  # type: ignore[dict-item]  # with a cache, the stock code would run
     model.eval()
     try:
         ours = _results(model(**batch, **wanted))
@@ -129,7 +131,7 @@ def _of_sentence_transformers(model: nn.Module) -> bool:
 
 
 def _transformer(model: Any, batch: Batch) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The transformer inside a SentenceTransformer, and those tensors of a batch that it takes."""
+    """The transformer inside a SentenceTransformer or CrossEncoder, and those tensors of a batch that it takes."""
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
         raise TypeError(f"verify: expected a model of transformers inside {type(model).__name__}, got none")

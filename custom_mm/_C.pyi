@@ -22,6 +22,12 @@ def destroy_cusparse() -> int: ...
 def handle_info() -> list[Handle]: ...
 def set_workspace_size(nbytes: int) -> None: ...
 def workspace_size() -> int: ...
+def matmul(a: Tensor, b: Tensor, transa: bool, transb: bool, /) -> Tensor:
+    """torch.ops.custom_mm.matmul with less overhead. Not for torch.compile, which does not know this function."""
+
+def is_batch_invariant() -> bool: ...
+def open_batch_invariant_scope() -> None: ...
+def close_batch_invariant_scope() -> None: ...
 def is_capturing(device: int) -> bool:
     """True if the GPU's current stream captures a graph. False without CUDA."""
 
@@ -120,6 +126,41 @@ def choose_spmm(
 def switch_off_spmm_kernels(names: list[str]) -> None:
     """Choosers pass these over from now on, in the whole process; all others are on again."""
 
+class PeerRows:
+    """Writes rows of a tensor into the memory of other GPUs of the host, and waits for theirs. With CUDA only."""
+
+    header: int
+    """Bytes at the start of each buffer, before the rows that are received; zero at first."""
+    most: int
+    """The largest number of ranks."""
+
+    def __init__(
+        self,
+        *,
+        buffer: Tensor,
+        addresses: Sequence[int],
+        rank: int,
+        index: Tensor | None,
+        starts: Sequence[int],
+        slots: Sequence[int],
+        sources: Sequence[int],
+        row_bytes: int,
+        seconds: float,
+    ) -> None:
+        """buffer: of this rank. addresses: where this process has mapped that of each rank. Rows starts[r] to
+        starts[r + 1] of x[index] go to place slots[r] of rank r. sources: ranks that send rows here. seconds: until a
+        rank that does not answer is given up."""
+
+    def send(self, x: Tensor) -> None:
+        """Write rows of x, when all ranks that they go to have called `send` too, on the current stream."""
+
+    def wait(self) -> None:
+        """Let the current stream wait for the rows of the other ranks."""
+
+    @property
+    def lost(self) -> int:
+        """The rank that was given up, or -1. The process can use its GPU no more then."""
+
 def check_no_overlap(op: str, out: Tensor, values: Tensor, dense: Tensor) -> None:
     """Raises RuntimeError if out shares an element with itself or with one of the others."""
 
@@ -217,6 +258,24 @@ def forget_recordings() -> None:
 
 def replays() -> int:
     """The number of calls that were repeated from a recording. In a build with CUDA."""
+
+def pack_padded(
+    input_ids: Tensor,
+    mask: Tensor | None,
+    token_type_ids: Tensor | None,
+    padding: int,
+    packed: Tensor,
+    positions: Tensor,
+    packed_types: Tensor | None,
+    place: Tensor,
+    starts: Tensor,
+) -> None:
+    """Writes the tokens of padded texts [B, S] that the mask shows, and each text's first, one after the other, to
+    packed, their positions and types, where each token of [B, S] went (-1: nowhere), and where the segments of
+    attention begin. padding: RoBERTa's padding id, -1 for positions that are columns."""
+
+def unpack_padded(states: Tensor, place: Tensor, batch: int, length: int) -> Tensor:
+    """The states [T, width] of packed tokens as [batch, length, width], zero where no token went."""
 
 def simulate_device(
     *,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import InplaceFunction
+from torch.compiler import is_dynamo_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 import custom_mm
@@ -14,6 +15,7 @@ from custom_mm.literals import Activation
 
 from .registration import signature_of_apply
 
+_call: Callable[..., torch.Tensor] = custom_mm._C.matmul  # the operator below without what torch.ops adds
 _matmul: Callable[..., torch.Tensor] = torch.ops.custom_mm.matmul.default
 _matmul_out: Callable[..., None] = torch.ops.custom_mm.matmul.out
 _matmul_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.ops.custom_mm.matmul_backward.default
@@ -69,7 +71,7 @@ def matmul(
     try:
         if bias is None and activation is None:
             if out is None:
-                return _matmul(a, b, transa, transb)
+                return _matmul(a, b, transa, transb) if is_dynamo_compiling() else _call(a, b, transa, transb)
             _matmul_out(a, b, transa, transb, out=out)
             return out
         if out is None:
@@ -81,11 +83,19 @@ def matmul(
 
 
 @contextmanager
-def handles() -> Iterator[int]:
+def handles(*, batch_invariant: bool = False) -> Iterator[int]:
     """Context manager: creates this thread's library handles on entry and destroys those of all threads on exit.
 
     Its use is optional: a product creates a missing handle itself, which takes some milliseconds. With this context
     manager that time is spent where you choose.
+
+    With `batch_invariant` a row's result has the same bits however many rows are computed with it: a request of a
+    server then gets the same answer alone and in a batch. This holds for `matmul`, `linear_` and all other dense
+    products of this library, for `masked_linear`, and for the operations on rows, in all threads until the context
+    ends. It costs time: each product has one algorithm for any number of rows, without split-K.
+
+    Args:
+        batch_invariant: make results independent of the number of rows.
 
     Returns:
         A context manager whose value is the number of GPUs, 0 without CUDA.
@@ -99,19 +109,29 @@ def handles() -> Iterator[int]:
         ...     c = matmuls.matmul(torch.eye(2), torch.ones(2, 2))
         >>> devices == torch.cuda.device_count() or devices == 0
         True
+        >>> x, w = torch.randn(100, 64), torch.randn(32, 64)
+        >>> with matmuls.handles(batch_invariant=True):
+        ...     alone, together = matmuls.matmul(x[:1], w, transb=True), matmuls.matmul(x, w, transb=True)
+        >>> torch.equal(alone, together[:1])
+        True
     """
+    if batch_invariant:
+        custom_mm._C.open_batch_invariant_scope()
     try:
         devices = custom_mm.init_cublas()
         custom_mm.init_cublaslt()
         custom_mm.init_cusparse()
         yield devices
     finally:
+        if batch_invariant:
+            custom_mm._C.close_batch_invariant_scope()
         custom_mm.destroy_cublas()
         custom_mm.destroy_cublaslt()
         custom_mm.destroy_cusparse()
 
 
-# The upstream document's classes. A Function with setup_context would cost 10 us more per call.
+# The upstream document's classes. `apply` calls the operator, which records its gradient itself: an autograd Function
+# in Python would cost 8 us more per call. forward and backward are for subclasses, and for torch.compile.
 
 
 def _forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, transa: bool, transb: bool) -> torch.Tensor:
@@ -135,10 +155,15 @@ class _Product(InplaceFunction):
 
     __signature__ = signature_of_apply("a", "b")
 
-    if TYPE_CHECKING:  # torch's takes and returns anything; one in Python would cost every call a frame
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "apply" not in vars(cls):  # a subclass of the classes below, whose forward or backward may be another
+            cls.apply = classmethod(InplaceFunction.apply.__func__)  # type: ignore[assignment,attr-defined]
 
-        @classmethod
-        def apply(cls, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
+    if TYPE_CHECKING:  # torch's takes and returns anything
+
+        @staticmethod
+        def apply(a: torch.Tensor, b: torch.Tensor, /) -> torch.Tensor: ...
 
 
 class cublasMM(_Product):
@@ -164,6 +189,13 @@ class cublasMM(_Product):
         >>> a.grad
         tensor([[3., 4.]])
     """
+
+    @staticmethod
+    def apply(a: torch.Tensor, b: torch.Tensor, /) -> torch.Tensor:
+        try:
+            return _matmul(a, b, False, False) if is_dynamo_compiling() else _call(a, b, False, False)
+        except RuntimeError as error:
+            raise clearer(error, "matmul", a=a, b=b) from None
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -195,6 +227,13 @@ class cublasTransaMM(_Product):
     """
 
     @staticmethod
+    def apply(a: torch.Tensor, b: torch.Tensor, /) -> torch.Tensor:
+        try:
+            return _matmul(a, b, True, False) if is_dynamo_compiling() else _call(a, b, True, False)
+        except RuntimeError as error:
+            raise clearer(error, "matmul", a=a, b=b) from None
+
+    @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return _forward(ctx, a, b, True, False)
 
@@ -224,6 +263,13 @@ class cublasTransbMM(_Product):
     """
 
     @staticmethod
+    def apply(a: torch.Tensor, b: torch.Tensor, /) -> torch.Tensor:
+        try:
+            return _matmul(a, b, False, True) if is_dynamo_compiling() else _call(a, b, False, True)
+        except RuntimeError as error:
+            raise clearer(error, "matmul", a=a, b=b) from None
+
+    @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return _forward(ctx, a, b, False, True)
 
@@ -251,6 +297,13 @@ class cublasTransabMM(_Product):
         >>> matmuls.cublasTransabMM.apply(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]]))
         tensor([[11.]])
     """
+
+    @staticmethod
+    def apply(a: torch.Tensor, b: torch.Tensor, /) -> torch.Tensor:
+        try:
+            return _matmul(a, b, True, True) if is_dynamo_compiling() else _call(a, b, True, True)
+        except RuntimeError as error:
+            raise clearer(error, "matmul", a=a, b=b) from None
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Facts about the GPU and torch's switches that decide which kernels run."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 
 import custom_mm
 
+is_batch_invariant: Callable[[], bool] = custom_mm._C.is_batch_invariant  # handles(batch_invariant=True)
 HOPPER_KERNELS: bool = custom_mm.build_info().get("hopper_kernels", False)  # the build contains Hopper kernels
 _simulated: dict[str, Any] = {}
 

@@ -6,6 +6,8 @@
 #include <torch/version.h>
 
 #include "dense/inplace/inplace_matmul.h"
+#include "dense/python_call.h"
+#include "glue/batch_invariance.h"
 #include "glue/checks.h"
 #include "glue/handles.h"
 #include "glue/kernel_switch.h"
@@ -14,7 +16,9 @@
 #include "rows/bindings.h"
 #include "sparse/index_checks.h"
 #include "sparse/spmm/choose.h"
+#include "texts/pack.h"
 #ifdef MATMULS_CUDA
+#include "distributed/peer_rows.h"
 #include "gpu/device_limits.h"
 #include "masked/replay.h"
 #endif
@@ -117,6 +121,23 @@ void define_inplace(py::module_& m) {
       py::arg("a"), py::arg("b"), py::arg("transb"), py::arg("bias"), py::arg("workspace"));
 }
 
+#ifdef MATMULS_CUDA
+void define_peer_rows(py::module_& m) {
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  py::class_<matmuls::PeerRows>(m, "PeerRows")
+      .def(
+          py::init<at::Tensor, const std::vector<int64_t>&, int, std::optional<at::Tensor>, const std::vector<int64_t>&,
+                   const std::vector<int64_t>&, const std::vector<int64_t>&, int64_t, double>(),
+          py::kw_only(), py::arg("buffer"), py::arg("addresses"), py::arg("rank"), py::arg("index"), py::arg("starts"),
+          py::arg("slots"), py::arg("sources"), py::arg("row_bytes"), py::arg("seconds"))
+      .def("send", &matmuls::PeerRows::send, py::arg("x"), no_gil())
+      .def("wait", &matmuls::PeerRows::wait, no_gil())
+      .def_property_readonly("lost", &matmuls::PeerRows::lost)
+      .def_property_readonly_static("header", [](const py::object&) { return matmuls::kPeerHeaderBytes; })
+      .def_property_readonly_static("most", [](const py::object&) { return matmuls::kMostPeers; });
+}
+#endif
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -132,6 +153,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("handle_info", handle_info);
   m.def("set_workspace_size", matmuls::set_workspace_size, py::arg("nbytes"), no_gil());
   m.def("workspace_size", matmuls::workspace_size, no_gil());
+  m.def("is_batch_invariant", matmuls::is_batch_invariant);
+  m.def("open_batch_invariant_scope", [] { ++matmuls::batch_invariant_scopes; });
+  m.def("close_batch_invariant_scope", [] { --matmuls::batch_invariant_scopes; });
   m.def("is_capturing", [](int device) { return matmuls::is_capturing(gpu(device)); }, py::arg("device"));
   m.def("current_stream", [](int device) { return matmuls::current_stream(gpu(device)); }, py::arg("device"));
   m.def(
@@ -185,7 +209,13 @@ PYBIND11_MODULE(_C, m) {
       py::arg("cooperative_multiprocessors") = py::none(), py::arg("capability") = py::none(),
       py::arg("hopper_code") = py::none());
   matmuls::define_replay(m);
+  define_peer_rows(m);
 #endif
+  m.def("pack_padded", matmuls::pack_padded, py::arg("input_ids"), py::arg("mask"), py::arg("token_type_ids"),
+        py::arg("padding"), py::arg("packed"), py::arg("positions"), py::arg("packed_types"), py::arg("place"),
+        py::arg("starts"));
+  m.def("unpack_padded", matmuls::unpack_padded, py::arg("states"), py::arg("place"), py::arg("batch"),
+        py::arg("length"));
   m.def(
       "check_no_overlap",
       [](const std::string& op, const at::Tensor& out, const at::Tensor& values, const at::Tensor& dense) {
@@ -193,6 +223,7 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
   define_inplace(m);
+  matmuls::define_matmul(m);
   matmuls::define_prepared_calls(m);
   matmuls::define_explain(m);
 }

@@ -215,7 +215,7 @@ def _both(plan: DistributedPlan | SparsePlan, x: torch.Tensor, grad: torch.Tenso
     return y.detach(), to_x
 
 
-def _rounds(runs: dict[str, Run], device: str, together: bool) -> tuple[dict[str, float], dict[str, float]]:
+def rounds(runs: dict[str, Run], device: str, together: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Median seconds of a call by wall clock and by events. together: on all ranks, of the slowest."""
     calls = {name: _calls(run, device, together) for name, run in runs.items()}
     wall: dict[str, list[float]] = {name: [] for name in runs}
@@ -282,7 +282,7 @@ def _time_alone(case: Case, plan: SparsePlan | None, device: str, backward: bool
                 (partial(plan.__matmul__, x), case.wall, case.gpu),
                 (partial(_both, plan, x, x), case.wall_backward, case.gpu_backward),
             )[: 2 if backward else 1]:
-                found = _rounds({ALONE: run}, device, together=False)
+                found = rounds({ALONE: run}, device, together=False)
                 wall.update(found[0])
                 gpu.update(found[1])
         except torch.OutOfMemoryError as error:
@@ -292,7 +292,7 @@ def _time_alone(case: Case, plan: SparsePlan | None, device: str, backward: bool
     case.wall, case.gpu, case.wall_backward, case.gpu_backward, case.refused = told[0]
 
 
-def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
+def relative_error(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
     """The largest relative error of the tensors, over all ranks."""
     worst = 0.0
     for x, t in zip(found, truth, strict=True):
@@ -315,7 +315,7 @@ def _check(
                 raise
             case.refused[name] = str(error).partition("\n")[0]
     truth = found.get(TORCH, found[GATHERED])
-    case.error = _difference((plan @ x,) if grad is None else _both(plan, x, grad), truth)
+    case.error = relative_error((plan @ x,) if grad is None else _both(plan, x, grad), truth)
     return {name: rivals[name] for name in found}
 
 
@@ -377,11 +377,11 @@ def measure(
             taken = _check(case, plan, rivals, x, grad if backward else None)
             runs: dict[str, Run] = {OURS: partial(plan.__matmul__, x)}
             runs |= {key: partial(rival.forward, x) for key, rival in taken.items()}
-            case.wall, case.gpu = _rounds(runs | _parts_of(plan, x), device, together=True)
+            case.wall, case.gpu = rounds(runs | _parts_of(plan, x), device, together=True)
             if backward:
                 runs = {OURS: partial(_both, plan, x, grad)}
                 runs |= {key: partial(rival.both, x, grad) for key, rival in taken.items()}
-                case.wall_backward, case.gpu_backward = _rounds(runs, device, together=True)
+                case.wall_backward, case.gpu_backward = rounds(runs, device, together=True)
             _time_alone(case, alone, device, backward)
             if alone is None and rank == 0:
                 case.refused.setdefault(ALONE, "it does not fit in memory")

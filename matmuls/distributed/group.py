@@ -83,6 +83,15 @@ class Group:
     def __str__(self) -> str:
         return f"{self.name} on rank {self.rank} of {self.size}"
 
+    @property
+    def seconds(self) -> float:
+        """The group's timeout: how long a rank may take to answer."""
+        try:
+            backend: Any = self.group._get_backend(self.device)  # type: ignore[union-attr]
+            return float(backend.options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):  # it is not public
+            return 600.0
+
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, as many on each. Waits for all of them."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)

@@ -29,6 +29,8 @@ class _Product(torch.autograd.Function):
         y, received = plan._forward(values, x)
         ctx.plan, ctx.to_x, ctx.loads = plan, to_x, plan._loads
         if not plan._constant:
+            if to_values and received is not None and plan._exchange is not None:
+                received = plan._exchange.keeps(received)
             ctx.save_for_backward(values, x if to_values else None, received if to_values else None)
         return y
 
@@ -231,6 +233,7 @@ class DistributedPlan:
                 )
         self._agreed.add(key)
         if self._exchange is not None:
+            self._exchange.prepare(n, x.dtype, recorded)
             _ = self._own.plan @ x.detach()  # selects a kernel now, not while an exchange disturbs its measurement
 
     def _load(self, values: torch.Tensor) -> None:
@@ -240,15 +243,24 @@ class DistributedPlan:
 
     def _forward(self, values: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A @ x, and the rows of x that were received for it; no gradient is recorded of what this calls."""
-        pending = None if self._exchange is None else self._exchange.start(x)
-        if not self._constant:
-            self._load(values)
-        y = self._own.plan @ x
-        if pending is None:
-            return y, None
-        received = pending.wait()
-        self._halo.add_to(y, received)
-        return y, received
+        try:
+            pending = None if self._exchange is None else self._exchange.start(x)
+            if not self._constant:
+                self._load(values)
+            y = self._own.plan @ x
+            if pending is None:
+                return y, None
+            received = pending.wait()
+            self._halo.add_to(y, received)
+            return y, received
+        except RuntimeError as error:
+            self._name_the_lost(error)
+            raise
+
+    def _name_the_lost(self, error: RuntimeError) -> None:
+        """Raise an error that names the ranks that did not answer, if the failure is that of one."""
+        if self._exchange is not None and self._exchange.is_lost:
+            self._group.name_the_dead(error)
 
     def _gradient_of_x(self, grad: torch.Tensor) -> torch.Tensor:
         exchange = self._exchange
@@ -258,9 +270,13 @@ class DistributedPlan:
         if key not in self._reversed and not is_capturing(self.device):
             _ = self._own.transposed_product(grad)  # as in _expect_agreement
             self._reversed.add(key)
-        pending = exchange.start_back(self._halo.transposed_product(grad))
-        grad_x = self._own.transposed_product(grad)
-        exchange.add_back(grad_x, pending.wait())
+        try:
+            pending = exchange.start_back(self._halo.transposed_product(grad))
+            grad_x = self._own.transposed_product(grad)
+            exchange.add_back(grad_x, pending.wait())
+        except RuntimeError as error:
+            self._name_the_lost(error)
+            raise
         return grad_x
 
     def _gradient_of_values(
@@ -294,14 +310,14 @@ class DistributedPlan:
         Returns:
             Lines of text: bytes for each rank, and this rank's kernels.
         """
-        size, most = self._group.size, max(self.columns)
+        size, most, exchange = self._group.size, max(self.columns), self._exchange
         each = n * (dtype or self.dtype).itemsize
         gathered = (size - 1) * most * each
-        way = "by an all-gather of all rows" if self.gathers else "by an all-to-all of the needed rows"
+        way = "" if exchange is None else exchange.way(n, dtype or self.dtype)
         lines = [
             f"{' x '.join(map(str, self.shape))} on {size} ranks; rank {self.rank}: rows {self.rows[self.rank]}, "
             f"rows of x {self.columns[self.rank]}, {self.nnz} nonzeros, {self._halo.plan.nnz} of them in the halo",
-            f"x is sent {way}" if self._exchange is not None else "nothing is sent: no rank needs rows of another",
+            f"x is sent {way}" if exchange is not None else "nothing is sent: no rank needs rows of another",
             f"bytes for {n} columns: sent by each rank {self.bytes_sent(n, dtype)}",
             f"the least possible (halo), received by each rank: {[rows * each for rows in self._halos]}",
             f"an all-gather would send {gathered} from each rank",
@@ -449,7 +465,7 @@ def _cut(made: DistributedPlan, products: int, gather: bool | None) -> None:
             owner = torch.searchsorted(edges, needed, right=True) - 1
             sent_counts = [counts[group.rank] for counts in facts]
             sent = group.start_all_to_all(needed - edges[owner], received_counts, sent_counts).wait()
-            made._exchange = NeededRows(group, sizes[group.rank], sent, sent_counts, received_counts)
+            made._exchange = NeededRows(group, sizes[group.rank], sent, facts)
     width = made._exchange.columns if made._exchange is not None else 0
 
     def part(of: torch.Tensor, col: torch.Tensor, width: int, added: bool) -> Part:

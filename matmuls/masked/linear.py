@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils.flop_counter import register_flop_formula
 
+from custom_mm import _C
 from custom_mm.arguments import clearer
 
 from ..registration import fail, once, register, register_autocast, register_gradient
@@ -57,9 +58,11 @@ def _linear_kernel(
     known: int = -1,
 ) -> Tensor:
     _check_linear(x, w1, w2, rows, counts, b1, b2, known)
-    if one_expert("masked_linear", rows, counts, known):  # one library product
-        return torch.nn.functional.linear(x, *((w1, b1) if known else (w2, b2)))
-    if checks.by_triton(x, w1.shape[0]):
+    by_triton = checks.by_triton(x, w1.shape[0])
+    # One library product, unless a row must not depend on whether there are rows of the other expert.
+    if one_expert("masked_linear", rows, counts, known) and not (by_triton and _C.is_batch_invariant()):
+        return plain.affine(x, *((w1, b1) if known else (w2, b2)))
+    if by_triton:
         from ..triton.masked_linear import product
 
         y = product(flat(x), w1, w2, rows, counts, b1, b2)

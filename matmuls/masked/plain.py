@@ -10,7 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from custom_mm import _C
+
 from ..registration import check_permutation
+
+
+def affine(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """x @ w^T + b by torch, or by the product that is independent of the number of rows if that is asked for."""
+    if _C.is_batch_invariant():
+        y: Tensor = torch.ops.custom_mm.cublaslt_matmul.default(x, w, b, None, False, True)
+        return y
+    return F.linear(x, w, b)
 
 
 class Split:
@@ -22,10 +32,10 @@ class Split:
     def linear(self, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: Tensor | None = None) -> Tensor:
         n1 = self.n1
         if n1 in (0, x.shape[0]):
-            return F.linear(x, w1, b1) if n1 else F.linear(x, w2, b2)
+            return affine(x, w1, b1) if n1 else affine(x, w2, b2)
         y = x.new_empty(x.shape[0], w1.shape[0])
-        y[:n1] = F.linear(x[:n1], w1, b1)
-        y[n1:] = F.linear(x[n1:], w2, b2)
+        y[:n1] = affine(x[:n1], w1, b1)
+        y[n1:] = affine(x[n1:], w2, b2)
         return y
 
     def weights(self, g: Tensor, x: Tensor, first: bool, second: bool) -> tuple[Tensor, Tensor]:
@@ -44,7 +54,7 @@ class Blend:
         self.first = first
 
     def linear(self, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None = None, b2: Tensor | None = None) -> Tensor:
-        return torch.where(self.first, F.linear(x, w1, b1), F.linear(x, w2, b2))
+        return torch.where(self.first, affine(x, w1, b1), affine(x, w2, b2))
 
     def weights(self, g: Tensor, x: Tensor, first: bool, second: bool) -> tuple[Tensor, Tensor]:
         def one(mine: Tensor, wanted: bool) -> Tensor:

@@ -13,6 +13,7 @@ from .. import files
 from . import (
     attention,
     dense,
+    distributed,
     encoders,
     graphs,
     headlines,
@@ -32,7 +33,7 @@ from .results import FOREIGN, Results
 MARKER = re.compile(r"(<!-- report:(?P<name>[\w-]+) -->)(?P<old>.*?)(<!-- /report -->)", re.DOTALL)
 PAGES: tuple[Callable[[Results], Page], ...] = (
     *(attention.page, sparse.page, encoders.page, rows.page, inplace.page, masked.page, dense.page, kernels.page),
-    *(graphs.steps, graphs.distributed, host.page),
+    *(graphs.steps, distributed.page, host.page),
     support.page,
 )
 

@@ -7,6 +7,7 @@ from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows
 
+INVARIANCE = ("cuda/batch-invariance.json", "cpu/batch-invariance.json")
 PRODUCTS = ("matmul", "cublasMM", "cublasTransaMM", "cublasTransbMM", "cublasTransabMM")
 
 
@@ -16,12 +17,13 @@ def page(results: Results) -> Page:
         "Dense products call cuBLAS and cuBLASLt, which `torch.matmul` calls too.",
         "A plain product is therefore as fast as torch's, and no faster.",
         "Time is saved in 16 bits and float64 if the same call applies bias and activation.",
-        "Times are GPU times, except in the last section.",
+        "Times are GPU times, except in the last sections.",
     )
     _epilogues(page, results)
     _bias_act(page, results)
     _products(page, results)
     _host(page, results)
+    _batch_invariance(page, results)
     return page
 
 
@@ -126,3 +128,22 @@ def _host(page: Page, results: Results) -> None:
     )
     page.say(losses([(r["ratio"], _case(r)) for r in rows], "torch"))
     page.measured(*{run.file: run for run in runs}.values())
+
+
+def _batch_invariance(page: Page, results: Results) -> None:
+    page.heading("The price of batch invariance")
+    page.say("`handles(batch_invariant=True)` makes a row's result independent of the number of rows.")
+    for file in INVARIANCE:
+        if not (results.folder / file).is_file():  # measured on one kind of machine so far
+            continue
+        run = results.run(file)
+        dtypes, counts = (list(dict.fromkeys(r[key] for r in run.rows)) for key in ("dtype", "m"))
+        of = {(d, m): [r["ratio"] for r in run.rows if (r["dtype"], r["m"]) == (d, m)] for d in dtypes for m in counts}
+        page.table(
+            f"There is one row for each number of rows, on {'a GPU' if file.startswith('cuda') else 'a CPU'}. A cell "
+            "has the lowest and the highest ratio, over the weights and calls of the file, of the time under batch "
+            "invariance to that without: lower is better.",
+            ("rows", *dtypes),
+            ([str(m), *(f"{number(min(of[d, m]))} to {number(max(of[d, m]))}" for d in dtypes)] for m in counts),
+        )
+        page.measured(run)

@@ -1,15 +1,13 @@
-"""The pages on training steps of graph networks, and on sparse products over several GPUs."""
+"""The page on training steps of graph networks."""
 
 from typing import Any
 
 from .format import losses, number
 from .page import Page
-from .results import Results, Run
+from .results import Results
 
 STEPS = "pyg-steps-cuda.json"
 WAYS = "PyG edges", "plans edges", "PyG adjacency", "plans adjacency", "torch.sparse"
-DISTRIBUTED = "distributed-2-cuda.json", "cuda/distributed-4.json"
-WEAK = "cuda/distributed-4-weak.json"
 
 
 def steps(results: Results) -> Page:
@@ -35,82 +33,6 @@ def steps(results: Results) -> Page:
             page.say(losses(ratios, over, f"plans with {given} compared with {rival.format(given)}"))
     page.measured(run)
     return page
-
-
-def distributed(results: Results) -> Page:
-    page = Page("performance/distributed.md", "Sparse products on several GPUs")
-    page.say(
-        "`matmuls.distributed.plan` multiplies a matrix whose rows are divided among processes, one for each GPU.",
-        "The tables have the wall clock of one product as called, in microseconds: lower is better.",
-        "*all-gather*: every process first gets all rows of the dense operand, then multiplies its own rows.",
-        "*efficiency* is t(one GPU) / (number of GPUs x t(distributed plan)); higher is better, 1 is ideal.",
-        "*MiB sent* is the sum over the GPUs in a product.",
-        "The commands below run under torchrun: `torchrun --nproc-per-node=2 -m matmuls spmm ...`.",
-        "For large grids further GPUs save time, because few rows of the dense operand must be sent. The other "
-        "matrices are faster on one GPU: the exchange and its launches take longer than the other GPUs save.",
-    )
-    for file in DISTRIBUTED:
-        _by_ranks(page, *results.distributed(file))
-    run, cases = results.distributed(WEAK)
-    page.heading(f"Weak scaling on {cases[0]['ranks']} GPUs")
-    page.table(
-        "There is one row for each dtype. One GPU multiplies a grid with a quarter of the vertices here, and "
-        "*efficiency* is t(one GPU) / t(distributed plan): 1 is ideal.",
-        ("matrix", "dtype", "columns", "efficiency", "efficiency, forward + backward"),
-        (
-            (
-                case["matrix"],
-                case["dtype"],
-                str(case["n"]),
-                f"{case['efficiency']:.2f}",
-                f"{case['efficiency_backward']:.2f}",
-            )
-            for case in cases
-        ),
-    )
-    page.measured(run)
-    return page
-
-
-def _by_ranks(page: Page, run: Run, cases: list[dict[str, Any]]) -> None:
-    page.heading(f"On {cases[0]['ranks']} GPUs")
-    page.table(
-        "There is one row for each matrix, dtype and number of columns of the dense operand.",
-        (
-            "matrix, dtype",
-            "columns",
-            "MiB sent",
-            *TIMED,
-            "efficiency",
-            "forward + backward",
-            "forward + backward, one GPU",
-        ),
-        (_distributed_row(case) for case in cases),
-    )
-    for name, times, rivals in (
-        ("the faster all-gather", "wall", TIMED[1:3]),
-        ("one GPU", "wall", TIMED[3:]),
-        ("one GPU, forward + backward", "wall_backward", TIMED[3:]),
-    ):
-        ratios = [
-            (
-                min(case[times][rival] for rival in rivals) / case[times][TIMED[0]],
-                f"{case['matrix']}, {case['dtype']}, {case['n']} columns",
-            )
-            for case in cases
-        ]
-        page.say(losses(ratios, name.partition(",")[0], f"compared with {name}"))
-    page.measured(run)
-
-
-TIMED = "distributed plan", "all-gather + plan", "all-gather + torch.sparse", "one process, plan"
-
-
-def _distributed_row(case: dict[str, Any]) -> list[str]:
-    sent = f"{sum(case['sent']) / 2**20:.1f}"
-    us = [f"{case['wall'][name] * 1e6:.0f}" for name in TIMED]
-    backward = [f"{case['wall_backward'][name] * 1e6:.0f}" for name in ("distributed plan", "one process, plan")]
-    return [f"{case['matrix']}, {case['dtype']}", str(case["n"]), sent, *us, f"{case['efficiency']:.2f}", *backward]
 
 
 def _name(graph: str) -> str:

@@ -61,6 +61,8 @@ def kernel_of(pattern: CsrPattern, n: int, dtype: torch.dtype, device: torch.dev
     densifies A for this one product."""
     if device.type != "cuda":
         return DEFAULT if is_off(BY_ROWS) else BY_ROWS
+    if dtype.is_complex:  # columns are pairs of real ones
+        return kernel_of(pattern, 2 * n, dtype.to_real(), device)
     row_bytes = n * dtype.itemsize
     if dtype != torch.float64 and pattern.nonzeros and takes_chunks(pattern, n, row_bytes):
         return CHUNKS
@@ -87,7 +89,7 @@ def _may_use_chunks(pattern: CsrPattern, b: torch.Tensor) -> bool:
     return (
         b.is_cuda
         and b.dim() == 2
-        and b.dtype != torch.float64
+        and b.dtype.itemsize <= 4
         and pattern.nonzeros > 0
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cuda")
@@ -198,7 +200,7 @@ def linear_op(
     s = pattern
     if s.batch is not None or (bias is not None and bias.dtype != values.dtype):
         return None
-    if x.is_cuda and x.dtype != torch.float64:
+    if x.is_cuda and x.dtype.itemsize <= 4:
         n = x.numel() // max(x.shape[-1], 1)
         if takes_chunks(s, n, n * x.element_size()):
             return None

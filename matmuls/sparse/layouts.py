@@ -376,7 +376,7 @@ class BlockLayout:
 
 def takes_blocks(pattern: CsrPattern, dtype: torch.dtype, device: torch.device) -> bool:
     """True if tensor cores can multiply the blocks: in 16 bits, or in float32 where TF32 is allowed."""
-    if pattern.blocks is None or device.type != "cuda" or dtype == torch.float64:
+    if pattern.blocks is None or device.type != "cuda" or dtype.itemsize > 4:
         return False
     narrow = dtype.itemsize == 2 or takes_tf32()
     return narrow and capability(device) >= (8, 0)

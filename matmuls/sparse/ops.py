@@ -52,13 +52,15 @@ def spmm(
 
     Args:
         a: [M, K] a plan, or a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch [..., M, K] of CSR or CSC
-            matrices; float64, float32, float16 or bfloat16, indices int32 or int64. Columns may be unsorted, and
-            duplicates are added. The indices of a sparse tensor are checked on a GPU once, and again after a write to
-            it; on a CPU at every product.
+            matrices; float64, float32, float16, bfloat16, complex64 or complex128, indices int32 or int64. Columns may
+            be unsorted, and duplicates are added. The indices of a sparse tensor are checked on a GPU once, and again
+            after a write to it; on a CPU at every product.
         b: [K, N] or [K], dense, or [..., K, N] for a batch; dtype and device of a. It is read in place if
             b.stride(-1) is 1, otherwise copied.
-        reduce: "sum", "mean" over the nonzeros of a row, "max" or "min". A row without nonzeros gives 0.
-        alpha: multiplies the product. If 0, a and b are not read, so that NaN in them does not reach the result.
+        reduce: "sum", "mean" over the nonzeros of a row, "max" or "min"; in complex dtypes "sum" or "mean". A row
+            without nonzeros gives 0.
+        alpha: a real number that multiplies the product. If 0, a and b are not read, so that NaN in them does not reach
+            the result.
         beta: multiplies `out`. If 0, out is not read.
         out: [M, N], written and returned; no gradient may be recorded.
 
@@ -119,7 +121,8 @@ def sddmm(a: torch.Tensor, b: torch.Tensor, pattern: Sparse, *, alpha: float = 1
     instead.)
 
     Args:
-        a: [..., M, D] dense; float64, float32, float16 or bfloat16. Leading dimensions of a and b broadcast.
+        a: [..., M, D] dense; float64, float32, float16, bfloat16, complex64 or complex128. Leading dimensions of a and
+            b broadcast. Complex numbers are multiplied as they are, without conjugation.
         b: [..., D, K] dense, dtype and device of a. For q @ k^T pass k.mT: that makes no copy, and its layout is the
             one that the kernel reads.
         pattern: [M, K] a plan or a sparse tensor, whose values are ignored.
@@ -224,6 +227,8 @@ def sparse_attention(
     if min(q.dim(), k.dim(), v.dim()) < 2:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
         raise RuntimeError(f"sparse_attention: expected q, k and v of at least two dimensions, got {shapes}")
+    if q.is_complex():
+        raise RuntimeError(f"sparse_attention: expected q of a real floating-point dtype, got {q.dtype}")
     ready = pattern if isinstance(pattern, SparsePlan) else plan_of("sparse_attention", pattern, tuned=False)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     if isinstance(scale, torch.Tensor):
@@ -334,14 +339,14 @@ class cusparseMM(InplaceFunction):
         csr: CsrPattern = ctx.pattern
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = matmul(grad, b.to(grad.dtype), transb=True).sum_to_size(a.shape)
+            grad_a = matmul(grad, b.to(grad.dtype).conj(), transb=True).sum_to_size(a.shape)
         if ctx.needs_input_grad[1]:
             if torch.is_grad_enabled():  # a second derivative is needed
-                grad_b = cusparseMM.apply(a.to(grad.dtype).mT, grad)
+                grad_b = cusparseMM.apply(a.to(grad.dtype).mH, grad)
             else:
                 t_crow, t_col, t_order = csr.transposed()
                 dense = folded("cusparseMM", csr, a.shape[:-2], grad, "grad")
-                values = values.to(grad.dtype)
+                values = values.to(grad.dtype).conj()
                 parts = t_crow, t_col, values, dense, csr.rows, "sum", 1.0, t_order
                 grad_b = _spmm(*parts, longest=csr.longest_column).view(b.shape)
         return grad_a, grad_b

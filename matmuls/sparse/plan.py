@@ -17,7 +17,8 @@ from .prepared import PreparedCalls, PreparedOp
 from .selector import Selector, linear_of
 from .spgemm import spgemm
 
-DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
+REAL = torch.float64, torch.float32, torch.float16, torch.bfloat16
+DTYPES = *REAL, torch.complex64, torch.complex128
 
 
 class SparsePlan:
@@ -101,7 +102,7 @@ class SparsePlan:
         GPU. A copy that a captured graph reads is overwritten in place: the graph's next replay reads the new values.
 
         Args:
-            values: [nonzeros] in the order of A.values(), or the shape of A.values(); any floating-point dtype.
+            values: [nonzeros] in the order of A.values(), or the shape of A.values(); any dtype of a plan.
 
         Returns:
             This plan.
@@ -188,18 +189,19 @@ class SparsePlan:
 
         Args:
             *args: a device, a dtype, or both, as for torch.Tensor.to.
-            **kwargs: `device` and `dtype`; float64, float32, float16 or bfloat16.
+            **kwargs: `device` and `dtype`; float64, float32, float16, bfloat16, complex64 or complex128.
 
         Returns:
             A plan; this one if device and dtype are the same.
 
         Raises:
-            TypeError: if dtype is none of the four.
+            TypeError: if dtype is none of the six.
         """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
         if dtype not in DTYPES:
-            raise TypeError(f"SparsePlan.to: expected float64, float32, float16 or bfloat16, got {dtype}")
+            expected = "float64, float32, float16, bfloat16, complex64 or complex128"
+            raise TypeError(f"SparsePlan.to: expected {expected}, got {dtype}")
         self._expect_same_indices("SparsePlan.to")
         values = self.values
         moved = values.to(device, dtype)
@@ -415,7 +417,8 @@ def plan(
 
     Args:
         a: [M, K] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a batch of CSR or CSC matrices; float64, float32,
-            float16 or bfloat16, indices int32 or int64. The plan shares its values and has its own copy of the indices.
+            float16, bfloat16, complex64 or complex128, indices int32 or int64. The plan shares its values and has its
+            own copy of the indices.
             BSR and BSC blocks with sides of 16, 32, 64 or 128 are multiplied on tensor cores, on GPUs of compute
             capability 8.0 or later, in 16 bits or TF32. a may also be a plan: its settings are then changed as given,
             and it is returned.

@@ -135,7 +135,7 @@ class Facts:
     def may_densify(self) -> bool:
         """True if A can be densified and is not so empty that no densified product is worth it."""
         s, elements = self.pattern, self.pattern.rows * self.pattern.columns
-        tensor_cores = self.device.type == "cuda" and not self.full_float32 and self.dtype != torch.float64
+        tensor_cores = self.device.type == "cuda" and not self.full_float32 and self.dtype.itemsize <= 4
         fill = FILL_FP16X2 if self.has_fp16x2 else FILL_TENSOR_CORES if tensor_cores else FILL
         # Fewer elements than nonzeros: mostly duplicates.
         return s.nonzeros <= elements <= fill * s.nonzeros and self.can_densify
@@ -374,7 +374,7 @@ def rivals(f: Facts, constant: bool) -> list[str]:
 def estimates(f: Facts, names: list[str]) -> dict[str, float]:
     """Seconds of the default product and of those named, by the cost models; {} if these do not hold."""
     min_rows = MIN_ROWS_16BIT if f.dtype.itemsize == 2 else MIN_ROWS
-    if BLOCKS in names or f.device.type != "cuda" or f.dtype == torch.float64 or not is_even(f.pattern, min_rows):
+    if BLOCKS in names or f.device.type != "cuda" or f.dtype.itemsize > 4 or not is_even(f.pattern, min_rows):
         return {}
     if (f.dtype == torch.float32 and DENSE in names) or not f.on_hopper:
         return {}

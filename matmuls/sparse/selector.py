@@ -45,7 +45,8 @@ RACE = 2e-3  # seconds of a measurement
 def _agree(x: torch.Tensor, y: torch.Tensor) -> bool:
     """True if equal up to rounding. float32 uses float16's eps: TF32 has an 11-bit significand."""
     eps = torch.finfo(torch.float16 if x.dtype == torch.float32 else x.dtype).eps
-    return bool((x - y).float().norm() <= 16 * eps * y.float().norm())
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return bool((x - y).to(wide).norm() <= 16 * eps * y.to(wide).norm())
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Selector:
         dtype = torch.get_autocast_dtype(device.type) if autocast else b.dtype
         if (values.dtype != dtype and not autocast) or inner != self._pattern.columns:
             return None  # the operator raises the error
-        if autocast and torch.float64 in (values.dtype, b.dtype):
+        if autocast and max(values.dtype.itemsize, b.dtype.itemsize) > 4:
             return None  # autocast does not touch them
         recording = torch.is_grad_enabled()
         if (recording and values.requires_grad) or torch.are_deterministic_algorithms_enabled():

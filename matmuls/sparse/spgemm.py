@@ -57,6 +57,11 @@ def listed(pattern: CsrPattern, index: torch.dtype, transposed: bool = False) ->
     return [(none if t is None else t).to(index) for t in parts]
 
 
+def _listed_both(a: Operand, b: Operand) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    index = torch.promote_types(a.pattern.crow.dtype, b.pattern.crow.dtype)
+    return listed(a.pattern, index), listed(b.pattern, index)
+
+
 class Sizes(NamedTuple):
     """What is known of C before it takes memory."""
 
@@ -72,14 +77,22 @@ class Sizes(NamedTuple):
 def sizes(name: str, a: Operand, b: Operand, max_nnz: int | None) -> Sizes:
     """The size of A @ B; ValueError if it has more than max_nnz nonzeros. Waits for the GPU."""
     expect_operands(name, a, b)
-    index = torch.promote_types(a.pattern.crow.dtype, b.pattern.crow.dtype)
-    parts, columns = (listed(a.pattern, index), listed(b.pattern, index)), b.shape[1]
+    parts, columns = _listed_both(a, b), b.shape[1]
     offsets, state = _size(*parts, columns, a.values.dtype)
-    nnz = int(offsets[-1])
+    nnz, index = int(offsets[-1]), parts[0][0].dtype
     nbytes = nnz * (index.itemsize + a.values.dtype.itemsize) + offsets.numel() * index.itemsize
     if max_nnz is not None and nnz > max_nnz:
         raise ValueError(f"{name}: expected a product of at most {max_nnz} nonzeros, got {nnz}, {nbytes} bytes")
     return Sizes(*parts, columns, offsets, state, nnz, nbytes)
+
+
+def _uncounted(a: Operand, b: Operand) -> torch.Tensor:
+    """A @ B on a CPU, in one pass where memory allows."""
+    expect_operands("spgemm", a, b)
+    parts = _listed_both(a, b)
+    none = parts[0][0].new_empty(0)
+    made = _pattern(*parts, b.shape[1], none, none, -1, a.values, b.values)
+    return as_csr(*made, (a.shape[0], b.shape[1]))
 
 
 def as_csr(crow: torch.Tensor, col: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -90,10 +103,12 @@ def spgemm(a: Any, b: Any, *, max_nnz: int | None = None) -> torch.Tensor:
     """Computes A @ B for two sparse matrices, as a sparse CSR tensor.
 
     C has a nonzero wherever a product of two nonzeros falls, also where their sum is 0. Its columns rise within each
-    row. The number of nonzeros is counted before C is allocated. The operation is differentiable any number of times in
-    the values of A and B; gradients are computed on the patterns of A and B, without a dense matrix. 16-bit products
-    are summed in float32, and on a CPU the result has the same bits for every number of threads. For many products of
-    the same patterns, make a plan with `plan_spgemm`. `plan(A) @ B` with a sparse B calls this function.
+    row. With max_nnz, and on a GPU, its nonzeros are counted before it is allocated; else a CPU takes address space for
+    as many nonzeros as there are products, up to 2^27, and memory for C alone. The operation is differentiable any
+    number of times in the values of A and B; gradients are computed on the patterns of A and B, without a dense matrix.
+    16-bit products are summed in float32, and on a CPU the result has the same bits for every number of threads. For
+    many products of the same patterns, make a plan with `plan_spgemm`. `plan(A) @ B` with a sparse B calls this
+    function.
 
     On a GPU, cuSPARSE's SpGEMM computes the product; the call waits for the GPU.
 
@@ -122,6 +137,8 @@ def spgemm(a: Any, b: Any, *, max_nnz: int | None = None) -> torch.Tensor:
                 [0., 9.]]))
     """
     left, right = operand("spgemm", "A", a), operand("spgemm", "B", b)
+    if max_nnz is None and left.values.device.type == "cpu":
+        return _uncounted(left, right)
     s = sizes("spgemm", left, right, max_nnz)
     made = _pattern(s.a, s.b, s.columns, s.offsets, s.state, s.nnz, left.values, right.values)
     return as_csr(*made, (left.shape[0], right.shape[1]))

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import sparse
 from ..sparse.chunks import chunks_of
 from .rowwise import BAD_X
-from .spec import REAL, Bad, Call, Draw, Spec
+from .spec import ALL, REAL, Bad, Call, Draw, Spec
 
 _ops = torch.ops.custom_mm
 
@@ -72,7 +72,8 @@ SPARSE_SHAPES = [(6, 5, 3), (1, 1, 1), (9, 17, 8), (33, 20, 64), (4, 300, 5)]
 
 
 def _spmm_samples(draw: Draw) -> Iterator[Call]:
-    for (rows, columns, n), layout, reduce in product(SPARSE_SHAPES, ("csr", "csc"), ("sum", "mean", "max", "min")):
+    ways = ("sum", "mean") if draw.dtype.is_complex else ("sum", "mean", "max", "min")
+    for (rows, columns, n), layout, reduce in product(SPARSE_SHAPES, ("csr", "csc"), ways):
         plan = _sparse_plan(draw, rows, columns, layout)
         yield Call((draw(plan.nnz), draw(columns, n), plan), {"reduce": reduce, "alpha": 0.5})
     plan = _sparse_plan(draw, 7, 5)
@@ -82,9 +83,14 @@ def _spmm_samples(draw: Draw) -> Iterator[Call]:
 def _spmm_bad(draw: Draw) -> Iterator[Bad]:
     plan = _sparse_plan(draw, 6, 5)
     yield Bad(Call((draw(plan.nnz), draw(6, 3), plan)), r"spmm: expected dense of shape \[..., 5, n\]")
-    yield Bad(Call((draw(plan.nnz), draw(5, 3).long(), plan)), "spmm: expected dense of a floating-point dtype")
+    whole = torch.ones(5, 3, device=draw.device, dtype=torch.long)
+    yield Bad(Call((draw(plan.nnz), whole, plan)), "spmm: expected dense of a floating-point or complex dtype, got")
+    if draw.dtype.is_complex:
+        call = Call((draw(plan.nnz), draw(5, 3), plan), {"reduce": "max"})
+        yield Bad(call, "spmm: expected reduce to be sum or mean in Complex(Float|Double), got max")
     other = torch.float32 if draw.dtype != torch.float32 else torch.float64
-    yield Bad(Call((draw(plan.nnz).to(other), draw(5, 3), plan)), "spmm: expected values to be a strided tensor in")
+    values = torch.ones(plan.nnz, device=draw.device, dtype=other)
+    yield Bad(Call((values, draw(5, 3), plan)), "spmm: expected values to be a strided tensor in")
     if draw.device != "cpu":
         yield Bad(Call((draw(plan.nnz), draw(5, 3).cpu(), plan)), "spmm: expected values to be a strided tensor in")
 
@@ -307,6 +313,7 @@ def _half_empty(draw: Draw, *shape: int) -> Tensor:
 
 
 SPARSE: dict[str, Any] = {"dtypes": REAL, "flops": False}
+WITH_COMPLEX = SPARSE | {"dtypes": ALL}
 TABLE: tuple[Spec, ...] = (
     Spec(
         name="spmm",
@@ -346,7 +353,7 @@ TABLE: tuple[Spec, ...] = (
             for columns, n in ((0, 0), (3, 0), (0, 4), (3, 4))
         ),
         opchecks=_spmm_opchecks,
-        **SPARSE,
+        **WITH_COMPLEX,
     ),
     Spec(
         name="sddmm",
@@ -358,7 +365,7 @@ TABLE: tuple[Spec, ...] = (
         bad=_sddmm_bad,
         empty=lambda draw: iter([Call((draw(0, 4), draw(4, 3), _sparse_plan(draw, 0, 3)))]),
         opchecks=_sddmm_opchecks,
-        **SPARSE,
+        **WITH_COMPLEX,
     ),
     Spec(
         name="sparse_softmax",
@@ -449,6 +456,6 @@ TABLE: tuple[Spec, ...] = (
         empty=lambda draw: iter([Call((draw(0, 4), draw(4, 5))), Call((draw(3, 0), draw(0, 5)))]),
         opchecks=_spmm_opchecks,
         static=True,
-        **SPARSE,
+        **WITH_COMPLEX,
     ),
 )

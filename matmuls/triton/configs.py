@@ -18,12 +18,13 @@ import torch
 import triton
 
 from .. import files
-from ..device import capability, forget_recordings, multiprocessors
+from ..device import capability, forget_recordings, is_batch_invariant, multiprocessors
 from .launch import INTERPRETED
 
 Result = TypeVar("Result")
 SCHEMA = 1
 LARGEST_FILE = 1 << 20  # bytes; a thousand entries take a fifth of it
+INVARIANT_ROWS = 1024  # the bucket of all row counts under handles(batch_invariant=True)
 NEAR = 3.0  # how many doublings of M, K and N together a shipped shape may differ
 SHIPPED = Path(__file__).parent / "shipped"
 # The tuned kernels. K is the dimension summed over, N the width of the result. A gradient of weights is [N, K] (of a
@@ -312,7 +313,8 @@ def run(
     if operator in forced:
         return attempt(forced[operator])
     index = like.device.index
-    chosen = tiles(operator, bucket(m), n, k, like.dtype, index, tf32)
+    rows = INVARIANT_ROWS if is_batch_invariant() else bucket(m)
+    chosen = tiles(operator, rows, n, k, like.dtype, index, tf32)
     if (operator, chosen, index) not in _refused:
         try:
             return attempt(chosen)

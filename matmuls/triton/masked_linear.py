@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import SHARED_BYTES, takes_tf32
+from ..device import SHARED_BYTES, is_batch_invariant, takes_tf32
 from .configs import Tiles, gpu, run
 from .few import few_product_kernel, in_order, of_rows
 from .launch import launch, wait_for_earlier
@@ -145,7 +145,8 @@ def product(
         given = described(t, weights, strides, k_inner)
         sides, tma, bias = (t.rows, t.columns, t.depth, t.group), given is not weights, b1 is not None
         even = K % t.depth == 0, N % t.columns == 0
-        if t.split > 1 and gather and tma and K * x.element_size() % 16 == 0:
+        few = t.split > 1 and not is_batch_invariant()  # its tiles depend on the number of rows
+        if few and gather and tma and K * x.element_size() % 16 == 0:
             few_product(t, in_order(x, rows, counts) if ordered is None else ordered)
             return
         none = (None, None) if pair is None else ()

@@ -150,11 +150,14 @@ __global__ void __launch_bounds__(256)
 template <class T, int V>
 void launch(const Pointers<T>& p, int64_t rows, int64_t columns, int64_t row_stride, Activation activation) {
   const int64_t vectors = columns / V;
-  const unsigned tx = std::min<uint64_t>(256, std::bit_ceil(static_cast<uint64_t>(vectors))), ty = 256 / tx;
+  unsigned tx = std::min<uint64_t>(256, std::bit_ceil(static_cast<uint64_t>(vectors)));
+  while (tx > 32 && vectors % tx != 0 && vectors % tx <= tx / 2) tx /= 2;  // else half of the last block is idle
+  const unsigned ty = 256 / tx;
   const int64_t blocks_x = (vectors + tx - 1) / tx, blocks_y = (rows + ty - 1) / ty;
-  // 4 to 16 rows per thread: as many as leave 8 blocks per multiprocessor.
-  const int64_t enough = int64_t{8} * device_limits().multiprocessors;
-  const int64_t rows_a_thread = std::clamp<int64_t>(blocks_x * blocks_y / enough, 4, 16);
+  // 2 to 16 rows per thread: as many as leave 32 blocks per multiprocessor, four times what it holds at once, so that
+  // the last blocks take little of the time.
+  const int64_t enough = int64_t{32} * device_limits().multiprocessors;
+  const int64_t rows_a_thread = std::clamp<int64_t>(blocks_x * blocks_y / enough, 2, 16);
   const dim3 grid(static_cast<unsigned>(blocks_x),
                   static_cast<unsigned>(std::min<int64_t>((blocks_y + rows_a_thread - 1) / rows_a_thread, 65535)));
   const auto stream = c10::cuda::getCurrentCUDAStream();

@@ -11,19 +11,14 @@
 #include <torch/library.h>
 
 #include "dense/gemm.h"
+#include "dense/invariant/cpu.h"
 #include "dense/ops.h"
 #include "glue/activation.h"
 #include "glue/autograd.h"
+#include "glue/batch_invariance.h"
 
 #ifdef MATMULS_CUDA
-#include <ATen/cuda/CUDAContextLight.h>
-#include <array>
-#include <bit>
-#include <limits>
-#include <memory>
-#include <unordered_map>
-
-#include "dense/gemm_types.h"
+#include "dense/lt_product.h"
 #include "glue/handles.h"
 #endif
 
@@ -69,161 +64,6 @@ void bias_act_(const Tensor& x, const Tensor& bias, Activation activation) {
 
 #ifdef MATMULS_CUDA
 
-template <auto destroy>
-struct Destroy {
-  template <class T>
-  void operator()(T* p) const {
-    destroy(p);
-  }
-};
-using Desc = std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroy<cublasLtMatmulDescDestroy>>;
-using MatrixLayout = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroy<cublasLtMatrixLayoutDestroy>>;
-using Preference = std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, Destroy<cublasLtMatmulPreferenceDestroy>>;
-
-// Everything that the choice of an algorithm depends on.
-struct PlanKey {
-  int64_t device, dtype, compute, transx, transy, m, n, k, ldx, ldy, ldd, batch, stride_x, stride_y, stride_d;
-  int64_t align_x, align_y, align_d, epilogue, workspace;
-  bool operator==(const PlanKey&) const = default;
-};
-static_assert(sizeof(PlanKey) == 20 * sizeof(int64_t));
-
-struct PlanKeyHash {
-  size_t operator()(const PlanKey& key) const {
-    const auto words = std::bit_cast<std::array<uint64_t, sizeof(PlanKey) / 8>>(key);
-    uint64_t hash = 0x9e3779b97f4a7c15;
-    for (const uint64_t w : words) hash = (hash ^ w) * 0xff51afd7ed558ccd, hash ^= hash >> 32;
-    return hash;
-  }
-};
-
-struct Plan {
-  Desc desc;
-  MatrixLayout x, y, d;
-  cublasLtMatmulAlgo_t algo;
-  bool supported;
-};
-
-template <class T>
-void set(const Desc& desc, cublasLtMatmulDescAttributes_t attribute, const T& value) {
-  MATMULS_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(desc.get(), attribute, &value, sizeof(value)));
-}
-template <class T>
-void set(const MatrixLayout& layout, cublasLtMatrixLayoutAttribute_t attribute, const T& value) {
-  MATMULS_CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout.get(), attribute, &value, sizeof(value)));
-}
-template <class T>
-void set(const Preference& preference, cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
-  MATMULS_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof(value)));
-}
-
-MatrixLayout matrix_layout(cudaDataType_t type, int64_t rows, int64_t cols, int64_t ld, int64_t batch, int64_t stride) {
-  cublasLtMatrixLayout_t raw = nullptr;
-  MATMULS_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&raw, type, rows, cols, ld));
-  MatrixLayout layout(raw);
-  set(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(batch));
-  set(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, stride);
-  return layout;
-}
-
-Plan make_plan(const Borrowed& handle, const PlanKey& key, const GemmTypes& types) {
-  Plan plan{};
-  cublasLtMatmulDesc_t raw = nullptr;
-  MATMULS_CUBLAS_CHECK(cublasLtMatmulDescCreate(&raw, types.compute, types.scale));
-  plan.desc.reset(raw);
-  set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA, key.transx ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(plan.desc, CUBLASLT_MATMUL_DESC_TRANSB, key.transy ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, static_cast<cublasLtEpilogue_t>(key.epilogue));
-  const auto rows = [](bool transposed, int64_t r, int64_t c) { return transposed ? c : r; };
-  plan.x = matrix_layout(types.data, rows(key.transx, key.m, key.k), rows(key.transx, key.k, key.m), key.ldx, key.batch,
-                         key.stride_x);
-  plan.y = matrix_layout(types.data, rows(key.transy, key.k, key.n), rows(key.transy, key.n, key.k), key.ldy, key.batch,
-                         key.stride_y);
-  plan.d = matrix_layout(types.data, key.m, key.n, key.ldd, key.batch, key.stride_d);
-
-  cublasLtMatmulPreference_t raw_preference = nullptr;
-  MATMULS_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&raw_preference));
-  const Preference preference(raw_preference);
-  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(key.workspace));
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key.align_x));
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.align_y));
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.align_d));
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key.align_d));
-  // Keep split-K partial sums in the compute type.
-  set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-      static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-
-  cublasLtMatmulHeuristicResult_t result{};
-  int found = 0;
-  const auto status = cublasLtMatmulAlgoGetHeuristic(handle.cublaslt(), plan.desc.get(), plan.x.get(), plan.y.get(),
-                                                     plan.d.get(), plan.d.get(), preference.get(), 1, &result, &found);
-  plan.supported = status == CUBLAS_STATUS_SUCCESS && found > 0;
-  TORCH_CHECK(plan.supported || status == CUBLAS_STATUS_SUCCESS || status == CUBLAS_STATUS_NOT_SUPPORTED,
-              "cublasLtMatmulAlgoGetHeuristic failed with ", cublasGetStatusName(status), " in ", kCublasLtOp);
-  plan.algo = result.algo;
-  return plan;
-}
-
-// The plans of one handle; bounded, for processes that never repeat a shape.
-using Plans = std::unordered_map<PlanKey, Plan, PlanKeyHash>;
-constexpr size_t kMaxPlans = 8192;
-
-Plan& plan_for(const Borrowed& handle, const PlanKey& key, const GemmTypes& types) {
-  auto& attachment = handle.attachment();
-  if (!attachment) attachment = std::make_shared<Plans>();
-  auto& plans = *static_cast<Plans*>(attachment.get());
-  if (const auto found = plans.find(key); found != plans.end()) return found->second;
-  if (plans.size() >= kMaxPlans) plans.clear();
-  return plans.emplace(key, make_plan(handle, key, types)).first->second;
-}
-
-int64_t alignment(const void* data, int64_t stride, int64_t item) {
-  const auto bits = reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(stride * item) | 256;
-  return static_cast<int64_t>(bits & -bits);
-}
-
-// One cuBLASLt product, batch included. Returns false if cuBLASLt has no algorithm for it with this epilogue.
-bool product(const Gemm& g, const Tensor& bias, cublasLtEpilogue_t epilogue) {
-  if (g.strided.size > std::numeric_limits<int32_t>::max()) return false;  // cuBLASLt's batch count has 32 bits
-  const GemmTypes types(g.out.scalar_type());
-  const int64_t item = g.out.element_size();
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  Borrowed handle(Library::cublaslt, kCublasLtOp);
-  bool supported = true;
-  g.each([&](const char* x, const char* y, char* d) {
-    if (!supported) return;
-    const PlanKey key{stream.device_index(),
-                      types.data,
-                      types.compute,
-                      g.x.transposed,
-                      g.y.transposed,
-                      g.m,
-                      g.n,
-                      g.k,
-                      g.x.ld,
-                      g.y.ld,
-                      g.ldd,
-                      g.strided.size,
-                      g.strided.x,
-                      g.strided.y,
-                      g.strided.d,
-                      alignment(x, g.strided.x, item),
-                      alignment(y, g.strided.y, item),
-                      alignment(d, g.strided.d, item),
-                      epilogue,
-                      static_cast<int64_t>(handle.workspace_nbytes())};
-    auto& plan = plan_for(handle, key, types);
-    supported = plan.supported;
-    if (!supported) return;
-    if (bias.defined()) set(plan.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias.const_data_ptr());
-    MATMULS_CUBLAS_CHECK(cublasLtMatmul(handle.cublaslt(), plan.desc.get(), types.one(), x, plan.x.get(), y,
-                                        plan.y.get(), types.zero(), d, plan.d.get(), d, plan.d.get(), &plan.algo,
-                                        handle.workspace(), handle.workspace_nbytes(), stream),
-                         " for a ", g.a.sizes(), " and b ", g.b.sizes(), " in ", g.out.scalar_type());
-  });
-  return supported;
-}
-
 cublasLtEpilogue_t epilogue_of(bool bias, Activation activation) {
   switch (activation) {
     case Activation::relu: return bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
@@ -258,9 +98,14 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activati
   const Tensor rest_bias = fuse_bias ? Tensor() : bias;
   const Activation rest = fuse_both ? Activation::none : activation;
   if (shape.k > 0) {
-    const Gemm g = describe(a, b, out, shape, transa, transb, /*row_major_out=*/bias.defined());
     const auto epilogue = epilogue_of(fuse_bias && bias.defined(), fuse_both ? activation : Activation::none);
-    if (product(g, fuse_bias ? bias : Tensor(), epilogue)) {
+    const Tensor fused = fuse_bias ? bias : Tensor();
+    if (is_batch_invariant()) {
+      batch_invariant_product(kCublasLtOp, a, b, fused, epilogue, out, shape, transa, transb);
+      return bias_act_(out, rest_bias, rest);
+    }
+    const Gemm g = describe(a, b, out, shape, transa, transb, /*row_major_out=*/bias.defined());
+    if (product_by_lt(kCublasLtOp, g, fused, epilogue)) {
       if (g.out_is_copy) out.copy_(g.out.view(out.sizes()));
       return bias_act_(out, rest_bias, rest);
     }
@@ -297,7 +142,13 @@ Tensor cublaslt_matmul_cpu(const Tensor& a, const Tensor& b, const OptionalTenso
                            bool transb) {
   const Tensor bias = tensor_or_none(maybe_bias);
   const auto activation = check_activation(a, name);
-  check(a, b, bias, transa, transb);
+  const auto shape = check(a, b, bias, transa, transb);
+  if (is_batch_invariant()) {
+    const Tensor out = at::empty(shape.out(), a.options());
+    batch_invariant_product_cpu(kCublasLtOp, a, b, bias, out, transa, transb);
+    bias_act_(out, {}, activation);
+    return out;
+  }
   const Tensor x = op_of(a, transa), y = op_of(b, transb);
   const bool with_bias = bias.defined() && y.dim() == 2;
   Tensor out = with_bias ? at::linear(x, y.t(), bias) : at::matmul(x, y);
@@ -310,6 +161,10 @@ void cublaslt_matmul_out_cpu(const Tensor& a, const Tensor& b, const OptionalTen
   const Tensor bias = tensor_or_none(maybe_bias);
   const auto activation = check_activation(a, name);
   check(a, b, bias, transa, transb, out);
+  if (is_batch_invariant()) {
+    batch_invariant_product_cpu(kCublasLtOp, a, b, bias, out, transa, transb);
+    return bias_act_(out, {}, activation);
+  }
   const Tensor x = op_of(a, transa), y = op_of(b, transb);
   const bool with_bias = bias.defined() && x.dim() == 2 && y.dim() == 2 && x.size(1) > 0;
   if (with_bias)

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <optional>
 
+#include "glue/batch_invariance.h"
+
 namespace matmuls {
 
 namespace {
@@ -145,7 +147,8 @@ Gemm describe(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, c
   for (const auto& dim : dims) calls *= dim.size, largest = std::max(largest, dim.size);
   calls /= largest;
   const double work = static_cast<double>(m) * shape.n * shape.k * largest;
-  if (calls > kMaxCalls && work < kLargeCall) {
+  // A copy of b may change its layout, and with it the algorithm, which must not depend on the number of rows.
+  if (calls > kMaxCalls && work < kLargeCall && !is_batch_invariant()) {
     // A broadcast operand is never copied: that would materialize its batch.
     const auto in_the_way = [&](const Matrices& mat) { return !mat.collapses(batch) && !mat.broadcasts(batch); };
     if (in_the_way(ma)) ma = matrices_a(ma.t.contiguous());

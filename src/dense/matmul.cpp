@@ -1,16 +1,20 @@
 // matmul: out = op(a) @ op(b) by cuBLAS.
 //
-// Source: cublasGemmEx and cublasGemmStridedBatchedEx; on the CPU torch's BLAS.
+// Source: cublasGemmEx and cublasGemmStridedBatchedEx; on the CPU torch's BLAS. Under handles(batch_invariant=True)
+// cublasLtMatmul with a fixed algorithm, and loops of dense/invariant/.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
 #include <torch/library.h>
 
 #include "dense/gemm.h"
+#include "dense/invariant/cpu.h"
 #include "dense/ops.h"
 #include "glue/autograd.h"
+#include "glue/batch_invariance.h"
 
 #ifdef MATMULS_CUDA
 #include "dense/gemm_types.h"
+#include "dense/lt_product.h"
 #include "glue/handles.h"
 #endif
 
@@ -39,6 +43,8 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& out, const ProductSh
     out.zero_();
     return;
   }
+  if (is_batch_invariant())
+    return batch_invariant_product(kMatmulOp, a, b, {}, CUBLASLT_EPILOGUE_DEFAULT, out, shape, transa, transb);
   const Gemm g = describe(a, b, out, shape, transa, transb);
   const GemmTypes types(out.scalar_type());
   const auto op = [](bool transposed) { return transposed ? CUBLAS_OP_T : CUBLAS_OP_N; };
@@ -79,12 +85,18 @@ void matmul_out_cuda(const Tensor& a, const Tensor& b, bool transa, bool transb,
 // ----------------------------------------------------------------------------------------------------------- CPU
 
 Tensor matmul_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb) {
-  check(a, b, transa, transb);
+  const auto shape = check(a, b, transa, transb);
+  if (is_batch_invariant()) {
+    const Tensor out = at::empty(shape.out(), a.options());
+    batch_invariant_product_cpu(kMatmulOp, a, b, {}, out, transa, transb);
+    return out;
+  }
   return at::matmul(op_of(a, transa), op_of(b, transb));
 }
 
 void matmul_out_cpu(const Tensor& a, const Tensor& b, bool transa, bool transb, Tensor out) {
   check(a, b, transa, transb, out);
+  if (is_batch_invariant()) return batch_invariant_product_cpu(kMatmulOp, a, b, {}, out, transa, transb);
   // The dtype of out decides, not autocast.
   const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
   const Tensor x = op_of(a, transa), y = op_of(b, transb);
@@ -133,8 +145,8 @@ std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::option
   // A vector is a row on the left and a column on the right. Under autocast the product is narrower than a saved
   // operand.
   const auto matrix = [&](const Tensor& t, bool vector, int64_t dim) {
-    const Tensor conj = t.is_complex() ? t.conj() : t;
-    return (vector ? conj.unsqueeze(dim) : conj).to(grad.scalar_type());
+    const Tensor conj = t.is_complex() ? t.conj() : t, shaped = vector ? conj.unsqueeze(dim) : conj;
+    return shaped.scalar_type() == grad.scalar_type() ? shaped : shaped.to(grad.scalar_type());
   };
   Tensor g = b_vector ? grad.unsqueeze(-1) : grad;
   if (a_vector) g = g.unsqueeze(-2);
@@ -144,7 +156,10 @@ std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::option
   if (b && b->defined()) {
     const Tensor y = matrix(*b, b_vector, 1);
     grad_a = tx ? mm(y, g, ty, true) : mm(g, y, false, !ty);
-    grad_a = a_vector ? at::sum_to(grad_a, {c10::SymInt(1), a_sizes[0]}).squeeze(0) : at::sum_to(grad_a, a_sizes);
+    if (a_vector)
+      grad_a = at::sum_to(grad_a, {c10::SymInt(1), a_sizes[0]}).squeeze(0);
+    else if (grad_a.dim() > 2)  // matrices do not broadcast
+      grad_a = at::sum_to(grad_a, a_sizes);
   }
   if (a && a->defined()) {
     const Tensor x = matrix(*a, a_vector, 0);
@@ -155,7 +170,10 @@ std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad, const std::option
     } else {
       grad_b = ty ? mm(g, x, true, tx) : mm(x, g, !tx, false);
     }
-    grad_b = b_vector ? at::sum_to(grad_b, {b_sizes[0], c10::SymInt(1)}).squeeze(1) : at::sum_to(grad_b, b_sizes);
+    if (b_vector)
+      grad_b = at::sum_to(grad_b, {b_sizes[0], c10::SymInt(1)}).squeeze(1);
+    else if (grad_b.dim() > 2)
+      grad_b = at::sum_to(grad_b, b_sizes);
   }
   return {grad_a, grad_b};
 }

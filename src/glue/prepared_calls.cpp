@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "glue/autograd.h"
+#include "glue/batch_invariance.h"
 #include "glue/handles.h"
 
 namespace matmuls {
@@ -38,11 +39,12 @@ constexpr size_t kPassed = 4;  // tensors given again with each call, at most
 struct Modes {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   bool deterministic = at::globalContext().deterministicAlgorithms();
+  bool batch_invariant = is_batch_invariant();
   bool recording = at::GradMode::is_enabled();
 
   bool operator==(const Modes& other) const {
     return keys.included_ == other.keys.included_ && keys.excluded_ == other.keys.excluded_ &&
-           deterministic == other.deterministic;
+           deterministic == other.deterministic && batch_invariant == other.batch_invariant;
   }
 };
 

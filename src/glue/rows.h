@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu/threads.h"
+#include "glue/batch_invariance.h"
 #include "glue/checks.h"
 
 namespace matmuls {
@@ -135,11 +136,12 @@ void for_runs_of_rows(const Rows<N>& rows, const Body& body) {
   });
 }
 
-// True if rows are adjacent in the first `tensors` tensors, and enough of them to vectorize across.
+// True if rows are adjacent in the first `tensors` tensors, and enough of them to vectorize across. Not under batch
+// invariance: few rows would be summed up in another order.
 template <class T, int N>
 bool lie_side_by_side(const Rows<N>& rows, int tensors) {
   constexpr int64_t kFew = 32 / sizeof(T);
-  if (rows.dims == 0 || rows.sizes[0] < kFew) return false;
+  if (rows.dims == 0 || rows.sizes[0] < kFew || is_batch_invariant()) return false;
   for (int t = 0; t < tensors; ++t)
     if (rows.strides[t][0] != 1 || (rows.columns > 1 && rows.column_strides[t] == 1)) return false;
   return true;

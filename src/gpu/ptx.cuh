@@ -202,6 +202,21 @@ __device__ inline void griddepcontrol_wait() {
 #endif
 }
 
+// ---- flags in memory that several GPUs have mapped
+__device__ inline unsigned long long load_acquire_system(const unsigned long long* flag) {
+  unsigned long long now;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(now) : "l"(flag) : "memory");
+  return now;
+}
+__device__ inline void store_release_system(unsigned long long* flag, unsigned long long now) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(now) : "memory");
+}
+__device__ inline uint64_t global_nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
 #if __CUDA_ARCH__ >= 900
 // ---- counters in global memory that blocks synchronize on
 __device__ inline void add_release(unsigned* counter, unsigned n) {

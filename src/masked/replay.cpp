@@ -19,6 +19,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "glue/batch_invariance.h"
 #include "glue/handles.h"
 #include "masked/recording.h"
 
@@ -63,6 +64,7 @@ Key key_of(const Arguments& arguments) {
   Key key;
   key.push_back(at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
                 at::Float32Precision::TF32);
+  key.push_back(is_batch_invariant());
   c10::SmallVector<const void*, 16> pointers;
   for (const c10::IValue& value : arguments) {
     if (value.isNone() || (value.isTensor() && !value.toTensor().defined())) {

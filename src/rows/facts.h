@@ -4,6 +4,7 @@
 #include <array>
 #include <climits>
 
+#include "glue/batch_invariance.h"
 #include "glue/rows.h"
 #include "rows/choose.h"
 
@@ -41,6 +42,8 @@ RowFacts facts_of(RowOperation operation, int64_t element, const Rows<N>& rows,
       aligned &= !off(rows.strides[0][d]);
     }
   }
+  // Vectors would divide a row that they do not fit among the threads by its address, and so by the rows before it.
+  if (is_batch_invariant() && (!aligned || off(rows.columns))) vectors = false;
   return {.operation = operation,
           .element = static_cast<int>(element),
           .rows = rows.count,

@@ -28,6 +28,11 @@ inline void check_floating(const char* op, const char* name, const at::Tensor& t
   TORCH_CHECK(at::isFloatingType(t.scalar_type()), op, ": expected ", name, " of a floating-point dtype, got ",
               t.scalar_type());
 }
+inline void check_floating_or_complex(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK(t.layout() == at::kStrided, op, ": expected ", name, " to be a strided tensor, got layout ", t.layout());
+  TORCH_CHECK(at::isFloatingType(t.scalar_type()) || t.is_complex(), op, ": expected ", name,
+              " of a floating-point or complex dtype, got ", t.scalar_type());
+}
 // Checks that t has the device and dtype of x.
 inline void check_like(const char* op, const char* name, const at::Tensor& t, const char* x_name, const at::Tensor& x) {
   TORCH_CHECK(t.layout() == at::kStrided && t.device() == x.device() && t.scalar_type() == x.scalar_type(), op,

@@ -51,7 +51,7 @@ void check_out(const char* op, const Tensor& x, const Tensor& out) {
 enum class CpuLoop { side_by_side, short_rows, row };
 template <class T>
 CpuLoop loop_of(const SoftmaxCall& c, const Rows<2>& rows) {
-  if (c.mask.defined() || c.causal) return CpuLoop::row;
+  if (c.mask.defined() || c.causal || is_batch_invariant()) return CpuLoop::row;
   if (lie_side_by_side<T>(rows, 2)) return CpuLoop::side_by_side;
   const bool contiguous = rows.column_strides[0] == 1 && rows.column_strides[1] == 1;
   const bool is_short = contiguous && softmax_short_rows<T>(nullptr, 0, nullptr, 0, 0, rows.columns, c.scale);

@@ -1,6 +1,8 @@
 // Dispatcher entry points of csr_transpose, csr_spmm and csr_sddmm, for operators that are composed of them.
 #pragma once
 
+#include <ATen/ops/view_as_real.h>
+
 #include <string_view>
 #include <utility>
 
@@ -23,6 +25,9 @@ MATMULS_OPERATOR(SddmmOp, "custom_mm::csr_sddmm", "",
                  at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt,
                             double, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                             const OptionalTensor&, const OptionalTensor&, bool, bool));
+
+// A complex tensor [..., n] whose rows are contiguous, as a view [..., 2 n] of its real and imaginary parts in turn.
+inline at::Tensor as_real_columns(const at::Tensor& t) { return at::view_as_real(t).flatten(-2); }
 
 // A @ dense by csr_spmm's kernels: the fallback of operators that take another layout of A as well.
 inline at::Tensor product_by_rows(const at::Tensor& crow, const at::Tensor& col, const at::Tensor& values,

@@ -233,6 +233,7 @@ void run_cuda(const SddmmCall& c) {
 
 // ------------------------------------------------------------------------------------------------ CPU, operators
 
+#include <ATen/ops/conj_physical.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 #include <torch/library.h>
@@ -248,7 +249,7 @@ namespace {
 
 c10::SymDimVector check(const Pattern& p, const Tensor& a, const Tensor& b, const c10::SymInt& columns,
                         const Tensor& selected, bool by_column, bool summed) {
-  check_floating(kSddmm, "a", a);
+  check_floating_or_complex(kSddmm, "a", a);
   check_like(kSddmm, "b", b, "a", a);
   check_pattern(kSddmm, p, a);
   TORCH_CHECK(a.dim() >= 2 && a.sym_size(-2) == p.sym_rows(), kSddmm, ": expected a of shape [..., ", p.sym_rows(),
@@ -259,6 +260,7 @@ c10::SymDimVector check(const Pattern& p, const Tensor& a, const Tensor& b, cons
   const auto lead =
       at::infer_size_symdimvector(a.sym_sizes().slice(0, a.dim() - 2), b.sym_sizes().slice(0, b.dim() - 2));
   if (selected.defined()) {
+    check_floating(kSddmm, "a beside selected", a);
     auto expected = lead;
     expected.push_back(by_column ? columns : p.sym_rows());
     expected.push_back(a.sym_size(-1));
@@ -345,10 +347,26 @@ Tensor sddmm(const Tensor& crow, const Tensor& col, const Tensor& a, const Tenso
   const int64_t batch = c10::multiply_integers(lead);
   if (batch == 0 || alpha == 0) return out.zero_();  // nothing is read then, NaN or not, as in BLAS
   // Few numbers are read where they lie.
-  const bool few = a.is_cuda() && batch == 1 && !selected.defined() && are_few(p.nonzeros(), a.size(-1));
+  const bool few =
+      a.is_cuda() && batch == 1 && !selected.defined() && !a.is_complex() && are_few(p.nonzeros(), a.size(-1));
   const auto by_rows = [&](const Tensor& t) { return as_batch(few ? t : with_contiguous_rows(t), lead, batch, 2); };
-  run({readable(kSddmm, p, columns.expect_int()), by_rows(a), by_rows(b), out.view({summed ? 1 : batch, p.nonzeros()}),
-       alpha, selected.defined() ? as_batch(selected, lead, batch, 2).contiguous() : selected, by_column, summed});
+  const Pattern whole = readable(kSddmm, p, columns.expect_int());
+  const auto sample = [&](const Tensor& x, const Tensor& y, const Tensor& into) {
+    run({whole, by_rows(x), by_rows(y), into.view({summed ? 1 : batch, p.nonzeros()}), alpha,
+         selected.defined() ? as_batch(selected, lead, batch, 2).contiguous() : selected, by_column, summed});
+  };
+  if (!a.is_complex()) {
+    sample(a, b, out);
+    return out;
+  }
+  // Columns as pairs of real ones: re(a b) = dot(a, conj(b)), im(a b) = dot(a, i conj(b)).
+  const Tensor x = as_real_columns(with_contiguous_rows(a));
+  const Tensor y = at::conj_physical(b).contiguous();
+  const Tensor part = at::empty(out.sizes(), x.options()), parts = at::view_as_real(out);
+  sample(x, as_real_columns(y), part);
+  parts.select(-1, 0).copy_(part);
+  sample(x, as_real_columns(y.mul_(c10::complex<double>(0, 1))), part);
+  parts.select(-1, 1).copy_(part);
   return out;
 }
 
@@ -359,7 +377,7 @@ Tensor sddmm_meta(const Tensor& crow, const Tensor& col, const Tensor& a, const 
   return at::empty_symint(check(p, a, b, columns, tensor_or_none(selected), by_column, summed), a.options());
 }
 
-// Gradients: for a, the product of grad (as a sparse matrix) and b; for b, that of its transpose and a.
+// Gradients: for a, the product of grad (as a sparse matrix) and conj(b); for b, that of its transpose and conj(a).
 struct SddmmFunction : KernelFunction<SddmmFunction> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b, const Pattern& p,
                         const c10::SymInt& columns, double alpha, const OptionalTensor& selected, bool by_column,
@@ -388,8 +406,8 @@ struct SddmmFunction : KernelFunction<SddmmFunction> {
     const c10::SymInt columns = b_sizes[b_sizes.size() - 2];
     // Expanded to the whole batch: a summed gradient and one of the operands may lack batch dimensions.
     const auto product = [&](const Pattern& q, const Tensor& dense, const c10::SymInt& inner, bool selected_by_column) {
-      const Tensor one = SpmmOp::call(q.crow, q.col, grads[0], dense.to(grads[0].scalar_type()), inner, "sum", alpha,
-                                      none_or_tensor(q.order), none_or_tensor(q.t_crow), none_or_tensor(q.t_col),
+      const Tensor one = SpmmOp::call(q.crow, q.col, grads[0], dense.to(grads[0].scalar_type()).conj(), inner, "sum",
+                                      alpha, none_or_tensor(q.order), none_or_tensor(q.t_crow), none_or_tensor(q.t_col),
                                       none_or_tensor(q.t_order), none_or_tensor(saved[8]), selected_by_column, -1, -1);
       auto shape = ctx->saved_data["lead"].toSymIntVector();
       shape.push_back(one.sym_size(-2));

@@ -3,7 +3,7 @@
 // Operators, in the order in which a plan calls them:
 //   csr_spgemm_size: the number of nonzeros of C, before C takes memory
 //   csr_spgemm_pattern: the pattern of C, whose columns rise within each row; with its values, if A and B come with
-//     theirs
+//     theirs. On a CPU, nonzeros = -1 says that they were not counted; offsets and state are not read then
 //   csr_spgemm: the values of C
 //   csr_spgemm_sampled: the values of G @ M^T at the nonzeros of a pattern P, for gradients
 //
@@ -15,12 +15,17 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+#include <tuple>
+
 #include "sparse/csr.h"
 
 namespace matmuls::spgemm {
 
 constexpr const char *kSize = "csr_spgemm_size", *kPattern = "csr_spgemm_pattern", *kProduct = "csr_spgemm",
                      *kSampled = "csr_spgemm_sampled";
+
+using Made = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // crow, col, values of C
 
 // A checked call of the first three operators. c and the values are undefined where an operator does not take them.
 struct Product {
@@ -53,8 +58,12 @@ inline at::Tensor wide(const at::Tensor& values) {
 }
 
 at::Tensor size_cpu(const Product& call);  // [rows + 1] int64: offsets of the rows of C
-// Columns and, if the call has values and it saves a pass, values of C; else the latter are undefined.
-std::tuple<at::Tensor, at::Tensor> pattern_cpu(const Product& call, const at::Tensor& offsets, int64_t nonzeros);
+// The columns of C. offsets: contiguous, and checked to rise from 0 to nonzeros.
+at::Tensor pattern_cpu(const Product& call, const at::Tensor& offsets, int64_t nonzeros);
+// C with its values in one pass, by the offsets of size_cpu or, if these are undefined, without them, in memory of
+// which pages are taken only where C is written. None where the rows of C are searched, or if there are too many
+// products.
+std::optional<Made> at_once_cpu(const Product& call, const at::Tensor& offsets);
 at::Tensor values_cpu(const Product& call);
 at::Tensor sampled_cpu(const Sampled& call);
 

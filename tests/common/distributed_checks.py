@@ -5,7 +5,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import matmuls
 from common.distributed_processes import close, dense, drawn, mine, raises, sparse
 from matmuls import distributed
 from matmuls.matrices import load
@@ -70,9 +69,9 @@ class Counted:
         self.rank, self.sent = rank, 0
 
     def __enter__(self):
-        from matmuls.distributed import group
+        from matmuls.distributed import group, peers
 
-        self.before = group._all_to_all, group._all_gather
+        self.before = group._all_to_all, group._all_gather, peers.Channel.send
 
         def all_to_all(pg, target, sent, received_counts, counts):
             others = sum(counts) - counts[self.rank]
@@ -83,13 +82,17 @@ class Counted:
             self.sent += (target.numel() - sent.numel()) * sent.element_size()
             return self.before[1](pg, target, sent)
 
-        group._all_to_all, group._all_gather = all_to_all, all_gather
+        def send(channel, x):
+            self.sent += channel.sent * x.shape[1] * x.element_size()
+            return self.before[2](channel, x)
+
+        group._all_to_all, group._all_gather, peers.Channel.send = all_to_all, all_gather, send
         return self
 
     def __exit__(self, *error):
-        from matmuls.distributed import group
+        from matmuls.distributed import group, peers
 
-        group._all_to_all, group._all_gather = self.before
+        group._all_to_all, group._all_gather, peers.Channel.send = self.before
 
 
 def check_bytes(rank, world, device):
@@ -255,15 +258,19 @@ def check_reordered(rank, world, device):
     assert sent["rcm"] <= 8 * 4 * 2 * world < sent[None]
 
 
-def losses(plan, features, labels, total, group):
-    """Losses of a GCN of two layers in five steps of SGD; the weights are the same on all ranks."""
-    weights = [dense(6, 8, features.device).requires_grad_(), dense(8, 4, features.device).requires_grad_()]
+def trained(product, edges, features, labels, total, group):
+    """Losses of a GCN of two layers in five steps of SGD; then its weights, the same on all ranks, and the edges.
+
+    product: by the matrix `edges`, sparse, or dense with zeros that stay. group: sums over ranks.
+    """
+    device, dtype = features.device, features.dtype
+    weights = [dense(6, 8, device, dtype).requires_grad_(), dense(8, 4, device, dtype).requires_grad_()]
     found = []
     for _ in range(5):
-        hidden = torch.relu(plan @ (features @ weights[0]))
-        out = plan @ (hidden @ weights[1])
+        hidden = torch.relu(product(features @ weights[0]))
+        out = product(hidden @ weights[1])
         loss = torch.nn.functional.cross_entropy(out, labels, reduction="sum") / total
-        gradients = list(torch.autograd.grad(loss, weights))
+        to_edges, *gradients = torch.autograd.grad(loss, (edges, *weights))
         shown = loss.detach().clone()
         if group:
             for t in (*gradients, shown):
@@ -272,22 +279,33 @@ def losses(plan, features, labels, total, group):
         with torch.no_grad():
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight -= gradient
-    return found
+            if edges.layout == torch.strided:
+                edges -= to_edges * (edges != 0)
+            else:
+                edges.detach().values().sub_(to_edges.values())
+    return torch.tensor(found, dtype=dtype), *weights, edges.detach().to_dense()
 
 
 def check_a_graph_network(rank, world, device):
+    """Losses, weights and edges are those of one process with a dense matrix, wherever the rows are."""
     sizes = SIZES[world]
     total = sum(sizes)
-    a = drawn(total, total).abs()
-    a = a / a.sum(1, keepdim=True).clamp(min=1e-9)
-    features, labels = dense(total, 6, device), torch.arange(total, device=device) % 4
-    alone = losses(matmuls.plan(sparse(a, device)), features, labels, total, False)
-    for rows in (sizes, [0] * (world - 1) + [total]):  # all on the last rank, too
-        for gather in (False, True):
-            plan = distributed.plan(sparse(mine(a, rank, rows), device), gather=gather)
-            shared = losses(plan, mine(features, rank, rows), mine(labels, rank, rows), total, True)
-            torch.testing.assert_close(torch.tensor(shared), torch.tensor(alone), rtol=1e-10, atol=0)
-    assert alone[-1] < alone[0]
+    whole = drawn(total, total).abs()
+    whole = whole / whole.sum(1, keepdim=True).clamp(min=1e-9)
+    labels = torch.arange(total, device=device) % 4
+    for dtype, within in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+        features = dense(total, 6, device, dtype)
+        edges = whole.to(device, dtype, copy=True).requires_grad_()
+        alone = trained(lambda x, edges=edges: edges @ x, edges, features, labels, total, False)
+        assert alone[0][-1] < alone[0][0]
+        for rows in (sizes, [0] * (world - 1) + [total]):  # all on the last rank, too
+            for gather in (False, True):
+                own = sparse(mine(whole.to(dtype), rank, rows), device).requires_grad_()
+                plan = distributed.plan(own, gather=gather)
+                parts = mine(features, rank, rows), mine(labels, rank, rows)
+                *shared, values = trained(plan.__matmul__, own, *parts, total, True)
+                for ours, truth in zip((*shared, values), (*alone[:-1], mine(alone[-1], rank, rows)), strict=True):
+                    torch.testing.assert_close(ours, truth, rtol=within, atol=within)
 
 
 def check_errors(rank, world, device):

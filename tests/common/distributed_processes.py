@@ -5,7 +5,7 @@ import os
 import time
 import traceback
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def run_checks(world, folder, checks, backend="gloo", device="cpu"):
     for process in processes:
         process.start()
     found = {}
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + (240 if device == "cpu" else 400)
     while any(p.is_alive() for p in processes) or not answers.empty():
         while not answers.empty():
             name, rank, error = answers.get()
@@ -108,12 +108,15 @@ def raises(kind, *parts):
     assert not missing, f"{missing} in {found.value}"
 
 
-def _lose_a_rank(rank, world, store, answers, how):
-    start(rank, world, store, "gloo", "cpu", LOST_SECONDS)
+def _lose_a_rank(rank, world, store, answers, how, backend, device):
+    start(rank, world, store, backend, device, LOST_SECONDS)
     sizes = [8] * world
-    plan = distributed.plan(sparse(mine(drawn(8 * world, 8 * world), rank, sizes)))
-    x = mine(dense(8 * world, 3), rank, sizes)
+    plan = distributed.plan(sparse(mine(drawn(8 * world, 8 * world), rank, sizes), device), gather=False)
+    x = mine(dense(8 * world, 3, device), rank, sizes)
     plan @ x
+    if device == "cuda":
+        assert "memory of the other GPUs" in plan.explain(3)
+        torch.cuda.synchronize()
     if rank == 1:
         if how == "killed":
             os._exit(0)
@@ -122,6 +125,10 @@ def _lose_a_rank(rank, world, store, answers, how):
     try:
         for _ in range(1000):
             plan @ x
+        if device == "cuda":  # they were launched, and did not end
+            with suppress(RuntimeError):
+                torch.cuda.synchronize()
+            plan @ x
     except RuntimeError as error:
         answers.put((rank, str(error), time.monotonic() - begin))
         answers.close()
@@ -129,11 +136,11 @@ def _lose_a_rank(rank, world, store, answers, how):
     os._exit(0)
 
 
-def lose_a_rank(world, folder, how):
+def lose_a_rank(world, folder, how, backend="gloo", device="cpu"):
     """Rank 1 ends, or stops answering; what the other ranks raise and after how many seconds."""
     context = mp.get_context("spawn")
     answers = context.Queue()
-    arguments = world, folder / f"store-{how}", answers, how
+    arguments = world, folder / f"store-{how}", answers, how, backend, device
     processes = [context.Process(target=_lose_a_rank, args=(rank, *arguments), daemon=True) for rank in range(world)]
     for process in processes:
         process.start()

@@ -1,8 +1,10 @@
-"""Distributed products compared with those of one process in float64: gloo on 2 to 4 processes, NCCL on two GPUs."""
+"""Distributed products compared with those of one process in float64: gloo on 2 to 4 processes, NCCL and
+writes into each other's memory on two and four GPUs."""
 
 import pytest
 import torch
 
+from common import peer_checks
 from common.distributed_checks import CHECKS, GPU_CHECKS, check_a_graph_network, check_values
 from common.distributed_processes import LOST_SECONDS, expect_no_errors, lose_a_rank, run_checks
 from matmuls.distributed.group import ANSWER_SECONDS
@@ -29,24 +31,46 @@ def test_a_group_of_one(tmp_path):
         expect_no_errors(answers, check, 1)
 
 
-@pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory):
-    if GPUS < 2:
-        pytest.skip("needs two GPUs")
-    return run_checks(2, tmp_path_factory.mktemp("store"), [*CHECKS, *GPU_CHECKS], "nccl", "cuda")
+ON_GPUS = [*CHECKS, *GPU_CHECKS, *peer_checks.CHECKS]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def on_gpus(request, tmp_path_factory):
+    if request.param > GPUS:
+        pytest.skip(f"needs {request.param} GPUs")
+    return request.param, run_checks(request.param, tmp_path_factory.mktemp("store"), ON_GPUS, "nccl", "cuda")
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("check", [*CHECKS, *GPU_CHECKS], ids=lambda check: check.__name__.removeprefix("check_"))
-def test_on_two_gpus(on_gpus, check):
-    expect_no_errors(on_gpus, check, 2)
+@pytest.mark.parametrize("check", ON_GPUS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_on_every_gpu(on_gpus, check):
+    world, answers = on_gpus
+    expect_no_errors(answers, check, world)
+
+
+@pytest.mark.cuda
+def test_written_rows_on_one_gpu(tmp_path):
+    answers = run_checks(1, tmp_path, peer_checks.ALONE, "gloo", "cuda")
+    for check in peer_checks.ALONE:
+        expect_no_errors(answers, check, 1)
+
+
+def expect_that_rank_1_is_named(found, ranks):
+    assert set(found) == {rank for rank in range(ranks) if rank != 1}
+    for rank, (error, seconds) in found.items():
+        assert f"distributed.plan on rank {rank} of {ranks}" in error
+        assert "no answer of rank 1 " in error
+        assert seconds < LOST_SECONDS + ANSWER_SECONDS + 5
 
 
 @pytest.mark.parametrize("how", ["killed", "stalled"])
 def test_a_lost_rank_is_named_in_time(tmp_path, how):
-    found = lose_a_rank(3, tmp_path, how)
-    assert set(found) == {0, 2}
-    for rank, (error, seconds) in found.items():
-        assert f"distributed.plan on rank {rank} of 3" in error
-        assert "no answer of rank 1 " in error
-        assert seconds < LOST_SECONDS + ANSWER_SECONDS + 5
+    expect_that_rank_1_is_named(lose_a_rank(3, tmp_path, how), 3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("how", ["killed", "stalled"])
+def test_a_lost_gpu_is_named_in_time(tmp_path, how):
+    if GPUS < 2:
+        pytest.skip("needs two GPUs")
+    expect_that_rank_1_is_named(lose_a_rank(2, tmp_path, how, "nccl", "cuda"), 2)

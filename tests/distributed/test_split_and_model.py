@@ -9,6 +9,7 @@ from matmuls import distributed
 from matmuls.distributed.bench import grown
 from matmuls.distributed.group import digest, even
 from matmuls.distributed.model import Load, Measured, Model, fit, load_of, predictions
+from matmuls.distributed.peers import places
 from matmuls.distributed.splits import balanced
 from matmuls.matrices import load
 
@@ -106,6 +107,20 @@ def test_a_product_breaks_the_graph_of_torch_compile():
 def test_lists_that_differ_have_other_digests():
     lists = [[1, 2, 3], [3, 2, 1], [1, 2], [1, 2, 3, 0], [0, 1, 2, 3]]
     assert len({digest(one) for one in lists}) == len(lists)
+
+
+def test_rows_that_are_written_lie_where_an_all_to_all_puts_them():
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(4, (5, 5), generator=generator).fill_diagonal_(0).tolist()
+    counts[2], counts[3][1] = [0] * 5, 0
+    names = [[(o, r, i) for r in range(5) for i in range(counts[r][o])] for o in range(5)]  # the rows that o sends
+    found = [[None] * sum(row) for row in counts]
+    for o in range(5):
+        starts, slots = places(counts, o)
+        assert starts[-1] == len(names[o])
+        for r in range(5):
+            found[r][slots[r] : slots[r] + starts[r + 1] - starts[r]] = names[o][starts[r] : starts[r + 1]]
+    assert found == [[(o, r, i) for o in range(5) for i in range(counts[r][o])] for r in range(5)]
 
 
 def test_the_load_is_counted_one_by_one():

@@ -72,7 +72,7 @@ class Uncaptured(Graphs):
         inputs = make()
         fill(inputs)
         outputs = body(inputs)
-        return type(outputs)(**{name: read(x) for name, x in outputs.items()})
+        return type(outputs)(**{name: read(x, inputs) for name, x in outputs.items()})
 
     def __len__(self):
         return 1
@@ -174,8 +174,8 @@ def test_an_appended_layer_takes_part():
 def half(name="bert", seed=0):
     """An optimized model in bfloat16 with graphs, the same without, and the handle of the first."""
     model, plain = model_of(name, "cuda", torch.bfloat16), model_of(name, "cuda", torch.bfloat16)
-    optimize(plain, unpad=True, cuda_graphs=False)
-    return model, plain, optimize(model, unpad=True)
+    optimize(plain, cuda_graphs=False)
+    return model, plain, optimize(model)
 
 
 @pytest.mark.cuda

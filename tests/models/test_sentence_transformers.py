@@ -250,6 +250,31 @@ def test_windows_grow():
     assert [p.start for p in parts[1:]] == [p.stop for p in parts[:-1]]
 
 
+@pytest.mark.parametrize("prompt", [None, "say: "])
+def test_the_first_text_sets_the_tokenizer_for_all(pair, prompt, monkeypatch):
+    stock, _, _ = pair
+    ragged = {"text": {"padding": False}, "common": {"return_tensors": None}}
+    wanted = stock.preprocess(PROSE, prompt=prompt, processing_kwargs=ragged)
+    counts, added, preprocess = [], [""], stock[0].preprocess
+
+    def counting(some, **options):
+        counts.append(len(some))
+        return preprocess([text + added[0] for text in some], **options)
+
+    monkeypatch.setattr(stock[0], "preprocess", counting)
+    tokens = tokens_of.tokenized(stock, PROSE, prompt, {})
+    assert counts == [1]
+    found = [tokens.of([i]) for i in range(len(PROSE))]
+    assert [ids.tolist() for (ids,), _ in found] == wanted["input_ids"]
+    assert [types.tolist() for _, (types,) in found] == wanted["token_type_ids"]
+    assert tokens.prompt == wanted.get("prompt_length")
+    short = {"processing_kwargs": {"text": {"max_length": 5}}}
+    assert max(tokens_of.tokenized(stock, PROSE, prompt, short).lengths) == 5
+    added[0] = "!"  # what the tokenizer of the tokenizer does not know
+    assert tokens_of.tokenized(stock, PROSE, prompt, {}).lengths != tokens.lengths
+    assert counts == [1] + 2 * [1, len(PROSE)]
+
+
 def test_one_text_takes_no_thread(pair, monkeypatch):
     _, ours, _ = pair
     started = []

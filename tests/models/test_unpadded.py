@@ -61,7 +61,7 @@ def check(model, batch, packs, tolerance=1e-5, **wanted):
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         stock = model(**batch, **wanted)
-        handle = optimize(model, unpad=True)
+        handle = optimize(model)
         packs.clear()
         ours = model(**batch, **wanted)
     handle.undo()
@@ -288,7 +288,7 @@ def test_local_attention_of_long_texts_is_computed_in_blocks(block, monkeypatch,
     model = model_of("modernbert", device)
     ids = torch.randint(1, 60, (39 + 40,), device=device)
     expected = torch.cat([hidden(model, {"input_ids": x[None]})[0] for x in ids.split([39, 40])])
-    optimize(model, unpad=True)
+    optimize(model)
     torch.testing.assert_close(encode_tokens(model, ids, [39, 40]), expected, atol=1e-5, rtol=1e-5)
     assert len(blocks) == 2  # of the second layer
     together = {"input_ids": ids[:78].view(2, 39), "attention_mask": torch.ones(2, 39, dtype=torch.long, device=device)}
@@ -316,7 +316,7 @@ def test_half_precision_errs_no_more_than_stock(name, dtype, device):
     batch = padded(model, "left")
     seen = read(batch["attention_mask"], model)
     right, stock = hidden(exact, batch)[seen], hidden(model, batch)[seen]
-    optimize(model, unpad=True)
+    optimize(model)
     ours = hidden(model, batch)[seen]
     error, allowed = ((x.double() - right).square().mean().sqrt() for x in (ours, stock))
     assert error <= 2 * allowed
@@ -326,11 +326,9 @@ def test_padding_is_computed_where_unpad_says_so(packs, device):
     model = model_of("bert", device)
     batch = padded(model)
     stock = hidden(model, batch)
-    for unpad in (False,):
-        handle = optimize(model, unpad=unpad)
-        torch.testing.assert_close(hidden(model, batch), stock, atol=1e-5, rtol=1e-5)  # hidden tokens too
-        assert not packs
-        handle.undo()
+    optimize(model, unpad=False)
+    torch.testing.assert_close(hidden(model, batch), stock, atol=1e-5, rtol=1e-5)  # hidden tokens too
+    assert not packs
 
 
 def test_encode_tokens_of_a_module_that_holds_a_model():

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "registration": {"custom_mm", "triton"},  # triton at the first call that is recorded
     "masked": {"masked.ffn", "masked.linear", "masked.plan"},
     "masked.checks": {"registration"},
-    "masked.plain": {"registration"},
+    "masked.plain": {"custom_mm", "registration"},
     "masked.plan": {"custom_mm", "masked", "registration", "triton"},
     "masked.linear": {"custom_mm", "masked", "registration", "triton"},
     "masked.ffn": {"custom_mm", "masked", "registration", "triton"},
@@ -84,7 +84,8 @@ MAY_IMPORT = {
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},
     "distributed.group": set(),
     "distributed.part": {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "names", "plan", "selector")},
-    "distributed.exchange": {"distributed.group", "distributed.part"},
+    "distributed.peers": {"custom_mm", "distributed.group"},
+    "distributed.exchange": {"distributed"} | {f"distributed.{m}" for m in ("group", "part", "peers")},
     "distributed.plans": {"registration", "sparse.csr_pattern", "sparse.plan"}
     | {f"distributed.{m}" for m in ("exchange", "group", "part")},
     "distributed.sharding": {"blocks", "masked"},
@@ -126,6 +127,7 @@ MAY_IMPORT = {
     "report.results": {"ablation", "experiment", "figures"},
     "report.page": {f"report.{m}" for m in ("format", "plot", "results")},
     "report.headlines": {"bench", "experiment"} | {f"report.{m}" for m in ("format", "plot", "results")},
+    "report.distributed": {"report.format", "report.page", "report.results"},
     "report.graphs": {"report.format", "report.page", "report.results"},
     **{
         f"report.{page}": {"bench", "experiment", "figures", "integrations.transformers", "report", "specs"}
@@ -224,7 +226,7 @@ def test_the_face_of_the_compiled_module_imports_nothing_of_ours():
 
 
 PRIMITIVES = {"glue", "gpu", "cpu"}  # folders of src/ that any other may include
-FAMILIES = {"dense", "rows", "sparse", "attention", "masked"}
+FAMILIES = {"dense", "rows", "sparse", "attention", "masked", "distributed"}
 
 
 def sources() -> dict[str, str]:

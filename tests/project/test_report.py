@@ -154,6 +154,36 @@ def test_what_is_drawn_has_the_labels(monkeypatch, tmp_path):
     assert any("lowest 0.500" in text.get_text() for text in strips.texts)
 
 
+def test_more_gpus_have_their_tables_with_what_was_predicted_of_them(copied):
+    folder = copied / "benchmarks/results/cuda"
+    of_four = json.loads((folder / "distributed-4.json").read_text())
+    case = next(c for c in of_four["cases"] if (c["matrix"], c["dtype"]) == ("grid:4096", "float32"))
+    model = next(m for m in of_four["models"] if (m["matrix"], m["dtype"]) == ("grid:4096", "float32"))
+    seconds = next(row["seconds"] for row in model["predicted"] if row["gpus"] == 8)
+    new = of_four | {"cases": [case | {"ranks": 8, "wall": case["wall"] | {"distributed plan": 0.000777}}]}
+    (folder / "distributed-8.json").write_text(json.dumps(new))
+    ways = [f"{name}, {where}" for name in ("matmuls", "nn.Linear") for where in ("divided", "alone")]
+    seconds_of = dict.fromkeys(ways, 0.002)
+    sizes = {"rows": 96, "ranks": 8, "dtype": "bfloat16", "seconds": seconds_of, "seconds_backward": seconds_of}
+    module = sizes | {"case": "MaskedLinear", "by": "columns", "in": 48, "out": 32, "error": {"matmuls": 0.003}}
+    step = sizes | {"case": "GCN", "graph": "grid:32", "efficiency": 0.5, "losses": {"divided": [4.5], "alone": [4.25]}}
+    step["seconds"] = {"divided": 0.001, "alone": 0.004}
+    rows = [step, module, {"case": "SparseLinear", "failed": "Traceback"}]
+    models = {"environment": of_four["environment"], "rows": rows}
+    (folder / "distributed-models-8.json").write_text(json.dumps(models))
+    assert run().exit_code == 0
+    page = (copied / "docs/performance/distributed.md").read_text()
+    assert [page.index(f"## On {ranks} GPUs") for ranks in (2, 4, 8)] == sorted(
+        page.index(f"## On {ranks} GPUs") for ranks in (2, 4, 8)
+    )
+    of_eight = page[page.index("## On 8 GPUs") :]
+    assert "| distributed plan | predicted from 4 GPUs |" in of_eight
+    assert f"| grid:4096, float32, 128 | 12.0 | 777 | {seconds * 1e6:.0f} |" in of_eight
+    assert "| grid:32, bfloat16 | 96 | 1.00 | 4.00 | 0.50 | 4.50000 | 4.25000 |" in of_eight
+    assert "| MaskedLinear, columns | 96 x 48 x 32 | forward | 2.00 | 2.00 |" in of_eight
+    assert "1 of 3 cases ended with an error" in of_eight
+
+
 def test_sentences_are_quoted_where_they_are_marked():
     results, path = Results(RESULTS), Path("x.md")
     inline = report.quoted("a <!-- report:cpu -->old<!-- /report --> b", results, path)

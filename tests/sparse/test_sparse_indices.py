@@ -69,7 +69,7 @@ def test_mismatched_operands_raise(device):
     for call, message in (
         (lambda: spmm(a, b[:2]), r"spmm: expected dense of shape \[..., 3, n\]"),
         (lambda: spmm(a, b.double()), "spmm: expected values to be a strided tensor in Double"),
-        (lambda: spmm(a, b.long()), "spmm: expected dense of a floating-point dtype, got Long"),
+        (lambda: spmm(a, b.long()), "spmm: expected dense of a floating-point or complex dtype, got Long"),
         (lambda: spmm(a, b, out=torch.empty(2, 2, device=device)), r"spmm: expected out of shape \[3, 2\], got"),
         (lambda: spmm(a, b, out=b), "spmm: expected out and dense not to overlap"),
         (lambda: spmm(a, b, out=b[:1].expand(3, 2)), "spmm: expected out to have one memory location"),

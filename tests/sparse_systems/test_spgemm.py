@@ -180,6 +180,39 @@ def test_more_nonzeros_than_int32_reaches_is_an_error_before_the_allocation():
         spgemm(column, row)
 
 
+@pytest.mark.parametrize("width", [5, 8, 12, 300])
+@every_dtype
+def test_counted_and_uncounted_products_are_equal(width, dtype):
+    """Rows of few products, which are sorted, and of many, with duplicates; for one thread and for several parts."""
+    generator = torch.Generator().manual_seed(width)
+    rows, columns = 60_000 // width, 700
+    crow = torch.arange(0, rows * width + 1, width)
+    col = torch.randint(columns, (rows * width,), generator=generator)
+    a = torch.sparse_csr_tensor(crow, col, torch.randn(len(col), generator=generator).to(dtype), (rows, columns))
+    b = draw_sparse(columns, 500, 0.004, dtype).to_sparse_csr()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            ours, counted = spgemm(a, b), spgemm(a, b, max_nnz=2**31)
+            for part in (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values):
+                assert torch.equal(part(ours), part(counted))
+                assert part(ours).untyped_storage().nbytes() == part(ours).nbytes
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(ours.values(), plan_spgemm(a, b).values())
+
+
+def test_more_products_than_are_kept_uncounted():
+    """They are counted then, not held: 144 million products of 12000 nonzeros."""
+    n = 12_000
+    a = torch.sparse_csr_tensor(torch.tensor([0, n]), torch.zeros(n).long(), torch.ones(n), (1, 1))
+    b = torch.sparse_csr_tensor(torch.tensor([0, n]), torch.arange(n), torch.ones(n), (1, n))
+    c = spgemm(a, b)
+    assert torch.equal(c.col_indices(), torch.arange(n))
+    assert c.values().eq(n).all()
+
+
 def test_compiled(device):
     a = draw_sparse(9, 9, 0.4, device=device).to_sparse_csr()
     made = plan_spgemm(a, a)
@@ -226,6 +259,9 @@ def test_hostile_indices_do_not_lead_out_of_bounds():
         lambda: ops.csr_spgemm_pattern(parts, parts, 10, offsets - 1, state, nnz),
         lambda: ops.csr_spgemm_pattern(parts, parts, 10, (offsets - 1).clamp_min(0), state, nnz - 1),
         lambda: ops.csr_spgemm_pattern(parts, parts, 10, offsets * 2, state, 2 * nnz, values, values),
+        lambda: ops.csr_spgemm_pattern(parts, parts, 10, offsets // 2, state, nnz // 2, values, values),
+        lambda: ops.csr_spgemm_pattern(parts, beyond, 10, offsets, state, -1, values, values),
+        lambda: ops.csr_spgemm_pattern(parts, parts, 10, offsets, state, -2, values, values),
         lambda: ops.csr_spgemm(values, values, parts, parts, [crow, col - 1], 10),
         lambda: ops.csr_spgemm(values, values, parts, parts, [crow, col, col + nnz], 10),
         lambda: ops.csr_spgemm_sampled(values, values, parts, beyond, parts, 10),

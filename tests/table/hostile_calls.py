@@ -112,6 +112,7 @@ def layouts() -> None:
     sizes = offsets, state, int(offsets[-1])
     ops.csr_spgemm_pattern(pattern, pattern, 64, *sizes)
     product = ops.csr_spgemm_pattern(pattern, pattern, 64, *sizes, values, values)
+    ops.csr_spgemm_pattern(pattern, pattern, 64, pattern[2], state, -1, values, values)
     both = [*pattern, *ops.csr_transpose(crow, col, 64)]
     ops.csr_spgemm(values, values, pattern, both, list(product[:2]), 64)
     ops.csr_spgemm_sampled(product[2], values, both, list(product[:2]), pattern, 64)

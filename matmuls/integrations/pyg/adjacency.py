@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from custom_mm.indices import check_entries, version_of
 from matmuls.sparse import plan, spmm
 from matmuls.sparse.csr_pattern import INT32_MAX, CsrPattern, for_every_stream, from_entries, untransformed
-from matmuls.sparse.plan import DTYPES, SparsePlan
+from matmuls.sparse.plan import REAL, SparsePlan
 from matmuls.sparse.prepared import state_of
 from matmuls.sparse.selector import Selector
 
@@ -168,4 +168,4 @@ def is_known_sparse(a: Tensor) -> bool:
 
 def takes(x: Tensor) -> bool:
     """True for a dense matrix that products take."""
-    return type(x) in (Tensor, torch.nn.Parameter) and x.dim() == 2 and x.dtype in DTYPES and x.numel() > 0
+    return type(x) in (Tensor, torch.nn.Parameter) and x.dim() == 2 and x.dtype in REAL and x.numel() > 0

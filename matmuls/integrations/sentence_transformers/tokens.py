@@ -4,12 +4,16 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 FIRST, MOST = 256, 1024  # texts of the first and of the largest window
+SETTINGS = {"padding", "truncation", "max_length"}  # which `preprocess` leaves to the tokenizer
+Ids = list[int]
 _tokenizing = threading.Lock()  # a tokenizer's settings change with a call; see `tokenized`
 
 
@@ -47,9 +51,14 @@ class Tokens:
         return [self.ids[p] for p in parts], None if self.types is None else [self.types[p] for p in parts]
 
 
-def tokenized(st: Any, texts: list[str], prompt: str | None, options: dict[str, Any]) -> Tokens:
-    """The tokens of texts, by the model's own `preprocess` without padding. Calls wait for each other: each sets the
-    tokenizer's truncation and padding, which fails while another thread tokenizes."""
+def tokenized(st: Any, texts: list[Any], prompt: str | None, options: dict[str, Any]) -> Tokens:
+    """The tokens of texts, or of pairs of texts, as the model's own `preprocess` makes them, without padding. Calls
+    wait for each other: each sets the tokenizer's truncation and padding, which fails while another thread tokenizes.
+
+    `preprocess` takes three times as long as the tokenizer of its tokenizer (12,000 docstrings: 0.97 s, beside 0.32 s;
+    16 cores). So it runs for the first text alone, which sets the tokenizer, and for all texts only if that one's
+    tokens differ.
+    """
     given = options.get("processing_kwargs") or {}
     ragged = {
         **given,
@@ -57,18 +66,38 @@ def tokenized(st: Any, texts: list[str], prompt: str | None, options: dict[str, 
         "common": {**given.get("common", {}), "return_tensors": None},
     }
     with _tokenizing:
-        found = st.preprocess(texts, prompt=prompt, **{**options, "processing_kwargs": ragged})
-    lengths = [len(ids) for ids in found["input_ids"]]
-    types = found.get("token_type_ids")
+        prepare = partial(st.preprocess, prompt=prompt, **{**options, "processing_kwargs": ragged})
+        found = prepare(texts[:1])
+        rows = _by_backend(st, found, texts, prompt or "", given)
+        if rows is None:
+            found = prepare(texts)
+            rows = found["input_ids"], found.get("token_type_ids")
+    ids, types = rows
+    lengths = [len(row) for row in ids]
     return Tokens(
-        _flat(found["input_ids"], lengths),
-        None if types is None else _flat(types, lengths),
-        lengths,
-        found.get("prompt_length"),
+        _flat(ids, lengths), None if types is None else _flat(types, lengths), lengths, found.get("prompt_length")
     )
 
 
-def _flat(rows: list[list[int]], lengths: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _by_backend(
+    st: Any, first: dict[str, Any], texts: list[Any], prompt: str, given: dict[str, Any]
+) -> tuple[list[Ids], list[Ids] | None] | None:
+    """The ids and the types of texts by the tokenizer of the model's tokenizer, as `preprocess` has just set it for the
+    first text; None if that may not be all that `preprocess` does."""
+    kind, settings = type(st[0].processor), st[0].processing_kwargs
+    stock = all(getattr(kind, f) is getattr(PreTrainedTokenizerFast, f) for f in ("__call__", "_encode_plus"))
+    if given or settings.get("common") or not settings.get("text", {}).keys() <= SETTINGS or not stock:
+        return None
+    prompted = [prompt + x if isinstance(x, str) else [prompt + x[0], *x[1:]] for x in texts] if prompt else texts
+    found = st[0].processor._tokenizer.encode_batch_fast(prompted)
+    ids = [encoding.ids for encoding in found]
+    types = [encoding.type_ids for encoding in found] if "token_type_ids" in first else None
+    if first["input_ids"] != ids[:1] or first.get("token_type_ids", [[]]) != (types or [[]])[:1]:
+        return None
+    return ids, types
+
+
+def _flat(rows: list[Ids], lengths: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.fromiter(chain.from_iterable(rows), np.int64, sum(lengths))
 
 

@@ -172,11 +172,6 @@ DECODERS = {"qwen3.Qwen3Model", "gemma3.Gemma3TextModel"}  # with a cache, unles
 BARE = {"eurobert.EuroBertModel", *DECODERS}  # inputs_embeds are the first layer's input
 BY_COLUMNS = {"mpnet.MPNetModel", "modernbert.ModernBertModel"}  # attention depends on the distance of tokens
 BIASED = {"mpnet.MPNetEncoder"}  # encoders that make a relative position bias for their layers
-ON_GPU = {  # those whose packed texts were tested on a GPU
-    *(f"{name.lower()}.{name}Model" for name in ("Albert", "Bert", "Camembert", "Electra", "Roberta")),
-    "distilbert.DistilBertModel",
-    "xlm_roberta.XLMRobertaModel",
-}
 UNPACKED = {  # such models of texts whose padding cannot be left out, and why
     "clip.CLIPTextModel": "is causal",
     "siglip.SiglipTextModel": "pools the last token, padding or not",

@@ -86,7 +86,7 @@ class Graphs:
         make: Callable[[], Tensors],
         fill: Callable[[Tensors], None],
         body: Callable[[Tensors], Any],
-        read: Callable[[Tensor], Tensor],
+        read: Callable[[Tensor, Tensors], Tensor],
     ) -> Any:
         """The outputs of a pass, replayed; None if the caller must compute them, because the key is new or no capture
         succeeded.
@@ -97,7 +97,7 @@ class Graphs:
             make: creates the input tensors of a pass.
             fill: writes this call's values to them.
             body: computes the outputs, a dictionary or a ModelOutput.
-            read: copies one of them for the caller.
+            read: copies one of them for the caller; the inputs are its second argument.
         """
         key = key, torch.are_deterministic_algorithms_enabled()
         with self._lock, torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
@@ -123,7 +123,7 @@ class Graphs:
                     return None
             fill(found.inputs)
             found.graph.replay()
-            outputs = type(found.outputs)(**{name: read(x) for name, x in found.outputs.items()})
+            outputs = type(found.outputs)(**{name: read(x, found.inputs) for name, x in found.outputs.items()})
             self._last = self._last or torch.cuda.Event()
             self._last.record(stream)
             return outputs

@@ -1,6 +1,9 @@
 """Computes the hidden states of packed texts in one pass of a model's own forward."""
 
 import sys
+from collections.abc import Callable
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -32,11 +35,12 @@ def kept(model: Any, seen: Tensor) -> Tensor:
     return seen if _kind(model) in DECODERS else torch.cat([torch.ones_like(seen[:, :1]), seen[:, 1:]], 1)
 
 
-def pool_again(model: Any, output: Any) -> None:
-    """Replaces the pooler's result in an output by that of the padded states in it."""
+def pool_again(model: Any, output: Any, firsts: Callable[[Tensor], Tensor] = lambda states: states) -> None:
+    """Replaces the pooler's result in an output. firsts: the states [texts, 1 or more, width] of the texts, of which
+    poolers read the first, from the last hidden states."""
     pooler = getattr(model, "pooler", None)
     if pooler is not None:
-        states = output.last_hidden_state
+        states = firsts(output.last_hidden_state)
         output.pooler_output = (
             model.pooler_activation(pooler(states[:, 0])) if isinstance(pooler, nn.Linear) else pooler(states)
         )
@@ -44,11 +48,11 @@ def pool_again(model: Any, output: Any) -> None:
 
 def positions(model: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
     """The positions [texts, longest] that the stock model gives to tokens."""
-    embeddings = getattr(model, "embeddings", None)
-    if _first(embeddings) and "input_ids" in tokens:  # padding has none
-        given = (tokens["input_ids"] != embeddings.padding_idx).long()
-        return given.cumsum(1) * given + embeddings.padding_idx
-    return torch.arange(kept.size(1), device=kept.device).expand(kept.shape) + _first(embeddings)
+    padding = numbered_from(getattr(model, "embeddings", None))
+    if padding >= 0 and "input_ids" in tokens:  # padding has none
+        given = (tokens["input_ids"] != padding).long()
+        return given.cumsum(1) * given + padding
+    return torch.arange(kept.size(1), device=kept.device).expand(kept.shape) + padding + 1
 
 
 def longest(model: Any) -> int:
@@ -56,7 +60,7 @@ def longest(model: Any) -> int:
     embeddings = getattr(model, "embeddings", None)
     if not hasattr(embeddings, "position_embeddings"):
         return sys.maxsize
-    return int(embeddings.position_embeddings.num_embeddings) - _first(embeddings)
+    return int(embeddings.position_embeddings.num_embeddings) - numbered_from(embeddings) - 1
 
 
 def words(model: Any) -> Tensor:
@@ -71,6 +75,19 @@ def window(chain: _Chain) -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
-def _first(embeddings: Any) -> int:
-    """The position of a first token: 0, but not in the family of RoBERTa."""
-    return embeddings.padding_idx + 1 if hasattr(embeddings, "create_position_ids_from_inputs_embeds") else 0
+def numbered_from(embeddings: Any) -> int:
+    """The padding id from which the family of RoBERTa numbers the tokens that differ from it; -1 if their positions are
+    their columns."""
+    return int(embeddings.padding_idx) if hasattr(embeddings, "create_position_ids_from_inputs_embeds") else -1
+
+
+def takes_types(model: Any) -> bool:
+    """True if the embeddings of a model of TEXTS add those of token types, which its forward takes."""
+    types = getattr(model.embeddings, "token_type_embeddings", None)
+    return types is not None and "token_type_ids" in names(type(model))
+
+
+@lru_cache
+def names(model: Any) -> tuple[str, ...]:
+    """The names of forward's arguments, in order."""
+    return tuple(signature(model.forward).parameters)[1:]

@@ -88,7 +88,7 @@ def optimize(
     model: nn.Module,
     *,
     chunk_bytes: int | None = None,
-    unpad: bool | None = None,
+    unpad: bool = True,
     cuda_graphs: bool = True,
     int8: bool = False,
 ) -> Optimized:
@@ -122,9 +122,8 @@ def optimize(
         chunk_bytes: maximum bytes of the feed-forward network's intermediate activations at a time, and of q, k and v
             if the model's attention is "sdpa" or "custom_mm". None means the largest of 24 MiB, three times the size of
             the hidden states, and half the size of a layer's attention probabilities.
-        unpad: leave out hidden tokens. None means wherever that was tested: on a CPU, and on a GPU for BERT, RoBERTa,
-            XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and ALBERT. On a GPU, a batch of more than 4,096 tokens waits
-            for the mask, and your own captured CUDA graph computes the padded batch.
+        unpad: leave out hidden tokens. On a GPU, a batch of more than 4,096 tokens waits for the mask, and your own
+            captured CUDA graph computes the padded batch.
         cuda_graphs: on a GPU, capture passes of at most 12,288 tokens of texts in float16 or bfloat16, and replay them,
             wherever hidden tokens are left out. The second call of a size, rounded up, is captured (about 10 ms). At
             most 64 graphs share their memory, which `undo()` frees. MPNet, ModernBERT, EuroBERT, Qwen3 and Gemma3 run

@@ -1,8 +1,6 @@
 """Hidden states of packed texts: an optimized encoder runs on the tokens of all texts, without padding between them."""
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 from transformers.utils.import_utils import is_tracing
 
 from . import one_pass, registered, replayed
-from .families import DECODERS, ON_GPU, TEXTS, UNPACKED, _kind
+from .families import DECODERS, TEXTS, UNPACKED, _kind
 from .one_pass import RECORDED
 from .plan import _Chain, _is_ours
 from .rotary import depends_on_length
@@ -53,8 +51,6 @@ def can_pack(model: nn.Module) -> str | None:
         return f"{type(whole).__name__} has hooks or replaced modules"
     if any(m.training for m in whole.modules()):
         return f"{type(whole).__name__} is in training mode"
-    if chain.unpad is None and one_pass.words(whole).is_cuda and _kind(whole) not in ON_GPU:
-        return f"{type(whole).__name__} without padding was not tested on a GPU; optimize(model, unpad=True) allows it"
     if depends_on_length(whole):
         return f"the positions of {type(whole).__name__} depend on the longest text of a batch"
     return next(filter(None, (_why_not_attention(p.attention, p.family.causal) for p in chain.plans)), None)
@@ -102,7 +98,7 @@ def encode_tokens(
     given = {"input_ids": input_ids, "token_type_ids": token_type_ids}
     if token_type_ids is not None and token_type_ids.shape != input_ids.shape:
         raise ValueError(f"encode_tokens: expected token_type_ids [{len(input_ids)}], got {list(token_type_ids.shape)}")
-    if token_type_ids is not None and "token_type_ids" not in _names(type(whole)):
+    if token_type_ids is not None and "token_type_ids" not in one_pass.names(type(whole)):
         raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
     if len(input_ids) == 0:
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
@@ -197,9 +193,9 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
 def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The call's arguments by name if they are those of a text encoder's plain inference. return_dict is True if the
     result shall be a tuple."""
-    if chain.unpad is False or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
+    if not chain.unpad or registered._captured() or _kind(model) not in TEXTS or depends_on_length(model):
         return None
-    given = dict(zip(_names(type(model)), args, strict=False)) | kwargs
+    given = dict(zip(one_pass.names(type(model)), args, strict=False)) | kwargs
     config, mask = model.config, given.get("attention_mask")
     source = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
     if type(source) is not Tensor or source.dim() < 2 or source.numel() == 0 or source.is_meta or is_tracing(source):
@@ -218,8 +214,6 @@ def _plain(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, A
     if any(given.get(name, getattr(config, name, False)) for name in RECORDED):
         return None
     tensors = {name: x for name, x in given.items() if name in ARGUMENTS and isinstance(x, Tensor)}
-    if chain.unpad is None and source.is_cuda and _kind(model) not in ON_GPU:
-        return None
     if not _fits(model, tensors, source.size(1)):
         return None
     return tensors | {"return_dict": given.get("return_dict", getattr(config, "return_dict", True)) is False}
@@ -273,14 +267,14 @@ def _run(
         places = of_text[row] * kept.size(1) + column
     flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     into = places if unpad else (kept.flatten().cumsum(0) - 1)[places]
-    rounded = has_onednn(one_pass.words(model))
     states: Any = None
     output: Any = None
     for some, part in _steps(texts, _most(chain, model, kept.device)):
         taken = places[part]
-        extra = -len(taken) % _multiple(len(taken)) if rounded else 0
+        extra = -len(taken) % _multiple(len(taken), has_onednn(one_pass.words(model)), replays)
         if extra:
-            taken, some = torch.cat([taken, taken[-1:].expand(extra)]), [*some, (extra, False)]
+            taken, longest = torch.cat([taken, taken[-1:].expand(extra)]), max(length for length, _ in some)
+            some = [*some, *((min(longest, extra - i), False) for i in range(0, extra, longest))]
         given = {name: x[taken][None] for name, x in flat.items()}
         output = replayed.step(model, chain, given, some) if replays and len(taken) <= replayed.MOST else None
         if output is None:
@@ -306,9 +300,11 @@ def _steps(texts: list[tuple[int, bool]], most: float) -> Iterator[tuple[list[tu
     yield some, slice(start, start + tokens)
 
 
-def _multiple(tokens: int) -> int:
-    """What a step's tokens are rounded up to, by copies of one: oneDNN compiles a kernel for each number of rows, and
-    keeps 1024 of them."""
+def _multiple(tokens: int, onednn: bool, replays: bool) -> int:
+    """What a step's tokens are rounded up to, by copies of one. oneDNN compiles a kernel for each number of rows, and
+    keeps 1024 of them. Large steps on a GPU have few sizes for torch's allocator and cuBLASLt's choice of kernels."""
+    if not onednn:
+        return 512 if replays and tokens > replayed.MOST else 1
     return max(4, 1 << tokens.bit_length() >> 5)
 
 
@@ -328,12 +324,6 @@ def _fits(model: Any, tokens: dict[str, Tensor], length: int) -> bool:
 def _whole(model: nn.Module) -> nn.Module | None:
     """The model of texts inside a module: the embeddings and all layers, without a head."""
     return next((m for m in model.modules() if _kind(m) in TEXTS), None)
-
-
-@lru_cache
-def _names(model: Any) -> tuple[str, ...]:
-    """The names of forward's arguments, in order."""
-    return tuple(signature(model.forward).parameters)[1:]
 
 
 def _checked(what: str, x: Tensor, lengths: Sequence[int] | Tensor, dims: int = 1) -> list[int]:

@@ -196,7 +196,7 @@ class _Plan:
 class _Chain:
     """A model's layers and the modules around them, each with its place and its own forward, or None."""
 
-    unpad: bool | None  # None: on a CPU
+    unpad: bool
     plans: frozenset["_Plan"]
     links: tuple[tuple[dict[str, Any], str, nn.Module, Any, Callable[..., Any]], ...]
     layers: tuple[tuple[nn.Module, "_Plan"], ...]
@@ -204,7 +204,7 @@ class _Chain:
     graphs: Graphs | None
 
     @classmethod
-    def of(cls, model: nn.Module, unpad: bool | None, cuda_graphs: bool) -> "_Chain | None":
+    def of(cls, model: nn.Module, unpad: bool, cuda_graphs: bool) -> "_Chain | None":
         """None if a module may keep its input: a layer that is not optimized, or a module of unknown origin."""
         layers = [m for m in model.modules() if _kind(m) in FAMILIES]
         inside = {id(m) for layer in layers for m in layer.modules()}

@@ -2,19 +2,20 @@
 
 padded batch                       packed step
 input_ids, mask [B, S]             input_ids, position_ids [1, T], lengths on the host
-  -> rounded up to few sizes         -> rounded up to few sizes
-  -> tokens first, [1, B * S]        -> layers on [1, T, width]
-  -> layers on [1, B * S, width]     -> [T, width]
+  -> shown tokens first, [1, T]      -> rounded up to few sizes [1, T]
+  -> layers on [1, T, width]         -> layers on [1, T, width]
   -> back in place [B, S, width]
-the host does not read the mask    the host knows the lengths
+the host does not read the mask,   the host knows the lengths
+T is B * S rounded up to few sizes
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from custom_mm import _C
 
 from . import one_pass
 from .families import BARE, BY_COLUMNS, _kind
@@ -57,64 +58,36 @@ def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
 def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> Any:
     """The output for a padded batch, whose mask may hide any tokens; None if its sizes are new. tokens: input_ids
     [B, S], and token_type_ids or not."""
-    ids = tokens["input_ids"]
+    ids, types = tokens["input_ids"].long(), tokens.get("token_type_ids")
     batch, length = ids.shape
-    sizes = rounded(batch), max(length, min(rounded(length, 16), one_pass.longest(model)))
-    if mask is None and sizes != (batch, length):
-        mask = torch.ones_like(ids)
-    given = tokens if mask is None else {**tokens, "attention_mask": mask}
+    longest = -(-length // LONGEST) * LONGEST
+    sizes = rounded(ids.numel(), 16), rounded(batch), longest, mask is not None
+    names = [*tokens, "position_ids"]
+    if types is None and one_pass.takes_types(model):
+        names.append("token_type_ids")  # zeros
 
     def make() -> Tensors:
-        inputs = {name: x.new_zeros(sizes) for name, x in given.items()}
-        if mask is None:  # constant: where texts begin
-            inputs["starts"] = torch.arange(batch + 1, device=ids.device, dtype=torch.int32) * length
-        return inputs
+        inputs = {name: ids.new_zeros(1, sizes[0]) for name in names}
+        options = {"dtype": torch.int32, "device": ids.device}
+        starts = torch.zeros(2, (1 if mask is None else 2) * sizes[1] + 1, **options)
+        return inputs | {"place": torch.zeros(sizes[0], **options), "starts": starts}
 
     def fill(inputs: Tensors) -> None:
-        if sizes != (batch, length):
-            inputs["attention_mask"].zero_()
-        for name, x in given.items():
-            inputs[name][:batch, :length].copy_(x)
+        packed = inputs["input_ids"], inputs["position_ids"], inputs.get("token_type_ids")
+        given = ids, mask, None if types is None else types.long(), one_pass.numbered_from(model.embeddings)
+        _C.pack_padded(*given, *packed, inputs["place"], inputs["starts"])
 
-    def read(x: Tensor) -> Tensor:
-        return (x[:batch, :length] if x.dim() == 3 else x[:batch]).clone(memory_format=torch.contiguous_format)
+    def body(inputs: Tensors) -> Any:
+        segments = Segments(*inputs["starts"].unbind(0), longest)
+        output = one_pass.run(model, chain, {name: inputs[name] for name in names}, segments)
+        begins = inputs["starts"][0, :-1] if mask is None else inputs["starts"][0, 1::2]
+        one_pass.pool_again(model, output, lambda states: states[0, begins.clamp(max=sizes[0] - 1), None])
+        return output
 
-    key = sizes, tuple((name, x.dtype) for name, x in given.items())
-    body = partial(_whole if mask is None else _padded, model, chain)
-    return chain.graphs.run(key, ids.device, make, fill, body, read)
+    def read(x: Tensor, inputs: Tensors) -> Tensor:
+        return _C.unpack_padded(x[0], inputs["place"], batch, length) if x.dim() == 3 else x[:batch].clone()
 
-
-def _whole(model: Any, chain: _Chain, inputs: Tensors) -> Any:
-    """For a batch without a mask."""
-    tokens = dict(inputs)
-    starts = tokens.pop("starts")
-    batch, length = tokens["input_ids"].shape
-    tokens["position_ids"] = one_pass.positions(model, tokens, tokens["input_ids"])
-    segments = Segments(starts, starts, length)
-    output = one_pass.run(model, chain, {name: x.reshape(1, -1) for name, x in tokens.items()}, segments)
-    output.last_hidden_state = output.last_hidden_state.view(batch, length, -1)
-    one_pass.pool_again(model, output)
-    return output
-
-
-def _padded(model: Any, chain: _Chain, inputs: Tensors) -> Any:
-    """For a batch with a mask. No statement may assign a number to an element: that copies it from the CPU, which fails
-    in a capture."""
-    tokens = dict(inputs)
-    seen = tokens.pop("attention_mask").bool()
-    batch, length = seen.shape
-    kept = one_pass.kept(model, seen)
-    tokens["position_ids"] = one_pass.positions(model, tokens, kept).masked_fill(~kept, 0)
-    flat, each = kept.flatten(), torch.arange(seen.numel(), device=seen.device)
-    rank = flat.cumsum(0)  # of tokens, from 1
-    place = torch.where(flat, rank - 1, len(flat) - 1 - each + rank)  # hidden ones last
-    index = torch.empty_like(each).scatter_(0, place, each)
-    segments = Segments.on_device(kept.sum(1), ~seen[:, 0], length)
-    output = one_pass.run(model, chain, {name: x.flatten()[index][None] for name, x in tokens.items()}, segments)
-    states = output.last_hidden_state[0, place].masked_fill(~flat[:, None], 0)
-    output.last_hidden_state = states.view(batch, length, -1)
-    one_pass.pool_again(model, output)
-    return output
+    return chain.graphs.run((sizes, tuple(names)), ids.device, make, fill, body, read)
 
 
 def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, bool]]) -> Any:
@@ -140,7 +113,7 @@ def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, b
         segments = Segments(*inputs["starts"].unbind(0), longest)
         return one_pass.run(model, chain, {name: inputs[name] for name in given}, segments)
 
-    def read(x: Tensor) -> Tensor:
+    def read(x: Tensor, _: Tensors) -> Tensor:
         return x[:, :size].clone()
 
     key = sizes, tuple((name, x.dtype) for name, x in given.items())

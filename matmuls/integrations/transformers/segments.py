@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import registered
 
+# torch 2.11 has no such argument, and takes fewer heads of k and v
+GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 BLOCK = 64  # half of the queries of a block, at least
 Bias = Callable[[Tensor], Tensor]
 
@@ -98,7 +101,7 @@ class Segments:
             side = -1 if window is None else window - 1
             of_all = self.queries, self.keys, self.longest, self.longest
             options = {"scale": scale, "window_size": (side, 0 if causal else side)}
-            options |= {"enable_gqa": True} if shared else {}
+            options |= GROUPED if shared else {}
             return varlen_attn(*(x[0].transpose(0, 1) for x in qkv), *of_all, **options).flatten(1)[None]
         pieces, start = [], 0
         for i, (length, hidden, count) in enumerate(self.groups):

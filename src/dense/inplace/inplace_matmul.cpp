@@ -13,9 +13,11 @@
 
 #include "dense/gemm.h"
 #include "dense/inplace/inplace_matmul.h"
+#include "dense/invariant/cpu.h"
 #include "dense/ops.h"
 #include "glue/autograd.h"
 #include "glue/autograd_inplace.h"
+#include "glue/batch_invariance.h"
 #include "glue/kernel_switch.h"
 
 #ifdef MATMULS_CUDA
@@ -100,7 +102,8 @@ void run_cuda(const Call& c) {
   if (c.a.numel() == 0 || c.columns() == 0) return;
   const OperationGuard guard(kInplaceOp, c.a);
   each_matrix(c.a, [&](const Tensor& a) {
-    if (multiply_in_place_sm90(a, c.b, c.bias, c.transb)) return;
+    // The kernels of Hopper are chosen by the number of rows.
+    if (!is_batch_invariant() && multiply_in_place_sm90(a, c.b, c.bias, c.transb)) return;
     TORCH_CHECK_VALUE(!KernelSwitch<InplaceKernel>::is_off(InplaceKernel::workspace), kInplaceOp,
                       ": every kernel that takes this product is switched off, workspace the last");
     // Multiples of 128 rows at most: a panel then ends at a tile's end.
@@ -121,7 +124,9 @@ void run_cpu(const Call& c) {
   const Tensor b = c.transb ? c.b.t() : c.b;
   each_matrix(c.a, [&](const Tensor& a) {
     each_panel(a, c.columns(), std::min(c.workspace, kPanelBytes), 1, [&](const Tensor& from, Tensor to) {
-      if (c.bias.defined())
+      if (is_batch_invariant())
+        batch_invariant_product_cpu(kInplaceOp, from, b, c.bias, to, false, false);
+      else if (c.bias.defined())
         at::addmm_out(to, c.bias, from, b);
       else
         at::mm_out(to, from, b);
@@ -229,7 +234,9 @@ InplaceChoice explain_in_place(const Tensor& a, const Tensor& b, bool transb, co
   check(c);
   InplaceChoice choice{InplaceKernel::workspace, "torch's BLAS, over a copy of a panel of rows"};
 #ifdef MATMULS_CUDA
-  if (a.is_cuda() && a.numel() > 0 && c.columns() > 0) {
+  if (a.is_cuda() && is_batch_invariant()) {
+    choice.why = "handles(batch_invariant=True): one algorithm for any number of rows";
+  } else if (a.is_cuda() && a.numel() > 0 && c.columns() > 0) {
     const OperationGuard guard(kInplaceOp, a);
     bool first = true;
     each_matrix(a, [&](const Tensor& matrix) {

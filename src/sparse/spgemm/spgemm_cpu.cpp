@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
+#include <cstring>
 #include <numeric>
 
 #include "cpu/huge_pages.h"
@@ -18,6 +19,8 @@ namespace matmuls::spgemm {
 namespace {
 
 using at::Tensor;
+
+constexpr int64_t kMostAtOnce = int64_t{1} << 27;  // products and rows: address space for 1 GiB of float32 and int32
 
 template <class I>
 struct Csr {
@@ -53,11 +56,10 @@ const F* in_order(const Csr<I>& m, int64_t nonzeros, const F* values, std::vecto
   return sorted.data();
 }
 
-// Calls f(first row, last row) for parts of about equally many products, one for each thread.
-template <class I, class F>
-void for_equal_parts(const Csr<I>& a, const Csr<I>& b, const F& f) {
-  if (at::get_num_threads() == 1 || a.last < kGrain / 32) return f(int64_t{0}, a.rows);
-  std::vector<int64_t> before(a.rows + 1, 0);  // products and rows before each row
+// [rows + 1]: the products of the rows before each one, and one more for each row.
+template <class I>
+std::vector<int64_t> work_before(const Csr<I>& a, const Csr<I>& b) {
+  std::vector<int64_t> before(a.rows + 1, 0);
   parallel_for(0, a.rows, kGrain / 8, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       before[r + 1] = 1;
@@ -68,12 +70,25 @@ void for_equal_parts(const Csr<I>& a, const Csr<I>& b, const F& f) {
     }
   });
   std::partial_sum(before.begin(), before.end(), before.begin());
+  return before;
+}
+
+// Calls f(first row, last row) for parts of about equal work, one for each thread.
+template <class F>
+void for_equal_parts(const std::vector<int64_t>& before, const F& f) {
+  const auto rows = static_cast<int64_t>(before.size()) - 1;
   const int64_t parts = std::clamp<int64_t>(before.back() / kGrain, 1, at::get_num_threads());
   const auto row_at = [&](int64_t part) {
     const auto target = static_cast<int64_t>(static_cast<double>(before.back()) / static_cast<double>(parts) * part);
-    return part == parts ? a.rows : std::lower_bound(before.begin(), before.end(), target) - before.begin();
+    return part == parts ? rows : std::lower_bound(before.begin(), before.end(), target) - before.begin();
   };
   parallel_for(0, parts, 1, [&](int64_t first, int64_t last) { f(row_at(first), row_at(last)); });
+}
+
+template <class I, class F>
+void for_equal_parts(const Csr<I>& a, const Csr<I>& b, const F& f) {
+  if (at::get_num_threads() == 1 || a.last < kGrain / 32) return f(int64_t{0}, a.rows);
+  for_equal_parts(work_before(a, b), f);
 }
 
 template <class I, class Set>
@@ -81,7 +96,7 @@ void add_row(const Csr<I>& a, const Csr<I>& b, int64_t row, Set& set) {
   for (int64_t p = a.crow[row]; p < a.crow[row + 1]; ++p) {
     fetch_ahead(a, b, p, nullptr, 0);
     const int64_t k = a.col[p];
-    for (int64_t q = b.crow[k]; q < b.crow[k + 1]; ++q) set.add(b.col[q]);
+    set.add(b.col + b.crow[k], b.length(k));
   }
 }
 
@@ -92,7 +107,7 @@ void add_products(const Csr<I>& a, const F* a_values, const Csr<I>& b, const F* 
     fetch_ahead(a, b, p, b_values, sizeof(F));
     const F x = a_values[p];
     const int64_t k = a.col[p];
-    for (int64_t q = b.crow[k]; q < b.crow[k + 1]; ++q) sums.add(b.col[q], x * b_values[q]);
+    sums.add(b.col + b.crow[k], b.length(k), b_values + b.crow[k], x);
   }
 }
 
@@ -116,30 +131,51 @@ bool fill(const Csr<I>& a, const Csr<I>& b, int64_t columns, const int64_t* offs
     bool all = true;
     for (int64_t r = begin; r < end; ++r) {
       add_row(a, b, r, set);
-      all &= set.take(to + offsets[r], to + offsets[r + 1]);
+      const int64_t room = offsets[r + 1] - offsets[r];
+      all &= set.take(to + offsets[r], nullptr, room) == room;
     }
     if (!all) fits = false;
   });
   return fits;
 }
 
-// As fill, with the values of C.
+// Rows of C with their values: those of a part one after the other, from offsets[first row] on. A row that would end
+// behind the next one's offset is only counted. before: that of work_before.
 template <class F, class I>
-bool fill_with_values(const Csr<I>& a, const F* a_values, const Csr<I>& b, const F* b_values, int64_t columns,
-                      const int64_t* offsets, I* to, F* values) {
-  std::atomic<bool> fits{true};
-  for_equal_parts(a, b, [&](int64_t begin, int64_t end) {
-    Columns<I, F> set(columns);
-    bool all = true;
+void fill_with_values(const Csr<I>& a, const F* a_values, const Csr<I>& b, const F* b_values, int64_t columns,
+                      const std::vector<int64_t>& before, const int64_t* offsets, I* to, F* values,
+                      std::vector<int64_t>& begins, std::vector<int64_t>& counts) {
+  for_equal_parts(before, [&](int64_t begin, int64_t end) {
+    Columns<I, F> sums(columns);
+    FewProducts<I, F> few;
+    int64_t at = offsets[begin];
     for (int64_t r = begin; r < end; ++r) {
-      add_products(a, a_values, b, b_values, r, set);
-      const bool fit = set.take(to + offsets[r], to + offsets[r + 1]);
-      for (int64_t i = offsets[r]; fit && i < offsets[r + 1]; ++i) values[i] = set.sum(to[i]);
-      all &= fit;
+      const auto row = [&](auto& set) {
+        add_products(a, a_values, b, b_values, r, set);
+        return set.take(to + at, values + at, offsets[r + 1] - at);
+      };
+      begins[r] = at;
+      counts[r] = before[r + 1] - before[r] - 1 <= few.kMost ? row(few) : row(sums);
+      at = std::min(at + counts[r], offsets[r + 1]);
     }
-    if (!all) fits = false;
   });
-  return fits;
+}
+
+// Moves the rows of all parts together; crow [rows + 1]: where they belong.
+template <class T, class I>
+void close_gaps(const I* crow, const std::vector<int64_t>& begins, T* data) {
+  const auto rows = static_cast<int64_t>(begins.size());
+  for (int64_t r = 0, end = 0; r < rows; r = end) {
+    const auto is_next = [&](int64_t row) { return begins[row] - begins[row - 1] == crow[row] - crow[row - 1]; };
+    for (end = r + 1; end < rows && is_next(end);) ++end;
+    if (begins[r] != crow[r]) std::memmove(data + crow[r], data + begins[r], (crow[end] - crow[r]) * sizeof(T));
+  }
+}
+
+// Leaves the first `count` elements of fresh memory. The others were never written: they have no pages.
+void shorten(const Tensor& fresh, int64_t count) {
+  fresh.unsafeGetTensorImpl()->set_sizes_contiguous({count});
+  fresh.storage().unsafeGetStorageImpl()->set_nbytes(fresh.nbytes());
 }
 
 // Rows of the product by Row, which is a DenseRow or a SearchedRow. write(nonzero of C, sum).
@@ -164,7 +200,7 @@ void sample(const Csr<I>& p, const Csr<I>& g, const F* g_values, const Csr<I>& m
     for (int64_t r = begin; r < end; ++r) {
       if (p.length(r) == 0) continue;
       row.begin(g.col + g.crow[r], g.length(r));
-      for (int64_t i = g.crow[r]; i < g.crow[r + 1]; ++i) row.add(g.col[i], g_values[i]);
+      row.add(g.col + g.crow[r], g.length(r), g_values + g.crow[r], F(1));
       for (int64_t i = p.crow[r]; i < p.crow[r + 1]; ++i) {
         fetch_ahead(p, m, i, m_values, sizeof(F));
         const int64_t k = p.col[i];
@@ -200,38 +236,62 @@ Tensor size_cpu(const Product& call) {
   return offsets;
 }
 
-std::tuple<Tensor, Tensor> pattern_cpu(const Product& call, const Tensor& offsets_, int64_t nonzeros) {
+Tensor pattern_cpu(const Product& call, const Tensor& offsets, int64_t nonzeros) {
   const int64_t columns = call.columns.expect_int();
   const Pattern a_pattern = readable(kPattern, call.a, call.b.rows()), b_pattern = readable(kPattern, call.b, columns);
-  const Tensor offsets = offsets_.contiguous();
-  validate_offsets(kPattern, offsets, nonzeros);
   const bool sparse = is_sparse_row(columns, a_pattern.nonzeros() + b_pattern.nonzeros());
-  const bool with_values = call.a_values.defined() && !sparse;
   const Tensor col = in_huge_pages(at::empty({nonzeros}, a_pattern.col.options()));
-  Tensor values;
-  bool fits = false;
   with_index(a_pattern, [&](auto index) {
     using I = decltype(index);
     const Csr<I> a(a_pattern), b(b_pattern);
-    const int64_t* const rows = offsets.const_data_ptr<int64_t>();
-    I* const to = col.mutable_data_ptr<I>();
-    if (!with_values) {
-      fits = (sparse ? fill<ColumnList<I>, I> : fill<Columns<I, NoSum>, I>)(a, b, columns, rows, to);
-      return;
-    }
-    const Tensor a_wide = wide(call.a_values), b_wide = wide(call.b_values);
-    values = in_huge_pages(at::empty({nonzeros}, a_wide.options()));
+    const bool fits =
+        (sparse ? fill<ColumnList<I>, I> : fill<Columns<I, NoSum>, I>)(a, b, columns, offsets.const_data_ptr<int64_t>(),
+                                                                       col.mutable_data_ptr<I>());
+    TORCH_CHECK_VALUE(fits, kPattern, ": expected offsets that ", kSize, " returned for these matrices, got others");
+  });
+  return col;
+}
+
+std::optional<Made> at_once_cpu(const Product& call, const Tensor& offsets) {
+  const int64_t columns = call.columns.expect_int();
+  const Pattern a_pattern = readable(kPattern, call.a, call.b.rows()), b_pattern = readable(kPattern, call.b, columns);
+  if (is_sparse_row(columns, a_pattern.nonzeros() + b_pattern.nonzeros())) return {};
+  const Tensor a_wide = wide(call.a_values), b_wide = wide(call.b_values);
+  Made made;
+  auto& [crow_of_c, col, values] = made;
+  with_index(a_pattern, [&](auto index) {
+    using I = decltype(index);
+    const Csr<I> a(a_pattern), b(b_pattern);
+    const std::vector<int64_t> before = work_before(a, b);
+    const int64_t most = offsets.defined() ? offsets[-1].item<int64_t>() : before.back();
+    if (!offsets.defined() && most > kMostAtOnce) return;
+    const int64_t* const rows = offsets.defined() ? offsets.const_data_ptr<int64_t>() : before.data();
+    col = in_huge_pages(at::empty({most}, a_pattern.col.options()));
+    values = in_huge_pages(at::empty({most}, a_wide.options()));
+    crow_of_c = at::empty({a.rows + 1}, a_pattern.crow.options());
+    I *const crow = crow_of_c.mutable_data_ptr<I>(), *const to = col.mutable_data_ptr<I>();
+    std::vector<int64_t> begins(a.rows), counts(a.rows);
     AT_DISPATCH_FLOATING_TYPES(a_wide.scalar_type(), kPattern, [&] {
       std::vector<scalar_t> a_sorted, b_sorted;
       const auto* const x = in_order(a, a_pattern.nonzeros(), a_wide.const_data_ptr<scalar_t>(), a_sorted);
       const auto* const y = in_order(b, b_pattern.nonzeros(), b_wide.const_data_ptr<scalar_t>(), b_sorted);
-      fits = fill_with_values(a, x, b, y, columns, rows, to, values.mutable_data_ptr<scalar_t>());
+      auto* const sums = values.mutable_data_ptr<scalar_t>();
+      fill_with_values(a, x, b, y, columns, before, rows, to, sums, begins, counts);
+      crow[0] = 0;
+      for (int64_t r = 0; r < a.rows; ++r) crow[r + 1] = static_cast<I>(crow[r] + counts[r]);
+      TORCH_CHECK_VALUE(!offsets.defined() || std::equal(crow, crow + a.rows + 1, rows), kPattern,
+                        ": expected offsets that ", kSize, " returned for these matrices, got others");
+      if (offsets.defined()) return;
+      close_gaps(crow, begins, to);
+      close_gaps(crow, begins, sums);
+      shorten(col, crow[a.rows]);
+      shorten(values, crow[a.rows]);
     });
   });
-  TORCH_CHECK_VALUE(fits, kPattern, ": expected offsets that ", kSize, " returned for these matrices, got others");
-  return {col, values.defined() ? values.to(call.a_values.scalar_type()) : values};
+  if (!col.defined()) return {};
+  values = values.to(call.a_values.scalar_type());
+  return made;
 }
-
 Tensor values_cpu(const Product& call) {
   const int64_t columns = call.columns.expect_int();
   const Pattern a_pattern = readable(kProduct, call.a, call.b.rows()), b_pattern = readable(kProduct, call.b, columns);

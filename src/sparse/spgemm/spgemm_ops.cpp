@@ -9,6 +9,7 @@
 
 #include "glue/autograd.h"
 #include "rows/ops.h"
+#include "sparse/index_checks.h"
 #include "sparse/spgemm.h"
 
 #ifdef MATMULS_CUDA
@@ -20,7 +21,6 @@ namespace {
 
 using at::Tensor;
 using at::TensorList;
-using Made = std::tuple<Tensor, Tensor, Tensor>;  // crow, col, values
 
 MATMULS_OPERATOR(SizeOp, "custom_mm::csr_spgemm_size", "",
                  std::tuple<Tensor, Tensor>(TensorList, TensorList, c10::SymInt, at::ScalarType));
@@ -122,14 +122,23 @@ std::tuple<Tensor, Tensor> size_meta(TensorList a, TensorList b, c10::SymInt col
 Made pattern_on_cpu(TensorList a, TensorList b, c10::SymInt columns, const Tensor& offsets, const Tensor& state,
                     c10::SymInt sym_nonzeros, const OptionalTensor& a_values, const OptionalTensor& b_values) {
   const Product call = checked_pattern(a, b, columns, offsets, sym_nonzeros, a_values, b_values);
-  const int64_t nonzeros = sym_nonzeros.expect_int();
   const auto index = call.a.crow.scalar_type();
+  const auto at_once = [&](const Tensor& counted) {
+    return call.a_values.defined() ? at_once_cpu(call, counted) : std::nullopt;
+  };
+  const bool is_counted = sym_nonzeros != -1;
+  if (!is_counted)
+    if (const auto made = at_once({})) return *made;
+  const Tensor counted = is_counted ? offsets.contiguous() : size_cpu(call);
+  const int64_t nonzeros = is_counted ? sym_nonzeros.expect_int() : counted[-1].item<int64_t>();
   TORCH_CHECK_VALUE(index == at::kLong || nonzeros <= INT32_MAX, kPattern, ": expected at most ", INT32_MAX,
                     " nonzeros in the product of matrices with indices in Int, got ", nonzeros,
                     "; use indices in Long");
-  const auto [col, values] = pattern_cpu(call, offsets, nonzeros);
-  const Tensor crow = offsets.to(index, /*non_blocking=*/false, /*copy=*/true);
-  return {crow, col, values.defined() ? values : values_of_pattern(call, crow, col, {})};
+  validate_offsets(kPattern, counted, nonzeros);
+  if (const auto made = at_once(counted)) return *made;
+  const Tensor col = pattern_cpu(call, counted, nonzeros);
+  const Tensor crow = counted.to(index, /*non_blocking=*/false, /*copy=*/true);
+  return {crow, col, values_of_pattern(call, crow, col, {})};
 }
 
 Made pattern_meta(TensorList a, TensorList b, c10::SymInt columns, const Tensor& offsets, const Tensor&,
@@ -312,6 +321,7 @@ Product checked_pattern(TensorList a, TensorList b, const c10::SymInt& columns, 
   TORCH_CHECK_VALUE(call.a_values.defined() == call.b_values.defined(), kPattern,
                     ": expected a_values and b_values together, got one of them");
   if (call.a_values.defined()) check_both_values(kPattern, call);
+  if (nonzeros == -1 && call.a.crow.is_cpu()) return call;
   TORCH_CHECK_VALUE(offsets.layout() == at::kStrided && offsets.scalar_type() == at::kLong && offsets.dim() == 1 &&
                         offsets.sym_size(0) == call.a.sym_rows() + 1 && offsets.device() == call.a.crow.device(),
                     kPattern, ": expected offsets of shape [", call.a.sym_rows() + 1, "] in Long on ",

@@ -27,7 +27,7 @@ MATMULS_OPERATOR(LinearOp, "custom_mm::csr_linear", "",
                         int64_t, int64_t));
 
 void check(const Pattern& p, const Tensor& values, const Tensor& x, const Tensor& bias) {
-  check_floating(kLinear, "x", x);
+  check_floating_or_complex(kLinear, "x", x);
   TORCH_CHECK(x.dim() >= 1, kLinear, ": expected x of shape [..., columns], got []");
   check_like(kLinear, "values", values, "x", x);
   check_pattern(kLinear, p, x);
@@ -83,7 +83,7 @@ Tensor csr_linear_cuda(const Tensor& crow, const Tensor& col, const Tensor& valu
                        const OptionalTensor& t_col, const OptionalTensor& t_order, int64_t longest, int64_t t_longest) {
   const int64_t columns = x.dim() > 0 ? x.size(-1) : 0, n = columns > 0 ? x.numel() / columns : 0;
   const Pattern p = pattern_of(crow, col, order);
-  if (n == 0 || crow.dim() != 1 || col.dim() != 1 || !are_few(p.nonzeros(), p.rows(), n, longest))
+  if (x.is_complex() || n == 0 || crow.dim() != 1 || col.dim() != 1 || !are_few(p.nonzeros(), p.rows(), n, longest))
     return csr_linear(crow, col, values, x, maybe_bias, order, t_crow, t_col, t_order, longest, t_longest);
   const Tensor bias = tensor_or_none(maybe_bias);
   check(pattern_of(crow, col, order, t_crow, t_col, t_order), values, x, bias);
@@ -121,20 +121,20 @@ struct LinearFunction : KernelFunction<LinearFunction> {
     const int64_t longest = ctx->saved_data["longest"].toInt(), t_longest = ctx->saved_data["t_longest"].toInt();
     const Tensor rows = rows_of(grads[0]);
     Tensor grad_values, grad_x, grad_bias;
-    const bool few = rows.is_cuda() && !is_traced(rows) &&
+    const bool few = rows.is_cuda() && !is_traced(rows) && !rows.is_complex() &&
                      are_few(p.nonzeros(), std::max(p.rows(), sizes.back().expect_int()), rows.size(0),
                              std::max(longest, t_longest));
     if (ctx->needs_input_grad(0) || ctx->needs_input_grad(1)) {
       const Tensor g_t = few ? rows.t() : rows.t().contiguous();  // [rows of A, n]
       if (ctx->needs_input_grad(0)) {
-        const Tensor like_g = x.to(g_t.scalar_type());
+        const Tensor like_g = x.to(g_t.scalar_type()).conj();
         grad_values = SddmmOp::call(p.crow, p.col, g_t, few ? rows_of(like_g).t() : transposed(like_g), sizes.back(), 1,
                                     none_or_tensor(p.order), none_or_tensor(p.t_crow), none_or_tensor(p.t_col),
                                     none_or_tensor(p.t_order), {}, false, true);
       }
       if (ctx->needs_input_grad(1)) {
         const Pattern t = p.transposed(sizes.back());
-        const Tensor like_g = values.to(g_t.scalar_type());
+        const Tensor like_g = values.to(g_t.scalar_type()).conj();
         if (few)
           grad_x = LinearOp::call(t.crow, t.col, like_g, grads[0], {}, none_or_tensor(t.order), t.t_crow, t.t_col,
                                   none_or_tensor(t.t_order), t_longest, longest);

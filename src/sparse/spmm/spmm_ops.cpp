@@ -23,7 +23,7 @@ using at::Tensor;
 
 c10::SymDimVector check_product(const Pattern& p, const Tensor& values, const Tensor& dense, const c10::SymInt& columns,
                                 const Tensor& selected, bool by_column) {
-  check_floating(kOp, "dense", dense);
+  check_floating_or_complex(kOp, "dense", dense);
   check_like(kOp, "values", values, "dense", dense);
   check_pattern(kOp, p, dense);
   TORCH_CHECK_VALUE(values.dim() >= 1 && values.sym_size(-1) == p.col.sym_size(0), kOp,
@@ -37,6 +37,7 @@ c10::SymDimVector check_product(const Pattern& p, const Tensor& values, const Te
   const auto dense_lead = dense.sym_sizes().slice(0, dense.dim() - 2);
   auto shape = c10::SymDimVector(at::infer_size_symdimvector(values_lead, dense_lead));
   if (selected.defined()) {
+    check_floating(kOp, "dense beside selected", dense);
     auto expected = shape;
     expected.push_back(by_column ? columns : p.sym_rows());
     expected.push_back(dense.sym_size(-1));
@@ -52,12 +53,12 @@ c10::SymDimVector check_product(const Pattern& p, const Tensor& values, const Te
 
 namespace {
 
-Reduce reduce_of(std::string_view name) {
+Reduce reduce_of(std::string_view name, const Tensor& dense) {
   if (name == "sum") return Reduce::sum;
   if (name == "mean") return Reduce::mean;
-  if (name == "max") return Reduce::max;
-  TORCH_CHECK_VALUE(name == "min", kOp, ": expected reduce to be sum, mean, max or min, got ", name);
-  return Reduce::min;
+  TORCH_CHECK_VALUE(name == "max" || name == "min", kOp, ": expected reduce to be sum, mean, max or min, got ", name);
+  TORCH_CHECK(!dense.is_complex(), kOp, ": expected reduce to be sum or mean in ", dense.scalar_type(), ", got ", name);
+  return name == "max" ? Reduce::max : Reduce::min;
 }
 
 // out <- beta * out: the product with alpha = 0. As in BLAS, its operands are not read, NaN or not.
@@ -66,6 +67,31 @@ void scale(const Tensor& out, double beta) {
     out.zero_();
   else if (beta != 1)
     out.mul_(beta);
+}
+
+// A complex product by the kernels for real ones: A B = re(A) B + i im(A) B, where B's columns are pairs of real ones.
+template <void run(const Call&)>
+void run_parts(const Call& c) {
+  if (!c.out.is_complex()) return run(c);
+  const Tensor values = at::view_as_real(c.values), dense = as_real_columns(c.dense), out = as_real_columns(c.out);
+  const auto add = [&](int64_t part, double beta) {
+    run({c.pattern,
+         values.select(-1, part).contiguous(),
+         dense,
+         out,
+         c.reduce,
+         c.alpha,
+         beta,
+         {},
+         {},
+         false,
+         c.longest});
+  };
+  const c10::complex<double> i(0, 1);
+  if (c.beta != 0) c.out.mul_(-c.beta * i);
+  add(1, c.beta != 0 ? 1 : 0);
+  c.out.mul_(i);
+  add(0, 1);
 }
 
 // Runs on `out`, or on a copy of it if its rows are not contiguous.
@@ -86,9 +112,9 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
     if (!strides) over = target = target.contiguous();
     over = over.view({batch, rows, n});
   }
-  run({whole, flat(values, 1), flat(dense, 2), over, reduce, alpha, beta,
-       arg.defined() ? arg.view({batch, rows, n}) : arg, selected.defined() ? flat(selected, 2).contiguous() : selected,
-       by_column, longest});
+  run_parts<run>({whole, flat(values, 1), flat(dense, 2), over, reduce, alpha, beta,
+                  arg.defined() ? arg.view({batch, rows, n}) : arg,
+                  selected.defined() ? flat(selected, 2).contiguous() : selected, by_column, longest});
   if (!target.is_same(out)) out.copy_(target);
   if (alpha == 0) out.zero_();  // arg is computed all the same
 }
@@ -105,7 +131,7 @@ Tensor csr_spmm(const Tensor& crow, const Tensor& col, const Tensor& values, con
                 bool by_column, int64_t longest, int64_t) {
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   const Tensor selected = tensor_or_none(maybe_selected);
-  const Reduce how = reduce_of(reduce);
+  const Reduce how = reduce_of(reduce, dense);
   TORCH_CHECK_VALUE(!selected.defined() || how == Reduce::sum, kOp, ": expected reduce sum beside selected, got ",
                     reduce);
   Tensor out =
@@ -127,7 +153,7 @@ void spmm_out(const Tensor& crow, const Tensor& col, const Tensor& values, const
               std::string_view reduce, double alpha, const OptionalTensor& order, double beta, int64_t longest,
               Tensor out) {
   const Pattern p = pattern_of(crow, col, order);
-  const Reduce how = reduce_of(reduce);
+  const Reduce how = reduce_of(reduce, dense);
   check_out(p, values, dense, columns, out);
   check_no_overlap(kOp, out, {{"values", values}, {"dense", dense}});
   run_batch<run>(p, values, dense, how, alpha, beta, {}, {}, false, longest, out);
@@ -139,7 +165,7 @@ std::tuple<Tensor, Tensor> spmm_arg(const Tensor& crow, const Tensor& col, const
                                     const OptionalTensor& t_crow, const OptionalTensor& t_col,
                                     const OptionalTensor& t_order, double alpha) {
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
-  const Reduce how = reduce_of(reduce);
+  const Reduce how = reduce_of(reduce, dense);
   TORCH_CHECK_VALUE(how == Reduce::max || how == Reduce::min, kOp, ": expected reduce to be max or min, got ", reduce);
   Tensor out = in_huge_pages(at::empty_symint(check_product(p, values, dense, columns, {}, false), dense.options()));
   Tensor arg = in_huge_pages(at::empty(out.sizes(), crow.options()));
@@ -151,7 +177,7 @@ Tensor spmm_meta(const Tensor& crow, const Tensor& col, const Tensor& values, co
                  std::string_view reduce, double, const OptionalTensor& order, const OptionalTensor& t_crow,
                  const OptionalTensor& t_col, const OptionalTensor& t_order, const OptionalTensor& selected,
                  bool by_column, int64_t, int64_t) {
-  reduce_of(reduce);
+  reduce_of(reduce, dense);
   const Pattern p = pattern_of(crow, col, order, t_crow, t_col, t_order);
   return at::empty_symint(check_product(p, values, dense, columns, tensor_or_none(selected), by_column),
                           dense.options());
@@ -159,14 +185,14 @@ Tensor spmm_meta(const Tensor& crow, const Tensor& col, const Tensor& values, co
 void spmm_out_meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& dense,
                    c10::SymInt columns, std::string_view reduce, double, const OptionalTensor& order, double, int64_t,
                    Tensor out) {
-  reduce_of(reduce);
+  reduce_of(reduce, dense);
   check_out(pattern_of(crow, col, order), values, dense, columns, out);
 }
 std::tuple<Tensor, Tensor> spmm_arg_meta(const Tensor& crow, const Tensor& col, const Tensor& values,
                                          const Tensor& dense, c10::SymInt columns, std::string_view reduce,
                                          const OptionalTensor& order, const OptionalTensor& t_crow,
                                          const OptionalTensor& t_col, const OptionalTensor& t_order, double) {
-  reduce_of(reduce);
+  reduce_of(reduce, dense);
   const auto shape =
       check_product(pattern_of(crow, col, order, t_crow, t_col, t_order), values, dense, columns, {}, false);
   return {at::empty_symint(shape, dense.options()), at::empty_symint(shape, crow.options())};
@@ -189,8 +215,8 @@ void save(Context* ctx, const Pattern& p, const Tensor& values, const Tensor& de
 // Whether alpha is multiplied into the gradient. alpha = 0 is passed to the products instead, which then read nothing.
 bool is_factor(double alpha) { return alpha != 1 && alpha != 0; }
 
-// Gradients of alpha * sum(A @ dense), or of its selected part. `saved` is unpacked only once, as torch's checkpoint
-// requires.
+// Gradients of alpha * sum(A @ dense), or of its selected part; complex ones conjugate the other operand. `saved` is
+// unpacked only once, as torch's checkpoint requires.
 std::tuple<Tensor, Tensor> gradients(Context* ctx, const Gradients& saved, const Tensor& grad, double alpha,
                                      bool by_column, int64_t longest, int64_t t_longest) {
   const Pattern p{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]};
@@ -202,14 +228,14 @@ std::tuple<Tensor, Tensor> gradients(Context* ctx, const Gradients& saved, const
   Tensor grad_values, grad_dense;
   if (ctx->needs_input_grad(0)) {
     const bool summed = values_sizes.size() == 1;  // one gradient for the whole batch: nothing larger is allocated
-    grad_values = SddmmOp::call(p.crow, p.col, grad, dense.to(grad.scalar_type()), columns, alpha,
+    grad_values = SddmmOp::call(p.crow, p.col, grad, dense.to(grad.scalar_type()).conj(), columns, alpha,
                                 none_or_tensor(p.order), none_or_tensor(p.t_crow), none_or_tensor(p.t_col),
                                 none_or_tensor(p.t_order), chosen, by_column, summed);
     grad_values = at::sum_to(grad_values, values_sizes);
   }
   if (ctx->needs_input_grad(1)) {
     const Pattern t = p.transposed(columns);
-    grad_dense = SpmmOp::call(t.crow, t.col, values.to(grad.scalar_type()), grad, p.sym_rows(), "sum", alpha,
+    grad_dense = SpmmOp::call(t.crow, t.col, values.to(grad.scalar_type()).conj(), grad, p.sym_rows(), "sum", alpha,
                               none_or_tensor(t.order), t.t_crow, t.t_col, none_or_tensor(t.t_order), chosen, !by_column,
                               t_longest, longest);
     grad_dense = at::sum_to(grad_dense, dense_sizes);

@@ -1,0 +1,128 @@
+"""Rows of x that each rank writes into the memory of the other GPUs of one host, by one kernel instead of NCCL."""
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from custom_mm import _C
+
+from .group import Group, digest, starts_of
+
+# Above this many bytes that a rank sends or receives, NCCL sends them while the own columns are multiplied; the writes
+# come before. Below it the launches of NCCL take longer than the writes.
+MOST_BYTES = 64 << 20
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+class Channel:
+    """Sends rows of `n` numbers of one dtype, always to the same ranks. Making one is a collective: all ranks do.
+
+    index: which rows of x are sent, first those to rank 0; None: all of them. counts[r][o]: how many rows rank r
+    receives from rank o.
+
+    received [rows, n]: what the other ranks have written, until the next `send`. sent: how many rows this rank sends.
+    nbytes: of this rank's memory.
+    """
+
+    def __init__(
+        self, group: Group, index: torch.Tensor | None, counts: Sequence[Sequence[int]], n: int, dtype: torch.dtype
+    ) -> None:
+        from torch.distributed._symmetric_memory import _SymmetricMemory, rendezvous  # it is not public
+
+        own, each = counts[group.rank], n * dtype.itemsize
+        assert group.group is not None
+        header = _C.PeerRows.header
+        nbytes = header + each * max(map(sum, counts))  # the same on every rank, as torch requires
+        buffer = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, group.device)
+        buffer[:header].zero_()
+        with _no_multicast():
+            shared = rendezvous(buffer, group.group.group_name)
+        torch.cuda.synchronize(group.device)
+        self.nbytes, self._shared = nbytes, shared
+        self.received = buffer[header : header + sum(own) * each].view(dtype).view(sum(own), n)
+        starts, slots = places(counts, group.rank)
+        self.sent = starts[-1]
+        self._rows = _C.PeerRows(
+            buffer=buffer,
+            addresses=list(shared.buffer_ptrs),
+            rank=group.rank,
+            index=index,
+            starts=starts,
+            slots=slots,
+            sources=[rank for rank, count in enumerate(own) if count],
+            row_bytes=each,
+            seconds=group.seconds,
+        )
+
+    def send(self, x: torch.Tensor) -> "Channel":
+        """Write rows of x [.., n] into the other ranks' memory, on the current stream."""
+        self._rows.send(x.contiguous())
+        return self
+
+    def wait(self) -> torch.Tensor:
+        """The rows received, for what the current stream runs next."""
+        self._rows.wait()
+        return self.received
+
+    @property
+    def is_lost(self) -> bool:
+        """True after a rank has not answered in time: this process can use its GPU no more."""
+        return bool(self._rows.lost >= 0)
+
+
+def places(counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[int]]:
+    """Which of the rows that a rank sends go to each rank, as starts of ranges, and where they begin there."""
+    return starts_of([row[rank] for row in counts]), [sum(row[:rank]) for row in counts]
+
+
+def make(
+    group: Group, index: torch.Tensor | None, counts: Sequence[Sequence[int]], n: int, dtype: torch.dtype
+) -> Channel | None:
+    """A channel, or None if a rank could not make one."""
+    made = None
+    with suppress(RuntimeError), torch.inference_mode(False), torch.no_grad():  # out of memory too
+        made = Channel(group, index, counts, n, dtype)
+    return made if all(is_made for (is_made,) in group.all_gather([made is not None])) else None
+
+
+def are_reachable(group: Group) -> bool:
+    """True if the ranks are GPUs of one host that can all access each other's memory; the same on every rank."""
+    if group.device.type != "cuda" or not hasattr(_C, "PeerRows") or not 1 < group.size <= _C.PeerRows.most:
+        return False
+    own = torch.cuda.current_device() if group.device.index is None else group.device.index
+    others = [i for i in range(torch.cuda.device_count()) if i != own]
+    reached = sum(1 << i for i in others if torch.cuda.can_device_access_peer(own, i))
+    facts = group.all_gather([_host(), own, reached])
+    devices = {device for _, device, _ in facts}
+    needed = sum(1 << device for device in devices)
+    return (
+        len({host for host, *_ in facts}) == 1
+        and len(devices) == group.size
+        and not any(needed & ~(reached | 1 << device) for _, device, reached in facts)
+    )
+
+
+def _host() -> int:
+    """A number for this host, or this container of it."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    started = boot.read_text(encoding="utf-8") if boot.exists() else ""
+    return digest((socket.gethostname() + started).encode())
+
+
+@contextmanager
+def _no_multicast() -> Any:
+    """Nothing here writes to several GPUs at once, which needs a switch that not every host lends."""
+    before = os.environ.get(NO_MULTICAST)
+    os.environ[NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_MULTICAST]
+        else:
+            os.environ[NO_MULTICAST] = before

@@ -1,0 +1,161 @@
+"""The page on several GPUs: sparse products, training steps and modules that are divided among them."""
+
+import re
+from typing import Any
+
+from .format import losses, number
+from .page import Page
+from .results import Results, Run
+
+OURS, GATHERED, TORCH, ALONE = "distributed plan", "all-gather + plan", "all-gather + torch.sparse", "one process, plan"
+TIMED = OURS, GATHERED, TORCH, ALONE
+KINDS = {"products": r"distributed-\d+(-cuda)?", "weak": r"distributed-\d+-weak", "models": r"distributed-models-\d+"}
+Predicted = dict[tuple[str, str, int, int], tuple[int, float]]  # matrix, dtype, n, GPUs -> fitted on how many, seconds
+
+
+def page(results: Results) -> Page:
+    page = Page("performance/distributed.md", "Sparse products on several GPUs")
+    page.say(
+        "`matmuls.distributed.plan` multiplies a matrix whose rows are divided among processes, one for each GPU.",
+        "The tables have the wall clock of one product as called, in microseconds: lower is better.",
+        "*all-gather*: every process first gets all rows of the dense operand, then multiplies its own rows.",
+        "*efficiency* is t(one GPU) / (number of GPUs x t(distributed plan)); higher is better, 1 is ideal.",
+        "*MiB sent* is the sum over the GPUs in a product.",
+        "*predicted* is not a measurement of the distributed plan, but what a model says that was fitted to the table "
+        "of fewer GPUs above.",
+        "The commands below run under torchrun: `torchrun --nproc-per-node=2 -m matmuls spmm ...`.",
+    )
+    predicted: Predicted = {}
+    for run, content in _files(results, "products"):
+        _products(page, run, content["cases"], predicted)
+        predicted |= _predictions(content)
+    for run, content in _files(results, "weak"):
+        _weak(page, run, content["cases"])
+    for run, _ in _files(results, "models"):
+        _models(page, run)
+    return page
+
+
+def _files(results: Results, kind: str) -> list[tuple[Run, dict[str, Any]]]:
+    """The files of a kind, those of the fewest GPUs first."""
+    paths = [p for p in results.folder.rglob("*.json") if re.fullmatch(KINDS[kind], p.stem)]
+    paths.sort(key=lambda path: int(re.findall(r"\d+", path.stem)[0]))
+    return [results.distributed(path.relative_to(results.folder).as_posix()) for path in paths]
+
+
+def _predictions(content: dict[str, Any]) -> Predicted:
+    fitted = content["cases"][0]["ranks"]
+    return {
+        (model["matrix"], model["dtype"], model["n"], row["gpus"]): (fitted, row["seconds"])
+        for model in content["models"]
+        for row in model["predicted"]
+        if row["gpus"] > fitted
+    }
+
+
+def _products(page: Page, run: Run, cases: list[dict[str, Any]], predicted: Predicted) -> None:
+    ranks = cases[0]["ranks"]
+    known = [predicted.get((case["matrix"], case["dtype"], case["n"], ranks)) for case in cases]
+    fitted = {one[0] for one in known if one}
+    extra = [f"predicted from {min(fitted)} GPUs"] if fitted else []
+    page.heading(f"On {ranks} GPUs")
+    page.table(
+        "There is one row for each matrix, dtype and number of columns of the dense operand.",
+        (
+            *("matrix, dtype, columns", "MiB sent", OURS, *extra, *TIMED[1:]),
+            *("efficiency", "forward + backward", "forward + backward, one GPU"),
+        ),
+        (
+            [
+                *(f"{case['matrix']}, {case['dtype']}, {case['n']}", f"{sum(case['sent']) / 2**20:.1f}"),
+                _us(case["wall"][OURS]),
+                *(_us(one[1] if one else None) for _ in extra),
+                *(_us(case["wall"][name]) for name in TIMED[1:]),
+                f"{case['efficiency']:.2f}",
+                *(_us(case["wall_backward"][name]) for name in (OURS, ALONE)),
+            ]
+            for case, one in zip(cases, known, strict=True)
+        ),
+    )
+    for name, times, rivals in (
+        ("the faster all-gather", "wall", TIMED[1:3]),
+        ("one GPU", "wall", TIMED[3:]),
+        ("one GPU, forward + backward", "wall_backward", TIMED[3:]),
+    ):
+        ratios = [
+            (
+                min(case[times][rival] for rival in rivals) / case[times][OURS],
+                f"{case['matrix']}, {case['dtype']}, {case['n']} columns",
+            )
+            for case in cases
+        ]
+        page.say(losses(ratios, name.partition(",")[0], f"compared with {name}"))
+    page.measured(run)
+
+
+def _us(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:.0f}"
+
+
+def _weak(page: Page, run: Run, cases: list[dict[str, Any]]) -> None:
+    ranks = cases[0]["ranks"]
+    page.heading(f"Weak scaling on {ranks} GPUs")
+    page.table(
+        f"There is one row for each dtype. One GPU multiplies a grid with 1/{ranks} of the vertices here, and "
+        "*efficiency* is t(one GPU) / t(distributed plan): 1 is ideal.",
+        ("matrix", "dtype", "columns", "efficiency", "efficiency, forward + backward"),
+        (
+            [case["matrix"], case["dtype"], str(case["n"]), *(f"{case[key]:.2f}" for key in EFFICIENCIES)]
+            for case in cases
+        ),
+    )
+    page.measured(run)
+
+
+EFFICIENCIES = "efficiency", "efficiency_backward"
+
+
+def _models(page: Page, run: Run) -> None:
+    rows = [row for row in run.rows if "failed" not in row]
+    steps = [row for row in rows if row["case"] == "GCN"]
+    ranks = rows[0]["ranks"]
+    page.heading(f"Models on {ranks} GPUs")
+    page.table(
+        "There is one row for each graph and dtype: a training step of a GCN (two layers, 128 features, hidden size "
+        "128, 64 classes, SGD) in ms; lower is better. *efficiency* is t(one GPU) / (number of GPUs x t). The losses "
+        "are those of the fifth step.",
+        ("graph, dtype", "vertices", "ms", "ms, one GPU", "efficiency", "loss", "loss, one GPU"),
+        (
+            [
+                *(f"{row['graph']}, {row['dtype']}", str(row["rows"])),
+                *(number(row["seconds"][way] * 1e3) for way in ("divided", "alone")),
+                f"{row['efficiency']:.2f}",
+                *(f"{row['losses'][way][-1]:.5f}" for way in ("divided", "alone")),
+            ]
+            for row in steps
+        ),
+    )
+    page.table(
+        "There are two rows for each module that torch's `parallelize_module` divides: by its output features "
+        "(*columns*), its input features (*inner*) or the rows of x (*rows*). Times are in ms: lower is better. "
+        "*nn.Linear* is divided in the same way. A SparseLinear has 95 % zeros. *error* is the largest relative "
+        "difference of results and gradients from those of one GPU.",
+        ("module, divided by", "rows x in x out", "", "ms", "nn.Linear", "one GPU", "nn.Linear, one GPU", "error"),
+        (
+            [
+                *(f"{row['case']}, {row['by']}", f"{row['rows']} x {row['in']} x {row['out']}", direction),
+                *(
+                    number(row[kind][f"{name}, {where}"] * 1e3)
+                    for where in ("divided", "alone")
+                    for name in ("matmuls", "nn.Linear")
+                ),
+                f"{row['error']['matmuls']:.1e}",
+            ]
+            for row in rows
+            if row["case"] != "GCN"
+            for kind, direction in (("seconds", "forward"), ("seconds_backward", "forward + backward"))
+        ),
+    )
+    if len(rows) < len(run.rows):
+        page.say(f"{len(run.rows) - len(rows)} of {len(run.rows)} cases ended with an error and are not shown.")
+    page.measured(run)

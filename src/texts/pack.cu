@@ -1,0 +1,97 @@
+// pack_padded and unpack_padded (pack.h) on a GPU.
+#ifdef __CUDACC__
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "texts/pack.h"
+
+namespace matmuls::texts {
+namespace {
+
+constexpr int kThreads = 1024, kWarps = kThreads / 32;
+
+// The sums over the preceding threads, and over all of them in `total`.
+__device__ Counts exclusive_sums(Counts own, Counts* of_warps, Counts& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto scan = [lane](Counts v) {
+    for (int step = 1; step < 32; step *= 2) {
+      const Counts other{__shfl_up_sync(~0u, v.computed, step), __shfl_up_sync(~0u, v.numbered, step)};
+      if (lane >= step) v = v + other;
+    }
+    return v;
+  };
+  const Counts sums = scan(own);
+  if (lane == 31) of_warps[warp] = sums;
+  __syncthreads();
+  if (warp == 0) of_warps[lane] = scan(of_warps[lane]);
+  __syncthreads();
+  total = of_warps[kWarps - 1];
+  const Counts before = warp > 0 ? of_warps[warp - 1] : Counts{0, 0};
+  return {before.computed + sums.computed - own.computed, before.numbered + sums.numbered - own.numbered};
+}
+
+// One block. Each thread takes consecutive tokens.
+__global__ void __launch_bounds__(kThreads) pack_kernel(Padded in, Packed out) {
+  extern __shared__ Counts texts[];  // [batch]: tokens ahead of each text
+  __shared__ Counts of_warps[kWarps];
+  const int count = in.batch * in.length, each = (count + kThreads - 1) / kThreads;
+  const int first = min(count, int(threadIdx.x) * each), last = min(count, first + each);
+  Counts own{0, 0}, total;
+  for (int i = first; i < last; ++i) own = own + count_token(in, i / in.length, i % in.length);
+  const Counts start = exclusive_sums(own, of_warps, total);
+  Counts before = start;
+  for (int i = first; i < last; ++i) {
+    if (i % in.length == 0) texts[i / in.length] = before;
+    before = before + count_token(in, i / in.length, i % in.length);
+  }
+  __syncthreads();
+  before = start;
+  for (int i = first; i < last; ++i) {
+    const int row = i / in.length, column = i % in.length;
+    pack_token(in, out, row, column, before, texts[row]);
+    before = before + count_token(in, row, column);
+  }
+  for (int at = total.computed + threadIdx.x; at < out.size; at += kThreads) out.set(at, 0, 0, 0);
+  if (threadIdx.x == 0) out.queries[0] = out.keys[0] = 0;
+  for (int row = threadIdx.x; row < out.texts; row += kThreads) {
+    const auto ahead = [&](int text) { return text < in.batch ? texts[text].computed : total.computed; };
+    out.segment(row, ahead(row), ahead(row + 1), row < in.batch && !in.shown(row, 0));
+  }
+}
+
+// out [rows, vectors] <- states[place[row]], or zeros where place is -1; in vectors of V.
+template <class V>
+__global__ void __launch_bounds__(256) unpack_kernel(const V* __restrict__ states, const int32_t* __restrict__ place,
+                                                     V* __restrict__ out, int64_t count, int vectors) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const int64_t from = place[i / vectors];
+  out[i] = from < 0 ? V{} : states[from * vectors + i % vectors];
+}
+
+template <class V>
+void unpack(const at::Tensor& states, const int32_t* place, const at::Tensor& out) {
+  const int64_t vectors = states.size(1) * states.element_size() / sizeof(V), count = out.nbytes() / sizeof(V);
+  unpack_kernel<V><<<static_cast<unsigned>((count + 255) / 256), 256, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      static_cast<const V*>(states.const_data_ptr()), place, static_cast<V*>(out.mutable_data_ptr()), count,
+      static_cast<int>(vectors));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+
+void pack_on_gpu(const Padded& in, const Packed& out) {
+  pack_kernel<<<1, kThreads, sizeof(Counts) * in.batch, c10::cuda::getCurrentCUDAStream()>>>(in, out);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void unpack_on_gpu(const at::Tensor& states, const int32_t* place, const at::Tensor& out) {
+  const int64_t row = states.size(1) * states.element_size();
+  const bool aligned = row % 16 == 0 && reinterpret_cast<uintptr_t>(states.const_data_ptr()) % 16 == 0;
+  aligned        ? unpack<int4>(states, place, out)
+  : row % 4 == 0 ? unpack<int32_t>(states, place, out)
+                 : unpack<int16_t>(states, place, out);
+}
+
+}  // namespace matmuls::texts
+#endif

@@ -44,6 +44,7 @@ class Explanation:
 
 
 Answer = tuple[str, str, Launch]
+INVARIANT = "handles(batch_invariant=True): one order of sums for any number of rows"
 Arguments = Mapping[str, Any]
 
 
@@ -76,7 +77,11 @@ def _norm_backward(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
 
 def _matmul(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
     if gpu is None and not a["a"].is_cuda:
+        if _C.is_batch_invariant():
+            return "cpu: batch_invariant_product_cpu", INVARIANT, {}
         return "cpu: at::matmul", "torch's BLAS", {}
+    if _C.is_batch_invariant():
+        return "cublaslt", INVARIANT, {}
     return "cublas", "cublasGemmEx, or cublasGemmStridedBatchedEx for a batch that is not one matrix", {}
 
 
@@ -86,6 +91,8 @@ def _matmul_in_place(name: str, a: Arguments, gpu: Gpu | None) -> Answer:
             f"explain: expected no other gpu for {name}, whose kernels ask the GPU for its room, got {gpu}"
         )
     kernel, why, launch = _C.explain_in_place(a["a"], a["b"], a["transb"], a["bias"], a["workspace"])
+    if _C.is_batch_invariant():
+        return kernel if a["a"].is_cuda else "cpu: batch_invariant_product_cpu", INVARIANT, launch
     return kernel if a["a"].is_cuda else "cpu: at::mm", why, launch
 
 

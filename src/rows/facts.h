@@ -56,6 +56,12 @@ RowFacts facts_of(RowOperation operation, int64_t element, const Rows<N>& rows,
           .device = {}};
 }
 
+// For rows along another dimension than the last: one row alone is contiguous, several are not, so under batch
+// invariance neither is read as vectors.
+inline void read_alike(RowFacts& facts, int64_t dim, int64_t dims) {
+  if (is_batch_invariant() && dim != dims - 1) facts.vectors = facts.aligned = facts.whole = false;
+}
+
 #ifdef MATMULS_CUDA
 // Limits of the current GPU.
 RowDevice row_device();

@@ -59,6 +59,7 @@ inline RowFacts facts_of_call(const SoftmaxCall& c, const SoftmaxRows& rows) {
   const int64_t element = c.x.element_size();
   RowFacts f = facts_of(c.masked() ? RowOperation::scaled_masked_softmax : RowOperation::softmax, element, rows.data,
                         std::array{c.x.const_data_ptr(), static_cast<const void*>(c.out.const_data_ptr())});
+  read_alike(f, c.dim, c.x.dim());
   f.mask = c.kind;
   f.causal = c.causal;
   f.scale = c.scale;

@@ -35,6 +35,7 @@ Rows<4> rows_of_call(const SoftmaxBackwardCall& c) {
 RowFacts facts_of_call(const SoftmaxBackwardCall& c, const Rows<4>& rows) {
   RowFacts f = facts_of(RowOperation::softmax_backward, c.y.element_size(), rows,
                         std::array{c.y.const_data_ptr(), c.grad.const_data_ptr(), c.out.const_data_ptr()});
+  read_alike(f, c.dim, c.y.dim());
   f.causal = c.causal;
   return f;
 }

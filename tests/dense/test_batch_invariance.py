@@ -165,6 +165,37 @@ def test_complex_numbers_on_a_cpu_are_refused():
         matmuls.matmul(a, a)
 
 
+@pytest.mark.parametrize("gpu", ["H100", (40, 64 << 10, 64 << 10, (7, 5))], ids=["H100", "T4"])
+@every_dtype
+def test_a_gpu_takes_the_same_kernel_for_any_number_of_rows(dtype, gpu):
+    for columns in (1, 5, 64, 100, 777, 1024, 8191, 50257):
+        w = draw(columns, dtype=dtype)
+
+        def calls(rows, columns=columns, w=w):
+            x = torch.empty(rows, columns, dtype=dtype)
+            mask = torch.empty(rows, 1, 1, columns, dtype=torch.bool)
+            yield custom_mm.explain("softmax_", x, gpu=gpu)
+            yield custom_mm.explain("softmax_", torch.empty(columns, rows, dtype=dtype), 0, gpu=gpu)
+            yield custom_mm.explain("layer_norm_", x, w, w, gpu=gpu)
+            yield custom_mm.explain("rms_norm_", x, w, gpu=gpu)
+            yield custom_mm.explain("scaled_masked_softmax", x[:, None, None], mask, 0.3, gpu=gpu)
+            yield custom_mm.explain("scaled_masked_softmax", x[:, None], None, 0.3, True, gpu=gpu)
+
+        with matmuls.handles(batch_invariant=True):
+            alone = list(calls(1))
+            for rows in (2, 3, 17, 1000):
+                assert list(calls(rows)) == alone, (columns, rows)
+
+
+def test_explain_says_so():
+    a = torch.ones(4, 4)
+    with matmuls.handles(batch_invariant=True):
+        for name in ("matmul", "matmul_"):
+            told = custom_mm.explain(name, a, torch.ones(4, 4))
+            assert told.kernel == "cpu: batch_invariant_product_cpu"
+            assert "batch_invariant" in told.why
+
+
 @pytest.mark.cuda
 def test_the_product_in_place_takes_no_kernel_that_is_chosen_by_the_number_of_rows():
     a = torch.ones(4096, 1024, dtype=torch.bfloat16, device="cuda")

@@ -235,7 +235,7 @@ InplaceChoice explain_in_place(const Tensor& a, const Tensor& b, bool transb, co
   InplaceChoice choice{InplaceKernel::workspace, "torch's BLAS, over a copy of a panel of rows"};
 #ifdef MATMULS_CUDA
   if (a.is_cuda() && is_batch_invariant()) {
-    choice.why = "handles(batch_invariant=True): one algorithm for any number of rows";
+    choice.why = "handles(batch_invariant=True): cuBLASLt, over a copy of a panel of rows";
   } else if (a.is_cuda() && a.numel() > 0 && c.columns() > 0) {
     const OperationGuard guard(kInplaceOp, a);
     bool first = true;

@@ -171,6 +171,7 @@ MAY_IMPORT = {
     "integrations.transformers.relative": {"integrations.transformers"},
     "integrations.transformers.plan": {"integrations.transformers"},
     "integrations.transformers.snapshot": set(),
+    "integrations.transformers.quantized": set(),
     "integrations.transformers.graphs": {"integrations.transformers"},
     "integrations.transformers.one_pass": {"integrations.transformers"},
     "integrations.transformers.replayed": {"integrations.transformers"},

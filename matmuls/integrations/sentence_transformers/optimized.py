@@ -86,7 +86,9 @@ class Optimized:
         return f"texts are {what} {how}; {len(self.encoder.layers if self.encoder else ())} layers optimized"
 
 
-def optimize(model: SentenceTransformer | CrossEncoder, *, tokens_per_batch: int | None = None) -> Optimized:
+def optimize(
+    model: SentenceTransformer | CrossEncoder, *, tokens_per_batch: int | None = None, int8: bool = False
+) -> Optimized:
     """Makes `encode`, `encode_query` and `encode_document` of a SentenceTransformer, or `predict` and `rank` of a
     CrossEncoder, compute texts without padding.
 
@@ -103,6 +105,8 @@ def optimize(model: SentenceTransformer | CrossEncoder, *, tokens_per_batch: int
         model: a model of sentence-transformers.
         tokens_per_batch: most tokens of a batch; a longer text is a batch of its own. None means 8192 on the CPU and
             32768 on a GPU.
+        int8: compute the products of the encoder layers in int8, with other results: see
+            `matmuls.integrations.transformers.optimize`. Has no effect on a model that sentence-transformers runs.
 
     Returns:
         An `Optimized`, which says in `reason` why sentence-transformers runs the model as it is, if it does. Its
@@ -110,7 +114,8 @@ def optimize(model: SentenceTransformer | CrossEncoder, *, tokens_per_batch: int
 
     Raises:
         TypeError: if the model is neither a SentenceTransformer nor a CrossEncoder.
-        ValueError: if tokens_per_batch is not positive, or the model is already optimized.
+        ValueError: if tokens_per_batch is not positive, the model is already optimized, or int8 is given for a model
+            that is not in float32 on a CPU with VNNI instructions.
 
     Examples:
         >>> from matmuls.bert import model_folder
@@ -132,7 +137,7 @@ def optimize(model: SentenceTransformer | CrossEncoder, *, tokens_per_batch: int
         transformer: Any = model[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it knows none of the layers: they run as they are
-            encoder = integration.optimize(transformer.model)
+            encoder = integration.optimize(transformer.model, int8=int8)
     inference = _scores if isinstance(model, CrossEncoder) else _inference
     model._inference = partial(inference, model, settings)  # type: ignore[method-assign]
     return Optimized(encoder, model, settings)

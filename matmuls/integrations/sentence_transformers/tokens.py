@@ -51,11 +51,11 @@ class Tokens:
         return [self.ids[p] for p in parts], None if self.types is None else [self.types[p] for p in parts]
 
 
-def tokenized(st: Any, texts: list[str], prompt: str | None, options: dict[str, Any]) -> Tokens:
-    """The tokens of texts, as the model's own `preprocess` makes them, without padding. Calls wait for each other: each
-    sets the tokenizer's truncation and padding, which fails while another thread tokenizes.
+def tokenized(st: Any, texts: list[Any], prompt: str | None, options: dict[str, Any]) -> Tokens:
+    """The tokens of texts, or of pairs of texts, as the model's own `preprocess` makes them, without padding. Calls
+    wait for each other: each sets the tokenizer's truncation and padding, which fails while another thread tokenizes.
 
-    `preprocess` takes three times as long as the tokenizer of its tokenizer (12,000 docstrings: 0.97 s, beside 0.32 s;
+    `preprocess` takes three times as long as the tokenizer of its tokenizer (12,000 docstrings: 0.97 s, against 0.32 s;
     16 cores). So it runs for the first text alone, which sets the tokenizer, and for all texts only if that one's
     tokens differ.
     """
@@ -80,7 +80,7 @@ def tokenized(st: Any, texts: list[str], prompt: str | None, options: dict[str, 
 
 
 def _by_backend(
-    st: Any, first: dict[str, Any], texts: list[str], prompt: str, given: dict[str, Any]
+    st: Any, first: dict[str, Any], texts: list[Any], prompt: str, given: dict[str, Any]
 ) -> tuple[list[Ids], list[Ids] | None] | None:
     """The ids and the types of texts by the tokenizer of the model's tokenizer, as `preprocess` has just set it for the
     first text; None if that may not be all that `preprocess` does."""
@@ -88,7 +88,8 @@ def _by_backend(
     stock = all(getattr(kind, f) is getattr(PreTrainedTokenizerFast, f) for f in ("__call__", "_encode_plus"))
     if given or settings.get("common") or not settings.get("text", {}).keys() <= SETTINGS or not stock:
         return None
-    found = st[0].processor._tokenizer.encode_batch_fast([prompt + text for text in texts] if prompt else texts)
+    prompted = [prompt + x if isinstance(x, str) else [prompt + x[0], *x[1:]] for x in texts] if prompt else texts
+    found = st[0].processor._tokenizer.encode_batch_fast(prompted)
     ids = [encoding.ids for encoding in found]
     types = [encoding.type_ids for encoding in found] if "token_type_ids" in first else None
     if first["input_ids"] != ids[:1] or first.get("token_type_ids", [[]]) != (types or [[]])[:1]:

@@ -15,7 +15,7 @@ from matmuls.dense import matmul
 from matmuls.inplace import feed_forward_, linear_
 from matmuls.rowwise import layer_norm_, rms_norm_
 
-from . import registered
+from . import quantized, registered
 from .families import BARE, _kind
 from .packed import unpadded
 from .plan import _Chain, _Plan, _running
@@ -93,7 +93,7 @@ def _feed_forward_(x: Tensor, plan: _Plan, room: int) -> None:
     """The second half of a layer, in steps of room bytes: the feed-forward network, residual and norm, written over
     x."""
     up, down, second, norm_first = plan.up[0], plan.down, plan.norms[1], plan.family.norm_first
-    if plan.epilogue and not (norm_first or plan.family.gated or _by_onednn(x)):
+    if plan.epilogue and not (norm_first or plan.family.gated or _by_onednn(x) or _int8(x, plan)):
         feed_forward_(
             x,
             up.weight,
@@ -172,7 +172,7 @@ def _planned(
             raise Unpackable(why or "is_causal is set")
         qkv = _positioned(_qkv(hidden_states, plan), plan, shares_of, position_embeddings)
         context = segments.attend(qkv, plan.scaling(), kwargs.get("sliding_window"), position_bias, bool(causal))
-        return (_linear if _by_onednn(context) else _project_)(context, projection), None
+        return _projected(context, plan), None
     function = eager = OURS
     if plan.family.positions != "position_bias":
         eager = sys.modules[type(attention).__module__].eager_attention_forward
@@ -206,9 +206,11 @@ def _planned(
         if x is None:
             # write over the context, unless the function is not ours and may keep it
             stock = function is eager and eager.__module__.startswith("transformers.")
-            project = _project_ if ours or sdpa or stock else _linear
-            return project(context, projection), weights
-        matmul(context, projection.weight, transb=True, bias=projection.bias, out=x[part])
+            return _projected(context, plan, over=ours or sdpa or stock), weights
+        if _int8(context, plan):
+            x[part] = _projected(context, plan)
+        else:
+            matmul(context, projection.weight, transb=True, bias=projection.bias, out=x[part])
         del context
     return x, probabilities
 
@@ -228,6 +230,9 @@ def _positioned(
 def _qkv(x: Tensor, plan: _Plan) -> Tensor:
     """The heads of q, k and v of [B, S, hidden], [B, H + 2 h, S, D], in one product if the weights are adjacent."""
     linears, biases = plan.qkv, [m.bias for m in plan.qkv if m.bias is not None]
+    int8 = _int8(x, plan)
+    if int8 is not None:
+        return _heads(int8(x, linears), plan)
     weight = linears[0].weight if len(linears) == 1 else _together([m.weight for m in linears])
     bias = biases[0] if len(linears) == len(biases) == 1 else _together(biases) if len(biases) == 3 else None
     if weight is None or (bias is None and len(biases) == 3):
@@ -238,7 +243,11 @@ def _qkv(x: Tensor, plan: _Plan) -> Tensor:
             for m, part in zip(linears, whole.split([m.out_features for m in linears], -1), strict=True):
                 if m.bias is not None:
                     part += m.bias
-    return whole.view(*x.shape[:2], -1, plan.head_size).transpose(1, 2)
+    return _heads(whole, plan)
+
+
+def _heads(x: Tensor, plan: _Plan) -> Tensor:
+    return x.view(*x.shape[:2], -1, plan.head_size).transpose(1, 2)
 
 
 def _together(parameters: list[Tensor]) -> Tensor | None:
@@ -274,13 +283,28 @@ def _by_onednn(x: Tensor) -> bool:
     return packed.get() is not None and has_onednn(x)
 
 
-def _project_(x: Tensor, linear: nn.Linear) -> Tensor:
-    """Linear, written over x if the result has x's size."""
+def _int8(x: Tensor, plan: _Plan) -> quantized.Int8 | None:
+    """What multiplies x in int8, if `optimize` was asked for it."""
+    return plan.int8 if plan.int8 is not None and quantized.takes(x) else None
+
+
+def _projected(context: Tensor, plan: _Plan, over: bool = True) -> Tensor:
+    """The attention's output projection. over: it may be written over the context, where it has its size."""
+    linear, int8 = plan.projection, _int8(context, plan)
+    if int8 is not None:
+        return int8(context, (linear,))
     square = linear.in_features == linear.out_features
-    return linear_(x, linear.weight, linear.bias) if square else _linear(x, linear)
+    if over and square and not _by_onednn(context):
+        return linear_(context, linear.weight, linear.bias)
+    return _linear(context, linear)
 
 
 def _feed_forward(x: Tensor, plan: _Plan) -> Tensor:
+    int8 = _int8(x, plan)
+    if int8 is not None:
+        inner, *gate = int8(x, plan.up).chunk(2 if plan.family.gated else 1, -1)
+        inner = plan.activation(inner)
+        return int8(inner * gate[0] if gate else inner, (plan.down,))
     inner, *gate = (_product(x, weight, bias, name) for weight, bias, name in _ups(plan))
     inner = inner if plan.epilogue else plan.activation(inner)
     return _linear(torch.mul(inner, gate[0], out=gate[0]) if gate else inner, plan.down)

@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from . import quantized
 from .families import BIASED, FAMILIES, MODELS, NAMES, _kind
 from .graphs import Graphs
 from .layers import _attention, _layer, _model
@@ -84,7 +85,12 @@ class Optimized:
 
 
 def optimize(
-    model: nn.Module, *, chunk_bytes: int | None = None, unpad: bool = True, cuda_graphs: bool = True
+    model: nn.Module,
+    *,
+    chunk_bytes: int | None = None,
+    unpad: bool = True,
+    cuda_graphs: bool = True,
+    int8: bool = False,
 ) -> Optimized:
     """Makes the encoder layers of a Hugging Face model need less memory and time in inference.
 
@@ -122,10 +128,16 @@ def optimize(
             wherever hidden tokens are left out. The second call of a size, rounded up, is captured (about 10 ms). At
             most 64 graphs share their memory, which `undo()` frees. MPNet, ModernBERT, EuroBERT, Qwen3 and Gemma3 run
             without.
+        int8: compute the products of the layers in int8, on a CPU with VNNI instructions; results differ (see the
+            guide). The quantized weights follow changes of the parameters, but not those of `parameter.data`.
 
     Returns:
         An `Optimized`, which lists the modules that were changed and those that were not. Its `undo()` restores them.
         There is a warning if nothing was changed.
+
+    Raises:
+        ValueError: if int8 is given for a model that is not in float32 on a CPU with VNNI instructions; nothing is
+            changed then.
 
     Examples:
         >>> import torch
@@ -143,12 +155,24 @@ def optimize(
         for name, layer in model.named_modules()
         if _kind(layer) in FAMILIES
     ]  # all plans before anything is changed
+    if int8:
+        plans = [(name, layer, _in_int8(plan)) for name, layer, plan in plans]
     _install_layers(plans, handle)
     _install_models(model, handle, unpad, cuda_graphs)
     _name_the_rest(model, handle, [layer for _, layer, plan in plans if plan == ALREADY or _is_ours(layer)])
     if not handle.layers:
         warnings.warn(_why_nothing(model, handle, [plan for _, _, plan in plans]), stacklevel=2)
     return handle
+
+
+def _in_int8(plan: _Plan | str) -> _Plan | str:
+    """The plan with products in int8; raises ValueError for other weights and CPUs."""
+    if isinstance(plan, str):
+        return plan
+    why = quantized.why_not([*plan.qkv, plan.projection, *plan.up, plan.down])
+    if why is not None:
+        raise ValueError(f"optimize: expected {why} for int8")
+    return replace(plan, int8=quantized.Int8())
 
 
 def _install_layers(plans: list[tuple[str, nn.Module, _Plan | str]], handle: Optimized) -> None:

@@ -15,6 +15,7 @@ from transformers import activations
 
 from .families import FAMILIES, Family, _kind
 from .graphs import Graphs
+from .quantized import Int8
 
 # Bytes of q, k and v, or of a feed-forward's intermediate rows, at a time. Less adds launches and saves no memory.
 CHUNK_BYTES = 24 << 20
@@ -53,6 +54,7 @@ class _Plan:
     inside: tuple[tuple[dict[str, Any], str, nn.Module, type, Callable[..., Any]], ...]
     weighted: tuple[tuple[dict[str, Tensor | None], str], ...]  # where the weights of its parts are
     methods: tuple[tuple[type, str, FunctionType], ...]  # of transformers' classes
+    int8: Int8 | None = None
 
     @classmethod
     def of(cls, layer: nn.Module, family: Family, chunk_bytes: int | None) -> "_Plan | str":

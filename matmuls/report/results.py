@@ -16,7 +16,10 @@ Rows = list[dict[str, Any]]
 FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 FOLDED = 150  # characters of a command from which on it is folded
 # names with wildcards -> reason: results that no page shows
-NOT_SHOWN = {"*checks-*.json": "test and sanitizer runs, not speeds"}
+NOT_SHOWN = {
+    "*checks-*.json": "test and sanitizer runs, not speeds",
+    "*sparse-systems*.json": "sparse products and triangular solves; the limits quote the products",
+}
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def write_if_other(path: Path, text: str) -> None:
 
 # Folders of src/ whose files are compiled as one: most of a small file's time is that of torch's headers. Files with
 # loops, whose name has "cpu" in it, stay alone: what is inlined in them must not depend on neighbours.
-TOGETHER = ("attention", "dense", "glue", "gpu", "masked", "rows", "sparse")
+TOGETHER = ("attention", "dense", "distributed", "glue", "gpu", "masked", "rows", "sparse")
 
 
 def units(folder: Path) -> list[str]:

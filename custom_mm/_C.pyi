@@ -152,7 +152,8 @@ class PeerRows:
         rank that does not answer is given up."""
 
     def send(self, x: Tensor) -> None:
-        """Write rows of x, when all ranks that they go to have called `send` too, on the current stream."""
+        """Write rows of x, when all ranks that they go to have called `send` too, after what the current stream has run
+        and while it runs what comes next. x must stay as it is until `wait` has been called."""
 
     def wait(self) -> None:
         """Let the current stream wait for the rows of the other ranks."""

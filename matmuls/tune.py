@@ -30,8 +30,6 @@ from .triton.configs import Entry, Gpu, Tiles
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FINALISTS = 3  # best trials that are timed together with the default at the end
-# KB of shared memory per block, by capability
-SHARED = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 Measure = Callable[["Problem", list[Tiles]], list[float]]  # seconds of each of the tiles
 Results = tuple[Tensor, ...]
 
@@ -91,10 +89,9 @@ def _fits(t: Tiles, p: Problem, gpu: Gpu) -> bool:
     else:
         stage = t.depth * (t.rows + sums * t.columns)
         sizes = ((t.rows, p.m), (t.columns, p.n), (t.depth, p.k))
-    kilobytes = SHARED.get(gpu.capability, SHARED.get((gpu.capability[0], 0), 99))
     numbers = sums * t.rows * t.columns // (32 * t.warps)  # float32 accumulators per thread
     return (
-        t.stages * stage * size <= kilobytes * 1024
+        t.stages * stage * size <= gpu.kilobytes * 1024
         and 8 <= numbers <= (160 if sums == 1 and t.pieces > 1 else 128)
         and all(tile <= max(16, 2 * have) for tile, have in sizes)
     )

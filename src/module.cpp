@@ -138,6 +138,31 @@ void define_peer_rows(py::module_& m) {
 }
 #endif
 
+// The switch of handles(batch_invariant=True).
+void define_batch_invariance(py::module_& m) {
+  m.def("is_batch_invariant", matmuls::is_batch_invariant);
+  m.def("open_batch_invariant_scope", [] { ++matmuls::batch_invariant_scopes; });
+  m.def("close_batch_invariant_scope", [] { --matmuls::batch_invariant_scopes; });
+}
+
+void define_index_checks(py::module_& m) {
+  using no_gil = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "validate_offsets",
+      [](const std::string& name, const at::Tensor& offsets, int64_t nonzeros, const std::string& what) {
+        matmuls::validate_offsets(name.c_str(), offsets, nonzeros, what.c_str());
+      },
+      no_gil());
+  m.def(
+      "validate_indices",
+      [](const std::string& name, const std::string& what, const at::Tensor& indices, int64_t size) {
+        matmuls::validate_indices(name.c_str(), what.c_str(), indices, size);
+      },
+      no_gil());
+  m.def("trust_indices", matmuls::trust_indices, py::arg("crow"), py::arg("col"), py::arg("order"), py::arg("columns"),
+        no_gil());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -153,9 +178,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("handle_info", handle_info);
   m.def("set_workspace_size", matmuls::set_workspace_size, py::arg("nbytes"), no_gil());
   m.def("workspace_size", matmuls::workspace_size, no_gil());
-  m.def("is_batch_invariant", matmuls::is_batch_invariant);
-  m.def("open_batch_invariant_scope", [] { ++matmuls::batch_invariant_scopes; });
-  m.def("close_batch_invariant_scope", [] { --matmuls::batch_invariant_scopes; });
   m.def("is_capturing", [](int device) { return matmuls::is_capturing(gpu(device)); }, py::arg("device"));
   m.def("current_stream", [](int device) { return matmuls::current_stream(gpu(device)); }, py::arg("device"));
   m.def(
@@ -167,20 +189,6 @@ PYBIND11_MODULE(_C, m) {
       .def("__enter__", [](Relaxed& self) { self.entered = std::make_unique<matmuls::RelaxedCapture>(); })
       .def("__exit__", [](Relaxed& self, const py::args&) { self.entered.reset(); });
   m.def("build_info", build_info);
-  m.def(
-      "validate_offsets",
-      [](const std::string& name, const at::Tensor& offsets, int64_t nonzeros, const std::string& what) {
-        matmuls::validate_offsets(name.c_str(), offsets, nonzeros, what.c_str());
-      },
-      no_gil());
-  m.def(
-      "validate_indices",
-      [](const std::string& name, const std::string& what, const at::Tensor& indices, int64_t size) {
-        matmuls::validate_indices(name.c_str(), what.c_str(), indices, size);
-      },
-      no_gil());
-  m.def("trust_indices", matmuls::trust_indices, py::arg("crow"), py::arg("col"), py::arg("order"), py::arg("columns"),
-        no_gil());
   m.def(
       "choose_spmm",
       [](int64_t rows, int64_t columns, int64_t nonzeros, int64_t longest, int64_t n, int64_t batches,
@@ -223,6 +231,8 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
   define_inplace(m);
+  define_batch_invariance(m);
+  define_index_checks(m);
   matmuls::define_matmul(m);
   matmuls::define_prepared_calls(m);
   matmuls::define_explain(m);

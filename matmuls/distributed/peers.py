@@ -2,19 +2,20 @@
 
 import os
 import socket
+import warnings
 from collections.abc import Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from custom_mm import _C
 
 from .group import Group, digest, starts_of
 
-# Above this many bytes that a rank sends or receives, NCCL sends them while the own columns are multiplied; the writes
-# come before. Below it the launches of NCCL take longer than the writes.
+# Where a rank sends or receives more, NCCL's launches matter little, and the memory that a plan keeps does.
 MOST_BYTES = 64 << 20
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -47,6 +48,7 @@ class Channel:
         self.received = buffer[header : header + sum(own) * each].view(dtype).view(sum(own), n)
         starts, slots = places(counts, group.rank)
         self.sent = starts[-1]
+        self._held: torch.Tensor | None = None
         self._rows = _C.PeerRows(
             buffer=buffer,
             addresses=list(shared.buffer_ptrs),
@@ -60,13 +62,15 @@ class Channel:
         )
 
     def send(self, x: torch.Tensor) -> "Channel":
-        """Write rows of x [.., n] into the other ranks' memory, on the current stream."""
-        self._rows.send(x.contiguous())
+        """Write rows of x [.., n] into the other ranks' memory, while the current stream runs what comes next."""
+        self._held = x.contiguous()  # else its memory might be given to what runs next
+        self._rows.send(self._held)
         return self
 
     def wait(self) -> torch.Tensor:
         """The rows received, for what the current stream runs next."""
         self._rows.wait()
+        self._held = None
         return self.received
 
     @property
@@ -83,16 +87,25 @@ def places(counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[
 def make(
     group: Group, index: torch.Tensor | None, counts: Sequence[Sequence[int]], n: int, dtype: torch.dtype
 ) -> Channel | None:
-    """A channel, or None if a rank could not make one."""
+    """A channel, or None if a rank could not make one, which warns."""
     made = None
-    with suppress(RuntimeError), torch.inference_mode(False), torch.no_grad():  # out of memory too
-        made = Channel(group, index, counts, n, dtype)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            made = Channel(group, index, counts, n, dtype)
+    except RuntimeError as error:  # out of memory too
+        warnings.warn(f"{group}: its rows go by NCCL, as the GPUs share no memory: {error}", stacklevel=1)
     return made if all(is_made for (is_made,) in group.all_gather([made is not None])) else None
 
 
 def are_reachable(group: Group) -> bool:
-    """True if the ranks are GPUs of one host that can all access each other's memory; the same on every rank."""
+    """True if the ranks are GPUs of one host that can all access each other's memory; the same on every rank.
+
+    Also False for a part of the processes: torch counts the memory that a process shares with any group, and waits
+    forever where the counts of two processes differ (pytorch issue 196082).
+    """
     if group.device.type != "cuda" or not hasattr(_C, "PeerRows") or not 1 < group.size <= _C.PeerRows.most:
+        return False
+    if group.size != dist.get_world_size():
         return False
     own = torch.cuda.current_device() if group.device.index is None else group.device.index
     others = [i for i in range(torch.cuda.device_count()) if i != own]

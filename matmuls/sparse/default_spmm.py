@@ -61,10 +61,8 @@ def kernel_of(pattern: CsrPattern, n: int, dtype: torch.dtype, device: torch.dev
     densifies A for this one product."""
     if device.type != "cuda":
         return DEFAULT if is_off(BY_ROWS) else BY_ROWS
-    if dtype.is_complex:  # columns are pairs of real ones
-        return kernel_of(pattern, 2 * n, dtype.to_real(), device)
     row_bytes = n * dtype.itemsize
-    if dtype != torch.float64 and pattern.nonzeros and takes_chunks(pattern, n, row_bytes):
+    if dtype.itemsize <= 4 and pattern.nonzeros and takes_chunks(pattern, n, row_bytes):
         return CHUNKS
     if n == 0:
         return BY_ROWS  # nothing runs
@@ -74,8 +72,8 @@ def kernel_of(pattern: CsrPattern, n: int, dtype: torch.dtype, device: torch.dev
             columns=pattern.columns,
             nonzeros=pattern.nonzeros,
             longest=pattern.longest,
-            n=n,
-            element_bytes=dtype.itemsize,
+            n=row_bytes // dtype.to_real().itemsize,  # pairs of real numbers, if complex
+            element_bytes=dtype.to_real().itemsize,
             vectors=row_bytes % 16 == 0,
             multiprocessors=multiprocessors(device),
         )

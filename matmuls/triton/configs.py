@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,10 +100,24 @@ def bucket(m: int) -> int:
     return min(65536, max(16, 1 << (m - 1).bit_length()))
 
 
+# KB of shared memory per block, by capability; a capability that is not listed has those of its major version
+SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (11, 0): 227}
+
+
 class Gpu(NamedTuple):
     name: str
     capability: tuple[int, int]
     multiprocessors: int
+
+    @property
+    def kilobytes(self) -> int:
+        """KB of shared memory per block; 99, as 12.0 has, if the capability is unknown."""
+        return SHARED.get(self.capability, SHARED.get((self.capability[0], 0), 99))
+
+    @property
+    def takes_large_tiles(self) -> bool:
+        """True if TMA brings tiles to a block with as much shared memory as on Hopper: not on 12.0."""
+        return self.capability >= (9, 0) and self.kilobytes >= SHARED[9, 0]
 
 
 @functools.cache
@@ -238,6 +252,13 @@ def choose(
 
 def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bool = False) -> Tiles:
     """Tiles that fit every GPU of the kind, for an element size in bytes; on sm_90 the fastest ones on an H200."""
+    t = _default(operator, m, n, k, size, gpu, tf32)
+    weights = 2 if operator == "masked_ffn_gate_up" else 1
+    stage = t.depth * (t.rows + weights * t.columns) * size
+    return replace(t, stages=max(1, min(t.stages, gpu.kilobytes * 1024 // stage)))
+
+
+def _default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bool) -> Tiles:
     pieces = 4 if operator == "masked_ffn_gradient" else 1
     if size > 2:
         side = 128 if tf32 else 64
@@ -248,7 +269,7 @@ def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bo
         return Tiles(128, 128, 32, warps=4, stages=3, group=4, tma=True, pieces=2)
     if operator in WEIGHTS:
         chosen = Tiles(128, 128, 32, stages=4)
-        if gpu.capability >= (9, 0):
+        if gpu.takes_large_tiles:
             # rows are sorted first if the product is long compared with that
             tma = operator == "masked_ffn_weights" or (m > 1024 and max(n, k) >= 2048)
             small = Tiles(128, 128, 128) if m > 1024 else Tiles(128, 256, 64)
@@ -260,8 +281,8 @@ def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bo
     if m <= 16:
         return Tiles(16, 64, 128 if operator != "masked_ffn_gate_up" else 64, warps=4, pieces=min(pieces, 2))
     if m <= 64:
-        return Tiles(64, 64, 64, warps=4, stages=4 if gpu.capability >= (9, 0) else 3, pieces=min(pieces, 2))
-    if gpu.capability < (9, 0):
+        return Tiles(64, 64, 64, warps=4, stages=4 if gpu.takes_large_tiles else 3, pieces=min(pieces, 2))
+    if not gpu.takes_large_tiles:
         wide = 64 if operator == "masked_ffn_gate_up" else 128
         return Tiles(128, wide, 32, warps=8, stages=4, pieces=pieces)
     if operator == "masked_ffn_gate_up":

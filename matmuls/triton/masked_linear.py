@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import SHARED_BYTES, is_batch_invariant, takes_tf32
+from ..device import is_batch_invariant, takes_tf32
 from .configs import Tiles, gpu, run
 from .few import few_product_kernel, in_order, of_rows
 from .launch import launch, wait_for_earlier
@@ -138,7 +138,8 @@ def product(
         of_x = (of_rows(xs, height, t.depth) for height in (t.rows, rest))
         args = (y, *of_x, *given, *weights, b1, b2, rows, counts, N, K, N, *strides)
         constants = (t.rows, t.columns, t.depth, rest, strip, k_inner, N % t.columns == 0, b1 is not None, t.pieces)
-        stages = max(1, min(t.stages, SHARED_BYTES // stage))
+        room = (gpu(x.device.index).kilobytes - 1) << 10
+        stages = max(1, min(t.stages, room // stage))
         launch(few_product_kernel, high * wide, args, (M, high), (*constants, precision), t.warps, stages)
 
     def attempt(t: Tiles) -> None:

@@ -111,15 +111,15 @@ bool captures(cudaStream_t stream) {
 
 template <class W>
 void launch_send(const PeerTable& table, const void* x, const int64_t* index, int64_t row_bytes, int* lost,
-                 int64_t limit) {
+                 int64_t limit, cudaStream_t stream) {
   const int64_t vectors = row_bytes / static_cast<int64_t>(sizeof(W)), rows = table.starts[table.size];
   int lanes = 1;
   while (lanes < 32 && lanes < vectors) lanes *= 2;
   // Half of the GPU is left to kernels that other streams wait for: this one may wait for them by way of other ranks.
   const int64_t most = std::max(1, device_limits().multiprocessors / 2);
   const int64_t blocks = std::clamp<int64_t>(ceil_of(rows * lanes, kThreads * kUnroll), 1, most);
-  send_kernel<W><<<static_cast<unsigned>(blocks), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      table, static_cast<const W*>(x), index, vectors, lanes, lost, limit);
+  send_kernel<W><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(table, static_cast<const W*>(x), index,
+                                                                         vectors, lanes, lost, limit);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -140,7 +140,11 @@ PeerRows::PeerRows(at::Tensor buffer, const std::vector<int64_t>& addresses, int
   const c10::cuda::CUDAGuard guard(buffer_.device());
   C10_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&lost_), sizeof(int), cudaHostAllocMapped));
   *lost_ = 0;
-  C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+  int least = 0, greatest = 0;
+  C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
+  for (cudaEvent_t* const event : {&begun_, &done_})
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
 }
 
 // After an error of the GPU, torch cannot unmap the buffer and would end the process: it is left as it is.
@@ -149,7 +153,9 @@ PeerRows::~PeerRows() {
   cudaGetDevice(&before);
   cudaSetDevice(buffer_.get_device());
   if (cudaDeviceSynchronize() == cudaSuccess) {
-    cudaEventDestroy(event_);
+    cudaEventDestroy(begun_);
+    cudaEventDestroy(done_);
+    cudaStreamDestroy(stream_);
     cudaFreeHost(lost_);
   } else {
     static_cast<void>(new at::Tensor(buffer_));
@@ -159,14 +165,16 @@ PeerRows::~PeerRows() {
 
 int PeerRows::lost() const { return *const_cast<volatile int*>(lost_) - 1; }
 
-// The stream waits for the calls that were made on another one.
-void PeerRows::follow(c10::cuda::CUDAStream stream) {
-  if (captures(stream)) return;
-  if (last_ && *last_ != stream && !captures(*last_)) {
-    C10_CUDA_CHECK(cudaEventRecord(event_, *last_));
-    C10_CUDA_CHECK(cudaStreamWaitEvent(stream, event_));
+// The own stream waits for what the current one has run, and the one of the last call, which read the rows.
+void PeerRows::follow(c10::cuda::CUDAStream current) {
+  const bool is_captured = captures(current);
+  if (!is_captured && last_ && *last_ != current && !captures(*last_)) {
+    C10_CUDA_CHECK(cudaEventRecord(begun_, *last_));
+    C10_CUDA_CHECK(cudaStreamWaitEvent(stream_, begun_));
   }
-  last_ = stream;
+  C10_CUDA_CHECK(cudaEventRecord(begun_, current));
+  C10_CUDA_CHECK(cudaStreamWaitEvent(stream_, begun_));
+  if (!is_captured) last_ = current;
 }
 
 void PeerRows::send(const at::Tensor& x) {
@@ -181,19 +189,21 @@ void PeerRows::send(const at::Tensor& x) {
   const int64_t* const index = index_ ? index_->const_data_ptr<int64_t>() : nullptr;
   const int64_t aligned = reinterpret_cast<int64_t>(rows) | row_bytes_;
   if (aligned % 16 == 0)
-    launch_send<uint4>(table_, rows, index, row_bytes_, lost_, limit_);
+    launch_send<uint4>(table_, rows, index, row_bytes_, lost_, limit_, stream_);
   else if (aligned % 8 == 0)
-    launch_send<uint2>(table_, rows, index, row_bytes_, lost_, limit_);
+    launch_send<uint2>(table_, rows, index, row_bytes_, lost_, limit_, stream_);
   else if (aligned % 4 == 0)
-    launch_send<uint32_t>(table_, rows, index, row_bytes_, lost_, limit_);
+    launch_send<uint32_t>(table_, rows, index, row_bytes_, lost_, limit_, stream_);
   else
-    launch_send<uint16_t>(table_, rows, index, row_bytes_, lost_, limit_);
+    launch_send<uint16_t>(table_, rows, index, row_bytes_, lost_, limit_, stream_);
+  wait_kernel<<<1, 32, 0, stream_>>>(table_, lost_, limit_);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(cudaEventRecord(done_, stream_));
 }
 
 void PeerRows::wait() {
   const OperationGuard guard("distributed.plan", buffer_);
-  wait_kernel<<<1, 32, 0, c10::cuda::getCurrentCUDAStream()>>>(table_, lost_, limit_);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(cudaStreamWaitEvent(c10::cuda::getCurrentCUDAStream(), done_));
 }
 
 }  // namespace matmuls

@@ -8,8 +8,9 @@
 //            3. write the rows; then arrived[this rank] = call number in their headers
 //     wait   until arrived[r] = call number for each rank r that sends rows here
 //
-// Both are kernels of the current stream, so that what a stream runs after `wait` sees the rows, and what it ran before
-// `send` has read those of the call before. Call numbers are counted in GPU memory: a captured graph may be replayed.
+// Both are kernels of a stream of this object; the current stream runs others meanwhile. `send` begins after what
+// the current stream ran before, which has read the rows of the call before, and `wait` lets the current stream wait
+// for the rows. Call numbers are counted in GPU memory: a captured graph may be replayed.
 #pragma once
 
 #ifdef MATMULS_CUDA
@@ -45,21 +46,23 @@ class PeerRows {
   PeerRows(const PeerRows&) = delete;
   PeerRows& operator=(const PeerRows&) = delete;
 
+  // x must stay as it is until `wait` has been called.
   void send(const at::Tensor& x);
   void wait();
   // The rank that a kernel has given up, after which the process can use its GPU no more; -1 if none.
   int lost() const;
 
  private:
-  void follow(c10::cuda::CUDAStream stream);
+  void follow(c10::cuda::CUDAStream current);
 
   at::Tensor buffer_;
   std::optional<at::Tensor> index_;
   PeerTable table_{};
   int64_t row_bytes_, limit_;  // nanoseconds
   int* lost_ = nullptr;        // in host memory: 1 + the rank, or 0
-  cudaEvent_t event_ = nullptr;
-  std::optional<c10::cuda::CUDAStream> last_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t begun_ = nullptr, done_ = nullptr;
+  std::optional<c10::cuda::CUDAStream> last_;  // the current stream of the last call
 };
 
 }  // namespace matmuls

@@ -35,6 +35,12 @@ void spmm_rows(const Spmm<T, I>& m, int64_t begin, int64_t end) {
   kernels<T, I>().rows(m, begin, end);
 }
 template <class T, class I>
+void complex_rows(const Spmm<T, I>& m, int64_t begin, int64_t end) {
+  static const auto best =
+      for_this_machine(avx512::complex_rows<T, I>, avx2::complex_rows<T, I>, baseline::complex_rows<T, I>);
+  best(m, begin, end);
+}
+template <class T, class I>
 void spmm_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, arithmetic_t<T>* sums) {
   kernels<T, I>().piece(m, begin, end, sums);
 }
@@ -77,6 +83,10 @@ SPARSE_INSTANTIATE(double)
 SPARSE_INSTANTIATE(float)
 SPARSE_INSTANTIATE(c10::Half)
 SPARSE_INSTANTIATE(c10::BFloat16)
+template void complex_rows(const Spmm<double, int32_t>&, int64_t, int64_t);
+template void complex_rows(const Spmm<double, int64_t>&, int64_t, int64_t);
+template void complex_rows(const Spmm<float, int32_t>&, int64_t, int64_t);
+template void complex_rows(const Spmm<float, int64_t>&, int64_t, int64_t);
 #undef SPARSE_INSTANTIATE
 #undef SPARSE_INSTANTIATE_FOR
 

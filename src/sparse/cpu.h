@@ -35,6 +35,11 @@ struct Spmm {
 template <class T, class I>
 void spmm_rows(const Spmm<T, I>& m, int64_t begin, int64_t end);
 
+// As spmm_rows for complex numbers, T double or float: values are pairs of a real and an imaginary part, and so are the
+// columns of B and out. n and the strides count numbers of T.
+template <class T, class I>
+void complex_rows(const Spmm<T, I>& m, int64_t begin, int64_t end);
+
 // sums [n] <- the products of nonzeros [begin, end), which belong to one row.
 template <class T, class I>
 void spmm_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, arithmetic_t<T>* sums);

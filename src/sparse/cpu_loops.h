@@ -113,17 +113,17 @@ void tile_of_piece(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, i
   store<A>(out + c + (NV - 1) * n, sums[NV - 1], tail);
 }
 
-// Calls f(vectors, c, tail) for tiles of up to kTile vectors over all columns, with the number of vectors as a
+// Calls f(vectors, c, tail) for tiles of up to `most` vectors over all columns, with the number of vectors as a
 // constant.
-template <class A, class F>
+template <class A, int most = kTile, class F>
 C10_ALWAYS_INLINE void for_each_tile(int64_t columns, F f) {
   constexpr int n = kLanes<A>;
-  for (int64_t c = 0; c < columns; c += kTile * n) {
-    const int64_t left = columns - c < kTile * n ? columns - c : kTile * n;
+  for (int64_t c = 0; c < columns; c += most * n) {
+    const int64_t left = columns - c < most * n ? columns - c : most * n;
     const int vectors = static_cast<int>((left + n - 1) / n), tail = static_cast<int>(left - (vectors - 1) * n);
     [&]<int... fewer>(std::integer_sequence<int, fewer...>) C10_ALWAYS_INLINE_ATTRIBUTE {
       ((vectors == fewer + 1 ? f(std::integral_constant<int, fewer + 1>{}, c, tail) : void()), ...);
-    }(std::make_integer_sequence<int, kTile>{});
+    }(std::make_integer_sequence<int, most>{});
   }
 }
 
@@ -150,6 +150,70 @@ void spmm_finish(const Spmm<T, I>& m, int64_t row, const arithmetic_t<T>* sums) 
     const int count = m.n - c < n ? static_cast<int>(m.n - c) : n;
     finish<A>(out + c, load<A>(sums + c, count), scale, m.beta, count);
   }
+}
+
+// i * v, for pairs of a real and an imaginary part.
+template <class T>
+C10_ALWAYS_INLINE Vec<T> times_i(Vec<T> v) {
+  Vec<T> turned = {};
+  for (int lane = 0; lane < kLanes<T>; lane += 2) turned[lane] = -v[lane + 1], turned[lane + 1] = v[lane];
+  return turned;
+}
+
+// As rows_of_tile, with sums for the real and the imaginary parts of the values.
+template <int NV, bool whole, class T, class I>
+void complex_tile(const Spmm<T, I>& m, int64_t begin, int64_t end, int64_t c, int tail) {
+  constexpr int n = kLanes<T>;
+  if constexpr (whole) tail = n;
+  for (int64_t r = begin; r < end; ++r) {
+    Vec<T> by_real[NV] = {}, by_imaginary[NV] = {};
+    for (int64_t p = m.crow[r], stop = m.crow[r + 1]; p < stop; ++p) {
+      const int64_t ahead = p + kAhead < m.nonzeros ? p + kAhead : m.nonzeros - 1;
+      const T* const next = m.dense + static_cast<int64_t>(m.col[ahead]) * m.dense_stride + c;
+      for (int line = 0; line < NV * n; line += 64 / sizeof(T)) __builtin_prefetch(next + line);
+      const T* const row = m.dense + static_cast<int64_t>(m.col[p]) * m.dense_stride + c;
+      const T* const value = m.values + 2 * m.value_at(p);
+      const Vec<T> real = splat(value[0]), imaginary = splat(value[1]);
+      for (int i = 0; i < NV; ++i) {
+        const Vec<T> b = load<T>(row + i * n, i + 1 < NV ? n : tail);
+        by_real[i] += real * b, by_imaginary[i] += imaginary * b;
+      }
+    }
+    T* const out = m.out + r * m.out_stride + c;
+    const T scale = row_scale(m, r);
+    for (int i = 0; i < NV; ++i)
+      finish<T>(out + i * n, by_real[i] + times_i<T>(by_imaginary[i]), scale, m.beta, i + 1 < NV ? n : tail);
+  }
+}
+
+// One complex column of B.
+template <class T, class I>
+void complex_column(const Spmm<T, I>& m, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    T sums[4] = {};
+    for (int64_t p = m.crow[r], stop = m.crow[r + 1]; p < stop; ++p) {
+      const T* const b = m.dense + static_cast<int64_t>(m.col[p]) * m.dense_stride;
+      const T* const value = m.values + 2 * m.value_at(p);
+      sums[0] += value[0] * b[0], sums[1] += value[1] * b[1];
+      sums[2] += value[0] * b[1], sums[3] += value[1] * b[0];
+    }
+    T* const out = m.out + r * m.out_stride;
+    const T scale = row_scale(m, r), real = scale * (sums[0] - sums[1]), imaginary = scale * (sums[2] + sums[3]);
+    out[0] = m.beta != 0 ? real + m.beta * out[0] : real;
+    out[1] = m.beta != 0 ? imaginary + m.beta * out[1] : imaginary;
+  }
+}
+
+template <class T, class I>
+void complex_rows(const Spmm<T, I>& m, int64_t begin, int64_t end) {
+  if (m.n == 2) return complex_column(m, begin, end);
+  for_each_tile<T, kTile / 2>(m.n, [&](auto vectors, int64_t c, int tail) {
+    constexpr int NV = decltype(vectors)::value;
+    if (tail == kLanes<T>)
+      complex_tile<NV, true>(m, begin, end, c, tail);
+    else
+      complex_tile<NV, false>(m, begin, end, c, tail);
+  });
 }
 
 // A tile of columns at a time, so that the best values and their origins stay in the L1 cache.

@@ -2,17 +2,13 @@
 
 import gc
 import threading
-from typing import ClassVar
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import custom_mm
 import matmuls
 from matmuls.specs import Draw
-
-FOUR = [matmuls.cublasMM, matmuls.cublasTransaMM, matmuls.cublasTransbMM, matmuls.cublasTransabMM]
 
 
 def draw(*shape, device="cpu", dtype=torch.float32, seed=0):
@@ -335,74 +331,6 @@ def test_tf32_only_if_torch_allows_it():
         assert error() > 1e-5 < error(bias=bias)
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-# ---------------------------------------------------------------------------------------------------------- the classes
-
-
-@pytest.mark.parametrize("function", FOUR, ids=lambda f: f.__name__)
-def test_the_classes_are_autograd_functions(function):
-    assert issubclass(function, torch.autograd.function.InplaceFunction)
-
-    class Counted(function):
-        calls: ClassVar = []
-
-        @staticmethod
-        def forward(ctx, a, b):
-            Counted.calls.append("forward")
-            return function.forward(ctx, a, b)
-
-        @staticmethod
-        def backward(ctx, grad):
-            Counted.calls.append("backward")
-            return function.backward(ctx, grad)
-
-    class Renamed(function):
-        pass
-
-    a, b = draw(4, 4, device="cpu").requires_grad_(), draw(4, 4, device="cpu", seed=1).requires_grad_()
-    results = []
-    for one in (function, Counted, Renamed):
-        y = one.apply(a, b)
-        results.append((y.detach(), *torch.autograd.grad(y.sum(), (a, b))))
-        if one is not function:
-            assert type(y.grad_fn).__name__ == f"{one.__name__}Backward"
-    assert Counted.calls == ["forward", "backward"]
-    for others in results[1:]:
-        assert all(map(torch.equal, others, results[0]))
-
-
-def test_a_call_may_be_traced_overridden_and_counted():
-    """What does not reach the operator by the short way."""
-    a, b = draw(4, 4, device="cpu"), draw(4, 4, device="cpu", seed=1)
-
-    class Logged(torch.Tensor):
-        seen: ClassVar = []
-
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            Logged.seen.append(str(function))
-            return super().__torch_function__(function, types, args, kwargs or {})
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            Logged.seen.append("mode")
-            return function(*args, **(kwargs or {}))
-
-    for product in (matmuls.matmul, matmuls.cublasMM.apply):
-        Logged.seen.clear()
-        y = product(a.as_subclass(Logged), b)
-        assert isinstance(y, Logged)
-        assert Logged.seen == ["custom_mm.matmul.default"]
-        with Mode():
-            product(a, b)
-        assert Logged.seen[1:] == ["mode"]
-        assert torch.equal(torch.jit.trace(product, (a, b))(b, a), b @ a)
-        with FlopCounterMode(display=False) as counter:
-            product(a, b)
-        assert counter.get_total_flops() == 2 * 4**3
-        with pytest.raises(TypeError, match=r"matmul: expected a torch.Tensor for b, got list"):
-            product(a, [1.0])
 
 
 def test_out_keeps_its_dtype_under_autocast():

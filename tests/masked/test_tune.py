@@ -19,6 +19,14 @@ from matmuls.tune import Failed, Journal, Problem
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132)
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108)
+OTHERS = [
+    ("T4", (7, 5), 40),
+    ("A10", (8, 6), 72),
+    ("L4", (8, 9), 58),
+    ("B200", (10, 0), 148),
+    ("RTX 5090", (12, 0), 170),
+]
+GPUS = [H200, A100, *(Gpu(*facts) for facts in OTHERS)]
 PROBLEM = Problem("masked_linear", 8192, 1024, 1024, "bfloat16")
 SMALL = [Tiles(128, 256, 64), Tiles(128, 128, 64), Tiles(64, 64, 64), Tiles(64, 128, 64, warps=4)]
 
@@ -53,7 +61,7 @@ def test_buckets():
     assert [configs.bucket(m) for m in (1, 16, 17, 512, 513, 40000, 10**6)] == [16, 16, 32, 512, 1024, 65536, 65536]
 
 
-@pytest.mark.parametrize("gpu", [H200, A100, Gpu("old", (8, 6), 82)], ids=lambda g: g.name)
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda g: g.name)
 @pytest.mark.parametrize("operator", configs.OPERATORS)
 def test_default_tiles_fit_the_gpu(operator, gpu):
     for m in (1, 16, 64, 512, 8192, 65536):
@@ -63,6 +71,14 @@ def test_default_tiles_fit_the_gpu(operator, gpu):
                 huge = Problem(operator, 1 << 20, 1 << 20, 1 << 20, dtype)
                 assert tune._fits(t, huge, gpu) or m <= 64, t
                 assert t.split == 1 or m // t.split >= 1024
+
+
+def test_large_tiles_are_for_gpus_with_as_much_shared_memory_as_hopper():
+    tiles = {g.name: configs.default("masked_linear", 4096, 4096, 4096, 2, g) for g in GPUS}
+    large = tiles[H200.name]
+    assert (large.rows, large.columns, large.tma) == (128, 256, True)
+    assert {name for name, t in tiles.items() if t == large} == {H200.name, "B200"}
+    assert not any(t.tma for t in tiles.values() if t != large)
 
 
 def test_files(tmp_path, recwarn):

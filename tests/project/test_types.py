@@ -96,5 +96,5 @@ def test_stubs_of_the_extension_are_complete():
     stub = (ROOT / "custom_mm/_C.pyi").read_text()
     known = set(re.findall(r"^(?:def |class )?(\w+)(?:[:(]| =)", stub, re.M)) - {"Answer", "Gpu", "Handle", "Workspace"}
     names = {name for name in dir(custom_mm._C) if not name.startswith("_")}
-    with_cuda = {"simulate_device", "replay_on_gpu", "record_gradient", "forget_recordings", "replays"}
+    with_cuda = {"PeerRows", "simulate_device", "replay_on_gpu", "record_gradient", "forget_recordings", "replays"}
     assert names <= known <= names | with_cuda

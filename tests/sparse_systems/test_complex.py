@@ -5,7 +5,7 @@ import pytest
 import scipy.sparse
 import torch
 
-from common.sparse_cases import LAYOUTS, every_layout, in_layout
+from common.sparse_cases import LAYOUTS, every_layout, in_layout, long_rows
 from matmuls import cusparseMM, plan, sddmm, sparse_attention, sparse_softmax, spgemm, spmm
 from matmuls.nn import SparseLinear
 from matmuls.sparse.layouts import Dense
@@ -56,6 +56,28 @@ def test_products_against_scipy(layout, dtype, device):
     vector, other = draw(30, dtype=dtype, device=device), draw(12, dtype=dtype, device=device)
     assert_near(made @ vector, truth @ vector.cpu().to(torch.complex128).numpy())
     assert_near(other @ made, other.cpu().to(torch.complex128).numpy() @ truth)
+
+
+@every_complex
+def test_rows_of_every_length(dtype, device):
+    """Rows of up to 20,000 nonzeros, with the same bits for every number of threads."""
+    crow, col, values, shape = long_rows(device)
+    values = torch.complex(values, values.flip(0)).to(dtype)
+    made = plan(torch.sparse_csr_tensor(crow, col, values, shape))
+    truth = scipy.sparse.csr_matrix(tuple(t.cpu().numpy() for t in (values.to(torch.complex128), col, crow)), shape)
+    before = torch.get_num_threads()
+    for n in (1, 5, 200):
+        b, products = draw(20000, n, dtype=dtype, device=device), []
+        try:
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                products.append(made @ b)
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(*products)
+        expected = torch.from_numpy(truth @ b.cpu().to(torch.complex128).numpy())
+        error = torch.linalg.vector_norm(products[0].cpu().to(torch.complex128) - expected)
+        assert error <= 64 * torch.finfo(dtype).eps * torch.linalg.vector_norm(expected)
 
 
 @every_complex

@@ -6,9 +6,9 @@
 //     c of B only if its row (by_column: its column) selected its value there. The gradients of max and min use this.
 //   longest: nonzeros of A's longest row, if known; t_longest: of A's longest column. They decide how work is split.
 //
-// Complex operands: sum and mean, without selected; two products of real ones. Accumulates in float32, for float64 in
-// float64. The row kernels add in an order that does not depend on timing; sparse/spmm/by_rows/by_rows.cuh says what it
-// depends on.
+// Complex operands: sum and mean, without selected; on a GPU as two products of real ones. Accumulates in float32, for
+// float64 in float64. The row kernels add in an order that does not depend on timing; sparse/spmm/by_rows/by_rows.cuh
+// says what it depends on.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -5,6 +5,7 @@
 
 #include "cpu/threads.h"
 #include "sparse/cpu.h"
+#include "sparse/ops.h"
 
 namespace matmuls::spmm {
 namespace {
@@ -89,28 +90,49 @@ void selected_cpu(const Spmm<T, I>& m, const I* selected, bool by_column, int64_
   }
 }
 
+// Product b of the batch.
+template <class T, class I>
+Spmm<T, I> product_of(const Call& c, int64_t b) {
+  const int64_t n = c.out.size(2);
+  return {c.pattern.crow.const_data_ptr<I>(),
+          c.pattern.col.const_data_ptr<I>(),
+          indices_or_null<I>(c.pattern.order),
+          c.values.const_data_ptr<T>() + b * c.values.stride(0),
+          c.dense.const_data_ptr<T>() + b * c.dense.stride(0),
+          c.out.mutable_data_ptr<T>() + b * c.out.stride(0),
+          c.pattern.nonzeros(),
+          n,
+          c.dense.stride(1),
+          c.out.stride(1),
+          static_cast<arithmetic_t<T>>(c.alpha),
+          static_cast<arithmetic_t<T>>(c.beta),
+          c.reduce == Reduce::mean,
+          c.dense.size(1) * n * c.dense.element_size() > kCacheBytes};
+}
+
+// Complex sums. A long row is the work of one thread.
+void run_complex(Call c) {
+  c.values = at::view_as_real(c.values), c.dense = as_real_columns(c.dense), c.out = as_real_columns(c.out);
+  AT_DISPATCH_FLOATING_TYPES(c.out.scalar_type(), kOp, [&] {
+    AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
+      for (int64_t b = 0; b < c.out.size(0); ++b) {
+        const auto m = product_of<scalar_t, index_t>(c, b);
+        for_rows_of_equal_work(m.crow, c.pattern.rows(),
+                               [&](int64_t begin, int64_t end) { complex_rows(m, begin, end); });
+      }
+    });
+  });
+}
+
 }  // namespace
 
 void run_cpu(const Call& c) {
+  if (c.out.is_complex()) return run_complex(c);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, c.dense.scalar_type(), kOp, [&] {
-    using A = arithmetic_t<scalar_t>;
     AT_DISPATCH_INDEX_TYPES(c.pattern.crow.scalar_type(), kOp, [&] {
       const int64_t rows = c.pattern.rows(), n = c.out.size(2);
       for (int64_t b = 0; b < c.out.size(0); ++b) {
-        const Spmm<scalar_t, index_t> m{c.pattern.crow.const_data_ptr<index_t>(),
-                                        c.pattern.col.const_data_ptr<index_t>(),
-                                        indices_or_null<index_t>(c.pattern.order),
-                                        c.values.const_data_ptr<scalar_t>() + b * c.values.stride(0),
-                                        c.dense.const_data_ptr<scalar_t>() + b * c.dense.stride(0),
-                                        c.out.mutable_data_ptr<scalar_t>() + b * c.out.stride(0),
-                                        c.pattern.nonzeros(),
-                                        n,
-                                        c.dense.stride(1),
-                                        c.out.stride(1),
-                                        static_cast<A>(c.alpha),
-                                        static_cast<A>(c.beta),
-                                        c.reduce == Reduce::mean,
-                                        c.dense.size(1) * n * c.dense.element_size() > kCacheBytes};
+        const auto m = product_of<scalar_t, index_t>(c, b);
         if (c.selected.defined()) {
           const index_t* const selected = c.selected.const_data_ptr<index_t>() + b * c.selected.stride(0);
           for_rows_of_equal_work(

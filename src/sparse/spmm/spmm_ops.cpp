@@ -69,23 +69,16 @@ void scale(const Tensor& out, double beta) {
     out.mul_(beta);
 }
 
+#ifdef MATMULS_CUDA
 // A complex product by the kernels for real ones: A B = re(A) B + i im(A) B, where B's columns are pairs of real ones.
-template <void run(const Call&)>
-void run_parts(const Call& c) {
-  if (!c.out.is_complex()) return run(c);
+void run_cuda_parts(const Call& c) {
+  if (!c.out.is_complex()) return run_cuda(c);
   const Tensor values = at::view_as_real(c.values), dense = as_real_columns(c.dense), out = as_real_columns(c.out);
   const auto add = [&](int64_t part, double beta) {
-    run({c.pattern,
-         values.select(-1, part).contiguous(),
-         dense,
-         out,
-         c.reduce,
-         c.alpha,
-         beta,
-         {},
-         {},
-         false,
-         c.longest});
+    Call real = c;
+    real.values = values.select(-1, part).contiguous();
+    real.dense = dense, real.out = out, real.beta = beta;
+    run_cuda(real);
   };
   const c10::complex<double> i(0, 1);
   if (c.beta != 0) c.out.mul_(-c.beta * i);
@@ -93,6 +86,7 @@ void run_parts(const Call& c) {
   c.out.mul_(i);
   add(0, 1);
 }
+#endif
 
 // Runs on `out`, or on a copy of it if its rows are not contiguous.
 template <void run(const Call&)>
@@ -112,9 +106,9 @@ void run_batch(const Pattern& p, const Tensor& values, const Tensor& dense, Redu
     if (!strides) over = target = target.contiguous();
     over = over.view({batch, rows, n});
   }
-  run_parts<run>({whole, flat(values, 1), flat(dense, 2), over, reduce, alpha, beta,
-                  arg.defined() ? arg.view({batch, rows, n}) : arg,
-                  selected.defined() ? flat(selected, 2).contiguous() : selected, by_column, longest});
+  run({whole, flat(values, 1), flat(dense, 2), over, reduce, alpha, beta,
+       arg.defined() ? arg.view({batch, rows, n}) : arg, selected.defined() ? flat(selected, 2).contiguous() : selected,
+       by_column, longest});
   if (!target.is_same(out)) out.copy_(target);
   if (alpha == 0) out.zero_();  // arg is computed all the same
 }
@@ -370,9 +364,9 @@ TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
 }
 #ifdef MATMULS_CUDA
 TORCH_LIBRARY_IMPL(custom_mm, CUDA, m) {
-  m.impl("csr_spmm", csr_spmm<run_cuda>);
-  m.impl("csr_spmm.out", spmm_out<run_cuda>);
-  m.impl("csr_spmm_arg", spmm_arg<run_cuda>);
+  m.impl("csr_spmm", csr_spmm<run_cuda_parts>);
+  m.impl("csr_spmm.out", spmm_out<run_cuda_parts>);
+  m.impl("csr_spmm_arg", spmm_arg<run_cuda_parts>);
 }
 #endif
 TORCH_LIBRARY_IMPL(custom_mm, Meta, m) {

@@ -1,0 +1,75 @@
+"""The classes whose `apply` is a product, and the short way from Python to the operator."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import matmuls
+from common.row_cases import draw
+
+FOUR = [matmuls.cublasMM, matmuls.cublasTransaMM, matmuls.cublasTransbMM, matmuls.cublasTransabMM]
+
+
+@pytest.mark.parametrize("function", FOUR, ids=lambda f: f.__name__)
+def test_the_classes_are_autograd_functions(function):
+    assert issubclass(function, torch.autograd.function.InplaceFunction)
+
+    calls = []
+
+    class Counted(function):
+        @staticmethod
+        def forward(ctx, a, b):
+            calls.append("forward")
+            return function.forward(ctx, a, b)
+
+        @staticmethod
+        def backward(ctx, grad):
+            calls.append("backward")
+            return function.backward(ctx, grad)
+
+    class Renamed(function):
+        pass
+
+    a, b = draw(4, 4, device="cpu").requires_grad_(), draw(4, 4, device="cpu", seed=1).requires_grad_()
+    results = []
+    for one in (function, Counted, Renamed):
+        y = one.apply(a, b)
+        results.append((y.detach(), *torch.autograd.grad(y.sum(), (a, b))))
+        if one is not function:
+            assert type(y.grad_fn).__name__ == f"{one.__name__}Backward"
+    assert calls == ["forward", "backward"]
+    for others in results[1:]:
+        assert all(map(torch.equal, others, results[0]))
+
+
+def test_a_call_may_be_traced_overridden_and_counted():
+    """What does not reach the operator by the short way."""
+    a, b = draw(4, 4, device="cpu"), draw(4, 4, device="cpu", seed=1)
+
+    seen = []
+
+    class Logged(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append("mode")
+            return function(*args, **(kwargs or {}))
+
+    for product in (matmuls.matmul, matmuls.cublasMM.apply):
+        seen.clear()
+        y = product(a.as_subclass(Logged), b)
+        assert isinstance(y, Logged)
+        assert seen == ["custom_mm.matmul.default"]
+        with Mode():
+            product(a, b)
+        assert seen[1:] == ["mode"]
+        assert torch.equal(torch.jit.trace(product, (a, b))(b, a), b @ a)
+        with FlopCounterMode(display=False) as counter:
+            product(a, b)
+        assert counter.get_total_flops() == 2 * 4**3
+        with pytest.raises(TypeError, match=r"matmul: expected a torch.Tensor for b, got list"):
+            product(a, [1.0])

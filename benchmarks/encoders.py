@@ -29,12 +29,10 @@ SIZES = 32, 64, 128, 256  # batch_size of SentenceTransformer.encode
 
 
 def batch_of(batch: int, length: int, half: bool) -> dict[str, torch.Tensor]:
-    """half: of text i, (i + 1) / batch of the tokens; about half in all."""
-    given = {"input_ids": torch.randint(1000, 20000, (batch, length), device="cuda")}
-    if half:
-        counts = (torch.arange(batch, device="cuda") + 1) * length // batch
-        given["attention_mask"] = (torch.arange(length, device="cuda") < counts[:, None]).long()
-    return given
+    """What a tokenizer returns: ids and mask. half: of text i, (i + 1) / batch of the tokens; about half in all."""
+    ids = torch.randint(1000, 20000, (batch, length), device="cuda")
+    counts = (torch.arange(batch, device="cuda") + 1) * length // batch if half else torch.full_like(ids[:, 0], length)
+    return {"input_ids": ids, "attention_mask": (torch.arange(length, device="cuda") < counts[:, None]).long()}
 
 
 def seconds(call: Callable[[], Any], calls: int, alone: bool) -> float:

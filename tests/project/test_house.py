@@ -174,7 +174,7 @@ MAY_IMPORT = {
     "integrations.transformers.quantized": set(),
     "integrations.transformers.graphs": {"integrations.transformers"},
     "integrations.transformers.one_pass": {"integrations.transformers"},
-    "integrations.transformers.replayed": {"integrations.transformers"},
+    "integrations.transformers.replayed": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.segments": {"integrations.transformers"},
     "integrations.transformers.packed": {"integrations.transformers"},
     "integrations.transformers.layers": OPERATIONS | {"attention", "integrations.transformers"},
@@ -226,7 +226,7 @@ def test_the_face_of_the_compiled_module_imports_nothing_of_ours():
 
 
 PRIMITIVES = {"glue", "gpu", "cpu"}  # folders of src/ that any other may include
-FAMILIES = {"dense", "rows", "sparse", "attention", "masked", "distributed"}
+FAMILIES = {"dense", "rows", "sparse", "attention", "masked", "distributed", "texts"}
 
 
 def sources() -> dict[str, str]:

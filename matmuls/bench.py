@@ -399,7 +399,7 @@ def environment(device: str) -> dict[str, Any]:
     """The machine, versions, command and commit of a measurement."""
     # an installed copy may lie in another repository
     ours = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
-    changes = _git("status", "--porcelain", "--", "src", "custom_mm", "matmuls") if ours else None
+    changes = _git("status", "--porcelain", "--", ":/src", ":/custom_mm", ":/matmuls") if ours else None
     processes = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun
     launcher = ["torchrun", f"--nproc-per-node={processes}", "-m"] if processes else []
     return {

@@ -11,6 +11,7 @@ from .results import Results, Run
 
 FILE = "bert-cuda.json"
 TEXTS = "cpu/encode-texts.json"
+INT8 = "cpu/encode-int8.json"
 CALLS = "cuda/encoders.json"
 # task -> heading, and the model that speeds are relative to
 HEADINGS = {
@@ -65,6 +66,7 @@ def page(results: Results) -> Page:
     _calls(page, results.run(CALLS))
     _encode(page, results.encoding(CALLS))
     _texts(page, results.run(TEXTS))
+    _int8(page, results.run(INT8), results.encoding(INT8, "drift"))
     return page
 
 
@@ -212,4 +214,33 @@ def _texts(page: Page, run: Run) -> None:
     page.say(losses(ratios, "the stock model at its best batch size, in CPU time,"))
     least = math.floor(min(r["cosine"] for r in run.rows) * 1e7) / 1e7
     page.say(f"The cosine similarity of a vector to that of the stock model is at least {least:.7f}.")
+    page.measured(run)
+
+
+def _int8(page: Page, run: Run, drift: dict[str, Any]) -> None:
+    page.heading("Texts in int8, on a CPU")
+    page.say(
+        "`SentenceTransformer.encode` after `optimize(model, int8=True)` "
+        "([guide](../guides/hugging-face.md#products-in-int8-on-a-cpu)) on one thread, with the model and the texts of "
+        "the section above.",
+    )
+    rows = []
+    for r in run.rows:
+        stock = r["cpu_seconds"]["stock, batch_size=8"]
+        for way, seconds in r["cpu_seconds"].items():
+            rows.append((str(r["texts"]), way, number(seconds * 1e3), number(stock / seconds)))
+    page.table(
+        "There is one row for each number of texts and way. *CPU time* is that of the process. Speeds are relative to "
+        "the stock model in CPU time: higher is better.",
+        ("texts", "way", "CPU time, ms", "speed"),
+        rows,
+    )
+    page.say(
+        f"The cosine similarity of a vector in int8 to that in float32 is {drift['cosine_mean']:.4f} on average and at "
+        f"least {math.floor(drift['cosine_min'] * 1e4) / 1e4:.4f}, for {2 * drift['pairs']} texts.",
+        f"For {drift['pairs']} pairs of texts from equal to unrelated, the rank correlation (Spearman) of their "
+        "similarities with those in "
+        f"float32 is {math.floor(drift['spearman'] * 1e4) / 1e4:.4f}, and a similarity changes by at most "
+        f"{drift['largest_change_of_a_similarity']:.3f}.",
+    )
     page.measured(run)

@@ -103,9 +103,9 @@ class Results:
         """A file of `matmuls spmm --distributed` or benchmarks/distributed_models.py, with all that is in it."""
         return self.run(name), self._content(self.folder / name)
 
-    def encoding(self, name: str) -> dict[str, Any]:
-        """How fast texts were encoded, from a file of benchmarks/encoders.py."""
-        found: dict[str, Any] = self._content(self.folder / name)["encode"]
+    def encoding(self, name: str, part: str = "encode") -> dict[str, Any]:
+        """How fast texts were encoded, or how far vectors drift: a part of a file of benchmarks/encode*.py."""
+        found: dict[str, Any] = self._content(self.folder / name)[part]
         return found
 
     def bench(self, operation: str) -> Run:

@@ -24,7 +24,7 @@ from .plan import _Chain
 from .segments import Segments, _has_varlen, _why_not_attention, moved
 
 SMALL = 4096  # tokens of a padded batch whose mask the host does not read, and whose padding is computed
-MOST = 12288  # tokens of a captured pass. With more, a GPU is slower than the host, and memory would be held.
+MOST = 16384  # tokens of a captured pass, 32 x 512. With more, a GPU is slower than most hosts, and memory is held.
 LONGEST = 64  # texts' lengths are rounded up to a multiple of it, rows of the attention kernel's blocks
 
 

@@ -18,6 +18,7 @@ from .group import Group, digest, starts_of
 # Where a rank sends or receives more, NCCL's launches matter little, and the memory that a plan keeps does.
 MOST_BYTES = 64 << 20
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+SHARES = "MATMULS_SHARE_MEMORY"  # "1" lets plans write into each other's memory
 
 
 class Channel:
@@ -98,7 +99,8 @@ def make(
 
 
 def are_reachable(group: Group) -> bool:
-    """True if the ranks are GPUs of one host that can all access each other's memory; the same on every rank.
+    """True if SHARES is set on every rank, and they are GPUs of one host that can all access each other's memory; the
+    same on every rank.
 
     Also False for a part of the processes: torch counts the memory that a process shares with any group, and waits
     forever where the counts of two processes differ (pytorch issue 196082).
@@ -109,7 +111,8 @@ def are_reachable(group: Group) -> bool:
         return False
     own = torch.cuda.current_device() if group.device.index is None else group.device.index
     others = [i for i in range(torch.cuda.device_count()) if i != own]
-    reached = sum(1 << i for i in others if torch.cuda.can_device_access_peer(own, i))
+    shares = os.environ.get(SHARES) == "1"
+    reached = sum(1 << i for i in others if shares and torch.cuda.can_device_access_peer(own, i))
     facts = group.all_gather([_host(), own, reached])
     devices = {device for _, device, _ in facts}
     needed = sum(1 << device for device in devices)

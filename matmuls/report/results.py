@@ -18,6 +18,7 @@ FOLDED = 150  # characters of a command from which on it is folded
 # names with wildcards -> reason: results that no page shows
 NOT_SHOWN = {
     "*checks-*.json": "test and sanitizer runs, not speeds",
+    "*distributed-*-shared.json": "MATMULS_SHARE_MEMORY=1 on one matrix, which the guide quotes",
     "*sparse-systems*.json": "sparse products and triangular solves; the limits quote the products",
 }
 

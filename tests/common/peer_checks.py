@@ -1,6 +1,8 @@
 """Checks of rows that ranks write into each other's GPUs: every rank of a group, or one process for all, runs them."""
 
+import functools
 import gc
+import os
 import time
 
 import torch
@@ -13,6 +15,20 @@ from matmuls import distributed
 from matmuls.distributed import peers
 
 DIRECT = "by writing the needed rows"
+
+
+def shared(check):
+    """The check, with plans that write into each other's memory."""
+
+    @functools.wraps(check)
+    def run(*arguments):
+        os.environ[peers.SHARES] = "1"
+        try:
+            check(*arguments)
+        finally:
+            del os.environ[peers.SHARES]
+
+    return run
 
 
 def matrices(world):
@@ -44,6 +60,7 @@ def expect_same(found, wanted, what):
         assert torch.equal(got, right), what
 
 
+@shared
 def check_written_rows_have_the_bits_of_nccl(rank, world, device):
     for name, (a, sizes) in matrices(world).items():
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -68,6 +85,7 @@ def check_written_rows_have_the_bits_of_nccl(rank, world, device):
                         expect_same(call(), wanted, what)
 
 
+@shared
 def check_no_rows_but_those_of_this_call(rank, world, device):
     """Products in turns on two streams and by a replayed graph, none of which waits on the host: each has the rows of
     its own x, and gradients to values those of theirs."""
@@ -111,6 +129,7 @@ def check_no_rows_but_those_of_this_call(rank, world, device):
             expect_same([y, other], [wanted[i][0].detach(), wanted[0][0].detach()], f"replay {i}")
 
 
+@shared
 def check_what_is_written_and_what_is_not(rank, world, device):
     """Memory goes with the plan; many rows, and ranks that cannot reach each other, go by NCCL."""
     col = (torch.arange(4096) + 4096 * rank - 2048) % (4096 * world)  # half of the rows of the rank before

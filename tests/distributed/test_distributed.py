@@ -8,6 +8,7 @@ from common import peer_checks
 from common.distributed_checks import CHECKS, GPU_CHECKS, check_a_graph_network, check_values
 from common.distributed_processes import LOST_SECONDS, expect_no_errors, lose_a_rank, run_checks
 from matmuls.distributed.group import ANSWER_SECONDS
+from matmuls.distributed.peers import SHARES
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -70,7 +71,8 @@ def test_a_lost_rank_is_named_in_time(tmp_path, how):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("how", ["killed", "stalled"])
-def test_a_lost_gpu_is_named_in_time(tmp_path, how):
+def test_a_lost_gpu_is_named_in_time(tmp_path, how, monkeypatch):
+    monkeypatch.setenv(SHARES, "1")
     if GPUS < 2:
         pytest.skip("needs two GPUs")
     expect_that_rank_1_is_named(lose_a_rank(2, tmp_path, how, "nccl", "cuda"), 2)

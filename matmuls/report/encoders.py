@@ -47,9 +47,9 @@ def page(results: Results) -> Page:
                 '- `custom_mm`: the model after `register()` and `set_attn_implementation("custom_mm")`. In the two '
                 "training tables the function is registered with `sdpa=False`, so that it always computes "
                 "probabilities, as `eager` does.",
-                "- `custom_mm, recompute`: the same, registered with `sdpa=False, recompute=True`. Neither `custom_mm` "
-                "nor `custom_mm, recompute` saves scores for backward here, because there is no padding mask (see "
-                "[Attention](../guides/attention.md#training)). So `recompute` makes no difference.",
+                "- `custom_mm, recompute`: the same, registered with `sdpa=False, recompute=True`. Without a "
+                "padding mask, as here, neither of the two saves scores for backward "
+                "([Attention](../guides/attention.md#training)), so `recompute` makes no difference.",
                 "- `custom_mm, optimized`: `custom_mm` and in addition `optimize(model)`, which is for inference.",
             )
         )
@@ -111,9 +111,9 @@ def _encode(page: Page, found: dict[str, Any], run: Run) -> None:
         f"`SentenceTransformer.encode` ran on {found['texts']:,} docstrings ({tokens:,} tokens) with BERT base in "
         "bfloat16: the stock model at several batch sizes, the stock model after "
         "`model.compile(dynamic=True)`, and the model after `optimize`.",
-        f"The tokenizer alone handles {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand tokens a second.",
-        f"The optimized model handles {found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in batches of "
-        "32 x 512.",
+        f"Two speeds bound it: that of the tokenizer, {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand tokens "
+        f"a second, and that of the optimized model, {found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in "
+        "batches of 32 x 512. The host does the tokenizer's work and its part of the model's.",
         "*error* is the distance to the vectors of the float32 model, relative to their length, as root mean square.",
     )
     names = {"matmuls": "optimized"}

@@ -121,7 +121,7 @@ def memory(results: Results) -> str:
     return (
         f"Peak memory of a forward pass of BERT base (`max_position_embeddings=2048`) with 8 texts of 2048 tokens, in "
         f"bfloat16 on an {run.card}. There is one row for a pass that returns the attention probabilities and one for "
-        "a pass that does not. The memory of the weights and of the returned probabilities is not counted."
+        "a pass that does not. The weights are not counted, and neither are the probabilities that the pass returns."
         f"\n\n{table(header, rows).rstrip()}"
     )
 

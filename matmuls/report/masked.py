@@ -37,7 +37,7 @@ def page(results: Results) -> Page:
     for name, run in runs.items():
         _operation(page, name, run)
     _memory(page, runs["masked_ffn"])
-    _host(page, runs["masked_linear"])
+    page.say("The time of small calls, with the host, is on its [own page](host.md).")
     return page
 
 
@@ -110,18 +110,4 @@ def _memory(page: Page, run: Run) -> None:
         ("case", "matmuls, MiB", "two networks of split rows, MiB"),
         ([r["case"], number(r["ours_mib"]), number(r["rival_mib"])] for r in run.rows if r["kind"] == "memory"),
     )
-    page.measured(run)
-
-
-def _host(page: Page, run: Run) -> None:
-    rows = [r for r in run.rows if r["kind"] == "host"]
-    page.heading("Host time of one small call")
-    page.table(
-        "There is one row for each small call of `masked_linear`. The time is what the host spends in the call, "
-        "in bfloat16, without waiting for the GPU. torch computes both products and blends them by the mask. Speed is "
-        "torch's time divided by that of matmuls: higher is better.",
-        ("case", "matmuls, µs", "torch, µs", "speed"),
-        ([r["case"], number(r["ours_us"]), number(r["rival_us"]), number(r["ratio"])] for r in rows),
-    )
-    page.say(losses([(r["ratio"], r["case"]) for r in rows], "torch"))
     page.measured(run)

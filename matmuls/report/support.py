@@ -26,8 +26,8 @@ def _operations(page: Page) -> None:
     page.heading("Operations")
     page.say(
         "Every operation runs on CPU tensors and on CUDA tensors (compute capability 7.5 or later), in each dtype that "
-        "the table marks with *yes*. The same tests run on CPU and CUDA. `matmuls.attention.attend` is listed as "
-        "`attention_forward`, its forward pass; `attend` itself has gradients."
+        "the table marks with *yes*. The same tests run on CPU and CUDA. `attention_forward` is the forward pass of "
+        "`matmuls.attention.attend`, which has gradients too."
     )
     page.table(
         "There is one row for each operation. *gradient* says whether it is differentiable. *compile* says whether "

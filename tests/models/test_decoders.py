@@ -54,6 +54,19 @@ def test_agrees_with_eager(name, side, packs):
     torch.testing.assert_close(together, expected[seen], atol=1e-5, rtol=1e-5)
 
 
+def test_windows_of_a_bidirectional_decoder_run_the_stock_code(packs):
+    """transformers counts them otherwise than those of a causal one."""
+    config = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "is_causal": False}
+    torch.manual_seed(0)
+    model = transformers.Qwen3Model(transformers.Qwen3Config(**SMALL, **DECODER, **config)).eval()
+    batch = batch_of("right")
+    expected = hidden(model, batch)
+    optimize(model)
+    assert "is_causal=False" in can_pack(model)
+    torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-5)
+    assert not packs
+
+
 def test_layers_run_as_planned(monkeypatch):
     calls = []
     for name in ("rms_norm_", "rotate_", "_product"):

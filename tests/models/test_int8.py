@@ -87,6 +87,17 @@ def test_parts_of_a_batch():
 
 
 @vnni
+def test_a_parameter_at_the_address_of_one_that_is_gone():
+    linear, x, product = torch.nn.Linear(256, 256, bias=False), torch.randn(4, 256), quantized.Int8()
+    with torch.no_grad():
+        for _ in range(20):
+            product(x, (linear,))
+            del linear.weight
+            linear.weight = torch.nn.Parameter(torch.randn(256, 256) * 0.03)
+            torch.testing.assert_close(product(x, (linear,)), quantized.Int8()(x, (linear,)), atol=0, rtol=0)
+
+
+@vnni
 def test_changed_weights_are_quantized_again():
     model, other = model_of("bert"), model_of("bert")
     batch = batch_of(model)

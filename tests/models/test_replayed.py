@@ -107,6 +107,16 @@ def test_padded_batches_and_their_rounding(name, uncaptured):
     check_batches(model, exact, optimize(model), 1e-5)
 
 
+def test_token_types_of_one_row(uncaptured):
+    exact, model = model_of("bert"), model_of("bert")
+    optimize(model)
+    batch = batch_of(model, 3, 9, "right")
+    batch["token_type_ids"] = torch.arange(9)[None] % 2
+    seen = read_of(batch)
+    for _ in range(3):
+        torch.testing.assert_close(hidden(model, batch)[seen], hidden(exact, batch)[seen], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", REPLAYED)
 def test_packed_steps_and_their_rounding(name, uncaptured, monkeypatch):
     monkeypatch.setattr(replayed, "SMALL", 0)

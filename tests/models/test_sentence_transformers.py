@@ -255,13 +255,14 @@ def test_the_first_text_sets_the_tokenizer_for_all(pair, prompt, monkeypatch):
     stock, _, _ = pair
     ragged = {"text": {"padding": False}, "common": {"return_tensors": None}}
     wanted = stock.preprocess(PROSE, prompt=prompt, processing_kwargs=ragged)
-    counts, added, preprocess = [], [""], stock[0].preprocess
+    kind = type(stock[0])
+    counts, added, preprocess = [], [""], kind.preprocess
 
-    def counting(some, **options):
+    def counting(self, some, **options):
         counts.append(len(some))
-        return preprocess([text + added[0] for text in some], **options)
+        return preprocess(self, [text + added[0] for text in some], **options)
 
-    monkeypatch.setattr(stock[0], "preprocess", counting)
+    monkeypatch.setattr(kind, "preprocess", counting)
     tokens = tokens_of.tokenized(stock, PROSE, prompt, {})
     assert counts == [1]
     found = [tokens.of([i]) for i in range(len(PROSE))]
@@ -273,6 +274,10 @@ def test_the_first_text_sets_the_tokenizer_for_all(pair, prompt, monkeypatch):
     added[0] = "!"  # what the tokenizer of the tokenizer does not know
     assert tokens_of.tokenized(stock, PROSE, prompt, {}).lengths != tokens.lengths
     assert counts == [1] + 2 * [1, len(PROSE)]
+    added[0] = ""
+    monkeypatch.setattr(stock[0], "preprocess", lambda some, **options: counting(stock[0], some, **options))
+    tokens_of.tokenized(stock, PROSE, prompt, {})
+    assert counts[-2:] == [1, len(PROSE)]  # a replaced method may do more to the other texts
 
 
 def test_one_text_takes_no_thread(pair, monkeypatch):

@@ -172,7 +172,7 @@ MAY_IMPORT = {
     "integrations.transformers.plan": {"integrations.transformers"},
     "integrations.transformers.snapshot": set(),
     "integrations.transformers.quantized": set(),
-    "integrations.transformers.graphs": {"integrations.transformers"},
+    "integrations.transformers.graphs": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.one_pass": {"integrations.transformers"},
     "integrations.transformers.replayed": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.segments": {"integrations.transformers"},

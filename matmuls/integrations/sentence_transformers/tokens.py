@@ -13,6 +13,14 @@ from transformers import PreTrainedTokenizerFast
 
 FIRST, MOST = 256, 1024  # texts of the first and of the largest window
 SETTINGS = {"padding", "truncation", "max_length"}  # which `preprocess` leaves to the tokenizer
+# methods of the module and of its tokenizer that somebody may have replaced in an instance
+REPLACED = {
+    "preprocess",
+    "_call_processor",
+    "_call_single_modality_processor",
+    "_encode_plus",
+    "set_truncation_and_padding",
+}
 Ids = list[int]
 _tokenizing = threading.Lock()  # a tokenizer's settings change with a call; see `tokenized`
 
@@ -84,12 +92,17 @@ def _by_backend(
 ) -> tuple[list[Ids], list[Ids] | None] | None:
     """The ids and the types of texts by the tokenizer of the model's tokenizer, as `preprocess` has just set it for the
     first text; None if that may not be all that `preprocess` does."""
-    kind, settings = type(st[0].processor), st[0].processing_kwargs
+    processor, settings = st[0].processor, st[0].processing_kwargs
+    kind, backend = type(processor), processor._tokenizer
     stock = all(getattr(kind, f) is getattr(PreTrainedTokenizerFast, f) for f in ("__call__", "_encode_plus"))
+    stock = stock and not REPLACED & (vars(st[0]).keys() | vars(processor).keys())
     if given or settings.get("common") or not settings.get("text", {}).keys() <= SETTINGS or not stock:
         return None
     prompted = [prompt + x if isinstance(x, str) else [prompt + x[0], *x[1:]] for x in texts] if prompt else texts
-    found = st[0].processor._tokenizer.encode_batch_fast(prompted)
+    before = backend.truncation
+    found = backend.encode_batch_fast(prompted)
+    if backend.padding is not None or backend.truncation != before:  # another thread uses the tokenizer by itself
+        return None
     ids = [encoding.ids for encoding in found]
     types = [encoding.type_ids for encoding in found] if "token_type_ids" in first else None
     if first["input_ids"] != ids[:1] or first.get("token_type_ids", [[]]) != (types or [[]])[:1]:

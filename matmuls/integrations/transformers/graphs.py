@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from custom_mm import _C
+
 from .snapshot import Snapshot
 
 GRAPHS = 64  # of one model; the least recently used is dropped
@@ -99,7 +101,7 @@ class Graphs:
             body: computes the outputs, a dictionary or a ModelOutput.
             read: copies one of them for the caller; the inputs are its second argument.
         """
-        key = key, torch.are_deterministic_algorithms_enabled()
+        key = key, torch.are_deterministic_algorithms_enabled(), _C.is_batch_invariant()
         with self._lock, torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             if self._failed[key] >= FAILURES:
                 return None

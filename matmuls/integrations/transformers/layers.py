@@ -130,9 +130,10 @@ def _normed(norm: nn.Module, x: Tensor, plan: _Plan) -> Tensor:
 
 def _norm_(norm: Any, x: Tensor, plan: _Plan) -> Tensor:
     """An RMS norm of transformers, written over x. In float64 it is computed in float32, as there."""
-    if plan.family.rms is None or x.dtype == torch.float64:
+    name, added = plan.family.rms or ("", 0.0)
+    # a 16-bit weight + 1 would be rounded
+    if plan.family.rms is None or x.dtype == torch.float64 or (added and x.dtype != torch.float32):
         return x.copy_(norm(x))
-    name, added = plan.family.rms
     return rms_norm_(x, norm.weight + added if added else norm.weight, getattr(norm, name))
 
 

@@ -7,6 +7,7 @@ x [T, K] float32                    weights [N, K] float32
 """
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,11 @@ class Int8:
         parameters = [p for m in linears for p in (m.weight, m.bias) if p is not None]
         state = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
         found = self._kept.get(linears)
-        if found is None or found[0] != state:
-            found = self._kept[linears] = (state, *_quantized(linears))
-        _, weight, scales, bias = found
+        # another parameter may get the address of one that is gone
+        same = found is not None and all(one() is p for one, p in zip(found[1], parameters, strict=False))
+        if found is None or not same or found[0] != state:
+            found = self._kept[linears] = (state, [ref(p) for p in parameters], *_quantized(linears))
+        _, _, weight, scales, bias = found
         rows = x.reshape(-1, x.size(-1))
         by_row = rows.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny * LARGEST).div_(LARGEST)
         y = torch._int_mm(rows.div(by_row).round_().to(torch.int8), weight).float().mul_(by_row)

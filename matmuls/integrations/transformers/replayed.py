@@ -74,7 +74,8 @@ def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> A
 
     def fill(inputs: Tensors) -> None:
         packed = inputs["input_ids"], inputs["position_ids"], inputs.get("token_type_ids")
-        given = ids, mask, None if types is None else types.long(), one_pass.numbered_from(model.embeddings)
+        of_all = None if types is None else types.long().expand(batch, length)
+        given = ids, mask, of_all, one_pass.numbered_from(model.embeddings)
         _C.pack_padded(*given, *packed, inputs["place"], inputs["starts"])
 
     def body(inputs: Tensors) -> Any:

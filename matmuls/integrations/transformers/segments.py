@@ -197,6 +197,9 @@ def _why_not_attention(attention: Any, causal: bool) -> str | None:
         return None
     name = attention.config._attn_implementation
     function = ALL_ATTENTION_FUNCTIONS.get(name)
+    bidirectional = causal and getattr(attention.config, "is_causal", None) is False
+    if bidirectional and getattr(attention, "sliding_window", None) is not None:  # transformers' windows differ by one
+        return f"{type(attention).__name__} has a window, and its configuration sets is_causal=False"
     if getattr(attention, "is_causal", False) and not causal:
         return f"{type(attention).__name__} is causal"
     if registered.gives_probabilities(function, attention, {}):

@@ -13,7 +13,8 @@ constexpr int kPanel = kTileVectors * kLanes<A>;  // columns of a tile
 template <class A>
 void pack(const A* b, int64_t step_k, int64_t step_n, int64_t k, int count, A* panel) {
   constexpr int64_t kPart = 64;
-  constexpr int kFew = 8;
+  constexpr int kFew = kPanel<A> < 8 ? kPanel<A> : 8;
+  static_assert(kPanel<A> % kFew == 0);
   for (int64_t begin = 0; begin < k; begin += kPart) {
     const int64_t end = begin + kPart < k ? begin + kPart : k;
     for (int n = 0; n < kPanel<A>; n += kFew)

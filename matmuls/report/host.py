@@ -17,6 +17,7 @@ def page(results: Results) -> Page:
         "*eager* is torch's softmax of the scaled and masked scores.",
         "Layers and products are float32, and two experts float16.",
         "SparseLinear has 90 % zeros.",
+        "torch has no `mask_plan`: a `torch.matmul` is there to compare with, and does not count below.",
     )
     page.table(
         "There is one row for each call. *ratio* is its time over that of torch's way: below 1 matmuls is faster.",

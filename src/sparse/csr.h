@@ -72,6 +72,8 @@ inline void check_pattern(const char* op, const Pattern& p, const at::Tensor& de
   of_nonzeros("t_col", p.t_col);
   of_nonzeros("t_order", p.t_order);
   TORCH_CHECK_VALUE(p.t_crow.defined() == p.t_col.defined(), op, ": expected t_crow and t_col together");
+  TORCH_CHECK_VALUE(!p.t_crow.defined() || p.t_crow.sym_size(0) >= 1, op,
+                    ": expected t_crow of shape [columns + 1], got an empty one");
   for (const auto& t : {p.crow, p.col, p.order, p.t_crow, p.t_col, p.t_order})
     TORCH_CHECK(!t.defined() || t.device() == device_of.device(), op, ": expected the pattern on ", device_of.device(),
                 " as the operands are, got ", t.device());

@@ -73,6 +73,9 @@ def named_calls():
         "csr_spmm_arg of an index beyond": lambda: ops.csr_spmm_arg(crow, bad, values, dense, 10, "max"),
         "csr_spmm of a negative index": lambda: ops.csr_spmm(crow, -col, values, dense, 10),
         "csr_spmm of an order beyond": lambda: ops.csr_spmm(crow, col, values, dense, 10, order=bad),
+        "csr_solve_triangular of empty transposed offsets": lambda: ops.csr_solve_triangular(
+            crow, col, values, dense, False, True, t_crow=crow[:0], t_col=col, t_order=col
+        ),
         "csr_softmax of longer offsets": lambda: ops.csr_softmax(longer, values),
         "csr_tile_entries of other tiles": lambda: ops.csr_tile_entries(
             torch.full((1, 1, 2, 4), -7).int(), torch.zeros(1, 1, 16, 3).int(), crow32, col32, values, 10, 4, 1

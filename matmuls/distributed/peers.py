@@ -15,7 +15,7 @@ from custom_mm import _C
 
 from .group import Group, digest, starts_of
 
-# Where a rank sends or receives more, NCCL's launches matter little, and the memory that a plan keeps does.
+# Above this size NCCL's launch time is a small part of a product, and the plan would keep much memory.
 MOST_BYTES = 64 << 20
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 SHARES = "MATMULS_SHARE_MEMORY"  # "1" lets plans write into each other's memory

@@ -285,7 +285,7 @@ def _by_onednn(x: Tensor) -> bool:
 
 
 def _int8(x: Tensor, plan: _Plan) -> quantized.Int8 | None:
-    """What multiplies x in int8, if `optimize` was asked for it."""
+    """The object that multiplies x in int8, with `optimize(model, int8=True)`; else None."""
     return plan.int8 if plan.int8 is not None and quantized.takes(x) else None
 
 

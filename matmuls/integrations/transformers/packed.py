@@ -301,8 +301,9 @@ def _steps(texts: list[tuple[int, bool]], most: float) -> Iterator[tuple[list[tu
 
 
 def _multiple(tokens: int, onednn: bool, replays: bool) -> int:
-    """What a step's tokens are rounded up to, by copies of one. oneDNN compiles a kernel for each number of rows, and
-    keeps 1024 of them. Large steps on a GPU have few sizes for torch's allocator and cuBLASLt's choice of kernels."""
+    """The multiple to which a step's number of tokens is rounded up, by copies of one token. oneDNN compiles a kernel
+    for each number of rows, and keeps 1024 of them. Large steps on a GPU have few sizes for torch's allocator and
+    cuBLASLt's choice of kernels."""
     if not onednn:
         return 512 if replays and tokens > replayed.MOST else 1
     return max(4, 1 << tokens.bit_length() >> 5)

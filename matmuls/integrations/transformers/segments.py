@@ -67,22 +67,12 @@ class Segments:
     def starts(texts: Sequence[tuple[int, bool]], hidden: bool) -> Tensor:
         """[2, segments + 1] int32, queries and keys. Without hidden there is one segment for each text."""
         lengths, first = torch.tensor(texts, dtype=torch.int32, device="cpu").unbind(1)
-        if hidden:
-            return Segments._pairs(lengths, first)
-        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)]).expand(2, -1)
-
-    @classmethod
-    def on_device(cls, lengths: Tensor, hidden: Tensor, longest: int) -> "Segments":
-        """The segments of texts whose lengths [texts], and whether each begins with a hidden token [texts], only the
-        GPU knows."""
-        return cls(*cls._pairs(lengths, hidden).unbind(0), longest)
-
-    @staticmethod
-    def _pairs(lengths: Tensor, hidden: Tensor) -> Tensor:
-        ends = lengths.cumsum(0)
+        ends = lengths.cumsum(0, dtype=torch.int32)
+        if not hidden:
+            return torch.cat([lengths.new_zeros(1), ends]).expand(2, -1)
         begins = ends - lengths
-        starts = torch.stack([torch.stack([begins, begins + hidden]), ends.expand(2, -1)], -1).flatten(1)
-        return torch.cat([starts.new_zeros(2, 1), starts], 1).int()
+        starts = torch.stack([torch.stack([begins, begins + first]), ends.expand(2, -1)], -1).flatten(1)
+        return torch.cat([starts.new_zeros(2, 1), starts], 1)
 
     def attend(
         self,

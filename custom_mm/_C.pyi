@@ -275,6 +275,21 @@ def pack_padded(
     packed, their positions and types, where each token of [B, S] went (-1: nowhere), and where the segments of
     attention begin. padding: RoBERTa's padding id, -1 for positions that are columns."""
 
+def linear_rows(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    count: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """activation(x @ w.T + bias) [M, N] for the rows before count, which is read on x's device; others are not written.
+
+    x [M, K], w [N, K], bias [N] in bfloat16 or float16; activation: 'relu', 'gelu', 'gelu_tanh' or None; count: one
+    int32, None for all rows; out: written if given. On a GPU (Hopper), K and N are multiples of 8 and rows start at
+    multiples of 16 bytes. Raises RuntimeError for other operands, and if a gradient would be recorded.
+    """
+
 def unpack_padded(states: Tensor, place: Tensor, batch: int, length: int) -> Tensor:
     """The states [T, width] of packed tokens as [batch, length, width], zero where no token went."""
 

@@ -7,6 +7,7 @@
 
 #include "dense/inplace/inplace_matmul.h"
 #include "dense/python_call.h"
+#include "dense/rows/linear_rows.h"
 #include "glue/batch_invariance.h"
 #include "glue/checks.h"
 #include "glue/handles.h"
@@ -230,6 +231,8 @@ PYBIND11_MODULE(_C, m) {
         matmuls::check_no_overlap(op.c_str(), out, {{"values", values}, {"dense", dense}});
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
+  m.def("linear_rows", matmuls::linear_rows, py::arg("x"), py::arg("w"), py::arg("bias"), py::arg("activation"),
+        py::arg("count") = py::none(), py::arg("out") = py::none(), no_gil());
   define_inplace(m);
   define_batch_invariance(m);
   define_index_checks(m);

@@ -15,6 +15,9 @@
 #ifdef __CUDACC__
 #include <c10/cuda/CUDAFunctions.h>
 
+#include <algorithm>
+#include <type_traits>
+
 #include "dense/rows/linear_rows.h"
 #include "gpu/activations.cuh"
 #include "gpu/hopper.cuh"
@@ -30,19 +33,32 @@ constexpr int kGroup = 128;                 // threads of a warpgroup
 constexpr int kAhead = 8;                   // K steps that a block prefetches to the L2 at most
 constexpr int kMultiprocessor = 228 << 10;  // bytes of shared memory, of which each block takes 1 KiB more than it asks
 
+constexpr int stages_of(const Configuration& c) {
+  return ((c.resident() == 1 ? 224 : 112) << 10) / ((c.rows + c.columns) * kRowBytes);
+}
+
 template <int rows_, int columns_>
 struct Tile {
   static constexpr int rows = rows_, columns = columns_;
   static constexpr int resident = Configuration{rows, columns, 1, 1}.resident();
+  static constexpr int stages = stages_of({rows, columns, 1, 1});
   static constexpr int products = 2 * rows;      // threads that multiply
   static constexpr int threads = products + 64;  // plus one warp that loads and one that prefetches
   static constexpr int x_bytes = rows * kRowBytes, stage_bytes = x_bytes + columns * kRowBytes;
-  static constexpr int stages = ((resident == 1 ? 224 : 112) << 10) / stage_bytes;
   static constexpr int units = columns / 16;  // of sums that are exchanged, see `each_unit`
   static constexpr int barriers = 2 * stages + 2;
   static constexpr int shared = stages * stage_bytes + columns * 4 + 8 * barriers;
   static_assert(columns % 32 == 0 && resident * (shared + 1024) <= kMultiprocessor);
 };
+
+// A share of w's tile is whole groups of 8 rows, the swizzle's; the sums that a block receives fit into its ring.
+constexpr bool is_sound(const Configuration& c) {
+  const int ring = stages_of(c) * (c.rows + c.columns) * kRowBytes;
+  for (int parts = c.parts; parts <= c.cluster; parts *= 2)
+    if ((parts - 1) * ((c.columns / 16 + parts - 1) / parts) * 2 * c.rows * 32 > ring) return false;
+  return c.columns % (8 * c.copies()) == 0;
+}
+static_assert(std::ranges::all_of(kConfigurations, is_sound));
 
 struct Shape {
   int rows, columns, steps;  // of the result; K steps

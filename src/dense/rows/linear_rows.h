@@ -42,7 +42,7 @@ struct Configuration {
   int rows, columns;   // of a block's tile
   int cluster, parts;  // blocks of a cluster, and in how many parts they divide K at least
 
-  int copies() const { return cluster / parts; }
+  constexpr int copies() const { return cluster / parts; }
   // Blocks that a multiprocessor has room for.
   constexpr int resident() const { return rows * columns > 128 * 128 ? 1 : 2; }
 };

@@ -2,8 +2,9 @@
 
 Usage: python benchmarks/training_steps.py OUT. Writes OUT/cuda/training-steps.json. A step is forward, loss, backward
 and fused AdamW, with transformers' default dropout and an attention mask that hides nothing. The attention is the one
-that `register` installs. Both ways are also compiled with torch.compile. The two ways of a pair take turns (A B A B),
-with the GPU idle before and after each block of steps; "ms" is the median of the blocks.
+that `register` installs. Both ways are also compiled with torch.compile. The two ways of a pair take turns (A B B A),
+with the GPU idle before and after each block of steps; "ms" is the median of the blocks, and "speed" the median of the
+quotients of neighbouring blocks, because the host's speed drifts.
 """
 
 import json
@@ -21,7 +22,7 @@ from matmuls import bench, files
 from matmuls.integrations.transformers import register
 
 SIZES = (8, 64), (32, 128), (32, 512), (8, 2048)
-WARM, ROUNDS, BLOCK = 4, 9, 0.25  # steps before the first block; blocks of each way; seconds of a block
+WARM, ROUNDS, BLOCK = 4, 31, 0.1  # steps before the first block; blocks of each way; seconds of a block
 
 
 class Training:
@@ -68,7 +69,8 @@ def measured(batch: int, length: int, compiled: bool) -> dict[str, Any]:
     ms = {name: statistics.median(t) * 1e3 for name, t in times.items()}
     least = {name: min(t) * 1e3 for name, t in times.items()}
     size = {"batch": batch, "length": length, "compiled": compiled}
-    return size | {"ms": ms, "least_ms": least, "losses": losses, "speed": ms["sdpa"] / ms["matmuls"]}
+    speed = statistics.median(a / b for a, b in zip(times["sdpa"], times["matmuls"], strict=True))
+    return size | {"ms": ms, "least_ms": least, "losses": losses, "speed": speed}
 
 
 def main(out: Path) -> None:

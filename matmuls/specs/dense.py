@@ -105,7 +105,8 @@ def _product_cases(transa: bool, transb: bool, sizes: tuple[int, ...]) -> tuple[
             case(f"{label} context", (*lead, length, length), (*lead, length, width), new),
         )
 
-    shapes: list[tuple[tuple[int, ...], bool]] = [((n, n, n), False) for n in sizes] + [((65536, 1024, 1024), False)]
+    shapes: list[tuple[tuple[int, ...], bool]] = [((n, n, n), False) for n in sizes]
+    shapes += [((65536, 1024, 1024), False)]
     shapes += [(shape, True) for shape in DRAWN["product"]]
     heads: list[tuple[tuple[int, ...], bool]] = [((16, 16, 512, 64), False), ((64, 12, 512, 64), False)]
     heads += [(shape, True) for shape in DRAWN["batched product"]]

@@ -143,14 +143,14 @@ def plan(
         raise ValueError(f"no benchmark named {', '.join(unknown)}; there are {', '.join(known)}")
     texts = labels or ("",)
     limit = QUICK_FLOPS if quick else CPU_FLOPS if device == "cpu" else float("inf")
-    jobs = [job for name, spec in known.items() if not names or name in names for job in _jobs(spec, device, dtypes)]
+    jobs = [job for name, spec in known.items() if not names or name in names for job in cases_of(spec, device, dtypes)]
     jobs = [job for job in jobs if any(text in job.case.label for text in texts)]
     if not jobs and labels:
         raise ValueError(f"no case of these operations has a label with {' or '.join(map(repr, labels))}")
     return [job for job in jobs if job.kind == "host" or cost_of(job) <= limit]
 
 
-def _jobs(spec: Spec, device: str, dtypes: list[torch.dtype]) -> Iterator[Job]:
+def cases_of(spec: Spec, device: str, dtypes: list[torch.dtype]) -> Iterator[Job]:
     default = (spec.bench_dtypes or GPU_DTYPES) if device == "cuda" else (spec.cpu_bench_dtypes or CPU_DTYPES)
     wanted = [dtype for dtype in dtypes or default if dtype in spec.dtypes]
     for dtype in wanted:

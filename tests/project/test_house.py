@@ -131,7 +131,8 @@ MAY_IMPORT = {
     "report.kernels": {"ablation", "report.format", "report.page", "report.results"},
     "report.results": {"ablation", "experiment", "figures"},
     "report.page": {f"report.{m}" for m in ("format", "plot", "results")},
-    "report.headlines": {"bench", "experiment"} | {f"report.{m}" for m in ("format", "plot", "results")},
+    "report.times": {"bench", "report.format", "report.results"},
+    "report.headlines": {"bench", "experiment"} | {f"report.{m}" for m in ("format", "plot", "results", "times")},
     "report.distributed": {"report.format", "report.page", "report.results"},
     "report.graphs": {"report.format", "report.page", "report.results"},
     **{

@@ -175,7 +175,7 @@ MAY_IMPORT = {
     "integrations.transformers.graphs": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.one_pass": {"integrations.transformers"},
     "integrations.transformers.replayed": {"custom_mm", "integrations.transformers"},
-    "integrations.transformers.segments": {"integrations.transformers"},
+    "integrations.transformers.segments": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.packed": {"integrations.transformers"},
     "integrations.transformers.layers": OPERATIONS | {"attention", "integrations.transformers"},
     "integrations.transformers.optimized": {"integrations.transformers"},

@@ -93,12 +93,12 @@ class Segments:
         varlen = first.is_cuda and bias is None and _has_varlen(first.device, first.dtype, first.size(-1))
         if varlen and (window is None or not any(self._gaps)):
             side = -1 if window is None else window - 1
-            sides, parts = (side, 0 if causal else side), [x[0].transpose(0, 1) for x in qkv]
+            sides, (q, k, v) = (side, 0 if causal else side), (x[0].transpose(0, 1) for x in qkv)
             if self.longest <= LONGEST_OWN and first.size(-1) in OWN_HEADS:
-                return _C.attend_packed(*parts, self.queries, self.keys, self.longest, scale, *sides)[None]
+                return _C.attend_packed(q, k, v, self.queries, self.keys, self.longest, scale, *sides)[None]
             of_all = self.queries, self.keys, self.longest, self.longest
-            options = {"scale": scale, "window_size": sides} | (GROUPED if shared else {})
-            return varlen_attn(*parts, *of_all, **options).flatten(1)[None]
+            options: dict[str, Any] = {"scale": scale, "window_size": sides} | (GROUPED if shared else {})
+            return varlen_attn(q, k, v, *of_all, **options).flatten(1)[None]  # type: ignore[union-attr]
         pieces, start = [], 0
         for i, (length, hidden, count) in enumerate(self.groups):
             tokens = slice(start, start + count * length)

@@ -35,8 +35,8 @@ def _attention(page: Page, results: Results) -> None:
     page.plot(attention_plot(results))
     page.table(
         "There is one row for each case and dtype. A case is batch x heads x tokens x head size. The last two columns "
-        "are speeds: higher is better. On Hopper GPUs one kernel computes each of these cases. Other GPUs compute the "
-        "scores in pieces, and were not timed.",
+        "are speeds: higher is better. On Hopper GPUs one kernel computes the cases of head size 64. For other head "
+        "sizes, and on other GPUs, which were not timed, the scores are computed in pieces.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [

@@ -65,7 +65,7 @@ SIZES: dict[str, tuple[Shape, ...]] = {
         (16, 20, 256, 256),
         (6, 16, 71, 71),
     ),
-    "attention": ((11, 4, 1536, 32), (3, 28, 137, 96), (8, 12, 115, 128), (1, 8, 1615, 32)),
+    "attention": ((11, 4, 1536, 64), (3, 28, 137, 64), (8, 12, 115, 128), (1, 8, 1615, 64)),
     "masked_linear": ((1152, 1152, 1792), (17361, 640, 896)),
     "masked_ffn": ((10895, 1728, 2432), (14361, 512, 1600)),
 }
@@ -111,7 +111,7 @@ def draw(seed: int) -> dict[str, tuple[Shape, ...]]:
         "rows on a CPU": (2, lambda: by_elements(2**20, 2**22, 64, 65536)),
         "residual": (4, lambda: by_elements(2**22, 2**28, 256, 16384)),
         "masked softmax": (6, lambda: (size(1, 32, 1, 2), size(4, 32, 4), *(size(64, 2048, 1, 8, 64),) * 2)),
-        "attention": (4, lambda: (size(1, 64, 1, 2), size(4, 32, 4), size(64, 2048, 1, 8, 64), size(32, 128, 32))),
+        "attention": (4, lambda: (size(1, 64, 1, 2), size(4, 32, 4), size(64, 2048, 1, 8, 64), size(48, 128, 32, 64))),
         "masked_linear": (2, lambda: (rows(512, 65536), width(512, 8192), width(512, 8192))),
         "masked_ffn": (2, lambda: (rows(1024, 16384), width(512, 3072), width(1024, 8192))),
     }

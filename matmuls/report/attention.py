@@ -7,7 +7,7 @@ from .headlines import attention_plot
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Run
-from .times import compiled, groups, kind_of, over, plotted, ratio, rivals_us, told_over, told_us
+from .times import compiled, groups, kind_of, over, plotted, ratio, rivals_us, shown_over, shown_us
 
 
 def page(results: Results) -> Page:
@@ -25,7 +25,7 @@ def page(results: Results) -> Page:
 def _over(row: dict[str, Any]) -> list[str]:
     """Speed over eager torch and over torch.compile, the faster of its modes."""
     eager = next(name for name in rivals_us(row) if name not in compiled(row))
-    return [told_over(row, eager), told_over(row, *compiled(row))]
+    return [shown_over(row, eager), shown_over(row, *compiled(row))]
 
 
 def _attention(page: Page, results: Results) -> None:
@@ -40,7 +40,7 @@ def _attention(page: Page, results: Results) -> None:
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [
-                *(r["case"], r["dtype"], told_us(r), number(rivals_us(r)["eager"])),
+                *(r["case"], r["dtype"], shown_us(r), number(rivals_us(r)["eager"])),
                 number(min((rivals_us(r)[way] for way in compiled(r)), default=None)),
                 *_over(r),
             ]
@@ -105,7 +105,7 @@ def _masked(page: Page, results: Results) -> None:
 
 def _cells(own: dict[str, Any], direction: str) -> list[str]:
     row = own.get(direction)
-    return [told_us(row), number(row["roof"]), *_over(row)] if row else [""] * 4
+    return [shown_us(row), number(row["roof"]), *_over(row)] if row else [""] * 4
 
 
 def _memory(page: Page, run: Run) -> None:

@@ -6,7 +6,7 @@ from .format import DTYPES, losses, mean_and_lowest, number
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows
-from .times import groups, kind_of, plotted, ratio, rivals_us, told_ratio, told_us
+from .times import groups, kind_of, plotted, ratio, rivals_us, shown_ratio, shown_us
 
 INVARIANCE = ("cuda/batch-invariance.json", "cpu/batch-invariance.json")
 PRODUCTS = ("matmul", "cublasMM", "cublasTransaMM", "cublasTransbMM", "cublasTransabMM")
@@ -29,7 +29,7 @@ def page(results: Results) -> Page:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     rival = number(min(rivals_us(row).values()))
-    return [row["case"], row["dtype"], told_us(row), rival, told_ratio(row), number(row["roof"])]
+    return [row["case"], row["dtype"], shown_us(row), rival, shown_ratio(row), number(row["roof"])]
 
 
 def _case(row: dict[str, Any]) -> str:

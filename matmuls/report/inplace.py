@@ -4,7 +4,7 @@ from .format import DTYPES, losses, number
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows
-from .times import compiled, groups, kind_of, plotted, ratio, told_over, told_ratio, told_us
+from .times import compiled, groups, kind_of, plotted, ratio, shown_over, shown_ratio, shown_us
 
 PRODUCTS = {"matmul_": "torch.mm(a, b, out=c)", "linear_": "F.linear(x, weight, bias)"}
 
@@ -61,7 +61,7 @@ def _products(page: Page, results: Results) -> None:
             f"dtype, with the speed over `{rival}`: higher is better.",
             ("rows x K", *dtypes),
             (
-                [case, *(told_ratio(by[name, case, d]) if (name, case, d) in by else "" for d in dtypes)]
+                [case, *(shown_ratio(by[name, case, d]) if (name, case, d) in by else "" for d in dtypes)]
                 for case in cases
             ),
         )
@@ -103,7 +103,7 @@ def _feed_forward(page: Page, results: Results) -> None:
         ),
         (
             [
-                *(r["case"], r["dtype"], told_us(r), told_over(r, "torch"), told_over(r, *compiled(r))),
+                *(r["case"], r["dtype"], shown_us(r), shown_over(r, "torch"), shown_over(r, *compiled(r))),
                 *(number(peaks[r["case"], r["dtype"]][key]) for key in ("ours_mib", "rival_mib")),
             ]
             for r in rows

@@ -7,7 +7,7 @@ from .format import losses, number
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows, Run
-from .times import groups, kind_of, over, plotted, rivals_us, told_over, told_us
+from .times import groups, kind_of, over, plotted, rivals_us, shown_over, shown_us
 
 OPERATIONS = {"masked_linear": "M x K x N", "masked_ffn": "rows x width x inner width"}
 BACKWARD = "forward + backward "
@@ -92,7 +92,7 @@ def _operation(page: Page, name: str, run: Run) -> None:
         ("direction", "shape", "mask", "matmuls, µs", "over one dense product", "over the fastest rival", "that rival"),
         (
             [
-                *(*_split(r), told_us(r), told_over(r, DENSE), told_over(r, _fastest(r)), _fastest(r)),
+                *(*_split(r), shown_us(r), shown_over(r, DENSE), shown_over(r, _fastest(r)), _fastest(r)),
             ]
             for r in rows
         ),

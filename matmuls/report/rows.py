@@ -6,7 +6,7 @@ from .format import losses, number
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows, Run
-from .times import compiled, groups, over, ratio, told_ratio, told_us
+from .times import compiled, groups, over, ratio, shown_ratio, shown_us
 
 OPERATIONS = ("softmax_", "layer_norm_", "rms_norm_")
 
@@ -110,7 +110,7 @@ def _operation(page: Page, name: str, run: Run) -> None:
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    return f"{number(row['roof'])} ({told_ratio(row)})" if row else ""
+    return f"{number(row['roof'])} ({shown_ratio(row)})" if row else ""
 
 
 def _size(row: dict[str, Any]) -> str:
@@ -128,7 +128,7 @@ def _residual(page: Page, *runs: Run) -> None:
         (
             [
                 *(f"`{r['operation']}`", r["case"].split()[1], r["dtype"]),
-                *(told_us(r), number(r["roof"]), told_ratio(r)),
+                *(shown_us(r), number(r["roof"]), shown_ratio(r)),
             ]
             for r in rows
         ),

@@ -33,17 +33,17 @@ def ratio(row: dict[str, Any]) -> float | None:
     return float(row["called_ratio"]) if row.get("called_ratio") else row["ratio"]
 
 
-def told_us(row: dict[str, Any]) -> str:
+def shown_us(row: dict[str, Any]) -> str:
     """The time, with the GPU's in brackets where it differs."""
     return _with_gpu(us(row), us(of_gpu(row)))
 
 
-def told_over(row: dict[str, Any], *names: str) -> str:
+def shown_over(row: dict[str, Any], *names: str) -> str:
     """The speed over the fastest of the named rivals, with the GPU's in brackets where it differs."""
     return _with_gpu(over(row, *names), over(of_gpu(row), *names))
 
 
-def told_ratio(row: dict[str, Any]) -> str:
+def shown_ratio(row: dict[str, Any]) -> str:
     """The speed over the fastest rival, with the GPU's in brackets where it differs."""
     return _with_gpu(ratio(row), ratio(of_gpu(row)))
 
@@ -59,7 +59,7 @@ def of_gpu(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def differ(shown: float, gpu: float) -> bool:
-    """True if a figure as called needs the GPU's beside it."""
+    """True if a figure as called is shown with the GPU's in brackets."""
     return abs(shown / gpu - 1) > DIFFERS
 
 

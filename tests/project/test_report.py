@@ -93,7 +93,7 @@ def bench_rows(share):
     ("share", "time", "speed"), [(1.05, "10.5", "2.86 (GPU 2.00)"), (1.2, "12.0 (GPU 10.0)", "2.50 (GPU 2.00)")]
 )
 def test_figures_as_called_come_first(copied, share, time, speed):
-    """The GPU's figure stands beside them where it differs by more than 10 %."""
+    """The GPU's figure follows in brackets where it differs by more than 10 %."""
     file = copied / "benchmarks/results/bench-cuda.json"
     environment = json.loads(file.read_text())["environment"] | {"date": "2027-01-01"}
     rows = [asdict(row) for row in bench_rows(share)]

@@ -213,7 +213,9 @@ def _compile_share(share: int, shares: int, *chosen: Any) -> None:
     failed = False
     for job in [job for job in plan(*chosen) if job.compiled][share::shares]:
         try:
-            results_of(job.rivals()[COMPILED], job.draw())
+            rivals, call = job.rivals(), job.draw()
+            for name in (COMPILED, REPLAYED)[: 1 + job.replayed]:
+                results_of(rivals[name], call)
             torch.cuda.empty_cache()  # other processes share the GPU
         except Exception as error:
             print(f"{job.label}: {error}", file=sys.stderr)

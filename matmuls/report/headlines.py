@@ -99,8 +99,8 @@ def attention(results: Results) -> str:
 def _span(words: str, speeds: Iterable[float | None], gpu: Iterable[float | None]) -> str:
     """The lowest and highest speed, and those of the GPU where they differ."""
     (low, high), (least, most) = ((min(known), max(known)) for known in (list(filter(None, x)) for x in (speeds, gpu)))
-    beside = f" (GPU time: {number(least)} to {number(most)})" if differ(low, least) or differ(high, most) else ""
-    return f"{number(low)} to {number(high)} times as fast as {words}{beside}"
+    gpu_span = f" (GPU time: {number(least)} to {number(most)})" if differ(low, least) or differ(high, most) else ""
+    return f"{number(low)} to {number(high)} times as fast as {words}{gpu_span}"
 
 
 def sparse(results: Results) -> str:

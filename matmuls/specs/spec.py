@@ -90,8 +90,8 @@ class Spec:
     host_case: Case | None = None  # small: host time dominates
     host_reference: Callable[..., Tensor] | None = None  # the rival of host_case; None: reference
     dtypes: tuple[torch.dtype, ...] = ALL
-    bench_dtypes: tuple[torch.dtype, ...] | None = None  # default of the bench; None: bench.GPU_DTYPES
-    cpu_bench_dtypes: tuple[torch.dtype, ...] | None = None  # None: bench.CPU_DTYPES
+    bench_dtypes: tuple[torch.dtype, ...] | None = None  # default of the bench; None: bench.jobs.GPU_DTYPES
+    cpu_bench_dtypes: tuple[torch.dtype, ...] | None = None  # None: bench.jobs.CPU_DTYPES
     gradient: bool = True
     autocast: bool = True
     flops: bool = True  # whether torch.utils.flop_counter counts it

@@ -17,6 +17,9 @@ def bench(
     ] = None,
     device: DeviceOption = None,
     dtype: Annotated[list[str] | None, typer.Option(help="may be repeated")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="only cases whose label contains this text; may be repeated")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="folder for the JSON file")] = None,
     quick: Annotated[bool, typer.Option(help="only small cases")] = False,
     precompile: Annotated[int, typer.Option(help="processes that first compile torch.compile's kernels")] = 0,
@@ -27,13 +30,17 @@ def bench(
 ) -> None:
     """Time the table's operations against their alternatives and against the roofs measured in the same run.
 
+    On a GPU each case is timed as called, in a plain loop with the host included, and by the time of the GPU alone.
+
     Ctrl-C or SIGTERM stops the run: results so far are shown and written, and the exit status is 128 + the signal.
     """
-    names, dtypes = names or [], [check_dtype(name) for name in dtype or []]
+    names, labels, dtypes = names or [], case or [], [check_dtype(name) for name in dtype or []]
     if out is not None:
         need_writable("--out", out)
     if matrices is not None and not (kernels and matrices.is_dir()):
         raise fail(f"--matrices is a folder, beside --kernels, got {matrices}")
+    if labels and kernels:
+        raise fail("--case does not go with --kernels, whose cases have no labels")
     if kernels:
         bench_kernels(names, device, matrices, out)
         return
@@ -43,12 +50,12 @@ def bench(
         chosen, types = pick_device(device), [pick_dtype(name) for name in dtypes]
         steps.show("choosing the cases")
         try:
-            jobs = b.plan(names, chosen, types, quick)
+            jobs = b.plan(names, chosen, types, quick, labels)
         except ValueError as error:
             raise fail(str(error)) from None
         if precompile:
             steps.show("compiling")
-            if failed := b.precompile(precompile, names, chosen, types, quick):
+            if failed := b.precompile(precompile, names, chosen, types, quick, labels):
                 errors.print(f"{failed} of the processes did not compile their whole share")
         budget = 0.1 if quick else 0.4 if chosen == "cpu" else 0.05  # seconds per rival; on a GPU at least 20 rounds
         rows: list[Any] = []
@@ -64,7 +71,7 @@ def bench(
     show_bench(rows, roofs)
     if out is not None:
         path = out / f"bench-{chosen}{'-' + '-'.join(names) if names else ''}.json"
-        b.save(path, rows, roofs, chosen, complete=not stopped)
+        b.save(path, rows, roofs, chosen, complete=not stopped and not labels)
         console.print(f"written: {path}")
     if stopped:
         raise typer.Exit(stopped[0])
@@ -77,29 +84,46 @@ def show_bench(rows: list[Any], roofs: Any) -> None:
         f"roofs of this run: copy {roofs.copy / 1e12:.3f} TB/s; product "
         + ", ".join(f"{dtype} {rate / 1e12:.1f} TFLOP/s" for dtype, rate in roofs.product.items())
     )
-    table = Table(title="Time or memory of matmuls; ratio: the fastest rival's over it (higher is better)")
-    for name in ("operation", "case", "dtype", "kind", "rival"):
-        table.add_column(name, overflow="fold")
-    for name in ("time, us", "MiB", "TFLOP/s", "TB/s", "of the roof", "ratio"):
-        table.add_column(name, justify="right")
+    console.print(
+        "Time or memory of matmuls; ratio: the fastest rival's over it (higher is better). As called: wall time of a "
+        "call in a loop, the host included; other times of kind gpu: of the GPU alone. *: a size that no constant was "
+        "chosen by"
+    )
 
     def number(x: float | None, digits: int) -> str:
         return "" if x is None else f"{x:.{digits}f}"
 
-    for row in rows:
-        cells = [
-            number(row.ours_us, 1),
-            number(row.ours_mib, 1),
-            number(row.tflops, 2),
-            number(row.tbps, 3),
-            number(row.roof, 2),
-            number(row.ratio, 3),
-        ]
-        table.add_row(row.operation, row.case, row.dtype, row.kind, row.rival, *cells)
+    columns = {
+        "operation": [row.operation for row in rows],
+        "case": [row.case + "*" * row.drawn for row in rows],
+        "dtype": [row.dtype for row in rows],
+        "kind": [row.kind for row in rows],
+        "as called, us": [number(row.called_us, 1) for row in rows],
+        "ratio, as called": [number(row.called_ratio, 3) for row in rows],
+        "over, as called": [row.called_rival or "" for row in rows],
+        "time, us": [number(row.ours_us, 1) for row in rows],
+        "ratio": [number(row.ratio, 3) for row in rows],
+        "over": [row.rival for row in rows],
+        "MiB": [number(row.ours_mib, 1) for row in rows],
+        "TFLOP/s": [number(row.tflops, 2) for row in rows],
+        "TB/s": [number(row.tbps, 3) for row in rows],
+        "of the roof": [number(row.roof, 2) for row in rows],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    table = Table()
+    for name in shown:
+        words = name in ("operation", "case", "dtype", "kind", "over", "over, as called")
+        table.add_column(name, overflow="fold", justify="left" if words else "right")
+    for cells in zip(*shown.values(), strict=True):
+        table.add_row(*cells)
     console.print(table)
     for kind in dict.fromkeys(row.kind for row in rows):
-        ratios = [row.ratio for row in rows if row.kind == kind and row.ratio is not None]
-        if ratios:
-            console.print(
-                f"{kind}: geometric mean {geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}, {len(ratios)} cases"
-            )
+        own = [row for row in rows if row.kind == kind]
+        for name, ratios in (
+            (f"{kind}, as called", [row.called_ratio for row in own]),
+            (kind, [row.ratio for row in own]),
+            (f"{kind}, as called, sizes marked *", [row.called_ratio for row in own if row.drawn]),
+        ):
+            if known := [ratio for ratio in ratios if ratio is not None]:
+                mean, least = geometric_mean(known), min(known)
+                console.print(f"{name}: geometric mean {mean:.3f}, lowest {least:.3f}, {len(known)} cases")

@@ -2,19 +2,20 @@
 
 from typing import Any
 
-from ..bench import COMPILED
 from .format import losses, natural, number
 from .headlines import attention_plot
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Run
+from .times import compiled, groups, kind_of, over, plotted, ratio, rivals_us, shown_over, shown_us
 
 
 def page(results: Results) -> Page:
     page = Page("performance/attention.md", "Attention and masked softmax")
     page.say(
         "The attention measured here also returns its probabilities, which torch's fused attention does not.",
-        "The rivals compute the same formula with torch operations, in eager mode and under torch.compile.",
+        "The rivals compute the same formula with torch operations, in eager mode and under torch.compile. Where "
+        '`mode="reduce-overhead"` was measured too, torch.compile means the faster of both modes.',
     )
     _attention(page, results)
     _masked(page, results)
@@ -22,10 +23,9 @@ def page(results: Results) -> Page:
 
 
 def _over(row: dict[str, Any]) -> list[str]:
-    """Speed over eager torch and over torch.compile."""
-    compiled = row["rivals_us"].get(COMPILED)
-    eager = next(us for name, us in row["rivals_us"].items() if name != COMPILED)
-    return [number(eager / row["ours_us"]), number(compiled / row["ours_us"] if compiled else None)]
+    """Speed over eager torch and over torch.compile, the faster of its modes."""
+    eager = next(name for name in rivals_us(row) if name not in compiled(row))
+    return [shown_over(row, eager), shown_over(row, *compiled(row))]
 
 
 def _attention(page: Page, results: Results) -> None:
@@ -35,19 +35,19 @@ def _attention(page: Page, results: Results) -> None:
     page.plot(attention_plot(results))
     page.table(
         "There is one row for each case and dtype. A case is batch x heads x tokens x head size. The last two columns "
-        "are speeds: higher is better. On Hopper GPUs one kernel computes each of these cases. Other GPUs compute the "
-        "scores in pieces, and were not timed.",
+        "are speeds: higher is better. On Hopper GPUs one kernel computes the cases of head size 64. For other head "
+        "sizes, and on other GPUs, which were not timed, the scores are computed in pieces.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [
-                *(r["case"], r["dtype"], number(r["ours_us"])),
-                *(number(r["rivals_us"][way]) for way in ("eager", COMPILED)),
+                *(r["case"], r["dtype"], shown_us(r), number(rivals_us(r)["eager"])),
+                number(min((rivals_us(r)[way] for way in compiled(r)), default=None)),
                 *_over(r),
             ]
             for r in rows
         ),
     )
-    page.say(losses([(r["ratio"], f"{r['case']}, {r['dtype']}") for r in rows], "the fastest rival"))
+    page.say(losses([(ratio(r), f"{r['case']}, {r['dtype']}") for r in rows], "the fastest rival"), groups(rows))
     page.measured(run)
 
 
@@ -64,7 +64,7 @@ def _masked(page: Page, results: Results) -> None:
     page.plot(
         Plot(
             "performance/masked-softmax",
-            "Scaled masked softmax over torch.compile, float16 and bfloat16",
+            f"Scaled masked softmax over torch.compile, float16 and bfloat16, {kind_of(run.rows)}",
             run.machine,
             [
                 Panel(
@@ -73,7 +73,7 @@ def _masked(page: Page, results: Results) -> None:
                     "speed relative to torch.compile (higher is better)",
                     "direction, mask",
                     {
-                        f"{direction}, {mask}": [r["rivals_us"][COMPILED] / r["ours_us"] for r in own.values()]
+                        f"{direction}, {mask}": [over(r, *compiled(r)) for r in plotted([*own.values()])]
                         for (direction, mask), own in sorted(directions.items())
                     },
                     ratio=True,
@@ -98,14 +98,14 @@ def _masked(page: Page, results: Results) -> None:
             ),
         )
     rows = [r for r in run.rows if r["kind"] == "gpu"]
-    page.say(losses([(r["ratio"], f"{r['case']}, {r['dtype']}") for r in rows], "the fastest rival"))
+    page.say(losses([(ratio(r), f"{r['case']}, {r['dtype']}") for r in rows], "the fastest rival"), groups(rows))
     _memory(page, run)
     page.measured(run)
 
 
 def _cells(own: dict[str, Any], direction: str) -> list[str]:
     row = own.get(direction)
-    return [number(row["ours_us"]), number(row["roof"]), *_over(row)] if row else [""] * 4
+    return [shown_us(row), number(row["roof"]), *_over(row)] if row else [""] * 4
 
 
 def _memory(page: Page, run: Run) -> None:

@@ -6,6 +6,7 @@ from .format import DTYPES, losses, mean_and_lowest, number
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows
+from .times import groups, kind_of, plotted, ratio, rivals_us, shown_ratio, shown_us
 
 INVARIANCE = ("cuda/batch-invariance.json", "cpu/batch-invariance.json")
 PRODUCTS = ("matmul", "cublasMM", "cublasTransaMM", "cublasTransbMM", "cublasTransabMM")
@@ -17,7 +18,6 @@ def page(results: Results) -> Page:
         "Dense products call cuBLAS and cuBLASLt, which `torch.matmul` calls too.",
         "A plain product is therefore as fast as torch's, and no faster.",
         "Time is saved in 16 bits and float64 if the same call applies bias and activation.",
-        "Times are GPU times, except in the last sections.",
     )
     _epilogues(page, results)
     _bias_act(page, results)
@@ -27,6 +27,11 @@ def page(results: Results) -> Page:
     return page
 
 
+def _cells(row: dict[str, Any]) -> list[str]:
+    rival = number(min(rivals_us(row).values()))
+    return [row["case"], row["dtype"], shown_us(row), rival, shown_ratio(row), number(row["roof"])]
+
+
 def _case(row: dict[str, Any]) -> str:
     return f"`{row['operation']}` {row['case']}, {row['dtype']}"
 
@@ -34,7 +39,7 @@ def _case(row: dict[str, Any]) -> str:
 def _epilogues(page: Page, results: Results) -> None:
     run = results.bench("cublaslt_matmul")
     rows = [r for r in run.rows if r["kind"] == "gpu"]
-    cases = list(dict.fromkeys(r["case"] for r in rows))
+    cases, bars = (list(dict.fromkeys(r["case"] for r in each)) for each in (rows, plotted(rows)))
     by = {(r["case"], r["dtype"]): r for r in rows}
     dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
     page.heading("Product, bias and activation")
@@ -46,11 +51,11 @@ def _epilogues(page: Page, results: Results) -> None:
             [
                 Panel(
                     "bars",
-                    "over F.linear and then the activation",
+                    f"over F.linear and then the activation, {kind_of(rows)}",
                     "speed relative to torch (higher is better)",
                     "case, M x K x N",
-                    {d: [by[case, d]["ratio"] if (case, d) in by else None for case in cases] for d in dtypes},
-                    cases,
+                    {d: [ratio(by[case, d]) if (case, d) in by else None for case in bars] for d in dtypes},
+                    bars,
                     ratio=True,
                 )
             ],
@@ -62,13 +67,9 @@ def _epilogues(page: Page, results: Results) -> None:
         "run, in this dtype, for squares of 2048, 4096 and 8192. The share of the peak is the rate of matmuls divided "
         "by it: higher is better.",
         ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of the peak"),
-        (
-            [r["case"], r["dtype"], *(number(r[key]) for key in ("ours_us", "rival_us", "ratio", "roof"))]
-            for case in cases
-            for r in (by[case, d] for d in dtypes if (case, d) in by)
-        ),
+        (_cells(r) for case in cases for r in (by[case, d] for d in dtypes if (case, d) in by)),
     )
-    page.say(losses([(r["ratio"], _case(r)) for r in rows], "`F.linear` followed by the activation"))
+    page.say(losses([(ratio(r), _case(r)) for r in rows], "`F.linear` followed by the activation"), groups(rows))
     page.measured(run)
 
 
@@ -81,9 +82,9 @@ def _bias_act(page: Page, results: Results) -> None:
         "followed by the activation. Speed is torch's time divided by that of matmuls. The share is the time of a "
         "plain memory copy of the same size divided by the time of matmuls. Higher is better for both.",
         ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of a copy's speed"),
-        ([r["case"], r["dtype"], *(number(r[key]) for key in ("ours_us", "rival_us", "ratio", "roof"))] for r in rows),
+        map(_cells, rows),
     )
-    page.say(losses([(r["ratio"], _case(r)) for r in rows], "torch"))
+    page.say(losses([(ratio(r), _case(r)) for r in rows], "torch"), groups(rows))
     page.measured(run)
 
 
@@ -91,25 +92,23 @@ def _products(page: Page, results: Results) -> None:
     runs = [results.bench(name) for name in PRODUCTS]
     rows: Rows = [r for run in runs for r in run.rows if r["kind"] == "gpu"]
     dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in rows)]
+    random = ", and as many of random sizes" if any(r.get("drawn") for r in rows) else ""
     page.heading("Plain products")
     page.table(
         "There is one row for each operation and one column for each dtype. A cell has the geometric mean of the speed "
         "over `torch.matmul` and, in brackets, the lowest. 1 means as fast as torch, and higher is better. The cases "
-        "are squares from 64 to 8192, 65536x1024x1024, and batches of attention.",
+        f"are squares from 64 to 8192, 65536x1024x1024, and batches of attention{random}.",
         ("operation", *dtypes, "cases"),
         (
             [
                 f"`{name}`",
-                *(
-                    mean_and_lowest(r["ratio"] for r in rows if (r["operation"], r["dtype"]) == (name, d))
-                    for d in dtypes
-                ),
+                *(mean_and_lowest(ratio(r) for r in rows if (r["operation"], r["dtype"]) == (name, d)) for d in dtypes),
                 str(sum(r["operation"] == name for r in rows)),
             ]
             for name in PRODUCTS
         ),
     )
-    page.say(losses([(r["ratio"], _case(r)) for r in rows], "`torch.matmul`"))
+    page.say(losses([(ratio(r), _case(r)) for r in rows], "`torch.matmul`"), groups(rows))
     page.measured(*{run.file: run for run in runs}.values())
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from ..bench import geometric_mean
 
-NUMBER = re.compile(r"[\d.,]+ ?%?( \([\d.,]+\))?")  # 3.14, 1,230, 90%, 3.14 (1.20)
+# 3.14, 1,230, 90%, 3.14 (1.20), 3.14 (GPU 1.20), 0.92 (1.20 (GPU 1.40))
+NUMBER = re.compile(r"[\d.,]+ ?%?( \((GPU )?[\d.,]+( \(GPU [\d.,]+\))?\))?")
 DTYPES = ("bfloat16", "float16", "float32", "TF32", "float64")
 
 

@@ -1,12 +1,13 @@
 """The three plots and the sentences that README shows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .. import experiment
-from ..bench import COMPILED, geometric_mean
+from ..bench import geometric_mean
 from .format import number, table
 from .plot import Panel, Plot
 from .results import Results, Rows
+from .times import compiled, differ, kind_of, of_gpu, over, plotted, rivals_us, us
 
 ALG2 = "cusparse csr_alg2"
 
@@ -14,17 +15,20 @@ ALG2 = "cusparse csr_alg2"
 def attention_plot(results: Results) -> Plot:
     """Attention with its probabilities compared with eager torch and torch.compile."""
     run = results.bench("attention_forward")
-    rows = [r for r in run.rows if r["kind"] == "gpu" and r["dtype"] == "bfloat16"]
+    rows = plotted([r for r in run.rows if r["kind"] == "gpu" and r["dtype"] == "bfloat16"])
     rows.sort(key=lambda r: [int(x) for x in r["case"].split("x")][2])
-    eager = [r["rivals_us"]["eager"] for r in rows]
-    speeds = {
-        "matmuls": [e / r["ours_us"] for e, r in zip(eager, rows, strict=True)],
-        "torch.compile": [e / r["rivals_us"][COMPILED] for e, r in zip(eager, rows, strict=True)],
+    eager = [rivals_us(r)["eager"] for r in rows]
+    speeds: dict[str, list[float | None]] = {
+        "matmuls": [e / us(r) for e, r in zip(eager, rows, strict=True)],
+        "torch.compile": [
+            e / min(rivals_us(r)[way] for way in compiled(r)) if compiled(r) else None
+            for e, r in zip(eager, rows, strict=True)
+        ],
         "eager torch": [1.0 for _ in rows],
     }
     panel = Panel(
         "bars",
-        "forward, bfloat16",
+        f"forward, bfloat16, {kind_of(rows)}",
         "speed relative to eager torch (higher is better)",
         "batch x heads x tokens x head size",
         speeds,
@@ -84,14 +88,19 @@ def _mib(rows: Rows, case: str, way: str) -> float | None:
 def attention(results: Results) -> str:
     run = results.bench("attention_forward")
     rows = [r for r in run.rows if r["kind"] == "gpu"]
-    spans = []
-    for way, words in (("eager", "eager torch"), (COMPILED, "torch.compile")):
-        ratios = [r["rivals_us"][way] / r["ours_us"] for r in rows if r["rivals_us"].get(way)]
-        spans.append(f"{number(min(ratios))} to {number(max(ratios))} times as fast as {words}")
+    ways = {"eager torch": lambda r: over(r, "eager"), "torch.compile": lambda r: over(r, *compiled(r))}
+    spans = [_span(words, map(speed, rows), map(speed, map(of_gpu, rows))) for words, speed in ways.items()]
     return (
         f"Attention that also returns its probabilities is {' and '.join(spans)} "
-        f"({run.card}, forward, 16-bit, {len(rows)} cases)."
+        f"({run.card}, forward, 16-bit, {kind_of(rows)}, {len(rows)} cases)."
     )
+
+
+def _span(words: str, speeds: Iterable[float | None], gpu: Iterable[float | None]) -> str:
+    """The lowest and highest speed, and those of the GPU where they differ."""
+    (low, high), (least, most) = ((min(known), max(known)) for known in (list(filter(None, x)) for x in (speeds, gpu)))
+    gpu_span = f" (GPU time: {number(least)} to {number(most)})" if differ(low, least) or differ(high, most) else ""
+    return f"{number(low)} to {number(high)} times as fast as {words}{gpu_span}"
 
 
 def sparse(results: Results) -> str:

@@ -22,8 +22,14 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
     page.say(
         "In each table, matmuls and its alternatives (*rivals*) were measured in the same run, in turns, with the same "
         "inputs, layouts and precision.",
+        "A time *as called* is the wall time of a call in a plain loop, with all that the host does.",
+        "A *GPU time* is the time of the GPU alone, measured by a CUDA graph of the calls.",
+        "Tables show the time as called where it was measured, and the GPU time in brackets where the two differ by "
+        "more than 10 %. Below other tables stands *Times: GPU time*.",
         "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs. Together "
         "they exceed the L2 cache, except in the smallest cases. Sparse products run with warm caches.",
+        "`matmuls/specs/drawn.py` has sizes that no constant of the code was chosen by. Where a file has such cases, a "
+        "sentence below its table compares them with the others, and the plots of speeds show them alone.",
         "Results are checked against a computation in float64 in the same run.",
     )
     page.say(

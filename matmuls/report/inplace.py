@@ -4,6 +4,7 @@ from .format import DTYPES, losses, number
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows
+from .times import compiled, groups, kind_of, plotted, ratio, shown_over, shown_ratio, shown_us
 
 PRODUCTS = {"matmul_": "torch.mm(a, b, out=c)", "linear_": "F.linear(x, weight, bias)"}
 
@@ -24,8 +25,11 @@ def page(results: Results) -> Page:
 def _products(page: Page, results: Results) -> None:
     runs = {name: results.bench(name) for name in PRODUCTS}
     rows = [r for run in runs.values() for r in run.rows]
-    by = {(r["operation"], r["case"], r["dtype"]): r for r in rows if r["kind"] == "gpu"}
+    timed = [r for r in rows if r["kind"] == "gpu"]
+    by = {(r["operation"], r["case"], r["dtype"]): r for r in timed}
     cases = sorted({case for _, case, _ in by}, key=lambda case: [int(x) for x in case.split("x")][::-1])
+    drawn = {r["case"] for r in plotted(timed)}
+    bars = [case for case in cases if case in drawn]
     dtypes = [d for d in DTYPES if any(d == dtype for _, _, dtype in by)]
     page.heading("Products on a GPU")
     page.plot(
@@ -36,11 +40,15 @@ def _products(page: Page, results: Results) -> None:
             [
                 Panel(
                     "bars",
-                    f"{name} over {rival}",
+                    f"{name} over {rival}, {kind_of(timed)}",
                     "speed relative to torch (higher is better)",
                     "rows x K",
-                    {d: [by[name, case, d]["ratio"] for case in cases] for d in dtypes},
-                    cases,
+                    {
+                        d: [ratio(by[name, case, d]) if (name, case, d) in by else None for case in bars]
+                        for d in dtypes
+                        if any((name, case, d) in by for case in bars)
+                    },
+                    bars,
                     ratio=True,
                 )
                 for name, rival in PRODUCTS.items()
@@ -52,10 +60,13 @@ def _products(page: Page, results: Results) -> None:
             f"There is one row for each shape of `{name}`, rows x K with a K x K weight, and one column for each "
             f"dtype, with the speed over `{rival}`: higher is better.",
             ("rows x K", *dtypes),
-            ([case, *(number(by[name, case, d]["ratio"]) for d in dtypes)] for case in cases),
+            (
+                [case, *(shown_ratio(by[name, case, d]) if (name, case, d) in by else "" for d in dtypes)]
+                for case in cases
+            ),
         )
-        ratios = [(r["ratio"], f"{c}, {d}") for (n, c, d), r in by.items() if n == name]
-        page.say(losses(ratios, f"`{rival}`", f"`{name}`"))
+        ratios = [(ratio(r), f"{c}, {d}") for (n, c, d), r in by.items() if n == name]
+        page.say(losses(ratios, f"`{rival}`", f"`{name}`"), groups([r for r in timed if r["operation"] == name]))
     _memory(page, [r for r in rows if r["kind"] == "memory"], cases, dtypes)
     page.measured(*{run.file: run for run in runs.values()}.values())
 
@@ -92,15 +103,15 @@ def _feed_forward(page: Page, results: Results) -> None:
         ),
         (
             [
-                *(r["case"], r["dtype"], number(r["ours_us"])),
-                *(number(r["rivals_us"][way] / r["ours_us"]) for way in ("torch", "torch.compile")),
+                *(r["case"], r["dtype"], shown_us(r), shown_over(r, "torch"), shown_over(r, *compiled(r))),
                 *(number(peaks[r["case"], r["dtype"]][key]) for key in ("ours_mib", "rival_mib")),
             ]
             for r in rows
         ),
     )
     page.say(
-        losses([(r["ratio"], f"{r['case']}, {r['dtype']}") for r in rows], "the faster of eager and torch.compile")
+        losses([(ratio(r), f"{r['case']}, {r['dtype']}") for r in rows], "the faster of eager and torch.compile"),
+        groups(rows),
     )
     page.measured(run)
 

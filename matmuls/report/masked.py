@@ -7,6 +7,7 @@ from .format import losses, number
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows, Run
+from .times import groups, kind_of, over, plotted, rivals_us, shown_over, shown_us
 
 OPERATIONS = {"masked_linear": "M x K x N", "masked_ffn": "rows x width x inner width"}
 BACKWARD = "forward + backward "
@@ -41,13 +42,14 @@ def page(results: Results) -> Page:
     return page
 
 
-def _fastest(row: dict[str, Any]) -> tuple[float, str]:
-    """Time and name of the fastest rival with the same result."""
-    return min((us, name) for name, us in row["rivals_us"].items() if us and name != DENSE)
+def _fastest(row: dict[str, Any]) -> str:
+    """The fastest rival with the same result."""
+    times = rivals_us(row)
+    return min((name for name in times if name != DENSE), key=lambda name: times[name])
 
 
-def _over_dense(row: dict[str, Any]) -> float:
-    return float(row["rivals_us"][DENSE] / row["ours_us"])
+def _over_rival(row: dict[str, Any]) -> float | None:
+    return over(row, _fastest(row))
 
 
 def _split(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -61,11 +63,11 @@ def _operation(page: Page, name: str, run: Run) -> None:
     rows: Rows = [r for r in run.rows if r["kind"] == "gpu"]
     rows = sorted(rows, key=lambda r: (_split(r)[0], [int(x) for x in _split(r)[1].split("x")], _split(r)[2]))
     page.heading(f"`{name}`")
-    shown = [r for r in rows if _split(r)[2] == "span"]
+    shown = [r for r in plotted(rows) if _split(r)[2] == "span"]
     page.plot(
         Plot(
             f"performance/{name.replace('_', '-')}",
-            f"{name}: one span of rows for the first weight, {rows[0]['dtype']}",
+            f"{name}: one span of rows for the first weight, {rows[0]['dtype']}, {kind_of(rows)}",
             run.machine,
             [
                 Panel(
@@ -74,8 +76,8 @@ def _operation(page: Page, name: str, run: Run) -> None:
                     "speed (higher is better)",
                     "case",
                     {
-                        "over the fastest rival with the same result": [_fastest(r)[0] / r["ours_us"] for r in shown],
-                        "over one dense product of the same size": [_over_dense(r) for r in shown],
+                        "over the fastest rival with the same result": [_over_rival(r) for r in shown],
+                        "over one dense product of the same size": [over(r, DENSE) for r in shown],
                     },
                     [f"{_split(r)[1]}\n{_split(r)[0]}" for r in shown],
                     ratio=True,
@@ -90,15 +92,14 @@ def _operation(page: Page, name: str, run: Run) -> None:
         ("direction", "shape", "mask", "matmuls, µs", "over one dense product", "over the fastest rival", "that rival"),
         (
             [
-                *(*_split(r), number(r["ours_us"]), number(_over_dense(r))),
-                *(number(_fastest(r)[0] / r["ours_us"]), _fastest(r)[1]),
+                *(*_split(r), shown_us(r), shown_over(r, DENSE), shown_over(r, _fastest(r)), _fastest(r)),
             ]
             for r in rows
         ),
     )
-    rivals = [(_fastest(r)[0] / r["ours_us"], r["case"]) for r in rows]
-    page.say(losses(rivals, "the fastest rival", "compared with the rivals"))
-    page.say(losses([(_over_dense(r), r["case"]) for r in rows], "one dense product", "compared with a dense product"))
+    rivals = [(_over_rival(r), r["case"]) for r in rows]
+    page.say(losses(rivals, "the fastest rival", "compared with the rivals"), groups(rows, _over_rival))
+    page.say(losses([(over(r, DENSE), r["case"]) for r in rows], "one dense product", "compared with a dense product"))
     page.measured(run)
 
 

@@ -24,7 +24,7 @@ class Page:
 
     def say(self, *sentences: str) -> None:
         """A paragraph."""
-        self._parts.append(" ".join(sentences))
+        self._parts.append(" ".join(filter(None, sentences)))
 
     def heading(self, text: str) -> None:
         self._parts.append(f"## {text}")

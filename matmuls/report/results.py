@@ -54,11 +54,18 @@ class Run:
         file = f"`benchmarks/results/{self.file}`"
         command = facts.get("command")
         if command is None:
-            return f"Measured on: {where}. File: {file}. No command was recorded."
+            return f"Measured on: {where}. File: {file}. No command was recorded.{self._times}"
         if len(command) <= FOLDED:
-            return f"Measured on: {where}. Command: `{command}`. File: {file}."
+            return f"Measured on: {where}. Command: `{command}`. File: {file}.{self._times}"
         folded = f"<details><summary>The command</summary><code>{html.escape(command)}</code></details>"
-        return f"Measured on: {where}. File: {file}.\n\n{folded}"
+        return f"Measured on: {where}. File: {file}.{self._times}\n\n{folded}"
+
+    @property
+    def _times(self) -> str:
+        """What the times of `matmuls bench` on a GPU are."""
+        if any(row.get("called_us") for row in self.rows):
+            return " Times: as called; *GPU* marks the GPU time where the two differ by more than 10 %."
+        return " Times: GPU time." if any(row.get("kind") == "gpu" for row in self.rows) else ""
 
 
 class Results:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from ..bench import COMPILED
 from .format import losses, number
 from .page import Page
 from .plot import Panel, Plot
 from .results import Results, Rows, Run
+from .times import compiled, groups, over, ratio, shown_ratio, shown_us
 
 OPERATIONS = ("softmax_", "layer_norm_", "rms_norm_")
 
@@ -44,12 +44,19 @@ def _highest(runs: dict[str, Run], direction: str) -> str:
 
 
 def _by_columns(run: Run) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """The rows of a run by direction, dtype and columns."""
+    """The rows of a run by direction, dtype and columns, without drawn sizes."""
+    own = {shape: r for shape, r in _by_shape(run).items() if not r.get("drawn")}
+    return {(direction, dtype, columns): r for (direction, dtype, _, columns), r in own.items()}
+
+
+def _by_shape(run: Run) -> dict[tuple[str, str, int, int], dict[str, Any]]:
+    """The rows of a run by direction, dtype, rows and columns."""
     found = {}
     for r in run.rows:
         if r["kind"] == "gpu":
             direction, shape = r["case"].split()
-            found[direction, r["dtype"], int(shape.split("x")[1])] = r
+            count, columns = map(int, shape.split("x"))
+            found[direction, r["dtype"], count, columns] = r
     return found
 
 
@@ -79,27 +86,36 @@ def _operation(page: Page, name: str, run: Run) -> None:
     by = _by_columns(run)
     columns = sorted({n for direction, _, n in by if direction != "residual"})
     page.heading(f"`{name}`")
-    page.table(
-        "There is one row for each number of columns of the tensor, which always has about 2^29 elements. Each cell "
-        "has the share of a copy's speed and, in brackets, the speed over the faster of eager torch and "
-        "torch.compile. Higher is better for both.",
-        ("columns", *(f"{direction}, {dtype}" for direction, dtype in LINES)),
-        (
-            [
-                str(n),
-                *(
-                    f"{number(by[direction, dtype, n]['roof'])} ({number(by[direction, dtype, n]['ratio'])})"
-                    if (direction, dtype, n) in by
-                    else ""
-                    for direction, dtype in LINES
-                ),
-            ]
-            for n in columns
-        ),
+    header = tuple(f"{direction}, {dtype}" for direction, dtype in LINES)
+    cell = (
+        "Each cell has the share of a copy's speed, by GPU time, and, in brackets, the speed over the faster of eager "
+        "torch and torch.compile. Higher is better for both."
     )
-    cases = [(r["ratio"], f"{d}, {dtype}, {n} columns") for (d, dtype, n), r in by.items() if d != "residual"]
-    page.say(losses(cases, "the faster of eager torch and torch.compile"))
+    page.table(
+        f"There is one row for each number of columns of the tensor, which always has about 2^29 elements. {cell}",
+        ("columns", *header),
+        ([str(n), *(_cell(by.get((*line, n))) for line in LINES)] for n in columns),
+    )
+    found = {shape: r for shape, r in _by_shape(run).items() if shape[0] != "residual"}
+    drawn = sorted({(n, count) for (_, _, count, n), r in found.items() if r.get("drawn")})
+    if drawn:
+        page.table(
+            f"There is one row for each random shape, rows x columns. {cell}",
+            ("shape", *header),
+            ([f"{count}x{n}", *(_cell(found.get((*line, count, n))) for line in LINES)] for n, count in drawn),
+        )
+    cases = [(ratio(r), f"{d}, {dtype}, {_size(r)}") for (d, dtype, *_), r in found.items()]
+    page.say(losses(cases, "the faster of eager torch and torch.compile"), groups([*found.values()]))
     page.measured(run)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    return f"{number(row['roof'])} ({shown_ratio(row)})" if row else ""
+
+
+def _size(row: dict[str, Any]) -> str:
+    shape: str = row["case"].split()[1]
+    return shape if row.get("drawn") else f"{shape.split('x')[1]} columns"
 
 
 def _residual(page: Page, *runs: Run) -> None:
@@ -112,23 +128,23 @@ def _residual(page: Page, *runs: Run) -> None:
         (
             [
                 *(f"`{r['operation']}`", r["case"].split()[1], r["dtype"]),
-                *(number(r[key]) for key in ("ours_us", "roof", "ratio")),
+                *(shown_us(r), number(r["roof"]), shown_ratio(r)),
             ]
             for r in rows
         ),
     )
-    cases = [(r["ratio"], f"`{r['operation']}`, {r['case'].split()[1]}, {r['dtype']}") for r in rows]
+    cases = [(ratio(r), f"`{r['operation']}`, {r['case'].split()[1]}, {r['dtype']}") for r in rows]
     page.say(
         losses(cases, "the faster of eager torch and torch.compile"),
+        groups(rows),
         "These figures are from the runs of the tables of `layer_norm_` and `rms_norm_` above.",
     )
 
 
 def _compiled(page: Page, rows: Rows) -> None:
     """A sentence on the cases that are slower than torch.compile's."""
-    compared = [r for r in rows if r["rivals_us"].get(COMPILED)]
     ratios = [
-        (r["rivals_us"][COMPILED] / r["ours_us"], f"`{r['operation']}`, {r['case']}, {r['dtype']}") for r in compared
+        (over(r, *compiled(r)), f"`{r['operation']}`, {r['case']}, {r['dtype']}") for r in rows if r["kind"] == "gpu"
     ]
     page.heading("Compared with torch.compile only")
     page.say(

@@ -3,9 +3,10 @@
 import torch
 
 from . import attention, cusparse, dense, fused_softmax, inplace, masked, rowwise, sparse
+from .rowwise import QUACK
 from .spec import ALL, REAL, Bad, Call, Case, Draw, Spec
 
-__all__ = ["ALL", "REAL", "TABLE", "Bad", "Call", "Case", "Draw", "Spec", "operators"]
+__all__ = ["ALL", "QUACK", "REAL", "TABLE", "Bad", "Call", "Case", "Draw", "Spec", "operators"]
 
 TABLE: tuple[Spec, ...] = (
     *dense.TABLE,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import attention
+from .drawn import SIZES as DRAWN
 from .fused_softmax import masked
 from .spec import REAL, Bad, Call, Case, Draw, Spec
 
@@ -36,13 +37,15 @@ def _heads(draw: Draw, batch: int, heads: int, length: int, size: int) -> Call:
     return Call((*(draw(batch, length, heads, size).transpose(1, 2) for _ in range(3)), None, size**-0.5))
 
 
-def _case(size: tuple[int, int, int, int]) -> Case:
+def _case(size: tuple[int, ...]) -> Case:
     return Case(
         "x".join(map(str, size)),
         lambda draw: _heads(draw, *size),
         call=attention.attend,
         reference=_eager,
         device="cuda",
+        drawn=size in DRAWN["attention"],
+        parameters=(),
     )
 
 
@@ -81,7 +84,7 @@ TABLE: tuple[Spec, ...] = (
         samples=_samples,
         bad=_bad,
         empty=lambda draw: iter([Call((draw(0, 2, 3, 8), draw(0, 2, 5, 8), draw(0, 2, 5, 8)))]),
-        cases=tuple(map(_case, SIZES)),
+        cases=tuple(map(_case, (*SIZES, *DRAWN["attention"]))),
         dtypes=REAL,
         bench_dtypes=(torch.bfloat16, torch.float16),
         gradient=False,

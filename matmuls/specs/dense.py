@@ -11,6 +11,7 @@ from torch import Tensor
 import custom_mm
 
 from .. import dense
+from .drawn import SIZES as DRAWN
 from .spec import REAL, Bad, Call, Case, Draw, Spec
 
 
@@ -94,18 +95,25 @@ def _bad_nd(transa: bool, transb: bool) -> Callable[[Draw], Iterator[Bad]]:
 
 
 def _product_cases(transa: bool, transb: bool, sizes: tuple[int, ...]) -> tuple[Case, ...]:
-    def case(label: str, a: tuple[int, ...], b: tuple[int, ...]) -> Case:
-        return Case(label, lambda draw: Call((_stored(draw, a, transa), _stored(draw, b, transb))))
+    def case(label: str, a: tuple[int, ...], b: tuple[int, ...], new: bool = False) -> Case:
+        return Case(label, lambda draw: Call((_stored(draw, a, transa), _stored(draw, b, transb))), drawn=new)
 
-    square = [case(f"{n}x{n}x{n}", (n, n), (n, n)) for n in sizes]
-    batched = []
-    for batch, heads, length, width in ((16, 16, 512, 64), (64, 12, 512, 64)):
-        lead = (batch, heads)
-        batched.append(case(f"{batch}x{heads}x{length}x{width} scores", (*lead, length, width), (*lead, width, length)))
-        batched.append(
-            case(f"{batch}x{heads}x{length}x{width} context", (*lead, length, length), (*lead, length, width))
+    def of_heads(batch: int, heads: int, length: int, width: int, *, new: bool) -> tuple[Case, Case]:
+        lead, label = (batch, heads), f"{batch}x{heads}x{length}x{width}"
+        return (
+            case(f"{label} scores", (*lead, length, width), (*lead, width, length), new),
+            case(f"{label} context", (*lead, length, length), (*lead, length, width), new),
         )
-    return (*square, case("65536x1024x1024", (65536, 1024), (1024, 1024)), *batched)
+
+    shapes: list[tuple[tuple[int, ...], bool]] = [((n, n, n), False) for n in sizes]
+    shapes += [((65536, 1024, 1024), False)]
+    shapes += [(shape, True) for shape in DRAWN["product"]]
+    heads: list[tuple[tuple[int, ...], bool]] = [((16, 16, 512, 64), False), ((64, 12, 512, 64), False)]
+    heads += [(shape, True) for shape in DRAWN["batched product"]]
+    return (
+        *(case(f"{m}x{k}x{n}", (m, k), (k, n), new) for (m, k, n), new in shapes),
+        *(each for shape, new in heads for each in of_heads(*shape, new=new)),
+    )
 
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -189,10 +197,21 @@ def _affine_empty(draw: Draw) -> Iterator[Call]:
         yield Call((draw(*a), draw(*b), draw(b[-1]), None if draw.dtype.is_complex else "relu"))
 
 
-def _linear_case(label: str, m: int, k: int, n: int, activation: str | None) -> Case:
+def _linear_case(label: str, m: int, k: int, n: int, activation: str | None, new: bool = False) -> Case:
     return Case(
-        f"{label} {m}x{k}x{n}", lambda draw: Call((draw(m, k), draw(n, k) / k**0.5, draw(n), activation, False, True))
+        f"{label} {m}x{k}x{n}",
+        lambda draw: Call((draw(m, k), draw(n, k) / k**0.5, draw(n), activation, False, True)),
+        drawn=new,
     )
+
+
+_EPILOGUES = (
+    ("bias", None),
+    ("bias+relu", "relu"),
+    ("bias+gelu(tanh)", "gelu_tanh"),
+    ("bias+gelu(erf)", "gelu"),
+    ("bias+gelu(tanh)", "gelu_tanh"),
+)
 
 
 def _bias_act_samples(draw: Draw) -> Iterator[Call]:
@@ -268,11 +287,12 @@ TABLE: tuple[Spec, ...] = (
         bad=_affine_bad,
         empty=_affine_empty,
         cases=(
-            _linear_case("bias", 16384, 1024, 4096, None),
-            _linear_case("bias+relu", 16384, 1024, 4096, "relu"),
-            _linear_case("bias+gelu(tanh)", 16384, 1024, 4096, "gelu_tanh"),
-            _linear_case("bias+gelu(erf)", 16384, 1024, 4096, "gelu"),
+            *(_linear_case(label, 16384, 1024, 4096, activation) for label, activation in _EPILOGUES[:4]),
             _linear_case("bias+gelu(tanh)", 2048, 768, 3072, "gelu_tanh"),
+            *(
+                _linear_case(label, m, k, n, activation, new=True)
+                for (label, activation), (m, k, n) in zip(_EPILOGUES, DRAWN["linear"], strict=True)
+            ),
         ),
         host_case=_linear_case("bias+gelu(tanh)", 64, 64, 64, "gelu_tanh"),
         host_reference=lambda x, w, bias, *_: F.gelu(F.linear(x, w, bias), approximate="tanh"),
@@ -288,9 +308,13 @@ TABLE: tuple[Spec, ...] = (
         bad=_bias_act_bad,
         empty=lambda draw: iter([Call((draw(0, 4), draw(4), "relu")), Call((draw(3, 0), None, "gelu"))]),
         cases=tuple(
-            Case(f"{name} {m}x{n}", lambda draw, m=m, n=n, act=act: Call((draw(m, n), draw(n), act)))
+            Case(
+                f"{name} {m}x{n}",
+                lambda draw, m=m, n=n, act=act: Call((draw(m, n), draw(n), act)),
+                drawn=(m, n) in DRAWN["bias and activation"],
+            )
             for name, act in (("bias+gelu(erf)", "gelu"), ("bias+gelu(tanh)", "gelu_tanh"))
-            for m, n in ((65536, 4096), (262144, 1000))
+            for m, n in ((65536, 4096), (262144, 1000), *DRAWN["bias and activation"])
         ),
         dtypes=REAL,
         gradient=False,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import dense, fused_softmax
+from .drawn import SIZES
 from .rowwise import BAD_X, ROWWISE, no_rows, softmax_gradient
 from .spec import Bad, Call, Case, Draw, Spec
 
@@ -15,7 +16,7 @@ _ops = torch.ops.custom_mm
 ATTENTION = [(8, 16, 1024, 1024), (2, 16, 4096, 4096), (32, 12, 512, 512), (64, 12, 128, 128)]
 ATTENTION += [(8, 16, 1500, 1500), (32, 12, 577, 577)]  # Whisper and ViT: rows not a multiple of 16 bytes
 ADDED = "added [B,1,Q,K]"
-MASKS: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
+MASKS: dict[str, Callable[..., tuple[int, ...]]] = {
     "[B,1,1,K]": lambda b, h, q, k: (b, 1, 1, k),
     "[B,1,Q,K]": lambda b, h, q, k: (b, 1, q, k),
     "causal": lambda b, h, q, k: (),
@@ -63,7 +64,8 @@ def _masked_backward(
 
 
 def _masked_cases() -> Iterator[Case]:
-    for shape, (label, mask_shape) in product(ATTENTION, MASKS.items()):
+    for shape, (label, mask_shape) in product((*ATTENTION, *SIZES["masked softmax"]), MASKS.items()):
+        new = shape in SIZES["masked softmax"]
         causal, name = label == "causal", "x".join(map(str, shape))
         sizes, length = mask_shape(*shape), shape[-1]
         seen = (length + 1) / (2 * length) if causal else 1.0  # share of elements that causal rows read
@@ -88,6 +90,8 @@ def _masked_cases() -> Iterator[Case]:
             reference=_eager_masked,
             device="cuda",
             moved=(lambda call, seen=seen: int(call.args[0].nbytes * (1 + seen))) if causal else None,
+            drawn=new,
+            parameters=(),
         )
         if added:  # its gradient is the same as with a bool mask
             continue
@@ -99,6 +103,7 @@ def _masked_cases() -> Iterator[Case]:
             device="cuda",
             # the backward does not read the mask: y is 0 where it masks
             moved=lambda call, seen=seen: int(call.args[0].nbytes * (1 + 2 * seen)),
+            drawn=new,
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import inplace
 from .dense import activated, turned
+from .drawn import NAMED_INPLACE, SIZES
 from .spec import REAL, Bad, Call, Case, Draw, Spec
 
 _ops = torch.ops.custom_mm
@@ -69,36 +70,43 @@ class _IntoOneBuffer:
         return torch.mm(a, b, out=self.out)
 
 
+INPLACE_SIZES = (
+    (40000, 1024),
+    (16384, 768),
+    (65536, 768),
+    (16384, 1024),
+    (16384, 2048),
+    (16384, 4096),
+    (8192, 8192),
+    (512, 1024),
+    (2048, 4096),
+)
+
+
 def _inplace_cases(bias: bool) -> Iterator[Case]:
     def drawn(draw: Draw, m: int, k: int) -> Call:
         # b / sqrt(K) keeps the norm of rows, so that repeated products do not overflow
         return Call((draw(m, k), draw(k, k) / k**0.5, draw(k)) if bias else (draw(m, k), draw(k, k) / k**0.5))
 
-    for m, k in [
-        (40000, 1024),
-        (16384, 768),
-        (65536, 768),
-        (16384, 1024),
-        (16384, 2048),
-        (16384, 4096),
-        (8192, 8192),
-        (512, 1024),
-        (2048, 4096),
-    ]:
-        for tf32 in (False, True):
+    sizes = [(m, k, False) for m, k in INPLACE_SIZES] + [(m, k, True) for m, k in (*NAMED_INPLACE, *SIZES["in place"])]
+    for m, k, new in sizes:
+        for tf32 in (False,) if new else (False, True):
             yield Case(
                 f"{m}x{k}",
                 lambda draw, m=m, k=k: drawn(draw, m, k),
                 reference=None if bias else _IntoOneBuffer(),
                 device="cuda",
                 tf32=tf32,
+                drawn=new,
             )
-    yield Case(
-        "4096x1024",
-        lambda draw: drawn(draw, 4096, 1024),
-        reference=None if bias else _IntoOneBuffer(),
-        device="cpu",
-    )
+    for m, k in ((4096, 1024), *SIZES["in place on a CPU"]):
+        yield Case(
+            f"{m}x{k}",
+            lambda draw, m=m, k=k: drawn(draw, m, k),
+            reference=None if bias else _IntoOneBuffer(),
+            device="cpu",
+            drawn=(m, k) in SIZES["in place on a CPU"],
+        )
 
 
 def _feed_forward(
@@ -156,11 +164,13 @@ def _feed_forward_bad(draw: Draw) -> Iterator[Bad]:
 
 
 def _feed_forward_cases() -> Iterator[Case]:
-    for m, h in [(16384, 768), (8192, 1024)]:
+    for m, h in ((16384, 768), (8192, 1024), *SIZES["feed-forward"]):
         yield Case(
             f"{m}x{h}x{4 * h}",
             lambda draw, m=m, h=h: _layer_of(draw, (m, h), 4 * h, activation="gelu", chunk_bytes=3 * m * h * 2),
             device="cuda",
+            drawn=(m, h) in SIZES["feed-forward"],
+            parameters=(1, 2, 3, 4, 5, 6),
         )
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import masked
+from .drawn import NAMED_MASKED_LINEAR, SIZES
 from .spec import REAL, Bad, Call, Case, Draw, Spec
 
 _ops = torch.ops.custom_mm
@@ -138,24 +139,28 @@ def _masked_ffn_draw(draw: Draw, m: int, d: int, h: int, kind: str) -> tuple[Any
 
 def _masked_family_cases(
     draw_args: Callable[..., tuple[Any, ...]],
-    sizes: tuple[tuple[int, int, int], ...],
+    sizes: tuple[tuple[int, ...], ...],
+    drawn: tuple[tuple[int, ...], ...],
     ours: Callable[..., Tensor],
     blend: Callable[..., Tensor],
     dense: Callable[..., Tensor],
     others: dict[str, Callable[..., Tensor]],
+    weights: tuple[int, ...],
 ) -> Iterator[Case]:
-    def forward(draw: Draw, size: tuple[int, int, int], kind: str) -> Call:
+    def forward(draw: Draw, size: tuple[int, ...], kind: str) -> Call:
         return Call(draw_args(draw, *size, kind))
 
-    def training(draw: Draw, size: tuple[int, int, int], kind: str) -> Call:
+    def training(draw: Draw, size: tuple[int, ...], kind: str) -> Call:
         args = draw_args(draw, *size, kind)
         out = args[1].shape[0] if len(args) == 4 else size[1]
         return Call((draw(size[0], out), *args))
 
-    for size, kind in product(sizes, EXPERT_MASKS):
+    for size, kind in product((*sizes, *drawn), EXPERT_MASKS):
         label = f"{'x'.join(map(str, size))} {kind}"
-        rivals: dict[str, Any] = {"dense": dense, "others": others, "device": "cuda"}
-        yield Case(label, partial(forward, size=size, kind=kind), call=_planned(ours), **rivals)
+        rivals: dict[str, Any] = {"dense": dense, "others": others, "device": "cuda", "drawn": size in drawn}
+        # the blend's time is the same for every mask: it is compiled for one of them
+        parameters = weights if kind == EXPERT_MASKS[2] else None
+        yield Case(label, partial(forward, size=size, kind=kind), call=_planned(ours), parameters=parameters, **rivals)
         if kind == EXPERT_MASKS[2]:
             yield Case(f"{label}, planning included", partial(forward, size=size, kind=kind), **rivals)
         yield Case(
@@ -167,6 +172,7 @@ def _masked_family_cases(
             others={n: _grouped_training if f is _grouped_linear else _trained(f) for n, f in others.items()},
             in_place=False,
             device="cuda",
+            drawn=size in drawn,
         )
     small = (1024, 512, 512)
     yield Case(
@@ -277,10 +283,12 @@ TABLE: tuple[Spec, ...] = (
             _masked_family_cases(
                 _masked_linear_draw,
                 MASKED_LINEAR_SIZES,
+                (*NAMED_MASKED_LINEAR, *SIZES["masked_linear"]),
                 masked.masked_linear,
                 _blend,
                 _one_linear,
                 {"two products of split rows": _split_linear, "torch._grouped_mm of sorted rows": _grouped_linear},
+                (1, 2),
             )
         ),
         host_case=Case("64x64x64", lambda draw: Call((draw(64, 64), draw(64, 64), draw(64, 64), draw(64) > 0))),
@@ -302,10 +310,12 @@ TABLE: tuple[Spec, ...] = (
             _masked_family_cases(
                 _masked_ffn_draw,
                 ((8192, 1024, 2048), (16384, 4096, 11008)),
+                SIZES["masked_ffn"],
                 masked.masked_ffn,
                 _blend_ffn,
                 _one_ffn,
                 {"two networks of split rows": _split_ffn},
+                (1, 2, 3, 4, 5, 6),
             )
         ),
         memory_cases=tuple(

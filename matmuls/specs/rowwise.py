@@ -1,6 +1,8 @@
 """Table rows of softmax, layer norm, RMS norm and their gradients."""
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import rowwise
+from .drawn import SIZES
 from .spec import REAL, Bad, Call, Case, Draw, Spec
 
 _ops = torch.ops.custom_mm
@@ -27,20 +30,28 @@ BAD_X = "expected x of a floating-point dtype, got Long"
 def _row_cases(
     forward: Callable[[Draw, int, int], Call],
     backward: Callable[[Draw, int, int], Call],
-    lengths: tuple[int, ...] = COLUMNS,
-    **functions: Any,
+    lengths: tuple[int, ...],
+    functions: dict[str, Any],
+    others: dict[str, Callable[..., Any]] | None = None,
 ) -> tuple[Case, ...]:
-    """Benchmarks: forward and backward over 2^29 elements on a GPU; forward on a CPU."""
+    """Benchmarks: forward and backward on a GPU, over 2^29 elements or drawn shapes; forward on a CPU.
 
-    def case(direction: str, draw: Callable[[Draw, int, int], Call], rows: int, columns: int, device: str) -> Case:
-        own = functions if direction == "backward" else {}
-        return Case(f"{direction} {rows}x{columns}", lambda d: draw(d, rows, columns), device=device, **own)
+    functions: fields of the backward's cases. others: more rivals of the forward on a GPU.
+    """
 
-    gpu = [(2**29 // columns, columns) for columns in lengths]
+    def case(
+        direction: str, draw: Callable[[Draw, int, int], Call], shape: tuple[int, ...], device: str, new: bool
+    ) -> Case:
+        own = functions if direction == "backward" else {"others": others or {}} if device == "cuda" else {}
+        label = f"{direction} {shape[0]}x{shape[1]}"
+        return Case(label, lambda d: draw(d, shape[0], shape[1]), device=device, drawn=new, **own)
+
+    gpu = [((2**29 // columns, columns), False) for columns in lengths] + [(shape, True) for shape in SIZES["rows"]]
+    cpu = [((4096, 1024), False), ((64, 65536), False)] + [(shape, True) for shape in SIZES["rows on a CPU"]]
     return (
-        *(case("forward", forward, *shape, "cuda") for shape in gpu),
-        *(case("backward", backward, *shape, "cuda") for shape in gpu),
-        *(case("forward", forward, *shape, "cpu") for shape in ((4096, 1024), (64, 65536))),
+        *(case("forward", forward, shape, "cuda", new) for shape, new in gpu),
+        *(case("backward", backward, shape, "cuda", new) for shape, new in gpu),
+        *(case("forward", forward, shape, "cpu", new) for shape, new in cpu),
     )
 
 
@@ -175,22 +186,44 @@ def _norm_gradient(grad: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor, rms
     return dx.to(grad.dtype), (g * h).sum(0).to(grad.dtype), g.sum(0).to(grad.dtype)
 
 
+QUACK = "quack's norm in torch"
+
+
+def _quack(norm: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+    """The norm as a rival, where torch contains quack and the package that compiles its kernels is installed."""
+    return {QUACK: norm} if find_spec("torch._vendor.quack") and find_spec("cutlass") else {}
+
+
+def _rms_norm_of_quack(x: Tensor, weight: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    y: Tensor = import_module("torch._vendor.quack.rmsnorm").rmsnorm(x, weight, residual=residual, eps=1e-5)
+    return y
+
+
+def _layer_norm_of_quack(x: Tensor, weight: Tensor, bias: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    h = x if residual is None else x + residual
+    norm = import_module("torch._vendor.quack.rmsnorm").layernorm_fwd
+    y: Tensor = norm(h, weight.float(), bias.float(), 1e-5)  # it takes no other dtype
+    return y
+
+
 def _norm_call(draw: Draw, shape: tuple[int, ...], weights: int, **more: Tensor) -> Call:
     return Call((draw(*shape), *(draw(shape[-1]) for _ in range(weights))), more)
 
 
-def _residual_cases(weights: int) -> tuple[Case, ...]:
-    """Benchmarks with x and residual of 2^28 elements each; torch materializes x + residual, another 2^28."""
+def _residual_cases(weights: int, others: dict[str, Any]) -> tuple[Case, ...]:
+    """Benchmarks with x and residual of at most 2^28 elements each; torch materializes x + residual, as many more."""
 
-    def case(rows: int, columns: int) -> Case:
-        shape = rows, columns
+    def case(shape: tuple[int, ...]) -> Case:
         return Case(
-            f"residual {rows}x{columns}",
+            f"residual {shape[0]}x{shape[1]}",
             lambda d: _norm_call(d, shape, weights, residual=d(*shape)),
             device="cuda",
+            drawn=shape in SIZES["residual"],
+            parameters=tuple(range(1, 1 + weights)),
+            others=others,
         )
 
-    return tuple(case(2**28 // columns, columns) for columns in WITH_RESIDUAL)
+    return tuple(map(case, [*((2**28 // columns, columns) for columns in WITH_RESIDUAL), *SIZES["residual"]]))
 
 
 _NORM_BACKWARD_CASES = {
@@ -224,7 +257,7 @@ TABLE: tuple[Spec, ...] = (
         empty=no_rows,
         cases=(
             *_row_cases(
-                lambda d, *shape: Call((d(*shape),)), _softmax_backward_draw, SOFTMAX_COLUMNS, **_SOFTMAX_BACKWARD_CASES
+                lambda d, *shape: Call((d(*shape),)), _softmax_backward_draw, SOFTMAX_COLUMNS, _SOFTMAX_BACKWARD_CASES
             ),
             Case("dim 0 of 16384x4096", lambda draw: Call((draw(16384, 4096), 0)), device="cpu"),
             Case("dim 1 of 64x512x300", lambda draw: Call((draw(64, 512, 300), 1)), device="cpu"),
@@ -324,9 +357,13 @@ TABLE: tuple[Spec, ...] = (
         bad=_norm_bad("layer_norm_"),
         empty=lambda draw: iter([Call((draw(0, 4), draw(4), draw(4))), Call((draw(0, 4),))]),
         cases=_row_cases(
-            lambda d, *shape: _norm_call(d, shape, 2), _norm_backward_draw(False), NORM_COLUMNS, **_NORM_BACKWARD_CASES
+            lambda d, *shape: _norm_call(d, shape, 2),
+            _norm_backward_draw(False),
+            NORM_COLUMNS,
+            _NORM_BACKWARD_CASES,
+            _quack(_layer_norm_of_quack),
         )
-        + _residual_cases(2),
+        + _residual_cases(2, _quack(_layer_norm_of_quack)),
         host_case=Case("64x64", lambda draw: Call((draw(64, 64), draw(64), draw(64)))),
         rival="F.layer_norm",
         compiled=True,
@@ -342,9 +379,13 @@ TABLE: tuple[Spec, ...] = (
         bad=_norm_bad("rms_norm_"),
         empty=lambda draw: iter([Call((draw(0, 4), draw(4))), Call((draw(0, 4),))]),
         cases=_row_cases(
-            lambda d, *shape: _norm_call(d, shape, 1), _norm_backward_draw(True), NORM_COLUMNS, **_NORM_BACKWARD_CASES
+            lambda d, *shape: _norm_call(d, shape, 1),
+            _norm_backward_draw(True),
+            NORM_COLUMNS,
+            _NORM_BACKWARD_CASES,
+            _quack(_rms_norm_of_quack),
         )
-        + _residual_cases(1),
+        + _residual_cases(1, _quack(_rms_norm_of_quack)),
         rival="F.rms_norm",
         compiled=True,
         **ROWWISE,

@@ -67,6 +67,10 @@ class Case:
     others: dict[str, Callable[..., Any]] = field(default_factory=dict)  # more rivals
     dense: Callable[..., Any] | None = None  # dense product of equal cost; its result differs
     tf32: bool = False  # float32 only, with TF32 allowed for ours and the rivals
+    drawn: bool = False  # a size of specs/drawn.py, by which no constant was chosen
+    # If the reference is a chain of operations: positions of the arguments that are parameters of a module. Then
+    # torch.compile with CUDA graphs is a rival on a GPU.
+    parameters: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,8 @@ class Spec:
     host_case: Case | None = None  # small: host time dominates
     host_reference: Callable[..., Tensor] | None = None  # the rival of host_case; None: reference
     dtypes: tuple[torch.dtype, ...] = ALL
-    bench_dtypes: tuple[torch.dtype, ...] | None = None  # default of the bench; None: bench.GPU_DTYPES
-    cpu_bench_dtypes: tuple[torch.dtype, ...] | None = None  # None: bench.CPU_DTYPES
+    bench_dtypes: tuple[torch.dtype, ...] | None = None  # default of the bench; None: bench.jobs.GPU_DTYPES
+    cpu_bench_dtypes: tuple[torch.dtype, ...] | None = None  # None: bench.jobs.CPU_DTYPES
     gradient: bool = True
     autocast: bool = True
     flops: bool = True  # whether torch.utils.flop_counter counts it

@@ -2,18 +2,22 @@
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import common.cli_cases  # noqa: F401
 from matmuls import bench, measure
-from matmuls.specs import REAL, Call, Case, Spec
+from matmuls.bench import jobs, timing
+from matmuls.specs import REAL, Call, Case, Spec, drawn
 from matmuls_cli.bench import show_bench
 
 ROOFS = bench.Roofs(copy=1e10, product={})
 MIB = 2**20
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def made_up(**changes) -> Spec:
@@ -114,9 +118,76 @@ def test_an_in_place_operation_is_timed_on_restored_inputs():
         return -x
 
     job = job_of(ones(8), call=ours, reference=reference)
-    bench._time(job, job.draw(), job.rivals(), 0.01)
+    timing.times_of(job, job.draw(), job.rivals(), 0.01)
     assert len(seen) > 5
     assert set(seen) == set(theirs) == {1.0}
+
+
+def test_a_gpu_case_has_times_as_called_beside_those_of_the_gpu():
+    """The same path on a CPU: the host's share of a call is in the one and, on a GPU, not in the other."""
+
+    def slow(x):
+        time.sleep(1e-3)
+        return -x
+
+    case = ones(100, others={"slow": slow}, drawn=True)
+    (row,) = bench.measure_job(job_of(case, "gpu"), ROOFS, 0.01)
+    assert row.drawn
+    assert list(row.called_rivals_us) == list(row.rivals_us) == ["torch", "slow"]
+    assert row.called_rivals_us["slow"] > 1000 > row.called_us > 0
+    assert row.called_rival == "torch"
+    assert row.called_ratio == row.called_rivals_us["torch"] / row.called_us
+    (row,) = bench.measure_job(job_of(case, "cpu"), ROOFS, 0.01)
+    assert (row.called_us, row.called_rival, row.called_ratio, row.called_rivals_us) == (None, None, None, {})
+
+
+def without_graphs(function, mode=None, **_):
+    """Replaces torch.compile: its CUDA graphs need a GPU."""
+    return function
+
+
+def test_a_chain_has_torch_compile_with_cuda_graphs_as_a_rival(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", without_graphs)
+    steps = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: steps.append(0))
+    case = Case("chain", lambda draw: Call((draw(8, 4), draw(4))), parameters=(1,))
+    changes = {"call": lambda x, w: x * w + x, "reference": lambda x, w: x * w + x, "name": "chain"}
+    (row,) = bench.measure_job(job_of(case, "gpu", **changes), ROOFS, 0.01)
+    assert list(row.called_rivals_us) == ["torch", bench.COMPILED, bench.REPLAYED]
+    assert list(row.rivals_us) == ["torch", bench.COMPILED]  # no graph can record a replay
+    assert len(steps) > 10
+    call = job_of(case, "gpu").draw()
+    static = [getattr(t, "_dynamo_static_input_type", None) for t in call.args]
+    assert static == [None, "unguarded"]
+    assert list(job_of(case).rivals()) == ["torch"]
+
+    def fail():
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", fail)
+    (row,) = bench.measure_job(job_of(case, "gpu", **changes), ROOFS, 0.01)
+    assert list(row.called_rivals_us) == ["torch", bench.COMPILED]
+    assert f"chain chain float32: without {bench.REPLAYED}: no graph" in capsys.readouterr().err
+
+
+def test_rows_of_every_version_load(tmp_path):
+    """The committed files are of older versions, without times as called."""
+    old = bench.load(RESULTS / "bench-cuda.json")
+    assert old[0].ours_us > 0
+    assert (old[0].called_us, old[0].called_rivals_us, old[0].drawn) == (None, {}, False)
+    new = replace(old[0], called_us=3.5, called_rival="torch", called_rivals_us={"torch": 7.0}, called_ratio=2.0)
+    bench.save(tmp_path / "new.json", [old[0], new], ROOFS, "cpu")
+    assert bench.load(tmp_path / "new.json") == [old[0], new]
+
+
+def test_drawn_sizes_are_those_of_the_seed():
+    assert drawn.draw(drawn.SEED) == drawn.SIZES
+
+
+@pytest.mark.parametrize("spec", [s for s in jobs.TABLE if s.cases], ids=lambda s: s.name)
+def test_half_of_the_sizes_on_a_gpu_are_drawn(spec):
+    cases = {case.label: case.drawn for case in spec.cases if case.device != "cpu"}
+    assert 0.4 <= sum(cases.values()) / len(cases) <= 0.6
 
 
 def test_restoring_is_not_timed():
@@ -141,9 +212,36 @@ def test_restoring_on_a_gpu():
 @pytest.mark.cuda
 def test_bench_on_a_gpu_with_torch_compile():
     (row,) = bench.measure_job(job_of(ones(4096, 4096), "gpu", "cuda", compiled=True), ROOFS, 0.01)
-    assert list(row.rivals_us) == ["torch", "torch.compile"]
+    assert list(row.rivals_us) == ["torch", "torch.compile"] == list(row.called_rivals_us)
     assert min(row.rivals_us.values()) == row.rival_us > 0
     assert (row.error, row.rival_error, row.extra_bytes) == (0, 0, 0)
+    assert row.called_us > 0.9 * row.ours_us  # the host adds to the GPU's time, at this size not much
+    assert row.called_rivals_us["torch"] > 0.9 * row.rivals_us["torch"]
+
+
+@pytest.mark.cuda
+def test_cuda_graphs_of_a_chain_as_called():
+    """Several sets of parameters: each has its own recorded graph, and the results are right."""
+    case = Case("chain", lambda draw: Call((draw(4096, 1024), draw(1024), draw(1024))), parameters=(1, 2))
+
+    def chain(x, w, b):
+        return torch.softmax(x * w + b, -1)
+
+    job = job_of(case, "gpu", "cuda", call=chain, reference=chain, name="chain")
+    (row,) = bench.measure_job(job, ROOFS, 0.01)
+    assert list(row.called_rivals_us) == ["torch", bench.COMPILED, bench.REPLAYED]
+    assert all(us > 0 for us in row.called_rivals_us.values())
+    call, other = job.draw(0), job.draw(1)
+    replayed = job.rivals()[bench.REPLAYED]
+    with torch.no_grad():
+        for c in (call, other, call, other, call):
+            assert torch.allclose(replayed(*c.args), chain(*c.args))
+
+
+@pytest.mark.cuda
+def test_a_case_in_place_as_called():
+    (row,) = bench.measure_job(job_of(ones(64, 64), "gpu", "cuda"), ROOFS, 0.01)
+    assert row.called_us > row.ours_us > 0  # so small that the host takes longer
 
 
 def double_with_scratch(x):
@@ -180,7 +278,7 @@ def test_plan_takes_the_dtypes_and_devices_of_a_row(monkeypatch):
         bench_dtypes=(torch.bfloat16,),
         cpu_bench_dtypes=(torch.float32, torch.float16),
     )
-    monkeypatch.setattr(bench, "TABLE", (spec,))
+    monkeypatch.setattr(jobs, "TABLE", (spec,))
 
     def planned(device, *dtypes):
         return [(job.kind, job.case.label, job.dtype) for job in bench.plan([], device, list(dtypes), False)]
@@ -193,11 +291,22 @@ def test_plan_takes_the_dtypes_and_devices_of_a_row(monkeypatch):
     assert planned("cpu") == expected("cpu", (4, 5), torch.float32)
     assert planned("cuda", torch.float64) == expected("gpu", (4, 6), torch.float64)
     assert planned("cuda", torch.float16) == []
-    monkeypatch.setattr(bench, "TABLE", (made_up(cases=(ones(4),)),))
-    assert [job.dtype for job in bench.plan([], "cuda", [], False)] == list(bench.GPU_DTYPES)
+    monkeypatch.setattr(jobs, "TABLE", (made_up(cases=(ones(4),)),))
+    assert [job.dtype for job in bench.plan([], "cuda", [], False)] == list(jobs.GPU_DTYPES)
 
 
-@pytest.mark.parametrize("spec", [s for s in bench.TABLE if s.cases or s.memory_cases], ids=lambda s: s.name)
+def test_plan_takes_the_cases_whose_label_contains_a_text():
+    def labels(*texts):
+        return [job.case.label for job in bench.plan(["matmul_"], "cuda", [torch.float16], False, texts)]
+
+    assert labels("30000x1280") == ["30000x1280"] * 2  # time and memory
+    assert set(labels("9000x", "24000x1536")) == {"9000x640", "24000x1536"}
+    assert len(labels()) > 30
+    with pytest.raises(ValueError, match="no case of these operations has a label with '3x3' or 'y'"):
+        labels("3x3", "y")
+
+
+@pytest.mark.parametrize("spec", [s for s in jobs.TABLE if s.cases or s.memory_cases], ids=lambda s: s.name)
 def test_every_case_for_a_gpu_has_a_cost_without_one(spec):
     assert bench.plan([spec.name], "cuda", [], False)
 
@@ -211,9 +320,9 @@ def compiles_dies_or_hangs(share, *_):
 
 @pytest.mark.parametrize(("workers", "seconds"), [(2, 100), (1, 100), (9, 0.1)])
 def test_precompile_continues_if_a_process_fails(monkeypatch, workers, seconds):
-    monkeypatch.setattr(bench, "TABLE", (made_up(cases=(ones(4), ones(5)), bench_dtypes=REAL[:1], compiled=True),))
-    monkeypatch.setattr(bench, "_compile_share", compiles_dies_or_hangs)
-    monkeypatch.setattr(bench, "PRECOMPILE_SECONDS", seconds)
+    monkeypatch.setattr(jobs, "TABLE", (made_up(cases=(ones(4), ones(5)), bench_dtypes=REAL[:1], compiled=True),))
+    monkeypatch.setattr(jobs, "_compile_share", compiles_dies_or_hangs)
+    monkeypatch.setattr(jobs, "PRECOMPILE_SECONDS", seconds)
     begin = time.monotonic()
     assert bench.precompile(workers, [], "cuda", [], False) == {2: 1, 1: 0, 9: 2}[workers]
     assert time.monotonic() - begin < 60
@@ -230,12 +339,12 @@ def test_precompile_continues_if_a_case_fails(monkeypatch, capsys):
         return graph.forward
 
     cases = tuple(ones(n) for n in (3, 4, 5, 6, 7))
-    monkeypatch.setattr(bench, "TABLE", (made_up(cases=cases, bench_dtypes=REAL[:1], compiled=True),))
+    monkeypatch.setattr(jobs, "TABLE", (made_up(cases=cases, bench_dtypes=REAL[:1], compiled=True),))
     monkeypatch.setattr(bench.Job, "draw", lambda job: Call((torch.ones(int(job.case.label[6])),)))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     monkeypatch.setattr("torch._inductor.config.compile_threads", 2)
     with pytest.raises(SystemExit, match="1"):
-        bench._compile_share(0, 2, [], "cuda", [], False)
+        jobs._compile_share(0, 2, [], "cuda", [], False)
     assert compiled == [(3,), (5,), (7,)]
     told = capsys.readouterr().err
     assert "neg_ ones (5,) float64: " in told

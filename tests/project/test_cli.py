@@ -252,12 +252,12 @@ def test_a_missing_gpu_is_an_error():
 
 
 def test_bench_writes_json_and_no_progress_bar_into_a_file(tmp_path):
-    run = matmuls("bench", "cublasMM", "bias_act_", "--quick", "--device", "cpu", "--out", str(tmp_path))
+    run = matmuls("bench", "cublasMM", "matmul_", "--quick", "--device", "cpu", "--out", str(tmp_path))
     assert (run.returncode, run.stderr) == (0, "")
-    result = json.loads((tmp_path / "bench-cpu-cublasMM-bias_act_.json").read_text())
+    result = json.loads((tmp_path / "bench-cpu-cublasMM-matmul_.json").read_text())
     assert {"commit", "torch", "command", "device", "date"} <= result["environment"].keys()
     assert result["roofs"]["copy"] > 1e8
-    assert {r["operation"] for r in result["rows"]} == {"cublasMM"}  # bias_act_'s cases are too large for --quick
+    assert {r["operation"] for r in result["rows"]} == {"cublasMM"}  # the cases of matmul_ are too large for --quick
     for row in result["rows"]:
         assert row["ours_us"] > 0 < row["rival_us"]
         assert abs(row["ratio"] - row["rival_us"] / row["ours_us"]) < 1e-9

@@ -1,5 +1,7 @@
 """The timers of commands and plans: launches queued before the GPU runs, and more rounds on a disturbed host."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -63,14 +65,77 @@ def test_more_rounds_while_the_host_is_disturbed(disturbed, rounds, monkeypatch)
     assert timing.seconds <= 2.0
 
 
-@pytest.mark.parametrize("timed", ["on a CPU", "warm"])
-def test_rounds_alternate(timed):
+@pytest.mark.parametrize("timed", ["on a CPU", "warm", "as called"])
+def test_rounds_alternate(timed, monkeypatch):
     """So that changes of the machine's speed affect all rivals equally."""
     order = []
     first, second = (lambda: order.append("first")), (lambda: order.append("second"))
-    if timed == "warm":
+    if timed == "as called":
+        monkeypatch.setattr(measure, "CALLS", 1)
+        measure.time_as_called("cpu", [[first], [second]])
+        assert order[:6] == ["first"] * 3 + ["second"] * 3  # warm-up
+        del order[:6]
+    elif timed == "warm":
         measure.time_warm([first, second], "cpu", 4)
     else:
         measure.time_on_cpu([[first], [second]], restore=lambda: None)
         del order[:2]  # the calls that estimate the duration
     assert order[:8] == ["first", "second", "second", "first"] * 2
+
+
+class Clock:
+    """A GPU and its host on a clock of their own: a call takes the host `host` seconds and the GPU `gpu` seconds."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.idle = 0.0
+        self.waits = 0
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
+
+    def run(self, host, gpu):
+        self.now += host
+        self.idle = max(self.idle, self.now) + gpu
+
+    def wait(self):
+        self.now = max(self.now, self.idle)
+        self.waits += 1
+
+
+@pytest.mark.parametrize(("host", "gpu", "expected"), [(5e-6, 2e-6, 5e-6), (5e-6, 40e-6, 40e-6), (5e-6, 30e-3, 30e-3)])
+def test_a_call_takes_as_long_as_the_slower_of_host_and_gpu(host, gpu, expected, monkeypatch):
+    clock, calls = Clock(monkeypatch), []
+
+    def run(k):
+        calls.append(k)
+        clock.run(host, gpu)
+
+    sets = [partial(run, k) for k in range(3)]
+    (timing,) = measure.time_as_called("cuda", [sets])
+    assert timing.seconds == pytest.approx(expected, rel=0.02)
+    assert calls == [0, 1, 2] * (len(calls) // 3)  # in turn
+    per_round = (len(calls) - 9) / 7  # without the warm-up
+    assert per_round * expected > 0.8 * measure.ROUND
+    assert clock.waits == 2 * (3 + 7)  # before and after each round, never between two calls
+
+
+def test_a_round_is_bounded_and_restores_what_it_overwrites(monkeypatch):
+    """Untimed, before every round of every rival."""
+    clock, x, seen, rounds = Clock(monkeypatch), [0], [], []
+
+    def overwrite():
+        x[0] += 1
+        seen.append(x[0])
+        clock.run(1e-7, 0)
+
+    def restore():
+        rounds.append(x[0])
+        x[0] = 0
+        clock.run(1.0, 1.0)
+
+    ours, rival = measure.time_as_called("cuda", [[overwrite], [partial(clock.run, 3e-7, 0)]], restore)
+    assert max(seen) == measure.OVERWRITES
+    assert len(rounds) == 2 * (3 + 7)
+    assert (ours.seconds, rival.seconds) == (pytest.approx(1e-7), pytest.approx(3e-7))
+    del seen[:]
+    measure.time_as_called("cuda", [[overwrite]])
+    assert len(seen) == 3 + 7 * measure.CALLS

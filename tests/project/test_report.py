@@ -3,17 +3,19 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from matmuls import cli, figures, report
+from matmuls import bench, cli, figures, report
+from matmuls.bench import jobs
 from matmuls.report import index
 from matmuls.report.format import losses, number, table
 from matmuls.report.plot import Panel, Plot, data_of
 from matmuls.report.results import Results
+from matmuls.specs import TABLE
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -68,6 +70,64 @@ def test_check_names_a_page_whose_result_changed_and_the_command(copied):
     assert run().exit_code == 0
     assert "1,780 MiB" in (copied / "README.md").read_text()  # twice eager attention's 888
     assert run("--check").exit_code == 0
+
+
+def bench_rows(share):
+    """Rows as `matmuls bench` writes them now, of every case for a GPU; a call takes `share` times the GPU's time."""
+    for spec in TABLE:
+        for job in jobs.cases_of(spec, "cuda", []):
+            names = [job.rival, *job.case.others, *([bench.DENSE] if job.case.dense else [])]
+            names += [bench.COMPILED] * job.compiled
+            replayed = [bench.REPLAYED] * job.replayed
+            times = {"ours_us": 10.0, "rival": names[-1], "rival_us": 20.0, "ratio": 2.0, "roof": 0.5}
+            times["rivals_us"] = dict.fromkeys(names, 20.0)
+            if job.kind == "gpu":
+                times |= {"called_us": 10.0 * share, "called_rival": names[0], "called_ratio": 30.0 / (10.0 * share)}
+                times["called_rivals_us"] = dict.fromkeys((*names, *replayed), 30.0)
+            if job.kind == "memory":
+                times = {"rival": job.rival, "ratio": 2.0, "ours_mib": 1.0, "rival_mib": 2.0}
+            yield job.row(**times)
+
+
+@pytest.mark.parametrize(
+    ("share", "time", "speed"), [(1.05, "10.5", "2.86 (GPU 2.00)"), (1.2, "12.0 (GPU 10.0)", "2.50 (GPU 2.00)")]
+)
+def test_figures_as_called_come_first(copied, share, time, speed):
+    """The GPU's figure follows in brackets where it differs by more than 10 %."""
+    file = copied / "benchmarks/results/bench-cuda.json"
+    environment = json.loads(file.read_text())["environment"] | {"date": "2027-01-01"}
+    rows = [asdict(row) for row in bench_rows(share)]
+    for older in file.parent.glob("bench-cuda*.json"):
+        older.unlink()
+    file.write_text(json.dumps({"environment": environment, "rows": rows}))
+    made = report.make(copied / "README.md", copied / "docs", copied / "benchmarks/results")
+    text = {path.stem: text for path, text in made.texts.items() if path.parent.name == "performance"}
+    assert f"| 30000x1280 | {speed} |" in text["inplace"]
+    assert f"| forward | 12288x2048x2048 | span | {time} | {speed} | {speed} |" in text["masked"]
+    assert re.search(rf"\| 26876x936 \| 0.500 \({re.escape(speed)}\)", text["rows"])
+    assert f"| {time} | 30.0 | 30.0 | {speed} | {speed} |" in text["attention"]
+    assert f"bfloat16 | {time} | 30.0 | {speed} | 0.500 |" in text["dense"]
+    low, _, gpu = speed.partition(" (GPU ")
+    told = f"{low} to {low} times as fast as eager torch (GPU time: {gpu[:-1]} to {gpu[:-1]})"
+    assert f"{told} and " in text["index"]
+    assert "as called, 8 cases" not in text["index"]
+    assert "16-bit, as called, 16 cases" in text["index"]
+    for page in ("inplace", "masked", "rows", "attention", "dense"):
+        assert f"The speed is on average {low} (lowest {low}) in the " in text[page]
+        assert "*GPU* marks the GPU time where the two differ by more than 10 %" in text[page]
+        assert "Times: GPU time." not in text[page]
+    plot = next(plot for plot in made.plots.values() if plot.name == "performance/inplace")
+    assert "30000x1280" in plot.panels[0].names
+    assert "40000x1024" not in plot.panels[0].names
+    assert "as called" in plot.panels[0].title
+
+
+def test_files_without_times_as_called_say_gpu_time(made):
+    for page in ("inplace", "masked", "rows", "attention", "dense"):
+        text = made.texts[ROOT / f"docs/performance/{page}.md"]
+        assert "Times: GPU time." in text
+        assert "(GPU " not in text
+    assert "16-bit, GPU time, 8 cases" in made.texts[ROOT / "README.md"]
 
 
 def test_a_page_that_is_made_no_more_is_removed(copied):

@@ -9,6 +9,8 @@ import torch
 
 import common.table_cases as table
 from matmuls import bench, masked_linear, plan
+from matmuls.bench.jobs import cost_of
+from matmuls.bench.timing import errors_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 SECOND = "cuda:1"
@@ -45,11 +47,11 @@ def test_large_cases():
     jobs = bench.plan([], "cuda", [torch.bfloat16, torch.float32], quick=False)
     seen = 0
     for job in jobs:
-        if job.kind != "gpu" or bench._cost(job) > LARGEST:
+        if job.kind != "gpu" or cost_of(job) > LARGEST:
             continue
         job = replace(job, device=SECOND)
-        ours, torchs = bench._errors(job, job.draw(), {job.rival: job.reference})
-        assert ours <= 2 * torchs + torch.finfo(job.dtype).eps, job.label
+        ours, others = errors_of(job, job.draw(), {job.rival: job.reference})
+        assert ours <= 2 * others[job.rival] + torch.finfo(job.dtype).eps, job.label
         seen += 1
     assert seen > 100
 

@@ -172,6 +172,17 @@ def row_kernels() -> list[str]:
 def switch_off_row_kernels(names: list[str]) -> None:
     """Choosers pass these over from now on, in the whole process; all others are on again."""
 
+def product_kernels() -> list[str]:
+    """Names of the kernels of cublaslt_matmul on a GPU."""
+
+def switch_off_product_kernels(names: list[str]) -> None:
+    """cublaslt_matmul passes these over from now on, in the whole process; all others are on again."""
+
+def choose_linear_rows(
+    rows: int, columns: int, inner: int, activation: str | None, multiprocessors: int
+) -> tuple[bool, str]:
+    """Whether linear_rows is faster than cuBLASLt for x [rows, inner] and w [columns, inner]; its configuration."""
+
 def inplace_kernels() -> list[str]:
     """Names of the kernels of matmul_ on a GPU: files in src/dense/inplace, and workspace."""
 
@@ -274,21 +285,6 @@ def pack_padded(
     """Writes the tokens of padded texts [B, S] that the mask shows, and each text's first, one after the other, to
     packed, their positions and types, where each token of [B, S] went (-1: nowhere), and where the segments of
     attention begin. padding: RoBERTa's padding id, -1 for positions that are columns."""
-
-def linear_rows(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    count: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """activation(x @ w.T + bias) [M, N] for the rows before count, which is read on x's device; others are not written.
-
-    x [M, K], w [N, K], bias [N] in bfloat16 or float16; activation: 'relu', 'gelu', 'gelu_tanh' or None; count: one
-    int32, None for all rows; out: written if given. On a GPU (Hopper), K and N are multiples of 8 and rows start at
-    multiples of 16 bytes. Raises RuntimeError for other operands, and if a gradient would be recorded.
-    """
 
 def unpack_padded(states: Tensor, place: Tensor, batch: int, length: int) -> Tensor:
     """The states [T, width] of packed tokens as [batch, length, width], zero where no token went."""

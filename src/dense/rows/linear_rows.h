@@ -1,72 +1,42 @@
-// linear_rows: y = activation(x @ w^T + bias) for the first `count` rows of x, a number that may be in GPU memory
-// alone.
+// linear_rows: y = activation(x @ w^T + bias) in 16 bits by one kernel on Hopper (linear_rows_sm90.cu).
 //
-// On Hopper one kernel computes it (kernel_sm90.cu). A cluster of blocks has a tile of the columns of y; its blocks are
-// `copies` of neighbouring panels of rows, which share the tile of w, times `parts` of K:
-//
-//   cluster = 4, parts = 2         K first half           K second half
-//   panel 2 r                      block 0                block 2
-//   panel 2 r + 1                  block 1                block 3
-//
-// If few rows are live, `parts` is doubled until the clusters just cover them: blocks whose panel would be idle then
-// take a part of K of another panel.
+// A cluster of blocks computes a tile of y. Each of its blocks sums a part of K.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
+#include <cstdint>
 #include <string>
-#include <string_view>
 
+#include "dense/gemm.h"
 #include "glue/activation.h"
-#include "glue/checks.h"
 
 namespace matmuls {
 
-// x [M, K], w [N, K], bias [N], in bfloat16 or float16; count: one int32 on x's device, without it M; out [M, N], made
-// if not given. Rows from count on are not written. On a GPU the rows of x, w and out start at multiples of 16 bytes.
-// The result of a row does not depend on the other rows, but its rounding may depend on count: it says how K is split.
-at::Tensor linear_rows(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& bias,
-                       std::optional<std::string_view> activation, const OptionalTensor& count,
-                       const OptionalTensor& out);
+// The kernels of cublaslt_matmul, for kernel_switch.h. With cublaslt switched off, linear_rows runs wherever it can.
+enum class ProductKernel { linear_rows, cublaslt };
+constexpr int kProductKernels = static_cast<int>(ProductKernel::cublaslt) + 1;
+constexpr const char* kProductNames[kProductKernels] = {"linear_rows", "cublaslt"};
 
 namespace dense_rows {
 
-// A checked call: bias and count may be undefined.
-struct Operands {
-  at::Tensor x, w, bias, count, out;
-  Activation activation;
-};
-
 struct Configuration {
-  int rows, columns;   // of a block's tile
-  int cluster, parts;  // blocks of a cluster, and in how many parts they divide K at least
-
-  constexpr int copies() const { return cluster / parts; }
-  // Blocks that a multiprocessor has room for.
-  constexpr int resident() const { return rows * columns > 128 * 128 ? 1 : 2; }
+  int rows, columns;  // of a tile
+  int parts;          // of K: blocks of a cluster
 };
-constexpr Configuration kConfigurations[] = {
-    {64, 64, 1, 1},   {64, 64, 2, 2},   {64, 64, 4, 4},   {64, 64, 8, 8},   {64, 128, 1, 1},  {64, 128, 2, 2},
-    {64, 128, 4, 4},  {64, 128, 8, 8},  {64, 128, 2, 1},  {128, 64, 1, 1},  {128, 64, 2, 1},  {128, 64, 2, 2},
-    {128, 64, 4, 4},  {128, 96, 1, 1},  {128, 96, 2, 1},  {128, 96, 2, 2},  {128, 96, 4, 2},  {128, 128, 1, 1},
-    {128, 128, 2, 1}, {128, 128, 2, 2}, {128, 128, 4, 2}, {128, 128, 4, 4}, {128, 192, 1, 1}, {128, 192, 2, 1},
-    {128, 192, 4, 1}, {128, 192, 4, 2}, {128, 192, 4, 4}, {128, 192, 8, 4}, {128, 256, 1, 1}, {128, 256, 2, 1},
-    {128, 256, 4, 2}};
-// "128x192 in 2x4": rows x columns in copies x parts.
+constexpr Configuration kConfigurations[] = {{64, 64, 1},  {64, 64, 2},  {64, 64, 4},  {64, 64, 8},  {128, 64, 1},
+                                             {128, 64, 2}, {128, 64, 4}, {128, 96, 1}, {128, 96, 2}, {128, 128, 1}};
+// "64x64 in 4": rows x columns in parts.
 std::string name_of(const Configuration& c);
-
-// Estimated cycles of a launch for `rows` rows of which `live` are computed.
-double estimate(const Configuration& c, int64_t live, int64_t rows, int64_t columns, int64_t inner,
-                int multiprocessors);
-// The configuration of the least estimate; counted: of all rows and of half of them.
-Configuration choose(int64_t rows, int64_t columns, int64_t inner, bool counted, int multiprocessors);
+// The configuration that is estimated to be the fastest for x [rows, inner] and w [columns, inner].
+Configuration choose(int64_t rows, int64_t columns, int64_t inner, int multiprocessors);
+// True where the kernel is faster than cuBLASLt, and bias_act_ for gelu.
+bool pays(int64_t rows, int64_t columns, int64_t inner, Activation activation);
 
 #ifdef MATMULS_CUDA
-// True if the kernel takes the operands: a Hopper GPU, and rows of whole 16 bytes that start at multiples of them.
-bool fits(const Operands& o);
-// Launches the kernel on the current device and stream. Needs fits(o), and at least one result.
-void launch(const Operands& o, const Configuration& c);
+// True if the kernel takes the product: one matrix with contiguous rows in x, w and y that start at multiples of 16
+// bytes, in 16 bits, and the current device is a Hopper GPU.
+bool fits(const Gemm& g);
+// Launches the kernel on the current device and stream. Needs fits(g). bias: [columns], contiguous, or undefined.
+void launch(const Gemm& g, const at::Tensor& bias, Activation activation, const Configuration& c);
 #endif
 
 }  // namespace dense_rows

@@ -260,6 +260,11 @@ def forget_recordings() -> None:
 def replays() -> int:
     """The number of calls that were repeated from a recording. In a build with CUDA."""
 
+def unchanged(items: list[Any], sizes: list[Any], types: list[Any], addresses: list[Any]) -> bool:
+    """True if dictionaries, classes, objects and tensors are as they were. items: [dictionary or class, key, value,
+    ...], None for an absent one, the same objects or equal; sizes: [dictionary, size, ...]; types: [object, class,
+    ...]; addresses: [dictionary, key, address of the tensor, ...]."""
+
 def pack_padded(
     input_ids: Tensor,
     mask: Tensor | None,

@@ -170,7 +170,7 @@ MAY_IMPORT = {
     "integrations.transformers.rotary": set(),
     "integrations.transformers.relative": {"integrations.transformers"},
     "integrations.transformers.plan": {"integrations.transformers"},
-    "integrations.transformers.snapshot": set(),
+    "integrations.transformers.snapshot": {"custom_mm"},
     "integrations.transformers.quantized": set(),
     "integrations.transformers.graphs": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.one_pass": {"integrations.transformers"},

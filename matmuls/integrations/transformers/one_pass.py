@@ -17,16 +17,27 @@ RECORDED = "output_attentions", "output_hidden_states"
 
 
 def run(model: Any, chain: _Chain, given: dict[str, Tensor], segments: Segments) -> Any:
-    """The model's output for packed tokens. given: arguments of its forward [1, T]."""
-    options = dict.fromkeys((*RECORDED, "use_cache") if _kind(model) in DECODERS else RECORDED, False)
+    """The model's output for packed tokens, without that of its pooler. given: arguments of its forward [1, T]."""
+    options: dict[str, Any] = dict.fromkeys((*RECORDED, "use_cache") if _kind(model) in DECODERS else RECORDED, False)
     if getattr(model.config, "layer_types", None):
         options["attention_mask"] = dict.fromkeys(model.config.layer_types)  # no mask of [T, T] for them
+    else:  # masks of four dimensions pass as they are, and our layers read none; in a capture None would become [T, T]
+        options["attention_mask"] = next(iter(given.values())).new_empty(1, 1, 1, 1)
     before = packed.set(segments), _running.set(chain)
     try:
-        return type(model).forward(model, **given, **options, return_dict=True)
+        return type(model).forward(_without_pooler(model), **given, **options, return_dict=True)
     finally:
         packed.reset(before[0])
         _running.reset(before[1])
+
+
+def _without_pooler(model: Any) -> Any:
+    """The same modules; a pooler would read the first packed token only."""
+    if getattr(model, "pooler", None) is None:
+        return model
+    other = object.__new__(type(model))
+    vars(other).update(vars(model), _modules=model._modules | {"pooler": None})
+    return other
 
 
 def kept(model: Any, seen: Tensor) -> Tensor:
@@ -36,7 +47,7 @@ def kept(model: Any, seen: Tensor) -> Tensor:
 
 
 def pool_again(model: Any, output: Any, firsts: Callable[[Tensor], Tensor] = lambda states: states) -> None:
-    """Replaces the pooler's result in an output. firsts: the states [texts, 1 or more, width] of the texts, of which
+    """Sets the pooler's result in an output. firsts: the states [texts, 1 or more, width] of the texts, of which
     poolers read the first, from the last hidden states."""
     pooler = getattr(model, "pooler", None)
     if pooler is not None:

@@ -182,7 +182,8 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     small = replays and source.numel() <= replayed.MOST and "position_ids" not in tokens
     output = None
     if small and (mask is None or source.numel() <= replayed.SMALL):
-        output = replayed.padded(model, chain, tokens, mask)
+        call, _ = replayed.signature(model, args, kwargs)
+        output = replayed.padded(model, chain, tokens, mask, call, short)
     if mask is None and in_blocks(source.size(1), one_pass.window(chain)):
         mask = torch.ones_like(source[..., 0] if source.dim() > 2 else source)
     if output is None and mask is not None:

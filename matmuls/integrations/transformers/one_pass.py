@@ -66,6 +66,17 @@ def positions(model: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
     return torch.arange(kept.size(1), device=kept.device).expand(kept.shape) + padding + 1
 
 
+def packed_positions(model: Any, ids: Tensor, columns: Tensor) -> Tensor:
+    """The positions [T] that the stock model gives to packed tokens. columns [T]: where each is in its text."""
+    padding = numbered_from(getattr(model, "embeddings", None))
+    if padding < 0:
+        return columns
+    given = (ids != padding).long()
+    ahead = given.cumsum(0) - given
+    of_text = ahead[torch.arange(len(columns), device=columns.device) - columns]
+    return (ahead + 1 - of_text) * given + padding
+
+
 def longest(model: Any) -> int:
     """How many tokens of a text have a position."""
     embeddings = getattr(model, "embeddings", None)

@@ -196,7 +196,7 @@ def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, b
             inputs[name][:, :size].copy_(x)
         starts = Segments.starts(texts, hidden)
         starts = torch.cat([starts, starts[:, -1:].expand(2, inputs["starts"].size(1) - starts.size(1))], 1)
-        inputs["starts"].copy_(moved(starts, device))  # texts without tokens at the end
+        inputs["starts"].copy_(moved([starts], device)[0])  # texts without tokens at the end
 
     def body(inputs: Tensors) -> Any:
         segments = Segments(*inputs["starts"].unbind(0), longest)

@@ -17,6 +17,7 @@
 #include "rows/bindings.h"
 #include "sparse/index_checks.h"
 #include "sparse/spmm/choose.h"
+#include "texts/embed.h"
 #include "texts/pack.h"
 #ifdef MATMULS_CUDA
 #include "distributed/peer_rows.h"
@@ -221,6 +222,8 @@ PYBIND11_MODULE(_C, m) {
   define_peer_rows(m);
 #endif
   m.def("unchanged", matmuls::unchanged, py::arg("items"), py::arg("sizes"), py::arg("types"), py::arg("addresses"));
+  m.def("embed", matmuls::embed, py::arg("ids"), py::arg("words"), py::arg("position_ids"), py::arg("positions"),
+        py::arg("type_ids"), py::arg("types"), py::arg("weight"), py::arg("bias"), py::arg("eps"));
   m.def("pack_padded", matmuls::pack_padded, py::arg("input_ids"), py::arg("mask"), py::arg("token_type_ids"),
         py::arg("padding"), py::arg("packed"), py::arg("positions"), py::arg("packed_types"), py::arg("place"),
         py::arg("starts"));

@@ -173,6 +173,7 @@ MAY_IMPORT = {
     "integrations.transformers.snapshot": {"custom_mm"},
     "integrations.transformers.quantized": set(),
     "integrations.transformers.graphs": {"custom_mm", "integrations.transformers"},
+    "integrations.transformers.embedded": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.one_pass": {"integrations.transformers"},
     "integrations.transformers.replayed": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.segments": {"integrations.transformers"},

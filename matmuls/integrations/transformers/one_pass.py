@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .embedded import in_one_kernel
 from .families import DECODERS, TEXTS, _kind
 from .plan import _Chain, _running
 from .segments import Segments, packed
@@ -25,19 +26,20 @@ def run(model: Any, chain: _Chain, given: dict[str, Tensor], segments: Segments)
         options["attention_mask"] = next(iter(given.values())).new_empty(1, 1, 1, 1)
     before = packed.set(segments), _running.set(chain)
     try:
-        return type(model).forward(_without_pooler(model), **given, **options, return_dict=True)
+        return type(model).forward(_packed_form(model, given), **given, **options, return_dict=True)
     finally:
         packed.reset(before[0])
         _running.reset(before[1])
 
 
-def _without_pooler(model: Any) -> Any:
-    """The same modules; a pooler would read the first packed token only."""
-    if getattr(model, "pooler", None) is None:
-        return model
-    other = object.__new__(type(model))
-    vars(other).update(vars(model), _modules=model._modules | {"pooler": None})
-    return other
+def _packed_form(model: Any, given: dict[str, Tensor]) -> Any:
+    """The same modules, but for the pooler, which would read the first packed token only, and embeddings that one
+    kernel computes."""
+    kernel = in_one_kernel(getattr(model, "embeddings", None)) if "input_ids" in given else None
+    others = {"pooler": None} | ({"embeddings": kernel} if kernel else {})
+    form = object.__new__(type(model))
+    vars(form).update(vars(model), _modules=model._modules | {k: v for k, v in others.items() if k in model._modules})
+    return form
 
 
 def kept(model: Any, seen: Tensor) -> Tensor:

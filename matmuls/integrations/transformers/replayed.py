@@ -174,7 +174,7 @@ def _is_watched() -> bool:
         torch.is_autocast_enabled("cuda")
         or torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or registered._captured() is not None
+        or bool(registered._captured())
         or torch.cuda.is_current_stream_capturing()
     )
 

@@ -10,7 +10,8 @@ from custom_mm import _C
 
 # attributes of modules that their forward reads, or that say how it is called
 READ = "training", "forward", "_compiled_call_impl"
-SCALARS = "is_causal", "scaling", "eps", "padding_idx", "num_embeddings", "rope_type"  # where a module has them
+# where a module has them
+SCALARS = "is_causal", "scaling", "eps", "padding_idx", "num_embeddings", "max_norm", "rope_type"
 
 
 class Snapshot:

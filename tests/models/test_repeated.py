@@ -202,6 +202,35 @@ def test_a_changed_model_is_not_repeated(replaying):
     torch.testing.assert_close(ours[0], exact(**batch)[0], atol=1e-5, rtol=0)
 
 
+def test_a_model_with_a_hook_runs_a_pass_in_vain_once(replaying, monkeypatch):
+    model, exact = model_of("bert"), model_of("bert")
+    optimize(model)
+    batch = batch_of(model, 3, 9, "whole")
+    warm(model, batch)
+    monkeypatch.setattr(replayed, "can_replay", lambda model, chain, device: chain.graphs.holds())
+    before = Computed.count
+    hook = model.encoder.layer[0].register_forward_hook(lambda *args: None)
+    for _ in range(3):
+        repeats, ours = is_replayed(model, **batch)
+        assert not repeats
+        torch.testing.assert_close(ours[0], exact(**batch)[0], atol=1e-5, rtol=0)
+    assert Computed.count == before + 1
+    hook.remove()
+    assert [is_replayed(model, **batch)[0] for _ in range(2)] == [False, True]
+
+
+def test_moved_weights_are_not_read(replaying):
+    model = model_of("bert")
+    optimize(model)
+    batch = batch_of(model, 3, 9, "whole")
+    warm(model, batch)
+    before = Computed.count
+    weight = model.embeddings.word_embeddings.weight
+    weight.data = weight.data.clone()
+    assert not is_replayed(model, **batch)[0]
+    assert Computed.count == before
+
+
 def test_an_output_is_as_its_constructor_makes_it():
     states, pooled, other = torch.zeros(1, 2, 3), torch.zeros(1, 3), torch.ones(1, 3)
     right = BaseModelOutputWithPooling(last_hidden_state=states, pooler_output=other)

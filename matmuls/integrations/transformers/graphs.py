@@ -83,6 +83,11 @@ class Graphs:
         snapshot = self._snapshot
         return snapshot is not None and snapshot.holds()
 
+    def may_run(self) -> bool:
+        """True if a captured pass may run, though its outputs are right only if the model `holds`."""
+        snapshot = self._snapshot
+        return snapshot is not None and snapshot.is_in_place()
+
     def renew(self, model: nn.Module) -> None:
         """Drops the graphs of a model that has changed."""
         self.clear()

@@ -160,10 +160,13 @@ def repeated(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
         return None
     known, given = signature(model, args, kwargs)
     passes = graphs.calls.get(known)
-    if passes is None or _is_watched() or not graphs.holds():
+    if passes is None or _is_watched() or not graphs.may_run():
         return None
     fill = partial(passes.fill, given, given.get("attention_mask"))
     output = graphs.again(passes.key, passes.device, fill, passes.read)
+    if not graphs.holds():  # found out while the GPU computes: a pass writes to nothing but its own memory
+        graphs.calls.clear()
+        return None
     return output.to_tuple() if output is not None and passes.short else output
 
 

@@ -58,6 +58,10 @@ class Snapshot:
                 else:
                     self._addresses += [tensors, name, x.data_ptr()]
 
+    def is_in_place(self) -> bool:
+        """True if parameters and buffers are where they were: a captured pass may read them."""
+        return _C.unchanged([], [], [], self._addresses)
+
     def holds(self) -> bool:
         """True if nothing has changed but the values of parameters and buffers."""
         unchanged = _C.unchanged(self._items, self._sizes, self._types, self._addresses)

@@ -3,7 +3,8 @@
 Usage: MATRICES=FOLDER python benchmarks/pyg_steps.py OUT. Writes OUT/pyg-steps-DEVICE.json. A step is forward, loss,
 backward and Adam of two layers on the whole graph: two drawn graphs, and those in the .npz files of FOLDER, smallest
 first, until 150 s have passed. Ways alternate: PyG and plans, each with a tensor of edges and with a torch.sparse
-adjacency, and the same network written with torch.sparse. A way that cannot run has its error instead of a time.
+adjacency, and the same network written by hand, with torch.sparse, `spmm` and a plan. A way that cannot run has its
+error instead of a time.
 """
 
 import copy
@@ -13,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.nn import Linear, Module, ModuleList, ReLU
 from torch.nn.functional import cross_entropy
 from torch_geometric.nn import GCN, GIN, GraphSAGE
 
+import matmuls
 from matmuls import bench, files, matrices
 from matmuls.integrations import pyg
 
@@ -48,11 +51,11 @@ def graph_of(source: str) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 class Written(Module):
-    """The network by hand: two layers of a product by `a`, a torch.sparse matrix, as PyG's of this kind has them."""
+    """The network by hand: two layers of a product by a sparse matrix, as PyG's of this kind has them."""
 
-    def __init__(self, kind: str, a: torch.Tensor, width: int) -> None:
+    def __init__(self, kind: str, product: Callable[[torch.Tensor], torch.Tensor], width: int) -> None:
         super().__init__()
-        self.kind, self.a = kind, a
+        self.kind, self.product = kind, product
         outs = width, CLASSES
         self.first = ModuleList(Linear(width, width if kind == "GIN" else n) for n in outs)
         self.second = ModuleList(Linear(width, n) for n in outs)
@@ -60,11 +63,11 @@ class Written(Module):
     def forward(self, x: torch.Tensor, graph: object) -> torch.Tensor:
         for i, (first, second) in enumerate(zip(self.first, self.second, strict=True)):
             if self.kind == "GCN":
-                x = self.a @ first(x)
+                x = self.product(first(x))
             elif self.kind == "GraphSAGE":
-                x = first(self.a @ x) + second(x)
+                x = first(self.product(x)) + second(x)
             else:
-                x = second(first(x + self.a @ x).relu())
+                x = second(first(x + self.product(x)).relu())
             x = x if i else x.relu()
         return x
 
@@ -159,7 +162,11 @@ def measured(source: str) -> Iterator[dict[str, Any]]:
                 for what, graph in graphs.items()
                 for way in ("PyG", "plans")
             }
-            steps["torch.sparse"] = step_of(Written(name, hand, width).to(DEVICE), x, edges, labels)
+            plan = matmuls.plan(hand)
+            products = {"torch.sparse": hand.matmul, "spmm": partial(matmuls.spmm, hand), "plan": plan.__matmul__}
+            for way, product in products.items():
+                torch.manual_seed(1)
+                steps[way] = step_of(Written(name, product, width).to(DEVICE), x, edges, labels)
             pyg.stats(reset=True)
             ways = timed(steps)
             left = {" ".join(key): n for key, n in pyg.stats().left.items()}

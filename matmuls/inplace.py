@@ -12,7 +12,7 @@ from custom_mm.literals import Activation
 _matmul_: Callable[..., None] = torch.ops.custom_mm.matmul_.default
 _feed_forward_: Callable[..., None] = torch.ops.custom_mm.feed_forward_.default
 
-WORKSPACE = 8 << 20  # bytes
+WORKSPACE = 16 << 20  # bytes
 CHUNK_BYTES = 32 << 20  # bytes of a feed-forward network's intermediate rows
 
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "attention/packed.h"
 #include "dense/inplace/inplace_matmul.h"
 #include "dense/python_call.h"
 #include "glue/batch_invariance.h"
@@ -229,6 +230,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("starts"));
   m.def("unpack_padded", matmuls::unpack_padded, py::arg("states"), py::arg("place"), py::arg("batch"),
         py::arg("length"));
+  m.def("attend_packed", matmuls::attend_packed, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("query_starts"),
+        py::arg("key_starts"), py::arg("longest"), py::arg("scale"), py::arg("left"), py::arg("right"));
   m.def(
       "check_no_overlap",
       [](const std::string& op, const at::Tensor& out, const at::Tensor& values, const at::Tensor& dense) {

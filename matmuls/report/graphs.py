@@ -7,7 +7,13 @@ from .page import Page
 from .results import Results
 
 STEPS = "pyg-steps-cuda.json"
-WAYS = "PyG edges", "plans edges", "PyG adjacency", "plans adjacency", "torch.sparse"
+WAYS = "PyG edges", "plans edges", "PyG adjacency", "plans adjacency", "torch.sparse", "spmm", "plan"
+PAIRS = (  # rival, ours, the rival's name in a sentence
+    ("PyG edges", "plans edges", "PyG with the same input"),
+    ("PyG adjacency", "plans adjacency", "PyG with the same input"),
+    ("torch.sparse", "plan", "torch.sparse in the same model"),
+    ("spmm", "plan", "spmm without a plan in the same model"),
+)
 
 
 def steps(results: Results) -> Page:
@@ -17,20 +23,21 @@ def steps(results: Results) -> Page:
         "The models have two PyG layers.",
         "*edges*: the layers get a tensor of edges; *adjacency*: they get a sparse tensor of torch.",
         "*plans*: the same code after `matmuls.integrations.pyg.enable()`.",
-        "*torch.sparse*: the same model written by hand with `torch.sparse.mm`.",
+        "*torch.sparse*: the same model written by hand with torch's sparse product; *spmm* and *plan*: with "
+        "`matmuls.spmm` and with a plan.",
     )
     run = results.run(STEPS)
+    ways = [way for way in WAYS if any(way in r["ways"] for r in run.rows)]
     page.table(
         "There is one row for each model, graph and width of the layers. `uniform:50000:1000000` is a random graph of "
         "50,000 vertices and 1,000,000 edges.",
-        ("model", "graph", "width", *WAYS),
-        ((r["model"], _name(r["graph"]), str(r["width"]), *(_ms(r, way) for way in WAYS)) for r in run.rows),
+        ("model", "graph", "width", *ways),
+        ((r["model"], _name(r["graph"]), str(r["width"]), *(_ms(r, way) for way in ways)) for r in run.rows),
     )
-    for rival in ("PyG {}", "torch.sparse"):
-        for given in ("edges", "adjacency"):
-            ratios = [(_speed(r, rival.format(given), f"plans {given}"), _case(r)) for r in run.rows]
-            over = "PyG with the same input" if rival != "torch.sparse" else rival
-            page.say(losses(ratios, over, f"plans with {given} compared with {rival.format(given)}"))
+    for rival, way, name in PAIRS:
+        if way in ways:
+            ratios = [(_speed(r, rival, way), _case(r)) for r in run.rows]
+            page.say(losses(ratios, name, f"{way} compared with {rival}"))
     page.measured(run)
     return page
 
@@ -50,4 +57,4 @@ def _speed(row: dict[str, Any], rival: str, way: str) -> float | None:
 
 
 def _ms(row: dict[str, Any], way: str) -> str:
-    return number(row["ways"][way]["ms"]) if way in row["ways"] else ""
+    return number(row["ways"][way]["ms"]) if "ms" in row["ways"].get(way, {}) else ""

@@ -27,6 +27,8 @@ LARGEST_FILE = 1 << 20  # bytes; a thousand entries take a fifth of it
 INVARIANT_ROWS = 1024  # the bucket of all row counts under handles(batch_invariant=True)
 NEAR = 3.0  # how many doublings of M, K and N together a shipped shape may differ
 SHIPPED = Path(__file__).parent / "shipped"
+# The GPU whose shipped file serves all GPUs of a capability, whose multiprocessors are alike.
+SHIPPED_FOR = {(9, 0): "NVIDIA H200"}
 # The tuned kernels. K is the dimension summed over, N the width of the result. A gradient of weights is [N, K] (of a
 # network's weights [N, K] or [K, N]); the operand with N columns is in the plan's order.
 OPERATORS = (
@@ -221,8 +223,10 @@ def write(path: Path, name: str, entries: Iterable[Entry], unknown: Iterable[dic
 
 
 @functools.cache
-def _entries(name: str) -> tuple[list[Entry], list[Entry]]:
-    return read(file_of(user_folder(), name), name), read(file_of(SHIPPED, name), name)
+def _entries(gpu: Gpu) -> tuple[list[Entry], list[Entry]]:
+    """The user's and the shipped ones."""
+    like = SHIPPED_FOR.get(gpu.capability, gpu.name)
+    return read(file_of(user_folder(), gpu.name), gpu.name), read(file_of(SHIPPED, like), like)
 
 
 def reload() -> None:
@@ -304,7 +308,7 @@ def tiles(operator: str, m: int, n: int, k: int, dtype: torch.dtype, index: int 
     safe = default(operator, m, n, k, dtype.itemsize, device, tf32)
     if INTERPRETED or index is None:
         return safe
-    mine, shipped = _entries(device.name)
+    mine, shipped = _entries(device)
     found = choose(mine, shipped, operator, m, n, k, name, triton.__version__)
     if found is None:
         _advise(operator, n, k, name, device.name)

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -31,21 +31,34 @@ class Launched(NamedTuple):
     stream: int
 
 
+Step = Launched | Literal["fork", "join"]
+
+
 class _Log(threading.local):
-    launches: list[Launched] | None = None
+    steps: list[Step] | None = None
 
 
 _log = _Log()
 
 
 @contextmanager
-def launches_of() -> Iterator[list[Launched]]:
-    """A list of the launches that this thread makes in the context."""
-    before, _log.launches = _log.launches, []
+def steps_of() -> Iterator[list[Step]]:
+    """A list of the launches that this thread makes in the context, and where a second stream begins and ends."""
+    before, _log.steps = _log.steps, []
     try:
-        yield _log.launches
+        yield _log.steps
     finally:
-        _log.launches = before
+        _log.steps = before
+
+
+@contextmanager
+def concurrently() -> Iterator[None]:
+    """A context whose launches may be on a second stream, which waits for earlier ones, and later ones wait for it."""
+    if _log.steps is not None:
+        _log.steps.append("fork")
+    yield
+    if _log.steps is not None:
+        _log.steps.append("join")
 
 
 @triton.jit
@@ -122,9 +135,9 @@ def launch(
         # Keeps the kernel alive, so that its id stays unique. If another thread compiled it too, the first one stays:
         # recordings hold its function, and Triton unloads a kernel that nobody holds.
         compiled, early, _ = _compiled.setdefault(key, (compiled, early, kernel))
-    if _log.launches is not None:
+    if _log.steps is not None:
         stream = torch.cuda.current_stream(device).cuda_stream
-        _log.launches.append(Launched(compiled, grid, (*args, *free, *constants, early), stream))
+        _log.steps.append(Launched(compiled, grid, (*args, *free, *constants, early), stream))
 
 
 def _prefer_shared_memory(compiled: Any) -> None:

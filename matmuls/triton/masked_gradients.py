@@ -6,12 +6,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from custom_mm import _C
+
 from .configs import Tiles, gpu, run
 from .few import PAD, TAIL, few_weights_kernel, in_order, of_rows, room
-from .launch import INTERPRETED, launch
+from .launch import INTERPRETED, concurrently, launch
 from .masked_linear import precision_of, product, read_rows
 from .masked_weights import sorted_rows, weight_gradients
-from .streams import beside
 
 FEW, LITTLE, WIDE = 256, 1024, 2048
 
@@ -39,14 +40,15 @@ def _beside(device: torch.device, one: Callable[[], Tensor], other: Callable[[],
         other()
         return y
     main = torch.cuda.current_stream(device)
-    side = beside(main)
-    side.wait_stream(main)
-    y = one()
-    try:
-        with torch.cuda.stream(side):
-            other()
-    finally:  # work already started may still use memory that would be reused
-        main.wait_stream(side)
+    side = torch.cuda.ExternalStream(_C.second_stream(device.index), device)
+    with concurrently():
+        side.wait_stream(main)
+        y = one()
+        try:
+            with torch.cuda.stream(side):
+                other()
+        finally:  # work already started may still use memory that would be reused
+            main.wait_stream(side)
     return y
 
 

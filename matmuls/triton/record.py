@@ -1,7 +1,7 @@
 """Records one call of an operator, its allocations and its launches, for `custom_mm._C` to repeat without Python.
 
-A call that does anything else, as a copy or a product of torch, work on a second stream, or a kernel with scratch
-memory, is not recorded: it runs in Python each time.
+A call that does anything else, as a copy or a product of torch, work on other streams than the current one and its
+second one, or a kernel with scratch memory, is not recorded: it runs in Python each time.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .launch import Launched, launches_of
+from .launch import Launched, Step, steps_of
 
 _aten = torch.ops.aten
 ALLOCATIONS = {
@@ -105,7 +105,7 @@ class _Call:
                 raise NotRecordable(f"a parameter of type {kind}")
         return found
 
-    def launch(self, launched: Launched) -> dict[str, Any]:
+    def launch(self, launched: Launched, main: int) -> dict[str, Any]:
         of = launched.compiled.metadata
         if of.num_ctas != 1 or of.launch_cooperative_grid or of.global_scratch_size or of.profile_scratch_size:
             raise NotRecordable("a cluster, a cooperative launch or scratch memory")
@@ -115,6 +115,7 @@ class _Call:
             "threads": 32 * of.num_warps,
             "shared": of.shared,
             "early": bool(of.launch_pdl),
+            "second": launched.stream != main,
             "parameters": self.parameters(launched),
         }
 
@@ -126,11 +127,24 @@ class _Call:
         return {"buffer": at, "sizes": list(t.shape), "strides": list(t.stride()), "offset": t.storage_offset()}
 
 
-def _described(arguments: Sequence[Any], results: Sequence[Tensor], watch: _Watch, log: list[Launched]) -> Any:
+def _main_stream(log: list[Step]) -> int:
+    """The stream of the first launch. Raises unless all others are on it, or `concurrently` on one other."""
+    streams = [x.stream for x in log if isinstance(x, Launched)]
+    if not streams or len(set(streams)) > 2:
+        raise NotRecordable("no launch, or launches on several streams")
+    forked = False
+    for x in log:
+        if isinstance(x, str):
+            forked = x == "fork"
+        elif x.stream != streams[0] and not forked:
+            raise NotRecordable("a launch on another stream")
+    return streams[0]
+
+
+def _described(arguments: Sequence[Any], results: Sequence[Tensor], watch: _Watch, log: list[Step]) -> Any:
     if watch.more:
         raise NotRecordable(f"torch's {', '.join(watch.more)}")
-    if len({launched.stream for launched in log}) != 1:
-        raise NotRecordable("no launch, or launches on several streams")
+    main = _main_stream(log)
     call = _Call(arguments, watch.made)
     buffers = [{"sizes": list(b.shape), "strides": list(b.stride()), "dtype": b.dtype} for b in watch.made]
     outputs = [call.output(t) for t in results]
@@ -138,14 +152,18 @@ def _described(arguments: Sequence[Any], results: Sequence[Tensor], watch: _Watc
         whole = watch.made[o["buffer"]].numel() == torch.Size(o["sizes"]).numel() and o["offset"] == 0
         if whole and sum(other["buffer"] == o["buffer"] for other in outputs) == 1:
             buffers[o["buffer"]] |= {"sizes": o["sizes"], "strides": o["strides"]}
-    return {"buffers": buffers, "launches": [call.launch(launched) for launched in log], "outputs": outputs}
+    return {
+        "buffers": buffers,
+        "launches": [x if isinstance(x, str) else call.launch(x, main) for x in log],
+        "outputs": outputs,
+    }
 
 
 def record(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     """The results of kernel(*arguments), and the description of the call that `custom_mm._C` repeats, or None."""
     watch, found = _Watch(), None
     try:
-        with watch, launches_of() as log:
+        with watch, steps_of() as log:
             found = kernel(*arguments)
     except torch.OutOfMemoryError:  # watch keeps every buffer until the call ends
         pass

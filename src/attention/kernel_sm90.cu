@@ -57,12 +57,6 @@ __device__ inline void load(const CUtensorMap& map, void* to, uint64_t* barrier,
       "l"(&map), "r"(ptx::shared_address(barrier)), "r"(0), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-__device__ inline void load_matrices(const void* row, uint32_t (&a)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(ptx::shared_address(row))
-               : "memory");
-}
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 __device__ inline float or_zero(float max) { return max == kNothing ? 0.0f : max; }
@@ -207,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   uint32_t q[4][4];
   ptx::barrier_wait(queries_here, 0);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) load_matrices(at(k), q[k]);
+  for (int k = 0; k < 4; ++k) ptx::load_matrices(ptx::shared_address(at(k)), q[k]);
 
   unsigned n = 0;
   const auto arrived = [&] {

@@ -153,6 +153,16 @@ __device__ inline void cp_async(void* shared, const void* from, [[maybe_unused]]
   cp_async(shared, from);
 #endif
 }
+// cp.async of 16 bytes if `there`; else writes zeros, and `from` is not read.
+__device__ inline void cp_async_or_zero(void* shared, const void* from, bool there) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(from),
+               "r"(there ? 16 : 0)
+               : "memory");
+#else
+  *static_cast<uint4*>(shared) = there ? *static_cast<const uint4*>(from) : uint4{};
+#endif
+}
 // cp.async of 4 bytes.
 __device__ inline void cp_async_word(uint32_t* shared, const uint32_t* from) {
 #if __CUDA_ARCH__ >= 800
@@ -185,6 +195,40 @@ template <int n>
 __device__ inline void cp_async_wait_group() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");
+#endif
+}
+
+// ldmatrix: loads four 8x8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l / 8, and
+// gets of each matrix the elements 2 (l % 4) and the next of row l / 4; transposed: of column l / 4.
+template <bool transposed = false>
+__device__ inline void load_matrices(uint32_t row, uint32_t (&a)[4]) {
+  if constexpr (transposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(row)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(row)
+                 : "memory");
+}
+// d [16, 8] += a [16, 16] b [16, 8], of bfloat16 or float16 elements, in float32. Lane l, with g = l / 4 and t = 2 (l %
+// 4), has of two neighbours each: of d the columns t of the rows g and g + 8; of a the columns t of these rows, then
+// the columns t + 8; of b the rows t and t + 8 of column g.
+template <bool bfloat16>
+__device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (bfloat16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
 }
 

@@ -11,8 +11,11 @@
 #include <c10/util/irange.h>
 
 #include <cstring>
+#include <optional>
+#include <utility>
 
 #include "glue/checks.h"
+#include "gpu/second_stream.h"
 #include "gpu/tensor_map.h"
 
 namespace matmuls {
@@ -77,7 +80,7 @@ void Recording::add_buffer(std::vector<int64_t> sizes, std::vector<int64_t> stri
 }
 
 void Recording::add_launch(uint64_t function, std::array<unsigned, 3> grid, unsigned threads, unsigned shared,
-                           bool early, const std::vector<Parameter>& parameters) {
+                           bool early, bool second, const std::vector<Parameter>& parameters) {
   Launch made{reinterpret_cast<CUfunction>(function), grid, threads, shared, early, {}, {}, {}};
   // The kernel's own list of parameters: offset and size of each. A descriptor is followed by its sizes and strides,
   // and the last two parameters are pointers to scratch memory, of which these kernels use none.
@@ -118,7 +121,11 @@ void Recording::add_launch(uint64_t function, std::array<unsigned, 3> grid, unsi
   TORCH_CHECK(driver().parameter(made.function, made.offsets.size(), &offset, &size) != CUDA_SUCCESS, name_,
               ": expected a kernel of ", made.offsets.size(), " parameters, got one of more");
   launches_.push_back(std::move(made));
+  steps_.push_back({Step::Kind::launch, launches_.size() - 1, second});
 }
+
+void Recording::add_fork() { steps_.push_back({Step::Kind::fork}); }
+void Recording::add_join() { steps_.push_back({Step::Kind::join}); }
 
 void Recording::add_output(int64_t buffer, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset) {
   TORCH_CHECK(buffer >= 0 && buffer < static_cast<int64_t>(buffers_.size()), name_, ": expected a buffer, got number ",
@@ -128,16 +135,36 @@ void Recording::add_output(int64_t buffer, std::vector<int64_t> sizes, std::vect
   outputs_.push_back({static_cast<size_t>(buffer), std::move(sizes), std::move(strides), offset, whole});
 }
 
+template <class Use>
+void Recording::each_buffer(const Launch& launch, const Use& use) const {
+  for (const Patch& p : launch.patches)
+    if (p.place.tensor >= arguments_) use(static_cast<size_t>(p.place.tensor - arguments_));
+}
+
 void Recording::finish() {
   std::vector<bool> needed(buffers_.size());
   for (const Output& o : outputs_) needed[o.buffer] = true;
-  for (auto launch = launches_.rbegin(); launch != launches_.rend(); ++launch)
-    for (const Patch& p : launch->patches) {
-      if (p.place.tensor < arguments_) continue;
-      const auto buffer = static_cast<size_t>(p.place.tensor - arguments_);
-      if (!needed[buffer]) launch->last.push_back(buffer);
-      needed[buffer] = true;
+  // Between a fork and its join nothing is freed: the other stream may still use it, or get it again.
+  Step* join = nullptr;
+  std::vector<size_t> of_second;
+  for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
+    if (step->kind == Step::Kind::join) {
+      TORCH_CHECK(join == nullptr, name_, ": expected a fork before the next join");
+      join = &*step;
+    } else if (step->kind == Step::Kind::fork) {
+      TORCH_CHECK(join != nullptr, name_, ": expected a join after each fork");
+      join = nullptr;
+      step->before = std::exchange(of_second, {});
+    } else {
+      TORCH_CHECK(join != nullptr || !step->second, name_, ": expected the second stream between a fork and its join");
+      each_buffer(launches_[step->launch], [&](size_t buffer) {
+        if (!needed[buffer]) (join != nullptr ? *join : *step).after.push_back(buffer);
+        needed[buffer] = true;
+        if (step->second) of_second.push_back(buffer);
+      });
     }
+  }
+  TORCH_CHECK(join == nullptr, name_, ": expected a fork before each join");
 }
 
 at::Tensor Recording::made(size_t buffer, at::Device device) const {
@@ -145,7 +172,7 @@ at::Tensor Recording::made(size_t buffer, at::Device device) const {
   return at::empty_strided(b.sizes, b.strides, at::TensorOptions().dtype(b.type).device(device));
 }
 
-void Recording::launch(const Launch& launch, char* bytes) const {
+void Recording::launch(const Launch& launch, char* bytes, cudaStream_t stream) const {
   c10::SmallVector<void*, 64> parameters;
   for (const size_t offset : launch.offsets) parameters.push_back(bytes + offset);
   CUlaunchAttribute attribute{};
@@ -155,7 +182,7 @@ void Recording::launch(const Launch& launch, char* bytes) const {
   config.gridDimX = launch.grid[0], config.gridDimY = launch.grid[1], config.gridDimZ = launch.grid[2];
   config.blockDimX = launch.threads, config.blockDimY = config.blockDimZ = 1;
   config.sharedMemBytes = launch.shared;
-  config.hStream = c10::cuda::getCurrentCUDAStream();
+  config.hStream = stream;
   config.attrs = &attribute;
   config.numAttrs = launch.early ? 1 : 0;
   CUresult status = driver().launch(&config, launch.function, parameters.data(), nullptr);
@@ -166,25 +193,44 @@ void Recording::launch(const Launch& launch, char* bytes) const {
   expect(status, name_, "cuLaunchKernelEx");
 }
 
+void Recording::fill(const Launch& launch, char* bytes, const c10::ArrayRef<c10::IValue>& arguments,
+                     c10::ArrayRef<at::Tensor> buffers) const {
+  std::memcpy(bytes, launch.bytes.data(), launch.bytes.size());
+  for (const Patch& p : launch.patches) {
+    const bool given = p.place.tensor < arguments_;
+    const auto which = static_cast<size_t>(given ? p.place.tensor : p.place.tensor - arguments_);
+    const at::Tensor& t = given ? arguments[which].toTensor() : buffers[which];
+    char* const address = static_cast<char*>(const_cast<void*>(t.const_data_ptr())) + p.place.delta;
+    if (p.descriptor)
+      expect(driver().replace(reinterpret_cast<CUtensorMap*>(bytes + p.at), address), name_,
+             "cuTensorMapReplaceAddress");
+    else
+      std::memcpy(bytes + p.at, &address, sizeof address);
+  }
+}
+
 std::vector<at::Tensor> Recording::run(const c10::ArrayRef<c10::IValue>& arguments, at::Device device) const {
   c10::SmallVector<at::Tensor, 16> buffers(buffers_.size());
+  const auto need = [&](size_t buffer) {
+    if (!buffers[buffer].defined()) buffers[buffer] = made(buffer, device);
+  };
   alignas(128) char bytes[kMostBytes];
-  for (const Launch& l : launches_) {
-    std::memcpy(bytes, l.bytes.data(), l.bytes.size());
-    for (const Patch& p : l.patches) {
-      const bool given = p.place.tensor < arguments_;
-      const auto which = static_cast<size_t>(given ? p.place.tensor : p.place.tensor - arguments_);
-      if (!given && !buffers[which].defined()) buffers[which] = made(which, device);
-      const at::Tensor& t = given ? arguments[which].toTensor() : buffers[which];
-      char* const address = static_cast<char*>(const_cast<void*>(t.const_data_ptr())) + p.place.delta;
-      if (p.descriptor)
-        expect(driver().replace(reinterpret_cast<CUtensorMap*>(bytes + p.at), address), name_,
-               "cuTensorMapReplaceAddress");
-      else
-        std::memcpy(bytes + p.at, &address, sizeof address);
+  const cudaStream_t main = c10::cuda::getCurrentCUDAStream();
+  std::optional<Concurrent> concurrent;  // destroyed before the buffers: the current stream waits, then they are freed
+  for (const Step& step : steps_) {
+    for (const size_t buffer : step.before) need(buffer);
+    if (step.kind == Step::Kind::fork) {
+      concurrent.emplace();
+    } else if (step.kind == Step::Kind::join) {
+      concurrent->join();
+      concurrent.reset();
+    } else {
+      const Launch& l = launches_[step.launch];
+      each_buffer(l, need);
+      fill(l, bytes, arguments, buffers);
+      launch(l, bytes, step.second ? concurrent->stream().stream() : main);
     }
-    launch(l, bytes);
-    for (const size_t buffer : l.last) buffers[buffer].reset();
+    for (const size_t buffer : step.after) buffers[buffer].reset();
   }
   std::vector<at::Tensor> results;
   results.reserve(outputs_.size());

@@ -21,6 +21,7 @@
 
 #include "glue/batch_invariance.h"
 #include "glue/handles.h"
+#include "gpu/second_stream.h"
 #include "masked/recording.h"
 
 namespace matmuls {
@@ -187,6 +188,10 @@ class CudaKernel : public c10::OperatorKernel {
     for (const py::handle b : description["buffers"])
       made->add_buffer(b["sizes"].cast<Numbers>(), b["strides"].cast<Numbers>(), b["dtype"].cast<at::ScalarType>());
     for (const py::handle l : description["launches"]) {
+      if (py::isinstance<py::str>(l)) {
+        l.cast<std::string>() == "fork" ? made->add_fork() : made->add_join();
+        continue;
+      }
       std::vector<Parameter> parameters;
       for (const py::handle p : l["parameters"]) {
         if (py::isinstance<py::tuple>(p)) {  // a number and its bytes
@@ -209,7 +214,7 @@ class CudaKernel : public c10::OperatorKernel {
       }
       made->add_launch(l["function"].cast<uint64_t>(), l["grid"].cast<std::array<unsigned, 3>>(),
                        l["threads"].cast<unsigned>(), l["shared"].cast<unsigned>(), l["early"].cast<bool>(),
-                       parameters);
+                       l["second"].cast<bool>(), parameters);
     }
     for (const py::handle o : description["outputs"])
       made->add_output(o["buffer"].cast<int64_t>(), o["sizes"].cast<Numbers>(), o["strides"].cast<Numbers>(),
@@ -291,6 +296,12 @@ void define_replay(py::module_& m) {
         implement<AutogradKernel>(c10::DispatchKey::Autograd, name, std::move(function));
       },
       py::arg("name"), py::arg("function"));
+  m.def(
+      "second_stream",
+      [](c10::DeviceIndex device) {
+        return reinterpret_cast<uintptr_t>(second_stream(c10::cuda::getCurrentCUDAStream(device)).stream);
+      },
+      py::arg("device"));
   m.def("forget_recordings", [] { ++forgotten; });
   m.def("replays", [] { return replays.load(); });
 }

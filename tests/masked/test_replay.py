@@ -20,7 +20,7 @@ def launched(*args, kinds, stream=0, **changed):
     facts |= {"global_scratch_size": 0, "profile_scratch_size": 0, "tensordesc_meta": None} | changed
     source = SimpleNamespace(signature=dict(enumerate(kinds)))
     compiled = SimpleNamespace(function=99, metadata=SimpleNamespace(**facts), src=source)
-    launch._log.launches.append(launch.Launched(compiled, (5, 1, 1), args, stream))
+    launch._log.steps.append(launch.Launched(compiled, (5, 1, 1), args, stream))
 
 
 def test_a_call_is_described():
@@ -62,10 +62,19 @@ def one_launch(x, **changed):
     return y
 
 
-def on_two_streams(x):
+def on_two_streams(x, second=1, third=1, after=0):
     y = one_launch(x)
-    launched(y, kinds=("*fp32",), stream=1)
+    with launch.concurrently():
+        launched(y, kinds=("*fp32",), stream=second)
+        launched(y, kinds=("*fp32",), stream=third)
+    launched(y, kinds=("*fp32",), stream=after)
     return y
+
+
+def test_launches_on_a_second_stream_are_described():
+    _, found = record.record(on_two_streams, (torch.rand(4, 4),))
+    steps = [step if isinstance(step, str) else step["second"] for step in found["launches"]]
+    assert steps == [False, "fork", True, True, "join", False]
 
 
 REFUSED = {
@@ -73,7 +82,8 @@ REFUSED = {
     "zeros": lambda x: (one_launch(x), torch.zeros(3)),
     "a write": lambda x: one_launch(x.add_(1)),
     "a number read": lambda x: one_launch(x) if x.sum().item() < 1e9 else x,
-    "two streams": on_two_streams,
+    "three streams": lambda x: on_two_streams(x, third=2),
+    "a second stream without a join": lambda x: on_two_streams(x, after=1),
     "no launch": torch.empty_like,
     "scratch memory": lambda x: one_launch(x, global_scratch_size=128),
     "a cluster": lambda x: one_launch(x, num_ctas=2),
@@ -90,7 +100,7 @@ def test_what_is_more_than_allocations_and_launches_is_not_recorded(kernel):
     result, found = record.record(kernel, (x,))
     assert found is None
     assert result is not None
-    assert launch._log.launches is None
+    assert launch._log.steps is None
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU
@@ -137,6 +147,41 @@ def test_a_repeated_call_gives_the_same_bits(name, dtype, poisoned):
         found = call(mask)
         assert custom_mm._C.replays() - before == operators
         assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(found, truth, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("m", "k", "n"), [(1300, 256, 512), (512, 2048, 2304)], ids=["many rows", "few rows"])
+def test_a_repeated_backward_uses_its_second_stream(m, k, n, poisoned):
+    """On Hopper the copies of sorted rows, or the weights' products, run while the product for x does."""
+    x, *w = (draw(*s, dtype=torch.bfloat16, device="cuda").requires_grad_() for s in ((m, k), (n, k), (n, k)))
+    grad = draw(m, n, dtype=torch.bfloat16, device="cuda")
+    masks = [torch.rand(m, device="cuda") < share for share in (0.3, 0.6)]
+
+    def call(mask):
+        y = masked_linear(x, *w, mask)
+        return y, *torch.autograd.grad(y, (x, *w), grad)
+
+    expected = []
+    for mask in masks:
+        custom_mm._C.forget_recordings()
+        expected.append(call(mask))
+    call(masks[0])
+    graph, held = torch.cuda.CUDAGraph(), []
+    plan = mask_plan(masks[1])
+    for repeat in range(6):
+        for mask, truth in zip(masks, expected, strict=True):
+            before = custom_mm._C.replays()
+            found = call(mask)
+            assert custom_mm._C.replays() - before == 3
+            assert all(map(torch.equal, found, truth)), repeat
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = masked_linear(x, *w, plan)
+        held += [y, *torch.autograd.grad(y, (x, *w), grad)]
+    for t in held:
+        t.detach().fill_(float("nan"))
+    graph.replay()
+    assert all(map(torch.equal, held, expected[1]))
 
 
 @pytest.mark.cuda

@@ -81,6 +81,15 @@ def test_large_tiles_are_for_gpus_with_as_much_shared_memory_as_hopper():
     assert not any(t.tma for t in tiles.values() if t != large)
 
 
+def test_gpus_of_one_capability_share_the_shipped_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(configs, "user_folder", lambda: tmp_path)
+    configs.reload()
+    entries = {g.name: configs._entries(g)[1] for g in (H200, H200._replace(name="NVIDIA H100 PCIe"), A100)}
+    assert entries[H200.name] == entries["NVIDIA H100 PCIe"] != []
+    assert entries[A100.name] == []
+    configs.reload()
+
+
 def test_files(tmp_path, recwarn):
     path = configs.file_of(tmp_path, H200.name)
     assert path.name == "NVIDIA_H200.json"

@@ -39,11 +39,11 @@ MAY_IMPORT = {
     "triton.configs": {"device", "files", "triton.launch"},
     "triton.mask_plan": {"triton.launch"},
     "triton.few": {"triton.launch", "triton.tiles"},
-    "triton.streams": set(),
     "triton.masked_linear": {"device", "triton.configs", "triton.few", "triton.launch", "triton.tiles"},
     "triton.masked_weights": {f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear")},
     "triton.masked_gradients": {
-        f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear", "masked_weights", "streams")
+        "custom_mm",
+        *(f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear", "masked_weights")),
     },
     "triton.masked_ffn": {f"triton.{m}" for m in ("configs", "launch", "tiles", "masked_linear", "masked_weights")},
     "triton.blocks": {"triton.configs", "triton.launch", "triton.masked_linear"},
@@ -176,7 +176,7 @@ MAY_IMPORT = {
     "integrations.transformers.embedded": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.one_pass": {"integrations.transformers"},
     "integrations.transformers.replayed": {"custom_mm", "integrations.transformers"},
-    "integrations.transformers.segments": {"integrations.transformers"},
+    "integrations.transformers.segments": {"custom_mm", "integrations.transformers"},
     "integrations.transformers.packed": {"integrations.transformers"},
     "integrations.transformers.layers": OPERATIONS | {"attention", "integrations.transformers"},
     "integrations.transformers.optimized": {"integrations.transformers"},

@@ -15,10 +15,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from custom_mm import _C
+
 from . import registered
 
 # torch 2.11 has no such argument, and takes fewer heads of k and v
 GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+LONGEST_OWN = 512  # tokens of texts whose attention is attend_packed's, not varlen_attn's
+OWN_HEADS = 32, 64, 80, 96, 128  # sizes that it takes
 BLOCK = 64  # half of the queries of a block, at least
 Bias = Callable[[Tensor], Tensor]
 
@@ -96,10 +100,12 @@ class Segments:
         varlen = first.is_cuda and bias is None and _has_varlen(first.device, first.dtype, first.size(-1))
         if varlen and (window is None or not any(self._gaps)):
             side = -1 if window is None else window - 1
+            sides, (q, k, v) = (side, 0 if causal else side), (x[0].transpose(0, 1) for x in qkv)
+            if self.longest <= LONGEST_OWN and first.size(-1) in OWN_HEADS:
+                return _C.attend_packed(q, k, v, self.queries, self.keys, self.longest, scale, *sides)[None]
             of_all = self.queries, self.keys, self.longest, self.longest
-            options = {"scale": scale, "window_size": (side, 0 if causal else side)}
-            options |= GROUPED if shared else {}
-            return varlen_attn(*(x[0].transpose(0, 1) for x in qkv), *of_all, **options).flatten(1)[None]
+            options: dict[str, Any] = {"scale": scale, "window_size": sides} | (GROUPED if shared else {})
+            return varlen_attn(q, k, v, *of_all, **options).flatten(1)[None]  # type: ignore[union-attr]
         pieces, start = [], 0
         for i, (length, hidden, count) in enumerate(self.groups):
             tokens = slice(start, start + count * length)

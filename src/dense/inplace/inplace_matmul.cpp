@@ -1,7 +1,8 @@
 // matmul_: a <- a @ op(b) + bias, over a's own rows, with a workspace that does not grow with a.
 //
 // A row of the result needs only the same row of a. On Hopper one kernel does the product (panels_sm90.cu). Elsewhere a
-// panel of rows is copied to the workspace, and cuBLAS (torch's BLAS on the CPU) writes the product over the panel.
+// panel of rows is copied to the workspace, and cuBLAS (torch's BLAS on the CPU) writes the product over the panel; on
+// a GPU two streams do so.
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
@@ -10,6 +11,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
+
+#include <optional>
+#include <vector>
 
 #include "dense/gemm.h"
 #include "dense/inplace/inplace_matmul.h"
@@ -21,7 +25,10 @@
 #include "glue/kernel_switch.h"
 
 #ifdef MATMULS_CUDA
+#include <c10/cuda/CUDAGuard.h>
+
 #include "glue/handles.h"
+#include "gpu/second_stream.h"
 #endif
 
 namespace matmuls {
@@ -77,27 +84,62 @@ void each_matrix(const Tensor& a, const F& f) {
   for (int64_t i = 0; i < a.size(0); ++i) each_matrix(a.select(0, i), f);
 }
 
-// Calls product(from, to) per panel: to <- from @ op(b) + bias. `from` is a copy of the rows of a that contain `to`.
-template <class Product>
-void each_panel(const Tensor& a, int64_t columns, int64_t workspace, int64_t multiple, const Product& product) {
-  // If a's columns are strided, the library's result passes through a second buffer.
-  const int64_t buffers = a.size(1) > 1 && a.stride(1) != 1 ? 2 : 1;
-  const int64_t rows = a.size(0), row_bytes = buffers * a.size(1) * a.element_size();
-  const int64_t most = std::max<int64_t>(1, workspace / row_bytes);
-  const int64_t panels = ceil_of(rows, most), even = ceil_of(rows, panels);  // panels of equal size
-  const int64_t panel = std::min(most, ceil_of(even, multiple) * multiple);
-  const Tensor copy = at::empty({std::min(panel, rows), a.size(1)}, a.options());
-  for (int64_t begin = 0; begin < rows; begin += panel) {
-    const int64_t count = std::min(panel, rows - begin);
-    const Tensor here = a.narrow(0, begin, count), from = copy.narrow(0, 0, count);
+// Panels of rows of a, and copies of them in turn. Panel i is copied to copies[i % copies.size()].
+struct Panels {
+  Tensor a;
+  int64_t columns;  // of the result
+  int64_t rows;     // of a panel; the last one may have fewer
+  std::vector<Tensor> copies;
+
+  // `most` copies at most, all in the workspace. The rows are a multiple of `multiple`, where they are enough.
+  Panels(const Tensor& a, int64_t columns, int64_t workspace, int64_t multiple, int64_t most) : a(a), columns(columns) {
+    // If a's columns are strided, the library's result passes through a second buffer.
+    const int64_t buffers = a.size(1) > 1 && a.stride(1) != 1 ? 2 : 1;
+    const int64_t row_bytes = buffers * a.size(1) * a.element_size();
+    const int64_t all = std::max<int64_t>(1, workspace / row_bytes);
+    const int64_t count = all >= a.size(0) || all < most ? 1 : most;  // one copy, if it holds all rows
+    const int64_t fit = all / count, panels = ceil_of(a.size(0), fit), even = ceil_of(a.size(0), panels);
+    rows = std::min(fit, ceil_of(even, multiple) * multiple);
+    for (int64_t i = 0; i < count; ++i)
+      copies.push_back(at::empty({std::min(rows, a.size(0)), a.size(1)}, a.options()));
+  }
+
+  int64_t count() const { return ceil_of(a.size(0), rows); }
+
+  // Calls product(from, to): to <- from @ op(b) + bias. `from` is a copy of the rows of a that contain `to`.
+  template <class Product>
+  void multiply(int64_t i, const Product& product) const {
+    const int64_t begin = i * rows, size = std::min(rows, a.size(0) - begin);
+    const Tensor here = a.narrow(0, begin, size);
+    const Tensor from = copies[static_cast<size_t>(i) % copies.size()].narrow(0, 0, size);
     from.copy_(here);
     product(from, here.narrow(1, 0, columns));
   }
-}
+};
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
 #ifdef MATMULS_CUDA
+// Two streams take the panels in turn, so that the GPU is not left idle by the copies and by each product's last
+// blocks:
+//
+//    current stream   copy 0, product 0 | copy 2, product 2 | ...
+//    second stream      copy 1, product 1 | copy 3, product 3 | ...
+template <class Product>
+void multiply_on_two_streams(const Panels& panels, const Product& product) {
+  if (panels.copies.size() == 1) {
+    for (int64_t i = 0; i < panels.count(); ++i) panels.multiply(i, product);
+    return;
+  }
+  Concurrent concurrent;
+  for (int64_t i = 0; i < panels.count(); ++i) {
+    std::optional<c10::cuda::CUDAStreamGuard> guard;
+    if (i % 2 == 1) guard.emplace(concurrent.stream());
+    panels.multiply(i, product);
+  }
+  concurrent.join();
+}
+
 void run_cuda(const Call& c) {
   if (c.a.numel() == 0 || c.columns() == 0) return;
   const OperationGuard guard(kInplaceOp, c.a);
@@ -107,7 +149,7 @@ void run_cuda(const Call& c) {
     TORCH_CHECK_VALUE(!KernelSwitch<InplaceKernel>::is_off(InplaceKernel::workspace), kInplaceOp,
                       ": every kernel that takes this product is switched off, workspace the last");
     // Multiples of 128 rows at most: a panel then ends at a tile's end.
-    each_panel(a, c.columns(), c.workspace, 128, [&](const Tensor& from, const Tensor& to) {
+    multiply_on_two_streams(Panels(a, c.columns(), c.workspace, 128, 2), [&](const Tensor& from, const Tensor& to) {
       if (c.bias.defined())
         LtMatmulOutOp::call(from, c.b, c.bias, std::nullopt, false, c.transb, to);
       else
@@ -123,14 +165,16 @@ void run_cpu(const Call& c) {
   if (c.a.numel() == 0 || c.columns() == 0) return;
   const Tensor b = c.transb ? c.b.t() : c.b;
   each_matrix(c.a, [&](const Tensor& a) {
-    each_panel(a, c.columns(), std::min(c.workspace, kPanelBytes), 1, [&](const Tensor& from, Tensor to) {
+    const Panels panels(a, c.columns(), std::min(c.workspace, kPanelBytes), 1, 1);
+    const auto product = [&](const Tensor& from, Tensor to) {
       if (is_batch_invariant())
         batch_invariant_product_cpu(kInplaceOp, from, b, c.bias, to, false, false);
       else if (c.bias.defined())
         at::addmm_out(to, c.bias, from, b);
       else
         at::mm_out(to, from, b);
-    });
+    };
+    for (int64_t i = 0; i < panels.count(); ++i) panels.multiply(i, product);
   });
 }
 
@@ -250,7 +294,7 @@ InplaceChoice explain_in_place(const Tensor& a, const Tensor& b, bool transb, co
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   m.def(
       "matmul_(Tensor(a!) a, Tensor b, bool transb=False, Tensor? bias=None, bool keep_input=False, "
-      "int workspace=8388608) -> ()",
+      "int workspace=16777216) -> ()",
       {at::Tag::pt2_compliant_tag});
   m.def("kept(Tensor a) -> Tensor", {at::Tag::pt2_compliant_tag});
 }

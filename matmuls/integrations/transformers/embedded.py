@@ -32,25 +32,20 @@ def in_one_kernel(embeddings: Any) -> Any:
     return partial(_embedded, embeddings) if all(_fits(p, tables[0].weight) for p in parameters) else None
 
 
-def _fits(p: Tensor | None, words: Tensor) -> bool:
+def _fits(p: Any, words: Tensor) -> bool:
     """True if the kernel takes a parameter [..., width] of a model with such word embeddings."""
     if type(p) not in (nn.Parameter, Tensor) or not p.is_cuda or p.device != words.device or not p.is_contiguous():
         return False
     row = p.size(-1) * p.dtype.itemsize
     known = p.dtype == words.dtype and p.dtype in DTYPES and p.size(-1) == words.size(1)
-    return known and p.data_ptr() % 16 == row % 16 == 0 and row <= WIDEST
+    return bool(known and p.data_ptr() % 16 == row % 16 == 0 and row <= WIDEST)
 
 
 def _embedded(
-    embeddings: Any,
-    input_ids: Tensor,
-    token_type_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    **others: Any,
+    embeddings: Any, input_ids: Tensor, *, position_ids: Tensor, token_type_ids: Tensor | None = None, **others: Any
 ) -> Tensor:
-    ids, positions, types = (
-        x if x is None else x.long().contiguous() for x in (input_ids, position_ids, token_type_ids)
-    )
+    ids, positions = (x.long().contiguous() for x in (input_ids, position_ids))
+    types = None if token_type_ids is None else token_type_ids.long().contiguous()
     tables = embeddings.word_embeddings, embeddings.position_embeddings, embeddings.token_type_embeddings
     words, of_positions, of_types = (table.weight for table in tables)
     norm = embeddings.LayerNorm

@@ -12,7 +12,7 @@ T is B * S rounded up to few sizes
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from custom_mm import _C
 
 from . import one_pass, registered
 from .families import BARE, BY_COLUMNS, _kind
-from .graphs import Tensors, rounded
+from .graphs import Graphs, Tensors, rounded
 from .plan import _Chain
 from .segments import Segments, _has_varlen, _why_not_attention, moved
 
@@ -127,9 +127,10 @@ def padded(
     """The output for a padded batch, whose mask may hide any tokens; None if its sizes are new. tokens: input_ids
     [B, S], and token_type_ids or not. signature: that of the call, which `repeated` answers from then on; short: with a
     tuple."""
-    ids = tokens["input_ids"]
-    passes = _Padded(model, chain, ids.device, *ids.shape, mask is not None, "token_type_ids" in tokens, short)
-    graphs, fill = chain.graphs, partial(passes.fill, tokens, mask)
+    ids, graphs = tokens["input_ids"], cast(Graphs, chain.graphs)
+    batch, length = ids.shape
+    passes = _Padded(model, chain, ids.device, batch, length, mask is not None, "token_type_ids" in tokens, short)
+    fill = partial(passes.fill, tokens, mask)
     output = graphs.run(passes.key, passes.device, passes.make, fill, passes.body, passes.read)
     if output is not None and signature is not None:
         if len(graphs.calls) >= CALLS:

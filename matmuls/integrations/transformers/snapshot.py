@@ -44,7 +44,8 @@ class Snapshot:
             self._items += [holder, name, vars(holder).get(name) if isinstance(holder, type) else holder.get(name)]
 
     def _add_module(self, m: nn.Module) -> None:
-        attributes, hooks = vars(m), [m._forward_hooks, m._forward_pre_hooks]
+        attributes = vars(m)
+        hooks: list[dict[Any, Any]] = [m._forward_hooks, m._forward_pre_hooks]
         self._types += [m, type(m)]
         self._add((attributes, name) for name in (*READ, *(name for name in SCALARS if name in attributes)))
         self._add((m._modules, name) for name in m._modules)

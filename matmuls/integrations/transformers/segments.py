@@ -31,9 +31,16 @@ class Unpackable(Exception):
     """Raised by a layer that cannot run on packed tokens in this call; the whole model is then run another way."""
 
 
-def moved(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device, from pinned memory, so that the host does not wait for the GPU."""
-    return x if device.type == "cpu" else x.contiguous().pin_memory().to(device, non_blocking=True)
+def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the CPU, of one dtype, on the device: one copy, from pinned memory, so that the host does not wait for
+    the GPU. torch uses the memory again when the copy has ended."""
+    if device.type == "cpu":
+        return list(tensors)
+    sizes = [x.numel() for x in tensors]
+    whole = torch.empty(sum(sizes), dtype=tensors[0].dtype, device="cpu", pin_memory=True)
+    torch.cat([x.reshape(-1) for x in tensors], out=whole)
+    parts = whole.to(device, non_blocking=True).split(sizes)
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 class Segments:
@@ -63,7 +70,7 @@ class Segments:
     def of(cls, texts: Sequence[tuple[int, bool]], columns: Tensor) -> "Segments":
         """The segments of texts whose lengths the host knows; without a kernel for segments, equal adjacent ones are
         computed together."""
-        queries, keys = moved(cls.starts(texts, any(hidden for _, hidden in texts)), columns.device).unbind(0)
+        queries, keys = moved(cls.starts(texts, any(hidden for _, hidden in texts)).unbind(0), columns.device)
         groups = [(*text, len(list(some))) for text, some in groupby(texts)]
         return cls(queries, keys, max(length for length, _ in texts), groups, columns)
 

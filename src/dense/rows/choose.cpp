@@ -39,8 +39,8 @@ Configuration choose(int64_t rows, int64_t columns, int64_t inner, int multiproc
 }
 
 // Measured on an H200 with 16 to 4096 rows and K and N of 384 to 4096: with gelu and K up to 1024 the choice takes 0.68
-// to 0.94 of the time of cuBLASLt and bias_act_, without an activation 0.65 to 0.98 for few rows. cuBLASLt has the other
-// activations in its epilogue.
+// to 0.94 of the time of cuBLASLt and bias_act_, without an activation 0.65 to 0.98 for few rows. cuBLASLt has the
+// other activations in its epilogue.
 bool pays(int64_t rows, int64_t columns, int64_t inner, Activation activation) {
   if (activation == Activation::gelu) return rows <= 65536 && columns <= 8192 && inner <= 2048;
   return activation == Activation::none && columns >= 384 && columns <= 4096 && inner <= 4096 &&

@@ -96,8 +96,8 @@ def _summary(page: Page, results: Results) -> None:
         dense = [(c.speed_over(experiment.DENSE), label(c)) for c in cases]
         page.say(losses(dense, "the dense product", f"{run.card}, a plan compared with the dense product"))
     page.say(
-        "A plan may select the dense product. The plan then has speed 1, except for the noise of the "
-        "two measurements, 6.4 % at most for products of about 10 µs."
+        "A plan may select the dense product. The measured speed then differs from 1 only by noise: at most 6.4 %, in "
+        "products of about 10 µs."
     )
     page.measured(*(run for run, _ in runs))
 

@@ -112,8 +112,8 @@ def _encode(page: Page, found: dict[str, Any], run: Run) -> None:
         "bfloat16: the stock model at several batch sizes, the stock model after "
         "`model.compile(dynamic=True)`, and the model after `optimize`.",
         f"`encode` cannot be faster than the tokenizer ({found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand "
-        f"tokens a second) or the optimized model ({found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in batches "
-        "of 32 x 512). The host runs the tokenizer and also launches the model's kernels.",
+        f"tokens a second) or the optimized model ({found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in "
+        "batches of 32 x 512). The host runs the tokenizer and also launches the model's kernels.",
         "*error* is the distance to the vectors of the float32 model, relative to their length, as root mean square.",
     )
     names = {"matmuls": "optimized"}

@@ -32,8 +32,8 @@ def _operations(page: Page) -> None:
     )
     page.table(
         "There is one row for each operation. *gradient* says whether it is differentiable. *compile* says whether "
-        "`torch.compile(fullgraph=True)` can trace it. *with a plan* means: it can, if the sparse operand is a plan, not a "
-        "sparse tensor. *values only* means: it can trace `product.values(...)`, where "
+        "`torch.compile(fullgraph=True)` can trace it. *with a plan* means: it can, if the sparse operand is a plan, "
+        "not a sparse tensor. *values only* means: it can trace `product.values(...)`, where "
         "`product = plan_spgemm(A, B)`; this method returns only the values of the result. *strides* says whether the "
         "operation accepts tensors that are not contiguous.",
         ("operation", *(d.replace("complex", "c") for d in dtypes), "gradient", "compile", "strides"),

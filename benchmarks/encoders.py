@@ -99,13 +99,12 @@ def single_calls() -> list[dict[str, Any]]:
     return rows
 
 
-def encoding(count: int, tokenizer: Path) -> dict[str, Any]:
+def encoding(texts: list[str], tokenizer: Path) -> dict[str, Any]:
     """SentenceTransformer.encode of docstrings, and the speed of the optimized model in whole batches."""
     from sentence_transformers import SentenceTransformer, models
 
     from matmuls.integrations import sentence_transformers as integration
 
-    texts = drawn(count)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         BertModel(BertConfig()).save_pretrained(folder)
@@ -154,7 +153,7 @@ def encoding(count: int, tokenizer: Path) -> dict[str, Any]:
         for name, v in vectors.items()
     }
     return {
-        "texts": count,
+        "texts": len(texts),
         "tokens": tokens,
         "seconds": {name: min(t) for name, t in times.items()},
         "tokenizer_tokens_per_second": tokens / alone,
@@ -172,6 +171,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path)
     options = parser.parse_args()
     command = "python benchmarks/encoders.py OUT" + (f" --only {options.only}" if options.only else "")
+    texts = [] if options.only == "calls" else drawn(options.texts)  # it forks: before the GPU is used
     found = {"environment": bench.environment("cuda") | {"command": command}}
     (options.out / "cuda").mkdir(parents=True, exist_ok=True)
     if options.only != "encode":
@@ -179,7 +179,7 @@ def main() -> None:
         files.write(options.out / "cuda/encoders.json", json.dumps(found | {"rows": rows}, indent=1) + "\n")
     if options.only != "calls":
         with torch.inference_mode():
-            encoded = encoding(options.texts, options.tokenizer or model_folder())
+            encoded = encoding(texts, options.tokenizer or model_folder())
         print(json.dumps(encoded), flush=True)
         content = json.dumps(found | {"rows": [], "encode": encoded}, indent=1) + "\n"
         files.write(options.out / "cuda/encoders-encode.json", content)

@@ -260,6 +260,25 @@ def forget_recordings() -> None:
 def replays() -> int:
     """The number of calls that were repeated from a recording. In a build with CUDA."""
 
+def unchanged(items: list[Any], sizes: list[Any], types: list[Any], addresses: list[Any]) -> bool:
+    """True if dictionaries, classes, objects and tensors are as they were. items: [dictionary or class, key, value,
+    ...], None for an absent one, the same objects or equal; sizes: [dictionary, size, ...]; types: [object, class,
+    ...]; addresses: [dictionary, key, address of the tensor, ...]."""
+
+def embed(
+    ids: Tensor,
+    words: Tensor,
+    position_ids: Tensor,
+    positions: Tensor,
+    type_ids: Tensor | None,
+    types: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+) -> Tensor:
+    """layer_norm(words[ids] + types[type_ids] + positions[position_ids]), the sum not rounded ahead of the norm.
+    Without type_ids: row 0 of types. On a GPU, rows have a multiple of 16 bytes, at most 8192."""
+
 def pack_padded(
     input_ids: Tensor,
     mask: Tensor | None,

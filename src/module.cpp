@@ -13,10 +13,12 @@
 #include "glue/handles.h"
 #include "glue/kernel_switch.h"
 #include "glue/prepared_calls.h"
+#include "glue/unchanged.h"
 #include "gpu/hopper_limits.h"
 #include "rows/bindings.h"
 #include "sparse/index_checks.h"
 #include "sparse/spmm/choose.h"
+#include "texts/embed.h"
 #include "texts/pack.h"
 #ifdef MATMULS_CUDA
 #include "distributed/peer_rows.h"
@@ -220,6 +222,9 @@ PYBIND11_MODULE(_C, m) {
   matmuls::define_replay(m);
   define_peer_rows(m);
 #endif
+  m.def("unchanged", matmuls::unchanged, py::arg("items"), py::arg("sizes"), py::arg("types"), py::arg("addresses"));
+  m.def("embed", matmuls::embed, py::arg("ids"), py::arg("words"), py::arg("position_ids"), py::arg("positions"),
+        py::arg("type_ids"), py::arg("types"), py::arg("weight"), py::arg("bias"), py::arg("eps"));
   m.def("pack_padded", matmuls::pack_padded, py::arg("input_ids"), py::arg("mask"), py::arg("token_type_ids"),
         py::arg("padding"), py::arg("packed"), py::arg("positions"), py::arg("packed_types"), py::arg("place"),
         py::arg("starts"));

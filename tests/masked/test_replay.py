@@ -166,18 +166,18 @@ def test_a_repeated_backward_uses_its_second_stream(m, k, n, poisoned):
         custom_mm._C.forget_recordings()
         expected.append(call(mask))
     call(masks[0])
-    graph, held = torch.cuda.CUDAGraph(), []
-    plan = mask_plan(masks[1])
     for repeat in range(6):
         for mask, truth in zip(masks, expected, strict=True):
             before = custom_mm._C.replays()
             found = call(mask)
             assert custom_mm._C.replays() - before == 3
             assert all(map(torch.equal, found, truth)), repeat
+    graph, plan, held = torch.cuda.CUDAGraph(), mask_plan(masks[1]), []
+    leaves = [t.detach().requires_grad_() for t in (x, *w)]  # those of before belong to another stream
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        y = masked_linear(x, *w, plan)
-        held += [y, *torch.autograd.grad(y, (x, *w), grad)]
+        y = masked_linear(*leaves, plan)
+        held += [y, *torch.autograd.grad(y, leaves, grad)]
     for t in held:
         t.detach().fill_(float("nan"))
     graph.replay()

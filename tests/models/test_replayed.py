@@ -9,8 +9,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
 from common.model_cases import model_of  # noqa: E402
 from common.optimize_cases import TEXTS, hidden  # noqa: E402
+from custom_mm import _C  # noqa: E402
 from matmuls.integrations.transformers import encode_tokens, optimize, replayed, segments  # noqa: E402
 from matmuls.integrations.transformers.graphs import Graphs, rounded  # noqa: E402
 from matmuls.integrations.transformers.snapshot import Snapshot  # noqa: E402
@@ -97,6 +100,7 @@ def attend_by_starts(self, qkv, scale, window, bias, causal):
 @pytest.fixture
 def uncaptured(monkeypatch):
     monkeypatch.setattr(replayed, "can_replay", lambda model, chain, device: chain.graphs is not None)
+    monkeypatch.setattr(replayed, "repeated", lambda *call: None)
     monkeypatch.setattr(segments.Segments, "attend", attend_by_starts)
     monkeypatch.setattr("matmuls.integrations.transformers.plan.Graphs", Uncaptured)
 
@@ -155,12 +159,16 @@ CHANGES = {
     "a weight elsewhere": lambda m: setattr(m.pooler.dense.weight, "data", m.pooler.dense.weight.data.clone()),
     "no bias": lambda m: setattr(m.pooler.dense, "bias", None),
     "a forward of one module": lambda m: setattr(m.pooler, "forward", lambda states: states[:, 1]),
+    "compiled": lambda m: m.pooler.compile(backend="eager"),
+    "fewer positions": lambda m: setattr(m.embeddings.position_embeddings, "num_embeddings", 7),
+    "an attention of that name": lambda m: ALL_ATTENTION_FUNCTIONS.__setitem__("sdpa", lambda *args: None),
     "another attention": lambda m: m.set_attn_implementation("eager"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_snapshot_notices(change):
+def test_a_snapshot_notices(change, monkeypatch):
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", ALL_ATTENTION_FUNCTIONS._local_mapping.copy())
     model = model_of("bert")
     optimize(model)
     snapshot = Snapshot(model)
@@ -169,6 +177,29 @@ def test_a_snapshot_notices(change):
     assert snapshot.holds()
     change(model)
     assert not snapshot.holds()
+
+
+def test_a_snapshot_notices_another_hook_and_another_method(monkeypatch):
+    model = model_of("bert")
+    hook = model.pooler.register_forward_hook(lambda *args: None)
+    snapshot = Snapshot(model)
+    assert snapshot.holds()
+    hook.remove()
+    model.pooler.register_forward_hook(lambda *args: None)
+    assert not snapshot.holds()
+    snapshot = Snapshot(model)
+    monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x)
+    assert not snapshot.holds()
+
+
+def test_unchanged_refuses_lists_of_other_things():
+    for wrong in ([1, "a", 2], [{}, "a"]):
+        with pytest.raises(RuntimeError, match="unchanged: expected a"):
+            _C.unchanged(wrong, [], [], [])
+    with pytest.raises(TypeError):
+        _C.unchanged([], [{}, "a"], [], [])
+    assert not _C.unchanged([], [], [], [{"x": None}, "x", 0])
+    assert _C.unchanged([{"x": 1.0}, "x", 1.0, {}, "y", None], [{}, 0], [1, int], [])
 
 
 def test_an_appended_layer_takes_part():

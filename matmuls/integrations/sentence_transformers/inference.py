@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from tqdm.autonotebook import tqdm
 
-from matmuls.integrations.transformers import can_pack, encode_tokens
+from matmuls.integrations.transformers.packed import hidden_states, packable
+from matmuls.integrations.transformers.segments import moved
 
 from .covered import why_not, why_not_call
 from .tokens import Tokens, ahead, tokenized, windows
@@ -128,15 +129,21 @@ def _features(
     """Batches of texts, their lengths, and for each what the model's modules compute, with the numbers of its texts."""
     transformer, *others = st.children()
     scores = transformer.module_output_name == "scores"
-    packs = not scores and can_pack(transformer.model) is None
-    for texts in tokens.batches(most, padded=not packs):
+    whole = None if scores else packable(transformer.model)
+    packs = whole is not None
+    batches = list(tokens.batches(most, padded=not packs))
+    packed = iter(_packed(tokens, batches, device) if packs else [])
+    for texts in batches:
         lengths = [tokens.lengths[i] for i in texts]
         if scores:  # of heads, which read a padded batch; an optimized encoder leaves out its padding
             batch, (numbers,) = _padded(transformer, tokens, texts, lengths, [np.array(texts)], device)
             features = {**transformer(batch), "texts": numbers}
         else:
-            states = _packed if packs else _unpadded
-            hidden, starts, numbers, each = states(transformer, tokens, texts, lengths, device)
+            if packs:
+                flat, (columns, starts, numbers, each) = next(packed)
+                hidden = hidden_states(whole, flat, lengths, columns)
+            else:
+                hidden, starts, numbers, each = _unpadded(transformer, tokens, texts, lengths, device)
             features = {
                 "token_embeddings": hidden[None],
                 "cu_seq_lens_q": starts,
@@ -151,21 +158,24 @@ def _features(
 
 
 def _packed(
-    transformer: Any, tokens: Tokens, texts: list[int], lengths: list[int], device: torch.device
-) -> tuple[Tensor, ...]:
-    """The last hidden states of texts [T, width], where each begins [texts + 1], their numbers, and the place of each
-    token's text in the batch [T], on the device."""
-    ids, types = tokens.of(texts)
-    flat = [np.concatenate(ids), *([np.concatenate(types)] if types is not None else [])]
-    given, *types_given, begins, numbers, each = _moved([*flat, *_places(texts, lengths)], device)
-    named = {"token_type_ids": types_given[0]} if types_given else {}
-    return encode_tokens(transformer.model, given, lengths, **named), begins, numbers, each
+    tokens: Tokens, batches: list[list[int]], device: torch.device
+) -> list[tuple[dict[str, Tensor], list[Tensor]]]:
+    """For each batch of texts, on the device: its input_ids and token_type_ids [T] by name, and where each token is in
+    its text [T], followed by `_places`. They are copied at once."""
+    names, arrays = ["input_ids", *(["token_type_ids"] if tokens.types is not None else [])], []
+    for texts in batches:
+        starts, numbers, each = _places(texts, [tokens.lengths[i] for i in texts])
+        flat = [np.concatenate(some) for some in tokens.of(texts) if some is not None]
+        arrays.append([*flat, np.arange(len(each)) - starts[each], starts, numbers, each])
+    tensors = iter(_moved([*chain.from_iterable(arrays)], device))
+    parts = [[next(tensors) for _ in some] for some in arrays]
+    return [(dict(zip(names, some, strict=False)), some[len(names) :]) for some in parts]
 
 
 def _unpadded(
     transformer: Any, tokens: Tokens, texts: list[int], lengths: list[int], device: torch.device
 ) -> tuple[Tensor, ...]:
-    """As `_packed`, for a model that needs padding: only the states of tokens."""
+    """The last hidden states of texts [T, width] by a model that needs padding, and their `_places`, on the device."""
     batch, places = _padded(transformer, tokens, texts, lengths, _places(texts, lengths), device)
     hidden = transformer(batch)["token_embeddings"]
     return hidden[batch["attention_mask"].bool()], *places
@@ -198,8 +208,5 @@ def _places(texts: list[int], lengths: list[int]) -> list[Any]:
 
 
 def _moved(arrays: list[Any], device: torch.device) -> list[Tensor]:
-    """Arrays of int64 as tensors on the device: one copy, from pinned memory."""
-    if device.type == "cpu":
-        return [torch.from_numpy(a) for a in arrays]
-    whole = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).pin_memory().to(device, non_blocking=True)
-    return [x.view(a.shape) for x, a in zip(whole.split([a.size for a in arrays]), arrays, strict=True)]
+    """Arrays of int64 as tensors on the device, in one copy."""
+    return moved([torch.from_numpy(a) for a in arrays], device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .embedded import in_one_kernel
 from .families import DECODERS, TEXTS, _kind
 from .plan import _Chain, _running
 from .segments import Segments, packed
@@ -17,16 +18,28 @@ RECORDED = "output_attentions", "output_hidden_states"
 
 
 def run(model: Any, chain: _Chain, given: dict[str, Tensor], segments: Segments) -> Any:
-    """The model's output for packed tokens. given: arguments of its forward [1, T]."""
-    options = dict.fromkeys((*RECORDED, "use_cache") if _kind(model) in DECODERS else RECORDED, False)
+    """The model's output for packed tokens, without that of its pooler. given: arguments of its forward [1, T]."""
+    options: dict[str, Any] = dict.fromkeys((*RECORDED, "use_cache") if _kind(model) in DECODERS else RECORDED, False)
     if getattr(model.config, "layer_types", None):
         options["attention_mask"] = dict.fromkeys(model.config.layer_types)  # no mask of [T, T] for them
+    else:  # masks of four dimensions pass as they are, and our layers read none; in a capture None would become [T, T]
+        options["attention_mask"] = next(iter(given.values())).new_empty(1, 1, 1, 1)
     before = packed.set(segments), _running.set(chain)
     try:
-        return type(model).forward(model, **given, **options, return_dict=True)
+        return type(model).forward(_packed_form(model, given), **given, **options, return_dict=True)
     finally:
         packed.reset(before[0])
         _running.reset(before[1])
+
+
+def _packed_form(model: Any, given: dict[str, Tensor]) -> Any:
+    """The same modules, but for the pooler, which would read the first packed token only, and embeddings that one
+    kernel computes."""
+    kernel = in_one_kernel(getattr(model, "embeddings", None)) if "input_ids" in given else None
+    others = {"pooler": None} | ({"embeddings": kernel} if kernel else {})
+    form = object.__new__(type(model))
+    vars(form).update(vars(model), _modules=model._modules | {k: v for k, v in others.items() if k in model._modules})
+    return form
 
 
 def kept(model: Any, seen: Tensor) -> Tensor:
@@ -36,7 +49,7 @@ def kept(model: Any, seen: Tensor) -> Tensor:
 
 
 def pool_again(model: Any, output: Any, firsts: Callable[[Tensor], Tensor] = lambda states: states) -> None:
-    """Replaces the pooler's result in an output. firsts: the states [texts, 1 or more, width] of the texts, of which
+    """Sets the pooler's result in an output. firsts: the states [texts, 1 or more, width] of the texts, of which
     poolers read the first, from the last hidden states."""
     pooler = getattr(model, "pooler", None)
     if pooler is not None:
@@ -53,6 +66,17 @@ def positions(model: Any, tokens: dict[str, Tensor], kept: Tensor) -> Tensor:
         given = (tokens["input_ids"] != padding).long()
         return given.cumsum(1) * given + padding
     return torch.arange(kept.size(1), device=kept.device).expand(kept.shape) + padding + 1
+
+
+def packed_positions(model: Any, ids: Tensor, columns: Tensor) -> Tensor:
+    """The positions [T] that the stock model gives to packed tokens. columns [T]: where each is in its text."""
+    padding = numbered_from(getattr(model, "embeddings", None))
+    if padding < 0:
+        return columns
+    given = (ids != padding).long()
+    ahead = given.cumsum(0) - given
+    of_text = ahead[torch.arange(len(columns), device=columns.device) - columns]
+    return (ahead + 1 - of_text) * given + padding
 
 
 def longest(model: Any) -> int:

@@ -47,6 +47,8 @@ def can_pack(model: nn.Module) -> str | None:
     if not _is_ours(whole):
         return f"optimize has not changed {type(whole).__name__} as a whole"
     chain: _Chain = whole.__dict__["forward"].args[1]
+    if chain.graphs is not None and chain.graphs.holds():  # of a model that could be packed
+        return None
     if not chain.is_private():
         return f"{type(whole).__name__} has hooks or replaced modules"
     if any(m.training for m in whole.modules()):
@@ -93,7 +95,6 @@ def encode_tokens(
     if why is not None:
         raise ValueError(f"encode_tokens: {why}")
     whole: Any = _whole(model)
-    chain: _Chain = whole.__dict__["forward"].args[1]
     counts = _checked("encode_tokens", input_ids, lengths)
     given = {"input_ids": input_ids, "token_type_ids": token_type_ids}
     if token_type_ids is not None and token_type_ids.shape != input_ids.shape:
@@ -102,22 +103,41 @@ def encode_tokens(
         raise ValueError(f"encode_tokens: {type(whole).__name__} takes no token_type_ids")
     if len(input_ids) == 0:
         return input_ids.new_empty(0, whole.config.hidden_size, dtype=whole.dtype)
-    of_text = moved(torch.tensor(counts, device="cpu"), input_ids.device)
-    kept = torch.arange(max(counts), device=input_ids.device) < of_text[:, None]
-    padding = getattr(getattr(whole, "embeddings", None), "padding_idx", 0)  # RoBERTa numbers the other tokens
-    tokens = {
-        name: x.new_full(kept.shape, padding if name == "input_ids" else 0).masked_scatter_(kept, x)
-        for name, x in given.items()
-        if x is not None
-    }
-    if not _fits(whole, tokens, kept.size(1)):
-        raise ValueError(f"encode_tokens: {type(whole).__name__} has too few positions for {max(counts)} tokens")
+    (columns,) = moved([columns_of(counts)], input_ids.device)
+    return hidden_states(whole, {name: x for name, x in given.items() if x is not None}, counts, columns)
+
+
+def packable(model: nn.Module) -> Any:
+    """The model of texts inside a module, if `hidden_states` takes it as it is now; else None."""
+    return _whole(model) if can_pack(model) is None else None
+
+
+def columns_of(counts: Sequence[int]) -> Tensor:
+    """Where each token of packed texts is in its text, [T] on the CPU."""
+    lengths = torch.tensor(counts, device="cpu")
+    ends = lengths.cumsum(0)
+    return torch.arange(int(ends[-1]), device="cpu") - (ends - lengths).repeat_interleave(lengths)
+
+
+def hidden_states(model: Any, flat: dict[str, Tensor], counts: Sequence[int], columns: Tensor) -> Tensor:
+    """The result of `encode_tokens` for arguments that are right. flat: input_ids [T], and token_type_ids or not;
+    columns: `columns_of`, on their device."""
+    if max(counts) > one_pass.longest(model):
+        raise ValueError(f"encode_tokens: {type(model).__name__} has too few positions for {max(counts)} tokens")
+    replays = replayed.can_replay(model, model.__dict__["forward"].args[1], columns.device)
+    flat = {"position_ids": one_pass.packed_positions(model, flat["input_ids"], columns)} | flat
+    texts, places = [(count, False) for count in counts], None
+    if not replays:
+        order = sorted(range(len(counts)), key=counts.__getitem__)  # texts of one length side by side
+        texts = [texts[i] for i in order]
+        lengths = torch.tensor(counts, device="cpu")
+        begins = (lengths.cumsum(0) - lengths)[order].repeat_interleave(lengths[order])
+        begins, columns = moved([begins, columns_of([count for count, _ in texts])], columns.device)
+        places = begins + columns
     try:
-        texts = [(count, False) for count in counts]
-        output = _run(whole, tokens, kept, texts, replayed.can_replay(whole, chain, kept.device), unpad=False)
+        states: Tensor = _run(model, flat, texts, columns, places, replays).last_hidden_state
     except Unpackable as reason:
         raise ValueError(f"encode_tokens: {reason}") from None
-    states: Tensor = output.last_hidden_state
     return states
 
 
@@ -182,7 +202,8 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
     small = replays and source.numel() <= replayed.MOST and "position_ids" not in tokens
     output = None
     if small and (mask is None or source.numel() <= replayed.SMALL):
-        output = replayed.padded(model, chain, tokens, mask)
+        call, _ = replayed.signature(model, args, kwargs)
+        output = replayed.padded(model, chain, tokens, mask, call, short)
     if mask is None and in_blocks(source.size(1), one_pass.window(chain)):
         mask = torch.ones_like(source[..., 0] if source.dim() > 2 else source)
     if output is None and mask is not None:
@@ -236,29 +257,9 @@ def _without_hidden(
     if (1, True) in texts or (0, False) in texts:  # a text without a token
         return None
     tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tokens.items()}
-    try:
-        output = _run(model, tokens, kept, texts, replays)
-    except Unpackable:
-        return None
-    one_pass.pool_again(model, output)
-    return output
-
-
-def _run(
-    model: Any,
-    tokens: dict[str, Tensor],
-    kept: Tensor,
-    texts: list[tuple[int, bool]],
-    replays: bool,
-    *,
-    unpad: bool = True,
-) -> Any:
-    """The model's output for the tokens that are kept of [texts, longest], computed in steps of whole texts. Its hidden
-    states are [texts, longest, width], or [T, width] without unpad."""
-    chain: _Chain = model.__dict__["forward"].args[1]
     tokens = {"position_ids": one_pass.positions(model, tokens, kept)} | tokens
     if replays:  # in any order, and without waiting for the GPU
-        places = kept.flatten().nonzero_static(size=sum(count for count, _ in texts)).squeeze(1)
+        places = kept.flatten().nonzero_static(size=sum(counts)).squeeze(1)
     else:
         order = sorted(range(len(texts)), key=texts.__getitem__)  # texts of one length side by side
         texts = [texts[i] for i in order]
@@ -266,24 +267,53 @@ def _run(
         row, column = kept[of_text].nonzero().unbind(1)
         places = of_text[row] * kept.size(1) + column
     flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
-    into = places if unpad else (kept.flatten().cumsum(0) - 1)[places]
+    try:
+        output = _run(model, flat, texts, places % kept.size(1), places, replays)
+    except Unpackable:
+        return None
+    output.last_hidden_state = output.last_hidden_state.view(*kept.shape, -1)
+    one_pass.pool_again(model, output)
+    return output
+
+
+def _run(
+    model: Any,
+    flat: dict[str, Tensor],
+    texts: list[tuple[int, bool]],
+    columns: Tensor,
+    places: Tensor | None,
+    replays: bool,
+) -> Any:
+    """The model's output for packed texts, computed in steps of whole texts; the hidden states have a row for each of
+    flat, zero where there is no token.
+
+    flat: arguments of its forward, [N, ...]. columns: where each packed token is in its text. places: its row of flat;
+    None if they are all rows in order.
+    """
+    chain: _Chain = model.__dict__["forward"].args[1]
     states: Any = None
     output: Any = None
-    for some, part in _steps(texts, _most(chain, model, kept.device)):
-        taken = places[part]
-        extra = -len(taken) % _multiple(len(taken), has_onednn(one_pass.words(model)), replays)
+    for some, part in _steps(texts, _most(chain, model, columns.device)):
+        taken, count = part if places is None else places[part], part.stop - part.start
+        given = {name: x[taken] for name, x in flat.items()} | {"": columns[part]}
+        extra = -count % _multiple(count, has_onednn(one_pass.words(model)), replays)
         if extra:
-            taken, longest = torch.cat([taken, taken[-1:].expand(extra)]), max(length for length, _ in some)
+            given = {name: torch.cat([x, x[-1:].expand(extra, *x.shape[1:])]) for name, x in given.items()}
+            longest = max(length for length, _ in some)
             some = [*some, *((min(longest, extra - i), False) for i in range(0, extra, longest))]
-        given = {name: x[taken][None] for name, x in flat.items()}
-        output = replayed.step(model, chain, given, some) if replays and len(taken) <= replayed.MOST else None
+        given, of_step = {name: x[None] for name, x in given.items() if name}, given[""]
+        output = replayed.step(model, chain, given, some) if replays and count + extra <= replayed.MOST else None
         if output is None:
-            output = one_pass.run(model, chain, given, Segments.of(some, taken % kept.size(1)))
-        y = output.last_hidden_state[0, : len(taken) - extra]
+            output = one_pass.run(model, chain, given, Segments.of(some, of_step))
+        y = output.last_hidden_state[0, :count]
+        rows = len(flat["position_ids"])
+        if places is None and count == rows:
+            states = y
+            break
         if states is None:
-            states = y.new_zeros(kept.numel() if unpad else len(places), y.size(1))
-        states[into[part]] = y
-    output.last_hidden_state = states.view(*kept.shape, -1) if unpad else states
+            states = y.new_zeros(rows, y.size(1))
+        states[taken] = y
+    output.last_hidden_state = states
     return output
 
 

@@ -9,22 +9,25 @@ the host does not read the mask,   the host knows the lengths
 T is B * S rounded up to few sizes
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from custom_mm import _C
 
-from . import one_pass
+from . import one_pass, registered
 from .families import BARE, BY_COLUMNS, _kind
-from .graphs import Tensors, rounded
+from .graphs import Graphs, Tensors, rounded
 from .plan import _Chain
 from .segments import Segments, _has_varlen, _why_not_attention, moved
 
 SMALL = 4096  # tokens of a padded batch whose mask the host does not read, and whose padding is computed
 MOST = 16384  # tokens of a captured pass, 32 x 512. With more, a GPU is slower than most hosts, and memory is held.
+CALLS = 1024  # remembered, of one model
 LONGEST = 64  # texts' lengths are rounded up to a multiple of it, rows of the attention kernel's blocks
 
 
@@ -55,40 +58,129 @@ def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
     return usual
 
 
-def padded(model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None) -> Any:
-    """The output for a padded batch, whose mask may hide any tokens; None if its sizes are new. tokens: input_ids
-    [B, S], and token_type_ids or not."""
-    ids, types = tokens["input_ids"].long(), tokens.get("token_type_ids")
-    batch, length = ids.shape
-    longest = -(-length // LONGEST) * LONGEST
-    sizes = rounded(ids.numel(), 16), rounded(batch), longest, mask is not None
-    names = [*tokens, "position_ids"]
-    if types is None and one_pass.takes_types(model):
-        names.append("token_type_ids")  # zeros
+@dataclass(frozen=True, eq=False)
+class _Padded:
+    """The passes of padded batches [batch, length]. masked: with a mask; typed: with token types; short: the result is
+    a tuple."""
 
-    def make() -> Tensors:
-        inputs = {name: ids.new_zeros(1, sizes[0]) for name in names}
-        options = {"dtype": torch.int32, "device": ids.device}
-        starts = torch.zeros(2, (1 if mask is None else 2) * sizes[1] + 1, **options)
-        return inputs | {"place": torch.zeros(sizes[0], **options), "starts": starts}
+    model: Any
+    chain: _Chain
+    device: torch.device
+    batch: int
+    length: int
+    masked: bool
+    typed: bool
+    short: bool
 
-    def fill(inputs: Tensors) -> None:
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """Tokens, texts and tokens of the longest text, rounded up."""
+        return rounded(self.batch * self.length, 16), rounded(self.batch), -(-self.length // LONGEST) * LONGEST
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Arguments of forward [1, T]."""
+        typed = self.typed or one_pass.takes_types(self.model)  # zeros
+        return ["input_ids", "position_ids", *(["token_type_ids"] if typed else [])]
+
+    @cached_property
+    def key(self) -> Hashable:
+        return self.sizes, self.masked, tuple(self.names)
+
+    @cached_property
+    def padding(self) -> int:
+        return one_pass.numbered_from(self.model.embeddings)
+
+    def make(self) -> Tensors:
+        ints = {"dtype": torch.int32, "device": self.device}
+        tokens, texts, _ = self.sizes
+        inputs = {name: torch.zeros(1, tokens, dtype=torch.int64, device=self.device) for name in self.names}
+        starts = torch.zeros(2, (1 + self.masked) * texts + 1, **ints)  # type: ignore[call-overload]
+        return inputs | {"place": torch.zeros(tokens, **ints), "starts": starts}  # type: ignore[call-overload]
+
+    def fill(self, tokens: Tensors, mask: Tensor | None, inputs: Tensors) -> None:
+        ids, types = tokens["input_ids"], tokens.get("token_type_ids")
+        ids = ids if ids.dtype == torch.int64 else ids.long()
+        if types is not None:
+            types = types.long().expand(self.batch, self.length)
         packed = inputs["input_ids"], inputs["position_ids"], inputs.get("token_type_ids")
-        of_all = None if types is None else types.long().expand(batch, length)
-        given = ids, mask, of_all, one_pass.numbered_from(model.embeddings)
-        _C.pack_padded(*given, *packed, inputs["place"], inputs["starts"])
+        _C.pack_padded(ids, mask, types, self.padding, *packed, inputs["place"], inputs["starts"])
 
-    def body(inputs: Tensors) -> Any:
-        segments = Segments(*inputs["starts"].unbind(0), longest)
-        output = one_pass.run(model, chain, {name: inputs[name] for name in names}, segments)
-        begins = inputs["starts"][0, :-1] if mask is None else inputs["starts"][0, 1::2]
-        one_pass.pool_again(model, output, lambda states: states[0, begins.clamp(max=sizes[0] - 1), None])
+    def body(self, inputs: Tensors) -> Any:
+        segments = Segments(*inputs["starts"].unbind(0), self.sizes[2])
+        output = one_pass.run(self.model, self.chain, {name: inputs[name] for name in self.names}, segments)
+        begins = inputs["starts"][0, 1::2] if self.masked else inputs["starts"][0, :-1]
+        if rounded(self.sizes[1] - 1) == self.sizes[1] > 1:  # there may be texts without tokens, after all others
+            begins = begins.clamp(max=self.sizes[0] - 1)
+        one_pass.pool_again(self.model, output, lambda states: states[0].index_select(0, begins)[:, None])
         return output
 
-    def read(x: Tensor, inputs: Tensors) -> Tensor:
-        return _C.unpack_padded(x[0], inputs["place"], batch, length) if x.dim() == 3 else x[:batch].clone()
+    def read(self, x: Tensor, inputs: Tensors) -> Tensor:
+        if x.dim() == 3:
+            return _C.unpack_padded(x[0], inputs["place"], self.batch, self.length)
+        return x[: self.batch].clone()
 
-    return chain.graphs.run((sizes, tuple(names)), ids.device, make, fill, body, read)
+
+def padded(
+    model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None, signature: Hashable = None, short: bool = False
+) -> Any:
+    """The output for a padded batch, whose mask may hide any tokens; None if its sizes are new. tokens: input_ids
+    [B, S], and token_type_ids or not. signature: that of the call, which `repeated` answers from then on; short: with a
+    tuple."""
+    ids, graphs = tokens["input_ids"], cast(Graphs, chain.graphs)
+    batch, length = ids.shape
+    passes = _Padded(model, chain, ids.device, batch, length, mask is not None, "token_type_ids" in tokens, short)
+    fill = partial(passes.fill, tokens, mask)
+    output = graphs.run(passes.key, passes.device, passes.make, fill, passes.body, passes.read)
+    if output is not None and signature is not None:
+        if len(graphs.calls) >= CALLS:
+            graphs.calls.clear()
+        graphs.calls[signature] = passes
+    return output
+
+
+def signature(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, dict[str, Any]]:
+    """What `repeated` knows a call by, None for some, and its arguments by name."""
+    given = dict(zip(one_pass.names(type(model)), args, strict=False)) | kwargs if args else kwargs
+    parts: list[Hashable] = []
+    for name, x in given.items():
+        if type(x) is Tensor:
+            parts += [name, x.shape, x.dtype, x.device]
+        elif x is None or type(x) is bool:
+            parts += [name, x]
+        else:
+            return None, given
+    return (*parts,), given
+
+
+def repeated(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The output of a padded batch if a call with the same arguments, but for the values of tensors, was replayed, and
+    nothing else has changed since. Else None: `unpadded` finds out what the call is."""
+    graphs = chain.graphs
+    if graphs is None or not graphs.calls:
+        return None
+    known, given = signature(model, args, kwargs)
+    passes = graphs.calls.get(known)
+    if passes is None or _is_watched() or not graphs.may_run():
+        return None
+    fill = partial(passes.fill, given, given.get("attention_mask"))
+    output = graphs.again(passes.key, passes.device, fill, passes.read)
+    if not graphs.holds():  # found out while the GPU computes: a pass writes to nothing but its own memory
+        graphs.calls.clear()
+        return None
+    return output.to_tuple() if output is not None and passes.short else output
+
+
+def _is_watched() -> bool:
+    """True where a call may be another than its arguments say: under autocast, transforms and tracing, in a capture, or
+    while transformers collects outputs."""
+    return (
+        torch.is_autocast_enabled("cuda")
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or bool(registered._captured())
+        or torch.cuda.is_current_stream_capturing()
+    )
 
 
 def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, bool]]) -> Any:
@@ -108,7 +200,7 @@ def step(model: Any, chain: _Chain, given: Tensors, texts: Sequence[tuple[int, b
             inputs[name][:, :size].copy_(x)
         starts = Segments.starts(texts, hidden)
         starts = torch.cat([starts, starts[:, -1:].expand(2, inputs["starts"].size(1) - starts.size(1))], 1)
-        inputs["starts"].copy_(moved(starts, device))  # texts without tokens at the end
+        inputs["starts"].copy_(moved([starts], device)[0])  # texts without tokens at the end
 
     def body(inputs: Tensors) -> Any:
         segments = Segments(*inputs["starts"].unbind(0), longest)

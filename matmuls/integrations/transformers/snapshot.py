@@ -1,71 +1,69 @@
 """Checks that an optimized model is as it was, in a few microseconds: what a captured pass depends on."""
 
-from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as modules_of_all
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-SCALARS = "is_causal", "scaling", "eps", "padding_idx"  # attributes of modules that their forward reads
+from custom_mm import _C
+
+# attributes of modules that their forward reads, or that say how it is called
+READ = "training", "forward", "_compiled_call_impl"
+# where a module has them
+SCALARS = "is_causal", "scaling", "eps", "padding_idx", "num_embeddings", "max_norm", "rope_type"
 
 
 class Snapshot:
     """The modules of a model, their places, settings and hooks, as they were when it was made.
 
-    `holds` compares them by C loops over flat lists (map, ==): 60 us for BERT-base, where a loop in Python takes 400.
-    Two lists are equal at once where their elements are the same objects.
+    `holds` compares them in C++, by flat lists (see `_C.unchanged`). The lists are Python's, so that the garbage
+    collector sees what they refer to.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
-        self._kinds = [type(m) for m in self.modules]
-        self._settings = [vars(m) for m in self.modules] * 2
-        self._names = ["training"] * len(self.modules) + ["forward"] * len(self.modules)
-        places = [(m._modules, name) for m in self.modules for name in m._modules]
-        self._settings += [place for place, _ in places]
-        self._names += [name for _, name in places]
-        scalars = [(vars(m), name) for m in self.modules for name in SCALARS if name in vars(m)]
-        self._settings += [attributes for attributes, _ in scalars]
-        self._names += [name for _, name in scalars]
-        self._values = [*map(dict.get, self._settings, self._names)]
-        self._children = [m._modules for m in self.modules]
-        self._sizes = [*map(len, self._children)]
-        self._hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        own = [(vars(kind), name) for kind in set(self._kinds) for name, x in vars(kind).items() if callable(x)]
-        self._classes, self._method_names = [kind for kind, _ in own], [name for _, name in own]
-        self._methods = [*map(MappingProxyType.get, self._classes, self._method_names)]
-        configs = {id(c): c for m in self.modules for c in (vars(m).get("config"),) if c is not None}
-        self._configs = list(configs.values())
-        self._config_values = [dict(vars(config)) for config in self._configs]
-        self._attentions = self._attention()
-        tensors = [(kind, name) for m in self.modules for kind in (m._parameters, m._buffers) for name in kind]
-        tensors = [(kind, name) for kind, name in tensors if kind[name] is not None]
-        self._tensors, self._tensor_names = [kind for kind, _ in tensors], [name for _, name in tensors]
-        self._counts = [*map(len, self._hooks)]
-        self._where = self._addresses()
+        self._items: list[Any] = []  # holder, key and value of each fact
+        self._sizes: list[Any] = []
+        self._types: list[Any] = []
+        self._addresses: list[Any] = []
+        for m in self.modules:
+            self._add_module(m)
+        for kind in {type(m) for m in self.modules}:
+            methods = [(kind, name) for name, x in vars(kind).items() if callable(x)]
+            self._add([*methods, (next(c for c in kind.__mro__ if "forward" in vars(c)), "forward")])
+        for config in {id(c): c for m in self.modules for c in (vars(m).get("config"),) if c is not None}.values():
+            self._add((vars(config), name) for name in vars(config))
+            self._sizes += [vars(config), len(vars(config))]
+            functions, name = ALL_ATTENTION_FUNCTIONS, config._attn_implementation
+            self._add([(functions._local_mapping, name), (functions._global_mapping, name)])
+
+    def _add(self, places: Any) -> None:
+        """Adds what holders, dictionaries or classes, have under a name now."""
+        for holder, name in places:
+            self._items += [holder, name, vars(holder).get(name) if isinstance(holder, type) else holder.get(name)]
+
+    def _add_module(self, m: nn.Module) -> None:
+        attributes = vars(m)
+        hooks: list[dict[Any, Any]] = [m._forward_hooks, m._forward_pre_hooks]
+        self._types += [m, type(m)]
+        self._add((attributes, name) for name in (*READ, *(name for name in SCALARS if name in attributes)))
+        self._add((m._modules, name) for name in m._modules)
+        self._add((of_kind, number) for of_kind in hooks for number in of_kind)
+        for some in (m._modules, *hooks):
+            self._sizes += [some, len(some)]
+        for tensors in (m._parameters, m._buffers):
+            for name, x in tensors.items():
+                if x is None:
+                    self._items += [tensors, name, None]
+                else:
+                    self._addresses += [tensors, name, x.data_ptr()]
+
+    def is_in_place(self) -> bool:
+        """True if parameters and buffers are where they were: a captured pass may read them."""
+        return _C.unchanged([], [], [], self._addresses)
 
     def holds(self) -> bool:
         """True if nothing has changed but the values of parameters and buffers."""
-        return (
-            [*map(dict.get, self._settings, self._names)] == self._values
-            and [*map(len, self._children)] == self._sizes
-            and [*map(vars, self._configs)] == self._config_values
-            and [*map(type, self.modules)] == self._kinds
-            and [*map(len, self._hooks)] == self._counts
-            and not modules_of_all._has_any_global_hook()
-            and self._attention() == self._attentions
-            and [*map(MappingProxyType.get, self._classes, self._method_names)] == self._methods
-            and self._addresses() == self._where
-        )
-
-    def _attention(self) -> list[Any]:
-        names = [config._attn_implementation for config in self._configs]
-        return [*names, *map(ALL_ATTENTION_FUNCTIONS.get, names)]
-
-    def _addresses(self) -> list[int]:
-        """The addresses of the parameters and buffers; an empty list if one was removed."""
-        try:
-            return [*map(Tensor.data_ptr, map(dict.get, self._tensors, self._tensor_names))]  # type: ignore[arg-type]
-        except TypeError:
-            return []
+        unchanged = _C.unchanged(self._items, self._sizes, self._types, self._addresses)
+        return unchanged and not modules_of_all._has_any_global_hook()

@@ -1,6 +1,8 @@
 """CUDA graphs of encoders: padded batches and packed texts, compared with the model without graphs."""
 
 import copy
+import gc
+import os
 import pickle
 import threading
 
@@ -134,6 +136,34 @@ def test_sizes_are_rounded_to_few():
     for n in range(1, 5000):
         assert n <= rounded(n) <= n + n / 8
     assert rounded(3, least=16) == 16
+
+
+class Held:
+    """Ends the process with status 3 where it is destroyed, as torch's CUDA objects do in a forked process."""
+
+    def __init__(self):
+        self.process = os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.process:
+            os._exit(3)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_process_does_not_destroy_graphs():
+    graphs = Graphs()
+    graphs._passes["size"] = Held()
+    graphs.own = graphs  # garbage that only the collector frees
+    gc.disable()
+    try:
+        del graphs
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            os._exit(0)
+    finally:
+        gc.enable()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_copied_model_captures_its_own(uncaptured):

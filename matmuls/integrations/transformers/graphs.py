@@ -1,6 +1,8 @@
 """CUDA graphs of an optimized encoder's passes: captured when a size comes back, and then launched as one."""
 
+import os
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -63,6 +65,7 @@ class Graphs:
     """
 
     def __init__(self) -> None:
+        _all.add(self)
         self.calls: dict[Hashable, Any] = {}  # of `replayed`: what repeats a call, by its signature
         self._lock = threading.Lock()  # guards the members below
         self._snapshot: Snapshot | None = None  # of the model that was captured
@@ -233,3 +236,15 @@ class Graphs:
         with _capturing:
             while len(self) > GRAPHS or len(self._passes) > 4 * GRAPHS:
                 self._passes.popitem(last=False)
+
+
+_all: weakref.WeakSet[Graphs] = weakref.WeakSet()
+_of_parent: list[Any] = []
+
+
+def _keep() -> None:
+    """Keeps the parent's CUDA objects in a forked process: it cannot destroy them, and torch would end it."""
+    _of_parent.extend((graphs._passes, graphs._stream, graphs._last) for graphs in _all)
+
+
+os.register_at_fork(after_in_child=_keep)

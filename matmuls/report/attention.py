@@ -36,7 +36,7 @@ def _attention(page: Page, results: Results) -> None:
     page.table(
         "There is one row for each case and dtype. A case is batch x heads x tokens x head size. The last two columns "
         "are speeds: higher is better. On Hopper GPUs one kernel computes the cases of head size 64. For other head "
-        "sizes, and on other GPUs, which were not timed, the scores are computed in pieces.",
+        "sizes, and on other GPUs, the scores are computed in pieces. Other GPUs were not timed.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [

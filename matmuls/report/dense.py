@@ -126,12 +126,13 @@ def _host(page: Page, results: Results) -> None:
         ),
     )
     page.say(losses([(r["ratio"], _case(r)) for r in rows], "torch"))
+    page.say("[Small calls](host.md) has such calls in float32, as called, from another run: compare the dates.")
     page.measured(*{run.file: run for run in runs}.values())
 
 
 def _batch_invariance(page: Page, results: Results) -> None:
     page.heading("The price of batch invariance")
-    page.say("`handles(batch_invariant=True)` makes a row's result independent of the number of rows.")
+    page.say("With `handles(batch_invariant=True)` a row's result does not depend on the number of rows.")
     for file in INVARIANCE:
         if not (results.folder / file).is_file():  # measured on one kind of machine so far
             continue
@@ -140,8 +141,8 @@ def _batch_invariance(page: Page, results: Results) -> None:
         of = {(d, m): [r["ratio"] for r in run.rows if (r["dtype"], r["m"]) == (d, m)] for d in dtypes for m in counts}
         page.table(
             f"There is one row for each number of rows, on {'a GPU' if file.startswith('cuda') else 'a CPU'}. A cell "
-            "has the lowest and the highest ratio, over the weights and calls of the file, of the time under batch "
-            "invariance to that without: lower is better.",
+            "has the range, over all measured weights and calls, of time with batch invariance / time without: lower "
+            "is better.",
             ("rows", *dtypes),
             ([str(m), *(f"{number(min(of[d, m]))} to {number(max(of[d, m]))}" for d in dtypes)] for m in counts),
         )

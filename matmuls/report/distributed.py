@@ -17,12 +17,12 @@ def page(results: Results) -> Page:
     page = Page("performance/distributed.md", "Sparse products on several GPUs")
     page.say(
         "`matmuls.distributed.plan` multiplies a matrix whose rows are divided among processes, one for each GPU.",
-        "The tables have the wall clock of one product as called, in microseconds: lower is better.",
+        "The tables have the wall-clock time of one product as called, in microseconds: lower is better.",
         "*all-gather*: every process first gets all rows of the dense operand, then multiplies its own rows.",
         "*efficiency* is t(one GPU) / (number of GPUs x t(distributed plan)); higher is better, 1 is ideal.",
-        "*MiB sent* is the sum over the GPUs in a product.",
-        "*predicted* is not a measurement of the distributed plan, but what a model says that was fitted to the table "
-        "of fewer GPUs above.",
+        "*MiB sent* is what all GPUs together send in a product.",
+        "*predicted* is not measured: it is computed by a model that was fitted to the measurements on fewer GPUs (the "
+        "table above).",
         "The commands below run under torchrun: `torchrun --nproc-per-node=2 -m matmuls spmm ...`.",
     )
     predicted: Predicted = {}
@@ -101,8 +101,8 @@ def _weak(page: Page, run: Run, cases: list[dict[str, Any]]) -> None:
     ranks = cases[0]["ranks"]
     page.heading(f"Weak scaling on {ranks} GPUs")
     page.table(
-        f"There is one row for each dtype. One GPU multiplies a grid with 1/{ranks} of the vertices here, and "
-        "*efficiency* is t(one GPU) / t(distributed plan): 1 is ideal.",
+        f"There is one row for each dtype. In this table the one-GPU time is for a grid with 1/{ranks} of the "
+        "vertices, and *efficiency* is t(one GPU) / t(distributed plan): 1 is ideal.",
         ("matrix", "dtype", "columns", "efficiency", "efficiency, forward + backward"),
         (
             [case["matrix"], case["dtype"], str(case["n"]), *(f"{case[key]:.2f}" for key in EFFICIENCIES)]
@@ -118,6 +118,7 @@ EFFICIENCIES = "efficiency", "efficiency_backward"
 def _models(page: Page, run: Run) -> None:
     rows = [row for row in run.rows if "failed" not in row]
     steps = [row for row in rows if row["case"] == "GCN"]
+    modules = [row for row in rows if row["case"] != "GCN"]
     ranks = rows[0]["ranks"]
     page.heading(f"Models on {ranks} GPUs")
     page.table(
@@ -135,27 +136,27 @@ def _models(page: Page, run: Run) -> None:
             for row in steps
         ),
     )
-    page.table(
-        "There are two rows for each module that torch's `parallelize_module` divides: by its output features "
-        "(*columns*), its input features (*inner*) or the rows of x (*rows*). Times are in ms: lower is better. "
-        "*nn.Linear* is divided in the same way. A SparseLinear has 95 % zeros. *error* is the largest relative "
-        "difference of results and gradients from those of one GPU.",
-        ("module, divided by", "rows x in x out", "", "ms", "nn.Linear", "one GPU", "nn.Linear, one GPU", "error"),
-        (
-            [
-                *(f"{row['case']}, {row['by']}", f"{row['rows']} x {row['in']} x {row['out']}", direction),
-                *(
-                    number(row[kind][f"{name}, {where}"] * 1e3)
-                    for where in ("divided", "alone")
-                    for name in ("matmuls", "nn.Linear")
-                ),
-                f"{row['error']['matmuls']:.1e}",
-            ]
-            for row in rows
-            if row["case"] != "GCN"
-            for kind, direction in (("seconds", "forward"), ("seconds_backward", "forward + backward"))
-        ),
-    )
+    if modules:
+        page.table(
+            "There are two rows for each module that torch's `parallelize_module` divides: by its output features "
+            "(*columns*), its input features (*inner*) or the rows of x (*rows*). Times are in ms: lower is better. "
+            "*nn.Linear* is divided in the same way. A SparseLinear has 95 % zeros. *error* is the largest relative "
+            "difference of results and gradients from those of one GPU.",
+            ("module, divided by", "rows x in x out", "", "ms", "nn.Linear", "one GPU", "nn.Linear, one GPU", "error"),
+            (
+                [
+                    *(f"{row['case']}, {row['by']}", f"{row['rows']} x {row['in']} x {row['out']}", direction),
+                    *(
+                        number(row[kind][f"{name}, {where}"] * 1e3)
+                        for where in ("divided", "alone")
+                        for name in ("matmuls", "nn.Linear")
+                    ),
+                    f"{row['error']['matmuls']:.1e}",
+                ]
+                for row in modules
+                for kind, direction in (("seconds", "forward"), ("seconds_backward", "forward + backward"))
+            ),
+        )
     if len(rows) < len(run.rows):
         page.say(f"{len(run.rows) - len(rows)} of {len(run.rows)} cases ended with an error and are not shown.")
     page.measured(run)

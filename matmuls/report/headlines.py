@@ -112,9 +112,9 @@ def sparse(results: Results) -> str:
         "A *constant plan* is a plan of a sparse matrix whose values do not change. Its products are compared with the "
         f"fastest of torch.sparse and seven cuSPARSE algorithms. On an {run.card} they are on average (geometric mean) "
         f"{_speed(narrow, lambda c: c.speed())} in 16 bits and {_speed(wide, lambda c: c.speed())} in float32. "
-        "Forward + backward, with an ordinary plan and the gradients of A and B, is compared with torch.sparse. On "
-        f"average it is {_speed(trained, lambda c: c.backward_speed)}. In the other {len(cases) - len(trained)} cases "
-        "torch's dense gradient of A did not fit into memory."
+        "Forward + backward, with a plan that is not constant and the gradients of A and B, is compared with "
+        f"torch.sparse. On average it is {_speed(trained, lambda c: c.backward_speed)}. In the other "
+        f"{len(cases) - len(trained)} cases torch's dense gradient of A did not fit into memory."
     )
 
 

@@ -11,16 +11,18 @@ def page(results: Results) -> Page:
     page = Page("performance/host.md", "Small calls, as called")
     run = results.run(FILE)
     page.say(
-        "The GPU needs a few microseconds for operands of 64 x 64, so the time is the host's.",
-        "The table has the wall clock of a call in a row of calls, in microseconds: lower is better.",
+        "For operands of 64 x 64 the GPU needs only a few microseconds, so the host determines the time of a call.",
+        "The table has the wall-clock time per call, when many calls follow each other, in microseconds: lower is "
+        "better.",
         "*blend* computes both experts by torch and adds them, weighted by the mask.",
         "*eager* is torch's softmax of the scaled and masked scores.",
         "Layers and products are float32, and two experts float16.",
         "SparseLinear has 90 % zeros.",
-        "torch has no `mask_plan`: a `torch.matmul` is there to compare with, and does not count below.",
+        "torch has no `mask_plan`: its row shows a `torch.matmul` for comparison, and is left out of *Slower cases*.",
     )
     page.table(
-        "There is one row for each call. *ratio* is its time over that of torch's way: below 1 matmuls is faster.",
+        "There is one row for each call. *ratio* is the time of matmuls / the time of torch's way: below 1 matmuls is "
+        "faster.",
         ("call", "us", "torch's way", "us of torch's way", "ratio"),
         (
             (r["call"], f"{r['us']:.1f}", r["rival"], f"{r['rival_us']:.1f}", number(r["us"] / r["rival_us"]))

@@ -22,29 +22,30 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
     page.say(
         "In each table, matmuls and its alternatives (*rivals*) were measured in the same run, in turns, with the same "
         "inputs, layouts and precision.",
-        "A time *as called* is the wall time of a call in a plain loop, with all that the host does.",
+        "A time *as called* is the wall-clock time of a call in a plain loop. It includes the work of the host.",
         "A *GPU time* is the time of the GPU alone, measured by a CUDA graph of the calls.",
         "Tables show the time as called where it was measured, and the GPU time in brackets where the two differ by "
-        "more than 10 %. Below other tables stands *Times: GPU time*.",
+        "more than 10 %. If a table has GPU times only, *Times: GPU time* stands below it.",
         "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs. Together "
         "they exceed the L2 cache, except in the smallest cases. Sparse products run with warm caches.",
-        "`matmuls/specs/drawn.py` has sizes that no constant of the code was chosen by. Where a file has such cases, a "
-        "sentence below its table compares them with the others, and the plots of speeds show them alone.",
+        "`matmuls/specs/drawn.py` has random sizes. No constant of the code was tuned with them. If a file has such "
+        "cases, a sentence below its table compares them with the others, and the plots of speeds show only them.",
         "Results are checked against a computation in float64 in the same run.",
     )
     page.say(
         "A *speed* is the rival's time divided by the time of matmuls: above 1, matmuls is faster. Below the "
         "tables that compare with rivals, *Slower cases* says in how many cases matmuls is more than 0.5 % slower than "
-        "the rival, and which has the lowest speed. [Is the chosen kernel the fastest?](kernels.md) compares kernels "
-        "of matmuls "
-        "only, and lists the calls that lose the most.",
+        "the rival, and which case has the lowest speed. [Is the chosen kernel the fastest?](kernels.md) compares "
+        "kernels of matmuls only, and lists the calls that lose the most.",
         "A *share* compares with the limit of the hardware. It is the time of a plain memory copy of the bytes that "
         "the operation must read and write, divided by the time of matmuls. The *share of the peak* of a dense product "
         "is its rate of floating-point operations divided by the highest that `torch.mm` reached in the run.",
     )
     page.say(
         "`matmuls report` writes the tables and plots from the JSON files in `benchmarks/results`. To repeat a "
-        "measurement on your machine, run the command below its table, or `benchmarks/gpu.sh OUT` for all of them.",
+        "measurement on your machine, run the command below its table, or `benchmarks/gpu.sh OUT` for all of them. "
+        "`OUT` stands for a folder, to which the results are written. `matrices` is a folder with five matrix files "
+        "that are not in the repository: [Sparse products](sparse.md) names the files and their sources.",
     )
     page.heading("Result files")
     where: dict[str, list[Page]] = {}

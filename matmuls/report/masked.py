@@ -20,8 +20,8 @@ def page(results: Results) -> Page:
         "`masked_ffn` does the same with two SwiGLU networks.",
         "Both are compared with *one dense product*: the same computation in torch with one weight, or one network, "
         "for all rows.",
-        "`masked_ffn` can be faster than that, because its kernel computes SwiGLU together with the products, while "
-        "torch runs separate kernels.",
+        "`masked_ffn` can be faster than one dense network, because its kernel computes SwiGLU together with the "
+        "products, while torch runs separate kernels.",
     )
     page.say(
         "The *rivals* compute the same result as matmuls in one of three ways. The first splits the rows by the mask "
@@ -29,10 +29,11 @@ def page(results: Results) -> Page:
         "computes both products (or networks) for all rows and blends them by the mask.",
     )
     page.say(
-        "The masks are of four kinds. *span*: the rows of the first weight are one contiguous range, half of all rows. "
-        "*16 spans*: they are 16 ranges of equal length. *random 50 %*, *random 5 %*: each row is chosen at random "
-        "with this probability. A mask plan groups the rows of the mask; a model makes it once for all layers. Here it "
-        "is made in advance and not timed. In the cases named *planning included*, every call makes it.",
+        "The masks are of four kinds. *span*: the rows of the first weight are one contiguous range, half of all "
+        "rows. *16 spans*: these rows are 16 ranges of equal length. *random 50 %*, *random 5 %*: each row is chosen "
+        "at random with this probability. A mask plan groups the rows of the mask; a model makes it once for all "
+        "layers. Here the mask plan is made in advance and not timed. In the cases named *planning included*, every "
+        "call makes a mask plan.",
     )
     runs = {name: results.bench(name) for name in OPERATIONS}
     for name, run in runs.items():

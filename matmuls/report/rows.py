@@ -148,7 +148,7 @@ def _compiled(page: Page, rows: Rows) -> None:
     ]
     page.heading("Compared with torch.compile only")
     page.say(
-        "The tables above compare with the faster of eager torch and torch.compile. Here all their cases are compared "
+        "The tables above compare with the faster of eager torch and torch.compile. Here the same cases are compared "
         "with torch.compile alone.",
         losses(ratios, "torch.compile"),
     )

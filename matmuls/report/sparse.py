@@ -31,7 +31,7 @@ def page(results: Results) -> Page:
         "These figures are for products A @ B of a sparse A and a dense B. Caches are warm, as they are when one "
         "matrix is multiplied many times. *A plan* is a constant plan, `matmuls.plan(A, constant=True)`, unless a "
         "table says otherwise. *Without a plan* means `matmuls.spmm(A, B)`. A plan is made once for a matrix. The time "
-        "for that is not included; see [What a plan costs](#what-a-plan-costs).",
+        "to make it is not included; see [What a plan costs](#what-a-plan-costs).",
         "Times are GPU times, unless a table says *as called*. Times as called include the host, which limits small "
         "products.",
     )
@@ -41,8 +41,8 @@ def page(results: Results) -> Page:
         "torch.sparse, which computes the gradient of A as a dense matrix.",
     )
     page.say(
-        f"There are two baselines. *The best rival* is {BEST}; it is determined for each case. Some cuSPARSE "
-        "algorithms have a preprocessing step. It is run before the product and is not timed. *CSR_ALG2* is one "
+        f"There are two baselines. *The best rival* is {BEST}; each case has its own best rival. Some cuSPARSE "
+        "algorithms have a preprocessing step, which is run before the product and is not timed. *CSR_ALG2* is one "
         "cuSPARSE algorithm without preprocessing, the baseline that papers commonly use.",
     )
     page.say(
@@ -96,8 +96,8 @@ def _summary(page: Page, results: Results) -> None:
         dense = [(c.speed_over(experiment.DENSE), label(c)) for c in cases]
         page.say(losses(dense, "the dense product", f"{run.card}, a plan compared with the dense product"))
     page.say(
-        "A plan may select the dense product. The plan then has speed 1, except for the noise of the "
-        "two measurements, 6.4 % at most for products of about 10 µs."
+        "A plan may select the dense product. The measured speed then differs from 1 only by noise: at most 6.4 %, in "
+        "products of about 10 µs."
     )
     page.measured(*(run for run, _ in runs))
 

@@ -202,7 +202,7 @@ def blocks(page: Page, results: Results) -> None:
     page.heading("Matrices in blocks")
     page.table(
         "There is one row for each matrix and number of columns of B, in float16. The sentence on slower cases "
-        "below the table counts bfloat16 too. The matrices are 4096x4096, and "
+        "below the table includes bfloat16. The matrices are 4096x4096, and "
         "their nonzeros lie in blocks at random places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`: "
         "higher is better. "
         "The column *plan* is the time of a plan of the matrix, which may select another kernel.",

@@ -10,7 +10,8 @@ OTHERS = (*("bart", "deberta", "deberta-v2", "gemma3_text", "gpt2", "llama", "qw
 
 
 # torch.compile traces these with plans alone
-PLANNED = ("spmm", "sddmm", "sparse_softmax", "sparse_attention", "spgemm", "solve_triangular")
+PLANNED = dict.fromkeys(("spmm", "sddmm", "sparse_softmax", "sparse_attention", "solve_triangular"), "with a plan")
+PLANNED["spgemm"] = "values only"
 
 
 def page(results: Results) -> Page:
@@ -26,20 +27,22 @@ def _operations(page: Page) -> None:
     page.heading("Operations")
     page.say(
         "Every operation runs on CPU tensors and on CUDA tensors (compute capability 7.5 or later), in each dtype that "
-        "the table marks with *yes*. The same tests run on CPU and CUDA. `attention_forward` is the forward pass of "
-        "`matmuls.attention.attend`, which has gradients too."
+        "the table marks with *yes*. The same tests run on CPU and CUDA. `attention_forward` has no gradient; call "
+        "`matmuls.attention.attend`, which has one."
     )
     page.table(
         "There is one row for each operation. *gradient* says whether it is differentiable. *compile* says whether "
-        "`torch.compile(fullgraph=True)` can trace it. *with a plan* means that it can if the sparse operand is a "
-        "plan, not a sparse tensor. *strides* says whether the operation accepts tensors that are not contiguous.",
+        "`torch.compile(fullgraph=True)` can trace it. *with a plan* means: it can, if the sparse operand is a plan, "
+        "not a sparse tensor. *values only* means: it can trace `product.values(...)`, where "
+        "`product = plan_spgemm(A, B)`; this method returns only the values of the result. *strides* says whether the "
+        "operation accepts tensors that are not contiguous.",
         ("operation", *(d.replace("complex", "c") for d in dtypes), "gradient", "compile", "strides"),
         (
             [
                 f"`{spec.name}`",
                 *("yes" if d in spec.dtypes else "" for d in ALL),
                 "yes" if spec.gradient else "no",
-                "no" if spec.static else "with a plan" if spec.name in PLANNED else "yes",
+                "no" if spec.static else PLANNED.get(spec.name, "yes"),
                 "no" if spec.contiguous else "yes",
             ]
             for spec in TABLE
@@ -56,9 +59,9 @@ def _models(page: Page) -> None:
     page.heading("Hugging Face models")
     page.say(
         "`register()` works for most architectures whose attention goes through transformers' "
-        "`ALL_ATTENTION_FUNCTIONS`. `takes(model)` says whether that is so for a model of yours. `optimize(model)` "
-        "works for the families that the table marks with *yes*; of `whisper` it changes the encoder. On a GPU only "
-        "`optimize(model)` of `bert` was measured.",
+        "`ALL_ATTENTION_FUNCTIONS`. `takes(model)` says whether it works for a model of yours. `optimize(model)` "
+        "works for the families that the table marks with *yes*; for `whisper` it changes only the encoder. On a GPU "
+        "only `optimize(model)` of `bert` was measured.",
         "Models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS) are not supported: their first "
         "forward pass raises an error.",
     )
@@ -79,7 +82,7 @@ def _families() -> list[tuple[str, bool, bool]]:
         from transformers import CONFIG_MAPPING, AutoModel
 
         from ..integrations.transformers import takes
-        from ..integrations.transformers.optimized import FAMILIES
+        from ..integrations.transformers.families import FAMILIES, _kind
     except ImportError as error:
         raise ValueError(
             f"the table of models needs transformers ({error}); run: pip install 'matmuls[bert]'"
@@ -90,7 +93,7 @@ def _families() -> list[tuple[str, bool, bool]]:
     for name in sorted(known | set(OTHERS)):
         with torch.device("meta"):
             model = AutoModel.from_config(CONFIG_MAPPING[name]())  # type: ignore[no-untyped-call]
-        found.append((name, bool(takes(model)), name in known))
+        found.append((name, bool(takes(model)), any(_kind(m) in FAMILIES for m in model.modules())))
     return found
 
 
@@ -102,8 +105,9 @@ def _gpus(page: Page, results: Results) -> None:
     page.say(
         "H100 and H200 are GPUs of the Hopper architecture, for which there are special kernels. Other GPUs run "
         "general kernels.",
-        "The tile sizes of `masked_linear` and `masked_ffn` were tuned on an H200. Other GPUs run with default tile "
-        "sizes until you run `matmuls tune`. Nothing is claimed about the speed on machines that are not in the table.",
+        "The tile sizes of `masked_linear` and `masked_ffn` were tuned on an H200. All GPUs of compute capability "
+        "9.0 use these sizes. Other GPUs run with default tile sizes until you run `matmuls tune`. Nothing is claimed "
+        "about the speed on machines that are not in the table.",
     )
     page.table(
         "There is one row for each machine, with the versions of torch and the result files in `benchmarks/results`.",

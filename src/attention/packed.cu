@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kKeys = 64;  // of a tile
-// Of a block. With 32 queries a warp it took 0.92 to 1.56 times as long (H200), less only for texts of 512 tokens or
+// Queries of a block. With 32 a warp it took 0.92 to 1.56 times as long (H200), less only for texts of 512 tokens or
 // more, which varlen_attn computes faster.
 constexpr int kQueries = 16 * kWarps;
 constexpr float kNone = -std::numeric_limits<float>::infinity();

@@ -29,8 +29,8 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
         "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs, "
         "which together exceed the L2 cache, except in the smallest cases. Sparse products run with warm caches.",
         "`matmuls/specs/drawn.py` has cases of random sizes, which were not used to tune the code. Where a file "
-        "contains such random cases, a sentence below the table compares them with the other cases, and the speed plots show "
-        "the random cases only.",
+        "contains such random cases, a sentence below the table compares them with the other cases, and the "
+        "speed plots show the random cases only.",
         "Results are checked against a computation in float64 in the same run.",
     )
     page.say(

@@ -172,6 +172,17 @@ def row_kernels() -> list[str]:
 def switch_off_row_kernels(names: list[str]) -> None:
     """Choosers pass these over from now on, in the whole process; all others are on again."""
 
+def product_kernels() -> list[str]:
+    """Names of the kernels of cublaslt_matmul on a GPU."""
+
+def switch_off_product_kernels(names: list[str]) -> None:
+    """cublaslt_matmul passes these over from now on, in the whole process; all others are on again."""
+
+def choose_linear_rows(
+    rows: int, columns: int, inner: int, activation: str | None, multiprocessors: int
+) -> tuple[bool, str]:
+    """Whether linear_rows is faster than cuBLASLt for x [rows, inner] and w [columns, inner]; its configuration."""
+
 def inplace_kernels() -> list[str]:
     """Names of the kernels of matmul_ on a GPU: files in src/dense/inplace, and workspace."""
 

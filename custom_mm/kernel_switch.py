@@ -17,6 +17,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "rows": Family(tuple(_C.row_kernels()), _C.switch_off_row_kernels),
+    "dense products": Family(tuple(_C.product_kernels()), _C.switch_off_product_kernels),
     "products in place": Family(tuple(_C.inplace_kernels()), _C.switch_off_inplace_kernels),
 }
 _off: frozenset[str] = frozenset()

@@ -11,7 +11,7 @@ from rich.table import Table
 from .options import pick_device
 from .screen import Steps, console, fail, may_be_stopped
 
-FAMILIES = "rows", "sparse products"
+FAMILIES = "rows", "dense products", "sparse products"
 READ = "npz", "mtx", "graph"  # endings of the files of --matrices
 
 
@@ -29,7 +29,7 @@ def bench_kernels(names: list[str], device: str | None, matrices: Path | None, o
         cases: list[Any] = []
         with may_be_stopped() as stopped:
             for family in names or FAMILIES:
-                for case in _sparse_cases(files, steps) if family == "sparse products" else _row_cases(steps):
+                for case in _cases(family, files, steps):
                     cases.append(case)
                     steps.show(f"{case.operation} {case.label}, {case.dtype}")
     show_kernels(ablation.gains(cases))
@@ -41,11 +41,15 @@ def bench_kernels(names: list[str], device: str | None, matrices: Path | None, o
         raise typer.Exit(stopped[0])
 
 
-def _row_cases(steps: Steps) -> Iterator[Any]:
-    from matmuls.ablation import rows
+def _cases(family: str, files: list[str], steps: Steps) -> Iterator[Any]:
+    from matmuls.ablation import dense, rows
 
-    steps.restart("rows", total=len(rows.jobs()))
-    yield from rows.cases(steps.next)
+    if family == "sparse products":
+        yield from _sparse_cases(files, steps)
+        return
+    module = rows if family == "rows" else dense
+    steps.restart(family, total=len(module.jobs()))
+    yield from module.cases(steps.next)
 
 
 def _sparse_cases(files: list[str], steps: Steps) -> Iterator[Any]:

@@ -8,6 +8,7 @@
 #include "attention/packed.h"
 #include "dense/inplace/inplace_matmul.h"
 #include "dense/python_call.h"
+#include "dense/rows/linear_rows.h"
 #include "glue/batch_invariance.h"
 #include "glue/checks.h"
 #include "glue/handles.h"
@@ -100,6 +101,26 @@ py::dict build_info() {
   info["cuda"] = py::none();
 #endif
   return info;
+}
+
+// The kernels of cublaslt_matmul: their switch, and what linear_rows runs.
+void define_products(py::module_& m) {
+  m.def("product_kernels",
+        [] { return std::vector<std::string>(std::begin(matmuls::kProductNames), std::end(matmuls::kProductNames)); });
+  m.def("switch_off_product_kernels", [](const std::vector<std::string>& off) {
+    using Kernel = matmuls::ProductKernel;
+    matmuls::KernelSwitch<Kernel>::set_off(off, matmuls::kProductKernels,
+                                           [](Kernel k) { return matmuls::kProductNames[static_cast<int>(k)]; });
+  });
+  m.def(
+      "choose_linear_rows",
+      [](int64_t rows, int64_t columns, int64_t inner, std::optional<std::string_view> activation,
+         int multiprocessors) {
+        using namespace matmuls::dense_rows;
+        const bool is_worth = pays(rows, columns, inner, matmuls::parse_activation("choose_linear_rows", activation));
+        return std::pair(is_worth, name_of(choose(rows, columns, inner, multiprocessors)));
+      },
+      py::arg("rows"), py::arg("columns"), py::arg("inner"), py::arg("activation"), py::arg("multiprocessors"));
 }
 
 // The kernels of matmul_: their switch, and which of them a call runs.
@@ -238,6 +259,7 @@ PYBIND11_MODULE(_C, m) {
         matmuls::check_no_overlap(op.c_str(), out, {{"values", values}, {"dense", dense}});
       },
       py::arg("op"), py::arg("out"), py::arg("values"), py::arg("dense"));
+  define_products(m);
   define_inplace(m);
   define_batch_invariance(m);
   define_index_checks(m);

@@ -1,8 +1,9 @@
 // cublaslt_matmul: out = activation(op(a) @ op(b) + bias) by cuBLASLt, bias and activation in the product's epilogue.
 //
 // Source: cublasLtMatmul; on the CPU torch's BLAS and activations. cuBLASLt has no epilogue for gelu by erf and none
-// for float64: bias_act_ follows the product then. (Processing panels of rows small enough to stay in the L2 between
-// the two kernels was slower: 353 us instead of 320 at 16384x1024x4096 on an H200.)
+// for float64: bias_act_ follows the product then, unless linear_rows computes all of it (rows/linear_rows.h).
+// (Processing panels of rows small enough to stay in the L2 between the two kernels was slower: 353 us instead of 320
+// at 16384x1024x4096 on an H200.)
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -19,7 +20,10 @@
 
 #ifdef MATMULS_CUDA
 #include "dense/lt_product.h"
+#include "dense/rows/linear_rows.h"
 #include "glue/handles.h"
+#include "glue/kernel_switch.h"
+#include "gpu/device_limits.h"
 #endif
 
 namespace matmuls {
@@ -85,6 +89,22 @@ bool has_epilogue(at::ScalarType dtype, Activation activation) {
   return false;
 }
 
+bool is_off(ProductKernel kernel) { return KernelSwitch<ProductKernel>::is_off(kernel); }
+
+void need_cublaslt() {
+  TORCH_CHECK_VALUE(!is_off(ProductKernel::cublaslt), kCublasLtOp,
+                    ": every kernel that takes this product is switched off, cublaslt the last");
+}
+
+// Returns false, doing nothing, if cuBLASLt is to compute the product.
+bool product_by_rows(const Gemm& g, const Tensor& bias, Activation activation) {
+  if (!dense_rows::pays(g.n, g.m, g.k, activation) && !is_off(ProductKernel::cublaslt)) return false;
+  if (is_off(ProductKernel::linear_rows) || !dense_rows::fits(g)) return false;
+  const auto how = dense_rows::choose(g.n, g.m, g.k, device_limits().multiprocessors);
+  dense_rows::launch(g, bias, activation, how);
+  return true;
+}
+
 void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activation activation, const Tensor& out,
             const ProductShape<int64_t>& shape, bool transa, bool transb) {
   if (out.numel() == 0) return;
@@ -101,13 +121,16 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activati
     const auto epilogue = epilogue_of(fuse_bias && bias.defined(), fuse_both ? activation : Activation::none);
     const Tensor fused = fuse_bias ? bias : Tensor();
     if (is_batch_invariant()) {
+      need_cublaslt();
       batch_invariant_product(kCublasLtOp, a, b, fused, epilogue, out, shape, transa, transb);
       return bias_act_(out, rest_bias, rest);
     }
     const Gemm g = describe(a, b, out, shape, transa, transb, /*row_major_out=*/bias.defined());
-    if (product_by_lt(kCublasLtOp, g, fused, epilogue)) {
+    const bool by_rows = product_by_rows(g, bias, activation);
+    if (!by_rows) need_cublaslt();
+    if (by_rows || product_by_lt(kCublasLtOp, g, fused, epilogue)) {
       if (g.out_is_copy) out.copy_(g.out.view(out.sizes()));
-      return bias_act_(out, rest_bias, rest);
+      return by_rows ? void() : bias_act_(out, rest_bias, rest);
     }
   }
   MatmulOutOp::call(a, b, transa, transb, out);

@@ -125,6 +125,19 @@ __device__ inline void store_matrices(void* row, uint32_t a, uint32_t b, uint32_
                : "memory");
 }
 
+// 4 x 4 transpose among four adjacent lanes: word i of lane j becomes word j of lane i. Each lane then stores 16 bytes,
+// and adjacent lanes fill whole sectors: half sectors cost the next launch 0.8 us (H200).
+__device__ inline void turn_among_four(uint32_t (&word)[4], int lane) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const uint32_t got = __shfl_xor_sync(~0u, lane & bit ? word[i] : word[i | bit], bit);
+      (lane & bit ? word[i] : word[i | bit]) = got;
+    }
+}
+
 // ---- synchronization
 
 // No cluster-scope release: it would be a fence of all memory in each K step of a product, which then runs at 0.74 of
@@ -199,6 +212,12 @@ __device__ inline void pin(uint32_t (&x)[N]) {
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define MATMULS_OPERANDS_64(d) MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24)
+#define MATMULS_REGISTERS_96                                                         \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define MATMULS_OPERANDS_96(d) \
+  MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24), MATMULS_8(d, 32), MATMULS_8(d, 40)
 #define MATMULS_REGISTERS_128                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -207,6 +226,16 @@ __device__ inline void pin(uint32_t (&x)[N]) {
 #define MATMULS_OPERANDS_128(d)                                                                             \
   MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24), MATMULS_8(d, 32), MATMULS_8(d, 40), \
       MATMULS_8(d, 48), MATMULS_8(d, 56)
+#define MATMULS_REGISTERS_192                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define MATMULS_OPERANDS_192(d)                                                                             \
+  MATMULS_8(d, 0), MATMULS_8(d, 8), MATMULS_8(d, 16), MATMULS_8(d, 24), MATMULS_8(d, 32), MATMULS_8(d, 40), \
+      MATMULS_8(d, 48), MATMULS_8(d, 56), MATMULS_8(d, 64), MATMULS_8(d, 72), MATMULS_8(d, 80), MATMULS_8(d, 88)
 #define MATMULS_REGISTERS_256                                                                    \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
@@ -231,8 +260,12 @@ __device__ inline void pin(uint32_t (&x)[N]) {
 #define MATMULS_MULTIPLY(k, types, transposes)                        \
   if constexpr (N == 128)                                             \
     MATMULS_WGMMA(256, k, types, transposes, "%128", "%129", "%130"); \
+  else if constexpr (N == 96)                                         \
+    MATMULS_WGMMA(192, k, types, transposes, "%96", "%97", "%98");    \
   else if constexpr (N == 64)                                         \
     MATMULS_WGMMA(128, k, types, transposes, "%64", "%65", "%66");    \
+  else if constexpr (N == 48)                                         \
+    MATMULS_WGMMA(96, k, types, transposes, "%48", "%49", "%50");     \
   else if constexpr (N == 32)                                         \
     MATMULS_WGMMA(64, k, types, transposes, "%32", "%33", "%34");     \
   else                                                                \
@@ -240,7 +273,7 @@ __device__ inline void pin(uint32_t (&x)[N]) {
 
 template <class T, bool b_k_apart, int N>
 __device__ inline void multiply(float (&d)[N], uint64_t desc_a, uint64_t desc_b, bool accumulate) {
-  static_assert(N == 16 || N == 32 || N == 64 || N == 128);
+  static_assert(N == 16 || N == 32 || N == 48 || N == 64 || N == 96 || N == 128);
   if constexpr (std::is_same_v<T, float>) {
     static_assert(!b_k_apart);  // TF32 has no transposed operand
     MATMULS_MULTIPLY(8, ".tf32.tf32", "");

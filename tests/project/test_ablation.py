@@ -91,7 +91,10 @@ def test_the_drawn_matrices_are_those_of_the_benchmark():
     ("args", "message"),
     [
         (["--kernels", "--device", "cpu"], "matmuls: --kernels needs a GPU"),
-        (["softmax_", "--kernels"], "matmuls: no family of kernels named softmax_; there are rows, sparse products"),
+        (
+            ["softmax_", "--kernels"],
+            "matmuls: no family of kernels named softmax_; there are rows, dense products, sparse products",
+        ),
         (["--matrices", "."], "matmuls: --matrices is a folder, beside --kernels, got ."),
         (["--kernels", "--matrices", "nothing"], "matmuls: --matrices is a folder, beside --kernels, got nothing"),
     ],

@@ -103,7 +103,7 @@ def test_what_explain_knows_is_listed():
     for text in ((DOCS / "guides/rows.md").read_text(encoding="utf-8"), custom_mm.explain.__doc__):
         assert operators <= set(re.findall(r"\w+", text))
     page = (DOCS / "reference/custom_mm.md").read_text(encoding="utf-8")
-    kernels = {*custom_mm._C.row_kernels(), *custom_mm._C.inplace_kernels()}
+    kernels = {*custom_mm._C.row_kernels(), *custom_mm._C.inplace_kernels(), *custom_mm._C.product_kernels()}
     assert kernels == set(re.findall(r"^- `(\w+)`:", page, re.MULTILINE))
 
 

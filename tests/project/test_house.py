@@ -121,6 +121,7 @@ MAY_IMPORT = {
     "experiment.measured": {"bench", "experiment.candidates", "experiment.cases", "matrices", "measure", "sparse"},
     "experiment.summary": {"bench", "experiment.cases", "figures", "sparse"},
     "ablation": {"bench", "files"},
+    "ablation.dense": {"ablation", "custom_mm", "measure"},
     "ablation.rows": {"ablation", "custom_mm", "measure"},
     "ablation.sparse": {"ablation", "custom_mm", "experiment", "matrices", "measure", "sparse"},
     "bench_bert": {"attention", "bench", "files", "measure", "integrations.transformers"},

@@ -50,19 +50,6 @@ struct Stage {
   }
 };
 
-// 4 x 4 transpose among four adjacent lanes: word i of lane j becomes word j of lane i. Each lane then stores 16 bytes,
-// and adjacent lanes fill whole sectors: half sectors cost the next launch 0.8 us (H200).
-__device__ inline void turn_among_four(uint32_t (&word)[4], int lane) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const uint32_t got = __shfl_xor_sync(~0u, lane & bit ? word[i] : word[i | bit], bit);
-      (lane & bit ? word[i] : word[i | bit]) = got;
-    }
-}
-
 template <class T, bool b_k_apart>
 __global__ void __launch_bounds__(kThreads, 2)
     few_rows_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, T* a,
@@ -244,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int j = 0; j < 4; ++j)
           words[h][j] =
               hopper::two<T>(mine[4 * j + 2 * h] + beside[2 * j], mine[4 * j + 2 * h + 1] + beside[2 * j + 1]);
-        turn_among_four(words[h], lane);
+        hopper::turn_among_four(words[h], lane);
       }
       if (count) ptx::barrier_wait(free_panel, 0);
 #pragma unroll

@@ -1,0 +1,176 @@
+"""linear_rows: where products with a bias or an activation run in it, what it chooses, and its results."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import custom_mm
+import matmuls
+from custom_mm import _C
+
+ACTIVATIONS = {
+    None: lambda z: z,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+
+
+# The fastest configurations by an H200's times, and those within 5 % of them.
+@pytest.mark.parametrize(
+    ("m", "n", "k", "fast"),
+    [
+        (16, 2304, 768, {"64x64 in 2"}),
+        (64, 768, 768, {"64x64 in 4"}),
+        (64, 768, 3072, {"64x64 in 8"}),
+        (128, 768, 3072, {"64x64 in 4"}),
+        (128, 384, 1536, {"64x64 in 8", "64x64 in 4"}),
+        (128, 3072, 768, {"64x64 in 1", "64x64 in 2", "128x64 in 2"}),
+        (256, 1536, 384, {"64x64 in 1"}),
+        (512, 4096, 1024, {"128x64 in 1"}),
+        (512, 384, 1536, {"64x64 in 4", "128x64 in 4", "64x64 in 2"}),
+        (1024, 768, 3072, {"128x96 in 2"}),
+        (1024, 3072, 768, {"128x96 in 1"}),
+        (2048, 1536, 384, {"128x96 in 1"}),
+        (4096, 3072, 768, {"128x128 in 1"}),
+        (4096, 4096, 1024, {"128x128 in 1"}),
+    ],
+)
+def test_chosen_configuration(m, n, k, fast):
+    assert _C.choose_linear_rows(m, n, k, "gelu", 132)[1] in fast
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "activation", "expected"),
+    [
+        (16384, 3072, 768, "gelu", True),
+        (1, 8192, 2048, "gelu", True),
+        (4096, 3072, 2056, "gelu", False),
+        (4096, 8200, 768, "gelu", False),
+        (65537, 3072, 768, "gelu", False),
+        (64, 768, 768, None, True),
+        (64, 768, 760, None, False),
+        (65, 768, 768, None, False),
+        (128, 768, 3072, None, True),
+        (129, 768, 3072, None, False),
+        (64, 4104, 1024, None, False),
+        (64, 376, 1024, None, False),
+        (64, 768, 4104, None, False),
+        (64, 768, 768, "relu", False),
+        (64, 768, 768, "gelu_tanh", False),
+    ],
+)
+def test_where_it_runs(m, n, k, activation, expected):
+    assert _C.choose_linear_rows(m, n, k, activation, 132)[0] == expected
+
+
+# --------------------------------------------------------------------------------------------------------- on Hopper
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel runs on Hopper")
+    return "cuda"
+
+
+def operands(m, n, k, dtype=torch.bfloat16, gap=0):
+    """x with `gap` NaNs between its rows, w, bias."""
+    generator = torch.Generator().manual_seed(m * n + k)
+    wide = torch.full((m, k + gap), torch.nan)
+    wide[:, :k] = torch.randn(m, k, generator=generator)
+    w, bias = torch.randn(n, k, generator=generator) / k**0.5, torch.randn(n, generator=generator)
+    x, w, bias = (t.to("cuda", dtype) for t in (wide, w, bias))
+    return x[:, :k], w, bias
+
+
+def linear(x, w, bias, activation, out=None):
+    return matmuls.matmul(x, w, transb=True, bias=bias, activation=activation, out=out)
+
+
+def is_near(y, x, w, bias, activation):
+    z = F.linear(x.double(), w.double(), None if bias is None else bias.double())
+    reference, rounding = ACTIVATIONS[activation](z), torch.finfo(y.dtype).eps / 2
+    return bool(((y.double() - reference).abs() <= 1.02 * rounding * reference.abs() + 3e-4).all())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        *[(1, 8, 8), (65, 40, 72), (130, 200, 384), (300, 96, 1024), (520, 768, 136), (63, 768, 3072)],
+        *[(129, 3072, 768), (500, 384, 1536), (1025, 768, 3072), (1030, 3072, 768), (4001, 3072, 768)],
+    ],
+)
+def test_agrees_with_float64(hopper, m, n, k, activation, dtype):
+    x, w, bias = operands(m, n, k, dtype, gap=8)
+    with custom_mm.only_kernel("linear_rows"):
+        results = [
+            (added, linear(x, w, added, activation)) for added in (bias, None) if added is not None or activation
+        ]
+    assert all(is_near(y, x, w, added, activation) for added, y in results)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("m", "activation"), [(7, None), (64, None), (1, "gelu"), (333, "gelu"), (2049, "gelu")])
+def test_it_is_taken(hopper, m, activation):
+    """The results of the call are those of the kernel alone, to the bit."""
+    x, w, bias = operands(m, 1536, 1024, gap=64)
+    y = linear(x, w, bias, activation)
+    with custom_mm.only_kernel("linear_rows"):
+        assert torch.equal(y, linear(x, w, bias, activation))
+    with custom_mm.without_kernels("linear_rows"):
+        other = linear(x, w, bias, activation)
+    assert is_near(y, x, w, bias, activation)
+    assert (other.double() - y.double()).abs().max() <= 0.05  # cuBLASLt rounds before gelu too
+
+
+@pytest.mark.cuda
+def test_other_layouts(hopper):
+    """Batches, vectors, an out of strided rows, no rows; operands that the kernel does not read go to cuBLASLt."""
+    x, w, bias = operands(96, 264, 320)
+    out = torch.full((96, 272), 77.0, dtype=x.dtype, device="cuda")
+    with custom_mm.only_kernel("linear_rows"):
+        assert linear(x, w, bias, "gelu", out[:, :264]).data_ptr() == out.data_ptr()
+        assert torch.equal(linear(x.view(4, 1, 24, 320), w, bias, "gelu").view(96, 264), out[:, :264])
+        assert torch.equal(linear(x[3], w, bias, "gelu"), linear(x[3:4], w, bias, "gelu")[0])
+        assert torch.equal(matmuls.matmul(x, w.t(), bias=bias, activation="gelu"), out[:, :264])
+        assert linear(x[:0], w, bias, "gelu").shape == (0, 264)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert torch.equal(linear(x.float(), w.float(), bias.float(), "gelu"), out[:, :264])
+    assert bool((out[:, 264:] == 77).all())
+    assert is_near(out[:, :264], x, w, bias, "gelu")
+    for a in (x[:, :12], x[:, 1:9], x.t().contiguous().t()):
+        b = w[:, : a.size(1)]
+        assert linear(a, b, bias, "gelu").shape == (96, 264)
+        with custom_mm.only_kernel("linear_rows"), pytest.raises(ValueError, match="every kernel that takes"):
+            linear(a, b, bias, "gelu")
+
+
+@pytest.mark.cuda
+def test_graph_of_products_that_read_each_other(hopper):
+    """Kernels that start before the one ahead has ended."""
+    x, up, bias = operands(320, 1536, 384)
+    _, down, _ = operands(320, 384, 1536)
+    h, y, z = (x.new_zeros(320, n) for n in (1536, 384, 1536))
+
+    def steps():
+        linear(x, up, bias, "gelu", h)
+        linear(h, down, None, "gelu", y)
+        linear(y, up, bias, "gelu", z)
+
+    steps()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps()
+    for _ in range(4):
+        x.normal_()
+        for t in (h, y, z):
+            t.fill_(77)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert is_near(h, x, up, bias, "gelu")
+        assert is_near(y, h, down, None, "gelu")
+        assert is_near(z, y, up, bias, "gelu")

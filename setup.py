@@ -141,8 +141,14 @@ def write_if_other(path: Path, text: str) -> None:
 
 
 # Folders of src/ whose files are compiled as one: most of a small file's time is that of torch's headers. Files with
-# loops, whose name has "cpu" in it, stay alone: what is inlined in them must not depend on neighbours.
-TOGETHER = ("attention", "dense", "distributed", "glue", "gpu", "masked", "rows", "sparse")
+# loops, whose name has "cpu" in it, are apart: what is inlined in them must not depend on the others. Those of them
+# that include torch's headers have names that end in "_cpu".
+TOGETHER = (
+    ("attention", "distributed", "gpu", "masked", "rows", "texts"),
+    ("dense", "sparse"),
+    ("glue",),
+    ("_cpu",),
+)
 
 
 def units(folder: Path) -> list[str]:
@@ -154,11 +160,15 @@ def units(folder: Path) -> list[str]:
     for path in sorted(p for pattern in ("*.cpp", "*.cu") for p in ROOT.glob(f"src/**/{pattern}")):
         inside = path.relative_to(ROOT / "src")
         # pybind11 takes longer than any other header, and what binds functions to Python is neither hot nor large
-        name = "glue" if "<pybind11/" in path.read_text() else inside.parts[0]
+        place = "glue" if "<pybind11/" in path.read_text() else inside.parts[0]
+        if "cpu" in inside.name:
+            place = "_cpu" if inside.stem.endswith("_cpu") else ""
+        name = next(("_".join(folders) for folders in TOGETHER if place in folders), "")
         unit = folder / "units" / f"{name}.cpp"
-        if unit.is_file() and (f"<{inside}>" not in unit.read_text() or path.stat().st_mtime > unit.stat().st_mtime):
-            name = None
-        if name not in TOGETHER or "cpu" in inside.name:
+        edited = unit.is_file() and (
+            f"<{inside}>" not in unit.read_text() or path.stat().st_mtime > unit.stat().st_mtime
+        )
+        if edited or not name:
             name = str(inside.with_suffix(""))
         groups.setdefault(f"{name}.cpp", []).append(inside)
     made = []

@@ -17,17 +17,17 @@ namespace {
 constexpr int64_t kMaxCalls = 2;
 constexpr double kLargeCall = 5e9;  // multiply-adds
 
-struct Layout {
+struct BlasLayout {
   int64_t ld;
   bool row_major;
 };
 
 // The stride of a dimension of size 1 is arbitrary and ignored.
-std::optional<Layout> layout_of(int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride) {
+std::optional<BlasLayout> layout_of(int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride) {
   if ((col_stride == 1 || cols == 1) && (rows == 1 || row_stride >= std::max<int64_t>(cols, 1)))
-    return Layout{rows == 1 ? std::max<int64_t>(cols, 1) : row_stride, true};
+    return BlasLayout{rows == 1 ? std::max<int64_t>(cols, 1) : row_stride, true};
   if ((row_stride == 1 || rows == 1) && (cols == 1 || col_stride >= std::max<int64_t>(rows, 1)))
-    return Layout{cols == 1 ? std::max<int64_t>(rows, 1) : col_stride, false};
+    return BlasLayout{cols == 1 ? std::max<int64_t>(rows, 1) : col_stride, false};
   return std::nullopt;
 }
 
@@ -37,7 +37,7 @@ struct Matrices {
   at::Tensor t;
   int64_t rows, cols, row_stride, col_stride;
   std::vector<int64_t> batch_strides;
-  std::optional<Layout> layout;
+  std::optional<BlasLayout> layout;
 
   Matrices(const at::Tensor& tensor, int64_t rows, int64_t cols, bool vector, bool column, bool transposed,
            c10::IntArrayRef batch)

@@ -1,6 +1,7 @@
 """The page on several GPUs: sparse products, training steps and modules that are divided among them."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 from .format import losses, number
@@ -21,8 +22,8 @@ def page(results: Results) -> Page:
         "*all-gather*: every process first gets all rows of the dense operand, then multiplies its own rows.",
         "*efficiency* is t(one GPU) / (number of GPUs x t(distributed plan)); higher is better, 1 is ideal.",
         "*MiB sent* is what all GPUs together send in a product.",
-        "*predicted* is not measured: it is computed by a model that was fitted to the measurements on fewer GPUs (the "
-        "table above).",
+        "*predicted from N GPUs* is not measured: it is computed by a model that was fitted to the measurements on N "
+        "GPUs (the table under *On N GPUs*).",
         "The commands below run under torchrun: `torchrun --nproc-per-node=2 -m matmuls spmm ...`.",
     )
     predicted: Predicted = {}
@@ -159,4 +160,8 @@ def _models(page: Page, run: Run) -> None:
         )
     if len(rows) < len(run.rows):
         page.say(f"{len(run.rows) - len(rows)} of {len(run.rows)} cases ended with an error and are not shown.")
+    words = str(run.environment.get("command")).partition(" OUT ")[2].split()
+    lacking = {Path(word).stem for word in words} - {Path(row["graph"]).stem for row in steps}
+    if lacking:
+        page.say(f"The command also names {', '.join(sorted(lacking))}, for which the file has no results.")
     page.measured(run)

@@ -241,9 +241,8 @@ def _int8(page: Page, run: Run, drift: dict[str, Any]) -> None:
     page.say(
         f"The cosine similarity of a vector in int8 to that in float32 is {drift['cosine_mean']:.4f} on average and at "
         f"least {math.floor(drift['cosine_min'] * 1e4) / 1e4:.4f}, for {2 * drift['pairs']} texts.",
-        f"For {drift['pairs']} pairs of texts from equal to unrelated, the rank correlation (Spearman) of their "
-        "similarities with those in "
-        f"float32 is {math.floor(drift['spearman'] * 1e4) / 1e4:.4f}, and a similarity changes by at most "
-        f"{drift['largest_change_of_a_similarity']:.3f}.",
+        f"For {drift['pairs']} pairs of texts, ranging from identical to unrelated, the similarity of a pair changes "
+        f"by at most {drift['largest_change_of_a_similarity']:.3f}, and the rank correlation (Spearman) of the "
+        f"similarities with those in float32 is {math.floor(drift['spearman'] * 1e4) / 1e4:.4f}.",
     )
     page.measured(run)

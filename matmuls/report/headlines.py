@@ -109,12 +109,13 @@ def sparse(results: Results) -> str:
     narrow = [c for c in cases if c.dtype != "float32"]
     trained = [c for c in cases if c.backward_speed is not None]
     return (
-        "A *constant plan* is a plan of a sparse matrix whose values do not change. Its products are compared with the "
-        f"fastest of torch.sparse and seven cuSPARSE algorithms. On an {run.card} they are on average (geometric mean) "
+        "A *constant plan* is a plan of a sparse matrix whose values do not change. Products with a constant plan are "
+        f"compared with the fastest of torch.sparse and seven cuSPARSE algorithms. On an {run.card} the products with "
+        "a constant plan are on average (geometric mean) "
         f"{_speed(narrow, lambda c: c.speed())} in 16 bits and {_speed(wide, lambda c: c.speed())} in float32. "
-        "Forward + backward, with a plan that is not constant and the gradients of A and B, is compared with "
-        f"torch.sparse. On average it is {_speed(trained, lambda c: c.backward_speed)}. In the other "
-        f"{len(cases) - len(trained)} cases torch's dense gradient of A did not fit into memory."
+        "Forward + backward, with a plan that is not constant and the gradients of `A` and `B`, is on average "
+        f"{_speed(trained, lambda c: c.backward_speed, 'as torch.sparse')}. In the "
+        f"other {len(cases) - len(trained)} cases torch's dense gradient of `A` did not fit into memory."
     )
 
 
@@ -138,19 +139,19 @@ def memory(results: Results) -> str:
 def cpu(results: Results) -> str:
     run, cases = results.cases("spmm-cpu.json")
     return (
-        f"On {run.environment['threads']} CPU threads a sparse product with a constant plan, in float32, is compared "
-        "with the faster of torch.sparse (MKL) and SciPy. On average it is "
-        f"{_speed(cases, lambda c: c.speed())}."
+        f"On {run.environment['threads']} CPU threads a sparse product with a constant plan, in float32, is on average "
+        f"{_speed(cases, lambda c: c.speed(), 'as the faster of torch.sparse (MKL) and SciPy')}."
     )
 
 
 Ratio = Callable[[experiment.Case], float | None]
 
 
-def _speed(cases: list[experiment.Case], ratio: Ratio) -> str:
-    """How many times as fast: the geometric mean, with its minimum and the number of cases."""
+def _speed(cases: list[experiment.Case], ratio: Ratio, base: str = "") -> str:
+    """How many times as fast (as `base`): the geometric mean, with its minimum and the number of cases."""
     known = [r for r in map(ratio, cases) if r is not None]
-    return f"{number(geometric_mean(known))} times as fast (at least {number(min(known))}, {len(known)} cases)"
+    words = f"times as fast {base}".rstrip()
+    return f"{number(geometric_mean(known))} {words} (at least {number(min(known))}, {len(known)} cases)"
 
 
 SENTENCES: dict[str, Callable[[Results], str]] = {f.__name__: f for f in (attention, sparse, memory, cpu)}

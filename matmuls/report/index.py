@@ -26,10 +26,11 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
         "A *GPU time* is the time of the GPU alone, measured by a CUDA graph of the calls.",
         "Tables show the time as called where it was measured, and the GPU time in brackets where the two differ by "
         "more than 10 %. If a table has GPU times only, *Times: GPU time* stands below it.",
-        "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs. Together "
-        "they exceed the L2 cache, except in the smallest cases. Sparse products run with warm caches.",
-        "`matmuls/specs/drawn.py` has random sizes. No constant of the code was tuned with them. If a file has such "
-        "cases, a sentence below its table compares them with the others, and the plots of speeds show only them.",
+        "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs, "
+        "which together exceed the L2 cache, except in the smallest cases. Sparse products run with warm caches.",
+        "`matmuls/specs/drawn.py` has cases of random sizes, which were not used to tune the code. Where a file "
+        "contains such random cases, a sentence below the table compares them with the other cases, and the "
+        "speed plots show the random cases only.",
         "Results are checked against a computation in float64 in the same run.",
     )
     page.say(

@@ -147,9 +147,9 @@ def constant(page: Page, results: Results) -> None:
         ),
     )
     page.say(
-        "A plan selects its kernel by GPU time. In some cases a constant plan is slower as called than an ordinary "
-        "plan, although it is faster on the GPU: the host then takes longer to launch its kernel than the GPU takes to "
-        "run it."
+        "A constant plan selects its kernel by GPU time. In some cases a constant plan is slower as called than an "
+        "ordinary plan, although it is faster on the GPU: the host then takes longer to launch its kernel than the "
+        "GPU takes to run it."
     )
     ratios = [
         (

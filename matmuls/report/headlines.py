@@ -136,6 +136,23 @@ def memory(results: Results) -> str:
     )
 
 
+def encoders(results: Results) -> str:
+    run = results.run("cuda/encoders.json")
+    of_rival, found = "compiled, reduce-overhead", results.encoding("cuda/encoders-encode.json")
+    small = [r for r in run.rows if of_rival in r["latency_seconds"]]
+    times = [
+        r[kind]["matmuls"] / r[kind][of_rival] for r in small for kind in ("latency_seconds", "throughput_seconds")
+    ]
+    tokens = [r["batch"] * r["length"] for r in small]
+    ours, *others = found["seconds"].values()
+    return (
+        f"After `optimize()` a call of BERT base with {min(tokens)} to {max(tokens):,} tokens, in bfloat16 on an "
+        f"{run.card}, takes {number(min(times))} to {number(max(times))} of the time of "
+        f'`torch.compile(mode="reduce-overhead")`, and `SentenceTransformer.encode` of {found["texts"]:,} texts is '
+        f"{number(min(others) / ours)} times as fast as the fastest of the stock and the compiled model."
+    )
+
+
 def cpu(results: Results) -> str:
     run, cases = results.cases("spmm-cpu.json")
     return (
@@ -154,4 +171,4 @@ def _speed(cases: list[experiment.Case], ratio: Ratio, base: str = "") -> str:
     return f"{number(geometric_mean(known))} {words} (at least {number(min(known))}, {len(known)} cases)"
 
 
-SENTENCES: dict[str, Callable[[Results], str]] = {f.__name__: f for f in (attention, sparse, memory, cpu)}
+SENTENCES: dict[str, Callable[[Results], str]] = {f.__name__: f for f in (attention, sparse, memory, encoders, cpu)}

@@ -254,7 +254,9 @@ def test_sentences_are_quoted_where_they_are_marked():
     assert (
         report.quoted("<!-- table: old -->\nx\n<!-- end -->", results, path) == "<!-- table: old -->\nx\n<!-- end -->"
     )
-    with pytest.raises(ValueError, match=r"x\.md: no sentence named nothing; there are attention, sparse, memory, cpu"):
+    with pytest.raises(
+        ValueError, match=r"x\.md: no sentence named nothing; there are attention, sparse, memory, encoders, cpu"
+    ):
         report.quoted("<!-- report:nothing --><!-- /report -->", results, path)
 
 

@@ -56,9 +56,11 @@ def concurrently() -> Iterator[None]:
     """A context whose launches may be on a second stream, which waits for earlier ones, and later ones wait for it."""
     if _log.steps is not None:
         _log.steps.append("fork")
-    yield
-    if _log.steps is not None:
-        _log.steps.append("join")
+    try:
+        yield
+    finally:
+        if _log.steps is not None:
+            _log.steps.append("join")
 
 
 @triton.jit

@@ -43,8 +43,8 @@ def _beside(device: torch.device, one: Callable[[], Tensor], other: Callable[[],
     side = torch.cuda.ExternalStream(_C.second_stream(device.index), device)
     with concurrently():
         side.wait_stream(main)
-        y = one()
         try:
+            y = one()
             with torch.cuda.stream(side):
                 other()
         finally:  # work already started may still use memory that would be reused

@@ -2,6 +2,7 @@
 #include "glue/unchanged.h"
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace matmuls {
@@ -35,21 +36,25 @@ bool is_equal(PyObject* a, PyObject* b) {
   return equal == 1;
 }
 
-bool has_address(PyObject* tensor, PyObject* address) {
+bool is_in_place(PyObject* tensor, PyObject* address, PyObject* dtype, PyObject* elements) {
+  TORCH_CHECK(THPDtype_Check(dtype), "unchanged: expected a dtype after an address");
   if (tensor == nullptr || !THPVariable_Check(tensor)) return false;
-  return THPVariable_Unpack(tensor).const_data_ptr() == PyLong_AsVoidPtr(address);
+  const at::Tensor& t = THPVariable_Unpack(tensor);
+  return t.const_data_ptr() == PyLong_AsVoidPtr(address) &&
+         t.scalar_type() == reinterpret_cast<THPDtype*>(dtype)->scalar_type && t.numel() == PyLong_AsLongLong(elements);
 }
 
 }  // namespace
 
 bool unchanged(const py::list& items, const py::list& sizes, const py::list& types, const py::list& addresses) {
-  const bool same = all<3>(addresses, [](PyObject** at) { return has_address(found(at[0], at[1]), at[2]); }) &&
-                    all<2>(sizes, [](PyObject** at) { return PyDict_Size(at[0]) == PyLong_AsSsize_t(at[1]); }) &&
-                    all<2>(types, [](PyObject** at) { return reinterpret_cast<PyObject*>(Py_TYPE(at[0])) == at[1]; }) &&
-                    all<3>(items, [](PyObject** at) {
-                      PyObject* const value = found(at[0], at[1]);
-                      return is_equal(value == nullptr ? Py_None : value, at[2]);
-                    });
+  const bool same =
+      all<5>(addresses, [](PyObject** at) { return is_in_place(found(at[0], at[1]), at[2], at[3], at[4]); }) &&
+      all<2>(sizes, [](PyObject** at) { return PyDict_Size(at[0]) == PyLong_AsSsize_t(at[1]); }) &&
+      all<2>(types, [](PyObject** at) { return reinterpret_cast<PyObject*>(Py_TYPE(at[0])) == at[1]; }) &&
+      all<3>(items, [](PyObject** at) {
+        PyObject* const value = found(at[0], at[1]);
+        return is_equal(value == nullptr ? Py_None : value, at[2]);
+      });
   if (PyErr_Occurred()) throw py::error_already_set();  // of a size or an address that is no number
   return same;
 }

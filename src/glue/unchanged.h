@@ -6,7 +6,8 @@
 namespace matmuls {
 
 // items: [dictionary or class, key, value, ...], None for what is absent, the same objects or equal; sizes:
-// [dictionary, size, ...]; types: [object, class, ...]; addresses: [dictionary, key, address of the tensor, ...].
+// [dictionary, size, ...]; types: [object, class, ...]; addresses:
+// [dictionary, key, address of the tensor, its dtype, its number of elements, ...].
 bool unchanged(const pybind11::list& items, const pybind11::list& sizes, const pybind11::list& types,
                const pybind11::list& addresses);
 

@@ -3,6 +3,7 @@
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <unistd.h>
 
 #include <map>
 #include <mutex>
@@ -60,6 +61,7 @@ SecondStream take(int device) {
 }
 
 struct OfThread {
+  const pid_t process = getpid();
   std::map<std::pair<int, cudaStream_t>, SecondStream> streams;  // by the device and the main stream
 
   void give_back() {
@@ -67,7 +69,10 @@ struct OfThread {
     for (const auto& [key, s] : streams) free_streams().streams[key.first].push_back(s);
     streams.clear();
   }
-  ~OfThread() { give_back(); }
+  // A forked child has none of the parent's streams, and the mutex may be locked there for ever.
+  ~OfThread() {
+    if (getpid() == process) give_back();
+  }
 };
 
 void wait(cudaStream_t waiting, cudaStream_t earlier, cudaEvent_t event) {

@@ -5,18 +5,21 @@ import gc
 import os
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.modeling_outputs import BaseModelOutput  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from common.model_cases import model_of  # noqa: E402
 from common.optimize_cases import TEXTS, hidden  # noqa: E402
 from custom_mm import _C  # noqa: E402
 from matmuls.integrations.transformers import encode_tokens, optimize, replayed, segments  # noqa: E402
+from matmuls.integrations.transformers import graphs as graphs_module  # noqa: E402
 from matmuls.integrations.transformers.graphs import Graphs, rounded  # noqa: E402
 from matmuls.integrations.transformers.snapshot import Snapshot  # noqa: E402
 
@@ -187,6 +190,10 @@ CHANGES = {
     "training": lambda m: m.encoder.layer[1].train(),
     "a hook": lambda m: m.pooler.register_forward_hook(lambda *args: None),
     "a weight elsewhere": lambda m: setattr(m.pooler.dense.weight, "data", m.pooler.dense.weight.data.clone()),
+    "a part of a bias": lambda m: setattr(m.pooler.dense.bias, "data", m.pooler.dense.bias.data[:5]),
+    "another config": lambda m: setattr(
+        m, "config", type(m.config)(**m.config.to_dict() | {"output_hidden_states": True})
+    ),
     "no bias": lambda m: setattr(m.pooler.dense, "bias", None),
     "a forward of one module": lambda m: setattr(m.pooler, "forward", lambda states: states[:, 1]),
     "compiled": lambda m: m.pooler.compile(backend="eager"),
@@ -222,13 +229,40 @@ def test_a_snapshot_notices_another_hook_and_another_method(monkeypatch):
     assert not snapshot.holds()
 
 
+def test_a_snapshot_notices_another_dtype_at_the_same_address():
+    model = model_of("bert").half()
+    snapshot = Snapshot(model)
+    assert snapshot.is_in_place()
+    model.pooler.dense.weight.data = model.pooler.dense.weight.data.view(torch.bfloat16)
+    assert not snapshot.is_in_place()
+
+
+def test_a_failed_copy_of_an_output_leaves_the_replay_ordered(monkeypatch):
+    graphs, done = Graphs(), []
+    event = SimpleNamespace(record=lambda stream: done.append("record"))
+    stream = SimpleNamespace(wait_event=lambda e: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    graph = SimpleNamespace(replay=lambda: done.append("replay"))
+    key = graphs_module._with_switches("size")
+    graphs._passes[key] = graphs_module._Pass(graph, {}, BaseModelOutput(last_hidden_state=torch.ones(1)))
+
+    def read(x, inputs):
+        raise torch.OutOfMemoryError("no memory")
+
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.again("size", torch.device("cuda"), lambda inputs: None, read)
+    assert done == ["replay", "record", "wait", "replay", "record"]
+
+
 def test_unchanged_refuses_lists_of_other_things():
     for wrong in ([1, "a", 2], [{}, "a"]):
         with pytest.raises(RuntimeError, match="unchanged: expected a"):
             _C.unchanged(wrong, [], [], [])
     with pytest.raises(TypeError):
         _C.unchanged([], [{}, "a"], [], [])
-    assert not _C.unchanged([], [], [], [{"x": None}, "x", 0])
+    assert not _C.unchanged([], [], [], [{"x": None}, "x", 0, torch.float32, 1])
     assert _C.unchanged([{"x": 1.0}, "x", 1.0, {}, "y", None], [{}, 0], [1, int], [])
 
 

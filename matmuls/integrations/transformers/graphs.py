@@ -158,12 +158,13 @@ class Graphs:
         stream = torch.cuda.current_stream(device)
         if self._last is not None:
             stream.wait_event(self._last)
-        fill(found.inputs)
-        found.graph.replay()
-        outputs = _like(found.outputs, {name: read(x, found.inputs) for name, x in found.outputs.items()})
         self._last = self._last or torch.cuda.Event()
-        self._last.record(stream)
-        return outputs
+        try:
+            fill(found.inputs)
+            found.graph.replay()
+            return _like(found.outputs, {name: read(x, found.inputs) for name, x in found.outputs.items()})
+        finally:  # later replays wait, also if there was no memory for a copy
+            self._last.record(stream)
 
     def _new(
         self,

@@ -40,9 +40,10 @@ def can_replay(model: Any, chain: _Chain, device: torch.device) -> bool:
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
-    if graphs.holds():
-        return True
     weight = one_pass.words(model)
+    if graphs.holds():
+        same: bool = weight.device == device
+        return same
     usual = (
         weight.device == device
         and not chain.is_training(model)

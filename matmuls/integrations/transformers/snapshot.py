@@ -9,7 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from custom_mm import _C
 
 # attributes of modules that their forward reads, or that say how it is called
-READ = "training", "forward", "_compiled_call_impl"
+READ = "training", "forward", "_compiled_call_impl", "config"
 # where a module has them
 SCALARS = "is_causal", "scaling", "eps", "padding_idx", "num_embeddings", "max_norm", "rope_type"
 
@@ -57,10 +57,11 @@ class Snapshot:
                 if x is None:
                     self._items += [tensors, name, None]
                 else:
-                    self._addresses += [tensors, name, x.data_ptr()]
+                    self._addresses += [tensors, name, x.data_ptr(), x.dtype, x.numel()]
 
     def is_in_place(self) -> bool:
-        """True if parameters and buffers are where they were: a captured pass may read them."""
+        """True if parameters and buffers are where they were, with the same dtype and size: a captured pass may read
+        them."""
         return _C.unchanged([], [], [], self._addresses)
 
     def holds(self) -> bool:

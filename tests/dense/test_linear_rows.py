@@ -23,6 +23,7 @@ ACTIVATIONS = {
         (16, 2304, 768, {"64x64 in 2"}),
         (64, 768, 768, {"64x64 in 4"}),
         (64, 768, 3072, {"64x64 in 8"}),
+        (64, 1024, 4096, {"64x64 in 4"}),
         (128, 768, 3072, {"64x64 in 4"}),
         (128, 384, 1536, {"64x64 in 8", "64x64 in 4"}),
         (128, 3072, 768, {"64x64 in 1", "64x64 in 2", "128x64 in 2"}),
@@ -49,10 +50,14 @@ def test_chosen_configuration(m, n, k, fast):
         (4096, 8200, 768, "gelu", False),
         (65537, 3072, 768, "gelu", False),
         (64, 768, 768, None, True),
-        (64, 768, 760, None, False),
-        (65, 768, 768, None, False),
-        (128, 768, 3072, None, True),
-        (129, 768, 3072, None, False),
+        (63, 768, 760, None, False),
+        (64, 768, 376, None, False),
+        (128, 768, 4096, None, True),
+        (129, 768, 4096, None, False),
+        (256, 768, 3072, None, True),
+        (257, 768, 3072, None, False),
+        (512, 2304, 768, None, True),
+        (513, 2304, 768, None, False),
         (64, 4104, 1024, None, False),
         (64, 376, 1024, None, False),
         (64, 768, 4104, None, False),
@@ -114,7 +119,9 @@ def test_agrees_with_float64(hopper, m, n, k, activation, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("m", "activation"), [(7, None), (64, None), (1, "gelu"), (333, "gelu"), (2049, "gelu")])
+@pytest.mark.parametrize(
+    ("m", "activation"), [(7, None), (64, None), (300, None), (1, "gelu"), (333, "gelu"), (2049, "gelu")]
+)
 def test_it_is_taken(hopper, m, activation):
     """The results of the call are those of the kernel alone, to the bit."""
     x, w, bias = operands(m, 1536, 1024, gap=64)

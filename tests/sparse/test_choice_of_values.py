@@ -73,13 +73,13 @@ def test_changed_values_between_a_product_and_its_gradient(dense_wins, device):
     assert_as_exact_as_float32((made @ b).detach(), dense, b.detach())
 
 
-def test_many_duplicates_are_summed_in_a_fixed_order(dense_wins):
+def test_many_duplicates_are_summed_in_a_fixed_order():
     nonzeros = 300_000
     crow, col = torch.tensor([0, nonzeros // 3, 2 * nonzeros // 3, nonzeros]), torch.randint(50, (nonzeros,))
     made = plan(torch.sparse_csr_tensor(crow, col, torch.randn(nonzeros), (3, 50)), constant=True)
     b = torch.randn(50, 8)
     first = made @ b
-    assert "dense" in made.explain()
+    assert "by_rows" in repr(made)  # no dense copy of more nonzeros than elements
     assert all(torch.equal(made.update(made.values.clone()) @ b, first) for _ in range(10))
 
 
@@ -173,7 +173,7 @@ def test_an_overwritten_sparse_leaf(dense_wins, layout, device):
         for _ in range(3):
             assert_as_exact_as_float32(made @ b, a.detach().to_dense(), b)
             a.values().mul_(2)
-    assert "dense" in made.explain()
+    assert not dense_wins  # a plan that is not constant measures nothing
 
 
 def test_new_values_at_the_same_address(dense_wins, device):

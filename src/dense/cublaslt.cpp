@@ -97,7 +97,7 @@ void need_cublaslt() {
 }
 
 // Returns false, doing nothing, if cuBLASLt is to compute the product.
-bool product_by_rows(const Gemm& g, const Tensor& bias, Activation activation) {
+bool product_by_linear_rows(const Gemm& g, const Tensor& bias, Activation activation) {
   if (!dense_rows::pays(g.n, g.m, g.k, activation) && !is_off(ProductKernel::cublaslt)) return false;
   if (is_off(ProductKernel::linear_rows) || !dense_rows::fits(g)) return false;
   const auto how = dense_rows::choose(g.n, g.m, g.k, device_limits().multiprocessors);
@@ -126,7 +126,7 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activati
       return bias_act_(out, rest_bias, rest);
     }
     const Gemm g = describe(a, b, out, shape, transa, transb, /*row_major_out=*/bias.defined());
-    const bool by_rows = product_by_rows(g, bias, activation);
+    const bool by_rows = product_by_linear_rows(g, bias, activation);
     if (!by_rows) need_cublaslt();
     if (by_rows || product_by_lt(kCublasLtOp, g, fused, epilogue)) {
       if (g.out_is_copy) out.copy_(g.out.view(out.sizes()));

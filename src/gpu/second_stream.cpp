@@ -16,11 +16,11 @@ namespace {
 constexpr size_t kMost = 64;  // per thread, before they are given back
 
 // Queries and creations in its scope do not invalidate another thread's capture.
-struct RelaxedCapture {
+struct OutsideCapture {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  RelaxedCapture() { C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode)); }
-  ~RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
+  OutsideCapture() { C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode)); }
+  ~OutsideCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
+  OutsideCapture(const OutsideCapture&) = delete;
 };
 
 // Streams of threads that have ended, by device. Never destroyed: threads may end after the process's statics.
@@ -42,7 +42,7 @@ bool is_idle(const SecondStream& s) {
 
 SecondStream take(int device) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  const RelaxedCapture relaxed;
+  const OutsideCapture relaxed;
   {
     const std::lock_guard lock(free_streams().mutex);
     auto& some = free_streams().streams[device];

@@ -181,7 +181,7 @@ def switch_off_product_kernels(names: list[str]) -> None:
 def choose_linear_rows(
     rows: int, columns: int, inner: int, activation: str | None, multiprocessors: int
 ) -> tuple[bool, str]:
-    """Whether linear_rows is faster than cuBLASLt for x [rows, inner] and w [columns, inner]; its configuration."""
+    """Returns whether linear_rows computes x [rows, inner] times w [columns, inner], and its configuration's name."""
 
 def inplace_kernels() -> list[str]:
     """Names of the kernels of matmul_ on a GPU: files in src/dense/inplace, and workspace."""

@@ -1,4 +1,4 @@
-"""What a benchmark records: one row for each case, and their file."""
+"""Records the results of `matmuls bench`: one row for each case, in a JSON file."""
 
 import json
 from dataclasses import asdict, dataclass, field

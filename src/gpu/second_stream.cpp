@@ -10,18 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "glue/handles.h"
+
 namespace matmuls {
 namespace {
 
 constexpr size_t kMost = 64;  // per thread, before they are given back
-
-// Queries and creations in its scope do not invalidate another thread's capture.
-struct OutsideCapture {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  OutsideCapture() { C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode)); }
-  ~OutsideCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
-  OutsideCapture(const OutsideCapture&) = delete;
-};
 
 // Streams of threads that have ended, by device. Never destroyed: threads may end after the process's statics.
 struct Free {
@@ -42,7 +36,7 @@ bool is_idle(const SecondStream& s) {
 
 SecondStream take(int device) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  const OutsideCapture relaxed;
+  const RelaxedCapture relaxed;
   {
     const std::lock_guard lock(free_streams().mutex);
     auto& some = free_streams().streams[device];

@@ -20,8 +20,8 @@ DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 
 def in_one_kernel(embeddings: Any) -> Any:
-    """What computes the embeddings of packed tokens on a GPU in place of a model's module, which is in eval mode; None
-    if it must compute them itself."""
+    """Returns a function that computes the embeddings of packed tokens in one kernel, for an embeddings module in eval
+    mode on a GPU; None if the kernel does not support the module."""
     if _kind(embeddings) not in FORM or getattr(embeddings, "position_embedding_type", "absolute") != "absolute":
         return None
     norm = embeddings.LayerNorm

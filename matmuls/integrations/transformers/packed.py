@@ -113,7 +113,7 @@ def packable(model: nn.Module) -> Any:
 
 
 def columns_of(counts: Sequence[int]) -> Tensor:
-    """Where each token of packed texts is in its text, [T] on the CPU."""
+    """Computes the position of each packed token in its text, [T] on the CPU."""
     lengths = torch.tensor(counts, device="cpu")
     ends = lengths.cumsum(0)
     return torch.arange(int(ends[-1]), device="cpu") - (ends - lengths).repeat_interleave(lengths)

@@ -141,7 +141,8 @@ def padded(
 
 
 def signature(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, dict[str, Any]]:
-    """What `repeated` knows a call by, None for some, and its arguments by name."""
+    """Returns the key under which `repeated` finds a call, None if the call cannot be repeated, and the arguments by
+    name."""
     given = dict(zip(one_pass.names(type(model)), args, strict=False)) | kwargs if args else kwargs
     parts: list[Hashable] = []
     for name, x in given.items():

@@ -9,8 +9,8 @@ namespace matmuls::dense_rows {
 namespace {
 
 // Microseconds of the busiest multiprocessor, without what all configurations take. The constants were fitted to the
-// times of 89 products on an H200 (16 to 4096 rows, w [384 to 4096, 384 to 4096], bfloat16). For 85 of these the choice
-// is within 5 % of the best time of kConfigurations, for 88 within 10 %; the worst is 11 % (32x1024x4096).
+// times of 89 products on an H200 (16 to 4096 rows, w [384 to 4096, 384 to 4096], bfloat16). For 86 of these the choice
+// is within 5 % of the best time of kConfigurations, for all within 10 %; the worst is 9 % (256x4096x1024).
 double estimate(const Configuration& c, int64_t rows, int64_t columns, int64_t inner, int multiprocessors) {
   // A step of 64 k of a block alone, and of two blocks on a multiprocessor.
   const auto [alone, both] = c.rows == 64      ? std::pair{0.294, 0.597}

@@ -265,6 +265,10 @@ def record_gradient(name: str, function: Callable[..., Any]) -> None:
     """Registers the Autograd kernel of operator `name`: in C++ for plain CUDA tensors, else `function`. In a build with
     CUDA."""
 
+def second_stream(device: int) -> int:
+    """The CUDA stream (cudaStream_t) concurrent with GPU `device`'s current one, made at its first use. In a build with
+    CUDA."""
+
 def forget_recordings() -> None:
     """Drops all recorded calls. In a build with CUDA."""
 

@@ -1,10 +1,11 @@
 """Times training steps of PyTorch Geometric's GCN, GraphSAGE (mean) and GIN, as called: PyG's own sums against plans.
 
 Usage: MATRICES=FOLDER python benchmarks/pyg_steps.py OUT. Writes OUT/pyg-steps-DEVICE.json. A step is forward, loss,
-backward and Adam of two layers on the whole graph: two drawn graphs, and those in the .npz files of FOLDER, smallest
-first, until 150 s have passed. Ways alternate: PyG and plans, each with a tensor of edges and with a torch.sparse
-adjacency, and the same network written by hand, with torch.sparse, `spmm` and a plan. A way that cannot run has its
-error instead of a time.
+backward and fused Adam of two layers on the whole graph: those in the .npz files of FOLDER, smallest first, and two
+drawn ones, until 240 s have passed. Ways alternate: PyG and plans, each with a tensor of edges and with a torch.sparse
+adjacency, and the same network written by hand, with torch.sparse, `spmm` and a plan. On a GPU each way is also timed
+with the whole step captured in a CUDA graph, after steps that warm it up. A way that cannot run, or cannot be captured,
+has its error instead of a time.
 """
 
 import copy
@@ -31,13 +32,14 @@ from matmuls.integrations import pyg
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAWN = "rmat:16:16", "uniform:50000:1000000"
 WIDTHS, CLASSES = (64, 256), 16
-WARM, ROUNDS, BLOCK = 12, 7, 0.04  # steps before the first round; rounds; seconds of a round of one way
-BUDGET, MOST_EDGES = 150, 40_000_000
+WARM, ROUNDS, BLOCK = 12, 5, 0.03  # steps before the first round; rounds; seconds of a round of one way
+BUDGET, MOST_EDGES = 240, 40_000_000
+CAPTURED = ", captured"
 Run = Callable[[], torch.Tensor]
 
 
 def graph_of(source: str) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Targets' offsets, sources and the number of nodes of a square matrix."""
+    """Targets' offsets, sources and the number of nodes of a matrix's graph."""
     if source.startswith("uniform:"):
         nodes, edges = map(int, source.split(":")[1:])
         target, col = torch.randint(nodes, (2, edges))
@@ -45,9 +47,14 @@ def graph_of(source: str) -> tuple[torch.Tensor, torch.Tensor, int]:
         crow = torch.cat([torch.zeros(1, dtype=torch.int64), target.bincount(minlength=nodes).cumsum(0)])
         return crow, col[order], nodes
     a = matrices.load(source)
-    if a.shape[0] != a.shape[1] or a.nnz > MOST_EDGES:
-        raise ValueError(f"{source}: expected a square matrix of at most {MOST_EDGES} nonzeros")
-    return a.crow.long(), a.col.long(), a.shape[0]
+    if a.nnz > MOST_EDGES:
+        raise ValueError(f"{source}: expected at most {MOST_EDGES} nonzeros")
+    crow, col, (rows, columns) = a.crow.long(), a.col.long(), a.shape
+    if rows == columns:
+        return crow, col, rows
+    order = col.argsort(stable=True)  # the bipartite graph of rows and columns, with both directions
+    down, up = torch.repeat_interleave(torch.arange(rows), crow.diff())[order], col.bincount(minlength=columns)
+    return torch.cat([crow, a.nnz + up.cumsum(0)]), torch.cat([col + rows, down]), rows + columns
 
 
 class Written(Module):
@@ -85,7 +92,7 @@ def by_hand(kind: str, crow: torch.Tensor, col: torch.Tensor, nodes: int) -> tor
 
 
 def step_of(model: Module, x: torch.Tensor, graph: torch.Tensor, labels: torch.Tensor) -> Run:
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
@@ -111,6 +118,25 @@ def seconds_of(step: Run, calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
+def captured(step: Run) -> Run:
+    """The step as one CUDA graph, captured after steps in which plans choose their kernels."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
 def context_of(way: str) -> AbstractContextManager[None]:
     return pyg.enabled(patience=0) if way.startswith("plans") else nullcontext()
 
@@ -125,6 +151,8 @@ def timed(steps: dict[str, Run]) -> dict[str, Any]:
                 begin = time.perf_counter()
                 loss = step().item()
                 first = time.perf_counter() - begin
+                if way.endswith(CAPTURED):
+                    step = steps[way] = captured(step)
                 seconds_of(step, WARM)
                 calls[way] = max(1, round(BLOCK / seconds_of(step, 2)))
         except (RuntimeError, NotImplementedError) as error:  # memory is out, or PyG cannot
@@ -157,16 +185,16 @@ def measured(source: str) -> Iterator[dict[str, Any]]:
             options = {"norm": None, "act": ReLU()} if kind is GIN else {}
             model = kind(width, width, num_layers=2, out_channels=CLASSES, **options).to(DEVICE)
             graphs = {"edges": edges, "adjacency": adjacency}
-            steps = {
-                f"{way} {what}": step_of(copy.deepcopy(model), x, graph, labels)
-                for what, graph in graphs.items()
-                for way in ("PyG", "plans")
-            }
             plan = matmuls.plan(hand)
             products = {"torch.sparse": hand.matmul, "spmm": partial(matmuls.spmm, hand), "plan": plan.__matmul__}
-            for way, product in products.items():
-                torch.manual_seed(1)
-                steps[way] = step_of(Written(name, product, width).to(DEVICE), x, edges, labels)
+            steps = {}
+            for end in ("", CAPTURED) if DEVICE == "cuda" else ("",):
+                for what, graph in graphs.items():
+                    for way in ("PyG", "plans"):
+                        steps[f"{way} {what}{end}"] = step_of(copy.deepcopy(model), x, graph, labels)
+                for way, product in products.items():
+                    torch.manual_seed(1)
+                    steps[way + end] = step_of(Written(name, product, width).to(DEVICE), x, edges, labels)
             pyg.stats(reset=True)
             ways = timed(steps)
             left = {" ".join(key): n for key, n in pyg.stats().left.items()}
@@ -182,13 +210,13 @@ def main(out: Path) -> None:
     folder = os.environ.get("MATRICES")
     found = sorted(Path(folder).glob("*.npz"), key=lambda p: p.stat().st_size) if folder else []
     begin, rows, skipped = time.perf_counter(), [], {}
-    for source in (*DRAWN, *map(str, found)):
+    for source in (*map(str, found), *DRAWN):
         try:
             for row in measured(source):
                 rows.append(row)
                 if time.perf_counter() - begin > BUDGET:
                     break
-        except (ValueError, RuntimeError) as error:  # no square matrix, or memory is out
+        except (ValueError, RuntimeError) as error:  # too large, or memory is out
             skipped[source] = str(error).splitlines()[0]
         if time.perf_counter() - begin > BUDGET:
             break

@@ -205,7 +205,7 @@ def _texts(page: Page, run: Run) -> None:
             speeds = (r[key][best] / r[key][way] for key in ("cpu_seconds", "seconds"))
             shown = number(r["seconds"][way] * 1e3), number(seconds * 1e3), *map(number, speeds)
             rows.append((f"{r['texts']} ({r['tokens']} tokens)", way, *shown))
-        ratios.append((stock[best] / r["cpu_seconds"]["optimized"], f"texts: {r['texts']}"))
+        ratios.append((stock[best] / r["cpu_seconds"]["optimized"], f"{r['texts']} texts"))
     page.table(
         "There is one row for each number of texts and way to encode them. *Time* is the wall clock, which other work "
         "on the machine makes longer. *CPU time* is the sum over all threads of the process, which other work hardly "

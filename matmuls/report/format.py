@@ -46,8 +46,7 @@ def losses(ratios: Iterable[tuple[float | None, str]], over: str, of: str = "") 
     known = [(r, case) for r, case in ratios if r is not None]
     lowest, case = min(known)
     slower = sum(r < 0.995 for r, _ in known)
-    count = f"{slower} of {len(known)}" if slower else f"none of {len(known)}"
-    if slower == len(known) > 2:
-        count = f"all {slower}"
+    count = f"all {slower}" if slower == len(known) > 2 else f"{slower} of {len(known)}"
     name = f"**Slower cases, {of}.**" if of else "**Slower cases.**"
-    return f"{name} More than 0.5 % slower than {over} in {count} cases. The lowest speed is {number(lowest)}: {case}."
+    lost = f"In {count} cases, matmuls is more than 0.5 % slower than {over}."
+    return f"{name} {lost} The lowest speed is {number(lowest)} ({case})."

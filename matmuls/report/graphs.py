@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from ..bench import geometric_mean
 from .format import losses, number
 from .page import Page
-from .results import Results
+from .results import Results, Run
 
 STEPS = "pyg-steps-cuda.json"
 WAYS = "PyG edges", "plans edges", "PyG adjacency", "plans adjacency", "torch.sparse", "spmm", "plan"
+CAPTURED = ", captured"
 PAIRS = (  # rival, ours, the rival's name in a sentence
     ("PyG edges", "plans edges", "PyG with the same input"),
     ("PyG adjacency", "plans adjacency", "PyG with the same input"),
@@ -27,19 +29,48 @@ def steps(results: Results) -> Page:
         "`matmuls.spmm` and with a plan.",
     )
     run = results.run(STEPS)
-    ways = [way for way in WAYS if any(way in r["ways"] for r in run.rows)]
-    page.table(
-        "There is one row for each model, graph and width of the layers. `uniform:50000:1000000` is a random graph of "
-        "50,000 vertices and 1,000,000 edges.",
-        ("model", "graph", "width", *ways),
-        ((r["model"], _name(r["graph"]), str(r["width"]), *(_ms(r, way) for way in ways)) for r in run.rows),
+    page.say(
+        "`uniform:50000:1000000` is a random graph of 50,000 vertices and 1,000,000 edges, and `rmat:16:16` an R-MAT "
+        "graph of 2^16 vertices."
     )
-    for rival, way, name in PAIRS:
-        if way in ways:
-            ratios = [(_speed(r, rival, way), _case(r)) for r in run.rows]
-            page.say(losses(ratios, name, f"{way} compared with {rival}"))
+    _table(
+        page,
+        run,
+        "",
+        "There is one row for each model, graph and width of the layers. The host launches each operation.",
+    )
+    if any(way.endswith(CAPTURED) for r in run.rows for way in r["ways"]):
+        _table(
+            page,
+            run,
+            CAPTURED,
+            "The rows are the same, but each step is one CUDA graph. A way without a figure cannot be captured.",
+        )
+        page.heading("Captured where that is faster")
+        for rival, way, name in PAIRS:
+            best = _speeds(run, (rival, rival + CAPTURED), (way, way + CAPTURED))
+            if best:
+                mean = number(geometric_mean([speed for speed, _ in best]))
+                page.say(
+                    f"*{way}* is {mean} times as fast as {name} (geometric mean), each captured where that is faster."
+                )
+                page.say(losses(best, name, f"{way} compared with {rival}"))
     page.measured(run)
     return page
+
+
+def _table(page: Page, run: Run, end: str, title: str) -> None:
+    """A table of the ways whose names have this end, and their slower cases."""
+    ways = [way for way in WAYS if any(way + end in r["ways"] for r in run.rows)]
+    page.table(
+        title,
+        ("model", "graph", "width", *ways),
+        ((r["model"], _name(r["graph"]), str(r["width"]), *(_ms(r, way + end) for way in ways)) for r in run.rows),
+    )
+    for rival, way, name in PAIRS:
+        speeds = _speeds(run, (rival + end,), (way + end,))
+        if speeds:
+            page.say(losses(speeds, name, f"{way}{end} compared with {rival}{end}"))
 
 
 def _name(graph: str) -> str:
@@ -50,10 +81,14 @@ def _case(row: dict[str, Any]) -> str:
     return f"{row['model']}, {_name(row['graph'])}, width {row['width']}"
 
 
-def _speed(row: dict[str, Any], rival: str, way: str) -> float | None:
-    """The rival's time divided by the way's; None if one of them did not run."""
-    ms = [row["ways"].get(name, {}).get("ms") for name in (rival, way)]
-    return ms[0] / ms[1] if all(ms) else None
+def _speeds(run: Run, rivals: tuple[str, ...], ours: tuple[str, ...]) -> list[tuple[float, str]]:
+    """The shortest time of the rivals divided by ours, and the case, where both sides ran."""
+    speeds = []
+    for row in run.rows:
+        ms = [[row["ways"][way]["ms"] for way in ways if "ms" in row["ways"].get(way, {})] for ways in (rivals, ours)]
+        if all(ms):
+            speeds.append((min(ms[0]) / min(ms[1]), _case(row)))
+    return speeds
 
 
 def _ms(row: dict[str, Any], way: str) -> str:

@@ -19,6 +19,7 @@ def page(results: Results) -> Page:
         "Layers and products are float32, and two experts float16.",
         "SparseLinear has 90 % zeros.",
         "torch has no `mask_plan`: its row shows a `torch.matmul` for comparison, and is left out of *Slower cases*.",
+        "A speed in *Slower cases* is 1 / ratio.",
     )
     page.table(
         "There is one row for each call. *ratio* is the time of matmuls / the time of torch's way: below 1 matmuls is "

@@ -6,7 +6,7 @@ from .page import Page
 from .results import Results, Run
 
 # Architectures of transformers besides those that `optimize` knows: what `takes` says of each is looked up.
-OTHERS = (*("bart", "deberta", "deberta-v2", "gemma3_text", "gpt2", "llama", "qwen3", "t5", "wav2vec2"),)
+OTHERS = (*("bart", "deberta", "deberta-v2", "gpt2", "llama", "qwen3", "t5", "wav2vec2"),)
 
 
 # torch.compile traces these with plans alone
@@ -61,7 +61,7 @@ def _models(page: Page) -> None:
         "`register()` works for most architectures whose attention goes through transformers' "
         "`ALL_ATTENTION_FUNCTIONS`. `takes(model)` says whether it works for a model of yours. `optimize(model)` "
         "works for the families that the table marks with *yes*; for `whisper` it changes only the encoder. On a GPU "
-        "only `optimize(model)` of `bert` was measured.",
+        "only `bert` was measured, with both functions.",
         "Models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS) are not supported: their first "
         "forward pass raises an error.",
     )
@@ -88,7 +88,8 @@ def _families() -> list[tuple[str, bool, bool]]:
             f"the table of models needs transformers ({error}); run: pip install 'matmuls[bert]'"
         ) from None
     folders = (family.split(".")[0] for family in FAMILIES)
-    known = {name if name in CONFIG_MAPPING else name.replace("_", "-") for name in folders}
+    names = {"gemma3_text" if name == "gemma3" else name for name in folders}  # gemma3 also has images
+    known = {name if name in CONFIG_MAPPING else name.replace("_", "-") for name in names}
     found = []
     for name in sorted(known | set(OTHERS)):
         with torch.device("meta"):

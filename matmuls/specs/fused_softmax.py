@@ -187,7 +187,8 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         name="scaled_masked_softmax_forward",
-        summary="`scaled_masked_softmax_forward(x, mask, scale)`: softmax(scale * x); nonzero elements hide scores",
+        summary="`scaled_masked_softmax_forward(x, mask, scale)`: softmax(scale * x); nonzero elements of mask hide "
+        "scores",
         call=fused_softmax.scaled_masked_softmax_forward,
         reference=lambda x, mask, scale: masked(x, None if mask is None else mask.ne(0), scale),
         operators=(_ops.scaled_masked_softmax.default,),

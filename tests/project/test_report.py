@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from matmuls import bench, cli, figures, report
 from matmuls.bench import jobs
-from matmuls.report import index
+from matmuls.report import graphs, index
 from matmuls.report.format import losses, number, table
 from matmuls.report.plot import Panel, Plot, data_of
 from matmuls.report.results import Results
@@ -299,4 +299,20 @@ def test_numbers_tables_and_losses():
     assert [number(x) for x in values] == ["0.0912", "1.00", "1.00", "3.14", "42.5", "100", "888", "1,000", "37,900"]
     assert table(("case", "speed"), [("a", "1.20 (0.90)"), ("b", "")]).splitlines()[1] == "| --- | ---: |"
     told = losses([(1.5, "a"), (0.98, "b"), (0.999, "c"), (None, "d")], "torch")
-    assert told == "**Slower cases.** More than 0.5 % slower than torch in 1 of 3 cases. The lowest speed is 0.980: b."
+    lost = "In 1 of 3 cases, matmuls is more than 0.5 % slower than torch."
+    assert told == f"**Slower cases.** {lost} The lowest speed is 0.980 (b)."
+
+
+def test_steps_captured_in_cuda_graphs_have_their_own_table(copied):
+    file = copied / "benchmarks/results/pyg-steps-cuda.json"
+    content = json.loads(file.read_text())
+    for row in content["rows"]:
+        row["ways"]["plan"] = {"ms": row["ways"]["torch.sparse"]["ms"]}
+        row["ways"]["plan, captured"] = {"ms": row["ways"]["torch.sparse"]["ms"] / 4}
+        row["ways"]["torch.sparse, captured"] = {"error": "not permitted when stream is capturing"}
+    row["ways"]["torch.sparse, captured"] = {"ms": row["ways"]["torch.sparse"]["ms"] / 8}
+    file.write_text(json.dumps(content))
+    text = graphs.steps(Results(copied / "benchmarks/results")).text
+    assert "| model | graph | width | torch.sparse | plan |" in text
+    mean = bench.geometric_mean([4] * (len(content["rows"]) - 1) + [0.5])
+    assert f"*plan* is {number(mean)} times as fast as torch.sparse in the same model (geometric mean)" in text

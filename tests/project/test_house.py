@@ -135,7 +135,7 @@ MAY_IMPORT = {
     "report.times": {"bench", "report.format", "report.results"},
     "report.headlines": {"bench", "experiment"} | {f"report.{m}" for m in ("format", "plot", "results", "times")},
     "report.distributed": {"report.format", "report.page", "report.results"},
-    "report.graphs": {"report.format", "report.page", "report.results"},
+    "report.graphs": {"bench", "report.format", "report.page", "report.results"},
     **{
         f"report.{page}": {"bench", "experiment", "figures", "integrations.transformers", "report", "specs"}
         for page in (

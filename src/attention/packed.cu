@@ -58,8 +58,8 @@ template <class T, int D>
 struct Queries {
   static constexpr bool kBfloat16 = std::is_same_v<T, c10::BFloat16>;
   uint32_t q[D / 16][4];
-  float context[D / 8][4]{}, most[2], sum[2]{};
-  int first[2], end[2];  // keys that the thread's queries see
+  float context[D / 8][4]{}, most[2], sum[2]{};  // most: scale times the largest score
+  int first[2], end[2];                          // keys that the thread's queries see
 
   // start: the warp's first query. `tile`: its rows in shared memory.
   __device__ Queries(const Seen& seen, int start) {
@@ -157,17 +157,18 @@ struct Queries {
         if (own < first[i / 2] || own >= end[i / 2]) s[n][i] = kNone;
       }
   }
-  // s <- 2^(scale (s - largest)); what was summed before is scaled to the new largest score.
+  // s <- 2^(scale (s - largest)); what was summed before is scaled to the new largest score: by exactly 1 if that is
+  // the same, since factors of 1 + 1e-4 for each tile add up.
   template <int N>
   __device__ void exponentiate(float (&s)[N][4], float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float now = most[r];
+      float now = kNone;
 #pragma unroll
       for (int n = 0; n < N; ++n) now = fmaxf(now, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
-      now = over_quad(now, [](float a, float b) { return fmaxf(a, b); });
-      const float base = now == kNone ? 0.0f : now * scale;  // -inf - -inf would be NaN
-      const float before = ptx::exp2_approx(fmaf(most[r], scale, -base));
+      now = fmaxf(most[r], scale * over_quad(now, [](float a, float b) { return fmaxf(a, b); }));
+      const float base = now == kNone ? 0.0f : now;  // -inf - -inf would be NaN
+      const float before = ptx::exp2_approx(most[r] - base);
       most[r] = now;
       sum[r] *= before;
 #pragma unroll

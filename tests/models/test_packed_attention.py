@@ -92,6 +92,15 @@ def test_hidden_first_tokens_empty_segments_and_rows_of_none(device):
         assert _C.attend_packed(*qkv, starts().to(device), starts().to(device), 0, 1.0, -1, -1).shape == (260, 384)
 
 
+def test_equal_scores_weigh_alike_in_all_tiles(device):
+    keys = 16384
+    for dtype in DTYPES[device]:
+        q, k, v = (torch.full((n, 1, 32), 13.0).to(device, dtype) for n in (1, keys, keys))
+        v.zero_()[:64] = keys // 64
+        result = _C.attend_packed(q, k, v, starts(1).to(device), starts(keys).to(device), 1, 0.37, -1, -1)
+        torch.testing.assert_close(result, torch.ones_like(result), atol=1e-3, rtol=0)
+
+
 def test_nan_and_infinity_stay_in_their_text(device):
     dtype, of_all = torch.bfloat16, starts(20, 70).to(device)
 

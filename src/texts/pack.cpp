@@ -62,9 +62,9 @@ void pack_padded(const Tensor& ids, const OptionalTensor& mask, const OptionalTe
   if (seen.defined() && (!at::isIntegralType(seen.scalar_type(), true) || seen.element_size() == 2)) seen = seen.ne(0);
   const int64_t count = ids.numel(), size = packed.numel(), per_text = seen.defined() ? 2 : 1;
   const int64_t room = (starts.numel() / 2 - 1) / per_text;
-  TORCH_CHECK(size >= count && room >= ids.size(0) && room <= texts::kMostTexts && size <= INT32_MAX, kPack,
-              ": expected room for the tokens and texts of ", ids.sizes(), ", and at most ", texts::kMostTexts,
-              " texts, got room for ", size, " tokens and ", room, " texts");
+  TORCH_CHECK(size >= count && room >= ids.size(0) && room <= texts::kMostTexts && size <= texts::kMostTokens, kPack,
+              ": expected room for the tokens and texts of ", ids.sizes(), ", and at most ", texts::kMostTokens,
+              " tokens and ", texts::kMostTexts, " texts, got room for ", size, " tokens and ", room, " texts");
   texts::Padded in{};
   in.ids = strided("input_ids", ids, ids);
   if (seen.defined()) {

@@ -86,11 +86,12 @@ void pack_on_gpu(const Padded& in, const Packed& out) {
 }
 
 void unpack_on_gpu(const at::Tensor& states, const int32_t* place, const at::Tensor& out) {
-  const int64_t row = states.size(1) * states.element_size();
-  const bool aligned = row % 16 == 0 && reinterpret_cast<uintptr_t>(states.const_data_ptr()) % 16 == 0;
-  aligned        ? unpack<int4>(states, place, out)
-  : row % 4 == 0 ? unpack<int32_t>(states, place, out)
-                 : unpack<int16_t>(states, place, out);
+  const auto address = reinterpret_cast<uintptr_t>(states.const_data_ptr());
+  const uintptr_t both = address | static_cast<uintptr_t>(states.size(1) * states.element_size());  // and a row's bytes
+  both % 16 == 0  ? unpack<int4>(states, place, out)
+  : both % 4 == 0 ? unpack<int32_t>(states, place, out)
+  : both % 2 == 0 ? unpack<int16_t>(states, place, out)
+                  : unpack<int8_t>(states, place, out);
 }
 
 }  // namespace matmuls::texts

@@ -87,7 +87,8 @@ MATMULS_EVERYWHERE inline void pack_token(const Padded& in, const Packed& out, i
           in.types.data ? in.at<int64_t>(in.types, row, column) : 0);
 }
 
-constexpr int64_t kMostTexts = 4096;  // 32 KiB of shared memory
+constexpr int64_t kMostTexts = 4096;      // 32 KiB of shared memory
+constexpr int64_t kMostTokens = 1 << 30;  // a thread's places are ints, and go up to a block's step past the last one
 void pack_on_gpu(const Padded& in, const Packed& out);
 void unpack_on_gpu(const at::Tensor& states, const int32_t* place, const at::Tensor& out);
 

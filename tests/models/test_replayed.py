@@ -141,6 +141,23 @@ def test_sizes_are_rounded_to_few():
     assert rounded(3, least=16) == 16
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+def test_states_are_unpacked_from_any_address(dtype, device):
+    place = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=device)
+    for width in (1, 2, 6, 16):
+        for first in (0, 1, 2, 16):
+            states = torch.arange(3 * width + first, device=device).to(dtype)[first:].view(3, width)
+            expected = torch.stack([states[2], torch.zeros_like(states[0]), states[0], states[1]])
+            assert torch.equal(_C.unpack_padded(states, place, 2, 2), expected.view(2, 2, width))
+
+
+def test_more_tokens_than_places_can_number():
+    ids, ints = torch.zeros(1, 5, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int32)
+    many = ids[:, :1].expand(1, 2**30 + 1)
+    with pytest.raises(RuntimeError, match="at most 1073741824 tokens and 4096 texts, got room for 1073741825 tokens"):
+        _C.pack_padded(ids, None, None, -1, many, many, None, ints, ints)
+
+
 class Held:
     """Ends the process with status 3 where it is destroyed, as torch's CUDA objects do in a forked process."""
 

@@ -169,6 +169,7 @@ def record(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any,
         pass
     if found is None:  # after the except block, whose traceback keeps buffers too
         watch.made.clear()
+        log.clear()  # the launches have buffers as arguments
         return kernel(*arguments), None
     try:
         return found, _described(arguments, (found,) if isinstance(found, Tensor) else found, watch, log)

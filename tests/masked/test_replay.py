@@ -1,6 +1,7 @@
 """Recorded calls of operators with Triton kernels: what is recorded; on a GPU, that a repeated call gives the same."""
 
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +102,25 @@ def test_what_is_more_than_allocations_and_launches_is_not_recorded(kernel):
     assert found is None
     assert result is not None
     assert launch._log.steps is None
+
+
+def test_buffers_are_freed_before_a_call_without_memory_for_its_recording_is_repeated():
+    alive = []
+
+    def kernel(x):
+        alive.append([ref() is not None for ref in made])
+        y = x.new_empty(4, 4)
+        made.append(weakref.ref(y))
+        if launch._log.steps is not None:
+            launched(x, y, kinds=("*fp32", "*fp32"))
+            raise torch.OutOfMemoryError("no memory")
+        return y.fill_(7)
+
+    made = []
+    result, found = record.record(kernel, (torch.rand(4, 4),))
+    assert found is None
+    assert (result == 7).all()
+    assert alive == [[], [False]]
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU

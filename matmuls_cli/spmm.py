@@ -41,6 +41,9 @@ def spmm(
         bool, typer.Option("--weak", help="with --distributed: drawn matrices grow with the processes")
     ] = False,
     split: Annotated[str, typer.Option(help="with --distributed: equal nonzeros or rows")] = "nonzeros",
+    reorder: Annotated[
+        str | None, typer.Option(help="with --distributed: rcm or metis, an order of the rows that sends less")
+    ] = None,
 ) -> None:
     """Time every way to multiply the sparse matrices you name; check each result against float64.
 
@@ -54,7 +57,7 @@ def spmm(
     if out is not None:
         need_writable("--out", out)
     if distributed:
-        spmm_distributed.run(named, dtypes, widths, device, out, backward, weak, split)
+        spmm_distributed.run(named, dtypes, widths, device, out, backward, weak, split, reorder)
         return
     with Steps("loading torch", total=len(named) * len(dtypes) * len(widths)) as steps:
         from matmuls import experiment as e

@@ -26,12 +26,15 @@ def run(
     backward: bool,
     weak: bool,
     by: str,
+    order: str | None,
 ) -> None:
     """Measure, and on rank 0 show and write the results. Exit status 1 if a product is wrong."""
     if "WORLD_SIZE" not in os.environ:
         raise fail(f"--distributed runs on several processes: {LAUNCH}")
     if by not in ("nonzeros", "rows"):
         raise fail(f"--split is nonzeros or rows, got {by}")
+    if order not in (None, "rcm", "metis"):
+        raise fail(f"--reorder is rcm or metis, got {order}")
     first = os.environ["RANK"] == "0"
     with Steps("loading torch", total=len(sources) * len(dtypes) * len(widths)) if first else nullcontext() as steps:
         import torch
@@ -55,7 +58,7 @@ def run(
                 own: list[Any] = []
                 matrix = None
                 types = [pick_dtype(name) for name in dtypes]
-                options: dict[str, Any] = {"backward": backward, "weak": weak, "by": by, "news": show}
+                options: dict[str, Any] = {"backward": backward, "weak": weak, "by": by, "order": order, "news": show}
                 for case, matrix in bench.measure(source, types, widths, chosen, **options):  # noqa: B007
                     own.append(case)
                     if steps is not None:
@@ -73,9 +76,8 @@ def run(
     show_cases(cases)
     show_predictions(predicted)
     if out is not None:
-        _write(
-            out / f"spmm-distributed-{chosen}-{cases[0].ranks}{'-weak' if weak else ''}.json", cases, predicted, chosen
-        )
+        ends = [str(cases[0].ranks), *(["weak"] if weak else []), *([order] if order else [])]
+        _write(out / f"spmm-distributed-{chosen}-{'-'.join(ends)}.json", cases, predicted, chosen)
     if wrong := [c for c in cases if not c.error <= c.tolerance]:
         for c in wrong:
             errors.print(f"{c.matrix}, {c.n} columns, {c.dtype}: error {c.error:.1e}, expected {c.tolerance:.1e}")

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from ..matrices import Matrix, load
 from ..sparse.plan import SparsePlan
 from ..sparse.plan import plan as plan_alone
-from .group import Group, even, starts_of
+from .group import Group, starts_of
 from .model import Load, Measured
 from .plans import DistributedPlan
 from .plans import plan as plan_distributed
-from .splits import balanced
+from .splits import Order, Split, csr_tensor, local_rows, split
 
 Run = Callable[[], object]
 
@@ -105,22 +105,38 @@ def _values(matrix: Matrix) -> torch.Tensor:
     return torch.rand(matrix.nnz, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
 
 
-def _loaded(source: str, weak: bool) -> tuple[Matrix | None, Matrix | None]:
-    """On rank 0 the matrix to share, and that of one process; ValueError on every rank if there is none."""
+def reordered(matrix: Matrix, parts: int, by: str, order: Order | None) -> tuple[Matrix, tuple[int, ...]]:
+    """The matrix in the order that sends less, and the rows of each part."""
+    a = csr_tensor(matrix.crow, matrix.col, _values(matrix), matrix.shape)
+    cut = split(a, parts, "rows" if by == "rows" else "nonzeros", order)
+    if order is None:
+        return matrix, cut.sizes
+    a = local_rows(a, 0, Split(matrix.shape[:1], cut.permutation))
+    name, shape = f"{matrix.name} ({order})", matrix.shape
+    return Matrix(name, a.crow_indices(), a.col_indices(), a.values(), shape), cut.sizes
+
+
+def _loaded(
+    source: str, weak: bool, by: str, order: Order | None
+) -> tuple[Matrix | None, Matrix | None, tuple[int, ...]]:
+    """On rank 0 the matrix to share, that of one process, and the rows of each rank; ValueError on every rank if there
+    is none."""
     whole = small = None
+    sizes: tuple[int, ...] = ()
     failure: list[Any] = [""]
     if dist.get_rank() == 0:
         try:
             whole = load(grown(source, dist.get_world_size()) if weak else source)
-            small = load(source) if weak else whole
             if whole.shape[0] != whole.shape[1]:
                 raise ValueError(f"{source}: expected a square matrix, as x is split like its rows, got {whole.shape}")
-        except (ValueError, OSError) as error:
+            whole, sizes = reordered(whole, dist.get_world_size(), by, order)
+            small = reordered(load(source), 1, by, order)[0] if weak else whole
+        except (ImportError, ValueError, OSError) as error:
             failure = [str(error)]
     dist.broadcast_object_list(failure, 0)
     if failure[0]:
         raise ValueError(failure[0])
-    return whole, small
+    return whole, small, sizes
 
 
 def _send(tensors: Sequence[torch.Tensor], rank: int, device: str) -> None:
@@ -136,18 +152,18 @@ def _received(shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return t
 
 
-def scattered(matrix: Matrix | None, by: str, device: str) -> tuple[torch.Tensor, list[int], str, int]:
-    """This rank's rows of the matrix that rank 0 has, in float64; the rows of every rank; name and nonzeros."""
+def scattered(matrix: Matrix | None, sizes: Sequence[int], device: str) -> tuple[torch.Tensor, list[int], str, int]:
+    """This rank's rows of the matrix that rank 0 has, in float64; the rows of every rank; name and nonzeros. sizes: the
+    rows of every rank, on rank 0."""
     facts: list[Any] = [None]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if matrix is not None:
-        sizes = balanced(matrix.crow, ranks) if by == "nonzeros" else even(matrix.shape[0], ranks)
         counts = matrix.crow[torch.tensor(starts_of(sizes))].diff().tolist()
-        facts = [(sizes, counts, matrix.name, matrix.nnz, matrix.col.dtype)]
+        facts = [(list(sizes), counts, matrix.name, matrix.nnz, matrix.col.dtype)]
     dist.broadcast_object_list(facts, 0)
-    sizes, counts, name, nnz, index = facts[0]
+    rows, counts, name, nnz, index = facts[0]
     if matrix is not None:
-        values, starts = _values(matrix), starts_of(sizes)
+        values, starts = _values(matrix), starts_of(rows)
         pieces = []
         for begin, end in pairwise(starts):
             first, last = int(matrix.crow[begin]), int(matrix.crow[end])
@@ -157,10 +173,10 @@ def scattered(matrix: Matrix | None, by: str, device: str) -> tuple[torch.Tensor
             _send(pieces[other], other, device)
         crow, col, own = (t.to(device) for t in pieces[0])
     else:
-        crow = _received(sizes[rank] + 1, index, device)
+        crow = _received(rows[rank] + 1, index, device)
         col, own = _received(counts[rank], index, device), _received(counts[rank], torch.float64, device)
-    shape = sizes[rank], sum(sizes)
-    return torch.sparse_csr_tensor(crow, col, own, shape, check_invariants=False), sizes, name, nnz
+    shape = rows[rank], sum(rows)
+    return torch.sparse_csr_tensor(crow, col, own, shape, check_invariants=False), rows, name, nnz
 
 
 class Gathering:
@@ -345,17 +361,18 @@ def measure(
     backward: bool = False,
     weak: bool = False,
     by: str = "nonzeros",
+    order: Order | None = None,
     news: Callable[[str], object] = lambda what: None,
 ) -> Iterator[tuple[Case, Matrix | None]]:
     """Measure the matrix that `source` names; on every rank of the default group, which all give the same arguments.
 
-    weak: the matrix has as many times the rows as there are ranks, and one process has the given one. The second of
-    each pair is the whole matrix, on rank 0.
+    weak: the matrix has as many times the rows as there are ranks, and one process has the given one. order: how its
+    rows and columns are reordered first, for every way alike. The second of each pair is the whole matrix, on rank 0.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     news(f"{source}: loading")
-    whole, small = _loaded(source, weak)
-    rows64, sizes, name, nnz = scattered(whole, by, device)
+    whole, small, ranges = _loaded(source, weak, by, order)
+    rows64, sizes, name, nnz = scattered(whole, ranges, device)
     for dtype in dtypes:
         rows = rows64.to(dtype)
         plan = plan_distributed(rows, constant=True)

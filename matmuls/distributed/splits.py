@@ -11,6 +11,7 @@ import torch
 from .group import even, starts_of
 
 NAME = "distributed.split"
+Order = Literal["rcm", "metis"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def split(
     A: torch.Tensor,
     parts: int,
     by: Literal["nonzeros", "rows"] = "nonzeros",
-    reorder: Literal["rcm", "metis"] | None = None,
+    reorder: Order | None = None,
 ) -> Split:
     """Cuts the rows of a sparse matrix into ranges, one for each rank.
 

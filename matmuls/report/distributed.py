@@ -10,7 +10,12 @@ from .results import Results, Run
 
 OURS, GATHERED, TORCH, ALONE = "distributed plan", "all-gather + plan", "all-gather + torch.sparse", "one process, plan"
 TIMED = OURS, GATHERED, TORCH, ALONE
-KINDS = {"products": r"distributed-\d+(-cuda)?", "weak": r"distributed-\d+-weak", "models": r"distributed-models-\d+"}
+ORDERS = {"rcm": "reverse Cuthill-McKee", "metis": "METIS"}
+KINDS = {
+    "products": r"distributed-\d+(-cuda)?(-rcm|-metis)?",
+    "weak": r"distributed-\d+-weak",
+    "models": r"distributed-models-\d+",
+}
 Predicted = dict[tuple[str, str, int, int], tuple[int, float]]  # matrix, dtype, n, GPUs -> fitted on how many, seconds
 
 
@@ -59,9 +64,11 @@ def _products(page: Page, run: Run, cases: list[dict[str, Any]], predicted: Pred
     known = [predicted.get((case["matrix"], case["dtype"], case["n"], ranks)) for case in cases]
     fitted = {one[0] for one in known if one}
     extra = [f"predicted from {min(fitted)} GPUs"] if fitted else []
-    page.heading(f"On {ranks} GPUs")
+    order = re.search(r"-(rcm|metis)\.json$", run.file)
+    page.heading(f"On {ranks} GPUs{', reordered' if order else ''}")
     page.table(
-        "There is one row for each matrix, dtype and number of columns of the dense operand.",
+        "There is one row for each matrix, dtype and number of columns of the dense operand."
+        + (f" Rows and columns of every matrix are first reordered by {ORDERS[order[1]]}." if order else ""),
         (
             *("matrix, dtype, columns", "MiB sent", OURS, *extra, *TIMED[1:]),
             *("efficiency", "forward + backward", "forward + backward, one GPU"),

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from matmuls.distributed import bench
+from matmuls.matrices import Matrix
 from matmuls_cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,13 +48,33 @@ def test_both_scalings_are_measured_and_written(tmp_path):
     assert result["environment"]["torch"]
 
 
+def test_a_shuffled_path_is_put_in_order():
+    """Neighbours of a path with its vertices in a random order: each half then needs one row of the other."""
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    place = order.argsort()
+    dense = torch.zeros(200, 200, dtype=torch.float64)
+    dense[place[:-1], place[1:]] = torch.arange(1.0, 200.0, dtype=torch.float64)
+    a = (dense + dense.T).to_sparse_csr()
+    given = Matrix("path", a.crow_indices(), a.col_indices(), a.values(), (200, 200))
+    made, sizes = bench.reordered(given, 2, "rows", "rcm")
+    assert (made.name, sizes) == ("path (rcm)", (100, 100))
+    matrix = torch.sparse_csr_tensor(made.crow, made.col, made.values, made.shape).to_dense()
+    assert matrix[:100, 100:].count_nonzero() == matrix[100:, :100].count_nonzero() == 1
+    assert torch.equal(matrix.sum(0).sort().values, (dense + dense.T).sum(0).sort().values)
+    assert bench.reordered(given, 2, "rows", None) == (given, (100, 100))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--distributed"], "torchrun"), (["--distributed", "--split", "columns"], "--split is nonzeros or rows")],
+    [
+        (["--distributed"], "torchrun"),
+        (["--distributed", "--split", "columns"], "--split is nonzeros or rows"),
+        (["--distributed", "--reorder", "amd"], "--reorder is rcm or metis, got amd"),
+    ],
 )
 def test_wrong_usage(monkeypatch, arguments, said):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if "--split" in arguments:
+    if len(arguments) > 1:
         monkeypatch.setenv("WORLD_SIZE", "2")
     result = CliRunner().invoke(app, ["spmm", "grid:8", *arguments])
     assert result.exit_code == 2

@@ -41,9 +41,7 @@ def spmm(
         bool, typer.Option("--weak", help="with --distributed: drawn matrices grow with the processes")
     ] = False,
     split: Annotated[str, typer.Option(help="with --distributed: equal nonzeros or rows")] = "nonzeros",
-    reorder: Annotated[
-        str | None, typer.Option(help="with --distributed: rcm or metis, an order of the rows that sends less")
-    ] = None,
+    reorder: Annotated[str | None, typer.Option(help="with --distributed: rcm or metis, to send less")] = None,
 ) -> None:
     """Time every way to multiply the sparse matrices you name; check each result against float64.
 

@@ -184,7 +184,7 @@ def _task(page: Page, run: Run, task: str) -> None:
     fastest = " or ".join(f"`{way}`" for way in sorted({way for _, way in best.values()}))
     over = f"the fastest stock attention, {fastest},"
     if {r["way"] for r in rows if not r["way"].startswith("custom_mm")} == {"eager"}:
-        over = "`eager`, the only stock attention here that returns probabilities,"
+        over = "`eager`, the only stock attention here that returns probabilities"
     page.say(losses(ratios, over))
 
 
@@ -214,7 +214,7 @@ def _texts(page: Page, run: Run) -> None:
         ("texts", "way", "time, ms", "CPU time, ms", "speed, CPU time", "speed, time"),
         rows,
     )
-    page.say(losses(ratios, "the stock model at its best batch size, in CPU time,"))
+    page.say(losses(ratios, "the stock model at its best batch size (CPU time)"))
     least = math.floor(min(r["cosine"] for r in run.rows) * 1e7) / 1e7
     page.say(f"The cosine similarity of a vector to that of the stock model is at least {least:.7f}.")
     page.measured(run)

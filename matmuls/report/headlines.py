@@ -114,8 +114,8 @@ def sparse(results: Results) -> str:
         "a constant plan are on average (geometric mean) "
         f"{_speed(narrow, lambda c: c.speed())} in 16 bits and {_speed(wide, lambda c: c.speed())} in float32. "
         "Forward + backward, with a plan that is not constant and the gradients of `A` and `B`, is on average "
-        f"{_speed(trained, lambda c: c.backward_speed, 'as torch.sparse')}. In the "
-        f"other {len(cases) - len(trained)} cases torch's dense gradient of `A` did not fit into memory."
+        f"{_speed(trained, lambda c: c.backward_speed, 'as torch.sparse')}; in the remaining "
+        f"{len(cases) - len(trained)} of the {len(cases)} cases torch's dense gradient of `A` did not fit into memory."
     )
 
 
@@ -127,7 +127,11 @@ def memory(results: Results) -> str:
         own = [r for r in run.rows if r["task"] == task]
         mib = (number(_mib(own, longest, way)) for way in (stock, "custom_mm, optimized"))
         rows.append([words, *(f"{x} MiB{note}" for x, note in zip(mib, (f" ({stock} attention)", ""), strict=True))])
-    header = "attention probabilities", "stock model", '`register()`, `"custom_mm"` attention and `optimize()`'
+    header = (
+        "attention probabilities",
+        "stock model",
+        'with `register()`, `"custom_mm"` attention and `optimize()` together',
+    )
     return (
         f"Peak memory of a forward pass of BERT base (`max_position_embeddings=2048`) with 8 texts of 2048 tokens, in "
         f"bfloat16 on an {run.card}. There is one row for a pass that returns the attention probabilities and one for "

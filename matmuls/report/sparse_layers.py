@@ -165,8 +165,9 @@ def constant(page: Page, results: Results) -> None:
     layers = ("SparseLinear, frozen", "SparseLinear", "nn.Linear")
     page.table(
         "There is one row for each layer (features in and out, share of zeros) and number of tokens, with the time of "
-        "one call from Python in µs: lower is better. A `SparseLinear` has more host overhead than `nn.Linear`, and "
-        "for these layers that overhead exceeds the GPU time.",
+        "one call from Python in µs: lower is better. In this run a `SparseLinear` had more host overhead than "
+        "`nn.Linear`, and for these layers that overhead exceeded the GPU time. Newer code has less ([small "
+        "calls](host.md)).",
         ("layer", "zeros", "tokens", "dtype", *(f"{name}, µs" for name in layers)),
         (
             [

@@ -25,8 +25,8 @@ def page(results: Results) -> Page:
         "`matmuls.distributed.plan` multiplies a matrix whose rows are divided among processes, one for each GPU.",
         "The tables have the wall-clock time of one product as called, in microseconds: lower is better.",
         "*all-gather*: every process first gets all rows of the dense operand, then multiplies its own rows.",
-        "*efficiency* is the time of *one process, plan* / (number of GPUs x the time of *distributed plan*); higher is "
-        "better, 1 is ideal.",
+        "*efficiency* is the time of *one process, plan* / (number of GPUs x the time of *distributed plan*); higher "
+        "is better, 1 is ideal.",
         "*MiB sent* is what all GPUs together send in a product.",
         "*predicted from N GPUs* is not measured: it is computed by a model that was fitted to the measurements on N "
         "GPUs (the table under *On N GPUs*).",

@@ -87,7 +87,8 @@ def _masked(page: Page, results: Results) -> None:
             f"There is one row for each shape (batch x heads x queries x keys) and kind of mask, in {dtype}. The share "
             "is the time of a plain copy of the bytes that must be read and written, divided by the time of matmuls. "
             "The other two ratios are speeds over eager torch and over torch.compile. Higher is better for all three. "
-            "*added* is a float mask, whose backward was not timed; *causal* is no tensor; the others are bool.",
+            "*added* is a float mask; its backward was not timed. *causal* is `causal=True` without a mask tensor. The "
+            "other masks are bool.",
             (
                 *("shape", "mask", "forward, µs", "share", "over eager", "over compile"),
                 *("backward, µs", "share", "over eager", "over compile"),

@@ -171,5 +171,5 @@ def _models(page: Page, run: Run) -> None:
     words = str(run.environment.get("command")).partition(" OUT ")[2].split()
     lacking = {Path(word).stem for word in words} - {Path(row["graph"]).stem for row in steps}
     if lacking:
-        page.say(f"The command also names {', '.join(sorted(lacking))}, for which the file has no results.")
+        page.say(f"The file has no results for {', '.join(sorted(lacking))}, which the command names too.")
     page.measured(run)

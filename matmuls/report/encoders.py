@@ -182,7 +182,7 @@ def _task(page: Page, run: Run, task: str) -> None:
     ours = [r for r in rows if r["way"].startswith("custom_mm")]
     ratios = [(best[r["case"]][0] / r["ms"], f"{r['case']}, `{r['way']}`") for r in ours]
     fastest = " or ".join(f"`{way}`" for way in sorted({way for _, way in best.values()}))
-    over = f"the fastest stock attention, {fastest},"
+    over = f"the fastest stock attention ({fastest})"
     if {r["way"] for r in rows if not r["way"].startswith("custom_mm")} == {"eager"}:
         over = "`eager`, the only stock attention here that returns probabilities"
     page.say(losses(ratios, over))

@@ -13,7 +13,9 @@ def page(results: Results) -> Page:
     page.say(
         "For most calls of row operations and of sparse products there is more than one kernel. matmuls chooses one.",
         "Here every kernel that can compute a call was timed, in turns with the others. Times are GPU times.",
-        "`custom_mm.explain` names the kernel that is chosen for a call.",
+        "`custom_mm.explain` names the kernel that is chosen for a call. The [reference]"
+        "(../reference/custom_mm.md#names-of-kernels) explains the names of the row kernels, and [Limits]"
+        "(../limits.md#kernels-of-a-plan) those of the sparse kernels.",
     )
     run, cases = results.kernels(FILE)
     for family in dict.fromkeys(case.family for case in cases):

@@ -131,12 +131,13 @@ def constant(page: Page, results: Results) -> None:
     """Plans of constant matrices compared with plans that read the values anew."""
     run = results.run("sparse-constant-h100.json")
     names = ("plan, constant", "plan", "spmm", "torch.sparse", "dense")
+    titles = {"plan, constant": "constant plan", "plan": "ordinary plan"}
     page.heading("Constant and ordinary plans")
     page.table(
         "There is one row for each random matrix (shape, share of zeros) and number of columns of B, with the time of "
         "one product as called from Python in µs: lower is better. A constant plan, `plan(A, constant=True)`, may keep "
         "copies of A in other layouts. An ordinary plan, `plan(A)`, reads the values at every product.",
-        ("shape", "zeros", "columns of B", "dtype", *(f"{name}, µs" for name in names)),
+        ("shape", "zeros", "columns of B", "dtype", *(f"{titles.get(name, name)}, µs" for name in names)),
         (
             [
                 *(f"{row['matrix'][0]} x {row['matrix'][1]}", f"{row['matrix'][2]:.0%}", str(row["n"]), row["dtype"]),

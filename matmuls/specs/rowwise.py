@@ -323,7 +323,8 @@ TABLE: tuple[Spec, ...] = (
     Spec(
         name="inplace_softmax_backward",
         summary="`inplace_softmax_backward(output, d_ov, values, rows, cols_output, cols_values)`: computes the "
-        "gradient of the attention scores from d_ov and values, and writes it over output (the probabilities)",
+        "gradient of the attention scores from values and d_ov (the gradient of output @ values), and writes it over "
+        "output (the probabilities)",
         call=rowwise.inplace_softmax_backward,
         reference=lambda y, d_ov, values, *counts: softmax_gradient(y, d_ov @ values.mT),
         operators=(_ops.scores_backward_.default,),

@@ -110,8 +110,8 @@ def _weak(page: Page, run: Run, cases: list[dict[str, Any]]) -> None:
     ranks = cases[0]["ranks"]
     page.heading(f"Weak scaling on {ranks} GPUs")
     page.table(
-        f"There is one row for each dtype. In this table the one-GPU time is for a grid with 1/{ranks} of the "
-        "vertices, and *efficiency* is t(one GPU) / t(distributed plan): 1 is ideal.",
+        f"There is one row for each dtype. *efficiency* is the time of one GPU for a grid with 1/{ranks} of the "
+        "vertices, divided by the time of the distributed plan: 1 is ideal.",
         ("matrix", "dtype", "columns", "efficiency", "efficiency, forward + backward"),
         (
             [case["matrix"], case["dtype"], str(case["n"]), *(f"{case[key]:.2f}" for key in EFFICIENCIES)]

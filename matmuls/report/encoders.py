@@ -114,7 +114,8 @@ def _encode(page: Page, found: dict[str, Any], run: Run) -> None:
         f"`encode` cannot be faster than the tokenizer ({found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand "
         f"tokens a second) or the optimized model ({found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in "
         "batches of 32 x 512). The host runs the tokenizer and also launches the model's kernels.",
-        "*error* is the distance to the vectors of the float32 model, relative to their length, as root mean square.",
+        "*error* is the norm of a vector's difference from the float32 model's vector, divided by the norm of the "
+        "latter; root mean square over the texts.",
     )
     names = {"matmuls": "optimized"}
     best = min(t for way, t in seconds.items() if way != "matmuls")

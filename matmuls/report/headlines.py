@@ -113,7 +113,8 @@ def sparse(results: Results) -> str:
         f"compared with the fastest of torch.sparse and seven cuSPARSE algorithms. On an {run.card} the products with "
         "a constant plan are on average (geometric mean) "
         f"{_speed(narrow, lambda c: c.speed())} in 16 bits and {_speed(wide, lambda c: c.speed())} in float32. "
-        "Forward + backward, with a plan that is not constant and the gradients of `A` and `B`, is on average "
+        "Forward + backward with an ordinary plan (its values may change), including the gradients of `A` and of `B`, "
+        "is on average "
         f"{_speed(trained, lambda c: c.backward_speed, 'as torch.sparse')}; in the remaining "
         f"{len(cases) - len(trained)} of the {len(cases)} cases torch's dense gradient of `A` did not fit into memory."
     )

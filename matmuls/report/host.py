@@ -16,7 +16,7 @@ def page(results: Results) -> Page:
         "better.",
         "*blend* computes both experts by torch and adds them, weighted by the mask.",
         "*eager* is torch's softmax of the scaled and masked scores.",
-        "Layers and products are float32, and two experts float16.",
+        "Layers and products are float32; `masked_linear` and `masked_ffn` are float16.",
         "SparseLinear has 90 % zeros.",
         "torch has no `mask_plan`: its row shows a `torch.matmul` for comparison, and is left out of *Slower cases*.",
         "A speed in *Slower cases* is 1 / ratio.",

@@ -24,9 +24,9 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
         "inputs, layouts and precision.",
         "A time *as called* is the wall-clock time of a call in a plain loop. It includes the work of the host.",
         "A *GPU time* is the time of the GPU alone, measured by a CUDA graph of the calls.",
-        "Tables show the time as called where it was measured, and the GPU time in brackets where the two differ by "
-        "more than 10 %. If a table has GPU times only, the page says so above the "
-        "table or below it.",
+        "Tables show the time as called where it was measured (older runs measured the GPU time only), and "
+        "the GPU time in brackets where the two differ by more than 10 %. If a table has GPU times only, the "
+        "page says so above the table or below it.",
         "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs, "
         "which together exceed the L2 cache, except in the smallest cases. Sparse products run with warm caches.",
         "`matmuls/specs/drawn.py` has cases of random sizes, which were not used to tune the code. Where a file "

@@ -22,7 +22,7 @@ def page(results: Results) -> Page:
         "its bytes faster than this copy. "
         f"The highest shares are {_highest(runs, 'forward')} (forward), {_highest(runs, 'backward')} (backward) and "
         f"{_highest(runs, 'residual')} (norm with a residual). Backward passes and norms with a residual read two "
-        "tensors and write one; a copy reads one and writes one.",
+        "tensors and write one; they are compared with a copy that moves as many bytes.",
     )
     page.say(
         "The backward pass of `rms_norm_` is compared with a formula written in torch operations, in eager mode and "

@@ -13,9 +13,10 @@ from .times import compiled, groups, kind_of, over, plotted, ratio, rivals_us, s
 def page(results: Results) -> Page:
     page = Page("performance/attention.md", "Attention and masked softmax")
     page.say(
-        "The attention measured here also returns its probabilities, which torch's fused attention does not.",
-        "The rivals compute the same formula with torch operations, in eager mode and under torch.compile. Where "
-        '`mode="reduce-overhead"` was measured too, torch.compile means the faster of both modes.',
+        "The attention measured here also returns its probabilities. torch's fused attention does not return them, "
+        "so it is not in the tables.",
+        "The rivals compute the same formula with torch operations, in eager mode and under torch.compile.",
+        'If `mode="reduce-overhead"` was measured too, *torch.compile* is the faster of both modes.',
     )
     _attention(page, results)
     _masked(page, results)
@@ -34,9 +35,9 @@ def _attention(page: Page, results: Results) -> None:
     page.heading("Attention with its probabilities, forward")
     page.plot(attention_plot(results))
     page.table(
-        "There is one row for each case and dtype. A case is batch x heads x tokens x head size. The last two columns "
-        "are speeds: higher is better. On Hopper GPUs one kernel computes the cases of head size 64. For other head "
-        "sizes, and on other GPUs, the scores are computed in pieces. Other GPUs were not timed.",
+        "There is one row for each case (batch x heads x tokens x head size) and dtype. The last two columns are "
+        "speeds: higher is better. On Hopper GPUs one kernel computes the cases of head size 64. For other head "
+        "sizes the scores are computed in pieces.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [
@@ -84,11 +85,11 @@ def _masked(page: Page, results: Results) -> None:
     )
     for dtype, cases in sorted(by.items()):
         page.table(
-            f"There is one row for each shape (batch x heads x queries x keys) and kind of mask, in {dtype}. The share "
-            "is the time of a plain copy of the bytes that must be read and written, divided by the time of matmuls. "
-            "The other two ratios are speeds over eager torch and over torch.compile. Higher is better for all three. "
-            "*added* is a float mask; its backward was not timed. *causal* is `causal=True` without a mask tensor. The "
-            "other masks are bool.",
+            f"There is one row for each shape (batch x heads x queries x keys) and kind of mask, in {dtype}. "
+            "*share* is the time of a plain memory copy of the same bytes, divided by the time of matmuls. *over "
+            "eager* and *over compile* are speeds over eager torch and over torch.compile. Higher is better for "
+            "all three. *added* is a float mask; its backward was not timed. *causal* is `causal=True` without a "
+            "mask tensor. The other masks are bool.",
             (
                 *("shape", "mask", "forward, µs", "share", "over eager", "over compile"),
                 *("backward, µs", "share", "over eager", "over compile"),
@@ -111,8 +112,8 @@ def _cells(own: dict[str, Any], direction: str) -> list[str]:
 
 def _memory(page: Page, run: Run) -> None:
     page.table(
-        "Attention was also computed by the masked softmax and two products, forward and backward. There is one row "
-        "for each dtype, with the peak memory. The memory of the inputs is not counted. Lower is better.",
+        "The same run measured the peak memory of attention by the masked softmax and two products, forward and "
+        "backward. There is one row for each dtype. The memory of the inputs is not counted. Lower is better.",
         ("case", "dtype", "matmuls, MiB", "eager, MiB"),
         (
             [r["case"].removeprefix("attention "), r["dtype"], number(r["ours_mib"]), number(r["rival_mib"])]

@@ -11,6 +11,17 @@ from .results import Results, Run
 OURS, GATHERED, TORCH, ALONE = "distributed plan", "all-gather + plan", "all-gather + torch.sparse", "one process, plan"
 TIMED = OURS, GATHERED, TORCH, ALONE
 ORDERS = {"rcm": "reverse Cuthill-McKee", "metis": "METIS"}
+COLUMNS = {
+    "MiB sent": "what all GPUs together send in a product.",
+    OURS: "the product by `matmuls.distributed.plan`.",
+    f"{GATHERED}*, *{TORCH}": "every process first gets all rows of the dense operand. Then it multiplies its own "
+    "rows of the matrix.",
+    ALONE: "the whole product on one GPU.",
+    "predicted from N GPUs": "not measured. A model of the time was fitted to the measurements on N GPUs, and "
+    "predicts the time for more GPUs.",
+    "efficiency": "the time of *one process, plan*, divided by the number of GPUs and by the time of *distributed "
+    "plan*. 1 is ideal. Higher is better.",
+}
 KINDS = {
     "products": r"distributed-\d+(-cuda)?(-rcm|-metis)?",
     "weak": r"distributed-\d+-weak",
@@ -22,16 +33,13 @@ Predicted = dict[tuple[str, str, int, int], tuple[int, float]]  # matrix, dtype,
 def page(results: Results) -> Page:
     page = Page("performance/distributed.md", "Sparse products on several GPUs")
     page.say(
-        "`matmuls.distributed.plan` multiplies a matrix whose rows are divided among processes, one for each GPU.",
+        "`matmuls.distributed.plan` multiplies a sparse matrix whose rows are divided among processes, one for "
+        "each GPU.",
         "The tables have the wall-clock time of one product as called, in microseconds: lower is better.",
-        "*all-gather*: every process first gets all rows of the dense operand, then multiplies its own rows.",
-        "*efficiency* is the time of *one process, plan* / (number of GPUs x the time of *distributed plan*); higher "
-        "is better, 1 is ideal.",
-        "*MiB sent* is what all GPUs together send in a product.",
-        "*predicted from N GPUs* is not measured: it is computed by a model that was fitted to the measurements on N "
-        "GPUs (the table under *On N GPUs*).",
-        "The commands below run under torchrun: `torchrun --nproc-per-node=2 -m matmuls spmm ...`.",
+        "The columns are:",
     )
+    page.items(*(f"*{name}*: {meaning}" for name, meaning in COLUMNS.items()))
+    page.say("The commands below run under torchrun: `torchrun --nproc-per-node=2 -m matmuls spmm ...`.")
     predicted: Predicted = {}
     for run, content in _files(results, "products"):
         _products(page, run, content["cases"], predicted)
@@ -110,8 +118,9 @@ def _weak(page: Page, run: Run, cases: list[dict[str, Any]]) -> None:
     ranks = cases[0]["ranks"]
     page.heading(f"Weak scaling on {ranks} GPUs")
     page.table(
-        f"There is one row for each dtype. *efficiency* is the time of one GPU for a grid with 1/{ranks} of the "
-        "vertices, divided by the time of the distributed plan: 1 is ideal.",
+        f"There is one row for each dtype. The matrix on {ranks} GPUs is a grid with {ranks} times as many vertices "
+        "as the grid on one GPU. *efficiency* is the time of one GPU for the smaller grid, divided by the time of "
+        "the distributed plan for the larger grid. 1 is ideal.",
         ("matrix", "dtype", "columns", "efficiency", "efficiency, forward + backward"),
         (
             [case["matrix"], case["dtype"], str(case["n"]), *(f"{case[key]:.2f}" for key in EFFICIENCIES)]
@@ -131,9 +140,10 @@ def _models(page: Page, run: Run) -> None:
     ranks = rows[0]["ranks"]
     page.heading(f"Models on {ranks} GPUs")
     page.table(
-        "There is one row for each graph and dtype: a training step of a GCN (two layers, 128 features, hidden size "
-        "128, 64 classes, SGD) in ms; lower is better. *efficiency* is t(one GPU) / (number of GPUs x t). The losses "
-        "are those of the fifth step.",
+        "There is one row for each graph and dtype. The times are those of a training step of a GCN, in ms: lower "
+        "is better. The GCN has two layers, 128 features, hidden size 128 and 64 classes. It is trained by SGD. "
+        "*efficiency* is the time on one GPU, divided by the number of GPUs and by the time on all GPUs. The "
+        "losses are those of the fifth step.",
         ("graph, dtype", "vertices", "ms", "ms, one GPU", "efficiency", "loss", "loss, one GPU"),
         (
             [
@@ -147,10 +157,11 @@ def _models(page: Page, run: Run) -> None:
     )
     if modules:
         page.table(
-            "There are two rows for each module that torch's `parallelize_module` divides: by its output features "
-            "(*columns*), its input features (*inner*) or the rows of x (*rows*). Times are in ms: lower is better. "
-            "*nn.Linear* is divided in the same way. A SparseLinear has 95 % zeros. *error* is the largest relative "
-            "difference of results and gradients from those of one GPU.",
+            "There are two rows for each module that torch's `parallelize_module` divides: one for forward, and "
+            "one for forward + backward. A module is divided by its output features (*columns*), its input "
+            "features (*inner*) or the rows of x (*rows*). *nn.Linear* is divided in the same way. Times are in "
+            "ms: lower is better. A SparseLinear has 95 % zeros. *error* is the largest relative difference of "
+            "results and gradients from those of one GPU.",
             ("module, divided by", "rows x in x out", "", "ms", "nn.Linear", "one GPU", "nn.Linear, one GPU", "error"),
             (
                 [
@@ -171,5 +182,5 @@ def _models(page: Page, run: Run) -> None:
     words = str(run.environment.get("command")).partition(" OUT ")[2].split()
     lacking = {Path(word).stem for word in words} - {Path(row["graph"]).stem for row in steps}
     if lacking:
-        page.say(f"The file has no results for {', '.join(sorted(lacking))}, which the command names too.")
+        page.say(f"The command also names {', '.join(sorted(lacking))}. The file has no results for it.")
     page.measured(run)

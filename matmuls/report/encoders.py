@@ -25,7 +25,7 @@ HEADINGS = {
 
 
 NOTES = {
-    "training": "A step is forward + backward. The model returns no probabilities. `sdpa` computes none; the other "
+    "training": "A step is forward + backward. The model returns no probabilities. `sdpa` computes none. The other "
     "ways compute them in each layer.",
     "training, probabilities returned": "A step is forward + backward. The caller keeps the returned probabilities "
     "until the step is done.",
@@ -39,25 +39,24 @@ def page(results: Results) -> Page:
         "On a GPU, whole BERT models with random weights were measured in bfloat16, with 2048 positions "
         "(`max_position_embeddings=2048`). The tables name the ways to run a model:",
     )
-    page.say(
-        "\n".join(
-            (
-                "- `eager`, `sdpa`: the stock model with this attention of transformers. `sdpa` is torch's fused "
-                "attention, which returns no probabilities.",
-                '- `custom_mm`: the model after `register()` and `set_attn_implementation("custom_mm")`. In the two '
-                "training tables the function is registered with `sdpa=False`, so that it always computes "
-                "probabilities, as `eager` does.",
-                "- `custom_mm, recompute`: the same, registered with `sdpa=False, recompute=True`. Without a "
-                "padding mask, as here, neither of the two saves scores for backward "
-                "([Attention](../guides/attention.md#training)), so `recompute` makes no difference.",
-                "- `custom_mm, optimized`: `custom_mm` and in addition `optimize(model)`, which is for inference.",
-            )
-        )
+    page.items(
+        "`eager`, `sdpa`: the stock model with the attention of this name in transformers. `sdpa` is "
+        "torch's fused attention, which returns no probabilities.",
+        "`custom_mm`: the model with the attention of matmuls, after `register()` and "
+        '`set_attn_implementation("custom_mm")`.',
+        "`custom_mm, recompute`: the same, registered with `recompute=True`.",
+        "`custom_mm, optimized`: `custom_mm` and in addition `optimize(model)`, which is for inference.",
     )
     page.say(
-        "In the two tables on hidden states, `custom_mm` calls torch's fused attention too. With padding it is still "
-        "faster than `sdpa`, because its mask is smaller: the mask of matmuls has the shape [batch, 1, 1, keys], that "
-        "of transformers has one row for each query.",
+        "In the two training tables, the attention of matmuls is registered with `sdpa=False`. It then always "
+        "computes probabilities, as `eager` does. The texts in these tables have no padding mask. Without a mask "
+        "`custom_mm` saves no scores for backward ([Attention](../guides/attention.md#training)), so `recompute` "
+        "makes no difference.",
+    )
+    page.say(
+        "In the two tables on hidden states, `custom_mm` calls torch's fused attention too. With padding it is "
+        "still faster than `sdpa`, because its mask is smaller: the mask has the shape [batch, 1, 1, keys]. The "
+        "mask of transformers has one row for each query.",
     )
     page.plot(memory_plot(results))
     page.plot(_speeds(run))
@@ -74,14 +73,17 @@ def page(results: Results) -> Page:
 def _calls(page: Page, run: Run) -> None:
     page.heading("Single calls of BERT base, as called")
     page.say(
-        "The table has the wall clock of `model(**batch)` in bfloat16 with the host included, in ms: lower is better.",
-        "*optimized* is the model after `optimize(model)`, which captures CUDA graphs.",
-        "Every batch has the attention mask that a tokenizer returns.",
-        '*compiled* is `torch.compile(model)`; small batches have `mode="reduce-overhead"` (CUDA graphs).',
-        "*sdpa* is the stock model.",
-        "*alone* is one call, with the GPU idle before it; *in a row* is one of many calls.",
-        "*first* is the first call of its shape, in seconds.",
-        "*half* batches are padded: about half of their tokens are hidden.",
+        "The table has the wall-clock time of `model(**batch)` in bfloat16, the host included, in ms: lower is "
+        "better. Every batch has the attention mask that a tokenizer returns.",
+    )
+    page.items(
+        "*optimized*: the model after `optimize(model)`, which captures CUDA graphs.",
+        '*compiled*: `torch.compile(model)`, for small batches with `mode="reduce-overhead"` (CUDA graphs).',
+        "*sdpa*: the stock model.",
+        "*alone*: one call, with the GPU idle before it.",
+        "*in a row*: one of many calls.",
+        "*first*: the first call of its shape, in seconds.",
+        "*half*: about half of the batch's tokens are padding.",
     )
     ways = {"optimized": "matmuls", "compiled": "compiled", "sdpa": "sdpa"}
     rows, ratios = [], []
@@ -98,7 +100,9 @@ def _calls(page: Page, run: Run) -> None:
             )
     columns = [f"{way}, {kind}" for kind in ("alone", "in a row") for way in ways]
     page.table(
-        "There is one row for each batch x tokens.", ("batch", *columns, "first, optimized", "first, compiled"), rows
+        "There is one row for each batch (texts x tokens).",
+        ("batch", *columns, "first, optimized", "first, compiled"),
+        rows,
     )
     page.say(losses(ratios, "the faster of compiled and sdpa"))
     page.measured(run)
@@ -109,13 +113,13 @@ def _encode(page: Page, found: dict[str, Any], run: Run) -> None:
     tokens, seconds = found["tokens"], found["seconds"]
     page.say(
         f"`SentenceTransformer.encode` ran on {found['texts']:,} docstrings ({tokens:,} tokens) with BERT base in "
-        "bfloat16: the stock model at several batch sizes, the stock model after "
-        "`model.compile(dynamic=True)`, and the model after `optimize`.",
-        f"`encode` cannot be faster than the tokenizer ({found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand "
-        f"tokens a second) or the optimized model ({found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in "
-        "batches of 32 x 512). The host runs the tokenizer and also launches the model's kernels.",
-        "*error* is the norm of a vector's difference from the float32 model's vector, divided by the norm of the "
-        "latter; root mean square over the texts.",
+        "bfloat16. *sdpa* is the stock model, which ran at several batch sizes. *compiled* is the stock model after "
+        "`model.compile(dynamic=True)`. *optimized* is the model after `optimize`.",
+        f"Two rates limit `encode`. The tokenizer reaches {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand "
+        f"tokens a second. The optimized model reaches {found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in "
+        "batches of 32 x 512. The host runs the tokenizer and also launches the model's kernels.",
+        "*error* is the difference of a vector from that of the float32 model: the norm of the difference divided "
+        "by the norm of the float32 vector, as root mean square over the texts.",
     )
     names = {"matmuls": "optimized"}
     best = min(t for way, t in seconds.items() if way != "matmuls")
@@ -163,9 +167,10 @@ def _task(page: Page, run: Run, task: str) -> None:
     page.heading(heading)
     page.say(NOTES[task]) if task in NOTES else None
     page.table(
-        f"There is one row for each model (batch x tokens) and way to run it. Speed is relative to {stock}: higher is "
-        "better. Memory is the peak, in MiB and relative to the same stock model: lower is better. The memory of the "
-        f"weights{' and of the returned probabilities' if 'probabilities' in heading else ''} is not counted.",
+        f"There is one row for each model (batch x tokens) and way to run it. *speed* is relative to {stock}: "
+        "higher is better. Memory is the peak, in MiB and relative to the same stock model: lower is better. The "
+        f"memory of the weights{' and of the returned probabilities' if 'probabilities' in heading else ''} is not "
+        "counted.",
         ("model", "way", "time, ms", "speed", "memory, MiB", "memory, relative"),
         (
             [
@@ -192,9 +197,9 @@ def _task(page: Page, run: Run, task: str) -> None:
 def _texts(page: Page, run: Run) -> None:
     page.heading("Texts with sentence-transformers, on a CPU")
     page.say(
-        "Stock `SentenceTransformer.encode` was measured at batch sizes of 8, which needs the least CPU time for these "
-        "texts, and of 32, the default. Then it was measured after `optimize` "
-        "([guide](../guides/sentence-transformers.md)). The model is all-MiniLM-L6-v2 in float32, and the texts are "
+        "`SentenceTransformer.encode` of the stock model was measured with batches of 8 and of 32 texts. 32 is the "
+        "default. 8 needs the least CPU time for these texts. Then the model was measured after `optimize` "
+        "([guide](../guides/sentence-transformers.md)). The model is all-MiniLM-L6-v2 in float32. The texts are "
         "docstrings of installed packages.",
     )
     rows = []
@@ -208,25 +213,25 @@ def _texts(page: Page, run: Run) -> None:
             rows.append((f"{r['texts']} ({r['tokens']} tokens)", way, *shown))
         ratios.append((stock[best] / r["cpu_seconds"]["optimized"], f"{r['texts']} texts"))
     page.table(
-        "There is one row for each number of texts and way to encode them. *Time* is the wall clock, which other work "
-        "on the machine makes longer. *CPU time* is the sum over all threads of the process, which other work hardly "
-        "changes. Speeds are relative to the stock model at the batch size that needs the least CPU time: higher is "
-        "better.",
+        "There is one row for each number of texts and way to encode them. *time* is the wall-clock time, which "
+        "other work on the machine makes longer. *CPU time* is the sum over all threads of the process. Other work "
+        "hardly changes it. Speeds are relative to the stock model at the batch size that needs the least CPU "
+        "time: higher is better.",
         ("texts", "way", "time, ms", "CPU time, ms", "speed, CPU time", "speed, time"),
         rows,
     )
     page.say(losses(ratios, "the stock model at its best batch size (CPU time)"))
     least = math.floor(min(r["cosine"] for r in run.rows) * 1e7) / 1e7
-    page.say(f"The cosine similarity of a vector to that of the stock model is at least {least:.7f}.")
+    page.say(f"The cosine similarity of a text's vector to that of the stock model is at least {least:.7f}.")
     page.measured(run)
 
 
 def _int8(page: Page, run: Run, drift: dict[str, Any]) -> None:
     page.heading("Texts in int8, on a CPU")
     page.say(
-        "`SentenceTransformer.encode` after `optimize(model, int8=True)` "
-        "([guide](../guides/hugging-face.md#products-in-int8-on-a-cpu)) on one thread, with the model and the texts of "
-        "the section above.",
+        "The table has the times of `SentenceTransformer.encode` after `optimize(model, int8=True)` "
+        "([guide](../guides/hugging-face.md#products-in-int8-on-a-cpu)), on one thread. The model and the texts "
+        "are those of the section above.",
     )
     rows = []
     for r in run.rows:
@@ -242,8 +247,8 @@ def _int8(page: Page, run: Run, drift: dict[str, Any]) -> None:
     page.say(
         f"The cosine similarity of a vector in int8 to that in float32 is {drift['cosine_mean']:.4f} on average and at "
         f"least {math.floor(drift['cosine_min'] * 1e4) / 1e4:.4f}, for {2 * drift['pairs']} texts.",
-        f"For {drift['pairs']} pairs of texts, ranging from identical to unrelated, the similarity of a pair changes "
-        f"by at most {drift['largest_change_of_a_similarity']:.3f}, and the rank correlation (Spearman) of the "
+        f"The texts form {drift['pairs']} pairs, from identical to unrelated texts. The similarity of a pair "
+        f"changes by at most {drift['largest_change_of_a_similarity']:.3f}. The rank correlation (Spearman) of the "
         f"similarities with those in float32 is {math.floor(drift['spearman'] * 1e4) / 1e4:.4f}.",
     )
     page.measured(run)

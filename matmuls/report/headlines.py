@@ -109,14 +109,13 @@ def sparse(results: Results) -> str:
     narrow = [c for c in cases if c.dtype != "float32"]
     trained = [c for c in cases if c.backward_speed is not None]
     return (
-        "A *constant plan* is a plan of a sparse matrix whose values do not change. Products with a constant plan are "
-        f"compared with the fastest of torch.sparse and seven cuSPARSE algorithms. On an {run.card} the products with "
-        "a constant plan are on average (geometric mean) "
-        f"{_speed(narrow, lambda c: c.speed())} in 16 bits and {_speed(wide, lambda c: c.speed())} in float32. "
-        "Forward + backward with an ordinary plan (its values may change), including the gradients of `A` and of `B`, "
-        "is on average "
-        f"{_speed(trained, lambda c: c.backward_speed, 'as torch.sparse')}; in the remaining "
-        f"{len(cases) - len(trained)} of the {len(cases)} cases torch's dense gradient of `A` did not fit into memory."
+        "A *plan* is a sparse matrix prepared for many products. The values of a *constant plan* do not change. "
+        f"Those of an *ordinary plan* may change. On an {run.card}, products with a constant plan were compared "
+        "with the fastest of torch.sparse and seven cuSPARSE algorithms. In 16 bits they are on average (geometric "
+        f"mean) {_speed(narrow, lambda c: c.speed())}. In float32 they are {_speed(wide, lambda c: c.speed())}. "
+        "Forward + backward with an ordinary plan was compared with torch.sparse. It is on average "
+        f"{_speed(trained, lambda c: c.backward_speed)}. The other {len(cases) - len(trained)} of the {len(cases)} "
+        "cases were not compared, because torch's dense gradient of `A` did not fit into memory."
     )
 
 
@@ -131,12 +130,13 @@ def memory(results: Results) -> str:
     header = (
         "attention probabilities",
         "stock model",
-        'with `register()`, `"custom_mm"` attention and `optimize()` together',
+        "with matmuls: `register()` and `optimize()`",
     )
     return (
-        f"Peak memory of a forward pass of BERT base (`max_position_embeddings=2048`) with 8 texts of 2048 tokens, in "
-        f"bfloat16 on an {run.card}. There is one row for a pass that returns the attention probabilities and one for "
-        "a pass that does not. The weights are not counted, and neither are the probabilities that the pass returns."
+        "The table has the peak memory of a forward pass of BERT base with 8 texts of 2048 tokens, in bfloat16 on "
+        f"an {run.card} (`max_position_embeddings=2048`). In the first row the pass returns the attention "
+        "probabilities. In the second row it does not. The memory of the weights and of the returned probabilities "
+        "is not counted."
         f"\n\n{table(header, rows).rstrip()}"
     )
 
@@ -151,18 +151,19 @@ def encoders(results: Results) -> str:
     tokens = [r["batch"] * r["length"] for r in small]
     ours, *others = found["seconds"].values()
     return (
-        f"After `optimize()` a call of BERT base with {min(tokens)} to {max(tokens):,} tokens, in bfloat16 on an "
-        f"{run.card}, takes {number(min(times))} to {number(max(times))} of the time of "
-        f'`torch.compile(mode="reduce-overhead")`, and `SentenceTransformer.encode` of {found["texts"]:,} texts is '
-        f"{number(min(others) / ours)} times as fast as the fastest of the stock and the compiled model."
+        f"`optimize()` was measured with BERT base in bfloat16 on an {run.card}. A call of the optimized model with "
+        f"{min(tokens)} to {max(tokens):,} tokens takes {number(min(times))} to {number(max(times))} of the time of "
+        'the model under `torch.compile(mode="reduce-overhead")`. `SentenceTransformer.encode` of '
+        f"{found['texts']:,} texts is {number(min(others) / ours)} times as fast as the fastest way without matmuls "
+        "(the stock or the compiled model)."
     )
 
 
 def cpu(results: Results) -> str:
     run, cases = results.cases("spmm-cpu.json")
     return (
-        f"On {run.environment['threads']} CPU threads a sparse product with a constant plan, in float32, is on average "
-        f"{_speed(cases, lambda c: c.speed(), 'as the faster of torch.sparse (MKL) and SciPy')}."
+        f"On {run.environment['threads']} CPU threads a sparse product in float32 with a constant plan is on "
+        f"average {_speed(cases, lambda c: c.speed(), 'as the faster of torch.sparse (MKL) and SciPy')}."
     )
 
 

@@ -11,43 +11,44 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
     """others: the other pages with the names of the result files that each shows."""
     page = Page("performance/index.md", "Performance")
     sentences = [sentence(results) for sentence in SENTENCES.values()]
-    page.say("\n".join(f"- {sentence}" for sentence in sentences if "\n" not in sentence))
+    page.items(*(sentence for sentence in sentences if "\n" not in sentence))
     for sentence in sentences:
         if "\n" in sentence:  # with a table
             page.say(sentence)
     page.heading("Pages")
     shown = [other for other, _ in others if other.path.startswith("performance/")]
-    page.say("\n".join(f"- [{other.title}]({other.path.removeprefix('performance/')})" for other in shown))
+    page.items(*(f"[{other.title}]({other.path.removeprefix('performance/')})" for other in shown))
     page.heading("How the figures are made")
     page.say(
-        "In each table, matmuls and its alternatives (*rivals*) were measured in the same run, in turns, with the same "
-        "inputs, layouts and precision.",
+        "In each table, matmuls and its alternatives (*rivals*) were measured in the same run, in turns. They had "
+        "the same inputs, layouts and precision. Times are medians after warm-up. Results are checked against a "
+        "computation in float64 in the same run.",
+    )
+    page.items(
         "A time *as called* is the wall-clock time of a call in a plain loop. It includes the work of the host.",
         "A *GPU time* is the time of the GPU alone, measured by a CUDA graph of the calls.",
-        "Tables show the time as called where it was measured (older runs measured the GPU time only), and "
-        "the GPU time in brackets where the two differ by more than 10 %. If a table has GPU times only, the "
-        "page says so above the table or below it.",
-        "Times are medians after warm-up. On a GPU `matmuls bench` rotates through up to 128 sets of inputs, "
-        "which together exceed the L2 cache, except in the smallest cases. Sparse products run with warm caches.",
-        "`matmuls/specs/drawn.py` has cases of random sizes, which were not used to tune the code. Where a file "
-        "contains such random cases, a sentence below the table compares them with the other cases, and the "
-        "speed plots show the random cases only.",
-        "Results are checked against a computation in float64 in the same run.",
-    )
-    page.say(
-        "A *speed* is the rival's time divided by the time of matmuls: above 1, matmuls is faster. Below the "
-        "tables that compare with rivals, *Slower cases* says in how many cases matmuls is more than 0.5 % slower than "
-        "the rival, and which case has the lowest speed. [Is the chosen kernel the fastest?](kernels.md) compares "
-        "kernels of matmuls only, and lists the calls that lose the most.",
-        "A *share* compares with the limit of the hardware. It is the time of a plain memory copy of the bytes that "
-        "the operation must read and write, divided by the time of matmuls. The *share of the peak* of a dense product "
-        "is its rate of floating-point operations divided by the highest that `torch.mm` reached in the run.",
+        "Older runs measured the GPU time only. The page then says *GPU time* above or below the table. Newer runs "
+        "show the time as called. The GPU time follows in brackets if the two differ by more than 10 %.",
+        "On a GPU, `matmuls bench` uses up to 128 sets of inputs in turn. Except in the smallest cases, these sets "
+        "together are larger than the L2 cache. Sparse products run with warm caches instead.",
+        "Some files have cases of random sizes, from `matmuls/specs/drawn.py`. These sizes were not used to tune "
+        "the code. The speed plots then show the random cases only, and a sentence below the table compares them "
+        "with the other cases.",
+        "A *speed* is the rival's time divided by the time of matmuls: above 1, matmuls is faster.",
+        "*Slower cases*, below a table, says in how many cases matmuls is more than 0.5 % slower than the rival, "
+        "and which case has the lowest speed. [Is the chosen kernel the fastest?](kernels.md) has no rivals: it "
+        "compares kernels of matmuls, and lists the calls that lose the most.",
+        "A *share* compares with the limit of the hardware. It is the time of a plain memory copy of the bytes "
+        "that the operation must read and write, divided by the time of matmuls.",
+        "The *share of the peak* of a dense product is its rate of floating-point operations, divided by the "
+        "highest rate that `torch.mm` reached in the run.",
     )
     page.say(
         "`matmuls report` writes the tables and plots from the JSON files in `benchmarks/results`. To repeat a "
-        "measurement on your machine, run the command below its table, or `benchmarks/gpu.sh OUT` for all of them. "
-        "`OUT` stands for a folder, to which the results are written. `matrices` is a folder with five matrix files "
-        "that are not in the repository: [Sparse products](sparse.md) names the files and their sources.",
+        "measurement on your machine, run the command below its table. `benchmarks/gpu.sh OUT` repeats all of "
+        "them. `OUT` stands for a folder, to which the results are written. `matrices` is a folder with five "
+        "matrix files that are not in the repository. [Sparse products](sparse.md) names the files and their "
+        "sources.",
     )
     page.heading("Result files")
     where: dict[str, list[Page]] = {}
@@ -76,11 +77,12 @@ def _lacking(results: Results) -> str:
     lacking = {
         fact: [f"`{run.file}`" for run in results.everything() if not run.environment.get(fact)] for fact in facts
     }
-    named = "; ".join(f"these lack the {fact}: {', '.join(files)}" for fact, files in lacking.items() if files)
-    return (
-        "Each file names the machine and the version of torch. All name the date, the commit and the command"
-        f"{f', except that {named}' if named else ''}."
+    named = (f"These files lack the {fact}: {', '.join(files)}." for fact, files in lacking.items() if files)
+    first = (
+        "Each file names the machine and the version of torch, and in general also the date, the commit and the "
+        "command."
     )
+    return " ".join((first, *named))
 
 
 def _link(page: Page) -> str:

@@ -16,24 +16,28 @@ BACKWARD = "forward + backward "
 def page(results: Results) -> Page:
     page = Page("performance/masked.md", "Two experts: masked_linear and masked_ffn")
     page.say(
-        "`masked_linear` multiplies each row by one of two weights, as a mask says, in one product.",
+        "`masked_linear` multiplies each row by one of two weights, in one product. A mask says which weight.",
         "`masked_ffn` does the same with two SwiGLU networks.",
-        "Both are compared with *one dense product*: the same computation in torch with one weight, or one network, "
-        "for all rows.",
+        "Both are compared with *one dense product*: torch's product with one weight for all rows (or one network "
+        "for all rows).",
         "`masked_ffn` can be faster than one dense network, because its kernel computes SwiGLU together with the "
-        "products, while torch runs separate kernels.",
+        "products. torch runs separate kernels.",
+    )
+    page.say("The *rivals* compute the same result as matmuls. There are three:")
+    page.items(
+        "split the rows by the mask, and compute two products (or networks)",
+        "sort the rows, and call `torch._grouped_mm`",
+        "compute both products (or networks) for all rows, and blend them by the mask",
+    )
+    page.say("The masks are of four kinds:")
+    page.items(
+        "*span*: the rows of the first weight are one contiguous range, half of all rows.",
+        "*16 spans*: the rows of the first weight are 16 ranges of equal length.",
+        "*random 50 %*, *random 5 %*: each row has the first weight with this probability.",
     )
     page.say(
-        "The *rivals* compute the same result as matmuls in one of three ways. The first splits the rows by the mask "
-        "and computes two products (or networks). The second sorts the rows and calls `torch._grouped_mm`. The third "
-        "computes both products (or networks) for all rows and blends them by the mask.",
-    )
-    page.say(
-        "The masks are of four kinds. *span*: the rows of the first weight are one contiguous range, half of all "
-        "rows. *16 spans*: these rows are 16 ranges of equal length. *random 50 %*, *random 5 %*: each row is chosen "
-        "at random with this probability. A mask plan groups the rows of the mask; a model makes it once for all "
-        "layers. Here the mask plan is made in advance and not timed. In the cases named *planning included*, every "
-        "call makes a mask plan.",
+        "A *mask plan* groups the rows of the mask. A model makes it once for all layers, so here it is made in "
+        "advance and not timed. In the cases named *planning included*, every call makes a mask plan.",
     )
     runs = {name: results.bench(name) for name in OPERATIONS}
     for name, run in runs.items():
@@ -87,8 +91,8 @@ def _operation(page: Page, name: str, run: Run) -> None:
         )
     )
     page.table(
-        f"There is one row for each direction, shape ({OPERATIONS[name]}) and kind of mask, in {rows[0]['dtype']}. The "
-        "two columns *over ...* are speeds: higher is better. A speed of 1 over one dense product means that the "
+        f"There is one row for each direction, shape ({OPERATIONS[name]}) and kind of mask, in {rows[0]['dtype']}. "
+        "The two columns *over ...* are speeds: higher is better. If the speed over one dense product is 1, the "
         "second weight costs no time.",
         ("direction", "shape", "mask", "matmuls, µs", "over one dense product", "over the fastest rival", "that rival"),
         (

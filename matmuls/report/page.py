@@ -26,6 +26,10 @@ class Page:
         """A paragraph."""
         self._parts.append(" ".join(filter(None, sentences)))
 
+    def items(self, *sentences: str) -> None:
+        """A list, with one item for each argument."""
+        self._parts.append("\n".join(f"- {sentence}" for sentence in sentences))
+
     def heading(self, text: str) -> None:
         self._parts.append(f"## {text}")
 

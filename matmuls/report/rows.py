@@ -15,18 +15,22 @@ def page(results: Results) -> Page:
     page = Page("performance/rows.md", "Softmax and norms along rows")
     runs = {name: results.bench(name) for name in OPERATIONS}
     page.say(
-        "These operations must read and write each element once, so their limit is about the time of a plain memory "
-        "copy of the same size. The *share of a copy's speed* is the time of that copy divided by the time of matmuls.",
-        "The speed of copying was measured once in each run, with a tensor of 2 GB; the time of a smaller copy is "
-        "calculated from its size and that speed. Shares slightly above 1 are possible, because an operation may move "
-        "its bytes faster than this copy. "
-        f"The highest shares are {_highest(runs, 'forward')} (forward), {_highest(runs, 'backward')} (backward) and "
-        f"{_highest(runs, 'residual')} (norm with a residual). Backward passes and norms with a residual read two "
-        "tensors and write one; they are compared with a copy that moves as many bytes.",
+        "These operations must read and write each element once. So their limit is about the time of a plain "
+        "memory copy of the same size. The *share of a copy's speed* is the time of that copy divided by the time "
+        "of matmuls.",
     )
     page.say(
-        "The backward pass of `rms_norm_` is compared with a formula written in torch operations, in eager mode and "
-        "under torch.compile, not with a fused kernel of torch.",
+        "The speed of copying was measured once in each run, with a tensor of 2 GB. The time of another copy is "
+        "calculated from its size and this speed. Shares slightly above 1 are possible, because an operation may "
+        "move its bytes faster than this copy.",
+        f"The highest shares are {_highest(runs, 'forward')} (forward), {_highest(runs, 'backward')} (backward) and "
+        f"{_highest(runs, 'residual')} (norm with a residual).",
+        "Backward passes and norms with a residual read two tensors and write one. They are compared with a copy "
+        "of as many bytes.",
+    )
+    page.say(
+        "The rival of the backward pass of `rms_norm_` is a formula written in torch operations, in eager mode and "
+        "under torch.compile. It is not a fused kernel of torch.",
     )
     _shares(page, runs)
     for name, run in runs.items():
@@ -88,11 +92,11 @@ def _operation(page: Page, name: str, run: Run) -> None:
     page.heading(f"`{name}`")
     header = tuple(f"{direction}, {dtype}" for direction, dtype in LINES)
     cell = (
-        "Each cell has the share of a copy's speed, by GPU time, and, in brackets, the speed over the faster of eager "
+        "A cell has the share of a copy's speed, by GPU time. In brackets is the speed over the faster of eager "
         "torch and torch.compile. Higher is better for both."
     )
     page.table(
-        f"There is one row for each number of columns of the tensor, which always has about 2^29 elements. {cell}",
+        f"There is one row for each number of columns of the tensor. The tensor always has about 2^29 elements. {cell}",
         ("columns", *header),
         ([str(n), *(_cell(by.get((*line, n))) for line in LINES)] for n in columns),
     )
@@ -122,8 +126,8 @@ def _residual(page: Page, *runs: Run) -> None:
     rows = [r for run in runs for r in run.rows if r["case"].startswith("residual")]
     page.heading("Norms of x + residual")
     page.table(
-        "There is one row for each case, rows x columns. Speed is over the faster of eager torch and torch.compile: "
-        "higher is better.",
+        "There is one row for each case (rows x columns). *speed* is over the faster of eager torch and "
+        "torch.compile: higher is better.",
         ("operation", "shape", "dtype", "matmuls, µs", "share of a copy's speed", "speed"),
         (
             [
@@ -137,7 +141,7 @@ def _residual(page: Page, *runs: Run) -> None:
     page.say(
         losses(cases, "the faster of eager torch and torch.compile"),
         groups(rows),
-        "These figures are from the runs of the tables of `layer_norm_` and `rms_norm_` above.",
+        "These figures are from the runs of `layer_norm_` and `rms_norm_` above.",
     )
 
 
@@ -159,8 +163,8 @@ def _cpu(page: Page, results: Results) -> None:
     rows = [r for r in run.rows if r["kind"] == "cpu"]
     page.heading("On a CPU")
     page.table(
-        "There is one row for each case, rows x columns. matmuls works in place, torch's operation writes a new "
-        "tensor. Speed is torch's time divided by that of matmuls: higher is better.",
+        "There is one row for each case (rows x columns). matmuls works in place. torch's operation writes a new "
+        "tensor. *speed* is torch's time divided by the time of matmuls: higher is better.",
         ("operation", "shape", "dtype", "matmuls, µs", "torch, µs", "speed"),
         (
             [
@@ -198,8 +202,8 @@ def _dims(page: Page, results: Results) -> None:
         )
     )
     page.say(
-        "Softmax was computed along each dimension of tensors whose shapes were drawn at random. Each point of the "
-        "plot is one shape and dimension."
+        "Softmax was computed along each dimension of tensors of random shapes. Each point of the plot is one "
+        "shape and dimension."
     )
     for name in names:
         cases = zip(dots[name], run.rows, strict=True)

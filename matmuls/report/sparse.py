@@ -29,29 +29,31 @@ def page(results: Results) -> Page:
     page = Page("performance/sparse.md", "Sparse products")
     page.say(
         "These figures are for products A @ B of a sparse A and a dense B. Caches are warm, as they are when one "
-        "matrix is multiplied many times. *A plan* is a constant plan, `matmuls.plan(A, constant=True)`, unless a "
-        "table says otherwise. *Without a plan* means `matmuls.spmm(A, B)`. A plan is made once for a matrix. The time "
-        "to make it is not included; see [What a plan costs](#what-a-plan-costs).",
-        "Times are GPU times, unless a table says *as called*. Times as called include the host, which limits small "
-        "products.",
+        "matrix is multiplied many times.",
+        "*A plan* is a constant plan, `matmuls.plan(A, constant=True)`, unless a table says otherwise. It is a "
+        "sparse matrix prepared for many products, whose values do not change "
+        "([guide](../guides/sparse.md#plans)). The time to make the plan is not included: [What a plan "
+        "costs](#what-a-plan-costs) has it. *Without a plan* means `matmuls.spmm(A, B)`.",
+        "Times are GPU times, unless a table says *as called*. Times as called include the host, which limits "
+        "small products.",
     )
     page.say(
         "*Forward + backward* computes A @ B and the gradients of A's values and of B. It runs an ordinary plan, "
         "`plan.with_values(values)`, because a constant plan gives no gradient to the values. The rival is "
-        "torch.sparse, which computes the gradient of A as a dense matrix.",
+        "torch.sparse. It computes the gradient of A as a dense matrix.",
     )
     page.say(
-        f"There are two baselines. *The best rival* is {BEST}; each case has its own best rival. Some cuSPARSE "
-        "algorithms have a preprocessing step, which is run before the product and is not timed. *CSR_ALG2* is one "
-        "cuSPARSE algorithm without preprocessing, the baseline that papers commonly use.",
+        f"There are two baselines. *The best rival* is {BEST}: each case has its own. Some cuSPARSE algorithms have "
+        "a preprocessing step. It is run before the product and is not timed. *CSR_ALG2* is one cuSPARSE algorithm "
+        "without preprocessing, the baseline that papers commonly use.",
     )
     page.say(
-        "Five matrices are files. `mdual` is a mesh, the file `mdual.graph` of METIS's source code. "
-        "`Franz6_id1959_aug` is from the SuiteSparse Matrix Collection. `cond-mat-2005`, `email-Enron` and "
-        "`NotreDame_www` are undirected graphs from the Python module `graph_tool.collection`. All were converted to "
-        "`.npz` with random values. The files are not in the repository. The commands below expect them in the folder "
-        "`matrices`. The other names generate a matrix; see "
-        "[the command line](../guides/command-line.md#your-own-matrices).",
+        "Five matrices are files, converted to `.npz` with random values. `mdual` is a mesh, the file "
+        "`mdual.graph` of METIS's source code. `Franz6_id1959_aug` is from the SuiteSparse Matrix Collection. "
+        "`cond-mat-2005`, `email-Enron` and `NotreDame_www` are undirected graphs from the Python module "
+        "`graph_tool.collection`. The files are not in the repository. The commands below expect them in the "
+        "folder `matrices`. All other names, such as `rmat:18:16`, generate a matrix; see [the command "
+        "line](../guides/command-line.md#your-own-matrices).",
     )
     _summary(page, results)
     _matrices(page, results)
@@ -80,8 +82,8 @@ def _summary(page: Page, results: Results) -> None:
     page.heading("Summary")
     page.plot(sparse_plot(results))
     page.table(
-        f"There is one row for each GPU and dtype. {_cases(first)} The columns have the geometric mean of a speed and, "
-        f"in brackets, the lowest: higher is better. {_left_out(first)}",
+        f"There is one row for each GPU and dtype. {_cases(first)} The columns have the geometric mean of a speed "
+        f"and, in brackets, the lowest speed: higher is better. {_left_out(first)}",
         ("GPU", "dtype", *RATIOS, "cases"),
         (
             [run.card, d, *(mean_and_lowest(ratio(c) for c in own) for ratio in RATIOS.values()), str(len(own))]
@@ -96,8 +98,8 @@ def _summary(page: Page, results: Results) -> None:
         dense = [(c.speed_over(experiment.DENSE), label(c)) for c in cases]
         page.say(losses(dense, "the dense product", f"{run.card}, a plan compared with the dense product"))
     page.say(
-        "A plan may select the dense product. The measured speed then differs from 1 only by noise: at most 6.4 %, in "
-        "products of about 10 µs."
+        "A plan may select the dense product. Its speed relative to the dense product then differs from 1 only by "
+        "noise: at most 6.4 %, in products of about 10 µs."
     )
     page.measured(*(run for run, _ in runs))
 
@@ -117,9 +119,9 @@ def _left_out(cases: list[Case]) -> str:
     own = [c for c in cases if c.dtype == cases[0].dtype]
     dense, trained = (sum(ratio(c) is not None for c in own) for ratio in list(RATIOS.values())[-2:])
     return (
-        f"The dense product was timed in {dense} of the {len(own)} cases, for matrices of at most {DENSE_ELEMENTS:,} "
-        f"elements. Forward + backward was compared in {trained} of the {len(own)}, where torch's dense gradient fits "
-        "into memory."
+        f"The dense product was timed in {dense} of the {len(own)} cases, for matrices of at most "
+        f"{DENSE_ELEMENTS:,} elements. Forward + backward was compared in {trained} of the {len(own)} cases: those "
+        "in which torch's dense gradient fits into memory."
     )
 
 
@@ -132,10 +134,10 @@ def _matrices(page: Page, results: Results) -> None:
     page.plot(_matrix_plot(names, widths, by, run.machine))
     for dtype in _dtypes(cases):
         page.table(
-            f"There is one row for each matrix, in {dtype}, and one column for each number of columns of B. A cell has "
-            "the speed of a plan over the best rival and, in brackets, over CSR_ALG2. The share is the time of a plain "
-            "copy of the bytes that must be read and written, divided by the time of the plan. Higher is better for "
-            "all.",
+            f"There is one row for each matrix, in {dtype}, and one column for each number of columns of B. A cell "
+            "has the speed of a plan over the best rival and, in brackets, over CSR_ALG2. *share* is the time of a "
+            "plain copy of the bytes that must be read and written, divided by the time of the plan. Higher is "
+            "better for all.",
             ("matrix", "shape", "nonzeros", *(f"{n} columns" for n in widths), f"share, {widths[-1]} columns"),
             (
                 [
@@ -179,14 +181,13 @@ def _first_products(page: Page, results: Results) -> None:
     page.heading("What a plan costs")
     runs = [results.cases(file) for file in FILES]
     page.table(
-        "There is one row for each GPU and dtype. *Building* is the time to make a plan, the median over the cases. "
-        f"For a new matrix we timed its first {max(c.calls for _, cases in runs for c in cases)} products, as called: "
-        "once with a plan (including building it and selecting a kernel), once without. If products are slow, we timed "
-        "fewer. "
-        "The ratio is the time without a plan divided by the time with one: above 1, the plan has saved more time "
-        "than it cost. The "
-        "columns have the geometric mean of the ratio and, in brackets, the lowest. *Queued*: the host launches the "
-        "products without waiting for the GPU. *Synchronized*: the host waits after each product.",
+        "There is one row for each GPU and dtype. *building* is the time to make a plan, the median over the "
+        f"cases. The other columns compare the first {max(c.calls for _, cases in runs for c in cases)} products of "
+        "a new matrix (fewer if they are slow), as called, with a plan and without. The time with a plan includes "
+        "building it and selecting a kernel. The ratio is the time without a plan divided by the time with one. "
+        "Above 1, the plan has saved more time than it cost. A cell has the geometric mean of the ratio and, in "
+        "brackets, the lowest. *queued*: the host launches the products without waiting for the GPU. "
+        "*synchronized*: the host waits after each product.",
         ("GPU", "dtype", "building, µs", "queued", "synchronized"),
         (
             [
@@ -211,9 +212,9 @@ def _memory(page: Page, results: Results) -> None:
     shown = sorted((c for c in both if c.n == 128 and c.dtype == "float32"), key=lambda c: _order(c.matrix))
     page.heading("Memory of forward + backward")
     page.table(
-        "There is one row for each matrix, in float32, with 128 columns of B. The figures are the peak memory in MiB: "
-        "lower is better. The memory of the operands is not counted. Only matrices for which torch's dense gradient of "
-        "A fits into memory are listed.",
+        "There is one row for each matrix, in float32, with 128 columns of B. The figures are the peak memory in "
+        "MiB: lower is better. The memory of the operands is not counted. The table has only matrices for which "
+        "torch's dense gradient of A fits into memory.",
         ("matrix", "matmuls, MiB", "torch.sparse, MiB", "torch / matmuls"),
         (
             [
@@ -226,7 +227,7 @@ def _memory(page: Page, results: Results) -> None:
     )
     missing = len([c for c in cases if c.n == 128 and c.dtype == "float32"]) - len(shown)
     page.say(
-        f"For the other {missing} matrices torch's dense gradient does not fit.",
+        f"For the other {missing} of the {missing + len(shown)} matrices torch's dense gradient does not fit.",
         "These figures are from the same run on an H200 as the summary.",
     )
 
@@ -235,8 +236,8 @@ def _cpu(page: Page, results: Results) -> None:
     run, cases = results.cases("spmm-cpu.json")
     page.heading("On a CPU")
     page.table(
-        "There is one row for each matrix and number of columns of B. The last two columns are the speed over the "
-        "faster of torch.sparse (MKL) and SciPy, with a plan and without one: higher is better.",
+        "There is one row for each matrix and number of columns of B. The last two columns are speeds over the "
+        "faster of torch.sparse (MKL) and SciPy: higher is better.",
         (
             *("matrix", "columns of B", "dtype", "plan, µs", "torch.sparse, µs", "SciPy, µs"),
             *("speed with a plan", "speed without"),

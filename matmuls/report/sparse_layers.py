@@ -67,10 +67,10 @@ def pruned(page: Page, results: Results) -> None:
         )
     )
     page.table(
-        "There is one row for each weight, with its shape and its share of zeros at random places, and one column for "
-        "each number of columns of B. The figures are the speed of a plan over `torch.matmul` with the same weight "
-        "stored dense: higher is better. The worse of float16 and bfloat16 is shown. If a plan selects the dense "
-        "product, its speed is 1, except for noise. Empty cells were not measured.",
+        "There is one row for each weight and one column for each number of columns of B. *zeros* is the share of "
+        "zeros, which are at random places. The figures are the speed of a plan over `torch.matmul` with the same "
+        "weight stored dense: higher is better. The lower of the speeds in float16 and bfloat16 is shown. If a "
+        "plan selects the dense product, its speed is 1, except for noise. Empty cells were not measured.",
         ("shape", "zeros", *(f"{n} columns" for n in columns)),
         rows,
     )
@@ -117,9 +117,9 @@ def linear(page: Page, results: Results) -> None:
     page.heading("A frozen SparseLinear, compared with nn.Linear")
     page.table(
         "There is one row for each layer (features in and out, share of zeros) and one column for each number of "
-        "tokens. The figures are the speed over `nn.Linear` with the same weight stored dense: higher is better. The "
-        "worse of float16 and bfloat16 is shown. No gradient is computed. These are GPU times. The "
-        "[next section](#constant-and-ordinary-plans) has times as called, which include the host.",
+        "tokens. The figures are the speed over `nn.Linear` with the same weight stored dense: higher is better. "
+        "The lower of the speeds in float16 and bfloat16 is shown. No gradient is computed. These are GPU times. "
+        "The [next section](#constant-and-ordinary-plans) has times as called, which include the host.",
         ("layer", "zeros", *(_tokens(n) for n in columns)),
         rows,
     )
@@ -134,9 +134,10 @@ def constant(page: Page, results: Results) -> None:
     titles = {"plan, constant": "constant plan", "plan": "ordinary plan"}
     page.heading("Constant and ordinary plans")
     page.table(
-        "There is one row for each random matrix (shape, share of zeros) and number of columns of B, with the time of "
-        "one product as called from Python in µs: lower is better. A constant plan, `plan(A, constant=True)`, may keep "
-        "copies of A in other layouts. An ordinary plan, `plan(A)`, reads the values at every product.",
+        "There is one row for each random matrix (shape, share of zeros) and number of columns of B. The figures "
+        "are the time of one product as called from Python in µs: lower is better. A constant plan, `plan(A, "
+        "constant=True)`, may keep copies of A in other layouts. An ordinary plan, `plan(A)`, reads the values at "
+        "every product.",
         ("shape", "zeros", "columns of B", "dtype", *(f"{titles.get(name, name)}, µs" for name in names)),
         (
             [
@@ -148,9 +149,9 @@ def constant(page: Page, results: Results) -> None:
         ),
     )
     page.say(
-        "A constant plan selects its kernel by GPU time. In some cases a constant plan is slower as called than an "
-        "ordinary plan, although it is faster on the GPU: the host then takes longer to launch its kernel than the "
-        "GPU takes to run it."
+        "A constant plan selects its kernel by GPU time. For some small products the host takes longer to launch "
+        "this kernel than the GPU takes to run it. As called, the constant plan can then be slower than an "
+        "ordinary plan."
     )
     ratios = [
         (
@@ -165,9 +166,9 @@ def constant(page: Page, results: Results) -> None:
     page.say(losses(ratios, "the faster of torch.sparse and the dense product", "a constant plan as called"))
     layers = ("SparseLinear, frozen", "SparseLinear", "nn.Linear")
     page.table(
-        "There is one row for each layer (features in and out, share of zeros) and number of tokens, with the time of "
-        "one call from Python in µs: lower is better. In this run a `SparseLinear` had more host overhead than "
-        "`nn.Linear`, and for these layers that overhead exceeded the GPU time. Newer code has less ([small "
+        "There is one row for each layer (features in and out, share of zeros) and number of tokens. The figures "
+        "are the time of one call from Python in µs: lower is better. For these layers the host took longer than "
+        "the GPU, and a `SparseLinear` took more host time than `nn.Linear`. Newer code takes less ([small "
         "calls](host.md)).",
         ("layer", "zeros", "tokens", "dtype", *(f"{name}, µs" for name in layers)),
         (
@@ -204,10 +205,9 @@ def blocks(page: Page, results: Results) -> None:
     page.heading("Matrices in blocks")
     page.table(
         "There is one row for each matrix and number of columns of B, in float16. The sentence on slower cases "
-        "below the table includes bfloat16. The matrices are 4096x4096, and "
-        "their nonzeros lie in blocks at random places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`: "
-        "higher is better. "
-        "The column *plan* is the time of a plan of the matrix, which may select another kernel.",
+        "below the table includes bfloat16. The matrices are 4096x4096. Their nonzeros lie in blocks at random "
+        "places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`: higher is better. The column *plan* "
+        "is the time of a plan of the matrix, which may select another kernel.",
         ("blocks", "zeros", "columns of B", *names.values(), "over cuSPARSE", "over dense"),
         (
             [

@@ -32,10 +32,10 @@ def _operations(page: Page) -> None:
     )
     page.table(
         "There is one row for each operation. *gradient* says whether it is differentiable. *compile* says whether "
-        "`torch.compile(fullgraph=True)` can trace it. *with a plan* means: it can, if the sparse operand is a plan, "
-        "not a sparse tensor. *values only* means: it can trace `product.values(...)`, where "
-        "`product = plan_spgemm(A, B)`; this method returns only the values of the result. *strides* says whether the "
-        "operation accepts tensors that are not contiguous.",
+        "`torch.compile(fullgraph=True)` can trace it. *with a plan*: torch can trace it with a plan as sparse "
+        "operand, but not with a sparse tensor. *values only*: torch can trace `product.values(...)`, where "
+        "`product = plan_spgemm(A, B)`. This method returns only the values of the result. *strides* says whether "
+        "the operation accepts tensors that are not contiguous.",
         ("operation", *(d.replace("complex", "c") for d in dtypes), "gradient", "compile", "strides"),
         (
             [
@@ -58,15 +58,16 @@ def _operations(page: Page) -> None:
 def _models(page: Page) -> None:
     page.heading("Hugging Face models")
     page.say(
-        "`register()` works for most architectures whose attention goes through transformers' "
-        "`ALL_ATTENTION_FUNCTIONS`. `takes(model)` says whether it works for a model of yours. `optimize(model)` "
-        "works for the families that the table marks with *yes*; for `whisper` it changes only the encoder. On a GPU "
-        "only `bert` was measured, with both functions.",
-        "Models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS) are not supported: their first "
+        "`register()` works for most architectures that look up their attention function by name, in transformers' "
+        "`ALL_ATTENTION_FUNCTIONS`. `takes(model)` says whether `register()` works for a model of yours. It does "
+        "not work for models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS): their first "
         "forward pass raises an error.",
+        "`optimize(model)` works for the families that the table marks with *yes*. For `whisper` it changes only "
+        "the encoder.",
+        "On a GPU only `bert` was measured, with both functions.",
     )
     page.table(
-        "There is one row for each model family, with one column for each of the two functions.",
+        "There is one row for each model family.",
         ("family", "`register()`", "`optimize()`"),
         (
             [f"`{name}`", "yes" if takes else "no: computes attention itself", "yes" if known else "no"]
@@ -107,8 +108,8 @@ def _gpus(page: Page, results: Results) -> None:
         "H100 and H200 are GPUs of the Hopper architecture, for which there are special kernels. Other GPUs run "
         "general kernels.",
         "The tile sizes of `masked_linear` and `masked_ffn` were tuned on an H200. All GPUs of compute capability "
-        "9.0 use these sizes. Other GPUs run with default tile sizes until you run `matmuls tune`. Nothing is claimed "
-        "about the speed on machines that are not in the table.",
+        "9.0 use these sizes. Other GPUs run with default tile sizes until you run `matmuls tune`. Speed was "
+        "measured only on the machines in the table.",
     )
     page.table(
         "There is one row for each machine, with the versions of torch and the result files in `benchmarks/results`.",

@@ -118,8 +118,8 @@ def _encode(page: Page, found: dict[str, Any], run: Run) -> None:
         f"Two rates limit `encode`. The tokenizer reaches {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand "
         f"tokens a second. The optimized model reaches {found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in "
         "batches of 32 x 512. The host runs the tokenizer and also launches the model's kernels.",
-        "*error* is the difference of a vector from that of the float32 model: the norm of the difference divided "
-        "by the norm of the float32 vector, as root mean square over the texts.",
+        "*error* compares a vector with that of the float32 model. It is the norm of their difference divided by "
+        "the norm of the float32 vector, as root mean square over the texts.",
     )
     names = {"matmuls": "optimized"}
     best = min(t for way, t in seconds.items() if way != "matmuls")

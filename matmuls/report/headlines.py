@@ -151,8 +151,9 @@ def encoders(results: Results) -> str:
     tokens = [r["batch"] * r["length"] for r in small]
     ours, *others = found["seconds"].values()
     return (
-        f"`optimize()` was measured with BERT base in bfloat16 on an {run.card}. A call of the optimized model with "
-        f"{min(tokens)} to {max(tokens):,} tokens takes {number(min(times))} to {number(max(times))} of the time of "
+        "`optimize(model)` replaces the layers of a Hugging Face encoder for inference. It was measured with BERT base "
+        f"in bfloat16 on an {run.card}. A call of the optimized model with {min(tokens)} to {max(tokens):,} tokens "
+        f"takes {number(min(times))} to {number(max(times))} of the time of "
         'the model under `torch.compile(mode="reduce-overhead")`. `SentenceTransformer.encode` of '
         f"{found['texts']:,} texts is {number(min(others) / ours)} times as fast as the fastest way without matmuls "
         "(the stock or the compiled model)."

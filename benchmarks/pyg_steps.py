@@ -92,7 +92,7 @@ def by_hand(kind: str, crow: torch.Tensor, col: torch.Tensor, nodes: int) -> tor
 
 
 def step_of(model: Module, x: torch.Tensor, graph: torch.Tensor, labels: torch.Tensor) -> Run:
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True, capturable=DEVICE == "cuda")
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()

@@ -412,6 +412,43 @@ def test_a_captured_graph_replays():
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("kind", [nn.GCN, nn.GraphSAGE, nn.GIN], ids=lambda kind: kind.__name__)
+def test_a_whole_training_step_is_captured(kind):
+    x, edges = drawn("cuda")
+    torch.manual_seed(0)
+    model = kind(4, 8, num_layers=2, out_channels=3, norm=None).cuda()
+    labels = torch.randint(3, (x.shape[0],), device="cuda")
+
+    def training(model):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True, capturable=True)
+
+        def step():
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x, edges), labels)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    eager, step = training(copy.deepcopy(model)), training(model)
+    expected = [eager().item() for _ in range(15)]
+    with enabled():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            losses = [step() for _ in range(10)]  # after which the plans have chosen their kernels
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step()
+        for _ in range(5):
+            graph.replay()
+            losses.append(loss.clone())
+    torch.testing.assert_close([x.item() for x in losses], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.cuda
 def test_another_stream():
     x, edges = drawn("cuda")
     layer = nn.GraphConv(4, 4).cuda()

@@ -80,7 +80,7 @@ def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None
 
     page.table(
         "There is one row for each shape of `matmul_` and one column for each dtype, with the peak memory: lower "
-        f"is better. The memory of the inputs is not counted. The buffer had {number(max(extra.values()))} MiB, the "
+        f"is better. The memory of the inputs is not counted. The buffer of `matmul_` had {number(max(extra.values()))} MiB, the "
         "default when this was measured. The last two columns are the size of the result, which a product into "
         "another tensor needs.",
         ("rows x K", *(f"{d}, MiB" for d in dtypes), "result in 16 bits, MiB", "result in float32, MiB"),

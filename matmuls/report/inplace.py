@@ -80,9 +80,9 @@ def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None
 
     page.table(
         "There is one row for each shape of `matmul_` and one column for each dtype, with the peak memory: lower "
-        f"is better. The memory of the inputs is not counted. The buffer of `matmul_` had {number(max(extra.values()))} MiB, the "
-        "default when this was measured. The last two columns are the size of the result, which a product into "
-        "another tensor needs.",
+        "is better. The memory of the inputs is not counted. The buffer of `matmul_` had "
+        f"{number(max(extra.values()))} MiB, the default when this was measured. The last two columns are the size of "
+        "the result, which a product into another tensor needs.",
         ("rows x K", *(f"{d}, MiB" for d in dtypes), "result in 16 bits, MiB", "result in float32, MiB"),
         ([case, *(number(extra.get((case, d))) for d in dtypes), size(case, 2), size(case, 4)] for case in cases),
     )

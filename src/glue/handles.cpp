@@ -68,12 +68,6 @@ void watch_for_fork() {
   (void)once;
 }
 
-// Allocations and frees in this scope do not invalidate a capture in another thread (torch's default capture mode is
-// global).
-struct Uncaptured {
-  c10::cuda::CUDAStreamCaptureModeGuard guard{cudaStreamCaptureModeRelaxed};
-};
-
 // Returns torch's cached GPU memory to the driver. torch refuses while any thread captures a graph or allocates to a
 // private pool, which cannot be queried in advance; the cache is kept then.
 void empty_torch_cache() {
@@ -118,7 +112,7 @@ bool was_made(cudaError_t status) {
 
 void* create(Library library, const char* op) {
   watch_for_fork();
-  const Uncaptured uncaptured;
+  const RelaxedCapture relaxed;
   void* handle = nullptr;
   const std::string name = std::string("a ") + name_of(library) + " handle";
   make_in_gpu_memory(op, name.c_str(), 0, [&] {
@@ -139,7 +133,7 @@ void* create(Library library, const char* op) {
 }
 
 void destroy(Library library, void* handle) {
-  const Uncaptured uncaptured;
+  const RelaxedCapture relaxed;
   switch (library) {
     case Library::cublas: MATMULS_CUBLAS_CHECK(cublasDestroy(static_cast<cublasHandle_t>(handle))); break;
     case Library::cublaslt: MATMULS_CUBLAS_CHECK(cublasLtDestroy(static_cast<cublasLtHandle_t>(handle))); break;
@@ -181,17 +175,17 @@ uint64_t current_stream(at::Device device) {
 }
 void synchronize_stream(at::Device device) {
   const c10::cuda::CUDAGuard guard(device);
-  const Uncaptured uncaptured;
+  const RelaxedCapture relaxed;
   C10_CUDA_CHECK(cudaStreamSynchronize(c10::cuda::getCurrentCUDAStream(device.index())));
 }
 void synchronize_device(at::Device device) {
   const c10::cuda::CUDAGuard guard(device);
-  const Uncaptured uncaptured;
+  const RelaxedCapture relaxed;
   C10_CUDA_CHECK(cudaDeviceSynchronize());
 }
 
 struct RelaxedCapture::Guard {
-  Uncaptured uncaptured;
+  c10::cuda::CUDAStreamCaptureModeGuard mode{cudaStreamCaptureModeRelaxed};
 };
 RelaxedCapture::RelaxedCapture() : guard_(std::make_unique<Guard>()) {}
 RelaxedCapture::~RelaxedCapture() = default;
@@ -286,11 +280,11 @@ at::TensorOptions bytes_on(int device) { return at::TensorOptions(at::kByte).dev
 // accounting (CUDA graph trees), and a workspace outlives any pool.
 at::Tensor new_workspace(int device, const char* op) {
   const int64_t nbytes = workspace_nbytes_for(device);
-  const Uncaptured uncaptured;
+  const RelaxedCapture relaxed;
   void* data = nullptr;
   make_in_gpu_memory(op, "a workspace", nbytes, [&] { return was_made(cudaMalloc(&data, nbytes)); });
   const auto free = [](void* p) {
-    const Uncaptured uncaptured;
+    const RelaxedCapture relaxed;
     C10_CUDA_CHECK_WARN(cudaFree(p));
   };
   return at::from_blob(data, {nbytes}, free, bytes_on(device));

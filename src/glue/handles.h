@@ -51,7 +51,8 @@ uint64_t current_stream(at::Device device);
 void synchronize_stream(at::Device device);
 void synchronize_device(at::Device device);
 
-// Scope in which this thread may make calls that a capture in another thread forbids: allocations, event queries.
+// Scope in which this thread may make calls that a capture in another thread forbids, as torch's default capture mode
+// is global: allocations, frees, event queries.
 class RelaxedCapture {
  public:
   RelaxedCapture();

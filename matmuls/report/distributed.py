@@ -39,7 +39,7 @@ def page(results: Results) -> Page:
         "The columns are:",
     )
     page.items(*(f"*{name}*: {meaning}" for name, meaning in COLUMNS.items()))
-    page.say("The commands below run under torchrun: `torchrun --nproc-per-node=2 -m matmuls spmm ...`.")
+    page.say("torchrun starts every command below, also where the record of a command leaves it out.")
     predicted: Predicted = {}
     for run, content in _files(results, "products"):
         _products(page, run, content["cases"], predicted)
@@ -182,5 +182,5 @@ def _models(page: Page, run: Run) -> None:
     words = str(run.environment.get("command")).partition(" OUT ")[2].split()
     lacking = {Path(word).stem for word in words} - {Path(row["graph"]).stem for row in steps}
     if lacking:
-        page.say(f"The command also names {', '.join(sorted(lacking))}. The file has no results for it.")
+        page.say(f"The command names {', '.join(sorted(lacking))} too. There are no results for it.")
     page.measured(run)

@@ -39,7 +39,7 @@ def page(results: Results) -> Page:
         "The columns are:",
     )
     page.items(*(f"*{name}*: {meaning}" for name, meaning in COLUMNS.items()))
-    page.say("torchrun starts every command below, also where the record of a command leaves it out.")
+    page.say("All commands below were run under torchrun. Some of them are printed without `torchrun`.")
     predicted: Predicted = {}
     for run, content in _files(results, "products"):
         _products(page, run, content["cases"], predicted)

@@ -27,7 +27,7 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
     page.items(
         "A time *as called* is the wall-clock time of a call in a plain loop. It includes the work of the host.",
         "A *GPU time* is the time of the GPU alone, measured by a CUDA graph of the calls.",
-        "Older runs measured the GPU time only. The page then says *GPU time* above or below the table. Newer runs "
+        "Some runs measured the GPU time only. The page then says so above or below the table. The other tables "
         "show the time as called. The GPU time follows in brackets if the two differ by more than 10 %.",
         "On a GPU, `matmuls bench` uses up to 128 sets of inputs in turn. Except in the smallest cases, these sets "
         "together are larger than the L2 cache. Sparse products run with warm caches instead.",

@@ -113,7 +113,8 @@ def _cells(own: dict[str, Any], direction: str) -> list[str]:
 def _memory(page: Page, run: Run) -> None:
     page.table(
         "The same run measured the peak memory of attention as three operations (product, masked softmax, product), "
-        "forward and backward. There is one row for each dtype. The memory of the inputs is not counted. Lower is better.",
+        "forward and backward. There is one row for each dtype. The memory of the inputs is not counted. Lower is "
+        "better.",
         ("case", "dtype", "matmuls, MiB", "eager, MiB"),
         (
             [r["case"].removeprefix("attention "), r["dtype"], number(r["ours_mib"]), number(r["rival_mib"])]

@@ -113,7 +113,7 @@ def sparse(results: Results) -> str:
         f"Those of an *ordinary plan* may change. On an {run.card}, products with a constant plan were compared "
         "with the fastest of torch.sparse and seven cuSPARSE algorithms. In 16 bits they are on average (geometric "
         f"mean) {_speed(narrow, lambda c: c.speed())}. In float32 they are {_speed(wide, lambda c: c.speed())}. "
-        f"Forward + backward with an ordinary plan was compared with torch.sparse in {len(trained)} of these "
+        f"Forward + backward with an ordinary plan was compared with torch.sparse in {len(trained)} of all "
         f"{len(cases)} cases. It is on average {_speed(trained, lambda c: c.backward_speed)}. In the other "
         f"{len(cases) - len(trained)} cases torch's dense gradient of `A` did not fit into memory."
     )

@@ -31,9 +31,8 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
         "show the time as called. The GPU time follows in brackets if the two differ by more than 10 %.",
         "On a GPU, `matmuls bench` uses up to 128 sets of inputs in turn. Except in the smallest cases, these sets "
         "together are larger than the L2 cache. Sparse products run with warm caches instead.",
-        "Some files have cases of random sizes, from `matmuls/specs/drawn.py`. These sizes were not used to tune "
-        "the code. The speed plots then show the random cases only, and a sentence below the table compares them "
-        "with the other cases.",
+        "Some result files have cases of random sizes, which were not used to tune the code. The pages of these files "
+        "compare the random cases with the others.",
         "A *speed* is the rival's time divided by the time of matmuls: above 1, matmuls is faster.",
         "*Slower cases*, below a table, says in how many cases matmuls is more than 0.5 % slower than the rival, "
         "and which case has the lowest speed. [Is the chosen kernel the fastest?](kernels.md) has no rivals: it "

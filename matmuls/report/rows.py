@@ -20,8 +20,8 @@ def page(results: Results) -> Page:
         "of matmuls.",
     )
     page.say(
-        "The speed of copying was measured once in each run, with a tensor of 2 GB. The time of another copy is "
-        "calculated from its size and this speed. Shares slightly above 1 are possible, because an operation may "
+        "The speed of copying was measured once in each run, with a tensor of 2 GB. The time of a copy of another size "
+        "is calculated from its size and this speed. Shares slightly above 1 are possible, because an operation may "
         "move its bytes faster than this copy.",
         f"The highest shares are {_highest(runs, 'forward')} (forward), {_highest(runs, 'backward')} (backward) and "
         f"{_highest(runs, 'residual')} (norm with a residual).",

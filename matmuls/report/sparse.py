@@ -43,9 +43,9 @@ def page(results: Results) -> Page:
         "torch.sparse. It computes the gradient of A as a dense matrix.",
     )
     page.say(
-        f"There are two baselines. *The best rival* is {BEST}, chosen separately for each case. Some cuSPARSE algorithms "
-        "have a preprocessing step. It is run before the product and is not timed. *CSR_ALG2* is one cuSPARSE algorithm "
-        "without preprocessing, the baseline that papers commonly use.",
+        f"There are two baselines. *The best rival* is {BEST}, chosen separately for each case. Some cuSPARSE "
+        "algorithms have a preprocessing step. It is run before the product and is not timed. *CSR_ALG2* is one "
+        "cuSPARSE algorithm without preprocessing, the baseline that papers commonly use.",
     )
     page.say(
         "Five matrices are files, converted to `.npz` with random values. `mdual` is a mesh, the file "

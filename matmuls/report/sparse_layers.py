@@ -168,8 +168,8 @@ def constant(page: Page, results: Results) -> None:
     page.table(
         "There is one row for each layer (features in and out, share of zeros) and number of tokens. The figures "
         "are the time of one call from Python in µs: lower is better. For these layers the host took longer than "
-        "the GPU, and a `SparseLinear` took more host time than `nn.Linear`. Newer code takes less ([small "
-        "calls](host.md)).",
+        "the GPU, and a `SparseLinear` took more host time than `nn.Linear`. Since this run the "
+        "host time of `SparseLinear` has become shorter ([small calls](host.md)).",
         ("layer", "zeros", "tokens", "dtype", *(f"{name}, µs" for name in layers)),
         (
             [

@@ -59,8 +59,8 @@ def _models(page: Page) -> None:
     page.heading("Hugging Face models")
     page.say(
         "`register()` works for most architectures that look up their attention function by name, in transformers' "
-        "`ALL_ATTENTION_FUNCTIONS`. `takes(model)` says whether `register()` works for a model of yours. It does "
-        "not work for models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS): their first "
+        "`ALL_ATTENTION_FUNCTIONS`. `takes(model)` says which attention classes of a model can use it. `register()` "
+        "does not work for models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS): their first "
         "forward pass raises an error.",
         "`optimize(model)` works for the families that the table marks with *yes*. For `whisper` it changes only "
         "the encoder.",

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from ..matrices import Matrix, load
 from ..sparse.plan import SparsePlan
 from ..sparse.plan import plan as plan_alone
-from .group import Group, starts_of
+from .group import Group, even, starts_of
 from .model import Load, Measured
 from .plans import DistributedPlan
 from .plans import plan as plan_distributed
-from .splits import Order, Split, csr_tensor, local_rows, split
+from .splits import Order, Split, balanced, csr_tensor, local_rows, split
 
 Run = Callable[[], object]
 
@@ -107,10 +107,10 @@ def _values(matrix: Matrix) -> torch.Tensor:
 
 def reordered(matrix: Matrix, parts: int, by: str, order: Order | None) -> tuple[Matrix, tuple[int, ...]]:
     """The matrix in the order that sends less, and the rows of each part."""
+    if order is None:
+        return matrix, tuple(balanced(matrix.crow, parts) if by == "nonzeros" else even(matrix.shape[0], parts))
     a = csr_tensor(matrix.crow, matrix.col, _values(matrix), matrix.shape)
     cut = split(a, parts, "rows" if by == "rows" else "nonzeros", order)
-    if order is None:
-        return matrix, cut.sizes
     a = local_rows(a, 0, Split(matrix.shape[:1], cut.permutation))
     name, shape = f"{matrix.name} ({order})", matrix.shape
     return Matrix(name, a.crow_indices(), a.col_indices(), a.values(), shape), cut.sizes

@@ -83,9 +83,19 @@ def _by_rows(name: str, row: Array, col: Array, values: Array | None, shape: tup
     entries = scipy.sparse.coo_array((kept, (row, col)), shape=shape)
     entries.has_canonical_format = True  # otherwise tocsr sums duplicates
     a = entries.tocsr()
-    dtype = torch.int32 if max(rows, columns, row.size) < INT32_MAX else torch.int64
-    crow, inner = (torch.from_numpy(x).to(dtype) for x in (a.indptr, a.indices))
-    return Matrix(name, crow, inner, None if values is None else torch.from_numpy(a.data), shape)
+    return _csr(name, a.indptr, a.indices, None if values is None else a.data, shape)
+
+
+def _pattern(name: str, counts: Array, col: Array, shape: tuple[int, int]) -> Matrix:
+    """CSR from the number of entries of each row, and their columns row after row."""
+    _sizes(*shape, col.size)
+    return _csr(name, np.concatenate(([0], np.cumsum(counts))), col, None, shape)
+
+
+def _csr(name: str, crow: Array, col: Array, values: Array | None, shape: tuple[int, int]) -> Matrix:
+    dtype = torch.int32 if max(*shape, col.size) < INT32_MAX else torch.int64
+    offsets, inner = (torch.from_numpy(x).to(dtype) for x in (crow, col))
+    return Matrix(name, offsets, inner, None if values is None else torch.from_numpy(values), shape)
 
 
 def _sizes(rows: int, columns: int, entries: int) -> tuple[int, int]:
@@ -335,18 +345,17 @@ def draw_rmat(source: str) -> Matrix:
         down, across = u >= ab, ((u >= a) & (u < ab)) | (u >= abc)
         row, col = row << 1 | down, col << 1 | across
     both = np.unique(row.astype(np.int64) << scale | col)
-    return _by_rows(source, both >> scale, both & ((1 << scale) - 1), None, (1 << scale, 1 << scale))
+    counts = np.bincount(both >> scale, minlength=1 << scale)
+    return _pattern(source, counts, both & ((1 << scale) - 1), (1 << scale, 1 << scale))
 
 
 def draw_grid(source: str) -> Matrix:
     (side,) = _numbers(source, r"grid:(\d+)", "grid:SIDE")
-    y, x = (t.ravel() for t in np.mgrid[:side, :side])
-    rows, cols = [], []
-    for dy, dx in ((-1, 0), (0, -1), (0, 0), (0, 1), (1, 0)):
-        inside = (y + dy >= 0) & (y + dy < side) & (x + dx >= 0) & (x + dx < side)
-        rows.append((y * side + x)[inside])
-        cols.append(((y + dy) * side + x + dx)[inside])
-    return _by_rows(source, np.concatenate(rows), np.concatenate(cols), None, (side * side, side * side))
+    here = np.arange(side)
+    inside = np.ones((side, side, 5), bool)  # [y, x, neighbour]: up, left, the point, right, down
+    inside[:1, :, 0] = inside[:, :1, 1] = inside[:, -1:, 3] = inside[-1:, :, 4] = False
+    neighbours = (here[:, None] * side + here)[..., None] + np.array([-side, -1, 0, 1, side])
+    return _pattern(source, inside.sum(-1).ravel(), neighbours[inside], (side * side, side * side))
 
 
 def draw_pruned(source: str) -> Matrix:
@@ -363,8 +372,7 @@ def draw_pruned(source: str) -> Matrix:
         kept = drawn >= float(sparsity)
     else:
         raise ValueError(f"expected a sparsity from 0 to 1 or 2of4, got {sparsity}")
-    row, col = kept.nonzero()
-    return _by_rows(source, row, col, None, (rows, columns))
+    return _pattern(source, kept.sum(1), kept.nonzero()[1], (rows, columns))
 
 
 COMPRESSED = {".gz": gzip.decompress, ".bz2": bz2.decompress}

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from common.choice_cases import assert_as_exact_as_float32, draw
+from common.choice_cases import assert_as_exact_as_float32, assert_densified, draw
 from matmuls import plan, spmm
 from matmuls.device import has_hopper_kernels
 from matmuls.sparse import layouts, select, selector
@@ -22,7 +22,7 @@ def test_the_dense_product_is_chosen_if_faster(dense_wins, device):
     assert len(dense_wins) == 1
     # Two float16 take as many bytes as a float32; each of 96 rows has an exponent, and the matrix has four flags.
     assert made.nbytes == before + dense.nbytes + (96 * 4 + 16 if select.FP16X2 in made.explain() else 0)
-    assert "dense" in made.explain()
+    assert_densified(made)
     assert "*" in made.explain()
     made @ b[:, :100].contiguous()  # between 64 and 128: no new measurement
     assert len(dense_wins) == 2

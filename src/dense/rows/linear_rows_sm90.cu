@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(Tile::threads, kResident)
       ptx::barrier_init(&full[s]);
       ptx::barrier_init(&empty[s], Tile::products / kGroup);
     }
-    ptx::barrier_init(has_bias);
+    ptx::barrier_init(has_bias, 32);
     ptx::barrier_init(received);
     ptx::barrier_fence();
   }
@@ -258,8 +258,7 @@ __global__ void __launch_bounds__(Tile::threads, kResident)
     } else if (threadIdx.x >= kPrefetches) {
       for (int c = threadIdx.x - kPrefetches; c < Tile::columns; c += 32)
         biases[c] = bias && at.column0 + c < shape.columns ? static_cast<float>(bias[at.column0 + c]) : 0.f;
-      __syncwarp();
-      if (threadIdx.x == kPrefetches) ptx::barrier_arrive(has_bias);
+      ptx::barrier_arrive(has_bias);
     }
     __syncwarp();
     if (at.parts > 1) {

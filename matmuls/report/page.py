@@ -34,8 +34,9 @@ class Page:
         self._parts.append(f"## {text}")
 
     def measured(self, *runs: Run) -> None:
-        """Where the figures below come from."""
-        self._parts += [run.told for run in runs]
+        """On which machines the figures above were measured, and what the times are."""
+        where, times = (dict.fromkeys(facts) for facts in ([r.where for r in runs], [r.times for r in runs]))
+        self.say(f"Measured on: {', '.join(where)}.", *times)
 
     def table(self, sentence: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """A table after a sentence that says what a row is and which direction is better."""

@@ -33,7 +33,7 @@ def _attention(page: Page, results: Results) -> None:
     page.heading("Attention with its probabilities, forward")
     page.plot(attention_plot(results))
     page.table(
-        "One row is one case (batch x heads x tokens x head size) and dtype. The last two columns are speeds: higher "
+        "Each row is one case (batch x heads x tokens x head size) and dtype. The last two columns are speeds: higher "
         "is better. On Hopper GPUs one kernel computes the cases of head size 64.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
@@ -80,10 +80,13 @@ def _masked(page: Page, results: Results) -> None:
             ],
         )
     )
+    sentence = (
+        f"Each row is one shape (batch x heads x queries x keys) and kind of mask, in {min(by)}. *over eager* and "
+        "*over compile* are speeds over eager torch and torch.compile: higher is better."
+    )
     for dtype, cases in sorted(by.items()):
         page.table(
-            f"One row is one shape (batch x heads x queries x keys) and kind of mask, in {dtype}. *over eager* and "
-            "*over compile* are speeds over eager torch and torch.compile: higher is better.",
+            sentence if dtype == min(by) else f"The same rows, in {dtype}:",
             (
                 *("shape", "mask", "forward, µs", "share", "over eager", "over compile"),
                 *("backward, µs", "share", "over eager", "over compile"),
@@ -109,7 +112,7 @@ def _cells(own: dict[str, Any], direction: str) -> list[str]:
 
 def _memory(page: Page, run: Run) -> None:
     page.table(
-        "One row is one dtype, with the peak memory of attention as three operations (product, masked softmax, "
+        "Each row is one dtype, with the peak memory of attention as three operations (product, masked softmax, "
         "product), without inputs: lower is better.",
         ("case", "dtype", "matmuls, MiB", "eager, MiB"),
         (

@@ -63,7 +63,7 @@ def _epilogues(page: Page, results: Results) -> None:
         )
     )
     page.table(
-        "One row is one case (M x K x N) and dtype. The *share of the peak* is the rate of matmuls divided by the "
+        "Each row is one case (M x K x N) and dtype. The *share of the peak* is the rate of matmuls divided by the "
         "highest rate that `torch.mm` reached in this run. Higher is better for both.",
         ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of the peak"),
         (_cells(r) for case in cases for r in (by[case, d] for d in dtypes if (case, d) in by)),
@@ -77,7 +77,7 @@ def _bias_act(page: Page, results: Results) -> None:
     rows = sorted((r for r in run.rows if r["kind"] == "gpu"), key=lambda r: (DTYPES.index(r["dtype"]), r["case"]))
     page.heading("Bias and activation in place")
     page.table(
-        "One row is one case (rows x columns) of `custom_mm.bias_act_`. torch computes `x + bias` and then the "
+        "Each row is one case (rows x columns) of `custom_mm.bias_act_`. torch computes `x + bias` and then the "
         "activation. Higher is better for speed and share.",
         ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of a copy's speed"),
         map(_cells, rows),
@@ -93,7 +93,7 @@ def _products(page: Page, results: Results) -> None:
     random = ", and as many of random sizes" if any(r.get("drawn") for r in rows) else ""
     page.heading("Plain products")
     page.table(
-        "One row is one operation. A cell has the geometric mean of the speed over `torch.matmul` and, in brackets, "
+        "Each row is one operation. A cell has the geometric mean of the speed over `torch.matmul` and, in brackets, "
         f"the lowest: higher is better. The cases are squares from 64 to 8192, 65536x1024x1024, and batches of "
         f"attention{random}.",
         ("operation", *dtypes, "cases"),
@@ -115,8 +115,8 @@ def _host(page: Page, results: Results) -> None:
     rows = [r for run in runs for r in run.rows if r["kind"] == "host"]
     page.heading("Host time of one small call")
     page.table(
-        "One row is one small call, in bfloat16. The time is what the host spends in the call. For the speed higher is "
-        "better.",
+        "Each row is one small call, in bfloat16. The time is what the host spends in the call. For the speed higher "
+        "is better.",
         ("operation", "case", "matmuls, µs", "torch, µs", "speed"),
         (
             [f"`{r['operation']}`", r["case"], number(r["ours_us"]), number(r["rival_us"]), number(r["ratio"])]
@@ -143,7 +143,7 @@ def _batch_invariance(page: Page, results: Results) -> None:
         dtypes, counts = (list(dict.fromkeys(r[key] for r in run.rows)) for key in ("dtype", "m"))
         of = {(d, m): [r["ratio"] for r in run.rows if (r["dtype"], r["m"]) == (d, m)] for d in dtypes for m in counts}
         page.table(
-            f"On {'a GPU' if file.startswith('cuda') else 'a CPU'}, one row of the table is one number of rows. A cell "
+            f"On {'a GPU' if file.startswith('cuda') else 'a CPU'}, each row is one number of rows. A cell "
             "has the lowest and the highest figure of all weights and calls.",
             ("rows", *dtypes),
             ([str(m), *(f"{number(min(of[d, m]))} to {number(max(of[d, m]))}" for d in dtypes)] for m in counts),

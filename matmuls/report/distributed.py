@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .format import losses, number
+from .format import number
 from .page import Page
 from .results import Results, Run
 
@@ -72,7 +72,7 @@ def _products(page: Page, run: Run, cases: list[dict[str, Any]], predicted: Pred
     order = re.search(r"-(rcm|metis)\.json$", run.file)
     page.heading(f"On {ranks} GPUs{', reordered' if order else ''}")
     page.table(
-        "One row is one matrix, dtype and number of columns of the dense operand."
+        "Each row is one matrix, dtype and number of columns of the dense operand."
         + (f" Rows and columns of every matrix are first reordered by {ORDERS[order[1]]}." if order else ""),
         (
             *("matrix, dtype, columns", "MiB sent", OURS, *extra, *TIMED[1:]),
@@ -90,19 +90,25 @@ def _products(page: Page, run: Run, cases: list[dict[str, Any]], predicted: Pred
             for case, one in zip(cases, known, strict=True)
         ),
     )
-    for name, times, rivals in (
-        ("the faster all-gather", "wall", TIMED[1:3]),
-        ("one GPU", "wall", TIMED[3:]),
-        ("one GPU, forward + backward", "wall_backward", TIMED[3:]),
-    ):
-        ratios = [
+    page.lost(
+        *(
             (
-                min(case[times][rival] for rival in rivals) / case[times][OURS],
-                f"{case['matrix']}, {case['dtype']}, {case['n']} columns",
+                name,
+                [
+                    (
+                        min(case[times][rival] for rival in rivals) / case[times][OURS],
+                        f"{case['matrix']}, {case['dtype']}, {case['n']} columns",
+                    )
+                    for case in cases
+                ],
             )
-            for case in cases
-        ]
-        page.say(losses(ratios, name.partition(",")[0], f"compared with {name}"))
+            for name, times, rivals in (
+                ("over the faster all-gather", "wall", TIMED[1:3]),
+                ("over one GPU", "wall", TIMED[3:]),
+                ("forward + backward, over one GPU", "wall_backward", TIMED[3:]),
+            )
+        )
+    )
     page.measured(run)
 
 
@@ -114,7 +120,7 @@ def _weak(page: Page, run: Run, cases: list[dict[str, Any]]) -> None:
     ranks = cases[0]["ranks"]
     page.heading(f"Weak scaling on {ranks} GPUs")
     page.table(
-        f"One row is one dtype. On {ranks} GPUs the grid has {ranks} times as many vertices. *efficiency* is the time "
+        f"Each row is one dtype. On {ranks} GPUs the grid has {ranks} times as many vertices. *efficiency* is the time "
         "of one GPU for the small grid, divided by the time of the distributed plan for the large grid.",
         ("matrix", "dtype", "columns", "efficiency", "efficiency, forward + backward"),
         (
@@ -135,7 +141,7 @@ def _models(page: Page, run: Run) -> None:
     ranks = rows[0]["ranks"]
     page.heading(f"Models on {ranks} GPUs")
     page.table(
-        "One row is one graph and dtype. The times are those of a training step of a GCN with two layers of 128 "
+        "Each row is one graph and dtype. The times are those of a training step of a GCN with two layers of 128 "
         "features, in ms: lower is better. *efficiency* is the time on one GPU, divided by the number of GPUs and by "
         "the time on all GPUs. The losses are those of the fifth step.",
         ("graph, dtype", "vertices", "ms", "ms, one GPU", "efficiency", "loss", "loss, one GPU"),
@@ -151,7 +157,7 @@ def _models(page: Page, run: Run) -> None:
     )
     if modules:
         page.table(
-            "One row is one module and direction. A module is divided by its output features (*columns*), its input "
+            "Each row is one module and direction. A module is divided by its output features (*columns*), its input "
             "features (*inner*) or the rows of x (*rows*), as *nn.Linear* is. Times are in ms: lower is better. A "
             "SparseLinear has 95 % zeros. *error* is the largest relative difference from one GPU.",
             ("module, divided by", "rows x in x out", "", "ms", "nn.Linear", "one GPU", "nn.Linear, one GPU", "error"),

@@ -14,20 +14,16 @@ TEXTS = "cpu/encode-texts.json"
 INT8 = "cpu/encode-int8.json"
 CALLS = "cuda/encoders.json"
 ENCODE = "cuda/encoders-encode.json"
-# task -> heading, and the model that speeds are relative to
 HEADINGS = {
-    "probabilities": ("Inference that returns probabilities", "the stock model with eager attention"),
-    "hidden states": ("Inference of hidden states", "the stock model with torch's sdpa"),
-    "hidden states, padded": ("Inference of hidden states, with padding", "the stock model with torch's sdpa"),
-    "training": ("Training", "the stock model with eager attention"),
-    "training, probabilities returned": ("Training that returns probabilities", "the stock model with eager attention"),
+    "probabilities": "Inference that returns probabilities",
+    "hidden states": "Inference of hidden states",
+    "hidden states, padded": "Inference of hidden states, with padding",
+    "training": "Training",
+    "training, probabilities returned": "Training that returns probabilities",
 }
-
-
 NOTES = {
     "training": "A step is forward + backward. `custom_mm` is registered with `sdpa=False`. It then computes the "
     "probabilities, as `eager` does.",
-    "training, probabilities returned": "The caller keeps the probabilities until the step is done.",
 }
 
 
@@ -42,6 +38,10 @@ def page(results: Results) -> Page:
         '`custom_mm`: after `register()` and `set_attn_implementation("custom_mm")`.',
         "`custom_mm, recompute`: the same with `register(recompute=True)`.",
         "`custom_mm, optimized`: `custom_mm` and in addition `optimize(model)`, for inference.",
+    )
+    page.say(
+        "Speed and memory are relative to the stock model marked *(stock)*. Memory is the peak, without weights and "
+        "returned probabilities.",
     )
     page.plot(memory_plot(results))
     page.plot(_speeds(run))
@@ -58,7 +58,7 @@ def page(results: Results) -> Page:
 def _calls(page: Page, run: Run) -> None:
     page.heading("Single calls of BERT base, as called")
     page.say(
-        "These are times of `model(**batch)` as called, in bfloat16, in ms: lower is better.",
+        "These are times of `model(**batch)` as called, in bfloat16, in ms: lower is better. In the columns are:",
     )
     page.items(
         "*optimized*: after `optimize(model)`.",
@@ -83,7 +83,7 @@ def _calls(page: Page, run: Run) -> None:
             )
     columns = [f"{way}, {kind}" for kind in ("alone", "in a row") for way in ways]
     page.table(
-        "One row is one batch (texts x tokens).",
+        "Each row is one batch (texts x tokens).",
         ("batch", *columns, "first, optimized", "first, compiled"),
         rows,
     )
@@ -102,7 +102,7 @@ def _encode(page: Page, found: dict[str, Any], run: Run) -> None:
     names = {"matmuls": "optimized"}
     best = min(t for way, t in seconds.items() if way != "matmuls")
     page.table(
-        "One row is one way. The speed is relative to the fastest way without matmuls: higher is better.",
+        "Each row is one way. The speed is relative to the fastest way without matmuls: higher is better.",
         ("way", "thousand tokens a second", "speed", "error"),
         (
             (
@@ -128,7 +128,7 @@ def _speeds(run: Run) -> Plot:
         panels.append(
             Panel(
                 "bars",
-                HEADINGS[task][0],
+                HEADINGS[task],
                 f"speed relative to the stock model with {first} attention (higher is better)",
                 "BERT, batch x tokens",
                 {WAYS.get(way, f"stock, {way}"): [by[case, way] for case in cases] for way in ways},
@@ -141,12 +141,10 @@ def _speeds(run: Run) -> Plot:
 
 def _task(page: Page, run: Run, task: str) -> None:
     rows = [r for r in run.rows if r["task"] == task]
-    heading, stock = HEADINGS.get(task, (task, f"the stock model with {rows[0]['way']}"))
-    page.heading(heading)
+    page.heading(HEADINGS.get(task, task))
     page.say(NOTES[task]) if task in NOTES else None
     page.table(
-        f"One row is one model (batch x tokens) and way. Speed and memory are relative to {stock}. Memory is the peak "
-        f"without weights{' and returned probabilities' if 'probabilities' in heading else ''}.",
+        "Each row is one model (batch x tokens) and way.",
         ("model", "way", "time, ms", "speed", "memory, MiB", "memory, relative"),
         (
             [
@@ -164,9 +162,9 @@ def _task(page: Page, run: Run, task: str) -> None:
     ours = [r for r in rows if r["way"].startswith("custom_mm")]
     ratios = [(best[r["case"]][0] / r["ms"], f"{r['case']}, `{r['way']}`") for r in ours]
     fastest = " or ".join(f"`{way}`" for way in sorted({way for _, way in best.values()}))
-    over = f"the fastest stock attention ({fastest})"
+    over = f"the fastest stock attention, {fastest}"
     if {r["way"] for r in rows if not r["way"].startswith("custom_mm")} == {"eager"}:
-        over = "`eager`, the only stock attention here that returns probabilities"
+        over = "`eager`"
     page.say(losses(ratios, over))
 
 
@@ -187,7 +185,7 @@ def _texts(page: Page, run: Run) -> None:
             rows.append((f"{r['texts']} ({r['tokens']} tokens)", way, *shown))
         ratios.append((stock[best] / r["cpu_seconds"]["optimized"], f"{r['texts']} texts"))
     page.table(
-        "One row is one number of texts and way. *time* is wall-clock time. *CPU time* is the sum over all threads. "
+        "Each row is one number of texts and way. *time* is wall-clock time. *CPU time* is the sum over all threads. "
         "Speeds are relative to the stock model at its best batch size: higher is better.",
         ("texts", "way", "time, ms", "CPU time, ms", "speed, CPU time", "speed, time"),
         rows,
@@ -209,7 +207,7 @@ def _int8(page: Page, run: Run, drift: dict[str, Any]) -> None:
         for way, seconds in r["cpu_seconds"].items():
             rows.append((str(r["texts"]), way, number(seconds * 1e3), number(stock / seconds)))
     page.table(
-        "One row is one number of texts and way. Speeds are relative to the stock model in CPU time: higher is better.",
+        "Each row is one number of texts and way. The speed is relative to the stock model, in CPU time.",
         ("texts", "way", "CPU time, ms", "speed"),
         rows,
     )

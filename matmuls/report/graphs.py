@@ -44,7 +44,7 @@ def steps(results: Results) -> Page:
         page,
         run,
         "",
-        "One row is one model, graph and width of the layers.",
+        "Each row is one model, graph and width of the layers.",
     )
     if any(way.endswith(CAPTURED) for r in run.rows for way in r["ways"]):
         _table(

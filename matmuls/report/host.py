@@ -15,7 +15,7 @@ def page(results: Results) -> Page:
         "float32, `masked_linear` and `masked_ffn` float16. `SparseLinear` has 90 % zeros.",
     )
     page.table(
-        "One row is one call. *ratio* is the time of matmuls divided by that of torch's way. *blend* computes both "
+        "Each row is one call. *ratio* is the time of matmuls divided by that of torch's way. *blend* computes both "
         "experts and adds them. torch has no `mask_plan`: its row is not counted as a case.",
         ("call", "us", "torch's way", "us of torch's way", "ratio"),
         (

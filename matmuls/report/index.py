@@ -32,7 +32,7 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
             where.setdefault(file, []).append(other)
     page.say(_lacking(results))
     page.table(
-        "One row is one file, with the page that shows its figures.",
+        "Each row is one file, with the page that shows its figures.",
         ("file", "machine", "torch", "date", "commit", "page"),
         (
             [

@@ -53,7 +53,7 @@ def _products(page: Page, results: Results) -> None:
     )
     for name, rival in PRODUCTS.items():
         page.table(
-            f"One row is one shape of `{name}` (rows x K, with a K x K weight). The figures are the speed over "
+            f"Each row is one shape of `{name}` (rows x K, with a K x K weight). The figures are the speed over "
             f"`{rival}`: higher is better.",
             ("rows x K", *dtypes),
             (
@@ -76,7 +76,7 @@ def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None
         return number(m * k * width / 2**20)
 
     page.table(
-        "One row is one shape of `matmul_`, with the peak memory without inputs: lower is better. The buffer had "
+        "Each row is one shape of `matmul_`, with the peak memory without inputs: lower is better. The buffer had "
         f"{number(max(extra.values()))} MiB. The last two columns are the size of a separate result.",
         ("rows x K", *(f"{d}, MiB" for d in dtypes), "result in 16 bits, MiB", "result in float32, MiB"),
         ([case, *(number(extra.get((case, d))) for d in dtypes), size(case, 2), size(case, 4)] for case in cases),
@@ -89,8 +89,8 @@ def _feed_forward(page: Page, results: Results) -> None:
     peaks = {(r["case"], r["dtype"]): r for r in run.rows if r["kind"] == "memory"}
     page.heading("A feed-forward network in place")
     page.table(
-        "One row is one case of `feed_forward_` (rows x width x inner width). For the two speeds higher is better. The "
-        "last two columns are the peak memory without inputs: lower is better.",
+        "Each row is one case of `feed_forward_` (rows x width x inner width). For the two speeds higher is better. "
+        "The last two columns are the peak memory without inputs: lower is better.",
         (
             *("case", "dtype", "matmuls, µs", "speed over eager torch", "speed over torch.compile"),
             *("matmuls, MiB", "eager torch, MiB"),
@@ -115,7 +115,7 @@ def _cpu(page: Page, results: Results) -> None:
     rows = [r for r in run.rows if r["kind"] == "cpu"]
     page.heading("Products on a CPU")
     page.table(
-        "One row is one operation and case (rows x K). For the speed higher is better. *spread* is the interquartile "
+        "Each row is one operation and case (rows x K). For the speed higher is better. *spread* is the interquartile "
         "range of the repeats divided by their median.",
         ("operation", "case", "dtype", "matmuls, ms", "torch, ms", "speed", "spread"),
         (

@@ -27,8 +27,8 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
     page.heading(family.capitalize())
     found = sorted(gains(cases), key=lambda gain: -gain.cases)
     page.table(
-        "One row is one kernel. *calls* is the number of calls for which it is chosen. The next two columns are the "
-        "time of the fastest other kernel divided by its time: higher is better. They are empty if there is no other kernel.",
+        "Each row is one kernel, with the number of calls for which it is chosen. The next two columns are the time of "
+        "the fastest other kernel divided by its time: higher is better.",
         ("kernel", "calls", "geometric mean", "lowest", "calls where another is over 2 % faster"),
         (
             (f"`{g.kernel}`", str(g.cases), *(number(x) if x else "" for x in (g.mean, g.least)), str(len(g.slower)))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .format import table
+from .format import lost, table
 from .plot import Plot
 from .results import Run
 
@@ -41,6 +41,10 @@ class Page:
     def table(self, sentence: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """A table after a sentence that says what a row is and which direction is better."""
         self._parts += [sentence, table(header, rows).rstrip("\n")]
+
+    def lost(self, *comparisons: tuple[str, Iterable[tuple[float | None, str]]]) -> None:
+        """A table with a row for each of several comparisons: its name, and speeds with their cases."""
+        self._parts += ["Slower cases, with one row for each comparison:", lost(comparisons).rstrip("\n")]
 
     def plot(self, plot: Plot) -> None:
         """An image, with its title as the text that stands for it."""

@@ -41,10 +41,11 @@ class Run:
 
     @property
     def where(self) -> str:
-        """The machine with the name of the file, such as "NVIDIA H200 (`spmm-cuda.json`)"."""
+        """The machine with the name of the file, such as "H200 (`spmm-cuda.json`)"."""
         threads = self.environment.get("threads") if self.card == "CPU" else None
         cores = f", {threads} thread{'s' * (threads != 1)}" if threads else ""
-        return f"{figures.device(self.environment)}{cores} (`{self.file}`)"
+        machine = figures.device(self.environment) if self.card == "CPU" else self.card
+        return f"{machine}{cores} (`{self.file}`)"
 
     @property
     def times(self) -> str:

@@ -15,8 +15,8 @@ def page(results: Results) -> Page:
     page = Page("performance/rows.md", "Softmax and norms along rows")
     runs = {name: results.bench(name) for name in OPERATIONS}
     page.say(
-        "The *share* compares with a memory copy of the same bytes: 1 is about the limit. The rival of the backward "
-        "pass of `rms_norm_` is a formula of torch operations.",
+        "In the first tables a cell has the [share](../index.md#terms), by GPU time, and in brackets the speed over "
+        "the faster of eager torch and torch.compile. Higher is better for both. The tensors have about 2^29 elements.",
     )
     _shares(page, runs)
     for name, run in runs.items():
@@ -72,12 +72,8 @@ def _operation(page: Page, name: str, run: Run) -> None:
     columns = sorted({n for direction, _, n in by if direction != "residual"})
     page.heading(f"`{name}`")
     header = tuple(f"{direction}, {dtype}" for direction, dtype in LINES)
-    cell = (
-        "A cell has the share, by GPU time, and in brackets the speed over the faster of eager torch and "
-        "torch.compile: higher is better."
-    )
     page.table(
-        f"One row is one number of columns. The tensor always has about 2^29 elements. {cell}",
+        "Each row is one number of columns.",
         ("columns", *header),
         ([str(n), *(_cell(by.get((*line, n))) for line in LINES)] for n in columns),
     )
@@ -85,7 +81,7 @@ def _operation(page: Page, name: str, run: Run) -> None:
     drawn = sorted({(n, count) for (_, _, count, n), r in found.items() if r.get("drawn")})
     if drawn:
         page.table(
-            f"One row is one random shape, rows x columns. {cell}",
+            "Each row is one random shape, rows x columns.",
             ("shape", *header),
             ([f"{count}x{n}", *(_cell(found.get((*line, count, n))) for line in LINES)] for n, count in drawn),
         )
@@ -107,7 +103,7 @@ def _residual(page: Page, *runs: Run) -> None:
     rows = [r for run in runs for r in run.rows if r["case"].startswith("residual")]
     page.heading("Norms of x + residual")
     page.table(
-        "One row is one case (rows x columns). The speed is over the faster of eager torch and torch.compile: higher "
+        "Each row is one case (rows x columns). The speed is over the faster of eager torch and torch.compile: higher "
         "is better.",
         ("operation", "shape", "dtype", "matmuls, µs", "share of a copy's speed", "speed"),
         (
@@ -142,7 +138,7 @@ def _cpu(page: Page, results: Results) -> None:
     rows = [r for r in run.rows if r["kind"] == "cpu"]
     page.heading("On a CPU")
     page.table(
-        "One row is one case (rows x columns). matmuls works in place. torch's operation writes a new tensor. For the "
+        "Each row is one case (rows x columns). matmuls works in place. torch's operation writes a new tensor. For the "
         "speed higher is better.",
         ("operation", "shape", "dtype", "matmuls, µs", "torch, µs", "speed"),
         (
@@ -180,11 +176,8 @@ def _dims(page: Page, results: Results) -> None:
             ],
         )
     )
-    page.say("Each point of the plot is one shape and dimension.")
-    for name in names:
-        cases = zip(dots[name], run.rows, strict=True)
-        named = [(ratio, f"shape {r['shape']}, dimension {r['dim']}, {r['dtype']}") for ratio, r in cases]
-        page.say(losses(named, "torch", f"`{name}`"))
+    labels = [f"shape {r['shape']}, dimension {r['dim']}, {r['dtype']}" for r in run.rows]
+    page.lost(*((f"`{name}` over torch", zip(dots[name], labels, strict=True)) for name in names))
     page.measured(run)
 
 

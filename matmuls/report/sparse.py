@@ -27,8 +27,8 @@ RATIOS: dict[str, Callable[[Case], float | None]] = {
 def page(results: Results) -> Page:
     page = Page("performance/sparse.md", "Sparse products")
     page.say(
-        "The figures are for products A @ B of a sparse A and a dense B. *Plan* means a [constant "
-        "plan](../index.md#terms), unless a table says otherwise. Times are GPU times, without the time to make the plan.",
+        "*Plan* means a [constant plan](../index.md#terms), and times are GPU times, unless a table says otherwise. "
+        "The time to make a plan is not included.",
     )
     page.items(
         "*The best rival* is the fastest of seven cuSPARSE algorithms and torch.sparse, in each case.",
@@ -68,7 +68,7 @@ def _summary(page: Page, results: Results) -> None:
     page.heading("Summary")
     page.plot(sparse_plot(results))
     page.table(
-        f"One row is one GPU and dtype, with {_cases(first)}. A cell has the geometric mean of a speed and, in "
+        f"Each row is one GPU and dtype, with {_cases(first)}. A cell has the geometric mean of a speed and, in "
         f"brackets, the lowest: higher is better. {_left_out(first)}",
         ("GPU", "dtype", *RATIOS, "cases"),
         (
@@ -78,11 +78,13 @@ def _summary(page: Page, results: Results) -> None:
             for own in [[c for c in cases if c.dtype == d]]
         ),
     )
-    for run, cases in runs:
-        dense = [(c.speed_over(experiment.DENSE), label(c)) for c in cases]
-        page.say(losses(dense, "the dense product", f"{run.card}, a plan compared with the dense product"))
-    with_plan = [(c.speed(), f"{run.card}, {label(c)}") for run, cases in runs for c in cases]
-    page.say(losses(with_plan, "the best rival", "a plan compared with the best rival"))
+    page.lost(
+        *(
+            (f"plan over the dense product, {run.card}", [(c.speed_over(experiment.DENSE), label(c)) for c in cases])
+            for run, cases in runs
+        ),
+        *((f"plan over the best rival, {run.card}", [(c.speed(), label(c)) for c in cases]) for run, cases in runs),
+    )
     page.say("A plan may select the dense product. Its speed then differs from 1 by up to 6.4 % of noise.")
     page.measured(*(run for run, _ in runs))
 
@@ -111,10 +113,14 @@ def _matrices(page: Page, results: Results) -> None:
     widths = sorted({c.n for c in cases})
     names = sorted({c.matrix for c in cases}, key=_order)
     page.plot(_matrix_plot(names, widths, by, run.machine))
-    for dtype in _dtypes(cases):
+    dtypes = _dtypes(cases)
+    sentence = (
+        f"Each row is one matrix, in {dtypes[0]}. A cell has the speed of a plan over the best rival and, in brackets, "
+        "over CSR_ALG2: higher is better."
+    )
+    for dtype in dtypes:
         page.table(
-            f"One row is one matrix, in {dtype}. A cell has the speed of a plan over the best rival and, in brackets, "
-            "over CSR_ALG2: higher is better.",
+            sentence if dtype == dtypes[0] else f"The same rows, in {dtype}:",
             ("matrix", "shape", "nonzeros", *(f"{n} columns" for n in widths), f"share, {widths[-1]} columns"),
             (
                 [
@@ -158,10 +164,10 @@ def _first_products(page: Page, results: Results) -> None:
     page.heading("What a plan costs")
     runs = [results.cases(file) for file in FILES]
     page.table(
-        "One row is one GPU and dtype. *building* is the median time to make a plan. The other columns compare the "
-        f"first {max(c.calls for _, cases in runs for c in cases)} products of a new matrix, as called: the time "
-        "without a plan divided by the time with one, building included. A cell has the geometric mean and, in "
-        "brackets, the lowest. *queued*: the host does not wait for the GPU. *synchronized*: it waits after each product.",
+        "Each row is one GPU and dtype. *building* is the median time to make a plan. The other columns are ratios for "
+        f"the first {max(c.calls for _, cases in runs for c in cases)} products, as called: the time without a plan "
+        "divided by the time with one, building included. A cell has the geometric mean and, in brackets, the lowest. "
+        "*queued*: the host does not wait for the GPU. *synchronized*: it waits after each product.",
         ("GPU", "dtype", "building, µs", "queued", "synchronized"),
         (
             [
@@ -173,10 +179,10 @@ def _first_products(page: Page, results: Results) -> None:
             for own in [[c for c in cases if c.dtype == d]]
         ),
     )
-    for run, cases in runs:
-        page.say(
-            losses([(c.pays_back, label(c)) for c in cases], "the same calls without a plan", f"{run.card}, queued")
-        )
+    page.lost(
+        *((f"queued, {run.card}", [(c.pays_back, label(c)) for c in cases]) for run, cases in runs),
+        *((f"synchronized, {run.card}", [(c.pays_back_waited, label(c)) for c in cases]) for run, cases in runs),
+    )
     page.measured(*(run for run, _ in runs))
 
 
@@ -186,7 +192,7 @@ def _memory(page: Page, results: Results) -> None:
     shown = sorted((c for c in both if c.n == 128 and c.dtype == "float32"), key=lambda c: _order(c.matrix))
     page.heading("Memory of forward + backward")
     page.table(
-        "One row is one matrix, in float32, with 128 columns of B. The figures are the peak memory without operands: "
+        "Each row is one matrix, in float32, with 128 columns of B. The figures are the peak memory without operands: "
         "lower is better.",
         ("matrix", "matmuls, MiB", "torch.sparse, MiB", "torch / matmuls"),
         (
@@ -198,10 +204,6 @@ def _memory(page: Page, results: Results) -> None:
             for c in shown
         ),
     )
-    missing = len([c for c in cases if c.n == 128 and c.dtype == "float32"]) - len(shown)
-    page.say(
-        f"For the other {missing} of the {missing + len(shown)} matrices torch's dense gradient does not fit.",
-    )
     page.measured(run)
 
 
@@ -209,7 +211,7 @@ def _cpu(page: Page, results: Results) -> None:
     run, cases = results.cases("spmm-cpu.json")
     page.heading("On a CPU")
     page.table(
-        "One row is one matrix and number of columns of B. The last two columns are speeds over the faster of "
+        "Each row is one matrix and number of columns of B. The last two columns are speeds over the faster of "
         "torch.sparse (MKL) and SciPy: higher is better.",
         (
             *("matrix", "columns of B", "dtype", "plan, µs", "torch.sparse, µs", "SciPy, µs"),

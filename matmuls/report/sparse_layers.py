@@ -67,7 +67,7 @@ def pruned(page: Page, results: Results) -> None:
         )
     )
     page.table(
-        "One row is one weight with zeros at random places. The figures are the speed of a plan over `torch.matmul` "
+        "Each row is one weight with zeros at random places. The figures are the speed of a plan over `torch.matmul` "
         "with the dense weight, the lower of float16 and bfloat16: higher is better.",
         ("shape", "zeros", *(f"{n} columns" for n in columns)),
         rows,
@@ -79,8 +79,8 @@ def pruned(page: Page, results: Results) -> None:
     run, fours = results.cases(TWO_OF_FOUR)
     page.heading("2:4 sparsity, compared with torch's semi-structured product")
     page.table(
-        "One row is one shape and number of columns of B, in bfloat16. The weight keeps two of every four neighbouring "
-        "values. The last two columns are speeds of a plan: higher is better.",
+        "Each row is one shape and number of columns of B, in bfloat16. The weight keeps two of every four "
+        "neighbouring values. The last two columns are speeds of a plan: higher is better.",
         ("shape", "columns of B", "plan, µs", "over the dense product", "over torch's semi-structured product"),
         (
             [
@@ -90,9 +90,13 @@ def pruned(page: Page, results: Results) -> None:
             for c in sorted(fours, key=lambda c: (c.rows, c.columns, c.n))
         ),
     )
-    for rival, words in ((experiment.DENSE, "the dense product"), (experiment.SEMI, "torch's semi-structured product")):
-        ratios = [(c.speed_over(rival), f"{_matrix(c.matrix)[0]}, {c.n} columns") for c in fours]
-        page.say(losses(ratios, words, f"compared with {words}"))
+    rivals = ("the dense product", experiment.DENSE), ("torch's product", experiment.SEMI)
+    page.lost(
+        *(
+            (f"over {words}", [(c.speed_over(rival), f"{_matrix(c.matrix)[0]}, {c.n} columns") for c in fours])
+            for words, rival in rivals
+        )
+    )
     page.measured(run)
 
 
@@ -114,7 +118,7 @@ def linear(page: Page, results: Results) -> None:
     columns, rows = _grid(_lowest(speeds))
     page.heading("A frozen SparseLinear, compared with nn.Linear")
     page.table(
-        "One row is one layer (features in and out, share of zeros). The figures are the speed over `nn.Linear`, the "
+        "Each row is one layer (features in and out, share of zeros). The figures are the speed over `nn.Linear`, the "
         "lower of float16 and bfloat16: higher is better. No gradient is computed.",
         ("layer", "zeros", *(_tokens(n) for n in columns)),
         rows,
@@ -130,7 +134,7 @@ def constant(page: Page, results: Results) -> None:
     titles = {"plan, constant": "constant plan", "plan": "ordinary plan"}
     page.heading("Constant and ordinary plans")
     page.table(
-        "One row is one matrix with zeros at random places and one number of columns of B. The figures are times as "
+        "Each row is one matrix with zeros at random places and one number of columns of B. The figures are times as "
         "called in µs: lower is better.",
         ("shape", "zeros", "columns of B", "dtype", *(f"{titles.get(name, name)}, µs" for name in names)),
         (
@@ -155,7 +159,7 @@ def constant(page: Page, results: Results) -> None:
     page.say(losses(ratios, "the faster of torch.sparse and the dense product", "a constant plan as called"))
     layers = ("SparseLinear, frozen", "SparseLinear", "nn.Linear")
     page.table(
-        "One row is one layer (features in and out, share of zeros) and number of tokens. The figures are times as "
+        "Each row is one layer (features in and out, share of zeros) and number of tokens. The figures are times as "
         "called in µs: lower is better. [Small calls](host.md) has a newer run of small layers.",
         ("layer", "zeros", "tokens", "dtype", *(f"{name}, µs" for name in layers)),
         (
@@ -191,7 +195,7 @@ def blocks(page: Page, results: Results) -> None:
     names = {"bsr_spmm": "bsr_spmm, µs", "plan": "plan, µs", "cusparse bsr_alg1": "cuSPARSE, µs", "dense": "dense, µs"}
     page.heading("Matrices in blocks")
     page.table(
-        "One row is one 4096x4096 matrix and number of columns of B, in float16. The nonzeros lie in blocks at random "
+        "Each row is one 4096x4096 matrix and number of columns of B, in float16. The nonzeros lie in blocks at random "
         "places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`: higher is better.",
         ("blocks", "zeros", "columns of B", *names.values(), "over cuSPARSE", "over dense"),
         (

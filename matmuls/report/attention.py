@@ -33,8 +33,8 @@ def _attention(page: Page, results: Results) -> None:
     page.heading("Attention with its probabilities, forward")
     page.plot(attention_plot(results))
     page.table(
-        "Each row is one case (batch x heads x tokens x head size) and dtype. The last two columns are speeds: higher "
-        "is better. On Hopper GPUs one kernel computes the cases of head size 64.",
+        "Each row is one case (batch x heads x tokens x head size) and dtype. The last two columns are speeds. On "
+        "Hopper GPUs one kernel computes the cases of head size 64.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [
@@ -113,7 +113,7 @@ def _cells(own: dict[str, Any], direction: str) -> list[str]:
 def _memory(page: Page, run: Run) -> None:
     page.table(
         "Each row is one dtype, with the peak memory of attention as three operations (product, masked softmax, "
-        "product), without inputs: lower is better.",
+        "product), without inputs.",
         ("case", "dtype", "matmuls, MiB", "eager, MiB"),
         (
             [r["case"].removeprefix("attention "), r["dtype"], number(r["ours_mib"]), number(r["rival_mib"])]

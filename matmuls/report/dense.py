@@ -64,7 +64,7 @@ def _epilogues(page: Page, results: Results) -> None:
     )
     page.table(
         "Each row is one case (M x K x N) and dtype. The *share of the peak* is the rate of matmuls divided by the "
-        "highest rate that `torch.mm` reached in this run. Higher is better for both.",
+        "highest rate that `torch.mm` reached in this run.",
         ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of the peak"),
         (_cells(r) for case in cases for r in (by[case, d] for d in dtypes if (case, d) in by)),
     )
@@ -78,7 +78,7 @@ def _bias_act(page: Page, results: Results) -> None:
     page.heading("Bias and activation in place")
     page.table(
         "Each row is one case (rows x columns) of `custom_mm.bias_act_`. torch computes `x + bias` and then the "
-        "activation. Higher is better for speed and share.",
+        "activation.",
         ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of a copy's speed"),
         map(_cells, rows),
     )
@@ -115,8 +115,7 @@ def _host(page: Page, results: Results) -> None:
     rows = [r for run in runs for r in run.rows if r["kind"] == "host"]
     page.heading("Host time of one small call")
     page.table(
-        "Each row is one small call, in bfloat16. The time is what the host spends in the call. For the speed higher "
-        "is better.",
+        "Each row is one small call, in bfloat16. The time is what the host spends in the call.",
         ("operation", "case", "matmuls, µs", "torch, µs", "speed"),
         (
             [f"`{r['operation']}`", r["case"], number(r["ours_us"]), number(r["rival_us"]), number(r["ratio"])]
@@ -143,8 +142,8 @@ def _batch_invariance(page: Page, results: Results) -> None:
         dtypes, counts = (list(dict.fromkeys(r[key] for r in run.rows)) for key in ("dtype", "m"))
         of = {(d, m): [r["ratio"] for r in run.rows if (r["dtype"], r["m"]) == (d, m)] for d in dtypes for m in counts}
         page.table(
-            f"On {'a GPU' if file.startswith('cuda') else 'a CPU'}, each row is one number of rows. A cell "
-            "has the lowest and the highest figure of all weights and calls.",
+            f"Each row is one size of the first operand, on {'a GPU' if file.startswith('cuda') else 'a CPU'}. A cell "
+            "has the lowest and the highest figure.",
             ("rows", *dtypes),
             ([str(m), *(f"{number(min(of[d, m]))} to {number(max(of[d, m]))}" for d in dtypes)] for m in counts),
         )

@@ -32,7 +32,7 @@ def page(results: Results) -> Page:
     page = Page("performance/distributed.md", "Sparse products on several GPUs")
     page.say(
         "The rows of a sparse matrix are divided among processes, one for each GPU. The tables have times as called of "
-        "one product, in µs: lower is better.",
+        "one product, in µs.",
         "The columns are:",
     )
     page.items(*(f"*{name}*: {meaning}" for name, meaning in COLUMNS.items()))
@@ -142,7 +142,7 @@ def _models(page: Page, run: Run) -> None:
     page.heading(f"Models on {ranks} GPUs")
     page.table(
         "Each row is one graph and dtype. The times are those of a training step of a GCN with two layers of 128 "
-        "features, in ms: lower is better. *efficiency* is the time on one GPU, divided by the number of GPUs and by "
+        "features, in ms. *efficiency* is the time on one GPU, divided by the number of GPUs and by "
         "the time on all GPUs. The losses are those of the fifth step.",
         ("graph, dtype", "vertices", "ms", "ms, one GPU", "efficiency", "loss", "loss, one GPU"),
         (
@@ -158,7 +158,7 @@ def _models(page: Page, run: Run) -> None:
     if modules:
         page.table(
             "Each row is one module and direction. A module is divided by its output features (*columns*), its input "
-            "features (*inner*) or the rows of x (*rows*), as *nn.Linear* is. Times are in ms: lower is better. A "
+            "features (*inner*) or the rows of x (*rows*), as *nn.Linear* is. Times are in ms. A "
             "SparseLinear has 95 % zeros. *error* is the largest relative difference from one GPU.",
             ("module, divided by", "rows x in x out", "", "ms", "nn.Linear", "one GPU", "nn.Linear, one GPU", "error"),
             (

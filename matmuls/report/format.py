@@ -60,5 +60,5 @@ def _lost(ratios: Iterable[tuple[float | None, str]]) -> tuple[str, str, str]:
 def lost(comparisons: Iterable[tuple[str, Iterable[tuple[float | None, str]]]]) -> str:
     """A table with a row for each comparison: how many cases are slower, and the lowest speed with its case."""
     return table(
-        ("comparison", "slower cases", "lowest speed", "in"), ([name, *_lost(ratios)] for name, ratios in comparisons)
+        ("comparison", "slower cases", "lowest speed", "case"), ([name, *_lost(ratios)] for name, ratios in comparisons)
     )

@@ -22,8 +22,7 @@ def steps(results: Results) -> Page:
     page = Page("performance/pyg.md", "PyTorch Geometric's training steps")
     run = results.run(STEPS)
     page.say(
-        "These are times as called of one training step of a model with two PyG layers, in ms: lower is better. The "
-        "columns are:",
+        "These are times as called of one training step of a model with two PyG layers, in ms. The columns are:",
     )
     page.items(
         "*PyG edges*: the layers get a tensor of edges.",
@@ -74,10 +73,8 @@ def _table(page: Page, run: Run, end: str, title: str) -> None:
         ("model", "graph", "width", *ways),
         ((r["model"], _name(r["graph"]), str(r["width"]), *(_ms(r, way + end) for way in ways)) for r in run.rows),
     )
-    for rival, way, name in PAIRS:
-        speeds = _speeds(run, (rival + end,), (way + end,))
-        if speeds:
-            page.say(losses(speeds, name, f"{way}{end} compared with {rival}{end}"))
+    found = [(f"{way}{end} over {rival}{end}", _speeds(run, (rival + end,), (way + end,))) for rival, way, _ in PAIRS]
+    page.lost(*((name, speeds) for name, speeds in found if speeds))
 
 
 def _name(graph: str) -> str:

@@ -11,7 +11,7 @@ def page(results: Results) -> Page:
     page = Page("performance/host.md", "Small calls, as called")
     run = results.run(FILE)
     page.say(
-        "These are times as called of small operands (64 x 64), in µs: lower is better. Layers and products are "
+        "These are times as called of small operands (64 x 64), in µs. Layers and products are "
         "float32, `masked_linear` and `masked_ffn` float16. `SparseLinear` has 90 % zeros.",
     )
     page.table(

@@ -61,8 +61,13 @@ def _products(page: Page, results: Results) -> None:
                 for case in cases
             ),
         )
-        ratios = [(ratio(r), f"{c}, {d}") for (n, c, d), r in by.items() if n == name]
-        page.say(losses(ratios, f"`{rival}`", f"`{name}`"), groups([r for r in timed if r["operation"] == name]))
+        page.say(groups([r for r in timed if r["operation"] == name]))
+    page.lost(
+        *(
+            (f"`{name}` over `{rival}`", [(ratio(r), f"{c}, {d}") for (n, c, d), r in by.items() if n == name])
+            for name, rival in PRODUCTS.items()
+        )
+    )
     _memory(page, [r for r in rows if r["kind"] == "memory"], cases, dtypes)
     page.measured(*{run.file: run for run in runs.values()}.values())
 
@@ -76,7 +81,7 @@ def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None
         return number(m * k * width / 2**20)
 
     page.table(
-        "Each row is one shape of `matmul_`, with the peak memory without inputs: lower is better. The buffer had "
+        "Each row is one shape of `matmul_`, with the peak memory without inputs. The buffer had "
         f"{number(max(extra.values()))} MiB. The last two columns are the size of a separate result.",
         ("rows x K", *(f"{d}, MiB" for d in dtypes), "result in 16 bits, MiB", "result in float32, MiB"),
         ([case, *(number(extra.get((case, d))) for d in dtypes), size(case, 2), size(case, 4)] for case in cases),
@@ -89,8 +94,8 @@ def _feed_forward(page: Page, results: Results) -> None:
     peaks = {(r["case"], r["dtype"]): r for r in run.rows if r["kind"] == "memory"}
     page.heading("A feed-forward network in place")
     page.table(
-        "Each row is one case of `feed_forward_` (rows x width x inner width). For the two speeds higher is better. "
-        "The last two columns are the peak memory without inputs: lower is better.",
+        "Each row is one case of `feed_forward_` (rows x width x inner width). The last "
+        "two columns are the peak memory without inputs.",
         (
             *("case", "dtype", "matmuls, µs", "speed over eager torch", "speed over torch.compile"),
             *("matmuls, MiB", "eager torch, MiB"),
@@ -115,7 +120,7 @@ def _cpu(page: Page, results: Results) -> None:
     rows = [r for r in run.rows if r["kind"] == "cpu"]
     page.heading("Products on a CPU")
     page.table(
-        "Each row is one operation and case (rows x K). For the speed higher is better. *spread* is the interquartile "
+        "Each row is one operation and case (rows x K). *spread* is the interquartile "
         "range of the repeats divided by their median.",
         ("operation", "case", "dtype", "matmuls, ms", "torch, ms", "speed", "spread"),
         (

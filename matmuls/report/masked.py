@@ -79,7 +79,7 @@ def _operation(page: Page, name: str, run: Run) -> None:
     )
     page.table(
         f"Each row is one direction, shape ({OPERATIONS[name]}) and kind of mask, in {rows[0]['dtype']}. The columns "
-        "*over ...* are speeds: higher is better.",
+        "*over ...* are speeds.",
         ("direction", "shape", "mask", "matmuls, µs", "over one dense product", "over the fastest rival", "that rival"),
         (
             [
@@ -96,7 +96,7 @@ def _operation(page: Page, name: str, run: Run) -> None:
 def _memory(page: Page, run: Run) -> None:
     page.heading("Memory")
     page.table(
-        "Each row is one case of `masked_ffn`, with the peak memory without inputs in MiB: lower is better. "
+        "Each row is one case of `masked_ffn`, with the peak memory without inputs in MiB. "
         "*recompute* is `recompute=True`.",
         ("case", "matmuls, MiB", "two networks of split rows, MiB"),
         ([r["case"], number(r["ours_mib"]), number(r["rival_mib"])] for r in run.rows if r["kind"] == "memory"),

@@ -23,8 +23,8 @@ class Page:
     _parts: list[str] = field(default_factory=list)
 
     def say(self, *sentences: str) -> None:
-        """A paragraph."""
-        self._parts.append(" ".join(filter(None, sentences)))
+        """A paragraph; nothing if all sentences are empty."""
+        self._parts += filter(None, [" ".join(filter(None, sentences))])
 
     def items(self, *sentences: str) -> None:
         """A list, with one item for each argument."""

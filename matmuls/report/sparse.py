@@ -192,8 +192,7 @@ def _memory(page: Page, results: Results) -> None:
     shown = sorted((c for c in both if c.n == 128 and c.dtype == "float32"), key=lambda c: _order(c.matrix))
     page.heading("Memory of forward + backward")
     page.table(
-        "Each row is one matrix, in float32, with 128 columns of B. The figures are the peak memory without operands: "
-        "lower is better.",
+        "Each row is one matrix, in float32, with 128 columns of B. The figures are the peak memory without operands.",
         ("matrix", "matmuls, MiB", "torch.sparse, MiB", "torch / matmuls"),
         (
             [
@@ -212,7 +211,7 @@ def _cpu(page: Page, results: Results) -> None:
     page.heading("On a CPU")
     page.table(
         "Each row is one matrix and number of columns of B. The last two columns are speeds over the faster of "
-        "torch.sparse (MKL) and SciPy: higher is better.",
+        "torch.sparse (MKL) and SciPy.",
         (
             *("matrix", "columns of B", "dtype", "plan, µs", "torch.sparse, µs", "SciPy, µs"),
             *("speed with a plan", "speed without"),

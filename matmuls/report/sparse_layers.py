@@ -80,7 +80,7 @@ def pruned(page: Page, results: Results) -> None:
     page.heading("2:4 sparsity, compared with torch's semi-structured product")
     page.table(
         "Each row is one shape and number of columns of B, in bfloat16. The weight keeps two of every four "
-        "neighbouring values. The last two columns are speeds of a plan: higher is better.",
+        "neighbouring values. The last two columns are speeds of a plan.",
         ("shape", "columns of B", "plan, µs", "over the dense product", "over torch's semi-structured product"),
         (
             [
@@ -135,7 +135,7 @@ def constant(page: Page, results: Results) -> None:
     page.heading("Constant and ordinary plans")
     page.table(
         "Each row is one matrix with zeros at random places and one number of columns of B. The figures are times as "
-        "called in µs: lower is better.",
+        "called in µs.",
         ("shape", "zeros", "columns of B", "dtype", *(f"{titles.get(name, name)}, µs" for name in names)),
         (
             [
@@ -160,7 +160,7 @@ def constant(page: Page, results: Results) -> None:
     layers = ("SparseLinear, frozen", "SparseLinear", "nn.Linear")
     page.table(
         "Each row is one layer (features in and out, share of zeros) and number of tokens. The figures are times as "
-        "called in µs: lower is better. [Small calls](host.md) has a newer run of small layers.",
+        "called in µs. [Small calls](host.md) has a newer run of small layers.",
         ("layer", "zeros", "tokens", "dtype", *(f"{name}, µs" for name in layers)),
         (
             [
@@ -196,7 +196,7 @@ def blocks(page: Page, results: Results) -> None:
     page.heading("Matrices in blocks")
     page.table(
         "Each row is one 4096x4096 matrix and number of columns of B, in float16. The nonzeros lie in blocks at random "
-        "places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`: higher is better.",
+        "places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`.",
         ("blocks", "zeros", "columns of B", *names.values(), "over cuSPARSE", "over dense"),
         (
             [

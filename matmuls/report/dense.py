@@ -16,10 +16,6 @@ PRODUCTS = ("matmul", "cublasMM", "cublasTransaMM", "cublasTransbMM", "cublasTra
 
 def page(results: Results) -> Page:
     page = Page("performance/dense.md", "Dense products")
-    page.say(
-        "A plain product is as fast as torch's, and not faster. In 16 bits and float64, a call that also applies bias "
-        "and activation saves time.",
-    )
     _epilogues(page, results)
     _bias_act(page, results)
     _products(page, results)

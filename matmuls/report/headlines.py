@@ -131,9 +131,8 @@ def memory(results: Results) -> str:
         "with matmuls: `register()` and `optimize()`",
     )
     return (
-        "The table has the peak memory of a forward pass of BERT base with 8 texts of 2048 tokens, in bfloat16 on an "
-        f"{run.card}. In the first row the pass returns the attention probabilities. The memory of weights and "
-        "returned probabilities is not counted."
+        "Each row is the peak memory of a forward pass of BERT base with 8 texts of 2048 tokens, in bfloat16 on an "
+        f"{run.card}. Weights and returned probabilities are not counted."
         f"\n\n{table(header, rows).rstrip()}"
     )
 
@@ -148,9 +147,9 @@ def encoders(results: Results) -> str:
     tokens = [r["batch"] * r["length"] for r in small]
     ours, *others = found["seconds"].values()
     return (
-        "`optimize(model)` replaces the layers of a Hugging Face encoder for inference. With BERT base in bfloat16 on "
-        f"an {run.card}, a call of {min(tokens)} to {max(tokens):,} tokens takes {number(min(times))} to "
-        f"{number(max(times))} of the time of the model under "
+        "`optimize(model)` replaces the layers of a Hugging Face encoder for inference. A call of BERT base with "
+        f"{min(tokens)} to {max(tokens):,} tokens (bfloat16, {run.card}) takes {number(min(times))} to "
+        f"{number(max(times))} of the time under "
         '`torch.compile(mode="reduce-overhead")`. `SentenceTransformer.encode` of '
         f"{found['texts']:,} texts is {number(min(others) / ours)} times as fast as the fastest way without matmuls."
     )
@@ -159,7 +158,7 @@ def encoders(results: Results) -> str:
 def cpu(results: Results) -> str:
     run, cases = results.cases("spmm-cpu.json")
     return (
-        f"On {run.environment['threads']} CPU threads a sparse product in float32 with a constant plan is on "
+        f"On {run.environment['threads']} CPU threads a float32 product with a constant plan is on "
         f"average {_speed(cases, lambda c: c.speed(), 'as the faster of torch.sparse (MKL) and SciPy')}."
     )
 

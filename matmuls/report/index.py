@@ -47,17 +47,10 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
 
 
 def _lacking(results: Results) -> str:
-    """A sentence on the files without a date, a commit or a command."""
-    facts = ("date", "commit", "command")
-    lacking = {
-        fact: [f"`{run.file}`" for run in results.everything() if not run.environment.get(fact)] for fact in facts
-    }
-    named = (f"These files lack the {fact}: {', '.join(files)}." for fact, files in lacking.items() if files)
-    first = (
-        "The files are in `benchmarks/results`. Each file names its machine, and in general the date, the commit and "
-        "the command."
-    )
-    return " ".join((first, *named))
+    """Where the files are, and those without a command."""
+    lacking = [f"`{run.file}`" for run in results.everything() if not run.environment.get("command")]
+    named = f"These files lack the command: {', '.join(lacking)}." if lacking else ""
+    return f"Each file in `benchmarks/results` has the command that made it. {named}".rstrip()
 
 
 def _link(page: Page) -> str:

@@ -16,6 +16,10 @@ def page(results: Results) -> Page:
         "kernels](../reference/custom_mm.md#names-of-kernels) and of the [sparse "
         "kernels](../reference/custom_mm.md#kernels-of-a-plan).",
     )
+    page.say(
+        "*calls* is the number of calls for which a kernel is chosen. The two columns after it are the time of the "
+        "fastest other kernel divided by the time of this kernel: higher is better. Times are in µs.",
+    )
     run, cases = results.kernels(FILE)
     for family in dict.fromkeys(case.family for case in cases):
         _family(page, family, [case for case in cases if case.family == family])
@@ -27,8 +31,7 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
     page.heading(family.capitalize())
     found = sorted(gains(cases), key=lambda gain: -gain.cases)
     page.table(
-        "Each row is one kernel, with the number of calls for which it is chosen. The next two columns are the time of "
-        "the fastest other kernel divided by its time: higher is better.",
+        "Each row is one kernel.",
         ("kernel", "calls", "geometric mean", "lowest", "calls where another is over 2 % faster"),
         (
             (f"`{g.kernel}`", str(g.cases), *(number(x) if x else "" for x in (g.mean, g.least)), str(len(g.slower)))
@@ -38,8 +41,7 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
     worst = sorted((case for g in found for case in g.slower), key=lambda case: case.gain or 1)[:10]
     if worst:
         page.table(
-            f"These {len(worst)} calls lose the most, one in each row. The last two columns have the chosen and the "
-            "fastest kernel with their times in µs.",
+            f"Each row is one of the {len(worst)} calls that lose the most.",
             ("operation", "size of the input, or the matrix and B's columns", "dtype", "chosen", "fastest"),
             ((case.operation, case.label, case.dtype, *_times(case)) for case in worst),
         )

@@ -27,11 +27,11 @@ RATIOS: dict[str, Callable[[Case], float | None]] = {
 def page(results: Results) -> Page:
     page = Page("performance/sparse.md", "Sparse products")
     page.say(
-        "*Plan* means a [constant plan](../index.md#terms), and times are GPU times, unless a table says otherwise. "
-        "The time to make a plan is not included.",
+        "A @ B is the product of a sparse A and a dense B. *Plan* means a [constant plan](../index.md#terms), and "
+        "times are GPU times, unless a table says otherwise. The time to make a plan is not included.",
     )
     page.items(
-        "*The best rival* is the fastest of seven cuSPARSE algorithms and torch.sparse, in each case.",
+        "*The best rival* is the fastest of seven cuSPARSE algorithms and torch.sparse.",
         "*CSR_ALG2* is the cuSPARSE algorithm with which papers commonly compare.",
         "*Without a plan* means `matmuls.spmm(A, B)`.",
         "*Forward + backward* also computes the gradients of A's values and of B, with an ordinary plan.",

@@ -13,10 +13,8 @@ from .times import compiled, groups, kind_of, over, plotted, ratio, rivals_us, s
 def page(results: Results) -> Page:
     page = Page("performance/attention.md", "Attention and masked softmax")
     page.say(
-        "The attention measured here also returns its probabilities. torch's fused attention does not return them, "
-        "so it is not in the tables.",
-        "The rivals compute the same formula with torch operations, in eager mode and under torch.compile.",
-        'If `mode="reduce-overhead"` was measured too, *torch.compile* is the faster of both modes.',
+        "Attention that returns its probabilities is compared with torch operations, in eager mode and under "
+        "torch.compile. torch's fused attention returns no probabilities.",
     )
     _attention(page, results)
     _masked(page, results)
@@ -35,9 +33,8 @@ def _attention(page: Page, results: Results) -> None:
     page.heading("Attention with its probabilities, forward")
     page.plot(attention_plot(results))
     page.table(
-        "There is one row for each case (batch x heads x tokens x head size) and dtype. The last two columns are "
-        "speeds: higher is better. On Hopper GPUs one kernel computes the cases of head size 64. For other head "
-        "sizes the scores are computed in pieces.",
+        "Each row is one case (batch x heads x tokens x head size) and dtype. The last two columns are speeds. On "
+        "Hopper GPUs one kernel computes the cases of head size 64.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [
@@ -83,13 +80,13 @@ def _masked(page: Page, results: Results) -> None:
             ],
         )
     )
+    sentence = (
+        f"Each row is one shape (batch x heads x queries x keys) and kind of mask, in {min(by)}. *over eager* and "
+        "*over compile* are speeds over eager torch and torch.compile: higher is better."
+    )
     for dtype, cases in sorted(by.items()):
         page.table(
-            f"There is one row for each shape (batch x heads x queries x keys) and kind of mask, in {dtype}. "
-            "*share* is the time of a plain memory copy of the same bytes, divided by the time of matmuls. *over "
-            "eager* and *over compile* are speeds over eager torch and over torch.compile. Higher is better for "
-            "all three. *added* is a float mask; its backward was not timed. *causal* is `causal=True` without a "
-            "mask tensor. The other masks are bool.",
+            sentence if dtype == min(by) else f"The same rows, in {dtype}:",
             (
                 *("shape", "mask", "forward, µs", "share", "over eager", "over compile"),
                 *("backward, µs", "share", "over eager", "over compile"),
@@ -99,6 +96,9 @@ def _masked(page: Page, results: Results) -> None:
                 for (shape, mask), own in sorted(cases.items(), key=lambda item: [natural(part) for part in item[0]])
             ),
         )
+    page.say(
+        "*added* is a float mask; its backward was not timed. *causal* is `causal=True`. The other masks are bool.",
+    )
     rows = [r for r in run.rows if r["kind"] == "gpu"]
     page.say(losses([(ratio(r), f"{r['case']}, {r['dtype']}") for r in rows], "the fastest rival"), groups(rows))
     _memory(page, run)
@@ -112,9 +112,8 @@ def _cells(own: dict[str, Any], direction: str) -> list[str]:
 
 def _memory(page: Page, run: Run) -> None:
     page.table(
-        "The same run measured the peak memory of attention as three operations (product, masked softmax, product), "
-        "forward and backward. There is one row for each dtype. The memory of the inputs is not counted. Lower is "
-        "better.",
+        "Each row is one dtype, with the peak memory of attention as three operations (product, masked softmax, "
+        "product), without inputs.",
         ("case", "dtype", "matmuls, MiB", "eager, MiB"),
         (
             [r["case"].removeprefix("attention "), r["dtype"], number(r["ours_mib"]), number(r["rival_mib"])]

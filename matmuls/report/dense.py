@@ -16,11 +16,6 @@ PRODUCTS = ("matmul", "cublasMM", "cublasTransaMM", "cublasTransbMM", "cublasTra
 
 def page(results: Results) -> Page:
     page = Page("performance/dense.md", "Dense products")
-    page.say(
-        "Dense products call cuBLAS and cuBLASLt, as `torch.matmul` does.",
-        "So a plain product is as fast as torch's, and not faster.",
-        "In 16 bits and float64, a call that also applies bias and activation saves time.",
-    )
     _epilogues(page, results)
     _bias_act(page, results)
     _products(page, results)
@@ -64,10 +59,8 @@ def _epilogues(page: Page, results: Results) -> None:
         )
     )
     page.table(
-        "There is one row for each case (M x K x N) and dtype. *speed* is torch's time divided by the time of "
-        "matmuls. The *peak* is the highest rate of floating-point operations that `torch.mm` reached in this run "
-        "and dtype, for squares of 2048, 4096 and 8192. *share of the peak* is the rate of matmuls divided by the "
-        "peak. Higher is better for both.",
+        "Each row is one case (M x K x N) and dtype. The *share of the peak* is the rate of matmuls divided by the "
+        "highest rate that `torch.mm` reached in this run.",
         ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of the peak"),
         (_cells(r) for case in cases for r in (by[case, d] for d in dtypes if (case, d) in by)),
     )
@@ -80,9 +73,8 @@ def _bias_act(page: Page, results: Results) -> None:
     rows = sorted((r for r in run.rows if r["kind"] == "gpu"), key=lambda r: (DTYPES.index(r["dtype"]), r["case"]))
     page.heading("Bias and activation in place")
     page.table(
-        "There is one row for each case (rows x columns) of `custom_mm.bias_act_`. torch computes `x + bias` and "
-        "then the activation. *speed* is torch's time divided by the time of matmuls. The share is the time of a "
-        "plain memory copy of the same size, divided by the time of matmuls. Higher is better for both.",
+        "Each row is one case (rows x columns) of `custom_mm.bias_act_`. torch computes `x + bias` and then the "
+        "activation.",
         ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of a copy's speed"),
         map(_cells, rows),
     )
@@ -97,9 +89,9 @@ def _products(page: Page, results: Results) -> None:
     random = ", and as many of random sizes" if any(r.get("drawn") for r in rows) else ""
     page.heading("Plain products")
     page.table(
-        "There is one row for each operation and one column for each dtype. A cell has the geometric mean of the "
-        "speed over `torch.matmul` and, in brackets, the lowest speed. 1 means as fast as torch. Higher is better. "
-        f"The cases are squares from 64 to 8192, 65536x1024x1024, and batches of attention{random}.",
+        "Each row is one operation. A cell has the geometric mean of the speed over `torch.matmul` and, in brackets, "
+        f"the lowest: higher is better. The cases are squares from 64 to 8192, 65536x1024x1024, and batches of "
+        f"attention{random}.",
         ("operation", *dtypes, "cases"),
         (
             [
@@ -119,8 +111,7 @@ def _host(page: Page, results: Results) -> None:
     rows = [r for run in runs for r in run.rows if r["kind"] == "host"]
     page.heading("Host time of one small call")
     page.table(
-        "There is one row for each small call, in bfloat16. The time is what the host spends in the call, without "
-        "waiting for the GPU. *speed* is torch's time divided by the time of matmuls: higher is better.",
+        "Each row is one small call, in bfloat16. The time is what the host spends in the call.",
         ("operation", "case", "matmuls, µs", "torch, µs", "speed"),
         (
             [f"`{r['operation']}`", r["case"], number(r["ours_us"]), number(r["rival_us"]), number(r["ratio"])]
@@ -130,15 +121,15 @@ def _host(page: Page, results: Results) -> None:
     page.say(losses([(r["ratio"], _case(r)) for r in rows], "torch"))
     newer, older = (run.environment for run in (results.run(host.FILE), runs[0]))
     if str(newer.get("date")) > str(older.get("date")):
-        page.say("Since this run the classes with `apply` have become faster: [Small calls](host.md) has a newer run.")
+        page.say("[Small calls](host.md) has a newer run, in which the classes with `apply` are faster.")
     page.measured(*{run.file: replace(run, rows=rows) for run in runs}.values())
 
 
 def _batch_invariance(page: Page, results: Results) -> None:
     page.heading("The price of batch invariance")
     page.say(
-        "With [`handles(batch_invariant=True)`](../guides/handles.md#batch-invariance) the result of a row does "
-        "not depend on the number of rows."
+        "The figures are the time under [`handles(batch_invariant=True)`](../guides/handles.md#batch-invariance) "
+        "divided by the time without: lower is better."
     )
     for file in INVARIANCE:
         if not (results.folder / file).is_file():  # measured on one kind of machine so far
@@ -147,9 +138,8 @@ def _batch_invariance(page: Page, results: Results) -> None:
         dtypes, counts = (list(dict.fromkeys(r[key] for r in run.rows)) for key in ("dtype", "m"))
         of = {(d, m): [r["ratio"] for r in run.rows if (r["dtype"], r["m"]) == (d, m)] for d in dtypes for m in counts}
         page.table(
-            f"There is one row for each number of rows, on {'a GPU' if file.startswith('cuda') else 'a CPU'}. The "
-            "figures are the time with batch invariance divided by the time without: lower is better. A cell has "
-            "the lowest and the highest figure of all measured weights and calls.",
+            f"Each row is one size of the first operand, on {'a GPU' if file.startswith('cuda') else 'a CPU'}. A cell "
+            "has the lowest and the highest figure.",
             ("rows", *dtypes),
             ([str(m), *(f"{number(min(of[d, m]))} to {number(max(of[d, m]))}" for d in dtypes)] for m in counts),
         )

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .format import losses, number
+from .format import number
 from .page import Page
 from .results import Results, Run
 
@@ -14,13 +14,11 @@ ORDERS = {"rcm": "reverse Cuthill-McKee", "metis": "METIS"}
 COLUMNS = {
     "MiB sent": "what all GPUs together send in a product.",
     OURS: "the product by `matmuls.distributed.plan`.",
-    f"{GATHERED}*, *{TORCH}": "every process first gets all rows of the dense operand. Then it multiplies its own "
-    "rows of the matrix.",
+    f"{GATHERED}*, *{TORCH}": "every process first gets all rows of the dense operand.",
     ALONE: "the whole product on one GPU.",
-    "predicted from N GPUs": "not measured. A model of the time was fitted to the measurements on N GPUs, and "
-    "predicts the time for more GPUs.",
+    "predicted from N GPUs": "the prediction of a model of the time, fitted to N GPUs.",
     "efficiency": "the time of *one process, plan*, divided by the number of GPUs and by the time of *distributed "
-    "plan*. 1 is ideal. Higher is better.",
+    "plan*. Higher is better, and 1 is ideal.",
 }
 KINDS = {
     "products": r"distributed-\d+(-cuda)?(-rcm|-metis)?",
@@ -33,13 +31,11 @@ Predicted = dict[tuple[str, str, int, int], tuple[int, float]]  # matrix, dtype,
 def page(results: Results) -> Page:
     page = Page("performance/distributed.md", "Sparse products on several GPUs")
     page.say(
-        "`matmuls.distributed.plan` multiplies a sparse matrix whose rows are divided among processes, one for "
-        "each GPU.",
-        "The tables have the wall-clock time of one product as called, in microseconds: lower is better.",
+        "The rows of a sparse matrix are divided among processes, one for each GPU. The tables have times as called of "
+        "one product, in µs.",
         "The columns are:",
     )
     page.items(*(f"*{name}*: {meaning}" for name, meaning in COLUMNS.items()))
-    page.say("All commands below were run under torchrun. Some of them are printed without `torchrun`.")
     predicted: Predicted = {}
     for run, content in _files(results, "products"):
         _products(page, run, content["cases"], predicted)
@@ -76,7 +72,7 @@ def _products(page: Page, run: Run, cases: list[dict[str, Any]], predicted: Pred
     order = re.search(r"-(rcm|metis)\.json$", run.file)
     page.heading(f"On {ranks} GPUs{', reordered' if order else ''}")
     page.table(
-        "There is one row for each matrix, dtype and number of columns of the dense operand."
+        "Each row is one matrix, dtype and number of columns of the dense operand."
         + (f" Rows and columns of every matrix are first reordered by {ORDERS[order[1]]}." if order else ""),
         (
             *("matrix, dtype, columns", "MiB sent", OURS, *extra, *TIMED[1:]),
@@ -94,19 +90,25 @@ def _products(page: Page, run: Run, cases: list[dict[str, Any]], predicted: Pred
             for case, one in zip(cases, known, strict=True)
         ),
     )
-    for name, times, rivals in (
-        ("the faster all-gather", "wall", TIMED[1:3]),
-        ("one GPU", "wall", TIMED[3:]),
-        ("one GPU, forward + backward", "wall_backward", TIMED[3:]),
-    ):
-        ratios = [
+    page.lost(
+        *(
             (
-                min(case[times][rival] for rival in rivals) / case[times][OURS],
-                f"{case['matrix']}, {case['dtype']}, {case['n']} columns",
+                name,
+                [
+                    (
+                        min(case[times][rival] for rival in rivals) / case[times][OURS],
+                        f"{case['matrix']}, {case['dtype']}, {case['n']} columns",
+                    )
+                    for case in cases
+                ],
             )
-            for case in cases
-        ]
-        page.say(losses(ratios, name.partition(",")[0], f"compared with {name}"))
+            for name, times, rivals in (
+                ("over the faster all-gather", "wall", TIMED[1:3]),
+                ("over one GPU", "wall", TIMED[3:]),
+                ("forward + backward, over one GPU", "wall_backward", TIMED[3:]),
+            )
+        )
+    )
     page.measured(run)
 
 
@@ -118,9 +120,8 @@ def _weak(page: Page, run: Run, cases: list[dict[str, Any]]) -> None:
     ranks = cases[0]["ranks"]
     page.heading(f"Weak scaling on {ranks} GPUs")
     page.table(
-        f"There is one row for each dtype. The matrix on {ranks} GPUs is a grid with {ranks} times as many vertices "
-        "as the grid on one GPU. *efficiency* is the time of one GPU for the smaller grid, divided by the time of "
-        "the distributed plan for the larger grid. 1 is ideal.",
+        f"Each row is one dtype. On {ranks} GPUs the grid has {ranks} times as many vertices. *efficiency* is the time "
+        "of one GPU for the small grid, divided by the time of the distributed plan for the large grid.",
         ("matrix", "dtype", "columns", "efficiency", "efficiency, forward + backward"),
         (
             [case["matrix"], case["dtype"], str(case["n"]), *(f"{case[key]:.2f}" for key in EFFICIENCIES)]
@@ -140,10 +141,9 @@ def _models(page: Page, run: Run) -> None:
     ranks = rows[0]["ranks"]
     page.heading(f"Models on {ranks} GPUs")
     page.table(
-        "There is one row for each graph and dtype. The times are those of a training step of a GCN, in ms: lower "
-        "is better. The GCN has two layers, 128 features, hidden size 128 and 64 classes. It is trained by SGD. "
-        "*efficiency* is the time on one GPU, divided by the number of GPUs and by the time on all GPUs. The "
-        "losses are those of the fifth step.",
+        "Each row is one graph and dtype. The times are those of a training step of a GCN with two layers of 128 "
+        "features, in ms. *efficiency* is the time on one GPU, divided by the number of GPUs and by "
+        "the time on all GPUs. The losses are those of the fifth step.",
         ("graph, dtype", "vertices", "ms", "ms, one GPU", "efficiency", "loss", "loss, one GPU"),
         (
             [
@@ -157,11 +157,9 @@ def _models(page: Page, run: Run) -> None:
     )
     if modules:
         page.table(
-            "There are two rows for each module that torch's `parallelize_module` divides: one for forward, and "
-            "one for forward + backward. A module is divided by its output features (*columns*), its input "
-            "features (*inner*) or the rows of x (*rows*). *nn.Linear* is divided in the same way. Times are in "
-            "ms: lower is better. A SparseLinear has 95 % zeros. *error* is the largest relative difference of "
-            "results and gradients from those of one GPU.",
+            "Each row is one module and direction. A module is divided by its output features (*columns*), its input "
+            "features (*inner*) or the rows of x (*rows*), as *nn.Linear* is. Times are in ms. A "
+            "SparseLinear has 95 % zeros. *error* is the largest relative difference from one GPU.",
             ("module, divided by", "rows x in x out", "", "ms", "nn.Linear", "one GPU", "nn.Linear, one GPU", "error"),
             (
                 [
@@ -182,5 +180,5 @@ def _models(page: Page, run: Run) -> None:
     words = str(run.environment.get("command")).partition(" OUT ")[2].split()
     lacking = {Path(word).stem for word in words} - {Path(row["graph"]).stem for row in steps}
     if lacking:
-        page.say(f"The command names {', '.join(sorted(lacking))} too. There are no results for it.")
+        page.say(f"There are no results for {', '.join(sorted(lacking))}.")
     page.measured(run)

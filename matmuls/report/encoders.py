@@ -14,54 +14,40 @@ TEXTS = "cpu/encode-texts.json"
 INT8 = "cpu/encode-int8.json"
 CALLS = "cuda/encoders.json"
 ENCODE = "cuda/encoders-encode.json"
-# task -> heading, and the model that speeds are relative to
 HEADINGS = {
-    "probabilities": ("Inference that returns probabilities", "the stock model with eager attention"),
-    "hidden states": ("Inference of hidden states", "the stock model with torch's sdpa"),
-    "hidden states, padded": ("Inference of hidden states, with padding", "the stock model with torch's sdpa"),
-    "training": ("Training", "the stock model with eager attention"),
-    "training, probabilities returned": ("Training that returns probabilities", "the stock model with eager attention"),
+    "probabilities": "Inference that returns probabilities",
+    "hidden states": "Inference of hidden states",
+    "hidden states, padded": "Inference of hidden states, with padding",
+    "training": "Training",
+    "training, probabilities returned": "Training that returns probabilities",
 }
-
-
 NOTES = {
-    "training": "A step is forward + backward. The model returns no probabilities. `sdpa` computes none. The other "
-    "ways compute them in each layer.",
-    "training, probabilities returned": "A step is forward + backward. The caller keeps the returned probabilities "
-    "until the step is done.",
+    "training": "A step is forward + backward. `custom_mm` is registered with `sdpa=False`. It then computes the "
+    "probabilities, as `eager` does.",
 }
 
 
 def page(results: Results) -> Page:
     page = Page("performance/encoders.md", "Encoders: BERT base and large")
     run = results.run(FILE)
-    page.say(
-        "On a GPU, whole BERT models with random weights were measured in bfloat16, with 2048 positions "
-        "(`max_position_embeddings=2048`). The tables name the ways to run a model:",
-    )
+    page.say("BERT models with random weights ran on a GPU in bfloat16. The ways to run a model are:")
     page.items(
-        "`eager`, `sdpa`: the stock model with the attention of this name in transformers. `sdpa` is "
-        "torch's fused attention, which returns no probabilities.",
-        "`custom_mm`: the model with the attention of matmuls, after `register()` and "
-        '`set_attn_implementation("custom_mm")`.',
-        "`custom_mm, recompute`: the same, registered with `recompute=True`.",
-        "`custom_mm, optimized`: `custom_mm` and in addition `optimize(model)`, which is for inference.",
+        "`eager`, `sdpa`: the stock model with this attention of transformers. `sdpa` returns no probabilities.",
+        '`custom_mm`: after `register()` and `set_attn_implementation("custom_mm")`.',
+        "`custom_mm, recompute`: the same with `register(recompute=True)`.",
+        "`custom_mm, optimized`: `custom_mm` and in addition `optimize(model)`, for inference.",
     )
     page.say(
-        "In the two training tables, the attention of matmuls is registered with `sdpa=False`. It then always "
-        "computes probabilities, as `eager` does. The texts in these tables have no padding mask. Without a mask "
-        "`custom_mm` saves no scores for backward ([Attention](../guides/attention.md#training)), so `recompute` "
-        "makes no difference.",
-    )
-    page.say(
-        "In the two tables on hidden states, `custom_mm` calls torch's fused attention too. With padding it is "
-        "still faster than `sdpa`, because its mask is smaller: the mask has the shape [batch, 1, 1, keys]. The "
-        "mask of transformers has one row for each query.",
+        "Speed and memory are relative to the stock model marked *(stock)*. Memory is the peak, without weights and "
+        "returned probabilities.",
     )
     page.plot(memory_plot(results))
     page.plot(_speeds(run))
-    for task in dict.fromkeys(r["task"] for r in run.rows):
+    tasks = dict.fromkeys(r["task"] for r in run.rows)
+    for task in tasks:
         _task(page, run, task)
+    page.heading("Slower cases of these models")
+    page.lost(*(_losses(run, task) for task in tasks))
     page.measured(run)
     _calls(page, results.run(CALLS))
     _encode(page, results.encoding(ENCODE), results.run(ENCODE))
@@ -73,15 +59,13 @@ def page(results: Results) -> Page:
 def _calls(page: Page, run: Run) -> None:
     page.heading("Single calls of BERT base, as called")
     page.say(
-        "The table has the wall-clock time of `model(**batch)` in bfloat16, the host included, in ms: lower is "
-        "better. Every batch has the attention mask that a tokenizer returns.",
+        "These are times of `model(**batch)` as called, in bfloat16, in ms. The columns are:",
     )
     page.items(
-        "*optimized*: the model after `optimize(model)`, which captures CUDA graphs.",
-        '*compiled*: `torch.compile(model)`, for small batches with `mode="reduce-overhead"` (CUDA graphs).',
+        "*optimized*: after `optimize(model)`.",
+        '*compiled*: `torch.compile(model)`, for small batches with `mode="reduce-overhead"`.',
         "*sdpa*: the stock model.",
-        "*alone*: one call, with the GPU idle before it.",
-        "*in a row*: one of many calls.",
+        "*alone*: one call, with the GPU idle before it. *in a row*: one of many calls.",
         "*first*: the first call of its shape, in seconds.",
         "*half*: about half of the batch's tokens are padding.",
     )
@@ -100,7 +84,7 @@ def _calls(page: Page, run: Run) -> None:
             )
     columns = [f"{way}, {kind}" for kind in ("alone", "in a row") for way in ways]
     page.table(
-        "There is one row for each batch (texts x tokens).",
+        "Each row is one batch (texts x tokens).",
         ("batch", *columns, "first, optimized", "first, compiled"),
         rows,
     )
@@ -113,18 +97,13 @@ def _encode(page: Page, found: dict[str, Any], run: Run) -> None:
     tokens, seconds = found["tokens"], found["seconds"]
     page.say(
         f"`SentenceTransformer.encode` ran on {found['texts']:,} docstrings ({tokens:,} tokens) with BERT base in "
-        "bfloat16. *sdpa* is the stock model, which ran at several batch sizes. *compiled* is the stock model after "
-        "`model.compile(dynamic=True)`. *optimized* is the model after `optimize`.",
-        f"Two rates limit `encode`. The tokenizer reaches {found['tokenizer_tokens_per_second'] / 1e3:,.0f} thousand "
-        f"tokens a second. The optimized model reaches {found['whole_batch_tokens_per_second'] / 1e3:,.0f} thousand in "
-        "batches of 32 x 512. The host runs the tokenizer and also launches the model's kernels.",
-        "*error* compares a vector with that of the float32 model. It is the norm of their difference divided by "
-        "the norm of the float32 vector, as root mean square over the texts.",
+        "bfloat16. *compiled* is `model.compile(dynamic=True)`. *error* is the relative difference of the vectors from "
+        "float32.",
     )
     names = {"matmuls": "optimized"}
     best = min(t for way, t in seconds.items() if way != "matmuls")
     page.table(
-        "There is one row for each way. Speeds are relative to the fastest way without matmuls: higher is better.",
+        "Each row is one way. The speed is relative to the fastest way without matmuls.",
         ("way", "thousand tokens a second", "speed", "error"),
         (
             (
@@ -150,7 +129,7 @@ def _speeds(run: Run) -> Plot:
         panels.append(
             Panel(
                 "bars",
-                HEADINGS[task][0],
+                HEADINGS[task],
                 f"speed relative to the stock model with {first} attention (higher is better)",
                 "BERT, batch x tokens",
                 {WAYS.get(way, f"stock, {way}"): [by[case, way] for case in cases] for way in ways},
@@ -163,14 +142,10 @@ def _speeds(run: Run) -> Plot:
 
 def _task(page: Page, run: Run, task: str) -> None:
     rows = [r for r in run.rows if r["task"] == task]
-    heading, stock = HEADINGS.get(task, (task, f"the stock model with {rows[0]['way']}"))
-    page.heading(heading)
+    page.heading(HEADINGS.get(task, task))
     page.say(NOTES[task]) if task in NOTES else None
     page.table(
-        f"There is one row for each model (batch x tokens) and way to run it. *speed* is relative to {stock}: "
-        "higher is better. Memory is the peak, in MiB and relative to the same stock model: lower is better. The "
-        f"memory of the weights{' and of the returned probabilities' if 'probabilities' in heading else ''} is not "
-        "counted.",
+        "Each row is one model (batch x tokens) and way.",
         ("model", "way", "time, ms", "speed", "memory, MiB", "memory, relative"),
         (
             [
@@ -180,27 +155,27 @@ def _task(page: Page, run: Run, task: str) -> None:
             for r in rows
         ),
     )
+
+
+def _losses(run: Run, task: str) -> tuple[str, list[tuple[float, str]]]:
+    """The name of a task with the stock attentions that matmuls is compared with, and the speeds with their cases."""
+    rows = [r for r in run.rows if r["task"] == task]
     best: dict[str, tuple[float, str]] = {}  # of each case: time and name of the fastest stock attention
     for r in rows:
         if not r["way"].startswith("custom_mm"):
             timed = r["ms"], r["way"]
             best[r["case"]] = min(timed, best.get(r["case"], timed))
     ours = [r for r in rows if r["way"].startswith("custom_mm")]
-    ratios = [(best[r["case"]][0] / r["ms"], f"{r['case']}, `{r['way']}`") for r in ours]
     fastest = " or ".join(f"`{way}`" for way in sorted({way for _, way in best.values()}))
-    over = f"the fastest stock attention ({fastest})"
-    if {r["way"] for r in rows if not r["way"].startswith("custom_mm")} == {"eager"}:
-        over = "`eager`, the only stock attention here that returns probabilities"
-    page.say(losses(ratios, over))
+    ratios = [(best[r["case"]][0] / r["ms"], f"{r['case']}, `{r['way']}`") for r in ours]
+    return f"{HEADINGS.get(task, task)}, over {fastest}", ratios
 
 
 def _texts(page: Page, run: Run) -> None:
     page.heading("Texts with sentence-transformers, on a CPU")
     page.say(
-        "`SentenceTransformer.encode` of the stock model was measured with batches of 8 and of 32 texts. 32 is the "
-        "default. 8 needs the least CPU time for these texts. Then the model was measured after `optimize` "
-        "([guide](../guides/sentence-transformers.md)). The model is all-MiniLM-L6-v2 in float32. The texts are "
-        "docstrings of installed packages.",
+        "`SentenceTransformer.encode` ran on docstrings with all-MiniLM-L6-v2 in float32. Batches of 32 texts are the "
+        "default of the stock model. Batches of 8 need the least CPU time.",
     )
     rows = []
     ratios = []
@@ -213,25 +188,21 @@ def _texts(page: Page, run: Run) -> None:
             rows.append((f"{r['texts']} ({r['tokens']} tokens)", way, *shown))
         ratios.append((stock[best] / r["cpu_seconds"]["optimized"], f"{r['texts']} texts"))
     page.table(
-        "There is one row for each number of texts and way to encode them. *time* is the wall-clock time, which "
-        "other work on the machine makes longer. *CPU time* is the sum over all threads of the process. Other work "
-        "hardly changes it. Speeds are relative to the stock model at the batch size that needs the least CPU "
-        "time: higher is better.",
+        "Each row is one number of texts and way. *time* is wall-clock time. *CPU time* is the sum over all threads. "
+        "Speeds are relative to the stock model at its best batch size.",
         ("texts", "way", "time, ms", "CPU time, ms", "speed, CPU time", "speed, time"),
         rows,
     )
     page.say(losses(ratios, "the stock model at its best batch size (CPU time)"))
     least = math.floor(min(r["cosine"] for r in run.rows) * 1e7) / 1e7
-    page.say(f"The cosine similarity of a text's vector to that of the stock model is at least {least:.7f}.")
+    page.say(f"The cosine similarity to the stock model's vectors is at least {least:.7f}.")
     page.measured(run)
 
 
 def _int8(page: Page, run: Run, drift: dict[str, Any]) -> None:
     page.heading("Texts in int8, on a CPU")
     page.say(
-        "The table has the times of `SentenceTransformer.encode` after `optimize(model, int8=True)` "
-        "([guide](../guides/hugging-face.md#products-in-int8-on-a-cpu)), on one thread. The model and the texts "
-        "are those of the section above.",
+        "The model and the texts are those of the section above, on one thread, after `optimize(model, int8=True)`.",
     )
     rows = []
     for r in run.rows:
@@ -239,16 +210,13 @@ def _int8(page: Page, run: Run, drift: dict[str, Any]) -> None:
         for way, seconds in r["cpu_seconds"].items():
             rows.append((str(r["texts"]), way, number(seconds * 1e3), number(stock / seconds)))
     page.table(
-        "There is one row for each number of texts and way. *CPU time* is that of the process. Speeds are relative to "
-        "the stock model in CPU time: higher is better.",
+        "Each row is one number of texts and way. The speed is relative to the stock model, in CPU time.",
         ("texts", "way", "CPU time, ms", "speed"),
         rows,
     )
     page.say(
-        f"The cosine similarity of a vector in int8 to that in float32 is {drift['cosine_mean']:.4f} on average and at "
-        f"least {math.floor(drift['cosine_min'] * 1e4) / 1e4:.4f}, for {2 * drift['pairs']} texts.",
-        f"The texts form {drift['pairs']} pairs, from identical to unrelated texts. The similarity of a pair "
-        f"changes by at most {drift['largest_change_of_a_similarity']:.3f}. The rank correlation (Spearman) of the "
-        f"similarities with those in float32 is {math.floor(drift['spearman'] * 1e4) / 1e4:.4f}.",
+        f"The cosine similarity to the float32 vectors is {drift['cosine_mean']:.4f} on average and at least "
+        f"{math.floor(drift['cosine_min'] * 1e4) / 1e4:.4f}, for {2 * drift['pairs']} texts. The similarity of a pair "
+        f"of texts changes by at most {drift['largest_change_of_a_similarity']:.3f}.",
     )
     page.measured(run)

@@ -43,10 +43,22 @@ def losses(ratios: Iterable[tuple[float | None, str]], over: str, of: str = "") 
 
     of: which comparison this is, on a page with several.
     """
+    count, lowest, case = _lost(ratios)
+    name = f"**Slower cases, {of}.**" if of else "**Slower cases.**"
+    lost = f"In {count} cases, matmuls is more than 0.5 % slower than {over}."
+    return f"{name} {lost} The lowest speed is {lowest} ({case})."
+
+
+def _lost(ratios: Iterable[tuple[float | None, str]]) -> tuple[str, str, str]:
+    """How many cases are slower, the lowest speed, and its case."""
     known = [(r, case) for r, case in ratios if r is not None]
     lowest, case = min(known)
     slower = sum(r < 0.995 for r, _ in known)
-    count = f"all {slower}" if slower == len(known) > 2 else f"{slower} of {len(known)}"
-    name = f"**Slower cases, {of}.**" if of else "**Slower cases.**"
-    lost = f"In {count} cases, matmuls is more than 0.5 % slower than {over}."
-    return f"{name} {lost} The lowest speed is {number(lowest)} ({case})."
+    return f"all {slower}" if slower == len(known) > 2 else f"{slower} of {len(known)}", number(lowest), case
+
+
+def lost(comparisons: Iterable[tuple[str, Iterable[tuple[float | None, str]]]]) -> str:
+    """A table with a row for each comparison: how many cases are slower, and the lowest speed with its case."""
+    return table(
+        ("comparison", "slower cases", "lowest speed", "case"), ([name, *_lost(ratios)] for name, ratios in comparisons)
+    )

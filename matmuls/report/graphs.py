@@ -22,14 +22,13 @@ def steps(results: Results) -> Page:
     page = Page("performance/pyg.md", "PyTorch Geometric's training steps")
     run = results.run(STEPS)
     page.say(
-        "The table has the wall-clock time of one training step (forward, backward, optimizer) in ms: lower is "
-        "better. The models have two PyG layers. The columns are:",
+        "These are times as called of one training step of a model with two PyG layers, in ms. The columns are:",
     )
     page.items(
         "*PyG edges*: the layers get a tensor of edges.",
         "*PyG adjacency*: the layers get a sparse tensor of torch.",
         "*plans edges*, *plans adjacency*: the same code after `matmuls.integrations.pyg.enable()`.",
-        "*torch.sparse*: the same model written by hand with torch's sparse product.",
+        "*torch.sparse*: the same model written by hand with torch.sparse.",
         *(
             ["*spmm*, *plan*: the same model with `matmuls.spmm` and with a plan."]
             if "plan" in run.rows[0]["ways"]
@@ -37,15 +36,14 @@ def steps(results: Results) -> Page:
         ),
     )
     page.say(
-        "Two graphs are generated. `uniform:50000:1000000` is a random graph of 50,000 vertices and 1,000,000 "
-        "edges. `rmat:16:16` is an R-MAT graph of 2^16 vertices."
+        "`uniform:50000:1000000` is a random graph of 50,000 vertices and 1,000,000 edges. `rmat:16:16` is an R-MAT "
+        "graph of 2^16 vertices."
     )
     _table(
         page,
         run,
         "",
-        "There is one row for each model, graph and width of the layers. No CUDA graphs are used. So the times "
-        "include the host's time to launch each operation.",
+        "Each row is one model, graph and width of the layers.",
     )
     if any(way.endswith(CAPTURED) for r in run.rows for way in r["ways"]):
         _table(
@@ -75,10 +73,8 @@ def _table(page: Page, run: Run, end: str, title: str) -> None:
         ("model", "graph", "width", *ways),
         ((r["model"], _name(r["graph"]), str(r["width"]), *(_ms(r, way + end) for way in ways)) for r in run.rows),
     )
-    for rival, way, name in PAIRS:
-        speeds = _speeds(run, (rival + end,), (way + end,))
-        if speeds:
-            page.say(losses(speeds, name, f"{way}{end} compared with {rival}{end}"))
+    found = [(f"{way}{end} over {rival}{end}", _speeds(run, (rival + end,), (way + end,))) for rival, way, _ in PAIRS]
+    page.lost(*((name, speeds) for name, speeds in found if speeds))
 
 
 def _name(graph: str) -> str:

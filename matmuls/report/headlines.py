@@ -109,13 +109,11 @@ def sparse(results: Results) -> str:
     narrow = [c for c in cases if c.dtype != "float32"]
     trained = [c for c in cases if c.backward_speed is not None]
     return (
-        "A *plan* is a sparse matrix prepared for many products. The values of a *constant plan* do not change. "
-        f"Those of an *ordinary plan* may change. On an {run.card}, products with a constant plan were compared "
-        "with the fastest of torch.sparse and seven cuSPARSE algorithms. In 16 bits they are on average (geometric "
-        f"mean) {_speed(narrow, lambda c: c.speed())}. In float32 they are {_speed(wide, lambda c: c.speed())}. "
-        f"Forward + backward with an ordinary plan was compared with torch.sparse in {len(trained)} of all "
-        f"{len(cases)} cases. It is on average {_speed(trained, lambda c: c.backward_speed)}. In the other "
-        f"{len(cases) - len(trained)} cases torch's dense gradient of `A` did not fit into memory."
+        f"On an {run.card}, products with a constant plan were compared with the fastest of torch.sparse and seven "
+        f"cuSPARSE algorithms. In 16 bits they are on average (geometric mean) {_speed(narrow, lambda c: c.speed())}. "
+        f"In float32 they are {_speed(wide, lambda c: c.speed())}. Forward + backward with an ordinary plan is on "
+        f"average {_speed(trained, lambda c: c.backward_speed, 'as torch.sparse')}. In the other "
+        f"{len(cases) - len(trained)} cases torch's dense gradient did not fit into memory."
     )
 
 
@@ -133,10 +131,8 @@ def memory(results: Results) -> str:
         "with matmuls: `register()` and `optimize()`",
     )
     return (
-        "The table has the peak memory of a forward pass of BERT base with 8 texts of 2048 tokens, in bfloat16 on "
-        f"an {run.card} (`max_position_embeddings=2048`). In the first row the pass returns the attention "
-        "probabilities. In the second row it does not. The memory of the weights and of the returned probabilities "
-        "is not counted."
+        "Each row is the peak memory of a forward pass of BERT base with 8 texts of 2048 tokens, in bfloat16 on an "
+        f"{run.card}. Weights and returned probabilities are not counted."
         f"\n\n{table(header, rows).rstrip()}"
     )
 
@@ -151,19 +147,18 @@ def encoders(results: Results) -> str:
     tokens = [r["batch"] * r["length"] for r in small]
     ours, *others = found["seconds"].values()
     return (
-        "`optimize(model)` replaces the layers of a Hugging Face encoder for inference. It was measured with BERT base "
-        f"in bfloat16 on an {run.card}. A call of the optimized model with {min(tokens)} to {max(tokens):,} tokens "
-        f"takes {number(min(times))} to {number(max(times))} of the time of "
-        'the model under `torch.compile(mode="reduce-overhead")`. `SentenceTransformer.encode` of '
-        f"{found['texts']:,} texts is {number(min(others) / ours)} times as fast as the fastest way without matmuls "
-        "(the stock or the compiled model)."
+        "`optimize(model)` replaces the layers of a Hugging Face encoder for inference. A call of BERT base with "
+        f"{min(tokens)} to {max(tokens):,} tokens (bfloat16, {run.card}) takes {number(min(times))} to "
+        f"{number(max(times))} of the time under "
+        '`torch.compile(mode="reduce-overhead")`. `SentenceTransformer.encode` of '
+        f"{found['texts']:,} texts is {number(min(others) / ours)} times as fast as the fastest way without matmuls."
     )
 
 
 def cpu(results: Results) -> str:
     run, cases = results.cases("spmm-cpu.json")
     return (
-        f"On {run.environment['threads']} CPU threads a sparse product in float32 with a constant plan is on "
+        f"On {run.environment['threads']} CPU threads a float32 product with a constant plan is on "
         f"average {_speed(cases, lambda c: c.speed(), 'as the faster of torch.sparse (MKL) and SciPy')}."
     )
 

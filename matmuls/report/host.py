@@ -11,20 +11,12 @@ def page(results: Results) -> Page:
     page = Page("performance/host.md", "Small calls, as called")
     run = results.run(FILE)
     page.say(
-        "For operands of 64 x 64 the GPU needs only a few microseconds, so the host determines the time of a call.",
-        "The table has the wall-clock time of one of many calls, in microseconds: lower is better.",
-        "Layers and products are float32. `masked_linear` and `masked_ffn` are float16. SparseLinear has 90 % zeros.",
-        "In the column *torch's way*:",
-    )
-    page.items(
-        "*blend* computes both experts by torch and adds them, weighted by the mask.",
-        "*eager* is torch's softmax of the scaled and masked scores.",
-        "torch has no `mask_plan`. Its row shows a `torch.matmul` for comparison, and *Slower cases* "
-        "does not count this row.",
+        "These are times as called of small operands (64 x 64), in µs. Layers and products are "
+        "float32, `masked_linear` and `masked_ffn` float16. `SparseLinear` has 90 % zeros.",
     )
     page.table(
-        "There is one row for each call. *ratio* is the time of matmuls divided by the time of torch's way: below "
-        "1 matmuls is faster. A speed in *Slower cases* is 1 / ratio.",
+        "Each row is one call. *ratio* is the time of matmuls divided by that of torch's way. *blend* computes both "
+        "experts and adds them. torch has no `mask_plan`: its row is not counted as a case.",
         ("call", "us", "torch's way", "us of torch's way", "ratio"),
         (
             (r["call"], f"{r['us']:.1f}", r["rival"], f"{r['rival_us']:.1f}", number(r["us"] / r["rival_us"]))

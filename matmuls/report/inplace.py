@@ -11,10 +11,7 @@ PRODUCTS = {"matmul_": "torch.mm(a, b, out=c)", "linear_": "F.linear(x, weight, 
 
 def page(results: Results) -> Page:
     page = Page("performance/inplace.md", "Products in place")
-    page.say(
-        "`matmul_` and `linear_` write the product over their first argument. No second tensor of its size is needed.",
-        "Their speed is compared with torch's product into a separate tensor.",
-    )
+    page.say("`matmul_` and `linear_` are compared with torch's product into a separate tensor.")
     _products(page, results)
     _feed_forward(page, results)
     _cpu(page, results)
@@ -56,16 +53,21 @@ def _products(page: Page, results: Results) -> None:
     )
     for name, rival in PRODUCTS.items():
         page.table(
-            f"There is one row for each shape of `{name}` (rows x K, with a K x K weight) and one column for each "
-            f"dtype. The figures are the speed over `{rival}`: higher is better.",
+            f"Each row is one shape of `{name}` (rows x K, with a K x K weight). The figures are the speed over "
+            f"`{rival}`: higher is better.",
             ("rows x K", *dtypes),
             (
                 [case, *(shown_ratio(by[name, case, d]) if (name, case, d) in by else "" for d in dtypes)]
                 for case in cases
             ),
         )
-        ratios = [(ratio(r), f"{c}, {d}") for (n, c, d), r in by.items() if n == name]
-        page.say(losses(ratios, f"`{rival}`", f"`{name}`"), groups([r for r in timed if r["operation"] == name]))
+        page.say(groups([r for r in timed if r["operation"] == name]))
+    page.lost(
+        *(
+            (f"`{name}` over `{rival}`", [(ratio(r), f"{c}, {d}") for (n, c, d), r in by.items() if n == name])
+            for name, rival in PRODUCTS.items()
+        )
+    )
     _memory(page, [r for r in rows if r["kind"] == "memory"], cases, dtypes)
     page.measured(*{run.file: run for run in runs.values()}.values())
 
@@ -79,10 +81,8 @@ def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None
         return number(m * k * width / 2**20)
 
     page.table(
-        "There is one row for each shape of `matmul_` and one column for each dtype, with the peak memory: lower "
-        "is better. The memory of the inputs is not counted. The buffer of `matmul_` had "
-        f"{number(max(extra.values()))} MiB, the default when this was measured. The last two columns are the size of "
-        "the result, which a product into another tensor needs.",
+        "Each row is one shape of `matmul_`, with the peak memory without inputs. The buffer had "
+        f"{number(max(extra.values()))} MiB. The last two columns are the size of a separate result.",
         ("rows x K", *(f"{d}, MiB" for d in dtypes), "result in 16 bits, MiB", "result in float32, MiB"),
         ([case, *(number(extra.get((case, d))) for d in dtypes), size(case, 2), size(case, 4)] for case in cases),
     )
@@ -94,9 +94,8 @@ def _feed_forward(page: Page, results: Results) -> None:
     peaks = {(r["case"], r["dtype"]): r for r in run.rows if r["kind"] == "memory"}
     page.heading("A feed-forward network in place")
     page.table(
-        "There is one row for each case of `feed_forward_` (rows x width x inner width), which replaces x by the "
-        "layer norm of x + the feed-forward network of x. For the two speeds higher is better. The last two "
-        "columns are the peak memory: lower is better. The memory of the inputs is not counted.",
+        "Each row is one case of `feed_forward_` (rows x width x inner width). The last "
+        "two columns are the peak memory without inputs.",
         (
             *("case", "dtype", "matmuls, µs", "speed over eager torch", "speed over torch.compile"),
             *("matmuls, MiB", "eager torch, MiB"),
@@ -121,8 +120,8 @@ def _cpu(page: Page, results: Results) -> None:
     rows = [r for r in run.rows if r["kind"] == "cpu"]
     page.heading("Products on a CPU")
     page.table(
-        "There is one row for each operation and case (rows x K). *speed* is torch's time divided by the time of "
-        "matmuls: higher is better. *spread* is the interquartile range of the repeats divided by their median.",
+        "Each row is one operation and case (rows x K). *spread* is the interquartile "
+        "range of the repeats divided by their median.",
         ("operation", "case", "dtype", "matmuls, ms", "torch, ms", "speed", "spread"),
         (
             [

@@ -11,12 +11,14 @@ FILE = "kernels-cuda.json"
 def page(results: Results) -> Page:
     page = Page("performance/kernels.md", "Is the chosen kernel the fastest?")
     page.say(
-        "For most calls of row operations and of sparse products there is more than one kernel, and matmuls "
-        "chooses one.",
-        "Here every kernel that can compute a call was timed, in turns with the others. Times are GPU times.",
-        "`custom_mm.explain` names the kernel that is chosen for a call. The "
-        "[reference](../reference/custom_mm.md#names-of-kernels) explains the names of the row kernels. "
-        "[Limits](../limits.md#kernels-of-a-plan) explains the names of the sparse kernels.",
+        "For most calls of row operations and sparse products matmuls chooses one of several kernels. Here every "
+        "kernel that can compute a call was timed, by GPU time. The reference explains the names of the [row "
+        "kernels](../reference/custom_mm.md#names-of-kernels) and of the [sparse "
+        "kernels](../reference/custom_mm.md#kernels-of-a-plan).",
+    )
+    page.say(
+        "*calls* is the number of calls for which a kernel is chosen. The two columns after it are the time of the "
+        "fastest other kernel divided by the time of this kernel: higher is better. Times are in µs.",
     )
     run, cases = results.kernels(FILE)
     for family in dict.fromkeys(case.family for case in cases):
@@ -29,10 +31,7 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
     page.heading(family.capitalize())
     found = sorted(gains(cases), key=lambda gain: -gain.cases)
     page.table(
-        "There is one row for each kernel. *calls* is the number of calls for which the kernel is chosen. The next "
-        "two columns are the time of the fastest other kernel divided by the time of this kernel, in these calls: "
-        "higher is better. Below 1, another kernel would have been faster. The columns are empty if no other "
-        "kernel can compute these calls.",
+        "Each row is one kernel.",
         ("kernel", "calls", "geometric mean", "lowest", "calls where another is over 2 % faster"),
         (
             (f"`{g.kernel}`", str(g.cases), *(number(x) if x else "" for x in (g.mean, g.least)), str(len(g.slower)))
@@ -42,9 +41,7 @@ def _family(page: Page, family: str, cases: list[Case]) -> None:
     worst = sorted((case for g in found for case in g.slower), key=lambda case: case.gain or 1)[:10]
     if worst:
         page.table(
-            f"There is one row for each of the {len(worst)} calls that lose the most by the choice of kernel. The "
-            "last two columns have the chosen kernel and the fastest kernel, with their times in microseconds: "
-            "lower is better.",
+            f"Each row is one of the {len(worst)} calls that lose the most.",
             ("operation", "size of the input, or the matrix and B's columns", "dtype", "chosen", "fastest"),
             ((case.operation, case.label, case.dtype, *_times(case)) for case in worst),
         )

@@ -16,34 +16,21 @@ BACKWARD = "forward + backward "
 def page(results: Results) -> Page:
     page = Page("performance/masked.md", "Two experts: masked_linear and masked_ffn")
     page.say(
-        "`masked_linear` multiplies each row by one of two weights, in one product. A mask says which weight.",
-        "`masked_ffn` does the same with two SwiGLU networks.",
-        "Both are compared with *one dense product*: torch's product with one weight for all rows (or one network "
-        "for all rows).",
-        "`masked_ffn` can be faster than one dense network, because its kernel computes SwiGLU together with the "
-        "products. torch runs separate kernels.",
+        "`masked_linear` multiplies each row by one of two weights. `masked_ffn` does the same with two SwiGLU "
+        "networks. *One dense product* is torch's product (or network) with one weight for all rows. The rivals "
+        "compute the same result as matmuls: they split the rows, sort them, or blend two products of all rows.",
     )
-    page.say("The *rivals* compute the same result as matmuls. There are three:")
-    page.items(
-        "split the rows by the mask, and compute two products (or networks)",
-        "sort the rows, and call `torch._grouped_mm`",
-        "compute both products (or networks) for all rows, and blend them by the mask",
-    )
-    page.say("The masks are of four kinds:")
+    page.say("The masks are:")
     page.items(
         "*span*: the rows of the first weight are one contiguous range, half of all rows.",
-        "*16 spans*: the rows of the first weight are 16 ranges of equal length.",
+        "*16 spans*: they are 16 ranges of equal length.",
         "*random 50 %*, *random 5 %*: each row has the first weight with this probability.",
-    )
-    page.say(
-        "A *mask plan* groups the rows of the mask. A model makes it once for all layers, so here it is made in "
-        "advance and not timed. In the cases named *planning included*, every call makes a mask plan.",
+        "*planning included*: the time to make the mask plan is counted, as in no other case.",
     )
     runs = {name: results.bench(name) for name in OPERATIONS}
     for name, run in runs.items():
         _operation(page, name, run)
     _memory(page, runs["masked_ffn"])
-    page.say("The time of small calls, with the host, is on its [own page](host.md).")
     return page
 
 
@@ -91,9 +78,8 @@ def _operation(page: Page, name: str, run: Run) -> None:
         )
     )
     page.table(
-        f"There is one row for each direction, shape ({OPERATIONS[name]}) and kind of mask, in {rows[0]['dtype']}. "
-        "The two columns *over ...* are speeds: higher is better. If the speed over one dense product is 1, the "
-        "second weight costs no time.",
+        f"Each row is one direction, shape ({OPERATIONS[name]}) and kind of mask, in {rows[0]['dtype']}. The columns "
+        "*over ...* are speeds.",
         ("direction", "shape", "mask", "matmuls, µs", "over one dense product", "over the fastest rival", "that rival"),
         (
             [
@@ -102,17 +88,16 @@ def _operation(page: Page, name: str, run: Run) -> None:
             for r in rows
         ),
     )
-    rivals = [(_over_rival(r), r["case"]) for r in rows]
-    page.say(losses(rivals, "the fastest rival", "compared with the rivals"), groups(rows, _over_rival))
-    page.say(losses([(over(r, DENSE), r["case"]) for r in rows], "one dense product", "compared with a dense product"))
+    page.say(losses([(_over_rival(r), r["case"]) for r in rows], "the fastest rival"), groups(rows, _over_rival))
+    page.say(losses([(over(r, DENSE), r["case"]) for r in rows], "one dense product"))
     page.measured(run)
 
 
 def _memory(page: Page, run: Run) -> None:
     page.heading("Memory")
     page.table(
-        "There is one row for each case of `masked_ffn`, with the peak memory in MiB: lower is better. The memory of "
-        "the inputs is not counted. With `recompute=True` the inner activations are computed again in backward.",
+        "Each row is one case of `masked_ffn`, with the peak memory without inputs in MiB. "
+        "*recompute* is `recompute=True`.",
         ("case", "matmuls, MiB", "two networks of split rows, MiB"),
         ([r["case"], number(r["ours_mib"]), number(r["rival_mib"])] for r in run.rows if r["kind"] == "memory"),
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .format import table
+from .format import lost, table
 from .plot import Plot
 from .results import Run
 
@@ -23,8 +23,8 @@ class Page:
     _parts: list[str] = field(default_factory=list)
 
     def say(self, *sentences: str) -> None:
-        """A paragraph."""
-        self._parts.append(" ".join(filter(None, sentences)))
+        """A paragraph; nothing if all sentences are empty."""
+        self._parts += filter(None, [" ".join(filter(None, sentences))])
 
     def items(self, *sentences: str) -> None:
         """A list, with one item for each argument."""
@@ -34,12 +34,17 @@ class Page:
         self._parts.append(f"## {text}")
 
     def measured(self, *runs: Run) -> None:
-        """Where the figures below come from."""
-        self._parts += [run.told for run in runs]
+        """On which machines the figures above were measured, and what the times are."""
+        where, times = (dict.fromkeys(facts) for facts in ([r.where for r in runs], [r.times for r in runs]))
+        self.say(f"Measured on: {', '.join(where)}.", *times)
 
     def table(self, sentence: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """A table after a sentence that says what a row is and which direction is better."""
         self._parts += [sentence, table(header, rows).rstrip("\n")]
+
+    def lost(self, *comparisons: tuple[str, Iterable[tuple[float | None, str]]]) -> None:
+        """A table with a row for each of several comparisons: its name, and speeds with their cases."""
+        self._parts += ["Slower cases, with one row for each comparison:", lost(comparisons).rstrip("\n")]
 
     def plot(self, plot: Plot) -> None:
         """An image, with its title as the text that stands for it."""

@@ -1,6 +1,5 @@
 """Reads the result files of benchmarks/results: rows with the environment that they were measured in."""
 
-import html
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from .. import ablation, experiment, figures
 Rows = list[dict[str, Any]]
 # raised where JSON has another structure
 FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
-FOLDED = 150  # characters of a command from which on it is folded
 # names with wildcards -> reason: results that no page shows
 NOT_SHOWN = {
     "*checks-*.json": "test and sanitizer runs, not speeds",
@@ -42,30 +40,19 @@ class Run:
         return device.removeprefix("NVIDIA ").split()[0] if device.startswith("NVIDIA") else "CPU"
 
     @property
-    def told(self) -> str:
-        """A paragraph for readers: machine, versions, commit, file and command; a long command is folded."""
-        facts = self.environment
-        cuda = (facts.get("build") or {}).get("cuda")
-        cores = f", {facts['threads']} threads" if not cuda and facts.get("threads") else ""
-        versions = f"torch {facts['torch']}" + (f", CUDA {cuda}" if cuda else "")
-        date = f", {str(facts['date'])[:10]}" if facts.get("date") else ""
-        commit = f", commit `{str(facts['commit'])[:7]}`" if facts.get("commit") else ""
-        where = f"{figures.device(facts)}{cores}, {versions}{date}{commit}"
-        file = f"`benchmarks/results/{self.file}`"
-        command = facts.get("command")
-        if command is None:
-            return f"Measured on: {where}. File: {file}. No command was recorded.{self._times}"
-        if len(command) <= FOLDED:
-            return f"Measured on: {where}. Command: `{command}`. File: {file}.{self._times}"
-        folded = f"<details><summary>The command</summary><code>{html.escape(command)}</code></details>"
-        return f"Measured on: {where}. File: {file}.{self._times}\n\n{folded}"
+    def where(self) -> str:
+        """The machine with the name of the file, such as "H200 (`spmm-cuda.json`)"."""
+        threads = self.environment.get("threads") if self.card == "CPU" else None
+        cores = f", {threads} thread{'s' * (threads != 1)}" if threads else ""
+        machine = figures.device(self.environment) if self.card == "CPU" else self.card
+        return f"{machine}{cores} (`{self.file}`)"
 
     @property
-    def _times(self) -> str:
+    def times(self) -> str:
         """Says whether the times of a `matmuls bench` run on a GPU are as called or GPU times."""
         if any(row.get("called_us") for row in self.rows):
-            return " Times: as called; *GPU* marks the GPU time where the two differ by more than 10 %."
-        return " Times: GPU time." if any(row.get("kind") == "gpu" for row in self.rows) else ""
+            return "Times: as called; *GPU* marks the GPU time where the two differ by more than 10 %."
+        return "Times: GPU time." if any(row.get("kind") == "gpu" for row in self.rows) else ""
 
 
 class Results:

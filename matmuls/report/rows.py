@@ -15,22 +15,9 @@ def page(results: Results) -> Page:
     page = Page("performance/rows.md", "Softmax and norms along rows")
     runs = {name: results.bench(name) for name in OPERATIONS}
     page.say(
-        "These operations must read and write each element once. So their limit is about the time of a plain "
-        "memory copy of the same size. The *share of a copy's speed* is the time of that copy divided by the time "
-        "of matmuls.",
-    )
-    page.say(
-        "The speed of copying was measured once in each run, with a tensor of 2 GB. The time of a copy of another size "
-        "is calculated from its size and this speed. Shares slightly above 1 are possible, because an operation may "
-        "move its bytes faster than this copy.",
-        f"The highest shares are {_highest(runs, 'forward')} (forward), {_highest(runs, 'backward')} (backward) and "
-        f"{_highest(runs, 'residual')} (norm with a residual).",
-        "Backward passes and norms with a residual read two tensors and write one. They are compared with a copy "
-        "of as many bytes.",
-    )
-    page.say(
-        "The rival of the backward pass of `rms_norm_` is a formula written in torch operations, in eager mode and "
-        "under torch.compile. It is not a fused kernel of torch.",
+        "In the first tables a cell has the [share](../index.md#terms), by GPU time, and in brackets the speed over "
+        "the faster of eager torch and torch.compile. The tensors have about 2^29 elements.",
+        "The rival of the backward pass of `rms_norm_` is a formula of torch operations, not a fused kernel.",
     )
     _shares(page, runs)
     for name, run in runs.items():
@@ -40,11 +27,6 @@ def page(results: Results) -> Page:
     _cpu(page, results)
     _dims(page, results)
     return page
-
-
-def _highest(runs: dict[str, Run], direction: str) -> str:
-    """The highest share of a copy's speed."""
-    return f"{max(r['roof'] for run in runs.values() for (d, *_), r in _by_columns(run).items() if d == direction):.2f}"
 
 
 def _by_columns(run: Run) -> dict[tuple[str, str, int], dict[str, Any]]:
@@ -91,12 +73,8 @@ def _operation(page: Page, name: str, run: Run) -> None:
     columns = sorted({n for direction, _, n in by if direction != "residual"})
     page.heading(f"`{name}`")
     header = tuple(f"{direction}, {dtype}" for direction, dtype in LINES)
-    cell = (
-        "A cell has the share of a copy's speed, by GPU time. In brackets is the speed over the faster of eager "
-        "torch and torch.compile. Higher is better for both."
-    )
     page.table(
-        f"There is one row for each number of columns of the tensor. The tensor always has about 2^29 elements. {cell}",
+        "Each row is one number of columns.",
         ("columns", *header),
         ([str(n), *(_cell(by.get((*line, n))) for line in LINES)] for n in columns),
     )
@@ -104,7 +82,7 @@ def _operation(page: Page, name: str, run: Run) -> None:
     drawn = sorted({(n, count) for (_, _, count, n), r in found.items() if r.get("drawn")})
     if drawn:
         page.table(
-            f"There is one row for each random shape, rows x columns. {cell}",
+            "Each row is one random shape, rows x columns.",
             ("shape", *header),
             ([f"{count}x{n}", *(_cell(found.get((*line, count, n))) for line in LINES)] for n, count in drawn),
         )
@@ -126,8 +104,7 @@ def _residual(page: Page, *runs: Run) -> None:
     rows = [r for run in runs for r in run.rows if r["case"].startswith("residual")]
     page.heading("Norms of x + residual")
     page.table(
-        "There is one row for each case (rows x columns). *speed* is over the faster of eager torch and "
-        "torch.compile: higher is better.",
+        "Each row is one case (rows x columns). The speed is over the faster of eager torch and torch.compile.",
         ("operation", "shape", "dtype", "matmuls, µs", "share of a copy's speed", "speed"),
         (
             [
@@ -141,8 +118,8 @@ def _residual(page: Page, *runs: Run) -> None:
     page.say(
         losses(cases, "the faster of eager torch and torch.compile"),
         groups(rows),
-        "These figures are from the runs of `layer_norm_` and `rms_norm_` above.",
     )
+    page.measured(*runs)
 
 
 def _compiled(page: Page, rows: Rows) -> None:
@@ -152,8 +129,7 @@ def _compiled(page: Page, rows: Rows) -> None:
     ]
     page.heading("Compared with torch.compile only")
     page.say(
-        "The tables above compare with the faster of eager torch and torch.compile. Here the same cases are compared "
-        "with torch.compile alone.",
+        "These are the same cases, compared with torch.compile alone.",
         losses(ratios, "torch.compile"),
     )
 
@@ -163,8 +139,7 @@ def _cpu(page: Page, results: Results) -> None:
     rows = [r for r in run.rows if r["kind"] == "cpu"]
     page.heading("On a CPU")
     page.table(
-        "There is one row for each case (rows x columns). matmuls works in place. torch's operation writes a new "
-        "tensor. *speed* is torch's time divided by the time of matmuls: higher is better.",
+        "Each row is one case (rows x columns). matmuls works in place. torch's operation writes a new tensor.",
         ("operation", "shape", "dtype", "matmuls, µs", "torch, µs", "speed"),
         (
             [
@@ -201,14 +176,9 @@ def _dims(page: Page, results: Results) -> None:
             ],
         )
     )
-    page.say(
-        "Softmax was computed along each dimension of tensors of random shapes. Each point of the plot is one "
-        "shape and dimension."
-    )
-    for name in names:
-        cases = zip(dots[name], run.rows, strict=True)
-        named = [(ratio, f"shape {r['shape']}, dimension {r['dim']}, {r['dtype']}") for ratio, r in cases]
-        page.say(losses(named, "torch", f"`{name}`"))
+    page.say("The tensors have random shapes.")
+    labels = [f"shape {r['shape']}, dimension {r['dim']}, {r['dtype']}" for r in run.rows]
+    page.lost(*((f"`{name}` over torch", zip(dots[name], labels, strict=True)) for name in names))
     page.measured(run)
 
 

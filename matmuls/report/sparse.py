@@ -14,7 +14,6 @@ from .sparse_layers import blocks, constant, linear, pruned
 
 Case = experiment.Case
 FILES = ("spmm-cuda.json", "spmm-h100.json")
-BEST = "the best of seven cuSPARSE algorithms and torch.sparse"
 # what a column of the summary is: its title and its ratio
 RATIOS: dict[str, Callable[[Case], float | None]] = {
     "over the best rival": lambda c: c.speed(),
@@ -28,32 +27,19 @@ RATIOS: dict[str, Callable[[Case], float | None]] = {
 def page(results: Results) -> Page:
     page = Page("performance/sparse.md", "Sparse products")
     page.say(
-        "These figures are for products A @ B of a sparse A and a dense B. Caches are warm, as they are when one "
-        "matrix is multiplied many times.",
-        "*A plan* is a constant plan, `matmuls.plan(A, constant=True)`, unless a table says otherwise. It is a "
-        "sparse matrix prepared for many products, whose values do not change "
-        "([guide](../guides/sparse.md#plans)). The time to make the plan is not included: [What a plan "
-        "costs](#what-a-plan-costs) has it. *Without a plan* means `matmuls.spmm(A, B)`.",
-        "Times are GPU times, unless a table says *as called*. Times as called include the host, which limits "
-        "small products.",
+        "A @ B is the product of a sparse A and a dense B. *Plan* means a [constant plan](../index.md#terms), and "
+        "times are GPU times, unless a table says otherwise. The time to make a plan is not included.",
+    )
+    page.items(
+        "*The best rival* is the fastest of seven cuSPARSE algorithms and torch.sparse.",
+        "*CSR_ALG2* is the cuSPARSE algorithm with which papers commonly compare.",
+        "*Without a plan* means `matmuls.spmm(A, B)`.",
+        "*Forward + backward* also computes the gradients of A's values and of B, with an ordinary plan.",
     )
     page.say(
-        "*Forward + backward* computes A @ B and the gradients of A's values and of B. It runs an ordinary plan, "
-        "`plan.with_values(values)`, because a constant plan gives no gradient to the values. The rival is "
-        "torch.sparse. It computes the gradient of A as a dense matrix.",
-    )
-    page.say(
-        f"There are two baselines. *The best rival* is {BEST}, chosen separately for each case. Some cuSPARSE "
-        "algorithms have a preprocessing step. It is run before the product and is not timed. *CSR_ALG2* is one "
-        "cuSPARSE algorithm without preprocessing, the baseline that papers commonly use.",
-    )
-    page.say(
-        "Five matrices are files, converted to `.npz` with random values. `mdual` is a mesh, the file "
-        "`mdual.graph` of METIS's source code. `Franz6_id1959_aug` is from the SuiteSparse Matrix Collection. "
-        "`cond-mat-2005`, `email-Enron` and `NotreDame_www` are undirected graphs from the Python module "
-        "`graph_tool.collection`. The files are not in the repository. The commands below expect them in the "
-        "folder `matrices`. All other names, such as `rmat:18:16`, generate a matrix; see [the command "
-        "line](../guides/command-line.md#your-own-matrices).",
+        "Names such as `rmat:18:16` [generate a matrix](../guides/command-line.md#your-own-matrices). Five matrices "
+        "are files: `mdual` is a mesh of METIS. `Franz6_id1959_aug` is from the SuiteSparse Matrix Collection. "
+        "`cond-mat-2005`, `email-Enron` and `NotreDame_www` are graphs of `graph_tool.collection`.",
     )
     _summary(page, results)
     _matrices(page, results)
@@ -82,8 +68,8 @@ def _summary(page: Page, results: Results) -> None:
     page.heading("Summary")
     page.plot(sparse_plot(results))
     page.table(
-        f"There is one row for each GPU and dtype. {_cases(first)} The columns have the geometric mean of a speed "
-        f"and, in brackets, the lowest speed: higher is better. {_left_out(first)}",
+        f"Each row is one GPU and dtype, with {_cases(first)}. A cell has the geometric mean of a speed and, in "
+        f"brackets, the lowest: higher is better. {_left_out(first)}",
         ("GPU", "dtype", *RATIOS, "cases"),
         (
             [run.card, d, *(mean_and_lowest(ratio(c) for c in own) for ratio in RATIOS.values()), str(len(own))]
@@ -92,26 +78,22 @@ def _summary(page: Page, results: Results) -> None:
             for own in [[c for c in cases if c.dtype == d]]
         ),
     )
-    for run, cases in runs:
-        with_plan = [(c.speed(), label(c)) for c in cases]
-        page.say(losses(with_plan, "the best rival", f"{run.card}, a plan compared with the best rival"))
-        dense = [(c.speed_over(experiment.DENSE), label(c)) for c in cases]
-        page.say(losses(dense, "the dense product", f"{run.card}, a plan compared with the dense product"))
-    page.say(
-        "A plan may select the dense product. Its speed relative to the dense product then differs from 1 only by "
-        "noise: at most 6.4 %, in products of about 10 µs."
+    page.lost(
+        *(
+            (f"plan over the dense product, {run.card}", [(c.speed_over(experiment.DENSE), label(c)) for c in cases])
+            for run, cases in runs
+        ),
+        *((f"plan over the best rival, {run.card}", [(c.speed(), label(c)) for c in cases]) for run, cases in runs),
     )
+    page.say("A plan may select the dense product. Its speed then differs from 1 by up to 6.4 % of noise.")
     page.measured(*(run for run, _ in runs))
 
 
 def _cases(cases: list[Case]) -> str:
-    """A sentence on the number of cases of a dtype."""
+    """The number of cases of a dtype, in words."""
     matrices, widths = len({c.matrix for c in cases}), sorted({c.n for c in cases})
     *some, last = widths
-    return (
-        f"Each row has {matrices * len(widths)} cases: {matrices} matrices x {len(widths)} widths of B "
-        f"({', '.join(map(str, some))} and {last} columns)."
-    )
+    return f"{matrices} matrices and {', '.join(map(str, some))} or {last} columns of B"
 
 
 def _left_out(cases: list[Case]) -> str:
@@ -119,9 +101,8 @@ def _left_out(cases: list[Case]) -> str:
     own = [c for c in cases if c.dtype == cases[0].dtype]
     dense, trained = (sum(ratio(c) is not None for c in own) for ratio in list(RATIOS.values())[-2:])
     return (
-        f"The dense product was timed in {dense} of the {len(own)} cases, for matrices of at most "
-        f"{DENSE_ELEMENTS:,} elements. Forward + backward was compared in {trained} of the {len(own)} cases: those "
-        "in which torch's dense gradient fits into memory."
+        f"The dense product was timed in {dense} of {len(own)} cases, for matrices of at most {DENSE_ELEMENTS:,} "
+        f"elements. In {len(own) - trained} cases torch's dense gradient did not fit into memory."
     )
 
 
@@ -132,12 +113,14 @@ def _matrices(page: Page, results: Results) -> None:
     widths = sorted({c.n for c in cases})
     names = sorted({c.matrix for c in cases}, key=_order)
     page.plot(_matrix_plot(names, widths, by, run.machine))
-    for dtype in _dtypes(cases):
+    dtypes = _dtypes(cases)
+    sentence = (
+        f"Each row is one matrix, in {dtypes[0]}. A cell has the speed of a plan over the best rival and, in brackets, "
+        "over CSR_ALG2: higher is better."
+    )
+    for dtype in dtypes:
         page.table(
-            f"There is one row for each matrix, in {dtype}, and one column for each number of columns of B. A cell "
-            "has the speed of a plan over the best rival and, in brackets, over CSR_ALG2. *share* is the time of a "
-            "plain copy of the bytes that must be read and written, divided by the time of the plan. Higher is "
-            "better for all.",
+            sentence if dtype == dtypes[0] else f"The same rows, in {dtype}:",
             ("matrix", "shape", "nonzeros", *(f"{n} columns" for n in widths), f"share, {widths[-1]} columns"),
             (
                 [
@@ -181,13 +164,10 @@ def _first_products(page: Page, results: Results) -> None:
     page.heading("What a plan costs")
     runs = [results.cases(file) for file in FILES]
     page.table(
-        "There is one row for each GPU and dtype. *building* is the time to make a plan, the median over the "
-        f"cases. The other columns compare the first {max(c.calls for _, cases in runs for c in cases)} products of "
-        "a new matrix (fewer if they are slow), as called, with a plan and without. The time with a plan includes "
-        "building it and selecting a kernel. The ratio is the time without a plan divided by the time with one. "
-        "Above 1, the plan has saved more time than it cost. A cell has the geometric mean of the ratio and, in "
-        "brackets, the lowest. *queued*: the host launches the products without waiting for the GPU. "
-        "*synchronized*: the host waits after each product.",
+        "Each row is one GPU and dtype. *building* is the median time to make a plan. The other columns are ratios for "
+        f"the first {max(c.calls for _, cases in runs for c in cases)} products, as called: the time without a plan "
+        "divided by the time with one, building included. A cell has the geometric mean and, in brackets, the lowest. "
+        "*queued*: the host does not wait for the GPU. *synchronized*: it waits after each product.",
         ("GPU", "dtype", "building, µs", "queued", "synchronized"),
         (
             [
@@ -199,22 +179,20 @@ def _first_products(page: Page, results: Results) -> None:
             for own in [[c for c in cases if c.dtype == d]]
         ),
     )
-    for run, cases in runs:
-        page.say(
-            losses([(c.pays_back, label(c)) for c in cases], "the same calls without a plan", f"{run.card}, queued")
-        )
-    page.say("These figures are from the same runs as the summary.")
+    page.lost(
+        *((f"queued, {run.card}", [(c.pays_back, label(c)) for c in cases]) for run, cases in runs),
+        *((f"synchronized, {run.card}", [(c.pays_back_waited, label(c)) for c in cases]) for run, cases in runs),
+    )
+    page.measured(*(run for run, _ in runs))
 
 
 def _memory(page: Page, results: Results) -> None:
-    _, cases = results.cases(FILES[0])
+    run, cases = results.cases(FILES[0])
     both = [c for c in cases if experiment.TORCH in c.backward_mib and experiment.PLAN in c.backward_mib]
     shown = sorted((c for c in both if c.n == 128 and c.dtype == "float32"), key=lambda c: _order(c.matrix))
     page.heading("Memory of forward + backward")
     page.table(
-        "There is one row for each matrix, in float32, with 128 columns of B. The figures are the peak memory in "
-        "MiB: lower is better. The memory of the operands is not counted. The table has only matrices for which "
-        "torch's dense gradient of A fits into memory.",
+        "Each row is one matrix, in float32, with 128 columns of B. The figures are the peak memory without operands.",
         ("matrix", "matmuls, MiB", "torch.sparse, MiB", "torch / matmuls"),
         (
             [
@@ -225,19 +203,15 @@ def _memory(page: Page, results: Results) -> None:
             for c in shown
         ),
     )
-    missing = len([c for c in cases if c.n == 128 and c.dtype == "float32"]) - len(shown)
-    page.say(
-        f"For the other {missing} of the {missing + len(shown)} matrices torch's dense gradient does not fit.",
-        "These figures are from the same run on an H200 as the summary.",
-    )
+    page.measured(run)
 
 
 def _cpu(page: Page, results: Results) -> None:
     run, cases = results.cases("spmm-cpu.json")
     page.heading("On a CPU")
     page.table(
-        "There is one row for each matrix and number of columns of B. The last two columns are speeds over the "
-        "faster of torch.sparse (MKL) and SciPy: higher is better.",
+        "Each row is one matrix and number of columns of B. The last two columns are speeds over the faster of "
+        "torch.sparse (MKL) and SciPy.",
         (
             *("matrix", "columns of B", "dtype", "plan, µs", "torch.sparse, µs", "SciPy, µs"),
             *("speed with a plan", "speed without"),

@@ -67,10 +67,8 @@ def pruned(page: Page, results: Results) -> None:
         )
     )
     page.table(
-        "There is one row for each weight and one column for each number of columns of B. *zeros* is the share of "
-        "zeros, which are at random places. The figures are the speed of a plan over `torch.matmul` with the same "
-        "weight stored dense: higher is better. The lower of the speeds in float16 and bfloat16 is shown. If a "
-        "plan selects the dense product, its speed is 1, except for noise. Empty cells were not measured.",
+        "Each row is one weight with zeros at random places. The figures are the speed of a plan over `torch.matmul` "
+        "with the dense weight, the lower of float16 and bfloat16: higher is better.",
         ("shape", "zeros", *(f"{n} columns" for n in columns)),
         rows,
     )
@@ -81,8 +79,8 @@ def pruned(page: Page, results: Results) -> None:
     run, fours = results.cases(TWO_OF_FOUR)
     page.heading("2:4 sparsity, compared with torch's semi-structured product")
     page.table(
-        "There is one row for each shape and number of columns of B, in bfloat16. The weight keeps two of every four "
-        "neighbouring values. The last two columns are speeds of a plan: higher is better.",
+        "Each row is one shape and number of columns of B, in bfloat16. The weight keeps two of every four "
+        "neighbouring values. The last two columns are speeds of a plan.",
         ("shape", "columns of B", "plan, µs", "over the dense product", "over torch's semi-structured product"),
         (
             [
@@ -92,9 +90,13 @@ def pruned(page: Page, results: Results) -> None:
             for c in sorted(fours, key=lambda c: (c.rows, c.columns, c.n))
         ),
     )
-    for rival, words in ((experiment.DENSE, "the dense product"), (experiment.SEMI, "torch's semi-structured product")):
-        ratios = [(c.speed_over(rival), f"{_matrix(c.matrix)[0]}, {c.n} columns") for c in fours]
-        page.say(losses(ratios, words, f"compared with {words}"))
+    rivals = ("the dense product", experiment.DENSE), ("torch's product", experiment.SEMI)
+    page.lost(
+        *(
+            (f"over {words}", [(c.speed_over(rival), f"{_matrix(c.matrix)[0]}, {c.n} columns") for c in fours])
+            for words, rival in rivals
+        )
+    )
     page.measured(run)
 
 
@@ -116,10 +118,8 @@ def linear(page: Page, results: Results) -> None:
     columns, rows = _grid(_lowest(speeds))
     page.heading("A frozen SparseLinear, compared with nn.Linear")
     page.table(
-        "There is one row for each layer (features in and out, share of zeros) and one column for each number of "
-        "tokens. The figures are the speed over `nn.Linear` with the same weight stored dense: higher is better. "
-        "The lower of the speeds in float16 and bfloat16 is shown. No gradient is computed. These are GPU times. "
-        "The [next section](#constant-and-ordinary-plans) has times as called, which include the host.",
+        "Each row is one layer (features in and out, share of zeros). The figures are the speed over `nn.Linear`, the "
+        "lower of float16 and bfloat16: higher is better. No gradient is computed.",
         ("layer", "zeros", *(_tokens(n) for n in columns)),
         rows,
     )
@@ -134,10 +134,8 @@ def constant(page: Page, results: Results) -> None:
     titles = {"plan, constant": "constant plan", "plan": "ordinary plan"}
     page.heading("Constant and ordinary plans")
     page.table(
-        "There is one row for each random matrix (shape, share of zeros) and number of columns of B. The figures "
-        "are the time of one product as called from Python in µs: lower is better. A constant plan, `plan(A, "
-        "constant=True)`, may keep copies of A in other layouts. An ordinary plan, `plan(A)`, reads the values at "
-        "every product.",
+        "Each row is one matrix with zeros at random places and one number of columns of B. The figures are times as "
+        "called in µs.",
         ("shape", "zeros", "columns of B", "dtype", *(f"{titles.get(name, name)}, µs" for name in names)),
         (
             [
@@ -147,11 +145,6 @@ def constant(page: Page, results: Results) -> None:
             for row in run.rows
             if "matrix" in row
         ),
-    )
-    page.say(
-        "A constant plan selects its kernel by GPU time. For some small products the host takes longer to launch "
-        "this kernel than the GPU takes to run it. As called, the constant plan can then be slower than an "
-        "ordinary plan."
     )
     ratios = [
         (
@@ -166,10 +159,8 @@ def constant(page: Page, results: Results) -> None:
     page.say(losses(ratios, "the faster of torch.sparse and the dense product", "a constant plan as called"))
     layers = ("SparseLinear, frozen", "SparseLinear", "nn.Linear")
     page.table(
-        "There is one row for each layer (features in and out, share of zeros) and number of tokens. The figures "
-        "are the time of one call from Python in µs: lower is better. For these layers the host took longer than "
-        "the GPU, and a `SparseLinear` took more host time than `nn.Linear`. Since this run the "
-        "host time of `SparseLinear` has become shorter ([small calls](host.md)).",
+        "Each row is one layer (features in and out, share of zeros) and number of tokens. The figures are times as "
+        "called in µs. [Small calls](host.md) has a newer run of small layers.",
         ("layer", "zeros", "tokens", "dtype", *(f"{name}, µs" for name in layers)),
         (
             [
@@ -204,10 +195,8 @@ def blocks(page: Page, results: Results) -> None:
     names = {"bsr_spmm": "bsr_spmm, µs", "plan": "plan, µs", "cusparse bsr_alg1": "cuSPARSE, µs", "dense": "dense, µs"}
     page.heading("Matrices in blocks")
     page.table(
-        "There is one row for each matrix and number of columns of B, in float16. The sentence on slower cases "
-        "below the table includes bfloat16. The matrices are 4096x4096. Their nonzeros lie in blocks at random "
-        "places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`: higher is better. The column *plan* "
-        "is the time of a plan of the matrix, which may select another kernel.",
+        "Each row is one 4096x4096 matrix and number of columns of B, in float16. The nonzeros lie in blocks at random "
+        "places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`.",
         ("blocks", "zeros", "columns of B", *names.values(), "over cuSPARSE", "over dense"),
         (
             [

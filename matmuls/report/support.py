@@ -26,16 +26,13 @@ def _operations(page: Page) -> None:
     dtypes = [str(d).removeprefix("torch.") for d in ALL]
     page.heading("Operations")
     page.say(
-        "Every operation runs on CPU tensors and on CUDA tensors (compute capability 7.5 or later), in each dtype that "
-        "the table marks with *yes*. The same tests run on CPU and CUDA. `attention_forward` has no gradient; call "
-        "`matmuls.attention.attend`, which has one."
+        "Every operation runs on CPU tensors and on CUDA tensors (compute capability 7.5 or later), in each dtype with "
+        "*yes*. `matmuls.attention.attend` is `attention_forward` with a gradient."
     )
     page.table(
-        "There is one row for each operation. *gradient* says whether it is differentiable. *compile* says whether "
-        "`torch.compile(fullgraph=True)` can trace it. *with a plan*: torch can trace it with a plan as sparse "
-        "operand, but not with a sparse tensor. *values only*: torch can trace `product.values(...)`, where "
-        "`product = plan_spgemm(A, B)`. This method returns only the values of the result. *strides* says whether "
-        "the operation accepts tensors that are not contiguous.",
+        "*compile* says whether `torch.compile(fullgraph=True)` can trace the operation. *with a plan*: only with a "
+        "plan as sparse operand. *values only*: only `product.values(...)`, where `product = plan_spgemm(A, B)`. "
+        "*strides* says whether tensors may be not contiguous.",
         ("operation", *(d.replace("complex", "c") for d in dtypes), "gradient", "compile", "strides"),
         (
             [
@@ -58,16 +55,11 @@ def _operations(page: Page) -> None:
 def _models(page: Page) -> None:
     page.heading("Hugging Face models")
     page.say(
-        "`register()` works for most architectures that look up their attention function by name, in transformers' "
-        "`ALL_ATTENTION_FUNCTIONS`. `takes(model)` says which attention classes of a model can use it. `register()` "
-        "does not work for models with capped attention scores (Gemma 2) or attention sinks (GPT-OSS): their first "
-        "forward pass raises an error.",
-        "`optimize(model)` works for the families that the table marks with *yes*. For `whisper` it changes only "
-        "the encoder.",
-        "On a GPU only `bert` was measured, with both functions.",
+        "For `whisper`, `optimize()` changes only the encoder. The [guide](guides/hugging-face.md) names the models "
+        "that `register()` does not support.",
     )
     page.table(
-        "There is one row for each model family.",
+        "The families are those of transformers.",
         ("family", "`register()`", "`optimize()`"),
         (
             [f"`{name}`", "yes" if takes else "no: computes attention itself", "yes" if known else "no"]
@@ -104,15 +96,8 @@ def _gpus(page: Page, results: Results) -> None:
     for run in results.everything():
         by.setdefault(figures.device(run.environment), []).append(run)
     page.heading("What was measured on which machine")
-    page.say(
-        "H100 and H200 are GPUs of the Hopper architecture, for which there are special kernels. Other GPUs run "
-        "general kernels.",
-        "The tile sizes of `masked_linear` and `masked_ffn` were tuned on an H200. All GPUs of compute capability "
-        "9.0 use these sizes. Other GPUs run with default tile sizes until you run `matmuls tune`. Speed was "
-        "measured only on the machines in the table.",
-    )
     page.table(
-        "There is one row for each machine, with the versions of torch and the result files in `benchmarks/results`.",
+        "The results are the files in `benchmarks/results`.",
         ("machine", "torch", "dates", "results"),
         (
             [

@@ -13,6 +13,7 @@ from matmuls import bench, cli, figures, report
 from matmuls.bench import jobs
 from matmuls.report import graphs, index
 from matmuls.report.format import losses, number, table
+from matmuls.report.format import lost as lost_rows
 from matmuls.report.plot import Panel, Plot, data_of
 from matmuls.report.results import Results
 from matmuls.specs import TABLE
@@ -301,6 +302,14 @@ def test_numbers_tables_and_losses():
     told = losses([(1.5, "a"), (0.98, "b"), (0.999, "c"), (None, "d")], "torch")
     lost = "In 1 of 3 cases, matmuls is more than 0.5 % slower than torch."
     assert told == f"**Slower cases.** {lost} The lowest speed is 0.980 (b)."
+    rows = lost_rows([("x", [(1.5, "a"), (0.98, "b"), (None, "c")]), ("y", [(0.9, "a")])]).splitlines()
+    assert rows[2:] == ["| x | 1 of 2 | 0.980 | b |", "| y | 1 of 1 | 0.900 | a |"]
+
+
+def test_measured_names_every_machine_and_file_once(made):
+    page = made.texts[ROOT / "docs/performance/sparse.md"]
+    assert "Measured on: H200 (`spmm-cuda.json`), H100 (`spmm-h100.json`).\n" in page
+    assert "AMD EPYC (family 26), two cores, 2 threads (`spmm-cpu.json`)" in page
 
 
 def test_steps_captured_in_cuda_graphs_have_their_own_table(copied):

@@ -134,6 +134,29 @@ def test_packed_steps_and_their_rounding(name, uncaptured, monkeypatch):
     check_batches(model, exact, optimize(model), 1e-5)
 
 
+@pytest.mark.parametrize("name", REPLAYED)
+def test_batches_without_padding_of_new_sizes_run_packed(name, monkeypatch):
+    """torch's attention of a batch keeps memory for each new shape: such a batch is computed as packed texts."""
+    monkeypatch.setattr(replayed, "can_replay", lambda *args: True)
+    monkeypatch.setattr(replayed, "padded", lambda *args: None)
+    model = model_of(name)
+    exact = copy.deepcopy(model)
+    optimize(model, unpad=True)
+    texts = []
+    attend = segments.Segments.attend
+    monkeypatch.setattr(
+        segments.Segments, "attend", lambda self, *args: texts.append(self.groups) or attend(self, *args)
+    )
+    for kind in ("whole", "no mask"):
+        for batch, length in SIZES:
+            given = batch_of(model, batch, length, kind)
+            with torch.no_grad():
+                ours, right = model(**given), exact(**given)
+            assert texts[-1][0][:2] == (length, False)
+            texts.clear()
+            torch.testing.assert_close(ours.to_tuple(), right.to_tuple(), atol=1e-5, rtol=0)
+
+
 def test_sizes_are_rounded_to_few():
     assert [rounded(n) for n in (1, 7, 16, 17, 100, 1000, 1025)] == [1, 7, 16, 18, 104, 1024, 1152]
     for n in range(1, 5000):

@@ -208,6 +208,8 @@ def unpadded(model: Any, chain: _Chain, args: tuple[Any, ...], kwargs: dict[str,
         mask = torch.ones_like(source[..., 0] if source.dim() > 2 else source)
     if output is None and mask is not None:
         output = _without_hidden(model, chain, tokens, mask, replays, small)
+    elif output is None and small:
+        output = _all_shown(model, tokens)
     return output if output is None or not short else output.to_tuple()
 
 
@@ -253,7 +255,7 @@ def _without_hidden(
     texts = [(count, bool(h)) for count, h in zip(counts, starts_hidden, strict=True)]
     whole = sum(counts) == kept.numel() and not any(starts_hidden)
     if whole and not in_blocks(kept.size(1), one_pass.window(chain)):  # nothing to leave out
-        return replayed.padded(model, chain, tokens, None) if small else None
+        return replayed.padded(model, chain, tokens, None) or _all_shown(model, tokens) if small else None
     if (1, True) in texts or (0, False) in texts:  # a text without a token
         return None
     tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tokens.items()}
@@ -272,6 +274,30 @@ def _without_hidden(
     except Unpackable:
         return None
     output.last_hidden_state = output.last_hidden_state.view(*kept.shape, -1)
+    one_pass.pool_again(model, output)
+    return output
+
+
+def _all_shown(model: Any, tokens: dict[str, Tensor]) -> Any:
+    """The output of a batch that has no padding, as packed texts. The attention of cuDNN that torch takes for a batch
+    keeps host memory in each thread for every new shape (torch 2.11 to 2.13)."""
+    shape = tokens["input_ids"].shape
+    shown = torch.ones(shape, dtype=torch.bool, device=tokens["input_ids"].device)
+    tokens = {name: x.expand(*shape, *x.shape[2:]) for name, x in tokens.items()}
+    flat = {"position_ids": one_pass.positions(model, tokens, shown)} | tokens
+    columns = torch.arange(shape[1], device=shown.device).repeat(shape[0])
+    try:
+        output = _run(
+            model,
+            {name: x.flatten(0, 1) for name, x in flat.items()},
+            [(shape[1], False)] * shape[0],
+            columns,
+            None,
+            False,
+        )
+    except Unpackable:
+        return None
+    output.last_hidden_state = output.last_hidden_state.view(*shape, -1)
     one_pass.pool_again(model, output)
     return output
 

@@ -50,7 +50,7 @@ class Channel:
         starts, slots = places(counts, group.rank)
         self.sent = starts[-1]
         self._held: torch.Tensor | None = None
-        self._rows = _C.PeerRows(
+        self.rows = _C.PeerRows(
             buffer=buffer,
             addresses=list(shared.buffer_ptrs),
             rank=group.rank,
@@ -65,19 +65,19 @@ class Channel:
     def send(self, x: torch.Tensor) -> "Channel":
         """Write rows of x [.., n] into the other ranks' memory, while the current stream runs what comes next."""
         self._held = x.contiguous()  # else its memory might be given to what runs next
-        self._rows.send(self._held)
+        self.rows.send(self._held)
         return self
 
     def wait(self) -> torch.Tensor:
         """The rows received, for what the current stream runs next."""
-        self._rows.wait()
+        self.rows.wait()
         self._held = None
         return self.received
 
     @property
     def is_lost(self) -> bool:
         """True after a rank has not answered in time: this process can use its GPU no more."""
-        return bool(self._rows.lost >= 0)
+        return bool(self.rows.lost >= 0)
 
 
 def places(counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[int]]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from custom_mm import _C
+
 from ..registration import expect_dense
 from ..sparse.csr_pattern import INT32_MAX, CsrPattern, for_every_stream, is_capturing
 from ..sparse.plan import DTYPES, SparsePlan, plan_of
@@ -15,6 +17,7 @@ from ..sparse.plan import plan as plan_alone
 from .exchange import AllRows, Exchange, NeededRows
 from .group import Group, Mesh, digest, even, starts_of
 from .part import Part
+from .repeat import Repeated, backward_step, forward_step
 
 NAME = "distributed.plan"
 NEARLY = 0.9  # of the rows of an all-gather: from here on it is faster, since it packs nothing
@@ -89,6 +92,7 @@ class DistributedPlan:
         self._device_type = base.device.type
         self._reversed: set[tuple[object, ...]] = set()  # columns and dtype of gradients before
         self._loads = 0  # how often the parts took the values
+        self._repeated = Repeated()
         self._own: Part
         self._halo: Part
         self._exchange: Exchange | None = None
@@ -157,7 +161,7 @@ class DistributedPlan:
         """
         made = copy(self)
         made._base, made._constant, made._agreed = self._base.with_values(values), False, set()
-        made._reversed = set()
+        made._reversed, made._repeated = set(), Repeated()
         made._own, made._halo = (part.of_other_values(values.view(-1)) for part in (self._own, self._halo))
         return made
 
@@ -170,6 +174,8 @@ class DistributedPlan:
         return product(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if (repeated := self._repeated(x)) is not None:
+            return repeated
         recording = torch.is_grad_enabled()
         recorded = recording and isinstance(x, torch.Tensor) and x.requires_grad
         autocast = torch.is_autocast_enabled(self._device_type)
@@ -186,10 +192,34 @@ class DistributedPlan:
         if not self._constant:
             self._base._expect_same_indices(NAME)
         values = self._base.values
+        product: torch.Tensor
         if recorded or (recording and values.requires_grad):
-            product: torch.Tensor = _Product.apply(values, x, self)  # type: ignore[no-untyped-call]
-            return product
-        return self._forward(values, x)[0]
+            product = _Product.apply(values, x, self)  # type: ignore[no-untyped-call]
+        else:
+            product = self._forward(values, x)[0]
+        if self._constant and not self._repeated.knows(x, recorded) and not is_capturing(self.device):
+            self._record(x, recorded)
+        return product
+
+    def _record(self, x: torch.Tensor, recorded: bool) -> None:
+        """Let C++ repeat the product of x."""
+        step = forward_step(self._own, self._halo, self._exchange, x.shape[1], x.dtype)
+        if step is not None:
+            rest = copy(self)  # kept by the product, which `_repeated` of this plan keeps
+            rest._repeated = Repeated()
+            self._repeated.record(x, recorded, step, rest._slow_gradient, rest._name_the_lost_of)
+
+    def _slow_gradient(self, product: _C.RepeatedProduct, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient to x, which C++ repeats from then on."""
+        found = self._gradient_of_x(grad)
+        if not is_capturing(self.device):
+            step = backward_step(self._own, self._halo, self._exchange, grad.shape[1], grad.dtype)
+            if step is not None:
+                product.bind_backward(step)
+        return found
+
+    def _name_the_lost_of(self, message: str) -> None:
+        self._name_the_lost(RuntimeError(message))
 
     def _distributed(self, x: DTensor) -> torch.Tensor:
         """The product of a DTensor of rows."""
@@ -238,6 +268,7 @@ class DistributedPlan:
 
     def _load(self, values: torch.Tensor) -> None:
         self._loads += 1
+        self._repeated.forget()
         self._own.load(values)
         self._halo.load(values)
 

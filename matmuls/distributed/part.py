@@ -16,7 +16,7 @@ _sddmm: Callable[..., torch.Tensor] = torch.ops.custom_mm.csr_sddmm.default
 
 FEW = 0.5  # of the rows: with fewer that have nonzeros, the part is kept without the others
 # Products of a nonzero and a column up to which one launch for all (src/distributed/row_sums.h) is faster than a plan's
-# product and its addition. On a GPU: 10 us at the 3.5e6 products a us of the row kernel, which the launches take anyway.
+# product and its addition. On a GPU: 10 us at the row kernel's 3.5e6 products a us; the launches take as long.
 MOST_SUMMED = {"cuda": 2**25, "cpu": 2**18}
 LONG_ROW = 64  # nonzeros; a whole block sums a longer row
 
@@ -113,7 +113,10 @@ class Part:
         s, device = self.plan._pattern, self._values.device
         if not self._added or self.nnz == 0 or dtype != self._values.dtype or dtype not in REAL:
             return None
-        if self.nnz * n > MOST_SUMMED.get(device.type, 0) or max(s.rows, s.columns, self._height, s.nonzeros) >= INT32_MAX:
+        if (
+            self.nnz * n > MOST_SUMMED.get(device.type, 0)
+            or max(s.rows, s.columns, self._height, s.nonzeros) >= INT32_MAX
+        ):
             return None
         if transposed not in self._sums:
             if is_capturing(device):
@@ -179,4 +182,6 @@ class Part:
     @property
     def nbytes(self) -> int:
         """Bytes that the part keeps alive."""
-        return self.plan.nbytes + self.ids.nbytes + (0 if self.rows is None else self.rows.nbytes)
+        own = self.plan.nbytes + self.ids.nbytes + (0 if self.rows is None else self.rows.nbytes)
+        copied = self.rows is not None
+        return own + sum(s.items.nbytes + copied * back * s.col.nbytes for back, s in self._sums.items())

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -17,38 +16,10 @@ from ..sparse.plan import plan as plan_alone
 from .exchange import AllRows, Exchange, NeededRows
 from .group import Group, Mesh, digest, even, starts_of
 from .part import Part
-from .repeat import Repeated, backward_step, forward_step
+from .repeat import Recorded, Repeated, backward_step, forward_step
 
 NAME = "distributed.plan"
 NEARLY = 0.9  # of the rows of an all-gather: from here on it is faster, since it packs nothing
-
-
-class _Product(torch.autograd.Function):
-    """A @ x with gradients to the values and to x."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, x: torch.Tensor, plan: "DistributedPlan") -> torch.Tensor:
-        to_values, to_x, _ = ctx.needs_input_grad
-        y, received = plan._forward(values, x)
-        ctx.plan, ctx.to_x, ctx.loads = plan, to_x, plan._loads
-        if not plan._constant:
-            if to_values and received is not None and plan._exchange is not None:
-                received = plan._exchange.keeps(received)
-            ctx.save_for_backward(values, x if to_values else None, received if to_values else None)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(f"{NAME}: expected first derivatives, got create_graph=True: it has no second ones")
-        plan: DistributedPlan = ctx.plan
-        if plan._constant:
-            return None, plan._gradient_of_x(grad), None
-        values, x, received = ctx.saved_tensors
-        if plan._loads != ctx.loads:  # a product since then may have read other values
-            plan._load(values)
-        grad_x = plan._gradient_of_x(grad) if ctx.to_x else None
-        return None if x is None else plan._gradient_of_values(values, x, received, grad), grad_x, None
 
 
 class DistributedPlan:
@@ -194,7 +165,7 @@ class DistributedPlan:
         values = self._base.values
         product: torch.Tensor
         if recorded or (recording and values.requires_grad):
-            product = _Product.apply(values, x, self)  # type: ignore[no-untyped-call]
+            product = Recorded.apply(values, x, self)  # type: ignore[no-untyped-call]
         else:
             product = self._forward(values, x)[0]
         if self._constant and not self._repeated.knows(x, recorded) and not is_capturing(self.device):
@@ -207,7 +178,7 @@ class DistributedPlan:
         if step is not None:
             rest = copy(self)  # kept by the product, which `_repeated` of this plan keeps
             rest._repeated = Repeated()
-            self._repeated.record(x, recorded, step, rest._slow_gradient, rest._name_the_lost_of)
+            self._repeated.record(x, recorded, step, rest._slow_gradient, rest._name_the_lost)
 
     def _slow_gradient(self, product: _C.RepeatedProduct, grad: torch.Tensor) -> torch.Tensor:
         """The gradient to x, which C++ repeats from then on."""
@@ -217,9 +188,6 @@ class DistributedPlan:
             if step is not None:
                 product.bind_backward(step)
         return found
-
-    def _name_the_lost_of(self, message: str) -> None:
-        self._name_the_lost(RuntimeError(message))
 
     def _distributed(self, x: DTensor) -> torch.Tensor:
         """The product of a DTensor of rows."""
@@ -288,10 +256,10 @@ class DistributedPlan:
             self._name_the_lost(error)
             raise
 
-    def _name_the_lost(self, error: RuntimeError) -> None:
+    def _name_the_lost(self, error: RuntimeError | str) -> None:
         """Raise an error that names the ranks that did not answer, if the failure is that of one."""
         if self._exchange is not None and self._exchange.is_lost:
-            self._group.name_the_dead(error)
+            self._group.name_the_dead(RuntimeError(error) if isinstance(error, str) else error)
 
     def _gradient_of_x(self, grad: torch.Tensor) -> torch.Tensor:
         exchange = self._exchange
@@ -355,6 +323,8 @@ class DistributedPlan:
         ]
         for name, part in (("own columns", self._own), ("halo", self._halo)):
             compact = "" if part.rows is None else f", kept as {part.rows.shape[0]} rows that are not empty"
+            if part.sums(n, dtype or self.dtype) is not None:
+                compact += ", in one launch"
             lines += [f"{name}{compact}:", *(f"  {line}" for line in part.plan.explain().splitlines())]
         return "\n".join(lines)
 

@@ -1,6 +1,7 @@
-"""Distributed products with a constant matrix that C++ repeats (src/distributed/repeated.cpp), with their gradients."""
+"""Gradients of distributed products; products of constant plans that src/distributed/repeated.cpp repeats."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -37,6 +38,36 @@ def backward_step(own: Part, halo: Part, exchange: Exchange | None, n: int, dtyp
     return _C.Step(
         own=prepared.products, values=prepared.values, before=before, sender=sender, received=received, after=after
     )
+
+
+class Recorded(torch.autograd.Function):
+    """A @ x of a plan, with gradients to the values and to x, where C++ does not repeat it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, x: torch.Tensor, plan: Any) -> torch.Tensor:
+        to_values, to_x, _ = ctx.needs_input_grad
+        y, received = plan._forward(values, x)
+        ctx.plan, ctx.to_x, ctx.loads = plan, to_x, plan._loads
+        if not plan._constant:
+            if to_values and received is not None and plan._exchange is not None:
+                received = plan._exchange.keeps(received)
+            ctx.save_for_backward(values, x if to_values else None, received if to_values else None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "distributed.plan: expected first derivatives, got create_graph=True: it has no second ones"
+            )
+        plan = ctx.plan
+        if plan._constant:
+            return None, plan._gradient_of_x(grad), None
+        values, x, received = ctx.saved_tensors
+        if plan._loads != ctx.loads:  # a product since then may have read other values
+            plan._load(values)
+        grad_x = plan._gradient_of_x(grad) if ctx.to_x else None
+        return None if x is None else plan._gradient_of_values(values, x, received, grad), grad_x, None
 
 
 class Repeated:

@@ -149,7 +149,10 @@ class RepeatedProduct : public torch::CustomClassHolder {
     }
   }
 
-  void bind_backward(Step backward) { python_->backward.emplace(std::move(backward)); }
+  // Only once: another thread may run the first one.
+  void bind_backward(Step backward) {
+    if (!python_->backward) python_->backward.emplace(std::move(backward));
+  }
 
   std::optional<Tensor> operator()(py::handle maybe_x);
   Tensor forward(ReadyCall own, const Tensor& x) {
@@ -241,6 +244,8 @@ void define_repeated_product(py::module_& m) {
            }),
            py::kw_only(), py::arg("items"), py::arg("long_rows"), py::arg("col"), py::arg("order"), py::arg("values"),
            py::arg("rows"), py::arg("columns"))
+      .def_readonly("items", &RowSums::items)
+      .def_readonly("col", &RowSums::col)
       .def("add", &RowSums::add, py::arg("out"), py::arg("b"), no_gil())
       .def("product", &RowSums::product, py::arg("b"), no_gil());
   py::class_<Step>(m, "Step").def(

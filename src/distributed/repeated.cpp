@@ -18,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "distributed/row_sums.h"
@@ -156,13 +157,16 @@ class RepeatedProduct : public torch::CustomClassHolder {
 
   std::optional<Tensor> operator()(py::handle maybe_x);
   Tensor forward(ReadyCall own, const Tensor& x) {
-    return named([&] { return python_->forward.run(std::move(own), x); }, python_->forward);
+    return named(python_->forward, [&](const Step& step) { return step.run(std::move(own), x); });
   }
   Tensor backward(const Tensor& grad) {
     const py::gil_scoped_acquire gil;
     if (python_->backward) {
-      const Step& step = *python_->backward;
-      if (auto own = step.ready(grad)) return named([&] { return step.run(std::move(*own), grad); }, step);
+      const auto repeat = [&](const Step& step) {
+        auto own = step.ready(grad);
+        return own ? step.run(std::move(*own), grad) : Tensor();
+      };
+      if (Tensor found = named(*python_->backward, repeat); found.defined()) return found;
     }
     const auto self = c10::intrusive_ptr<RepeatedProduct>::reclaim_copy(this);
     return python_->slow(self, grad).cast<Tensor>();
@@ -175,10 +179,11 @@ class RepeatedProduct : public torch::CustomClassHolder {
     py::object slow, lost;
   };
 
+  // f(step); an error that names the ranks that do not answer, if it fails for one of them.
   template <class F>
-  Tensor named(F run, const Step& step) {
+  std::invoke_result_t<F, const Step&> named(const Step& step, F f) {
     try {
-      return run();
+      return f(step);
     } catch (const std::exception& error) {
       if (step.is_lost()) python_->lost(std::string(error.what()));
       throw;
@@ -222,7 +227,7 @@ std::optional<Tensor> RepeatedProduct::operator()(py::handle maybe_x) {
   std::optional<ReadyCall> own;
   {
     const at::AutoGradMode off(false);  // as in the autograd Function
-    own = python_->forward.ready(x);
+    own = named(python_->forward, [&](const Step& step) { return step.ready(x); });
   }
   if (!own) return {};
   if (!is_recorded) {

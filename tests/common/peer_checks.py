@@ -204,6 +204,8 @@ def check_ranks_on_one_gpu(rank, world, device):
                 for stream, one, x in zip(streams, made, xs, strict=True):
                     with torch.cuda.stream(stream):
                         one.send(x)
+                for stream, one in zip(streams, made, strict=True):
+                    with torch.cuda.stream(stream):
                         one.wait()
                 torch.cuda.synchronize()
                 parts = [xs[o][indices[o]].split([row[o] for row in counts]) for o in range(size)]

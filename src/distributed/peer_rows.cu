@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(kThreads)
     __threadfence_system();
     ptx::store_release_system(&header_of(t, r)->arrived[t.rank], call);
   }
+  __syncthreads();  // every flag is set before any is waited for
   if (r < t.size && (t.sources >> r & 1) != 0) await(&own->arrived[r], call, r, lost, limit);
 }
 

@@ -140,7 +140,7 @@ def _run_checks(world, checks, backend, device, folder):
         time.sleep(0.02)
     for process in processes:
         process.kill()
-        process.join()
+        process.join(10)
     return found
 
 
@@ -241,5 +241,5 @@ def _lose_one(world, how, backend, device):
     _say(f"{world} ranks: rank 1 is {how}: {time.monotonic() - begin:.1f} s")
     for process in processes:
         process.kill()
-        process.join()
+        process.join(10)
     return found

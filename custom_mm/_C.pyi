@@ -126,6 +126,66 @@ def choose_spmm(
 def switch_off_spmm_kernels(names: list[str]) -> None:
     """Choosers pass these over from now on, in the whole process; all others are on again."""
 
+class RowSums:
+    """Sums of few rows of a dense matrix, times values, that one kernel adds to rows of a result or writes."""
+
+    def __init__(
+        self,
+        *,
+        items: Tensor,
+        long_rows: int,
+        col: Tensor,
+        order: Tensor | None,
+        values: Tensor | None,
+        rows: int,
+        columns: int,
+    ) -> None:
+        """items [count, 4] int32: where the nonzeros of each row of the result begin and end, its number, and 0; the
+        first `long_rows` have many nonzeros. col [nonzeros] int32; order [nonzeros] int32 or None: values[p]; values
+        None: ones. rows, columns: of the result and of the matrix. The indices are not checked."""
+
+    items: Tensor
+    col: Tensor
+
+    def add(self, out: Tensor, b: Tensor) -> None:
+        """out <- out + A @ b, in the rows of the items. out [rows, n], b [columns, n], contiguous."""
+
+    def product(self, b: Tensor) -> Tensor:
+        """A @ b, [rows, n]. Every row must be an item."""
+
+class Step:
+    """One direction of a distributed product: send rows, multiply the own columns, wait, add what the others' rows
+    give."""
+
+    def __init__(
+        self, *, own: PreparedCalls, values: Tensor, before: Any, sender: Any, received: Tensor | None, after: Any
+    ) -> None:
+        """own: the product of the own columns, with the values it was prepared with. before: RowSums, or a function of
+        the operand, that makes the rows to send; None: the operand is sent. sender: PeerRows that write into
+        `received`, or a function of the rows that returns a function which waits for those received; None: nothing is
+        sent. after: RowSums, or a function of the product and the rows received that adds to the product."""
+
+class RepeatedProduct:
+    """A distributed product and its gradient, for operands of one shape, dtype and device, repeated without Python."""
+
+    def __init__(
+        self,
+        *,
+        x: Tensor,
+        recorded: bool,
+        forward: Step,
+        slow: Callable[[RepeatedProduct, Tensor], Tensor],
+        lost: Callable[[str], None],
+    ) -> None:
+        """x: an operand. recorded: the operands need a gradient. slow: the gradient to the operand, where no step can
+        be repeated. lost: raises an error for the message of one, if a rank does not answer."""
+
+    def bind_backward(self, backward: Step) -> None:
+        """Compute gradients by this step from now on."""
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        """The product; None if x is not like the operands, or the own product may not be repeated now."""
+
 class PeerRows:
     """Writes rows of a tensor into the memory of other GPUs of the host, and waits for theirs. With CUDA only."""
 

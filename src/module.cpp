@@ -9,6 +9,7 @@
 #include "dense/inplace/inplace_matmul.h"
 #include "dense/python_call.h"
 #include "dense/rows/linear_rows.h"
+#include "distributed/repeated.h"
 #include "glue/batch_invariance.h"
 #include "glue/checks.h"
 #include "glue/handles.h"
@@ -265,5 +266,6 @@ PYBIND11_MODULE(_C, m) {
   define_index_checks(m);
   matmuls::define_matmul(m);
   matmuls::define_prepared_calls(m);
+  matmuls::define_repeated_product(m);
   matmuls::define_explain(m);
 }

@@ -1,8 +1,10 @@
 """Times distributed products and what a user would do without them, in one run, on every rank of the default group.
 
 Rivals: an all-gather of x, then the product of this rank's rows by a plan of matmuls or by torch.sparse (cuSPARSE on a
-GPU); and one process alone with the whole matrix. All get the same rows, values and x, in turns. Seconds are those of
-the slowest rank, the median over the rounds, by wall clock as called and by CUDA events.
+GPU); and one process alone with the whole matrix. All get the same rows, values and x, in turns. Forward + backward is
+that of torch.autograd.grad for all alike: the all-gathers have no gradient in torch, so that they are in a
+torch.autograd.Function, as a user has to write it. Seconds are those of the slowest rank, the median over the rounds,
+by wall clock as called and by CUDA events.
 """
 
 import re
@@ -210,13 +212,31 @@ class Gathering:
         product: torch.Tensor = self._a @ gathered
         return product
 
-    def both(self, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A @ x, and the gradient to x of the product."""
-        y = self.forward(x)
+    def gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient to x of the product."""
         assert self._t is not None
-        received = x.new_empty(self._most, x.shape[1])
+        received = grad.new_empty(self._most, grad.shape[1])
         _reduce_scatter(received, self._t @ grad)
-        return y, received[: self._own]
+        return received[: self._own]
+
+    def __matmul__(self, x: torch.Tensor) -> torch.Tensor:
+        """A @ x, with a gradient to x."""
+        product: torch.Tensor = _Gathered.apply(x, self)  # type: ignore[no-untyped-call]
+        return product
+
+
+class _Gathered(torch.autograd.Function):
+    """The product of a rival, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rival: Gathering) -> torch.Tensor:
+        ctx.rival = rival
+        return rival.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        rival: Gathering = ctx.rival
+        return rival.gradient(grad), None
 
 
 # torch 2.13 renamed them
@@ -224,7 +244,9 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _both(plan: DistributedPlan | SparsePlan, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _both(
+    plan: DistributedPlan | SparsePlan | Gathering, x: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.detach().requires_grad_()
     y = plan @ x
     (to_x,) = torch.autograd.grad(y, x, grad)
@@ -325,7 +347,7 @@ def _check(
     found: dict[str, tuple[torch.Tensor, ...]] = {}
     for name, rival in rivals.items():
         try:  # on every rank alike, after the same collectives
-            found[name] = (rival.forward(x),) if grad is None else rival.both(x, grad)
+            found[name] = (rival.forward(x),) if grad is None else _both(rival, x, grad)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -397,7 +419,7 @@ def measure(
             case.wall, case.gpu = rounds(runs | _parts_of(plan, x), device, together=True)
             if backward:
                 runs = {OURS: partial(_both, plan, x, grad)}
-                runs |= {key: partial(rival.both, x, grad) for key, rival in taken.items()}
+                runs |= {key: partial(_both, rival, x, grad) for key, rival in taken.items()}
                 case.wall_backward, case.gpu_backward = rounds(runs, device, together=True)
             _time_alone(case, alone, device, backward)
             if alone is None and rank == 0:

@@ -1,6 +1,7 @@
 """How the rows of x that other ranks own are received, and how their gradients are sent back and added up."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -43,9 +44,20 @@ class Exchange(Protocol):
     def add_back(self, grad: torch.Tensor, received: torch.Tensor) -> None:
         """Add the received gradients to that of x; the same bits every time."""
 
+    def sender(self, n: int, dtype: torch.dtype, back: bool) -> tuple[Any, torch.Tensor | None]:
+        """What sends x, or with `back` gradients, in a `_C.Step`, and the rows that it receives if it writes them."""
+
+    def adder(self, n: int, dtype: torch.dtype) -> Any:
+        """What adds received gradients of n columns in a `_C.Step`."""
+
     @property
     def nbytes(self) -> int:
         """Bytes that are kept alive."""
+
+
+def _callable(start: Callable[[torch.Tensor], Awaited]) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
+    """start, with what waits for its rows as the result."""
+    return lambda rows: start(rows).wait
 
 
 class NeededRows:
@@ -104,16 +116,28 @@ class NeededRows:
         return self._group.start_all_to_all(grad, self._received_counts, self._sent_counts)
 
     def add_back(self, grad: torch.Tensor, received: torch.Tensor) -> None:
-        """By a matrix of ones with a row for each own row: scattered atomics would add in any order."""
-        made = self._sums.get(grad.dtype)
+        self._part_of(grad.dtype).add_to(grad, received)
+
+    def _part_of(self, dtype: torch.dtype) -> Part:
+        """A matrix of ones with a row for each own row: scattered atomics would add in any order."""
+        made = self._sums.get(dtype)
         if made is None:
             row, order = torch.sort(self._sent, stable=True)
-            ones = torch.ones(1, dtype=grad.dtype, device=grad.device).expand(order.shape[0])
+            ones = torch.ones(1, dtype=dtype, device=row.device).expand(order.shape[0])
             shape = self._own, order.shape[0]
             ids = torch.zeros_like(order, dtype=torch.int32)
             made = Part(row, order, shape, ids, ones, constant=False, products=50, added=True)
-            self._sums[grad.dtype] = made
-        made.add_to(grad, received)
+            self._sums[dtype] = made
+        return made
+
+    def sender(self, n: int, dtype: torch.dtype, back: bool) -> tuple[Any, torch.Tensor | None]:
+        if (channel := self._channels.get((n, dtype, back))) is not None:
+            return channel.rows, channel.received
+        return _callable(self.start_back if back else self.start), None
+
+    def adder(self, n: int, dtype: torch.dtype) -> Any:
+        part = self._part_of(dtype)
+        return None if part.nnz == 0 else part.sums(n, dtype) or part.add_to
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +178,12 @@ class AllRows:
 
     def add_back(self, grad: torch.Tensor, received: torch.Tensor) -> None:
         grad.add_(received.view(self._group.size, self.most, -1).sum(0)[: self._own])
+
+    def sender(self, n: int, dtype: torch.dtype, back: bool) -> tuple[Any, torch.Tensor | None]:
+        return _callable(self.start_back if back else self.start), None
+
+    def adder(self, n: int, dtype: torch.dtype) -> Any:
+        return self.add_back
 
     @property
     def nbytes(self) -> int:

@@ -4,15 +4,45 @@ from collections.abc import Callable
 
 import torch
 
-from ..sparse.csr_pattern import CsrPattern, is_capturing
+from custom_mm import _C
+
+from ..sparse.csr_pattern import INT32_MAX, CsrPattern, for_every_stream, is_capturing
 from ..sparse.default_spmm import default_product_into, kernel_of
 from ..sparse.names import CHUNKS, DEFAULT
-from ..sparse.plan import SparsePlan
+from ..sparse.plan import REAL, SparsePlan
 from ..sparse.selector import Selector
 
 _sddmm: Callable[..., torch.Tensor] = torch.ops.custom_mm.csr_sddmm.default
 
 FEW = 0.5  # of the rows: with fewer that have nonzeros, the part is kept without the others
+# Products of a nonzero and a column up to which one launch for all (src/distributed/row_sums.h) is faster than a plan's
+# product and its addition. On a GPU: 10 us at the row kernel's 3.5e6 products a us; the launches take as long.
+MOST_SUMMED = {"cuda": 2**25, "cpu": 2**18}
+LONG_ROW = 64  # nonzeros; a whole block sums a longer row
+
+
+def row_sums(
+    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    targets: torch.Tensor | None,
+    values: torch.Tensor,
+    shape: tuple[int, int],
+    every_row: bool,
+) -> _C.RowSums:
+    """Sums of the rows of a matrix. indices: crow, col, order. targets: the result's row of each; None: the same ones.
+    shape: of the result's rows, and of the dense operand's. every_row: empty ones too, which are written as zeros."""
+    crow, col, order = indices
+    counts = crow.diff()
+    rows = torch.arange(counts.shape[0], device=crow.device) if every_row else counts.nonzero().view(-1)
+    is_short = counts[rows] <= LONG_ROW
+    rows = torch.cat([rows[~is_short], rows[is_short]])
+    to = rows if targets is None else targets[rows]
+    items = torch.stack([crow[rows], crow[rows + 1], to, torch.zeros_like(to)], 1).to(torch.int32).contiguous()
+    long_rows = int((~is_short).sum())
+    made = _C.RowSums(
+        items=items, long_rows=long_rows, col=col, order=order, values=values, rows=shape[0], columns=shape[1]
+    )
+    for_every_stream(items)
+    return made
 
 
 class Part:
@@ -36,7 +66,7 @@ class Part:
     ) -> None:
         """row, col: of each nonzero, by rows. values: all of the block's. added: its products are added to others, so
         that empty rows may be left out."""
-        self.ids, self.rows = ids, None
+        self.ids, self.rows, self._added, self._height = ids, None, added, shape[0]
         counts = torch.bincount(row.long(), minlength=shape[0])
         if added:
             taken = counts.nonzero().view(-1)
@@ -51,8 +81,9 @@ class Part:
         self._made(SparsePlan(pattern, self._values, sizes, selector))
 
     def _made(self, plan: SparsePlan) -> None:
-        self.plan, self._transposed, self.nnz = plan, plan.mT, plan.nnz
+        self.plan, self.transposed, self.nnz = plan, plan.mT, plan.nnz
         self._in_place: dict[tuple[torch.dtype, int], bool] = {}
+        self._sums: dict[bool, _C.RowSums] = {}  # of the matrix, and of the transposed one
 
     def load(self, values: torch.Tensor) -> None:
         """Take the part's values from the block's, in the memory of the last ones, which captured graphs read. Without
@@ -60,6 +91,7 @@ class Part:
         if values.dtype != self._values.dtype:
             self._values = values.detach().index_select(0, self.ids)
             self._in_place.clear()
+            self._sums.clear()
         else:
             # By way of data the version stays, and with it the calls that the plan prepared.
             torch.index_select(values, 0, self.ids, out=self._values.data)
@@ -70,16 +102,47 @@ class Part:
     def of_other_values(self, values: torch.Tensor) -> "Part":
         """The same part of a block with other values, not constant."""
         made = object.__new__(Part)
-        made.ids, made.rows = self.ids, self.rows
+        made.ids, made.rows, made._added, made._height = self.ids, self.rows, self._added, self._height
         made._values = values.detach().index_select(0, self.ids)
         made._made(self.plan.with_values(made._values))
         return made
+
+    def sums(self, n: int, dtype: torch.dtype, transposed: bool = False) -> _C.RowSums | None:
+        """What adds A @ b to rows of a result, or computes A^T @ grad, in one launch; None if the plan's product is
+        faster. n: columns of b or grad."""
+        s, device = self.plan._pattern, self._values.device
+        if not self._added or self.nnz == 0 or dtype != self._values.dtype or dtype not in REAL:
+            return None
+        if (
+            self.nnz * n > MOST_SUMMED.get(device.type, 0)
+            or max(s.rows, s.columns, self._height, s.nonzeros) >= INT32_MAX
+        ):
+            return None
+        if transposed not in self._sums:
+            if is_capturing(device):
+                return None
+            with torch.inference_mode(False), torch.no_grad():
+                self._sums[transposed] = self._transposed_sums() if transposed else self._own_sums()
+        return self._sums[transposed]
+
+    def _own_sums(self) -> _C.RowSums:
+        s = self.plan._pattern
+        return row_sums((s.crow, s.col, s.order), self.rows, self._values, (self._height, s.columns), False)
+
+    def _transposed_sums(self) -> _C.RowSums:
+        s = self.plan._pattern
+        crow, col, order = s.transposed()
+        if self.rows is not None:
+            col = self.rows.to(torch.int32)[col.long()]
+        return row_sums((crow, col, order), None, self._values, (s.columns, self._height), True)
 
     def add_to(self, y: torch.Tensor, b: torch.Tensor) -> None:
         """y <- y + A @ b."""
         if self.nnz == 0:
             return
-        if self.rows is not None:
+        if y.is_contiguous() and (sums := self.sums(b.shape[1], b.dtype)) is not None:
+            sums.add(y, b.contiguous())
+        elif self.rows is not None:
             y.index_add_(0, self.rows, self.plan @ b)  # each row once, so that the order does not matter
         elif self._adds_in_place(b):
             default_product_into(y, self.plan._pattern, self._values, b, "sum", 1.0, 1.0)
@@ -103,7 +166,9 @@ class Part:
 
     def transposed_product(self, grad: torch.Tensor) -> torch.Tensor:
         """A^T @ grad."""
-        return self._transposed @ self._own_rows(grad)
+        if (sums := self.sums(grad.shape[1], grad.dtype, transposed=True)) is not None:
+            return sums.product(grad)
+        return self.transposed @ self._own_rows(grad)
 
     def gradient_of_values(self, grad: torch.Tensor, b: torch.Tensor, to: torch.Tensor) -> None:
         """Write the gradient of the part's values, for the product with b, to its places in that of the block's."""
@@ -117,4 +182,6 @@ class Part:
     @property
     def nbytes(self) -> int:
         """Bytes that the part keeps alive."""
-        return self.plan.nbytes + self.ids.nbytes + (0 if self.rows is None else self.rows.nbytes)
+        own = self.plan.nbytes + self.ids.nbytes + (0 if self.rows is None else self.rows.nbytes)
+        copied = self.rows is not None
+        return own + sum(s.items.nbytes + copied * back * s.col.nbytes for back, s in self._sums.items())

@@ -3,10 +3,10 @@
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,18 @@ from custom_mm import _C
 
 from .group import Group, digest, starts_of
 
+T = TypeVar("T")
+
 # Above this size NCCL's launch time is a small part of a product, and the plan would keep much memory.
 MOST_BYTES = 64 << 20
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-SHARES = "MATMULS_SHARE_MEMORY"  # "1" lets plans write into each other's memory
+SHARES = "MATMULS_SHARE_MEMORY"  # "0" keeps plans from writing into each other's memory
 
 
 class Channel:
     """Sends rows of `n` numbers of one dtype, always to the same ranks. Making one is a collective: all ranks do.
 
+    buffer: as `allocated` returns it.
     index: which rows of x are sent, first those to rank 0; None: all of them. counts[r][o]: how many rows rank r
     receives from rank o.
 
@@ -32,25 +35,27 @@ class Channel:
     """
 
     def __init__(
-        self, group: Group, index: torch.Tensor | None, counts: Sequence[Sequence[int]], n: int, dtype: torch.dtype
+        self,
+        group: Group,
+        buffer: torch.Tensor,
+        index: torch.Tensor | None,
+        counts: Sequence[Sequence[int]],
+        n: int,
+        dtype: torch.dtype,
     ) -> None:
-        from torch.distributed._symmetric_memory import _SymmetricMemory, rendezvous  # it is not public
+        from torch.distributed._symmetric_memory import rendezvous  # it is not public
 
         own, each = counts[group.rank], n * dtype.itemsize
         assert group.group is not None
         header = _C.PeerRows.header
-        nbytes = header + each * max(map(sum, counts))  # the same on every rank, as torch requires
-        buffer = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, group.device)
-        buffer[:header].zero_()
         with _no_multicast():
             shared = rendezvous(buffer, group.group.group_name)
-        torch.cuda.synchronize(group.device)
-        self.nbytes, self._shared = nbytes, shared
+        self.nbytes, self._shared = buffer.nbytes, shared
         self.received = buffer[header : header + sum(own) * each].view(dtype).view(sum(own), n)
         starts, slots = places(counts, group.rank)
         self.sent = starts[-1]
         self._held: torch.Tensor | None = None
-        self._rows = _C.PeerRows(
+        self.rows = _C.PeerRows(
             buffer=buffer,
             addresses=list(shared.buffer_ptrs),
             rank=group.rank,
@@ -65,19 +70,19 @@ class Channel:
     def send(self, x: torch.Tensor) -> "Channel":
         """Write rows of x [.., n] into the other ranks' memory, while the current stream runs what comes next."""
         self._held = x.contiguous()  # else its memory might be given to what runs next
-        self._rows.send(self._held)
+        self.rows.send(self._held)
         return self
 
     def wait(self) -> torch.Tensor:
         """The rows received, for what the current stream runs next."""
-        self._rows.wait()
+        self.rows.wait()
         self._held = None
         return self.received
 
     @property
     def is_lost(self) -> bool:
         """True after a rank has not answered in time: this process can use its GPU no more."""
-        return bool(self._rows.lost >= 0)
+        return bool(self.rows.lost >= 0)
 
 
 def places(counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[int]]:
@@ -85,22 +90,42 @@ def places(counts: Sequence[Sequence[int]], rank: int) -> tuple[list[int], list[
     return starts_of([row[rank] for row in counts]), [sum(row[:rank]) for row in counts]
 
 
+def allocated(group: Group, nbytes: int) -> torch.Tensor:
+    """Bytes that other ranks can map, with a zeroed header."""
+    from torch.distributed._symmetric_memory import _SymmetricMemory  # it is not public
+
+    buffer: torch.Tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, group.device)
+    buffer[: _C.PeerRows.header].zero_()
+    torch.cuda.synchronize(group.device)
+    return buffer
+
+
 def make(
     group: Group, index: torch.Tensor | None, counts: Sequence[Sequence[int]], n: int, dtype: torch.dtype
 ) -> Channel | None:
-    """A channel, or None if a rank could not make one, which warns."""
+    """A channel, or None if a rank could not make one, which warns. All ranks have memory before they meet: one that
+    has not would let the others wait."""
+    nbytes = _C.PeerRows.header + n * dtype.itemsize * max(
+        map(sum, counts)
+    )  # the same on every rank, as torch requires
+    with torch.inference_mode(False), torch.no_grad():
+        buffer = _on_all(group, lambda: allocated(group, nbytes))
+        return buffer if buffer is None else _on_all(group, lambda: Channel(group, buffer, index, counts, n, dtype))
+
+
+def _on_all(group: Group, make: Callable[[], T]) -> T | None:
+    """make(), or None if it failed on a rank, which warns."""
     made = None
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            made = Channel(group, index, counts, n, dtype)
-    except RuntimeError as error:  # out of memory too
+        made = make()
+    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # out of memory; another version of torch
         warnings.warn(f"{group}: its rows go by NCCL, as the GPUs share no memory: {error}", stacklevel=1)
     return made if all(is_made for (is_made,) in group.all_gather([made is not None])) else None
 
 
 def are_reachable(group: Group) -> bool:
-    """True if SHARES is set on every rank, and they are GPUs of one host that can all access each other's memory; the
-    same on every rank.
+    """True if the ranks are GPUs of one host that can all access each other's memory, and SHARES forbids it on none.
+    The answer is the same on every rank.
 
     Also False for a part of the processes: torch counts the memory that a process shares with any group, and waits
     forever where the counts of two processes differ (pytorch issue 196082).
@@ -111,7 +136,7 @@ def are_reachable(group: Group) -> bool:
         return False
     own = torch.cuda.current_device() if group.device.index is None else group.device.index
     others = [i for i in range(torch.cuda.device_count()) if i != own]
-    shares = os.environ.get(SHARES) == "1"
+    shares = os.environ.get(SHARES) != "0"
     reached = sum(1 << i for i in others if shares and torch.cuda.can_device_access_peer(own, i))
     facts = group.all_gather([_host(), own, reached])
     devices = {device for _, device, _ in facts}

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
+
+from custom_mm import _C
 
 from ..registration import expect_dense
 from ..sparse.csr_pattern import INT32_MAX, CsrPattern, for_every_stream, is_capturing
@@ -15,37 +16,10 @@ from ..sparse.plan import plan as plan_alone
 from .exchange import AllRows, Exchange, NeededRows
 from .group import Group, Mesh, digest, even, starts_of
 from .part import Part
+from .repeat import Recorded, Repeated, backward_step, forward_step
 
 NAME = "distributed.plan"
 NEARLY = 0.9  # of the rows of an all-gather: from here on it is faster, since it packs nothing
-
-
-class _Product(torch.autograd.Function):
-    """A @ x with gradients to the values and to x."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, x: torch.Tensor, plan: "DistributedPlan") -> torch.Tensor:
-        to_values, to_x, _ = ctx.needs_input_grad
-        y, received = plan._forward(values, x)
-        ctx.plan, ctx.to_x, ctx.loads = plan, to_x, plan._loads
-        if not plan._constant:
-            if to_values and received is not None and plan._exchange is not None:
-                received = plan._exchange.keeps(received)
-            ctx.save_for_backward(values, x if to_values else None, received if to_values else None)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(f"{NAME}: expected first derivatives, got create_graph=True: it has no second ones")
-        plan: DistributedPlan = ctx.plan
-        if plan._constant:
-            return None, plan._gradient_of_x(grad), None
-        values, x, received = ctx.saved_tensors
-        if plan._loads != ctx.loads:  # a product since then may have read other values
-            plan._load(values)
-        grad_x = plan._gradient_of_x(grad) if ctx.to_x else None
-        return None if x is None else plan._gradient_of_values(values, x, received, grad), grad_x, None
 
 
 class DistributedPlan:
@@ -89,6 +63,7 @@ class DistributedPlan:
         self._device_type = base.device.type
         self._reversed: set[tuple[object, ...]] = set()  # columns and dtype of gradients before
         self._loads = 0  # how often the parts took the values
+        self._repeated = Repeated()
         self._own: Part
         self._halo: Part
         self._exchange: Exchange | None = None
@@ -157,7 +132,7 @@ class DistributedPlan:
         """
         made = copy(self)
         made._base, made._constant, made._agreed = self._base.with_values(values), False, set()
-        made._reversed = set()
+        made._reversed, made._repeated = set(), Repeated()
         made._own, made._halo = (part.of_other_values(values.view(-1)) for part in (self._own, self._halo))
         return made
 
@@ -170,6 +145,8 @@ class DistributedPlan:
         return product(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if (repeated := self._repeated(x)) is not None:
+            return repeated
         recording = torch.is_grad_enabled()
         recorded = recording and isinstance(x, torch.Tensor) and x.requires_grad
         autocast = torch.is_autocast_enabled(self._device_type)
@@ -186,10 +163,31 @@ class DistributedPlan:
         if not self._constant:
             self._base._expect_same_indices(NAME)
         values = self._base.values
+        product: torch.Tensor
         if recorded or (recording and values.requires_grad):
-            product: torch.Tensor = _Product.apply(values, x, self)  # type: ignore[no-untyped-call]
-            return product
-        return self._forward(values, x)[0]
+            product = Recorded.apply(values, x, self)  # type: ignore[no-untyped-call]
+        else:
+            product = self._forward(values, x)[0]
+        if self._constant and not self._repeated.knows(x, recorded) and not is_capturing(self.device):
+            self._record(x, recorded)
+        return product
+
+    def _record(self, x: torch.Tensor, recorded: bool) -> None:
+        """Let C++ repeat the product of x."""
+        step = forward_step(self._own, self._halo, self._exchange, x.shape[1], x.dtype)
+        if step is not None:
+            rest = copy(self)  # kept by the product, which `_repeated` of this plan keeps
+            rest._repeated = Repeated()
+            self._repeated.record(x, recorded, step, rest._slow_gradient, rest._name_the_lost)
+
+    def _slow_gradient(self, product: _C.RepeatedProduct, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient to x, which C++ repeats from then on."""
+        found = self._gradient_of_x(grad)
+        if not is_capturing(self.device):
+            step = backward_step(self._own, self._halo, self._exchange, grad.shape[1], grad.dtype)
+            if step is not None:
+                product.bind_backward(step)
+        return found
 
     def _distributed(self, x: DTensor) -> torch.Tensor:
         """The product of a DTensor of rows."""
@@ -238,6 +236,7 @@ class DistributedPlan:
 
     def _load(self, values: torch.Tensor) -> None:
         self._loads += 1
+        self._repeated.forget()
         self._own.load(values)
         self._halo.load(values)
 
@@ -257,10 +256,10 @@ class DistributedPlan:
             self._name_the_lost(error)
             raise
 
-    def _name_the_lost(self, error: RuntimeError) -> None:
+    def _name_the_lost(self, error: RuntimeError | str) -> None:
         """Raise an error that names the ranks that did not answer, if the failure is that of one."""
         if self._exchange is not None and self._exchange.is_lost:
-            self._group.name_the_dead(error)
+            self._group.name_the_dead(RuntimeError(error) if isinstance(error, str) else error)
 
     def _gradient_of_x(self, grad: torch.Tensor) -> torch.Tensor:
         exchange = self._exchange
@@ -324,6 +323,8 @@ class DistributedPlan:
         ]
         for name, part in (("own columns", self._own), ("halo", self._halo)):
             compact = "" if part.rows is None else f", kept as {part.rows.shape[0]} rows that are not empty"
+            if part.sums(n, dtype or self.dtype) is not None:
+                compact += ", in one launch"
             lines += [f"{name}{compact}:", *(f"  {line}" for line in part.plan.explain().splitlines())]
         return "\n".join(lines)
 

@@ -47,7 +47,8 @@ def split(
         parts: how many ranges.
         by: "nonzeros" gives each rank about equally many nonzeros, "rows" as many rows as Shard(0) of DTensor does.
         reorder: "rcm" orders a square matrix by reverse Cuthill-McKee first, which puts neighbours next to each other;
-            "metis" cuts its graph by METIS into parts with few edges between them (pip install pymetis).
+            "metis" cuts its graph by METIS into parts with few edges between them (pip install pymetis), and orders
+            each part by reverse Cuthill-McKee.
 
     Returns:
         A `Split`, for `local_rows`.
@@ -176,7 +177,18 @@ def _metis(csr: torch.Tensor, parts: int) -> tuple[Any, list[int]]:
     graph.eliminate_zeros()
     _, membership = pymetis.part_graph(parts, pymetis.CSRAdjacency(graph.indptr.tolist(), graph.indices.tolist()))
     member = np.asarray(membership)
-    return np.argsort(member, kind="stable"), np.bincount(member, minlength=parts).tolist()
+    return parts_in_order(graph, member), np.bincount(member, minlength=parts).tolist()
+
+
+def parts_in_order(graph: Any, member: Any) -> Any:
+    """The rows of part 0, then of part 1 and so on, each part in the RCM order of its own graph, so that neighbouring
+    rows read the same rows of x. graph: symmetric. member [rows]: the part of each row."""
+    found = []
+    for part in range(int(member.max(initial=-1)) + 1):
+        rows = np.flatnonzero(member == part)
+        order = scipy.sparse.csgraph.reverse_cuthill_mckee(graph[rows][:, rows].tocsr(), symmetric_mode=True)
+        found.append(rows[order])
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 
 _ORDERS: dict[str, Callable[[torch.Tensor, int], tuple[Any, list[int] | None]]] = {"rcm": _rcm, "metis": _metis}

@@ -69,6 +69,7 @@ __device__ void write_rows(const PeerTable& t, const W* x, const int64_t* index,
   }
 }
 
+// Writes this rank's rows; its last block then waits for those of the others.
 template <class W>
 __global__ void __launch_bounds__(kThreads)
     send_kernel(const __grid_constant__ PeerTable t, const W* x, const int64_t* index, int64_t vectors, int lanes,
@@ -91,22 +92,27 @@ __global__ void __launch_bounds__(kThreads)
     if (is_last) own->blocks = 0, own->calls = call;
   }
   __syncthreads();
-  if (is_last && is_target) {
+  if (!is_last) return;
+  if (is_target) {
     __threadfence_system();
     ptx::store_release_system(&header_of(t, r)->arrived[t.rank], call);
   }
-}
-
-__global__ void wait_kernel(const __grid_constant__ PeerTable t, int* lost, uint64_t limit) {
-  const Header* const own = header_of(t, t.rank);
-  const int r = threadIdx.x;
-  if (r < t.size && (t.sources >> r & 1) != 0) await(&own->arrived[r], own->calls, r, lost, limit);
+  __syncthreads();  // every flag is set before any is waited for
+  if (r < t.size && (t.sources >> r & 1) != 0) await(&own->arrived[r], call, r, lost, limit);
 }
 
 bool captures(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
   return status != cudaStreamCaptureStatusNone;
+}
+
+// CUDA may load a kernel at its first launch, and then wait for all that runs on the GPU: for a kernel that waits for
+// another rank, which may wait for this launch.
+template <class W>
+void load_kernel() {
+  cudaFuncAttributes attributes;
+  C10_CUDA_CHECK(cudaFuncGetAttributes(&attributes, send_kernel<W>));
 }
 
 template <class W>
@@ -140,6 +146,7 @@ PeerRows::PeerRows(at::Tensor buffer, const std::vector<int64_t>& addresses, int
   const c10::cuda::CUDAGuard guard(buffer_.device());
   C10_CUDA_CHECK(cudaHostAlloc(reinterpret_cast<void**>(&lost_), sizeof(int), cudaHostAllocMapped));
   *lost_ = 0;
+  load_kernel<uint4>(), load_kernel<uint2>(), load_kernel<uint32_t>(), load_kernel<uint16_t>();
   int least = 0, greatest = 0;
   C10_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
   C10_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
@@ -196,8 +203,6 @@ void PeerRows::send(const at::Tensor& x) {
     launch_send<uint32_t>(table_, rows, index, row_bytes_, lost_, limit_, stream_);
   else
     launch_send<uint16_t>(table_, rows, index, row_bytes_, lost_, limit_, stream_);
-  wait_kernel<<<1, 32, 0, stream_>>>(table_, lost_, limit_);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
   C10_CUDA_CHECK(cudaEventRecord(done_, stream_));
 }
 

@@ -3,14 +3,14 @@
 //
 // Every rank has a buffer that all ranks have mapped: a header, then the rows that it receives, packed. A call is
 //
-//     send   1. tell the ranks that send rows here that the last ones were read: ready[this rank] = call number
-//            2. wait until those that rows go to have said the same
-//            3. write the rows; then arrived[this rank] = call number in their headers
-//     wait   until arrived[r] = call number for each rank r that sends rows here
+//     1. tell the ranks that send rows here that the last ones were read: ready[this rank] = call number
+//     2. wait until those that rows go to have said the same
+//     3. write the rows; then arrived[this rank] = call number in their headers
+//     4. wait until arrived[r] = call number for each rank r that sends rows here
 //
-// Both are kernels of a stream of this object; the current stream runs others meanwhile. `send` begins after what
-// the current stream ran before, which has read the rows of the call before, and `wait` lets the current stream wait
-// for the rows. Call numbers are counted in GPU memory: a captured graph may be replayed.
+// This is one kernel, on a stream of this object; the current stream runs others meanwhile. `send` launches it after
+// what the current stream ran before, which has read the rows of the call before, and `wait` lets the current stream
+// wait for its end. Call numbers are counted in GPU memory: a captured graph may be replayed.
 #pragma once
 
 #ifdef MATMULS_CUDA

@@ -245,34 +245,52 @@ class PreparedCalls {
   std::optional<Tensor> operator()(py::handle maybe_x, const Passed& passed) {
     if (calls_.empty() || !THPVariable_CheckExact(maybe_x.ptr())) return {};
     const Tensor& x = THPVariable_Unpack(maybe_x.ptr());
+    const Call* const call = find(x, passed);
+    if (call == nullptr) return {};
+    ReadyCall ready = filled(*call, passed);
+    c10::IValue& open = ready.arguments[call->at];
+    const bool of_rows = call->of_rows, transposed = call->transposed;
+    const Tensor bias = call->bias;
+    const py::gil_scoped_release no_gil;  // other threads may call bind() from here on
+    open = of_rows ? as_rows(x) : x;
+    if (transposed) open = open.toTensor().t();
+    Tensor y = std::move(ready).run();
+    if (transposed) y = bias.defined() ? y.t() + bias : y.t();
+    return of_rows ? in_shape_of(x, y) : y;
+  }
+
+  std::optional<ReadyCall> ready(const Tensor& x, const Passed& passed) {
+    const Call* const call = find(x, passed);
+    if (call == nullptr || call->of_rows || call->transposed) return {};
+    ReadyCall ready = filled(*call, passed);
+    ready.arguments[call->at] = x;
+    return ready;
+  }
+
+ private:
+  using Place = std::vector<Call>::iterator;
+
+  // The call for x, if there is one that still holds; one that does not is dropped.
+  const Call* find(const Tensor& x, const Passed& passed) {
     const Modes now;
     for (auto call = calls_.begin(); call != calls_.end(); ++call) {
       if (!call->is_for(x, passed, now)) continue;
       if (!call->is_unchanged() || (call->matrix && !call->matrix->is_unchanged(THPVariable_Unpack(passed[0])))) {
         std::vector<Call> gone;
         take(call, gone);
-        return {};
+        return nullptr;
       }
-      if (is_capturing(call->device)) return {};
-      Stack stack = call->arguments;
-      c10::IValue& open = stack[call->at];
-      if (call->matrix) stack[call->matrix->place()] = Matrix::values(THPVariable_Unpack(passed[0]));
-      const auto op = call->op;
-      const bool of_rows = call->of_rows, transposed = call->transposed;
-      const Tensor bias = call->bias;
-      const py::gil_scoped_release no_gil;  // other threads may call bind() from here on
-      open = of_rows ? as_rows(x) : x;
-      if (transposed) open = open.toTensor().t();
-      op.callBoxed(stack);
-      Tensor y = std::move(stack.at(0)).toTensor();
-      if (transposed) y = bias.defined() ? y.t() + bias : y.t();
-      return of_rows ? in_shape_of(x, y) : y;
+      return is_capturing(call->device) ? nullptr : &*call;
     }
-    return {};
+    return nullptr;
   }
 
- private:
-  using Place = std::vector<Call>::iterator;
+  // The call's arguments but for the open one.
+  static ReadyCall filled(const Call& call, const Passed& passed) {
+    ReadyCall ready{call.op, call.arguments};
+    if (call.matrix) ready.arguments[call.matrix->place()] = Matrix::values(THPVariable_Unpack(passed[0]));
+    return ready;
+  }
 
   Place take(Place call, std::vector<Call>& to) {
     to.push_back(std::move(*call));
@@ -283,6 +301,10 @@ class PreparedCalls {
 };
 
 }  // namespace
+
+std::optional<ReadyCall> ready_call(py::handle calls, const Tensor& x, py::handle passed) {
+  return calls.cast<PreparedCalls&>().ready(x, {passed.ptr(), Py_None, Py_None, Py_None});
+}
 
 void define_prepared_calls(py::module_& m) {
   py::class_<PreparedCalls>(m, "PreparedCalls")

@@ -1,10 +1,29 @@
-// Defines custom_mm._C.PreparedCalls (prepared operator calls).
+// Defines custom_mm._C.PreparedCalls (prepared operator calls), and lets C++ make such a call.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <pybind11/pybind11.h>
+
+#include <optional>
 
 namespace matmuls {
 
 void define_prepared_calls(pybind11::module_& m);
+
+// A prepared call with all its arguments, which needs no Python any more.
+struct ReadyCall {
+  c10::OperatorHandle op;
+  torch::jit::Stack arguments;
+
+  at::Tensor run() && {
+    op.callBoxed(arguments);
+    return std::move(arguments.at(0)).toTensor();
+  }
+};
+
+// The call of a _C.PreparedCalls for x and the tensor `passed`, of those that take x itself; none if there is none that
+// still holds. With the GIL.
+std::optional<ReadyCall> ready_call(pybind11::handle calls, const at::Tensor& x, pybind11::handle passed);
 
 }  // namespace matmuls

@@ -1,5 +1,8 @@
 """Checks of distributed products that every rank of a group runs."""
 
+import gc
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -7,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from common.distributed_processes import close, dense, drawn, mine, raises, sparse
 from matmuls import distributed
+from matmuls.distributed import part
 from matmuls.matrices import load
 
 SIZES = {1: [13], 2: [21, 8], 3: [14, 0, 17], 4: [9, 0, 23, 5]}  # rows of each rank
@@ -146,6 +150,44 @@ def check_repeated_bits(rank, world, device):
             y.square().sum().backward()
             found.append((y.detach(), x.grad))
         assert all(torch.equal(one, other) for pair in found[1:] for one, other in zip(found[0], pair, strict=True))
+
+
+def check_what_is_repeated(rank, world, device):
+    """Products of a constant plan from the second on, which C++ runs: with few and with many nonzeros in the halo, of
+    gradients in other strides, in turns with other shapes, and after an update."""
+    sizes = [30] * world
+    a = drawn(30 * world, 30 * world, 0.3, torch.float32)
+    whole = a.to(device)
+    before = dict(part.MOST_SUMMED)
+    for gather in (False, True):
+        for summed in (True, False):
+            part.MOST_SUMMED.update(before if summed else dict.fromkeys(before, 0))
+            plan = distributed.plan(sparse(mine(a, rank, sizes), device), constant=True, gather=gather)
+            for turn in range(3):
+                for n in (5, 32):
+                    x, grad = (dense(a.shape[0], n + i, device, torch.float32)[:, :n].contiguous() for i in range(2))
+                    x_own = mine(x, rank, sizes).clone().requires_grad_()
+                    y = plan @ x_own
+                    assert type(y.grad_fn).__name__ == ("RecordedBackward" if turn == 0 else "CppFunction")
+                    close(y, mine(whole @ x, rank, sizes), torch.float32)
+                    close(plan @ x_own.detach(), y, torch.float32)
+                    for given in (grad, grad[:, :1].expand(-1, n), grad.t().contiguous().t()):
+                        (found,) = torch.autograd.grad(y, x_own, mine(given, rank, sizes), retain_graph=True)
+                        close(found, mine(whole.mT @ given, rank, sizes), torch.float32)
+                    with raises(RuntimeError, "distributed.plan", "create_graph=True"):
+                        torch.autograd.grad(y.sum(), x_own, create_graph=True)
+            plan.update(-plan.values)
+            for _ in range(2):
+                close(plan @ x_own, mine(-(whole @ x), rank, sizes), torch.float32)
+            own, last = weakref.ref(plan._own), plan @ x_own
+            del plan, y
+            gc.collect()
+            (found,) = torch.autograd.grad(last, x_own, mine(grad, rank, sizes))  # the graph keeps what it needs
+            close(found, mine(-(whole.mT @ grad), rank, sizes), torch.float32)
+            del last
+            gc.collect()
+            assert own() is None, "something keeps the plan"
+    part.MOST_SUMMED.update(before)
 
 
 def check_values(rank, world, device):

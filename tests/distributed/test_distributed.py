@@ -6,7 +6,7 @@ import torch
 
 from common import peer_checks
 from common.distributed_checks import CHECKS, GPU_CHECKS, check_a_graph_network, check_values
-from common.distributed_processes import LOST_SECONDS, expect_no_errors, lose_a_rank, run_checks
+from common.distributed_processes import LOST_SECONDS, expect_no_errors, lose_a_rank, once, run_checks
 from matmuls.distributed.group import ANSWER_SECONDS
 from matmuls.distributed.peers import SHARES
 
@@ -16,7 +16,8 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def on_cpus(request, tmp_path_factory):
     """The errors of every check; the processes are started once for each number of them."""
-    return request.param, run_checks(request.param, tmp_path_factory.mktemp("store"), CHECKS)
+    world = request.param
+    return world, once(tmp_path_factory, f"gloo{world}", lambda: run_checks(world, CHECKS))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
@@ -25,9 +26,9 @@ def test_on_every_rank(on_cpus, check):
     expect_no_errors(answers, check, world)
 
 
-def test_a_group_of_one(tmp_path):
+def test_a_group_of_one():
     checks = [check_a_graph_network, check_values]
-    answers = run_checks(1, tmp_path, checks)
+    answers = run_checks(1, checks)
     for check in checks:
         expect_no_errors(answers, check, 1)
 
@@ -39,7 +40,8 @@ ON_GPUS = [*CHECKS, *GPU_CHECKS, *peer_checks.CHECKS]
 def on_gpus(request, tmp_path_factory):
     if request.param > GPUS:
         pytest.skip(f"needs {request.param} GPUs")
-    return request.param, run_checks(request.param, tmp_path_factory.mktemp("store"), ON_GPUS, "nccl", "cuda")
+    world = request.param
+    return world, once(tmp_path_factory, f"nccl{world}", lambda: run_checks(world, ON_GPUS, "nccl", "cuda"))
 
 
 @pytest.mark.cuda
@@ -50,8 +52,8 @@ def test_on_every_gpu(on_gpus, check):
 
 
 @pytest.mark.cuda
-def test_written_rows_on_one_gpu(tmp_path):
-    answers = run_checks(1, tmp_path, peer_checks.ALONE, "gloo", "cuda")
+def test_written_rows_on_one_gpu():
+    answers = run_checks(1, peer_checks.ALONE, "gloo", "cuda")
     for check in peer_checks.ALONE:
         expect_no_errors(answers, check, 1)
 
@@ -65,14 +67,14 @@ def expect_that_rank_1_is_named(found, ranks):
 
 
 @pytest.mark.parametrize("how", ["killed", "stalled"])
-def test_a_lost_rank_is_named_in_time(tmp_path, how):
-    expect_that_rank_1_is_named(lose_a_rank(3, tmp_path, how), 3)
+def test_a_lost_rank_is_named_in_time(how):
+    expect_that_rank_1_is_named(lose_a_rank(3, how), 3)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("how", ["killed", "stalled"])
-def test_a_lost_gpu_is_named_in_time(tmp_path, how, monkeypatch):
-    monkeypatch.setenv(SHARES, "1")
+def test_a_lost_gpu_is_named_in_time(how, monkeypatch):
+    monkeypatch.delenv(SHARES, raising=False)
     if GPUS < 2:
         pytest.skip("needs two GPUs")
-    expect_that_rank_1_is_named(lose_a_rank(2, tmp_path, how, "nccl", "cuda"), 2)
+    expect_that_rank_1_is_named(lose_a_rank(2, how, "nccl", "cuda"), 2)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from common import parallel_checks, sharding_checks
-from common.distributed_processes import expect_no_errors, run_checks
+from common.distributed_processes import expect_no_errors, once, run_checks
 
 CHECKS = [*sharding_checks.CHECKS, *parallel_checks.CHECKS]
 
@@ -14,7 +14,8 @@ CHECKS = [*sharding_checks.CHECKS, *parallel_checks.CHECKS]
 @pytest.fixture(scope="module", params=[2, 4])
 def on_cpus(request, tmp_path_factory):
     """The errors of every check; the processes are started once for each number of them."""
-    return request.param, run_checks(request.param, tmp_path_factory.mktemp("store"), CHECKS)
+    world = request.param
+    return world, once(tmp_path_factory, f"sharding{world}", lambda: run_checks(world, CHECKS))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))

@@ -2,15 +2,18 @@
 
 import importlib.util
 
+import numpy as np
 import pytest
+import scipy.sparse
 import torch
 
 from matmuls import distributed
 from matmuls.distributed.bench import grown
 from matmuls.distributed.group import digest, even
 from matmuls.distributed.model import Load, Measured, Model, fit, load_of, predictions
+from matmuls.distributed.part import LONG_ROW, row_sums
 from matmuls.distributed.peers import places
-from matmuls.distributed.splits import balanced
+from matmuls.distributed.splits import balanced, parts_in_order
 from matmuls.matrices import load
 
 
@@ -65,6 +68,21 @@ def test_metis_cuts_few_edges_or_says_what_to_install():
     assert split.sizes == (8, 8)
     own = distributed.local_rows(a, 0, split)
     assert own.col_indices().max() < 8
+
+
+def test_parts_are_put_in_order():
+    """Two shuffled paths: each is a part, and its vertices follow each other."""
+    vertices = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    ends = vertices.view(2, 30)
+    row, col = torch.cat([ends[:, :-1], ends[:, 1:]], 1).view(-1), torch.cat([ends[:, 1:], ends[:, :-1]], 1).view(-1)
+    graph = scipy.sparse.csr_array((np.ones(row.shape[0], bool), (row.numpy(), col.numpy())), shape=(60, 60))
+    member = np.zeros(60, np.int64)
+    member[ends[1].numpy()] = 1
+    order = parts_in_order(graph, member)
+    assert sorted(order) == list(range(60))
+    for part in range(2):
+        found = order[30 * part : 30 * part + 30].tolist()
+        assert found in (ends[part].tolist(), ends[part].tolist()[::-1])
 
 
 def test_errors_of_splits():
@@ -167,3 +185,33 @@ def test_matrices_that_grow():
     for source, ranks in (("rmat:10:8", 3), ("file.mtx", 2)):
         with pytest.raises(ValueError, match="expected"):
             grown(source, ranks)
+
+
+@pytest.mark.parametrize("n", [1, 7, 32, 130])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_sums_of_few_rows(device, dtype, n):
+    """Rows below and above the length from which a block sums one, and empty ones; added to a result, and written."""
+    generator = torch.Generator().manual_seed(0)
+    a = sparse(20, 200, 0.1)
+    long = torch.zeros(20, 200, dtype=torch.float64)
+    long[3], long[17, : LONG_ROW + 1] = torch.randn(200, generator=generator, dtype=torch.float64), 1.5
+    a = (a.to_dense() * (torch.arange(20) % 4 != 1)[:, None] + long).to(device, dtype)
+    csr = a.to_sparse_csr()
+    values, order = csr.values(), torch.randperm(csr.values().shape[0], generator=generator).to(device)
+    shuffled = torch.empty_like(values)
+    shuffled[order] = values
+    crow, col = csr.crow_indices().int(), csr.col_indices().int()
+    b = torch.randn(200, n, generator=generator, dtype=torch.float64).to(device, dtype)
+    truth = a.double() @ b.double()
+    within = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 512 * torch.finfo(dtype).eps}
+    whole = row_sums((crow, col, order.int()), None, shuffled, (20, 200), True)
+    torch.testing.assert_close(whole.product(b).double(), truth, **within)
+    targets = torch.randperm(50, generator=generator)[:20].to(device)
+    y = torch.randn(50, n, generator=generator, dtype=torch.float64).to(device, dtype)
+    wanted = y.double().index_add(0, targets, truth)
+    row_sums((crow, col, None), targets, values, (50, 200), False).add(y, b)
+    torch.testing.assert_close(y.double(), wanted, **within)
+    with pytest.raises(RuntimeError, match=r"distributed.plan: expected contiguous rows \[200, n\]"):
+        whole.product(b[:-1])
+    with pytest.raises(RuntimeError, match=r"expected a contiguous result \[20, "):
+        whole.add(y, b)

@@ -83,11 +83,13 @@ MAY_IMPORT = {
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan", "prepared")},
     "distributed": {f"distributed.{m}" for m in ("plans", "sharding", "splits", "styles")},
     "distributed.group": set(),
-    "distributed.part": {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "names", "plan", "selector")},
+    "distributed.part": {"custom_mm"}
+    | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "names", "plan", "selector")},
     "distributed.peers": {"custom_mm", "distributed.group"},
     "distributed.exchange": {"distributed"} | {f"distributed.{m}" for m in ("group", "part", "peers")},
-    "distributed.plans": {"registration", "sparse.csr_pattern", "sparse.plan"}
-    | {f"distributed.{m}" for m in ("exchange", "group", "part")},
+    "distributed.repeat": {"custom_mm", "distributed.exchange", "distributed.part"},
+    "distributed.plans": {"custom_mm", "registration", "sparse.csr_pattern", "sparse.plan"}
+    | {f"distributed.{m}" for m in ("exchange", "group", "part", "repeat")},
     "distributed.sharding": {"blocks", "masked"},
     "distributed.splits": {"distributed.group"},
     "distributed.styles": {"distributed.group", "distributed.sharding", "masked", "nn"},

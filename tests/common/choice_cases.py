@@ -17,5 +17,5 @@ def assert_as_exact_as_float32(result, dense, b):
 
 
 def assert_densified(plan):
-    """A kernel of a densified matrix runs; of float32 on Hopper it depends on the number of nonzeros drawn which one."""
+    """A kernel of a densified matrix runs. In float32 on Hopper the nonzeros drawn decide which one."""
     assert any(name in plan.explain() for name in (select.DENSE, select.FP16X2))

@@ -305,7 +305,7 @@ def _call_as_it_is(operator: _Operator, args: tuple[object, ...], kwargs: dict[s
 def enable_dtensor() -> None:
     """Registers sharding rules of the operators with DTensor, for this process; further calls do nothing.
 
-    `import matmuls.distributed` calls it. See the guide for the placements of each operator.
+    `import matmuls.distributed` calls it, so you need not. See the guide for the placements of each operator.
 
     Examples:
         >>> import matmuls.distributed

@@ -75,7 +75,7 @@ def _bias_act(page: Page, results: Results) -> None:
     page.table(
         "Each row is one case (rows x columns) of `custom_mm.bias_act_`. torch computes `x + bias` and then the "
         "activation.",
-        ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "share of a copy's speed"),
+        ("case", "dtype", "matmuls, µs", "torch, µs", "speed", "[share](../index.md#terms)"),
         map(_cells, rows),
     )
     page.say(losses([(ratio(r), _case(r)) for r in rows], "torch"), groups(rows))
@@ -121,7 +121,9 @@ def _host(page: Page, results: Results) -> None:
     page.say(losses([(r["ratio"], _case(r)) for r in rows], "torch"))
     newer, older = (run.environment for run in (results.run(host.FILE), runs[0]))
     if str(newer.get("date")) > str(older.get("date")):
-        page.say("[Small calls](host.md) has a newer run, in which the classes with `apply` are faster.")
+        page.say(
+            "[Small calls](host.md) has a newer run on another machine. Only its speeds can be compared with these."
+        )
     page.measured(*{run.file: replace(run, rows=rows) for run in runs}.values())
 
 

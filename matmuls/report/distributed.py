@@ -16,7 +16,7 @@ COLUMNS = {
     OURS: "the product by `matmuls.distributed.plan`.",
     f"{GATHERED}*, *{TORCH}": "every process first gets all rows of the dense operand.",
     ALONE: "the whole product on one GPU.",
-    "predicted from N GPUs": "the prediction of a model of the time, fitted to N GPUs.",
+    "predicted from N GPUs": "a time predicted from the measurements on N GPUs.",
     "efficiency": "the time of *one process, plan*, divided by the number of GPUs and by the time of *distributed "
     "plan*. Higher is better, and 1 is ideal.",
 }
@@ -120,8 +120,8 @@ def _weak(page: Page, run: Run, cases: list[dict[str, Any]]) -> None:
     ranks = cases[0]["ranks"]
     page.heading(f"Weak scaling on {ranks} GPUs")
     page.table(
-        f"Each row is one dtype. On {ranks} GPUs the grid has {ranks} times as many vertices. *efficiency* is the time "
-        "of one GPU for the small grid, divided by the time of the distributed plan for the large grid.",
+        f"Each row is one dtype. The grid on {ranks} GPUs has {ranks} times as many vertices as the grid on one GPU. "
+        f"*efficiency* is the time of one GPU for the small grid, divided by that of {ranks} GPUs for the large grid.",
         ("matrix", "dtype", "columns", "efficiency", "efficiency, forward + backward"),
         (
             [case["matrix"], case["dtype"], str(case["n"]), *(f"{case[key]:.2f}" for key in EFFICIENCIES)]

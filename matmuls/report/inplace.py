@@ -81,8 +81,9 @@ def _memory(page: Page, rows: Rows, cases: list[str], dtypes: list[str]) -> None
         return number(m * k * width / 2**20)
 
     page.table(
-        "Each row is one shape of `matmul_`, with the peak memory without inputs. The buffer had "
-        f"{number(max(extra.values()))} MiB. The last two columns are the size of a separate result.",
+        "Each row is one shape of `matmul_`, with the peak memory without inputs. In this run the "
+        f"default `workspace` was {number(max(extra.values()))} MiB. The last two columns are the size of a separate "
+        "result.",
         ("rows x K", *(f"{d}, MiB" for d in dtypes), "result in 16 bits, MiB", "result in float32, MiB"),
         ([case, *(number(extra.get((case, d))) for d in dtypes), size(case, 2), size(case, 4)] for case in cases),
     )

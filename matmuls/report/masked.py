@@ -25,7 +25,7 @@ def page(results: Results) -> Page:
         "*span*: the rows of the first weight are one contiguous range, half of all rows.",
         "*16 spans*: they are 16 ranges of equal length.",
         "*random 50 %*, *random 5 %*: each row has the first weight with this probability.",
-        "*planning included*: the time to make the mask plan is counted, as in no other case.",
+        "*planning included*: the time includes making the mask plan. In the other cases the plan is made before.",
     )
     runs = {name: results.bench(name) for name in OPERATIONS}
     for name, run in runs.items():

@@ -105,7 +105,7 @@ def _residual(page: Page, *runs: Run) -> None:
     page.heading("Norms of x + residual")
     page.table(
         "Each row is one case (rows x columns). The speed is over the faster of eager torch and torch.compile.",
-        ("operation", "shape", "dtype", "matmuls, µs", "share of a copy's speed", "speed"),
+        ("operation", "shape", "dtype", "matmuls, µs", "share", "speed"),
         (
             [
                 *(f"`{r['operation']}`", r["case"].split()[1], r["dtype"]),

@@ -196,7 +196,8 @@ def blocks(page: Page, results: Results) -> None:
     page.heading("Matrices in blocks")
     page.table(
         "Each row is one 4096x4096 matrix and number of columns of B, in float16. The nonzeros lie in blocks at random "
-        "places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`.",
+        "places. The last two columns are speeds of `matmuls.blocks.bsr_spmm`. The slower cases below are counted in "
+        "float16 and bfloat16.",
         ("blocks", "zeros", "columns of B", *names.values(), "over cuSPARSE", "over dense"),
         (
             [

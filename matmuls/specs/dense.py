@@ -274,7 +274,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         name="cublaslt_matmul",
-        summary="`custom_mm.cublaslt_matmul(a, b, bias, activation)`: a @ b, bias and activation by cuBLASLt",
+        summary="`custom_mm.cublaslt_matmul(a, b, bias, activation, transa, transb, c)`: a @ b, bias, activation",
         call=custom_mm.cublaslt_matmul,
         reference=_affine,
         operators=(

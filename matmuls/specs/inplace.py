@@ -193,7 +193,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         name="linear_",
-        summary="`linear_(x, weight, bias)`: x ← F.linear(x, weight, bias), in place",
+        summary="`linear_(x, weight, bias, *, keep_input, workspace)`: x ← F.linear(x, weight, bias), in place",
         call=inplace.linear_,
         reference=F.linear,
         operators=(_ops.matmul_.default,),

@@ -357,7 +357,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         name="sddmm",
-        summary="`sddmm(a, b, pattern)`: a @ b where the pattern has nonzeros",
+        summary="`sddmm(a, b, pattern, *, alpha)`: a @ b where the pattern has nonzeros",
         call=sparse.sddmm,
         reference=lambda a, b, plan, alpha=1: alpha * _in_order(plan, a @ b),
         operators=(_ops.csr_sddmm.default,),
@@ -402,7 +402,7 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         name="spgemm",
-        summary="`spgemm(A, B)`, `plan_spgemm(A, B)`: A @ B of two sparse matrices, as a sparse matrix",
+        summary="`spgemm(A, B, *, max_nnz)`, `plan_spgemm(A, B, *, max_nnz)`: A @ B, all three sparse",
         call=_spgemm_call,
         reference=_spgemm_reference,
         operators=(

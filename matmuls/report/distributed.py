@@ -9,12 +9,13 @@ from .page import Page
 from .results import Results, Run
 
 OURS, GATHERED, TORCH, ALONE = "distributed plan", "all-gather + plan", "all-gather + torch.sparse", "one process, plan"
-TIMED = OURS, GATHERED, TORCH, ALONE
+GATHERINGS, FASTER = (GATHERED, TORCH), "the faster all-gather"
 ORDERS = {"rcm": "reverse Cuthill-McKee", "metis": "METIS"}
 COLUMNS = {
     "MiB sent": "what all GPUs together send in a product.",
     OURS: "the product by `matmuls.distributed.plan`.",
-    f"{GATHERED}*, *{TORCH}": "every process first gets all rows of the dense operand.",
+    FASTER: "every process first gets all rows of the dense operand. It then multiplies by a plan or by torch.sparse, "
+    "whichever is faster.",
     ALONE: "the whole product on one GPU.",
     "predicted from N GPUs": "a time predicted from the measurements on N GPUs.",
     "efficiency": "the time of *one process, plan*, divided by the number of GPUs and by the time of *distributed "
@@ -75,17 +76,16 @@ def _products(page: Page, run: Run, cases: list[dict[str, Any]], predicted: Pred
         "Each row is one matrix, dtype and number of columns of the dense operand."
         + (f" Rows and columns of every matrix are first reordered by {ORDERS[order[1]]}." if order else ""),
         (
-            *("matrix, dtype, columns", "MiB sent", OURS, *extra, *TIMED[1:]),
-            *("efficiency", "forward + backward", "forward + backward, one GPU"),
+            *("matrix, dtype, columns", "MiB sent", OURS, *extra, FASTER, ALONE, "efficiency"),
+            *("forward + backward", f"forward + backward, {FASTER}", "forward + backward, one GPU"),
         ),
         (
             [
                 *(f"{case['matrix']}, {case['dtype']}, {case['n']}", f"{sum(case['sent']) / 2**20:.1f}"),
                 _us(case["wall"][OURS]),
                 *(_us(one[1] if one else None) for _ in extra),
-                *(_us(case["wall"][name]) for name in TIMED[1:]),
-                f"{case['efficiency']:.2f}",
-                *(_us(case["wall_backward"][name]) for name in (OURS, ALONE)),
+                *(_us(_fastest(case["wall"], GATHERINGS)), _us(case["wall"][ALONE]), f"{case['efficiency']:.2f}"),
+                *(_us(_fastest(case["wall_backward"], ways)) for ways in ((OURS,), GATHERINGS, (ALONE,))),
             ]
             for case, one in zip(cases, known, strict=True)
         ),
@@ -96,20 +96,25 @@ def _products(page: Page, run: Run, cases: list[dict[str, Any]], predicted: Pred
                 name,
                 [
                     (
-                        min(case[times][rival] for rival in rivals) / case[times][OURS],
+                        _fastest(case[times], rivals) / case[times][OURS],
                         f"{case['matrix']}, {case['dtype']}, {case['n']} columns",
                     )
                     for case in cases
                 ],
             )
             for name, times, rivals in (
-                ("over the faster all-gather", "wall", TIMED[1:3]),
-                ("over one GPU", "wall", TIMED[3:]),
-                ("forward + backward, over one GPU", "wall_backward", TIMED[3:]),
+                (f"over {FASTER}", "wall", GATHERINGS),
+                ("over one GPU", "wall", (ALONE,)),
+                (f"forward + backward, over {FASTER}", "wall_backward", GATHERINGS),
+                ("forward + backward, over one GPU", "wall_backward", (ALONE,)),
             )
         )
     )
     page.measured(run)
+
+
+def _fastest(times: dict[str, float], ways: tuple[str, ...]) -> float:
+    return min(times[way] for way in ways if way in times)
 
 
 def _us(seconds: float | None) -> str:

@@ -16,7 +16,7 @@ FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError
 # names with wildcards -> reason: results that no page shows
 NOT_SHOWN = {
     "*checks-*.json": "test and sanitizer runs, not speeds",
-    "*distributed-*-shared.json": "MATMULS_SHARE_MEMORY=1 on one matrix, which the guide quotes",
+    "*distributed-*-shared.json": "an older run of one matrix, whose rows were written into the other GPUs' memory",
     "*sparse-systems*.json": "sparse products and triangular solves; the limits quote the products",
 }
 

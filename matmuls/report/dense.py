@@ -122,7 +122,7 @@ def _host(page: Page, results: Results) -> None:
     newer, older = (run.environment for run in (results.run(host.FILE), runs[0]))
     if str(newer.get("date")) > str(older.get("date")):
         page.say(
-            "[Small calls](host.md) has a newer run on another machine. Only its speeds can be compared with these."
+            "[Small calls](host.md) has a newer run on another machine. Compare its speeds with these, not its times."
         )
     page.measured(*{run.file: replace(run, rows=rows) for run in runs}.values())
 

@@ -76,7 +76,7 @@ def plotted(rows: Rows) -> Rows:
 def groups(rows: Rows, speed: Callable[[dict[str, Any]], float | None] = ratio) -> str:
     """A sentence that compares drawn sizes with the others; "" if there are none."""
     parts = []
-    for drawn, words in ((True, "random sizes, which were not used to tune the code"), (False, "other sizes")):
+    for drawn, words in ((True, "random sizes (not used to tune the code)"), (False, "other sizes")):
         known = [r for r in (speed(row) for row in rows if bool(row.get("drawn")) is drawn) if r is not None]
         if known:
             mean, least = number(geometric_mean(known)), number(min(known))

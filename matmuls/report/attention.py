@@ -33,8 +33,7 @@ def _attention(page: Page, results: Results) -> None:
     page.heading("Attention with its probabilities, forward")
     page.plot(attention_plot(results))
     page.table(
-        "Each row is one case (batch x heads x tokens x head size) and dtype. The last two columns are speeds. On "
-        "Hopper GPUs one kernel computes the cases of head size 64.",
+        "Each row is one case (batch x heads x tokens x head size) and dtype. The last two columns are speeds.",
         ("case", "dtype", "matmuls, µs", "eager, µs", "torch.compile, µs", "over eager", "over torch.compile"),
         (
             [

@@ -8,6 +8,7 @@ from .plot import Plot
 from .results import Run
 
 NOTE = "<!-- Written by `matmuls report` from benchmarks/results. Do not edit. -->"
+BRACKETS = "Figures are as called. *(GPU x)* is the figure by GPU time, given where the two differ by more than 10 %."
 
 
 @dataclass
@@ -40,7 +41,10 @@ class Page:
 
     def table(self, sentence: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """A table after a sentence that says what a row is and which direction is better."""
-        self._parts += [sentence, table(header, rows).rstrip("\n")]
+        made = table(header, rows).rstrip("\n")
+        if "(GPU " in made and BRACKETS not in self._parts:
+            self._parts.append(BRACKETS)
+        self._parts += [sentence, made]
 
     def lost(self, *comparisons: tuple[str, Iterable[tuple[float | None, str]]]) -> None:
         """A table with a row for each of several comparisons: its name, and speeds with their cases."""

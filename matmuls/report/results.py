@@ -51,7 +51,7 @@ class Run:
     def times(self) -> str:
         """Says whether the times of a `matmuls bench` run on a GPU are as called or GPU times."""
         if any(row.get("called_us") for row in self.rows):
-            return "Times: as called; *GPU* marks the GPU time where the two differ by more than 10 %."
+            return "Figures: as called."
         return "Times: GPU time." if any(row.get("kind") == "gpu" for row in self.rows) else ""
 
 

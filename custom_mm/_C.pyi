@@ -180,8 +180,13 @@ class RepeatedProduct:
         """x: an operand. recorded: the operands need a gradient. slow: the gradient to the operand, where no step can
         be repeated. lost: raises an error for the message of one, if a rank does not answer."""
 
+    expired: str
+    """The error of a backward pass after `expire`."""
+
     def bind_backward(self, backward: Step) -> None:
         """Compute gradients by this step from now on."""
+    def expire(self) -> None:
+        """Refuse the backward pass of products so far, as the matrix has other values now."""
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """The product; None if x is not like the operands, or the own product may not be repeated now."""

@@ -1,6 +1,7 @@
 """A part of a block of rows of A, with products that are added to a result, and the transposed ones."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -84,6 +85,9 @@ class Part:
         self.plan, self.transposed, self.nnz = plan, plan.mT, plan.nnz
         self._in_place: dict[tuple[torch.dtype, int], bool] = {}
         self._sums: dict[bool, _C.RowSums] = {}  # of the matrix, and of the transposed one
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_sums": {}}  # a copied or unpickled part makes its own
 
     def load(self, values: torch.Tensor) -> None:
         """Take the part's values from the block's, in the memory of the last ones, which captured graphs read. Without

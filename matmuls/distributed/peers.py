@@ -105,9 +105,8 @@ def make(
 ) -> Channel | None:
     """A channel, or None if a rank could not make one, which warns. All ranks have memory before they meet: one that
     has not would let the others wait."""
-    nbytes = _C.PeerRows.header + n * dtype.itemsize * max(
-        map(sum, counts)
-    )  # the same on every rank, as torch requires
+    # the same on every rank, as torch requires
+    nbytes = _C.PeerRows.header + n * dtype.itemsize * max(map(sum, counts))
     with torch.inference_mode(False), torch.no_grad():
         buffer = _on_all(group, lambda: allocated(group, nbytes))
         return buffer if buffer is None else _on_all(group, lambda: Channel(group, buffer, index, counts, n, dtype))
@@ -118,7 +117,7 @@ def _on_all(group: Group, make: Callable[[], T]) -> T | None:
     made = None
     try:
         made = make()
-    except (RuntimeError, ImportError, AttributeError, TypeError) as error:  # out of memory; another version of torch
+    except Exception as error:  # out of memory; another version of torch. The other ranks wait for the answer.
         warnings.warn(f"{group}: its rows go by NCCL, as the GPUs share no memory: {error}", stacklevel=1)
     return made if all(is_made for (is_made,) in group.all_gather([made is not None])) else None
 

@@ -236,9 +236,9 @@ class DistributedPlan:
 
     def _load(self, values: torch.Tensor) -> None:
         self._loads += 1
-        self._repeated.forget()
         self._own.load(values)
         self._halo.load(values)
+        self._repeated.forget()  # last: another thread may have recorded a product meanwhile
 
     def _forward(self, values: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A @ x, and the rows of x that were received for it; no gradient is recorded of what this calls."""

@@ -62,6 +62,8 @@ class Recorded(torch.autograd.Function):
             )
         plan = ctx.plan
         if plan._constant:
+            if plan._loads != ctx.loads:
+                raise RuntimeError(_C.RepeatedProduct.expired)
             return None, plan._gradient_of_x(grad), None
         values, x, received = ctx.saved_tensors
         if plan._loads != ctx.loads:  # a product since then may have read other values
@@ -85,8 +87,13 @@ class Repeated:
                 return y
         return None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Repeated, ()  # a copied or unpickled plan records its own
+
     def forget(self) -> None:
-        """Begin anew, as the values have changed."""
+        """Begin anew, as the values have changed: products of before refuse a backward pass."""
+        for product in tuple(self._products.values()):
+            product.expire()
         self._products.clear()
 
     def knows(self, x: torch.Tensor, recorded: bool) -> bool:

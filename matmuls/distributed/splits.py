@@ -186,6 +186,8 @@ def parts_in_order(graph: Any, member: Any) -> Any:
     found = []
     for part in range(int(member.max(initial=-1)) + 1):
         rows = np.flatnonzero(member == part)
+        if not rows.size:  # METIS may leave a part empty
+            continue
         order = scipy.sparse.csgraph.reverse_cuthill_mckee(graph[rows][:, rows].tocsr(), symmetric_mode=True)
         found.append(rows[order])
     return np.concatenate(found) if found else np.zeros(0, np.int64)

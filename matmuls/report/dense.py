@@ -122,7 +122,7 @@ def _host(page: Page, results: Results) -> None:
     newer, older = (run.environment for run in (results.run(host.FILE), runs[0]))
     if str(newer.get("date")) > str(older.get("date")):
         page.say(
-            "[Small calls](host.md) has a newer run, in float32 and as called. The table above has the host's time alone."
+            "[Small calls](host.md) has a newer run, in float32, as called. The table above has the host's time alone."
         )
     page.measured(*{run.file: replace(run, rows=rows) for run in runs}.values())
 

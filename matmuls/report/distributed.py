@@ -185,5 +185,5 @@ def _models(page: Page, run: Run) -> None:
     words = str(run.environment.get("command")).partition(" OUT ")[2].split()
     lacking = {Path(word).stem for word in words} - {Path(row["graph"]).stem for row in steps}
     if lacking:
-        page.say(f"The run also asked for {', '.join(sorted(lacking))}, without a result.")
+        page.say(f"The run ended before {', '.join(sorted(lacking))}.")
     page.measured(run)

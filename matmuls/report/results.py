@@ -17,7 +17,7 @@ FOREIGN = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError
 NOT_SHOWN = {
     "*checks-*.json": "test and sanitizer runs, not speeds",
     "*distributed-*-shared.json": "an older run of one matrix, whose rows were written into the other GPUs' memory",
-    "*sparse-systems*.json": "sparse products and triangular solves; the limits quote the products",
+    "*sparse-systems*.json": "sparse products and triangular solves; the limits quote them",
 }
 
 

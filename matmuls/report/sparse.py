@@ -109,7 +109,7 @@ def _left_out(cases: list[Case]) -> str:
     dense, trained = (sum(ratio(c) is not None for c in own) for ratio in list(RATIOS.values())[-2:])
     return (
         f"The dense product was timed in {dense} of {len(own)} cases, for matrices of at most {DENSE_ELEMENTS:,} "
-        f"elements. In {len(own) - trained} cases torch's dense gradient did not fit into memory."
+        f"elements. In {len(own) - trained} of the {len(own)} cases torch's dense gradient did not fit into memory."
     )
 
 

@@ -87,13 +87,18 @@ class Step {
     if (sender_.native == nullptr) pending = sender_.object(sent);
     Tensor received;
     Tensor y = without_gil([&] {
-      if (sender_.native != nullptr) sender_.native->send(sent);
-      Tensor product = std::move(own).run();
-      if (sender_.native != nullptr) {
-        sender_.native->wait();
-        received = *received_;
-        if (after_.native != nullptr) add(product, received);
+      if (sender_.native == nullptr) return std::move(own).run();
+      sender_.native->send(sent);
+      Tensor product;
+      try {
+        product = std::move(own).run();
+      } catch (...) {
+        sender_.native->wait();  // `sent` is read until then
+        throw;
       }
+      sender_.native->wait();
+      received = *received_;
+      if (after_.native != nullptr) add(product, received);
       return product;
     });
     if (sender_.native == nullptr) received = pending().cast<Tensor>();
@@ -159,8 +164,13 @@ class RepeatedProduct : public torch::CustomClassHolder {
   Tensor forward(ReadyCall own, const Tensor& x) {
     return named(python_->forward, [&](const Step& step) { return step.run(std::move(own), x); });
   }
+  static constexpr const char* kExpired =
+      "distributed.plan: expected the values of the product in its backward pass, got others by update()";
+  // The values have changed: what the backward pass would repeat has others. Needs the GIL.
+  void expire() { expired_ = true; }
   Tensor backward(const Tensor& grad) {
     const py::gil_scoped_acquire gil;
+    TORCH_CHECK(!expired_, kExpired);
     if (python_->backward) {
       const auto repeat = [&](const Step& step) {
         auto own = step.ready(grad);
@@ -193,7 +203,7 @@ class RepeatedProduct : public torch::CustomClassHolder {
   int64_t rows_, n_;
   at::ScalarType dtype_;
   at::Device device_;
-  bool recorded_;
+  bool recorded_, expired_ = false;
   std::unique_ptr<Python> python_;
 };
 
@@ -264,6 +274,8 @@ void define_repeated_product(py::module_& m) {
       .def(
           "bind_backward", [](RepeatedProduct& self, const Step& step) { self.bind_backward(step); },
           py::arg("backward"))
+      .def("expire", &RepeatedProduct::expire)
+      .def_property_readonly_static("expired", [](const py::object&) { return RepeatedProduct::kExpired; })
       .def("__call__", torch::wrap_pybind_function([](RepeatedProduct& self, py::handle x) { return self(x); }),
            py::arg("x"));
 }

@@ -1,12 +1,25 @@
 """Distributed products compared with those of one process in float64: gloo on 2 to 4 processes, NCCL and
 writes into each other's memory on two and four GPUs."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
 from common import peer_checks
 from common.distributed_checks import CHECKS, GPU_CHECKS, check_a_graph_network, check_values
-from common.distributed_processes import LOST_SECONDS, expect_no_errors, lose_a_rank, once, run_checks
+from common.distributed_processes import (
+    LOST_SECONDS,
+    close,
+    dense,
+    drawn,
+    expect_no_errors,
+    lose_a_rank,
+    once,
+    run_checks,
+)
+from matmuls import distributed
 from matmuls.distributed.group import ANSWER_SECONDS
 from matmuls.distributed.peers import SHARES
 
@@ -31,6 +44,36 @@ def test_a_group_of_one():
     answers = run_checks(1, checks)
     for check in checks:
         expect_no_errors(answers, check, 1)
+
+
+def repeated_plan():
+    """A constant plan of one process whose products C++ repeats, and its matrix."""
+    a = drawn(9, 9).to_sparse_csr()
+    plan = distributed.plan(a, constant=True)
+    for _ in range(3):
+        plan @ dense(9, 4).requires_grad_()
+    return plan, a
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+def test_a_plan_is_copied_after_products(again):
+    plan, a = repeated_plan()
+    x = dense(9, 4)
+    for _ in range(3):
+        close(again(plan) @ x, a.to_dense() @ x)
+
+
+def test_a_backward_pass_after_other_values_is_refused():
+    plan, a = repeated_plan()
+    x = dense(9, 4).requires_grad_()
+    y = plan @ x
+    plan.update(2 * a.values())
+    with pytest.raises(
+        RuntimeError, match=r"distributed\.plan: expected the values of the product in its backward pass"
+    ):
+        y.sum().backward()
+    (plan @ x).sum().backward()
+    close(x.grad, 2 * a.to_dense().T @ torch.ones(9, 4, dtype=torch.float64))
 
 
 ON_GPUS = [*CHECKS, *GPU_CHECKS, *peer_checks.CHECKS]

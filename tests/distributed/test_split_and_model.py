@@ -85,6 +85,11 @@ def test_parts_are_put_in_order():
         assert found in (ends[part].tolist(), ends[part].tolist()[::-1])
 
 
+def test_a_part_may_be_empty():
+    graph = scipy.sparse.csr_array(np.eye(5, k=1) + np.eye(5, k=-1) > 0)
+    assert sorted(parts_in_order(graph, np.array([0, 0, 3, 3, 3]))) == list(range(5))
+
+
 def test_errors_of_splits():
     a = sparse(6, 5)
     with pytest.raises(ValueError, match="at least one part, got 0"):

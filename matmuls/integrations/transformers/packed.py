@@ -258,8 +258,6 @@ def _without_hidden(
         return replayed.padded(model, chain, tokens, None) or _all_shown(model, tokens) if small else None
     if (1, True) in texts or (0, False) in texts:  # a text without a token
         return None
-    tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tokens.items()}
-    tokens = {"position_ids": one_pass.positions(model, tokens, kept)} | tokens
     if replays:  # in any order, and without waiting for the GPU
         places = kept.flatten().nonzero_static(size=sum(counts)).squeeze(1)
     else:
@@ -268,36 +266,38 @@ def _without_hidden(
         of_text = torch.tensor(order, device=kept.device)
         row, column = kept[of_text].nonzero().unbind(1)
         places = of_text[row] * kept.size(1) + column
-    flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
-    try:
-        output = _run(model, flat, texts, places % kept.size(1), places, replays)
-    except Unpackable:
-        return None
-    output.last_hidden_state = output.last_hidden_state.view(*kept.shape, -1)
-    one_pass.pool_again(model, output)
-    return output
+    return _padded_again(model, tokens, kept, texts, places % kept.size(1), places, replays)
 
 
 def _all_shown(model: Any, tokens: dict[str, Tensor]) -> Any:
     """The output of a batch that has no padding, as packed texts. The attention of cuDNN that torch takes for a batch
     keeps host memory in each thread for every new shape (torch 2.11 to 2.13)."""
-    shape = tokens["input_ids"].shape
-    shown = torch.ones(shape, dtype=torch.bool, device=tokens["input_ids"].device)
-    tokens = {name: x.expand(*shape, *x.shape[2:]) for name, x in tokens.items()}
-    flat = {"position_ids": one_pass.positions(model, tokens, shown)} | tokens
-    columns = torch.arange(shape[1], device=shown.device).repeat(shape[0])
+    ids = tokens["input_ids"]
+    texts, length = ids.shape
+    columns = torch.arange(length, device=ids.device).repeat(texts)
+    shown = torch.ones_like(ids, dtype=torch.bool)
+    return _padded_again(model, tokens, shown, [(length, False)] * texts, columns, None, False)
+
+
+def _padded_again(
+    model: Any,
+    tokens: dict[str, Tensor],
+    kept: Tensor,
+    texts: list[tuple[int, bool]],
+    columns: Tensor,
+    places: Tensor | None,
+    replays: bool,
+) -> Any:
+    """The output in its padded shape, of texts that `_run` packs; None if the model's layers refuse. tokens: arguments
+    of forward [texts, longest]. kept: which tokens are computed."""
+    tokens = {name: x.expand(*kept.shape, *x.shape[2:]) for name, x in tokens.items()}
+    tokens = {"position_ids": one_pass.positions(model, tokens, kept)} | tokens
+    flat = {name: x.reshape(kept.numel(), *x.shape[2:]) for name, x in tokens.items()}
     try:
-        output = _run(
-            model,
-            {name: x.flatten(0, 1) for name, x in flat.items()},
-            [(shape[1], False)] * shape[0],
-            columns,
-            None,
-            False,
-        )
+        output = _run(model, flat, texts, columns, places, replays)
     except Unpackable:
         return None
-    output.last_hidden_state = output.last_hidden_state.view(*shape, -1)
+    output.last_hidden_state = output.last_hidden_state.view(*kept.shape, -1)
     one_pass.pool_again(model, output)
     return output
 

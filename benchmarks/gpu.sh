@@ -6,7 +6,8 @@ shopt -s nullglob
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT [STEP...]}
 shift
-steps=${*:-build tests cycles sanitize bert bench spmm spmm-pruned spmm-two-of-four sparse-linear constant blocks bench-bert}
+steps=${*:-build tests cycles sanitize bert bench spmm spmm-pruned spmm-two-of-four sparse-linear constant blocks bench-bert
+  host-times encoders traffic pyg-steps training-steps sparse-systems batch-invariance distributed}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 failed=0
@@ -63,6 +64,19 @@ spmm_two_of_four() {
     --against "torch 2:4" --device cuda --out "$out/two-of-four"
 }
 
+# On two GPUs or more: tests and products of as many processes. MATRICES: as for spmm, of square matrices.
+distributed() {
+  local gpus files=()
+  gpus=$(nvidia-smi -L | wc -l)
+  ((gpus > 1)) || { echo "distributed: needs two GPUs" && return; }
+  [ -n "${MATRICES:-}" ] && files=("$MATRICES"/{mdual,NotreDame_www,cond-mat-2005}.npz)
+  local products=(torchrun --nproc-per-node="$gpus" -m matmuls spmm --distributed --backward -n "32,128" --dtype float32 --dtype bfloat16)
+  step distributed-tests "$python" -m pytest -m cuda tests/distributed
+  step distributed-drawn "${products[@]}" --out "$out/drawn" grid:4096 rmat:22:16
+  ((${#files[@]})) && step distributed-rcm "${products[@]}" --reorder rcm --out "$out/rcm" "${files[@]}"
+  step distributed-models torchrun --nproc-per-node="$gpus" benchmarks/distributed_models.py "$out"
+}
+
 for name in $steps; do
   case $name in
     build) step build env TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0a}" "$python" setup.py build_ext --inplace ;;
@@ -83,6 +97,14 @@ for name in $steps; do
       for tool in memcheck initcheck racecheck synccheck; do
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize "$tool" "($packed) and not (layers or 9000 or 4096)" packed
       done
+      # encoders on packed texts, products with gelu, recorded calls of two experts
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "" packed_attention
+      sanitize racecheck "" packed_attention
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "" linear_rows
+      sanitize racecheck "" linear_rows # minutes: every lane of a warp signals for itself, as racecheck asks
+      # without MATMULS_POISON, whose deterministic algorithms are not recorded
+      step sanitize-memcheck-replay compute-sanitizer --tool memcheck --error-exitcode 9 \
+        "$python" -m pytest -q -m cuda -p no:cacheprovider tests/masked/test_replay.py
       # kernels whose thread blocks wait for each other
       sanitize synccheck "(matmul_ or linear_ or square) and the_truth and (bfloat16 or float32)"
       ;;
@@ -98,6 +120,12 @@ for name in $steps; do
     constant) step constant "$python" benchmarks/constant.py "$out" ;;
     blocks) step blocks "$python" benchmarks/blocks.py "$out" ;;
     bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
+    host-times | encoders | pyg-steps | training-steps | batch-invariance)
+      step "$name" "$python" "benchmarks/${name//-/_}.py" "$out" ;;
+    traffic) step traffic "$python" benchmarks/traffic.py "$out" --minutes 30 --device cuda ;;
+    sparse-systems)
+      [ -n "${MATRICES:-}" ] && step sparse-systems "$python" benchmarks/sparse_systems.py "$out" "$MATRICES"/*.npz --device cuda ;;
+    distributed) distributed ;;
     *) echo "no step named $name" && failed=1 ;;
   esac
 done

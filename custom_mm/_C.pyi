@@ -176,17 +176,17 @@ class RepeatedProduct:
         forward: Step,
         slow: Callable[[RepeatedProduct, Tensor], Tensor],
         lost: Callable[[str], None],
+        valid: list[bool],
     ) -> None:
         """x: an operand. recorded: the operands need a gradient. slow: the gradient to the operand, where no step can
-        be repeated. lost: raises an error for the message of one, if a rank does not answer."""
+        be repeated. lost: raises an error for the message of one, if a rank does not answer. valid: one element; once
+        it is False, backward passes raise `expired`."""
 
     expired: str
-    """The error of a backward pass after `expire`."""
+    """The error of a backward pass that is not valid any more."""
 
     def bind_backward(self, backward: Step) -> None:
         """Compute gradients by this step from now on."""
-    def expire(self) -> None:
-        """Refuse the backward pass of products so far, as the matrix has other values now."""
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """The product; None if x is not like the operands, or the own product may not be repeated now."""

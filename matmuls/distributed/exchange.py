@@ -45,10 +45,10 @@ class Exchange(Protocol):
         """Add the received gradients to that of x; the same bits every time."""
 
     def sender(self, n: int, dtype: torch.dtype, back: bool) -> tuple[Any, torch.Tensor | None]:
-        """What sends x, or with `back` gradients, in a `_C.Step`, and the rows that it receives if it writes them."""
+        """The stage of a `_C.Step` that sends x (back: gradients), and what PeerRows receive into, or None."""
 
     def adder(self, n: int, dtype: torch.dtype) -> Any:
-        """What adds received gradients of n columns in a `_C.Step`."""
+        """The stage of a `_C.Step` that adds received gradients of n columns."""
 
     @property
     def nbytes(self) -> int:
@@ -136,8 +136,7 @@ class NeededRows:
         return _callable(self.start_back if back else self.start), None
 
     def adder(self, n: int, dtype: torch.dtype) -> Any:
-        part = self._part_of(dtype)
-        return None if part.nnz == 0 else part.sums(n, dtype) or part.add_to
+        return self._part_of(dtype).adder(n, dtype)
 
     @property
     def nbytes(self) -> int:

@@ -112,8 +112,8 @@ class Part:
         return made
 
     def sums(self, n: int, dtype: torch.dtype, transposed: bool = False) -> _C.RowSums | None:
-        """What adds A @ b to rows of a result, or computes A^T @ grad, in one launch; None if the plan's product is
-        faster. n: columns of b or grad."""
+        """The sums that add A @ b to rows of a result, or compute A^T @ grad, in one launch. None if the plan's product
+        is faster. n: columns of b or grad."""
         s, device = self.plan._pattern, self._values.device
         if not self._added or self.nnz == 0 or dtype != self._values.dtype or dtype not in REAL:
             return None
@@ -139,6 +139,10 @@ class Part:
         if self.rows is not None:
             col = self.rows.to(torch.int32)[col.long()]
         return row_sums((crow, col, order), None, self._values, (s.columns, self._height), True)
+
+    def adder(self, n: int, dtype: torch.dtype) -> Any:
+        """The stage of a `_C.Step` that adds A @ b, for b of n columns; None if A has no nonzeros."""
+        return None if self.nnz == 0 else self.sums(n, dtype) or self.add_to
 
     def add_to(self, y: torch.Tensor, b: torch.Tensor) -> None:
         """y <- y + A @ b."""

@@ -19,7 +19,7 @@ def forward_step(own: Part, halo: Part, exchange: Exchange | None, n: int, dtype
     sender, received, after = None, None, None
     if exchange is not None:
         sender, received = exchange.sender(n, dtype, False)
-        after = None if halo.nnz == 0 else halo.sums(n, dtype) or halo.add_to
+        after = halo.adder(n, dtype)
     return _C.Step(
         own=prepared.products, values=prepared.values, before=None, sender=sender, received=received, after=after
     )
@@ -79,6 +79,7 @@ class Repeated:
 
     def __init__(self) -> None:
         self._products: dict[tuple[object, ...], _C.RepeatedProduct] = {}
+        self._valid = [True]  # shared by all products since the values changed, also those that are kept no more
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """A @ x; None if no product before it was like it, or if its kernel may not be repeated now."""
@@ -92,8 +93,8 @@ class Repeated:
 
     def forget(self) -> None:
         """Begin anew, as the values have changed: products of before refuse a backward pass."""
-        for product in tuple(self._products.values()):
-            product.expire()
+        self._valid[0] = False
+        self._valid = [True]
         self._products.clear()
 
     def knows(self, x: torch.Tensor, recorded: bool) -> bool:
@@ -111,5 +112,5 @@ class Repeated:
         """Keep the product of x. It keeps what the callables hold, which must not be what holds this."""
         while len(self._products) >= self.MOST:
             self._products.pop(next(iter(self._products)), None)
-        made = _C.RepeatedProduct(x=x, recorded=recorded, forward=step, slow=slow, lost=lost)
+        made = _C.RepeatedProduct(x=x, recorded=recorded, forward=step, slow=slow, lost=lost, valid=self._valid)
         self._products[x.shape, x.dtype, x.device, recorded] = made

@@ -47,7 +47,7 @@ def page(results: Results, others: list[tuple[Page, set[str]]]) -> Page:
 
 
 def _lacking(results: Results) -> str:
-    """Where the files are, and those without a command."""
+    """Says where the commands are, and which files lack theirs."""
     lacking = [f"`{run.file}`" for run in results.everything() if not run.environment.get("command")]
     named = f"These files lack the command: {', '.join(lacking)}." if lacking else ""
     return f"Each file in `benchmarks/results` has the command that made it. {named}".rstrip()

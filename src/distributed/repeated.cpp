@@ -137,13 +137,15 @@ class RepeatedProduct : public torch::CustomClassHolder {
  public:
   // slow: a callable (this, grad) -> gradient to x, which may call bind_backward. lost: a callable (error message) that
   // raises an error which names the ranks that do not answer.
-  RepeatedProduct(const Tensor& x, bool recorded, Step forward, py::object slow, py::object lost)
+  // valid: [True], or [False] once the values have changed, and with them what the backward pass would repeat.
+  RepeatedProduct(const Tensor& x, bool recorded, Step forward, py::object slow, py::object lost, py::list valid)
       : rows_(x.size(0)),
         n_(x.size(1)),
         dtype_(x.scalar_type()),
         device_(x.device()),
         recorded_(recorded),
-        python_(std::make_unique<Python>(Python{std::move(forward), {}, std::move(slow), std::move(lost)})) {}
+        python_(std::make_unique<Python>(
+            Python{std::move(forward), {}, std::move(slow), std::move(lost), std::move(valid)})) {}
 
   // Autograd may drop the last reference on a thread without the GIL, or after Python has ended.
   ~RepeatedProduct() override {
@@ -166,11 +168,9 @@ class RepeatedProduct : public torch::CustomClassHolder {
   }
   static constexpr const char* kExpired =
       "distributed.plan: expected the values of the product in its backward pass, got others by update()";
-  // The values have changed: what the backward pass would repeat has others. Needs the GIL.
-  void expire() { expired_ = true; }
   Tensor backward(const Tensor& grad) {
     const py::gil_scoped_acquire gil;
-    TORCH_CHECK(!expired_, kExpired);
+    TORCH_CHECK(python_->valid[0].cast<bool>(), kExpired);
     if (python_->backward) {
       const auto repeat = [&](const Step& step) {
         auto own = step.ready(grad);
@@ -187,6 +187,7 @@ class RepeatedProduct : public torch::CustomClassHolder {
     Step forward;
     std::optional<Step> backward;
     py::object slow, lost;
+    py::list valid;
   };
 
   // f(step); an error that names the ranks that do not answer, if it fails for one of them.
@@ -203,7 +204,7 @@ class RepeatedProduct : public torch::CustomClassHolder {
   int64_t rows_, n_;
   at::ScalarType dtype_;
   at::Device device_;
-  bool recorded_, expired_ = false;
+  bool recorded_;
   std::unique_ptr<Python> python_;
 };
 
@@ -267,14 +268,16 @@ void define_repeated_product(py::module_& m) {
       py::init<py::object, py::object, py::object, py::object, std::optional<Tensor>, py::object>(), py::kw_only(),
       py::arg("own"), py::arg("values"), py::arg("before"), py::arg("sender"), py::arg("received"), py::arg("after"));
   py::class_<RepeatedProduct, Product>(m, "RepeatedProduct")
-      .def(py::init([](const Tensor& x, bool recorded, const Step& forward, py::object slow, py::object lost) {
-             return c10::make_intrusive<RepeatedProduct>(x, recorded, forward, std::move(slow), std::move(lost));
+      .def(py::init([](const Tensor& x, bool recorded, const Step& forward, py::object slow, py::object lost,
+                       py::list valid) {
+             return c10::make_intrusive<RepeatedProduct>(x, recorded, forward, std::move(slow), std::move(lost),
+                                                         std::move(valid));
            }),
-           py::kw_only(), py::arg("x"), py::arg("recorded"), py::arg("forward"), py::arg("slow"), py::arg("lost"))
+           py::kw_only(), py::arg("x"), py::arg("recorded"), py::arg("forward"), py::arg("slow"), py::arg("lost"),
+           py::arg("valid"))
       .def(
           "bind_backward", [](RepeatedProduct& self, const Step& step) { self.bind_backward(step); },
           py::arg("backward"))
-      .def("expire", &RepeatedProduct::expire)
       .def_property_readonly_static("expired", [](const py::object&) { return RepeatedProduct::kExpired; })
       .def("__call__", torch::wrap_pybind_function([](RepeatedProduct& self, py::handle x) { return self(x); }),
            py::arg("x"));

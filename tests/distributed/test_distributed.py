@@ -72,6 +72,12 @@ def test_a_backward_pass_after_other_values_is_refused():
         RuntimeError, match=r"distributed\.plan: expected the values of the product in its backward pass"
     ):
         y.sum().backward()
+    before = plan @ x
+    for n in range(1, 20):  # so many that the first product is kept no more
+        plan @ dense(9, n)
+    plan.update(2 * a.values())
+    with pytest.raises(RuntimeError, match="got others by update"):
+        before.sum().backward()
     (plan @ x).sum().backward()
     close(x.grad, 2 * a.to_dense().T @ torch.ones(9, 4, dtype=torch.float64))
 

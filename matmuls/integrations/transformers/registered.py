@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, eager_mask, sdpa_mask
@@ -213,11 +214,8 @@ def attention(
         >>> attention(torch.nn.Module(), q, q.expand(1, 1, 2, 4), q.expand(1, 1, 2, 4), kept, sdpa=False)[1]
         tensor([[[[1., 0.]]]])
     """
-    for name in REFUSED:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"attention: expected a model without {name}, got {type(module).__name__} with it"
-            )
+    if kwargs:
+        _expect_supported(module, kwargs)
     _check_mask(attention_mask, query, key)
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
     is_causal = kwargs.pop("is_causal", None)
@@ -232,6 +230,11 @@ def attention(
     if not wanted:
         if attention_mask is not None and attention_mask.is_floating_point():
             attention_mask = attention_mask.to(query.dtype)
+        if kwargs.get("position_bias") is None and query.size(1) == key.size(1):
+            context: torch.Tensor = scaled_dot_product_attention(
+                query, key, value, attention_mask, dropout, causal, scale=scaling
+            )
+            return context.transpose(1, 2).contiguous(), None  # without the views of sdpa_attention_forward
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
         )
@@ -277,6 +280,14 @@ def gives_probabilities(function: Any, module: torch.nn.Module, kwargs: dict[str
 def is_ours(function: Any) -> bool:
     """True if `register` made it."""
     return isinstance(function, partial) and function.func is attention
+
+
+def _expect_supported(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    for name in REFUSED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"attention: expected a model without {name}, got {type(module).__name__} with it"
+            )
 
 
 def _check_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> None:

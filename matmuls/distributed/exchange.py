@@ -7,7 +7,7 @@ import torch
 
 from . import peers
 from .group import Group
-from .part import Part
+from .part import Part, RowCopies
 
 
 class Awaited(Protocol):
@@ -69,7 +69,7 @@ class NeededRows:
     """
 
     def __init__(self, group: Group, own: int, sent: torch.Tensor, counts: list[list[int]]) -> None:
-        self._group, self._own, self._sent, self._counts = group, own, sent, counts
+        self._group, self._own, self._sent, self._counts = group, own, RowCopies(sent, own), counts
         self._counts_back = [list(column) for column in zip(*counts, strict=True)]
         self._sent_counts, self._received_counts = self._counts_back[group.rank], counts[group.rank]
         self.columns = sum(self._received_counts)
@@ -89,7 +89,7 @@ class NeededRows:
         return "by an all-to-all of the needed rows"
 
     def prepare(self, n: int, dtype: torch.dtype, backward: bool) -> None:
-        for back, index, counts in ((False, self._sent, self._counts), (True, None, self._counts_back)):
+        for back, index, counts in ((False, self._sent.index, self._counts), (True, None, self._counts_back)):
             if back <= backward and (n, dtype, back) not in self._channels and self.is_direct(n, dtype):
                 made = peers.make(self._group, index, counts, n, dtype)
                 if made is None:  # on every rank alike
@@ -108,7 +108,7 @@ class NeededRows:
     def start(self, x: torch.Tensor) -> Awaited:
         if (channel := self._channels.get((x.shape[1], x.dtype, False))) is not None:
             return channel.send(x)
-        return self._group.start_all_to_all(x.index_select(0, self._sent), self._sent_counts, self._received_counts)
+        return self._group.start_all_to_all(self._sent.of(x), self._sent_counts, self._received_counts)
 
     def start_back(self, grad: torch.Tensor) -> Awaited:
         if (channel := self._channels.get((grad.shape[1], grad.dtype, True))) is not None:
@@ -122,7 +122,7 @@ class NeededRows:
         """A matrix of ones with a row for each own row: scattered atomics would add in any order."""
         made = self._sums.get(dtype)
         if made is None:
-            row, order = torch.sort(self._sent, stable=True)
+            row, order = torch.sort(self._sent.index, stable=True)
             ones = torch.ones(1, dtype=dtype, device=row.device).expand(order.shape[0])
             shape = self._own, order.shape[0]
             ids = torch.zeros_like(order, dtype=torch.int32)

@@ -20,17 +20,24 @@ FEW = 0.5  # of the rows: with fewer that have nonzeros, the part is kept withou
 # product and its addition. On a GPU: 10 us at the row kernel's 3.5e6 products a us; the launches take as long.
 MOST_SUMMED = {"cuda": 2**25, "cpu": 2**18}
 LONG_ROW = 64  # nonzeros; a whole block sums a longer row
+SHORT_ROW = 8  # nonzeros; if no row has more, any kernel is bound by memory, and one launch is best for any number
+
+
+def sums_dtype(dtype: torch.dtype, *sizes: int) -> bool:
+    """True if `row_sums` take this dtype and matrices of these sizes."""
+    return dtype in REAL and max(sizes) < INT32_MAX
 
 
 def row_sums(
     indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     targets: torch.Tensor | None,
-    values: torch.Tensor,
+    values: torch.Tensor | None,
     shape: tuple[int, int],
     every_row: bool,
 ) -> _C.RowSums:
     """Sums of the rows of a matrix. indices: crow, col, order. targets: the result's row of each; None: the same ones.
-    shape: of the result's rows, and of the dense operand's. every_row: empty ones too, which are written as zeros."""
+    values: None for ones. shape: of the result's rows, and of the dense operand's. every_row: empty ones too, which are
+    written as zeros."""
     crow, col, order = indices
     counts = crow.diff()
     rows = torch.arange(counts.shape[0], device=crow.device) if every_row else counts.nonzero().view(-1)
@@ -46,10 +53,59 @@ def row_sums(
     return made
 
 
+class RowCopies:
+    """Some rows of a matrix [rows, n], copied from it or added to it by one kernel. torch's index_select and index_add_
+    take 0.8 ms for 1.3 million rows of 64 bytes on an H200.
+
+    index [count]: which rows, each one once if they are added to.
+    """
+
+    def __init__(self, index: torch.Tensor, rows: int) -> None:
+        self.index, self._rows = index, rows
+        self._made: dict[bool, _C.RowSums] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_made": {}}  # a copied or unpickled one makes its own
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """x[index], [count, n]."""
+        made = self._sums(x, False)
+        return x.index_select(0, self.index) if made is None else made.product(x)
+
+    def add_to(self, y: torch.Tensor, rows: torch.Tensor) -> None:
+        """y[index] += rows."""
+        made = self._sums(rows, True) if y.is_contiguous() else None
+        if made is None:
+            y.index_add_(0, self.index, rows)
+        else:
+            made.add(y, rows.contiguous())
+
+    def _sums(self, x: torch.Tensor, added: bool) -> _C.RowSums | None:
+        count = self.index.shape[0]
+        if x.device.type != "cuda" or not sums_dtype(x.dtype, count, self._rows):
+            return None
+        if added not in self._made:
+            if is_capturing(x.device):
+                return None
+            with torch.inference_mode(False), torch.no_grad():
+                each = torch.arange(count + 1, device=x.device, dtype=torch.int32)
+                col = each[:-1] if added else self.index.to(torch.int32)
+                shape = (self._rows, count) if added else (count, self._rows)
+                made = row_sums((each, col, None), self.index if added else None, None, shape, not added)
+                for_every_stream(col)
+                self._made[added] = made
+        return self._made[added]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept alive."""
+        return self.index.nbytes + sum(made.items.nbytes + made.col.nbytes for made in self._made.values())
+
+
 class Part:
     """A matrix of some of the nonzeros of a block of rows.
 
-    plan: the matrix, without its empty rows if there are many. rows: which those rows are of the block's; None: all.
+    plan: the matrix, without its empty rows if there are many. rows: those rows of the block's; None: all.
     ids [nonzeros]: the part's values are values[ids].
     """
 
@@ -67,12 +123,13 @@ class Part:
     ) -> None:
         """row, col: of each nonzero, by rows. values: all of the block's. added: its products are added to others, so
         that empty rows may be left out."""
-        self.ids, self.rows, self._added, self._height = ids, None, added, shape[0]
+        self.ids, self._added, self._height = ids, added, shape[0]
+        self.rows: RowCopies | None = None
         counts = torch.bincount(row.long(), minlength=shape[0])
         if added:
             taken = counts.nonzero().view(-1)
             if taken.shape[0] < FEW * shape[0]:
-                self.rows, counts = taken, counts[taken]
+                self.rows, counts = RowCopies(taken, shape[0]), counts[taken]
         crow = torch.zeros(counts.shape[0] + 1, dtype=torch.int64, device=col.device)
         torch.cumsum(counts, 0, out=crow[1:])
         sizes = counts.shape[0], shape[1]
@@ -115,12 +172,11 @@ class Part:
         """The sums that add A @ b to rows of a result, or compute A^T @ grad, in one launch. None if the plan's product
         is faster. n: columns of b or grad."""
         s, device = self.plan._pattern, self._values.device
-        if not self._added or self.nnz == 0 or dtype != self._values.dtype or dtype not in REAL:
+        if not self._added or self.nnz == 0 or dtype != self._values.dtype:
             return None
-        if (
-            self.nnz * n > MOST_SUMMED.get(device.type, 0)
-            or max(s.rows, s.columns, self._height, s.nonzeros) >= INT32_MAX
-        ):
+        if not sums_dtype(dtype, s.rows, s.columns, self._height, s.nonzeros):
+            return None
+        if self.nnz * n > MOST_SUMMED.get(device.type, 0) and (transposed or s.longest > SHORT_ROW):
             return None
         if transposed not in self._sums:
             if is_capturing(device):
@@ -131,13 +187,14 @@ class Part:
 
     def _own_sums(self) -> _C.RowSums:
         s = self.plan._pattern
-        return row_sums((s.crow, s.col, s.order), self.rows, self._values, (self._height, s.columns), False)
+        targets = None if self.rows is None else self.rows.index
+        return row_sums((s.crow, s.col, s.order), targets, self._values, (self._height, s.columns), False)
 
     def _transposed_sums(self) -> _C.RowSums:
         s = self.plan._pattern
         crow, col, order = s.transposed()
         if self.rows is not None:
-            col = self.rows.to(torch.int32)[col.long()]
+            col = self.rows.index.to(torch.int32)[col.long()]
         return row_sums((crow, col, order), None, self._values, (s.columns, self._height), True)
 
     def adder(self, n: int, dtype: torch.dtype) -> Any:
@@ -151,7 +208,7 @@ class Part:
         if y.is_contiguous() and (sums := self.sums(b.shape[1], b.dtype)) is not None:
             sums.add(y, b.contiguous())
         elif self.rows is not None:
-            y.index_add_(0, self.rows, self.plan @ b)  # each row once, so that the order does not matter
+            self.rows.add_to(y, self.plan @ b)
         elif self._adds_in_place(b):
             default_product_into(y, self.plan._pattern, self._values, b, "sum", 1.0, 1.0)
         else:
@@ -185,7 +242,7 @@ class Part:
         to.index_copy_(0, self.ids.long(), found)
 
     def _own_rows(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad if self.rows is None else grad.index_select(0, self.rows)
+        return grad if self.rows is None else self.rows.of(grad)
 
     @property
     def nbytes(self) -> int:

@@ -322,7 +322,7 @@ class DistributedPlan:
             f"an all-gather would send {gathered} from each rank",
         ]
         for name, part in (("own columns", self._own), ("halo", self._halo)):
-            compact = "" if part.rows is None else f", kept as {part.rows.shape[0]} rows that are not empty"
+            compact = "" if part.rows is None else f", kept as {part.rows.index.shape[0]} rows that are not empty"
             if part.sums(n, dtype or self.dtype) is not None:
                 compact += ", in one launch"
             lines += [f"{name}{compact}:", *(f"  {line}" for line in part.plan.explain().splitlines())]

@@ -11,7 +11,7 @@ from matmuls import distributed
 from matmuls.distributed.bench import grown
 from matmuls.distributed.group import digest, even
 from matmuls.distributed.model import Load, Measured, Model, fit, load_of, predictions
-from matmuls.distributed.part import LONG_ROW, row_sums
+from matmuls.distributed.part import LONG_ROW, RowCopies, row_sums
 from matmuls.distributed.peers import places
 from matmuls.distributed.splits import balanced, parts_in_order
 from matmuls.matrices import load
@@ -220,3 +220,23 @@ def test_sums_of_few_rows(device, dtype, n):
         whole.product(b[:-1])
     with pytest.raises(RuntimeError, match=r"expected a contiguous result \[20, "):
         whole.add(y, b)
+
+
+@pytest.mark.parametrize("n", [1, 7, 32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+def test_copies_of_rows(device, dtype, n):
+    """Rows read any number of times, and rows added to once each, with the bits of torch's operations."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 2 * n, generator=generator, dtype=torch.float64).to(device, dtype)[:, ::2]
+    index = torch.randint(60, (100,), generator=generator).to(device)
+    for given in (x, x.contiguous()):
+        assert torch.equal(RowCopies(index, 60).of(given), x.index_select(0, index))
+    index = torch.randperm(60, generator=generator)[:25].to(device)
+    for y in (x.clone(), x.contiguous()):
+        wanted = y.clone().index_add(0, index, x[:25])
+        RowCopies(index, 60).add_to(y, x[:25])
+        torch.testing.assert_close(y, wanted, rtol=0, atol=0)
+    made, empty = RowCopies(index[:0], 60), x.contiguous()
+    made.add_to(empty, x[:0])
+    assert torch.equal(empty, x)
+    assert made.of(x).shape == (0, n)

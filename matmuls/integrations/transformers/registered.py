@@ -7,7 +7,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, eager_mask, sdpa_mask
@@ -15,6 +14,8 @@ from transformers.utils import output_capturing
 from transformers.utils.import_utils import is_tracing
 
 from matmuls.attention import attend
+
+from .sdpa import attend_by_torch
 
 # Arguments of attention functions that this one does not support: capped scores, sinks, a paged cache, keys selected
 # per query.
@@ -231,10 +232,8 @@ def attention(
         if attention_mask is not None and attention_mask.is_floating_point():
             attention_mask = attention_mask.to(query.dtype)
         if kwargs.get("position_bias") is None and query.size(1) == key.size(1):
-            context: torch.Tensor = scaled_dot_product_attention(
-                query, key, value, attention_mask, dropout, causal, scale=scaling
-            )
-            return context.transpose(1, 2).contiguous(), None  # without the views of sdpa_attention_forward
+            # without the views of sdpa_attention_forward
+            return attend_by_torch(query, key, value, attention_mask, dropout, causal, scaling), None
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
         )

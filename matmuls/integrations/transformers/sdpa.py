@@ -1,0 +1,67 @@
+"""torch's scaled_dot_product_attention as attention modules call it, by the backend that takes the least time."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from matmuls.device import has_hopper_kernels
+
+# Queries and keys up to which torch's memory-efficient kernel is called. BERT-base's attention for 8 x 64 tokens in
+# bfloat16 with dropout, forward + backward on an H200: 248 us as called and 24.5 us of the GPU, with a mask 288 and 31;
+# by the cuDNN kernel that torch selects 297 and 27.6, with a mask 360 and 35. At 32 x 128 the GPU already takes longer,
+# 101 for 71 us (benchmarks/results/cuda/attention-backends.json).
+SHORT = 64
+MOST_WIDE = 128  # head size of the measured kernel's tiles
+
+_efficient: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
+
+def attend_by_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """The context [B, Q, H, D] of query [B, H, Q, D], key and value [B, H, K, D], as scaled_dot_product_attention."""
+    if query.size(2) <= SHORT and key.size(2) <= SHORT and _takes_efficient(query, key, value, mask):
+        bias = None if mask is None else _bias(mask, query, key.size(2))
+        gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        y = _efficient(query, key, value, bias, gradient, dropout, causal, scale=scale)[0]
+    else:
+        y = functional.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale)
+    return y.transpose(1, 2).contiguous()
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, keys: int) -> torch.Tensor:
+    """What is added to the scores [B, H, Q, K]: 0 where a bool mask is True, else -inf. Its rows begin at multiples of
+    32 bytes, as the kernel requires."""
+    wide = -(-keys // 16) * 16
+    bias = query.new_full((*mask.shape[:-1], wide), -math.inf)[..., :keys].masked_fill_(mask, 0.0)
+    return bias.expand(*query.shape[:3], keys)
+
+
+def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """True where the memory-efficient kernel was measured as the faster one, takes the call and may be selected."""
+    width = query.size(3)
+    return (
+        type(query) is type(key) is type(value) is torch.Tensor
+        and query.is_cuda
+        and (mask is None or (type(mask) is torch.Tensor and mask.dtype == torch.bool and mask.dim() == 4))
+        and (mask is None or mask.size(3) == key.size(2))
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype
+        and 0 < width == key.size(3) == value.size(3) <= MOST_WIDE
+        and width % 8 == 0
+        and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        and min(query.size(0), query.size(2), key.size(2)) > 0
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and not torch.compiler.is_compiling()
+        and not torch.are_deterministic_algorithms_enabled()
+        and torch.backends.cuda.mem_efficient_sdp_enabled()
+        and has_hopper_kernels(query.device)
+    )

@@ -23,7 +23,7 @@ namespace matmuls::in_place {
 namespace {
 
 constexpr int kRows = kFewRows, kColumns = kFewColumns;  // of the tile of a cluster
-constexpr int kPair = 2, kDeep = 4;                      // blocks of a cluster; stages
+constexpr int kDeep = 4;                                 // stages
 constexpr int kBytesA = kRows * kRowBytes, kBytesB = kColumns * kRowBytes, kStageBytes = kBytesA + kBytesB;
 constexpr int kAhead = 8;                 // K steps prefetched to the L2
 constexpr int kProducts = 2 * kGroup;     // threads that multiply, 64 rows a warpgroup

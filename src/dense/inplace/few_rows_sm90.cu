@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     float acc[kColumns / 2];
 #pragma unroll
     for (float& x : acc) x = 0;
-    // Transposed product (kTurned), as in panels_sm90.cu: the thread has one column of the result in each of the groups
-    // of four, place(0) and place(1); two warps cover 32 columns.
+    // Transposed product (kTurned), as in panels_kernel_sm90.cuh: the thread has one column of the result in each of
+    // the groups of four, place(0) and place(1); two warps cover 32 columns.
     const auto place = [&](int h) { return 2 * warp % 4 + h ^ lane / 16 * 5; };
     // The columns this thread writes. Transposed: two, i < 2. Otherwise: eight, in this block's half of the tile.
     const auto column_of = [&](int i) {

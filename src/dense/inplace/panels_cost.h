@@ -29,7 +29,7 @@ struct TileSize {
 struct Walk {
   int pairs, across, waves;  // pairs of panels, tiles across the result, pairs per team; 0 waves: no team fits
 
-  // meets: the clusters of a team wait for each other, even if there is only one.
+  // turned: both blocks of a cluster read the same rows, so that a team of one cluster has a counter too.
   Walk(int64_t rows, int64_t columns, TileSize tile, int clusters, bool turned)
       : pairs(up(rows, kPair * tile.rows)), across(up(columns, tile.columns)) {
     const int most = clusters / across, teams = turned || across > 1 ? std::min(most, kTeams) : most;
@@ -38,11 +38,12 @@ struct Walk {
   int teams() const { return up(pairs, waves); }
 };
 
-// The workspace's panels take `slower` times the cycles of large tiles that leave no multiprocessor idle.
+// The workspace's panels take `slower` times the cycles of large tiles that leave no multiprocessor idle, and 10000
+// more, 6 us, until the first product starts: an estimate, for a copy of 8 MiB at 4 TB/s and two more launches.
 inline double workspace_cycles(int64_t rows, int64_t columns, int64_t steps, TileSize large, int clusters,
                                double slower) {
   const int64_t tiles = ceil_of(rows, kPair * large.rows) * ceil_of(columns, large.columns);
-  return slower * static_cast<double>(ceil_of(tiles, clusters)) * large.cycles(steps);
+  return 10000 + slower * static_cast<double>(ceil_of(tiles, clusters)) * large.cycles(steps);
 }
 
 }  // namespace matmuls::in_place

@@ -66,13 +66,11 @@ template <class T, bool b_k_apart>
 InplaceChoice choose(const Operands& o, bool few) {
   if (few && is_on(InplaceKernel::few_rows) && few_rows_fit<T, b_k_apart>(o))
     return {InplaceKernel::few_rows, "the result's tiles fit into one wave", kFewRows, kFewColumns};
-  InplaceChoice choice{InplaceKernel::workspace, "the tiles would leave part of the GPU idle"};
+  constexpr InplaceChoice other{InplaceKernel::workspace, "the tiles would leave part of the GPU idle"};
   const Way<T, Large<T>, b_k_apart> large(o);
-  if (!is_on(InplaceKernel::panels) || large.clusters() == 0) return choice;
-  double least = is_on(InplaceKernel::workspace)
-                     ? workspace_cycles(o.a.size(0), o.columns, up(o.a.size(1), Large<T>::wide), large.size,
-                                        large.clusters(), kPanels<T>)
-                     : std::numeric_limits<double>::infinity();
+  if (!is_on(InplaceKernel::panels) || large.clusters() == 0) return other;
+  InplaceChoice choice = other;
+  double least = std::numeric_limits<double>::infinity();
   const auto consider = [&]<class Tile>(const Way<T, Tile, b_k_apart>& way) {
     if (way.waves == 0 || way.cycles(o) >= least) return;
     least = way.cycles(o);
@@ -85,7 +83,9 @@ InplaceChoice choose(const Operands& o, bool few) {
     consider(Way<T, Narrow<T>, b_k_apart>(o));
     consider(Way<T, Small<T>, b_k_apart>(o));
   }
-  return choice;
+  const double copied = workspace_cycles(o.a.size(0), o.columns, up(o.a.size(1), Large<T>::wide), large.size,
+                                         large.clusters(), kPanels<T>);
+  return is_on(InplaceKernel::workspace) && copied < least ? other : choice;
 }
 
 // Launches a choice. False if the GPU has no room for blocks that wait for each other.

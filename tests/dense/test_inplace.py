@@ -25,6 +25,10 @@ def check(a, b, transb=False, bias=None, workspace=matmuls.inplace.WORKSPACE):
     assert torch.equal(a[..., ours.shape[-1] :], rest)
 
 
+def hopper():
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
 def tuple_of_double(*tensors):
     return tuple(t.double() if t is not None else None for t in tensors)
 
@@ -52,9 +56,41 @@ def test_large(rows, width, dtype):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("transb", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"),
+    [
+        (40001, 192, 192),
+        (30000, 576, 576),
+        (20000, 1344, 1344),
+        (5000, 4224, 4224),
+        (9999, 1000, 568),
+        (600, 4304, 4136),
+    ],
+)
+def test_tiles_of_192_columns(rows, inner, columns, dtype, transb):
+    """Tiles that are stored in three parts: tails in rows, K and columns, a of strided rows."""
+    whole = draw(rows, inner + 24, device="cuda", dtype=dtype)
+    b = draw(*((columns, inner) if transb else (inner, columns)), device="cuda", dtype=dtype) / inner**0.5
+    tile = {"tile_rows": 128, "tile_columns": 192}
+    for bias in (None, draw(columns, device="cuda", dtype=dtype, seed=1)):
+        x = whole.clone()
+        a = x[:, 8:-16]
+        if torch.cuda.get_device_properties(0).multi_processor_count == 132 and hopper():
+            assert custom_mm.explain("matmul_", a, b, transb, bias).launch == tile
+        check(a, b, transb, bias)
+        assert torch.equal(x[:, :8], whole[:, :8])
+        assert torch.equal(x[:, -16:], whole[:, -16:])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("transb", [False, True])
 @pytest.mark.parametrize(
     ("rows", "width"),
-    [(1, 64), (7, 8), (129, 100), (300, 1000), (512, 1024), (100, 2048), (5000, 768), (40000, 100), (2000, 4400)],
+    [
+        *((1, 64), (7, 8), (129, 100), (300, 1000), (512, 1024), (100, 2048), (5000, 768), (40000, 100), (2000, 4400)),
+        *((40001, 192), (30000, 576)),  # tiles of 192 columns, if b is K-major
+    ],
 )
 def test_tf32(rows, width, transb):
     """With 10-bit mantissas, each row is within 1 in 500 of the truth."""
@@ -252,7 +288,7 @@ def test_inplace_linear_cannot_grow():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("width", [768, 1024, 2048])
+@pytest.mark.parametrize("width", [576, 768, 1024, 2048, 4224])
 def test_a_thousand_times_with_other_streams_busy(width):
     """The same buffers repeatedly with three other streams busy: every result is correct and nothing hangs."""
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -330,7 +366,7 @@ def test_concurrent_graphs():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("width", [768, 1024, 2048, 4096])
+@pytest.mark.parametrize("width", [768, 1024, 2048, 4096, 4224])
 def test_in_a_graph(width):
     a = draw(3000, width, device="cuda", dtype=torch.bfloat16)
     b = draw(width, width, device="cuda", dtype=torch.bfloat16) / width**0.5
@@ -380,5 +416,5 @@ def test_each_kernel_in_place(dtype, transb):
                 continue
             seen.add(kernel)
             assert (out.double() - wide).abs().max() <= 2 * torch.finfo(dtype).eps * scale, kernel
-    if torch.cuda.get_device_capability() == (9, 0):
+    if hopper():
         assert seen == {"few_rows", "panels", "workspace"}

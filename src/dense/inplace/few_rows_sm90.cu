@@ -23,7 +23,7 @@ namespace matmuls::in_place {
 namespace {
 
 constexpr int kRows = kFewRows, kColumns = kFewColumns;  // of the tile of a cluster
-constexpr int kPair = 2, kDeep = 4;                      // blocks of a cluster; stages
+constexpr int kDeep = 4;                                 // stages
 constexpr int kBytesA = kRows * kRowBytes, kBytesB = kColumns * kRowBytes, kStageBytes = kBytesA + kBytesB;
 constexpr int kAhead = 8;                 // K steps prefetched to the L2
 constexpr int kProducts = 2 * kGroup;     // threads that multiply, 64 rows a warpgroup
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     float acc[kColumns / 2];
 #pragma unroll
     for (float& x : acc) x = 0;
-    // Transposed product (kTurned), as in panels_sm90.cu: the thread has one column of the result in each of the groups
-    // of four, place(0) and place(1); two warps cover 32 columns.
+    // Transposed product (kTurned), as in panels_kernel_sm90.cuh: the thread has one column of the result in each of
+    // the groups of four, place(0) and place(1); two warps cover 32 columns.
     const auto place = [&](int h) { return 2 * warp % 4 + h ^ lane / 16 * 5; };
     // The columns this thread writes. Transposed: two, i < 2. Otherwise: eight, in this block's half of the tile.
     const auto column_of = [&](int i) {

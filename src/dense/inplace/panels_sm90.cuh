@@ -11,19 +11,18 @@
 #include <optional>
 #include <tuple>
 
-#include "glue/checks.h"
+#include "dense/inplace/panels_cost.h"
 #include "gpu/hopper.cuh"
 #include "gpu/launch.cuh"
 #include "gpu/tensor_map.h"
 
 namespace matmuls::in_place {
 
-constexpr int kRowBytes = 128;  // bytes of a tile's row in shared memory: the swizzle width
-constexpr int kGroup = 128;     // threads of a warpgroup
+constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kMaxShared = 227 << 10;
 
 // Two counters per team, zero between launches. Launches that may run concurrently use different slots.
-constexpr int kSlots = 2048, kTeams = 64;
+constexpr int kSlots = 2048;
 
 struct Operands {
   at::Tensor a, b, bias;

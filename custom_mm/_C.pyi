@@ -243,10 +243,10 @@ def product_kernels() -> list[str]:
 def switch_off_product_kernels(names: list[str]) -> None:
     """cublaslt_matmul passes these over from now on, in the whole process; all others are on again."""
 
-def choose_linear_rows(
+def choose_product(
     rows: int, columns: int, inner: int, activation: str | None, multiprocessors: int
-) -> tuple[bool, str]:
-    """Returns whether linear_rows computes x [rows, inner] times w [columns, inner], and its configuration's name."""
+) -> tuple[str, str]:
+    """Returns the kernel of x [rows, inner] times w [columns, inner] on Hopper, and the configuration of linear_rows."""
 
 def inplace_kernels() -> list[str]:
     """Names of the kernels of matmul_ on a GPU: files in src/dense/inplace, and workspace."""

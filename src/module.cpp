@@ -104,7 +104,7 @@ py::dict build_info() {
   return info;
 }
 
-// The kernels of cublaslt_matmul: their switch, and what linear_rows runs.
+// The kernels of cublaslt_matmul: their switch, and which of them a product runs.
 void define_products(py::module_& m) {
   m.def("product_kernels",
         [] { return std::vector<std::string>(std::begin(matmuls::kProductNames), std::end(matmuls::kProductNames)); });
@@ -114,12 +114,14 @@ void define_products(py::module_& m) {
                                            [](Kernel k) { return matmuls::kProductNames[static_cast<int>(k)]; });
   });
   m.def(
-      "choose_linear_rows",
+      "choose_product",
       [](int64_t rows, int64_t columns, int64_t inner, std::optional<std::string_view> activation,
          int multiprocessors) {
         using namespace matmuls::dense_rows;
-        const bool is_worth = pays(rows, columns, inner, matmuls::parse_activation("choose_linear_rows", activation));
-        return std::pair(is_worth, name_of(choose(rows, columns, inner, multiprocessors)));
+        const auto kernel =
+            fastest(rows, columns, inner, matmuls::parse_activation("choose_product", activation), multiprocessors);
+        return std::pair(std::string(matmuls::kProductNames[static_cast<int>(kernel)]),
+                         name_of(choose(rows, columns, inner, multiprocessors)));
       },
       py::arg("rows"), py::arg("columns"), py::arg("inner"), py::arg("activation"), py::arg("multiprocessors"));
 }

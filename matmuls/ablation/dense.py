@@ -1,4 +1,4 @@
-"""Times the kernels of products with a bias or an activation in 16 bits: linear_rows, and cuBLASLt."""
+"""Times the kernels of products with a bias or an activation in 16 bits: linear_rows, linear_tiles, and cuBLASLt."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -49,14 +49,14 @@ def case(m: int, n: int, k: int, activation: str | None) -> Case:
             continue
         runs[kernel] = calls
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    pays, _ = _C.choose_linear_rows(m, n, k, activation, multiprocessors)
+    chosen, _ = _C.choose_product(m, n, k, activation, multiprocessors)
     timings = measure.time_on_gpu(list(runs.values()), BUDGET)
     return Case(
         family=FAMILY,
         operation="cublaslt_matmul",
         label=f"{m} x {n} x {k}, {activation or 'no activation'}",
         dtype="bfloat16",
-        chosen="linear_rows" if pays and "linear_rows" in runs else "cublaslt",
+        chosen=chosen if chosen in runs else "cublaslt",
         seconds={name: t.seconds for name, t in zip(runs, timings, strict=True)},
         spread={name: t.spread for name, t in zip(runs, timings, strict=True)},
     )

@@ -1,7 +1,7 @@
 // cublaslt_matmul: out = activation(op(a) @ op(b) + bias) by cuBLASLt, bias and activation in the product's epilogue.
 //
 // Source: cublasLtMatmul; on the CPU torch's BLAS and activations. cuBLASLt has no epilogue for gelu by erf and none
-// for float64: bias_act_ follows the product then, unless linear_rows computes all of it (rows/linear_rows.h).
+// for float64: bias_act_ follows the product then, unless a kernel of our own computes all of it (rows/linear_rows.h).
 // (Processing panels of rows small enough to stay in the L2 between the two kernels was slower: 353 us instead of 320
 // at 16384x1024x4096 on an H200.)
 #include <ATen/ops/addmm.h>
@@ -97,11 +97,19 @@ void need_cublaslt() {
 }
 
 // Returns false, doing nothing, if cuBLASLt is to compute the product.
-bool product_by_linear_rows(const Gemm& g, const Tensor& bias, Activation activation) {
-  if (!dense_rows::pays(g.n, g.m, g.k, activation) && !is_off(ProductKernel::cublaslt)) return false;
-  if (is_off(ProductKernel::linear_rows) || !dense_rows::fits(g)) return false;
-  const auto how = dense_rows::choose(g.n, g.m, g.k, device_limits().multiprocessors);
-  dense_rows::launch(g, bias, activation, how);
+bool product_by_one_kernel(const Gemm& g, const Tensor& bias, Activation activation) {
+  const int multiprocessors = device_limits().multiprocessors;
+  auto kernel = dense_rows::fastest(g.n, g.m, g.k, activation, multiprocessors);
+  if (is_off(kernel)) {  // the next best of those that may run
+    const bool rows = !is_off(ProductKernel::linear_rows), tiles = !is_off(ProductKernel::linear_tiles);
+    const bool other = kernel != ProductKernel::cublaslt && !is_off(ProductKernel::cublaslt);
+    kernel = other || !(rows || tiles) ? ProductKernel::cublaslt
+             : rows                    ? ProductKernel::linear_rows
+                                       : ProductKernel::linear_tiles;
+  }
+  if (kernel == ProductKernel::cublaslt || !dense_rows::fits(g)) return false;
+  if (kernel == ProductKernel::linear_tiles) return dense_rows::launch_tiles(g, bias, activation);
+  dense_rows::launch(g, bias, activation, dense_rows::choose(g.n, g.m, g.k, multiprocessors));
   return true;
 }
 
@@ -126,11 +134,11 @@ void launch(const Tensor& a, const Tensor& b, const Tensor& given_bias, Activati
       return bias_act_(out, rest_bias, rest);
     }
     const Gemm g = describe(a, b, out, shape, transa, transb, /*row_major_out=*/bias.defined());
-    const bool by_rows = product_by_linear_rows(g, bias, activation);
-    if (!by_rows) need_cublaslt();
-    if (by_rows || product_by_lt(kCublasLtOp, g, fused, epilogue)) {
+    const bool by_one = product_by_one_kernel(g, bias, activation);
+    if (!by_one) need_cublaslt();
+    if (by_one || product_by_lt(kCublasLtOp, g, fused, epilogue)) {
       if (g.out_is_copy) out.copy_(g.out.view(out.sizes()));
-      return by_rows ? void() : bias_act_(out, rest_bias, rest);
+      return by_one ? void() : bias_act_(out, rest_bias, rest);
     }
   }
   MatmulOutOp::call(a, b, transa, transb, out);

@@ -15,7 +15,7 @@ from matmuls.device import has_hopper_kernels
 SHORT = 64
 MOST_WIDE = 128  # head size of the measured kernel's tiles
 
-_efficient: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_efficient: Callable[..., tuple[torch.Tensor, ...]] = torch._scaled_dot_product_efficient_attention
 
 
 def attend_by_torch(

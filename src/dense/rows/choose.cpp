@@ -28,6 +28,15 @@ double estimate(const Configuration& c, int64_t rows, int64_t columns, int64_t i
   return static_cast<double>(most % 2) * (steps * alone + ends) + static_cast<double>(most / 2) * (steps * both + ends);
 }
 
+// The same of linear_tiles: 1024 cycles of products a step, 1100 until the sums are in the buffer, and the last tile's
+// activation.
+double estimate_of_tiles(int64_t rows, int64_t columns, int64_t inner, int multiprocessors) {
+  const int64_t tiles = ceil_of(rows, 256) * ceil_of(columns, 256);
+  const auto most = static_cast<double>(ceil_of(tiles, multiprocessors / 2)),
+             steps = static_cast<double>(ceil_of(inner, 64));
+  return most * (steps * 0.62 + 0.6) + 3.5;
+}
+
 }  // namespace
 
 std::string name_of(const Configuration& c) {
@@ -39,14 +48,23 @@ Configuration choose(int64_t rows, int64_t columns, int64_t inner, int multiproc
       kConfigurations, {}, [&](const Configuration& c) { return estimate(c, rows, columns, inner, multiprocessors); });
 }
 
-// Measured on an H200 with 16 to 16384 rows and K and N of 384 to 4096: with gelu and K up to 1024 the choice takes
-// 0.61 to 0.86 of the time of cuBLASLt and bias_act_; without an activation 0.59 to 1.00 where it is taken, 0.84 on
-// average. cuBLASLt has the other activations in its epilogue.
-bool pays(int64_t rows, int64_t columns, int64_t inner, Activation activation) {
-  if (activation == Activation::gelu) return rows <= 65536 && columns <= 8192 && inner <= 2048;
+// Measured on an H200 with 16 to 16384 rows and K and N of 384 to 4096: with gelu and K up to 1024 the choice of
+// linear_rows takes 0.61 to 0.86 of the time of cuBLASLt and bias_act_; without an activation 0.59 to 1.00 where it is
+// taken, 0.84 on average. cuBLASLt has the other activations in its epilogue.
+ProductKernel fastest(int64_t rows, int64_t columns, int64_t inner, Activation activation, int multiprocessors) {
+  if (activation == Activation::gelu) {
+    const bool by_rows = rows <= 65536 && columns <= 8192 && inner <= 2048;
+    const double tiles = estimate_of_tiles(rows, columns, inner, multiprocessors);
+    const auto of_rows = [&] {
+      return estimate(choose(rows, columns, inner, multiprocessors), rows, columns, inner, multiprocessors);
+    };
+    if (rows > 1024 && (!by_rows || tiles < of_rows())) return ProductKernel::linear_tiles;
+    return by_rows ? ProductKernel::linear_rows : ProductKernel::cublaslt;
+  }
   const bool few = rows <= 128 || (rows <= 256 && inner <= 3072) || (rows <= 512 && inner <= 1024);
-  return activation == Activation::none && few && columns >= 384 && columns <= 4096 &&
-         inner >= (rows < 64 ? 768 : 384) && inner <= 4096;
+  const bool pays = activation == Activation::none && few && columns >= 384 && columns <= 4096 &&
+                    inner >= (rows < 64 ? 768 : 384) && inner <= 4096;
+  return pays ? ProductKernel::linear_rows : ProductKernel::cublaslt;
 }
 
 }  // namespace matmuls::dense_rows

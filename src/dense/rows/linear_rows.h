@@ -1,6 +1,7 @@
-// linear_rows: y = activation(x @ w^T + bias) in 16 bits by one kernel on Hopper (linear_rows_sm90.cu).
+// y = activation(x @ w^T + bias) in 16 bits by one kernel on Hopper: linear_rows for few rows (linear_rows_sm90.cu),
+// linear_tiles for many (linear_tiles_sm90.cu).
 //
-// A cluster of blocks computes a tile of y. Each of its blocks sums a part of K.
+// linear_rows: a cluster of blocks computes a tile of y. Each of its blocks sums a part of K.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +12,11 @@
 
 namespace matmuls {
 
-// The kernels of cublaslt_matmul, for kernel_switch.h. With cublaslt switched off, linear_rows runs wherever it can.
-enum class ProductKernel { linear_rows, cublaslt };
+// The kernels of cublaslt_matmul, for kernel_switch.h. With cublaslt switched off, the others run wherever they
+// can.
+enum class ProductKernel { linear_rows, linear_tiles, cublaslt };
 constexpr int kProductKernels = static_cast<int>(ProductKernel::cublaslt) + 1;
-constexpr const char* kProductNames[kProductKernels] = {"linear_rows", "cublaslt"};
+constexpr const char* kProductNames[kProductKernels] = {"linear_rows", "linear_tiles", "cublaslt"};
 
 namespace dense_rows {
 
@@ -28,15 +30,17 @@ constexpr Configuration kConfigurations[] = {{64, 64, 1},  {64, 64, 2},  {64, 64
 std::string name_of(const Configuration& c);
 // The configuration that is estimated to be the fastest for x [rows, inner] and w [columns, inner].
 Configuration choose(int64_t rows, int64_t columns, int64_t inner, int multiprocessors);
-// True where the kernel is faster than cuBLASLt, and bias_act_ for gelu.
-bool pays(int64_t rows, int64_t columns, int64_t inner, Activation activation);
+// The fastest kernel by measurement: cuBLASLt's with bias_act_ for gelu, or one of these.
+ProductKernel fastest(int64_t rows, int64_t columns, int64_t inner, Activation activation, int multiprocessors);
 
 #ifdef MATMULS_CUDA
-// True if the kernel takes the product: one matrix with contiguous rows in x, w and y that start at multiples of 16
+// True if the kernels take the product: one matrix with contiguous rows in x, w and y that start at multiples of 16
 // bytes, in 16 bits, and the current device is a Hopper GPU.
 bool fits(const Gemm& g);
-// Launches the kernel on the current device and stream. Needs fits(g). bias: [columns], contiguous, or undefined.
+// Launches linear_rows on the current device and stream. Needs fits(g). bias: [columns], contiguous, or undefined.
 void launch(const Gemm& g, const at::Tensor& bias, Activation activation, const Configuration& c);
+// Launches linear_tiles likewise. False, launching nothing, if the GPU has no room for its clusters.
+bool launch_tiles(const Gemm& g, const at::Tensor& bias, Activation activation);
 #endif
 
 }  // namespace dense_rows

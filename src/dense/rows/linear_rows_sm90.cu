@@ -17,17 +17,14 @@
 #include <type_traits>
 
 #include "dense/rows/linear_rows.h"
+#include "dense/rows/operands.cuh"
 #include "gpu/activations.cuh"
 #include "gpu/hopper.cuh"
 #include "gpu/launch.cuh"
-#include "gpu/tensor_map.h"
 
 namespace matmuls::dense_rows {
 namespace {
 
-constexpr int kRowBytes = 128;              // of a tile's row in shared memory: the swizzle width
-constexpr int kWide = kRowBytes / 2;        // K of a stage
-constexpr int kGroup = 128;                 // threads of a warpgroup
 constexpr int kAhead = 8;                   // K steps that a block prefetches to the L2 at most
 constexpr int kMultiprocessor = 228 << 10;  // bytes of shared memory, of which each block takes 1 KiB more than it asks
 
@@ -289,14 +286,6 @@ __global__ void __launch_bounds__(Tile::threads, kResident)
 // ----------------------------------------------------------------------------------------------------------- launch
 
 constexpr const char* kName = "linear_rows";
-
-template <class T>
-CUtensorMap map_of(const Gemm::Operand& matrix, int64_t rows, int64_t inner, int box_rows) {
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(inner), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(matrix.ld) * sizeof(T)};
-  const cuuint32_t box[2] = {kWide, static_cast<cuuint32_t>(box_rows)};
-  return tensor_map<T>(kName, matrix.data, sizes, strides, box);
-}
 
 // False, launching nothing, if the GPU has no room for a cluster: a slice of a GPU (MIG) may have few multiprocessors.
 // In BLAS form g.x is w, of g.m rows, and g.y is x, of g.n rows.

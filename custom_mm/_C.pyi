@@ -246,7 +246,7 @@ def switch_off_product_kernels(names: list[str]) -> None:
 def choose_product(
     rows: int, columns: int, inner: int, activation: str | None, multiprocessors: int
 ) -> tuple[str, str]:
-    """Returns the kernel of x [rows, inner] times w [columns, inner] on Hopper, and the configuration of linear_rows."""
+    """Returns the kernel of x [rows, inner] times w [columns, inner] on Hopper, and linear_rows' configuration."""
 
 def inplace_kernels() -> list[str]:
     """Names of the kernels of matmul_ on a GPU: files in src/dense/inplace, and workspace."""

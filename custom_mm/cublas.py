@@ -108,8 +108,9 @@ def cublaslt_matmul(
 
     cuBLASLt applies bias and activation in its epilogue if it has one: for "relu" in float32 and 16 bits, for
     "gelu_tanh" in 16 bits. In all other cases, also "gelu" and float64, a second kernel applies them. The algorithm for
-    a shape is found in the first call and cached with the handle. On Hopper the kernel `linear_rows` computes products
-    in 16 bits with "gelu", and those of few rows, where it was measured to be faster.
+    a shape is found in the first call and cached with the handle. On Hopper the kernels `linear_rows` and
+    `linear_tiles` compute products in 16 bits with "gelu", and those of few rows, where they were measured to be
+    faster.
 
     Args:
         a: any shape that torch.matmul accepts; dtypes as `cublas_mmul`.

@@ -10,47 +10,56 @@ namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 
-// The sums over the preceding threads, and over all of them in `total`.
-__device__ Counts exclusive_sums(Counts own, Counts* of_warps, Counts& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto scan = [lane](Counts v) {
-    for (int step = 1; step < 32; step *= 2) {
-      const Counts other{__shfl_up_sync(~0u, v.computed, step), __shfl_up_sync(~0u, v.numbered, step)};
-      if (lane >= step) v = v + other;
-    }
-    return v;
-  };
-  const Counts sums = scan(own);
-  if (lane == 31) of_warps[warp] = sums;
-  __syncthreads();
-  if (warp == 0) of_warps[lane] = scan(of_warps[lane]);
-  __syncthreads();
-  total = of_warps[kWarps - 1];
-  const Counts before = warp > 0 ? of_warps[warp - 1] : Counts{0, 0};
-  return {before.computed + sums.computed - own.computed, before.numbered + sums.numbered - own.numbered};
+// Calls f(row, column, tokens ahead) for each of a warp's consecutive tokens, 32 at a time, one a lane. Returns the
+// tokens ahead of the next warp's. f is called by lanes that have a token.
+template <class F>
+__device__ Counts each_token(const Padded& in, Counts before, const F& f) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, count = in.batch * in.length;
+  const int each = (count + kThreads - 1) / kThreads * 32;  // tokens of a warp
+  const int first = min(count, warp * each), last = min(count, first + each);
+  const unsigned lower = (1u << lane) - 1;
+#pragma unroll 4
+  for (int base = first; base < last; base += 32) {
+    const int i = base + lane, row = i / in.length, column = i % in.length;
+    const Counts own = i < last ? count_token(in, row, column) : Counts{0, 0};
+    const unsigned computed = __ballot_sync(~0u, own.computed), numbered = __ballot_sync(~0u, own.numbered);
+    if (i < last) f(row, column, before + Counts{__popc(computed & lower), __popc(numbered & lower)});
+    before = before + Counts{__popc(computed), __popc(numbered)};
+  }
+  return before;
 }
 
-// One block. Each thread takes consecutive tokens.
+// The tokens ahead of each warp's, of all warps' own numbers; all of them in `total`.
+__device__ Counts exclusive_sums(Counts own, Counts* of_warps, Counts& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (lane == 0) of_warps[warp] = own;
+  __syncthreads();
+  Counts ahead = of_warps[lane];
+  for (int step = 1; step < 32; step *= 2) {
+    const Counts other{__shfl_up_sync(~0u, ahead.computed, step), __shfl_up_sync(~0u, ahead.numbered, step)};
+    if (lane >= step) ahead = ahead + other;
+  }
+  const auto of_lane = [&](int from) {
+    return Counts{__shfl_sync(~0u, ahead.computed, from), __shfl_sync(~0u, ahead.numbered, from)};
+  };
+  total = of_lane(kWarps - 1);
+  const Counts through = of_lane(warp);
+  return {through.computed - own.computed, through.numbered - own.numbered};
+}
+
+// One block, whose warps take consecutive tokens: it counts, then writes where texts begin, then packs.
 __global__ void __launch_bounds__(kThreads) pack_kernel(Padded in, Packed out) {
   extern __shared__ Counts texts[];  // [batch]: tokens ahead of each text
   __shared__ Counts of_warps[kWarps];
-  const int count = in.batch * in.length, each = (count + kThreads - 1) / kThreads;
-  const int first = min(count, int(threadIdx.x) * each), last = min(count, first + each);
-  Counts own{0, 0}, total;
-  for (int i = first; i < last; ++i) own = own + count_token(in, i / in.length, i % in.length);
+  Counts total;
+  const Counts own = each_token(in, {0, 0}, [](int, int, Counts) {});
   const Counts start = exclusive_sums(own, of_warps, total);
-  Counts before = start;
-  for (int i = first; i < last; ++i) {
-    if (i % in.length == 0) texts[i / in.length] = before;
-    before = before + count_token(in, i / in.length, i % in.length);
-  }
+  each_token(in, start, [&](int row, int column, Counts before) {
+    if (column == 0) texts[row] = before;
+  });
   __syncthreads();
-  before = start;
-  for (int i = first; i < last; ++i) {
-    const int row = i / in.length, column = i % in.length;
-    pack_token(in, out, row, column, before, texts[row]);
-    before = before + count_token(in, row, column);
-  }
+  each_token(in, start,
+             [&](int row, int column, Counts before) { pack_token(in, out, row, column, before, texts[row]); });
   for (int at = total.computed + threadIdx.x; at < out.size; at += kThreads) out.set(at, 0, 0, 0);
   if (threadIdx.x == 0) out.queries[0] = out.keys[0] = 0;
   for (int row = threadIdx.x; row < out.texts; row += kThreads) {

@@ -402,7 +402,7 @@ def test_public_names_have_docstrings_and_rows():
     rows = {spec.name for spec in TABLE} - {"attention_forward"}  # of attention.attend, which the integrations call
     lifecycle = {"handles", "handle_info", "build_info", "set_workspace_size", "workspace_size"}
     lifecycle |= {"mask_plan", "MaskPlan"}  # no operation: what one takes
-    lifecycle |= {"plan_spgemm", "SpgemmPlan", "spgemm_size", "SpgemmSize"}
+    lifecycle |= {"plan_solve", "SolvePlan", "plan_spgemm", "SpgemmPlan", "spgemm_size", "SpgemmSize"}
     lifecycle |= {"plan", "SparsePlan", "cusparse_prepare", "explain", "only_kernel", "without_kernels"}
     public = {n for m in (matmuls, custom_mm) for n in m.__all__ if not n.startswith(("init_", "destroy_"))}
     assert public - lifecycle == rows

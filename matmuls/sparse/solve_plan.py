@@ -54,6 +54,7 @@ class SolvePlan:
 
     def _start(self) -> None:
         """Keep nothing yet."""
+        self._ways = self.upper, self.transpose, self.unit_diagonal
         self._seen: tuple[weakref.ref[torch.Tensor], tuple[int, int], PreparedCalls | None, int] | None = None
         with torch.inference_mode(False):
             self._state = _state(self.a._pattern.crow, self.a._pattern.col)
@@ -62,10 +63,6 @@ class SolvePlan:
     def shape(self) -> torch.Size:
         """[n, n]."""
         return self.a.shape
-
-    @property
-    def _ways(self) -> tuple[bool, bool, bool]:
-        return self.upper, self.transpose, self.unit_diagonal
 
     def _version(self, values: torch.Tensor | None) -> int:
         """A number that the values alone have, given or A's; 0 if a write to them cannot be noticed."""
@@ -105,7 +102,7 @@ class SolvePlan:
         if not compiling:
             self.a._expect_same_indices("SolvePlan")
         made = self.a.values if values is None else self.a._checked(values)
-        version = -1 if compiling else self._version(values)
+        version = 0 if compiling or not made.is_cuda else self._version(values)
         return solve("SolvePlan", Operand(self.a._pattern, made, self.a.shape), b, self._ways, self._state, version)
 
     def to(self, *args: Any, **kwargs: Any) -> "SolvePlan":

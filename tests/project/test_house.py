@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "blocks": {"custom_mm", "registration", "triton"},
     "batching": {"blocks", "custom_mm", "masked", "registration"},
     "fused_softmax": {"custom_mm", "registration"},
-    "sparse": {"sparse.ops", "sparse.plan", "sparse.spgemm", "sparse.spgemm_plan", "sparse.triangular"},
+    "sparse": {f"sparse.{m}" for m in ("ops", "plan", "solve_plan", "spgemm", "spgemm_plan", "triangular")},
     "sparse.names": set(),
     "sparse.chunks": set(),
     "sparse.reordered": {"sparse.chunks"},
@@ -78,6 +78,10 @@ MAY_IMPORT = {
     "sparse.plan": {"registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "prepared", "selector", "spgemm")},
     "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
+    "sparse.solve_plan": {
+        "custom_mm",
+        *(f"sparse.{m}" for m in ("csr_pattern", "plan", "prepared", "spgemm", "triangular")),
+    },
     "sparse.spgemm_plan": {f"sparse.{m}" for m in ("csr_pattern", "plan", "spgemm")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan", "prepared")},

@@ -62,6 +62,12 @@ class DiagonalCheck {
   Event done_;
 };
 
+// Not at::copy_, which refuses to write outside inference mode what was made within it.
+void copy_values(const Tensor& to, const Tensor& values) {
+  C10_CUDA_CHECK(cudaMemcpyAsync(to.mutable_data_ptr(), values.const_data_ptr(), values.nbytes(),
+                                 cudaMemcpyDeviceToDevice, c10::cuda::getCurrentCUDAStream()));
+}
+
 // What an analysis holds for, besides the matrix.
 struct Kind {
   int64_t columns;
@@ -110,7 +116,7 @@ class Analysis {
 
   // Other values for the same nonzeros.
   void update(const Borrowed& handle, const Tensor& values) {
-    parts_.values.copy_(values);
+    copy_values(parts_.values, values);
     void* const data = parts_.values.mutable_data_ptr();
     if (spsv_)
       MATMULS_CUSPARSE_CHECK(
@@ -135,7 +141,7 @@ class Analysis {
   int64_t nbytes() const { return static_cast<int64_t>(parts_.values.nbytes() + buffer_.nbytes()); }
 
   const Kind kind;
-  // Of a kept one: the number of its values, 0 for none known; the capture that has taken it, 0 for none; the end of
+  // For a kept one: the number of its values, 0 for none known; the capture that has taken it, 0 for none; the end of
   // its last solve, which other streams wait for.
   int64_t version = 0;
   unsigned long long capture = 0;
@@ -244,7 +250,7 @@ void solve_prepared(State& state, const Call& c, const Kind& kind, const Tensor&
   if (kept == nullptr) {
     const Tensor values = sorted_values(c, kind.type);
     const Tensor own = own_memory(kOp, "values", static_cast<int64_t>(values.nbytes())).view(kind.type);
-    own.copy_(values);
+    copy_values(own, values);
     const int64_t n = c.a.rows();
     const SparseParts parts{Layout::csr, c.a.crow.contiguous(), c.a.col.contiguous(), own, n, n};
     auto made = std::make_unique<Analysis>(handle, kind, parts, b, x, /*kept=*/true);

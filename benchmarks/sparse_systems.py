@@ -3,12 +3,15 @@
 Usage: python benchmarks/sparse_systems.py OUT MATRIX... [--device cuda|cpu] [--threads N]. MATRIX: as `matmuls spmm`
 takes it; a pattern gets random values. Writes OUT/cuda/sparse-systems.json, or OUT/cpu/sparse-systems-N.json for N
 threads. The product is A @ A^T in float32. The systems, of square matrices, have the lower triangle of A with a
-diagonal that dominates it, in float64. Wall clock of one call, with the GPU idle before and after it. The ways of a
-case take turns (A B A B); the least and the median of the rounds are kept. A way that raises an error is noted with it,
-and left out. Errors are relative to scipy's result in float64. scipy and CuPy leave a product's columns unsorted.
+diagonal that dominates it, in float64. A prepared system is of plan_solve: with the values of the call before, or with
+others, which are checked and copied; torch and CuPy have none, and analyse the triangle at every call. Wall clock of
+one call, with the GPU idle before and after it. The ways of a case take turns (A B A B); the least and the median of
+the rounds are kept. A way that raises an error is noted with it, and left out. Errors are relative to scipy's result in
+float64. scipy and CuPy leave a product's columns unsorted.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -156,6 +159,8 @@ def system(lower: scipy.sparse.csr_matrix, columns: int, device: str) -> dict[st
     b = np.random.default_rng(columns).standard_normal((lower.shape[0], columns))
     matrix, right = in_torch(lower, device), torch.from_numpy(b).to(device)
     plan = matmuls.plan(matrix)
+    solver, changing = (matmuls.plan_solve(plan, upper=False) for _ in range(2))
+    values = itertools.cycle([plan.values, plan.values.clone()])
 
     def of_cupy() -> Call:
         import cupy
@@ -166,6 +171,8 @@ def system(lower: scipy.sparse.csr_matrix, columns: int, device: str) -> dict[st
 
     ways: Ways = {
         "solve_triangular": lambda: matmuls.solve_triangular(plan, right, upper=False),
+        "prepared": lambda: solver(right),
+        "prepared, other values": lambda: changing(right, next(values)),
         "torch.triangular_solve": lambda: torch.triangular_solve(right, matrix, upper=False),
     }
     if device == "cuda":

@@ -97,6 +97,10 @@ def trust_indices(crow: Tensor, col: Tensor, order: Tensor | None, columns: int)
     """Validates indices that only a plan owns and records the result with them: CPU operators do not validate them
     again until a write changes their version. Raises ValueError if they are invalid. Does nothing on a GPU."""
 
+def kept_solves(state: Tensor) -> list[tuple[int, str, bool, bool, int]]:
+    """The analyses that a state of csr_solve_state keeps on a GPU: the number of columns of b, the dtype, whether it is
+    of the transpose, whether a captured graph uses it, its bytes."""
+
 kernel_limits: dict[str, int]
 """Limits that kernels and Python's selection share: fewest_in_fp16x2 (nonzeros per row), hopper_block_bytes (shared
 memory of a block)."""

@@ -384,6 +384,7 @@ _EACH = (
     _ops.bsr_sddmm.default,
     _ops.bsr_spmm.default,
     _ops.csr_linear_packed.default,
+    _ops.csr_solve_state.default,
     _ops.csr_solve_triangular.default,
     _ops.csr_spgemm.default,
     _ops.csr_spgemm_pattern.default,

@@ -19,6 +19,7 @@
 #include "gpu/hopper_limits.h"
 #include "rows/bindings.h"
 #include "sparse/index_checks.h"
+#include "sparse/kept_solves.h"
 #include "sparse/spmm/choose.h"
 #include "texts/embed.h"
 #include "texts/pack.h"
@@ -190,6 +191,20 @@ void define_index_checks(py::module_& m) {
         no_gil());
 }
 
+// The analyses that a state of csr_solve_state keeps, as tuples of its members.
+void define_kept_solves(py::module_& m) {
+  m.def("kept_solves", [](const at::Tensor& state) {
+    const auto kept = [&] {
+      const py::gil_scoped_release no_gil;
+      return matmuls::solve::kept_solves(state);
+    }();
+    py::list found;
+    for (const auto& s : kept)
+      found.append(py::make_tuple(s.columns, c10::toString(s.type), s.transpose, s.captured, s.nbytes));
+    return found;
+  });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -215,6 +230,7 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init())
       .def("__enter__", [](Relaxed& self) { self.entered = std::make_unique<matmuls::RelaxedCapture>(); })
       .def("__exit__", [](Relaxed& self, const py::args&) { self.entered.reset(); });
+  define_kept_solves(m);
   m.def("build_info", build_info);
   m.def(
       "choose_spmm",

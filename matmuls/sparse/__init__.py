@@ -2,11 +2,13 @@
 
 from .ops import cusparseMM, sddmm, sparse_attention, sparse_softmax, spmm
 from .plan import Sparse, SparsePlan, plan, plan_of  # the function `plan` hides the module of that name
+from .solve_plan import SolvePlan, plan_solve
 from .spgemm import spgemm  # and this one too
 from .spgemm_plan import SpgemmPlan, SpgemmSize, plan_spgemm, spgemm_size
 from .triangular import solve_triangular
 
 __all__ = [
+    "SolvePlan",
     "Sparse",
     "SparsePlan",
     "SpgemmPlan",
@@ -14,6 +16,7 @@ __all__ = [
     "cusparseMM",
     "plan",
     "plan_of",
+    "plan_solve",
     "plan_spgemm",
     "sddmm",
     "solve_triangular",

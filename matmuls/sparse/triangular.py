@@ -4,29 +4,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _functorch as functorch
 
 from ..registration import expect_dense
-from .csr_pattern import is_capturing
 from .spgemm import Operand, operand
 
 _solve: Callable[..., torch.Tensor] = torch.ops.custom_mm.csr_solve_triangular.default
 
 
-def _expect_diagonal(a: Operand) -> None:
-    """ValueError unless no element of the diagonal is missing or 0, as the operator raises on a CPU. Waits for the
-    GPU."""
-    s = a.pattern
-    on_diagonal = s.row == s.col
-    values = s.by_rows(a.values.detach()).where(on_diagonal, 0)
-    zeros = torch.zeros(s.rows, dtype=values.dtype, device=values.device)
-    missing = zeros.index_add(0, s.row.long(), values) == 0
-    while functorch.is_functorch_wrapped_tensor(missing):  # under vmap: [samples, rows]
-        missing = functorch.get_unwrapped(missing)
-    if bool(missing.any()):
-        first = int(missing.nonzero()[0, -1])
-        what = "0" if bool((s.row[on_diagonal] == first).any()) else "no nonzero"
-        raise ValueError(f"solve_triangular: expected a diagonal without zeros, got {what} in row {first}")
+def solve(
+    name: str,
+    a: Operand,
+    b: torch.Tensor,
+    ways: tuple[bool, bool, bool],
+    state: torch.Tensor | None = None,
+    version: int = 0,
+) -> torch.Tensor:
+    """x of b's shape. ways: upper, transpose, unit_diagonal. state, version: as src/sparse/solve.h has them."""
+    expect_dense(name, b=b)
+    if b.dim() not in (1, 2) or b.shape[0] != a.shape[0]:
+        raise RuntimeError(f"{name}: expected b of shape [{a.shape[0]}] or [{a.shape[0]}, k], got {list(b.shape)}")
+    s, columns = a.pattern, b.unsqueeze(-1) if b.dim() == 1 else b
+    if torch.compiler.is_compiling():
+        version = -1
+    # cuSPARSE solves with the transpose by the indices of A.
+    transposed = not b.is_cuda and (
+        ways[1] or (torch.is_grad_enabled() and (b.requires_grad or a.values.requires_grad))
+    )
+    return _solve(s.crow, s.col, a.values, columns, *ways, *s.arguments(transposed), state, version).view(b.shape)
+
+
+def square(name: str, a: Any) -> Operand:
+    """The operand; ValueError if it is not square."""
+    made = operand(name, "A", a)
+    if made.shape[0] != made.shape[1]:
+        raise ValueError(f"{name}: expected a square A, got shape {list(made.shape)}")
+    return made
 
 
 def solve_triangular(
@@ -36,12 +48,12 @@ def solve_triangular(
 
     The operation is differentiable any number of times in b and in the values of A: the gradient of b is another
     solution, and that of A has A's pattern and is 0 beyond the triangle. Sums are float32, or float64 for float64. On a
-    CPU the result has the same bits for every number of threads, which share the columns of b. If one matrix is used
-    many times, make a `plan` of it: it checks the indices once and keeps those of the transposed matrix, for
-    `transpose` and for gradients.
+    CPU the result has the same bits for every number of threads, which share the columns of b. To solve with one matrix
+    many times, use `plan_solve`.
 
-    On a GPU, cuSPARSE's SpSM computes it, and the check of the diagonal waits for the GPU. Duplicates are added on a
-    CPU only.
+    On a GPU, cuSPARSE's SpSV computes it for one column and its SpSM for more, with an analysis at every call, and the
+    check of the diagonal waits for the GPU. CUDA-graph capture and torch.compile leave out the check. Duplicates are
+    added on a CPU only.
 
     Args:
         a: [n, n] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a plan; float64, float32, float16 or bfloat16.
@@ -66,19 +78,4 @@ def solve_triangular(
         >>> matmuls.solve_triangular(a, torch.tensor([2.0, 5.0]), upper=False)
         tensor([1., 1.])
     """
-    made = operand("solve_triangular", "A", a)
-    expect_dense("solve_triangular", b=b)
-    if made.shape[0] != made.shape[1]:
-        raise ValueError(f"solve_triangular: expected a square A, got shape {list(made.shape)}")
-    if b.dim() not in (1, 2) or b.shape[0] != made.shape[0]:
-        raise RuntimeError(
-            f"solve_triangular: expected b of shape [{made.shape[0]}] or [{made.shape[0]}, k], got {list(b.shape)}"
-        )
-    compiling = torch.compiler.is_compiling()
-    if b.is_cuda and not unit_diagonal and not compiling and not is_capturing(b.device):
-        _expect_diagonal(made)
-    s = made.pattern
-    gradient = torch.is_grad_enabled() and (b.requires_grad or made.values.requires_grad)
-    columns = b.unsqueeze(-1) if b.dim() == 1 else b
-    arguments = s.arguments(transpose or gradient)
-    return _solve(s.crow, s.col, made.values, columns, upper, transpose, unit_diagonal, *arguments).view(b.shape)
+    return solve("solve_triangular", square("solve_triangular", a), b, (upper, transpose, unit_diagonal))

@@ -305,6 +305,9 @@ def _solve_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[A
     values, b = _scaled(draw(plan.nnz), plan).requires_grad_(), draw(6, 3).requires_grad_()
     yield _ops.csr_solve_triangular.default, (s.crow, s.col, values, b, True)
     yield _ops.csr_solve_triangular.default, (s.crow, s.col, values, b, False, True, True, None, *s.transposed()[:3])
+    yield _ops.csr_solve_state.default, (s.crow, s.col)
+    state = _ops.csr_solve_state(s.crow, s.col)
+    yield _ops.csr_solve_triangular.default, (s.crow, s.col, values, b, True, False, False, *[None] * 4, state)
 
 
 def _half_empty(draw: Draw, *shape: int) -> Tensor:
@@ -419,10 +422,11 @@ TABLE: tuple[Spec, ...] = (
     ),
     Spec(
         name="solve_triangular",
-        summary="`solve_triangular(A, b, *, upper, transpose, unit_diagonal)`: T x = b, T a triangle of a sparse A",
+        summary="`solve_triangular(A, b, *, upper, transpose, unit_diagonal)`, "
+        "`plan_solve(A, *, upper, transpose, unit_diagonal)`: T x = b, T a triangle of a sparse A",
         call=_solve_call,
         reference=_solve_reference,
-        operators=(_ops.csr_solve_triangular.default,),
+        operators=(_ops.csr_solve_triangular.default, _ops.csr_solve_state.default),
         samples=_solve_samples,
         bad=_solve_bad,
         empty=lambda draw: (

@@ -141,6 +141,8 @@ void destroy(Library library, void* handle) {
   }
 }
 
+at::TensorOptions bytes_on(int device) { return at::TensorOptions(at::kByte).device(at::kCUDA, device); }
+
 // The stream may have been destroyed since.
 bool is_still_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -184,11 +186,32 @@ void synchronize_device(at::Device device) {
   C10_CUDA_CHECK(cudaDeviceSynchronize());
 }
 
+// It raises nothing: destructors use it, even at the end of the process, when the driver may be gone.
 struct RelaxedCapture::Guard {
-  c10::cuda::CUDAStreamCaptureModeGuard mode{cudaStreamCaptureModeRelaxed};
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+
+  Guard() { exchange(); }
+  ~Guard() { exchange(); }
+  void exchange() {
+    if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) (void)cudaGetLastError();
+  }
 };
 RelaxedCapture::RelaxedCapture() : guard_(std::make_unique<Guard>()) {}
 RelaxedCapture::~RelaxedCapture() = default;
+
+bool is_forked() { return forked_with_handles.load(std::memory_order_relaxed); }
+
+at::Tensor own_memory(const char* op, const char* name, int64_t nbytes) {
+  const RelaxedCapture relaxed;
+  void* data = nullptr;
+  make_in_gpu_memory(op, name, nbytes, [&] { return was_made(cudaMalloc(&data, nbytes)); });
+  const auto free = [](void* p) {
+    if (is_forked()) return;
+    const RelaxedCapture relaxed;
+    C10_CUDA_CHECK_WARN(cudaFree(p));
+  };
+  return at::from_blob(data, {nbytes}, free, bytes_on(c10::cuda::current_device()));
+}
 
 // One handle and its resources. The owner thread holds `mutex` during a call, destroy_handles during the destruction;
 // no other thread waits for it. Slots are never freed, only emptied.
@@ -274,22 +297,6 @@ int64_t workspace_nbytes_for(int device) {
   return device_limits(device).major >= 9 ? (32 << 20) : (8 << 20);
 }
 
-at::TensorOptions bytes_on(int device) { return at::TensorOptions(at::kByte).device(at::kCUDA, device); }
-
-// Allocated with cudaMalloc, not by torch's caching allocator: its memory may belong to a private pool with its own
-// accounting (CUDA graph trees), and a workspace outlives any pool.
-at::Tensor new_workspace(int device, const char* op) {
-  const int64_t nbytes = workspace_nbytes_for(device);
-  const RelaxedCapture relaxed;
-  void* data = nullptr;
-  make_in_gpu_memory(op, "a workspace", nbytes, [&] { return was_made(cudaMalloc(&data, nbytes)); });
-  const auto free = [](void* p) {
-    const RelaxedCapture relaxed;
-    C10_CUDA_CHECK_WARN(cudaFree(p));
-  };
-  return at::from_blob(data, {nbytes}, free, bytes_on(device));
-}
-
 // Bounds the workspaces of a process that creates streams without end; torch's own pool has 64 streams a device.
 constexpr size_t kMaxWorkspaces = 80;
 
@@ -301,7 +308,8 @@ const at::Tensor& cached_workspace(Slot& slot, cudaStream_t stream, const char* 
     slot.workspaces.erase(it);  // work of a destroyed stream may still use it; cudaFree waits for that
   }
   if (slot.workspaces.size() >= kMaxWorkspaces) slot.workspaces.clear();
-  return slot.workspaces.insert_or_assign(stream, Slot::Workspace{id, new_workspace(slot.device, op)})
+  return slot.workspaces
+      .insert_or_assign(stream, Slot::Workspace{id, own_memory(op, "a workspace", workspace_nbytes_for(slot.device))})
       .first->second.bytes;
 }
 

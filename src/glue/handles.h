@@ -64,6 +64,14 @@ class RelaxedCapture {
 };
 
 #ifdef MATMULS_CUDA
+// True in a forked child of a process with handles: it must make no call of CUDA, not even to free something.
+bool is_forked();
+
+// [nbytes] bytes on the current device by cudaMalloc, not by torch's caching allocator: its memory may belong to a
+// private pool with its own accounting (CUDA graph trees), which a workspace outlives. `name`: for the error if memory
+// is out. To free them waits for the device.
+at::Tensor own_memory(const char* op, const char* name, int64_t nbytes);
+
 // Every CUDA operation begins with this guard: it makes the tensor's device current, and raises in a forked child of a
 // process with handles before CUDA fails there.
 class OperationGuard {

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "blocks": {"custom_mm", "registration", "triton"},
     "batching": {"blocks", "custom_mm", "masked", "registration"},
     "fused_softmax": {"custom_mm", "registration"},
-    "sparse": {"sparse.ops", "sparse.plan", "sparse.spgemm", "sparse.spgemm_plan", "sparse.triangular"},
+    "sparse": {f"sparse.{m}" for m in ("ops", "plan", "solve_plan", "spgemm", "spgemm_plan", "triangular")},
     "sparse.names": set(),
     "sparse.chunks": set(),
     "sparse.reordered": {"sparse.chunks"},
@@ -78,6 +78,10 @@ MAY_IMPORT = {
     "sparse.plan": {"registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "dtensor", "prepared", "selector", "spgemm")},
     "sparse.triangular": {"registration", "sparse.csr_pattern", "sparse.spgemm"},
+    "sparse.solve_plan": {
+        "custom_mm",
+        *(f"sparse.{m}" for m in ("csr_pattern", "plan", "prepared", "spgemm", "triangular")),
+    },
     "sparse.spgemm_plan": {f"sparse.{m}" for m in ("csr_pattern", "plan", "spgemm")},
     "sparse.ops": {"custom_mm", "dense", "registration"}
     | {f"sparse.{m}" for m in ("csr_pattern", "default_spmm", "plan", "prepared")},
@@ -402,7 +406,7 @@ def test_public_names_have_docstrings_and_rows():
     rows = {spec.name for spec in TABLE} - {"attention_forward"}  # of attention.attend, which the integrations call
     lifecycle = {"handles", "handle_info", "build_info", "set_workspace_size", "workspace_size"}
     lifecycle |= {"mask_plan", "MaskPlan"}  # no operation: what one takes
-    lifecycle |= {"plan_spgemm", "SpgemmPlan", "spgemm_size", "SpgemmSize"}
+    lifecycle |= {"plan_solve", "SolvePlan", "plan_spgemm", "SpgemmPlan", "spgemm_size", "SpgemmSize"}
     lifecycle |= {"plan", "SparsePlan", "cusparse_prepare", "explain", "only_kernel", "without_kernels"}
     public = {n for m in (matmuls, custom_mm) for n in m.__all__ if not n.startswith(("init_", "destroy_"))}
     assert public - lifecycle == rows

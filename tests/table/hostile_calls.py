@@ -107,6 +107,7 @@ def layouts() -> None:
     parts = triangle.crow_indices(), triangle.col_indices(), triangle.values(), b
     ops.csr_solve_triangular(*parts, False)
     ops.csr_solve_triangular(*parts, False, True, True, None, *ops.csr_transpose(*parts[:2], 64))
+    ops.csr_solve_triangular(*parts, True, state=ops.csr_solve_state(*parts[:2]), version=1)
     pattern = [crow, col, crow.new_empty(0)]
     offsets, state = ops.csr_spgemm_size(pattern, pattern, 64, values.dtype)
     sizes = offsets, state, int(offsets[-1])

@@ -13,6 +13,7 @@
 #include <mutex>
 
 #include "sparse/cusparse/descriptors.h"
+#include "sparse/owned.h"
 #include "sparse/spgemm.h"
 
 namespace matmuls::spgemm {
@@ -33,13 +34,11 @@ struct State {
   Tensor offsets, c_col, c_values, order;  // order: undefined if cuSPARSE's columns rise within each row
   SparseDescriptor a_descriptor, b_descriptor, c_descriptor;
   ProductDescriptor product;
-  Tensor buffer3, buffer4, buffer5, address;  // address: makes the storage that owns this one of the device
+  Tensor buffer3, buffer4, buffer5;
   std::mutex mutex;
 
   bool is_empty() const { return own_a.values.numel() == 0 || own_b.values.numel() == 0; }
   at::TensorOptions options(at::ScalarType dtype) const { return a.crow.options().dtype(dtype); }
-
-  static void destroy(void* self) { delete static_cast<State*>(self); }
 };
 
 Tensor bytes(const State& s, size_t count) {
@@ -136,8 +135,7 @@ void make_pattern(State& s) {
 
 // The state that a tensor owns; null if it owns none, as a clone of what csr_spgemm_size returned.
 State* state_of(const char* op, const OptionalTensor& t, const Product& given) {
-  if (!t || !t->defined()) return nullptr;
-  auto* const s = t->storage().data_ptr().cast_context<State>(&State::destroy);
+  State* const s = owned_by<State>(tensor_or_none(t));
   if (s == nullptr) return nullptr;
   const auto same = [](const Tensor& x, const Tensor& y) { return x.const_data_ptr() == y.const_data_ptr(); };
   TORCH_CHECK_VALUE(same(s->a.crow, given.a.crow) && same(s->a.col, given.a.col) && same(s->b.crow, given.b.crow) &&
@@ -152,10 +150,7 @@ std::tuple<Tensor, Tensor> size_cuda(TensorList a, TensorList b, c10::SymInt col
   auto state = made_state(given, dtype);
   const Tensor offsets = at::zeros({given.a.rows() + 1}, given.a.crow.options().dtype(at::kLong));
   offsets.select(0, given.a.rows()).fill_(state->nonzeros);
-  const Tensor buffer = state->address = bytes(*state, 1);
-  c10::DataPtr owner(buffer.data_ptr(), state.release(), &State::destroy, buffer.device());
-  const c10::Storage storage(c10::Storage::use_byte_size_t(), 1, std::move(owner), nullptr, false);
-  return {offsets, at::empty({0}, buffer.options()).set_(storage, 0, {0}, {1})};
+  return {offsets, tensor_with(std::move(state), offsets)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> pattern_cuda(TensorList a, TensorList b, c10::SymInt columns, const Tensor& offsets,

@@ -99,13 +99,11 @@ void need_cublaslt() {
 // Returns false, doing nothing, if cuBLASLt is to compute the product.
 bool product_by_one_kernel(const Gemm& g, const Tensor& bias, Activation activation) {
   const int multiprocessors = device_limits().multiprocessors;
-  auto kernel = dense_rows::fastest(g.n, g.m, g.k, activation, multiprocessors);
-  if (is_off(kernel)) {  // the next best of those that may run
-    const bool rows = !is_off(ProductKernel::linear_rows), tiles = !is_off(ProductKernel::linear_tiles);
-    const bool other = kernel != ProductKernel::cublaslt && !is_off(ProductKernel::cublaslt);
-    kernel = other || !(rows || tiles) ? ProductKernel::cublaslt
-             : rows                    ? ProductKernel::linear_rows
-                                       : ProductKernel::linear_tiles;
+  const bool rows = !is_off(ProductKernel::linear_rows), tiles = !is_off(ProductKernel::linear_tiles);
+  auto kernel = dense_rows::fastest(g.n, g.m, g.k, activation, multiprocessors, tiles);
+  if (is_off(kernel)) {
+    const bool by_lt = !is_off(ProductKernel::cublaslt) || !(rows || tiles);
+    kernel = by_lt ? ProductKernel::cublaslt : rows ? ProductKernel::linear_rows : ProductKernel::linear_tiles;
   }
   if (kernel == ProductKernel::cublaslt || !dense_rows::fits(g)) return false;
   if (kernel == ProductKernel::linear_tiles) return dense_rows::launch_tiles(g, bias, activation);

@@ -28,14 +28,20 @@ double estimate(const Configuration& c, int64_t rows, int64_t columns, int64_t i
   return static_cast<double>(most % 2) * (steps * alone + ends) + static_cast<double>(most / 2) * (steps * both + ends);
 }
 
-// The same of linear_tiles: 1024 cycles of products a step, 1100 until the sums are in the buffer, and the last tile's
-// activation.
-double estimate_of_tiles(int64_t rows, int64_t columns, int64_t inner, int multiprocessors) {
-  const int64_t tiles = ceil_of(rows, 256) * ceil_of(columns, 256);
-  const auto most = static_cast<double>(ceil_of(tiles, multiprocessors / 2)),
-             steps = static_cast<double>(ceil_of(inner, 64));
-  return most * (steps * 0.62 + 0.6) + 3.5;
-}
+// The tiles of linear_tiles, and how many each cluster computes at most.
+struct Tiles {
+  int64_t count, clusters, most;
+
+  Tiles(int64_t rows, int64_t columns, int multiprocessors)
+      : count(ceil_of(rows, 256) * ceil_of(columns, 256)),
+        clusters(std::max(1, multiprocessors / 2)),
+        most(ceil_of(count, clusters)) {}
+  // Microseconds (H200, full load): a step takes 0.84, a tile 1.5 more, and 9.6 at least, for its activation.
+  double estimate(int64_t inner) const {
+    return static_cast<double>(most) * std::max(9.6, 1.5 + 0.84 * static_cast<double>(ceil_of(inner, 64)));
+  }
+  bool fill_the_gpu() const { return 10 * count >= 9 * most * clusters; }
+};
 
 }  // namespace
 
@@ -50,15 +56,18 @@ Configuration choose(int64_t rows, int64_t columns, int64_t inner, int multiproc
 
 // Measured on an H200 with 16 to 16384 rows and K and N of 384 to 4096: with gelu and K up to 1024 the choice of
 // linear_rows takes 0.61 to 0.86 of the time of cuBLASLt and bias_act_; without an activation 0.59 to 1.00 where it is
-// taken, 0.84 on average. cuBLASLt has the other activations in its epilogue.
-ProductKernel fastest(int64_t rows, int64_t columns, int64_t inner, Activation activation, int multiprocessors) {
+// taken, 0.84 on average. linear_tiles takes 0.90 to 1.00 of the time of linear_rows for 4096 rows and more and K from
+// 768, and 0.92 to 0.98 of that of cuBLASLt for K of 3072 and 4096 if its tiles fill the GPU. cuBLASLt has the other
+// activations in its epilogue.
+ProductKernel fastest(int64_t rows, int64_t columns, int64_t inner, Activation activation, int multiprocessors,
+                      bool with_tiles) {
   if (activation == Activation::gelu) {
     const bool by_rows = rows <= 65536 && columns <= 8192 && inner <= 2048;
-    const double tiles = estimate_of_tiles(rows, columns, inner, multiprocessors);
-    const auto of_rows = [&] {
-      return estimate(choose(rows, columns, inner, multiprocessors), rows, columns, inner, multiprocessors);
-    };
-    if (rows > 1024 && (!by_rows || tiles < of_rows())) return ProductKernel::linear_tiles;
+    const Tiles tiles(rows, columns, multiprocessors);
+    const bool taken = by_rows ? tiles.estimate(inner) < estimate(choose(rows, columns, inner, multiprocessors), rows,
+                                                                  columns, inner, multiprocessors)
+                               : columns >= 512 && inner <= 8192 && tiles.fill_the_gpu();
+    if (with_tiles && rows >= 1024 && taken) return ProductKernel::linear_tiles;
     return by_rows ? ProductKernel::linear_rows : ProductKernel::cublaslt;
   }
   const bool few = rows <= 128 || (rows <= 256 && inner <= 3072) || (rows <= 512 && inner <= 1024);

@@ -18,8 +18,6 @@
 
 #include "dense/rows/linear_rows.h"
 #include "dense/rows/operands.cuh"
-#include "gpu/activations.cuh"
-#include "gpu/hopper.cuh"
 #include "gpu/launch.cuh"
 
 namespace matmuls::dense_rows {
@@ -93,8 +91,8 @@ __device__ inline Place place_of(const Shape& shape) {
   return at;
 }
 
-// Calls f(unit, owner, which) for each unit of a tile's sums: 8 per thread, those of half h = unit % 2 of the rows in
-// the 32 columns from 32 (unit / 2) on. It is number `which` of those that part `owner` writes.
+// Calls f(unit, owner, which) for each unit of a tile's sums (operands.cuh). It is number `which` of those that part
+// `owner` writes.
 template <class Tile>
 __device__ inline void each_unit(int own, const auto& f) {
   int owner = 0, which = 0;
@@ -104,8 +102,6 @@ __device__ inline void each_unit(int own, const auto& f) {
     if (++which == own) which = 0, ++owner;
   }
 }
-// Where a thread keeps sum i of a unit: of column 8 (i / 2) + 2 (lane % 4) + i % 2, row lane / 4 + 8 h.
-__device__ constexpr int sum_of(int unit, int i) { return unit / 2 * 16 + i / 2 * 4 + unit % 2 * 2 + i % 2; }
 
 // The loading thread.
 template <class Tile>
@@ -186,24 +182,14 @@ __device__ inline void exchange(float (&acc)[Tile::columns / 2], unsigned char* 
   });
 }
 
-// Writes the block's units: 16 bytes per lane and row, 64 bytes per four lanes.
+// Writes the block's units.
 template <Activation activation, class T, class Tile>
 __device__ inline void write_units(const float (&acc)[Tile::columns / 2], const float* biases, T* y, const Shape& shape,
                                    const Place& at) {
-  const int lane = threadIdx.x % 32, row = at.row0 + threadIdx.x / 32 * 16 + lane / 4;
+  const int row = at.row0 + threadIdx.x / 32 * 16;
   each_unit<Tile>(at.own, [&](int unit, int owner, int) {
-    if (owner != at.part) return;
-    uint32_t words[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const auto [left, right] = *reinterpret_cast<const float2*>(biases + unit / 2 * 32 + 8 * j + 2 * (lane % 4));
-      words[j] = hopper::two<T>(activated_16bit<activation>(acc[sum_of(unit, 2 * j)] + left),
-                                activated_16bit<activation>(acc[sum_of(unit, 2 * j + 1)] + right));
-    }
-    hopper::turn_among_four(words, lane);
-    const int to_row = row + unit % 2 * 8, column = at.column0 + unit / 2 * 32 + lane % 4 * 8;
-    if (to_row < shape.rows && column < shape.columns)
-      *reinterpret_cast<uint4*>(y + to_row * shape.stride + column) = {words[0], words[1], words[2], words[3]};
+    if (owner == at.part)
+      write_unit<activation, false>(acc, unit, biases, y, shape.stride, row, at.column0, shape.rows, shape.columns);
   });
 }
 

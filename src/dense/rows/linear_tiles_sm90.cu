@@ -8,8 +8,9 @@
 //   3, activating    buffer -> activation -> y, while the next tile is multiplied
 //   1, loading       x, w by TMA -> ring of stages
 //
-// So neither the activation's arithmetic nor the writes of y take time from the products. The sum is rounded to 16 bits
-// before the activation, as in torch.
+// So neither the activation's arithmetic nor the writes of y take time from the products. The last tile of a cluster is
+// activated and written by the multiplying warps: nothing is left to multiply, and they are more. The sum is rounded to
+// 16 bits before the activation, as in torch.
 //
 //   barrier    completes when                                        waited for by
 //   full       a stage's bytes have arrived                          multiplying warpgroups
@@ -23,11 +24,10 @@
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "dense/rows/linear_rows.h"
 #include "dense/rows/operands.cuh"
-#include "gpu/activations.cuh"
-#include "gpu/hopper.cuh"
 #include "gpu/launch.cuh"
 
 namespace matmuls::dense_rows {
@@ -69,12 +69,14 @@ struct Barriers {
   }
 };
 
-// Calls f(first row of this block's tile, first column, parity of its number) for each of the cluster's tiles.
+// Calls f(first row of this block's tile, first column, parity of its number, whether it is the last) for each of the
+// cluster's tiles.
 __device__ inline void each_tile(const Shape& shape, const auto& f) {
   const int clusters = gridDim.x / kPair, rank = static_cast<int>(ptx::cluster_rank());
   unsigned turn = 0;
   for (int tile = blockIdx.x / kPair; tile < shape.tiles; tile += clusters, turn ^= 1)
-    f((tile / shape.across * kPair + rank) * kRows, tile % shape.across * kColumns, turn);
+    f((tile / shape.across * kPair + rank) * kRows, tile % shape.across * kColumns, turn,
+      tile + clusters >= shape.tiles);
 }
 
 // The loading thread.
@@ -84,7 +86,7 @@ __device__ inline void load_tiles(const CUtensorMap& x_map, const CUtensorMap& w
   constexpr uint16_t both = (1 << kPair) - 1;
   const int rank = static_cast<int>(ptx::cluster_rank());
   unsigned n = 0;
-  each_tile(shape, [&](int row0, int column0, unsigned) {
+  each_tile(shape, [&](int row0, int column0, unsigned, bool) {
     for (int k = 0; k < shape.steps; ++k, ++n) {
       const int s = n % kStages;
       unsigned char* const tile = stages + s * kStageBytes;
@@ -98,9 +100,9 @@ __device__ inline void load_tiles(const CUtensorMap& x_map, const CUtensorMap& w
   });
 }
 
-// A warpgroup's 64 rows of each tile: products, + bias, to the buffer.
-template <class T>
-__device__ inline void multiply_tiles(const unsigned char* stages, unsigned char* buffer, const float* biases,
+// A warpgroup's 64 rows of each tile: products, + bias, to the buffer; of the last tile, the activation too, to y.
+template <Activation activation, class T>
+__device__ inline void multiply_tiles(const unsigned char* stages, unsigned char* buffer, const float* biases, T* y,
                                       const Barriers& b, const Shape& shape) {
   // Uniform within a warp, which the compiler knows only of a shuffle's result.
   const int group = __shfl_sync(~0u, threadIdx.x / kGroup, 0), thread = threadIdx.x % kGroup, lane = threadIdx.x % 32;
@@ -110,7 +112,7 @@ __device__ inline void multiply_tiles(const unsigned char* stages, unsigned char
   const auto release = [&](unsigned step) {  // one thread for each block of the cluster
     if (thread < kPair) hopper::arrive_at(&b.empty[step % kStages], thread);
   };
-  each_tile(shape, [&](int, int, unsigned turn) {
+  each_tile(shape, [&](int row0, int column0, unsigned turn, bool is_last) {
     for (int k = 0; k < shape.steps; ++k, ++n) {
       const unsigned char* const tile = stages + n % kStages * kStageBytes;
       const uint64_t rows = hopper::descriptor(tile + group * 64 * kRowBytes);
@@ -130,6 +132,13 @@ __device__ inline void multiply_tiles(const unsigned char* stages, unsigned char
     hopper::pin(acc);
     release(n - 1);
     ptx::barrier_wait(b.has_bias, turn);
+    if (is_last) {
+#pragma unroll
+      for (int unit = 0; unit < kColumns / 16; ++unit)
+        write_unit<activation, true>(acc, unit, biases, y, shape.stride, row0 + threadIdx.x / 32 * 16, column0,
+                                     shape.rows, shape.columns);
+      return;
+    }
     ptx::barrier_wait(b.drained, turn ^ 1);
 #pragma unroll
     for (int j = 0; j < kColumns / 16; ++j) {  // 16 rows of 16 columns a warp
@@ -150,10 +159,11 @@ template <Activation activation, class T>
 __device__ inline void activate_tiles(const unsigned char* buffer, float* biases, T* y, const T* bias,
                                       const Barriers& b, const Shape& shape) {
   const int thread = threadIdx.x % kGroup, warp = thread / 32, lane = thread % 32;
-  each_tile(shape, [&](int row0, int column0, unsigned turn) {
+  each_tile(shape, [&](int row0, int column0, unsigned turn, bool is_last) {
     for (int c = thread; c < kColumns; c += kActivating * 32)
       biases[c] = bias && column0 + c < shape.columns ? static_cast<float>(bias[column0 + c]) : 0.f;
     ptx::barrier_arrive(b.has_bias);
+    if (is_last) return;
     ptx::barrier_wait(b.staged, turn);
     const int column = column0 + lane * 8;
 #pragma unroll 4
@@ -175,10 +185,10 @@ __device__ inline void activate_tiles(const unsigned char* buffer, float* biases
 
 #endif
 
-template <class T>
+template <Activation activation, class T>
 __global__ void __launch_bounds__(kThreads, 1)
     linear_tiles_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, T* y,
-                        const T* bias, const Activation activation, const Shape shape) {
+                        const T* bias, const Shape shape) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char stages[];
   unsigned char* const buffer = stages + kStages * kStageBytes;
@@ -199,34 +209,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Registers of the three warpgroups: 200 + 200 + 104 = 3 x 168, of 128 threads each.
   if (group < kMultiplying) {
     hopper::setmaxnreg_inc<200>();
-    multiply_tiles<T>(stages, buffer, biases, barriers, shape);
+    multiply_tiles<activation>(stages, buffer, biases, y, barriers, shape);
   } else {
     hopper::setmaxnreg_dec<104>();
-    if (threadIdx.x >= kMultiplying * kGroup + kActivating * 32) {
-      if (threadIdx.x % 32 == 0) load_tiles(x_map, w_map, stages, barriers, shape);
-    } else {
-      switch (activation) {
-        case Activation::none: activate_tiles<Activation::none>(buffer, biases, y, bias, barriers, shape); break;
-        case Activation::relu: activate_tiles<Activation::relu>(buffer, biases, y, bias, barriers, shape); break;
-        case Activation::gelu: activate_tiles<Activation::gelu>(buffer, biases, y, bias, barriers, shape); break;
-        case Activation::gelu_tanh:
-          activate_tiles<Activation::gelu_tanh>(buffer, biases, y, bias, barriers, shape);
-          break;
-      }
-    }
+    if (threadIdx.x < kMultiplying * kGroup + kActivating * 32)
+      activate_tiles<activation>(buffer, biases, y, bias, barriers, shape);
+    else if (threadIdx.x % 32 == 0)
+      load_tiles(x_map, w_map, stages, barriers, shape);
   }
   __syncwarp();  // the warp of the loading thread
   // The other block may still signal this block's barriers.
-  ptx::cluster_arrive_relaxed();
+  ptx::cluster_arrive();
   ptx::cluster_wait();
 #endif
 }
 
 // ----------------------------------------------------------------------------------------------------------- launch
 
-template <class T>
-bool launch_as(const Gemm& g, const at::Tensor& bias, Activation activation) {
-  constexpr auto kernel = linear_tiles_kernel<T>;
+template <Activation activation, class T>
+bool launch_as(const Gemm& g, const at::Tensor& bias) {
+  constexpr auto kernel = linear_tiles_kernel<activation, T>;
   const int clusters = clusters_at_once<kernel, kThreads, kShared>(kPair);
   if (clusters == 0) return false;
   // In BLAS form g.x is w, of g.m rows, and g.y is x, of g.n rows.
@@ -236,16 +238,23 @@ bool launch_as(const Gemm& g, const at::Tensor& bias, Activation activation) {
   Launch launch(static_cast<unsigned>(std::min(clusters, tiles) * kPair), kThreads, kShared);
   launch.in_clusters(kPair);
   launch.early();
-  launch(kernel, x_map, w_map, static_cast<T*>(g.d), bias.defined() ? bias.const_data_ptr<T>() : nullptr, activation,
-         shape);
+  launch(kernel, x_map, w_map, static_cast<T*>(g.d), bias.defined() ? bias.const_data_ptr<T>() : nullptr, shape);
   return true;
 }
 
 }  // namespace
 
 bool launch_tiles(const Gemm& g, const at::Tensor& bias, Activation activation) {
-  return g.out.scalar_type() == at::kBFloat16 ? launch_as<c10::BFloat16>(g, bias, activation)
-                                              : launch_as<c10::Half>(g, bias, activation);
+  const auto launched = [&]<Activation how>(std::integral_constant<Activation, how>) {
+    return g.out.scalar_type() == at::kBFloat16 ? launch_as<how, c10::BFloat16>(g, bias)
+                                                : launch_as<how, c10::Half>(g, bias);
+  };
+  switch (activation) {
+    case Activation::relu: return launched(std::integral_constant<Activation, Activation::relu>());
+    case Activation::gelu: return launched(std::integral_constant<Activation, Activation::gelu>());
+    case Activation::gelu_tanh: return launched(std::integral_constant<Activation, Activation::gelu_tanh>());
+    default: return launched(std::integral_constant<Activation, Activation::none>());
+  }
 }
 
 }  // namespace matmuls::dense_rows

@@ -67,6 +67,8 @@ class Graphs:
     def __init__(self) -> None:
         _all.add(self)
         self.calls: dict[Hashable, Any] = {}  # of `replayed`: what repeats a call, by its signature
+        self.once: set[tuple[int, int]] = set()  # of `replayed`: shapes of batches of equal texts that came once
+        self.equal: set[tuple[int, int]] = set()  # and those that are captured as a batch
         self._lock = threading.Lock()  # guards the members below
         self._snapshot: Snapshot | None = None  # of the model that was captured
         self._passes: OrderedDict[Hashable, _Pass | None] = OrderedDict()  # None: seen, not captured

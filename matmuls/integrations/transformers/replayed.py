@@ -23,11 +23,14 @@ from . import one_pass, registered
 from .families import BARE, BY_COLUMNS, _kind
 from .graphs import Graphs, Tensors, rounded
 from .plan import _Chain
-from .segments import Segments, _has_varlen, _why_not_attention, moved
+from .segments import LONGEST_OWN, Segments, _has_varlen, _why_not_attention, moved
 
 SMALL = 4096  # tokens of a padded batch whose mask the host does not read, and whose padding is computed
 MOST = 16384  # tokens of a captured pass, 32 x 512. With more, a GPU is slower than most hosts, and memory is held.
 CALLS = 1024  # remembered, of one model
+# Shapes of batches without padding, of one model, whose attention is that of a batch: cuDNN's on Hopper, which torch
+# keeps in host memory for each shape and thread, without a limit of its own.
+EQUAL = 8
 LONGEST = 64  # texts' lengths are rounded up to a multiple of it, rows of the attention kernel's blocks
 
 
@@ -107,9 +110,12 @@ class _Padded:
         packed = inputs["input_ids"], inputs["position_ids"], inputs.get("token_type_ids")
         _C.pack_padded(ids, mask, types, self.padding, *packed, inputs["place"], inputs["starts"])
 
+    def segments(self, inputs: Tensors) -> Segments:
+        return Segments(*inputs["starts"].unbind(0), self.sizes[2])
+
     def body(self, inputs: Tensors) -> Any:
-        segments = Segments(*inputs["starts"].unbind(0), self.sizes[2])
-        output = one_pass.run(self.model, self.chain, {name: inputs[name] for name in self.names}, segments)
+        given = {name: inputs[name] for name in self.names}
+        output = one_pass.run(self.model, self.chain, given, self.segments(inputs))
         begins = inputs["starts"][0, 1::2] if self.masked else inputs["starts"][0, :-1]
         if rounded(self.sizes[1] - 1) == self.sizes[1] > 1:  # there may be texts without tokens, after all others
             begins = begins.clamp(max=self.sizes[0] - 1)
@@ -122,6 +128,39 @@ class _Padded:
         return x[: self.batch].clone()
 
 
+class _Equal(_Padded):
+    """The passes of batches whose texts all have `length` tokens, without rounding up, so that torch's attention of a
+    batch computes them."""
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.batch * self.length, self.batch, self.length
+
+    @cached_property
+    def key(self) -> Hashable:
+        return "equal", self.sizes, tuple(self.names)
+
+    def segments(self, inputs: Tensors) -> Segments:
+        return Segments(*inputs["starts"].unbind(0), self.length, [(self.length, False, self.batch)], equal=True)
+
+
+def _are_equal(chain: _Chain, batch: int, length: int) -> bool:
+    """True from the second batch of such texts on, for a few shapes, if no kernel for packed texts is faster."""
+    graphs, head = cast(Graphs, chain.graphs), max(plan.head_size for plan in chain.plans)
+    shape = batch, length
+    if shape in graphs.equal:
+        return True
+    if length <= LONGEST_OWN.get(head, 0) or len(graphs.equal) >= EQUAL or one_pass.window(chain) is not None:
+        return False
+    if shape in graphs.once:
+        graphs.equal.add(shape)
+        return True
+    if len(graphs.once) >= CALLS:
+        graphs.once.clear()
+    graphs.once.add(shape)
+    return False
+
+
 def padded(
     model: Any, chain: _Chain, tokens: Tensors, mask: Tensor | None, signature: Hashable = None, short: bool = False
 ) -> Any:
@@ -130,7 +169,8 @@ def padded(
     tuple."""
     ids, graphs = tokens["input_ids"], cast(Graphs, chain.graphs)
     batch, length = ids.shape
-    passes = _Padded(model, chain, ids.device, batch, length, mask is not None, "token_type_ids" in tokens, short)
+    kind = _Equal if mask is None and _are_equal(chain, batch, length) else _Padded
+    passes = kind(model, chain, ids.device, batch, length, mask is not None, "token_type_ids" in tokens, short)
     fill = partial(passes.fill, tokens, mask)
     output = graphs.run(passes.key, passes.device, passes.make, fill, passes.body, passes.read)
     if output is not None and signature is not None:

@@ -59,11 +59,14 @@ class Segments:
         longest: int,
         groups: Sequence[tuple[int, bool, int]] = (),
         columns: Tensor | None = None,
+        equal: bool = False,
     ) -> None:
         """queries, keys: [segments + 1] int32, where each segment begins. groups: length, hidden and number of adjacent
         equal texts, for attention without a kernel for segments. columns: where the tokens are in the padded batch, for
-        attention that depends on their distance."""
+        attention that depends on their distance. equal: attention over whole texts is that of a batch of one group, by
+        torch's choice of a kernel."""
         self.queries, self.keys, self.longest, self.groups = queries, keys, longest, groups
+        self.equal = equal
         self._columns = columns
         self._masks: dict[tuple[int, int | None, bool], Tensor | None] = {}
 
@@ -99,6 +102,7 @@ class Segments:
         columns [texts, Q, K] from queries to keys."""
         first, shared = qkv[0], qkv[0].size(1) > qkv[1].size(1)
         varlen = first.is_cuda and bias is None and _has_varlen(first.device, first.dtype, first.size(-1))
+        varlen = varlen and not (self.equal and window is None)
         if varlen and (window is None or not any(self._gaps)):
             side = -1 if window is None else window - 1
             sides, (q, k, v) = (side, 0 if causal else side), (x[0].transpose(0, 1) for x in qkv)

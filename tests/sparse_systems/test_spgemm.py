@@ -248,14 +248,14 @@ def test_hostile_indices_do_not_lead_out_of_bounds():
     ops = torch.ops.custom_mm
     a = draw_sparse(10, 10, 0.4).to_sparse_csr()
     parts, values = [a.crow_indices(), a.col_indices()], a.values()
-    offsets, state = ops.csr_spgemm_size(parts, parts, 10, torch.float32)
+    offsets, state = ops.csr_spgemm_size(parts, parts, 10)
     nnz = int(offsets[-1])
     crow, col, _ = ops.csr_spgemm_pattern(parts, parts, 10, offsets, state, nnz)
     beyond = [parts[0], parts[1] + 2**40]
     for bad in (
-        lambda: ops.csr_spgemm_size(parts, beyond, 10, torch.float32),
-        lambda: ops.csr_spgemm_size(beyond, parts, 10, torch.float32),
-        lambda: ops.csr_spgemm_size(parts, parts, 3, torch.float32),
+        lambda: ops.csr_spgemm_size(parts, beyond, 10),
+        lambda: ops.csr_spgemm_size(beyond, parts, 10),
+        lambda: ops.csr_spgemm_size(parts, parts, 3),
         lambda: ops.csr_spgemm_pattern(parts, parts, 10, offsets - 1, state, nnz),
         lambda: ops.csr_spgemm_pattern(parts, parts, 10, (offsets - 1).clamp_min(0), state, nnz - 1),
         lambda: ops.csr_spgemm_pattern(parts, parts, 10, offsets * 2, state, 2 * nnz, values, values),

@@ -171,10 +171,10 @@ def test_the_size_is_known_before(device):
             function(a, a, max_nnz=5)
 
 
-def test_more_nonzeros_than_int32_reaches_is_an_error_before_the_allocation():
+def test_more_nonzeros_than_int32_reaches_is_an_error_before_the_allocation(device):
     n = 50000  # a full result would have 2.5e9 nonzeros
-    column = torch.sparse_csr_tensor(torch.arange(n + 1).int(), torch.zeros(n).int(), torch.ones(n), (n, 1))
-    row = torch.sparse_csr_tensor(torch.tensor([0, n]).int(), torch.arange(n).int(), torch.ones(n), (1, n))
+    column = torch.sparse_csr_tensor(torch.arange(n + 1).int(), torch.zeros(n).int(), torch.ones(n), (n, 1)).to(device)
+    row = torch.sparse_csr_tensor(torch.tensor([0, n]).int(), torch.arange(n).int(), torch.ones(n), (1, n)).to(device)
     assert spgemm_size(column, row).nnz == n * n
     with pytest.raises(ValueError, match=r"csr_spgemm_pattern: expected at most 2147483647 nonzeros .*got 2500000000"):
         spgemm(column, row)

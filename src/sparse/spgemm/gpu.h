@@ -12,8 +12,8 @@ namespace matmuls::spgemm {
 // Rows of A @ B by their number of products. counts [rows + 1] int64 are 0 until count_distinct has run.
 struct Classes {
   at::Tensor totals, begin, lists, counts;
-  int64_t room = 0;  // the columns that all rows may have, at most
-  int64_t sorted_warps = 0, long_rows = 0;
+  int64_t room = 0;                                      // the columns that all rows may have, at most
+  int64_t few_warps = 0, many_warps = 0, long_rows = 0;  // warps that sort: a row of few keys a lane, of many
 };
 
 Classes classify(const Pattern& a, const Pattern& b, int64_t columns);  // waits for the GPU

@@ -11,8 +11,8 @@
 
 namespace matmuls::spgemm {
 
-constexpr int kLongThreads = 512;
-// Columns whose bits fit shared memory: 33 KiB, and 12 KiB for the products. Two blocks fit a GPU with 96 KiB.
+constexpr int kLongThreads = 256;
+// Columns whose bits fit shared memory: 33 KiB, and 4 KiB for the products, of the 227 KiB of an H200.
 constexpr int64_t kColumnsInShared = int64_t{1} << 18;
 __host__ __device__ constexpr int64_t words_of(int64_t columns) { return (columns + 31) / 32; }
 // The words of bits and of `filled` of a block, with bits up to a whole word of `filled`.
@@ -41,13 +41,13 @@ __device__ void for_filled(const uint32_t* bits, const uint32_t* filled, int64_t
 }
 
 template <bool in_shared, class I>
-__global__ void __launch_bounds__(kLongThreads, 2)
+__global__ void __launch_bounds__(kLongThreads, 4)
     long_rows_kernel(const Indices<I> a, const Indices<I> b, const Rows rows, int64_t columns, uint32_t* memory,
                      Totals* totals) {
   constexpr int kWarps = kLongThreads / 32;
   __shared__ BlockProducts<kLongThreads> products;
   __shared__ int64_t of_warps[kWarps];
-  __shared__ unsigned long long taken;
+  __shared__ int64_t shared_item;
   __shared__ uint32_t own_memory[in_shared ? words_of_block(kColumnsInShared) : 1];
   const int64_t groups = words_of(words_of(columns));
   uint32_t* const bits = in_shared ? own_memory : memory + blockIdx.x * words_of_block(columns);
@@ -55,12 +55,10 @@ __global__ void __launch_bounds__(kLongThreads, 2)
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
   if (in_shared)
     for (int64_t i = t; i < 33 * groups; i += kLongThreads) bits[i] = 0;
-  for (;;) {
-    __syncthreads();
-    if (t == 0) taken = atomicAdd(&totals->taken, 1ull);
-    __syncthreads();
-    if (taken >= totals->rows[kLongClass]) return;
-    const int64_t row = rows.lists[kLongClass * rows.rows + static_cast<int64_t>(taken)];
+  __syncthreads();
+  Taken taken(&totals->taken, static_cast<int64_t>(totals->rows[kLongClass]), &shared_item);
+  for (int64_t item = taken.first(); item >= 0; item = taken.next()) {
+    const int64_t row = rows.lists[kLongClass * rows.rows + item];
     const int64_t end = a.crow[row + 1];
     for (int64_t first = a.crow[row]; first < end; first += kLongThreads) {
       const int64_t all = products.load(a, b, first, end, [](int64_t&, int64_t&) {});

@@ -31,7 +31,7 @@ template <class I>
 void launch_long_rows(const Indices<I>& a, const Indices<I>& b, const Rows& rows, int64_t columns,
                       const Classes& classes) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const int64_t at_once = std::min<int64_t>(classes.long_rows, 4 * device_limits().multiprocessors);
+  const int64_t at_once = std::min<int64_t>(classes.long_rows, 8 * device_limits().multiprocessors);
   Totals* const totals = totals_of(classes.totals);
   if (columns <= kColumnsInShared) {
     long_rows_kernel<true>
@@ -66,8 +66,9 @@ Classes classify(const Pattern& a, const Pattern& b, int64_t columns) {
   C10_CUDA_CHECK(cudaMemcpyAsync(&found, totals, sizeof(found), cudaMemcpyDeviceToHost, stream));
   c10::cuda::stream_synchronize(stream);
   made.room = static_cast<int64_t>(found.room), made.long_rows = static_cast<int64_t>(found.rows[kLongClass]);
-  made.sorted_warps = ceil_of(static_cast<int64_t>(found.rows[0]), 2);
-  for (int c = 1; c < kLongClass; ++c) made.sorted_warps += static_cast<int64_t>(found.rows[c]);
+  made.few_warps = ceil_of(static_cast<int64_t>(found.rows[0]), 2);
+  for (int c = 1; c < kLongClass; ++c)
+    (c < kFirstOfMany ? made.few_warps : made.many_warps) += static_cast<int64_t>(found.rows[c]);
   return made;
 }
 
@@ -83,12 +84,15 @@ void count_distinct(const Pattern& a, const Pattern& b, int64_t columns, const C
                   to.defined() ? to.numel() : 0};
   AT_DISPATCH_INDEX_TYPES(a.crow.scalar_type(), kName, [&] {
     const auto a_indices = indices_of<index_t>(a), b_indices = indices_of<index_t>(b);
-    if (classes.sorted_warps > 0) {
-      const int64_t blocks = ceil_of(classes.sorted_warps, kSortThreads / 32);
-      sorted_rows_kernel<<<static_cast<unsigned>(blocks), kSortThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          a_indices, b_indices, rows);
+    const auto sort = [&](auto* kernel, int64_t warps) {
+      if (warps == 0) return;
+      const int64_t blocks = ceil_of(warps, kSortThreads / 32);
+      kernel<<<static_cast<unsigned>(blocks), kSortThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(a_indices,
+                                                                                                    b_indices, rows);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
-    }
+    };
+    sort(sorted_rows_kernel<0, kFirstOfMany, index_t>, classes.few_warps);
+    sort(sorted_rows_kernel<kFirstOfMany, kLongClass, index_t>, classes.many_warps);
     if (classes.long_rows > 0) launch_long_rows(a_indices, b_indices, rows, columns, classes);
   });
 }

@@ -40,13 +40,16 @@ __device__ N largest_of_warp(N x) {
   return x;
 }
 
-// Calls use(is_valid, e, p, q) for the products of A's nonzeros [begin, end), for each group of L lanes those of its
-// own: e counts the products, p is the nonzero of A and q that of B. All lanes of the warp call `use` together, those
-// without a product with is_valid = false.
-template <int L, class I, class Use>
-__device__ void for_products(const Indices<I>& a, const Indices<I>& b, int64_t begin, int64_t end, const Use& use) {
+// Calls use(load(is_valid, e, p, q)) for the products of A's nonzeros [begin, end), for each group of L lanes those of
+// its own: e counts the products, p is the nonzero of A and q that of B. All lanes of the warp call both together,
+// those without a product with is_valid = false. `load` runs a product ahead, so that its reads are under way during
+// `use`.
+template <int L, class I, class Load, class Use>
+__device__ void for_products(const Indices<I>& a, const Indices<I>& b, int64_t begin, int64_t end, const Load& load,
+                             const Use& use) {
   const int lane = threadIdx.x % L;
   int64_t done = 0;
+  auto waiting = load(false, 0, 0, 0);
   for (int64_t first = begin; __any_sync(kWarp, first < end); first += L) {
     int64_t q = 0, length = 0;
     if (first + lane < end) {
@@ -61,10 +64,13 @@ __device__ void for_products(const Indices<I>& a, const Indices<I>& b, int64_t b
 #pragma unroll
       for (int step = L / 2; step > 0; step /= 2)
         if (__shfl_sync(kWarp, upto, j + step - 1, L) <= e) j += step;
-      use(e < total, done + e, first + j, __shfl_sync(kWarp, shift, j, L) + e);
+      const auto next = load(e < total, done + e, first + j, __shfl_sync(kWarp, shift, j, L) + e);
+      use(waiting);
+      waiting = next;
     }
     done += total;
   }
+  use(waiting);
 }
 
 // The products of a row for a block of N threads: those of up to N nonzeros of A at a time.
@@ -95,7 +101,7 @@ struct BlockProducts {
     return all;
   }
 
-  // Of product e: which of the loaded nonzeros of A it is of. from: the answer for an earlier product.
+  // The loaded nonzero of A that product e belongs to. from: the answer for an earlier product.
   __device__ int nonzero_of(int64_t e, int from) const {
     if (e < upto[from]) return from;
     int low = from + 1, high = N - 1;
@@ -108,6 +114,33 @@ struct BlockProducts {
     }
     return low;
   }
+};
+
+// Items [0, count) that blocks take as they get free: first() and then next(), the item or -1. All threads call them.
+class Taken {
+ public:
+  __device__ Taken(unsigned long long* taken, int64_t count, int64_t* shared)
+      : taken_(taken), count_(count), shared_(shared) {}
+
+  __device__ int64_t first() { return started(blockIdx.x); }
+  __device__ int64_t next() {
+    __syncthreads();  // what is in shared memory of the item before has been read
+    if (threadIdx.x == 0) *shared_ = next_;
+    __syncthreads();
+    return started(*shared_);
+  }
+
+ private:
+  // The next item is taken when one begins: the answer is there when it ends.
+  __device__ int64_t started(int64_t item) {
+    if (item >= count_) return -1;
+    if (threadIdx.x == 0) next_ = static_cast<int64_t>(gridDim.x + atomicAdd(taken_, 1ull));
+    return item;
+  }
+
+  unsigned long long* taken_;
+  int64_t count_, next_ = 0;
+  int64_t* shared_;
 };
 
 // The first place in [begin, end) of rising columns that is not before `least`, or end.

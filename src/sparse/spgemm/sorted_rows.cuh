@@ -6,8 +6,8 @@
 
 namespace matmuls::spgemm {
 
-constexpr int kSortThreads = 256;
-constexpr uint32_t kNoColumn = 0xffffffffu;  // above every column
+constexpr int kSortThreads = 256, kFirstOfMany = 3;  // from this class on a lane has 4 keys or more
+constexpr uint32_t kNoColumn = 0xffffffffu;          // above every column
 
 // Rows of one class, and where the results go.
 struct Rows {
@@ -58,8 +58,16 @@ __device__ void sort_row(const Indices<I>& a, const Indices<I>& b, const Rows& r
   for (int i = 0; i < K; ++i) keys[lane + L * i] = kNoColumn;
   __syncwarp();
   const int64_t from = row < 0 ? 0 : a.crow[row], end = row < 0 ? 0 : a.crow[row + 1];
-  for_products<L>(a, b, from, end, [&](bool is_valid, int64_t e, int64_t, int64_t q) {
-    if (is_valid && e < L * K) keys[e] = static_cast<uint32_t>(b.col[q]);
+  const int64_t begin = row < 0 || rows.to == nullptr ? 0 : rows.begin[row];  // read now: known when it is needed
+  struct Key {
+    int place;
+    uint32_t column;
+  };
+  const auto load = [&](bool is_valid, int64_t e, int64_t, int64_t q) {
+    return is_valid && e < L * K ? Key{static_cast<int>(e), static_cast<uint32_t>(b.col[q])} : Key{-1, 0};
+  };
+  for_products<L>(a, b, from, end, load, [&](const Key& key) {
+    if (key.place >= 0) keys[key.place] = key.column;
   });
   __syncwarp();
   uint32_t own[K];
@@ -79,41 +87,42 @@ __device__ void sort_row(const Indices<I>& a, const Indices<I>& b, const Rows& r
     for (int i = 0; i < K; ++i)
       if (own[i] != kNoColumn && own[i] != (i == 0 ? before : own[i - 1])) keys[place++] = own[i];
     __syncwarp();
-    if (row >= 0) {
-      const int64_t begin = rows.begin[row];
+    if (row >= 0)
       for (int i = lane; i < all; i += L)
         if (begin + i < rows.room) rows.to[begin + i] = keys[i];
-    }
   }
   if (row >= 0 && lane == 0) rows.counts[row + 1] = all;
 }
 
-template <class I>
-__global__ void __launch_bounds__(kSortThreads)
+// Rows of the classes [first_class, last_class). Short rows have a kernel of their own, which needs fewer registers.
+template <int first_class, int last_class, class I>
+__global__ void __launch_bounds__(kSortThreads, 4)
     sorted_rows_kernel(const Indices<I> a, const Indices<I> b, const Rows rows) {
-  __shared__ uint32_t memory[kSortThreads / 32][kLongest];
+  __shared__ uint32_t memory[kSortThreads / 32][most_products(last_class - 1)];
   uint32_t* const keys = memory[threadIdx.x / 32];
   auto item = static_cast<int64_t>(blockIdx.x) * (kSortThreads / 32) + threadIdx.x / 32;
   // The longest first, so that no long row begins when most warps have ended.
-  int c = kLongClass - 1;
+  int c = last_class - 1;
   for (; c > 0; --c) {
     const auto count = static_cast<int64_t>(rows.totals->rows[c]);
     if (item < count) break;
     item -= count;
+    if (c == first_class) return;
   }
   const uint32_t* const list = rows.lists + c * rows.rows;
-  if (c == 0) {
-    const int64_t i = 2 * item + threadIdx.x % 32 / 16;
-    const bool is_any = i < static_cast<int64_t>(rows.totals->rows[0]);
-    return sort_row<16, 1>(a, b, rows, is_any ? list[i] : int64_t{-1}, keys + threadIdx.x % 32 / 16 * 16);
-  }
-  const int64_t row = list[item];
-  switch (c) {
-    case 1: return sort_row<32, 1>(a, b, rows, row, keys);
-    case 2: return sort_row<32, 2>(a, b, rows, row, keys);
-    case 3: return sort_row<32, 4>(a, b, rows, row, keys);
-    case 4: return sort_row<32, 8>(a, b, rows, row, keys);
-    default: return sort_row<32, 16>(a, b, rows, row, keys);
+  if constexpr (first_class == 0) {
+    if (c == 0) {
+      const int64_t i = 2 * item + threadIdx.x % 32 / 16;
+      const bool is_any = i < static_cast<int64_t>(rows.totals->rows[0]);
+      return sort_row<16, 1>(a, b, rows, is_any ? list[i] : int64_t{-1}, keys + threadIdx.x % 32 / 16 * 16);
+    }
+    return c == 1 ? sort_row<32, 1>(a, b, rows, list[item], keys) : sort_row<32, 2>(a, b, rows, list[item], keys);
+  } else {
+    switch (c) {
+      case 3: return sort_row<32, 4>(a, b, rows, list[item], keys);
+      case 4: return sort_row<32, 8>(a, b, rows, list[item], keys);
+      default: return sort_row<32, 16>(a, b, rows, list[item], keys);
+    }
   }
 }
 

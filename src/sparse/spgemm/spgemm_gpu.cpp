@@ -48,7 +48,8 @@ Numbered numbered(const char* op, const Product& call) {
     TORCH_CHECK_VALUE(count < UINT32_MAX, op, ": expected fewer than 2^32 - 1 ", what, " on a GPU, got ", count);
   };
   check("rows", std::max(made.a.rows(), made.b.rows()));
-  if (made.columns > std::max<int64_t>(int64_t{1} << 26, 8 * made.b.nonzeros())) {
+  const int64_t most = std::max(int64_t{1} << 26, 8 * made.b.nonzeros());  // bits of a block: 8 MiB, or as B's columns
+  if (made.columns > std::min<int64_t>(most, UINT32_MAX - 1)) {
     const auto [names, numbers] = at::_unique(made.b.col, /*sorted=*/true, /*return_inverse=*/true);
     made.b.col = numbers.to(names.scalar_type()), made.columns = names.numel(), made.names = names;
   }

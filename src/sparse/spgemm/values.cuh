@@ -30,7 +30,8 @@ struct Tile {
 };
 // Written by short_rows_kernel, for the kernels after it.
 struct Later {
-  unsigned long long warp_rows, tiles, taken, falls;  // falls: not 0 if columns of a row of B do not rise
+  unsigned long long warp_rows, tiles, taken;
+  unsigned long long split, falls;  // not 0 if a row has several tiles; if columns of a row of B do not rise
 };
 struct Work {
   Later* later;
@@ -70,16 +71,17 @@ __device__ void compute_row(const Call<T, I>& call, int64_t row, F* sums, I* col
   for (int i = lane; i < count; i += L) sums[i] = 0, columns[i] = call.c.col[first + i];
   __syncwarp();
   const int64_t from = count == 0 ? 0 : call.a.crow[row], end = count == 0 ? 0 : call.a.crow[row + 1];
-  for_products<L>(call.a, call.b, from, end, [&](bool is_valid, int64_t, int64_t p, int64_t q) {
-    int place = 0;
-    F product = 0;
-    if (is_valid) {
-      const I column = call.b.col[q];
-      product = product_of<T, F>(call, p, q);
-      place = first_not_before(columns, 0, count, column);
-      is_valid = place < count && columns[place] == column;
-    }
-    add_in_order<L>(sums, place, product, is_valid);
+  struct Loaded {
+    bool is_valid;
+    I column;
+    F product;
+  };
+  const auto load = [&](bool is_valid, int64_t, int64_t p, int64_t q) {
+    return is_valid ? Loaded{true, call.b.col[q], product_of<T, F>(call, p, q)} : Loaded{false, 0, 0};
+  };
+  for_products<L>(call.a, call.b, from, end, load, [&](const Loaded& x) {
+    const int place = x.is_valid ? first_not_before(columns, 0, count, x.column) : count;
+    add_in_order<L>(sums, place, x.product, place < count && columns[place] == x.column);
   });
   for (int i = lane; i < count; i += L) call.out[call.c.place(first + i)] = static_cast<T>(sums[i]);
   __syncwarp();
@@ -87,7 +89,7 @@ __device__ void compute_row(const Call<T, I>& call, int64_t row, F* sums, I* col
 
 // Rows [0, call.rows) if all_rows, else those that an earlier launch listed. Longer rows are listed for later.
 template <int L, int N, bool all_rows, class T, class F, class I>
-__global__ void __launch_bounds__(kValueThreads) short_rows_kernel(const Call<T, I> call, const Work work) {
+__global__ void __launch_bounds__(kValueThreads, 8) short_rows_kernel(const Call<T, I> call, const Work work) {
   constexpr int kGroups = kValueThreads / L;
   __shared__ F sums[kGroups][N];
   __shared__ I columns[kGroups][N];
@@ -104,19 +106,22 @@ __global__ void __launch_bounds__(kValueThreads) short_rows_kernel(const Call<T,
       if (lane == 0 && length > kByWarp) {
         const auto tiles = static_cast<uint32_t>((length - 1) / tile_of<F, I>() + 1);
         Tile* const to = work.tiles + atomicAdd(&work.later->tiles, static_cast<unsigned long long>(tiles));
+        if (tiles > 1) atomicOr(&work.later->split, 1ull);
         for (uint32_t k = 0; k < tiles; ++k) to[k] = {static_cast<uint32_t>(row), k};
       }
       row = -1;
     }
     compute_row<L, T, F, I>(call, row, sums[group], columns[group]);
   }
-  if constexpr (all_rows)
+  if constexpr (N == kByWarp) {  // the last launch before that of tiles_kernel
+    if (!all_rows && work.later->split == 0) return;
     for (int64_t r = static_cast<int64_t>(blockIdx.x) * kGroups + group; r < call.b_rows; r += step) {
       const int64_t begin = call.b.crow[r], end = call.b.crow[r + 1];
       bool falls = false;
       for (int64_t q = begin + 1 + lane; q < end; q += L) falls |= call.b.col[q] <= call.b.col[q - 1];
       if (falls) atomicOr(&work.later->falls, 1ull);
     }
+  }
 }
 
 // Adds the products of a block's threads to sums[place], of equal places that of the lower thread first. Places with
@@ -144,15 +149,12 @@ __global__ void __launch_bounds__(kTileThreads) tiles_kernel(const Call<T, I> ca
   __shared__ I columns[kTile];
   __shared__ unsigned claims[kClaims];
   __shared__ BlockProducts<kTileThreads> products;
-  __shared__ unsigned long long taken;
+  __shared__ int64_t shared_item;
   const int t = threadIdx.x;
   for (int i = t; i < kClaims; i += kTileThreads) claims[i] = kFree;
-  for (;;) {
-    __syncthreads();
-    if (t == 0) taken = atomicAdd(&work.later->taken, 1ull);
-    __syncthreads();
-    if (taken >= work.later->tiles) return;
-    const Tile tile = work.tiles[taken];
+  Taken taken(&work.later->taken, static_cast<int64_t>(work.later->tiles), &shared_item);
+  for (int64_t item = taken.first(); item >= 0; item = taken.next()) {
+    const Tile tile = work.tiles[item];
     const int64_t row = tile.row, row_begin = call.c.crow[row], row_end = call.c.crow[row + 1];
     const int64_t first = row_begin + static_cast<int64_t>(tile.tile) * kTile;
     const int count = static_cast<int>(min(row_end - first, static_cast<int64_t>(kTile)));

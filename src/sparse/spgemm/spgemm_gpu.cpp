@@ -14,7 +14,7 @@
 //
 // csr_spgemm_size returns as its state what the first kernels wrote, in int32: begin [rows] int64, then the columns of
 // row r from begin[r] on, with room for a column for each product. If that is more than kMostKept columns, the state is
-// empty and csr_spgemm_pattern runs the kernels again.
+// empty and csr_spgemm_pattern runs the kernels again. With nonzeros = -1 it runs all steps itself.
 #ifdef MATMULS_CUDA
 #include <ATen/ops/_unique.h>
 #include <ATen/ops/cumsum.h>
@@ -57,51 +57,66 @@ Numbered numbered(const char* op, const Product& call) {
   return made;
 }
 
-// offsets of C and the state.
-std::tuple<Tensor, Tensor> size_of(const Numbered& given) {
+// What the first kernels found: the columns of row r are from begin[r] on. They are the end of `state`, the start of
+// which is not written. Without columns if they are not kept.
+struct Found {
+  Tensor offsets, begin, columns, state;
+};
+
+Found found_in(const Numbered& given) {
   const int64_t rows = given.a.rows();
   const auto options = given.a.crow.options();
-  const Tensor none = at::empty({0}, options.dtype(at::kInt));
   if (rows == 0 || given.a.nonzeros() == 0 || given.b.nonzeros() == 0)
-    return {at::zeros({rows + 1}, options.dtype(at::kLong)), none};
+    return {at::zeros({rows + 1}, options.dtype(at::kLong)), {}, {}, {}};
   const Classes classes = classify(given.a, given.b, given.columns);
-  if (classes.room > kMostKept) {
-    count_distinct(given.a, given.b, given.columns, classes, classes.begin, {});
-    return {at::cumsum(classes.counts, 0), none};
+  Tensor state, columns;
+  if (classes.room <= kMostKept) {
+    state = at::empty({2 * rows + classes.room}, options.dtype(at::kInt));
+    columns = state.slice(0, 2 * rows);
   }
-  const Tensor state = at::empty({2 * rows + classes.room}, none.options());
-  state.narrow(0, 0, 2 * rows).copy_(classes.begin.view(at::kInt));
-  count_distinct(given.a, given.b, given.columns, classes, classes.begin, state.narrow(0, 2 * rows, classes.room));
-  return {at::cumsum(classes.counts, 0), state};
+  count_distinct(given.a, given.b, given.columns, classes, classes.begin, columns);
+  return {at::cumsum(classes.counts, 0), classes.begin, columns, state};
 }
 
 std::tuple<Tensor, Tensor> size_cuda(TensorList a, TensorList b, c10::SymInt columns) {
   const Product given = checked(kSize, a, b, columns);
   const OperationGuard guard(kSize, given.a.crow);
-  return size_of(numbered(kSize, given));
+  const Found found = found_in(numbered(kSize, given));
+  if (!found.state.defined()) return {found.offsets, at::empty({0}, found.offsets.options().dtype(at::kInt))};
+  found.state.narrow(0, 0, 2 * given.a.rows()).copy_(found.begin.view(at::kInt));
+  return {found.offsets, found.state};
 }
 
-bool is_state(const Tensor& state, int64_t rows) {
-  return state.scalar_type() == at::kInt && state.is_contiguous() && state.numel() > 2 * rows &&
-         reinterpret_cast<uintptr_t>(state.const_data_ptr()) % sizeof(int64_t) == 0;
+Found found_before(const Tensor& offsets, const Tensor& state, int64_t rows) {
+  const bool is_state = state.scalar_type() == at::kInt && state.dim() == 1 && state.is_contiguous() &&
+                        state.numel() > 2 * rows && state.device() == offsets.device() &&
+                        reinterpret_cast<uintptr_t>(state.const_data_ptr()) % sizeof(int64_t) == 0;
+  if (!is_state) return {offsets.contiguous(), {}, {}, {}};
+  return {offsets.contiguous(), state.narrow(0, 0, 2 * rows).view(at::kLong), state.slice(0, 2 * rows), state};
 }
 
 // crow and col of C.
-std::pair<Tensor, Tensor> indices_by(const Numbered& given, const Tensor& offsets, const Tensor& state,
-                                     int64_t nonzeros) {
+std::pair<Tensor, Tensor> crow_and_col(const Numbered& given, const Found& found, int64_t nonzeros) {
   const int64_t rows = given.a.rows();
   const auto options = given.a.crow.options();
   const Tensor crow = at::empty({rows + 1}, options), col = at::empty({nonzeros}, options);
   if (nonzeros == 0) return {crow.zero_(), col};
-  if (is_state(state, rows)) {
-    compact(offsets, state.narrow(0, 0, 2 * rows).view(at::kLong), state.slice(0, 2 * rows), given.names, crow, col);
+  if (found.columns.defined()) {
+    compact(found.offsets, found.begin, found.columns, given.names, crow, col);
     return {crow, col};
   }
   const Classes classes = classify(given.a, given.b, given.columns);
   const Tensor columns = at::empty({nonzeros}, options.dtype(at::kInt));
-  count_distinct(given.a, given.b, given.columns, classes, offsets, columns);
-  compact(offsets, offsets, columns, given.names, crow, col);
+  count_distinct(given.a, given.b, given.columns, classes, found.offsets, columns);
+  compact(found.offsets, found.offsets, columns, given.names, crow, col);
   return {crow, col};
+}
+
+Tensor values_of(const Pattern& a, const Pattern& b, const Pattern& c, const Tensor& a_values, const Tensor& b_values) {
+  const Tensor out = at::empty({c.nonzeros()}, a_values.options());
+  if (out.numel() > 0)
+    values_on_gpu(contiguous(a), contiguous(b), contiguous(c), a_values.contiguous(), b_values.contiguous(), out);
+  return out;
 }
 
 Made pattern_cuda(TensorList a, TensorList b, c10::SymInt columns, const Tensor& offsets, const Tensor& state,
@@ -110,22 +125,19 @@ Made pattern_cuda(TensorList a, TensorList b, c10::SymInt columns, const Tensor&
   const OperationGuard guard(kPattern, call.a.crow);
   const Numbered given = numbered(kPattern, call);
   const bool is_counted = sym_nonzeros != -1;
-  const auto [counted, kept] = is_counted ? std::tuple(offsets.contiguous(), state) : size_of(given);
-  const int64_t nonzeros = is_counted ? sym_nonzeros.expect_int() : counted[-1].item<int64_t>();
+  const Found found = is_counted ? found_before(offsets, state, call.a.rows()) : found_in(given);
+  const int64_t nonzeros = is_counted ? sym_nonzeros.expect_int() : found.offsets[-1].item<int64_t>();
   expect_reachable(call, nonzeros);
-  const auto [crow, col] = indices_by(given, counted, kept, nonzeros);
-  return {crow, col, values_of_pattern(call, crow, col)};
+  const auto [crow, col] = crow_and_col(given, found, nonzeros);
+  if (!call.a_values.defined()) return {crow, col, at::empty({0}, crow.options())};
+  return {crow, col, values_of(call.a, call.b, {crow, col, {}, {}, {}, {}}, call.a_values, call.b_values)};
 }
 
 Tensor product_cuda(const Tensor& a_values, const Tensor& b_values, TensorList a, TensorList b, TensorList c,
                     c10::SymInt columns) {
   const Product call = checked(kProduct, a_values, b_values, a, b, c, columns);
   const OperationGuard guard(kProduct, a_values);
-  const Tensor out = at::empty({call.c.nonzeros()}, a_values.options());
-  if (out.numel() > 0)
-    values_on_gpu(contiguous(call.a), contiguous(call.b), contiguous(call.c), a_values.contiguous(),
-                  b_values.contiguous(), out);
-  return out;
+  return values_of(call.a, call.b, call.c, a_values, b_values);
 }
 
 }  // namespace

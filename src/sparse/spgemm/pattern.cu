@@ -101,7 +101,8 @@ void compact(const Tensor& offsets, const Tensor& begin, const Tensor& from, con
              const Tensor& col) {
   constexpr int kWarps = kSparseThreads / 32;
   const int64_t rows = crow.size(0) - 1, nonzeros = col.size(0);
-  const int64_t blocks = std::max<int64_t>(1, ceil_of(nonzeros, kWarps * kCompactPerWarp));
+  const int64_t for_rows = std::min<int64_t>(ceil_of(rows + 1, kSparseThreads), 8 * device_limits().multiprocessors);
+  const int64_t blocks = std::max(for_rows, ceil_of(nonzeros, kWarps * kCompactPerWarp));
   AT_DISPATCH_INDEX_TYPES(crow.scalar_type(), kName, [&] {
     compact_kernel<<<static_cast<unsigned>(blocks), kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
         offsets.const_data_ptr<int64_t>(), begin.const_data_ptr<int64_t>(), as_uint32(from), from.numel(),

@@ -59,7 +59,8 @@ def listed(pattern: CsrPattern, index: torch.dtype, transposed: bool = False) ->
 
 def _listed_both(a: Operand, b: Operand) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     index = torch.promote_types(a.pattern.crow.dtype, b.pattern.crow.dtype)
-    return listed(a.pattern, index), listed(b.pattern, index)
+    left = listed(a.pattern, index)
+    return left, left if b.pattern is a.pattern else listed(b.pattern, index)
 
 
 class Sizes(NamedTuple):
@@ -78,7 +79,7 @@ def sizes(name: str, a: Operand, b: Operand, max_nnz: int | None) -> Sizes:
     """The size of A @ B; ValueError if it has more than max_nnz nonzeros. Waits for the GPU."""
     expect_operands(name, a, b)
     parts, columns = _listed_both(a, b), b.shape[1]
-    offsets, state = _size(*parts, columns, a.values.dtype)
+    offsets, state = _size(*parts, columns)
     nnz, index = int(offsets[-1]), parts[0][0].dtype
     nbytes = nnz * (index.itemsize + a.values.dtype.itemsize) + offsets.numel() * index.itemsize
     if max_nnz is not None and nnz > max_nnz:
@@ -87,7 +88,7 @@ def sizes(name: str, a: Operand, b: Operand, max_nnz: int | None) -> Sizes:
 
 
 def _uncounted(a: Operand, b: Operand) -> torch.Tensor:
-    """A @ B on a CPU, in one pass where memory allows."""
+    """A @ B with no limit on its size: on a CPU in one pass where memory allows."""
     expect_operands("spgemm", a, b)
     parts = _listed_both(a, b)
     none = parts[0][0].new_empty(0)
@@ -106,11 +107,12 @@ def spgemm(a: Any, b: Any, *, max_nnz: int | None = None) -> torch.Tensor:
     row. With max_nnz, and on a GPU, its nonzeros are counted before it is allocated; else a CPU takes address space for
     as many nonzeros as there are products, up to 2^27, and memory for C alone. The operation is differentiable any
     number of times in the values of A and B; gradients are computed on the patterns of A and B, without a dense matrix.
-    16-bit products are summed in float32, and on a CPU the result has the same bits for every number of threads. For
-    many products of the same patterns, make a plan with `plan_spgemm`. `plan(A) @ B` with a sparse B calls this
-    function.
+    16-bit products are summed in float32, in the order of A's nonzeros, so that equal calls have the same bits, on a
+    CPU for every number of threads. For many products of the same patterns, make a plan with `plan_spgemm`.
+    `plan(A) @ B` with a sparse B calls this function.
 
-    On a GPU, cuSPARSE's SpGEMM computes the product; the call waits for the GPU.
+    On a GPU the call waits for the GPU twice, and takes memory for a column for each product, up to 1 GiB; with more
+    products it finds the columns twice.
 
     Args:
         a: [M, K] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a plan; float64, float32, float16 or bfloat16,
@@ -136,8 +138,9 @@ def spgemm(a: Any, b: Any, *, max_nnz: int | None = None) -> torch.Tensor:
         (torch.sparse_csr, tensor([[5., 0.],
                 [0., 9.]]))
     """
-    left, right = operand("spgemm", "A", a), operand("spgemm", "B", b)
-    if max_nnz is None and left.values.device.type == "cpu":
+    left = operand("spgemm", "A", a)
+    right = left if b is a else operand("spgemm", "B", b)
+    if max_nnz is None:
         return _uncounted(left, right)
     s = sizes("spgemm", left, right, max_nnz)
     made = _pattern(s.a, s.b, s.columns, s.offsets, s.state, s.nnz, left.values, right.values)

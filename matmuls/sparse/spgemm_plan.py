@@ -35,7 +35,7 @@ class SpgemmSize(NamedTuple):
 def spgemm_size(a: Sparse, b: Sparse) -> SpgemmSize:
     """Counts the nonzeros of the sparse product A @ B, without allocating it.
 
-    On a GPU it runs the first steps of cuSPARSE's SpGEMM, which take memory of their own, and waits for the GPU.
+    On a GPU it takes memory for a column for each product of two nonzeros, up to 1 GiB, and waits for the GPU.
 
     Args:
         a: [M, K] a sparse tensor or a plan, as in `spgemm`.
@@ -86,7 +86,7 @@ class SpgemmPlan:
     def __init__(self, a: SparsePlan, b: SparsePlan, made: Sizes) -> None:
         self.a, self.b, self.nnz = a, b, made.nnz
         self.shape = torch.Size((a.shape[0], b.shape[1]))
-        self._parts, self._state = (made.a, made.b), made.state
+        self._parts = made.a, made.b
         crow, col, _ = _pattern(made.a, made.b, made.columns, made.offsets, made.state, made.nnz)
         self._c = [crow, col, crow.new_empty(0)]
         self._with_transposed: tuple[list[torch.Tensor], ...] | None = None
@@ -132,7 +132,7 @@ class SpgemmPlan:
             given.append(plan.values if values is None else plan._checked(values))
         gradient = given[1].requires_grad and torch.is_grad_enabled()
         a, b, c = self._lists(gradient)
-        return _product(*given, a, b, c, self.shape[1], self._state)
+        return _product(*given, a, b, c, self.shape[1])
 
     def __call__(self, a_values: torch.Tensor | None = None, b_values: torch.Tensor | None = None) -> torch.Tensor:
         """Computes C = A @ B.

@@ -244,8 +244,8 @@ def _spgemm_bad(draw: Draw) -> Iterator[Bad]:
 def _spgemm_opchecks(draw: Draw) -> Iterator[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
     plan = _spgemm_plan(draw, 6, 5, 7)
     (a, b), c, values = plan._parts, plan._c, (draw(plan.a.nnz), draw(plan.b.nnz))
-    yield _ops.csr_spgemm_size.default, (a, b, 7, draw.dtype)
-    sizes = *_ops.csr_spgemm_size(a, b, 7, draw.dtype), plan.nnz
+    yield _ops.csr_spgemm_size.default, (a, b, 7)
+    sizes = *_ops.csr_spgemm_size(a, b, 7), plan.nnz
     yield _ops.csr_spgemm_pattern.default, (a, b, 7, *sizes)
     yield _ops.csr_spgemm_pattern.default, (a, b, 7, *sizes, *values)
     leaves = [v.requires_grad_() for v in values]

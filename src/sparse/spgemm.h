@@ -3,14 +3,14 @@
 // Operators, in the order in which a plan calls them:
 //   csr_spgemm_size: the number of nonzeros of C, before C takes memory
 //   csr_spgemm_pattern: the pattern of C, whose columns rise within each row; with its values, if A and B come with
-//     theirs. On a CPU, nonzeros = -1 says that they were not counted; offsets and state are not read then
+//     theirs. nonzeros = -1 says that they were not counted; offsets and state are not read then, and a GPU waits
 //   csr_spgemm: the values of C
 //   csr_spgemm_sampled: the values of G @ M^T at the nonzeros of a pattern P, for gradients
 //
 // The operators take patterns as lists of tensors: [crow, col, order], then [t_crow, t_col, t_order] of the transposed
 // matrix, which gradients compute if it is not given. An order that is not needed is a tensor without elements. Columns
-// of C and of G must rise within each row. csr_spgemm_size also returns a state, which the next two take: on a GPU it
-// owns what cuSPARSE keeps for products in `dtype`.
+// of C and of G must rise within each row. csr_spgemm_size also returns a state, which csr_spgemm_pattern takes: on a
+// GPU the columns that it found, if they are not too many.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,11 +47,12 @@ Product checked(const char* op, const at::Tensor& a_values, const at::Tensor& b_
                 at::TensorList b, at::TensorList c, const c10::SymInt& columns);
 Product checked_pattern(at::TensorList a, at::TensorList b, const c10::SymInt& columns, const at::Tensor& offsets,
                         const c10::SymInt& nonzeros, const OptionalTensor& a_values, const OptionalTensor& b_values);
+// ValueError if the indices of the call do not reach that many nonzeros.
+void expect_reachable(const Product& call, int64_t nonzeros);
 // The values of C for csr_spgemm_pattern, by csr_spgemm; without elements if the call has none.
-at::Tensor values_of_pattern(const Product& call, const at::Tensor& crow, const at::Tensor& col,
-                             const OptionalTensor& state);
+at::Tensor values_of_pattern(const Product& call, const at::Tensor& crow, const at::Tensor& col);
 
-// The types that the loops and cuSPARSE compute in: 16-bit values are converted to float32.
+// The types that the loops compute in: 16-bit values are converted to float32.
 inline at::Tensor wide(const at::Tensor& values) {
   const auto dtype = values.scalar_type();
   return (dtype == at::kHalf || dtype == at::kBFloat16 ? values.to(at::kFloat) : values).contiguous();

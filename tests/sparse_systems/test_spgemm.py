@@ -171,10 +171,10 @@ def test_the_size_is_known_before(device):
             function(a, a, max_nnz=5)
 
 
-def test_more_nonzeros_than_int32_reaches_is_an_error_before_the_allocation():
+def test_more_nonzeros_than_int32_reaches_is_an_error_before_the_allocation(device):
     n = 50000  # a full result would have 2.5e9 nonzeros
-    column = torch.sparse_csr_tensor(torch.arange(n + 1).int(), torch.zeros(n).int(), torch.ones(n), (n, 1))
-    row = torch.sparse_csr_tensor(torch.tensor([0, n]).int(), torch.arange(n).int(), torch.ones(n), (1, n))
+    column = torch.sparse_csr_tensor(torch.arange(n + 1).int(), torch.zeros(n).int(), torch.ones(n), (n, 1)).to(device)
+    row = torch.sparse_csr_tensor(torch.tensor([0, n]).int(), torch.arange(n).int(), torch.ones(n), (1, n)).to(device)
     assert spgemm_size(column, row).nnz == n * n
     with pytest.raises(ValueError, match=r"csr_spgemm_pattern: expected at most 2147483647 nonzeros .*got 2500000000"):
         spgemm(column, row)
@@ -248,14 +248,14 @@ def test_hostile_indices_do_not_lead_out_of_bounds():
     ops = torch.ops.custom_mm
     a = draw_sparse(10, 10, 0.4).to_sparse_csr()
     parts, values = [a.crow_indices(), a.col_indices()], a.values()
-    offsets, state = ops.csr_spgemm_size(parts, parts, 10, torch.float32)
+    offsets, state = ops.csr_spgemm_size(parts, parts, 10)
     nnz = int(offsets[-1])
     crow, col, _ = ops.csr_spgemm_pattern(parts, parts, 10, offsets, state, nnz)
     beyond = [parts[0], parts[1] + 2**40]
     for bad in (
-        lambda: ops.csr_spgemm_size(parts, beyond, 10, torch.float32),
-        lambda: ops.csr_spgemm_size(beyond, parts, 10, torch.float32),
-        lambda: ops.csr_spgemm_size(parts, parts, 3, torch.float32),
+        lambda: ops.csr_spgemm_size(parts, beyond, 10),
+        lambda: ops.csr_spgemm_size(beyond, parts, 10),
+        lambda: ops.csr_spgemm_size(parts, parts, 3),
         lambda: ops.csr_spgemm_pattern(parts, parts, 10, offsets - 1, state, nnz),
         lambda: ops.csr_spgemm_pattern(parts, parts, 10, (offsets - 1).clamp_min(0), state, nnz - 1),
         lambda: ops.csr_spgemm_pattern(parts, parts, 10, offsets * 2, state, 2 * nnz, values, values),

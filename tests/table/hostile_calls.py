@@ -109,7 +109,7 @@ def layouts() -> None:
     ops.csr_solve_triangular(*parts, False, True, True, None, *ops.csr_transpose(*parts[:2], 64))
     ops.csr_solve_triangular(*parts, True, state=ops.csr_solve_state(*parts[:2]), version=1)
     pattern = [crow, col, crow.new_empty(0)]
-    offsets, state = ops.csr_spgemm_size(pattern, pattern, 64, values.dtype)
+    offsets, state = ops.csr_spgemm_size(pattern, pattern, 64)
     sizes = offsets, state, int(offsets[-1])
     ops.csr_spgemm_pattern(pattern, pattern, 64, *sizes)
     product = ops.csr_spgemm_pattern(pattern, pattern, 64, *sizes, values, values)

@@ -11,21 +11,13 @@
 #include <algorithm>
 
 #include "sparse/csr.cuh"
+#include "sparse/spgemm/indices_of.cuh"
 
 namespace matmuls::spgemm {
 
 namespace {
 
 constexpr int kLanes = 8;
-
-template <class I>
-struct Indices {
-  const I *crow, *col, *order;
-
-  explicit Indices(const Pattern& p)
-      : crow(p.crow.const_data_ptr<I>()), col(p.col.const_data_ptr<I>()), order(indices_or_null<I>(p.order)) {}
-  __device__ int64_t place(int64_t p) const { return order == nullptr ? p : static_cast<int64_t>(order[p]); }
-};
 
 template <class F, class I>
 __global__ void __launch_bounds__(kSparseThreads)
@@ -69,8 +61,9 @@ void sampled_on_gpu(const Pattern& p, const Pattern& g, const Pattern& m, const 
     AT_DISPATCH_INDEX_TYPES(p.crow.scalar_type(), "csr_spgemm_sampled", [&] {
       sampled_kernel<scalar_t, index_t>
           <<<static_cast<unsigned>(blocks), kSparseThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-              Indices<index_t>(p), Indices<index_t>(g), Indices<index_t>(m), g_values.const_data_ptr<scalar_t>(),
-              m_values.const_data_ptr<scalar_t>(), out.mutable_data_ptr<scalar_t>(), p.rows(), p.nonzeros());
+              indices_of<index_t>(p), indices_of<index_t>(g), indices_of<index_t>(m),
+              g_values.const_data_ptr<scalar_t>(), m_values.const_data_ptr<scalar_t>(),
+              out.mutable_data_ptr<scalar_t>(), p.rows(), p.nonzeros());
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   });

@@ -1,5 +1,5 @@
-// The operators of spgemm.h: checks, the CPU, tracing, gradients. Their CUDA kernels are those of
-// cusparse/spgemm.cpp, and sampled.cu.
+// The operators of spgemm.h: checks, the CPU, tracing, gradients. Their CUDA kernels are called
+// by spgemm_gpu.cpp; sampled.cu has one too.
 //
 // For C = A @ B, the gradient of A's values is dC @ B^T at A's nonzeros, and that of B's values is A^T @ dC at B's:
 // transposed, dC^T @ A at the nonzeros of B^T. Both are csr_spgemm_sampled, whose gradients are the two operators
@@ -23,13 +23,12 @@ using at::Tensor;
 using at::TensorList;
 
 MATMULS_OPERATOR(SizeOp, "custom_mm::csr_spgemm_size", "",
-                 std::tuple<Tensor, Tensor>(TensorList, TensorList, c10::SymInt, at::ScalarType));
+                 std::tuple<Tensor, Tensor>(TensorList, TensorList, c10::SymInt));
 MATMULS_OPERATOR(PatternOp, "custom_mm::csr_spgemm_pattern", "",
                  Made(TensorList, TensorList, c10::SymInt, const Tensor&, const Tensor&, c10::SymInt,
                       const OptionalTensor&, const OptionalTensor&));
 MATMULS_OPERATOR(ProductOp, "custom_mm::csr_spgemm", "",
-                 Tensor(const Tensor&, const Tensor&, TensorList, TensorList, TensorList, c10::SymInt,
-                        const OptionalTensor&));
+                 Tensor(const Tensor&, const Tensor&, TensorList, TensorList, TensorList, c10::SymInt));
 MATMULS_OPERATOR(SampledOp, "custom_mm::csr_spgemm_sampled", "",
                  Tensor(const Tensor&, const Tensor&, TensorList, TensorList, TensorList, c10::SymInt));
 
@@ -107,12 +106,12 @@ Sampled checked_sampled(const Tensor& g_values, const Tensor& m_values, TensorLi
 
 // ------------------------------------------------------------------------------------------------------------ kernels
 
-std::tuple<Tensor, Tensor> size_on_cpu(TensorList a, TensorList b, c10::SymInt columns, at::ScalarType) {
+std::tuple<Tensor, Tensor> size_on_cpu(TensorList a, TensorList b, c10::SymInt columns) {
   const Product call = checked(kSize, a, b, columns);
   return {size_cpu(call), at::empty({0}, call.a.crow.options().dtype(at::kByte))};
 }
 
-std::tuple<Tensor, Tensor> size_meta(TensorList a, TensorList b, c10::SymInt columns, at::ScalarType) {
+std::tuple<Tensor, Tensor> size_meta(TensorList a, TensorList b, c10::SymInt columns) {
   const Product call = checked(kSize, a, b, columns);
   const auto options = call.a.crow.options();
   return {at::empty_symint({call.a.sym_rows() + 1}, options.dtype(at::kLong)),
@@ -131,14 +130,12 @@ Made pattern_on_cpu(TensorList a, TensorList b, c10::SymInt columns, const Tenso
     if (const auto made = at_once({})) return *made;
   const Tensor counted = is_counted ? offsets.contiguous() : size_cpu(call);
   const int64_t nonzeros = is_counted ? sym_nonzeros.expect_int() : counted[-1].item<int64_t>();
-  TORCH_CHECK_VALUE(index == at::kLong || nonzeros <= INT32_MAX, kPattern, ": expected at most ", INT32_MAX,
-                    " nonzeros in the product of matrices with indices in Int, got ", nonzeros,
-                    "; use indices in Long");
+  expect_reachable(call, nonzeros);
   validate_offsets(kPattern, counted, nonzeros);
   if (const auto made = at_once(counted)) return *made;
   const Tensor col = pattern_cpu(call, counted, nonzeros);
   const Tensor crow = counted.to(index, /*non_blocking=*/false, /*copy=*/true);
-  return {crow, col, values_of_pattern(call, crow, col, {})};
+  return {crow, col, values_of_pattern(call, crow, col)};
 }
 
 Made pattern_meta(TensorList a, TensorList b, c10::SymInt columns, const Tensor& offsets, const Tensor&,
@@ -150,12 +147,12 @@ Made pattern_meta(TensorList a, TensorList b, c10::SymInt columns, const Tensor&
 }
 
 Tensor product_on_cpu(const Tensor& a_values, const Tensor& b_values, TensorList a, TensorList b, TensorList c,
-                      c10::SymInt columns, const OptionalTensor&) {
+                      c10::SymInt columns) {
   return values_cpu(checked(kProduct, a_values, b_values, a, b, c, columns));
 }
 
 Tensor product_meta(const Tensor& a_values, const Tensor& b_values, TensorList a, TensorList b, TensorList c,
-                    c10::SymInt columns, const OptionalTensor&) {
+                    c10::SymInt columns) {
   const Product call = checked(kProduct, a_values, b_values, a, b, c, columns);
   return at::empty_symint({call.c.col.sym_size(0)}, a_values.options());
 }
@@ -204,11 +201,10 @@ Pattern saved_pattern(const Gradients& saved, size_t which) {
 }
 
 struct ProductFunction : KernelFunction<ProductFunction> {
-  static Tensor forward(Context* ctx, const Tensor& a_values, const Tensor& b_values, const Product& call,
-                        const OptionalTensor& state) {
+  static Tensor forward(Context* ctx, const Tensor& a_values, const Tensor& b_values, const Product& call) {
     save(ctx, a_values, b_values, {call.a, call.b, call.c}, call.columns);
     return ProductOp::below_autograd(a_values, b_values, list_of(call.a), list_of(call.b), list_of(call.c),
-                                     call.columns, state);
+                                     call.columns);
   }
 
   static Gradients backward(Context* ctx, const Gradients& grads) {
@@ -222,7 +218,7 @@ struct ProductFunction : KernelFunction<ProductFunction> {
     if (ctx->needs_input_grad(1))
       grad_b = SampledOp::call(grad, saved[0].to(grad.scalar_type()), list_of(b.transposed(columns)),
                                list_of(c.transposed(columns)), list_of(a.transposed(b.sym_rows())), a.sym_rows());
-    return {grad_a, grad_b, {}, {}};
+    return {grad_a, grad_b, {}};
   }
 };
 
@@ -240,7 +236,7 @@ struct SampledFunction : KernelFunction<SampledFunction> {
     const Tensor& grad = grads[0];
     Tensor grad_g, grad_m;
     if (ctx->needs_input_grad(0))
-      grad_g = ProductOp::call(grad, saved[1].to(grad.scalar_type()), list_of(p), list_of(m), list_of(g), columns, {});
+      grad_g = ProductOp::call(grad, saved[1].to(grad.scalar_type()), list_of(p), list_of(m), list_of(g), columns);
     if (ctx->needs_input_grad(1))
       grad_m = SampledOp::call(saved[0].to(grad.scalar_type()), grad, list_of(m.transposed(columns)),
                                list_of(g.transposed(columns)), list_of(p.transposed(m.sym_rows())), p.sym_rows());
@@ -249,10 +245,10 @@ struct SampledFunction : KernelFunction<SampledFunction> {
 };
 
 Tensor product_autograd(const Tensor& a_values, const Tensor& b_values, TensorList a, TensorList b, TensorList c,
-                        c10::SymInt columns, const OptionalTensor& state) {
+                        c10::SymInt columns) {
   if (!needs_gradient(kProduct, {a_values, b_values}))
-    return ProductOp::below_autograd(a_values, b_values, a, b, c, columns, state);
-  return ProductFunction::apply(a_values, b_values, checked(kProduct, a_values, b_values, a, b, c, columns), state);
+    return ProductOp::below_autograd(a_values, b_values, a, b, c, columns);
+  return ProductFunction::apply(a_values, b_values, checked(kProduct, a_values, b_values, a, b, c, columns));
 }
 
 Tensor sampled_autograd(const Tensor& g_values, const Tensor& m_values, TensorList p, TensorList g, TensorList m,
@@ -268,7 +264,7 @@ Made pattern_autograd(TensorList a, TensorList b, c10::SymInt columns, const Ten
     return PatternOp::below_autograd(a, b, columns, offsets, state, nonzeros, a_values, b_values);
   const Product call = checked_pattern(a, b, columns, offsets, nonzeros, a_values, b_values);
   const auto [crow, col, none] = PatternOp::below_autograd(a, b, columns, offsets, state, nonzeros, {}, {});
-  return {crow, col, values_of_pattern(call, crow, col, state)};
+  return {crow, col, values_of_pattern(call, crow, col)};
 }
 
 template <c10::DeviceType device>
@@ -282,11 +278,10 @@ Made pattern_autocast(TensorList a, TensorList b, c10::SymInt columns, const Ten
 
 template <c10::DeviceType device>
 Tensor product_autocast(const Tensor& a_values, const Tensor& b_values, TensorList a, TensorList b, TensorList c,
-                        c10::SymInt columns, const OptionalTensor& state) {
+                        c10::SymInt columns) {
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const auto dtype = autocast_dtype(device);
-  return ProductOp::call(autocast_to(dtype, a_values, device), autocast_to(dtype, b_values, device), a, b, c, columns,
-                         state);
+  return ProductOp::call(autocast_to(dtype, a_values, device), autocast_to(dtype, b_values, device), a, b, c, columns);
 }
 
 }  // namespace
@@ -321,7 +316,7 @@ Product checked_pattern(TensorList a, TensorList b, const c10::SymInt& columns, 
   TORCH_CHECK_VALUE(call.a_values.defined() == call.b_values.defined(), kPattern,
                     ": expected a_values and b_values together, got one of them");
   if (call.a_values.defined()) check_both_values(kPattern, call);
-  if (nonzeros == -1 && call.a.crow.is_cpu()) return call;
+  if (nonzeros == -1 && (call.a.crow.is_cpu() || call.a.crow.is_cuda())) return call;
   TORCH_CHECK_VALUE(offsets.layout() == at::kStrided && offsets.scalar_type() == at::kLong && offsets.dim() == 1 &&
                         offsets.sym_size(0) == call.a.sym_rows() + 1 && offsets.device() == call.a.crow.device(),
                     kPattern, ": expected offsets of shape [", call.a.sym_rows() + 1, "] in Long on ",
@@ -331,23 +326,26 @@ Product checked_pattern(TensorList a, TensorList b, const c10::SymInt& columns, 
   return call;
 }
 
-Tensor values_of_pattern(const Product& call, const Tensor& crow, const Tensor& col, const OptionalTensor& state) {
+void expect_reachable(const Product& call, int64_t nonzeros) {
+  TORCH_CHECK_VALUE(call.a.crow.scalar_type() == at::kLong || nonzeros <= INT32_MAX, kPattern, ": expected at most ",
+                    INT32_MAX, " nonzeros in the product of matrices with indices in Int, got ", nonzeros,
+                    "; use indices in Long");
+}
+
+Tensor values_of_pattern(const Product& call, const Tensor& crow, const Tensor& col) {
   if (!call.a_values.defined()) return at::empty({0}, crow.options());
-  return ProductOp::call(call.a_values, call.b_values, list_of(call.a), list_of(call.b), {{crow, col}}, call.columns,
-                         state);
+  return ProductOp::call(call.a_values, call.b_values, list_of(call.a), list_of(call.b), {{crow, col}}, call.columns);
 }
 
 TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  m.def("csr_spgemm_size(Tensor[] a, Tensor[] b, SymInt columns, ScalarType dtype) -> (Tensor, Tensor)", tags);
+  m.def("csr_spgemm_size(Tensor[] a, Tensor[] b, SymInt columns) -> (Tensor, Tensor)", tags);
   m.def(
       "csr_spgemm_pattern(Tensor[] a, Tensor[] b, SymInt columns, Tensor offsets, Tensor state, SymInt nonzeros, "
       "Tensor? a_values=None, Tensor? b_values=None) -> (Tensor, Tensor, Tensor)",
       tags);
-  m.def(
-      "csr_spgemm(Tensor a_values, Tensor b_values, Tensor[] a, Tensor[] b, Tensor[] c, SymInt columns, Tensor? "
-      "state=None) -> Tensor",
-      tags);
+  m.def("csr_spgemm(Tensor a_values, Tensor b_values, Tensor[] a, Tensor[] b, Tensor[] c, SymInt columns) -> Tensor",
+        tags);
   m.def(
       "csr_spgemm_sampled(Tensor g_values, Tensor m_values, Tensor[] p, Tensor[] g, Tensor[] m, SymInt columns) -> "
       "Tensor",

@@ -20,12 +20,14 @@ FEW = 0.5  # of the rows: with fewer that have nonzeros, the part is kept withou
 # product and its addition. On a GPU: 10 us at the row kernel's 3.5e6 products a us; the launches take as long.
 MOST_SUMMED = {"cuda": 2**25, "cpu": 2**18}
 LONG_ROW = 64  # nonzeros; a whole block sums a longer row
-SHORT_ROW = 8  # nonzeros; if no row has more, any kernel is bound by memory, and one launch is best for any number
+# Nonzeros; if no row has more, any kernel of a GPU is bound by memory, and one launch is best for any number.
+SHORT_ROW = 8
+MOST_COLUMNS = 65535 * 32  # of a launch, where rows are not aligned
 
 
-def sums_dtype(dtype: torch.dtype, *sizes: int) -> bool:
-    """True if `row_sums` take this dtype and matrices of these sizes."""
-    return dtype in REAL and max(sizes) < INT32_MAX
+def takes_sums(dtype: torch.dtype, n: int, *sizes: int) -> bool:
+    """True if `row_sums` take n columns of this dtype and matrices of these sizes."""
+    return dtype in REAL and n <= MOST_COLUMNS and max(sizes) < INT32_MAX
 
 
 def row_sums(
@@ -82,7 +84,7 @@ class RowCopies:
 
     def _sums(self, x: torch.Tensor, added: bool) -> _C.RowSums | None:
         count = self.index.shape[0]
-        if x.device.type != "cuda" or not sums_dtype(x.dtype, count, self._rows):
+        if x.device.type != "cuda" or not takes_sums(x.dtype, x.shape[1], count, self._rows):
             return None
         if added not in self._made:
             if is_capturing(x.device):
@@ -174,9 +176,10 @@ class Part:
         s, device = self.plan._pattern, self._values.device
         if not self._added or self.nnz == 0 or dtype != self._values.dtype:
             return None
-        if not sums_dtype(dtype, s.rows, s.columns, self._height, s.nonzeros):
+        if not takes_sums(dtype, n, s.rows, s.columns, self._height, s.nonzeros):
             return None
-        if self.nnz * n > MOST_SUMMED.get(device.type, 0) and (transposed or s.longest > SHORT_ROW):
+        are_short = device.type == "cuda" and not transposed and s.longest <= SHORT_ROW
+        if self.nnz * n > MOST_SUMMED.get(device.type, 0) and not are_short:
             return None
         if transposed not in self._sums:
             if is_capturing(device):

@@ -44,29 +44,38 @@ def test_chosen_configuration(m, n, k, fast):
 @pytest.mark.parametrize(
     ("m", "n", "k", "activation", "expected"),
     [
-        (16384, 3072, 768, "gelu", True),
-        (1, 8192, 2048, "gelu", True),
-        (4096, 3072, 2056, "gelu", False),
-        (4096, 8200, 768, "gelu", False),
-        (65537, 3072, 768, "gelu", False),
-        (64, 768, 768, None, True),
-        (63, 768, 760, None, False),
-        (64, 768, 376, None, False),
-        (128, 768, 4096, None, True),
-        (129, 768, 4096, None, False),
-        (256, 768, 3072, None, True),
-        (257, 768, 3072, None, False),
-        (512, 2304, 768, None, True),
-        (513, 2304, 768, None, False),
-        (64, 4104, 1024, None, False),
-        (64, 376, 1024, None, False),
-        (64, 768, 4104, None, False),
-        (64, 768, 768, "relu", False),
-        (64, 768, 768, "gelu_tanh", False),
+        (16384, 3072, 768, "gelu", "linear_tiles"),
+        (8192, 3072, 768, "gelu", "linear_tiles"),
+        (8192, 8192, 2048, "gelu", "linear_tiles"),
+        (2048, 3072, 768, "gelu", "linear_rows"),
+        (1023, 8192, 2048, "gelu", "linear_rows"),
+        (32768, 1536, 384, "gelu", "linear_rows"),
+        (1, 8192, 2048, "gelu", "linear_rows"),
+        (8192, 8192, 4096, "gelu", "linear_tiles"),
+        (16384, 768, 3072, "gelu", "linear_tiles"),
+        (12000, 768, 3072, "gelu", "cublaslt"),
+        (4096, 64, 4096, "gelu", "cublaslt"),
+        (16384, 504, 3072, "gelu", "cublaslt"),
+        (16384, 8192, 8256, "gelu", "cublaslt"),
+        (64, 768, 768, None, "linear_rows"),
+        (63, 768, 760, None, "cublaslt"),
+        (64, 768, 376, None, "cublaslt"),
+        (128, 768, 4096, None, "linear_rows"),
+        (129, 768, 4096, None, "cublaslt"),
+        (256, 768, 3072, None, "linear_rows"),
+        (257, 768, 3072, None, "cublaslt"),
+        (512, 2304, 768, None, "linear_rows"),
+        (513, 2304, 768, None, "cublaslt"),
+        (64, 4104, 1024, None, "cublaslt"),
+        (64, 376, 1024, None, "cublaslt"),
+        (64, 768, 4104, None, "cublaslt"),
+        (64, 768, 768, "relu", "cublaslt"),
+        (64, 768, 768, "gelu_tanh", "cublaslt"),
     ],
 )
-def test_where_it_runs(m, n, k, activation, expected):
+def test_where_they_run(m, n, k, activation, expected):
     assert _C.choose_product(m, n, k, activation, 132)[0] == expected
+    assert _C.choose_product(m, n, k, activation, 1)[0]
 
 
 # --------------------------------------------------------------------------------------------------------- on Hopper

@@ -181,6 +181,24 @@ def test_more_tokens_than_places_can_number():
         _C.pack_padded(ids, None, None, -1, many, many, None, ints, ints)
 
 
+def test_few_shapes_are_captured_as_batches():
+    """From the second batch of a shape on, and no more shapes than torch may keep cuDNN's plans for."""
+    plan = SimpleNamespace(head_size=64, attention=None)
+    chain = SimpleNamespace(graphs=Graphs(), plans=[plan])
+    long = segments.LONGEST_OWN[64] + 1
+    assert [replayed._are_equal(chain, 2, long) for _ in range(3)] == [False, True, True]
+    assert not any(replayed._are_equal(chain, 2, long - 1) for _ in range(3))
+    for batch in range(3, 3 + 2 * replayed.EQUAL):
+        for _ in range(2):
+            replayed._are_equal(chain, batch, long)
+    assert len(chain.graphs.equal) == replayed.EQUAL
+    assert replayed._are_equal(chain, 2, long)
+    local = SimpleNamespace(
+        graphs=Graphs(), plans=[SimpleNamespace(head_size=64, attention=SimpleNamespace(sliding_window=9))]
+    )
+    assert not any(replayed._are_equal(local, 2, long) for _ in range(3))
+
+
 class Held:
     """Ends the process with status 3 where it is destroyed, as torch's CUDA objects do in a forked process."""
 
@@ -343,6 +361,21 @@ def test_replayed_batches_err_no_more_than_stock(name):
     assert errors["ours"] <= 4 * errors["stock"]  # twice the root mean square
     handle.undo()
     assert handle.graphs == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["bert", "roberta", "albert"])
+def test_batches_without_padding_that_come_back(name):
+    """Computed as packed texts, captured as a batch, and replayed, each with other ids."""
+    model, plain, handle = half(name)
+    for masked in (False, True):
+        for seed in range(5):
+            batch = batch_of(model, 6, 16, "whole" if masked else "no mask", seed)
+            torch.testing.assert_close(hidden(model, batch), hidden(plain, batch), atol=0.05, rtol=0.05)
+    chain = model.__dict__["forward"].args[1]
+    assert (6, 16) in chain.graphs.equal
+    assert any(isinstance(key[0], tuple) and key[0][0] == "equal" for key in chain.graphs._passes)
+    handle.undo()
 
 
 @pytest.mark.cuda

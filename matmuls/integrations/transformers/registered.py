@@ -231,7 +231,8 @@ def attention(
     if not wanted:
         if attention_mask is not None and attention_mask.is_floating_point():
             attention_mask = attention_mask.to(query.dtype)
-        if kwargs.get("position_bias") is None and query.size(1) == key.size(1):
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not traced and kwargs.get("position_bias") is None and query.size(1) == key.size(1):
             # without the views of sdpa_attention_forward
             return attend_by_torch(query, key, value, attention_mask, dropout, causal, scaling), None
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from matmuls.device import has_hopper_kernels
+from matmuls.sparse.csr_pattern import is_transformed
 
 # Queries and keys up to which torch's memory-efficient kernel is called. BERT-base's attention for 8 x 64 tokens in
 # bfloat16 with dropout, forward + backward on an H200: 248 us as called and 24.5 us of the GPU, with a mask 288 and 31;
@@ -14,6 +15,7 @@ from matmuls.device import has_hopper_kernels
 # 101 for 71 us (benchmarks/results/cuda/attention-backends.json).
 SHORT = 64
 MOST_WIDE = 128  # head size of the measured kernel's tiles
+_of_torch = functional.scaled_dot_product_attention  # others, as for context parallelism, are called in its place
 
 _efficient: Callable[..., tuple[torch.Tensor, ...]] = torch._scaled_dot_product_efficient_attention
 
@@ -27,7 +29,8 @@ def attend_by_torch(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """The context [B, Q, H, D] of query [B, H, Q, D], key and value [B, H, K, D], as scaled_dot_product_attention."""
+    """The context [B, Q, H, D] of query [B, H, Q, D], key and value [B, H, K, D], as scaled_dot_product_attention; of a
+    query that sees no key, zeros or that function's. Not for torch.compile and tracing: it depends on sizes."""
     if query.size(2) <= SHORT and key.size(2) <= SHORT and _takes_efficient(query, key, value, mask):
         bias = None if mask is None else _bias(mask, query, key.size(2))
         gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -49,19 +52,27 @@ def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     """True where the memory-efficient kernel was measured as the faster one, takes the call and may be selected."""
     width = query.size(3)
     return (
-        type(query) is type(key) is type(value) is torch.Tensor
-        and query.is_cuda
-        and (mask is None or (type(mask) is torch.Tensor and mask.dtype == torch.bool and mask.dim() == 4))
-        and (mask is None or mask.size(3) == key.size(2))
+        query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
+        and type(query) is type(key) is type(value) is torch.Tensor
+        and not is_transformed()
+        and (mask is None or (type(mask) is torch.Tensor and mask.dtype == torch.bool and mask.dim() == 4))
+        and (mask is None or mask.size(3) == key.size(2))
         and 0 < width == key.size(3) == value.size(3) <= MOST_WIDE
         and width % 8 == 0
         and query.shape[:2] == key.shape[:2] == value.shape[:2]
         and min(query.size(0), query.size(2), key.size(2)) > 0
-        and query.stride(3) == key.stride(3) == value.stride(3) == 1
-        and not torch.compiler.is_compiling()
-        and not torch.are_deterministic_algorithms_enabled()
+        and all(map(_is_aligned, (query, key, value)))
         and torch.backends.cuda.mem_efficient_sdp_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
+        and not torch.is_autocast_enabled("cuda")
+        and functional.scaled_dot_product_attention is _of_torch
         and has_hopper_kernels(query.device)
     )
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """True if all rows start at multiples of 16 bytes, as the kernel requires."""
+    strides = x.stride()
+    return strides[3] == 1 and not any(n % 8 for n in strides[:3]) and x.data_ptr() % 16 == 0

@@ -19,7 +19,7 @@ double estimate(const Configuration& c, int64_t rows, int64_t columns, int64_t i
                                                : std::pair{0.500, 0.741};
   const int64_t blocks = ceil_of(rows, c.rows) * ceil_of(columns, c.columns) * c.parts;
   // Clusters of 8 do not fill the multiprocessors: 128 blocks took 1.2 to 1.3 times as long as 64 in clusters of 4.
-  const auto most = ceil_of(blocks, c.parts == 8 ? multiprocessors * 4 / 5 : multiprocessors);
+  const auto most = ceil_of(blocks, c.parts == 8 ? std::max(1, multiprocessors * 4 / 5) : multiprocessors);
   const auto steps = static_cast<double>(ceil_of(ceil_of(inner, 64), c.parts)), parts = static_cast<double>(c.parts);
   const double thousands = c.rows * c.columns / 1000.0;  // results of a tile
   const double exchange =

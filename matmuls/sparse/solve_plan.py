@@ -24,10 +24,10 @@ class SolvePlan:
     """A triangle T of a sparse matrix, prepared to solve T x = b many times: `plan(b)`. Made by `plan_solve`.
 
     On a GPU the first solve for a number of columns and a dtype makes cuSPARSE's analysis, and waits for it. Later ones
-    run only the solve, and do not wait. Every solve reads the values that A has at that time, or those that it is
-    given: other values are copied into what was analysed, and their diagonal is checked, which waits for the GPU. So is
-    the first solve of a gradient, with the transpose. The last 8 analyses are kept, and those that a captured CUDA
-    graph uses; a graph reads the values anew at each replay, and needs the plan to live.
+    do not wait: they load the values that A has at that time, or those that they are given, into what was analysed, and
+    solve. If the values were written to, their diagonal is checked, which waits for the GPU. If a is a constant plan,
+    its values are loaded once. The gradient's solves with the transpose are prepared likewise. The last 8 analyses are
+    kept, and those that a captured CUDA graph uses; a graph needs the plan to live.
 
     On a CPU the plan keeps where the diagonal lies, and checks it at every solve.
 
@@ -57,7 +57,9 @@ class SolvePlan:
         self._ways = self.upper, self.transpose, self.unit_diagonal
         self._seen: tuple[weakref.ref[torch.Tensor], tuple[int, int], PreparedCalls | None, int] | None = None
         with torch.inference_mode(False):
-            self._state = _state(self.a._pattern.crow, self.a._pattern.col)
+            selector = self.a._selector
+            constant = selector is not None and selector.constant
+            self._state = _state(self.a._pattern.crow, self.a._pattern.col, constant)
 
     @property
     def shape(self) -> torch.Size:
@@ -80,8 +82,8 @@ class SolvePlan:
     def __call__(self, b: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
         """Computes x of T x = b, or T^T x = b. Differentiable any number of times in b and the values.
 
-        On a GPU a write to the values that does not raise their version counter (through `.data`, by a fused optimizer,
-        by a replayed CUDA graph) is not noticed before `plan.a.update(values)`.
+        On a GPU the diagonal is not checked again after a write that does not raise the values' version counter
+        (through `.data`, by a replayed CUDA graph).
 
         Args:
             b: [n] or [n, k], dense; dtype and device of the values.

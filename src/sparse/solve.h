@@ -4,9 +4,10 @@
 //
 // csr_solve_state makes an empty tensor that owns what the solves of one matrix keep: `state`. On a GPU, a solve
 // without one checks the diagonal and makes cuSPARSE's analysis. With it, the analysis is made for the first solve of a
-// kind only, and the diagonal is checked once for the same values. `version` says which values it is given: greater
-// than 0: solves with the same number have equal values; 0: nothing is known; -1: nothing is known, and a GPU does not
-// check the diagonal, which would wait. On a CPU, a state keeps where the diagonal lies; every solve checks it.
+// kind only. Each solve loads its values into the analysis, and the diagonal is checked once for the same values.
+// `version` says which values it is given: greater than 0: solves with the same number have equal values; 0: nothing is
+// known; -1: nothing is known, and a GPU does not check the diagonal, which would wait. `constant`: values with the
+// same number are not loaded again. On a CPU, a state keeps where the diagonal lies; every solve checks it.
 #pragma once
 
 #include "glue/autograd.h"

@@ -27,7 +27,7 @@ MATMULS_OPERATOR(SolveOp, "custom_mm::csr_solve_triangular", "",
                  Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool, bool, bool,
                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                         const OptionalTensor&, int64_t));
-MATMULS_OPERATOR(StateOp, "custom_mm::csr_solve_state", "", Tensor(const Tensor&, const Tensor&));
+MATMULS_OPERATOR(StateOp, "custom_mm::csr_solve_state", "", Tensor(const Tensor&, const Tensor&, bool));
 
 Tensor call(const Call& c, const Tensor& values, const Tensor& b, bool transpose) {
   const Pattern& p = c.a;
@@ -112,7 +112,7 @@ struct CpuState {
   }
 };
 
-Tensor state_cpu(const Tensor& crow, const Tensor& col) {
+Tensor state_cpu(const Tensor& crow, const Tensor& col, bool) {
   check_pattern(kState, pattern_of(crow, col, {}), crow);
   return tensor_with(std::make_unique<CpuState>(crow, col), crow);
 }
@@ -163,7 +163,7 @@ Tensor solve_triangular(const Tensor& crow, const Tensor& col, const Tensor& val
       checked(crow, col, values, b, upper, transpose, unit_diagonal, order, t_crow, t_col, t_order, state, version));
 }
 
-Tensor state_meta(const Tensor& crow, const Tensor&) { return at::empty({0}, crow.options().dtype(at::kByte)); }
+Tensor state_meta(const Tensor& crow, const Tensor&, bool) { return at::empty({0}, crow.options().dtype(at::kByte)); }
 
 Tensor solve_meta(const Call& c) { return at::empty_symint(c.b.sym_sizes(), c.b.options()); }
 
@@ -258,7 +258,7 @@ TORCH_LIBRARY_FRAGMENT(custom_mm, m) {
       "unit_diagonal=False, Tensor? order=None, Tensor? t_crow=None, Tensor? t_col=None, Tensor? t_order=None, "
       "Tensor? state=None, int version=0) -> Tensor",
       {at::Tag::pt2_compliant_tag});
-  m.def("csr_solve_state(Tensor crow, Tensor col) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("csr_solve_state(Tensor crow, Tensor col, bool constant=False) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
 TORCH_LIBRARY_IMPL(custom_mm, CPU, m) {
   m.impl("csr_solve_triangular", solve_triangular<solve_cpu>);

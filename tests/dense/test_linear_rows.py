@@ -48,7 +48,9 @@ def test_chosen_configuration(m, n, k, fast):
         (8192, 3072, 768, "gelu", "linear_tiles"),
         (8192, 8192, 2048, "gelu", "linear_tiles"),
         (2048, 3072, 768, "gelu", "linear_rows"),
-        (1023, 8192, 2048, "gelu", "linear_rows"),
+        (1535, 8192, 2048, "gelu", "linear_rows"),
+        (1536, 8192, 2048, "gelu", "linear_tiles"),
+        (6000, 3072, 768, "gelu", "linear_rows"),
         (32768, 1536, 384, "gelu", "linear_rows"),
         (1, 8192, 2048, "gelu", "linear_rows"),
         (8192, 8192, 4096, "gelu", "linear_tiles"),
@@ -134,7 +136,7 @@ def test_agrees_with_float64(hopper, m, n, k, activation, dtype, kernel):
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     ("m", "activation"),
-    [(7, None), (64, None), (300, None), (1, "gelu"), (333, "gelu"), (2049, "gelu"), (9000, "gelu")],
+    [(7, None), (64, None), (300, None), (1, "gelu"), (333, "gelu"), (2049, "gelu"), (5632, "gelu")],
 )
 def test_they_are_taken(hopper, m, activation):
     """The results of the call are those of the kernel alone, to the bit."""
@@ -142,7 +144,7 @@ def test_they_are_taken(hopper, m, activation):
     y = linear(x, w, bias, activation)
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     kernel, _ = _C.choose_product(m, 1536, 1024, activation, multiprocessors)
-    assert kernel == ("linear_tiles" if m == 9000 else "linear_rows") or m == 2049
+    assert kernel == ("linear_tiles" if m == 5632 else "linear_rows") or multiprocessors != 132
     with custom_mm.only_kernel(kernel):
         assert torch.equal(y, linear(x, w, bias, activation))
     with custom_mm.without_kernels("linear_rows", "linear_tiles"):

@@ -86,11 +86,12 @@ def test_dropout_keeps_the_mean():
 
 
 @pytest.mark.cuda
-def test_queries_without_keys_are_as_torchs():
+def test_queries_without_keys_give_no_nan():
+    """Zeros, where the memory-efficient kernel runs; torch's choice of cuDNN gives other numbers."""
     x, grad = operands("cuda", torch.bfloat16, 2, 64, 64)
     mask = torch.ones(2, 1, 1, 64, dtype=torch.bool, device="cuda")
     mask[1] = False
     ours, torchs = (results(f, x, grad, mask, 0.0, False, 0.125) for f in (sdpa.attend_by_torch, by_torch))
     for found, other in zip(ours, torchs, strict=True):
-        assert torch.equal(found.isnan(), other.isnan())
-        assert (found - other).nan_to_num(0.0).abs().max() < 0.1
+        assert found.isfinite().all()
+        torch.testing.assert_close(found[0], other[0], atol=0.05, rtol=0.05)

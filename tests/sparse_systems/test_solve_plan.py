@@ -127,6 +127,20 @@ def test_a_trained_matrix(layout, device):
             leaf.grad = truth.grad = None
 
 
+@pytest.mark.parametrize("columns", [(), (4,)])
+def test_writes_by_data_are_read(columns, device):
+    """Their version does not tell; a constant plan on a GPU has promised that there are none."""
+    dense, b = square(12, device=device), drawn(12, *columns, device=device)
+    a = dense.to_sparse_csr()
+    made, constant = plan_solve(a, upper=True), plan_solve(plan(a, constant=True), upper=True)
+    first = made(b)
+    torch.testing.assert_close(constant(b), first)
+    a.values().data.mul_(2)
+    torch.testing.assert_close(made(b), first / 2)
+    torch.testing.assert_close(constant(b), first if device == "cuda" else first / 2)
+    torch.testing.assert_close(constant(b, 4 * made.a.values), first / 8)
+
+
 def test_gradients_of_a_step_that_solves_twice(device):
     """An iteration: the same plan several times before the backward pass, with other values in between."""
     dense = square(15, device=device)

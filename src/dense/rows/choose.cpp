@@ -28,20 +28,11 @@ double estimate(const Configuration& c, int64_t rows, int64_t columns, int64_t i
   return static_cast<double>(most % 2) * (steps * alone + ends) + static_cast<double>(most / 2) * (steps * both + ends);
 }
 
-// The tiles of linear_tiles, and how many each cluster computes at most.
-struct Tiles {
-  int64_t count, clusters, most;
-
-  Tiles(int64_t rows, int64_t columns, int multiprocessors)
-      : count(ceil_of(rows, 256) * ceil_of(columns, 256)),
-        clusters(std::max(1, multiprocessors / 2)),
-        most(ceil_of(count, clusters)) {}
-  // Microseconds (H200, full load): a step takes 0.84, a tile 1.5 more, and 9.6 at least, for its activation.
-  double estimate(int64_t inner) const {
-    return static_cast<double>(most) * std::max(9.6, 1.5 + 0.84 * static_cast<double>(ceil_of(inner, 64)));
-  }
-  bool fill_the_gpu() const { return 10 * count >= 9 * most * clusters; }
-};
+// True if at least 0.9 of the clusters of linear_tiles compute as many tiles as the busiest one.
+bool tiles_fill_the_gpu(int64_t rows, int64_t columns, int multiprocessors) {
+  const int64_t clusters = std::max(1, multiprocessors / 2), tiles = ceil_of(rows, 256) * ceil_of(columns, 256);
+  return 10 * tiles >= 9 * clusters * ceil_of(tiles, clusters);
+}
 
 }  // namespace
 
@@ -54,21 +45,17 @@ Configuration choose(int64_t rows, int64_t columns, int64_t inner, int multiproc
       kConfigurations, {}, [&](const Configuration& c) { return estimate(c, rows, columns, inner, multiprocessors); });
 }
 
-// Measured on an H200 with 16 to 16384 rows and K and N of 384 to 4096: with gelu and K up to 1024 the choice of
-// linear_rows takes 0.61 to 0.86 of the time of cuBLASLt and bias_act_; without an activation 0.59 to 1.00 where it is
-// taken, 0.84 on average. linear_tiles takes 0.90 to 1.00 of the time of linear_rows for 4096 rows and more and K from
-// 768, and 0.92 to 0.98 of that of cuBLASLt for K of 3072 and 4096 if its tiles fill the GPU. cuBLASLt has the other
-// activations in its epilogue.
+// Measured on an H200 in bfloat16. With gelu, of 16 to 16384 rows and K up to 1024, linear_rows takes 0.61 to 0.86 of
+// the time of cuBLASLt and bias_act_; without an activation 0.59 to 1.00 where it is taken, 0.84 on average.
+// linear_tiles, where it is taken, takes 1.01 of the time of linear_rows for K = 768 (0.91 between the other products
+// of an encoder), 0.96 to 1.00 for K = 1024, 0.90 to 0.97 for K of 1280 and 2048, and for K of 3072 and 4096 0.91 to
+// 0.95 of that of cuBLASLt and bias_act_. cuBLASLt has the other activations in its epilogue.
 ProductKernel fastest(int64_t rows, int64_t columns, int64_t inner, Activation activation, int multiprocessors,
                       bool with_tiles) {
   if (activation == Activation::gelu) {
-    const bool by_rows = rows <= 65536 && columns <= 8192 && inner <= 2048;
-    const Tiles tiles(rows, columns, multiprocessors);
-    const bool taken = by_rows ? tiles.estimate(inner) < estimate(choose(rows, columns, inner, multiprocessors), rows,
-                                                                  columns, inner, multiprocessors)
-                               : columns >= 512 && inner <= 8192 && tiles.fill_the_gpu();
-    if (with_tiles && rows >= 1024 && taken) return ProductKernel::linear_tiles;
-    return by_rows ? ProductKernel::linear_rows : ProductKernel::cublaslt;
+    const bool many = rows >= 1536 && columns >= 512 && inner >= 768 && inner <= 8192;
+    if (with_tiles && many && tiles_fill_the_gpu(rows, columns, multiprocessors)) return ProductKernel::linear_tiles;
+    return rows <= 65536 && columns <= 8192 && inner <= 2048 ? ProductKernel::linear_rows : ProductKernel::cublaslt;
   }
   const bool few = rows <= 128 || (rows <= 256 && inner <= 3072) || (rows <= 512 && inner <= 1024);
   const bool pays = activation == Activation::none && few && columns >= 384 && columns <= 4096 &&

@@ -30,7 +30,7 @@ constexpr Configuration kConfigurations[] = {{64, 64, 1},  {64, 64, 2},  {64, 64
 std::string name_of(const Configuration& c);
 // The configuration that is estimated to be the fastest for x [rows, inner] and w [columns, inner].
 Configuration choose(int64_t rows, int64_t columns, int64_t inner, int multiprocessors);
-// The kernel that is estimated to be the fastest: cuBLASLt's, with bias_act_ for gelu, or one of these. with_tiles:
+// The kernel that is expected to be the fastest: cuBLASLt's, with bias_act_ for gelu, or one of these. with_tiles:
 // linear_tiles may be taken.
 ProductKernel fastest(int64_t rows, int64_t columns, int64_t inner, Activation activation, int multiprocessors,
                       bool with_tiles = true);

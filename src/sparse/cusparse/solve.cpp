@@ -3,8 +3,9 @@
 //
 //   without a state   check of the diagonal -> analysis ----------------> solve -> was the diagonal good?
 //   first with one    check of the diagonal -> analysis, kept ----------> solve -> was the diagonal good?
-//   other values      check of the diagonal -> copy of the values ------> solve -> was the diagonal good?
-//   again                                                                 solve
+//   other values      check of the diagonal -> load of the values ------> solve -> was the diagonal good?
+//   again                                      load of the values ------> solve
+//   again, constant                                                       solve
 //
 // The check runs on the GPU while the host prepares the solve; the host reads its result after all launches.
 #ifdef MATMULS_CUDA
@@ -39,26 +40,27 @@ Event new_event() {
 class DiagonalCheck {
  public:
   explicit DiagonalCheck(const Call& c)
-      : first_(at::empty({1}, at::TensorOptions(at::kLong).pinned_memory(true))), done_(new_event()) {
-    const Tensor first = first_bad_diagonal(contiguous(c.a), c.values.contiguous());
-    const auto stream = c10::cuda::getCurrentCUDAStream();
-    C10_CUDA_CHECK(cudaMemcpyAsync(first_.mutable_data_ptr(), first.const_data_ptr(), sizeof(int64_t),
-                                   cudaMemcpyDeviceToHost, stream));
-    C10_CUDA_CHECK(cudaEventRecord(done_.get(), stream));
+      : pattern_(contiguous(c.a)),
+        values_(c.values.contiguous()),
+        is_bad_(at::empty({1}, at::TensorOptions(at::kLong).pinned_memory(true))),
+        done_(new_event()) {
+    flag_bad_diagonal(pattern_, values_, is_bad_.mutable_data_ptr<int64_t>());
+    C10_CUDA_CHECK(cudaEventRecord(done_.get(), c10::cuda::getCurrentCUDAStream()));
   }
-  // first_ must not be given away while the copy into it is under way.
+  // is_bad_ must not be given away while the kernel may write to it.
   ~DiagonalCheck() { (void)cudaEventSynchronize(done_.get()); }
   DiagonalCheck(const DiagonalCheck&) = delete;
   DiagonalCheck& operator=(const DiagonalCheck&) = delete;
 
   void expect() const {
     C10_CUDA_CHECK(cudaEventSynchronize(done_.get()));
-    const int64_t first = *first_.const_data_ptr<int64_t>();
-    if (first >= 0) fail_diagonal(first);
+    if (*is_bad_.const_data_ptr<int64_t>() == 0) return;
+    fail_diagonal(first_bad_diagonal(pattern_, values_).item<int64_t>());
   }
 
  private:
-  Tensor first_;
+  Pattern pattern_;
+  Tensor values_, is_bad_;
   Event done_;
 };
 
@@ -198,6 +200,7 @@ constexpr size_t kMost = 8;  // analyses that a state keeps, but for those that 
 // are not captured then make another.
 struct State {
   Tensor crow, col;
+  bool constant;                                     // values with the same number are loaded once
   std::mutex mutex;                                  // guards `kept` and what is in it
   std::vector<std::unique_ptr<Analysis>> kept = {};  // the last used at the end
   std::atomic<int64_t> checked{0};                   // the number of the values whose diagonal was good
@@ -257,7 +260,7 @@ void solve_prepared(State& state, const Call& c, const Kind& kind, const Tensor&
     made->used = new_event(), made->version = c.version;
     kept = made.get();
     state.keep(std::move(made));
-  } else if (c.version <= 0 || kept->version != c.version) {
+  } else if (!state.constant || c.version <= 0 || kept->version != c.version) {
     kept->version = 0;  // if the update fails
     kept->update(handle, sorted_values(c, kind.type));
     kept->version = c.version;
@@ -311,10 +314,10 @@ Tensor solve_cuda(const Tensor& crow, const Tensor& col, const Tensor& values, c
   return x;
 }
 
-Tensor state_cuda(const Tensor& crow, const Tensor& col) {
+Tensor state_cuda(const Tensor& crow, const Tensor& col, bool constant) {
   check_pattern(kState, pattern_of(crow, col, {}), crow);
   const OperationGuard guard(kState, crow);
-  return tensor_with(std::make_unique<State>(crow, col), crow);
+  return tensor_with(std::make_unique<State>(crow, col, constant), crow);
 }
 
 }  // namespace

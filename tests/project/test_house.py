@@ -177,7 +177,12 @@ MAY_IMPORT = {
     "integrations.sentence_transformers.covered": set(),
     "integrations.sentence_transformers.tokens": set(),
     "integrations.transformers": {"integrations.transformers"},
-    "integrations.transformers.registered": {"attention", "integrations.transformers.taken"},
+    "integrations.transformers.registered": {
+        "attention",
+        "integrations.transformers.taken",
+        "integrations.transformers.sdpa",
+    },
+    "integrations.transformers.sdpa": {"device"},
     "integrations.transformers.taken": {"integrations.transformers"},
     "integrations.transformers.families": set(),
     "integrations.transformers.rotary": set(),

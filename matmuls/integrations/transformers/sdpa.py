@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional
 
 from matmuls.device import has_hopper_kernels
-from matmuls.sparse.csr_pattern import is_transformed
 
 # Queries and keys up to which torch's memory-efficient kernel is called. BERT-base's attention for 8 x 64 tokens in
 # bfloat16 with dropout, forward + backward on an H200: 248 us as called and 24.5 us of the GPU, with a mask 288 and 31;
@@ -56,7 +55,7 @@ def _takes_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
         and type(query) is type(key) is type(value) is torch.Tensor
-        and not is_transformed()
+        and torch._C._functorch.peek_interpreter_stack() is None
         and (mask is None or (type(mask) is torch.Tensor and mask.dtype == torch.bool and mask.dim() == 4))
         and (mask is None or mask.size(3) == key.size(2))
         and 0 < width == key.size(3) == value.size(3) <= MOST_WIDE

@@ -20,13 +20,18 @@ _state: Callable[..., torch.Tensor] = torch.ops.custom_mm.csr_solve_state.defaul
 _versions = itertools.count(1)  # of values, in the whole process
 
 
+def _is_traced() -> bool:
+    """True where a number given to an operator may be recorded as a constant."""
+    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+
+
 class SolvePlan:
     """A triangle T of a sparse matrix, prepared to solve T x = b many times: `plan(b)`. Made by `plan_solve`.
 
     On a GPU the first solve for a number of columns and a dtype makes cuSPARSE's analysis, and waits for it. Later ones
     do not wait: they load the values that A has at that time, or those that they are given, into what was analysed, and
-    solve. If the values were written to, their diagonal is checked, which waits for the GPU. If a is a constant plan,
-    its values are loaded once. The gradient's solves with the transpose are prepared likewise. The last 8 analyses are
+    solve. If these are other values or were written to, their diagonal is checked, which waits for the GPU. If a is a
+    constant plan, its values are loaded once. The gradient's solves with the transpose are prepared likewise. The last 8 analyses are
     kept, and those that a captured CUDA graph uses; a graph needs the plan to live.
 
     On a CPU the plan keeps where the diagonal lies, and checks it at every solve.
@@ -71,7 +76,7 @@ class SolvePlan:
         own = None if values is not None else self.a._prepared
         if values is None:
             values = own.values if own.source is None else own.source
-        if is_transformed() or values.is_inference():
+        if is_transformed() or _is_traced() or values.is_inference():
             return 0
         state = (version_of(values), values.data_ptr()) if values.layout == torch.strided else state_of(values)
         seen = self._seen

@@ -111,8 +111,8 @@ def spgemm(a: Any, b: Any, *, max_nnz: int | None = None) -> torch.Tensor:
     CPU for every number of threads. For many products of the same patterns, make a plan with `plan_spgemm`.
     `plan(A) @ B` with a sparse B calls this function.
 
-    On a GPU the call waits for the GPU twice, and takes memory for a column for each product, up to 1 GiB; with more
-    products it finds the columns twice.
+    On a GPU the call waits for the GPU, and takes memory for a column for each product, up to 1 GiB; with more products
+    it finds the columns twice.
 
     Args:
         a: [M, K] a sparse tensor in CSR, CSC, COO, BSR or BSC, or a plan; float64, float32, float16 or bfloat16,
@@ -140,7 +140,7 @@ def spgemm(a: Any, b: Any, *, max_nnz: int | None = None) -> torch.Tensor:
     """
     left = operand("spgemm", "A", a)
     right = left if b is a else operand("spgemm", "B", b)
-    if max_nnz is None:
+    if max_nnz is None and not torch.compiler.is_compiling():  # whose shapes depend on the number of nonzeros
         return _uncounted(left, right)
     s = sizes("spgemm", left, right, max_nnz)
     made = _pattern(s.a, s.b, s.columns, s.offsets, s.state, s.nnz, left.values, right.values)

@@ -224,6 +224,15 @@ def test_compiled(device):
     torch.testing.assert_close(values.grad, expected)
 
 
+def test_compiled_without_a_limit(device):
+    """A graph break: the number of nonzeros is known only at run time."""
+    a = draw_sparse(9, 9, 0.4, device=device).to_sparse_csr()
+    made = plan(a)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda v: spgemm(made.with_values(v), made).values(), backend="eager")
+    torch.testing.assert_close(compiled(2 * made.values), spgemm(made.with_values(2 * made.values), made).values())
+
+
 def test_errors_say_what_was_expected(device):
     a, b = (draw_sparse(*s, 0.4, device=device).to_sparse_csr() for s in ((4, 5), (5, 3)))
     with pytest.raises(RuntimeError, match=r"spgemm: expected B of 5 rows beside A of shape \[4, 5\], got \[4, 5\]"):

@@ -134,15 +134,27 @@ def test_more_columns_than_are_kept_between_the_steps():
     assert c.values().eq(1).all()
 
 
-def test_a_state_of_other_matrices_does_not_lead_out_of_bounds():
+def test_a_state_of_other_matrices_is_none():
     ops = torch.ops.custom_mm
     a, b = (drawn(200, 200, [n] * 200, n) for n in (9, 20))
     of_a, of_b = ([t.crow_indices(), t.col_indices()] for t in (a, b))
     offsets, state = ops.csr_spgemm_size(of_b, of_b, 200)
     _, other = ops.csr_spgemm_size(of_a, of_a, 200)
-    crow, col, _ = ops.csr_spgemm_pattern(of_b, of_b, 200, offsets, state[:0], int(offsets[-1]))  # counts again
-    expected = spgemm(b, b)
-    assert torch.equal(crow, expected.crow_indices())
-    assert torch.equal(col, expected.col_indices())
-    ops.csr_spgemm_pattern(of_b, of_b, 200, offsets, other, int(offsets[-1]))
-    torch.cuda.synchronize()
+    expected, count = spgemm(b, b), int(offsets[-1])
+    for given in (state, state.clone(), other):
+        for said in (offsets, offsets * 1000 - 7):
+            crow, col, _ = ops.csr_spgemm_pattern(of_b, of_b, 200, said, given, count)
+            assert torch.equal(crow, expected.crow_indices())
+            assert torch.equal(col, expected.col_indices())
+        for wrong in (count - 1, count + 1, 0):
+            with pytest.raises(ValueError, match=f"expected the {count} nonzeros of the product's size, got {wrong}"):
+                ops.csr_spgemm_pattern(of_b, of_b, 200, offsets, given, wrong)
+
+
+def test_nonzeros_without_rows_are_refused():
+    a = torch.sparse_csr_tensor(torch.tensor([0]), torch.tensor([], dtype=torch.int64), torch.ones(0), (0, 3)).cuda()
+    b = torch.eye(3).to_sparse_csr().cuda()
+    parts = ([t.crow_indices(), t.col_indices()] for t in (a, b))
+    lying = [a.crow_indices(), torch.zeros(1, dtype=torch.int64, device="cuda")]
+    with pytest.raises(ValueError, match="expected C without nonzeros, as it has no rows, got 1"):
+        torch.ops.custom_mm.csr_spgemm(a.values(), b.values(), *parts, lying, 3)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cuda
 from transformers.utils import ModelOutput
 
 from custom_mm import _C
@@ -35,7 +36,8 @@ def rounded(size: int, least: int = 1) -> int:
 
 def _with_switches(key: Hashable) -> Hashable:
     """The key of a pass together with the switches by which kernels are chosen."""
-    return key, torch.are_deterministic_algorithms_enabled(), _C.is_batch_invariant()
+    attention = cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+    return key, torch.are_deterministic_algorithms_enabled(), _C.is_batch_invariant(), attention
 
 
 def _like(output: ModelOutput, values: Tensors) -> ModelOutput:
@@ -69,6 +71,7 @@ class Graphs:
         self.calls: dict[Hashable, Any] = {}  # of `replayed`: what repeats a call, by its signature
         self.once: set[tuple[int, int]] = set()  # of `replayed`: shapes of batches of equal texts that came once
         self.equal: set[tuple[int, int]] = set()  # and those that are captured as a batch
+        self.refused: set[tuple[int, int]] = set()  # and those whose capture has failed
         self._lock = threading.Lock()  # guards the members below
         self._snapshot: Snapshot | None = None  # of the model that was captured
         self._passes: OrderedDict[Hashable, _Pass | None] = OrderedDict()  # None: seen, not captured
@@ -82,6 +85,10 @@ class Graphs:
 
     def __len__(self) -> int:
         return sum(x is not None for x in self._passes.values())
+
+    def failed(self, key: Hashable) -> bool:
+        """True if a capture of a pass has failed."""
+        return self._failed[_with_switches(key)] > 0
 
     def holds(self) -> bool:
         """True if the model is as it was when `renew` was called."""

@@ -150,7 +150,9 @@ def _are_equal(chain: _Chain, batch: int, length: int) -> bool:
     shape = batch, length
     if shape in graphs.equal:
         return True
-    if length <= LONGEST_OWN.get(head, 0) or len(graphs.equal) >= EQUAL or one_pass.window(chain) is not None:
+    if length <= LONGEST_OWN.get(head, 0) or one_pass.window(chain) is not None:
+        return False
+    if len(graphs.equal) + len(graphs.refused) >= EQUAL or shape in graphs.refused:
         return False
     if shape in graphs.once:
         graphs.equal.add(shape)
@@ -173,6 +175,9 @@ def padded(
     passes = kind(model, chain, ids.device, batch, length, mask is not None, "token_type_ids" in tokens, short)
     fill = partial(passes.fill, tokens, mask)
     output = graphs.run(passes.key, passes.device, passes.make, fill, passes.body, passes.read)
+    if output is None and kind is _Equal and graphs.failed(passes.key):
+        graphs.equal.discard((batch, length))
+        graphs.refused.add((batch, length))
     if output is not None and signature is not None:
         if len(graphs.calls) >= CALLS:
             graphs.calls.clear()

@@ -64,6 +64,30 @@ class DiagonalCheck {
   Event done_;
 };
 
+// Tells when a graph that is being captured, and all that was instantiated from it, are gone. CUDA calls this on a
+// thread of its own, where no CUDA call is allowed.
+class GraphsEnd {
+ public:
+  explicit GraphsEnd(cudaGraph_t graph) {
+    auto owned = std::make_unique<Flag>(flag_);
+    cudaUserObject_t object = nullptr;
+    C10_CUDA_CHECK(cudaUserObjectCreate(&object, owned.get(), &GraphsEnd::reached, 1, cudaUserObjectNoDestructorSync));
+    (void)owned.release();
+    C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
+  }
+  bool is_reached() const { return flag_->load(); }
+
+ private:
+  using Flag = std::shared_ptr<std::atomic<bool>>;
+
+  static void CUDART_CB reached(void* owned) {
+    const std::unique_ptr<Flag> flag(static_cast<Flag*>(owned));
+    (*flag)->store(true);
+  }
+
+  Flag flag_ = std::make_shared<std::atomic<bool>>(false);
+};
+
 // Not at::copy_, which refuses to write outside inference mode what was made within it.
 void copy_values(const Tensor& to, const Tensor& values) {
   C10_CUDA_CHECK(cudaMemcpyAsync(to.mutable_data_ptr(), values.const_data_ptr(), values.nbytes(),
@@ -147,6 +171,7 @@ class Analysis {
   // its last solve, which other streams wait for.
   int64_t version = 0;
   unsigned long long capture = 0;
+  std::optional<GraphsEnd> end;  // of the graph of that capture
   Event used;
   bool is_idle = true;  // nobody needs to wait for `used`
 
@@ -205,8 +230,9 @@ struct State {
   std::vector<std::unique_ptr<Analysis>> kept = {};  // the last used at the end
   std::atomic<int64_t> checked{0};                   // the number of the values whose diagonal was good
 
-  // Null if there is none. capture: 0 for none.
-  Analysis* find(const Kind& kind, unsigned long long capture) {
+  // Null if there is none. capture, graph: that of the current stream; 0 for none.
+  Analysis* find(const Kind& kind, unsigned long long capture, cudaGraph_t graph) {
+    if (capture == 0) std::erase_if(kept, [](const auto& one) { return one->end && one->end->is_reached(); });
     const auto of = [&](unsigned long long taken) {
       return std::find_if(kept.begin(), kept.end(),
                           [&](const auto& one) { return one->kind == kind && one->capture == taken; });
@@ -216,6 +242,7 @@ struct State {
       Analysis& taken = **found;
       const RelaxedCapture relaxed;
       C10_CUDA_CHECK(cudaEventSynchronize(taken.used.get()));  // a capture cannot wait for what was before it
+      taken.end.emplace(graph);
       taken.capture = capture, taken.version = 0, taken.is_idle = true;
     }
     if (found == kept.end()) return nullptr;
@@ -240,13 +267,14 @@ Tensor sorted_values(const Call& c, at::ScalarType type) {
 void solve_prepared(State& state, const Call& c, const Kind& kind, const Tensor& b, const Tensor& x, bool capturing) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   unsigned long long capture = 0;
+  cudaGraph_t graph = nullptr;
   if (capturing) {
     cudaStreamCaptureStatus status;
-    C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
+    C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture, &graph));
   }
   const Borrowed handle(Library::cusparse, kOp);
   const std::lock_guard lock(state.mutex);
-  Analysis* kept = state.find(kind, capture);
+  Analysis* kept = state.find(kind, capture, graph);
   TORCH_CHECK(kept != nullptr || !capturing, kOp, ": expected a solve for ", kind.columns, " columns in ", kind.type,
               " before each capture of a CUDA graph, got none; solve once more before the capture");
   if (kept != nullptr && !kept->is_idle) C10_CUDA_CHECK(cudaStreamWaitEvent(stream, kept->used.get(), 0));
@@ -317,6 +345,7 @@ Tensor solve_cuda(const Tensor& crow, const Tensor& col, const Tensor& values, c
 Tensor state_cuda(const Tensor& crow, const Tensor& col, bool constant) {
   check_pattern(kState, pattern_of(crow, col, {}), crow);
   const OperationGuard guard(kState, crow);
+  const RelaxedCapture relaxed;  // another thread's capture forbids none of this
   return tensor_with(std::make_unique<State>(crow, col, constant), crow);
 }
 

@@ -23,6 +23,7 @@
 #include <torch/library.h>
 
 #include "glue/handles.h"
+#include "sparse/owned.h"
 #include "sparse/spgemm.h"
 #include "sparse/spgemm/gpu.h"
 
@@ -57,42 +58,45 @@ Numbered numbered(const char* op, const Product& call) {
   return made;
 }
 
-// What the first kernels found: the columns of row r are from begin[r] on. They are the end of `state`, the start of
-// which is not written. Without columns if they are not kept.
+// What the first kernels found: the columns of row r are from begin[r] on. Without columns if they are not kept.
 struct Found {
-  Tensor offsets, begin, columns, state;
+  Tensor offsets, begin, columns;
+};
+
+// What csr_spgemm_size leaves to csr_spgemm_pattern, of these matrices.
+struct Kept {
+  Pattern a, b;
+  int64_t columns;
+  Found found;
+
+  bool is_of(const Product& p) const {
+    const auto same = [](const Tensor& x, const Tensor& y) {
+      return x.const_data_ptr() == y.const_data_ptr() && x.sizes() == y.sizes();
+    };
+    return same(a.crow, p.a.crow) && same(a.col, p.a.col) && same(b.crow, p.b.crow) && same(b.col, p.b.col) &&
+           p.columns == columns;
+  }
 };
 
 Found found_in(const Numbered& given) {
   const int64_t rows = given.a.rows();
   const auto options = given.a.crow.options();
   if (rows == 0 || given.a.nonzeros() == 0 || given.b.nonzeros() == 0)
-    return {at::zeros({rows + 1}, options.dtype(at::kLong)), {}, {}, {}};
+    return {at::zeros({rows + 1}, options.dtype(at::kLong)), {}, {}};
   const Classes classes = classify(given.a, given.b, given.columns);
-  Tensor state, columns;
-  if (classes.room <= kMostKept) {
-    state = at::empty({2 * rows + classes.room}, options.dtype(at::kInt));
-    columns = state.slice(0, 2 * rows);
-  }
+  Tensor columns;
+  if (classes.room <= kMostKept) columns = at::empty({classes.room}, options.dtype(at::kInt));
   count_distinct(given.a, given.b, given.columns, classes, classes.begin, columns);
-  return {at::cumsum(classes.counts, 0), classes.begin, columns, state};
+  return {at::cumsum(classes.counts, 0), classes.begin, columns};
 }
 
 std::tuple<Tensor, Tensor> size_cuda(TensorList a, TensorList b, c10::SymInt columns) {
   const Product given = checked(kSize, a, b, columns);
   const OperationGuard guard(kSize, given.a.crow);
-  const Found found = found_in(numbered(kSize, given));
-  if (!found.state.defined()) return {found.offsets, at::empty({0}, found.offsets.options().dtype(at::kInt))};
-  found.state.narrow(0, 0, 2 * given.a.rows()).copy_(found.begin.view(at::kInt));
-  return {found.offsets, found.state};
-}
-
-Found found_before(const Tensor& offsets, const Tensor& state, int64_t rows) {
-  const bool is_state = state.scalar_type() == at::kInt && state.dim() == 1 && state.is_contiguous() &&
-                        state.numel() > 2 * rows && state.device() == offsets.device() &&
-                        reinterpret_cast<uintptr_t>(state.const_data_ptr()) % sizeof(int64_t) == 0;
-  if (!is_state) return {offsets.contiguous(), {}, {}, {}};
-  return {offsets.contiguous(), state.narrow(0, 0, 2 * rows).view(at::kLong), state.slice(0, 2 * rows), state};
+  Found found = found_in(numbered(kSize, given));
+  const Tensor offsets = found.offsets;
+  auto kept = std::make_unique<Kept>(Kept{given.a, given.b, given.columns.expect_int(), std::move(found)});
+  return {offsets, tensor_with(std::move(kept), given.a.crow)};
 }
 
 // crow and col of C.
@@ -114,6 +118,8 @@ std::pair<Tensor, Tensor> crow_and_col(const Numbered& given, const Found& found
 
 Tensor values_of(const Pattern& a, const Pattern& b, const Pattern& c, const Tensor& a_values, const Tensor& b_values) {
   const Tensor out = at::empty({c.nonzeros()}, a_values.options());
+  TORCH_CHECK_VALUE(c.rows() > 0 || out.numel() == 0, kProduct,
+                    ": expected C without nonzeros, as it has no rows, got ", out.numel());
   if (out.numel() > 0)
     values_on_gpu(contiguous(a), contiguous(b), contiguous(c), a_values.contiguous(), b_values.contiguous(), out);
   return out;
@@ -125,8 +131,11 @@ Made pattern_cuda(TensorList a, TensorList b, c10::SymInt columns, const Tensor&
   const OperationGuard guard(kPattern, call.a.crow);
   const Numbered given = numbered(kPattern, call);
   const bool is_counted = sym_nonzeros != -1;
-  const Found found = is_counted ? found_before(offsets, state, call.a.rows()) : found_in(given);
-  const int64_t nonzeros = is_counted ? sym_nonzeros.expect_int() : found.offsets[-1].item<int64_t>();
+  const Kept* const kept = is_counted ? owned_by<Kept>(state) : nullptr;
+  const Found found = kept != nullptr && kept->is_of(call) ? kept->found : found_in(given);
+  const int64_t nonzeros = found.offsets[-1].item<int64_t>();
+  TORCH_CHECK_VALUE(!is_counted || sym_nonzeros == nonzeros, kPattern, ": expected the ", nonzeros,
+                    " nonzeros of the product's size, got ", sym_nonzeros);
   expect_reachable(call, nonzeros);
   const auto [crow, col] = crow_and_col(given, found, nonzeros);
   if (!call.a_values.defined()) return {crow, col, at::empty({0}, crow.options())};

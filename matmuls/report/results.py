@@ -18,6 +18,7 @@ NOT_SHOWN = {
     "*checks-*.json": "test and sanitizer runs, not speeds",
     "*distributed-*-shared.json": "an older run of one matrix, whose rows were written into the other GPUs' memory",
     "*sparse-systems*.json": "sparse products and triangular solves; the limits quote them",
+    "*attention-backends.json": "a measurement by which torch's attention is chosen",
 }
 
 

@@ -85,16 +85,14 @@ template <int N>
 struct BlockProducts {
   int64_t upto[N], shift[N], of_warps[N / 32];
 
-  // Reads the nonzeros [first, min(first + N, end)) of A, of each that part of B's row that part(begin, end) leaves.
-  // Returns the number of products. All threads call it.
-  template <class I, class Part>
-  __device__ int64_t load(const Indices<I>& a, const Indices<I>& b, int64_t first, int64_t end, const Part& part) {
+  // Reads the nonzeros [first, min(first + N, end)) of A. Returns the number of products. All threads call it.
+  template <class I>
+  __device__ int64_t load(const Indices<I>& a, const Indices<I>& b, int64_t first, int64_t end) {
     const int t = threadIdx.x;
     int64_t q = 0, q_end = 0;
     if (first + t < end) {
       const int64_t k = a.col[first + t];
       q = b.crow[k], q_end = b.crow[k + 1];
-      part(q, q_end);
     }
     const int64_t in_warp = up_to_lane_of<32>(q_end - q);
     __syncthreads();  // what an earlier call left has been read
@@ -150,17 +148,19 @@ class Taken {
   int64_t* shared_;
 };
 
-// The first place in [begin, end) of rising columns that is not before `least`, or end.
-template <class I, class Place, class Least>
-__device__ Place first_not_before(const I* columns, Place begin, Place end, Least least) {
-  while (begin < end) {
-    const Place middle = begin + (end - begin) / 2;
-    if (columns[middle] < least)
-      begin = middle + 1;
-    else
-      end = middle;
+// Narrows places [begin, end) of rising columns to those with columns from `low` to `high`. The reads of both searches
+// are under way together.
+template <class I>
+__device__ void narrow(const I* columns, int64_t& begin, int64_t& end, I low, I high) {
+  int64_t after = begin, size = end - begin;  // both answers are at most `size` places further
+  while (size > 0) {
+    const int64_t half = (size + 1) / 2;
+    const I at_begin = columns[begin + half - 1], at_end = columns[after + half - 1];
+    if (at_begin < low) begin += half;
+    if (at_end <= high) after += half;
+    size -= half;
   }
-  return begin;
+  end = after;
 }
 
 }  // namespace matmuls::spgemm

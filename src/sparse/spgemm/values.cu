@@ -57,7 +57,7 @@ void launch(const Call<T, I>& call, const Work& work, int64_t nonzeros) {
         <<<blocks(call.rows, 32, INT32_MAX), kValueThreads, 0, stream>>>(call, work);
   }
   if (nonzeros > kByWarp) {
-    tiles_kernel<T, F, I><<<blocks(nonzeros / (kByWarp / 2), 32, resident / 2), kValueThreads, 0, stream>>>(call, work);
+    tiles_kernel<T, F, I><<<blocks(nonzeros / (kByWarp / 2), 32, resident), kValueThreads, 0, stream>>>(call, work);
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -108,9 +108,7 @@ __device__ void compute(const Call<T, I>& call, const Span& span, Sums<N, F, I>&
   if constexpr (L == 32) {
     const I low = own.columns[0], high = own.columns[own.word(max(count - 1, 0))];
     for_products<L>(call.a, call.b, from, end, load, add, [&](int64_t& q, int64_t& q_end) {
-      if (!span.is_part) return;
-      q = first_not_before(call.b.col, q, q_end, low);
-      q_end = first_not_before(call.b.col, q, q_end, static_cast<int64_t>(high) + 1);
+      if (span.is_part) narrow(call.b.col, q, q_end, low, high);
     });
   } else {
     for_products<L>(call.a, call.b, from, end, load, add);

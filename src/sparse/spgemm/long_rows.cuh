@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kLongThreads, 4)
     const int64_t row = rows.lists[kLongClass * rows.rows + item];
     const int64_t end = a.crow[row + 1];
     for (int64_t first = a.crow[row]; first < end; first += kLongThreads) {
-      const int64_t all = products.load(a, b, first, end, [](int64_t&, int64_t&) {});
+      const int64_t all = products.load(a, b, first, end);
       int j = 0;
       for (int64_t e = t; e < all; e += kLongThreads) {
         j = products.nonzero_of(e, j);

@@ -40,30 +40,37 @@ __device__ N largest_of_warp(N x) {
   return x;
 }
 
+// The part of a row of B that is used: all of it.
+struct AllOfRow {
+  __device__ void operator()(int64_t&, int64_t&) const {}
+};
+
 // Calls use(load(is_valid, e, p, q)) for the products of A's nonzeros [begin, end), for each group of L lanes those of
 // its own: e counts the products, p is the nonzero of A and q that of B. All lanes of the warp call both together,
 // those without a product with is_valid = false. `load` runs a product ahead, so that its reads are under way during
-// `use`.
-template <int L, class I, class Load, class Use>
+// `use`, if `load` has no arithmetic on what it reads. part(q, q_end) narrows the nonzeros of a row of B.
+template <int L, class I, class Load, class Use, class Part = AllOfRow>
 __device__ void for_products(const Indices<I>& a, const Indices<I>& b, int64_t begin, int64_t end, const Load& load,
-                             const Use& use) {
+                             const Use& use, const Part& part = {}) {
   const int lane = threadIdx.x % L;
   int64_t done = 0;
   auto waiting = load(false, 0, 0, 0);
   for (int64_t first = begin; __any_sync(kWarp, first < end); first += L) {
-    int64_t q = 0, length = 0;
+    int64_t q = 0, q_end = 0;
     if (first + lane < end) {
       const int64_t k = a.col[first + lane];
-      q = b.crow[k];
-      length = static_cast<int64_t>(b.crow[k + 1]) - q;
+      q = b.crow[k], q_end = b.crow[k + 1];
+      part(q, q_end);
     }
-    const int64_t upto = up_to_lane_of<L>(length), total = __shfl_sync(kWarp, upto, L - 1, L);
-    const int64_t rounds = L == 32 ? total : largest_of_warp(total), shift = q - (upto - length);
-    for (int64_t e = lane; e - lane < rounds; e += L) {
+    const int64_t upto = up_to_lane_of<L>(q_end - q), total = __shfl_sync(kWarp, upto, L - 1, L);
+    const int64_t rounds = L == 32 ? total : largest_of_warp(total), shift = q_end - upto;
+    for (int64_t round = 0; round < rounds; round += L) {
+      const int64_t e = round + lane;
+      const int upto_here = static_cast<int>(min(max(upto - round, int64_t{0}), int64_t{L}));
       int j = 0;  // lanes whose products are all before e
 #pragma unroll
       for (int step = L / 2; step > 0; step /= 2)
-        if (__shfl_sync(kWarp, upto, j + step - 1, L) <= e) j += step;
+        if (__shfl_sync(kWarp, upto_here, j + step - 1, L) <= lane) j += step;
       const auto next = load(e < total, done + e, first + j, __shfl_sync(kWarp, shift, j, L) + e);
       use(waiting);
       waiting = next;
@@ -78,16 +85,14 @@ template <int N>
 struct BlockProducts {
   int64_t upto[N], shift[N], of_warps[N / 32];
 
-  // Reads the nonzeros [first, min(first + N, end)) of A, of each that part of B's row that part(begin, end) leaves.
-  // Returns the number of products. All threads call it.
-  template <class I, class Part>
-  __device__ int64_t load(const Indices<I>& a, const Indices<I>& b, int64_t first, int64_t end, const Part& part) {
+  // Reads the nonzeros [first, min(first + N, end)) of A. Returns the number of products. All threads call it.
+  template <class I>
+  __device__ int64_t load(const Indices<I>& a, const Indices<I>& b, int64_t first, int64_t end) {
     const int t = threadIdx.x;
     int64_t q = 0, q_end = 0;
     if (first + t < end) {
       const int64_t k = a.col[first + t];
       q = b.crow[k], q_end = b.crow[k + 1];
-      part(q, q_end);
     }
     const int64_t in_warp = up_to_lane_of<32>(q_end - q);
     __syncthreads();  // what an earlier call left has been read
@@ -143,17 +148,19 @@ class Taken {
   int64_t* shared_;
 };
 
-// The first place in [begin, end) of rising columns that is not before `least`, or end.
-template <class I, class Place, class Least>
-__device__ Place first_not_before(const I* columns, Place begin, Place end, Least least) {
-  while (begin < end) {
-    const Place middle = begin + (end - begin) / 2;
-    if (columns[middle] < least)
-      begin = middle + 1;
-    else
-      end = middle;
+// Narrows places [begin, end) of rising columns to those with columns from `low` to `high`. The reads of both searches
+// are under way together.
+template <class I>
+__device__ void narrow(const I* columns, int64_t& begin, int64_t& end, I low, I high) {
+  int64_t after = begin, size = end - begin;  // both answers are at most `size` places further
+  while (size > 0) {
+    const int64_t half = (size + 1) / 2;
+    const I at_begin = columns[begin + half - 1], at_end = columns[after + half - 1];
+    if (at_begin < low) begin += half;
+    if (at_end <= high) after += half;
+    size -= half;
   }
-  return begin;
+  end = after;
 }
 
 }  // namespace matmuls::spgemm

@@ -30,9 +30,10 @@ struct Lists {
   Lists(const Tensor& like, int64_t nonzeros) {
     constexpr int64_t kLater = sizeof(Later) / sizeof(int64_t);
     const int64_t tiles = nonzeros / (kByWarp / 2) + 1, rows = nonzeros / kByLanes + 1;
-    memory = empty({kLater + tiles + ceil_of(rows, 2)}, like.options().dtype(at::kLong));
+    const int64_t words = ceil_of(tiles * static_cast<int64_t>(sizeof(Tile)), 8);
+    memory = empty({kLater + words + ceil_of(rows, 2)}, like.options().dtype(at::kLong));
     int64_t* const data = memory.mutable_data_ptr<int64_t>();
-    work = {reinterpret_cast<Later*>(data), reinterpret_cast<uint32_t*>(data + kLater + tiles),
+    work = {reinterpret_cast<Later*>(data), reinterpret_cast<uint32_t*>(data + kLater + words),
             reinterpret_cast<Tile*>(data + kLater)};
   }
 };
@@ -56,8 +57,7 @@ void launch(const Call<T, I>& call, const Work& work, int64_t nonzeros) {
         <<<blocks(call.rows, 32, INT32_MAX), kValueThreads, 0, stream>>>(call, work);
   }
   if (nonzeros > kByWarp) {
-    const int64_t most = std::min<int64_t>(nonzeros / kByWarp, resident / 4);
-    tiles_kernel<T, F, I><<<static_cast<unsigned>(most), kTileThreads, 0, stream>>>(call, work);
+    tiles_kernel<T, F, I><<<blocks(nonzeros / (kByWarp / 2), 32, resident), kValueThreads, 0, stream>>>(call, work);
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -158,3 +158,21 @@ def test_nonzeros_without_rows_are_refused():
     lying = [a.crow_indices(), torch.zeros(1, dtype=torch.int64, device="cuda")]
     with pytest.raises(ValueError, match="expected C without nonzeros, as it has no rows, got 1"):
         torch.ops.custom_mm.csr_spgemm(a.values(), b.values(), *parts, lying, 3)
+
+
+@pytest.mark.parametrize("lie", ["alternating", "falling", "negative", "beyond"])
+def test_offsets_of_c_that_lie_do_not_lead_out_of_bounds(lie):
+    """The values are wrong then; nothing else is written."""
+    a = drawn(3000, 3000, [20] * 3000, 1)
+    parts, c = [a.crow_indices(), a.col_indices()], spgemm(a, a)
+    crow, count = c.crow_indices().clone(), c.col_indices().shape[0]
+    rows = torch.arange(len(crow), device="cuda", dtype=crow.dtype)
+    crow = {
+        "alternating": rows % 2 * count,
+        "falling": crow.flip(0),
+        "negative": crow - 2**30,
+        "beyond": crow + 2**30,
+    }[lie].to(crow.dtype)
+    torch.ops.custom_mm.csr_spgemm(a.values(), a.values(), parts, parts, [crow, c.col_indices()], 3000)
+    torch.cuda.synchronize()
+    assert torch.equal(spgemm(a, a).values(), c.values())

@@ -34,7 +34,8 @@ struct Lists {
     memory = empty({kLater + words + ceil_of(rows, 2)}, like.options().dtype(at::kLong));
     int64_t* const data = memory.mutable_data_ptr<int64_t>();
     work = {reinterpret_cast<Later*>(data), reinterpret_cast<uint32_t*>(data + kLater + words),
-            reinterpret_cast<Tile*>(data + kLater)};
+            reinterpret_cast<Tile*>(data + kLater), static_cast<unsigned long long>(rows),
+            static_cast<unsigned long long>(tiles)};
   }
 };
 
@@ -77,7 +78,8 @@ void values_on_gpu(const Pattern& a, const Pattern& b, const Pattern& c, const T
                                          b_values.const_data_ptr<scalar_t>(),
                                          out.mutable_data_ptr<scalar_t>(),
                                          c.rows(),
-                                         b.rows()};
+                                         b.rows(),
+                                         c.nonzeros()};
       launch<scalar_t, F, index_t>(call, lists.work, c.nonzeros());
     });
   });

@@ -24,7 +24,13 @@ struct Call {
   Indices<I> a, b, c;
   const T *a_values, *b_values;
   T* out;
-  int64_t rows, b_rows;
+  int64_t rows, b_rows, nonzeros;  // of C, of B, of C
+
+  // The nonzeros of a row of C: those of `out`, whatever the offsets are.
+  __device__ int64_t begin_of(int64_t row) const {
+    return min(max(static_cast<int64_t>(c.crow[row]), int64_t{0}), nonzeros);
+  }
+  __device__ int64_t end_of(int64_t row) const { return max(begin_of(row + 1), begin_of(row)); }
 };
 
 struct Tile {
@@ -39,6 +45,7 @@ struct Work {
   Later* later;
   uint32_t* warp_rows;  // rows of C that a warp computes
   Tile* tiles;
+  unsigned long long most_rows, most_tiles;  // room, enough for offsets that do not fall
 };
 
 // sums[place] += product for the lanes of a group that are valid, in the order of the lanes.
@@ -124,7 +131,8 @@ __device__ void list_tiles(const Work& work, int64_t row, int64_t length) {
   const auto tiles = length <= kByWarp ? 0 : static_cast<uint32_t>((length - 1) / kByWarp + 1);
   unsigned long long at = lane == 0 && tiles > 0 ? atomicAdd(&work.later->tiles, 1ull * tiles) : 0;
   at = __shfl_sync(kWarp, at, 0, L);
-  for (uint32_t k = lane; k < tiles; k += L) work.tiles[at + k] = {static_cast<uint32_t>(row), k, tiles};
+  for (uint32_t k = lane; k < tiles && at + k < work.most_tiles; k += L)
+    work.tiles[at + k] = {static_cast<uint32_t>(row), k, tiles};
 }
 
 // Rows [0, call.rows) if all_rows, else those that an earlier launch listed. Longer rows are listed for later.
@@ -133,15 +141,16 @@ __global__ void __launch_bounds__(kValueThreads, 8) short_rows_kernel(const Call
   constexpr int kGroups = kValueThreads / L;
   __shared__ Sums<N, F, I> sums[kGroups];
   const int group = threadIdx.x / L, lane = threadIdx.x % L;
-  const auto count = all_rows ? call.rows : static_cast<int64_t>(work.later->warp_rows);
+  const auto count = all_rows ? call.rows : static_cast<int64_t>(min(work.later->warp_rows, work.most_rows));
   const int64_t step = static_cast<int64_t>(gridDim.x) * kGroups;
   for (int64_t block_row = static_cast<int64_t>(blockIdx.x) * kGroups; block_row < count; block_row += step) {
     const int64_t i = block_row + group;
     const int64_t row = i < count ? (all_rows ? i : static_cast<int64_t>(work.warp_rows[i])) : -1;
-    const int64_t first = row < 0 ? 0 : call.c.crow[row];
-    const int64_t length = row < 0 ? 0 : static_cast<int64_t>(call.c.crow[row + 1]) - first;
-    if (lane == 0 && length > N && length <= kByWarp)
-      work.warp_rows[atomicAdd(&work.later->warp_rows, 1ull)] = static_cast<uint32_t>(row);
+    const int64_t first = row < 0 ? 0 : call.begin_of(row), length = row < 0 ? 0 : call.end_of(row) - first;
+    if (lane == 0 && length > N && length <= kByWarp) {
+      const unsigned long long at = atomicAdd(&work.later->warp_rows, 1ull);
+      if (at < work.most_rows) work.warp_rows[at] = static_cast<uint32_t>(row);
+    }
     if (__any_sync(kWarp, length > kByWarp)) list_tiles<L>(work, row, length);
     const Span span{row, first, length > N ? 0 : static_cast<int>(length), false};
     compute<L, N, T, F, I>(call, span, sums[group]);
@@ -160,14 +169,14 @@ __global__ void __launch_bounds__(kValueThreads, 8) short_rows_kernel(const Call
 template <class T, class F, class I>
 __global__ void __launch_bounds__(kValueThreads, 8) tiles_kernel(const Call<T, I> call, const Work work) {
   __shared__ Sums<kByWarp, F, I> sums[kValueThreads / 32];
-  const unsigned long long count = work.later->tiles;
+  const unsigned long long count = min(work.later->tiles, work.most_tiles);
   const bool rises = work.later->falls == 0;
   for (;;) {  // warps take tiles as they get free: these differ in their products
     unsigned long long item = threadIdx.x % 32 == 0 ? atomicAdd(&work.later->taken, 1ull) : 0;
     item = __shfl_sync(kWarp, item, 0);
     if (item >= count) return;
     const Tile tile = work.tiles[item];
-    const int64_t begin = call.c.crow[tile.row], length = static_cast<int64_t>(call.c.crow[tile.row + 1]) - begin;
+    const int64_t begin = call.begin_of(tile.row), length = call.end_of(tile.row) - begin;
     const int64_t first = length * tile.tile / tile.tiles, end = length * (tile.tile + 1) / tile.tiles;
     const Span span{tile.row, begin + first, static_cast<int>(end - first), rises};
     compute<32, kByWarp, T, F, I>(call, span, sums[threadIdx.x / 32]);

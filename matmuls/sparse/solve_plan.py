@@ -31,8 +31,8 @@ class SolvePlan:
     On a GPU the first solve for a number of columns and a dtype makes cuSPARSE's analysis, and waits for it. Later ones
     do not wait: they load the values that A has at that time, or those that they are given, into what was analysed, and
     solve. If these are other values or were written to, their diagonal is checked, which waits for the GPU. If a is a
-    constant plan, its values are loaded once. The gradient's solves with the transpose are prepared likewise. The last 8 analyses are
-    kept, and those that a captured CUDA graph uses; a graph needs the plan to live.
+    constant plan, its values are loaded once. The gradient's solves with the transpose are prepared likewise. The last
+    8 analyses are kept, and those that captured CUDA graphs use while they exist; a graph needs the plan to live.
 
     On a CPU the plan keeps where the diagonal lies, and checks it at every solve.
 

@@ -22,3 +22,8 @@ def by_torch(dense, b, upper, transpose, unit):
     upper, triangle = (not upper, triangle.mT) if transpose else (upper, triangle)
     columns = b.unsqueeze(-1) if b.dim() == 1 else b
     return torch.linalg.solve_triangular(triangle, columns, upper=upper, unitriangular=unit).view(b.shape)
+
+
+def drawn(n, *columns, dtype=torch.float64, device="cpu", seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, *columns, generator=generator, dtype=torch.float64).to(dtype).to(device)

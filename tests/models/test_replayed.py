@@ -181,22 +181,24 @@ def test_more_tokens_than_places_can_number():
         _C.pack_padded(ids, None, None, -1, many, many, None, ints, ints)
 
 
-def test_few_shapes_are_captured_as_batches():
+def test_few_shapes_are_captured_as_batches(monkeypatch):
     """From the second batch of a shape on, and no more shapes than torch may keep cuDNN's plans for."""
+    monkeypatch.setattr(replayed, "EQUAL_FROM", 600)
     plan = SimpleNamespace(head_size=64, attention=None)
     chain = SimpleNamespace(graphs=Graphs(), plans=[plan])
     long = segments.LONGEST_OWN[64] + 1
-    assert [replayed._are_equal(chain, 2, long) for _ in range(3)] == [False, True, True]
-    assert not any(replayed._are_equal(chain, 2, long - 1) for _ in range(3))
-    for batch in range(3, 3 + 2 * replayed.EQUAL):
+    assert [replayed._are_equal(chain, 3, long) for _ in range(3)] == [False, True, True]
+    assert not any(replayed._are_equal(chain, 2, long) for _ in range(3))
+    assert not any(replayed._are_equal(chain, 3, long - 1) for _ in range(3))
+    for batch in range(4, 4 + 2 * replayed.EQUAL):
         for _ in range(2):
             replayed._are_equal(chain, batch, long)
     assert len(chain.graphs.equal) == replayed.EQUAL
-    assert replayed._are_equal(chain, 2, long)
+    assert replayed._are_equal(chain, 3, long)
     local = SimpleNamespace(
         graphs=Graphs(), plans=[SimpleNamespace(head_size=64, attention=SimpleNamespace(sliding_window=9))]
     )
-    assert not any(replayed._are_equal(local, 2, long) for _ in range(3))
+    assert not any(replayed._are_equal(local, 3, long) for _ in range(3))
 
 
 class Held:
@@ -365,8 +367,9 @@ def test_replayed_batches_err_no_more_than_stock(name):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["bert", "roberta", "albert"])
-def test_batches_without_padding_that_come_back(name):
+def test_batches_without_padding_that_come_back(name, monkeypatch):
     """Computed as packed texts, captured as a batch, and replayed, each with other ids."""
+    monkeypatch.setattr(replayed, "EQUAL_FROM", 1)
     model, plain, handle = half(name)
     for masked in (False, True):
         for seed in range(5):

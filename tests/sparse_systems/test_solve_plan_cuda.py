@@ -69,7 +69,7 @@ def test_analyses_of_graphs_that_are_gone_are_freed():
         torch.testing.assert_close(y, x)
         torch.cuda.synchronize()
         del graph, y
-    for _ in range(50):  # CUDA tells of the end on a thread of its own
+    for _ in range(500):  # CUDA tells of the end on a thread of its own
         time.sleep(0.02)
         made(b)
         if len(_C.kept_solves(made._state)) <= 2:

@@ -87,8 +87,8 @@ class Graphs:
         return sum(x is not None for x in self._passes.values())
 
     def failed(self, key: Hashable) -> bool:
-        """True if a capture of a pass has failed."""
-        return self._failed[_with_switches(key)] > 0
+        """True if so many captures of a pass have failed that none is tried any more."""
+        return self._failed[_with_switches(key)] >= FAILURES
 
     def holds(self) -> bool:
         """True if the model is as it was when `renew` was called."""
@@ -114,6 +114,7 @@ class Graphs:
                 self._passes.clear()
             self._failed.clear()
             self.calls.clear()
+            self.refused.clear()
             self._snapshot = self._pool = self._stream = self._last = None
 
     def run(

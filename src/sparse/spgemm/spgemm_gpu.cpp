@@ -20,6 +20,7 @@
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include "glue/handles.h"
@@ -67,7 +68,17 @@ struct Found {
 struct Kept {
   Pattern a, b;
   int64_t columns;
+  Numbered given;
   Found found;
+
+  // The state's storage does not belong to the caching allocator, so that recording a stream on it would not reach
+  // these.
+  void record_stream() const {
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    for (const Tensor& t :
+         {given.a.crow, given.a.col, given.b.crow, given.b.col, given.names, found.offsets, found.begin, found.columns})
+      if (t.defined()) t.record_stream(stream.unwrap());
+  }
 
   bool is_of(const Product& p) const {
     const auto same = [](const Tensor& x, const Tensor& y) {
@@ -93,9 +104,11 @@ Found found_in(const Numbered& given) {
 std::tuple<Tensor, Tensor> size_cuda(TensorList a, TensorList b, c10::SymInt columns) {
   const Product given = checked(kSize, a, b, columns);
   const OperationGuard guard(kSize, given.a.crow);
-  Found found = found_in(numbered(kSize, given));
-  const Tensor offsets = found.offsets;
-  auto kept = std::make_unique<Kept>(Kept{given.a, given.b, given.columns.expect_int(), std::move(found)});
+  Numbered numbers = numbered(kSize, given);
+  Found found = found_in(numbers);
+  const Tensor offsets = found.offsets.clone();  // the caller's may be written to
+  auto kept =
+      std::make_unique<Kept>(Kept{given.a, given.b, given.columns.expect_int(), std::move(numbers), std::move(found)});
   return {offsets, tensor_with(std::move(kept), given.a.crow)};
 }
 
@@ -129,10 +142,12 @@ Made pattern_cuda(TensorList a, TensorList b, c10::SymInt columns, const Tensor&
                   c10::SymInt sym_nonzeros, const OptionalTensor& a_values, const OptionalTensor& b_values) {
   const Product call = checked_pattern(a, b, columns, offsets, sym_nonzeros, a_values, b_values);
   const OperationGuard guard(kPattern, call.a.crow);
-  const Numbered given = numbered(kPattern, call);
   const bool is_counted = sym_nonzeros != -1;
-  const Kept* const kept = is_counted ? owned_by<Kept>(state) : nullptr;
-  const Found found = kept != nullptr && kept->is_of(call) ? kept->found : found_in(given);
+  const Kept* kept = is_counted ? owned_by<Kept>(state) : nullptr;
+  if (kept != nullptr && !kept->is_of(call)) kept = nullptr;
+  const Numbered given = kept != nullptr ? kept->given : numbered(kPattern, call);
+  const Found found = kept != nullptr ? kept->found : found_in(given);
+  if (kept != nullptr) kept->record_stream();
   const int64_t nonzeros = found.offsets[-1].item<int64_t>();
   TORCH_CHECK_VALUE(!is_counted || sym_nonzeros == nonzeros, kPattern, ": expected the ", nonzeros,
                     " nonzeros of the product's size, got ", sym_nonzeros);

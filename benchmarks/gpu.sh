@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT [STEP...]}
 shift
 steps=${*:-build tests cycles sanitize bert bench spmm spmm-pruned spmm-two-of-four sparse-linear constant blocks bench-bert
-  host-times encoders traffic pyg-steps training-steps sparse-systems batch-invariance distributed}
+  host-times encoders traffic attention-backends pyg-steps training-steps sparse-systems batch-invariance distributed}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 failed=0
@@ -102,6 +102,13 @@ for name in $steps; do
       sanitize racecheck "" packed_attention
       PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "" linear_rows
       sanitize racecheck "" linear_rows # minutes: every lane of a warp signals for itself, as racecheck asks
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize racecheck "" pack
+      # products of two sparse matrices, prepared solves, rows of distributed products
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "bounds or skewed or hub or narrow" spgemm_cuda
+      sanitize racecheck "bounds or narrow" spgemm_cuda # minutes
+      sanitize synccheck "bounds or narrow" spgemm_cuda
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "not fork and not graph" solve_plan
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck "" split_and_model
       # without MATMULS_POISON, whose deterministic algorithms are not recorded
       step sanitize-memcheck-replay compute-sanitizer --tool memcheck --error-exitcode 9 \
         "$python" -m pytest -q -m cuda -p no:cacheprovider tests/masked/test_replay.py
@@ -120,7 +127,7 @@ for name in $steps; do
     constant) step constant "$python" benchmarks/constant.py "$out" ;;
     blocks) step blocks "$python" benchmarks/blocks.py "$out" ;;
     bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
-    host-times | encoders | pyg-steps | training-steps | batch-invariance)
+    host-times | encoders | attention-backends | pyg-steps | training-steps | batch-invariance)
       step "$name" "$python" "benchmarks/${name//-/_}.py" "$out" ;;
     traffic) step traffic "$python" benchmarks/traffic.py "$out" --minutes 30 --device cuda ;;
     sparse-systems)

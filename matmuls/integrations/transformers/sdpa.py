@@ -9,9 +9,9 @@ from torch.nn import functional
 from matmuls.device import has_hopper_kernels
 
 # Queries and keys up to which torch's memory-efficient kernel is called. BERT-base's attention for 8 x 64 tokens in
-# bfloat16 with dropout, forward + backward on an H200: 273 us as called and 25 us of the GPU, with a mask 402 and 30; by
-# the cuDNN kernel that torch selects 324 and 29, with a mask 451 and 36. For 64 x 64 tokens the GPU takes 65 us instead
-# of 88, for 32 x 128 it would take 102 instead of 72 (benchmarks/results/cuda/attention-backends.json).
+# bfloat16 with dropout, forward + backward on an H200: 273 us as called and 25 us of the GPU, with a mask 402 and 30;
+# by the cuDNN kernel that torch selects 324 and 29, with a mask 451 and 36. For 64 x 64 tokens the GPU takes 65 us
+# instead of 88, for 32 x 128 it would take 102 instead of 72 (benchmarks/results/cuda/attention-backends.json).
 SHORT = 64
 MOST_WIDE = 128  # head size of the measured kernel's tiles
 _of_torch = functional.scaled_dot_product_attention  # others, as for context parallelism, are called in its place

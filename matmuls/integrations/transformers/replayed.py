@@ -31,9 +31,7 @@ CALLS = 1024  # remembered, of one model
 # Shapes of batches without padding, of one model, whose attention is that of a batch: cuDNN's on Hopper, which torch
 # keeps in host memory for each shape and thread, without a limit of its own.
 EQUAL = 8
-EQUAL_FROM = (
-    4096  # tokens of such a batch, at least: 32 x 512 takes 6.6 ms instead of 7.1 (H200); smaller ones share graphs
-)
+EQUAL_FROM = 4096  # tokens of such a batch; smaller ones share graphs. 32 x 512: 6.6 ms, packed 7.1 (H200)
 LONGEST = 64  # texts' lengths are rounded up to a multiple of it, rows of the attention kernel's blocks
 
 

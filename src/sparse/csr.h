@@ -100,6 +100,14 @@ C10_HOST_DEVICE int first_from(const int* increasing, int begin, int end, N leas
   return begin;
 }
 
+// True if crow and col are the pattern's own memory: what was kept for them holds for the pattern.
+inline bool is_same_matrix(const at::Tensor& crow, const at::Tensor& col, const Pattern& p) {
+  const auto same = [](const at::Tensor& x, const at::Tensor& y) {
+    return x.const_data_ptr() == y.const_data_ptr() && x.sizes() == y.sizes();
+  };
+  return same(crow, p.crow) && same(col, p.col);
+}
+
 // The pattern with contiguous crow, col and order, as kernels read them; the transposed matrix is dropped.
 inline Pattern contiguous(const Pattern& p) {
   const auto whole = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };

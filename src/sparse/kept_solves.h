@@ -1,4 +1,4 @@
-// What csr_solve_triangular keeps for a matrix on a GPU, for Python's SolvePlan.
+// The list of cuSPARSE's analyses that csr_solve_triangular keeps for a matrix on a GPU, as SolvePlan reads it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

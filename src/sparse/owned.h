@@ -29,7 +29,7 @@ at::Tensor tensor_with(std::unique_ptr<S> kept, const at::Tensor& like) {
   return empty({0}, address.options()).set_(storage, 0, {0}, {1});
 }
 
-// What the tensor owns; null if there is none: the tensor is a clone, say, or was unpickled.
+// The object that the tensor owns; null if it owns none, as a clone or an unpickled tensor.
 template <class S>
 S* owned_by(const at::Tensor& t) {
   if (!t.defined() || !t.has_storage()) return nullptr;

@@ -28,17 +28,12 @@ struct Call {
   int64_t version;
 };
 
-// What solves keep has a matrix, by whose addresses later calls are compared with it. Null for another matrix, as where
-// hooks have moved what a backward pass needs: the solve then keeps nothing.
+// What the solves of the call's matrix keep. Null if the state is that of another matrix, as after hooks have moved
+// what a backward pass needs: the solve then keeps nothing.
 template <class State>
 State* state_of(const Call& c) {
   State* const s = owned_by<State>(c.state);
-  if (s == nullptr) return nullptr;
-  const auto same = [](const at::Tensor& x, const at::Tensor& y) {
-    return x.const_data_ptr() == y.const_data_ptr() && x.sizes() == y.sizes();
-  };
-  const bool is_of_matrix = same(s->crow, c.a.crow) && same(s->col, c.a.col);
-  return is_of_matrix ? s : nullptr;
+  return s != nullptr && is_same_matrix(s->crow, s->col, c.a) ? s : nullptr;
 }
 
 // row: 2 r + 1 if row r has a diagonal that is 0, 2 r if it has none.

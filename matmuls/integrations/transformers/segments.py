@@ -101,9 +101,9 @@ class Segments:
         columns away, or all of its text; if causal, none after it. bias is added to the scores: [texts, H, Q, K] of the
         columns [texts, Q, K] from queries to keys."""
         first, shared = qkv[0], qkv[0].size(1) > qkv[1].size(1)
+        as_batch = self.equal and window is None
         varlen = first.is_cuda and bias is None and _has_varlen(first.device, first.dtype, first.size(-1))
-        varlen = varlen and not (self.equal and window is None)
-        if varlen and (window is None or not any(self._gaps)):
+        if varlen and not as_batch and (window is None or not any(self._gaps)):
             side = -1 if window is None else window - 1
             sides, (q, k, v) = (side, 0 if causal else side), (x[0].transpose(0, 1) for x in qkv)
             most = LONGEST_OWN.get(first.size(-1), 0)

@@ -94,7 +94,7 @@ void copy_values(const Tensor& to, const Tensor& values) {
                                  cudaMemcpyDeviceToDevice, c10::cuda::getCurrentCUDAStream()));
 }
 
-// What an analysis holds for, besides the matrix.
+// The properties of a solve that its analysis depends on, besides the matrix.
 struct Kind {
   int64_t columns;
   at::ScalarType type;

@@ -12,9 +12,9 @@
 //     v
 //   C
 //
-// csr_spgemm_size returns as its state what the first kernels wrote, in int32: begin [rows] int64, then the columns of
-// row r from begin[r] on, with room for a column for each product. If that is more than kMostKept columns, the state is
-// empty and csr_spgemm_pattern runs the kernels again. With nonzeros = -1 it runs all steps itself.
+// csr_spgemm_size returns a state that owns what the first kernels wrote (Kept), with room for a column for each
+// product. Of more than kMostKept columns it owns the offsets alone, and csr_spgemm_pattern runs the kernels again, as
+// it does for a state of other matrices. With nonzeros = -1 it runs all steps itself.
 #ifdef MATMULS_CUDA
 #include <ATen/ops/_unique.h>
 #include <ATen/ops/cumsum.h>
@@ -81,11 +81,7 @@ struct Kept {
   }
 
   bool is_of(const Product& p) const {
-    const auto same = [](const Tensor& x, const Tensor& y) {
-      return x.const_data_ptr() == y.const_data_ptr() && x.sizes() == y.sizes();
-    };
-    return same(a.crow, p.a.crow) && same(a.col, p.a.col) && same(b.crow, p.b.crow) && same(b.col, p.b.col) &&
-           p.columns == columns;
+    return is_same_matrix(a.crow, a.col, p.a) && is_same_matrix(b.crow, b.col, p.b) && p.columns == columns;
   }
 };
 

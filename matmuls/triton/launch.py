@@ -105,6 +105,7 @@ def launch(
     stages: int,
     *,
     shares: bool = False,
+    registers: int | None = None,
 ) -> None:
     """Run `kernel` on the current stream of the first argument's device.
 
@@ -112,6 +113,7 @@ def launch(
     not specialized on: do_not_specialize), then constants, and last EARLY. On sm_90 and later it launches early by
     programmatic dependent launch: 1.0 to 2.4 us less for four kernels in a graph. shares: the next kernel's programs
     should become resident next to this one's; both then prefer most of a multiprocessor's cache as shared memory.
+    registers: at most so many per thread.
     """
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     if INTERPRETED:
@@ -120,7 +122,7 @@ def launch(
     device = args[0].device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, programs, args, free, constants, warps, stages, shares=shares)
+            launch(kernel, programs, args, free, constants, warps, stages, shares=shares, registers=registers)
         return
     # id(kernel) rather than the kernel: Triton hashes its source.
     key = (id(kernel), device.index, warps, stages, constants, *map(_signature, args))
@@ -130,7 +132,7 @@ def launch(
         compiled[grid](*args, *free, *constants, early)
     else:
         early = capability(device) >= (9, 0)
-        options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
+        options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early, "maxnreg": registers}
         compiled = kernel[grid](*args, *free, *constants, early, **options)
         if shares and early:
             _prefer_shared_memory(compiled)

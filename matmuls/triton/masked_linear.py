@@ -17,35 +17,71 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..device import is_batch_invariant, takes_tf32
 from .configs import Tiles, gpu, run
 from .few import few_product_kernel, in_order, of_rows
+from .last_wave import HEIGHT, add_parts_kernel, is_split, part_at, parts_of
 from .launch import launch, wait_for_earlier
 from .tiles import accumulate, rows_at, store_product, tile_at, tiles_of, weight_of
+
+# Registers per thread, of 8 warps, that leave room for two programs of sort_kernel on a multiprocessor, which copy
+# during the gradient of x. A split last wave takes 228 without this limit, 200 with it, without spills (sm_90a).
+ROOM = 216
+
+
+@triton.jit
+def sums_of(
+    tile, begin, stop, x, w1, w2, v1, v2, rows, n1, N, K, sxm, sw1, sw2, sv1, sv2, M,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, GATHER: tl.constexpr,
+    PAIRS: tl.constexpr, K_INNER: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums over k from begin to stop, the rows of x that it reads, and its place as by `tile_at`."""
+    start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
+    listed = rows_at(rows, start + tl.arange(0, BM), start, M, GATHER)
+    at = listed * sxm
+    acc = tl.zeros((BM, BN), tl.float32)
+    w, sw = weight_of(first, w1, w2, sw1, sw2, column, BN, BK, K_INNER, TMA)
+    acc = accumulate(acc, x, at, w, sw, column, begin, stop, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
+    if PAIRS == 2:  # x holds two operands side by side, each with its own weights
+        v, sv = weight_of(first, v1, v2, sv1, sv2, column, BN, BK, K_INNER, TMA)
+        xv = x + K
+        acc = accumulate(acc, xv, at, v, sv, column, begin, stop, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
+    return acc, listed, start, end, column, first
 
 
 @triton.jit(do_not_specialize=["M"])
 def product_kernel(
-    x, w1, w2, v1, v2, b1, b2, y, rows, counts, N, K, sxm, sw1, sw2, sv1, sv2, sym, M,
+    x, w1, w2, v1, v2, b1, b2, y, partial, rows, counts, N, K, sxm, sw1, sw2, sv1, sv2, sym, M,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WALK: tl.constexpr, TMA: tl.constexpr,
     PIECES: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, PAIRS: tl.constexpr, K_INNER: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    """SPLIT: the last wave's tiles are split along K (last_wave.py), and their parts stored to `partial`."""
     wait_for_earlier(EARLY)
     n1 = tl.load(counts)
-    for tile in tl.range(tl.program_id(0), tiles_of(n1, M, N, BM, BN), tl.num_programs(0), flatten=WALK == 2):
-        start, end, column, first = tile_at(tile, n1, M, N, BM, BN, GROUP)
-        places = start + tl.arange(0, BM)
-        listed = rows_at(rows, places, start, M, GATHER)
-        at = listed * sxm
-        acc = tl.zeros((BM, BN), tl.float32)
-        w, sw = weight_of(first, w1, w2, sw1, sw2, column, BN, BK, K_INNER, TMA)
-        acc = accumulate(acc, x, at, w, sw, column, 0, K, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
-        if PAIRS == 2:  # x holds two operands side by side, each with its own weights
-            v, sv = weight_of(first, v1, v2, sv1, sv2, column, BN, BK, K_INNER, TMA)
-            acc = accumulate(acc, x + K, at, v, sv, column, 0, K, N, K, BN, BK, K_INNER, TMA, EVEN_K, EVEN_N, PRECISION)
+    tiles = tiles_of(n1, M, N, BM, BN)
+    whole = tiles
+    if SPLIT:
+        whole, parts = parts_of(tiles, tl.num_programs(0), tl.cdiv(K, BK))
+    for tile in tl.range(tl.program_id(0), whole, tl.num_programs(0), flatten=WALK == 2):
+        acc, listed, start, end, column, first = sums_of(
+            tile, 0, K, x, w1, w2, v1, v2, rows, n1, N, K, sxm, sw1, sw2, sv1, sv2, M,
+            BM, BN, BK, GROUP, TMA, GATHER, PAIRS, K_INNER, EVEN_K, EVEN_N, PRECISION,
+        )  # fmt: skip
         bias = b1
         if BIAS:
             bias = b1 if first else b2
+        places = start + tl.arange(0, BM)
         target = rows_at(rows, places, start, M, SCATTER) if SCATTER != GATHER else listed
         store_product(y, acc, bias, target * sym, places < end, column, N, BM, BN, EVEN_N, BIAS, PIECES)
+    if SPLIT:
+        place, begin, stop = part_at(tl.program_id(0), parts, K, BK)
+        if whole + place < tiles:
+            acc, listed, start, end, column, first = sums_of(
+                whole + place, begin, stop, x, w1, w2, v1, v2, rows, n1, N, K, sxm, sw1, sw2, sv1, sv2, M,
+                BM, BN, BK, GROUP, TMA, GATHER, PAIRS, K_INNER, EVEN_K, EVEN_N, PRECISION,
+            )  # fmt: skip
+            own = tl.arange(0, BM)
+            to = partial + tl.program_id(0) * BM * BN
+            store_product(to, acc, partial, own * BN, own < BM, 0, BN, BM, BN, True, False, PIECES)
 
 
 def power(n: int) -> int:
@@ -151,10 +187,18 @@ def product(
             few_product(t, in_order(x, rows, counts) if ordered is None else ordered)
             return
         none = (None, None) if pair is None else ()
-        args = (x, *given, *none, b1, b2, y, rows, counts, N, K, x.stride(0), *strides, *none, N)
-        layout = (gather, True, 1 if pair is None else 2, k_inner, *even, bias, precision)
-        grid = programs(t, M, N, x.device.index)
-        launch(product_kernel, grid, args, (M,), (*sides, t.walk, tma, t.pieces, *layout), t.warps, t.stages)
+        grid, most, sums = programs(t, M, N, x.device.index), gpu(x.device.index).multiprocessors, None
+        if is_split(t, most_tiles(t, M, N), K, most):
+            grid, sums = most, x.new_empty(most, t.rows, t.columns, dtype=torch.float32)
+        args = (x, *given, *none, b1, b2, y, sums, rows, counts, N, K, x.stride(0), *strides, *none, N)
+        layout = (gather, True, 1 if pair is None else 2, k_inner, *even, bias, sums is not None, precision)
+        constants = (*sides, t.walk, tma, t.pieces, *layout)
+        registers = None if sums is None or t.warps != 8 else ROOM
+        launch(product_kernel, grid, args, (M,), constants, t.warps, t.stages, registers=registers)
+        if sums is not None:
+            slices = most // 2 * (t.rows // int(HEIGHT.value))
+            args = (sums, b1, b2, y, rows, counts, N, K, N, most)
+            launch(add_parts_kernel, slices, args, (M,), (*sides, True, even[1], bias), 4, 1)
 
     run(operator, M, N, K, x, precision == "tf32", attempt)
     return y

@@ -5,15 +5,17 @@ forward, backward and double backward are those of a GPU.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import matmuls
 from matmuls import mask_plan, masked_ffn, masked_linear
 from matmuls.masked import checks
-from matmuls.triton import configs, few, launch
+from matmuls.triton import configs, few, last_wave, launch
 from matmuls.triton import masked_gradients as kernels
 
 ROWS = (1, 7, 64, 127, 129)
@@ -148,6 +150,31 @@ def test_every_field_of_a_configuration(tiles, monkeypatch):
         for mask in (torch.rand(m) < 0.3, torch.arange(m) % 2 == 0):  # in the second, a tile spans both experts
             compare(lambda x, w1, w2, p=mask: masked_linear(x, w1, w2, p), x, w1, w2)
             compare(lambda *args, p=mask: masked_ffn(*args, p), x, *weights)
+
+
+@pytest.mark.parametrize("tiles", TILES[1:3] + TILES[4:5], ids=str)
+def test_last_wave_split_along_k(tiles, through_the_kernels, monkeypatch):
+    """Tiles left for the last wave of four programs, of which some masks have one or two: split along K, with tails."""
+    monkeypatch.setattr(last_wave, "WORTH", 0)
+    tiles = replace(tiles, split=1)
+    monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.OPERATORS, tiles))
+    on_hopper(monkeypatch)
+    counts = []
+    wide = tiles.columns
+    for m, k, n in ((40, 96, 2 * wide), (33, 75, 3 * wide - 8), (10, 200, 40), (100, 64, 2 * wide)):
+        x, w1, w2 = torch.randn(m, k), torch.randn(n, k), torch.randn(n, k)
+        weights = [torch.randn(*s) / s[1] ** 0.5 for s in ((n, k), (k, n), (n, k)) * 2]
+        b1, b2 = torch.randn(2, n)
+        for mask in masks(m):
+            compare(lambda x, w1, w2, b1, b2, p=mask: masked_linear(x, w1, w2, p, b1, b2), x, w1, w2, b1, b2)
+        compare(lambda *args, p=mask: masked_ffn(*args, p), x, *weights)
+        counts.append(through_the_kernels.count("add_parts_kernel"))
+        assert torch.equal(masked_linear(x, w1, w2, mask), masked_linear(x, w1, w2, mask))
+    assert 0 < counts[0] < counts[1] < counts[2] < counts[3]
+    before = through_the_kernels.count("add_parts_kernel")
+    with matmuls.handles(batch_invariant=True):
+        masked_linear(x, w1, w2, mask)
+    assert through_the_kernels.count("add_parts_kernel") == before
 
 
 def test_strides():

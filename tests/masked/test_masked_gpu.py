@@ -17,8 +17,9 @@ from matmuls.nn import MaskedFFN, MaskedLinear
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(("m", "k", "n"), [(1000, 256, 512), (512, 2048, 4096)])  # uses the kernels for few rows
+@pytest.mark.parametrize(("m", "k", "n"), [(1000, 256, 512), (512, 2048, 4096), (1500, 4096, 512)])
 def test_a_graph_replays_with_changed_masks(m, k, n, training):
+    """By the kernels for many rows, for few, and by a product whose last wave is split."""
     x, w1, w2 = (
         draw(*s, dtype=torch.bfloat16, device="cuda").requires_grad_(training) for s in ((m, k), (n, k), (n, k))
     )
@@ -120,6 +121,34 @@ def test_few_rows(dtype, m, poisoned, monkeypatch):
         assert frozen[1].numel() == 0
         assert torch.equal(frozen[2], d2)
     assert set(ran) == {few.few_product_kernel, few.few_weights_kernel}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("m", "k", "n"), [(1500, 4096, 512), (6000, 6144, 1536), (1100, 4096, 300)])
+def test_last_wave_split_along_k(dtype, m, k, n, poisoned, monkeypatch):
+    """Weights along K and along N, with and without a bias; repeated calls give the same bits."""
+    from matmuls.triton import masked_linear as kernels
+
+    ran, real = [], kernels.launch
+
+    def counted(kernel, *args, **options):
+        ran.append(kernel)
+        real(kernel, *args, **options)
+
+    monkeypatch.setattr(kernels, "launch", counted)
+    x, w1, w2 = (draw(*s, dtype=dtype, device="cuda") for s in ((m, k), (n, k), (n, k)))
+    b1, b2 = (draw(n, dtype=dtype, device="cuda") for _ in range(2))
+    across = [w.T.contiguous().T for w in (w1, w2)]
+    for mask in masks(m, "cuda"):
+        rows, counts, _ = mask_plan(mask)
+        truth = torch.where(mask[:, None], x.double() @ w1.double().T, x.double() @ w2.double().T)
+        biased = truth + torch.where(mask[:, None], b1.double(), b2.double())
+        for operands, biases, expected in (((w1, w2), (b1, b2), biased), (across, (), truth)):
+            y = kernels.product(x, *operands, rows, counts, *biases)
+            close(y, expected, dtype, terms=k)
+            assert torch.equal(y, kernels.product(x, *operands, rows, counts, *biases))
+    assert ran.count(kernels.add_parts_kernel) == ran.count(kernels.product_kernel) > 0
 
 
 @pytest.mark.cuda

@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "triton.configs": {"device", "files", "triton.launch"},
     "triton.mask_plan": {"triton.launch"},
     "triton.few": {"triton.launch", "triton.tiles"},
-    "triton.masked_linear": {"device", "triton.configs", "triton.few", "triton.launch", "triton.tiles"},
+    "triton.last_wave": {"device", "triton.configs", "triton.launch", "triton.tiles"},
+    "triton.masked_linear": {"device"} | {f"triton.{m}" for m in ("configs", "few", "last_wave", "launch", "tiles")},
     "triton.masked_weights": {f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear")},
     "triton.masked_gradients": {
         "custom_mm",

@@ -4,7 +4,8 @@ Usage: python benchmarks/training_steps.py OUT. Writes OUT/cuda/training-steps.j
 and fused AdamW, with transformers' default dropout and an attention mask that hides nothing. The attention is the one
 that `register` installs. Both ways are also compiled with torch.compile. The two ways of a pair take turns (A B B A),
 with the GPU idle before and after each block of steps; "ms" is the median of the blocks, and "speed" the median of the
-quotients of neighbouring blocks, because the host's speed drifts.
+quotients of neighbouring blocks, because the host's speed drifts; "quartiles" are those of the quotients, and "same"
+the median of the quotients of neighbouring blocks of sdpa, which would be 1 without noise.
 """
 
 import json
@@ -69,8 +70,12 @@ def measured(batch: int, length: int, compiled: bool) -> dict[str, Any]:
     ms = {name: statistics.median(t) * 1e3 for name, t in times.items()}
     least = {name: min(t) * 1e3 for name, t in times.items()}
     size = {"batch": batch, "length": length, "compiled": compiled}
-    speed = statistics.median(a / b for a, b in zip(times["sdpa"], times["matmuls"], strict=True))
-    return size | {"ms": ms, "least_ms": least, "losses": losses, "speed": speed}
+    quotients = [a / b for a, b in zip(times["sdpa"], times["matmuls"], strict=True)]
+    lower, speed, upper = statistics.quantiles(quotients, n=4)
+    pairs = zip(times["sdpa"][1::2], times["sdpa"][2::2], strict=True)  # A B B A: blocks of sdpa without one between
+    same = statistics.median(a / b for a, b in pairs)
+    noise = {"quartiles": (lower, upper), "same": same}
+    return size | {"ms": ms, "least_ms": least, "losses": losses, "speed": speed} | noise
 
 
 def main(out: Path) -> None:

@@ -31,7 +31,7 @@ constexpr int kStages = 3;  // of 128 bytes of K
 constexpr int kThreads = (kGroups + 1) * kGroup;
 constexpr int kGroupBytes = kGroupRows * kRowBytes;  // a warpgroup's rows of a, and half of its results
 constexpr int kBytesA = kRows * kRowBytes, kBytesB = kColumns * kRowBytes, kStageBytes = kBytesA + kBytesB;
-constexpr int kBarriers = 2 * kStages + 2;
+constexpr int kBarriers = (kGroups + 2) * kStages + 2;
 constexpr int kShared = kStages * kStageBytes + kGroups * kColumns * static_cast<int>(sizeof(float)) + 8 * kBarriers;
 constexpr int kLoadRegisters = 32, kProductRegisters = 160;
 static_assert(kShared <= kMaxShared && kColumns == kPair * kHalf);
@@ -53,8 +53,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   static_assert(wide == kHalf);
   extern __shared__ __align__(1024) unsigned char tiles[];
   float* const biases = reinterpret_cast<float*>(tiles + kStages * kStageBytes);  // [group][column]
-  uint64_t* const full = reinterpret_cast<uint64_t*>(biases + kGroups * kColumns);
-  uint64_t* const empty = full + kStages;
+  // A warpgroup multiplies as soon as its own rows of a have arrived.
+  uint64_t* const full_a = reinterpret_cast<uint64_t*>(biases + kGroups * kColumns);  // [stage][group]
+  uint64_t* const full_b = full_a + kStages * kGroups;
+  uint64_t* const empty = full_b + kStages;
   uint64_t* const received = empty + kStages;  // all tiles of a have arrived
   uint64_t* const free_panel = received + 1;   // in all blocks of the panel
   const auto a_rows = [&](int stage, int group) { return tiles + stage * kStageBytes + group * kGroupBytes; };
@@ -72,10 +74,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     hopper::prefetch(b_map);
     hopper::prefetch(out_map);
     for (int s = 0; s < kStages; ++s) {
-      ptx::barrier_init(&full[s]);
+      for (int g = 0; g < kGroups; ++g) ptx::barrier_init(&full_a[s * kGroups + g]);
+      ptx::barrier_init(&full_b[s]);
       ptx::barrier_init(&empty[s], kPair * kGroups);
     }
-    ptx::barrier_init(received);
+    ptx::barrier_init(received, kGroups);
     ptx::barrier_init(free_panel);
     ptx::barrier_fence();
   }
@@ -93,12 +96,17 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int stage = n % kStages;
         // Both blocks must have read this stage: half of b goes to both.
         ptx::barrier_wait(&empty[stage], n / kStages % 2 ^ 1);
-        ptx::barrier_expect(&full[stage], kStageBytes);
         constexpr uint16_t both = (1 << kPair) - 1;
         const int k = n * wide, column = column0 + rank * kHalf;
-        hopper::load_for(both, b_map, b_tile(stage) + rank * (kBytesB / kPair), &full[stage], b_k_apart ? column : k,
+        ptx::barrier_expect(&full_b[stage], kBytesB);
+        hopper::load_for(both, b_map, b_tile(stage) + rank * (kBytesB / kPair), &full_b[stage], b_k_apart ? column : k,
                          b_k_apart ? k : column);
-        for (int g = 0; g < kGroups; ++g) hopper::load(a_map, a_rows(stage, g), &full[stage], k, row0 + g * kGroupRows);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          uint64_t* const full = &full_a[stage * kGroups + g];
+          ptx::barrier_expect(full, kGroupBytes);
+          hopper::load(a_map, a_rows(stage, g), full, k, row0 + g * kGroupRows);
+        }
       }
     } else if (thread == 32 && meet) {  // counting thread: the others proceed during its fence
       const unsigned readers = shape.across;
@@ -121,7 +129,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     for (int n = 0; n < shape.steps; ++n) {
       const int stage = n % kStages;
-      ptx::barrier_wait(&full[stage], n / kStages % 2);
+      ptx::barrier_wait(&full_b[stage], n / kStages % 2);
+      ptx::barrier_wait(&full_a[stage * kGroups + group], n / kStages % 2);
       pin();
       hopper::begin_products();
 #pragma unroll
@@ -135,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               n > 0 || part > 0);
       }
       hopper::commit_products();
-      if (n + 1 == shape.steps && threadIdx.x == 0) ptx::barrier_arrive(received);
+      if (n + 1 == shape.steps && thread == 0) ptx::barrier_arrive(received);
       pin();
       hopper::wait_for_products<1>();
       if (n > 0 && thread < kPair) hopper::arrive_at(&empty[(n - 1) % kStages], thread);
@@ -144,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     pin();
 
     // The results go to the warpgroup's own rows of a in stages 0 and 1, 64 columns each. No other warpgroup read these
-    // rows, a warp writes those that it multiplied, and all loads have arrived.
+    // rows, a warp writes those that it multiplied, and all loads into them have arrived.
     float* const own_biases = biases + group * kColumns;
     if (bias) {
       own_biases[thread] = own_bias;

@@ -1,5 +1,5 @@
-// Estimated cycles of a product in place on Hopper: by the kernel of panels_kernel_sm90.cuh in tiles of a given size,
-// or through a workspace.
+// Estimated cycles of a product in place on Hopper: by the kernels of panels_kernel_sm90.cuh and one_wave_sm90.cu in
+// tiles of a given size, or through a workspace.
 #pragma once
 
 #include <algorithm>
@@ -26,6 +26,10 @@ struct TileSize {
     return rows * columns / 16.4 + static_cast<double>(steps) * stage;
   }
 };
+
+// The tile of one_wave_sm90.cu. Its cycles are estimated by the constants above, which were measured with smaller
+// tiles.
+constexpr TileSize kOneWave{384, 128};
 
 // How the clusters that can be resident walk over a product in tiles of one size.
 struct Walk {

@@ -43,6 +43,7 @@ OPERATORS = (
     "masked_ffn_weights",  # one or both operands in the plan's order; also used for masked_linear on sm_90
 )
 WEIGHTS = ("masked_weights", "masked_few_weights", "masked_ffn_weights")
+CHUNKED = ("masked_weights", "masked_ffn_weights")  # whose `split` is a number of chunks of rows
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,26 @@ def reload() -> None:
 # -------------------------------------------------------------------------------------------------------------- look-up
 
 
+def chunks(t: Tiles, m: int, n: int, k: int, multiprocessors: int) -> int:
+    """`split` of a gradient of weights: a program for every multiprocessor, with at least a thousand rows each.
+
+    More cost time if the experts have different numbers of rows: a tile of one chunk is stored at once, parts are
+    stored in float32 and read again. 6,000 x 6,144 x 1,536 on an H200, with 50, 25 and 5 % of the rows in the first
+    expert: 172, 163 and 202 us with one chunk, 180, 223 and 234 with two.
+    """
+    return max(1, min(multiprocessors // (-(-n // t.rows) * -(-k // t.columns)), m // 1024, 16))
+
+
 def choose(
-    mine: list[Entry], shipped: list[Entry], operator: str, m: int, n: int, k: int, dtype: str, version: str
+    mine: list[Entry],
+    shipped: list[Entry],
+    operator: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    version: str,
+    multiprocessors: int,
 ) -> Tiles | None:
     """The user's entry for this K, N and Triton version with the nearest M, else the nearest shipped one, else None."""
 
@@ -251,7 +270,12 @@ def choose(
     if own:
         return min(own, key=distance).tiles
     fits = [e for e in shipped if (e.operator, e.dtype) == (operator, dtype) and distance(e) <= NEAR]
-    return min(fits, key=lambda e: (distance(e), e.triton != version)).tiles if fits else None
+    if not fits:
+        return None
+    nearest = min(fits, key=lambda e: (distance(e), e.triton != version))
+    if operator not in CHUNKED or (nearest.k, nearest.n) == (k, n):
+        return nearest.tiles
+    return replace(nearest.tiles, split=chunks(nearest.tiles, m, n, k, multiprocessors))
 
 
 def default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: bool = False) -> Tiles:
@@ -278,10 +302,7 @@ def _default(operator: str, m: int, n: int, k: int, size: int, gpu: Gpu, tf32: b
             tma = operator == "masked_ffn_weights" or (m > 1024 and max(n, k) >= 2048)
             small = Tiles(128, 128, 128) if m > 1024 else Tiles(128, 256, 64)
             chosen = Tiles(128, 256, 64, tma=True, pieces=4) if tma else small
-        count = -(-n // chosen.rows) * -(-k // chosen.columns)
-        # as many programs as multiprocessors, with at least a thousand rows each
-        split = max(1, min(gpu.multiprocessors // count, m // 1024, 16))
-        return Tiles(**{**asdict(chosen), "split": split})
+        return replace(chosen, split=chunks(chosen, m, n, k, gpu.multiprocessors))
     if m <= 16:
         return Tiles(16, 64, 128 if operator != "masked_ffn_gate_up" else 64, warps=4, pieces=min(pieces, 2))
     if m <= 64:
@@ -309,7 +330,7 @@ def tiles(operator: str, m: int, n: int, k: int, dtype: torch.dtype, index: int 
     if INTERPRETED or index is None:
         return safe
     mine, shipped = _entries(device)
-    found = choose(mine, shipped, operator, m, n, k, name, triton.__version__)
+    found = choose(mine, shipped, operator, m, n, k, name, triton.__version__, device.multiprocessors)
     if found is None:
         _advise(operator, n, k, name, device.name)
     return found or safe

@@ -125,7 +125,7 @@ def launch(
             launch(kernel, programs, args, free, constants, warps, stages, shares=shares, registers=registers)
         return
     # id(kernel) rather than the kernel: Triton hashes its source.
-    key = (id(kernel), device.index, warps, stages, constants, *map(_signature, args))
+    key = (id(kernel), device.index, warps, stages, registers, constants, *map(_signature, args))
     found = _compiled.get(key)
     if found is not None:
         compiled, early, _ = found

@@ -161,7 +161,7 @@ def product(
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     operator = operator or ("masked_linear" if k_inner else "masked_linear_t")
     gather = operator in ("masked_linear", "masked_linear_t")
-    precision = precision_of(x.dtype)
+    precision, pairs = precision_of(x.dtype), 1 if pair is None else 2
     if b1 is not None and b2 is not None:
         b1, b2 = b1.contiguous(), b2.contiguous()
 
@@ -188,12 +188,12 @@ def product(
             return
         none = (None, None) if pair is None else ()
         grid, most, sums = programs(t, M, N, x.device.index), gpu(x.device.index).multiprocessors, None
-        if is_split(t, most_tiles(t, M, N), K, most):
+        if is_split(t, most_tiles(t, M, N), K, pairs, most):
             grid, sums = most, x.new_empty(most, t.rows, t.columns, dtype=torch.float32)
         args = (x, *given, *none, b1, b2, y, sums, rows, counts, N, K, x.stride(0), *strides, *none, N)
-        layout = (gather, True, 1 if pair is None else 2, k_inner, *even, bias, sums is not None, precision)
+        layout = (gather, True, pairs, k_inner, *even, bias, sums is not None, precision)
         constants = (*sides, t.walk, tma, t.pieces, *layout)
-        registers = None if sums is None or t.warps != 8 else ROOM
+        registers = ROOM if sums is not None and tma and t.warps == 8 else None
         launch(product_kernel, grid, args, (M,), constants, t.warps, t.stages, registers=registers)
         if sums is not None:
             slices = most // 2 * (t.rows // int(HEIGHT.value))

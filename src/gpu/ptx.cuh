@@ -270,9 +270,6 @@ __device__ inline void add_release(unsigned* counter, unsigned n) {
 __device__ inline void increment(unsigned* counter, unsigned last) {
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
 }
-__device__ inline void increment_release(unsigned* counter, unsigned last) {
-  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
-}
 __device__ inline unsigned load_relaxed(const unsigned* counter) {
   unsigned now;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");

@@ -94,12 +94,12 @@ def test_tiles_of_192_columns(rows, inner, columns, dtype, transb):
     ],
 )
 def test_one_wave(rows, inner, columns, dtype, transb):
-    """Tails in rows, K and columns, few K stages, a of strided rows. The first two sizes are its own."""
+    """Tails in rows, K and columns, few K stages, a of strided rows. The first size is its own."""
     if not hopper() or torch.cuda.get_device_properties(0).multi_processor_count < 132:
         pytest.skip("needs Hopper, with room for 66 clusters")
     whole = draw(rows, inner + 24, device="cuda", dtype=dtype)
     b = draw(*((columns, inner) if transb else (inner, columns)), device="cuda", dtype=dtype) / inner**0.5
-    if rows > 8000:
+    if rows == 9000:
         assert custom_mm.explain("matmul_", whole[:, 8:-16], b, transb).kernel == "one_wave"
     for bias in (None, draw(columns, device="cuda", dtype=dtype, seed=1)):
         x = whole.clone()

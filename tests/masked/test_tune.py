@@ -40,7 +40,7 @@ def entry(**changes):
 
 
 def choose(mine=(), shipped=(), operator="masked_linear", m=8192, n=1024, k=1024, dtype="bfloat16", version="3.6.0"):
-    return configs.choose(list(mine), list(shipped), operator, m, n, k, dtype, version)
+    return configs.choose(list(mine), list(shipped), operator, m, n, k, dtype, version, 132)
 
 
 def test_order_of_look_up():
@@ -55,6 +55,18 @@ def test_order_of_look_up():
     assert choose([], [shipped, near], k=65536) is None  # no entry is close enough
     assert choose([mine], [shipped], dtype="float16") is None
     assert choose([mine], [shipped], operator="masked_weights") is None
+
+
+def test_chunks_of_rows_follow_the_shape_and_not_the_nearest_entry():
+    tuned = entry(operator="masked_ffn_weights", k=1024, n=2048, tiles=Tiles(128, 256, 64, tma=True, split=2))
+
+    def split(**shape):
+        return choose([], [tuned], operator="masked_ffn_weights", **shape).split
+
+    assert split(k=1024, n=2048) == 2  # as it was tuned
+    assert split(k=1536, n=6144) == 1  # 288 tiles
+    assert split(k=512, n=1024) == 8
+    assert split(k=512, n=1024, m=4096) == 4  # chunks of a thousand rows
 
 
 def test_buckets():

@@ -176,11 +176,16 @@ def test_the_memory_of_analyses_goes_with_the_plan():
         return torch.cuda.mem_get_info()[0]
 
     a, b = square(2000, 0.05, device="cuda").to_sparse_csr(), drawn(2000, 8, device="cuda")
+
+    def lost():
+        before = free()
+        for _ in range(20):
+            made = plan_solve(a, upper=False)
+            assert made(b).isfinite().all()
+            assert made.nbytes > a.values().nbytes
+            del made
+        return before - free()
+
     plan_solve(a, upper=False)(b)
-    before = free()
-    for _ in range(20):
-        made = plan_solve(a, upper=False)
-        assert made(b).isfinite().all()
-        assert made.nbytes > a.values().nbytes
-        del made
-    assert free() >= before - 2**23
+    # Other processes take memory of the same GPU, in some rounds; a leak would take it in every one.
+    assert min(lost() for _ in range(5)) <= 2**23

@@ -10,7 +10,7 @@ namespace matmuls {
 // The kernels of matmul_. Each has the name of its file, without _sm90, or says what it uses; explain() prints it.
 enum class InplaceKernel {
   few_rows,   // the result's tiles fit into one wave: a cluster per tile
-  one_wave,   // the same in large tiles, of 16-bit dtypes
+  one_wave,   // a block per tile of 384 x 128, all at once; 16-bit dtypes
   panels,     // clusters walk over panels of rows
   workspace,  // panels of rows are copied to a workspace, and cuBLAS writes the product over them
 };

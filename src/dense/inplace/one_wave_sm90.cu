@@ -35,6 +35,7 @@ constexpr int kBarriers = (kGroups + 2) * kStages + 2;
 constexpr int kShared = kStages * kStageBytes + kGroups * kColumns * static_cast<int>(sizeof(float)) + 8 * kBarriers;
 constexpr int kLoadRegisters = 32, kProductRegisters = 160;
 static_assert(kShared <= kMaxShared && kColumns == kPair * kHalf);
+static_assert(kColumns == kGroup && kStages >= kColumns / kHalf);  // a thread's bias; chunk c of the results in stage c
 static_assert(kGroup * (kLoadRegisters + kGroups * kProductRegisters) <= 65536);
 
 struct Shape {
@@ -108,12 +109,14 @@ __global__ void __launch_bounds__(kThreads, 1)
           hopper::load(a_map, a_rows(stage, g), full, k, row0 + g * kGroupRows);
         }
       }
-    } else if (thread == 32 && meet) {  // counting thread: the others proceed during its fence
+    } else if (thread == 32 && meet) {  // counting thread
       const unsigned readers = shape.across;
       unsigned* const counter = (spare ? spare : counters[slot]) + panel;
       ptx::barrier_wait(received, 0);
-      ptx::increment_release(counter, 2 * readers - 1);  // reset to zero when all have left
-      while (ptx::load_acquire(counter) < readers) __nanosleep(20);
+      // No data of others is read from here on, and what has been read does not change: no fence is needed.
+      ptx::increment(counter, 2 * readers - 1);  // reset to zero when all have left
+      while (ptx::load_relaxed(counter) < readers) {
+      }
       ptx::increment(counter, 2 * readers - 1);
       ptx::barrier_arrive(free_panel);
     }
@@ -190,6 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (x < shape.columns && y < shape.rows) hopper::store(out_map, out, x, y);
         hopper::commit_stores();
       }
+      __syncwarp();
     }
     if (thread == 0) hopper::wait_for_stores<0>();
   }

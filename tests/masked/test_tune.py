@@ -369,7 +369,7 @@ def test_look_up_reads_what_tune_writes(tmp_path):
     entries = configs.read(configs.file_of(tmp_path, H200.name), H200.name)
     assert sorted(entries) == sorted(found)
     for p, e in zip(todo, found, strict=True):
-        assert configs.choose(entries, [], p.operator, configs.bucket(p.m), p.n, p.k, p.dtype, e.triton) == e.tiles
+        assert configs.choose(entries, [], p.operator, configs.bucket(p.m), p.n, p.k, p.dtype, e.triton, 132) == e.tiles
 
 
 def test_the_command_needs_a_gpu():

@@ -40,7 +40,10 @@ MAY_IMPORT = {
     "triton.mask_plan": {"triton.launch"},
     "triton.few": {"triton.launch", "triton.tiles"},
     "triton.masked_linear": {"device", "triton.configs", "triton.few", "triton.launch", "triton.tiles"},
-    "triton.masked_weights": {f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear")},
+    "triton.weight_tiles": set(),
+    "triton.stream_k": {"triton.configs", "triton.launch", "triton.weight_tiles"},
+    "triton.masked_weights": {"device"}
+    | {f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear", "stream_k", "weight_tiles")},
     "triton.masked_gradients": {
         "custom_mm",
         *(f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear", "masked_weights")),

@@ -1,7 +1,7 @@
 """The weights' gradients of masked products, p^T @ q over each expert's rows, in equal shares of work (stream-K).
 
-Problem: one program per tile takes as long as whole waves. With 132 multiprocessors, 288 tiles per expert take 3 waves instead of
-2.18 if one expert has all rows, and 5 waves of half the length instead of 4.36 if both have as many.
+Problem: one program per tile takes as long as whole waves. With 132 multiprocessors, 288 tiles per expert take 3 waves
+instead of 2.18 if one expert has all rows, and 5 waves of half the length instead of 4.36 if both have as many.
 
 Each program, one per multiprocessor, computes as many whole tiles as there are full waves of each expert's tiles, and
 then an equal share of the steps (a step is BR rows of a tile) of both experts' last tiles:

@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .configs import Tiles, run
+from ..device import is_batch_invariant
+from .configs import Tiles, gpu, run
 from .few import of_rows
 from .launch import launch, wait_for_earlier
 from .masked_linear import by_tma, precision_of, read_rows
+from .stream_k import in_shares, saves
+from .weight_tiles import part_of, product_of_rows, slots_sum, store_sum
 
 
 @triton.jit
@@ -40,35 +43,6 @@ def segment_of(piece, side, n1, M, chunk, SPLIT: tl.constexpr):
     else:
         first = (piece == 0) == (2 * n1 >= M)
         return tl.where(first, 0, n1), tl.where(first, n1, M), first, M > 0
-
-
-@triton.jit
-def part_of(tile, height_of_all, wide, GROUP: tl.constexpr):
-    """A program's piece, and its tile's row and column."""
-    within = tile % (wide * height_of_all)
-    group = within // (GROUP * wide) * GROUP
-    height = tl.minimum(height_of_all - group, GROUP)
-    row = group + within % (GROUP * wide) % height
-    return tile // (wide * height_of_all), row, within % (GROUP * wide) // height
-
-
-@triton.jit
-def store_sum(
-    to, acc, row, column, height, wide, si, sj, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    PIECES: tl.constexpr,
-):  # fmt: skip
-    """Stores acc[i, j] to to[(row + i) * si + (column + j) * sj], through shared memory, piece by piece."""
-    if PIECES == 1:
-        rows, columns = (row + tl.arange(0, BM)).to(tl.int64), (column + tl.arange(0, BN)).to(tl.int64)
-        at = to + rows[:, None] * si + columns[None, :] * sj
-        if EVEN:
-            tl.store(at, acc.to(to.dtype.element_ty))
-        else:
-            tl.store(at, acc.to(to.dtype.element_ty), mask=(rows < height)[:, None] & (columns < wide)[None, :])
-    else:
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-        store_sum(to, left, row, column, height, wide, si, sj, BM, BN // 2, EVEN, PIECES // 2)
-        store_sum(to, right, row, column + BN // 2, height, wide, si, sj, BM, BN // 2, EVEN, PIECES // 2)
 
 
 @triton.jit
@@ -140,31 +114,12 @@ def sorted_weights_kernel(
     piece, row, column = part_of(tl.program_id(0), P // BM, Q // BN, GROUP)
     row *= BM
     column *= BN
-    ms, ns, rs = row + tl.arange(0, BM), column + tl.arange(0, BN), tl.arange(0, BR)
     for side in range(2 if SPLIT > 1 else 1):
         start, end, first, used = segment_of(piece, side, n1, M, chunk, SPLIT)
         if used & ((first & FIRST) | ((first == 0) & SECOND)):
-            acc = tl.zeros((BM, BN), tl.float32)
-            whole = end - (end - start) % BR
-            if GATHER:
-                ahead = tl.load(rows + start + rs, mask=start + rs < end, other=0)  # loaded one step ahead
-            for place in range(start, whole, BR):
-                if GATHER:
-                    listed = ahead.to(tl.int64)
-                    ahead = tl.load(rows + place + BR + rs, mask=place + BR + rs < end, other=0)
-                    left = tl.load(p + listed[None, :] * sp + ms[:, None])
-                else:
-                    left = of_p.load([place, row]).T
-                acc = tl.dot(left, of_q.load([place, column]), acc, input_precision=PRECISION)
-            if whole < end:  # TMA would also read rows of the other expert past the end
-                there = whole + rs < end
-                places = (whole + rs).to(tl.int64)
-                listed = places
-                if GATHER:
-                    listed = tl.load(rows + places, mask=there, other=0).to(tl.int64)
-                left = tl.load(p + listed[None, :] * sp + ms[:, None], mask=there[None, :], other=0.0)
-                right = tl.load(q + places[:, None] * sq + ns[None, :], mask=there[:, None], other=0.0)
-                acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc = product_of_rows(
+                p, q, of_p, of_q, rows, sp, sq, row, column, start, end, BM, BN, BR, GATHER, PRECISION
+            )
             si, sj = (1, P) if TRANSPOSED else (Q, 1)
             store_gradient(
                 part, d1, d2, acc, piece, side, first, start, end, n1, M, row, column, P, Q, si, sj, BM, BN, SPLIT,
@@ -188,20 +143,6 @@ def sum_kernel(x, part, rows, counts, N, sxm, M, chunk, BR: tl.constexpr, BN: tl
         tile = tl.load(x + listed[:, None] * sxm + ns[None, :], mask=there[:, None] & (ns < N)[None, :], other=0.0)
         total += tl.sum(tile.to(tl.float32), 0)
     tl.store(part + piece.to(tl.int64) * N + ns, total, mask=ns < N)
-
-
-@triton.jit
-def slots_sum(part, low, high, at, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """part[low, at] + ... + part[high - 1, at]; with at most SPLIT slots all loads are issued at once."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    if SPLIT > 0:
-        for n in tl.static_range(SPLIT):
-            slot = tl.cast(low + n, tl.int64)
-            total += tl.load(part + slot * size + at, mask=at < tl.where(high > slot, size, 0), other=0.0)
-    else:
-        for n in range(low, high):
-            total += tl.load(part + tl.cast(n, tl.int64) * size + at, mask=at < size, other=0.0)
-    return total
 
 
 @triton.jit(do_not_specialize=["M", "chunk"])
@@ -286,11 +227,19 @@ def weight_gradients(
             q = sorted_rows(wide, rows) if gather_g and gather_x else wide
             gather = gather_g or gather_x
             of_p = None if gather else of_rows(narrow, t.depth, t.rows)
-            tensors = (narrow, q, of_p, of_rows(q, t.depth, t.columns), part, d1, d2, rows, counts)
-            args: tuple[Any, ...] = (*tensors, narrow.shape[1], q.shape[1], narrow.stride(0), q.stride(0))
+            operands = narrow, q, of_p, of_rows(q, t.depth, t.columns)
+            sizes = narrow.shape[1], q.shape[1], narrow.stride(0), q.stride(0)
+            count, device = sides[0] * sides[1], gpu(x.device.index)
+            # shares depend on the number of rows
+            shares = not split and not is_batch_invariant()
+            if shares and saves(t, M, count, first + second, x.element_size(), device):
+                layout, wanted, S = (gather, transposed), (first, second), device.multiprocessors
+                in_shares(t, operands, d1, d2, rows, counts, sizes, layout, wanted, precision, S)
+                return
+            args: tuple[Any, ...] = (*operands, part, d1, d2, rows, counts, *sizes)
             shape = (t.rows, t.columns, t.depth, t.group, gather, transposed, t.split)
             constants = (*shape, first, second, t.pieces, precision)
-            launch(sorted_weights_kernel, pieces * sides[0] * sides[1], args, (M, chunk), constants, t.warps, t.stages)
+            launch(sorted_weights_kernel, pieces * count, args, (M, chunk), constants, t.warps, t.stages)
         else:
             args = (g, x, part, d1, d2, rows, counts, N, K, g.stride(0), x.stride(0))
             shape = (t.rows, t.columns, t.depth, t.group, gather_g, gather_x, t.split)

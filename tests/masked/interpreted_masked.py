@@ -6,16 +6,16 @@ forward, backward and double backward are those of a GPU.
 
 import os
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import matmuls
-from matmuls import mask_plan, masked_ffn, masked_linear
+from matmuls import handles, mask_plan, masked_ffn, masked_linear
 from matmuls.masked import checks
-from matmuls.triton import configs, few, last_wave, launch
+from matmuls.triton import configs, few, last_wave, launch, masked_weights, stream_k
 from matmuls.triton import masked_gradients as kernels
 
 ROWS = (1, 7, 64, 127, 129)
@@ -38,7 +38,7 @@ def through_the_kernels(monkeypatch):
         ran.append(kernel.__name__)
         launch.launch(kernel, *args, **options)
 
-    for module in ("mask_plan", "few", "masked_linear", "masked_weights", "masked_gradients", "masked_ffn"):
+    for module in ("mask_plan", "few", "masked_linear", "masked_weights", "stream_k", "masked_gradients", "masked_ffn"):
         monkeypatch.setattr(f"matmuls.triton.{module}.launch", counted)
     monkeypatch.setattr(few, "ORDERED", (16, 256))  # one program per row would be slow in the interpreter
     real = torch.Tensor.new_empty, torch.empty
@@ -172,7 +172,7 @@ def test_last_wave_split_along_k(tiles, through_the_kernels, monkeypatch):
         assert torch.equal(masked_linear(x, w1, w2, mask), masked_linear(x, w1, w2, mask))
     assert 0 < counts[0] < counts[1] < counts[2] < counts[3]
     before = through_the_kernels.count("add_parts_kernel")
-    with matmuls.handles(batch_invariant=True):
+    with handles(batch_invariant=True):
         masked_linear(x, w1, w2, mask)
     assert through_the_kernels.count("add_parts_kernel") == before
 
@@ -220,6 +220,51 @@ def test_gradients_of_sorted_copies(through_the_kernels, monkeypatch):
         compare(lambda x, w1, w2, p=mask: masked_linear(x, w1, w2, p), *tensors)
     assert through_the_kernels.count("sort_kernel") == 2 * len(list(masks(70)))
     assert "sorted_weights_kernel" in through_the_kernels
+
+
+SHARES = {  # tiles, rows of x, P and Q of d; by full waves of four programs and last tiles of each expert
+    "no wave, 1 tile": (configs.Tiles(16, 16, 16, tma=True), 100, 16, 16),
+    "no wave, 3 tiles": (configs.Tiles(16, 16, 32, tma=True, pieces=2), 75, 16, 48),
+    "1 wave, 2 tiles": (configs.Tiles(16, 32, 16, tma=True, pieces=4, group=1), 70, 32, 96),
+    "2 waves, 1 tile": (configs.Tiles(16, 16, 16, tma=True, group=2), 50, 48, 48),
+    "2 waves": (configs.Tiles(32, 16, 16, tma=True), 50, 64, 64),
+    "more programs than steps": (configs.Tiles(16, 16, 32, tma=True), 20, 16, 16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:custom_mm. this build has no CUDA")
+@pytest.mark.parametrize(("tiles", "m", "p", "q"), SHARES.values(), ids=SHARES)
+def test_gradients_in_equal_shares(tiles, m, p, q, through_the_kernels, monkeypatch):
+    """Any number of rows in the first expert; none, one or both operands in the plan's order, which the kernel stores
+    transposed or not; twice the same bits; and one expert alone."""
+    monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.WEIGHTS, tiles))
+    monkeypatch.setattr(masked_weights, "saves", lambda *args: True)
+    monkeypatch.setattr(stream_k, "MOST_AT_ONCE", 2)
+    on_hopper(monkeypatch)
+    g, x = torch.randn(m, p), torch.randn(m, q)
+    for n1, gathers in product((0, 1, m // 2, m - 1, m), product((True, False), repeat=2)):
+        mask = torch.randperm(m) < n1
+        rows, counts, _ = mask_plan(mask)
+        truth = [g[mine].double().T @ x[mine].double() for mine in (mask, ~mask)]
+        operands = [t if gather else t[rows.long()] for t, gather in zip((g, x), gathers, strict=True)]
+        named = dict(zip(("gather_g", "gather_x"), gathers, strict=True))
+        through_the_kernels.clear()
+        both = masked_weights.weight_gradients(*operands, rows, counts, **named)
+        ran = [kernel for kernel in through_the_kernels if kernel != "sort_kernel"]
+        assert ran == ["stream_k_kernel", "fixup_kernel"][: 1 + (p // tiles.rows * (q // tiles.columns) % 4 > 0)]
+        for ours, expected in zip(both, truth, strict=True):
+            assert error(ours, expected) < 1e-6
+            assert expected.any() or ours.count_nonzero() == 0
+        if gathers == (False, False):
+            again = masked_weights.weight_gradients(*operands, rows, counts, **named)
+            assert all(map(torch.equal, again, both))
+            for wanted in (0, 1):
+                one = masked_weights.weight_gradients(*operands, rows, counts, wanted == 0, wanted == 1, **named)
+                assert one[1 - wanted].numel() == 0
+                assert error(one[wanted], truth[wanted]) < 1e-6
+    with handles(batch_invariant=True):
+        masked_weights.weight_gradients(g, x, rows, counts)
+    assert through_the_kernels[-1] == "sorted_weights_kernel"
 
 
 @pytest.mark.parametrize("m", [33, 64, 100, 128])

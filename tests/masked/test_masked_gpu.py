@@ -292,6 +292,63 @@ def test_gradients_of_sorted_rows(dtype, split, poisoned, monkeypatch):
     assert d2.isfinite().all()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("gathers", [(True, True), (False, True), (True, False), (False, False)], ids=str)
+@pytest.mark.parametrize(("m", "p", "q"), [(130, 256, 256), (1500, 512, 1024), (6000, 1536, 6144)])
+def test_gradients_in_equal_shares(m, p, q, gathers, poisoned, monkeypatch):
+    """Eager, and a CUDA graph that replays with another mask in the same buffers; any number of rows in the first
+    expert; one expert alone."""
+    from matmuls.triton import configs, launch, stream_k
+    from matmuls.triton import masked_weights as kernels
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("shares are of the kernel with TMA")
+    tiles = configs.Tiles(128, 256, 64, tma=True, pieces=4)
+    monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.WEIGHTS, tiles))
+    monkeypatch.setattr(kernels, "saves", lambda *args: True)
+    ran = []
+    monkeypatch.setattr(stream_k, "launch", lambda kernel, *args: (ran.append(kernel), launch.launch(kernel, *args)))
+    g, x = (draw(m, n, dtype=torch.bfloat16, device="cuda") for n in (p, q))
+    order = torch.randperm(m, device="cuda")
+    some = [order < n1 for n1 in (m // 2, 0, 1, m // 20, m - 1, m)]
+    rows, counts = (t.clone() for t in mask_plan(some[0])[:2])
+    gs, xs = (t.clone() for t in (g, x))  # in the plan's order where not gathered
+
+    def change(mask):
+        for t, new in zip((rows, counts), mask_plan(mask)[:2], strict=True):
+            t.copy_(new)
+        for t, source, gather in zip((gs, xs), (g, x), gathers, strict=True):
+            t.copy_(source if gather else source[rows.long()])
+
+    def step(first=True, second=True):
+        return kernels.weight_gradients(
+            gs, xs, rows, counts, first, second, gather_g=gathers[0], gather_x=gathers[1]
+        )  # fmt: skip
+
+    change(some[0])
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for mask in some:
+        change(mask)
+        found = step()
+        for ours, mine in zip(found, (mask, ~mask), strict=True):
+            close(ours, torch.where(mine[:, None], g, 0).double().T @ x.double(), torch.bfloat16)
+            assert mine.any() or ours.count_nonzero() == 0
+        for t in captured:
+            t.fill_(float("nan"))
+        graph.replay()
+        assert all(map(torch.equal, captured, found))
+        for wanted in (0, 1):
+            one = step(wanted == 0, wanted == 1)
+            assert one[1 - wanted].numel() == 0
+            mine = mask if wanted == 0 else ~mask
+            close(one[wanted], torch.where(mine[:, None], g, 0).double().T @ x.double(), torch.bfloat16)
+    assert set(ran) == {stream_k.stream_k_kernel, stream_k.fixup_kernel}
+
+
 @pytest.mark.parametrize("change", ["a wrapper", "a class", "a hook"])
 def test_layers_that_do_more_than_multiply_are_refused(change):
     module, x, mask = MaskedLinear(8, 6), torch.randn(5, 8), torch.tensor([True, False, True, True, False])

@@ -205,6 +205,38 @@ def test_a_repeated_backward_uses_its_second_stream(m, k, n, poisoned):
 
 
 @pytest.mark.cuda
+def test_a_repeated_backward_in_equal_shares(poisoned, monkeypatch):
+    """On Hopper the weights' gradients of many rows are two kernels with a buffer of partial sums between them."""
+    from matmuls.triton import configs, masked_weights
+
+    tiles = configs.Tiles(128, 256, 64, tma=True, pieces=4)
+    monkeypatch.setattr(configs, "forced", dict.fromkeys(configs.WEIGHTS, tiles))
+    monkeypatch.setattr(masked_weights, "saves", lambda *args: True)
+    m, k, n = 1500, 1024, 512
+    x, *w = (draw(*s, dtype=torch.bfloat16, device="cuda").requires_grad_() for s in ((m, k), (n, k), (n, k)))
+    grad = draw(m, n, dtype=torch.bfloat16, device="cuda")
+    masks = [torch.rand(m, device="cuda") < share for share in (0.0, 0.05, 0.5, 1.0)]
+
+    def call(mask):
+        y = masked_linear(x, *w, mask)
+        return y, *torch.autograd.grad(y, (x, *w), grad)
+
+    try:
+        expected = []
+        for mask in masks:
+            custom_mm._C.forget_recordings()
+            expected.append(call(mask))
+        call(masks[0])
+        for mask, truth in zip(masks * 2, expected * 2, strict=True):
+            before = custom_mm._C.replays()
+            found = call(mask)
+            assert custom_mm._C.replays() - before == 3
+            assert all(map(torch.equal, found, truth))
+    finally:
+        custom_mm._C.forget_recordings()
+
+
+@pytest.mark.cuda
 def test_a_thread_that_has_not_used_the_gpu_repeats_a_call():
     x, w1, w2 = (draw(*s, dtype=torch.float16, device="cuda") for s in ((40, 64), (48, 64), (48, 64)))
     plan = mask_plan(torch.rand(40, device="cuda") < 0.5)

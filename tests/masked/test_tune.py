@@ -73,6 +73,25 @@ def test_default_tiles_fit_the_gpu(operator, gpu):
                 assert t.split == 1 or m // t.split >= 1024
 
 
+def test_equal_shares_of_work_where_the_last_wave_is_long_and_has_few_tiles():
+    stream_k = pytest.importorskip("matmuls.triton.stream_k")
+    large = Tiles(128, 256, 64, tma=True, pieces=4)
+
+    def saves(tiles=large, m=6000, count=288, experts=2, size=2):
+        return stream_k.saves(tiles, m, count, experts, size, H200)
+
+    assert saves()  # 2.18 waves for one expert, 4.36 for two
+    assert saves(m=60000)
+    assert not saves(m=1000)  # the second kernel takes longer
+    assert not saves(count=264)  # two full waves
+    assert saves(count=198)  # 1.5 waves for one expert, 3 for two
+    assert not saves(count=198, m=3000)
+    assert saves(count=198, m=3000, experts=1)
+    assert saves(m=3000, size=4)
+    assert not saves(Tiles(128, 128, 32, tma=True))  # several programs per multiprocessor
+    assert not saves(m=1 << 24, count=1 << 14)  # 32-bit numbers of steps
+
+
 def test_large_tiles_are_for_gpus_with_as_much_shared_memory_as_hopper():
     tiles = {g.name: configs.default("masked_linear", 4096, 4096, 4096, 2, g) for g in GPUS}
     large = tiles[H200.name]

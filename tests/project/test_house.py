@@ -41,7 +41,10 @@ MAY_IMPORT = {
     "triton.few": {"triton.launch", "triton.tiles"},
     "triton.last_wave": {"device", "triton.configs", "triton.launch", "triton.tiles"},
     "triton.masked_linear": {"device"} | {f"triton.{m}" for m in ("configs", "few", "last_wave", "launch", "tiles")},
-    "triton.masked_weights": {f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear")},
+    "triton.weight_tiles": set(),
+    "triton.stream_k": {"triton.configs", "triton.launch", "triton.weight_tiles"},
+    "triton.masked_weights": {"device"}
+    | {f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear", "stream_k", "weight_tiles")},
     "triton.masked_gradients": {
         "custom_mm",
         *(f"triton.{m}" for m in ("configs", "few", "launch", "masked_linear", "masked_weights")),

@@ -232,7 +232,7 @@ SHARES = {  # tiles, rows of x, P and Q of d; by full waves of four programs and
 }
 
 
-@pytest.mark.filterwarnings("ignore:custom_mm. this build has no CUDA")
+@pytest.mark.filterwarnings("ignore:custom_mm")
 @pytest.mark.parametrize(("tiles", "m", "p", "q"), SHARES.values(), ids=SHARES)
 def test_gradients_in_equal_shares(tiles, m, p, q, through_the_kernels, monkeypatch):
     """Any number of rows in the first expert; none, one or both operands in the plan's order, which the kernel stores

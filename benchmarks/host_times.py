@@ -77,7 +77,7 @@ def cases() -> Iterator[tuple[str, str, Call, Call]]:
     def eager(x: Tensor) -> Tensor:
         return torch.softmax((x * 0.125).masked_fill(mask, float("-inf")), -1)
 
-    step = trained(lambda x: matmuls.scaled_masked_softmax(x, ~mask, 0.125), scores), trained(eager, scores)
+    step = trained(lambda x: matmuls.scaled_masked_softmax(x, mask, 0.125), scores), trained(eager, scores)
     yield "scaled_masked_softmax, forward + backward", "eager", *step
 
 

@@ -240,7 +240,7 @@ def reload() -> None:
 # -------------------------------------------------------------------------------------------------------------- look-up
 
 
-# Of an H200: us of a step of 128 x 256 x 64 in 16 bits, bytes per us of partial sums, us of the launch that adds them.
+# On an H200: us of a step of 128 x 256 x 64 in 16 bits, bytes per us of partial sums, us of the launch that adds them.
 STEP, TRAFFIC, LAUNCH = 0.8, 3.5e6, 5.0
 
 
@@ -252,7 +252,7 @@ def chunks(t: Tiles, m: int, n: int, k: int, multiprocessors: int) -> int:
     the waves; their parts are written in float32 and read again, except two chunks of as many rows of each expert. us
     on an H200, estimated by the measured ones, with 50, 25 and 0 % of the rows: 6,000 x 6,144 x 1,536 one chunk 187,
     173, 225 by 172, 163, 214, two chunks 187, 235, 235 by 180, 223, 230; 16,384 x 3,072 x 768 one chunk 204, 153, 204
-    by 191, 140, 173.
+    by 191, 140, 173 (benchmarks/results/cuda/choices.json).
     """
     tiles = -(-n // t.rows) * -(-k // t.columns)
     whole = m * STEP * t.rows * t.columns / (128 * 256 * 64)  # us of all rows of a tile

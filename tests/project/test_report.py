@@ -125,7 +125,7 @@ def test_figures_as_called_come_first(copied, share, time, speed):
 
 
 def test_files_without_times_as_called_say_gpu_time(made):
-    for page in ("masked", "rows", "attention", "dense"):
+    for page in ("rows", "attention", "dense"):
         text = made.texts[ROOT / f"docs/performance/{page}.md"]
         assert "Times: GPU time." in text
         assert "(GPU " not in text

@@ -20,8 +20,8 @@ struct TileSize {
   // bytes. A stage takes as long as its products at the full rate of the tensor cores, or as its loads, a's tile and
   // half of b's, at 35.5 bytes per cycle (H200: 700 cycles for 24 KB, 450 for 16 KB). With 192 columns or 384 rows it
   // takes 1.08 of that (H200, 12000 x 3000: 1.07 of the time of 256 columns, 0.74 of it at 58208 x 4224; one wave of
-  // 384 x 128: 14.6 us at 9000 x 640 and 20.8 at 6000 x 1024, where 128 x 256 takes 16.3 and 23.3, 27.2 at 3000 x 1536,
-  // where it takes 26.6).
+  // 384 x 128: 14.6 us at 9000 x 640 and 20.7 at 6000 x 1024, where 128 x 256 takes 16.2 and 23.3, 27.0 at 3000 x 1536,
+  // where it takes 26.4; benchmarks/results/cuda/choices.json).
   double cycles(int64_t steps) const {
     const double products = rows * columns / 32.0, loads = (rows + columns / kPair) * kRowBytes / 35.5;
     const double stage = (columns == 192 || rows == 384 ? 1.08 : 1.0) * std::max(products, loads);

@@ -5,13 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import Function
+from torch.compiler import is_dynamo_compiling
 
+from custom_mm import _C
 from custom_mm.arguments import clearer
 
 from .registration import fail, number, signature_of_apply
 
 _NAME = "scaled_masked_softmax"
 _ops = torch.ops.custom_mm
+_call: Callable[..., torch.Tensor] = _C.scaled_masked_softmax  # the operator below without what torch.ops adds
 _masked: Callable[..., torch.Tensor] = _ops.scaled_masked_softmax.default
 _masked_: Callable[..., None] = _ops.scaled_masked_softmax_.default
 _backward: Callable[..., torch.Tensor] = _ops.softmax_backward.default
@@ -64,7 +67,7 @@ def scaled_masked_softmax(
         scale = number(_NAME, "a scale", scale)
     try:
         if not inplace:
-            return _masked(x, mask, scale, causal)
+            return (_masked if is_dynamo_compiling() else _call)(x, mask, scale, causal)
         _masked_(x, mask, scale, causal)
     except RuntimeError as error:
         raise about_mask(clearer(error, _NAME, x=x, mask=mask), mask) from None

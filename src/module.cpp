@@ -7,7 +7,6 @@
 
 #include "attention/packed.h"
 #include "dense/inplace/inplace_matmul.h"
-#include "dense/python_call.h"
 #include "dense/rows/linear_rows.h"
 #include "distributed/repeated.h"
 #include "glue/batch_invariance.h"
@@ -17,6 +16,7 @@
 #include "glue/prepared_calls.h"
 #include "glue/unchanged.h"
 #include "gpu/hopper_limits.h"
+#include "python_calls.h"
 #include "rows/bindings.h"
 #include "sparse/index_checks.h"
 #include "sparse/kept_solves.h"
@@ -282,7 +282,7 @@ PYBIND11_MODULE(_C, m) {
   define_inplace(m);
   define_batch_invariance(m);
   define_index_checks(m);
-  matmuls::define_matmul(m);
+  matmuls::define_python_calls(m);
   matmuls::define_prepared_calls(m);
   matmuls::define_repeated_product(m);
   matmuls::define_explain(m);

@@ -7,6 +7,8 @@
 
 namespace matmuls {
 
+MATMULS_OPERATOR(ScaledMaskedSoftmaxOp, "custom_mm::scaled_masked_softmax", "",
+                 at::Tensor(const at::Tensor&, const std::optional<at::Tensor>&, double, bool));
 MATMULS_OPERATOR(SoftmaxBackwardOp, "custom_mm::softmax_backward", "",
                  at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, double, bool));
 MATMULS_OPERATOR(SoftmaxBackwardOutOp, "custom_mm::softmax_backward", "out",

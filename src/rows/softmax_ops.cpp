@@ -97,8 +97,6 @@ void run_cpu(const SoftmaxCall& c) {
 MATMULS_OPERATOR(SoftmaxOp, "custom_mm::softmax", "", Tensor(const Tensor&, int64_t));
 MATMULS_OPERATOR(SoftmaxOutOp, "custom_mm::softmax", "out", void(const Tensor&, int64_t, Tensor));
 MATMULS_OPERATOR(SoftmaxInplaceOp, "custom_mm::softmax_", "", void(Tensor, int64_t));
-MATMULS_OPERATOR(MaskedOp, "custom_mm::scaled_masked_softmax", "",
-                 Tensor(const Tensor&, const OptionalTensor&, double, bool));
 MATMULS_OPERATOR(MaskedInplaceOp, "custom_mm::scaled_masked_softmax_", "",
                  void(Tensor, const OptionalTensor&, double, bool));
 using SoftmaxRunner = void(const SoftmaxCall&);
@@ -205,8 +203,8 @@ struct SoftmaxGradient : KernelFunction<SoftmaxGradient> {
 
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const OptionalTensor& mask,
                         Arguments a) {
-    const Tensor y =
-        a.masked ? MaskedOp::below_autograd(x, mask, a.scale, a.causal) : SoftmaxOp::below_autograd(x, a.dim);
+    const Tensor y = a.masked ? ScaledMaskedSoftmaxOp::below_autograd(x, mask, a.scale, a.causal)
+                              : SoftmaxOp::below_autograd(x, a.dim);
     ctx->save_for_backward({y});
     // Few entries: each costs 0.1 us.
     const bool to_mask = mask && mask->requires_grad();
@@ -295,7 +293,7 @@ void softmax_inplace_autograd(Tensor x, int64_t dim) {
 }
 Tensor masked_autograd(const Tensor& x, const OptionalTensor& mask, double scale, bool causal) {
   const Tensor m = tensor_or_none(mask);
-  if (!needs_gradient(kMasked, {x, m})) return MaskedOp::below_autograd(x, mask, scale, causal);
+  if (!needs_gradient(kMasked, {x, m})) return ScaledMaskedSoftmaxOp::below_autograd(x, mask, scale, causal);
   return SoftmaxGradient::apply(x, mask, SoftmaxGradient::Arguments{-1, scale, true, causal});
 }
 void masked_inplace_autograd(Tensor x, const OptionalTensor& mask, double scale, bool causal) {
@@ -314,7 +312,7 @@ Tensor masked_autocast(const Tensor& x, const OptionalTensor& mask, double scale
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
   const Tensor from = device == at::kCUDA ? autocast_to(at::kFloat, x, device) : x;
   const bool casts = mask && mask->defined() && mask->is_floating_point() && mask->scalar_type() != from.scalar_type();
-  return MaskedOp::call(from, casts ? autocast_to(at::kFloat, mask, device) : mask, scale, causal);
+  return ScaledMaskedSoftmaxOp::call(from, casts ? autocast_to(at::kFloat, mask, device) : mask, scale, causal);
 }
 
 }  // namespace

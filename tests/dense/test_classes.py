@@ -73,3 +73,18 @@ def test_a_call_may_be_traced_overridden_and_counted():
         assert counter.get_total_flops() == 2 * 4**3
         with pytest.raises(TypeError, match=r"matmul: expected a torch.Tensor for b, got list"):
             product(a, [1.0])
+
+    seen.clear()
+    softmax = matmuls.scaled_masked_softmax
+    assert isinstance(softmax(a.as_subclass(Logged)), Logged)
+    assert seen == ["custom_mm.scaled_masked_softmax.default"]
+    mask = b > 0
+    with Mode():
+        softmax(a, mask, 0.5)
+    assert seen[1:] == ["mode"]
+    expected = torch.softmax(a * 2, -1)
+    torch.testing.assert_close(torch.jit.trace(softmax, (b,))(a * 2), expected)
+    for scale in (2, 2.0, torch.tensor(2.0)):
+        torch.testing.assert_close(softmax(a, None, scale), expected)
+    with pytest.raises(TypeError, match=r"scaled_masked_softmax: expected a torch.Tensor for mask, got list"):
+        softmax(a, [1.0])

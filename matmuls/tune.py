@@ -440,22 +440,23 @@ def compile_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
 def measure_on_gpu(p: Problem, tiles: list[Tiles]) -> list[float]:
     """Seconds of each of the tiles, after their results were checked."""
     size = DTYPES[p.dtype].itemsize * (p.m * (p.n + p.k) + 2 * p.n * p.k)
-    sets = max(2, min(16, -(-2 * measure.l2_bytes(torch.device("cuda")) // size)))  # both shares of rows
-    calls = [_call(p, seed) for seed in range(sets)]
-    truth = calls[0][1]()
+    pairs = max(1, min(8, -(-measure.l2_bytes(torch.device("cuda")) // size)))  # of both shares of rows
+    calls = [_call(p, seed) for seed in range(2 * pairs)]
+    truths = [expected() for _, expected in calls[:2]]
     rivals = []
+
+    def run(t: Tiles, ours: Callable[[], Results]) -> Results:
+        configs.forced[p.operator] = t
+        return ours()
+
     try:
         for t in tiles:
-
-            def run(t: Tiles = t, ours: Callable[[], Results] = calls[0][0]) -> Results:
-                configs.forced[p.operator] = t
-                return ours()
-
-            torch.use_deterministic_algorithms(True)  # fills new results with NaN: unwritten elements are found
-            result = run()
-            torch.use_deterministic_algorithms(False)
-            check(p, t, result, truth)
-            rivals.append([lambda t=t, ours=ours, run=run: run(t, ours) for ours, _ in calls])
+            for (ours, _), truth in zip(calls[:2], truths, strict=True):
+                torch.use_deterministic_algorithms(True)  # fills new results with NaN: unwritten elements are found
+                result = run(t, ours)
+                torch.use_deterministic_algorithms(False)
+                check(p, t, result, truth)
+            rivals.append([lambda t=t, ours=ours: run(t, ours) for ours, _ in calls])
         return [timing.seconds for timing in measure.time_on_gpu(rivals, 0.05)]
     except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError) as error:
         raise Failed(str(error)) from None

@@ -29,24 +29,19 @@ struct Arguments {
   bool flag(int i) const { return all[i] == Py_True; }
 
   static bool are_overridden() { return at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing(); }
-  PyObject* to_torch_ops(const py::handle& operation) const {
+  PyObject* to_torch_ops(const char* name) const {
+    const py::object ops = py::module_::import("torch").attr("ops");
+    const py::object operation = ops.attr("custom_mm").attr(name).attr("default");
     return PyObject_Vectorcall(operation.ptr(), all, static_cast<size_t>(count), nullptr);
   }
 };
 
-// torch.ops.custom_mm.<name>.default, never freed.
-py::handle operation(const char* name) {
-  const py::object all = py::module_::import("torch").attr("ops");
-  return py::object(all.attr("custom_mm").attr(name).attr("default")).release();
-}
-
 PyObject* matmul(PyObject*, PyObject* const* all, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  static const py::handle by_torch_ops = operation("matmul");
   const Arguments given{all, count};
   if (count != 4 || !given.is_tensor(0) || !given.is_tensor(1) || !given.is_bool(2) || !given.is_bool(3) ||
       Arguments::are_overridden())
-    return given.to_torch_ops(by_torch_ops);
+    return given.to_torch_ops("matmul");
   at::Tensor y;
   {
     const py::gil_scoped_release no_gil;
@@ -58,11 +53,10 @@ PyObject* matmul(PyObject*, PyObject* const* all, Py_ssize_t count) {
 
 PyObject* scaled_masked_softmax(PyObject*, PyObject* const* all, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  static const py::handle by_torch_ops = operation("scaled_masked_softmax");
   const Arguments given{all, count};
   if (count != 4 || !given.is_tensor(0) || !(all[1] == Py_None || given.is_tensor(1)) || !PyFloat_CheckExact(all[2]) ||
       !given.is_bool(3) || Arguments::are_overridden())
-    return given.to_torch_ops(by_torch_ops);
+    return given.to_torch_ops("scaled_masked_softmax");
   const std::optional<at::Tensor> mask = all[1] == Py_None ? std::nullopt : std::optional(given.tensor(1));
   at::Tensor y;
   {

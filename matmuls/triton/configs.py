@@ -240,34 +240,14 @@ def reload() -> None:
 # -------------------------------------------------------------------------------------------------------------- look-up
 
 
-# On an H200: us of a step of 128 x 256 x 64 in 16 bits, bytes per us of partial sums, us of the launch that adds them.
-STEP, TRAFFIC, LAUNCH = 0.8, 3.5e6, 5.0
-
-
 def chunks(t: Tiles, m: int, n: int, k: int, multiprocessors: int) -> int:
-    """`split` of a gradient of weights [n, k] over m rows, by the estimated time of three masks: half of the rows, a
-    quarter and none in the first expert.
+    """`split` of a gradient of weights: a program for every multiprocessor, with at least a thousand rows each.
 
-    One chunk is a tile per expert: whole waves of long tiles, but each is stored at once. Chunks of m / split rows fill
-    the waves; their parts are written in float32 and read again, except two chunks of as many rows of each expert. us
-    on an H200, estimated by the measured ones, with 50, 25 and 0 % of the rows: 6,000 x 6,144 x 1,536 one chunk 187,
-    173, 225 by 172, 163, 214, two chunks 187, 235, 235 by 180, 223, 230; 16,384 x 3,072 x 768 one chunk 204, 153, 204
-    by 191, 140, 173 (benchmarks/results/cuda/choices.json).
+    More cost time if the experts have different numbers of rows: a tile of one chunk is stored at once, parts are
+    stored in float32 and read again. 6,000 x 6,144 x 1,536 on an H200, with 50, 25 and 5 % of the rows in the first
+    expert: 172, 163 and 202 us with one chunk, 180, 223 and 234 with two (benchmarks/results/cuda/choices.json).
     """
-    tiles = -(-n // t.rows) * -(-k // t.columns)
-    whole = m * STEP * t.rows * t.columns / (128 * 256 * 64)  # us of all rows of a tile
-
-    def waves(programs: int) -> int:
-        return -(-programs // multiprocessors)
-
-    def us(split: int) -> float:
-        if split == 1:
-            quarter = max(0.75 * waves(tiles), tiles / multiprocessors + 0.125)  # short tiles fill the last wave
-            return whole * (waves(2 * tiles) / 2 + quarter + waves(tiles))
-        parts = 8 * split * n * k / TRAFFIC + LAUNCH
-        return 3 * whole * waves(split * tiles) / split + parts * (2 if split == 2 else 3)
-
-    return min(range(1, max(1, min(m // 1024, 16)) + 1), key=us)
+    return max(1, min(multiprocessors // (-(-n // t.rows) * -(-k // t.columns)), m // 1024, 16))
 
 
 def choose(

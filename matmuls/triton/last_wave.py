@@ -18,9 +18,9 @@ from .tiles import rows_at, store_product, tile_at, tiles_of
 MOST = tl.constexpr(8)  # parts of a tile
 HEIGHT = tl.constexpr(8)  # rows of a tile that a program of add_parts_kernel adds up
 # Multiply-adds of a program that the split must save: those of 10 us, for the workspace's traffic and a second launch.
-# H200, us of a product of [M, K] and [K, N] with and without the split: 6000 x 6144 x 1536 158 and 193, 1500 x 4096 x
-# 512 22 and 41, 2048 x 2048 x 2048 39 and 47; below WORTH, 3000 x 3072 x 768 35 and 33, 2048 x 1024 x 1024 16 and 14
-# (benchmarks/results/cuda/choices.json).
+# H200, half of the rows in each expert, us of a product of [M, K] and [K, N] with and without the split: 6000 x 6144 x
+# 1536 158 and 193, 1500 x 4096 x 512 25 and 41, 2048 x 2048 x 2048 39 and 47; below WORTH, 3000 x 3072 x 768 35 and 33,
+# 2048 x 1024 x 1024 16 and 14 (benchmarks/results/cuda/choices.json).
 WORTH = 1 << 25
 
 

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT [STEP...]}
 shift
 steps=${*:-build tests cycles sanitize bert bench spmm spmm-pruned spmm-two-of-four sparse-linear constant blocks bench-bert
-  host-times choices encoders traffic attention-backends pyg-steps training-steps sparse-systems batch-invariance distributed}
+  host-times masked-choices encoders traffic attention-backends pyg-steps training-steps sparse-systems batch-invariance distributed}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 failed=0
@@ -127,7 +127,7 @@ for name in $steps; do
     constant) step constant "$python" benchmarks/constant.py "$out" ;;
     blocks) step blocks "$python" benchmarks/blocks.py "$out" ;;
     bench-bert) step bench-bert "$python" -m matmuls bench-bert --device cuda --out "$out" ;;
-    host-times | choices | encoders | attention-backends | pyg-steps | training-steps | batch-invariance)
+    host-times | masked-choices | encoders | attention-backends | pyg-steps | training-steps | batch-invariance)
       step "$name" "$python" "benchmarks/${name//-/_}.py" "$out" ;;
     traffic) step traffic "$python" benchmarks/traffic.py "$out" --minutes 30 --device cuda ;;
     sparse-systems)

@@ -19,7 +19,7 @@ NOT_SHOWN = {
     "*distributed-*-shared.json": "an older run of one matrix, whose rows were written into the other GPUs' memory",
     "*sparse-systems*.json": "sparse products and triangular solves; the limits quote them",
     "*training-steps.json": "training steps with the attention function; the guide quotes them",
-    "*choices.json": "measurements by which kernels, splits and chunks are chosen; the code quotes them",
+    "*masked-choices.json": "measurements by which masked products are split; the code quotes them",
     "*attention-backends.json": "a measurement by which torch's attention is chosen",
 }
 

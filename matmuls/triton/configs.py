@@ -245,7 +245,7 @@ def chunks(t: Tiles, m: int, n: int, k: int, multiprocessors: int) -> int:
 
     More cost time if the experts have different numbers of rows: a tile of one chunk is stored at once, parts are
     stored in float32 and read again. 6,000 x 6,144 x 1,536 on an H200, with 50, 25 and 5 % of the rows in the first
-    expert: 172, 163 and 202 us with one chunk, 180, 223 and 234 with two (benchmarks/results/cuda/choices.json).
+    expert: 172, 163 and 202 us with one chunk, 180, 223 and 234 with two (benchmarks/results/cuda/masked-choices.json).
     """
     return max(1, min(multiprocessors // (-(-n // t.rows) * -(-k // t.columns)), m // 1024, 16))
 

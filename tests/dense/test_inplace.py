@@ -85,36 +85,6 @@ def test_tiles_of_192_columns(rows, inner, columns, dtype, transb):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("transb", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("rows", "inner", "columns"),
-    [
-        *((9000, 640, 640), (8192, 768, 768), (769, 704, 640), (4096, 1024, 1024), (1000, 136, 136)),
-        *((800, 64, 64), (1500, 72, 72), (700, 128, 128), (2000, 192, 184)),  # no more K stages than buffers
-    ],
-)
-def test_one_wave(rows, inner, columns, dtype, transb):
-    """Tails in rows, K and columns, few K stages, a of strided rows. The first size is its own."""
-    if not hopper() or torch.cuda.get_device_properties(0).multi_processor_count < 132:
-        pytest.skip("needs Hopper, with room for 66 clusters")
-    whole = draw(rows, inner + 24, device="cuda", dtype=dtype)
-    b = draw(*((columns, inner) if transb else (inner, columns)), device="cuda", dtype=dtype) / inner**0.5
-    if rows == 9000:
-        assert custom_mm.explain("matmul_", whole[:, 8:-16], b, transb).kernel == "one_wave"
-    for bias in (None, draw(columns, device="cuda", dtype=dtype, seed=1)):
-        x = whole.clone()
-        a = x[:, 8:-16]
-        with custom_mm.only_kernel("one_wave"):
-            choice = custom_mm.explain("matmul_", a, b, transb, bias)
-            assert choice.kernel == "one_wave"
-            assert choice.launch == {"tile_rows": 384, "tile_columns": 128}
-            check(a, b, transb, bias)
-        assert torch.equal(x[:, :8], whole[:, :8])
-        assert torch.equal(x[:, -16:], whole[:, -16:])
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("transb", [False, True])
 @pytest.mark.parametrize(
     ("rows", "width"),
     [
@@ -344,24 +314,20 @@ def test_a_thousand_times_with_other_streams_busy(width):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("width", "rows"),
-    [
-        *((1024, rows) for rows in ((512, 512, 384, 300), (1024, 1024, 1000, 512), (512, 5000, 3000, 40000))),
-        *((640, rows) for rows in ((9000, 9000), (9000, 300, 8000, 40000))),  # one_wave, alone and with others
-    ],
-)
-def test_sequences_of_products_on_streams(width, rows):
-    """Ten products in sequence on each stream, repeated until launches have overlapped in every combination."""
+@pytest.mark.parametrize("rows", [(512, 512, 384, 300), (1024, 1024, 1000, 512), (512, 5000, 3000, 40000)])
+def test_sequences_of_products_on_four_streams(rows):
+    """Ten products in sequence on each of four streams, repeated until launches have overlapped in every
+    combination.
+    """
     streams = [torch.cuda.Stream() for _ in rows]
-    q = torch.linalg.qr(draw(width, width, device="cuda"))[0].to(torch.bfloat16)  # orthogonal: preserves norms
+    q = torch.linalg.qr(draw(1024, 1024, device="cuda"))[0].to(torch.bfloat16)  # orthogonal: preserves norms
 
     def ten(x):
         for _ in range(10):
             matmuls.matmul_(x, q)
         return x
 
-    inputs = [draw(m, width, device="cuda", dtype=torch.bfloat16, seed=m) for m in rows]
+    inputs = [draw(m, 1024, device="cuda", dtype=torch.bfloat16, seed=m) for m in rows]
     expected, xs = [ten(a.clone()) for a in inputs], [torch.empty_like(a) for a in inputs]
     wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in rows]
     torch.cuda.synchronize()
@@ -400,19 +366,16 @@ def test_concurrent_graphs():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("rows", "width"), [(9000, 640), (3000, 768), (3000, 1024), (3000, 2048), (3000, 4096), (3000, 4224)]
-)
-def test_in_a_graph(rows, width):
-    a = draw(rows, width, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("width", [768, 1024, 2048, 4096, 4224])
+def test_in_a_graph(width):
+    a = draw(3000, width, device="cuda", dtype=torch.bfloat16)
     b = draw(width, width, device="cuda", dtype=torch.bfloat16) / width**0.5
     x = a.clone()
     graph = graph_of([lambda: matmuls.matmul_(x, b)])
-    for seed in range(20):
-        a = draw(rows, width, device="cuda", dtype=torch.bfloat16, seed=seed)
+    for seed in range(5):
+        a = draw(3000, width, device="cuda", dtype=torch.bfloat16, seed=seed)
         x.copy_(a)
         graph.replay()
-        assert_as_good_as_torch(x, a @ b, a.double() @ b.double())
         assert torch.equal(x, matmuls.matmul_(a, b))
 
 
@@ -454,4 +417,4 @@ def test_each_kernel_in_place(dtype, transb):
             seen.add(kernel)
             assert (out.double() - wide).abs().max() <= 2 * torch.finfo(dtype).eps * scale, kernel
     if hopper():
-        assert seen == {"few_rows", "one_wave", "panels", "workspace"}
+        assert seen == {"few_rows", "panels", "workspace"}

@@ -1,8 +1,8 @@
 // matmul_: a <- a @ op(b) + bias, over a's own rows, with a workspace that does not grow with a.
 //
-// A row of the result needs only the same row of a. On Hopper one kernel does the product (few_rows_sm90.cu,
-// one_wave_sm90.cu or panels_sm90.cu). Elsewhere a panel of rows is copied to the workspace, and cuBLAS (torch's BLAS
-// on the CPU) writes the product over the panel; on a GPU two streams do so.
+// A row of the result needs only the same row of a. On Hopper one kernel does the product (panels_sm90.cu). Elsewhere a
+// panel of rows is copied to the workspace, and cuBLAS (torch's BLAS on the CPU) writes the product over the panel; on
+// a GPU two streams do so.
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>

@@ -10,12 +10,11 @@ namespace matmuls {
 // The kernels of matmul_. Each has the name of its file, without _sm90, or says what it uses; explain() prints it.
 enum class InplaceKernel {
   few_rows,   // the result's tiles fit into one wave: a cluster per tile
-  one_wave,   // a block per tile of 384 x 128, all at once; 16-bit dtypes
   panels,     // clusters walk over panels of rows
   workspace,  // panels of rows are copied to a workspace, and cuBLAS writes the product over them
 };
 constexpr int kInplaceKernels = static_cast<int>(InplaceKernel::workspace) + 1;
-constexpr const char* kInplaceNames[kInplaceKernels] = {"few_rows", "one_wave", "panels", "workspace"};
+constexpr const char* kInplaceNames[kInplaceKernels] = {"few_rows", "panels", "workspace"};
 
 struct InplaceChoice {
   InplaceKernel kernel;

@@ -1,5 +1,5 @@
-// Estimated cycles of a product in place on Hopper: by the kernels of panels_kernel_sm90.cuh and one_wave_sm90.cu in
-// tiles of a given size, or through a workspace.
+// Estimated cycles of a product in place on Hopper: by the kernel of panels_kernel_sm90.cuh in tiles of a given size,
+// or through a workspace.
 #pragma once
 
 #include <algorithm>
@@ -18,19 +18,14 @@ struct TileSize {
 
   // Cycles of a tile: 2000 for the last step and the stores of 128 x 256 results, plus those of each K stage of 128
   // bytes. A stage takes as long as its products at the full rate of the tensor cores, or as its loads, a's tile and
-  // half of b's, at 35.5 bytes per cycle (H200: 700 cycles for 24 KB, 450 for 16 KB). With 192 columns or 384 rows it
-  // takes 1.08 of that (H200, 12000 x 3000: 1.07 of the time of 256 columns, 0.74 of it at 58208 x 4224; one wave of
-  // 384 x 128: 14.6 us at 9000 x 640 and 20.7 at 6000 x 1024, where 128 x 256 takes 16.2 and 23.3, 27.0 at 3000 x 1536,
-  // where it takes 26.4; benchmarks/results/cuda/choices.json).
+  // half of b's, at 35.5 bytes per cycle (H200: 700 cycles for 24 KB, 450 for 16 KB). With 192 columns it takes 1.08 of
+  // that (H200, 12000 x 3000: 1.07 of the time of 256 columns, 0.74 of it at 58208 x 4224).
   double cycles(int64_t steps) const {
     const double products = rows * columns / 32.0, loads = (rows + columns / kPair) * kRowBytes / 35.5;
-    const double stage = (columns == 192 || rows == 384 ? 1.08 : 1.0) * std::max(products, loads);
+    const double stage = (columns == 192 ? 1.08 : 1.0) * std::max(products, loads);
     return rows * columns / 16.4 + static_cast<double>(steps) * stage;
   }
 };
-
-// The tile of one_wave_sm90.cu.
-constexpr TileSize kOneWave{384, 128};
 
 // How the clusters that can be resident walk over a product in tiles of one size.
 struct Walk {

@@ -24,6 +24,7 @@ struct Way : Walk {
   explicit Way(const Operands& o) : Walk(o.a.size(0), o.columns, size, clusters(), kTurned<T, b_k_apart>) {}
 
   bool meets() const { return kTurned<T, b_k_apart> || across > 1; }
+  double cycles(const Operands& o) const { return waves * size.cycles(up(o.a.size(1), Tile::wide)); }
 
   bool launch(const Operands& o) const {
     const int64_t rows = o.a.size(0), inner = o.a.size(1);
@@ -67,27 +68,23 @@ InplaceChoice choose(const Operands& o, bool few) {
     return {InplaceKernel::few_rows, "the result's tiles fit into one wave", kFewRows, kFewColumns};
   constexpr InplaceChoice other{InplaceKernel::workspace, "the tiles would leave part of the GPU idle"};
   const Way<T, Large<T>, b_k_apart> large(o);
-  if (large.clusters() == 0) return other;
-  const int64_t steps = up(o.a.size(1), Large<T>::wide);
+  if (!is_on(InplaceKernel::panels) || large.clusters() == 0) return other;
   InplaceChoice choice = other;
   double least = std::numeric_limits<double>::infinity();
-  const auto consider = [&](InplaceKernel kernel, TileSize tile, int waves) {
-    if (!is_on(kernel) || waves == 0 || waves * tile.cycles(steps) >= least) return;
-    least = waves * tile.cycles(steps);
-    choice = {kernel, "estimated faster than other tiles and than panels through a workspace", tile.rows, tile.columns};
+  const auto consider = [&]<class Tile>(const Way<T, Tile, b_k_apart>& way) {
+    if (way.waves == 0 || way.cycles(o) >= least) return;
+    least = way.cycles(o);
+    choice = {InplaceKernel::panels, "estimated faster than other tiles and than panels through a workspace",
+              Tile::rows, Tile::columns};
   };
-  const auto walk = [&]<class Tile>(std::type_identity<Tile>) {
-    const Way<T, Tile, b_k_apart> way(o);
-    consider(InplaceKernel::panels, way.size, way.waves);
-  };
-  walk(std::type_identity<Large<T>>());
+  consider(large);
   if constexpr (!kTurned<T, b_k_apart>) {
-    walk(std::type_identity<Middle<T>>());
-    walk(std::type_identity<Narrow<T>>());
-    walk(std::type_identity<Small<T>>());
+    consider(Way<T, Middle<T>, b_k_apart>(o));
+    consider(Way<T, Narrow<T>, b_k_apart>(o));
+    consider(Way<T, Small<T>, b_k_apart>(o));
   }
-  if constexpr (sizeof(T) == 2) consider(InplaceKernel::one_wave, kOneWave, one_wave_fits<T, b_k_apart>(o));
-  const double copied = workspace_cycles(o.a.size(0), o.columns, steps, large.size, large.clusters(), kPanels<T>);
+  const double copied = workspace_cycles(o.a.size(0), o.columns, up(o.a.size(1), Large<T>::wide), large.size,
+                                         large.clusters(), kPanels<T>);
   return is_on(InplaceKernel::workspace) && copied < least ? other : choice;
 }
 
@@ -97,9 +94,6 @@ bool launch(const Operands& o, const InplaceChoice& c) {
   if (c.kernel == InplaceKernel::few_rows)
     return multiply_few_rows<T, b_k_apart>(o) || launch<T, b_k_apart>(o, choose<T, b_k_apart>(o, false));
   if (c.kernel == InplaceKernel::workspace) return false;
-  if constexpr (sizeof(T) == 2) {
-    if (c.kernel == InplaceKernel::one_wave) return multiply_one_wave<T, b_k_apart>(o);
-  }
   const auto is = [&]<class Tile>(std::type_identity<Tile>) {
     return c.tile_rows == Tile::rows && c.tile_columns == Tile::columns;
   };

@@ -99,10 +99,4 @@ bool few_rows_fit(const Operands& o);
 template <class T, bool b_k_apart>
 bool multiply_few_rows(const Operands& o);
 
-// The same for one_wave_sm90.cu, in tiles of kOneWave and 16-bit dtypes.
-template <class T, bool b_k_apart>
-bool one_wave_fits(const Operands& o);
-template <class T, bool b_k_apart>
-bool multiply_one_wave(const Operands& o);
-
 }  // namespace matmuls::in_place

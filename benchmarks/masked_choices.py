@@ -1,9 +1,9 @@
-"""Times what choices in the code are set by: the kernels of matmul_, the split of a last wave, chunks of rows.
+"""Times what choices for two experts are set by: the split of a last wave of tiles, and chunks of rows.
 
-Usage: python benchmarks/choices.py OUT. Writes OUT/cuda/choices.json. A case has the us of each way: GPU time of a call
-in a CUDA graph, the least of rounds in which the ways take turns. The masked products are those of masked_linear in
-bfloat16, with the given share of the rows in the first expert: [M, K] by two weights [K, N] with and without a split of
-the last wave of tiles, and the gradient of the weights with its rows in one chunk and in two.
+Usage: python benchmarks/masked_choices.py OUT. Writes OUT/cuda/masked-choices.json. A case has the us of each way: GPU
+time of a call in a CUDA graph, the least of rounds in which the ways take turns. The masked products are those of
+masked_linear in bfloat16, with the given share of the rows in the first expert: [M, K] by two weights [K, N] with and
+without a split of the last wave of tiles, and the gradient of the weights with its rows in one chunk and in two.
 """
 
 import json
@@ -16,13 +16,10 @@ import torch
 from out_folder import out_folder
 from torch import Tensor
 
-import custom_mm
-import matmuls
 from matmuls import bench, files, mask_plan
 from matmuls.triton import configs, last_wave, masked_linear, masked_weights
 
 CALLS, REPLAYS, ROUNDS = 10, 10, 5
-IN_PLACE = (9000, 640), (8000, 640), (6000, 1024), (20000, 256), (24000, 256), (3000, 2048), (8192, 768), (3000, 1536)
 PRODUCTS = (
     *((6000, 6144, 1536), (1500, 4096, 512), (5000, 4096, 1024), (2048, 2048, 2048), (3000, 3072, 768)),
     *((2048, 1024, 1024), (6000, 1536, 6144), (1100, 4096, 1024)),
@@ -65,20 +62,6 @@ def measured(choice: str, case: str, ways: Ways) -> dict[str, Any]:
     return {"choice": choice, "case": case, "us": {name: min(r[name] for r in rounds) for name in ways}}
 
 
-def in_place() -> Iterator[dict[str, Any]]:
-    for rows, width in IN_PLACE:
-        x, q = draw(rows, width), torch.linalg.qr(torch.randn(width, width, device="cuda"))[0].bfloat16()
-        y = torch.empty_like(x)
-
-        def only(kernel: str, x: Tensor = x, q: Tensor = q) -> None:
-            with custom_mm.only_kernel(kernel):
-                matmuls.matmul_(x, q)
-
-        ways: Ways = {kernel: lambda kernel=kernel: only(kernel) for kernel in ("one_wave", "panels")}
-        ways["torch.mm(out=)"] = lambda x=x, q=q, y=y: torch.mm(x, q, out=y)
-        yield measured("kernel of matmul_", f"{rows}x{width}", ways)
-
-
 def last_waves() -> Iterator[dict[str, Any]]:
     for m, k, n in PRODUCTS:
         x, w1, w2 = draw(m, k), draw(n, k), draw(n, k)
@@ -113,12 +96,12 @@ def chunks_of_rows() -> Iterator[dict[str, Any]]:
 def main(out: Path) -> None:
     torch.manual_seed(0)
     rows = []
-    for family in (in_place, last_waves, chunks_of_rows):
+    for family in (last_waves, chunks_of_rows):
         for row in family():
             rows.append(row)
             print(json.dumps(row), flush=True)
-    facts = bench.environment("cuda") | {"command": "python benchmarks/choices.py OUT"}
-    files.write(out / "cuda/choices.json", json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
+    facts = bench.environment("cuda") | {"command": "python benchmarks/masked_choices.py OUT"}
+    files.write(out / "cuda/masked-choices.json", json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ struct Call {
   int64_t version;
 };
 
-// What the solves of the call's matrix keep. Null if the state is that of another matrix, as after hooks have moved
-// what a backward pass needs: the solve then keeps nothing.
+// The analyses that solves with this matrix keep. Null if the state belongs to another matrix, as after saved-tensor
+// hooks have copied the matrix of a backward pass: the solve then keeps nothing.
 template <class State>
 State* state_of(const Call& c) {
   State* const s = owned_by<State>(c.state);

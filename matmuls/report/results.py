@@ -18,7 +18,8 @@ NOT_SHOWN = {
     "*checks-*.json": "test and sanitizer runs, not speeds",
     "*distributed-*-shared.json": "an older run of one matrix, whose rows were written into the other GPUs' memory",
     "*sparse-systems*.json": "sparse products and triangular solves; the limits quote them",
-    "*traffic.json": "mixed requests for half an hour, compared with eager; memory by the minute",
+    "*traffic*.json": "mixed requests for half an hour, compared with eager; memory by the minute; traffic-2.json: a "
+    "second process at the same time",
     "*training-steps.json": "training steps with the attention function; the guide quotes them",
     "*masked-choices.json": "measurements by which masked products are split; the code quotes them",
     "*attention-backends.json": "a measurement by which torch's attention is chosen",
